@@ -18,7 +18,7 @@ from gpu_predicted import Program, Row
 from torch import Tensor
 
 from mxcompile import ops
-from mxcompile.formats import ScaleLayout
+from mxcompile.formats import Copy, ScaleLayout
 from mxcompile.lowering import pipeline, targets
 from mxcompile.lowering.chips.peak import Peak
 from mxcompile.lowering.targets import Target
@@ -167,7 +167,7 @@ def quantized(rows: int, k: int, count: int, scales: ScaleLayout) -> tuple[list[
     """BF16 matrices [rows, k], and the same quantized along k."""
     dense = [torch.randn(rows, k, device=DEVICE).bfloat16() for _ in range(count)]
     how = (torch.float8_e4m3fn, "rceil", False, str(scales))
-    return dense, [ops.quantize(matrix, -1, *how) for matrix in dense]
+    return dense, [ops.cast(matrix, [str(Copy.mx(-1, *how))]) for matrix in dense]
 
 
 def values(operand: Operand) -> Tensor:

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 import mxcompile
 from mxcompile import ops
+from mxcompile.formats import Copy, Format, elem_type
 from mxcompile.lowering.targets import Target
 from mxcompile.lowering.templates import defaults
 
@@ -102,8 +103,8 @@ def casts(m: int, n: int, target: Target) -> Iterator[Graph]:
     chosen: list[tuple[str, Cast, Sequence[str]]] = []
     if target.native:
         layout = str(target.scale_layout)
-        chosen += [("rows", _each(_mx(-1, layout)), alone), ("columns", _each(_mx(-2, layout)), alone)]
-        chosen += [("both", _each(lambda x, _: ops.quantize_both(x, E4M3, ROUNDING, layout)), every)]
+        chosen += [("rows", _each(_mx((-1,), layout)), alone), ("columns", _each(_mx((-2,), layout)), alone)]
+        chosen += [("both", _each(_mx((-1, -2), layout)), every)]
     else:
         chosen += [("value in rows", _operands("values", "none"), alone)]
         chosen += [("value in columns", _operands("none", "values"), alone)]
@@ -147,16 +148,21 @@ def _each(one: Callable[[Tensor, Tensor], Iterable[Tensor]]) -> Cast:
     return lambda matrices, scale: [copied for x in matrices for copied in one(x, scale)]
 
 
-def _mx(dim: int, layout: str) -> Callable[[Tensor, Tensor], Iterable[Tensor]]:
-    return lambda x, _: ops.quantize(x, dim, E4M3, ROUNDING, False, layout)
+def _mx(dims: Sequence[int], layout: str) -> Callable[[Tensor, Tensor], Iterable[Tensor]]:
+    copies = [str(Copy.mx(dim, E4M3, ROUNDING, layout=layout)) for dim in dims]
+    return lambda x, _: ops.cast(x, copies)
 
 
 def _operands(rows: str, columns: str) -> Cast:
     """What products that are emulated read and keep, of both matrices in one kernel."""
+    forms = (form for form in zip((-1, -2), (rows, columns), strict=True) if form[1] != "none")
+    copies = [
+        str(Copy.mx(dim, E4M3, ROUNDING, dtype=BF16 if form == "values" else None)) for dim, form in forms
+    ]
 
     def cast(matrices: Sequence[Tensor], _: Tensor) -> Iterable[Tensor]:
         x, y = (*matrices, None)[:2]
-        made: tuple[Tensor, ...] = ops.quantize_operands(x, y, E4M3, ROUNDING, BF16, rows, columns)
+        made: list[Tensor] = ops.cast(x, copies, None, 0, None, None, y)
         return made
 
     return cast
@@ -174,7 +180,8 @@ def _channels(x: Tensor, _: Tensor) -> Iterable[Tensor]:
 
 def scaled_mm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> Tensor:
     """The product of MX operands a [M, K], b [K, N], which Inductor makes the template of."""
-    out: Tensor = ops.scaled_mm(a, scale_a, b, scale_b, None, BF16)
+    words = (str(Format.mx(elem_type(side.dtype))) for side in (a, b))
+    out: Tensor = ops.matmul(a, scale_a, b, scale_b, None, BF16, *words)
     return out
 
 

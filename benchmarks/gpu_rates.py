@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mxcompile import ops
-from mxcompile.formats import ScaleLayout, ScaleType
+from mxcompile.formats import Copy, ScaleLayout, ScaleType
 from mxcompile.lowering.chips.peak import Peak
 from mxcompile.lowering.targets import TARGETS, Target
 from mxcompile.offline.rates import Rate, Rates, as_data
@@ -73,7 +73,7 @@ def mxfp8(peak: Peak, time: Time) -> Iterator[float]:
     """`torch._scaled_mm` with scales of 1×32."""
     for m, n, k in SHAPES:
         cast = (-1, torch.float8_e4m3fn, "rceil", False, str(ScaleLayout.TILED_128X4))
-        (a, scale_a), (b, scale_b) = (ops.quantize(_matrix(rows, k), *cast) for rows in (m, n))
+        (a, scale_a), (b, scale_b) = (ops.cast(_matrix(rows, k), [str(Copy.mx(*cast))]) for rows in (m, n))
         scales = (scale.view(torch.float8_e8m0fnu) for scale in (scale_a, scale_b))
         call = functools.partial(torch._scaled_mm, a, b.t(), *scales, out_dtype=torch.bfloat16)
         yield _share(time(call), (m, n, k), peak.mxfp8_tflops)

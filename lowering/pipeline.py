@@ -21,26 +21,24 @@ from mxcompile.lowering import optional
 from mxcompile.lowering.cpu import attention as attention  # registers the lowering of attention
 from mxcompile.lowering.graph.as_mx import AsMX
 from mxcompile.lowering.graph.cached_attention import CachedAttention
-from mxcompile.lowering.graph.collect import Collect
 from mxcompile.lowering.graph.couple import Couple
 from mxcompile.lowering.graph.expand import Expand
 from mxcompile.lowering.graph.fp8_layouts import FP8Layouts
 from mxcompile.lowering.graph.fuse import Fuse
 from mxcompile.lowering.graph.lowering_pass import LoweringPass
+from mxcompile.lowering.graph.merge_casts import MergeCasts
 from mxcompile.lowering.graph.name_kernels import NameKernels
 from mxcompile.lowering.graph.native import Native
 from mxcompile.lowering.graph.packed import Packed
-from mxcompile.lowering.graph.pair import Pair
 from mxcompile.lowering.graph.pair_fp4 import PairFP4
 from mxcompile.lowering.graph.promote import Promote
 from mxcompile.lowering.graph.split_casts import SplitCasts
 from mxcompile.lowering.graph.tile_scales import TileScales
 from mxcompile.lowering.graph.vendor_fp8 import JointVendorFP8, VendorFP8
 from mxcompile.lowering.graph.weight_only import WeightOnly
-from mxcompile.lowering.inductor import casts as casts  # those of casts
+from mxcompile.lowering.inductor import copies as copies  # those of casts
 from mxcompile.lowering.inductor import dequantized as dequantized  # and the one of weight-only products
 from mxcompile.lowering.inductor import fp_fusion
-from mxcompile.lowering.inductor import general as general  # and those of other formats
 from mxcompile.lowering.inductor import hadamard as hadamard  # and the one of the transform
 from mxcompile.lowering.inductor import statistics as statistics  # and the one of what a watch measures
 from mxcompile.lowering.inductor import vendor as vendor  # and Inductor's of the vendor's products
@@ -56,7 +54,6 @@ LOWERING: tuple[type[LoweringPass], ...] = (
     AsMX,
     Native,
     Fuse,
-    Pair,
     PairFP4,
     CachedAttention,
     WeightOnly,
@@ -65,7 +62,7 @@ LOWERING: tuple[type[LoweringPass], ...] = (
     Expand,
     SplitCasts,
     Promote,
-    Collect,
+    MergeCasts,
     Couple,
     NameKernels,
 )

@@ -1,14 +1,14 @@
 """compress: keep in MXFP8 what backward reads of an activation, where the policy says ``saved: mxfp8``.
 
     forward saves x; backward reads x
-    →  forward saves qdata, scale = quantize(x); backward reads dequantize(qdata, scale)
+    →  forward saves qdata, scale = cast(x); backward reads dequantize(qdata, scale)
 
 `upstream` names the saved tensors that it applies to. Backward then reads the value of the MX copy in the
 place of x; its rounding is the only change. Where a GEMM of backward reads an MX copy of x, along rows or
 columns, that copy is kept, so that nothing is cast twice or kept twice:
 
-    forward saves x and quantize(x)      →  x is not saved
-    backward casts x: quantize(x)        →  forward does it
+    forward saves x and cast(x)          →  x is not saved
+    backward casts x: cast(x)            →  forward does it
 
 Other copies run along the innermost dimension in memory, in the format of the layer's input if that is MX,
 else in E4M3 with scales rounded up. These tensors stay as they are: inputs and outputs of the model,
@@ -28,7 +28,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from mxcompile import ops
-from mxcompile.formats import BLOCK, E4M3, Rounding
+from mxcompile.formats import BLOCK, Copy, Format
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import TRANSPARENT, argument, aten, packet
@@ -129,46 +129,46 @@ class _Crossing:
         """The cast of backward, done in forward; None of other formats, or if that lacks what it reads."""
         source = self._named.get(argument(cast).name)
         mine, its = tensor(source), tensor(argument(cast))
-        if cast.target is not ops.quantize or mine is None or its is None:
+        view = Cast.of(cast)
+        if view is None or not view.copy.is_mx or mine is None or its is None:
             return None
         if not statically_known_true(sym_eq(mine.shape, its.shape)):  # sizes that depend on data differ
             return None
         assert source is not None
         steps = chain_to(argument(cast))[1]
-        return self._cast(source, Cast.read(cast).arguments()[1:], cast, steps)
+        return self._cast(source, view.copy, cast, steps)
 
     def _made(self, node: fx.Node, tag: GemmTag) -> _Copy:
         """A copy along the innermost dimension of `node` in memory."""
         value = value_of(node)
         order = memory_order([hint(stride) for stride in value.stride()])
-        elem, rounding = E4M3.dtype, str(Rounding.RCEIL)
+        how = Copy(format=Format())
         if tag.formats is not None:
             fmt = tag.formats[tag.tensors.index("x")]
             if fmt.is_mx:
-                elem, rounding = fmt.elem.dtype, str(fmt.derivation)
-        how = value.ndim - 1, elem, rounding
+                how = Copy(format=Format(elem=fmt.elem, rounding=fmt.rounding))
         if order == sorted(order):
             return self._cast(node, how, node, ())
         with self._forward.graph.inserting_before(node.next):
             source = self._forward.call(aten.permute.default, node, order, like=node)
         return self._cast(source, how, node, (source,))
 
-    def _cast(self, source: fx.Node, how: tuple[Any, ...], like: fx.Node, steps: Chain) -> _Copy:
+    def _cast(self, source: fx.Node, how: Copy, like: fx.Node, steps: Chain) -> _Copy:
         """`source` cast in forward as soon as it is there, or the cast of it that there is."""
         value = value_of(source)
         call = self._forward.call
-        casts = (user for user in source.users if user.target is ops.quantize)
-        cast = next((node for node in casts if Cast.read(node).arguments()[1:] == how), None)
+        casts = (user for user in source.users if (view := Cast.of(user)) and view.copy == how)
+        cast = next(casts, None)
         if cast is None:
             with self._forward.graph.inserting_before(source.next):
-                cast = call(ops.quantize, source, *how, like=like)
+                cast = call(ops.cast, source, [str(how)], like=like)
                 cast.meta["mx_itemsize"] = value.element_size()
         with self._forward.graph.inserting_before(cast.next):
             qdata, scale = (
                 self._forward.pick(cast, index, f"{source.name}_{part}")
                 for index, part in enumerate(("qdata", "scale"))  # a name that backward has not either
             )
-        return _Copy(qdata=qdata, scale=scale, dim=Cast.read(cast).block_dim, steps=steps)
+        return _Copy(qdata=qdata, scale=scale, dim=how.dim, steps=steps)
 
     def _restored(self, node: fx.Node, copy: _Copy, after: Chain) -> fx.Node | None:
         """The value of `copy` in the shape of `node`, laid out as it is; None if a size is not at hand.
@@ -239,13 +239,13 @@ def _saved_copies(saved: Sequence[Any]) -> dict[fx.Node, _Copy]:
     nodes = dict.fromkeys(node for node in saved if isinstance(node, fx.Node))
     for qdata in nodes:
         cast, place = result_of(qdata)
-        if cast is None or cast.target is not ops.quantize or place != 0:
+        view = Cast.of(cast)
+        if cast is None or view is None or not view.copy.is_mx or place != 0:
             continue
         scales = [result for its, result in results_of(cast) if its == 1 and result in nodes]
         if scales:
             root, steps = chain_to(argument(cast))
-            dim = Cast.read(cast).block_dim
-            copies.setdefault(root, _Copy(qdata=qdata, scale=scales[0], dim=dim, steps=steps))
+            copies.setdefault(root, _Copy(qdata=qdata, scale=scales[0], dim=view.side, steps=steps))
     return copies
 
 

@@ -1,6 +1,6 @@
 """gather: cast an activation before ranks exchange it, so that MX bytes travel.
 
-    quantize(move(wait(all_gather(x))))  →  move(wait(all_gather(pack(quantize(x)))))
+    cast(move(wait(all_gather(x))))  →  move(wait(all_gather(pack(cast(x)))))
 
 Ranks of sequence parallelism gather tokens, ranks of expert parallelism send them to their experts
 (``all_to_all_single``). Blocks run along features, so the casts are the same, bit for bit. Codes and scales
@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import ScaleLayout
+from mxcompile.formats import Copy, ScaleLayout
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import SIZED_VIEWS, argument, aten, packet, prims
 from mxcompile.graph.tags import set_tag, tag_of, tensor, value_of
@@ -83,7 +83,7 @@ class _Moved:
         while pending:
             node = pending.pop()
             for user in node.users:
-                if user.target is ops.quantize:
+                if _is_mx(user):
                     casts.append(user)
                 elif user.target is _SIZE:
                     sizes.append(user)
@@ -112,7 +112,7 @@ class _Moved:
         with graph.inserting_before(self.gather):
             for dtype in self.dtypes:
                 x = call(prims.convert_element_type.default, x, dtype, like=self.casts[0])
-            cast = call(ops.quantize, x, last, *how, like=self.casts[0])
+            cast = call(ops.cast, x, [str(how)], like=self.casts[0])
             qdata, scale = build.results(cast)
             codes = call(aten.view.dtype, qdata, byte, like=cast)
             packed = call(aten.cat.default, [codes, scale], last, like=cast)
@@ -129,7 +129,7 @@ class _Moved:
                 build.replace(each, call(_SIZE, results[argument(each)], each.args[1], like=each))
         for each in self.casts:
             with graph.inserting_before(each):
-                parts = _unpacked(results[argument(each)], width, how[0], build)
+                parts = _unpacked(results[argument(each)], width, how.elem.dtype, build)
             build.replace_results(each, parts)
         for old in (*reversed(self.steps), self.gather):  # a collective is never dead by itself
             graph.erase_node(old)
@@ -157,17 +157,21 @@ def _note_others(graph: fx.Graph) -> None:
         for word, (qdata, _) in zip(tag.tensors, Product.read(node).sides, strict=True):
             cast = argument(untransposed(qdata)[0]) if word != "w" else None
             if cast is not None and packet(cast) in ops.CASTS and arrives(argument(cast)):
-                why = "something else reads it" if cast.target is ops.quantize else "its cast is not MXFP8's"
+                why = "something else reads it" if _is_mx(cast) else "its cast is not MXFP8's"
                 tag = tag.with_reason(Reason(Code.NOT_SENT, word, why))
         set_tag(node, tag)
 
 
-def _how(node: fx.Node) -> tuple[torch.dtype, str] | None:
-    """Element type and rounding of a cast along the last dimension; None for others."""
-    cast = Cast.read(node)
-    plain = not cast.square and cast.scale_layout == ScaleLayout.ROW_MAJOR
-    along = tensor(cast.x) is not None and cast.side == -1
-    return (cast.elem_dtype, cast.rounding) if plain and along else None
+def _is_mx(node: fx.Node) -> bool:
+    """Whether `node` is a cast to MXFP8."""
+    cast = Cast.of(node)
+    return cast is not None and cast.copy.is_mx
+
+
+def _how(node: fx.Node) -> Copy | None:
+    """The copy that a cast along the last dimension makes; None for others."""
+    copy = Cast.read(node).copy
+    return copy if copy.layout is ScaleLayout.ROW_MAJOR and copy.dim == -1 else None
 
 
 def _dtypes(

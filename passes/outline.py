@@ -24,7 +24,7 @@ from mxcompile import ops
 from mxcompile.graph.opsets import STREAM_SOURCES, SUMS, TRANSPARENT, packet
 from mxcompile.graph.tags import GemmTag, Kind, hint, tags_of, tensor
 from mxcompile.models.names import GraphInput, module_of, source_of
-from mxcompile.ops.view import Cast, Encode
+from mxcompile.ops.view import Cast
 from mxcompile.passes.flow import Depends, dependencies
 from mxcompile.policy import Role
 from mxcompile.report import Outline, OutlineNode, folded
@@ -218,10 +218,10 @@ def _title(tag: GemmTag) -> str:
 
 def _cast_words(node: fx.Node) -> tuple[str, str]:
     """Title and details of a cast."""
-    cast = Encode.of(node) or Cast.of(node)
-    if cast is None or cast.node.target not in ops.QUANTIZERS:
+    cast = Cast.of(node)
+    if cast is None:
         return _operator(node), _operator(node)
-    layout = "rowwise" if cast.block_dim in (-1, node.meta["val"][0].ndim - 1) else "columnwise"
+    layout = "rowwise" if cast.side == -1 else "columnwise"
     return f"{cast.form.elem} {layout}", f"{cast.form}, {layout}"
 
 

@@ -1,9 +1,9 @@
 """reuse: a weight that is stored, or was gathered, in the format a product wants is read as it is.
 
-    quantize(dequantize(q, s)) → q, s                 along the same dimension, in the elements of q, rceil
-    encode(dequantize(p, s)) → unpack(p), s           the same of packed codes p
-    encoded_mm(…, encode(dequantize(p, s, g)), known_scale(…))  →  unpack(p), s, 1/g       of two levels
-    quantize(dequantize_tiles(q, s)) → q, rows of s   in 32×32 tiles, in the elements and the rounding of q
+    cast(dequantize(q, s)) → q, s                     along the same dimension, in the elements of q, rceil
+    cast(dequantize(p, s)) → unpack(p), s             the same of packed codes p
+    matmul(…, cast(dequantize(p, s, g)), known_scale(…))  →  unpack(p), s, 1/g       of two levels
+    cast(dequantize_tiles(q, s)) → q, rows of s       in 32×32 tiles, in the elements and the rounding of q
 
 Casting a block of stored values again changes nothing: rceil's scale for it is no larger and never saturates,
 so that every element is exact again. Other roundings may change it, and so may values that do not exist in
@@ -25,7 +25,7 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.errors import PolicyError
-from mxcompile.formats import BLOCK, Format, Rounding
+from mxcompile.formats import BLOCK, Format, Rounding, Tile, elem_type
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.casts import made_by
@@ -37,7 +37,6 @@ from mxcompile.ops.view import (
     Cast,
     Dequantize,
     DequantizeTiles,
-    Encode,
     Product,
     arguments_of,
     result_of,
@@ -60,7 +59,7 @@ class Reuse:
         _read_tiles(graph, build)
         for product in [node for node in graph.nodes if node.target in _TWO_LEVEL_PRODUCTS]:
             _read_two_level(Product.read(product), build)
-        for cast in [node for node in graph.nodes if node.target in ops.QUANTIZERS]:
+        for cast in [node for node in graph.nodes if node.target is ops.cast]:
             match = _stored(cast)
             if match is None or match[0].global_scale is not None:
                 continue
@@ -74,7 +73,7 @@ class Reuse:
         dead.eliminate(graph)
 
 
-_TWO_LEVEL_PRODUCTS = frozenset({ops.encoded_mm, ops.encoded_grouped_mm})
+_TWO_LEVEL_PRODUCTS = frozenset({ops.matmul, ops.grouped_matmul})
 
 
 def _read_two_level(product: Product, build: Builder) -> None:
@@ -87,7 +86,7 @@ def _read_two_level(product: Product, build: Builder) -> None:
         for place, (qdata, _) in enumerate(product.sides):
             base, swapped = untransposed(qdata)
             cast, _ = result_of(base)
-            match = _stored(cast) if cast is not None and cast.target is ops.encode else None
+            match = _stored(cast) if cast is not None and cast.target is ops.cast else None
             whole = None if match is None else match[0].global_scale
             if match is None or whole is None:
                 continue
@@ -119,13 +118,15 @@ def _note_casts(product: fx.Node) -> None:
         return
     sides = Product.read(product).sides
     of_weights = [sides[tag.tensors.index("w")][0] for tag in tags]
-    recast = [made_by(qdata)[0].target in ops.QUANTIZERS for qdata in of_weights]
+    recast = [made_by(qdata)[0].target is ops.cast for qdata in of_weights]
     set_tag(product, *(replace(tag, recast=each) for tag, each in zip(tags, recast, strict=True)))
 
 
 def _stored(node: fx.Node) -> tuple[Dequantize, bool] | None:
     """The values of which `node` is a cast in their own format, and whether it is of a transpose of them."""
-    cast = Cast.of(node) or Encode.read(node)
+    cast = Cast.of(node)
+    if cast is None:
+        return None
     source, swapped = untransposed(cast.x)
     dequantize = Dequantize.of(source)
     if dequantize is None or not _is_format(cast, dequantize):
@@ -133,19 +134,17 @@ def _stored(node: fx.Node) -> tuple[Dequantize, bool] | None:
     if dequantize.dtype not in _EXACT and dequantize.global_scale is None:
         return None
     rank = value_of(dequantize.qdata).ndim
-    along = cast.block_dim % rank
+    along = cast.side % rank
     if swapped and along >= rank - 2:
         along = 2 * rank - 3 - along
     same = value_of(dequantize.scale).ndim == rank and along == dequantize.block_dim % rank
     return (dequantize, swapped) if same else None
 
 
-def _is_format(cast: Cast | Encode, stored: Dequantize) -> bool:
+def _is_format(cast: Cast, stored: Dequantize) -> bool:
     """Whether `cast` is to the format of `stored`, its scales rounded up."""
-    if isinstance(cast, Encode):
-        return bool(stored.fmt) and cast.form == Format.of(stored.fmt)
-    same = not stored.fmt and value_of(stored.qdata).dtype is cast.elem_dtype
-    return same and not cast.square and cast.rounding == Rounding.RCEIL
+    form = Format.of(stored.fmt) if stored.fmt else Format(elem=elem_type(value_of(stored.qdata).dtype))
+    return cast.form == form
 
 
 def _elements(stored: Dequantize, build: Builder) -> fx.Node:
@@ -159,12 +158,13 @@ def _read_tiles(graph: fx.Graph, build: Builder) -> None:
     """Let the casts of weights that were gathered in tiles read the tiles. Raises `PolicyError`."""
     for node in graph.find_nodes(op="call_function", target=ops.dequantize_tiles):
         values = DequantizeTiles.read(node)
-        wanted = value_of(values.qdata).dtype, values.rounding, True
+        elem = elem_type(value_of(values.qdata).dtype)
+        wanted = Format(elem=elem, rounding=Rounding(values.rounding), tile=Tile.SQUARE)
         for user in list(node.users):
-            cast = Cast.of(user) if user.target is ops.quantize else None
-            if cast is None or (cast.elem_dtype, cast.rounding, cast.square) != wanted:
+            cast = Cast.of(user)
+            if cast is None or not cast.copy.is_mx or cast.form != wanted:
                 raise PolicyError(
-                    f"the weight of {module_of(user)[0]} was gathered in 32×32 tiles of {wanted[0]}, scales"
+                    f"the weight of {module_of(user)[0]} was gathered in 32×32 tiles of {elem.dtype}, scales"
                     f" rounded {values.rounding}, and {user.target} wants it otherwise: give"
                     " quantize_gathers_ the policy of this compile"
                 )

@@ -1,17 +1,16 @@
 """rewrite: replace every GEMM that is to be quantized by mx operators.
 
-    a[M, K] · b[K, N]  →  scaled_mm(quantize(a along K), quantize(b along K))          MXFP8
-                          encoded_mm(encode(a along K), encode(b along K), formats)    any other format
+    a[M, K] · b[K, N]  →  matmul(cast(a along K), cast(b along K), formats)
 
 Each operand is quantized along the GEMM's own contraction dimension from its widest value (see `operand`).
 A cast that several GEMMs need is made once here when they read the same node, and once after `share` when
-they read equal nodes. Casts to stochastic elements are `encode` whatever their product; `seed` gives them
-their random numbers. Casts whose scale follows from calls before read the state of their layer (see
-`states`); without one they take the amax at hand, and the record of a compiled graph says so. Formats of two
-levels also have a scale for the whole tensor: their casts read its amax, and their products are multiplied by
-both scales. Operands of wgrad may be transformed before their casts (`formats.hadamard`); those of groups are
-not, because groups of tokens end inside of its blocks. Rows past their last group, which hold anything, are 0
-where they would count in a scale. Numerics change in this pass and in no other.
+they read equal nodes. `seed` gives casts to stochastic elements their random numbers. Casts whose scale
+follows from calls before read the state of their layer (see `states`); without one they take the amax at
+hand, and the record of a compiled graph says so. Formats of two levels also have a scale for the whole
+tensor: their casts read its amax, and their products are multiplied by both scales. Operands of wgrad may be
+transformed before their casts (`formats.hadamard`); those of groups are not, because groups of tokens end
+inside of its blocks. Rows past their last group, which hold anything, are 0 where they would count in a
+scale. Numerics change in this pass and in no other.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import torch
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import BLOCK, Format, Tile
+from mxcompile.formats import BLOCK, Copy, Format, ScaleLayout, Tile
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import BIASED, CONVOLUTIONS, PICKS, VIEWS, argument, aten, is_grouped, packet
@@ -49,20 +48,7 @@ class Quantized(NamedTuple):
     amax: fx.Node | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _CastForm:
-    """fmt: what an operand is cast to. mx: by the operators of MXFP8, which only go with each other."""
-
-    fmt: Format
-    mx: bool
-
-    @property
-    def is_sent(self) -> bool:
-        """Whether ranks can exchange codes and scales of the cast (see `gather`)."""
-        return self.mx and not self.fmt.stochastic
-
-
-_Casts = tuple[_CastForm, _CastForm]
+_Formats = tuple[Format, Format]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,9 +78,9 @@ class _GemmWriter:
         self._tapped = tapped
         self._build = Builder(graph, Rewrite.name)
         self._products = product_calls(graph)
-        self._casts: dict[tuple[Any, int, _CastForm], Quantized] = {}
+        self._casts: dict[tuple[Any, Copy], Quantized] = {}
         self._amaxes: dict[fx.Node, fx.Node] = {}
-        self._rowwise: dict[tuple[Any, _CastForm], Quantized] = {}
+        self._rowwise: dict[tuple[Any, Copy], Quantized] = {}
         self.states = States(self._build)
         self._seen: dict[Quantized, fx.Node] = {}
         self._state: tuple[fx.Node, str] | None = None
@@ -112,7 +98,6 @@ class _GemmWriter:
         """Replace `node`, a GEMM, by mx operators."""
         with self._graph.inserting_before(node):
             left, right = matrices(node, self._build)
-            mx = all(fmt.is_mx for fmt in formats)
             if is_grouped(node) and any(fmt.hadamard is not None for fmt in formats):
                 formats = formats[0].untransformed, formats[1].untransformed
                 tag = replace(tag, formats=formats).with_reason(Reason(Code.NO_TRANSFORM))
@@ -121,33 +106,32 @@ class _GemmWriter:
             if state is None and self._tapped and any(fmt.amax.stateful for fmt in formats):
                 tag = tag.with_reason(Reason(Code.NO_HISTORY))
                 set_tag(node, tag)
-            casts = _CastForm(fmt=formats[0], mx=mx), _CastForm(fmt=formats[1], mx=mx)
             if is_grouped(node):
-                result = self._grouped(node, tag, left, right, casts)
+                result = self._grouped(node, tag, left, right, formats)
             else:
                 self._state = None if state is None else (state, tag.tensors[0])
-                a = self._quantize(left, -1, casts[0], tag, node)
+                a = self._quantize(left, -1, tag, node)
                 self._state = None if state is None else (state, tag.tensors[1])
-                b = self._quantize(right, -2, casts[1], tag, node)
+                b = self._quantize(right, -2, tag, node)
                 self._state = None
-                result = self._product(node, a, b, casts)
+                result = self._product(node, a, b, formats)
         if HALF in node.meta:  # its result is an item of what it returned
             self._build.replace(next(iter(node.users)), result)
             self._graph.erase_node(node)
         else:
             self._build.replace(node, result)
 
-    def _product(self, node: fx.Node, a: Quantized, b: Quantized, casts: _Casts) -> fx.Node:
+    def _product(self, node: fx.Node, a: Quantized, b: Quantized, formats: _Formats) -> fx.Node:
         """The product of `a` and `b`, with what the replaced operator adds to it."""
         what = packet(node)
         if what in CONVOLUTIONS:
             bias = node.args[2] if HALF not in node.meta else None
-            return as_returned(self._scaled(node, a, b, bias, casts), node, self._build)
+            return as_returned(self._scaled(node, a, b, bias, formats), node, self._build)
         biased = what in BIASED
         alpha, beta = node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)
         plain = alpha == 1 and beta == 1 and what is not aten.addmv
         bias = node.args[0] if biased and plain else None
-        result = self._scaled(node, a, b, bias, casts)
+        result = self._scaled(node, a, b, bias, formats)
         if what in (aten.mv, aten.addmv):
             result = self._build.call(aten.squeeze.dim, result, 1, like=node)
         if biased and not plain:
@@ -160,11 +144,10 @@ class _GemmWriter:
                 result = self._build.call(aten.add.Tensor, result, added, like=node)
         return result
 
-    def _scaled(self, node: fx.Node, a: Quantized, b: Quantized, bias: Any, casts: _Casts) -> fx.Node:
+    def _scaled(self, node: fx.Node, a: Quantized, b: Quantized, bias: Any, formats: _Formats) -> fx.Node:
         """The product of `a` and `b` with the tags of `node`."""
-        op = ops.scaled_mm if casts[0].mx else ops.encoded_mm
-        words = self._words(a, b, casts, node)
-        product = self._build.call(op, *_operands(a, b), bias, _result(node).dtype, *words, like=node)
+        words = self._words(a, b, formats, node)
+        product = self._build.call(ops.matmul, *_operands(a, b), bias, _result(node).dtype, *words, like=node)
         set_tag(product, *tags_of(node))
         return product
 
@@ -174,14 +157,14 @@ class _GemmWriter:
         tag: GemmTag,
         left: fx.Node,
         right: fx.Node,
-        casts: _Casts,
+        formats: _Formats,
     ) -> fx.Node:
         out, offs = _result(node), offsets(node)
         assert isinstance(offs, fx.Node)
         if tag.gemm is Gemm.WGRAD:  # rows past the last group hold anything; keep them out of amax
             left = self._zero_past_end(left, -1, offs, node)
             right = self._zero_past_end(right, -2, offs, node)
-        elif any(cast.fmt.of_tensor for cast in casts) or (
+        elif any(fmt.of_tensor for fmt in formats) or (
             tag.gemm is Gemm.DGRAD and tag.sent is Sent.MXFP8
         ):  # they count in the amax of the tensor, or in what wgrad's copy is made from
             if value_of(left).ndim == 2:
@@ -196,19 +179,18 @@ class _GemmWriter:
                 else side
                 for side, rows in ((left, -2), (right, -1))
             )
-        a = self._quantize(left, -1, casts[0], tag, node)
-        b = self._quantize(right, -2, casts[1], tag, node)
-        op = ops.scaled_grouped_mm if casts[0].mx else ops.encoded_grouped_mm
-        words = self._words(a, b, casts, node)
-        result = self._build.call(op, *_operands(a, b), offs, out.dtype, *words, like=node)
+        a = self._quantize(left, -1, tag, node)
+        b = self._quantize(right, -2, tag, node)
+        words = self._words(a, b, formats, node)
+        given = *_operands(a, b), offs, out.dtype, *words
+        result = self._build.call(ops.grouped_matmul, *given, like=node)
         set_tag(result, tag)
         return result
 
-    def _words(self, a: Quantized, b: Quantized, casts: _Casts, node: fx.Node) -> tuple[Any, ...]:
-        """The formats of both operands, for the operators that take them, and the scales of both tensors."""
-        if casts[0].mx:
-            return ()
-        words, call = tuple(str(cast.fmt) for cast in casts), self._build.call
+    def _words(self, a: Quantized, b: Quantized, formats: _Formats, node: fx.Node) -> tuple[Any, ...]:
+        """The formats of both operands, and the scales of both tensors."""
+        read = tuple(Format.mx(fmt.elem) for fmt in formats) if _are_mx(formats) else formats
+        words, call = tuple(map(str, read)), self._build.call
         scales = [
             call(ops.known_scale, operand.amax, 0, word, 1, like=node)
             for operand, word in zip((a, b), words, strict=True)
@@ -239,70 +221,67 @@ class _GemmWriter:
         zero = call(aten.full.default, [], 0.0, like=node, dtype=value.dtype, device=value.device)
         return call(aten.where.self, mask, base, zero, like=node)
 
-    def _quantize(self, operand: fx.Node, dim: int, how: _CastForm, tag: GemmTag, node: fx.Node) -> Quantized:
+    def _quantize(self, operand: fx.Node, dim: int, tag: GemmTag, node: fx.Node) -> Quantized:
         """Qdata and scale of `operand`, contracted along `dim` (−1 or −2), one cast per source."""
+        assert tag.formats is not None
         source, swapped = untransposed(widest(operand, self._build, self._products))
+        fmt, mx = tag.formats[-1 - dim], _are_mx(tag.formats)
         kept = tag.gemm is Gemm.WGRAD and tag.tensors[-1 - dim] != "dy"
         transcode = tag.saved is Saved.TRANSCODE and kept
-        received = tag.gemm is Gemm.WGRAD and tag.sent is Sent.MXFP8 and how.is_sent and arrives(source)
-        if swapped:
-            dim = -3 - dim
-        plain = replace(how, fmt=how.fmt.untransformed)
-        if _is_better_picked_later(source, how.fmt):
-            cast = self._picked(source, dim, how, node)
-        elif how.mx and how.fmt.tile == Tile.SQUARE:
-            cast = self._square_cast(source, dim, how, node)
-        elif how.fmt.tile.is_square:
-            cast = self._cast(source, -1, how, node)
-        elif received:
-            cast = self._transcoded(source, self._cast(source, -1, how, node), dim, how, node)
-        elif transcode and (rowwise := self._rowwise.get((_same(source), plain))) is not None:
-            cast = self._transcoded(source, rowwise, dim, how, node)
+        sent = tag.gemm is Gemm.WGRAD and tag.sent is Sent.MXFP8 and mx and not fmt.stochastic
+        dim = -3 - dim if swapped else dim
+        how = Copy.for_product(fmt, dim) if mx else Copy(format=fmt, dim=dim)
+        rowwise = replace(how, dim=-1)
+        first = self._rowwise.get((_same(source), replace(rowwise, format=fmt.untransformed)))
+        if _is_better_picked_later(source, fmt):
+            cast = self._picked(source, how, node)
+        elif how.layout is ScaleLayout.PER_ROW:
+            cast = self._square_cast(source, how, node)
+        elif fmt.tile.is_square:
+            cast = self._cast(source, rowwise, node)
+        elif sent and arrives(source):
+            cast = self._transcoded(source, self._cast(source, rowwise, node), how, node)
+        elif transcode and first is not None:
+            cast = self._transcoded(source, first, how, node)
         else:
-            cast = self._cast(source, dim, how, node)
+            cast = self._cast(source, how, node)
         _note_itemsize(cast, operand)
         if swapped:
             sides = transpose(cast.qdata, self._build), transpose(cast.scale, self._build)
             return Quantized(*sides, cast.amax)
         return cast
 
-    def _picked(self, source: fx.Node, dim: int, how: _CastForm, node: fx.Node) -> Quantized:
+    def _picked(self, source: fx.Node, how: Copy, node: fx.Node) -> Quantized:
         """Matrices that `source` picks from a stack: the stack is quantized, and codes and scales picked."""
-        cast = self._cast(widest(argument(source), self._build, self._products), dim, how, node)
+        cast = self._cast(widest(argument(source), self._build, self._products), how, node)
         rest = source.args[1:]
         call = self._build.call
         return Quantized(*(call(source.target, part, *rest, like=node) for part in (cast.qdata, cast.scale)))
 
-    def _cast(self, source: fx.Node, dim: int, how: _CastForm, node: fx.Node) -> Quantized:
-        stateful = self._state is not None and how.fmt.amax.stateful
-        key = (_same(source) if stateful else source, dim, how)
+    def _cast(self, source: fx.Node, how: Copy, node: fx.Node) -> Quantized:
+        stateful = self._state is not None and how.format.amax.stateful
+        key = (_same(source) if stateful else source, how)
         if key not in self._casts:
             like = source if source.op == "call_function" else node
-            self._casts[key] = self._emit(source, dim, how, like)
+            self._casts[key] = self._emit(source, how, like)
         cast = self._casts[key]
-        if dim == -1 and how.fmt.hadamard is None:
+        if how.dim == -1 and how.format.hadamard is None:
             self._rowwise.setdefault((_same(source), how), cast)
         if stateful and self._state is not None and cast in self._seen:
             self.states.add(*self._state, self._seen[cast])
         return cast
 
-    def _emit(self, source: fx.Node, dim: int, how: _CastForm, like: fx.Node) -> Quantized:
-        fmt, seen, amax = how.fmt, None, None
+    def _emit(self, source: fx.Node, how: Copy, like: fx.Node) -> Quantized:
+        fmt, scale, seen, amax = how.format, None, None, None
         if fmt.hadamard is not None:
-            source = self._build.call(ops.hadamard, source, dim, fmt.hadamard, like=like)
-        if how.mx and not fmt.stochastic:
-            arguments: tuple[Any, ...] = (fmt.elem.dtype, fmt.derivation, fmt.tile == Tile.SQUARE)
-            pair = self._build.call(ops.quantize, source, dim, *arguments, like=like)
-        elif fmt.amax.stateful and self._state is not None:
+            source = self._build.call(ops.hadamard, source, how.dim, fmt.hadamard, like=like)
+        if fmt.amax.stateful and self._state is not None:
             scale, seen = self.states.scale(*self._state, source, fmt, like)
-            pair = self._build.call(ops.encode, source, dim, str(fmt), None, 0, scale, like=like)
         elif fmt.two_level:
             amax = self._amax(source, like)
-            pair = self._build.call(ops.encode, source, dim, str(fmt), None, 0, None, amax, like=like)
-        else:
-            pair = self._build.call(ops.encode, source, dim, str(fmt), like=like)
-        qdata, scale = self._build.results(pair)
-        cast = Quantized(qdata, scale, amax)
+        known = (None, 0, scale, amax) if scale or amax else ()
+        qdata, scales = self._build.results(self._build.call(ops.cast, source, [str(how)], *known, like=like))
+        cast = Quantized(qdata, scales, amax)
         if seen is not None:
             self._seen[cast] = seen
         return cast
@@ -313,10 +292,10 @@ class _GemmWriter:
             self._amaxes[source] = self._build.call(ops.largest, source, like=like)
         return self._amaxes[source]
 
-    def _square_cast(self, source: fx.Node, dim: int, how: _CastForm, node: fx.Node) -> Quantized:
+    def _square_cast(self, source: fx.Node, how: Copy, node: fx.Node) -> Quantized:
         """A 32×32 cast: one copy, quantized rowwise, whose scales also read columnwise."""
-        qdata, scale, _ = cast = self._cast(source, -1, how, node)
-        if dim == -1:
+        qdata, scale, _ = cast = self._cast(source, replace(how, dim=-1), node)
+        if how.dim == -1:
             return cast
         value = value_of(source)
         call = self._build.call
@@ -327,18 +306,21 @@ class _GemmWriter:
         scale = call(aten.index.Tensor, tiles, [None] * (rank - 1) + [tile], like=node)
         return Quantized(qdata, scale)
 
-    def _transcoded(
-        self, source: fx.Node, rowwise: Quantized, dim: int, how: _CastForm, node: fx.Node
-    ) -> Quantized:
+    def _transcoded(self, source: fx.Node, rowwise: Quantized, how: Copy, node: fx.Node) -> Quantized:
         """The other layout of `source` made from its `rowwise` copy, which then is all that is kept."""
-        key = (source, dim, how)
+        key = (source, how)
         if key not in self._casts:
             qdata, scale, amax = rowwise
-            op, words = (ops.dequantize, ()) if how.mx else (ops.decode, (str(how.fmt),))
+            op, words = (ops.dequantize, ()) if how.format.is_mx else (ops.decode, (str(how.format),))
             known = () if amax is None else (amax,)
             copy = self._build.call(op, qdata, scale, -1, *words, torch.float32, *known, like=node)
-            self._casts[key] = self._emit(copy, dim, how, node)
+            self._casts[key] = self._emit(copy, how, node)
         return self._casts[key]
+
+
+def _are_mx(formats: _Formats) -> bool:
+    """Whether both operands are MXFP8, so that an MX GEMM multiplies them."""
+    return all(fmt.is_mx for fmt in formats)
 
 
 def _same(source: fx.Node) -> Any:

@@ -1,6 +1,6 @@
 """seed: casts to stochastic elements get a seed, and a stream of random numbers each.
 
-    encode(x, dim, fmt)  →  encode(x, dim, fmt, draw_seed(), number)
+    cast(x, copy)  →  cast(x, copy, draw_seed(), number)
 
 One seed is drawn from torch's generator in every run of the graph, so `torch.manual_seed` makes runs
 reproducible. Streams are numbered in the order of the graph, after `share` has merged equal casts: what two
@@ -18,7 +18,7 @@ from mxcompile import ops
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import argument
 from mxcompile.graph.tags import tensor, value_of
-from mxcompile.ops.view import Encode
+from mxcompile.ops.view import Cast
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,8 +29,8 @@ class Seed:
 
     def apply(self, graph: fx.Graph) -> None:
         """Give the random casts of `graph` their arguments."""
-        encodes = map(Encode.read, graph.find_nodes(op="call_function", target=ops.encode))
-        casts = [cast for cast in encodes if cast.form.stochastic]
+        views = map(Cast.of, graph.find_nodes(op="call_function", target=ops.cast))
+        casts = [cast for cast in views if cast is not None and cast.form.stochastic]
         if not casts:
             return
         seed = _drawn(graph, casts[0].node)

@@ -1,7 +1,7 @@
 """squares: which weights are read by nothing but casts to 32×32 tiles, in forward and backward.
 
-    fprop   scaled_mm(quantize(x), quantize(w, tiles))      one cast of w, with one scale for 32×32 elements,
-    dgrad   scaled_mm(quantize(dy), quantize(w, tiles))     is all that a graph reads of w
+    fprop   matmul(cast(x), cast(w, tiles))          one cast of w, with one scale for 32×32 elements,
+    dgrad   matmul(cast(dy), cast(w, tiles))     is all that a graph reads of w
 
 Such a weight can be cast before ranks gather it. Reads a graph after the passes and changes nothing.
 """
@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from mxcompile import ops
 from mxcompile.graph.opsets import packet
 from mxcompile.graph.tags import Kind, tag_of
 from mxcompile.models.names import GraphInput
@@ -62,13 +61,13 @@ def _cast(use: TileUse, weight: fx.Node) -> TileUse:
     """`use` with the cast that is all that reads `weight`, or with what else does."""
     casts = set()
     for user in weight.users:
-        cast = Cast.of(user) if user.target is ops.quantize else None
-        if cast is None:
+        cast = Cast.of(user)
+        if cast is None or not cast.copy.is_mx:
             return replace(use, reason=f"{packet(user) or user.op} reads it too")
-        if not cast.square:
+        if not cast.copy.is_square:
             what = "its blocks are rows; `weight_block: 32x32` lets one copy serve fprop and dgrad"
             return replace(use, reason=what)
-        casts.add((cast.elem_dtype, cast.rounding))
+        casts.add((cast.copy.elem.dtype, str(cast.copy.rounding)))
     if len(casts) != 1:
         return replace(use, reason="its GEMMs cast it in different ways")
     ((elem_dtype, rounding),) = casts

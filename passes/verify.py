@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import fx
 
 from mxcompile import ops
 from mxcompile.errors import VerificationError
-from mxcompile.formats import num_blocks
 from mxcompile.formats.encoding import scale_shape
 from mxcompile.graph import sound
 from mxcompile.graph.opsets import is_elementary, is_matmul_like, packet
 from mxcompile.graph.tags import tags_of, tensor
 from mxcompile.ops.view import Product
-
-_FP8: tuple[torch.dtype, ...] = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def verify(graph: fx.Graph, after: str, *, decided: bool, tagged: bool = True) -> None:
@@ -62,15 +58,10 @@ def _check_product(node: fx.Node, after: str) -> None:
         codes, bytes_ = tensor(qdata), tensor(scale)
         if codes is None or bytes_ is None:
             raise VerificationError(f"after {after}: {node.format_node()} reads no tensor")
-        elements, scales = _FP8, torch.uint8
-        expected: list[Any] = list(codes.shape)
-        if packet(node) in ops.MX_PRODUCTS:
-            expected[dim] = num_blocks(expected[dim])
-        else:
-            fmt = product.forms[side]
-            elements, scales = (fmt.elem.dtype,), fmt.scale.dtype
-            expected = scale_shape(expected, dim, fmt.tile)
-        if codes.dtype not in elements or bytes_.dtype is not scales or len(expected) != bytes_.ndim:
+        fmt = product.forms[side]
+        expected = scale_shape(codes.shape, dim, fmt.tile)
+        is_right = codes.dtype is fmt.elem.dtype and bytes_.dtype is fmt.scale.dtype
+        if not is_right or len(expected) != bytes_.ndim:
             raise VerificationError(
                 f"after {after}: {node.format_node()} reads {codes.dtype} and {bytes_.dtype}"
             )

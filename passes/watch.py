@@ -26,7 +26,7 @@ from mxcompile.graph.build import Builder
 from mxcompile.graph.casts import made_by
 from mxcompile.graph.opsets import packet
 from mxcompile.graph.tags import GemmTag, tag_of, value_of
-from mxcompile.ops.view import Cast, Encode, Product, results_of
+from mxcompile.ops.view import Cast, Product, results_of
 from mxcompile.policy import Gemm
 
 KEPT = 1 << 16
@@ -115,7 +115,7 @@ def _operands(graph: fx.Graph) -> Iterator[tuple[GemmTag, str, fx.Node | None]]:
         if tag is not None and packet(node) in ops.PRODUCTS:
             for operand, (qdata, _) in zip(tag.tensors, Product.read(node).sides, strict=True):
                 cast, _ = made_by(qdata)
-                yield tag, operand, cast if cast.target in ops.QUANTIZERS else None
+                yield tag, operand, cast if Cast.of(cast) is not None else None
             if tag.gemm in RESULTS:
                 yield tag, RESULTS[tag.gemm], node
 
@@ -131,17 +131,15 @@ def _site(cast: fx.Node, readers: Sequence[Reader], is_dumped: bool) -> Site:
     if packet(cast) in ops.PRODUCTS:
         return Site(readers=given, source=cast.name)
     scales = next((result.name for place, result in results_of(cast) if place == 1), "")
-    view = Encode.of(cast) or Cast.read(cast)
+    view = Cast.read(cast)
     site = Site(
         readers=given,
         source=view.x.name,
-        dim=view.block_dim,
+        dim=view.side,
         fmt=str(view.form),
         scales="" if view.form.amax.stateful else scales,
         sizes=_sizes(view.x) if is_dumped else (),
     )
-    if isinstance(view, Cast):
-        return site
     seed, scale = (node.name if node is not None else "" for node in (view.seed, view.scale))
     return replace(site, seed=seed, stream=view.stream, scale=scale)
 

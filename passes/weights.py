@@ -21,7 +21,7 @@ from mxcompile.graph.opsets import TRANSPARENT, argument, aten, packet
 from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import GemmTag, Kind, tag_of, tensor, value_of
 from mxcompile.models.names import GraphInput
-from mxcompile.ops.view import Cast, Encode, Product, Unpack, result_of
+from mxcompile.ops.view import Cast, Product, Unpack, result_of
 from mxcompile.passes.flow import graph_input
 from mxcompile.policy import Gemm
 
@@ -116,16 +116,13 @@ class _StorableCast:
 
 def _storable(node: fx.Node) -> _StorableCast | None:
     """The cast that `node` is, None if no weight is stored in its format."""
-    cast, encode = Cast.of(node), Encode.of(node)
-    if cast is not None:
-        form = stored_form(cast.elem_dtype, cast.rounding)
-        return _StorableCast(side=cast.side, form=form, square=cast.square)
-    if encode is None:
+    cast = Cast.of(node)
+    if cast is None:
         return None
-    form, square = encode.form, encode.form.two_level and encode.form.tile.is_square
+    form, square = cast.form, cast.form.tile.is_square and (cast.copy.is_mx or cast.form.two_level)
     if square:
         form = replace(form, tile=Tile(1, form.tile.along))
-    return _StorableCast(side=encode.side, form=form, square=square) if form.storable else None
+    return _StorableCast(side=cast.side, form=form, square=square) if form.storable else None
 
 
 def _path(node: Any, inputs: Sequence[GraphInput]) -> str:

@@ -1,6 +1,6 @@
 """Casts on CPU: the kernels of ``casts.h`` in the place of Inductor's loops.
 
-    quantize, quantize_dequantize, dequantize of BF16 and FP32            other dtypes: `inductor.casts`
+    casts to MXFP8 and dequantize, of BF16 and FP32            other dtypes: `inductor.casts`
 
 Casts of one matrix along its rows and along its columns are one kernel, which reads it once: whichever
 Inductor lowers first makes the other too, and the other is found here when its turn comes.
@@ -20,12 +20,11 @@ from torch._inductor import ir
 from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import FloorDiv
 
-from mxcompile import ops
-from mxcompile.formats import BLOCK, ElemType, Format, Rounding, ScaleLayout, elem_type
+from mxcompile.formats import BLOCK, Copy, Format, elem_type
 from mxcompile.lowering.cpu import kernel
 from mxcompile.lowering.cpu.kernel import C_TYPES, CppBody, Words
 from mxcompile.ops import Spec
-from mxcompile.ops.view import arguments_of
+from mxcompile.ops.view import Cast
 
 _FLOATS = frozenset({torch.bfloat16, torch.float32})
 _RESULTS = ("values", "codes", "scales")
@@ -34,50 +33,20 @@ Made = list[ir.TensorBox]
 """The results of one operator."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CppCast:
-    """One ``quantize`` or ``quantize_dequantize``.
+def _function(copy: Copy, source: torch.dtype) -> str:
+    """The class of ``casts.h`` whose members make `copy` of elements of dtype `source`."""
+    words = f"mxcompile::{copy.elem.name.upper()}, mxcompile::Rounding::{copy.rounding}"
+    return f"mxcompile::Cast<{words}, {C_TYPES[source]}, {C_TYPES[copy.dtype or source]}>"
 
-    dim: non-negative. value_dtype: of the values; None for codes and scales.
-    """
 
-    dim: int
-    elem: ElemType
-    rounding: Rounding
-    square: bool
-    value_dtype: torch.dtype | None
-
-    @staticmethod
-    def of(rank: int, arguments: Sequence[Any], *, values: bool) -> CppCast | None:
-        """From the operator's arguments after the first, if there is a kernel for it."""
-        dim, elem, rounding, *options = arguments
-        square = bool(options[0]) if options else False
-        last = options[1] if len(options) > 1 else None
-        if not values and last not in (None, ScaleLayout.ROW_MAJOR):
-            return None
-        if values and last not in _FLOATS:
-            return None
-        return CppCast(
-            dim=dim % rank,
-            elem=elem_type(elem),
-            rounding=Rounding(rounding),
-            square=square,
-            value_dtype=last if values else None,
-        )
-
-    def function(self, source: torch.dtype) -> str:
-        """The class of ``casts.h`` whose members cast elements of dtype `source`."""
-        words = f"mxcompile::{self.elem.name.upper()}, mxcompile::Rounding::{self.rounding}"
-        return f"mxcompile::Cast<{words}, {C_TYPES[source]}, {C_TYPES[self.value_dtype or source]}>"
-
-    def results(self, x: ir.TensorBox) -> dict[str, Spec]:
-        """The tensors it makes of `x`, by the names of the kernel's pointers."""
-        shape = list(x.get_size())
-        if self.value_dtype is not None:
-            return {"values": (shape, self.value_dtype)}
-        blocks = FloorDiv(shape[self.dim] + (BLOCK - 1), BLOCK)
-        scale_shape = [*shape[: self.dim], blocks, *shape[self.dim + 1 :]]
-        return {"codes": (shape, self.elem.dtype), "scales": (scale_shape, torch.uint8)}
+def _results(copy: Copy, x: ir.TensorBox) -> dict[str, Spec]:
+    """The tensors of `copy` of `x`, by the names of the kernel's pointers."""
+    shape = list(x.get_size())
+    if copy.dtype is not None:
+        return {"values": (shape, copy.dtype)}
+    scale_shape = [*shape]
+    scale_shape[copy.dim] = FloorDiv(shape[copy.dim] + (BLOCK - 1), BLOCK)
+    return {"codes": (shape, copy.elem.dtype), "scales": (scale_shape, torch.uint8)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,100 +97,81 @@ _PROGRESS: WeakKeyDictionary[Any, _Progress] = WeakKeyDictionary()
 """By Inductor's graph."""
 
 
-def quantize(x: ir.TensorBox, *arguments: Any) -> tuple[ir.TensorBox, ir.TensorBox] | None:
-    """Qdata and scale bytes of ``mx.quantize``; None where Inductor's loops serve."""
-    results = _made(x, CppCast.of(len(x.get_size()), arguments, values=False) if _taken(x) else None)
-    return None if results is None else (results[0], results[1])
-
-
-def quantize_dequantize(x: ir.TensorBox, *arguments: Any) -> ir.TensorBox | None:
-    """The value of ``mx.quantize_dequantize``; None where Inductor's loops serve."""
-    results = _made(x, CppCast.of(len(x.get_size()), arguments, values=True) if _taken(x) else None)
-    return None if results is None else results[0]
-
-
-def _taken(x: ir.TensorBox) -> bool:
+def cast(x: ir.TensorBox, copy: Copy) -> Made | None:
+    """The tensors of a copy in MXFP8; None where Inductor's loops serve."""
     device = x.get_device_or_error()
-    return device.type == "cpu" and x.get_dtype() in _FLOATS and kernel.usable()
-
-
-def _made(x: ir.TensorBox, cast: CppCast | None) -> Made | None:
-    if cast is None:
+    if device.type != "cpu" or x.get_dtype() not in _FLOATS or not _has_kernel(copy) or not kernel.usable():
         return None
     progress = _PROGRESS.setdefault(V.graph, _Progress())
     node = V.graph.current_node
     if node in progress.early:
         return progress.early.pop(node)
     progress.seen.add(node)
-    last = len(x.get_size()) - 1
-    other = next(_others(node, cast, last), None) if cast.dim >= last - 1 else None
+    other = next(_others(node, copy), None) if copy.dim >= -2 and len(x.get_size()) > 1 else None
     if other is None:
-        return _emit(x, {cast.dim: cast})
+        return _emit(x, [copy])
     sibling, its = other
-    results = _emit(x, {cast.dim: cast, its.dim: its})
-    count = len(cast.results(x))
+    results = _emit(x, [copy, its])
+    count = len(_results(copy, x))
     progress.seen.add(sibling)
     progress.early[sibling] = results[count:]
     return results[:count]
 
 
-def _others(node: fx.Node, cast: CppCast, last: int) -> Iterator[tuple[fx.Node, CppCast]]:
+def _has_kernel(copy: Copy) -> bool:
+    return not copy.is_tiled and copy.dtype in (None, *_FLOATS)
+
+
+def _others(node: fx.Node, copy: Copy) -> Iterator[tuple[fx.Node, Copy]]:
     """Casts of the same tensor along the other of its last two dimensions, alike but for what they give."""
-    if node is None or last < 1 or cast.square:
+    if node is None or copy.is_square:
         return
     source = node.args[0]
     assert isinstance(source, fx.Node)
     for user in source.users:
-        if user is node or user.target not in (ops.quantize, ops.quantize_dequantize) or user.kwargs:
+        view = Cast.of(user)
+        if user is node or view is None or user in _PROGRESS[V.graph].seen:
             continue
-        _, *its_arguments = arguments_of(user).values()
-        its = CppCast.of(last + 1, its_arguments, values=user.target is ops.quantize_dequantize)
-        if its is None or its.dim != 2 * last - 1 - cast.dim or user in _PROGRESS[V.graph].seen:
-            continue
-        if (its.elem, its.rounding, its.square) != (cast.elem, cast.rounding, False):
-            continue
-        if None not in (its.value_dtype, cast.value_dtype) and its.value_dtype is not cast.value_dtype:
-            continue
-        yield user, its
+        its = view.copy
+        dtypes = {its.dtype, copy.dtype} - {None}
+        if its.dim == -3 - copy.dim and its.format == copy.format and len(dtypes) <= 1 and _has_kernel(its):
+            yield user, its
 
 
-def _emit(x: ir.TensorBox, casts: dict[int, CppCast]) -> list[ir.TensorBox]:
-    """All results of `casts`, of one tensor by dimension, in order."""
+def _emit(x: ir.TensorBox, copies: Sequence[Copy]) -> list[ir.TensorBox]:
+    """All tensors of `copies` of one tensor along several dimensions, in order."""
     shape = list(x.get_size())
-    last = len(shape) - 1
-    outputs = {
-        f"{name}{last - dim}": spec for dim, cast in casts.items() for name, spec in cast.results(x).items()
-    }
+    outputs = {f"{name}{-1 - copy.dim}": spec for copy in copies for name, spec in _results(copy, x).items()}
     source = kernel.stored(x)
 
     def body(words: Words) -> str:
-        return _body(shape, source.get_dtype(), casts, words)
+        return _body(shape, source.get_dtype(), copies, words)
 
     code = CppBody(header="casts.h", body=body)
     return kernel.call(code, {"x": source}, outputs, x.get_device_or_error())
 
 
-def _body(shape: list[Any], source: torch.dtype, casts: dict[int, CppCast], words: Words) -> str:
+def _body(shape: list[Any], source: torch.dtype, copies: Sequence[Copy], words: Words) -> str:
     """The call of ``Cast<…>::rows`` or ``matrices``."""
-    cast = next((each for each in casts.values() if each.value_dtype), next(iter(casts.values())))
-    results = f"mxcompile::Results<{C_TYPES[cast.value_dtype or source]}>"
-    function = cast.function(source)
-    last = len(shape) - 1
+    copy = next((each for each in copies if each.dtype), copies[0])
+    results = f"mxcompile::Results<{C_TYPES[copy.dtype or source]}>"
+    function = _function(copy, source)
 
     def pointers(dim: int, *names: str) -> str:
-        wanted = (words.pointer(f"{n}{last - dim}") if n in names else "nullptr" for n in _RESULTS)
+        wanted = (words.pointer(f"{n}{-1 - dim}") if n in names else "nullptr" for n in _RESULTS)
         return f"{results}{{{', '.join(wanted)}}}"
 
     x, threads = words.pointer("x"), words.threads
-    dim = min(casts)  # of two the one along columns
-    if dim == last and not cast.square:
+    dim = min(each.dim for each in copies)  # of two the one along columns
+    if dim == -1 and not copy.is_square:
         sizes = words.given(math.prod(shape[:-1]), shape[-1])
-        return f"{function}::rows({x}, {sizes}, {threads}, {pointers(last, *_RESULTS)});"
-    down, along = pointers(dim, *_RESULTS), pointers(last, *_RESULTS) if len(casts) > 1 else pointers(last)
-    if dim == last:  # a square tile's elements are those along columns, its scales those along rows
-        down, along, dim = pointers(last, "values", "codes"), pointers(last, "scales"), last - 1
-    sizes = words.given(math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :]))
-    square = str(cast.square).lower()
+        return f"{function}::rows({x}, {sizes}, {threads}, {pointers(-1, *_RESULTS)});"
+    down, along = pointers(dim, *_RESULTS), pointers(-1, *_RESULTS) if len(copies) > 1 else pointers(-1)
+    if dim == -1:  # a square tile's elements are those along columns, its scales those along rows
+        down, along, dim = pointers(-1, "values", "codes"), pointers(-1, "scales"), -2
+    place = dim % len(shape)
+    sizes = words.given(math.prod(shape[:place]), shape[place], math.prod(shape[place + 1 :]))
+    square = str(copy.is_square).lower()
     return f"{function}::matrices<{square}>({x}, {sizes}, {threads}, {down}, {along});"
 
 

@@ -1,6 +1,6 @@
 """as_mx: products of other formats that the chip's MX GEMM multiplies, as MXFP8.
 
-    encoded_mm(qa, sa, qb, sb)  →  scaled_mm(elements(qa), bytes(sa), elements(qb), bytes(sb))
+    matmul(qa, sa, qb, sb)  →  matmul(elements(qa), bytes(sa), elements(qb), bytes(sb), MXFP8)
 
 A scale that is a power of two, FP32 or E8M0, is the byte of each block of 32 that it spans: 128 elements of
 DeepSeek's recipe are four blocks, and what a tile spans across are as many rows. FP6 and FP4 elements are
@@ -18,9 +18,10 @@ from typing import ClassVar
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import ScaleLayout, ScaleType
+from mxcompile.formats import Format, ScaleLayout, ScaleType
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
+from mxcompile.graph.opsets import packet
 from mxcompile.graph.tags import set_tag, tags_of, tensor
 from mxcompile.lowering.graph.lowering_pass import NativePass, Reasons
 from mxcompile.lowering.graph.native import Native
@@ -30,7 +31,11 @@ from mxcompile.ops.view import Product
 NO_TWO_LEVEL = "no kernel multiplies E2M1 under E4M3 scales"
 """Why products of operands with scales of two levels are emulated, on chips that have an instruction too."""
 
-_AS = {ops.encoded_mm: ops.scaled_mm, ops.encoded_grouped_mm: ops.scaled_grouped_mm}
+
+def _others(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The products of other formats than MXFP8."""
+    products = (node for node in graph.nodes if packet(node) in ops.PRODUCTS)
+    return (node for node in products if not Product.read(node).is_mx)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,8 +46,7 @@ class AsMX(NativePass):
 
     def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
         """The products of other formats that the chip multiplies."""
-        products = (node for node in graph.nodes if node.target in _AS)
-        return (node for node in products if self.target.multiplies_mx(*Product.read(node).forms))
+        return (node for node in _others(graph) if self.target.multiplies_mx(*Product.read(node).forms))
 
     def apply(self, graph: fx.Graph) -> Reasons:
         """Replace those products of `graph`. Returns why others stay."""
@@ -57,14 +61,17 @@ class AsMX(NativePass):
             product = Product.read(node)
             with graph.inserting_before(node):
                 a, b = (self._operand(build, operands, product, side) for side in (0, 1))
-                new_node = build.call(_AS[node.target], *a, *b, product.extra, product.out_dtype, like=node)
+                words = (str(Format.mx(form.mx_elem)) for form in product.forms if form.mx_elem)
+                given = *a, *b, product.extra, product.out_dtype, *words
+                new_node = build.call(node.target, *given, like=node)
             set_tag(new_node, *tags_of(node))
             build.replace(node, new_node)
         dead.eliminate(graph)
         if ScaleType.E4M3 in self.target.fp4_scales:  # the pass of packed products says why
             return reasons
-        rest = (node for node in graph.nodes if node.target in _AS)
-        two_level = (node for node in rest if any(form.two_level for form in Product.read(node).forms))
+        two_level = (
+            node for node in _others(graph) if any(form.two_level for form in Product.read(node).forms)
+        )
         return reasons | dict.fromkeys(two_level, NO_TWO_LEVEL)
 
     def _operand(

@@ -1,19 +1,18 @@
 """couple: one operator where both copies are made of two tensors that are computed from the same ones.
 
-    quantize_both(f(g, u, v)), quantize_both(h(g, u, v))  →  quantize_two(f(…), h(…))     g, u, v read once
-    quantize_operands of one tensor each                  →  quantize_operands(f(…), h(…))
+    cast(f(g, u, v), copies), cast(h(g, u, v), copies)  →  cast(f(…), copies, y=h(…))     g, u, v read once
 
 The gradients of a gated activation's two factors: both come from the product's gradient, the gate and the
 other factor. f and h are elementwise and read by their casts alone, so that the cast's kernel can compute
 them where it would load them; left apart, one of them is stored for the other's cast. At most three tensors
-of their size are read. For chips whose casts have a template, after `pair` or
-`collect`. Numerics do not change.
+of their size are read. For chips whose casts have a template, after
+`merge_casts`. Numerics do not change.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -26,7 +25,7 @@ from mxcompile.graph.tags import hint, tensor, value_of
 from mxcompile.lowering import optional
 from mxcompile.lowering.graph.lowering_pass import COLLECTED, NO_REASONS, LoweringPass, NativePass, Reasons
 from mxcompile.lowering.templates import packing
-from mxcompile.ops.view import arguments_of
+from mxcompile.ops.view import Casts
 
 _MOST_LEAVES, _SHARED_LEAVES = 3, 2
 
@@ -105,10 +104,10 @@ def _made(cast: fx.Node, order: dict[fx.Node, int]) -> _ComputedCast | None:
 
 def _takes_another(cast: fx.Node) -> bool:
     """Whether `cast` makes both copies of one tensor."""
-    if cast.target is ops.quantize_operands:
-        given = arguments_of(cast)
-        return given["y"] is None and "none" not in (given["rows"], given["columns"])
-    return cast.target is ops.quantize_both
+    view = Casts.of(cast)
+    if view is None or view.y is not None:
+        return False
+    return len(view.copies) == 2 and all(copy.is_mx for copy in view.each)
 
 
 def _elementwise(node: fx.Node) -> bool:
@@ -120,16 +119,11 @@ def _fit(first: _ComputedCast, second: _ComputedCast, order: dict[fx.Node, int])
     """Whether they have one format and size, read the same, and the second can be made where the first is."""
     shapes = (value_of(argument(each.cast)).shape for each in (first, second))
     same = statically_known_true(sym_eq(*shapes))  # sizes that depend on data are not compared
-    alike = first.cast.target is second.cast.target and _how(first.cast) == _how(second.cast)
+    alike = Casts.read(first.cast).copies == Casts.read(second.cast).copies
     few = len(first.large | second.large) <= _MOST_LEAVES
     shared = len(first.large & second.large) >= _SHARED_LEAVES
     ready = all(order[leaf] < order[first.cast] for leaf in second.leaves)
     return same and alike and few and shared and ready
-
-
-def _how(cast: fx.Node) -> list[Any]:
-    """The arguments of `cast` behind the tensors, in the order of the operators of one tensor and of two."""
-    return [value for name, value in arguments_of(cast).items() if name not in ("x", "y")]
 
 
 def _merge(build: Builder, first: _ComputedCast, second: _ComputedCast) -> None:
@@ -137,13 +131,11 @@ def _merge(build: Builder, first: _ComputedCast, second: _ComputedCast) -> None:
         if not _before(node, first.cast):
             first.cast.prepend(node)
     with build.graph.inserting_before(first.cast):
-        sources: tuple[Any, ...] = argument(first.cast), argument(second.cast)
-        both = first.cast.target is ops.quantize_both
-        target = ops.quantize_two if both else ops.quantize_operands
-        two = build.call(target, *sources, *_how(first.cast), like=first.cast)
-        results = build.results(two)
-    build.replace_results(first.cast, results[:4])
-    build.replace_results(second.cast, results[4:])
+        arguments = Casts.read(first.cast).arguments(y=argument(second.cast))
+        results = build.results(build.call(ops.cast, *arguments, like=first.cast))
+    half = len(results) // 2
+    build.replace_results(first.cast, results[:half])
+    build.replace_results(second.cast, results[half:])
     for unread in [result for result in results if not result.users]:
         build.graph.erase_node(unread)
 

@@ -18,6 +18,7 @@ from mxcompile import ops
 from mxcompile.graph.opsets import TRANSPARENT, argument, packet
 from mxcompile.graph.tags import numel, tensor
 from mxcompile.graph.transpose import readers
+from mxcompile.ops.view import Casts, Product
 
 aten = torch.ops.aten
 
@@ -55,7 +56,13 @@ def _users(node: fx.Node) -> set[fx.Node]:
 
 
 def _wants_stored(use: fx.Node) -> bool:
-    return packet(use) not in _CASTS
+    return not _is_cast(use)
+
+
+def _is_cast(node: fx.Node) -> bool:
+    """Whether `node` is a cast, or a product with one, that a template makes."""
+    cast = Casts.of(node)
+    return packet(node) in _CASTS if cast is None else all(copy.is_mx for copy in cast.each)
 
 
 def _source(node: fx.Node) -> fx.Node:
@@ -100,11 +107,17 @@ def _joins_later(product: fx.Node, node: fx.Node) -> bool:
         for given in pending.pop().all_input_nodes:
             if given in seen or not product < given:
                 continue
-            if packet(given) in ops.NATIVE_PRODUCTS:
+            if _is_product(given):
                 return True
             seen.add(given)
             pending.append(given)
     return False
+
+
+def _is_product(node: fx.Node) -> bool:
+    """Whether `node` is a product that a chip with an MX GEMM runs: of MXFP8, or of packed FP4."""
+    product = Product.of(node)
+    return product is not None and (product.is_packed or product.is_mx)
 
 
 def _is_stored(use: fx.Node) -> bool:
@@ -114,7 +127,7 @@ def _is_stored(use: fx.Node) -> bool:
         for user, _ in readers(pending.pop(), _is_whole_view):
             if packet(user) in _REDUCTIONS:
                 return False
-            if user in seen or packet(user) in _CASTS:
+            if user in seen or _is_cast(user):
                 continue
             if _elementwise(user):
                 seen.add(user)
@@ -126,9 +139,5 @@ def _is_stored(use: fx.Node) -> bool:
 
 _REDUCTIONS = frozenset((aten.sum, aten.mean, aten.amax, aten.amin, aten.var, aten.var_mean))
 _CASTS = frozenset(
-    cast.overloadpacket
-    for cast in (
-        *(ops.quantize, ops.quantize_both, ops.quantize_two, ops.quantize_mm),
-        *(ops.encode_packed, ops.encode_packed_both),
-    )
+    cast.overloadpacket for cast in (ops.quantize_mm, ops.encode_packed, ops.encode_packed_both)
 )

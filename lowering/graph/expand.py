@@ -1,8 +1,8 @@
 """expand: make the quantized GEMMs of a graph what a target without a GEMM of their operands runs.
 
-    scaled_mm(qa, sa, qb, sb)  → mm(dequantize(qa, sa), dequantize(qb, sb))
-    encoded_mm(qa, sa, qb, sb) → mm(elements(qa), elements(qb)) · sa · sb     scales that span the contraction
-                                 mm(decode(qa, sa), decode(qb, sb)) · alpha   others; alpha of two levels
+    matmul(qa, sa, qb, sb) → mm(dequantize(qa, sa), dequantize(qb, sb))       MXFP8
+                             mm(elements(qa), elements(qb)) · sa · sb         scales that span the contraction
+                             mm(decode(qa, sa), decode(qb, sb)) · alpha       others; alpha of two levels
 
 The dequantized operands are exact in BF16, extreme scales aside (see docs/numerics.md), and in FP32, so the
 vendor's GEMM in either gives what an MX GEMM would, up to the order of accumulation. It is FP32 where the
@@ -129,8 +129,6 @@ def scaled(
 
 def _spans_contraction(word: str) -> bool:
     """Whether scales of the format `word` are the same along the contraction dimension."""
-    if not word:
-        return False
     form = Format.of(word)
     return form.scale is ScaleType.FP32 and form.tile.along == WHOLE
 

@@ -1,6 +1,6 @@
 """fp8_layouts: FP8 casts of one matrix become one operator that reads it, whatever layouts it is read in.
 
-    encode(x, −1), encode(x, −2), encode_transposed(x, …)
+    cast(x, −1), cast(x, −2), encode_transposed(x, …)
         →  scales(x), encode_layouts(x, scales)        scales of a tensor or of channels
         →  encode_layouts(x, scale)                    scales known before (see `amax`), with `largest(x)`
         →  encode_blocks(x)                            scales of blocks
@@ -29,17 +29,16 @@ from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import tensor
 from mxcompile.graph.transpose import readers
 from mxcompile.lowering.graph.lowering_pass import FP8_CASTS, NO_REASONS, LoweringPass, Reasons
-from mxcompile.ops.view import Encode, EncodeTransposed, result_of, results_of
+from mxcompile.ops.view import Cast, EncodeTransposed, Product, result_of, results_of
 
 _TILES = (Tile.TENSOR, Tile.CHANNEL, Tile(1, 128), Tile(128, 128))
-_EMULATED = frozenset({ops.encoded_mm, ops.encoded_grouped_mm})
 
 
 @dataclass(kw_only=True, slots=True)
 class _Casts:
     """The casts that a graph makes of one matrix in one format.
 
-    first: of these nodes. row, column: `encode` along rows or both ways, and along columns. down:
+    first: of these nodes. row, column: casts along rows or both ways, and along columns. down:
     `encode_transposed`. largest: the node that asks for the largest magnitude.
     """
 
@@ -77,7 +76,7 @@ class FP8Layouts(LoweringPass):
         return NO_REASONS
 
 
-def fits(cast: Encode) -> bool:
+def fits(cast: Cast) -> bool:
     """Whether `cast` is one that the templates make."""
     form, value = cast.form, tensor(cast.x)
     if value is None or value.ndim != 2 or form.scale is not ScaleType.FP32 or form.elem.is_coded:
@@ -90,7 +89,7 @@ def fits(cast: Encode) -> bool:
 def _found(graph: fx.Graph) -> dict[_Key, _Casts]:
     by_matrix: dict[_Key, _Casts] = {}
     for node in graph.nodes:
-        cast, transposed = Encode.of(node), EncodeTransposed.of(node)
+        cast, transposed = Cast.of(node), EncodeTransposed.of(node)
         if cast is not None and fits(cast) and not _read_otherwise(cast):
             casts = by_matrix.setdefault((cast.x, cast.fmt, cast.scale), _Casts(first=node))
             if _along_rows(cast):
@@ -98,8 +97,8 @@ def _found(graph: fx.Graph) -> dict[_Key, _Casts]:
             else:
                 casts.column = node
         elif transposed is not None:
-            encode = Encode.of(result_of(transposed.scale)[0])
-            own = encode is not None and encode.scale is None
+            cast = Cast.of(result_of(transposed.scale)[0])
+            own = cast is not None and cast.scale is None
             key = transposed.x, transposed.fmt, None if own else transposed.scale
             by_matrix.setdefault(key, _Casts(first=node)).down.append(node)
     for (source, word, given), casts in by_matrix.items():
@@ -126,19 +125,25 @@ def _waits_for(node: fx.Node, first: fx.Node) -> bool:
     return node.target is ops.largest and all(user > first for user in node.users)
 
 
-def _along_rows(cast: Encode) -> bool:
+def _along_rows(cast: Cast) -> bool:
     """Whether `cast` contracts the last dimension of a matrix, or its scales serve both."""
-    return cast.block_dim in (-1, 1) or cast.form.tile.is_square
+    return cast.side == -1 or cast.form.tile.is_square
 
 
-def _read_otherwise(cast: Encode) -> bool:
+def _read_otherwise(cast: Cast) -> bool:
     """Whether elements along columns are read as they lie, or a product that is emulated reads them."""
     for place, result in results_of(cast.node):
         if place == 0 and result.users and not _along_rows(cast):
             return True
-        if any(reader.target in _EMULATED for reader, _ in readers(result)):
+        if any(map(_is_emulated, (reader for reader, _ in readers(result)))):
             return True
     return False
+
+
+def _is_emulated(reader: fx.Node) -> bool:
+    """Whether `reader` is a product that neither the vendor nor an MX GEMM runs."""
+    product = Product.of(reader)
+    return product is not None and not product.is_packed and not product.is_mx
 
 
 def _results(cast: fx.Node | None, index: int) -> list[fx.Node]:
@@ -213,7 +218,7 @@ def _blocks(
 ) -> None:
     """Casts with scales of blocks, made again where they were known: a tile has all they follow from.
 
-    Scales come with elements; those that are read alone stay with their `encode`.
+    Scales come with elements; those that are read alone stay with their cast.
     """
     source, word, _ = key
     along_rows = bool(elements) or (bool(down) and Format.of(word).tile.is_square)

@@ -47,7 +47,7 @@ class Problem:
 
     @staticmethod
     def of(node: fx.Node, target: Target, device: str) -> Problem:
-        """Returns the problem of `node`, an ``encoded_mm``."""
+        """Returns the problem of `node`, a ``matmul``."""
         product = Product.read(node)
         left, right = product.forms
         return Problem(

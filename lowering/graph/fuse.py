@@ -1,12 +1,12 @@
 """fuse: one operator of a product and of the cast that it alone reads.
 
-    scaled_mm(quantize(x), w)  →  quantize_mm(x, w)                      the FP8 copy of x is never stored
+    matmul(cast(x), w)  →         quantize_mm(x, w)                      the FP8 copy of x is never stored
 
 For a matrix x cast along its rows' K, whose two results go to that product and nowhere else: of inference, or
 of a forward whose backward has another copy. A cast that several products share (QKV) stays; so does one of a
-tensor that has another cast too, for `pair`, and one for which the template has no tile that pays. Where
-Inductor is to choose by timing, the operator reads the cast beside x, which vanishes if the fused form wins.
-Numerics do not change.
+tensor that has another cast too, for `merge_casts`, and one for which the template has no tile that pays.
+Where Inductor is to choose by timing, the operator reads the cast beside x, which vanishes if the fused form
+wins. Numerics do not change.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Fuse(NativePass):
     def _fuse(self, build: Builder, product: Product, cast: Cast, tile_sizes: Choices) -> None:
         node, right = product.node, product.sides[1]
         competing = product.sides[0] if autotuning() else ()
-        how = cast.elem_dtype, cast.rounding, product.out_dtype
+        how = cast.copy.elem.dtype, str(cast.copy.rounding), product.out_dtype
         with build.graph.inserting_before(node):
             fused = build.call(ops.quantize_mm, cast.x, *right, product.bias, *how, *competing, like=node)
         kernel = f"mx_quantize_mm {_config(tile_sizes, bool(competing))} ({self.target.mma})"
@@ -68,9 +68,9 @@ def _config(tile_sizes: Choices, competes: bool) -> str:
 
 def cast_of(node: fx.Node) -> Cast | None:
     """The cast of the left operand of `node`, a product of matrices, if it may be computed there instead."""
-    if packet(node) is not ops.scaled_mm.overloadpacket or not all(tag.kernel for tag in tags_of(node)):
+    product = Product.of(node) if node.target is ops.matmul else None
+    if product is None or not product.is_mx or not all(tag.kernel for tag in tags_of(node)):
         return None
-    product = Product.read(node)
     bias, out, results = tensor(product.bias), tensor(node), product.sides[0]
     if out is None or out.ndim != 2 or (bias is not None and bias.ndim != 1):
         return None
@@ -80,13 +80,13 @@ def cast_of(node: fx.Node) -> Cast | None:
         return None
     alone = len(cast.node.users) == 2 and all(user in results for user in cast.node.users)
     shared = any(packet(user) in ops.CASTS and user is not cast.node for user in cast.x.users)
-    rowwise = cast.block_dim in (-1, 1) and not cast.square
+    rowwise = cast.side == -1 and cast.copy.is_mx and not cast.copy.is_square
     return cast if alone and rowwise and not shared and tensor(cast.x) is not None else None
 
 
 def _cast(result: fx.Node, place: int, reader: fx.Node) -> fx.Node | None:
     """The cast that returns `result` in `place`, for `reader` alone; None if there is none such."""
     cast, index = result_of(result)
-    if cast is None or cast.target is not ops.quantize:
+    if cast is None or cast.target is not ops.cast:
         return None
     return cast if index == place and list(result.users) == [reader] else None

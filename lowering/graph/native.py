@@ -19,8 +19,6 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from mxcompile import ops
-from mxcompile.graph.opsets import packet
 from mxcompile.graph.tags import hint, is_empty, set_tag, tags_of, tensor, value_of
 from mxcompile.lowering import optional
 from mxcompile.lowering.chips.tiles import MatmulConfig, TiledConfig
@@ -59,7 +57,7 @@ class Native(NativePass):
 
     def _products(self, graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
         """The mx GEMMs, and why the target does not run each itself."""
-        return ((node, self.unmet(node)) for node in graph.nodes if packet(node) in ops.NATIVE_PRODUCTS)
+        return ((node, self.unmet(node)) for node in graph.nodes if is_native(node))
 
     def _config(self, node: fx.Node) -> str:
         """The template and its tile, or that Inductor is to choose them."""
@@ -84,7 +82,7 @@ class Native(NativePass):
             kind = defaults.ALONG_K if groups else defaults.ROWS
         return defaults.MXProduct(
             kind=kind,
-            precision=defaults.precision_of(product.forms),
+            precision=defaults.precision_of(product.forms if product.is_packed else ()),
             m=m,
             n=n,
             k=product.per_byte * hint(a.shape[-1]),
@@ -141,6 +139,12 @@ class Native(NativePass):
         if configs.single(out.shape):
             return "its result is one element"
         return EMPTY if is_empty((*out.shape, a.shape[-1])) else ""
+
+
+def is_native(node: fx.Node) -> bool:
+    """Whether `node` is a product that a chip with an MX GEMM runs: of MXFP8, or of packed FP4."""
+    product = Product.of(node)
+    return product is not None and (product.is_packed or product.is_mx)
 
 
 def _loses_scales(device: torch.device) -> str:

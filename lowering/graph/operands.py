@@ -1,7 +1,7 @@
 """operands: what the MX operands of a product stand for, as BF16 or FP32 matrices.
 
-    dequantize(quantize(x)) → quantize_dequantize(x)     where the cast is in the same graph
-    decode(encode(x))       → round_with(x, scale_of(x))
+    dequantize(cast(x))     → the values of the cast     where the cast is in the same graph
+    decode(cast(x))         → round_with(x, scale_of(x)) of other formats
     dequantize(q, s)                                     of any input, a weight that is stored quantized say
     decode(unpack(p), s)    → dequantize(p, s)           of one whose codes are packed
 
@@ -11,15 +11,17 @@ The first fuses with what makes x and never becomes FP8. Each operand is made on
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 
 import torch
 from torch import fx
 
 from mxcompile import ops
+from mxcompile.formats import Format, ScaleLayout
 from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import tensor
 from mxcompile.graph.transpose import transpose, untransposed
-from mxcompile.ops.view import Cast, Encode, Unpack, result_of
+from mxcompile.ops.view import Cast, Unpack, result_of
 
 
 class DequantizedOperands:
@@ -30,22 +32,23 @@ class DequantizedOperands:
         self._values: dict[tuple[fx.Node, fx.Node, torch.dtype, bool], fx.Node] = {}
 
     def value(
-        self, qdata: fx.Node, scale: fx.Node, dim: int, dtype: torch.dtype, like: fx.Node, word: str = ""
+        self, qdata: fx.Node, scale: fx.Node, dim: int, dtype: torch.dtype, like: fx.Node, word: str
     ) -> fx.Node:
         """The operand in `dtype`, from its source if that is at hand, with the strides of `qdata`.
 
-        dim: the one blocks run along, −1 or −2. word: of the format, "" for MXFP8. Made at the current
-        insertion point.
+        dim: the one blocks run along, −1 or −2. word: of the format. Made at the current insertion point.
         """
         qdata, scale, swapped = stored(qdata, scale)
         key = qdata, scale, dtype, True
         if key not in self._values:
             dim = -3 - dim if swapped else dim
-            self._values[key] = (
-                self._decoded(qdata, scale, dim, word, True, dtype, like)
-                if word or _encoded(qdata, scale) is not None
-                else self._emit(qdata, scale, dim, dtype, like)
-            )
+            cast = Cast.of(result_of(qdata)[0])
+            if cast is not None and cast.copy.is_mx and _is_whole(cast, scale):
+                self._values[key] = self._cast(cast, dtype, like)
+            elif not _is_mx(word) or _made_both(cast, scale):
+                self._values[key] = self._decoded(qdata, scale, dim, word, True, dtype, like)
+            else:
+                self._values[key] = self._build.call(ops.dequantize, qdata, scale, dim, dtype, like=like)
         value = self._values[key]
         return transpose(value, self._build) if swapped else value
 
@@ -73,9 +76,9 @@ class DequantizedOperands:
         dtype: torch.dtype,
         like: fx.Node,
     ) -> fx.Node:
-        cast = _encoded(qdata, scale)
-        if cast is not None:
-            how = cast.block_dim, cast.fmt, scaled, dtype, cast.seed, cast.stream, cast.amax
+        cast = Cast.of(result_of(qdata)[0])
+        if cast is not None and _made_both(cast, scale):
+            how = cast.side, cast.fmt, scaled, dtype, cast.seed, cast.stream, cast.amax
             return self._build.call(ops.round_with, cast.x, scale, *how, like=like)
         unpack = Unpack.of(qdata) if scaled else None
         if unpack is not None:
@@ -85,18 +88,27 @@ class DequantizedOperands:
         factor = scale if scaled else None
         return self._build.call(ops.decode, qdata, factor, dim, word, dtype, like=like)
 
-    def _emit(self, qdata: fx.Node, scale: fx.Node, dim: int, dtype: torch.dtype, like: fx.Node) -> fx.Node:
-        cast = Cast.of(result_of(qdata)[0])
-        if cast is not None and (cast.square or scale.target is operator.getitem):
-            how = cast.block_dim, cast.elem_dtype, cast.rounding, cast.square, dtype
-            return self._build.call(ops.quantize_dequantize, cast.x, *how, like=like)
-        return self._build.call(ops.dequantize, qdata, scale, dim, dtype, like=like)
+    def _cast(self, cast: Cast, dtype: torch.dtype, like: fx.Node) -> fx.Node:
+        """The values of `cast`, to MXFP8, in `dtype`."""
+        values = replace(cast.copy, dtype=dtype, layout=ScaleLayout.ROW_MAJOR)
+        (result,) = self._build.results(self._build.call(ops.cast, cast.x, [str(values)], like=like))
+        return result
 
 
-def _encoded(qdata: fx.Node, scale: fx.Node) -> Encode | None:
-    """The ``encode`` that made both."""
-    (cast, _), (its, _) = result_of(qdata), result_of(scale)
-    return Encode.of(cast) if cast is its else None
+def _is_whole(cast: Cast, scale: fx.Node) -> bool:
+    """Whether `scale`, of elements that `cast` made, is its own, or that of squares read another way."""
+    return cast.copy.is_square or scale.target is operator.getitem
+
+
+def _is_mx(word: str) -> bool:
+    """Whether `word` is MXFP8 as products read it."""
+    form = Format.of(word)
+    return form == Format.mx(form.elem)
+
+
+def _made_both(cast: Cast | None, scale: fx.Node) -> bool:
+    """Whether `cast` made `scale` too."""
+    return cast is not None and cast.node is result_of(scale)[0]
 
 
 def stored(qdata: fx.Node, scale: fx.Node) -> tuple[fx.Node, fx.Node, bool]:

@@ -1,8 +1,8 @@
 """packed: put products of FP4 operands on the chip's FP4 instruction, which reads two codes a byte.
 
-    encoded_mm(qa, sa, qb, sb)           →  packed_mm(bytes_a, bytes_sa, bytes_bᵀ, bytes_sb)
-    encoded_grouped_mm(qa, sa, qb, sb)   →  packed_grouped_mm(…)
-    encode(x, dim)                       →  encode_packed(x, dim)        the contraction innermost
+    matmul(qa, sa, qb, sb)               →  packed_mm(bytes_a, bytes_sa, bytes_bᵀ, bytes_sb)
+    grouped_matmul(qa, sa, qb, sb)       →  packed_grouped_mm(…)
+    cast(x, dim)                         →  encode_packed(x, dim)        the contraction innermost
     unpack(w, dim), s                    →  w, s                         of a weight that is stored packed
     hadamard(x, −2)                      →  a part of that cast, and of the search for its largest magnitude
 
@@ -43,11 +43,11 @@ from mxcompile.lowering.graph.native import Native
 from mxcompile.lowering.graph.operands import stored
 from mxcompile.lowering.targets import Target
 from mxcompile.lowering.templates import configs, defaults
-from mxcompile.ops.view import Encode, Product, Unpack, result_of
+from mxcompile.ops.view import Cast, Product, Unpack, result_of
 
 FP4_TEMPLATES = ("templates.fp4_casts", "templates.packed_mm")
 
-_PACKED = {ops.encoded_mm: ops.packed_mm, ops.encoded_grouped_mm: ops.packed_grouped_mm}
+_PACKED = {ops.matmul: ops.packed_mm, ops.grouped_matmul: ops.packed_grouped_mm}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +113,7 @@ class _Side:
     contraction, −1 or −2.
     """
 
-    source: Encode | Unpack
+    source: Cast | Unpack
     scale: fx.Node
     dim: int
 
@@ -129,7 +129,7 @@ class _Side:
                 return "a weight is stored with another dimension innermost than the contraction"
             return _Side(source=unpack, scale=scale, dim=dim)
         (cast, _), (its, _) = result_of(qdata), result_of(scale)
-        encode = Encode.of(cast) if cast is its else None
+        encode = Cast.of(cast) if cast is its else None
         if encode is None or tensor(encode.x) is None or encode.scale is not None:
             return "an operand was cast in another graph"
         if all(size == 1 for size in _packed_size(encode, dim)):
@@ -137,7 +137,7 @@ class _Side:
         return _Side(source=encode, scale=scale, dim=dim)
 
 
-def _packed_size(encode: Encode, dim: int) -> list[Any]:
+def _packed_size(encode: Cast, dim: int) -> list[Any]:
     """The shape of the bytes of a cast."""
     size = [*value_of(encode.x).shape]
     size[dim] = (size[dim] + 1) // 2
@@ -198,7 +198,7 @@ class _PackedOperands:
             self._scales[key] = bytes_
         return self._scales[key]
 
-    def _cast(self, cast: Encode, dim: int, layout: ScaleLayout) -> tuple[fx.Node, fx.Node]:
+    def _cast(self, cast: Cast, dim: int, layout: ScaleLayout) -> tuple[fx.Node, fx.Node]:
         source, form, amax = cast.x, cast.form.untransformed, cast.amax
         if source.target is ops.hadamard and source.args[1] == dim == -2:
             form = replace(form, hadamard=cast_to(int, source.args[2]))

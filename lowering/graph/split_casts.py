@@ -1,6 +1,6 @@
 """split_casts: elements and scales of a cast made apart, so that what needs one of them does not make both.
 
-    encode(x)  →  scale_of(x), encode_with(x, scale)
+    cast(x)  →  scale_of(x), encode_with(x, scale)
 
 For casts in other formats than MXFP8, where no template makes both. Numerics do not change.
 """
@@ -16,7 +16,7 @@ from mxcompile import ops
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
-from mxcompile.ops.view import Encode, results_of
+from mxcompile.ops.view import Cast, results_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,14 +28,16 @@ class SplitCasts(LoweringPass):
     def apply(self, graph: fx.Graph) -> Reasons:
         """Split the casts of `graph`; a part that nobody reads disappears."""
         build = Builder(graph, self.name)
-        for node in graph.find_nodes(op="call_function", target=ops.encode):
-            _split(build, Encode.read(node))
+        for node in graph.find_nodes(op="call_function", target=ops.cast):
+            cast = Cast.of(node)
+            if cast is not None and not cast.copy.is_mx:
+                _split(build, cast)
         dead.eliminate(graph)
         return NO_REASONS
 
 
-def _split(build: Builder, cast: Encode) -> None:
-    results, how = dict(results_of(cast.node)), (cast.block_dim, cast.fmt)
+def _split(build: Builder, cast: Cast) -> None:
+    results, how = dict(results_of(cast.node)), (cast.side, cast.fmt)
     with build.graph.inserting_before(cast.node):
         scale = cast.scale or build.call(ops.scale_of, cast.x, *how, cast.amax, like=cast.node)
         parts = {1: scale}

@@ -1,7 +1,7 @@
 """tile_scales: casts write scales in the tiles that the target's MX GEMM reads, if nothing else does.
 
-    quantize(x, dim) → qdata, scale[rows, blocks]      →      quantize(x, dim, "128x4") → qdata, scale[length]
-    scaled_mm(…, transposed scale, …)                  →      scaled_mm(…, scale, …)
+    cast(x, codes) → qdata, scale[rows, blocks]        →      cast(x, codes 128x4) → qdata, scale[length]
+    matmul(…, transposed scale, …)                     →      matmul(…, scale, …)
 
 A tiled scale says the same of rows and blocks along K whichever way its elements are read, so it has no
 transpose, and 4 blocks of a row are one word. Runs on the joint graph: a copy that forward makes and
@@ -12,7 +12,7 @@ change.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import fx
@@ -43,10 +43,15 @@ class TileScales(NativePass):
         """Change the casts of `graph` whose scales only the target's own products read."""
         build = Builder(graph, self.name)
         native = Native(target=self.target, device=self.device)
-        for node in graph.find_nodes(op="call_function", target=ops.quantize):
-            cast = Cast.read(node)
+        for node in graph.find_nodes(op="call_function", target=ops.cast):
+            cast = Cast.of(node)
             uses = [use for place, result in results_of(node) if place == 1 for use in readers(result)]
-            if uses and _can_tile(cast) and all(_takes_tiles(native, *use) for use in uses):
+            if (
+                cast is not None
+                and uses
+                and _can_tile(cast)
+                and all(_takes_tiles(native, *use) for use in uses)
+            ):
                 _tile(build, cast, uses)
         dead.eliminate(graph)
         return NO_REASONS
@@ -54,24 +59,23 @@ class TileScales(NativePass):
 
 def _can_tile(cast: Cast) -> bool:
     """Whether `cast` is of a matrix that is not empty, with row-major scales of rows or columns."""
-    value = tensor(cast.x)
-    if value is None or value.ndim != 2 or cast.square or cast.scale_layout != ScaleLayout.ROW_MAJOR:
-        return False
-    return not is_empty(value.shape)
+    value, copy = tensor(cast.x), cast.copy
+    plain = copy.is_mx and copy.layout is ScaleLayout.ROW_MAJOR
+    return plain and value is not None and value.ndim == 2 and not is_empty(value.shape)
 
 
 def _takes_tiles(native: Native, user: fx.Node, scale: fx.Node) -> bool:
     """Whether `user` is a product of matrices on the chip, and `scale` the scale of one of its operands."""
-    out, product = tensor(user), Product.of(user) if user.target is ops.scaled_mm else None
-    reads_scale = product is not None and scale in (product.scale_a, product.scale_b)
+    out, product = tensor(user), Product.of(user) if user.target is ops.matmul else None
+    reads_scale = product is not None and product.is_mx and scale in (product.scale_a, product.scale_b)
     return reads_scale and out is not None and out.ndim == 2 and not native.unmet(user)
 
 
 def _tile(build: Builder, cast: Cast, uses: list[tuple[fx.Node, fx.Node]]) -> None:
     """Make the scale of `cast` a tiled one, also for those that read transposes of it."""
-    node, arguments = cast.node, cast.arguments(scale_layout=str(ScaleLayout.TILED_128X4))
+    node, tiled = cast.node, replace(cast.copy, layout=ScaleLayout.TILED_128X4)
     with build.graph.inserting_before(node):
-        new_node = build.call(node.target, *arguments, like=node)
+        new_node = build.call(ops.cast, *cast.arguments(copies=[str(tiled)]), like=node)
         results = build.results(new_node)
     new_node.meta = {**node.meta, **new_node.meta}
     for user, scale in uses:

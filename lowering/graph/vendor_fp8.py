@@ -1,6 +1,6 @@
 """vendor_fp8: products of FP8 operands with FP32 scales that the vendor's own FP8 GEMM runs.
 
-    encoded_mm(qa, sa, qb, sb) → aten._scaled_mm(qa, qb, sa, sb)
+    matmul(qa, sa, qb, sb) → aten._scaled_mm(qa, qb, sa, sb)
 
 on chips with an FP8 GEMM, by the extents of the scales:
 
@@ -30,7 +30,7 @@ from mxcompile import ops
 from mxcompile.formats import WHOLE, Format, ScaleType, Tile
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
-from mxcompile.graph.opsets import aten, packet
+from mxcompile.graph.opsets import aten
 from mxcompile.graph.tags import set_tag, tags_of, tensor
 from mxcompile.graph.transpose import transpose, untransposed
 from mxcompile.lowering import optional
@@ -38,7 +38,7 @@ from mxcompile.lowering.graph.fp8_layouts import fits
 from mxcompile.lowering.graph.fp8_requirements import Problem, unmet
 from mxcompile.lowering.graph.lowering_pass import FP8_CASTS, LoweringPass, Reasons
 from mxcompile.lowering.templates.configs import contiguous
-from mxcompile.ops.view import Encode, Product, result_of, results_of
+from mxcompile.ops.view import Cast, Product, result_of, results_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,8 +58,8 @@ class VendorFP8(LoweringPass):
         build = Builder(graph, self.name)
         copies = _Copies(build, not optional.obstacle(*FP8_CASTS), self.target.fp8_fnuz)
         for node in list(graph.nodes):
-            product = Product.of(node) if packet(node) is ops.encoded_mm.overloadpacket else None
-            if product is None:
+            product = Product.of(node) if node.target is ops.matmul else None
+            if product is None or product.is_mx:
                 continue
             is_fp8 = _is_fp8(product)
             reason = unmet(Problem.of(node, self.target, self.device)) if is_fp8 else ""
@@ -148,7 +148,7 @@ class _Copies:
     def transposed(self, matrix: fx.Node) -> fx.Node | None:
         """`matrix` as a cast of its own writes it, if it is the transpose of what such a cast makes."""
         base, swapped = untransposed(matrix)
-        cast = Encode.of(result_of(base)[0])
+        cast = Cast.of(result_of(base)[0])
         if not self._transposes or not swapped or cast is None or not fits(cast):
             return None
         return self._once((base, ops.encode_transposed), lambda: self._transposed(cast))
@@ -170,12 +170,12 @@ class _Copies:
             self._made[key] = make()
         return self._made[key]
 
-    def _transposed(self, cast: Encode) -> fx.Node:
+    def _transposed(self, cast: Cast) -> fx.Node:
         """The transpose of what `cast` made, cast from its source again: one kernel writes both."""
         node = cast.node
         scale = cast.scale or next((result for place, result in results_of(node) if place == 1), None)
         assert scale is not None, "a product reads the scale of its operand"
-        how = cast.x, cast.block_dim, cast.fmt, scale, self.fnuz
+        how = cast.x, cast.side, cast.fmt, scale, self.fnuz
         new_node = self.build.call(ops.encode_transposed, *how, like=node)
         new_node.meta.update({key: value for key, value in node.meta.items() if key not in new_node.meta})
         return new_node

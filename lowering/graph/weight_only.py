@@ -61,9 +61,6 @@ class _Weight:
         return tuple(unpacked_shape(value, -1, self.fmt)) if self.fmt else tuple(value.shape)
 
 
-_PRODUCTS = frozenset({ops.scaled_mm.overloadpacket, ops.encoded_mm.overloadpacket})
-"""Whose right operand may be a stored weight."""
-
 _ELEMENTS = frozenset(elem.dtype for elem in ELEM_TYPES.values())
 
 
@@ -87,7 +84,7 @@ class WeightOnly(LoweringPass):
     def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
         """The products of `graph` that the kernel is for."""
         for node in list(graph.nodes):
-            taken = self._takes if packet(node) in _PRODUCTS else self._takes_plain
+            taken = self._takes if node.target is ops.matmul else self._takes_plain
             if taken(node):
                 yield node
 
@@ -96,7 +93,7 @@ class WeightOnly(LoweringPass):
         build = Builder(graph, self.name)
         operands = DequantizedOperands(build)
         for node in self.candidates(graph):
-            if packet(node) in _PRODUCTS:
+            if node.target is ops.matmul:
                 self._replace(node, build, operands)
             else:
                 self._replace_plain(node, build)
@@ -106,7 +103,7 @@ class WeightOnly(LoweringPass):
     def _takes(self, node: fx.Node) -> bool:
         product = Product.read(node)
         weight, out = _operand(product), tensor(node)
-        if bool(weight.fmt) != bool(product.format_b) or out is None:
+        if bool(weight.fmt) == product.is_mx or out is None:
             return False
         if any(tag.kernel for tag in tags_of(node)):
             return False  # the chip's own product

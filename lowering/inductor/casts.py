@@ -20,7 +20,7 @@ from torch._inductor.lowering import lowerings, register_lowering
 from torch._inductor.virtualized import ops as inductor
 
 from mxcompile import ops
-from mxcompile.formats import BLOCK, SCALE_NAN, ElemType, Rounding, ScaleLayout, elem_type
+from mxcompile.formats import BLOCK, SCALE_NAN, Copy, ElemType, Rounding, elem_type
 from mxcompile.formats.numerics import added_to_amax
 from mxcompile.lowering.cpu import casts as cpp
 from mxcompile.lowering.inductor import elements
@@ -118,49 +118,26 @@ def _scale_output(cast: _TensorCast, block_dim: int) -> ir.TensorBox:
     return blocks.repeated(torch.uint8, other, byte)
 
 
-@register_lowering(ops.quantize, type_promotion_kind=None)
-def lower_quantize(
-    x: ir.TensorBox,
-    block_dim: int,
-    elem_dtype: torch.dtype,
-    rounding: str,
-    square: bool = False,
-    scale_layout: str = ScaleLayout.ROW_MAJOR,
-) -> tuple[ir.TensorBox, ir.TensorBox]:
-    """Qdata and scale bytes."""
-    if (result := cpp.quantize(x, block_dim, elem_dtype, rounding, square, scale_layout)) is not None:
-        return result
-    cast = _TensorCast(x, _dims(x, block_dim, square), elem_type(elem_dtype), Rounding(rounding))
+def lower(x: ir.TensorBox, copy: Copy) -> list[ir.TensorBox]:
+    """The tensors of a copy of `x` in MXFP8: qdata and scale bytes, or values."""
+    cast = _TensorCast(x, _dims(x, copy.dim, copy.is_square), copy.elem, copy.rounding)
     inverse = cast.scales(inverse_scale_value)
+    if copy.dtype is not None:
+        dtype, scale = copy.dtype, cast.scales(scale_value)
+        values = cast.blocks.pointwise(
+            dtype,
+            lambda index, block: inductor.to_dtype(
+                inductor.mul(cast.rounded(index, inverse(block)), scale(block)), dtype
+            ),
+        )
+        return [values]
     stored = cast.blocks.pointwise(
         elements.stored_dtype(cast.elem, cast.target),
         lambda index, block: elements.store(cast.rounded(index, inverse(block)), cast.elem, cast.target),
     )
     qdata = elements.as_fp8(stored, cast.elem, cast.target)
-    scale = _scale_output(cast, block_dim)
-    return qdata, scale if scale_layout == ScaleLayout.ROW_MAJOR else tiled(scale, block_dim)
-
-
-@register_lowering(ops.quantize_dequantize, type_promotion_kind=None)
-def lower_quantize_dequantize(
-    x: ir.TensorBox,
-    block_dim: int,
-    elem_dtype: torch.dtype,
-    rounding: str,
-    square: bool,
-    dtype: torch.dtype,
-) -> ir.TensorBox:
-    """Returns the values of the quantized tensor, in `dtype`."""
-    if (result := cpp.quantize_dequantize(x, block_dim, elem_dtype, rounding, square, dtype)) is not None:
-        return result
-    cast = _TensorCast(x, _dims(x, block_dim, square), elem_type(elem_dtype), Rounding(rounding))
-    inverse, scale = cast.scales(inverse_scale_value), cast.scales(scale_value)
-    return cast.blocks.pointwise(
-        dtype,
-        lambda index, block: inductor.to_dtype(
-            inductor.mul(cast.rounded(index, inverse(block)), scale(block)), dtype
-        ),
-    )
+    bytes_ = _scale_output(cast, copy.dim)
+    return [qdata, tiled(bytes_, copy.dim) if copy.is_tiled else bytes_]
 
 
 @register_lowering(ops.dequantize, type_promotion_kind=None)
@@ -201,29 +178,6 @@ def lower_dequantize(
             inductor.mul(blocks.guarded(index, lambda: element(index)), value_of(block)), dtype
         ),
     )
-
-
-@register_lowering(ops.quantize_both, type_promotion_kind=None)
-def lower_quantize_both(
-    x: ir.TensorBox, elem_dtype: torch.dtype, rounding: str, scale_layout: str = ScaleLayout.ROW_MAJOR
-) -> tuple[ir.TensorBox, ir.TensorBox, ir.TensorBox, ir.TensorBox]:
-    """Both layouts; the scheduler fuses their reads where it can."""
-    rowwise = lower_quantize(x, -1, elem_dtype, rounding, False, scale_layout)
-    columnwise = lower_quantize(x, -2, elem_dtype, rounding, False, scale_layout)
-    return *rowwise, *columnwise
-
-
-@register_lowering(ops.quantize_two, type_promotion_kind=None)
-def lower_quantize_two(
-    x: ir.TensorBox,
-    y: ir.TensorBox,
-    elem_dtype: torch.dtype,
-    rounding: str,
-    scale_layout: str = ScaleLayout.ROW_MAJOR,
-) -> tuple[ir.TensorBox, ...]:
-    """Both layouts of both."""
-    first = lower_quantize_both(x, elem_dtype, rounding, scale_layout)
-    return *first, *lower_quantize_both(y, elem_dtype, rounding, scale_layout)
 
 
 @register_lowering(ops.flatten, type_promotion_kind=None)

@@ -38,7 +38,6 @@ from mxcompile.lowering.inductor.tiling import tiled
 from mxcompile.lowering.targets import of_device
 
 _F32, _I32 = torch.float32, torch.int32
-_CLONE = lowerings[torch.ops.aten.clone.default]
 _VIEW = lowerings[torch.ops.aten.view.default]
 _AS_IT_IS = fallback_handler(ops.scale_of, add_to_fallback_set=False)
 
@@ -155,21 +154,6 @@ def lower_encode_with(
         lambda index, block: elements.store(cast.rounded(index, factor(block)), elem, cast.target),
     )
     return elements.as_fp8(stored, elem, cast.target)
-
-
-@register_lowering(ops.encode, type_promotion_kind=None)
-def lower_encode(
-    x: ir.TensorBox,
-    block_dim: int,
-    fmt: str,
-    seed: ir.TensorBox | None = None,
-    stream: int = 0,
-    scale: ir.TensorBox | None = None,
-    amax: ir.TensorBox | None = None,
-) -> tuple[ir.TensorBox, ir.TensorBox]:
-    """Stored elements and scales."""
-    scale = lower_scale_of(x, block_dim, fmt, amax) if scale is None else _CLONE(scale)
-    return lower_encode_with(x, scale, block_dim, fmt, seed, stream, amax), scale
 
 
 @register_lowering(ops.round_with, type_promotion_kind=None)

@@ -11,26 +11,26 @@ there the grid covers the padding too.
 The matrices of a batch are stacked along rows. If blocks run along columns, and ENTRY, the number of rows of
 a matrix, is not a multiple of 32, the grid covers the batch with each matrix padded to whole blocks.
 
-For chips with an MX GEMM. `inductor.casts` lowers every other cast.
+`inductor.copies` asks for it and lowers every other cast.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import empty_strided, lowerings, register_lowering
+from torch._inductor.lowering import empty_strided, lowerings
 from torch._inductor.select_algorithm import SymbolicGridFn, realize_inputs
 from torch._inductor.utils import sympy_product, triton_type
 from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import FloorDiv
 
-from mxcompile import ops
-from mxcompile.formats import BLOCK, ScaleLayout, elem_type
+from mxcompile.formats import BLOCK, Copy
 from mxcompile.formats.scale_tiles import TILE_ROWS
 from mxcompile.lowering.chips.tiles import Absent
-from mxcompile.lowering.inductor import casts
+from mxcompile.lowering.inductor.copies import TEMPLATES
 from mxcompile.lowering.inductor.tiling import tiled_size
 from mxcompile.lowering.targets import Target, of_device
 from mxcompile.lowering.templates import call, configs, packing
@@ -147,49 +147,21 @@ Results = tuple[ir.TensorBox, ...]
 _VIEW = lowerings[torch.ops.aten.view.default]
 
 
-@register_lowering(ops.quantize, type_promotion_kind=None)
-def lower_quantize(
-    x: ir.TensorBox,
-    block_dim: int,
-    elem_dtype: torch.dtype,
-    rounding: str,
-    square: bool = False,
-    scale_layout: str = ScaleLayout.ROW_MAJOR,
-) -> Results:
-    """Qdata and scale bytes."""
-    rank = len(x.get_size())
-    layout = {rank - 1: "rowwise", rank - 2: "columnwise"}.get(block_dim % rank)
+def lower(x: ir.TensorBox, copies: Sequence[Copy], y: ir.TensorBox | None) -> Results | None:
+    """Qdata and scale bytes of each of `copies`, of x, then of y; None if the template makes others."""
+    layout = {(-1,): "rowwise", (-2,): "columnwise", (-1, -2): "both"}.get(tuple(copy.dim for copy in copies))
     target = _target(x, layout)
-    if square or target is None or layout is None:
-        return casts.lower_quantize(x, block_dim, elem_dtype, rounding, square, scale_layout)
-    return _batch(x, layout, elem_dtype, rounding, ScaleLayout(scale_layout), target)
+    codes = all(copy.dtype is None and not copy.is_square for copy in copies)
+    alike = len({(copy.format, copy.layout) for copy in copies}) == 1
+    matrix = y is None or len(x.get_size()) == 2
+    if layout is None or target is None or not (codes and alike and matrix):
+        return None
+    if y is not None:
+        return _cast(x, layout, copies[0], target, second=y)
+    return _batch(x, layout, copies[0], target)
 
 
-@register_lowering(ops.quantize_both, type_promotion_kind=None)
-def lower_quantize_both(
-    x: ir.TensorBox, elem_dtype: torch.dtype, rounding: str, scale_layout: str = ScaleLayout.ROW_MAJOR
-) -> Results:
-    """Qdata and scale bytes in rows, then in columns."""
-    target = _target(x, "both")
-    if target is None:
-        return casts.lower_quantize_both(x, elem_dtype, rounding, scale_layout)
-    return _batch(x, "both", elem_dtype, rounding, ScaleLayout(scale_layout), target)
-
-
-@register_lowering(ops.quantize_two, type_promotion_kind=None)
-def lower_quantize_two(
-    x: ir.TensorBox,
-    y: ir.TensorBox,
-    elem_dtype: torch.dtype,
-    rounding: str,
-    scale_layout: str = ScaleLayout.ROW_MAJOR,
-) -> Results:
-    """The results of `lower_quantize_both` of x, then of y."""
-    target = _target(x, "both")
-    if target is None or len(x.get_size()) != 2:
-        first = lower_quantize_both(x, elem_dtype, rounding, scale_layout)
-        return *first, *lower_quantize_both(y, elem_dtype, rounding, scale_layout)
-    return _cast(x, "both", elem_dtype, rounding, ScaleLayout(scale_layout), target, second=y)
+TEMPLATES.append(lower)
 
 
 def _target(x: ir.TensorBox, layout: str | None) -> Target | None:
@@ -212,21 +184,14 @@ def _short_blocks(x: ir.TensorBox) -> bool:
     )
 
 
-def _batch(
-    x: ir.TensorBox,
-    layout: str,
-    elem_dtype: torch.dtype,
-    rounding: str,
-    scale_layout: ScaleLayout,
-    target: Target,
-) -> Results:
+def _batch(x: ir.TensorBox, layout: str, copy: Copy, target: Target) -> Results:
     """Qdata and scale bytes of the matrices of `x`, of any number."""
     *batch, m, n = x.get_size()
     if not batch:
-        return _cast(x, layout, elem_dtype, rounding, scale_layout, target)
+        return _cast(x, layout, copy, target)
     entry = int(m) if layout != "rowwise" and _short_blocks(x) else 0
     flat = _VIEW(x, [sympy_product(batch) * m, n])
-    results = _cast(flat, layout, elem_dtype, rounding, scale_layout, target, entry=entry)
+    results = _cast(flat, layout, copy, target, entry=entry)
     rowwise, columnwise = [[m, n], [m, _blocks(n)]], [[m, n], [_blocks(m), n]]
     sizes = {"rowwise": rowwise, "columnwise": columnwise, "both": rowwise + columnwise}[layout]
     return tuple(_VIEW(result, [*batch, *size]) for result, size in zip(results, sizes, strict=True))
@@ -235,9 +200,7 @@ def _batch(
 def _cast(
     x: ir.TensorBox,
     layout: str,
-    elem_dtype: torch.dtype,
-    rounding: str,
-    scale_layout: ScaleLayout,
+    copy: Copy,
     target: Target,
     *,
     entry: int = 0,
@@ -247,7 +210,7 @@ def _cast(
     sources = [realize_inputs(source) for source in (x, second) if source is not None]
     x = sources[0]
     device, (m, n) = x.get_device_or_error(), x.get_size()
-    tiled = scale_layout is ScaleLayout.TILED_128X4
+    elem_dtype, tiled = copy.elem.dtype, copy.is_tiled
     extra = _extra(x, layout, elem_dtype, tiled, entry)
     if second is not None:
         extra += [([m, n], elem_dtype), *extra]
@@ -275,8 +238,8 @@ def _cast(
         ENTRY=entry,
         PADDING=TILE_ROWS if tiled else 1,
         DTYPE=triton_type(x.get_dtype()),
-        ELEM=repr(elem_type(elem_dtype).name),
-        ROUNDING=repr(rounding),
+        ELEM=repr(copy.elem.name),
+        ROUNDING=repr(str(copy.rounding)),
         NATIVE=target.encodes_fp8,
         SATURATES=target.saturates_fp8,
         PACKED=fast,

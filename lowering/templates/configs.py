@@ -11,9 +11,11 @@ from dataclasses import replace
 from math import ceil
 from typing import Any
 
+import sympy
 import torch
 from torch._inductor import config
 
+from mxcompile.formats import BLOCK
 from mxcompile.lowering.chips.tiles import (
     Absent,
     ChipTiles,
@@ -131,6 +133,17 @@ def single(sizes: Sequence[Any]) -> bool:
     Every thread outside of the matrix then writes its zero there. sizes: as integers, or symbolic.
     """
     return all(size == 1 for size in _plain(sizes))
+
+
+def is_one_matrix(sizes: Sequence[Any], side: int) -> bool:
+    """Whether a tensor of `sizes`, its matrices one below the other, has the blocks that it has along `side`.
+
+    side: −1 or −2. False for one without elements, or with one. sizes: as for `single`.
+    """
+    *batch, rows, _ = plain = _plain(sizes)
+    if side not in (-1, -2) or any(size == 0 for size in plain) or single(sizes):
+        return False
+    return not batch or side == -1 or (isinstance(rows, int | sympy.Integer) and rows % BLOCK == 0)
 
 
 def _plain(sizes: Sequence[Any]) -> list[Any]:

@@ -27,7 +27,7 @@ from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mxcompile import ops
-from mxcompile.formats import ScaleLayout, elem_type
+from mxcompile.formats import Copy, Format, ScaleLayout, elem_type
 from mxcompile.lowering.inductor.winners import choose
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import call, examples
@@ -131,8 +131,9 @@ def lower_quantize_mm(
     tried = ((TEMPLATE, arguments) for arguments in _choices(operands, layout, elem_dtype, rounding))
     choices = call.choices_of(operands, layout, tried)
     if qdata is not None and scale is not None:
-        product = [qdata, scale, b, scale_b, bias, out_dtype]
-        cast = [-1, elem_dtype, rounding, False, _layout_of(scale)]
+        words = [str(Format.mx(elem_type(dtype))) for dtype in (elem_dtype, b.get_dtype())]
+        product = [qdata, scale, b, scale_b, bias, out_dtype, *words]
+        cast = str(Copy.mx(-1, elem_dtype, rounding, layout=_layout_of(scale)))
         choices.append(Separate(operands, layout, cast, product))
     inputs = examples.stored(operands)
     return choose(TEMPLATE.name, choices, operands, layout, examples=inputs, at_once=True)
@@ -141,15 +142,15 @@ def lower_quantize_mm(
 class Separate(SubgraphChoiceCaller):
     """The choice of a cast and a product: timed as a graph of both, lowered as `graph.fuse` found them.
 
-    cast: arguments of ``mx.quantize`` behind its source. product: of ``mx.scaled_mm``, the cast's results in
+    cast: the word of the copy. product: arguments of ``mx.matmul``, the cast's results in
     the graph that is lowered, which vanish if this does not win.
     """
 
-    def __init__(self, operands: list[Any], layout: ir.Layout, cast: list[Any], product: list[Any]) -> None:
-        out_dtype = product[-1]
+    def __init__(self, operands: list[Any], layout: ir.Layout, cast: str, product: list[Any]) -> None:
+        how = product[-3:]
 
         def both(x: Any, b: Any, scale_b: Any, *bias: Any) -> Any:
-            return ops.scaled_mm(*ops.quantize(x, *cast), b, scale_b, *(bias or [None]), out_dtype)
+            return ops.matmul(*ops.cast(x, [cast]), b, scale_b, *(bias or [None]), *how)
 
         super().__init__(
             name="mx_quantize_then_scaled_mm_0",
@@ -162,7 +163,7 @@ class Separate(SubgraphChoiceCaller):
 
     def output_node(self) -> ir.TensorBox:
         """The product of the cast that is in the graph."""
-        out: ir.TensorBox = lowerings[ops.scaled_mm](*self._product)
+        out: ir.TensorBox = lowerings[ops.matmul](*self._product)
         return out
 
 

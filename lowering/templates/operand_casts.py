@@ -9,8 +9,8 @@ The same of a second matrix that is computed from the same tensors.
     values   =  element · 2^(byte − 127), rounded once to the dtype of the BF16 or FP32 product
 
 Values never become FP8: they are rounded where they are (`tiles.rounded`), two a register where the chip
-calculates so (`packed`). For chips without an MX GEMM; ``graph.collect`` chooses the casts. All others:
-`inductor.casts`.
+calculates so (`packed`). For chips without an MX GEMM; ``graph.merge_casts`` brings casts together.
+`inductor.copies` lowers all others.
 """
 
 from __future__ import annotations
@@ -21,20 +21,19 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import empty_strided, lowerings, register_lowering
+from torch._inductor.lowering import empty_strided, lowerings
 from torch._inductor.select_algorithm import SymbolicGridFn, realize_inputs
 from torch._inductor.utils import sympy_product, triton_type
 from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import CeilDiv
 
-from mxcompile import ops
-from mxcompile.formats import BLOCK, elem_type
+from mxcompile.formats import BLOCK, Copy
 from mxcompile.lowering.inductor import elements
+from mxcompile.lowering.inductor.copies import TEMPLATES
 from mxcompile.lowering.targets import Target, of_device
 from mxcompile.lowering.templates import call, configs, packing
 from mxcompile.lowering.templates.producers import ProducingTemplate, leaves_room
 
-_SIDES = ("ROWS", "COLUMNS")
 _SOURCES = ("X", "Y")
 
 _PLACE = r"""
@@ -121,51 +120,66 @@ _VIEW = lowerings[torch.ops.aten.view.default]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Result:
-    """slot: of the operator's results. shape: of one matrix. codes: whether it holds FP8."""
+    """shape: of one matrix. codes: whether it holds FP8."""
 
     name: str
-    slot: int
     shape: list[Any]
     dtype: torch.dtype
     codes: bool = False
 
 
-@register_lowering(ops.quantize_operands, type_promotion_kind=None)
-def lower_quantize_operands(
-    x: ir.TensorBox,
-    y: ir.TensorBox | None,
-    elem_dtype: torch.dtype,
-    rounding: str,
-    dtype: torch.dtype,
-    rows: str,
-    columns: str,
-) -> tuple[ir.TensorBox | None, ...]:
-    """Qdata or value, and scale bytes, in rows, then in columns, of x, then of y; None for the rest."""
-    *batch, m, _ = x.get_size()
+def lower(x: ir.TensorBox, copies: Sequence[Copy], y: ir.TensorBox | None) -> list[ir.TensorBox] | None:
+    """Qdata and scale bytes, or values, of each of `copies`, of x, then of y; None if they are not for it."""
+    target, sizes = of_device(x.get_device_or_error()), x.get_size()
+    if not target.emulates or not _are_alike(copies) or not all(_is_for(sizes, copy) for copy in copies):
+        return None
+    *batch, m, _ = sizes
+    forms = {"ROWS": "none", "COLUMNS": "none"}
+    for copy in copies:
+        forms[_side(copy)] = "squares" if copy.is_square else "codes" if copy.dtype is None else "values"
     sources = [_flat(source) for source in (x, y) if source is not None]
-    target = of_device(x.get_device_or_error())
-    wanted = _results(sources[0].get_size(), len(sources), elem_dtype, dtype, (rows, columns), target)
+    wanted = _results(sources[0].get_size(), len(sources), copies, target)
+    elem, dtype = copies[0].elem, next((copy.dtype for copy in copies if copy.dtype), torch.bfloat16)
     narrow = x.get_dtype() is dtype is torch.bfloat16
-    is_packed = narrow and rows != "squares" and packing.calculates(target)
+    is_packed = narrow and not copies[0].is_square and packing.calculates(target)
     settings = {
         "PACKED": is_packed,
-        "ROWS": repr(rows),
-        "COLUMNS": repr(columns),
-        "ELEM": repr(elem_type(elem_dtype).name),
-        "ROUNDING": repr(rounding),
+        **{side: repr(form) for side, form in forms.items()},
+        "ELEM": repr(elem.name),
+        "ROUNDING": repr(str(copies[0].rounding)),
         "VALUE": triton_type(dtype),
         "NATIVE": packing.converts(target) if is_packed else target.encodes_fp8,
         "SATURATES": target.saturates_fp8,
         "STORES_FP8": target.stores_fp8,
     }
-    tensors = _call(sources, wanted, target, settings)
-    results: list[ir.TensorBox | None] = [None] * 8
-    for result, tensor in zip(wanted, tensors, strict=True):
+    results: list[ir.TensorBox] = []
+    for result, tensor in zip(wanted, _call(sources, wanted, target, settings), strict=True):
         if result.codes:
-            tensor = elements.as_fp8(tensor, elem_type(elem_dtype), target)
+            tensor = elements.as_fp8(tensor, elem, target)
         shape = [m if result.shape[0] is wanted[0].shape[0] else CeilDiv(m, BLOCK), result.shape[1]]
-        results[result.slot] = _VIEW(tensor, [*batch, *shape]) if batch else tensor
-    return tuple(results)
+        results.append(_VIEW(tensor, [*batch, *shape]) if batch else tensor)
+    return results
+
+
+TEMPLATES.insert(0, lower)
+
+
+def _are_alike(copies: Sequence[Copy]) -> bool:
+    """Whether `copies` have one format, one dtype of values, and different sides."""
+    dtypes, sides = {copy.dtype for copy in copies} - {None}, set(map(_side, copies))
+    return len({copy.format for copy in copies}) == 1 and len(dtypes) <= 1 and len(sides) == len(copies)
+
+
+def _is_for(sizes: Sequence[Any], copy: Copy) -> bool:
+    """Whether the template makes `copy` of a tensor of `sizes`."""
+    if copy.dtype is None and (copy.is_square or copy.is_tiled):
+        return False
+    return len(sizes) > 1 and configs.is_one_matrix(sizes, -2 if copy.is_square else copy.dim)
+
+
+def _side(copy: Copy) -> str:
+    """The name of the side of `copy`; values of squares are the same both ways."""
+    return "COLUMNS" if copy.dim == -2 and not copy.is_square else "ROWS"
 
 
 def _flat(x: ir.TensorBox) -> ir.TensorBox:
@@ -175,28 +189,19 @@ def _flat(x: ir.TensorBox) -> ir.TensorBox:
     return flat
 
 
-def _results(
-    size: Sequence[Any],
-    sources: int,
-    elem_dtype: torch.dtype,
-    dtype: torch.dtype,
-    forms: Sequence[str],
-    target: Target,
-) -> list[_Result]:
-    """Returns the wanted results, one that is as large as the matrix first."""
+def _results(size: Sequence[Any], sources: int, copies: Sequence[Copy], target: Target) -> list[_Result]:
+    """Returns the results, one that is as large as the matrix first."""
     m, n = size
     scales = {"ROWS": [m, CeilDiv(n, BLOCK)], "COLUMNS": [CeilDiv(m, BLOCK), n]}
-    stored = elem_dtype if target.stores_fp8 else torch.uint8
     results = []
-    for slot in range(4 * sources):
-        side = _SIDES[slot // 2 % 2]
-        name, form = f"{_SOURCES[slot // 4]}_{side}", forms[slot // 2 % 2]
-        if slot % 2 and form == "codes":
-            results.append(_Result(name=f"{name}_SCALE", slot=slot, shape=scales[side], dtype=torch.uint8))
-        elif slot % 2 == 0 and form != "none":
-            codes = form == "codes"
-            kind = stored if codes else dtype
-            results.append(_Result(name=name, slot=slot, shape=[m, n], dtype=kind, codes=codes))
+    for source in _SOURCES[:sources]:
+        for copy in copies:
+            side = _side(copy)
+            name, codes = f"{source}_{side}", copy.dtype is None
+            stored = copy.elem.dtype if target.stores_fp8 else torch.uint8
+            results.append(_Result(name=name, shape=[m, n], dtype=copy.dtype or stored, codes=codes))
+            if codes:
+                results.append(_Result(name=f"{name}_SCALE", shape=scales[side], dtype=torch.uint8))
     return results
 
 

@@ -1,4 +1,4 @@
-"""Inductor template of ``mx.scaled_mm`` for batches: one grid, a product of two MX matrices for each entry.
+"""Inductor template of ``mx.matmul`` for batches: one grid, a product of two MX matrices for each entry.
 
     out[q] = epilogue(round(a[q] · b[q] (+ bias[q])))             FP32 accumulation, one rounding
 

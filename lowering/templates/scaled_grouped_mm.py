@@ -1,4 +1,4 @@
-"""Inductor templates of ``mx.scaled_grouped_mm``: one grid for all groups, whose ends are read on the device.
+"""Inductor templates of ``mx.grouped_matmul``: one grid for all groups, whose ends are read on the device.
 
     groups of rows    out[m] = a[m] · b[g]          where offs[g−1] ≤ m < offs[g]; 0 past the last group
     groups of K       out[g] = Σ_k a[:, k] · b[k]   where offs[g−1] ≤ k < offs[g]; 0 for an empty group
@@ -139,16 +139,17 @@ K_TEMPLATE = TritonTemplate(name="mx_scaled_grouped_mm_k", grid=_k_grid, source=
 _PERMUTE = lowerings[torch.ops.aten.permute.default]
 
 
-@register_lowering(ops.scaled_grouped_mm, type_promotion_kind=None)
-def lower_scaled_grouped_mm(
+@register_lowering(ops.grouped_matmul, type_promotion_kind=None)
+def lower_grouped_matmul(
     a: ir.TensorBox,
     scale_a: ir.TensorBox,
     b: ir.TensorBox,
     scale_b: ir.TensorBox,
     offs: ir.TensorBox,
     out_dtype: torch.dtype,
+    *_: str,
 ) -> ir.TensorBox:
-    """The products of all groups, in any form of the operator, for what `graph.native` has left."""
+    """The products of all groups of MXFP8, in any form of the operator, for what `graph.native` has left."""
     return lower([a, scale_a, b, scale_b], offs, out_dtype, Coding.mxfp8(a, b))
 
 

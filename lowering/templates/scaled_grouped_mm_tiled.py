@@ -1,4 +1,4 @@
-"""Inductor templates of ``mx.scaled_grouped_mm`` on tiled scales, loads by the tensor memory accelerator.
+"""Inductor templates of ``mx.grouped_matmul`` on tiled scales, loads by the tensor memory accelerator.
 
     groups of rows    out[m] = a[m] · b[g]          where offs[g−1] ≤ m < offs[g]; 0 past the last group
     groups of K       out[g] = Σ_k a[:, k] · b[k]   where offs[g−1] ≤ k < offs[g]; 0 for an empty group

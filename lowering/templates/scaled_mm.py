@@ -1,4 +1,4 @@
-"""Inductor template of ``mx.scaled_mm``: Triton's block-scaled dot, with whatever follows fused behind it.
+"""Inductor template of ``mx.matmul``: Triton's block-scaled dot, with whatever follows fused behind it.
 
     acc[m, n] = Σ_k a[m, k] · 2^(sa[m, k/32] − 127) · b[k, n] · 2^(sb[k/32, n] − 127)  (+ bias[n])    in FP32
     out       = epilogue(round(acc))              activation, residual, gate, cast: Inductor's own, fused
@@ -157,16 +157,17 @@ _ADD = lowerings[torch.ops.aten.add.Tensor]
 _GROUP_M = 8
 
 
-@register_lowering(ops.scaled_mm, type_promotion_kind=None)
-def lower_scaled_mm(
+@register_lowering(ops.matmul, type_promotion_kind=None)
+def lower_matmul(
     a: ir.TensorBox,
     scale_a: ir.TensorBox,
     b: ir.TensorBox,
     scale_b: ir.TensorBox,
     bias: ir.TensorBox | None,
     out_dtype: torch.dtype,
+    *_: str,
 ) -> ir.TensorBox:
-    """The product a [M, K] · b [K, N] (+ bias), or a batch of them, for what `graph.native` has left."""
+    """The product a [M, K] · b [K, N] (+ bias) of MXFP8, or a batch of them, that `graph.native` has left."""
     return lower([a, scale_a, b, scale_b], bias, out_dtype, Coding.mxfp8(a, b))
 
 

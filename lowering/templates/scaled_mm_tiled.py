@@ -1,4 +1,4 @@
-"""Inductor template of ``mx.scaled_mm`` on tiled scales: persistent, loads by the tensor memory accelerator.
+"""Inductor template of ``mx.matmul`` on tiled scales: persistent, loads by the tensor memory accelerator.
 
     acc[m, n] = Σ_k a[m, k] · 2^(sa[m, k/32] − 127) · b[k, n] · 2^(sb[k/32, n] − 127)  (+ bias[n])    in FP32
     out       = epilogue(round(acc))              activation, residual, gate, cast: Inductor's own, fused

@@ -122,7 +122,7 @@ class Adopted:
 
 
 def _products(graph: fx.Graph) -> Iterator[fx.Node]:
-    attentions, products = ATTENTION_FORWARD | ATTENTION_BACKWARD, ops.PRODUCTS | ops.NATIVE_PRODUCTS
+    attentions, products = ATTENTION_FORWARD | ATTENTION_BACKWARD, ops.PRODUCTS | ops.PACKED_PRODUCTS
     for node in graph.nodes:
         if node.op == "call_function" and (
             is_matmul(node) or packet(node) in products or packet(node) in attentions

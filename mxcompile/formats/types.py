@@ -252,6 +252,11 @@ class Format:
         """
         return _format_of(word)
 
+    @classmethod
+    def mx(cls, elem: ElemType) -> Format:
+        """OCP MXFP8 as its products read it, which nothing tells how scales and elements were rounded."""
+        return cls(elem=elem)
+
     @property
     def stochastic(self) -> bool:
         """Whether elements round at random, so that casts need a seed."""
@@ -362,9 +367,10 @@ def _format_of(word: str) -> Format:
 
 
 class ScaleLayout(StrEnum):
-    """How the scale bytes of a matrix lie in memory (see `scale_tiles`)."""
+    """Which scales a copy has, and how they lie in memory (see `copies` and `scale_tiles`)."""
 
     ROW_MAJOR = "row-major"
+    PER_ROW = "per-row"
     TILED_128X4 = "128x4"
 
 

@@ -16,6 +16,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from mxcompile import ops
 from mxcompile.graph.tags import PASS_KEY, tensor
+from mxcompile.ops.define import as_returned
 from mxcompile.ops.view import results_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -79,7 +80,7 @@ class Builder:
             node.meta["val"] = operator.getitem(*positional)
         elif target in ops.SPECS and self._fake is not None:
             results = [self._empty(spec, positional[0].device) for spec in ops.SPECS[target](*positional)]
-            node.meta["val"] = results[0] if len(results) == 1 else tuple(results)
+            node.meta["val"] = as_returned(target, results)
         elif self._fake and not keywords and (like_it := _like(target, positional, self._fake)) is not None:
             node.meta["val"] = self._as_fake(like_it, positional[0].device)
         else:

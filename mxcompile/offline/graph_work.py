@@ -103,7 +103,7 @@ class _Reader:
 
     def _rate(self, node: fx.Node, tag: GemmTag) -> str:
         """The kind of rate of a product."""
-        if packet(node) in ops.NATIVE_PRODUCTS - ops.MX_PRODUCTS:
+        if packet(node) in ops.PACKED_PRODUCTS:
             return self._fp4_rate(Product.read(node))
         if tag.formats is not None:
             if self.target.multiplies_mx(*tag.formats):

@@ -1,10 +1,11 @@
 """The mx operators: the IR between the passes, which create them, and the lowering, which reads them.
 
-MXFP8 has operators of its own (`mx`), because it has kernels of its own; all other formats share those of
-`general`, which take the format as a word. Both are functional and return contiguous tensors.
+`cast`, `matmul` and `grouped_matmul` take formats as words, MXFP8 among them. The others serve stored
+weights, or are what the lowering makes of these three. All are functional and return contiguous tensors.
 """
 
 from mxcompile.ops.attention import attention as attention
+from mxcompile.ops.cast import cast as cast
 from mxcompile.ops.define import SPECS as SPECS
 from mxcompile.ops.define import Spec as Spec
 from mxcompile.ops.general import FNUZ as FNUZ
@@ -12,10 +13,9 @@ from mxcompile.ops.general import as_fnuz as as_fnuz
 from mxcompile.ops.general import block_bytes as block_bytes
 from mxcompile.ops.general import decode as decode
 from mxcompile.ops.general import draw_seed as draw_seed
-from mxcompile.ops.general import encode as encode
 from mxcompile.ops.general import encode_with as encode_with
-from mxcompile.ops.general import encoded_grouped_mm as encoded_grouped_mm
-from mxcompile.ops.general import encoded_mm as encoded_mm
+from mxcompile.ops.general import grouped_matmul as grouped_matmul
+from mxcompile.ops.general import matmul as matmul
 from mxcompile.ops.general import round_with as round_with
 from mxcompile.ops.general import scale_of as scale_of
 from mxcompile.ops.general import unpack as unpack
@@ -30,14 +30,7 @@ from mxcompile.ops.mx import dequantize_tiles as dequantize_tiles
 from mxcompile.ops.mx import flatten as flatten
 from mxcompile.ops.mx import grouped_mm as grouped_mm
 from mxcompile.ops.mx import grouped_product as grouped_product
-from mxcompile.ops.mx import quantize as quantize
-from mxcompile.ops.mx import quantize_both as quantize_both
-from mxcompile.ops.mx import quantize_dequantize as quantize_dequantize
 from mxcompile.ops.mx import quantize_mm as quantize_mm
-from mxcompile.ops.mx import quantize_operands as quantize_operands
-from mxcompile.ops.mx import quantize_two as quantize_two
-from mxcompile.ops.mx import scaled_grouped_mm as scaled_grouped_mm
-from mxcompile.ops.mx import scaled_mm as scaled_mm
 from mxcompile.ops.mx import weight_only_mm as weight_only_mm
 from mxcompile.ops.packed import encode_packed as encode_packed
 from mxcompile.ops.packed import encode_packed_both as encode_packed_both
@@ -58,14 +51,9 @@ from mxcompile.ops.watch import nonfinite as nonfinite
 CASTS = frozenset(
     op.overloadpacket
     for op in (
-        quantize,
-        quantize_both,
-        quantize_two,
-        quantize_operands,
+        cast,
         dequantize,
         dequantize_tiles,
-        quantize_dequantize,
-        encode,
         decode,
         unpack,
         scale_of,
@@ -83,17 +71,8 @@ CASTS = frozenset(
 CAST_WORK = CASTS | {op.overloadpacket for op in (scales, largest, hadamard, hadamard_largest)}
 """Casts and what is computed for them alone: a kernel of these is a cast's."""
 
-QUANTIZERS = frozenset({quantize, encode})
-"""Those that passes make of an operand: elements and scales."""
-
-GROUPED = frozenset({scaled_grouped_mm.overloadpacket, encoded_grouped_mm.overloadpacket})
-"""The operators that are one GEMM per group."""
-
-MX_PRODUCTS = frozenset({scaled_mm.overloadpacket, scaled_grouped_mm.overloadpacket})
-"""The operators that are a GEMM of MXFP8 operands."""
-
-NATIVE_PRODUCTS = frozenset({*MX_PRODUCTS, packed_mm.overloadpacket, packed_grouped_mm.overloadpacket})
-"""The operators that a chip with an MX GEMM runs: of MXFP8, and of packed FP4, which the lowering makes."""
-
-PRODUCTS = frozenset({encoded_mm.overloadpacket, *GROUPED, *MX_PRODUCTS})
+PRODUCTS = frozenset({matmul.overloadpacket, grouped_matmul.overloadpacket})
 """The operators that are a GEMM of quantized operands."""
+
+PACKED_PRODUCTS = frozenset({packed_mm.overloadpacket, packed_grouped_mm.overloadpacket})
+"""The same of packed FP4, which the lowering makes."""

@@ -18,16 +18,22 @@ SPECS: dict[Any, Callable[..., list[Spec]]] = {}
 """For every operator, what its results look like, from its arguments: the one place that says so."""
 
 
+def as_returned(op: Any, results: list[Tensor]) -> Any:
+    """`results` in the form that the schema of `op` has: a list, a tuple, or one tensor."""
+    returns = op._schema.returns
+    if isinstance(returns[0].type, torch.ListType):
+        return results
+    return results[0] if len(returns) == 1 else tuple(results)
+
+
 def define(
     schema: str, reference: Callable[..., Any], spec: Callable[..., list[Spec]], *tags: torch.Tag
 ) -> Any:
     """The operator of `schema`, run by `reference`, with results as `spec` says. tags: further ones."""
 
     def fake(x: Tensor, *arguments: Any) -> Any:
-        results = tuple(
-            torch.empty(shape, dtype=dtype, device=x.device) for shape, dtype in spec(x, *arguments)
-        )
-        return results[0] if len(results) == 1 else results
+        results = [torch.empty(shape, dtype=dtype, device=x.device) for shape, dtype in spec(x, *arguments)]
+        return as_returned(op, results)
 
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))

@@ -1,16 +1,15 @@
-"""Operators of any format, given by its word (`Format.of`). The implementations are the reference.
+"""Products and decoding in any format, given by its word. The implementations are the reference.
 
     draw_seed           → a seed, int64 [1] from the generator of the device, for the casts of one graph
-    encode              x → qdata, scale
     decode              qdata, scale → x, or the elements alone
-    unpack              bytes of a stored weight → qdata, as `encode` gives it
+    unpack              bytes of a stored weight → qdata, as `cast` gives it
     scale_of            x → scale
     encode_with         x, scale → qdata
     round_with          x, scale → decode(encode_with(x)), without stored elements in between
     block_bytes         scales that are powers of two → E8M0 bytes, one a block of 32 (see `Format.mx_elem`)
     as_fnuz             E4M3 or E5M2 → elements of half the value, in the types of AMD's MI300
-    encoded_mm          a[…, M, K] · b[…, K, N] (· alpha) (+ bias[N]), FP32 accumulation
-    encoded_grouped_mm  one GEMM per group, the groups given by `offs` as in `aten._grouped_mm`
+    matmul              a[…, M, K] · b[…, K, N] (· alpha) (+ bias[N]), FP32 accumulation
+    grouped_matmul      one GEMM per group, the groups given by `offs` as in `aten._grouped_mm`
 
 Scales are E8M0 bytes, FP32 or E4M3, one a tile of the format: ⌈n/extent⌉ along a dimension, 1 along one that
 a tile spans whole. `block_dim` is the contraction dimension. Elements without a torch dtype are codes, one a
@@ -29,11 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxcompile.formats import BLOCK, Format, ScaleLayout, num_blocks
+from mxcompile.formats import BLOCK, Copy, Format, ScaleLayout, num_blocks
 from mxcompile.formats.encoding import (
     decode_tensors,
     element_values,
-    encode_tensors,
     extents,
     scale_shape,
     scales_of,
@@ -44,15 +42,14 @@ from mxcompile.formats.encoding import (
 from mxcompile.formats.encoding import (
     unpack as unpack_codes,
 )
-from mxcompile.formats.scale_tiles import tile_scale
+from mxcompile.formats.scale_tiles import tile_scale, untile_scale
 from mxcompile.formats.stochastic import SEEDS
 from mxcompile.ops.define import Spec, define
 from mxcompile.ops.mx import (
     grouped_product,
     product,
-    spec_quantize,
-    spec_scaled_grouped_mm,
-    spec_scaled_mm,
+    spec_grouped_matmul,
+    spec_matmul,
     unpacked_shape,
 )
 
@@ -65,23 +62,6 @@ def _draw_seed(like: Tensor) -> Tensor:
 
 def _spec_draw_seed(like: Tensor) -> list[Spec]:
     return [((1,), torch.int64)]
-
-
-def _encode(
-    x: Tensor,
-    block_dim: int,
-    fmt: str,
-    seed: _Seed = None,
-    stream: int = 0,
-    scale: Tensor | None = None,
-    amax: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    return encode_tensors(x, block_dim, Format.of(fmt), seed, stream, scale, amax)
-
-
-def _spec_encode(x: Tensor, block_dim: int, fmt: str, *_: Any) -> list[Spec]:
-    form = Format.of(fmt)
-    return [(x.shape, form.elem.dtype), (scale_shape(x.shape, block_dim, form.tile), form.scale.dtype)]
 
 
 def _decode(
@@ -117,7 +97,8 @@ def _scale_of(x: Tensor, block_dim: int, fmt: str, amax: Tensor | None = None) -
 
 
 def _spec_scale_of(x: Tensor, block_dim: int, fmt: str, *_: Any) -> list[Spec]:
-    return _spec_encode(x, block_dim, fmt)[1:]
+    form = Format.of(fmt)
+    return [(scale_shape(x.shape, block_dim, form.tile), form.scale.dtype)]
 
 
 def _encode_with(
@@ -133,7 +114,7 @@ def _encode_with(
 
 
 def _spec_encode_with(x: Tensor, scale: Tensor, block_dim: int, fmt: str, *_: Any) -> list[Spec]:
-    return _spec_encode(x, block_dim, fmt)[:1]
+    return [(x.shape, Format.of(fmt).elem.dtype)]
 
 
 def _round_with(
@@ -171,7 +152,8 @@ def _block_bytes(scale: Tensor, qdata: Tensor, block_dim: int, fmt: str, scale_l
 def _spec_block_bytes(
     scale: Tensor, qdata: Tensor, block_dim: int, fmt: str, scale_layout: str
 ) -> list[Spec]:
-    return spec_quantize(qdata, block_dim, qdata.dtype, "", False, scale_layout)[1:]
+    dim = block_dim % qdata.ndim - qdata.ndim
+    return Copy(format=Format(), dim=dim, layout=ScaleLayout(scale_layout)).specs(qdata)[1:]
 
 
 FNUZ = {torch.float8_e4m3fn: torch.float8_e4m3fnuz, torch.float8_e5m2: torch.float8_e5m2fnuz}
@@ -188,7 +170,15 @@ def _spec_as_fnuz(qdata: Tensor) -> list[Spec]:
     return [(qdata.shape, FNUZ[qdata.dtype])]
 
 
-def _encoded_mm(
+def _operand(qdata: Tensor, scale: Tensor, dim: int, fmt: str) -> Tensor:
+    """The values of an operand, whose scales may be tiled, in FP32."""
+    if qdata.ndim == 2 and scale.ndim == 1:
+        scale = untile_scale(scale, qdata.shape[1 - dim % 2], num_blocks(qdata.shape[dim]))
+        scale = scale if dim == -1 else scale.t()
+    return _decode(qdata, scale, dim, fmt, torch.float32)
+
+
+def _matmul(
     a: Tensor,
     scale_a: Tensor,
     b: Tensor,
@@ -199,12 +189,11 @@ def _encoded_mm(
     format_b: str,
     alpha: Tensor | None = None,
 ) -> Tensor:
-    a = _decode(a, scale_a, -1, format_a, torch.float32)
-    b = _decode(b, scale_b, -2, format_b, torch.float32)
+    a, b = _operand(a, scale_a, -1, format_a), _operand(b, scale_b, -2, format_b)
     return product(a, b, bias, out_dtype, alpha)
 
 
-def _encoded_grouped_mm(
+def _grouped_matmul(
     a: Tensor,
     scale_a: Tensor,
     b: Tensor,
@@ -215,20 +204,13 @@ def _encoded_grouped_mm(
     format_b: str,
     alpha: Tensor | None = None,
 ) -> Tensor:
-    a = _decode(a, scale_a, -1, format_a, torch.float32)
-    b = _decode(b, scale_b, -2, format_b, torch.float32)
+    a, b = _operand(a, scale_a, -1, format_a), _operand(b, scale_b, -2, format_b)
     out = grouped_product(a, b, offs)
     return (out if alpha is None else out * alpha).to(out_dtype)
 
 
 draw_seed = define(
     "draw_seed(Tensor like) -> Tensor", _draw_seed, _spec_draw_seed, torch.Tag.nondeterministic_seeded
-)
-encode = define(
-    "encode(Tensor x, int block_dim, str fmt, Tensor? seed=None, int stream=0, Tensor? scale=None,"
-    " Tensor? amax=None) -> (Tensor qdata, Tensor scale)",
-    _encode,
-    _spec_encode,
 )
 decode = define(
     "decode(Tensor qdata, Tensor? scale, int block_dim, str fmt, ScalarType dtype, Tensor? amax=None,"
@@ -258,15 +240,15 @@ block_bytes = define(
     _spec_block_bytes,
 )
 as_fnuz = define("as_fnuz(Tensor qdata) -> Tensor", _as_fnuz, _spec_as_fnuz)
-encoded_mm = define(
-    "encoded_mm(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor? bias, ScalarType out_dtype,"
+matmul = define(
+    "matmul(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor? bias, ScalarType out_dtype,"
     " str format_a, str format_b, Tensor? alpha=None) -> Tensor",
-    _encoded_mm,
-    spec_scaled_mm,
+    _matmul,
+    spec_matmul,
 )
-encoded_grouped_mm = define(
-    "encoded_grouped_mm(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor offs,"
+grouped_matmul = define(
+    "grouped_matmul(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor offs,"
     " ScalarType out_dtype, str format_a, str format_b, Tensor? alpha=None) -> Tensor",
-    _encoded_grouped_mm,
-    spec_scaled_grouped_mm,
+    _grouped_matmul,
+    spec_grouped_matmul,
 )

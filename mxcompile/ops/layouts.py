@@ -10,7 +10,7 @@
 rows is made for both. Results that are not asked for are empty. `fnuz`: elements of half the value (see
 `as_fnuz`). `seen`: the largest magnitude too.
 
-The lowering makes these of `encode`; the implementations are the reference.
+The lowering makes these of `cast`; the implementations are the reference.
 """
 
 from __future__ import annotations

@@ -1,24 +1,16 @@
-"""The operators of OCP MXFP8, which have kernels of their own.
+"""Operators of stored weights, and of MXFP8 where a kernel of its own does more than a cast or a product.
 
 All are functional and return contiguous tensors. Scales are E8M0 bytes as uint8, one a block, row-major.
-Those of a matrix may be tiled instead (see `scale_tiles`), if the cast is told so: a vector, which products
-and `dequantize` know by its rank. The implementations here are the reference; a compiled graph runs what
-`lowering` makes of the operators instead.
+Those of a matrix may be tiled instead (see `scale_tiles`): a vector, which products and `dequantize` know by
+its rank. The implementations here are the reference; a compiled graph runs what `lowering` makes of the
+operators instead.
 
-    quantize             x → qdata, scale along one dimension
-    quantize_both        x → qdata, scale along −1; qdata, scale along −2 (one read)
-    quantize_two         the same of x, then of y, which are computed from the same tensors
-    quantize_operands    for x, then y if there is one, along −1, then −2: qdata and scale, or the value, or
-                         that of squares, or nothing (one read); what is not asked for is empty
     dequantize           qdata, scale → x; of a weight stored in another format, with its word, packed → x;
                          one of two levels has a global scale, without which x is that many times as large
     dequantize_tiles     qdata, scale of 32×32 tiles → x
-    quantize_dequantize  x → dequantize(quantize(x)), without FP8 in between
-    scaled_mm            a[…, M, K] · b[…, K, N] (+ bias[N]), blocks along K, FP32 accumulation
     weight_only_mm       x[M, K] · dequantize(w[N, K])ᵀ (+ bias[N]), FP32 accumulation; w as for dequantize
-    scaled_grouped_mm    one GEMM per group, the groups given by `offs` as in `aten._grouped_mm`
-    quantize_mm          scaled_mm(quantize(x), b) (+ bias[N]) of matrices, x cast where it is multiplied
-    grouped_mm           the same of operands that are not MX data, in any floating-point dtype
+    quantize_mm          matmul(cast(x), b) (+ bias[N]) of matrices, x cast where it is multiplied
+    grouped_mm           one GEMM per group of operands that are not MX data, in any floating-point dtype
     flatten              x → the same elements, one dimension (see `passes/flatten.py`)
 """
 
@@ -31,130 +23,10 @@ import torch
 from torch import Tensor
 
 from mxcompile import formats
-from mxcompile.errors import FormatError
-from mxcompile.formats import Format, ScaleLayout, num_blocks
+from mxcompile.formats import Format, num_blocks
 from mxcompile.formats.encoding import decode_tensors, dequantize_tensors, quantize_tensors, unpack
-from mxcompile.formats.scale_tiles import tile_scale, tiled_length, untile_scale
+from mxcompile.formats.scale_tiles import untile_scale
 from mxcompile.ops.define import Spec, define
-
-
-def is_tiled(x: Tensor, word: str) -> bool:
-    """Whether the scales of `x` are to be tiled; `FormatError` for a tensor that is not a matrix."""
-    tiled = formats.scale_layout(word) is ScaleLayout.TILED_128X4
-    if tiled and x.ndim != 2:
-        raise FormatError(
-            f"scales of a tensor of {x.ndim} dimensions cannot be tiled: only those of a matrix"
-        )
-    return tiled
-
-
-def _quantize(
-    x: Tensor,
-    block_dim: int,
-    elem_dtype: torch.dtype,
-    rounding: str,
-    square: bool = False,
-    scale_layout: str = ScaleLayout.ROW_MAJOR,
-) -> tuple[Tensor, Tensor]:
-    tiled = is_tiled(x, scale_layout)
-    qdata, scale = quantize_tensors(x, block_dim, elem_dtype, rounding, square)
-    if not tiled:
-        return qdata, scale
-    return qdata, tile_scale(scale if block_dim % 2 == 1 else scale.t())
-
-
-def spec_quantize(
-    x: Tensor,
-    block_dim: int,
-    elem_dtype: torch.dtype,
-    rounding: str,
-    square: bool = False,
-    scale_layout: str = ScaleLayout.ROW_MAJOR,
-) -> list[Spec]:
-    """Elements and scale bytes of a cast of `x`."""
-    scale_shape = list(x.shape)
-    scale_shape[block_dim] = num_blocks(scale_shape[block_dim])
-    if is_tiled(x, scale_layout):
-        scale_shape = [tiled_length(scale_shape[1 - block_dim % 2], scale_shape[block_dim])]
-    return [(x.shape, elem_dtype), (scale_shape, torch.uint8)]
-
-
-def _quantize_both(
-    x: Tensor, elem_dtype: torch.dtype, rounding: str, scale_layout: str = ScaleLayout.ROW_MAJOR
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rowwise = _quantize(x, -1, elem_dtype, rounding, False, scale_layout)
-    columnwise = _quantize(x, -2, elem_dtype, rounding, False, scale_layout)
-    return *rowwise, *columnwise
-
-
-def _spec_quantize_both(
-    x: Tensor, elem_dtype: torch.dtype, rounding: str, scale_layout: str = ScaleLayout.ROW_MAJOR
-) -> list[Spec]:
-    rowwise = spec_quantize(x, -1, elem_dtype, rounding, False, scale_layout)
-    return rowwise + spec_quantize(x, -2, elem_dtype, rounding, False, scale_layout)
-
-
-def _quantize_two(
-    x: Tensor, y: Tensor, elem_dtype: torch.dtype, rounding: str, scale_layout: str = ScaleLayout.ROW_MAJOR
-) -> tuple[Tensor, ...]:
-    return (
-        *_quantize_both(x, elem_dtype, rounding, scale_layout),
-        *_quantize_both(y, elem_dtype, rounding, scale_layout),
-    )
-
-
-def _spec_quantize_two(
-    x: Tensor, y: Tensor, elem_dtype: torch.dtype, rounding: str, scale_layout: str = ScaleLayout.ROW_MAJOR
-) -> list[Spec]:
-    first = _spec_quantize_both(x, elem_dtype, rounding, scale_layout)
-    return first + _spec_quantize_both(y, elem_dtype, rounding, scale_layout)
-
-
-_VALUES = ("values", "squares")
-
-
-def _quantize_operands(
-    x: Tensor,
-    y: Tensor | None,
-    elem_dtype: torch.dtype,
-    rounding: str,
-    dtype: torch.dtype,
-    rows: str,
-    columns: str,
-) -> tuple[Tensor, ...]:
-    results: list[Tensor] = []
-    specs = iter(_spec_quantize_operands(x, y, elem_dtype, rounding, dtype, rows, columns))
-    for source in (x, y):
-        for dim, form in ((-1, rows), (-2, columns)):
-            empty = [x.new_empty(shape, dtype=kind) for shape, kind in (next(specs), next(specs))]
-            if source is not None and form == "codes":
-                results += _quantize(source, dim, elem_dtype, rounding)
-            elif source is not None and form in _VALUES:
-                square = form == "squares"
-                results += [_quantize_dequantize(source, dim, elem_dtype, rounding, square, dtype), empty[1]]
-            else:
-                results += empty
-    return tuple(results)
-
-
-def _spec_quantize_operands(
-    x: Tensor,
-    y: Tensor | None,
-    elem_dtype: torch.dtype,
-    rounding: str,
-    dtype: torch.dtype,
-    rows: str,
-    columns: str,
-) -> list[Spec]:
-    specs: list[Spec] = []
-    for source in (x, y):
-        for dim, form in ((-1, rows), (-2, columns)):
-            if source is not None and form == "codes":
-                specs += spec_quantize(source, dim, elem_dtype, rounding)
-            else:
-                shape = source.shape if source is not None and form in _VALUES else (0,)
-                specs += [(shape, dtype), ((0,), torch.uint8)]
-    return specs
 
 
 def _dequantize(
@@ -198,27 +70,6 @@ def _spec_dequantize_tiles(qdata: Tensor, scale: Tensor, rounding: str, dtype: t
     return [(qdata.shape, dtype)]
 
 
-def _quantize_dequantize(
-    x: Tensor, block_dim: int, elem_dtype: torch.dtype, rounding: str, square: bool, dtype: torch.dtype
-) -> Tensor:
-    qdata, scale = quantize_tensors(x, block_dim, elem_dtype, rounding, square)
-    return dequantize_tensors(qdata, scale, block_dim, dtype)
-
-
-def _spec_quantize_dequantize(
-    x: Tensor, block_dim: int, elem_dtype: torch.dtype, rounding: str, square: bool, dtype: torch.dtype
-) -> list[Spec]:
-    return [(x.shape, dtype)]
-
-
-def _scaled_mm(
-    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: torch.dtype
-) -> Tensor:
-    a = _dequantize(a, scale_a, -1, torch.float32)
-    b = _dequantize(b, scale_b, -2, torch.float32)
-    return product(a, b, bias, out_dtype)
-
-
 def product(
     a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, alpha: Tensor | None = None
 ) -> Tensor:
@@ -227,7 +78,7 @@ def product(
     return (out if bias is None else out + bias).to(out_dtype)
 
 
-def spec_scaled_mm(
+def spec_matmul(
     a: Tensor,
     scale_a: Tensor,
     b: Tensor,
@@ -270,8 +121,9 @@ def _quantize_mm(
     qdata: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> Tensor:
-    """`scaled_mm` of `x`, cast along K. qdata, scale: that cast, if the lowering may read it instead."""
-    return _scaled_mm(*quantize_tensors(x, -1, elem_dtype, rounding), b, scale_b, bias, out_dtype)
+    """The product of `x`, cast along K. qdata, scale: that cast, if the lowering may read it instead."""
+    left = dequantize_tensors(*quantize_tensors(x, -1, elem_dtype, rounding), -1, torch.float32)
+    return product(left, dequantize(b, scale_b, -2, torch.float32), bias, out_dtype)
 
 
 def _spec_quantize_mm(
@@ -285,14 +137,6 @@ def _spec_quantize_mm(
     *_: Any,
 ) -> list[Spec]:
     return [((x.shape[0], b.shape[1]), out_dtype)]
-
-
-def _scaled_grouped_mm(
-    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor, out_dtype: torch.dtype
-) -> Tensor:
-    a = dequantize_tensors(a, scale_a, -1, torch.float32)
-    b = dequantize_tensors(b, scale_b, -2, torch.float32)
-    return grouped_product(a, b, offs).to(out_dtype)
 
 
 def grouped_product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
@@ -318,7 +162,7 @@ def grouped_product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     return out
 
 
-def spec_scaled_grouped_mm(
+def spec_grouped_matmul(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor, out_dtype: torch.dtype, *_: Any
 ) -> list[Spec]:
     """The products of groups."""
@@ -349,30 +193,6 @@ def _spec_flatten(x: Tensor) -> list[Spec]:
     return [([math.prod(x.shape)], x.dtype)]
 
 
-quantize = define(
-    "quantize(Tensor x, int block_dim, ScalarType elem_dtype, str rounding, bool square=False,"
-    " str scale_layout='row-major') -> (Tensor qdata, Tensor scale)",
-    _quantize,
-    spec_quantize,
-)
-quantize_both = define(
-    "quantize_both(Tensor x, ScalarType elem_dtype, str rounding, str scale_layout='row-major') ->"
-    " (Tensor qdata_rowwise, Tensor scale_rowwise, Tensor qdata_columnwise, Tensor scale_columnwise)",
-    _quantize_both,
-    _spec_quantize_both,
-)
-quantize_two = define(
-    "quantize_two(Tensor x, Tensor y, ScalarType elem_dtype, str rounding, str scale_layout='row-major') ->"
-    " (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _quantize_two,
-    _spec_quantize_two,
-)
-quantize_operands = define(
-    "quantize_operands(Tensor x, Tensor? y, ScalarType elem_dtype, str rounding, ScalarType dtype, str rows,"
-    " str columns) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _quantize_operands,
-    _spec_quantize_operands,
-)
 dequantize = define(
     "dequantize(Tensor qdata, Tensor scale, int block_dim, ScalarType dtype, str fmt='',"
     " Tensor? global_scale=None) -> Tensor",
@@ -384,29 +204,11 @@ dequantize_tiles = define(
     _dequantize_tiles,
     _spec_dequantize_tiles,
 )
-quantize_dequantize = define(
-    "quantize_dequantize(Tensor x, int block_dim, ScalarType elem_dtype, str rounding, bool square,"
-    " ScalarType dtype) -> Tensor",
-    _quantize_dequantize,
-    _spec_quantize_dequantize,
-)
-scaled_mm = define(
-    "scaled_mm(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor? bias,"
-    " ScalarType out_dtype) -> Tensor",
-    _scaled_mm,
-    spec_scaled_mm,
-)
 weight_only_mm = define(
     "weight_only_mm(Tensor x, Tensor qdata, Tensor scale, Tensor? bias, ScalarType out_dtype, str fmt='',"
     " Tensor? global_scale=None) -> Tensor",
     _weight_only_mm,
     _spec_weight_only_mm,
-)
-scaled_grouped_mm = define(
-    "scaled_grouped_mm(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor offs,"
-    " ScalarType out_dtype) -> Tensor",
-    _scaled_grouped_mm,
-    spec_scaled_grouped_mm,
 )
 quantize_mm = define(
     "quantize_mm(Tensor x, Tensor b, Tensor scale_b, Tensor? bias, ScalarType elem_dtype, str rounding,"

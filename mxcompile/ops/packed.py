@@ -18,7 +18,7 @@ is one number, or of matrices and batches one for each row of a or column of b. 
 transforms x along columns first (`formats.hadamard`); the amax is the transformed tensor's. Along rows such a
 format is a `FormatError`.
 
-The lowering makes these of `encode`, `encoded_mm` and `encoded_grouped_mm`; the implementations are the
+The lowering makes these of `cast`, `matmul` and `grouped_matmul`; the implementations are the
 reference.
 """
 
@@ -32,17 +32,27 @@ from torch.nn import functional as F
 
 from mxcompile.errors import FormatError
 from mxcompile.formats import Format, ScaleLayout, Tile, num_blocks
+from mxcompile.formats import scale_layout as scale_layout_called
 from mxcompile.formats.encoding import decode_tensors, encode_tensors, extents, pack, unpack
 from mxcompile.formats.hadamard import num_transformed, transformed
 from mxcompile.formats.scale_tiles import tile_scale, tiled_length, untile_scale
 from mxcompile.ops.define import Spec, define
 from mxcompile.ops.mx import (
     grouped_product,
-    is_tiled,
     product,
-    spec_scaled_grouped_mm,
-    spec_scaled_mm,
+    spec_grouped_matmul,
+    spec_matmul,
 )
+
+
+def _is_tiled(x: Tensor, word: str) -> bool:
+    """Whether the scales of `x` are to be tiled; `FormatError` for a tensor that is not a matrix."""
+    tiled = scale_layout_called(word) is ScaleLayout.TILED_128X4
+    if tiled and x.ndim != 2:
+        raise FormatError(
+            f"scales of a tensor of {x.ndim} dimensions cannot be tiled: only those of a matrix"
+        )
+    return tiled
 
 
 def _encode_packed(
@@ -54,7 +64,7 @@ def _encode_packed(
     amax: Tensor | None = None,
     scale_layout: str = ScaleLayout.TILED_128X4,
 ) -> tuple[Tensor, Tensor]:
-    form, tiled, dim = Format.of(fmt), is_tiled(x, scale_layout), block_dim % x.ndim
+    form, tiled, dim = Format.of(fmt), _is_tiled(x, scale_layout), block_dim % x.ndim
     _spec_encode_packed(x, dim, fmt, scale_layout=scale_layout)  # whose errors are this one's
     if form.hadamard is not None:
         x, form = transformed(x, dim, form.hadamard), form.untransformed
@@ -83,7 +93,7 @@ def _spec_encode_packed(
     *batch, rows, length = x.shape if along_rows else x.mT.shape
     length = length if form.hadamard is None else num_transformed(length)
     blocks = num_blocks(length, form.tile.along)
-    scale = [tiled_length(rows, blocks)] if is_tiled(x, scale_layout) else [*batch, rows, blocks]
+    scale = [tiled_length(rows, blocks)] if _is_tiled(x, scale_layout) else [*batch, rows, blocks]
     return [((*batch, rows, num_blocks(length, form.elem.per_byte)), torch.uint8), (scale, torch.uint8)]
 
 
@@ -189,11 +199,11 @@ packed_mm = define(
     "packed_mm(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor? bias, ScalarType out_dtype,"
     " str format_a, str format_b, Tensor? tensor_a=None, Tensor? tensor_b=None) -> Tensor",
     _packed_mm,
-    spec_scaled_mm,
+    spec_matmul,
 )
 packed_grouped_mm = define(
     "packed_grouped_mm(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor offs, ScalarType out_dtype,"
     " str format_a, str format_b, Tensor? tensor_a=None, Tensor? tensor_b=None) -> Tensor",
     _packed_grouped_mm,
-    spec_scaled_grouped_mm,
+    spec_grouped_matmul,
 )

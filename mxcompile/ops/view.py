@@ -1,6 +1,6 @@
 """Calls of operators, read by the names of their schemas: one more argument is a change here alone.
 
-Cast.of(node).elem_dtype          Product.of(node).scale_b          None for calls of other operators
+Cast.of(node).copies              Product.of(node).scale_b          None for calls of other operators
 argument_of(node, "dim")          of any operator, ATen's too, with the default
 build.call(ops.dequantize, *view.arguments(dtype=torch.float32), like=node)               made again
 """
@@ -9,23 +9,20 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import fx
 
-from mxcompile.formats import Format, Rounding, ScaleLayout, Tile, elem_type
-from mxcompile.ops.general import encode, encoded_grouped_mm, encoded_mm, unpack
+from mxcompile.formats import Copy, Format
+from mxcompile.ops.cast import cast
+from mxcompile.ops.general import grouped_matmul, matmul, unpack
 from mxcompile.ops.layouts import encode_transposed
 from mxcompile.ops.mx import (
     dequantize,
     dequantize_tiles,
-    quantize,
-    quantize_dequantize,
-    scaled_grouped_mm,
-    scaled_mm,
 )
 from mxcompile.ops.packed import packed_grouped_mm, packed_mm
 
@@ -88,61 +85,54 @@ class View:
         return tuple(values[name] for name in names)
 
 
-def _from_last(dim: int, x: fx.Node) -> int:
-    """The dimension `dim` of `x` counted from the last."""
-    return dim if dim < 0 else dim - int(x.meta["val"].ndim)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cast(View):
-    """A cast to MXFP8: of codes and scale bytes, or, where `dtype` says which, of values."""
+class Casts(View):
+    """A cast: the `copies` of `x`, and of `y` if there is one. Other fields: see `ops.cast`."""
 
     x: fx.Node
-    block_dim: int
-    elem_dtype: torch.dtype
-    rounding: str
-    square: bool = False
-    scale_layout: str = ScaleLayout.ROW_MAJOR
-    dtype: torch.dtype | None = None
-    operators: ClassVar[frozenset[Any]] = frozenset({quantize, quantize_dequantize})
-
-    @property
-    def form(self) -> Format:
-        """The format as a value."""
-        tile = Tile.SQUARE if self.square else Tile.ROW
-        return Format(elem=elem_type(self.elem_dtype), rounding=Rounding(self.rounding), tile=tile)
-
-    @property
-    def side(self) -> int:
-        """The dimension of blocks, counted from the last, which is −1."""
-        return _from_last(self.block_dim, self.x)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Encode(View):
-    """A cast to the format `fmt`. scale: one that is known before; None for one that `x` says.
-
-    amax: of the tensor, for formats of two levels.
-    """
-
-    x: fx.Node
-    block_dim: int
-    fmt: str
+    copies: Sequence[str]
     seed: fx.Node | None = None
     stream: int = 0
     scale: fx.Node | None = None
     amax: fx.Node | None = None
-    operators: ClassVar[frozenset[Any]] = frozenset({encode})
+    y: fx.Node | None = None
+    operators: ClassVar[frozenset[Any]] = frozenset({cast})
+
+    @property
+    def each(self) -> list[Copy]:
+        """The copies as values."""
+        return [Copy.of(word) for word in self.copies]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cast(Casts):
+    """A cast that makes one copy, as passes write it."""
+
+    @classmethod
+    def of(cls, node: Any) -> Self | None:
+        """The view of `node`; None if it is not a cast that makes one copy of one tensor."""
+        view = super(Cast, cls).of(node)
+        return view if view is not None and len(view.copies) == 1 and view.y is None else None
+
+    @property
+    def copy(self) -> Copy:
+        """The copy."""
+        return Copy.of(self.copies[0])
 
     @property
     def form(self) -> Format:
-        """The format as a value."""
-        return Format.of(self.fmt)
+        """The format."""
+        return self.copy.format
 
     @property
     def side(self) -> int:
         """The dimension of blocks, counted from the last, which is −1."""
-        return _from_last(self.block_dim, self.x)
+        return self.copy.dim
+
+    @property
+    def fmt(self) -> str:
+        """The word of the format."""
+        return str(self.form)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,8 +185,8 @@ class DequantizeTiles(View):
 class Product(View):
     """A GEMM of quantized operands a · b, or one for each group.
 
-    format_a, format_b: "" for MXFP8. alpha: what the product is multiplied by before the bias is added;
-    tensor_a, tensor_b: its factors, of packed operands.
+    alpha: what the product is multiplied by before the bias is added; tensor_a, tensor_b: its factors, of
+    packed operands.
     """
 
     a: fx.Node
@@ -204,16 +194,14 @@ class Product(View):
     b: fx.Node
     scale_b: fx.Node
     out_dtype: torch.dtype
+    format_a: str
+    format_b: str
     bias: fx.Node | None = None
     offs: fx.Node | None = None
-    format_a: str = ""
-    format_b: str = ""
     alpha: fx.Node | None = None
     tensor_a: fx.Node | None = None
     tensor_b: fx.Node | None = None
-    operators: ClassVar[frozenset[Any]] = frozenset(
-        {scaled_mm, scaled_grouped_mm, encoded_mm, encoded_grouped_mm, packed_mm, packed_grouped_mm}
-    )
+    operators: ClassVar[frozenset[Any]] = frozenset({matmul, grouped_matmul, packed_mm, packed_grouped_mm})
 
     @property
     def is_grouped(self) -> bool:
@@ -223,8 +211,17 @@ class Product(View):
     @property
     def per_byte(self) -> int:
         """How many elements of an operand share a byte."""
-        packed = self.node.target in (packed_mm, packed_grouped_mm)
-        return self.forms[0].elem.per_byte if packed else 1
+        return self.forms[0].elem.per_byte if self.is_packed else 1
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether operands are packed FP4."""
+        return self.node.target in (packed_mm, packed_grouped_mm)
+
+    @property
+    def is_mx(self) -> bool:
+        """Whether operands are MXFP8."""
+        return all(form == Format.mx(form.elem) for form in self.forms)
 
     @property
     def extra(self) -> fx.Node | None:
@@ -243,8 +240,8 @@ class Product(View):
 
     @property
     def forms(self) -> tuple[Format, ...]:
-        """The formats of both operands as values; none for MXFP8."""
-        return tuple(Format.of(word) for word in self.words if word)
+        """The formats of both operands as values."""
+        return tuple(map(Format.of, self.words))
 
 
 def results_of(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:

@@ -22,11 +22,12 @@ from transformers.cache_utils import StaticLayer
 
 from mxcompile import ops
 from mxcompile.errors import ModelError, UnsupportedError
-from mxcompile.formats import Rounding
+from mxcompile.formats import E4M3, Copy, Format
 
 log = logging.getLogger(__name__)
 
-ELEM = torch.float8_e4m3fn
+ELEM = E4M3.dtype
+_COPY = str(Copy(format=Format(elem=E4M3)))
 _BUFFERS = ("key_codes", "key_scales", "value_codes", "value_scales")
 
 
@@ -134,7 +135,7 @@ class MXStaticLayer(StaticLayer):  # type: ignore[no-untyped-call, misc, unused-
         return codes, torch.zeros((*shape, -(-head_dim // 32)), dtype=torch.uint8, device=self.device)
 
     def _write(self, codes: Tensor, scales: Tensor, places: Tensor, rows: Tensor) -> None:
-        elements, bytes_ = ops.quantize(rows, -1, ELEM, Rounding.RCEIL)
+        elements, bytes_ = ops.cast(rows, [_COPY])
         codes.index_copy_(2, places, elements.view(torch.uint8))
         scales.index_copy_(2, places, bytes_)
 

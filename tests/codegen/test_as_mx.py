@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.casts import encode
 from helpers.reference import sqnr_db
 from interpreted import interpret
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from mxcompile.formats.types import E2M1, E2M3, E3M2
 from mxcompile.graph.tags import GemmTag, Kind, set_tag
 from mxcompile.lowering.graph.as_mx import AsMX
 from mxcompile.lowering.targets import TARGETS
+from mxcompile.ops.view import Product
 from mxcompile.policy import Gemm
 
 TAG = GemmTag(
@@ -75,7 +77,7 @@ def spread(*shape: int, along: int) -> Tensor:
 def applied(function: Any, *inputs: Tensor, target: str = "sm_100") -> torch.fx.GraphModule:
     module = make_fx(function, tracing_mode="fake")(*inputs)
     for node in module.graph.nodes:
-        if node.target in (ops.encoded_mm, ops.encoded_grouped_mm):
+        if node.target in (ops.matmul, ops.grouped_matmul):
             set_tag(node, TAG)
     AsMX(target=TARGETS[target], device="cpu").apply(module.graph)
     module.graph.lint()
@@ -101,13 +103,14 @@ def test_products_have_the_same_values(words: tuple[str, str], swapped: bool, ta
     x[3, 5], x[4] = torch.nan, 0.0
 
     def function(x: Tensor, w: Tensor) -> Tensor:
-        a, sa = ops.encode(x, -1, words[0])
-        b, sb = ops.encode(w.t().contiguous(), -1, words[1]) if swapped else ops.encode(w, -2, words[1])
+        a, sa = encode(x, -1, words[0])
+        b, sb = encode(w.t().contiguous(), -1, words[1]) if swapped else encode(w, -2, words[1])
         b, sb = (b.t(), sb.t()) if swapped else (b, sb)
-        return ops.encoded_mm(a, sa, b, sb, None, torch.float32, *words)
+        return ops.matmul(a, sa, b, sb, None, torch.float32, *words)
 
     module = applied(function, x, w, target=target)
-    (product,) = module.graph.find_nodes(op="call_function", target=ops.scaled_mm)
+    (product,) = module.graph.find_nodes(op="call_function", target=ops.matmul)
+    assert Product.read(product).is_mx
     assert {node.meta["val"].dtype for node in (product.args[0], product.args[2])} <= {E4M3.dtype, E5M2.dtype}
     assert {node.meta["val"].ndim for node in (product.args[1], product.args[3])} == {
         1 if target == "sm_100" else 2
@@ -123,44 +126,46 @@ def test_groups_and_batches_have_the_same_values():
     word = "e2m1 1x32 rceil"
 
     def groups(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-        (a, sa), (b, sb) = ops.encode(x, -1, word), ops.encode(w, -2, word)
-        return ops.encoded_grouped_mm(a, sa, b, sb, offs, torch.float32, word, word)
+        (a, sa), (b, sb) = encode(x, -1, word), encode(w, -2, word)
+        return ops.grouped_matmul(a, sa, b, sb, offs, torch.float32, word, word)
 
     def batch(x: Tensor, w: Tensor) -> Tensor:
-        (a, sa), (b, sb) = ops.encode(x.view(3, 16, 96), -1, BLOCKS[0]), ops.encode(w, -2, BLOCKS[1])
-        return ops.encoded_mm(a, sa, b, sb, None, torch.float32, *BLOCKS)
+        (a, sa), (b, sb) = encode(x.view(3, 16, 96), -1, BLOCKS[0]), encode(w, -2, BLOCKS[1])
+        return ops.matmul(a, sa, b, sb, None, torch.float32, *BLOCKS)
 
     assert torch.equal(applied(groups, x, w, offs)(x, w, offs), groups(x, w, offs))
     assert torch.equal(applied(batch, x, w)(x, w), batch(x, w))
     for module in (applied(groups, x, w, offs), applied(batch, x, w)):
-        assert not any(node.target in (ops.encoded_mm, ops.encoded_grouped_mm) for node in module.graph.nodes)
+        (product,) = filter(None, map(Product.of, module.graph.nodes))
+        assert product.is_mx
 
 
 @pytest.mark.parametrize("words", [("e4m3 1x128 nearest", "e4m3 128x128 nearest"), ("e4m3 1x16 rceil",) * 2])
 def test_others_stay(words: tuple[str, str]):
     def function(x: Tensor, w: Tensor) -> Tensor:
-        (a, sa), (b, sb) = ops.encode(x, -1, words[0]), ops.encode(w, -2, words[1])
-        return ops.encoded_mm(a, sa, b, sb, None, torch.float32, *words)
+        (a, sa), (b, sb) = encode(x, -1, words[0]), encode(w, -2, words[1])
+        return ops.matmul(a, sa, b, sb, None, torch.float32, *words)
 
     module = applied(function, torch.randn(32, 128), torch.randn(128, 32))
-    assert module.graph.find_nodes(op="call_function", target=ops.encoded_mm)
+    (product,) = module.graph.find_nodes(op="call_function", target=ops.matmul)
+    assert Product.read(product).words == words
 
 
 def test_products_of_two_levels_stay_with_the_reason():
     word = "e2m1 1x16 two-level"
 
     def function(x: Tensor, w: Tensor, amax: Tensor) -> Tensor:
-        a, sa = ops.encode(x, -1, word, None, 0, None, amax)
-        b, sb = ops.encode(w, -2, word, None, 0, None, amax)
-        return ops.encoded_mm(a, sa, b, sb, None, torch.float32, word, word, amax)
+        a, sa = encode(x, -1, word, None, 0, None, amax)
+        b, sb = encode(w, -2, word, None, 0, None, amax)
+        return ops.matmul(a, sa, b, sb, None, torch.float32, word, word, amax)
 
     inputs = torch.randn(32, 64), torch.randn(64, 32), torch.ones(1)
     module = make_fx(function, tracing_mode="fake")(*inputs)
-    (product,) = module.graph.find_nodes(op="call_function", target=ops.encoded_mm)
+    (product,) = module.graph.find_nodes(op="call_function", target=ops.matmul)
     set_tag(product, TAG)
     reasons = AsMX(target=TARGETS["gfx950"], device="cpu").apply(module.graph)
     assert reasons == {product: "no kernel multiplies E2M1 under E4M3 scales"}
-    assert module.graph.find_nodes(op="call_function", target=ops.encoded_mm) == [product]
+    assert module.graph.find_nodes(op="call_function", target=ops.matmul) == [product]
 
 
 @pytest.mark.parametrize("layout", ["row-major", "128x4"])
@@ -168,9 +173,9 @@ def test_products_of_two_levels_stay_with_the_reason():
 @pytest.mark.parametrize("shape", [(40, 70), (300, 130), (1, 1)])
 def test_bytes_pass_opcheck(shape: tuple[int, int], word: str, layout: str):
     for dim in (-1, -2):
-        qdata, scale = ops.encode(torch.randn(shape), dim, word)
+        qdata, scale = encode(torch.randn(shape), dim, word)
         opcheck(ops.block_bytes, (scale, qdata.view(torch.uint8), dim, word, layout))
-    qdata, scale = ops.encode(torch.ones(0, 5), -1, word)
+    qdata, scale = encode(torch.ones(0, 5), -1, word)
     assert ops.block_bytes(scale, qdata, -1, word, layout).numel() == 0
 
 

@@ -12,7 +12,7 @@ from torch import nn
 import mxcompile
 from mxcompile.lowering.targets import TARGETS
 
-CASTS = "mx.quantize_operands.default"
+CASTS = "mx.cast.default"
 ATTENTION = "torch.ops.aten._scaled_dot_product_cudnn_attention"
 
 

@@ -33,7 +33,7 @@ def test_no_activation_is_cast_on_its_own(target):
     assert sum(launch.cast == "input" for launch in result.launches) == 7, "the weights"
     fused = {gemm for launch in result.launches if _quantizes(launch) for gemm in launch.gemms}
     assert fused == FUSED
-    shared = [launch for launch in result.launches if "mx.quantize.default" in launch.operators]
+    shared = [launch for launch in result.launches if "mx.cast.default" in launch.operators]
     assert sum(not launch.cast for launch in shared) == 2, "of a norm each, with the norm in it"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.casts import casts_both
 from helpers.paces import mostly_slow
 
 import mxcompile
@@ -15,7 +16,6 @@ HYBRID = {
     "preset": "hybrid",
     "rules": [{"match": {"name": "*"}, "use": {"precision": "mxfp8", "grad_dtype": "e5m2"}}],
 }
-BOTH = "mx.quantize_both.default"
 
 MMA = {
     "sm_100": "tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale",
@@ -56,22 +56,24 @@ def test_nothing_spills_and_everything_fits(generated, target, training):
 
 def test_casts_of_the_forward_are_in_their_producers(generated):
     """On their own are those of weights, and of what the attention of a library makes."""
-    forward = generated("sm_100", True).phase("forward")
+    result = generated("sm_100", True)
+    forward = result.phase("forward")
     alone = [launch.cast for launch in forward if launch.cast]
     assert sorted(alone) == ["input"] * 7 + ["library"]
-    fused = [launch for launch in forward if BOTH in launch.operators and not launch.cast]
+    fused = [launch for launch in forward if casts_both(result, launch) and not launch.cast]
     norms = [launch for launch in fused if "aten.mul.Tensor" in launch.operators and not _gates(launch)]
     assert (len(norms), len(fused)) == (2, 3), "two norms and SwiGLU"
 
 
 def test_launches_of_the_forward(generated):
     """Nothing is launched beside what a block needs: no transposition, no swizzle of scales, no BF16 copy."""
-    forward = generated("sm_100", True).phase("forward")
+    result = generated("sm_100", True)
+    forward = result.phase("forward")
     kinds = {
         "gemm": [launch for launch in forward if launch.gemms and launch.generated],
         "attention": [launch for launch in forward if "cudnn_attention" in launch.kernel],
         "cast alone": [launch for launch in forward if launch.cast],
-        "cast": [launch for launch in forward if BOTH in launch.operators and not launch.cast],
+        "cast": [launch for launch in forward if casts_both(result, launch) and not launch.cast],
         "statistic": [launch for launch in forward if "aten.mean.dim" in launch.operators],
         "heads repeated": [launch for launch in forward if not launch.operators and launch.generated],
     }
@@ -84,8 +86,9 @@ def test_launches_of_the_forward(generated):
 
 def test_a_norm_is_cast_without_being_stored(generated):
     """The cast reads the block's input, its statistic and the norm's weight, and writes MX copies."""
-    forward = generated("sm_100", True).phase("forward")
-    first = next(launch for launch in forward if BOTH in launch.operators)
+    result = generated("sm_100", True)
+    forward = result.phase("forward")
+    first = next(launch for launch in forward if casts_both(result, launch))
     tokens, width = 1024, 512
     read = 2 * tokens * width + 4 * tokens + 2 * width
     written = 2 * (tokens * width + tokens * width // 32)
@@ -100,18 +103,20 @@ def test_residuals_are_added_by_the_gemm(generated):
 
 def test_gradients_are_read_once_for_both_layouts(generated):
     """Every activation gradient has casts along both dimensions in one kernel; SwiGLU's two share one."""
-    backward = generated("sm_100", True).phase("backward")
-    both = [launch for launch in backward if BOTH in launch.operators]
-    two = [launch for launch in backward if "mx.quantize_two.default" in launch.operators]
+    result = generated("sm_100", True)
+    backward = result.phase("backward")
+    both = [launch for launch in backward if casts_both(result, launch)]
+    two = [launch for launch in backward if casts_both(result, launch, 2)]
     assert (len(both), len(two)) == (5, 1)
 
 
 def test_casts_of_the_backward_on_their_own(generated):
     """The residual's gradient, which a row's sum makes and others read too; the attention's, of a library."""
-    backward = generated("sm_100", True).phase("backward")
-    alone = [launch.cast for launch in backward if BOTH in launch.operators and launch.cast]
+    result = generated("sm_100", True)
+    backward = result.phase("backward")
+    alone = [launch.cast for launch in backward if casts_both(result, launch) and launch.cast]
     assert sorted(alone) == ["generated", "input", "library"]
-    single = [launch.cast for launch in backward if launch.cast and BOTH not in launch.operators]
+    single = [launch.cast for launch in backward if launch.cast and not casts_both(result, launch)]
     assert single == ["input"] * 8, "seven weights, and the attention's output, which it has saved for itself"
 
 

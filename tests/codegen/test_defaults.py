@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.casts import quantize, scaled_mm
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -188,12 +189,10 @@ def _products(forward) -> list[bool]:
     """Of the products of a graph as it is lowered, in order, whether something is fused behind them."""
 
     def scaled(x):
-        return torch.ops.mx.scaled_mm(
-            *torch.ops.mx.quantize(x, -1, E4M3, "rceil"), CODES, SCALE, None, x.dtype
-        )
+        return scaled_mm(*quantize(x, -1, E4M3, "rceil"), CODES, SCALE, None, x.dtype)
 
     traced = make_fx(lambda x: forward(scaled, x))(torch.randn(64, 64))
-    products = traced.graph.find_nodes(op="call_function", target=torch.ops.mx.scaled_mm.default)
+    products = traced.graph.find_nodes(op="call_function", target=torch.ops.mx.matmul.default)
     return [has_epilogue(node) for node in products]
 
 

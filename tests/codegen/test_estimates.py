@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
+from helpers.casts import casts_both
 
 from mxcompile.cli.main import main
 from mxcompile.lowering.targets import TARGETS
@@ -20,7 +21,6 @@ from mxcompile.offline.rates import Rates
 from mxcompile.offline.step import KINDS
 
 ROOT = Path(__file__).parents[2]
-BOTH = "mx.quantize_both.default"
 
 NVIDIA = """
 	.sectionflags	@"SHF_BARRIERS=1"
@@ -434,22 +434,26 @@ def test_every_launch_of_a_block_is_understood(generated):
 @pytest.mark.slow
 def test_what_a_cast_spends_an_element(generated):
     """Instructions by elements: seven terabytes a second leave about 12 to both copies, 18 to SwiGLU's."""
-    launches = generated("sm_100", True).launches
-    alone = [launch.facts.per_element for launch in launches if launch.cast and BOTH not in launch.operators]
+    result = generated("sm_100", True)
+    launches = result.launches
+    alone = [
+        launch.facts.per_element for launch in launches if launch.cast and not casts_both(result, launch)
+    ]
     assert len(alone) > 8
     assert 3 < min(alone) <= max(alone) <= 5.5
-    both = [launch for launch in launches if BOTH in launch.operators]
+    both = [launch for launch in launches if casts_both(result, launch)]
     spent = {launch.kernel: launch.facts.per_element for launch in both}
     assert 7 < min(spent.values()) <= 8.6
     assert max(spent.values()) <= 19, "norms and SwiGLU"
-    (two,) = (launch for launch in launches if "mx.quantize_two.default" in launch.operators)
+    (two,) = (launch for launch in launches if casts_both(result, launch, 2))
     assert two.facts.per_element <= 33
 
 
 @pytest.mark.slow
 def test_barriers_of_a_step_of_a_product(generated):
     """A step along K waits for its operands and scales, and frees them."""
-    launches = generated("sm_100", True).launches
+    result = generated("sm_100", True)
+    launches = result.launches
     steps = {launch.facts.barriers for launch in launches if launch.kind == "product" and launch.facts}
     assert steps - {None} <= {3, 4, 5}, "None is a product of so few steps that they make no loop"
     assert steps != {None}
@@ -483,7 +487,7 @@ def test_the_committed_prediction_is_todays(monkeypatch):
     for kind in KINDS:
         us = [total(predicted.works(row, kind), rates) for row in (committed, {**committed, **today})]
         assert us[1] == pytest.approx(us[0], rel=0.05), kind
-    casts = [launch for launch in result.launches if BOTH in launch.operators]
+    casts = [launch for launch in result.launches if casts_both(result, launch)]
     forward = [cast.facts.per_element for cast in casts if cast.phase == "forward"]
     assert sorted(forward) == pytest.approx([12.5, 13.8, 17.9], rel=0.05), "two norms and SwiGLU"
     alone = {cast.facts.per_element for cast in casts if "aten.mul.Tensor" not in cast.operators}

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers.casts import encode
 from test_vendor_fp8 import CHIP, FNUZ, HOPPER, TAG, binades
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -24,7 +25,7 @@ from mxcompile.lowering.graph.vendor_fp8 import VendorFP8
 def lowered(function, *inputs, chip):
     """The graph of `function` with its products on the vendor's GEMM, and with its casts merged."""
     module = make_fx(function, tracing_mode="fake")(*inputs)
-    for node in module.graph.find_nodes(op="call_function", target=ops.encoded_mm):
+    for node in module.graph.find_nodes(op="call_function", target=ops.matmul):
         set_tag(node, TAG)
     reasons = VendorFP8(target=chip, device="cpu").apply(module.graph)
     FP8Layouts(target=chip, device="cpu").apply(module.graph)
@@ -60,11 +61,11 @@ def step(words: dict[str, str]):
         def cast(operand: str, dim: int):
             dim = -1 if Format.of(words[operand]).tile.is_square else dim
             if (operand, dim) not in made:
-                made[operand, dim] = ops.encode(values[operand], dim, words[operand])
+                made[operand, dim] = encode(values[operand], dim, words[operand])
             return made[operand, dim]
 
         def product(a, b, left, right):
-            return ops.encoded_mm(*a, *b, None, torch.bfloat16, words[left], words[right])
+            return ops.matmul(*a, *b, None, torch.bfloat16, words[left], words[right])
 
         def swapped(pair):
             return tuple(t.t() for t in pair)
@@ -103,9 +104,9 @@ def test_a_layer(form: str, chip):
     names = counted(module)
     assert names["encode_blocks" if form == "block" else "encode_layouts"] == 3
     assert names["scales"] == scales
-    assert not {"encode", "encode_transposed", "scale_of", "as_fnuz"} & set(names)
+    assert not {"cast", "encode_transposed", "scale_of", "as_fnuz"} & set(names)
     plain = make_fx(function, tracing_mode="fake")(*inputs)
-    for node in plain.graph.find_nodes(op="call_function", target=ops.encoded_mm):
+    for node in plain.graph.find_nodes(op="call_function", target=ops.matmul):
         set_tag(node, TAG)
     with mock.patch.object(optional, "obstacle", return_value="no templates"):
         VendorFP8(target=chip, device="cpu").apply(plain.graph)
@@ -119,11 +120,9 @@ def test_a_known_scale_is_read_and_the_largest_found_beside():
 
     def function(x: Tensor, w: Tensor, s: Tensor):
         seen = ops.largest(x)
-        a, sa = ops.encode(x, -1, word, None, 0, s)
-        b, sb = ops.encode(w, -2, "e4m3 tensor nearest delayed:4:0", None, 0, s)
-        return ops.encoded_mm(
-            a, sa, b, sb, None, torch.bfloat16, word, "e4m3 tensor nearest delayed:4:0"
-        ), seen
+        a, sa = encode(x, -1, word, None, 0, s)
+        b, sb = encode(w, -2, "e4m3 tensor nearest delayed:4:0", None, 0, s)
+        return ops.matmul(a, sa, b, sb, None, torch.bfloat16, word, "e4m3 tensor nearest delayed:4:0"), seen
 
     x, w, scale = torch.randn(32, 64), torch.randn(64, 48), torch.full((1, 1), 0.01)
     module, reasons = lowered(function, x, w, scale, chip=CHIP)
@@ -137,15 +136,15 @@ def test_scales_of_blocks_that_are_read_alone_stay():
     word = "e4m3 1x128 nearest"
 
     def function(x: Tensor, w: Tensor):
-        (a, sa), (b, sb) = ops.encode(x, -1, word), ops.encode(w, -2, word)
-        product = ops.encoded_mm(a, sa, b, sb, None, torch.bfloat16, word, word)
-        return product, ops.encode(x, -2, word)[1], ops.encode(w.t().contiguous(), -1, word)[1]
+        (a, sa), (b, sb) = encode(x, -1, word), encode(w, -2, word)
+        product = ops.matmul(a, sa, b, sb, None, torch.bfloat16, word, word)
+        return product, encode(x, -2, word)[1], encode(w.t().contiguous(), -1, word)[1]
 
     inputs = torch.randn(32, 512), torch.randn(512, 48)
     module, reasons = lowered(function, *inputs, chip=HOPPER)
     assert not reasons
     names = counted(module)
-    assert (names["encode_blocks"], names["encode"]) == (2, 2)
+    assert (names["encode_blocks"], names["cast"]) == (2, 2)
     found = Operands(module).run(*inputs)[1:]
     for one, other in zip(found, function(*inputs)[1:], strict=True):
         assert torch.equal(one, other)
@@ -161,8 +160,8 @@ def test_casts_that_something_else_reads_stay():
             (x[None], w[None], "e4m3 channel nearest"),
             (x, w, "e4m3 tensor nearest percentile:99"),
         ):
-            casts = *ops.encode(a, -1, word), *ops.encode(b, -2, word)
-            made.append(ops.encoded_mm(*casts, None, torch.bfloat16, word, word))
+            casts = *encode(a, -1, word), *encode(b, -2, word)
+            made.append(ops.matmul(*casts, None, torch.bfloat16, word, word))
         return made
 
     module, _ = lowered(function, torch.randn(16, 40), torch.randn(40, 32), chip=CHIP)

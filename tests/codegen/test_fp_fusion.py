@@ -7,11 +7,11 @@ import re
 
 import pytest
 import torch
+from helpers.casts import quantize, scaled_mm
 from helpers.rendered import rendered
 from torch import Tensor
 from torch._inductor import config, utils
 
-from mxcompile import ops
 from mxcompile.lowering.inductor import fp_fusion
 from mxcompile.lowering.targets import TARGETS
 
@@ -19,8 +19,8 @@ BF16 = torch.bfloat16
 
 
 def cast_and_multiply(x: Tensor, w: Tensor) -> list[Tensor]:
-    a, b = (ops.quantize(side, -1, torch.float8_e4m3fn, "rceil") for side in (x, w))
-    return [ops.scaled_mm(*a, b[0].t(), b[1].t(), None, BF16)]
+    a, b = (quantize(side, -1, torch.float8_e4m3fn, "rceil") for side in (x, w))
+    return [scaled_mm(*a, b[0].t(), b[1].t(), None, BF16)]
 
 
 @pytest.mark.parametrize("emulated", [False, True])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers.casts import quantize, scaled_mm
 from torch import Tensor, fx
 from torch._inductor import config
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -22,15 +23,15 @@ E4M3 = torch.float8_e4m3fn
 BF16 = torch.bfloat16
 
 
-def _product(x: Tensor, w: Tensor, bias: Tensor | None = None, dim: int = -1, **keywords: object) -> Tensor:
-    a = ops.quantize(x, dim, E4M3, "rceil", **keywords)
-    return ops.scaled_mm(*a, *ops.quantize(w, -2, E4M3, "rceil"), bias, BF16)
+def _product(x: Tensor, w: Tensor, bias: Tensor | None = None, dim: int = -1, square: bool = False) -> Tensor:
+    a = quantize(x, dim, E4M3, "rceil", square)
+    return scaled_mm(*a, *quantize(w, -2, E4M3, "rceil"), bias, BF16)
 
 
 def _marked(function: Callable, *inputs: Tensor, native: bool = True) -> fx.GraphModule:
     """`function` on fake `inputs`, its products marked as the native ones are."""
     module = make_fx(lambda *given: function(*given), tracing_mode="fake")(*inputs)
-    for index, node in enumerate(module.graph.find_nodes(op="call_function", target=ops.scaled_mm)):
+    for index, node in enumerate(module.graph.find_nodes(op="call_function", target=ops.matmul)):
         tag = GemmTag(
             layer=node.name, name="layer", module="Linear", source="", gemm=Gemm.FPROP,
             kind=Kind.LINEAR, tensors=("x", "w"), index=index, kernel="mx_scaled_mm" if native else "",
@@ -63,7 +64,7 @@ X, W, BIAS = torch.randn(40, 70), torch.randn(70, 30), torch.randn(30)
 def test_one_operator_that_means_the_same(bias):
     inputs = [X, W] if bias is None else [X, W, bias]
     module = _fused(_product, *inputs)
-    assert _operators(module) == ["quantize", "quantize_mm"]
+    assert _operators(module) == ["cast", "quantize_mm"]
     (node,) = module.graph.find_nodes(op="call_function", target=ops.quantize_mm)
     (tag,) = tags_of(node)
     assert tag.kernel == "mx_quantize_mm 128x32x128 swapped (tcgen05.mma block_scale)"
@@ -73,7 +74,7 @@ def test_one_operator_that_means_the_same(bias):
 def test_what_may_be_timed_reads_the_cast_too():
     with config.patch(max_autotune_gemm=True):
         module = _fused(_product, X, W)
-    assert _operators(module) == ["quantize", "quantize", "quantize_mm"]
+    assert _operators(module) == ["cast", "cast", "quantize_mm"]
     (node,) = module.graph.find_nodes(op="call_function", target=ops.quantize_mm)
     assert [argument.target.__name__ for argument in node.args[-2:]] == ["getitem", "getitem"]
     assert tags_of(node)[0].kernel == "mx_quantize_mm autotuned of 3 (tcgen05.mma block_scale)"
@@ -81,17 +82,17 @@ def test_what_may_be_timed_reads_the_cast_too():
 
 
 def _of_several(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    a, b = ops.quantize(x, -1, E4M3, "rceil"), ops.quantize(w, -2, E4M3, "rceil")
-    return ops.scaled_mm(*a, *b, None, BF16), ops.scaled_mm(*a, *b, None, torch.float32)
+    a, b = quantize(x, -1, E4M3, "rceil"), quantize(w, -2, E4M3, "rceil")
+    return scaled_mm(*a, *b, None, BF16), scaled_mm(*a, *b, None, torch.float32)
 
 
 def _kept(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    a, b = ops.quantize(x, -1, E4M3, "rceil"), ops.quantize(w, -2, E4M3, "rceil")
-    return ops.scaled_mm(*a, *b, None, BF16), a[1]
+    a, b = quantize(x, -1, E4M3, "rceil"), quantize(w, -2, E4M3, "rceil")
+    return scaled_mm(*a, *b, None, BF16), a[1]
 
 
 def _in_both_layouts(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-    return _product(x, w), *ops.quantize(x, -2, E4M3, "rceil")
+    return _product(x, w), *quantize(x, -2, E4M3, "rceil")
 
 
 def _columnwise(x: Tensor, w: Tensor) -> Tensor:
@@ -116,7 +117,7 @@ def test_what_others_need_or_the_kernel_cannot_stays(function):
 def test_a_result_read_twice_over_stays():
     """The same result of the cast as two nodes, one of them for another reader."""
     module = _marked(_product, X, W)
-    cast = module.graph.find_nodes(op="call_function", target=ops.quantize)[0]
+    cast = module.graph.find_nodes(op="call_function", target=ops.cast)[0]
     (output,) = module.graph.find_nodes(op="output")
     with module.graph.inserting_before(output):
         again = module.graph.call_function(operator.getitem, (cast, 1))

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers.casts import quantize
 from helpers.paces import mostly_slow
 from interpreted import interpret
 from torch import Tensor, nn
@@ -68,7 +69,7 @@ class Attention(nn.Module):
         self.case = case
         for name in ("keys", "values"):
             rows = torch.randn(case.batch, case.kv_heads, case.keys, case.dim)
-            codes, scales = ops.quantize(rows, -1, case.elem, "rceil")
+            codes, scales = quantize(rows, -1, case.elem, "rceil")
             self.register_buffer(name, codes.view(torch.uint8) if case.as_bytes else codes)
             self.register_buffer(f"{name}_scale", scales)
 

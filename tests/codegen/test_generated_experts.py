@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.casts import casts_both
 from helpers.eager import FP4, NVIDIA, Recipe, grouped_product, product
 from helpers.models import mixtral
 from helpers.reference import sqnr_db
@@ -132,9 +133,8 @@ def test_grouped_experts(tmp_path, ends: tuple[int, ...], word: str):
     _check(tmp_path, model.expected(x, offs, RECIPES[word]), [model.up, x, offs, model.down])
     if word != "mxfp8":
         return
-    read = [launch.operators for launch in result.launches if not launch.gemms]
-    casts = [operators for operators in read if any("mx.quantize" in name for name in operators)]
-    both = [operators for operators in casts if "mx.quantize_both.default" in operators]
+    casts = [launch for launch in result.launches if "mx.cast.default" in launch.operators]
+    both = [launch for launch in casts if casts_both(result, launch)]
     assert len(both) == 2, "tokens of both layers: one read each"
     assert len(casts) == len(both) + 4 + 4, "of gradients twice, of the weights forward and backward"
 
@@ -211,7 +211,7 @@ def test_tokens_come_into_the_order_of_experts_by_their_cast(tmp_path):
     order, offs = torch.randperm(80) // 2, torch.tensor((30, 30, 80), dtype=torch.int32)
     result = codegen(model, x, order, offs, target="sm_100", policy=ALL, training=False, out_dir=tmp_path)
     (permuted,) = (launch for launch in result.launches if "aten.index.Tensor" in launch.operators)
-    assert "mx.quantize.default" in permuted.operators
+    assert "mx.cast.default" in permuted.operators
     codes, scales = 80 * 128, 80 * 4
     assert permuted.num_bytes == x.nbytes + order.nbytes + codes + scales
     (out,) = interpret(tmp_path, [x, order, model.weight, offs])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.casts import casts_both
 from helpers.eager import NVIDIA, product
 from helpers.reference import sqnr_db
 from interpreted import interpret
@@ -63,7 +64,7 @@ def test_a_feed_forward_layer(sizes, form, tmp_path):
     x = torch.randn(tokens, width).mul_(torch.exp2(torch.randint(-8, 8, (tokens, 1)))).to(torch.bfloat16)
     x.requires_grad_()
     result = codegen(model, x, target="sm_100", out_dir=tmp_path)
-    casts = {launch.kernel for launch in result.launches if "mx.quantize_both.default" in launch.operators}
+    casts = {launch.kernel for launch in result.launches if casts_both(result, launch)}
     assert len(casts) > 1
     assert {gemm.kernel.removesuffix(" (tcgen05.mma block_scale)") for gemm in result.report.gemms} == {form}
     products = [result.kernel(launch) for launch in result.launches if launch.gemms]

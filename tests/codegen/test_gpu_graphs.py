@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.casts import scaled_mm
 from helpers.paces import mostly_slow
 from helpers.rendered import rendered
 
-from mxcompile import ops
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.offline import Rates, Work
 
@@ -98,9 +98,7 @@ def test_products_are_the_template(module, layout):
     assert "tma_tile.tile_product(" in source
     assert f"A_K_MAJOR : tl.constexpr = {k_major[0]}" in source
     assert f"B_K_MAJOR : tl.constexpr = {k_major[1]}" in source
-    common.check_product(
-        ops.scaled_mm(*operands, None, torch.float32), common.values(a), common.values(b), ""
-    )
+    common.check_product(scaled_mm(*operands, None, torch.float32), common.values(a), common.values(b), "")
     assert (x - common.values(a)).norm() < 0.05 * x.norm()
 
 

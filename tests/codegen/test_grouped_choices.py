@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.casts import quantize
 from helpers.eager import NVIDIA, grouped_product
 from helpers.paces import mostly_slow
 from helpers.reference import sqnr_db
@@ -14,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import mxcompile
-from mxcompile import ops
 from mxcompile.lowering.inductor import winners
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.lowering.templates import configs, vendor
@@ -129,7 +129,7 @@ def test_torch_accepts_its_arguments(monkeypatch):
     monkeypatch.setattr(vendor, "zero_rows", lambda *_: None)
     with stand_in(TARGETS["sm_100"]), FakeTensorMode():
         x, w = (torch.empty(shape, dtype=BF16, device=DEVICE) for shape in ((300, 96), (4, 272, 96)))
-        a, b = (ops.quantize(side, -1, E4M3, "rceil")[0] for side in (x, w))
+        a, b = (quantize(side, -1, E4M3, "rceil")[0] for side in (x, w))
         tiles = [torch.empty(count, 512, dtype=torch.uint8, device=DEVICE) for count in (3 + 4, 4 * 3)]
         offs = torch.empty(4, dtype=torch.int32, device=DEVICE)
         out = vendor.mx_vendor_scaled_grouped_mm(a, tiles[0], b.mT, tiles[1], offs)

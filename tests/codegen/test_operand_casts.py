@@ -7,37 +7,39 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.casts import quantize, quantize_operands, values
 from interpreted import interpret
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from mxcompile import ops
-from mxcompile.lowering.graph.collect import Collect
 from mxcompile.lowering.graph.couple import Couple
+from mxcompile.lowering.graph.merge_casts import MergeCasts
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.offline import codegen
+from mxcompile.ops import view
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
-COLLECTED = "quantize_operands.default"
 
 
-def _collected(function, *inputs: Tensor) -> tuple[fx.GraphModule, list[str]]:
-    """The graph after the passes, and its casts."""
+def _collected(function, *inputs: Tensor) -> tuple[fx.GraphModule, list[int]]:
+    """The graph after the passes, and how many copies each of its casts makes."""
     module = make_fx(function, tracing_mode="fake")(*inputs)
-    Collect(target=TARGETS["sm_90"], device="cpu").apply(module.graph)
+    MergeCasts(target=TARGETS["sm_90"], device="cpu").apply(module.graph)
     Couple(target=TARGETS["sm_90"], device="cpu").apply(module.graph)
     module.graph.lint()
     module.recompile()
-    return module, [node.target.__name__ for node in module.graph.nodes if str(node.target).startswith("mx.")]
+    casts = map(view.Casts.read, module.graph.find_nodes(op="call_function", target=ops.cast))
+    return module, [len(cast.copies) * (1 if cast.y is None else 2) for cast in casts]
 
 
 def _value(x: Tensor, dim: int, square: bool = False, dtype: torch.dtype = BF16) -> Tensor:
-    return ops.quantize_dequantize(x, dim, E4M3, "rceil", square, dtype)
+    return values(x, dim, E4M3, "rceil", square, dtype)
 
 
 def values_and_codes(x):
-    return _value(x, -1), x + 1, *ops.quantize(x, -2, E4M3, "rceil")
+    return _value(x, -1), x + 1, *quantize(x, -2, E4M3, "rceil")
 
 
 def both_values(x):
@@ -45,11 +47,11 @@ def both_values(x):
 
 
 def codes_alone(x):
-    return ops.quantize(x, 0, E4M3, "rceil")
+    return quantize(x, 0, E4M3, "rceil")
 
 
 def three_casts(x):
-    return _value(x, -1), *ops.quantize(x, -1, E4M3, "rceil"), _value(x, -2)
+    return _value(x, -1), *quantize(x, -1, E4M3, "rceil"), _value(x, -2)
 
 
 def squares(x):
@@ -58,17 +60,24 @@ def squares(x):
 
 def a_batch(x):
     x = x[:64].reshape(2, 32, 96)
-    return _value(x, -1), *ops.quantize(x, 1, E4M3, "rceil")
+    return _value(x, -1), *quantize(x, 1, E4M3, "rceil")
 
 
 @pytest.mark.parametrize(
-    ("function", "kernels"),
-    [(values_and_codes, 1), (both_values, 1), (codes_alone, 1), (three_casts, 2), (squares, 2), (a_batch, 1)],
+    ("function", "copies"),
+    [
+        (values_and_codes, [2]),
+        (both_values, [2]),
+        (codes_alone, [1]),
+        (three_casts, [2, 1]),
+        (squares, [1, 1]),
+        (a_batch, [2]),
+    ],
 )
-def test_casts_of_a_matrix_are_one(function, kernels):
+def test_casts_of_a_matrix_are_one(function, copies):
     x = torch.randn(70, 96).to(BF16)
     module, casts = _collected(function, x)
-    assert casts == [COLLECTED] * kernels
+    assert casts == copies
     for got, wanted in zip(module(x), function(x), strict=True):
         assert got.dtype is wanted.dtype
         assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
@@ -76,27 +85,27 @@ def test_casts_of_a_matrix_are_one(function, kernels):
 
 def blocks_across_matrices(x):
     x = x.reshape(2, 35, 96)
-    return (_value(x, -2),)
+    return _value(x, -1), _value(x, -2)
 
 
 def nothing_in_it(x):
-    return (_value(x[:0], -1),)
+    return _value(x[:0], -1), _value(x[:0], -2)
 
 
 @pytest.mark.parametrize("function", [blocks_across_matrices, nothing_in_it])
 def test_others_stay(function):
     _, casts = _collected(function, torch.randn(70, 96).to(BF16))
-    assert set(casts) == {"quantize_dequantize.default"}
+    assert casts == [1, 1]
 
 
 def test_a_single_element_stays():
     _, casts = _collected(both_values, torch.randn(1, 1).to(BF16))
-    assert casts == ["quantize_dequantize.default"] * 2
+    assert casts == [1, 1]
 
 
 def test_another_dtype_is_another_kernel():
     _, casts = _collected(lambda x: (_value(x, -1), _value(x, -2, dtype=torch.float32)), torch.randn(64, 64))
-    assert casts == [COLLECTED] * 2
+    assert casts == [1, 1]
 
 
 def gradients(gradient, gate, up):
@@ -108,7 +117,7 @@ def test_a_couple_is_one():
     """What a gated activation gives back: one kernel reads what both are computed from."""
     inputs = [torch.randn(70, 96).to(BF16) for _ in range(3)]
     module, casts = _collected(gradients, *inputs)
-    assert casts == [COLLECTED]
+    assert casts == [4]
     for got, wanted in zip(module(*inputs), gradients(*inputs), strict=True):
         assert torch.equal(got, wanted)
 
@@ -121,9 +130,9 @@ class Casts(nn.Module):
         self.how = how
 
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        made = torch.ops.mx.quantize_operands(x, y, *self.how)
-        single = torch.ops.mx.quantize_operands(x + y, None, *self.how)
-        return tuple(result for result in (*made, *single) if result.numel() and result.ndim > 1)
+        made = quantize_operands(x, y, *self.how)
+        single = quantize_operands(x + y, None, *self.how)
+        return *made, *single
 
 
 def _spread(*shape: int) -> Tensor:
@@ -159,7 +168,7 @@ def test_generated_casts(case, tmp_path: Path):
     result = codegen(model, x, y, target=target, training=False, out_dir=tmp_path)
     assert not result.problems
     assert not any(kernel.binary.spill_bytes for kernel in result.kernels)
-    casts = [launch for launch in result.launches if f"mx.{COLLECTED}" in launch.operators]
+    casts = [launch for launch in result.launches if "mx.cast.default" in launch.operators]
     assert len(casts) == 2
     found = interpret(tmp_path, [x, y])
     assert len(found) == len(wanted)
@@ -176,8 +185,8 @@ class Rotated(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         half = x.shape[1] // 2
         turned = torch.cat((-x[:, half:], x[:, :half]), 1)
-        made = torch.ops.mx.quantize_operands(x * cos + turned * sin, None, *VALUES_AND_CODES)
-        return made[0], made[2], made[3]
+        made = quantize_operands(x * cos + turned * sin, None, *VALUES_AND_CODES)
+        return tuple(made)
 
 
 @pytest.mark.slow

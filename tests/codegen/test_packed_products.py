@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.casts import encode
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -36,9 +37,9 @@ def spread(*shape: int) -> Tensor:
 def cast(x: Tensor, dim: int, word: str) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
     """Codes and scales of x, and the FP32 scale of the tensor if the format has one."""
     if not Format.of(word).two_level:
-        return ops.encode(x, dim, word), None
+        return encode(x, dim, word), None
     amax = ops.largest(x)
-    return ops.encode(x, dim, word, None, 0, None, amax), ops.known_scale(amax, 0, word, 1)
+    return encode(x, dim, word, None, 0, None, amax), ops.known_scale(amax, 0, word, 1)
 
 
 def product(
@@ -47,7 +48,7 @@ def product(
     words: tuple[str, str],
     extra: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
-    operator=ops.encoded_mm,
+    operator=ops.matmul,
 ) -> Tensor:
     """x [.., M, K] · w [.., K, N] of operands that are cast along K. extra: a bias, or ends of groups."""
     (a, tensor_a), (b, tensor_b) = cast(x, -1, words[0]), cast(w, -2, words[1])
@@ -59,7 +60,7 @@ def applied(function, *inputs: Tensor, target: str = "sm_100", mode: str = "fake
     """The graph of `function` with its products packed, and the reasons of those left."""
     module = make_fx(function, tracing_mode=mode)(*inputs)
     for node in module.graph.nodes:
-        if node.target in (ops.encoded_mm, ops.encoded_grouped_mm):
+        if node.target in (ops.matmul, ops.grouped_matmul):
             set_tag(node, TAG)
     reasons = Packed(target=TARGETS[target], device="cpu").apply(module.graph)
     module.graph.lint()
@@ -103,7 +104,7 @@ def test_one_product(shape: tuple[int, int, int], has_bias: bool, target: str, w
 
     module, reasons = applied(function, x, w, bias, target=target)
     assert reasons == []
-    assert not count(module, ops.encode)
+    assert not count(module, ops.cast)
     (node,) = calls(module, ops.packed_mm)
     assert tags_of(node)[0].name == "l"
     a, b = (each.meta["val"] for each in node.args[:4:2])
@@ -145,7 +146,7 @@ def test_groups(word: str, kind: str):
     x, w, offs = spread(*left), spread(*right), torch.tensor([10, 10, 31, 46], dtype=torch.int32)
 
     def function(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-        return product(x, w, (word, word), offs, torch.float32, ops.encoded_grouped_mm)
+        return product(x, w, (word, word), offs, torch.float32, ops.grouped_matmul)
 
     module, reasons = applied(function, x, w, offs)
     assert (reasons, layouts(module)) == ([], {ROW_MAJOR})
@@ -175,14 +176,14 @@ def test_the_three_products_of_a_layer_share_casts():
         codes, scale = cast(w, -1, SQUARE)
         word = NVFP4, SQUARE
         (a, sa), tensor_a = cast(x, -1, NVFP4)
-        y = ops.encoded_mm(a, sa, codes[0].t(), codes[1].t(), None, torch.bfloat16, *word, tensor_a * scale)
+        y = ops.matmul(a, sa, codes[0].t(), codes[1].t(), None, torch.bfloat16, *word, tensor_a * scale)
         (a, sa), tensor_a = cast(dy, -1, NVFP4)
-        dx = ops.encoded_mm(a, sa, *codes, None, torch.bfloat16, *word, tensor_a * scale)
+        dx = ops.matmul(a, sa, *codes, None, torch.bfloat16, *word, tensor_a * scale)
         return y, dx, product(dy.t(), x, (NVFP4, NVFP4))
 
     module, reasons = applied(function, x, w, dy)
     assert reasons == []
-    assert (count(module, ops.encode), count(module, ops.packed_mm)) == (0, 3)
+    assert (count(module, ops.cast), count(module, ops.packed_mm)) == (0, 3)
     assert count(module, ops.encode_packed) == 6
     for values, reference in zip(module(x, w, dy), function(x, w, dy), strict=True):
         assert torch.equal(values, reference)
@@ -194,9 +195,9 @@ def test_stochastic_casts_keep_their_numbers():
 
     def function(x: Tensor, w: Tensor, seed: Tensor) -> Tensor:
         amax, other = ops.largest(x), ops.largest(w)
-        a, b = ops.encode(x, -1, word, seed, 3, None, amax), ops.encode(w, -2, word, seed, 4, None, other)
+        a, b = encode(x, -1, word, seed, 3, None, amax), encode(w, -2, word, seed, 4, None, other)
         alpha = ops.known_scale(amax, 0, word, 1) * ops.known_scale(other, 0, word, 1)
-        return ops.encoded_mm(*a, *b, None, torch.bfloat16, word, word, alpha)
+        return ops.matmul(*a, *b, None, torch.bfloat16, word, word, alpha)
 
     module, reasons = applied(function, x, w, seed)
     assert reasons == []
@@ -214,14 +215,14 @@ def test_a_transform_is_part_of_the_casts(tokens: int):
         for source in (dy, x):
             rotated = ops.hadamard(source, -2, signs)
             amax = ops.largest(rotated)
-            cast = ops.encode(rotated, -2, word, None, 0, None, amax)
+            cast = encode(rotated, -2, word, None, 0, None, amax)
             sides.append((cast, ops.known_scale(amax, 0, word, 1)))
         ((a, sa), left), (b, right) = sides
-        return ops.encoded_mm(a.t(), sa.t(), *b, None, torch.bfloat16, word, word, left * right)
+        return ops.matmul(a.t(), sa.t(), *b, None, torch.bfloat16, word, word, left * right)
 
     module, reasons = applied(function, x, dy)
     assert reasons == []
-    assert not any(count(module, op) for op in (ops.hadamard, ops.largest, ops.encode))
+    assert not any(count(module, op) for op in (ops.hadamard, ops.largest, encode))
     assert (count(module, ops.hadamard_largest), count(module, ops.encode_packed)) == (2, 2)
     assert torch.equal(module(x, dy), function(x, dy))
 
@@ -237,7 +238,7 @@ def stored_product(word: str, batch: tuple[int, ...] = ()):
         a, tensor_a = cast(x, -1, word)
         codes = ops.unpack(packed, -1, word)
         alpha = () if tensor_a is None else (tensor_a * whole[0].reshape(1).reciprocal(),)
-        return ops.encoded_mm(*a, codes.mT, scale.mT, None, torch.bfloat16, word, word, *alpha)
+        return ops.matmul(*a, codes.mT, scale.mT, None, torch.bfloat16, word, word, *alpha)
 
     return function, parts
 
@@ -283,7 +284,7 @@ def test_a_weight_with_a_scale_for_every_row():
         a, tensor_a = cast(x, -1, NVFP4)
         alpha = tensor_a * whole.t().reciprocal()
         codes = ops.unpack(packed, -1, NVFP4)
-        return ops.encoded_mm(*a, codes.mT, scale.mT, None, torch.bfloat16, NVFP4, NVFP4, alpha)
+        return ops.matmul(*a, codes.mT, scale.mT, None, torch.bfloat16, NVFP4, NVFP4, alpha)
 
     x = spread(30, 64)
     module, reasons = applied(joined, x, *parts)
@@ -294,22 +295,20 @@ def test_a_weight_with_a_scale_for_every_row():
 def given_codes(x: Tensor, w: Tensor) -> Tensor:
     """The right operand's codes are an input."""
     b = w.to(torch.uint8), w[::32].to(torch.uint8)
-    return ops.encoded_mm(*ops.encode(x, -1, MXFP4), *b, None, torch.bfloat16, MXFP4, MXFP4)
+    return ops.matmul(*encode(x, -1, MXFP4), *b, None, torch.bfloat16, MXFP4, MXFP4)
 
 
 def given_alpha(x: Tensor, w: Tensor) -> Tensor:
     """Nothing tells the scale of one tensor from the other's."""
-    a, b = (
-        ops.encode(each, dim, NVFP4, None, 0, None, ops.largest(each)) for each, dim in ((x, -1), (w, -2))
-    )
-    return ops.encoded_mm(*a, *b, None, torch.bfloat16, NVFP4, NVFP4, x[0, :1])
+    a, b = (encode(each, dim, NVFP4, None, 0, None, ops.largest(each)) for each, dim in ((x, -1), (w, -2)))
+    return ops.matmul(*a, *b, None, torch.bfloat16, NVFP4, NVFP4, x[0, :1])
 
 
 def packed_along_columns(x: Tensor, w: Tensor) -> Tensor:
     """A stored weight [K, N] whose bytes hold neighbours of a column."""
     packed, scale = w.to(torch.uint8)[::2].clone(), w[::32].to(torch.uint8)
     codes = ops.unpack(packed, 0, MXFP4)
-    return ops.encoded_mm(*ops.encode(x, -1, MXFP4), codes, scale, None, torch.bfloat16, MXFP4, MXFP4)
+    return ops.matmul(*encode(x, -1, MXFP4), codes, scale, None, torch.bfloat16, MXFP4, MXFP4)
 
 
 def several_scales(x: Tensor, w: Tensor) -> Tensor:
@@ -317,7 +316,7 @@ def several_scales(x: Tensor, w: Tensor) -> Tensor:
     (a, tensor_a), (b, _) = cast(x, -1, NVFP4), cast(w.view(2, 32, 32), -2, NVFP4)
     offs = torch.tensor([10, 32], dtype=torch.int32)
     alpha = tensor_a * w[:1, :32]
-    return ops.encoded_grouped_mm(*a, *b, offs, torch.bfloat16, NVFP4, NVFP4, alpha)
+    return ops.grouped_matmul(*a, *b, offs, torch.bfloat16, NVFP4, NVFP4, alpha)
 
 
 @pytest.mark.parametrize(

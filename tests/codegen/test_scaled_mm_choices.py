@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from helpers.casts import quantize, scaled_mm
 from helpers.eager import NVIDIA, product
 from helpers.paces import mostly_slow
 from helpers.reference import sqnr_db
@@ -14,7 +15,6 @@ from torch._inductor.select_algorithm import ExternKernelCaller
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mxcompile
-from mxcompile import ops
 from mxcompile.formats.scale_tiles import untile_scale
 from mxcompile.lowering.graph.fuse import Fuse
 from mxcompile.lowering.inductor import winners
@@ -169,16 +169,16 @@ def test_what_the_vendors_arguments_mean(monkeypatch, shape, dtypes, gemm):
             sides.append(codes.double() * values)
         out.copy_((sides[0] @ sides[1].t() + bias.double()).to(out_dtype))
 
-    a = ops.quantize(torch.randn(m, k), -1, dtypes[0], "rceil", False, "128x4")
+    a = quantize(torch.randn(m, k), -1, dtypes[0], "rceil", False, "128x4")
     weight = torch.randn(n, k).mul_(torch.exp2(torch.randint(-9, 9, (n, k))))
-    b = ops.quantize(weight, -1, dtypes[1], "rceil", False, "128x4")
+    b = quantize(weight, -1, dtypes[1], "rceil", False, "128x4")
     if gemm == "wgrad":
         a = a[0].t().contiguous().t(), a[1]
     right = b[0].t() if gemm == "fprop" else b[0].t().contiguous()
     operands = (*a, right, b[1], bias)
     monkeypatch.setattr(torch, "_scaled_mm", documented)
     out = vendor.mx_vendor_scaled_mm(*operands, out=torch.empty(m, n, dtype=BF16))
-    torch.testing.assert_close(out, ops.scaled_mm(*operands, BF16), rtol=2**-7, atol=1e-3)
+    torch.testing.assert_close(out, scaled_mm(*operands, BF16), rtol=2**-7, atol=1e-3)
 
 
 def test_torch_accepts_the_vendors_arguments(monkeypatch):
@@ -189,7 +189,7 @@ def test_torch_accepts_the_vendors_arguments(monkeypatch):
     )
     with stand_in(TARGETS["sm_100"]), FakeTensorMode():
         x, w = (torch.empty(shape, dtype=BF16, device=DEVICE) for shape in ((300, 96), (272, 96)))
-        a, b = (ops.quantize(side, -1, E4M3, "rceil", False, "128x4") for side in (x, w))
+        a, b = (quantize(side, -1, E4M3, "rceil", False, "128x4") for side in (x, w))
         out = torch.empty(300, 272, dtype=BF16, device=DEVICE)
         assert vendor.mx_vendor_scaled_mm(*a, b[0].t(), b[1], out=out).shape == (300, 272)
 

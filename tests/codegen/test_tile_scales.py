@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.casts import quantize, scaled_mm
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -23,13 +24,13 @@ def _tiled(function, *inputs) -> tuple[fx.GraphModule, list[int]]:
     TileScales(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
     module.graph.lint()
     module.recompile()
-    casts = [node for node in module.graph.nodes if node.target is ops.quantize]
-    assert all((cast.meta["val"][1].ndim == 1) == ("128x4" in cast.args) for cast in casts)
+    casts = [node for node in module.graph.nodes if node.target is ops.cast]
+    assert all((cast.meta["val"][1].ndim == 1) == ("128x4" in cast.args[1][0]) for cast in casts)
     return module, [cast.meta["val"][1].ndim for cast in casts]
 
 
 def _quantize(x, dim, *square):
-    return ops.quantize(x, dim, E4M3, "rceil", *square)
+    return quantize(x, dim, E4M3, "rceil", *square)
 
 
 def _t(operand):
@@ -38,9 +39,9 @@ def _t(operand):
 
 def _step(x, w, dy):
     """fprop, dgrad and wgrad of a linear layer as the passes write them: x·wᵀ, dy·w, dyᵀ·x."""
-    y = ops.scaled_mm(*_quantize(x, -1), *_t(_quantize(w, -1)), None, BF16)
-    dx = ops.scaled_mm(*_quantize(dy, -1), *_quantize(w, -2), None, BF16)
-    dw = ops.scaled_mm(*_t(_quantize(dy, -2)), *_quantize(x, -2), None, BF16)
+    y = scaled_mm(*_quantize(x, -1), *_t(_quantize(w, -1)), None, BF16)
+    dx = scaled_mm(*_quantize(dy, -1), *_quantize(w, -2), None, BF16)
+    dw = scaled_mm(*_t(_quantize(dy, -2)), *_quantize(x, -2), None, BF16)
     return y, dx, dw
 
 
@@ -73,7 +74,7 @@ def test_lengths_of_symbolic_sizes():
     TileScales(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
     assert len(mode.shape_env.guards) == guards
     module.recompile()
-    lengths = [n.meta["val"][1].shape[0] for n in module.graph.nodes if n.target is ops.quantize]
+    lengths = [n.meta["val"][1].shape[0] for n in module.graph.nodes if n.target is ops.cast]
     assert len(lengths) == 6
     assert all(length.node.expr % 512 == 0 for length in lengths)
     others = _matrices((300, 72), (40, 72), (300, 40))
@@ -87,8 +88,8 @@ def test_a_scale_that_something_else_reads_stays():
         again = ops.dequantize(*rowwise, -1, torch.float32)  # one copy kept, the other made from it
         columnwise, weight = _quantize(again, -2), _quantize(w, -2)
         return (
-            ops.scaled_mm(*rowwise, *weight, None, BF16),
-            ops.scaled_mm(*_t(columnwise), *weight, None, BF16),
+            scaled_mm(*rowwise, *weight, None, BF16),
+            scaled_mm(*_t(columnwise), *weight, None, BF16),
         )
 
     x, w = _matrices((64, 64), (64, 96))
@@ -98,17 +99,17 @@ def test_a_scale_that_something_else_reads_stays():
 def test_a_scale_that_the_model_returns_stays():
     def step(x, w):
         a = _quantize(x, -1)
-        return ops.scaled_mm(*a, *_quantize(w, -2), None, BF16), a[1]
+        return scaled_mm(*a, *_quantize(w, -2), None, BF16), a[1]
 
     assert _tiled(step, *_matrices((64, 64), (64, 96)))[1] == [2, 1]
 
 
 def test_squares_batches_and_what_is_empty_stay():
     def squares(x, w):
-        return ops.scaled_mm(*_quantize(x, -1), *_t(_quantize(w, -1, True)), None, BF16)
+        return scaled_mm(*_quantize(x, -1), *_t(_quantize(w, -1, True)), None, BF16)
 
     def batches(x, w):
-        return ops.scaled_mm(*_quantize(x, -1), *_quantize(w, -2), None, BF16)
+        return scaled_mm(*_quantize(x, -1), *_quantize(w, -2), None, BF16)
 
     assert _tiled(squares, *_matrices((64, 64), (96, 64)))[1] == [1, 2]
     assert _tiled(batches, *_matrices((2, 64, 64), (2, 64, 96)))[1] == [2 + 1] * 2
@@ -117,7 +118,7 @@ def test_squares_batches_and_what_is_empty_stay():
 
 def test_a_weight_that_is_stored_quantized_stays():
     def step(x, w, scale):
-        return ops.scaled_mm(*_quantize(x, -1), w.t(), scale.t(), None, BF16)
+        return scaled_mm(*_quantize(x, -1), w.t(), scale.t(), None, BF16)
 
     x, w = _matrices((150, 72), (40, 72))
     stored = _quantize(w, -1)
@@ -137,15 +138,15 @@ def test_what_is_not_native_after_all_is_dequantized(transposed):
     """A backward graph holds tiled scales it was given, and dequantizes them."""
 
     def backward(a, scale_a, b, scale_b):
-        return ops.scaled_mm(a.t() if transposed else a, scale_a, b, scale_b, None, torch.float32)
+        return scaled_mm(a.t() if transposed else a, scale_a, b, scale_b, None, torch.float32)
 
     x, w = _matrices((72, 150) if transposed else (150, 72), (72, 40))
-    a = ops.quantize(x, -2 if transposed else -1, E4M3, "rceil", False, "128x4")
-    b = ops.quantize(w, -2, E4M3, "rceil", False, "128x4")
+    a = quantize(x, -2 if transposed else -1, E4M3, "rceil", False, "128x4")
+    b = quantize(w, -2, E4M3, "rceil", False, "128x4")
     module = make_fx(backward, tracing_mode="fake")(*a, *b)
     Expand(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
     module.recompile()
-    assert not [node for node in module.graph.nodes if node.target is ops.scaled_mm]
+    assert not [node for node in module.graph.nodes if node.target is ops.matmul]
     torch.testing.assert_close(module(*a, *b), backward(*a, *b), rtol=1e-5, atol=0)
 
 

@@ -17,7 +17,6 @@ from mxcompile.lowering.kernels.configs import tiled_configs
 from mxcompile.lowering.templates import configs, vendor
 
 COPY = "tcgen05.cp.cta_group::1.warpx4.32x128b"
-BOTH = "mx.quantize_both.default"
 POLICY = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 
 

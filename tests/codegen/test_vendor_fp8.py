@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers.casts import encode
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -69,7 +70,7 @@ class CheckedFnuz(Checked):
 def applied(function, *inputs, chip=CHIP):
     """The graph of `function` with its products on the vendor's GEMM, without templates, and the reasons."""
     module = make_fx(function, tracing_mode="fake")(*inputs)
-    for node in module.graph.find_nodes(op="call_function", target=ops.encoded_mm):
+    for node in module.graph.find_nodes(op="call_function", target=ops.matmul):
         set_tag(node, TAG)
     with mock.patch.object(optional, "obstacle", return_value="no templates"):
         reasons = VendorFP8(target=chip, device="cpu").apply(module.graph)
@@ -81,11 +82,11 @@ def applied(function, *inputs, chip=CHIP):
 def product(x, w, words, bias=None, left_swapped=False, right_swapped=False, dtype=torch.bfloat16):
     """x · w, each cast along the contraction, in the memory layout asked for."""
     left, right = (words, words) if isinstance(words, str) else words
-    a, sa = ops.encode(x.t().contiguous(), -2, left) if left_swapped else ops.encode(x, -1, left)
-    b, sb = ops.encode(w.t().contiguous(), -1, right) if right_swapped else ops.encode(w, -2, right)
+    a, sa = encode(x.t().contiguous(), -2, left) if left_swapped else encode(x, -1, left)
+    b, sb = encode(w.t().contiguous(), -1, right) if right_swapped else encode(w, -2, right)
     a, sa = (a.t(), sa.t()) if left_swapped else (a, sa)
     b, sb = (b.t(), sb.t()) if right_swapped else (b, sb)
-    return ops.encoded_mm(a, sa, b, sb, bias, dtype, left, right)
+    return ops.matmul(a, sa, b, sb, bias, dtype, left, right)
 
 
 @pytest.mark.parametrize("right_swapped", [False, True])
@@ -117,9 +118,9 @@ def test_rows_that_begin_between_multiples_of_16_bytes_are_copied(right: bool):
 
     def function(x, whole, scale):
         part = whole[:, :64]
-        own, own_scale = ops.encode(x, -1, word)
+        own, own_scale = encode(x, -1, word)
         sides = (own, own_scale, part.t(), scale) if right else (part, scale, own.t(), own_scale.t())
-        return ops.encoded_mm(*sides, None, torch.bfloat16, word, word)
+        return ops.matmul(*sides, None, torch.bfloat16, word, word)
 
     inputs = torch.randn(32, 64), whole, half
     module, reasons = applied(function, *inputs)
@@ -150,7 +151,7 @@ def test_scales_of_blocks_lie_as_the_gemm_reads_them(right: str, left_swapped: b
 
     module, reasons = applied(function, x, w, chip=HOPPER)
     assert reasons == []
-    assert not module.graph.find_nodes(op="call_function", target=ops.encoded_mm)
+    assert not module.graph.find_nodes(op="call_function", target=ops.matmul)
     torch.testing.assert_close(Checked(module).run(x, w), function(x, w), rtol=2**-7, atol=1e-4)
 
 
@@ -183,8 +184,8 @@ def test_what_is_not_finite_surfaces_with_the_other_bias():
     x[3, 4], x[5, 6] = torch.nan, torch.inf
 
     def function(x, w, s):
-        (a, sa), (b, sb) = ops.encode(x, -1, form, None, 0, s), ops.encode(w, -2, form, None, 0, s)
-        return ops.encoded_mm(a, sa, b, sb, None, torch.bfloat16, form, form)
+        (a, sa), (b, sb) = encode(x, -1, form, None, 0, s), encode(w, -2, form, None, 0, s)
+        return ops.matmul(a, sa, b, sb, None, torch.bfloat16, form, form)
 
     module, reasons = applied(function, x, w, scale, chip=FNUZ)
     assert reasons == []
@@ -235,7 +236,7 @@ def test_what_it_does_not_take_has_a_reason(shape, word: str, dtype: torch.dtype
         lambda x, w: product(x, w, word, dtype=dtype), torch.randn(m, k), torch.randn(k, n)
     )
     assert said in reason
-    assert module.graph.find_nodes(op="call_function", target=ops.encoded_mm)
+    assert module.graph.find_nodes(op="call_function", target=ops.matmul)
 
 
 @pytest.mark.parametrize(

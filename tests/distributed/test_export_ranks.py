@@ -7,8 +7,7 @@ from typing import Any
 import export_ranks as ranks
 import pytest
 import torch
-
-from mxcompile import ops
+from helpers.casts import quantize
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +32,7 @@ def check(step: dict[str, Any], dtype: torch.dtype, squares: tuple[str, ...]) ->
             continue
         rounding = "floor" if "down" in name else "rceil"
         square = any(word in name for word in squares)
-        elements, blocks = ops.quantize(whole[name].to(dtype), -1, torch.float8_e4m3fn, rounding, square)
+        elements, blocks = quantize(whole[name].to(dtype), -1, torch.float8_e4m3fn, rounding, square)
         assert torch.equal(codes.view(torch.uint8), elements.view(torch.uint8)), name
         assert torch.equal(scales, blocks), name
 

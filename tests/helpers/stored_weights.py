@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from helpers.casts import quantize
 from helpers.reference import round_trip
 from mxcompile import ops
 
@@ -20,7 +21,7 @@ class StoredLinear(nn.Module):
             qdata = torch.empty_like(weight, dtype=elem)
             scale = weight.new_empty(weight.shape[0], -(-weight.shape[1] // 32), dtype=torch.uint8)
         else:
-            qdata, scale = ops.quantize(weight, -1, elem, "rceil")
+            qdata, scale = quantize(weight, -1, elem, "rceil")
         self.register_buffer("qdata", qdata)
         self.register_buffer("scale", scale)
         self.bias = linear.bias

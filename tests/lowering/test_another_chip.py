@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.casts import quantize, scaled_mm
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -24,13 +25,13 @@ TAG = GemmTag(
 
 def product() -> fx.Graph:
     def function(x: Tensor, w: Tensor) -> Tensor:
-        a, b = (ops.quantize(side, -1, torch.float8_e4m3fn, "rceil") for side in (x, w))
-        return ops.scaled_mm(*a, b[0].t(), b[1].t(), None, torch.bfloat16)
+        a, b = (quantize(side, -1, torch.float8_e4m3fn, "rceil") for side in (x, w))
+        return scaled_mm(*a, b[0].t(), b[1].t(), None, torch.bfloat16)
 
     with FakeTensorMode():
         x, w = (torch.empty(256, 256, dtype=torch.bfloat16) for _ in range(2))
         graph = make_fx(function)(x, w).graph
-    (node,) = (node for node in graph.nodes if packet(node) is ops.scaled_mm.overloadpacket)
+    (node,) = (node for node in graph.nodes if packet(node) is ops.matmul.overloadpacket)
     set_tag(node, TAG)
     move(graph, DEVICE)
     return graph

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from helpers.casts import quantize
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
@@ -33,7 +34,7 @@ def inputs(queries: int = 1, heads: int = 4, keys: int = 50, dtype: torch.dtype 
     q = torch.randn(1, heads, queries, 64).to(dtype)
     cache = []
     for _ in "kv":
-        codes, scales = ops.quantize(torch.randn(1, 2, keys, 64), -1, ELEM, "rceil")
+        codes, scales = quantize(torch.randn(1, 2, keys, 64), -1, ELEM, "rceil")
         cache += [codes.view(torch.uint8), scales]
     return [q, *cache, (torch.arange(keys) < keys - 10)[None, None, None].expand(1, 1, queries, keys)]
 

@@ -5,16 +5,17 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.casts import quantize, quantize_both, values
 
 from mxcompile import ops
-from mxcompile.lowering.inductor import casts as casts  # registers the lowerings
+from mxcompile.lowering.inductor import copies as copies  # registers the lowerings
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
 
 
 def assert_same_bits(found: Any, expected: Any) -> None:
-    if isinstance(expected, tuple):
+    if isinstance(expected, list | tuple):
         for one, other in zip(found, expected, strict=True):
             assert_same_bits(one, other)
         return
@@ -70,9 +71,9 @@ def test_compiled_casts_are_bit_exact(
     def casts(x: torch.Tensor) -> Any:
         results: tuple[torch.Tensor, ...] = ()
         for dim in (-1, -2):
-            qdata, scale = ops.quantize(x, dim, elem, rounding, square)
+            qdata, scale = quantize(x, dim, elem, rounding, square)
             results += (qdata, scale, ops.dequantize(qdata, scale, dim, BF16))
-            results += (ops.quantize_dequantize(x, dim, elem, rounding, square, F32),)
+            results += (values(x, dim, elem, rounding, square, F32),)
         return results
 
     check(casts, wild(*shape, dtype=dtype))
@@ -81,9 +82,9 @@ def test_compiled_casts_are_bit_exact(
 @pytest.mark.parametrize(("shape", "dynamic"), [((33, 70), True), ((200, 300), False)])
 def test_compiled_casts_with_tiled_scales(shape: tuple[int, int], dynamic: bool):
     def casts(x: torch.Tensor) -> Any:
-        results: tuple[torch.Tensor, ...] = ops.quantize_both(x, E4M3, "rceil", "128x4")
+        results: tuple[torch.Tensor, ...] = (*quantize_both(x, E4M3, "rceil", "128x4"),)
         for dim in (-1, -2):
-            qdata, scale = ops.quantize(x, dim, E4M3, "rceil", False, "128x4")
+            qdata, scale = quantize(x, dim, E4M3, "rceil", False, "128x4")
             results += (qdata, scale, ops.dequantize(qdata, scale, dim, BF16))
         return results
 
@@ -92,7 +93,7 @@ def test_compiled_casts_with_tiled_scales(shape: tuple[int, int], dynamic: bool)
 
     x = wild(*shape)
     check(casts, x, dynamic=dynamic)
-    check(dequantized, *ops.quantize(x, -2, E4M3, "rceil", False, "128x4"), dynamic=dynamic)
+    check(dequantized, *quantize(x, -2, E4M3, "rceil", False, "128x4"), dynamic=dynamic)
 
 
 def test_every_bf16_element_compiles_to_the_same_bits():
@@ -102,11 +103,7 @@ def test_every_bf16_element_compiles_to_the_same_bits():
     x = x[x.isfinite()].view(-1, 64)
 
     def casts(x: torch.Tensor) -> Any:
-        return tuple(
-            ops.quantize_dequantize(x, dim, elem, "rceil", False, F32)
-            for dim in (-1, -2)
-            for elem in (E4M3, E5M2)
-        )
+        return tuple(values(x, dim, elem, "rceil", False, F32) for dim in (-1, -2) for elem in (E4M3, E5M2))
 
     check(casts, x)
     # again with a large leader in every block, so that the elements fall among the subnormals
@@ -125,7 +122,7 @@ def test_casts_of_computed_values_use_the_rounded_value():
 
     def casts(x: torch.Tensor, y: torch.Tensor) -> Any:
         z = product(x, y)
-        return *ops.quantize(z, -1, E4M3, "rceil"), *ops.quantize(z, -2, E4M3, "rceil")
+        return *quantize(z, -1, E4M3, "rceil"), *quantize(z, -2, E4M3, "rceil")
 
     check(casts, x, y)
 
@@ -134,8 +131,8 @@ def test_casts_of_computed_values_use_the_rounded_value():
 def test_dynamic_token_counts(shape: tuple[int, int]):
     def casts(x: torch.Tensor) -> Any:
         return (
-            *ops.quantize_both(x, E4M3, "rceil"),
-            ops.quantize_dequantize(x, -2, E4M3, "rceil", False, BF16),
+            *quantize_both(x, E4M3, "rceil"),
+            values(x, -2, E4M3, "rceil", False, BF16),
         )
 
     check(casts, torch.randn(shape, dtype=BF16), dynamic=True)
@@ -149,4 +146,4 @@ def test_sources_of_any_layout(view: str):
         "strided": torch.randn(64, 200, dtype=BF16)[:, 3:195:2],
         "batched": torch.randn(3, 64, 96, dtype=BF16),
     }[view]
-    check(lambda x: ops.quantize_both(x, E4M3, "rceil"), x)
+    check(lambda x: quantize_both(x, E4M3, "rceil"), x)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from cpp_forms import PARAMS, integer, library, pointer
+from helpers.casts import quantize
 from torch import Tensor
 
 from mxcompile import ops
@@ -101,7 +102,7 @@ def check(found: Tensor, q: Tensor, keys, values, mask: Tensor | None) -> None:
 
 
 def cast(x: Tensor, elem: str = "E4M3") -> tuple[Tensor, Tensor]:
-    qdata, scales = ops.quantize(x, -1, ELEMS[elem], "rceil")
+    qdata, scales = quantize(x, -1, ELEMS[elem], "rceil")
     return qdata, scales
 
 

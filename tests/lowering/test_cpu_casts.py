@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from cpp_forms import PARAMS, integer, library, pointer, same_bits
+from helpers.casts import quantize, values
 from torch import Tensor, nn
 from torch._inductor import config, cpp_builder
 from torch._inductor.utils import run_and_get_code
@@ -202,8 +203,8 @@ def test_both_layouts_of_a_matrix_are_one_kernel(cpp_wrapper: bool):
 
     def casts(x: Tensor) -> tuple[Tensor, ...]:
         x = x.relu() - x
-        value = ops.quantize_dequantize(x, -1, torch.float8_e4m3fn, "rceil", False, torch.bfloat16)
-        return value, *ops.quantize(x, -2, torch.float8_e4m3fn, "rceil")
+        value = values(x, -1, torch.float8_e4m3fn, "rceil", False, torch.bfloat16)
+        return value, *quantize(x, -2, torch.float8_e4m3fn, "rceil")
 
     compiled = torch.compile(casts, fullgraph=True, dynamic=True, options={"cpp_wrapper": cpp_wrapper})
     x = torch.randn(40, 100, dtype=torch.bfloat16)
@@ -220,7 +221,7 @@ def test_shapes_share_the_code():
 
     def casts(*xs: Tensor) -> list[Tensor]:
         e4m3, bf16 = torch.float8_e4m3fn, torch.bfloat16
-        return [ops.quantize_dequantize(x, dim, e4m3, "rceil", False, bf16) for x in xs for dim in (-1, -2)]
+        return [values(x, dim, e4m3, "rceil", False, bf16) for x in xs for dim in (-1, -2)]
 
     xs = [torch.randn(*shape).bfloat16() for shape in ((33, 70), (64, 64), (70, 33), (2, 40, 100))]
     compiled = torch.compile(casts, fullgraph=True, dynamic=False)

@@ -11,6 +11,7 @@ import torch
 from cpp_forms import PARAMS, integer, library, pointer
 from emulated import Library
 from every_product import ELEMS, FORMATS, SOURCE, differing, every_byte, first_codes, scale_numbers
+from helpers.casts import quantize
 from helpers.stored_weights import LEAST_DB, FeedForward, binades, expected, with_stored_weights
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
@@ -157,7 +158,7 @@ def test_sums(product: Product, m: int, n: int, k: int, dtype: torch.dtype, elem
 
 def test_a_nan_block_and_a_short_last_block(product: Product):
     """NaN stays in its row; what lies behind the end of a row counts for nothing."""
-    qdata, scales = ops.quantize(torch.ones(3, 70), -1, torch.float8_e4m3fn, "rceil")
+    qdata, scales = quantize(torch.ones(3, 70), -1, torch.float8_e4m3fn, "rceil")
     scales[1, 2] = 255
     found = product(torch.ones(1, 70, dtype=BF16), qdata, scales, None, "E4M3", F32)
     assert found[0, [0, 2]].tolist() == [70.0, 70.0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.casts import encode
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -27,30 +28,28 @@ INNERMOST = {"rows": (-1, None), "columns": (None, -2), "K": (-2, -1)}
 """By the form: the dimension of each operand in which no group ends; of stacks both are right."""
 
 
-def lowered(shapes, transposed: bool, word: str = "") -> fx.Graph:
+def lowered(shapes, transposed: bool, word: str = "e4m3 1x32 rceil") -> fx.Graph:
     """The graph of a grouped product of operands cast along the contraction; stored transposed or not."""
 
     def cast(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
         dim = -3 - dim if transposed else dim
-        made = ops.encode(x, dim, word) if word else ops.quantize(x, dim, torch.float8_e4m3fn, "rceil")
+        made = encode(x, dim, word)
         return tuple(side.mT for side in made) if transposed else made
 
     def function(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
         sides = *cast(a, -1), *cast(b, -2)
-        if word:
-            return ops.encoded_grouped_mm(*sides, offs, torch.bfloat16, word, word)
-        return ops.scaled_grouped_mm(*sides, offs, torch.bfloat16)
+        return ops.grouped_matmul(*sides, offs, torch.bfloat16, word, word)
 
     with FakeTensorMode():
         a, b = (torch.empty(*batch, *(n, m) if transposed else (m, n)) for *batch, m, n in shapes)
         graph = make_fx(function)(a, b, torch.empty(4, dtype=torch.int32)).graph
-    (node,) = (node for node in graph.nodes if packet(node) in ops.GROUPED)
+    (node,) = (node for node in graph.nodes if node.target is ops.grouped_matmul)
     set_tag(node, TAG)
     pipeline.run(graph, TARGETS["cpu_bf16"], torch.device("cpu"))
     return graph
 
 
-@pytest.mark.parametrize("word", ["", "e4m3 1x128 pow2", "e4m3 channel nearest"])
+@pytest.mark.parametrize("word", ["e4m3 1x32 rceil", "e4m3 1x128 pow2", "e4m3 channel nearest"])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("form", SHAPES)
 def test_groups_begin_at_rows_in_memory(form: str, transposed: bool, word: str):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.casts import quantize, quantize_both, values
 from test_casts import assert_same_bits, wild
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
@@ -45,10 +46,10 @@ def code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 )
 def test_casts(code: Any, shape: tuple[int, int], elem: torch.dtype, rounding: str):
     def function(x: Tensor) -> tuple[Tensor, ...]:
-        made: tuple[Tensor, ...] = ops.quantize_both(x, elem, rounding)
+        made: tuple[Tensor, ...] = quantize_both(x, elem, rounding)
         rowwise, scale, *_ = made
         value = ops.dequantize(rowwise, scale, -1, torch.bfloat16)
-        return *made, value, ops.quantize_dequantize(x, -2, elem, rounding, False, torch.float32)
+        return *made, value, values(x, -2, elem, rounding, False, torch.float32)
 
     x = wild(*shape, dtype=torch.float32)
     assert_same_bits(code(function, x), function(x))
@@ -59,8 +60,8 @@ def test_every_bf16_element(code: Any, elem: torch.dtype):
     """All finite values, also below a leader that makes subnormals of them."""
 
     def function(x: Tensor) -> tuple[Tensor, ...]:
-        qdata, scale = ops.quantize(x, -1, elem, "rceil")
-        return qdata, scale, ops.quantize_dequantize(x, -1, elem, "rceil", False, torch.float32)
+        qdata, scale = quantize(x, -1, elem, "rceil")
+        return qdata, scale, values(x, -1, elem, "rceil", False, torch.float32)
 
     x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     x = x[x.isfinite()].view(-1, 64)

@@ -82,7 +82,7 @@ def test_an_invalid_graph_names_the_pass_that_left_it(monkeypatch):
 
 
 EVERYWHERE = ("cached_attention", "weight_only", "expand", "split_casts", "name_kernels")
-NATIVE = {"as_mx", "native", "fuse", "pair"}
+NATIVE = {"as_mx", "native", "fuse", "merge_casts"}
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ NATIVE = {"as_mx", "native", "fuse", "pair"}
     [
         ("cpu_bf16", [], set()),
         ("cpu_fp32", [], {"promote"}),
-        ("sm_80", [], {"collect", "couple"}),
+        ("sm_80", [], {"merge_casts", "couple"}),
         ("gfx950", ["vendor_fp8", "packed"], NATIVE | {"vendor_fp8", "fp8_layouts", "packed", "pair_fp4"}),
         (
             "sm_100",

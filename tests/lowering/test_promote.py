@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.casts import quantize
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
@@ -137,7 +138,7 @@ def test_an_operand_is_widened_once():
 
 
 def test_dequantized_operands_are_dequantized_to_fp32():
-    codes, scales = ops.quantize(randn(9, 70), -1, torch.float8_e4m3fn, "rceil")
+    codes, scales = quantize(randn(9, 70), -1, torch.float8_e4m3fn, "rceil")
     graph_module = captured(
         lambda x, q, s: x @ ops.dequantize(q, s, -1, BF16).t(), randn(5, 70), codes, scales
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.casts import encode
 from test_casts import assert_same_bits, wild
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from mxcompile import ops
 def test_casts(word: str, shape: tuple[int, int], dim: int, dtype: torch.dtype):
     def function(x: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
         amax = ops.largest(x) if "two-level" in word else None
-        qdata, scale = ops.encode(x, dim, word, seed, 3, None, amax)
+        qdata, scale = encode(x, dim, word, seed, 3, None, amax)
         return qdata, scale, ops.round_with(x, scale, dim, word, True, torch.float32, seed, 4, amax)
 
     seed = torch.tensor([4294967295])

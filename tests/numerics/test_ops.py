@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.casts import both, mx, operand_copies, operand_words, quantize, scaled_grouped_mm, scaled_mm
 from helpers.reference import round_trip
 from torch.library import opcheck
 
@@ -19,15 +20,13 @@ WITHOUT_SCHEMA = ("test_autograd_registration", "test_faketensor", "test_aot_dis
 def test_casts_pass_opcheck(shape: tuple[int, ...], square: bool):
     x = torch.randn(shape, dtype=BF16)
     for dim in (-1, -2):
-        opcheck(ops.quantize, (x, dim, E4M3, "rceil", square))
-        opcheck(ops.quantize_dequantize, (x, dim, E5M2, "floor", square, BF16))
-        qdata, scale = ops.quantize(x, dim, E4M3, "rceil", square)
+        opcheck(ops.cast, (x, mx(dim, E4M3, "rceil", square)))
+        opcheck(ops.cast, (x, mx(dim, E5M2, "floor", square, dtype=BF16)))
+        qdata, scale = quantize(x, dim, E4M3, "rceil", square)
         opcheck(ops.dequantize, (qdata, scale, dim, BF16), test_utils=WITHOUT_SCHEMA)
-    opcheck(ops.quantize_both, (x, E4M3, "even"))
-    opcheck(ops.quantize_two, (x, x + 1, E4M3, "even"))
-    opcheck(ops.quantize_operands, (x, None, E4M3, "even", BF16, "values", "codes"))
-    opcheck(ops.quantize_operands, (x, x + 1, E4M3, "rceil", torch.float32, "codes", "none"))
-    opcheck(ops.quantize_operands, (x, None, E5M2, "floor", BF16, "squares", "none"))
+    opcheck(ops.cast, (x, both(E4M3, "even")))
+    opcheck(ops.cast, (x, both(E4M3, "even"), None, 0, None, None, x + 1))
+    opcheck(ops.cast, (x, operand_copies(E4M3, "even", BF16, "values", "codes")))
     tiles = torch.full((*x.shape[:-2], *(-(-size // 32) for size in x.shape[-2:])), 127, dtype=torch.uint8)
     opcheck(ops.dequantize_tiles, (x.to(E4M3), tiles, "rceil", BF16), test_utils=WITHOUT_SCHEMA)
 
@@ -35,10 +34,11 @@ def test_casts_pass_opcheck(shape: tuple[int, ...], square: bool):
 @pytest.mark.parametrize("batch", [(), (3,)])
 @pytest.mark.parametrize("bias", [None, 30])
 def test_products_pass_opcheck(batch: tuple[int, ...], bias: int | None):
-    a, scale_a = ops.quantize(torch.randn(*batch, 40, 70), -1, E4M3, "rceil")
-    b, scale_b = ops.quantize(torch.randn(*batch, 70, 30), -2, E5M2, "rceil")
+    a, scale_a = quantize(torch.randn(*batch, 40, 70), -1, E4M3, "rceil")
+    b, scale_b = quantize(torch.randn(*batch, 70, 30), -2, E5M2, "rceil")
     added = None if bias is None else torch.randn(bias)
-    opcheck(ops.scaled_mm, (a, scale_a, b, scale_b, added, BF16), test_utils=WITHOUT_SCHEMA)
+    words = operand_words(E4M3, E5M2)
+    opcheck(ops.matmul, (a, scale_a, b, scale_b, added, BF16, *words), test_utils=WITHOUT_SCHEMA)
 
 
 GROUPED = {  # shapes of the operands, and along what their groups lie
@@ -63,9 +63,8 @@ def test_tiled_scales(shape: tuple[int, int]):
     x = torch.randn(shape).mul_(torch.exp2(torch.randint(-40, 40, shape)))
     for dim in (-1, -2, 0, 1):
         arguments = (x, dim, E4M3, "rceil", False, "128x4")
-        opcheck(ops.quantize, arguments)
-        qdata, tiled = ops.quantize(*arguments)
-        expected, scale = ops.quantize(x, dim, E4M3, "rceil")
+        qdata, tiled = quantize(*arguments)
+        expected, scale = quantize(x, dim, E4M3, "rceil")
         assert torch.equal(qdata.view(torch.uint8), expected.view(torch.uint8))
         rows = scale if dim in (-1, 1) else scale.t()
         assert tiled.shape == (-(-rows.shape[0] // 128) * -(-rows.shape[1] // 4) * 512,)
@@ -75,8 +74,7 @@ def test_tiled_scales(shape: tuple[int, int]):
         opcheck(ops.dequantize, (qdata, tiled, dim, BF16), test_utils=WITHOUT_SCHEMA)
         found = ops.dequantize(qdata, tiled, dim, torch.float32)
         assert torch.equal(found, ops.dequantize(qdata, scale, dim, torch.float32))
-    opcheck(ops.quantize_both, (x, E4M3, "even", "128x4"))
-    opcheck(ops.quantize_two, (x, x + 1, E4M3, "even", "128x4"))
+    opcheck(ops.cast, (x, both(E4M3, "even", "128x4"), None, 0, None, None, x + 1))
 
 
 def swizzled_places(rows: int, blocks: int) -> torch.Tensor:
@@ -88,55 +86,55 @@ def swizzled_places(rows: int, blocks: int) -> torch.Tensor:
 
 def test_only_scales_of_a_matrix_are_tiled():
     with pytest.raises(FormatError, match="a tensor of 3 dimensions cannot be tiled"):
-        ops.quantize(torch.randn(2, 3, 4), -1, E4M3, "rceil", False, "128x4")
+        quantize(torch.randn(2, 3, 4), -1, E4M3, "rceil", False, "128x4")
     with pytest.raises(FormatError, match=r"128x5.*row-major"):
-        ops.quantize(torch.randn(3, 4), -1, E4M3, "rceil", False, "128x5")
+        quantize(torch.randn(3, 4), -1, E4M3, "rceil", False, "128x5")
 
 
 @pytest.mark.parametrize("tiled", [(True, True), (True, False), (False, True)])
 def test_each_operand_has_its_own_scale_layout(tiled: tuple[bool, bool]):
     x, w = torch.randn(150, 200), torch.randn(200, 40)
     layouts = ["128x4" if is_tiled else "row-major" for is_tiled in tiled]
-    a = ops.quantize(x, -1, E4M3, "rceil", False, layouts[0])
-    b = ops.quantize(w.t().contiguous(), -1, E5M2, "rceil", False, layouts[1])
+    a = quantize(x, -1, E4M3, "rceil", False, layouts[0])
+    b = quantize(w.t().contiguous(), -1, E5M2, "rceil", False, layouts[1])
     b_scale = b[1] if tiled[1] else b[1].t()  # a tiled scale has no transpose
     arguments = (*a, b[0].t(), b_scale, None, torch.float32)
-    opcheck(ops.scaled_mm, arguments, test_utils=WITHOUT_SCHEMA)
+    opcheck(ops.matmul, (*arguments, *operand_words(E4M3, E5M2)), test_utils=WITHOUT_SCHEMA)
     exact = round_trip(x, 1).double() @ round_trip(w, 0, "e5m2").double()
-    torch.testing.assert_close(ops.scaled_mm(*arguments).double(), exact, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(scaled_mm(*arguments).double(), exact, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("bias", [None, 30])
 @pytest.mark.parametrize("competes", [False, True])
 def test_a_product_that_casts_passes_opcheck_and_means_the_same(competes: bool, bias: int | None):
     x, added = torch.randn(40, 70, dtype=BF16), None if bias is None else torch.randn(bias)
-    a, b = ops.quantize(x, -1, E5M2, "even"), ops.quantize(torch.randn(70, 30), -2, E4M3, "rceil")
+    a, b = quantize(x, -1, E5M2, "even"), quantize(torch.randn(70, 30), -2, E4M3, "rceil")
     arguments = (x, *b, added, E5M2, "even", BF16, *(a if competes else ()))
     opcheck(ops.quantize_mm, arguments, test_utils=WITHOUT_SCHEMA)
-    assert torch.equal(ops.quantize_mm(*arguments), ops.scaled_mm(*a, *b, added, BF16))
+    assert torch.equal(ops.quantize_mm(*arguments), scaled_mm(*a, *b, added, BF16))
 
 
 def test_grouped_product_passes_opcheck():
-    a, scale_a = ops.quantize(torch.randn(40, 64), -1, E4M3, "rceil")
-    b, scale_b = ops.quantize(torch.randn(3, 64, 32), -2, E4M3, "rceil")
+    a, scale_a = quantize(torch.randn(40, 64), -1, E4M3, "rceil")
+    b, scale_b = quantize(torch.randn(3, 64, 32), -2, E4M3, "rceil")
     offs = torch.tensor([10, 10, 40], dtype=torch.int32)
     arguments = (a, scale_a, b, scale_b, offs, BF16)
-    opcheck(ops.scaled_grouped_mm, arguments, test_utils=WITHOUT_SCHEMA)
+    opcheck(ops.grouped_matmul, (*arguments, *operand_words(E4M3, E4M3)), test_utils=WITHOUT_SCHEMA)
 
 
 def test_scaled_mm_is_the_product_of_what_its_operands_stand_for():
     x, w, bias = torch.randn(48, 100), torch.randn(100, 72), torch.randn(72)
-    a, b = ops.quantize(x, -1, E4M3, "rceil"), ops.quantize(w, -2, E4M3, "rceil")
+    a, b = quantize(x, -1, E4M3, "rceil"), quantize(w, -2, E4M3, "rceil")
     exact = round_trip(x, 1).double() @ round_trip(w, 0).double() + bias.double()
-    found = ops.scaled_mm(*a, *b, bias, torch.float32)
+    found = scaled_mm(*a, *b, bias, torch.float32)
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-4)
-    assert torch.equal(ops.scaled_mm(*a, *b, bias, BF16), found.to(BF16))
+    assert torch.equal(scaled_mm(*a, *b, bias, BF16), found.to(BF16))
 
 
 def test_square_tiles_share_their_scale_in_both_layouts():
     x = torch.randn(70, 100)
-    rowwise, row_scale = ops.quantize(x, -1, E4M3, "rceil", True)
-    columnwise, col_scale = ops.quantize(x, -2, E4M3, "rceil", True)
+    rowwise, row_scale = quantize(x, -1, E4M3, "rceil", True)
+    columnwise, col_scale = quantize(x, -2, E4M3, "rceil", True)
     assert torch.equal(rowwise.view(torch.uint8), columnwise.view(torch.uint8))
     tiles = row_scale[::32]
     assert torch.equal(row_scale, tiles.repeat_interleave(32, 0)[:70])
@@ -148,8 +146,8 @@ def test_square_tiles_share_their_scale_in_both_layouts():
 def test_grouped_reference_is_one_product_per_group():
     x, w = torch.randn(40, 64), torch.randn(3, 64, 32)
     offs = torch.tensor([10, 10, 40], dtype=torch.int32)
-    a, b = ops.quantize(x, -1, E4M3, "rceil"), ops.quantize(w, -2, E4M3, "rceil")
-    found = ops.scaled_grouped_mm(*a, *b, offs, torch.float32)
-    one = ops.scaled_mm(a[0][:10], a[1][:10], b[0][0], b[1][0], None, torch.float32)
-    three = ops.scaled_mm(a[0][10:], a[1][10:], b[0][2], b[1][2], None, torch.float32)
+    a, b = quantize(x, -1, E4M3, "rceil"), quantize(w, -2, E4M3, "rceil")
+    found = scaled_grouped_mm(*a, *b, offs, torch.float32)
+    one = scaled_mm(a[0][:10], a[1][:10], b[0][0], b[1][0], None, torch.float32)
+    three = scaled_mm(a[0][10:], a[1][10:], b[0][2], b[1][2], None, torch.float32)
     torch.testing.assert_close(found, torch.cat([one, three]))

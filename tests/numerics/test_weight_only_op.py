@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.casts import quantize, scaled_mm
 from helpers.reference import round_trip
 from torch.library import opcheck
 
@@ -18,7 +19,7 @@ WITHOUT_SCHEMA = ("test_autograd_registration", "test_faketensor", "test_aot_dis
 @pytest.mark.parametrize("rows", [0, 1, 5])
 @pytest.mark.parametrize("elem", [E4M3, E5M2], ids=str)
 def test_passes_opcheck(elem: torch.dtype, rows: int, bias: int | None):
-    qdata, scale = ops.quantize(torch.randn(30, 70), -1, elem, "rceil")
+    qdata, scale = quantize(torch.randn(30, 70), -1, elem, "rceil")
     added = None if bias is None else torch.randn(bias)
     arguments = (torch.randn(rows, 70, dtype=torch.bfloat16), qdata, scale, added, torch.bfloat16)
     opcheck(ops.weight_only_mm, arguments, test_utils=WITHOUT_SCHEMA)
@@ -27,14 +28,14 @@ def test_passes_opcheck(elem: torch.dtype, rows: int, bias: int | None):
 def test_is_the_product_with_what_the_weight_stands_for():
     x, w, bias = torch.randn(6, 100), torch.randn(72, 100), torch.randn(72)
     exact = x.double() @ round_trip(w, 1).double().t() + bias.double()
-    found = ops.weight_only_mm(x, *ops.quantize(w, -1, E4M3, "rceil"), bias, torch.float32)
+    found = ops.weight_only_mm(x, *quantize(w, -1, E4M3, "rceil"), bias, torch.float32)
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-4)
 
 
 def test_a_quantized_activation_gives_what_two_mx_operands_give():
     x, w = torch.randn(6, 100), torch.randn(72, 100)
-    a, (qdata, scale) = ops.quantize(x, -1, E4M3, "rceil"), ops.quantize(w, -1, E4M3, "rceil")
-    both = ops.scaled_mm(*a, qdata.t(), scale.t(), None, torch.float32)
+    a, (qdata, scale) = quantize(x, -1, E4M3, "rceil"), quantize(w, -1, E4M3, "rceil")
+    both = scaled_mm(*a, qdata.t(), scale.t(), None, torch.float32)
     one = ops.weight_only_mm(
         ops.dequantize(*a, -1, torch.bfloat16), qdata, scale, None, torch.float32
     )  # E4M3 times a power of two is exact in BF16

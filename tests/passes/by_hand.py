@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from helpers.casts import mx
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from mxcompile import ops
 from mxcompile.graph.tags import GemmTag, Kind, set_tag
 from mxcompile.policy import Gemm
 
@@ -49,6 +51,11 @@ class Hand:
         with self.mode:
             node.meta["val"] = target(*given[0], **given[1])
         return node
+
+    def quantize(self, x: fx.Node, dim: int, *how: Any) -> fx.Node:
+        """A cast of `x` to MXFP8 along `dim`."""
+        rank = x.meta["val"].ndim
+        return self.call(ops.cast, x, mx(dim % rank - rank, *how))
 
     def gemm(self, target: Any, *args: Any, kind: Kind = Kind.LINEAR, **facts: Any) -> fx.Node:
         """A call that is a GEMM. facts: of its tag; its layer is itself unless they say another."""

@@ -66,11 +66,11 @@ def test_backward_reads_the_copy_in_the_place_of_the_value():
 
 def test_the_cast_of_backward_is_what_is_kept():
     pair = Pair()
-    cast = pair.backward.call(ops.quantize, pair.end, 0, E4M3, "floor")
+    cast = pair.backward.quantize(pair.end, 0, E4M3, "floor")
     elements = pair.backward.call(operator.getitem, cast, 0)
     values = pair.backward.call(aten.mul.Tensor, pair.end, pair.dy)
     assert pair.compress(elements, values)
-    assert not calls(pair.graphs[1], ops.quantize)
+    assert not calls(pair.graphs[1], ops.cast)
     (_, scales), (codes, gradient) = pair.run(X, W, DY)
     assert scales.shape == (2, 64)
     expected = round_trip(2 * X, 0, rounding="floor")
@@ -99,7 +99,7 @@ def test_what_a_product_in_full_precision_reads_is_saved_as_it_is():
 
 def test_two_different_copies_are_not_kept():
     pair = Pair()
-    casts = [pair.backward.call(ops.quantize, pair.end, dim, E4M3, "rceil") for dim in (0, 1)]
+    casts = [pair.backward.quantize(pair.end, dim, E4M3, "rceil") for dim in (0, 1)]
     assert not pair.compress(*(pair.backward.call(operator.getitem, cast, 0) for cast in casts))
 
 
@@ -112,7 +112,7 @@ def by_rows(*symbolic: int) -> tuple[fx.Graph, fx.Graph]:
     backward = Hand(forward.mode)
     end = backward.graph.placeholder(h.name)
     end.meta["val"] = h.meta["val"]
-    cast = backward.call(ops.quantize, backward.call(aten.view.default, end, [-1, 64]), 0, E4M3, "rceil")
+    cast = backward.quantize(backward.call(aten.view.default, end, [-1, 64]), 0, E4M3, "rceil")
     codes = backward.call(operator.getitem, cast, 0)
     return forward.output(y, h), backward.output(codes, backward.call(aten.mul.Tensor, end, 3))
 

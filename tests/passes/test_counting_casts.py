@@ -11,6 +11,7 @@ from torch import fx, nn
 import mxcompile
 from mxcompile import ops
 from mxcompile.lowering import pipeline
+from mxcompile.ops.view import Casts
 from mxcompile.policy.presets import PRESETS
 
 pytestmark = pytest.mark.usefixtures("in_this_process")
@@ -31,20 +32,19 @@ def copies(graph: fx.Graph) -> set[Any]:
     made: set[Any] = set()
     for node in graph.nodes:
         source, *how = node.args or (None,)
-        if node.target in (ops.quantize, ops.quantize_dequantize, ops.encode_with, ops.round_with):
-            made.add((source, how[1 if node.target in (ops.encode_with, ops.round_with) else 0] % 2))
-        elif node.target is ops.quantize_both:
-            made |= {(source, 0), (source, 1)}
-        elif node.target is ops.quantize_operands:
-            sides = [side for side, form in ((1, node.args[5]), (0, node.args[6])) if form != "none"]
-            made |= {(each, side) for each in node.args[:2] if each is not None for side in sides}
+        if node.target in (ops.encode_with, ops.round_with):
+            made.add((source, how[1] % 2))
+        elif node.target is ops.cast:
+            cast = Casts.read(node)
+            dims = [copy.dim for copy in cast.each]
+            made |= {(each, dim % 2) for each in (cast.x, cast.y) if each is not None for dim in dims}
         elif node.target is ops.quantize_mm:
             made.add((source, 1))
         elif node.target is ops.encode_layouts:
             made |= {(source, side) for side, scale in enumerate(how[1:3]) if scale is not None}
         elif node.target is ops.encode_blocks:
             made |= {(source, side) for side, wanted in enumerate(how[1:3]) if wanted}
-        assert node.target not in (ops.encode, ops.encode_transposed, ops.quantize_two)
+        assert node.target is not ops.encode_transposed
     return made
 
 

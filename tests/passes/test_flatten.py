@@ -7,6 +7,7 @@ import operator
 import pytest
 import torch
 from by_hand import Hand, calls, run
+from helpers.casts import quantize
 from torch import fx
 
 from mxcompile import ops
@@ -20,7 +21,7 @@ def partitioned(dim: int, symbolic: tuple[int, ...]) -> tuple[fx.Graph, fx.Graph
     """x[80, 48] cast along `dim`: forward returns x + 1 and saves the cast, backward returns both parts."""
     forward = Hand()
     x = forward.input("x", 80, 48, symbolic=symbolic)
-    cast = forward.call(ops.quantize, x, dim, E4M3, "rceil")
+    cast = forward.quantize(x, dim, E4M3, "rceil")
     saved = [forward.call(operator.getitem, cast, index) for index in range(2)]
     backward = Hand(forward.mode)
     ends = []
@@ -41,7 +42,7 @@ def test_a_scale_over_tokens_crosses_as_a_vector():
     x = torch.randn(80, 48, generator=torch.Generator().manual_seed(0))
     _, elements, scales = run(forward, x)
     assert scales.shape == (3 * 48,)
-    expected = ops.quantize(x, 0, E4M3, "rceil")
+    expected = quantize(x, 0, E4M3, "rceil")
     values = run(backward, elements, scales)
     assert all(
         map(torch.equal, (v.view(torch.uint8) for v in values), (e.view(torch.uint8) for e in expected))

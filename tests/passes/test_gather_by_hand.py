@@ -17,6 +17,7 @@ from mxcompile.graph.tags import Kind, tag_of
 from mxcompile.passes.gather import Gather
 from mxcompile.policy import Choice, Code, Gemm, Reason, Sent
 
+WORDS = (str(Format()), str(Format()))
 C10D = torch.ops._c10d_functional
 SEND, WAIT = C10D.all_gather_into_tensor.default, C10D.wait_tensor.default
 E4M3, RANKS = torch.float8_e4m3fn, 3
@@ -50,7 +51,7 @@ def gathered(steps: Steps, *dims: int, dtype: torch.dtype = torch.float32) -> fx
     hand = Hand()
     x = hand.input("x", 4, 10, 64, dtype=dtype)
     whole = steps(hand, hand.call(WAIT, hand.call(SEND, x, RANKS, "0")))
-    casts = [hand.call(ops.quantize, whole, dim, E4M3, "rceil") for dim in dims]
+    casts = [hand.quantize(whole, dim, E4M3, "rceil") for dim in dims]
     return hand.output(*(hand.call(operator.getitem, cast, part) for cast in casts for part in (0, 1)))
 
 
@@ -212,13 +213,13 @@ def test_both_operands_that_travel_as_they_are_have_a_reason():
     casts = []
     for name in ("dy", "x"):
         source = rows(hand, hand.call(WAIT, hand.call(SEND, hand.input(name, 4, 10, 64), RANKS, "0")))
-        cast = hand.call(ops.quantize, source, 0, E4M3, "rceil")
+        cast = hand.quantize(source, 0, E4M3, "rceil")
         casts.append([hand.call(operator.getitem, cast, part) for part in (0, 1)])
     (dy, dy_scale), (x, x_scale) = casts
     turned = hand.call(aten.permute.default, dy, [1, 0]), hand.call(aten.permute.default, dy_scale, [1, 0])
     facts = {"gemm": Gemm.WGRAD, "tensors": ("dy", "x"), "sent": Sent.MXFP8, "formats": (Format(), Format())}
     choice = Choice(precision="mxfp8", reason=Reason(Code.PRESET, "nvidia"))
-    product = hand.gemm(ops.scaled_mm, *turned, x, x_scale, None, torch.bfloat16, choice=choice, **facts)
+    product = hand.gemm(ops.matmul, *turned, x, x_scale, None, torch.bfloat16, *WORDS, choice=choice, **facts)
     graph = hand.output(product)
     Gather().apply(graph)
     tag = tag_of(product)

@@ -6,19 +6,22 @@ from dataclasses import fields
 
 import pytest
 import torch
+from helpers.casts import quantize
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mxcompile import ops
+from mxcompile.formats import Copy, Format
 from mxcompile.graph.opsets import aten
 from mxcompile.graph.transpose import readers
 from mxcompile.ops import view
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
-WORD = "e4m3 tensor nearest"
+WORD, OTHER = str(Format()), "e4m3 tensor nearest"
+COPIES = [str(Copy(format=Format()))]
 KINDS = (
     view.Cast,
-    view.Encode,
+    view.Casts,
     view.EncodeTransposed,
     view.Dequantize,
     view.DequantizeTiles,
@@ -34,10 +37,10 @@ def call(target, *arguments, **named) -> fx.Node:
 
 
 def test_defaults_and_keywords_are_read():
-    plain = view.Cast.read(call(ops.quantize, "a", -1, E4M3, "rceil"))
-    assert (plain.square, plain.scale_layout, plain.dtype) == (False, "row-major", None)
-    named = view.Cast.read(call(ops.quantize, "a", -1, E4M3, "rceil", scale_layout="128x4"))
-    assert (named.square, named.scale_layout) == (False, "128x4")
+    plain = view.Cast.read(call(ops.cast, "a", COPIES))
+    assert (plain.stream, plain.scale, plain.copy, plain.side) == (0, None, Copy(format=Format()), -1)
+    named = view.Cast.read(call(ops.cast, "a", COPIES, scale="b"))
+    assert (str(named.scale), named.fmt) == ("b", "e4m3 1x32 rceil")
 
 
 def test_arguments_of_aten_are_read_by_name():
@@ -52,31 +55,29 @@ def test_arguments_of_aten_are_read_by_name():
 
 
 def test_an_operator_lacks_what_others_have():
-    values = view.Cast.read(call(ops.quantize_dequantize, "a", -2, E4M3, "floor", True, BF16))
-    assert (values.square, values.dtype, values.scale_layout) == (True, BF16, "row-major")
-    product = view.Product.read(call(ops.scaled_mm, "a", "b", "c", "d", None, BF16))
-    assert (product.words, product.forms, product.extra, product.is_grouped) == (("", ""), (), None, False)
-    grouped = view.Product.read(call(ops.scaled_grouped_mm, "a", "b", "c", "d", "e", BF16))
-    assert grouped.is_grouped
+    product = view.Product.read(call(ops.matmul, "a", "b", "c", "d", None, BF16, WORD, OTHER))
+    assert (product.words, product.extra, product.is_grouped) == ((WORD, OTHER), None, False)
+    assert not product.is_mx
+    grouped = view.Product.read(call(ops.grouped_matmul, "a", "b", "c", "d", "e", BF16, WORD, WORD))
+    assert (grouped.is_grouped, grouped.is_mx, grouped.is_packed) == (True, True, False)
     assert [str(node) for side in grouped.sides for node in side] == ["a", "b", "c", "d"]
     assert str(grouped.extra) == "e"
 
 
 def test_other_calls_have_no_view():
     node = call(aten.mm.default, "a", "b")
-    assert view.Cast.of(node) is view.Product.of(node) is view.Encode.of(None) is None
+    assert view.Cast.of(node) is view.Product.of(node) is view.Cast.of(None) is None
     with pytest.raises(AssertionError, match="is not a call of Cast"):
         view.Cast.read(node)
 
 
 def test_a_call_is_made_again_with_changes():
-    cast = view.Cast.read(call(ops.quantize, "a", -1, E4M3, "rceil", False, "row-major"))
-    assert cast.arguments() == (cast.x, -1, E4M3, "rceil")
-    assert cast.arguments(scale_layout="128x4") == (cast.x, -1, E4M3, "rceil", False, "128x4")
-    encode = view.Encode.read(call(ops.encode, "a", -1, WORD, None, 0, "b"))
-    assert encode.arguments(stream=3) == (encode.x, -1, WORD, None, 3, encode.scale)
+    cast = view.Cast.read(call(ops.cast, "a", COPIES, None, 0))
+    assert cast.arguments() == (cast.x, COPIES)
+    known = view.Cast.read(call(ops.cast, "a", COPIES, None, 0, "b"))
+    assert known.arguments(stream=3) == (known.x, COPIES, None, 3, known.scale)
     with pytest.raises(AssertionError, match="has no argument"):
-        cast.arguments(seed=None)
+        cast.arguments(square=True)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -88,10 +89,8 @@ def test_fields_are_arguments_of_the_operators(kind: type[view.View]):
 
 
 def test_results_and_who_made_them():
-    module = make_fx(lambda x: ops.quantize(x, -1, E4M3, "rceil")[1] + 1, tracing_mode="fake")(
-        torch.randn(4, 64)
-    )
-    (cast,) = module.graph.find_nodes(op="call_function", target=ops.quantize)
+    module = make_fx(lambda x: quantize(x, -1, E4M3, "rceil")[1] + 1, tracing_mode="fake")(torch.randn(4, 64))
+    (cast,) = module.graph.find_nodes(op="call_function", target=ops.cast)
     results = dict(view.results_of(cast))
     assert view.result_of(results[1]) == (cast, 1)
     assert view.result_of(cast) == (None, -1)

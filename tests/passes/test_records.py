@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.blocks import WIDTH, Attention, Explicit, SwiGLU, block, features
+from helpers.casts import quantize, scaled_mm
 from helpers.eager_backend import EagerBackend
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -170,12 +171,12 @@ def test_an_undecided_matmul_is_an_error():
 
 def test_scales_of_another_dimension_are_an_error():
     def product(x: Tensor, w: Tensor) -> Tensor:
-        qx, sx = ops.quantize(x, -2, torch.float8_e4m3fn, "rceil")
-        qw, sw = ops.quantize(w, -2, torch.float8_e4m3fn, "rceil")
-        return ops.scaled_mm(qx, sx, qw, sw, None, torch.float32)
+        qx, sx = quantize(x, -2, torch.float8_e4m3fn, "rceil")
+        qw, sw = quantize(w, -2, torch.float8_e4m3fn, "rceil")
+        return scaled_mm(qx, sx, qw, sw, None, torch.float32)
 
     graph = traced(product, torch.randn(64, 96), torch.randn(96, 32))
-    set_tag(next(n for n in graph.nodes if n.target is ops.scaled_mm), *tags_of(matmul(decided_graph())))
+    set_tag(next(n for n in graph.nodes if n.target is ops.matmul), *tags_of(matmul(decided_graph())))
     with pytest.raises(VerificationError, match="reads scales"):
         verify(graph, "test", decided=True)
 

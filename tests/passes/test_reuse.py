@@ -7,6 +7,7 @@ import operator
 import pytest
 import torch
 from by_hand import Hand, calls, run
+from helpers.casts import codes, quantize
 from torch import fx
 
 import mxcompile
@@ -30,13 +31,13 @@ def recast(
     values = hand.call(ops.dequantize, codes, scales, -1, between)
     if transposed:
         values = hand.call(aten.permute.default, values, [1, 0])
-    cast = hand.call(ops.quantize, values, dim, elem, rounding)
+    cast = hand.quantize(values, dim, elem, rounding)
     return hand.output(*(hand.call(operator.getitem, cast, part) for part in (0, 1)))
 
 
 def stored() -> list[torch.Tensor]:
     x = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
-    return [*ops.quantize(x * x.exp(), -1, E4M3, "rceil")]
+    return [*quantize(x * x.exp(), -1, E4M3, "rceil")]
 
 
 @pytest.mark.parametrize("between", [FP32, torch.bfloat16])
@@ -44,7 +45,7 @@ def stored() -> list[torch.Tensor]:
 def test_what_is_stored_is_read(dim: int, transposed: bool, between: torch.dtype):
     graph = recast(dim, transposed=transposed, between=between)
     Reuse().apply(graph)
-    assert not calls(graph, ops.quantize)
+    assert not calls(graph, ops.cast)
     assert not calls(graph, ops.dequantize)
     parts = stored()
     expected = [part.T for part in parts] if transposed else parts
@@ -84,14 +85,14 @@ def two_level(
     sides, known = [], []
     for source, along, word in ((x, -1, stored_form), (values, dim, form)):
         amax = hand.call(ops.largest, source)
-        cast = hand.call(ops.encode, source, along, word, None, 0, None, amax)
+        cast = hand.call(ops.cast, source, codes(along, word), None, 0, None, amax)
         parts = [hand.call(operator.getitem, cast, part) for part in (0, 1)]
         known.append(hand.call(ops.known_scale, amax, 0, word, 1))
         sides += parts
     sides[2:] = [hand.call(aten.transpose.int, part, -1, -2) for part in sides[2:]]
     alpha = hand.call(aten.mul.Tensor, *known)
     ends = hand.input("ends", groups, dtype=torch.int32) if groups else None
-    what = ops.encoded_grouped_mm if groups else ops.encoded_mm
+    what = ops.grouped_matmul if groups else ops.matmul
     stored = Format.of(stored_form)
     return hand.output(hand.gemm(what, *sides, ends, FP32, stored_form, form, alpha, stored=stored))
 
@@ -101,9 +102,9 @@ def test_codes_of_two_levels_are_read_as_they_are(global_shape: tuple[int, ...])
     """Under scales that no cast of their values has; a row may have a global scale of its own."""
     graph = two_level(global_shape=global_shape)
     Reuse().apply(graph)
-    assert len(calls(graph, ops.encode)) == 1
+    assert len(calls(graph, ops.cast)) == 1
     assert not calls(graph, ops.dequantize)
-    (product,) = calls(graph, ops.encoded_mm)
+    (product,) = calls(graph, ops.matmul)
     assert not tag_of(product).recast
     torch.manual_seed(0)
     packed = torch.randint(4, (48, 32), dtype=torch.uint8) * 0x11
@@ -124,7 +125,7 @@ def test_other_casts_of_two_levels_stay_and_are_noted(graph: fx.Graph):
     before = str(graph)
     Reuse().apply(graph)
     assert str(graph) == before
-    (product,) = (*calls(graph, ops.encoded_mm), *calls(graph, ops.encoded_grouped_mm))
+    (product,) = (*calls(graph, ops.matmul), *calls(graph, ops.grouped_matmul))
     assert tag_of(product).recast
 
 
@@ -132,9 +133,8 @@ def gathered(rounding: str) -> fx.Graph:
     """Codes in tiles of 32×32, cast in tiles with scales rounded by `rounding`; they were with rceil."""
     hand = Hand()
     codes, scales = hand.input("codes", 64, 96, dtype=E4M3), hand.input("scales", 2, 3, dtype=torch.uint8)
-    cast = hand.call(
-        ops.quantize, hand.call(ops.dequantize_tiles, codes, scales, "rceil", FP32), -1, E4M3, rounding, True
-    )
+    values = hand.call(ops.dequantize_tiles, codes, scales, "rceil", FP32)
+    cast = hand.quantize(values, -1, E4M3, rounding, True)
     parts = [hand.call(operator.getitem, cast, part) for part in (0, 1)]
     return hand.output(*(hand.call(aten.clone.default, part) for part in parts))
 
@@ -142,7 +142,7 @@ def gathered(rounding: str) -> fx.Graph:
 def test_tiles_that_were_gathered_are_read():
     graph = gathered("rceil")
     Reuse().apply(graph)
-    assert not calls(graph, ops.quantize)
+    assert not calls(graph, ops.cast)
     codes = torch.arange(64 * 96).remainder(120).to(torch.uint8).view(64, 96).view(E4M3)
     scales = torch.arange(6, dtype=torch.uint8).view(2, 3) + 120
     elements, rows = run(graph, codes, scales)

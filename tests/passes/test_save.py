@@ -17,11 +17,12 @@ from mxcompile.passes.save import Save
 from mxcompile.policy import Gemm, Saved
 
 E4M3, FP32 = torch.float8_e4m3fn, torch.float32
+WORDS = (str(Format()), str(Format()))
 
 
 def quantized(hand: Hand, x: fx.Node, dim: int) -> tuple[fx.Node, fx.Node, fx.Node]:
     """A cast of `x`, its elements and its scales."""
-    cast = hand.call(ops.quantize, x, dim, E4M3, "rceil")
+    cast = hand.quantize(x, dim, E4M3, "rceil")
     qdata, scale = (hand.call(operator.getitem, cast, index) for index in range(2))
     return cast, qdata, scale
 
@@ -32,7 +33,7 @@ def wgrad(hand: Hand, x: fx.Node, saved: Saved, *, dim: int = 0) -> fx.Node:
     cast, qdata, scale = quantized(hand, x, dim)
     formats = Format(), Format()
     hand.gemm(
-        ops.scaled_mm, dy, dy_scale, qdata, scale, None, FP32, gemm=Gemm.WGRAD, tensors=("dy", "x"),
+        ops.matmul, dy, dy_scale, qdata, scale, None, FP32, *WORDS, gemm=Gemm.WGRAD, tensors=("dy", "x"),
         formats=formats, saved=saved,
     )  # fmt: skip
     return cast
@@ -69,6 +70,6 @@ def test_a_cast_that_forward_reads_too_is_made_there():
     qdata, scale = cast.users
     left, left_scale = (hand.call(aten.permute.default, node, [1, 0]) for node in (qdata, scale))
     _, w, w_scale = quantized(hand, hand.input("w", 96, 64), 0)
-    hand.gemm(ops.scaled_mm, left, left_scale, w, w_scale, None, FP32, formats=(Format(), Format()))
+    hand.gemm(ops.matmul, left, left_scale, w, w_scale, None, FP32, *WORDS, formats=(Format(), Format()))
     Save().apply(hand.output())
     assert not is_made_again(cast)

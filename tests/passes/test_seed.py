@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 from by_hand import Hand, calls, run
+from helpers.casts import codes
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.ops.view import Encode, result_of
+from mxcompile.ops.view import Cast, result_of
 from mxcompile.passes.seed import Seed
 
 NEAREST, RANDOM = "e4m3 1x32 rceil", "e4m3 1x32 rceil stochastic"
@@ -17,14 +18,14 @@ def casts(*words: str) -> fx.Graph:
     """Casts of one tensor to the formats `words`; the graph returns what the casts do."""
     hand = Hand()
     x = hand.input("x", 4, 64)
-    return hand.output(*(hand.call(ops.encode, x, -1, word) for word in words))
+    return hand.output(*(hand.call(ops.cast, x, codes(-1, word)) for word in words))
 
 
 def test_each_random_cast_has_a_stream_of_one_seed():
     graph = casts(RANDOM, NEAREST, RANDOM)
     Seed().apply(graph)
     (seed,) = calls(graph, ops.draw_seed)
-    first, plain, second = (Encode.read(node) for node in calls(graph, ops.encode))
+    first, plain, second = (Cast.read(node) for node in calls(graph, ops.cast))
     assert [(each.seed, each.stream) for each in (first, plain, second)] == [(seed, 0), (None, 0), (seed, 1)]
     assert result_of(seed) == (None, -1)
 
@@ -33,7 +34,7 @@ def test_seed_looks_like_the_input_of_fewest_dimensions():
     """It is asked for its device alone, but an estimate counts the bytes of whatever an operator is given."""
     hand = Hand()
     x, weight = hand.input("x", 4, 64), hand.input("weight", 64)
-    graph = hand.output(hand.call(ops.encode, x, -1, RANDOM), weight)
+    graph = hand.output(hand.call(ops.cast, x, codes(-1, RANDOM)), weight)
     Seed().apply(graph)
     (seed,) = calls(graph, ops.draw_seed)
     assert seed.args == (weight,)

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.casts import quantize
 from helpers.eager_backend import EagerBackend
 from test_checkpoints import llama
 from torch import nn
 
 import mxcompile
-from mxcompile import ops
 from mxcompile.errors import CheckpointError, ModelError
 
 TOKENS = torch.arange(64).view(2, 32) % 60
@@ -89,7 +89,7 @@ def test_tiles_are_exported_as_the_forward_casts_them():
         name: (codes, scales) for name, codes, scales, _ in mxcompile.export_weights(model, args=(ROWS,))
     }
     codes, scales = exported["0.weight"]
-    elements, repeated = ops.quantize(model[0].weight, -1, torch.float8_e4m3fn, "floor", True)
+    elements, repeated = quantize(model[0].weight, -1, torch.float8_e4m3fn, "floor", True)
     assert torch.equal(codes.view(torch.uint8), elements.view(torch.uint8))
     assert torch.equal(scales, repeated)
     assert exported["0.bias"][1] is None

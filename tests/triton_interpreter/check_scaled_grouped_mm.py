@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.casts import scaled_grouped_mm, scaled_mm
 from helpers.operands import Operand, assert_within, operand, product
 from modules import each
 from torch import Tensor
-
-from mxcompile import ops
 
 BF16, F32 = torch.bfloat16, torch.float32
 ENDS = [(70, 70, 271, 300), (1, 2, 2, 40), (0, 0, 0, 5)]
@@ -48,7 +47,7 @@ def test_batches(target):
     shared = [side.expand(2, *side.shape) for side in b.left]
     calls.append((*together(a), *turned(*shared), None, F32))
     sides.append((a, [b, b], [None, None]))
-    for out, given in zip(each(ops.scaled_mm, calls, target=target), sides, strict=True):
+    for out, given in zip(each(scaled_mm, calls, target=target), sides, strict=True):
         for found, a, b, bias in zip(out, *given, strict=True):
             assert_within(found, *product(a.values, b.values, bias), a.qdata.shape[1])
 
@@ -60,7 +59,7 @@ def test_groups_of_rows(ends, n, k):
     a, weights = operand(m, k, spread=20), stacked(len(ends), n, k)
     a = Operand(qdata=a.qdata.clone(memory_format=torch.contiguous_format), scale=a.scale)  # for TMA
     offs = torch.tensor(ends, dtype=torch.int32)
-    (out,) = each(ops.scaled_grouped_mm, [(*a.left, *turned(*together(weights)), offs, F32)], target="sm_100")
+    (out,) = each(scaled_grouped_mm, [(*a.left, *turned(*together(weights)), offs, F32)], target="sm_100")
     for span, w in zip(spans(ends), weights, strict=True):
         assert_within(out[span], *product(a.values[span], w.values), k)
     assert not out[ends[-1] :].any()
@@ -71,7 +70,7 @@ def test_groups_of_columns(n, k):
     ends = (41, 41, 80)
     b, weights = operand(ends[-1], k, spread=20), stacked(len(ends), n, k)
     offs = torch.tensor(ends, dtype=torch.int32)
-    (out,) = each(ops.scaled_grouped_mm, [(*together(weights), *b.right, offs, F32)], target="sm_100")
+    (out,) = each(scaled_grouped_mm, [(*together(weights), *b.right, offs, F32)], target="sm_100")
     for span, w in zip(spans(ends), weights, strict=True):
         assert_within(out[:, span], *product(w.values, b.values[span]), k)
 
@@ -82,6 +81,6 @@ def test_groups_of_k(ends):
     k = max(307, ends[-1])
     a, b = operand(72, k, spread=20, k_major=False), operand(104, k, spread=20, k_major=False)
     offs = torch.tensor(ends, dtype=torch.int32)
-    (out,) = each(ops.scaled_grouped_mm, [(*a.left, *b.right, offs, F32)], target="sm_100")
+    (out,) = each(scaled_grouped_mm, [(*a.left, *b.right, offs, F32)], target="sm_100")
     for found, span in zip(out, spans(ends), strict=True):
         assert_within(found, *product(a.values[:, span], b.values[:, span]), k)

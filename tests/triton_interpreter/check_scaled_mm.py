@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.casts import scaled_mm
 from helpers.operands import Operand, assert_within, operand, product
 from modules import each
 
-from mxcompile import ops
 from mxcompile.formats import E4M3, E5M2
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.lowering.templates import scaled_mm_tiled
@@ -20,7 +20,7 @@ Call = tuple[Operand, Operand, torch.Tensor | None]
 
 def products(calls: list[Call], out_dtype: torch.dtype, target: str) -> list[torch.Tensor]:
     given = [(*a.left, *b.right, bias, out_dtype) for a, b, bias in calls]
-    found: list[torch.Tensor] = each(ops.scaled_mm, given, target=target)
+    found: list[torch.Tensor] = each(scaled_mm, given, target=target)
     return found
 
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.casts import quantize, scaled_mm
 from helpers.operands import Operand, assert_within, operand, product
 from modules import each, run
 
-from mxcompile import ops
 from mxcompile.formats import E5M2
 from mxcompile.lowering.kernels.configs import tiled_configs
 from mxcompile.lowering.targets import TARGETS, Target
@@ -32,7 +32,7 @@ def force(monkeypatch):
 
 def check(sides: list[tuple[Operand, Operand]], bias, out_dtype, target: Target = SM_100) -> None:
     calls = [(*a.left, *b.right, bias, out_dtype) for a, b in sides]
-    for out, (a, b) in zip(each(ops.scaled_mm, calls, target=target), sides, strict=True):
+    for out, (a, b) in zip(each(scaled_mm, calls, target=target), sides, strict=True):
         assert_within(out, *product(a.values, b.values, bias), a.qdata.shape[1])
 
 
@@ -64,8 +64,8 @@ def test_after_the_cast(force):
     dy, x = torch.randn(160, 48).to(BF16), torch.randn(160, 80).to(BF16)
 
     def wgrad(dy, x):
-        (a, sa), (b, sb) = (ops.quantize(side, -2, E4M3, "rceil", False, "128x4") for side in (dy, x))
-        return a, sa, b, sb, ops.scaled_mm(a.t(), sa, b, sb, None, F32)
+        (a, sa), (b, sb) = (quantize(side, -2, E4M3, "rceil", False, "128x4") for side in (dy, x))
+        return a, sa, b, sb, scaled_mm(a.t(), sa, b, sb, None, F32)
 
     *cast, out = run(wgrad, dy, x, target=SM_100)
     sides = [Operand(qdata=qdata.t(), scale=scale) for qdata, scale in (cast[:2], cast[2:])]

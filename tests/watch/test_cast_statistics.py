@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+from helpers.casts import encode
 from helpers.reference import quantize, round_trip
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -87,7 +88,7 @@ def test_every_field(fmt: str, shape: tuple[int, ...], dim: int, seed: int, dtyp
     """Of every format, for both layouts, matrices and batches of them, with NaN and Inf."""
     x, form = drawn(shape, seed, dtype, odd), Format.of(fmt)
     amax = ops.largest(x) if form.two_level else None
-    qdata, scale = ops.encode(x, dim, fmt, *(seeds(fmt) or [None]), 0, None, amax)
+    qdata, scale = encode(x, dim, fmt, *(seeds(fmt) or [None]), 0, None, amax)
     value, stored = (ops.decode(qdata, s, dim, fmt, torch.float32, amax) for s in (scale, None))
     expected = counted(x, value, stored, form.elem.max)
     tally = measured(x, dim, fmt)

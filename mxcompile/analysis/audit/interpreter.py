@@ -87,7 +87,7 @@ class Interpreter(fx.Interpreter):
         if n.target is observed:
             args, _ = self.fetch_args_kwargs_from_env(n)
             return self._current().product(self._sites, args)
-        if n.target in ops.QUANTIZERS and MARK in n.meta:
+        if n.target is ops.cast and MARK in n.meta:
             args, _ = self.fetch_args_kwargs_from_env(n)
             index = n.meta[MARK]
             return self._current().cast(n.target, index, self._sites.casts[index], args)

@@ -17,13 +17,12 @@ from torch import Tensor, fx
 
 from mxcompile import ops
 from mxcompile.formats import Format
-from mxcompile.formats.encoding import dequantize_tensors
 from mxcompile.graph.build import Builder
 from mxcompile.graph.casts import made_by
 from mxcompile.graph.opsets import argument, packet
 from mxcompile.graph.reshapes import retaken
 from mxcompile.graph.tags import GemmTag, tag_of, value_of
-from mxcompile.ops.view import Cast, Encode, Product
+from mxcompile.ops.view import Cast, Product
 
 MARK = "mx_audit"
 """Where a cast's node.meta holds the position of its `CastSite`."""
@@ -33,8 +32,7 @@ MARK = "mx_audit"
 class ProductSite:
     """One quantized GEMM of a graph.
 
-    tag: what the passes found out about it. op: the operator it was. words: the formats that it takes, if it
-    does.
+    tag: what the passes found out about it. op: the operator it was. words: of the formats of its operands.
     """
 
     tag: GemmTag
@@ -44,14 +42,12 @@ class ProductSite:
     @property
     def grouped(self) -> bool:
         """Whether it is one GEMM per group."""
-        return self.op.overloadpacket in ops.GROUPED
+        return self.op is ops.grouped_matmul
 
     def decoded(self, qdata: Tensor, scale: Tensor, side: int, dtype: torch.dtype) -> Tensor:
         """Returns the tensor that the operand `side` stands for."""
-        if self.words:
-            value: Tensor = ops.decode(qdata, scale, -1 - side, self.words[side], dtype)
-            return value
-        return dequantize_tensors(qdata, scale, -1 - side, dtype)
+        value: Tensor = ops.decode(qdata, scale, -1 - side, self.words[side], dtype)
+        return value
 
     @property
     def key(self) -> tuple[str, str]:
@@ -120,8 +116,7 @@ class _Marker:
     def mark_product(self, node: fx.Node, tag: GemmTag) -> None:
         """Replace the target of `node` by `observed`."""
         product = Product.read(node)
-        words = tuple(filter(None, product.words))
-        site = ProductSite(tag=tag, op=node.target, words=words)
+        site = ProductSite(tag=tag, op=node.target, words=product.words)
         self._sites.products.append(site)
         with self._graph.inserting_before(node):
             left, right = (self._operand(product.sides[side][0], site, side) for side in (0, 1))
@@ -133,7 +128,7 @@ class _Marker:
     def _operand(self, qdata: fx.Node, site: ProductSite, side: int) -> fx.Node | None:
         """The operand `side` before its cast, which gets a mark; None if the graph does not cast it."""
         cast, steps = made_by(qdata)
-        if cast.target not in ops.QUANTIZERS:
+        if Cast.of(cast) is None:
             return None
         mark = self._cast_site(cast)
         mark.readers.append((site.tag, site.tag.tensors[side]))
@@ -141,7 +136,7 @@ class _Marker:
         source = argument(cast)
         if source.target in (ops.dequantize, ops.decode):  # the other layout, made from the rowwise copy
             first, _ = made_by(argument(source))
-            if first.target not in ops.QUANTIZERS:
+            if Cast.of(first) is None:
                 return None
             self._cast_site(first).needed_by.add(site.key)
             source = argument(first)
@@ -151,10 +146,9 @@ class _Marker:
 
     def _cast_site(self, cast: fx.Node) -> CastSite:
         if MARK not in cast.meta:
-            view = Encode.of(cast) or Cast.read(cast)
-            rank = value_of(view.x).ndim
-            dim = view.block_dim % rank
-            site = CastSite(block_dim=dim, rowwise=dim == rank - 1, fmt=view.form)
+            view = Cast.read(cast)
+            dim = view.side % value_of(view.x).ndim
+            site = CastSite(block_dim=dim, rowwise=view.side == -1, fmt=view.form)
             self._sites.casts.append(site)
             cast.meta[MARK] = len(self._sites.casts) - 1
             return site

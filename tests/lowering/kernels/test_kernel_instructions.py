@@ -9,6 +9,7 @@ import re
 
 import pytest
 import torch
+from helpers.casts import quantize, quantize_both, scaled_mm
 from helpers.paces import mostly_slow
 from helpers.packed_operands import ALONG, MXFP4, NVFP4
 from helpers.rendered import Binary, compiled
@@ -70,13 +71,13 @@ def side(
 
 
 def product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """Operands of ``mx.scaled_mm``."""
+    """Operands of ``mx.matmul``."""
     codes, scale = b
     return [*a, codes.t(), scale.t() if scale.ndim == 2 else scale]
 
 
 def multiply(*operands: Tensor) -> list[Tensor]:
-    return [ops.scaled_mm(*operands, None, BF16)]
+    return [scaled_mm(*operands, None, BF16)]
 
 
 def kernel(function, inputs: list[Tensor], target: str) -> tuple[Binary, str]:
@@ -92,9 +93,9 @@ def kernel(function, inputs: list[Tensor], target: str) -> tuple[Binary, str]:
 def casts(scales: ScaleLayout) -> dict:
     word = str(scales)
     return {
-        "rowwise": lambda x: ops.quantize(x, -1, E4M3, "rceil", False, word),
-        "columnwise": lambda x: ops.quantize(x, -2, E4M3, "rceil", False, word),
-        "both": lambda x: ops.quantize_both(x, E4M3, "rceil", word),
+        "rowwise": lambda x: quantize(x, -1, E4M3, "rceil", False, word),
+        "columnwise": lambda x: quantize(x, -2, E4M3, "rceil", False, word),
+        "both": lambda x: quantize_both(x, E4M3, "rceil", word),
     }
 
 
@@ -116,7 +117,7 @@ def test_casts(layout, target):
 def test_cast_formats(elem, rounding, target):
     """Of FP32, which takes the most registers."""
     x = meta(4096, 4096, dtype=F32)
-    kernel(lambda x: ops.quantize_both(x, elem.dtype, str(rounding)), [x], target)
+    kernel(lambda x: quantize_both(x, elem.dtype, str(rounding)), [x], target)
 
 
 FP4 = ["sm_100", "sm_103", "sm_120", "gfx950"]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from helpers.casts import quantize_both, quantize_operands
 from helpers.paces import mostly_slow
 from helpers.rendered import compiled
 from torch import Tensor
@@ -42,8 +43,8 @@ def cast(name: str, target: Target) -> Callable[..., object]:
     _, elem, rounding = name.split()
     dtype = ELEM_TYPES[elem].dtype
     if target.native:
-        return lambda x: ops.quantize_both(x, dtype, rounding)
-    return lambda x: ops.quantize_operands(x, None, dtype, rounding, BF16, "codes", "codes")
+        return lambda x: quantize_both(x, dtype, rounding)
+    return lambda x: quantize_operands(x, None, dtype, rounding, BF16, "codes", "codes")
 
 
 def cases() -> Iterator[tuple[str, str, torch.dtype]]:

@@ -1,0 +1,67 @@
+"""Inductor lowering of ``mx.cast``: by a template where one makes all of its copies, else copy by copy.
+
+MXFP8           loops (`casts`), or a kernel of `cpu.casts`
+other formats   loops (`general`): scales, then elements over them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch._inductor import ir
+from torch._inductor.lowering import lowerings, register_lowering
+
+from mxcompile import ops
+from mxcompile.formats import Copy, ScaleLayout
+from mxcompile.lowering.cpu import casts as cpp
+from mxcompile.lowering.inductor import casts, general
+
+_CLONE = lowerings[torch.ops.aten.clone.default]
+
+Results = Sequence[ir.TensorBox]
+
+TEMPLATES: list[Callable[[ir.TensorBox, Sequence[Copy], ir.TensorBox | None], Results | None]] = []
+"""The templates of casts, which return None for those that they do not make, in the order to ask them."""
+
+
+@register_lowering(ops.cast, type_promotion_kind=None)
+def lower_cast(
+    x: ir.TensorBox,
+    words: Sequence[str],
+    seed: ir.TensorBox | None = None,
+    stream: int = 0,
+    scale: ir.TensorBox | None = None,
+    amax: ir.TensorBox | None = None,
+    y: ir.TensorBox | None = None,
+) -> Results:
+    """The tensors of the copies of x, then of y."""
+    copies = [Copy.of(word) for word in words]
+    if all(copy.is_mx for copy in copies):
+        attempts = (template(x, copies, y) for template in TEMPLATES)
+        if (results := next(filter(None, attempts), None)) is not None:
+            return results
+    if y is not None:
+        return [*lower_cast(x, words), *lower_cast(y, words)]
+    lowered = [
+        cpp.cast(x, copy) or casts.lower(x, copy)
+        if copy.is_mx
+        else _general(x, copy, seed, stream, scale, amax)
+        for copy in copies
+    ]
+    return [tensor for tensors in lowered for tensor in tensors]
+
+
+def _general(
+    x: ir.TensorBox,
+    copy: Copy,
+    seed: ir.TensorBox | None,
+    stream: int,
+    scale: ir.TensorBox | None,
+    amax: ir.TensorBox | None,
+) -> Results:
+    """A copy in another format than MXFP8, or of random elements."""
+    assert (copy.layout, copy.dtype) == (ScaleLayout.ROW_MAJOR, None), f"no loops make {copy}"
+    how = copy.dim, str(copy.format)
+    scale = general.lower_scale_of(x, *how, amax) if scale is None else _CLONE(scale)
+    return [general.lower_encode_with(x, scale, *how, seed, stream, amax), scale]
