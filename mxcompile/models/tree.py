@@ -15,6 +15,7 @@ from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mxcompile.models.names import HeldBy, joined, user_path
@@ -69,6 +70,8 @@ def path_in(root: nn.Module, module: nn.Module | None) -> str | None:
 def unregistered(argument: Tensor) -> HeldBy:
     """Where `argument`, a tensor that a call gives, comes from."""
     is_leaf = argument.requires_grad and argument.is_leaf
+    if argument._is_view() and not torch.is_grad_enabled():
+        is_leaf = False  # a fake of a parameter's part that was taken without gradients looks like a leaf
     return HeldBy.LEAF if is_leaf else HeldBy.ARGUMENT
 
 
