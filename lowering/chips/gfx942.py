@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mxcompile.lowering.chips.peak import peak, shares
-from mxcompile.lowering.chips.shared import FP8_CAST, MAMF, UNKNOWN, WEIGHT_ONLY_AMD
+from mxcompile.lowering.chips.shared import EMULATED_TILES, MAMF, UNKNOWN, WEIGHT_ONLY_AMD
 from mxcompile.lowering.chips.target import FP8_TILES, amd
-from mxcompile.lowering.chips.tiles import EMULATED, NO_FP4, VALUES, ChipTiles
 
 TARGETS = (
     amd(
@@ -15,15 +16,7 @@ TARGETS = (
         shared_kib=64,
         fp8_tiles=FP8_TILES,
         fp8_fnuz=True,
-        tiles=ChipTiles(
-            quantize=VALUES,
-            fp8_cast=FP8_CAST,
-            fp4_cast=NO_FP4,
-            scaled_mm=EMULATED,
-            scaled_mm_tiled=EMULATED,
-            fused_quantize_mm=EMULATED,
-            weight_only_mm=WEIGHT_ONLY_AMD,
-        ),
+        tiles=replace(EMULATED_TILES, weight_only_mm=WEIGHT_ONLY_AMD),
         peak=peak(
             "MI300X",
             bf16_tflops=1307,

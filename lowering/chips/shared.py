@@ -1,8 +1,12 @@
-"""ChipTiles and rates that several chips share."""
+"""Tiles that several chips share, and sources of their rates."""
 
 from __future__ import annotations
 
 from mxcompile.lowering.chips.tiles import (
+    EMULATED,
+    NO_FP4,
+    VALUES,
+    ChipTiles,
     FP4Tile,
     FP8Choices,
     MatmulConfig,
@@ -45,3 +49,14 @@ def weight_only(warps: int, gemv: int, dot: int) -> WeightOnlyChoices:
 
 WEIGHT_ONLY = weight_only(2, 3, 4)
 WEIGHT_ONLY_AMD = weight_only(4, 2, 2)
+
+EMULATED_TILES = ChipTiles(
+    quantize=VALUES,
+    fp8_cast=FP8_CAST,
+    fp4_cast=NO_FP4,
+    scaled_mm=EMULATED,
+    scaled_mm_tiled=EMULATED,
+    fused_quantize_mm=EMULATED,
+    weight_only_mm=WEIGHT_ONLY,
+)
+"""Of a chip that multiplies FP8 and no MX operands."""

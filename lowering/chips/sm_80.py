@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mxcompile.lowering.chips.peak import peak, shares
-from mxcompile.lowering.chips.shared import MAMF, weight_only
+from mxcompile.lowering.chips.shared import EMULATED_TILES, MAMF, weight_only
 from mxcompile.lowering.chips.target import nvidia
-from mxcompile.lowering.chips.tiles import EMULATED, NO_FP4, VALUES, Absent, ChipTiles
+from mxcompile.lowering.chips.tiles import Absent
 
 TARGETS = (
     nvidia(
@@ -13,13 +15,9 @@ TARGETS = (
         "A100",
         processors=108,
         shared_kib=163,
-        tiles=ChipTiles(
-            quantize=VALUES,
+        tiles=replace(
+            EMULATED_TILES,
             fp8_cast=Absent(reason="no FP8 GEMM to cast for"),
-            fp4_cast=NO_FP4,
-            scaled_mm=EMULATED,
-            scaled_mm_tiled=EMULATED,
-            fused_quantize_mm=EMULATED,
             weight_only_mm=weight_only(4, 3, 4),  # decoded by integers, two warps spill
         ),
         peak=peak(

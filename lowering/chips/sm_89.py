@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from mxcompile.lowering.chips.peak import peak, shares
-from mxcompile.lowering.chips.shared import FP8_CAST, WEIGHT_ONLY
+from mxcompile.lowering.chips.shared import EMULATED_TILES
 from mxcompile.lowering.chips.target import nvidia
-from mxcompile.lowering.chips.tiles import EMULATED, NO_FP4, VALUES, ChipTiles
 
 TARGETS = (
     nvidia(
@@ -13,15 +12,7 @@ TARGETS = (
         "L4, L40S, RTX 40",
         processors=142,
         shared_kib=99,
-        tiles=ChipTiles(
-            quantize=VALUES,
-            fp8_cast=FP8_CAST,
-            fp4_cast=NO_FP4,
-            scaled_mm=EMULATED,
-            scaled_mm_tiled=EMULATED,
-            fused_quantize_mm=EMULATED,
-            weight_only_mm=WEIGHT_ONLY,
-        ),
+        tiles=EMULATED_TILES,
         peak=peak(
             "L40S",
             bf16_tflops=362,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from mxcompile.lowering.chips.peak import Peak, peak, shares
-from mxcompile.lowering.chips.shared import FP8_CAST, MAMF, WEIGHT_ONLY
+from mxcompile.lowering.chips.shared import EMULATED_TILES, MAMF
 from mxcompile.lowering.chips.target import BLOCKS, FP8_TILES, WEIGHTS, nvidia
-from mxcompile.lowering.chips.tiles import EMULATED, NO_FP4, VALUES, ChipTiles
 
 
 def _peak(chip: str, bandwidth_gbs: float, memory_gb: float, **columns: Any) -> Peak:
@@ -41,15 +40,7 @@ TARGETS = (
         shared_kib=227,
         fp8_tiles=FP8_TILES | {BLOCKS, WEIGHTS},
         prefers_cudnn=True,
-        tiles=ChipTiles(
-            quantize=VALUES,
-            fp8_cast=FP8_CAST,
-            fp4_cast=NO_FP4,
-            scaled_mm=EMULATED,
-            scaled_mm_tiled=EMULATED,
-            fused_quantize_mm=EMULATED,
-            weight_only_mm=WEIGHT_ONLY,
-        ),
+        tiles=EMULATED_TILES,
         peak=_peak("H200", 4800, 141),
         peaks={"h100": _H100, "h200": None, "gh200": None},
         rates={

@@ -45,7 +45,7 @@ class DequantizedOperands:
             cast = Cast.of(result_of(qdata)[0])
             if cast is not None and cast.copy.is_mx and _is_whole(cast, scale):
                 self._values[key] = self._cast(cast, dtype, like)
-            elif not _is_mx(word) or _made_both(cast, scale):
+            elif not Format.of(word).is_mx_operand or _made_both(cast, scale):
                 self._values[key] = self._decoded(qdata, scale, dim, word, True, dtype, like)
             else:
                 self._values[key] = self._build.call(ops.dequantize, qdata, scale, dim, dtype, like=like)
@@ -98,12 +98,6 @@ class DequantizedOperands:
 def _is_whole(cast: Cast, scale: fx.Node) -> bool:
     """Whether `scale`, of elements that `cast` made, is its own, or that of squares read another way."""
     return cast.copy.is_square or scale.target is operator.getitem
-
-
-def _is_mx(word: str) -> bool:
-    """Whether `word` is MXFP8 as products read it."""
-    form = Format.of(word)
-    return form == Format.mx(form.elem)
 
 
 def _made_both(cast: Cast | None, scale: fx.Node) -> bool:

@@ -305,6 +305,11 @@ class Format:
         )
 
     @property
+    def is_mx_operand(self) -> bool:
+        """Whether it is MXFP8 as products read it (see `mx`): rows, with any FP8 elements."""
+        return self.is_mx and self == Format.mx(self.elem)
+
+    @property
     def storable(self) -> bool:
         """Whether weights are stored in it, whatever the rounding of its scales (see `stored_form`)."""
         if self.elem.stored_dtype is None or self.amax != MAX or self.hadamard is not None:

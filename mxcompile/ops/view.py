@@ -221,7 +221,7 @@ class Product(View):
     @property
     def is_mx(self) -> bool:
         """Whether operands are MXFP8."""
-        return all(form.is_mx and form == Format.mx(form.elem) for form in self.forms)
+        return all(form.is_mx_operand for form in self.forms)
 
     @property
     def extra(self) -> fx.Node | None:

@@ -96,6 +96,27 @@ def test_compiled_code_gives_the_same(name: str):
     assert report.summary.graph_breaks == 0
 
 
+def test_layers_in_every_precision_train_together_as_the_reference_does():
+    """Backward reads what forward has cast and saved, which no cast in its own graph makes."""
+    rows = [row.name for row in PRECISIONS.values() if row.tiles]
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in rows))
+    rules = [{"match": {"name": str(index)}, "use": name} for index, name in enumerate(rows)]
+    options = {"policy": {"version": 1, "rules": rules}}
+    x, found = torch.randn(40, 64), []
+    for backend, given in (("mxfp8", options), (EagerBackend(**options), None)):
+        torch._dynamo.reset()
+        mxcompile.clear_reports()
+        model.zero_grad()
+        y = torch.compile(model, backend=backend, options=given)(x)
+        y.square().sum().backward()
+        found.append([y.detach(), *(parameter.grad for parameter in model.parameters())])
+        (report,) = mxcompile.reports()
+        assert {gemm.precision for gemm in report.gemms} == set(rows)
+    for compiled, reference in zip(*found, strict=True):
+        assert sqnr_db(reference, compiled) > 40
+
+
 @pytest.mark.parametrize("kind", ["matrix", "batch", "groups"])
 @pytest.mark.parametrize("name", ["mxfp8 32", "fp8 channel", "nvfp4 hadamard"])
 def test_a_batch_without_rows(name: str, kind: str):
