@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +46,7 @@ class LaunchWork:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class Program(ABC):
     """Something that is timed. part: of the benchmarks. kernel, shape: what it is, and of which size.
 
     beside: work of kernels that are not in its code, on a chip.
@@ -56,13 +57,13 @@ class Program:
     shape: str
     beside: Work | None = None
 
+    @abstractmethod
     def code(self, target: str) -> CodegenResult:
-        """What `target` would launch."""
-        raise NotImplementedError
+        """Returns the code that `target` would launch."""
 
+    @abstractmethod
     def measure(self, rates: Rates, repeats: int) -> Iterable[Row]:
-        """A row, or several, of what the GPU of this machine takes."""
-        raise NotImplementedError
+        """Returns one or more rows with the time that the GPU of this machine takes."""
 
     @property
     def about(self) -> Row:

@@ -84,7 +84,7 @@ def number(nodes: Iterable[fx.Node]) -> None:
 
 
 class _Finder:
-    """State of one run. sources: the weights that values are computed from."""
+    """State of one run of the pass. sources: for each value that is computed from weights, the main one."""
 
     def __init__(
         self, options: Find, depends: dict[fx.Node, Depends], sources: dict[fx.Node, fx.Node]

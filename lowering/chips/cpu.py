@@ -1,4 +1,4 @@
-"""A CPU: the one of this machine, and one of either kind."""
+"""CPUs: the one of this machine, one that multiplies in BF16, and one that multiplies in FP32."""
 
 from __future__ import annotations
 

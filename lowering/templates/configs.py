@@ -33,10 +33,10 @@ _ANY = MatmulConfig(block_m=64, block_n=64, block_k=64, num_warps=4, num_stages=
 
 
 def products(target: Target, rows: int, *, gathered: bool = False) -> list[tuple[bool, MatmulConfig]]:
-    """Whether to swap the operands of a product with `rows` rows, and its tile, on `target`.
+    """Returns tiles for a product with `rows` rows on `target`, each with whether to swap the operands.
 
-    The default; where Inductor is told to autotune, others after it. gathered: whether an operand has to be
-    read byte by byte.
+    The first is the default. Others follow it where Inductor autotunes. gathered: whether an operand has
+    to be read byte by byte.
     """
     choices = _products(target.tiles, rows, gathered)
     return list(choices) if autotuning() else [next(choices)]

@@ -43,14 +43,14 @@ class Producing(TritonTemplateKernel):
     """A kernel of a cast with cheaper operators before it."""
 
     def render(self, *args: Any, **kwargs: Any) -> Any:
-        """The template with what is to be filled in, whose text is rewritten when all of it is there."""
+        """Returns the rendered template. Its text is rewritten once the last hole in it is filled."""
         rendered = super().render(*args, **kwargs)  # type: ignore[no-untyped-call]
         whole = rendered.finalize_remaining
         rendered.finalize_remaining = lambda: self.rewritten(whole())
         return rendered
 
     def rewritten(self, source: str) -> str:
-        """The text of the kernel, from Inductor's."""
+        """Returns the text of the kernel for `source`, the text that Inductor made."""
         on_nvidia = isinstance(of_device(self.output_node.get_device_or_error()).arch, int)
         source = narrowed(compared(source) if on_nvidia else source)
         return approximated(source) if "    PACKED : tl.constexpr = True" in source else source

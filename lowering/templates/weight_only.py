@@ -159,7 +159,7 @@ def readable(qdata: ir.TensorBox, target: Target) -> Any:
 
 
 def words_of(scale: Any) -> bool:
-    """Whether every four bytes of a row of `scale`, realized [N, blocks], lie in a word that is aligned."""
+    """Whether a kernel can read `scale`, realized [N, blocks], in aligned words of four bytes of a row."""
     known = V.graph.sizevars.statically_known_multiple_of
     (_, blocks), (along_rows, along) = scale.get_size(), scale.get_stride()
     whole = known(blocks, 4) and known(along_rows, 4) and V.graph.sizevars.statically_known_equals(along, 1)

@@ -107,7 +107,7 @@ class Frame:
 
     @property
     def is_resumed(self) -> bool:
-        """Whether the frame is only what follows a graph break."""
+        """Whether the frame is the part of a function behind a graph break."""
         return _AFTER in self.parts
 
     @property

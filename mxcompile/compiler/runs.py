@@ -60,7 +60,7 @@ _OPEN: list[Runs] = []
 
 
 class Noted:
-    """Compiled code of the graph of `capture`, which knows what it has run for.
+    """Compiled code of the graph of `capture`. It notes the modules that run it.
 
     position: of a parameter among its inputs, None if it has none. is_shared: whether several modules hold
     it, so that it does not tell them apart.
@@ -92,7 +92,7 @@ class Noted:
         return self._compiled(*args)
 
     def look(self, args: Sequence[Any]) -> None:
-        """Note a run of the code, or of other code of the same graph, with `args`."""
+        """Note that code of the graph runs with `args`."""
         given = None if self._position is None else args[self._position]
         parameter = given if isinstance(given, nn.Parameter) else None
         if parameter is not None and self._holders.holder(parameter) is None:

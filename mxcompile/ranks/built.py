@@ -143,7 +143,7 @@ def _called(factory: Factory, mesh: Any) -> tuple[nn.Module, Sequence[Any], Mapp
 
 
 def _takes_mesh(factory: Factory) -> bool:
-    """Whether `factory` has to be given something, which is the mesh."""
+    """Whether `factory` has a parameter without a default. It gets the mesh."""
     parameters = inspect.signature(factory).parameters.values()
     return any(parameter.default is inspect.Parameter.empty for parameter in parameters)
 

@@ -46,7 +46,7 @@ def _takes(module: nn.Module) -> bool:
 
 
 def spread_(module: nn.Module, mesh: DeviceMesh, path: str = "") -> None:
-    """Leave to `module`, experts, those of this rank of `mesh`, which has one axis.
+    """Keep in `module`, a module of experts, only the experts of this rank of `mesh`, which has one axis.
 
     Raises `OptionError` if ranks would have different numbers of them.
     """

@@ -50,7 +50,7 @@ def data_operand(node: fx.Node) -> fx.Node:
 
 
 def features(node: fx.Node) -> int:
-    """The axis of the result of `node`, a product with a parameter, that its output features are on."""
+    """The axis of the output features in the result of `node`, a product with a parameter."""
     return COLUMN if tags_of(node)[0].tensors[0] == "x" else ROW
 
 

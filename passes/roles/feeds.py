@@ -239,7 +239,7 @@ class _FeedsSweep:
         return True
 
     def _note_groups(self, gate: fx.Node) -> None:
-        """Remember the layers of which `gate` multiplies one group of features by another."""
+        """Remember the layers whose groups of output features `gate` multiplies by each other."""
         one, other = (self.feeds.made[arg] for arg in gate.args[:2] if isinstance(arg, fx.Node))
         for layer, marks in one.items():
             if marks & other.get(layer, 0) & GROUP:
