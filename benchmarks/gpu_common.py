@@ -14,7 +14,7 @@ from typing import Any
 import common
 import gpu_predicted
 import torch
-from gpu_predicted import Program, Row
+from gpu_predicted import CompiledProgram, Program, Row
 from torch import Tensor
 
 from mxcompile import ops
@@ -63,7 +63,9 @@ def run(name: str, options: argparse.Namespace, programs: Callable[[str], Iterab
     if options.compile:
         chip = options.compile
         made = (
-            attempt(each, lambda each=each: [each.compiled(chip)]) for each in programs(targets.check(chip))
+            attempt(each, lambda each=each: [each.compiled(chip)])
+            for each in programs(targets.check(chip))
+            if isinstance(each, CompiledProgram)
         )
         name = gpu_predicted.NAME
     elif not torch.cuda.is_available():

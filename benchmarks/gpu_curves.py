@@ -17,7 +17,7 @@ import demo
 import gpu_common
 import torch
 from demo.training import build_model
-from gpu_predicted import BF16, Program, Row
+from gpu_predicted import BF16, CompiledProgram, Row
 
 import mxcompile
 from mxcompile.lowering.targets import of_chip
@@ -28,7 +28,7 @@ MOST = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
-class CurveProgram(Program):
+class CurveProgram(CompiledProgram):
     """A run by the preset that `kernel` names."""
 
     settings: demo.Settings

@@ -25,7 +25,7 @@ import gpu_graphs
 import torch
 from common import torchao_model, transformer_engine_linear
 from gpu_common import LAYERS, Call, check_product, copies_for, quantized, rate, row, values
-from gpu_predicted import Program, Row
+from gpu_predicted import CompiledProgram, Row
 from torch import Tensor, nn
 from torch._inductor.select_algorithm import add_feedback_saver
 from torch.nn import functional
@@ -52,7 +52,7 @@ ALL: dict[str, Any] = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "
 
 
 @dataclass(frozen=True, kw_only=True)
-class GemmProgram(Program):
+class GemmProgram(CompiledProgram):
     """What is measured of a layer. rows: of a chip and rounds. generated: the code of the MXFP8 kernel."""
 
     rows: Callable[[Target, int], Iterator[Row]]

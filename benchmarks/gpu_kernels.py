@@ -23,7 +23,7 @@ import gpu_graphs
 import predicted
 import torch
 from gpu_common import LAYERS, Call, check_bits, check_product, copies_for, quantized, row, values
-from gpu_predicted import Program, Row
+from gpu_predicted import CompiledProgram, Row
 from torch import Tensor, nn
 
 import mxcompile
@@ -38,7 +38,7 @@ STORED_KINDS = ("bf16", "mxfp8", "nvfp4", "mxfp4")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CastProgram(Program):
+class CastProgram(CompiledProgram):
     """A graph of casts."""
 
     graph: gpu_graphs.Graph
@@ -76,7 +76,7 @@ def casts(target: str, small: bool) -> Iterator[CastProgram]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProductProgram(Program):
+class ProductProgram(CompiledProgram):
     """A weight-only product of x [m, k] and w [n, k]."""
 
     size: tuple[int, int, int]
@@ -138,7 +138,7 @@ class Layers(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredProgram(Program):
+class StoredProgram(CompiledProgram):
     """Layers whose weights are stored as `kind` says."""
 
     kind: str

@@ -18,7 +18,7 @@ from typing import Any
 import gpu_common
 import predicted
 import torch
-from gpu_predicted import BF16, LAYER, LaunchWork, Program, Row
+from gpu_predicted import BF16, LAYER, CompiledProgram, LaunchWork, Row
 from torch.autograd import DeviceType
 
 import mxcompile
@@ -99,7 +99,7 @@ def profiled(run: Call, steps: int = 5) -> dict[str, float]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerProgram(Program):
+class LayerProgram(CompiledProgram):
     """The layer under the preset that `kernel` names, beside `base`."""
 
     base: str

@@ -1,8 +1,9 @@
 """What is expected of a GPU, written down before anything is measured on it.
 
-A `Program` is something that a benchmark of a GPU times. Without the GPU it can be compiled for it: the work
-of its launches, from machine code, goes into ``results/gpu_predicted.jsonl`` with the versions of PyTorch and
-Triton, whose code differs. Times follow from the work by the rates of a chip (`mxcompile.offline.rates`).
+A `Program` is something that a benchmark of a GPU times. A `CompiledProgram` can be compiled without the GPU:
+the work of its launches, from machine code, goes into ``results/gpu_predicted.jsonl`` with the versions of
+PyTorch and Triton, whose code differs. Times follow from the work by the rates of a chip
+(`mxcompile.offline.rates`).
 Usage: python benchmarks/gpu_predicted.py --write        tables into the page that shows them
 """
 
@@ -47,19 +48,11 @@ class LaunchWork:
 
 @dataclass(frozen=True, kw_only=True)
 class Program(ABC):
-    """Something that is timed. part: of the benchmarks. kernel, shape: what it is, and of which size.
-
-    beside: work of kernels that are not in its code, on a chip.
-    """
+    """Something that is timed. part: of the benchmarks. kernel, shape: what it is, and of which size."""
 
     part: str
     kernel: str
     shape: str
-    beside: Work | None = None
-
-    @abstractmethod
-    def code(self, target: str) -> CodegenResult:
-        """Returns the code that `target` would launch."""
 
     @abstractmethod
     def measure(self, rates: Rates, repeats: int) -> Iterable[Row]:
@@ -69,6 +62,20 @@ class Program(ABC):
     def about(self) -> Row:
         """What tells it from other programs."""
         return {"part": self.part, "kernel": self.kernel, "shape": self.shape}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledProgram(Program):
+    """A program whose time can be predicted from its code.
+
+    beside: work of kernels that are not in its code, on a chip.
+    """
+
+    beside: Work | None = None
+
+    @abstractmethod
+    def code(self, target: str) -> CodegenResult:
+        """Returns the code that `target` would launch."""
 
     def compiled(self, chip: str) -> Row:
         """Its code for `chip`, as a row: the work of each launch, and what could go wrong with a kernel."""

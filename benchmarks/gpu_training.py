@@ -16,7 +16,7 @@ from typing import Any
 import common
 import gpu_common
 import torch
-from gpu_predicted import BF16, Program, Row
+from gpu_predicted import BF16, CompiledProgram, Row
 from torch import Tensor, nn
 
 import mxcompile
@@ -57,7 +57,7 @@ class Size:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingProgram(Program):
+class TrainingProgram(CompiledProgram):
     """A step by the preset, or the library, that `kernel` names."""
 
     size: Size
