@@ -35,7 +35,7 @@ BUDGETS = {
     "mxcompile/offline": 3_300,
     "mxcompile/ops": 1_700,
     "mxcompile/plan": 700,
-    "mxcompile/policy": 1_810,
+    "mxcompile/policy": 1_770,
     "mxcompile/policy/importers": 1_160,
     "mxcompile/ranks": 750,
     "mxcompile/report": 2_110,

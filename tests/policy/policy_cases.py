@@ -334,7 +334,7 @@ LIMITS = {
     "rule inside itself": Broken(
         rules("&a\n    match: *a\n    use: bf16"), 4, "something it is itself part of"
     ),
-    "mapping that is its own key": Broken("&a {*a : 1}\n", 1, "a key must be a word, found an alias"),
+    "mapping that is its own key": Broken("&a {*a : 1}\n", 1, "a key must be a word, found a mapping"),
     "alias bomb": Broken(f"version: 1\nrules: {doubling(60)}\n", 2, "more than 20,000 values"),
     "alias bomb for a key": Broken(f"? {doubling(60)}\n: 1\n", 1, "a key must be a word"),
     "too many values": Broken(f"version: 1\nrules: [{'a, ' * 80_000}]\n", 2, "more than 20,000 values"),
