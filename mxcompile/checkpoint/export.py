@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from mxcompile.checkpoint.layouts import COMPRESSED_TENSORS, FileLayout, layout_of
 from mxcompile.checkpoint.save import published, state_of
 from mxcompile.compiler.gathers import forward_dtypes
-from mxcompile.compiler.plans import known_plan
-from mxcompile.compiler.policies import compiled_policy
+from mxcompile.compiler.session import compiled_policy, session_of
 from mxcompile.compiler.uses import uses
 from mxcompile.distributed.tensors import MasterWeight, TileCast, local
 from mxcompile.errors import ModelError
@@ -100,7 +99,7 @@ def export_weights(
 
 def _check_complete(model: nn.Module, policy: Policy, weights: StoredWeights) -> None:
     """Raises `ModelError` if a layer that is quantized by the plan of `model` was not met in the trace."""
-    plan = known_plan(model)
+    plan = session_of(model).plan
     unseen = {row.name.removesuffix(".weight") for row in weights.weights if row.reason == UNSEEN.reason}
     quantized = (
         {record.name for record in plan.records(policy) if is_quantized(record.precision)} if plan else set()

@@ -26,7 +26,7 @@ from mxcompile.compiler.checks import check_call, check_modules, tell_left
 from mxcompile.compiler.exporting import innermost
 from mxcompile.compiler.frames import TORCH, Frame, Running, frames
 from mxcompile.compiler.options import Options
-from mxcompile.compiler.runs import Runs
+from mxcompile.compiler.shared_code import Runs
 from mxcompile.models.tree import path_in
 from mxcompile.models.wrappers import users_own
 from mxcompile.report import REGISTRY

@@ -22,18 +22,21 @@ from mxcompile.compiler.attempts import watch_attempts
 from mxcompile.compiler.capture import captured
 from mxcompile.compiler.checks import check_plan
 from mxcompile.compiler.compilation import Compilation
+from mxcompile.compiler.compiled_graph import CompiledGraph
 from mxcompile.compiler.decompositions import table
 from mxcompile.compiler.entry import publish, recall
 from mxcompile.compiler.exporting import guard_exports
+from mxcompile.compiler.histories import DelayedScales
 from mxcompile.compiler.options import Options
-from mxcompile.compiler.policies import remember
 from mxcompile.compiler.reading import read_early
+from mxcompile.compiler.sampling import follow, guard, sampling
+from mxcompile.compiler.session import session_of
 from mxcompile.compiler.trace import copied
-from mxcompile.compiler.watched import follow, guard, watched
 from mxcompile.errors import OptionError
 from mxcompile.lowering.targets import AUTO, resolve
 from mxcompile.models.blocks import Blocks
 from mxcompile.models.tree import path_in
+from mxcompile.models.wrappers import users_own
 from mxcompile.policy import Policy
 from mxcompile.rules import name_signature
 from mxcompile.versions import warn_once
@@ -141,7 +144,8 @@ def compile_graph(
     warn_once()
     capture = captured(gm, example_inputs, root)
     options = follow(options, capture)
-    remember(capture.root, options.policy, options.group)
+    if capture.root is not None:
+        session_of(users_own(capture.root)).policies[options.group] = options.policy
     tapped = histories.tap(gm, example_inputs, capture, options.policy)
     compilation = Compilation(
         options, capture, gm, resolve(options.target, capture.device), tapped=histories.needed(options.policy)
@@ -160,11 +164,12 @@ def compile_graph(
         return cast(Compiled, code)
 
     stored = recall(compilation)
-    code = publish(compilation, stored, compiled(gm, compilation))
-    code = watched(code, compilation, example_inputs, lambda one: compiled(copied(gm), one))
-    if tapped is not None:
-        return histories.Stateful(code, tapped, dict(compilation.part.histories), capture.root)
-    return code
+    return CompiledGraph(
+        compiled(gm, compilation),
+        attribution=publish(compilation, stored),
+        sampling=sampling(compilation, example_inputs, lambda one: compiled(copied(gm), one)),
+        scales=DelayedScales(tapped, dict(compilation.part.histories), capture.root) if tapped else None,
+    )
 
 
 def _options_of(backend: Any, keywords: Mapping[str, Any]) -> Options | None:

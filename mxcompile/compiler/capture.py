@@ -14,8 +14,9 @@ from mxcompile.compiler.frames import Frame
 from mxcompile.compiler.gathers import Gathers, gathers_of
 from mxcompile.compiler.locate import Located, name_of, source_of_input
 from mxcompile.compiler.marks import mark
-from mxcompile.compiler.plans import Planned, plan_of
+from mxcompile.compiler.plans import plan_of
 from mxcompile.compiler.regions import inline_regions
+from mxcompile.compiler.session import Planned
 from mxcompile.models.blocks import Blocks
 from mxcompile.models.names import GraphInput, module_of, source_of
 from mxcompile.models.tree import Tree
@@ -62,7 +63,8 @@ def captured(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module 
     located = Located(gm, example_inputs, root, frame)
     inline_regions(gm, located.inputs)
     mark(gm)
-    cut = frame.cut(root, _called(gm, located)) or _sharded(example_inputs)
+    sharded = "shards of tensor parallelism" if any(map(_is_shard, example_inputs)) else ""
+    cut = frame.cut(root, _called(gm, located)) or sharded
     planned = plan_of(root, frame, located.matrices) if cut else Planned()
     blocks = Blocks.of(root)
     gathers = gathers_of(root, located.inputs)
@@ -83,11 +85,6 @@ def captured(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module 
         device=_device(example_inputs),
         identity=_hash((gathers, *_details(gm, example_inputs, about))),
     )
-
-
-def _sharded(example_inputs: Sequence[Any]) -> str:
-    """Why the layers of a graph are but shards of the model's, or ""."""
-    return "shards of tensor parallelism" if any(map(_is_shard, example_inputs)) else ""
 
 
 def _is_shard(value: object) -> bool:

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -15,8 +14,8 @@ from mxcompile.compiler import unplanned
 from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.frames import is_running
 from mxcompile.compiler.options import Options
-from mxcompile.compiler.places import settle
-from mxcompile.compiler.plans import known_plan, layers_of_call, planned
+from mxcompile.compiler.plans import layers_of_call, planned
+from mxcompile.compiler.session import session_of
 from mxcompile.errors import UnsupportedError
 from mxcompile.formats import is_quantized
 from mxcompile.graph.tags import GemmTag
@@ -29,10 +28,6 @@ from mxcompile.rules import check_layers, complaints, spelled
 log = logging.getLogger(__name__)
 
 _SEE = "(see TORCH_LOGS=graph_breaks)"
-
-_CHECKED: WeakKeyDictionary[nn.Module, dict[str, Plan]] = WeakKeyDictionary()
-_RAN: WeakKeyDictionary[nn.Module, dict[str, Plan]] = WeakKeyDictionary()
-"""By model and options, the plan that was held against: what the policy says, and what has run."""
 
 
 def check_plan(compilation: Compilation, parts: Sequence[str] | None = None) -> None:
@@ -50,7 +45,7 @@ def check_plan(compilation: Compilation, parts: Sequence[str] | None = None) -> 
     if plan is None:
         unplanned.check(compilation.capture, compilation.options)
         return
-    options, checked = compilation.options, _CHECKED.setdefault(root, {})
+    options, checked = compilation.options, session_of(root).checked
     if checked.get(options.group) is plan:
         return
     outside = _outside(plan, options, parts) if parts is not None else []
@@ -94,7 +89,7 @@ def check_call(
     was compiled.
     """
     if REGISTRY.knows(root, options.group):
-        plan = known_plan(root)
+        plan = session_of(root).plan
         if plan is not None:
             idle = [path for path, was_called in parts.items() if not was_called]
             _check_ran(root, options, plan, (args, kwargs), idle)
@@ -137,7 +132,7 @@ def check_modules(
     args, kwargs: of the call of `root`. modules: paths of modules that are compiled for the call, which have
     run. ran: the layers that compiled code has computed. Strict mode raises `UnsupportedError`.
     """
-    plan = known_plan(root)
+    plan = session_of(root).plan
     if plan is None:
         return
     pending = {gemm.name for gemm in REGISTRY.pending(root, options.group) if gemm.gemm == Gemm.FPROP}
@@ -196,8 +191,10 @@ def _check_ran(
     call: the arguments of the call of `root` that is over. The plan may have layers that do not run in it.
     idle: paths of modules that were not called.
     """
-    settle(root, options.group)
-    checked = _RAN.setdefault(root, {})
+    session = session_of(root)
+    for places in session.places:
+        places.settle(options.group)
+    checked = session.ran
     if checked.get(options.group) is plan:
         return
     missing = _missing(root, options, plan)

@@ -46,10 +46,6 @@ from mxcompile.rules import layers_of, with_complaints
 from mxcompile.watch import Watch
 
 
-def _once(_: str) -> int:
-    return 1
-
-
 class Compilation:
     """State of one compile. The hooks may run late (backward is lowered after forward has returned).
 
@@ -66,7 +62,7 @@ class Compilation:
         capture: Capture,
         gm: fx.GraphModule,
         target: Target,
-        count: Callable[[str], int] = _once,
+        count: Callable[[str], int] = lambda _path: 1,
         *,
         tapped: bool = False,
         after: Callable[[fx.Graph], None] | None = None,
@@ -242,15 +238,13 @@ class Compilation:
         self._count_work(forward, backward)
         if self._parted is not None:
             self._parted(forward, backward)
-        changed |= self._watching().apply(forward, backward)
+        watching = Watching(sites=self._sites, only_nonfinite=self._only_nonfinite)
+        changed |= watching.apply(forward, backward)
         changed |= Flatten(num_outputs=num_forward_outputs).apply(forward, backward)
         if changed:
             for module in graphs:
                 module.recompile()
         self._marked = mark(backward, self)
-
-    def _watching(self) -> Watching:
-        return Watching(sites=self._sites, only_nonfinite=self._only_nonfinite)
 
     def lower(self, graph: fx.Graph) -> None:
         """A forward, backward or inference graph, before Inductor lowers it."""

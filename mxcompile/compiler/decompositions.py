@@ -30,13 +30,9 @@ class Table(dict[Any, Callable[..., Any]]):
 def table() -> Table:
     """The table for the present Inductor configuration."""
     rules = select_decomp_table().items()
-    changed = Table((op, rule) for op, rule in rules if _packet(op) not in _KEPT)
+    changed = Table((op, rule) for op, rule in rules if getattr(op, "overloadpacket", op) not in _KEPT)
     changed[aten._transformer_encoder_layer_fwd.default] = _encoder_layer
     return changed
-
-
-def _packet(op: Any) -> Any:
-    return getattr(op, "overloadpacket", op)
 
 
 def _encoder_layer(

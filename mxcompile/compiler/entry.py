@@ -17,7 +17,8 @@ from mxcompile.compiler import sharing, store, unplanned
 from mxcompile.compiler.checks import check_ran
 from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.places import Places
-from mxcompile.compiler.runs import Compiled, noted
+from mxcompile.compiler.session import session_of
+from mxcompile.compiler.shared_code import Attribution, attribution
 from mxcompile.compiler.structured import trace_gemms
 from mxcompile.errors import UnsupportedError
 from mxcompile.formats import is_quantized, labels
@@ -45,14 +46,14 @@ def recall(compilation: Compilation) -> Part | None:
     return stored
 
 
-def publish(compilation: Compilation, stored: Part | None, compiled: Compiled) -> Compiled:
+def publish(compilation: Compilation, stored: Part | None) -> Attribution | None:
     """Complete the report of `compilation`, now that its code is at hand, and make it known.
 
-    stored: what `recall` has returned. Returns `compiled`, the code, which notes the other models that it
-    runs for. Raises `UnsupportedError` in strict mode if Inductor has run no hook.
+    stored: what `recall` has returned. Returns what notes the other models that run the code, if any. Raises
+    `UnsupportedError` in strict mode if Inductor has run no hook.
     """
     if compilation.capture.backward:
-        return compiled
+        return None
     entry = _Entry(compilation)
     if stored is not None:
         compilation.complete(stored)
@@ -68,7 +69,7 @@ def publish(compilation: Compilation, stored: Part | None, compiled: Compiled) -
     if compilation.capture.planned.plan is None and not (entry.is_broken or compilation.capture.prefix):
         layers = layers_of(REGISTRY.layers(entry.ledger.group))
         check_layers(compilation.options.policy, layers, strict=compilation.options.strict)
-    return noted(compiled, compilation.capture, entry.places)
+    return attribution(compilation.capture, entry.places)
 
 
 def _tell_unseen(compilation: Compilation) -> None:
@@ -113,7 +114,9 @@ class _Entry:
         key, plan = CompileContext.try_get() or object(), capture.planned.plan
         self.ledger = REGISTRY.open(key, fresh)
         gemms = () if plan is None else plan.records(options.policy)
-        self.places = Places(key, self.ledger, gemms, capture.root, self._found)
+        self.places = Places(key, self.ledger, gemms, self._found)
+        if capture.root is not None:
+            session_of(capture.root).places.add(self.places)
         self.is_broken = bool(compilation.part.graph_breaks)
         self._twins = sharing.twins(capture, options.policy)
 

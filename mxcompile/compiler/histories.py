@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from mxcompile import ops
 from mxcompile.compiler.capture import Capture
 from mxcompile.compiler.frames import running
+from mxcompile.compiler.session import session_of
 from mxcompile.compiler.trace import copied
 from mxcompile.models.holders import Holders
 from mxcompile.policy import Policy
@@ -48,8 +49,6 @@ SUFFIX = "_amax_history"
 _DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
 """Where DDP looks for the names of what it shall leave alone."""
 
-_EXPECTING: WeakSet[nn.Module] = WeakSet()
-
 
 def needed(policy: Policy) -> bool:
     """Whether `policy` has scales that follow from calls before."""
@@ -61,10 +60,10 @@ def needed(policy: Policy) -> bool:
 
 def expect(root: nn.Module) -> None:
     """Let `root` load state dicts that have histories before it has any."""
-    if root in _EXPECTING:
-        return
-    _EXPECTING.add(root)
-    root.register_load_state_dict_pre_hook(_make_room)
+    session = session_of(root)
+    if not session.loads_histories:
+        session.loads_histories = True
+        root.register_load_state_dict_pre_hook(_make_room)
 
 
 def _make_room(root: nn.Module, state: Mapping[str, Any], prefix: str, *_rest: object) -> None:
@@ -181,16 +180,13 @@ def _example(weight: Tensor, trains: bool) -> Tensor:
 _Owner = tuple[nn.Module, str]
 
 
-class Stateful:
-    """The compiled code of a tapped graph, called as the graph was.
+class DelayedScales:
+    """Gives the code of a tapped graph its scales, and lets their histories move on.
 
     lengths: by position among the tapped weights, of those whose scales follow from calls before.
     """
 
-    def __init__(
-        self, compiled: Callable[..., Any], tapped: Tapped, lengths: Mapping[int, int], root: nn.Module | None
-    ) -> None:
-        self._compiled = compiled
+    def __init__(self, tapped: Tapped, lengths: Mapping[int, int], root: nn.Module | None) -> None:
         self._positions, self._outputs = tapped.positions, tapped.outputs  # its graph would keep references
         self._lengths = dict(lengths)
         self._trains = any(state.requires_grad for state in tapped.states)
@@ -199,8 +195,8 @@ class Stateful:
         self._apart: dict[int, nn.Module] = {}
         self._read: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 
-    def __call__(self, *args: Any) -> Any:
-        """Run one call, and let its histories move on."""
+    def run(self, code: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """Run `code` with the inputs `args` of the graph as it was, and let the histories move on."""
         weights = [args[position] for position in self._positions]
         owners = {index: self._owner(index, weights[index]) for index in self._lengths}
         histories = {
@@ -208,7 +204,7 @@ class Stateful:
         }
         again = in_backward() and all(name in self._read.get(module, ()) for module, name in owners.values())
         states = self._states(weights, owners, histories, again=again)
-        results = self._compiled(*args, *states.unbind(0))
+        results = code(*args, *states.unbind(0))
         outputs, seen = results[: self._outputs], results[self._outputs :]
         if states.requires_grad and not again:
             _move_on({index: seen[index].detach() for index in histories}, histories, rows=slice(0, 2))

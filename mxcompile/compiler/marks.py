@@ -60,15 +60,12 @@ def _mark_autocast(graph: fx.Graph, regions: list[tuple[Any, Any]]) -> None:
             regions.append((device, enabled))
         elif name == "_exit_autocast":
             regions.pop()
-        elif regions and not regions[-1][1] and _is_on(regions[-1][0], regions[:-1]):
-            _note(node, AUTOCAST_KEY, True)
+        elif regions and not regions[-1][1]:
+            device = regions[-1][0]
+            if (device, True) in regions or torch.is_autocast_enabled(device):
+                _note(node, AUTOCAST_KEY, True)
         for body in bodies(node):
             _mark_autocast(body.graph, [*regions])
-
-
-def _is_on(device: Any, regions: list[tuple[Any, Any]]) -> bool:
-    """Whether autocast is on for `device` in any of `regions`, or around the graph."""
-    return any(enabled for which, enabled in regions if which == device) or torch.is_autocast_enabled(device)
 
 
 def _function(node: fx.Node) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
@@ -26,7 +25,6 @@ class Places:
         key: object,
         ledger: Ledger,
         gemms: tuple[GemmRecord, ...],
-        root: nn.Module | None,
         on_other_module: Callable[[str], None],
     ) -> None:
         self._key = key
@@ -36,8 +34,6 @@ class Places:
         self._places: list[tuple[Ledger, int | None]] = [(ledger, None)]
         self._ran: set[str] = set()
         self._settled = self._is_sure = False
-        if root is not None:
-            _PLACES.setdefault(root, WeakSet()).add(self)
 
     @property
     def part(self) -> Part:
@@ -75,13 +71,3 @@ class Places:
             self._settled = True
             if self._part is not None:
                 self.put(self._part)
-
-
-_PLACES: WeakKeyDictionary[nn.Module, WeakSet[Places]] = WeakKeyDictionary()
-"""By model. The compiled code holds its places, and they hold the model: nothing else may."""
-
-
-def settle(root: nn.Module, group: str) -> None:
-    """Take those modules of `root` from its report under the options `group` that have not run their code."""
-    for places in _PLACES.get(root, ()):
-        places.settle(group)

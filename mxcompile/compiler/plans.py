@@ -8,39 +8,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from mxcompile.compiler.decompositions import table
 from mxcompile.compiler.frames import Frame
+from mxcompile.compiler.session import Planned, session_of
 from mxcompile.errors import ModelError
 from mxcompile.models.names import user_path
 from mxcompile.plan.plan import Plan, make_plan
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Planned:
-    """The plan of a model, or why there is none ("" where none is needed)."""
-
-    plan: Plan | None = None
-    missing: str = ""
-
-    def below(self, prefix: str) -> tuple[Any, ...]:
-        """Returns what the plan says of the module at `prefix`, for comparing."""
-        if self.plan is None:
-            return (self.missing,)
-        tags = self.plan.tags
-        inside = (t for t in tags if not prefix or t.name == prefix or t.name.startswith(f"{prefix}."))
-        return tuple((t.name, str(t.role), t.module, t.n, t.k) for t in inside)
-
-
-_PLANS: WeakKeyDictionary[nn.Module, Planned] = WeakKeyDictionary()
 
 
 def plan_of(root: nn.Module | None, frame: Frame, matrices: Iterable[str]) -> Planned:
@@ -51,7 +31,8 @@ def plan_of(root: nn.Module | None, frame: Frame, matrices: Iterable[str]) -> Pl
     """
     if root is None:
         return Planned(missing="not part of a module")
-    known = _PLANS.get(root)
+    session = session_of(root)
+    known = session.planned
     if known is not None and (known.plan is None or not _lacks(known.plan, root, matrices)):
         return known
     call = frame.call_of(root)
@@ -62,8 +43,8 @@ def plan_of(root: nn.Module | None, frame: Frame, matrices: Iterable[str]) -> Pl
     more, plan = _made(root, call.args, call.kwargs).plan, known.plan
     if more is not None and not plan.differentiated:
         more, plan = plan, more
-    _PLANS[root] = Planned(plan=plan.with_more(more, matrices))
-    return _PLANS[root]
+    session.planned = Planned(plan=plan.with_more(more, matrices))
+    return session.planned
 
 
 def _lacks(plan: Plan, root: nn.Module, matrices: Iterable[str]) -> bool:
@@ -83,13 +64,9 @@ def no_plan(root: nn.Module, missing: str) -> str:
 
 def planned(root: nn.Module, args: Any, kwargs: Any) -> Planned:
     """The plan of `root`, called with `args` and `kwargs`; made if there is none yet."""
-    return _PLANS.get(root) or _PLANS.setdefault(root, _made(root, args, kwargs))
-
-
-def known_plan(root: nn.Module) -> Plan | None:
-    """The plan of `root`, if one was made."""
-    known = _PLANS.get(root)
-    return None if known is None else known.plan
+    session = session_of(root)
+    session.planned = session.planned or _made(root, args, kwargs)
+    return session.planned
 
 
 def layers_of_call(root: nn.Module, args: Any, kwargs: Any) -> frozenset[str] | None:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._guards import Guard, TracingContext
+from torch._dynamo.source import GlobalStateSource
+from torch._guards import Guard, Source, TracingContext
 
 from mxcompile.compiler.capture import Capture
 from mxcompile.errors import PolicyError
@@ -71,16 +72,19 @@ def guard(capture: Capture, policy: Policy, *, unlimited: bool = False) -> None:
         path = next(iter(paths.get(id(module), ())), None)
         return alive() is not None and path is not None and known.get(path) == expected
 
-    context.guards_context.dynamo_guards.add(Guard(capture.owner, _install(holds)))
+    add_guard(context, holds, capture.owner, f"decisions of {capture.owner.name}")
 
 
-def _install(holds: Callable[[object], bool]) -> Callable[[Any, Guard], None]:
-    def decisions(builder: Any, guard: Guard) -> None:
-        manager = builder.get_guard_manager(guard)
-        label = [f"mxcompile: decisions of {guard.name}"]
-        manager.add_lambda_guard(holds, label, None)
+def add_guard(
+    context: TracingContext, holds: Callable[[object], bool], source: Source | None, label: str
+) -> None:
+    """Let the code that Dynamo compiles run only where `holds`, of the object at `source` or of the frame."""
 
-    return decisions
+    def install(builder: Any, guard: Guard) -> None:
+        manager = builder.guard_manager.root if source is None else builder.get_guard_manager(guard)
+        manager.add_lambda_guard(holds, [f"mxcompile: {label}"], None)
+
+    context.guards_context.dynamo_guards.add(Guard(source or GlobalStateSource(), install))
 
 
 def _alike(capture: Capture, policy: Policy) -> Iterator[tuple[str, Signature]]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from mxcompile.compiler.capture import Capture
 from mxcompile.compiler.options import Options
 from mxcompile.compiler.plans import no_plan
+from mxcompile.compiler.session import session_of
 from mxcompile.errors import UnsupportedError
 from mxcompile.formats import KEPT
 from mxcompile.models.names import joined, layer_name, user_path
@@ -23,8 +23,6 @@ from mxcompile.report import REGISTRY, GemmRecord, Part
 
 log = logging.getLogger(__name__)
 
-_READ: WeakKeyDictionary[nn.Module, dict[str, set[str]]] = WeakKeyDictionary()
-"""By model and options, the paths of the parameters that compiled graphs read."""
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 _UNSEEN = (
     "what runs outside of its compiled graphs is not known: take out what breaks graphs"
@@ -43,7 +41,7 @@ def check(capture: Capture, options: Options, twin: str = "") -> None:
     message = no_plan(root, missing)
     if options.strict and any(matrices(module) for module in root.modules()):
         raise UnsupportedError(f"strict: {message}; {_UNSEEN}")
-    known = _READ.setdefault(root, {})
+    known = session_of(root).read
     if options.group not in known:
         log.warning("%s", message)
     read = known.setdefault(options.group, set())

@@ -75,7 +75,7 @@ def load(raw: bytes) -> tuple[Any, dict[Path, int]]:
     """
     if len(raw) > MAX_BYTES:
         raise YamlProblem(f"a policy has at most {MAX_BYTES:,} bytes, this file has more: is it one?")
-    reader = _Reader()
+    reader = _NodeReader()
     try:
         text = raw.decode("utf-8")
         node = yaml.compose(text, Loader=_Loader)
@@ -96,7 +96,7 @@ def load(raw: bytes) -> tuple[Any, dict[Path, int]]:
         raise YamlProblem(_TOO_DEEP) from None
 
 
-class _Reader:
+class _NodeReader:
     """Reads a node graph, with the lines of all paths in it."""
 
     def __init__(self) -> None:

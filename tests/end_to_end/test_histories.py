@@ -311,7 +311,7 @@ def test_states_begin_where_inductor_takes_them_to_begin():
     example = torch.zeros(3)
     tapped = histories.Tapped(gm=None, states=(example,) * 5, positions=tuple(range(5)), outputs=0)
     model = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(5))
-    code = histories.Stateful(compiled, tapped, dict.fromkeys(range(5), 4), model)
-    code(*model.parameters())
+    scales = histories.DelayedScales(tapped, dict.fromkeys(range(5), 4), model)
+    scales.run(compiled, [*model.parameters()])
     assert len(seen) == 10
     assert all(state.data_ptr() % 16 == 0 for state in seen[5:])

@@ -19,14 +19,17 @@ from mxcompile.compiler import histories, sharing
 from mxcompile.compiler.capture import captured
 from mxcompile.compiler.checks import check_plan
 from mxcompile.compiler.compilation import Compilation
+from mxcompile.compiler.compiled_graph import CompiledGraph
 from mxcompile.compiler.decompositions import table
 from mxcompile.compiler.entry import publish
+from mxcompile.compiler.histories import DelayedScales
 from mxcompile.compiler.options import Options
-from mxcompile.compiler.policies import remember
+from mxcompile.compiler.sampling import follow, guard, sampling
+from mxcompile.compiler.session import session_of
 from mxcompile.compiler.trace import copied
-from mxcompile.compiler.watched import follow, guard, watched
 from mxcompile.graph.printer import print_ir
 from mxcompile.lowering.targets import TARGETS
+from mxcompile.models.wrappers import users_own
 
 
 class EagerBackend:
@@ -59,7 +62,8 @@ class EagerBackend:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         found = captured(gm, example_inputs, self.root)
         options = follow(self.options, found)
-        remember(found.root, options.policy, options.group)
+        if found.root is not None:
+            session_of(users_own(found.root)).policies[options.group] = options.policy
         tapped = histories.tap(gm, example_inputs, found, options.policy)
         compilation = Compilation(options, found, gm, TARGETS["cpu"], tapped=histories.needed(options.policy))
         if tapped is not None:
@@ -68,14 +72,14 @@ class EagerBackend:
         sharing.guard(found, options.policy, unlimited=self.parts is not None)
 
         guard(compilation, example_inputs)
-        compiled = self._compiled(gm, example_inputs, compilation)
-        compiled = publish(compilation, None, compiled)
-        compiled = watched(
-            compiled, compilation, example_inputs, lambda one: self._compiled(copied(gm), example_inputs, one)
+        return CompiledGraph(
+            self._compiled(gm, example_inputs, compilation),
+            attribution=publish(compilation, None),
+            sampling=sampling(
+                compilation, example_inputs, lambda one: self._compiled(copied(gm), example_inputs, one)
+            ),
+            scales=DelayedScales(tapped, dict(compilation.part.histories), found.root) if tapped else None,
         )
-        if tapped is not None:
-            return histories.Stateful(compiled, tapped, dict(compilation.part.histories), found.root)
-        return compiled
 
     def _compiled(self, gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: Compilation) -> Any:
         def passes(graph: fx.GraphModule) -> None:

@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.source import GlobalStateSource
-from torch._guards import Guard, TracingContext
+from torch._guards import TracingContext
 
 from mxcompile.compiler.capture import Capture
 from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.frames import running
 from mxcompile.compiler.options import Options
-from mxcompile.compiler.runs import Noted
+from mxcompile.compiler.sharing import add_guard
 from mxcompile.models.tree import path_in
 from mxcompile.models.wrappers import plain_class
 from mxcompile.rules import layers_of
@@ -35,28 +34,23 @@ log = logging.getLogger(__name__)
 Compiled = Callable[..., Any]
 
 
-def watched(
-    code: Compiled,
-    compilation: Compilation,
-    example_inputs: Sequence[Any],
-    compiler: Callable[[Compilation], Compiled],
-) -> Compiled:
-    """`code` of `compilation`, with a second code for the steps that its options sample.
+def sampling(
+    compilation: Compilation, example_inputs: Sequence[Any], compiler: Callable[[Compilation], Compiled]
+) -> Sampling | None:
+    """Returns the second code of `compilation`, for the steps that its options sample; None without a watch.
 
-    compiler: gives the code of the same graph for the compilation that it is given.
+    compiler: compiles the same graph for a compilation.
     """
     watch = compilation.options.watch
     if watch is None or not _is_watched(compilation, example_inputs):
-        return code
-    if not watch.every:
-        return _Watched(code, code, compilation, watch)
+        return None
     try:
-        sampled = compiler(compilation.measuring(watch))
+        sampled = compiler(compilation.measuring(watch)) if watch.every else None
     except Exception as error:  # training goes on without it
         name = compilation.capture.module or "the model"
         log.warning("watch: %s is not watched: %s: %s", name, type(error).__name__, error)
-        return code
-    return _Watched(code, sampled, compilation, watch)
+        return None
+    return Sampling(sampled, compilation, watch)
 
 
 def follow(options: Options, capture: Capture) -> Options:
@@ -80,19 +74,8 @@ def follow(options: Options, capture: Capture) -> Options:
     def holds(module: object) -> bool:
         return watch.below(next(iter(paths.get(id(module), ())), "") if prefix else "") == expected
 
-    source = capture.owner if capture.prefix else GlobalStateSource()
-    context.guards_context.dynamo_guards.add(Guard(source, _install(holds, whole=not capture.prefix)))
+    add_guard(context, holds, capture.owner if capture.prefix else None, "rules of a watch")
     return options.now()
-
-
-def _install(holds: Callable[[object], bool], *, whole: bool) -> Callable[[Any, Guard], None]:
-    """Returns the function that adds a guard to the code: of the frame, or of the module at its source."""
-
-    def rules(builder: Any, guard: Guard) -> None:
-        manager = builder.guard_manager.root if whole else builder.get_guard_manager(guard)
-        manager.add_lambda_guard(holds, ["mxcompile: rules of a watch"], None)
-
-    return rules
 
 
 def guard(compilation: Compilation, example_inputs: Sequence[Any]) -> None:
@@ -110,12 +93,14 @@ def _is_watched(compilation: Compilation, example_inputs: Sequence[Any]) -> bool
     return torch.is_grad_enabled() and any(value.requires_grad for value in given)
 
 
-class _Watched:
-    """The two codes, called as one."""
+class Sampling:
+    """Runs `sampled`, the second code of `compilation`, in the steps that `watch` samples.
 
-    def __init__(self, code: Compiled, sampled: Compiled, compilation: Compilation, watch: Watch) -> None:
+    sampled: None if no step is sampled, and calls are counted alone.
+    """
+
+    def __init__(self, sampled: Compiled | None, compilation: Compilation, watch: Watch) -> None:
         capture = compilation.capture
-        self._code = code
         self._sampled = sampled
         self._compiled = capture.prefix
         self._root = None if capture.root is None else weakref.ref(capture.root)
@@ -129,25 +114,18 @@ class _Watched:
             torch=torch.__version__,
         )
 
-    def __call__(self, *args: Any) -> Any:
-        """Run the code that the step asks for."""
+    def run(self, code: Compiled, args: Sequence[Any]) -> Any:
+        """Run the second code in a sampled step, else `code`."""
         if not torch.is_grad_enabled():
-            return self._code(*args)
+            return code(*args)
         call = self._recorder.begin(self._compiled, self._running, id(self))
         if call is None:
-            return self._code(*args)
-        if call.is_sampled and isinstance(self._code, Noted):
-            self._code.look(args)
+            return code(*args)
         with calls.forward(call):
-            results = (self._sampled if call.is_sampled else self._code)(*args)
+            results = (self._sampled or code if call.is_sampled else code)(*args)
         if not call.is_repeated:
             calls.follow(call, results)
         return results
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._code, name)  # how torch serializes it
 
     def _running(self) -> str:
         """The path of the module whose call is going on, among those that run this code."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,22 +26,23 @@ from mxcompile.models.wrappers import plain_class, users_own
 
 log = logging.getLogger(__name__)
 
-Compiled = Callable[..., Any]
 
+def attribution(capture: Capture, places: Places) -> Attribution | None:
+    """Returns what notes in `places` which models run the code of the graph of `capture`.
 
-def noted(compiled: Compiled, capture: Capture, places: Places) -> Compiled:
-    """`compiled`, of the graph of `capture`; `places` is told what it runs for."""
+    None where the models cannot be told apart and nothing in the graph is reported.
+    """
     if capture.root is None:
-        return compiled
+        return None
     modules, named = capture.root.modules(), capture.root.named_parameters(remove_duplicate=False)
     number = Counter(id(own) for module in modules for own in module._parameters.values())
     holders = {user_path(raw): number[id(own)] for raw, own in named}
     own = [at for at, given in enumerate(capture.inputs) if given.static and given.path in holders]
     position = min(own, key=lambda index: holders[capture.inputs[index].path], default=None)
     if position is None and not places.part.gemms:
-        return compiled
+        return None
     is_shared = position is not None and holders[capture.inputs[position].path] > 1
-    return Noted(compiled, capture, position, places, is_shared=is_shared)
+    return Attribution(capture, position, places, is_shared=is_shared)
 
 
 class Runs:
@@ -59,19 +60,16 @@ class Runs:
 _OPEN: list[Runs] = []
 
 
-class Noted:
-    """Compiled code of the graph of `capture`. It notes the modules that run it.
+class Attribution:
+    """Notes the modules that run the code of the graph of `capture`.
 
     position: of a parameter among its inputs, None if it has none. is_shared: whether several modules hold
     it, so that it does not tell them apart.
     """
 
-    def __init__(
-        self, compiled: Compiled, capture: Capture, position: int | None, places: Places, *, is_shared: bool
-    ) -> None:
+    def __init__(self, capture: Capture, position: int | None, places: Places, *, is_shared: bool) -> None:
         root, prefix = capture.root, capture.prefix
         assert root is not None
-        self._compiled = compiled
         self._position = position
         self._is_shared = is_shared
         self._name = (
@@ -86,12 +84,7 @@ class Noted:
         self._holders = Holders()
         self._models = {self._root}
 
-    def __call__(self, *args: Any) -> Any:
-        """Run the code."""
-        self.look(args)
-        return self._compiled(*args)
-
-    def look(self, args: Sequence[Any]) -> None:
+    def note(self, args: Sequence[Any]) -> None:
         """Note that code of the graph runs with `args`."""
         given = None if self._position is None else args[self._position]
         parameter = given if isinstance(given, nn.Parameter) else None
@@ -127,11 +120,6 @@ class Noted:
         """Whether `module` has `parameter` where the graph's own module has its."""
         named = module.named_parameters(remove_duplicate=False)
         return any(each is parameter and user_path(raw) == self._name for raw, each in named)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._compiled, name)  # how torch serializes it
 
     def _meet(self, parameter: nn.Parameter) -> None:
         """Find the model that `parameter` belongs to, and have it adopt the code if it is another one."""
