@@ -150,6 +150,19 @@ def test_a_row(module, casts, monkeypatch):
     assert len(seen["both values"]) == len(seen["baseline"]) == 16, "copies that do not fit the cache"
 
 
+def uncompiled(predicted, **about):
+    """Returns a program that is neither compiled nor timed."""
+
+    class Uncompiled(predicted.CompiledProgram):
+        def measure(self, rates, repeats):
+            raise AssertionError("a test times nothing")
+
+        def code(self, target):
+            raise AssertionError(f"compiled for {target}")
+
+    return Uncompiled(**about)
+
+
 def test_an_estimate_is_of_the_work_that_was_written_down(module, monkeypatch):
     """For these versions of PyTorch and Triton and this target, not for others; the newest row counts."""
     predicted = module("gpu_predicted")
@@ -161,19 +174,17 @@ def test_an_estimate_is_of_the_work_that_was_written_down(module, monkeypatch):
     )
     monkeypatch.setattr(predicted.common, "read", lambda _: [old, new, other])
     predicted.written.cache_clear()
-    program = predicted.Program(**about)
+    program = uncompiled(predicted, **about)
     assert program.num_bytes(Rates.of(SM_90)) == 3.84e6
     assert program.expected(4.0, Rates.of(SM_90))["over_predicted"] == 1.0
-    monkeypatch.setattr(
-        predicted.Program, "compiled", lambda *_: {"works": [["rest", "x", {"num_bytes": 5}]]}
-    )
+    monkeypatch.setattr(type(program), "compiled", lambda *_: {"works": [["rest", "x", {"num_bytes": 5}]]})
     assert program.num_bytes(Rates.of(SM_100)) == 5, "what is not written down is compiled now"
     predicted.written.cache_clear()
 
 
 def test_what_fails_is_a_row_and_ends_nothing(module):
     common, predicted = module("gpu_common"), module("gpu_predicted")
-    program = predicted.Program(part="casts", kernel="one", shape="1x1")
+    program = uncompiled(predicted, part="casts", kernel="one", shape="1x1")
 
     def rows():
         yield {"kernel": "first"}

@@ -65,7 +65,7 @@ def test_a_part_that_is_killed_keeps_the_rows_it_wrote(gpu: Any, tmp_path: Path)
     slow = gpu.Part(name="slow", command=command, seconds=300, rows="slow")
     first, second = gpu.run_all([slow, gpu.Part(name="quick", command=("-c", ""), seconds=60)], None, [])
     assert [row["kernel"] for row in first.rows] == ["first", "second"]
-    assert all(row["torch"] == torch.__version__ for row in first.rows)
+    assert {row["torch"].partition("+")[0] for row in first.rows} == {torch.__version__.partition("+")[0]}
     assert (first.word, second.word) == (gpu.WRONG, gpu.RIGHT)
     assert first.summary()["wrong"] == first.summary()["right"] == 1
 
