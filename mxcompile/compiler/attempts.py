@@ -153,6 +153,7 @@ class _End:
 
     def __call__(self) -> None:
         self._runs.close()
+        REGISTRY.flush()
         if sys.exc_info()[0] is not None:  # the call has failed
             return
         root, call, options = self.root, self._call, self._options

@@ -1,14 +1,17 @@
 """The reports of this process: what was compiled, one report per model, oldest first.
 
 A report grows while its model is compiled: frame by frame, graph by graph, and, where backward is lowered
-late, kernel by kernel. `reports` gives the state of the moment. A file that cannot be written is warned
-about, never more: what a report is about is a training run.
+late, kernel by kernel. `reports` gives the state of the moment. A file is written after each change, but if
+writing takes long, as for hundreds of graphs, then only at the end of a call and of the process. A file that
+cannot be written is warned about, never more: what a report is about is a training run.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,6 +67,11 @@ def _reference(model: nn.Module) -> weakref.ref[nn.Module]:
     return reference
 
 
+_SLOW_S = 0.1
+_PAUSE = 10
+"""After a write that took longer than `_SLOW_S`, its file is left alone for `_PAUSE` times as long."""
+
+
 class Registry:
     """All ledgers of the process, by the compile they belong to."""
 
@@ -73,6 +81,8 @@ class Registry:
         self._plan_notes: dict[tuple[weakref.ref[nn.Module], str], str] = {}
         self._notes: dict[tuple[object, str], dict[str, None]] = {}
         self._failing: set[Path] = set()
+        self._stale: set[Path] = set()
+        self._next_write: dict[Path, float] = {}
         self._lock = threading.RLock()
 
     def open(self, key: object, fresh: Ledger) -> Ledger:
@@ -127,13 +137,23 @@ class Registry:
             return index
 
     def _rewrite(self, ledgers: Sequence[Ledger]) -> None:
-        for path in {ledger.path for ledger in ledgers}:
-            if path is not None:
+        for path in {ledger.path for ledger in ledgers} - {None}:
+            assert path is not None
+            self._stale.add(path)
+            if time.monotonic() >= self._next_write.get(path, 0.0):
+                self._write(path)
+
+    def flush(self) -> None:
+        """Write the files of all reports that have changed since."""
+        with self._lock:
+            for path in [*self._stale]:
                 self._write(path)
 
     def _write(self, path: Path) -> None:
         """Write all that was compiled with the report file `path` to it, or warn."""
         same = [ledger for ledger in self._ledgers.values() if ledger.path == path]
+        self._stale.discard(path)
+        start = time.monotonic()
         try:
             self._report(same).save(path)
         except Exception as error:  # whatever it is, it must not end what is compiled
@@ -142,6 +162,8 @@ class Registry:
             self._failing.add(path)
         else:
             self._failing.discard(path)
+        end = time.monotonic()
+        self._next_write[path] = end + _PAUSE * (end - start) if end - start > _SLOW_S else end
 
     def _report(self, ledgers: Sequence[Ledger]) -> Report:
         """The report of `ledgers`, which have one target and policy."""
@@ -194,9 +216,11 @@ class Registry:
             self._planned = {key: gemms for key, gemms in self._planned.items() if key[0]() is not None}
             self._plan_notes = {key: self._plan_notes[key] for key in self._planned}
             self._failing.clear()
+            self._stale.clear()
 
 
 REGISTRY = Registry()
+atexit.register(REGISTRY.flush)
 
 
 def reports() -> list[Report]:

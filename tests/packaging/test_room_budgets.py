@@ -38,7 +38,7 @@ BUDGETS = {
     "mxcompile/policy": 1_770,
     "mxcompile/policy/importers": 1_160,
     "mxcompile/ranks": 750,
-    "mxcompile/report": 2_110,
+    "mxcompile/report": 2_130,
     "mxcompile/report/forms": 1_400,
     "mxcompile/rules": 620,
     "mxcompile/serving": 580,

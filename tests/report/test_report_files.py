@@ -315,6 +315,27 @@ def test_the_plan_of_a_model_is_in_its_report():
     assert [(g.name, g.kernel) for g in found.gemms] == [("0", "not compiled yet"), ("1", "mm")]
 
 
+def test_a_report_that_takes_long_to_write_is_written_once_a_call(tmp_path: Path, monkeypatch):
+    now, writes = [0.0], []
+
+    def save(report, path):
+        writes.append(len(report.gemms))
+        now[0] += 1.0
+
+    monkeypatch.setattr("mxcompile.report.registry.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(Report, "save", save)
+    registry = Registry()
+    ledger = registry.open(object(), Ledger(target="cpu", policy="p", path=tmp_path / "mx.html"))
+    for number in range(50):
+        registry.put(ledger, None, Part(gemms=(*training(f"layers.{number}.up"),)))
+        now[0] += 0.01
+    assert len(writes) == 1
+    registry.flush()
+    assert writes == [writes[0], 50 * writes[0]], "the last write has all graphs"
+    registry.flush()
+    assert len(writes) == 2, "nothing has changed since"
+
+
 def test_gathering_without_ranks_is_what_this_process_has():
     step()
     assert mxcompile.gather_reports() == mxcompile.reports()
