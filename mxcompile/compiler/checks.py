@@ -97,19 +97,19 @@ def check_call(
     plan = planned(root, args, kwargs).plan
     if plan is not None and not plan.tags:
         return
-    if plan is not None:
-        device = next((parameter.device for parameter in root.parameters()), torch.device("cpu"))
-        REGISTRY.open(
-            object(),
-            Ledger(
-                target=resolve(options.target, device).name,
-                policy=options.policy.label,
-                path=options.report,
-                group=options.group,
-                model=root,
-            ),
-        )
-        REGISTRY.plan(root, options.group, plan.records(options.policy))
+    device = next((parameter.device for parameter in root.parameters()), torch.device("cpu"))
+    REGISTRY.open(
+        object(),
+        Ledger(
+            target=resolve(options.target, device).name,
+            policy=options.policy.label,
+            path=options.report,
+            group=options.group,
+            model=root,
+        ),
+    )
+    gemms = unplanned.records(root) if plan is None else plan.records(options.policy)
+    REGISTRY.plan(root, options.group, tuple(gemms))
     named = [part for part in parts if part]
     most = f"does not call {_listed(named)} as modules, or " if named else ""
     _tell(

@@ -125,6 +125,10 @@ class Compilation:
         parts = sources_hash(), self.options.fingerprint(), target, self.capture.identity, settings()
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
+    def __deepcopy__(self, memo: object) -> Compilation:
+        """Returns itself. It is in Inductor's configuration, which a compile inside of this one copies."""
+        return self
+
     def config_patches(self) -> dict[str, Any]:
         """Inductor's configuration for this compile."""
         asked, base = dict(self._asked), f"{self.identity} {self.part.token}"

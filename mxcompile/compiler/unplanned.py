@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from torch import nn
 
@@ -47,7 +47,7 @@ def check(capture: Capture, options: Options, twin: str = "") -> None:
     read = known.setdefault(options.group, set())
     paths = [given.path for given in capture.inputs if given.static]
     read.update(twin + path.removeprefix(capture.prefix) if twin else path for path in paths)
-    REGISTRY.plan(root, options.group, tuple(_unread(root, read)), note=f"{message}; {_UNSEEN}")
+    REGISTRY.plan(root, options.group, tuple(records(root, read)), note=f"{message}; {_UNSEEN}")
 
 
 def check_function(capture: Capture, options: Options, part: Part, frame: object) -> None:
@@ -72,8 +72,8 @@ def matrices(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: value for name, value in owned if value is not None and value.ndim > 1}
 
 
-def _unread(root: nn.Module, read: set[str]) -> Iterator[GemmRecord]:
-    """Records of products with the weights of `root` whose paths are not in `read`."""
+def records(root: nn.Module, read: Collection[str] = ()) -> Iterator[GemmRecord]:
+    """Yields records of products with the weights of `root` whose paths are not in `read`."""
     for raw, module in root.named_modules():
         for name, weight in matrices(module).items():
             path = joined(user_path(raw), name)

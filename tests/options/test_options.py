@@ -296,6 +296,23 @@ def test_what_copies_the_arguments_of_a_compile_copies_no_model(monkeypatch):
     assert all(made["backend"] is own["backend"] for own, made in given)
 
 
+def test_a_copy_of_inductors_configuration_in_a_compile_copies_no_model():
+    """As torch.compile makes it where an operator compiles a graph of its own, such as scan."""
+
+    class Single(nn.Linear):
+        def __deepcopy__(self, memo: object) -> Any:
+            raise AssertionError("the model is copied")
+
+    copies = []
+
+    def copies_configuration(_graph: torch.fx.Graph) -> None:
+        copies.append(torch._inductor.config.get_config_copy())
+
+    settings = {"inductor": {"post_grad_custom_post_pass": copies_configuration}}
+    torch.compile(Single(64, 32), backend="mxfp8", options=settings)(torch.randn(4, 64))
+    assert copies
+
+
 def test_a_compile_is_one_line_of_the_log(caplog):
     """What ``TORCH_LOGS=mxcompile`` prints of a compile that went well."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))

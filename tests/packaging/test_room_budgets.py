@@ -26,7 +26,7 @@ BUDGETS = {
     "mxcompile/analysis/tune": 800,
     "mxcompile/checkpoint": 1_870,
     "mxcompile/cli": 1_580,
-    "mxcompile/compiler": 4_300,
+    "mxcompile/compiler": 4_310,
     "mxcompile/distributed": 590,
     "mxcompile/formats": 1_620,
     "mxcompile/graph": 1_560,

@@ -82,6 +82,16 @@ def test_weights_that_no_graph_reads_are_in_the_report(caplog: pytest.LogCapture
     assert [r.getMessage() for r in caplog.records if "Cut has no plan" in r.getMessage()]
 
 
+def test_a_model_that_is_neither_compiled_nor_planned_has_records_of_its_weights():
+    class Left(Cut):
+        forward = torch.compiler.disable(Cut.forward)
+
+    front_door(Left(), policy=POLICY)(batch())
+    report = report_of_all()
+    assert unknown(report).keys() == {"before", "behind", "inside", "matrix", "shift"}
+    assert report.summary.flop_share == 0
+
+
 def test_every_form_says_what_is_not_known():
     whole(Cut(), policy=POLICY)(batch())
     report = report_of_all()
