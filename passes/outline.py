@@ -26,11 +26,9 @@ from mxcompile.graph.tags import GemmTag, Kind, hint, tags_of, tensor
 from mxcompile.models.names import GraphInput, module_of, source_of
 from mxcompile.ops.view import Cast
 from mxcompile.passes.flow import Depends, dependencies
-from mxcompile.policy import Role
 from mxcompile.report import Outline, OutlineNode, folded
 from mxcompile.report.outline import inner_block
 
-_PRODUCTS = {Role.ATTN_SCORES: "q · kᵀ", Role.ATTN_VALUES: "softmax · v"}
 _Edges = set[tuple[int, int]]
 
 
@@ -211,8 +209,8 @@ class _Drawing:
 
 
 def _title(tag: GemmTag) -> str:
-    if tag.kind is Kind.PRODUCT and tag.role in _PRODUCTS:
-        return _PRODUCTS[tag.role]
+    if tag.kind is Kind.PRODUCT and tag.role.row.formula:
+        return tag.role.row.formula
     return tag.name.rpartition(".")[2] or "(root)"
 
 

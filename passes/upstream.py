@@ -6,7 +6,7 @@ A layer with ``saved: mxfp8`` reaches back from its input to the kept values tha
     attn_out, ffn_out, …  all up to other linear layers: gate and up; attention's result, q, k and v
 
 Left out are values that no linear layer, embedding or input of the model went into (masks, rotary tables),
-what a layer with a fragile role made (router, conditioning, head, other), and what is exponentiated: an error
+what a layer of a role made that presets leave alone (router, head, …), and what is exponentiated: an error
 there is a factor. So the scores and their statistics inside a written-out attention are not reached, nor the
 logits.
 """
@@ -22,11 +22,7 @@ from mxcompile.graph.opsets import ATTENTION_FORWARD, EXPONENTIALS, STREAM_SOURC
 from mxcompile.graph.tags import GemmTag, Kind, tag_of, tags_of, tensor
 from mxcompile.models.names import GraphInput
 from mxcompile.passes.flow import Depends, dependencies, viewed
-from mxcompile.policy import Gemm, Role, Saved
-
-_FRAGILE = frozenset({Role.ROUTER, Role.CONDITIONING, Role.EMBEDDING, Role.HEAD, Role.OTHER})
-_BEHIND = frozenset({Role.ATTN_OUT, Role.FFN_OUT, Role.EXPERT_OUT, Role.MIXER_OUT})
-"""Roles behind whose inputs lie the layers they belong with, and no residual stream."""
+from mxcompile.policy import Gemm, Saved
 
 
 class _Origin(IntEnum):
@@ -51,7 +47,7 @@ def upstream(
         tag = tag_of(node)
         if tag is None or tag.gemm is not Gemm.FPROP or tag.saved is not Saved.MXFP8:
             continue
-        for value in _reached(node, by_value, seen, behind=tag.role in _BEHIND):
+        for value in _reached(node, by_value, seen, behind=tag.role.row.ends_branch):
             if origins[value] is _Origin.STREAM:
                 for each in by_value[value]:
                     reached.setdefault(each, tag)
@@ -69,7 +65,7 @@ def _made(graph: fx.Graph, inputs: Sequence[GraphInput]) -> dict[fx.Node, _Origi
             is_stream = depends[node] is Depends.DATA and value is not None and value.is_floating_point()
             origins[node] = _Origin.STREAM if is_stream else _Origin.CONSTANT
         elif tag is not None and tag.kind is Kind.LINEAR:
-            origins[node] = _Origin.FRAGILE if tag.role in _FRAGILE else _Origin.STREAM
+            origins[node] = _Origin.STREAM if tag.role.row.quantized else _Origin.FRAGILE
         elif packet(node) in STREAM_SOURCES:
             origins[node] = _Origin.STREAM
         else:

@@ -2,7 +2,6 @@
 
 from mxcompile.policy.kept import keeping
 from mxcompile.policy.model import (
-    ATTENTION_PRODUCTS,
     Block,
     Choice,
     Decision,
@@ -11,7 +10,6 @@ from mxcompile.policy.model import (
     Layer,
     Limit,
     Match,
-    Role,
     Rule,
     Saved,
     Sent,
@@ -19,6 +17,7 @@ from mxcompile.policy.model import (
 )
 from mxcompile.policy.policy import Policy
 from mxcompile.policy.reason import Code, Reason
+from mxcompile.policy.roles import ATTENTION_PRODUCTS, Role
 
 __all__ = [
     "ATTENTION_PRODUCTS",

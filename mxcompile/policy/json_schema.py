@@ -13,7 +13,8 @@ from typing import Any
 
 from mxcompile.formats import PRECISIONS
 from mxcompile.policy import schema
-from mxcompile.policy.model import ATTENTION_PRODUCTS, Gemm
+from mxcompile.policy.model import Gemm
+from mxcompile.policy.roles import ATTENTION_PRODUCTS
 
 PATH = Path(__file__).with_name("policy.schema.json")
 """The schema as a file, equal to `text`."""

@@ -26,29 +26,7 @@ from mxcompile.formats import (
     Tile,
 )
 from mxcompile.policy.reason import Reason
-
-
-class Role(StrEnum):
-    """The role of a matmul in the model. Closed set."""
-
-    QKV = "qkv"
-    ATTN_OUT = "attn_out"
-    FFN_IN = "ffn_in"
-    FFN_OUT = "ffn_out"
-    EXPERT_IN = "expert_in"
-    EXPERT_OUT = "expert_out"
-    ROUTER = "router"
-    MIXER_IN = "mixer_in"
-    MIXER_OUT = "mixer_out"
-    CONDITIONING = "conditioning"
-    ATTN_SCORES = "attn_scores"
-    ATTN_VALUES = "attn_values"
-    EMBEDDING = "embedding"
-    HEAD = "head"
-    OTHER = "other"
-
-
-ATTENTION_PRODUCTS = frozenset({Role.ATTN_SCORES, Role.ATTN_VALUES})
+from mxcompile.policy.roles import Role
 
 
 class Gemm(StrEnum):
@@ -258,7 +236,7 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preset:
-    """The decision where no rule matches: which GEMMs of which roles, in which precision and formats.
+    """The decision where no rule matches: which GEMMs of layers that presets quantize, and in which formats.
 
     least_side: of a weight; one with a smaller side is left alone.
     """
@@ -266,18 +244,6 @@ class Preset:
     name: str
     precision: Precision
     gemms: frozenset[Gemm] = frozenset(Gemm)
-    roles: frozenset[Role] = frozenset(
-        {
-            Role.QKV,
-            Role.ATTN_OUT,
-            Role.FFN_IN,
-            Role.FFN_OUT,
-            Role.EXPERT_IN,
-            Role.EXPERT_OUT,
-            Role.MIXER_IN,
-            Role.MIXER_OUT,
-        }
-    )
     formats: Choices = field(default_factory=Choices)
     least_side: int = BLOCK
 

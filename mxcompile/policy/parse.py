@@ -9,8 +9,9 @@ from typing import Any
 from mxcompile.errors import PolicyError, not_allowed, shown
 from mxcompile.formats import PRECISIONS, Choices, Precision, ScaleType, Tile
 from mxcompile.policy import schema
-from mxcompile.policy.model import ATTENTION_PRODUCTS, Match, Preset, Rule, Use
+from mxcompile.policy.model import Match, Preset, Rule, Use
 from mxcompile.policy.presets import DEFAULT, PRESETS
+from mxcompile.policy.roles import ATTENTION_PRODUCTS
 from mxcompile.policy.shadow import Shadows
 from mxcompile.policy.yaml_data import MAX_BYTES, Path, YamlProblem, load
 

@@ -123,7 +123,7 @@ class Policy:
             reason = self._of_rule(index or 0, gemm)
         elif not self.base.gemms:
             wanted, reason = KEPT, Reason(Code.PRESET, self.base.name)
-        elif layer.role not in self.base.roles:
+        elif not layer.role.row.quantized:
             wanted, reason = KEPT, Reason(Code.ROLE, layer.role)
         elif gemm not in self.base.gemms:
             wanted, reason = KEPT, Reason(Code.PRESET_GEMM, self.base.name, gemm)

@@ -39,7 +39,7 @@ PRESETS = {
             ),
         ),
         Preset(name="inference", precision=_MXFP8, gemms=frozenset({Gemm.FPROP})),
-        Preset(name="bf16", precision=_MXFP8, gemms=frozenset(), roles=frozenset()),
+        Preset(name="bf16", precision=_MXFP8, gemms=frozenset()),
     )
 }
 """By name."""

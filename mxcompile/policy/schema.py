@@ -24,8 +24,9 @@ from mxcompile.formats import (
     Rounding,
     Scales,
 )
-from mxcompile.policy.model import Ends, Role, Saved, Sent
+from mxcompile.policy.model import Ends, Saved, Sent
 from mxcompile.policy.presets import PRESETS
+from mxcompile.policy.roles import Role
 
 VERSION = 1
 BLOCKS = ("first", "last")

@@ -11,7 +11,8 @@ import fnmatch
 import itertools
 import re
 
-from mxcompile.policy.model import ATTENTION_PRODUCTS, Ends, Match, Role
+from mxcompile.policy.model import Ends, Match
+from mxcompile.policy.roles import ATTENTION_PRODUCTS, Role
 
 MAX_STEPS = 400_000
 """About half a second."""

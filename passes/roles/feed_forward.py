@@ -22,7 +22,6 @@ from mxcompile.passes.roles.uses import BRANCH, QKV, RESULT, WEIGHED
 from mxcompile.policy import Role
 
 _LAST = frozenset({Role.FFN_OUT, Role.FFN_IN, Role.EXPERT_OUT, Role.EXPERT_IN})
-_FUSED = frozenset({Role.ATTN_OUT, Role.MIXER_OUT})
 
 
 def _reads_activated(site: Site) -> Found | Missing:
@@ -48,10 +47,10 @@ def _is_combined(site: Site) -> Found | Missing:
 
 
 def _feeds_last(site: Site) -> Found | Missing:
-    outs = [f for f in site.followers if f.activated and site.role_of(f) in _LAST]
-    fused = [f for f in site.followers if f.activated and site.role_of(f) in _FUSED]
-    layers = [f.layer for f in (*outs, *fused)]
+    roles = {f.layer: site.role_of(f) for f in site.followers if f.activated}
+    layers = [layer for layer, role in roles.items() if role in _LAST or role.row.ends_branch]
     if layers:
+        layers.sort(key=lambda layer: roles[layer] not in _LAST)
         return Found(f"{named(layers)} reads its result through an activation or a gate")
     origins = site.model.together.get(site.node, {})
     if origins.get(site.node, 0) & GATED and not site.followers:

@@ -16,6 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from mxcompile.formats import KEPT, PRECISIONS, is_quantized, labels, precisions
+from mxcompile.policy import Role
 from mxcompile.report.fold import Row, fold, spelled
 from mxcompile.report.forms.html_numerics import FILTERS, numerics_values
 from mxcompile.report.forms.kept import kept_sentences
@@ -68,6 +69,7 @@ def to_html(report: ReportData, numerics: Numerics | None = None) -> str:
             graphs=list(_graphs(report)),
             num_graphs=len(report.graph),
             more_graphs=len(report.graph) - _MOST_GRAPHS,
+            colours={role: role.row.colour for role in Role},
             graph_roles=dict.fromkeys(node.role for o in report.graph for node in o.nodes if node.role),
             kinds=_KINDS,
             numerics=numerics,

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from mxcompile.formats import is_quantized
+from mxcompile.policy import Role
 from mxcompile.report.fold import Row
 from mxcompile.report.record import STORED, GemmRecord, OperandFormat
 
@@ -90,14 +91,14 @@ def flop_count(number: float) -> str:
     return _decimal(number, "FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP")
 
 
-_STREAM = ("qkv", "attn_out", "ffn_in", "ffn_out", "mixer_in", "mixer_out", "other", "head")
+_PER_TOKEN = frozenset(role for role in Role if role.row.per_token)
 
 
 def tokens_of(gemms: Iterable[GemmRecord]) -> int:
     """How many tokens, or what they are in the model, go through most of its linear layers; 0 for none."""
     rows: Counter[int] = Counter()
     for gemm in gemms:
-        if gemm.gemm == "fprop" and gemm.role in _STREAM and gemm.flops and (gemm.n, gemm.k) != (1, 1):
+        if gemm.gemm == "fprop" and gemm.role in _PER_TOKEN and gemm.flops and (gemm.n, gemm.k) != (1, 1):
             rows[(gemm.batch or 0) * (gemm.m or 0)] += gemm.flops
     ((most, _),) = rows.most_common(1) or ((0, 0),)
     return most
