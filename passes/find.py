@@ -20,7 +20,6 @@ from torch import fx
 from mxcompile.graph.convolutions import is_pointwise
 from mxcompile.graph.opaque import opaque_sizes, sizes_by_weight
 from mxcompile.graph.opsets import (
-    ATTENTION_FORWARD,
     CONVOLUTIONS,
     OPAQUE,
     QUANTIZED_MATMULS,
@@ -29,7 +28,7 @@ from mxcompile.graph.opsets import (
     is_opaque,
     packet,
 )
-from mxcompile.graph.shapes import attention_sizes, gradient_sizes, matmul_sizes, operands
+from mxcompile.graph.shapes import attention_sizes, matmul_sizes, operands
 from mxcompile.graph.tags import GemmTag, Kind, Sizes, known, set_tag, tags_of, value_of
 from mxcompile.models.blocks import Blocks
 from mxcompile.models.names import GraphInput, HeldBy, layer_name, module_of, parametrized, source_of
@@ -222,18 +221,12 @@ def _kind_of_other(node: fx.Node) -> Kind:
 
 
 def _sizes_of_other(node: fx.Node) -> list[Sizes]:
-    """Sizes of the products of a node that is not a plain matmul.
-
-    An attention forward has two, its backward four: dP and dV of softmax·v, dQ and dK of q·kᵀ.
-    """
+    """Sizes of the products of a node that is not a plain matmul."""
     if packet(node) in QUANTIZED_MATMULS:
         return [matmul_sizes(node)]
     if is_opaque(node):
         return opaque_sizes(node)
-    scores, values = attention_sizes(node)
-    if packet(node) in ATTENTION_FORWARD:
-        return [scores, values]
-    return [*gradient_sizes(scores), *gradient_sizes(values)]
+    return attention_sizes(node)
 
 
 def _per_product(tag: GemmTag, sizes: list[Sizes]) -> list[GemmTag]:

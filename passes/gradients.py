@@ -18,9 +18,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from mxcompile.graph.attention import ATTENTION_BACKWARD, ATTENTION_FORWARD
 from mxcompile.graph.opsets import (
-    ATTENTION_BACKWARD,
-    ATTENTION_FORWARD,
     CONJUGATES,
     argument,
     gradient_index,

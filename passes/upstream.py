@@ -18,7 +18,9 @@ from enum import IntEnum
 
 from torch import fx
 
-from mxcompile.graph.opsets import ATTENTION_FORWARD, EXPONENTIALS, STREAM_SOURCES, packet
+from mxcompile.graph.attention import ATTENTION_FORWARD
+from mxcompile.graph.opsets import EXPONENTIALS, STREAM_SOURCES, packet
+from mxcompile.graph.shapes import qkv
 from mxcompile.graph.tags import GemmTag, Kind, tag_of, tags_of, tensor
 from mxcompile.models.names import GraphInput
 from mxcompile.passes.flow import Depends, dependencies, viewed
@@ -101,5 +103,5 @@ def _reached(
 def _operands(node: fx.Node) -> list[fx.Node]:
     """Returns the nodes that `node` is computed from; of an attention q, k and v alone."""
     if packet(node) in ATTENTION_FORWARD:
-        return [arg for arg in node.args[:3] if isinstance(arg, fx.Node)]
+        return [arg for arg in qkv(node) if isinstance(arg, fx.Node)]
     return node.all_input_nodes

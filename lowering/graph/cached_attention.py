@@ -19,8 +19,9 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.graph import dead
+from mxcompile.graph.attention import ATTENTION_FORWARD
 from mxcompile.graph.build import Builder
-from mxcompile.graph.opsets import ATTENTION_FORWARD, SIZED_VIEWS, TRANSPARENT, argument, aten, packet
+from mxcompile.graph.opsets import SIZED_VIEWS, TRANSPARENT, argument, aten, packet
 from mxcompile.graph.tags import Kind, hint, set_tag, tags_of, tensor
 from mxcompile.lowering import optional
 from mxcompile.lowering.cpu import MOST_ROWS, kernel
@@ -29,15 +30,6 @@ from mxcompile.lowering.templates.attention_forms import MOST_DIMS, form
 from mxcompile.ops.view import Dequantize, argument_of, arguments_of
 
 _FLOATS = (torch.bfloat16, torch.float32)
-_FORMS = {
-    "cpu": (aten._scaled_dot_product_flash_attention_for_cpu,),
-    "cuda": (
-        aten._scaled_dot_product_flash_attention,
-        aten._scaled_dot_product_efficient_attention,
-        aten._scaled_dot_product_cudnn_attention,
-    ),
-}
-"""What PyTorch's attention is in a graph, by the kind of device."""
 _STORED = "(keys and values mxfp8)"
 _DEQUANTIZED = "keys and values dequantized"
 KERNEL = f"mx_attention C++ {_STORED}"
@@ -87,9 +79,10 @@ class CachedAttention(LoweringPass):
     def _reason(self, node: fx.Node) -> str:
         """Why `node`, which reads a cache, is not on the kernel; "" if it can be."""
         on_cpu = self.target.device == "cpu"
-        if packet(node) not in ATTENTION_FORWARD:
+        row = ATTENTION_FORWARD.get(packet(node))
+        if row is None:
             return "scores and values are products of their own"
-        if packet(node) not in _FORMS[self.target.device]:
+        if row.device != self.target.device:
             return f"a form of attention, {packet(node)}, that has no kernel"
         query = tensor(argument(node, 0))
         assert query is not None

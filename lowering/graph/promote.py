@@ -21,6 +21,7 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.graph import dead
+from mxcompile.graph.attention import BACKENDS
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import CONVOLUTION_BACKWARD, CONVOLUTIONS, aten, packet
 from mxcompile.graph.tags import GemmTag, set_tag, tags_of, tensor
@@ -28,6 +29,7 @@ from mxcompile.graph.transpose import transpose, untransposed
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
 from mxcompile.ops.view import Dequantize
 
+_ATTENTION = BACKENDS["cpu"]
 _PRODUCTS = frozenset(
     {
         aten.mm,
@@ -38,8 +40,8 @@ _PRODUCTS = frozenset(
         aten.addmv,
         aten.addbmm,
         aten._grouped_mm,
-        aten._scaled_dot_product_flash_attention_for_cpu,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward,
+        _ATTENTION.forward,
+        _ATTENTION.backward,
     }
     | CONVOLUTIONS
     | CONVOLUTION_BACKWARD

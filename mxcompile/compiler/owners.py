@@ -21,7 +21,8 @@ from weakref import WeakValueDictionary
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.graph.opsets import ATTENTION_BACKWARD, ATTENTION_FORWARD, is_matmul, packet
+from mxcompile.graph.attention import ATTENTIONS
+from mxcompile.graph.opsets import is_matmul, packet
 from mxcompile.graph.tags import GemmTag, set_tag, tags_of
 from mxcompile.report import Part
 
@@ -122,9 +123,7 @@ class Adopted:
 
 
 def _products(graph: fx.Graph) -> Iterator[fx.Node]:
-    attentions, products = ATTENTION_FORWARD | ATTENTION_BACKWARD, ops.PRODUCTS | ops.PACKED_PRODUCTS
+    products = ops.PRODUCTS.union(ops.PACKED_PRODUCTS, ATTENTIONS)
     for node in graph.nodes:
-        if node.op == "call_function" and (
-            is_matmul(node) or packet(node) in products or packet(node) in attentions
-        ):
+        if node.op == "call_function" and (is_matmul(node) or packet(node) in products):
             yield node

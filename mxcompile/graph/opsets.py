@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mxcompile.graph.attention import ATTENTIONS
 from mxcompile.graph.tags import tensor
 from mxcompile.ops.view import argument_of
 
@@ -49,25 +50,6 @@ QUANTIZED_MATMULS = _packets(
 )  # fmt: skip
 """Products whose operands the model itself has quantized."""
 
-ATTENTION_FORWARD = _packets(
-    aten, "scaled_dot_product_attention", "_scaled_dot_product_attention_math",
-    "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_fused_attention_overrideable", "_flash_attention_forward",
-    "_efficient_attention_forward",
-) | _packets(torch.ops.higher_order, "flex_attention")  # fmt: skip
-"""softmax(q·kᵀ)·v in one node; q, k, v are the first three arguments."""
-
-ATTENTION_BACKWARD = _packets(
-    aten, "_scaled_dot_product_flash_attention_backward",
-    "_scaled_dot_product_efficient_attention_backward",
-    "_scaled_dot_product_cudnn_attention_backward",
-    "_scaled_dot_product_flash_attention_for_cpu_backward",
-    "_scaled_dot_product_fused_attention_overrideable_backward", "_flash_attention_backward",
-    "_efficient_attention_backward",
-) | _packets(torch.ops.higher_order, "flex_attention_backward")  # fmt: skip
-"""Gradients of ATTENTION_FORWARD."""
-
 OPAQUE = _packets(
     aten, "_transformer_encoder_layer_fwd", "_native_multi_head_attention", "_trilinear",
     "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "lstm", "gru", "rnn_tanh", "rnn_relu", "_cudnn_rnn",
@@ -87,7 +69,7 @@ _FOREIGN_HIGHER_ORDER = frozenset(
     {"triton_kernel_wrapper_functional", "triton_kernel_wrapper_mutation", "invoke_leaf_function"}
 )
 
-_MATMUL_LIKE = MATMULS | QUANTIZED_MATMULS | ATTENTION_FORWARD | ATTENTION_BACKWARD | OPAQUE
+_MATMUL_LIKE = MATMULS.union(QUANTIZED_MATMULS, ATTENTIONS, OPAQUE)
 
 
 def is_grouped(node: fx.Node) -> bool:

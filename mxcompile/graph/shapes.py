@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
 
+from mxcompile.graph.attention import ATTENTION_FORWARD, ATTENTIONS
 from mxcompile.graph.convolutions import convolution_sizes
 from mxcompile.graph.opsets import (
-    ATTENTION_FORWARD,
     BIASED,
     CONVOLUTION_BACKWARD,
     CONVOLUTIONS,
@@ -80,17 +81,24 @@ def _grouped_sizes(a: list[Any], b: list[Any], node: fx.Node) -> Sizes:
     return 1, a[-2], b[-1], a[-1]
 
 
-def attention_sizes(node: fx.Node) -> tuple[Sizes, Sizes]:
-    """Sizes of q·kᵀ and softmax·v in an attention node, forward or backward."""
-    first = 0 if packet(node) in ATTENTION_FORWARD else _first_of_qkv(node)
-    q, k, v = (tensor(argument) for argument in node.args[first : first + 3])
-    if q is None or k is None or v is None or q.ndim < 3:
-        return UNKNOWN, UNKNOWN
-    batch = math.prod(q.shape[:-2])
-    queries, keys = q.shape[-2], k.shape[-2]
-    return (batch, queries, keys, q.shape[-1]), (batch, queries, v.shape[-1], keys)
+def qkv(node: fx.Node) -> Sequence[Any]:
+    """Returns q, k and v of an attention node, forward or backward."""
+    first = 0 if packet(node) in ATTENTION_FORWARD else ATTENTIONS[packet(node)].before_q
+    return node.args[first : first + 3]
 
 
-def _first_of_qkv(node: fx.Node) -> int:
-    """Position of q: backward operators of aten start with grad_out, the higher-order one with q."""
-    return 1 if str(packet(node)).startswith("aten") else 0
+def attention_sizes(node: fx.Node) -> list[Sizes]:
+    """Sizes of the products in an attention node.
+
+    An attention forward has two, q·kᵀ and softmax·v, its backward four: dQ and dK, dP and dV.
+    """
+    what, scores, values = packet(node), UNKNOWN, UNKNOWN
+    q, k, v = map(tensor, qkv(node))
+    if q is not None and k is not None and v is not None and q.ndim > 2:
+        tokens = ATTENTIONS[what].tokens
+        others = [*q.shape[:-1]]
+        queries, keys, batch = others.pop(tokens + 1), k.shape[tokens], math.prod(others)
+        scores, values = (batch, queries, keys, q.shape[-1]), (batch, queries, v.shape[-1], keys)
+    if what in ATTENTION_FORWARD:
+        return [scores, values]
+    return [*gradient_sizes(scores), *gradient_sizes(values)]

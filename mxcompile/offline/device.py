@@ -4,10 +4,7 @@ A torch without a GPU build has no autograd on GPU tensors, not even on fake one
 CPU and its joint graph moved: every value, every device argument, and the attention operators, which are not
 the same on both.
 
-    CPU                                          GPU
-    _scaled_dot_product_flash_attention_for_cpu  _scaled_dot_product_efficient_attention with a mask; without
-                                                 one _scaled_dot_product_cudnn_attention or
-                                                 _scaled_dot_product_flash_attention
+    the CPU's attention   →   the efficient one with a mask; without one cuDNN's or the flash attention
 
 PyTorch prefers cuDNN's on compute capability 9.0, 10.0 and 10.3 where cuDNN is newer than 9.15, as in its
 builds for CUDA 13 (`check_prefer_cudnn_attention` in ATen's ``native/transformers/cuda/sdp_utils.cpp``).
@@ -28,13 +25,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from mxcompile.errors import OptionError, not_allowed
-from mxcompile.graph.opsets import ATTENTION_BACKWARD, ATTENTION_FORWARD, argument, aten, packet
+from mxcompile.graph.attention import ATTENTION_BACKWARD, ATTENTION_FORWARD, BACKENDS
+from mxcompile.graph.opsets import argument, aten, packet
 from mxcompile.graph.tags import KEY, set_tag, tags_of
 from mxcompile.lowering.targets import Target
 from mxcompile.ops.view import argument_of, arguments_of
 
-_FORWARD = aten._scaled_dot_product_flash_attention_for_cpu
-_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
 _PADDED = 16  # a mask's rows start on multiples of this many elements in memory
 
 
@@ -118,10 +114,10 @@ class _Attention:
     def replace(self) -> None:
         """Replace them all, each backward with what its forward has saved."""
         for node in list(self._graph.nodes):
-            if packet(node) is _FORWARD:
+            if packet(node) is BACKENDS["cpu"].forward:
                 self._replace_forward(node)
         for node in list(self._graph.nodes):
-            if packet(node) is _BACKWARD:
+            if packet(node) is BACKENDS["cpu"].backward:
                 self._replace_backward(node)
         for old in reversed(self._forwards):
             self._graph.erase_node(old)
@@ -131,14 +127,15 @@ class _Attention:
         arguments: tuple[Any, ...]
         with self._graph.inserting_before(node):
             if mask is not None:
-                target = aten._scaled_dot_product_efficient_attention.default
+                backend = "efficient"
                 arguments = (self._bias(q, k, mask, node), True, dropout, causal)
             elif self._backend == CUDNN and _fits_cudnn(q):
-                target = aten._scaled_dot_product_cudnn_attention.default
+                backend = CUDNN
                 arguments = (None, True, dropout, causal, False)
             else:
-                target = aten._scaled_dot_product_flash_attention.default
+                backend = FLASH
                 arguments = (dropout, causal, False)
+            target = BACKENDS[backend].forward.default
             new = self._call(target, q, k, v, *arguments, like=node, scale=scale)
         set_tag(new, *tags_of(node))
         for user in list(node.users):
@@ -173,22 +170,20 @@ class _Attention:
         grad, q, k, v, out, logsumexp, dropout, causal = node.args[:8]
         forward = _origin(out)
         scale = node.kwargs.get("scale")
-        masked = packet(forward) is aten._scaled_dot_product_efficient_attention
-        saved = self._saved(forward, range(2, 4) if masked else range(2, 8))
+        row = ATTENTION_FORWARD[packet(forward)]
+        saved = self._saved(forward, range(2, 4) if row.backend == "efficient" else range(2, 8))
         tensors = (grad, q, k, v)
         with self._graph.inserting_before(node):
-            match packet(forward):
-                case aten._scaled_dot_product_efficient_attention:
-                    target = aten._scaled_dot_product_efficient_attention_backward.default
+            arguments: tuple[Any, ...]
+            match row.backend:
+                case "efficient":
                     bias, mask = argument_of(forward, "attn_bias"), [True, True, True, False]
                     arguments = (bias, out, logsumexp, *saved, dropout, mask, causal)
-                case aten._scaled_dot_product_cudnn_attention:
-                    target = aten._scaled_dot_product_cudnn_attention_backward.default
+                case "cudnn":
                     arguments = (out, logsumexp, *saved[4:], None, *saved[:4], dropout, causal)
                 case _:
-                    target = aten._scaled_dot_product_flash_attention_backward.default
                     arguments = (out, logsumexp, *saved[:4], dropout, causal, *saved[4:])
-            new = self._call(target, *tensors, *arguments, like=node, scale=scale)
+            new = self._call(row.backward.default, *tensors, *arguments, like=node, scale=scale)
         set_tag(new, *tags_of(node))
         node.replace_all_uses_with(new)
         self._graph.erase_node(node)

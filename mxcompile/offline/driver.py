@@ -32,7 +32,8 @@ from mxcompile.compiler.capture import Capture
 from mxcompile.compiler.options import Options
 from mxcompile.compiler.rehearsal import Rehearsal
 from mxcompile.compiler.trace import Unused, trace
-from mxcompile.graph.opsets import ATTENTION_BACKWARD, ATTENTION_FORWARD, packet
+from mxcompile.graph.attention import ATTENTIONS
+from mxcompile.graph.opsets import packet
 from mxcompile.graph.tags import GemmTag, bytes_of, tags_of
 from mxcompile.models.assumed import Assuming
 from mxcompile.offline.device import attention_flops, move
@@ -159,9 +160,5 @@ def _generated(phase: str, lowered: GraphLowering, source: str) -> Generated:
         },
         gemms={node.name: tags_of(node) for node in nodes if tags_of(node)},
         operators={node.name: str(node.target) for node in nodes if node.op == "call_function"},
-        attention_flops={
-            node.name: attention_flops(node)
-            for node in nodes
-            if packet(node) in ATTENTION_FORWARD | ATTENTION_BACKWARD
-        },
+        attention_flops={node.name: attention_flops(node) for node in nodes if packet(node) in ATTENTIONS},
     )

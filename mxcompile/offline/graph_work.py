@@ -24,9 +24,8 @@ from torch.utils._pytree import tree_leaves
 
 from mxcompile import ops
 from mxcompile.formats import ScaleType
+from mxcompile.graph.attention import ATTENTION_BACKWARD, ATTENTIONS
 from mxcompile.graph.opsets import (
-    ATTENTION_BACKWARD,
-    ATTENTION_FORWARD,
     LOOKUPS,
     REDUCTIONS,
     VIEWS,
@@ -88,7 +87,7 @@ class _Reader:
         """The launch of a node that multiplies matrices."""
         moved = sum(self._bytes(base(each)) for each in dict.fromkeys(node.all_input_nodes))
         moved += self._bytes(node)
-        if packet(node) in ATTENTION_FORWARD | ATTENTION_BACKWARD:
+        if packet(node) in ATTENTIONS:
             kind = self._attention(node)
             return "attention", self._library(moved, attention_flops(node), kind)
         return "product", self._library(moved, sum(tag.flops for tag in tags), self._rate(node, tags[0]))

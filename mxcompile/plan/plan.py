@@ -26,7 +26,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_map_only
 
 from mxcompile.errors import ModelError
-from mxcompile.graph.opsets import ATTENTION_FORWARD, packet
+from mxcompile.graph.attention import ATTENTION_FORWARD
+from mxcompile.graph.opsets import packet
 from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import GemmTag, Kind, gradient_tags, set_tag, tags_of
 from mxcompile.models.assumed import Assuming

@@ -23,7 +23,7 @@ from mxcompile.graph.opsets import (
     aten,
     packet,
 )
-from mxcompile.graph.shapes import operands
+from mxcompile.graph.shapes import operands, qkv
 from mxcompile.graph.tags import tag_of, tags_of
 from mxcompile.ops.view import argument_of, arguments_of
 from mxcompile.passes.flow import origin
@@ -66,12 +66,12 @@ class Products:
 
     def attention_operator(self, node: fx.Node, origins: Origins) -> None:
         """Note what an attention in one operator reads: q, k and v, and a bias of the scores."""
-        nodes = [arg for arg in node.args if isinstance(arg, fx.Node)]
-        read, others = nodes[:3], [*nodes[3:], *(v for v in node.kwargs.values() if isinstance(v, fx.Node))]
+        read = [arg for arg in qkv(node) if isinstance(arg, fx.Node)]
         self.read.update(read)
-        for bias in others:
-            self.biases.add(bias)
-            self._positions(origins.made.get(bias, {}), read, origins)
+        for bias in (*node.args, *node.kwargs.values()):
+            if isinstance(bias, fx.Node) and bias not in read:
+                self.biases.add(bias)
+                self._positions(origins.made.get(bias, {}), read, origins)
 
     def is_attention(self, node: fx.Node, weights: Made, values: fx.Node, origins: Origins) -> bool:
         """Whether `node`, a product of `values` and what a softmax made of `weights`, is softmax(q·kᵀ)·v."""

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import mxcompile
-from mxcompile.graph.opsets import ATTENTION_FORWARD, packet
+from mxcompile.graph.attention import ATTENTION_FORWARD
+from mxcompile.graph.opsets import packet
 
 WIDTH, HEADS, HIDDEN = 64, 2, 176
 POINTWISE = ["qkv", "ffn_in", "ffn_out"]

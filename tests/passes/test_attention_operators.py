@@ -1,0 +1,76 @@
+"""Attention operators are known by rows of one table: which they are, where q, k and v are, and the sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from by_hand import Hand
+
+from mxcompile.graph.attention import ATTENTION_BACKWARD, ATTENTION_FORWARD, ATTENTIONS
+from mxcompile.graph.shapes import attention_sizes, qkv
+
+aten = torch.ops.aten
+
+FORWARD = {
+    "scaled_dot_product_attention",
+    "_scaled_dot_product_attention_math",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
+    "flex_attention",
+}
+BACKWARD = {
+    "_scaled_dot_product_flash_attention_backward",
+    "_scaled_dot_product_efficient_attention_backward",
+    "_scaled_dot_product_cudnn_attention_backward",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+    "_scaled_dot_product_fused_attention_overrideable_backward",
+    "_flash_attention_backward",
+    "_efficient_attention_backward",
+    "flex_attention_backward",
+}
+
+
+def name(operator) -> str:
+    return str(operator).rpartition(".")[2]
+
+
+def test_operators_of_the_table_are_those_of_this_torch():
+    assert {*map(name, ATTENTION_FORWARD)} == FORWARD
+    assert {*map(name, ATTENTION_BACKWARD)} == BACKWARD
+
+
+@pytest.mark.parametrize(
+    "operator", [what for what, row in ATTENTIONS.items() if row.library is aten], ids=name
+)
+def test_q_k_and_v_are_the_arguments_that_the_schema_names_so(operator):
+    overload = getattr(operator, operator.overloads()[0])
+    hand = Hand()
+    inputs = tuple(hand.graph.placeholder(each.name) for each in overload._schema.arguments)
+    found = qkv(hand.graph.call_function(overload, inputs))
+    assert [node.target for node in found] == ["query", "key", "value"]
+
+
+@pytest.mark.parametrize("operator", ATTENTION_FORWARD, ids=name)
+def test_sizes_count_tokens_and_heads_apart(operator):
+    tokens_first = operator in (aten._flash_attention_forward, aten._efficient_attention_forward)
+    hand = Hand()
+
+    def tensor(which: str, tokens: int, width: int):
+        sizes = (tokens, 3) if tokens_first else (3, tokens)
+        return hand.input(which, 2, *sizes, width)
+
+    q, k, v = tensor("q", 5, 8), tensor("k", 7, 8), tensor("v", 7, 4)
+    node = hand.graph.call_function(getattr(operator, "default", operator), (q, k, v))
+    assert attention_sizes(node) == [(6, 5, 7, 8), (6, 5, 4, 7)]
+
+
+def test_backward_of_flex_attention_starts_with_q():
+    hand = Hand()
+    q, k, v = (hand.input(which, 2, 3, 5, 8) for which in "qkv")
+    node = hand.graph.call_function(torch.ops.higher_order.flex_attention_backward, (q, k, v))
+    assert attention_sizes(node) == [(6, 5, 8, 5), (6, 5, 8, 5), (6, 5, 5, 8), (6, 8, 5, 5)]
