@@ -164,8 +164,8 @@ def stored_ways() -> Iterator[Way]:
     yield Way(label="mxfp8 stored", library="mxcompile", what=WEIGHTS, prepare=stored)
     formats = {
         "mxfp8 floor": weight_format("mxfp8", rounding=Rounding.FLOOR),
-        "fp8 rowwise": weight_format("fp8", tiles=("channel",)),
-        "fp8 block": weight_format("fp8", tiles=("block",)),
+        "fp8 rowwise": weight_format("fp8", scaling="channel"),
+        "fp8 block": weight_format("fp8", scaling="block"),
         "mxfp6 e2m3": weight_format("mxfp6_e2m3"),
         "mxfp6 e3m2": weight_format("mxfp6_e3m2"),
         "mxfp4": weight_format("mxfp4"),

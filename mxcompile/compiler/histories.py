@@ -53,8 +53,8 @@ _DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
 def needed(policy: Policy) -> bool:
     """Whether `policy` has scales that follow from calls before."""
     return any(
-        choices.tiles[:1] == ("delayed",) or (choices.amax is not None and choices.amax.stateful)
-        for choices in (policy.base.formats, *(rule.use.formats for rule in policy.rules))
+        choices.delayed or (choices.amax is not None and choices.amax.stateful)
+        for choices in (policy.base.formats, *(rule.use for rule in policy.rules))
     )
 
 

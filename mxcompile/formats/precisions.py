@@ -8,7 +8,7 @@ policy, passes, lowering, estimates, reports, audits and tuning read the row and
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from mxcompile.errors import FormatError
 from mxcompile.formats.amax import MAX, Amax, AmaxKind
@@ -25,6 +25,7 @@ from mxcompile.formats.types import (
     ElemType,
     Format,
     Rounding,
+    Scales,
     ScaleType,
     Tile,
     register,
@@ -44,39 +45,34 @@ class Tiles:
 class Choices:
     """The choices about formats that a rule or preset may leave open; None is the row's default.
 
-    elem: of input and weight. grad_elem: of the output gradient. rounding: of E8M0 scales. tiles: words of
-    rows' `tiles`. weight_block: extent of the weight's scales. grad_rounding: of the output gradient's
-    elements. amax: the value that scales follow from. history, margin: of delayed scales. pow2: whether FP32
-    scales are powers of two. hadamard: signs of the transform of wgrad's operands, `NO_HADAMARD` for none.
+    elem_dtype: of input and weight. grad_dtype: of the output gradient. rounding: of E8M0 scales.
+    grad_rounding: of the output gradient's elements. weight_block: extent of the weight's scales. block,
+    scaling: words of rows' `tiles`. scale: of FP32 scales. history, margin: of delayed scales. amax: the
+    value that scales follow from. hadamard: signs of the transform of wgrad's operands; `NO_HADAMARD`: none.
     """
 
-    elem: ElemType | None = None
-    grad_elem: ElemType | None = None
+    elem_dtype: ElemType | None = None
+    grad_dtype: ElemType | None = None
     rounding: Rounding | None = None
-    tiles: tuple[str, ...] = ()
-    weight_block: Tile | None = None
     grad_rounding: ElemRounding | None = None
-    amax: Amax | None = None
+    weight_block: Tile | None = None
+    block: str | None = None
+    scaling: str | None = None
+    scale: Scales | None = None
     history: int | None = None
     margin: int | None = None
-    pow2: bool | None = None
+    amax: Amax | None = None
     hadamard: int | None = None
 
     def over(self, other: Choices) -> Choices:
         """These choices, and `other`'s where there are none."""
-        return Choices(
-            elem=self.elem or other.elem,
-            grad_elem=self.grad_elem or other.grad_elem,
-            rounding=self.rounding or other.rounding,
-            tiles=self.tiles + other.tiles,
-            weight_block=self.weight_block or other.weight_block,
-            grad_rounding=self.grad_rounding or other.grad_rounding,
-            amax=self.amax or other.amax,
-            history=self.history or other.history,
-            margin=other.margin if self.margin is None else self.margin,
-            pow2=other.pow2 if self.pow2 is None else self.pow2,
-            hadamard=other.hadamard if self.hadamard is None else self.hadamard,
-        )
+        own = {each.name: getattr(self, each.name) for each in fields(Choices)}
+        return replace(other, **{key: value for key, value in own.items() if value is not None})
+
+    @property
+    def delayed(self) -> bool:
+        """Whether scales follow from a history, in rows that can."""
+        return self.block is None and self.scaling == "delayed"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,30 +119,13 @@ class Precision:
         """Whether operands are cast at all."""
         return bool(self.elems)
 
-    @property
-    def keys(self) -> frozenset[str]:
-        """The keys of a rule that mean something to this precision, beside those that every one has."""
-        has = {
-            "elem_dtype": len(self.elems) > 1,
-            "grad_dtype": len(self.elems) > 1,
-            "rounding": self.quantizes and self.scale is ScaleType.E8M0,
-            "weight_block": bool(self.weight_blocks),
-            "grad_rounding": self.quantizes,
-            "amax": self.quantizes,
-            "history": any(tiles.delayed for tiles in self.tiles.values()),
-            "margin": any(tiles.delayed for tiles in self.tiles.values()),
-            "scale": self.quantizes and self.scale is ScaleType.FP32,
-            "hadamard": self.quantizes and self.scale is ScaleType.E4M3,
-            self.tiles_key: len(self.tiles) > 1,
-        }
-        return frozenset(key for key, means in has.items() if means)
-
     def formats(self, choices: Choices) -> Operands:
         """The formats of a layer's operands. Choices that mean nothing to this row are passed over."""
         default, *_ = self.elems
-        elem = choices.elem if choices.elem in self.elems else None
-        grad_elem = choices.grad_elem if choices.grad_elem in self.elems else None
-        tiles = self.tiles[next(word for word in (*choices.tiles, *self.tiles) if word in self.tiles)]
+        elem = choices.elem_dtype if choices.elem_dtype in self.elems else default
+        grad_elem = choices.grad_dtype if choices.grad_dtype in self.elems else default
+        words = (choices.block, choices.scaling, *self.tiles)
+        tiles = self.tiles[next(word for word in words if word in self.tiles)]
         block = choices.weight_block if choices.weight_block in self.weight_blocks else None
         if tiles is not next(iter(self.tiles.values())):
             block = None
@@ -168,13 +147,13 @@ class Precision:
                 scale=self.scale,
                 elements=elements,
                 amax=amax,
-                pow2=fp32 and bool(choices.pow2),
+                pow2=fp32 and choices.scale is Scales.POW2,
             )
 
         return Operands(
-            x=operand_format(elem or default, tiles.x),
-            w=operand_format(elem or default, block or tiles.w),
-            dy=operand_format(grad_elem or default, tiles.x, choices.grad_rounding or ElemRounding.NEAREST),
+            x=operand_format(elem, tiles.x),
+            w=operand_format(elem, block or tiles.w),
+            dy=operand_format(grad_elem, tiles.x, choices.grad_rounding or ElemRounding.NEAREST),
             hadamard=None if choices.hadamard == NO_HADAMARD or not two_level else choices.hadamard,
         )
 

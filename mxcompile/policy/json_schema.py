@@ -15,6 +15,7 @@ from mxcompile.formats import PRECISIONS
 from mxcompile.policy import schema
 from mxcompile.policy.model import Gemm
 from mxcompile.policy.roles import ATTENTION_PRODUCTS
+from mxcompile.policy.values import PRECISION, VERSION_VALUE
 
 PATH = Path(__file__).with_name("policy.schema.json")
 """The schema as a file, equal to `text`."""
@@ -33,7 +34,7 @@ def _policy() -> dict[str, Any]:
         " matches decides; where none does, the preset.",
         "type": "object",
         "properties": {
-            "version": schema.VERSION_VALUE.json,
+            "version": VERSION_VALUE.json,
             "preset": schema.PRESET.json,
             "rules": {
                 "description": "In order; the first that matches a layer decides.",
@@ -77,17 +78,18 @@ def _match() -> dict[str, Any]:
 
 def _use() -> dict[str, Any]:
     one_gemm = {"anyOf": [{"required": [str(gemm)]} for gemm in Gemm]}
+    needs = {key: [value.needs[0]] for key, value in schema.USE.items() if value.needs is not None}
     return {
         "description": "One precision for all three GEMMs, or what to change; the rest follows the preset.",
         "anyOf": [
-            schema.PRECISION.json,
+            PRECISION.json,
             {
                 "type": "object",
                 "properties": {key: value.json for key, value in schema.USE.items()},
                 "minProperties": 1,
                 "additionalProperties": False,
                 "dependentSchemas": {"precision": {"not": one_gemm}},
-                "dependentRequired": {"history": ["scaling"], "margin": ["scaling"]},
+                "dependentRequired": needs,
             },
         ],
     }

@@ -15,15 +15,9 @@ from typing import NamedTuple
 
 from mxcompile.formats import (
     BLOCK,
-    Amax,
     Choices,
-    ElemRounding,
-    ElemType,
     Operands,
     Precision,
-    Rounding,
-    Scales,
-    Tile,
 )
 from mxcompile.policy.reason import Reason
 from mxcompile.policy.roles import Role
@@ -158,12 +152,9 @@ class Match:
     def limits(self, layer: Layer) -> tuple[Limit, ...]:
         """Every size limit there is, with the size of `layer`."""
         every = (
-            Limit("min_m", "m", self.min_m, layer.m),
-            Limit("min_n", "n", self.min_n, layer.n),
-            Limit("min_k", "k", self.min_k, layer.k),
-            Limit("max_m", "m", self.max_m, layer.m),
-            Limit("max_n", "n", self.max_n, layer.n),
-            Limit("max_k", "k", self.max_k, layer.k),
+            Limit(f"{end}_{letter}", letter, getattr(self, f"{end}_{letter}"), getattr(layer, letter))
+            for end in ("min", "max")
+            for letter in "mnk"
         )
         return tuple(limit for limit in every if limit.limit)
 
@@ -177,43 +168,14 @@ class Match:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Use:
-    """The choices of a rule; None leaves a choice to the preset."""
+class Use(Choices):
+    """The choices of a rule, by the keys of a policy; None leaves a choice to the preset."""
 
     fprop: Precision | None = None
     dgrad: Precision | None = None
     wgrad: Precision | None = None
-    elem_dtype: ElemType | None = None
-    grad_dtype: ElemType | None = None
-    rounding: Rounding | None = None
-    grad_rounding: ElemRounding | None = None
-    weight_block: Tile | None = None
-    block: str | None = None
-    scaling: str | None = None
-    history: int | None = None
-    margin: int | None = None
-    scale: Scales | None = None
-    amax: Amax | None = None
-    hadamard: int | None = None
     saved: Saved | None = None
     sent: Sent | None = None
-
-    @property
-    def formats(self) -> Choices:
-        """The choices about formats."""
-        return Choices(
-            elem=self.elem_dtype,
-            grad_elem=self.grad_dtype,
-            rounding=self.rounding,
-            grad_rounding=self.grad_rounding,
-            amax=self.amax,
-            hadamard=self.hadamard,
-            history=self.history,
-            margin=self.margin,
-            pow2=None if self.scale is None else self.scale is Scales.POW2,
-            weight_block=self.weight_block,
-            tiles=tuple(word for word in (self.block, self.scaling) if word is not None),
-        )
 
     def wants(self, gemm: Gemm) -> Precision | None:
         """Returns the precision asked for `gemm`, or None."""
@@ -266,6 +228,11 @@ class Decision:
     wgrad: Choice
     saved: Saved
     sent: Sent = Sent.SOURCE
+
+    @classmethod
+    def of(cls, choices: dict[str, Choice], use: Use) -> Decision:
+        """The decision with a choice for each GEMM, and what else `use` says."""
+        return cls(**choices, saved=use.saved or Saved.COLUMNWISE, sent=use.sent or Sent.SOURCE)
 
     def choice(self, gemm: Gemm) -> Choice:
         """The choice for `gemm`."""

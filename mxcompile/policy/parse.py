@@ -13,6 +13,7 @@ from mxcompile.policy.model import Match, Preset, Rule, Use
 from mxcompile.policy.presets import DEFAULT, PRESETS
 from mxcompile.policy.roles import ATTENTION_PRODUCTS
 from mxcompile.policy.shadow import Shadows
+from mxcompile.policy.values import PRECISION, VERSION, VERSION_VALUE, Invalid, Value
 from mxcompile.policy.yaml_data import MAX_BYTES, Path, YamlProblem, load
 
 
@@ -76,12 +77,12 @@ def parse_data(data: Any, source: Origin) -> tuple[str, tuple[Rule, ...]]:
         raise source.error(
             (),
             f"a policy is a mapping with the keys {_words(schema.TOP)}, found {kind}:"
-            f" start with 'version: {schema.VERSION}'",
+            f" start with 'version: {VERSION}'",
         )
     _check_keys(data, schema.TOP, (), source)
     if "version" not in data:
-        raise source.error((), f"the key 'version' is missing: add 'version: {schema.VERSION}'")
-    _read(schema.VERSION_VALUE, data["version"], ("version",), source)
+        raise source.error((), f"the key 'version' is missing: add 'version: {VERSION}'")
+    _read(VERSION_VALUE, data["version"], ("version",), source)
     preset = data.get("preset", DEFAULT)
     _read(schema.PRESET, preset, ("preset",), source)
     raw_rules = data.get("rules")
@@ -157,7 +158,7 @@ def _parse_match(raw: Any, path: Path, source: Origin) -> Match:
 
 def _parse_use(raw: Any, path: Path, source: Origin) -> Use:
     if isinstance(raw, str):
-        precision = _read(schema.PRECISION, raw, path, source)
+        precision = _read(PRECISION, raw, path, source)
         return Use(fprop=precision, dgrad=precision, wgrad=precision)
     if not isinstance(raw, dict) or not raw:
         raise source.error(
@@ -184,20 +185,19 @@ def _check_choices(raw: Any, use: Use, preset: Preset, path: Path, source: Origi
     asked = [row for row in (use.fprop, use.dgrad, use.wgrad) if row is not None]
     rows = {row.name: row for row in asked if row.quantizes} or {preset.precision.name: preset.precision}
     given = raw if isinstance(raw, dict) else {}
-    means = frozenset[str]().union(*(row.keys for row in rows.values()))
-    every = frozenset[str]().union(*(row.keys for row in PRECISIONS.values()))
+    means = frozenset[str]().union(*map(schema.keys_of, rows.values()))
     for key in given:
-        if key in every and key not in means:
+        if schema.USE[key].means is not None and key not in means:
             has = f"it has {_words(sorted(means))}" if means else "it has no choices"
             raise source.error((*path, key), f"{key!r} does not belong to {_words(rows)}: {has}")
-    tiles = use.formats.over(preset.formats).tiles
-    delayed = tiles[:1] == ("delayed",)
-    for key in ("history", "margin"):
-        if getattr(use, key) is not None and use.scaling != "delayed":
-            raise source.error((*path, key), f"{key!r} goes with scaling: delayed alone")
-    if use.amax is not None and delayed:
+    for key in given:
+        needed, word = schema.USE[key].needs or ("", "")
+        if needed and getattr(use, needed) != word:
+            raise source.error((*path, key), f"{key!r} goes with {needed}: {word} alone")
+    choices = use.over(preset.formats)
+    if use.amax is not None and choices.delayed:
         raise source.error((*path, "amax"), "'amax' does not go with scaling: delayed, which has its own")
-    if use.amax is not None and use.amax.stateful and not _has_tensor_scales(rows, tiles):
+    if use.amax is not None and use.amax.stateful and not _has_tensor_scales(rows, choices):
         raise source.error((*path, "amax"), "'ema' goes with one scale a tensor alone (fp8, scaling: tensor)")
     blocks = [block for row in rows.values() for block in row.weight_blocks]
     if use.weight_block is not None and use.weight_block not in blocks:
@@ -209,9 +209,9 @@ def _check_choices(raw: Any, use: Use, preset: Preset, path: Path, source: Origi
         raise source.error((*path, "weight_block"), "'weight_block' goes with blocks of 32 alone")
 
 
-def _has_tensor_scales(rows: dict[str, Precision], tiles: tuple[str, ...]) -> bool:
-    """Whether all of `rows` have FP32 scales of whole tensors under the choice `tiles`."""
-    formats = [row.formats(Choices(tiles=tiles)).x for row in rows.values()]
+def _has_tensor_scales(rows: dict[str, Precision], choices: Choices) -> bool:
+    """Whether all of `rows` have FP32 scales of whole tensors under `choices`."""
+    formats = [row.formats(choices).x for row in rows.values()]
     return all(fmt.scale is ScaleType.FP32 and fmt.tile == Tile.TENSOR for fmt in formats)
 
 
@@ -222,10 +222,10 @@ def _check_keys(raw: dict[Any, Any], allowed: Iterable[str], path: Path, source:
             raise source.error((*path, key), not_allowed("key", key, allowed))
 
 
-def _read(kind: schema.Value, value: Any, path: Path, source: Origin) -> Any:
+def _read(kind: Value, value: Any, path: Path, source: Origin) -> Any:
     try:
         return kind.read(value)
-    except schema.Invalid as invalid:
+    except Invalid as invalid:
         at = path if invalid.index is None else (*path, invalid.index)
         raise source.error(at, str(invalid)) from None
 

@@ -10,24 +10,22 @@ from typing import Any
 import yaml
 
 from mxcompile.errors import PolicyError, not_allowed
-from mxcompile.formats import KEPT, NO_HADAMARD, Choices, ElemType, Precision, Tile
+from mxcompile.formats import KEPT, Choices, Precision
 from mxcompile.policy import schema
 from mxcompile.policy.model import (
     Choice,
     Decision,
-    Ends,
     Gemm,
     Layer,
     Limit,
     Preset,
     Rule,
-    Saved,
-    Sent,
     Use,
 )
 from mxcompile.policy.parse import Origin, load_yaml, parse_data, read_file
 from mxcompile.policy.presets import DEFAULT, PRESETS
 from mxcompile.policy.reason import Code, Reason
+from mxcompile.policy.values import VERSION
 from mxcompile.publish import publish
 
 _NOTHING = Use()
@@ -90,10 +88,9 @@ class Policy:
         """Returns the precision, the formats and the reason for each GEMM of `layer`."""
         index = self.rule_for(layer)
         use = _NOTHING if index is None else self.rules[index].use
-        formats = use.formats.over(self.base.formats)
+        formats = use.over(self.base.formats)
         choices = {gemm.value: self._choose(gemm, use.wants(gemm), layer, index, formats) for gemm in Gemm}
-        saved, sent = use.saved or Saved.COLUMNWISE, use.sent or Sent.SOURCE
-        return Decision(**choices, saved=saved, sent=sent)
+        return Decision.of(choices, use)
 
     @property
     def quantizes(self) -> bool:
@@ -155,7 +152,7 @@ class Policy:
     def to_dict(self) -> dict[str, Any]:
         """The policy as `from_dict` reads it."""
         return {
-            "version": schema.VERSION,
+            "version": VERSION,
             "preset": self.base.name,
             "rules": [_rule_to_dict(rule) for rule in self.rules],
         }
@@ -187,30 +184,20 @@ def _is_file(path: Path) -> bool:
 
 
 def _rule_to_dict(rule: Rule) -> dict[str, Any]:
-    match = {key: getattr(rule.match, key) for key in schema.MATCH if getattr(rule.match, key)}
-    return {"match": {key: _plain(value) for key, value in match.items()}, "use": _use(rule.use)}
+    match = {
+        key: value.write(given) for key, value in schema.MATCH.items() if (given := getattr(rule.match, key))
+    }
+    return {"match": match, "use": _use(rule.use)}
 
 
 def _use(use: Use) -> dict[str, Any] | str:
     """`use` in its shortest form: one precision for three equal ones, alone as a bare word."""
-    values = {key: getattr(use, key) for key in schema.USE if key != "precision"}
-    if use.block is not None:
-        values["block"] = int(use.block)
-    if use.amax is not None:
-        values["amax"] = {str(use.amax.kind): use.amax.value}
-    if use.hadamard == NO_HADAMARD:
-        values["hadamard"] = False
-    plain = {key: _plain(value) for key, value in values.items() if value is not None}
+    plain = {
+        key: value.write(given)
+        for key, value in schema.USE.items()
+        if key != "precision" and (given := getattr(use, key)) is not None
+    }
     if use.fprop is None or not use.fprop == use.dgrad == use.wgrad:
         return plain
     rest = {key: value for key, value in plain.items() if key not in tuple(Gemm)}
     return {"precision": str(use.fprop), **rest} if rest else str(use.fprop)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        words = [str(item) for item in value]
-        return words[0] if len(words) == 1 else words
-    if isinstance(value, Ends):
-        return {key: getattr(value, key) for key in schema.BLOCKS if getattr(value, key)}
-    return str(value) if isinstance(value, str | ElemType | Precision | Tile) else value

@@ -15,21 +15,21 @@ PRESETS = {
         # OCP MX v1.0 §6.3
         Preset(name="ocp", precision=_MXFP8, formats=Choices(rounding=Rounding.FLOOR)),
         # E4M3 forward, E5M2 gradients, as in FP8 recipes with per-tensor scales
-        Preset(name="hybrid", precision=_MXFP8, formats=Choices(grad_elem=E5M2)),
+        Preset(name="hybrid", precision=_MXFP8, formats=Choices(grad_dtype=E5M2)),
         # one FP32 scale a tensor, E4M3 forward and E5M2 gradients: Transformer Engine's Float8CurrentScaling
-        Preset(name="fp8_tensor", precision=_FP8, formats=Choices(grad_elem=E5M2)),
+        Preset(name="fp8_tensor", precision=_FP8, formats=Choices(grad_dtype=E5M2)),
         # one a row of each GEMM's operands: torchao's rowwise recipes
-        Preset(name="fp8_rowwise", precision=_FP8, formats=Choices(tiles=("channel",))),
+        Preset(name="fp8_rowwise", precision=_FP8, formats=Choices(scaling="channel")),
         Preset(
             name="fp8_rowwise_wgrad_bf16",
             precision=_FP8,
             gemms=frozenset({Gemm.FPROP, Gemm.DGRAD}),
-            formats=Choices(tiles=("channel",)),
+            formats=Choices(scaling="channel"),
         ),
         # 1×128 of activations and gradients, 128×128 of weights: DeepSeek-V3, arXiv 2412.19437 §3.3
-        Preset(name="fp8_block", precision=_FP8, formats=Choices(tiles=("block",))),
+        Preset(name="fp8_block", precision=_FP8, formats=Choices(scaling="block")),
         # scales from a history of amax, E5M2 gradients: Transformer Engine's DelayedScaling
-        Preset(name="fp8_delayed", precision=_FP8, formats=Choices(tiles=("delayed",), grad_elem=E5M2)),
+        Preset(name="fp8_delayed", precision=_FP8, formats=Choices(scaling="delayed", grad_dtype=E5M2)),
         # 16×16 tiles of weights, wgrad's operands transformed, gradients rounded at random: arXiv 2509.25149
         Preset(
             name="nvfp4",

@@ -71,12 +71,7 @@ class _Known:
             (not known.role or role in known.role)
             and (not known.module or module in known.module)
             and (known.blocks is None or _within(ends, known.blocks))
-            and known.min_m <= later.min_m
-            and known.min_n <= later.min_n
-            and known.min_k <= later.min_k
-            and _at_most(later.max_m, known.max_m)
-            and _at_most(later.max_n, known.max_n)
-            and _at_most(later.max_k, known.max_k)
+            and all(_allows(known, later, letter) for letter in "mnk")
             and (not self.names or self._has(name))
         )
 
@@ -97,9 +92,11 @@ def _within(later: Ends | None, known: Ends) -> bool:
     return later is not None and later.first <= known.first and later.last <= known.last
 
 
-def _at_most(later: int, known: int) -> bool:
-    """Whether `known` allows every size that `later` allows; 0 means no limit."""
-    return not known or 0 < later <= known
+def _allows(known: Match, later: Match, letter: str) -> bool:
+    """Whether `known` allows every size `letter` that `later` allows; a largest size of 0 means no limit."""
+    largest, of_later = getattr(known, f"max_{letter}"), getattr(later, f"max_{letter}")
+    at_least = getattr(known, f"min_{letter}") <= getattr(later, f"min_{letter}")
+    return bool(at_least and (not largest or 0 < of_later <= largest))
 
 
 def _pattern_covers(known: str, later: str) -> bool:

@@ -12,7 +12,7 @@ from mxcompile.errors import printable
 from mxcompile.formats import KEPT, is_quantized
 from mxcompile.policy import ATTENTION_PRODUCTS, Gemm, Layer, Policy, Role
 from mxcompile.policy.presets import PRESETS
-from mxcompile.policy.schema import VERSION
+from mxcompile.policy.values import VERSION
 from mxcompile.report.forms.words import length
 from mxcompile.rules.layers import folded, spelled
 

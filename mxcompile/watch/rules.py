@@ -18,7 +18,8 @@ from typing import Any
 from mxcompile.errors import OptionError, not_allowed, shown
 from mxcompile.passes.watch import OPERANDS, RESULTS
 from mxcompile.policy import Gemm, Match
-from mxcompile.policy.schema import MATCH, Invalid, Value, listed, word
+from mxcompile.policy.schema import MATCH
+from mxcompile.policy.values import Invalid, Value, listed, word
 from mxcompile.watch.tally import NUMBERS, OF_RESULTS, Key
 
 ACTIONS = ("warn", "bf16", "dump", "stop")

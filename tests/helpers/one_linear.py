@@ -22,7 +22,7 @@ def policy(use: dict[str, Any]) -> dict[str, Any]:
 def operands(use: dict[str, Any]) -> Operands:
     rule = mxcompile.Policy.from_dict(policy(use)).rules[0].use
     assert rule.fprop is not None
-    return rule.fprop.formats(rule.formats.over(Choices()))
+    return rule.fprop.formats(rule.over(Choices()))
 
 
 def cast(x: Tensor, dim: int, operand: str, use: dict[str, Any], *, wgrad: bool = False) -> Tensor:

@@ -111,6 +111,6 @@ def test_choices_a_precision_does_not_have_are_errors(use: dict[str, object], sa
 def test_words_of_formats_are_read_back():
     for row in PRECISIONS.values():
         for tiles in row.tiles:
-            operands = row.formats(precisions.Choices(tiles=(tiles,)))
+            operands = row.formats(precisions.Choices(block=tiles))
             for fmt in (operands.x, operands.w, operands.dy):
                 assert Format.of(str(fmt)) == fmt

@@ -13,6 +13,7 @@ from mxcompile.errors import PolicyError
 from mxcompile.formats import E4M3, E5M2, NO_HADAMARD, PRECISIONS, Rounding, Tile
 from mxcompile.policy import ATTENTION_PRODUCTS, Ends, Match, Policy, Role, Rule, Saved, Use
 from mxcompile.policy.presets import PRESETS
+from mxcompile.policy.schema import keys_of
 from mxcompile.policy.shadow import Shadows
 
 
@@ -113,9 +114,9 @@ MATCHES = st.builds(
 def means_something(use: Use) -> bool:
     """Whether every choice of `use` is one that a precision it names has; every preset's if it names none."""
     rows = [row for row in (use.fprop, use.dgrad, use.wgrad) if row is not None and row.quantizes]
-    keys = set().union(*(row.keys for row in rows))
+    keys = set().union(*map(keys_of, rows))
     if not rows:
-        keys = set.intersection(*(set(preset.precision.keys) for preset in PRESETS.values()))
+        keys = frozenset.intersection(*(keys_of(preset.precision) for preset in PRESETS.values()))
     given = {
         key
         for key in ("elem_dtype", "grad_dtype", "rounding", "weight_block", "hadamard")

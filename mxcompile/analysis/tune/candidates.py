@@ -27,6 +27,7 @@ from mxcompile.offline.roofline import estimate, operand_bytes
 from mxcompile.policy import Gemm, Layer, Match, Policy, Rule, Use
 from mxcompile.policy.patterns import literal
 from mxcompile.policy.presets import PRESETS
+from mxcompile.policy.schema import keys_of
 from mxcompile.report import GemmRecord, Report
 
 _ALL = tuple(map(str, Gemm))
@@ -69,26 +70,30 @@ def stated(policy: Policy, layer: Layer, under: Choices) -> Use:
     if quantizing is None:
         return _NOTHING
     use = Use() if index is None else policy.rules[index].use
-    full = _use(quantizing, frozenset(Gemm), use.formats.over(policy.base.formats), under)
+    full = _use(quantizing, frozenset(Gemm), use.over(policy.base.formats), under)
     own = {each.name: getattr(use, each.name) for each in dataclasses.fields(use)}
     return dataclasses.replace(full, **{key: value for key, value in own.items() if value is not None} | rows)
 
 
 def _use(row: Precision, gemms: frozenset[Gemm], choices: Choices, under: Choices) -> Use:
     """Returns the keys of a preset of `row`, `gemms` and `choices`, in full where `under` would fill in."""
-    usual = row.formats(Choices())
-    signs = Choices(hadamard=None if under.hadamard is None else NO_HADAMARD)
-    keys: dict[str, Any] = {
-        "elem_dtype": choices.elem or (row.elems[0] if under.elem else None),
-        "grad_dtype": choices.grad_elem or (row.elems[0] if under.grad_elem else None),
-        "rounding": choices.rounding or (usual.x.rounding if under.rounding else None),
-        "weight_block": choices.weight_block or (usual.w.tile if under.weight_block else None),
-        "grad_rounding": choices.grad_rounding or (ElemRounding.NEAREST if under.grad_rounding else None),
-        "hadamard": choices.over(signs).hadamard,
-        row.tiles_key: (choices.tiles or (tuple(row.tiles) if under.tiles else (None,)))[0],
-    }
-    keys = {key: value for key, value in keys.items() if key in row.keys and value is not None}
-    keys |= {str(gemm): row if gemm in gemms else KEPT for gemm in Gemm}
+    usual, tile = row.formats(Choices()), next(iter(row.tiles))
+    in_full = Choices(
+        elem_dtype=row.elems[0],
+        grad_dtype=row.elems[0],
+        rounding=usual.x.rounding,
+        grad_rounding=ElemRounding.NEAREST,
+        weight_block=usual.w.tile,
+        block=tile,
+        scaling=tile,
+        hadamard=NO_HADAMARD,
+    )
+    keys: dict[str, Any] = {str(gemm): row if gemm in gemms else KEPT for gemm in Gemm}
+    for key in keys_of(row):
+        keys[key] = getattr(choices, key)
+        fills_in = under.block or under.scaling if key == row.tiles_key else getattr(under, key)
+        if keys[key] is None and fills_in is not None:
+            keys[key] = getattr(in_full, key)
     return Use(**keys)
 
 

@@ -12,8 +12,8 @@ import yaml
 from mxcompile.errors import PolicyError, printable
 from mxcompile.policy.parse import Origin, parse_data, rule_words
 from mxcompile.policy.policy import Policy
-from mxcompile.policy.schema import VERSION
 from mxcompile.policy.shadow import Shadows
+from mxcompile.policy.values import VERSION
 from mxcompile.policy.yaml_data import Path
 
 _OWN_PATH = re.compile(r"^: rules\[0\][\w.\[\]]*: ")

@@ -1,0 +1,249 @@
+"""How the values of a policy's keys are read, checked and written.
+
+A `Value` reads one raw value: it gives what the model holds, or raises `Invalid` with a sentence that says
+what is allowed; `parse` adds where.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mxcompile.errors import not_allowed, shown
+from mxcompile.formats import NO_HADAMARD, PRECISIONS, Amax, AmaxKind, Precision
+from mxcompile.policy.model import Ends
+from mxcompile.policy.presets import PRESETS
+
+VERSION = 1
+BLOCKS = ("first", "last")
+
+
+class Invalid(ValueError):  # noqa: N818 - a signal inside this package, not an error users see
+    """A value that its key does not allow. `index` is its place in a list or mapping, if it came in one."""
+
+    def __init__(self, message: str, index: int | str | None = None) -> None:
+        super().__init__(message)
+        self.index = index
+
+
+Reader = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """The values of one key: the field of `Match` or `Use` that has the key's name.
+
+    read: raw value to the model's. json: the values allowed, as JSON Schema. write: the model's value to a
+    raw one. means: whether a precision has the key; None if every precision has it. needs: the key and the
+    word that it goes with.
+    """
+
+    read: Reader
+    json: dict[str, Any]
+    write: Callable[[Any], Any] = str
+    means: Callable[[Precision], bool] | None = None
+    needs: tuple[str, str] | None = None
+
+    def says(
+        self,
+        description: str,
+        means: Callable[[Precision], bool] | None = None,
+        needs: tuple[str, str] | None = None,
+    ) -> Value:
+        """The same with a description, which editors show, and what else is known of the key."""
+        json = {"description": description, **self.json}
+        return replace(self, json=json, means=means, needs=needs)
+
+
+def word(what: str, table: dict[str, Any]) -> Value:
+    """One of the words of `table`; gives what the table holds for it."""
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, str) or value not in table:
+            raise Invalid(not_allowed(what, value, table))
+        return table[value]
+
+    return Value(read, {"enum": list(table)})
+
+
+def listed(single: Value) -> Value:
+    """One value or a list of values; gives a tuple without repetitions."""
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, list):
+            return (single.read(value),)
+        if not value:
+            raise Invalid("an empty list matches nothing: remove the key or name a value")
+        items = []
+        for index, item in enumerate(value):
+            try:
+                items.append(single.read(item))
+            except Invalid as error:
+                raise Invalid(str(error), index) from None
+        return tuple(dict.fromkeys(items))
+
+    def write(values: tuple[Any, ...]) -> Any:
+        words = [str(item) for item in values]
+        return words[0] if len(words) == 1 else words
+
+    json = {"anyOf": [single.json, {"type": "array", "items": single.json, "minItems": 1}]}
+    return Value(read, json, write)
+
+
+def _positive(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise Invalid(f"expected a positive integer, found {shown(value)}")
+    return value
+
+
+def _name_pattern(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise Invalid(f"expected a glob or 're:…' over module paths, found {shown(value)}")
+    space = "\n\t" if value.startswith("re:") else ""  # of a verbose expression
+    hidden = next((s for s in value if unicodedata.category(s) in ("Cc", "Cf") and s not in space), None)
+    if hidden is not None:
+        raise Invalid(f"{shown(value)} holds the invisible character U+{ord(hidden):04X}: remove it")
+    if value.startswith("re:"):
+        try:
+            re.compile(value.removeprefix("re:"))
+        except (re.error, OverflowError, RecursionError) as error:
+            raise Invalid(f"{shown(value)} is not a regular expression: {error}") from None
+    return value
+
+
+def _class_name(value: Any) -> str:
+    if not isinstance(value, str) or not value.isidentifier():
+        raise Invalid(f"expected the class name of a module, such as Linear, found {shown(value)}")
+    return value
+
+
+def _ends(value: Any) -> Ends:
+    if not isinstance(value, dict) or not value:
+        raise Invalid(
+            f"expected a mapping with {' or '.join(BLOCKS)}, such as {{first: 2, last: 2}},"
+            f" found {shown(value)}"
+        )
+    numbers = {}
+    for key, number in value.items():
+        if key not in BLOCKS:
+            raise Invalid(not_allowed("key", key, BLOCKS), key)
+        try:
+            numbers[key] = _positive(number)
+        except Invalid as error:
+            raise Invalid(str(error), key) from None
+    return Ends(**numbers)
+
+
+def _version(value: Any) -> int:
+    if type(value) is not int or value != VERSION:
+        raise Invalid(f"this mxcompile reads policy version {VERSION}, found {shown(value)}")
+    return VERSION
+
+
+def table(words: Iterable[Any]) -> dict[str, Any]:
+    """`words` by their spelling in a policy."""
+    return {str(item): item for item in words}
+
+
+def tile_words(key: str) -> list[str]:
+    """The words of the tables of tiles that `key` takes."""
+    tiles = [word for row in PRECISIONS.values() if row.tiles_key == key for word in row.tiles]
+    return list(dict.fromkeys(tiles))
+
+
+_BLOCKS = sorted(tile_words("block"), key=int)
+
+
+def _block(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, int) or str(value) not in tile_words("block"):
+        raise Invalid(not_allowed("block", value, _BLOCKS))
+    return str(value)
+
+
+def _margin(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not -16 <= value <= 16:
+        raise Invalid(f"expected a whole number from -16 to 16, found {shown(value)}")
+    return value
+
+
+_AMAX = {"percentile": (100.0, True), "ema": (1.0, False)}
+"""By kind the upper end of its number, and whether that is allowed; 0 never is."""
+
+
+def _amax(value: Any) -> Amax:
+    if not isinstance(value, dict) or len(value) != 1:
+        raise Invalid(f"expected {{percentile: 99.99}} or {{ema: 0.9}}, found {shown(value)}")
+    ((kind, number),) = value.items()
+    if kind not in _AMAX:
+        raise Invalid(not_allowed("key", kind, _AMAX), kind)
+    end, inclusive = _AMAX[kind]
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    if not is_number or not (0 < number < end or (inclusive and number == end)):
+        raise Invalid(f"expected a number between 0 and {end:g}, found {shown(number)}", kind)
+    return Amax(kind=AmaxKind(kind), value=float(number))
+
+
+def _hadamard(value: Any) -> int:
+    if value is False:
+        return NO_HADAMARD
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 0xFFFF:
+        raise Invalid(f"expected 16 signs as a number from 0 to 65535, or false, found {shown(value)}")
+    return value
+
+
+POSITIVE = Value(_positive, {"type": "integer", "minimum": 1}, int)
+NAME_PATTERN = Value(_name_pattern, {"type": "string", "minLength": 1})
+CLASS_NAME = Value(_class_name, {"type": "string", "pattern": r"^[^\W\d]\w*$"})
+ENDS = Value(
+    _ends,
+    {
+        "type": "object",
+        "properties": dict.fromkeys(BLOCKS, POSITIVE.json),
+        "minProperties": 1,
+        "additionalProperties": False,
+    },
+    lambda ends: {key: getattr(ends, key) for key in BLOCKS if getattr(ends, key)},
+)
+BLOCK = Value(_block, {"enum": [int(word) for word in _BLOCKS]}, int)
+MARGIN = Value(_margin, {"type": "integer", "minimum": -16, "maximum": 16}, int)
+AMAX = Value(
+    _amax,
+    {
+        "type": "object",
+        "properties": {
+            "percentile": {"type": "number", "exclusiveMinimum": 0, "maximum": 100},
+            "ema": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+        },
+        "minProperties": 1,
+        "maxProperties": 1,
+        "additionalProperties": False,
+    },
+    lambda amax: {str(amax.kind): amax.value},
+)
+HADAMARD = Value(
+    _hadamard,
+    {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 0xFFFF}, {"const": False}]},
+    lambda signs: signs != NO_HADAMARD and signs,
+)
+VERSION_VALUE = Value(_version, {"const": VERSION}).says("Of the policy language.")
+WEIGHT_BLOCKS = [tile for row in PRECISIONS.values() for tile in row.weight_blocks]
+
+
+def _precision(value: Any) -> Any:
+    """A row of the table; of a preset's name, the error says what a rule would say instead."""
+    if isinstance(value, str) and value in PRESETS and value not in PRECISIONS:
+        preset = PRESETS[value]
+        keys = (preset.precision.tiles_key, "grad_dtype")
+        says = {"precision": preset.precision} | {key: getattr(preset.formats, key, None) for key in keys}
+        conditions = ", ".join(f"{key}: {choice}" for key, choice in says.items() if choice)
+        raise Invalid(
+            f"{value!r} is a preset, of a whole policy ('preset: {value}'); a rule says {{{conditions}}}"
+        )
+    return _WORDS.read(value)
+
+
+_WORDS = word("precision", PRECISIONS)
+PRECISION = Value(_precision, _WORDS.json)
