@@ -119,6 +119,21 @@ class Precision:
         """Whether operands are cast at all."""
         return bool(self.elems)
 
+    @property
+    def defaults(self) -> Choices:
+        """The choices that `formats` makes where none is given, as far as a rule has words for them."""
+        operands, tile = self.formats(Choices()), next(iter(self.tiles))
+        return Choices(
+            elem_dtype=operands.x.elem,
+            grad_dtype=operands.dy.elem,
+            rounding=operands.x.rounding,
+            grad_rounding=operands.dy.elements,
+            weight_block=operands.w.tile,
+            block=tile,
+            scaling=tile,
+            hadamard=NO_HADAMARD,
+        )
+
     def formats(self, choices: Choices) -> Operands:
         """The formats of a layer's operands. Choices that mean nothing to this row are passed over."""
         default, *_ = self.elems

@@ -24,10 +24,6 @@ class RoleRow:
     formula: str = ""
 
 
-def _quantized(colour: str, *, per_token: bool = True, ends_branch: bool = False) -> RoleRow:
-    return RoleRow(colour=colour, quantized=True, per_token=per_token, ends_branch=ends_branch)
-
-
 class Role(StrEnum):
     """The role of a matmul in the model. Closed set. row: what else is known of it."""
 
@@ -39,15 +35,15 @@ class Role(StrEnum):
         role._value_, role.row = word, row
         return role
 
-    QKV = "qkv", _quantized("qkv")
-    ATTN_OUT = "attn_out", _quantized("attn", ends_branch=True)
-    FFN_IN = "ffn_in", _quantized("ffn")
-    FFN_OUT = "ffn_out", _quantized("ffn", ends_branch=True)
-    EXPERT_IN = "expert_in", _quantized("expert", per_token=False)
-    EXPERT_OUT = "expert_out", _quantized("expert", per_token=False, ends_branch=True)
+    QKV = "qkv", RoleRow(colour="qkv", quantized=True, per_token=True)
+    ATTN_OUT = "attn_out", RoleRow(colour="attn", quantized=True, per_token=True, ends_branch=True)
+    FFN_IN = "ffn_in", RoleRow(colour="ffn", quantized=True, per_token=True)
+    FFN_OUT = "ffn_out", RoleRow(colour="ffn", quantized=True, per_token=True, ends_branch=True)
+    EXPERT_IN = "expert_in", RoleRow(colour="expert", quantized=True)
+    EXPERT_OUT = "expert_out", RoleRow(colour="expert", quantized=True, ends_branch=True)
     ROUTER = "router", RoleRow(colour="router")
-    MIXER_IN = "mixer_in", _quantized("qkv")
-    MIXER_OUT = "mixer_out", _quantized("attn", ends_branch=True)
+    MIXER_IN = "mixer_in", RoleRow(colour="qkv", quantized=True, per_token=True)
+    MIXER_OUT = "mixer_out", RoleRow(colour="attn", quantized=True, per_token=True, ends_branch=True)
     CONDITIONING = "conditioning", RoleRow(colour="router")
     ATTN_SCORES = "attn_scores", RoleRow(colour="attn", formula="q · kᵀ")
     ATTN_VALUES = "attn_values", RoleRow(colour="attn", formula="softmax · v")

@@ -8,42 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mxcompile.formats import ELEM_TYPES, ElemRounding, Precision, Rounding, Scales, ScaleType
+from mxcompile.policy import values
 from mxcompile.policy.model import Saved, Sent
 from mxcompile.policy.presets import PRESETS
 from mxcompile.policy.roles import Role
-from mxcompile.policy.values import (
-    AMAX,
-    BLOCK,
-    CLASS_NAME,
-    ENDS,
-    HADAMARD,
-    MARGIN,
-    NAME_PATTERN,
-    POSITIVE,
-    PRECISION,
-    WEIGHT_BLOCKS,
-    Value,
-    listed,
-    table,
-    tile_words,
-    word,
-)
-
-
-def _quantizes(row: Precision) -> bool:
-    return row.quantizes
-
-
-def _has_elems(row: Precision) -> bool:
-    return len(row.elems) > 1
+from mxcompile.policy.values import Value, listed, table, word
 
 
 def _delays(row: Precision) -> bool:
     return any(tiles.delayed for tiles in row.tiles.values())
-
-
-def _has_tiles(key: str) -> Callable[[Precision], bool]:
-    return lambda row: row.tiles_key == key and len(row.tiles) > 1
 
 
 def _scaled_by(scale: ScaleType) -> Callable[[Precision], bool]:
@@ -51,59 +24,68 @@ def _scaled_by(scale: ScaleType) -> Callable[[Precision], bool]:
 
 
 MATCH: dict[str, Value] = {
-    "name": listed(NAME_PATTERN).says(
+    "name": listed(values.NAME_PATTERN).says(
         "Glob over the whole module path, '*' crosses dots; or 're:' and a full-match regular expression."
     ),
     "role": listed(word("role", table(Role))).says("What the layer does, found from the graph's structure."),
-    "module": listed(CLASS_NAME).says("Class name of the module that runs the layer."),
-    "blocks": ENDS.says("In the first or last repeated blocks of the model, of every stack of them."),
-    "min_m": POSITIVE.says("Least number of tokens of the forward GEMM."),
-    "min_n": POSITIVE.says("Least number of output features."),
-    "min_k": POSITIVE.says("Least number of input features."),
-    "max_m": POSITIVE.says("Largest number of tokens of the forward GEMM."),
-    "max_n": POSITIVE.says("Largest number of output features."),
-    "max_k": POSITIVE.says("Largest number of input features."),
+    "module": listed(values.CLASS_NAME).says("Class name of the module that runs the layer."),
+    "blocks": values.ENDS.says("In the first or last repeated blocks of the model, of every stack of them."),
+    "min_m": values.POSITIVE.says("Least number of tokens of the forward GEMM."),
+    "min_n": values.POSITIVE.says("Least number of output features."),
+    "min_k": values.POSITIVE.says("Least number of input features."),
+    "max_m": values.POSITIVE.says("Largest number of tokens of the forward GEMM."),
+    "max_n": values.POSITIVE.says("Largest number of output features."),
+    "max_k": values.POSITIVE.says("Largest number of input features."),
 }
 
 USE: dict[str, Value] = {
-    "precision": PRECISION.says("Of all three GEMMs."),
-    "fprop": PRECISION.says("Of y = x·Wᵀ."),
-    "dgrad": PRECISION.says("Of dx = dy·W."),
-    "wgrad": PRECISION.says("Of dW = dyᵀ·x."),
-    "elem_dtype": word("element type", ELEM_TYPES).says("Of input and weight.", _has_elems),
-    "grad_dtype": word("element type", ELEM_TYPES).says("Of the output gradient.", _has_elems),
+    "precision": values.PRECISION.says("Of all three GEMMs."),
+    "fprop": values.PRECISION.says("Of y = x·Wᵀ."),
+    "dgrad": values.PRECISION.says("Of dx = dy·W."),
+    "wgrad": values.PRECISION.says("Of dW = dyᵀ·x."),
+    "elem_dtype": word("element type", ELEM_TYPES).says(
+        "Of input and weight.", means=lambda row: len(row.elems) > 1
+    ),
+    "grad_dtype": word("element type", ELEM_TYPES).says(
+        "Of the output gradient.", means=lambda row: len(row.elems) > 1
+    ),
     "rounding": word("rounding", table(Rounding)).says(
-        "How a block's scale follows from its largest value.", _scaled_by(ScaleType.E8M0)
+        "How a block's scale follows from its largest value.", means=_scaled_by(ScaleType.E8M0)
     ),
     "grad_rounding": word("rounding of elements", table(ElemRounding)).says(
         "Of the output gradient's elements; stochastic is unbiased, and reproducible under a seed.",
-        _quantizes,
+        means=lambda row: row.quantizes,
     ),
-    "weight_block": word("weight block", table(WEIGHT_BLOCKS)).says(
+    "weight_block": word("weight block", table(values.WEIGHT_BLOCKS)).says(
         "32x32 of mxfp8, 16x16 of nvfp4: one copy of the weight serves fprop and dgrad.",
-        lambda row: bool(row.weight_blocks),
+        means=lambda row: bool(row.weight_blocks),
     ),
-    "block": BLOCK.says("Elements along the contraction that share a scale.", _has_tiles("block")),
-    "scaling": word("scaling", table(tile_words("scaling"))).says(
+    "block": values.BLOCK.says(
+        "Elements along the contraction that share a scale.",
+        means=lambda row: row.tiles_key == "block" and len(row.tiles) > 1,
+    ),
+    "scaling": word("scaling", table(values.tile_words("scaling"))).says(
         "What one FP32 scale is for: the tensor, a row along the contraction, or a block.",
-        _has_tiles("scaling"),
+        means=lambda row: row.tiles_key == "scaling" and len(row.tiles) > 1,
     ),
     "scale": word("scale", table(Scales)).says(
-        "Of fp8: any FP32 number, or powers of two, rounded up.", _scaled_by(ScaleType.FP32)
+        "Of fp8: any FP32 number, or powers of two, rounded up.", means=_scaled_by(ScaleType.FP32)
     ),
-    "history": POSITIVE.says(
-        "Of scaling: delayed: how many calls a scale looks back.", _delays, ("scaling", "delayed")
+    "history": values.POSITIVE.says(
+        "Of scaling: delayed: how many calls a scale looks back.", means=_delays, needs=("scaling", "delayed")
     ),
-    "margin": MARGIN.says(
-        "Of scaling: delayed: powers of two that a scale has to spare.", _delays, ("scaling", "delayed")
+    "margin": values.MARGIN.says(
+        "Of scaling: delayed: powers of two that a scale has to spare.",
+        means=_delays,
+        needs=("scaling", "delayed"),
     ),
-    "amax": AMAX.says(
+    "amax": values.AMAX.says(
         "What a scale follows from in the place of the largest magnitude; larger elements saturate.",
-        _quantizes,
+        means=lambda row: row.quantizes,
     ),
-    "hadamard": HADAMARD.says(
+    "hadamard": values.HADAMARD.says(
         "Of nvfp4: signs of the random Hadamard transform of wgrad's operands, 16 bits; false: none.",
-        _scaled_by(ScaleType.E4M3),
+        means=_scaled_by(ScaleType.E4M3),
     ),
     "saved": word("saved form", table(Saved)).says(
         "What is kept of the input for backward; mxfp8: of what it is made from too."

@@ -47,15 +47,9 @@ class Value:
     means: Callable[[Precision], bool] | None = None
     needs: tuple[str, str] | None = None
 
-    def says(
-        self,
-        description: str,
-        means: Callable[[Precision], bool] | None = None,
-        needs: tuple[str, str] | None = None,
-    ) -> Value:
-        """The same with a description, which editors show, and what else is known of the key."""
-        json = {"description": description, **self.json}
-        return replace(self, json=json, means=means, needs=needs)
+    def says(self, description: str, **facts: Any) -> Value:
+        """The same with a description, which editors show, and with other `facts`."""
+        return replace(self, json={"description": description, **self.json}, **facts)
 
 
 def word(what: str, table: dict[str, Any]) -> Value:

@@ -16,10 +16,8 @@ from typing import Any
 from mxcompile.errors import OptionError, not_allowed
 from mxcompile.formats import (
     KEPT,
-    NO_HADAMARD,
     PRECISIONS,
     Choices,
-    ElemRounding,
     Precision,
     is_quantized,
 )
@@ -77,23 +75,12 @@ def stated(policy: Policy, layer: Layer, under: Choices) -> Use:
 
 def _use(row: Precision, gemms: frozenset[Gemm], choices: Choices, under: Choices) -> Use:
     """Returns the keys of a preset of `row`, `gemms` and `choices`, in full where `under` would fill in."""
-    usual, tile = row.formats(Choices()), next(iter(row.tiles))
-    in_full = Choices(
-        elem_dtype=row.elems[0],
-        grad_dtype=row.elems[0],
-        rounding=usual.x.rounding,
-        grad_rounding=ElemRounding.NEAREST,
-        weight_block=usual.w.tile,
-        block=tile,
-        scaling=tile,
-        hadamard=NO_HADAMARD,
-    )
     keys: dict[str, Any] = {str(gemm): row if gemm in gemms else KEPT for gemm in Gemm}
     for key in keys_of(row):
         keys[key] = getattr(choices, key)
         fills_in = under.block or under.scaling if key == row.tiles_key else getattr(under, key)
         if keys[key] is None and fills_in is not None:
-            keys[key] = getattr(in_full, key)
+            keys[key] = getattr(row.defaults, key)
     return Use(**keys)
 
 

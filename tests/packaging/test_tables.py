@@ -1,0 +1,90 @@
+"""Roles, keys of policies and attention operators are rows of tables: few other files name one.
+
+The lists in docs/extend.md are as long as these counts say.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mxcompile.graph.attention import ATTENTION_FORWARD
+from mxcompile.policy import Gemm, Role, schema
+from mxcompile.policy.roles import RoleRow
+
+ROOT = Path(__file__).parents[2]
+PRODUCT = {
+    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+    for tree in ("mxcompile", "passes", "lowering")
+    for path in (ROOT / tree).rglob("*")  # which goes through no link
+    if path.suffix in (".py", ".json", ".html")
+}
+POLICY = "mxcompile/policy/"
+SCHEMA = POLICY + "policy.schema.json"
+
+ROLE_READERS = {
+    Role.EMBEDDING: {"passes/weights.py", "mxcompile/serving/plan.py"},  # lookups, which are no products
+    Role.CONDITIONING: {"passes/roles/site.py"},
+    Role.EXPERT_OUT: {"passes/roles/attention.py"},
+    Role.HEAD: {"passes/roles/chain.py"},
+}
+"""Files that act on one role, beside its row and its statement."""
+
+KEY_READERS = {
+    "amax": {POLICY + "parse.py"},
+    "block": {POLICY + "parse.py"},
+    "weight_block": {POLICY + "parse.py"},
+    "grad_dtype": {POLICY + "values.py"},
+}
+"""Files that read one key for a message, beside its row and its field."""
+
+
+def files_with(pattern: str, *folders: str) -> set[str]:
+    """The product files in `folders`, all by default, in whose text `pattern` is found."""
+    expression = re.compile(pattern, re.MULTILINE)
+    return {
+        name for name, text in PRODUCT.items() if name.startswith(folders or "") and expression.search(text)
+    }
+
+
+def files_of_role(role: Role) -> set[str]:
+    words = files_with(rf'"{role}"|role-{role}\b', "passes/", POLICY, "mxcompile/report/")
+    return words | files_with(rf"\bRole\.{role.name}\b")
+
+
+@pytest.mark.parametrize("role", [role for role in Role if role is not Role.OTHER and not role.row.formula])
+def test_role_is_named_beside_its_statement_by_two_files(role: Role):
+    files = files_of_role(role) - ROLE_READERS.get(role, set())
+    statement = files - {POLICY + "roles.py", SCHEMA}
+    assert len(statement) == 1
+    assert statement.pop().startswith("passes/roles/")
+
+
+def test_few_files_list_roles():
+    lists = {name for name in PRODUCT if sum(name in files_of_role(role) for role in Role) > 4}
+    assert lists == {POLICY + "roles.py", SCHEMA}
+
+
+def test_every_colour_is_a_variable_of_the_page():
+    page = PRODUCT["mxcompile/report/forms/page/page.html"]
+    assert all(page.count(f"--{role.row.colour}: #") == 2 for role in Role)  # of light and of dark
+    assert RoleRow().colour == "head"
+
+
+@pytest.mark.parametrize("key", sorted(schema.USE.keys() - {"precision", *Gemm}))
+def test_key_is_named_by_three_files(key: str):
+    pattern = rf'"{key}"|^    {key}: |\b(use|choices|under)\.{key}\b'
+    found = files_with(pattern, POLICY, "mxcompile/formats/precisions.py", "mxcompile/analysis/tune/")
+    field = POLICY + "model.py" if key in ("saved", "sent") else "mxcompile/formats/precisions.py"
+    presets = {POLICY + "presets.py"}  # which choose
+    assert found - KEY_READERS.get(key, set()) - presets == {POLICY + "schema.py", SCHEMA, field}
+
+
+@pytest.mark.parametrize("row", ATTENTION_FORWARD.values(), ids=lambda row: row.name)
+def test_attention_operator_is_named_by_its_row(row):
+    backward = f"{row.name.removesuffix('_forward')}_backward"
+    files = files_with(rf"(?<!\w)({row.name}|{backward})(?!\w)")
+    of_users = {"mxcompile/compiler/decompositions.py"}  # calls the function of the same name
+    assert files - of_users == {"mxcompile/graph/attention.py"}
