@@ -28,14 +28,14 @@ BUDGETS = {
     "mxcompile/cli": 1_580,
     "mxcompile/compiler": 4_310,
     "mxcompile/distributed": 590,
-    "mxcompile/formats": 1_620,
-    "mxcompile/graph": 1_560,
+    "mxcompile/formats": 1_610,
+    "mxcompile/graph": 1_610,
     "mxcompile/mesh": 2_110,
     "mxcompile/models": 2_710,
     "mxcompile/offline": 3_300,
     "mxcompile/ops": 1_700,
     "mxcompile/plan": 700,
-    "mxcompile/policy": 1_770,
+    "mxcompile/policy": 1_780,
     "mxcompile/policy/importers": 1_160,
     "mxcompile/ranks": 750,
     "mxcompile/report": 2_130,
@@ -44,8 +44,8 @@ BUDGETS = {
     "mxcompile/serving": 580,
     "mxcompile/storage": 990,
     "mxcompile/watch": 1_920,
-    "passes": 4_520,
-    "passes/roles": 2_080,
+    "passes": 4_490,
+    "passes/roles": 2_070,
 }
 
 

@@ -6,6 +6,7 @@ The lists in docs/extend.md are as long as these counts say.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ PRODUCT = {
 }
 POLICY = "mxcompile/policy/"
 SCHEMA = POLICY + "policy.schema.json"
+CANDIDATES = "mxcompile/analysis/tune/candidates.py"
 
 ROLE_READERS = {
     Role.EMBEDDING: {"passes/weights.py", "mxcompile/serving/plan.py"},  # lookups, which are no products
@@ -34,24 +36,26 @@ ROLE_READERS = {
 
 KEY_READERS = {
     "amax": {POLICY + "parse.py"},
-    "block": {POLICY + "parse.py"},
+    "block": {POLICY + "parse.py", POLICY + "values.py", POLICY + "model.py", CANDIDATES},  # and of a layer
+    "scaling": {CANDIDATES},
     "weight_block": {POLICY + "parse.py"},
     "grad_dtype": {POLICY + "values.py"},
 }
 """Files that read one key for a message, beside its row and its field."""
 
 
-def files_with(pattern: str, *folders: str) -> set[str]:
-    """The product files in `folders`, all by default, in whose text `pattern` is found."""
-    expression = re.compile(pattern, re.MULTILINE)
+def files_with(*words: str, folders: tuple[str, ...] = ("",)) -> set[str]:
+    """The product files in `folders`, all by default, whose text has one of `words`."""
     return {
-        name for name, text in PRODUCT.items() if name.startswith(folders or "") and expression.search(text)
+        name
+        for name, text in PRODUCT.items()
+        if name.startswith(folders) and any(word in text for word in words)
     }
 
 
 def files_of_role(role: Role) -> set[str]:
-    words = files_with(rf'"{role}"|role-{role}\b', "passes/", POLICY, "mxcompile/report/")
-    return words | files_with(rf"\bRole\.{role.name}\b")
+    quoted = files_with(f'"{role}"', f"role-{role} ", folders=("passes/", POLICY, "mxcompile/report/"))
+    return quoted | files_with(f"Role.{role.name}")
 
 
 @pytest.mark.parametrize("role", [role for role in Role if role is not Role.OTHER and not role.row.formula])
@@ -63,8 +67,8 @@ def test_role_is_named_beside_its_statement_by_two_files(role: Role):
 
 
 def test_few_files_list_roles():
-    lists = {name for name in PRODUCT if sum(name in files_of_role(role) for role in Role) > 4}
-    assert lists == {POLICY + "roles.py", SCHEMA}
+    roles_in = Counter(name for role in Role for name in files_of_role(role))
+    assert {name for name, count in roles_in.items() if count > 4} == {POLICY + "roles.py", SCHEMA}
 
 
 def test_every_colour_is_a_variable_of_the_page():
@@ -75,16 +79,17 @@ def test_every_colour_is_a_variable_of_the_page():
 
 @pytest.mark.parametrize("key", sorted(schema.USE.keys() - {"precision", *Gemm}))
 def test_key_is_named_by_three_files(key: str):
-    pattern = rf'"{key}"|^    {key}: |\b(use|choices|under)\.{key}\b'
-    found = files_with(pattern, POLICY, "mxcompile/formats/precisions.py", "mxcompile/analysis/tune/")
+    uses = re.compile(rf'"{key}"|^    {key}: |\b(use|choices|under)\.{key}\b', re.MULTILINE)
+    folders = (POLICY, "mxcompile/formats/precisions.py", "mxcompile/analysis/tune/")
+    found = {name for name in files_with(key, folders=folders) if uses.search(PRODUCT[name])}
     field = POLICY + "model.py" if key in ("saved", "sent") else "mxcompile/formats/precisions.py"
-    presets = {POLICY + "presets.py"}  # which choose
-    assert found - KEY_READERS.get(key, set()) - presets == {POLICY + "schema.py", SCHEMA, field}
+    found = {name for name in found if not name.startswith((POLICY + "presets", POLICY + "importers"))}
+    assert found - KEY_READERS.get(key, set()) == {POLICY + "schema.py", SCHEMA, field}
 
 
 @pytest.mark.parametrize("row", ATTENTION_FORWARD.values(), ids=lambda row: row.name)
 def test_attention_operator_is_named_by_its_row(row):
     backward = f"{row.name.removesuffix('_forward')}_backward"
-    files = files_with(rf"(?<!\w)({row.name}|{backward})(?!\w)")
+    files = files_with(row.name, backward)
     of_users = {"mxcompile/compiler/decompositions.py"}  # calls the function of the same name
     assert files - of_users == {"mxcompile/graph/attention.py"}
