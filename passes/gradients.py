@@ -19,13 +19,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from mxcompile.graph.attention import ATTENTION_BACKWARD, ATTENTION_FORWARD
-from mxcompile.graph.opsets import (
-    CONJUGATES,
-    argument,
-    gradient_index,
-    is_matmul,
-    packet,
-)
+from mxcompile.graph.opsets import CONJUGATES, argument, gradient_index, is_matmul, packet
 from mxcompile.graph.shapes import matmul_sizes, operands
 from mxcompile.graph.tags import Kind, hint, tags_of
 from mxcompile.passes.flow import Depends, is_derivative, origin

@@ -29,7 +29,7 @@ from mxcompile.models.names import HeldBy
 from mxcompile.passes.classify import Classify
 from mxcompile.passes.find import Find
 from mxcompile.passes.flow import WEIGHT_KEY, Depends, dependencies, graph_input, stored
-from mxcompile.policy import Gemm
+from mxcompile.policy import ATTENTION_PRODUCTS, Gemm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +97,7 @@ def _is_product(node: fx.Node) -> bool:
     tag = tag_of(node)
     if tag is None or tag.kind is not Kind.PRODUCT or tag.gemm is not Gemm.FPROP:
         return False
-    return is_matmul(node) and not tag.role.row.formula
+    return is_matmul(node) and tag.role not in ATTENTION_PRODUCTS
 
 
 def _data(layer: fx.Node) -> fx.Node:

@@ -53,7 +53,7 @@ _DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
 def needed(policy: Policy) -> bool:
     """Whether `policy` has scales that follow from calls before."""
     return any(
-        choices.delayed or (choices.amax is not None and choices.amax.stateful)
+        choices.scaling == "delayed" or (choices.amax is not None and choices.amax.stateful)
         for choices in (policy.base.formats, *(rule.use for rule in policy.rules))
     )
 

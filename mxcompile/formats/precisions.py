@@ -69,11 +69,6 @@ class Choices:
         own = {each.name: getattr(self, each.name) for each in fields(Choices)}
         return replace(other, **{key: value for key, value in own.items() if value is not None})
 
-    @property
-    def delayed(self) -> bool:
-        """Whether scales follow from a history, in rows that can."""
-        return self.block is None and self.scaling == "delayed"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operands:
@@ -139,11 +134,10 @@ class Precision:
         default, *_ = self.elems
         elem = choices.elem_dtype if choices.elem_dtype in self.elems else default
         grad_elem = choices.grad_dtype if choices.grad_dtype in self.elems else default
-        words = (choices.block, choices.scaling, *self.tiles)
-        tiles = self.tiles[next(word for word in words if word in self.tiles)]
-        block = choices.weight_block if choices.weight_block in self.weight_blocks else None
-        if tiles is not next(iter(self.tiles.values())):
-            block = None
+        usual, *_ = self.tiles.values()
+        tiles = self.tiles.get(getattr(choices, self.tiles_key, ""), usual)
+        has_block = tiles is usual and choices.weight_block in self.weight_blocks
+        block = choices.weight_block if has_block else None
         fp32, two_level = self.scale is ScaleType.FP32, self.scale is ScaleType.E4M3
         rounding = (choices.rounding or Rounding.RCEIL) if self.scale is ScaleType.E8M0 else None
         amax = choices.amax or MAX

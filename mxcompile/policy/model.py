@@ -13,12 +13,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
-from mxcompile.formats import (
-    BLOCK,
-    Choices,
-    Operands,
-    Precision,
-)
+from mxcompile.formats import BLOCK, Choices, Operands, Precision
 from mxcompile.policy.reason import Reason
 from mxcompile.policy.roles import Role
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mxcompile.errors import PolicyError, not_allowed, shown
-from mxcompile.formats import PRECISIONS, Choices, Precision, ScaleType, Tile
+from mxcompile.formats import PRECISIONS, AmaxKind, ScaleType, Tile
 from mxcompile.policy import schema
 from mxcompile.policy.model import Match, Preset, Rule, Use
 from mxcompile.policy.presets import DEFAULT, PRESETS
@@ -194,10 +194,11 @@ def _check_choices(raw: Any, use: Use, preset: Preset, path: Path, source: Origi
         needed, word = schema.USE[key].needs or ("", "")
         if needed and getattr(use, needed) != word:
             raise source.error((*path, key), f"{key!r} goes with {needed}: {word} alone")
-    choices = use.over(preset.formats)
-    if use.amax is not None and choices.delayed:
+    formats = [row.formats(use.over(preset.formats)).x for row in rows.values()]
+    if use.amax is not None and any(fmt.amax.kind is AmaxKind.DELAYED for fmt in formats):
         raise source.error((*path, "amax"), "'amax' does not go with scaling: delayed, which has its own")
-    if use.amax is not None and use.amax.stateful and not _has_tensor_scales(rows, choices):
+    is_tensor = all(fmt.scale is ScaleType.FP32 and fmt.tile == Tile.TENSOR for fmt in formats)
+    if use.amax is not None and use.amax.stateful and not is_tensor:
         raise source.error((*path, "amax"), "'ema' goes with one scale a tensor alone (fp8, scaling: tensor)")
     blocks = [block for row in rows.values() for block in row.weight_blocks]
     if use.weight_block is not None and use.weight_block not in blocks:
@@ -207,12 +208,6 @@ def _check_choices(raw: Any, use: Use, preset: Preset, path: Path, source: Origi
         )
     if use.weight_block is not None and use.block not in (None, "32"):
         raise source.error((*path, "weight_block"), "'weight_block' goes with blocks of 32 alone")
-
-
-def _has_tensor_scales(rows: dict[str, Precision], choices: Choices) -> bool:
-    """Whether all of `rows` have FP32 scales of whole tensors under `choices`."""
-    formats = [row.formats(choices).x for row in rows.values()]
-    return all(fmt.scale is ScaleType.FP32 and fmt.tile == Tile.TENSOR for fmt in formats)
 
 
 def _check_keys(raw: dict[Any, Any], allowed: Iterable[str], path: Path, source: Origin) -> None:

@@ -12,16 +12,7 @@ import yaml
 from mxcompile.errors import PolicyError, not_allowed
 from mxcompile.formats import KEPT, Choices, Precision
 from mxcompile.policy import schema
-from mxcompile.policy.model import (
-    Choice,
-    Decision,
-    Gemm,
-    Layer,
-    Limit,
-    Preset,
-    Rule,
-    Use,
-)
+from mxcompile.policy.model import Choice, Decision, Gemm, Layer, Limit, Preset, Rule, Use
 from mxcompile.policy.parse import Origin, load_yaml, parse_data, read_file
 from mxcompile.policy.presets import DEFAULT, PRESETS
 from mxcompile.policy.reason import Code, Reason

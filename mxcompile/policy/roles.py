@@ -29,7 +29,7 @@ class Role(StrEnum):
 
     row: RoleRow
 
-    def __new__(cls, word: str, row: RoleRow) -> Self:
+    def __new__(cls, word: str, row: RoleRow = RoleRow()) -> Self:
         """The role that policies and reports call `word`."""
         role = str.__new__(cls, word)
         role._value_, role.row = word, row
@@ -47,7 +47,7 @@ class Role(StrEnum):
     CONDITIONING = "conditioning", RoleRow(colour="router")
     ATTN_SCORES = "attn_scores", RoleRow(colour="attn", formula="q · kᵀ")
     ATTN_VALUES = "attn_values", RoleRow(colour="attn", formula="softmax · v")
-    EMBEDDING = "embedding", RoleRow()
+    EMBEDDING = "embedding"
     HEAD = "head", RoleRow(per_token=True)
     OTHER = "other", RoleRow(per_token=True)
 

@@ -64,7 +64,7 @@ USE: dict[str, Value] = {
         "Elements along the contraction that share a scale.",
         means=lambda row: row.tiles_key == "block" and len(row.tiles) > 1,
     ),
-    "scaling": word("scaling", table(values.tile_words("scaling"))).says(
+    "scaling": word("scaling", table(values.tile_choices("scaling"))).says(
         "What one FP32 scale is for: the tensor, a row along the contraction, or a block.",
         means=lambda row: row.tiles_key == "scaling" and len(row.tiles) > 1,
     ),

@@ -142,17 +142,17 @@ def table(words: Iterable[Any]) -> dict[str, Any]:
     return {str(item): item for item in words}
 
 
-def tile_words(key: str) -> list[str]:
+def tile_choices(key: str) -> list[str]:
     """The words of the tables of tiles that `key` takes."""
     tiles = [word for row in PRECISIONS.values() if row.tiles_key == key for word in row.tiles]
     return list(dict.fromkeys(tiles))
 
 
-_BLOCKS = sorted(tile_words("block"), key=int)
+_BLOCKS = sorted(tile_choices("block"), key=int)
 
 
 def _block(value: Any) -> str:
-    if isinstance(value, bool) or not isinstance(value, int) or str(value) not in tile_words("block"):
+    if isinstance(value, bool) or not isinstance(value, int) or str(value) not in tile_choices("block"):
         raise Invalid(not_allowed("block", value, _BLOCKS))
     return str(value)
 

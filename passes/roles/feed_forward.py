@@ -48,9 +48,10 @@ def _is_combined(site: Site) -> Found | Missing:
 
 def _feeds_last(site: Site) -> Found | Missing:
     roles = {f.layer: site.role_of(f) for f in site.followers if f.activated}
-    layers = [layer for layer, role in roles.items() if role in _LAST or role.row.ends_branch]
+    outs = [layer for layer, role in roles.items() if role in _LAST]
+    fused = [layer for layer, role in roles.items() if role.row.ends_branch and role not in _LAST]
+    layers = [*outs, *fused]
     if layers:
-        layers.sort(key=lambda layer: roles[layer] not in _LAST)
         return Found(f"{named(layers)} reads its result through an activation or a gate")
     origins = site.model.together.get(site.node, {})
     if origins.get(site.node, 0) & GATED and not site.followers:

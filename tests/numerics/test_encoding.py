@@ -36,9 +36,7 @@ FORMATS = sorted(
         for word in row.tiles
         for elem in row.elems
         for block in row.weight_blocks or (None,)
-        for operands in [
-            row.formats(Choices(elem_dtype=elem, grad_dtype=elem, block=word, weight_block=block))
-        ]
+        for operands in [row.formats(Choices(elem_dtype=elem, block=word, scaling=word, weight_block=block))]
         for fmt in (operands.x, operands.w)
     }
 )

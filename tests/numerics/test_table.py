@@ -7,6 +7,7 @@ from torch import nn
 
 import mxcompile
 from mxcompile import Policy
+from mxcompile.compiler import histories
 from mxcompile.errors import FormatError, PolicyError
 from mxcompile.formats import PRECISIONS, ElemType, Format, Precision, Tile, Tiles, precisions
 
@@ -108,9 +109,26 @@ def test_choices_a_precision_does_not_have_are_errors(use: dict[str, object], sa
         Policy.from_dict({"version": 1, "rules": [{"match": {"role": "qkv"}, "use": use}]})
 
 
+def test_choices_of_a_preset_for_another_precision_do_not_hinder_a_rule():
+    use = {"precision": "mxfp8", "amax": {"percentile": 99.0}}
+    rules = [{"match": {"role": "qkv"}, "use": use}]
+    policy = Policy.from_dict({"version": 1, "preset": "fp8_delayed", "rules": rules})
+    formats = policy.rules[0].use.over(policy.base.formats)
+    assert str(PRECISIONS["mxfp8"].formats(formats).x.amax) == "percentile:99"
+
+
+def test_one_rule_chooses_tiles_for_each_precision_it_names():
+    use = {"fprop": "mxfp8", "dgrad": "fp8", "block": 64, "scaling": "delayed"}
+    policy = Policy.from_dict({"version": 1, "rules": [{"match": {"role": "qkv"}, "use": use}]})
+    formats = {name: PRECISIONS[name].formats(policy.rules[0].use).x for name in ("mxfp8", "fp8")}
+    assert formats["mxfp8"].tile == Tile(1, 64)
+    assert formats["fp8"].amax.kind == "delayed"
+    assert histories.needed(policy)
+
+
 def test_words_of_formats_are_read_back():
     for row in PRECISIONS.values():
         for tiles in row.tiles:
-            operands = row.formats(precisions.Choices(block=tiles))
+            operands = row.formats(precisions.Choices(block=tiles, scaling=tiles))
             for fmt in (operands.x, operands.w, operands.dy):
                 assert Format.of(str(fmt)) == fmt

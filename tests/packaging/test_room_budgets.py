@@ -23,7 +23,7 @@ BUDGETS = {
     "mxcompile/analysis/audit": 1_940,
     "mxcompile/analysis/blame": 1_030,
     "mxcompile/analysis/explain": 1_110,
-    "mxcompile/analysis/tune": 800,
+    "mxcompile/analysis/tune": 780,
     "mxcompile/checkpoint": 1_870,
     "mxcompile/cli": 1_580,
     "mxcompile/compiler": 4_310,
@@ -44,8 +44,8 @@ BUDGETS = {
     "mxcompile/serving": 580,
     "mxcompile/storage": 990,
     "mxcompile/watch": 1_920,
-    "passes": 4_490,
-    "passes/roles": 2_070,
+    "passes": 4_470,
+    "passes/roles": 2_060,
 }
 
 

@@ -13,7 +13,6 @@ import pytest
 
 from mxcompile.graph.attention import ATTENTION_FORWARD
 from mxcompile.policy import Gemm, Role, schema
-from mxcompile.policy.roles import RoleRow
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = {
@@ -74,7 +73,6 @@ def test_few_files_list_roles():
 def test_every_colour_is_a_variable_of_the_page():
     page = PRODUCT["mxcompile/report/forms/page/page.html"]
     assert all(page.count(f"--{role.row.colour}: #") == 2 for role in Role)  # of light and of dark
-    assert RoleRow().colour == "head"
 
 
 @pytest.mark.parametrize("key", sorted(schema.USE.keys() - {"precision", *Gemm}))

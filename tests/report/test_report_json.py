@@ -66,7 +66,7 @@ def test_the_words_are_those_of_policies():
     rows = [row for row in PRECISIONS.values() if row.quantizes]
     blocks = {None, *(tile for row in rows for tile in row.weight_blocks)}
     made = [
-        row.formats(Choices(elem_dtype=elem, block=word, weight_block=block))
+        row.formats(Choices(elem_dtype=elem, block=word, scaling=word, weight_block=block))
         for row in rows
         for elem in row.elems
         for word in row.tiles

@@ -24,7 +24,7 @@ FORMATS = sorted(
         for row in PRECISIONS.values()
         if row.quantizes
         for tiles in row.tiles
-        for operands in [row.formats(Choices(block=tiles))]
+        for operands in [row.formats(Choices(block=tiles, scaling=tiles))]
         for name in ("x", "w", "dy")
     }
     | {"e4m3 1x32 floor", "e4m3 1x32 even", "e5m2 32x32 ceil", "e5m2 1x32 rceil stochastic"}

@@ -14,13 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mxcompile.errors import OptionError, not_allowed
-from mxcompile.formats import (
-    KEPT,
-    PRECISIONS,
-    Choices,
-    Precision,
-    is_quantized,
-)
+from mxcompile.formats import KEPT, PRECISIONS, Choices, Precision, is_quantized
 from mxcompile.offline.roofline import estimate, operand_bytes
 from mxcompile.policy import Gemm, Layer, Match, Policy, Rule, Use
 from mxcompile.policy.patterns import literal
@@ -78,8 +72,7 @@ def _use(row: Precision, gemms: frozenset[Gemm], choices: Choices, under: Choice
     keys: dict[str, Any] = {str(gemm): row if gemm in gemms else KEPT for gemm in Gemm}
     for key in keys_of(row):
         keys[key] = getattr(choices, key)
-        fills_in = under.block or under.scaling if key == row.tiles_key else getattr(under, key)
-        if keys[key] is None and fills_in is not None:
+        if keys[key] is None and getattr(under, key) is not None:
             keys[key] = getattr(row.defaults, key)
     return Use(**keys)
 
