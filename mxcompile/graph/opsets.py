@@ -1,7 +1,7 @@
 """Sets of operators the passes tell apart, each defined once, here; what one pass can do is said there.
 
-An operator that is in no set is treated as elementwise by the data flow (it passes on what reaches it)
-and is never looked through.
+Attentions are rows of `attention`. An operator that is in no set is treated as elementwise by the data flow
+(it passes on what reaches it) and is never looked through.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ BUDGETS = {
     "mxcompile/offline": 3_300,
     "mxcompile/ops": 1_700,
     "mxcompile/plan": 700,
-    "mxcompile/policy": 1_780,
+    "mxcompile/policy": 1_740,
     "mxcompile/policy/importers": 1_160,
     "mxcompile/ranks": 750,
     "mxcompile/report": 2_130,
