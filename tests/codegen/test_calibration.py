@@ -74,18 +74,21 @@ def test_the_casts_of_a_library_by_hand(whole_steps):
 
 @pytest.mark.slow
 def test_a_kernel_compiles_to_the_work_that_is_kept(calibration):
-    """One of each way: a row a program, a tile of FP4, and rows one after the other."""
+    """One of each way: a row a program, a tile of FP4, and rows one after the other.
+
+    Within what another Triton may change: other versions issue a few percent more or fewer instructions.
+    """
     kernels = importlib.import_module("calibration_kernels")
     kept = {(point.kernel, point.chip, point.shape): point for point in calibration.points()}
     forward = kernels.by_rows(kernels.rms_norm, 2048, 16384, element="bf16", operands=2)
     (work,) = kept["rms_norm forward", "A100", "2048×16384"].plus
-    assert forward.work(calibration.chip("A100")).as_data() == pytest.approx(work.as_data(), rel=0.02)
+    assert forward.work(calibration.chip("A100")).as_data() == pytest.approx(work.as_data(), rel=0.05)
     (work,) = kept["NVFP4 cast along rows", "B200", "16384²"].plus
     cast = kernels.cast_to_nvfp4(16384).work(calibration.chip("B200"))
-    assert cast.as_data() == pytest.approx(work.as_data(), rel=0.02)
+    assert cast.as_data() == pytest.approx(work.as_data(), rel=0.05)
     target = calibration.chip("A100")
     backward = kernels.looping(
         kernels.rms_norm_backward, 2048, 16384, target.processors, element="bf16", sums=1
     )
     (work,) = kept["rms_norm backward, difference", "A100", "2048×(16384 − 8192)"].plus
-    assert backward.work(target).as_data() == pytest.approx(work.as_data(), rel=0.02)
+    assert backward.work(target).as_data() == pytest.approx(work.as_data(), rel=0.05)
