@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import logging
 import os
-import platform
 import shutil
+import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,13 @@ from mxcompile.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
-_SUFFIX = ".partial"
-
 
 @contextlib.contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
     """Gives a directory beside `target`, which becomes `target` when the context ends without an error.
 
-    A process that was killed leaves its directory behind. The next process on the same machine that writes
-    `target` removes it.
+    A process that was killed leaves its directory behind. It stays, because a process on another machine or
+    in another container may still write it; a warning names it.
 
     Args:
         target: The directory to write, an absolute path.
@@ -37,14 +36,16 @@ def new_directory(target: Path) -> Iterator[Path]:
         An empty directory.
 
     Raises:
-        CheckpointError: `target` exists, another process is writing it, or the system refuses something.
+        CheckpointError: `target` exists, or the system refuses something.
     """
     if target.exists():
         raise CheckpointError(f"{target}: exists already")
+    name = target.name[:100]
+    partial = target.with_name(f".{name}.{uuid.uuid4().hex}.partial")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(target)
-        partial = target.with_name(f"{_prefix(target)}{platform.node()}.{os.getpid()}{_SUFFIX}")
+        for path in target.parent.glob(f".{glob.escape(name)}.{'?' * 32}.partial"):
+            log.warning("%s: remove it, unless a process is still writing it", path)
         partial.mkdir()
         try:
             yield partial
@@ -57,32 +58,6 @@ def new_directory(target: Path) -> Iterator[Path]:
     except OSError as error:
         where = error.filename2 or error.filename or target
         raise CheckpointError(f"{where}: {error.strerror or error}") from error
-
-
-def _prefix(target: Path) -> str:
-    return f".{target.name[:100]}."
-
-
-def _remove_leftovers(target: Path) -> None:
-    """Removes directories of killed processes. Raises `CheckpointError` if a process is writing `target`."""
-    for path in target.parent.glob(f".*{_SUFFIX}"):
-        if not path.name.startswith(_prefix(target)):
-            continue
-        machine, _, process = path.name[len(_prefix(target)) : -len(_SUFFIX)].rpartition(".")
-        if machine != platform.node() or not process.isdecimal():
-            log.warning("%s: remove it if the process that wrote it on another machine was killed", path)
-        elif int(process) != os.getpid() and _is_running(int(process)):
-            raise CheckpointError(f"{target}: process {process} is writing it")
-        else:
-            shutil.rmtree(path)
-
-
-def _is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except OSError as error:
-        return not isinstance(error, ProcessLookupError)
-    return True
 
 
 def write_tensors(

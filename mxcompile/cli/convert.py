@@ -14,7 +14,7 @@ def add_to(commands: Any) -> None:
         help="write a checkpoint with its policy-chosen weights in MXFP8, MXFP4 or NVFP4",
         description="Write a safetensors checkpoint again, the weights that the policy sends to MXFP8 in half"
         " their bytes, those it sends to MXFP4 in a quarter. The input is only read; OUT appears whole or not"
-        " at all; after a kill the same command goes on where it was. Every converted weight is read back and"
+        " at all; after a kill the same command starts anew. Every converted weight is read back and"
         " measured.",
     )
     command.add_argument("source", metavar="IN", type=Path, help="directory of safetensors, or one file")

@@ -7,12 +7,10 @@ import io
 import json
 import os
 import pickle
-import platform
 import random
 import resource
 import shutil
 import signal
-import subprocess
 import threading
 import time
 from pathlib import Path
@@ -325,34 +323,18 @@ def chosen_once(monkeypatch, source: Path) -> None:
     monkeypatch.setattr(plan, "planned_weights", lambda *_: weights)
 
 
-def leftover(target: Path, process: int, machine: str = "") -> Path:
-    """The directory in which a process writes `target`, with a file that is not whole."""
-    folder = target.with_name(f".{target.name}.{machine or platform.node()}.{process}.partial")
-    folder.mkdir()
-    (folder / "model.safetensors").touch()
-    return folder
-
-
-def test_directories_of_killed_conversions_are_removed(source, tmp_path, monkeypatch, caplog):
-    """Those of this machine; another machine's is reported."""
+def test_the_directory_of_a_killed_conversion_stays_and_is_named(source, tmp_path, monkeypatch, caplog):
+    """A process on another machine may still write it."""
     chosen_once(monkeypatch, source)
-    dead = subprocess.Popen(["true"])
-    dead.wait()
-    own = [leftover(tmp_path / "out", process) for process in (dead.pid, os.getpid())]
-    far, other = leftover(tmp_path / "out", dead.pid, "far"), leftover(tmp_path / "out.2", dead.pid)
-    convert(source, tmp_path / "out", progress=False)
-    assert not any(folder.exists() for folder in own)
-    assert sorted(tmp_path.iterdir()) == sorted([far, other, source, tmp_path / "out"])
-    assert [message for message in caplog.messages if str(far) in message]
-    assert "model.safetensors" not in {file.name for file in (tmp_path / "out").iterdir()}
-
-
-def test_a_place_that_a_running_process_writes_is_refused(source, tmp_path, monkeypatch):
-    chosen_once(monkeypatch, source)
-    folder = leftover(tmp_path / "out", os.getppid())
-    with pytest.raises(CheckpointError, match=f"out: process {os.getppid()} is writing it"):
-        convert(source, tmp_path / "out", progress=False)
-    assert sorted(tmp_path.iterdir()) == [folder, source]
+    mark = 16 * "0f"
+    left, other = (tmp_path / f".{name}.{mark}.partial" for name in ("out[{}]", "out[{}].2"))
+    for folder in (left, other):
+        folder.mkdir()
+        (folder / "model.safetensors").touch()
+    convert(source, tmp_path / "out[{}]", progress=False)
+    assert sorted(tmp_path.iterdir()) == sorted([left, other, source, tmp_path / "out[{}]"])
+    assert caplog.messages == [f"{left}: remove it, unless a process is still writing it"]
+    assert "model.safetensors" not in {file.name for file in (tmp_path / "out[{}]").iterdir()}
 
 
 def test_a_conversion_that_is_overtaken_leaves_the_result(source, tmp_path, monkeypatch):
@@ -373,7 +355,7 @@ def test_a_conversion_that_is_overtaken_leaves_the_result(source, tmp_path, monk
 
 
 @pytest.mark.slow
-def test_killed_at_any_point_it_leaves_nothing_broken(source, tmp_path, monkeypatch):
+def test_a_conversion_that_is_killed_at_any_point_leaves_nothing_broken(source, tmp_path, monkeypatch):
     chosen_once(monkeypatch, source)
     torch.set_num_threads(1)
     before = digests(source)
@@ -383,7 +365,7 @@ def test_killed_at_any_point_it_leaves_nothing_broken(source, tmp_path, monkeypa
     expected = digests(tmp_path / "expected")
     out, generator = tmp_path / "out", random.Random(0)
     killed = unfinished = 0
-    while killed < 100:
+    while killed < 50:
         child = os.fork()
         if child == 0:
             # tqdm's own lock is one semaphore of all processes: if its holder is killed, all others wait
@@ -397,16 +379,15 @@ def test_killed_at_any_point_it_leaves_nothing_broken(source, tmp_path, monkeypa
         _, status = os.waitpid(child, 0)
         assert digests(source) == before
         killed += os.WIFSIGNALED(status)
-        partial = [*tmp_path.glob(".out.*.partial")]
-        assert len(partial) <= 1, "each conversion removes the directory of the one before"
-        unfinished += bool(partial)
+        for folder in tmp_path.glob(".out.*.partial"):
+            unfinished += 1
+            shutil.rmtree(folder)
         if out.exists():
             assert digests(out) == expected
             shutil.rmtree(out)
-    assert unfinished > 10, "kills fell before the first file was written"
+    assert unfinished > 5, "kills fell before the first file was written"
     convert(source, out, progress=False)
     assert digests(out) == expected
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["expected", "in", "out"]
     assert isinstance(mxcompile.load_quantized(out).model.layers[0].mlp.up_proj.weight, MXTensor)
 
 
