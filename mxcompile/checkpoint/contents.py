@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from mxcompile.checkpoint.files import Checkpoint
 from mxcompile.checkpoint.layouts import weights_in
@@ -31,42 +30,23 @@ class TensorGroup:
     precision: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Contents:
-    """The contents of a checkpoint.
+def contents(checkpoint: Checkpoint) -> tuple[str, list[TensorGroup]]:
+    """Returns the layout of stored weights, "none" if there are none, and all tensors of a checkpoint.
 
-    Attributes:
-        path: Its path.
-        layout: Layout of its stored weights, "none" if it has none.
-        num_files: Number of files.
-        num_bytes: Bytes of all tensors.
-        stored_bytes: Bytes of stored weights.
-        groups: Its tensors.
+    Raises:
+        CheckpointError: Tensors do not belong together.
     """
-
-    path: Path
-    layout: str
-    num_files: int
-    num_bytes: int
-    stored_bytes: int
-    groups: tuple[TensorGroup, ...]
-
-
-def contents(path: str | Path) -> Contents:
-    """Returns the contents of the checkpoint at `path`, from its headers. Raises `CheckpointError`."""
-    checkpoint = Checkpoint.open(path)
     alike: dict[tuple[str, str, tuple[int, ...]], list[tuple[str, int]]] = {}
     layout, weights = weights_in(checkpoint)
     for weight in weights:
-        elements = checkpoint.entries[weight.tensors[0]]
-        kind = str(elements.dtype).removeprefix("torch.")
+        kind = str(checkpoint.entries[weight.tensors[0]].dtype).removeprefix("torch.")
         if not weight.is_read:
             kind += ", not read"
         if weight.form is not None:
             kind = f"{weight.precision} {weight.form.elem}"
         size = sum(checkpoint.entries[name].num_bytes for name in weight.tensors)
         alike.setdefault((weight.precision, kind, weight.shape), []).append((weight.name, size))
-    groups = tuple(
+    return layout, [
         TensorGroup(
             name=spelled(name for name, _ in members),
             kind=kind,
@@ -76,12 +56,4 @@ def contents(path: str | Path) -> Contents:
             precision=precision,
         )
         for (precision, kind, shape), members in alike.items()
-    )
-    return Contents(
-        path=checkpoint.path,
-        layout=layout,
-        num_files=len(checkpoint.files),
-        num_bytes=sum(group.num_bytes for group in groups),
-        stored_bytes=sum(group.num_bytes for group in groups if group.precision),
-        groups=groups,
-    )
+    ]

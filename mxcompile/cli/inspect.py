@@ -22,16 +22,19 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
     from mxcompile.checkpoint.contents import contents
+    from mxcompile.checkpoint.files import Checkpoint
     from mxcompile.formats import labels
     from mxcompile.report.forms.tables import drawn, fitted
     from mxcompile.report.forms.words import byte_count, count
 
-    content = contents(options.path)
-    precisions = labels(group.precision for group in content.groups)
-    stored = content.stored_bytes / content.num_bytes if content.num_bytes else 0.0
-    share = f", {stored:.1%} of it in {precisions}" if content.num_bytes else ""
-    print(f"{content.path}: {count(content.num_files, 'file')}, {byte_count(content.num_bytes)}{share}")
-    print(f"layout: {content.layout}\n")
+    checkpoint = Checkpoint.open(options.path)
+    layout, groups = contents(checkpoint)
+    precisions = labels(group.precision for group in groups)
+    total = sum(group.num_bytes for group in groups)
+    stored = sum(group.num_bytes for group in groups if group.precision)
+    share = f", {stored / total:.1%} of it in {precisions}" if total else ""
+    print(f"{options.path}: {count(len(checkpoint.files), 'file')}, {byte_count(total)}{share}")
+    print(f"layout: {layout}\n")
     rows = [
         [
             group.name,
@@ -40,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
             str(group.count),
             byte_count(group.num_bytes),
         ]
-        for group in content.groups
+        for group in groups
     ]
     headers = ["tensor", "stored as", "shape", "number", "bytes"]
     print(drawn(fitted([headers, *rows], ("tensor",))))
