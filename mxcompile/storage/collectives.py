@@ -6,7 +6,6 @@ others. A part that cuts blocks is a tensor of values by then, and is sent as su
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,15 +13,13 @@ import torch
 from torch import Tensor, distributed
 
 from mxcompile.errors import FormatError
-from mxcompile.storage.handlers import handles
+from mxcompile.storage.operators import handles
 from mxcompile.storage.tensor import MXTensor
-
-Part = Callable[[Any], Tensor]
 
 
 def _broadcast(func: Any, tensors: Sequence[MXTensor], *args: Any, **kwargs: Any) -> Any:
     """Copies the tensors of one rank into the tensors of all others."""
-    return tensors, _each(tensors, lambda part: func(_parts(tensors, part), *args, **kwargs))
+    return tensors, _each(tensors, lambda place: func(_parts(tensors, place), *args, **kwargs))
 
 
 def _scatter(
@@ -34,32 +31,26 @@ def _scatter(
 ) -> Any:
     """Copies each of several tensors of one rank into the tensor of another rank."""
 
-    def send(part: Part) -> Any:
-        return func(_parts(outputs, part), [_parts(row, part) for row in inputs], *args, **kwargs)
+    def send(place: int) -> Any:
+        return func(_parts(outputs, place), [_parts(row, place) for row in inputs], *args, **kwargs)
 
     return outputs, _each(outputs, send)
 
 
-def _each(tensors: Sequence[MXTensor], send: Callable[[Part], Any]) -> Any:
-    """Runs `send` for each part of `tensors`, one after the other. Returns the work of the last part."""
+def _each(tensors: Sequence[Any], send: Callable[[int], Any]) -> Any:
+    """Calls `send` with the place of each part, one after the other. Returns the work of the last part."""
     last = max((len(tensor.parts) for tensor in tensors if isinstance(tensor, MXTensor)), default=2) - 1
     for place in range(last):
-        _, work = send(functools.partial(_part, place=place))
-        work.wait()
-    _, work = send(functools.partial(_part, place=last))
-    return work
+        send(place)[1].wait()
+    return send(last)[1]
 
 
-def _parts(tensors: Sequence[Any], part: Part) -> list[Tensor]:
-    if all(isinstance(tensor, MXTensor) for tensor in tensors):
-        return [part(tensor) for tensor in tensors]
-    raise FormatError("tensors in MXFP8 and others cannot be sent together")
-
-
-def _part(x: MXTensor, place: int) -> Tensor:
-    """Returns a part of `x`, FP8 as bytes."""
-    part = x.parts[place]
-    return part if part.dtype is torch.float32 else part.view(torch.uint8)
+def _parts(tensors: Sequence[Any], place: int) -> list[Tensor]:
+    """Returns the parts of `tensors` at `place`, FP8 as bytes."""
+    if not all(isinstance(tensor, MXTensor) for tensor in tensors):
+        raise FormatError("tensors in MXFP8 and others cannot be sent together")
+    parts = [tensor.parts[place] for tensor in tensors]
+    return [part if part.dtype is torch.float32 else part.view(torch.uint8) for part in parts]
 
 
 if distributed.is_available():

@@ -12,7 +12,8 @@ is in another format.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,10 +21,22 @@ from torch import Tensor
 
 from mxcompile.formats import num_blocks
 from mxcompile.formats.encoding import encode_stored
-from mxcompile.storage.handlers import handles
-from mxcompile.storage.tensor import MXTensor, dense
+from mxcompile.storage.tensor import HANDLERS, MXTensor, dense
 
 aten = torch.ops.aten
+
+_Handler = Callable[..., Any]
+"""Takes the operator and its arguments; returns the result, or `NotImplemented` for what breaks blocks up."""
+
+
+def handles(*ops: Any) -> Callable[[_Handler], _Handler]:
+    """Returns a decorator that enters a function into `HANDLERS` for each of `ops`."""
+
+    def register(handler: _Handler) -> _Handler:
+        HANDLERS.update(dict.fromkeys(ops, handler))
+        return handler
+
+    return register
 
 
 @handles(
@@ -45,7 +58,7 @@ def _moved(func: Any, x: MXTensor, *, dtype: torch.dtype | None = None, **kwargs
     dtype = x.dtype if dtype is None else dtype
     if not dtype.is_floating_point or dtype.itemsize < 2:
         return NotImplemented
-    return x.with_parts(lambda part: func(part, **kwargs)).with_dtype(dtype)
+    return x.with_parts(lambda part: func(part, **kwargs), dtype=dtype)
 
 
 @handles(aten.t.default)
@@ -94,46 +107,31 @@ def _select(func: Any, x: MXTensor, dim: int, index: int) -> Any:
 
 
 @handles(aten.unbind.int)
-def _unbind(func: Any, x: MXTensor, dim: int = 0) -> Any:
-    at, block = dim % x.ndim, x.block_dim % x.ndim
-    if at == block:
+def _unbind(_: Any, x: MXTensor, dim: int = 0) -> Any:
+    if dim % x.ndim == x.block_dim % x.ndim:
         return NotImplemented
-    whole = x.global_scale
-    wholes = None if whole is None else whole.expand(_along(x, whole, at)).unbind(at)
-    return _paired(x, func(x.qdata, at), func(x.scale_bytes, at), block - (at < block), wholes)
+    return [_select(aten.select.int, x, dim, index) for index in range(x.shape[dim])]
 
 
 @handles(aten.split.Tensor, aten.split_with_sizes.default)
-def _split(func: Any, x: MXTensor, sizes: int | Sequence[int], dim: int = 0) -> Any:
-    at, block = dim % x.ndim, x.block_dim % x.ndim
-    if at != block:
-        whole = x.global_scale
-        wholes = None if whole is None or whole.shape[at] == 1 else func(whole, sizes, at)
-        return _paired(x, func(x.qdata, sizes, at), func(x.scale_bytes, sizes, at), block, wholes)
-    every = [sizes] if isinstance(sizes, int) else sizes[:-1]
-    if any(size % x.block for size in every):
+def _split(_: Any, x: MXTensor, sizes: int | Sequence[int], dim: int = 0) -> Any:
+    length = x.shape[dim]
+    if isinstance(sizes, int):
+        if sizes < 1:
+            return NotImplemented
+        sizes = [sizes] * max(1, -(-length // sizes))  # the last piece is cut at the end
+    elif sum(sizes) != length:
         return NotImplemented
-    blocks = sizes // x.block if isinstance(sizes, int) else [num_blocks(size, x.block) for size in sizes]
-    per_byte = x.form.elem.per_byte
-    held = sizes // per_byte if isinstance(sizes, int) else [size // per_byte for size in sizes]
-    return _paired(x, func(x.qdata, held, at), func(x.scale_bytes, blocks, at), block)
+    ends = zip(accumulate(sizes), sizes, strict=True)
+    parts = [_slice(aten.slice.Tensor, x, dim, end - size, end) for end, size in ends]
+    return NotImplemented if any(part is NotImplemented for part in parts) else parts
 
 
-def _along(x: MXTensor, whole: Tensor, *dims: int) -> list[int]:
-    """Returns the shape of `whole`, a global scale, with the sizes of `x` in `dims`."""
-    return [x.shape[dim] if dim in dims else size for dim, size in enumerate(whole.shape)]
-
-
-def _paired(
-    x: MXTensor,
-    elements: Sequence[Tensor],
-    scales: Sequence[Tensor],
-    block_dim: int,
-    wholes: Sequence[Tensor] | None = None,
-) -> list[MXTensor]:
-    """Returns tensors of these parts. wholes: their global scales, if they differ from the one of `x`."""
-    own: Sequence[Tensor | None] = [x.global_scale] * len(elements) if wholes is None else wholes
-    return [x.of_parts(q, s, block_dim, w) for q, s, w in zip(elements, scales, own, strict=True)]
+def _along(x: MXTensor, dim: int, change: Callable[[Tensor], Tensor]) -> MXTensor:
+    """Returns `x` with parts that `change` changes along `dim`, where a single global scale stays."""
+    return x.with_parts(
+        change, x.block_dim % x.ndim, lambda whole: whole if whole.shape[dim] == 1 else change(whole)
+    )
 
 
 @handles(aten.slice.Tensor)
@@ -142,11 +140,7 @@ def _slice(
 ) -> Any:
     at, block = dim % x.ndim, x.block_dim % x.ndim
     if at != block:
-        return x.with_parts(
-            lambda part: func(part, at, start, end, step),
-            block,
-            lambda whole: whole if whole.shape[at] == 1 else func(whole, at, start, end, step),
-        )
+        return _along(x, at, lambda part: func(part, at, start, end, step))
     length, per_byte = x.shape[at], x.form.elem.per_byte
     first, last, _ = slice(start, end).indices(length)
     if step != 1 or first % x.block or (last % x.block and last != length) or last < first:
@@ -180,14 +174,10 @@ def _reshaped(func: Any, x: MXTensor, shape: Sequence[int], **kwargs: Any) -> An
 
 @handles(aten.index_select.default)
 def _index_select(func: Any, x: MXTensor, dim: int, index: Tensor) -> Any:
-    at, block = dim % x.ndim, x.block_dim % x.ndim
-    if at == block:
+    at = dim % x.ndim
+    if at == x.block_dim % x.ndim:
         return NotImplemented
-    return x.with_parts(
-        lambda part: func(part, at, index),
-        block,
-        lambda whole: whole if whole.shape[at] == 1 else func(whole, at, index),
-    )
+    return _along(x, at, lambda part: func(part, at, index))
 
 
 @handles(aten.index.Tensor)
@@ -200,7 +190,7 @@ def _index(func: Any, x: MXTensor, indices: Sequence[Tensor | None]) -> Any:
         return NotImplemented
 
     def of_whole(whole: Tensor) -> Tensor:
-        rows: Tensor = func(whole.expand(_along(x, whole, *range(len(indices)))), indices)
+        rows: Tensor = func(whole.expand([*x.shape[: len(indices)], *whole.shape[len(indices) :]]), indices)
         return rows
 
     return x.with_parts(lambda part: func(part, indices), -1, of_whole)
@@ -242,10 +232,10 @@ def _alike(tensors: Sequence[MXTensor], at: int | None) -> list[Tensor]:
 
 
 @handles(aten.copy_.default)
-def _copy(func: Any, x: Any, source: Tensor, non_blocking: bool = False) -> Any:
+def _copy(func: Any, x: Any, source: Any, non_blocking: bool = False) -> Any:
     """Copies `source` into `x`: elements and scales if the format is the same, else the quantized values."""
     if not isinstance(x, MXTensor):
-        return func(x, dense(source) if isinstance(source, MXTensor) else source, non_blocking)
+        return func(x, dense(source), non_blocking)
     if source.shape != x.shape:
         source = source.expand(x.shape)
     if isinstance(source, MXTensor) and _holds(x, source):
@@ -260,10 +250,8 @@ def _copy(func: Any, x: Any, source: Tensor, non_blocking: bool = False) -> Any:
 
 
 def _holds(x: MXTensor, source: MXTensor) -> bool:
-    """Whether the parts of `source` fit those of `x`."""
+    """Whether the parts of `source` fit those of `x`. A single global scale fits several."""
     if source.form != x.form or source.block_dim % x.ndim != x.block_dim % x.ndim:
         return False
-    if x.global_scale is None or source.global_scale is None:
-        return True
-    sizes = zip(x.global_scale.shape, source.global_scale.shape, strict=True)
-    return all(other in (1, own) for own, other in sizes)
+    pairs = zip(x.parts, source.parts, strict=True)
+    return all(one in (1, n) for own, part in pairs for n, one in zip(own.shape, part.shape, strict=True))

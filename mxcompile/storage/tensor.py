@@ -27,12 +27,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from mxcompile import ops
 from mxcompile.errors import FormatError
 from mxcompile.formats import Format, ScaleType, stored_precision
-from mxcompile.storage.handlers import HANDLERS
 from mxcompile.storage.parts import checked_form, unpacked_layout
 
 log = logging.getLogger(__name__)
 
 _PARTS = ("qdata", "scale_bytes", "global_scale")
+
+HANDLERS: dict[Any, Callable[..., Any]] = {}
+"""What acts on an `MXTensor` without making it dense, by operator (see `operators`)."""
 
 
 class MXTensor(Tensor):
@@ -108,11 +110,10 @@ class MXTensor(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         handler = HANDLERS.get(func)
-        if handler is not None:
-            result = handler(func, *args, **kwargs)
-            if result is not NotImplemented:
-                whole = isinstance(result, list | MXTensor)
-                return return_and_correct_aliasing(func, args, kwargs, result) if whole else result
+        result = NotImplemented if handler is None else handler(func, *args, **kwargs)
+        if result is not NotImplemented:
+            whole = isinstance(result, list | MXTensor)
+            return return_and_correct_aliasing(func, args, kwargs, result) if whole else result
         _refuse_mutation(func, args, kwargs)
         stored = (x for x in args if isinstance(x, MXTensor))
         if func in _PRODUCTS and any(type(x.qdata) is Tensor and not x.is_meta for x in stored):  # not traced
@@ -175,24 +176,21 @@ class MXTensor(Tensor):
         change: Callable[[Tensor], Tensor],
         block_dim: int | None = None,
         global_change: Callable[[Tensor], Tensor] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> MXTensor:
         """Returns the tensor of changed elements and scales, blocks along `block_dim` of it.
 
-        global_change: the change of the global scale, where it is another one.
+        global_change: the change of the global scale, where it is another one. dtype: another for the values.
         """
-        dim = self.block_dim if block_dim is None else block_dim
+        dim, dtype = self.block_dim if block_dim is None else block_dim, dtype or self.dtype
         whole = None if self.global_scale is None else (global_change or change)(self.global_scale)
-        return self.of_parts(change(self.qdata), change(self.scale_bytes), dim, whole)
+        return self._of(change(self.qdata), change(self.scale_bytes), dim, dtype, self.form, whole)
 
     def of_parts(
         self, qdata: Tensor, scale_bytes: Tensor, block_dim: int, global_scale: Tensor | None
     ) -> MXTensor:
         """Returns a tensor of other parts in the same format, standing for values in the same dtype."""
         return self._of(qdata, scale_bytes, block_dim, self.dtype, self.form, global_scale)
-
-    def with_dtype(self, dtype: torch.dtype) -> MXTensor:
-        """Returns the tensor of the same parts, standing for values in `dtype`."""
-        return self._of(self.qdata, self.scale_bytes, self.block_dim, dtype, self.form, self.global_scale)
 
     @property
     def stored_bytes(self) -> int:
