@@ -106,14 +106,12 @@ def _belongs_to(entries: Mapping[str, Entry], name: str) -> bool:
     """Whether `name` is a scale of the elements of another tensor."""
     for suffix in (_GLOBAL, SUFFIX):
         base = name.removesuffix(suffix)
-        if base != name and _dtype_of(entries, base + _PACKED) is torch.uint8:
+        packed, plain = entries.get(base + _PACKED), entries.get(base)
+        if base != name and packed is not None and packed.dtype is torch.uint8:
             return True
-    base = name.removesuffix(SUFFIX)
-    return base != name and _dtype_of(entries, base) in FP8
-
-
-def _dtype_of(entries: Mapping[str, Entry], name: str) -> torch.dtype | None:
-    return entries[name].dtype if name in entries else None
+        if base != name and suffix == SUFFIX and plain is not None and plain.dtype in FP8:
+            return True
+    return False
 
 
 def _check_config(checkpoint: Checkpoint) -> None:

@@ -128,13 +128,12 @@ class ExportedWeights:
                 continue
             use = own_uses.get(name, UNSEEN)
             weight = weight_of(name, value, use)
-            if weight.form is None:
-                rows.append(weight)
-            elif reason := layout.obstacle(weight) or _cut(value, use):
-                rows.append(replace(weight, form=None, reason=reason))
-            else:
-                rows.append(weight)
-                self._casts[name] = use
+            if weight.form is not None:
+                if reason := layout.obstacle(weight) or _cut(value, use):
+                    weight = replace(weight, form=None, reason=reason)
+                else:
+                    self._casts[name] = use
+            rows.append(weight)
         self.weights = StoredWeights(weights=tuple(rows))
 
     def __iter__(self) -> Iterator[ExportedTensor]:
@@ -199,15 +198,9 @@ def _cast(name: str, value: Tensor, how: WeightUse) -> MXTensor:
     else:
         quantized = cast(shard, -1, form)
         codes, scales = quantized.qdata, quantized.scale_bytes
-    blocks = torch.Size((*value.shape[:-1], value.shape[-1] // BLOCK))
-    held = torch.Size((*value.shape[:-1], value.shape[-1] // form.elem.per_byte))
-    whole = _gathered(value, codes.view(torch.uint8), held)
-    return MXTensor(
-        whole.view(form.stored_dtype),
-        _gathered(value, scales, blocks).view(torch.float8_e8m0fnu),
-        -1,
-        value.dtype,
-    )
+    codes = _gathered(value, codes.view(torch.uint8), value.shape[-1] // form.elem.per_byte)
+    scales = _gathered(value, scales, value.shape[-1] // BLOCK)
+    return MXTensor(codes.view(form.stored_dtype), scales.view(torch.float8_e8m0fnu), -1, value.dtype)
 
 
 def _two_level(value: Tensor, how: WeightUse, form: Format) -> MXTensor:
@@ -222,12 +215,13 @@ def _two_level(value: Tensor, how: WeightUse, form: Format) -> MXTensor:
     return MXTensor(elements.view(form.stored_dtype), rows, -1, value.dtype, gain(amax, form))
 
 
-def _gathered(like: Any, part: Tensor, shape: torch.Size) -> Tensor:
-    """Returns the whole tensor of `shape`, of which each rank has `part`, sharded as `like`."""
+def _gathered(like: Any, part: Tensor, width: int) -> Tensor:
+    """Returns the whole tensor of rows of `width`, of which each rank has `part`, sharded as `like`."""
     if local(like) is like:
         return part
     from torch.distributed.tensor import DTensor
 
+    shape = torch.Size((*like.shape[:-1], width))
     stride = torch.empty(shape, device="meta").stride()
     held = DTensor.from_local(
         part.contiguous(), like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride

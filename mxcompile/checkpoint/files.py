@@ -66,7 +66,8 @@ class Checkpoint:
     def open(cls, path: str | Path) -> Checkpoint:
         """Returns the checkpoint at `path`, a safetensors file or a directory. Raises `CheckpointError`."""
         path = Path(path)
-        files = _shards(path)
+        index = _weight_map(path) if (path / INDEX).is_file() else None
+        files = _shards(path) if index is None else _of_index(path, index)
         entries: dict[str, Entry] = {}
         metadata: list[dict[str, str]] = []
         for file in files:
@@ -76,7 +77,9 @@ class Checkpoint:
                     if name in entries:
                         raise CheckpointError(f"{file}: {name!r} is in {entries[name].file.name} too")
                     entries[name] = _entry(handle, name, file)
-        _check_index(path, entries)
+        for name, file_name in (index or {}).items():
+            if name not in entries or entries[name].file.name != file_name:
+                raise CheckpointError(f"{path / INDEX}: {name!r} is not in {file_name}")
         return cls(path=path, entries=entries, metadata=tuple(metadata), files=files)
 
     @property
@@ -116,7 +119,7 @@ def _entry(handle: Any, name: str, file: Path) -> Entry:
 
 
 def _shards(path: Path) -> tuple[Path, ...]:
-    """Returns the files of the checkpoint at `path`."""
+    """Returns the files of the checkpoint at `path`, which has no index."""
     if path.is_file():
         if path.suffix != ".safetensors":
             kind = "a pickle, which is never loaded" if path.suffix in PICKLES else "not a safetensors file"
@@ -124,8 +127,6 @@ def _shards(path: Path) -> tuple[Path, ...]:
         return (path,)
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such file or directory")
-    if (path / INDEX).is_file():
-        return _of_index(path)
     files = tuple(sorted(path.glob("*.safetensors")))
     if files:
         return files
@@ -147,8 +148,8 @@ def _weight_map(path: Path) -> dict[str, str]:
     return weights
 
 
-def _of_index(path: Path) -> tuple[Path, ...]:
-    names = sorted({*_weight_map(path).values()})
+def _of_index(path: Path, index: dict[str, str]) -> tuple[Path, ...]:
+    names = sorted({*index.values()})
     for name in names:
         if PurePosixPath(name).name != name or "\\" in name or name in ("", ".", ".."):
             raise CheckpointError(f"{path / INDEX}: {name!r} is not a file of this directory")
@@ -157,16 +158,6 @@ def _of_index(path: Path) -> tuple[Path, ...]:
         if not (path / name).is_file():
             raise CheckpointError(f"{path / INDEX}: {name!r} is missing")
     return tuple(path / name for name in names)
-
-
-def _check_index(path: Path, entries: dict[str, Entry]) -> None:
-    """Raises `CheckpointError` if there is an index that does not name the file of every tensor."""
-    if not (path / INDEX).is_file():
-        return
-    weights = _weight_map(path)
-    for name, file in weights.items():
-        if name not in entries or entries[name].file.name != file:
-            raise CheckpointError(f"{path / INDEX}: {name!r} is not in {file}")
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -90,18 +90,14 @@ class FileLayout:
         scale = value.scale if value.form.two_level else value.scale.view(self.scale_dtype)
         tensors = [value.qdata.contiguous(), scale.contiguous()]
         if value.global_scale is not None:
-            tensors.append(_one_number(name, value.global_scale))
+            numbers = value.global_scale.reshape(-1)
+            if not numbers.is_meta and not torch.equal(numbers, numbers[:1].expand_as(numbers)):
+                count = len(numbers.unique())
+                raise CheckpointError(
+                    f"{name}: its rows have {count} scales of the tensor, of which a file holds one"
+                )
+            tensors.append(numbers[:1].contiguous())
         return dict(zip(self.parts(name, value.form), tensors, strict=True))
-
-
-def _one_number(name: str, global_scale: Tensor) -> Tensor:
-    """`global_scale` as a file holds it, [1]. Raises `CheckpointError` where it is several numbers."""
-    numbers = global_scale.reshape(-1)
-    if not numbers.is_meta and not torch.equal(numbers, numbers[:1].expand_as(numbers)):
-        raise CheckpointError(
-            f"{name}: its rows have {len(numbers.unique())} scales of the tensor, of which a file holds one"
-        )
-    return numbers[:1].contiguous()
 
 
 def layout_of(name: str) -> FileLayout:
@@ -159,21 +155,16 @@ def _read(checkpoint: Checkpoint, weight: StoredWeight, dtype: torch.dtype) -> T
     scales = parts[0].view(weight.form.scale.stored_dtype)
     is_swapped = elements.ndim > len(weight.shape)  # GPT-OSS: a dimension of blocks, of transposed experts
     elements = (elements.flatten(-2) if is_swapped else elements).view(weight.form.stored_dtype)
-    whole = _checked_scale(checkpoint, weight, parts[1]) if weight.form.two_level else None
-    dim = -1 if is_swapped else weight.block_dim
-    value = MXTensor(elements, scales, dim, weight.dtype or dtype, whole)
-    return value.transpose(-1, -2) if is_swapped else value
-
-
-def _checked_scale(checkpoint: Checkpoint, weight: StoredWeight, whole: Tensor) -> Tensor:
-    """Returns a global scale. Raises `CheckpointError` for one that no value can be divided by."""
-    if not (whole.isfinite() & (whole > 0)).all():
+    whole = parts[1] if weight.form.two_level else None
+    if whole is not None and not (whole.isfinite() & (whole > 0)).all():  # nothing can be divided by it
         name = weight.tensors[-1]
         raise CheckpointError(
             f"{checkpoint.entries[name].file}: {name!r} is {whole.item()}, not a positive number:"
             " not an NVFP4 weight"
         )
-    return whole
+    dim = -1 if is_swapped else weight.block_dim
+    value = MXTensor(elements, scales, dim, weight.dtype or dtype, whole)
+    return value.transpose(-1, -2) if is_swapped else value
 
 
 LAYOUTS = {

@@ -121,10 +121,8 @@ def _reasons(weights: Mapping[str, StoredWeight], decided: Mapping[str, StoredWe
 
 def _of_config(source: Path, raw: dict[str, Any]) -> LoadedModel:
     owner, config = architecture(source, raw)
-    with torch.device("meta"):
-        return LoadedModel(
-            name=str(source), model=owner(config).to(torch.bfloat16)
-        )  # whose products are those with kernels
+    with torch.device("meta"):  # in BF16, because products of BF16 have kernels
+        return LoadedModel(name=str(source), model=owner(config).to(torch.bfloat16))
 
 
 def _places(model: nn.Module, checkpoint: Checkpoint) -> dict[str, tuple[str, str]]:

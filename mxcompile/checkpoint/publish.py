@@ -73,9 +73,8 @@ def write_tensors(
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
-    for name in sorted(
-        specs, key=lambda name: (-specs[name].element_size(), name)
-    ):  # so that all are aligned
+    # wide elements come first, so that all are aligned
+    for name in sorted(specs, key=lambda name: (-specs[name].element_size(), name)):
         start, end = end, end + specs[name].nbytes
         dtype, shape = DTYPE_NAMES[specs[name].dtype], list(specs[name].shape)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}

@@ -13,6 +13,7 @@ Scales follow RCEIL, as for all activations by default. For inference alone.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from mxcompile.formats import E4M3, Copy, Format
 
 log = logging.getLogger(__name__)
 
-ELEM = E4M3.dtype
 _COPY = str(Copy(format=Format(elem=E4M3)))
 _BUFFERS = ("key_codes", "key_scales", "value_codes", "value_scales")
 
@@ -140,7 +140,7 @@ class MXStaticLayer(StaticLayer):  # type: ignore[no-untyped-call, misc, unused-
         scales.index_copy_(2, places, bytes_)
 
     def _values(self, codes: Tensor, scales: Tensor) -> Tensor:
-        values: Tensor = ops.dequantize(codes.view(ELEM), scales, -1, self.dtype)
+        values: Tensor = ops.dequantize(codes.view(E4M3.dtype), scales, -1, self.dtype)
         return values
 
     def _nothing(self, value: object) -> None:
@@ -168,13 +168,11 @@ class MXStaticCache(StaticCache):  # type: ignore[misc, unused-ignore]
                 f"no layer of {type(config).__name__} can have its keys and values in MXFP8:"
                 f" {'; '.join(sorted(set(self.kept.values())))}. Use transformers.StaticCache"
             )
-        for reason in sorted(set(self.kept.values())):
-            kept = sum(why == reason for why in self.kept.values())
-            total = len(self.layers)
+        total = len(self.layers)
+        for reason, kept in sorted(Counter(self.kept.values()).items()):
             log.warning("%d of %d layers keep their keys and values as they are: %s", kept, total, reason)
-        for index in range(len(self.layers)):
-            if index not in self.kept:
-                self.layers[index] = MXStaticLayer(max_cache_len=max_cache_len)
+        for index in {*range(total)} - self.kept.keys():
+            self.layers[index] = MXStaticLayer(max_cache_len=max_cache_len)
 
     @property
     def stored_bytes(self) -> int:

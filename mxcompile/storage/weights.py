@@ -118,21 +118,13 @@ class StoredWeights:
             key = weight.role, weight.shape, weight.precision, weight.reason
             alike.setdefault(key, []).append(weight)
         measured = any(weight.sqnr_db is not None for weight in self.weights)
-        rows = [_row(group, measured) for group in alike.values()]
-        return [[*rows[0]], *([*row.values()] for row in rows)]
-
-
-def _row(group: list[StoredWeight], measured: bool) -> dict[str, str]:
-    first = group[0]
-    row = {
-        "weight": spelled(weight.name for weight in group),
-        "role": first.role,
-        "shape": "×".join(map(str, first.shape)),
-        "stored": first.precision or "as it was",
-        "bytes": byte_count(sum(weight.num_bytes for weight in group)),
-        "reason": first.reason,
-    }
-    if measured:
-        worst = min((w.sqnr_db for w in group if w.sqnr_db is not None), default=None)
-        row["worst SQNR"] = "" if worst is None else f"{worst:.1f} dB"
-    return row
+        table = [["weight", "role", "shape", "stored", "bytes", "reason", *["worst SQNR"] * measured]]
+        for group in alike.values():
+            first, size = group[0], byte_count(sum(weight.num_bytes for weight in group))
+            worst = min((w.sqnr_db for w in group if w.sqnr_db is not None), default=None)
+            table.append([
+                spelled(weight.name for weight in group), first.role, "×".join(map(str, first.shape)),
+                first.precision or "as it was", size, first.reason,
+                *["" if worst is None else f"{worst:.1f} dB"] * measured,
+            ])  # fmt: skip
+        return table
