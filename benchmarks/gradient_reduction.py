@@ -1,6 +1,6 @@
 """What gradients between ranks in MXFP8 would save at best, and what they would cost in error.
 
-    time     steps of Llama-3 on meshes of B200, by `mxcompile explain --mesh --links`: reduce-scatter in FP32
+    time     steps of Llama-3 on meshes of B200, by `mxcompile mesh --links`: reduce-scatter in FP32
              or BF16 beside an all-to-all of codes and scales, without its casts and sums
     error    gradients of the demo's model for the batches of some ranks, summed over these; E4M3 with a scale
              for 32 of them, rounded stochastically or to nearest, added up in FP32

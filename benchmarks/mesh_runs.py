@@ -1,4 +1,4 @@
-"""Published training runs beside estimates of one rank of their mesh (`mxcompile explain --mesh --links`).
+"""Published training runs beside estimates of one rank of their mesh (`mxcompile mesh --links`).
 
 Models are Llamas on the meta device under torchtitan's names, parallelised and checkpointed as the runs say.
 A run is tokens a second of a GPU, or a ratio of two steps. Needs no GPU.
@@ -40,10 +40,10 @@ WORDS, HEAD, KEYS = 128256, 128, 8
 class Run:
     """A published run.
 
-    size: of Llama-3. mesh, parallel, target, links: as `explain` has them. batch, length: sequences of a
+    size: of Llama-3. mesh, parallel, target, links: as `explain_rank` has them. batch, length: sequences of a
     tensor-parallel group and their tokens. recompute: "none", "op" (every second product) or "full". tps:
     tokens a second of a GPU by policy. ratio: of the first policy's speed to BF16's, low and high. schedule,
-    microbatches: of a pipeline, as `explain` has them; then batch is that of a micro-batch.
+    microbatches: of a pipeline, as `explain_rank` has them; then batch is that of a micro-batch.
     """
 
     name: str
@@ -272,7 +272,7 @@ def step(run: Run) -> StepTime:
         cos, sin = (torch.zeros(run.length, HEAD, dtype=torch.bfloat16) for _ in range(2))
         return parallelised(model, run.parallel, mesh), (ids, cos, sin), {}
 
-    report = mxcompile.explain(
+    report = mxcompile.explain_rank(
         factory,
         mesh=run.mesh,
         policy=run.policy,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mxcompile.analysis.compare import compare as compare
     from mxcompile.analysis.explain.explainer import explain as explain
     from mxcompile.analysis.explain.meshes import sweep_meshes as sweep_meshes
+    from mxcompile.analysis.explain.rank import explain_rank as explain_rank
     from mxcompile.analysis.tune import tune as tune
     from mxcompile.checkpoint import ExportedWeights as ExportedWeights
     from mxcompile.checkpoint import export_weights as export_weights
@@ -70,6 +71,7 @@ _HOME = {
     "compare": "mxcompile.analysis.compare",
     "compile": "mxcompile.compiler.front",
     "explain": "mxcompile.analysis.explain.explainer",
+    "explain_rank": "mxcompile.analysis.explain.rank",
     "StoredWeights": "mxcompile.serving",
     "Watch": "mxcompile.watch",
     "export_weights": "mxcompile.checkpoint",

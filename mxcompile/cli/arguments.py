@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -67,7 +66,7 @@ def loaded(options: argparse.Namespace) -> tuple[Any, Sequence[Any], Mapping[str
 
 
 def of_ranks(options: argparse.Namespace) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:
-    """The model for --mesh with its arguments: a plain one for --parallel, else the factory without any.
+    """The model of a rank with its arguments: a plain one for --parallel, else the factory without any.
 
     Raises `OptionError` for sizes that are given beside a factory.
     """
@@ -76,10 +75,24 @@ def of_ranks(options: argparse.Namespace) -> tuple[Any, Sequence[Any], Mapping[s
     factory = factory_of(options.model) if options.parallel is None else None
     if factory is None:
         return loaded(options)
-    for name, value in {"--length": options.length, "--dtype": options.dtype}.items():
-        if value is not None:
-            raise OptionError(f"{name} is for plain models: the factory makes its own, leave it out")
+    leave_out(options, "a factory of a rank makes its own model and inputs", "length", "dtype")
     return factory, (), {}
+
+
+def leave_out(options: argparse.Namespace, reason: str, *names: str) -> None:
+    """Raises `OptionError` with the `reason` if one of the flags `names` is given."""
+    for name in names:
+        if getattr(options, name) is not None:
+            raise OptionError(f"{reason}: leave out --{name}")
+
+
+def add_parallel(command: argparse.ArgumentParser) -> None:
+    """How a plain model is parallelised on a mesh."""
+    command.add_argument(
+        "--parallel",
+        metavar="WAYS",
+        help="how to parallelise a plain model on the mesh: fsdp, ep, tp=llama, several with commas",
+    )
 
 
 def add_policy(command: argparse.ArgumentParser) -> None:
@@ -147,15 +160,20 @@ def _check_writable(path: Path) -> None:
 
 def check_plots(folder: Path | None) -> None:
     """Raise `OptionError` if plots cannot be drawn into `folder`."""
+    from mxcompile.report.forms.plots import figure
+
     check_folder(folder)
     if folder is not None:
-        check_matplotlib()
+        figure()
 
 
-def check_matplotlib() -> None:
-    """Raise `OptionError` if nothing can be drawn."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise OptionError("plots need matplotlib: pip install matplotlib")
+def check_picture(path: Path) -> None:
+    """Raise `OptionError` if no plot can be drawn into a file like `path`."""
+    from mxcompile.report.files import form_of
+    from mxcompile.report.forms.plots import SUFFIXES, figure
+
+    form_of(path, dict.fromkeys(SUFFIXES), "plot")
+    figure()
 
 
 def device(asked: str | None) -> str:

@@ -17,10 +17,11 @@ from mxcompile.cli.arguments import (
     check_output,
     check_plots,
     device,
+    leave_out,
     policies_of,
     sizes,
 )
-from mxcompile.errors import CheckpointError, OptionError
+from mxcompile.errors import CheckpointError
 
 if TYPE_CHECKING:
     from mxcompile.checkpoint.files import Checkpoint
@@ -143,10 +144,7 @@ def _compare(options: argparse.Namespace) -> int:
     from mxcompile.analysis.compare import compare
     from mxcompile.cli.quiet import quiet
 
-    others = {"--output": options.output, "--by": options.by, "--plots": options.plots}
-    for name, value in others.items():
-        if value is not None:
-            raise OptionError(f"--compare prints its tables and nothing else: leave out {name}")
+    leave_out(options, "--compare prints its tables and nothing else", "output", "by", "plots")
     policies = policies_of(options.compare)
     with quiet(), measured(options) as loaded:
         comparison = compare(loaded.model, *loaded.args, policies=policies, kwargs=loaded.kwargs)

@@ -8,6 +8,7 @@ from typing import Any
 from mxcompile.cli.arguments import (
     add_folder,
     add_model,
+    add_parallel,
     add_policy,
     check_folder,
     loaded,
@@ -40,11 +41,7 @@ def add_to(commands: Any) -> None:
     command.add_argument(
         "--mesh", metavar="AXES", help="the code of rank 0 of a mesh that need not exist, such as dp=128,tp=8"
     )
-    command.add_argument(
-        "--parallel",
-        metavar="WAYS",
-        help="ways to parallelise a plain model on --mesh: fsdp, ep, tp=llama",
-    )
+    add_parallel(command)
     add_folder(command, "where to write wrappers, kernels, assembly, binaries and a summary")
     command.set_defaults(run=run)
 

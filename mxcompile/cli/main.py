@@ -23,13 +23,14 @@ from mxcompile.cli import (
     explain,
     inspect,
     merge,
+    mesh,
     policy,
     tune,
     watch,
 )
 from mxcompile.errors import MXCompileError, nearest, not_allowed
 
-COMMANDS = (env, explain, diff, merge, audit, tune, blame, watch, codegen, policy, convert, inspect)
+COMMANDS = (env, explain, mesh, diff, merge, audit, tune, blame, watch, codegen, policy, convert, inspect)
 
 EXIT_STATUS = "exit status: 0 done, 1 the answer is no, 2 misuse, 130 interrupted"
 

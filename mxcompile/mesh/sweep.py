@@ -21,6 +21,7 @@ from mxcompile.mesh.time import StepTime
 from mxcompile.offline.rates import Range
 from mxcompile.offline.step import INDISTINGUISHABLE
 from mxcompile.ranks.experts import EXPERTS
+from mxcompile.report.forms import plots
 from mxcompile.report.forms.tables import Table, drawn, wrapped
 from mxcompile.report.forms.words import byte_count, count
 
@@ -150,14 +151,10 @@ class MeshSweep:
 
         Raises `OptionError` without matplotlib, and if no mesh fits.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            raise OptionError("plots need matplotlib: pip install matplotlib") from None
         fitting = self.fitting
         if not fitting:
             raise OptionError("no mesh fits: there is nothing to draw")
-        figure = Figure(figsize=(9, 1.6 + 0.42 * len(fitting)), layout="constrained", dpi=120)
+        figure = plots.figure(figsize=(9, 1.6 + 0.42 * len(fitting)))
         axes = figure.subplots()
         names = [point.candidate.mesh for point in fitting]
         before = [0.0] * len(fitting)

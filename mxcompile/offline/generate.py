@@ -77,7 +77,7 @@ def codegen(
     else forward only. policy: as the backend's option. rates: a file of measured rates, which replace those
     of the table (see `rates`). attention: the backend of attentions without a mask, "cudnn" or "flash";
     "auto" is PyTorch's choice. watch: gives the code of the steps that it samples. mesh, parallel: the code
-    of rank 0 of a mesh, as `explain` has them; then `model` may be a factory.
+    of rank 0 of a mesh, as `explain_rank` has them; then `model` may be a factory.
 
     Raises `TargetError`, `PolicyError`, `OptionError` for a keyword nobody takes, or `ModelError` if the
     model cannot be traced. A kernel that would not run is not an error: see `CodegenResult.problems`.

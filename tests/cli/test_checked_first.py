@@ -48,6 +48,7 @@ REFUSED = {
 }
 COMMANDS = {
     "explain": ["explain", HERE],
+    "mesh": ["mesh", HERE, "dp=2"],
     "audit": ["audit", HERE],
     "tune": ["tune", HERE, "--min-sqnr", "10"],
     "blame": ["blame", HERE],

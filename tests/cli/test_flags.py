@@ -20,7 +20,7 @@ def options(name: str) -> list[argparse.Action]:
 
 
 def test_the_walk_finds_all_commands():
-    assert {"env", "explain", "audit", "tune", "policy init", "policy import"} <= set(LEAVES)
+    assert {"env", "explain", "mesh", "audit", "tune", "policy init", "policy import"} <= set(LEAVES)
     assert set(PARSERS) - set(LEAVES) == {"mxcompile", "policy"}
 
 

@@ -37,7 +37,7 @@ SETTINGS = {"mesh": "dp=8", "target": "b200", "links": "nvlink=900", "policy": "
 
 
 def explained(factory: Any) -> RankReport:
-    return mxcompile.explain(factory, **SETTINGS)
+    return mxcompile.explain_rank(factory, **SETTINGS)
 
 
 def decisions(rank: RankReport) -> Counter[Any]:
@@ -72,10 +72,10 @@ def test_wrapped_blocks_are_traced_once():
 
 def test_ways_by_name_keep_the_wrappers():
     model, args, _ = meshed.plain()
-    before = mxcompile.explain(model, *args, parallel="fsdp", **SETTINGS).memory.saved
+    before = mxcompile.explain_rank(model, *args, parallel="fsdp", **SETTINGS).memory.saved
     for index, block in enumerate(model.layers):
         model.layers[index] = checkpoint_wrapper(block)
-    assert mxcompile.explain(model, *args, parallel="fsdp", **SETTINGS).memory.saved < 0.6 * before
+    assert mxcompile.explain_rank(model, *args, parallel="fsdp", **SETTINGS).memory.saved < 0.6 * before
 
 
 def checkpointed(mesh: DeviceMesh) -> meshed.Made:

@@ -42,7 +42,7 @@ def gathering(mesh: DeviceMesh) -> meshed.Made:
 def test_names_and_decisions_are_those_of_the_whole():
     model, args, _ = meshed.plain()
     whole = mxcompile.explain(model, *args, **NAMED)
-    rank = mxcompile.explain(gathering, mesh=f"cp={RANKS}", **NAMED)
+    rank = mxcompile.explain_rank(gathering, mesh=f"cp={RANKS}", **NAMED)
     assert not rank.warnings
     for name in ("name", "role", "gemm", "precision", "reason"):
         assert Counter(getattr(gemm, name) for gemm in rank.report.gemms) == Counter(
@@ -53,7 +53,7 @@ def test_names_and_decisions_are_those_of_the_whole():
 
 
 def test_keys_and_values_are_exchanged():
-    rank = mxcompile.explain(gathering, mesh=f"cp={RANKS}", **NAMED)
+    rank = mxcompile.explain_rank(gathering, mesh=f"cp={RANKS}", **NAMED)
     part = 4 * TOKENS * WIDTH
     assert Counter((one.kind, one.phase, one.axis, one.num_bytes) for one in rank.collectives) == {
         ("all-gather", "forward", "cp", part): 2 * 2,
@@ -79,4 +79,4 @@ def test_the_context_of_pytorch_is_an_error_that_says_why():
         return Sharing(mesh["cp"]), meshed.plain()[1], {}
 
     with pytest.raises(ModelError, match="context_parallel splits attentions of GPUs alone"):
-        mxcompile.explain(factory, mesh="cp=4", **NAMED)
+        mxcompile.explain_rank(factory, mesh="cp=4", **NAMED)

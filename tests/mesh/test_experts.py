@@ -29,7 +29,7 @@ def splits_in_graphs():
 
 
 def explained(ranks: int, policy: Any) -> RankReport:
-    return mxcompile.explain(layer, mesh=f"ep={ranks}", policy=policy, target="b200", links="nvlink=900")
+    return mxcompile.explain_rank(layer, mesh=f"ep={ranks}", policy=policy, target="b200", links="nvlink=900")
 
 
 def test_the_exchange_of_a_factory_is_among_its_collectives():

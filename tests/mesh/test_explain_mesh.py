@@ -30,7 +30,7 @@ def whole() -> mxcompile.Report:
 
 @pytest.fixture(scope="module")
 def deep() -> RankReport:
-    return mxcompile.explain(meshed.deep, mesh="dp=128,tp=4", **NAMED)
+    return mxcompile.explain_rank(meshed.deep, mesh="dp=128,tp=4", **NAMED)
 
 
 def decisions(report: mxcompile.Report) -> Counter[Any]:
@@ -76,7 +76,7 @@ def test_a_size_limit_that_only_the_shard_falls_under_is_noted():
         "version": 1,
         "rules": [{"match": {"max_n": 64}, "use": "bf16"}, {"match": {"min_n": 65}, "use": "mxfp8"}],
     }
-    rank = mxcompile.explain(meshed.sp, mesh="tp=4", policy=policy, strict=False, target="cpu")
+    rank = mxcompile.explain_rank(meshed.sp, mesh="tp=4", policy=policy, strict=False, target="cpu")
     (shard,) = (s for s in rank.shards if (s.name, s.gemm) == ("layers.0.attention.wq", "fprop"))
     assert any(note.startswith("a layer of the shard's size would be bf16") for note in shard.notes)
     (gemm,) = (g for g in rank.report.gemms if (g.name, g.gemm) == ("layers.0.attention.wq", "fprop"))
@@ -89,13 +89,13 @@ def test_folded_layers_send_as_often_as_all(deep: RankReport, monkeypatch: pytes
     from mxcompile.plan.repeats import keep_all
 
     monkeypatch.setattr(rank, "some_or_all", lambda _, traced: traced(keep_all))
-    unfolded = mxcompile.explain(meshed.deep, mesh="dp=128,tp=4", **NAMED)
+    unfolded = mxcompile.explain_rank(meshed.deep, mesh="dp=128,tp=4", **NAMED)
     assert Counter(deep.collectives) == Counter(unfolded.collectives)
     assert set(deep.shards) == set(unfolded.shards)
 
 
 def test_fsdp2_gathers_in_its_dtype_and_reduces_in_another():
-    rank = mxcompile.explain(meshed.fsdp, mesh="dp=8", **NAMED)
+    rank = mxcompile.explain_rank(meshed.fsdp, mesh="dp=8", **NAMED)
     assert not rank.shards
     block = 4 * WIDTH * WIDTH + 3 * FFN * WIDTH + 2 * WIDTH
     ends = 2 * WORDS * WIDTH + WIDTH
@@ -113,7 +113,7 @@ def test_fsdp2_gathers_in_its_dtype_and_reduces_in_another():
 
 
 def test_memory_is_that_of_shards_and_of_gathered_groups():
-    rank = mxcompile.explain(meshed.fsdp, mesh="dp=8", **NAMED)
+    rank = mxcompile.explain_rank(meshed.fsdp, mesh="dp=8", **NAMED)
     block = 4 * WIDTH * WIDTH + 3 * FFN * WIDTH + 2 * WIDTH
     ends = 2 * WORDS * WIDTH + WIDTH
     shards = (2 * block + ends) // 8 * 4
@@ -135,7 +135,7 @@ def test_what_folded_layers_keep_is_what_the_report_says(deep: RankReport):
 
 def test_weights_that_travel_in_mxfp8_are_counted_beside_bf16():
     """Two ranks have 80 rows of w1 and w3, which are not whole tiles."""
-    rank = mxcompile.explain(meshed.gathers, mesh="dp=2", policy=meshed.TILES, target="cpu")
+    rank = mxcompile.explain_rank(meshed.gathers, mesh="dp=2", policy=meshed.TILES, target="cpu")
     blocks = [one for one in rank.collectives if one.kind == "all-gather" and one.name]
     tiles, rest = (4 * WIDTH * WIDTH + FFN * WIDTH) // 2, FFN * WIDTH + WIDTH
     assert {(one.dtype, one.without_bytes) for one in blocks} == {("uint8", 2 * (tiles + rest))}
@@ -144,7 +144,7 @@ def test_weights_that_travel_in_mxfp8_are_counted_beside_bf16():
 
 def test_plain_models_are_parallelised_by_name():
     model, args, _ = meshed.plain()
-    rank = mxcompile.explain(model, *args, mesh="dp=4,tp=2", parallel="fsdp,tp=llama", **NAMED)
+    rank = mxcompile.explain_rank(model, *args, mesh="dp=4,tp=2", parallel="fsdp,tp=llama", **NAMED)
     kinds = Counter((one.kind, one.what, one.axis, one.phase) for one in rank.collectives)
     assert kinds["all-reduce", "activations", "tp", "forward"] == 2 * 2 + 1
     assert kinds["all-gather", "weights", "dp", "forward"] == 3
@@ -157,7 +157,7 @@ def test_plain_models_are_parallelised_by_name():
 
 
 def test_inference_gathers_once():
-    rank = mxcompile.explain(meshed.fsdp, mesh="dp=8", training=False, **NAMED)
+    rank = mxcompile.explain_rank(meshed.fsdp, mesh="dp=8", training=False, **NAMED)
     assert {one.phase for one in rank.collectives} == {"forward"}
 
 
@@ -188,24 +188,57 @@ def own_group(mesh: Any):
 )
 def test_mistakes(given: Any, settings: dict[str, Any], error: type[Exception], words: str):
     with pytest.raises(error, match=words):
-        mxcompile.explain(given, **{"mesh": "dp=8", **settings})
+        mxcompile.explain_rank(given, **{"mesh": "dp=8", **settings})
     assert not dist.is_initialized()
 
 
 def test_a_factory_may_make_its_mesh():
-    rank = mxcompile.explain(own_mesh, mesh="dp=8", **NAMED)
+    rank = mxcompile.explain_rank(own_mesh, mesh="dp=8", **NAMED)
     assert {one.ranks for one in rank.collectives} == {8}
+
+
+def test_explain_names_the_function_and_the_command_for_a_rank(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(OptionError, match=r"explain_rank\(…, mesh=…\) explains a rank of a mesh"):
+        mxcompile.explain(nn.Linear(4, 4), mesh="dp=8")
+    for flags in (["--mesh", "tp=2"], ["--sweep", "--ranks", "8"]):
+        with pytest.raises(SystemExit) as status:
+            main(["explain", "meshed:sp", *flags])
+        assert status.value.code == 2
+        assert "mxcompile mesh MODEL dp=128,tp=8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["8"], "meshes are sorted by time, which needs --links"),
+        (["8", "--links", "net=50", "--schedule", "GPipe"], "no stages: leave out --schedule"),
+        (["8", "--links", "net=50", "-o", "meshes.html"], "unknown suffix '.html'"),
+        (["tp=2", "--memory", "80"], "explained whatever it needs: leave out --memory"),
+        (["tp=2", "-o", "rank.png"], "unknown suffix '.png'"),
+        (
+            ["tp=2", "--length", "64"],
+            "a factory of a rank makes its own model and inputs: leave out --length",
+        ),
+        (["tp=2", "--node", "4"], "--node says which ranks share a link: give --links"),
+        (["tp=2", "--schedule", "GPipe"], "--schedule is of a pipeline: give the mesh an axis pp"),
+        (["tp"], "does not have the form of axes with their sizes, such as dp=128,tp=8"),
+    ],
+)
+def test_mistakes_of_the_command(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.syspath_prepend(meshed.__file__.rpartition("/")[0])
+    assert main(["mesh", "meshed:sp", "--target", "b200", *flags]) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(meshed.__file__.rpartition("/")[0])
     file = tmp_path / "rank.json"
-    assert main(["explain", "meshed:sp", "--mesh", "tp=2", "--target", "cpu", "-o", str(file)]) == 0
+    assert main(["mesh", "meshed:sp", "tp=2", "--target", "cpu", "-o", str(file)]) == 0
     data = json.loads(file.read_text())
     assert (data["kind"], data["mesh"], data["ranks"]) == ("rank", "tp=2", 2)
     assert len(data["collectives"]) == 21
-    assert main(["explain", "meshed:sp", "--parallel", "fsdp"]) != 0
-    assert "--mesh" in capsys.readouterr().err
 
 
 def test_the_text_has_one_row_for_equal_layers(deep: RankReport):

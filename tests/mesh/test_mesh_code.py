@@ -16,7 +16,7 @@ from mxcompile.errors import OptionError
 def test_code_of_a_rank_is_that_of_its_shards():
     code = mxcompile.codegen(meshed.fsdp_sp, mesh="dp=64,tp=2", policy="bf16", target="sm_100")
     assert not code.problems
-    rank = mxcompile.explain(meshed.fsdp_sp, mesh="dp=64,tp=2", policy="bf16", target="sm_100")
+    rank = mxcompile.explain_rank(meshed.fsdp_sp, mesh="dp=64,tp=2", policy="bf16", target="sm_100")
     sizes = {(gemm.name, gemm.gemm): 2 * gemm.m * gemm.n * gemm.k for gemm in rank.report.gemms}
     products = [launch for launch in code.launches if launch.kind == "product"]
     assert len(products) == 2 * 7 * 3 + 3

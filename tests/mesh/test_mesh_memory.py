@@ -20,7 +20,7 @@ ACTIVATIONS, WEIGHTS = Shape(batch=4, length=128, depth=4), Shape(batch=1, lengt
 
 
 def estimated(factory: Any, mesh: str = "dp=2", policy: str = "bf16") -> Memory:
-    rank = mxcompile.explain(factory, mesh=mesh, target="b200", policy=policy)
+    rank = mxcompile.explain_rank(factory, mesh=mesh, target="b200", policy=policy)
     assert str(rank).count("this rank holds at most") == 1
     return rank.memory
 

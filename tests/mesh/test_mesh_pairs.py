@@ -44,7 +44,7 @@ def decisions(report: mxcompile.Report) -> Counter[Any]:
 
 def checked(name: str, layers: int, mesh: str, parallel: str) -> RankReport:
     model, inputs = built(name, layers)
-    rank = mxcompile.explain(model, **inputs, mesh=mesh, parallel=parallel, links=LINKS, **NAMED)
+    rank = mxcompile.explain_rank(model, **inputs, mesh=mesh, parallel=parallel, links=LINKS, **NAMED)
     assert not rank.warnings
     assert decisions(rank.report) == whole(name, layers)
     axes = {name: int(size) for name, size in (word.split("=") for word in mesh.split(","))}

@@ -20,7 +20,7 @@ SETTINGS = {"target": "b200", "links": "nvlink=900,net=50", "policy": "bf16", "p
 
 
 def explained(mesh: str, **settings: Any) -> RankReport:
-    return mxcompile.explain(MODEL, *ARGS, mesh=mesh, **SETTINGS, **settings)
+    return mxcompile.explain_rank(MODEL, *ARGS, mesh=mesh, **SETTINGS, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +112,6 @@ def test_mistakes(given: dict[str, Any], words: str):
 
 def test_a_model_without_one_stack_has_no_stages():
     with pytest.raises(ModelError, match="splits one stack of blocks"):
-        mxcompile.explain(
+        mxcompile.explain_rank(
             nn.Linear(32, 32), meshed.torch.zeros(32, 32), mesh="pp=2,dp=2", parallel="fsdp", target="b200"
         )

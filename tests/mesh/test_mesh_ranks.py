@@ -35,7 +35,7 @@ def check(cases: list[Any], ranks: int, folder: Path, *, by_block: bool) -> None
     seen = seen_by_ranks(cases, ranks, folder, by_block=by_block)
     for case, every_rank in zip(cases, seen, strict=True):
         factory, mesh, options = case
-        rank = mxcompile.explain(factory, mesh=mesh, target="cpu", **options)
+        rank = mxcompile.explain_rank(factory, mesh=mesh, target="cpu", **options)
         elements, typed = predicted(rank)
         assert elements
         for (seen_elements, seen_typed), held in every_rank:

@@ -134,7 +134,7 @@ def test_mistakes(given: dict[str, Any], words: str):
 
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(meshed.__file__.rpartition("/")[0])
-    command = ["explain", "meshed:plain", "--sweep", "--target", "b200", "--ranks", "2"]
+    command = ["mesh", "meshed:plain", "2", "--target", "b200"]
     assert main([*command, "--parallel", "fsdp,tp=llama", "--links", "nvlink=900"]) == 0
     text = capsys.readouterr().out
     assert "meshes of 2 ranks, 32 tokens a call, 180 GB a GPU" in text

@@ -11,7 +11,6 @@ import pytest
 from torch import nn
 
 import mxcompile
-from mxcompile.cli import main
 from mxcompile.errors import OptionError
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.mesh import Collective, RankReport
@@ -113,7 +112,7 @@ def test_a_missing_link_is_an_error():
 
 @pytest.fixture(scope="module")
 def rank() -> RankReport:
-    return mxcompile.explain(meshed.fsdp_sp, mesh="dp=64,tp=2", target="b200", links="nvlink=900,net=50")
+    return mxcompile.explain_rank(meshed.fsdp_sp, mesh="dp=64,tp=2", target="b200", links="nvlink=900,net=50")
 
 
 def test_a_rank_has_a_step_beside_fp8_and_bf16(rank: RankReport):
@@ -130,7 +129,7 @@ def test_a_rank_has_a_step_beside_fp8_and_bf16(rank: RankReport):
 
 
 def test_bf16_stands_alone():
-    rank = mxcompile.explain(
+    rank = mxcompile.explain_rank(
         meshed.fsdp_sp, mesh="dp=64,tp=2", target="b200", links="nvlink=900,net=50", policy="bf16"
     )
     assert rank.time is not None
@@ -150,15 +149,9 @@ def test_the_report_has_the_time(rank: RankReport):
     [
         ({"mesh": "dp=8", "parallel": "fsdp", "links": "net=50", "target": "cpu"}, "links need a target"),
         ({"mesh": "dp=8", "parallel": "fsdp", "node": 4}, "`node` says which ranks share a link"),
-        ({"links": "net=50"}, "give `mesh`"),
         ({"mesh": "dp=8", "parallel": "fsdp", "links": "ib=50", "target": "b200"}, "unknown link"),
     ],
 )
 def test_mistakes(given: dict[str, Any], words: str):
     with pytest.raises(OptionError, match=words):
-        mxcompile.explain(nn.Linear(4, 4), **given)
-
-
-def test_the_command_takes_links_with_a_mesh_alone(capsys: pytest.CaptureFixture[str]):
-    assert main(["explain", "meshed:sp", "--links", "net=50"]) != 0
-    assert "--links is about the ranks of a mesh: give --mesh" in capsys.readouterr().err
+        mxcompile.explain_rank(nn.Linear(4, 4), **given)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mxcompile.analysis.audit import depth
-from mxcompile.errors import OptionError
 from mxcompile.report import GemmNumerics, Numerics, TensorNumerics
+from mxcompile.report.forms import plots
 
 _COLOURS = {
     "fprop": "#2a6f97", "dgrad": "#d1495b", "wgrad": "#edae49",
@@ -21,10 +21,6 @@ _MOST_ROWS = 60
 
 def plot(numerics: Numerics, folder: Path) -> list[Path]:
     """Draw `numerics` into `folder`; returns the files, none for what was not measured."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise OptionError("plots need matplotlib: pip install matplotlib") from None
     folder.mkdir(parents=True, exist_ok=True)
     drawings: tuple[tuple[str, bool, Callable[[Any, Numerics], None]], ...] = (
         ("gemms.png", bool(numerics.gemms), _gemms),
@@ -34,7 +30,7 @@ def plot(numerics: Numerics, folder: Path) -> list[Path]:
     written = []
     for name, measured, draw in drawings:
         if measured:
-            figure = Figure(layout="constrained", dpi=120)
+            figure = plots.figure()
             draw(figure, numerics)
             figure.savefig(folder / name)
             written.append(folder / name)

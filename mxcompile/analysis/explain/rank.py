@@ -17,6 +17,7 @@ from torch import nn
 
 from mxcompile.analysis.explain.advice import advised
 from mxcompile.analysis.explain.rank_tracer import BF16, FP8, RankTracer
+from mxcompile.analysis.explain.tracer import options_for
 from mxcompile.compiler.options import Options
 from mxcompile.compiler.rehearsal import apart, some_or_all
 from mxcompile.errors import OptionError
@@ -28,53 +29,90 @@ from mxcompile.mesh.report import RankReport
 from mxcompile.mesh.schedule import Schedule
 from mxcompile.mesh.shards import shards, unmatched
 from mxcompile.mesh.time import StepTime
+from mxcompile.models.arguments import ModelInput
 from mxcompile.offline.rates import Rates
 from mxcompile.offline.roofline import estimate
 from mxcompile.plan.plan import Plan
 from mxcompile.plan.repeats import LeaveOut
 from mxcompile.policy import Policy
-from mxcompile.ranks.built import Factory, RankModel, rank_model
+from mxcompile.ranks.built import Factory, RankModel, named_inputs, rank_model
 from mxcompile.ranks.shape import PIPELINE, MeshShape
 from mxcompile.report import Part, Report
 from mxcompile.rules import check_mistakes
 
+RankArguments = tuple[nn.Module | Factory, Sequence[Any], Mapping[str, Any], MeshShape, str | None]
+"""What `rank_model` takes."""
+
 
 def explain_rank(
     model: nn.Module | Factory,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
+    *args: Any,
     mesh: str,
-    parallel: str | None,
-    options: Options,
-    training: bool,
+    parallel: str | None = None,
+    policy: Policy | str | dict[str, Any] | None = None,
+    target: str = "auto",
+    training: bool = True,
+    strict: bool = True,
     links: str | None = None,
     node: int | None = None,
     schedule: str | None = None,
     microbatches: int | None = None,
-    others: Sequence[Policy] = (FP8, BF16),
+    kwargs: Mapping[str, Any] | None = None,
+    **inputs: ModelInput,
 ) -> RankReport:
-    """The report of rank 0 of `mesh`, such as ``dp=128,tp=8``; an axis ``pp`` has the stages of a pipeline.
+    """Returns what rank 0 of a mesh would compile, send and hold. The mesh need not exist.
 
-    model: a plain module, parallelised in the ways that `parallel` names (see `ranks.parallel`), called with
-    `args` and `kwargs`, one rank's; or a factory of (model, args, kwargs), whose own code parallelises.
-    options: with a target; "auto" has to be resolved. links, node, schedule, microbatches: as `explain` has
-    them. others: policies beside that of `options` in the time of a step.
+    Args:
+        model: A plain module, parallelised in the ways that `parallel` names; or a function of the
+            `DeviceMesh` that parallelises a model itself and returns (model, args, kwargs) of one rank.
+        *args: What a plain module is called with on one rank.
+        **inputs: Named arguments of a plain module (see `models.arguments`).
+        kwargs: The same, for names that are options of this function.
+        mesh: Axes and sizes, such as ``dp=128,tp=8``. An axis ``pp`` has the stages of a pipeline.
+        parallel: Ways to parallelise a plain module, ``fsdp``, ``ep``, ``tp=llama``, several with commas.
+        policy: As the backend's option.
+        target: What to compile for; "auto" is the device of a plain module.
+        training: Forward and backward, else forward only.
+        strict: A rule that matches no layer is an error.
+        links: Estimates the time of a step with these links, such as ``nvlink=900,net=50``, in 10⁹ bytes a
+            second each way of a GPU.
+        node: How many GPUs NVLink joins, 8 if it is not given.
+        schedule: The order in which the stages of a pipeline run, 1F1B if it is not given.
+        microbatches: How many a step of a pipeline has, as many as ranks along ``pp`` if it is not given.
 
-    Raises `OptionError` for a mesh, ways or links that are not valid, or if this process has a process group,
-    and otherwise as `explain`.
+    Raises:
+        OptionError: For a keyword that neither this function nor the model takes, for a mesh, ways or links
+            that are not valid, and in a process that has a process group.
+        ModelError: If the model cannot be traced.
+        PolicyError: As `explain`.
     """
-    shape = MeshShape.parse(mesh)
-    speeds = _links(links, node, options.target)
+    given: dict[str, Any] = {"policy": policy, "target": target, "strict": strict}
+    own = {**given, "training": training, "mesh": mesh, "parallel": parallel, "links": links, "node": node}
+    own |= {"schedule": schedule, "microbatches": microbatches}
+    named = named_inputs("explain_rank", model, mesh, args, inputs, kwargs, own)
+    options, shape = options_for(model, **given), MeshShape.parse(mesh)
+    speeds = None if links is None and node is None else links_of(links, node, options.target)
     order = _schedule(shape, schedule, microbatches)
-    given = model, args, kwargs, shape, parallel
+    return rank_report((model, args, named, shape, parallel), options, speeds, order, training=training)
+
+
+def rank_report(
+    given: RankArguments,
+    options: Options,
+    speeds: Links | None,
+    order: Schedule | None = None,
+    others: Sequence[Policy] = (FP8, BF16),
+    *,
+    training: bool,
+) -> RankReport:
+    """The report of rank 0 of a mesh. others: policies beside that of `options` in the time of a step."""
     report, plan = apart(partial(_traced, given, options, speeds, order, others, training=training))
     check_mistakes(options.policy, plan.records(options.policy), strict=options.strict)
     return report
 
 
 def _traced(
-    given: tuple[nn.Module | Factory, Sequence[Any], Mapping[str, Any], MeshShape, str | None],
+    given: RankArguments,
     options: Options,
     speeds: Links | None,
     order: Schedule | None,
@@ -82,7 +120,7 @@ def _traced(
     *,
     training: bool,
 ) -> tuple[RankReport, Plan]:
-    """The report of a rank, `given` to `rank_model`, and the plan of the whole model."""
+    """The report of a rank, and the plan of the whole model."""
     with rank_model(*given) as here:
         axes = Axes(here.mesh)
         tracing = partial(_of_policy, here, axes, order, training=training)
@@ -102,7 +140,7 @@ def _traced(
             step = StepTime.of([each[slowest] for each in works], speeds, chip)
         sent = rank.work(slowest).sent
     shape = given[3]
-    rank_report = RankReport(
+    explained = RankReport(
         mesh=str(shape),
         ranks=shape.ranks,
         report=advised(estimate(report)),
@@ -113,7 +151,7 @@ def _traced(
         pipeline=None if rank.stages is None else Pipeline.of(rank.stages, memories, slowest),
         warnings=(*unmatched(report.gemms, plan.by_name), *rank.unreduced()),
     )
-    return rank_report, plan
+    return explained, plan
 
 
 def _beside(policy: Policy, others: Sequence[Policy], chip: Target) -> list[Policy]:
@@ -137,12 +175,10 @@ def _schedule(shape: MeshShape, name: str | None, microbatches: int | None) -> S
     return None
 
 
-def _links(links: str | None, node: int | None, target: str) -> Links | None:
-    """The links that a user gave. Raises `OptionError` for some that are not valid, or of no use."""
+def links_of(links: str | None, node: int | None, target: str) -> Links:
+    """The links that a user gave. Raises `OptionError` if they are not valid, or of no use for `target`."""
     if links is None:
-        if node is not None:
-            raise OptionError("`node` says which ranks share a link: give `links`, such as nvlink=900,net=50")
-        return None
+        raise OptionError("`node` says which ranks share a link: give `links`, such as nvlink=900,net=50")
     chip = TARGETS.get(target)
     if chip is None or chip.peak is None:
         known = ", ".join(name for name, row in TARGETS.items() if row.peak is not None)

@@ -17,6 +17,7 @@ from mxcompile.formats import labels
 from mxcompile.offline.roofline import estimate
 from mxcompile.policy import ATTENTION_PRODUCTS
 from mxcompile.report import GemmRecord, Report
+from mxcompile.report.forms import plots
 from mxcompile.report.forms.tables import drawn
 from mxcompile.report.forms.words import duration, tokens_of
 
@@ -69,11 +70,7 @@ class Sweep:
 
     def plot(self, path: str | Path) -> None:
         """Draw both times and their ratio over the tokens. Raises `OptionError` without matplotlib."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            raise OptionError("plots need matplotlib: pip install matplotlib") from None
-        figure = Figure(figsize=(9, 3.8), layout="constrained", dpi=120)
+        figure = plots.figure(figsize=(9, 3.8))
         left, right = figure.subplots(1, 2)
         tokens = [point.tokens for point in self.points]
         left.plot(tokens, [p.estimate_bf16_us for p in self.points], "s--", color="#8a8f98", label="BF16")

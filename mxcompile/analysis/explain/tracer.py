@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -21,12 +22,22 @@ from mxcompile.compiler.capture import Capture
 from mxcompile.compiler.options import Options
 from mxcompile.compiler.plans import no_plan, planned
 from mxcompile.compiler.rehearsal import Rehearsal
-from mxcompile.lowering.targets import Target
+from mxcompile.lowering.targets import AUTO, Target, of_device
 from mxcompile.models.assumed import Assuming
 from mxcompile.models.checkpointed import checkpointed_copy
 from mxcompile.models.names import user_path
 from mxcompile.plan.repeats import LeaveOut
 from mxcompile.report import GemmRecord, Part
+
+
+def options_for(model: object, **given: Any) -> Options:
+    """Returns the options `given`. The target "auto" becomes the accelerator of `model`, else the CPU."""
+    options = Options.parse(None, given)
+    if options.target != AUTO:
+        return options
+    devices = (parameter.device for parameter in model.parameters()) if isinstance(model, nn.Module) else ()
+    device = next((d for d in devices if d.type not in ("cpu", "meta")), torch.device("cpu"))
+    return dataclasses.replace(options, target=of_device(device).name)
 
 
 def _kernel_for(target: Target, gemm: GemmRecord) -> GemmRecord:
