@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from mxcompile.analysis.blame import blame as blame
     from mxcompile.analysis.compare import compare as compare
     from mxcompile.analysis.explain.explainer import explain as explain
-    from mxcompile.analysis.explain.meshes import sweep_meshes as sweep_meshes
     from mxcompile.analysis.explain.rank import explain_rank as explain_rank
+    from mxcompile.analysis.explain.rank import sweep_meshes as sweep_meshes
     from mxcompile.analysis.tune import tune as tune
     from mxcompile.checkpoint import ExportedWeights as ExportedWeights
     from mxcompile.checkpoint import export_weights as export_weights
@@ -85,7 +85,7 @@ _HOME = {
     "reports": "mxcompile.report",
     "save_quantized": "mxcompile.checkpoint",
     "static_cache": "mxcompile.serving",
-    "sweep_meshes": "mxcompile.analysis.explain.meshes",
+    "sweep_meshes": "mxcompile.analysis.explain.rank",
     "tune": "mxcompile.analysis.tune",
 }
 

@@ -135,6 +135,24 @@ def check_output(options: argparse.Namespace, form_of: Callable[[Path], object] 
     _check_writable(path)
 
 
+def show(result: Any, options: argparse.Namespace, summary: str = "") -> None:
+    """Print `result`, or save it to ``--output`` and print the `summary` and the file."""
+    if options.output is None:
+        print(result)
+        return
+    result.save(options.output)
+    print(f"{summary}written to {options.output}")
+
+
+def show_policy(result: Any, options: argparse.Namespace) -> None:
+    """Print the policy of `result` as YAML, or write it to ``--output``."""
+    if options.output is None:
+        print(f"\n{result.to_yaml()}", end="")
+    else:
+        result.dump(options.output)
+        print(f"\nwritten to {options.output}")
+
+
 def check_folder(path: Path | None) -> None:
     """Raise `OptionError` if `path` is not a folder to write to, and cannot be made in one that exists."""
     if path is None:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from mxcompile.cli.arguments import add_output, check_output, positive, share
+from mxcompile.cli.arguments import add_output, check_output, positive, share, show_policy
 from mxcompile.cli.audit import add_measured, made_up, measured
 
 
@@ -76,9 +76,5 @@ def run(options: argparse.Namespace) -> int:
     print(result)
     if not result.parts:
         return 1
-    if options.output is None:
-        print(f"\n{result.to_yaml()}", end="")
-    else:
-        result.dump(options.output)
-        print(f"\nwritten to {options.output}")
+    show_policy(result, options)
     return 0

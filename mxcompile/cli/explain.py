@@ -12,9 +12,10 @@ from mxcompile.cli.arguments import (
     check_output,
     check_picture,
     leave_out,
+    loaded,
     policies_of,
     positive,
-    sizes,
+    show,
 )
 
 if TYPE_CHECKING:
@@ -70,7 +71,6 @@ def run(options: argparse.Namespace) -> int:
     from mxcompile.analysis.compare import estimates
     from mxcompile.analysis.explain.explainer import explain
     from mxcompile.cli.quiet import quiet, working
-    from mxcompile.models.named import load_model
     from mxcompile.report import form_of
     from mxcompile.report.forms.text import to_summary
 
@@ -82,16 +82,16 @@ def run(options: argparse.Namespace) -> int:
         leave_out(options, "--compare prints a table and nothing else", "output", "sweep")
     policies = None if options.compare is None else policies_of(options.compare)
     with quiet(), working(f"tracing {options.model}"):
-        loaded = load_model(options.model, **sizes(options))
+        model, args, kwargs = loaded(options)
         asked: dict[str, Any] = {
             "target": options.target,
             "training": not options.inference,
-            "kwargs": loaded.kwargs,
+            "kwargs": kwargs,
         }
         if policies is not None:
-            compared = estimates(loaded.model, *loaded.args, policies=policies, **asked)
+            compared = estimates(model, *args, policies=policies, **asked)
         else:
-            report = explain(loaded.model, *loaded.args, policy=options.policy, **asked)
+            report = explain(model, *args, policy=options.policy, **asked)
     if policies is not None:
         print(compared)
         return 0
@@ -100,11 +100,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if options.sweep is not None:
         return _sweep(options, report)
-    if options.output is None:
-        print(report)
-    else:
-        report.save(options.output)
-        print(f"{to_summary(report)}\n\nwritten to {options.output}")
+    show(report, options, f"{to_summary(report)}\n\n")
     return 0
 
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from mxcompile.cli.arguments import add_output, check_output
+from mxcompile.cli.arguments import add_output, check_output, show
 
 
 def add_to(commands: Any) -> None:
@@ -30,12 +30,6 @@ def run(options: argparse.Namespace) -> int:
 
     check_output(options, form_of)
     report = Report.merged([Report.load(path) for path in options.reports])
-    if options.output is None:
-        print(report)
-    else:
-        report.save(options.output)
-        layers = len({gemm.name for gemm in report.gemms})
-        print(
-            f"{count(len(options.reports), 'report')}, {count(layers, 'layer')}; written to {options.output}"
-        )
+    layers = len({gemm.name for gemm in report.gemms})
+    show(report, options, f"{count(len(options.reports), 'report')}, {count(layers, 'layer')}; ")
     return 0

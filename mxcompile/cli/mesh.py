@@ -15,6 +15,7 @@ from mxcompile.cli.arguments import (
     leave_out,
     of_ranks,
     positive,
+    show,
 )
 from mxcompile.errors import OptionError
 
@@ -64,8 +65,7 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; exit status 1 if no mesh of so many ranks fits."""
-    from mxcompile.analysis.explain.meshes import sweep_meshes
-    from mxcompile.analysis.explain.rank import explain_rank
+    from mxcompile.analysis.explain.rank import explain_rank, sweep_meshes
     from mxcompile.cli.quiet import quiet, working
     from mxcompile.mesh.report import form_of
 
@@ -84,11 +84,7 @@ def run(options: argparse.Namespace) -> int:
         with quiet(), working(f"tracing {options.model} on one rank of {options.mesh}"):
             model, args, kwargs = of_ranks(options)
             report = explain_rank(model, *args, kwargs=kwargs, **asked)
-        if options.output is None:
-            print(report)
-        else:
-            report.save(options.output)
-            print(f"written to {options.output}")
+        show(report, options)
         return 0
     if options.links is None:
         raise OptionError("meshes are sorted by time, which needs --links, such as nvlink=900,net=50")

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mxcompile.cli.arguments import add_model, add_output, check_output, sizes
+from mxcompile.cli.arguments import add_model, add_output, check_output, loaded
 from mxcompile.errors import OptionError
 
 
@@ -153,13 +153,10 @@ def _report(options: argparse.Namespace, policy: Any, training: bool = True) -> 
     """The report of the model that `options` names, under `policy`."""
     from mxcompile.analysis.explain.explainer import explain
     from mxcompile.cli.quiet import quiet, working
-    from mxcompile.models.named import load_model
 
     with quiet(), working(f"tracing {options.model}"):
-        loaded = load_model(options.model, **sizes(options))
-        return explain(
-            loaded.model, *loaded.args, policy=policy, training=training, strict=False, kwargs=loaded.kwargs
-        )
+        model, args, kwargs = loaded(options)
+        return explain(model, *args, policy=policy, training=training, strict=False, kwargs=kwargs)
 
 
 def _write(text: str, options: argparse.Namespace) -> None:

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from typing import Any
 
-from mxcompile.cli.arguments import add_output, check_output, share
+from mxcompile.cli.arguments import add_output, check_output, share, show_policy
 from mxcompile.cli.audit import add_measured, made_up, measured
 
 
@@ -69,9 +69,5 @@ def run(options: argparse.Namespace) -> int:
     print(result)
     if not result.met:
         return 1
-    if options.output is None:
-        print(f"\n{result.to_yaml()}", end="")
-    else:
-        result.dump(options.output)
-        print(f"\nwritten to {options.output}")
+    show_policy(result, options)
     return 0

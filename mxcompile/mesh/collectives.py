@@ -73,26 +73,24 @@ class Axes:
     def __call__(self, group: Any) -> str:
         """The axis of a process group, or of the name of one; how many ranks it has if it is of no axis."""
         name = group if isinstance(group, str) else group.group_name
-        return self._names.get(name) or f"{_ranks(group)} ranks"
+        return self._names.get(name) or f"{len(_ranks(group))} ranks"
 
 
-def _ranks(group: Any) -> int:
-    from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
-
-    named: Any = _resolve_process_group
-    return int((named(group) if isinstance(group, str) else group).size())
-
-
-def stride(group: Any) -> int:
-    """The distance between the first two ranks of a process group, or of the name of one; 1 if it has one."""
+def _ranks(group: Any) -> list[int]:
+    """The ranks of a process group, or of the name of one."""
     from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
         _resolve_process_group,
         get_process_group_ranks,
     )
 
     named: Any = _resolve_process_group
-    ranks = get_process_group_ranks(named(group) if isinstance(group, str) else group)
-    return int(ranks[1] - ranks[0]) if len(ranks) > 1 else 1
+    return get_process_group_ranks(named(group) if isinstance(group, str) else group)
+
+
+def stride(group: Any) -> int:
+    """The distance between the first two ranks of a process group, or of the name of one; 1 if it has one."""
+    ranks = _ranks(group)
+    return ranks[1] - ranks[0] if len(ranks) > 1 else 1
 
 
 def of_groups(groups: Iterable[FSDPGroup], axes: Axes, *, training: bool) -> Iterator[Collective]:
@@ -154,30 +152,25 @@ def of_graph(
 ) -> Iterator[Collective]:
     """The collectives of `graph`. others: the paths that what is at a path stands for, without its own."""
     for node, num_bytes, without_bytes in sent(graph):
-        path = module_of(node)[0]
+        path, operator = module_of(node)[0], str(packet(node)).rpartition(".")[2]
         first = node.args[0]
         value = tensor(first[0] if isinstance(first, list | tuple) else first)
         group = next(arg for arg in reversed(node.args) if isinstance(arg, str))
         one = Collective(
-            kind=_kind(str(packet(node))),
+            kind=next(kind for start, kind in _KINDS.items() if operator.startswith(start)),
             what="activations",
             name=path,
             dtype="" if value is None else _word(value.dtype),
             num_bytes=num_bytes,
             without_bytes=without_bytes,
             axis=axes(group),
-            ranks=_ranks(group),
+            ranks=len(_ranks(group)),
             stride=stride(group),
             phase=phase,
         )
         yield one
         for other in others(path):
             yield dataclasses.replace(one, name=other)
-
-
-def _kind(operator: str) -> str:
-    name = operator.rpartition(".")[2]
-    return next(kind for start, kind in _KINDS.items() if name.startswith(start))
 
 
 def _word(dtype: Any) -> str:

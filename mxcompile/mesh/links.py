@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from mxcompile.errors import OptionError, not_allowed, shown
 from mxcompile.lowering.chips.peak import Rate
-from mxcompile.mesh.collectives import Collective
+from mxcompile.mesh.collectives import SEND, Collective
 from mxcompile.offline.rates import Rates
 
 NVLINK, NET = "nvlink", "net"
@@ -144,8 +144,9 @@ class Links:
         """µs of a collective to which each rank gives `num_bytes`."""
         ranks, near = one.ranks, self.in_node(one)
         nodes = ranks / near
-        sent = num_bytes * _share(one.kind, ranks)
         rounds = 2 if one.kind == "all-reduce" else 1
+        leaving = {"all-gather": ranks - 1, "broadcast": 1.0, SEND: 1.0}
+        sent = num_bytes * leaving.get(one.kind, rounds * (ranks - 1) / ranks)
         between = rounds * (nodes - 1)
         within = rounds * (ranks - 1) - between
         if one.kind == "all-reduce" and nodes > 2:  # a tree has fewer steps
@@ -169,16 +170,3 @@ class Links:
             outside = (one.ranks - near) / (one.ranks - 1)
             return min(within, port / outside)
         return min(within, near * port)
-
-
-def _share(kind: str, ranks: int) -> float:
-    """Returns how often the bytes that a rank gives to a collective leave it."""
-    match kind:
-        case "all-gather":
-            return ranks - 1
-        case "all-reduce":
-            return 2 * (ranks - 1) / ranks
-        case "broadcast" | "send":
-            return 1.0
-        case _:
-            return (ranks - 1) / ranks

@@ -97,7 +97,7 @@ def live(
     """
     read = set() if backward is None else {node.name for node in backward.find_nodes(op="placeholder")}
     buffers = _buffers(forward)
-    saved = {node: buffer for node, buffer in buffers.items() if _is_read(node, read)}
+    saved = {node: buffer for node, buffer in buffers.items() if _saved_as(node, read)}
     for node, buffer in saved.items():
         path = module_of(node)[0]
         buffer.times, buffer.keeper = repeats.count(path), repeats.keeper(path) or ""
@@ -223,10 +223,6 @@ def _storage(node: fx.Node) -> fx.Node:
     """The node that writes the memory of `node`: a view shows it, and who waits for a collective gets it."""
     node = base(node)
     return _storage(node.all_input_nodes[0]) if packet(node) is _WAIT else node
-
-
-def _is_read(node: fx.Node, names: set[str]) -> bool:
-    return bool(_saved_as(node, names))
 
 
 def _saved_as(node: fx.Node, names: set[str]) -> str:

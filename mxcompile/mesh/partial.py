@@ -19,15 +19,17 @@ from mxcompile.models.names import user_path
 
 def backward(output: Any) -> None:
     """Run backward from all that is differentiable in `output`, on fake tensors."""
-    results = [value for value in tree_leaves(output) if isinstance(value, Tensor) and value.requires_grad]
-    if results:
+    if results := _differentiable(output):
         torch.autograd.backward([value.sum() for value in results])
 
 
 def result_bytes(output: Any) -> int:
     """Returns the bytes of what is differentiable in `output`, of the part that this rank has."""
-    results = [value for value in tree_leaves(output) if isinstance(value, Tensor) and value.requires_grad]
-    return sum(map(local_bytes, results))
+    return sum(map(local_bytes, _differentiable(output)))
+
+
+def _differentiable(output: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(output) if isinstance(value, Tensor) and value.requires_grad]
 
 
 def partial_parameters(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -57,13 +57,8 @@ class Pipeline:
         schedule = self.schedule
         head = ["rank", "blocks", "in flight", "memory"]
         rows = [
-            [
-                str(number),
-                str(rank.blocks),
-                " + ".join(map(str, rank.in_flight)),
-                byte_count(rank.memory.total),
-            ]
-            for number, rank in enumerate(self.ranks)
+            [str(n), str(rank.blocks), " + ".join(map(str, rank.in_flight)), byte_count(rank.memory.total)]
+            for n, rank in enumerate(self.ranks)
         ]
         title = (
             f"pipeline of {count(schedule.ranks, 'rank')}, {schedule.name}, "

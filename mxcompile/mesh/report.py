@@ -57,8 +57,7 @@ class RankReport:
         title = f"one rank of {self.mesh} ({count(self.ranks, 'rank')})"
         notes = wrapped(f"warning: {each}" for each in self.warnings)
         parts = str(self.report), self._shards(), self._collectives(), self._memory()
-        step = [] if self.time is None else [str(self.time)]
-        step = step if self.pipeline is None else [str(self.pipeline), *step]
+        step = (str(each) for each in (self.pipeline, self.time) if each is not None)
         return "\n\n".join(["\n".join([title, *notes]), *parts, *step])
 
     def _memory(self) -> str:

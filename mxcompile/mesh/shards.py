@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from mxcompile.formats import BLOCK, is_quantized
 from mxcompile.graph.tags import GemmTag, Kind
@@ -18,6 +19,9 @@ from mxcompile.policy import Gemm, Policy
 from mxcompile.report import GemmRecord
 
 Size = tuple[int | None, int | None, int | None]
+
+_SIZES = {str(Gemm.FPROP): "mnk", str(Gemm.DGRAD): "mkn", str(Gemm.WGRAD): "nkm"}
+"""The sizes of the layer that are m, n and k of each of its GEMMs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,9 +53,10 @@ def shards(
     """
     for gemm in gemms:
         tag = next((tag for tag in whole.get(gemm.name, ()) if tag.kind is Kind.LINEAR), None)
-        if tag is None or gemm.gemm not in (Gemm.FPROP, Gemm.DGRAD, Gemm.WGRAD) or gemm.role != tag.role:
+        if tag is None or gemm.gemm not in _SIZES or gemm.role != tag.role:
             continue
-        size, local = _size(tag, gemm.gemm), (gemm.m, gemm.n, gemm.k)
+        m, n, k = (getattr(tag, size) for size in _SIZES[gemm.gemm])
+        size, local = (m, n, k), (gemm.m, gemm.n, gemm.k)
         notes = tuple(_notes(gemm, tag, size, policy))
         some = experts.get(gemm.name)
         if size != local or notes or some:
@@ -77,16 +82,6 @@ def unmatched(gemms: Iterable[GemmRecord], whole: Mapping[str, tuple[GemmTag, ..
             yield f"layers {where}: {', '.join(sorted(names))}"
 
 
-def _size(tag: GemmTag, gemm: str) -> Size:
-    match gemm:
-        case Gemm.FPROP:
-            return tag.m, tag.n, tag.k
-        case Gemm.DGRAD:
-            return tag.m, tag.k, tag.n
-        case _:
-            return tag.n, tag.k, tag.m
-
-
 def _notes(gemm: GemmRecord, tag: GemmTag, whole: Size, policy: Policy) -> Iterator[str]:
     wanted = policy.decide(tag.as_layer()).choice(Gemm(gemm.gemm)).precision
     if gemm.precision != wanted:
@@ -95,21 +90,7 @@ def _notes(gemm: GemmRecord, tag: GemmTag, whole: Size, policy: Policy) -> Itera
     if is_quantized(gemm.precision) and (gemm.k or 0) % BLOCK and not (whole[2] or 0) % BLOCK:
         yield f"the shard cuts blocks: its k, {gemm.k}, is not a multiple of {BLOCK}"
     if (gemm.m, gemm.n, gemm.k) != whole:
-        local = _fprop(gemm)
-        alone = policy.decide(replace(tag.as_layer(), m=local[0], n=local[1], k=local[2])).choice(
-            Gemm(gemm.gemm)
-        )
+        local: dict[str, Any] = dict(zip(_SIZES[gemm.gemm], (gemm.m, gemm.n, gemm.k), strict=True))
+        alone = policy.decide(replace(tag.as_layer(), **local)).choice(Gemm(gemm.gemm))
         if alone.precision != gemm.precision:
             yield f"a layer of the shard's size would be {alone.precision}: {alone.reason}"
-
-
-def _fprop(gemm: GemmRecord) -> Size:
-    """The sizes of the forward GEMM of which `gemm` is one of the layer's."""
-    m, n, k = gemm.m, gemm.n, gemm.k
-    match gemm.gemm:
-        case Gemm.FPROP:
-            return m, n, k
-        case Gemm.DGRAD:
-            return m, k, n
-        case _:
-            return k, m, n

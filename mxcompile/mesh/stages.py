@@ -105,20 +105,12 @@ class Stages:
 
     def groups(self, groups: Iterable[FSDPGroup], rank: int) -> tuple[FSDPGroup, ...]:
         """The `groups` of FSDP2 with the parameters that `rank` of the pipeline has."""
-        own = self.schedule.of_rank(rank)
         parts = (
-            replace(
-                group,
-                parameters=tuple(one for one in group.parameters if self.stage(_owner(one.path)) in own),
-            )
+            replace(group, parameters=tuple(one for one in group.parameters if self.has(rank, one.path)))
             for group in groups
         )
         return tuple(part for part in parts if part.parameters)
 
     def has(self, rank: int, path: str) -> bool:
         """Whether `rank` of the pipeline has the parameter at `path`."""
-        return self.stage(_owner(path)) in self.schedule.of_rank(rank)
-
-
-def _owner(parameter: str) -> str:
-    return parameter.rpartition(".")[0]
+        return self.stage(path.rpartition(".")[0]) in self.schedule.of_rank(rank)

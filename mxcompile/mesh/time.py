@@ -16,12 +16,12 @@ the host, processors that collectives take from kernels, ranks that wait for slo
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from mxcompile.lowering.targets import Target
 from mxcompile.mesh.collectives import SEND, Collective
-from mxcompile.mesh.links import Links
+from mxcompile.mesh.links import NET, NVLINK, Links
 from mxcompile.mesh.schedule import Schedule
 from mxcompile.offline.estimate import Work
 from mxcompile.offline.graph_work import Works
@@ -68,7 +68,10 @@ class RankWork:
         again = batches - 1 if self._gathers_again else 0
         return {
             **{kind: batches * us for kind, us in by_kind.items()},
-            **{part: _moved(size, rates) for part, size in around.items()},
+            **{
+                part: Work(num_bytes=size).estimate(rates).us if size else 0.0
+                for part, size in around.items()
+            },
             "exposed, activations": batches * activations,
             "exposed, FSDP forward": (1 + again) * self._exposed_us(FORWARD, links, rates),
             "exposed, FSDP backward": self._exposed_us(BACKWARD, links, rates)
@@ -145,12 +148,9 @@ class RankWork:
         used = {links.link(one) for one in sent}
         window = sum(_by_kind(self.works.get(phase, Works()), rates).values())
         window += sum(
-            self._activations_us(phase, links, rates, link=link) for link in _LINKS if link not in used
+            self._activations_us(phase, links, rates, link=link) for link in (NVLINK, NET) if link not in used
         )
         return alone + max(shared - window, 0.0)
-
-
-_LINKS = ("nvlink", "net")
 
 
 def _is_fsdp(one: Collective) -> bool:
@@ -162,10 +162,6 @@ def _by_kind(works: Works, rates: Rates) -> dict[str, float]:
     for (kind, work), times in works.items():
         total[kind] = total.get(kind, 0.0) + times * work.estimate(rates).us
     return total
-
-
-def _moved(size: float, rates: Rates) -> float:
-    return Work(num_bytes=size).estimate(rates).us if size else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,17 +226,14 @@ class StepTime:
         rows = [
             [part, *(_ms(each[part]) for each in parts)] for part in parts[0] if any(e[part] for e in parts)
         ]
-        rows.append(["step", *(self._text(self.range(work)) for work in self.works)])
+        steps = [self.range(work) for work in self.works]
+        rows.append(["step", *(Range(s.low / 1e3, s.centre / 1e3, s.high / 1e3).text(",.1f") for s in steps)])
         if len(self.works) > 1:
             last = self.works[-1]
             ratios = [self.over(work, last).text(".2f") for work in self.works[:-1]]
             rows.append([f"of {last.policy}", *ratios, "1.00"])
         rows.append(["hidden", *(_ms(work.hidden_us(self.links, self.rates)) for work in self.works)])
         return [head, *rows]
-
-    @staticmethod
-    def _text(us: Range) -> str:
-        return Range(us.low / 1e3, us.centre / 1e3, us.high / 1e3).text(",.1f")
 
     def _notes(self) -> Iterable[str]:
         yield "step: centre (low–high); hidden: collectives beside kernels, not part of the step"
@@ -266,22 +259,17 @@ class StepTime:
         """The times as data for JSON, in µs."""
         return {
             "links": {"nvlink": self.links.nvlink, "net": self.links.net, "node": self.links.node},
-            "steps": [self._as_data(work) for work in self.works],
+            "steps": [
+                {
+                    "policy": work.policy,
+                    "us": asdict(self.range(work)),
+                    "ratio": asdict(self.over(work, self.works[-1])),
+                    "parts_us": work.parts(self.links, self.rates),
+                    "hidden_us": work.hidden_us(self.links, self.rates),
+                }
+                for work in self.works
+            ],
         }
-
-    def _as_data(self, work: RankWork) -> dict[str, Any]:
-        step, ratio = self.range(work), self.over(work, self.works[-1])
-        return {
-            "policy": work.policy,
-            "us": _triple(step),
-            "ratio": _triple(ratio),
-            "parts_us": work.parts(self.links, self.rates),
-            "hidden_us": work.hidden_us(self.links, self.rates),
-        }
-
-
-def _triple(span: Range) -> dict[str, float]:
-    return {"low": span.low, "centre": span.centre, "high": span.high}
 
 
 def _ms(us: float) -> str:

@@ -155,7 +155,7 @@ def test_an_effect_of_two_layers_together_is_said() -> None:
         args = x, model.a(x), model.b(x)
     found = blame(model, *args, policy=ALL)
     assert found.measure == "output"
-    assert not found.additive
+    assert "THE SUM OF THE PARTS IS NOT THE WHOLE" in " ".join(str(found).split())
     assert "THE SUM OF THE PARTS IS NOT THE WHOLE: together they do more" in " ".join(str(found).split())
     left_out = {part.layers: part.left_out.on("output").size for part in found.parts}
     whole = found.whole.on("output").size
@@ -182,7 +182,7 @@ class Difference(nn.Module):
 def test_effects_that_cancel_are_said() -> None:
     torch.manual_seed(3)
     found = blame(Difference(), torch.randn(64, 64), policy=ALL, of="output")
-    assert not found.additive
+    assert "THE SUM OF THE PARTS IS NOT THE WHOLE" in " ".join(str(found).split())
     assert "together they do less" in str(found)
     assert [part.layers for part in found.parts][2] == ("c",)
 

@@ -68,11 +68,6 @@ class Blamed:
     comments: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
-    @property
-    def additive(self) -> bool:
-        """Whether the effects of the parts make the whole, as far as chance allows to tell."""
-        return not self._interplay()
-
     def with_note(self, note: str) -> Blamed:
         """Returns the same with `note` as the first one."""
         return dataclasses.replace(self, notes=(note, *self.notes))

@@ -18,7 +18,7 @@ from mxcompile.analysis.tune.candidates import BF16, Candidate, Option, by_use, 
 from mxcompile.analysis.tune.measure import ModelCall
 from mxcompile.formats import ElemRounding, is_quantized
 from mxcompile.policy import Gemm, Layer, Policy, Use
-from mxcompile.policy.model import Decision, Saved
+from mxcompile.policy.model import Saved
 from mxcompile.report import GemmRecord
 from mxcompile.rules import layers_of
 
@@ -50,16 +50,13 @@ class Differences:
             before = against.decide(layer)
             cast = {gemm.gemm for gemm in gemms if gemm.name == name and is_quantized(gemm.precision)}
             for gemm in Gemm if backward else (Gemm.FPROP,):
-                alone = not is_quantized(before.choice(gemm).precision)
-                if (alone and gemm in cast) or (not alone and _differ(gemm, before, policy.decide(layer))):
+                a, b = before.choice(gemm), policy.decide(layer).choice(gemm)
+                alone = not is_quantized(a.precision)
+                differ = (a.precision, a.formats) != (b.precision, b.formats)
+                if (alone and gemm in cast) or (not alone and differ):
                     keys.append((name, str(gemm)))
                     switched &= alone
         return cls(keys=tuple(keys), layers=layers, switched=switched)
-
-
-def _differ(gemm: Gemm, one: Decision, other: Decision) -> bool:
-    a, b = one.choice(gemm), other.choice(gemm)
-    return (a.precision, a.formats) != (b.precision, b.formats)
 
 
 class BlameTrials:

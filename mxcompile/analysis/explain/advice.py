@@ -14,7 +14,7 @@ from mxcompile.lowering.targets import TARGETS
 from mxcompile.offline.roofline import estimate
 from mxcompile.policy.presets import PRESETS
 from mxcompile.report import GemmRecord, Report
-from mxcompile.report.fold import Row, fold
+from mxcompile.report.fold import fold
 from mxcompile.report.forms.words import own_dtype, speedup, tokens_of
 
 _MANY = 1 << 20
@@ -91,29 +91,28 @@ def _cast_to(gemm: GemmRecord, formats: Operands) -> GemmRecord:
     """`gemm`, if it is quantized, with operands in `formats`."""
     if not is_quantized(gemm.precision):
         return gemm
-    operands = [(form, formats.of(form.operand)) for form in gemm.formats]
     changed = (
         dataclasses.replace(
             form, elem=fmt.elem.name, block=str(fmt.tile), rounding=fmt.derivation, transform=fmt.transform
         )
-        for form, fmt in operands
+        for form in gemm.formats
+        for fmt in (formats.of(form.operand),)
     )
     return dataclasses.replace(gemm, formats=tuple(changed))
 
 
 def _narrow(many: Report) -> list[str]:
     """Advice on the layers that are slower even with many tokens."""
-    slow = [row for row in fold(many.gemms) if _is_slow(row)]
+    slow = [
+        row
+        for row in fold(many.gemms)
+        if (speedup(row.gemms) or 1) < 1 and any(is_quantized(gemm.precision) for gemm in row.gemms)
+    ]
     if not slow or not TARGETS[many.summary.target].native:
         return []
     more = f" and {len(slow) - _NAMED} more" if len(slow) > _NAMED else ""
     names = ", ".join(row.name or "(root)" for row in slow[:_NAMED])
     return [f"narrow layers, which a rule can leave in BF16: {names}{more}"]
-
-
-def _is_slow(row: Row) -> bool:
-    ratio = speedup(row.gemms)
-    return ratio is not None and ratio < 1 and any(is_quantized(gemm.precision) for gemm in row.gemms)
 
 
 def _ratio(report: Report) -> float:

@@ -9,21 +9,21 @@ Gradients have the dtype of their parameters. Not in it: the optimizer, what the
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
-from mxcompile.report import GemmRecord, Report
+from mxcompile.report import Report
 
 _BF16_BYTES = 2
 
 
 def with_memory(report: Report, model: nn.Module, *, training: bool) -> Report:
     """`report`, of `model`, with the figures of memory in its summary."""
-    parameters = _bytes([*model.parameters(), *model.buffers()])
-    gradients = _bytes(p for p in model.parameters() if p.requires_grad) if training else 0
-    beside = report.summary.saved_bytes if training else _largest(report.gemms)
+    parameters = sum(map(_size, (*model.parameters(), *model.buffers())))
+    gradients = sum(_size(p) for p in model.parameters() if p.requires_grad) if training else 0
+    both = ((g.flops // (2 * g.n) + g.flops // (2 * g.k)) for g in report.gemms if g.flops and g.n and g.k)
+    beside = report.summary.saved_bytes if training else _BF16_BYTES * max(both, default=0)
     return dataclasses.replace(
         report,
         summary=dataclasses.replace(
@@ -35,12 +35,8 @@ def with_memory(report: Report, model: nn.Module, *, training: bool) -> Report:
     )
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Returns their bytes. A quantized weight counts as it is stored, a sparse one with its indices."""
-    return sum(map(_size, tensors))
-
-
 def _size(tensor: Tensor) -> int:
+    """The bytes of `tensor`: a quantized weight counts as it is stored, a sparse one with its indices."""
     stored = getattr(tensor, "stored_bytes", None)
     if stored is not None:
         return int(stored)
@@ -51,9 +47,3 @@ def _size(tensor: Tensor) -> int:
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return tensor.ccol_indices().nbytes + tensor.row_indices().nbytes + tensor.values().nbytes
     return tensor.nbytes
-
-
-def _largest(gemms: Iterable[GemmRecord]) -> int:
-    """Bytes in BF16 of the input and the output of the product with most of both."""
-    both = ((g.flops // (2 * g.n) + g.flops // (2 * g.k)) for g in gemms if g.flops and g.n and g.k)
-    return max((_BF16_BYTES * numel for numel in both), default=0)

@@ -1,4 +1,4 @@
-"""`explain_rank`: the report of one rank of a mesh, on a machine that has no mesh.
+"""`explain_rank`, `sweep_meshes`: one rank of a mesh, or of each mesh of a number of ranks, without a mesh.
 
     model or factory ─▶ fake ranks ─▶ parallelised ─▶ rank's copy on fake tensors ─▶ traced as by `explain`
 
@@ -14,13 +14,14 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from tqdm import tqdm
 
 from mxcompile.analysis.explain.advice import advised
 from mxcompile.analysis.explain.rank_tracer import BF16, FP8, RankTracer
 from mxcompile.analysis.explain.tracer import options_for
 from mxcompile.compiler.options import Options
 from mxcompile.compiler.rehearsal import apart, some_or_all
-from mxcompile.errors import OptionError
+from mxcompile.errors import MXCompileError, OptionError
 from mxcompile.lowering.targets import TARGETS, Target
 from mxcompile.mesh.collectives import Axes
 from mxcompile.mesh.links import NODE, Links
@@ -28,6 +29,7 @@ from mxcompile.mesh.pipeline import Pipeline
 from mxcompile.mesh.report import RankReport
 from mxcompile.mesh.schedule import Schedule
 from mxcompile.mesh.shards import shards, unmatched
+from mxcompile.mesh.sweep import MeshCandidate, MeshPoint, MeshSweep, candidates
 from mxcompile.mesh.time import StepTime
 from mxcompile.models.arguments import ModelInput
 from mxcompile.offline.rates import Rates
@@ -38,6 +40,7 @@ from mxcompile.policy import Policy
 from mxcompile.ranks.built import Factory, RankModel, named_inputs, rank_model
 from mxcompile.ranks.shape import PIPELINE, MeshShape
 from mxcompile.report import Part, Report
+from mxcompile.report.forms.words import tokens_of
 from mxcompile.rules import check_mistakes
 
 RankArguments = tuple[nn.Module | Factory, Sequence[Any], Mapping[str, Any], MeshShape, str | None]
@@ -91,12 +94,56 @@ def explain_rank(
     own |= {"schedule": schedule, "microbatches": microbatches}
     named = named_inputs("explain_rank", model, mesh, args, inputs, kwargs, own)
     options, shape = options_for(model, **given), MeshShape.parse(mesh)
-    speeds = None if links is None and node is None else links_of(links, node, options.target)
+    speeds = None if links is None and node is None else _links(links, node, options.target)
     order = _schedule(shape, schedule, microbatches)
-    return rank_report((model, args, named, shape, parallel), options, speeds, order, training=training)
+    return _rank_report((model, args, named, shape, parallel), options, speeds, order, training=training)
 
 
-def rank_report(
+def sweep_meshes(
+    model: nn.Module | Factory,
+    *args: Any,
+    ranks: int,
+    links: str,
+    target: str,
+    parallel: str | None = None,
+    policy: Any = None,
+    training: bool = True,
+    node: int | None = None,
+    memory_gb: float | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+) -> MeshSweep:
+    """The meshes of `ranks` ranks that fit, sorted by the time of a token; see `mesh.sweep`.
+
+    model, parallel, links, node, target, policy, training: as `explain_rank` has them; a factory takes meshes
+    with the axes ``dp`` and ``tp``. args, kwargs: of one call, which all ranks along ``tp`` share. memory_gb:
+    of a GPU in 10⁹ bytes, by the target if it is not given.
+
+    A mesh that cannot be explained is kept with its reason. Raises `OptionError` for links, a target or ranks
+    that are not valid.
+    """
+    options = options_for(model, policy=policy, target=target, strict=False)
+    if memory_gb is None:
+        chip = TARGETS.get(options.target)
+        if chip is None or chip.peak is None:
+            raise OptionError(f"the memory of {options.target} is not known: give it, such as --memory 180")
+        memory_gb = chip.peak.memory_gb
+    speeds = _links(links, node, options.target)
+
+    def point(candidate: MeshCandidate) -> MeshPoint:
+        given = model, args, kwargs or {}, MeshShape.parse(candidate.mesh), candidate.parallel
+        try:
+            rank = _rank_report(given, options, speeds, others=(BF16,), training=training)
+        except MXCompileError as error:
+            return MeshPoint(candidate=candidate, reason=str(error))
+        return MeshPoint(candidate=candidate, rank=rank)
+
+    meshes = list(candidates(ranks, parallel, speeds.node))
+    points = tuple(map(point, tqdm(meshes, desc="meshes", unit="mesh", disable=None, leave=False)))
+    tokens = max((tokens_of(each.rank.report.gemms) for each in points if each.rank is not None), default=0)
+    return MeshSweep(points=points, ranks=ranks, tokens=tokens, memory_gb=memory_gb)
+
+
+def _rank_report(
     given: RankArguments,
     options: Options,
     speeds: Links | None,
@@ -175,7 +222,7 @@ def _schedule(shape: MeshShape, name: str | None, microbatches: int | None) -> S
     return None
 
 
-def links_of(links: str | None, node: int | None, target: str) -> Links:
+def _links(links: str | None, node: int | None, target: str) -> Links:
     """The links that a user gave. Raises `OptionError` if they are not valid, or of no use for `target`."""
     if links is None:
         raise OptionError("`node` says which ranks share a link: give `links`, such as nvlink=900,net=50")

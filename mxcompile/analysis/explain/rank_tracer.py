@@ -5,6 +5,7 @@ From the graphs come what a rank sends, what it computes, and what it holds mean
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -66,17 +67,18 @@ class RankTracer(Explainer):
         """Keep what an inference graph sends, computes and holds; a joint one is parted later."""
         if self.stages is not None and not self.training:
             self.stages.look(graph)
-        self._sent[id(capture)] = capture, self._of(graph, FORWARD)
-        self._works[id(capture)] = {FORWARD: self._launched(graph)}
-        self._live[id(capture)] = live(graph, None, capture.inputs, self.repeats)
+        self._keep(capture, graph)
 
     def parted(self, capture: Capture, forward: fx.Graph, backward: fx.Graph) -> None:
         """Keep what forward and backward send, compute and hold."""
         if self.stages is not None:
             self.stages.look(forward)
-        sent = self._of(forward, FORWARD) + self._of(backward, BACKWARD)
-        self._sent[id(capture)] = capture, sent
-        sides = {FORWARD: forward, BACKWARD: backward}
+        self._keep(capture, forward, backward)
+
+    def _keep(self, capture: Capture, forward: fx.Graph, backward: fx.Graph | None = None) -> None:
+        sides = {FORWARD: forward} if backward is None else {FORWARD: forward, BACKWARD: backward}
+        sent = (of_graph(graph, self._axes, phase, self.repeats.others) for phase, graph in sides.items())
+        self._sent[id(capture)] = capture, tuple(itertools.chain.from_iterable(sent))
         self._works[id(capture)] = {phase: self._launched(graph) for phase, graph in sides.items()}
         self._live[id(capture)] = live(forward, backward, capture.inputs, self.repeats)
 
@@ -93,9 +95,6 @@ class RankTracer(Explainer):
             return {0: self.repeats.count}
         counting = partial(self.stages.counting, others=self.repeats.others)
         return {stage: counting(stage) for stage in range(self.stages.schedule.stages)}
-
-    def _of(self, graph: fx.Graph, phase: str) -> tuple[Collective, ...]:
-        return tuple(of_graph(graph, self._axes, phase, self.repeats.others))
 
     def graph(
         self, capture: Capture, gm: fx.GraphModule, example_inputs: Sequence[Any]
@@ -153,7 +152,10 @@ class RankTracer(Explainer):
         own = (0,) if stages is None else stages.schedule.of_rank(rank)
         groups = self._groups if stages is None else stages.groups(self._groups, rank)
         sends = [] if stages is None else list(stages.sends(rank, self._axes.stride(PIPELINE), self.training))
-        last = stages is None or stages.schedule.stages - 1 in own
+        last, waits = stages is None or stages.schedule.stages - 1 in own, None
+        if stages is not None:
+            send = next(iter(stages.sends(0, self._axes.stride(PIPELINE), self.training)))
+            waits = Waits(schedule=stages.schedule, rank=rank, stages=self._stage_works, send=send)
         return RankWork(
             policy=self.options.policy.label,
             works={phase: sum((self._work(stage, phase) for stage in own), Works()) for phase in PHASES},
@@ -166,7 +168,7 @@ class RankTracer(Explainer):
             logits=self._results if last else 0,
             gradients=gradients,
             microbatches=1 if stages is None else stages.schedule.microbatches,
-            waits=None if stages is None else self._waits(stages, rank),
+            waits=waits,
         )
 
     def _work(self, stage: int, phase: str) -> Works:
@@ -180,11 +182,6 @@ class RankTracer(Explainer):
         """The collectives of the graphs in `stage`."""
         stages = self.stages
         return [one for one in self.collectives() if stages is None or stages.stage(one.name) == stage]
-
-    def _waits(self, stages: Stages, rank: int) -> Waits:
-        """Returns what decides how long `rank` of a pipeline waits."""
-        send = next(iter(stages.sends(0, self._axes.stride(PIPELINE), self.training)))
-        return Waits(schedule=stages.schedule, rank=rank, stages=self._stage_works, send=send)
 
     @cached_property
     def _stage_works(self) -> tuple[RankWork, ...]:

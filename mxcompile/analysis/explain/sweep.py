@@ -16,7 +16,7 @@ from mxcompile.errors import OptionError
 from mxcompile.formats import labels
 from mxcompile.offline.roofline import estimate
 from mxcompile.policy import ATTENTION_PRODUCTS
-from mxcompile.report import GemmRecord, Report
+from mxcompile.report import Report
 from mxcompile.report.forms import plots
 from mxcompile.report.forms.tables import drawn
 from mxcompile.report.forms.words import duration, tokens_of
@@ -111,9 +111,8 @@ def sweep(report: Report, tokens: Sequence[int] = TOKENS) -> Sweep:
 def at_tokens(report: Report, tokens: int) -> Report:
     """`report`, with estimates, as if its model were called with as many sequences as make `tokens`."""
     factor = tokens / tokens_of(report.gemms)
-    return estimate(dataclasses.replace(report, gemms=tuple(_scaled(gemm, factor) for gemm in report.gemms)))
-
-
-def _scaled(gemm: GemmRecord, factor: float) -> GemmRecord:
-    which = "batch" if gemm.role in ATTENTION_PRODUCTS else "k" if gemm.gemm == "wgrad" else "m"
-    return dataclasses.replace(gemm, **{which: max(1, round(getattr(gemm, which) * factor))})
+    gemms = []
+    for gemm in report.gemms:
+        size = "batch" if gemm.role in ATTENTION_PRODUCTS else "k" if gemm.gemm == "wgrad" else "m"
+        gemms.append(dataclasses.replace(gemm, **{size: max(1, round(getattr(gemm, size) * factor))}))
+    return estimate(dataclasses.replace(report, gemms=tuple(gemms)))

@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._guards import TracingContext
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mxcompile.analysis.explain.parts import eager_records, moved
 from mxcompile.compiler.capture import Capture
 from mxcompile.compiler.options import Options
 from mxcompile.compiler.plans import no_plan, planned
 from mxcompile.compiler.rehearsal import Rehearsal
-from mxcompile.lowering.targets import AUTO, Target, of_device
+from mxcompile.lowering.targets import AUTO, of_device
 from mxcompile.models.assumed import Assuming
 from mxcompile.models.checkpointed import checkpointed_copy
 from mxcompile.models.names import user_path
@@ -38,19 +37,6 @@ def options_for(model: object, **given: Any) -> Options:
     devices = (parameter.device for parameter in model.parameters()) if isinstance(model, nn.Module) else ()
     device = next((d for d in devices if d.type not in ("cpu", "meta")), torch.device("cpu"))
     return dataclasses.replace(options, target=of_device(device).name)
-
-
-def _kernel_for(target: Target, gemm: GemmRecord) -> GemmRecord:
-    """The record with the kernel's name on `target`: the CPU's attention stands for the accelerator's."""
-    if target.device == "cpu":
-        return gemm
-    return dataclasses.replace(gemm, kernel=gemm.kernel.replace("_for_cpu", ""))
-
-
-def _sizes() -> ShapeEnv | None:
-    """The symbols of the sizes in the graph that Dynamo has captured."""
-    context = TracingContext.try_get()
-    return None if context is None or context.fake_mode is None else context.fake_mode.shape_env
 
 
 class Explainer(Rehearsal[Assuming]):
@@ -92,9 +78,13 @@ class Explainer(Rehearsal[Assuming]):
         self, capture: Capture, gm: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         """Make the part of the report of one graph. Returns the graph on fakes."""
-        with self.mode.plain(_sizes()):
+        context = TracingContext.try_get()
+        fakes = None if context is None else context.fake_mode
+        with self.mode.plain(None if fakes is None else fakes.shape_env):
             compilation = self.traced(capture, gm, example_inputs)
-        gemms = tuple(_kernel_for(self.target, gemm) for gemm in compilation.part.gemms)
+        gemms = compilation.part.gemms
+        if self.target.device != "cpu":  # the CPU's attention stands for the accelerator's
+            gemms = tuple(dataclasses.replace(g, kernel=g.kernel.replace("_for_cpu", "")) for g in gemms)
         missing = capture.planned.missing
         part = dataclasses.replace(
             compilation.part, gemms=gemms, warnings=(no_plan(self.model, missing),) if missing else ()

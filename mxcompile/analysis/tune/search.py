@@ -140,7 +140,8 @@ class _Search:
             return mix
         cheapest = dict(mix)
         while not self._allowed(mix) and (layer := self._next(mix)) is not None:
-            self._failed[layer, mix[layer]] = self._moved(layer, mix[layer])
+            moved = f"{self._moves[layer, mix[layer]]:+.4%}"
+            self._failed[layer, mix[layer]] = f"{self._word(mix[layer])} alone moves the loss by {moved}"
             mix[layer] = next(self._options(layer))
         changed = [layer for layer in mix if mix[layer] != cheapest[layer]]
         for layer in sorted(
@@ -205,9 +206,6 @@ class _Search:
 
     def _word(self, option: Option) -> str:
         return "bf16" if option == BF16 else self._trials.candidates[option.candidate].word
-
-    def _moved(self, layer: str, option: Option) -> str:
-        return f"{self._word(option)} alone moves the loss by {self._moves[layer, option]:+.4%}"
 
     def _chosen(self, mix: Mix, final: Audit) -> Iterator[Chosen]:
         """Returns the choice for every layer with a rule of its own, in the order of the model."""
