@@ -1,9 +1,9 @@
 """operands: what the MX operands of a product stand for, as BF16 or FP32 matrices.
 
-    dequantize(cast(x))     → the values of the cast     where the cast is in the same graph
-    decode(cast(x))         → round_with(x, scale_of(x)) of other formats
-    dequantize(q, s)                                     of any input, a weight that is stored quantized say
-    decode(unpack(p), s)    → dequantize(p, s)           of one whose codes are packed
+    decode(cast(x))         → the values of the cast     where the cast is in the same graph, to MXFP8
+                            → round_with(x, scale_of(x)) of other formats
+    decode(q, s)                                         of any input, a weight that is stored quantized say
+    decode(codes of p, s)   → decode(p, s)               of one whose codes are packed
 
 The first fuses with what makes x and never becomes FP8. Each operand is made once.
 """
@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import Format, ScaleLayout
+from mxcompile.formats import ScaleLayout
 from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import tensor
 from mxcompile.graph.transpose import transpose, untransposed
@@ -45,10 +45,8 @@ class DequantizedOperands:
             cast = Cast.of(result_of(qdata)[0])
             if cast is not None and cast.copy.is_mx and _is_whole(cast, scale):
                 self._values[key] = self._cast(cast, dtype, like)
-            elif not Format.of(word).is_mx_operand or _made_both(cast, scale):
-                self._values[key] = self._decoded(qdata, scale, dim, word, True, dtype, like)
             else:
-                self._values[key] = self._build.call(ops.dequantize, qdata, scale, dim, dtype, like=like)
+                self._values[key] = self._decoded(qdata, scale, dim, word, True, dtype, like)
         value = self._values[key]
         return transpose(value, self._build) if swapped else value
 
@@ -82,9 +80,7 @@ class DequantizedOperands:
             return self._build.call(ops.round_with, cast.x, scale, *how, like=like)
         unpack = Unpack.of(qdata) if scaled else None
         if unpack is not None:
-            return self._build.call(
-                ops.dequantize, unpack.packed, scale, unpack.dim, dtype, unpack.fmt, like=like
-            )
+            qdata, dim, word = unpack.qdata, unpack.block_dim, unpack.fmt
         factor = scale if scaled else None
         return self._build.call(ops.decode, qdata, factor, dim, word, dtype, like=like)
 

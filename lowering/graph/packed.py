@@ -3,7 +3,7 @@
     matmul(qa, sa, qb, sb)               →  packed_mm(bytes_a, bytes_sa, bytes_bᵀ, bytes_sb)
     grouped_matmul(qa, sa, qb, sb)       →  packed_grouped_mm(…)
     cast(x, dim)                         →  encode_packed(x, dim)        the contraction innermost
-    unpack(w, dim), s                    →  w, s                         of a weight that is stored packed
+    codes of w, s                        →  w, s                         of a weight that is stored packed
     hadamard(x, −2)                      →  a part of that cast, and of the search for its largest magnitude
 
     nvfp4   sm_100, sm_103, sm_120               blocks of 16 with E4M3 scales, an FP32 scale for each tensor
@@ -124,8 +124,8 @@ class _Side:
         dim = -2 if swapped != (place == 1) else -1
         unpack = Unpack.of(qdata)
         if unpack is not None:
-            codes = value_of(unpack.packed)
-            if dim != -1 or unpack.dim % codes.ndim != codes.ndim - 1 or codes.stride(-1) != 1:
+            codes = value_of(unpack.qdata)
+            if dim != -1 or unpack.block_dim % codes.ndim != codes.ndim - 1 or codes.stride(-1) != 1:
                 return "a weight is stored with another dimension innermost than the contraction"
             return _Side(source=unpack, scale=scale, dim=dim)
         (cast, _), (its, _) = result_of(qdata), result_of(scale)
@@ -173,7 +173,7 @@ class _PackedOperands:
         if isinstance(side.source, Unpack):
             tiles = layout is ScaleLayout.TILED_128X4 and self._reads_tiles(product)
             layout = layout if tiles else ScaleLayout.ROW_MAJOR
-            return side.source.packed, self._stored_scale(side.scale, layout)
+            return side.source.qdata, self._stored_scale(side.scale, layout)
         key = side.source.node, side.dim, side.source.fmt, layout
         if key not in self._casts:
             self._casts[key] = self._cast(side.source, side.dim, layout)

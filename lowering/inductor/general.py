@@ -22,6 +22,7 @@ from mxcompile import ops
 from mxcompile.formats import (
     BLOCK,
     AmaxKind,
+    ElemType,
     Format,
     Rounding,
     ScaleLayout,
@@ -30,7 +31,8 @@ from mxcompile.formats import (
     elem_type,
 )
 from mxcompile.formats.encoding import extents
-from mxcompile.lowering.inductor import elements, stochastic, two_level
+from mxcompile.lowering.cpu import casts as cpp
+from mxcompile.lowering.inductor import casts, elements, stochastic, two_level
 from mxcompile.lowering.inductor.blocks import Index, Load, ScaleBlocks, as_float
 from mxcompile.lowering.inductor.casts import inverse_scale_value, scale_byte, scale_value
 from mxcompile.lowering.inductor.elements import f32
@@ -189,11 +191,20 @@ def lower_decode(
     amax: ir.TensorBox | None = None,
     global_scale: ir.TensorBox | None = None,
 ) -> ir.TensorBox:
-    """Elements times scales, without a scale the elements alone.
+    """Elements times scales, without a scale the elements alone, or the codes of packed ones.
 
     amax, or the global scale of a stored weight: for the scale of the tensor too.
     """
     form = Format.of(fmt)
+    if scale is not None:
+        if (result := cpp.decoded(qdata, scale, block_dim, form, dtype, global_scale)) is not None:
+            return result
+        if form.is_mx_rows:
+            return casts.decoded(qdata, scale, block_dim, dtype)
+    if form.packed:
+        qdata = _unpacked(qdata, block_dim, form.elem)
+        if dtype is torch.uint8:
+            return qdata
     blocks = _blocks(qdata, block_dim, form)
     element = elements.loader(qdata, form.elem, of_device(blocks.device))
     times = None if scale is None else _Scaled(qdata, scale, block_dim, form).factor(inverse=False)
@@ -226,10 +237,9 @@ def _over(times: Load, global_scale: ir.TensorBox) -> Load:
     return factor
 
 
-@register_lowering(ops.unpack, type_promotion_kind=None)
-def lower_unpack(packed: ir.TensorBox, dim: int, fmt: str) -> ir.TensorBox:
+def _unpacked(packed: ir.TensorBox, dim: int, elem: ElemType) -> ir.TensorBox:
     """Codes, one a byte. A dimension of their places in a byte follows `dim`, and the result is a view."""
-    elem, load = Format.of(fmt).elem, packed.make_loader()
+    load = packed.make_loader()
     shape = list(packed.get_size())
     at = dim % len(shape)
 

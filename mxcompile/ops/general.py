@@ -1,8 +1,6 @@
-"""Products and decoding in any format, given by its word. The implementations are the reference.
+"""Products in any format, given by its word, and parts of casts. The implementations are the reference.
 
     draw_seed           → a seed, int64 [1] from the generator of the device, for the casts of one graph
-    decode              qdata, scale → x, or the elements alone
-    unpack              bytes of a stored weight → qdata, as `cast` gives it
     scale_of            x → scale
     encode_with         x, scale → qdata
     round_with          x, scale → decode(encode_with(x)), without stored elements in between
@@ -30,27 +28,22 @@ from torch import Tensor
 
 from mxcompile.formats import BLOCK, Copy, Format, ScaleLayout, num_blocks
 from mxcompile.formats.encoding import (
-    decode_tensors,
-    element_values,
+    encode_with as encode_elements,
+)
+from mxcompile.formats.encoding import (
     extents,
     scale_shape,
     scales_of,
 )
-from mxcompile.formats.encoding import (
-    encode_with as encode_elements,
-)
-from mxcompile.formats.encoding import (
-    unpack as unpack_codes,
-)
-from mxcompile.formats.scale_tiles import tile_scale, untile_scale
+from mxcompile.formats.scale_tiles import tile_scale
 from mxcompile.formats.stochastic import SEEDS
+from mxcompile.ops.cast import decoded
 from mxcompile.ops.define import Spec, define
 from mxcompile.ops.mx import (
     grouped_product,
     product,
     spec_grouped_matmul,
     spec_matmul,
-    unpacked_shape,
 )
 
 _Seed = Tensor | None
@@ -62,34 +55,6 @@ def _draw_seed(like: Tensor) -> Tensor:
 
 def _spec_draw_seed(like: Tensor) -> list[Spec]:
     return [((1,), torch.int64)]
-
-
-def _decode(
-    qdata: Tensor,
-    scale: Tensor | None,
-    block_dim: int,
-    fmt: str,
-    dtype: torch.dtype,
-    amax: Tensor | None = None,
-    global_scale: Tensor | None = None,
-) -> Tensor:
-    if scale is None:
-        return element_values(qdata, Format.of(fmt).elem).to(dtype).contiguous()
-    return decode_tensors(qdata, scale, block_dim, Format.of(fmt), dtype, amax, global_scale)
-
-
-def _spec_decode(
-    qdata: Tensor, scale: Tensor | None, block_dim: int, fmt: str, dtype: torch.dtype, *_: Any
-) -> list[Spec]:
-    return [(qdata.shape, dtype)]
-
-
-def _unpack(packed: Tensor, dim: int, fmt: str) -> Tensor:
-    return unpack_codes(packed, dim, Format.of(fmt).elem)
-
-
-def _spec_unpack(packed: Tensor, dim: int, fmt: str) -> list[Spec]:
-    return [(unpacked_shape(packed, dim, fmt), torch.uint8)]
 
 
 def _scale_of(x: Tensor, block_dim: int, fmt: str, amax: Tensor | None = None) -> Tensor:
@@ -129,7 +94,7 @@ def _round_with(
     amax: Tensor | None = None,
 ) -> Tensor:
     qdata = _encode_with(x, scale, block_dim, fmt, seed, stream, amax)
-    return _decode(qdata, scale if scaled else None, block_dim, fmt, dtype)
+    return decoded(qdata, scale if scaled else None, block_dim, fmt, dtype)
 
 
 def _spec_round_with(
@@ -170,12 +135,8 @@ def _spec_as_fnuz(qdata: Tensor) -> list[Spec]:
     return [(qdata.shape, FNUZ[qdata.dtype])]
 
 
-def _operand(qdata: Tensor, scale: Tensor, dim: int, fmt: str) -> Tensor:
-    """The values of an operand, whose scales may be tiled, in FP32."""
-    if qdata.ndim == 2 and scale.ndim == 1:
-        scale = untile_scale(scale, qdata.shape[1 - dim % 2], num_blocks(qdata.shape[dim]))
-        scale = scale if dim == -1 else scale.t()
-    return _decode(qdata, scale, dim, fmt, torch.float32)
+def _values(qdata: Tensor, scale: Tensor, dim: int, fmt: str) -> Tensor:
+    return decoded(qdata, scale, dim, fmt, torch.float32)
 
 
 def _matmul(
@@ -189,7 +150,7 @@ def _matmul(
     format_b: str,
     alpha: Tensor | None = None,
 ) -> Tensor:
-    a, b = _operand(a, scale_a, -1, format_a), _operand(b, scale_b, -2, format_b)
+    a, b = _values(a, scale_a, -1, format_a), _values(b, scale_b, -2, format_b)
     return product(a, b, bias, out_dtype, alpha)
 
 
@@ -204,7 +165,7 @@ def _grouped_matmul(
     format_b: str,
     alpha: Tensor | None = None,
 ) -> Tensor:
-    a, b = _operand(a, scale_a, -1, format_a), _operand(b, scale_b, -2, format_b)
+    a, b = _values(a, scale_a, -1, format_a), _values(b, scale_b, -2, format_b)
     out = grouped_product(a, b, offs)
     return (out if alpha is None else out * alpha).to(out_dtype)
 
@@ -212,13 +173,6 @@ def _grouped_matmul(
 draw_seed = define(
     "draw_seed(Tensor like) -> Tensor", _draw_seed, _spec_draw_seed, torch.Tag.nondeterministic_seeded
 )
-decode = define(
-    "decode(Tensor qdata, Tensor? scale, int block_dim, str fmt, ScalarType dtype, Tensor? amax=None,"
-    " Tensor? global_scale=None) -> Tensor",
-    _decode,
-    _spec_decode,
-)
-unpack = define("unpack(Tensor packed, int dim, str fmt) -> Tensor", _unpack, _spec_unpack)
 scale_of = define(
     "scale_of(Tensor x, int block_dim, str fmt, Tensor? amax=None) -> Tensor", _scale_of, _spec_scale_of
 )

@@ -236,7 +236,7 @@ def stored_product(word: str, batch: tuple[int, ...] = ()):
 
     def function(x: Tensor, packed: Tensor, scale: Tensor, *whole: Tensor) -> Tensor:
         a, tensor_a = cast(x, -1, word)
-        codes = ops.unpack(packed, -1, word)
+        codes = ops.decode(packed, None, -1, f"{word} packed", torch.uint8)
         alpha = () if tensor_a is None else (tensor_a * whole[0].reshape(1).reciprocal(),)
         return ops.matmul(*a, codes.mT, scale.mT, None, torch.bfloat16, word, word, *alpha)
 
@@ -250,7 +250,7 @@ def test_a_stored_weight_is_read_as_it_is(batch: tuple[int, ...], word: str):
     x = spread(*batch, 30, 64)
     module, reasons = applied(function, x, *parts)
     assert reasons == []
-    assert not any(count(module, op) for op in (ops.unpack, ops.tile_scales))
+    assert not any(count(module, op) for op in (ops.decode, ops.tile_scales))
     (node,) = calls(module, ops.packed_mm)
     source = node.args[2].args[0]
     assert source.op == "placeholder"
@@ -283,7 +283,7 @@ def test_a_weight_with_a_scale_for_every_row():
     def joined(x: Tensor, packed: Tensor, scale: Tensor, whole: Tensor) -> Tensor:
         a, tensor_a = cast(x, -1, NVFP4)
         alpha = tensor_a * whole.t().reciprocal()
-        codes = ops.unpack(packed, -1, NVFP4)
+        codes = ops.decode(packed, None, -1, f"{NVFP4} packed", torch.uint8)
         return ops.matmul(*a, codes.mT, scale.mT, None, torch.bfloat16, NVFP4, NVFP4, alpha)
 
     x = spread(30, 64)
@@ -307,7 +307,7 @@ def given_alpha(x: Tensor, w: Tensor) -> Tensor:
 def packed_along_columns(x: Tensor, w: Tensor) -> Tensor:
     """A stored weight [K, N] whose bytes hold neighbours of a column."""
     packed, scale = w.to(torch.uint8)[::2].clone(), w[::32].to(torch.uint8)
-    codes = ops.unpack(packed, 0, MXFP4)
+    codes = ops.decode(packed, None, 0, f"{MXFP4} packed", torch.uint8)
     return ops.matmul(*encode(x, -1, MXFP4), codes, scale, None, torch.bfloat16, MXFP4, MXFP4)
 
 

@@ -28,7 +28,7 @@ class StoredLinear(nn.Module):
         self.dtype = weight.dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, ops.dequantize(self.qdata, self.scale, -1, self.dtype), self.bias)
+        return F.linear(x, ops.decode(self.qdata, self.scale, -1, "e4m3 1x32 rceil", self.dtype), self.bias)
 
 
 def with_stored_weights(model: nn.Module, elem: torch.dtype = torch.float8_e4m3fn) -> nn.Module:
@@ -61,7 +61,7 @@ def expected(model: FeedForward, x: Tensor) -> Tensor:
     """
 
     def product(x: Tensor, layer: StoredLinear) -> Tensor:
-        weight = ops.dequantize(layer.qdata, layer.scale, -1, torch.float32)
+        weight = ops.decode(layer.qdata, layer.scale, -1, "e4m3 1x32 rceil", torch.float32)
         bias = 0.0 if layer.bias is None else layer.bias.float()
         return (round_trip(x.float(), 1) @ weight.t() + bias).to(x.dtype).float()
 

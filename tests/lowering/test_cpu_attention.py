@@ -78,7 +78,7 @@ def exact(q: Tensor, keys, values, mask: Tensor | None) -> tuple[Tensor, Tensor]
     """
     repeats = q.shape[1] // keys[0].shape[1]
     k, v = (
-        ops.dequantize(codes, scales, -1, torch.float64).repeat_interleave(repeats, 1)
+        ops.decode(codes, scales, -1, "e4m3 1x32 rceil", torch.float64).repeat_interleave(repeats, 1)
         for codes, scales in (keys, values)
     )
     factor = float(torch.tensor(q.shape[3] ** -0.5, dtype=F32))

@@ -22,9 +22,10 @@ COPIES = [str(Copy(format=Format()))]
 KINDS = (
     view.Cast,
     view.Casts,
-    view.EncodeTransposed,
+    view.Decode,
     view.Dequantize,
-    view.DequantizeTiles,
+    view.Unpack,
+    view.EncodeTransposed,
     view.Product,
 )
 
