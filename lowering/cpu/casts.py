@@ -134,7 +134,8 @@ def _others(node: fx.Node, copy: Copy) -> Iterator[tuple[fx.Node, Copy]]:
             continue
         its = view.copy
         dtypes = {its.dtype, copy.dtype} - {None}
-        if its.dim == -3 - copy.dim and its.format == copy.format and len(dtypes) <= 1 and _has_kernel(its):
+        alike = its.is_mx and its.format == copy.format and len(dtypes) <= 1
+        if alike and its.dim == -3 - copy.dim and _has_kernel(its):
             yield user, its
 
 

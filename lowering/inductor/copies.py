@@ -13,7 +13,7 @@ from torch._inductor import ir
 from torch._inductor.lowering import lowerings, register_lowering
 
 from mxcompile import ops
-from mxcompile.formats import Copy, ScaleLayout
+from mxcompile.formats import Copy, Part, ScaleLayout
 from mxcompile.lowering.cpu import casts as cpp
 from mxcompile.lowering.inductor import casts, general
 
@@ -61,7 +61,15 @@ def _general(
     amax: ir.TensorBox | None,
 ) -> Results:
     """A copy in another format than MXFP8, or of random elements."""
-    assert (copy.layout, copy.dtype) == (ScaleLayout.ROW_MAJOR, None), f"no loops make {copy}"
-    how = copy.dim, str(copy.format)
-    scale = general.lower_scale_of(x, *how, amax) if scale is None else _CLONE(scale)
-    return [general.lower_encode_with(x, scale, *how, seed, stream, amax), scale]
+    assert copy.layout is ScaleLayout.ROW_MAJOR, f"no loops make {copy}"
+    if scale is None:
+        scale = general.scales(x, copy, amax)
+    elif copy.part is Part.CODES and copy.dtype is None:
+        scale = _CLONE(scale)
+    if copy.part is Part.SCALES:
+        return [scale]
+    drawn = seed, stream, amax
+    if copy.dtype is not None:
+        return [general.values(x, scale, copy, *drawn)]
+    stored = general.elements_over(x, scale, copy, *drawn)
+    return [stored] if copy.part is Part.ELEMENTS else [stored, scale]

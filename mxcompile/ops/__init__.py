@@ -13,11 +13,8 @@ from mxcompile.ops.general import FNUZ as FNUZ
 from mxcompile.ops.general import as_fnuz as as_fnuz
 from mxcompile.ops.general import block_bytes as block_bytes
 from mxcompile.ops.general import draw_seed as draw_seed
-from mxcompile.ops.general import encode_with as encode_with
 from mxcompile.ops.general import grouped_matmul as grouped_matmul
 from mxcompile.ops.general import matmul as matmul
-from mxcompile.ops.general import round_with as round_with
-from mxcompile.ops.general import scale_of as scale_of
 from mxcompile.ops.hadamard import hadamard as hadamard
 from mxcompile.ops.hadamard import hadamard_largest as hadamard_largest
 from mxcompile.ops.layouts import encode_blocks as encode_blocks
@@ -50,9 +47,6 @@ CASTS = frozenset(
     for op in (
         cast,
         decode,
-        scale_of,
-        encode_with,
-        round_with,
         encode_transposed,
         encode_layouts,
         encode_blocks,

@@ -1,9 +1,6 @@
-"""Products in any format, given by its word, and parts of casts. The implementations are the reference.
+"""Products in any format, given by its word, and what they read. The implementations are the reference.
 
     draw_seed           → a seed, int64 [1] from the generator of the device, for the casts of one graph
-    scale_of            x → scale
-    encode_with         x, scale → qdata
-    round_with          x, scale → decode(encode_with(x)), without stored elements in between
     block_bytes         scales that are powers of two → E8M0 bytes, one a block of 32 (see `Format.mx_elem`)
     as_fnuz             E4M3 or E5M2 → elements of half the value, in the types of AMD's MI300
     matmul              a[…, M, K] · b[…, K, N] (· alpha) (+ bias[N]), FP32 accumulation
@@ -21,19 +18,12 @@ before its tensor is given it (see `state`).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from mxcompile.formats import BLOCK, Copy, Format, ScaleLayout, num_blocks
 from mxcompile.formats.encoding import (
-    encode_with as encode_elements,
-)
-from mxcompile.formats.encoding import (
     extents,
-    scale_shape,
-    scales_of,
 )
 from mxcompile.formats.scale_tiles import tile_scale
 from mxcompile.formats.stochastic import SEEDS
@@ -46,8 +36,6 @@ from mxcompile.ops.mx import (
     spec_matmul,
 )
 
-_Seed = Tensor | None
-
 
 def _draw_seed(like: Tensor) -> Tensor:
     return torch.randint(SEEDS, (1,), dtype=torch.int64, device=like.device)
@@ -55,52 +43,6 @@ def _draw_seed(like: Tensor) -> Tensor:
 
 def _spec_draw_seed(like: Tensor) -> list[Spec]:
     return [((1,), torch.int64)]
-
-
-def _scale_of(x: Tensor, block_dim: int, fmt: str, amax: Tensor | None = None) -> Tensor:
-    return scales_of(x, block_dim, Format.of(fmt), amax)
-
-
-def _spec_scale_of(x: Tensor, block_dim: int, fmt: str, *_: Any) -> list[Spec]:
-    form = Format.of(fmt)
-    return [(scale_shape(x.shape, block_dim, form.tile), form.scale.dtype)]
-
-
-def _encode_with(
-    x: Tensor,
-    scale: Tensor,
-    block_dim: int,
-    fmt: str,
-    seed: _Seed = None,
-    stream: int = 0,
-    amax: Tensor | None = None,
-) -> Tensor:
-    return encode_elements(x, scale, block_dim, Format.of(fmt), seed, stream, amax)
-
-
-def _spec_encode_with(x: Tensor, scale: Tensor, block_dim: int, fmt: str, *_: Any) -> list[Spec]:
-    return [(x.shape, Format.of(fmt).elem.dtype)]
-
-
-def _round_with(
-    x: Tensor,
-    scale: Tensor,
-    block_dim: int,
-    fmt: str,
-    scaled: bool,
-    dtype: torch.dtype,
-    seed: _Seed = None,
-    stream: int = 0,
-    amax: Tensor | None = None,
-) -> Tensor:
-    qdata = _encode_with(x, scale, block_dim, fmt, seed, stream, amax)
-    return decoded(qdata, scale if scaled else None, block_dim, fmt, dtype)
-
-
-def _spec_round_with(
-    x: Tensor, scale: Tensor, block_dim: int, fmt: str, scaled: bool, dtype: torch.dtype, *_: Any
-) -> list[Spec]:
-    return [(x.shape, dtype)]
 
 
 def _block_bytes(scale: Tensor, qdata: Tensor, block_dim: int, fmt: str, scale_layout: str) -> Tensor:
@@ -172,21 +114,6 @@ def _grouped_matmul(
 
 draw_seed = define(
     "draw_seed(Tensor like) -> Tensor", _draw_seed, _spec_draw_seed, torch.Tag.nondeterministic_seeded
-)
-scale_of = define(
-    "scale_of(Tensor x, int block_dim, str fmt, Tensor? amax=None) -> Tensor", _scale_of, _spec_scale_of
-)
-encode_with = define(
-    "encode_with(Tensor x, Tensor scale, int block_dim, str fmt, Tensor? seed=None, int stream=0,"
-    " Tensor? amax=None) -> Tensor",
-    _encode_with,
-    _spec_encode_with,
-)
-round_with = define(
-    "round_with(Tensor x, Tensor scale, int block_dim, str fmt, bool scaled, ScalarType dtype,"
-    " Tensor? seed=None, int stream=0, Tensor? amax=None) -> Tensor",
-    _round_with,
-    _spec_round_with,
 )
 block_bytes = define(
     "block_bytes(Tensor scale, Tensor qdata, int block_dim, str fmt, str scale_layout) -> Tensor",
