@@ -279,7 +279,7 @@ class _GemmWriter:
             scale, seen = self.states.scale(*self._state, source, fmt, like)
         elif fmt.two_level:
             amax = self._amax(source, like)
-        known = (None, 0, scale, amax) if scale or amax else ()
+        known = (None, 0, scale and [scale], [amax]) if amax else (None, 0, [scale]) if scale else ()
         qdata, scales = self._build.results(self._build.call(ops.cast, source, [str(how)], *known, like=like))
         cast = Quantized(qdata, scales, amax)
         if seen is not None:

@@ -80,7 +80,7 @@ class DequantizedOperands:
         if cast is not None and _made_both(cast, scale):
             part = Part.CODES if scaled else Part.ELEMENTS
             values = Copy(format=cast.form, dim=cast.side, dtype=dtype, part=part)
-            return self._cast(cast, values, like, scale=scale)
+            return self._cast(cast, values, like, scales=[scale])
         unpack = Unpack.of(qdata) if scaled else None
         if unpack is not None:
             qdata, dim, word = unpack.qdata, unpack.block_dim, unpack.fmt

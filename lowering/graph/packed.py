@@ -2,7 +2,7 @@
 
     matmul(qa, sa, qb, sb)               →  packed_mm(bytes_a, bytes_sa, bytes_bᵀ, bytes_sb)
     grouped_matmul(qa, sa, qb, sb)       →  packed_grouped_mm(…)
-    cast(x, dim)                         →  encode_packed(x, dim)        the contraction innermost
+    cast(x, codes)                       →  cast(x, packed codes)        the contraction innermost
     codes of w, s                        →  w, s                         of a weight that is stored packed
     hadamard(x, −2)                      →  a part of that cast, and of the search for its largest magnitude
 
@@ -32,7 +32,7 @@ import torch
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import ScaleLayout
+from mxcompile.formats import Copy, ScaleLayout
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import argument, aten
@@ -205,9 +205,10 @@ class _PackedOperands:
             amax = None if amax is None else self._largest(source, amax)
             source = argument(source)
         with self.build.graph.inserting_before(cast.node):
-            how = source, dim, str(form), cast.seed, cast.stream, amax, str(layout)
-            pair = self.build.call(ops.encode_packed, *how, like=cast.node)
-            first, second = (self.build.call(operator.getitem, pair, at, like=cast.node) for at in (0, 1))
+            copy = Copy.packed(form, dim, layout)
+            how = source, [str(copy)], cast.seed, cast.stream, None, amax and [amax]
+            pair = self.build.call(ops.cast, *how, like=cast.node)
+            first, second = self.build.results(pair)
         pair.meta.update({key: value for key, value in cast.node.meta.items() if key not in pair.meta})
         return first, second
 

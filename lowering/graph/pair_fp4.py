@@ -1,7 +1,7 @@
 """pair_fp4: one read of a tensor for both of its packed copies, and one for the amax of both.
 
-    encode_packed(x, −1), encode_packed(x, −2)            →  encode_packed_both(x)
-    largest(x), hadamard_largest(x)[1]                    →  hadamard_largest(x)[0], hadamard_largest(x)[1]
+    cast(x, packed @−1), cast(x, packed @−2)        →  cast(x, both)
+    largest(x), hadamard_largest(x)[1]              →  hadamard_largest(x)[0], hadamard_largest(x)[1]
 
 For chips with packed FP4 operands. Casts to random elements stay apart, because their random numbers take the
 registers of the second copy. So do two copies if one needs an amax that is computed behind the other.
@@ -17,13 +17,11 @@ from typing import Any, ClassVar
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import Format
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
-from mxcompile.graph.tags import tensor
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
 from mxcompile.lowering.graph.packed import FP4_TEMPLATES
-from mxcompile.ops.view import arguments_of, results_of
+from mxcompile.ops.view import Cast, results_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,14 +41,17 @@ class PairFP4(LoweringPass):
         build = Builder(graph, self.name)
         for node in list(graph.find_nodes(op="call_function", target=ops.hadamard_largest)):
             _share_amax(build, node)
-        waiting: dict[Any, fx.Node] = {}
-        for node in list(graph.find_nodes(op="call_function", target=ops.encode_packed)):
-            key = _key(node)
+        waiting: dict[Any, Cast] = {}
+        for node in list(graph.find_nodes(op="call_function", target=ops.cast)):
+            cast = Cast.of(node)
+            if cast is None or not cast.form.packed:
+                continue
+            key = _key(cast)
             other = waiting.get(key)
-            if other is None or _side(other) == _side(node) or not _is_ready(node, before=other):
-                waiting[key] = node
+            if other is None or other.side == cast.side or not _is_ready(cast, before=other):
+                waiting[key] = cast
             else:
-                _merge(build, first=waiting.pop(key), second=node)
+                _merge(build, first=waiting.pop(key), second=cast)
         dead.eliminate(graph)
         return NO_REASONS
 
@@ -71,37 +72,24 @@ def _share_amax(build: Builder, both: fx.Node) -> None:
     build.replace(plain, first)
 
 
-def _key(cast: fx.Node) -> tuple[Any, ...]:
+def _key(cast: Cast) -> tuple[Any, ...]:
     """Source, format and scale layout, alike in both copies of a tensor; alone for random elements."""
-    given = arguments_of(cast)
-    form = Format.of(given["fmt"])
-    return given["x"], form.untransformed, given["scale_layout"], cast if form.stochastic else None
+    alone = cast.node if cast.form.stochastic else None
+    return cast.x, cast.form.untransformed, cast.copy.layout, alone
 
 
-def _side(cast: fx.Node) -> int:
-    """The dimension of blocks, counted from the last, which is −1."""
-    given = arguments_of(cast)
-    value = tensor(given["x"])
-    assert value is not None
-    dim: int = given["block_dim"]
-    return dim if dim < 0 else dim - value.ndim
-
-
-def _is_ready(cast: fx.Node, *, before: fx.Node) -> bool:
+def _is_ready(cast: Cast, *, before: Cast) -> bool:
     """Whether all that `cast` reads is there at `before`, and `cast` has a transform along columns alone."""
-    form = Format.of(arguments_of(cast)["fmt"])
-    is_placed = form.hadamard is None or _side(cast) == -2
-    return is_placed and all(node < before for node in cast.all_input_nodes)
+    is_placed = cast.form.hadamard is None or cast.side == -2
+    return is_placed and all(node < before.node for node in cast.node.all_input_nodes)
 
 
-def _merge(build: Builder, *, first: fx.Node, second: fx.Node) -> None:
-    casts = sorted((first, second), key=_side, reverse=True)
-    rows, columns = map(arguments_of, casts)
-    given = rows["fmt"], columns["fmt"], rows["amax"], columns["amax"], rows["scale_layout"]
-    with build.graph.inserting_before(first):
-        both = build.call(ops.encode_packed_both, rows["x"], *given, like=first)
-        results = [build.call(operator.getitem, both, index, like=first) for index in range(4)]
+def _merge(build: Builder, *, first: Cast, second: Cast) -> None:
+    casts = sorted((first, second), key=lambda cast: cast.side, reverse=True)
+    copies, amaxes = [str(cast.copy) for cast in casts], [cast.amax for cast in casts]
+    known = (None, 0, None, amaxes) if any(amaxes) else ()
+    with build.graph.inserting_before(first.node):
+        both = build.call(ops.cast, first.x, copies, *known, like=first.node)
+        results = build.results(both)
     for cast, outputs in zip(casts, (results[:2], results[2:]), strict=True):
-        for place, user in list(results_of(cast)):
-            build.replace(user, outputs[place])
-        build.graph.erase_node(cast)
+        build.replace_results(cast.node, outputs)

@@ -32,7 +32,9 @@ class SplitCasts(LoweringPass):
         build = Builder(graph, self.name)
         for node in graph.find_nodes(op="call_function", target=ops.cast):
             cast = Cast.of(node)
-            if cast is not None and not cast.copy.is_mx and len(cast.copy.specs(value_of(cast.x))) > 1:
+            if cast is None or cast.copy.is_mx or cast.form.packed:
+                continue
+            if len(cast.copy.specs(value_of(cast.x))) > 1:
                 _split(build, cast)
         dead.eliminate(graph)
         return NO_REASONS
@@ -50,7 +52,7 @@ def _split(build: Builder, cast: Cast) -> None:
         scale = cast.scale or part(Part.SCALES, seed=None, stream=0)
         parts = {1: scale}
         if 0 in results and results[0].users:
-            parts[0] = part(Part.ELEMENTS, scale=scale)
+            parts[0] = part(Part.ELEMENTS, scales=[scale])
     for place, result in results.items():
         if place in parts:
             result.replace_all_uses_with(parts[place])

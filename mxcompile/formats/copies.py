@@ -7,15 +7,21 @@
     e4m3 1x32 rceil @-1 elements         elements alone
     e4m3 1x32 rceil @-1 elements bfloat16      the same as numbers of that dtype
     e4m3 1x32 rceil @-1 scales           scales alone
+    e2m1 1x32 rceil packed @-2 codes transposed      packed elements and scales, the contraction innermost
 
 `@` precedes the contraction dimension, counted from the last.
+
+A byte of a packed copy holds two codes that follow each other along the contraction, the first in its low
+half, as in `torch.float4_e2m1fn_x2`. If the length is odd, the high half of the last byte is 0. Its scales
+are bytes, one for each block along the contraction of each row. A format with a transform transforms x along
+columns first (`hadamard`); the amax is the transformed tensor's.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -23,7 +29,15 @@ import torch
 from torch import Tensor
 
 from mxcompile.errors import FormatError
-from mxcompile.formats.encoding import decode_tensors, element_values, encode_tensors, scale_shape, scales_of
+from mxcompile.formats.encoding import (
+    decode_tensors,
+    element_values,
+    encode_tensors,
+    pack,
+    scale_shape,
+    scales_of,
+)
+from mxcompile.formats.hadamard import num_transformed, transformed
 from mxcompile.formats.scale_tiles import tile_scale, tiled_length
 from mxcompile.formats.types import (
     ElemType,
@@ -32,9 +46,12 @@ from mxcompile.formats.types import (
     ScaleLayout,
     Tile,
     elem_type,
+    num_blocks,
     rounding,
     scale_layout,
 )
+
+_TRANSPOSED = "transposed"
 
 
 class Part(StrEnum):
@@ -55,7 +72,8 @@ class Copy:
 
     format: of its elements and scales. dim: the contraction dimension, counted from the last, which is −1.
     layout: of scales. dtype: of values, or of elements as numbers; None for elements and scales as they are
-    stored. part: what there is of it; with a dtype, `Part.CODES` for values.
+    stored. part: what there is of it; with a dtype, `Part.CODES` for values. transposed: whether the last two
+    dimensions of elements and scales are swapped, as copies along columns have the contraction innermost.
     """
 
     format: Format
@@ -63,6 +81,7 @@ class Copy:
     layout: ScaleLayout = ScaleLayout.ROW_MAJOR
     dtype: torch.dtype | None = None
     part: Part = Part.CODES
+    transposed: bool = False
 
     def __str__(self) -> str:
         words = [str(self.format), f"@{self.dim}"]
@@ -70,6 +89,8 @@ class Copy:
             words.append(str(self.part))
         if self.dtype is not None:
             words.append(str(self.dtype).removeprefix("torch."))
+        if self.transposed:
+            words.append(_TRANSPOSED)
         if self.layout is not ScaleLayout.ROW_MAJOR:
             words.append(str(self.layout))
         return " ".join(words)
@@ -108,6 +129,11 @@ class Copy:
         spread = plain and fmt.tile == Tile.SQUARE and not fmt.stochastic
         return cls(format=fmt, dim=dim, layout=ScaleLayout.PER_ROW if spread else layout, dtype=dtype)
 
+    @classmethod
+    def packed(cls, fmt: Format, dim: int, layout: ScaleLayout = ScaleLayout.ROW_MAJOR) -> Copy:
+        """A copy of packed elements with the contraction innermost, as the chip's instruction reads it."""
+        return cls(format=replace(fmt, packed=True), dim=dim, layout=layout, transposed=dim == -2)
+
     @property
     def elem(self) -> ElemType:
         """The element type."""
@@ -139,25 +165,31 @@ class Copy:
     def specs(self, x: Tensor) -> list[Spec]:
         """Returns shape and dtype of each tensor of the copy of `x`.
 
-        Raises `FormatError` for tiled scales of a tensor that is not a matrix.
+        Raises `FormatError` for tiled scales of a tensor that is no matrix, and for a transform along rows.
         """
+        form, shape = self.format, list(x.shape)
         if self.dtype is not None:
-            return [(x.shape, self.dtype)]
-        elements = x.shape, self.elem.dtype
-        if self.part is Part.ELEMENTS:
-            return [elements]
-        tile = self.format.tile
-        if self.layout is not ScaleLayout.ROW_MAJOR:
+            return [(shape, self.dtype)]
+        if form.packed and form.hadamard is not None:
+            if self.dim != -2:
+                raise FormatError(f"a cast along rows to {form}: its transform runs along columns")
+            shape[self.dim] = num_transformed(shape[self.dim])
+        tile = form.tile
+        if form.packed or self.layout is not ScaleLayout.ROW_MAJOR:
             tile = Tile(1, tile.along)
-        scale = scale_shape(x.shape, self.dim, tile)
+        scale = scale_shape(shape, self.dim, tile)
         if self.is_tiled:
             if x.ndim != 2:
                 raise FormatError(
                     f"scales of a tensor of {x.ndim} dimensions cannot be tiled: only those of a matrix"
                 )
             scale = [tiled_length(scale[1 - self.dim % 2], scale[self.dim])]
-        scales = scale, self.format.scale.dtype
-        return [scales] if self.part is Part.SCALES else [elements, scales]
+        shape[self.dim] = num_blocks(shape[self.dim], form.per_byte)
+        if self.transposed:
+            shape, scale = _swapped(shape), scale if self.is_tiled else _swapped(scale)
+        elements = shape, self.elem.dtype
+        scales = scale, torch.uint8 if form.packed else form.scale.dtype
+        return {Part.CODES: [elements, scales], Part.ELEMENTS: [elements], Part.SCALES: [scales]}[self.part]
 
     def tensors(
         self,
@@ -173,24 +205,36 @@ class Copy:
         """
         form = self.format
         self.specs(x)  # whose errors are this one's
+        if form.packed and form.hadamard is not None:
+            x, form = transformed(x, self.dim, form.hadamard), form.untransformed
         if self.part is Part.SCALES:
             return [self._laid_out(scales_of(x, self.dim, form, amax), x)]
         qdata, scale = encode_tensors(x, self.dim, form, seed, stream, scale, amax)
-        if self.part is Part.ELEMENTS:
-            return [qdata if self.dtype is None else element_values(qdata, self.elem).to(self.dtype)]
-        if self.dtype is not None:
+        if self.dtype is not None and self.part is Part.CODES:
             return [decode_tensors(qdata, scale, self.dim, form, self.dtype)]
-        return [qdata, self._laid_out(scale, x)]
+        if self.dtype is not None:
+            return [element_values(qdata, self.elem).to(self.dtype)]
+        if form.packed:
+            odd = qdata.narrow(self.dim, 0, qdata.shape[self.dim] % form.per_byte)
+            qdata = pack(torch.cat([qdata, torch.zeros_like(odd)], self.dim), self.dim, self.elem)
+        qdata = qdata.mT.contiguous() if self.transposed else qdata
+        return [qdata] if self.part is Part.ELEMENTS else [qdata, self._laid_out(scale, x)]
 
     def _laid_out(self, scale: Tensor, x: Tensor) -> Tensor:
         """The scales of tiles of `x` in `layout`."""
         across = self.format.tile.across
-        if self.layout is not ScaleLayout.ROW_MAJOR and across > 1:
+        if self.format.packed:
+            scale = scale.view(torch.uint8)
+        if across > 1 and (self.format.packed or self.layout is not ScaleLayout.ROW_MAJOR):
             other = -3 - self.dim
             scale = scale.repeat_interleave(across, other).narrow(other, 0, x.shape[other])
         if self.is_tiled:
             return tile_scale(scale if self.dim % 2 == 1 else scale.t())
-        return scale.contiguous()
+        return (scale.mT if self.transposed else scale).contiguous()
+
+
+def _swapped(shape: Sequence[Any]) -> list[Any]:
+    return [*shape[:-2], shape[-1], shape[-2]]
 
 
 @functools.cache
@@ -200,8 +244,9 @@ def _copy_of(word: str) -> Copy:
     layouts = [each for each in words if each in list(ScaleLayout)]
     parts = [each for each in words if each in list(Part)]
     dtypes = [each for each in words if isinstance(getattr(torch, each, None), torch.dtype)]
+    turned = [each for each in words if each == _TRANSPOSED]
     known = form and dim.lstrip("-").isdecimal() and (parts or dtypes)
-    if not known or [*parts[:1], *dtypes[:1], *layouts[:1]] != words:
+    if not known or [*parts[:1], *dtypes[:1], *turned[:1], *layouts[:1]] != words:
         raise FormatError(
             f"{word!r} is no copy: expected a format, @ and a dimension, {', '.join(Part)} or a dtype"
         )
@@ -211,4 +256,5 @@ def _copy_of(word: str) -> Copy:
         layout=ScaleLayout(layouts[0]) if layouts else ScaleLayout.ROW_MAJOR,
         dtype=getattr(torch, dtypes[0]) if dtypes else None,
         part=Part(parts[0]) if parts else Part.CODES,
+        transposed=bool(turned),
     )

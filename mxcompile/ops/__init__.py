@@ -26,8 +26,6 @@ from mxcompile.ops.mx import grouped_mm as grouped_mm
 from mxcompile.ops.mx import grouped_product as grouped_product
 from mxcompile.ops.mx import quantize_mm as quantize_mm
 from mxcompile.ops.mx import weight_only_mm as weight_only_mm
-from mxcompile.ops.packed import encode_packed as encode_packed
-from mxcompile.ops.packed import encode_packed_both as encode_packed_both
 from mxcompile.ops.packed import packed_grouped_mm as packed_grouped_mm
 from mxcompile.ops.packed import packed_mm as packed_mm
 from mxcompile.ops.packed import tile_scales as tile_scales
@@ -50,8 +48,6 @@ CASTS = frozenset(
         encode_transposed,
         encode_layouts,
         encode_blocks,
-        encode_packed,
-        encode_packed_both,
     )
 )
 """The operators that change the format of one tensor."""

@@ -4,8 +4,9 @@
     decode    qdata, scale → x; without a scale the elements alone, in uint8 the codes of packed ones
 
 seed, stream: of the random numbers of stochastic elements; `stream` tells apart the casts that share a seed.
-scale: replaces the one that follows from the tensor, where it is known before (see `state`). amax: of the
-tensor, FP32 [1], for formats of two levels (`largest`). global_scale: of a weight stored in two levels, by
+scales: one for each copy, in the place of those that follow from the tensor, where they are known before
+(see `state`). amaxes: of the tensor, FP32 [1], for copies in formats of two levels (`largest`). Both are None
+for copies that need none. global_scale: of a weight stored in two levels, by
 which the scales of its blocks are divided. Without either, x is that many times as large.
 
 `decode` takes the scales of a matrix in tiles too (see `scale_tiles`): a vector.
@@ -30,13 +31,18 @@ def _cast(
     copies: Sequence[str],
     seed: Tensor | None = None,
     stream: int = 0,
-    scale: Tensor | None = None,
-    amax: Tensor | None = None,
+    scales: Sequence[Tensor | None] | None = None,
+    amaxes: Sequence[Tensor | None] | None = None,
     y: Tensor | None = None,
 ) -> list[Tensor]:
-    known = seed, stream, scale, amax
-    groups = (Copy.of(word).tensors(each, *known) for each in _sources(x, y) for word in copies)
-    return [tensor for tensors in groups for tensor in tensors]
+    none = [None] * len(copies)
+    known = list(zip(copies, scales or none, amaxes or none, strict=True))
+    return [
+        tensor
+        for each in _sources(x, y)
+        for word, scale, amax in known
+        for tensor in Copy.of(word).tensors(each, seed, stream, scale, amax)
+    ]
 
 
 def _sources(x: Tensor, y: Tensor | None) -> list[Tensor]:
@@ -48,8 +54,8 @@ def _spec_cast(
     copies: Sequence[str],
     seed: Tensor | None = None,
     stream: int = 0,
-    scale: Tensor | None = None,
-    amax: Tensor | None = None,
+    scales: Sequence[Tensor | None] | None = None,
+    amaxes: Sequence[Tensor | None] | None = None,
     y: Tensor | None = None,
 ) -> list[Spec]:
     return [spec for each in _sources(x, y) for word in copies for spec in Copy.of(word).specs(each)]
@@ -92,8 +98,8 @@ def _spec_decode(
 
 
 cast = define(
-    "cast(Tensor x, str[] copies, Tensor? seed=None, int stream=0, Tensor? scale=None, Tensor? amax=None,"
-    " Tensor? y=None) -> Tensor[]",
+    "cast(Tensor x, str[] copies, Tensor? seed=None, int stream=0, Tensor?[]? scales=None,"
+    " Tensor?[]? amaxes=None, Tensor? y=None) -> Tensor[]",
     _cast,
     _spec_cast,
 )

@@ -89,8 +89,8 @@ class Casts(View):
     copies: Sequence[str]
     seed: fx.Node | None = None
     stream: int = 0
-    scale: fx.Node | None = None
-    amax: fx.Node | None = None
+    scales: Sequence[fx.Node | None] | None = None
+    amaxes: Sequence[fx.Node | None] | None = None
     y: fx.Node | None = None
     operators: ClassVar[frozenset[Any]] = frozenset({cast})
 
@@ -114,6 +114,16 @@ class Cast(Casts):
     def copy(self) -> Copy:
         """The copy."""
         return Copy.of(self.copies[0])
+
+    @property
+    def scale(self) -> fx.Node | None:
+        """Its scale, where that is known before."""
+        return self.scales[0] if self.scales else None
+
+    @property
+    def amax(self) -> fx.Node | None:
+        """The amax of the tensor, for two levels."""
+        return self.amaxes[0] if self.amaxes else None
 
     @property
     def form(self) -> Format:
@@ -152,6 +162,7 @@ class Decode(View):
     block_dim: int
     fmt: str
     dtype: torch.dtype
+    amax: fx.Node | None = None
     global_scale: fx.Node | None = None
     operators: ClassVar[frozenset[Any]] = frozenset({decode})
 

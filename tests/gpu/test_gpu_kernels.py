@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.casts import quantize, quantize_both, quantize_operands, scaled_mm
+from helpers.casts import encode_packed, quantize, quantize_both, quantize_operands, scaled_mm
 from helpers.operands import assert_within, operand, product, values
 from helpers.packed_operands import MXFP4, NVFP4
 
@@ -234,7 +234,7 @@ def test_fp4_casts_and_products(chip, shape, word):
 
     def packed(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         amax = ops.largest(x) if word == NVFP4 else None
-        return ops.encode_packed(x, -1, word, None, 0, amax, layout)
+        return encode_packed(x, -1, word, None, 0, amax, layout)
 
     sides, tensors = [], []
     for rows in (m, n):

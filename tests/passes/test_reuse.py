@@ -85,7 +85,7 @@ def two_level(
     sides, known = [], []
     for source, along, word in ((x, -1, stored_form), (values, dim, form)):
         amax = hand.call(ops.largest, source)
-        cast = hand.call(ops.cast, source, codes(along, word), None, 0, None, amax)
+        cast = hand.call(ops.cast, source, codes(along, word), None, 0, None, [amax])
         parts = [hand.call(operator.getitem, cast, part) for part in (0, 1)]
         known.append(hand.call(ops.known_scale, amax, 0, word, 1))
         sides += parts
