@@ -45,8 +45,10 @@ def _split(build: Builder, cast: Cast) -> None:
 
     def part(name: Part, **changes: Any) -> fx.Node:
         copies = [str(replace(cast.copy, part=name))]
-        made = build.call(ops.cast, *cast.arguments(copies=copies, **changes), like=cast.node)
-        return build.results(made)[0]
+        (result,) = build.results(
+            build.call(ops.cast, *cast.arguments(copies=copies, **changes), like=cast.node)
+        )
+        return result
 
     with build.graph.inserting_before(cast.node):
         scale = cast.scale or part(Part.SCALES, seed=None, stream=0)

@@ -55,7 +55,7 @@ def scales(x: ir.TensorBox, copy: Copy, amax: ir.TensorBox | None = None) -> ir.
     form = copy.format
     if form.amax.kind is AmaxKind.PERCENTILE:  # sorted by torch: a format to study, not to run fast
         word = str(Copy(format=form, dim=copy.dim, part=Part.SCALES))
-        (result,) = _AS_IT_IS(x, [word], None, 0, None, [amax])
+        (result,) = _AS_IT_IS(x, [word], None, 0, None, None if amax is None else [amax])
         return cast(ir.TensorBox, result)
     x.realize()
     blocks = _blocks(x, copy.dim, form)

@@ -165,7 +165,7 @@ class Copy:
     def specs(self, x: Tensor) -> list[Spec]:
         """Returns shape and dtype of each tensor of the copy of `x`.
 
-        Raises `FormatError` for tiled scales of a tensor that is no matrix, and for a transform along rows.
+        Raises `FormatError` for tiled scales of a tensor that is not a matrix, or a transform along rows.
         """
         form, shape = self.format, list(x.shape)
         if self.dtype is not None:

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from mxcompile import ops
 from mxcompile.errors import FormatError
-from mxcompile.lowering.graph.pair_fp4 import PairFP4
+from mxcompile.lowering.graph.merge_casts import MergeCasts
 from mxcompile.lowering.targets import TARGETS
 
 NVFP4, MXFP4 = "e2m1 1x16 two-level", "e2m1 1x32 rceil"
@@ -23,7 +23,7 @@ ROTATED = f"{NVFP4} hadamard:{SIGNS}"
 def paired(function, *inputs: Tensor) -> fx.GraphModule:
     """The graph of `function` behind the pass."""
     module = make_fx(function, tracing_mode="fake")(*inputs)
-    PairFP4(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
+    MergeCasts(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
     module.graph.lint()
     module.recompile()
     return module
