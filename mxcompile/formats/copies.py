@@ -187,8 +187,8 @@ class Copy:
         shape[self.dim] = num_blocks(shape[self.dim], form.per_byte)
         if self.transposed:
             shape, scale = _swapped(shape), scale if self.is_tiled else _swapped(scale)
-        elements = shape, self.elem.dtype
-        scales = scale, torch.uint8 if form.packed else form.scale.dtype
+        elements: Spec = (shape, self.elem.dtype)
+        scales: Spec = (scale, torch.uint8 if form.packed else form.scale.dtype)
         return {Part.CODES: [elements, scales], Part.ELEMENTS: [elements], Part.SCALES: [scales]}[self.part]
 
     def tensors(
