@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import Copy, Part, ScaleLayout
+from mxcompile.formats import Copy, CopyPart, ScaleLayout
 from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import tensor
 from mxcompile.graph.transpose import transpose, untransposed
@@ -78,7 +78,7 @@ class DequantizedOperands:
     ) -> fx.Node:
         cast = Cast.of(result_of(qdata)[0])
         if cast is not None and _made_both(cast, scale):
-            part = Part.CODES if scaled else Part.ELEMENTS
+            part = CopyPart.CODES if scaled else CopyPart.ELEMENTS
             values = Copy(format=cast.form, dim=cast.side, dtype=dtype, part=part)
             return self._cast(cast, values, like, scales=[scale])
         unpack = Unpack.of(qdata) if scaled else None

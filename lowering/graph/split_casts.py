@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import Part
+from mxcompile.formats import CopyPart
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import value_of
@@ -43,7 +43,7 @@ class SplitCasts(LoweringPass):
 def _split(build: Builder, cast: Cast) -> None:
     results = dict(results_of(cast.node))
 
-    def part(name: Part, **changes: Any) -> fx.Node:
+    def part(name: CopyPart, **changes: Any) -> fx.Node:
         copies = [str(replace(cast.copy, part=name))]
         (result,) = build.results(
             build.call(ops.cast, *cast.arguments(copies=copies, **changes), like=cast.node)
@@ -51,10 +51,10 @@ def _split(build: Builder, cast: Cast) -> None:
         return result
 
     with build.graph.inserting_before(cast.node):
-        scale = cast.scale or part(Part.SCALES, seed=None, stream=0)
+        scale = cast.scale or part(CopyPart.SCALES, seed=None, stream=0)
         parts = {1: scale}
         if 0 in results and results[0].users:
-            parts[0] = part(Part.ELEMENTS, scales=[scale])
+            parts[0] = part(CopyPart.ELEMENTS, scales=[scale])
     for place, result in results.items():
         if place in parts:
             result.replace_all_uses_with(parts[place])

@@ -13,7 +13,7 @@ from torch._inductor import ir
 from torch._inductor.lowering import lowerings, register_lowering
 
 from mxcompile import ops
-from mxcompile.formats import Copy, Part, ScaleLayout
+from mxcompile.formats import Copy, CopyPart, ScaleLayout
 from mxcompile.lowering.cpu import casts as cpp
 from mxcompile.lowering.inductor import casts, general
 
@@ -73,12 +73,12 @@ def _general(
     assert copy.layout is ScaleLayout.ROW_MAJOR, f"no loops make {copy}"
     if scale is None:
         scale = general.scales(x, copy, amax)
-    elif copy.part is Part.CODES and copy.dtype is None:
+    elif copy.part is CopyPart.CODES and copy.dtype is None:
         scale = _CLONE(scale)
-    if copy.part is Part.SCALES:
+    if copy.part is CopyPart.SCALES:
         return [scale]
     drawn = seed, stream, amax
     if copy.dtype is not None:
         return [general.values(x, scale, copy, *drawn)]
     stored = general.elements_over(x, scale, copy, *drawn)
-    return [stored] if copy.part is Part.ELEMENTS else [stored, scale]
+    return [stored] if copy.part is CopyPart.ELEMENTS else [stored, scale]

@@ -23,9 +23,9 @@ from mxcompile.formats import (
     BLOCK,
     AmaxKind,
     Copy,
+    CopyPart,
     ElemType,
     Format,
-    Part,
     Rounding,
     ScaleLayout,
     ScaleType,
@@ -54,7 +54,7 @@ def scales(x: ir.TensorBox, copy: Copy, amax: ir.TensorBox | None = None) -> ir.
     """One scale for every tile of `x`."""
     form = copy.format
     if form.amax.kind is AmaxKind.PERCENTILE:  # sorted by torch: a format to study, not to run fast
-        word = str(Copy(format=form, dim=copy.dim, part=Part.SCALES))
+        word = str(Copy(format=form, dim=copy.dim, part=CopyPart.SCALES))
         (result,) = _AS_IT_IS(x, [word], None, 0, None, None if amax is None else [amax])
         return cast(ir.TensorBox, result)
     x.realize()
@@ -168,7 +168,7 @@ def values(
     scaled, dtype = _Scaled(x, scale, copy.dim, copy.format, seed, stream, amax), copy.dtype
     assert dtype is not None, f"{copy} has no values"
     over = scaled.factor(inverse=True)
-    times = scaled.factor(inverse=False) if copy.part is Part.CODES else None
+    times = scaled.factor(inverse=False) if copy.part is CopyPart.CODES else None
 
     def value(index: Index, block: Index) -> Any:
         element = scaled.rounded(index, over(block))

@@ -54,7 +54,7 @@ from mxcompile.formats.types import (
 _TRANSPOSED = "transposed"
 
 
-class Part(StrEnum):
+class CopyPart(StrEnum):
     """Which tensors a copy has: elements and scales, or one of them."""
 
     CODES = "codes"
@@ -72,7 +72,7 @@ class Copy:
 
     format: of its elements and scales. dim: the contraction dimension, counted from the last, which is −1.
     layout: of scales. dtype: of values, or of elements as numbers; None for elements and scales as they are
-    stored. part: what there is of it; with a dtype, `Part.CODES` for values. transposed: whether the last two
+    stored. part: what there is of it; with a dtype, `CopyPart.CODES` for values. transposed: whether the last two
     dimensions of elements and scales are swapped, as copies along columns have the contraction innermost.
     """
 
@@ -80,12 +80,12 @@ class Copy:
     dim: int = -1
     layout: ScaleLayout = ScaleLayout.ROW_MAJOR
     dtype: torch.dtype | None = None
-    part: Part = Part.CODES
+    part: CopyPart = CopyPart.CODES
     transposed: bool = False
 
     def __str__(self) -> str:
         words = [str(self.format), f"@{self.dim}"]
-        if self.dtype is None or self.part is not Part.CODES:
+        if self.dtype is None or self.part is not CopyPart.CODES:
             words.append(str(self.part))
         if self.dtype is not None:
             words.append(str(self.dtype).removeprefix("torch."))
@@ -159,7 +159,7 @@ class Copy:
     def is_mx(self) -> bool:
         """Whether it is MXFP8 as an MX GEMM reads it, or the values of it."""
         spread = self.dtype is None and self.layout is ScaleLayout.ROW_MAJOR
-        form, whole = self.format, self.part is Part.CODES
+        form, whole = self.format, self.part is CopyPart.CODES
         return whole and form.is_mx and not form.stochastic and not (self.is_square and spread)
 
     def specs(self, x: Tensor) -> list[Spec]:
@@ -189,7 +189,9 @@ class Copy:
             shape, scale = _swapped(shape), scale if self.is_tiled else _swapped(scale)
         elements: Spec = (shape, self.elem.dtype)
         scales: Spec = (scale, torch.uint8 if form.packed else form.scale.dtype)
-        return {Part.CODES: [elements, scales], Part.ELEMENTS: [elements], Part.SCALES: [scales]}[self.part]
+        return {CopyPart.CODES: [elements, scales], CopyPart.ELEMENTS: [elements], CopyPart.SCALES: [scales]}[
+            self.part
+        ]
 
     def tensors(
         self,
@@ -207,10 +209,10 @@ class Copy:
         self.specs(x)  # whose errors are this one's
         if form.packed and form.hadamard is not None:
             x, form = transformed(x, self.dim, form.hadamard), form.untransformed
-        if self.part is Part.SCALES:
+        if self.part is CopyPart.SCALES:
             return [self._laid_out(scales_of(x, self.dim, form, amax), x)]
         qdata, scale = encode_tensors(x, self.dim, form, seed, stream, scale, amax)
-        if self.dtype is not None and self.part is Part.CODES:
+        if self.dtype is not None and self.part is CopyPart.CODES:
             return [decode_tensors(qdata, scale, self.dim, form, self.dtype)]
         if self.dtype is not None:
             return [element_values(qdata, self.elem).to(self.dtype)]
@@ -218,7 +220,7 @@ class Copy:
             odd = qdata.narrow(self.dim, 0, qdata.shape[self.dim] % form.per_byte)
             qdata = pack(torch.cat([qdata, torch.zeros_like(odd)], self.dim), self.dim, self.elem)
         qdata = qdata.mT.contiguous() if self.transposed else qdata
-        return [qdata] if self.part is Part.ELEMENTS else [qdata, self._laid_out(scale, x)]
+        return [qdata] if self.part is CopyPart.ELEMENTS else [qdata, self._laid_out(scale, x)]
 
     def _laid_out(self, scale: Tensor, x: Tensor) -> Tensor:
         """The scales of tiles of `x` in `layout`."""
@@ -242,19 +244,19 @@ def _copy_of(word: str) -> Copy:
     form, _, rest = word.rpartition(" @")
     dim, *words = rest.split() or [""]
     layouts = [each for each in words if each in list(ScaleLayout)]
-    parts = [each for each in words if each in list(Part)]
+    parts = [each for each in words if each in list(CopyPart)]
     dtypes = [each for each in words if isinstance(getattr(torch, each, None), torch.dtype)]
     turned = [each for each in words if each == _TRANSPOSED]
     known = form and dim.lstrip("-").isdecimal() and (parts or dtypes)
     if not known or [*parts[:1], *dtypes[:1], *turned[:1], *layouts[:1]] != words:
         raise FormatError(
-            f"{word!r} is no copy: expected a format, @ and a dimension, {', '.join(Part)} or a dtype"
+            f"{word!r} is no copy: expected a format, @ and a dimension, {', '.join(CopyPart)} or a dtype"
         )
     return Copy(
         format=Format.of(form),
         dim=int(dim),
         layout=ScaleLayout(layouts[0]) if layouts else ScaleLayout.ROW_MAJOR,
         dtype=getattr(torch, dtypes[0]) if dtypes else None,
-        part=Part(parts[0]) if parts else Part.CODES,
+        part=CopyPart(parts[0]) if parts else CopyPart.CODES,
         transposed=bool(turned),
     )

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 import mxcompile
 from mxcompile import ops
-from mxcompile.formats import Part
+from mxcompile.formats import CopyPart
 from mxcompile.lowering import pipeline
 from mxcompile.ops.view import Casts
 from mxcompile.policy.presets import PRESETS
@@ -35,7 +35,7 @@ def copies(graph: fx.Graph) -> set[Any]:
         source, *how = node.args or (None,)
         if node.target is ops.cast:
             cast = Casts.read(node)
-            dims = [copy.dim for copy in cast.each if copy.part is not Part.SCALES]
+            dims = [copy.dim for copy in cast.each if copy.part is not CopyPart.SCALES]
             made |= {(each, dim % 2) for each in (cast.x, cast.y) if each is not None for dim in dims}
         elif node.target is ops.quantize_mm:
             made.add((source, 1))
