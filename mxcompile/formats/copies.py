@@ -72,8 +72,8 @@ class Copy:
 
     format: of its elements and scales. dim: the contraction dimension, counted from the last, which is −1.
     layout: of scales. dtype: of values, or of elements as numbers; None for elements and scales as they are
-    stored. part: what there is of it; with a dtype, `CopyPart.CODES` for values. transposed: whether the last two
-    dimensions of elements and scales are swapped, as copies along columns have the contraction innermost.
+    stored. part: what there is of it; with a dtype, `CopyPart.CODES` for values. transposed: whether the last
+    two dimensions of elements and scales are swapped, as copies along columns have the contraction innermost.
     """
 
     format: Format

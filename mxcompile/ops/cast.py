@@ -6,8 +6,10 @@
 seed, stream: of the random numbers of stochastic elements; `stream` tells apart the casts that share a seed.
 scales: one for each copy, in the place of those that follow from the tensor, where they are known before
 (see `state`). amaxes: of the tensor, FP32 [1], for copies in formats of two levels (`largest`). Both are None
-for copies that need none. global_scale: of a weight stored in two levels, by
-which the scales of its blocks are divided. Without either, x is that many times as large.
+for copies that need none.
+
+amax: of a tensor that was cast to a format of two levels. global_scale: of a weight that is stored in one, by
+which the scales of its blocks are divided. Without either, `decode` leaves the scale of the tensor out.
 
 `decode` takes the scales of a matrix in tiles too (see `scale_tiles`): a vector.
 """
