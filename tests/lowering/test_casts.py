@@ -69,11 +69,12 @@ CASES = [
 def test_compiled_casts_are_bit_exact(
     dtype: torch.dtype, elem: torch.dtype, rounding: str, square: bool, shape: tuple[int, int]
 ):
+    word = str(Format.mx(elem_type(elem)))
+
     def casts(x: torch.Tensor) -> Any:
         results: tuple[torch.Tensor, ...] = ()
         for dim in (-1, -2):
             qdata, scale = quantize(x, dim, elem, rounding, square)
-            word = str(Format.mx(elem_type(elem)))
             results += (qdata, scale, ops.decode(qdata, scale, dim, word, BF16))
             results += (values(x, dim, elem, rounding, square, F32),)
         return results
