@@ -19,6 +19,7 @@ from mxcompile.graph.tags import GemmTag, Kind, set_tag, tags_of
 from mxcompile.lowering import pipeline
 from mxcompile.lowering.graph.promote import Promote
 from mxcompile.lowering.targets import TARGETS
+from mxcompile.ops.view import Decode
 from mxcompile.policy import Gemm
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -144,7 +145,7 @@ def test_dequantized_operands_are_dequantized_to_fp32():
     )
     Promote(target=SLOW, device="cpu", promotes=False).apply(graph_module.graph)
     (made,) = graph_module.graph.find_nodes(op="call_function", target=ops.decode)
-    assert made.args[3] is FP32
+    assert Decode.read(made).dtype is FP32
     assert made.meta["val"].dtype is FP32
 
 
