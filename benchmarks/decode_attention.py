@@ -152,7 +152,7 @@ def _packed(q: Tensor, layer: tuple[Tensor, ...], mask: Tensor) -> Tensor:
 
 def _stored(q: Tensor, layer: tuple[Tensor, ...], mask: Tensor) -> Tensor:
     k, v = (
-        ops.dequantize(codes.view(ELEM), scales, -1, torch.bfloat16)
+        ops.decode(codes.view(ELEM), scales, -1, "e4m3 1x32 rceil", torch.bfloat16)
         for codes, scales in (layer[:2], layer[2:])
     )
     return _repeated(q, (k, v), mask)

@@ -174,7 +174,7 @@ def quantized(rows: int, k: int, count: int, scales: ScaleLayout) -> tuple[list[
 
 def values(operand: Operand) -> Tensor:
     """FP64 [rows, K]."""
-    found: Tensor = ops.dequantize(*operand, -1, torch.float64)
+    found: Tensor = ops.decode(*operand, -1, "e4m3 1x32 rceil", torch.float64)
     return found
 
 

@@ -212,5 +212,5 @@ def quantize_mm(x: Tensor, b: Tensor, scale_b: Tensor) -> Tensor:
 
 def weight_only(x: Tensor, qdata: Tensor, scale: Tensor) -> Tensor:
     """The same of an activation that stays as it is. qdata [N, K]."""
-    out: Tensor = ops.weight_only_mm(x, qdata, scale, None, BF16)
+    out: Tensor = ops.weight_only_mm(x, qdata, scale, None, BF16, "e4m3 1x32 rceil")
     return out

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mxcompile import ops
-from mxcompile.formats import Copy, ScaleLayout, ScaleType
+from mxcompile.formats import Copy, Format, ScaleLayout, ScaleType
 from mxcompile.lowering.chips.peak import Peak
 from mxcompile.lowering.targets import TARGETS, Target
 from mxcompile.offline.rates import Rate, Rates, as_data
@@ -83,10 +83,11 @@ def fp4(peak: Peak, time: Time) -> Iterator[float]:
     """The product of NVFP4 operands, packed, with scales of two levels."""
     from mxcompile.lowering.templates.vendor import mx_vendor_nvfp4_mm  # needs Triton
 
-    word, one = "e2m1 1x16 two-level", torch.ones(1, device=gpu_common.DEVICE)
+    form, one = Format.of("e2m1 1x16 two-level"), torch.ones(1, device=gpu_common.DEVICE)
+    copy = str(Copy.packed(form, -1, ScaleLayout.TILED_128X4))
     for m, n, k in SHAPES:
         matrices = [_matrix(rows, k) for rows in (m, n)]
-        a, (b, scale) = (ops.encode_packed(x, -1, word, None, 0, ops.largest(x)) for x in matrices)
+        a, (b, scale) = (ops.cast(x, [copy], None, 0, None, [ops.largest(x)]) for x in matrices)
         call = functools.partial(mx_vendor_nvfp4_mm, *a, b.t(), scale, one, one, out_dtype=torch.bfloat16)
         yield _share(time(call), (m, n, k), peak.fp4_tflops)
 

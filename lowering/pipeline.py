@@ -30,7 +30,6 @@ from mxcompile.lowering.graph.merge_casts import MergeCasts
 from mxcompile.lowering.graph.name_kernels import NameKernels
 from mxcompile.lowering.graph.native import Native
 from mxcompile.lowering.graph.packed import Packed
-from mxcompile.lowering.graph.pair_fp4 import PairFP4
 from mxcompile.lowering.graph.promote import Promote
 from mxcompile.lowering.graph.split_casts import SplitCasts
 from mxcompile.lowering.graph.tile_scales import TileScales
@@ -54,7 +53,6 @@ LOWERING: tuple[type[LoweringPass], ...] = (
     AsMX,
     Native,
     Fuse,
-    PairFP4,
     CachedAttention,
     WeightOnly,
     VendorFP8,

@@ -20,7 +20,7 @@ from mxcompile.passes.flow import gemms_reading, origin, stored, viewed
 from mxcompile.passes.gather import Gather
 from mxcompile.policy import Gemm
 
-_ELEMENTS_AND_SCALES = frozenset({ops.cast, ops.encode_packed})
+_ELEMENTS_AND_SCALES = frozenset({ops.cast})
 """Casts of one tensor along one dimension: elements, which a product may read, and their scales."""
 
 

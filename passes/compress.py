@@ -1,7 +1,7 @@
 """compress: keep in MXFP8 what backward reads of an activation, where the policy says ``saved: mxfp8``.
 
     forward saves x; backward reads x
-    →  forward saves qdata, scale = cast(x); backward reads dequantize(qdata, scale)
+    →  forward saves qdata, scale = cast(x); backward reads decode(qdata, scale)
 
 `upstream` names the saved tensors that it applies to. Backward then reads the value of the MX copy in the
 place of x; its rounding is the only change. Where a GEMM of backward reads an MX copy of x, along rows or
@@ -28,7 +28,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from mxcompile import ops
-from mxcompile.formats import BLOCK, Copy, Format
+from mxcompile.formats import BLOCK, Copy, Format, elem_type
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import TRANSPARENT, argument, aten, packet
@@ -182,7 +182,8 @@ class _Crossing:
         build = self._backward
         build.leaving.add(end)
         with build.graph.inserting_before(self._first([*end.users])):
-            result = build.call(ops.dequantize, qdata, scale, copy.dim, value.dtype, like=end)
+            form = Format.mx(elem_type(value_of(qdata).dtype))
+            result = build.call(ops.decode, qdata, scale, copy.dim, str(form), value.dtype, like=end)
             begun = undone(copy.steps, result, build)
             repeated_value = None if begun is None else repeated(after, begun, build)
             if repeated_value is not None:

@@ -11,12 +11,12 @@ import torch
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import Format, stored_form
+from mxcompile.formats import Format
 from mxcompile.graph.opsets import BIASED, MATMULS, PICKS, RANDOM, REPEATS, TRANSPARENT, VIEWS, aten, packet
 from mxcompile.graph.tags import GemmTag, numel, tag_of, tensor, value_of
 from mxcompile.graph.transpose import readers
 from mxcompile.models.names import GraphInput
-from mxcompile.ops.view import Dequantize, argument_of
+from mxcompile.ops.view import Decode, argument_of
 
 
 class Depends(Flag):
@@ -104,9 +104,6 @@ def _is_layer(node: fx.Node, repeated: set[fx.Node]) -> bool:
     return is_stored(w) and (biased or x in repeated)
 
 
-_DEQUANTIZE = frozenset({ops.dequantize, ops.dequantize_tiles})
-
-
 def is_stored(node: fx.Node) -> bool:
     """Whether `node` is an input of the graph or a constant, in whatever view."""
     return origin(node).op in ("placeholder", "get_attr")
@@ -186,18 +183,14 @@ def _is_no_gemm(node: fx.Node) -> bool:
 
 
 def _is_transparent(node: fx.Node) -> bool:
-    return packet(node) in TRANSPARENT or node.target in _DEQUANTIZE
+    return packet(node) in TRANSPARENT or node.target is ops.decode
 
 
 def stored_as(node: fx.Node) -> Format | None:
     """The format in which the input is stored that `node` is dequantized from; None if it is not."""
     while _is_transparent(node) and isinstance(node.args[0], fx.Node):
-        if node.target in _DEQUANTIZE:
-            value, values = tensor(node.args[0]), Dequantize.of(node)
-            if value is None or origin(node).op != "placeholder":
-                return None
-            word = "" if values is None else values.fmt
-            return Format.of(word) if word else stored_form(value.dtype)
+        if (values := Decode.of(node)) is not None:
+            return values.form.as_read.unpacked if origin(node).op == "placeholder" else None
         node = node.args[0]
     return None
 

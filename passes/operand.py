@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from mxcompile import ops
+from mxcompile.formats import Tile
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import CONVERSIONS, TRANSPARENT, is_matmul_like, packet
 from mxcompile.graph.reshapes import retaken
 from mxcompile.graph.tags import tensor
+from mxcompile.ops.view import Decode
 
 _MODEL_CAST = "aten._to_copy.default"  # by name: graphs are copied, and their operators with them
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -73,13 +74,19 @@ def _undoable(cast: fx.Node, before: fx.Node, products: frozenset[Any]) -> bool:
     if str(cast.meta.get("original_aten", _MODEL_CAST)) != _MODEL_CAST:
         return False
     call = _call(cast)
-    if call is None or (call == _call(before) and before.target is not ops.dequantize_tiles):
+    if call is None or (call == _call(before) and not _is_gathered(before)):
         return False
     if "source_fn_stack" in cast.meta and call not in products:
         return False
     if _name(call) in _CAST_CALLS:
         return False
     return source.dtype in _FLOATS and result.dtype in _FLOATS and source.device == result.device
+
+
+def _is_gathered(node: fx.Node) -> bool:
+    """Whether `node` is the values of a weight that was gathered in tiles."""
+    values = Decode.of(node)
+    return values is not None and values.form.tile == Tile.SQUARE
 
 
 def _name(call: Any) -> str:

@@ -1,9 +1,9 @@
 """reuse: a weight that is stored, or was gathered, in the format a product wants is read as it is.
 
-    cast(dequantize(q, s)) → q, s                     along the same dimension, in the elements of q, rceil
-    cast(dequantize(p, s)) → unpack(p), s             the same of packed codes p
-    matmul(…, cast(dequantize(p, s, g)), known_scale(…))  →  unpack(p), s, 1/g       of two levels
-    cast(dequantize_tiles(q, s)) → q, rows of s       in 32×32 tiles, in the elements and the rounding of q
+    cast(decode(q, s)) → q, s                     along the same dimension, in the elements of q, rceil
+    cast(decode(p, s)) → codes of p, s            the same of packed codes p
+    matmul(…, cast(decode(p, s, g)), known_scale(…))  →  codes of p, s, 1/g       of two levels
+    cast(decode(q, s)) → q, rows of s             in 32×32 tiles, in the elements and the rounding of q
 
 Casting a block of stored values again changes nothing: rceil's scale for it is no larger and never saturates,
 so that every element is exact again. Other roundings may change it, and so may values that do not exist in
@@ -25,7 +25,7 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.errors import PolicyError
-from mxcompile.formats import BLOCK, Format, Rounding, Tile, elem_type
+from mxcompile.formats import BLOCK, Tile
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.casts import made_by
@@ -35,8 +35,8 @@ from mxcompile.graph.transpose import transpose, untransposed
 from mxcompile.models.names import module_of
 from mxcompile.ops.view import (
     Cast,
+    Decode,
     Dequantize,
-    DequantizeTiles,
     Product,
     arguments_of,
     result_of,
@@ -129,7 +129,7 @@ def _stored(node: fx.Node) -> tuple[Dequantize, bool] | None:
         return None
     source, swapped = untransposed(cast.x)
     dequantize = Dequantize.of(source)
-    if dequantize is None or not _is_format(cast, dequantize):
+    if dequantize is None or cast.form != dequantize.form.unpacked:
         return None
     if dequantize.dtype not in _EXACT and dequantize.global_scale is None:
         return None
@@ -141,31 +141,27 @@ def _stored(node: fx.Node) -> tuple[Dequantize, bool] | None:
     return (dequantize, swapped) if same else None
 
 
-def _is_format(cast: Cast, stored: Dequantize) -> bool:
-    """Whether `cast` is to the format of `stored`, its scales rounded up."""
-    form = Format.of(stored.fmt) if stored.fmt else Format(elem=elem_type(value_of(stored.qdata).dtype))
-    return cast.form == form
-
-
 def _elements(stored: Dequantize, build: Builder) -> fx.Node:
     """The elements of `stored`, as a cast gives them."""
-    if not stored.fmt:
+    if not stored.form.packed:
         return stored.qdata
-    return build.call(ops.unpack, stored.qdata, stored.block_dim, stored.fmt, like=stored.node)
+    how = stored.block_dim, stored.fmt, torch.uint8
+    return build.call(ops.decode, stored.qdata, None, *how, like=stored.node)
 
 
 def _read_tiles(graph: fx.Graph, build: Builder) -> None:
     """Let the casts of weights that were gathered in tiles read the tiles. Raises `PolicyError`."""
-    for node in graph.find_nodes(op="call_function", target=ops.dequantize_tiles):
-        values = DequantizeTiles.read(node)
-        elem = elem_type(value_of(values.qdata).dtype)
-        wanted = Format(elem=elem, rounding=Rounding(values.rounding), tile=Tile.SQUARE)
+    for node in graph.find_nodes(op="call_function", target=ops.decode):
+        values = Decode.read(node)
+        form = values.form
+        if form.tile != Tile.SQUARE or values.scale is None:
+            continue
         for user in list(node.users):
             cast = Cast.of(user)
-            if cast is None or not cast.copy.is_mx or cast.form != wanted:
+            if cast is None or not cast.copy.is_mx or cast.form != form:
                 raise PolicyError(
-                    f"the weight of {module_of(user)[0]} was gathered in 32×32 tiles of {elem.dtype}, scales"
-                    f" rounded {values.rounding}, and {user.target} wants it otherwise: give"
+                    f"the weight of {module_of(user)[0]} was gathered in 32×32 tiles of {form.elem.dtype},"
+                    f" scales rounded {form.rounding}, and {user.target} wants it otherwise: give"
                     " quantize_gathers_ the policy of this compile"
                 )
             for place, result in list(results_of(user)):

@@ -279,7 +279,7 @@ class _GemmWriter:
             scale, seen = self.states.scale(*self._state, source, fmt, like)
         elif fmt.two_level:
             amax = self._amax(source, like)
-        known = (None, 0, scale, amax) if scale or amax else ()
+        known = (None, 0, scale and [scale], [amax]) if amax else (None, 0, [scale]) if scale else ()
         qdata, scales = self._build.results(self._build.call(ops.cast, source, [str(how)], *known, like=like))
         cast = Quantized(qdata, scales, amax)
         if seen is not None:
@@ -311,9 +311,9 @@ class _GemmWriter:
         key = (source, how)
         if key not in self._casts:
             qdata, scale, amax = rowwise
-            op, words = (ops.dequantize, ()) if how.format.is_mx else (ops.decode, (str(how.format),))
+            word = str(how.format.as_read)
             known = () if amax is None else (amax,)
-            copy = self._build.call(op, qdata, scale, -1, *words, torch.float32, *known, like=node)
+            copy = self._build.call(ops.decode, qdata, scale, -1, word, torch.float32, *known, like=node)
             self._casts[key] = self._emit(copy, how, node)
         return self._casts[key]
 

@@ -47,7 +47,7 @@ class Save:
                 cast = argument(cast)
                 if cast.target is ops.hadamard:
                     cast = argument(cast)
-                if cast.target not in (ops.dequantize, ops.decode):
+                if cast.target is not ops.decode:
                     continue
             # fprop reads it too where it contracts the same dimension
             if all(reader.gemm is not Gemm.FPROP for reader in gemms_reading(cast)):

@@ -1,4 +1,4 @@
-"""seed: casts to stochastic elements get a seed, and a stream of random numbers each.
+"""seed: casts to stochastic elements get a seed if they have none, and a stream of random numbers each.
 
     cast(x, copy)  →  cast(x, copy, draw_seed(), number)
 
@@ -30,7 +30,7 @@ class Seed:
     def apply(self, graph: fx.Graph) -> None:
         """Give the random casts of `graph` their arguments."""
         views = map(Cast.of, graph.find_nodes(op="call_function", target=ops.cast))
-        casts = [cast for cast in views if cast is not None and cast.form.stochastic]
+        casts = [cast for cast in views if cast is not None and cast.form.stochastic and cast.seed is None]
         if not casts:
             return
         seed = _drawn(graph, casts[0].node)

@@ -80,9 +80,9 @@ def _of_gemm(node: fx.Node, tag: GemmTag, inputs: Sequence[GraphInput]) -> Itera
     product = Product.read(node)
     cast, block = _source(product.sides[side][0], -1 - side)
     unpack = Unpack.of(cast)
-    if path := _path(cast if unpack is None else unpack.packed, inputs):
+    if path := _path(cast if unpack is None else unpack.qdata, inputs):
         stored = value_of(cast)
-        form = stored_form(stored.dtype) if unpack is None else Format.of(unpack.fmt)
+        form = stored_form(stored.dtype) if unpack is None else unpack.form.unpacked
         known |= {"block_dim": block or 0, "rank": stored.ndim}
         yield WeightUse(path=path, form=form, **known)
         return

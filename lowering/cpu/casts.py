@@ -1,6 +1,6 @@
 """Casts on CPU: the kernels of ``casts.h`` in the place of Inductor's loops.
 
-    casts to MXFP8 and dequantize, of BF16 and FP32            other dtypes: `inductor.casts`
+    casts to MXFP8 and decode, of BF16 and FP32                other dtypes: `inductor.casts`
 
 Casts of one matrix along its rows and along its columns are one kernel, which reads it once: whichever
 Inductor lowers first makes the other too, and the other is found here when its turn comes.
@@ -20,7 +20,7 @@ from torch._inductor import ir
 from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import FloorDiv
 
-from mxcompile.formats import BLOCK, Copy, Format, elem_type
+from mxcompile.formats import BLOCK, Copy, Format
 from mxcompile.lowering.cpu import kernel
 from mxcompile.lowering.cpu.kernel import C_TYPES, CppBody, Words
 from mxcompile.ops import Spec
@@ -72,7 +72,7 @@ class StoredBuffers:
 
     @staticmethod
     def of(
-        qdata: ir.TensorBox, scale: ir.TensorBox, fmt: str, global_scale: ir.TensorBox | None
+        qdata: ir.TensorBox, scale: ir.TensorBox, form: Format, global_scale: ir.TensorBox | None
     ) -> StoredBuffers:
         """Returns the buffers of the weight that the arguments of an operator describe."""
         parts = {"codes": qdata, "scales": scale}
@@ -81,8 +81,8 @@ class StoredBuffers:
         size = [] if global_scale is None else global_scale.get_size()
         return StoredBuffers(
             buffers={name: kernel.stored(part) for name, part in parts.items()},
-            elem=elem_word(qdata, fmt),
-            k=unpacked_size(qdata, -1, fmt)[-1],
+            elem=_elem_class(form),
+            k=decoded_size(qdata, -1, form)[-1],
             rows=any(V.graph.sizevars.optimization_hint(length) != 1 for length in size),
         )
 
@@ -134,7 +134,8 @@ def _others(node: fx.Node, copy: Copy) -> Iterator[tuple[fx.Node, Copy]]:
             continue
         its = view.copy
         dtypes = {its.dtype, copy.dtype} - {None}
-        if its.dim == -3 - copy.dim and its.format == copy.format and len(dtypes) <= 1 and _has_kernel(its):
+        alike = its.is_mx and its.format == copy.format and len(dtypes) <= 1
+        if alike and its.dim == -3 - copy.dim and _has_kernel(its):
             yield user, its
 
 
@@ -175,44 +176,42 @@ def _body(shape: list[Any], source: torch.dtype, copies: Sequence[Copy], words: 
     return f"{function}::matrices<{square}>({x}, {sizes}, {threads}, {down}, {along});"
 
 
-def elem_word(qdata: ir.TensorBox, fmt: str) -> str:
-    """The class of ``elements.h`` for the elements of stored data. fmt: as for ``mx.dequantize``."""
-    if fmt and Format.of(fmt).two_level:
-        return "mxcompile::NVFP4"
-    elem = Format.of(fmt).elem if fmt else elem_type(qdata.get_dtype())
-    return f"mxcompile::{elem.name.upper()}"
+def _elem_class(form: Format) -> str:
+    """The class of ``elements.h`` for the elements of stored data."""
+    return f"mxcompile::{'NVFP4' if form.two_level else form.elem.name.upper()}"
 
 
-def unpacked_size(qdata: ir.TensorBox, dim: int, fmt: str) -> list[Any]:
+def decoded_size(qdata: ir.TensorBox, dim: int, form: Format) -> list[Any]:
     """The shape of the values of stored data, whose bytes hold several elements along `dim`."""
     shape = list(qdata.get_size())
-    if fmt:
-        shape[dim] = shape[dim] * Format.of(fmt).elem.per_byte
+    shape[dim] = shape[dim] * form.per_byte
     return shape
 
 
-def dequantize(
+def decoded(
     qdata: ir.TensorBox,
     scale: ir.TensorBox,
     block_dim: int,
+    form: Format,
     dtype: torch.dtype,
-    fmt: str = "",
     global_scale: ir.TensorBox | None = None,
 ) -> ir.TensorBox | None:
-    """The value of ``mx.dequantize``; None where Inductor's loops serve."""
-    shape, device = unpacked_size(qdata, block_dim, fmt), qdata.get_device_or_error()
+    """The value of ``mx.decode``; None where Inductor's loops serve."""
+    if not (form.packed or form.is_mx_rows):
+        return None
+    shape, device = decoded_size(qdata, block_dim, form), qdata.get_device_or_error()
     if device.type != "cpu" or dtype not in _FLOATS or not kernel.usable():
         return None
     if len(scale.get_size()) != len(shape):  # tiled
         return None
     dim = block_dim % len(shape)
-    two_level = bool(fmt) and Format.of(fmt).two_level
+    two_level = form.two_level
     if dim == len(shape) - 1 and not (two_level and len(shape) != 2):
-        weight = StoredBuffers.of(qdata, scale, fmt, global_scale)
+        weight = StoredBuffers.of(qdata, scale, form, global_scale)
         return dequantize_part(weight, 0, math.prod(shape[:-1]), dtype, shape)
     if two_level:
         return None
-    elem = elem_word(qdata, fmt)
+    elem = _elem_class(form)
     inputs = {"codes": kernel.stored(qdata), "scales": kernel.stored(scale)}
 
     def body(words: Words) -> str:

@@ -16,8 +16,9 @@ from torch._inductor import ir
 from torch._inductor.lowering import lowerings, to_dtype
 from torch._inductor.virtualized import V
 
+from mxcompile.formats import Format
 from mxcompile.lowering.cpu import MOST_ROWS, kernel, parts_of
-from mxcompile.lowering.cpu.casts import StoredBuffers, dequantize_part, unpacked_size
+from mxcompile.lowering.cpu.casts import StoredBuffers, decoded_size, dequantize_part
 from mxcompile.lowering.cpu.kernel import C_TYPES, CppBody, Words
 
 _ADD = lowerings[torch.ops.aten.add.Tensor]
@@ -29,7 +30,7 @@ def product(
     scale: ir.TensorBox,
     bias: ir.TensorBox | None,
     out_dtype: torch.dtype,
-    fmt: str = "",
+    form: Format,
     global_scale: ir.TensorBox | None = None,
 ) -> ir.TensorBox | None:
     """The result of the operator; None where the weight is better dequantized."""
@@ -43,7 +44,7 @@ def product(
     if V.graph.sizevars.optimization_hint(m) > MOST_ROWS:
         return None
     inside = bias is not None and len(bias.get_size()) == 1
-    weight = StoredBuffers.of(qdata, scale, fmt, global_scale)
+    weight = StoredBuffers.of(qdata, scale, form, global_scale)
     inputs = {"x": kernel.stored(x), **weight.buffers}
     if bias is not None and inside:
         inputs["bias"] = kernel.stored(_expanded(bias, n))
@@ -76,15 +77,15 @@ def parts(
     qdata: ir.TensorBox,
     scale: ir.TensorBox,
     dtype: torch.dtype,
-    fmt: str,
+    form: Format,
     global_scale: ir.TensorBox | None = None,
 ) -> list[ir.TensorBox] | None:
     """The weight [N, K] in `dtype`, in parts of some rows; None where it is small, or not for this kernel."""
-    device, sizes = qdata.get_device_or_error(), unpacked_size(qdata, -1, fmt)
+    device, sizes = qdata.get_device_or_error(), decoded_size(qdata, -1, form)
     if device.type != "cpu" or dtype not in C_TYPES or kernel.obstacle() or len(scale.get_size()) != 2:
         return None
     shape = [int(size) if isinstance(size, sympy.Integer) else size for size in sizes]
     if not (ranges := parts_of(shape, dtype)):
         return None
-    weight = StoredBuffers.of(qdata, scale, fmt, global_scale)
+    weight = StoredBuffers.of(qdata, scale, form, global_scale)
     return [dequantize_part(weight, start, rows, dtype) for start, rows in ranges]

@@ -1,6 +1,6 @@
 """cached_attention: attention of few queries reads keys and values as an MXFP8 cache holds them.
 
-    attention(q, dequantize(k, sk), dequantize(v, sv), mask)  → permute(mx.attention(q, k, sk, v, sv, mask))
+    attention(q, decode(k, sk), decode(v, sv), mask)  → permute(mx.attention(q, k, sk, v, sv, mask))
 
 also where k and v were repeated for the heads that share them. Reading them is the time of such an attention,
 so they are read in half the bytes of BF16, each once, and decoded in registers (`cpu.attention`,
@@ -160,7 +160,7 @@ def _part(node: fx.Node) -> _Held:
 def _held(node: fx.Node) -> _Held | None:
     """Returns the data of a cache of which `node` is the values, repeated for shared heads or not."""
     dequantize = Dequantize.of(_unrepeated(node))
-    if dequantize is None:
+    if dequantize is None or dequantize.form.packed:
         return None
     codes, scales = dequantize.qdata, dequantize.scale
     elements, scale = tensor(codes), tensor(scales)
@@ -196,7 +196,7 @@ def _cached(node: fx.Node) -> bool:
     """Whether `node` is values of MX data, in whatever shape."""
     while packet(node) in TRANSPARENT and node.all_input_nodes:
         node = node.all_input_nodes[0]
-    return node.target is ops.dequantize
+    return Dequantize.of(node) is not None
 
 
 def _mask(node: fx.Node) -> fx.Node | None:

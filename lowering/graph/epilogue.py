@@ -62,7 +62,9 @@ def _wants_stored(use: fx.Node) -> bool:
 def _is_cast(node: fx.Node) -> bool:
     """Whether `node` is a cast, or a product with one, that a template makes."""
     cast = Casts.of(node)
-    return packet(node) in _CASTS if cast is None else all(copy.is_mx for copy in cast.each)
+    if cast is None:
+        return node.target is ops.quantize_mm
+    return all(copy.is_mx or copy.format.packed for copy in cast.each)
 
 
 def _source(node: fx.Node) -> fx.Node:
@@ -138,6 +140,3 @@ def _is_stored(use: fx.Node) -> bool:
 
 
 _REDUCTIONS = frozenset((aten.sum, aten.mean, aten.amax, aten.amin, aten.var, aten.var_mean))
-_CASTS = frozenset(
-    cast.overloadpacket for cast in (ops.quantize_mm, ops.encode_packed, ops.encode_packed_both)
-)

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import WHOLE, AmaxKind, Format, ScaleType, Tile
+from mxcompile.formats import WHOLE, AmaxKind, Copy, Format, ScaleType, Tile
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import tensor
@@ -79,6 +79,8 @@ class FP8Layouts(LoweringPass):
 def fits(cast: Cast) -> bool:
     """Whether `cast` is one that the templates make."""
     form, value = cast.form, tensor(cast.x)
+    if cast.copy != Copy(format=form, dim=cast.side):  # a part of it, or values
+        return False
     if value is None or value.ndim != 2 or form.scale is not ScaleType.FP32 or form.elem.is_coded:
         return False
     if form.stochastic or form.amax.kind is AmaxKind.PERCENTILE or form.tile not in _TILES:

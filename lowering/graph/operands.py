@@ -1,9 +1,9 @@
 """operands: what the MX operands of a product stand for, as BF16 or FP32 matrices.
 
-    dequantize(cast(x))     → the values of the cast     where the cast is in the same graph
-    decode(cast(x))         → round_with(x, scale_of(x)) of other formats
-    dequantize(q, s)                                     of any input, a weight that is stored quantized say
-    decode(unpack(p), s)    → dequantize(p, s)           of one whose codes are packed
+    decode(cast(x))         → the values of the cast     where the cast is in the same graph, to MXFP8
+                              of other formats over the scales that it makes
+    decode(q, s)                                         of any input, a weight that is stored quantized say
+    decode(codes of p, s)   → decode(p, s)               of one whose codes are packed
 
 The first fuses with what makes x and never becomes FP8. Each operand is made once.
 """
@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import operator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import Format, ScaleLayout
+from mxcompile.formats import Copy, CopyPart, ScaleLayout
 from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import tensor
 from mxcompile.graph.transpose import transpose, untransposed
@@ -44,11 +45,10 @@ class DequantizedOperands:
             dim = -3 - dim if swapped else dim
             cast = Cast.of(result_of(qdata)[0])
             if cast is not None and cast.copy.is_mx and _is_whole(cast, scale):
-                self._values[key] = self._cast(cast, dtype, like)
-            elif not Format.of(word).is_mx_operand or _made_both(cast, scale):
-                self._values[key] = self._decoded(qdata, scale, dim, word, True, dtype, like)
+                values = replace(cast.copy, dtype=dtype, layout=ScaleLayout.ROW_MAJOR)
+                self._values[key] = self._cast(cast, values, like)
             else:
-                self._values[key] = self._build.call(ops.dequantize, qdata, scale, dim, dtype, like=like)
+                self._values[key] = self._decoded(qdata, scale, dim, word, True, dtype, like)
         value = self._values[key]
         return transpose(value, self._build) if swapped else value
 
@@ -78,20 +78,19 @@ class DequantizedOperands:
     ) -> fx.Node:
         cast = Cast.of(result_of(qdata)[0])
         if cast is not None and _made_both(cast, scale):
-            how = cast.side, cast.fmt, scaled, dtype, cast.seed, cast.stream, cast.amax
-            return self._build.call(ops.round_with, cast.x, scale, *how, like=like)
+            part = CopyPart.CODES if scaled else CopyPart.ELEMENTS
+            values = Copy(format=cast.form, dim=cast.side, dtype=dtype, part=part)
+            return self._cast(cast, values, like, scales=[scale])
         unpack = Unpack.of(qdata) if scaled else None
         if unpack is not None:
-            return self._build.call(
-                ops.dequantize, unpack.packed, scale, unpack.dim, dtype, unpack.fmt, like=like
-            )
+            qdata, dim, word = unpack.qdata, unpack.block_dim, unpack.fmt
         factor = scale if scaled else None
         return self._build.call(ops.decode, qdata, factor, dim, word, dtype, like=like)
 
-    def _cast(self, cast: Cast, dtype: torch.dtype, like: fx.Node) -> fx.Node:
-        """The values of `cast`, to MXFP8, in `dtype`."""
-        values = replace(cast.copy, dtype=dtype, layout=ScaleLayout.ROW_MAJOR)
-        (result,) = self._build.results(self._build.call(ops.cast, cast.x, [str(values)], like=like))
+    def _cast(self, cast: Cast, values: Copy, like: fx.Node, **changes: Any) -> fx.Node:
+        """The copy `values` of what `cast` casts. changes: of its arguments."""
+        arguments = cast.arguments(copies=[str(values)], **changes)
+        (result,) = self._build.results(self._build.call(ops.cast, *arguments, like=like))
         return result
 
 

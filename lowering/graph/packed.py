@@ -2,8 +2,8 @@
 
     matmul(qa, sa, qb, sb)               →  packed_mm(bytes_a, bytes_sa, bytes_bᵀ, bytes_sb)
     grouped_matmul(qa, sa, qb, sb)       →  packed_grouped_mm(…)
-    cast(x, dim)                         →  encode_packed(x, dim)        the contraction innermost
-    unpack(w, dim), s                    →  w, s                         of a weight that is stored packed
+    cast(x, codes)                       →  cast(x, packed codes)        the contraction innermost
+    codes of w, s                        →  w, s                         of a weight that is stored packed
     hadamard(x, −2)                      →  a part of that cast, and of the search for its largest magnitude
 
     nvfp4   sm_100, sm_103, sm_120               blocks of 16 with E4M3 scales, an FP32 scale for each tensor
@@ -32,7 +32,7 @@ import torch
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import ScaleLayout
+from mxcompile.formats import Copy, ScaleLayout
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import argument, aten
@@ -124,8 +124,8 @@ class _Side:
         dim = -2 if swapped != (place == 1) else -1
         unpack = Unpack.of(qdata)
         if unpack is not None:
-            codes = value_of(unpack.packed)
-            if dim != -1 or unpack.dim % codes.ndim != codes.ndim - 1 or codes.stride(-1) != 1:
+            codes = value_of(unpack.qdata)
+            if dim != -1 or unpack.block_dim % codes.ndim != codes.ndim - 1 or codes.stride(-1) != 1:
                 return "a weight is stored with another dimension innermost than the contraction"
             return _Side(source=unpack, scale=scale, dim=dim)
         (cast, _), (its, _) = result_of(qdata), result_of(scale)
@@ -173,7 +173,7 @@ class _PackedOperands:
         if isinstance(side.source, Unpack):
             tiles = layout is ScaleLayout.TILED_128X4 and self._reads_tiles(product)
             layout = layout if tiles else ScaleLayout.ROW_MAJOR
-            return side.source.packed, self._stored_scale(side.scale, layout)
+            return side.source.qdata, self._stored_scale(side.scale, layout)
         key = side.source.node, side.dim, side.source.fmt, layout
         if key not in self._casts:
             self._casts[key] = self._cast(side.source, side.dim, layout)
@@ -205,9 +205,10 @@ class _PackedOperands:
             amax = None if amax is None else self._largest(source, amax)
             source = argument(source)
         with self.build.graph.inserting_before(cast.node):
-            how = source, dim, str(form), cast.seed, cast.stream, amax, str(layout)
-            pair = self.build.call(ops.encode_packed, *how, like=cast.node)
-            first, second = (self.build.call(operator.getitem, pair, at, like=cast.node) for at in (0, 1))
+            copy = Copy.packed(form, dim, layout)
+            how = source, [str(copy)], cast.seed, cast.stream, None, amax and [amax]
+            pair = self.build.call(ops.cast, *how, like=cast.node)
+            first, second = self.build.results(pair)
         pair.meta.update({key: value for key, value in cast.node.meta.items() if key not in pair.meta})
         return first, second
 

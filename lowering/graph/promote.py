@@ -140,7 +140,7 @@ class _Promoter:
         dequantize = Dequantize.of(source)
         if dequantize is None or dequantize.global_scale is not None:  # FP32 has more of those values
             return None
-        value = self._build.call(ops.dequantize, *dequantize.arguments(dtype=torch.float32), like=source)
+        value = self._build.call(ops.decode, *dequantize.arguments(dtype=torch.float32), like=source)
         return transpose(value, self._build) if swapped else value
 
 

@@ -1,20 +1,22 @@
 """split_casts: elements and scales of a cast made apart, so that what needs one of them does not make both.
 
-    cast(x)  →  scale_of(x), encode_with(x, scale)
+    cast(x, codes)  →  cast(x, scales), cast(x, elements)
 
 For casts in other formats than MXFP8, where no template makes both. Numerics do not change.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from torch import fx
 
 from mxcompile import ops
+from mxcompile.formats import CopyPart
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
+from mxcompile.graph.tags import value_of
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
 from mxcompile.ops.view import Cast, results_of
 
@@ -30,20 +32,29 @@ class SplitCasts(LoweringPass):
         build = Builder(graph, self.name)
         for node in graph.find_nodes(op="call_function", target=ops.cast):
             cast = Cast.of(node)
-            if cast is not None and not cast.copy.is_mx:
+            if cast is None or cast.copy.is_mx or cast.form.packed:
+                continue
+            if len(cast.copy.specs(value_of(cast.x))) > 1:
                 _split(build, cast)
         dead.eliminate(graph)
         return NO_REASONS
 
 
 def _split(build: Builder, cast: Cast) -> None:
-    results, how = dict(results_of(cast.node)), (cast.side, cast.fmt)
+    results = dict(results_of(cast.node))
+
+    def part(name: CopyPart, **changes: Any) -> fx.Node:
+        copies = [str(replace(cast.copy, part=name))]
+        (result,) = build.results(
+            build.call(ops.cast, *cast.arguments(copies=copies, **changes), like=cast.node)
+        )
+        return result
+
     with build.graph.inserting_before(cast.node):
-        scale = cast.scale or build.call(ops.scale_of, cast.x, *how, cast.amax, like=cast.node)
+        scale = cast.scale or part(CopyPart.SCALES, seed=None, stream=0)
         parts = {1: scale}
         if 0 in results and results[0].users:
-            drawn = cast.seed, cast.stream, cast.amax
-            parts[0] = build.call(ops.encode_with, cast.x, scale, *how, *drawn, like=cast.node)
+            parts[0] = part(CopyPart.ELEMENTS, scales=[scale])
     for place, result in results.items():
         if place in parts:
             result.replace_all_uses_with(parts[place])

@@ -1,8 +1,8 @@
 """weight_only: products of few rows with a weight that is stored quantized.
 
-    scaled_mm(qa, sa, w, sw)          → weight_only_mm(dequantize(qa, sa), w, sw)
-    encoded_mm(qa, sa, unpack(p), sp) → weight_only_mm(dequantize(qa, sa), p, sp)     (· alpha, in FP32)
-    mm(x, dequantize(w, sw)ᵀ)         → weight_only_mm(x, w, sw)
+    matmul(qa, sa, w, sw)             → weight_only_mm(decode(qa, sa), w, sw)
+    matmul(qa, sa, codes of p, sp)    → weight_only_mm(decode(qa, sa), p, sp)     (· alpha, in FP32)
+    mm(x, decode(w, sw)ᵀ)             → weight_only_mm(x, w, sw)
 
 Reading the weight is the time of such a product, so it is read as it is stored, in half the bytes of BF16 or
 a quarter, and decoded in registers. A quantized activation is what its copy stands for, so that the result is
@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import ELEM_TYPES
+from mxcompile.formats import ELEM_TYPES, Format
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import VIEWS, aten, packet
@@ -36,7 +36,7 @@ from mxcompile.lowering.graph.expand import scaled, working_dtype
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
 from mxcompile.lowering.graph.operands import DequantizedOperands, stored
 from mxcompile.lowering.templates.weight_only_forms import forms, most_rows
-from mxcompile.ops.mx import unpacked_shape
+from mxcompile.ops.cast import decoded_shape
 from mxcompile.ops.view import Dequantize, Product, Unpack
 
 
@@ -44,21 +44,20 @@ from mxcompile.ops.view import Dequantize, Product, Unpack
 class _Weight:
     """A weight as it is stored.
 
-    qdata, scale: elements and scales. swapped: whether the product's right operand is their transpose. fmt,
-    global_scale: as for ``mx.dequantize``.
+    qdata, scale: elements and scales. swapped: whether the product's right operand is their transpose. form:
+    their format. global_scale: as for ``mx.decode``.
     """
 
     qdata: fx.Node
     scale: fx.Node
     swapped: bool
-    fmt: str = ""
+    form: Format
     global_scale: fx.Node | None = None
 
     @property
     def shape(self) -> tuple[Any, ...]:
         """The shape of the values, where blocks run along the last dimension."""
-        value = value_of(self.qdata)
-        return tuple(unpacked_shape(value, -1, self.fmt)) if self.fmt else tuple(value.shape)
+        return tuple(decoded_shape(value_of(self.qdata), -1, self.form))
 
 
 _ELEMENTS = frozenset(elem.dtype for elem in ELEM_TYPES.values())
@@ -103,7 +102,7 @@ class WeightOnly(LoweringPass):
     def _takes(self, node: fx.Node) -> bool:
         product = Product.read(node)
         weight, out = _operand(product), tensor(node)
-        if bool(weight.fmt) == product.is_mx or out is None:
+        if weight.form.packed == product.is_mx or out is None:
             return False
         if any(tag.kernel for tag in tags_of(node)):
             return False  # the chip's own product
@@ -131,7 +130,7 @@ class WeightOnly(LoweringPass):
         weight, scales = tensor(qdata), tensor(scale)
         if out is None or a is None or weight is None or scales is None or out.device.type != self.device:
             return False
-        readable = weight.dtype in _ELEMENTS or bool(stored_weight.fmt)
+        readable = weight.dtype in _ELEMENTS or stored_weight.form.packed
         if not (a.ndim == weight.ndim == scales.ndim == 2 and readable):
             return False
         if any(hint(size) == 0 for size in (*out.shape, a.shape[1])):
@@ -197,16 +196,11 @@ class WeightOnly(LoweringPass):
         weight, scale, whole = stored_weight.qdata, stored_weight.scale, stored_weight.global_scale
         if not stored_weight.swapped:
             weight, scale = (transpose(each, build) for each in (weight, scale))
-        form = (
-            ()
-            if not stored_weight.fmt
-            else (stored_weight.fmt,)
-            if whole is None
-            else (stored_weight.fmt, whole)
-        )
-        result = build.call(ops.weight_only_mm, x, weight, scale, bias, out_dtype, *form, like=node)
+        form = stored_weight.form
+        known = [str(form)] if whole is None else [str(form), whole]
+        result = build.call(ops.weight_only_mm, x, weight, scale, bias, out_dtype, *known, like=node)
         shape = stored_weight.shape if stored_weight.swapped else value_of(weight).shape
-        form_words = self._form(hint(out.shape[0]), shape, given.dtype, packed=bool(stored_weight.fmt))
+        form_words = self._form(hint(out.shape[0]), shape, given.dtype, packed=form.packed)
         words = f"mx_weight_only_mm {form_words}"
         set_tag(result, *(replace(tag, kernel=words) for tag in tags_of(node)))
         return result
@@ -228,7 +222,7 @@ def _dequantized(dequantize: Dequantize, swapped: bool) -> _Weight:
         qdata=qdata,
         scale=scale,
         swapped=swapped != turned,
-        fmt=dequantize.fmt,
+        form=dequantize.form,
         global_scale=dequantize.global_scale,
     )
 
@@ -238,8 +232,8 @@ def _operand(product: Product) -> _Weight:
     qdata, scale, swapped = stored(product.b, product.scale_b)
     unpack = Unpack.of(qdata)
     if unpack is None:
-        return _Weight(qdata=qdata, scale=scale, swapped=swapped)
-    return _Weight(qdata=unpack.packed, scale=scale, swapped=swapped, fmt=unpack.fmt)
+        return _Weight(qdata=qdata, scale=scale, swapped=swapped, form=product.forms[1])
+    return _Weight(qdata=unpack.qdata, scale=scale, swapped=swapped, form=unpack.form)
 
 
 def _is_input(node: Any) -> bool:

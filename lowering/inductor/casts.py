@@ -22,7 +22,6 @@ from torch._inductor.virtualized import ops as inductor
 from mxcompile import ops
 from mxcompile.formats import BLOCK, SCALE_NAN, Copy, ElemType, Rounding, elem_type
 from mxcompile.formats.numerics import added_to_amax
-from mxcompile.lowering.cpu import casts as cpp
 from mxcompile.lowering.inductor import elements
 from mxcompile.lowering.inductor.blocks import Index, Load, ScaleBlocks, as_float
 from mxcompile.lowering.inductor.elements import i32
@@ -140,23 +139,8 @@ def lower(x: ir.TensorBox, copy: Copy) -> list[ir.TensorBox]:
     return [qdata, tiled(bytes_, copy.dim) if copy.is_tiled else bytes_]
 
 
-@register_lowering(ops.dequantize, type_promotion_kind=None)
-def lower_dequantize(
-    qdata: ir.TensorBox,
-    scale: ir.TensorBox,
-    block_dim: int,
-    dtype: torch.dtype,
-    fmt: str = "",
-    global_scale: ir.TensorBox | None = None,
-) -> ir.TensorBox:
-    """Elements times scales, in `dtype`."""
-    if (result := cpp.dequantize(qdata, scale, block_dim, dtype, fmt, global_scale)) is not None:
-        return result
-    if fmt:
-        unpacked = lowerings[ops.unpack](qdata, block_dim, fmt)
-        whole = None, global_scale
-        decoded: ir.TensorBox = lowerings[ops.decode](unpacked, scale, block_dim, fmt, dtype, *whole)
-        return decoded
+def decoded(qdata: ir.TensorBox, scale: ir.TensorBox, block_dim: int, dtype: torch.dtype) -> ir.TensorBox:
+    """The values of data in MXFP8, with a scale for every row, in `dtype`."""
     blocks = ScaleBlocks(qdata, _extents(qdata, (block_dim,)))
     byte_of = scale.make_loader()
     if len(blocks.shape) == 2 and len(scale.get_size()) == 1:

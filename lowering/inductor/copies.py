@@ -13,7 +13,7 @@ from torch._inductor import ir
 from torch._inductor.lowering import lowerings, register_lowering
 
 from mxcompile import ops
-from mxcompile.formats import Copy, ScaleLayout
+from mxcompile.formats import Copy, CopyPart, ScaleLayout
 from mxcompile.lowering.cpu import casts as cpp
 from mxcompile.lowering.inductor import casts, general
 
@@ -24,6 +24,12 @@ Results = Sequence[ir.TensorBox]
 TEMPLATES: list[Callable[[ir.TensorBox, Sequence[Copy], ir.TensorBox | None], Results | None]] = []
 """The templates of casts, which return None for those that they do not make, in the order to ask them."""
 
+Known = Sequence[ir.TensorBox | None] | None
+"""A tensor for each copy, None for those that need none."""
+
+PACKED_TEMPLATES: list[Callable[..., Results]] = []
+"""The template of packed copies, if it is loaded."""
+
 
 @register_lowering(ops.cast, type_promotion_kind=None)
 def lower_cast(
@@ -31,12 +37,15 @@ def lower_cast(
     words: Sequence[str],
     seed: ir.TensorBox | None = None,
     stream: int = 0,
-    scale: ir.TensorBox | None = None,
-    amax: ir.TensorBox | None = None,
+    scales: Known = None,
+    amaxes: Known = None,
     y: ir.TensorBox | None = None,
 ) -> Results:
     """The tensors of the copies of x, then of y."""
-    copies = [Copy.of(word) for word in words]
+    copies, none = [Copy.of(word) for word in words], [None] * len(words)
+    if copies[0].format.packed:
+        (template,) = PACKED_TEMPLATES
+        return template(x, copies, seed, stream, amaxes or none)
     if all(copy.is_mx for copy in copies):
         attempts = (template(x, copies, y) for template in TEMPLATES)
         if (results := next(filter(None, attempts), None)) is not None:
@@ -47,7 +56,7 @@ def lower_cast(
         cpp.cast(x, copy) or casts.lower(x, copy)
         if copy.is_mx
         else _general(x, copy, seed, stream, scale, amax)
-        for copy in copies
+        for copy, scale, amax in zip(copies, scales or none, amaxes or none, strict=True)
     ]
     return [tensor for tensors in lowered for tensor in tensors]
 
@@ -61,7 +70,15 @@ def _general(
     amax: ir.TensorBox | None,
 ) -> Results:
     """A copy in another format than MXFP8, or of random elements."""
-    assert (copy.layout, copy.dtype) == (ScaleLayout.ROW_MAJOR, None), f"no loops make {copy}"
-    how = copy.dim, str(copy.format)
-    scale = general.lower_scale_of(x, *how, amax) if scale is None else _CLONE(scale)
-    return [general.lower_encode_with(x, scale, *how, seed, stream, amax), scale]
+    assert copy.layout is ScaleLayout.ROW_MAJOR, f"no loops make {copy}"
+    if scale is None:
+        scale = general.scales(x, copy, amax)
+    elif copy.part is CopyPart.CODES and copy.dtype is None:
+        scale = _CLONE(scale)
+    if copy.part is CopyPart.SCALES:
+        return [scale]
+    drawn = seed, stream, amax
+    if copy.dtype is not None:
+        return [general.values(x, scale, copy, *drawn)]
+    stored = general.elements_over(x, scale, copy, *drawn)
+    return [stored] if copy.part is CopyPart.ELEMENTS else [stored, scale]

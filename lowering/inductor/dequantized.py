@@ -1,6 +1,6 @@
 """Inductor lowering of ``mx.weight_only_mm`` that runs everywhere: dequantize, then the library's product.
 
-    x · wᵀ  →  mm(x, dequantize(w)ᵀ)                  BF16 if that is what goes in and out, else FP32
+    x · wᵀ  →  mm(x, decode(w)ᵀ)                      BF16 if that is what goes in and out, else FP32
 
 Few rows on a CPU run `cpu.weight_only`. Where a GPU has a kernel for it, `templates.weight_only` takes
 its place.
@@ -17,8 +17,9 @@ from torch._inductor.lowering import lowerings, register_lowering, to_dtype
 from torch._inductor.virtualized import V
 
 from mxcompile import ops
+from mxcompile.formats import Format
 from mxcompile.lowering.cpu import weight_only as cpp
-from mxcompile.lowering.inductor.casts import lower_dequantize
+from mxcompile.lowering.inductor.general import lower_decode
 
 _MM = lowerings[torch.ops.aten.mm.default]
 _ADD = lowerings[torch.ops.aten.add.Tensor]
@@ -33,16 +34,17 @@ def lower_weight_only_mm(
     scale: ir.TensorBox,
     bias: ir.TensorBox | None,
     out_dtype: torch.dtype,
-    fmt: str = "",
+    fmt: str,
     global_scale: ir.TensorBox | None = None,
 ) -> ir.TensorBox:
     """X [M, K] · wᵀ [N, K] (+ bias), for any device."""
-    if (kernel_result := cpp.product(x, qdata, scale, bias, out_dtype, fmt, global_scale)) is not None:
+    form = Format.of(fmt)
+    if (kernel_result := cpp.product(x, qdata, scale, bias, out_dtype, form, global_scale)) is not None:
         return kernel_result
     narrow = x.get_dtype() is torch.bfloat16 and out_dtype is torch.bfloat16
     dtype = torch.bfloat16 if narrow else torch.float32
-    weights = cpp.parts(qdata, scale, dtype, fmt, global_scale) or [
-        lower_dequantize(qdata, scale, -1, dtype, fmt, global_scale)
+    weights = cpp.parts(qdata, scale, dtype, form, global_scale) or [
+        lower_decode(qdata, scale, -1, fmt, dtype, None, global_scale)
     ]
     x = to_dtype(x, dtype)
     outs = [_MM(x, _PERMUTE(weight, [1, 0])) for weight in weights]

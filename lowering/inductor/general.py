@@ -9,7 +9,7 @@ FP32 quotients are rounded to nearest on every chip, so that elements are bit fo
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
@@ -22,6 +22,9 @@ from mxcompile import ops
 from mxcompile.formats import (
     BLOCK,
     AmaxKind,
+    Copy,
+    CopyPart,
+    ElemType,
     Format,
     Rounding,
     ScaleLayout,
@@ -30,7 +33,8 @@ from mxcompile.formats import (
     elem_type,
 )
 from mxcompile.formats.encoding import extents
-from mxcompile.lowering.inductor import elements, stochastic, two_level
+from mxcompile.lowering.cpu import casts as cpp
+from mxcompile.lowering.inductor import casts, elements, stochastic, two_level
 from mxcompile.lowering.inductor.blocks import Index, Load, ScaleBlocks, as_float
 from mxcompile.lowering.inductor.casts import inverse_scale_value, scale_byte, scale_value
 from mxcompile.lowering.inductor.elements import f32
@@ -39,24 +43,22 @@ from mxcompile.lowering.targets import of_device
 
 _F32, _I32 = torch.float32, torch.int32
 _VIEW = lowerings[torch.ops.aten.view.default]
-_AS_IT_IS = fallback_handler(ops.scale_of, add_to_fallback_set=False)
+_AS_IT_IS = fallback_handler(ops.cast, add_to_fallback_set=False)
 
 
 def _blocks(x: ir.TensorBox, block_dim: int, form: Format) -> ScaleBlocks:
     return ScaleBlocks(x, extents(len(x.get_size()), block_dim, form.tile))
 
 
-@register_lowering(ops.scale_of, type_promotion_kind=None)
-def lower_scale_of(
-    x: ir.TensorBox, block_dim: int, fmt: str, amax: ir.TensorBox | None = None
-) -> ir.TensorBox:
+def scales(x: ir.TensorBox, copy: Copy, amax: ir.TensorBox | None = None) -> ir.TensorBox:
     """One scale for every tile of `x`."""
-    form = Format.of(fmt)
+    form = copy.format
     if form.amax.kind is AmaxKind.PERCENTILE:  # sorted by torch: a format to study, not to run fast
-        result: ir.TensorBox = _AS_IT_IS(x, block_dim, fmt, amax)
-        return result
+        word = str(Copy(format=form, dim=copy.dim, part=CopyPart.SCALES))
+        (result,) = _AS_IT_IS(x, [word], None, 0, None, None if amax is None else [amax])
+        return cast(ir.TensorBox, result)
     x.realize()
-    blocks = _blocks(x, block_dim, form)
+    blocks = _blocks(x, copy.dim, form)
     largest = blocks.amax(as_float(x))
     largest.realize()
     load = largest.make_loader()
@@ -68,9 +70,9 @@ def lower_scale_of(
             return inductor.to_dtype(scale_byte(load(block), form.elem, form.rounding), torch.uint8)
         return fp32_scale_of(load(block), form)
 
-    result = blocks.per_block(form.scale.dtype, scale)
-    result.realize()
-    return result
+    per_block = blocks.per_block(form.scale.dtype, scale)
+    per_block.realize()
+    return per_block
 
 
 def fp32_scale_of(amax: Any, form: Format) -> Any:
@@ -136,47 +138,43 @@ class _Scaled:
         return elements.rounded(y, self.form.elem, self.target)
 
 
-@register_lowering(ops.encode_with, type_promotion_kind=None)
-def lower_encode_with(
+def elements_over(
     x: ir.TensorBox,
     scale: ir.TensorBox,
-    block_dim: int,
-    fmt: str,
-    seed: ir.TensorBox | None = None,
-    stream: int = 0,
-    amax: ir.TensorBox | None = None,
+    copy: Copy,
+    seed: ir.TensorBox | None,
+    stream: int,
+    amax: ir.TensorBox | None,
 ) -> ir.TensorBox:
-    """Stored elements."""
-    cast = _Scaled(x, scale, block_dim, Format.of(fmt), seed, stream, amax)
-    factor, elem = cast.factor(inverse=True), cast.form.elem
-    stored = cast.blocks.pointwise(
-        elements.stored_dtype(elem, cast.target),
-        lambda index, block: elements.store(cast.rounded(index, factor(block)), elem, cast.target),
+    """Stored elements of `copy` over `scale`."""
+    scaled = _Scaled(x, scale, copy.dim, copy.format, seed, stream, amax)
+    factor, elem = scaled.factor(inverse=True), copy.elem
+    stored = scaled.blocks.pointwise(
+        elements.stored_dtype(elem, scaled.target),
+        lambda index, block: elements.store(scaled.rounded(index, factor(block)), elem, scaled.target),
     )
-    return elements.as_fp8(stored, elem, cast.target)
+    return elements.as_fp8(stored, elem, scaled.target)
 
 
-@register_lowering(ops.round_with, type_promotion_kind=None)
-def lower_round_with(
+def values(
     x: ir.TensorBox,
     scale: ir.TensorBox,
-    block_dim: int,
-    fmt: str,
-    scaled: bool,
-    dtype: torch.dtype,
-    seed: ir.TensorBox | None = None,
-    stream: int = 0,
-    amax: ir.TensorBox | None = None,
+    copy: Copy,
+    seed: ir.TensorBox | None,
+    stream: int,
+    amax: ir.TensorBox | None,
 ) -> ir.TensorBox:
-    """Elements as numbers, times their scales if `scaled`."""
-    cast = _Scaled(x, scale, block_dim, Format.of(fmt), seed, stream, amax)
-    over, times = cast.factor(inverse=True), cast.factor(inverse=False) if scaled else None
+    """Elements of `copy` as numbers, times `scale` unless they are elements alone."""
+    scaled, dtype = _Scaled(x, scale, copy.dim, copy.format, seed, stream, amax), copy.dtype
+    assert dtype is not None, f"{copy} has no values"
+    over = scaled.factor(inverse=True)
+    times = scaled.factor(inverse=False) if copy.part is CopyPart.CODES else None
 
     def value(index: Index, block: Index) -> Any:
-        element = cast.rounded(index, over(block))
+        element = scaled.rounded(index, over(block))
         return inductor.to_dtype(inductor.mul(element, times(block)) if times else element, dtype)
 
-    return cast.blocks.pointwise(dtype, value)
+    return scaled.blocks.pointwise(dtype, value)
 
 
 @register_lowering(ops.decode, type_promotion_kind=None)
@@ -189,11 +187,20 @@ def lower_decode(
     amax: ir.TensorBox | None = None,
     global_scale: ir.TensorBox | None = None,
 ) -> ir.TensorBox:
-    """Elements times scales, without a scale the elements alone.
+    """Elements times scales, without a scale the elements alone, or the codes of packed ones.
 
     amax, or the global scale of a stored weight: for the scale of the tensor too.
     """
     form = Format.of(fmt)
+    if scale is not None:
+        if (result := cpp.decoded(qdata, scale, block_dim, form, dtype, global_scale)) is not None:
+            return result
+        if form.is_mx_rows:
+            return casts.decoded(qdata, scale, block_dim, dtype)
+    if form.packed:
+        qdata = _unpacked(qdata, block_dim, form.elem)
+        if dtype is torch.uint8:
+            return qdata
     blocks = _blocks(qdata, block_dim, form)
     element = elements.loader(qdata, form.elem, of_device(blocks.device))
     times = None if scale is None else _Scaled(qdata, scale, block_dim, form).factor(inverse=False)
@@ -226,10 +233,9 @@ def _over(times: Load, global_scale: ir.TensorBox) -> Load:
     return factor
 
 
-@register_lowering(ops.unpack, type_promotion_kind=None)
-def lower_unpack(packed: ir.TensorBox, dim: int, fmt: str) -> ir.TensorBox:
+def _unpacked(packed: ir.TensorBox, dim: int, elem: ElemType) -> ir.TensorBox:
     """Codes, one a byte. A dimension of their places in a byte follows `dim`, and the result is a view."""
-    elem, load = Format.of(fmt).elem, packed.make_loader()
+    load = packed.make_loader()
     shape = list(packed.get_size())
     at = dim % len(shape)
 

@@ -14,7 +14,7 @@ axis.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,11 +26,12 @@ from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import CeilDiv
 
 from mxcompile import ops
-from mxcompile.formats import Format, ScaleLayout
+from mxcompile.formats import Copy
 from mxcompile.formats.hadamard import WIDTH
 from mxcompile.formats.scale_tiles import TILE_BLOCKS, TILE_ROWS
 from mxcompile.lowering.chips.tiles import Absent
 from mxcompile.lowering.inductor import general
+from mxcompile.lowering.inductor.copies import PACKED_TEMPLATES
 from mxcompile.lowering.inductor.tiling import tiled_size
 from mxcompile.lowering.kernels.configs import chosen
 from mxcompile.lowering.targets import Target, of_device
@@ -177,68 +178,29 @@ _VIEW = lowerings[torch.ops.aten.view.default]
 Results = tuple[ir.TensorBox, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _PackedCopy:
-    """One copy: its format, and the amax of the tensor for two levels."""
-
-    form: Format
-    amax: ir.TensorBox | None
-
-
-@register_lowering(ops.encode_packed, type_promotion_kind=None)
-def lower_encode_packed(
+def lower(
     x: ir.TensorBox,
-    block_dim: int,
-    fmt: str,
-    seed: ir.TensorBox | None = None,
-    stream: int = 0,
-    amax: ir.TensorBox | None = None,
-    scale_layout: str = ScaleLayout.TILED_128X4,
+    copies: Sequence[Copy],
+    seed: ir.TensorBox | None,
+    stream: int,
+    amaxes: Sequence[ir.TensorBox | None],
 ) -> Results:
-    """Bytes of two codes, and scale bytes in `scale_layout`."""
-    form, rank = Format.of(fmt), len(x.get_size())
-    if block_dim % rank == rank - 2:
-        return _cast(x, {"columns": _PackedCopy(form=form, amax=amax)}, seed, stream, scale_layout)
-    return _cast(x, {"rows": _PackedCopy(form=form, amax=amax)}, seed, stream, scale_layout)
-
-
-@register_lowering(ops.encode_packed_both, type_promotion_kind=None)
-def lower_encode_packed_both(
-    x: ir.TensorBox,
-    row_fmt: str,
-    column_fmt: str,
-    row_amax: ir.TensorBox | None = None,
-    column_amax: ir.TensorBox | None = None,
-    scale_layout: str = ScaleLayout.TILED_128X4,
-) -> Results:
-    """Bytes and scale bytes in rows, then in columns."""
-    copies = {
-        "rows": _PackedCopy(form=Format.of(row_fmt), amax=row_amax),
-        "columns": _PackedCopy(form=Format.of(column_fmt), amax=column_amax),
-    }
-    return _cast(x, copies, None, 0, scale_layout)
-
-
-def _cast(
-    x: ir.TensorBox, copies: dict[str, _PackedCopy], seed: ir.TensorBox | None, stream: int, scale_layout: str
-) -> Results:
-    """Bytes and scale bytes of each of `copies`."""
+    """Bytes and scale bytes of each of `copies`: along rows, along columns, or both in this order."""
     *batch, _, _ = x.get_size()
     is_given = _is_given(x)
-    x, tiled = _matrices(x), scale_layout == ScaleLayout.TILED_128X4
+    x, tiled = _matrices(x), copies[0].is_tiled
     device, target = x.get_device_or_error(), of_device(x.get_device_or_error())
-    shapes = [shape for way, copy in copies.items() for shape in _shapes(x, way, copy.form, tiled=tiled)]
+    shapes = [shape for copy in copies for shape in _shapes(x, copy)]
     others = [empty_strided(shape, None, dtype=torch.uint8, device=device) for shape in shapes[1:]]
     for other in others:
         other.realize()
     inputs = [x, *(other.data for other in others)]
-    given = *(copy.amax for copy in copies.values()), seed
-    read = [realize_inputs(each) for each in given if each is not None]
-    first, last = next(iter(copies.values())).form, list(copies.values())[-1].form
+    read = [realize_inputs(each) for each in (*amaxes, seed) if each is not None]
+    first, last, sides = copies[0].format, copies[-1].format, [copy.dim for copy in copies]
     # a producer, which the amax of two levels reads too, is computed beside one level's casts alone
     tile = _tile(target, first.tile.along, x, halve=len(copies) > 1 and not is_given and not first.two_level)
     padding = [(TILE_ROWS, TILE_BLOCKS * first.tile.along), (TILE_BLOCKS * first.tile.along, TILE_ROWS)]
-    ways = [padding[way == "columns"] for way in copies] if tiled else [(1, 1)]
+    ways = [padding[-1 - side] for side in sides] if tiled else [(1, 1)]
     codes = call.only(
         TEMPLATE,
         [*inputs, *read],
@@ -246,8 +208,8 @@ def _cast(
         written=inputs[1:],
         call_sizes=x.get_size(),
         **tile,
-        ROWS="rows" in copies,
-        COLUMNS="columns" in copies,
+        ROWS=-1 in sides,
+        COLUMNS=-2 in sides,
         HALF=tile["WIDTH"] // 2,
         INNER_HALF=tile["INNER"] // 2,
         PADDING=tuple(map(max, *ways)) if len(ways) > 1 else ways[0],
@@ -263,14 +225,19 @@ def _cast(
     return tuple(_VIEW(each, [*batch, *each.get_size()[-2:]]) if batch else each for each in results)
 
 
-def _shapes(x: ir.TensorBox, way: str, form: Format, *, tiled: bool) -> tuple[list[Any], list[Any]]:
+PACKED_TEMPLATES.append(lower)
+
+
+def _shapes(x: ir.TensorBox, copy: Copy) -> tuple[list[Any], list[Any]]:
     """Shapes of the bytes and scales of a copy of `x`, one matrix or a batch with one dimension."""
     *batch, rows, length = x.get_size()
-    if way == "columns":
+    form = copy.format
+    if copy.dim == -2:
         rows, length = length, rows
     length = length if form.hadamard is None else CeilDiv(length, WIDTH) * WIDTH
     blocks = CeilDiv(length, form.tile.along)
-    return [*batch, rows, CeilDiv(length, 2)], [tiled_size(rows, blocks)] if tiled else [*batch, rows, blocks]
+    scale = [tiled_size(rows, blocks)] if copy.is_tiled else [*batch, rows, blocks]
+    return [*batch, rows, CeilDiv(length, 2)], scale
 
 
 @register_lowering(ops.hadamard_largest, type_promotion_kind=None)

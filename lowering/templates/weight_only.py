@@ -27,7 +27,7 @@ from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 
 from mxcompile import ops
-from mxcompile.formats import Format, elem_type
+from mxcompile.formats import Format
 from mxcompile.lowering.inductor import dequantized
 from mxcompile.lowering.targets import Target, of_device
 from mxcompile.lowering.templates import call
@@ -109,7 +109,7 @@ def lower_weight_only_mm(
     scale: ir.TensorBox,
     bias: ir.TensorBox | None,
     out_dtype: torch.dtype,
-    fmt: str = "",
+    fmt: str,
     global_scale: ir.TensorBox | None = None,
 ) -> ir.TensorBox:
     """The product x [M, K] · wᵀ [N, K] (+ bias)."""
@@ -118,9 +118,9 @@ def lower_weight_only_mm(
         return dequantized.lower_weight_only_mm(x, qdata, scale, bias, out_dtype, fmt, global_scale)
     m, n, k = x.get_size()[0], qdata.get_size()[0], x.get_size()[1]
     rows, columns, depth = (V.graph.sizevars.optimization_hint(size) for size in (m, n, k))
-    choices = forms(rows, columns, depth, x.get_dtype(), target, packed=bool(fmt))
+    form = Format.of(fmt)
+    choices = forms(rows, columns, depth, x.get_dtype(), target, packed=form.packed)
     parts = choices[0].parts
-    form = Format.of(fmt) if fmt else Format(elem=elem_type(qdata.get_dtype()))
     operands = {"X": x, "W": readable(qdata, target), "SCALE": readable(scale, target)}
     if global_scale is not None:
         operands["WHOLE"] = global_scale

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 
 from mxcompile import ops
 from mxcompile.errors import FormatError, ModelError
-from mxcompile.formats import BLOCK, num_blocks
+from mxcompile.formats import BLOCK, Format, Rounding, Tile, elem_type, num_blocks
 from mxcompile.formats.encoding import quantize_tensors
 
 aten = torch.ops.aten
@@ -261,10 +261,15 @@ class TiledWeight(Tensor):
             raise FormatError(f"{func} would change a weight that was gathered in MXFP8; change its shards")
         plain_args, plain_kwargs = tree_map_only(
             TiledWeight,
-            lambda x: ops.dequantize_tiles(x.qdata, x.scale, x.rounding, x.dtype),
+            TiledWeight._values,
             (tuple(args), kwargs or {}),
         )
         return func(*plain_args, **plain_kwargs)
+
+    def _values(self) -> Tensor:
+        form = Format(elem=elem_type(self.qdata.dtype), rounding=Rounding(self.rounding), tile=Tile.SQUARE)
+        values: Tensor = ops.decode(self.qdata, self.scale, -1, str(form), self.dtype)
+        return values
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, torch.dtype]]:
         return ["qdata", "scale"], (self.rounding, self.dtype)

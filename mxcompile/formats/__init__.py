@@ -4,6 +4,7 @@ from mxcompile.formats.amax import MAX as MAX
 from mxcompile.formats.amax import Amax as Amax
 from mxcompile.formats.amax import AmaxKind as AmaxKind
 from mxcompile.formats.copies import Copy as Copy
+from mxcompile.formats.copies import CopyPart as CopyPart
 from mxcompile.formats.precisions import KEPT as KEPT
 from mxcompile.formats.precisions import NO_HADAMARD as NO_HADAMARD
 from mxcompile.formats.precisions import PRECISIONS as PRECISIONS

@@ -3,23 +3,41 @@
     e4m3 1x32 rceil @-1 codes            elements, and one scale for each tile of the format
     e4m3 32x32 rceil @-2 codes per-row   the same; each row of a square tile has the scale of the tile
     e4m3 1x32 rceil @-1 codes 128x4      the same, scales of each row in the tiles that a chip reads
-    e4m3 1x32 rceil @-1 bfloat16         the values that they stand for
+    e4m3 1x32 rceil @-1 bfloat16         the values that they stand for, without the scale of the tensor
+    e4m3 1x32 rceil @-1 elements         elements alone
+    e4m3 1x32 rceil @-1 elements bfloat16      the same as numbers of that dtype
+    e4m3 1x32 rceil @-1 scales           scales alone
+    e2m1 1x32 rceil packed @-2 codes transposed      packed elements and scales, the contraction innermost
 
 `@` precedes the contraction dimension, counted from the last.
+
+A byte of a packed copy holds two codes that follow each other along the contraction, the first in its low
+half, as in `torch.float4_e2m1fn_x2`. If the length is odd, the high half of the last byte is 0. Its scales
+are bytes, one for each block along the contraction of each row. A format with a transform transforms x along
+columns first (`hadamard`); the amax is the transformed tensor's.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mxcompile.errors import FormatError
-from mxcompile.formats.encoding import decode_tensors, encode_tensors, scale_shape
+from mxcompile.formats.encoding import (
+    decode_tensors,
+    element_values,
+    encode_tensors,
+    pack,
+    scale_shape,
+    scales_of,
+)
+from mxcompile.formats.hadamard import num_transformed, transformed
 from mxcompile.formats.scale_tiles import tile_scale, tiled_length
 from mxcompile.formats.types import (
     ElemType,
@@ -28,11 +46,21 @@ from mxcompile.formats.types import (
     ScaleLayout,
     Tile,
     elem_type,
+    num_blocks,
     rounding,
     scale_layout,
 )
 
-_CODES = "codes"
+_TRANSPOSED = "transposed"
+
+
+class CopyPart(StrEnum):
+    """Which tensors a copy has: elements and scales, or one of them."""
+
+    CODES = "codes"
+    ELEMENTS = "elements"
+    SCALES = "scales"
+
 
 Spec = tuple[Sequence[Any], torch.dtype]
 """Shape, of sizes that may be symbolic, and dtype of a tensor."""
@@ -43,18 +71,29 @@ class Copy:
     """One copy of a tensor.
 
     format: of its elements and scales. dim: the contraction dimension, counted from the last, which is −1.
-    layout: of scales. dtype: of values; None for elements and scales.
+    layout: of scales. dtype: of values, or of elements as numbers; None for elements and scales as they are
+    stored. part: what there is of it; with a dtype, `CopyPart.CODES` for values. transposed: whether the last
+    two dimensions of elements and scales are swapped, as copies along columns have the contraction innermost.
     """
 
     format: Format
     dim: int = -1
     layout: ScaleLayout = ScaleLayout.ROW_MAJOR
     dtype: torch.dtype | None = None
+    part: CopyPart = CopyPart.CODES
+    transposed: bool = False
 
     def __str__(self) -> str:
-        form = _CODES if self.dtype is None else str(self.dtype).removeprefix("torch.")
-        layout = "" if self.layout is ScaleLayout.ROW_MAJOR else f" {self.layout}"
-        return f"{self.format} @{self.dim} {form}{layout}"
+        words = [str(self.format), f"@{self.dim}"]
+        if self.dtype is None or self.part is not CopyPart.CODES:
+            words.append(str(self.part))
+        if self.dtype is not None:
+            words.append(str(self.dtype).removeprefix("torch."))
+        if self.transposed:
+            words.append(_TRANSPOSED)
+        if self.layout is not ScaleLayout.ROW_MAJOR:
+            words.append(str(self.layout))
+        return " ".join(words)
 
     @classmethod
     def of(cls, word: str) -> Copy:
@@ -90,6 +129,11 @@ class Copy:
         spread = plain and fmt.tile == Tile.SQUARE and not fmt.stochastic
         return cls(format=fmt, dim=dim, layout=ScaleLayout.PER_ROW if spread else layout, dtype=dtype)
 
+    @classmethod
+    def packed(cls, fmt: Format, dim: int, layout: ScaleLayout = ScaleLayout.ROW_MAJOR) -> Copy:
+        """A copy of packed elements with the contraction innermost, as the chip's instruction reads it."""
+        return cls(format=replace(fmt, packed=True), dim=dim, layout=layout, transposed=dim == -2)
+
     @property
     def elem(self) -> ElemType:
         """The element type."""
@@ -115,26 +159,39 @@ class Copy:
     def is_mx(self) -> bool:
         """Whether it is MXFP8 as an MX GEMM reads it, or the values of it."""
         spread = self.dtype is None and self.layout is ScaleLayout.ROW_MAJOR
-        return self.format.is_mx and not self.format.stochastic and not (self.is_square and spread)
+        form, whole = self.format, self.part is CopyPart.CODES
+        return whole and form.is_mx and not form.stochastic and not (self.is_square and spread)
 
     def specs(self, x: Tensor) -> list[Spec]:
         """Returns shape and dtype of each tensor of the copy of `x`.
 
-        Raises `FormatError` for tiled scales of a tensor that is not a matrix.
+        Raises `FormatError` for tiled scales of a tensor that is not a matrix, or a transform along rows.
         """
+        form, shape = self.format, list(x.shape)
         if self.dtype is not None:
-            return [(x.shape, self.dtype)]
-        tile = self.format.tile
-        if self.layout is not ScaleLayout.ROW_MAJOR:
+            return [(shape, self.dtype)]
+        if form.packed and form.hadamard is not None:
+            if self.dim != -2:
+                raise FormatError(f"a cast along rows to {form}: its transform runs along columns")
+            shape[self.dim] = num_transformed(shape[self.dim])
+        tile = form.tile
+        if form.packed or self.layout is not ScaleLayout.ROW_MAJOR:
             tile = Tile(1, tile.along)
-        scale = scale_shape(x.shape, self.dim, tile)
+        scale = scale_shape(shape, self.dim, tile)
         if self.is_tiled:
             if x.ndim != 2:
                 raise FormatError(
                     f"scales of a tensor of {x.ndim} dimensions cannot be tiled: only those of a matrix"
                 )
             scale = [tiled_length(scale[1 - self.dim % 2], scale[self.dim])]
-        return [(x.shape, self.elem.dtype), (scale, self.format.scale.dtype)]
+        shape[self.dim] = num_blocks(shape[self.dim], form.per_byte)
+        if self.transposed:
+            shape, scale = _swapped(shape), scale if self.is_tiled else _swapped(scale)
+        elements: Spec = (shape, self.elem.dtype)
+        scales: Spec = (scale, torch.uint8 if form.packed else form.scale.dtype)
+        return {CopyPart.CODES: [elements, scales], CopyPart.ELEMENTS: [elements], CopyPart.SCALES: [scales]}[
+            self.part
+        ]
 
     def tensors(
         self,
@@ -150,27 +207,56 @@ class Copy:
         """
         form = self.format
         self.specs(x)  # whose errors are this one's
+        if form.packed and form.hadamard is not None:
+            x, form = transformed(x, self.dim, form.hadamard), form.untransformed
+        if self.part is CopyPart.SCALES:
+            return [self._laid_out(scales_of(x, self.dim, form, amax), x)]
         qdata, scale = encode_tensors(x, self.dim, form, seed, stream, scale, amax)
+        if self.dtype is not None and self.part is CopyPart.CODES:
+            return [decode_tensors(qdata, scale, self.dim, form, self.dtype)]
         if self.dtype is not None:
-            return [decode_tensors(qdata, scale, self.dim, form, self.dtype, amax)]
-        if self.layout is not ScaleLayout.ROW_MAJOR and form.tile.across > 1:
+            return [element_values(qdata, self.elem).to(self.dtype)]
+        if form.packed:
+            odd = qdata.narrow(self.dim, 0, qdata.shape[self.dim] % form.per_byte)
+            qdata = pack(torch.cat([qdata, torch.zeros_like(odd)], self.dim), self.dim, self.elem)
+        qdata = qdata.mT.contiguous() if self.transposed else qdata
+        return [qdata] if self.part is CopyPart.ELEMENTS else [qdata, self._laid_out(scale, x)]
+
+    def _laid_out(self, scale: Tensor, x: Tensor) -> Tensor:
+        """The scales of tiles of `x` in `layout`."""
+        across = self.format.tile.across
+        if self.format.packed:
+            scale = scale.view(torch.uint8)
+        if across > 1 and (self.format.packed or self.layout is not ScaleLayout.ROW_MAJOR):
             other = -3 - self.dim
-            scale = scale.repeat_interleave(form.tile.across, other).narrow(other, 0, x.shape[other])
+            scale = scale.repeat_interleave(across, other).narrow(other, 0, x.shape[other])
         if self.is_tiled:
-            return [qdata, tile_scale(scale if self.dim % 2 == 1 else scale.t())]
-        return [qdata, scale.contiguous()]
+            return tile_scale(scale if self.dim % 2 == 1 else scale.t())
+        return (scale.mT if self.transposed else scale).contiguous()
+
+
+def _swapped(shape: Sequence[Any]) -> list[Any]:
+    return [*shape[:-2], shape[-1], shape[-2]]
 
 
 @functools.cache
 def _copy_of(word: str) -> Copy:
     form, _, rest = word.rpartition(" @")
-    dim, kind, *layout = (*rest.split(), "")[: max(2, len(rest.split()))]
-    dtype = None if kind == _CODES else getattr(torch, kind, None)
-    if not form or not dim.lstrip("-").isdecimal() or not (kind == _CODES or isinstance(dtype, torch.dtype)):
-        raise FormatError(f"{word!r} is no copy: expected a format, @ and a dimension, {_CODES} or a dtype")
+    dim, *words = rest.split() or [""]
+    layouts = [each for each in words if each in list(ScaleLayout)]
+    parts = [each for each in words if each in list(CopyPart)]
+    dtypes = [each for each in words if isinstance(getattr(torch, each, None), torch.dtype)]
+    turned = [each for each in words if each == _TRANSPOSED]
+    known = form and dim.lstrip("-").isdecimal() and (parts or dtypes)
+    if not known or [*parts[:1], *dtypes[:1], *turned[:1], *layouts[:1]] != words:
+        raise FormatError(
+            f"{word!r} is no copy: expected a format, @ and a dimension, {', '.join(CopyPart)} or a dtype"
+        )
     return Copy(
         format=Format.of(form),
         dim=int(dim),
-        layout=scale_layout(layout[0]) if layout else ScaleLayout.ROW_MAJOR,
-        dtype=dtype,
+        layout=ScaleLayout(layouts[0]) if layouts else ScaleLayout.ROW_MAJOR,
+        dtype=getattr(torch, dtypes[0]) if dtypes else None,
+        part=CopyPart(parts[0]) if parts else CopyPart.CODES,
+        transposed=bool(turned),
     )

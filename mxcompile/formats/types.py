@@ -208,6 +208,9 @@ POW2 = str(Scales.POW2)
 HADAMARD = "hadamard"
 """The word for a random Hadamard transform, before a colon and its signs."""
 
+PACKED = "packed"
+"""The word for elements that share bytes."""
+
 TWO_LEVEL = "two-level"
 """How E4M3 scales are derived: amax ÷ largest element, over one FP32 scale for the whole tensor."""
 
@@ -221,7 +224,7 @@ class Format:
 
     rounding: of E8M0 scales, None for others. elements: theirs. amax: what a scale follows from. pow2:
     whether FP32 scales are powers of two. hadamard: signs of the random Hadamard transform of what is cast,
-    None without one (see `hadamard`).
+    None without one (see `hadamard`). packed: whether a byte holds several elements along the contraction.
     """
 
     elem: ElemType = E4M3
@@ -232,6 +235,7 @@ class Format:
     amax: Amax = MAX
     pow2: bool = False
     hadamard: int | None = None
+    packed: bool = False
 
     def __str__(self) -> str:
         words = [self.elem.name, str(self.tile), self.derivation]
@@ -241,14 +245,16 @@ class Format:
             words.append(str(self.amax))
         if self.transform:
             words.append(self.transform)
+        if self.packed:
+            words.append(PACKED)
         return " ".join(words)
 
     @classmethod
     def of(cls, word: str) -> Format:
         """The format written `word`: element, extent of a scale, how it is derived; `FormatError` if none.
 
-        Further words say that elements do not round to nearest, what is not the largest magnitude, and what
-        transforms the tensor.
+        Further words say that elements do not round to nearest, what is not the largest magnitude, what
+        transforms the tensor, and that elements are packed.
         """
         return _format_of(word)
 
@@ -280,6 +286,16 @@ class Format:
         return self if self.hadamard is None else replace(self, hadamard=None)
 
     @property
+    def unpacked(self) -> Format:
+        """The same of elements that are numbers or codes of a byte each."""
+        return replace(self, packed=False)
+
+    @property
+    def per_byte(self) -> int:
+        """How many elements share a byte."""
+        return self.elem.per_byte if self.packed else 1
+
+    @property
     def two_level(self) -> bool:
         """Whether the whole tensor has a scale too, so that casts need the amax of the tensor."""
         return self.scale is ScaleType.E4M3
@@ -308,6 +324,16 @@ class Format:
     def is_mx_operand(self) -> bool:
         """Whether it is MXFP8 as products read it (see `mx`): rows, with any FP8 elements."""
         return self.is_mx and self == Format.mx(self.elem)
+
+    @property
+    def is_mx_rows(self) -> bool:
+        """Whether it is MXFP8 with a scale for every row of a block."""
+        return self.is_mx and self.tile == Tile.ROW
+
+    @property
+    def as_read(self) -> Format:
+        """The format of a copy as its readers know it: nothing tells how MXFP8 was rounded."""
+        return Format.mx(self.elem) if self.is_mx else self
 
     @property
     def storable(self) -> bool:
@@ -356,7 +382,8 @@ def _format_of(word: str) -> Format:
     elem, tile, derivation, *rest = (*word.split(), "", "")[: max(3, len(word.split()))]
     elements = next((one for one in rest if one in list(ElemRounding)), ElemRounding.NEAREST)
     signs = next((one.partition(":")[2] for one in rest if one.startswith(f"{HADAMARD}:")), None)
-    others = (one for one in rest if one not in list(ElemRounding) and not one.startswith(f"{HADAMARD}:"))
+    known = (*ElemRounding, PACKED)
+    others = (one for one in rest if one not in known and not one.startswith(f"{HADAMARD}:"))
     amax = next(others, AmaxKind.MAX)
     scale = _DERIVED.get(derivation, ScaleType.E8M0)
     return Format(
@@ -368,6 +395,7 @@ def _format_of(word: str) -> Format:
         amax=Amax.of(amax),
         pow2=derivation == POW2,
         hadamard=None if signs is None else int(signs),
+        packed=PACKED in rest,
     )
 
 

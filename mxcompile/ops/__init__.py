@@ -6,34 +6,26 @@ weights, or are what the lowering makes of these three. All are functional and r
 
 from mxcompile.ops.attention import attention as attention
 from mxcompile.ops.cast import cast as cast
+from mxcompile.ops.cast import decode as decode
 from mxcompile.ops.define import SPECS as SPECS
 from mxcompile.ops.define import Spec as Spec
 from mxcompile.ops.general import FNUZ as FNUZ
 from mxcompile.ops.general import as_fnuz as as_fnuz
 from mxcompile.ops.general import block_bytes as block_bytes
-from mxcompile.ops.general import decode as decode
 from mxcompile.ops.general import draw_seed as draw_seed
-from mxcompile.ops.general import encode_with as encode_with
 from mxcompile.ops.general import grouped_matmul as grouped_matmul
 from mxcompile.ops.general import matmul as matmul
-from mxcompile.ops.general import round_with as round_with
-from mxcompile.ops.general import scale_of as scale_of
-from mxcompile.ops.general import unpack as unpack
 from mxcompile.ops.hadamard import hadamard as hadamard
 from mxcompile.ops.hadamard import hadamard_largest as hadamard_largest
 from mxcompile.ops.layouts import encode_blocks as encode_blocks
 from mxcompile.ops.layouts import encode_layouts as encode_layouts
 from mxcompile.ops.layouts import encode_transposed as encode_transposed
 from mxcompile.ops.layouts import scales as scales
-from mxcompile.ops.mx import dequantize as dequantize
-from mxcompile.ops.mx import dequantize_tiles as dequantize_tiles
 from mxcompile.ops.mx import flatten as flatten
 from mxcompile.ops.mx import grouped_mm as grouped_mm
 from mxcompile.ops.mx import grouped_product as grouped_product
 from mxcompile.ops.mx import quantize_mm as quantize_mm
 from mxcompile.ops.mx import weight_only_mm as weight_only_mm
-from mxcompile.ops.packed import encode_packed as encode_packed
-from mxcompile.ops.packed import encode_packed_both as encode_packed_both
 from mxcompile.ops.packed import packed_grouped_mm as packed_grouped_mm
 from mxcompile.ops.packed import packed_mm as packed_mm
 from mxcompile.ops.packed import tile_scales as tile_scales
@@ -52,18 +44,10 @@ CASTS = frozenset(
     op.overloadpacket
     for op in (
         cast,
-        dequantize,
-        dequantize_tiles,
         decode,
-        unpack,
-        scale_of,
-        encode_with,
-        round_with,
         encode_transposed,
         encode_layouts,
         encode_blocks,
-        encode_packed,
-        encode_packed_both,
     )
 )
 """The operators that change the format of one tensor."""

@@ -1,19 +1,30 @@
-"""The cast: all that is made of a tensor, or of two that are computed from the same ones, from one read.
+"""The cast, all that is made of a tensor or of two that are computed from the same ones, and its reverse.
 
-    cast    x → the tensors of its copies, then those of y        each copy given by its word (`Copy.of`)
+    cast      x → the tensors of its copies, then those of y        each copy given by its word (`Copy.of`)
+    decode    qdata, scale → x; without a scale the elements alone, in uint8 the codes of packed ones
 
 seed, stream: of the random numbers of stochastic elements; `stream` tells apart the casts that share a seed.
-scale: replaces the one that follows from the tensor, where it is known before (see `state`). amax: of the
-tensor, FP32 [1], for formats of two levels (`largest`).
+scales: one for each copy, in the place of those that follow from the tensor, where they are known before
+(see `state`). amaxes: of the tensor, FP32 [1], for copies in formats of two levels (`largest`). Both are None
+for copies that need none.
+
+amax: of a tensor that was cast to a format of two levels. global_scale: of a weight that is stored in one, by
+which the scales of its blocks are divided. Without either, `decode` leaves the scale of the tensor out.
+
+`decode` takes the scales of a matrix in tiles too (see `scale_tiles`): a vector.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from mxcompile.formats import Copy
+from mxcompile.formats import Copy, Format, num_blocks
+from mxcompile.formats.encoding import decode_tensors, element_values, unpack
+from mxcompile.formats.scale_tiles import untile_scale
 from mxcompile.ops.define import Spec, define
 
 
@@ -22,13 +33,18 @@ def _cast(
     copies: Sequence[str],
     seed: Tensor | None = None,
     stream: int = 0,
-    scale: Tensor | None = None,
-    amax: Tensor | None = None,
+    scales: Sequence[Tensor | None] | None = None,
+    amaxes: Sequence[Tensor | None] | None = None,
     y: Tensor | None = None,
 ) -> list[Tensor]:
-    known = seed, stream, scale, amax
-    groups = (Copy.of(word).tensors(each, *known) for each in _sources(x, y) for word in copies)
-    return [tensor for tensors in groups for tensor in tensors]
+    none = [None] * len(copies)
+    known = list(zip(copies, scales or none, amaxes or none, strict=True))
+    return [
+        tensor
+        for each in _sources(x, y)
+        for word, scale, amax in known
+        for tensor in Copy.of(word).tensors(each, seed, stream, scale, amax)
+    ]
 
 
 def _sources(x: Tensor, y: Tensor | None) -> list[Tensor]:
@@ -40,16 +56,58 @@ def _spec_cast(
     copies: Sequence[str],
     seed: Tensor | None = None,
     stream: int = 0,
-    scale: Tensor | None = None,
-    amax: Tensor | None = None,
+    scales: Sequence[Tensor | None] | None = None,
+    amaxes: Sequence[Tensor | None] | None = None,
     y: Tensor | None = None,
 ) -> list[Spec]:
     return [spec for each in _sources(x, y) for word in copies for spec in Copy.of(word).specs(each)]
 
 
+def decoded(
+    qdata: Tensor,
+    scale: Tensor | None,
+    block_dim: int,
+    fmt: str,
+    dtype: torch.dtype,
+    amax: Tensor | None = None,
+    global_scale: Tensor | None = None,
+) -> Tensor:
+    """The reference of `decode`."""
+    form = Format.of(fmt)
+    if form.packed:
+        qdata = unpack(qdata, block_dim, form.elem)
+        if dtype is torch.uint8:
+            return qdata
+    if scale is None:
+        return element_values(qdata, form.elem).to(dtype).contiguous()
+    if qdata.ndim == 2 and scale.ndim == 1:
+        scale = untile_scale(scale, qdata.shape[1 - block_dim % 2], num_blocks(qdata.shape[block_dim]))
+        scale = scale if block_dim % 2 == 1 else scale.t()
+    return decode_tensors(qdata, scale, block_dim, form, dtype, amax, global_scale)
+
+
+def decoded_shape(qdata: Any, block_dim: int, form: Format) -> list[Any]:
+    """Shape of the elements of `qdata`, a tensor or another value with a shape, in `form`."""
+    shape = list(qdata.shape)
+    shape[block_dim] = shape[block_dim] * form.per_byte
+    return shape
+
+
+def _spec_decode(
+    qdata: Tensor, scale: Tensor | None, block_dim: int, fmt: str, dtype: torch.dtype, *_: Any
+) -> list[Spec]:
+    return [(decoded_shape(qdata, block_dim, Format.of(fmt)), dtype)]
+
+
 cast = define(
-    "cast(Tensor x, str[] copies, Tensor? seed=None, int stream=0, Tensor? scale=None, Tensor? amax=None,"
-    " Tensor? y=None) -> Tensor[]",
+    "cast(Tensor x, str[] copies, Tensor? seed=None, int stream=0, Tensor?[]? scales=None,"
+    " Tensor?[]? amaxes=None, Tensor? y=None) -> Tensor[]",
     _cast,
     _spec_cast,
+)
+decode = define(
+    "decode(Tensor qdata, Tensor? scale, int block_dim, str fmt, ScalarType dtype, Tensor? amax=None,"
+    " Tensor? global_scale=None) -> Tensor",
+    decoded,
+    _spec_decode,
 )

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mxcompile.formats.copies import Spec as Spec
+
 LIBRARY = torch.library.Library("mx", "DEF")
 """Of all mx operators."""
-
-Spec = tuple[Sequence[Any], torch.dtype]
-"""Shape, of sizes that may be symbolic, and dtype of a result."""
 
 SPECS: dict[Any, Callable[..., list[Spec]]] = {}
 """For every operator, what its results look like, from its arguments: the one place that says so."""

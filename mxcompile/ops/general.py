@@ -1,11 +1,6 @@
-"""Products and decoding in any format, given by its word. The implementations are the reference.
+"""Products in any format, given by its word, and what they read. The implementations are the reference.
 
     draw_seed           → a seed, int64 [1] from the generator of the device, for the casts of one graph
-    decode              qdata, scale → x, or the elements alone
-    unpack              bytes of a stored weight → qdata, as `cast` gives it
-    scale_of            x → scale
-    encode_with         x, scale → qdata
-    round_with          x, scale → decode(encode_with(x)), without stored elements in between
     block_bytes         scales that are powers of two → E8M0 bytes, one a block of 32 (see `Format.mx_elem`)
     as_fnuz             E4M3 or E5M2 → elements of half the value, in the types of AMD's MI300
     matmul              a[…, M, K] · b[…, K, N] (· alpha) (+ bias[N]), FP32 accumulation
@@ -23,37 +18,23 @@ before its tensor is given it (see `state`).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from mxcompile.formats import BLOCK, Copy, Format, ScaleLayout, num_blocks
 from mxcompile.formats.encoding import (
-    decode_tensors,
-    element_values,
     extents,
-    scale_shape,
-    scales_of,
 )
-from mxcompile.formats.encoding import (
-    encode_with as encode_elements,
-)
-from mxcompile.formats.encoding import (
-    unpack as unpack_codes,
-)
-from mxcompile.formats.scale_tiles import tile_scale, untile_scale
+from mxcompile.formats.scale_tiles import tile_scale
 from mxcompile.formats.stochastic import SEEDS
+from mxcompile.ops.cast import decoded
 from mxcompile.ops.define import Spec, define
 from mxcompile.ops.mx import (
     grouped_product,
     product,
     spec_grouped_matmul,
     spec_matmul,
-    unpacked_shape,
 )
-
-_Seed = Tensor | None
 
 
 def _draw_seed(like: Tensor) -> Tensor:
@@ -62,80 +43,6 @@ def _draw_seed(like: Tensor) -> Tensor:
 
 def _spec_draw_seed(like: Tensor) -> list[Spec]:
     return [((1,), torch.int64)]
-
-
-def _decode(
-    qdata: Tensor,
-    scale: Tensor | None,
-    block_dim: int,
-    fmt: str,
-    dtype: torch.dtype,
-    amax: Tensor | None = None,
-    global_scale: Tensor | None = None,
-) -> Tensor:
-    if scale is None:
-        return element_values(qdata, Format.of(fmt).elem).to(dtype).contiguous()
-    return decode_tensors(qdata, scale, block_dim, Format.of(fmt), dtype, amax, global_scale)
-
-
-def _spec_decode(
-    qdata: Tensor, scale: Tensor | None, block_dim: int, fmt: str, dtype: torch.dtype, *_: Any
-) -> list[Spec]:
-    return [(qdata.shape, dtype)]
-
-
-def _unpack(packed: Tensor, dim: int, fmt: str) -> Tensor:
-    return unpack_codes(packed, dim, Format.of(fmt).elem)
-
-
-def _spec_unpack(packed: Tensor, dim: int, fmt: str) -> list[Spec]:
-    return [(unpacked_shape(packed, dim, fmt), torch.uint8)]
-
-
-def _scale_of(x: Tensor, block_dim: int, fmt: str, amax: Tensor | None = None) -> Tensor:
-    return scales_of(x, block_dim, Format.of(fmt), amax)
-
-
-def _spec_scale_of(x: Tensor, block_dim: int, fmt: str, *_: Any) -> list[Spec]:
-    form = Format.of(fmt)
-    return [(scale_shape(x.shape, block_dim, form.tile), form.scale.dtype)]
-
-
-def _encode_with(
-    x: Tensor,
-    scale: Tensor,
-    block_dim: int,
-    fmt: str,
-    seed: _Seed = None,
-    stream: int = 0,
-    amax: Tensor | None = None,
-) -> Tensor:
-    return encode_elements(x, scale, block_dim, Format.of(fmt), seed, stream, amax)
-
-
-def _spec_encode_with(x: Tensor, scale: Tensor, block_dim: int, fmt: str, *_: Any) -> list[Spec]:
-    return [(x.shape, Format.of(fmt).elem.dtype)]
-
-
-def _round_with(
-    x: Tensor,
-    scale: Tensor,
-    block_dim: int,
-    fmt: str,
-    scaled: bool,
-    dtype: torch.dtype,
-    seed: _Seed = None,
-    stream: int = 0,
-    amax: Tensor | None = None,
-) -> Tensor:
-    qdata = _encode_with(x, scale, block_dim, fmt, seed, stream, amax)
-    return _decode(qdata, scale if scaled else None, block_dim, fmt, dtype)
-
-
-def _spec_round_with(
-    x: Tensor, scale: Tensor, block_dim: int, fmt: str, scaled: bool, dtype: torch.dtype, *_: Any
-) -> list[Spec]:
-    return [(x.shape, dtype)]
 
 
 def _block_bytes(scale: Tensor, qdata: Tensor, block_dim: int, fmt: str, scale_layout: str) -> Tensor:
@@ -170,12 +77,8 @@ def _spec_as_fnuz(qdata: Tensor) -> list[Spec]:
     return [(qdata.shape, FNUZ[qdata.dtype])]
 
 
-def _operand(qdata: Tensor, scale: Tensor, dim: int, fmt: str) -> Tensor:
-    """The values of an operand, whose scales may be tiled, in FP32."""
-    if qdata.ndim == 2 and scale.ndim == 1:
-        scale = untile_scale(scale, qdata.shape[1 - dim % 2], num_blocks(qdata.shape[dim]))
-        scale = scale if dim == -1 else scale.t()
-    return _decode(qdata, scale, dim, fmt, torch.float32)
+def _values(qdata: Tensor, scale: Tensor, dim: int, fmt: str) -> Tensor:
+    return decoded(qdata, scale, dim, fmt, torch.float32)
 
 
 def _matmul(
@@ -189,7 +92,7 @@ def _matmul(
     format_b: str,
     alpha: Tensor | None = None,
 ) -> Tensor:
-    a, b = _operand(a, scale_a, -1, format_a), _operand(b, scale_b, -2, format_b)
+    a, b = _values(a, scale_a, -1, format_a), _values(b, scale_b, -2, format_b)
     return product(a, b, bias, out_dtype, alpha)
 
 
@@ -204,35 +107,13 @@ def _grouped_matmul(
     format_b: str,
     alpha: Tensor | None = None,
 ) -> Tensor:
-    a, b = _operand(a, scale_a, -1, format_a), _operand(b, scale_b, -2, format_b)
+    a, b = _values(a, scale_a, -1, format_a), _values(b, scale_b, -2, format_b)
     out = grouped_product(a, b, offs)
     return (out if alpha is None else out * alpha).to(out_dtype)
 
 
 draw_seed = define(
     "draw_seed(Tensor like) -> Tensor", _draw_seed, _spec_draw_seed, torch.Tag.nondeterministic_seeded
-)
-decode = define(
-    "decode(Tensor qdata, Tensor? scale, int block_dim, str fmt, ScalarType dtype, Tensor? amax=None,"
-    " Tensor? global_scale=None) -> Tensor",
-    _decode,
-    _spec_decode,
-)
-unpack = define("unpack(Tensor packed, int dim, str fmt) -> Tensor", _unpack, _spec_unpack)
-scale_of = define(
-    "scale_of(Tensor x, int block_dim, str fmt, Tensor? amax=None) -> Tensor", _scale_of, _spec_scale_of
-)
-encode_with = define(
-    "encode_with(Tensor x, Tensor scale, int block_dim, str fmt, Tensor? seed=None, int stream=0,"
-    " Tensor? amax=None) -> Tensor",
-    _encode_with,
-    _spec_encode_with,
-)
-round_with = define(
-    "round_with(Tensor x, Tensor scale, int block_dim, str fmt, bool scaled, ScalarType dtype,"
-    " Tensor? seed=None, int stream=0, Tensor? amax=None) -> Tensor",
-    _round_with,
-    _spec_round_with,
 )
 block_bytes = define(
     "block_bytes(Tensor scale, Tensor qdata, int block_dim, str fmt, str scale_layout) -> Tensor",

@@ -1,14 +1,9 @@
 """Operators of stored weights, and of MXFP8 where a kernel of its own does more than a cast or a product.
 
-All are functional and return contiguous tensors. Scales are E8M0 bytes as uint8, one a block, row-major.
-Those of a matrix may be tiled instead (see `scale_tiles`): a vector, which products and `dequantize` know by
-its rank. The implementations here are the reference; a compiled graph runs what `lowering` makes of the
-operators instead.
+All are functional and return contiguous tensors. The implementations here are the reference; a compiled
+graph runs what `lowering` makes of the operators instead.
 
-    dequantize           qdata, scale → x; of a weight stored in another format, with its word, packed → x;
-                         one of two levels has a global scale, without which x is that many times as large
-    dequantize_tiles     qdata, scale of 32×32 tiles → x
-    weight_only_mm       x[M, K] · dequantize(w[N, K])ᵀ (+ bias[N]), FP32 accumulation; w as for dequantize
+    weight_only_mm       x[M, K] · decode(w[N, K])ᵀ (+ bias[N]), FP32 accumulation; w as for `decode`
     quantize_mm          matmul(cast(x), b) (+ bias[N]) of matrices, x cast where it is multiplied
     grouped_mm           one GEMM per group of operands that are not MX data, in any floating-point dtype
     flatten              x → the same elements, one dimension (see `passes/flatten.py`)
@@ -22,52 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxcompile import formats
-from mxcompile.formats import Format, num_blocks
-from mxcompile.formats.encoding import decode_tensors, dequantize_tensors, quantize_tensors, unpack
-from mxcompile.formats.scale_tiles import untile_scale
+from mxcompile.formats import Format, elem_type
+from mxcompile.formats.encoding import dequantize_tensors, quantize_tensors
+from mxcompile.ops.cast import decoded
 from mxcompile.ops.define import Spec, define
-
-
-def _dequantize(
-    qdata: Tensor,
-    scale: Tensor,
-    block_dim: int,
-    dtype: torch.dtype,
-    fmt: str = "",
-    global_scale: Tensor | None = None,
-) -> Tensor:
-    if fmt:
-        form = Format.of(fmt)
-        codes = unpack(qdata, block_dim, form.elem)
-        return decode_tensors(codes, scale, block_dim, form, dtype, global_scale=global_scale)
-    if qdata.ndim == 2 and scale.ndim == 1:
-        rows, blocks = qdata.shape[1 - block_dim % 2], num_blocks(qdata.shape[block_dim])
-        scale = untile_scale(scale, rows, blocks)
-        scale = scale if block_dim % 2 == 1 else scale.t()
-    return dequantize_tensors(qdata, scale, block_dim, dtype)
-
-
-def unpacked_shape(packed: Tensor, dim: int, fmt: str) -> list[Any]:
-    """Shape of the elements of `packed`, in the format `fmt`, bytes of several along `dim`."""
-    shape = list(packed.shape)
-    shape[dim] = shape[dim] * Format.of(fmt).elem.per_byte
-    return shape
-
-
-def _spec_dequantize(
-    qdata: Tensor, scale: Tensor, block_dim: int, dtype: torch.dtype, fmt: str = "", *_: Any
-) -> list[Spec]:
-    return [(unpacked_shape(qdata, block_dim, fmt) if fmt else qdata.shape, dtype)]
-
-
-def _dequantize_tiles(qdata: Tensor, scale: Tensor, rounding: str, dtype: torch.dtype) -> Tensor:
-    rows = scale.repeat_interleave(formats.BLOCK, -2).narrow(-2, 0, qdata.shape[-2])
-    return dequantize_tensors(qdata, rows, -1, dtype)
-
-
-def _spec_dequantize_tiles(qdata: Tensor, scale: Tensor, rounding: str, dtype: torch.dtype) -> list[Spec]:
-    return [(qdata.shape, dtype)]
 
 
 def product(
@@ -97,10 +50,10 @@ def _weight_only_mm(
     scale: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
-    fmt: str = "",
+    fmt: str,
     global_scale: Tensor | None = None,
 ) -> Tensor:
-    weight = _dequantize(qdata, scale, -1, torch.float32, fmt, global_scale)
+    weight = decoded(qdata, scale, -1, fmt, torch.float32, global_scale=global_scale)
     return product(x.to(torch.float32), weight.t(), bias, out_dtype)
 
 
@@ -123,7 +76,8 @@ def _quantize_mm(
 ) -> Tensor:
     """The product of `x`, cast along K. qdata, scale: that cast, if the lowering may read it instead."""
     left = dequantize_tensors(*quantize_tensors(x, -1, elem_dtype, rounding), -1, torch.float32)
-    return product(left, dequantize(b, scale_b, -2, torch.float32), bias, out_dtype)
+    form = Format.mx(elem_type(b.dtype))
+    return product(left, decoded(b, scale_b, -2, str(form), torch.float32), bias, out_dtype)
 
 
 def _spec_quantize_mm(
@@ -193,19 +147,8 @@ def _spec_flatten(x: Tensor) -> list[Spec]:
     return [([math.prod(x.shape)], x.dtype)]
 
 
-dequantize = define(
-    "dequantize(Tensor qdata, Tensor scale, int block_dim, ScalarType dtype, str fmt='',"
-    " Tensor? global_scale=None) -> Tensor",
-    _dequantize,
-    _spec_dequantize,
-)
-dequantize_tiles = define(
-    "dequantize_tiles(Tensor qdata, Tensor scale, str rounding, ScalarType dtype) -> Tensor",
-    _dequantize_tiles,
-    _spec_dequantize_tiles,
-)
 weight_only_mm = define(
-    "weight_only_mm(Tensor x, Tensor qdata, Tensor scale, Tensor? bias, ScalarType out_dtype, str fmt='',"
+    "weight_only_mm(Tensor x, Tensor qdata, Tensor scale, Tensor? bias, ScalarType out_dtype, str fmt,"
     " Tensor? global_scale=None) -> Tensor",
     _weight_only_mm,
     _spec_weight_only_mm,

@@ -2,7 +2,7 @@
 
 Cast.of(node).copies              Product.of(node).scale_b          None for calls of other operators
 argument_of(node, "dim")          of any operator, ATen's too, with the default
-build.call(ops.dequantize, *view.arguments(dtype=torch.float32), like=node)               made again
+build.call(ops.decode, *view.arguments(dtype=torch.float32), like=node)                   made again
 """
 
 from __future__ import annotations
@@ -17,13 +17,9 @@ import torch
 from torch import fx
 
 from mxcompile.formats import Copy, Format
-from mxcompile.ops.cast import cast
-from mxcompile.ops.general import grouped_matmul, matmul, unpack
+from mxcompile.ops.cast import cast, decode
+from mxcompile.ops.general import grouped_matmul, matmul
 from mxcompile.ops.layouts import encode_transposed
-from mxcompile.ops.mx import (
-    dequantize,
-    dequantize_tiles,
-)
 from mxcompile.ops.packed import packed_grouped_mm, packed_mm
 
 
@@ -93,8 +89,8 @@ class Casts(View):
     copies: Sequence[str]
     seed: fx.Node | None = None
     stream: int = 0
-    scale: fx.Node | None = None
-    amax: fx.Node | None = None
+    scales: Sequence[fx.Node | None] | None = None
+    amaxes: Sequence[fx.Node | None] | None = None
     y: fx.Node | None = None
     operators: ClassVar[frozenset[Any]] = frozenset({cast})
 
@@ -118,6 +114,16 @@ class Cast(Casts):
     def copy(self) -> Copy:
         """The copy."""
         return Copy.of(self.copies[0])
+
+    @property
+    def scale(self) -> fx.Node | None:
+        """Its scale, where that is known before."""
+        return self.scales[0] if self.scales else None
+
+    @property
+    def amax(self) -> fx.Node | None:
+        """The amax of the tensor, for two levels."""
+        return self.amaxes[0] if self.amaxes else None
 
     @property
     def form(self) -> Format:
@@ -148,37 +154,48 @@ class EncodeTransposed(View):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Dequantize(View):
-    """Values of MXFP8 data, or of a weight stored in the format `fmt`. global_scale: of one of two levels."""
+class Decode(View):
+    """Values of data in the format `fmt`. Other fields: see `ops.cast`."""
 
     qdata: fx.Node
-    scale: fx.Node
+    scale: fx.Node | None
     block_dim: int
-    dtype: torch.dtype
-    fmt: str = ""
-    global_scale: fx.Node | None = None
-    operators: ClassVar[frozenset[Any]] = frozenset({dequantize})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Unpack(View):
-    """Codes, one a byte, of a weight stored in the format `fmt`."""
-
-    packed: fx.Node
-    dim: int
     fmt: str
-    operators: ClassVar[frozenset[Any]] = frozenset({unpack})
+    dtype: torch.dtype
+    amax: fx.Node | None = None
+    global_scale: fx.Node | None = None
+    operators: ClassVar[frozenset[Any]] = frozenset({decode})
+
+    @property
+    def form(self) -> Format:
+        """The format."""
+        return Format.of(self.fmt)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DequantizeTiles(View):
-    """Values of MXFP8 data in tiles of 32×32. rounding: of the scales, when they were made."""
+class Dequantize(Decode):
+    """Values of data as weights and caches are stored: MXFP8 with a scale for every row, or packed."""
 
-    qdata: fx.Node
     scale: fx.Node
-    rounding: str
-    dtype: torch.dtype
-    operators: ClassVar[frozenset[Any]] = frozenset({dequantize_tiles})
+
+    @classmethod
+    def of(cls, node: Any) -> Self | None:
+        """The view of `node`; None if it is not the values of such data."""
+        view = super(Dequantize, cls).of(node)
+        if view is None or view.scale is None:
+            return None
+        return view if view.form.packed or view.form.is_mx_rows else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unpack(Decode):
+    """Codes, one a byte, of a weight whose codes are packed."""
+
+    @classmethod
+    def of(cls, node: Any) -> Self | None:
+        """The view of `node`; None if it is not the codes of such a weight."""
+        view = super(Unpack, cls).of(node)
+        return view if view is not None and view.dtype is torch.uint8 else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,7 +2,7 @@
 
     torch.export.export(model, …) ─▶ aoti_compile_and_package(program, inductor_configs=aoti_configs())
 
-An exported program has codes and scales as constants and ``mx.dequantize`` between them and its products.
+An exported program has codes and scales as constants and ``mx.decode`` between them and its products.
 Without this configuration every product reads values that were dequantized in front of it, in the same call.
 With it the lowering chooses a kernel for each, as ``backend="mxfp8"`` with the policy ``bf16`` does; what a
 program computes stays what it was. No report is made.

@@ -27,6 +27,7 @@ from mxcompile.formats import E4M3, Copy, Format
 
 log = logging.getLogger(__name__)
 
+_FORMAT = str(Format(elem=E4M3))
 _COPY = str(Copy(format=Format(elem=E4M3)))
 _BUFFERS = ("key_codes", "key_scales", "value_codes", "value_scales")
 
@@ -140,7 +141,7 @@ class MXStaticLayer(StaticLayer):  # type: ignore[no-untyped-call, misc, unused-
         scales.index_copy_(2, places, bytes_)
 
     def _values(self, codes: Tensor, scales: Tensor) -> Tensor:
-        values: Tensor = ops.dequantize(codes.view(E4M3.dtype), scales, -1, self.dtype)
+        values: Tensor = ops.decode(codes.view(E4M3.dtype), scales, -1, _FORMAT, self.dtype)
         return values
 
     def _nothing(self, value: object) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -157,12 +158,12 @@ class MXTensor(Tensor):
 
     def _decoded(self, block_dim: int, dtype: torch.dtype, turned: Callable[[Tensor], Tensor]) -> Tensor:
         """Returns the values of parts that `turned` permutes, with blocks along `block_dim` then."""
-        form = (str(self.form),) if self.form.elem.packed else ()
+        form = replace(self.form, packed=self.form.elem.packed is not None)
         scale = turned(self.scale_bytes)
-        whole = [] if self.global_scale is None else [turned(self.global_scale)]
+        whole = [] if self.global_scale is None else [None, turned(self.global_scale)]
         if whole:
             scale = scale.view(self.form.scale.dtype)
-        values: Tensor = ops.dequantize(turned(self.qdata), scale, block_dim, dtype, *form, *whole)
+        values: Tensor = ops.decode(turned(self.qdata), scale, block_dim, str(form), dtype, *whole)
         return values
 
     @property

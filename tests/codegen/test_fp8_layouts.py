@@ -104,7 +104,7 @@ def test_a_layer(form: str, chip):
     names = counted(module)
     assert names["encode_blocks" if form == "block" else "encode_layouts"] == 3
     assert names["scales"] == scales
-    assert not {"cast", "encode_transposed", "scale_of", "as_fnuz"} & set(names)
+    assert not {"cast", "encode_transposed", "as_fnuz"} & set(names)
     plain = make_fx(function, tracing_mode="fake")(*inputs)
     for node in plain.graph.find_nodes(op="call_function", target=ops.matmul):
         set_tag(node, TAG)
@@ -173,7 +173,7 @@ def test_casts_that_something_else_reads_stay():
 def test_operators_pass_opcheck(word: str):
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     x = torch.randn(40, 144)
-    row, column = ops.scale_of(x, -1, word), ops.scale_of(x, -2, word)
+    row, column = ops.cast(x, [f"{word} @{dim} scales" for dim in (-1, -2)])
     checks = (
         (ops.scales, (x, word, True, False)),
         (ops.encode_transposed, (x, -2, word, column, True)),

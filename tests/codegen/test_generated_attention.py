@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mxcompile import ops
+from mxcompile.formats import Format, elem_type
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.offline import CodegenResult, codegen
 
@@ -67,6 +68,7 @@ class Attention(nn.Module):
     def __init__(self, case: Case) -> None:
         super().__init__()
         self.case = case
+        self.word = str(Format.mx(elem_type(case.elem)))
         for name in ("keys", "values"):
             rows = torch.randn(case.batch, case.kv_heads, case.keys, case.dim)
             codes, scales = quantize(rows, -1, case.elem, "rceil")
@@ -77,7 +79,7 @@ class Attention(nn.Module):
         """Keys or values, repeated for the heads that share them."""
         codes = getattr(self, name)
         codes = codes.view(self.case.elem) if self.case.as_bytes else codes
-        rows = ops.dequantize(codes, getattr(self, f"{name}_scale"), -1, dtype)
+        rows = ops.decode(codes, getattr(self, f"{name}_scale"), -1, self.word, dtype)
         batch, heads, *rest = rows.shape
         shared = self.case.heads // heads
         return rows[:, :, None].expand(-1, -1, shared, -1, -1).reshape(batch, heads * shared, *rest)
@@ -161,7 +163,7 @@ def test_what_is_generated(name: str):
     assert result.problems == ()
     (reading,) = (launch for launch in result.launches if launch.gemms)
     assert reading.flops > 0
-    assert not any("mx.dequantize" in name for launch in result.launches for name in launch.operators)
+    assert not any("mx.decode" in name for launch in result.launches for name in launch.operators)
     for kernel in result.kernels:
         assert kernel.binary.spill_bytes == 0, kernel.name
     binary = result.kernel(reading).binary

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.casts import encode_packed
 from interpreted import interpret
 from torch import Tensor, nn
 
@@ -31,7 +32,7 @@ class Casts(nn.Module):
             elif form.two_level:
                 amax = ops.largest(x)
             given = (seed, 5) if form.stochastic else (None, 0)
-            results += ops.encode_packed(x, dim, str(its), *given, amax)
+            results += encode_packed(x, dim, str(its), *given, amax)
         return tuple(results)
 
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.casts import encode
+from helpers.casts import encode, encode_packed, packed
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 
 from mxcompile import ops
-from mxcompile.formats import Format
+from mxcompile.formats import Copy, Format
 from mxcompile.formats.encoding import encode_stored
 from mxcompile.graph.tags import GemmTag, Kind, set_tag, tags_of
 from mxcompile.lowering.graph.packed import Packed
 from mxcompile.lowering.targets import TARGETS
+from mxcompile.ops.view import Casts
 from mxcompile.policy import Gemm
 
 NVFP4, SQUARE, MXFP4 = "e2m1 1x16 two-level", "e2m1 16x16 two-level", "e2m1 1x32 rceil"
@@ -78,7 +79,16 @@ def count(module: torch.fx.GraphModule, op) -> int:
 
 def layouts(module: torch.fx.GraphModule) -> set[str]:
     """The layouts of the scales that casts write."""
-    return {(*node.args, TILED)[6] for node in calls(module, ops.encode_packed)}
+    return {str(copy.layout) for copy in copies_of(module)}
+
+
+def copies_of(module: torch.fx.GraphModule) -> list[Copy]:
+    """The copies that casts make."""
+    return [copy for node in calls(module, ops.cast) for copy in Casts.read(node).each]
+
+
+def all_packed(module: torch.fx.GraphModule) -> bool:
+    return all(copy.format.packed for copy in copies_of(module))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +114,7 @@ def test_one_product(shape: tuple[int, int, int], has_bias: bool, target: str, w
 
     module, reasons = applied(function, x, w, bias, target=target)
     assert reasons == []
-    assert not count(module, ops.cast)
+    assert all_packed(module)
     (node,) = calls(module, ops.packed_mm)
     assert tags_of(node)[0].name == "l"
     a, b = (each.meta["val"] for each in node.args[:4:2])
@@ -183,8 +193,9 @@ def test_the_three_products_of_a_layer_share_casts():
 
     module, reasons = applied(function, x, w, dy)
     assert reasons == []
-    assert (count(module, ops.cast), count(module, ops.packed_mm)) == (0, 3)
-    assert count(module, ops.encode_packed) == 6
+    assert all_packed(module)
+    assert count(module, ops.packed_mm) == 3
+    assert count(module, ops.cast) == 6
     for values, reference in zip(module(x, w, dy), function(x, w, dy), strict=True):
         assert torch.equal(values, reference)
 
@@ -223,7 +234,7 @@ def test_a_transform_is_part_of_the_casts(tokens: int):
     module, reasons = applied(function, x, dy)
     assert reasons == []
     assert not any(count(module, op) for op in (ops.hadamard, ops.largest, encode))
-    assert (count(module, ops.hadamard_largest), count(module, ops.encode_packed)) == (2, 2)
+    assert (count(module, ops.hadamard_largest), count(module, ops.cast)) == (2, 2)
     assert torch.equal(module(x, dy), function(x, dy))
 
 
@@ -236,7 +247,7 @@ def stored_product(word: str, batch: tuple[int, ...] = ()):
 
     def function(x: Tensor, packed: Tensor, scale: Tensor, *whole: Tensor) -> Tensor:
         a, tensor_a = cast(x, -1, word)
-        codes = ops.unpack(packed, -1, word)
+        codes = ops.decode(packed, None, -1, f"{word} packed", torch.uint8)
         alpha = () if tensor_a is None else (tensor_a * whole[0].reshape(1).reciprocal(),)
         return ops.matmul(*a, codes.mT, scale.mT, None, torch.bfloat16, word, word, *alpha)
 
@@ -250,7 +261,7 @@ def test_a_stored_weight_is_read_as_it_is(batch: tuple[int, ...], word: str):
     x = spread(*batch, 30, 64)
     module, reasons = applied(function, x, *parts)
     assert reasons == []
-    assert not any(count(module, op) for op in (ops.unpack, ops.tile_scales))
+    assert not any(count(module, op) for op in (ops.decode, ops.tile_scales))
     (node,) = calls(module, ops.packed_mm)
     source = node.args[2].args[0]
     assert source.op == "placeholder"
@@ -283,7 +294,7 @@ def test_a_weight_with_a_scale_for_every_row():
     def joined(x: Tensor, packed: Tensor, scale: Tensor, whole: Tensor) -> Tensor:
         a, tensor_a = cast(x, -1, NVFP4)
         alpha = tensor_a * whole.t().reciprocal()
-        codes = ops.unpack(packed, -1, NVFP4)
+        codes = ops.decode(packed, None, -1, f"{NVFP4} packed", torch.uint8)
         return ops.matmul(*a, codes.mT, scale.mT, None, torch.bfloat16, NVFP4, NVFP4, alpha)
 
     x = spread(30, 64)
@@ -307,7 +318,7 @@ def given_alpha(x: Tensor, w: Tensor) -> Tensor:
 def packed_along_columns(x: Tensor, w: Tensor) -> Tensor:
     """A stored weight [K, N] whose bytes hold neighbours of a column."""
     packed, scale = w.to(torch.uint8)[::2].clone(), w[::32].to(torch.uint8)
-    codes = ops.unpack(packed, 0, MXFP4)
+    codes = ops.decode(packed, None, 0, f"{MXFP4} packed", torch.uint8)
     return ops.matmul(*encode(x, -1, MXFP4), codes, scale, None, torch.bfloat16, MXFP4, MXFP4)
 
 
@@ -392,9 +403,7 @@ def test_pytorch_takes_the_layout(word: str):
     with FakeTensorMode(allow_non_fake_inputs=True):
         x, w = torch.empty(200, 96, device="cuda"), torch.empty(96, 48, device="cuda")
         amax = torch.ones(1, device="cuda") if Format.of(word).two_level else None
-        (a, sa), (b, sb) = (
-            ops.encode_packed(each, dim, word, None, 0, amax) for each, dim in ((x, -1), (w, -2))
-        )
+        (a, sa), (b, sb) = (encode_packed(each, dim, word, None, 0, amax) for each, dim in ((x, -1), (w, -2)))
         if amax is None:
             result = vendor.mx_vendor_mxfp4_mm(a, sa, b.t(), sb, out_dtype=torch.bfloat16)
         else:
@@ -411,10 +420,11 @@ def test_operators_pass_opcheck(shape: tuple[int, ...], word: str):
     amax = ops.largest(x) if Format.of(word).two_level else None
     for layout in (TILED, ROW_MAJOR) if not batch else (ROW_MAJOR,):
         (a, sa), (b, sb) = (
-            ops.encode_packed(each, dim, word, None, 0, amax, layout) for each, dim in ((x, -1), (w, -2))
+            encode_packed(each, dim, word, None, 0, amax, layout) for each, dim in ((x, -1), (w, -2))
         )
         right = b.mT, sb if sb.ndim == 1 else sb.mT
-        opcheck(ops.encode_packed_both, (x, word, word, amax, amax, layout))
+        copies = [*packed(-1, word, layout), *packed(-2, word, layout)]
+        opcheck(ops.cast, (x, copies, None, 0, None, [amax, amax]))
         opcheck(ops.packed_mm, (a, sa, *right, None, torch.bfloat16, word, word, amax, amax))
         if layout == ROW_MAJOR and not batch:
             opcheck(ops.hadamard_largest, (x, 9))

@@ -85,7 +85,9 @@ def test_lengths_of_symbolic_sizes():
 def test_a_scale_that_something_else_reads_stays():
     def step(x, w):
         rowwise = _quantize(x, -1)
-        again = ops.dequantize(*rowwise, -1, torch.float32)  # one copy kept, the other made from it
+        again = ops.decode(
+            *rowwise, -1, "e4m3 1x32 rceil", torch.float32
+        )  # one copy kept, the other made from it
         columnwise, weight = _quantize(again, -2), _quantize(w, -2)
         return (
             scaled_mm(*rowwise, *weight, None, BF16),

@@ -21,6 +21,7 @@ from mxcompile.compiler.gathers import Gathers, gathers_of
 from mxcompile.distributed.states import keep_plain
 from mxcompile.distributed.tensors import MasterWeight, TileCast, TiledWeight
 from mxcompile.errors import FormatError, ModelError, OptionError, PolicyError
+from mxcompile.formats import elem_type
 from mxcompile.formats.encoding import dequantize_tensors, quantize_tensors
 from mxcompile.models.names import GraphInput
 
@@ -51,7 +52,7 @@ def test_tiles_are_those_of_the_operator(shape: tuple[int, ...], elem: torch.dty
     codes, repeated = quantize_tensors(x, -1, elem, rounding, square=True)
     assert torch.equal(qdata.view(torch.uint8), codes.view(torch.uint8))
     assert torch.equal(scale, repeated[..., ::32, :])
-    values = ops.dequantize_tiles(qdata, scale, rounding, torch.float32)
+    values = ops.decode(qdata, scale, -1, f"{elem_type(elem)} 32x32 {rounding}", torch.float32)
     assert torch.equal(
         values.nan_to_num(-1), dequantize_tensors(codes, repeated, -1, torch.float32).nan_to_num(-1)
     )
@@ -87,7 +88,7 @@ def test_on_one_rank_codes_and_scales_are_one_tensor():
     (buffer,) = sent
     made, inner = w.fsdp_post_all_gather((buffer.view(-1).clone(),), metadata, torch.bfloat16)
     qdata, scale = cast()(x.bfloat16())
-    assert torch.equal(made + 0, ops.dequantize_tiles(qdata, scale, "rceil", torch.bfloat16))
+    assert torch.equal(made + 0, ops.decode(qdata, scale, -1, "e4m3 32x32 rceil", torch.bfloat16))
     assert inner == ()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.casts import quantize, quantize_both, quantize_operands, scaled_mm
+from helpers.casts import encode_packed, quantize, quantize_both, quantize_operands, scaled_mm
 from helpers.operands import assert_within, operand, product, values
 from helpers.packed_operands import MXFP4, NVFP4
 
@@ -204,9 +204,9 @@ def test_quantize_mm(shape, chip):
 def test_weight_only_mm(shape, dtype, chip):
     m, n, k = shape
     x, w = torch.randn(m, k).to(dtype), operand(n, k)
-    out = generated(ops.weight_only_mm, x, *w.left, None, F32)
+    out = generated(ops.weight_only_mm, x, *w.left, None, F32, "e4m3 1x32 rceil")
     assert_within(out, *product(x, w.values), k)
-    again = generated(ops.weight_only_mm, x, *w.left, None, F32)
+    again = generated(ops.weight_only_mm, x, *w.left, None, F32, "e4m3 1x32 rceil")
     assert torch.equal(out, again)  # the parts of a split K are summed in one order
 
 
@@ -219,7 +219,7 @@ def test_weight_only_mm_of_packed_codes(m, dtype, rounding, chip):
     w = mxcompile.quantize(weight, elem_dtype=fp4, rounding=rounding)
     scale = w.scale_bytes.view(w.form.scale.dtype)
     whole = [] if w.global_scale is None else [w.global_scale]
-    out = generated(ops.weight_only_mm, x, w.qdata, scale, None, F32, str(w.form), *whole)
+    out = generated(ops.weight_only_mm, x, w.qdata, scale, None, F32, f"{w.form} packed", *whole)
     assert_within(out, *product(x.cpu(), w.dequantize(torch.float64).cpu()), 4160)
 
 
@@ -234,7 +234,7 @@ def test_fp4_casts_and_products(chip, shape, word):
 
     def packed(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         amax = ops.largest(x) if word == NVFP4 else None
-        return ops.encode_packed(x, -1, word, None, 0, amax, layout)
+        return encode_packed(x, -1, word, None, 0, amax, layout)
 
     sides, tensors = [], []
     for rows in (m, n):

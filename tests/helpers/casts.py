@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mxcompile import ops
-from mxcompile.formats import Copy, Format, elem_type
+from mxcompile.formats import Copy, Format, ScaleLayout, elem_type
 
 
 @torch.compiler.assume_constant_result
@@ -72,9 +72,49 @@ def quantize_operands(x: Tensor, y: Tensor | None, *how: Any) -> list[Tensor]:
     return ops.cast(x, operand_copies(*how), None, 0, None, None, y)
 
 
-def encode(x: Tensor, dim: int, word: str, *known: Any) -> list[Tensor]:
-    """Elements and scales in any format. known: seed, stream, scale and amax."""
-    return ops.cast(x, codes(_from_last(x, dim), word), *known)
+def encode(
+    x: Tensor,
+    dim: int,
+    word: str,
+    seed: Tensor | None = None,
+    stream: int = 0,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> list[Tensor]:
+    """Elements and scales in any format."""
+    return ops.cast(x, codes(_from_last(x, dim), word), seed, stream, [scale], [amax])
+
+
+@torch.compiler.assume_constant_result
+def packed(dim: int, word: str, layout: str = "128x4") -> list[str]:
+    """The copies of a cast to packed elements in the format that is written `word`."""
+    return [str(Copy.packed(Format.of(word), dim, ScaleLayout(layout)))]
+
+
+def encode_packed(
+    x: Tensor,
+    dim: int,
+    word: str,
+    seed: Tensor | None = None,
+    stream: int = 0,
+    amax: Tensor | None = None,
+    layout: str = "128x4",
+) -> list[Tensor]:
+    """Packed elements, the contraction innermost, and scale bytes."""
+    return ops.cast(x, packed(dim, word, layout), seed, stream, None, [amax])
+
+
+def encode_packed_both(
+    x: Tensor,
+    row_word: str,
+    column_word: str,
+    row_amax: Tensor | None = None,
+    column_amax: Tensor | None = None,
+    layout: str = "128x4",
+) -> list[Tensor]:
+    """The same along rows, then along columns."""
+    copies = packed(-1, row_word, layout) + packed(-2, column_word, layout)
+    return ops.cast(x, copies, None, 0, None, [row_amax, column_amax])
 
 
 def casts_both(result: Any, launch: Any, tensors: int = 1) -> bool:

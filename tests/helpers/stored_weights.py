@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from helpers.casts import quantize
 from helpers.reference import round_trip
 from mxcompile import ops
+from mxcompile.formats import Format, elem_type
 
 
 class StoredLinear(nn.Module):
@@ -26,9 +27,10 @@ class StoredLinear(nn.Module):
         self.register_buffer("scale", scale)
         self.bias = linear.bias
         self.dtype = weight.dtype
+        self.word = str(Format.mx(elem_type(elem)))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, ops.dequantize(self.qdata, self.scale, -1, self.dtype), self.bias)
+        return F.linear(x, ops.decode(self.qdata, self.scale, -1, self.word, self.dtype), self.bias)
 
 
 def with_stored_weights(model: nn.Module, elem: torch.dtype = torch.float8_e4m3fn) -> nn.Module:
@@ -61,7 +63,7 @@ def expected(model: FeedForward, x: Tensor) -> Tensor:
     """
 
     def product(x: Tensor, layer: StoredLinear) -> Tensor:
-        weight = ops.dequantize(layer.qdata, layer.scale, -1, torch.float32)
+        weight = ops.decode(layer.qdata, layer.scale, -1, layer.word, torch.float32)
         bias = 0.0 if layer.bias is None else layer.bias.float()
         return (round_trip(x.float(), 1) @ weight.t() + bias).to(x.dtype).float()
 

@@ -40,7 +40,7 @@ def inputs(queries: int = 1, heads: int = 4, keys: int = 50, dtype: torch.dtype 
 
 
 def values(codes: Tensor, scales: Tensor, dtype: torch.dtype = BF16) -> Tensor:
-    return ops.dequantize(codes.view(ELEM), scales, -1, dtype)
+    return ops.decode(codes.view(ELEM), scales, -1, "e4m3 1x32 rceil", dtype)
 
 
 def repeated(x: Tensor, heads: int) -> Tensor:
@@ -106,7 +106,7 @@ def test_reads_the_cache(function, queries: int):
     given = inputs(queries, heads=2 if function is additive else 6, dtype=torch.float32)
     module, reasons = lowered(function, given)
     assert (count(module), reasons) == (1, [])
-    assert not module.graph.find_nodes(op="call_function", target=ops.dequantize)
+    assert not module.graph.find_nodes(op="call_function", target=ops.decode)
     torch.testing.assert_close(module(*given), function(*given), rtol=1e-5, atol=1e-5)
 
 

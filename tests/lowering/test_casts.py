@@ -8,6 +8,7 @@ import torch
 from helpers.casts import quantize, quantize_both, values
 
 from mxcompile import ops
+from mxcompile.formats import Format, elem_type
 from mxcompile.lowering.inductor import copies as copies  # registers the lowerings
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -68,11 +69,13 @@ CASES = [
 def test_compiled_casts_are_bit_exact(
     dtype: torch.dtype, elem: torch.dtype, rounding: str, square: bool, shape: tuple[int, int]
 ):
+    word = str(Format.mx(elem_type(elem)))
+
     def casts(x: torch.Tensor) -> Any:
         results: tuple[torch.Tensor, ...] = ()
         for dim in (-1, -2):
             qdata, scale = quantize(x, dim, elem, rounding, square)
-            results += (qdata, scale, ops.dequantize(qdata, scale, dim, BF16))
+            results += (qdata, scale, ops.decode(qdata, scale, dim, word, BF16))
             results += (values(x, dim, elem, rounding, square, F32),)
         return results
 
@@ -85,11 +88,11 @@ def test_compiled_casts_with_tiled_scales(shape: tuple[int, int], dynamic: bool)
         results: tuple[torch.Tensor, ...] = (*quantize_both(x, E4M3, "rceil", "128x4"),)
         for dim in (-1, -2):
             qdata, scale = quantize(x, dim, E4M3, "rceil", False, "128x4")
-            results += (qdata, scale, ops.dequantize(qdata, scale, dim, BF16))
+            results += (qdata, scale, ops.decode(qdata, scale, dim, "e4m3 1x32 rceil", BF16))
         return results
 
     def dequantized(qdata: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return ops.dequantize(qdata, scale, -2, F32)
+        return ops.decode(qdata, scale, -2, "e4m3 1x32 rceil", F32)
 
     x = wild(*shape)
     check(casts, x, dynamic=dynamic)

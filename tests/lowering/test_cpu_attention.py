@@ -12,7 +12,7 @@ from cpp_forms import PARAMS, integer, library, pointer
 from helpers.casts import quantize
 from torch import Tensor
 
-from mxcompile import ops
+from mxcompile.formats.encoding import dequantize_tensors
 
 ELEMS = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 TYPES = {"Bfloat16": torch.bfloat16, "float": torch.float32}
@@ -78,7 +78,7 @@ def exact(q: Tensor, keys, values, mask: Tensor | None) -> tuple[Tensor, Tensor]
     """
     repeats = q.shape[1] // keys[0].shape[1]
     k, v = (
-        ops.dequantize(codes, scales, -1, torch.float64).repeat_interleave(repeats, 1)
+        dequantize_tensors(codes, scales, -1, torch.float64).repeat_interleave(repeats, 1)
         for codes, scales in (keys, values)
     )
     factor = float(torch.tensor(q.shape[3] ** -0.5, dtype=F32))

@@ -163,7 +163,7 @@ def test_every_pair_of_packed_codes_under_every_scale(forms: _Forms, dtype: torc
         for form, dim in (("rows", -1), ("columns", -2)):
             if dim == -2:
                 codes, scales = codes.mT.contiguous(), scales.mT.contiguous()
-            expected = ops.dequantize(codes, scales, dim, dtype, "e2m1 1x32 rceil")
+            expected = ops.decode(codes, scales, dim, "e2m1 1x32 rceil packed", dtype)
             shape = tuple(expected.shape)
             assert same_bits(forms.back(form, codes, scales, "E2M1", dtype, shape), expected)
 
@@ -180,7 +180,7 @@ def test_every_pair_of_packed_codes_under_every_scale_of_two_levels(
     for power in (0, 7, -120, 120, 127):
         whole = torch.full((256, 1), 1.7 * 2.0**power)
         given = scales[0].view(torch.float8_e4m3fn)
-        expected = ops.dequantize(codes[0], given, -1, dtype, "e2m1 1x16 two-level", whole)[None]
+        expected = ops.decode(codes[0], given, -1, "e2m1 1x16 two-level packed", dtype, None, whole)[None]
         found = forms.back("rows", codes, scales, "NVFP4", dtype, tuple(expected.shape), whole)
         assert same_bits(found, expected)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -76,9 +77,10 @@ def product(functions: ctypes.CDLL) -> Product:
 def values(codes: Tensor, scales: Tensor, elem: str, dtype: torch.dtype) -> Tensor:
     """What a stored weight stands for, without a global scale."""
     form = FORMATS[elem]
-    word = str(form) if form.elem.packed else ""
-    typed = codes if word else codes.view(form.elem.dtype)
-    return ops.dequantize(typed, scales.view(form.scale.dtype), -1, dtype, word)
+    packed = form.elem.packed is not None
+    typed = codes if packed else codes.view(form.elem.dtype)
+    word = str(replace(form, packed=packed))
+    return ops.decode(typed, scales.view(form.scale.dtype), -1, word, dtype)
 
 
 def check_single_products(product: Product, x: Tensor, codes: Tensor, scales: Tensor, elem: str):

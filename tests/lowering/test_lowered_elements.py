@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 from mxcompile import ops
+from mxcompile.formats import Format, elem_type
 from mxcompile.lowering.cpu import kernel
 from mxcompile.lowering.inductor import casts
 from mxcompile.lowering.targets import TARGETS
@@ -45,10 +46,12 @@ def code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     ("rounding", "shape"), [("rceil", (33, 70)), ("floor", (64, 128)), ("even", (64, 128))], ids=str
 )
 def test_casts(code: Any, shape: tuple[int, int], elem: torch.dtype, rounding: str):
+    word = str(Format.mx(elem_type(elem)))
+
     def function(x: Tensor) -> tuple[Tensor, ...]:
         made: tuple[Tensor, ...] = quantize_both(x, elem, rounding)
         rowwise, scale, *_ = made
-        value = ops.dequantize(rowwise, scale, -1, torch.bfloat16)
+        value = ops.decode(rowwise, scale, -1, word, torch.bfloat16)
         return *made, value, values(x, -2, elem, rounding, False, torch.float32)
 
     x = wild(*shape, dtype=torch.float32)
@@ -76,8 +79,10 @@ def test_every_bf16_element(code: Any, elem: torch.dtype):
 def test_every_code(code: Any, elem: torch.dtype):
     """Stored elements as they may come from elsewhere: NaN and Inf too."""
 
+    word = str(Format.mx(elem_type(elem)))
+
     def function(qdata: Tensor, scale: Tensor) -> Tensor:
-        return ops.dequantize(qdata, scale, -1, torch.float32)
+        return ops.decode(qdata, scale, -1, word, torch.float32)
 
     qdata = torch.arange(256, dtype=torch.uint8).view(elem).view(8, 32)
     scale = torch.tensor([[127], [0], [1], [254], [100], [140], [3], [255]], dtype=torch.uint8)

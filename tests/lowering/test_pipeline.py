@@ -91,11 +91,11 @@ NATIVE = {"as_mx", "native", "fuse", "merge_casts"}
         ("cpu_bf16", [], set()),
         ("cpu_fp32", [], {"promote"}),
         ("sm_80", [], {"merge_casts", "couple"}),
-        ("gfx950", ["vendor_fp8", "packed"], NATIVE | {"vendor_fp8", "fp8_layouts", "packed", "pair_fp4"}),
+        ("gfx950", ["vendor_fp8", "packed"], NATIVE | {"vendor_fp8", "fp8_layouts", "packed"}),
         (
             "sm_100",
             ["tile_scales", "vendor_fp8", "packed"],
-            NATIVE | {"couple", "vendor_fp8", "fp8_layouts", "packed", "pair_fp4"},
+            NATIVE | {"couple", "vendor_fp8", "fp8_layouts", "packed"},
         ),
     ],
 )

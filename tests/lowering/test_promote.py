@@ -19,6 +19,7 @@ from mxcompile.graph.tags import GemmTag, Kind, set_tag, tags_of
 from mxcompile.lowering import pipeline
 from mxcompile.lowering.graph.promote import Promote
 from mxcompile.lowering.targets import TARGETS
+from mxcompile.ops.view import Decode
 from mxcompile.policy import Gemm
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -140,11 +141,11 @@ def test_an_operand_is_widened_once():
 def test_dequantized_operands_are_dequantized_to_fp32():
     codes, scales = quantize(randn(9, 70), -1, torch.float8_e4m3fn, "rceil")
     graph_module = captured(
-        lambda x, q, s: x @ ops.dequantize(q, s, -1, BF16).t(), randn(5, 70), codes, scales
+        lambda x, q, s: x @ ops.decode(q, s, -1, "e4m3 1x32 rceil", BF16).t(), randn(5, 70), codes, scales
     )
     Promote(target=SLOW, device="cpu", promotes=False).apply(graph_module.graph)
-    (made,) = graph_module.graph.find_nodes(op="call_function", target=ops.dequantize)
-    assert made.args[3] is FP32
+    (made,) = graph_module.graph.find_nodes(op="call_function", target=ops.decode)
+    assert Decode.read(made).dtype is FP32
     assert made.meta["val"].dtype is FP32
 
 

@@ -25,7 +25,7 @@ def test_casts(word: str, shape: tuple[int, int], dim: int, dtype: torch.dtype):
     def function(x: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
         amax = ops.largest(x) if "two-level" in word else None
         qdata, scale = encode(x, dim, word, seed, 3, None, amax)
-        return qdata, scale, ops.round_with(x, scale, dim, word, True, torch.float32, seed, 4, amax)
+        return qdata, scale, *ops.cast(x, [f"{word} @{dim} float32"], seed, 4, [scale], [amax])
 
     seed = torch.tensor([4294967295])
     x = wild(*shape, dtype=dtype)

@@ -9,6 +9,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mxcompile import ops
+from mxcompile.formats import Format, elem_type
 from mxcompile.graph.tags import GemmTag, Kind, add_fallback, set_tag, tags_of
 from mxcompile.lowering.graph.expand import Expand
 from mxcompile.lowering.graph.weight_only import WeightOnly
@@ -35,7 +36,7 @@ def linear(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None = None) 
 
 def recast(x: Tensor, qdata: Tensor, scale: Tensor, rounding: str = "rceil") -> Tensor:
     """As `rewrite` leaves a product with a weight that the model dequantizes."""
-    again = quantized(ops.dequantize(qdata, scale, -1, x.dtype), rounding)
+    again = quantized(ops.decode(qdata, scale, -1, "e4m3 1x32 rceil", x.dtype), rounding)
     return scaled_mm(*quantized(x), again[0].t(), again[1].t(), None, x.dtype)
 
 
@@ -175,9 +176,10 @@ def test_casting_a_stored_block_again_keeps_its_values(dtype, elem):
     """Every largest element times every scale at which the values exist in the dtype; NaN stays NaN."""
     qdata = every_block(elem).expand(256, -1).contiguous()
     scale = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, qdata.shape[1] // 32).contiguous()
-    value = ops.dequantize(qdata, scale, -1, dtype)
-    again = ops.dequantize(*quantize(value, -1, elem, "rceil"), -1, F32)
-    exact = ops.dequantize(qdata, scale, -1, torch.float64)
+    word = str(Format.mx(elem_type(elem)))
+    value = ops.decode(qdata, scale, -1, word, dtype)
+    again = ops.decode(*quantize(value, -1, elem, "rceil"), -1, word, F32)
+    exact = ops.decode(qdata, scale, -1, word, torch.float64)
     exists = (value.double() == exact) & (exact.abs() < 2.0**127)
     inside = exists.unflatten(1, (-1, 32)).all(-1)
     assert inside.float().mean() > 0.8
@@ -203,9 +205,9 @@ def test_the_operator_compiles_where_it_has_no_kernel(dtype, bias):
     added = None if bias is None else torch.randn(bias).to(dtype)
 
     def function(x: Tensor) -> Tensor:
-        return ops.weight_only_mm(x, qdata, scale, added, dtype).relu()
+        return ops.weight_only_mm(x, qdata, scale, added, dtype, "e4m3 1x32 rceil").relu()
 
     found = torch.compile(function, backend="inductor", fullgraph=True)(x)
-    expected = ops.weight_only_mm(x, qdata, scale, added, F32).relu()
+    expected = ops.weight_only_mm(x, qdata, scale, added, F32, "e4m3 1x32 rceil").relu()
     tolerance = 2 * torch.finfo(dtype).eps if dtype is not F32 else 1e-5
     torch.testing.assert_close(found.float(), expected, rtol=tolerance, atol=10 * tolerance)

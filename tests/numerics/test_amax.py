@@ -79,7 +79,7 @@ def test_operators_pass_opcheck():
     w = torch.randn(8, 8, requires_grad=True)
     opcheck(ops.tapped, (w, state.clone().requires_grad_()))
     given = torch.full((1, 1), 0.25)
-    opcheck(ops.cast, (x, codes(-1, "e4m3 tensor nearest delayed:4:0"), None, 0, given), test_utils=(
+    opcheck(ops.cast, (x, codes(-1, "e4m3 tensor nearest delayed:4:0"), None, 0, [given]), test_utils=(
         "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic",
     ))  # fmt: skip
 

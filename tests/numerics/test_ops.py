@@ -23,12 +23,12 @@ def test_casts_pass_opcheck(shape: tuple[int, ...], square: bool):
         opcheck(ops.cast, (x, mx(dim, E4M3, "rceil", square)))
         opcheck(ops.cast, (x, mx(dim, E5M2, "floor", square, dtype=BF16)))
         qdata, scale = quantize(x, dim, E4M3, "rceil", square)
-        opcheck(ops.dequantize, (qdata, scale, dim, BF16), test_utils=WITHOUT_SCHEMA)
+        opcheck(ops.decode, (qdata, scale, dim, "e4m3 1x32 rceil", BF16), test_utils=WITHOUT_SCHEMA)
     opcheck(ops.cast, (x, both(E4M3, "even")))
     opcheck(ops.cast, (x, both(E4M3, "even"), None, 0, None, None, x + 1))
     opcheck(ops.cast, (x, operand_copies(E4M3, "even", BF16, "values", "codes")))
     tiles = torch.full((*x.shape[:-2], *(-(-size // 32) for size in x.shape[-2:])), 127, dtype=torch.uint8)
-    opcheck(ops.dequantize_tiles, (x.to(E4M3), tiles, "rceil", BF16), test_utils=WITHOUT_SCHEMA)
+    opcheck(ops.decode, (x.to(E4M3), tiles, -1, "e4m3 32x32 rceil", BF16), test_utils=WITHOUT_SCHEMA)
 
 
 @pytest.mark.parametrize("batch", [(), (3,)])
@@ -71,9 +71,9 @@ def test_tiled_scales(shape: tuple[int, int]):
         places = swizzled_places(*rows.shape)
         assert torch.equal(tiled[places], rows)
         assert int(tiled.long().sum()) == int(rows.long().sum())
-        opcheck(ops.dequantize, (qdata, tiled, dim, BF16), test_utils=WITHOUT_SCHEMA)
-        found = ops.dequantize(qdata, tiled, dim, torch.float32)
-        assert torch.equal(found, ops.dequantize(qdata, scale, dim, torch.float32))
+        opcheck(ops.decode, (qdata, tiled, dim, "e4m3 1x32 rceil", BF16), test_utils=WITHOUT_SCHEMA)
+        found = ops.decode(qdata, tiled, dim, "e4m3 1x32 rceil", torch.float32)
+        assert torch.equal(found, ops.decode(qdata, scale, dim, "e4m3 1x32 rceil", torch.float32))
     opcheck(ops.cast, (x, both(E4M3, "even", "128x4"), None, 0, None, None, x + 1))
 
 
@@ -139,7 +139,7 @@ def test_square_tiles_share_their_scale_in_both_layouts():
     tiles = row_scale[::32]
     assert torch.equal(row_scale, tiles.repeat_interleave(32, 0)[:70])
     assert torch.equal(col_scale, tiles.repeat_interleave(32, 1)[:, :100])
-    found = ops.dequantize(rowwise, row_scale, -1, torch.float32)
+    found = ops.decode(rowwise, row_scale, -1, "e4m3 1x32 rceil", torch.float32)
     assert torch.equal(found, round_trip(x, 1, square=True))
 
 

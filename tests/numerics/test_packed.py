@@ -49,7 +49,7 @@ def test_every_byte_under_every_scale(dim: int, dtype: torch.dtype):
     power = torch.exp2(scales.double() - 127).where(scales != 255, torch.nan)
     exact = (values.double() * power.repeat_interleave(32, dim)).float().to(dtype)
     assert same(weight.dequantize(dtype), exact)
-    assert same(ops.dequantize(packed, scales, dim, dtype, WORD), exact)
+    assert same(ops.decode(packed, scales, dim, f"{WORD} packed", dtype), exact)
 
 
 @pytest.mark.parametrize("rounding", list(Rounding))
@@ -113,13 +113,14 @@ def test_others_read_this_packing():
 
 def test_operators_pass_opcheck():
     packed, scales, _ = encode_stored(torch.randn(6, 70), -1, Format(elem=E2M1))
-    opcheck(ops.unpack, (packed, -1, WORD))
-    opcheck(ops.dequantize, (packed, scales, -1, BF16, WORD))
+    word = f"{WORD} packed"
+    opcheck(ops.decode, (packed, None, -1, word, torch.uint8))
+    opcheck(ops.decode, (packed, scales, -1, word, BF16))
     x = torch.randn(3, 70)
     for bias in (None, torch.randn(6)):
-        opcheck(ops.weight_only_mm, (x, packed, scales, bias, BF16, WORD))
-    exact = x @ ops.dequantize(packed, scales, -1, torch.float32, WORD).t()
-    assert torch.equal(ops.weight_only_mm(x, packed, scales, None, torch.float32, WORD), exact)
+        opcheck(ops.weight_only_mm, (x, packed, scales, bias, BF16, word))
+    exact = x @ ops.decode(packed, scales, -1, word, torch.float32).t()
+    assert torch.equal(ops.weight_only_mm(x, packed, scales, None, torch.float32, word), exact)
 
 
 NVFP4 = Format(elem=E2M1, rounding=None, tile=Tile(1, 16), scale=ScaleType.E4M3)
@@ -156,9 +157,9 @@ def test_two_levels_of_zeros_and_of_what_is_not_finite():
 
 def test_operators_of_two_levels_pass_opcheck():
     packed, scales, whole = encode_stored(torch.randn(6, 70), -1, NVFP4)
-    arguments = packed, scales.view(torch.float8_e4m3fn), -1, BF16, str(NVFP4)
+    arguments = packed, scales.view(torch.float8_e4m3fn), -1, f"{NVFP4} packed", BF16
     checks = ("test_faketensor", "test_aot_dispatch_dynamic")  # the others compare what CPUs cannot, FP8
-    opcheck(ops.dequantize, (*arguments, whole), test_utils=checks)
-    opcheck(ops.dequantize, arguments, test_utils=checks)
-    codes = ops.unpack(packed, -1, str(NVFP4))
+    opcheck(ops.decode, (*arguments, None, whole), test_utils=checks)
+    opcheck(ops.decode, arguments, test_utils=checks)
+    codes = ops.decode(packed, None, -1, arguments[3], torch.uint8)
     opcheck(ops.decode, (codes, arguments[1], -1, str(NVFP4), BF16, None, whole), test_utils=checks)

@@ -176,11 +176,11 @@ def test_operators_pass_opcheck(word: str):
     for shape in ((40, 70), (0, 5), (2, 33, 65)):
         x = torch.randn(shape)
         amax = ops.largest(x) if fmt.two_level else None
-        scale = ops.scale_of(x, -1, word, amax)
-        opcheck(ops.cast, (x, copies(-1, word), SEED, 3, None, amax), **checked)
-        opcheck(ops.encode_with, (x, scale, -1, word, SEED, 3, amax), **checked)
+        opcheck(ops.cast, (x, copies(-1, word), SEED, 3, None, [amax]), **checked)
         valued = checked if fmt.two_level else {}
-        opcheck(ops.round_with, (x, scale, -1, word, True, torch.bfloat16, SEED, 3, amax), **valued)
+        (scale,) = ops.cast(x, [f"{word} @-1 scales"], None, 0, None, [amax])
+        for form, checks in (("elements", checked), ("bfloat16", valued), ("elements float32", valued)):
+            opcheck(ops.cast, (x, [f"{word} @-1 {form}"], SEED, 3, [scale], [amax]), **checks)
     seed = ops.draw_seed(torch.ones(2))
     assert seed.shape == (1,)
     assert seed.dtype is torch.int64

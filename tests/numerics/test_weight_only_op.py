@@ -9,8 +9,10 @@ from helpers.reference import round_trip
 from torch.library import opcheck
 
 from mxcompile import ops
+from mxcompile.formats import Format, elem_type
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+MX = "e4m3 1x32 rceil"
 # opcheck's schema test compares inputs before and after, which torch cannot do for FP8
 WITHOUT_SCHEMA = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
@@ -21,14 +23,15 @@ WITHOUT_SCHEMA = ("test_autograd_registration", "test_faketensor", "test_aot_dis
 def test_passes_opcheck(elem: torch.dtype, rows: int, bias: int | None):
     qdata, scale = quantize(torch.randn(30, 70), -1, elem, "rceil")
     added = None if bias is None else torch.randn(bias)
-    arguments = (torch.randn(rows, 70, dtype=torch.bfloat16), qdata, scale, added, torch.bfloat16)
+    word = str(Format.mx(elem_type(elem)))
+    arguments = (torch.randn(rows, 70, dtype=torch.bfloat16), qdata, scale, added, torch.bfloat16, word)
     opcheck(ops.weight_only_mm, arguments, test_utils=WITHOUT_SCHEMA)
 
 
 def test_is_the_product_with_what_the_weight_stands_for():
     x, w, bias = torch.randn(6, 100), torch.randn(72, 100), torch.randn(72)
     exact = x.double() @ round_trip(w, 1).double().t() + bias.double()
-    found = ops.weight_only_mm(x, *quantize(w, -1, E4M3, "rceil"), bias, torch.float32)
+    found = ops.weight_only_mm(x, *quantize(w, -1, E4M3, "rceil"), bias, torch.float32, MX)
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-4)
 
 
@@ -37,6 +40,6 @@ def test_a_quantized_activation_gives_what_two_mx_operands_give():
     a, (qdata, scale) = quantize(x, -1, E4M3, "rceil"), quantize(w, -1, E4M3, "rceil")
     both = scaled_mm(*a, qdata.t(), scale.t(), None, torch.float32)
     one = ops.weight_only_mm(
-        ops.dequantize(*a, -1, torch.bfloat16), qdata, scale, None, torch.float32
+        ops.decode(*a, -1, MX, torch.bfloat16), qdata, scale, None, torch.float32, MX
     )  # E4M3 times a power of two is exact in BF16
     torch.testing.assert_close(one, both)

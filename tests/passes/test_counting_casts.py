@@ -10,6 +10,7 @@ from torch import fx, nn
 
 import mxcompile
 from mxcompile import ops
+from mxcompile.formats import CopyPart
 from mxcompile.lowering import pipeline
 from mxcompile.ops.view import Casts
 from mxcompile.policy.presets import PRESETS
@@ -32,11 +33,9 @@ def copies(graph: fx.Graph) -> set[Any]:
     made: set[Any] = set()
     for node in graph.nodes:
         source, *how = node.args or (None,)
-        if node.target in (ops.encode_with, ops.round_with):
-            made.add((source, how[1] % 2))
-        elif node.target is ops.cast:
+        if node.target is ops.cast:
             cast = Casts.read(node)
-            dims = [copy.dim for copy in cast.each]
+            dims = [copy.dim for copy in cast.each if copy.part is not CopyPart.SCALES]
             made |= {(each, dim % 2) for each in (cast.x, cast.y) if each is not None for dim in dims}
         elif node.target is ops.quantize_mm:
             made.add((source, 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 import pytest
 import torch
@@ -22,24 +23,31 @@ COPIES = [str(Copy(format=Format()))]
 KINDS = (
     view.Cast,
     view.Casts,
-    view.EncodeTransposed,
+    view.Decode,
     view.Dequantize,
-    view.DequantizeTiles,
+    view.Unpack,
+    view.EncodeTransposed,
     view.Product,
 )
 
 
 def call(target, *arguments, **named) -> fx.Node:
     graph = fx.Graph()
-    nodes = {name: graph.placeholder(name) for name in "abcdefgh" if name in (*arguments, *named.values())}
-    given = [nodes.get(each, each) if isinstance(each, str) else each for each in arguments]
-    return graph.call_function(target, tuple(given), {k: nodes.get(v, v) for k, v in named.items()})
+    nodes = {name: graph.placeholder(name) for name in "abcdefgh"}
+
+    def given(each: Any) -> Any:
+        if isinstance(each, list):
+            return [given(part) for part in each]
+        return nodes.get(each, each) if isinstance(each, str) else each
+
+    args = tuple(map(given, arguments))
+    return graph.call_function(target, args, {name: given(each) for name, each in named.items()})
 
 
 def test_defaults_and_keywords_are_read():
     plain = view.Cast.read(call(ops.cast, "a", COPIES))
     assert (plain.stream, plain.scale, plain.copy, plain.side) == (0, None, Copy(format=Format()), -1)
-    named = view.Cast.read(call(ops.cast, "a", COPIES, scale="b"))
+    named = view.Cast.read(call(ops.cast, "a", COPIES, scales=["b"]))
     assert (str(named.scale), named.fmt) == ("b", "e4m3 1x32 rceil")
 
 
@@ -74,8 +82,8 @@ def test_other_calls_have_no_view():
 def test_a_call_is_made_again_with_changes():
     cast = view.Cast.read(call(ops.cast, "a", COPIES, None, 0))
     assert cast.arguments() == (cast.x, COPIES)
-    known = view.Cast.read(call(ops.cast, "a", COPIES, None, 0, "b"))
-    assert known.arguments(stream=3) == (known.x, COPIES, None, 3, known.scale)
+    known = view.Cast.read(call(ops.cast, "a", COPIES, None, 0, ["b"]))
+    assert known.arguments(stream=3) == (known.x, COPIES, None, 3, [known.scale])
     with pytest.raises(AssertionError, match="has no argument"):
         cast.arguments(square=True)
 

@@ -87,7 +87,7 @@ def test_q_k_and_v_read_one_cast_and_backward_another():
             ["e5m2 rowwise", "e5m2 columnwise"],
         ),
         ({"precision": "mxfp8", "weight_block": "32x32"}, ["e4m3 rowwise", "e4m3 columnwise"]),
-        ({"precision": "mxfp8", "saved": "transcode"}, ["e4m3 rowwise", "dequantize", "e4m3 columnwise"]),
+        ({"precision": "mxfp8", "saved": "transcode"}, ["e4m3 rowwise", "decode", "e4m3 columnwise"]),
     ],
     ids=["e5m2", "square", "transcode"],
 )

@@ -28,7 +28,7 @@ def recast(
     """Codes [64, 96] and their scales along the last dimension, dequantized and cast again."""
     hand = Hand()
     codes, scales = hand.input("codes", 64, 96, dtype=E4M3), hand.input("scales", 64, 3, dtype=torch.uint8)
-    values = hand.call(ops.dequantize, codes, scales, -1, between)
+    values = hand.call(ops.decode, codes, scales, -1, "e4m3 1x32 rceil", between)
     if transposed:
         values = hand.call(aten.permute.default, values, [1, 0])
     cast = hand.quantize(values, dim, elem, rounding)
@@ -46,7 +46,7 @@ def test_what_is_stored_is_read(dim: int, transposed: bool, between: torch.dtype
     graph = recast(dim, transposed=transposed, between=between)
     Reuse().apply(graph)
     assert not calls(graph, ops.cast)
-    assert not calls(graph, ops.dequantize)
+    assert not calls(graph, ops.decode)
     parts = stored()
     expected = [part.T for part in parts] if transposed else parts
     results = [result.view(torch.uint8) for result in run(graph, *parts)]
@@ -81,11 +81,11 @@ def two_level(
     scales = hand.input("scales", *stack, 48, 4, dtype=E4M3)
     whole = hand.input("whole", *global_shape)
     x = hand.input("x", 32, 64)
-    values = hand.call(ops.dequantize, packed, scales, -1, FP32, stored_form, whole)
+    values = hand.call(ops.decode, packed, scales, -1, f"{stored_form} packed", FP32, None, whole)
     sides, known = [], []
     for source, along, word in ((x, -1, stored_form), (values, dim, form)):
         amax = hand.call(ops.largest, source)
-        cast = hand.call(ops.cast, source, codes(along, word), None, 0, None, amax)
+        cast = hand.call(ops.cast, source, codes(along, word), None, 0, None, [amax])
         parts = [hand.call(operator.getitem, cast, part) for part in (0, 1)]
         known.append(hand.call(ops.known_scale, amax, 0, word, 1))
         sides += parts
@@ -103,7 +103,8 @@ def test_codes_of_two_levels_are_read_as_they_are(global_shape: tuple[int, ...])
     graph = two_level(global_shape=global_shape)
     Reuse().apply(graph)
     assert len(calls(graph, ops.cast)) == 1
-    assert not calls(graph, ops.dequantize)
+    (codes_of,) = calls(graph, ops.decode)
+    assert codes_of.args[1:] == (None, -1, "e2m1 1x16 two-level packed", torch.uint8)
     (product,) = calls(graph, ops.matmul)
     assert not tag_of(product).recast
     torch.manual_seed(0)
@@ -112,7 +113,7 @@ def test_codes_of_two_levels_are_read_as_they_are(global_shape: tuple[int, ...])
     x = torch.randn(32, 64)
     (found,) = run(graph, packed, scales, whole, x)
     values = mxcompile.quantize(x, elem_dtype=torch.float4_e2m1fn_x2, rounding="two-level").dequantize(FP32)
-    weight = ops.dequantize(packed, scales, -1, FP32, "e2m1 1x16 two-level", whole)
+    weight = ops.decode(packed, scales, -1, "e2m1 1x16 two-level packed", FP32, None, whole)
     assert torch.allclose(found, values @ weight.t(), rtol=1e-5, atol=1e-5)
 
 
@@ -133,7 +134,7 @@ def gathered(rounding: str) -> fx.Graph:
     """Codes in tiles of 32×32, cast in tiles with scales rounded by `rounding`; they were with rceil."""
     hand = Hand()
     codes, scales = hand.input("codes", 64, 96, dtype=E4M3), hand.input("scales", 2, 3, dtype=torch.uint8)
-    values = hand.call(ops.dequantize_tiles, codes, scales, "rceil", FP32)
+    values = hand.call(ops.decode, codes, scales, -1, "e4m3 32x32 rceil", FP32)
     cast = hand.quantize(values, -1, E4M3, rounding, True)
     parts = [hand.call(operator.getitem, cast, part) for part in (0, 1)]
     return hand.output(*(hand.call(aten.clone.default, part) for part in parts))

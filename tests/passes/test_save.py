@@ -55,7 +55,7 @@ def test_the_values_of_the_rowwise_copy_are_made_again_where_that_is_what_is_kep
     hand = Hand()
     x = hand.input("x", 96, 32)
     _, qdata, scale = quantized(hand, x, -1)
-    values = hand.call(ops.dequantize, qdata, scale, -1, FP32)
+    values = hand.call(ops.decode, qdata, scale, -1, "e4m3 1x32 rceil", FP32)
     casts = wgrad(hand, values, Saved.TRANSCODE), wgrad(hand, x, Saved.TRANSCODE)
     Save().apply(hand.output())
     assert is_made_again(values)

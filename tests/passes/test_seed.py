@@ -30,6 +30,16 @@ def test_each_random_cast_has_a_stream_of_one_seed():
     assert result_of(seed) == (None, -1)
 
 
+def test_a_cast_with_a_seed_keeps_it():
+    hand = Hand()
+    x, seed = hand.input("x", 4, 64), hand.input("seed", 1, dtype=torch.int64)
+    graph = hand.output(hand.call(ops.cast, x, codes(-1, RANDOM), seed, 5))
+    Seed().apply(graph)
+    (cast,) = (Cast.read(node) for node in calls(graph, ops.cast))
+    assert (cast.seed, cast.stream) == (seed, 5)
+    assert not calls(graph, ops.draw_seed)
+
+
 def test_seed_looks_like_the_input_of_fewest_dimensions():
     """It is asked for its device alone, but an estimate counts the bytes of whatever an operator is given."""
     hand = Hand()

@@ -311,7 +311,7 @@ def test_exports(how):
     program = torch.export.export(stored, (x,))
     assert torch.equal(program.module()(x), dense(x))
     lowered = program.run_decompositions()
-    assert any("mx.dequantize" in str(node.target) for node in lowered.graph.nodes)
+    assert any("mx.decode" in str(node.target) for node in lowered.graph.nodes)
 
 
 def test_prints():

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.casts import encode_packed, encode_packed_both
 from modules import run
 from torch import Tensor
 from torch.nn import functional as F
@@ -44,11 +45,11 @@ def casts(word: str, layout: str, x: Tensor, seed: Tensor) -> list[Tensor]:
         elif dim == -1:
             its = form.untransformed
         others.append(amax)
-        results += ops.encode_packed(x, dim, str(its), *given, amax, layout)
+        results += encode_packed(x, dim, str(its), *given, amax, layout)
     if form.stochastic:
         return results
     rows = str(form.untransformed)
-    return [*results, *ops.encode_packed_both(x, rows, word, plain, others[1], layout)]
+    return [*results, *encode_packed_both(x, rows, word, plain, others[1], layout)]
 
 
 def check(cases: list[tuple[str, str, Tensor]], target: str) -> None:
@@ -107,7 +108,7 @@ def test_every_amax(word):
 
     def function(x: Tensor, seed: Tensor, *amaxes: Tensor) -> list[Tensor]:
         given = (seed, 5) if "stochastic" in word else (None, 0)
-        casts = (ops.encode_packed(x, -1, word, *given, amax, ROW_MAJOR) for amax in amaxes or (None,))
+        casts = (encode_packed(x, -1, word, *given, amax, ROW_MAJOR) for amax in amaxes or (None,))
         return [result for cast in casts for result in cast]
 
     inputs = x, SEED, *(amax for amax in amaxes if amax is not None)
@@ -135,7 +136,7 @@ def test_a_producer_is_part_of_the_cast():
 
     def function(x: Tensor, factor: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
         y = F.relu(x * factor + bias)
-        return *ops.encode_packed(y, -1, MXFP4, None, 0, None, ROW_MAJOR), *ops.encode_packed(
+        return *encode_packed(y, -1, MXFP4, None, 0, None, ROW_MAJOR), *encode_packed(
             y, -2, MXFP4, None, 0, None, ROW_MAJOR
         )
 

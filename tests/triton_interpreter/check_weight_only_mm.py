@@ -10,7 +10,7 @@ from helpers.operands import Operand, assert_within, embedded, operand, product
 from modules import each
 
 from mxcompile import ops
-from mxcompile.formats import E5M2
+from mxcompile.formats import E5M2, Format, elem_type
 from mxcompile.lowering.targets import TARGETS
 
 SMALL = {name: replace(TARGETS[name], processors=4) for name in ("sm_80", "sm_90")}
@@ -26,7 +26,10 @@ def activation(m: int, k: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 def products(calls, target) -> list[torch.Tensor]:
     """calls: x, w, bias, dtype of the result."""
-    given = [(x, *w.left, bias, out_dtype) for x, w, bias, out_dtype in calls]
+    given = [
+        (x, *w.left, bias, out_dtype, str(Format.mx(elem_type(w.qdata.dtype))))
+        for x, w, bias, out_dtype in calls
+    ]
     found: list[torch.Tensor] = each(ops.weight_only_mm, given, target=target)
     return found
 
@@ -101,7 +104,7 @@ class Packed:
 
     @property
     def values(self) -> torch.Tensor:
-        exact = ops.dequantize(self.codes, self.scale, -1, torch.float64, self.word)
+        exact = ops.decode(self.codes, self.scale, -1, self.word, torch.float64)
         return exact / self.whole[0].double() if self.whole else exact
 
 
@@ -110,11 +113,11 @@ def stored(n: int, k: int, *, two_level: bool, whole: int = 0) -> Packed:
     codes = embedded(torch.randint(256, (n, k // 2), dtype=torch.uint8), 0x77)
     if not two_level:
         scale = embedded(torch.randint(87, 167, (n, -(-k // 32)), dtype=torch.uint8), 255)
-        return Packed(codes=codes, scale=scale, word="e2m1 1x32 rceil")
+        return Packed(codes=codes, scale=scale, word="e2m1 1x32 rceil packed")
     scale = embedded(torch.randint(1, 0x7F, (n, -(-k // 16)), dtype=torch.uint8), 0x7F)
     given = (torch.rand(whole, 1) + 0.5,) if whole else ()
     scale = scale.view(torch.float8_e4m3fn)
-    return Packed(codes=codes, scale=scale, word="e2m1 1x16 two-level", whole=given)
+    return Packed(codes=codes, scale=scale, word="e2m1 1x16 two-level packed", whole=given)
 
 
 def check_packed(calls, target, bound: int = 2) -> None:

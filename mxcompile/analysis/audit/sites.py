@@ -134,7 +134,7 @@ class _Marker:
         mark.readers.append((site.tag, site.tag.tensors[side]))
         mark.needed_by.add(site.key)
         source = argument(cast)
-        if source.target in (ops.dequantize, ops.decode):  # the other layout, made from the rowwise copy
+        if source.target is ops.decode:  # the other layout, made from the rowwise copy
             first, _ = made_by(argument(source))
             if Cast.of(first) is None:
                 return None

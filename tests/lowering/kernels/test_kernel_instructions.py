@@ -9,7 +9,7 @@ import re
 
 import pytest
 import torch
-from helpers.casts import quantize, quantize_both, scaled_mm
+from helpers.casts import encode_packed, quantize, quantize_both, scaled_mm
 from helpers.paces import mostly_slow
 from helpers.packed_operands import ALONG, MXFP4, NVFP4
 from helpers.rendered import Binary, compiled
@@ -133,7 +133,7 @@ def test_fp4_casts(dim, shape, target):
     amax = [meta(1, dtype=F32)] if "two-level" in word else []
 
     def function(x: Tensor, *amax: Tensor) -> list[Tensor]:
-        return list(ops.encode_packed(x, dim, word, None, 0, *(amax or (None,)), str(layout)))
+        return list(encode_packed(x, dim, word, None, 0, *(amax or (None,)), str(layout)))
 
     _, text = kernel(function, [meta(*shape, dtype=BF16), *amax], target)
     assert target == "gfx950" or re.search(r"cvt\.rn\.satfinite\.e2m1x2\.f32", text)

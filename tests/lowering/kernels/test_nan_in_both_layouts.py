@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from helpers.casts import quantize_both, quantize_operands
+from helpers.casts import encode_packed_both, quantize_both, quantize_operands
 from helpers.paces import mostly_slow
 from helpers.rendered import compiled
 from torch import Tensor
@@ -35,7 +35,7 @@ NAMES = ["mx e4m3 rceil", "mx e5m2 floor", "mx e4m3 even", *FP4, *FP8]
 def cast(name: str, target: Target) -> Callable[..., object]:
     """A function of a matrix, and of its FP32 scales or amax along both dimensions, if it reads them."""
     if name in FP4:
-        return lambda x, *amax: ops.encode_packed_both(x, name, name, *(amax or (None, None)))
+        return lambda x, *amax: encode_packed_both(x, name, name, *(amax or (None, None)))
     if name in FP8:
         if "128" in name:
             return lambda x: ops.encode_blocks(x, name, True, True, False)

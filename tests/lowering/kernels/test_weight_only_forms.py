@@ -21,23 +21,27 @@ GPUS = [name for name, target in TARGETS.items() if target.arch is not None]
 WIDE_LOAD = r"ld\.global\S*\.v4\.b32|cp\.async\.cg|global_load_(?:lds_)?dwordx4|buffer_load_dwordx4"
 
 
+MX = "e4m3 1x32 rceil"
 WEIGHTS = {
-    "": [((1024, 4096), torch.float8_e4m3fn), ((1024, 128), torch.uint8)],
-    "e2m1 1x32 rceil": [((1024, 2048), torch.uint8), ((1024, 128), torch.uint8)],
-    "e2m1 1x16 two-level": [((1024, 2048), torch.uint8), ((1024, 256), torch.float8_e4m3fn), ((1, 1), F32)],
+    MX: [((1024, 4096), torch.float8_e4m3fn), ((1024, 128), torch.uint8)],
+    "e2m1 1x32 rceil packed": [((1024, 2048), torch.uint8), ((1024, 128), torch.uint8)],
+    "e2m1 1x16 two-level packed": [
+        ((1024, 2048), torch.uint8),
+        ((1024, 256), torch.float8_e4m3fn),
+        ((1, 1), F32),
+    ],
 }
 """Shapes and types of a weight [1024, 4096], by its format."""
 
 
-def generated(form: WeightOnlyForm, rows: int, dtype: torch.dtype, target: str, monkeypatch, word: str = ""):
+def generated(form: WeightOnlyForm, rows: int, dtype: torch.dtype, target: str, monkeypatch, word: str = MX):
     """The kernel of a product by such a weight in `form`, and how many follow it."""
     monkeypatch.setattr(weight_only, "forms", lambda *_, **__: [form])
     x = torch.empty(rows, 4096, dtype=dtype, device="meta")
     parts = [torch.empty(shape, dtype=kind, device="meta") for shape, kind in WEIGHTS[word]]
 
     def multiply(x, qdata, scale, *whole):
-        form_words = (word, *whole) if word else ()
-        return [ops.weight_only_mm(x, qdata, scale, None, dtype, *form_words)]
+        return [ops.weight_only_mm(x, qdata, scale, None, dtype, word, *whole)]
 
     return compiled(multiply, [x, *parts], TARGETS[target])
 
@@ -62,7 +66,7 @@ def test_what_autotuning_tries_runs(target, rows, dtype, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("word", ["e2m1 1x32 rceil", "e2m1 1x16 two-level"])
+@pytest.mark.parametrize("word", ["e2m1 1x32 rceil packed", "e2m1 1x16 two-level packed"])
 @pytest.mark.parametrize(("rows", "dtype"), [(1, BF16), (8, BF16), (32, BF16), (4, F32)])
 @pytest.mark.parametrize("target", GPUS)
 def test_packed_codes_are_read_by_every_chip(target, rows, dtype, word, monkeypatch):

@@ -6,12 +6,13 @@ import operator
 
 import pytest
 import torch
+from helpers.casts import encode_packed
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mxcompile import ops
 from mxcompile.errors import FormatError
-from mxcompile.lowering.graph.pair_fp4 import PairFP4
+from mxcompile.lowering.graph.merge_casts import MergeCasts
 from mxcompile.lowering.targets import TARGETS
 
 NVFP4, MXFP4 = "e2m1 1x16 two-level", "e2m1 1x32 rceil"
@@ -22,7 +23,7 @@ ROTATED = f"{NVFP4} hadamard:{SIGNS}"
 def paired(function, *inputs: Tensor) -> fx.GraphModule:
     """The graph of `function` behind the pass."""
     module = make_fx(function, tracing_mode="fake")(*inputs)
-    PairFP4(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
+    MergeCasts(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
     module.graph.lint()
     module.recompile()
     return module
@@ -41,17 +42,17 @@ def test_both_copies_and_their_amax(columns_first: bool):
     def function(x: Tensor) -> tuple[Tensor, ...]:
         if columns_first:
             _, rotated = ops.hadamard_largest(x, SIGNS)
-            columns = ops.encode_packed(x, -2, ROTATED, None, 0, rotated)
+            columns = encode_packed(x, -2, ROTATED, None, 0, rotated)
             plain = ops.largest(x)
-            return *ops.encode_packed(x, -1, NVFP4, None, 0, plain), *columns, plain, rotated
+            return *encode_packed(x, -1, NVFP4, None, 0, plain), *columns, plain, rotated
         plain = ops.largest(x)
-        rows = ops.encode_packed(x, -1, NVFP4, None, 0, plain)
+        rows = encode_packed(x, -1, NVFP4, None, 0, plain)
         _, rotated = ops.hadamard_largest(x, SIGNS)
-        return *rows, *ops.encode_packed(x, -2, ROTATED, None, 0, rotated), plain, rotated
+        return *rows, *encode_packed(x, -2, ROTATED, None, 0, rotated), plain, rotated
 
     x = torch.randn(70, 96)
     module = paired(function, x)
-    assert operators(module) == ["hadamard_largest", "encode_packed_both"]
+    assert operators(module) == ["hadamard_largest", "cast"]
     for result, reference in zip(module(x), function(x), strict=True):
         assert torch.equal(result, reference)
 
@@ -61,12 +62,12 @@ def test_a_weight_has_one_amax_for_both():
 
     def function(w: Tensor) -> tuple[Tensor, ...]:
         amax = ops.largest(w)
-        casts = (ops.encode_packed(w, dim, word, None, 0, amax) for dim in (-2, -1))
+        casts = (encode_packed(w, dim, word, None, 0, amax) for dim in (-2, -1))
         return tuple(result for cast in casts for result in cast)
 
     w = torch.randn(64, 96)
     module = paired(function, w)
-    assert operators(module) == ["largest", "encode_packed_both"]
+    assert operators(module) == ["largest", "cast"]
     for result, reference in zip(module(w), function(w), strict=True):
         assert torch.equal(result, reference)
 
@@ -76,40 +77,39 @@ def test_casts_that_cannot_be_one_stay():
     seed = torch.tensor([3])
 
     def function(x: Tensor, y: Tensor, z: Tensor, v: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
-        random = [ops.encode_packed(x, dim, f"{MXFP4} stochastic", seed, 5) for dim in (-1, -2)]
+        random = [encode_packed(x, dim, f"{MXFP4} stochastic", seed, 5) for dim in (-1, -2)]
         layouts = [
-            ops.encode_packed(y, -1, MXFP4),
-            ops.encode_packed(y, -2, MXFP4, None, 0, None, "row-major"),
+            encode_packed(y, -1, MXFP4),
+            encode_packed(y, -2, MXFP4, None, 0, None, "row-major"),
         ]
-        twice = [ops.encode_packed(z, -1, MXFP4), ops.encode_packed(z, -1, MXFP4)]
-        first = ops.encode_packed(v, -1, NVFP4, None, 0, ops.largest(v))
-        late = ops.encode_packed(v, -2, NVFP4, None, 0, first[0][0, :1].float())
+        twice = [encode_packed(z, -1, MXFP4), encode_packed(z, -1, MXFP4)]
+        first = encode_packed(v, -1, NVFP4, None, 0, ops.largest(v))
+        late = encode_packed(v, -2, NVFP4, None, 0, first[0][0, :1].float())
         return tuple(result for cast in (*random, *layouts, *twice, first, late) for result in cast)
 
     inputs = [torch.randn(32, 64) for _ in range(4)]
     module = paired(function, *inputs, seed)
-    assert operators(module).count("encode_packed") == 8
-    assert "encode_packed_both" not in operators(module)
+    assert operators(module).count("cast") == 8
 
 
 def test_copies_of_two_tensors_stay():
     module = paired(
-        lambda x, y: (*ops.encode_packed(x, -1, MXFP4), *ops.encode_packed(y, -2, MXFP4)),
+        lambda x, y: (*encode_packed(x, -1, MXFP4), *encode_packed(y, -2, MXFP4)),
         torch.randn(32, 64),
         torch.randn(32, 64),
     )
-    assert operators(module) == ["encode_packed"] * 2
+    assert operators(module) == ["cast"] * 2
 
 
 def test_a_transform_runs_along_columns():
     x = torch.randn(32, 64)
     with pytest.raises(FormatError, match="its transform runs along columns"):
-        ops.encode_packed(x, -1, ROTATED, None, 0, ops.largest(x))
+        encode_packed(x, -1, ROTATED, None, 0, ops.largest(x))
 
 
 def test_a_result_that_nothing_reads_is_not_picked():
     module = paired(
-        lambda x: (ops.encode_packed(x, -1, MXFP4)[0], ops.encode_packed(x, -2, MXFP4)[0]),
+        lambda x: (encode_packed(x, -1, MXFP4)[0], encode_packed(x, -2, MXFP4)[0]),
         torch.randn(32, 64),
     )
     picks = [node.args[1] for node in module.graph.nodes if node.target is operator.getitem]

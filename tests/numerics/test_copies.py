@@ -1,0 +1,64 @@
+"""Copies by their words: what a cast makes of a tensor, and the errors of other words."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mxcompile import ops
+from mxcompile.errors import FormatError
+from mxcompile.formats import Copy
+
+WORDS = [
+    "e4m3 1x32 rceil",
+    "e4m3 32x32 rceil",
+    "e4m3 channel nearest",
+    "e5m2 tensor nearest",
+    "e4m3 1x128 pow2",
+    "e2m1 1x16 two-level",
+]
+
+
+@pytest.mark.parametrize("dim", [-1, -2])
+@pytest.mark.parametrize("word", WORDS)
+def test_parts_of_a_copy_are_those_of_the_whole(word: str, dim: int):
+    x = torch.randn(40, 96, generator=torch.Generator().manual_seed(0))
+    amax = x.abs().amax().reshape(1) if "two-level" in word else None
+
+    def known(tensor: torch.Tensor | None) -> list[torch.Tensor] | None:
+        return None if tensor is None else [tensor]
+
+    def cast(part: str, scale: torch.Tensor | None = None) -> list[torch.Tensor]:
+        made: list[torch.Tensor] = ops.cast(x, [f"{word} @{dim} {part}"], None, 0, known(scale), known(amax))
+        return made
+
+    qdata, scale = cast("codes")
+    (scales,) = cast("scales")
+    (elements,) = cast("elements", scale)
+    assert torch.equal(scales.view(torch.uint8), scale.view(torch.uint8))
+    assert torch.equal(elements.view(torch.uint8), qdata.view(torch.uint8))
+    (values,) = cast("float32", scale)
+    (numbers,) = cast("elements float32", scale)
+    assert torch.equal(values, ops.decode(qdata, scale, dim, word, torch.float32))
+    assert torch.equal(numbers, ops.decode(qdata, None, dim, word, torch.float32))
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["codes", "codes 128x4", "elements", "elements bfloat16", "scales per-row", "float32"],
+)
+def test_a_copy_is_written_as_it_is_read(word: str):
+    written = f"e4m3 32x32 rceil @-2 {word}"
+    assert str(Copy.of(written)) == written
+
+
+@pytest.mark.parametrize("word", ["", "codes codes", "bfloat16 elements", "float33", "128x4", "128x4 codes"])
+def test_a_word_of_no_copy_raises(word: str):
+    with pytest.raises(FormatError, match="is no copy: expected a format"):
+        Copy.of(f"e4m3 1x32 rceil @-1 {word}".strip())
+
+
+@pytest.mark.parametrize("word", ["", "@-1 codes", "e4m3 1x32 rceil codes", "e4m3 1x32 rceil @x codes"])
+def test_a_copy_without_a_format_or_a_dimension_raises(word: str):
+    with pytest.raises(FormatError, match="is no copy: expected a format"):
+        Copy.of(word)
