@@ -53,4 +53,4 @@ def test_the_command_takes_no_sizes_for_a_factory(
 ):
     monkeypatch.syspath_prepend(meshed.__file__.rpartition("/")[0])
     assert main(["codegen", "meshed:fsdp", "--mesh", "dp=8", "--length", "64"]) != 0
-    assert "--length is for plain models" in capsys.readouterr().err
+    assert "leave out --length" in capsys.readouterr().err
