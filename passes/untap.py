@@ -3,7 +3,7 @@
     w', slot = tapped(w, state)  →  w,  slot(state)
 
 The backend taps the weights of a graph whose policy has scales that follow from calls before (see
-`compiler.histories`). The values of the slots are known when the casts are made (`rewrite`).
+`compiler.calls.delayed_scales`). The values of the slots are known when the casts are made (`rewrite`).
 """
 
 from __future__ import annotations

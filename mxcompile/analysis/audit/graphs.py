@@ -22,9 +22,9 @@ from torch._guards import TracingContext
 from mxcompile.analysis.audit.interpreter import Interpreter, Run
 from mxcompile.analysis.audit.keep import Kept
 from mxcompile.analysis.audit.sites import Sites, mark
-from mxcompile.compiler.capture import captured
-from mxcompile.compiler.compilation import Compilation
+from mxcompile.compiler.capture.capture import captured
 from mxcompile.compiler.decompositions import table
+from mxcompile.compiler.hooks.compilation import Compilation
 from mxcompile.compiler.options import Options
 from mxcompile.lowering.targets import AUTO, resolve
 from mxcompile.report import Part

@@ -15,9 +15,9 @@ from typing import Any
 from torch import fx, nn
 
 from mxcompile.analysis.explain.tracer import Explainer
-from mxcompile.compiler.capture import Capture
+from mxcompile.compiler.capture.capture import Capture
 from mxcompile.compiler.options import Options
-from mxcompile.compiler.plans import no_plan, planned
+from mxcompile.compiler.session.plans import no_plan, planned
 from mxcompile.errors import ModelError
 from mxcompile.mesh.collectives import Axes, Collective, of_graph, of_groups
 from mxcompile.mesh.live import Live, live

@@ -17,10 +17,10 @@ from torch import fx, nn
 from torch._guards import TracingContext
 
 from mxcompile.analysis.explain.parts import eager_records, moved
-from mxcompile.compiler.capture import Capture
+from mxcompile.compiler.capture.capture import Capture
 from mxcompile.compiler.options import Options
-from mxcompile.compiler.plans import no_plan, planned
 from mxcompile.compiler.rehearsal import Rehearsal
+from mxcompile.compiler.session.plans import no_plan, planned
 from mxcompile.lowering.targets import AUTO, of_device
 from mxcompile.models.assumed import Assuming
 from mxcompile.models.checkpointed import checkpointed_copy

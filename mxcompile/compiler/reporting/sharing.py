@@ -15,7 +15,7 @@ import torch
 from torch._dynamo.source import GlobalStateSource
 from torch._guards import Guard, Source, TracingContext
 
-from mxcompile.compiler.capture import Capture
+from mxcompile.compiler.capture.capture import Capture
 from mxcompile.errors import PolicyError
 from mxcompile.graph.tags import Kind
 from mxcompile.models.wrappers import plain_class

@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mxcompile.compiler.capture import Capture
+from mxcompile.compiler.capture.capture import Capture
 from mxcompile.compiler.frames import running
-from mxcompile.compiler.places import Places
+from mxcompile.compiler.session.publication import Places
 from mxcompile.models.holders import Holders
 from mxcompile.models.names import joined, user_path
 from mxcompile.models.tree import path_in

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
-from mxcompile.compiler.places import Places
+from mxcompile.compiler.session.publication import Places
 from mxcompile.errors import ModelError
 from mxcompile.models.wrappers import users_own
 from mxcompile.plan.plan import Plan

@@ -11,10 +11,10 @@ from collections.abc import Collection, Iterator
 
 from torch import nn
 
-from mxcompile.compiler.capture import Capture
+from mxcompile.compiler.capture.capture import Capture
 from mxcompile.compiler.options import Options
-from mxcompile.compiler.plans import no_plan
-from mxcompile.compiler.session import session_of
+from mxcompile.compiler.session.plans import no_plan
+from mxcompile.compiler.session.session import session_of
 from mxcompile.errors import UnsupportedError
 from mxcompile.formats import KEPT
 from mxcompile.models.names import joined, layer_name, user_path

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mxcompile.compiler.histories import DelayedScales
-from mxcompile.compiler.sampling import Sampling
-from mxcompile.compiler.shared_code import Attribution
+from mxcompile.compiler.calls.delayed_scales import DelayedScales
+from mxcompile.compiler.calls.sampling import Sampling
+from mxcompile.compiler.reporting.shared_code import Attribution
 
 
 class CompiledGraph:

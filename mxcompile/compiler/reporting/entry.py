@@ -13,13 +13,13 @@ from collections import Counter
 
 from torch._guards import CompileContext
 
-from mxcompile.compiler import sharing, store, unplanned
-from mxcompile.compiler.checks import check_ran
-from mxcompile.compiler.compilation import Compilation
-from mxcompile.compiler.places import Places
-from mxcompile.compiler.session import session_of
-from mxcompile.compiler.shared_code import Attribution, attribution
-from mxcompile.compiler.structured import trace_gemms
+from mxcompile.compiler.hooks.compilation import Compilation
+from mxcompile.compiler.hooks.structured_trace import trace_gemms
+from mxcompile.compiler.reporting import sharing, store, unplanned
+from mxcompile.compiler.reporting.checks import check_ran
+from mxcompile.compiler.reporting.shared_code import Attribution, attribution
+from mxcompile.compiler.session.publication import Places
+from mxcompile.compiler.session.session import session_of
 from mxcompile.errors import UnsupportedError
 from mxcompile.formats import is_quantized, labels
 from mxcompile.report import REGISTRY, Ledger, Part

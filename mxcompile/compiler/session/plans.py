@@ -15,7 +15,7 @@ from torch import nn
 
 from mxcompile.compiler.decompositions import table
 from mxcompile.compiler.frames import Frame
-from mxcompile.compiler.session import Planned, session_of
+from mxcompile.compiler.session.session import Planned, session_of
 from mxcompile.errors import ModelError
 from mxcompile.models.names import user_path
 from mxcompile.plan.plan import Plan, make_plan

@@ -38,7 +38,7 @@ The mode "lite" has the opposite of each.
 
 def sources() -> list[Path]:
     """Mxcompile's own code. In a checkout two of its folders are links, which a glob does not follow."""
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     trees = (root, root / "passes", root / "lowering")
     return sorted(
         {path.resolve() for tree in trees for end in ("py", "h") for path in tree.rglob(f"*.{end}")}

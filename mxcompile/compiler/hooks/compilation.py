@@ -13,9 +13,10 @@ from typing import Any
 from torch import fx
 from torch._inductor import config, list_mode_options
 
-from mxcompile.compiler.capture import Capture
-from mxcompile.compiler.gathers import Gathers
-from mxcompile.compiler.inductor import (
+from mxcompile.compiler.capture.capture import Capture
+from mxcompile.compiler.capture.gathers import Gathers
+from mxcompile.compiler.hooks.compiled_autograd import Adopted, mark, marks, token
+from mxcompile.compiler.hooks.inductor import (
     GraphModules,
     GraphPass,
     Partitioner,
@@ -23,9 +24,8 @@ from mxcompile.compiler.inductor import (
     sources_hash,
     with_needed,
 )
+from mxcompile.compiler.hooks.structured_trace import trace_graph
 from mxcompile.compiler.options import Options
-from mxcompile.compiler.owners import Adopted, mark, marks, token
-from mxcompile.compiler.structured import trace_graph
 from mxcompile.errors import UnsupportedError
 from mxcompile.graph.bodies import is_body
 from mxcompile.graph.tags import tags_of

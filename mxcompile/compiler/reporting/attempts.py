@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from mxcompile.compiler.checks import check_call, check_modules, tell_left
-from mxcompile.compiler.exporting import innermost
 from mxcompile.compiler.frames import TORCH, Frame, Running, frames
+from mxcompile.compiler.hooks.exporting import innermost
 from mxcompile.compiler.options import Options
-from mxcompile.compiler.shared_code import Runs
+from mxcompile.compiler.reporting.checks import check_call, check_modules, tell_left
+from mxcompile.compiler.reporting.shared_code import Runs
 from mxcompile.models.tree import path_in
 from mxcompile.models.wrappers import users_own
 from mxcompile.report import REGISTRY

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mxcompile.compiler.checks import check_call
 from mxcompile.compiler.options import Options
+from mxcompile.compiler.reporting.checks import check_call
 
 
 def look_at(root: nn.Module, options: Options, parts: Mapping[str, nn.Module]) -> None:

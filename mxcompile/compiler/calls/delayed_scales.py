@@ -33,10 +33,10 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 
 from mxcompile import ops
-from mxcompile.compiler.capture import Capture
+from mxcompile.compiler.capture.capture import Capture
 from mxcompile.compiler.frames import running
-from mxcompile.compiler.session import session_of
-from mxcompile.compiler.trace import copied
+from mxcompile.compiler.hooks.trace import copied
+from mxcompile.compiler.session.session import session_of
 from mxcompile.models.holders import Holders
 from mxcompile.policy import Policy
 from mxcompile.watch.steps import in_backward

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from mxcompile.compiler.capture.gathers import Gathers, gathers_of
+from mxcompile.compiler.capture.locate import Located, name_of, source_of_input
+from mxcompile.compiler.capture.marks import mark
+from mxcompile.compiler.capture.regions import inline_regions
 from mxcompile.compiler.frames import Frame
-from mxcompile.compiler.gathers import Gathers, gathers_of
-from mxcompile.compiler.locate import Located, name_of, source_of_input
-from mxcompile.compiler.marks import mark
-from mxcompile.compiler.plans import plan_of
-from mxcompile.compiler.regions import inline_regions
-from mxcompile.compiler.session import Planned
+from mxcompile.compiler.session.plans import plan_of
+from mxcompile.compiler.session.session import Planned
 from mxcompile.models.blocks import Blocks
 from mxcompile.models.names import GraphInput, module_of, source_of
 from mxcompile.models.tree import Tree

@@ -15,8 +15,8 @@ from typing import Any, Generic, Protocol, TypeVar
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mxcompile.compiler.capture import Capture
-from mxcompile.compiler.compilation import Compilation
+from mxcompile.compiler.capture.capture import Capture
+from mxcompile.compiler.hooks.compilation import Compilation
 from mxcompile.compiler.options import Options
 from mxcompile.compiler.rehearsal import Rehearsal, some_or_all
 from mxcompile.models.names import GraphInput
