@@ -31,12 +31,12 @@ from mxcompile.graph.shapes import offsets
 from mxcompile.graph.tags import GemmTag, numel, set_tag, tag_of, tags_of, tensor, value_of
 from mxcompile.graph.transpose import transpose, untransposed
 from mxcompile.ops.view import result_of
+from mxcompile.passes.delayed_scales import States
 from mxcompile.passes.flow import picked_stack
 from mxcompile.passes.matrices import as_returned, matrices
 from mxcompile.passes.operand import product_calls, widest
 from mxcompile.passes.rows import arrives
 from mxcompile.passes.split import HALF
-from mxcompile.passes.states import States
 from mxcompile.policy import Code, Gemm, Reason, Saved, Sent
 
 

@@ -18,7 +18,7 @@ from mxcompile import ops
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import argument
 from mxcompile.graph.tags import STATE_KEY
-from mxcompile.passes.states import FORWARD
+from mxcompile.passes.delayed_scales import FORWARD
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -35,7 +35,7 @@ from mxcompile.compiler.rehearsal import Rehearsal
 from mxcompile.graph.attention import ATTENTIONS
 from mxcompile.graph.opsets import packet
 from mxcompile.graph.tags import GemmTag, bytes_of, tags_of
-from mxcompile.models.assumed import Assuming
+from mxcompile.models.value_tracking_mode import ValueTrackingMode
 from mxcompile.offline.device import attention_flops, move
 from mxcompile.offline.standin import DEVICE, stand_in
 from mxcompile.ranks.copied import rank_copy
@@ -98,7 +98,7 @@ class Driver(Rehearsal[FakeTensorMode]):
             super().__init__(model, options, mode, training=training)
         else:
             of_rank: Any = partial(rank_copy, sharded)
-            super().__init__(model, options, Assuming(), training=training, copied=of_rank)
+            super().__init__(model, options, ValueTrackingMode(), training=training, copied=of_rank)
         self._attention = attention
         self.parts: list[Part] = []
         self.generated: list[Generated] = []

@@ -30,10 +30,10 @@ from mxcompile.graph.attention import ATTENTION_FORWARD
 from mxcompile.graph.opsets import packet
 from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import GemmTag, Kind, gradient_tags, set_tag, tags_of
-from mxcompile.models.assumed import Assuming
 from mxcompile.models.fake_copy import fake_copy, fake_values
 from mxcompile.models.fakes import quiet
 from mxcompile.models.isolated import ChildError, isolated
+from mxcompile.models.value_tracking_mode import ValueTrackingMode
 from mxcompile.models.wrappers import is_wrapped, users_own
 from mxcompile.passes.balance import Balance
 from mxcompile.passes.bodies import Bodies
@@ -167,9 +167,9 @@ def _shapes_alone() -> FakeTensorMode:
 
 _WAYS = (
     _Way(leave_out=fold, mode=_shapes_alone),
-    _Way(leave_out=fold, mode=Assuming),
-    _Way(leave_out=keep_all, mode=Assuming),
-    _Way(leave_out=keep_all, mode=Assuming, compiling=False),
+    _Way(leave_out=fold, mode=ValueTrackingMode),
+    _Way(leave_out=keep_all, mode=ValueTrackingMode),
+    _Way(leave_out=keep_all, mode=ValueTrackingMode, compiling=False),
 )
 """Tried in this order: values are assumed where shapes alone do not make a plan."""
 
@@ -211,7 +211,7 @@ def _planned(
 
 def _guess(mode: FakeTensorMode, repeats: Repeats) -> str:
     """Returns why some layers that were recorded, or left out, may not run in the call; "" if all do."""
-    if isinstance(mode, Assuming) and mode.notes:
+    if isinstance(mode, ValueTrackingMode) and mode.notes:
         return mode.notes[0]
     return "equal layers were recorded once" if repeats.standing_for else ""
 

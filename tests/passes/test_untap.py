@@ -9,7 +9,7 @@ from by_hand import Hand, calls
 from mxcompile import ops
 from mxcompile.graph.opsets import aten
 from mxcompile.graph.tags import STATE_KEY
-from mxcompile.passes.states import FORWARD
+from mxcompile.passes.delayed_scales import FORWARD
 from mxcompile.passes.untap import Untap
 
 

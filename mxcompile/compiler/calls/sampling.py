@@ -27,7 +27,7 @@ from mxcompile.compiler.reporting.sharing import add_guard
 from mxcompile.models.tree import path_in
 from mxcompile.models.wrappers import plain_class
 from mxcompile.rules import layers_of
-from mxcompile.watch import Watch, calls
+from mxcompile.watch import Watch, call_context
 
 log = logging.getLogger(__name__)
 
@@ -121,10 +121,10 @@ class Sampling:
         call = self._recorder.begin(self._compiled, self._running, id(self))
         if call is None:
             return code(*args)
-        with calls.forward(call):
+        with call_context.forward(call):
             results = (self._sampled or code if call.is_sampled else code)(*args)
         if not call.is_repeated:
-            calls.follow(call, results)
+            call_context.follow(call, results)
         return results
 
     def _running(self) -> str:

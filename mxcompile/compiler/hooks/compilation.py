@@ -34,10 +34,10 @@ from mxcompile.lowering.targets import CPU_FP32, Target
 from mxcompile.passes import pipeline as passes
 from mxcompile.passes.account import num_casts, saved_bytes, weight_bytes, wire_bytes
 from mxcompile.passes.compress import Compress
+from mxcompile.passes.delayed_scales import histories
 from mxcompile.passes.flatten import Flatten
 from mxcompile.passes.outline import outline
 from mxcompile.passes.record import records
-from mxcompile.passes.states import histories
 from mxcompile.passes.watch import Site, sites
 from mxcompile.passes.watch import Watch as Watching
 from mxcompile.policy import Gemm

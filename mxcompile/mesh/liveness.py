@@ -30,7 +30,7 @@ _WAIT = torch.ops._c10d_functional.wait_tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Moment:
+class LivenessPoint:
     """A node, when it runs.
 
     path: of its module. saved: bytes when the first of the layers runs for which the module's stands; last:
@@ -48,15 +48,15 @@ class Moment:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Live:
+class GraphLiveness:
     """The moments of the forward and the backward of a graph, in the order in which they run.
 
     saved: bytes between the two, of all layers. results: bytes of what forward returns beside.
     kept: what is saved by the modules that compute it, of one layer of those it stands for.
     """
 
-    forward: tuple[Moment, ...]
-    backward: tuple[Moment, ...] = ()
+    forward: tuple[LivenessPoint, ...]
+    backward: tuple[LivenessPoint, ...] = ()
     saved: int = 0
     results: int = 0
     kept: tuple[tuple[str, int], ...] = ()
@@ -90,7 +90,7 @@ def live(
     backward: fx.Graph | None,
     inputs: tuple[GraphInput, ...],
     repeats: Repeats,
-) -> Live:
+) -> GraphLiveness:
     """The bytes that `forward`, partitioned, and `backward` keep; a graph for inference has no backward.
 
     inputs: of the captured graph. repeats: which layers stand for which.
@@ -103,11 +103,11 @@ def live(
         buffer.times, buffer.keeper = repeats.count(path), repeats.keeper(path) or ""
     moments = tuple(_of_forward(forward, buffers, saved, repeats))
     if backward is None:
-        return Live(forward=moments)
+        return GraphLiveness(forward=moments)
     kept = {_saved_as(node, read): buffer for node, buffer in saved.items()}
     (outputs,) = forward.find_nodes(op="output")
     returned = {_storage(node) for node in outputs.all_input_nodes} - saved.keys()
-    return Live(
+    return GraphLiveness(
         forward=moments,
         backward=tuple(_of_backward(backward, kept, inputs, repeats)),
         saved=sum(buffer.size * buffer.times for buffer in saved.values()),
@@ -121,7 +121,7 @@ def _of_forward(
     buffers: dict[fx.Node, _Buffer],
     saved: dict[fx.Node, _Buffer],
     repeats: Repeats,
-) -> Iterator[Moment]:
+) -> Iterator[LivenessPoint]:
     """The moments of forward; of equal layers, of the last one."""
     before, after = _Sum(), _Sum()
     for buffer in saved.values():
@@ -136,7 +136,7 @@ def _of_forward(
             after.add(own, -1)
         path = module_of(node)[0]
         now = before.all + after.others[repeats.keeper(path) or ""]
-        yield Moment(path=path, saved=now, last=now, working=held)
+        yield LivenessPoint(path=path, saved=now, last=now, working=held)
 
 
 def _of_backward(
@@ -144,7 +144,7 @@ def _of_backward(
     kept: dict[str, _Buffer],
     inputs: tuple[GraphInput, ...],
     repeats: Repeats,
-) -> Iterator[Moment]:
+) -> Iterator[LivenessPoint]:
     buffers = _buffers(graph, given=True)
     born = dict(_gradients(graph, inputs))
     alive, dead = _Sum(), _Sum()
@@ -163,7 +163,7 @@ def _of_backward(
         path = module_of(node)[0]
         own = repeats.keeper(path) or ""
         first, last = alive.all + dead.others[own], alive.all - alive.others[own]
-        yield Moment(
+        yield LivenessPoint(
             path=path,
             saved=first,
             last=last,

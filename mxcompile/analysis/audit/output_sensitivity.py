@@ -22,7 +22,7 @@ Sources = tuple[Tensor | None, Tensor | None]
 
 
 @dataclass(kw_only=True, slots=True)
-class Reach:
+class Sensitivity:
     """The findings of a run with noise for a gradient.
 
     squares: by layer, the estimated sum of squares by which its forward GEMM changes the main output. A layer

@@ -71,7 +71,7 @@ class _State:
     plain: int = 0
 
 
-class Assuming(FakeTensorMode):
+class ValueTrackingMode(FakeTensorMode):
     """A fake mode that answers what a model's code asks of values. outside: the products that it sees."""
 
     supports_higher_order_operators = True
@@ -101,7 +101,10 @@ class Assuming(FakeTensorMode):
     def know(self, fake: Tensor, real: Tensor) -> Tensor:
         """`fake`, which from now on has the values of `real` if these are at hand and not too many."""
         if isinstance(real, FakeTensor):
-            if isinstance(real.fake_mode, Assuming) and (value := real.fake_mode._value(real)) is not None:
+            if (
+                isinstance(real.fake_mode, ValueTrackingMode)
+                and (value := real.fake_mode._value(real)) is not None
+            ):
                 setattr(fake, _VALUE, value)
             return fake
         plain = type(real) in (Tensor, nn.Parameter, nn.Buffer) and real.layout is torch.strided
