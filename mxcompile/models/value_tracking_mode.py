@@ -101,10 +101,8 @@ class ValueTrackingMode(FakeTensorMode):
     def know(self, fake: Tensor, real: Tensor) -> Tensor:
         """`fake`, which from now on has the values of `real` if these are at hand and not too many."""
         if isinstance(real, FakeTensor):
-            if (
-                isinstance(real.fake_mode, ValueTrackingMode)
-                and (value := real.fake_mode._value(real)) is not None
-            ):
+            value = real.fake_mode._value(real) if isinstance(real.fake_mode, ValueTrackingMode) else None
+            if value is not None:
                 setattr(fake, _VALUE, value)
             return fake
         plain = type(real) in (Tensor, nn.Parameter, nn.Buffer) and real.layout is torch.strided

@@ -35,11 +35,11 @@ from mxcompile.models.fakes import quiet
 from mxcompile.models.isolated import ChildError, isolated
 from mxcompile.models.value_tracking_mode import ValueTrackingMode
 from mxcompile.models.wrappers import is_wrapped, users_own
-from mxcompile.passes.balance import Balance
 from mxcompile.passes.bodies import Bodies
 from mxcompile.passes.classify import Classify
 from mxcompile.passes.decide import decided, keep_products, obstacle
 from mxcompile.passes.find import Find
+from mxcompile.passes.hint_expert_splits import HintExpertSplits
 from mxcompile.passes.record import record_of
 from mxcompile.passes.roles.cuts import live
 from mxcompile.passes.unregistered import Unregistered
@@ -189,7 +189,7 @@ def _planned(
             fakes = _in_dtype(fakes, copied)
         graph = record(copied, *fakes, mode=mode, decompositions=decompositions)
         _check_apart(graph, model)
-        Balance().apply(graph)
+        HintExpertSplits().apply(graph)
         find, classify = Find(blocks=repeats.blocks), Classify()
         weights, bodies = Unregistered(find=find, classify=classify), Bodies(find=find, classify=classify)
         for step in (find, classify, weights, bodies):

@@ -1,4 +1,4 @@
-"""balance: expect that ranks send each other equally many tokens.
+"""hint_expert_splits: expect that ranks send each other equally many tokens.
 
 How many tokens arrive for a rank's experts is not known before they do (``all_to_all_single`` with split
 sizes that are read from a tensor). Estimates, the report's sizes and Inductor's choices need a number all the
@@ -20,10 +20,10 @@ _COLLECTIVES = torch.ops._c10d_functional
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Balance:
+class HintExpertSplits:
     """No options."""
 
-    name: ClassVar[str] = "balance"
+    name: ClassVar[str] = "hint_expert_splits"
 
     def apply(self, graph: fx.Graph) -> None:
         """Give the unknown split sizes of the exchanges of `graph` their expected value."""

@@ -1,4 +1,4 @@
-"""couple: one operator where both copies are made of two tensors that are computed from the same ones.
+"""merge_sibling_casts: merge the dual-layout casts of two tensors that have the same inputs.
 
     cast(f(g, u, v), copies), cast(h(g, u, v), copies)  →  cast(f(…), copies, y=h(…))     g, u, v read once
 
@@ -41,10 +41,10 @@ class _ComputedCast:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Couple(LoweringPass):
+class MergeSiblingCasts(LoweringPass):
     """For GPUs whose casts of two tensors have a template."""
 
-    name: ClassVar[str] = "couple"
+    name: ClassVar[str] = "merge_sibling_casts"
 
     @property
     def applies(self) -> bool:

@@ -1,4 +1,4 @@
-"""rewrite: replace every GEMM that is to be quantized by mx operators.
+"""quantize_gemms: replace every GEMM that is to be quantized by mx operators.
 
     a[M, K] · b[K, N]  →  matmul(cast(a along K), cast(b along K), formats)
 
@@ -52,10 +52,10 @@ _Formats = tuple[Format, Format]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rewrite:
+class QuantizeGemms:
     """The pass does what the tags say. tapped: whether weights come with states."""
 
-    name: ClassVar[str] = "rewrite"
+    name: ClassVar[str] = "quantize_gemms"
     tapped: bool = False
 
     def apply(self, graph: fx.Graph) -> None:
@@ -76,7 +76,7 @@ class _GemmWriter:
     def __init__(self, graph: fx.Graph, *, tapped: bool) -> None:
         self._graph = graph
         self._tapped = tapped
-        self._build = Builder(graph, Rewrite.name)
+        self._build = Builder(graph, QuantizeGemms.name)
         self._products = product_calls(graph)
         self._casts: dict[tuple[Any, Copy], Quantized] = {}
         self._amaxes: dict[fx.Node, fx.Node] = {}

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from mxcompile import ops
-from mxcompile.lowering.graph.couple import Couple
+from mxcompile.lowering.graph.merge_sibling_casts import MergeSiblingCasts
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.offline import codegen
 from mxcompile.ops.view import Casts
@@ -27,7 +27,7 @@ def _inputs(count: int) -> list[Tensor]:
 def _coupled(function, *inputs: Tensor) -> tuple[fx.GraphModule, list[int]]:
     """The graph after the pass, and how many tensors each of its casts reads."""
     module = make_fx(function, tracing_mode="fake")(*inputs)
-    Couple(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
+    MergeSiblingCasts(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
     module.graph.lint()
     module.recompile()
     return module, _casts(module)
@@ -95,7 +95,7 @@ def test_rows_that_depend_on_data_are_not_compared():
         return *quantize_both(gate * up, E4M3, "rceil"), *quantize_both(a * b, E4M3, "rceil")
 
     module = make_fx(beside, tracing_mode="symbolic")(*_inputs(2), torch.ones(SHAPE[0], dtype=torch.bool))
-    Couple(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
+    MergeSiblingCasts(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
     assert _casts(module) == [1, 1]
 
 

@@ -1,4 +1,4 @@
-"""The pass `rewrite` on products written by hand: what they compute, and how many casts that takes.
+"""The pass `quantize_gemms` on products written by hand: what they compute, and how many casts that takes.
 
 Expected values come from `reference`, whose casts share no code with mxcompile, and FP64 products.
 """
@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from mxcompile import ops
 from mxcompile.formats import E5M2, Format, Rounding, Tile
 from mxcompile.graph.opsets import aten
-from mxcompile.passes.rewrite import Rewrite
+from mxcompile.passes.quantize_gemms import QuantizeGemms
 from mxcompile.policy import Gemm, Saved
 
 MX = Format()
@@ -55,7 +55,7 @@ def check(result: Tensor, left: Tensor, right: Tensor) -> None:
 
 def test_each_operand_is_cast_along_the_contraction():
     graph = layer()
-    Rewrite().apply(graph)
+    QuantizeGemms().apply(graph)
     y, dx, dw = run(graph, X, W, DY)
     check(y, round_trip(X, 1), round_trip(W, 1).T)
     check(dx, round_trip(DY, 1), round_trip(W, 0))
@@ -66,7 +66,7 @@ def test_each_operand_is_cast_along_the_contraction():
 
 def test_elements_and_roundings_are_those_of_the_tags():
     graph = layer(x=Format(rounding=Rounding.FLOOR), dy=Format(elem=E5M2))
-    Rewrite().apply(graph)
+    QuantizeGemms().apply(graph)
     y, dx, dw = run(graph, X, W, DY)
     check(y, round_trip(X, 1, rounding="floor"), round_trip(W, 1).T)
     check(dx, round_trip(DY, 1, "e5m2"), round_trip(W, 0))
@@ -75,7 +75,7 @@ def test_elements_and_roundings_are_those_of_the_tags():
 
 def test_one_copy_of_a_weight_in_squares_serves_two_products():
     graph = layer(w=Format(tile=Tile.SQUARE))
-    Rewrite().apply(graph)
+    QuantizeGemms().apply(graph)
     y, dx, _ = run(graph, X, W, DY)
     square = round_trip(W, 1, square=True)
     check(y, round_trip(X, 1), square.T)
@@ -85,7 +85,7 @@ def test_one_copy_of_a_weight_in_squares_serves_two_products():
 
 def test_wgrad_casts_the_rowwise_copy_where_that_is_what_is_kept():
     graph = layer(saved=Saved.TRANSCODE)
-    Rewrite().apply(graph)
+    QuantizeGemms().apply(graph)
     check(run(graph, X, W, DY)[2], round_trip(DY, 0).T, round_trip(round_trip(X, 1), 0))
 
 
@@ -93,7 +93,7 @@ def test_a_scale_of_the_whole_tensor():
     """Elements are x ÷ (amax ÷ 448), rounded to nearest even by numpy's FP8."""
     word = "e4m3 tensor nearest"
     graph = layer(x=Format.of(word), w=Format.of(word))
-    Rewrite().apply(graph)
+    QuantizeGemms().apply(graph)
     scales = [value.abs().amax() / 448 for value in (X, W)]
     elements = [(value / scale).to(torch.float8_e4m3fn) for value, scale in zip((X, W), scales, strict=True)]
     left, right = (e.double() * s.double() for e, s in zip(elements, scales, strict=True))
@@ -108,7 +108,7 @@ def test_what_is_added_to_a_product(alpha: int, beta: int):
     product = hand.gemm(aten.addmm.default, bias, x, w, formats=(MX, MX))
     product.kwargs = {"alpha": alpha, "beta": beta}
     graph = hand.output(product)
-    Rewrite().apply(graph)
+    QuantizeGemms().apply(graph)
     added = random(N)
     result = run(graph, added, X, W.T)[0]
     check((result - beta * added) / alpha, round_trip(X, 1), round_trip(W.T, 0))
@@ -118,5 +118,5 @@ def test_what_is_not_quantized_stays():
     hand = Hand()
     graph = hand.output(hand.gemm(aten.mm.default, hand.input("x", ROWS, K), hand.input("w", K, N)))
     before = str(graph)
-    Rewrite().apply(graph)
+    QuantizeGemms().apply(graph)
     assert str(graph) == before

@@ -1,9 +1,9 @@
-"""untap: weights are themselves again, and know the state of their layer's scales.
+"""detach_scale_state: weights are themselves again, and know the state of their layer's scales.
 
     w', slot = tapped(w, state)  →  w,  slot(state)
 
 The backend taps the weights of a graph whose policy has scales that follow from calls before (see
-`compiler.calls.delayed_scales`). The values of the slots are known when the casts are made (`rewrite`).
+`compiler.calls.delayed_scales`). `quantize_gemms` knows the values of the slots.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from mxcompile.passes.delayed_scales import FORWARD
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Untap:
+class DetachScaleState:
     """No options."""
 
-    name: ClassVar[str] = "untap"
+    name: ClassVar[str] = "detach_scale_state"
 
     def apply(self, graph: fx.Graph) -> None:
         """Take the taps out of `graph`."""

@@ -20,7 +20,7 @@ from mxcompile.formats import E4M3, E5M2, ElemType, Format
 from mxcompile.formats.encoding import decode_tensors, encode_tensors
 from mxcompile.formats.types import E2M1, E2M3, E3M2
 from mxcompile.graph.tags import GemmTag, Kind, set_tag
-from mxcompile.lowering.graph.as_mx import AsMX
+from mxcompile.lowering.graph.promote_to_mx import PromoteToMX
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.ops.view import Product
 from mxcompile.policy import Gemm
@@ -79,7 +79,7 @@ def applied(function: Any, *inputs: Tensor, target: str = "sm_100") -> torch.fx.
     for node in module.graph.nodes:
         if node.target in (ops.matmul, ops.grouped_matmul):
             set_tag(node, TAG)
-    AsMX(target=TARGETS[target], device="cpu").apply(module.graph)
+    PromoteToMX(target=TARGETS[target], device="cpu").apply(module.graph)
     module.graph.lint()
     module.recompile()
     return module
@@ -163,7 +163,7 @@ def test_products_of_two_levels_stay_with_the_reason():
     module = make_fx(function, tracing_mode="fake")(*inputs)
     (product,) = module.graph.find_nodes(op="call_function", target=ops.matmul)
     set_tag(product, TAG)
-    reasons = AsMX(target=TARGETS["gfx950"], device="cpu").apply(module.graph)
+    reasons = PromoteToMX(target=TARGETS["gfx950"], device="cpu").apply(module.graph)
     assert reasons == {product: "no kernel multiplies E2M1 under E4M3 scales"}
     assert module.graph.find_nodes(op="call_function", target=ops.matmul) == [product]
 

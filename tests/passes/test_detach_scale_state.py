@@ -1,4 +1,4 @@
-"""The pass `untap` on a graph with one tapped weight."""
+"""The pass `detach_scale_state` on a graph with one tapped weight."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mxcompile import ops
 from mxcompile.graph.opsets import aten
 from mxcompile.graph.tags import STATE_KEY
 from mxcompile.passes.delayed_scales import FORWARD
-from mxcompile.passes.untap import Untap
+from mxcompile.passes.detach_scale_state import DetachScaleState
 
 
 def test_products_read_the_weight_and_slots_the_state():
@@ -19,7 +19,7 @@ def test_products_read_the_weight_and_slots_the_state():
     tapped = hand.call(ops.tapped, w, state)
     product = hand.call(aten.mm.default, x, hand.call(operator.getitem, tapped, 0))
     graph = hand.output(product, hand.call(operator.getitem, tapped, 1))
-    Untap().apply(graph)
+    DetachScaleState().apply(graph)
     graph.lint()
     (slot,) = calls(graph, ops.slot)
     assert product.args == (x, w)
@@ -33,5 +33,5 @@ def test_a_graph_without_taps_stays():
     hand = Hand()
     graph = hand.output(hand.call(aten.mm.default, hand.input("x", 4, 8), hand.input("w", 8, 6)))
     before = str(graph)
-    Untap().apply(graph)
+    DetachScaleState().apply(graph)
     assert str(graph) == before

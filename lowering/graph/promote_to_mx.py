@@ -1,4 +1,4 @@
-"""as_mx: products of other formats that the chip's MX GEMM multiplies, as MXFP8.
+"""promote_to_mx: products of other formats that the chip's MX GEMM multiplies, as MXFP8.
 
     matmul(qa, sa, qb, sb)  →  matmul(elements(qa), bytes(sa), elements(qb), bytes(sb), MXFP8)
 
@@ -39,10 +39,10 @@ def _others(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AsMX(NativePass):
+class PromoteToMX(NativePass):
     """For chips with an MX GEMM."""
 
-    name: ClassVar[str] = "as_mx"
+    name: ClassVar[str] = "promote_to_mx"
 
     def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
         """The products of other formats that the chip multiplies."""

@@ -1,4 +1,4 @@
-"""follow: give the layers of a part of a model the roles that they have in the whole.
+"""apply_plan: give the layers of a part of a model the roles that they have in the whole.
 
     y = x·w, both inputs of this graph   a layer of the module that runs it, where its sizes leave no choice
 
@@ -25,10 +25,10 @@ from mxcompile.policy import Gemm
 
 
 @dataclass(frozen=True, kw_only=True)
-class Follow:
+class ApplyPlan:
     """Options: `known`, the forward GEMMs of the whole model by name."""
 
-    name: ClassVar[str] = "follow"
+    name: ClassVar[str] = "apply_plan"
     known: Mapping[str, tuple[GemmTag, ...]] = field(default_factory=dict)
 
     def apply(self, graph: fx.Graph) -> None:
