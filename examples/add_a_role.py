@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import mxcompile
 from mxcompile.passes.roles import precedence
 from mxcompile.passes.roles.site import Site
-from mxcompile.passes.roles.statement import Found, Missing, Statement, joins_stream
+from mxcompile.passes.roles.statement import Fails, Holds, Statement, joins_stream
 from mxcompile.policy import Role
 
 
@@ -30,11 +30,11 @@ class TokenMixing(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(x)))
 
 
-def stands_alone(site: Site) -> Found | Missing:
+def stands_alone(site: Site) -> Holds | Fails:
     """The clause: no layer lies between the stream and this one."""
     if site.made and not any(source in site.model.followers for source in site.made):
-        return Found("it reads the stream and no layer before it")
-    return Missing("it reads another layer")
+        return Holds("it reads the stream and no layer before it")
+    return Fails("it reads another layer")
 
 
 def main() -> None:

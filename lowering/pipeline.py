@@ -19,18 +19,18 @@ from mxcompile.graph.printer import Printed
 from mxcompile.graph.tags import add_fallback
 from mxcompile.lowering import optional
 from mxcompile.lowering.cpu import attention as attention  # registers the lowering of attention
-from mxcompile.lowering.graph.as_mx import AsMX
 from mxcompile.lowering.graph.cached_attention import CachedAttention
-from mxcompile.lowering.graph.couple import Couple
 from mxcompile.lowering.graph.expand import Expand
 from mxcompile.lowering.graph.fp8_layouts import FP8Layouts
 from mxcompile.lowering.graph.fuse import Fuse
 from mxcompile.lowering.graph.lowering_pass import LoweringPass
 from mxcompile.lowering.graph.merge_casts import MergeCasts
+from mxcompile.lowering.graph.merge_sibling_casts import MergeSiblingCasts
 from mxcompile.lowering.graph.name_kernels import NameKernels
 from mxcompile.lowering.graph.native import Native
 from mxcompile.lowering.graph.packed import Packed
 from mxcompile.lowering.graph.promote import Promote
+from mxcompile.lowering.graph.promote_to_mx import PromoteToMX
 from mxcompile.lowering.graph.split_casts import SplitCasts
 from mxcompile.lowering.graph.tile_scales import TileScales
 from mxcompile.lowering.graph.vendor_fp8 import JointVendorFP8, VendorFP8
@@ -50,7 +50,7 @@ JOINT_LOWERING: tuple[type[LoweringPass], ...] = (TileScales, JointVendorFP8, Pa
 
 LOWERING: tuple[type[LoweringPass], ...] = (
     Packed,
-    AsMX,
+    PromoteToMX,
     Native,
     Fuse,
     CachedAttention,
@@ -61,7 +61,7 @@ LOWERING: tuple[type[LoweringPass], ...] = (
     SplitCasts,
     Promote,
     MergeCasts,
-    Couple,
+    MergeSiblingCasts,
     NameKernels,
 )
 """The passes over a forward, backward or inference graph. docs/architecture.md says what each does."""

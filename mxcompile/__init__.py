@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from mxcompile.checkpoint import load_quantized as load_quantized
     from mxcompile.checkpoint import save_quantized as save_quantized
     from mxcompile.compiler.backend import Backend as Backend
+    from mxcompile.compiler.calls.delayed_scales import reduce_histories as reduce_histories
     from mxcompile.compiler.front import compile as compile  # noqa: A004
-    from mxcompile.compiler.histories import reduce_histories as reduce_histories
     from mxcompile.distributed import QuantizedGathers as QuantizedGathers
     from mxcompile.distributed import quantize_gathers_ as quantize_gathers_
     from mxcompile.mesh import RankReport as RankReport
@@ -81,7 +81,7 @@ _HOME = {
     "quantize": "mxcompile.storage",
     "quantize_gathers_": "mxcompile.distributed",
     "quantize_weights_": "mxcompile.serving",
-    "reduce_histories": "mxcompile.compiler.histories",
+    "reduce_histories": "mxcompile.compiler.calls.delayed_scales",
     "reports": "mxcompile.report",
     "save_quantized": "mxcompile.checkpoint",
     "static_cache": "mxcompile.serving",

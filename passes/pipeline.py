@@ -16,22 +16,22 @@ from mxcompile.graph.printer import Printed
 from mxcompile.graph.tags import GemmTag
 from mxcompile.models.blocks import Blocks
 from mxcompile.models.names import GraphInput
-from mxcompile.passes.balance import Balance
+from mxcompile.passes.apply_plan import ApplyPlan
 from mxcompile.passes.bodies import Bodies
 from mxcompile.passes.classify import Classify
 from mxcompile.passes.decide import Decide
+from mxcompile.passes.detach_scale_state import DetachScaleState
 from mxcompile.passes.find import Find
-from mxcompile.passes.follow import Follow
 from mxcompile.passes.gather import Gather
+from mxcompile.passes.hint_expert_splits import HintExpertSplits
+from mxcompile.passes.quantize_gemms import QuantizeGemms
 from mxcompile.passes.restore import Restore
 from mxcompile.passes.reuse import Reuse
-from mxcompile.passes.rewrite import Rewrite
 from mxcompile.passes.save import Save
 from mxcompile.passes.seed import Seed
 from mxcompile.passes.share import Share
 from mxcompile.passes.split import Split
 from mxcompile.passes.unregistered import Unregistered
-from mxcompile.passes.untap import Untap
 from mxcompile.passes.verify import verify
 from mxcompile.policy import Policy
 
@@ -71,16 +71,16 @@ def joint_passes(context: Context) -> tuple[Pass, ...]:
     find = Find(inputs=inputs, blocks=context.blocks)
     classify = Classify(inputs=inputs, cut_inputs=bool(cut), cut_outputs=bool(cut))
     return (
-        Untap(),
+        DetachScaleState(),
         Split(),
-        Balance(),
+        HintExpertSplits(),
         find,
         classify,
         Unregistered(find=find, classify=classify, is_cut=bool(cut)),
         Bodies(find=find, classify=classify),
-        *((Follow(known=context.known),) if cut else ()),
+        *((ApplyPlan(known=context.known),) if cut else ()),
         Decide(policy=context.policy, strict=context.strict, cut=cut),
-        Rewrite(tapped=context.tapped),
+        QuantizeGemms(tapped=context.tapped),
         Reuse(),
         Restore(),
         Share(),

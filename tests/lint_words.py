@@ -30,7 +30,7 @@ SOURCES = ("mxcompile", "lowering", "passes")
 NO_SUBJECTS = ("What", "Of", "That", "Those")
 NO_NOUNS = ("found", "made", "said")
 
-COINED = ("untap", "tapped", "twin", "obstacle", "misfit", "disguise", "outline")
+COINED = ("tapped", "twin", "obstacle", "misfit", "disguise", "outline")
 
 
 def main() -> int:

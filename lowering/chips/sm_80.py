@@ -7,7 +7,7 @@ from dataclasses import replace
 from mxcompile.lowering.chips.peak import peak, shares
 from mxcompile.lowering.chips.shared import EMULATED_TILES, MAMF, weight_only
 from mxcompile.lowering.chips.target import nvidia
-from mxcompile.lowering.chips.tiles import Absent
+from mxcompile.lowering.chips.tiles import Unsupported
 
 TARGETS = (
     nvidia(
@@ -17,7 +17,7 @@ TARGETS = (
         shared_kib=163,
         tiles=replace(
             EMULATED_TILES,
-            fp8_cast=Absent(reason="no FP8 GEMM to cast for"),
+            fp8_cast=Unsupported(reason="no FP8 GEMM to cast for"),
             weight_only_mm=weight_only(4, 3, 4),  # decoded by integers, two warps spill
         ),
         peak=peak(

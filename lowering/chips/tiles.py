@@ -26,7 +26,7 @@ class MatmulConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Absent:
+class Unsupported:
     """Why a target does without a family."""
 
     reason: str
@@ -116,11 +116,13 @@ class WeightOnlyChoices:
     dot_rows: int = 32
 
 
-NO_ROW = Absent(reason="the chip has no tiles for it")
-VALUES = Absent(reason="no MX GEMM to cast for; products read values, which templates.operand_casts makes")
-NO_FP4 = Absent(reason="no GEMM of packed FP4 operands to cast for")
-EMULATED = Absent(reason="no block-scaled MMA; dequantized operands and the BF16 GEMM are faster")
-NO_TENSOR_MEMORY = Absent(reason="no tensor memory; scaled_mm's pointer form is its fastest")
+NO_ROW = Unsupported(reason="the chip has no tiles for it")
+VALUES = Unsupported(
+    reason="no MX GEMM to cast for; products read values, which templates.operand_casts makes"
+)
+NO_FP4 = Unsupported(reason="no GEMM of packed FP4 operands to cast for")
+EMULATED = Unsupported(reason="no block-scaled MMA; dequantized operands and the BF16 GEMM are faster")
+NO_TENSOR_MEMORY = Unsupported(reason="no tensor memory; scaled_mm's pointer form is its fastest")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,13 +135,13 @@ class ChipTiles:
     many rows, and for few and many rows of the fused product.
     """
 
-    quantize: QuantizeChoices | Absent = NO_ROW
-    fp8_cast: FP8Choices | Absent = NO_ROW
-    fp4_cast: FP4Tile | Absent = NO_ROW
-    scaled_mm: ScaledChoices | Absent = NO_ROW
-    scaled_mm_tiled: tuple[TiledConfig, ...] | Absent = NO_ROW
-    fused_quantize_mm: ScaledChoices | Absent = NO_ROW
-    weight_only_mm: WeightOnlyChoices | Absent = NO_ROW
+    quantize: QuantizeChoices | Unsupported = NO_ROW
+    fp8_cast: FP8Choices | Unsupported = NO_ROW
+    fp4_cast: FP4Tile | Unsupported = NO_ROW
+    scaled_mm: ScaledChoices | Unsupported = NO_ROW
+    scaled_mm_tiled: tuple[TiledConfig, ...] | Unsupported = NO_ROW
+    fused_quantize_mm: ScaledChoices | Unsupported = NO_ROW
+    weight_only_mm: WeightOnlyChoices | Unsupported = NO_ROW
     more_scaled_mm: tuple[MatmulConfig, ...] = ()
     more_fused_few: tuple[MatmulConfig, ...] = ()
     more_fused_many: tuple[MatmulConfig, ...] = ()

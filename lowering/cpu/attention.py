@@ -15,7 +15,7 @@ from torch._inductor.lowering import fallback_handler, register_lowering
 from mxcompile import ops
 from mxcompile.formats import elem_type
 from mxcompile.lowering.cpu import kernel
-from mxcompile.lowering.cpu.kernel import C_TYPES, CppBody, Words
+from mxcompile.lowering.cpu.kernel import C_TYPES, CppBody, CppNames
 
 _CALL = fallback_handler(ops.attention, add_to_fallback_set=False)
 
@@ -44,7 +44,7 @@ def lower_attention(
     elem = f"mxcompile::{elem_type(elem_dtype).name.upper()}"
     strides = (0, 0, 0) if mask is None else _strides(mask.get_size())
 
-    def body(words: Words) -> str:
+    def body(words: CppNames) -> str:
         operands = [words.pointer(name) for name in list(given)[:5]]
         operands.append(words.pointer("mask") if mask is not None else "static_cast<const float*>(nullptr)")
         sizes = words.given(batch, heads, kv_heads, queries, length, dim, *strides)

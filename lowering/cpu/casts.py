@@ -22,7 +22,7 @@ from torch.utils._sympy.functions import FloorDiv
 
 from mxcompile.formats import BLOCK, Copy, Format
 from mxcompile.lowering.cpu import kernel
-from mxcompile.lowering.cpu.kernel import C_TYPES, CppBody, Words
+from mxcompile.lowering.cpu.kernel import C_TYPES, CppBody, CppNames
 from mxcompile.ops import Spec
 from mxcompile.ops.view import Cast
 
@@ -86,7 +86,7 @@ class StoredBuffers:
             rows=any(V.graph.sizevars.optimization_hint(length) != 1 for length in size),
         )
 
-    def words(self, words: Words) -> str:
+    def words(self, words: CppNames) -> str:
         """The weight as a value of the headers."""
         codes, scales = words.pointer("codes"), words.pointer("scales")
         whole = f", {words.pointer('whole')}, {int(self.rows)}" if "whole" in self.buffers else ""
@@ -145,14 +145,14 @@ def _emit(x: ir.TensorBox, copies: Sequence[Copy]) -> list[ir.TensorBox]:
     outputs = {f"{name}{-1 - copy.dim}": spec for copy in copies for name, spec in _results(copy, x).items()}
     source = kernel.stored(x)
 
-    def body(words: Words) -> str:
+    def body(words: CppNames) -> str:
         return _body(shape, source.get_dtype(), copies, words)
 
     code = CppBody(header="casts.h", body=body)
     return kernel.call(code, {"x": source}, outputs, x.get_device_or_error())
 
 
-def _body(shape: list[Any], source: torch.dtype, copies: Sequence[Copy], words: Words) -> str:
+def _body(shape: list[Any], source: torch.dtype, copies: Sequence[Copy], words: CppNames) -> str:
     """The call of ``Cast<…>::rows`` or ``matrices``."""
     copy = next((each for each in copies if each.dtype), copies[0])
     results = f"mxcompile::Results<{C_TYPES[copy.dtype or source]}>"
@@ -214,7 +214,7 @@ def decoded(
     elem = _elem_class(form)
     inputs = {"codes": kernel.stored(qdata), "scales": kernel.stored(scale)}
 
-    def body(words: Words) -> str:
+    def body(words: CppNames) -> str:
         sizes = words.given(math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :]))
         pointers = f"{words.pointer('codes')}, {words.pointer('scales')}"
         function = f"mxcompile::dequantize_columns<{elem}>"
@@ -229,7 +229,7 @@ def dequantize_part(
 ) -> ir.TensorBox:
     """Values of `count` rows of `weight` from `first` on, of `shape` if given; all parts share the code."""
 
-    def body(words: Words) -> str:
+    def body(words: CppNames) -> str:
         part = f"{weight.words(words)}.from({words.given(first)})"
         return (
             f"mxcompile::dequantize_rows({part}, {words.given(count)}, {words.threads},"

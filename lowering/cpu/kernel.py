@@ -36,11 +36,11 @@ C_TYPES = {torch.bfloat16: "mxcompile::Bfloat16", torch.float32: "float"}
 class CppBody:
     """The body of a kernel.
 
-    header: of this folder, with the function that does it. body: statements, from `Words` for what they name.
+    header: of this folder, with the function that does it. body: statements, with names from `CppNames`.
     """
 
     header: str
-    body: Callable[[Words], str]
+    body: Callable[[CppNames], str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +54,7 @@ class _Size:
         return str(self.value)
 
 
-class Words:
+class CppNames:
     """C++ for the buffers and sizes of one kernel, known when Inductor writes it."""
 
     def __init__(self, kernel: CppTemplateKernel, nodes: Mapping[str, Any]) -> None:
@@ -172,7 +172,7 @@ def _render(
 
     def render() -> str:
         head = kernel.def_kernel(inputs=dict(inputs), outputs=results)
-        body = code.body(Words(kernel, {**inputs, **results}))
+        body = code.body(CppNames(kernel, {**inputs, **results}))
         profile = kernel.maybe_codegen_profile()
         source = f'{text(code.header)}\nextern "C" {head}\n{{\n{profile}\n{body}\n}}\n'
         return str(PartialRender(source, kernel.render_hooks).finalize_all())

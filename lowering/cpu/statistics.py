@@ -13,7 +13,7 @@ from torch._inductor import ir
 
 from mxcompile.formats import Format, Tile
 from mxcompile.lowering.cpu import kernel
-from mxcompile.lowering.cpu.kernel import C_TYPES, CppBody, Words
+from mxcompile.lowering.cpu.kernel import C_TYPES, CppBody, CppNames
 from mxcompile.ops.watch import LENGTH
 
 
@@ -37,7 +37,7 @@ def cast_statistics(
     return numbers, kept[0] if kept else None
 
 
-def _body(shape: list[Any], dtype: torch.dtype, dim: int, form: Format, keep: int, words: Words) -> str:
+def _body(shape: list[Any], dtype: torch.dtype, dim: int, form: Format, keep: int, words: CppNames) -> str:
     """The call of ``Statistics<…>::rows`` or ``matrices``."""
     elem = f"mxcompile::{form.elem.name.upper()}, mxcompile::Rounding::{form.rounding}"
     function = f"mxcompile::Statistics<{elem}, {C_TYPES[dtype]}>"

@@ -19,7 +19,7 @@ from torch._inductor.virtualized import V
 from mxcompile.formats import Format
 from mxcompile.lowering.cpu import MOST_ROWS, kernel, parts_of
 from mxcompile.lowering.cpu.casts import StoredBuffers, decoded_size, dequantize_part
-from mxcompile.lowering.cpu.kernel import C_TYPES, CppBody, Words
+from mxcompile.lowering.cpu.kernel import C_TYPES, CppBody, CppNames
 
 _ADD = lowerings[torch.ops.aten.add.Tensor]
 
@@ -52,7 +52,7 @@ def product(
     made_dtype = out_dtype if alone else torch.float32
     no_bias = "static_cast<const float*>(nullptr)"
 
-    def body(words: Words) -> str:
+    def body(words: CppNames) -> str:
         added = words.pointer("bias") if inside else no_bias
         return (
             f"mxcompile::weight_only_mm({words.pointer('x')}, {weight.words(words)}, {added},"

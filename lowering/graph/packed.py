@@ -14,8 +14,8 @@ chip reads, others write rows. The scales of a stored weight lie in rows. A larg
 first, which moves at most a quarter of the weight's bytes again, so that the forms on tiles can run it.
 Other products read rows.
 
-Runs on the joint graph, so that what is kept for backward is packed. Left to `as_mx` and `expand`, with the
-reason: an operand that was cast elsewhere, or is stored with another dimension innermost.
+Runs on the joint graph, so that what is kept for backward is packed. Left to `promote_to_mx` and `expand`,
+with the reason: an operand that was cast elsewhere, or is stored with another dimension innermost.
 
 Source: PTX ISA, block scaling of tcgen05.mma and mma, kinds mxf4 and mxf4nvf4; CDNA 4 ISA, V_MFMA_SCALE.
 """

@@ -9,15 +9,15 @@ from typing import TypeVar
 
 from mxcompile.errors import TargetError
 from mxcompile.lowering import optional
-from mxcompile.lowering.chips.tiles import Absent, TiledConfig
+from mxcompile.lowering.chips.tiles import TiledConfig, Unsupported
 from mxcompile.lowering.targets import Target
 
 _Row = TypeVar("_Row")
 
 
-def chosen(row: _Row | Absent, family: str, target: Target) -> _Row:
+def chosen(row: _Row | Unsupported, family: str, target: Target) -> _Row:
     """Returns `row`, that of `family` in ``target.tiles``. Raises `TargetError` if there is none."""
-    if isinstance(row, Absent):
+    if isinstance(row, Unsupported):
         raise TargetError(f"{family} does not run on {target.name}: {row.reason}")
     return row
 

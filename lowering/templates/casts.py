@@ -29,7 +29,7 @@ from torch.utils._sympy.functions import FloorDiv
 
 from mxcompile.formats import BLOCK, Copy
 from mxcompile.formats.scale_tiles import TILE_ROWS
-from mxcompile.lowering.chips.tiles import Absent
+from mxcompile.lowering.chips.tiles import Unsupported
 from mxcompile.lowering.inductor.copies import TEMPLATES
 from mxcompile.lowering.inductor.tiling import tiled_size
 from mxcompile.lowering.targets import Target, of_device
@@ -169,7 +169,7 @@ def _target(x: ir.TensorBox, layout: str | None) -> Target | None:
     if len(x.get_size()) < 2 or x.get_device_or_error().type != "cuda":
         return None
     target = of_device(x.get_device_or_error())
-    if isinstance(target.tiles.quantize, Absent):
+    if isinstance(target.tiles.quantize, Unsupported):
         return None
     known = V.graph.sizevars.statically_known_equals
     empty = any(known(size, 0) for size in x.get_size())

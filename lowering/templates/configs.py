@@ -17,12 +17,12 @@ from torch._inductor import config
 
 from mxcompile.formats import BLOCK
 from mxcompile.lowering.chips.tiles import (
-    Absent,
     ChipTiles,
     MatmulConfig,
     ScaledChoices,
     TileConfig,
     TiledConfig,
+    Unsupported,
 )
 from mxcompile.lowering.kernels.configs import chosen, tiled_configs, tiled_default
 from mxcompile.lowering.targets import Target
@@ -44,7 +44,7 @@ def products(target: Target, rows: int, *, gathered: bool = False) -> list[tuple
 
 def _products(tiles: ChipTiles, rows: int, gathered: bool) -> Iterator[tuple[bool, MatmulConfig]]:
     row = tiles.scaled_mm
-    if isinstance(row, Absent):
+    if isinstance(row, Unsupported):
         yield False, _ANY
     elif rows <= row.few_rows:
         yield row.swap_few, row.few
@@ -62,7 +62,7 @@ def tiled_products(target: Target, m: int, n: int, k: int) -> list[TiledConfig]:
     The default of its plain form first.
     """
     row = target.tiles.scaled_mm
-    tensor_memory = not isinstance(target.tiles.scaled_mm_tiled, Absent)
+    tensor_memory = not isinstance(target.tiles.scaled_mm_tiled, Unsupported)
     if not tensor_memory or not isinstance(row, ScaledChoices) or m <= row.few_rows:
         return []
     default = tiled_default(target, m, n, k)

@@ -29,7 +29,7 @@ from mxcompile import ops
 from mxcompile.formats import Copy
 from mxcompile.formats.hadamard import WIDTH
 from mxcompile.formats.scale_tiles import TILE_BLOCKS, TILE_ROWS
-from mxcompile.lowering.chips.tiles import Absent
+from mxcompile.lowering.chips.tiles import Unsupported
 from mxcompile.lowering.inductor import general
 from mxcompile.lowering.inductor.copies import PACKED_TEMPLATES
 from mxcompile.lowering.inductor.tiling import tiled_size
@@ -250,7 +250,7 @@ def lower_hadamard_largest(x: ir.TensorBox, signs: int) -> Results:
 def lower_largest(x: ir.TensorBox) -> ir.TensorBox:
     """The largest magnitude of a tensor, of every tile first if no loop of Inductor's computes the tensor."""
     target = of_device(x.get_device_or_error())
-    if isinstance(target.tiles.fp4_cast, Absent) or not _is_given(x):
+    if isinstance(target.tiles.fp4_cast, Unsupported) or not _is_given(x):
         return general.lower_largest(x)
     (result,) = _largest(x, 0)
     return result

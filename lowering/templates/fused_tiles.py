@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mxcompile.lowering.chips.tiles import Absent, MatmulConfig
+from mxcompile.lowering.chips.tiles import MatmulConfig, Unsupported
 from mxcompile.lowering.targets import Target
 from mxcompile.lowering.templates.configs import autotuning
 
@@ -19,7 +19,7 @@ def tiles(target: Target, rows: int, columns: int) -> Choices:
     its own is better.
     """
     row = target.tiles.fused_quantize_mm
-    if isinstance(row, Absent):
+    if isinstance(row, Unsupported):
         return []
     if rows <= row.few_rows:
         more = target.tiles.more_fused_few if autotuning() else ()

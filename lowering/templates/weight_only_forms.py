@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch._inductor import config
 
-from mxcompile.lowering.chips.tiles import Absent, MatmulConfig, WeightOnlyChoices
+from mxcompile.lowering.chips.tiles import MatmulConfig, Unsupported, WeightOnlyChoices
 from mxcompile.lowering.targets import Target
 
 _PROGRAMS_PER_PROCESSOR = 2
@@ -71,7 +71,7 @@ class WeightOnlyForm:
 def row_of(target: Target) -> WeightOnlyChoices | None:
     """The chip's row of the table, if it has one."""
     row = target.tiles.weight_only_mm
-    return None if isinstance(row, Absent) else row
+    return None if isinstance(row, Unsupported) else row
 
 
 def most_rows(target: Target, dtype: torch.dtype) -> int:

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from mxcompile.checkpoint.layouts import COMPRESSED_TENSORS, FileLayout, layout_of
 from mxcompile.checkpoint.save import published, state_of
-from mxcompile.compiler.gathers import forward_dtypes
-from mxcompile.compiler.session import compiled_policy, session_of
-from mxcompile.compiler.uses import uses
+from mxcompile.compiler.capture.gathers import forward_dtypes
+from mxcompile.compiler.parameter_uses import uses
+from mxcompile.compiler.session.session import compiled_policy, session_of
 from mxcompile.distributed.tensors import MasterWeight, TileCast, local
 from mxcompile.errors import ModelError
 from mxcompile.formats import BLOCK, Format, Tile, is_quantized

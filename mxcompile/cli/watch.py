@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the command."""
     from mxcompile.report.files import form_of, save
     from mxcompile.watch import Dump
-    from mxcompile.watch.look import Look, lines
+    from mxcompile.watch.summary import Look, lines
 
     if options.file.suffix == ".pt":
         print("\n".join(Dump.load(options.file).lines()))

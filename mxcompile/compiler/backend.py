@@ -17,21 +17,22 @@ from typing import Any, Never, cast
 from torch import fx, nn
 from torch._inductor.compile_fx import compile_fx
 
-from mxcompile.compiler import histories, sharing
-from mxcompile.compiler.attempts import watch_attempts
-from mxcompile.compiler.capture import captured
-from mxcompile.compiler.checks import check_plan
-from mxcompile.compiler.compilation import Compilation
-from mxcompile.compiler.compiled_graph import CompiledGraph
+from mxcompile.compiler.calls import delayed_scales
+from mxcompile.compiler.calls.compiled_graph import CompiledGraph
+from mxcompile.compiler.calls.delayed_scales import DelayedScales
+from mxcompile.compiler.calls.sampling import follow, guard, sampling
+from mxcompile.compiler.capture.capture import captured
 from mxcompile.compiler.decompositions import table
-from mxcompile.compiler.entry import publish, recall
-from mxcompile.compiler.exporting import guard_exports
-from mxcompile.compiler.histories import DelayedScales
+from mxcompile.compiler.hooks.compilation import Compilation
+from mxcompile.compiler.hooks.exporting import guard_exports
+from mxcompile.compiler.hooks.trace import copied
 from mxcompile.compiler.options import Options
 from mxcompile.compiler.reading import read_early
-from mxcompile.compiler.sampling import follow, guard, sampling
-from mxcompile.compiler.session import session_of
-from mxcompile.compiler.trace import copied
+from mxcompile.compiler.reporting import sharing
+from mxcompile.compiler.reporting.attempts import watch_attempts
+from mxcompile.compiler.reporting.checks import check_plan
+from mxcompile.compiler.reporting.entry import publish, recall
+from mxcompile.compiler.session.session import session_of
 from mxcompile.errors import OptionError
 from mxcompile.lowering.targets import AUTO, resolve
 from mxcompile.models.blocks import Blocks
@@ -78,8 +79,8 @@ class Backend:
         self.options = Options.parse(mode, {**given, "watch": watch, **unknown})
         self.root = root
         self.parts = parts
-        if root is not None and histories.needed(self.options.policy):
-            histories.expect(root)
+        if root is not None and delayed_scales.needed(self.options.policy):
+            delayed_scales.expect(root)
         options = self.options
         self._identity = options.fingerprint(), options.report, id(options.watch), self._within(block)
 
@@ -146,9 +147,13 @@ def compile_graph(
     options = follow(options, capture)
     if capture.root is not None:
         session_of(users_own(capture.root)).policies[options.group] = options.policy
-    tapped = histories.tap(gm, example_inputs, capture, options.policy)
+    tapped = delayed_scales.tap(gm, example_inputs, capture, options.policy)
     compilation = Compilation(
-        options, capture, gm, resolve(options.target, capture.device), tapped=histories.needed(options.policy)
+        options,
+        capture,
+        gm,
+        resolve(options.target, capture.device),
+        tapped=delayed_scales.needed(options.policy),
     )
     if tapped is not None:
         gm, example_inputs = tapped.gm, [*example_inputs, *tapped.states]

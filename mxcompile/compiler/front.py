@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from mxcompile.compiler.backend import Backend
-from mxcompile.compiler.first_call import look_at
-from mxcompile.compiler.unplanned import matrices
+from mxcompile.compiler.reporting.first_call import look_at
+from mxcompile.compiler.reporting.unplanned import matrices
 from mxcompile.errors import OptionError, not_allowed, shown
 from mxcompile.lowering.targets import AUTO
 from mxcompile.models.arguments import check_module

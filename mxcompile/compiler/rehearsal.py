@@ -18,10 +18,10 @@ from torch import fx, nn
 from torch._dynamo.eval_frame import remove_from_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mxcompile.compiler.capture import Capture, captured
-from mxcompile.compiler.compilation import Compilation
+from mxcompile.compiler.capture.capture import Capture, captured
+from mxcompile.compiler.hooks.compilation import Compilation
+from mxcompile.compiler.hooks.trace import trace
 from mxcompile.compiler.options import Options
-from mxcompile.compiler.trace import trace
 from mxcompile.errors import ModelError
 from mxcompile.lowering.targets import TARGETS, Target
 from mxcompile.models.fake_copy import fake_copy

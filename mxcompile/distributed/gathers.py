@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mxcompile.compiler.uses import uses
+from mxcompile.compiler.parameter_uses import uses
 from mxcompile.distributed.states import keep_plain
 from mxcompile.distributed.table import GatheredWeight, QuantizedGathers
 from mxcompile.distributed.tensors import MasterWeight, TileCast, local, uneven, with_local

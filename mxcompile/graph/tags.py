@@ -215,7 +215,7 @@ def is_empty(sizes: Iterable[Any]) -> bool:
 def known(size: Any) -> int | None:
     """A size as an integer, a symbolic one by its hint; None for one that depends on data. Adds no guard.
 
-    Sizes that depend on data may have hints of their own (``mark_unbacked``, the pass `balance`).
+    Sizes that depend on data may have hints of their own (``mark_unbacked``, the pass `hint_expert_splits`).
     """
     if size is None or isinstance(size, int):
         return size

@@ -24,12 +24,12 @@ from dataclasses import dataclass
 from torch import nn
 
 from mxcompile.distributed.tensors import local_bytes
-from mxcompile.mesh.live import Live, Moment
+from mxcompile.mesh.liveness import GraphLiveness, LivenessPoint
 from mxcompile.ranks.fsdp import FSDPGroup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
+class MemoryBreakdown:
     """Bytes beside parameters and the optimizer's values; see this module's text."""
 
     gradients: int = 0
@@ -55,14 +55,14 @@ class Memory:
     gradients: int = 0
     optimizer: int = 0
     saved: int = 0
-    forward: Held = Held()
-    loss: Held = Held()
-    backward: Held = Held()
+    forward: MemoryBreakdown = MemoryBreakdown()
+    loss: MemoryBreakdown = MemoryBreakdown()
+    backward: MemoryBreakdown = MemoryBreakdown()
 
     @property
-    def update(self) -> Held:
+    def update(self) -> MemoryBreakdown:
         """At the optimizer's step."""
-        return Held(gradients=self.gradients)
+        return MemoryBreakdown(gradients=self.gradients)
 
     @property
     def total(self) -> int:
@@ -72,7 +72,11 @@ class Memory:
 
 
 def memory(
-    model: nn.Module, groups: Sequence[FSDPGroup], graphs: Sequence[tuple[Live, int]], *, training: bool
+    model: nn.Module,
+    groups: Sequence[FSDPGroup],
+    graphs: Sequence[tuple[GraphLiveness, int]],
+    *,
+    training: bool,
 ) -> Memory:
     """The memory of a rank that holds `model`, of which FSDP2 shards `groups`.
 
@@ -85,21 +89,21 @@ def memory(
         gradients=trained,
         optimizer=2 * trained,
         saved=sum(one.saved * times for one, times in graphs),
-        forward=max(step.forward(), key=lambda held: held.total, default=Held()),
+        forward=max(step.forward(), key=lambda held: held.total, default=MemoryBreakdown()),
         loss=step.loss(),
-        backward=max(step.backward(), key=lambda held: held.total, default=Held()),
+        backward=max(step.backward(), key=lambda held: held.total, default=MemoryBreakdown()),
     )
 
 
 class _Walk:
     """A walk through the graphs of a step, one after the other, with what FSDP2 holds meanwhile."""
 
-    def __init__(self, groups: Sequence[FSDPGroup], graphs: Sequence[tuple[Live, int]]) -> None:
+    def __init__(self, groups: Sequence[FSDPGroup], graphs: Sequence[tuple[GraphLiveness, int]]) -> None:
         self._groups = {group.path: group for group in groups}
         self._kept = sum(weight_bytes(group) for group in groups if group.again is None)
         self._graphs = graphs
 
-    def forward(self) -> Iterator[Held]:
+    def forward(self) -> Iterator[MemoryBreakdown]:
         """The bytes at each moment of forward."""
         before = 0
         for graph, times in self._graphs:
@@ -107,16 +111,16 @@ class _Walk:
                 group = self._groups.get(self._path(moment.path))
                 gathered = self._kept + self._gathered(group, group, 1)
                 saved = before + (times - 1) * graph.saved + moment.saved
-                yield Held(gathered=gathered, saved=saved, working=moment.working)
+                yield MemoryBreakdown(gathered=gathered, saved=saved, working=moment.working)
             before += times * graph.saved
 
-    def loss(self) -> Held:
+    def loss(self) -> MemoryBreakdown:
         """The bytes when the loss of the results has made their gradient."""
         saved = sum(times * graph.saved for graph, times in self._graphs)
         results = sum(graph.results for graph, _ in self._graphs[-1:])
-        return Held(gathered=self._kept, saved=saved, working=2 * results)
+        return MemoryBreakdown(gathered=self._kept, saved=saved, working=2 * results)
 
-    def backward(self) -> Iterator[Held]:
+    def backward(self) -> Iterator[MemoryBreakdown]:
         """The bytes at each moment of backward, and where FSDP2 reduces."""
         saved = sum(times * graph.saved for graph, times in self._graphs)
         reduction = _Reduction(self._groups)
@@ -124,7 +128,9 @@ class _Walk:
             saved -= times * graph.saved
             yield from self._backward(graph, saved + (times - 1) * graph.saved, reduction)
 
-    def _backward(self, graph: Live, others: int, reduction: _Reduction) -> Iterator[Held]:
+    def _backward(
+        self, graph: GraphLiveness, others: int, reduction: _Reduction
+    ) -> Iterator[MemoryBreakdown]:
         """The same of one graph. others: bytes that other graphs have saved."""
         moments = graph.backward
         following = self._following(moments)
@@ -136,7 +142,7 @@ class _Walk:
             reduction.take(moment)
             gathered = self._kept + self._gathered(group, ahead, moment.times)
             for saved, rest in ((moment.saved, 0), (moment.last, rests.get(moment.layer, 0))):
-                yield Held(
+                yield MemoryBreakdown(
                     gradients=reduction.done + rest,
                     gathered=gathered + reduction.buffers(group if rest else None),
                     saved=others + saved,
@@ -145,7 +151,7 @@ class _Walk:
             if group is not None and ends[id(group)] == place:
                 own = weight_bytes(group) if group.again is None else 0
                 reduction.finish(group)
-                yield Held(
+                yield MemoryBreakdown(
                     gradients=reduction.done + rests.get(moment.layer, 0),
                     gathered=self._kept
                     - own
@@ -163,7 +169,7 @@ class _Walk:
             path = path.rpartition(".")[0]
         return path
 
-    def _following(self, moments: Sequence[Moment]) -> list[FSDPGroup | None]:
+    def _following(self, moments: Sequence[LivenessPoint]) -> list[FSDPGroup | None]:
         """For each of `moments` the group that is gathered next."""
         result: list[FSDPGroup | None] = []
         ahead = now = None
@@ -198,7 +204,7 @@ class _Reduction:
         self.done = 0
         self.reducing = 0
 
-    def take(self, moment: Moment) -> None:
+    def take(self, moment: LivenessPoint) -> None:
         """The gradients that `moment` completes, of one of equal layers."""
         for path, size in moment.born:
             owner = self._owners.get(path)
@@ -208,7 +214,7 @@ class _Reduction:
                 self._whole[id(owner)] += size
                 self._arrived[id(owner)] += self._shards[path]
 
-    def rests(self, moments: Sequence[Moment]) -> dict[str, int]:
+    def rests(self, moments: Sequence[LivenessPoint]) -> dict[str, int]:
         """By layer that stands for others: bytes of the gradients of the others."""
         rests: defaultdict[str, int] = defaultdict(int)
         for moment in moments:

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from mxcompile.distributed.tensors import local_bytes
-from mxcompile.mesh.live import Live
-from mxcompile.mesh.memory import Held, Memory, reduced_bytes, weight_bytes
+from mxcompile.mesh.liveness import GraphLiveness
+from mxcompile.mesh.memory import Memory, MemoryBreakdown, reduced_bytes, weight_bytes
 from mxcompile.mesh.schedule import Schedule
 from mxcompile.mesh.stages import Stages
 from mxcompile.models.names import user_path
@@ -92,7 +92,7 @@ class Pipeline:
 def rank_memory(
     model: nn.Module,
     groups: Sequence[FSDPGroup],
-    graphs: Sequence[Live],
+    graphs: Sequence[GraphLiveness],
     stages: Stages,
     rank: int,
     layers: Mapping[int, Callable[[str], int]],
@@ -120,7 +120,7 @@ def rank_memory(
     weights = [weight_bytes(group) for group in groups]
     freed = sorted((weight_bytes(group) for group in groups if group.again is not None), reverse=True)
     gathered = sum(weights) - sum(freed[2:])
-    held = Held(
+    held = MemoryBreakdown(
         gathered=gathered + (sum(map(reduced_bytes, groups)) if training else 0), saved=saved, working=working
     )
     return Memory(
@@ -128,6 +128,6 @@ def rank_memory(
         gradients=trained,
         optimizer=2 * trained,
         saved=saved,
-        backward=held if training else Held(),
-        forward=Held() if training else held,
+        backward=held if training else MemoryBreakdown(),
+        forward=MemoryBreakdown() if training else held,
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mxcompile.mesh.collectives import Collective
-from mxcompile.mesh.memory import Held, Memory
+from mxcompile.mesh.memory import Memory, MemoryBreakdown
 from mxcompile.mesh.shards import Shard
 from mxcompile.policy import Gemm
 from mxcompile.report import Report, files
@@ -73,7 +73,7 @@ class RankReport:
         rows = [[name, *[byte_count(size)] * len(peaks)] for name, size in always.items()]
         rows += [
             [field.name, *(byte_count(getattr(held, field.name)) for held in peaks.values())]
-            for field in dataclasses.fields(Held)
+            for field in dataclasses.fields(MemoryBreakdown)
         ]
         rows += [["together", *(byte_count(sum(always.values()) + held.total) for held in peaks.values())]]
         table = drawn([["this rank holds at most", *peaks], *rows])

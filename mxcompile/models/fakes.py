@@ -19,10 +19,10 @@ from torch.overrides import _pop_mode, _push_mode
 from torch.utils._pytree import tree_map_only
 
 from mxcompile.errors import ModelError, MXCompileError
-from mxcompile.models.assumed import Assuming
 from mxcompile.models.gpu_operators import gpu_operators
 from mxcompile.models.places import where_failed
 from mxcompile.models.reading import values_read
+from mxcompile.models.value_tracking_mode import ValueTrackingMode
 from mxcompile.storage import MXTensor
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Faker:
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """A fake in the place of `tensor`."""
-        if not isinstance(self._mode, Assuming):
+        if not isinstance(self._mode, ValueTrackingMode):
             return self._empty(tensor)
         with self._mode.plain():
             fake = self._empty(tensor)
@@ -122,7 +122,7 @@ def _message(error: Exception, inner: BaseException, model: nn.Module, mode: Fak
             f"{message}\n  PyTorch's context_parallel splits attentions of GPUs alone, and this is traced on"
             " a CPU: gather keys and values in code of your own"
         )
-    assumed = isinstance(mode, Assuming) and mode.notes
+    assumed = isinstance(mode, ValueTrackingMode) and mode.notes
     if not (assumed or _is_of_tracing(cause)):
         return message
     return (

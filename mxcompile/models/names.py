@@ -1,6 +1,6 @@
 """Module paths as the user knows them: what ``named_modules`` says, without the segments of wrappers.
 
-Graphs have them in ``nn_module_stack``: `compiler.locate` replaces what Dynamo writes there.
+Graphs have them in ``nn_module_stack``: `compiler.capture.locate` replaces what Dynamo writes there.
 """
 
 from __future__ import annotations

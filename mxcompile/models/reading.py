@@ -23,12 +23,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._mode_utils import no_dispatch
 
-from mxcompile.models.assumed import Assuming
+from mxcompile.models.value_tracking_mode import ValueTrackingMode
 
 
 @contextmanager
 def values_read() -> Iterator[None]:
-    """In here fake tensors of an `Assuming` mode can be formatted and made arrays and lists."""
+    """In here fake tensors of an `ValueTrackingMode` mode can be formatted and made arrays and lists."""
     places = [(kind, name) for kind in (FakeTensor, FunctionalTensor) for name in _READERS]
     before = [vars(kind).get(name) for kind, name in places]
     for kind, name in places:
@@ -50,7 +50,7 @@ def _answering(tensor: Tensor) -> FakeTensor | None:
         tensor = torch._from_functional_tensor(tensor.elem)
     if TracingContext.try_get() is not None or not isinstance(tensor, FakeTensor):
         return None
-    return tensor if isinstance(tensor.fake_mode, Assuming) else None
+    return tensor if isinstance(tensor.fake_mode, ValueTrackingMode) else None
 
 
 @_disable_dynamo
@@ -58,7 +58,7 @@ def _format(tensor: Tensor, spec: str) -> str:
     fake = _answering(tensor)
     if fake is None or fake.ndim:
         return object.__format__(tensor, spec)
-    assert isinstance(fake.fake_mode, Assuming)
+    assert isinstance(fake.fake_mode, ValueTrackingMode)
     with no_dispatch():
         return format(fake.fake_mode.scalar(fake), spec)
 
@@ -68,7 +68,7 @@ def _numpy(tensor: Tensor, *, force: bool = False) -> Any:
     fake = _answering(tensor)
     if fake is None:
         return Tensor.numpy(tensor, force=force)
-    assert isinstance(fake.fake_mode, Assuming)
+    assert isinstance(fake.fake_mode, ValueTrackingMode)
     with no_dispatch():
         return fake.fake_mode.values(fake).numpy(force=force)
 
@@ -78,7 +78,7 @@ def _tolist(tensor: Tensor) -> Any:
     fake = _answering(tensor)
     if fake is None:
         return _OWN_LIST[type(tensor)](tensor)
-    assert isinstance(fake.fake_mode, Assuming)
+    assert isinstance(fake.fake_mode, ValueTrackingMode)
     with no_dispatch():
         return fake.fake_mode.values(fake).tolist()
 

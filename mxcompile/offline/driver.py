@@ -27,15 +27,15 @@ from torch._inductor.fx_passes.post_grad import remove_noop_ops
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mxcompile.compiler import histories
-from mxcompile.compiler.capture import Capture
+from mxcompile.compiler.calls import delayed_scales
+from mxcompile.compiler.capture.capture import Capture
+from mxcompile.compiler.hooks.trace import Unused, trace
 from mxcompile.compiler.options import Options
 from mxcompile.compiler.rehearsal import Rehearsal
-from mxcompile.compiler.trace import Unused, trace
 from mxcompile.graph.attention import ATTENTIONS
 from mxcompile.graph.opsets import packet
 from mxcompile.graph.tags import GemmTag, bytes_of, tags_of
-from mxcompile.models.assumed import Assuming
+from mxcompile.models.value_tracking_mode import ValueTrackingMode
 from mxcompile.offline.device import attention_flops, move
 from mxcompile.offline.standin import DEVICE, stand_in
 from mxcompile.ranks.copied import rank_copy
@@ -98,7 +98,7 @@ class Driver(Rehearsal[FakeTensorMode]):
             super().__init__(model, options, mode, training=training)
         else:
             of_rank: Any = partial(rank_copy, sharded)
-            super().__init__(model, options, Assuming(), training=training, copied=of_rank)
+            super().__init__(model, options, ValueTrackingMode(), training=training, copied=of_rank)
         self._attention = attention
         self.parts: list[Part] = []
         self.generated: list[Generated] = []
@@ -108,9 +108,9 @@ class Driver(Rehearsal[FakeTensorMode]):
     ) -> Callable[..., Any]:
         """Keep the code that would run, and go on with fake results."""
         policy = self.options.policy
-        tapped = histories.tap(gm, example_inputs, capture, policy)
+        tapped = delayed_scales.tap(gm, example_inputs, capture, policy)
         capture = dataclasses.replace(capture, device=DEVICE)
-        compilation = self.compilation(capture, gm, tapped=histories.needed(policy))
+        compilation = self.compilation(capture, gm, tapped=delayed_scales.needed(policy))
         if self.options.watch is not None:
             compilation = compilation.measuring(self.options.watch)
         graph, inputs = gm, list(example_inputs)

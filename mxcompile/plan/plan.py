@@ -30,16 +30,16 @@ from mxcompile.graph.attention import ATTENTION_FORWARD
 from mxcompile.graph.opsets import packet
 from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import GemmTag, Kind, gradient_tags, set_tag, tags_of
-from mxcompile.models.assumed import Assuming
 from mxcompile.models.fake_copy import fake_copy, fake_values
 from mxcompile.models.fakes import quiet
 from mxcompile.models.isolated import ChildError, isolated
+from mxcompile.models.value_tracking_mode import ValueTrackingMode
 from mxcompile.models.wrappers import is_wrapped, users_own
-from mxcompile.passes.balance import Balance
 from mxcompile.passes.bodies import Bodies
 from mxcompile.passes.classify import Classify
 from mxcompile.passes.decide import decided, keep_products, obstacle
 from mxcompile.passes.find import Find
+from mxcompile.passes.hint_expert_splits import HintExpertSplits
 from mxcompile.passes.record import record_of
 from mxcompile.passes.roles.cuts import live
 from mxcompile.passes.unregistered import Unregistered
@@ -167,9 +167,9 @@ def _shapes_alone() -> FakeTensorMode:
 
 _WAYS = (
     _Way(leave_out=fold, mode=_shapes_alone),
-    _Way(leave_out=fold, mode=Assuming),
-    _Way(leave_out=keep_all, mode=Assuming),
-    _Way(leave_out=keep_all, mode=Assuming, compiling=False),
+    _Way(leave_out=fold, mode=ValueTrackingMode),
+    _Way(leave_out=keep_all, mode=ValueTrackingMode),
+    _Way(leave_out=keep_all, mode=ValueTrackingMode, compiling=False),
 )
 """Tried in this order: values are assumed where shapes alone do not make a plan."""
 
@@ -189,7 +189,7 @@ def _planned(
             fakes = _in_dtype(fakes, copied)
         graph = record(copied, *fakes, mode=mode, decompositions=decompositions)
         _check_apart(graph, model)
-        Balance().apply(graph)
+        HintExpertSplits().apply(graph)
         find, classify = Find(blocks=repeats.blocks), Classify()
         weights, bodies = Unregistered(find=find, classify=classify), Bodies(find=find, classify=classify)
         for step in (find, classify, weights, bodies):
@@ -211,7 +211,7 @@ def _planned(
 
 def _guess(mode: FakeTensorMode, repeats: Repeats) -> str:
     """Returns why some layers that were recorded, or left out, may not run in the call; "" if all do."""
-    if isinstance(mode, Assuming) and mode.notes:
+    if isinstance(mode, ValueTrackingMode) and mode.notes:
         return mode.notes[0]
     return "equal layers were recorded once" if repeats.standing_for else ""
 

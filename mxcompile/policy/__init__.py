@@ -1,6 +1,5 @@
 """Policies: which GEMMs are quantized and in which format, as rules a user writes."""
 
-from mxcompile.policy.kept import keeping
 from mxcompile.policy.model import (
     Block,
     Choice,
@@ -15,6 +14,7 @@ from mxcompile.policy.model import (
     Sent,
     Use,
 )
+from mxcompile.policy.overrides import keeping
 from mxcompile.policy.policy import Policy
 from mxcompile.policy.reason import Code, Reason
 from mxcompile.policy.roles import ATTENTION_PRODUCTS, Role

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from mxcompile.models.assumed import Assuming
 from mxcompile.models.checkpointed import rewrapped
 from mxcompile.models.fake_copy import fake_copy
 from mxcompile.models.fakes import Faker
+from mxcompile.models.value_tracking_mode import ValueTrackingMode
 from mxcompile.models.wrappers import is_distributed, is_tensor_parallel
 from mxcompile.ranks.fsdp import FSDPGroup
 
 
-def rank_copy(groups: tuple[FSDPGroup, ...], model: nn.Module, mode: Assuming) -> nn.Module:
+def rank_copy(groups: tuple[FSDPGroup, ...], model: nn.Module, mode: ValueTrackingMode) -> nn.Module:
     """A copy of `model`, of which FSDP2 shards `groups`, as this rank runs it between gathers."""
     copied = fake_copy(model, mode, fake=_Shards(mode, groups), drops=_is_between_graphs)
     for group in groups:
@@ -42,7 +42,7 @@ def _is_between_graphs(hook: Any) -> bool:
 class _Shards(Faker):
     """Tensors to fakes of what this rank computes with: what FSDP2 shards gathered, DTensors in shards."""
 
-    def __init__(self, mode: Assuming, groups: tuple[FSDPGroup, ...]) -> None:
+    def __init__(self, mode: ValueTrackingMode, groups: tuple[FSDPGroup, ...]) -> None:
         super().__init__(mode)
         self._assuming = mode
         self._gathered = {id(one.parameter): one for group in groups for one in group.parameters}

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from mxcompile.errors import OptionError, not_allowed
-from mxcompile.models.assumed import Assuming
 from mxcompile.models.blocks import Blocks
 from mxcompile.models.checkpointed import rewrapped
 from mxcompile.models.fake_copy import fake_copy
+from mxcompile.models.value_tracking_mode import ValueTrackingMode
 from mxcompile.ranks.experts import EXPERTS, experts_of, is_spread, spread_
 from mxcompile.ranks.shape import pipeline_ranks
 
@@ -48,7 +48,7 @@ def parallelised(model: nn.Module, words: str, mesh: DeviceMesh) -> nn.Module:
     for word in asked:
         if word not in WAYS:
             raise OptionError(not_allowed("way to parallelise", word, WAYS))
-    copied = fake_copy(model, Assuming(), fake=_on_meta)
+    copied = fake_copy(model, ValueTrackingMode(), fake=_on_meta)
     if {EXPERTS, "tp=llama"} <= {*asked}:
         raise OptionError("ep and tp=llama are not for one model: parallelise it in a factory")
     for word, way in WAYS.items():

@@ -11,7 +11,7 @@ x is the tensor before its cast, or the product of the tensors before their cast
 The rows with most harm are the worst. An error counts by the FLOPs that it enters. SQNR hardly sees small
 elements, so the share of magnitudes that a cast loses counts too. A row of rounding noise beside ordinary
 rows loses many elements, but little magnitude and so without harm. `output_change` says how far the error
-of a forward GEMM reaches (see `mxcompile.analysis.audit.reach`); it counts more than FLOPs.
+of a forward GEMM reaches (see `mxcompile.analysis.audit.output_sensitivity`); it counts more than FLOPs.
 Nothing is measured here (see `mxcompile.analysis.audit`), and tensors are not kept.
 """
 

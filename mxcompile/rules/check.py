@@ -15,7 +15,7 @@ from mxcompile.policy.parse import rule_words
 from mxcompile.report import GemmRecord
 from mxcompile.rules.fit import RuleFit, deciding_rule, fits
 from mxcompile.rules.layers import layers_of, spelled
-from mxcompile.rules.meant import meant, respelled
+from mxcompile.rules.suggest import meant, respelled
 
 log = logging.getLogger("mxcompile.rules")
 

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch._inductor import config
 
-from mxcompile.compiler.inductor import GraphPass, sources_hash
+from mxcompile.compiler.hooks.inductor import GraphPass, sources_hash
 from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.tags import GemmTag, Kind, set_tag, tensor
 from mxcompile.lowering import pipeline as lowering

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mxcompile.compiler.uses import uses
+from mxcompile.compiler.parameter_uses import uses
 from mxcompile.errors import ModelError, PolicyError
 from mxcompile.formats import is_quantized, stored_precision
 from mxcompile.models.example_inputs import example_inputs

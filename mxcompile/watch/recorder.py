@@ -19,8 +19,8 @@ from torch import Tensor
 
 from mxcompile.errors import WatchError
 from mxcompile.ops.watch import FIELDS, listen
-from mxcompile.watch import calls
-from mxcompile.watch.calls import Call
+from mxcompile.watch import call_context
+from mxcompile.watch.call_context import Call
 from mxcompile.watch.dump import Excerpt
 from mxcompile.watch.steps import Steps, in_backward
 from mxcompile.watch.tally import Key, Sample, Tally
@@ -190,7 +190,7 @@ def _key(call: Call, reader: dict[str, str]) -> Key:
 
 
 def _heard(values: Sequence[Tensor], words: Sequence[str]) -> None:
-    call, has_been_counted = calls.current()
+    call, has_been_counted = call_context.current()
     if call is None or has_been_counted:
         return
     try:

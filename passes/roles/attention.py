@@ -11,19 +11,19 @@ from __future__ import annotations
 
 from mxcompile.passes.roles.site import Site, named
 from mxcompile.passes.roles.sources import GATED, Source
-from mxcompile.passes.roles.statement import Found, Missing, Statement
+from mxcompile.passes.roles.statement import Fails, Holds, Statement
 from mxcompile.passes.roles.uses import BRANCH, QKV
 from mxcompile.policy import Role
 
 
-def _reaches_attention(site: Site) -> Found | Missing:
+def _reaches_attention(site: Site) -> Holds | Fails:
     ends_branch = site.used(BRANCH) and (site.activated_layers or from_attention(site))
     if site.used(QKV) and not ends_branch:
-        return Found("its result is q, k or v of an attention")
+        return Holds("its result is q, k or v of an attention")
     gated = [f.layer for f in site.followers if f.marks & GATED and gates(site, f.layer, Source.ATTENTION)]
     if gated and not from_attention(site):
-        return Found(f"its result gates an attention's, on the way to {named(gated)}")
-    return Missing("its result reaches no attention")
+        return Holds(f"its result gates an attention's, on the way to {named(gated)}")
+    return Fails("its result reaches no attention")
 
 
 def gates(site: Site, layer: object, kind: Source) -> bool:
@@ -38,29 +38,29 @@ def from_attention(site: Site) -> bool:
     return bool(site.sources(Source.ATTENTION)) and not site.sources(Source.STREAM)
 
 
-def _behind_attention(site: Site) -> Found | Missing:
+def _behind_attention(site: Site) -> Holds | Fails:
     if not site.sources(Source.ATTENTION):
-        return Missing("its input is not made by an attention")
-    return Found("its input is what an attention made")
+        return Fails("its input is not made by an attention")
+    return Holds("its input is what an attention made")
 
 
-def _is_no_expert(site: Site) -> Found | Missing:
+def _is_no_expert(site: Site) -> Holds | Fails:
     if site.stacked and site.all_followers(Role.EXPERT_OUT):
-        return Missing("it opens a network of experts, among which the attention divides tokens")
-    return Found("")
+        return Fails("it opens a network of experts, among which the attention divides tokens")
+    return Holds("")
 
 
-def _is_first(site: Site) -> Found | Missing:
+def _is_first(site: Site) -> Holds | Fails:
     straight = site.model.feeds.sources(site.made, Source.ATTENTION)
     if not straight and not site.used(BRANCH):
-        return Missing("another layer stands in between, and its result joins no residual stream")
-    return Found("")
+        return Fails("another layer stands in between, and its result joins no residual stream")
+    return Holds("")
 
 
-def _no_stream_in_between(site: Site) -> Found | Missing:
+def _no_stream_in_between(site: Site) -> Holds | Fails:
     if site.sources(Source.STREAM):
-        return Missing("its input is a residual stream too")
-    return Found("")
+        return Fails("its input is a residual stream too")
+    return Holds("")
 
 
 QKV_LAYER = Statement(role=Role.QKV, clauses=(_reaches_attention,))

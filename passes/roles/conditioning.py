@@ -8,28 +8,28 @@ from __future__ import annotations
 
 from mxcompile.passes.roles.site import Site, named
 from mxcompile.passes.roles.sources import WHOLE, Source
-from mxcompile.passes.roles.statement import Found, Missing, Statement
+from mxcompile.passes.roles.statement import Fails, Holds, Statement
 from mxcompile.passes.roles.uses import BRANCH, MIXED, QKV, SCALES, SHIFTS, STARTS
 from mxcompile.policy import Role
 
 
-def _shifts_stream(site: Site) -> Found | Missing:
+def _shifts_stream(site: Site) -> Holds | Fails:
     number = site.model.joined.get(site.node) if site.used(BRANCH | STARTS) else None
     conditions_others, is_body = (
         site.model.read_for[number, kind] > 0 if number is not None else False for kind in (True, False)
     )
     if site.used(SHIFTS) and not (site.used(STARTS) and is_body):
-        return Found("its result scales, shifts or gates a residual stream that it does not depend on")
+        return Holds("its result scales, shifts or gates a residual stream that it does not depend on")
     if site.used(SCALES) and _is_pooled(site):
-        return Found(
+        return Holds(
             "its result scales a residual stream, broadcast over it, and its input is pooled from one"
         )
     conditions = [f.layer for f in site.followers if site.role_of(f) is Role.CONDITIONING]
     if conditions and len(conditions) == len(site.followers):
-        return Found(f"its result goes to nothing but {named(conditions)}, which condition a residual stream")
+        return Holds(f"its result goes to nothing but {named(conditions)}, which condition a residual stream")
     if conditions_others and not is_body:
-        return Found("its result joins a residual stream that nothing but conditioning reads")
-    return Missing("its result scales, shifts or gates no residual stream from outside")
+        return Holds("its result joins a residual stream that nothing but conditioning reads")
+    return Fails("its result scales, shifts or gates no residual stream from outside")
 
 
 def _is_pooled(site: Site) -> bool:
@@ -44,10 +44,10 @@ def _is_pooled(site: Site) -> bool:
 _POOLED = frozenset({Source.STREAM, Source.CONVOLUTION})
 
 
-def _is_no_operand(site: Site) -> Found | Missing:
+def _is_no_operand(site: Site) -> Holds | Fails:
     if site.used(QKV | MIXED):
-        return Missing("it is an operand of an attention or a mixer too")
-    return Found("")
+        return Fails("it is an operand of an attention or a mixer too")
+    return Holds("")
 
 
 CONDITIONING = Statement(role=Role.CONDITIONING, clauses=(_shifts_stream, _is_no_operand))

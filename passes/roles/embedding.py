@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from mxcompile.passes.roles.site import Site, named
 from mxcompile.passes.roles.sources import Source
-from mxcompile.passes.roles.statement import Found, Missing, Statement
+from mxcompile.passes.roles.statement import Fails, Holds, Statement
 from mxcompile.passes.roles.uses import STARTS
 from mxcompile.policy import Role
 
 
-def _starts_stream(site: Site) -> Found | Missing:
+def _starts_stream(site: Site) -> Holds | Fails:
     if site.used(STARTS):
-        return Found("a residual stream starts with its result")
+        return Holds("a residual stream starts with its result")
     if site.all_followers(Role.EMBEDDING):
-        return Found(f"its result goes to nothing but {named(f.layer for f in site.followers)}, an embedding")
-    return Missing("no residual stream starts with its result")
+        return Holds(f"its result goes to nothing but {named(f.layer for f in site.followers)}, an embedding")
+    return Fails("no residual stream starts with its result")
 
 
-def _is_not_cut(site: Site) -> Found | Missing:
+def _is_not_cut(site: Site) -> Holds | Fails:
     if site.sources(Source.CUT):
-        return Missing("the graph was cut before it, which may hide what it belongs to")
-    return Found("")
+        return Fails("the graph was cut before it, which may hide what it belongs to")
+    return Holds("")
 
 
 EMBEDDING = Statement(role=Role.EMBEDDING, clauses=(_starts_stream, _is_not_cut))

@@ -17,48 +17,48 @@ from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.tags import tag_of
 from mxcompile.passes.roles.site import Site, named
 from mxcompile.passes.roles.sources import BENT, GATED, Source
-from mxcompile.passes.roles.statement import Found, Missing, Statement, joins_stream
+from mxcompile.passes.roles.statement import Fails, Holds, Statement, joins_stream
 from mxcompile.passes.roles.uses import BRANCH, QKV, RESULT, WEIGHED
 from mxcompile.policy import Role
 
 _LAST = frozenset({Role.FFN_OUT, Role.FFN_IN, Role.EXPERT_OUT, Role.EXPERT_IN})
 
 
-def _reads_activated(site: Site) -> Found | Missing:
+def _reads_activated(site: Site) -> Holds | Fails:
     if site.activated_layers:
-        return Found(f"it reads {named(site.activated_layers)} through an activation or a gate")
-    return Missing("there is no activation or gate between it and the layers before it")
+        return Holds(f"it reads {named(site.activated_layers)} through an activation or a gate")
+    return Fails("there is no activation or gate between it and the layers before it")
 
 
-def _returns_to_width(site: Site) -> Found | Missing:
+def _returns_to_width(site: Site) -> Holds | Fails:
     if site.model.has_streams or site.model.is_cut or not site.used(RESULT):
-        return Missing("it is not alone in the model")
+        return Fails("it is not alone in the model")
     first = [tag for layer in site.activated_layers if (tag := tag_of(layer)) is not None]
     inputs = all(Site.at(layer, site.model).sources(Source.INPUT) for layer in site.activated_layers)
     if inputs and {tag.k for tag in first} == {site.tag.n}:
-        return Found("it returns to the width of the input, in a model without residual streams")
-    return Missing("it does not return to the width of the input")
+        return Holds("it returns to the width of the input, in a model without residual streams")
+    return Fails("it does not return to the width of the input")
 
 
-def _is_combined(site: Site) -> Found | Missing:
+def _is_combined(site: Site) -> Holds | Fails:
     if site.used(QKV) and site.stacked:
-        return Found("its weight is a stack of matrices, and weights by a softmax combine its results")
-    return Missing("no weights by a softmax combine results of a stack of matrices")
+        return Holds("its weight is a stack of matrices, and weights by a softmax combine its results")
+    return Fails("no weights by a softmax combine results of a stack of matrices")
 
 
-def _feeds_last(site: Site) -> Found | Missing:
+def _feeds_last(site: Site) -> Holds | Fails:
     roles = {f.layer: site.role_of(f) for f in site.followers if f.activated}
     outs = [layer for layer, role in roles.items() if role in _LAST]
     fused = [layer for layer, role in roles.items() if role.row.ends_branch and role not in _LAST]
     layers = [*outs, *fused]
     if layers:
-        return Found(f"{named(layers)} reads its result through an activation or a gate")
+        return Holds(f"{named(layers)} reads its result through an activation or a gate")
     origins = site.model.together.get(site.node, {})
     if origins.get(site.node, 0) & GATED and not site.followers:
         gated = [other for other, marks in origins.items() if marks & GATED and _ends_network(other, site)]
         if gated:
-            return Found(f"its result gates that of {named(gated)}")
-    return Missing("no layer that ends a feed-forward network reads its result through an activation")
+            return Holds(f"its result gates that of {named(gated)}")
+    return Fails("no layer that ends a feed-forward network reads its result through an activation")
 
 
 def _ends_network(node: fx.Node, site: Site) -> bool:
@@ -69,17 +69,17 @@ def _ends_network(node: fx.Node, site: Site) -> bool:
     return other.used(BRANCH) and bool(other.activated_layers)
 
 
-def _is_routed(site: Site) -> Found | Missing:
+def _is_routed(site: Site) -> Holds | Fails:
     for near in (site.node, *_partners(site)):
         other = Site.at(near, site.model)
         who = "its" if near is site.node else f"{named([near])}'s"
         if other.chosen:
-            return Found(f"a top-k chose {who} input")
+            return Holds(f"a top-k chose {who} input")
         if other.used(WEIGHED):
-            return Found(f"what a top-k chose weights {who} result")
+            return Holds(f"what a top-k chose weights {who} result")
         if other.stacked or packet(near) is aten._grouped_mm:
-            return Found(f"{who} weight is a stack of matrices")
-    return Missing("no tokens are routed to it")
+            return Holds(f"{who} weight is a stack of matrices")
+    return Fails("no tokens are routed to it")
 
 
 def _partners(site: Site) -> list[fx.Node]:

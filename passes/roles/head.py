@@ -9,61 +9,61 @@ from __future__ import annotations
 
 from mxcompile.passes.roles.site import Site, named
 from mxcompile.passes.roles.sources import Source
-from mxcompile.passes.roles.statement import Found, Missing, Statement
+from mxcompile.passes.roles.statement import Fails, Holds, Statement
 from mxcompile.passes.roles.uses import BRANCH, MIXED, QKV, RESULT, SHIFTS, STARTS
 from mxcompile.policy import Role
 
 
-def _is_table(site: Site) -> Found | Missing:
+def _is_table(site: Site) -> Holds | Fails:
     return (
-        Found("its weight is the table of the embeddings")
+        Holds("its weight is the table of the embeddings")
         if site.tied
-        else Missing("its weight is not the table of the embeddings")
+        else Fails("its weight is not the table of the embeddings")
     )
 
 
-def _makes_result(site: Site) -> Found | Missing:
+def _makes_result(site: Site) -> Holds | Fails:
     if site.used(RESULT):
-        return Found(
+        return Holds(
             "its result is an output of the model, with nothing but elementwise operators in between"
         )
     if site.all_followers(Role.HEAD):
-        return Found(f"its result goes to nothing but {named(f.layer for f in site.followers)}, a head")
-    return Missing("its result is not an output of the model")
+        return Holds(f"its result goes to nothing but {named(f.layer for f in site.followers)}, a head")
+    return Fails("its result is not an output of the model")
 
 
-def _is_no_part_of_the_body(site: Site) -> Found | Missing:
+def _is_no_part_of_the_body(site: Site) -> Holds | Fails:
     if site.used(BRANCH):
-        return Missing("it joins a residual stream first")
+        return Fails("it joins a residual stream first")
     if site.used(QKV | MIXED | STARTS):
-        return Missing("it goes on into the model too")
-    return Found("")
+        return Fails("it goes on into the model too")
+    return Holds("")
 
 
-def _has_body_before_it(site: Site) -> Found | Missing:
+def _has_body_before_it(site: Site) -> Holds | Fails:
     if site.streams:
         return _is_last_behind_stream(site)
     if not site.made or site.sources(Source.INPUT, Source.CUT):
-        return Missing("it reads the model's inputs")
+        return Fails("it reads the model's inputs")
     attentions = site.sources(Source.ATTENTION)
     if attentions and site.model.feeds.pooled.issuperset(attentions):
-        return Found("it stands behind an attention whose queries are parameters, which pools")
+        return Holds("it stands behind an attention whose queries are parameters, which pools")
     if attentions:
-        return Missing("it is straight behind an attention, in a model without residual streams")
+        return Fails("it is straight behind an attention, in a model without residual streams")
     if not site.used(RESULT):
-        return Missing("it stands behind no residual stream")
-    return Found("it stands behind other layers")
+        return Fails("it stands behind no residual stream")
+    return Holds("it stands behind other layers")
 
 
-def _is_last_behind_stream(site: Site) -> Found | Missing:
+def _is_last_behind_stream(site: Site) -> Holds | Fails:
     behind_attention = site.model.feeds.sources(site.made, Source.ATTENTION)
     if behind_attention and not site.used(RESULT):
-        return Missing("it is the first layer behind an attention")
-    return Found("it stands behind the residual stream")
+        return Fails("it is the first layer behind an attention")
+    return Holds("it stands behind the residual stream")
 
 
-def _does_not_shift(site: Site) -> Found | Missing:
-    return Missing("it scales or shifts a residual stream") if site.used(SHIFTS) else Found("")
+def _does_not_shift(site: Site) -> Holds | Fails:
+    return Fails("it scales or shifts a residual stream") if site.used(SHIFTS) else Holds("")
 
 
 TIED_HEAD = Statement(role=Role.HEAD, clauses=(_is_table,))

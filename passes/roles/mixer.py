@@ -13,24 +13,24 @@ from __future__ import annotations
 from mxcompile.passes.roles.attention import gates
 from mxcompile.passes.roles.site import Site, named
 from mxcompile.passes.roles.sources import ACTIVATED, BENT, FILTERED, GATED, Source
-from mxcompile.passes.roles.statement import Found, Missing, Statement, joins_stream
+from mxcompile.passes.roles.statement import Fails, Holds, Statement, joins_stream
 from mxcompile.passes.roles.uses import MIXED
 from mxcompile.policy import Role
 
 
-def _is_mixed(site: Site) -> Found | Missing:
+def _is_mixed(site: Site) -> Holds | Fails:
     if site.used(MIXED):
-        return Found(
+        return Holds(
             "its result is mixed over tokens by products, sums or a recurrence before the next layer"
         )
     filtered = [f.layer for f in site.followers if is_filter(f.marks) and site.role_of(f) is Role.MIXER_OUT]
     if filtered:
-        return Found(f"a gated filter over tokens, without an activation, leads to {named(filtered)}")
+        return Holds(f"a gated filter over tokens, without an activation, leads to {named(filtered)}")
     outs = [f.layer for f in site.followers if site.role_of(f) is Role.MIXER_OUT]
     gated = [layer for layer in outs if gates(site, layer, Source.PRODUCT) or gates(site, layer, Source.SCAN)]
     if gated and any(f.marks & BENT for f in site.followers):
-        return Found(f"its result gates a mixer's, on the way to {named(gated)}")
-    return Missing("nothing mixes its result over tokens before the next layer")
+        return Holds(f"its result gates a mixer's, on the way to {named(gated)}")
+    return Fails("nothing mixes its result over tokens before the next layer")
 
 
 def is_filter(marks: int) -> bool:
@@ -38,13 +38,13 @@ def is_filter(marks: int) -> bool:
     return bool(marks & FILTERED and marks & GATED and not marks & ACTIVATED)
 
 
-def _behind_mixer(site: Site) -> Found | Missing:
+def _behind_mixer(site: Site) -> Holds | Fails:
     if site.sources(Source.PRODUCT, Source.SCAN):
-        return Found("its input was mixed over tokens by products, sums or a recurrence")
+        return Holds("its input was mixed over tokens by products, sums or a recurrence")
     filtered = [layer for layer in site.sources(Source.LAYER) if is_filter(site.beyond[layer])]
     if filtered:
-        return Found(f"a gated filter over tokens, without an activation, leads to it from {named(filtered)}")
-    return Missing("nothing mixed its input over tokens")
+        return Holds(f"a gated filter over tokens, without an activation, leads to it from {named(filtered)}")
+    return Fails("nothing mixed its input over tokens")
 
 
 MIXER_IN = Statement(role=Role.MIXER_IN, clauses=(_is_mixed,))

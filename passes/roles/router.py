@@ -6,21 +6,21 @@ Without the second half it is a head whose classes are sampled from.
 from __future__ import annotations
 
 from mxcompile.passes.roles.site import Site
-from mxcompile.passes.roles.statement import Clause, Found, Missing, Statement
+from mxcompile.passes.roles.statement import Clause, Fails, Holds, Statement
 from mxcompile.passes.roles.uses import CHOOSES, SELECTS
 from mxcompile.policy import Role
 
 
-def _enters_top_k(site: Site) -> Found | Missing:
+def _enters_top_k(site: Site) -> Holds | Fails:
     if site.used(SELECTS | CHOOSES):
-        return Found("its result enters a top-k")
-    return Missing("its result enters no top-k")
+        return Holds("its result enters a top-k")
+    return Fails("its result enters no top-k")
 
 
-def _choice_is_used(site: Site) -> Found | Missing:
+def _choice_is_used(site: Site) -> Holds | Fails:
     if site.used(CHOOSES):
-        return Found("what that chose is used by later layers")
-    return Missing("no later layer uses what that chose")
+        return Holds("what that chose is used by later layers")
+    return Fails("no later layer uses what that chose")
 
 
 CLAUSES: tuple[Clause, ...] = (_enters_top_k, _choice_is_used)

@@ -16,20 +16,20 @@ from mxcompile.policy import Role
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Holds:
     """A clause holds: what was found, a phrase about "its" input or result."""
 
     says: str
 
 
 @dataclass(frozen=True, slots=True)
-class Missing:
+class Fails:
     """A clause does not hold: what is in its way."""
 
     says: str
 
 
-Clause = Callable[[Site], Found | Missing]
+Clause = Callable[[Site], Holds | Fails]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,16 +53,16 @@ class Statement:
         sentences: list[str] = []
         for count, clause in enumerate(self.clauses):
             match clause(site):
-                case Found(says):
+                case Holds(says):
                     sentences += [says] if says else []
-                case Missing(says):
+                case Fails(says):
                     known = f"{'; '.join(sentences)}; but " if sentences else ""
                     return Answer(holds=False, clauses=count, says=f"{known}{says}")
         return Answer(holds=True, clauses=len(self.clauses), says="; ".join(sentences))
 
 
-def joins_stream(site: Site) -> Found | Missing:
+def joins_stream(site: Site) -> Holds | Fails:
     """The clause of layers that end a branch."""
     if site.used(BRANCH):
-        return Found("its result joins the residual stream")
-    return Missing("its result joins no residual stream")
+        return Holds("its result joins the residual stream")
+    return Fails("its result joins no residual stream")

@@ -14,8 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from mxcompile import ops
-from mxcompile.lowering.graph.couple import Couple
 from mxcompile.lowering.graph.merge_casts import MergeCasts
+from mxcompile.lowering.graph.merge_sibling_casts import MergeSiblingCasts
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.offline import codegen
 from mxcompile.ops import view
@@ -27,7 +27,7 @@ def _collected(function, *inputs: Tensor) -> tuple[fx.GraphModule, list[int]]:
     """The graph after the passes, and how many copies each of its casts makes."""
     module = make_fx(function, tracing_mode="fake")(*inputs)
     MergeCasts(target=TARGETS["sm_90"], device="cpu").apply(module.graph)
-    Couple(target=TARGETS["sm_90"], device="cpu").apply(module.graph)
+    MergeSiblingCasts(target=TARGETS["sm_90"], device="cpu").apply(module.graph)
     module.graph.lint()
     module.recompile()
     casts = map(view.Casts.read, module.graph.find_nodes(op="call_function", target=ops.cast))

@@ -13,7 +13,7 @@ from torch._inductor import config
 
 import mxcompile
 from mxcompile.compiler import backend
-from mxcompile.compiler.compilation import Compilation
+from mxcompile.compiler.hooks.compilation import Compilation
 from mxcompile.lowering.inductor import winners
 
 POLICY = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}

@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import mxcompile
 from mxcompile import ops
-from mxcompile.compiler.gathers import Gathers, gathers_of
+from mxcompile.compiler.capture.gathers import Gathers, gathers_of
 from mxcompile.distributed.states import keep_plain
 from mxcompile.distributed.tensors import MasterWeight, TileCast, TiledWeight
 from mxcompile.errors import FormatError, ModelError, OptionError, PolicyError

@@ -14,7 +14,7 @@ import pytest
         ("This is no layer.", 'say "is not a"'),
         ("The name is that of a layer.", "use the noun"),
         ("What runs is named.", "begins with What"),
-        ("The untap pass runs.", "'untap' is not in docs/glossary.md"),
+        ("The tapped weights run.", "'tapped' is not in docs/glossary.md"),
         ("word " * 26, "26 words"),
     ],
 )

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import mxcompile
-from mxcompile.compiler.inductor import sources
+from mxcompile.compiler.hooks.inductor import sources
 
 PATHS = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
 PROGRAM = """

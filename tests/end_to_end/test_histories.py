@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mxcompile
 from mxcompile import ops
-from mxcompile.compiler import histories
+from mxcompile.compiler.calls import delayed_scales
 
 
 def policy(**use: Any) -> dict[str, Any]:
@@ -288,9 +288,9 @@ def launches(weights: int) -> int:
     kept = {index: torch.rand(3, 16) for index in range(weights)}
     seen = {index: torch.rand(3) for index in kept}
     with Kernels() as kernels:
-        histories._largest(kept)
-        histories._move_on(seen, kept, rows=slice(0, 2))
-        histories._move_on(seen, kept, rows=slice(2, 3))
+        delayed_scales._largest(kept)
+        delayed_scales._move_on(seen, kept, rows=slice(0, 2))
+        delayed_scales._move_on(seen, kept, rows=slice(2, 3))
     for index, history in kept.items():
         assert torch.equal(history[:, 0], seen[index])
     return kernels.count
@@ -309,9 +309,9 @@ def test_states_begin_where_inductor_takes_them_to_begin():
         return [torch.zeros(3)] * 5
 
     example = torch.zeros(3)
-    tapped = histories.Tapped(gm=None, states=(example,) * 5, positions=tuple(range(5)), outputs=0)
+    tapped = delayed_scales.Tapped(gm=None, states=(example,) * 5, positions=tuple(range(5)), outputs=0)
     model = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(5))
-    scales = histories.DelayedScales(tapped, dict.fromkeys(range(5), 4), model)
+    scales = delayed_scales.DelayedScales(tapped, dict.fromkeys(range(5), 4), model)
     scales.run(compiled, [*model.parameters()])
     assert len(seen) == 10
     assert all(state.data_ptr() % 16 == 0 for state in seen[5:])

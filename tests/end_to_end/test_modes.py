@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mxcompile
 from mxcompile import Backend
-from mxcompile.compiler import inductor
+from mxcompile.compiler.hooks import inductor
 from mxcompile.errors import OptionError
 
 ALL = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}

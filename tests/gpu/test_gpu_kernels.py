@@ -13,7 +13,7 @@ from mxcompile import ops
 from mxcompile.formats import ELEM_TYPES, Format, Rounding, ScaleLayout, ScaleType
 from mxcompile.formats.encoding import quantize_tensors
 from mxcompile.lowering import pipeline, targets
-from mxcompile.lowering.chips.tiles import Absent
+from mxcompile.lowering.chips.tiles import Unsupported
 from mxcompile.lowering.kernels.configs import tiled_configs
 from mxcompile.lowering.targets import Target
 from mxcompile.lowering.templates import configs as choices
@@ -180,7 +180,7 @@ def test_scaled_mm(shape, tiled, majorness, chip, monkeypatch):
 @pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
 def test_scaled_mm_tiled(shape, majorness, chip, monkeypatch):
     """Every config, of operands that the accelerator can read; the pointer form else."""
-    if isinstance(row := chip.tiles.scaled_mm_tiled, Absent):
+    if isinstance(row := chip.tiles.scaled_mm_tiled, Unsupported):
         pytest.skip(f"scaled_mm_tiled is not for {chip.name}: {row.reason}")
     m, n, k = shape
     a, b = operand(m, k, k_major=majorness[0], tiled=True), operand(n, k, k_major=majorness[1], tiled=True)

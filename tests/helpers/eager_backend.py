@@ -15,18 +15,19 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import mxcompile.compiler.backend  # noqa: F401  watches what Dynamo leaves to Python
-from mxcompile.compiler import histories, sharing
-from mxcompile.compiler.capture import captured
-from mxcompile.compiler.checks import check_plan
-from mxcompile.compiler.compilation import Compilation
-from mxcompile.compiler.compiled_graph import CompiledGraph
+from mxcompile.compiler.calls import delayed_scales
+from mxcompile.compiler.calls.compiled_graph import CompiledGraph
+from mxcompile.compiler.calls.delayed_scales import DelayedScales
+from mxcompile.compiler.calls.sampling import follow, guard, sampling
+from mxcompile.compiler.capture.capture import captured
 from mxcompile.compiler.decompositions import table
-from mxcompile.compiler.entry import publish
-from mxcompile.compiler.histories import DelayedScales
+from mxcompile.compiler.hooks.compilation import Compilation
+from mxcompile.compiler.hooks.trace import copied
 from mxcompile.compiler.options import Options
-from mxcompile.compiler.sampling import follow, guard, sampling
-from mxcompile.compiler.session import session_of
-from mxcompile.compiler.trace import copied
+from mxcompile.compiler.reporting import sharing
+from mxcompile.compiler.reporting.checks import check_plan
+from mxcompile.compiler.reporting.entry import publish
+from mxcompile.compiler.session.session import session_of
 from mxcompile.graph.printer import print_ir
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.models.wrappers import users_own
@@ -64,8 +65,10 @@ class EagerBackend:
         options = follow(self.options, found)
         if found.root is not None:
             session_of(users_own(found.root)).policies[options.group] = options.policy
-        tapped = histories.tap(gm, example_inputs, found, options.policy)
-        compilation = Compilation(options, found, gm, TARGETS["cpu"], tapped=histories.needed(options.policy))
+        tapped = delayed_scales.tap(gm, example_inputs, found, options.policy)
+        compilation = Compilation(
+            options, found, gm, TARGETS["cpu"], tapped=delayed_scales.needed(options.policy)
+        )
         if tapped is not None:
             gm, example_inputs = tapped.gm, [*example_inputs, *tapped.states]
         check_plan(compilation, self.parts)

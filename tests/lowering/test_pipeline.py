@@ -82,7 +82,7 @@ def test_an_invalid_graph_names_the_pass_that_left_it(monkeypatch):
 
 
 EVERYWHERE = ("cached_attention", "weight_only", "expand", "split_casts", "name_kernels")
-NATIVE = {"as_mx", "native", "fuse", "merge_casts"}
+NATIVE = {"promote_to_mx", "native", "fuse", "merge_casts"}
 
 
 @pytest.mark.parametrize(
@@ -90,12 +90,12 @@ NATIVE = {"as_mx", "native", "fuse", "merge_casts"}
     [
         ("cpu_bf16", [], set()),
         ("cpu_fp32", [], {"promote"}),
-        ("sm_80", [], {"merge_casts", "couple"}),
+        ("sm_80", [], {"merge_casts", "merge_sibling_casts"}),
         ("gfx950", ["vendor_fp8", "packed"], NATIVE | {"vendor_fp8", "fp8_layouts", "packed"}),
         (
             "sm_100",
             ["tile_scales", "vendor_fp8", "packed"],
-            NATIVE | {"couple", "vendor_fp8", "fp8_layouts", "packed"},
+            NATIVE | {"merge_sibling_casts", "vendor_fp8", "fp8_layouts", "packed"},
         ),
     ],
 )

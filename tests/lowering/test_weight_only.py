@@ -30,12 +30,12 @@ def quantized(x: Tensor, rounding: str = "rceil") -> tuple[Tensor, Tensor]:
 
 
 def linear(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The product as `rewrite` leaves it when elements and scales are inputs."""
+    """The product as `quantize_gemms` leaves it when elements and scales are inputs."""
     return scaled_mm(*quantized(x), qdata.t(), scale.t(), bias, x.dtype)
 
 
 def recast(x: Tensor, qdata: Tensor, scale: Tensor, rounding: str = "rceil") -> Tensor:
-    """As `rewrite` leaves a product with a weight that the model dequantizes."""
+    """As `quantize_gemms` leaves a product with a weight that the model dequantizes."""
     again = quantized(ops.decode(qdata, scale, -1, "e4m3 1x32 rceil", x.dtype), rounding)
     return scaled_mm(*quantized(x), again[0].t(), again[1].t(), None, x.dtype)
 

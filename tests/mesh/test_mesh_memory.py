@@ -13,7 +13,7 @@ from memory_ranks import Case, Shape, measured_on_a_fake_rank, peaks_of_ranks
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
 import mxcompile
-from mxcompile.mesh import Memory, live
+from mxcompile.mesh import Memory, liveness
 from mxcompile.ranks.shape import MeshShape, fake_ranks
 
 ACTIVATIONS, WEIGHTS = Shape(batch=4, length=128, depth=4), Shape(batch=1, length=32, depth=6)
@@ -51,7 +51,7 @@ def tracked(shape: Shape) -> int:
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # the results of eager code are views
 @pytest.mark.parametrize("shape", [ACTIVATIONS, WEIGHTS])
 def test_the_peak_is_that_of_the_tracker(shape: Shape, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(live, "unwritten", lambda _: set())
+    monkeypatch.setattr(liveness, "unwritten", lambda _: set())
     assert estimated(shape.fsdp).total == pytest.approx(tracked(shape), rel=0.1)
 
 

@@ -7,7 +7,7 @@ from torch import nn
 
 import mxcompile
 from mxcompile import Policy
-from mxcompile.compiler import histories
+from mxcompile.compiler.calls import delayed_scales
 from mxcompile.errors import FormatError, PolicyError
 from mxcompile.formats import PRECISIONS, ElemType, Format, Precision, Tile, Tiles, precisions
 
@@ -123,7 +123,7 @@ def test_one_rule_chooses_tiles_for_each_precision_it_names():
     formats = {name: PRECISIONS[name].formats(policy.rules[0].use).x for name in ("mxfp8", "fp8")}
     assert formats["mxfp8"].tile == Tile(1, 64)
     assert formats["fp8"].amax.kind == "delayed"
-    assert histories.needed(policy)
+    assert delayed_scales.needed(policy)
 
 
 def test_words_of_formats_are_read_back():

@@ -84,6 +84,23 @@ def test_rooms_use_rooms_of_lower_levels():
     assert not wrong
 
 
+FLOORS = ["session", "capture", "hooks", "reporting", "calls"]
+"""The folders of the room `compiler`, from the lowest. What lies beside them is used by all, or uses all."""
+
+
+def test_folders_of_the_compiler_use_lower_ones():
+    known = modules()
+    folder = {name: name.split(".")[2] for name in known if name.startswith("mxcompile.compiler.")}
+    assert set(FLOORS) <= set(folder.values())
+    wrong = set()
+    for name, own in folder.items():
+        for target in imported(ast.parse(known[name].read_text(encoding="utf-8"))):
+            other = folder.get(target) or folder.get(target.rpartition(".")[0])
+            if own in FLOORS and other in FLOORS and FLOORS.index(own) < FLOORS.index(other):
+                wrong.add((name, target))
+    assert not wrong
+
+
 def test_the_walk_sees_late_imports_too():
     source = "if TYPE_CHECKING:\n    import a\nimport b\ntry:\n    from c import d\nfinally:\n    pass\n"
     assert sorted(imported(ast.parse(source + "def f():\n    import e\n"))) == ["a", "b", "c.d", "e"]

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import mxcompile
-from mxcompile.compiler.locate import steps_of
+from mxcompile.compiler.capture.locate import steps_of
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import mxcompile
-from mxcompile.compiler.locate import Tree
+from mxcompile.compiler.capture.locate import Tree
 
 WIDTH = 64
 Forward = Callable[..., Any]

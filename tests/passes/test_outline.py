@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 import mxcompile
-from mxcompile.compiler import store
+from mxcompile.compiler.reporting import store
 from mxcompile.passes.outline import outline
 from mxcompile.report import Outline, OutlineNode, Part, Report
 

@@ -188,7 +188,7 @@ def test_ir_is_printed_after_every_pass(capfd: pytest.CaptureFixture[str]):
     finally:
         torch._logging.set_logs()
     printed = capfd.readouterr().err
-    for name in ("find", "classify", "decide", "rewrite", "restore", "share", "save"):
+    for name in ("find", "classify", "decide", "quantize_gemms", "restore", "share", "save"):
         assert f"after {name}\n" in printed
 
 

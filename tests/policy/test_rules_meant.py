@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mxcompile.policy import Gemm, Layer, Policy, Role, keeping
 from mxcompile.policy.patterns import literal, searching, starting
-from mxcompile.rules.meant import meant, respelled
+from mxcompile.rules.suggest import meant, respelled
 
 NAMES = [
     f"model.layers.{block}.{layer}"

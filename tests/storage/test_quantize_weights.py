@@ -111,7 +111,7 @@ def test_records_say_that_weights_are_stored():
 @pytest.mark.usefixtures("in_this_process")
 def test_stored_weights_are_not_cast_again(monkeypatch):
     """Neither for the chip's own MX GEMM nor for an emulated one, and a few rows read the codes."""
-    from mxcompile.compiler import compilation
+    from mxcompile.compiler.hooks import compilation
 
     found: dict[str, list[str]] = {}
 

@@ -12,7 +12,7 @@ import pytest
 
 from mxcompile.cli.main import main
 from mxcompile.errors import OptionError
-from mxcompile.watch.look import Look
+from mxcompile.watch.summary import Look
 from mxcompile.watch.writers import SCHEMA, JsonLines
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from torch import Tensor
 from watched_models import Model, batch
 
 import mxcompile
-from mxcompile.compiler.session import compiled_policy
+from mxcompile.compiler.session.session import compiled_policy
 from mxcompile.errors import OptionError, WatchError
 from mxcompile.watch import Watch, read
 from mxcompile.watch.rules import Rule

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from mxcompile.analysis.audit.interpreter import Run
-from mxcompile.analysis.audit.reach import Reach
+from mxcompile.analysis.audit.output_sensitivity import Sensitivity
 from mxcompile.analysis.audit.session import Outcome, Session
 from mxcompile.analysis.audit.sites import CastSite, ProductSite
 from mxcompile.analysis.audit.stats import PIECE, CastStats, ProductStats, Sums
@@ -23,7 +23,7 @@ from mxcompile.rules import unused_rules
 
 
 def numerics(
-    session: Session, run: Run, outcome: Outcome, reference: Outcome, reach: Reach | None = None
+    session: Session, run: Run, outcome: Outcome, reference: Outcome, reach: Sensitivity | None = None
 ) -> Numerics:
     """Returns the errors in `run`, which ended with `outcome`, against the unquantized `reference`."""
     changes = {} if reach is None else _changes(reach, reference)
@@ -120,7 +120,7 @@ def _tensor(site: CastSite, stats: CastStats) -> TensorNumerics:
     )
 
 
-def _changes(reach: Reach, reference: Outcome) -> dict[str, float]:
+def _changes(reach: Sensitivity, reference: Outcome) -> dict[str, float]:
     """By layer, how much its forward GEMM changes the main output, as a share of it."""
     assert reference.logits is not None or not reach.squares
     size = 0.0 if reference.logits is None else float(reference.logits.double().square().sum())

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from mxcompile import ops
-from mxcompile.analysis.audit.reach import Reach
+from mxcompile.analysis.audit.output_sensitivity import Sensitivity
 from mxcompile.analysis.audit.sites import MARK, CastSite, ProductSite, Sites, observed
 from mxcompile.analysis.audit.stats import CastStats, ProductStats
 
@@ -35,7 +35,7 @@ class Run:
 
     quantized: Callable[[Key], bool]
     observe: bool = False
-    reach: Reach | None = None
+    reach: Sensitivity | None = None
     on_product: Callable[[], object] = lambda: None
     products: dict[int, ProductStats] = field(default_factory=dict)
     casts: dict[int, CastStats] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from mxcompile.analysis.audit.collect import numerics
 from mxcompile.analysis.audit.interpreter import Run
-from mxcompile.analysis.audit.reach import Reach
+from mxcompile.analysis.audit.output_sensitivity import Sensitivity
 from mxcompile.analysis.audit.session import LossFunction, Session
 from mxcompile.errors import OptionError
 from mxcompile.models.arguments import ModelInput, keywords
@@ -170,7 +170,7 @@ def audit(
         runs += reference.differentiable
         run = Run(quantized=lambda _: True, observe=True, on_product=lambda: step("quantized, measured"))
         outcome = session.run(run, backward=True)
-        reach = Reach()
+        reach = Sensitivity()
         if reference.differentiable:
             reaching = Run(
                 quantized=lambda _: False, reach=reach, on_product=lambda: step("how far errors reach")

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from mxcompile.analysis.audit.graphs import Graphs
 from mxcompile.analysis.audit.interpreter import Run
-from mxcompile.analysis.audit.keep import Kept, fresh, uncompiled
 from mxcompile.analysis.audit.sites import Sites
+from mxcompile.analysis.audit.state_guard import Kept, fresh, uncompiled
 from mxcompile.compiler.options import Options
 from mxcompile.errors import ModelError, MXCompileError
 from mxcompile.models.fakes import apart_from_others

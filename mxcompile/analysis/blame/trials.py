@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from mxcompile.analysis.audit import Outcome, Run, Session
 from mxcompile.analysis.audit.interpreter import Key
-from mxcompile.analysis.audit.keep import drawing
+from mxcompile.analysis.audit.state_guard import drawing
 from mxcompile.analysis.blame.effects import Effect, effect_of
 from mxcompile.analysis.tune.candidates import BF16, Candidate, Option, by_use, mixed, stated
 from mxcompile.analysis.tune.measure import ModelCall

@@ -12,9 +12,9 @@ from mxcompile.graph.opsets import packet
 from mxcompile.graph.tags import GemmTag, gradient_tags, set_tag, tags_of
 from mxcompile.models.blocks import Blocks
 from mxcompile.models.names import joined
+from mxcompile.passes.apply_plan import ApplyPlan
 from mxcompile.passes.classify import Classify
 from mxcompile.passes.find import Find
-from mxcompile.passes.follow import Follow
 from mxcompile.passes.record import record_of, records
 from mxcompile.plan.plan import Layers
 from mxcompile.policy import Choice, Code, Reason
@@ -58,7 +58,7 @@ def eager_records(
     """
     Find(blocks=blocks).apply(graph)
     Classify(cut_inputs=True, cut_outputs=True).apply(graph)
-    Follow(known=known).apply(graph)
+    ApplyPlan(known=known).apply(graph)
     kept = Choice(precision=KEPT.name, reason=Reason(Code.NOT_COMPILED))
     for node in graph.nodes:
         kernel = str(packet(node))

@@ -15,12 +15,12 @@ from typing import Any
 from torch import fx, nn
 
 from mxcompile.analysis.explain.tracer import Explainer
-from mxcompile.compiler.capture import Capture
+from mxcompile.compiler.capture.capture import Capture
 from mxcompile.compiler.options import Options
-from mxcompile.compiler.plans import no_plan, planned
+from mxcompile.compiler.session.plans import no_plan, planned
 from mxcompile.errors import ModelError
 from mxcompile.mesh.collectives import Axes, Collective, of_graph, of_groups
-from mxcompile.mesh.live import Live, live
+from mxcompile.mesh.liveness import GraphLiveness, live
 from mxcompile.mesh.memory import Memory, memory
 from mxcompile.mesh.partial import backward, of_partial_gradients, partial_parameters, result_bytes
 from mxcompile.mesh.pipeline import rank_memory
@@ -60,7 +60,7 @@ class RankTracer(Explainer):
         self._calls: Counter[int] = Counter()
         self.stages = None if order is None else Stages.of(order, self.repeats.blocks)
         self._works: dict[int, dict[str, tuple[Works, ...]]] = {}
-        self._live: dict[int, Live] = {}
+        self._live: dict[int, GraphLiveness] = {}
         self._results = 0
 
     def after(self, capture: Capture, graph: fx.Graph) -> None:

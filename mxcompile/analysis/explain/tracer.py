@@ -17,14 +17,14 @@ from torch import fx, nn
 from torch._guards import TracingContext
 
 from mxcompile.analysis.explain.parts import eager_records, moved
-from mxcompile.compiler.capture import Capture
+from mxcompile.compiler.capture.capture import Capture
 from mxcompile.compiler.options import Options
-from mxcompile.compiler.plans import no_plan, planned
 from mxcompile.compiler.rehearsal import Rehearsal
+from mxcompile.compiler.session.plans import no_plan, planned
 from mxcompile.lowering.targets import AUTO, of_device
-from mxcompile.models.assumed import Assuming
 from mxcompile.models.checkpointed import checkpointed_copy
 from mxcompile.models.names import user_path
+from mxcompile.models.value_tracking_mode import ValueTrackingMode
 from mxcompile.plan.repeats import LeaveOut
 from mxcompile.report import GemmRecord, Part
 
@@ -39,7 +39,7 @@ def options_for(model: object, **given: Any) -> Options:
     return dataclasses.replace(options, target=of_device(device).name)
 
 
-class Explainer(Rehearsal[Assuming]):
+class Explainer(Rehearsal[ValueTrackingMode]):
     """The rehearsal that makes the parts of the report."""
 
     def __init__(
@@ -48,10 +48,12 @@ class Explainer(Rehearsal[Assuming]):
         options: Options,
         training: bool,
         leave_out: LeaveOut,
-        copied: Callable[[nn.Module, Assuming], nn.Module] = checkpointed_copy,
+        copied: Callable[[nn.Module, ValueTrackingMode], nn.Module] = checkpointed_copy,
     ) -> None:
         lenient = dataclasses.replace(options, strict=False)
-        super().__init__(model, lenient, Assuming(), training=training, leave_out=leave_out, copied=copied)
+        super().__init__(
+            model, lenient, ValueTrackingMode(), training=training, leave_out=leave_out, copied=copied
+        )
         self.mode.names(self.model)
         self._paths = {id(p): user_path(path) for path, p in self.model.named_parameters()}
         self._parts: list[Part] = []

@@ -19,7 +19,7 @@ from mxcompile import ops
 from mxcompile.errors import TargetError
 from mxcompile.formats import ELEM_TYPES, Rounding, ScaleLayout, num_blocks
 from mxcompile.formats.scale_tiles import tiled_length
-from mxcompile.lowering.chips.tiles import NO_ROW, Absent
+from mxcompile.lowering.chips.tiles import NO_ROW, Unsupported
 from mxcompile.lowering.kernels.configs import chosen, tiled_configs
 from mxcompile.lowering.targets import TARGETS, Target
 from mxcompile.lowering.templates import configs as choices
@@ -307,7 +307,7 @@ def test_every_target_has_a_config_or_a_reason(family):
     for name in GPUS:
         row = getattr(TARGETS[name].tiles, family)
         assert row is not NO_ROW
-        assert isinstance(row, Absent) == (name not in SERVED[family])
+        assert isinstance(row, Unsupported) == (name not in SERVED[family])
 
 
 def test_a_chip_without_a_row_is_refused():

@@ -1,0 +1,144 @@
+"""merge_sibling_casts: merge the dual-layout casts of two tensors that have the same inputs.
+
+    cast(f(g, u, v), copies), cast(h(g, u, v), copies)  →  cast(f(…), copies, y=h(…))     g, u, v read once
+
+The gradients of a gated activation's two factors: both come from the product's gradient, the gate and the
+other factor. f and h are elementwise and read by their casts alone, so that the cast's kernel can compute
+them where it would load them; left apart, one of them is stored for the other's cast. At most three tensors
+of their size are read. For chips whose casts have a template, after
+`merge_casts`. Numerics do not change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
+
+from mxcompile import ops
+from mxcompile.graph.build import Builder
+from mxcompile.graph.opsets import TRANSPARENT, argument, packet
+from mxcompile.graph.tags import hint, tensor, value_of
+from mxcompile.lowering import optional
+from mxcompile.lowering.graph.lowering_pass import COLLECTED, NO_REASONS, LoweringPass, NativePass, Reasons
+from mxcompile.lowering.templates import packing
+from mxcompile.ops.view import Casts
+
+_MOST_LEAVES, _SHARED_LEAVES = 3, 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _ComputedCast:
+    """A cast and how its source is computed. chain: elementwise nodes, in order. leaves: what they read."""
+
+    cast: fx.Node
+    chain: tuple[fx.Node, ...]
+    leaves: frozenset[fx.Node]
+    large: frozenset[fx.Node]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MergeSiblingCasts(LoweringPass):
+    """For GPUs whose casts of two tensors have a template."""
+
+    name: ClassVar[str] = "merge_sibling_casts"
+
+    @property
+    def applies(self) -> bool:
+        """Where casts are emulated, or made by chips that convert BF16 in pairs."""
+        return self.target.emulates or (self.target.native and packing.converts(self.target))
+
+    @property
+    def obstacle(self) -> str:
+        """Why there are no templates of those casts."""
+        return optional.obstacle(*(COLLECTED if self.target.emulates else NativePass.templates))
+
+    def apply(self, graph: fx.Graph) -> Reasons:
+        """Merge the couples of `graph`, each where its first cast was."""
+        build = Builder(graph, self.name)
+        order = {node: place for place, node in enumerate(graph.nodes)}
+        waiting: list[_ComputedCast] = []
+        for node in list(graph.nodes):
+            candidate = _made(node, order)
+            if candidate is None:
+                continue
+            other = next((each for each in waiting if _fit(each, candidate, order)), None)
+            if other is None:
+                waiting.append(candidate)
+            else:
+                waiting.remove(other)
+                _merge(build, other, candidate)
+        return NO_REASONS
+
+
+def _made(cast: fx.Node, order: dict[fx.Node, int]) -> _ComputedCast | None:
+    """Returns the cast and its source, if it makes both copies of an elementwise result."""
+    if not _takes_another(cast):
+        return None
+    source = argument(cast)
+    value = tensor(source)
+    if value is None or value.ndim != 2 or value.dtype is not torch.bfloat16:
+        return None
+    chain: set[fx.Node] = set()
+    leaves: set[fx.Node] = set()
+    pending = [source]
+    while pending:
+        node = pending.pop()
+        # what others read too is stored anyway, but for what is cheap to compute again
+        if _elementwise(node) and (node is not source or set(node.users) == {cast}):
+            chain.add(node)
+            pending += [each for each in node.all_input_nodes if each not in chain]
+        else:
+            leaves.add(node)
+    size = hint(value.numel())
+    large = frozenset(
+        leaf for leaf in leaves if (leaf_value := tensor(leaf)) is None or hint(leaf_value.numel()) >= size
+    )
+    return _ComputedCast(
+        cast=cast, chain=tuple(sorted(chain, key=order.__getitem__)), leaves=frozenset(leaves), large=large
+    )
+
+
+def _takes_another(cast: fx.Node) -> bool:
+    """Whether `cast` makes both copies of one tensor."""
+    view = Casts.of(cast)
+    if view is None or view.y is not None:
+        return False
+    return len(view.copies) == 2 and all(copy.is_mx for copy in view.each)
+
+
+def _elementwise(node: fx.Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return node.op == "call_function" and (torch.Tag.pointwise in tags or packet(node) in TRANSPARENT)
+
+
+def _fit(first: _ComputedCast, second: _ComputedCast, order: dict[fx.Node, int]) -> bool:
+    """Whether they have one format and size, read the same, and the second can be made where the first is."""
+    shapes = (value_of(argument(each.cast)).shape for each in (first, second))
+    same = statically_known_true(sym_eq(*shapes))  # sizes that depend on data are not compared
+    alike = Casts.read(first.cast).copies == Casts.read(second.cast).copies
+    few = len(first.large | second.large) <= _MOST_LEAVES
+    shared = len(first.large & second.large) >= _SHARED_LEAVES
+    ready = all(order[leaf] < order[first.cast] for leaf in second.leaves)
+    return same and alike and few and shared and ready
+
+
+def _merge(build: Builder, first: _ComputedCast, second: _ComputedCast) -> None:
+    for node in second.chain:
+        if not _before(node, first.cast):
+            first.cast.prepend(node)
+    with build.graph.inserting_before(first.cast):
+        arguments = Casts.read(first.cast).arguments(y=argument(second.cast))
+        results = build.results(build.call(ops.cast, *arguments, like=first.cast))
+    half = len(results) // 2
+    build.replace_results(first.cast, results[:half])
+    build.replace_results(second.cast, results[half:])
+    for unread in [result for result in results if not result.users]:
+        build.graph.erase_node(unread)
+
+
+def _before(node: fx.Node, other: fx.Node) -> bool:
+    return bool(node < other)

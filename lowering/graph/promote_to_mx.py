@@ -1,0 +1,92 @@
+"""promote_to_mx: products of other formats that the chip's MX GEMM multiplies, as MXFP8.
+
+    matmul(qa, sa, qb, sb)  →  matmul(elements(qa), bytes(sa), elements(qb), bytes(sb), MXFP8)
+
+A scale that is a power of two, FP32 or E8M0, is the byte of each block of 32 that it spans: 128 elements of
+DeepSeek's recipe are four blocks, and what a tile spans across are as many rows. FP6 and FP4 elements are
+values of E4M3 and stored as such. Both are exact, so the product is. These remain emulated: FP32 scales
+between powers of two, blocks of 16, scales of two levels, and products that `native` does not run, the latter
+two with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from mxcompile import ops
+from mxcompile.formats import Format, ScaleLayout, ScaleType
+from mxcompile.graph import dead
+from mxcompile.graph.build import Builder
+from mxcompile.graph.opsets import packet
+from mxcompile.graph.tags import set_tag, tags_of, tensor
+from mxcompile.lowering.graph.lowering_pass import NativePass, Reasons
+from mxcompile.lowering.graph.native import Native
+from mxcompile.lowering.graph.operands import DequantizedOperands
+from mxcompile.ops.view import Product
+
+NO_TWO_LEVEL = "no kernel multiplies E2M1 under E4M3 scales"
+"""Why products of operands with scales of two levels are emulated, on chips that have an instruction too."""
+
+
+def _others(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The products of other formats than MXFP8."""
+    products = (node for node in graph.nodes if packet(node) in ops.PRODUCTS)
+    return (node for node in products if not Product.read(node).is_mx)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromoteToMX(NativePass):
+    """For chips with an MX GEMM."""
+
+    name: ClassVar[str] = "promote_to_mx"
+
+    def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
+        """The products of other formats that the chip multiplies."""
+        return (node for node in _others(graph) if self.target.multiplies_mx(*Product.read(node).forms))
+
+    def apply(self, graph: fx.Graph) -> Reasons:
+        """Replace those products of `graph`. Returns why others stay."""
+        build = Builder(graph, self.name)
+        operands = DequantizedOperands(build)
+        native = Native(target=self.target, device=self.device)
+        reasons: dict[fx.Node, str] = {}
+        for node in list(self.candidates(graph)):
+            if unmet := native.unmet(node):
+                reasons[node] = unmet
+                continue
+            product = Product.read(node)
+            with graph.inserting_before(node):
+                a, b = (self._operand(build, operands, product, side) for side in (0, 1))
+                words = (str(Format.mx(form.mx_elem)) for form in product.forms if form.mx_elem)
+                given = *a, *b, product.extra, product.out_dtype, *words
+                new_node = build.call(node.target, *given, like=node)
+            set_tag(new_node, *tags_of(node))
+            build.replace(node, new_node)
+        dead.eliminate(graph)
+        if ScaleType.E4M3 in self.target.fp4_scales:  # the pass of packed products says why
+            return reasons
+        two_level = (
+            node for node in _others(graph) if any(form.two_level for form in Product.read(node).forms)
+        )
+        return reasons | dict.fromkeys(two_level, NO_TWO_LEVEL)
+
+    def _operand(
+        self, build: Builder, operands: DequantizedOperands, product: Product, side: int
+    ) -> tuple[fx.Node, fx.Node]:
+        """Elements and scale bytes of one operand of `product`."""
+        node, (qdata, scale), dim = product.node, product.sides[side], -1 - side
+        form, out, value = product.forms[side], tensor(node), tensor(qdata)
+        elem = form.mx_elem
+        assert elem is not None
+        assert out is not None
+        assert value is not None
+        if form.elem.is_coded:
+            qdata, scale = operands.elements(qdata, scale, dim, str(form), elem.dtype, node)
+        matrices = value.ndim == out.ndim == 2 and not product.is_grouped
+        layout = self.target.scale_layout if matrices else ScaleLayout.ROW_MAJOR
+        given = (scale, qdata, dim, str(form), str(layout))
+        return qdata, build.call(ops.block_bytes, *given, like=node)

@@ -1,0 +1,69 @@
+"""How much of each GEMM's error reaches the model's output: one backward from random noise at the output.
+
+Let v be independent standard normal numbers, g the gradient of v · output by a layer's result, and e a small
+error of that result. Then E (g · e)² is the squared change of the output. Errors of rows are nearly
+independent of one another, so Σ (g_row · e_row)² over the rows has nearly the same mean and a much smaller
+variance (a trace estimated as by Hutchinson, 1989). It is of the first order in e, and of each GEMM alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from mxcompile.analysis.audit.sites import ProductSite, Sites
+from mxcompile.policy import Gemm
+
+Sources = tuple[Tensor | None, Tensor | None]
+"""The operands of a GEMM before their casts."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Sensitivity:
+    """The findings of a run with noise for a gradient.
+
+    squares: by layer, the estimated sum of squares by which its forward GEMM changes the main output. A layer
+    is missing if none of its backward GEMMs is quantized, because then its gradient is not seen.
+    """
+
+    squares: dict[str, float] = field(default_factory=dict)
+    _errors: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    _with_dgrad: set[str] = field(default_factory=set)
+
+    def product(
+        self,
+        sites: Sites,
+        site: ProductSite,
+        plain: Tensor,
+        sources: Sources,
+        quantized: Callable[[], Tensor],
+    ) -> None:
+        """See one GEMM.
+
+        plain: its result. sources: its operands before their casts. quantized: computes its result with the
+        casts.
+        """
+        tag = site.tag
+        if tag.gemm == Gemm.FPROP:
+            error = quantized().float() - plain.float()
+            self._errors[tag.name].append(error if tag.tensors[0] == "x" else error.mT)
+        elif self._errors[tag.name] and tag.gemm == self._told_by(sites, tag.name):
+            error, side = self._errors[tag.name].pop(), tag.tensors.index("dy")
+            gradient = sources[side]
+            if gradient is not None:
+                gradient = gradient.mT if _ACROSS[tag.gemm] == side else gradient
+                by_row = (gradient.double() * error.double()).sum(-1)
+                self.squares[tag.name] = self.squares.get(tag.name, 0.0) + float(by_row.square().sum())
+
+    def _told_by(self, sites: Sites, layer: str) -> Gemm:
+        """Which of the layer's two backward GEMMs tells its gradient: each would count it once."""
+        if not self._with_dgrad:
+            self._with_dgrad = {each.tag.name for each in sites.products if each.tag.gemm == Gemm.DGRAD}
+        return Gemm.DGRAD if layer in self._with_dgrad else Gemm.WGRAD
+
+
+_ACROSS = {Gemm.DGRAD: 1, Gemm.WGRAD: 0}
+"""The side on which a backward GEMM reads dy with the rows of the layer's result as columns."""

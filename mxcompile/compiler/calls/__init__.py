@@ -1,0 +1,1 @@
+"""Delayed scales, attribution and sampled steps, around each call of compiled code."""

@@ -1,0 +1,51 @@
+"""The callable that Dynamo gets for a graph: its code, and what happens around each call of it.
+
+    call  →  scales         add an input for each weight, from the histories of earlier calls
+          →  attribution    notes the model that runs the code
+          →  sampling       runs the code or, in a sampled step, the second code
+
+A graph that needs none of them has the code alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mxcompile.compiler.calls.delayed_scales import DelayedScales
+from mxcompile.compiler.calls.sampling import Sampling
+from mxcompile.compiler.reporting.shared_code import Attribution
+
+
+class CompiledGraph:
+    """Compiled code of a graph.
+
+    attribution, sampling, scales: None where the graph needs none.
+    """
+
+    def __init__(
+        self,
+        code: Callable[..., Any],
+        *,
+        attribution: Attribution | None,
+        sampling: Sampling | None,
+        scales: DelayedScales | None,
+    ) -> None:
+        self._code = code
+        self._attribution = attribution
+        self._sampling = sampling
+        self._scales = scales
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the code."""
+        return self._run(*args) if self._scales is None else self._scales.run(self._run, args)
+
+    def _run(self, *args: Any) -> Any:
+        if self._attribution is not None:
+            self._attribution.note(args)
+        return self._code(*args) if self._sampling is None else self._sampling.run(self._code, args)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or self._scales is not None:  # the code alone lacks the inputs for scales
+            raise AttributeError(name)
+        return getattr(self._code, name)  # how torch serializes it

@@ -1,0 +1,290 @@
+"""Scales that follow from calls before: their state is buffers of the model, one beside each weight.
+
+    q_proj.weight   →   q_proj.weight_amax_history     FP32 [3, history]: of x, w and dy, the newest first
+
+The graph gets one input more for every weight, [3], what the history says of each operand, and gives one
+output more if it computes gradients, what this call saw of x and w; what it saw of dy comes as the "gradient"
+of that input, so it takes a ``backward()``: ``torch.autograd.grad`` of chosen tensors does not ask for it.
+Histories move on after the forward, and after the backward, of calls that compute gradients; a call that
+checkpointing runs again reads what it read the first time. A value that is not finite leaves no mark. The
+history of a rank is its own: every product is exact under the scales of its own operands, so ranks need not
+agree, and no collective is hidden in a step, for which ranks of a pipeline or of experts would wait in vain.
+`reduce_histories` makes them agree.
+
+The buffers are registered when a graph that has such scales is compiled: they are saved with the model, and
+follow it to other devices. A state dict that has them can be loaded before that where the model is known: by
+`mxcompile.compile` and `Backend(root=…)`.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
+
+from mxcompile import ops
+from mxcompile.compiler.capture.capture import Capture
+from mxcompile.compiler.frames import running
+from mxcompile.compiler.hooks.trace import copied
+from mxcompile.compiler.session.session import session_of
+from mxcompile.models.holders import Holders
+from mxcompile.policy import Policy
+from mxcompile.watch.steps import in_backward
+
+log = logging.getLogger(__name__)
+
+SUFFIX = "_amax_history"
+"""Of a buffer, behind the name of its weight."""
+
+_DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
+"""Where DDP looks for the names of what it shall leave alone."""
+
+
+def needed(policy: Policy) -> bool:
+    """Whether `policy` has scales that follow from calls before."""
+    return any(
+        choices.scaling == "delayed" or (choices.amax is not None and choices.amax.stateful)
+        for choices in (policy.base.formats, *(rule.use for rule in policy.rules))
+    )
+
+
+def expect(root: nn.Module) -> None:
+    """Let `root` load state dicts that have histories before it has any."""
+    session = session_of(root)
+    if not session.loads_histories:
+        session.loads_histories = True
+        root.register_load_state_dict_pre_hook(_make_room)
+
+
+def _make_room(root: nn.Module, state: Mapping[str, Any], prefix: str, *_rest: object) -> None:
+    modules = dict(root.named_modules())
+    for key, value in state.items():
+        path, _dot, name = key.removeprefix(prefix).rpartition(".")
+        module = modules.get(path) if key.startswith(prefix) and name.endswith(SUFFIX) else None
+        weight = module._parameters.get(name.removesuffix(SUFFIX)) if module is not None else None
+        if module is not None and weight is not None and name not in module._buffers:
+            module.register_buffer(name, torch.zeros_like(value, device=weight.device))
+            _keep_apart(root, key.removeprefix(prefix))
+
+
+def _keep_apart(root: nn.Module, name: str) -> None:
+    """Let DDP, should it wrap `root`, not overwrite the buffer `name` by the first rank's in every call."""
+    ignored: list[str] = list(getattr(root, _DDP_IGNORES, ()))
+    setattr(root, _DDP_IGNORES, [*ignored, name])
+
+
+@torch.no_grad()
+def reduce_histories(model: nn.Module, group: dist.ProcessGroup | None = None) -> int:
+    """Replace the histories of `model` by the largest over the ranks of `group`, in one collective.
+
+    model: on every rank of `group` with the same histories, as data parallel ranks have. group: all ranks by
+    default; without `torch.distributed` nothing changes. Called after every step, it is what Transformer
+    Engine's ``reduce_amax`` does; before saving it makes one rank's state dict good for all. Returns the
+    number of histories.
+    """
+    buffers = [buffer for name, buffer in model.named_buffers() if name.endswith(SUFFIX)]
+    if buffers and dist.is_available() and dist.is_initialized():
+        device = buffers[0].device
+        joined = torch.cat([buffer.detach().flatten().to(device) for buffer in buffers])
+        dist.all_reduce(joined, dist.ReduceOp.MAX, group=group)
+        parts = joined.split([buffer.numel() for buffer in buffers])
+        for buffer, part in zip(buffers, parts, strict=True):
+            buffer.copy_(part.view_as(buffer))
+    return len(buffers)
+
+
+def tap(gm: fx.GraphModule, values: Sequence[Any], capture: Capture, policy: Policy) -> Tapped | None:
+    """`gm` with the weights tapped that may need it under `policy`; None if none does."""
+    if capture.backward or not needed(policy):
+        return None
+    weights = [index for index, given in enumerate(capture.inputs) if given.static and given.path]
+    return Tapped.of(gm, values, weights)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tapped:
+    """A graph whose weights are tapped.
+
+    states: fake inputs it has beside those it had. positions: of the weights among its inputs. outputs: how
+    many it had.
+    """
+
+    gm: fx.GraphModule
+    states: tuple[Tensor, ...]
+    positions: tuple[int, ...]
+    outputs: int
+
+    @classmethod
+    def of(cls, gm: fx.GraphModule, values: Sequence[Any], weights: Iterable[int]) -> Tapped | None:
+        """A copy of `gm`, the plain matrices among its inputs at `weights` tapped; None if there are none."""
+        gm = copied(gm)
+        inputs = gm.graph.find_nodes(op="placeholder")
+        (output,) = gm.graph.find_nodes(op="output")
+        (results,) = output.args
+        chosen = tuple(
+            index
+            for index in weights
+            if _is_matrix(values[index]) and inputs[index].users and output not in inputs[index].users
+        )
+        if not chosen or not isinstance(results, tuple | list):
+            return None
+        with gm.graph.inserting_after(inputs[-1]):
+            states = [gm.graph.placeholder(f"mx_state_{index}") for index in reversed(chosen)][::-1]
+        seen = [_tap(gm.graph, states[-1], inputs[i], s) for i, s in zip(chosen, states, strict=True)]
+        trains = torch.is_grad_enabled() and any(
+            isinstance(value, Tensor) and value.requires_grad for value in values
+        )
+        if trains:  # a call that computes no gradients moves nothing on: what it would see is not looked for
+            output.args = ((*results, *seen),)
+        gm.recompile()
+        examples = tuple(_example(values[index], trains) for index in chosen)
+        return cls(gm=gm, states=examples, positions=chosen, outputs=len(results))
+
+
+def _is_matrix(value: Any) -> bool:
+    plain = type(value) in (Tensor, nn.Parameter) or isinstance(value, FakeTensor)
+    return plain and value.ndim > 1 and value.is_floating_point() and value.layout is torch.strided
+
+
+def _tap(graph: fx.Graph, last: fx.Node, weight: fx.Node, state: fx.Node) -> fx.Node:
+    """Tap `weight` behind the inputs of `graph`, of which `last` is the last. Gives what a call sees."""
+    state._dynamo_source = None
+    with graph.inserting_after(last):
+        tapped = graph.call_function(ops.tapped, (weight, state))
+    with graph.inserting_after(tapped):
+        itself = graph.call_function(operator.getitem, (tapped, 0))
+        seen = graph.call_function(operator.getitem, (tapped, 1))
+    weight.replace_all_uses_with(itself, delete_user_cb=lambda user: user is not tapped)
+    return seen
+
+
+def _example(weight: Tensor, trains: bool) -> Tensor:
+    context = TracingContext.try_get()
+    device = weight.device
+    if context is None or context.fake_mode is None:
+        return torch.zeros(3, device=device, requires_grad=trains)
+    with context.fake_mode:
+        return torch.zeros(3, device=device, requires_grad=trains)
+
+
+_Owner = tuple[nn.Module, str]
+
+
+class DelayedScales:
+    """Gives the code of a tapped graph its scales, and lets their histories move on.
+
+    lengths: by position among the tapped weights, of those whose scales follow from calls before.
+    """
+
+    def __init__(self, tapped: Tapped, lengths: Mapping[int, int], root: nn.Module | None) -> None:
+        self._positions, self._outputs = tapped.positions, tapped.outputs  # its graph would keep references
+        self._lengths = dict(lengths)
+        self._trains = any(state.requires_grad for state in tapped.states)
+        self._root = None if root is None else weakref.ref(root)
+        self._holders = Holders()
+        self._apart: dict[int, nn.Module] = {}
+        self._read: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
+
+    def run(self, code: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """Run `code` with the inputs `args` of the graph as it was, and let the histories move on."""
+        weights = [args[position] for position in self._positions]
+        owners = {index: self._owner(index, weights[index]) for index in self._lengths}
+        histories = {
+            index: _history(*owners[index], weights[index], length) for index, length in self._lengths.items()
+        }
+        again = in_backward() and all(name in self._read.get(module, ()) for module, name in owners.values())
+        states = self._states(weights, owners, histories, again=again)
+        results = code(*args, *states.unbind(0))
+        outputs, seen = results[: self._outputs], results[self._outputs :]
+        if states.requires_grad and not again:
+            _move_on({index: seen[index].detach() for index in histories}, histories, rows=slice(0, 2))
+        return outputs
+
+    def _states(
+        self, weights: list[Tensor], owners: dict[int, _Owner], histories: dict[int, Tensor], *, again: bool
+    ) -> Tensor:
+        """Returns the histories' figures, [weights, 3]; their gradient moves them on.
+
+        Each row starts at a multiple of 16 bytes, as Inductor takes its inputs to, and is not copied.
+        """
+        keeps = self._trains and torch.is_grad_enabled()
+        with torch.no_grad():
+            states = torch.empty(len(weights), 4, dtype=torch.float32, device=weights[0].device)[:, :3]
+            rows = [states.new_zeros(3)] * len(weights)
+            figures = {} if again else _largest(histories)
+            for index in histories:
+                module, name = owners[index]
+                amax = self._read[module].pop(name) if again else figures[index]
+                rows[index] = amax.to(weights[index].device)
+                if keeps and not in_backward():
+                    self._read.setdefault(module, {})[name] = rows[index]
+            torch.stack(rows, out=states)
+        if keeps:
+            states.requires_grad_()
+            states.register_hook(lambda seen: _move_on(dict(enumerate(seen)), histories, rows=slice(2, 3)))
+        return states
+
+    def _owner(self, index: int, weight: Tensor) -> _Owner:
+        """The module that has `weight`, the tapped one at `index`, and the name of the buffer beside it."""
+        holder = self._holders.holder(weight)
+        if holder is None and self._root is not None and (root := self._root()) is not None:
+            self._holders.add(root.modules())
+            holder = self._holders.holder(weight)
+        if holder is None:  # of the next model of its class, for which Dynamo runs this code too
+            self._holders.add(module for caller in running() for module in caller.modules())
+            holder = self._holders.holder(weight)
+        if holder is None:
+            if index not in self._apart:
+                log.warning(
+                    "a weight is not one of the model's: its amax history is not saved with the model"
+                )
+            holder = self._apart.setdefault(index, nn.Module()), "weight"
+        return holder[0], f"{holder[1]}{SUFFIX}"
+
+
+def _history(module: nn.Module, name: str, weight: Tensor, length: int) -> Tensor:
+    """The buffer `name` beside `weight`, new if `module` has none of that length."""
+    buffer = module._buffers.get(name)
+    if buffer is None or buffer.shape != (3, length):
+        kept = torch.zeros(3, length, dtype=torch.float32, device=weight.device)
+        if buffer is not None and buffer.ndim == 2:
+            count = min(length, buffer.shape[1])
+            kept[:, :count] = buffer[:, :count]
+        module.register_buffer(name, kept)
+        buffer = kept
+    return buffer
+
+
+def _alike(histories: Mapping[int, Tensor]) -> Iterable[dict[int, Tensor]]:
+    """The histories of one length on one device, for which one kernel does what each would need one for."""
+    groups: dict[object, dict[int, Tensor]] = {}
+    for index, history in histories.items():
+        groups.setdefault((history.device, history.shape), {})[index] = history
+    return groups.values()
+
+
+def _largest(histories: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """The largest figure of each operand in each history, [3]."""
+    groups = ((group, torch.stack([*group.values()]).amax(-1)) for group in _alike(histories))
+    return {index: one for group, each in groups for index, one in zip(group, each.unbind(0), strict=True)}
+
+
+@torch.no_grad()
+def _move_on(seen: Mapping[int, Tensor], histories: Mapping[int, Tensor], rows: slice) -> None:
+    """Put what was seen in front of `rows` of the histories, whose oldest goes."""
+    for group in _alike(histories):
+        chosen = [history[rows] for history in group.values()]
+        new = torch.stack([seen[index][rows] for index in group]).to(chosen[0].device)
+        new = new.nan_to_num(0.0, posinf=0.0).unsqueeze(-1)
+        moved = torch.cat([new, torch.stack(chosen)[..., :-1]], dim=-1)
+        torch._foreach_copy_(chosen, [*moved.unbind(0)])

@@ -1,0 +1,137 @@
+"""Two codes of one graph: the one that runs without a watch, and one that measures, for sampled steps.
+
+    call  →  step sampled?  no: the code            as it is without a watch
+                            yes: the second code    the same graph, with the operators of the pass `watch`
+
+Both come from the same captured graph and the same joint passes, and save the same values. The second one is
+compiled with the first, without CUDA graphs, for what it delivers is heard by Python. Code that is compiled
+for calls without gradients is not watched.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._guards import TracingContext
+
+from mxcompile.compiler.capture.capture import Capture
+from mxcompile.compiler.frames import running
+from mxcompile.compiler.hooks.compilation import Compilation
+from mxcompile.compiler.options import Options
+from mxcompile.compiler.reporting.sharing import add_guard
+from mxcompile.models.tree import path_in
+from mxcompile.models.wrappers import plain_class
+from mxcompile.rules import layers_of
+from mxcompile.watch import Watch, call_context
+
+log = logging.getLogger(__name__)
+
+Compiled = Callable[..., Any]
+
+
+def sampling(
+    compilation: Compilation, example_inputs: Sequence[Any], compiler: Callable[[Compilation], Compiled]
+) -> Sampling | None:
+    """Returns the second code of `compilation`, for the steps that its options sample; None without a watch.
+
+    compiler: compiles the same graph for a compilation.
+    """
+    watch = compilation.options.watch
+    if watch is None or not _is_watched(compilation, example_inputs):
+        return None
+    try:
+        sampled = compiler(compilation.measuring(watch)) if watch.every else None
+    except Exception as error:  # training goes on without it
+        name = compilation.capture.module or "the model"
+        log.warning("watch: %s is not watched: %s: %s", name, type(error).__name__, error)
+        return None
+    return Sampling(sampled, compilation, watch)
+
+
+def follow(options: Options, capture: Capture) -> Options:
+    """`options` as rules of their watch have changed the policy, for the graph of `capture`.
+
+    The code that Dynamo is compiling is guarded: it is compiled again when a rule changes its part of the
+    policy. Code that runs for several modules without Dynamo telling them apart does not change.
+    """
+    watch, context = options.watch, TracingContext.try_get()
+    if watch is None or not watch.can_change or context is None or capture.backward:
+        return options
+    if capture.prefix and capture.owner is None:
+        log.warning(
+            "watch: rules that put GEMMs into BF16 do nothing in %s, whose code cannot be kept to it; compile"
+            " the model with mxcompile.compile(model, watch=…)",
+            capture.prefix,
+        )
+        return options
+    paths, prefix, expected = capture.tree.by_identity, capture.prefix, watch.below(capture.prefix)
+
+    def holds(module: object) -> bool:
+        return watch.below(next(iter(paths.get(id(module), ())), "") if prefix else "") == expected
+
+    add_guard(context, holds, capture.owner if capture.prefix else None, "rules of a watch")
+    return options.now()
+
+
+def guard(compilation: Compilation, example_inputs: Sequence[Any]) -> None:
+    """Let the code of `compilation`, which is yet to be compiled, tell of NaN and Inf if its options ask."""
+    watch = compilation.options.watch
+    if watch is not None and watch.nonfinite and _is_watched(compilation, example_inputs):
+        compilation.guard(watch)
+
+
+def _is_watched(compilation: Compilation, example_inputs: Sequence[Any]) -> bool:
+    """Whether calls of the code compute gradients, and are not a backward that was captured by itself."""
+    if compilation.capture.backward:
+        return False
+    given = (value for value in example_inputs if isinstance(value, Tensor))
+    return torch.is_grad_enabled() and any(value.requires_grad for value in given)
+
+
+class Sampling:
+    """Runs `sampled`, the second code of `compilation`, in the steps that `watch` samples.
+
+    sampled: None if no step is sampled, and calls are counted alone.
+    """
+
+    def __init__(self, sampled: Compiled | None, compilation: Compilation, watch: Watch) -> None:
+        capture = compilation.capture
+        self._sampled = sampled
+        self._compiled = capture.prefix
+        self._root = None if capture.root is None else weakref.ref(capture.root)
+        self._class = None if capture.root is None else plain_class(capture.tree.modules[capture.prefix])
+        options, plan = compilation.options, capture.planned.plan
+        self._recorder = watch.attach(
+            capture.root,
+            options.given or options.policy,
+            layers_of(compilation.part.gemms) if plan is None else plan.layers,
+            target=compilation.target.name,
+            torch=torch.__version__,
+        )
+
+    def run(self, code: Compiled, args: Sequence[Any]) -> Any:
+        """Run the second code in a sampled step, else `code`."""
+        if not torch.is_grad_enabled():
+            return code(*args)
+        call = self._recorder.begin(self._compiled, self._running, id(self))
+        if call is None:
+            return code(*args)
+        with call_context.forward(call):
+            results = (self._sampled or code if call.is_sampled else code)(*args)
+        if not call.is_repeated:
+            call_context.follow(call, results)
+        return results
+
+    def _running(self) -> str:
+        """The path of the module whose call is going on, among those that run this code."""
+        root = self._root() if self._root is not None else None
+        if root is None or not self._compiled:
+            return self._compiled
+        module = next((each for each in running() if plain_class(each) is self._class), None)
+        path = path_in(root, module)
+        return self._compiled if path is None else path

@@ -1,0 +1,1 @@
+"""The graph that Dynamo hands over, and its place in the model."""

@@ -1,0 +1,1 @@
+"""The hooks that Inductor calls in a compile."""

@@ -1,0 +1,291 @@
+"""One graph on its way through the compiler: what the hooks do, and the part of the report they make."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import fx
+from torch._inductor import config, list_mode_options
+
+from mxcompile.compiler.capture.capture import Capture
+from mxcompile.compiler.capture.gathers import Gathers
+from mxcompile.compiler.hooks.compiled_autograd import Adopted, mark, marks, token
+from mxcompile.compiler.hooks.inductor import (
+    GraphModules,
+    GraphPass,
+    Partitioner,
+    settings,
+    sources_hash,
+    with_needed,
+)
+from mxcompile.compiler.hooks.structured_trace import trace_graph
+from mxcompile.compiler.options import Options
+from mxcompile.errors import UnsupportedError
+from mxcompile.graph.bodies import is_body
+from mxcompile.graph.tags import tags_of
+from mxcompile.lowering import pipeline as lowering
+from mxcompile.lowering.targets import CPU_FP32, Target
+from mxcompile.passes import pipeline as passes
+from mxcompile.passes.account import num_casts, saved_bytes, weight_bytes, wire_bytes
+from mxcompile.passes.compress import Compress
+from mxcompile.passes.delayed_scales import histories
+from mxcompile.passes.flatten import Flatten
+from mxcompile.passes.outline import outline
+from mxcompile.passes.record import records
+from mxcompile.passes.watch import Site, sites
+from mxcompile.passes.watch import Watch as Watching
+from mxcompile.policy import Gemm
+from mxcompile.report import Part
+from mxcompile.rules import layers_of, with_complaints
+from mxcompile.watch import Watch
+
+
+class Compilation:
+    """State of one compile. The hooks may run late (backward is lowered after forward has returned).
+
+    count: how many layers the module at a path stands for, where only some of equal ones are traced. part:
+    what is known so far. traced, lowered: whether the joint and the last hook have run. changed: called when
+    kernels become known. tapped: whether weights come with the state of scales that follow from calls before.
+    after: called with every graph that the passes are done with; parted: with the forward and the backward
+    that a joint graph becomes.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        capture: Capture,
+        gm: fx.GraphModule,
+        target: Target,
+        count: Callable[[str], int] = lambda _path: 1,
+        *,
+        tapped: bool = False,
+        after: Callable[[fx.Graph], None] | None = None,
+        parted: Callable[[fx.Graph, fx.Graph], None] | None = None,
+    ) -> None:
+        self.options = options
+        self.capture = capture
+        self.target = target
+        mode = list_mode_options(options.mode) if options.mode else {}
+        self._asked, warnings = with_needed({**mode, **dict(options.inductor)})
+        self.part = dataclasses.replace(_empty(gm), warnings=warnings)
+        self._counted: tuple[int, ...] = (0, 0, 0)
+        self.traced = False
+        self.lowered = False
+        self.changed: Callable[[], None] = _nobody
+        self._count = count
+        self._tapped = tapped
+        self._after = after
+        self._parted = parted
+        self._watch: Watch | None = None
+        self._only_nonfinite = False
+        self._sites: list[Site] = []
+        self._marked: object = None
+        self._products = marks(gm.graph) if capture.backward else ()
+        self.owners = token(self._products)
+        self._adopted = Adopted()
+
+    def use_code_of(self, token: str) -> None:
+        """Let Inductor's caches answer with code of this `token` (see `store`). Called before the compile."""
+        self.part = dataclasses.replace(self.part, token=token)
+
+    def complete(self, stored: Part) -> None:
+        """Take what the hooks have not said, because a cache answered, from the stored part of the graph."""
+        if not self.traced:
+            self.part = dataclasses.replace(stored, cache="hit", graph_breaks=self.part.graph_breaks)
+            return
+        pairs = enumerate(zip(self.part.gemms, stored.gemms, strict=False))
+        missing = {index: known.kernel for index, (own, known) in pairs if not own.kernel}
+        if missing:
+            self.name_kernels(missing)
+            self._update(cache=self.part.cache if self.lowered else "hit")
+
+    def measuring(self, watch: Watch) -> Compilation:
+        """One for the same graph, whose code measures what `watch` asks for."""
+        fresh = copy.copy(self)
+        fresh.part = Part(token=self.part.token)
+        fresh.traced, fresh.lowered, fresh.changed = False, False, _nobody
+        fresh._watch, fresh._only_nonfinite, fresh._sites = watch, False, []
+        return fresh
+
+    def guard(self, watch: Watch) -> None:
+        """Let the code tell of NaN and Inf in the layers of `watch`. Called before it is compiled."""
+        self._watch, self._only_nonfinite = watch, True
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """Hash of everything that the hooks and the part depend on."""
+        slow_dtypes = sorted(map(str, self.target.slow_dtypes))
+        target = f"{self.target.name} {slow_dtypes}"
+        parts = sources_hash(), self.options.fingerprint(), target, self.capture.identity, settings()
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def __deepcopy__(self, memo: object) -> Compilation:
+        """Returns itself. It is in Inductor's configuration, which a compile inside of this one copies."""
+        return self
+
+    def config_patches(self) -> dict[str, Any]:
+        """Inductor's configuration for this compile."""
+        asked, base = dict(self._asked), f"{self.identity} {self.part.token}"
+        if self._watch is not None:
+            base = f"{base} watch {self._watch.identity} {self._only_nonfinite}"
+            asked["triton.cudagraphs"] = False  # what is measured is handed to Python
+
+        def users(key: str) -> Any:
+            return asked.get(key, getattr(config, key))
+
+        return {
+            **asked,
+            "joint_custom_pre_pass": GraphPass(self.run_joint, base, users("joint_custom_pre_pass")),
+            "post_grad_custom_pre_pass": GraphPass(self.lower, base, users("post_grad_custom_pre_pass")),
+            "custom_partitioner_fn": Partitioner(self.count_saved, base, users("custom_partitioner_fn")),
+            **lowering.config_patches(self.target, base, self.name_kernels, asked),
+        }
+
+    def run_joint(self, graph: fx.Graph) -> None:
+        """The joint or inference graph: the passes, and what the target wants.
+
+        Inductor hands over the graphs too that an operator calls; the pass `bodies` has read those.
+        """
+        if not is_body(graph):
+            self.run_passes(graph)
+            self.lower_joint(graph)
+
+    def lower_joint(self, graph: fx.Graph) -> None:
+        """Run the part of the lowering that needs the joint graph, on the target's device."""
+        start = time.perf_counter()
+        lowering.run_joint(graph, self.target, self.capture.device)
+        self._update(pass_time_us=self.part.pass_time_us + (time.perf_counter() - start) * 1e6)
+
+    def run_passes(self, graph: fx.Graph) -> None:
+        """The passes over a joint or inference graph."""
+        if self.capture.backward:  # the passes have seen it, as a part of a joint graph
+            self.traced = True
+            self._adopted.adopt(graph, self._products)
+            return
+        plan = self.capture.planned.plan
+        context = passes.Context(
+            inputs=self.capture.inputs,
+            policy=self.options.policy,
+            strict=self.options.strict,
+            blocks=self.capture.blocks,
+            cut=self.capture.cut,
+            known={} if plan is None else plan.by_name,
+            tapped=self._tapped,
+        )
+        trace_graph(graph, "before")
+        start = time.perf_counter()
+        try:
+            passes.run(passes.joint_passes(context), graph)
+        except UnsupportedError as error:
+            raise self._with_rules(error, graph) from None
+        trace_graph(graph, "after")
+        if self._watch is not None:
+            self._sites += sites(graph, self._watch.watches, self._watch.dumps, self._watch.operands)
+        gathers = Gathers() if self.traced else self.capture.gathers
+        drawn = outline(graph, self.capture.inputs)
+        self.traced = True
+        self._update(
+            gemms=(*self.part.gemms, *records(graph)),
+            outline=self.part.outline + drawn,
+            pass_time_us=self.part.pass_time_us + (time.perf_counter() - start) * 1e6,
+            weights=self.part.weights + weight_bytes(graph, self._count),
+            wire_bytes=self.part.wire_bytes + gathers.forward,
+            wire_bytes_bf16=self.part.wire_bytes_bf16 + gathers.forward_without,
+            cache=_cache_state(),
+            histories=self.part.histories + histories(graph, len(self.capture.inputs)),
+        )
+        self._counted = (0, 0, 0)
+        self._count_work(graph)
+        if self._after is not None:
+            self._after(graph)
+
+    def _count_work(self, *graphs: fx.Graph) -> None:
+        """Count casts and what is sent, of forward and backward in the place of their joint graph."""
+        casts = sum(num_casts(graph, self._count) for graph in graphs)
+        sent = [wire_bytes(graph, self._count) for graph in graphs]
+        counted = casts, sum(own for own, _ in sent), sum(without for _, without in sent)
+        part, before, self._counted = self.part, self._counted, counted
+        self._update(
+            casts=part.casts + counted[0] - before[0],
+            wire_bytes=part.wire_bytes + counted[1] - before[1],
+            wire_bytes_bf16=part.wire_bytes_bf16 + counted[2] - before[2],
+        )
+
+    def _with_rules(self, error: UnsupportedError, graph: fx.Graph) -> UnsupportedError:
+        """`error` and what strict mode has against the rules, if `graph` is the whole model."""
+        if self.capture.cut:
+            return error
+        tags = [tag for node in graph.nodes for tag in tags_of(node) if tag.gemm is Gemm.FPROP]
+        known = (*layers_of(self.part.gemms), *(tag.as_layer() for tag in tags))
+        return with_complaints(error, self.options.policy, known)
+
+    def count_saved(self, graphs: GraphModules, num_forward_outputs: int) -> None:
+        """Forward and backward, just partitioned: what is saved is compressed, counted and flattened."""
+        forward, backward = (module.graph for module in graphs)
+        changed = Compress(num_outputs=num_forward_outputs, inputs=self.capture.inputs).apply(
+            forward, backward
+        )
+        saved, without = saved_bytes(forward, num_forward_outputs, self._count)
+        gathers = self.capture.gathers if self.part.saved_bytes is None else Gathers()
+        self._update(
+            saved_bytes=(self.part.saved_bytes or 0) + saved,
+            saved_bytes_bf16=(self.part.saved_bytes_bf16 or 0) + without,
+            wire_bytes=self.part.wire_bytes + gathers.backward,
+            wire_bytes_bf16=self.part.wire_bytes_bf16 + gathers.backward_without,
+        )
+        self._count_work(forward, backward)
+        if self._parted is not None:
+            self._parted(forward, backward)
+        watching = Watching(sites=self._sites, only_nonfinite=self._only_nonfinite)
+        changed |= watching.apply(forward, backward)
+        changed |= Flatten(num_outputs=num_forward_outputs).apply(forward, backward)
+        if changed:
+            for module in graphs:
+                module.recompile()
+        self._marked = mark(backward, self)
+
+    def lower(self, graph: fx.Graph) -> None:
+        """A forward, backward or inference graph, before Inductor lowers it."""
+        start = time.perf_counter()
+        lowering.run(graph, self.target, self.capture.device, promotes=self._promotes)
+        self.lowered = True
+        self._update(pass_time_us=self.part.pass_time_us + (time.perf_counter() - start) * 1e6)
+        self.name_kernels({tag.index: tag.kernel for node in graph.nodes for tag in tags_of(node)})
+
+    @property
+    def _promotes(self) -> bool:
+        """Whether slow products run in FP32 in every graph: not if the policy quantizes nothing."""
+        return self.options.policy.quantizes or self.options.target == CPU_FP32
+
+    def name_kernels(self, kernels: Mapping[int, str]) -> None:
+        """Record the kernels of GEMMs, by index: when the graph is lowered, and when Inductor has chosen."""
+        if self.capture.backward:
+            self._adopted.name_kernels(kernels)
+            return
+        gemms = enumerate(self.part.gemms)
+        named = (dataclasses.replace(gemm, kernel=kernels.get(index, gemm.kernel)) for index, gemm in gemms)
+        self._update(gemms=tuple(named))
+        self.changed()
+
+    def _update(self, **changes: Any) -> None:
+        self.part = dataclasses.replace(self.part, **changes)
+
+
+def _nobody() -> None:
+    """The listener of a compilation that nobody listens to."""
+
+
+def _empty(gm: fx.GraphModule) -> Part:
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    return Part(graph_breaks=int(bool(getattr(reason, "graph_break", False))))
+
+
+def _cache_state() -> str:
+    on = config.fx_graph_cache or config.fx_graph_remote_cache
+    return "miss" if on and not config.force_disable_caches else "off"

@@ -1,0 +1,121 @@
+"""The hooks into Inductor: passes and partitioner as the objects its configuration takes, and their settings.
+
+All are set by `config_patches` for one compile and carry a uuid that covers everything they depend on, so
+that Inductor's caches are used and never stale.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import config as functorch_config
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+
+from mxcompile.versions import installed
+
+GraphFunction = Callable[[fx.Graph], None]
+GraphModules = tuple[fx.GraphModule, fx.GraphModule]
+
+NEEDED = {
+    "use_joint_graph_passes": True,
+    "use_post_grad_passes": True,
+    "selective_decompose": False,
+    "fallback_by_default": False,
+}
+"""Settings of Inductor without which it does not run the hooks, or not the kernels that they choose.
+
+The mode "lite" has the opposite of each.
+"""
+
+
+def sources() -> list[Path]:
+    """Mxcompile's own code. In a checkout two of its folders are links, which a glob does not follow."""
+    root = Path(__file__).parents[2]
+    trees = (root, root / "passes", root / "lowering")
+    return sorted(
+        {path.resolve() for tree in trees for end in ("py", "h") for path in tree.rglob(f"*.{end}")}
+    )
+
+
+@functools.cache
+def sources_hash() -> str:
+    """Hash of mxcompile's own code, and of the versions of PyTorch and Triton that choose its kernels."""
+    digest = hashlib.sha256(f"{torch.__version__} {installed('triton')}".encode())
+    for path in sources():
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def settings() -> str:
+    """Returns the configuration of Inductor and AOTAutograd as text that is equal in all processes."""
+    return repr([sorted(each.save_config_portable().items()) for each in (config, functorch_config)])
+
+
+def with_needed(asked: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """`asked`, settings for one compile, with those that the hooks need, and a warning if some changed."""
+    needed = {key: value for key, value in NEEDED.items() if hasattr(config, key)}
+    changed = [key for key, value in needed.items() if asked.get(key, getattr(config, key)) != value]
+    if not changed:
+        return {**asked, **needed}, ()
+    words = ", ".join(f"{key}={needed[key]}" for key in changed)
+    warning = f"Inductor's settings are changed for graphs that mxcompile compiles, which needs {words}"
+    return {**asked, **needed}, (warning,)
+
+
+class GraphPass(CustomGraphPass):
+    """`function` over a graph, after whatever pass the user has configured in the same place."""
+
+    def __init__(self, function: GraphFunction, uuid: str, users: Any = None) -> None:
+        self._function = function
+        self._uuid = uuid
+        self._users = users if isinstance(users, list | tuple) else [users] if users else []
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Run the user's passes, then ours."""
+        for before in self._users:
+            before(graph)
+        self._function(graph)
+
+    def uuid(self) -> Any:
+        """Identity for Inductor's caches; None, which turns them off, if a user's pass has none."""
+        return _joined(self._uuid, self._users)
+
+
+class Partitioner(CustomPartitionerFn):
+    """The user's partitioner, or Inductor's, followed by `look` at forward and backward."""
+
+    def __init__(self, look: Callable[[GraphModules, int], None], uuid: str, users: Any = None) -> None:
+        self._look = look
+        self._uuid = uuid
+        self._users = users
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> GraphModules:
+        """Partition `gm`; the graphs are those the inner partitioner makes."""
+        partition: Any = self._users or min_cut_rematerialization_partition
+        graphs: GraphModules = partition(gm, joint_inputs, **kwargs)
+        self._look(graphs, kwargs["num_fwd_outputs"])
+        return graphs
+
+    def uuid(self) -> Any:
+        """Identity for Inductor's caches."""
+        return _joined(self._uuid, [self._users] if self._users else [])
+
+    def __deepcopy__(self, memo: object) -> Partitioner:
+        return self
+
+    def __reduce__(self) -> Any:
+        """A cache key holds Inductor's configuration, pickled: all that counts there is the identity."""
+        return str, (repr(self.uuid()),)
+
+
+def _joined(uuid: str, users: Sequence[Any]) -> Any:
+    ids = [user.uuid() if hasattr(user, "uuid") else None for user in users]
+    return None if None in ids else (uuid, *ids)

@@ -1,0 +1,68 @@
+"""Tracing a captured graph through the hooks, without loading code that is generated of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import config as functorch_config
+from torch._inductor.compile_fx import compile_fx
+
+from mxcompile.compiler.decompositions import table
+from mxcompile.compiler.hooks.compilation import Compilation
+
+
+def trace(
+    compilation: Compilation,
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    inner_compile: Callable[..., Any] | None = None,
+    patches: Mapping[str, Any] | None = None,
+) -> None:
+    """Run the hooks of `compilation` over a copy of `gm`, on the way compile_fx takes, without the caches.
+
+    Inductor's own passes run too, so that what is found is what a compile finds. inner_compile: in place of
+    Inductor's code generation; by default the last hook alone. patches: of Inductor's configuration.
+    """
+
+    def lowered(graph: fx.GraphModule, _: Any, **__: Any) -> Any:
+        compilation.lower(graph.graph)
+        return Unused()
+
+    with (
+        functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
+        torch._guards.tracing(None),
+    ):
+        compile_fx(
+            copied(gm),
+            list(example_inputs),
+            inner_compile=inner_compile or lowered,
+            config_patches={**compilation.config_patches(), "force_disable_caches": True, **(patches or {})},
+            decompositions=table(),
+        )
+
+
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """`gm` with a graph of its own, the same parameters, and what Dynamo has noted about its inputs."""
+    result = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    result.meta = dict(gm.meta)
+    if hasattr(gm, "_param_name_to_source"):
+        result._param_name_to_source = gm._param_name_to_source
+    for old, new in zip(gm.graph.nodes, result.graph.nodes, strict=True):
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source
+            new.meta.pop("grapharg", None)  # it refers to the parameter; Dynamo takes it from its own graph
+    return result
+
+
+class Unused:
+    """Stands for compiled code that is never called."""
+
+    _boxed_call = True
+
+    def __call__(self, *_: Any) -> Any:
+        """Never called."""
+        raise AssertionError("code that was only traced or generated is called")

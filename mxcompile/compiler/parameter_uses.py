@@ -1,0 +1,92 @@
+"""The uses of a model's parameters in its graphs, without running or lowering the model.
+
+    model ─▶ rehearsal ─▶ each graph after the passes ─▶ uses of parameters
+
+Nothing is guessed from names: a model that cannot be called is an error.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mxcompile.compiler.capture.capture import Capture
+from mxcompile.compiler.hooks.compilation import Compilation
+from mxcompile.compiler.options import Options
+from mxcompile.compiler.rehearsal import Rehearsal, some_or_all
+from mxcompile.models.names import GraphInput
+from mxcompile.plan.repeats import LeaveOut
+from mxcompile.policy import Policy
+from mxcompile.report import GemmRecord
+
+
+class OfParameter(Protocol):
+    """Something about the parameter at `path`."""
+
+    @property
+    def path(self) -> str: ...  # noqa: D102
+
+
+Use = TypeVar("Use", bound=OfParameter)
+Read = Callable[[fx.Graph, Sequence[GraphInput]], Iterable[Use]]
+"""Finds the uses of parameters in a graph that the passes are done with."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Uses(Generic[Use]):
+    """The uses of each parameter of a model, and the records of its products."""
+
+    by_path: dict[str, list[Use]]
+    gemms: tuple[GemmRecord, ...]
+
+
+def uses(
+    model: nn.Module,
+    policy: Policy,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    read: Read[Use],
+    *,
+    training: bool,
+) -> Uses[Use]:
+    """The uses that `read` finds of the parameters of `model` under `policy`, and its products.
+
+    args, kwargs: what the model is called with; their values are not looked at. training: whether the graphs
+    have a backward. Raises `ModelError` where the model cannot be traced.
+    """
+    return some_or_all(
+        model, lambda leave_out: _UseReader(model, policy, leave_out, read, training).run(args, kwargs)
+    )
+
+
+class _UseReader(Rehearsal[FakeTensorMode], Generic[Use]):
+    """A rehearsal that reads every graph after the passes."""
+
+    def __init__(
+        self, model: nn.Module, policy: Policy, leave_out: LeaveOut, read: Read[Use], training: bool
+    ) -> None:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        options = Options(policy=policy, target="cpu")
+        super().__init__(model, options, mode, training=training, leave_out=leave_out)
+        self._read = read
+        self._uses: defaultdict[str, list[Use]] = defaultdict(list)
+        self._gemms: list[GemmRecord] = []
+
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Uses[Use]:
+        self.call(args, kwargs)
+        return Uses(by_path=dict(self._uses), gemms=tuple(self._gemms))
+
+    def after(self, capture: Capture, graph: fx.Graph) -> None:
+        for use in self._read(graph, capture.inputs):
+            for each in (use.path, *self.repeats.others(use.path)):
+                self._uses[each].append(use)
+
+    def traced(self, capture: Capture, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Compilation:
+        compilation = super().traced(capture, gm, example_inputs)
+        self._gemms += self.repeats.expanded(compilation.part.gemms)
+        return compilation

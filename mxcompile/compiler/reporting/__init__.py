@@ -1,0 +1,1 @@
+"""Reports and checks of what was compiled, and of what was not."""

@@ -1,0 +1,206 @@
+"""Calls and frames that Dynamo leaves to Python in a model that it compiles: past a limit, or given up.
+
+    call of the model ─▶ Dynamo tries a frame ─▶ graphs             the backend makes their report
+                                              ─▶ limit, or failure  the frame runs as Python, nobody is asked
+
+Dynamo asks the backend about graphs alone. At the start of each attempt it compares the number of compiled
+codes with its limits, by a function which is wrapped here. So calls past a limit are seen. The wrapper also
+puts a function among those that ``torch.compile`` calls at the end of the call that is going on. All of the
+model's call has run then, and a frame without new code was left to Python. A call without an attempt runs as
+it does without this. Where torch has no such function (it is not public) nothing is seen.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from mxcompile.compiler.frames import TORCH, Frame, Running, frames
+from mxcompile.compiler.hooks.exporting import innermost
+from mxcompile.compiler.options import Options
+from mxcompile.compiler.reporting.checks import check_call, check_modules, tell_left
+from mxcompile.compiler.reporting.shared_code import Runs
+from mxcompile.models.tree import path_in
+from mxcompile.models.wrappers import users_own
+from mxcompile.report import REGISTRY
+
+_WRAPPER, _WRAPPER_FILE = "compile_wrapper", "_dynamo/eval_frame.py"
+"""The function of torch that a call of compiled code runs in, which calls its ``cleanups`` at the end."""
+
+
+def watch_attempts(options_of: Callable[[Any, Mapping[str, Any]], Options | None]) -> None:
+    """From now on look at each frame that Dynamo tries to compile with this backend.
+
+    options_of: the options of a backend with its keywords, None for another backend.
+    """
+    try:
+        from torch._dynamo import convert_frame
+        from torch._dynamo.convert_frame import exceeds_recompile_limit  # type: ignore[attr-defined]
+    except ImportError:
+        return
+
+    @functools.wraps(exceeds_recompile_limit)
+    def exceeds(cache_size: Any, compile_id: Any) -> tuple[bool, str]:
+        exceeded, limit = exceeds_recompile_limit(cache_size, compile_id)
+        compiling = sys._getframe(1).f_locals
+        backend, keywords = innermost(compiling.get("compiler_fn"))
+        options = options_of(backend, keywords)
+        if options is not None:
+            is_error = compiling.get("one_graph") or torch._dynamo.config.fail_on_recompile_limit_hit
+            reached = f"{limit} ({getattr(torch._dynamo.config, limit)})" if exceeded and not is_error else ""
+            root = getattr(backend, "root", None)
+            attempt = _Attempt.of(compiling["code"], compile_id.frame_id, root, reached)
+            attempt.tell_limit(options)
+            _look_at_end(attempt, options)
+        return exceeded, limit
+
+    convert_frame.exceeds_recompile_limit = exceeds  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Attempt:
+    """An attempt of Dynamo to compile a frame.
+
+    code: of the frame. frame_id: Dynamo's number of the frame. num_codes: how many compiled codes it had.
+    root: the model, if any. path: of the module in it whose method this is. is_resumed: whether it is only
+    what follows a graph break. call: of `root`, which is going on. limit: of Dynamo that the frame has
+    reached, "" if none.
+    """
+
+    code: CodeType
+    frame_id: int
+    num_codes: int
+    root: nn.Module | None
+    path: str | None
+    is_resumed: bool
+    call: Running | None
+    limit: str
+
+    @classmethod
+    def of(cls, code: CodeType, frame_id: int, known: nn.Module | None, limit: str) -> _Attempt:
+        """The attempt that is going on. known: the model, if the user has named it."""
+        frame = Frame.of()
+        root = frame.root(known)
+        return cls(
+            code=code,
+            frame_id=frame_id,
+            num_codes=_num_codes(code),
+            root=root,
+            path=None if root is None else path_in(root, frame.locals.get("self")),
+            is_resumed=frame.is_resumed,
+            call=None if root is None else frame.call_of(root),
+            limit=limit,
+        )
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the attempt, which is over, has compiled nothing."""
+        return _num_codes(self.code) <= self.num_codes
+
+    @property
+    def _where(self) -> str:
+        file = self.code.co_filename
+        if file.startswith(TORCH) and self.root is not None:  # what runs modules of torch's own classes
+            return type(self.root).__name__
+        return f"{self.code.co_qualname} ({file}:{self.code.co_firstlineno})"
+
+    def tell_limit(self, options: Options) -> None:
+        """Say, past a limit, that calls which the compiled codes of the frame are not for run as Python."""
+        message = f"{self.limit} reached by {self._where}: calls of other kinds run outside of compiled code"
+        if self.limit:
+            tell_left(message, options, root=self.root, frame=self.frame_id, path=self.path)
+
+    def tell_failure(self, options: Options) -> bool:
+        """Say that the frame, if it was compiled before, runs as Python from now on.
+
+        Returns whether that is said, here or before.
+        """
+        if self.limit:
+            return True
+        message = (
+            f"Dynamo left {self._where} to Python in a call that it could not compile (see"
+            " TORCH_LOGS=graph_breaks): since then its calls run outside of compiled code"
+        )
+        return tell_left(message, options, root=self.root, frame=self.frame_id)
+
+
+def _num_codes(code: CodeType) -> int:
+    return len(torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code))
+
+
+class _End:
+    """Called at the end of a call in which Dynamo tries to compile frames.
+
+    root: the model. call: of `root`; the last part of it if `is_whole`, else of a part of `root`.
+    """
+
+    def __init__(
+        self, root: nn.Module | None, call: Running | None, options: Options, *, is_whole: bool
+    ) -> None:
+        self.root = root
+        self.attempts: list[_Attempt] = []
+        self._call = call
+        self._options = options
+        self._is_whole = is_whole
+        self._runs = Runs()
+
+    def __call__(self) -> None:
+        self._runs.close()
+        REGISTRY.flush()
+        if sys.exc_info()[0] is not None:  # the call has failed
+            return
+        root, call, options = self.root, self._call, self._options
+        failed = [attempt for attempt in self.attempts if attempt.has_failed]
+        told = [attempt.tell_failure(options) for attempt in failed]
+        if root is None or call is None:
+            return
+        if self._is_whole and (failed or REGISTRY.knows(root, options.group)):
+            check_call(root, options, call.args, call.kwargs)
+        if not any(told):
+            starts = [attempt.path for attempt in self.attempts if not attempt.is_resumed]
+            modules = [path for path in starts if path is not None]
+            check_modules(root, options, call.args, call.kwargs, modules, self._runs.layers)
+
+
+def _look_at_end(attempt: _Attempt, options: Options) -> None:
+    """Look at `attempt` once the call is over that it belongs to."""
+    wrapper, is_whole = _wrapper(attempt.root)
+    endings = None if wrapper is None else wrapper.f_locals.get("cleanups")
+    if not isinstance(endings, list):
+        return
+    end = next((end for end in endings if isinstance(end, _End) and end.root is attempt.root), None)
+    if end is None:
+        endings.append(end := _End(attempt.root, attempt.call, options, is_whole=is_whole))
+    end.attempts.append(attempt)
+
+
+def _wrapper(root: nn.Module | None) -> tuple[FrameType | None, bool]:
+    """The frame of torch's wrapper around the call of `root`, and whether it has one; else the innermost.
+
+    The wrapper of its forward alone is around the call as well.
+    """
+    first: FrameType | None = None
+    around: FrameType | None = None
+    is_inside = False
+    for frame in frames():
+        if frame.f_code.co_name == _WRAPPER and frame.f_code.co_filename.endswith(_WRAPPER_FILE):
+            first = first or frame
+            if around is None and (is_inside or _is_call_of(root, frame.f_back)):
+                around = frame
+        elif _is_call_of(root, frame) and (around is None or frame is not around.f_back):
+            around, is_inside = None, True  # a call further out
+    return around or first, around is not None
+
+
+def _is_call_of(root: nn.Module | None, frame: FrameType | None) -> bool:
+    if root is None or frame is None or frame.f_code.co_name != "_call_impl":
+        return False
+    module = frame.f_locals.get("self")  # torch calls its own modules by the wrapper of torch.compile alone
+    return isinstance(module, nn.Module) and users_own(module) is root

@@ -1,0 +1,266 @@
+"""Checks of the compiled layers against the plan of the whole model: before a compile, and after a run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from mxcompile.compiler.frames import is_running
+from mxcompile.compiler.hooks.compilation import Compilation
+from mxcompile.compiler.options import Options
+from mxcompile.compiler.reporting import unplanned
+from mxcompile.compiler.session.plans import layers_of_call, planned
+from mxcompile.compiler.session.session import session_of
+from mxcompile.errors import UnsupportedError
+from mxcompile.formats import is_quantized
+from mxcompile.graph.tags import GemmTag
+from mxcompile.lowering.targets import resolve
+from mxcompile.plan.plan import Plan
+from mxcompile.policy import Gemm
+from mxcompile.report import REGISTRY, Ledger
+from mxcompile.rules import check_layers, complaints, spelled
+
+log = logging.getLogger(__name__)
+
+_SEE = "(see TORCH_LOGS=graph_breaks)"
+
+
+def check_plan(compilation: Compilation, parts: Sequence[str] | None = None) -> None:
+    """Hold the policy against the whole model, before any part of it is compiled, once for a policy.
+
+    From then on every layer of the plan is in the report.
+
+    parts: paths of all modules that will be compiled, if known. Raises what strict mode raises:
+    `UnsupportedError` for layers that cannot go or are in no part, and for a part of a model without a plan;
+    `PolicyError` for rules.
+    """
+    plan, root = compilation.capture.planned.plan, compilation.capture.root
+    if root is None:
+        return
+    if plan is None:
+        unplanned.check(compilation.capture, compilation.options)
+        return
+    options, checked = compilation.options, session_of(root).checked
+    if checked.get(options.group) is plan:
+        return
+    outside = _outside(plan, options, parts) if parts is not None else []
+    refused = [*_refused(plan, options), *outside] if options.strict else []
+    for layer in outside if not options.strict else ():
+        log.warning("%s; name a module that holds it in blocks=…", layer)
+    layers = () if compilation.capture.stage else plan.layers  # rules are for the layers of other stages too
+    if refused:
+        message = "strict: the policy sends these to MXFP8, but they cannot go there:\n  " + "\n  ".join(
+            refused
+        )
+        raise UnsupportedError("\n".join([message, *(complaints(options.policy, layers) if layers else ())]))
+    if layers:
+        check_layers(options.policy, layers, strict=options.strict)
+    checked[options.group] = plan
+    REGISTRY.plan(root, options.group, plan.records(options.policy))
+
+
+def check_ran(compilation: Compilation) -> None:
+    """Hold what was compiled against the plan, once the call that it was made for is over.
+
+    A backward that is lowered late tells: the forward has run then, and a layer without a record ran where
+    Dynamo left Python to itself. Strict mode raises `UnsupportedError`, else there is a warning.
+    """
+    plan, root = compilation.capture.planned.plan, compilation.capture.root
+    if plan is not None and root is not None and not is_running(root):
+        _check_ran(root, compilation.options, plan)
+
+
+def check_call(
+    root: nn.Module,
+    options: Options,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    parts: Mapping[str, bool] = MappingProxyType({}),
+) -> None:
+    """Hold what was compiled of `root` against the plan, now that its call with `args` and `kwargs` is over.
+
+    parts: by path of each module that was to be compiled, whether it was called. Strict mode raises
+    `UnsupportedError`, else there is a warning, for layers that ran outside of compiled code, or if nothing
+    was compiled.
+    """
+    if REGISTRY.knows(root, options.group):
+        plan = session_of(root).plan
+        if plan is not None:
+            idle = [path for path, was_called in parts.items() if not was_called]
+            _check_ran(root, options, plan, (args, kwargs), idle)
+        return
+    plan = planned(root, args, kwargs).plan
+    if plan is not None and not plan.tags:
+        return
+    device = next((parameter.device for parameter in root.parameters()), torch.device("cpu"))
+    REGISTRY.open(
+        object(),
+        Ledger(
+            target=resolve(options.target, device).name,
+            policy=options.policy.label,
+            path=options.report,
+            group=options.group,
+            model=root,
+        ),
+    )
+    gemms = unplanned.records(root) if plan is None else plan.records(options.policy)
+    REGISTRY.plan(root, options.group, tuple(gemms))
+    named = [part for part in parts if part]
+    most = f"does not call {_listed(named)} as modules, or " if named else ""
+    _tell(
+        f"nothing of {type(root).__name__} was compiled: its forward {most}is left to Python by Dynamo"
+        " (see TORCH_LOGS=graph_breaks), or torch.compile is turned off",
+        options,
+    )
+
+
+def check_modules(
+    root: nn.Module,
+    options: Options,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    modules: Sequence[str],
+    ran: set[str],
+) -> None:
+    """Say which layers a call ran outside of compiled code, although they are compiled for other calls.
+
+    args, kwargs: of the call of `root`. modules: paths of modules that are compiled for the call, which have
+    run. ran: the layers that compiled code has computed. Strict mode raises `UnsupportedError`.
+    """
+    plan = session_of(root).plan
+    if plan is None:
+        return
+    pending = {gemm.name for gemm in REGISTRY.pending(root, options.group) if gemm.gemm == Gemm.FPROP}
+    expected = {tag.name for tag in _quantized(plan, options) if _is_in(tag.name, modules)}
+    missing = expected - ran - pending
+    missing &= (layers_of_call(root, args, kwargs) or set()) if missing else set()
+    if missing:
+        names = spelled([layer for layer in plan.layers if layer.name in missing])
+        message = f"a call ran these outside of compiled code, as others do not {_SEE}: {names}"
+        _tell(message, options)
+        REGISTRY.note(message, options.group, model=root, frame=None)
+
+
+def tell_left(
+    message: str, options: Options, *, root: nn.Module | None, frame: int, path: str | None = None
+) -> bool:
+    """Say `message`, on a frame that runs as Python from now on, in the report and a warning, or raise it.
+
+    frame: Dynamo's number. path: of the module of `root` whose method it is, if it runs what that calls too.
+    Nothing is said of a frame without products that are to be quantized. Returns whether something is.
+    """
+    parts = REGISTRY.parts(options.group, frame=frame)
+    gemms = [gemm for part in parts for gemm in part.gemms]
+    if root is not None and path is not None and not gemms:
+        is_cut = not parts or any(part.graph_breaks for part in parts)
+        known = REGISTRY.parts(options.group, model=root) if is_cut else ()
+        own = (gemm for part in known for gemm in part.gemms)
+        gemms = [gemm for gemm in own if _is_in(gemm.name, [path])]
+    is_told = any(is_quantized(gemm.precision) for gemm in gemms)
+    if is_told:
+        _tell(message, options)
+        REGISTRY.note(message, options.group, model=root, frame=frame)
+    return is_told
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _tell(message: str, options: Options) -> None:
+    """Warn with `message`, or raise it in strict mode."""
+    if options.strict:
+        raise UnsupportedError(f"strict: {message}")
+    log.warning("%s", message)
+
+
+def _check_ran(
+    root: nn.Module,
+    options: Options,
+    plan: Plan,
+    call: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
+    idle: Sequence[str] = (),
+) -> None:
+    """Say which layers of `plan` ran outside of compiled code.
+
+    call: the arguments of the call of `root` that is over. The plan may have layers that do not run in it.
+    idle: paths of modules that were not called.
+    """
+    session = session_of(root)
+    for places in session.places:
+        places.settle(options.group)
+    checked = session.ran
+    if checked.get(options.group) is plan:
+        return
+    missing = _missing(root, options, plan)
+    is_sure = not plan.guess
+    if missing and not is_sure and call is not None:
+        ran = layers_of_call(root, *call)
+        is_sure = ran is not None
+        may_have_run = ran if ran is not None else {name for name in missing if not _is_in(name, idle)}
+        missing = {name: gemms for name, gemms in missing.items() if name in may_have_run}
+    if missing:
+        _tell(_told(missing, options, plan, is_sure=is_sure), options)
+    checked[options.group] = plan
+
+
+def _missing(root: nn.Module, options: Options, plan: Plan) -> dict[str, set[str]]:
+    """By layer, the GEMMs that are to be quantized and that no compiled graph has.
+
+    Gradients of layers that a checkpoint runs again are left out: they may be compiled in the backward.
+    """
+    again = {tag.name for tag in plan.tags if tag.again}
+    missing: dict[str, set[str]] = {}
+    for gemm in REGISTRY.pending(root, options.group):
+        if is_quantized(gemm.precision) and (gemm.gemm == Gemm.FPROP or gemm.name not in again):
+            missing.setdefault(gemm.name, set()).add(gemm.gemm)
+    return missing
+
+
+def _told(missing: Mapping[str, set[str]], options: Options, plan: Plan, *, is_sure: bool) -> str:
+    """Returns a message on the GEMMs in `missing`. is_sure: whether their layers have run."""
+    forward = [layer for layer in plan.layers if Gemm.FPROP in missing.get(layer.name, ())]
+    backward = [layer for layer in plan.layers if missing.get(layer.name, set()) - {Gemm.FPROP}]
+    backward = [layer for layer in backward if layer not in forward]
+    if not is_sure:
+        return (
+            f"{options.policy.label} quantizes these, and no compiled graph has them; whether they ran is not"
+            f" known {_SEE}: {spelled([*forward, *backward])}"
+        )
+    texts = []
+    if backward:
+        texts.append(f"the gradients of these, but no compiled graph has them {_SEE}: {spelled(backward)}")
+    if forward:
+        texts.append(f"these, but they ran outside of compiled code {_SEE}: {spelled(forward)}")
+    return f"{options.policy.label} quantizes {'; and '.join(texts)}"
+
+
+def _outside(plan: Plan, options: Options, parts: Sequence[str]) -> list[str]:
+    """The layers of `plan` that the policy quantizes and no module in `parts` holds."""
+    return [
+        f"{tag.name}: not in a module that is compiled"
+        for tag in _quantized(plan, options)
+        if not _is_in(tag.name, parts)
+    ]
+
+
+def _is_in(name: str, parts: Iterable[str]) -> bool:
+    """Whether the layer `name` is in one of the modules at `parts`."""
+    return any(not part or f"{name}.".startswith(f"{part}.") for part in parts)
+
+
+def _refused(plan: Plan, options: Options) -> list[str]:
+    """The layers of `plan` that the policy sends where they cannot go, with the reason."""
+    sent = _quantized(plan, options)
+    return [f"{tag.name}: {plan.obstacles[tag.name]}" for tag in sent if tag.name in plan.obstacles]
+
+
+def _quantized(plan: Plan, options: Options) -> list[GemmTag]:
+    """The layers of `plan` that the policy quantizes."""
+    decide = options.policy.decide
+    return [tag for tag in plan.tags if tag.is_layer and decide(tag.as_layer()).fprop.formats is not None]

@@ -1,0 +1,142 @@
+"""The entry of a compile in the report: published with the code, and again as kernels are chosen.
+
+The hooks make it. When one of Inductor's caches answers, they do not run, and the part comes from the store
+beside the cache (see `store`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import uuid
+from collections import Counter
+
+from torch._guards import CompileContext
+
+from mxcompile.compiler.hooks.compilation import Compilation
+from mxcompile.compiler.hooks.structured_trace import trace_gemms
+from mxcompile.compiler.reporting import sharing, store, unplanned
+from mxcompile.compiler.reporting.checks import check_ran
+from mxcompile.compiler.reporting.shared_code import Attribution, attribution
+from mxcompile.compiler.session.publication import Places
+from mxcompile.compiler.session.session import session_of
+from mxcompile.errors import UnsupportedError
+from mxcompile.formats import is_quantized, labels
+from mxcompile.report import REGISTRY, Ledger, Part
+from mxcompile.report.forms.words import count
+from mxcompile.report.record import flop_share
+from mxcompile.rules import check_layers, layers_of
+
+log = logging.getLogger(__name__)
+
+
+def recall(compilation: Compilation) -> Part | None:
+    """Returns the stored part of the graph of `compilation`, which is yet to be compiled; None without one.
+
+    Lets Inductor's caches answer with code that this part describes, and with no other code (see `store`).
+    """
+    if compilation.capture.backward:
+        compilation.use_code_of(compilation.owners)
+        return None
+    stored = store.load(compilation.identity)
+    if stored is None or not stored.token:
+        compilation.use_code_of(uuid.uuid4().hex)
+        return None
+    compilation.use_code_of(stored.token)
+    return stored
+
+
+def publish(compilation: Compilation, stored: Part | None) -> Attribution | None:
+    """Complete the report of `compilation`, now that its code is at hand, and make it known.
+
+    stored: what `recall` has returned. Returns what notes the other models that run the code, if any. Raises
+    `UnsupportedError` in strict mode if Inductor has run no hook.
+    """
+    if compilation.capture.backward:
+        return None
+    entry = _Entry(compilation)
+    if stored is not None:
+        compilation.complete(stored)
+    elif not compilation.traced:
+        _tell_unseen(compilation)
+    entry.put()
+    unplanned.check_function(compilation.capture, compilation.options, compilation.part, entry.ledger.frame)
+    for warning in compilation.part.warnings:
+        log.warning("%s", warning)
+    log.info("%s", _line(compilation))
+    trace_gemms(compilation.part.gemms)
+    compilation.changed = entry.hear
+    if compilation.capture.planned.plan is None and not (entry.is_broken or compilation.capture.prefix):
+        layers = layers_of(REGISTRY.layers(entry.ledger.group))
+        check_layers(compilation.options.policy, layers, strict=compilation.options.strict)
+    return attribution(compilation.capture, entry.places)
+
+
+def _tell_unseen(compilation: Compilation) -> None:
+    """Warn in the report, or raise in strict mode, that Inductor has compiled a graph without the hooks."""
+    path = compilation.capture.module or "the model"
+    message = (
+        f"Inductor ran no pass of mxcompile over a graph of {path}: nothing in it is quantized or listed;"
+        " look for a setting of torch._inductor.config that turns passes off"
+    )
+    if compilation.options.strict:
+        raise UnsupportedError(f"strict: {message}")
+    compilation.part = dataclasses.replace(compilation.part, warnings=(*compilation.part.warnings, message))
+
+
+def _line(compilation: Compilation) -> str:
+    """Log the decisions on one graph, for ``TORCH_LOGS=mxcompile``."""
+    part, label = compilation.part, compilation.options.policy.label
+    words = labels(gemm.precision for gemm in part.gemms)
+    kept = Counter(gemm.reason for gemm in part.gemms if not is_quantized(gemm.precision))
+    left = ", ".join(f"{number} by {reason}" for reason, number in kept.most_common())
+    return (
+        f"compiled {compilation.capture.module or 'the model'} for {compilation.target.name}, {label}:"
+        f" {flop_share(part.gemms):.1%} of matmul FLOPs in {words}"
+        f" ({len(part.gemms) - kept.total()} of {count(len(part.gemms), 'GEMM')}),"
+        f" {count(part.casts, 'cast')}, left as they are: {left or 'none'}; Inductor cache {part.cache}"
+    )
+
+
+class _Entry:
+    """The entry of one compile in the registry."""
+
+    def __init__(self, compilation: Compilation) -> None:
+        self._compilation = compilation
+        options, capture = compilation.options, compilation.capture
+        fresh = Ledger(
+            target=compilation.target.name,
+            policy=options.policy.label,
+            path=options.report,
+            group=options.group,
+            model=capture.root,
+        )
+        key, plan = CompileContext.try_get() or object(), capture.planned.plan
+        self.ledger = REGISTRY.open(key, fresh)
+        gemms = () if plan is None else plan.records(options.policy)
+        self.places = Places(key, self.ledger, gemms, self._found)
+        if capture.root is not None:
+            session_of(capture.root).places.add(self.places)
+        self.is_broken = bool(compilation.part.graph_breaks)
+        self._twins = sharing.twins(capture, options.policy)
+
+    def put(self) -> None:
+        """Make what is known so far known to the process."""
+        compilation = self._compilation
+        part = dataclasses.replace(compilation.part, prefix=compilation.capture.prefix, twins=self._twins)
+        self.places.put(part)
+        if compilation.lowered and part.token and part.cache != "off":
+            store.save(compilation.identity, part)
+
+    def _found(self, path: str) -> None:
+        """The module at `path` runs the code too, which only a plan knows before."""
+        capture = self._compilation.capture
+        if capture.planned.plan is None and path != capture.prefix:
+            self._twins = (*self._twins, (path, capture.blocks.place(path)))
+            unplanned.check(capture, self._compilation.options, path)
+            self.put()
+
+    def hear(self) -> None:
+        """Kernels have become known after the graph was published."""
+        self.put()
+        check_ran(self._compilation)

@@ -1,0 +1,152 @@
+"""Which models compiled code runs for: Dynamo runs what it compiled for one also for the next of its class.
+
+The backend is not asked then. So the code looks at one parameter among its inputs: one that it has not seen
+leads to the model whose call is going on. If that is another model, alike in every parameter, what the code
+leaves in the report is put into that model's report too. Of a model that differs a warning says that the code
+is shared.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from mxcompile.compiler.capture.capture import Capture
+from mxcompile.compiler.frames import running
+from mxcompile.compiler.session.publication import Places
+from mxcompile.models.holders import Holders
+from mxcompile.models.names import joined, user_path
+from mxcompile.models.tree import path_in
+from mxcompile.models.wrappers import plain_class, users_own
+
+log = logging.getLogger(__name__)
+
+
+def attribution(capture: Capture, places: Places) -> Attribution | None:
+    """Returns what notes in `places` which models run the code of the graph of `capture`.
+
+    None where the models cannot be told apart and nothing in the graph is reported.
+    """
+    if capture.root is None:
+        return None
+    modules, named = capture.root.modules(), capture.root.named_parameters(remove_duplicate=False)
+    number = Counter(id(own) for module in modules for own in module._parameters.values())
+    holders = {user_path(raw): number[id(own)] for raw, own in named}
+    own = [at for at, given in enumerate(capture.inputs) if given.static and given.path in holders]
+    position = min(own, key=lambda index: holders[capture.inputs[index].path], default=None)
+    if position is None and not places.part.gemms:
+        return None
+    is_shared = position is not None and holders[capture.inputs[position].path] > 1
+    return Attribution(capture, position, places, is_shared=is_shared)
+
+
+class Runs:
+    """The layers that compiled code computes from now on, by name, until `close`."""
+
+    def __init__(self) -> None:
+        self.layers: set[str] = set()
+        _OPEN.append(self)
+
+    def close(self) -> None:
+        """Take no more layers."""
+        _OPEN.remove(self)
+
+
+_OPEN: list[Runs] = []
+
+
+class Attribution:
+    """Notes the modules that run the code of the graph of `capture`.
+
+    position: of a parameter among its inputs, None if it has none. is_shared: whether several modules hold
+    it, so that it does not tell them apart.
+    """
+
+    def __init__(self, capture: Capture, position: int | None, places: Places, *, is_shared: bool) -> None:
+        root, prefix = capture.root, capture.prefix
+        assert root is not None
+        self._position = position
+        self._is_shared = is_shared
+        self._name = (
+            "" if position is None else capture.inputs[position].path.removeprefix(prefix).lstrip(".")
+        )
+        self._places = places
+        self._prefix = prefix
+        self._part = plain_class(capture.tree.modules[prefix])
+        self._root = weakref.ref(root)
+        self._kind = plain_class(root)
+        self._sizes = _sizes(root)
+        self._holders = Holders()
+        self._models = {self._root}
+
+    def note(self, args: Sequence[Any]) -> None:
+        """Note that code of the graph runs with `args`."""
+        given = None if self._position is None else args[self._position]
+        parameter = given if isinstance(given, nn.Parameter) else None
+        if parameter is not None and self._holders.holder(parameter) is None:
+            self._meet(parameter)
+        if _OPEN:
+            layers = self._layers(parameter)
+            for runs in _OPEN:
+                runs.layers |= layers
+
+    def _layers(self, parameter: nn.Parameter | None) -> set[str]:
+        """The layers that the module which runs the code, with `parameter`, has in it."""
+        callers = [users_own(module) for module in running()]
+        models = dict.fromkeys([self._root(), *reversed(callers)])
+        alike = (model for model in models if model is not None and plain_class(model) is self._kind)
+        paths = (self._path_in(model, parameter) for model in alike)
+        path, prefix = next((path for path in paths if path is not None), self._prefix), self._prefix
+        names = {gemm.name for gemm in self._places.part.gemms}
+        return names if path == prefix else {path + name.removeprefix(prefix) for name in names}
+
+    def _path_in(self, model: nn.Module, parameter: nn.Parameter | None) -> str | None:
+        """The path in `model` of the module that runs the code with `parameter`; None if it is not known."""
+        alike = (module for module in running() if plain_class(module) is self._part)
+        own = next((each for each in alike if parameter is None or self._is_in(each, parameter)), None)
+        path = path_in(model, own)
+        if path is not None or parameter is None or (holder := self._holders.holder(parameter)) is None:
+            return path
+        module, name = holder  # no call is going on of a module that Dynamo has inlined
+        path = joined(path_in(model, module) or "", name)
+        return path.removesuffix(self._name).rstrip(".") if path.endswith(self._name) else None
+
+    def _is_in(self, module: nn.Module, parameter: nn.Parameter) -> bool:
+        """Whether `module` has `parameter` where the graph's own module has its."""
+        named = module.named_parameters(remove_duplicate=False)
+        return any(each is parameter and user_path(raw) == self._name for raw, each in named)
+
+    def _meet(self, parameter: nn.Parameter) -> None:
+        """Find the model that `parameter` belongs to, and have it adopt the code if it is another one."""
+        root = self._root()
+        if root is not None and self._owns(root, parameter):
+            self._places.note(None if self._is_shared else self._path_in(root, parameter))
+            return
+        callers = [users_own(module) for module in running()]
+        owners = [each for each in callers if each is not root and self._owns(each, parameter)]
+        model = next((module for module in reversed(owners) if plain_class(module) is self._kind), None)
+        if model is not None and _sizes(model) == self._sizes:
+            if (reference := weakref.ref(model)) not in self._models:
+                self._models.add(reference)
+                self._places.adopt(model)
+        elif owners and (reference := weakref.ref(owners[-1])) not in self._models:
+            self._models.add(reference)
+            log.warning(
+                "code compiled for a %s runs for a %s too, whose report lacks it: torch._dynamo.reset()"
+                " between the two keeps them apart",
+                self._kind.__name__,
+                type(owners[-1]).__name__,
+            )
+
+    def _owns(self, model: nn.Module, parameter: Tensor) -> bool:
+        """Whether `model` has `parameter`, which is known from now on if it does."""
+        return self._holders.add(model.modules(), parameter)
+
+
+def _sizes(model: nn.Module) -> Mapping[str, Any]:
+    return {user_path(raw): (tuple(own.shape), own.dtype) for raw, own in model.named_parameters()}

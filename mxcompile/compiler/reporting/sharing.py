@@ -1,0 +1,115 @@
+"""One compiled code for several modules: which share it, and a guard where they must not.
+
+Dynamo compiles a frame once for all modules whose guards are equal. Equal blocks are to share; blocks that
+the policy treats differently look alike to Dynamo, so the frame gets one guard more: what is decided for
+the module it runs for. Where every module of that class is treated alike there is nothing to guard.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._dynamo.source import GlobalStateSource
+from torch._guards import Guard, Source, TracingContext
+
+from mxcompile.compiler.capture.capture import Capture
+from mxcompile.errors import PolicyError
+from mxcompile.graph.tags import Kind
+from mxcompile.models.wrappers import plain_class
+from mxcompile.policy import Policy
+from mxcompile.rules import name_signature
+
+Signature = tuple[Any, ...]
+
+
+def twins(capture: Capture, policy: Policy) -> tuple[tuple[str, tuple[int, int] | None], ...]:
+    """Paths and blocks of the other modules that run the code compiled for the module of `capture`.
+
+    They have its class and, by the plan, its layers and their decisions.
+    """
+    if capture.root is None or not capture.prefix or capture.planned.plan is None:
+        return ()
+    known = dict(_alike(capture, policy))
+    mine = known[capture.prefix]
+    others = (path for path, other in known.items() if other == mine and path != capture.prefix)
+    return tuple((path, capture.blocks.place(path)) for path in others)
+
+
+def guard(capture: Capture, policy: Policy, *, unlimited: bool = False) -> None:
+    """Keep the code being compiled for the module of `capture` from modules that `policy` treats differently.
+
+    Raises `PolicyError` where Dynamo would give up on compiling so many kinds of one class; with
+    `unlimited` its limit is raised instead.
+    """
+    context = TracingContext.try_get()
+    if capture.root is None or not capture.prefix or context is None:
+        return
+    known = dict(_alike(capture, policy))
+    kinds = set(known.values())
+    if len(kinds) < 2:
+        return
+    limit = torch._dynamo.config.recompile_limit
+    if unlimited:
+        torch._dynamo.config.recompile_limit = max(limit, 4 * len(kinds))  # by grad mode, by dtype
+    elif len(kinds) > limit:
+        name = type(capture.tree.modules[capture.prefix]).__name__
+        raise PolicyError(
+            f"{policy.label} needs {len(kinds)} different codes for modules of class {name}, and Dynamo keeps"
+            f" {limit} of one function; compile the model with mxcompile.compile(model, policy=…)"
+        )
+    if capture.owner is None:
+        raise PolicyError(
+            f"{policy.label} treats {capture.prefix} differently from other modules of its class, but Dynamo"
+            " would run its code for all of them; compile the model with mxcompile.compile(model, policy=…)"
+        )
+    paths, expected = capture.tree.by_identity, known[capture.prefix]
+    alive = weakref.ref(capture.root)
+
+    def holds(module: object) -> bool:
+        path = next(iter(paths.get(id(module), ())), None)
+        return alive() is not None and path is not None and known.get(path) == expected
+
+    add_guard(context, holds, capture.owner, f"decisions of {capture.owner.name}")
+
+
+def add_guard(
+    context: TracingContext, holds: Callable[[object], bool], source: Source | None, label: str
+) -> None:
+    """Let the code that Dynamo compiles run only where `holds`, of the object at `source` or of the frame."""
+
+    def install(builder: Any, guard: Guard) -> None:
+        manager = builder.guard_manager.root if source is None else builder.get_guard_manager(guard)
+        manager.add_lambda_guard(holds, [f"mxcompile: {label}"], None)
+
+    context.guards_context.dynamo_guards.add(Guard(source or GlobalStateSource(), install))
+
+
+def _alike(capture: Capture, policy: Policy) -> Iterator[tuple[str, Signature]]:
+    """The modules of the class that `capture` is compiled for, and what is decided for each."""
+    module = capture.tree.modules[capture.prefix]
+    below = _decided(capture, policy)
+    for path, other in capture.tree.modules.items():
+        if plain_class(other) is plain_class(module):
+            yield path, below(path)
+
+
+def _decided(capture: Capture, policy: Policy) -> Callable[[str], Signature]:
+    """Returns the decisions for the layers below a path: by the plan or, without one, by name patterns."""
+    plan, modules = capture.planned.plan, capture.tree.modules
+    if plan is None:
+        return lambda path: name_signature(policy, modules[path], path, capture.blocks)
+    linears = [tag for tag in plan.tags if tag.kind is Kind.LINEAR]
+    decisions = [(tag.name, (tag.n, tag.k), policy.decide(tag.as_layer())) for tag in linears]
+
+    def below(path: str) -> Signature:
+        inside = f"{path}."
+        return tuple(
+            (name.removeprefix(path), sizes, decision)
+            for name, sizes, decision in decisions
+            if name == path or name.startswith(inside)
+        )
+
+    return below

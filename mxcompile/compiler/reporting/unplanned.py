@@ -1,0 +1,97 @@
+"""Models without a plan: what is behind the cuts of their graphs is not known.
+
+The report says so, and has a record for each weight that no compiled graph reads. Strict mode raises.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Collection, Iterator
+
+from torch import nn
+
+from mxcompile.compiler.capture.capture import Capture
+from mxcompile.compiler.options import Options
+from mxcompile.compiler.session.plans import no_plan
+from mxcompile.compiler.session.session import session_of
+from mxcompile.errors import UnsupportedError
+from mxcompile.formats import KEPT
+from mxcompile.models.names import joined, layer_name, user_path
+from mxcompile.policy import Code, Gemm, Reason, Role
+from mxcompile.report import REGISTRY, GemmRecord, Part
+
+log = logging.getLogger(__name__)
+
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
+_UNSEEN = (
+    "what runs outside of its compiled graphs is not known: take out what breaks graphs"
+    " (TORCH_LOGS=graph_breaks shows it)"
+)
+
+
+def check(capture: Capture, options: Options, twin: str = "") -> None:
+    """Let the report of the model of `capture`, if it has no plan, say what is not known.
+
+    twin: path of another module that runs the code. Raises `UnsupportedError` in strict mode.
+    """
+    root, missing = capture.root, capture.planned.missing
+    if root is None or not missing or capture.backward:
+        return
+    message = no_plan(root, missing)
+    if options.strict and any(matrices(module) for module in root.modules()):
+        raise UnsupportedError(f"strict: {message}; {_UNSEEN}")
+    known = session_of(root).read
+    if options.group not in known:
+        log.warning("%s", message)
+    read = known.setdefault(options.group, set())
+    paths = [given.path for given in capture.inputs if given.static]
+    read.update(twin + path.removeprefix(capture.prefix) if twin else path for path in paths)
+    REGISTRY.plan(root, options.group, tuple(records(root, read)), note=f"{message}; {_UNSEEN}")
+
+
+def check_function(capture: Capture, options: Options, part: Part, frame: object) -> None:
+    """Let the report of a function that graph breaks cut say what is not known.
+
+    part: of one of its graphs. frame: Dynamo's number of the function.
+
+    Raises `UnsupportedError` in strict mode.
+    """
+    if capture.root is None and capture.planned.missing and part.gemms:
+        message = f"a function {capture.planned.missing} has no plan, and its graph ends {capture.cut}"
+        if options.strict:
+            raise UnsupportedError(f"strict: {message}; {_UNSEEN}, or compile the module that has its layers")
+        REGISTRY.note(f"{message}; {_UNSEEN}", options.group, model=None, frame=frame)
+
+
+def matrices(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of `module` itself that may be weights of products, by name."""
+    if isinstance(module, _TABLES):
+        return {}
+    owned = module._parameters.items()
+    return {name: value for name, value in owned if value is not None and value.ndim > 1}
+
+
+def records(root: nn.Module, read: Collection[str] = ()) -> Iterator[GemmRecord]:
+    """Yields records of products with the weights of `root` whose paths are not in `read`."""
+    for raw, module in root.named_modules():
+        for name, weight in matrices(module).items():
+            path = joined(user_path(raw), name)
+            if path in read:
+                continue
+            *batch, n, k = weight.shape
+            reason = Reason(Code.NO_PLAN)
+            yield GemmRecord(
+                name=layer_name(user_path(raw), path),
+                role=str(Role.OTHER),
+                gemm=str(Gemm.FPROP),
+                m=None,
+                n=n,
+                k=k,
+                batch=math.prod(batch),
+                precision=KEPT.name,
+                reason=str(reason),
+                code=str(reason.code),
+                module=type(module).__name__,
+                dtype=str(weight.dtype).removeprefix("torch."),
+            )

@@ -1,0 +1,1 @@
+"""The plan, the policies and the checks of each model."""

@@ -1,0 +1,80 @@
+"""Each model that this process compiles has one `ModelSession`, which ends with the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary, WeakSet
+
+from torch import nn
+
+from mxcompile.compiler.session.publication import Places
+from mxcompile.errors import ModelError
+from mxcompile.models.wrappers import users_own
+from mxcompile.plan.plan import Plan
+from mxcompile.policy import Policy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """The plan of a model, or why there is none ("" where none is needed)."""
+
+    plan: Plan | None = None
+    missing: str = ""
+
+    def below(self, prefix: str) -> tuple[object, ...]:
+        """Returns what the plan says of the module at `prefix`, for comparing."""
+        if self.plan is None:
+            return (self.missing,)
+        tags = self.plan.tags
+        inside = (t for t in tags if not prefix or t.name == prefix or t.name.startswith(f"{prefix}."))
+        return tuple((t.name, str(t.role), t.module, t.n, t.k) for t in inside)
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelSession:
+    """Holds the plan, the policies and the checks of one model. Keys are fingerprints of options.
+
+    planned: None before the first part of the model is compiled. policies: the policies that the model was
+    compiled with, in the order of first use; a policy that a watch changed takes the place of its origin.
+    checked: the plan that was compared with the policy. ran: the plan that was compared with the layers that
+    ran. read: without a plan, paths of the parameters that compiled graphs read. places: where the compiled
+    parts are in the registry. loads_histories: whether state dicts with amax histories can be loaded.
+    """
+
+    planned: Planned | None = None
+    policies: dict[str, Policy] = field(default_factory=dict)
+    checked: dict[str, Plan] = field(default_factory=dict)
+    ran: dict[str, Plan] = field(default_factory=dict)
+    read: dict[str, set[str]] = field(default_factory=dict)
+    # Compiled code holds its places, and they hold the model: a strong reference would keep it alive.
+    places: WeakSet[Places] = field(default_factory=WeakSet)
+    loads_histories: bool = False
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the model, if one was made."""
+        return None if self.planned is None else self.planned.plan
+
+
+_SESSIONS: WeakKeyDictionary[nn.Module, ModelSession] = WeakKeyDictionary()
+
+
+def session_of(root: nn.Module) -> ModelSession:
+    """Returns the session of the model `root`."""
+    return _SESSIONS.setdefault(root, ModelSession())
+
+
+def compiled_policy(model: nn.Module) -> Policy:
+    """Returns the policy that `model` was compiled with. Raises `ModelError` if there is none, or several."""
+    own = users_own(model)
+    policies = [*session_of(own).policies.values()]
+    if len(policies) == 1:
+        return policies[0]
+    name = type(own).__name__
+    if not policies:
+        raise ModelError(
+            f"no graph of this {name} was compiled in this process: call it once, or pass policy=…, the one"
+            " that it is compiled with"
+        )
+    labels = ", ".join(policy.label for policy in policies)
+    raise ModelError(f"{name} was compiled with several policies ({labels}): pass the one you mean, policy=…")

@@ -1,0 +1,378 @@
+"""Fake tensors that know their values where these follow from the model's inputs, and assume them elsewhere.
+
+    input_ids, masks, grids, arange, …   their values are kept beside the fakes and computed on
+    topk, sort, argmax of computed       taken to spread evenly over their choices: balanced experts
+    all_to_all of known values           other ranks are taken to send what this one gives
+    nonzero, masks, item of computed     every element counts; False, 1, 1.0
+
+A model whose code asks for values (``.item()``, ``nonzero``, a loop over the experts chosen) can then be
+traced on fakes past that point. Values that only parameters and activations decide are assumed; every
+assumption that something was decided by is noted in `Assuming.notes`. Inside of Dynamo and AOTAutograd such
+code raises as it does with any fake tensor, so that graphs break where they do in a compile.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._guards import TracingContext
+from torch._higher_order_ops.utils import registered_hop_fake_fns
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._pytree import tree_leaves, tree_map
+
+from mxcompile.models.names import user_path
+from mxcompile.models.outside import Outside
+from mxcompile.models.places import where
+from mxcompile.models.tree import held
+
+aten = torch.ops.aten
+
+LIMIT = 1 << 24
+"""Elements of the largest tensor whose values are kept."""
+_CHOICES = {
+    aten.topk.default: 2, aten.sort.default: 1, aten.sort.stable: 2, aten.argmax.default: 1,
+    aten.argmin.default: 1, aten.max.dim: 1, aten.min.dim: 1, aten.multinomial.default: None,
+}  # fmt: skip
+"""Operators that choose by value, and where their argument `dim` is; None: always the last."""
+_COLLECTIVES = torch.ops._c10d_functional
+_EMPTY = frozenset({aten.empty, aten.empty_strided, aten.empty_like, aten.new_empty, aten.empty_permuted})
+_VALUE = "_mx_value"
+_PATIENCE = 64
+"""After how many equal answers at one line the other is given: a loop may wait for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """The values of a fake tensor. assumed: the assumptions behind them, a sentence each."""
+
+    tensor: Tensor
+    assumed: frozenset[str] = frozenset()
+
+
+@dataclass(eq=False)
+class _State:
+    notes: dict[str, None] = field(default_factory=dict)
+    answers: Counter[str] = field(default_factory=Counter)
+    stale: dict[int, Any] = field(default_factory=dict)
+    plain: int = 0
+
+
+class ValueTrackingMode(FakeTensorMode):
+    """A fake mode that answers what a model's code asks of values. outside: the products that it sees."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.outside = Outside()
+        self._state = _State()
+        self._paths: dict[int, str] = {}
+        self._classes: dict[str, str] = {}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The assumptions that decided something, a sentence each."""
+        return tuple(self._state.notes)
+
+    def names(self, model: nn.Module) -> None:
+        """Say where things happen, and to which parameters, by the paths of `model`."""
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._classes = {path: type(module).__qualname__ for path, module in model.named_modules()}
+        for path, value in (*model.named_parameters(remove_duplicate=False), *held(model)):
+            if isinstance(value, Tensor):
+                self.outside.add(value, user_path(path))
+            else:
+                self._paths[id(value)], self._classes[path] = path, type(value).__qualname__
+
+    def know(self, fake: Tensor, real: Tensor) -> Tensor:
+        """`fake`, which from now on has the values of `real` if these are at hand and not too many."""
+        if isinstance(real, FakeTensor):
+            value = real.fake_mode._value(real) if isinstance(real.fake_mode, ValueTrackingMode) else None
+            if value is not None:
+                setattr(fake, _VALUE, value)
+            return fake
+        plain = type(real) in (Tensor, nn.Parameter, nn.Buffer) and real.layout is torch.strided
+        if plain and real.device.type == "cpu" and real.numel() <= LIMIT:
+            setattr(fake, _VALUE, _Value(real.detach().clone()))
+        return fake
+
+    @contextmanager
+    def plain(self, sizes: ShapeEnv | None = None) -> Iterator[None]:
+        """In here this is a fake mode like any other. sizes: has the symbols of those that values decide."""
+        before = self.shape_env
+        self.shape_env = sizes or before
+        self._state.plain += 1
+        try:
+            yield
+        finally:
+            self._state.plain -= 1
+            self.shape_env = before
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func` on fakes, and on their values where these are known."""
+        kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return self._called(func, args, kwargs)
+        if self.in_kernel_invocation or self._state.plain or TracingContext.try_get() is not None:
+            return super().dispatch(func, types, args, kwargs)
+        if not self._paths:
+            return self._answered(func, types, args, kwargs)
+        takes = self.outside.takes(func)
+        with self.outside.paused() if takes else nullcontext():  # a fake may be computed by other operators
+            result = self._answered(func, types, args, kwargs)
+        self.outside.follow(func, args, result)
+        if takes:
+            self._note_product(func, args, kwargs, result)
+        return result
+
+    def _called(self, func: HigherOrderOperator, args: Any, kwargs: Any) -> Any:
+        """Returns the result of `func`, which calls graphs, on fakes. Torch looks up its rule by class."""
+        rules: Any = func.python_key_table
+        known: Any = registered_hop_fake_fns
+        before = self.shape_env
+        self.shape_env = before or ShapeEnv()  # of sizes that a loop decides
+        try:
+            if FakeTensorMode in rules and func not in known:
+                return rules[FakeTensorMode](self, *args, **kwargs)
+            return super().dispatch(func, (), args, kwargs)  # type: ignore[arg-type]
+        finally:
+            self.shape_env = before
+
+    def _answered(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        values = [self._value(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        known = all(value is not None for value in values)
+        assumed = frozenset[str]().union(*(value.assumed for value in values if value is not None))
+        if func is aten._local_scalar_dense.default:
+            return self.scalar(args[0])
+        if func.namespace == _COLLECTIVES.name and func is not _COLLECTIVES.wait_tensor.default:
+            return self._received(func, types, args, kwargs)
+        if not known or torch.Tag.nondeterministic_seeded in func.tags:
+            return self._on_fakes(func, types, args, kwargs)
+        try:
+            result = super().dispatch(func, types, args, kwargs)
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            self._note(assumed)
+            return self._made_from(self._run(func, args, kwargs), assumed)
+        if all(leaf.numel() <= LIMIT for leaf in tree_leaves(result) if isinstance(leaf, Tensor)):
+            self._remember(result, self._run(func, args, kwargs), assumed)
+        elif func._schema.is_mutable:
+            self._forget(func, args, kwargs)
+        return result
+
+    def _received(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run a collective, which nobody answers."""
+        result, given = self._on_fakes(func, types, args, kwargs), args[0]
+        value = self._value(given) if func is _COLLECTIVES.all_to_all_single.default else None
+        if value is not None and result.shape == given.shape:
+            text = f"all_to_all_single: other ranks are taken to send what this one gives ({self._place()})"
+            setattr(result, _VALUE, _Value(value.tensor, value.assumed | {text}))
+        return result
+
+    def _on_fakes(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run `func` where some values are unknown. Choices, and results that values decide, are assumed."""
+        picked = self._with_numbers(func, args)
+        if picked is not args:
+            func = aten.index.Tensor
+        if func._schema.is_mutable:
+            self._forget(func, args, kwargs)
+        try:
+            result = super().dispatch(func, types, picked, kwargs)
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            note = f"{_name(func)} of computed values: taken to hold for every element"
+            self._note(frozenset({f"{note} ({self._place()})"}))
+            standing = tree_map(lambda leaf: self._stand_in(leaf) if isinstance(leaf, Tensor) else leaf, args)
+            result = func(*standing, **kwargs)
+            return self._made_from(result, frozenset())
+        if func in _CHOICES:
+            self._spread(func, args, result)
+        return result
+
+    def _value(self, tensor: Tensor) -> _Value | None:
+        if not isinstance(tensor, FakeTensor):
+            return _Value(tensor) if type(tensor) in (Tensor, nn.Parameter) else None
+        value: _Value | None = getattr(tensor, _VALUE, None)
+        if value is None or value.tensor.untyped_storage()._cdata in self._state.stale:
+            return None
+        return value
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """`func` on the values, all known."""
+
+        def real(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            value = self._value(leaf)
+            assert value is not None
+            return value.tensor
+
+        kwargs = {
+            key: "cpu" if key == "device" and value is not None else value for key, value in kwargs.items()
+        }
+        args = tree_map(real, args)
+        with torch.no_grad():
+            if func is aten.histc.default:  # of integers on a GPU alone
+                result = func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
+            else:
+                result = func(*args, **tree_map(real, kwargs))
+        if func._overloadpacket in _EMPTY:
+            result.zero_()
+        return result
+
+    def _remember(self, fakes: Any, reals: Any, assumed: frozenset[str]) -> None:
+        for fake, real in zip(tree_leaves(fakes), tree_leaves(reals), strict=True):
+            if (
+                not (isinstance(fake, FakeTensor) and isinstance(real, Tensor))
+                or real.layout != torch.strided
+            ):
+                continue
+            if fake.shape == real.shape:
+                setattr(fake, _VALUE, _Value(real, assumed))
+
+    def _made_from(self, reals: Any, assumed: frozenset[str]) -> Any:
+        """Fakes of `reals`, which know their values."""
+
+        def fake(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            with self, self.plain():
+                fake_leaf = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype)
+            if leaf.numel() <= LIMIT:
+                setattr(fake_leaf, _VALUE, _Value(leaf, assumed))
+            return fake_leaf
+
+        return tree_map(fake, reals)
+
+    def _forget(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Forget the values of tensors that `func` writes to, under every view of them."""
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            given = args[position] if position < len(args) else kwargs.get(argument.name)
+            for leaf in tree_leaves(given):
+                value = self._value(leaf) if isinstance(leaf, Tensor) else None
+                if value is not None:
+                    storage = value.tensor.untyped_storage()
+                    self._state.stale[storage._cdata] = storage
+
+    def values(self, fake: FakeTensor) -> Tensor:
+        """The values of `fake`; ones or False where they are unknown."""
+        value = self._value(fake)
+        if value is None:
+            taken = fake.dtype is not torch.bool
+            text = f"computed values that the code reads: taken to be {int(taken) if taken else False}"
+            self._note(frozenset({f"{text} ({self._place()})"}))
+            return torch.full(fake.shape, taken, dtype=fake.dtype)
+        self._note(value.assumed)
+        return value.tensor
+
+    def scalar(self, tensor: Tensor) -> Any:
+        """The number that `tensor` holds, or one that is assumed."""
+        value = self._value(tensor)
+        if value is not None:
+            self._note(value.assumed)
+            return value.tensor.item()
+        place = self._place()
+        self._state.answers[place] += 1
+        if tensor.dtype is torch.bool:
+            answer: Any = self._state.answers[place] % _PATIENCE == 0
+        else:
+            answer = 1.0 if tensor.dtype.is_floating_point else 1
+        self._note(frozenset({f"a computed value that the code asks for: taken to be {answer} ({place})"}))
+        return answer
+
+    def _with_numbers(self, func: Any, args: Any) -> Any:
+        """The arguments of `func` with masks that index or select as the numbers of their elements."""
+        if func not in (aten.index.Tensor, aten.masked_select.default):
+            return args
+        given = args[1]
+        if func is aten.masked_select.default:
+            args = torch.broadcast_tensors(*args[:2])
+            given = [args[1]]
+        if not any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in given):
+            return args
+        indices: list[Any] = []
+        for index in given:
+            if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
+                value = self._value(index)
+                if value is None:
+                    self._note(frozenset({f"a computed mask: taken to hold everywhere ({self._place()})"}))
+                    mask = torch.ones(index.shape, dtype=torch.bool)
+                else:
+                    self._note(value.assumed)
+                    mask = value.tensor.bool()
+                assumed = frozenset() if value is None else value.assumed
+                indices += self._made_from(mask.nonzero(as_tuple=True), assumed)
+            else:
+                indices.append(index)
+        return (args[0], indices, *args[2:])
+
+    def _stand_in(self, leaf: Tensor) -> Tensor:
+        """Values for a tensor that has none: ones, without their memory."""
+        value = self._value(leaf)
+        return value.tensor if value is not None else torch.ones((), dtype=leaf.dtype).expand(leaf.shape)
+
+    def _spread(self, func: Any, args: Any, result: Any) -> None:
+        """Give the chosen indices in `result` values: every choice as often as any other."""
+        indices = result[-1] if isinstance(result, tuple | list) else result
+        position = _CHOICES[func]
+        usual = None if func in (aten.argmax.default, aten.argmin.default) else -1
+        dim = args[position] if position is not None and position < len(args) else usual
+        if indices.numel() > LIMIT or args[0].ndim == 0:
+            return
+        size = args[0].numel() if dim is None else args[0].shape[dim]
+        last = indices.shape if dim is None or func in _FLAT else _moved(indices.shape, dim)
+        if func in (aten.sort.default, aten.sort.stable):
+            values = torch.arange(size).expand(last)
+        else:
+            values = torch.arange(indices.numel()).remainder(size).view(last)
+        if values.shape != indices.shape:
+            values = values.movedim(-1, dim or 0)
+        place = self._place()
+        text = f"{_name(func)} of computed values: taken to spread evenly over its {size} choices ({place})"
+        setattr(indices, _VALUE, _Value(values.contiguous(), frozenset({text})))
+
+    def _note(self, sentences: frozenset[str]) -> None:
+        self._state.notes.update(dict.fromkeys(sorted(sentences)))
+
+    def _place(self) -> str:
+        path, source = where(sys._getframe(1), self._paths)
+        return ", ".join(part for part in (path, source) if part)
+
+    def module(self) -> str:
+        """The path of the innermost module that is running."""
+        return where(sys._getframe(1), self._paths)[0]
+
+    def _note_product(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        node = self.outside.note(func, args, kwargs, result)
+        if node is not None:
+            path, source = where(sys._getframe(1), self._paths)
+            file, _, line = source.rpartition(":")
+            node.meta["nn_module_stack"] = {"": (path, self._classes.get(path, ""))}
+            node.meta["stack_trace"] = f'File "{file}", line {line}'
+
+
+_FLAT = frozenset({aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim})
+
+
+def _moved(shape: torch.Size, dim: int) -> list[int]:
+    """`shape` with `dim` last."""
+    dim %= len(shape)
+    return [*shape[:dim], *shape[dim + 1 :], shape[dim]]
+
+
+def _name(func: Any) -> str:
+    return str(func._overloadpacket).removeprefix("aten.")

@@ -1,0 +1,357 @@
+"""quantize_gemms: replace every GEMM that is to be quantized by mx operators.
+
+    a[M, K] · b[K, N]  →  matmul(cast(a along K), cast(b along K), formats)
+
+Each operand is quantized along the GEMM's own contraction dimension from its widest value (see `operand`).
+A cast that several GEMMs need is made once here when they read the same node, and once after `share` when
+they read equal nodes. `seed` gives casts to stochastic elements their random numbers. Casts whose scale
+follows from calls before read the state of their layer (see `states`); without one they take the amax at
+hand, and the record of a compiled graph says so. Formats of two levels also have a scale for the whole
+tensor: their casts read its amax, and their products are multiplied by both scales. Operands of wgrad may be
+transformed before their casts (`formats.hadamard`); those of groups are not, because groups of tokens end
+inside of its blocks. Rows past their last group, which hold anything, are 0 where they would count in a
+scale. Numerics change in this pass and in no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import fx
+
+from mxcompile import ops
+from mxcompile.formats import BLOCK, Copy, Format, ScaleLayout, Tile
+from mxcompile.graph import dead
+from mxcompile.graph.build import Builder
+from mxcompile.graph.opsets import BIASED, CONVOLUTIONS, PICKS, VIEWS, argument, aten, is_grouped, packet
+from mxcompile.graph.shapes import offsets
+from mxcompile.graph.tags import GemmTag, numel, set_tag, tag_of, tags_of, tensor, value_of
+from mxcompile.graph.transpose import transpose, untransposed
+from mxcompile.ops.view import result_of
+from mxcompile.passes.delayed_scales import States
+from mxcompile.passes.flow import picked_stack
+from mxcompile.passes.matrices import as_returned, matrices
+from mxcompile.passes.operand import product_calls, widest
+from mxcompile.passes.rows import arrives
+from mxcompile.passes.split import HALF
+from mxcompile.policy import Code, Gemm, Reason, Saved, Sent
+
+
+class Quantized(NamedTuple):
+    """The results of a cast. amax: of the tensor, which casts to formats of two levels read."""
+
+    qdata: fx.Node
+    scale: fx.Node
+    amax: fx.Node | None = None
+
+
+_Formats = tuple[Format, Format]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizeGemms:
+    """The pass does what the tags say. tapped: whether weights come with states."""
+
+    name: ClassVar[str] = "quantize_gemms"
+    tapped: bool = False
+
+    def apply(self, graph: fx.Graph) -> None:
+        """Rewrite the GEMMs of `graph` whose tags carry formats."""
+        writer = _GemmWriter(graph, tapped=self.tapped)
+        tagged = [(node, tag) for node in graph.nodes if (tag := tag_of(node)) and tag.formats is not None]
+        writer.note_ends(tagged)
+        for node, tag in tagged:
+            assert tag.formats is not None
+            writer.rewrite(node, tag, tag.formats)
+        writer.states.fill()
+        dead.eliminate(graph)
+
+
+class _GemmWriter:
+    """State of one run: the casts made so far."""
+
+    def __init__(self, graph: fx.Graph, *, tapped: bool) -> None:
+        self._graph = graph
+        self._tapped = tapped
+        self._build = Builder(graph, QuantizeGemms.name)
+        self._products = product_calls(graph)
+        self._casts: dict[tuple[Any, Copy], Quantized] = {}
+        self._amaxes: dict[fx.Node, fx.Node] = {}
+        self._rowwise: dict[tuple[Any, Copy], Quantized] = {}
+        self.states = States(self._build)
+        self._seen: dict[Quantized, fx.Node] = {}
+        self._state: tuple[fx.Node, str] | None = None
+        self._ends: set[tuple[fx.Node, fx.Node]] = set()
+        self._kept: dict[tuple[fx.Node, int, fx.Node], fx.Node] = {}
+
+    def note_ends(self, tagged: Sequence[tuple[fx.Node, GemmTag]]) -> None:
+        """Remember what grouped wgrads read: tensors with rows past their last group, and its end."""
+        for node, tag in tagged:
+            offs = offsets(node) if is_grouped(node) and tag.gemm is Gemm.WGRAD else None
+            if isinstance(offs, fx.Node):
+                self._ends |= {(untransposed(side)[0], offs) for side in matrices(node, self._build)}
+
+    def rewrite(self, node: fx.Node, tag: GemmTag, formats: tuple[Format, Format]) -> None:
+        """Replace `node`, a GEMM, by mx operators."""
+        with self._graph.inserting_before(node):
+            left, right = matrices(node, self._build)
+            if is_grouped(node) and any(fmt.hadamard is not None for fmt in formats):
+                formats = formats[0].untransformed, formats[1].untransformed
+                tag = replace(tag, formats=formats).with_reason(Reason(Code.NO_TRANSFORM))
+                set_tag(node, tag)
+            state = None if is_grouped(node) else self.states.of(tag, (left, right))
+            if state is None and self._tapped and any(fmt.amax.stateful for fmt in formats):
+                tag = tag.with_reason(Reason(Code.NO_HISTORY))
+                set_tag(node, tag)
+            if is_grouped(node):
+                result = self._grouped(node, tag, left, right, formats)
+            else:
+                self._state = None if state is None else (state, tag.tensors[0])
+                a = self._quantize(left, -1, tag, node)
+                self._state = None if state is None else (state, tag.tensors[1])
+                b = self._quantize(right, -2, tag, node)
+                self._state = None
+                result = self._product(node, a, b, formats)
+        if HALF in node.meta:  # its result is an item of what it returned
+            self._build.replace(next(iter(node.users)), result)
+            self._graph.erase_node(node)
+        else:
+            self._build.replace(node, result)
+
+    def _product(self, node: fx.Node, a: Quantized, b: Quantized, formats: _Formats) -> fx.Node:
+        """The product of `a` and `b`, with what the replaced operator adds to it."""
+        what = packet(node)
+        if what in CONVOLUTIONS:
+            bias = node.args[2] if HALF not in node.meta else None
+            return as_returned(self._scaled(node, a, b, bias, formats), node, self._build)
+        biased = what in BIASED
+        alpha, beta = node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)
+        plain = alpha == 1 and beta == 1 and what is not aten.addmv
+        bias = node.args[0] if biased and plain else None
+        result = self._scaled(node, a, b, bias, formats)
+        if what in (aten.mv, aten.addmv):
+            result = self._build.call(aten.squeeze.dim, result, 1, like=node)
+        if biased and not plain:
+            added = node.args[0]
+            if alpha != 1:
+                result = self._build.call(aten.mul.Tensor, result, alpha, like=node)
+            if beta != 1:
+                added = self._build.call(aten.mul.Tensor, added, beta, like=node)
+            if beta != 0:
+                result = self._build.call(aten.add.Tensor, result, added, like=node)
+        return result
+
+    def _scaled(self, node: fx.Node, a: Quantized, b: Quantized, bias: Any, formats: _Formats) -> fx.Node:
+        """The product of `a` and `b` with the tags of `node`."""
+        words = self._words(a, b, formats, node)
+        product = self._build.call(ops.matmul, *_operands(a, b), bias, _result(node).dtype, *words, like=node)
+        set_tag(product, *tags_of(node))
+        return product
+
+    def _grouped(
+        self,
+        node: fx.Node,
+        tag: GemmTag,
+        left: fx.Node,
+        right: fx.Node,
+        formats: _Formats,
+    ) -> fx.Node:
+        out, offs = _result(node), offsets(node)
+        assert isinstance(offs, fx.Node)
+        if tag.gemm is Gemm.WGRAD:  # rows past the last group hold anything; keep them out of amax
+            left = self._zero_past_end(left, -1, offs, node)
+            right = self._zero_past_end(right, -2, offs, node)
+        elif any(fmt.of_tensor for fmt in formats) or (
+            tag.gemm is Gemm.DGRAD and tag.sent is Sent.MXFP8
+        ):  # they count in the amax of the tensor, or in what wgrad's copy is made from
+            if value_of(left).ndim == 2:
+                left = self._zero_past_end(left, -2, offs, node)
+            elif value_of(right).ndim == 2:
+                right = self._zero_past_end(right, -1, offs, node)
+        elif tag.gemm is Gemm.FPROP:  # 0 there anyway: what wgrad casts, so that one read serves both casts;
+            # of gradients not, whose routing, mask and two casts in one kernel outgrow its registers
+            left, right = (
+                self._zero_past_end(side, rows, offs, node)
+                if (untransposed(side)[0], offs) in self._ends
+                else side
+                for side, rows in ((left, -2), (right, -1))
+            )
+        a = self._quantize(left, -1, tag, node)
+        b = self._quantize(right, -2, tag, node)
+        words = self._words(a, b, formats, node)
+        given = *_operands(a, b), offs, out.dtype, *words
+        result = self._build.call(ops.grouped_matmul, *given, like=node)
+        set_tag(result, tag)
+        return result
+
+    def _words(self, a: Quantized, b: Quantized, formats: _Formats, node: fx.Node) -> tuple[Any, ...]:
+        """The formats of both operands, and the scales of both tensors."""
+        read = tuple(Format.mx(fmt.elem) for fmt in formats) if _are_mx(formats) else formats
+        words, call = tuple(map(str, read)), self._build.call
+        scales = [
+            call(ops.known_scale, operand.amax, 0, word, 1, like=node)
+            for operand, word in zip((a, b), words, strict=True)
+            if operand.amax is not None
+        ]
+        if not scales:
+            return words
+        return *words, scales[0] if len(scales) == 1 else call(aten.mul.Tensor, *scales, like=node)
+
+    def _zero_past_end(self, side: fx.Node, dim: int, offs: fx.Node, node: fx.Node) -> fx.Node:
+        """`side` with 0 where its groups, which are along `dim`, −1 or −2, have ended."""
+        base, swapped = untransposed(side)
+        dim = -3 - dim if swapped else dim
+        if (base, dim, offs) not in self._kept:
+            self._kept[base, dim, offs] = self._kept_rows(base, dim, offs, node)
+        kept = self._kept[base, dim, offs]
+        return transpose(kept, self._build) if swapped else kept
+
+    def _kept_rows(self, base: fx.Node, dim: int, offs: fx.Node, node: fx.Node) -> fx.Node:
+        value = value_of(base)
+        call = self._build.call
+        length = self._build.size(base, dim % 2, like=node)
+        rows = self._build.range(length, value.device, node)
+        end = call(aten.select.int, offs, 0, -1, like=node)
+        mask = call(aten.lt.Tensor, rows, end, like=node)
+        if dim == -2:
+            mask = call(aten.unsqueeze.default, mask, 1, like=node)
+        zero = call(aten.full.default, [], 0.0, like=node, dtype=value.dtype, device=value.device)
+        return call(aten.where.self, mask, base, zero, like=node)
+
+    def _quantize(self, operand: fx.Node, dim: int, tag: GemmTag, node: fx.Node) -> Quantized:
+        """Qdata and scale of `operand`, contracted along `dim` (−1 or −2), one cast per source."""
+        assert tag.formats is not None
+        source, swapped = untransposed(widest(operand, self._build, self._products))
+        fmt, mx = tag.formats[-1 - dim], _are_mx(tag.formats)
+        kept = tag.gemm is Gemm.WGRAD and tag.tensors[-1 - dim] != "dy"
+        transcode = tag.saved is Saved.TRANSCODE and kept
+        sent = tag.gemm is Gemm.WGRAD and tag.sent is Sent.MXFP8 and mx and not fmt.stochastic
+        dim = -3 - dim if swapped else dim
+        how = Copy.for_product(fmt, dim) if mx else Copy(format=fmt, dim=dim)
+        rowwise = replace(how, dim=-1)
+        first = self._rowwise.get((_same(source), replace(rowwise, format=fmt.untransformed)))
+        if _is_better_picked_later(source, fmt):
+            cast = self._picked(source, how, node)
+        elif how.layout is ScaleLayout.PER_ROW:
+            cast = self._square_cast(source, how, node)
+        elif fmt.tile.is_square:
+            cast = self._cast(source, rowwise, node)
+        elif sent and arrives(source):
+            cast = self._transcoded(source, self._cast(source, rowwise, node), how, node)
+        elif transcode and first is not None:
+            cast = self._transcoded(source, first, how, node)
+        else:
+            cast = self._cast(source, how, node)
+        _note_itemsize(cast, operand)
+        if swapped:
+            sides = transpose(cast.qdata, self._build), transpose(cast.scale, self._build)
+            return Quantized(*sides, cast.amax)
+        return cast
+
+    def _picked(self, source: fx.Node, how: Copy, node: fx.Node) -> Quantized:
+        """Matrices that `source` picks from a stack: the stack is quantized, and codes and scales picked."""
+        cast = self._cast(widest(argument(source), self._build, self._products), how, node)
+        rest = source.args[1:]
+        call = self._build.call
+        return Quantized(*(call(source.target, part, *rest, like=node) for part in (cast.qdata, cast.scale)))
+
+    def _cast(self, source: fx.Node, how: Copy, node: fx.Node) -> Quantized:
+        stateful = self._state is not None and how.format.amax.stateful
+        key = (_same(source) if stateful else source, how)
+        if key not in self._casts:
+            like = source if source.op == "call_function" else node
+            self._casts[key] = self._emit(source, how, like)
+        cast = self._casts[key]
+        if how.dim == -1 and how.format.hadamard is None:
+            self._rowwise.setdefault((_same(source), how), cast)
+        if stateful and self._state is not None and cast in self._seen:
+            self.states.add(*self._state, self._seen[cast])
+        return cast
+
+    def _emit(self, source: fx.Node, how: Copy, like: fx.Node) -> Quantized:
+        fmt, scale, seen, amax = how.format, None, None, None
+        if fmt.hadamard is not None:
+            source = self._build.call(ops.hadamard, source, how.dim, fmt.hadamard, like=like)
+        if fmt.amax.stateful and self._state is not None:
+            scale, seen = self.states.scale(*self._state, source, fmt, like)
+        elif fmt.two_level:
+            amax = self._amax(source, like)
+        known = (None, 0, scale and [scale], [amax]) if amax else (None, 0, [scale]) if scale else ()
+        qdata, scales = self._build.results(self._build.call(ops.cast, source, [str(how)], *known, like=like))
+        cast = Quantized(qdata, scales, amax)
+        if seen is not None:
+            self._seen[cast] = seen
+        return cast
+
+    def _amax(self, source: fx.Node, like: fx.Node) -> fx.Node:
+        """The largest magnitude of `source`, for its casts in both layouts."""
+        if source not in self._amaxes:
+            self._amaxes[source] = self._build.call(ops.largest, source, like=like)
+        return self._amaxes[source]
+
+    def _square_cast(self, source: fx.Node, how: Copy, node: fx.Node) -> Quantized:
+        """A 32×32 cast: one copy, quantized rowwise, whose scales also read columnwise."""
+        qdata, scale, _ = cast = self._cast(source, replace(how, dim=-1), node)
+        if how.dim == -1:
+            return cast
+        value = value_of(source)
+        call = self._build.call
+        rank, width = value.ndim, self._build.size(source, value.ndim - 1, like=node)
+        tiles = call(aten.slice.Tensor, scale, rank - 2, 0, 2**63 - 1, BLOCK, like=node)
+        column = self._build.range(width, value.device, node)
+        tile = call(aten.div.Tensor_mode, column, BLOCK, like=node, rounding_mode="floor")
+        scale = call(aten.index.Tensor, tiles, [None] * (rank - 1) + [tile], like=node)
+        return Quantized(qdata, scale)
+
+    def _transcoded(self, source: fx.Node, rowwise: Quantized, how: Copy, node: fx.Node) -> Quantized:
+        """The other layout of `source` made from its `rowwise` copy, which then is all that is kept."""
+        key = (source, how)
+        if key not in self._casts:
+            qdata, scale, amax = rowwise
+            word = str(how.format.as_read)
+            known = () if amax is None else (amax,)
+            copy = self._build.call(ops.decode, qdata, scale, -1, word, torch.float32, *known, like=node)
+            self._casts[key] = self._emit(copy, how, node)
+        return self._casts[key]
+
+
+def _are_mx(formats: _Formats) -> bool:
+    """Whether both operands are MXFP8, so that an MX GEMM multiplies them."""
+    return all(fmt.is_mx for fmt in formats)
+
+
+def _same(source: fx.Node) -> Any:
+    """Equal for equal views of one tensor, which `share` will merge."""
+    if packet(source) not in VIEWS:
+        return source
+    return source.target, _same(argument(source)), str(source.args[1:]), str(source.kwargs)
+
+
+def _result(node: fx.Node) -> torch.Tensor:
+    """Returns the result of the GEMM `node`, as the item that is read of it if it returns several."""
+    return value_of(next(iter(node.users)) if HALF in node.meta else node)
+
+
+def _is_better_picked_later(source: fx.Node, fmt: Format) -> bool:
+    """Whether `source` picks from a stack of matrices that is no larger than what it picks."""
+    stack, value = picked_stack(source), tensor(source)
+    if stack is None or value is None or not fmt.is_mx or fmt.tile == Tile.SQUARE:
+        return False
+    return numel(stack.meta["val"].shape) <= numel(value.shape)
+
+
+def _operands(a: Quantized, b: Quantized) -> tuple[fx.Node, ...]:
+    """Elements and scales of both, as products take them."""
+    return a.qdata, a.scale, b.qdata, b.scale
+
+
+def _note_itemsize(cast: Quantized, operand: fx.Node) -> None:
+    """Leave on the cast what an element took in the operand it stands for (see `account`)."""
+    value = tensor(operand)
+    qdata = argument(cast[0]) if packet(cast[0]) in PICKS else cast[0]
+    cast_node, _ = result_of(qdata)
+    if cast_node is not None and value is not None:
+        cast_node.meta.setdefault("mx_itemsize", value.element_size())

@@ -1,0 +1,156 @@
+"""Coupling the casts of two tensors that are computed from the same ones, and not coupling others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.casts import casts_both, quantize_both
+from interpreted import interpret
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+from mxcompile import ops
+from mxcompile.lowering.graph.merge_sibling_casts import MergeSiblingCasts
+from mxcompile.lowering.targets import TARGETS
+from mxcompile.offline import codegen
+from mxcompile.ops.view import Casts
+
+E4M3 = torch.float8_e4m3fn
+SHAPE = (70, 96)
+
+
+def _inputs(count: int) -> list[Tensor]:
+    return [torch.randn(SHAPE).bfloat16() for _ in range(count)]
+
+
+def _coupled(function, *inputs: Tensor) -> tuple[fx.GraphModule, list[int]]:
+    """The graph after the pass, and how many tensors each of its casts reads."""
+    module = make_fx(function, tracing_mode="fake")(*inputs)
+    MergeSiblingCasts(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
+    module.graph.lint()
+    module.recompile()
+    return module, _casts(module)
+
+
+def _casts(module: fx.GraphModule) -> list[int]:
+    casts = module.graph.find_nodes(op="call_function", target=ops.cast)
+    return [1 + (Casts.read(node).y is not None) for node in casts]
+
+
+def gradients(gradient, gate, up):
+    """What a gated activation gives back, each cast where it is made, the first read before the second is."""
+    first = quantize_both(gradient * F.silu(gate), E4M3, "rceil", "128x4")
+    used = first[0].float() + 1
+    second = quantize_both((gradient * up).view(SHAPE) * torch.sigmoid(gate), E4M3, "rceil", "128x4")
+    return used, *first[1:], *second
+
+
+def test_a_couple_is_merged_and_means_the_same():
+    inputs = _inputs(3)
+    module, casts = _coupled(gradients, *inputs)
+    assert casts == [2]
+    for got, wanted in zip(module(*inputs), gradients(*inputs), strict=True):
+        assert got.dtype is wanted.dtype
+        assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
+
+
+def four_tensors(a, b, c, d):
+    return *quantize_both(a * b, E4M3, "rceil"), *quantize_both(a * b + c * d, E4M3, "rceil")
+
+
+def little_in_common(a, b, c, d):
+    return *quantize_both(a * b, E4M3, "rceil"), *quantize_both(a * c, E4M3, "rceil")
+
+
+def another_rounding(a, b, c, d):
+    return *quantize_both(a * b, E4M3, "rceil"), *quantize_both(a - b, E4M3, "floor")
+
+
+def one_is_read_elsewhere(a, b, c, d):
+    x = a * b
+    return *quantize_both(x, E4M3, "rceil"), *quantize_both(a - b, E4M3, "rceil"), x.sum()
+
+
+def made_of_the_first(a, b, c, d):
+    first = quantize_both(a * b, E4M3, "rceil")
+    later = first[0].bfloat16() @ torch.ones(96, 96, dtype=torch.bfloat16)
+    return *first[1:], *quantize_both(a * b + later, E4M3, "rceil")
+
+
+@pytest.mark.parametrize(
+    "function", [four_tensors, little_in_common, another_rounding, one_is_read_elsewhere, made_of_the_first]
+)
+def test_others_stay(function):
+    _, casts = _coupled(function, *_inputs(4))
+    assert casts == [1, 1]
+
+
+def test_rows_that_depend_on_data_are_not_compared():
+    """As those of shared experts beside those of experts that tokens travel to."""
+
+    def beside(gate, up, chosen):
+        some = chosen.nonzero().flatten()
+        a, b = gate[some], up[some]
+        return *quantize_both(gate * up, E4M3, "rceil"), *quantize_both(a * b, E4M3, "rceil")
+
+    module = make_fx(beside, tracing_mode="symbolic")(*_inputs(2), torch.ones(SHAPE[0], dtype=torch.bool))
+    MergeSiblingCasts(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
+    assert _casts(module) == [1, 1]
+
+
+class Gated(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_100", "sm_120"])
+def test_a_gated_layers_gradients_are_one_kernel(target):
+    """It reads three tensors and writes four copies; nothing of theirs is stored in BF16."""
+    tokens, hidden = 1024, 512
+    model, x = Gated(256, hidden).bfloat16(), torch.empty(tokens, 256, dtype=torch.bfloat16)
+    result = codegen(model, x.requires_grad_(), target=target)
+    (launch,) = [each for each in result.launches if casts_both(result, each, 2)]
+    elements = tokens * hidden
+    assert launch.num_bytes <= elements * (3 * 2 + 4 * (1 + 1 / 32)) * 1.01
+    assert launch.facts is not None
+    assert 25 < launch.facts.per_element <= 33
+    assert not any(kernel.binary.spill_bytes for kernel in result.kernels)
+    source = result.kernel(launch).source
+    assert source.count("packed.sigmoid(") == 2
+
+
+@pytest.mark.slow
+def test_what_it_computes(tmp_path):
+    """Tokens and widths that are no multiples of a tile: the gradients are those of the reference's casts."""
+    from helpers.eager import NVIDIA, product
+    from helpers.reference import sqnr_db
+
+    tokens, width, hidden = 70, 64, 200
+    model = Gated(width, hidden).bfloat16()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_().mul_(torch.exp2(torch.randint(-4, 2, parameter.shape)))
+    x = torch.randn(tokens, width).bfloat16().requires_grad_()
+    result = codegen(model, x, target="sm_100", out_dir=tmp_path)
+    assert any(casts_both(result, launch, 2) for launch in result.launches)
+
+    def linear(x: Tensor, weight: Tensor) -> Tensor:
+        return product(x, weight.t(), NVIDIA, torch.float32).to(torch.bfloat16)
+
+    gate, up, down = model.parameters()
+    gated = F.silu(linear(x, gate).float()) * linear(x, up).float()
+    expected = linear(gated.to(torch.bfloat16), down)
+    gradient = torch.randn_like(expected)
+    inputs = [gate, x, up, down]
+    wanted = torch.autograd.grad(expected, inputs, gradient)
+    out, *gradients = interpret(tmp_path, inputs, gradient)
+    assert sqnr_db(expected, out) > 50
+    for computed, reference in zip(gradients, wanted, strict=True):
+        assert sqnr_db(reference, computed) > 50

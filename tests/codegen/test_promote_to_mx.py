@@ -1,0 +1,237 @@
+"""Formats that an MX GEMM multiplies though they are not MXFP8: the same values, by its own instruction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.casts import encode
+from helpers.reference import sqnr_db
+from interpreted import interpret
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.library import opcheck
+
+import mxcompile
+from mxcompile import ops
+from mxcompile.formats import E4M3, E5M2, ElemType, Format
+from mxcompile.formats.encoding import decode_tensors, encode_tensors
+from mxcompile.formats.types import E2M1, E2M3, E3M2
+from mxcompile.graph.tags import GemmTag, Kind, set_tag
+from mxcompile.lowering.graph.promote_to_mx import PromoteToMX
+from mxcompile.lowering.targets import TARGETS
+from mxcompile.ops.view import Product
+from mxcompile.policy import Gemm
+
+TAG = GemmTag(
+    layer="l", name="l", module="Linear", source="", gemm=Gemm.FPROP, kind=Kind.LINEAR, tensors=("x", "w")
+)
+BLOCKS = "e4m3 1x128 pow2", "e4m3 128x128 pow2"
+
+
+def values(elem: ElemType) -> set[float]:
+    """Every finite value of `elem`, from its definition."""
+    steps = range(2**elem.mantissa_bits)
+    small = {step * 2.0 ** (elem.min_exponent - elem.mantissa_bits) for step in steps}
+    normal = {
+        (1 + step / len(steps)) * 2.0**exponent
+        for step in steps
+        for exponent in range(elem.min_exponent, elem.emax + 1)
+    }
+    return {value for value in small | normal if value <= elem.max}
+
+
+def test_which_elements_are_values_of_which():
+    elems = [E4M3, E5M2, E3M2, E2M3, E2M1]
+    for one in elems:
+        for other in elems:
+            assert one.is_in(other) == (values(one) <= values(other)), (one, other)
+
+
+@pytest.mark.parametrize(
+    ("word", "elem"),
+    [
+        ("e2m1 1x32 rceil", E4M3),
+        ("e5m2 1x64 floor", E5M2),
+        ("e4m3 128x128 pow2", E4M3),
+        ("e4m3 1x128 nearest", None),
+        ("e4m3 1x16 rceil", None),
+        ("e4m3 channel pow2", None),
+        ("e4m3 tensor pow2", None),
+    ],
+)
+def test_which_formats_can_be(word: str, elem: ElemType | None):
+    assert Format.of(word).mx_elem is elem
+
+
+def spread(*shape: int, along: int) -> Tensor:
+    """Numbers whose magnitudes lie over 40 binades, by blocks of 32 along a dimension."""
+    gen = torch.Generator().manual_seed(sum(shape))
+    sizes = [-(-size // 32) if dim == along else size for dim, size in enumerate(shape)]
+    powers = torch.randint(-20, 20, sizes, generator=gen).float().repeat_interleave(32, along)
+    return torch.randn(shape, generator=gen) * torch.exp2(powers.narrow(along, 0, shape[along]))
+
+
+def applied(function: Any, *inputs: Tensor, target: str = "sm_100") -> torch.fx.GraphModule:
+    module = make_fx(function, tracing_mode="fake")(*inputs)
+    for node in module.graph.nodes:
+        if node.target in (ops.matmul, ops.grouped_matmul):
+            set_tag(node, TAG)
+    PromoteToMX(target=TARGETS[target], device="cpu").apply(module.graph)
+    module.graph.lint()
+    module.recompile()
+    return module
+
+
+@pytest.mark.parametrize("target", ["sm_100", "gfx950"])  # tiled scales, and row-major ones
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize(
+    "words",
+    [
+        BLOCKS,
+        ("e5m2 1x128 pow2", "e4m3 1x128 pow2"),
+        ("e4m3 1x64 rceil", "e4m3 1x64 even"),
+        ("e2m1 1x32 rceil", "e2m1 1x32 floor"),
+        ("e3m2 1x32 ceil", "e2m3 1x32 rceil"),
+        ("e4m3 1x32 rceil percentile:95", "e4m3 32x32 rceil"),
+    ],
+)
+def test_products_have_the_same_values(words: tuple[str, str], swapped: bool, target: str):
+    x, w = spread(70, 300, along=1), spread(300, 50, along=0)
+    x[3, 5], x[4] = torch.nan, 0.0
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        a, sa = encode(x, -1, words[0])
+        b, sb = encode(w.t().contiguous(), -1, words[1]) if swapped else encode(w, -2, words[1])
+        b, sb = (b.t(), sb.t()) if swapped else (b, sb)
+        return ops.matmul(a, sa, b, sb, None, torch.float32, *words)
+
+    module = applied(function, x, w, target=target)
+    (product,) = module.graph.find_nodes(op="call_function", target=ops.matmul)
+    assert Product.read(product).is_mx
+    assert {node.meta["val"].dtype for node in (product.args[0], product.args[2])} <= {E4M3.dtype, E5M2.dtype}
+    assert {node.meta["val"].ndim for node in (product.args[1], product.args[3])} == {
+        1 if target == "sm_100" else 2
+    }
+    found, wanted = module(x, w), function(x, w)
+    assert wanted[3].isnan().all()
+    assert torch.equal(found.nan_to_num(7.0), wanted.nan_to_num(7.0))
+
+
+def test_groups_and_batches_have_the_same_values():
+    x, w = spread(48, 96, along=1), spread(3, 96, 64, along=1)
+    offs = torch.tensor([10, 20, 48], dtype=torch.int32)
+    word = "e2m1 1x32 rceil"
+
+    def groups(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+        (a, sa), (b, sb) = encode(x, -1, word), encode(w, -2, word)
+        return ops.grouped_matmul(a, sa, b, sb, offs, torch.float32, word, word)
+
+    def batch(x: Tensor, w: Tensor) -> Tensor:
+        (a, sa), (b, sb) = encode(x.view(3, 16, 96), -1, BLOCKS[0]), encode(w, -2, BLOCKS[1])
+        return ops.matmul(a, sa, b, sb, None, torch.float32, *BLOCKS)
+
+    assert torch.equal(applied(groups, x, w, offs)(x, w, offs), groups(x, w, offs))
+    assert torch.equal(applied(batch, x, w)(x, w), batch(x, w))
+    for module in (applied(groups, x, w, offs), applied(batch, x, w)):
+        (product,) = filter(None, map(Product.of, module.graph.nodes))
+        assert product.is_mx
+
+
+@pytest.mark.parametrize("words", [("e4m3 1x128 nearest", "e4m3 128x128 nearest"), ("e4m3 1x16 rceil",) * 2])
+def test_others_stay(words: tuple[str, str]):
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        (a, sa), (b, sb) = encode(x, -1, words[0]), encode(w, -2, words[1])
+        return ops.matmul(a, sa, b, sb, None, torch.float32, *words)
+
+    module = applied(function, torch.randn(32, 128), torch.randn(128, 32))
+    (product,) = module.graph.find_nodes(op="call_function", target=ops.matmul)
+    assert Product.read(product).words == words
+
+
+def test_products_of_two_levels_stay_with_the_reason():
+    word = "e2m1 1x16 two-level"
+
+    def function(x: Tensor, w: Tensor, amax: Tensor) -> Tensor:
+        a, sa = encode(x, -1, word, None, 0, None, amax)
+        b, sb = encode(w, -2, word, None, 0, None, amax)
+        return ops.matmul(a, sa, b, sb, None, torch.float32, word, word, amax)
+
+    inputs = torch.randn(32, 64), torch.randn(64, 32), torch.ones(1)
+    module = make_fx(function, tracing_mode="fake")(*inputs)
+    (product,) = module.graph.find_nodes(op="call_function", target=ops.matmul)
+    set_tag(product, TAG)
+    reasons = PromoteToMX(target=TARGETS["gfx950"], device="cpu").apply(module.graph)
+    assert reasons == {product: "no kernel multiplies E2M1 under E4M3 scales"}
+    assert module.graph.find_nodes(op="call_function", target=ops.matmul) == [product]
+
+
+@pytest.mark.parametrize("layout", ["row-major", "128x4"])
+@pytest.mark.parametrize("word", [BLOCKS[1], "e4m3 1x64 rceil", "e2m1 1x32 rceil"])
+@pytest.mark.parametrize("shape", [(40, 70), (300, 130), (1, 1)])
+def test_bytes_pass_opcheck(shape: tuple[int, int], word: str, layout: str):
+    for dim in (-1, -2):
+        qdata, scale = encode(torch.randn(shape), dim, word)
+        opcheck(ops.block_bytes, (scale, qdata.view(torch.uint8), dim, word, layout))
+    qdata, scale = encode(torch.ones(0, 5), -1, word)
+    assert ops.block_bytes(scale, qdata, -1, word, layout).numel() == 0
+
+
+USES: dict[str, Any] = {
+    "blocks": {"precision": "fp8", "scaling": "block", "scale": "pow2"},
+    "mxfp4": "mxfp4",
+    "mxfp6": "mxfp6_e2m3",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "name", "mma"),
+    [
+        ("sm_100", "blocks", "tcgen05.mma"),
+        ("sm_100", "mxfp4", "tcgen05.mma"),
+        ("gfx950", "mxfp6", "v_mfma_scale"),
+    ],
+)
+def test_generated_products(target: str, name: str, mma: str, tmp_path: Path):
+    """On the chip's own instruction, without spills; what is quick to interpret computes the same."""
+    rules = [{"match": {"name": "*"}, "use": USES[name]}]
+    policy = mxcompile.Policy.from_dict({"version": 1, "preset": "bf16", "rules": rules})
+    layer = nn.Linear(144, 80, dtype=torch.bfloat16)
+    w, bias, x = layer.weight.detach(), layer.bias.detach(), spread(48, 144, along=1).to(torch.bfloat16)
+    given = x.clone().requires_grad_()
+    result = mxcompile.codegen(layer, given, target=target, policy=policy, out_dir=tmp_path)
+    assert not result.problems
+    products = [result.kernel(launch) for launch in result.launches if launch.gemms]
+    assert len(products) == len(result.report.gemms) == 3
+    for kernel in products:
+        assert any(each.startswith(mma) for each in kernel.binary.mma)
+        assert not any(each.endswith("kind::f16") for each in kernel.binary.mma)
+        assert kernel.binary.spill_bytes == 0
+    assert all(TARGETS[target].mma in gemm.kernel for gemm in result.report.gemms)
+    if name != "blocks":
+        return
+    use = policy.rules[0].use
+    assert use.fprop is not None
+    forms = use.fprop.formats(use.formats)
+
+    def product(a: Tensor, b: Tensor, form_a: Format, form_b: Format) -> Tensor:
+        sides = zip((a, b), (-1, -2), (form_a, form_b), strict=True)
+        left, right = (
+            decode_tensors(*encode_tensors(side, dim, form), dim, form, torch.float32)
+            for side, dim, form in sides
+        )
+        return left @ right
+
+    dy = torch.randn(48, 80).to(torch.bfloat16)
+    wanted = (
+        product(x, w.t(), forms.x, forms.w) + bias.float(),
+        product(dy.t(), x, forms.dy, forms.x),
+        dy.float().sum(0),
+        product(dy, w, forms.dy, forms.w),
+    )
+    found = interpret(tmp_path, [w, bias, x], dy)
+    for each, one in zip(wanted, found, strict=True):
+        assert sqnr_db(each, one) > 45  # rounded to BF16
