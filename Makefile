@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := .ci/constraints.txt
 
-.PHONY: demo docs test test-slow newest lint predictions wheel check gpu bench real clean
+.PHONY: demo docs test test-slow newest lint house predictions wheel check gpu bench real clean
 
 # Trains a small model in three precisions; ARGS=--serve compares ways to serve one, ARGS=--help has the rest.
 demo: $(VENV)/.demo
@@ -42,6 +42,10 @@ lint: $(VENV)/.test
 	MYPYPATH=examples:benchmarks $(BIN)/mypy $(NAMES_ONLY) benchmarks/*.py
 	$(BIN)/python tests/lint_words.py
 	$(BIN)/python -m pytest tests/lint_figures.py
+
+# Lines of each room beside its budget, operators, circles between folders.
+house: $(VENV)/.test
+	$(BIN)/python tests/house.py
 
 # Tables and the picture of predicted times, reckoned anew by the rates in mxcompile/offline/rates.py.
 predictions: $(VENV)/.test

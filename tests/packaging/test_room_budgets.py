@@ -10,6 +10,8 @@ from collections import Counter
 
 from test_import_order import ROOT, modules
 
+from mxcompile import ops
+
 BUDGETS = {
     "lowering": 330,
     "lowering/chips": 1_000,
@@ -54,10 +56,24 @@ BUDGETS = {
 }
 
 
-def test_every_room_keeps_its_budget_of_lines():
+NUM_OPERATORS = 28
+"""The most operators that the library `mx` may have."""
+
+
+def lines_by_room() -> Counter[str]:
+    """Returns the number of lines of the Python files directly in each folder of the product."""
     lines: Counter[str] = Counter()
     for path in modules().values():
         lines[str(path.parent.relative_to(ROOT))] += len(path.read_text(encoding="utf-8").splitlines())
+    return lines
+
+
+def test_operators_keep_their_budget():
+    assert len(ops.SPECS) <= NUM_OPERATORS
+
+
+def test_every_room_keeps_its_budget_of_lines():
+    lines = lines_by_room()
     total = f"the product has {lines.total():,} lines"
     assert lines.keys() == BUDGETS.keys(), total
     over = {room: f"{lines[room]} of {budget}" for room, budget in BUDGETS.items() if lines[room] > budget}
