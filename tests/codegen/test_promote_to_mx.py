@@ -215,7 +215,7 @@ def test_generated_products(target: str, name: str, mma: str, tmp_path: Path):
         return
     use = policy.rules[0].use
     assert use.fprop is not None
-    forms = use.fprop.formats(use.formats)
+    forms = use.fprop.formats(use)
 
     def product(a: Tensor, b: Tensor, form_a: Format, form_b: Format) -> Tensor:
         sides = zip((a, b), (-1, -2), (form_a, form_b), strict=True)
