@@ -182,10 +182,7 @@ def quiet(*, compiling: bool = True) -> Iterator[None]:
 
 @contextmanager
 def _without_function_modes() -> Iterator[None]:
-    """Disables enclosing function modes.
-
-    A ``with torch.device("meta")`` around the call would apply to tensors that the traced model creates.
-    """
+    """Disables enclosing function modes, such as ``with torch.device('meta')`` around the call."""
     set_aside = []
     while _len_torch_function_stack():
         set_aside.append(_pop_mode())

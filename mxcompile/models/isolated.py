@@ -147,10 +147,7 @@ def _run(function: Callable[[], Any], sink: int, before: Before, mask: Any, *, t
 
 
 def _check_autograd() -> None:
-    """Raises `NoChildError` if autograd does not work in this process.
-
-    It does not work if the parent had autograd threads for an accelerator, because a fork has no threads.
-    """
+    """Raises `NoChildError` if autograd had threads in the parent, because a fork has no threads."""
     try:
         with torch.inference_mode(False), torch.enable_grad():
             leaf = torch.zeros((), device="cpu", requires_grad=True)

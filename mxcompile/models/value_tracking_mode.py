@@ -99,11 +99,7 @@ class ValueTrackingMode(FakeTensorMode):
                 self._paths[id(value)], self._classes[path] = path, type(value).__qualname__
 
     def know(self, fake: Tensor, real: Tensor) -> Tensor:
-        """Gives `fake` the values of `real` and returns it.
-
-        `fake` stays without values if `real` is not on the CPU, has more than `LIMIT` elements or is a fake
-        without tracked values.
-        """
+        """Returns `fake`, with the values of a CPU tensor `real` of up to `LIMIT` elements, or of a fake."""
         if isinstance(real, FakeTensor):
             value = real.fake_mode._value(real) if isinstance(real.fake_mode, ValueTrackingMode) else None
             if value is not None:

@@ -263,10 +263,7 @@ def _in_dtype(given: Any, model: nn.Module) -> Any:
 
 
 def _without_saved_tensors_hooks() -> AbstractContextManager[Any]:
-    """Disables the saved-tensor hooks of the user's call.
-
-    Activation checkpointing counts the tensors that its hooks receive, and would count recorded ones too.
-    """
+    """Disables the caller's saved-tensor hooks: checkpointing would count recorded tensors."""
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         return nullcontext()  # hooks are disabled, and pushing one would raise
     return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

@@ -31,8 +31,8 @@ _EXPERTS_NDIM = 3
 class RankModel:
     """The model of rank 0 of `mesh`, with the arguments of a call.
 
-    groups: FSDP2 groups of the model. is_split: whether FSDP2 or tensor parallelism shards parameters.
-    plain: the model before `parallelised` copied it; `model` itself if a factory built it.
+    groups: FSDP2 groups. is_split: whether FSDP2 or tensor parallelism shards parameters. plain: the model
+    before `parallelised` copied it; `model` itself if a factory built it.
     """
 
     model: nn.Module
@@ -44,10 +44,7 @@ class RankModel:
     plain: nn.Module
 
     def check(self, *, sends: bool) -> None:
-        """Raises `ModelError` for a model that is not parallelised.
-
-        sends: whether the graphs of the model contain collectives.
-        """
+        """Raises `ModelError` if the model is not parallelised. sends: whether its graphs have collectives."""
         if not self.is_split and not sends:
             raise ModelError(
                 f"{type(self.model).__name__} is not parallelised: name a way, such as --parallel fsdp, or"
@@ -123,10 +120,7 @@ def rank_model(
 
 
 def _splits_in_graphs(parallel: str | None) -> AbstractContextManager[None]:
-    """Lets graphs capture the split sizes of `all_to_all_single`, if `parallel` has `ep`.
-
-    Dynamo would otherwise break the graph at every ``tolist()`` of the token counts.
-    """
+    """Captures the split sizes of all-to-alls if `parallel` has `ep`: ``tolist()`` would break graphs."""
     captured: Any = torch._dynamo.config.capture_scalar_outputs or EXPERTS in (parallel or "").split(",")
     patched: Any = torch._dynamo.config.patch(capture_scalar_outputs=captured)
     return patched  # type: ignore[no-any-return]

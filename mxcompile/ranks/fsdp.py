@@ -74,10 +74,7 @@ class FSDPGroup:
 
 
 def groups(model: nn.Module) -> tuple[FSDPGroup, ...]:
-    """Returns the FSDP2 groups of `model` in module order.
-
-    Raises `ModelError` if this torch stores the state of FSDP2 differently.
-    """
+    """Returns the FSDP2 groups of `model` in module order. Raises `ModelError` for an unknown FSDP2 state."""
     try:
         return tuple(_groups(model))
     except AttributeError as error:

@@ -156,10 +156,7 @@ def _llama_styles(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _check_whole(model: nn.Module, styles: Mapping[str, Any], ranks: int) -> None:
-    """Raises `OptionError` if a layer inside a block does not split evenly.
-
-    An uneven split would cut an attention head.
-    """
+    """Raises `OptionError` if a layer in a block does not split evenly: the split would cut heads."""
     for path in styles:
         weight: Any = model.get_submodule(path).weight
         split = weight.shape[1 if _ROWS.fullmatch(path) else 0]
@@ -169,10 +166,7 @@ def _check_whole(model: nn.Module, styles: Mapping[str, Any], ranks: int) -> Non
 
 
 def _shared(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:
-    """Returns pairs (first owner, further owner) for every shared parameter.
-
-    `parallelize_module` replaces parameters module by module, which would untie them.
-    """
+    """Returns (first owner, further owner) of shared parameters, which `parallelize_module` would untie."""
     first: dict[int, tuple[nn.Module, str]] = {}
     again = []
     for module in model.modules():
