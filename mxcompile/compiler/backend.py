@@ -188,7 +188,7 @@ def compile_graph(
         code = compile_fx(graph, example_inputs, config_patches=patches, decompositions=known, **region)
         return cast(Compiled, code)
 
-    stored = recall(compilation)
+    stored = recall(compilation)  # before the compile, because it sets the token in Inductor's cache keys
     return CompiledGraph(
         compiled(gm, compilation),
         attribution=publish(compilation, stored),

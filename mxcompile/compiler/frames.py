@@ -71,6 +71,7 @@ class Frame:
                 scope = compiled.f_locals, compiled.f_globals
                 if compiled.f_code.co_name.startswith(_RESUMED):
                     parts.append(_AFTER)
+                # inner calls belong to Dynamo and the backend
                 running, directly = [], True
             parts += _split(frame)
             backward |= frame.f_code.co_filename.endswith(_COMPILED_AUTOGRAD)

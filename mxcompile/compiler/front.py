@@ -147,7 +147,7 @@ def _named(root: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, nn.M
 
 
 def _stacked(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the members of stacks; of nested stacks the outermost."""
+    """Yields the members of stacks. Only the outermost of nested stacks counts."""
     if isinstance(module, _STACKS):
         members = {name: child for name, child in _children(module) if any(True for _ in child.children())}
         kinds = Counter(plain_class(users_own(child)) for child in members.values())

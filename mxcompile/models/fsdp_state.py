@@ -1,7 +1,4 @@
-"""Reads the private state of FSDP2 and is the only file to do so.
-
-Raises `AttributeError` for a torch version with another layout.
-"""
+"""Reads FSDP2's private state, alone. Raises `AttributeError` for a torch with another layout."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ Group = tuple[Any, list[tuple[str, Any]]]
 def states(root: nn.Module) -> Iterator[tuple[str, Any, list[Group]]]:
     """Yields (path, state, groups) for every module of `root` with an FSDP2 state.
 
-    A state that several modules share counts once, for its first module.
+    A state of several modules counts for its first module.
     """
     paths = {id(module): path for path, module in root.named_modules()}
     for path, module in root.named_modules():

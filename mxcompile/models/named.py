@@ -98,7 +98,7 @@ def factory_of(spec: str) -> Callable[..., Any] | None:
         return _attribute(module_name, attribute)
     except ModelError:
         raise
-    except Exception as error:  # of the user's code, whatever it is
+    except Exception as error:  # user code may raise anything
         raise ModelError(f"model {spec!r}: {type(error).__name__}: {error}") from error
 
 
@@ -146,7 +146,7 @@ def _from_factory(spec: str, read: ReadWeights | None) -> LoadedModel:
             result = factory()
     except ModelError:
         raise
-    except Exception as error:  # of the user's code, whatever it is
+    except Exception as error:  # user code may raise anything
         raise ModelError(f"model {spec!r}: {type(error).__name__}: {error}") from error
     match result:
         case (nn.Module() as model, tuple() | list() as args, dict() as kwargs):

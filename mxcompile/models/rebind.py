@@ -3,10 +3,9 @@
     m.forward = lambda *args: original(*args)     original: a method of m
     copy.forward = the same code, with the copy's method in its cell
 
-``copy.deepcopy`` does not copy functions. A copied model would therefore call the original, whose parameters
-are real and whose modules may be compiled. `Rebinder` recreates each function that refers to a module or
-tensor of the model through its cells, defaults, ``__wrapped__`` or globals, and everything that refers to
-such a function. It leaves all other values to ``copy.deepcopy``.
+``copy.deepcopy`` does not copy functions, so a copied model would call the original with its real parameters.
+`Rebinder` recreates each function that refers to a module or tensor of the model by its cells, defaults,
+``__wrapped__`` or globals, and everything that refers to such a function. ``copy.deepcopy`` copies the rest.
 """
 
 from __future__ import annotations
@@ -83,10 +82,7 @@ class Rebinder:
             return value
 
     def _rebound(self, value: Any) -> Any:
-        """Returns a copy of `value`, which refers to the model.
-
-        A container enters the memo before its members are copied, because they may refer back to it.
-        """
+        """Returns a copy of `value`. A container enters the memo before its members: they may refer to it."""
         result: Any
         match value:
             case FunctionType() if (inner := _compiled(value)) is not None:

@@ -99,7 +99,7 @@ class ValueTrackingMode(FakeTensorMode):
                 self._paths[id(value)], self._classes[path] = path, type(value).__qualname__
 
     def know(self, fake: Tensor, real: Tensor) -> Tensor:
-        """Returns `fake`, with the values of a CPU tensor `real` of up to `LIMIT` elements, or of a fake."""
+        """Returns `fake` with the values of `real`, if these are tracked, or small and on the CPU."""
         if isinstance(real, FakeTensor):
             value = real.fake_mode._value(real) if isinstance(real.fake_mode, ValueTrackingMode) else None
             if value is not None:
@@ -112,7 +112,7 @@ class ValueTrackingMode(FakeTensorMode):
 
     @contextmanager
     def plain(self, sizes: ShapeEnv | None = None) -> Iterator[None]:
-        """Disables value tracking. sizes: `ShapeEnv` for data-dependent sizes."""
+        """Disables value tracking within the context. sizes: `ShapeEnv` for data-dependent sizes."""
         before = self.shape_env
         self.shape_env = sizes or before
         self._state.plain += 1

@@ -178,7 +178,7 @@ def _is_index(key: str, value: Any) -> bool:
 def _tensor(value: Tensor | None) -> Any:
     if value is None:
         return None
-    layout = repr(getattr(value, "placements", ""))  # of a DTensor
+    layout = repr(getattr(value, "placements", ""))  # layout of a DTensor
     return tuple(value.shape), value.stride(), value.dtype, value.requires_grad, layout
 
 

@@ -44,7 +44,7 @@ class RankModel:
     plain: nn.Module
 
     def check(self, *, sends: bool) -> None:
-        """Raises `ModelError` if the model is not parallelised. sends: whether its graphs have collectives."""
+        """Raises `ModelError` if the model is not parallelised. sends: whether its graphs communicate."""
         if not self.is_split and not sends:
             raise ModelError(
                 f"{type(self.model).__name__} is not parallelised: name a way, such as --parallel fsdp, or"

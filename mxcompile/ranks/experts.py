@@ -81,7 +81,10 @@ class _OnRanks(nn.Module):
     num_experts: int
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Returns the experts' weighted sum, [tokens, features]; top_k_index, top_k_weights: [tokens, top_k]."""
+        """Returns the weighted sum of the experts' results, [tokens, features].
+
+        top_k_index, top_k_weights: [tokens, top_k], the chosen experts and the router's weights.
+        """
         group, own, top_k = self.ep_group, self.num_experts, top_k_index.shape[-1]
         choices = top_k_index.flatten()
         order = choices.argsort(stable=True)

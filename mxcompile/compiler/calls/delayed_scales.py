@@ -193,7 +193,7 @@ class DelayedScales:
     """
 
     def __init__(self, tapped: Tapped, lengths: Mapping[int, int], root: nn.Module | None) -> None:
-        self._positions, self._outputs = tapped.positions, tapped.outputs  # `tapped.gm` would keep the parameters alive
+        self._positions, self._outputs = tapped.positions, tapped.outputs  # its graph holds parameters
         self._lengths = dict(lengths)
         self._trains = any(state.requires_grad for state in tapped.states)
         self._root = None if root is None else weakref.ref(root)

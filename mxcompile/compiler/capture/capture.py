@@ -61,7 +61,7 @@ def captured(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module 
     frame = Frame.of(gm)
     root = frame.root(root)
     located = Located(gm, example_inputs, root, frame)
-    inline_regions(gm, located.inputs)
+    inline_regions(gm, located.inputs)  # needs the user's module paths, which `Located` has written
     mark(gm)
     sharded = "shards of tensor parallelism" if any(map(_is_shard, example_inputs)) else ""
     cut = frame.cut(root, _called(gm, located)) or sharded
@@ -94,8 +94,9 @@ def _is_shard(value: object) -> bool:
 def _rank(gm: fx.GraphModule) -> int | None:
     """Returns the rank of this process if `gm` has DTensors, else None.
 
-    Torch's cache key of such a graph is equal on all ranks. A rank could get another rank's code from a
-    shared cache, with the other rank's slices of a tensor: https://github.com/pytorch/pytorch/issues/188390.
+    Torch's cache key of a graph with DTensors is equal on all ranks. A rank could get another rank's code
+    from a shared cache, with the other rank's slices of a tensor:
+    https://github.com/pytorch/pytorch/issues/188390.
     """
     graphs = (module.graph for module in gm.modules() if isinstance(module, fx.GraphModule))
     values = (node.meta.get("example_value") for graph in graphs for node in graph.nodes)

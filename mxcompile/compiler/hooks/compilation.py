@@ -187,6 +187,7 @@ class Compilation:
         trace_graph(graph, "after")
         if self._watch is not None:
             self._sites += sites(graph, self._watch.watches, self._watch.dumps, self._watch.operands)
+        # a capture can become several graphs, but its weights are gathered once
         gathers = Gathers() if self.traced else self.capture.gathers
         drawn = outline(graph, self.capture.inputs)
         self.traced = True

@@ -48,7 +48,7 @@ def guard_exports(is_ours: Callable[[Any], bool]) -> None:
 
 
 def _compiled(module: Any, is_ours: Callable[[Any], bool]) -> Iterator[str]:
-    """Yields the paths of modules in `module` that such a backend compiles."""
+    """Yields the paths of modules in `module` whose backend `is_ours`."""
     if isinstance(module, nn.Module):
         for path, inner in module.named_modules():
             if any(is_ours(innermost(callback)[0]) for callback in _callbacks(inner)):

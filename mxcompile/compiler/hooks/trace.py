@@ -34,7 +34,7 @@ def trace(
 
     with (
         functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
-        torch._guards.tracing(None),
+        torch._guards.tracing(None),  # separate from an enclosing compile
     ):
         compile_fx(
             copied(gm),

@@ -53,6 +53,7 @@ def watch_attempts(options_of: Callable[[Any, Mapping[str, Any]], Options | None
         backend, keywords = innermost(compiling.get("compiler_fn"))
         options = options_of(backend, keywords)
         if options is not None:
+            # torch itself raises at the limit under these settings
             is_error = compiling.get("one_graph") or torch._dynamo.config.fail_on_recompile_limit_hit
             reached = f"{limit} ({getattr(torch._dynamo.config, limit)})" if exceeded and not is_error else ""
             root = getattr(backend, "root", None)

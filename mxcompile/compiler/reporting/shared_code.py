@@ -37,6 +37,7 @@ def attribution(capture: Capture, places: Places) -> Attribution | None:
     number = Counter(id(own) for module in modules for own in module._parameters.values())
     holders = {user_path(raw): number[id(own)] for raw, own in named}
     own = [at for at, given in enumerate(capture.inputs) if given.static and given.path in holders]
+    # a parameter with a single holder identifies the module that runs
     position = min(own, key=lambda index: holders[capture.inputs[index].path], default=None)
     if position is None and not places.part.gemms:
         return None

@@ -66,7 +66,7 @@ def guard(capture: Capture, policy: Policy, *, unlimited: bool = False) -> None:
             " would run its code for all of them; compile the model with mxcompile.compile(model, policy=…)"
         )
     paths, expected = capture.tree.by_identity, known[capture.prefix]
-    alive = weakref.ref(capture.root)
+    alive = weakref.ref(capture.root)  # ids of its modules can be reused after it is freed
 
     def holds(module: object) -> bool:
         path = next(iter(paths.get(id(module), ())), None)
