@@ -25,7 +25,7 @@ _RESUMED = "torch_dynamo_resume_in"
 _BEFORE, _AFTER = _BREAKS = "before a graph break", "after a graph break"
 _COMPILED_AUTOGRAD = "torch/_dynamo/compiled_autograd.py"
 STAGE = "a pipeline stage"
-"""Reason for a part: a pipeline stage, whose whole model exists in no single process."""
+"""Reason why a graph is only a part: the model is a pipeline stage, and no process has the whole model."""
 TORCH = f"{torch.__path__[0]}/"
 """Folder of torch's own code."""
 
@@ -176,7 +176,7 @@ def _broken(gm: fx.GraphModule | None) -> Iterator[str]:
 
 
 def _split(frame: FrameType) -> Iterator[str]:
-    """Yields the reason for a part if `frame` belongs to DDP's graph splitter or to a pipeline stage.
+    """Yields why the graph is only a part, if `frame` belongs to DDP's graph splitter or a pipeline stage.
 
     Skips user frames, because a read of `f_locals` keeps their objects alive as long as the frame.
     """

@@ -139,9 +139,9 @@ class MasterWeight(Tensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Returns the whole weight as a `TiledWeight`.
+        """Returns the whole weight as a `TiledWeight`, or None if FSDP2 has refilled `out`.
 
-        out: result of an earlier gather, or None for the first. FSDP2 refills the storage of `out` in place.
+        out: result of an earlier gather, whose storage FSDP2 has filled again. None for the first gather.
         """
         if out is not None:
             return None

@@ -1,11 +1,11 @@
-"""A model as its author wrote it, on fake tensors: copied without what distributes or compiles it.
+"""Copies a model to fake tensors as its author wrote it, without wrappers that distribute or compile it.
 
 ``fully_shard``, ``parallelize_module``, ``DistributedDataParallel`` and ``FullyShardedDataParallel`` add
-classes, modules around modules, hooks and sharded parameters to a model. The copy has the original class, no
-wrappers, no hooks of ``torch.distributed``, and parameters of the whole size. Modules are copied attribute by
-attribute, because wrapped ones refuse ``copy.deepcopy``, which does not copy closures either (see `rebind`).
-Where ``torch.compile`` of a method is an attribute (``model.forward = torch.compile(model.forward)``) the
-copy has the method of the copy.
+classes, wrapper modules, hooks and sharded parameters to a model. The copy has the original class, no
+wrappers, no hooks of ``torch.distributed``, and whole parameters. Modules are copied attribute by attribute,
+because wrapped modules reject ``copy.deepcopy``, which does not copy closures either (see `rebind`). A
+compiled method in an attribute (``model.forward = torch.compile(model.forward)``) becomes the copy's own
+plain method.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads FSDP2's private state, alone. Raises `AttributeError` for a torch with another layout."""
+"""The only reader of FSDP2's private state. Raises `AttributeError` for a torch with another layout."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Fake tensors that track values computed from the model's inputs, and assume all other values.
 
-    input_ids, masks, grids, arange, …   values are stored beside the fakes and computed along
-    topk, sort, argmax of computed       assumed to spread evenly over the choices: balanced experts
-    all_to_all of tracked values         other ranks are assumed to send the same values
-    nonzero, masks, item of computed     assumed: every element counts; False, 1, 1.0
+    input_ids, masks, grids, arange, …   tracked: values are stored beside the fakes and computed with them
+    all_to_all of tracked values         assumed: other ranks send the same values
+    topk, sort, argmax of unknown ones   assumed: spread evenly over the choices (balanced experts)
+    nonzero, masks of unknown ones       assumed: every element counts
+    item of unknown ones                 assumed: False, 1 or 1.0
 
 A model whose code reads values (``.item()``, ``nonzero``, a loop over the chosen experts) can therefore be
 traced on fakes. Values that depend on parameters or activations are assumed, and every assumption that

@@ -99,7 +99,7 @@ class Plan:
     def with_more(self, other: Plan | None, read: Iterable[str]) -> Plan:
         """Returns this plan with the further layers of `other`, the plan of another call.
 
-        read: paths of parameters that count as read in both calls.
+        read: paths of further parameters that count as read.
         """
         if other is None:
             return replace(self, read=self.read.union(read))
@@ -172,7 +172,7 @@ _WAYS = (
     _Way(leave_out=keep_all, mode=ValueTrackingMode),
     _Way(leave_out=keep_all, mode=ValueTrackingMode, compiling=False),
 )
-"""Tried in this order. Values are assumed only where shapes alone do not give a plan."""
+"""Attempts in order. Values are assumed only where shapes alone do not give a plan."""
 
 
 def _planned(

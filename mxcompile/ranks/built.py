@@ -53,7 +53,7 @@ class RankModel:
 
     @property
     def experts(self) -> dict[str, tuple[int, int]]:
-        """(experts on this rank, experts in total) by parameter path, for experts spread over ranks."""
+        """Pairs (experts on this rank, all experts) by parameter path, for experts spread over ranks."""
         gathered = {one.path: one.size for group in self.groups for one in group.parameters}
         wholes = {user_path(path): parameter for path, parameter in self.plain.named_parameters()}
         numbers = {}
@@ -97,8 +97,8 @@ def rank_model(
 ) -> Iterator[RankModel]:
     """Makes the process rank 0 of a fake mesh of `shape`, and yields the model of this rank.
 
-    model: a plain model that `parallel` names the methods for, or a factory. Raises `OptionError` if the mesh
-    cannot be created in this process.
+    model: a factory, or a plain model to parallelise with the methods in `parallel`. Raises `OptionError` if
+    the mesh cannot be created in this process.
     """
     with fake_ranks(shape) as mesh, _splits_in_graphs(parallel):
         if not isinstance(model, nn.Module):

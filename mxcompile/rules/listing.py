@@ -1,4 +1,4 @@
-"""Prints the decisions of a policy on a model, by rule and by layer."""
+"""Formats the decisions of a policy on a model as text, by rule and by layer."""
 
 from __future__ import annotations
 

@@ -261,7 +261,7 @@ class Compilation:
 
     @property
     def _promotes(self) -> bool:
-        """Whether slow products run in FP32. They keep their dtype if the policy quantizes nothing."""
+        """Whether slow products run in FP32: on `CPU_FP32`, else if the policy quantizes anything."""
         return self.options.policy.quantizes or self.options.target == CPU_FP32
 
     def name_kernels(self, kernels: Mapping[int, str]) -> None:

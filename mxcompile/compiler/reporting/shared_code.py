@@ -1,8 +1,9 @@
 """Tracks which model instances share a compiled graph. Dynamo reuses code across instances of a class.
 
-Dynamo does not call the backend then. The code therefore compares one parameter among its inputs: an unknown
-parameter leads to the model whose call is running. A model with equal parameter shapes gets the graph's
-entries in its own report. For a different model a warning says that the code is shared.
+Dynamo does not call the backend for a reuse. Each call of the code therefore compares one parameter among its
+inputs. An unknown parameter leads to the model whose call is running. If the parameters of this model have
+the same shapes and dtypes, its report gets the graph's entries too; otherwise a warning says that the code is
+shared.
 """
 
 from __future__ import annotations
