@@ -54,7 +54,7 @@ def compile(  # noqa: A001 - the name of `torch.compile`
 
     The first call compares the policy with the plan of the whole model before anything is compiled, and logs
     a warning for a rule that matches no layer. After that call it logs a warning for layers that ran outside
-    of compiled code. With `strict` both raise.
+    of compiled code. With `strict` the first raises `PolicyError` and the second `UnsupportedError`.
 
     Args:
         model: A bare model, or a model in ``fully_shard``, ``parallelize_module`` or

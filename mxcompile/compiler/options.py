@@ -26,8 +26,8 @@ class Options:
 
     policy: policy with the watch's changes. report: file of the report. target: "auto" or a name in
     `lowering.targets.TARGETS`. strict: whether to raise instead of a fallback, and for rules without effect.
-    mode: mode of Inductor. inductor: overrides of ``torch._inductor.config``. watch: statistics of training
-    steps. given: the user's policy, if the watch has changed it.
+    mode: mode of Inductor. inductor: overrides of ``torch._inductor.config``. watch: the `Watch` of training
+    steps, if any. given: the user's policy, if the watch has changed it.
     """
 
     policy: Policy = field(default_factory=Policy)

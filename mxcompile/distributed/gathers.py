@@ -62,6 +62,7 @@ def quantize_gathers_(
         ModelError: The model is sharded already, cannot be traced, or has no weight for which these
             conditions hold. The model is unchanged.
         OptionError: There is neither a mesh nor a process group.
+        PolicyError: The policy is invalid.
 
     Example:
         >>> print(quantize_gathers_(model, "policy.yaml", mesh=mesh, args=(tokens,)))

@@ -134,7 +134,7 @@ def make_plan(
         whole: Whether to record every layer. Default: one of several equal layers.
 
     Raises:
-        ModelError: The forward cannot be recorded. The error comes from the first attempt.
+        ModelError: The forward cannot be recorded, or the child process crashed or hung.
     """
     model, given = users_own(model), (tuple(args), dict(kwargs))
     failures: list[ModelError] = []

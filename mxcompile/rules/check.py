@@ -82,7 +82,7 @@ def check_mistakes(
 
 
 def with_complaints(error: UnsupportedError, policy: Policy, layers: Sequence[Layer]) -> UnsupportedError:
-    """Returns `error`, about layers without MXFP8, extended by the `complaints` about `layers`."""
+    """Returns `error` about unsupported layers, extended by the `complaints` about `layers`."""
     return UnsupportedError("\n".join([str(error), *complaints(policy, layers)]))
 
 

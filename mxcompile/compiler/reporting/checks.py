@@ -253,7 +253,7 @@ def _is_in(name: str, parts: Iterable[str]) -> bool:
 
 
 def _refused(plan: Plan, options: Options) -> list[str]:
-    """Returns the layers of `plan` that the policy quantizes but cannot, with the reason."""
+    """Returns the layers of `plan` that the policy should quantize but cannot, with the reason."""
     sent = _quantized(plan, options)
     return [f"{tag.name}: {plan.obstacles[tag.name]}" for tag in sent if tag.name in plan.obstacles]
 
