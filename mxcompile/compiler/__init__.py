@@ -1,1 +1,1 @@
-"""The compile core: from the graph that Dynamo hands over to Inductor, with the hooks in between."""
+"""The compile core: it takes Dynamo's graph to Inductor and installs the hooks of the passes."""

@@ -1,11 +1,12 @@
-"""The backend: ``torch.compile(model, backend="mxfp8")``.
+"""The backend of ``torch.compile(model, backend="mxfp8")``.
 
     Dynamo's graph → Inductor's compile_fx, with three hooks:
         joint graph      the passes: find, classify, decide, rewrite, share, save
-        partitioned      what is saved for backward is counted
-        before lowering  mx GEMMs become what the target runs
+        partitioned      the tensors saved for backward are compressed and counted
+        before lowering  mx GEMMs become kernels of the target
 
-Of a graph that is but a part of a model, the plan of the whole says what its layers are (see `plans`).
+For a graph that covers only a part of a model, layer roles come from the plan of the whole model (see
+`plans`).
 """
 
 from __future__ import annotations
@@ -47,18 +48,37 @@ Compiled = Callable[..., Any]
 
 
 class Backend:
-    """The backend as a value, for ``torch.compile`` or ``module.compile``.
+    """The backend as an object, for ``torch.compile(model, backend=Backend(…))`` or ``module.compile``.
 
-    policy, report, target, strict, inductor, watch: as in ``options``. mode: as for Inductor. root: the model
-    that layer names are relative to; by default the module ``torch.compile`` was applied to. block: the
-    part of `root` this backend is for, when blocks are compiled one by one: Dynamo reuses a block's code
-    for the next one if their backends are equal, and these are if the policy treats both blocks alike.
-    parts: paths of the modules of `root` that are compiled, where the others stay as they are.
-    Raises `OptionError`, `PolicyError` or `TargetError`.
+    Dynamo reuses the code of one block for the next if their backends are equal. Two backends with `block`
+    are equal if the policy treats both blocks equally.
+
+    Args:
+        policy: Policy file, preset, dict or `Policy`. Default: the preset ``nvidia``.
+        report: File of the report. Its suffix selects the form.
+        target: Name of a target or a chip. Default: the device of the inputs.
+        strict: Whether to raise instead of a fallback to BF16, and for policy rules without effect.
+        inductor: Overrides of ``torch._inductor.config``.
+        watch: `Watch`, file for its records, or ``"nonfinite"``.
+        mode: Mode of Inductor, as in ``torch.compile(mode=…)``.
+        root: Model that layer names are relative to. Default: the module that is compiled.
+        block: Part of `root` that this backend compiles, if blocks are compiled one by one.
+        parts: Paths of the compiled modules of `root`, if the others stay eager.
+
+    Raises:
+        OptionError: An option is unknown or has an invalid value.
+        PolicyError: The policy is invalid.
+        TargetError: The target is unknown.
+
+    Example:
+        >>> model = torch.compile(model, backend=Backend(policy="ocp", strict=True))
     """
 
     __name__ = "mxfp8"
-    """As registered. For others Dynamo keeps weak references, which `torch.utils.swap_tensors` refuses."""
+    """Registered name. Dynamo keeps weak references to parameters for backends with an unknown name.
+
+    ``torch.utils.swap_tensors`` rejects tensors with weak references.
+    """
 
     def __init__(
         self,
@@ -85,7 +105,7 @@ class Backend:
         self._identity = options.fingerprint(), options.report, id(options.watch), self._within(block)
 
     def _within(self, block: nn.Module | None) -> object:
-        """How the name patterns of the policy fall on the layers of `block`, in its order."""
+        """Returns how the rules of the policy select the layers of `block`."""
         if block is None:
             return None
         if self.root is None:
@@ -98,13 +118,13 @@ class Backend:
     def __call__(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], *, name: str | None = None, **others: Any
     ) -> Compiled:
-        """Compile `gm`; Dynamo calls it. name: name of the compiled region."""
+        """Compiles `gm` for Dynamo. name: name of the compiled region."""
         if others:
             raise OptionError(f"{' and '.join(others)}: give Backend(…) this, not torch.compile")
         return compile_graph(gm, example_inputs, self.options, self.root, self.parts, name)
 
     def __deepcopy__(self, memo: object) -> Backend:
-        """Itself, of its own `root`: Lightning copies what ``torch.compile`` is called with."""
+        """Returns itself with the same `root`, because Lightning copies the arguments of torch.compile."""
         return self
 
     def __eq__(self, other: object) -> bool:
@@ -125,10 +145,10 @@ def mxfp8(
     options: Mapping[str, Any] | Options | None = None,
     name: str | None = None,
 ) -> Compiled:
-    """The entry point that ``backend="mxfp8"`` names; Dynamo calls it with each graph.
+    """Compiles one graph for Dynamo; entry point of ``backend="mxfp8"``.
 
-    options: as ``torch.compile`` got them, or as they were read then (see `reading`). name: of the compiled
-    region, where ``torch.compile`` takes one.
+    options: the dict from ``torch.compile``, or the `Options` that were parsed at that call (see `reading`).
+    name: name of the compiled region, in torch versions that pass one.
     """
     return compile_graph(gm, example_inputs, Options.parse(mode, options), None, name=name)
 
@@ -141,7 +161,7 @@ def compile_graph(
     parts: tuple[str, ...] | None = None,
     name: str | None = None,
 ) -> Compiled:
-    """Compile one captured graph and put it in the report."""
+    """Compiles one captured graph and adds it to the report."""
     warn_once()
     capture = captured(gm, example_inputs, root)
     options = follow(options, capture)
@@ -168,7 +188,7 @@ def compile_graph(
         code = compile_fx(graph, example_inputs, config_patches=patches, decompositions=known, **region)
         return cast(Compiled, code)
 
-    stored = recall(compilation)
+    stored = recall(compilation)  # before the compile, because it sets the token in Inductor's cache keys
     return CompiledGraph(
         compiled(gm, compilation),
         attribution=publish(compilation, stored),
@@ -178,7 +198,7 @@ def compile_graph(
 
 
 def _options_of(backend: Any, keywords: Mapping[str, Any]) -> Options | None:
-    """The options of `backend`, called with `keywords`; None if it is another one."""
+    """Returns the options of `backend` called with `keywords`, or None for a backend of another package."""
     if backend is mxfp8:
         return Options.parse(keywords.get("mode"), keywords.get("options"))
     options = getattr(backend, "options", None)

@@ -1,8 +1,8 @@
-"""The decompositions AOTAutograd traces with: Inductor's, changed so that every matmul reaches the passes.
+"""Decompositions for AOTAutograd: Inductor's, without those that would hide matmuls from the passes.
 
-Inductor decomposes some matmuls of degenerate shape (one row, contraction of length one) before any pass
-sees them; here they stay whole, and the pass `restore` decomposes those that stay in BF16. The fused
-encoder layer that ``nn.TransformerEncoderLayer`` runs in inference is taken apart into its layers.
+Inductor decomposes some matmuls of degenerate shape (one row, contraction length 1) before any pass runs.
+Here they stay whole, and the pass `restore` decomposes those that stay in BF16. The fused inference operator
+of ``nn.TransformerEncoderLayer`` is decomposed into its layers.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _KEPT = frozenset({aten.mm, aten.addmm, aten.bmm, aten.mv, aten.addmv})
 
 
 class Table(dict[Any, Callable[..., Any]]):
-    """Decompositions by overload; in cache keys it stands for the call that makes it."""
+    """Decompositions by overload. Pickles as a call of `table`, because cache keys cannot hold functions."""
 
     def __reduce__(self) -> Any:
         return table, ()
 
 
 def table() -> Table:
-    """The table for the present Inductor configuration."""
+    """Returns the decompositions under the current Inductor configuration."""
     rules = select_decomp_table().items()
     changed = Table((op, rule) for op, rule in rules if getattr(op, "overloadpacket", op) not in _KEPT)
     changed[aten._transformer_encoder_layer_fwd.default] = _encoder_layer
@@ -57,10 +57,10 @@ def _encoder_layer(
     mask: Tensor | None = None,
     mask_type: int | None = None,
 ) -> Any:
-    """``aten._transformer_encoder_layer_fwd`` for dense input [B, T, C], as its layers.
+    """Decomposes ``aten._transformer_encoder_layer_fwd`` for dense input [B, T, C].
 
-    mask: not 0 (True, −inf) where attention is not allowed; for mask_type 0, 1, 2 it is [T, T], [B, T],
-    [B, H, T, T].
+    mask: attention is blocked where it is not 0 (True, −inf). Its shape is [T, T], [B, T] or [B, H, T, T] for
+    mask_type 0, 1 or 2.
     """
     if mask is not None and mask_type not in (0, 1, 2):
         return NotImplemented
@@ -73,7 +73,7 @@ def _encoder_layer(
         allowed = None
         if mask is not None:
             blocked = mask.view(batch, 1, 1, length) if mask_type == 1 else mask
-            allowed = blocked == 0  # whatever its dtype, as the fused operator reads it
+            allowed = blocked == 0  # bool or float, as the fused operator accepts both
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
         return F.linear(out.transpose(1, 2).reshape(batch, length, embed_dim), proj_weight, proj_bias)
 

@@ -1,9 +1,10 @@
-"""Where a graph that Dynamo hands over sits in the user's program, by the frames that led there.
+"""Finds the user's model and call for a graph, from the Python frames above the backend.
 
     user's call ─▶ root(*args) ─▶ … ─▶ module(*args) ─▶ frame that Dynamo compiles ─▶ backend
 
-Only the callers know which model a frame belongs to and what that was called with: a graph break makes Dynamo
-start over from a submodule's frame, a block that is compiled alone never hears of its model.
+Dynamo passes only the graph. The model and the arguments of its call exist only in the callers' frames: after
+a graph break Dynamo starts from a submodule's frame, and a block that is compiled alone has no link to its
+model.
 """
 
 from __future__ import annotations
@@ -24,14 +25,17 @@ _RESUMED = "torch_dynamo_resume_in"
 _BEFORE, _AFTER = _BREAKS = "before a graph break", "after a graph break"
 _COMPILED_AUTOGRAD = "torch/_dynamo/compiled_autograd.py"
 STAGE = "a pipeline stage"
-"""What makes a model a part of one that no process has whole."""
+"""Reason why a graph is only a part: the model is a pipeline stage, and no process has the whole model."""
 TORCH = f"{torch.__path__[0]}/"
-"""Where torch's own code is."""
+"""Folder of torch's own code."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Running:
-    """A module that is being called: with what, and whether nothing but torch's own code runs below it."""
+    """A module whose call is running, with its arguments.
+
+    directly: whether only torch's own frames lie between this call and the compiled frame.
+    """
 
     module: nn.Module
     args: tuple[Any, ...]
@@ -41,11 +45,11 @@ class Running:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
-    """The frame being compiled.
+    """The frame that Dynamo compiles.
 
-    locals, globals: what the names in its graph's sources refer to. running: the modules whose calls led
-    here, innermost first. backward: whether compiled autograd hands over the backward of graphs that were
-    compiled before. parts: what makes this a part of a frame's or a model's code, in words.
+    locals, globals: scopes for the names of graph inputs. running: running modules above the frame, innermost
+    first. backward: whether compiled autograd compiles the backward of earlier graphs. parts: reasons why the
+    graph covers only a part of the code.
     """
 
     locals: Mapping[str, Any] = field(default_factory=dict)
@@ -56,7 +60,7 @@ class Frame:
 
     @classmethod
     def of(cls, gm: fx.GraphModule | None = None) -> Frame:
-        """The frame that Dynamo compiles. gm: its graph, if there is one yet. Called below Dynamo."""
+        """Returns the frame that Dynamo is compiling. gm: the graph of the frame, if it exists."""
         running: list[Running] = []
         parts = [*_broken(gm)]
         scope: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
@@ -67,6 +71,7 @@ class Frame:
                 scope = compiled.f_locals, compiled.f_globals
                 if compiled.f_code.co_name.startswith(_RESUMED):
                     parts.append(_AFTER)
+                # inner calls belong to Dynamo and the backend
                 running, directly = [], True
             parts += _split(frame)
             backward |= frame.f_code.co_filename.endswith(_COMPILED_AUTOGRAD)
@@ -85,14 +90,14 @@ class Frame:
         )
 
     def evaluate(self, source: str) -> Any:
-        """Returns the object that Dynamo's name of a source refers to; None if this frame cannot tell."""
+        """Returns the object behind a source name of Dynamo, or None if the frame cannot evaluate it."""
         try:
             return eval(source, {"L": self.locals, "G": self.globals, "getattr": getattr})
-        except Exception:  # names of Dynamo's own, and whatever a property raises
+        except Exception:  # Dynamo's own names; a property may raise anything
             return None
 
     def root(self, known: nn.Module | None) -> nn.Module | None:
-        """The user's model: `known`, or what was compiled, or what a block compiled alone is part of."""
+        """Returns the user's model: `known`, the compiled module, or the model around a compiled block."""
         if known is not None:
             return users_own(known)
         compiled = next((own for one in self.running if (own := _own_if_compiled(one.module))), None)
@@ -102,25 +107,25 @@ class Frame:
         return outer if _is_block(compiled, outer) else compiled
 
     def call_of(self, root: nn.Module) -> Running | None:
-        """The call of `root` that is going on; of several, the outermost."""
+        """Returns the outermost running call of `root`."""
         return next((one for one in reversed(self.running) if users_own(one.module) is root), None)
 
     @property
     def is_resumed(self) -> bool:
-        """Whether the frame is the part of a function behind a graph break."""
+        """Whether the frame continues a function after a graph break."""
         return _AFTER in self.parts
 
     @property
     def is_stage(self) -> bool:
-        """Whether the model is but a stage of a pipeline."""
+        """Whether the model is a stage of a pipeline."""
         return STAGE in self.parts
 
     def cut(self, root: nn.Module | None, called: nn.Module | None = None) -> str:
-        """Why the graph is but a part of `root`, or "" if it is all of it.
+        """Returns why the graph covers only a part of `root`, or "" if it covers the whole.
 
-        called: the one module that the graph of a function calls. Without nested graph breaks, Dynamo inlines
-        a call whole or not at all. So a break elsewhere in the function cuts nothing of the module. Under
-        compiled autograd ``loss.backward()`` is such a break.
+        called: the only module that a compiled function calls. Without nested graph breaks Dynamo inlines a
+        call completely or not at all, so that a break elsewhere in the function leaves the module whole.
+        Under compiled autograd ``loss.backward()`` is an example of this.
         """
         nested = getattr(torch._dynamo.config, "nested_graph_breaks", False)
         inlined = root is None and called is not None and not self.running and not nested
@@ -136,7 +141,7 @@ class Frame:
 
 
 def running() -> Iterator[nn.Module]:
-    """The modules whose calls are going on in this thread, innermost first."""
+    """Yields the modules whose calls are running in this thread, innermost first."""
     for frame in frames():
         module = frame.f_locals.get("self") if frame.f_code.co_name in _CALLS else None
         if isinstance(module, nn.Module):
@@ -144,12 +149,12 @@ def running() -> Iterator[nn.Module]:
 
 
 def is_running(root: nn.Module) -> bool:
-    """Whether a call of `root` is going on in this thread."""
+    """Whether a call of `root` is running in this thread."""
     return any(users_own(module) is root for module in running())
 
 
 def frames() -> Iterator[FrameType]:
-    """The frames of this thread, innermost first."""
+    """Yields the frames of this thread, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
@@ -157,7 +162,7 @@ def frames() -> Iterator[FrameType]:
 
 
 def _compiled(frame: FrameType) -> Any:
-    """The frame that Dynamo is compiling, if `frame` is where it does."""
+    """Returns the frame that Dynamo compiles in `frame`, or None if `frame` is not Dynamo's."""
     if not frame.f_code.co_filename.endswith("convert_frame.py"):
         return None
     inner_frame = frame.f_locals.get("frame")
@@ -171,9 +176,9 @@ def _broken(gm: fx.GraphModule | None) -> Iterator[str]:
 
 
 def _split(frame: FrameType) -> Iterator[str]:
-    """Returns what `frame`, one of torch's own, says of graphs that another tool than Dynamo splits.
+    """Yields why the graph is only a part, if `frame` belongs to DDP's graph splitter or a pipeline stage.
 
-    The locals of others are left alone: reading them keeps what they hold alive for as long as the frame.
+    Skips user frames, because a read of `f_locals` keeps their objects alive as long as the frame.
     """
     if not frame.f_code.co_filename.startswith(TORCH):
         return
@@ -186,7 +191,7 @@ def _split(frame: FrameType) -> Iterator[str]:
 
 
 def _add(running: list[Running], module: nn.Module, frame: FrameType, directly: bool) -> None:
-    """Note a call of `module`; its outermost frame has the arguments as they were given."""
+    """Adds a call of `module` with the arguments of its outermost frame, which are the user's."""
     args, kwargs = frame.f_locals.get("args"), frame.f_locals.get("kwargs")
     if not isinstance(args, tuple) or not isinstance(kwargs, dict):
         return
@@ -202,7 +207,7 @@ def _own_if_compiled(module: nn.Module) -> nn.Module | None:
 
 
 def _is_block(part: nn.Module, whole: nn.Module) -> bool:
-    """Whether `part` is one of several compiled modules in `whole`, or a member of a list of modules."""
+    """Whether `part` is one of several compiled modules in `whole`, or a member of a module list."""
     compiled = {id(own) for module in whole.modules() if (own := _own_if_compiled(module))}
     lists = (nn.ModuleList, nn.ModuleDict)
     members = {

@@ -1,12 +1,12 @@
-"""`mxcompile.compile`: a large or wrapped model, compiled block by block.
+"""`mxcompile.compile` compiles a large or wrapped model block by block.
 
-    blocks: the members of the model's stacks        equal blocks with equal decisions share one code
-    the rest: the modules outside that hold matrices, each by itself
+    blocks: the members of the model's stacks        equal blocks with equal decisions share code
+    the rest: modules with matrices outside the blocks, each compiled separately
     a model without stacks is one block
 
-Libraries that distribute a model act on modules: FSDP2 gathers a block, DDP waits for its gradients.
-Compilation by blocks does not get in their way, and the code of one block serves all equal ones. Roles and
-decisions come from the plan of the whole model, which is made when its first block is called.
+Libraries for distributed training act on modules: FSDP2 gathers a block, DDP waits for its gradients.
+Regional compilation leaves these boundaries intact, and equal blocks share compiled code. Roles and decisions
+come from the plan of the whole model, which the first call creates.
 """
 
 from __future__ import annotations
@@ -50,19 +50,37 @@ def compile(  # noqa: A001 - the name of `torch.compile`
     watch: Watch | str | Path | None = None,
     **unknown: Never,
 ) -> Model:
-    """Compile `model` block by block, in place, and return it.
+    """Compiles `model` block by block, in place, and returns it.
 
-    model: bare, or in any of ``fully_shard``, ``parallelize_module``, ``DistributedDataParallel``; they can
-    be applied before or after. policy, report, target, strict, inductor, watch, mode: as for
-    ``torch.compile``. blocks: "auto", the members of the model's stacks (module lists, Sequentials); or paths
-    of the modules to compile, as globs. Modules outside the blocks that hold matrices (a head) are compiled
-    by themselves; a model without stacks is compiled whole.
+    The first call compares the policy with the plan of the whole model before anything is compiled, and logs
+    a warning for a rule that matches no layer. After that call it logs a warning for layers that ran outside
+    of compiled code. With `strict` the first raises `PolicyError` and the second `UnsupportedError`.
 
-    The policy is held against the whole model when it is first called, before anything is compiled: there a
-    rule that fits no layer is reported, and `strict` raises. After that call a warning, or with `strict` an
-    error, tells of layers that ran outside of compiled code, or that nothing was compiled.
+    Args:
+        model: A bare model, or a model in ``fully_shard``, ``parallelize_module`` or
+            ``DistributedDataParallel``, which may also be applied afterwards.
+        policy: Policy file, preset, dict or `Policy`. Default: the preset ``nvidia``.
+        blocks: "auto" for the members of the model's stacks (module lists, Sequentials), or globs of module
+            paths. Modules with matrices outside the blocks, such as a head, are compiled separately.
+        mode: Mode of Inductor, as in ``torch.compile(mode=…)``.
+        report: File of the report. Its suffix selects the form.
+        target: Name of a target or a chip. Default: the device of the inputs.
+        strict: Whether to raise instead of a fallback to BF16, and for policy rules without effect.
+        inductor: Overrides of ``torch._inductor.config``.
+        watch: `Watch`, file for its records, or ``"nonfinite"``.
+        **unknown: Not allowed; the error names the nearest option.
 
-    Raises `ModelError`, `OptionError`, `PolicyError` or `TargetError`.
+    Returns:
+        `model` itself.
+
+    Raises:
+        ModelError: `model` is not an `nn.Module`.
+        OptionError: An option is invalid, no module matches `blocks`, or FSDP1 has ``use_orig_params=False``.
+        PolicyError: The policy is invalid.
+        TargetError: The target is unknown.
+
+    Example:
+        >>> model = mxcompile.compile(model, policy="ocp", report="report.html")
     """
     check_module("compile", model)
     root = users_own(model)
@@ -90,7 +108,10 @@ def compile(  # noqa: A001 - the name of `torch.compile`
 
 
 def _compile(part: nn.Module, backend: Backend) -> None:
-    """``part.compile(backend=backend)``, also for torch's own classes, where Dynamo does not start."""
+    """Calls ``part.compile(backend=backend)``.
+
+    Dynamo skips the forwards of torch's own classes. A wrapper function around the call makes it start.
+    """
     if not plain_class(part).__module__.startswith("torch."):
         part.compile(backend=backend)
         return
@@ -102,7 +123,7 @@ def _compile(part: nn.Module, backend: Backend) -> None:
 
 
 def _parts(root: nn.Module, blocks: str | Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of `root` to compile, by the user's path."""
+    """Yields (path, module) for every module of `root` to compile."""
     if blocks == "auto":
         parts = dict(_stacked("", root))
         if not parts and _is_called(root):
@@ -126,7 +147,7 @@ def _named(root: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, nn.M
 
 
 def _stacked(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The members of stacks, of nested ones the outermost's."""
+    """Yields the members of stacks. Only the outermost of nested stacks counts."""
     if isinstance(module, _STACKS):
         members = {name: child for name, child in _children(module) if any(True for _ in child.children())}
         kinds = Counter(plain_class(users_own(child)) for child in members.values())
@@ -141,7 +162,7 @@ def _stacked(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _rest(path: str, module: nn.Module, blocks: set[str]) -> Iterator[tuple[str, nn.Module]]:
-    """The largest modules that hold matrices and no block."""
+    """Yields the largest modules that contain matrices but no block."""
     for name, child in _children(module):
         inside = joined(path, name)
         if inside in blocks:
@@ -153,12 +174,12 @@ def _rest(path: str, module: nn.Module, blocks: set[str]) -> Iterator[tuple[str,
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Whether `module` can be called: one that only holds others, like a list, has no forward."""
+    """Whether `module` has a forward. Containers such as module lists have none."""
     return "forward" in vars(module) or plain_class(module).forward is not nn.Module.forward
 
 
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The children of `module` under the user's names; what wraps one is the child."""
+    """Yields the children of `module` under the user's names, with their wrappers."""
     for name, child in module._modules.items():
         if child is not None:
             if user_path(name):

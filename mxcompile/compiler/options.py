@@ -1,4 +1,4 @@
-"""The options of the backend: what ``torch.compile(..., options=…)`` may hold."""
+"""Parses and checks the options of ``torch.compile(..., options=…)``."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ KEYS = ("policy", "report", "target", "strict", "inductor", "watch")
 class Options:
     """Checked options.
 
-    policy: what decides. report: file to keep the report in. target: "auto" or a name of
-    `lowering.targets.TARGETS`. strict: raise instead of falling back, and for rules that do nothing. mode: as
-    for Inductor. inductor: overrides of ``torch._inductor.config``. watch: what is measured of a run. given:
-    the policy as its user gave it, where the watch has changed it since.
+    policy: policy with the watch's changes. report: file of the report. target: "auto" or a name in
+    `lowering.targets.TARGETS`. strict: whether to raise instead of a fallback, and for rules without effect.
+    mode: mode of Inductor. inductor: overrides of ``torch._inductor.config``. watch: the `Watch` of training
+    steps, if any. given: the user's policy, if the watch has changed it.
     """
 
     policy: Policy = field(default_factory=Policy)
@@ -40,12 +40,12 @@ class Options:
     given: Policy | None = None
 
     def __deepcopy__(self, memo: object) -> Options:
-        """Itself, with its own `watch`: they are copied with a model that ``torch.compile`` has returned."""
+        """Returns itself, so that copies of a compiled model share the `watch`."""
         return self
 
     @classmethod
     def parse(cls, mode: str | None = None, options: Mapping[str, Any] | Options | None = None) -> Options:
-        """Options from what torch.compile passes on. Nothing in them follows what is changed later.
+        """Returns the options from the arguments of torch.compile. Later changes of a dict have no effect.
 
         Raises `OptionError`, `PolicyError` or `TargetError`.
         """
@@ -74,19 +74,19 @@ class Options:
         )
 
     def fingerprint(self) -> str:
-        """Everything that can change what is compiled, as one string."""
+        """Returns all options that can change the compiled code, as text."""
         return self._fingerprint(self.policy)
 
     @property
     def group(self) -> str:
-        """Equal for all that is in one report: the fingerprint before a watch changed the policy."""
+        """Key of a report: the fingerprint with the user's policy, before the watch changed it."""
         return self._fingerprint(self.given or self.policy)
 
     def _fingerprint(self, policy: Policy) -> str:
         return repr((policy.fingerprint(), self.target, self.strict, self.mode, self.inductor))
 
     def now(self) -> Options:
-        """These options with the policy as rules of the watch have changed it until now."""
+        """Returns these options with the policy as the watch's rules have changed it by now."""
         if self.watch is None:
             return self
         return replace(self, policy=self.watch.over(self.policy), given=self.policy)
@@ -118,7 +118,7 @@ def _mode(mode: Any) -> str | None:
 
 
 def _inductor(value: Any) -> tuple[tuple[str, Any], ...]:
-    """Overrides of Inductor's configuration, every key known to it."""
+    """Returns overrides of Inductor's configuration after a check of their keys."""
     from torch._inductor import config
 
     if value is None:
@@ -136,7 +136,7 @@ def _inductor(value: Any) -> tuple[tuple[str, Any], ...]:
 
 
 def _own(value: Any) -> Any:
-    """`value`, a setting, in containers that its user does not have."""
+    """Returns a copy of a setting, so that later changes by the user have no effect."""
     if isinstance(value, dict):
         return {key: _own(inner) for key, inner in value.items()}
     return type(value)(map(_own, value)) if type(value) in (list, tuple, set) else value

@@ -1,8 +1,8 @@
-"""The uses of a model's parameters in its graphs, without running or lowering the model.
+"""Finds the uses of a model's parameters in its graphs, without running or lowering the model.
 
     model ─▶ rehearsal ─▶ each graph after the passes ─▶ uses of parameters
 
-Nothing is guessed from names: a model that cannot be called is an error.
+Names give no hints: a model that cannot be traced raises an error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mxcompile.report import GemmRecord
 
 
 class OfParameter(Protocol):
-    """Something about the parameter at `path`."""
+    """A use of the parameter at `path`."""
 
     @property
     def path(self) -> str: ...  # noqa: D102
@@ -34,12 +34,12 @@ class OfParameter(Protocol):
 
 Use = TypeVar("Use", bound=OfParameter)
 Read = Callable[[fx.Graph, Sequence[GraphInput]], Iterable[Use]]
-"""Finds the uses of parameters in a graph that the passes are done with."""
+"""Yields the uses of parameters in a graph after the passes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Uses(Generic[Use]):
-    """The uses of each parameter of a model, and the records of its products."""
+    """The uses of each parameter of a model, and the records of its GEMMs."""
 
     by_path: dict[str, list[Use]]
     gemms: tuple[GemmRecord, ...]
@@ -54,10 +54,10 @@ def uses(
     *,
     training: bool,
 ) -> Uses[Use]:
-    """The uses that `read` finds of the parameters of `model` under `policy`, and its products.
+    """Returns the uses that `read` finds for the parameters of `model` under `policy`, and the GEMM records.
 
-    args, kwargs: what the model is called with; their values are not looked at. training: whether the graphs
-    have a backward. Raises `ModelError` where the model cannot be traced.
+    args, kwargs: arguments of a call, whose values have no influence. training: whether the graphs have a
+    backward. Raises `ModelError` if the model cannot be traced.
     """
     return some_or_all(
         model, lambda leave_out: _UseReader(model, policy, leave_out, read, training).run(args, kwargs)

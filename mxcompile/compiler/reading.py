@@ -1,11 +1,11 @@
-"""When the options of ``torch.compile(model, backend="mxfp8", options=…)`` are read: as it is called.
+"""Parses the options of ``torch.compile(model, backend="mxfp8", options=…)`` when torch.compile is called.
 
-``torch.compile`` keeps the user's dict in a wrapper, and Dynamo compares wrappers by it before it runs code
-that it has compiled. A policy file of the same name is then the same policy, whatever it says now, and a dict
-that changes is changed for models that are compiled already. Here the wrapper gets `Options` in place of the
-dict: policies by content, which do not change. Equal options share code as before.
+``torch.compile`` stores the user's dict in a wrapper, and Dynamo compares wrappers by this dict before it
+reuses compiled code. A changed policy file of the same name would then count as the old policy, and a change
+of the dict would apply to models that are compiled already. The wrapper therefore stores parsed `Options`,
+which compare by content and do not change. Equal options share code as before.
 
-The wrapper's class is not public. Where it has another form, each graph reads the options as it is compiled.
+The wrapper's class is private. If it has another form, the options are parsed when each graph is compiled.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from mxcompile.compiler.options import Options
 
 
 def read_early(is_ours: Callable[[Any], bool]) -> None:
-    """From now on let ``torch.compile`` read the options for a backend that `is_ours`.
+    """Makes ``torch.compile`` parse the options for a backend that `is_ours`.
 
-    The attribute that holds them becomes a property, so that this is true of the call, too, that loads the
-    backend: the first of a process.
+    The wrapper's attribute ``kwargs`` becomes a property. A patched constructor would miss the first call of
+    a process, because that call loads this backend within the constructor.
     """
     try:
         from torch import _TorchCompileWrapper
@@ -38,7 +38,7 @@ def read_early(is_ours: Callable[[Any], bool]) -> None:
 
 
 class _Arguments(dict[str, Any]):
-    """Keyword arguments of the backend. Raises as `Options.parse` when wrong ones are put in."""
+    """Keyword arguments of the backend. Setting an invalid one raises the errors of `Options.parse`."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key == "mode":

@@ -1,9 +1,9 @@
-"""A rehearsal: a model traced on fake tensors, as a compile for a target would do it, without running it.
+"""Rehearsals: traces of a model on fake tensors that follow a real compile but run no code.
 
     model ─▶ copy on fake tensors ─▶ Dynamo ─▶ AOTAutograd ─▶ passes ─▶ lowering │ code generation
 
-`explain`, `codegen` and the choice of weights to store are rehearsals that differ in what they do with each
-graph that Dynamo captures. Of equal layers a few may be traced (see `plan.repeats`).
+`explain`, `codegen` and the choice of weights to store are rehearsals, which differ in their use of each
+graph. One of several equal layers may stand for the others (see `plan.repeats`).
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ Mode = TypeVar("Mode", bound=FakeTensorMode)
 
 
 class Rehearsal(Generic[Mode]):
-    """One rehearsal. Subclasses override `graph`, which is called for every graph.
+    """One rehearsal. Subclasses override `graph`, `after` or `parted`.
 
-    model: a copy of the user's model, by `copied`. mode: of its fake tensors. repeats: which layers stand for
-    which.
+    model: copy of the user's model. mode: mode of its fake tensors. repeats: the folded layers.
     """
 
     def __init__(
@@ -61,10 +60,7 @@ class Rehearsal(Generic[Mode]):
         self.training = training
 
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Trace the model called with `args` and `kwargs`. Raises `ModelError` where that cannot be done.
-
-        Returns what the copy returns, on fakes.
-        """
+        """Traces the model called with `args` and `kwargs`. Returns its fake result. Raises `ModelError`."""
         return call(
             self.model, args, dict(kwargs), mode=self.mode, backend=self._backend, training=self.training
         )
@@ -76,18 +72,18 @@ class Rehearsal(Generic[Mode]):
     def graph(
         self, capture: Capture, gm: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
-        """Compile one graph as far as is wanted. Returns what Dynamo calls for it: the graph on fakes."""
+        """Compiles one graph as far as needed. Returns a callable for Dynamo: the graph on fakes."""
         self.traced(capture, gm, example_inputs)
         return gm.forward
 
     def traced(self, capture: Capture, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Compilation:
-        """The compile of one graph up to code generation."""
+        """Compiles one graph up to code generation."""
         compilation = self.compilation(capture, gm)
         trace(compilation, gm, example_inputs)
         return compilation
 
     def compilation(self, capture: Capture, gm: fx.GraphModule, *, tapped: bool = False) -> Compilation:
-        """The state of the compile of one graph."""
+        """Returns a new compilation of one graph."""
         return Compilation(
             self.options,
             capture,
@@ -100,17 +96,17 @@ class Rehearsal(Generic[Mode]):
         )
 
     def after(self, capture: Capture, graph: fx.Graph) -> None:
-        """Called with every joint or inference graph when the passes are done with it."""
+        """Hook for every joint or inference graph after the passes."""
 
     def parted(self, capture: Capture, forward: fx.Graph, backward: fx.Graph) -> None:
-        """Called with the two graphs that a joint graph becomes."""
+        """Hook for the forward and backward of a joint graph."""
 
 
 def apart(rehearse: Callable[[], Result]) -> Result:
-    """Returns what `rehearse` returns, a rehearsal, in a process of its own.
+    """Returns the result of `rehearse`, called in a child process.
 
-    A rehearsal runs the model's Python around graph breaks, and Dynamo applies what graphs change outside of
-    them. If there can be no such process, `rehearse` runs in this one, with a warning.
+    A rehearsal runs the model's Python code between graph breaks, and Dynamo applies side effects of graphs.
+    If no child can start, `rehearse` runs in this process, with a warning.
     """
     try:
         return isolated(rehearse, tools=True)
@@ -120,15 +116,15 @@ def apart(rehearse: Callable[[], Result]) -> Result:
 
 
 def some_or_all(model: nn.Module, rehearse: Callable[[LeaveOut], Result]) -> Result:
-    """Returns `rehearse` of `model` with some layers standing for others, or with all if that fails."""
+    """Returns `rehearse` with equal layers folded, or with all layers if the folded trace fails."""
 
-    def in_turn() -> Result:  # in one process: Dynamo leaves to Python what has failed in the first
+    def in_turn() -> Result:  # in one process, whose failed frames Dynamo skips next time
         try:
             return rehearse(fold)
         except ModelError as error:
             log.info("tracing every layer, since some do not stand for all: %s", error)
         for kind in {type(module) for module in model.modules()}:
-            remove_from_cache(kind.forward)  # but not the model's own code
+            remove_from_cache(kind.forward)  # Dynamo must retry the frames that failed above
         return rehearse(keep_all)
 
     return apart(in_turn)

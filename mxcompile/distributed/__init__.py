@@ -1,4 +1,4 @@
-"""Weights that FSDP2 gathers in MXFP8."""
+"""FSDP2 all-gathers of weights in MXFP8."""
 
 from mxcompile.distributed.gathers import quantize_gathers_ as quantize_gathers_
 from mxcompile.distributed.table import GatheredWeight as GatheredWeight

@@ -1,11 +1,11 @@
-"""`quantize_gathers_`: weights that FSDP2 gathers travel in MXFP8.
+"""`quantize_gathers_` makes FSDP2 gather weights in MXFP8.
 
-    weight of which every GEMM that reads it reads 32×32 tiles  →  MasterWeight
+    weight whose GEMMs all read it in 32×32 tiles  →  MasterWeight
 
-Each rank casts its own shard and sends codes and scales, with which every rank multiplies. A cast of the
-gathered weight would give the same bits, because shards of whole tiles are cast like the whole. Shards,
-gradients, optimizer states and checkpoints are plain and in the master's precision. A weight that something
-else reads too, or whose shards cut tiles, is gathered as without this.
+Each rank casts its own shard and sends qdata and scales, which the GEMMs of every rank read. Shards consist
+of whole tiles, so a cast of the gathered weight would give the same bits. Shards, gradients, optimizer states
+and checkpoints stay plain tensors in the master's precision. Other weights are gathered without a cast: they
+have a reader that is not a GEMM, or shards that cut tiles.
 """
 
 from __future__ import annotations
@@ -39,29 +39,34 @@ def quantize_gathers_(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> QuantizedGathers:
-    """Let FSDP2 gather weights of `model` in MXFP8, in place; call it before ``fully_shard``.
+    """Makes FSDP2 gather weights of `model` in MXFP8, in place. Call it before ``fully_shard``.
 
-    A weight travels in MXFP8 if the policy quantizes it with ``weight_block: 32x32`` in fprop and dgrad,
-    nothing else reads it, and its shards are whole tiles (rows on a rank a multiple of 32). Weights become
-    other `nn.Parameter` objects with the same values, so make the optimizer afterwards. Where
-    ``MixedPrecisionPolicy`` has a ``param_dtype``, weights are cast from that dtype. A later compile whose
-    policy wants a weight in another format raises `PolicyError`.
+    A weight is gathered in MXFP8 if the policy quantizes it with ``weight_block: 32x32`` in fprop and dgrad,
+    nothing else reads it, and its shards consist of whole tiles (a multiple of 32 rows per rank). The weights
+    become new `nn.Parameter` objects with the same values, so create the optimizer afterwards. With a
+    ``param_dtype`` in ``MixedPrecisionPolicy`` weights are first cast to that dtype. A later compile raises
+    `PolicyError` if its policy needs another format for a gathered weight.
 
     Args:
         model: The model, on any device.
-        policy: The policy with which the model is compiled: file, preset, dict or `Policy`.
-        mesh: As for ``fully_shard``; by default all ranks.
-        args: Positional arguments of a call of the model, on any device: the uses of weights follow from a
-            trace on fake tensors. A Hugging Face or timm model needs none.
+        policy: The policy of the later compile: file, preset, dict or `Policy`.
+        mesh: The `DeviceMesh` of ``fully_shard``. Default: all ranks of the default process group.
+        args: Positional arguments of one call of the model, on any device. A trace on fake tensors finds the
+            readers of each weight. A Hugging Face or timm model needs no arguments.
         kwargs: Keyword arguments of the call.
 
     Returns:
-        The outcome for every weight of a linear layer.
+        The gather format of every weight of a linear layer, with the reason.
 
     Raises:
-        ModelError: The model is sharded already or cannot be traced, or no weight would travel in MXFP8.
-            Nothing is changed.
+        ModelError: The model is sharded already, cannot be traced, or has no weight for which these
+            conditions hold. The model is unchanged.
         OptionError: There is neither a mesh nor a process group.
+        PolicyError: The policy is invalid.
+
+    Example:
+        >>> print(quantize_gathers_(model, "policy.yaml", mesh=mesh, args=(tokens,)))
+        >>> fully_shard(model, mesh=mesh)
     """
     model = users_own(model)
     ranks = _ranks(mesh)
@@ -85,7 +90,7 @@ def quantize_gathers_(
 
 
 def _ranks(mesh: Any) -> int:
-    """Returns the number of ranks on which FSDP2 shards."""
+    """Returns the number of ranks that FSDP2 shards over."""
     if mesh is not None:
         return int(mesh.shape[-1])
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
@@ -109,7 +114,7 @@ def _parameter(owner: Owner) -> nn.Parameter:
 
 
 def _cast(path: str, owner: Owner, layers: Sequence[TileUse], ranks: int) -> TileCast | str:
-    """Returns how the parameter at `path` is cast before it is gathered, or why it is not."""
+    """Returns the cast of the parameter at `path` before its gather, or the reason for none."""
     parameter = _parameter(owner)
     for use in layers:
         if use.elem_dtype is None:
@@ -148,7 +153,7 @@ def _row(path: str, owner: Owner, layers: Sequence[TileUse], cast: TileCast | st
 
 
 def _put(places: Sequence[Owner], cast: TileCast) -> None:
-    """Puts a `MasterWeight` in the place of the parameter at `places`."""
+    """Replaces the parameter at `places` by a `MasterWeight`."""
     parameter = _parameter(places[0])
     master = nn.Parameter(
         with_local(parameter.detach(), lambda values: MasterWeight(values, cast)), parameter.requires_grad

@@ -1,9 +1,9 @@
-"""State dicts of modules that hold `MasterWeight`s are plain, out and in.
+"""State dicts of modules with `MasterWeight`s contain plain tensors, on saving and on loading.
 
-    state_dict()                     a MasterWeight, or a DTensor of one  →  its values, the same memory
-    load_state_dict(assign=True)     values  →  a MasterWeight, cast as the one that is there
+    state_dict()                     MasterWeight, or a DTensor of one  →  its values, in the same memory
+    load_state_dict(assign=True)     values  →  MasterWeight with the cast of the present parameter
 
-So checkpoints (``torch.save``, DCP, safetensors) have the same tensors as without mxcompile.
+Checkpoints (``torch.save``, DCP, safetensors) therefore have the same tensors as without mxcompile.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mxcompile.distributed.tensors import MasterWeight, local, with_local
 
 
 def keep_plain(module: nn.Module) -> None:
-    """Makes the state dicts of `module` plain, from now on. A second call changes nothing."""
+    """Registers the state dict hooks on `module`. A second call changes nothing."""
     if _after_saving not in module._state_dict_hooks.values():
         module.register_state_dict_post_hook(_after_saving)
         module.register_load_state_dict_pre_hook(_before_loading)
@@ -28,7 +28,7 @@ def _after_saving(
 ) -> None:
     for name in module._parameters:
         value = state_dict.get(prefix + name)
-        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):  # as keep_vars=True gives it
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):  # it is with keep_vars=True
             state_dict[prefix + name] = with_local(
                 value, lambda held: held.master if isinstance(held, MasterWeight) else held
             )

@@ -1,4 +1,4 @@
-"""The format in which each weight of a model is gathered, as a value and as a table."""
+"""The gather format of each weight of a model, as a value and as a printed table."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mxcompile.report.forms.words import byte_count
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatheredWeight:
-    """The weight of a linear layer.
+    """The gather format of one weight of a linear layer.
 
     Attributes:
         name: Path of the parameter.
-        role: Role of its layer.
-        shape: Shape of the tensor that FSDP2 shards.
-        travels: Whether it is gathered in MXFP8.
-        reason: Why it is, or why not.
+        role: Role of the layer.
+        shape: Shape of the weight before FSDP2 shards it; of the local shard under tensor parallelism.
+        travels: Whether FSDP2 gathers the weight in MXFP8.
+        reason: Reason for the format.
         num_bytes: Bytes of the gathered tensors.
         bytes_bf16: Bytes of the weight in BF16.
     """
@@ -34,13 +34,19 @@ class GatheredWeight:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizedGathers:
-    """The format in which every weight of a model's linear layers travels; printed, equal ones in a row."""
+    """The gather format of every weight of a model's linear layers.
+
+    ``print`` shows a table with equal weights folded into a row.
+
+    Attributes:
+        weights: One entry for each weight, in module order.
+    """
 
     weights: tuple[GatheredWeight, ...] = ()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes gathered for the weights that travel in MXFP8."""
+        """Bytes gathered for the weights in MXFP8."""
         return sum(weight.num_bytes for weight in self.weights if weight.travels)
 
     @property

@@ -1,17 +1,16 @@
-"""The tensors that FSDP2 shards and gathers for a weight that travels in MXFP8.
+"""Tensor subclasses for a weight that FSDP2 gathers in MXFP8.
 
-    rank's shard     MasterWeight   the values in the master's precision
-    before a gather  codes, one scale for 32×32 elements: 1 + 1/1024 bytes an element
-    after it         TiledWeight    the same, which stands for the values
+    rank's shard      MasterWeight   the values in the master's precision
+    during a gather   qdata and one scale byte per 32×32 tile: 1 + 1/1024 bytes per element
+    after the gather  TiledWeight    qdata and scales of the whole weight
 
-One cast serves fprop and dgrad, whichever dimension they contract. An operator on a `MasterWeight` acts on
-its values, and its result is plain; operators that move the values, to another device, dtype or into shards,
-keep the type. Operators on a `TiledWeight` read the values of its codes; compiled graphs have codes and
-scales as inputs, which their products read (see `passes/reuse`). Gradients of either are plain tensors in the
-weight's dtype.
+A 32×32 tile has the same scale along both dimensions, so one cast serves fprop and dgrad. An operator on a
+`MasterWeight` computes with its values and returns a plain tensor. Operators that only move or shard the
+values keep the type. Eager operators on a `TiledWeight` decode it; compiled graphs take qdata and scales as
+inputs of their GEMMs (see `passes/reuse`). Gradients of both types are plain tensors in the weight's dtype.
 
 FSDP2 calls `fsdp_pre_all_gather` and `fsdp_post_all_gather` (torch's FSDP extensions). It frees and refills
-the storage of gathered tensors; codes and scales are views of it.
+the storage of the gathered tensors; qdata and scales are views of this storage.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ from mxcompile.formats.encoding import quantize_tensors
 aten = torch.ops.aten
 
 _CHUNK = 1 << 22
-"""Elements cast at once: a few temporaries of 16 MiB."""
+"""Elements per step of a cast. It bounds each FP32 temporary to 16 MiB."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileCast:
-    """The cast of a weight before it is gathered.
+    """Rowwise and columnwise quantization of a weight, with one scale per 32×32 tile.
 
     Attributes:
-        name: Path of the weight.
-        elem_dtype: Dtype of the codes.
-        rounding: Rounding of the scales.
+        name: Path of the weight, for messages.
+        elem_dtype: FP8 dtype of the qdata.
+        rounding: Rounding mode of the scales.
     """
 
     name: str
@@ -51,7 +50,7 @@ class TileCast:
     rounding: str
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns codes and scale bytes of `x[…, n, k]`: [..., n, k] and [..., ⌈n/32⌉, ⌈k/32⌉], uint8."""
+        """Returns qdata [..., n, k] and scale bytes [..., ⌈n/32⌉, ⌈k/32⌉] (uint8) of `x` [..., n, k]."""
         matrices = x.detach().reshape(-1, *x.shape[-2:])
         count, rows, width = matrices.shape
         qdata = torch.empty(matrices.shape, dtype=self.elem_dtype, device=x.device)
@@ -70,11 +69,11 @@ class TileCast:
 
 
 class MasterWeight(Tensor):
-    """A weight, or a rank's shard of it, that is cast to MXFP8 before FSDP2 gathers it.
+    """A weight, or one rank's shard of it, that FSDP2 gathers in MXFP8.
 
     Attributes:
-        master: The plain tensor.
-        cast: Its cast.
+        master: The plain tensor with the values.
+        cast: Cast before the gather.
     """
 
     master: Tensor
@@ -113,13 +112,13 @@ class MasterWeight(Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], None]:
-        """Returns the tensors that this rank sends: codes and scale bytes of its shard.
+        """Returns the tensors that this rank sends: qdata and scale bytes of its shard.
 
-        The shard is cast from the dtype that FSDP2 would send. On one rank the result is one tensor, because
-        FSDP2 takes only one there.
+        The cast reads the shard in ``mp_policy.param_dtype``. On a single rank the result is one flat uint8
+        tensor, because FSDP2 accepts only one tensor there.
 
         Raises:
-            ModelError: The shards cut a tile.
+            ModelError: A shard boundary cuts a tile.
         """
         if reason := uneven(outer_size, mesh.size(), self.shape):
             raise ModelError(
@@ -140,7 +139,10 @@ class MasterWeight(Tensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Returns the whole weight from all ranks' parts. out: an earlier result, to be filled again."""
+        """Returns the whole weight as a `TiledWeight`, or None if FSDP2 has refilled `out`.
+
+        out: result of an earlier gather, whose storage FSDP2 has filled again. None for the first gather.
+        """
         if out is not None:
             return None
         qdata, scale = self._parts(all_gather_outputs)
@@ -164,7 +166,7 @@ class MasterWeight(Tensor):
         return MasterWeight(parts["master"], context)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles the plain values, so that a reader does not need mxcompile."""
+        """Pickles the plain values, so that loading does not need mxcompile."""
         values = self.master.detach().requires_grad_(self.requires_grad)
         plain = torch.nn.Parameter(values, self.requires_grad) if hasattr(self, "_is_param") else values
         return plain.__reduce_ex__(protocol)
@@ -179,22 +181,22 @@ _MOVES = frozenset({
     aten.split.Tensor, aten.view.default,
     aten.as_strided.default, aten.lift_fresh.default, aten._pin_memory.default,
 })  # fmt: skip
-"""Operators that make shards of a weight, or move it."""
+"""Operators that shard or move a weight and keep its type."""
 
 
 def local(x: Tensor) -> Tensor:
-    """Returns this rank's part of `x`, a DTensor or a plain tensor."""
+    """Returns the local tensor of a DTensor, or `x` itself."""
     held: Tensor = getattr(x, "_local_tensor", x)
     return held
 
 
 def local_bytes(x: Tensor) -> int:
-    """Returns the bytes of this rank's part of `x`."""
+    """Returns the bytes of `x` on this rank."""
     return int(local(x).nbytes)
 
 
 def with_local(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Returns `x` after a `change` of this rank's part of it."""
+    """Returns `x` with its local tensor replaced by ``change(local)``."""
     if local(x) is x:
         return change(x)
     from torch.distributed.tensor import DTensor
@@ -208,9 +210,9 @@ def with_local(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def uneven(whole: Sequence[int], ranks: int, shard: Sequence[int] | None = None) -> str:
-    """Returns why shards of a weight of shape `whole` on `ranks` ranks are not whole tiles; "" if they are.
+    """Returns why FSDP2 shards of a weight do not consist of whole tiles, or "" if they do.
 
-    shard: the shape of a shard; by default as FSDP2 makes them.
+    whole: shape of the weight. shard: shape of one shard. Default: equal shards of dimension 0.
     """
     rows = whole[0]
     if rows % ranks:
@@ -224,13 +226,13 @@ def uneven(whole: Sequence[int], ranks: int, shard: Sequence[int] | None = None)
 
 
 class TiledWeight(Tensor):
-    """A weight that consists of codes and the scales of its 32×32 tiles. Nothing changes it in place.
+    """A gathered weight as qdata and one scale per 32×32 tile. In-place operators raise `FormatError`.
 
     Attributes:
-        qdata: [..., n, k], FP8.
-        scale: [..., ⌈n/32⌉, ⌈k/32⌉], E8M0 bytes.
-        rounding: Rounding of the cast that made them.
-        dtype: Dtype of the values it stands for.
+        qdata: FP8 elements, [..., n, k].
+        scale: E8M0 scale bytes, [..., ⌈n/32⌉, ⌈k/32⌉].
+        rounding: Rounding mode of the cast.
+        dtype: Dtype of the decoded values.
     """
 
     qdata: Tensor
@@ -281,7 +283,7 @@ class TiledWeight(Tensor):
         return TiledWeight(parts["qdata"], parts["scale"], *context)
 
     def _stable_hash_for_caching(self) -> str:
-        """Returns the text that compiled code depends on, for AOTAutograd's cache."""
+        """Returns this tensor's part of AOTAutograd's cache key."""
         parts = ((part.shape, part.stride(), part.dtype) for part in (self.qdata, self.scale))
         about = self.device, self.dtype, self.rounding, self.requires_grad
         return repr((type(self).__name__, *parts, *about))

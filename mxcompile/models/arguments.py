@@ -1,11 +1,11 @@
-"""The arguments of a model, where a function takes them beside options of its own.
+"""Separates a model's keyword arguments from the options of the function that calls it.
 
-    explain(model, x, mask=m, policy="ocp")              a keyword that is not an option goes to the model
-    explain(model, x, kwargs={"target": y, "policy": z})   any name goes to the model this way
+    explain(model, x, mask=m, policy="ocp")                a keyword that is not an option goes to the model
+    explain(model, x, kwargs={"target": y, "policy": z})   every name goes to the model
 
-The options of the function come first: an argument of the model that is called like one of them can only be
-passed in ``kwargs``. A keyword that is neither an option nor an argument of the model is an error, so that a
-misspelt option does not end in the model's ``**kwargs``.
+Options take precedence: a model argument with the name of an option must be passed in ``kwargs``. A keyword
+that is neither an option nor an argument of the model is an error. A misspelt option would otherwise reach
+the model's ``**kwargs``.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from mxcompile.errors import ModelError, OptionError, nearest, shown
 
 ModelInput = Tensor | Sequence[Tensor] | Mapping[str, Tensor] | None
-"""Types that a type checker accepts as keyword arguments of a model. ``kwargs`` may hold anything."""
+"""Keyword types that a type checker accepts for model arguments. ``kwargs`` may hold any type."""
 
 _NEAR = 0.75
-"""How alike two words are for one to be a slip of the other (difflib's ratio)."""
+"""Least similarity (difflib's ratio) of two words that counts as a typo."""
 
 
 def keywords(
@@ -33,13 +33,11 @@ def keywords(
     kwargs: Mapping[str, Any] | None,
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The keyword arguments `model` is called with.
+    """Returns the keyword arguments for the call of `model`.
 
-    caller: name of the function, for errors. inline: keywords that are none of its options. kwargs: what it
-    was given under that name. options: its options, by name, with their values.
-
-    Raises `OptionError` for a keyword nobody takes, one that is given twice, and a tensor as an option;
-    `ModelError` where `model` is none.
+    caller: name of the function, for errors. inline: keywords that are not its options. kwargs: its argument
+    ``kwargs``. options: values of its options, by name. Raises `OptionError` for an unknown or repeated
+    keyword and for a tensor as an option, and `ModelError` if `model` is not a module.
     """
     check_module(caller, model)
     if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(k, str) for k in kwargs)):
@@ -63,7 +61,7 @@ def keywords(
 
 
 def check_module(caller: str, model: object) -> None:
-    """Raises `ModelError` unless `model` is one that `caller` can take."""
+    """Raises `ModelError` unless `model` is an `nn.Module`."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"{caller} takes a torch.nn.Module, found {type(model).__name__}")
 
@@ -78,11 +76,11 @@ def _unknown(caller: str, model: nn.Module, name: str, words: Sequence[str]) -> 
 
 
 def _parameters(model: nn.Module) -> tuple[frozenset[str], bool]:
-    """The names `model` takes as keywords, and whether it takes any others."""
+    """Returns the keyword names of the forward of `model`, and whether it has ``**kwargs``."""
     model = getattr(model, "_orig_mod", model)
     try:
         parameters = inspect.signature(getattr(model, "forward", model)).parameters.values()
-    except (TypeError, ValueError):  # a forward written in C++, a scripted one
+    except (TypeError, ValueError):  # a C++ or scripted forward has no signature
         return frozenset(), True
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return (

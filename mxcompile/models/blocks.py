@@ -1,10 +1,10 @@
-"""The repeated blocks of a model, and which of them a layer lies in.
+"""The repeated blocks of a model, and the block of each layer.
 
-A stack is a module list, a Sequential or a numbered module dict in which a class of composite modules
-repeats; its blocks are its composite members, in order (of a Sequential those whose class repeats: it may
-begin with a stem and end with a head). Of stacks inside stacks the outer one counts: an expert lies in its
-layer's block. A stage is not a block: it holds a stack of its own, and stages differ in width. There the
-stack of every stage counts by itself. Blocks that are attributes (``block1``, ``block2``) are not seen.
+A stack is a module list, a Sequential or a numbered module dict with repeated composite modules of a class.
+Its blocks are its composite members in order. In a Sequential only repeated classes count, because it may
+begin with a stem and end with a head. For nested stacks the outer one counts: an expert belongs to the block
+of its layer. A stage (a member with its own stack, whose width differs from other stages) is not a block; the
+stack inside each stage counts instead. Blocks in separate attributes (``block1``, ``block2``) are not found.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _Named = tuple[str, nn.Module]
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The place of every block of a model, by the block's path."""
+    """Index and count of every block of a model, by the block's path."""
 
     places: Mapping[str, Block] = field(default_factory=dict)
 
     @classmethod
     def of(cls, root: nn.Module | None) -> Blocks:
-        """The blocks of `root`; none without one."""
+        """Returns the blocks of `root`, or no blocks for None."""
         places: dict[str, Block] = {}
         pending = [("", root)] if root is not None else []
         while pending:
@@ -42,27 +42,27 @@ class Blocks:
         return cls(places)
 
     def place(self, name: str) -> Block | None:
-        """The block that the layer called `name` lies in, or None."""
+        """Returns the block of the layer `name`, or None outside of blocks."""
         steps = name.split(".") if self.places else []
         heads = (".".join(steps[:end]) for end in range(1, len(steps) + 1))
         return next((self.places[head] for head in heads if head in self.places), None)
 
 
 def _children(module: nn.Module) -> Iterator[_Named]:
-    """The children of `module` by the names that users know; the child of a wrapper has the name ""."""
+    """Yields (name, child) with the user's names; the child of a wrapper has the name ""."""
     for name, child in module.named_children():
         wrapped = not user_path(name) or (name == "module" and type(module).__name__ in PARALLEL)
         yield ("" if wrapped else name), child
 
 
 def _own(module: nn.Module) -> nn.Module:
-    """`module`, or what it wraps."""
+    """Returns the module inside wrappers."""
     inside = dict(_children(module)).get("")
     return module if inside is None else _own(inside)
 
 
 def _blocks(module: nn.Module) -> list[_Named]:
-    """The blocks of `module`, if it is a stack; none otherwise."""
+    """Returns the blocks of `module` if it is a stack, else an empty list."""
     if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
         return []
     if isinstance(module, nn.ModuleDict) and not all(name[-1:].isdecimal() for name in module):
@@ -78,14 +78,14 @@ def _blocks(module: nn.Module) -> list[_Named]:
 
 
 def _is_composite(module: nn.Module) -> bool:
-    """Whether `module` is more than one layer: has parts, or several matrices."""
+    """Whether `module` is more than one layer: it has children, or several matrices."""
     matrices = sum(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
     parts = any(True for _ in module.children())
     return matrices > 1 or (parts and any(True for _ in module.parameters()))
 
 
 def _are_stages(members: list[nn.Module]) -> bool:
-    """Whether `members` differ in width and hold stacks themselves."""
+    """Whether `members` differ in width and contain stacks."""
     first: dict[type[nn.Module], dict[str, object]] = {}
     for member in members:
         shapes: dict[str, object] = {name: tuple(p.shape) for name, p in member.named_parameters()}

@@ -1,7 +1,7 @@
-"""Copies of models on fake tensors that compute again what the model's checkpoint wrappers do.
+"""Fake-tensor copies of models that keep the activation checkpoint wrappers.
 
-A `fake_copy` is without wrappers, which is right where only roles and decisions count. What forward keeps,
-and how often a product runs, the wrappers decide too.
+`fake_copy` drops wrappers, which suffices for roles and decisions. Saved activations and recomputed GEMMs
+depend on the wrappers.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from mxcompile.models.wrappers import STATE_HOOKS, users_own
 
 
 def checkpointed_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A `fake_copy` of `model` with its checkpoint wrappers."""
+    """Returns a `fake_copy` of `model` with its checkpoint wrappers."""
     return rewrapped(fake_copy(model, mode), model)
 
 
 def rewrapped(copied: nn.Module, model: nn.Module) -> nn.Module:
-    """`copied`, a copy of `model` without wrappers, with each module wrapped that is checkpointed there."""
+    """Wraps in `copied`, an unwrapped copy of `model`, every module that `model` checkpoints."""
     for path, wrapper in users_own(model).named_modules():
         if not isinstance(wrapper, CheckpointWrapper):
             continue
@@ -35,10 +35,10 @@ def rewrapped(copied: nn.Module, model: nn.Module) -> nn.Module:
 
 
 def _wrapped(module: nn.Module, wrapper: CheckpointWrapper) -> CheckpointWrapper:
-    """`module` in a wrapper that does what `wrapper` does."""
+    """Returns `module` in a checkpoint wrapper with the settings of `wrapper`."""
     result = CheckpointWrapper(module)
     result.checkpoint_impl = wrapper.checkpoint_impl
     result.checkpoint_fn = wrapper.checkpoint_fn
-    for key in STATE_HOOKS:  # no two wrappers have the same ones, and equal layers are traced once
+    for key in STATE_HOOKS:  # the hooks differ for each wrapper, which would prevent folding of equal layers
         vars(result)[key].clear()
     return result

@@ -1,13 +1,13 @@
-"""A forked child that changes nothing but its own memory, and stays clear of what a fork leaves broken.
+"""Confines a forked child to its own memory, and replaces resources that a fork breaks.
 
-    open files         read at the same place, through descriptions of their own, which move apart
-    files to write     /dev/null; directories are not made, files not removed
+    open files         reopened read-only at the same offset, so that the parent's offset does not move
+    files to write     /dev/null; directories are not created, files not removed
     processes, sockets `PermissionError`
-    shared memory      a copy; a large region cannot be written
-    CUDA, threads      CUDA's answers from before the fork; one thread
+    shared memory      a private copy; a large region becomes read-only
+    CUDA, threads      cached answers of CUDA from before the fork; one thread
 
-The limit is native code that opens files by itself: its writes fail, but it may leave an empty file. Linux
-alone has the /proc that this needs.
+Native code that opens files itself is the limit: its writes fail, but an empty file may remain. Needs /proc,
+and therefore Linux.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import torch
 from torch._subclasses import fake_tensor
 
 _CPU_S = 600
-"""How long the child may compute. On fake tensors a loop may wait for a value that never comes."""
+"""CPU limit of the child in seconds. A loop on fake tensors may wait forever for a value."""
 _COPIED_BYTES = 1 << 26
 """Size of the largest region of shared memory that is copied."""
 _MAP_FIXED, _PR_SET_PDEATHSIG = 0x10, 1
@@ -48,14 +48,14 @@ _CHANGES = frozenset(
         "sqlite3.connect", "subprocess.Popen", "syslog.syslog",
     ]
 )  # fmt: skip
-"""The audit events of what a child may not do."""
+"""Audit events that raise `PermissionError` in a child."""
 _OF_FILES = "chmod", "link", "mkdir", "remove", "rename", "replace", "rmdir", "symlink", "truncate", "unlink"
 """Functions of `os` that do nothing in a child."""
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _CUDA = (
     "current_device", "get_device_capability", "get_device_name", "get_device_properties", "is_bf16_supported"
 )  # fmt: skip
-"""What code asks of CUDA without tensors on it."""
+"""Functions of `torch.cuda` whose answers are cached, because CUDA does not work after a fork."""
 _TOOLS = tuple(
     str(Path(spec.origin).parent)
     for name in ("mxcompile", "torch", "triton", "filelock")
@@ -66,7 +66,7 @@ _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Before:
-    """The state before a fork of what a fork changes: Python's generator, and the answers of CUDA."""
+    """The parent's state that the fork changes: the random generator and the answers of CUDA."""
 
     random: Any
     cuda: dict[str, Any]
@@ -79,11 +79,11 @@ class Before:
 
 
 def confine(before: Before, sink: int, *, tools: bool) -> None:
-    """Confine this process, a child that is just forked.
+    """Confines this process, a newly forked child.
 
     Args:
-        before: The state of the parent.
-        sink: The descriptor that stays open, for the answer.
+        before: State of the parent before the fork.
+        sink: File descriptor of the result pipe, which stays open.
         tools: Whether torch and Triton may write their caches and start compilers.
     """
     for number in signal.valid_signals():
@@ -100,7 +100,7 @@ def confine(before: Before, sink: int, *, tools: bool) -> None:
     sys.stdin, sys.stdout, sys.stderr = (Path(os.devnull).open(mode) for mode in "rww")  # noqa: SIM115
     sys.dont_write_bytecode = True
     _guard_files(tools=tools)
-    torch.set_num_threads(1)  # the threads of libgomp are not here, and it would wait for them
+    torch.set_num_threads(1)  # a fork has no threads of libgomp, and libgomp would wait for them
     random.setstate(before.random)
     for name, answer in before.cuda.items():
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
@@ -113,7 +113,7 @@ def _limit(kind: int, most: int) -> None:
 
 
 def _replace_descriptors(sink: int) -> None:
-    """Give every open file a description of its own, which cannot be written; others become /dev/null."""
+    """Reopens every readable file on disk read-only; all other descriptors become /dev/null."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
         if descriptor in (sink, null):
@@ -134,7 +134,7 @@ def _is_on_disk(mode: int) -> bool:
 
 
 def _copy_shared_memory(libc: ctypes.CDLL) -> None:
-    """Put a copy in the place of every region of memory that other processes see and that can be written."""
+    """Replaces every writable shared mapping by a private copy."""
     libc.mmap.restype = ctypes.c_void_p
     for line in Path("/proc/self/maps").read_text().splitlines():
         region, access, _, _, _, *path = line.split(maxsplit=5)
@@ -156,7 +156,7 @@ def _is_a_device(path: str = "") -> bool:
 
 
 def _guard_files(*, tools: bool) -> None:
-    """Let files be opened for writing in name only, and refuse all other changes."""
+    """Redirects writes to /dev/null and refuses all other changes."""
 
     def is_free() -> bool:
         return tools and is_tool(_caller())
@@ -180,7 +180,7 @@ def _guard_files(*, tools: bool) -> None:
         return own_os_open(os.devnull, flags & os.O_ACCMODE)
 
     def save(value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
-        if not isinstance(file, str | os.PathLike):  # which it would open in C++
+        if not isinstance(file, str | os.PathLike):  # torch.save opens a path in C++, past `open_file`
             own_save(value, file, *args, **kwargs)
 
     def or_nothing(change: Callable[..., Any]) -> Callable[..., Any]:
@@ -195,12 +195,12 @@ def _guard_files(*, tools: bool) -> None:
 
 
 def is_tool(path: str) -> bool:
-    """Whether the file at `path` is of mxcompile, or of a library that compiles."""
+    """Whether the file at `path` belongs to mxcompile or to a compiling library."""
     return path.startswith(_TOOLS)
 
 
 def _caller() -> str:
-    """The file of the innermost running function outside of the standard library and this file."""
+    """Returns the file of the innermost function outside the standard library and this file."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         path: str = frame.f_code.co_filename

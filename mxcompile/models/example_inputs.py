@@ -1,7 +1,7 @@
-"""Random inputs for models that say what they take: Hugging Face's by their configuration, and timm's.
+"""Random inputs for models whose configuration describes them: Hugging Face and timm models.
 
-The inputs of a Hugging Face model are what its forward takes, with labels if it takes them, and no longer
-than it has positions for.
+The inputs of a Hugging Face model follow the arguments of its forward, including labels, within its number of
+positions.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _LENGTH = 512
 
 
 def example_inputs(model: nn.Module) -> dict[str, Any]:
-    """Keyword arguments on the meta device that `model`, of Hugging Face or timm, can be traced with.
+    """Returns keyword arguments on the meta device for a trace of a Hugging Face or timm `model`.
 
-    Without labels and caches. Raises `ModelError` for any other model.
+    Labels and caches are left out. Raises `ModelError` for any other model.
     """
     with torch.device("meta"):
         config = getattr(model, "config", None)
@@ -44,10 +44,10 @@ def _without_labels(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def dummy_inputs(model: nn.Module, config: Any, batch: int, length: int | None) -> dict[str, Any]:
-    """Keyword arguments for `model`, made from `config`.
+    """Returns random keyword arguments for a Hugging Face `model` with `config`.
 
-    length: of the sequences; None for 512, or as many as the model has positions for. Raises `ModelError` if
-    the model takes something else than tokens, pixels or mel features, or has fewer positions.
+    length: sequence length. Default: 512, or the model's maximum if that is smaller. Raises `ModelError` if
+    `length` exceeds the maximum, or if the model's input is not tokens, pixels or mel features.
     """
     parameters = frozenset(inspect.signature(model.forward).parameters)
     main = getattr(model, "main_input_name", "input_ids")
@@ -117,7 +117,7 @@ def _text(
 
 
 def _generates(model: nn.Module) -> bool:
-    """Whether `model` is a language model that may look at pictures too, and does without."""
+    """Whether `model` is a language model, for which images are optional."""
     return bool(getattr(model, "can_generate", lambda: False)())
 
 

@@ -1,11 +1,11 @@
-"""A model as its author wrote it, on fake tensors: copied without what distributes or compiles it.
+"""Copies a model to fake tensors as its author wrote it, without wrappers that distribute or compile it.
 
 ``fully_shard``, ``parallelize_module``, ``DistributedDataParallel`` and ``FullyShardedDataParallel`` add
-classes, modules around modules, hooks and sharded parameters to a model. The copy has the original class, no
-wrappers, no hooks of ``torch.distributed``, and parameters of the whole size. Modules are copied attribute by
-attribute, because wrapped ones refuse ``copy.deepcopy``, which does not copy closures either (see `rebind`).
-Where ``torch.compile`` of a method is an attribute (``model.forward = torch.compile(model.forward)``) the
-copy has the method of the copy.
+classes, wrapper modules, hooks and sharded parameters to a model. The copy has the original class, no
+wrappers, no hooks of ``torch.distributed``, and whole parameters. Modules are copied attribute by attribute,
+because wrapped modules reject ``copy.deepcopy``, which does not copy closures either (see `rebind`). A
+compiled method in an attribute (``model.forward = torch.compile(model.forward)``) becomes the copy's own
+plain method.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mxcompile.models.wrappers import (
 
 _COMPILED = "_compiled_call_impl"
 _STATES = "__composable_api_state_key"
-"""What the attributes start with in which torch.distributed keeps what it made of a module."""
+"""Prefix of the module attributes that hold the state of torch.distributed's composable APIs."""
 
 
 def fake_copy(
@@ -44,10 +44,10 @@ def fake_copy(
     fake: Callable[[Tensor], Tensor] | None = None,
     drops: Callable[[Callable[..., Any]], bool] = is_distributed,
 ) -> nn.Module:
-    """A copy of `model`, unwrapped, on fake tensors; what it shares stays shared.
+    """Returns an unwrapped copy of `model` on fake tensors; shared objects stay shared.
 
-    fake: makes the fakes of `mode`, of whole tensors by default. drops: whether a hook is left out. An object
-    that cannot be copied (a process group, a lock) is the model's own.
+    fake: converts a tensor to a fake of `mode`. Default: a fake of the whole tensor. drops: whether to leave
+    out a hook. Objects that cannot be copied (process groups, locks) are shared with the model.
     """
     model = users_own(model)
     modules, fake = [m for m in model.modules() if unwrapped(m) is m], fake or Faker(mode)
@@ -70,7 +70,7 @@ def fake_copy(
 
 
 def fake_values(value: Any, mode: FakeTensorMode) -> Any:
-    """A copy of `value`, a model's arguments, with its tensors as fakes, in whatever objects they are."""
+    """Returns a copy of `value`, the arguments of a model, with fakes for tensors at any depth."""
     memo: dict[int, Any] = {}
     try:
         with _AsFakes(Faker(mode), memo):
@@ -88,7 +88,7 @@ def _fill(
     copied: Rebinder,
     drops: Callable[[Callable[..., Any]], bool],
 ) -> None:
-    """Give `copied_module` the attributes of `module`, without the hooks that `drops` holds for."""
+    """Copies the attributes of `module` to `copied_module`, without the hooks that `drops` selects."""
     for key, value in module.__dict__.items():
         if key.startswith(_STATES):
             continue
@@ -106,7 +106,7 @@ def _fill(
 
 
 def _unflatten(module: nn.Module, memo: dict[int, Any], fake: Callable[[Tensor], Tensor]) -> None:
-    """Give the copies of what FSDP1's `module` has flattened the parameters that they had before."""
+    """Restores in the copies the parameters that FSDP1 has flattened in `module`."""
     handle = module.__dict__.get("_handle") if FSDP1 in module._modules else None
     if handle is None:
         return
@@ -122,12 +122,12 @@ def _unflatten(module: nn.Module, memo: dict[int, Any], fake: Callable[[Tensor],
 
 
 def _put(copied_module: nn.Module, name: str, parameter: Any) -> None:
-    copied_module.__dict__.pop(name, None)  # where it is a view of the flat one for the time of a call
+    copied_module.__dict__.pop(name, None)  # during a call FSDP1 stores a view of the flat parameter there
     copied_module._parameters[name] = parameter
 
 
 class _AsFakes(TorchFunctionMode):
-    """Copies of tensors are fakes."""
+    """Makes deep copies of tensors return fakes."""
 
     def __init__(self, fake: Callable[[Tensor], Tensor], memo: dict[int, Any]) -> None:
         super().__init__()
@@ -139,6 +139,6 @@ class _AsFakes(TorchFunctionMode):
             fake = self._fake(args[0])
             self._memo[id(args[0])] = fake
             return fake
-        if func is Tensor.clone:  # by a parameter's own copy; what FSDP2 gathered has no memory to read
+        if func is Tensor.clone:  # from a parameter's __deepcopy__; FSDP2 may have freed the storage
             return self._fake(args[0])
         return func(*args, **(kwargs or {}))

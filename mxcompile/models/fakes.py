@@ -1,7 +1,7 @@
-"""Models on fake CPU tensors: shapes without memory, for tracing what a model would do.
+"""Runs and traces models on fake CPU tensors: shapes without memory.
 
-Fake tensors are on the CPU whatever the model is for: without a GPU build of torch an attention on fake CUDA
-or meta tensors falls apart into products and a softmax that no GPU would run, and autograd refuses them.
+The fakes are on the CPU for every target. Without a CUDA build of torch, attention on fake CUDA or meta
+tensors decomposes into matmuls and a softmax that no GPU would run, and autograd rejects such tensors.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ log = logging.getLogger(__name__)
 
 
 _SPLITS_GPUS = "does not have a sharding strategy registered"
-"""What DTensor says of an operator that it cannot split."""
+"""Part of DTensor's message about an operator without a sharding strategy."""
 
 
 class Faker:
-    """Tensors to fake CPU tensors of `mode`, of the same shape, strides and dtype.
+    """Converts tensors to fake CPU tensors of `mode` with the same shape, strides and dtype.
 
-    A mode that answers for values gets the values of inputs, buffers, and parameters of one number.
+    With a `ValueTrackingMode`, fakes of inputs, buffers and one-element parameters also get the values.
     """
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """A fake in the place of `tensor`."""
+        """Returns a fake for `tensor`. Raises `ModelError` for an unsupported layout."""
         if not isinstance(self._mode, ValueTrackingMode):
             return self._empty(tensor)
         with self._mode.plain():
@@ -79,14 +79,14 @@ def call(
     backend: Callable[..., Any],
     training: bool,
 ) -> Any:
-    """Compile `model`, a copy on fake tensors of `mode`, with `backend` by calling it on `args` and `kwargs`.
+    """Compiles `model`, a copy on fakes of `mode`, with `backend` by calling it on `args` and `kwargs`.
 
-    Returns what the model returns. Raises `ModelError` with what the model, Dynamo or the backend met, and
-    where; the traceback is logged.
+    Returns the model's result. Raises `ModelError` with the error of the model, Dynamo or the backend and its
+    source line; the traceback goes to the debug log.
     """
     arguments = tree_map_only(Tensor, Faker(mode), (tuple(args), dict(kwargs)))
 
-    def traced(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:  # a function is never copied with its model
+    def traced(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:  # deep copies of a model share it
         return backend(gm, inputs)
 
     compiled = torch.compile(model, backend=traced)
@@ -104,7 +104,7 @@ def call(
             return compiled(*arguments[0], **arguments[1])
         except MXCompileError:
             raise
-        except Exception as error:  # of the user's model, or of tracing it
+        except Exception as error:  # the user's model or its trace may raise anything
             inner = getattr(error, "inner_exception", error)
             if isinstance(inner, MXCompileError):
                 raise inner from None
@@ -113,7 +113,7 @@ def call(
 
 
 def _message(error: Exception, inner: BaseException, model: nn.Module, mode: FakeTensorMode) -> str:
-    """The message for `error`, which Dynamo raised for `inner` when it traced `model` under `mode`."""
+    """Returns the message for `error`, which Dynamo raised for `inner` while tracing `model`."""
     cause = _cause(inner)
     what = str(cause).strip().partition("\n")[0]
     message = f"cannot trace the model{where_failed(error, model)}: {type(cause).__name__}: {what}"
@@ -132,7 +132,7 @@ def _message(error: Exception, inner: BaseException, model: nn.Module, mode: Fak
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Returns what an operator raised, where `error` says no more than that one did; else `error`."""
+    """Returns the operator's exception behind a `TorchRuntimeError` of Dynamo, else `error`."""
     cause: BaseException | None = error
     while isinstance(cause, torch._dynamo.exc.TorchDynamoException):
         cause = cause.__cause__ or cause.__context__
@@ -141,13 +141,13 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _is_of_tracing(error: BaseException) -> bool:
-    """Whether `error` cannot come of a model that is called with real tensors."""
+    """Whether only tracing, and never a run on real tensors, can raise `error`."""
     return type(error).__module__.startswith(("torch._dynamo", "torch._subclasses", "torch.fx.experimental"))
 
 
 @contextmanager
 def _unlogged() -> Iterator[None]:
-    """Keep torch from printing the traceback of an operator that fails: the error says what it met."""
+    """Suppresses torch's log of a failing operator, because the raised error has the same text."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -159,9 +159,10 @@ def _unlogged() -> Iterator[None]:
 
 @contextmanager
 def quiet(*, compiling: bool = True) -> Iterator[None]:
-    """Run a model on fakes in here: apart from the compile around it, and, if `compiling`, as if compiled.
+    """Isolates a run of a model on fakes from an enclosing compile.
 
-    No compiled code runs: what was compiled runs as Python, and Dynamo compiles nothing of it.
+    Compiled functions run as plain Python and Dynamo compiles nothing. compiling: value of
+    `torch.compiler.is_compiling()` within the context.
     """
     flag = torch.compiler._is_compiling_flag
     with (
@@ -181,7 +182,7 @@ def quiet(*, compiling: bool = True) -> Iterator[None]:
 
 @contextmanager
 def _without_function_modes() -> Iterator[None]:
-    """Set aside a ``with torch.device("meta")`` around the call: it would reach into the traced model."""
+    """Disables enclosing function modes, such as ``with torch.device('meta')`` around the call."""
     set_aside = []
     while _len_torch_function_stack():
         set_aside.append(_pop_mode())
@@ -194,7 +195,7 @@ def _without_function_modes() -> Iterator[None]:
 
 @contextmanager
 def apart_from_others() -> Iterator[None]:
-    """Keep what this process has compiled out of the trace: limits, sizes seen before."""
+    """Separates a trace from the process's earlier compiles: recompile limits and sizes seen."""
     with torch._dynamo.config.patch(
         recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16, automatic_dynamic_shapes=False
     ):

@@ -1,4 +1,4 @@
-"""The state of FSDP2, which is not public: read here alone. AttributeError if a torch keeps it otherwise."""
+"""The only reader of FSDP2's private state. Raises `AttributeError` for a torch with another layout."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from torch import nn
 from mxcompile.models.names import joined, user_path
 
 Group = tuple[Any, list[tuple[str, Any]]]
-"""FSDP2's group of parameters that are gathered together, and the parameters with the user's paths."""
+"""An FSDP2 parameter group, and its parameters as (user's path, FSDPParam)."""
 
 
 def states(root: nn.Module) -> Iterator[tuple[str, Any, list[Group]]]:
-    """Path, state and groups of every module of `root` with a state; of several with one state, the first."""
+    """Yields (path, state, groups) for every module of `root` with an FSDP2 state.
+
+    A state of several modules counts for its first module.
+    """
     paths = {id(module): path for path, module in root.named_modules()}
     for path, module in root.named_modules():
         state = getattr(module, "_get_fsdp_state", lambda: None)()
@@ -23,7 +26,7 @@ def states(root: nn.Module) -> Iterator[tuple[str, Any, list[Group]]]:
 
 
 def groups(root: nn.Module) -> Iterator[Group]:
-    """The groups of all states."""
+    """Returns the parameter groups of all states."""
     return (group for *_, own in states(root) for group in own)
 
 
@@ -35,7 +38,7 @@ def _parameters(group: Any, paths: dict[int, str]) -> Iterator[tuple[str, Any]]:
 
 
 def _groups(state: Any) -> list[Any]:
-    """The groups of a state; torch before 2.12 has one for a module."""
+    """Returns the groups of a state. Torch before 2.12 has one group per state."""
     several = getattr(state, "_fsdp_param_groups", None)
     if several is not None:
         return list(several)

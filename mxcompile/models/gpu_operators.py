@@ -1,7 +1,8 @@
-"""Operators of GPUs alone, on fake CPU tensors that stand for a GPU's.
+"""Runs GPU-only operators on the fake CPU tensors that stand for CUDA tensors.
 
-histc of integers counts the tokens of each expert in torchtitan's models. Triton kernels that a model's own
-code launches are taken into graphs by Dynamo, as beside a GPU; launched by Python on fakes they do nothing.
+`torch.histc` of integers, which torchtitan uses to count the tokens of each expert, has no CPU kernel. Dynamo
+captures the Triton kernels of a model's own code as on a GPU; launched outside of Dynamo on fakes they do
+nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _HISTC = torch.ops.aten.histc.default
 
 @contextmanager
 def gpu_operators() -> Iterator[None]:
-    """In here fake CPU tensors take all of it."""
+    """Patches torch and Triton so that fake CPU tensors support these operators."""
     with ExitStack() as patches:
         patches.enter_context(mock.patch.dict(fake_impls.op_implementations_dict, {_HISTC: _histc}))
         if _triton.has_triton_package():
@@ -38,7 +39,7 @@ def _histc(_: Any, __: Any, x: Tensor, bins: int = 100, *limits: Any, **named: A
 
 
 def _launch_nothing(patches: ExitStack) -> None:
-    """Let kernels on fakes do nothing until `patches` end, with a GPU to stand for one that is not there."""
+    """Makes Triton kernels do nothing on fakes until `patches` end, with a stand-in GPU driver."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -46,7 +47,7 @@ def _launch_nothing(patches: ExitStack) -> None:
     patches.enter_context(mock.patch.object(kernel, "run", _unless_fake(kernel.run)))
     has_triton: Any = _triton.has_triton
     if not has_triton():
-        has_triton.cache_clear()  # a stand-in for a whole GPU answers otherwise
+        has_triton.cache_clear()  # the cached answer may come from another stand-in GPU
         target = GPUTarget("cuda", 90, 32)
         driver = SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0)
         patches.enter_context(mock.patch.object(triton.runtime.driver, "_active", driver))

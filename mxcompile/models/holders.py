@@ -1,7 +1,7 @@
-"""Parameters by identity, known through the modules that hold them.
+"""Finds the module that holds a parameter, by the parameter's identity.
 
-A weak reference to a parameter would be simpler, but ``torch.utils.swap_tensors`` refuses tensors that have
-one. It is the way to change a parameter in place, and `nn.Module.to` may take it.
+A weak reference to the parameter would be simpler, but ``torch.utils.swap_tensors``, which `nn.Module.to` may
+use to change a parameter in place, rejects tensors with weak references.
 """
 
 from __future__ import annotations
@@ -13,24 +13,21 @@ from torch import Tensor, nn
 
 
 class Holders:
-    """The modules that hold parameters. A model that nobody else keeps is freed."""
+    """Weak references to the modules of parameters, so that the model can be freed."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
 
     def holder(self, tensor: Tensor) -> tuple[nn.Module, str] | None:
-        """Returns the module that holds `tensor` and its name there; None if that is not known."""
+        """Returns (module, name) for `tensor`, or None if no registered module holds it."""
         reference, name = self._known.get(id(tensor), (None, ""))
         module = None if reference is None else reference()
         if module is None or module._parameters.get(name) is not tensor:
-            return None  # it is another tensor, at the address of one that is gone or was replaced
+            return None  # a new tensor may have the id of a freed or replaced one
         return module, name
 
     def add(self, modules: Iterable[nn.Module], only: Tensor | None = None) -> bool:
-        """Note the parameters of `modules`; of all parameters `only` one, if it is given.
-
-        Returns whether there are any.
-        """
+        """Registers the parameters of `modules`, or `only` one of them. Returns whether there are any."""
         holders = {
             id(parameter): (weakref.ref(module), name)
             for module in modules

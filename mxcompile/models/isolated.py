@@ -1,12 +1,11 @@
-"""A function that runs the user's program without a trace: in a forked child that returns the result.
+"""Runs a function of the user's program without side effects, in a forked child that returns the result.
 
     fork ─▶ child: confined, function(), pickled result ─▶ pipe ─▶ result, log records
          └▶ parent: waits, and kills a child that hangs
 
-The child has copies of all objects. So nothing that the function does to them reaches the program: globals,
-closures, classes, hooks, iterators, random generators. `confined` keeps the child away from the rest: files,
-processes, sockets, memory that processes share. What ends the child (an exit, a crash, a hang) is the reason
-of a `ModelError` here.
+The child has copies of all objects: globals, closures, classes, hooks, iterators and random generators of the
+parent stay unchanged. `confined` isolates the child from everything else: files, processes, sockets, shared
+memory. An exit, a crash or a hang of the child becomes a `ModelError` in the parent.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ from mxcompile.models.confined import Before, confine, is_tool
 
 Result = TypeVar("Result")
 Messages = list[Callable[[], None]]
-"""Calls that show in the parent what the child has logged or warned of."""
+"""Calls that repeat the child's log records and warnings in the parent."""
 
 log = logging.getLogger(__name__)
 
 _IDLE_S, _BUSY_S = 30, 0.1
-"""A child hangs if it computes less than the latter in the former."""
+"""Idle and busy limits in seconds: a child hangs if it computes less than `_BUSY_S` during `_IDLE_S`."""
 _LIBRARIES = ("mxcompile", "torch")
-"""Whose log records are passed on. The user's own program logs and warns when it runs, not here."""
+"""Loggers whose records reach the parent. User code logs again when it really runs."""
 _PLAIN = (str, int, float, type(None))
 _CHILD = "the process that runs the model on fake tensors"
 _TOKENIZERS = "TOKENIZERS_PARALLELISM"
@@ -50,26 +49,26 @@ _IN_CHILD: ContextVar[bool] = ContextVar("_IN_CHILD", default=False)
 
 
 class ChildError(ModelError):
-    """A child that runs a model on fake tensors crashed or hung."""
+    """The child process that runs a model on fake tensors crashed or hung."""
 
 
 class NoChildError(ChildError):
-    """No such child can be started."""
+    """The child process cannot be started."""
 
 
 def isolated(function: Callable[[], Result], *, tools: bool = False) -> Result:
-    """Returns what `function` returns, called in a child of this process; in a child, called directly.
+    """Returns the result of `function`, called in a child process; within a child, called directly.
 
     Args:
-        function: Its result can be pickled. It needs no accelerator.
-        tools: Whether `function` compiles. Then torch and Triton may write their caches and start compilers,
-            and autograd has to work in the child.
+        function: Must return a picklable result and must not need an accelerator.
+        tools: Whether `function` compiles. It lets torch and Triton write their caches and start compilers,
+            and requires that autograd works in the child.
 
     Raises:
-        NoChildError: If this process can have no such child.
-        ChildError: If the child crashes or hangs.
-        MXCompileError: If `function` raises it.
-        ModelError: If `function` raises anything else.
+        NoChildError: The process cannot start a child.
+        ChildError: The child crashed or hung.
+        MXCompileError: `function` raised it.
+        ModelError: `function` raised any other exception.
     """
     if _IN_CHILD.get():
         try:
@@ -92,7 +91,7 @@ def isolated(function: Callable[[], Result], *, tools: bool = False) -> Result:
         status = _end(pid)
     try:
         outcome, messages = pickle.loads(answer)
-    except Exception as error:  # there is none, or not all of it
+    except Exception as error:  # the child ended early: the answer is empty or cut
         raise ChildError(f"{_CHILD} ended without a result: {_how(status)}") from error
     for show in messages:
         show()
@@ -103,16 +102,16 @@ def isolated(function: Callable[[], Result], *, tools: bool = False) -> Result:
 
 
 def _fork(function: Callable[[], Any], sink: int, *, tools: bool) -> int:
-    """Start the child that sends the result of `function` to `sink`. Returns its number."""
+    """Starts the child, which writes the result of `function` to `sink`. Returns its pid."""
     before = Before.now()
-    quiet = "tokenizers" in sys.modules and _TOKENIZERS not in os.environ  # else it prints at every fork
+    quiet = "tokenizers" in sys.modules and _TOKENIZERS not in os.environ  # else it warns at every fork
     if quiet:
         os.environ[_TOKENIZERS] = "false"
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # handlers are for the parent
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # keep handlers out of the child
     try:
-        # held by another thread, the lock would never open in the child
+        # a lock that another thread holds at the fork stays locked in the child forever
         with compile_lock, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of Python and libraries that know of other threads
+            warnings.simplefilter("ignore")  # about a fork of a process with threads
             pid = os.fork()
         if pid == 0:
             _run(function, sink, before, mask, tools=tools)
@@ -126,12 +125,12 @@ def _fork(function: Callable[[], Any], sink: int, *, tools: bool) -> int:
 
 
 def _run(function: Callable[[], Any], sink: int, before: Before, mask: Any, *, tools: bool) -> NoReturn:
-    """In the child: send the result of `function` to `sink`, and end."""
+    """Runs in the child: writes the pickled result of `function` to `sink` and exits."""
     try:
         messages: Messages = []
         try:
             _IN_CHILD.set(True)
-            gc.freeze()  # what is garbage in the parent has its finalizers run there
+            gc.freeze()  # finalizers of the parent's garbage must not run here
             _listen(messages, tools=tools)
             confine(before, sink, tools=tools)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -148,7 +147,7 @@ def _run(function: Callable[[], Any], sink: int, before: Before, mask: Any, *, t
 
 
 def _check_autograd() -> None:
-    """Raises `NoChildError` if autograd has had threads in the parent, for an accelerator: it needs them."""
+    """Raises `NoChildError` if autograd had threads in the parent, because a fork has no threads."""
     try:
         with torch.inference_mode(False), torch.enable_grad():
             leaf = torch.zeros((), device="cpu", requires_grad=True)
@@ -157,15 +156,15 @@ def _check_autograd() -> None:
         raise NoChildError(f"{_CHILD} cannot compute gradients: {error}") from error
 
 
-# The first gradient starts a thread for each device. Without one, `FakeTensorMode` gives CUDA 8 fake devices,
-# so a first gradient is computed before.
+# The first gradient starts an autograd thread per device. On a machine without GPU `FakeTensorMode` pretends
+# that CUDA has 8 devices, and these threads would break every later fork: start them now, for the CPU alone.
 if torch.backends.cuda.is_built() and not torch.cuda.device_count():
-    with suppress(NoChildError):  # this process is a fork of one with such threads
+    with suppress(NoChildError):  # this process is itself a fork of one with autograd threads
         _check_autograd()
 
 
 def _ours(error: BaseException) -> MXCompileError:
-    """Returns `error` if it is one of ours, else a `ModelError` with its message."""
+    """Returns `error` if it is an `MXCompileError`, else a `ModelError` with its message."""
     if isinstance(error, MXCompileError):
         return error
     log.debug("cannot run the model on fake tensors", exc_info=error)
@@ -174,7 +173,7 @@ def _ours(error: BaseException) -> MXCompileError:
 
 
 def _listen(messages: Messages, *, tools: bool) -> None:
-    """Add to `messages` what libraries log and, if `tools`, warn of."""
+    """Collects the log records of `_LIBRARIES` in `messages`, and their warnings if `tools`."""
 
     def keep_record(_: logging.Logger, record: logging.LogRecord) -> None:
         if record.name.partition(".")[0] in _LIBRARIES:
@@ -201,11 +200,11 @@ def _log(record: dict[str, Any]) -> None:
 
 
 def _answer(source: int, pid: int) -> bytes:
-    """Returns what child `pid` sends through the pipe `source`. Raises `ChildError` if it hangs."""
+    """Reads the result of child `pid` from the pipe `source`. Raises `ChildError` if the child hangs."""
     chunks: list[bytes] = []
     ready = select.poll()
     ready.register(source, select.POLLIN)
-    used_s, idle_s = 0.0, 0  # counted, since both processes may be stopped for a while
+    used_s, idle_s = 0.0, 0  # a wall clock would count time in which both processes are stopped
     while idle_s < _IDLE_S:
         if ready.poll(1000):
             chunk = os.read(source, 1 << 20)
@@ -214,25 +213,25 @@ def _answer(source: int, pid: int) -> bytes:
             chunks.append(chunk)
             continue
         idle_s += 1
-        with suppress(OSError):  # the program may have waited for the child itself
-            now_s = time.clock_gettime(~pid << 3 | 2)  # the CPU clock of a process, by its number
+        with suppress(OSError):  # the program itself may have reaped the child
+            now_s = time.clock_gettime(~pid << 3 | 2)  # Linux's id of the CPU clock of a process
             if now_s - used_s > _BUSY_S:
                 used_s, idle_s = now_s, 0
     raise ChildError(f"{_CHILD} hung: it computed nothing for {_IDLE_S} s")
 
 
 def _end(pid: int) -> int:
-    """End child `pid` if it still runs. Returns its status."""
-    with suppress(ChildProcessError, ProcessLookupError):  # the program may have waited for it itself
+    """Kills child `pid` if it still runs. Returns its exit status."""
+    with suppress(ChildProcessError, ProcessLookupError):  # the program itself may have reaped it
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             return status
-        os.kill(pid, signal.SIGKILL)  # does nothing to one that is about to exit
+        os.kill(pid, signal.SIGKILL)  # harmless if the child is about to exit
         return os.waitpid(pid, 0)[1]
     return 0
 
 
 def _how(status: int) -> str:
-    """How a process of `status` ended, in words."""
+    """Returns a phrase for the exit status of a process."""
     code = os.waitstatus_to_exitcode(status)
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -1,7 +1,7 @@
-"""Models named on the command line: ``package.module:factory`` or a Hugging Face config.json's directory.
+"""Loads the models of the command line: ``package.module:factory`` or a Hugging Face directory.
 
-Nothing is downloaded or unpickled and no code of a model directory is run: an architecture has to be one that
-`transformers` has, and weights lie in safetensors.
+Nothing is downloaded or unpickled, and no code of a model directory runs: `transformers` must have the
+architecture, and weights must be safetensors.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from mxcompile.errors import ModelError, MXCompileError, nearest
 from mxcompile.models.example_inputs import dummy_inputs
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""Dtypes by what the command line calls them."""
+"""Dtypes by their name on the command line."""
 
 ReadWeights = Callable[[Path, torch.dtype], Any]
-"""Makes the Hugging Face model of a directory with its weights, in the dtype where nothing says another."""
+"""Loads the Hugging Face model of a directory; the dtype applies if the files specify none."""
 
 _FACTORY = "package.module:factory, a function that returns (model, args, kwargs)"
 _DIRECTORY = "a directory with a Hugging Face config.json"
@@ -34,10 +34,9 @@ _DIRECTORY = "a directory with a Hugging Face config.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedModel:
-    """A model and the arguments to call it with.
+    """A model and the arguments of a call, on the meta device if it was loaded without weights.
 
-    name: what it was called on the command line. Tensors are on the meta device if that was asked for.
-    made_up: the parts with random values, in words; "" if a factory made all of it.
+    name: its name on the command line. made_up: a phrase for the parts with random values, "" for a factory.
     """
 
     name: str
@@ -55,14 +54,15 @@ def load_model(
     length: int | None = None,
     dtype: str | None = None,
 ) -> LoadedModel:
-    """The model that `spec` names, in `dtype`, one of `DTYPES`, or its own.
+    """Returns the model that `spec` names.
 
-    spec: ``package.module:factory`` (the working directory is importable), or a directory with a
-    config.json, with or without ``hf:`` before it. read: reads the weights that lie in safetensors beside the
-    config.json; without such files they are random. Without `read` the model is on the meta device, for
-    tracing only. batch, length: of the inputs made for a config.json; a factory makes its own.
-    Raises `ModelError` for a spec that names nothing, or a factory that returns something else, and
-    `CheckpointError` for weights that are damaged or do not fit.
+    spec: ``package.module:factory`` (the working directory is importable), or a directory with a config.json,
+    with or without the prefix ``hf:``. read: loads safetensors beside the config.json; without such files the
+    weights are random. Without `read` the model is on the meta device, for tracing only. batch, length: size
+    of the random inputs for a config.json. dtype: key of `DTYPES`. Default: the model's own dtypes.
+
+    Raises `ModelError` if the spec names no model or the factory returns another type, and `CheckpointError`
+    for damaged or mismatching weights.
     """
     loaded = _load(spec, read, batch, length)
     if dtype is None:
@@ -87,9 +87,9 @@ def _load(spec: str, read: ReadWeights | None, batch: int, length: int | None) -
 
 
 def factory_of(spec: str) -> Callable[..., Any] | None:
-    """The function that `spec`, ``package.module:factory``, names; None if `spec` is of another form.
+    """Returns the function of a spec ``package.module:factory``, or None for another form.
 
-    Raises `ModelError` if there is no such function.
+    Raises `ModelError` if the function does not exist.
     """
     if ":" not in spec or spec.startswith("hf:") or Path(spec).exists():
         return None
@@ -98,17 +98,17 @@ def factory_of(spec: str) -> Callable[..., Any] | None:
         return _attribute(module_name, attribute)
     except ModelError:
         raise
-    except Exception as error:  # of the user's code, whatever it is
+    except Exception as error:  # user code may raise anything
         raise ModelError(f"model {spec!r}: {type(error).__name__}: {error}") from error
 
 
 def _place(read: ReadWeights | None) -> AbstractContextManager[Any]:
-    """Tensors made in here are on the meta device if nobody reads their values."""
+    """Creates tensors on the meta device unless `read` loads their values."""
     return torch.device("meta") if read is None else nullcontext()
 
 
 def _advice(spec: str, path: Path) -> str:
-    """A sentence for what people try: files of weights or settings, names on a hub."""
+    """Returns advice for common wrong specs: weight files, Python files, names on the hub."""
     if path.suffix == ".py":
         module = path.with_suffix("").as_posix().replace("/", ".")
         return f"; for a function in a Python file write {module}:NAME"
@@ -123,12 +123,12 @@ def _advice(spec: str, path: Path) -> str:
 
 
 def _beside(path: Path) -> list[str]:
-    """The directories with a config.json beside `path`."""
+    """Returns the names of directories with a config.json beside `path`."""
     return [file.parent.name for file in path.absolute().parent.glob("*/config.json")]
 
 
 def _from_factory(spec: str, read: ReadWeights | None) -> LoadedModel:
-    """The model of the factory; with memory for its weights if the factory reads values."""
+    """Returns the factory's model, on the meta device unless the factory reads values."""
     module_name, _, attribute = spec.partition(":")
     try:
         factory = _attribute(module_name, attribute)
@@ -146,7 +146,7 @@ def _from_factory(spec: str, read: ReadWeights | None) -> LoadedModel:
             result = factory()
     except ModelError:
         raise
-    except Exception as error:  # of the user's code, whatever it is
+    except Exception as error:  # user code may raise anything
         raise ModelError(f"model {spec!r}: {type(error).__name__}: {error}") from error
     match result:
         case (nn.Module() as model, tuple() | list() as args, dict() as kwargs):
@@ -198,7 +198,7 @@ def _from_config(
         owner = _architecture(transformers, names, config)
         config.use_cache = False
         if read is not None and has_weights:
-            model = read(path, _dtype(raw)).train()  # as a new one is
+            model = read(path, _dtype(raw)).train()  # the mode of a new model
             model.config.use_cache = False
         else:
             model = owner(config).to(_dtype(raw))
@@ -227,7 +227,7 @@ def _architecture(transformers: Any, names: list[str], config: Any) -> Callable[
 
 
 def _dtype(raw: dict[str, Any]) -> torch.dtype:
-    """The dtype a configuration asks for, nested ones included; FP32 if none."""
+    """Returns the dtype of a configuration, FP32 by default."""
     for key in ("dtype", "torch_dtype"):
         name = raw.get(key)
         if isinstance(name, str) and isinstance(dtype := getattr(torch, name, None), torch.dtype):

@@ -1,9 +1,9 @@
-"""The matrix products that run outside of compiled graphs, as a graph of their own.
+"""Collects the matmuls that run outside of compiled graphs in a graph of their own.
 
-    x @ w[i].T   ─▶   placeholders x, w (the parameter it is a part of), aten.mm(x, w)
+    x @ w[i].T   ─▶   placeholders x, w (with the path of the whole parameter), aten.mm(x, w)
 
-Nothing connects the products: each has placeholders for its operands. `passes` read it as they read any
-graph, so a product has the record that it would have in a compiled one but for what was done with it.
+The products are not connected: each one has placeholders for its operands. Passes read the graph like any
+other, so a product gets the record of a compiled one, except for its decision.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PASSED_ON = TRANSPARENT | PICKS
 
 
 class Outside:
-    """Collects products. parameters: all paths of each of the model, by identity. graph: of the products."""
+    """Collects products in `graph`. parameters: all paths of each parameter, by ``id``."""
 
     def __init__(self) -> None:
         self.graph = fx.Graph()
@@ -31,12 +31,12 @@ class Outside:
         self._inside = 0
 
     def add(self, parameter: Tensor, path: str) -> None:
-        """The model has `parameter` at `path`, maybe at others too."""
+        """Registers `path` of `parameter`; a shared parameter has several paths."""
         self.parameters[id(parameter)] = (*self.parameters.get(id(parameter), ()), path)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Operators that run in here are parts of another product."""
+        """Ignores the operators that run within, because they are parts of another product."""
         self._inside += 1
         try:
             yield
@@ -44,7 +44,7 @@ class Outside:
             self._inside -= 1
 
     def follow(self, func: Any, args: Any, result: Any) -> None:
-        """Note what `result` is a part of, or the same values as."""
+        """Passes the parameter's paths on to `result`, if `func` only views or slices it."""
         if func._overloadpacket not in _PASSED_ON or not args or not isinstance(args[0], Tensor):
             return
         paths = self._part_of(args[0])
@@ -53,17 +53,17 @@ class Outside:
                 setattr(leaf, _PART_OF, paths)
 
     def _part_of(self, value: Tensor) -> tuple[str, ...]:
-        """The paths of the parameter that `value` is a part of, none if of none."""
+        """Returns the paths of the parameter that `value` is a view or slice of, or ()."""
         return self.parameters.get(id(value)) or tuple(getattr(value, _PART_OF, ()))
 
     def takes(self, func: Any) -> bool:
-        """Whether a call of `func` may be a product that counts: not one that another is made of."""
+        """Whether a call of `func` may be a product that counts. The parts of a product do not count."""
         if self._inside or not may_be_product(func):
             return False
         return not func._can_decompose() and "backward" not in str(func)
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> fx.Node | None:
-        """The node of the call of `func`, if that is a product."""
+        """Adds the call of `func` to the graph if it is a product. Returns its node, or None."""
         node = self.graph.call_function(func, *tree_map_only(Tensor, self._operand, (tuple(args), kwargs)))
         node.meta["val"] = result
         if is_matmul_like(node):

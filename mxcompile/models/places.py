@@ -1,4 +1,4 @@
-"""Where in the user's model and code something happens, by the Python frames that led there."""
+"""Finds the module path and the source line of the user's model from Python frames."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _USER_CODE = re.compile(r'File "([^"<]+)", line (\d+), in ')
 
 
 def where(frame: FrameType | None, paths: dict[int, str]) -> tuple[str, str]:
-    """Path of the innermost module and ``file:line`` of the innermost code outside torch, up from `frame`.
+    """Returns (path of the innermost module, ``file:line`` of the innermost user code) above `frame`.
 
-    paths: of the model's modules, by identity.
+    paths: module paths of the model, by ``id``.
     """
     path, source = "", ""
     while frame is not None and not (path and source):
@@ -31,7 +31,7 @@ def where(frame: FrameType | None, paths: dict[int, str]) -> tuple[str, str]:
 
 
 def where_failed(error: BaseException, model: nn.Module) -> str:
-    """`` in the layer PATH (file:line)``: where in `model` an error was raised, "" if that is not known."""
+    """Returns `` in PATH (file:line)``, where `model` raised `error`; "" if that is unknown."""
     paths = {id(module): path for path, module in model.named_modules()}
     path, source = "", ""
     traceback = error.__traceback__
@@ -44,7 +44,7 @@ def where_failed(error: BaseException, model: nn.Module) -> str:
             source = f"{frame.f_code.co_filename}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
     lines = _USER_CODE.findall(str(error))
-    if lines:  # Dynamo has traced into the model, and says how far
+    if lines:  # Dynamo's message lists the model's frames, which the traceback lacks
         own = [line for line in lines if not line[0].startswith(_OUTSIDE)]
         source = ":".join((own or lines)[-1])
     return "".join((f" in {path}" if path else "", f" ({source})" if source else ""))

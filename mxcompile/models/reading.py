@@ -1,12 +1,12 @@
-"""Python that reads a tensor's values by other ways than operators: formatting, NumPy, lists.
+"""Lets Python code read values of fake tensors without operators: formatting, NumPy arrays, lists.
 
-    f"expert_{index}"     the number that a scalar holds, as of any tensor
-    x.cpu().numpy()       an array; what is written to it does not reach the tensor
-    x.tolist()            of a functional tensor
+    f"expert_{index}"     the value of a scalar, as for a real tensor
+    x.cpu().numpy()       an array; writes to the array do not reach the tensor
+    x.tolist()            also for a functional tensor
 
-None asks the dispatcher: a fake tensor says ``FakeTensor(…)`` and has no array. In `values_read` those
-that know or assume their values answer (see `assumed`), functional ones with what they wrap. Fake tensors
-of other modes are as they were.
+These methods bypass the dispatcher: a fake tensor formats as ``FakeTensor(…)`` and has no array. Within
+`values_read` the fakes of a `ValueTrackingMode` return tracked or assumed values, and functional tensors the
+values of the wrapped fake. Fakes of other modes behave as before.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mxcompile.models.value_tracking_mode import ValueTrackingMode
 
 @contextmanager
 def values_read() -> Iterator[None]:
-    """In here fake tensors of an `ValueTrackingMode` mode can be formatted and made arrays and lists."""
+    """Lets fakes of a `ValueTrackingMode` be formatted and converted to arrays and lists."""
     places = [(kind, name) for kind in (FakeTensor, FunctionalTensor) for name in _READERS]
     before = [vars(kind).get(name) for kind, name in places]
     for kind, name in places:
@@ -44,7 +44,7 @@ def values_read() -> Iterator[None]:
 
 
 def _answering(tensor: Tensor) -> FakeTensor | None:
-    """The fake that `tensor` is or wraps, if its values can be asked for."""
+    """Returns the fake that `tensor` is or wraps, if its mode tracks values and Dynamo does not trace."""
     if isinstance(tensor, FunctionalTensor):
         torch._functionalize_sync(tensor.elem)
         tensor = torch._from_functional_tensor(tensor.elem)

@@ -1,12 +1,11 @@
-"""Attributes that refer to their model (closures, methods, partials, callbacks), made anew for a copy.
+"""Copies attributes that refer to their model: closures, methods, partials, callbacks.
 
-    m.forward = lambda *args: original(*args)     original: the method of m
+    m.forward = lambda *args: original(*args)     original: a method of m
     copy.forward = the same code, with the copy's method in its cell
 
-``copy.deepcopy`` takes functions as they are, so a copied model would call the model itself, whose
-parameters are real and whose modules may be compiled. Here a function that leads to a module or a tensor of
-the model, by its cells, its defaults, its ``__wrapped__`` or the globals it names, is made anew; so is what
-leads to such a function. Everything else is left to ``copy.deepcopy``.
+``copy.deepcopy`` does not copy functions, so a copied model would call the original with its real parameters.
+`Rebinder` recreates each function that refers to a module or tensor of the model by its cells, defaults,
+``__wrapped__`` or globals, and everything that refers to such a function. ``copy.deepcopy`` copies the rest.
 """
 
 from __future__ import annotations
@@ -26,31 +25,31 @@ from torch._dynamo.eval_frame import innermost_fn
 log = logging.getLogger(__name__)
 
 _LIMIT = 50_000
-"""How many values are followed, of all attributes together: a callback may hold a whole trainer."""
+"""Most values that are searched in total, because a callback may refer to a whole trainer."""
 _CONTAINERS = (dict, OrderedDict, list, tuple, set)
 _ATOMS = frozenset({int, float, complex, str, bytes, bool, type(None), type})
 
 
 class Rebinder:
-    """Copies of values that know the copies of what they lead to.
+    """Copies values so that references to the model become references to its copy.
 
-    memo: as ``copy.deepcopy``'s, with the copies of all modules and tensors of the model, by identity.
+    memo: memo of ``copy.deepcopy`` with the copies of all modules and tensors of the model, by ``id``.
     """
 
     def __init__(self, memo: dict[int, Any]) -> None:
         self._memo = memo
         self._targets = frozenset(memo)
         self._children: dict[int, tuple[Any, ...]] = {}
-        self._values: dict[int, Any] = {}  # keeps them alive: they are known by identity
+        self._values: dict[int, Any] = {}  # strong references, so that no id is reused
         self._leading: set[int] = set()
 
     def __call__(self, value: Any) -> Any:
-        """A copy of `value`; `value` itself where it cannot be copied."""
+        """Returns a copy of `value`, or `value` itself if it cannot be copied."""
         self._follow(value)
         return self._copied(value)
 
     def _follow(self, value: Any) -> None:
-        """Find which of the values that `value` holds lead to the model."""
+        """Finds the values reachable from `value` that refer to the model."""
         holders: defaultdict[int, list[int]] = defaultdict(list)
         pending, reached = [value], []
         while pending and len(self._values) < _LIMIT:
@@ -78,12 +77,12 @@ class Rebinder:
             return self._rebound(value)
         try:
             return copy.deepcopy(value, self._memo)
-        except Exception as error:  # of whatever class the user keeps there
+        except Exception as error:  # the copy protocol of a user's class may raise anything
             log.info("not copied with its model: %s: %s", type(value).__name__, error)
             return value
 
     def _rebound(self, value: Any) -> Any:
-        """A copy of `value`, which leads to the model, made before what it holds: that may hold it."""
+        """Returns a copy of `value`. A container enters the memo before its members: they may refer to it."""
         result: Any
         match value:
             case FunctionType() if (inner := _compiled(value)) is not None:
@@ -118,7 +117,7 @@ class Rebinder:
         cells = tuple(CellType() for _ in function.__closure__ or ())
         named = {name: one for name, one in _globals(function) if self._leads(one)}
         scope = function.__globals__
-        if named:  # without a name it is not taken for the module that it is a copy of
+        if named:  # else Dynamo reads the module of this `__name__` instead
             scope = {name: one for name, one in scope.items() if name != "__name__"}
         function_copy = FunctionType(function.__code__, scope, function.__name__, None, cells)
         self._memo[id(function)] = function_copy
@@ -136,12 +135,12 @@ class Rebinder:
         return id(value) in self._targets or id(value) in self._leading
 
     def _kept(self, value: Any) -> Any:
-        """`value` as it is, or its copy where it leads to the model."""
+        """Returns the copy of a value that refers to the model, and any other value unchanged."""
         return self._copied(value) if self._leads(value) else value
 
 
 def _compiled(function: FunctionType) -> Any:
-    """The function in `function`, if ``torch.compile`` or ``torch.compiler.disable`` made that; else None."""
+    """Returns the function that ``torch.compile`` or ``torch.compiler.disable`` wrapped, or None."""
     inner = innermost_fn(function)
     return None if inner is function else inner
 
@@ -151,7 +150,7 @@ def _is_disabled(function: FunctionType) -> bool:
 
 
 def _held(value: Any) -> Iterable[Any]:
-    """The values that `value` holds and a copy of it could hold copies of."""
+    """Yields the values that `value` refers to and that a copy would have to copy."""
     match value:
         case FunctionType() if (inner := _compiled(value)) is not None:
             return (inner,)
@@ -170,7 +169,7 @@ def _held(value: Any) -> Iterable[Any]:
 
 def _of_function(function: FunctionType) -> Iterator[Any]:
     if _is_torchs(function.__module__) and _is_torchs(function.__globals__.get("__name__")):
-        return  # both: functools.wraps gives a closure the module of what it wraps, an nn.Sequential's say
+        return  # both, because functools.wraps copies `__module__`: a user's closure may have torch's
     for cell in function.__closure__ or ():
         yield from _content(cell)
     yield from (one for one in (function.__defaults__, function.__kwdefaults__) if one)
@@ -190,7 +189,7 @@ def _content(cell: CellType) -> tuple[Any, ...]:
 
 
 def _globals(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """The globals that `function` names, but for functions of other files: those know nothing of a model."""
+    """Yields the globals in the code of `function`, without functions of other files."""
     scope = function.__globals__
     for name in dict.fromkeys(_names(function.__code__)):
         value = scope.get(name)
@@ -206,7 +205,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether `value` is what its attributes are: of a class in Python that does not say how it is copied."""
+    """Whether the attributes alone make up `value`: a Python object without its own copy protocol."""
     kind: Any = type(value)
     return (
         kind.__new__ is object.__new__

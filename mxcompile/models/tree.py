@@ -1,9 +1,9 @@
-"""The modules and tensors of a model, under the paths by which its code reaches them.
+"""The modules and tensors of a model under the paths by which its code reaches them.
 
-    self.layers = nn.ModuleList(…)       layers.0     registered: the name that `named_modules` has
-    self.experts = [Expert(), Expert()]  experts.0    held by a list, a dictionary, an object or a global
+    self.layers = nn.ModuleList(…)       layers.0     registered: the name from `named_modules`
+    self.experts = [Expert(), Expert()]  experts.0    unregistered: in a list, dict, object or global
 
-Walks are bounded: what lies deeper than a few containers has no path here.
+The search is bounded: objects below more than a few containers have no path.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from mxcompile.models.rebind import is_plain
 from mxcompile.models.wrappers import plain_class
 
 _DEPTH = 3
-"""How many containers may lie between a module and what it holds: one may hold a whole trainer."""
+"""Most containers between a module and an object, because one may hold a whole trainer."""
 _MEMBERS = 10_000
-"""How many members of a container are looked at: one may hold a data set."""
+"""Most members of a container that are searched, because one may be a data set."""
 _OWN = frozenset(vars(nn.Module()))
-"""Attributes that every module has."""
+"""Attributes of a plain `nn.Module`."""
 
 
 class Tree:
     """The modules, parameters and buffers of a model, by path and by identity.
 
-    modules: each by its first path, of wrappers the module inside. tensors: all paths of parameters and
-    buffers. by_identity: all paths of each object by its ``id``.
+    modules: modules by their first path; a wrapper's path gives the module inside. tensors: all paths of
+    parameters and buffers. by_identity: all paths of each object, by ``id``.
     """
 
     def __init__(self, root: nn.Module | None) -> None:
@@ -52,7 +52,7 @@ class Tree:
             self.tensors.add(user_path(raw))
 
     def paths(self, value: object) -> Sequence[str]:
-        """All paths of `value`, none if the model does not have it."""
+        """Returns all paths of `value`, or () outside the model. Searches unregistered modules on demand."""
         if isinstance(value, nn.Module) and id(value) not in self.by_identity and self._unread is not None:
             root, self._unread = self._unread, None
             for path, held_object in held(root):
@@ -63,22 +63,22 @@ class Tree:
 
 
 def path_in(root: nn.Module, module: nn.Module | None) -> str | None:
-    """The path of `module` in `root`, None if it is not registered there."""
+    """Returns the path of `module` in `root`, or None if it is not registered there."""
     return next((user_path(raw) for raw, each in root.named_modules() if each is module), None)
 
 
 def unregistered(argument: Tensor) -> HeldBy:
-    """Where `argument`, a tensor that a call gives, comes from."""
+    """Returns the origin of `argument`, a tensor among the arguments of a call."""
     is_leaf = argument.requires_grad and argument.is_leaf
     if argument._is_view() and not torch.is_grad_enabled():
-        is_leaf = False  # a fake of a parameter's part that was taken without gradients looks like a leaf
+        is_leaf = False  # a view made under no_grad claims to be a leaf
     return HeldBy.LEAF if is_leaf else HeldBy.ARGUMENT
 
 
 def held(root: nn.Module) -> Iterator[tuple[str, nn.Module | Tensor]]:
-    """The modules and tensors that `root` reads without registering them, and their paths.
+    """Yields (path, object) for modules and tensors that `root` uses without registering them.
 
-    Attributes of its modules and globals of their forwards hold them.
+    They are attributes of its modules, or globals of the modules' forwards.
     """
     seen = {id(value) for value in (*root.modules(), *(value for _, value in _tensors(root)))}
     pending = [(user_path(raw), _attributes(module)) for raw, module in root.named_modules()]
@@ -97,7 +97,7 @@ def held(root: nn.Module) -> Iterator[tuple[str, nn.Module | Tensor]]:
 
 
 def _attributes(module: nn.Module) -> Mapping[str, Any]:
-    """The attributes of `module` and of its class, without those that every module has."""
+    """Returns the attributes of `module` and of its class that a plain `nn.Module` lacks."""
     kinds = [
         kind for kind in plain_class(module).__mro__ if not kind.__module__.startswith(("torch.", "builtins"))
     ]
@@ -108,7 +108,7 @@ def _attributes(module: nn.Module) -> Mapping[str, Any]:
 
 
 def _scopes(root: nn.Module) -> Iterator[Mapping[str, Any]]:
-    """The globals of the forwards of the modules of `root`, without those of torch."""
+    """Yields the globals of the forwards of `root`'s modules, except torch's."""
     forwards = (inspect.unwrap(plain_class(module).forward) for module in root.modules())
     scopes = [getattr(forward, "__globals__", {}) for forward in forwards]
     for scope in {id(scope): scope for scope in scopes}.values():
@@ -119,7 +119,7 @@ def _scopes(root: nn.Module) -> Iterator[Mapping[str, Any]]:
 def _parts(
     path: str, values: Iterable[tuple[Any, Any]], depth: int
 ) -> Iterator[tuple[str, nn.Module | Tensor]]:
-    """The modules and tensors among `values`, which are held at `path`, and inside of them."""
+    """Yields (path, object) for the modules and tensors in `values` and in its containers."""
     for key, value in values:
         inside = joined(path, str(key))
         if isinstance(value, nn.Module | Tensor):
@@ -137,6 +137,6 @@ def _members(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _tensors(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers of `root`, under all their raw names."""
+    """Yields (raw name, tensor) for all parameters and buffers of `root`, duplicates included."""
     yield from root.named_parameters(remove_duplicate=False)
     yield from root.named_buffers(remove_duplicate=False)

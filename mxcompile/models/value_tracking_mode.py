@@ -1,14 +1,15 @@
-"""Fake tensors that know their values where these follow from the model's inputs, and assume them elsewhere.
+"""Fake tensors that track values computed from the model's inputs, and assume all other values.
 
-    input_ids, masks, grids, arange, …   their values are kept beside the fakes and computed on
-    topk, sort, argmax of computed       taken to spread evenly over their choices: balanced experts
-    all_to_all of known values           other ranks are taken to send what this one gives
-    nonzero, masks, item of computed     every element counts; False, 1, 1.0
+    input_ids, masks, grids, arange, …   tracked: values are stored beside the fakes and computed with them
+    all_to_all of tracked values         assumed: other ranks send the same values
+    topk, sort, argmax of unknown ones   assumed: spread evenly over the choices (balanced experts)
+    nonzero, masks of unknown ones       assumed: every element counts
+    item of unknown ones                 assumed: False, 1 or 1.0
 
-A model whose code asks for values (``.item()``, ``nonzero``, a loop over the experts chosen) can then be
-traced on fakes past that point. Values that only parameters and activations decide are assumed; every
-assumption that something was decided by is noted in `Assuming.notes`. Inside of Dynamo and AOTAutograd such
-code raises as it does with any fake tensor, so that graphs break where they do in a compile.
+A model whose code reads values (``.item()``, ``nonzero``, a loop over the chosen experts) can therefore be
+traced on fakes. Values that depend on parameters or activations are assumed, and every assumption that
+influences the trace is listed in `ValueTrackingMode.notes`. Within Dynamo and AOTAutograd values stay
+unknown, so that graphs break at the same lines as in a compile.
 """
 
 from __future__ import annotations
@@ -42,22 +43,22 @@ from mxcompile.models.tree import held
 aten = torch.ops.aten
 
 LIMIT = 1 << 24
-"""Elements of the largest tensor whose values are kept."""
+"""Elements of the largest tensor whose values are tracked."""
 _CHOICES = {
     aten.topk.default: 2, aten.sort.default: 1, aten.sort.stable: 2, aten.argmax.default: 1,
     aten.argmin.default: 1, aten.max.dim: 1, aten.min.dim: 1, aten.multinomial.default: None,
 }  # fmt: skip
-"""Operators that choose by value, and where their argument `dim` is; None: always the last."""
+"""Operators that choose indices, with the position of their argument `dim`, or None for the last dim."""
 _COLLECTIVES = torch.ops._c10d_functional
 _EMPTY = frozenset({aten.empty, aten.empty_strided, aten.empty_like, aten.new_empty, aten.empty_permuted})
 _VALUE = "_mx_value"
 _PATIENCE = 64
-"""After how many equal answers at one line the other is given: a loop may wait for it."""
+"""After this many False answers at one line the answer is True, because a loop may wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """The values of a fake tensor. assumed: the assumptions behind them, a sentence each."""
+    """The tracked values of a fake tensor. assumed: one sentence for each underlying assumption."""
 
     tensor: Tensor
     assumed: frozenset[str] = frozenset()
@@ -72,7 +73,7 @@ class _State:
 
 
 class ValueTrackingMode(FakeTensorMode):
-    """A fake mode that answers what a model's code asks of values. outside: the products that it sees."""
+    """A fake mode that tracks values. outside: collects the matmuls that run under the mode."""
 
     supports_higher_order_operators = True
 
@@ -85,11 +86,11 @@ class ValueTrackingMode(FakeTensorMode):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The assumptions that decided something, a sentence each."""
+        """The assumptions that influenced the trace, a sentence each."""
         return tuple(self._state.notes)
 
     def names(self, model: nn.Module) -> None:
-        """Say where things happen, and to which parameters, by the paths of `model`."""
+        """Sets the model whose paths appear in notes and in the records of products."""
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._classes = {path: type(module).__qualname__ for path, module in model.named_modules()}
         for path, value in (*model.named_parameters(remove_duplicate=False), *held(model)):
@@ -99,7 +100,7 @@ class ValueTrackingMode(FakeTensorMode):
                 self._paths[id(value)], self._classes[path] = path, type(value).__qualname__
 
     def know(self, fake: Tensor, real: Tensor) -> Tensor:
-        """`fake`, which from now on has the values of `real` if these are at hand and not too many."""
+        """Returns `fake` with the values of `real`, if these are tracked, or small and on the CPU."""
         if isinstance(real, FakeTensor):
             value = real.fake_mode._value(real) if isinstance(real.fake_mode, ValueTrackingMode) else None
             if value is not None:
@@ -112,7 +113,7 @@ class ValueTrackingMode(FakeTensorMode):
 
     @contextmanager
     def plain(self, sizes: ShapeEnv | None = None) -> Iterator[None]:
-        """In here this is a fake mode like any other. sizes: has the symbols of those that values decide."""
+        """Disables value tracking within the context. sizes: `ShapeEnv` for data-dependent sizes."""
         before = self.shape_env
         self.shape_env = sizes or before
         self._state.plain += 1
@@ -123,7 +124,7 @@ class ValueTrackingMode(FakeTensorMode):
             self.shape_env = before
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run `func` on fakes, and on their values where these are known."""
+        """Runs `func` on fakes, and on their values if all are tracked."""
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             return self._called(func, args, kwargs)
@@ -132,7 +133,7 @@ class ValueTrackingMode(FakeTensorMode):
         if not self._paths:
             return self._answered(func, types, args, kwargs)
         takes = self.outside.takes(func)
-        with self.outside.paused() if takes else nullcontext():  # a fake may be computed by other operators
+        with self.outside.paused() if takes else nullcontext():  # a product may decompose
             result = self._answered(func, types, args, kwargs)
         self.outside.follow(func, args, result)
         if takes:
@@ -140,11 +141,14 @@ class ValueTrackingMode(FakeTensorMode):
         return result
 
     def _called(self, func: HigherOrderOperator, args: Any, kwargs: Any) -> Any:
-        """Returns the result of `func`, which calls graphs, on fakes. Torch looks up its rule by class."""
+        """Returns the result of the higher-order operator `func` on fakes.
+
+        Torch registers fake rules under `FakeTensorMode` itself and does not find them for a subclass.
+        """
         rules: Any = func.python_key_table
         known: Any = registered_hop_fake_fns
         before = self.shape_env
-        self.shape_env = before or ShapeEnv()  # of sizes that a loop decides
+        self.shape_env = before or ShapeEnv()  # for sizes that a loop decides
         try:
             if FakeTensorMode in rules and func not in known:
                 return rules[FakeTensorMode](self, *args, **kwargs)
@@ -174,7 +178,7 @@ class ValueTrackingMode(FakeTensorMode):
         return result
 
     def _received(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Run a collective, which nobody answers."""
+        """Runs a collective. An all-to-all returns the values that this rank sends."""
         result, given = self._on_fakes(func, types, args, kwargs), args[0]
         value = self._value(given) if func is _COLLECTIVES.all_to_all_single.default else None
         if value is not None and result.shape == given.shape:
@@ -183,7 +187,7 @@ class ValueTrackingMode(FakeTensorMode):
         return result
 
     def _on_fakes(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Run `func` where some values are unknown. Choices, and results that values decide, are assumed."""
+        """Runs `func` with unknown values. Chosen indices and value-dependent sizes are assumed."""
         picked = self._with_numbers(func, args)
         if picked is not args:
             func = aten.index.Tensor
@@ -210,7 +214,7 @@ class ValueTrackingMode(FakeTensorMode):
         return value
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """`func` on the values, all known."""
+        """Returns the result of `func` on the tracked values."""
 
         def real(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -224,7 +228,7 @@ class ValueTrackingMode(FakeTensorMode):
         }
         args = tree_map(real, args)
         with torch.no_grad():
-            if func is aten.histc.default:  # of integers on a GPU alone
+            if func is aten.histc.default:  # the CPU kernel takes no integers
                 result = func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
             else:
                 result = func(*args, **tree_map(real, kwargs))
@@ -243,7 +247,7 @@ class ValueTrackingMode(FakeTensorMode):
                 setattr(fake, _VALUE, _Value(real, assumed))
 
     def _made_from(self, reals: Any, assumed: frozenset[str]) -> Any:
-        """Fakes of `reals`, which know their values."""
+        """Returns fakes of `reals` with tracked values."""
 
         def fake(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -257,7 +261,7 @@ class ValueTrackingMode(FakeTensorMode):
         return tree_map(fake, reals)
 
     def _forget(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Forget the values of tensors that `func` writes to, under every view of them."""
+        """Drops the values of tensors that `func` writes to, and of all their views."""
         for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
@@ -269,7 +273,7 @@ class ValueTrackingMode(FakeTensorMode):
                     self._state.stale[storage._cdata] = storage
 
     def values(self, fake: FakeTensor) -> Tensor:
-        """The values of `fake`; ones or False where they are unknown."""
+        """Returns the values of `fake`; for unknown values ones, or False for booleans."""
         value = self._value(fake)
         if value is None:
             taken = fake.dtype is not torch.bool
@@ -280,7 +284,7 @@ class ValueTrackingMode(FakeTensorMode):
         return value.tensor
 
     def scalar(self, tensor: Tensor) -> Any:
-        """The number that `tensor` holds, or one that is assumed."""
+        """Returns the number in `tensor`, or an assumed number."""
         value = self._value(tensor)
         if value is not None:
             self._note(value.assumed)
@@ -295,7 +299,7 @@ class ValueTrackingMode(FakeTensorMode):
         return answer
 
     def _with_numbers(self, func: Any, args: Any) -> Any:
-        """The arguments of `func` with masks that index or select as the numbers of their elements."""
+        """Returns the arguments of `func` with boolean masks converted to index tensors."""
         if func not in (aten.index.Tensor, aten.masked_select.default):
             return args
         given = args[1]
@@ -321,12 +325,12 @@ class ValueTrackingMode(FakeTensorMode):
         return (args[0], indices, *args[2:])
 
     def _stand_in(self, leaf: Tensor) -> Tensor:
-        """Values for a tensor that has none: ones, without their memory."""
+        """Returns the values of `leaf`, or ones expanded without memory."""
         value = self._value(leaf)
         return value.tensor if value is not None else torch.ones((), dtype=leaf.dtype).expand(leaf.shape)
 
     def _spread(self, func: Any, args: Any, result: Any) -> None:
-        """Give the chosen indices in `result` values: every choice as often as any other."""
+        """Sets the chosen indices in `result` to values that occur equally often."""
         indices = result[-1] if isinstance(result, tuple | list) else result
         position = _CHOICES[func]
         usual = None if func in (aten.argmax.default, aten.argmin.default) else -1
@@ -353,7 +357,7 @@ class ValueTrackingMode(FakeTensorMode):
         return ", ".join(part for part in (path, source) if part)
 
     def module(self) -> str:
-        """The path of the innermost module that is running."""
+        """Returns the path of the innermost running module."""
         return where(sys._getframe(1), self._paths)[0]
 
     def _note_product(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -369,7 +373,7 @@ _FLAT = frozenset({aten.argmax.default, aten.argmin.default, aten.max.dim, aten.
 
 
 def _moved(shape: torch.Size, dim: int) -> list[int]:
-    """`shape` with `dim` last."""
+    """Returns `shape` with `dim` last."""
     dim %= len(shape)
     return [*shape[:dim], *shape[dim + 1 :], shape[dim]]
 

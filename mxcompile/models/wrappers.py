@@ -1,4 +1,4 @@
-"""Wrappers of a user's module (compiled, sharded, data parallel, checkpointed), and the module inside."""
+"""Unwraps compiled, sharded, data-parallel and checkpointed modules, and recognises their hooks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch._dynamo.eval_frame import innermost_fn
 from mxcompile.models.names import PARALLEL, WRAPPERS
 
 HOOKS = frozenset({"_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"})
-"""Attributes of a module that hold hooks by number."""
+"""Module attributes with forward and backward hooks by number."""
 HOOK_OPTIONS = frozenset(
     {"_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"}
 )
-"""Attributes that hold, by the same numbers, how hooks are called."""
+"""Module attributes with the call options of these hooks, by the same numbers."""
 STATE_HOOKS = frozenset(
     {
         "_state_dict_pre_hooks",
@@ -27,13 +27,13 @@ STATE_HOOKS = frozenset(
         "_load_state_dict_post_hooks",
     }
 )
-"""Attributes that hold hooks of state dicts by number."""
+"""Module attributes with state dict hooks by number."""
 FSDP1 = "_fsdp_wrapped_module"
-"""The name under which FSDP1 holds the module that it wraps."""
+"""Attribute with the module that FSDP1 wraps."""
 
 
 def users_own(model: nn.Module) -> nn.Module:
-    """The model inside wrappers that hold it whole: compiled, or data parallel."""
+    """Returns the model inside wrappers that hold it whole: compiled or data parallel."""
     while True:
         if isinstance(inner := model._modules.get("_orig_mod"), nn.Module):
             model = inner
@@ -44,7 +44,7 @@ def users_own(model: nn.Module) -> nn.Module:
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The class of `module` before ``fully_shard`` changed it."""
+    """Returns the class of `module` before ``fully_shard`` changed it."""
     for kind in type(module).__mro__:
         if not any(base.__name__ == "FSDPModule" for base in kind.__mro__):
             return kind
@@ -52,7 +52,7 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 
 
 def is_wrapped(model: nn.Module) -> bool:
-    """Whether any module of `model` is distributed by hooks or by its class."""
+    """Whether FSDP or a distributed hook manages any module of `model`."""
     return any(
         plain_class(module) is not type(module)
         or FSDP1 in module._modules
@@ -66,7 +66,7 @@ def _hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
 
 
 def method_of(value: Any) -> Any:
-    """The method that `value` was compiled from; `value` if it is anything else."""
+    """Returns the method that `value` was compiled from, or `value` itself."""
     if not isinstance(value, FunctionType) or getattr(value, "_torchdynamo_disable", False):
         return value
     method = innermost_fn(value)
@@ -74,7 +74,7 @@ def method_of(value: Any) -> Any:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside `module`, or `module` itself."""
+    """Returns the module inside the wrappers around `module`."""
     while True:
         held = (module._modules.get(name) for name in WRAPPERS)
         inner = next((one for one in held if one is not None), None)
@@ -84,17 +84,17 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def is_distributed(hook: Callable[..., Any]) -> bool:
-    """Whether `hook` is one of torch.distributed's own, under whatever it is wrapped in."""
+    """Whether `hook`, possibly inside partials and decorators, belongs to torch.distributed."""
     return any(home.startswith("torch.distributed") for home in _homes(hook))
 
 
 def is_tensor_parallel(hook: Callable[..., Any]) -> bool:
-    """Whether `hook` is one that ``parallelize_module`` or ``distribute_module`` gives a module."""
+    """Whether ``parallelize_module`` or ``distribute_module`` registered `hook`."""
     return any(home.startswith("torch.distributed.tensor") for home in _homes(hook))
 
 
 def _homes(hook: Callable[..., Any]) -> Iterator[str]:
-    """The modules that define `hook`, and the class of the object that it is a method of."""
+    """Yields the modules that define `hook` and the class of its object."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     hook = inspect.unwrap(hook)

@@ -1,1 +1,1 @@
-"""A whole model traced on fake tensors, equal layers once."""
+"""The plan of a whole model, traced on fake tensors with equal layers folded."""

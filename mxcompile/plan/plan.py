@@ -1,10 +1,10 @@
-"""The plan of a model: the role of every layer of the whole, however it is cut when it is compiled.
+"""The plan of a model: the role of every layer, independent of graph breaks.
 
-    model ─▶ copy on fake tensors ─▶ equal layers left out ─▶ forward recorded ─▶ find, classify ─▶ Plan
+    model ─▶ copy on fake tensors ─▶ equal layers folded ─▶ forward recorded ─▶ find, classify ─▶ Plan
 
-A plan knows nothing of a policy: decisions follow from its layers by `Policy.decide`. It is made from shapes
-alone; where the code asks for values, those that the inputs decide are computed and the rest is assumed (see
-`assumed`).
+A plan does not depend on a policy: `Policy.decide` decides for the plan's layers. Recording needs shapes
+alone. Where the model's code reads a tensor's value, values that follow from the inputs are computed, and all
+others are assumed (see `value_tracking_mode`).
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ Decompositions = Mapping[Any, Callable[..., Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Every layer and every product of a model.
+    """Every layer and every GEMM of a model.
 
-    tags: of the forward GEMMs in order, under their full names. obstacles: by layer, what keeps it from any
-    block-scaled format. read: paths of the parameters and buffers that the forward reads. guess: why some of
-    the layers may not run in the call that the plan was made for, "" if all of them do. differentiated:
-    whether gradients were on in that call.
+    tags: forward GEMMs in order, under their full names. obstacles: by layer, the reason why no block-scaled
+    format suits it. read: paths of the parameters and buffers that the forward reads. guess: reason why some
+    of the layers may not run in the recorded call, or "" if all of them do. differentiated: whether gradients
+    were enabled in that call.
     """
 
     tags: tuple[GemmTag, ...]
@@ -72,7 +72,7 @@ class Plan:
 
     @cached_property
     def by_name(self) -> Layers:
-        """The GEMMs of every name, in the order they run."""
+        """GEMMs by layer name, in execution order."""
         tags_by_name: defaultdict[str, list[GemmTag]] = defaultdict(list)
         for tag in self.tags:
             tags_by_name[tag.name].append(tag)
@@ -80,15 +80,15 @@ class Plan:
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
-        """The linear layers and attention products, as a policy's rules see them."""
+        """Linear layers and attention products, in the form that policy rules match."""
         return tuple(tag.as_layer() for tag in self.tags)
 
     def records(self, policy: Policy) -> tuple[GemmRecord, ...]:
-        """Returns the decision of `policy` for each GEMM, those of the backward included, as records."""
+        """Returns one record with the decision of `policy` for each GEMM of forward and backward."""
         return tuple(record_of(tag) for forward in self.tags for tag in self._decided(forward, policy))
 
     def _decided(self, forward: GemmTag, policy: Policy) -> Iterator[GemmTag]:
-        """Yields `forward` and the GEMMs of its backward, with what `policy` says of each."""
+        """Yields `forward` and the GEMMs of its backward, with the decision of `policy`."""
         tags = (forward, *itertools.compress(gradient_tags(forward), forward.gradients))
         if not forward.is_layer:
             yield from tags
@@ -97,9 +97,9 @@ class Plan:
         yield from (decided(tag, decision, obstacle) for tag in tags)
 
     def with_more(self, other: Plan | None, read: Iterable[str]) -> Plan:
-        """Returns this plan with the layers of `other`, a plan of another call, that this one does not run.
+        """Returns this plan with the further layers of `other`, the plan of another call.
 
-        read: parameters that count as read by either.
+        read: paths of further parameters that count as read.
         """
         if other is None:
             return replace(self, read=self.read.union(read))
@@ -121,19 +121,20 @@ def make_plan(
     *,
     whole: bool = False,
 ) -> Plan:
-    """Returns the plan of `model`, called with `args` and `kwargs`.
+    """Returns the plan of one call of `model`.
 
-    A child process makes it, because the forward is the user's program: its changes stay in the child.
+    A child process makes the plan, because the forward is user code whose side effects must not reach this
+    process.
 
     Args:
-        model: The model, in whatever wrappers.
-        args: The positional arguments of its call.
-        kwargs: The named ones.
-        decompositions: By overload, those that the graphs of a compile are traced with.
-        whole: Whether every layer is recorded, where a few could stand for all equal ones.
+        model: The model, with or without wrappers.
+        args: Positional arguments of the call.
+        kwargs: Named arguments of the call.
+        decompositions: The compile's decompositions, by overload.
+        whole: Whether to record every layer. Default: one of several equal layers.
 
     Raises:
-        ModelError: If no plan can be made, whatever the forward does.
+        ModelError: The forward cannot be recorded, or the child process crashed or hung.
     """
     model, given = users_own(model), (tuple(args), dict(kwargs))
     failures: list[ModelError] = []
@@ -150,10 +151,10 @@ def make_plan(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Way:
-    """How the forward is recorded.
+    """One method to record the forward.
 
-    leave_out: takes layers from the model that others stand for. mode: of the fakes. compiling: whether code
-    that asks is told that it is being compiled; around graph breaks it is not.
+    leave_out: folds equal layers. mode: creates the fake tensor mode. compiling: value of
+    `torch.compiler.is_compiling()` in the forward; False takes the code path between graph breaks.
     """
 
     leave_out: LeaveOut
@@ -171,7 +172,7 @@ _WAYS = (
     _Way(leave_out=keep_all, mode=ValueTrackingMode),
     _Way(leave_out=keep_all, mode=ValueTrackingMode, compiling=False),
 )
-"""Tried in this order: values are assumed where shapes alone do not make a plan."""
+"""Attempts in order. Values are assumed only where shapes alone do not give a plan."""
 
 
 def _planned(
@@ -196,7 +197,7 @@ def _planned(
             step.apply(graph)
         keep_products(graph)
         _note_gradients(graph)
-    read = live(graph)  # what nothing reads has no role, unless a part of the model has it for a result
+    read = live(graph)  # dead products have no role, unless they are a result of the model
     nodes = {tag.layer: node for node in read for tag in tags_of(node)}
     tags = tuple(repeats.expanded(tag for node in read for tag in tags_of(node)))
     obstacles = {tag.name: obstacle(nodes[tag.layer]) for tag in tags if tag.is_layer}
@@ -210,14 +211,14 @@ def _planned(
 
 
 def _guess(mode: FakeTensorMode, repeats: Repeats) -> str:
-    """Returns why some layers that were recorded, or left out, may not run in the call; "" if all do."""
+    """Returns why some recorded or folded layers may not run in the call, or "" if all of them run."""
     if isinstance(mode, ValueTrackingMode) and mode.notes:
         return mode.notes[0]
     return "equal layers were recorded once" if repeats.standing_for else ""
 
 
 def _note_gradients(graph: fx.Graph) -> None:
-    """Note on the tags of `graph` which of their operands need gradients."""
+    """Sets `gradients` of each tag in `graph`: whether each operand needs a gradient."""
     by = differentiated(graph)
     for node in graph.nodes:
         tags = tags_of(node)
@@ -233,7 +234,7 @@ def _note_gradients(graph: fx.Graph) -> None:
 
 
 def _check_apart(graph: fx.Graph, model: nn.Module) -> None:
-    """Raises `ModelError` if `graph`, recorded of a copy, reads parameters of `model` itself."""
+    """Raises `ModelError` if `graph`, recorded from a copy, reads parameters of `model` itself."""
     held = vars(graph.owning_module or fx.GraphModule({}, graph))
     constants = {**held, **held["_parameters"], **held["_buffers"]}
     own = {id(parameter) for parameter in model.parameters()}
@@ -245,7 +246,7 @@ def _check_apart(graph: fx.Graph, model: nn.Module) -> None:
 
 
 def _read(graph: fx.Graph, repeats: Repeats) -> Iterator[str]:
-    """Paths of the parameters and buffers that `graph` reads, also in layers that are left out."""
+    """Yields the paths of the parameters and buffers that `graph` reads, folded layers included."""
     for node in graph.find_nodes(op="placeholder"):
         given = node.meta["desc"]
         if given.static and node.users:
@@ -254,7 +255,7 @@ def _read(graph: fx.Graph, repeats: Repeats) -> Iterator[str]:
 
 
 def _in_dtype(given: Any, model: nn.Module) -> Any:
-    """Floating-point arguments in the dtype of the parameters, as mixed precision would cast both."""
+    """Returns `given` with floats in the dtype of the parameters, as mixed precision casts them."""
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
     if dtype is None:
         return given
@@ -262,7 +263,7 @@ def _in_dtype(given: Any, model: nn.Module) -> Any:
 
 
 def _without_saved_tensors_hooks() -> AbstractContextManager[Any]:
-    """Set aside the hooks of the user's call: checkpointing counts the tensors that its hooks see."""
+    """Disables the caller's saved-tensor hooks: checkpointing would count recorded tensors."""
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
-        return nullcontext()  # there are none, and none are allowed
+        return nullcontext()  # hooks are disabled, and pushing one would raise
     return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

@@ -1,12 +1,11 @@
-"""The forward of a whole model as one graph, recorded while it runs on fake tensors.
+"""Records the forward of a whole model as one FX graph while it runs on fake tensors.
 
     model(*args) on fakes ─▶ functionalised aten operators ─▶ fx.Graph: parameters, data, outputs
 
-Nothing can cut it: what makes Dynamo start a new graph is Python that simply runs. Operators are decomposed
-as a compile decomposes them, nodes carry values (``val``) and the module they ran in (``nn_module_stack``),
-and a parameter's placeholder says so (``desc``), which is what the passes read. There is no backward, but
-nodes know whether autograd takes them into it (`Differentiated`), and no control flow on values: a model that
-looks at a tensor's content cannot be recorded.
+No graph breaks occur, because the model's Python code simply runs. Operators are decomposed with the
+compile's table. Each node has its fake value (``val``) and its module (``nn_module_stack``), and a
+parameter's placeholder has its path (``desc``), in the form that the passes read. The graph has no backward,
+but each node has a `Differentiated` mark. Code that branches on a tensor's value raises.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ from mxcompile.models.names import GraphInput, HeldBy
 from mxcompile.models.tree import held, unregistered
 
 _KEY, _CUSTOM = "mx_differentiated", "custom"
-"""The key in the metadata that torch copies to nodes as they are."""
+"""`_KEY` within ``meta[_CUSTOM]``, which torch copies from node to node unchanged."""
 _FUNCTION, _CHECKPOINT = "torch/autograd/function.py", "torch/utils/checkpoint.py"
 
 
 class Differentiated(Enum):
-    """Whether autograd computes gradients of the operands of a node."""
+    """Whether and how autograd computes gradients for the operands of a node."""
 
     NO = auto()  # no operand needs one, or gradients are turned off
     YES = auto()
-    BY_FUNCTION = auto()  # the node is in the forward of an autograd.Function, whose backward does
-    AGAIN = auto()  # it is in the forward of a reentrant checkpoint, whose backward runs it once more
+    BY_FUNCTION = auto()  # the node is in the forward of an autograd.Function with its own backward
+    AGAIN = auto()  # the node is in the forward of a reentrant checkpoint, whose backward recomputes it
 
 
 def record(
@@ -55,9 +54,9 @@ def record(
     mode: FakeTensorMode,
     decompositions: Mapping[Any, Callable[..., Any]],
 ) -> fx.Graph:
-    """The graph of `model`, on fake tensors of `mode`, called with `args` and `kwargs`, fake too.
+    """Returns the graph of one call of `model`.
 
-    Raises whatever the model raises.
+    model, args, kwargs: on fake tensors of `mode`. Exceptions of the model pass through.
     """
     parameters = dict(model.named_parameters())
     state = {**parameters, **dict(model.named_buffers())}
@@ -99,7 +98,7 @@ def _stored(path: str, others: Sequence[str], is_parameter: bool) -> GraphInput:
 
 
 def _held(graph: fx.Graph, model: nn.Module) -> Iterator[tuple[fx.Node, str]]:
-    """The constants of `graph` that modules of `model` hold, and their paths."""
+    """Yields (node, path) for the constants of `graph` that are unregistered tensors of `model`."""
     read = graph.find_nodes(op="get_attr")
     paths = {id(value): path for path, value in held(model)} if read else {}
     for node in read:
@@ -109,11 +108,11 @@ def _held(graph: fx.Graph, model: nn.Module) -> Iterator[tuple[fx.Node, str]]:
 
 
 def differentiated(graph: fx.Graph) -> dict[fx.Node, Differentiated]:
-    """Returns for each node of a recorded `graph` whether a backward computes the gradient of its value."""
+    """Returns for each node of a recorded `graph` whether backward computes its gradient."""
     by: dict[fx.Node, Differentiated] = {}
     for node in graph.nodes:
         by[node] = node.meta.get(_CUSTOM, {}).get(_KEY, Differentiated.NO)
-        if by[node] in (Differentiated.BY_FUNCTION, Differentiated.AGAIN):  # autograd has not been asked
+        if by[node] in (Differentiated.BY_FUNCTION, Differentiated.AGAIN):  # gradients were off
             needed = any(by[given] is not Differentiated.NO for given in node.all_input_nodes)
             by[node] = by[node] if needed else Differentiated.NO
         if not _is_floating(node):
@@ -131,7 +130,7 @@ def _is_floating(node: fx.Node) -> bool:
 
 
 class _Gradients(TorchDispatchMode):
-    """Nodes made in here know whether autograd computes gradients of their operands."""
+    """Marks each recorded node with its `Differentiated` value."""
 
     supports_higher_order_operators = True
 
@@ -155,7 +154,11 @@ def _autograd_of(func: Any, args: Any, kwargs: Any) -> Differentiated:
 
 
 def _inside_function() -> Differentiated:
-    """Who differentiates a node that is made while gradients are turned off."""
+    """Returns the mark of a node that is recorded with gradients disabled.
+
+    `autograd.Function` and reentrant checkpoints run their forward without gradients, and differentiate it
+    later. Only the Python stack shows that one of them is running.
+    """
     frame, functions = sys._getframe(2), 0
     while frame is not None and frame.f_code is not record.__code__:
         if frame.f_code.co_filename.endswith(_CHECKPOINT):
@@ -167,7 +170,7 @@ def _inside_function() -> Differentiated:
 
 @contextmanager
 def _modules_noted(model: nn.Module) -> Iterator[None]:
-    """Nodes made in here know which module of `model` was running."""
+    """Records the path and class of the running module in the metadata of each new node."""
     stack: list[Any] = []
     handles = []
     unregistered = ((path, module) for path, module in held(model) if isinstance(module, nn.Module))
@@ -191,7 +194,7 @@ def _modules_noted(model: nn.Module) -> Iterator[None]:
 
 
 def _plain(value: Tensor) -> Tensor:
-    """The tensor that operators below functionalisation see."""
+    """Returns the tensor inside a functional tensor, after pending mutations."""
     if not isinstance(value, FunctionalTensor):
         return value
     torch._functionalize_sync(value.elem)
@@ -200,7 +203,7 @@ def _plain(value: Tensor) -> Tensor:
 
 
 def _tensors(value: Any, depth: int = 8) -> Iterator[Tensor]:
-    """The tensors a model returns, in whatever containers."""
+    """Yields the tensors of a model's result, inside mappings, sequences and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif depth:

@@ -1,9 +1,9 @@
-"""Equal layers of a model, of which a few stand for all when the model is only traced.
+"""Folds equal layers of a model, so that a trace runs one of them for all.
 
-Layers are the members of a module list. Two are equal if they have the same classes, settings, parameters
-(shape, dtype, gradient, layout on a mesh) and buffers throughout, but for their own index, and if the
-policy's names and blocks fall on them alike. Of every kind the first, one in the middle and the last are
-kept; the one in the middle stands for the rest: ends can differ in what surrounds them, the middle cannot.
+Layers are the members of a module list. Two layers are equal if their classes, settings, parameters (shape,
+dtype, gradient, mesh layout) and buffers agree, apart from the layer index, and if the policy's names and
+blocks treat them equally. The first, a middle and the last layer of each kind are kept, because neighbours
+can change the first and the last. The middle layer stands for the removed layers.
 """
 
 from __future__ import annotations
@@ -41,32 +41,32 @@ _PLAIN = (int, float, complex, str, bytes, bool, type(None), type, torch.dtype, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Repeats:
-    """Which layers stand for which: module path of a kept layer to the paths of those left out.
+    """Maps the path of a kept layer to the paths of the removed layers that it stands for.
 
-    blocks: of the model with all its layers.
+    blocks: block structure of the complete model.
     """
 
     standing_for: dict[str, tuple[str, ...]] = field(default_factory=dict)
     blocks: Blocks = field(default_factory=Blocks)
 
     def keeper(self, path: str) -> str | None:
-        """The kept layer that `path` lies in, if it stands for others."""
+        """Returns the path of the kept layer around `path`, or None if it stands for itself alone."""
         steps = path.split(".")
         heads = (".".join(steps[:end]) for end in range(1, len(steps) + 1))
         return next((head for head in heads if head in self.standing_for), None)
 
     def count(self, path: str) -> int:
-        """How many layers the module at `path` stands for, itself included."""
+        """Returns how many layers the module at `path` stands for, itself included."""
         keeper = self.keeper(path)
         return 1 if keeper is None else 1 + len(self.standing_for[keeper])
 
     def expand(self, part: Part) -> Part:
-        """`part`, of a graph with the kept layers, with a record for every layer."""
+        """Returns `part` with one record for every layer, removed layers included."""
         gemms = tuple(self.expanded(part.gemms))
         return dataclasses.replace(part, gemms=gemms, outline=part.outline.widened(self.others))
 
     def expanded(self, entries: Iterable[Named]) -> Iterator[Named]:
-        """`entries`, records or tags of the kept layers in order, with one for every layer."""
+        """Yields `entries` (records or tags of kept layers), with copies for the removed layers."""
         for keeper, group in itertools.groupby(entries, key=lambda one: self.keeper(one.name)):
             run = list(group)
             yield from run
@@ -75,7 +75,7 @@ class Repeats:
                     yield self._moved(one, str(keeper), path)
 
     def _moved(self, one: Named, keeper: str, path: str) -> Named:
-        """Returns `one`, of the layer at `keeper`, for the layer at `path`."""
+        """Returns `one` of the layer at `keeper`, renamed for the layer at `path`."""
         name = path + one.name.removeprefix(keeper)
         moved = dataclasses.replace(one, name=name, block=self.blocks.place(name))
         if isinstance(moved, GemmTag):
@@ -86,7 +86,7 @@ class Repeats:
         return dataclasses.replace(moved, **changes)
 
     def others(self, path: str) -> Iterator[str]:
-        """The paths that what is at `path` stands for, without its own."""
+        """Yields the paths in removed layers that correspond to `path` in a kept layer."""
         keeper = self.keeper(path)
         if keeper is not None:
             for other in self.standing_for[keeper]:
@@ -94,16 +94,16 @@ class Repeats:
 
 
 LeaveOut = Callable[[nn.Module, Policy], Repeats]
-"""Takes layers from a model, in place, that others can stand for under a policy."""
+"""Removes foldable layers from a model, in place, and returns the mapping."""
 
 
 def keep_all(model: nn.Module, _: Policy) -> Repeats:
-    """Take nothing from `model`: every layer stands for itself."""
+    """Removes no layer of `model`."""
     return Repeats(blocks=Blocks.of(model))
 
 
 def fold(model: nn.Module, policy: Policy) -> Repeats:
-    """Take from `model`, in place, the layers that others can stand for."""
+    """Removes from `model`, in place, all layers that an equal layer can stand for."""
     owners: defaultdict[int, int] = defaultdict(int)
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -130,7 +130,7 @@ def _fold_container(
     owners: dict[int, int],
     blocks: Blocks,
 ) -> dict[str, tuple[str, ...]]:
-    """Fold one container; for each kept layer that stands for others, their paths."""
+    """Folds one container. Returns the removed paths by the path of the kept layer."""
     kinds: dict[Any, list[str]] = {}
     for index, (name, layer) in enumerate(container._modules.items()):
         if layer is not None:
@@ -148,7 +148,7 @@ def _fold_container(
 
 
 def _described(layer: nn.Module, index: int, owners: dict[int, int]) -> Iterator[Any]:
-    """Everything that can tell `layer`, number `index` of its container, from another."""
+    """Yields every property of `layer`, at `index` of its container, that equality depends on."""
     for name, module in layer.named_modules():
         yield name, type(module).__module__, type(module).__qualname__
         for key, value in (*module._parameters.items(), *module._buffers.items()):
@@ -162,7 +162,10 @@ def _described(layer: nn.Module, index: int, owners: dict[int, int]) -> Iterator
 
 
 def _hook(module: nn.Module, number: int, hook: Any) -> Any:
-    """A hook of `module` by what it does; a method, which may do anything with its object, by its number."""
+    """Returns a comparable description of a hook.
+
+    A method can depend on any state of its object, so only its number identifies it.
+    """
     inner = hook.func if isinstance(hook, functools.partial) else hook
     options = tuple(sorted(key for key in HOOK_OPTIONS if number in vars(module).get(key, ())))
     return number if isinstance(inner, MethodType) else _setting(hook), options
@@ -175,12 +178,12 @@ def _is_index(key: str, value: Any) -> bool:
 def _tensor(value: Tensor | None) -> Any:
     if value is None:
         return None
-    layout = repr(getattr(value, "placements", ""))  # of a DTensor
+    layout = repr(getattr(value, "placements", ""))  # layout of a DTensor
     return tuple(value.shape), value.stride(), value.dtype, value.requires_grad, layout
 
 
 def _setting(value: Any) -> Any:
-    """A plain attribute by value, anything else by what it is shared with."""
+    """Returns a plain attribute by value, and any other object by its identity or its description."""
     match value:
         case _ if isinstance(value, _PLAIN):
             return value

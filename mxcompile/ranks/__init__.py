@@ -1,1 +1,1 @@
-"""A model on one rank of a mesh: the mesh on fake ranks, the model parallelised there, and its copy."""
+"""One rank of a mesh on fake ranks: the mesh, the parallelised model, and a fake copy of the model."""

@@ -1,4 +1,4 @@
-"""A model on one rank of a mesh: made by a factory on fake ranks, or parallelised there in ways by name."""
+"""The model of one rank of a mesh, built by a factory on fake ranks or parallelised by named methods."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from mxcompile.ranks.parallel import parallelised
 from mxcompile.ranks.shape import MeshShape, fake_ranks
 
 Factory = Callable[..., Any]
-"""Makes (model, args, kwargs), parallelised on the mesh that it is given if it takes one."""
+"""Returns (model, args, kwargs). A factory with a required parameter gets the `DeviceMesh` there."""
 
 _EXPERTS_NDIM = 3
-"""Dimensions of the weights of experts, which are the first."""
+"""Dimensions of a weight of grouped experts, [experts, n, k]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankModel:
-    """A model on rank 0 of `mesh`, with its arguments.
+    """The model of rank 0 of `mesh`, with the arguments of a call.
 
-    groups: of FSDP2. is_split: whether parameters are. plain: the model before it was parallelised, if that
-    was done by name.
+    groups: FSDP2 groups. is_split: whether FSDP2 or tensor parallelism shards parameters. plain: the model
+    before `parallelised` copied it; `model` itself if a factory built it.
     """
 
     model: nn.Module
@@ -44,7 +44,7 @@ class RankModel:
     plain: nn.Module
 
     def check(self, *, sends: bool) -> None:
-        """Raises `ModelError` for a model that nobody parallelises. sends: whether its graphs do."""
+        """Raises `ModelError` if the model is not parallelised. sends: whether its graphs communicate."""
         if not self.is_split and not sends:
             raise ModelError(
                 f"{type(self.model).__name__} is not parallelised: name a way, such as --parallel fsdp, or"
@@ -53,7 +53,7 @@ class RankModel:
 
     @property
     def experts(self) -> dict[str, tuple[int, int]]:
-        """How many experts the parameters at a path hold on this rank, and of how many, where not of all."""
+        """Pairs (experts on this rank, all experts) by parameter path, for experts spread over ranks."""
         gathered = {one.path: one.size for group in self.groups for one in group.parameters}
         wholes = {user_path(path): parameter for path, parameter in self.plain.named_parameters()}
         numbers = {}
@@ -73,10 +73,10 @@ def named_inputs(
     kwargs: Mapping[str, Any] | None,
     own: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The named arguments of `model`, a module, or a factory where there is a mesh.
+    """Returns the named arguments of `model`: a module, or a factory if there is a `mesh`.
 
-    own: the keywords of `caller`. Raises `OptionError` for arguments of a factory, which makes its own, and
-    otherwise as `keywords`.
+    own: the keywords of `caller`. Raises `OptionError` for arguments beside a factory, which returns its own,
+    and the errors of `keywords` for a module.
     """
     if mesh is None or isinstance(model, nn.Module):
         check_module(caller, model)
@@ -95,10 +95,10 @@ def rank_model(
     shape: MeshShape,
     parallel: str | None,
 ) -> Iterator[RankModel]:
-    """Be rank 0 of a mesh of `shape` in here, with `model`.
+    """Makes the process rank 0 of a fake mesh of `shape`, and yields the model of this rank.
 
-    model: plain, to be parallelised in the ways that `parallel` names, or a factory. Raises `OptionError` for
-    a mesh that cannot be made here.
+    model: a factory, or a plain model to parallelise with the methods in `parallel`. Raises `OptionError` if
+    the mesh cannot be created in this process.
     """
     with fake_ranks(shape) as mesh, _splits_in_graphs(parallel):
         if not isinstance(model, nn.Module):
@@ -120,20 +120,20 @@ def rank_model(
 
 
 def _splits_in_graphs(parallel: str | None) -> AbstractContextManager[None]:
-    """In here the numbers of tokens that ranks send are sizes in graphs, where `ep` is a way by name."""
+    """Captures the split sizes of all-to-alls if `parallel` has `ep`: ``tolist()`` would break graphs."""
     captured: Any = torch._dynamo.config.capture_scalar_outputs or EXPERTS in (parallel or "").split(",")
     patched: Any = torch._dynamo.config.patch(capture_scalar_outputs=captured)
     return patched  # type: ignore[no-any-return]
 
 
 def _called(factory: Factory, mesh: Any) -> tuple[nn.Module, Sequence[Any], Mapping[str, Any]]:
-    """The model of `factory` with its arguments, made on the meta device."""
+    """Returns the model and the arguments from `factory`, built on the meta device."""
     try:
         with torch.device("meta"):
             result = factory(mesh) if _takes_mesh(factory) else factory()
     except MXCompileError:
         raise
-    except Exception as error:  # of the user's code, whatever it is
+    except Exception as error:  # the factory is user code and may raise anything
         name = getattr(factory, "__name__", str(factory))
         raise ModelError(f"factory {name} on fake ranks: {type(error).__name__}: {error}") from error
     match result:
@@ -143,7 +143,7 @@ def _called(factory: Factory, mesh: Any) -> tuple[nn.Module, Sequence[Any], Mapp
 
 
 def _takes_mesh(factory: Factory) -> bool:
-    """Whether `factory` has a parameter without a default. It gets the mesh."""
+    """Whether `factory` has a parameter without default, which takes the mesh."""
     parameters = inspect.signature(factory).parameters.values()
     return any(parameter.default is inspect.Parameter.empty for parameter in parameters)
 

@@ -1,9 +1,9 @@
-"""A model on fake tensors as one rank computes it: FSDP2's weights gathered, tensor-parallel ones in shards.
+"""A fake-tensor copy of a model as one rank computes it: FSDP2 weights gathered, DTensors as local shards.
 
-What FSDP2 does happens between compiled graphs, so the copy has whole weights in the dtype that they are
-gathered in, and inputs cast as FSDP2 casts them. What tensor parallelism does happens inside: its hooks and
-its DTensors stay, and the graphs have this rank's shards and collectives. Checkpoint wrappers stay too: what
-they compute again takes time, and what they do not keep is not held.
+FSDP2 works between compiled graphs. The copy therefore has whole weights in the gather dtype, and casts
+inputs as FSDP2 does. Tensor parallelism works inside the graphs: its hooks and its DTensors stay, and the
+graphs contain this rank's shards and collectives. Checkpoint wrappers stay too, because recomputation takes
+time and the discarded activations do not count as saved memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mxcompile.ranks.fsdp import FSDPGroup
 
 
 def rank_copy(groups: tuple[FSDPGroup, ...], model: nn.Module, mode: ValueTrackingMode) -> nn.Module:
-    """A copy of `model`, of which FSDP2 shards `groups`, as this rank runs it between gathers."""
+    """Returns a copy of `model` as this rank runs it, with the weights of the FSDP2 `groups` gathered."""
     copied = fake_copy(model, mode, fake=_Shards(mode, groups), drops=_is_between_graphs)
     for group in groups:
         module = copied.get_submodule(group.path)
@@ -40,7 +40,7 @@ def _is_between_graphs(hook: Any) -> bool:
 
 
 class _Shards(Faker):
-    """Tensors to fakes of what this rank computes with: what FSDP2 shards gathered, DTensors in shards."""
+    """Maps tensors to fakes with this rank's shapes: FSDP2 parameters gathered, DTensors as local shards."""
 
     def __init__(self, mode: ValueTrackingMode, groups: tuple[FSDPGroup, ...]) -> None:
         super().__init__(mode)
@@ -58,7 +58,7 @@ class _Shards(Faker):
         return super().__call__(tensor)
 
     def _shard(self, tensor: Tensor, size: torch.Size, dtype: torch.dtype, spec: Any) -> Tensor:
-        """A fake of `size`, a shard of a DTensor laid out as `spec` says, or all of a plain tensor."""
+        """Returns a fake of `size`: the local tensor of a DTensor with layout `spec`, or plain without it."""
         from torch.distributed.tensor import DTensor
 
         with self._assuming.plain():

@@ -1,12 +1,12 @@
-"""Experts on several ranks: a rank has some of them, and tokens travel to their experts and back.
+"""Expert parallelism: each rank has some experts, and tokens are exchanged with two all-to-alls.
 
-    rows     by the numbers of their experts, each token once for every expert that it has chosen
-    there    all_to_all_single of the numbers of rows, then of the rows
-    experts  the module's own code, with this rank's experts and one choice for each row
-    back     all_to_all_single of the results; a token adds up those of its experts, by its weights
+    rows      tokens sorted by expert; a token appears once for every expert in its top k
+    dispatch  all_to_all_single of the row counts, then of the rows
+    experts   the module's own forward with this rank's experts and one choice for each row
+    combine   all_to_all_single of the results; each token sums its results, weighted by the router
 
-For modules of transformers' form, ``experts(hidden_states, top_k_index, top_k_weights)``, whose parameters
-have the experts as their first dimension.
+Applies to modules with the signature of transformers, ``experts(hidden_states, top_k_index, top_k_weights)``,
+whose parameters have the experts as their first dimension.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 EXPERTS = "ep"
-"""The axis of experts."""
+"""Mesh axis of expert parallelism."""
 _FORM = ["hidden_states", "top_k_index", "top_k_weights"]
 
 
 def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Path and module of all experts of `model` that can be on several ranks."""
+    """Yields (path, module) for every experts module of `model` that `spread_` supports."""
     for path, module in model.named_modules():
         number = getattr(module, "num_experts", None)
         sizes = {p.shape[0] for p in module.parameters(recurse=False)}
@@ -40,15 +40,15 @@ def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _takes(module: nn.Module) -> bool:
-    """Whether `module` is called as transformers' experts are."""
+    """Whether `module.forward` has the parameters of an experts module of transformers."""
     forward: Any = inspect.unwrap(type(module).forward)
     return list(inspect.signature(forward).parameters)[1:] == _FORM
 
 
 def spread_(module: nn.Module, mesh: DeviceMesh, path: str = "") -> None:
-    """Keep in `module`, a module of experts, only the experts of this rank of `mesh`, which has one axis.
+    """Removes from the experts `module`, in place, all experts but this rank's share.
 
-    Raises `OptionError` if ranks would have different numbers of them.
+    mesh: one-dimensional. Raises `OptionError` if the experts are not a multiple of the ranks.
     """
     ranks, number = mesh.size(), int(module.num_experts)  # type: ignore[arg-type]
     if number % ranks:
@@ -65,7 +65,7 @@ def spread_(module: nn.Module, mesh: DeviceMesh, path: str = "") -> None:
 
 
 def is_spread(module: nn.Module) -> bool:
-    """Whether `module` is experts of which this rank has some."""
+    """Whether `spread_` has changed `module`."""
     return isinstance(module, _OnRanks)
 
 
@@ -75,19 +75,22 @@ def _on_ranks(kind: Any) -> Any:
 
 
 class _OnRanks(nn.Module):
-    """Experts of which this rank has some. ep_group: of the ranks that have the others."""
+    """Base of experts modules that `spread_` has changed. ep_group: process group of the axis `ep`."""
 
     ep_group: Any
     num_experts: int
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Returns what all experts make of `hidden_states` [tokens, features]."""
+        """Returns the weighted sum of the experts' results, [tokens, features].
+
+        top_k_index, top_k_weights: [tokens, top_k], the chosen experts and the router's weights.
+        """
         group, own, top_k = self.ep_group, self.num_experts, top_k_index.shape[-1]
         choices = top_k_index.flatten()
         order = choices.argsort(stable=True)
         counts = choices.new_zeros(group.size() * own).scatter_add(0, choices, torch.ones_like(choices))
         counts = counts.view(-1, own)
-        received = all_to_all_single(counts, None, None, group)  # rows by rank and expert
+        received = all_to_all_single(counts, None, None, group)  # row counts, [ranks, own]
         to_ranks, from_ranks = counts.sum(1).tolist(), received.sum(1).tolist()
         rows = all_to_all_single_autograd(hidden_states[order // top_k], from_ranks, to_ranks, group)
         experts = torch.arange(own, device=choices.device).repeat(group.size())

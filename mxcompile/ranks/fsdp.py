@@ -1,12 +1,12 @@
-"""The parameters of a model as FSDP2 holds them: groups that are gathered and reduced together.
+"""The FSDP2 parameter groups of a model: the parameters that are gathered and reduced together.
 
-    forward    a group is gathered, unless one rank has all of it
-    backward   gathered again if it was freed after forward; gradients reduced and scattered
-               with a second axis (HSDP) the scattered gradients are reduced along that
+    forward    a group is gathered, unless one rank has the whole of it
+    backward   gathered again if it was freed after forward; gradients are reduce-scattered
+               with a second axis (HSDP) the scattered gradients are all-reduced along that axis
 
-The root's group is not freed after forward unless the user asks for it, as FSDP2 decides at the first call.
-A parameter of several tensor-parallel ranks is a shard before FSDP2 shards it. FSDP2's own state is not
-public: with a torch that keeps it otherwise `groups` raises `ModelError`.
+FSDP2 does not free the root's group after forward, unless the user requests it. A parameter with tensor
+parallelism is a shard already when FSDP2 shards it. FSDP2's state is private: `groups` raises `ModelError`
+for a torch version with another layout.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from mxcompile.models.names import user_path
 class Sharded:
     """A parameter that FSDP2 shards.
 
-    path: in the model. parameter: the shard that the model holds. size: on this rank when gathered. spec: its
-    layout as a DTensor when gathered, None for a plain tensor. dtype: when gathered. numel: elements of the
-    shard, padded. travels: bytes that this rank gives to a gather.
+    path: path in the model. parameter: the shard that the model holds. size: size on this rank after the
+    gather. spec: DTensor layout after the gather, or None for a plain tensor. dtype: dtype after the gather.
+    numel: elements of the padded shard. travels: bytes that this rank sends to a gather.
     """
 
     path: str
@@ -43,18 +43,19 @@ class Sharded:
 
     @property
     def is_mx(self) -> bool:
-        """Whether it is gathered as codes and scales."""
+        """Whether the gather sends MXFP8 qdata and scales."""
         return self.travels != self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FSDPGroup:
-    """Parameters that are gathered together.
+    """Parameters that one collective gathers.
 
-    path: of the module that holds them. shards, replicates: process groups along which they are sharded and
-    replicated, None for one that is not there. again: that of the gather in backward, None if they are not
-    freed after forward. reduced: dtype in which gradients travel, None if nothing is trained. inputs,
-    outputs: dtypes that the module's floating-point inputs and outputs are cast to, None for as they are.
+    path: path of the module with the group. shards, replicates: process groups of the shard axis and of the
+    replicate axis, or None without that axis. again: process group of the gather in backward, or None if the
+    weights stay gathered after forward. reduced: dtype of the gradient reduction, or None if nothing is
+    trained. inputs, outputs: dtypes that the module's floating-point inputs and outputs are cast to, or None
+    without a cast.
     """
 
     path: str
@@ -68,12 +69,12 @@ class FSDPGroup:
 
     @property
     def ranks(self) -> int:
-        """How many ranks share the parameters."""
+        """Number of ranks that the parameters are sharded over."""
         return 1 if self.shards is None else int(self.shards.size())
 
 
 def groups(model: nn.Module) -> tuple[FSDPGroup, ...]:
-    """The groups of `model`, in the order of its modules. Raises `ModelError` for an unknown torch."""
+    """Returns the FSDP2 groups of `model` in module order. Raises `ModelError` for an unknown FSDP2 state."""
     try:
         return tuple(_groups(model))
     except AttributeError as error:
@@ -123,7 +124,7 @@ def _sharded(path: str, parameter: Any) -> Sharded:
 
 
 def _travels(held: Tensor, shard: torch.Size, dtype: torch.dtype) -> int:
-    """Bytes of a shard when it is gathered: codes and a scale for a tile, where it is gathered in MXFP8."""
+    """Returns the bytes that one shard sends: MXFP8 sends qdata and one scale byte per 32×32 tile."""
     cast = getattr(getattr(held, "_local_tensor", held), "fsdp_pre_all_gather", None)
     if cast is None:
         return shard.numel() * dtype.itemsize

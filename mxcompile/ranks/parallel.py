@@ -1,15 +1,15 @@
-"""Ways by name to parallelise a plain model on a mesh, as torchtitan does by default.
+"""Named methods to parallelise a plain model on a mesh, with torchtitan's defaults.
 
-    fsdp        fully_shard of every repeated block, then of the model, on the axis dp or dp_shard; with an
-                axis dp_replicate weights are copied along it (HSDP). Weights are gathered in BF16 and
-                gradients reduced in FP32. With an axis pp weights are gathered once for all micro-batches.
-                With `ep` everything but experts is sharded on the axis ep too.
+    fsdp        fully_shard of every repeated block, then of the model, on the axis dp or dp_shard. An axis
+                dp_replicate replicates weights (HSDP). Weights are gathered in BF16, gradients reduced in
+                FP32. With an axis pp weights are gathered once for all micro-batches. With `ep` the axis ep
+                shards everything but experts as well.
     ep          experts of transformers' models spread over the axis ep (see `experts`)
-    tp=llama    q, k, v, gate and up are split by outputs, o and down by inputs, the embedding and the head by
-                the vocabulary, on the axis tp; activations between them are whole on every rank
+    tp=llama    on the axis tp: q, k, v, gate and up columnwise, o and down rowwise, the embedding and the
+                head by vocabulary; activations between the layers are replicated
 
-`tp=llama` goes by the names that layers have in transformers' and in torchtitan's Llama. Anything else is for
-the user's own code, which a factory runs.
+`tp=llama` matches the layer names of Llama in transformers and in torchtitan. A factory with the user's own
+code covers every other model.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _HEAD = re.compile(r"(.*\.)?(lm_head|output)")
 
 
 def parallelised(model: nn.Module, words: str, mesh: DeviceMesh) -> nn.Module:
-    """A copy of `model` on the meta device, parallelised on `mesh` in the ways that `words` names.
+    """Returns a copy of `model` on the meta device, parallelised on `mesh`.
 
-    words: of `WAYS`, separated by commas. Raises `OptionError` for other words, for a mesh without their
-    axis, and for a model that they do not fit.
+    words: names from `WAYS`, separated by commas. Raises `OptionError` for an unknown name, for a mesh
+    without the required axis, and for a model that a method does not support.
     """
     asked = [word.strip() for word in words.split(",")]
     for word in asked:
@@ -58,14 +58,14 @@ def parallelised(model: nn.Module, words: str, mesh: DeviceMesh) -> nn.Module:
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
-    """`tensor` without its values, if it is a parameter: buffers may be read."""
+    """Returns a parameter on the meta device; a buffer unchanged, because the model may read its values."""
     if not isinstance(tensor, nn.Parameter):
         return tensor
     return nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=tensor.requires_grad)
 
 
 def _axes(mesh: DeviceMesh, word: str, *allowed: tuple[str, ...]) -> Any:
-    """The part of `mesh` with the axes of the first of `allowed` that it has."""
+    """Returns the submesh of the first entry of `allowed` that `mesh` contains. Raises `OptionError`."""
     names = mesh.mesh_dim_names or ()
     for axes in allowed:
         if set(axes) <= set(names):
@@ -92,7 +92,7 @@ def _shard_fully(model: nn.Module, mesh: DeviceMesh) -> None:
     along = _axes(mesh, "fsdp", ("dp_replicate", "dp_shard"), ("dp_shard",), ("dp",))
     settings: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-        # with stages every micro-batch would gather them
+        # under a pipeline schedule every micro-batch would gather the weights again
         "reshard_after_forward": None if pipeline_ranks(mesh) == 1 else False,
     }
     spread = [module for module in model.modules() if is_spread(module)]
@@ -105,7 +105,10 @@ def _shard_fully(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _inside(mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
-    """How to shard a parameter of a rank's experts: each of them, where ranks are more than experts."""
+    """Returns the shard placement of a rank's experts: dimension 1 if there are fewer experts than ranks.
+
+    FSDP2 shards dimension 0 by default, which would leave ranks without an expert.
+    """
     from torch.distributed.tensor import Shard
 
     ranks = mesh.size(-1)
@@ -113,7 +116,7 @@ def _inside(mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
 
 
 def _with_experts(along: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh:
-    """The part of `mesh` that everything but experts is sharded on: `along`, its last axis joined with ep."""
+    """Returns the submesh for the other parameters: `along`, with its last axis joined with `ep`."""
     *outer, last = along.mesh_dim_names or ()
     both = mesh[last, EXPERTS]._flatten(f"{last}_{EXPERTS}")
     return type(mesh)._concatenate([mesh[tuple(outer)], both]) if outer else both
@@ -137,7 +140,7 @@ def _split_llama(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _llama_styles(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The style of each layer that is split, by its path."""
+    """Yields (path, parallel style) for every layer that `tp=llama` splits."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -153,7 +156,7 @@ def _llama_styles(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _check_whole(model: nn.Module, styles: Mapping[str, Any], ranks: int) -> None:
-    """Raises `OptionError` if a layer inside of a block cannot be split evenly: heads would be cut."""
+    """Raises `OptionError` if a layer in a block does not split evenly: the split would cut heads."""
     for path in styles:
         weight: Any = model.get_submodule(path).weight
         split = weight.shape[1 if _ROWS.fullmatch(path) else 0]
@@ -163,7 +166,7 @@ def _check_whole(model: nn.Module, styles: Mapping[str, Any], ranks: int) -> Non
 
 
 def _shared(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:
-    """The first place of each parameter that modules share, with each further one."""
+    """Returns (first owner, further owner) of shared parameters, which `parallelize_module` would untie."""
     first: dict[int, tuple[nn.Module, str]] = {}
     again = []
     for module in model.modules():
@@ -178,4 +181,4 @@ WAYS: dict[str, Callable[[nn.Module, Any], None]] = {
     EXPERTS: _spread_experts,
     "fsdp": _shard_fully,
 }
-"""What does it by the words for it, in the order in which they apply."""
+"""Methods by name, in the order of their application."""

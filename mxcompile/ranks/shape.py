@@ -1,7 +1,7 @@
-"""The mesh of a run by the names and sizes of its axes, and a process that stands for one rank of it.
+"""The axes and sizes of a device mesh, and a fake process group that stands for one rank of it.
 
-PyTorch's fake process group has any number of ranks in one process and sends nothing. On it a user's
-code (``init_device_mesh``, ``parallelize_module``, ``fully_shard``) does what it does on rank 0 of the run.
+PyTorch's fake process group has any number of ranks in one process and sends nothing. User code
+(``init_device_mesh``, ``parallelize_module``, ``fully_shard``) runs on it as on rank 0 of the real run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 PIPELINE = "pp"
-"""The axis of pipeline stages."""
+"""Mesh axis of the pipeline stages."""
 
 _AXIS = re.compile(r"([A-Za-z_]\w*)=(\d+)")
 _FORM = "axes with their sizes, such as dp=128,tp=8"
@@ -29,14 +29,14 @@ _FORM = "axes with their sizes, such as dp=128,tp=8"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshShape:
-    """Names and sizes of the axes of a mesh, the outermost first, as ``init_device_mesh`` takes them."""
+    """Names and sizes of mesh axes, outermost first, in the order of ``init_device_mesh``."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
 
     @staticmethod
     def parse(text: str) -> MeshShape:
-        """The mesh that `text` describes: ``dp=128,tp=8``. Raises `OptionError` for anything else."""
+        """Returns the mesh shape of a text such as ``dp=128,tp=8``. Raises `OptionError` for another form."""
         axes = (
             [_AXIS.fullmatch(word.strip()) for word in text.split(",")] if isinstance(text, str) else [None]
         )
@@ -55,20 +55,20 @@ class MeshShape:
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks of the mesh."""
         return math.prod(self.sizes)
 
 
 def pipeline_ranks(mesh: DeviceMesh) -> int:
-    """How many ranks the axis of pipeline stages has, 1 without it."""
+    """Returns the size of the pipeline axis, 1 without a pipeline axis."""
     return mesh[PIPELINE].size() if PIPELINE in (mesh.mesh_dim_names or ()) else 1
 
 
 @contextmanager
 def fake_ranks(shape: MeshShape) -> Iterator[DeviceMesh]:
-    """Be rank 0 of a mesh of `shape` in here, on the CPU; what is sent arrives nowhere.
+    """Makes this process rank 0 of a CPU mesh of `shape` without communication, and yields the mesh.
 
-    Raises `OptionError` if this process has a process group, or a torch without distributed.
+    Raises `OptionError` if this process already has a process group, or if torch lacks torch.distributed.
     """
     if not dist.is_available():
         raise OptionError("a mesh needs a torch that is built with torch.distributed")

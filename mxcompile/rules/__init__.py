@@ -1,4 +1,4 @@
-"""A policy against the layers of a model: which rule decides for what, and what nearly happened."""
+"""Applies a policy to the layers of a model: the deciding rules, unused rules and near misses."""
 
 from mxcompile.rules.check import (
     check_layers,

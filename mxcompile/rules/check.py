@@ -1,6 +1,7 @@
-"""Complaints about a policy on a model: rules and patterns that do nothing, and near misses.
+"""Complaints about a policy on a model: rules and patterns without effect, and near misses.
 
-A typo must not pass for a decision, nor a layer stay in BF16 for want of a few elements unheard.
+A typo in a pattern would otherwise go unnoticed, and so would a layer that stays in BF16 because a size is
+just below a limit.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ log = logging.getLogger("mxcompile.rules")
 
 
 def unused_rules(policy: Policy, gemms: Iterable[GemmRecord]) -> list[str]:
-    """One sentence for every rule of `policy` that matches no layer of `gemms`, and what is near."""
+    """Returns a sentence for every rule of `policy` that matches no layer of `gemms`, with a suggestion."""
     layers = layers_of(gemms)
     return [_unused(policy, fit, layers) for fit in fits(policy, layers) if fit.unused]
 
 
 def mistakes(policy: Policy, layers: Sequence[Layer], tables: Sequence[Layer] = ()) -> list[str]:
-    """One sentence for everything in `policy` that does nothing for `layers`.
+    """Returns a sentence for everything in `policy` that has no effect on `layers`.
 
-    Rules that match no layer; rules whose layers are all taken by earlier ones; names in a list that
-    are a layer's but for the spelling of a word. tables: embeddings, which no rule quantizes.
+    Covers rules that match no layer, rules whose layers all go to earlier rules, and patterns in a list with
+    a misspelt word. tables: embeddings, which no rule quantizes.
     """
     sentences: list[str] = []
     for fit in fits(policy, layers):
@@ -45,7 +46,10 @@ def mistakes(policy: Policy, layers: Sequence[Layer], tables: Sequence[Layer] = 
 
 
 def near_misses(policy: Policy, layers: Sequence[Layer]) -> list[str]:
-    """One sentence per rule and size for layers within 10 % of its limit that the preset treats otherwise."""
+    """Returns a sentence per rule and limit for layers within 10 % of the limit.
+
+    A layer counts only if the rule would change the decision of the preset.
+    """
     return [
         f"{policy.label}: rule {fit.number}: {missed}, just {'over' if limit.upper else 'under'}, and no"
         f" other rule decides; {'raise' if limit.upper else 'lower'} the limit or add a rule"
@@ -56,21 +60,21 @@ def near_misses(policy: Policy, layers: Sequence[Layer]) -> list[str]:
 
 
 def complaints(policy: Policy, layers: Sequence[Layer]) -> list[str]:
-    """`mistakes` and `near_misses`: all that strict mode raises about rules."""
+    """Returns `mistakes` and `near_misses`, which strict mode raises."""
     return mistakes(policy, layers) + near_misses(policy, layers)
 
 
 def check_layers(policy: Policy, layers: Sequence[Layer], *, strict: bool) -> None:
-    """Warn about everything in `complaints`; if `strict` raise one `PolicyError` with all of it."""
+    """Logs all `complaints` as warnings, or raises one `PolicyError` with all of them if `strict`."""
     _say(complaints(policy, layers), strict)
 
 
 def check_mistakes(
     policy: Policy, gemms: Iterable[GemmRecord], *, strict: bool, tables: Sequence[Layer] = ()
 ) -> None:
-    """The same, but near misses are only warned about: for a look at a model, which they do not spoil.
+    """Logs near misses, and logs `mistakes` or raises them as one `PolicyError` if `strict`.
 
-    tables: as of `mistakes`.
+    For reports about a model: a near miss does not make a report wrong. tables: see `mistakes`.
     """
     layers = layers_of(gemms)
     _say(near_misses(policy, layers), strict=False)
@@ -78,7 +82,7 @@ def check_mistakes(
 
 
 def with_complaints(error: UnsupportedError, policy: Policy, layers: Sequence[Layer]) -> UnsupportedError:
-    """`error`, about layers that cannot go to MXFP8, and what else strict mode would raise about `layers`."""
+    """Returns `error` about unsupported layers, extended by the `complaints` about `layers`."""
     return UnsupportedError("\n".join([str(error), *complaints(policy, layers)]))
 
 
@@ -90,7 +94,7 @@ def _say(sentences: list[str], strict: bool) -> None:
 
 
 def _no_product(policy: Policy, fit: RuleFit, tables: Sequence[str]) -> str:
-    """Returns the sentence about a rule that matches nothing but embeddings; "" if it matches none."""
+    """Returns the complaint about a rule that matches only the embeddings `tables`, "" without embeddings."""
     if not tables:
         return ""
     return (
@@ -107,7 +111,7 @@ def _unused(policy: Policy, fit: RuleFit, layers: Sequence[Layer]) -> str:
 
 
 def _miss(match: Match, layers: Sequence[Layer]) -> str:
-    """Returns what the rule's author may have meant: a layer of that name, or the nearest names."""
+    """Returns the suggestion for a rule without matches: a layer of that name, or the nearest names."""
     if match.blocks is not None:
         if not any(layer.block for layer in layers):
             return ": the model has no repeated blocks (members of a module list); give names"
@@ -132,7 +136,7 @@ def _overtaken(policy: Policy, fit: RuleFit) -> str:
 
 
 def _typos(policy: Policy, fit: RuleFit, layers: Sequence[Layer]) -> list[str]:
-    """Patterns that match no layer beside others that do, and would with one word spelled otherwise."""
+    """Returns complaints about idle patterns of a used rule that match a layer with one word respelled."""
     names = list(dict.fromkeys(layer.name for layer in layers))
     idle = [p for p in fit.rule.match.name if not any(Match(name=(p,)).names(name) for name in names)]
     guesses = [(pattern, respelled(pattern, names)) for pattern in idle]
@@ -144,7 +148,7 @@ def _typos(policy: Policy, fit: RuleFit, layers: Sequence[Layer]) -> list[str]:
 
 
 def _missed(fit: RuleFit, layers: Iterable[Layer]) -> list[tuple[Limit, str]]:
-    """``x and y below min_k 256 (k=248)`` for every limit that some of `layers` miss, and size."""
+    """Returns (limit, ``x and y below min_k 256 (k=248)``) for every limit that excludes some of `layers`."""
     by_limit: dict[Limit, list[Layer]] = {}
     for layer in layers:
         limit = fit.rule.match.missed(layer)

@@ -1,4 +1,4 @@
-"""How every rule of a policy falls on the layers of a model."""
+"""Finds the layers of a model that each rule of a policy matches, decides for, or nearly matches."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from mxcompile.policy import ATTENTION_PRODUCTS, Decision, Gemm, Layer, Limit, Policy, Rule
 
 NEAR = 0.9
-"""A size of at least this part of a limit is just under it; so is a limit of a size that is over it."""
+"""Least ratio of a size to its lower limit, or of an upper limit to the size, for a near miss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuleFit:
-    """One rule and the layers it is about, in their order.
+    """One rule and the layers that it concerns, in model order.
 
-    number: of the rule, from 1. decides: layers it decides for. taken: layers it matches, but earlier rules
-    decide for. missed: layers it would match but for a size limit. near: those of `missed` that are just
-    outside the limit and for which no rule decides, so that the preset does something else.
+    number: number of the rule, from 1. decides: layers that the rule decides for. taken: matching layers that
+    an earlier rule decides for. missed: layers that only a size limit excludes. near: layers of `missed` just
+    outside the limit, without another deciding rule, for which the preset decides differently.
     """
 
     number: int
@@ -35,7 +35,10 @@ class RuleFit:
 
 
 def fits(policy: Policy, layers: Sequence[Layer]) -> tuple[RuleFit, ...]:
-    """How the rules of `policy` fall on `layers`. Attention products count only for rules with their role."""
+    """Returns a `RuleFit` for each rule of `policy`.
+
+    Attention products match only rules that name their role.
+    """
     deciding = [deciding_rule(policy, layer) for layer in layers]
     results = []
     for index, rule in enumerate(policy.rules):
@@ -57,7 +60,7 @@ def fits(policy: Policy, layers: Sequence[Layer]) -> tuple[RuleFit, ...]:
 
 
 def deciding_rule(policy: Policy, layer: Layer) -> int | None:
-    """Index of the rule of `policy` that decides for `layer`, or None for the preset."""
+    """Returns the index of the rule that decides for `layer`, or None if the preset decides."""
     if layer.role not in ATTENTION_PRODUCTS:
         return policy.rule_for(layer)
     fitting = (i for i, rule in enumerate(policy.rules) if _about(rule, layer))
@@ -65,13 +68,13 @@ def deciding_rule(policy: Policy, layer: Layer) -> int | None:
 
 
 def _about(rule: Rule, layer: Layer) -> bool:
-    """Whether `rule` matches `layer` but for its size."""
+    """Whether `rule` matches `layer`, apart from its size limits."""
     addressed = layer.role not in ATTENTION_PRODUCTS or layer.role in rule.match.role
     return addressed and rule.match.fits(layer)
 
 
 def _just_outside(policy: Policy, rule: Rule, layer: Layer) -> bool:
-    """Whether `layer` nearly keeps the limits of `rule`, and without them would be decided otherwise."""
+    """Whether `layer` nearly satisfies the limits of `rule`, and would get another result inside them."""
     if any(_part(limit) < NEAR for limit in rule.match.limits(layer)):
         return False
     open_rule = dataclasses.replace(rule, match=rule.match.of_any_size())
@@ -80,13 +83,13 @@ def _just_outside(policy: Policy, rule: Rule, layer: Layer) -> bool:
 
 
 def _part(limit: Limit) -> float:
-    """How near a size is to the limit it does not keep; 1 and more if it keeps it."""
+    """Returns the ratio of a size to its limit, at least 1 if the size satisfies the limit."""
     if limit.size is None:
         return 0.0 if limit.upper else 1.0
     return limit.limit / max(limit.size, 1) if limit.upper else limit.size / limit.limit
 
 
 def _outcome(decision: Decision) -> tuple[object, ...]:
-    """Returns the part of `decision` that changes the result of a layer: everything but the reasons."""
+    """Returns the numerical content of `decision`: everything but the reasons."""
     choices = [decision.choice(gemm) for gemm in Gemm]
     return *((choice.precision, choice.formats) for choice in choices), decision.saved, decision.sent

@@ -1,4 +1,4 @@
-"""The layers of a model, from the records of a report and back, for reading and folding."""
+"""Converts the records of a report to `Layer`s, and folds equal layers for messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NAMED = 3
 
 
 def layers_of(gemms: Iterable[GemmRecord]) -> tuple[Layer, ...]:
-    """One `Layer` per forward GEMM and attention product of `gemms`, in their order."""
+    """Returns one `Layer` per forward GEMM and attention product of `gemms`, in order."""
     return tuple(
         Layer(
             name=g.name,
@@ -29,7 +29,7 @@ def layers_of(gemms: Iterable[GemmRecord]) -> tuple[Layer, ...]:
 
 
 def folded(layers: Iterable[Layer]) -> list[Row]:
-    """`layers` as rows of equal ones: same role, class and sizes, names that differ in numbers only."""
+    """Returns `layers` as rows of equal role, class and sizes, whose names differ only in numbers."""
     return fold(
         GemmRecord(
             name=layer.name,
@@ -47,7 +47,7 @@ def folded(layers: Iterable[Layer]) -> list[Row]:
 
 
 def spelled(layers: Sequence[Layer]) -> str:
-    """The folded names of `layers`, the first of them and how many layers the others are."""
+    """Returns the folded names of `layers`, shortened to the first few and a count."""
     counts: dict[str, int] = {}
     for row in folded(layers):
         counts.setdefault(row.name or "(root)", row.count)  # both products of an attention have its name

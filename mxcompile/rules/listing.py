@@ -1,4 +1,4 @@
-"""The decisions of a policy on a model, as text: rule by rule, and layer by layer."""
+"""Formats the decisions of a policy on a model as text, by rule and by layer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GEMMS = tuple(str(gemm) for gemm in Gemm)
 
 
 def matches(policy: Policy, layers: Sequence[Layer]) -> str:
-    """Which layers every rule of `policy` decides for, and which are left to the preset."""
+    """Returns the text that lists the layers of every rule of `policy`, and the layers of the preset."""
     lines = []
     for fit, written in zip(fits(policy, layers), policy.to_dict()["rules"], strict=True):
         taken = f", {len(fit.taken)} more went to earlier rules" if fit.taken else ""
@@ -34,7 +34,7 @@ def matches(policy: Policy, layers: Sequence[Layer]) -> str:
 def decisions(policy: Policy, gemms: Iterable[GemmRecord]) -> str:
     """Returns a table of a model's layers: precision of each GEMM, formats, and the rule with its reason.
 
-    gemms: of the report of that model under `policy`.
+    gemms: the records of the model's report under `policy`.
     """
     headers = ["layer", "", "role", *_GEMMS, "formats", "decided by"]
     widths = [None] * (len(headers) - 2) + [26, 30]
@@ -55,7 +55,7 @@ def _decided(policy: Policy, row: Row) -> list[str]:
 
 
 def _formats(policy: Policy, row: Row) -> str:
-    """The format of the input, what differs from it by operand, and what is saved or sent unusually."""
+    """Returns the input's format, deviations by operand, and unusual formats of saved or sent copies."""
     operands = {f.operand: f for gemm in row.gemms for f in gemm.formats}
     if not operands:
         return ""
@@ -73,7 +73,7 @@ def _formats(policy: Policy, row: Row) -> str:
 
 
 def _reasons(gemms: Sequence[GemmRecord]) -> str:
-    """The reason, once where all GEMMs have the same."""
+    """Returns the common reason of all GEMMs, or a reason for each group of GEMMs."""
     by_reason: dict[str, list[str]] = {}
     for gemm in gemms:
         by_reason.setdefault(gemm.reason, []).append(gemm.gemm)
@@ -96,7 +96,7 @@ def _layers(layers: Sequence[Layer]) -> str:
 
 
 def _flow(value: Any) -> str:
-    """A part of a policy as one line of YAML."""
+    """Returns a part of a policy as one line of YAML."""
     if isinstance(value, str):
         return value
     return yaml.safe_dump(

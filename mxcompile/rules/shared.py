@@ -1,4 +1,4 @@
-"""The layers that a policy tells apart by name or by block."""
+"""Compares two modules by the policy rules that select their layers by name or by block."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from mxcompile.policy import Policy
 def name_signature(
     policy: Policy, module: nn.Module, path: str, blocks: Blocks
 ) -> tuple[tuple[bool, ...], ...]:
-    """How the names and blocks of `policy`'s rules fall on the layers of `module`, at `path`, in their order.
+    """Returns whether each rule of `policy` selects each layer of `module` by name and block.
 
-    Equal for two modules of a class whose layers the policy does not tell apart so. blocks: of the model.
+    Modules of one class with equal signatures get equal decisions, so they can share compiled code. path:
+    path of `module` in the model. blocks: blocks of the model.
     """
     inner = [name for name, _ in module.named_modules()]
     inner += [name for name, _ in module.named_parameters()]

@@ -1,7 +1,7 @@
-"""A policy to start from: for one model, with its layers in comments, deciding what a preset does.
+"""Writes a policy file for one model that decides like a preset, with the layers in comments.
 
-One rule per role the model has, so that changing a decision is changing a word. As written it decides for
-every layer of the model what the preset alone does; only the reasons in reports name the rules.
+The file has one rule per role, so that a user changes a decision by changing a word. Unchanged, it decides
+like the preset for every layer; only the reasons in reports name the rules.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LEAST_BLOCKS = 3
 
 
 def starter(preset: str, layers: Sequence[Layer], model: str) -> str:
-    """The text of a policy file for `layers`, of the model called `model`, after the preset `preset`."""
+    """Returns the text of a policy file for `layers` of the model named `model`, equal to `preset`."""
     policy = Policy.preset(preset)
     linear = [layer for layer in layers if layer.role not in ATTENTION_PRODUCTS]
     products = [layer for layer in layers if layer.role in ATTENTION_PRODUCTS]
@@ -43,7 +43,7 @@ def starter(preset: str, layers: Sequence[Layer], model: str) -> str:
 
 
 def _rule(policy: Policy, role: Role, layers: Sequence[Layer]) -> list[str]:
-    """The rule for `role` in `policy`'s words, under its layers; it sends only what the preset sends."""
+    """Returns the lines of the rule for `role`: its layers as comments, then the preset's decision."""
     decisions = [policy.decide(layer) for layer in layers]
     words = {gemm: _word(decision.choice(gemm).precision for decision in decisions) for gemm in Gemm}
     sent = {gemm: word for gemm, word in words.items() if is_quantized(word)}
@@ -74,7 +74,7 @@ def _word(words: Iterable[str]) -> str:
 
 
 def _ends(layers: Iterable[Layer]) -> list[str]:
-    """A rule, commented out, for the first and last blocks; nothing for a model without a stack of them."""
+    """Returns a commented rule for the first and last blocks, or nothing for a model without a stack."""
     if max((layer.block.total for layer in layers if layer.block), default=0) < _LEAST_BLOCKS:
         return []
     return [

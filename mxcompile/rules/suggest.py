@@ -1,7 +1,7 @@
-"""The pattern that the author of a pattern without matches may have meant.
+"""Suggests the intended pattern for a pattern that matches no layer.
 
-The first of: the glob with one word spelled as in a name; the same in other case; the pattern left open
-where it was anchored; the name most like it.
+The first hit counts: the glob with one word respelled, the pattern in another case, the pattern with open
+ends, the most similar name.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from mxcompile.policy.patterns import searching
 _TOKEN = re.compile(r"\[!?\]?[^\]]*\]|[^\W_]+|.", re.DOTALL)
 _WORD = re.compile(r"[^\W_]+")
 _NEAR = 0.65
-"""How alike two words are for one to be a slip of the other (difflib's ratio)."""
+"""Least similarity (difflib's ratio) of two words that counts as a typo."""
 
 
 def meant(pattern: str, names: Sequence[str]) -> str:
-    """``" (did you mean 'x'?)"`` for what `pattern` was meant to be among `names`, or an empty string."""
+    """Returns ``" (did you mean 'x'?)"`` with the best guess among `names`, or an empty string."""
     for guess in (respelled, _other_case, _left_open, _most_like):
         meaning = guess(pattern, names)
         if meaning is not None:
@@ -29,7 +29,7 @@ def meant(pattern: str, names: Sequence[str]) -> str:
 
 
 def respelled(pattern: str, names: Sequence[str]) -> str | None:
-    """Returns a glob that matches a name and differs from `pattern` in the spelling of one word, or None."""
+    """Returns a glob that matches a name and differs from `pattern` in one word, or None."""
     if pattern.startswith("re:"):
         return None
     words = dict.fromkeys(word for name in names for word in _WORD.findall(name))
@@ -48,7 +48,7 @@ def _other_case(pattern: str, names: Sequence[str]) -> str | None:
 
 
 def _left_open(pattern: str, names: Sequence[str]) -> str | None:
-    """`pattern` with wildcards at its ends, if it matches inside a name: patterns cover the whole path."""
+    """Returns `pattern` with wildcards at its ends if that matches; a plain pattern covers the whole path."""
     if pattern.startswith("re:"):
         inside = re.compile(_expression(pattern))
         match = any(inside.search(name) for name in names)

@@ -1,1 +1,1 @@
-"""Delayed scales, attribution and sampled steps, around each call of compiled code."""
+"""Wraps each call of compiled code: delayed scales, attribution to models, sampled steps."""

@@ -1,10 +1,10 @@
-"""The callable that Dynamo gets for a graph: its code, and what happens around each call of it.
+"""The callable that Dynamo gets for a graph.
 
-    call  →  scales         add an input for each weight, from the histories of earlier calls
-          →  attribution    notes the model that runs the code
-          →  sampling       runs the code or, in a sampled step, the second code
+    call  →  scales         adds an input for each weight, from the amax histories
+          →  attribution    records the model that runs the code
+          →  sampling       runs the code or, in a sampled step, the measuring code
 
-A graph that needs none of them has the code alone.
+Each step is optional.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ from mxcompile.compiler.reporting.shared_code import Attribution
 
 
 class CompiledGraph:
-    """Compiled code of a graph.
-
-    attribution, sampling, scales: None where the graph needs none.
-    """
+    """Compiled code of a graph, with the optional steps around each call."""
 
     def __init__(
         self,
@@ -37,7 +34,7 @@ class CompiledGraph:
         self._scales = scales
 
     def __call__(self, *args: Any) -> Any:
-        """Run the code."""
+        """Runs the code."""
         return self._run(*args) if self._scales is None else self._scales.run(self._run, args)
 
     def _run(self, *args: Any) -> Any:
@@ -46,6 +43,6 @@ class CompiledGraph:
         return self._code(*args) if self._sampling is None else self._sampling.run(self._code, args)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or self._scales is not None:  # the code alone lacks the inputs for scales
+        if name.startswith("_") or self._scales is not None:  # the bare code lacks the scale inputs
             raise AttributeError(name)
-        return getattr(self._code, name)  # how torch serializes it
+        return getattr(self._code, name)  # torch serializes code by its attributes

@@ -1,19 +1,20 @@
-"""Scales that follow from calls before: their state is buffers of the model, one beside each weight.
+"""Delayed scaling: amax histories are buffers of the model, one beside each weight.
 
-    q_proj.weight   →   q_proj.weight_amax_history     FP32 [3, history]: of x, w and dy, the newest first
+    q_proj.weight   →   q_proj.weight_amax_history     FP32 [3, history]: amax of x, w and dy, newest first
 
-The graph gets one input more for every weight, [3], what the history says of each operand, and gives one
-output more if it computes gradients, what this call saw of x and w; what it saw of dy comes as the "gradient"
-of that input, so it takes a ``backward()``: ``torch.autograd.grad`` of chosen tensors does not ask for it.
-Histories move on after the forward, and after the backward, of calls that compute gradients; a call that
-checkpointing runs again reads what it read the first time. A value that is not finite leaves no mark. The
-history of a rank is its own: every product is exact under the scales of its own operands, so ranks need not
-agree, and no collective is hidden in a step, for which ranks of a pipeline or of experts would wait in vain.
-`reduce_histories` makes them agree.
+The graph gets one input [3] per weight: the largest amax of each operand. In a call that computes gradients
+it gets one output per weight: the amax of x and w in this call. The amax of dy arrives as the "gradient" of
+the input, which needs ``backward()``; ``torch.autograd.grad`` of selected tensors does not compute it.
 
-The buffers are registered when a graph that has such scales is compiled: they are saved with the model, and
-follow it to other devices. A state dict that has them can be loaded before that where the model is known: by
-`mxcompile.compile` and `Backend(root=…)`.
+Histories advance after forward (x, w) and after backward (dy) of calls that compute gradients. A
+recomputation by checkpointing uses the scales of the first run. A non-finite amax is recorded as 0. Each rank
+has its own histories, without a collective: a GEMM is exact under the scales of its own operands, and ranks
+of pipelines or experts, which call layers at different times, would deadlock. `reduce_histories` equalises
+them on request.
+
+Buffers are registered when a graph with delayed scales is compiled; they are saved and moved with the model.
+A state dict with histories loads before that only with `mxcompile.compile` or `Backend(root=…)`, which know
+the model earlier.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ from mxcompile.watch.steps import in_backward
 log = logging.getLogger(__name__)
 
 SUFFIX = "_amax_history"
-"""Of a buffer, behind the name of its weight."""
+"""Suffix of a history buffer's name, after the name of its weight."""
 
 _DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
-"""Where DDP looks for the names of what it shall leave alone."""
+"""Attribute with the names of parameters and buffers that DDP ignores."""
 
 
 def needed(policy: Policy) -> bool:
-    """Whether `policy` has scales that follow from calls before."""
+    """Whether `policy` uses delayed scales for any layer."""
     return any(
         choices.scaling == "delayed" or (choices.amax is not None and choices.amax.stateful)
         for choices in (policy.base.formats, *(rule.use for rule in policy.rules))
@@ -59,7 +60,7 @@ def needed(policy: Policy) -> bool:
 
 
 def expect(root: nn.Module) -> None:
-    """Let `root` load state dicts that have histories before it has any."""
+    """Lets `root` load state dicts with histories before it has history buffers."""
     session = session_of(root)
     if not session.loads_histories:
         session.loads_histories = True
@@ -78,19 +79,24 @@ def _make_room(root: nn.Module, state: Mapping[str, Any], prefix: str, *_rest: o
 
 
 def _keep_apart(root: nn.Module, name: str) -> None:
-    """Let DDP, should it wrap `root`, not overwrite the buffer `name` by the first rank's in every call."""
+    """Excludes buffer `name` from DDP, which would overwrite it with rank 0's in every forward."""
     ignored: list[str] = list(getattr(root, _DDP_IGNORES, ()))
     setattr(root, _DDP_IGNORES, [*ignored, name])
 
 
 @torch.no_grad()
 def reduce_histories(model: nn.Module, group: dist.ProcessGroup | None = None) -> int:
-    """Replace the histories of `model` by the largest over the ranks of `group`, in one collective.
+    """Replaces the amax histories of `model` by their maximum over ranks, in one all-reduce.
 
-    model: on every rank of `group` with the same histories, as data parallel ranks have. group: all ranks by
-    default; without `torch.distributed` nothing changes. Called after every step, it is what Transformer
-    Engine's ``reduce_amax`` does; before saving it makes one rank's state dict good for all. Returns the
-    number of histories.
+    Called after every step it corresponds to Transformer Engine's ``reduce_amax``. Called before saving it
+    makes the state dict of one rank valid for all. Without an initialised process group nothing changes.
+
+    Args:
+        model: The model, with the same history buffers on every rank of `group`.
+        group: Process group. Default: all ranks.
+
+    Returns:
+        Number of histories of the model.
     """
     buffers = [buffer for name, buffer in model.named_buffers() if name.endswith(SUFFIX)]
     if buffers and dist.is_available() and dist.is_initialized():
@@ -104,7 +110,7 @@ def reduce_histories(model: nn.Module, group: dist.ProcessGroup | None = None) -
 
 
 def tap(gm: fx.GraphModule, values: Sequence[Any], capture: Capture, policy: Policy) -> Tapped | None:
-    """`gm` with the weights tapped that may need it under `policy`; None if none does."""
+    """Returns a copy of `gm` with scale-state inputs for its weights, or None if `policy` needs none."""
     if capture.backward or not needed(policy):
         return None
     weights = [index for index, given in enumerate(capture.inputs) if given.static and given.path]
@@ -113,10 +119,10 @@ def tap(gm: fx.GraphModule, values: Sequence[Any], capture: Capture, policy: Pol
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tapped:
-    """A graph whose weights are tapped.
+    """A graph with an additional scale-state input for each weight.
 
-    states: fake inputs it has beside those it had. positions: of the weights among its inputs. outputs: how
-    many it had.
+    states: fake values of the additional inputs. positions: positions of the weights among the inputs.
+    outputs: number of the original outputs.
     """
 
     gm: fx.GraphModule
@@ -126,7 +132,7 @@ class Tapped:
 
     @classmethod
     def of(cls, gm: fx.GraphModule, values: Sequence[Any], weights: Iterable[int]) -> Tapped | None:
-        """A copy of `gm`, the plain matrices among its inputs at `weights` tapped; None if there are none."""
+        """Returns a copy of `gm` with a state input for each matrix at `weights`, or None without any."""
         gm = copied(gm)
         inputs = gm.graph.find_nodes(op="placeholder")
         (output,) = gm.graph.find_nodes(op="output")
@@ -144,7 +150,7 @@ class Tapped:
         trains = torch.is_grad_enabled() and any(
             isinstance(value, Tensor) and value.requires_grad for value in values
         )
-        if trains:  # a call that computes no gradients moves nothing on: what it would see is not looked for
+        if trains:  # other calls do not advance histories
             output.args = ((*results, *seen),)
         gm.recompile()
         examples = tuple(_example(values[index], trains) for index in chosen)
@@ -157,7 +163,7 @@ def _is_matrix(value: Any) -> bool:
 
 
 def _tap(graph: fx.Graph, last: fx.Node, weight: fx.Node, state: fx.Node) -> fx.Node:
-    """Tap `weight` behind the inputs of `graph`, of which `last` is the last. Gives what a call sees."""
+    """Inserts `ops.tapped` for `weight` after input `last`. Returns the node with the amax of this call."""
     state._dynamo_source = None
     with graph.inserting_after(last):
         tapped = graph.call_function(ops.tapped, (weight, state))
@@ -181,13 +187,13 @@ _Owner = tuple[nn.Module, str]
 
 
 class DelayedScales:
-    """Gives the code of a tapped graph its scales, and lets their histories move on.
+    """Passes scales to the code of a tapped graph and advances the histories.
 
-    lengths: by position among the tapped weights, of those whose scales follow from calls before.
+    lengths: history length of each weight with delayed scales, by its position among the tapped weights.
     """
 
     def __init__(self, tapped: Tapped, lengths: Mapping[int, int], root: nn.Module | None) -> None:
-        self._positions, self._outputs = tapped.positions, tapped.outputs  # its graph would keep references
+        self._positions, self._outputs = tapped.positions, tapped.outputs  # its graph holds parameters
         self._lengths = dict(lengths)
         self._trains = any(state.requires_grad for state in tapped.states)
         self._root = None if root is None else weakref.ref(root)
@@ -196,7 +202,7 @@ class DelayedScales:
         self._read: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 
     def run(self, code: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """Run `code` with the inputs `args` of the graph as it was, and let the histories move on."""
+        """Runs `code` with the original inputs `args` and advances the histories."""
         weights = [args[position] for position in self._positions]
         owners = {index: self._owner(index, weights[index]) for index in self._lengths}
         histories = {
@@ -213,9 +219,9 @@ class DelayedScales:
     def _states(
         self, weights: list[Tensor], owners: dict[int, _Owner], histories: dict[int, Tensor], *, again: bool
     ) -> Tensor:
-        """Returns the histories' figures, [weights, 3]; their gradient moves them on.
+        """Returns the largest amax of each history, FP32 [weights, 3]. Its hook records dy's amax.
 
-        Each row starts at a multiple of 16 bytes, as Inductor takes its inputs to, and is not copied.
+        Rows start at multiples of 16 bytes, because Inductor copies unaligned inputs.
         """
         keeps = self._trains and torch.is_grad_enabled()
         with torch.no_grad():
@@ -235,12 +241,12 @@ class DelayedScales:
         return states
 
     def _owner(self, index: int, weight: Tensor) -> _Owner:
-        """The module that has `weight`, the tapped one at `index`, and the name of the buffer beside it."""
+        """Returns the module of tapped weight `index`, and the name of its history buffer."""
         holder = self._holders.holder(weight)
         if holder is None and self._root is not None and (root := self._root()) is not None:
             self._holders.add(root.modules())
             holder = self._holders.holder(weight)
-        if holder is None:  # of the next model of its class, for which Dynamo runs this code too
+        if holder is None:  # Dynamo reuses the code for another model
             self._holders.add(module for caller in running() for module in caller.modules())
             holder = self._holders.holder(weight)
         if holder is None:
@@ -253,7 +259,7 @@ class DelayedScales:
 
 
 def _history(module: nn.Module, name: str, weight: Tensor, length: int) -> Tensor:
-    """The buffer `name` beside `weight`, new if `module` has none of that length."""
+    """Returns the buffer `name` of `module`, after creating or resizing it to `length`."""
     buffer = module._buffers.get(name)
     if buffer is None or buffer.shape != (3, length):
         kept = torch.zeros(3, length, dtype=torch.float32, device=weight.device)
@@ -266,7 +272,7 @@ def _history(module: nn.Module, name: str, weight: Tensor, length: int) -> Tenso
 
 
 def _alike(histories: Mapping[int, Tensor]) -> Iterable[dict[int, Tensor]]:
-    """The histories of one length on one device, for which one kernel does what each would need one for."""
+    """Groups histories by device and shape, so that one kernel handles a whole group."""
     groups: dict[object, dict[int, Tensor]] = {}
     for index, history in histories.items():
         groups.setdefault((history.device, history.shape), {})[index] = history
@@ -274,14 +280,14 @@ def _alike(histories: Mapping[int, Tensor]) -> Iterable[dict[int, Tensor]]:
 
 
 def _largest(histories: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """The largest figure of each operand in each history, [3]."""
+    """Returns the largest amax of each operand, [3], by history."""
     groups = ((group, torch.stack([*group.values()]).amax(-1)) for group in _alike(histories))
     return {index: one for group, each in groups for index, one in zip(group, each.unbind(0), strict=True)}
 
 
 @torch.no_grad()
 def _move_on(seen: Mapping[int, Tensor], histories: Mapping[int, Tensor], rows: slice) -> None:
-    """Put what was seen in front of `rows` of the histories, whose oldest goes."""
+    """Shifts `rows` of the histories by one column and inserts the amax values of `seen` at the front."""
     for group in _alike(histories):
         chosen = [history[rows] for history in group.values()]
         new = torch.stack([seen[index][rows] for index in group]).to(chosen[0].device)

@@ -1,11 +1,11 @@
-"""Two codes of one graph: the one that runs without a watch, and one that measures, for sampled steps.
+"""Runs measuring code in the training steps that a watch samples, and the plain code in all others.
 
-    call  →  step sampled?  no: the code            as it is without a watch
-                            yes: the second code    the same graph, with the operators of the pass `watch`
+    call  →  step sampled?  no: the plain code       as without a watch
+                            yes: the measuring code  the same graph, with the operators of the pass `watch`
 
-Both come from the same captured graph and the same joint passes, and save the same values. The second one is
-compiled with the first, without CUDA graphs, for what it delivers is heard by Python. Code that is compiled
-for calls without gradients is not watched.
+Both come from the same captured graph and the same joint passes, and save the same tensors for backward. The
+measuring code is compiled together with the plain code, but without CUDA graphs, because its statistics go to
+Python callbacks. Calls without gradients are not watched.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ Compiled = Callable[..., Any]
 def sampling(
     compilation: Compilation, example_inputs: Sequence[Any], compiler: Callable[[Compilation], Compiled]
 ) -> Sampling | None:
-    """Returns the second code of `compilation`, for the steps that its options sample; None without a watch.
+    """Returns the `Sampling` of `compilation`, or None without a watch.
 
-    compiler: compiles the same graph for a compilation.
+    compiler: compiles the same graph for another compilation.
     """
     watch = compilation.options.watch
     if watch is None or not _is_watched(compilation, example_inputs):
         return None
     try:
         sampled = compiler(compilation.measuring(watch)) if watch.every else None
-    except Exception as error:  # training goes on without it
+    except Exception as error:  # a failing watch must not stop training
         name = compilation.capture.module or "the model"
         log.warning("watch: %s is not watched: %s: %s", name, type(error).__name__, error)
         return None
@@ -54,10 +54,10 @@ def sampling(
 
 
 def follow(options: Options, capture: Capture) -> Options:
-    """`options` as rules of their watch have changed the policy, for the graph of `capture`.
+    """Returns `options` with the policy as the rules of their watch have changed it by now.
 
-    The code that Dynamo is compiling is guarded: it is compiled again when a rule changes its part of the
-    policy. Code that runs for several modules without Dynamo telling them apart does not change.
+    A Dynamo guard recompiles the code when a rule changes this part of the policy. Code that Dynamo shares
+    between modules without a guard keeps the original policy.
     """
     watch, context = options.watch, TracingContext.try_get()
     if watch is None or not watch.can_change or context is None or capture.backward:
@@ -79,14 +79,14 @@ def follow(options: Options, capture: Capture) -> Options:
 
 
 def guard(compilation: Compilation, example_inputs: Sequence[Any]) -> None:
-    """Let the code of `compilation`, which is yet to be compiled, tell of NaN and Inf if its options ask."""
+    """Lets the code of `compilation` report NaN and Inf if its watch requests it; call before compiling."""
     watch = compilation.options.watch
     if watch is not None and watch.nonfinite and _is_watched(compilation, example_inputs):
         compilation.guard(watch)
 
 
 def _is_watched(compilation: Compilation, example_inputs: Sequence[Any]) -> bool:
-    """Whether calls of the code compute gradients, and are not a backward that was captured by itself."""
+    """Whether calls of the code compute gradients. Backward graphs of compiled autograd do not count."""
     if compilation.capture.backward:
         return False
     given = (value for value in example_inputs if isinstance(value, Tensor))
@@ -94,10 +94,7 @@ def _is_watched(compilation: Compilation, example_inputs: Sequence[Any]) -> bool
 
 
 class Sampling:
-    """Runs `sampled`, the second code of `compilation`, in the steps that `watch` samples.
-
-    sampled: None if no step is sampled, and calls are counted alone.
-    """
+    """Runs `sampled` in the steps that `watch` samples. sampled: None if steps are only counted."""
 
     def __init__(self, sampled: Compiled | None, compilation: Compilation, watch: Watch) -> None:
         capture = compilation.capture
@@ -115,7 +112,7 @@ class Sampling:
         )
 
     def run(self, code: Compiled, args: Sequence[Any]) -> Any:
-        """Run the second code in a sampled step, else `code`."""
+        """Runs the measuring code in a sampled step, else `code`."""
         if not torch.is_grad_enabled():
             return code(*args)
         call = self._recorder.begin(self._compiled, self._running, id(self))
@@ -128,7 +125,7 @@ class Sampling:
         return results
 
     def _running(self) -> str:
-        """The path of the module whose call is going on, among those that run this code."""
+        """Returns the path of the running module among the modules that share this code."""
         root = self._root() if self._root is not None else None
         if root is None or not self._compiled:
             return self._compiled

@@ -1,1 +1,1 @@
-"""The graph that Dynamo hands over, and its place in the model."""
+"""Dynamo's graph and its position in the model."""

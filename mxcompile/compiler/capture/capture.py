@@ -1,4 +1,4 @@
-"""A captured graph as the backend sees it: its inputs, its place in the model, its identity."""
+"""Describes a captured graph for the backend: its inputs, its position in the model, its cache key."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from mxcompile.report.files import rank
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capture:
-    """A graph as Dynamo handed it over.
+    """A graph from Dynamo.
 
-    inputs: what each is. root: the user's model, if known. tree: its modules and tensors. prefix: path of the
-    module that the graph's parameters are read through. module: path of the module whose code the frame is.
-    blocks: of the model. owner: the source, in Dynamo's terms, of the module at `prefix`. cut: why the graph
-    is but a part of the model, "" if it is all. stage: whether the model is a stage of a pipeline, whose
-    other layers are in other processes. backward: whether it is that of graphs compiled before. planned: for
-    a part, what is known of the whole. gathers: what FSDP2 gathers of its inputs. device: of the first
-    tensor. identity: hash of everything that the report of the graph depends on, the lines of the user's code
-    and the inputs' shapes among it.
+    inputs: description of each input. root: the user's model, if known. tree: its modules and tensors.
+    prefix: path of the module through which the graph reads its parameters. module: path of the module whose
+    code is compiled. blocks: blocks of the model. owner: Dynamo's source for the module at `prefix`. cut:
+    reason why the graph covers only a part of the model, "" for the whole. stage: whether the model is a
+    pipeline stage. backward: whether compiled autograd compiles the backward of earlier graphs. planned: plan
+    of the whole model, if `cut`. gathers: bytes of FSDP2's gathers. device: device that the graph computes
+    on. identity: hash of everything that the graph's report depends on, including source lines and input
+    shapes.
     """
 
     inputs: tuple[GraphInput, ...]
@@ -54,14 +54,14 @@ class Capture:
 
 
 def captured(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module | None) -> Capture:
-    """Prepare and describe the graph module `gm`, called with `example_inputs`, a part of the model `root`.
+    """Prepares and describes `gm`, a graph of the model `root` called with `example_inputs`.
 
-    Nested regions are put into `gm`, and nodes are marked for the passes.
+    Nested regions are inlined into `gm`, and its nodes get marks for the passes.
     """
     frame = Frame.of(gm)
     root = frame.root(root)
     located = Located(gm, example_inputs, root, frame)
-    inline_regions(gm, located.inputs)
+    inline_regions(gm, located.inputs)  # needs the user's module paths, which `Located` has written
     mark(gm)
     sharded = "shards of tensor parallelism" if any(map(_is_shard, example_inputs)) else ""
     cut = frame.cut(root, _called(gm, located)) or sharded
@@ -92,10 +92,11 @@ def _is_shard(value: object) -> bool:
 
 
 def _rank(gm: fx.GraphModule) -> int | None:
-    """The rank of this process, if code of `gm` may depend on it: where tensors are shards.
+    """Returns the rank of this process if `gm` has DTensors, else None.
 
-    Torch's key of such a graph is the same on every rank, so a rank may be given another's code from caches
-    they share, which takes the other's part of a tensor: https://github.com/pytorch/pytorch/issues/188390.
+    Torch's cache key of a graph with DTensors is equal on all ranks. A rank could get another rank's code
+    from a shared cache, with the other rank's slices of a tensor:
+    https://github.com/pytorch/pytorch/issues/188390.
     """
     graphs = (module.graph for module in gm.modules() if isinstance(module, fx.GraphModule))
     values = (node.meta.get("example_value") for graph in graphs for node in graph.nodes)
@@ -103,14 +104,14 @@ def _rank(gm: fx.GraphModule) -> int | None:
 
 
 def _called(gm: fx.GraphModule, located: Located) -> nn.Module | None:
-    """The module that a compiled function calls, if it calls just one."""
+    """Returns the module that a compiled function calls, if it calls only one."""
     stacks = (node.meta["nn_module_stack"] for node in gm.graph.nodes)
     outermost = {next(iter(stack)).partition("@")[0] for stack in stacks if stack}
     return located.holder if outermost == {str(id(located.holder))} else None
 
 
 def _device(example_inputs: Sequence[Any]) -> torch.device:
-    """The device the graph computes on: an accelerator if any input is on one."""
+    """Returns the device that the graph computes on: an accelerator if any input is on one."""
     devices = [value.device for value in example_inputs if isinstance(value, torch.Tensor)]
     return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
 
@@ -124,7 +125,7 @@ def _hash(parts: Iterable[Any]) -> str:
 
 
 def _size(value: Any) -> Any:
-    """Returns a size as it counts for a report: a symbolic one with its value in this call."""
+    """Returns a comparable size; a symbolic size has its value in this call."""
     if not isinstance(value, torch.SymInt):
         return value if isinstance(value, int) else None
     if value.node.is_nested_int():
@@ -133,7 +134,7 @@ def _size(value: Any) -> Any:
 
 
 def _details(gm: fx.GraphModule, example_inputs: Sequence[Any], about: Any) -> Iterator[Any]:
-    """Everything a report depends on."""
+    """Yields everything that a report depends on."""
     yield about
     for node in gm.graph.nodes:
         yield node.op, name_of(source_of_input(node)) if node.op == "placeholder" else module_of(node)

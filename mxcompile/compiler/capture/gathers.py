@@ -1,11 +1,10 @@
-"""Bytes that this rank sends to FSDP2's gathers of the weights that a compiled graph reads.
+"""Counts the bytes that this rank sends in FSDP2's gathers of the weights of a compiled graph.
 
-    its shard of each of them     once in forward, and in backward too unless reshard_after_forward=False
+    each rank sends its shard of a weight    in forward, and again in backward if it was resharded
 
-FSDP2 gathers outside of compiled graphs, each weight before the graph that reads it is compiled. The gathered
-tensors are read from its own state. If a torch keeps them otherwise, nothing is counted, and a warning says
-so. Gradients, which are reduced as without mxcompile, are not counted either. Neither are
-weights that no compiled graph reads.
+FSDP2 gathers each weight outside of compiled graphs, before the graph that reads it is compiled. The counts
+come from FSDP2's private state; for a torch version with another layout they are 0, with a warning. Gradient
+reductions, which mxcompile does not change, and weights that no compiled graph reads are not counted.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gathers:
-    """Bytes that this rank gives: in forward, once more in backward; `_without`: as without mxcompile."""
+    """Bytes that this rank sends in forward and in backward. `_without`: the same without mxcompile."""
 
     forward: int = 0
     forward_without: int = 0
@@ -34,7 +33,7 @@ class Gathers:
 
 
 def gathers_of(root: nn.Module | None, inputs: Iterable[GraphInput]) -> Gathers:
-    """For a graph of the model `root` with `inputs`."""
+    """Returns the bytes for the weights among the `inputs` of a graph of the model `root`."""
     if root is None:
         return Gathers()
     read = {path for given in inputs if given.static for path in (given.path, *given.others)}
@@ -53,9 +52,9 @@ def gathers_of(root: nn.Module | None, inputs: Iterable[GraphInput]) -> Gathers:
 
 
 def forward_dtypes(root: nn.Module) -> dict[str, torch.dtype]:
-    """Returns, by path, in which dtype FSDP2 gathers the parameters for which ``param_dtype`` says one.
+    """Returns FSDP2's ``param_dtype`` of each parameter that has one, by path.
 
-    Raises AttributeError with a torch that keeps it otherwise.
+    Raises `AttributeError` if this torch stores FSDP2's state differently.
     """
     return {
         path: group.mp_policy.param_dtype
@@ -66,7 +65,7 @@ def forward_dtypes(root: nn.Module) -> dict[str, torch.dtype]:
 
 
 def _parameters(root: nn.Module) -> Iterator[tuple[str, tuple[int, int, bool]]]:
-    """Path of every parameter that FSDP2 has gathered, the bytes given, those without, and whether twice."""
+    """Yields (path, (bytes sent, bytes sent without mxcompile, gathered again in backward))."""
     for group, parameters in groups(root):
         for path, parameter in parameters:
             outputs = parameter.all_gather_outputs

@@ -1,11 +1,11 @@
-"""The inputs and the modules of a captured graph, found in the user's model by identity.
+"""Maps the inputs and modules of a captured graph to paths in the user's model, by object identity.
 
-    L['args'][0].layers.0.up.weight  ─▶  the objects on the way  ─▶  layers.0.up.weight
+    L['args'][0].layers.0.up.weight  ─▶  the objects along this source  ─▶  layers.0.up.weight
 
-Dynamo names an input by the way to it from a local or global variable of the frame, which a decorator, a
-closure or a checkpoint changes. So the paths come from the objects on that way. The text of a step counts
-where its object is not in the model's tree: for members of a plain list, for tensors that stand for
-parameters during a call (FSDP, ``torch.func.functional_call``), and for modules of no model.
+Dynamo names an input by its access path from a variable of the frame, which depends on decorators, closures
+and checkpoints. Paths therefore come from the objects along the access path. The text of a step counts only
+for objects outside the model's tree: members of a plain list, tensors that replace parameters during a call
+(FSDP, ``torch.func.functional_call``), and modules without a model.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _LAST_KEY = re.compile(rf".\[({_QUOTED})\]$")
 _CONTAINERS = frozenset({"__dict__", "__self__", "_modules", "_parameters", "_buffers"})
 _PROGRAM = (nn.Module, FunctionType, MethodType, functools.partial, type)
 _CLASS = re.compile(r"dict\(type\((.*?)\)(?:\.__mro__\[\d+\])?\.__dict__\)")
-"""The attributes of a class, which objects of it have too."""
+"""Access to attributes of a class, which its instances share."""
 _DYNAMOS = ("__import_", "___stack")
-"""How variables of Dynamo's own start: Python modules of inlined functions, values kept over graph breaks."""
+"""Prefixes of Dynamo's own variables: modules of inlined functions, values across graph breaks."""
 
 
 @lru_cache(maxsize=1 << 14)
 def steps_of(source: str) -> tuple[str, ...]:
-    """The steps in Dynamo's name of a source: the variable, then attributes and keys, wrappers left out.
+    """Returns the variable, attributes and keys in a source name of Dynamo, without wrappers.
 
-    ``L['self']._modules['layers'].0.fc`` and ``L['self'].__dict__['_modules']['layers']['0'].fc``, as Dynamo
-    reads a module with its own ``__getattr__``, are the variable, ``layers``, ``0`` and ``fc``.
+    ``L['self']._modules['layers'].0.fc`` and ``L['self'].__dict__['_modules']['layers']['0'].fc`` (for a
+    module with its own ``__getattr__``) both give the variable, ``layers``, ``0`` and ``fc``.
     """
     source = _CLASS.sub(r"\1", source)
     while source.startswith("getattr("):  # getattr(BASE, 'name'): BASE and a step
@@ -58,11 +58,11 @@ def steps_of(source: str) -> tuple[str, ...]:
 class Located:
     """The inputs and modules of the graph `gm` of `root`, called with `values`.
 
-    tree: of the model. inputs: what each is. matrices: paths of the parameters and buffers of more than one
-    dimension. holder: without a root, the one module that all parameters are read through, or that is called;
-    None if there are several. prefix: path of the module that most parameters are read through. owner: the
-    source of that module, in Dynamo's terms; None if it is the model or not known. module: path of the module
-    whose code the frame is.
+    tree: tree of the model. inputs: description of each input. matrices: paths of the parameters and buffers
+    with two or more dimensions. holder: for a graph without root, the only module that holds its parameters
+    or that it calls, else None. prefix: path of the module with most of the parameters. owner: Dynamo's
+    source of the module at `prefix`, or None for the model itself. module: path of the module whose code is
+    compiled.
     """
 
     def __init__(
@@ -97,13 +97,13 @@ class Located:
         self._name_modules(gm, running)
 
     def _running(self, frame: Frame) -> nn.Module | None:
-        """The module in the tree whose code `frame` is."""
+        """Returns the module of the tree whose code `frame` runs."""
         called = [one.module for one in frame.running[:1] if one.directly]
         candidates = (frame.locals.get("self"), *called, self._objects.get(name_of(self.owner)))
         return next((one for one in candidates if _is_module(one) and self.tree.paths(one)), None)
 
     def _name_modules(self, gm: fx.GraphModule, running: nn.Module | None) -> None:
-        """Write the user's paths into the ``nn_module_stack`` of all nodes of `gm` and its subgraphs."""
+        """Replaces the paths in ``nn_module_stack`` of all nodes by the user's paths."""
         outside = {} if running is None else {str(id(running)): (self.module, plain_class(running))}
         graphs = (module.graph for module in gm.modules() if isinstance(module, fx.GraphModule))
         for node in (node for graph in graphs for node in graph.nodes):
@@ -112,14 +112,14 @@ class Located:
             node.meta["nn_module_stack"] = named or outside
 
     def _module(self, key: str, raw: str) -> str:
-        """The path of an entry of a stack: its key is the module's ``id``, and how often it was called."""
+        """Returns the path of a stack entry. Its key is the module's ``id``, with a call count after @."""
         identity = key.partition("@")[0]
         paths = self.tree.by_identity.get(int(identity), ()) if identity.isdecimal() else ()
         path = self._path_of(raw)
         return path if path in paths or not paths else paths[0]
 
     def _input(self, path: str | None, source: Any, value: Any) -> GraphInput:
-        """The input of the graph that is `value`, a parameter or buffer if it has a `path` in the model."""
+        """Returns the description of input `value`, a parameter or buffer if it has a `path`."""
         if path is not None:
             others = tuple(each for each in self.tree.paths(value) if path and each != path)
             is_parameter = isinstance(value, nn.Parameter)
@@ -130,7 +130,7 @@ class Located:
         return GraphInput(path=self._named(source), unregistered=where)
 
     def _named(self, source: Any) -> str:
-        """The path of a tensor that is neither a parameter nor a buffer; a closure has it by a variable."""
+        """Returns the path of an unregistered tensor; in a closure it begins with the variable."""
         cells = [each for each in _way(source) if getattr(each, "freevar_name", "")]
         if not cells or self._owner(source)[1] is not None:
             return self._path_of(name_of(source))
@@ -139,7 +139,7 @@ class Located:
         return joined(cell.freevar_name, *behind)
 
     def _is_held(self, source: Any) -> bool:
-        """Whether `source`, of a tensor, leads through what the program has beside the call's arguments."""
+        """Whether the program holds the tensor at `source`, beside the call's arguments."""
         variable, *way = _way(source)
         objects = (self._objects[name_of(each)] for each in way[:-1])
         return (
@@ -149,7 +149,7 @@ class Located:
         )
 
     def _path_of(self, name: str) -> str:
-        """The path of what Dynamo calls `name`."""
+        """Returns the path for a source name of Dynamo."""
         path, steps = None, steps_of(name)
         for end, step in enumerate(steps, 1):
             paths = self._known.get(steps[:end], ())
@@ -158,7 +158,7 @@ class Located:
         return joined(*_spelled(steps)) if path is None else path
 
     def _path(self, source: Any, value: Any) -> str | None:
-        """The path of a parameter or buffer, "" if unknown; None for anything else."""
+        """Returns the path of a parameter or buffer, "" if it is unknown, and None for other values."""
         raw = name_of(source)
         path, paths = self._path_of(raw), self.tree.paths(value)
         if paths:
@@ -176,7 +176,7 @@ class Located:
         return path if path in self.tree.tensors else None
 
     def _owner(self, source: Any) -> tuple[Any, str | None]:
-        """The outermost module of the model that `source` goes through, and its path."""
+        """Returns (source, path) of the outermost module of the model along `source`."""
         for each in _way(source):
             value = self._objects[name_of(each)]
             if _is_module(value) and (paths := self.tree.paths(value)):
@@ -185,14 +185,14 @@ class Located:
 
 
 def _one_module(ways: Iterable[Iterable[object]]) -> nn.Module | None:
-    """The outermost module of all `ways` that lead through any, None if they begin with different ones."""
+    """Returns the outermost module along all `ways`, or None if they differ."""
     outermost = [next((each for each in way if isinstance(each, nn.Module)), None) for way in ways]
     modules = {id(module): module for module in outermost if module is not None}
     return next(iter(modules.values())) if len(modules) == 1 else None
 
 
 def _called(gm: fx.GraphModule, frame: Frame) -> Iterator[list[object]]:
-    """The modules that the code of `frame` calls, as the stacks of `gm` name them."""
+    """Returns the modules that the code of `frame` calls, according to the stacks of `gm`."""
     stacks = (node.meta.get("nn_module_stack") for node in gm.graph.nodes)
     names = {next(iter(stack.values()))[0] for stack in stacks if stack}
     return ([frame.evaluate(name)] for name in names)
@@ -203,25 +203,25 @@ def _is_module(value: object) -> bool:
 
 
 def _spelled(steps: tuple[str, ...]) -> tuple[str, ...]:
-    """The steps that name what no model has: those behind a variable that says nothing, or all."""
+    """Returns the steps of an object outside the model, without an uninformative variable."""
     variable = _VARIABLE.match(steps[0])
     name = ast.literal_eval(variable[2]) if variable else ""
     return steps[1:] if name == "self" or name.startswith(_DYNAMOS) else (name, *steps[1:])
 
 
 def source_of_input(node: fx.Node) -> Any:
-    """Where Dynamo has the input from; None for one that something else put there."""
+    """Returns Dynamo's source of an input, or None for inputs that Dynamo did not create."""
     return getattr(node, "_dynamo_source", None) or getattr(node.meta.get("grapharg"), "source", None)
 
 
 def name_of(source: Any) -> str:
-    """The name of a source, a Python expression; "" for None."""
+    """Returns the name of a source, a Python expression, or "" for None."""
     name = getattr(source, "name", "")
     return str(name() if callable(name) else name)
 
 
 def _way(source: Any) -> list[Any]:
-    """The sources on the way to `source`, the variable first."""
+    """Returns the chain of sources up to `source`, beginning with the variable."""
     way: list[Any] = []
     while source is not None:
         way.append(source)

@@ -1,12 +1,12 @@
-"""Marks on the nodes of Dynamo's graph, for the passes over the graph that AOTAutograd makes of it.
+"""Marks nodes of Dynamo's graph for the passes, which run on AOTAutograd's graph.
 
     torch.func.grad, vjp, jacrev    the call that computes gradients is marked
-    torch.func.jvp, jacfwd          the tangent beside a value gets a node of its own, which is marked
-    autocast(enabled=False)         every node between its start and its end is marked, inside of an autocast
+    torch.func.jvp, jacfwd          the tangent beside a value becomes a node of its own, which is marked
+    autocast(enabled=False)         every node within it is marked, if an outer autocast is enabled
 
-To AOTAutograd, operators of such a derivative are operators of the forward: it has no tangents among the
-inputs and no tags for the partitioner. But it copies the metadata ``custom`` of a node of Dynamo's graph to
-all operators that it makes of the node, where the passes read it. Inductor removes the node of a tangent.
+AOTAutograd treats operators of such derivatives as forward operators, without tangents among the inputs or
+tags for the partitioner. It copies the metadata ``custom`` from a node of Dynamo's graph to all operators
+that it creates for it, where the passes read it. Inductor removes the tangent's node.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from mxcompile.graph.tags import AUTOCAST_KEY
 from mxcompile.passes.flow import DERIVATIVE_KEY, Depends
 
 _GRADIENTS = frozenset({"_autograd_grad", "grad"})
-"""Functions that compute gradients: of `torch.func`, and `torch.autograd.grad` where Dynamo captures it."""
+"""Functions of `torch.func` that compute gradients, and Dynamo's capture of `torch.autograd.grad`."""
 _DUALS = frozenset({"_make_dual", "make_dual"})
 
 
 def mark(gm: fx.GraphModule) -> None:
-    """Mark the nodes of `gm` and of the graphs that it calls."""
+    """Marks the nodes of `gm` and of its subgraphs."""
     _mark_autocast(gm.graph, [])
     for module in gm.modules():
         if isinstance(module, fx.GraphModule) and sum(map(_mark_derivative, [*module.graph.nodes])):
@@ -34,7 +34,7 @@ def mark(gm: fx.GraphModule) -> None:
 
 
 def _mark_derivative(node: fx.Node) -> bool:
-    """Mark `node` if it computes gradients, or its tangent. Returns whether the graph has changed."""
+    """Marks a gradient call, or the tangent of a dual. Returns whether the graph has changed."""
     name = _function(node)
     if name in _GRADIENTS:
         _note(node, DERIVATIVE_KEY, Depends.GRADIENT.value)
@@ -49,9 +49,9 @@ def _mark_derivative(node: fx.Node) -> bool:
 
 
 def _mark_autocast(graph: fx.Graph, regions: list[tuple[Any, Any]]) -> None:
-    """Mark the nodes where autocast is turned off inside of a region that has it.
+    """Marks nodes where autocast is disabled within an enabled autocast.
 
-    regions: device and state of each region that `graph` lies in.
+    regions: (device, enabled) of each autocast around `graph`.
     """
     for node in graph.nodes:
         name = _function(node)

@@ -1,15 +1,15 @@
-"""Nested regions (``torch.compiler.nested_compile_region``) are put back into the graph that calls them.
+"""Inlines nested regions (``torch.compiler.nested_compile_region``) into the graph that calls them.
 
     invoke_subgraph(body, name, x, w)   →   the nodes of body, with x and w in place of its inputs
 
 A region saves compile time: Dynamo traces equal blocks once, and Inductor compiles their body once. The
-passes need the whole graph, because a body does not show which parameters a call passes, and the policy may
-treat two blocks differently. Results are those of the model without the decorator.
+passes need the whole graph, because a body does not show which parameters a call passes, and a policy may
+treat two blocks differently. Results equal the model without the decorator.
 
-Dynamo gives the body the module paths of the first call. In a copy for another call the part of a path that
-differs between the parameters of the two calls is replaced: ``0.up`` becomes ``3.up`` where the first call
-passed ``0.up.weight`` and this one passes ``3.up.weight``. A region with compilers of its own
-(``nested_region_config``) stays a call; the pass `bodies` records its products.
+The body has the module paths of the first call. In the copy for another call, the part of a path in which the
+parameters of both calls differ is replaced: ``0.up`` becomes ``3.up`` if the first call passed
+``0.up.weight`` and this call passes ``3.up.weight``. A region with its own compilers
+(``nested_region_config``) stays a call; the pass `bodies` records its GEMMs.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from mxcompile.graph.bodies import bodies, operands_of
 from mxcompile.models.names import GraphInput
 
 Paths = dict[fx.Node, str]
-"""Path of the parameter behind an input of a graph, or of a body; "" for data."""
+"""Path of the parameter behind each input of a graph or body, "" for data."""
 
 
 def inline_regions(gm: fx.GraphModule, inputs: Sequence[GraphInput]) -> None:
-    """Replace every call of a nested region in `gm`, and in bodies of other operators, by its nodes.
+    """Inlines every nested region in `gm` and in bodies of other operators.
 
-    inputs: what the inputs of `gm` are. The nodes of `gm` have the user's paths of their modules.
+    inputs: descriptions of the inputs of `gm`, whose nodes must have the user's module paths already.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     known = zip(placeholders, inputs, strict=False)
@@ -40,13 +40,13 @@ def inline_regions(gm: fx.GraphModule, inputs: Sequence[GraphInput]) -> None:
 
 
 class _Inliner:
-    """State of one run. firsts: by the body of a region, the paths that its first call passed."""
+    """One run of the inlining. firsts: parameter paths of the first call, by body."""
 
     def __init__(self) -> None:
         self._firsts: dict[fx.GraphModule, list[str]] = {}
 
     def inline(self, gm: fx.GraphModule, paths: Paths) -> None:
-        """Inline the regions of `gm`, whose inputs have `paths`."""
+        """Inlines the regions of `gm`, whose inputs have `paths`."""
         changed = False
         todo = [*gm.graph.nodes]
         while todo:
@@ -69,7 +69,7 @@ class _Inliner:
     def _replace(
         self, gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule, paths: Paths
     ) -> list[fx.Node]:
-        """Put the nodes of `body` in the place of `call`. Returns the new nodes."""
+        """Replaces `call` by the nodes of `body`. Returns the new nodes."""
         given = operands_of(call, body)
         here = [_path(outer, paths) for outer in given.values()]
         moved = _moves(self._firsts.setdefault(body, here), here)
@@ -101,7 +101,7 @@ def _path(operand: Any, paths: Paths) -> str:
 
 
 def _adopt(gm: fx.GraphModule, body: fx.GraphModule, name: str) -> str:
-    """Returns the name under which `gm` has what `body` has as `name`; it is added if it is not there."""
+    """Returns the name in `gm` for attribute `name` of `body`, after adding the attribute if necessary."""
     value: Any = operator.attrgetter(name)(body)
     fresh, number = name.replace(".", "_"), 0
     while getattr(gm, fresh, value) is not value:
@@ -112,7 +112,7 @@ def _adopt(gm: fx.GraphModule, body: fx.GraphModule, name: str) -> str:
 
 
 def _moves(first: Sequence[str], here: Sequence[str]) -> Mapping[str, str]:
-    """Returns the beginning of each path of the first call that differs, and its replacement in this call."""
+    """Returns the differing prefixes of the first call's paths, with their replacements for this call."""
     moved = {}
     for old, new in zip(first, here, strict=True):
         steps, others = old.split("."), new.split(".")
@@ -125,7 +125,7 @@ def _moves(first: Sequence[str], here: Sequence[str]) -> Mapping[str, str]:
 
 
 def _rebase(node: fx.Node, moved: Mapping[str, str]) -> None:
-    """Let the module paths of `node` begin as the parameters of its call do."""
+    """Replaces the prefixes in the module paths of `node`."""
     stack = node.meta.get("nn_module_stack")
     if stack and moved:
         node.meta["nn_module_stack"] = {
@@ -139,7 +139,7 @@ def _rebased(path: str, moved: Mapping[str, str]) -> str:
 
 
 def _prefixes(path: str) -> Iterator[str]:
-    """`path` and the paths of the modules that it lies in, innermost first."""
+    """Yields `path` and the paths of its parent modules, innermost first."""
     while path:
         yield path
         path = path.rpartition(".")[0]

@@ -1,1 +1,1 @@
-"""The hooks that Inductor calls in a compile."""
+"""The hooks that Inductor calls during a compile."""

@@ -1,4 +1,4 @@
-"""One graph on its way through the compiler: what the hooks do, and the part of the report they make."""
+"""The compile of one graph: the functions of the hooks, and the report's part that they produce."""
 
 from __future__ import annotations
 
@@ -47,13 +47,12 @@ from mxcompile.watch import Watch
 
 
 class Compilation:
-    """State of one compile. The hooks may run late (backward is lowered after forward has returned).
+    """State of one compile. Hooks may run late: backward is lowered after forward has returned.
 
-    count: how many layers the module at a path stands for, where only some of equal ones are traced. part:
-    what is known so far. traced, lowered: whether the joint and the last hook have run. changed: called when
-    kernels become known. tapped: whether weights come with the state of scales that follow from calls before.
-    after: called with every graph that the passes are done with; parted: with the forward and the backward
-    that a joint graph becomes.
+    count: number of layers that the module at a path stands for. part: report of this graph so far. traced,
+    lowered: whether the joint hook and the last hook have run. changed: called when kernel names arrive.
+    tapped: whether weights have inputs for delayed scales. after: called with every joint or inference graph
+    after the passes. parted: called with the forward and backward of a joint graph.
     """
 
     def __init__(
@@ -91,11 +90,11 @@ class Compilation:
         self._adopted = Adopted()
 
     def use_code_of(self, token: str) -> None:
-        """Let Inductor's caches answer with code of this `token` (see `store`). Called before the compile."""
+        """Limits cache hits to code with this `token` (see `store`). Call it before compiling."""
         self.part = dataclasses.replace(self.part, token=token)
 
     def complete(self, stored: Part) -> None:
-        """Take what the hooks have not said, because a cache answered, from the stored part of the graph."""
+        """Fills in, from the stored part, the results of hooks that a cache hit has skipped."""
         if not self.traced:
             self.part = dataclasses.replace(stored, cache="hit", graph_breaks=self.part.graph_breaks)
             return
@@ -106,7 +105,7 @@ class Compilation:
             self._update(cache=self.part.cache if self.lowered else "hit")
 
     def measuring(self, watch: Watch) -> Compilation:
-        """One for the same graph, whose code measures what `watch` asks for."""
+        """Returns a compilation of the same graph that measures the statistics of `watch`."""
         fresh = copy.copy(self)
         fresh.part = Part(token=self.part.token)
         fresh.traced, fresh.lowered, fresh.changed = False, False, _nobody
@@ -114,7 +113,7 @@ class Compilation:
         return fresh
 
     def guard(self, watch: Watch) -> None:
-        """Let the code tell of NaN and Inf in the layers of `watch`. Called before it is compiled."""
+        """Lets the code report NaN and Inf in the layers of `watch`. Call it before compiling."""
         self._watch, self._only_nonfinite = watch, True
 
     @functools.cached_property
@@ -126,15 +125,15 @@ class Compilation:
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def __deepcopy__(self, memo: object) -> Compilation:
-        """Returns itself. It is in Inductor's configuration, which a compile inside of this one copies."""
+        """Returns itself, because nested compiles copy Inductor's configuration, which contains it."""
         return self
 
     def config_patches(self) -> dict[str, Any]:
-        """Inductor's configuration for this compile."""
+        """Returns Inductor's configuration for this compile."""
         asked, base = dict(self._asked), f"{self.identity} {self.part.token}"
         if self._watch is not None:
             base = f"{base} watch {self._watch.identity} {self._only_nonfinite}"
-            asked["triton.cudagraphs"] = False  # what is measured is handed to Python
+            asked["triton.cudagraphs"] = False  # CUDA graphs cannot replay Python callbacks
 
         def users(key: str) -> Any:
             return asked.get(key, getattr(config, key))
@@ -148,23 +147,24 @@ class Compilation:
         }
 
     def run_joint(self, graph: fx.Graph) -> None:
-        """The joint or inference graph: the passes, and what the target wants.
+        """Runs the passes and the target's joint lowering on a joint or inference graph.
 
-        Inductor hands over the graphs too that an operator calls; the pass `bodies` has read those.
+        Inductor also passes the bodies of control flow operators, which the pass `bodies` has handled
+        already.
         """
         if not is_body(graph):
             self.run_passes(graph)
             self.lower_joint(graph)
 
     def lower_joint(self, graph: fx.Graph) -> None:
-        """Run the part of the lowering that needs the joint graph, on the target's device."""
+        """Runs the part of the lowering that needs the joint graph."""
         start = time.perf_counter()
         lowering.run_joint(graph, self.target, self.capture.device)
         self._update(pass_time_us=self.part.pass_time_us + (time.perf_counter() - start) * 1e6)
 
     def run_passes(self, graph: fx.Graph) -> None:
-        """The passes over a joint or inference graph."""
-        if self.capture.backward:  # the passes have seen it, as a part of a joint graph
+        """Runs the passes on a joint or inference graph."""
+        if self.capture.backward:  # the passes have run on its joint graph already
             self.traced = True
             self._adopted.adopt(graph, self._products)
             return
@@ -187,6 +187,7 @@ class Compilation:
         trace_graph(graph, "after")
         if self._watch is not None:
             self._sites += sites(graph, self._watch.watches, self._watch.dumps, self._watch.operands)
+        # a capture can become several graphs, but its weights are gathered once
         gathers = Gathers() if self.traced else self.capture.gathers
         drawn = outline(graph, self.capture.inputs)
         self.traced = True
@@ -206,7 +207,7 @@ class Compilation:
             self._after(graph)
 
     def _count_work(self, *graphs: fx.Graph) -> None:
-        """Count casts and what is sent, of forward and backward in the place of their joint graph."""
+        """Replaces the counts of casts and sent bytes of a joint graph by those in `graphs`."""
         casts = sum(num_casts(graph, self._count) for graph in graphs)
         sent = [wire_bytes(graph, self._count) for graph in graphs]
         counted = casts, sum(own for own, _ in sent), sum(without for _, without in sent)
@@ -218,7 +219,7 @@ class Compilation:
         )
 
     def _with_rules(self, error: UnsupportedError, graph: fx.Graph) -> UnsupportedError:
-        """`error` and what strict mode has against the rules, if `graph` is the whole model."""
+        """Returns `error` with strict mode's complaints about rules, if `graph` is the whole model."""
         if self.capture.cut:
             return error
         tags = [tag for node in graph.nodes for tag in tags_of(node) if tag.gemm is Gemm.FPROP]
@@ -226,7 +227,7 @@ class Compilation:
         return with_complaints(error, self.options.policy, known)
 
     def count_saved(self, graphs: GraphModules, num_forward_outputs: int) -> None:
-        """Forward and backward, just partitioned: what is saved is compressed, counted and flattened."""
+        """Compresses, counts and flattens the tensors that forward saves for backward."""
         forward, backward = (module.graph for module in graphs)
         changed = Compress(num_outputs=num_forward_outputs, inputs=self.capture.inputs).apply(
             forward, backward
@@ -251,7 +252,7 @@ class Compilation:
         self._marked = mark(backward, self)
 
     def lower(self, graph: fx.Graph) -> None:
-        """A forward, backward or inference graph, before Inductor lowers it."""
+        """Lowers a forward, backward or inference graph for the target."""
         start = time.perf_counter()
         lowering.run(graph, self.target, self.capture.device, promotes=self._promotes)
         self.lowered = True
@@ -260,11 +261,11 @@ class Compilation:
 
     @property
     def _promotes(self) -> bool:
-        """Whether slow products run in FP32 in every graph: not if the policy quantizes nothing."""
+        """Whether slow products run in FP32: on `CPU_FP32`, else if the policy quantizes anything."""
         return self.options.policy.quantizes or self.options.target == CPU_FP32
 
     def name_kernels(self, kernels: Mapping[int, str]) -> None:
-        """Record the kernels of GEMMs, by index: when the graph is lowered, and when Inductor has chosen."""
+        """Records the kernels of GEMMs by index, after the lowering and after autotuning."""
         if self.capture.backward:
             self._adopted.name_kernels(kernels)
             return
@@ -278,7 +279,7 @@ class Compilation:
 
 
 def _nobody() -> None:
-    """The listener of a compilation that nobody listens to."""
+    """Does nothing; default of `changed`."""
 
 
 def _empty(gm: fx.GraphModule) -> Part:

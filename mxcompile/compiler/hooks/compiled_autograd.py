@@ -1,11 +1,10 @@
-"""Compiled autograd: the products of its graph belong to the graphs whose backward it compiles.
+"""Compiled autograd: maps the GEMMs of its graph to the graphs whose backward it compiles.
 
     joint graph ─ mark ─▶ backward ─ compiled autograd ─ Dynamo ─ marks ─▶ AOTAutograd ─ adopt ─▶ lowering
 
-Compiled autograd copies the backward of every compiled graph into one graph, beside the rest that autograd
-runs. Dynamo keeps the ``custom`` metadata of its nodes. AOTAutograd keeps no metadata, but it keeps the
-products and their order. The compile of such a graph gives the tags back, and tells the owners of the GEMMs
-which kernels run them.
+Compiled autograd copies the backward of every compiled graph into one graph with the rest of autograd's work.
+Dynamo keeps the ``custom`` metadata of the nodes. AOTAutograd drops it, but keeps the products in order. The
+compile of this graph restores the tags, and passes kernel names to the compilations that own the GEMMs.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from mxcompile.report import Part
 log = logging.getLogger(__name__)
 
 _MARK = "mxcompile"
-"""Key in a node's ``custom`` metadata: the owner and the indices of the node's GEMMs there."""
+"""Key in a node's ``custom`` metadata with the key of its backward and the indices of its GEMMs."""
 
 
 class Owner(Protocol):
-    """A compile that takes the names of kernels, by the index of their GEMM."""
+    """A compilation that records kernel names by the index of the GEMM."""
 
     part: Part
 
     def name_kernels(self, kernels: Mapping[int, str]) -> None:
-        """Take the names of the kernels that run these GEMMs."""
+        """Records the kernels of these GEMMs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +53,7 @@ _MARKED: WeakValueDictionary[str, _Marked] = WeakValueDictionary()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mark:
-    """A product in Dynamo's graph. marked: the backward it is from, and its indices; None if unknown."""
+    """A product in Dynamo's graph. marked: the backward of its origin, or None. indices: its GEMMs there."""
 
     target: Any
     marked: _Marked | None
@@ -62,10 +61,10 @@ class Mark:
 
 
 def mark(backward: fx.Graph, owner: Owner) -> object:
-    """Mark the GEMMs of `backward` as GEMMs of `owner`. The marks hold as long as the result lives."""
+    """Marks the GEMMs of `backward` as owned by `owner`, for the lifetime of the result."""
     nodes = [node for node in backward.nodes if tags_of(node)]
     marked = _Marked(owner, {tag.index: tag for node in nodes for tag in tags_of(node)})
-    key = uuid.uuid4().hex  # a cache may bring the marks of another process
+    key = uuid.uuid4().hex  # a cached graph may have marks of another process
     _MARKED[key] = marked
     for node in nodes:
         indices = tuple(tag.index for tag in tags_of(node))
@@ -74,12 +73,12 @@ def mark(backward: fx.Graph, owner: Owner) -> object:
 
 
 def token(products: Iterable[Mark]) -> str:
-    """Returns the token (see `store`) for code of a graph with `products`, made of their owners' tokens."""
+    """Returns the token (see `store`) of a graph with `products`: the tokens of their owners."""
     return " ".join(sorted({each.marked.owner.part.token for each in products if each.marked is not None}))
 
 
 def marks(graph: fx.Graph) -> tuple[Mark, ...]:
-    """The products of `graph`, which Dynamo has captured of compiled autograd's, in their order."""
+    """Returns the marks of all products in Dynamo's `graph`, in order."""
     return tuple(_mark(node) for node in _products(graph))
 
 
@@ -89,13 +88,13 @@ def _mark(node: fx.Node) -> Mark:
 
 
 class Adopted:
-    """The GEMMs of a graph of compiled autograd, and whose they are."""
+    """The GEMMs of a compiled autograd graph, with their owners."""
 
     def __init__(self) -> None:
         self._owners: list[tuple[Owner, int]] = []
 
     def adopt(self, graph: fx.Graph, products: Iterable[Mark]) -> None:
-        """Give the products of `graph` the tags of `products`, if both are alike."""
+        """Sets the tags of `products` on the products of `graph`, if both sequences agree."""
         nodes, known = list(_products(graph)), list(products)
         if [node.target for node in nodes] != [product.target for product in known]:
             log.info(
@@ -107,13 +106,13 @@ class Adopted:
                 set_tag(node, *self._tags(product.marked, product.indices))
 
     def _tags(self, marked: _Marked, indices: Iterable[int]) -> Iterator[GemmTag]:
-        """The tags of one node, under indices that are unique in this graph."""
+        """Yields the tags of one node with indices that are unique in this graph."""
         for index in indices:
             yield replace(marked.tags[index], index=len(self._owners))
             self._owners.append((marked.owner, index))
 
     def name_kernels(self, kernels: Mapping[int, str]) -> None:
-        """Tell the owners what runs their GEMMs."""
+        """Passes kernel names to the owners of the GEMMs."""
         named: defaultdict[Owner, dict[int, str]] = defaultdict(dict)
         for index, kernel in kernels.items():
             owner, own = self._owners[index]

@@ -1,13 +1,11 @@
-"""torch.export of a compiled module is an error: it would drop the quantization without a word.
+"""Makes torch.export of a compiled module an error, because the export would silently drop quantization.
 
-``torch.export`` looks through ``torch.compile`` at the module beneath and never asks the backend, so an
-exported program would be the model as it was. The function that every form of export goes through therefore
-looks for modules compiled by this backend first. A plain function compiled inside an exported module is not
-found. Where torch has no such function (it is not public) nothing is checked.
+``torch.export`` exports the module inside ``torch.compile`` and never calls the backend. The common function
+of all kinds of export therefore first searches for modules that this backend compiles. A plain compiled
+function inside an exported module is not found. In a torch without this private function nothing is checked.
 
-The check is in place once Dynamo or a user asks for the backend, which loads `backend`. The first compile
-would be too late, because a compiled model can be exported before it runs.
-``import mxcompile`` alone changes nothing.
+Loading `backend` installs the check: with the first compile it would be too late for an export before the
+first call. ``import mxcompile`` alone changes nothing.
 """
 
 from __future__ import annotations
@@ -21,13 +19,13 @@ from torch import nn
 from mxcompile.errors import ModelError
 
 _WAYS_IN = ("_torchdynamo_orig_backend", "compiler_fn")
-"""What leads from a callback of Dynamo to the backend it ends in."""
+"""Attributes that lead from a Dynamo callback to its backend."""
 _SPLIT_FOR = "backend_compile_fn"
-"""The same of the object that splits a graph for DistributedDataParallel."""
+"""Attribute with the backend in the object that splits graphs for DistributedDataParallel."""
 
 
 def guard_exports(is_ours: Callable[[Any], bool]) -> None:
-    """From now on raise `ModelError` for an export of a module that a backend compiles that `is_ours`."""
+    """Makes exports of a module raise `ModelError` if a backend that `is_ours` compiles it."""
     try:
         from torch.export import _trace
 
@@ -50,7 +48,7 @@ def guard_exports(is_ours: Callable[[Any], bool]) -> None:
 
 
 def _compiled(module: Any, is_ours: Callable[[Any], bool]) -> Iterator[str]:
-    """Paths of the modules in `module` that such a backend compiles."""
+    """Yields the paths of modules in `module` whose backend `is_ours`."""
     if isinstance(module, nn.Module):
         for path, inner in module.named_modules():
             if any(is_ours(innermost(callback)[0]) for callback in _callbacks(inner)):
@@ -58,7 +56,7 @@ def _compiled(module: Any, is_ours: Callable[[Any], bool]) -> Iterator[str]:
 
 
 def _callbacks(module: nn.Module) -> Iterator[Any]:
-    """Dynamo's callbacks of `module`, compiled by ``torch.compile(module)`` or ``module.compile()``."""
+    """Yields Dynamo's callbacks for `module`, from ``torch.compile(module)`` and ``module.compile()``."""
     context = vars(module).get("dynamo_ctx")
     if context is not None:
         yield getattr(context, "callback", None)
@@ -69,10 +67,10 @@ def _callbacks(module: nn.Module) -> Iterator[Any]:
 
 
 def innermost(callback: Any) -> tuple[Any, Mapping[str, Any]]:
-    """The backend that a callback of Dynamo ends in, and the keywords that it is called with."""
+    """Returns the backend inside a Dynamo callback, and the keywords of its call."""
     keywords: Mapping[str, Any] = {}
     while callback is not None:
-        owner = getattr(callback, "__self__", None)  # of a method: what splits graphs for DDP
+        owner = getattr(callback, "__self__", None)  # a bound method of DDP's graph splitter
         inner = getattr(owner, _SPLIT_FOR, None)
         ways = (getattr(callback, way, None) for way in _WAYS_IN)
         inner = inner if inner is not None else next((way for way in ways if way is not None), None)

@@ -1,7 +1,7 @@
-"""The hooks into Inductor: passes and partitioner as the objects its configuration takes, and their settings.
+"""The hooks as Inductor's configuration takes them (passes, partitioner), and the settings that they need.
 
-All are set by `config_patches` for one compile and carry a uuid that covers everything they depend on, so
-that Inductor's caches are used and never stale.
+`config_patches` sets them for one compile. Each has a uuid of everything that it depends on, so that entries
+of Inductor's caches can be reused and are never stale.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ NEEDED = {
     "selective_decompose": False,
     "fallback_by_default": False,
 }
-"""Settings of Inductor without which it does not run the hooks, or not the kernels that they choose.
+"""Inductor settings without which the hooks or their kernels would not run.
 
 The mode "lite" has the opposite of each.
 """
 
 
 def sources() -> list[Path]:
-    """Mxcompile's own code. In a checkout two of its folders are links, which a glob does not follow."""
+    """Returns mxcompile's source files. Two folders of a checkout are links, which a glob does not follow."""
     root = Path(__file__).parents[2]
     trees = (root, root / "passes", root / "lowering")
     return sorted(
@@ -47,7 +47,7 @@ def sources() -> list[Path]:
 
 @functools.cache
 def sources_hash() -> str:
-    """Hash of mxcompile's own code, and of the versions of PyTorch and Triton that choose its kernels."""
+    """Returns a hash of mxcompile's sources and of the versions of PyTorch and Triton."""
     digest = hashlib.sha256(f"{torch.__version__} {installed('triton')}".encode())
     for path in sources():
         digest.update(path.read_bytes())
@@ -60,7 +60,7 @@ def settings() -> str:
 
 
 def with_needed(asked: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """`asked`, settings for one compile, with those that the hooks need, and a warning if some changed."""
+    """Returns `asked` with the `NEEDED` settings, and a warning that lists the changed ones."""
     needed = {key: value for key, value in NEEDED.items() if hasattr(config, key)}
     changed = [key for key, value in needed.items() if asked.get(key, getattr(config, key)) != value]
     if not changed:
@@ -71,7 +71,7 @@ def with_needed(asked: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ..
 
 
 class GraphPass(CustomGraphPass):
-    """`function` over a graph, after whatever pass the user has configured in the same place."""
+    """A pass that runs `function` after the user's passes of the same hook."""
 
     def __init__(self, function: GraphFunction, uuid: str, users: Any = None) -> None:
         self._function = function
@@ -79,13 +79,13 @@ class GraphPass(CustomGraphPass):
         self._users = users if isinstance(users, list | tuple) else [users] if users else []
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Run the user's passes, then ours."""
+        """Runs the user's passes, then `function`."""
         for before in self._users:
             before(graph)
         self._function(graph)
 
     def uuid(self) -> Any:
-        """Identity for Inductor's caches; None, which turns them off, if a user's pass has none."""
+        """Returns the key for Inductor's caches, or None (no caching) if a user's pass has none."""
         return _joined(self._uuid, self._users)
 
 
@@ -98,21 +98,21 @@ class Partitioner(CustomPartitionerFn):
         self._users = users
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> GraphModules:
-        """Partition `gm`; the graphs are those the inner partitioner makes."""
+        """Partitions `gm`, then calls `look` with the two graphs."""
         partition: Any = self._users or min_cut_rematerialization_partition
         graphs: GraphModules = partition(gm, joint_inputs, **kwargs)
         self._look(graphs, kwargs["num_fwd_outputs"])
         return graphs
 
     def uuid(self) -> Any:
-        """Identity for Inductor's caches."""
+        """Returns the key for Inductor's caches."""
         return _joined(self._uuid, [self._users] if self._users else [])
 
     def __deepcopy__(self, memo: object) -> Partitioner:
         return self
 
     def __reduce__(self) -> Any:
-        """A cache key holds Inductor's configuration, pickled: all that counts there is the identity."""
+        """Pickles only the uuid, because cache keys pickle Inductor's configuration."""
         return str, (repr(self.uuid()),)
 
 

@@ -1,10 +1,10 @@
-"""Artifacts of a compile for torch's structured trace (``TORCH_TRACE``), of which tlparse makes pages.
+"""Writes artifacts to torch's structured trace (``TORCH_TRACE``), which tlparse renders as pages.
 
     mxcompile_before_passes, mxcompile_after_passes     the joint or inference graph as text
     mxcompile_report                                    a line for each GEMM: decision, kernel, reason
 
-They stand beside the artifacts of Dynamo and Inductor for the same compile. The lines go to the log
-``mxcompile.report`` too. Without a trace or that log nothing is made.
+They appear beside the artifacts of Dynamo and Inductor for the same compile. The lines also go to the log
+``mxcompile.report``. Without a trace and without this log no text is built.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ log = logging.getLogger("mxcompile.report")
 
 
 def trace_graph(graph: fx.Graph, when: str) -> None:
-    """Tell `graph`. when: "before" or "after" the passes."""
+    """Writes `graph`. when: "before" or "after" the passes."""
     _tell(f"mxcompile_{when}_passes", lambda: print_ir(graph))
 
 
 def trace_gemms(gemms: Sequence[GemmRecord]) -> None:
-    """Tell the records of one graph."""
+    """Writes the records of one graph."""
     if log.isEnabledFor(logging.DEBUG):
         for gemm in gemms:
             log.debug("%s", _line(gemm))

@@ -1,4 +1,4 @@
-"""Tracing a captured graph through the hooks, without loading code that is generated of it."""
+"""Traces a captured graph through the hooks without loading the generated code."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def trace(
     inner_compile: Callable[..., Any] | None = None,
     patches: Mapping[str, Any] | None = None,
 ) -> None:
-    """Run the hooks of `compilation` over a copy of `gm`, on the way compile_fx takes, without the caches.
+    """Runs the hooks of `compilation` on a copy of `gm`, through compile_fx without caches.
 
-    Inductor's own passes run too, so that what is found is what a compile finds. inner_compile: in place of
-    Inductor's code generation; by default the last hook alone. patches: of Inductor's configuration.
+    Inductor's own passes run too, so that the result equals a compile. inner_compile: replaces Inductor's
+    code generation. Default: only the last hook. patches: overrides of Inductor's configuration.
     """
 
     def lowered(graph: fx.GraphModule, _: Any, **__: Any) -> Any:
@@ -34,7 +34,7 @@ def trace(
 
     with (
         functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
-        torch._guards.tracing(None),
+        torch._guards.tracing(None),  # separate from an enclosing compile
     ):
         compile_fx(
             copied(gm),
@@ -46,7 +46,7 @@ def trace(
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """`gm` with a graph of its own, the same parameters, and what Dynamo has noted about its inputs."""
+    """Returns `gm` with a copied graph, the same parameters, and Dynamo's notes about its inputs."""
     result = fx.GraphModule(gm, copy.deepcopy(gm.graph))
     result.meta = dict(gm.meta)
     if hasattr(gm, "_param_name_to_source"):
@@ -54,15 +54,15 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
     for old, new in zip(gm.graph.nodes, result.graph.nodes, strict=True):
         if hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source
-            new.meta.pop("grapharg", None)  # it refers to the parameter; Dynamo takes it from its own graph
+            new.meta.pop("grapharg", None)  # it refers to the parameter; only Dynamo's graph needs it
     return result
 
 
 class Unused:
-    """Stands for compiled code that is never called."""
+    """Placeholder for compiled code that is never called."""
 
     _boxed_call = True
 
     def __call__(self, *_: Any) -> Any:
-        """Never called."""
+        """Raises `AssertionError`."""
         raise AssertionError("code that was only traced or generated is called")

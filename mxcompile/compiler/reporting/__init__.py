@@ -1,1 +1,1 @@
-"""Reports and checks of what was compiled, and of what was not."""
+"""Reports and checks of compiled and uncompiled layers."""

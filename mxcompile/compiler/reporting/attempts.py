@@ -1,13 +1,13 @@
-"""Calls and frames that Dynamo leaves to Python in a model that it compiles: past a limit, or given up.
+"""Detects calls and frames that Dynamo leaves to Python in a compiled model, past a limit or after an error.
 
-    call of the model ─▶ Dynamo tries a frame ─▶ graphs             the backend makes their report
-                                              ─▶ limit, or failure  the frame runs as Python, nobody is asked
+    call of the model ─▶ Dynamo tries a frame ─▶ graphs             the backend reports them
+                                              ─▶ limit, or failure  the frame runs as Python, unreported
 
-Dynamo asks the backend about graphs alone. At the start of each attempt it compares the number of compiled
-codes with its limits, by a function which is wrapped here. So calls past a limit are seen. The wrapper also
-puts a function among those that ``torch.compile`` calls at the end of the call that is going on. All of the
-model's call has run then, and a frame without new code was left to Python. A call without an attempt runs as
-it does without this. Where torch has no such function (it is not public) nothing is seen.
+Dynamo calls the backend only with graphs. At the start of each attempt it compares the number of compiled
+codes with its limits, in a function that is wrapped here; this detects calls past a limit. The wrapper also
+registers a cleanup that ``torch.compile`` runs at the end of the current call. A frame without new code by
+then was left to Python. Calls without an attempt have no overhead. In a torch without this private function
+nothing is detected.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from mxcompile.models.wrappers import users_own
 from mxcompile.report import REGISTRY
 
 _WRAPPER, _WRAPPER_FILE = "compile_wrapper", "_dynamo/eval_frame.py"
-"""The function of torch that a call of compiled code runs in, which calls its ``cleanups`` at the end."""
+"""Torch's function around each compiled call, which runs its ``cleanups`` at the end, and its file."""
 
 
 def watch_attempts(options_of: Callable[[Any, Mapping[str, Any]], Options | None]) -> None:
-    """From now on look at each frame that Dynamo tries to compile with this backend.
+    """Makes Dynamo report each attempt to compile a frame with this backend.
 
-    options_of: the options of a backend with its keywords, None for another backend.
+    options_of: returns the options of a backend with its keywords, or None for another backend.
     """
     try:
         from torch._dynamo import convert_frame
@@ -53,6 +53,7 @@ def watch_attempts(options_of: Callable[[Any, Mapping[str, Any]], Options | None
         backend, keywords = innermost(compiling.get("compiler_fn"))
         options = options_of(backend, keywords)
         if options is not None:
+            # torch itself raises at the limit under these settings
             is_error = compiling.get("one_graph") or torch._dynamo.config.fail_on_recompile_limit_hit
             reached = f"{limit} ({getattr(torch._dynamo.config, limit)})" if exceeded and not is_error else ""
             root = getattr(backend, "root", None)
@@ -68,10 +69,10 @@ def watch_attempts(options_of: Callable[[Any, Mapping[str, Any]], Options | None
 class _Attempt:
     """An attempt of Dynamo to compile a frame.
 
-    code: of the frame. frame_id: Dynamo's number of the frame. num_codes: how many compiled codes it had.
-    root: the model, if any. path: of the module in it whose method this is. is_resumed: whether it is only
-    what follows a graph break. call: of `root`, which is going on. limit: of Dynamo that the frame has
-    reached, "" if none.
+    code: code of the frame. frame_id: Dynamo's number of the frame. num_codes: compiled codes before the
+    attempt. root: the model, if any. path: path of the module whose method the frame is. is_resumed: whether
+    the frame continues after a graph break. call: the running call of `root`. limit: Dynamo's limit that the
+    frame has reached, or "".
     """
 
     code: CodeType
@@ -85,7 +86,7 @@ class _Attempt:
 
     @classmethod
     def of(cls, code: CodeType, frame_id: int, known: nn.Module | None, limit: str) -> _Attempt:
-        """The attempt that is going on. known: the model, if the user has named it."""
+        """Returns the current attempt. known: the model, if the user has named it."""
         frame = Frame.of()
         root = frame.root(known)
         return cls(
@@ -101,26 +102,26 @@ class _Attempt:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the attempt, which is over, has compiled nothing."""
+        """Whether the finished attempt has compiled nothing."""
         return _num_codes(self.code) <= self.num_codes
 
     @property
     def _where(self) -> str:
         file = self.code.co_filename
-        if file.startswith(TORCH) and self.root is not None:  # what runs modules of torch's own classes
+        if file.startswith(TORCH) and self.root is not None:  # torch's helper for modules of its own classes
             return type(self.root).__name__
         return f"{self.code.co_qualname} ({file}:{self.code.co_firstlineno})"
 
     def tell_limit(self, options: Options) -> None:
-        """Say, past a limit, that calls which the compiled codes of the frame are not for run as Python."""
+        """Reports, past a limit, that calls without matching code run as Python."""
         message = f"{self.limit} reached by {self._where}: calls of other kinds run outside of compiled code"
         if self.limit:
             tell_left(message, options, root=self.root, frame=self.frame_id, path=self.path)
 
     def tell_failure(self, options: Options) -> bool:
-        """Say that the frame, if it was compiled before, runs as Python from now on.
+        """Reports that a frame with compiled code runs as Python from now on.
 
-        Returns whether that is said, here or before.
+        Returns whether this is in the report, now or from an earlier call.
         """
         if self.limit:
             return True
@@ -136,9 +137,10 @@ def _num_codes(code: CodeType) -> int:
 
 
 class _End:
-    """Called at the end of a call in which Dynamo tries to compile frames.
+    """Runs at the end of a call in which Dynamo tries to compile frames.
 
-    root: the model. call: of `root`; the last part of it if `is_whole`, else of a part of `root`.
+    root: the model. call: the running call of `root`. is_whole: whether the end is the end of this call, not
+    of a part of it.
     """
 
     def __init__(
@@ -170,7 +172,7 @@ class _End:
 
 
 def _look_at_end(attempt: _Attempt, options: Options) -> None:
-    """Look at `attempt` once the call is over that it belongs to."""
+    """Registers `attempt` for a check at the end of its call."""
     wrapper, is_whole = _wrapper(attempt.root)
     endings = None if wrapper is None else wrapper.f_locals.get("cleanups")
     if not isinstance(endings, list):
@@ -182,9 +184,10 @@ def _look_at_end(attempt: _Attempt, options: Options) -> None:
 
 
 def _wrapper(root: nn.Module | None) -> tuple[FrameType | None, bool]:
-    """The frame of torch's wrapper around the call of `root`, and whether it has one; else the innermost.
+    """Returns the frame of torch's wrapper around the call of `root`, and whether there is one.
 
-    The wrapper of its forward alone is around the call as well.
+    Without one, returns the innermost wrapper. A wrapper around the forward alone also counts as around the
+    call.
     """
     first: FrameType | None = None
     around: FrameType | None = None
@@ -202,5 +205,5 @@ def _wrapper(root: nn.Module | None) -> tuple[FrameType | None, bool]:
 def _is_call_of(root: nn.Module | None, frame: FrameType | None) -> bool:
     if root is None or frame is None or frame.f_code.co_name != "_call_impl":
         return False
-    module = frame.f_locals.get("self")  # torch calls its own modules by the wrapper of torch.compile alone
+    module = frame.f_locals.get("self")  # for torch's own classes only the wrapper is here
     return isinstance(module, nn.Module) and users_own(module) is root

@@ -1,4 +1,4 @@
-"""Checks of the compiled layers against the plan of the whole model: before a compile, and after a run."""
+"""Checks compiled layers against the plan of the whole model, before a compile and after a run."""
 
 from __future__ import annotations
 
@@ -31,13 +31,11 @@ _SEE = "(see TORCH_LOGS=graph_breaks)"
 
 
 def check_plan(compilation: Compilation, parts: Sequence[str] | None = None) -> None:
-    """Hold the policy against the whole model, before any part of it is compiled, once for a policy.
+    """Compares the policy with the plan of the whole model, once per policy, before a part is compiled.
 
-    From then on every layer of the plan is in the report.
-
-    parts: paths of all modules that will be compiled, if known. Raises what strict mode raises:
-    `UnsupportedError` for layers that cannot go or are in no part, and for a part of a model without a plan;
-    `PolicyError` for rules.
+    Then adds every layer of the plan to the report. parts: paths of all modules that will be compiled, if
+    known. In strict mode raises `UnsupportedError` for layers that cannot be quantized or are in no part, and
+    for a model without a plan, and `PolicyError` for complaints about rules.
     """
     plan, root = compilation.capture.planned.plan, compilation.capture.root
     if root is None:
@@ -52,7 +50,7 @@ def check_plan(compilation: Compilation, parts: Sequence[str] | None = None) -> 
     refused = [*_refused(plan, options), *outside] if options.strict else []
     for layer in outside if not options.strict else ():
         log.warning("%s; name a module that holds it in blocks=…", layer)
-    layers = () if compilation.capture.stage else plan.layers  # rules are for the layers of other stages too
+    layers = () if compilation.capture.stage else plan.layers  # rules may be for other stages
     if refused:
         message = "strict: the policy sends these to MXFP8, but they cannot go there:\n  " + "\n  ".join(
             refused
@@ -65,10 +63,10 @@ def check_plan(compilation: Compilation, parts: Sequence[str] | None = None) -> 
 
 
 def check_ran(compilation: Compilation) -> None:
-    """Hold what was compiled against the plan, once the call that it was made for is over.
+    """Compares the compiled layers with the plan when a backward is lowered after its call.
 
-    A backward that is lowered late tells: the forward has run then, and a layer without a record ran where
-    Dynamo left Python to itself. Strict mode raises `UnsupportedError`, else there is a warning.
+    The forward has run by then. A planned layer without a compiled record ran as Python: strict mode raises
+    `UnsupportedError`, other modes log a warning.
     """
     plan, root = compilation.capture.planned.plan, compilation.capture.root
     if plan is not None and root is not None and not is_running(root):
@@ -82,11 +80,11 @@ def check_call(
     kwargs: Mapping[str, Any],
     parts: Mapping[str, bool] = MappingProxyType({}),
 ) -> None:
-    """Hold what was compiled of `root` against the plan, now that its call with `args` and `kwargs` is over.
+    """Compares the compiled layers of `root` with the plan after its call with `args` and `kwargs`.
 
-    parts: by path of each module that was to be compiled, whether it was called. Strict mode raises
-    `UnsupportedError`, else there is a warning, for layers that ran outside of compiled code, or if nothing
-    was compiled.
+    parts: whether each module that was to be compiled was called, by path. Warns, or raises
+    `UnsupportedError` in strict mode, about layers that ran outside of compiled code and about a model
+    without compiled code.
     """
     if REGISTRY.knows(root, options.group):
         plan = session_of(root).plan
@@ -127,10 +125,10 @@ def check_modules(
     modules: Sequence[str],
     ran: set[str],
 ) -> None:
-    """Say which layers a call ran outside of compiled code, although they are compiled for other calls.
+    """Reports layers that a call ran outside of compiled code, although other calls compile them.
 
-    args, kwargs: of the call of `root`. modules: paths of modules that are compiled for the call, which have
-    run. ran: the layers that compiled code has computed. Strict mode raises `UnsupportedError`.
+    args, kwargs: arguments of the call of `root`. modules: paths of compiled modules that the call ran. ran:
+    layers that compiled code computed. Raises `UnsupportedError` in strict mode.
     """
     plan = session_of(root).plan
     if plan is None:
@@ -149,10 +147,10 @@ def check_modules(
 def tell_left(
     message: str, options: Options, *, root: nn.Module | None, frame: int, path: str | None = None
 ) -> bool:
-    """Say `message`, on a frame that runs as Python from now on, in the report and a warning, or raise it.
+    """Reports `message` about a frame that runs as Python from now on. Returns whether it did.
 
-    frame: Dynamo's number. path: of the module of `root` whose method it is, if it runs what that calls too.
-    Nothing is said of a frame without products that are to be quantized. Returns whether something is.
+    frame: Dynamo's number of the frame. path: path of the module of `root` whose method the frame is. Frames
+    without products to quantize are not reported. Raises `UnsupportedError` in strict mode.
     """
     parts = REGISTRY.parts(options.group, frame=frame)
     gemms = [gemm for part in parts for gemm in part.gemms]
@@ -173,7 +171,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _tell(message: str, options: Options) -> None:
-    """Warn with `message`, or raise it in strict mode."""
+    """Logs `message` as a warning, or raises it in strict mode."""
     if options.strict:
         raise UnsupportedError(f"strict: {message}")
     log.warning("%s", message)
@@ -186,10 +184,10 @@ def _check_ran(
     call: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
     idle: Sequence[str] = (),
 ) -> None:
-    """Say which layers of `plan` ran outside of compiled code.
+    """Reports the layers of `plan` that ran outside of compiled code.
 
-    call: the arguments of the call of `root` that is over. The plan may have layers that do not run in it.
-    idle: paths of modules that were not called.
+    call: arguments of the finished call of `root`, which need not run all layers of the plan. idle: paths of
+    modules that were not called.
     """
     session = session_of(root)
     for places in session.places:
@@ -210,9 +208,9 @@ def _check_ran(
 
 
 def _missing(root: nn.Module, options: Options, plan: Plan) -> dict[str, set[str]]:
-    """By layer, the GEMMs that are to be quantized and that no compiled graph has.
+    """Returns the GEMMs to quantize that no compiled graph contains, by layer.
 
-    Gradients of layers that a checkpoint runs again are left out: they may be compiled in the backward.
+    Leaves out gradients of checkpointed layers, because they may be compiled during backward.
     """
     again = {tag.name for tag in plan.tags if tag.again}
     missing: dict[str, set[str]] = {}
@@ -223,7 +221,7 @@ def _missing(root: nn.Module, options: Options, plan: Plan) -> dict[str, set[str
 
 
 def _told(missing: Mapping[str, set[str]], options: Options, plan: Plan, *, is_sure: bool) -> str:
-    """Returns a message on the GEMMs in `missing`. is_sure: whether their layers have run."""
+    """Returns the message about the GEMMs in `missing`. is_sure: whether their layers certainly ran."""
     forward = [layer for layer in plan.layers if Gemm.FPROP in missing.get(layer.name, ())]
     backward = [layer for layer in plan.layers if missing.get(layer.name, set()) - {Gemm.FPROP}]
     backward = [layer for layer in backward if layer not in forward]
@@ -241,7 +239,7 @@ def _told(missing: Mapping[str, set[str]], options: Options, plan: Plan, *, is_s
 
 
 def _outside(plan: Plan, options: Options, parts: Sequence[str]) -> list[str]:
-    """The layers of `plan` that the policy quantizes and no module in `parts` holds."""
+    """Returns the layers of `plan` to quantize that no module in `parts` contains."""
     return [
         f"{tag.name}: not in a module that is compiled"
         for tag in _quantized(plan, options)
@@ -255,12 +253,12 @@ def _is_in(name: str, parts: Iterable[str]) -> bool:
 
 
 def _refused(plan: Plan, options: Options) -> list[str]:
-    """The layers of `plan` that the policy sends where they cannot go, with the reason."""
+    """Returns the layers of `plan` that the policy should quantize but cannot, with the reason."""
     sent = _quantized(plan, options)
     return [f"{tag.name}: {plan.obstacles[tag.name]}" for tag in sent if tag.name in plan.obstacles]
 
 
 def _quantized(plan: Plan, options: Options) -> list[GemmTag]:
-    """The layers of `plan` that the policy quantizes."""
+    """Returns the layers of `plan` that the policy quantizes."""
     decide = options.policy.decide
     return [tag for tag in plan.tags if tag.is_layer and decide(tag.as_layer()).fprop.formats is not None]

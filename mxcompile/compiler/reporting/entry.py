@@ -1,7 +1,7 @@
-"""The entry of a compile in the report: published with the code, and again as kernels are chosen.
+"""Publishes the report of each compiled graph, and updates it as kernels are chosen.
 
-The hooks make it. When one of Inductor's caches answers, they do not run, and the part comes from the store
-beside the cache (see `store`).
+The hooks produce the report. When one of Inductor's caches hits, they do not run, and the report comes from
+the store beside the cache (see `store`).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ log = logging.getLogger(__name__)
 
 
 def recall(compilation: Compilation) -> Part | None:
-    """Returns the stored part of the graph of `compilation`, which is yet to be compiled; None without one.
+    """Returns the stored part of the graph of `compilation` before it is compiled, or None.
 
-    Lets Inductor's caches answer with code that this part describes, and with no other code (see `store`).
+    Restricts hits in Inductor's caches to the code that this part describes (see `store`).
     """
     if compilation.capture.backward:
         compilation.use_code_of(compilation.owners)
@@ -47,10 +47,10 @@ def recall(compilation: Compilation) -> Part | None:
 
 
 def publish(compilation: Compilation, stored: Part | None) -> Attribution | None:
-    """Complete the report of `compilation`, now that its code is at hand, and make it known.
+    """Completes and publishes the report of `compilation` after its code is compiled.
 
-    stored: what `recall` has returned. Returns what notes the other models that run the code, if any. Raises
-    `UnsupportedError` in strict mode if Inductor has run no hook.
+    stored: result of `recall`. Returns the attribution to further models that run the code, if needed. Raises
+    `UnsupportedError` in strict mode if Inductor ran no hook.
     """
     if compilation.capture.backward:
         return None
@@ -73,7 +73,7 @@ def publish(compilation: Compilation, stored: Part | None) -> Attribution | None
 
 
 def _tell_unseen(compilation: Compilation) -> None:
-    """Warn in the report, or raise in strict mode, that Inductor has compiled a graph without the hooks."""
+    """Adds a warning about a graph compiled without the hooks, or raises in strict mode."""
     path = compilation.capture.module or "the model"
     message = (
         f"Inductor ran no pass of mxcompile over a graph of {path}: nothing in it is quantized or listed;"
@@ -85,7 +85,7 @@ def _tell_unseen(compilation: Compilation) -> None:
 
 
 def _line(compilation: Compilation) -> str:
-    """Log the decisions on one graph, for ``TORCH_LOGS=mxcompile``."""
+    """Returns the log line about one graph, for ``TORCH_LOGS=mxcompile``."""
     part, label = compilation.part, compilation.options.policy.label
     words = labels(gemm.precision for gemm in part.gemms)
     kept = Counter(gemm.reason for gemm in part.gemms if not is_quantized(gemm.precision))
@@ -99,7 +99,7 @@ def _line(compilation: Compilation) -> str:
 
 
 class _Entry:
-    """The entry of one compile in the registry."""
+    """The registry entry of one compile."""
 
     def __init__(self, compilation: Compilation) -> None:
         self._compilation = compilation
@@ -121,7 +121,7 @@ class _Entry:
         self._twins = sharing.twins(capture, options.policy)
 
     def put(self) -> None:
-        """Make what is known so far known to the process."""
+        """Publishes the part as it is known now, and stores it for cache hits."""
         compilation = self._compilation
         part = dataclasses.replace(compilation.part, prefix=compilation.capture.prefix, twins=self._twins)
         self.places.put(part)
@@ -129,7 +129,7 @@ class _Entry:
             store.save(compilation.identity, part)
 
     def _found(self, path: str) -> None:
-        """The module at `path` runs the code too, which only a plan knows before."""
+        """Adds the module at `path`, which runs the code without being planned as a twin."""
         capture = self._compilation.capture
         if capture.planned.plan is None and path != capture.prefix:
             self._twins = (*self._twins, (path, capture.blocks.place(path)))
@@ -137,6 +137,6 @@ class _Entry:
             self.put()
 
     def hear(self) -> None:
-        """Kernels have become known after the graph was published."""
+        """Publishes kernel names that arrive after the graph was published."""
         self.put()
         check_ran(self._compilation)

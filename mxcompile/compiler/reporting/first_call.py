@@ -1,9 +1,8 @@
-"""The first call of a model whose parts are compiled: what was not compiled of it is told.
+"""Reports modules that the first call of a model left uncompiled.
 
-Dynamo decides what it compiles, and asks the backend about nothing else: a module whose forward it leaves to
-Python, or that the model never calls, is left as it was without a word. So the first call is compared with
-the plan. It is the model's ``_compiled_call_impl``, which copies of the model do not have, and it goes once
-it has run.
+Dynamo does not notify the backend about a module whose forward it skips, or that the model never calls. The
+first call is therefore compared with the plan. It runs through the model's ``_compiled_call_impl``, which
+copies of the model do not have, and which is restored before the call.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from mxcompile.compiler.reporting.checks import check_call
 
 
 def look_at(root: nn.Module, options: Options, parts: Mapping[str, nn.Module]) -> None:
-    """Look at the first call of `root`, of which the modules `parts`, by path, are compiled with `options`.
+    """Checks the first call of `root`, whose modules `parts` are compiled with `options`.
 
-    Of that call, `UnsupportedError` is raised in strict mode, else there is a warning, for layers that the
-    policy quantizes and that ran outside of compiled code, and where nothing was compiled at all.
+    The call warns, or raises `UnsupportedError` in strict mode, about layers that the policy quantizes and
+    that ran outside of compiled code, and about a model without compiled code.
     """
     inner = root._compiled_call_impl
 
     def first(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # the whole of it, by another torch.compile
+        if torch.compiler.is_compiling():  # another torch.compile compiles the whole model
             return root._call_impl(*args, **kwargs)
         root._compiled_call_impl = inner
         with _calls_noted(parts) as called:
@@ -41,7 +40,7 @@ def look_at(root: nn.Module, options: Options, parts: Mapping[str, nn.Module]) -
 
 @contextmanager
 def _calls_noted(parts: Mapping[str, nn.Module]) -> Iterator[set[str]]:
-    """Yields the paths of those of `parts` that have been called in here."""
+    """Yields a set that collects the paths of the `parts` called within the context."""
     called: set[str] = set()
     compiled = {path: part._compiled_call_impl for path, part in parts.items()}
 

@@ -1,9 +1,9 @@
-"""Which models compiled code runs for: Dynamo runs what it compiled for one also for the next of its class.
+"""Tracks which model instances share a compiled graph. Dynamo reuses code across instances of a class.
 
-The backend is not asked then. So the code looks at one parameter among its inputs: one that it has not seen
-leads to the model whose call is going on. If that is another model, alike in every parameter, what the code
-leaves in the report is put into that model's report too. Of a model that differs a warning says that the code
-is shared.
+Dynamo does not call the backend for a reuse. Each call of the code therefore compares one parameter among its
+inputs. An unknown parameter leads to the model whose call is running. If the parameters of this model have
+the same shapes and dtypes, its report gets the graph's entries too; otherwise a warning says that the code is
+shared.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ log = logging.getLogger(__name__)
 
 
 def attribution(capture: Capture, places: Places) -> Attribution | None:
-    """Returns what notes in `places` which models run the code of the graph of `capture`.
+    """Returns the `Attribution` of the graph of `capture` to models, which updates `places`.
 
-    None where the models cannot be told apart and nothing in the graph is reported.
+    Returns None if the models cannot be distinguished and the graph has no records.
     """
     if capture.root is None:
         return None
@@ -38,6 +38,7 @@ def attribution(capture: Capture, places: Places) -> Attribution | None:
     number = Counter(id(own) for module in modules for own in module._parameters.values())
     holders = {user_path(raw): number[id(own)] for raw, own in named}
     own = [at for at, given in enumerate(capture.inputs) if given.static and given.path in holders]
+    # a parameter with a single holder identifies the module that runs
     position = min(own, key=lambda index: holders[capture.inputs[index].path], default=None)
     if position is None and not places.part.gemms:
         return None
@@ -46,14 +47,14 @@ def attribution(capture: Capture, places: Places) -> Attribution | None:
 
 
 class Runs:
-    """The layers that compiled code computes from now on, by name, until `close`."""
+    """Collects the names of the layers that compiled code computes, until `close`."""
 
     def __init__(self) -> None:
         self.layers: set[str] = set()
         _OPEN.append(self)
 
     def close(self) -> None:
-        """Take no more layers."""
+        """Ends the collection."""
         _OPEN.remove(self)
 
 
@@ -61,10 +62,10 @@ _OPEN: list[Runs] = []
 
 
 class Attribution:
-    """Notes the modules that run the code of the graph of `capture`.
+    """Records the modules that run the code of the graph of `capture`.
 
-    position: of a parameter among its inputs, None if it has none. is_shared: whether several modules hold
-    it, so that it does not tell them apart.
+    position: position of a parameter among its inputs, or None without parameters. is_shared: whether several
+    modules hold this parameter, so that it does not identify a module.
     """
 
     def __init__(self, capture: Capture, position: int | None, places: Places, *, is_shared: bool) -> None:
@@ -85,7 +86,7 @@ class Attribution:
         self._models = {self._root}
 
     def note(self, args: Sequence[Any]) -> None:
-        """Note that code of the graph runs with `args`."""
+        """Records a call of the code with `args`."""
         given = None if self._position is None else args[self._position]
         parameter = given if isinstance(given, nn.Parameter) else None
         if parameter is not None and self._holders.holder(parameter) is None:
@@ -96,7 +97,7 @@ class Attribution:
                 runs.layers |= layers
 
     def _layers(self, parameter: nn.Parameter | None) -> set[str]:
-        """The layers that the module which runs the code, with `parameter`, has in it."""
+        """Returns the layers of the graph, under the path of the running module with `parameter`."""
         callers = [users_own(module) for module in running()]
         models = dict.fromkeys([self._root(), *reversed(callers)])
         alike = (model for model in models if model is not None and plain_class(model) is self._kind)
@@ -106,23 +107,23 @@ class Attribution:
         return names if path == prefix else {path + name.removeprefix(prefix) for name in names}
 
     def _path_in(self, model: nn.Module, parameter: nn.Parameter | None) -> str | None:
-        """The path in `model` of the module that runs the code with `parameter`; None if it is not known."""
+        """Returns the path in `model` of the module that runs the code, or None if it is unknown."""
         alike = (module for module in running() if plain_class(module) is self._part)
         own = next((each for each in alike if parameter is None or self._is_in(each, parameter)), None)
         path = path_in(model, own)
         if path is not None or parameter is None or (holder := self._holders.holder(parameter)) is None:
             return path
-        module, name = holder  # no call is going on of a module that Dynamo has inlined
+        module, name = holder  # Dynamo may have inlined the module's call
         path = joined(path_in(model, module) or "", name)
         return path.removesuffix(self._name).rstrip(".") if path.endswith(self._name) else None
 
     def _is_in(self, module: nn.Module, parameter: nn.Parameter) -> bool:
-        """Whether `module` has `parameter` where the graph's own module has its."""
+        """Whether `module` holds `parameter` under the same name as the graph's own module."""
         named = module.named_parameters(remove_duplicate=False)
         return any(each is parameter and user_path(raw) == self._name for raw, each in named)
 
     def _meet(self, parameter: nn.Parameter) -> None:
-        """Find the model that `parameter` belongs to, and have it adopt the code if it is another one."""
+        """Finds the model of the new `parameter`, and adds the graph to its report."""
         root = self._root()
         if root is not None and self._owns(root, parameter):
             self._places.note(None if self._is_shared else self._path_in(root, parameter))
@@ -144,7 +145,7 @@ class Attribution:
             )
 
     def _owns(self, model: nn.Module, parameter: Tensor) -> bool:
-        """Whether `model` has `parameter`, which is known from now on if it does."""
+        """Whether `model` has `parameter`. Registers the parameter's module if it does."""
         return self._holders.add(model.modules(), parameter)
 
 

@@ -1,8 +1,8 @@
-"""One compiled code for several modules: which share it, and a guard where they must not.
+"""Code shared between modules: finds the twins of a module, and guards code against other modules.
 
-Dynamo compiles a frame once for all modules whose guards are equal. Equal blocks are to share; blocks that
-the policy treats differently look alike to Dynamo, so the frame gets one guard more: what is decided for
-the module it runs for. Where every module of that class is treated alike there is nothing to guard.
+Dynamo compiles a frame once for all modules with equal guards. Equal blocks should share the code, but blocks
+that the policy treats differently can look equal to Dynamo. The frame therefore gets a guard on the decisions
+for its module. If the policy treats all modules of the class equally, no guard is needed.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Signature = tuple[Any, ...]
 
 
 def twins(capture: Capture, policy: Policy) -> tuple[tuple[str, tuple[int, int] | None], ...]:
-    """Paths and blocks of the other modules that run the code compiled for the module of `capture`.
+    """Returns (path, block) of the other modules that run the code of the module of `capture`.
 
-    They have its class and, by the plan, its layers and their decisions.
+    They have the same class and, in the plan, the same layers and decisions.
     """
     if capture.root is None or not capture.prefix or capture.planned.plan is None:
         return ()
@@ -39,10 +39,10 @@ def twins(capture: Capture, policy: Policy) -> tuple[tuple[str, tuple[int, int] 
 
 
 def guard(capture: Capture, policy: Policy, *, unlimited: bool = False) -> None:
-    """Keep the code being compiled for the module of `capture` from modules that `policy` treats differently.
+    """Guards the code of the module of `capture` against modules that `policy` treats differently.
 
-    Raises `PolicyError` where Dynamo would give up on compiling so many kinds of one class; with
-    `unlimited` its limit is raised instead.
+    unlimited: whether to raise Dynamo's recompile limit as needed. Raises `PolicyError` if the class needs
+    more codes than the limit, or if Dynamo gives no source to guard.
     """
     context = TracingContext.try_get()
     if capture.root is None or not capture.prefix or context is None:
@@ -53,7 +53,7 @@ def guard(capture: Capture, policy: Policy, *, unlimited: bool = False) -> None:
         return
     limit = torch._dynamo.config.recompile_limit
     if unlimited:
-        torch._dynamo.config.recompile_limit = max(limit, 4 * len(kinds))  # by grad mode, by dtype
+        torch._dynamo.config.recompile_limit = max(limit, 4 * len(kinds))  # 4: by grad mode and dtype
     elif len(kinds) > limit:
         name = type(capture.tree.modules[capture.prefix]).__name__
         raise PolicyError(
@@ -66,7 +66,7 @@ def guard(capture: Capture, policy: Policy, *, unlimited: bool = False) -> None:
             " would run its code for all of them; compile the model with mxcompile.compile(model, policy=…)"
         )
     paths, expected = capture.tree.by_identity, known[capture.prefix]
-    alive = weakref.ref(capture.root)
+    alive = weakref.ref(capture.root)  # ids of its modules can be reused after it is freed
 
     def holds(module: object) -> bool:
         path = next(iter(paths.get(id(module), ())), None)
@@ -78,7 +78,7 @@ def guard(capture: Capture, policy: Policy, *, unlimited: bool = False) -> None:
 def add_guard(
     context: TracingContext, holds: Callable[[object], bool], source: Source | None, label: str
 ) -> None:
-    """Let the code that Dynamo compiles run only where `holds`, of the object at `source` or of the frame."""
+    """Adds a Dynamo guard that calls `holds` with the object at `source`, or with the frame's locals."""
 
     def install(builder: Any, guard: Guard) -> None:
         manager = builder.guard_manager.root if source is None else builder.get_guard_manager(guard)
@@ -88,7 +88,7 @@ def add_guard(
 
 
 def _alike(capture: Capture, policy: Policy) -> Iterator[tuple[str, Signature]]:
-    """The modules of the class that `capture` is compiled for, and what is decided for each."""
+    """Yields (path, decisions) of every module with the class of the captured module."""
     module = capture.tree.modules[capture.prefix]
     below = _decided(capture, policy)
     for path, other in capture.tree.modules.items():
@@ -97,7 +97,7 @@ def _alike(capture: Capture, policy: Policy) -> Iterator[tuple[str, Signature]]:
 
 
 def _decided(capture: Capture, policy: Policy) -> Callable[[str], Signature]:
-    """Returns the decisions for the layers below a path: by the plan or, without one, by name patterns."""
+    """Returns a function from a path to the decisions below it, by the plan or else by name patterns."""
     plan, modules = capture.planned.plan, capture.tree.modules
     if plan is None:
         return lambda path: name_signature(policy, modules[path], path, capture.blocks)

@@ -1,12 +1,12 @@
-"""Reports kept beside Inductor's caches, for compiles that those caches answer.
+"""Stores reports beside Inductor's caches, for compiles that these caches answer.
 
     compile ─▶ report stored? yes: its token ─▶ key of Inductor's caches ─▶ hit: the stored report, or miss
                               no: a new token ─▶ key of Inductor's caches ─▶ miss, always
 
-When Inductor's caches answer, none of our hooks runs. So their keys hold a token that only the stored report
-knows: code that comes from a cache always has its report, and a graph without a report is compiled anew,
-whatever the caches hold. A report is looked up by everything it depends on (see `Compilation.identity`), so
-one that is found is the one a fresh compile would make. The files are JSON; a damaged one counts as missing.
+On a cache hit none of our hooks runs. The cache keys therefore contain a token from the stored report: cached
+code always has its report, and a graph without a report is compiled again. The file name of a report is a
+hash of everything that it depends on (see `Compilation.identity`), so a stored report equals a fresh one. The
+files are JSON; a damaged file counts as missing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _path(name: str) -> Path:
 
 
 def save(name: str, part: Part) -> None:
-    """Keep `part` under `name`. A directory that cannot be written is logged, not an error."""
+    """Stores `part` under `name`. Logs a warning if the directory is not writable."""
     try:
         publish(_path(name), json.dumps(dataclasses.asdict(part)))
     except OSError as error:
@@ -37,7 +37,7 @@ def save(name: str, part: Part) -> None:
 
 
 def load(name: str) -> Part | None:
-    """The part kept under `name`, or None."""
+    """Returns the part stored under `name`, or None."""
     try:
         return schema.read(Part, schema.parse(_path(name).read_text(encoding="utf-8")))
     except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""Models without a plan: what is behind the cuts of their graphs is not known.
+"""Reports models without a plan, whose layers outside of compiled graphs are unknown.
 
-The report says so, and has a record for each weight that no compiled graph reads. Strict mode raises.
+The report has a note, and a record for each weight that no compiled graph reads. Strict mode raises.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _UNSEEN = (
 
 
 def check(capture: Capture, options: Options, twin: str = "") -> None:
-    """Let the report of the model of `capture`, if it has no plan, say what is not known.
+    """Adds a note and records to the report of the model of `capture` if it has no plan.
 
     twin: path of another module that runs the code. Raises `UnsupportedError` in strict mode.
     """
@@ -51,11 +51,10 @@ def check(capture: Capture, options: Options, twin: str = "") -> None:
 
 
 def check_function(capture: Capture, options: Options, part: Part, frame: object) -> None:
-    """Let the report of a function that graph breaks cut say what is not known.
+    """Adds a note to the report of a compiled function that graph breaks split.
 
-    part: of one of its graphs. frame: Dynamo's number of the function.
-
-    Raises `UnsupportedError` in strict mode.
+    part: report of one of its graphs. frame: Dynamo's number of the function. Raises `UnsupportedError` in
+    strict mode.
     """
     if capture.root is None and capture.planned.missing and part.gemms:
         message = f"a function {capture.planned.missing} has no plan, and its graph ends {capture.cut}"
@@ -65,7 +64,7 @@ def check_function(capture: Capture, options: Options, part: Part, frame: object
 
 
 def matrices(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of `module` itself that may be weights of products, by name."""
+    """Returns the parameters of `module` itself that may be weights of GEMMs, by name."""
     if isinstance(module, _TABLES):
         return {}
     owned = module._parameters.items()
@@ -73,7 +72,7 @@ def matrices(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def records(root: nn.Module, read: Collection[str] = ()) -> Iterator[GemmRecord]:
-    """Yields records of products with the weights of `root` whose paths are not in `read`."""
+    """Yields records for the weights of `root` whose paths are not in `read`."""
     for raw, module in root.named_modules():
         for name, weight in matrices(module).items():
             path = joined(user_path(raw), name)

@@ -1,1 +1,1 @@
-"""The plan, the policies and the checks of each model."""
+"""The session of each model: its plan, policies and checks."""

@@ -1,6 +1,6 @@
-"""The plans of this process: one for a model, made when its first part is compiled.
+"""Creates and extends the plan of each model. The first partial graph of a model creates its plan.
 
-A model that Dynamo hands over in one graph needs none: that graph shows all there is.
+A model in a single graph needs no plan, because that graph shows everything.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ log = logging.getLogger(__name__)
 
 
 def plan_of(root: nn.Module | None, frame: Frame, matrices: Iterable[str]) -> Planned:
-    """The plan of `root`, a call of which leads to `frame`; made if there is none yet.
+    """Returns the plan of `root`, whose running call leads to `frame`; creates it if necessary.
 
-    matrices: paths of the matrices that are read here. If the plan's call did not read one of them, the
-    layers that the present call adds are added to the plan: what it knows stays as it is.
+    matrices: paths of the matrices that this graph reads. If the plan lacks one of them, it is extended with
+    the layers of the running call; existing entries do not change.
     """
     if root is None:
         return Planned(missing="not part of a module")
@@ -41,6 +41,7 @@ def plan_of(root: nn.Module | None, frame: Frame, matrices: Iterable[str]) -> Pl
     if known is None or known.plan is None:
         return planned(root, call.args, call.kwargs)
     more, plan = _made(root, call.args, call.kwargs).plan, known.plan
+    # the base is the plan with gradients, whose tags know the GEMMs of the backward
     if more is not None and not plan.differentiated:
         more, plan = plan, more
     session.planned = Planned(plan=plan.with_more(more, matrices))
@@ -48,12 +49,12 @@ def plan_of(root: nn.Module | None, frame: Frame, matrices: Iterable[str]) -> Pl
 
 
 def _lacks(plan: Plan, root: nn.Module, matrices: Iterable[str]) -> bool:
-    """Whether another call of `root` shows more than `plan`: reads other parameters, or has a backward."""
+    """Whether a call of `root` shows more than `plan`: other parameters, or a backward."""
     return bool(_owned(root, set(matrices) - plan.read)) or torch.is_grad_enabled() > plan.differentiated
 
 
 def _owned(root: nn.Module, paths: set[str]) -> set[str]:
-    """Returns the ones of `paths` that a plan of `root` may know; a shared parameter has one there."""
+    """Returns the `paths` that a plan of `root` may contain: one path for each shared parameter."""
     return paths.intersection(user_path(raw) for raw, _ in root.named_parameters()) if paths else paths
 
 
@@ -63,14 +64,14 @@ def no_plan(root: nn.Module, missing: str) -> str:
 
 
 def planned(root: nn.Module, args: Any, kwargs: Any) -> Planned:
-    """The plan of `root`, called with `args` and `kwargs`; made if there is none yet."""
+    """Returns the plan of `root` called with `args` and `kwargs`; creates it if necessary."""
     session = session_of(root)
     session.planned = session.planned or _made(root, args, kwargs)
     return session.planned
 
 
 def layers_of_call(root: nn.Module, args: Any, kwargs: Any) -> frozenset[str] | None:
-    """Returns the names of the layers that `root` runs, called so; None if tensors' values decide it."""
+    """Returns the layers that a call of `root` runs, or None if that depends on tensor values."""
     try:
         plan = make_plan(root, args, kwargs, table(), whole=True)
     except ModelError as error:

@@ -1,7 +1,7 @@
-"""Where compiled parts are in the registry: in the report of their model, and of others that run their code.
+"""Keeps the entries of compiled parts in the registry up to date, for each model that runs their code.
 
-A part is for a module and its twins, which are to run the same code. Whether they do is seen when the model
-is called: `settle` takes those out of the report that did not.
+A part belongs to a module and its twins, which are expected to share its code. A call of the model shows
+whether they do: `settle` removes the twins that did not run it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from mxcompile.report import REGISTRY, GemmRecord, Ledger, Part
 
 
 class Places:
-    """The places of one part. gemms: all that are planned of `root`, its model.
+    """The registry entries of one part. gemms: planned GEMMs of its whole model.
 
-    found: called with the path of each further module that runs the code.
+    on_other_module: called with the path of each further module that runs the code.
     """
 
     def __init__(
@@ -37,18 +37,18 @@ class Places:
 
     @property
     def part(self) -> Part:
-        """The part as far as it is known."""
+        """The part as it is known now."""
         return self._part or Part()
 
     def put(self, part: Part) -> None:
-        """Make what is known so far known to the process."""
+        """Publishes `part` in all entries."""
         self._part = part
         if self._settled:
             part = dataclasses.replace(part, twins=tuple(twin for twin in part.twins if twin[0] in self._ran))
         self._places = [(ledger, REGISTRY.put(ledger, index, part)) for ledger, index in self._places]
 
     def adopt(self, model: nn.Module) -> None:
-        """`model`, whose modules have the names of the first model's, runs the code too."""
+        """Adds an entry for `model`, another instance with the same module names that runs the code."""
         assert self._part is not None
         fresh = self._places[0][0].of(model)
         ledger = REGISTRY.open((self._key, fresh.model), fresh)
@@ -57,7 +57,7 @@ class Places:
             REGISTRY.plan(model, ledger.group, self._gemms)
 
     def note(self, path: str | None) -> None:
-        """The module at `path` of the first model runs the code; None if it is not known which does."""
+        """Records that the module at `path` of the first model runs the code; None if it is unknown."""
         self._is_sure = path is not None and (self._is_sure or not self._ran)
         if path and self._ran and path not in self._ran:
             self._on_other_module(path)
@@ -66,7 +66,7 @@ class Places:
             self.put(self._part)
 
     def settle(self, group: str) -> None:
-        """From now on the twins in the report, if it is one of `group`, are those that have run the code."""
+        """Restricts the twins in reports of `group` to the modules that have run the code."""
         if self._is_sure and not self._settled and self._places[0][0].group == group:
             self._settled = True
             if self._part is not None:

@@ -1,4 +1,4 @@
-"""Each model that this process compiles has one `ModelSession`, which ends with the model."""
+"""The `ModelSession` of each model that this process compiles. It is freed together with the model."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mxcompile.policy import Policy
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """The plan of a model, or why there is none ("" where none is needed)."""
+    """The plan of a model, or the reason for its absence ("" if none is needed)."""
 
     plan: Plan | None = None
     missing: str = ""
 
     def below(self, prefix: str) -> tuple[object, ...]:
-        """Returns what the plan says of the module at `prefix`, for comparing."""
+        """Returns a comparable summary of the plan's layers in the module at `prefix`."""
         if self.plan is None:
             return (self.missing,)
         tags = self.plan.tags
@@ -32,13 +32,13 @@ class Planned:
 
 @dataclass(kw_only=True, slots=True)
 class ModelSession:
-    """Holds the plan, the policies and the checks of one model. Keys are fingerprints of options.
+    """The plan, policies and checks of one model. Dictionary keys are fingerprints of options.
 
-    planned: None before the first part of the model is compiled. policies: the policies that the model was
-    compiled with, in the order of first use; a policy that a watch changed takes the place of its origin.
-    checked: the plan that was compared with the policy. ran: the plan that was compared with the layers that
-    ran. read: without a plan, paths of the parameters that compiled graphs read. places: where the compiled
-    parts are in the registry. loads_histories: whether state dicts with amax histories can be loaded.
+    planned: None before the first part is compiled. policies: policies of the model in order of first use; a
+    policy that a watch changed replaces its origin. checked: plan at the last comparison with the policy.
+    ran: plan at the last comparison with the layers that ran. read: for a model without a plan, the
+    parameters that compiled graphs read. places: registry entries of the compiled parts. loads_histories:
+    whether the model can load state dicts with amax histories.
     """
 
     planned: Planned | None = None
@@ -46,13 +46,13 @@ class ModelSession:
     checked: dict[str, Plan] = field(default_factory=dict)
     ran: dict[str, Plan] = field(default_factory=dict)
     read: dict[str, set[str]] = field(default_factory=dict)
-    # Compiled code holds its places, and they hold the model: a strong reference would keep it alive.
+    # Places refer to the model, which is the key of `_SESSIONS`: a strong reference would keep it alive.
     places: WeakSet[Places] = field(default_factory=WeakSet)
     loads_histories: bool = False
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the model, if one was made."""
+        """The plan of the model, if there is one."""
         return None if self.planned is None else self.planned.plan
 
 
@@ -65,7 +65,7 @@ def session_of(root: nn.Module) -> ModelSession:
 
 
 def compiled_policy(model: nn.Module) -> Policy:
-    """Returns the policy that `model` was compiled with. Raises `ModelError` if there is none, or several."""
+    """Returns the policy of the compiled `model`. Raises `ModelError` for none or several policies."""
     own = users_own(model)
     policies = [*session_of(own).policies.values()]
     if len(policies) == 1:
