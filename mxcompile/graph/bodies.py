@@ -67,8 +67,8 @@ def flattened(graph: fx.Graph) -> fx.Graph:
     """Returns a copy of `graph` with the bodies that have products inlined before the nodes that call them.
 
     The copy shows which parameters those products read and where their results go. It is for analysis only,
-    because its values are approximate: the call's argument or its first slice replaces a body's input, and the
-    result of any body with products replaces the call's result.
+    because its values are approximate: the call's argument or its first slice replaces a body's input, and
+    the result of any body with products replaces the call's result.
     """
     flat = fx.Graph()
     _Flattening(flat, None, 1).copy(graph, {})

@@ -17,7 +17,7 @@ _STEPS = VIEWS | COPIES | PICKS
 
 
 def made_by(part: fx.Node) -> tuple[fx.Node, Chain]:
-    """Returns the call that produces `part` (qdata or scales of an operand) and the steps from there to `part`."""
+    """Returns the call that produces `part` (an operand's qdata or scales), and the steps to `part`."""
     steps: list[fx.Node] = []
     while packet(part) in _STEPS and part.target is not aten.view.dtype:
         steps.append(part)

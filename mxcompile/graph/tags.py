@@ -65,7 +65,8 @@ class GemmTag:
     batch, m, n, k: sizes; symbolic ones by their hint, None for data-dependent ones.
     role, evidence: results of the pass `classify`.
     whole: n and k of the layer if this GEMM computes a shard or a part of it, else None.
-    choice, formats, saved, sent: results of the pass `decide`; `formats` is None unless the GEMM is quantized.
+    choice, formats, saved, sent: results of the pass `decide`; `formats` is None unless the GEMM is
+    quantized.
     kernel, fallbacks: results of the lowering; reasons why preferred kernels do not run the GEMM.
     gradients: for a forward GEMM in a plan, whether its first and second operand need gradients.
     again: whether activation checkpointing recomputes this GEMM in backward.
@@ -106,7 +107,7 @@ class GemmTag:
 
     @property
     def is_layer(self) -> bool:
-        """Whether a policy decides for the GEMM: it is in a linear layer, possibly inside an opaque operator."""
+        """Whether a policy decides for it: it is in a linear layer, possibly inside an opaque operator."""
         hidden = self.kind is Kind.OPAQUE and set(self.tensors) != {"x"}
         return hidden or self.kind is Kind.LINEAR
 

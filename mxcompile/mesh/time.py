@@ -42,7 +42,8 @@ class RankWork:
 
     policy: name of the policy. works: kernel launches by phase. collectives: collectives of a step.
     wire: whether collectives send mxcompile's bytes (`num_bytes`) or the plain model's (`without_bytes`).
-    logits, gradients: bytes of the model's differentiable outputs and of the rank's gradients; 0 in inference.
+    logits, gradients: bytes of the model's differentiable outputs and of the rank's gradients; 0 in
+    inference.
     microbatches: micro-batches in a step; works, logits and collectives of activations are per micro-batch.
     waits: the bubble of a pipeline rank.
     """

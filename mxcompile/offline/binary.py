@@ -43,7 +43,8 @@ class Binary:
     """A compiled kernel.
 
     settings: block sizes, warps and stages. num_configs: configurations that Inductor would time.
-    registers: registers per thread. spill_bytes: spilled bytes per thread. shared_bytes: shared memory per block.
+    registers: registers per thread. spill_bytes: spilled bytes per thread. shared_bytes: shared memory per
+    block.
     tmem_columns: columns of tensor memory per block.
     mma: distinct matrix instructions; AMD's scaled ones include the formats of their operands.
     text: TTGIR, PTX, SASS or AMD assembly by file suffix. image: cubin or hsaco by file suffix.
@@ -70,10 +71,11 @@ class Binary:
 def cross_compile(name: str, source: str, target: Target, time: Callable[[Binary], float]) -> Binary:
     """Compiles the kernel `name` in `source`, a module written by Inductor, for `target`.
 
-    time: returns the estimate of a binary in µs; of several binaries without problems, the fastest is returned.
+    time: returns the estimate of a binary in µs; of several binaries without problems, the fastest is
+    returned.
 
-    The caller must be inside ``stand_in(target)``. A kernel that does not compile raises nothing; the result's
-    `problems` have the reason.
+    The caller must be inside ``stand_in(target)``. A kernel that does not compile raises nothing; the
+    result's `problems` have the reason.
     """
     tuner = vars(PyCodeCache.load(source))[name]
     binaries = [_compiled(name, tuner, config, target) for config in tuner.configs]
@@ -84,7 +86,7 @@ def cross_compile(name: str, source: str, target: Target, time: Callable[[Binary
 
 
 def _without_pipelining(config: Any) -> Any | None:
-    """Returns Inductor's fallback if all configurations lack resources; None if `config` equals the fallback."""
+    """Returns Inductor's fallback if all configurations lack resources; None if it equals `config`."""
     if config.num_stages <= 1 and config.kwargs.get("NUM_STAGES", 1) <= 1:
         return None
     last = copy.deepcopy(config)
@@ -187,7 +189,8 @@ def _architecture(arch: int) -> str:
 def _spilled(ptx: str, arch: int) -> int:
     """Returns the bytes that the assembler spills. Raises `TargetError`.
 
-    The stack size alone is no measure of spills, because the stack also holds arrays, e.g. for sine's slow path.
+    The stack size alone is no measure of spills, because the stack also holds arrays, e.g. for sine's slow
+    path.
     """
     options = "-v", "--regAllocOptLevel=2", f"--gpu-name={_architecture(arch)}", "-o", "/dev/null"
     log = run_tool(get_ptxas(arch).path, *options, content=ptx.encode(), suffix=".ptx").stderr

@@ -35,13 +35,13 @@ _PADDED = 16  # a mask's rows start on multiples of this many elements in memory
 
 
 CUDNN, FLASH = "cudnn", "flash"
-"""Backends of an attention without a mask."""
+"""Backends of attention without a mask."""
 
 _CUDNN_HEAD = 128
 
 
 def attention_backend(target: Target, asked: str = "auto") -> str:
-    """Returns the requested attention backend, by default PyTorch's choice on `target`. Raises `OptionError`."""
+    """Returns the requested backend of attention, by default PyTorch's choice. Raises `OptionError`."""
     allowed = ("auto", FLASH, *([] if isinstance(target.arch, str) else [CUDNN]))
     if asked not in allowed:
         raise OptionError(not_allowed("attention", asked, allowed))
@@ -64,7 +64,7 @@ def move(graph: fx.Graph, device: torch.device, attention: str = FLASH) -> None:
 
 
 def attention_flops(node: fx.Node) -> float:
-    """Returns the FLOPs of an attention kernel: half of each product if causal; backward recomputes the scores."""
+    """Returns the FLOPs of an attention kernel: half of each product if causal; scores again in backward."""
     tags = tags_of(node)
     again = 1.25 if packet(node) in ATTENTION_BACKWARD else 1.0
     half = 0.5 if arguments_of(node).get("is_causal") else 1.0

@@ -9,8 +9,8 @@
 The estimate is the largest of the four plus a constant for the launch. A block that synchronizes in every
 iteration of a loop (e.g. a row reduction), on an SM with few other blocks, overlaps nothing within an
 iteration: its memory, issue and latency times add up. Not included: caches (bytes are those of whole tensors,
-read once), a partial last wave, and lower clocks under power limits. The estimate is not a lower bound, because
-a kernel can be faster.
+read once), a partial last wave, and lower clocks under power limits. The estimate is not a lower bound,
+because a kernel can be faster.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ REASONS = ("memory", "issue", "mma", "latency")
 class Work:
     """The work of a launch, independent of the rates that its chip sustains.
 
-    num_bytes: bytes of device memory traffic. issue_us: time of the instructions with every issue slot in use.
-    mma_us: time of the products at the data sheet's rate. product: their kind in `rates`, "" without products.
+    num_bytes: bytes of device memory traffic. issue_us: time of the instructions with every issue slot in
+    use.
+    mma_us: time of the products at the data sheet's rate. product: their kind in `rates`, "" without
+    products.
     shared_us: time of the shared memory traffic of operands.
     between_issue_us, between_us: between two tiles, time of instructions and of barriers.
     waits: number of waits of products for loads, in sequence. round_trips: waits of a warp for device memory.

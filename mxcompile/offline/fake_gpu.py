@@ -1,7 +1,8 @@
 """Fake GPU tensors that work on machines without a GPU, inside a context.
 
-Some Python operators of torch, ``~x``, ``x[…]`` and ``x.copy_``, enter the device of `x` before they dispatch,
-which fails without a GPU. The replacements dispatch directly or compute the shape on the meta device.
+Some Python operators of torch, ``~x``, ``x[…]`` and ``x.copy_``, enter the device of `x` before they
+dispatch, which fails without a GPU. The replacements dispatch directly or compute the shape on the meta
+device.
 """
 
 from __future__ import annotations

@@ -72,7 +72,8 @@ def codegen(
     """Generates the code that a compile of `model` would run on `target`, without the GPU.
 
     Args:
-        model: Model on any device, including meta; it is neither run nor changed. With `mesh`, a factory, too.
+        model: Model on any device, including meta; it is neither run nor changed. With `mesh`, a factory,
+            too.
         args: Positional arguments of the model's call (see `models.arguments`).
         target: A GPU of `lowering.targets.TARGETS`, or a chip such as "h100".
         out_dir: Folder in which to save the result.

@@ -5,10 +5,10 @@
                          writes the tensors at its border once
     collective           no launch, but a fusion border like a product
 
-A launch reads its inputs twice if it also sums over rows (the gradient of a norm's weight), or if casts follow
-a row statistic (a norm, then quantization), as the generated code does. This is coarser than `generate`, which
-has the machine code: it has no instructions and no configurations, and emulated products read qdata instead of
-BF16 values.
+A launch reads its inputs twice if it also sums over rows (the gradient of a norm's weight), or if casts
+follow a row statistic (a norm, then quantization), as the generated code does. This is coarser than
+`generate`, which has the machine code: it has no instructions and no configurations, and emulated products
+read qdata instead of BF16 values.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class _Reader:
         return (kind, Work(num_bytes=float(moved))) if moved else None
 
     def _read(self, members: list[fx.Node], inside: set[fx.Node]) -> int:
-        """Returns the bytes read from outside `inside`; of a viewed tensor, at most the bytes of the views."""
+        """Returns the bytes read from outside `inside`; of a viewed tensor, at most the views' bytes."""
         views: defaultdict[fx.Node, dict[fx.Node, int]] = defaultdict(dict)
         for node in members:
             for given in node.all_input_nodes:
@@ -200,7 +200,7 @@ def _computes(node: fx.Node) -> bool:
 
 
 def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Returns, for each computing node, the largest number of borders before it, as late as its readers allow.
+    """Returns the largest number of borders before each computing node, as late as its readers allow.
 
     "As late" puts recomputed values into the launch that reads them.
     """

@@ -12,8 +12,8 @@ assembler unrolled a loop, which the number of its loads shows, its trip count i
 A program that is alone on its SM does not multiply while it waits, in a step along K, for loads that the same
 step started. Between two tiles it executes the code outside the loop over K: instructions, and
 `BARRIER_CYCLES` for each barrier. With warp specialization, separate warps load, multiply, and store a tile
-while the next one is computed, if tensor memory has room for two accumulators; then only the part of the store
-that exceeds a tile's products counts.
+while the next one is computed, if tensor memory has room for two accumulators; then only the part of the
+store that exceeds a tile's products counts.
 
 Matrix units with tensor memory read both operands of each tile from shared memory, at the same bandwidth as
 the loads that fill it. A 128×128 tile uses the full bandwidth. Sources give K in bytes; a byte of a packed
@@ -36,7 +36,7 @@ from mxcompile.offline.estimate import Work
 from mxcompile.offline.machine_code import Loop, MachineCode, parse
 
 _SUSTAINED_ISSUE, _SUSTAINED_MMA = 0.6, 0.8
-"""Shares of issue slots and matrix units by which work that overlaps is weighed against each other."""
+"""Sustained fractions of issue slots and matrix units, for comparing overlapping work."""
 
 BARRIER_CYCLES = 30
 """Cycles of a block barrier beside its instructions."""
@@ -81,7 +81,7 @@ class Facts:
 def read(
     *, num_bytes: float, flops: float, source: str, numbers: tuple[int, ...], binary: Binary, target: Target
 ) -> Facts:
-    """Returns the figures of a generated kernel. numbers: numeric launch arguments, the grid last if present."""
+    """Returns the figures of a generated kernel. numbers: numeric launch arguments, the grid last."""
     sizes = {name: int(value) for name, value in _NUMBER.findall(source)}
     sizes |= {name: value for name, value in binary.settings.items() if isinstance(value, int)}
     code = parse(binary.text.get("sass") or binary.text.get("amdgcn", ""))
@@ -204,13 +204,17 @@ class _Launched:
         return known
 
     def _trips_of_warps(self, tiles: float) -> dict[Loop, float]:
-        """Returns trip counts with warp specialization; one warp each runs the dispatch loops for loads and products."""
+        """Returns trip counts under warp specialization.
+
+        The dispatch loops in which warps wait for a task count 1 / warps, because a single warp runs each
+        task.
+        """
         others = [loop for loop in self.code.loops if loop not in self.code.product_loops]
         rounds = {loop: tiles if loop.depth < 2 else self.steps for loop in others}
         return rounds | dict.fromkeys(self.code.product_loops[:-2], 1 / self.warps)
 
     def _rounds(self) -> float | None:
-        """Returns the trip count of a loop without products: over rows, a reduction, or K; None if unknown."""
+        """Returns the trip count of a loop without products (over rows, a reduction, or K) or None."""
         for extent, block in (("RSPLIT_SIZE", "XBLOCK"), ("r0_numel", "R0_BLOCK"), ("K", "BLOCK_K")):
             if extent in self.sizes and block in self.sizes:
                 return math.ceil(self.sizes[extent] / self.sizes[block])

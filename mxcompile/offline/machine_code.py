@@ -1,10 +1,10 @@
 """Machine code as data: instructions, loops, and waits for memory.
 
-The input is the output of ``nvdisasm -c`` for NVIDIA and the compiler's assembly for AMD. It is read up to the
-last unconditional end of the program; the code after it contains retries of waits, traps and slow paths of
-arithmetic. A backward branch makes a loop. Forward branches count as not taken, so both sides of a condition
-count. PTX is read only for the loads in its loops, because NVIDIA's assembler unrolls some loops and merges
-loads of others.
+The input is the output of ``nvdisasm -c`` for NVIDIA and the compiler's assembly for AMD. It is read up to
+the last unconditional end of the program; the code after it contains retries of waits, traps and slow paths
+of arithmetic. A backward branch makes a loop. Forward branches count as not taken, so both sides of a
+condition count. PTX is read only for the loads in its loops, because NVIDIA's assembler unrolls some loops
+and merges loads of others.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Instruction:
 
     @property
     def left(self) -> int | None:
-        """For a wait for copies into shared memory, the number of groups that may stay in flight; else None."""
+        """For a wait for copies into shared memory, the number of groups left in flight; else None."""
         match = _WAIT_FOR_COPIES.match(self.operands) if self.opcode.startswith("DEPBAR") else None
         return int(match[1], 16) if match else None
 
@@ -109,7 +109,7 @@ class MachineCode:
         return [loop for loop in self.loops if loop.holds(position)]
 
     def issued(self, trips: Mapping[Loop, float], within: Loop | None = None) -> float:
-        """Returns the instructions that a warp issues, in the loop `within` or in all; the default trip count is 1."""
+        """Returns the instructions that a warp issues, in `within` or in all; trip counts default to 1."""
         chosen = self._within(within)
         return sum(self._times(at, trips) for at, instruction in chosen if instruction.issues)
 
@@ -129,9 +129,9 @@ class MachineCode:
     def round_trips(self, trips: Mapping[Loop, float]) -> float:
         """Returns how often a warp waits for device memory.
 
-        A batch of loads ends at the first use of a loaded register and counts as one wait. A wait for copies into
-        shared memory that leaves the copies of n iterations in flight counts as 1/(n + 1), because the awaited copy
-        started n + 1 iterations earlier.
+        A batch of loads ends at the first use of a loaded register and counts as one wait. A wait for copies
+        into shared memory that leaves the copies of n iterations in flight counts as 1/(n + 1), because the
+        awaited copy started n + 1 iterations earlier.
         """
         loads = sum(self._times(at, trips) for at in self._uses())
         return loads + sum(self._times(at, trips) / rounds for at, rounds in self._copies())

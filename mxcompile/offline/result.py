@@ -78,7 +78,8 @@ class CodegenResult:
     def save(self, folder: str | Path) -> None:
         """Writes wrappers, kernels, assembly, binaries and a summary.
 
-        ``summary.txt`` is ``str(result)``, ``summary.json`` has launches and figures, ``report.json`` the report.
+        ``summary.txt`` is ``str(result)``, ``summary.json`` has launches and figures, ``report.json`` the
+        report.
 
         Args:
             folder: Target folder; it is created if it does not exist.
@@ -196,7 +197,7 @@ def _table(result: CodegenResult, launches: Sequence[Launch]) -> str:
 
 
 def _estimates(launches: Sequence[Launch], rates: Rates) -> tuple[str, str]:
-    """Returns the sum of the launches' estimates with its range, and the largest part of the longest launch."""
+    """Returns the sum of the launches' estimates with its range, and the longest launch's largest part."""
     known = [launch.estimate for launch in launches if launch.estimate is not None]
     if not known:
         return "", ""
@@ -205,7 +206,7 @@ def _estimates(launches: Sequence[Launch], rates: Rates) -> tuple[str, str]:
 
 
 def _computed(launches: Sequence[Launch]) -> str:
-    """Returns the GEMMs of some launches, by the last steps of their paths; without GEMMs, the source of the cast."""
+    """Returns the GEMMs of some launches, shortened; without GEMMs, the source of their casts."""
     gemms = list(dict.fromkeys(_tail(gemm) for launch in launches for gemm in launch.gemms))
     if gemms:
         return gemms[0] if len(gemms) == 1 else f"{gemms[0]} +{len(gemms) - 1}"
@@ -262,7 +263,7 @@ def _rest(result: CodegenResult) -> list[str]:
 
 
 def side_by_side(results: Mapping[str, CodegenResult]) -> str:
-    """Returns a table with a column per policy: estimates by kind, ratio to the last policy, bytes, launches."""
+    """Returns a table with a column per policy: estimates by kind, ratio to the last, bytes, launches."""
     steps = {name: result.step for name, result in results.items()}
     last = list(steps.values())[-1]
     rows: list[list[str]] = [

@@ -10,8 +10,8 @@ the size of a quantized element with its share of a scale: 33/32 bytes for MXFP8
 A cast writes b bytes per element (d if the GEMM is emulated and reads values) and reads half of the source,
 because rowwise and columnwise quantize share one read. A per-tensor scale takes another read. Sibling layers
 (q, k and v; gate and up) share the cast of their input. Not included: norms, activations, optimizer,
-communication and launch overhead, which BF16 has, too. A cast that is fused with its prologue costs less. These
-are estimates, never measurements.
+communication and launch overhead, which BF16 has, too. A cast that is fused with its prologue costs less.
+These are estimates, never measurements.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def operand_bytes(gemm: GemmRecord) -> tuple[float, float]:
 
 
 def _format(operand: OperandFormat) -> Format:
-    """Returns the format of a record's operand; the rounding of a stored weight's scales does not matter here."""
+    """Returns the format of an operand. A stored weight has no rounding, which does not matter here."""
     derivation = Rounding.RCEIL if operand.rounding == STORED else operand.rounding
     return Format.of(f"{operand.elem} {operand.block} {derivation} {operand.elements} {operand.amax}")
 

@@ -7,8 +7,8 @@ Patched inside the context, and restored at its end, also after errors:
     Triton's active driver             the target of compiled kernels
     Inductor's caches                  cached capabilities of the chip, cleared at entry and exit
 
-Nothing is allocated on or sent to a device, so a real GPU is not disturbed. A lock serializes compiles, because
-other threads would see the patches, too.
+Nothing is allocated on or sent to a device, so a real GPU is not disturbed. A lock serializes compiles,
+because other threads would see the patches, too.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@
     exposed      FSDP's gathers of BF16 weights, twice per micro-batch, and its gradient reduction, as far as
                  they take longer than the layers that overlap with them
 
-The estimate is arithmetic on the model's sizes, with kernel times from `estimate`. Not included: host time, the
-missing input gradient of the first layer, and waits for slower ranks.
+The estimate is arithmetic on the model's sizes, with kernel times from `estimate`. Not included: host time,
+the missing input gradient of the first layer, and waits for slower ranks.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ class TrainingStep:
 def update_bytes(gradient_bytes: float, *, clip: bool = True) -> dict[str, float]:
     """Returns the bytes that an update moves, by part, with gradients in the dtype of their parameters.
 
-    Clipping reads gradients for their norm, then reads and writes them. AdamW reads parameters, gradients and two
-    states per parameter, and writes all but the gradients.
+    Clipping reads gradients for their norm, then reads and writes them. AdamW reads parameters, gradients and
+    two states per parameter, and writes all but the gradients.
     """
     return {"clip": 3 * gradient_bytes if clip else 0.0, "optimizer": 7 * gradient_bytes}
 
@@ -156,8 +156,8 @@ def scaled(
 ) -> tuple[tuple[str, Work], ...]:
     """Returns `works` for `tokens` times as many tokens, in sequences `length` times as long.
 
-    The number of launches stays; attention scales with both factors. Weight casts scale with `tokens`, too, which
-    overestimates them.
+    The number of launches stays; attention scales with both factors. Weight casts scale with `tokens`, too,
+    which overestimates them.
     """
     return tuple(
         (kind, work.times(tokens, products=tokens * (length if kind == "attention" else 1.0)))
