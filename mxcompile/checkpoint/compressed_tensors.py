@@ -71,7 +71,7 @@ def config_entry(ignored: Iterable[str], stored_modules: Mapping[str, Format]) -
 
 
 def parts(name: str, form: Format) -> tuple[str, ...]:
-    """Returns the tensor names of the weight `name`: elements, scales, and the global scale if the format has one."""
+    """Returns the tensor names of a weight: elements, scales, and global scale if the format has one."""
     whole = (name + _GLOBAL,) if form.two_level else ()
     return (name + (_PACKED if form.elem.packed else ""), name + SUFFIX, *whole)
 

@@ -42,7 +42,7 @@ def convert(
     model: LoadedModel | None = None,
     progress: bool = True,
 ) -> StoredWeights:
-    """Writes the checkpoint `source` to the directory `target`, with its weights stored as the policy decides.
+    """Writes the checkpoint `source` to `target`, with its weights stored as the policy decides.
 
     The directory appears completely or not at all. The SQNR of every stored weight is measured on the written
     file; ``mxfp8_weights.json`` in the directory has the table.

@@ -43,9 +43,8 @@ class ExportedTensor(NamedTuple):
     Attributes:
         name: Name of a tensor in the published checkpoint of the model.
         codes: FP8 elements, bytes of two FP4 elements each, or the values of a tensor that is not quantized.
-        scales: Scales of blocks of 32 along the last dimension, [..., k/32]; for NVFP4, E4M3 scales of
-            blocks of
-            16. None for a tensor that is not quantized.
+        scales: Scales of blocks of 32 along the last dimension, [..., k/32]; for NVFP4, E4M3 scales of blocks
+            of 16. None for a tensor that is not quantized.
         global_scale: FP32 [1]; divides the scales of NVFP4.
     """
 
@@ -86,7 +85,7 @@ def export_weights(
             `policy`), cannot be traced, or has no layer in a format of stored weights.
         CheckpointError: The layout is unknown.
 
-    Example:
+    Examples:
         >>> for name, codes, scales, global_scale in mxcompile.export_weights(model):
         ...     send(name, codes, scales)
     """
@@ -196,7 +195,7 @@ def _cut(value: Any, how: WeightUse) -> str:
 
 
 def _cast(name: str, value: Tensor, how: WeightUse) -> MXTensor:
-    """Returns the stored form of the whole `value`. Each rank casts its shard, except for two-level scales."""
+    """Returns `value`, whole and stored. Each rank casts its shard, except for two-level scales."""
     form = how.form
     assert form is not None
     if form.two_level:
@@ -227,7 +226,7 @@ def _two_level(value: Tensor, how: WeightUse, form: Format) -> MXTensor:
 
 
 def _gathered(like: Any, part: Tensor, width: int) -> Tensor:
-    """Returns the whole tensor, with rows of `width`, whose shard on this rank is `part`, sharded as `like`."""
+    """Returns the whole tensor, with rows of `width`, from this rank's shard `part`, sharded as `like`."""
     if local(like) is like:
         return part
     from torch.distributed.tensor import DTensor

@@ -40,12 +40,10 @@ def load_quantized(
         path: A safetensors file or a directory of them, in the layout of compressed-tensors
             (``mxfp8-quantized``, ``mxfp4-pack-quantized``, ``nvfp4-pack-quantized``), of torchao, or of
             GPT-OSS, whose experts stay in MXFP4.
-        model: The model to load into, on any device including meta; its parameters are replaced. By
-            default, the
-            result is the Hugging Face model of the directory's config.json, in evaluation mode.
-        dtype: Dtype of the values of stored weights, if neither config.json nor the checkpoint contains
-            it; by
-            default the dtype of all other weights of the checkpoint, else BF16.
+        model: The model to load into, on any device including meta; its parameters are replaced. By default,
+            the result is the Hugging Face model of the directory's config.json, in evaluation mode.
+        dtype: Dtype of the values of stored weights, if neither config.json nor the checkpoint contains it;
+            by default the dtype of all other weights of the checkpoint, else BF16.
 
     Returns:
         The model.
@@ -53,7 +51,7 @@ def load_quantized(
     Raises:
         CheckpointError: The checkpoint is damaged, has no stored weight, or does not fit the model.
 
-    Example:
+    Examples:
         >>> model = mxcompile.load_quantized("Llama-3-8B-MXFP8")
     """
     checkpoint = Checkpoint.open(path)
@@ -173,7 +171,7 @@ def architecture(path: Path, raw: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _assign(path: Path, model: nn.Module, reading: Mapping[str, Callable[[], Tensor]]) -> None:
-    """Replaces each parameter and buffer of `model`, wherever it is shared, with its tensor from `reading`."""
+    """Replaces each parameter and buffer of `model`, wherever it is shared, by its tensor in `reading`."""
     places: defaultdict[int, list[tuple[dict[str, Any], str]]] = defaultdict(list)
     known: dict[str, Tensor] = {}
     for prefix, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""The plan of a conversion for every tensor of a checkpoint, derived from the model before any tensor is read.
+"""The plan of a checkpoint's conversion, derived from the model before any tensor is read.
 
     tensor of the file ─▶ parameter of the model, by Transformers' own renamings ─▶ the policy's decision
 
@@ -99,7 +99,7 @@ def blank(entry: Entry, weight: StoredWeight | None) -> Tensor:
 
 
 def _modules(model: nn.Module, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the weights of the modules of `model`, with the tensors of `stored` in place of its parameters."""
+    """Returns the weights of the modules of `model`; tensors of `stored` replace its parameters."""
     parameters = model.named_parameters(remove_duplicate=False)
     by_identity = {id(value): stored[path] for path, value in parameters if path in stored}
     linears = ((name, each) for name, each in model.named_modules() if isinstance(each, nn.Linear))
@@ -110,7 +110,7 @@ def _modules(model: nn.Module, stored: Mapping[str, Tensor]) -> dict[str, Tensor
 
 
 def _reasons(weights: Mapping[str, StoredWeight], decided: Mapping[str, StoredWeight]) -> str:
-    """Returns why no tensor is stored: obstacles of weights that the policy stores, else the policy's reasons."""
+    """Returns why no tensor is stored: obstacles of weights that the policy stores, else its reasons."""
     wanted = any(each.stored for each in decided.values())
     policies = {each.reason for each in decided.values()}
     reasons = Counter(each.reason for each in weights.values() if not wanted or each.reason not in policies)

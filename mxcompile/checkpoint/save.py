@@ -1,4 +1,4 @@
-"""`save_quantized`: writes a model with stored weights as a safetensors checkpoint that other projects read."""
+"""`save_quantized`: writes a model with stored weights as a safetensors checkpoint for other projects."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def save_quantized(
         CheckpointError: The model has no stored weight, the directory exists or cannot be written, or the
             layout does not support a weight.
 
-    Example:
+    Examples:
         >>> mxcompile.quantize_weights_(model)
         >>> mxcompile.save_quantized(model, "Llama-3-8B-MXFP8")
     """
@@ -70,7 +70,7 @@ def state_of(model: nn.Module) -> dict[str, Any]:
 
 
 def published(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns `state` with the names of a Hugging Face model's published checkpoint; unchanged for other models."""
+    """Returns `state`, for a Hugging Face model with the tensor names of its published checkpoint."""
     if not hasattr(getattr(model, "config", None), "model_type"):
         return state
     from transformers.core_model_loading import revert_weight_conversion

@@ -27,7 +27,7 @@ def stored_weight(
     dtype: torch.dtype | None = None,
     global_scale: Entry | None = None,
 ) -> StoredWeight:
-    """Returns the weight that a file stores in several tensors. Derives the blocked dimension from the shapes.
+    """Returns the weight that a file stores in several tensors, with the blocked dimension from their shapes.
 
     Args:
         name: Name of the weight.
@@ -80,7 +80,7 @@ def _check_global(global_scale: Entry | None, form: Format, what: str) -> None:
 
 
 def plain_weight(entry: Entry, *, is_read: bool = True) -> StoredWeight:
-    """Returns the weight that a file stores without quantization. is_read: whether the model has a parameter for it."""
+    """Returns the weight of an unquantized tensor. is_read: whether the model has a parameter for it."""
     return StoredWeight(
         name=entry.name, shape=entry.shape, dtype=entry.dtype, tensors=(entry.name,), is_read=is_read
     )

@@ -115,10 +115,7 @@ class _Flattening:
         return _Flattening(self._flat, self._owner or node, calls).copy(body.graph, inside)
 
     def _slice(self, whole: fx.Node, like: fx.Node) -> fx.Node:
-        """Returns the first slice of `whole`, as a new input if `whole` is an input.
-
-        A select node would make a stack of layers look like a stack of experts.
-        """
+        """Returns the first slice of `whole`. It is an input if `whole` is one: a select would look like experts."""
         if whole.op != "placeholder":
             return self._call(aten.select.int, whole, 0, 0, like=like)
         first = self._flat.placeholder(str(whole.target))  # passes know gradients by it

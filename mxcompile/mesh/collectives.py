@@ -37,13 +37,11 @@ SEND = "send"
 class Collective:
     """A collective in which a rank takes part at every step.
 
-    kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast" or "send".
-    what: "weights", "gradients" or "activations"; "activations" in backward are mostly their gradients.
-    name: path of the module that has the weights or computes the activations.
-    dtype: torch's name without the prefix "torch.".
-    num_bytes: bytes that this rank contributes. without_bytes: the same without mxcompile.
-    axis: mesh axis. ranks: size of the process group. stride: difference of neighbouring rank numbers in it.
-    phase: "forward" or "backward".
+    kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast" or "send". what: "weights",
+    "gradients" or "activations", which in backward are mostly their gradients. name: module path. dtype:
+    torch's name. num_bytes: bytes that this rank contributes; without_bytes: the same without mxcompile.
+    axis: mesh axis. ranks: size of the process group. stride: difference of neighbouring rank numbers. phase:
+    "forward" or "backward".
     """
 
     kind: str
@@ -108,10 +106,7 @@ def of_groups(groups: Iterable[FSDPGroup], axes: Axes, *, training: bool) -> Ite
 
 
 def _gather(group: FSDPGroup, axes: Axes, along: Any, phase: str) -> Collective:
-    """Returns the all-gather of `group` in `phase` over the process group `along`.
-
-    If `along` has fewer ranks than the group (``reshard_after_forward=n``), each rank sends a larger share.
-    """
+    """Returns the all-gather of `group` in `phase`; over fewer ranks, each sends a larger share."""
     dtypes = {one.dtype for one in group.parameters if not one.is_mx}
     bytes_alone = any(one.is_mx for one in group.parameters) or len(dtypes) > 1
     share = group.ranks // along.size()
@@ -155,10 +150,7 @@ def _reductions(group: FSDPGroup, axes: Axes) -> Iterator[Collective]:
 def of_graph(
     graph: fx.Graph, axes: Axes, phase: str, others: Callable[[str], Iterable[str]]
 ) -> Iterator[Collective]:
-    """Yields the collectives of `graph`, repeated for folded layers.
-
-    others: returns, for a module path, the paths of the other layers that the traced layer represents.
-    """
+    """Yields the collectives of `graph`, repeated for the `others` of each path (equal layers)."""
     for node, num_bytes, without_bytes in sent(graph):
         path, operator = module_of(node)[0], str(packet(node)).rpartition(".")[2]
         first = node.args[0]

@@ -63,11 +63,7 @@ _RATES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Protocol:
-    """An NCCL protocol.
-
-    share: fraction of the bandwidth. alone: the same with one rank in each node.
-    start_us: latency of a collective. nvlink_us, net_us: latency of a step on each link.
-    """
+    """An NCCL protocol: fraction of the bandwidth, and µs of a start and of a step on each link."""
 
     share: float
     alone: float
@@ -81,15 +77,12 @@ _PROTOCOLS = (
     _Protocol(share=0.92, alone=0.7, start_us=14.0, nvlink_us=1.9, net_us=4.0),  # LL128
     _Protocol(share=0.5, alone=0.25, start_us=6.6, nvlink_us=0.6, net_us=2.7),  # LL
 )
-"""Constants for rings, from NCCL's src/graph/tuning.cc."""
+"""For rings, from NCCL's src/graph/tuning.cc. alone: the fraction with one rank in each node."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Links:
-    """The links of a GPU.
-
-    nvlink, net: 10⁹ bytes per second in each direction, None if unknown. node: number of GPUs in a node.
-    """
+    """Links of a GPU. nvlink, net: 10⁹ bytes per second each way, None if unknown. node: GPUs in a node."""
 
     nvlink: float | None = None
     net: float | None = None

@@ -32,11 +32,10 @@ _WAIT = torch.ops._c10d_functional.wait_tensor
 class LivenessPoint:
     """The memory while a node runs.
 
-    path: module path of the node.
-    saved, last: saved bytes during the first and the last of the equal layers that the module represents.
-    working: working bytes. times: number of equal layers.
-    layer: path of the representing layer; "" if the node is not in a folded layer.
-    born: (parameter path, gradient bytes) for each parameter gradient that this node completes.
+    path: module path of the node. saved, last: saved bytes during the first and the last of the equal layers
+    that the module represents. working: working bytes. times: number of equal layers. layer: path of the
+    representing layer, "" outside of folded layers. born: (parameter path, bytes) of each gradient that this
+    node completes.
     """
 
     path: str
@@ -52,9 +51,8 @@ class LivenessPoint:
 class GraphLiveness:
     """The liveness of a graph's forward and backward nodes, in execution order.
 
-    saved: bytes kept between forward and backward, for all layers.
-    results: bytes of the other forward outputs.
-    kept: (module path, saved bytes) of each saved tensor, for one of the equal layers.
+    saved: bytes kept between forward and backward, for all layers. results: bytes of the other forward
+    outputs. kept: (module path, saved bytes) of each saved tensor, for one of the equal layers.
     """
 
     forward: tuple[LivenessPoint, ...]
@@ -66,10 +64,9 @@ class GraphLiveness:
 
 @dataclass(slots=True)
 class _Buffer:
-    """A tensor in memory.
+    """A tensor in memory, in `times` equal layers that `keeper` represents.
 
     birth, death: positions of the node that writes it and of its last reader.
-    times: number of equal layers that hold such a tensor. keeper: path of the layer that represents them.
     """
 
     size: int
@@ -81,10 +78,7 @@ class _Buffer:
 
 @dataclass(slots=True)
 class _Sum:
-    """Bytes of tensors of folded layers.
-
-    all: bytes in all equal layers. others: by representing layer, bytes in the equal layers but one.
-    """
+    """Bytes of tensors in folded layers: of all layers, and of all but one by representing layer."""
 
     all: int = 0
     others: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))

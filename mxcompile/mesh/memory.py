@@ -46,8 +46,8 @@ class MemoryBreakdown:
 class Memory:
     """Bytes on one rank by category. The module docstring defines the categories.
 
-    saved: bytes saved by all layers between forward and backward.
-    forward, backward: breakdown at the peak of each phase. loss: breakdown between them.
+    saved: bytes saved by all layers between forward and backward. forward, backward: breakdown at the peak of
+    each phase. loss: breakdown between them.
     """
 
     parameters: int

@@ -21,10 +21,7 @@ from mxcompile.report.forms.words import byte_count, count
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineRank:
-    """A rank of a pipeline.
-
-    blocks: number of its blocks. in_flight: number of micro-batches in flight in each of its stages.
-    """
+    """A pipeline rank. blocks: number of its blocks. in_flight: micro-batches in flight by stage."""
 
     blocks: int
     in_flight: tuple[int, ...]
@@ -103,8 +100,7 @@ def rank_memory(
 ) -> Memory:
     """Returns the memory of `rank` of a pipeline.
 
-    groups: the FSDP2 groups on this pipeline rank.
-    layers: by stage, a function that counts the stage's layers represented by the module at a path.
+    groups: the FSDP2 groups on this rank. layers: by stage, counts the layers that a module path represents.
 
     FSDP2 keeps whole gradients in the reduction dtype until the last micro-batch.
     """

@@ -26,10 +26,7 @@ Action = tuple[str, int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """The result of a simulated schedule.
-
-    us: µs from the first start to the last end. busy: µs of computation on each rank.
-    """
+    """A simulated schedule. us: from the first start to the last end. busy: µs of computation by rank."""
 
     us: float
     busy: tuple[float, ...]
@@ -37,10 +34,7 @@ class Timeline:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """The schedule of a pipeline.
-
-    name: one of `SCHEDULES`. ranks: size of the axis pp. microbatches: micro-batches in a step.
-    """
+    """A pipeline schedule. name: one of `SCHEDULES`. ranks: size of the axis pp. microbatches: in a step."""
 
     name: str
     ranks: int
@@ -48,10 +42,9 @@ class Schedule:
 
     @staticmethod
     def parse(name: str | None, ranks: int, microbatches: int | None) -> Schedule:
-        """Returns the schedule called `name`, in any case.
+        """Returns the schedule called `name`, by default 1F1B with as many micro-batches as ranks.
 
-        The default is 1F1B with as many micro-batches as ranks. Raises `OptionError` for an unknown name, and
-        for a number of micro-batches that the schedule does not support.
+        Raises `OptionError` for an unknown name or an unsupported number of micro-batches.
         """
         known = {each.lower(): each for each in SCHEDULES}
         asked = ONE_F_ONE_B if name is None else known.get(name.lower())
@@ -117,10 +110,7 @@ class Schedule:
     def run(
         self, forward_us: Sequence[float], backward_us: Sequence[float], send_us: float = 0.0
     ) -> Timeline:
-        """Simulates the schedule.
-
-        forward_us, backward_us: µs of a micro-batch's pass by stage. send_us: µs of a transfer.
-        """
+        """Simulates micro-batches whose passes take these µs by stage, and transfers that take `send_us`."""
         pending = [self.order(rank) for rank in range(self.ranks)]
         free, busy = [0.0] * self.ranks, [0.0] * self.ranks
         ends: dict[Action, float] = {}

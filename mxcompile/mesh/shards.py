@@ -28,8 +28,8 @@ _SIZES = {str(Gemm.FPROP): "mnk", str(Gemm.DGRAD): "mkn", str(Gemm.WGRAD): "nkm"
 class Shard:
     """A shard of a GEMM on one rank.
 
-    whole, local: (m, n, k) in the whole model and on this rank. notes: consequences of the sharding.
-    experts: (experts on this rank, all experts) if ranks have different experts, else None.
+    whole, local: (m, n, k) in the whole model and on this rank. notes: consequences of the sharding. experts:
+    (experts on this rank, all experts) if ranks have different experts, else None.
     """
 
     name: str

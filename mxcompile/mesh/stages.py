@@ -38,11 +38,10 @@ def split(blocks: int, stages: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stages:
-    """The stages of a model.
+    """The stages of a model. sizes: number of blocks in each stage. blocks: blocks of the model.
 
-    sizes: number of blocks in each stage. blocks: blocks of the model.
-    before: modules outside of blocks that run before them; `look` fills it.
-    sent: (bytes, dtype) of tensors that a block passes to another block; `look` fills it.
+    `look` fills two fields. before: modules outside of blocks that run before them. sent: (bytes, dtype) of
+    tensors that a block passes to another block.
     """
 
     schedule: Schedule
@@ -74,10 +73,7 @@ class Stages:
                     self.sent.append((bytes_of(value), str(value.dtype).removeprefix("torch.")))
 
     def sends(self, rank: int, stride: int, training: bool) -> Iterator[Collective]:
-        """Yields the transfers of `rank` for one micro-batch.
-
-        stride: difference between the numbers of neighbouring pipeline ranks.
-        """
+        """Yields the transfers of `rank` for one micro-batch. stride: distance to the next pipeline rank."""
         size, dtype = max(self.sent, default=(0, ""))
         for stage in self.schedule.of_rank(rank):
             ways = (("forward", stage + 1), ("backward", stage - 1))
@@ -104,10 +100,7 @@ class Stages:
         return bisect_right(list(itertools.accumulate(self.sizes)), block.number)
 
     def counting(self, stage: int, others: Callable[[str], Iterable[str]]) -> Callable[[str], int]:
-        """Returns a function that counts the layers of `stage` that the module at a path represents.
-
-        others: returns, for a path, the paths of the other equal layers.
-        """
+        """Returns a function that counts the layers of `stage` among a path and its `others`."""
         return lambda path: sum(self.stage(each) == stage for each in (path, *others(path)))
 
     def groups(self, groups: Iterable[FSDPGroup], rank: int) -> tuple[FSDPGroup, ...]:

@@ -42,10 +42,7 @@ _COLORS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshCandidate:
-    """A mesh to evaluate.
-
-    parallel: parallelism of a plain model, e.g. "fsdp,tp=llama"; None for a factory. tp: size of the axis tp.
-    """
+    """A mesh. parallel: e.g. "fsdp,tp=llama", None for a factory. tp: size of the axis tp."""
 
     mesh: str
     parallel: str | None

@@ -40,10 +40,9 @@ _ALONE = 2
 class RankWork:
     """The work of one rank in a step under one policy.
 
-    policy: name of the policy. works: kernel launches by phase. collectives: collectives of a step.
-    wire: whether collectives send mxcompile's bytes (`num_bytes`) or the plain model's (`without_bytes`).
-    logits, gradients: bytes of the model's differentiable outputs and of the rank's gradients; 0 in
-    inference.
+    policy: name of the policy. works: kernel launches by phase. collectives: collectives of a step. wire:
+    whether collectives send mxcompile's bytes (`num_bytes`) or the plain model's (`without_bytes`). logits,
+    gradients: bytes of the model's differentiable outputs and of the rank's gradients; 0 in inference.
     microbatches: micro-batches in a step; works, logits and collectives of activations are per micro-batch.
     waits: the bubble of a pipeline rank.
     """
@@ -120,10 +119,7 @@ class RankWork:
         return total
 
     def times(self, one: Collective) -> int:
-        """Returns how often a collective runs in a step.
-
-        Activations are sent, and weights that are freed after forward are gathered, in every micro-batch.
-        """
+        """Returns how often a step runs a collective; activations and freed weights: per micro-batch."""
         every = not _is_fsdp(one) or (one.what == "weights" and self._gathers_again)
         return self.microbatches if every else 1
 
@@ -173,7 +169,7 @@ def _by_kind(works: Works, rates: Rates) -> dict[str, float]:
 class Waits:
     """The bubble of a pipeline rank.
 
-    stages: work of one micro-batch in each stage. send: transfer from a stage to the next.
+    stages: work of a micro-batch in each stage. send: transfer to the next stage.
     """
 
     schedule: Schedule
@@ -192,10 +188,7 @@ class Waits:
 class StepTime:
     """The time of a step under several policies; the last policy is the baseline.
 
-    Attributes:
-        works: Work of the rank under each policy.
-        links: Links of a GPU.
-        rates: Rates of the chip and its links.
+    works: work of the rank under each policy. links: links of a GPU. rates: rates of the chip and its links.
     """
 
     works: tuple[RankWork, ...]

@@ -42,13 +42,11 @@ _AMD_KEYS = "vgpr_count", "vgpr_spill_count"
 class Binary:
     """A compiled kernel.
 
-    settings: block sizes, warps and stages. num_configs: configurations that Inductor would time.
-    registers: registers per thread. spill_bytes: spilled bytes per thread. shared_bytes: shared memory per
-    block.
-    tmem_columns: columns of tensor memory per block.
-    mma: distinct matrix instructions; AMD's scaled ones include the formats of their operands.
-    text: TTGIR, PTX, SASS or AMD assembly by file suffix. image: cubin or hsaco by file suffix.
-    problems: reasons why the kernel cannot run on the target.
+    settings: block sizes, warps and stages. num_configs: configurations that Inductor would time. registers:
+    registers per thread. spill_bytes: spilled bytes per thread. shared_bytes: shared memory per block.
+    tmem_columns: columns of tensor memory per block. mma: distinct matrix instructions; AMD's scaled ones
+    include the formats of their operands. text: TTGIR, PTX, SASS or AMD assembly by file suffix. image: cubin
+    or hsaco by file suffix. problems: reasons why the kernel cannot run on the target.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)

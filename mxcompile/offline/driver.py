@@ -63,12 +63,10 @@ _CONFIG: dict[str, Any] = {
 class Generated:
     """The code that Inductor generated for one graph.
 
-    phase: "forward", "backward" or "inference". source: the Python module.
-    input_bytes: bytes of the graph's inputs by their names in the module.
-    origins: names of the graph nodes that a kernel computes, by ``name:number`` in the order of code
-    generation.
-    gemms: tags by node name. operators: operator by node name. attention_flops: FLOPs of attention nodes by
-    name.
+    phase: "forward", "backward" or "inference". source: the Python module. input_bytes: bytes of the graph's
+    inputs by their names in the module. origins: names of the graph nodes that a kernel computes, by
+    ``name:number`` in the order of code generation. gemms: tags by node name. operators: operator by node
+    name. attention_flops: FLOPs of attention nodes by name.
     """
 
     phase: str

@@ -32,13 +32,11 @@ class Work:
     """The work of a launch, independent of the rates that its chip sustains.
 
     num_bytes: bytes of device memory traffic. issue_us: time of the instructions with every issue slot in
-    use.
-    mma_us: time of the products at the data sheet's rate. product: their kind in `rates`, "" without
-    products.
-    shared_us: time of the shared memory traffic of operands.
-    between_issue_us, between_us: between two tiles, time of instructions and of barriers.
-    waits: number of waits of products for loads, in sequence. round_trips: waits of a warp for device memory.
-    serial: whether a block synchronizes in every iteration.
+    use. mma_us: time of the products at the data sheet's rate. product: their kind in `rates`, "" without
+    products. shared_us: time of the shared memory traffic of operands. between_issue_us, between_us: between
+    two tiles, time of instructions and of barriers. waits: number of waits of products for loads, in
+    sequence. round_trips: waits of a warp for device memory. serial: whether a block synchronizes in every
+    iteration.
     """
 
     num_bytes: float = 0.0

@@ -72,20 +72,20 @@ def codegen(
     """Generates the code that a compile of `model` would run on `target`, without the GPU.
 
     Args:
-        model: Model on any device, including meta; it is neither run nor changed. With `mesh`, a factory,
-            too.
-        args: Positional arguments of the model's call (see `models.arguments`).
+        model: Model on any device, including meta; it is neither run nor changed. With `mesh`, possibly a
+            factory as for `explain_rank`.
+        *args: Positional arguments of the model's call (see `models.arguments`).
         target: A GPU of `lowering.targets.TARGETS`, or a chip such as "h100".
         out_dir: Folder in which to save the result.
         training: Whether to generate backward, too.
         policy: As the backend's option.
         rates: File of measured rates, which replace rows of the built-in table (see `rates`).
         attention: Backend of attention without a mask, "cudnn" or "flash"; "auto" is PyTorch's choice.
-        watch: Adds the code of the steps that this watch samples.
-        mesh: Mesh whose rank 0 runs the code, as in `explain_rank`.
+        watch: Watch whose sampled steps are generated, instead of ordinary steps.
+        mesh: Mesh of ranks; the code is rank 0's, as in `explain_rank`.
         parallel: Parallelism of the mesh, as in `explain_rank`.
         kwargs: Keyword arguments of the model's call.
-        inputs: Further keyword arguments of the model's call.
+        **inputs: Further keyword arguments of the model's call.
 
     Returns:
         Launches, kernels, estimates and the report. A kernel that cannot run raises nothing; see `problems`.
@@ -95,6 +95,10 @@ def codegen(
         PolicyError: `policy` is not valid.
         OptionError: Neither the model nor `codegen` takes a keyword, or an option is not valid.
         ModelError: The model cannot be traced.
+
+    Examples:
+        >>> result = mxcompile.codegen(model, input_ids=ids, target="sm_100", out_dir="code")
+        >>> print(result)
     """
     given = {"target": target, "out_dir": out_dir, "training": training, "policy": policy, "watch": watch}
     given |= {"mesh": mesh, "parallel": parallel}

@@ -60,11 +60,10 @@ class Facts:
     """Figures of a launched kernel.
 
     work: input of `estimate`. programs: launched blocks. resident: blocks that an SM holds at once.
-    instructions: instructions that a warp issues.
-    per_element: instructions per thread and element, for a kernel that only casts.
-    between: time between two tiles as a fraction of a tile's time.
-    barriers, waits: barriers in one step along K, and waits for loads that the same step started.
-    understood: whether the grid and all trip counts are known; loops with unknown trip counts count once.
+    instructions: instructions that a warp issues. per_element: instructions per thread and element, for a
+    kernel that only casts. between: time between two tiles as a fraction of a tile's time. barriers, waits:
+    barriers in one step along K, and waits for loads that the same step started. understood: whether the grid
+    and all trip counts are known; loops with unknown trip counts count once.
     """
 
     work: Work
@@ -204,11 +203,7 @@ class _Launched:
         return known
 
     def _trips_of_warps(self, tiles: float) -> dict[Loop, float]:
-        """Returns trip counts under warp specialization.
-
-        The dispatch loops in which warps wait for a task count 1 / warps, because a single warp runs each
-        task.
-        """
+        """Returns trip counts under warp specialization; a dispatch loop counts 1 / warps, since one warp runs it."""
         others = [loop for loop in self.code.loops if loop not in self.code.product_loops]
         rounds = {loop: tiles if loop.depth < 2 else self.steps for loop in others}
         return rounds | dict.fromkeys(self.code.product_loops[:-2], 1 / self.warps)
@@ -339,10 +334,7 @@ class _Launched:
         return self.tile_cycles / _SUSTAINED_MMA
 
     def _uncovered_cycles(self) -> float:
-        """Returns the cycles of a tile's store that do not overlap with the next tile's products.
-
-        Nothing overlaps if tensor memory has no room for two accumulators.
-        """
+        """Returns the cycles of a tile's store beyond the next tile's products; all with a single accumulator."""
         outside = [
             loop for loop in self.code.loops if loop.depth == 0 and loop not in self.code.product_loops
         ]

@@ -24,14 +24,13 @@ COLLECTIVE = "collective"
 class Launch:
     """One kernel launch of a step.
 
-    phase: "forward", "backward" or "inference", numbered if the model has several graphs.
-    kernel: name of a generated kernel or of a library operator. generated: whether it is generated.
-    gemms: GEMMs it computes, as ``layer gemm``. operators: operators it computes, without views.
-    cast: source of a launch that only casts: "input" (a weight, or a tensor saved for backward), "library"
-    (result of a library kernel) or "generated" (result of a generated kernel, a missed fusion); else "".
-    num_bytes: lower bound of the bytes it moves. flops: FLOPs of its products.
-    library: name of the library kernel in the GEMM's record.
-    work, estimate: see `estimate`; None for a chip without known peaks. facts: figures from the machine code.
+    phase: "forward", "backward" or "inference", numbered if the model has several graphs. kernel: name of a
+    generated kernel or of a library operator. generated: whether it is generated. gemms: GEMMs it computes,
+    as ``layer gemm``. operators: operators it computes, without views. cast: source of a launch that only
+    casts: "input" (a weight, or a tensor saved for backward), "library" (result of a library kernel) or
+    "generated" (result of a generated kernel, a missed fusion); else "". num_bytes: lower bound of the bytes
+    it moves. flops: FLOPs of its products. library: name of the library kernel in the GEMM's record. work,
+    estimate: see `estimate`; None for a chip without known peaks. facts: figures from the machine code.
     """
 
     phase: str

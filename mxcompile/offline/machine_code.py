@@ -90,10 +90,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class MachineCode:
-    """A kernel's program.
-
-    instructions: in program order. loops: outer ones first, without spin loops that wait for an event.
-    """
+    """A kernel's program. instructions: in order. loops: outer ones first, without spin loops."""
 
     instructions: tuple[Instruction, ...]
     loops: tuple[Loop, ...]

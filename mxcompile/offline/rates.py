@@ -12,7 +12,7 @@
 
 A fraction refers to the peaks in `lowering.targets`. Times are in µs; their low is the longest time. A rate
 that was not measured on a chip is assumed with a wide range, and its source says "assumed". ``make
-gpu-rates`` writes measured rates in the format of `Rates.load`; they replace rows of the table.
+gpu-rates`` writes measured rates in the format that `Rates.of` reads; they replace rows of the table.
 """
 
 from __future__ import annotations

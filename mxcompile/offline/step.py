@@ -20,10 +20,10 @@ INDISTINGUISHABLE = "not distinguishable"
 class Step:
     """Sums over launches.
 
-    us: sum of the estimates. by_kind, by_reason: the same by kind of launch and by largest part.
-    num_bytes: lower bound of the bytes moved. cast_memory_us: memory time of the casts alone.
-    launches: launches with an estimate. unclear: launches among them with an unknown trip count.
-    works: work of the launches. rates: rates behind the estimates.
+    us: sum of the estimates. by_kind, by_reason: the same by kind of launch and by largest part. num_bytes:
+    lower bound of the bytes moved. cast_memory_us: memory time of the casts alone. launches: launches with an
+    estimate. unclear: launches among them with an unknown trip count. works: work of the launches. rates:
+    rates behind the estimates.
     """
 
     us: float = 0.0

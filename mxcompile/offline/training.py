@@ -57,10 +57,10 @@ class TrainingStep:
     """A training step.
 
     layers, width, vocabulary, parameters: sizes of the model. tokens: tokens of a micro-batch on a GPU.
-    micro_batches: micro-batches in a step. gpus: number of GPUs over which FSDP shards.
-    link_gbs: 10⁹ bytes per second that a GPU sends and receives in a collective; required for several GPUs.
-    recompute: one of `RECOMPUTE`. reduce_bytes: bytes of a reduced gradient element.
-    clip: whether gradients are clipped by their norm.
+    micro_batches: micro-batches in a step. gpus: number of GPUs over which FSDP shards. link_gbs: 10⁹ bytes
+    per second that a GPU sends and receives in a collective; required for several GPUs. recompute: one of
+    `RECOMPUTE`. reduce_bytes: bytes of a reduced gradient element. clip: whether gradients are clipped by
+    their norm.
     """
 
     layers: int

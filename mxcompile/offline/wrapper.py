@@ -26,9 +26,8 @@ class KernelCall:
     """One launch in a generated module.
 
     kernel: name of a generated kernel or of an operator, e.g. ``extern_kernels.mm``. generated: which of the
-    two.
-    handle: Inductor's provenance key of the launch. reads, writes: tensors, by the name of their allocation.
-    numbers: literal arguments, sizes and the grid. num_bytes: lower bound of the bytes moved.
+    two. handle: Inductor's provenance key of the launch. reads, writes: tensors, by the name of their
+    allocation. numbers: literal arguments, sizes and the grid. num_bytes: lower bound of the bytes moved.
     """
 
     kernel: str

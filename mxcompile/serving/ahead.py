@@ -39,7 +39,7 @@ def aoti_configs(target: str = "auto") -> dict[str, Any]:
     Raises:
         TargetError: The target is unknown.
 
-    Example:
+    Examples:
         >>> program = torch.export.export(model, inputs)
         >>> torch._inductor.aoti_compile_and_package(program, inductor_configs=aoti_configs())
     """

@@ -1,7 +1,6 @@
 """The plan of stored weights: the weights that a policy stores, in which formats, and why not the others.
 
-    model ─▶ trace without gradients (compiler/parameter_uses) ─▶ casts of each weight (passes/weights) ─▶
-        plan
+    model ─▶ trace without gradients (compiler/parameter_uses) ─▶ casts of weights (passes/weights) ─▶ plan
 
 A weight is stored exactly if ``backend="mxfp8"`` would cast it in forward, and in the same format.
 """
@@ -101,7 +100,7 @@ def weight_of(name: str, value: Tensor, use: WeightUse) -> StoredWeight:
 
 
 def common_cast(own_uses: Sequence[WeightUse]) -> WeightUse:
-    """Returns a use that represents all uses of a weight; its format is None unless all uses share one cast."""
+    """Returns a use that represents all uses of a weight, without a format unless they share one cast."""
     keeping = next((use for use in own_uses if use.form is None), None)
     if keeping is not None:
         return keeping

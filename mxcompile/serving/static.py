@@ -29,7 +29,7 @@ def static_cache(model: Any, max_cache_len: int) -> MXStaticCache:
         ModelError: No layer can be stored in MXFP8, or `model` is not a Hugging Face model.
         OptionError: transformers 5 or later is missing, or `max_cache_len` is not positive.
 
-    Example:
+    Examples:
         >>> cache = mxcompile.static_cache(model, max_cache_len=4096)
         >>> model.generate(**inputs, cache=cache)
     """

@@ -49,8 +49,7 @@ def quantize_weights_(
         model: The model, on any device. On the meta device, only types change.
         policy: A preset, file, dict or `Policy`; by default the preset ``inference``.
         args: Positional arguments of a call of the model. A trace of this call on fake tensors yields the
-            roles
-            of the layers. A Hugging Face or timm model needs none.
+            roles of the layers. A Hugging Face or timm model needs none.
         kwargs: Keyword arguments of the call.
         progress: Whether to show a progress bar on a terminal.
 
@@ -63,7 +62,7 @@ def quantize_weights_(
         PolicyError: The policy quantizes weights, but none to a format in which they can be stored. Nothing
             changes.
 
-    Example:
+    Examples:
         >>> print(mxcompile.quantize_weights_(model))
         >>> compiled = torch.compile(model, backend="mxfp8")
     """

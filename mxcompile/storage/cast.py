@@ -31,9 +31,8 @@ def quantize(
     whole tensor becomes NaN.
 
     Args:
-        x: A tensor of any float dtype (FP64 is rounded to FP32 first), rank ≥ 1 and any length; the
-            length along
-            `block_dim` must be even for FP4. The last block may be shorter.
+        x: A tensor of any float dtype (FP64 is rounded to FP32 first), rank ≥ 1 and any length; the length
+            along `block_dim` must be even for FP4. The last block may be shorter.
         block_dim: The dimension along which blocks run.
         elem_dtype: ``torch.float8_e4m3fn``, ``torch.float8_e5m2``, or ``torch.float4_e2m1fn_x2`` for FP4.
         rounding: Rounding of the scale: ``rceil`` (arXiv 2506.08027), ``floor`` (OCP MX v1.0), ``ceil``,
@@ -45,7 +44,7 @@ def quantize(
     Raises:
         FormatError: The dtype, dimension or length is not supported.
 
-    Example:
+    Examples:
         >>> w = mxcompile.quantize(torch.randn(64, 128, dtype=torch.bfloat16))
         >>> w.qdata.dtype, w.scale.shape
         (torch.float8_e4m3fn, torch.Size([64, 4]))
@@ -99,7 +98,7 @@ def pieces(x: Tensor, dim: int) -> Iterator[tuple[slice, ...]]:
 
 
 def sqnr_db(x: Tensor, stored: MXTensor) -> float | None:
-    """Returns the signal-to-quantization-noise ratio of `stored` against `x` in dB; None if `stored` is exact."""
+    """Returns the signal-to-quantization-noise ratio of `stored` against `x` in dB; None if exact."""
     signal = error = 0.0
     for rows in pieces(x, stored.block_dim % x.ndim):
         source = x[rows].double()

@@ -26,7 +26,7 @@ from mxcompile.storage.tensor import HANDLERS, MXTensor, dense
 aten = torch.ops.aten
 
 _Handler = Callable[..., Any]
-"""Takes the operator and its arguments. Returns the result, or `NotImplemented` if the operator breaks blocks."""
+"""Takes the operator and its arguments. Returns the result, or `NotImplemented` if blocks would break."""
 
 
 def handles(*ops: Any) -> Callable[[_Handler], _Handler]:
@@ -222,7 +222,7 @@ def _joined(func: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
 
 
 def _alike(tensors: Sequence[MXTensor], at: int | None) -> list[Tensor]:
-    """Returns the global scales of `tensors`, expanded to one shape; along `at`, to the length of each tensor."""
+    """Returns the global scales of `tensors` in one shape; along `at`, with the length of each tensor."""
     wholes = [x.global_scale for x in tensors if x.global_scale is not None]
     shape = [max(sizes) for sizes in zip(*(whole.shape for whole in wholes), strict=True)]
     return [

@@ -55,7 +55,7 @@ def _check_global(global_scale: Tensor, qdata: Tensor, block_dim: int) -> None:
 
 
 def unpacked_layout(qdata: Tensor, block_dim: int, per_byte: int) -> tuple[Sequence[int], Sequence[int]]:
-    """Returns shape and strides in elements of `qdata`, whose bytes hold `per_byte` elements along `block_dim`."""
+    """Returns the shape and strides of the elements in `qdata`, with `per_byte` elements in a byte."""
     if per_byte == 1:
         return qdata.shape, qdata.stride()
     dim, shape, strides = block_dim % qdata.ndim, list(qdata.shape), list(qdata.stride())

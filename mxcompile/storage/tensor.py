@@ -42,20 +42,16 @@ class MXTensor(Tensor):
     """A tensor in MXFP8, MXFP4 or NVFP4: elements and the scales of their blocks.
 
     Attributes:
-        qdata: Elements. FP8: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``, in the shape of the
-            source. FP4:
-            ``torch.uint8``, two elements per byte, half the length along `block_dim`; the constructor
-                takes them
-            as ``torch.float4_e2m1fn_x2``, which `elem_dtype` returns.
+        qdata: Elements. FP8: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``, in the shape of the source.
+            FP4: ``torch.uint8``, two elements per byte, half the length along `block_dim`; the constructor
+            takes them as ``torch.float4_e2m1fn_x2``, which `elem_dtype` returns.
         scale: Block scales, which multiply in `dequantize`: ``torch.float8_e8m0fnu`` with length ⌈n/32⌉ along
             `block_dim`; for NVFP4, ``torch.float8_e4m3fn`` with length ⌈n/16⌉.
         block_dim: The dimension along which blocks run, as passed; a negative number counts from the end.
         dtype: Dtype of the values, in which operators compute.
-        global_scale: FP32, for NVFP4 only; divides `scale` in `dequantize`. One number, or a tensor of
-            the rank of
-            `qdata` that has length 1 along `block_dim` and may vary along other dimensions, e.g.
-                after joining
-            tensors.
+        global_scale: FP32, for NVFP4 only; divides `scale` in `dequantize`. One number, or a tensor of the
+            rank of `qdata` that has length 1 along `block_dim` and may vary along other dimensions, e.g.
+            after joining tensors.
 
     Raises:
         FormatError: The parts are inconsistent.
@@ -189,10 +185,9 @@ class MXTensor(Tensor):
         global_change: Callable[[Tensor], Tensor] | None = None,
         dtype: torch.dtype | None = None,
     ) -> MXTensor:
-        """Returns a tensor with changed qdata and scales.
+        """Returns a tensor with changed qdata and scales, and blocks along `block_dim`.
 
-        block_dim: blocked dimension of the result. global_change: change of the global scale, if different.
-        dtype: new dtype of the values.
+        global_change: change of the global scale, if it differs. dtype: new dtype of the values.
         """
         dim, dtype = self.block_dim if block_dim is None else block_dim, dtype or self.dtype
         whole = None if self.global_scale is None else (global_change or change)(self.global_scale)
@@ -210,7 +205,7 @@ class MXTensor(Tensor):
         return sum(part.nbytes for part in self.parts)
 
     def storage(self) -> Any:
-        """Raises `FormatError`, because each part has its own storage. Safetensors calls it to save a tensor."""
+        """Raises `FormatError`, because each part has its own storage. Safetensors calls it at save."""
         raise FormatError(
             "an MXTensor is several tensors and has no storage of its own: a model that has some is saved by"
             " mxcompile.save_quantized(model, directory), its state_dict by torch.save"
@@ -301,10 +296,7 @@ def dense(x: MXTensor) -> Tensor:
 
 
 def _refuse_mutation(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Raises `FormatError` if `func` writes to an `MXTensor`.
-
-    Schemas of c10d collectives do not mark written arguments, so all of them are refused.
-    """
+    """Raises `FormatError` if `func` writes to an `MXTensor`; c10d schemas do not mark writes."""
     if func.namespace == "c10d":
         raise FormatError(f"{func} takes no MXTensor: give it the tensor's qdata, then its scale_bytes")
     for index, argument in enumerate(func._schema.arguments):
