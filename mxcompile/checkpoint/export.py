@@ -151,7 +151,7 @@ class ExportedWeights:
             how, dtype = self._casts.get(name), self._dtypes.get(name)
             value = value.detach()
             if dtype is not None and value.is_floating_point():
-                value = value.to(dtype)  # as FSDP2 gathers it
+                value = value.to(dtype)  # the dtype in which FSDP2 gathers it
             exported = _whole(value) if how is None else _cast(name, value, how)
             for key, tensor in published(self._model, {name: exported}).items():
                 yield ExportedTensor(key, *self._layout.pack(key, tensor).values())

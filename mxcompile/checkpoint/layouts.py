@@ -153,10 +153,10 @@ def _read(checkpoint: Checkpoint, weight: StoredWeight, dtype: torch.dtype) -> T
     if weight.form is None:
         return elements
     scales = parts[0].view(weight.form.scale.stored_dtype)
-    is_swapped = elements.ndim > len(weight.shape)  # GPT-OSS: a dimension of blocks, of transposed experts
+    is_swapped = elements.ndim > len(weight.shape)  # GPT-OSS: [E, N, K/32, 16], transposed
     elements = (elements.flatten(-2) if is_swapped else elements).view(weight.form.stored_dtype)
     whole = parts[1] if weight.form.two_level else None
-    if whole is not None and not (whole.isfinite() & (whole > 0)).all():  # nothing can be divided by it
+    if whole is not None and not (whole.isfinite() & (whole > 0)).all():  # the scale is a divisor
         name = weight.tensors[-1]
         raise CheckpointError(
             f"{checkpoint.entries[name].file}: {name!r} is {whole.item()}, not a positive number:"

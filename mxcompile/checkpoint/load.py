@@ -20,7 +20,7 @@ from mxcompile.checkpoint.files import Checkpoint, line_of, read_json
 from mxcompile.checkpoint.layouts import NO_LAYOUT, readers, weights_in
 from mxcompile.errors import CheckpointError
 from mxcompile.lowering.inductor import (
-    casts as casts,  # Inductor, and what it packages, has its own dequantize
+    casts as casts,  # registers Inductor's dequantize, also for AOTInductor packages
 )
 from mxcompile.models.names import joined, user_path
 from mxcompile.models.wrappers import users_own
@@ -102,7 +102,7 @@ def _huggingface(checkpoint: Checkpoint, path: Path, raw: dict[str, Any], dtype:
         model, info = owner.from_pretrained(
             None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
         )
-    except Exception as error:  # transformers checks what it is given in its own ways
+    except Exception as error:  # transformers raises errors of many classes
         raise CheckpointError(f"{path}: {type(error).__name__}: {line_of(error)}") from error
     for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[key]:
@@ -166,7 +166,7 @@ def architecture(path: Path, raw: dict[str, Any]) -> tuple[Any, Any]:
     plain = {key: value for key, value in raw.items() if key != "quantization_config"}
     try:
         return owner, transformers.AutoConfig.for_model(**plain)
-    except Exception as error:  # of transformers' own checks
+    except Exception as error:  # transformers raises errors of many classes
         raise CheckpointError(f"{path}: {type(error).__name__}: {line_of(error)}") from error
 
 

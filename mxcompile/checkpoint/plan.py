@@ -121,7 +121,7 @@ def _reasons(weights: Mapping[str, StoredWeight], decided: Mapping[str, StoredWe
 
 def _of_config(source: Path, raw: dict[str, Any]) -> LoadedModel:
     owner, config = architecture(source, raw)
-    with torch.device("meta"):  # in BF16, because products of BF16 have kernels
+    with torch.device("meta"):  # BF16, because BF16 products have kernels
         return LoadedModel(name=str(source), model=owner(config).to(torch.bfloat16))
 
 
@@ -173,7 +173,7 @@ def _for_file(entry: Entry, weight: StoredWeight, lost: str, layout: FileLayout)
     if weight.form is None:
         return own
     reason = lost
-    if weight.keeps_table:  # a checkpoint has one tensor for both
+    if weight.keeps_table:  # a checkpoint has one tensor for table and layer
         reason = f"{weight.reason.partition(';')[0]}, but {TABLE}"
     if entry.dtype not in _SOURCES:
         reason = f"its dtype is {str(entry.dtype).removeprefix('torch.')}"

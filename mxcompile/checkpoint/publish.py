@@ -73,7 +73,7 @@ def write_tensors(
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
-    # wide elements come first, so that all are aligned
+    # wide elements come first, which aligns all tensors to their element size
     for name in sorted(specs, key=lambda name: (-specs[name].element_size(), name)):
         start, end = end, end + specs[name].nbytes
         dtype, shape = DTYPE_NAMES[specs[name].dtype], list(specs[name].shape)

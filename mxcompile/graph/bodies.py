@@ -115,10 +115,13 @@ class _Flattening:
         return _Flattening(self._flat, self._owner or node, calls).copy(body.graph, inside)
 
     def _slice(self, whole: fx.Node, like: fx.Node) -> fx.Node:
-        """Returns the first slice of `whole`. It is an input if `whole` is one: a select would look like experts."""
+        """Returns the first slice of `whole`, as a new input if `whole` is an input.
+
+        A select node would make a stack of layers look like a stack of experts.
+        """
         if whole.op != "placeholder":
             return self._call(aten.select.int, whole, 0, 0, like=like)
-        first = self._flat.placeholder(str(whole.target))  # passes know gradients by it
+        first = self._flat.placeholder(str(whole.target))  # passes match gradients to inputs by the target
         first.meta = {**whole.meta, "val": like.meta["val"]}
         return first
 
@@ -147,7 +150,7 @@ class _Flattening:
         copied.meta[OWNER_KEY] = self._owner or node
         if self._owner is not None:
             copied.meta[CALLS_KEY] = self._calls
-            copied.meta.pop("seq_nr", None)  # of another tracing
+            copied.meta.pop("seq_nr", None)  # numbers of another trace do not match
         return copied
 
 

@@ -33,7 +33,7 @@ def convolution_sizes(node: fx.Node) -> Sizes:
     if x is None or w is None or y is None:
         return UNKNOWN
     taps = math.prod(w.shape[2:])
-    if transposed:  # every input pixel makes a patch of the output
+    if transposed:  # every input pixel contributes a patch of the output
         m, n, k = x.shape[0] * math.prod(x.shape[2:]), w.shape[1] * taps, w.shape[0] // groups
     else:
         m, n, k = y.shape[0] * math.prod(y.shape[2:]), w.shape[0] // groups, w.shape[1] * taps

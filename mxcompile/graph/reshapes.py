@@ -11,7 +11,7 @@ from mxcompile.graph.opsets import COPIES, RESHAPES, argument, aten, packet, per
 from mxcompile.graph.tags import value_of
 
 Chain = tuple[fx.Node, ...]
-"""Nodes, each of which reads the previous one."""
+"""Nodes in order. Each reads the previous node."""
 
 
 def is_step(node: fx.Node) -> bool:

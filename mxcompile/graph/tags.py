@@ -33,12 +33,12 @@ class Kind(Enum):
     """The kind of a matmul."""
 
     LINEAR = auto()  # one operand depends on parameters alone
-    PRODUCT = auto()  # of two activations, or of none
+    PRODUCT = auto()  # both operands depend on activations, or none does
     ATTENTION = auto()  # one of the two products inside an attention operator
     QUANTIZED = auto()  # already quantized by the model
-    OPAQUE = auto()  # inside an operator no pass can look into
-    TANGENT = auto()  # of a forward-mode derivative
-    CONVOLUTION = auto()  # of more than one pixel, or else no linear layer
+    OPAQUE = auto()  # inside an operator that no pass can decompose
+    TANGENT = auto()  # part of a forward-mode derivative
+    CONVOLUTION = auto()  # not pointwise, so not a linear layer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +62,7 @@ class GemmTag:
     tensors: contents of the left and right operand: "x", "w" or "dy".
     argument: whether the weight is an argument. stored: format of a weight that is stored quantized.
     recast: whether the GEMM casts such a weight again. block: the layer's position in the repeated blocks.
-    batch, m, n, k: sizes; symbolic ones by their hint, None for data-dependent ones.
+    batch, m, n, k: sizes; a symbolic size by its hint, None for a data-dependent size.
     role, evidence: results of the pass `classify`.
     whole: n and k of the layer if this GEMM computes a shard or a part of it, else None.
     choice, formats, saved, sent: results of the pass `decide`; `formats` is None unless the GEMM is

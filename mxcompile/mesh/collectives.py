@@ -94,7 +94,7 @@ def stride(group: Any) -> int:
 
 
 def of_groups(groups: Iterable[FSDPGroup], axes: Axes, *, training: bool) -> Iterator[Collective]:
-    """Yields the collectives that FSDP2 runs in a step for `groups`, each of which takes part once."""
+    """Yields the collectives that FSDP2 runs in a step, in which each of `groups` runs once."""
     for group in groups:
         if group.ranks > 1:
             yield _gather(group, axes, group.shards, "forward")

@@ -148,7 +148,7 @@ class Links:
         sent = num_bytes * leaving.get(one.kind, rounds * (ranks - 1) / ranks)
         between = rounds * (nodes - 1)
         within = rounds * (ranks - 1) - between
-        if one.kind == "all-reduce" and nodes > 2:  # a tree has fewer steps
+        if one.kind == "all-reduce" and nodes > 2:  # NCCL then uses a tree, which has fewer steps
             within, between = rounds * (near - 1), rounds * math.log2(nodes)
         sent_us = sent / (self._gbs(one, near, rates) * 1e3)
         return min(

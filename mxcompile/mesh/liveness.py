@@ -78,7 +78,7 @@ class _Buffer:
 
 @dataclass(slots=True)
 class _Sum:
-    """Bytes of tensors in folded layers: of all layers, and of all but one by representing layer."""
+    """Bytes of tensors in all equal layers, and in all but one by representing layer."""
 
     all: int = 0
     others: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -125,7 +125,7 @@ def _of_forward(
     saved: dict[fx.Node, _Buffer],
     repeats: Repeats,
 ) -> Iterator[LivenessPoint]:
-    """Yields forward snapshots. For folded layers, the snapshot of the last one."""
+    """Yields forward snapshots. For folded layers, the snapshot of the last layer."""
     before, after = _Sum(), _Sum()
     for buffer in saved.values():
         after.add(buffer)

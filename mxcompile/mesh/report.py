@@ -36,7 +36,7 @@ class RankReport:
         ranks: Number of ranks.
         report: Report of the graphs that this rank compiles, with the sizes of its shards.
         memory: Bytes that this rank holds in a step.
-        shards: GEMMs of which this rank computes a shard, or whose decision differs from the whole model's.
+        shards: GEMMs that this rank computes in part, or whose decision differs from the whole model's.
         collectives: One entry for each collective in which this rank takes part in a step.
         time: Estimated step time, if link speeds were given.
         pipeline: All ranks of the pipeline, if the mesh has stages. The report then covers its slowest rank.
@@ -91,7 +91,7 @@ class RankReport:
         alike: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
         for shard in self.shards:
             if shard.gemm != Gemm.FPROP and not shard.notes:
-                continue  # its sizes follow from those of fprop
+                continue  # its sizes follow from fprop's
             whole, local = ("×".join(map(str, size)) for size in (shard.whole, shard.local))
             notes = [*shard.notes]
             if shard.experts is not None:
@@ -152,7 +152,7 @@ class RankReport:
             path: File whose suffix, ``.txt`` or ``.json``, chooses the format.
 
         Raises:
-            OptionError: The suffix is another one, or the file cannot be written.
+            OptionError: The suffix is unknown, or the file cannot be written.
         """
         files.save(path, form_of(path)(self), "rank report")
 

@@ -1,7 +1,7 @@
 """Cross-compilation of generated kernels, and inspection of the binaries.
 
 A kernel is compiled as Inductor would compile it on the target machine. Inductor would time several
-configurations; here the one with the lowest estimate is taken. If no configuration fits the chip's resources,
+configurations; here the lowest estimate decides. If no configuration fits the chip's resources,
 the last one is compiled without load pipelining, as Inductor does. Registers, spills and shared memory come
 from the binary: for NVIDIA by Triton's ``cuobjdump``, for AMD from the metadata in the assembly.
 """
@@ -69,8 +69,7 @@ class Binary:
 def cross_compile(name: str, source: str, target: Target, time: Callable[[Binary], float]) -> Binary:
     """Compiles the kernel `name` in `source`, a module written by Inductor, for `target`.
 
-    time: returns the estimate of a binary in µs; of several binaries without problems, the fastest is
-    returned.
+    time: returns the estimate of a binary in µs, which selects the fastest binary without problems.
 
     The caller must be inside ``stand_in(target)``. A kernel that does not compile raises nothing; the
     result's `problems` have the reason.
@@ -101,14 +100,14 @@ def _compiled(name: str, tuner: Any, config: Any, target: Target) -> Binary:
 
     def keep(source: Any, *args: Any, **kwargs: Any) -> Any:
         kernel = compile_kernel(source, *args, **kwargs)
-        if source.fn is tuner.fn:  # threads of an autotuner may compile others meanwhile
+        if source.fn is tuner.fn:  # an autotuner's threads may compile other kernels
             results.append(kernel)
         return kernel
 
     try:
         with mock.patch.object(triton, "compile", keep):
             tuner._precompile_config(config)
-    except Exception as error:  # whatever Triton or its assembler met
+    except Exception as error:  # Triton and its assembler raise errors of many classes
         log.info("%s does not compile for %s", name, target.name, exc_info=True)
         problem = f"does not compile: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
         return Binary(settings=described, num_configs=len(tuner.configs), problems=(problem,))
@@ -187,7 +186,7 @@ def _architecture(arch: int) -> str:
 def _spilled(ptx: str, arch: int) -> int:
     """Returns the bytes that the assembler spills. Raises `TargetError`.
 
-    The stack size alone is no measure of spills, because the stack also holds arrays, e.g. for sine's slow
+    The stack size does not measure spills, because the stack also holds arrays, e.g. for sine's slow
     path.
     """
     options = "-v", "--regAllocOptLevel=2", f"--gpu-name={_architecture(arch)}", "-o", "/dev/null"

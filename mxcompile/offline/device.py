@@ -31,7 +31,7 @@ from mxcompile.graph.tags import KEY, set_tag, tags_of
 from mxcompile.lowering.targets import Target
 from mxcompile.ops.view import argument_of, arguments_of
 
-_PADDED = 16  # a mask's rows start on multiples of this many elements in memory
+_PADDED = 16  # elements; kernels require this alignment of a mask's rows
 
 
 CUDNN, FLASH = "cudnn", "flash"

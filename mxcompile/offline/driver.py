@@ -48,10 +48,10 @@ _CONFIG: dict[str, Any] = {
     "cpp_wrapper": False,
     "benchmark_kernel": False,
     "trace.provenance_tracking_level": 1,
-    "max_autotune": False,  # nothing can be timed: the defaults
+    "max_autotune": False,  # timing needs the GPU
     "max_autotune_gemm": False,
     "max_autotune_pointwise": False,
-    "shape_padding": False,  # of BF16 products, by timing them
+    "shape_padding": False,  # Inductor pads BF16 products by timing them
     "joint_graph_constant_folding": False,
     "triton.cudagraphs": False,
     "triton.autotune_at_compile_time": False,
@@ -119,7 +119,7 @@ class Driver(Rehearsal[FakeTensorMode]):
                 states = [torch.zeros(3, requires_grad=state.requires_grad) for state in tapped.states]
             graph, inputs = tapped.gm, [*inputs, *states]
         with stand_in(self.target), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # advice about this machine
+            warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # it is about this machine, not the target
             trace(compilation, graph, inputs, self._generate, _CONFIG)
         self.parts.append(compilation.part)
         return gm.forward

@@ -8,8 +8,8 @@
 
 The estimate is the largest of the four plus a constant for the launch. A block that synchronizes in every
 iteration of a loop (e.g. a row reduction), on an SM with few other blocks, overlaps nothing within an
-iteration: its memory, issue and latency times add up. Not included: caches (bytes are those of whole tensors,
-read once), a partial last wave, and lower clocks under power limits. The estimate is not a lower bound,
+iteration: its memory, issue and latency times add up. Not included: caches (each tensor is read whole and
+once), a partial last wave, and lower clocks under power limits. The estimate is not a lower bound,
 because a kernel can be faster.
 """
 

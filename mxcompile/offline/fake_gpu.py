@@ -35,7 +35,7 @@ def _getitem(x: FakeTensor, index: Any) -> Any:
 def _copy(x: FakeTensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if x.device.type != "cuda":
         return Tensor.copy_(x, source, non_blocking)
-    source.expand(x.shape)  # raises if it cannot be copied
+    source.expand(x.shape)  # raises if the shape does not fit
     return x
 
 

@@ -5,8 +5,8 @@
     binary    kernel → assembly, binary, registers, spills, instructions
     kernel_work, estimate    launch → work → time and its largest part
 
-Two things differ from a compile on the target machine. Nothing is timed: of several configurations, the one
-with the lowest estimate is taken. And the model is traced on the CPU (see `device`).
+Two things differ from a compile on the target machine. Nothing is timed: the lowest estimate selects one of several
+configurations. And the model is traced on the CPU (see `device`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _DOTS = (
     "tile_product(",
     "weight_only.",
     "cached_attention.",
-)  # what a kernel that multiplies matrices says, or calls
+)  # substrings in the source of kernels that multiply matrices
 
 
 def codegen(
@@ -265,7 +265,7 @@ def _launches(phase: str, module: Module, graph: Generated) -> list[Launch]:
         products = [node for node in nodes if multiplies and node not in launched]
         launched.update(
             products
-        )  # what reads a product's parts, to sum them, has it among its origins as well
+        )  # a later kernel that sums a product's parts has it among its origins, too
         tags = [tag for node in products for tag in graph.gemms.get(node, ())]
         only_casts = bool(computed) and CASTS.issuperset(computed)
         launches.append(

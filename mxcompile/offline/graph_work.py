@@ -135,7 +135,7 @@ class _Reader:
         return (kind, Work(num_bytes=float(moved))) if moved else None
 
     def _read(self, members: list[fx.Node], inside: set[fx.Node]) -> int:
-        """Returns the bytes read from outside `inside`; of a viewed tensor, at most the views' bytes."""
+        """Returns the bytes read from outside `inside`; views limit the bytes of a tensor."""
         views: defaultdict[fx.Node, dict[fx.Node, int]] = defaultdict(dict)
         for node in members:
             for given in node.all_input_nodes:

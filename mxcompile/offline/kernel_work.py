@@ -12,7 +12,7 @@ assembler unrolled a loop, which the number of its loads shows, its trip count i
 A program that is alone on its SM does not multiply while it waits, in a step along K, for loads that the same
 step started. Between two tiles it executes the code outside the loop over K: instructions, and
 `BARRIER_CYCLES` for each barrier. With warp specialization, separate warps load, multiply, and store a tile
-while the next one is computed, if tensor memory has room for two accumulators; then only the part of the
+while the next tile is computed, if tensor memory has room for two accumulators; then only the part of the
 store that exceeds a tile's products counts.
 
 Matrix units with tensor memory read both operands of each tile from shared memory, at the same bandwidth as
@@ -203,7 +203,10 @@ class _Launched:
         return known
 
     def _trips_of_warps(self, tiles: float) -> dict[Loop, float]:
-        """Returns trip counts under warp specialization; a dispatch loop counts 1 / warps, since one warp runs it."""
+        """Returns trip counts under warp specialization.
+
+        Dispatch loops, in which warps wait for a task, count 1 / warps, because a single warp runs each task.
+        """
         others = [loop for loop in self.code.loops if loop not in self.code.product_loops]
         rounds = {loop: tiles if loop.depth < 2 else self.steps for loop in others}
         return rounds | dict.fromkeys(self.code.product_loops[:-2], 1 / self.warps)
@@ -334,7 +337,10 @@ class _Launched:
         return self.tile_cycles / _SUSTAINED_MMA
 
     def _uncovered_cycles(self) -> float:
-        """Returns the cycles of a tile's store beyond the next tile's products; all with a single accumulator."""
+        """Returns the cycles of a tile's store that do not overlap with the next tile's products.
+
+        Nothing overlaps if tensor memory has no room for two accumulators.
+        """
         outside = [
             loop for loop in self.code.loops if loop.depth == 0 and loop not in self.code.product_loops
         ]

@@ -48,7 +48,7 @@ class Launch:
 
     @property
     def kind(self) -> str:
-        """"product", "cast" (alone or fused with its producer), "attention", "collective" or "rest"."""
+        """Kind: "product", "cast" (alone or fused with its producer), "attention", "collective" or "rest"."""
         if "_c10d_functional" in self.kernel:
             return COLLECTIVE
         if self.gemms:

@@ -90,14 +90,14 @@ class Loop:
 
 @dataclass(frozen=True)
 class MachineCode:
-    """A kernel's program. instructions: in order. loops: outer ones first, without spin loops."""
+    """A kernel's program. instructions: in order. loops: outer loops first, no spin loops."""
 
     instructions: tuple[Instruction, ...]
     loops: tuple[Loop, ...]
 
     @cached_property
     def product_loops(self) -> tuple[Loop, ...]:
-        """Loops that contain a matrix instruction, outer ones first."""
+        """Loops that contain a matrix instruction, outer loops first."""
         products = [at for at, instruction in enumerate(self.instructions) if instruction.multiplies]
         return tuple(loop for loop in self.loops if any(map(loop.holds, products)))
 

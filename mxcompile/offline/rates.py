@@ -11,7 +11,7 @@
     launch_us                        overhead of a kernel: its start and its last programs
 
 A fraction refers to the peaks in `lowering.targets`. Times are in µs; their low is the longest time. A rate
-that was not measured on a chip is assumed with a wide range, and its source says "assumed". ``make
+that was not measured on a chip is assumed with a wide range, and its source is "assumed". ``make
 gpu-rates`` writes measured rates in the format that `Rates.of` reads; they replace rows of the table.
 """
 

@@ -87,7 +87,7 @@ def _us(gemm: GemmRecord, peak: Peak, target: Target, siblings: int) -> float:
         if operand.rounding != STORED:
             cast_bytes += (reads + (held if tflops else width)) * numel / share
         elif not tflops:
-            cast_bytes += (held + width) * numel  # dequantized
+            cast_bytes += (held + width) * numel  # a stored weight is dequantized
         product_bytes += held * numel
     product = (
         peak.time_us(flops=gemm.flops, tflops=tflops, num_bytes=product_bytes + width * out)

@@ -179,7 +179,7 @@ def stand_in(target: Target) -> Iterator[None]:
     """Patches torch and Triton to compile for `target`, a GPU, on any machine."""
     properties = _properties(target)
     interface = _interface(properties, target.arch)
-    device_interface.get_interface_for_device("cpu")  # torch registers its own first
+    device_interface.get_interface_for_device("cpu")  # torch's own registration comes first
     init_backend_registration()
     with _LOCK, ExitStack() as stack:
         enter = stack.enter_context

@@ -18,7 +18,7 @@ import torch
 _HANDLE = re.compile(r"# \[Provenance debug handles\] (\S+)")
 _MUTATED = re.compile(r"'mutated_arg_names': (\[[^\]]*\])")
 _ALLOCATORS = re.compile(r"empty_strided_\w+$")
-_AS_DTYPE = "torch.ops.aten.view.dtype"  # the same memory
+_AS_DTYPE = "torch.ops.aten.view.dtype"  # a view of the same memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +84,7 @@ class _ModuleReader:
         self._bytes = dict(input_bytes)
         self._itemsize: dict[str, int] = {}
         self._root = {name: name for name in input_bytes}
-        self._new: set[str] = set()  # memory that holds nothing yet: its first launch writes it
+        self._new: set[str] = set()  # uninitialized memory: its first launch writes it
         self.calls: list[KernelCall] = []
 
     def read(self, function: ast.FunctionDef) -> None:

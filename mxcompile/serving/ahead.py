@@ -50,7 +50,7 @@ def aoti_configs(target: str = "auto") -> dict[str, Any]:
 
 
 def _lower(graph: fx.Graph, target: str) -> None:
-    """Chooses kernels for the GEMMs of `graph`, each of which counts as a layer."""
+    """Chooses kernels for the GEMMs of `graph`. Each GEMM counts as a layer."""
     device = torch.device("cpu")
     for node in graph.nodes:
         value = tensor(node)

@@ -150,7 +150,7 @@ def _planned(path: str, value: Tensor, own_uses: Sequence[WeightUse], asking: st
     reason = use.reason
     if keeps_table and use.form is not None:
         reason += "; the embedding keeps its table"
-    elif use in own_uses and use.form is None:  # this use keeps the weight; others may want it stored
+    elif use in own_uses and use.form is None:  # this use prevents storing; another use may cast the weight
         wanted = asking or next((each.reason for each in own_uses if each.form is not None), "")
         if wanted:
             reason = f"{wanted}, but {TABLE if use.is_lookup else f'{use.layer} keeps it'}"

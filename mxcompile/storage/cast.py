@@ -1,4 +1,4 @@
-"""Casts to `MXTensor`: of a whole tensor (`quantize`), or in chunks of rows (`cast`)."""
+"""Casts to `MXTensor`: `quantize` casts a whole tensor, `cast` chunks of rows."""
 
 from __future__ import annotations
 

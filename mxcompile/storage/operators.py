@@ -119,7 +119,7 @@ def _split(_: Any, x: MXTensor, sizes: int | Sequence[int], dim: int = 0) -> Any
     if isinstance(sizes, int):
         if sizes < 1:
             return NotImplemented
-        sizes = [sizes] * max(1, -(-length // sizes))  # the last piece is cut at the end
+        sizes = [sizes] * max(1, -(-length // sizes))  # the last piece may be shorter
     elif sum(sizes) != length:
         return NotImplemented
     ends = zip(accumulate(sizes), sizes, strict=True)

@@ -117,7 +117,7 @@ class MXTensor(Tensor):
             return return_and_correct_aliasing(func, args, kwargs, result) if whole else result
         _refuse_mutation(func, args, kwargs)
         stored = (x for x in args if isinstance(x, MXTensor))
-        if func in _PRODUCTS and any(type(x.qdata) is Tensor and not x.is_meta for x in stored):  # not traced
+        if func in _PRODUCTS and any(type(x.qdata) is Tensor and not x.is_meta for x in stored):  # eager only
             _warn_of_eager()
         dense_args, dense_kwargs = tree_map_only(MXTensor, dense, (tuple(args), kwargs))
         return func(*dense_args, **dense_kwargs)
@@ -155,7 +155,7 @@ class MXTensor(Tensor):
         if not dtype.is_floating_point:
             raise FormatError(f"cannot dequantize to {dtype}: not a floating-point dtype")
         strides = self.qdata.stride()
-        order = sorted(range(self.ndim), key=lambda dim: -strides[dim])  # as dimensions lie in memory
+        order = sorted(range(self.ndim), key=lambda dim: -strides[dim])  # outermost in memory first
         if order == [*range(self.ndim)]:
             return self._decoded(self.block_dim, dtype, lambda part: part)
         dim = order.index(self.block_dim % self.ndim)
@@ -196,7 +196,7 @@ class MXTensor(Tensor):
     def of_parts(
         self, qdata: Tensor, scale_bytes: Tensor, block_dim: int, global_scale: Tensor | None
     ) -> MXTensor:
-        """Returns a tensor with other parts, and with the format and dtype of this one."""
+        """Returns a tensor with other parts, and with this tensor's format and dtype."""
         return self._of(qdata, scale_bytes, block_dim, self.dtype, self.form, global_scale)
 
     @property
