@@ -62,7 +62,7 @@ STRICT_RULES = {
         r"\b(?:says?|said|tells?|told|asks?|asked|hears?|heard|speaks?|knows?|knew|learns?|learned|recalls?)\b"
     ),
     "use a common verb": re.compile(r"\b(?:settles?|settled|meets?|met|adopts?|adopted)\b"),
-    "write Examples:, which mkdocstrings renders": re.compile(r"^ *Example:$", re.MULTILINE),
+    "write Examples:, which mkdocstrings renders": re.compile(r"(?:\A|\n)Example:\s"),
 }
 
 COINED = ("tapped", "twin", "obstacle", "misfit", "disguise", "outline")
@@ -115,8 +115,7 @@ def strict(path: str, source: str) -> Iterator[str]:
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            if isinstance(text := node.value.value, str):
-                yield from _broken(path, node.lineno, inspect.cleandoc(text))
+            yield from _broken(path, node.lineno, inspect.cleandoc(str(node.value.value)))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             first = (ast.get_docstring(node) or "Is empty").split()[0]
             is_property = any("property" in ast.unparse(each) for each in node.decorator_list)
@@ -130,7 +129,7 @@ def strict(path: str, source: str) -> Iterator[str]:
 def _broken(path: str, line: int, text: str) -> Iterator[str]:
     """Yields a line for each of `STRICT_RULES` that `text` breaks; tables, code and quotes are left out."""
     plain = QUOTED.sub("QUOTE", _CODE.sub("CODE", _TABLE.sub("", text)))
-    prose = re.sub(r"(?<!\n)\n *(?!\n| |\w+:$)", " ", plain)
+    prose = re.sub(r"(?<!\n)\n *(?!\n)", " ", plain)
     for fault, rule in STRICT_RULES.items():
         if match := rule.search(prose):
             yield f"{path}:{line}: {fault}: {match[0]!r} in {text.splitlines()[0]}"

@@ -1,8 +1,8 @@
 """Cross-compilation of generated kernels, and inspection of the binaries.
 
 A kernel is compiled as Inductor would compile it on the target machine. Inductor would time several
-configurations; here the lowest estimate decides. If no configuration fits the chip's resources,
-the last one is compiled without load pipelining, as Inductor does. Registers, spills and shared memory come
+configurations; here the lowest estimate decides. If no configuration fits the chip's resources, the last
+configuration is compiled without load pipelining, as Inductor does. Registers, spills and shared memory come
 from the binary: for NVIDIA by Triton's ``cuobjdump``, for AMD from the metadata in the assembly.
 """
 
@@ -44,7 +44,7 @@ class Binary:
 
     settings: block sizes, warps and stages. num_configs: configurations that Inductor would time. registers:
     registers per thread. spill_bytes: spilled bytes per thread. shared_bytes: shared memory per block.
-    tmem_columns: columns of tensor memory per block. mma: distinct matrix instructions; AMD's scaled ones
+    tmem_columns: columns of tensor memory per block. mma: distinct matrix instructions; AMD's scaled
     include the formats of their operands. text: TTGIR, PTX, SASS or AMD assembly by file suffix. image: cubin
     or hsaco by file suffix. problems: reasons why the kernel cannot run on the target.
     """

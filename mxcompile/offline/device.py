@@ -1,6 +1,6 @@
 """Moves a graph that was traced on fake CPU tensors to a GPU, before passes see it.
 
-Torch builds without GPU support have no autograd on GPU tensors, not even on fake ones. A model is therefore
+Torch builds without GPU support have no autograd on GPU tensors, even if these are fake. A model is therefore
 traced on the CPU, and its joint graph is moved: every value, every device argument, and the attention
 operators, which differ between CPU and GPU.
 

@@ -119,7 +119,7 @@ class Driver(Rehearsal[FakeTensorMode]):
                 states = [torch.zeros(3, requires_grad=state.requires_grad) for state in tapped.states]
             graph, inputs = tapped.gm, [*inputs, *states]
         with stand_in(self.target), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # it is about this machine, not the target
+            warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # about this machine
             trace(compilation, graph, inputs, self._generate, _CONFIG)
         self.parts.append(compilation.part)
         return gm.forward

@@ -5,8 +5,8 @@
     binary    kernel → assembly, binary, registers, spills, instructions
     kernel_work, estimate    launch → work → time and its largest part
 
-Two things differ from a compile on the target machine. Nothing is timed: the lowest estimate selects one of several
-configurations. And the model is traced on the CPU (see `device`).
+Two things differ from a compile on the target machine. Nothing is timed: the lowest estimate selects one of
+several configurations. And the model is traced on the CPU (see `device`).
 """
 
 from __future__ import annotations
@@ -263,9 +263,7 @@ def _launches(phase: str, module: Module, graph: Generated) -> list[Launch]:
         source = module.kernels.get(call.kernel, _DOTS[0])
         multiplies = any(dot in source for dot in _DOTS)
         products = [node for node in nodes if multiplies and node not in launched]
-        launched.update(
-            products
-        )  # a later kernel that sums a product's parts has it among its origins, too
+        launched.update(products)  # a later kernel that sums a product's parts has it among its origins, too
         tags = [tag for node in products for tag in graph.gemms.get(node, ())]
         only_casts = bool(computed) and CASTS.issuperset(computed)
         launches.append(
