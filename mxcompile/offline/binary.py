@@ -45,8 +45,8 @@ class Binary:
     settings: block sizes, warps and stages. num_configs: configurations that Inductor would time. registers:
     registers per thread. spill_bytes: spilled bytes per thread. shared_bytes: shared memory per block.
     tmem_columns: columns of tensor memory per block. mma: distinct matrix instructions; AMD's scaled
-    include the formats of their operands. text: TTGIR, PTX, SASS or AMD assembly by file suffix. image: cubin
-    or hsaco by file suffix. problems: reasons why the kernel cannot run on the target.
+    instructions include the formats of their operands. text: TTGIR, PTX, SASS or AMD assembly by file suffix.
+    image: cubin or hsaco by file suffix. problems: reasons why the kernel cannot run on the target.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)

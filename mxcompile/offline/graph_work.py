@@ -151,7 +151,7 @@ class _Reader:
 
 
 def _launches(graph: fx.Graph) -> Iterable[list[fx.Node]]:
-    """Yields the nodes of each launch without a product, in order."""
+    """Returns the nodes of each launch without a product, in order."""
     levels = _levels(graph)
     joined = UnionFind(levels)
     casts: dict[tuple[fx.Node, int], fx.Node] = {}
