@@ -1,11 +1,11 @@
 """torch.compile(model, backend="mxfp8"): train and serve PyTorch models in OCP MXFP8.
 
-Importing this package imports nothing else and changes nothing: each public name is loaded when it is first
-used. The first use of a name also registers the operators of ``torch.ops.mx`` and tells torch of `MXTensor`.
-A script that only loads a saved graph or an `MXTensor` therefore needs ``from mxcompile import MXTensor``.
+Importing this package imports nothing else and changes nothing: each public name is loaded at its first
+use. The first use of any name also registers the operators of ``torch.ops.mx``, and `MXTensor` with torch. A
+script that only loads a saved graph or an `MXTensor` therefore needs ``from mxcompile import MXTensor``.
 
-Dynamo finds the backend by the entry point of the installed package. A checkout on the path that is not
-installed has none: there the import registers the name.
+Dynamo finds the backend by the entry point of the installed package. A checkout on ``sys.path`` has no entry
+point, so importing it registers the backend's name.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def __dir__() -> list[str]:
 
 
 def _register_backend() -> None:
-    """Register the backend's name with Dynamo, as the entry point of an installed package does."""
+    """Registers the backend's name with Dynamo, as the entry point of an installed package does."""
     try:
         from torch._dynamo.backends import registry
     except ImportError:  # without torch nothing is compiled

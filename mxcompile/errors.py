@@ -1,8 +1,8 @@
-"""Every error a user of mxcompile can meet: one class per kind of mistake.
+"""The errors that mxcompile raises: one class per kind of mistake.
 
-A message says what was found, what was expected and what to do. It has the arguments of a public function in
-backquotes, for which the command line writes its flags. Errors that stand for a wrong value
-also derive from the builtin that describes it, so that ``except ValueError`` keeps working.
+A message gives the value found, the value expected and the remedy. It quotes arguments of public functions
+in backquotes; the command line replaces them by its flags. Errors about a wrong value also derive from the
+builtin class for it, so ``except ValueError`` keeps working.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class MXCompileError(Exception):
 
 
 class OptionError(MXCompileError, ValueError):
-    """``options=`` of the backend, or an argument of a public function, is not valid."""
+    """An entry of the backend's ``options=``, or an argument of a public function, is not valid."""
 
 
 class FormatError(MXCompileError, ValueError):
@@ -24,54 +24,54 @@ class FormatError(MXCompileError, ValueError):
 
 
 class PolicyError(MXCompileError, ValueError):
-    """A policy is not valid: says where, what was found and what is allowed."""
+    """A policy is not valid. The message has the location, the value found and the allowed values."""
 
 
 class UnsupportedError(MXCompileError, RuntimeError):
-    """Strict mode: the policy sends layers to MXFP8 that cannot go there."""
+    """MXFP8 does not support the request: a layer under strict mode, or gradients of an MXFP8 cache."""
 
 
 class ModelError(MXCompileError, ValueError):
-    """A model named on the command line cannot be made, or one given to a function cannot be traced."""
+    """A model named on the command line cannot be built, or a model passed to a function cannot be traced."""
 
 
 class TargetError(MXCompileError, ValueError):
-    """The target is unknown, or this machine or these versions cannot serve it."""
+    """The target is unknown, or this machine or the installed versions do not support it."""
 
 
 class CheckpointError(MXCompileError, ValueError):
-    """A checkpoint is damaged, holds what cannot be read, or cannot hold what is to be written."""
+    """A checkpoint is damaged, has contents that cannot be read, or cannot store the requested contents."""
 
 
 class NonFiniteError(MXCompileError, ArithmeticError):
-    """A watched run has NaN or Inf in an operand, and its watch is to stop it."""
+    """An operand of a watched run has NaN or Inf, and the watch is configured to stop the run."""
 
 
 class WatchError(MXCompileError, ArithmeticError):
-    """A rule of a watch stops a run."""
+    """A rule of a watch stops the run."""
 
 
 class VerificationError(MXCompileError, AssertionError):
-    """A pass left an invalid graph: a defect of mxcompile, never of the user's model."""
+    """A pass produced an invalid graph. This is a defect of mxcompile, never of the user's model."""
 
 
 def shown(value: object) -> str:
-    """`value` as an error shows it: in one line, cut where it is longer than a reader needs."""
+    """Returns the ``repr`` of `value` for an error message, cut to 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:79]}…"
 
 
 def nearest(word: str, allowed: Iterable[str]) -> str:
-    """``" (did you mean 'x'?)"`` for the allowed word closest to `word`, or an empty string."""
+    """Returns ``" (did you mean 'x'?)"`` for the allowed word closest to `word`, or ""."""
     by_lower = {known.lower(): known for known in allowed}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
     return f" (did you mean {by_lower[close[0]]!r}?)" if close else ""
 
 
 def not_allowed(what: str, value: object, allowed: Iterable[str]) -> str:
-    """One sentence: `what` is `value`, allowed are `allowed`, nearest is ….
+    """Returns "unknown `what` `value` (did you mean …?); allowed: …".
 
-    Letters outside ASCII are shown by their code: a Cyrillic е in a key looks like the right one.
+    Non-ASCII letters are shown by their code point, because a Cyrillic е in a key looks like a Latin e.
     """
     words = [str(word) for word in allowed]
     named = "".join(_by_code(sign) for sign in shown(value))
@@ -79,7 +79,7 @@ def not_allowed(what: str, value: object, allowed: Iterable[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` as a comment may hold it: what ends the line or cannot be seen is shown by its code."""
+    """Returns `text` for use in a one-line comment: line breaks and invisible characters become escapes."""
     return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
 
 

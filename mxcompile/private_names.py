@@ -1,9 +1,9 @@
-"""The names of PyTorch and Triton that are not public and that mxcompile uses, read from its own source.
+"""The private names of PyTorch and Triton that mxcompile uses, read from its own source.
 
-A compiler for Inductor cannot do without them, and any release may rename them. Code that needs a missing
-name falls back with a reason (`lowering.optional`) or fails where it is imported. `missing`, which
-``mxcompile env`` prints, says which those are before anything is compiled. A script looks for them in a wheel
-that is not installed (`tests/packaging/names_in_wheel.py`).
+An Inductor backend cannot work without private names, and any release may rename them. Code that needs a
+missing name falls back with a reason (`lowering.optional`) or fails at import. ``mxcompile env`` prints the
+result of `missing`, so a user sees the missing names before compiling anything. The script
+`tests/packaging/names_in_wheel.py` looks for the names in a wheel without installing it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LIBRARIES = ("torch", "triton")
 
 @functools.cache
 def used() -> dict[str, tuple[str, ...]]:
-    """Names by module, in order; of an attribute of a name, both with a dot between them."""
+    """Returns the sorted private names by module; attributes of imported names as ``name.attribute``."""
     names: dict[str, set[str]] = {}
     for folder in _FOLDERS:
         for file in folder.rglob("*.py"):
@@ -32,9 +32,10 @@ def used() -> dict[str, tuple[str, ...]]:
 
 
 def uses_of(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Module and name of each private name that `tree` imports, reads of an import, or overrides.
+    """Yields (module, name) for each private name that `tree` imports, reads as an attribute, or overrides.
 
-    A method that calls its base's by ``super()`` overrides it. An import under a ``try`` is not needed.
+    A method that calls ``super().method`` overrides that method. Imports in a ``try`` block are optional and
+    left out.
     """
     bound: dict[str, tuple[str, str]] = {library: (library, "") for library in _LIBRARIES}
     tried = {id(each) for node in ast.walk(tree) if isinstance(node, ast.Try) for each in node.body}
@@ -60,7 +61,7 @@ def uses_of(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def _path(node: ast.expr) -> list[str]:
-    """The names of ``a.b.c``, the first "" if it is not a name."""
+    """Returns the names of ``a.b.c``. The first is "" if the expression does not start with a name."""
     path: list[str] = []
     while isinstance(node, ast.Attribute):
         path.insert(0, node.attr)
@@ -69,7 +70,7 @@ def _path(node: ast.expr) -> list[str]:
 
 
 def _extended(kind: ast.ClassDef) -> Iterator[str]:
-    """The methods of a class that call those of the same name of its base."""
+    """Yields the methods of a class that call the base class's method of the same name."""
     for method in kind.body:
         if isinstance(method, ast.FunctionDef) and not method.name.startswith("__"):
             calls = {ast.unparse(node.func) for node in ast.walk(method) if isinstance(node, ast.Call)}
@@ -82,7 +83,7 @@ def _is_private(path: str) -> bool:
 
 
 def missing() -> list[str]:
-    """Returns the names of `used` that the installed versions lack, with their modules."""
+    """Returns ``module.name`` for the names of `used` that the installed versions lack."""
     import torch._inductor.compile_fx  # noqa: F401 — parts of Inductor import each other, in its order
 
     return [

@@ -1,6 +1,6 @@
-"""Writing a file whole or not at all: beside its place, then renamed into it.
+"""Atomic file writes: write a temporary file in the same folder, then rename it to the target.
 
-A reader, and another process that writes the same file, see an old or a new one, never half of one.
+Readers and other writers of the file see the old or the new content, never a partial file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _counter = itertools.count()
 
 
 def publish(path: Path, content: str | bytes) -> None:
-    """Write `content` to `path`, with the folders it needs, by rename. Raises `OSError`."""
+    """Writes `content` to `path` atomically; creates missing folders. Raises `OSError`."""
     path = Path(os.path.realpath(path))  # a link stays a link
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = beside(path)
@@ -27,5 +27,5 @@ def publish(path: Path, content: str | bytes) -> None:
 
 
 def beside(path: Path) -> Path:
-    """A file in the folder of `path` that no other process, and nothing else in this one, writes."""
+    """Returns an unused path in the folder of `path`, unique to this process and this call."""
     return path.with_name(f".{path.name[:200]}.{os.getpid()}.{next(_counter)}")

@@ -1,11 +1,11 @@
-"""The versions that the tests of values have run with, in one place.
+"""The versions of torch and Triton with which the numerical tests have run.
 
-Tests hold the machine code of kernels to figures (instructions an element, spills, barriers) of the Triton
-that `.ci/constraints.txt` pins; another one allocates registers otherwise.
+Tests bound the generated machine code (instructions per element, spills, barriers) for the Triton version
+pinned in `.ci/constraints.txt`. Other versions allocate registers differently.
 
-`pyproject.toml` has the lower bounds. There is no upper one: nothing newer is known to break, and code
-that uses private names falls back with a reason where one is missing. ``mxcompile env`` and, once, the
-backend say that newer versions are untested.
+`pyproject.toml` has the lower bounds. It has no upper bounds: no newer version is known to break, and code
+that uses private names falls back with a reason if a name is missing. ``mxcompile env`` and the backend (once
+per process) warn about newer versions.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from importlib import metadata
 log = logging.getLogger(__name__)
 
 TESTED = {"torch": ("2.11", "2.15"), "triton": ("3.6", "3.9")}
-"""Oldest and newest minor version, by distribution."""
+"""Oldest and newest tested minor version by distribution."""
 
 
 def installed(name: str) -> str | None:
-    """The installed version of the distribution `name`, or None."""
+    """Returns the installed version of the distribution `name`, or None."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -29,7 +29,7 @@ def installed(name: str) -> str | None:
 
 
 def untested(name: str) -> str:
-    """Why the installed version of `name` is not one of those tested; "" if it is, or is not installed."""
+    """Returns why the installed version of `name` is untested; "" if it is tested or not installed."""
     version = installed(name)
     if version is None or name not in TESTED:
         return ""
@@ -41,7 +41,7 @@ def untested(name: str) -> str:
 
 @functools.cache
 def warn_once() -> None:
-    """Log a warning for every distribution whose version is not among those tested."""
+    """Logs a warning for every distribution whose installed version is untested."""
     for name in TESTED:
         if reason := untested(name):
             log.warning("%s %s is %s", name, installed(name), reason)

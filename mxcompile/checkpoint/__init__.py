@@ -1,4 +1,4 @@
-"""Safetensors checkpoints of models whose weights are stored in MXFP8, in the layouts of others."""
+"""Safetensors checkpoints of models with MXFP8 weights, in the layouts of other projects."""
 
 from mxcompile.checkpoint.export import ExportedWeights as ExportedWeights
 from mxcompile.checkpoint.export import export_weights as export_weights

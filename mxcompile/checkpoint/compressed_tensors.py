@@ -5,7 +5,7 @@
     nvfp4-pack-quantized   x_packed, x_scale (E4M3, [N, K/16]), x_global_scale (FP32 [1], a divisor)
 
 The config.json has a quantization_config with the format of each module. Formats of activations are neither
-written nor read, because a policy says how activations are cast.
+written nor read, because the policy decides how activations are cast.
 
 Source: compressed_tensors.compressors.mxfp8, .mxfp4 and .nvfp4 (0.20).
 """
@@ -34,7 +34,7 @@ from mxcompile.storage.weights import StoredWeight
 _PACKED, _GLOBAL, _ZERO_POINT = "_packed", "_global_scale", "_zero_point"
 
 _FORMATS = {MXFP8: "mxfp8-quantized", MXFP4: "mxfp4-pack-quantized", NVFP4: "nvfp4-pack-quantized"}
-"""Names of formats in compressed-tensors."""
+"""Format names in compressed-tensors."""
 
 _MIXED, _DENSE = "mixed-precision", "dense"
 _METHOD = "compressed-tensors"
@@ -45,7 +45,7 @@ def config_entry(ignored: Iterable[str], stored_modules: Mapping[str, Format]) -
 
     Args:
         ignored: Modules whose weights are not stored quantized.
-        stored_modules: Formats of the other modules' weights, by module.
+        stored_modules: Format of the weights of each other module.
     """
     forms = [form for form in _FORMATS if form in stored_modules.values()] or [MXFP8]
     groups: dict[str, Any] = {}
@@ -71,13 +71,13 @@ def config_entry(ignored: Iterable[str], stored_modules: Mapping[str, Format]) -
 
 
 def parts(name: str, form: Format) -> tuple[str, ...]:
-    """The names of the elements and scales of the weight `name`, and of its global scale if it has one."""
+    """Returns the tensor names of a weight: elements, scales, and global scale if the format has one."""
     whole = (name + _GLOBAL,) if form.two_level else ()
     return (name + (_PACKED if form.elem.packed else ""), name + SUFFIX, *whole)
 
 
 def read(checkpoint: Checkpoint) -> Iterator[StoredWeight]:
-    """The weights of `checkpoint`. Raises `CheckpointError`."""
+    """Yields the weights of `checkpoint`. Raises `CheckpointError`."""
     _check_config(checkpoint)
     entries = checkpoint.entries
     for name, entry in entries.items():
@@ -94,7 +94,7 @@ def read(checkpoint: Checkpoint) -> Iterator[StoredWeight]:
 
 
 def _packed(entries: Mapping[str, Entry], name: str, entry: Entry) -> StoredWeight:
-    """Returns the weight `name` whose packed elements are `entry`."""
+    """Returns the weight `name`, whose packed elements are `entry`."""
     if name + _ZERO_POINT in entries:
         raise CheckpointError(f"{entry.file}: {entry.name!r} has zero points, which are not read")
     scale, whole = entries.get(name + SUFFIX), entries.get(name + _GLOBAL)
@@ -103,7 +103,7 @@ def _packed(entries: Mapping[str, Entry], name: str, entry: Entry) -> StoredWeig
 
 
 def _belongs_to(entries: Mapping[str, Entry], name: str) -> bool:
-    """Whether `name` is a scale of the elements of another tensor."""
+    """Whether `name` is a scale of another tensor."""
     for suffix in (_GLOBAL, SUFFIX):
         base = name.removesuffix(suffix)
         packed, plain = entries.get(base + _PACKED), entries.get(base)
@@ -115,7 +115,7 @@ def _belongs_to(entries: Mapping[str, Entry], name: str) -> bool:
 
 
 def _check_config(checkpoint: Checkpoint) -> None:
-    """Raises `CheckpointError` for a config.json that puts weights into a format that is not read."""
+    """Raises `CheckpointError` if config.json has a weight format that cannot be read."""
     file = checkpoint.path / "config.json"
     about = read_json(file).get("quantization_config") if file.is_file() else None
     if not isinstance(about, dict) or about.get("quant_method") != _METHOD:

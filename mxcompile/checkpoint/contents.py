@@ -1,4 +1,4 @@
-"""The contents of a checkpoint: its tensors, elements and scales as one, equal ones folded."""
+"""The contents of a checkpoint: elements and scales of a weight as one tensor, equal tensors folded."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mxcompile.report.fold import spelled
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorGroup:
-    """Tensors of one kind and shape.
+    """Tensors with the same kind and shape.
 
     Attributes:
         name: Names of all tensors, folded.
-        kind: Their dtype, or precision and elements of stored weights.
-        shape: Shape of the values of each.
+        kind: Dtype, or precision and element format of stored weights.
+        shape: Shape of the values of each tensor.
         count: Number of tensors.
-        num_bytes: Bytes of all together.
+        num_bytes: Bytes of all tensors together.
         precision: Precision of stored weights, "" for other tensors.
     """
 
@@ -31,10 +31,10 @@ class TensorGroup:
 
 
 def contents(checkpoint: Checkpoint) -> tuple[str, list[TensorGroup]]:
-    """Returns the layout of stored weights, "none" if there are none, and all tensors of a checkpoint.
+    """Returns the layout of stored weights ("none" without any), and all tensors of a checkpoint.
 
     Raises:
-        CheckpointError: Tensors do not belong together.
+        CheckpointError: Tensors are inconsistent.
     """
     alike: dict[tuple[str, str, tuple[int, ...]], list[tuple[str, int]]] = {}
     layout, weights = weights_in(checkpoint)

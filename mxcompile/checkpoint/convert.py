@@ -1,8 +1,8 @@
-"""`convert`: a checkpoint with its policy-chosen weights in MXFP8, MXFP4 or NVFP4, made shard by shard.
+"""`convert`: stores the weights of a checkpoint in the policy's formats, shard by shard.
 
     header ─▶ plan;  for each file: read a tensor, cast it, write the file, read it back, measure;  publish
 
-The input is only read. The result grows in a directory beside its place, which is renamed into it at the end.
+The input is only read. The output is written to a temporary directory, which is renamed at the end.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ def convert(
     model: LoadedModel | None = None,
     progress: bool = True,
 ) -> StoredWeights:
-    """Write the checkpoint `source` to the directory `target`, its policy-chosen weights stored quantized.
+    """Writes the checkpoint `source` to `target`, with its weights stored as the policy decides.
 
-    The directory appears whole or not at all. The SQNR of every stored weight is measured on the written
-    file; the table is in the result too, as ``mxfp8_weights.json``.
+    The directory appears completely or not at all. The SQNR of every stored weight is measured on the written
+    file; ``mxfp8_weights.json`` in the directory has the table.
 
     Args:
         source: A directory of safetensors with a Hugging Face config.json, or any safetensors of `model`.
         target: The directory to write, which must not exist.
         policy: A preset, file, dict or `Policy`; by default the preset ``inference``.
         layout: As for `save_quantized`.
-        model: The model, where `source` has no config.json.
-        progress: Whether to show a bar on a terminal.
+        model: The model, if `source` has no config.json.
+        progress: Whether to show a progress bar on a terminal.
 
     Returns:
-        The outcome for every weight.
+        The decision for every weight.
 
     Raises:
-        CheckpointError: The input is damaged or quantized already, or `target` exists or cannot be written.
+        CheckpointError: The input is damaged or already quantized, or `target` exists or cannot be written.
     """
     source, target = Path(source), Path(target).absolute()
     form, checkpoint = layout_of(layout), Checkpoint.open(source)
@@ -94,7 +94,7 @@ def _convert_file(
     layout: FileLayout,
     on_tensor: Callable[[], object],
 ) -> Iterator[StoredWeight]:
-    """Writes `file`, converted, to `output`. Yields its weights, measured on the values in `output`."""
+    """Writes `file`, converted, to `output`. Yields its weights, with SQNR measured on `output`."""
     entries = [entry for entry in checkpoint.entries.values() if entry.file == file]
     state = {entry.name: blank(entry, weights.get(entry.name)) for entry in entries}
 

@@ -1,11 +1,11 @@
-"""`export_weights`: the current weights of a model in training, in the bytes that its forward multiplies.
+"""`export_weights`: the current weights of a model in training, as the qdata that its forward multiplies.
 
-    weight of a layer in MXFP8, MXFP4, NVFP4  →  codes and scales of the cast that the forward makes of it
+    weight of a layer in MXFP8, MXFP4, NVFP4  →  qdata and scales of the forward's cast
     any other tensor of the state         →  its values, without scales
 
-A server that multiplies these codes runs what training runs, so samples come from the policy that is trained.
-One tensor is made at a time, when it is asked for. Under FSDP2 and tensor parallelism every rank casts its
-shard, and codes are gathered: of whole tiles that is the cast of the gathered weight, bit for bit.
+A server that multiplies this qdata computes what training computes, so samples come from the trained policy.
+Tensors are created lazily, one at a time. Under FSDP2 and tensor parallelism, every rank casts its shard and
+qdata is gathered; with whole blocks per shard, this equals the cast of the gathered weight bit for bit.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from mxcompile.storage.weights import StoredWeights
 
 
 class ExportedTensor(NamedTuple):
-    """One tensor of a state.
+    """One tensor of a model's state.
 
     Attributes:
         name: Name of a tensor in the published checkpoint of the model.
         codes: FP8 elements, bytes of two FP4 elements each, or the values of a tensor that is not quantized.
-        scales: Scales of blocks of 32 along the last dimension, k/32 for each row; of NVFP4, E4M3 scales of
-            blocks of 16. None for a tensor that is not quantized.
-        global_scale: FP32 [1], divides the scales of NVFP4.
+        scales: Scales of blocks of 32 along the last dimension, [..., k/32]; for NVFP4, E4M3 scales of blocks
+            of 16. None for a tensor that is not quantized.
+        global_scale: FP32 [1]; divides the scales of NVFP4.
     """
 
     name: str
@@ -62,25 +62,32 @@ def export_weights(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> ExportedWeights:
-    """Returns an iterable of the current weights of `model`: each pass over it reads them anew.
+    """Returns an iterable over the current weights of `model`; each iteration reads them anew.
 
-    On several ranks, every rank must make every pass, because sharded weights are gathered; each gets them
-    whole. A weight that the layout cannot hold, or whose shards cut blocks, comes without scales in its own
-    dtype; `ExportedWeights.weights` gives the reason.
+    On several ranks, every rank must iterate, because sharded weights are gathered; each rank gets whole
+    weights. A weight that the layout does not support, or whose shards cut blocks, is exported without scales
+    in its own dtype; `ExportedWeights.weights` has the reason.
 
     Args:
         model: The compiled model: bare, or in ``DistributedDataParallel``, ``fully_shard`` or
             ``parallelize_module``.
         layout: ``compressed-tensors`` (scales are uint8) or ``torchao`` (scales are E8M0).
-        policy: The policy with which the model is compiled; by default it is looked up.
-        args: Positional arguments of a call of the model, on any device: the casts follow from a trace on
-            fake tensors. A Hugging Face or timm model needs none.
+        policy: The policy with which the model is compiled; by default the policy of the compiled model.
+        args: Positional arguments of a call of the model, on any device. A trace of this call on fake tensors
+            yields the casts. A Hugging Face or timm model needs none.
         kwargs: Keyword arguments of the call.
 
+    Returns:
+        The iterable of `ExportedTensor`.
+
     Raises:
-        ModelError: The model was not compiled here or with several policies (pass `policy`), cannot be
-            traced, or runs nothing in a format of stored weights.
+        ModelError: The model was not compiled in this process or was compiled with several policies (pass
+            `policy`), cannot be traced, or has no layer in a format of stored weights.
         CheckpointError: The layout is unknown.
+
+    Examples:
+        >>> for name, codes, scales, global_scale in mxcompile.export_weights(model):
+        ...     send(name, codes, scales)
     """
     check_module("export_weights", model)
     form, model = layout_of(layout), users_own(model)
@@ -98,7 +105,7 @@ def export_weights(
 
 
 def _check_complete(model: nn.Module, policy: Policy, weights: StoredWeights) -> None:
-    """Raises `ModelError` if a layer that is quantized by the plan of `model` was not met in the trace."""
+    """Raises `ModelError` if the trace did not reach a layer that the plan of `model` quantizes."""
     plan = session_of(model).plan
     unseen = {row.name.removesuffix(".weight") for row in weights.weights if row.reason == UNSEEN.reason}
     quantized = (
@@ -112,10 +119,10 @@ def _check_complete(model: nn.Module, policy: Policy, weights: StoredWeights) ->
 
 
 class ExportedWeights:
-    """The weights of a model; iterated, an `ExportedTensor` each, as they are at that moment.
+    """The weights of a model. Iteration yields an `ExportedTensor` for each, with its current value.
 
     Attributes:
-        weights: The outcome for each weight of a linear layer or an embedding, with the reason; print it.
+        weights: The decision for each weight of a linear layer or embedding, with the reason; print it.
     """
 
     def __init__(self, model: nn.Module, layout: FileLayout, own_uses: Mapping[str, WeightUse]) -> None:
@@ -144,7 +151,7 @@ class ExportedWeights:
             how, dtype = self._casts.get(name), self._dtypes.get(name)
             value = value.detach()
             if dtype is not None and value.is_floating_point():
-                value = value.to(dtype)  # as FSDP2 gathers it
+                value = value.to(dtype)  # the dtype in which FSDP2 gathers it
             exported = _whole(value) if how is None else _cast(name, value, how)
             for key, tensor in published(self._model, {name: exported}).items():
                 yield ExportedTensor(key, *self._layout.pack(key, tensor).values())
@@ -152,8 +159,11 @@ class ExportedWeights:
     def quantization_config(self) -> dict[str, Any]:
         """Returns the entry ``quantization_config`` of a config.json for the exported weights.
 
+        Returns:
+            The entry as JSON data.
+
         Raises:
-            ModelError: The layout has no such entry, as torchao's.
+            ModelError: The layout has no such entry, e.g. torchao's.
         """
         if self._layout.config is None:
             raise ModelError(f"{self._layout.name} has the formats in its files, not in a config.json")
@@ -166,7 +176,7 @@ class ExportedWeights:
 
 
 def _cut(value: Any, how: WeightUse) -> str:
-    """Returns why shards of `value` cannot be cast each by itself, "" if they can or need not."""
+    """Returns why shards of `value` cannot be cast separately, "" if they can or need not."""
     if how.form is not None and how.form.two_level:
         return ""
     parts = [1] * value.ndim
@@ -185,7 +195,7 @@ def _cut(value: Any, how: WeightUse) -> str:
 
 
 def _cast(name: str, value: Tensor, how: WeightUse) -> MXTensor:
-    """Returns the whole of `value`, stored; each rank casts its shard, except for two levels of scales."""
+    """Returns `value`, whole and stored. Each rank casts its shard, except for two-level scales."""
     form = how.form
     assert form is not None
     if form.two_level:
@@ -204,7 +214,7 @@ def _cast(name: str, value: Tensor, how: WeightUse) -> MXTensor:
 
 
 def _two_level(value: Tensor, how: WeightUse, form: Format) -> MXTensor:
-    """Returns `value`, stored in `form`. Of a square tile, each row has the scale."""
+    """Returns `value` stored in `form`. The scale of a square tile is repeated for each of its rows."""
     if not how.square:
         return cast(value, -1, form)
     tiles = replace(form, tile=Tile(form.tile.along, form.tile.along))
@@ -216,7 +226,7 @@ def _two_level(value: Tensor, how: WeightUse, form: Format) -> MXTensor:
 
 
 def _gathered(like: Any, part: Tensor, width: int) -> Tensor:
-    """Returns the whole tensor of rows of `width`, of which each rank has `part`, sharded as `like`."""
+    """Returns the whole tensor, with rows of `width`, from this rank's shard `part`, sharded as `like`."""
     if local(like) is like:
         return part
     from torch.distributed.tensor import DTensor

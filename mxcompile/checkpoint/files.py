@@ -1,8 +1,7 @@
 """Reading safetensors checkpoints: one file, or a directory of shards with its index.
 
-Headers are read when a checkpoint is opened, tensors when they are asked for. Nothing is unpickled, and no
-file is opened whose name leads out of the directory. A fault of a checkpoint is a `CheckpointError` of one
-line that names the file.
+Headers are read at open, tensors on access. Nothing is unpickled, and file names that leave the directory are
+refused. A fault of a checkpoint raises a `CheckpointError` with one line that names the file.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ _DTYPES = {
 }  # fmt: skip
 
 DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-"""Names of dtypes in safetensors."""
+"""Dtype names in safetensors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """One tensor of a file, from its header."""
+    """The header of one tensor in a file."""
 
     name: str
     file: Path
@@ -42,16 +41,16 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """Returns the size of the tensor in bytes."""
+        """Size of the tensor in bytes."""
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """A checkpoint whose headers were read.
+    """A checkpoint with its headers.
 
     Attributes:
-        path: Its path, as given.
+        path: Its path, as passed.
         entries: Tensors of all files, by name.
         metadata: Metadata of each file.
         files: Its files, in order.
@@ -64,7 +63,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
-        """Returns the checkpoint at `path`, a safetensors file or a directory. Raises `CheckpointError`."""
+        """Opens the checkpoint at `path`, a safetensors file or a directory. Raises `CheckpointError`."""
         path = Path(path)
         index = _weight_map(path) if (path / INDEX).is_file() else None
         files = _shards(path) if index is None else _of_index(path, index)
@@ -84,17 +83,17 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        """Returns the size of all tensors in bytes."""
+        """Size of all tensors in bytes."""
         return sum(entry.num_bytes for entry in self.entries.values())
 
     def read(self, name: str) -> Tensor:
-        """Returns the tensor called `name`."""
+        """Returns the tensor named `name`."""
         with opened(self.entries[name].file) as handle:
             return handle.get_tensor(name)  # type: ignore[no-any-return]
 
 
 def opened(file: Path) -> Any:
-    """Returns `file`, open for reading, as a context. Raises `CheckpointError`."""
+    """Opens `file` for reading, as a context manager. Raises `CheckpointError`."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
@@ -106,7 +105,7 @@ def opened(file: Path) -> Any:
 
 
 def line_of(error: Exception) -> str:
-    """Returns the message of `error` in one line."""
+    """Returns the message of `error` on one line."""
     return " ".join(str(error).split())
 
 

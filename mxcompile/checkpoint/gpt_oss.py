@@ -1,4 +1,4 @@
-"""GPT-OSS's own layout of experts, which is read and not written.
+"""GPT-OSS's own layout of experts, which is read but not written.
 
     x_blocks (bytes of two E2M1, [E, N, K/32, 16]), x_scales (uint8, [E, N, K/32])  →  x [E, K, N] in models
 
@@ -21,7 +21,7 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
 def is_blocks(entry: Entry) -> bool:
-    """Whether `entry` has the elements of experts as GPT-OSS's files hold them."""
+    """Whether `entry` has elements of experts in GPT-OSS's layout."""
     bytes_ = BLOCK // MXFP4.elem.per_byte
     return entry.name.endswith(_BLOCKS) and entry.dtype is torch.uint8 and entry.shape[3:] == (bytes_,)
 

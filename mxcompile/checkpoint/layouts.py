@@ -1,6 +1,6 @@
-"""How stored weights lie in a checkpoint, in the layouts of others: one module for each.
+"""The layouts of stored weights in checkpoints, one module for each.
 
-All hold whole blocks along their last dimension alone.
+All support whole blocks along the last dimension only.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ log = logging.getLogger(__name__)
 
 COMPRESSED_TENSORS, TORCHAO, GPT_OSS = "compressed-tensors", "torchao", "gpt-oss"
 NO_LAYOUT = "none"
-"""The layout of a checkpoint without a stored weight."""
+"""Layout of a checkpoint without stored weights."""
 
 
 Config = Callable[[Iterable[str], Mapping[str, Format]], dict[str, Any]]
-"""Makes a quantization_config of the modules whose weights are not stored and the formats of the others."""
+"""Takes the modules without stored weights, and the formats by module. Returns a quantization_config."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileLayout:
-    """How files hold stored weights.
+    """The layout of stored weights in files.
 
     Attributes:
         name: Name of the layout.
-        forms: Formats that weights can have.
-        of_modules: Whether a weight has to belong to a module.
+        forms: Supported formats of weights.
+        of_modules: Whether a weight must belong to a module.
         parts: Takes a weight's name and format. Returns the names of its elements and scales, and of its
-            global scale if it has one.
+            global scale if the format has one.
         scale_dtype: Dtype of E8M0 scales in files.
         metadata: Takes the weights of a file. Returns its metadata.
-        config: Makes the quantization_config of a config.json; None if the layout has none.
-        mark: Key in the metadata of the layout's files, "" for the layout of files without such a key.
+        config: Returns the quantization_config of a config.json; None if the layout has none.
+        mark: Key in the metadata of the layout's files, "" for the default layout.
         read: Takes a checkpoint. Yields its weights, checked.
     """
 
@@ -61,7 +61,7 @@ class FileLayout:
     read: Callable[[Checkpoint], Iterator[StoredWeight]]
 
     def obstacle(self, weight: StoredWeight) -> str:
-        """Returns why the layout cannot hold a weight that is stored quantized, "" if it can."""
+        """Returns why the layout does not support a weight that is stored quantized, "" if it does."""
         assert weight.form is not None
         if weight.block_dim not in (-1, len(weight.shape) - 1):
             return f"{self.name} has blocks along the last dimension only"
@@ -78,7 +78,7 @@ class FileLayout:
         """Returns the tensors of a file for one tensor of a model.
 
         Raises:
-            CheckpointError: The tensor is stored quantized, in a way that the layout cannot hold.
+            CheckpointError: The layout does not support the stored weight.
         """
         if not isinstance(value, MXTensor):
             return {name: value.contiguous()}
@@ -101,23 +101,23 @@ class FileLayout:
 
 
 def layout_of(name: str) -> FileLayout:
-    """The layout called `name`, or a `CheckpointError` that lists those there are."""
+    """Returns the layout called `name`. Raises `CheckpointError` for an unknown name."""
     if name not in LAYOUTS:
         raise CheckpointError(not_allowed("layout", name, LAYOUTS))
     return LAYOUTS[name]
 
 
 def readers(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
-    """Returns a function that reads it for each weight of `checkpoint`: an `MXTensor` or a plain tensor.
+    """Returns, for each weight of `checkpoint`, a function that reads it as an `MXTensor` or a plain tensor.
 
-    Every pair of elements and scales is checked before anything is read.
+    All pairs of elements and scales are checked before anything is read.
 
     Args:
         checkpoint: The checkpoint.
-        dtype: Dtype of the values of stored weights, where the checkpoint does not give it.
+        dtype: Dtype of the values of stored weights, if the checkpoint does not contain it.
 
     Raises:
-        CheckpointError: Tensors do not belong together.
+        CheckpointError: Tensors are inconsistent.
     """
     weights = weights_in(checkpoint)[1]
     if unread := sum(not weight.is_read for weight in weights):
@@ -135,10 +135,10 @@ def readers(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Callable[[]
 
 
 def weights_in(checkpoint: Checkpoint) -> tuple[str, list[StoredWeight]]:
-    """Returns the layout of the stored weights of `checkpoint`, "none" if it has none, and all its weights.
+    """Returns the layout of the stored weights of `checkpoint` ("none" without any), and all its weights.
 
     Raises:
-        CheckpointError: Tensors do not belong together.
+        CheckpointError: Tensors are inconsistent.
     """
     if any(gpt_oss.is_blocks(entry) for entry in checkpoint.entries.values()):
         return GPT_OSS, [*gpt_oss.read(checkpoint)]
@@ -153,10 +153,10 @@ def _read(checkpoint: Checkpoint, weight: StoredWeight, dtype: torch.dtype) -> T
     if weight.form is None:
         return elements
     scales = parts[0].view(weight.form.scale.stored_dtype)
-    is_swapped = elements.ndim > len(weight.shape)  # GPT-OSS: a dimension of blocks, of transposed experts
+    is_swapped = elements.ndim > len(weight.shape)  # GPT-OSS: [E, N, K/32, 16], transposed
     elements = (elements.flatten(-2) if is_swapped else elements).view(weight.form.stored_dtype)
     whole = parts[1] if weight.form.two_level else None
-    if whole is not None and not (whole.isfinite() & (whole > 0)).all():  # nothing can be divided by it
+    if whole is not None and not (whole.isfinite() & (whole > 0)).all():  # the scale is a divisor
         name = weight.tensors[-1]
         raise CheckpointError(
             f"{checkpoint.entries[name].file}: {name!r} is {whole.item()}, not a positive number:"
@@ -191,4 +191,4 @@ LAYOUTS = {
         ),
     )
 }
-"""The layouts by name; the one without a mark first."""
+"""The layouts by name. The default layout, without a mark, is first."""

@@ -1,9 +1,9 @@
-"""`load_quantized`: a model whose stored weights come from a checkpoint, without BF16 ones in between.
+"""`load_quantized`: builds a model with stored weights from a checkpoint, without BF16 copies in between.
 
-    config.json ─▶ model on the meta device;  codes and scales ─▶ MXTensors ─▶ its parameters
+    config.json ─▶ model on the meta device;  qdata and scales ─▶ MXTensors ─▶ its parameters
 
-Names and shapes of a Hugging Face checkpoint become those of the model by Transformers' own conversions,
-which stack the codes of experts as they stack any tensors.
+Transformers' own conversions map names and shapes of a Hugging Face checkpoint to the model; they stack the
+qdata of experts like any other tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mxcompile.checkpoint.files import Checkpoint, line_of, read_json
 from mxcompile.checkpoint.layouts import NO_LAYOUT, readers, weights_in
 from mxcompile.errors import CheckpointError
 from mxcompile.lowering.inductor import (
-    casts as casts,  # Inductor, and what it packages, has its own dequantize
+    casts as casts,  # registers Inductor's dequantize, also for AOTInductor packages
 )
 from mxcompile.models.names import joined, user_path
 from mxcompile.models.wrappers import users_own
@@ -32,21 +32,27 @@ _VALUES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def load_quantized(
     path: str | Path, model: nn.Module | None = None, *, dtype: torch.dtype | None = None
 ) -> nn.Module:
-    """Returns a model with the weights of a checkpoint, those in MXFP8, MXFP4 or NVFP4 as `MXTensor`s.
+    """Returns a model with the weights of a checkpoint; weights in MXFP8, MXFP4 or NVFP4 become `MXTensor`s.
 
-    Nothing is downloaded, unpickled or run from the directory.
+    Nothing is downloaded or unpickled, and no code from the directory is executed.
 
     Args:
         path: A safetensors file or a directory of them, in the layout of compressed-tensors
             (``mxfp8-quantized``, ``mxfp4-pack-quantized``, ``nvfp4-pack-quantized``), of torchao, or of
             GPT-OSS, whose experts stay in MXFP4.
-        model: The model to load into, on the meta device or any other; its parameters are replaced. Without
-            it, the result is the Hugging Face model of the directory's config.json, in evaluation mode.
-        dtype: Dtype of the values of stored weights, where neither config.json nor the checkpoint gives it;
+        model: The model to load into, on any device including meta; its parameters are replaced. By default,
+            the result is the Hugging Face model of the directory's config.json, in evaluation mode.
+        dtype: Dtype of the values of stored weights, if neither config.json nor the checkpoint contains it;
             by default the dtype of all other weights of the checkpoint, else BF16.
 
+    Returns:
+        The model.
+
     Raises:
-        CheckpointError: The checkpoint is damaged, holds no stored weight, or does not fit the model.
+        CheckpointError: The checkpoint is damaged, has no stored weight, or does not fit the model.
+
+    Examples:
+        >>> model = mxcompile.load_quantized("Llama-3-8B-MXFP8")
     """
     checkpoint = Checkpoint.open(path)
     if weights_in(checkpoint)[0] == NO_LAYOUT:
@@ -69,17 +75,17 @@ def load_quantized(
 
 
 def _common_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """Returns the dtype of all floating-point weights that are not quantized; BF16 if they have several."""
+    """Returns the dtype of all floating-point weights that are not quantized; BF16 if there are several."""
     dtypes = {entry.dtype for entry in checkpoint.entries.values() if entry.dtype in _VALUES}
     return dtypes.pop() if len(dtypes) == 1 else torch.bfloat16
 
 
 def from_directory(directory: Path, dtype: torch.dtype) -> Any:
-    """Returns the Hugging Face model of a directory with its weights, in MXFP8 or not.
+    """Returns the Hugging Face model of a directory with its weights, stored or not.
 
     Args:
         directory: The directory, with a config.json.
-        dtype: Dtype of values, where the checkpoint does not give it.
+        dtype: Dtype of values, if the checkpoint does not contain it.
 
     Raises:
         CheckpointError: The checkpoint is damaged, or does not fit the config.json.
@@ -96,7 +102,7 @@ def _huggingface(checkpoint: Checkpoint, path: Path, raw: dict[str, Any], dtype:
         model, info = owner.from_pretrained(
             None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
         )
-    except Exception as error:  # transformers checks what it is given in its own ways
+    except Exception as error:  # transformers raises errors of many classes
         raise CheckpointError(f"{path}: {type(error).__name__}: {line_of(error)}") from error
     for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[key]:
@@ -109,9 +115,9 @@ def _huggingface(checkpoint: Checkpoint, path: Path, raw: dict[str, Any], dtype:
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Copies the parameters and buffers of `checkpoint` into `model`, each in the dtype it has there.
+    """Copies the parameters and buffers of `checkpoint` into `model`, converted to the dtypes in `model`.
 
-    Names may have the prefixes of wrappers. Raises `CheckpointError` for a checkpoint that does not fit.
+    Names may have the prefixes of wrappers. Raises `CheckpointError` if the checkpoint does not fit.
     """
     places = {user_path(name): value for name, value in model.state_dict(keep_vars=True).items()}
     by_name = {user_path(name): name for name in checkpoint.entries}
@@ -126,7 +132,7 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def _check_names(path: Path, names: Iterable[str], places: Mapping[str, Tensor]) -> None:
-    """Raises `CheckpointError` unless `names`, of a checkpoint, are all the tensors of the model."""
+    """Raises `CheckpointError` unless `names`, of a checkpoint, cover exactly the tensors of the model."""
     loaded: set[int] = set()
     for name in names:
         if name not in places:
@@ -160,12 +166,12 @@ def architecture(path: Path, raw: dict[str, Any]) -> tuple[Any, Any]:
     plain = {key: value for key, value in raw.items() if key != "quantization_config"}
     try:
         return owner, transformers.AutoConfig.for_model(**plain)
-    except Exception as error:  # of transformers' own checks
+    except Exception as error:  # transformers raises errors of many classes
         raise CheckpointError(f"{path}: {type(error).__name__}: {line_of(error)}") from error
 
 
 def _assign(path: Path, model: nn.Module, reading: Mapping[str, Callable[[], Tensor]]) -> None:
-    """Puts the tensors that `reading` gives into all places of the parameters and buffers of `model`."""
+    """Replaces each parameter and buffer of `model`, wherever it is shared, by its tensor in `reading`."""
     places: defaultdict[int, list[tuple[dict[str, Any], str]]] = defaultdict(list)
     known: dict[str, Tensor] = {}
     for prefix, module in model.named_modules():

@@ -1,9 +1,9 @@
-"""The plan of a conversion for every tensor of a checkpoint: made from its model, before any is read.
+"""The plan of a checkpoint's conversion, derived from the model before any tensor is read.
 
-    tensor of the file ─▶ parameter of the model, by Transformers' own renamings ─▶ what the policy decides
+    tensor of the file ─▶ parameter of the model, by Transformers' own renamings ─▶ the policy's decision
 
-A tensor that the model reads through a conversion (experts one by one, stacked when loaded) is stored where
-that keeps blocks of the last dimension whole.
+A tensor that the model reads through a conversion (single experts, stacked at load) is stored if the
+conversion keeps blocks of the last dimension whole.
 """
 
 from __future__ import annotations
@@ -92,14 +92,14 @@ def plan_conversion(
 
 
 def blank(entry: Entry, weight: StoredWeight | None) -> Tensor:
-    """Returns the result of a tensor's conversion, without its values."""
+    """Returns the result of a tensor's conversion, without values."""
     if weight is None or weight.form is None:
         return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
     return empty(entry.shape, weight.block_dim, weight.form, entry.dtype, "meta")
 
 
 def _modules(model: nn.Module, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the weights of the modules of `model`, with those of `stored` in place of its parameters."""
+    """Returns the weights of the modules of `model`; tensors of `stored` replace its parameters."""
     parameters = model.named_parameters(remove_duplicate=False)
     by_identity = {id(value): stored[path] for path, value in parameters if path in stored}
     linears = ((name, each) for name, each in model.named_modules() if isinstance(each, nn.Linear))
@@ -110,7 +110,7 @@ def _modules(model: nn.Module, stored: Mapping[str, Tensor]) -> dict[str, Tensor
 
 
 def _reasons(weights: Mapping[str, StoredWeight], decided: Mapping[str, StoredWeight]) -> str:
-    """Returns why no tensor is stored: obstacles of weights that the policy stores, else its own reasons."""
+    """Returns why no tensor is stored: obstacles of weights that the policy stores, else its reasons."""
     wanted = any(each.stored for each in decided.values())
     policies = {each.reason for each in decided.values()}
     reasons = Counter(each.reason for each in weights.values() if not wanted or each.reason not in policies)
@@ -121,12 +121,12 @@ def _reasons(weights: Mapping[str, StoredWeight], decided: Mapping[str, StoredWe
 
 def _of_config(source: Path, raw: dict[str, Any]) -> LoadedModel:
     owner, config = architecture(source, raw)
-    with torch.device("meta"):  # in BF16, because products of BF16 have kernels
+    with torch.device("meta"):  # BF16, because BF16 products have kernels
         return LoadedModel(name=str(source), model=owner(config).to(torch.bfloat16))
 
 
 def _places(model: nn.Module, checkpoint: Checkpoint) -> dict[str, tuple[str, str]]:
-    """For each tensor of `checkpoint` the parameter it ends in, and why blocks do not survive that, if so."""
+    """Returns, for each tensor of `checkpoint`, its parameter, and why blocks are lost on the way, or ""."""
     shapes = {name: tuple(value.shape) for name, value in model.named_parameters(remove_duplicate=False)}
     if not hasattr(getattr(model, "config", None), "model_type"):
         return {name: _checked(entry, name, shapes) for name, entry in checkpoint.entries.items()}
@@ -159,7 +159,7 @@ def _checked(entry: Entry, path: str, shapes: Mapping[str, tuple[int, ...]]) -> 
 
 
 def _lost(converters: Sequence[Any], rank: int) -> str:
-    """Why tensors that go through `converters` cannot be stored, "" if they can."""
+    """Returns why tensors that go through `converters` cannot be stored, "" if they can."""
     for step in (step for each in converters for step in each.operations):
         kind = type(step).__name__
         if kind not in _KEEPS_BLOCKS or (kind == "Concatenate" and step.dim % max(rank, 1) == rank - 1):
@@ -168,12 +168,12 @@ def _lost(converters: Sequence[Any], rank: int) -> str:
 
 
 def _for_file(entry: Entry, weight: StoredWeight, lost: str, layout: FileLayout) -> StoredWeight:
-    """Returns the decision for the tensor of a file that becomes the parameter `weight`, or a part of it."""
+    """Returns the decision for a tensor of a file that becomes the parameter `weight`, or a part of it."""
     own = replace(weight, name=entry.name, shape=entry.shape, dtype=entry.dtype, keeps_table=False)
     if weight.form is None:
         return own
     reason = lost
-    if weight.keeps_table:  # a checkpoint has one tensor for both
+    if weight.keeps_table:  # a checkpoint has one tensor for table and layer
         reason = f"{weight.reason.partition(';')[0]}, but {TABLE}"
     if entry.dtype not in _SOURCES:
         reason = f"its dtype is {str(entry.dtype).removeprefix('torch.')}"

@@ -1,4 +1,4 @@
-"""Writing a directory of files whole or not at all: beside its place, synced, then renamed."""
+"""Atomic writes of a directory: write a temporary directory beside it, sync, rename."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """Gives a directory beside `target`, which becomes `target` when the context ends without an error.
+    """Yields a temporary directory, which becomes `target` if the context ends without an error.
 
-    A process that was killed leaves its directory behind. It stays, because a process on another machine or
-    in another container may still write it; a warning names it.
+    A killed process leaves its directory behind. It stays, because a process on another machine or in another
+    container may still write it; a warning names it.
 
     Args:
         target: The directory to write, an absolute path.
@@ -36,7 +36,7 @@ def new_directory(target: Path) -> Iterator[Path]:
         An empty directory.
 
     Raises:
-        CheckpointError: `target` exists, or the system refuses something.
+        CheckpointError: `target` exists, or the file system reports an error.
     """
     if target.exists():
         raise CheckpointError(f"{target}: exists already")
@@ -63,7 +63,7 @@ def new_directory(target: Path) -> Iterator[Path]:
 def write_tensors(
     file: Path, specs: Mapping[str, Tensor], values: Iterable[tuple[str, Tensor]], metadata: Mapping[str, str]
 ) -> None:
-    """Writes a safetensors file of tensors that come one after the other and are not kept.
+    """Writes a safetensors file from a stream of tensors, without keeping them in memory.
 
     Args:
         file: The file.
@@ -73,7 +73,7 @@ def write_tensors(
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
-    # wide elements come first, so that all are aligned
+    # wide elements come first, which aligns all tensors to their element size
     for name in sorted(specs, key=lambda name: (-specs[name].element_size(), name)):
         start, end = end, end + specs[name].nbytes
         dtype, shape = DTYPE_NAMES[specs[name].dtype], list(specs[name].shape)
@@ -94,7 +94,7 @@ def write_json(file: Path, value: Any) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Makes the content of a file last, or the renames in a directory."""
+    """Flushes the content of a file, or the renames in a directory, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""`save_quantized`: a model with stored weights as a safetensors checkpoint that others read."""
+"""`save_quantized`: writes a model with stored weights as a safetensors checkpoint for other projects."""
 
 from __future__ import annotations
 
@@ -25,21 +25,25 @@ def save_quantized(
     layout: str = COMPRESSED_TENSORS,
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Write a model with stored weights to a directory, with a Hugging Face model's configs.
+    """Writes a model with stored weights to a directory, with the configs of a Hugging Face model.
 
-    The directory appears whole or not at all. Hugging Face models are written under the names of their
-    published checkpoints.
+    The directory appears completely or not at all. Hugging Face models are written with the tensor names of
+    their published checkpoints.
 
     Args:
         model: The model.
         directory: The directory, which must not exist.
         layout: ``compressed-tensors`` (``mxfp8-quantized``, ``mxfp4-pack-quantized``,
             ``nvfp4-pack-quantized``; Transformers and vLLM load it), or ``torchao``, without NVFP4.
-        max_shard_bytes: Size of the largest file.
+        max_shard_bytes: Size limit of a file in bytes.
 
     Raises:
-        CheckpointError: No weight of the model is stored, the directory exists or cannot be written, or the
-            layout cannot hold a weight.
+        CheckpointError: The model has no stored weight, the directory exists or cannot be written, or the
+            layout does not support a weight.
+
+    Examples:
+        >>> mxcompile.quantize_weights_(model)
+        >>> mxcompile.save_quantized(model, "Llama-3-8B-MXFP8")
     """
     form = layout_of(layout)
     model, target = users_own(model), Path(directory).absolute()
@@ -57,7 +61,7 @@ def save_quantized(
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """Returns the state of `model` by the user's names, every tensor once."""
+    """Returns the state of `model` by the user's names, without duplicates of shared tensors."""
     first: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)
     for name, value in state.items():
@@ -66,7 +70,7 @@ def state_of(model: nn.Module) -> dict[str, Any]:
 
 
 def published(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns `state` under the names of a Hugging Face model's published checkpoint; of others as it is."""
+    """Returns `state`, for a Hugging Face model with the tensor names of its published checkpoint."""
     if not hasattr(getattr(model, "config", None), "model_type"):
         return state
     from transformers.core_model_loading import revert_weight_conversion
@@ -87,7 +91,7 @@ def _write_shards(directory: Path, state: Mapping[str, Tensor], layout: FileLayo
 
 
 def write_index(directory: Path) -> None:
-    """Writes which file of `directory` has which tensor, if there are several files."""
+    """Writes the index of the tensors in `directory`, if it has several files."""
     checkpoint = Checkpoint.open(directory)
     if len(checkpoint.files) > 1:
         weight_map = {name: entry.file.name for name, entry in checkpoint.entries.items()}
@@ -96,12 +100,12 @@ def write_index(directory: Path) -> None:
 
 
 def packed(weights: Mapping[str, Tensor], layout: FileLayout) -> dict[str, Tensor]:
-    """Returns the tensors of a file that holds `weights`."""
+    """Returns the tensors of a file for `weights`."""
     return {key: part for name, each in weights.items() for key, part in layout.pack(name, each).items()}
 
 
 def _shards(state: Mapping[str, Tensor], limit: int) -> Iterator[list[str]]:
-    """Yields the names of `state`, as many at once as fit in a file of `limit` bytes."""
+    """Yields the names of `state` in groups that fit in a file of `limit` bytes."""
     names: list[str] = []
     size = 0
     for name, value in state.items():
@@ -137,7 +141,7 @@ def _write_configs(
 
 
 def _are_apart(model: Any) -> bool:
-    """Whether a model that shared one weight between embedding and head now stores the head's quantized."""
+    """Whether embedding and head shared one weight, but the head's copy is now stored quantized."""
     if not hasattr(model, "get_output_embeddings"):
         return False
     head = getattr(model.get_output_embeddings(), "weight", None)
@@ -149,13 +153,13 @@ def quantization_config(
 ) -> dict[str, Any]:
     """Returns the quantization_config of a checkpoint.
 
-    Readers ask for modules, which may have other names in the model than in a file, or a weight that the file
-    holds under another module's name. So both are in it.
+    Readers look up modules, whose names can differ between model and file, or whose weight the file has under
+    another module's name. Therefore the config contains both names.
 
     Args:
         config: The function of the layout.
-        state: The weights of the checkpoint by their names there, stored ones as `MXTensor`s.
-        modules: The weights of the model's linear layers, by the paths of the layers.
+        state: The weights of the checkpoint by their names in it; stored weights as `MXTensor`s.
+        modules: The weights of the model's linear layers, by layer path.
     """
     weights = {name.removesuffix(".weight"): value for name, value in {**state, **modules}.items()}
     matrices = [name for name, value in state.items() if name.endswith(".weight") and value.ndim == 2]

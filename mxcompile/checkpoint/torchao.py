@@ -20,7 +20,7 @@ from mxcompile.storage import MXTensor
 from mxcompile.storage.weights import StoredWeight
 
 MARK = "tensor_names"
-"""The key of a file's metadata that tells the layout."""
+"""Metadata key that identifies the layout."""
 
 _E2M1_WORD = str(E2M1).removeprefix("torch.")
 
@@ -32,7 +32,7 @@ def parts(name: str, form: Format) -> tuple[str, str]:
 
 
 def metadata_of(weights: Mapping[str, Tensor]) -> dict[str, str]:
-    """Returns the metadata of a file that holds `weights`."""
+    """Returns the metadata of a file with `weights`."""
     entries = {name: json.dumps(_entry(weight)) for name, weight in weights.items()}
     return {"format": "pt", **entries, MARK: json.dumps([*weights])}
 

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint, from the tensors in its files."""
+"""Weights of a checkpoint, assembled from the tensors in its files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MXFP8, MXFP8_E5M2, MXFP4 = stored_form(E4M3), stored_form(torch.float8_e5m2), st
 NVFP4 = stored_form(E2M1, TWO_LEVEL)
 
 SUFFIX = "_scale"
-"""What follows the name of a weight in that of its scales."""
+"""Suffix of the name of a scale tensor."""
 
 
 def stored_weight(
@@ -27,18 +27,18 @@ def stored_weight(
     dtype: torch.dtype | None = None,
     global_scale: Entry | None = None,
 ) -> StoredWeight:
-    """Returns the weight that a file holds in several tensors; blocks run along the dimension that fits.
+    """Returns the weight that a file stores in several tensors, with the blocked dimension from their shapes.
 
     Args:
         name: Name of the weight.
         entry: Its elements.
         scale: Its scales; None if the file lacks them.
         form: Its format.
-        dtype: Dtype of the values, if the checkpoint gives it.
+        dtype: Dtype of the values, if the checkpoint contains it.
         global_scale: Its global scale, if the file has one.
 
     Raises:
-        CheckpointError: The tensors do not belong together.
+        CheckpointError: The tensors are inconsistent.
     """
     what, label = f"{entry.file}: {entry.name!r}", stored_precision(form).label
     if scale is None:
@@ -67,7 +67,7 @@ def stored_weight(
 
 
 def _check_global(global_scale: Entry | None, form: Format, what: str) -> None:
-    """Raises `CheckpointError` if a weight in `form`, which `what` names, lacks the global scale it needs."""
+    """Raises `CheckpointError` if a weight in `form` lacks its global scale; what: name for the message."""
     if not form.two_level:
         return
     if global_scale is None:
@@ -80,7 +80,7 @@ def _check_global(global_scale: Entry | None, form: Format, what: str) -> None:
 
 
 def plain_weight(entry: Entry, *, is_read: bool = True) -> StoredWeight:
-    """Returns the weight that a file holds as it is. is_read: whether the model has a place for it."""
+    """Returns the weight of an unquantized tensor. is_read: whether the model has a parameter for it."""
     return StoredWeight(
         name=entry.name, shape=entry.shape, dtype=entry.dtype, tensors=(entry.name,), is_read=is_read
     )

@@ -1,1 +1,1 @@
-"""Tools for FX graphs that the rooms above share: operator sets, names, tags, shapes, node building."""
+"""Shared tools for FX graphs: operator sets, tags, shapes, node building."""

@@ -1,4 +1,4 @@
-"""The attention operators: softmax(q·kᵀ)·v in one node, and its gradients in another. One row each."""
+"""The attention operators, softmax(q·kᵀ)·v in one node, and the operators of their gradients."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOp:
-    """One operator, whose first arguments are q, k and v.
+    """An attention operator, whose first arguments are q, k and v.
 
-    before_q: how many arguments its backward has in front of q, k and v. tokens: the dimension of q, k and v
-    that counts tokens. device, backend: where PyTorch's `scaled_dot_product_attention` becomes this operator,
-    and PyTorch's word for it.
+    before_q: number of arguments before q, k and v in its backward. tokens: dimension of tokens in q, k and
+    v.
+    device, backend: where `scaled_dot_product_attention` dispatches to it, and PyTorch's name of the backend.
     """
 
     name: str
@@ -26,12 +26,12 @@ class AttentionOp:
 
     @property
     def forward(self) -> Any:
-        """The operator; None if this torch lacks it."""
+        """The forward operator; None if this torch version lacks it."""
         return getattr(self.library, self.name, None)
 
     @property
     def backward(self) -> Any:
-        """The operator of its gradients; None if there is none."""
+        """The backward operator, or None."""
         return getattr(self.library, f"{self.name.removesuffix('_forward')}_backward", None)
 
 
@@ -51,7 +51,7 @@ _ROWS = (
 ATTENTION_FORWARD = {row.forward: row for row in _ROWS if row.forward is not None}
 ATTENTION_BACKWARD = {row.backward: row for row in _ROWS if row.backward is not None}
 ATTENTIONS = ATTENTION_FORWARD | ATTENTION_BACKWARD
-"""The rows by their operators."""
+"""All rows by operator."""
 
 BACKENDS = {row.backend: row for row in _ROWS if row.backend}
-"""The rows that PyTorch chooses among."""
+"""The rows among which PyTorch chooses, by backend."""

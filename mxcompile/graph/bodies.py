@@ -1,9 +1,9 @@
-"""Graphs that a node calls: bodies of ``torch.cond``, ``while_loop``, ``scan`` and all operators like these.
+"""Subgraphs that a node calls: bodies of ``torch.cond``, ``while_loop``, ``scan`` and similar operators.
 
-    cond(pred, true, false, (x, w))    calls true and false with x and w
+    cond(pred, true, false, (x, w))    calls true or false with x and w
     scan(step, init, xs, more)         calls step once for each slice of xs
 
-What a node reads says which graphs it calls; there is no list of such operators.
+A node calls the graph modules among its ``get_attr`` inputs, so no list of such operators is needed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from mxcompile.graph.opsets import argument, aten, is_matmul_like
 from mxcompile.graph.tags import tensor
 
 OWNER_KEY = "mx_owner"
-"""Where a node of a flattened graph has the node that it is a copy of, or that calls its body."""
+"""``node.meta`` key in a flattened graph: the original node, or the node that calls the original's body."""
 CALLS_KEY = "mx_calls"
-"""Where a node of a body that was flattened says how often it runs."""
+"""``node.meta`` key in a flattened graph: how often the node of a body runs."""
 
 
 def bodies(node: fx.Node) -> list[fx.GraphModule]:
@@ -35,17 +35,17 @@ def bodies(node: fx.Node) -> list[fx.GraphModule]:
 
 
 def is_body(graph: fx.Graph) -> bool:
-    """Whether another graph calls `graph`: AOTAutograd describes the results of the graphs that it makes."""
+    """Whether another graph calls `graph`. AOTAutograd describes results only for its own graphs."""
     return all("desc" not in output.meta for output in graph.find_nodes(op="output"))
 
 
 def hides_products(node: fx.Node) -> bool:
-    """Whether graphs that `node` calls have matrix products, or call others that have."""
+    """Whether the bodies of `node`, or bodies inside them, contain matrix products."""
     return bool(_with_products(node))
 
 
 def _with_products(node: fx.Node) -> list[fx.GraphModule]:
-    """The graphs that `node` calls and that have matrix products, or call others that have."""
+    """Returns the bodies of `node` that contain matrix products, directly or in bodies inside them."""
     return [
         body
         for body in bodies(node)
@@ -54,9 +54,9 @@ def _with_products(node: fx.Node) -> list[fx.GraphModule]:
 
 
 def operands_of(node: fx.Node, body: fx.GraphModule) -> dict[fx.Node, Any]:
-    """Returns the argument of `node` for each input of `body`, in their order; None where there is none.
+    """Returns the argument of `node` for each input of `body`, or None.
 
-    Operators of higher order pass their last arguments on.
+    Higher-order operators pass their last arguments to the body.
     """
     inputs = body.graph.find_nodes(op="placeholder")
     given = tree_leaves(node.args)[-len(inputs) :] if inputs else []
@@ -64,11 +64,11 @@ def operands_of(node: fx.Node, body: fx.GraphModule) -> dict[fx.Node, Any]:
 
 
 def flattened(graph: fx.Graph) -> fx.Graph:
-    """Returns a copy of `graph`, with bodies that have products in front of the nodes that call them.
+    """Returns a copy of `graph` with the bodies that have products inlined before the nodes that call them.
 
-    It shows which parameters those products read and where their results go, and is for reading: nothing
-    computes with it. What a call passes stands for an input of a body, as a whole or its first slice. What a
-    body returns stands for the result of its call; of several bodies with products, either.
+    The copy shows which parameters those products read and where their results go. It is for analysis only,
+    because its values are approximate: the call's argument or its first slice replaces a body's input, and
+    the result of any body with products replaces the call's result.
     """
     flat = fx.Graph()
     _Flattening(flat, None, 1).copy(graph, {})
@@ -78,7 +78,7 @@ def flattened(graph: fx.Graph) -> fx.Graph:
 class _Flattening:
     """Copies a graph to the end of `flat`.
 
-    owner: the node that calls the graph, None for the outermost. calls: how often it runs.
+    owner: node that calls the graph, None for the outermost graph. calls: how often the graph runs.
     """
 
     def __init__(self, flat: fx.Graph, owner: fx.Node | None, calls: Any) -> None:
@@ -87,7 +87,7 @@ class _Flattening:
         self._calls = calls
 
     def copy(self, graph: fx.Graph, known: dict[fx.Node, fx.Node]) -> list[Any]:
-        """Copy `graph`, for whose inputs `known` stands. Returns what a body returns."""
+        """Copies `graph`, whose inputs map to `known`. Returns the results if `graph` is a body."""
         returned: dict[fx.Node, list[list[Any]]] = {}
         for node in graph.nodes:
             if node.op == "output" and self._owner is not None:
@@ -100,7 +100,7 @@ class _Flattening:
         return []
 
     def _body(self, node: fx.Node, body: fx.GraphModule, known: dict[fx.Node, fx.Node]) -> list[Any]:
-        """Copy `body`, which `node` calls. Returns what it returns."""
+        """Copies `body`, which `node` calls. Returns its results."""
         inside: dict[fx.Node, fx.Node] = {}
         calls = self._calls
         for inner, outer in operands_of(node, body).items():
@@ -115,15 +115,18 @@ class _Flattening:
         return _Flattening(self._flat, self._owner or node, calls).copy(body.graph, inside)
 
     def _slice(self, whole: fx.Node, like: fx.Node) -> fx.Node:
-        """The first slice of `whole`; of an input, an input: a stack of layers is not one of experts."""
+        """Returns the first slice of `whole`, as a new input if `whole` is an input.
+
+        A select node would make a stack of layers look like a stack of experts.
+        """
         if whole.op != "placeholder":
             return self._call(aten.select.int, whole, 0, 0, like=like)
-        first = self._flat.placeholder(str(whole.target))  # passes know gradients by it
+        first = self._flat.placeholder(str(whole.target))  # passes match gradients to inputs by the target
         first.meta = {**whole.meta, "val": like.meta["val"]}
         return first
 
     def _result(self, node: fx.Node, returned: Mapping[fx.Node, list[list[Any]]]) -> fx.Node | None:
-        """Returns the value of `node`, a result of a call whose bodies return `returned`, else None."""
+        """Returns the value of `node` if it is a result of a call in `returned`, else None."""
         if node.target is not operator.getitem or (call := argument(node)) not in returned:
             return None
         place: Any = node.args[1]
@@ -147,11 +150,11 @@ class _Flattening:
         copied.meta[OWNER_KEY] = self._owner or node
         if self._owner is not None:
             copied.meta[CALLS_KEY] = self._calls
-            copied.meta.pop("seq_nr", None)  # of another tracing
+            copied.meta.pop("seq_nr", None)  # numbers of another trace do not match
         return copied
 
 
 def _shape(node: fx.Node) -> tuple[str, ...]:
-    """The shape of the tensor of `node`, symbolic sizes by their expressions. Adds no guard."""
+    """Returns the shape of the tensor of `node`, symbolic sizes as expressions. Adds no guard."""
     value = tensor(node)
     return () if value is None else tuple(map(str, value.shape))

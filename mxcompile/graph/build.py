@@ -1,4 +1,4 @@
-"""Making nodes: value, provenance and place, the same for every pass."""
+"""Insertion of nodes with fake values and provenance, shared by all passes."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _INHERITED = (
 
 
 class Builder:
-    """Inserts call nodes into `graph` on behalf of the pass called `made_by`.
+    """Inserts call nodes into `graph` for the pass named `made_by`.
 
-    leaving: inputs that the pass takes away, so that sizes do not come from them.
+    leaving: inputs that the pass removes; sizes are not read from them.
     """
 
     def __init__(self, graph: fx.Graph, made_by: str) -> None:
@@ -50,21 +50,21 @@ class Builder:
         self._fake = detect_fake_mode([first]) if first is not None else None
 
     def call(self, target: Any, *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
-        """A call at the current insertion point, with its fake value and the provenance of `like`."""
+        """Inserts a call at the current insertion point, with its fake value and the provenance of `like`."""
         return self._filled(self.graph.call_function(target, args, kwargs), like)
 
     def pick(self, several: fx.Node, index: int, named: str) -> fx.Node:
-        """Result `index` of `several`, as a node of that name."""
+        """Inserts the result `index` of `several`, as a node named `named`."""
         picked = self.graph.create_node("call_function", operator.getitem, (several, index), name=named)
         return self._filled(picked, several)
 
     def results(self, several: fx.Node) -> list[fx.Node]:
-        """The results of `several`, a call that returns more than one, at the current insertion point."""
+        """Inserts getitem nodes for all results of `several` at the current insertion point."""
         places = range(len(several.meta["val"]))
         return [self.call(operator.getitem, several, place, like=several) for place in places]
 
     def converted(self, node: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
-        """`node` in `dtype`: itself if it has that."""
+        """Returns `node` converted to `dtype`, or `node` itself if it already has the dtype."""
         value = tensor(node)
         if value is not None and value.dtype is dtype:
             return node
@@ -89,31 +89,31 @@ class Builder:
         return node
 
     def _empty(self, spec: ops.Spec, device: torch.device) -> torch.Tensor:
-        """A fake tensor, made without the cost of dispatching a call."""
+        """Returns a fake tensor without the cost of dispatching a call."""
         shape, dtype = spec
         with no_dispatch():
             meta = torch.empty(shape, dtype=dtype, device="meta")
         return self._as_fake(meta, device)
 
     def _as_fake(self, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """The fake tensor on `device` that is like `meta`, which nothing else refers to."""
+        """Returns a fake tensor on `device` with the layout of `meta`, which must have no other reference."""
         assert self._fake is not None
         return FakeTensor(self._fake, meta, device)
 
     def size(self, node: fx.Node, dim: int, like: fx.Node) -> Any:
-        """Length of dimension `dim` of the tensor `node`: an int, or a node if it is symbolic."""
+        """Returns the length of dimension `dim` of the tensor `node`: an int, or a node if it is symbolic."""
         length = node.meta["val"].shape[dim]
         if isinstance(length, int):
             return length
         return self.call(torch.ops.aten.sym_size.int, node, dim, like=like)
 
     def sizes(self, shape: Iterable[Any], like: fx.Node) -> list[Any] | None:
-        """`shape` as arguments of a call: symbolic ones by inputs that are or have them, or None."""
+        """Returns `shape` as call arguments; None if no graph input provides one of its symbolic sizes."""
         values = [size if isinstance(size, int) else self._given(size, like) for size in shape]
         return None if None in values else values
 
     def _given(self, size: torch.SymInt, like: fx.Node) -> fx.Node | None:
-        """An input of the graph that is `size`, or the length of one."""
+        """Returns a graph input that is `size`, or a sym_size node of an input; None without one."""
         wanted = size.node.expr
         for node in self.graph.find_nodes(op="placeholder"):
             value = None if node in self.leaving else node.meta.get("val")
@@ -126,18 +126,18 @@ class Builder:
         return None
 
     def range(self, length: Any, device: torch.device, like: fx.Node) -> fx.Node:
-        """0, 1, …, length − 1 as int64, in the form decomposed graphs have it."""
+        """Returns 0, 1, …, length − 1 as int64, by the operator that decomposed graphs use."""
         iota = torch.ops.prims.iota.default
         options = {"dtype": torch.int64, "device": device, "requires_grad": False}
         return self.call(iota, length, like=like, start=0, step=1, **options)
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
-        """Put `new` in the place of `old`, which disappears."""
+        """Replaces `old` by `new` and erases it."""
         old.replace_all_uses_with(new)
         self.graph.erase_node(old)
 
     def replace_results(self, old: fx.Node, new: Sequence[fx.Node]) -> None:
-        """Put `new` in the places of the results of `old`, which disappears with them."""
+        """Replaces the results of `old` by `new` and erases `old`."""
         for place, result in list(results_of(old)):
             self.replace(result, new[place])
         self.graph.erase_node(old)
@@ -152,9 +152,9 @@ class Builder:
 
 
 def _like(target: Any, args: Any, fake: FakeTensorMode) -> torch.Tensor | None:
-    """Like the result of a call that passes make often, on the meta device; None for other calls.
+    """Returns a meta tensor with the layout of a call's result, for frequent operators only; else None.
 
-    args: fake tensors of fixed sizes among them. A call on the meta device takes a tenth of a fake one.
+    args: fake tensors, whose sizes must be fixed. A meta call takes a tenth of the time of a fake call.
     """
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
     if not all(isinstance(size, int) for value in tensors for size in value.shape):

@@ -1,8 +1,8 @@
-"""Casts, seen from what a product reads: codes may be viewed, copied, or picked from a stack of them.
+"""The cast behind an operand of a product, looking through views, copies and picks of its qdata.
 
-    q, s = quantize(w)  →  index(q, [experts])  →  t  →  scaled_mm(…)         the cast, and the steps index, t
+    q, s = quantize(w)  →  index(q, [experts])  →  t  →  scaled_mm(…)         cast; steps index, t
 
-The same steps take w to the operand as it was before its cast (`reshapes.retaken`).
+The same steps map w to the operand's unquantized values (`reshapes.retaken`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _STEPS = VIEWS | COPIES | PICKS
 
 
 def made_by(part: fx.Node) -> tuple[fx.Node, Chain]:
-    """The call that makes `part`, codes or scales of an operand, and the steps from its result to `part`."""
+    """Returns the call that produces `part` (an operand's qdata or scales), and the steps to `part`."""
     steps: list[fx.Node] = []
     while packet(part) in _STEPS and part.target is not aten.view.dtype:
         steps.append(part)

@@ -1,4 +1,4 @@
-"""Convolutions as matrix products: sizes, what they are called, and which are linear layers.
+"""Convolutions as matrix products: sizes, descriptions, and which of them are linear layers.
 
     y[n·o, Co/g] = patches(x)[n·o, Ci/g·|K|] · w[Co/g, Ci/g·|K|]ᵀ    for each of g groups, o pixels
 
@@ -21,22 +21,19 @@ _SETTINGS = ("stride", "padding", "dilation", "transposed", "output_padding", "g
 
 
 def _parts(node: fx.Node) -> tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Any, ...]]:
-    """Input, weight and result (or its gradient) of a convolution, forward or backward, and its settings.
-
-    The settings are `_SETTINGS`.
-    """
+    """Returns input, weight, result (or its gradient) and `_SETTINGS` of a convolution or its backward."""
     given = arguments_of(node)
     result = given["grad_output"] if packet(node) in CONVOLUTION_BACKWARD else node
     return tensor(given["input"]), tensor(given["weight"]), tensor(result), tuple(map(given.get, _SETTINGS))
 
 
 def convolution_sizes(node: fx.Node) -> Sizes:
-    """Sizes of the product that a convolution, or one of its two gradients, is."""
+    """Returns the sizes of the product that a convolution or the read gradient of a convolution computes."""
     x, w, y, (_, _, _, transposed, _, groups) = _parts(node)
     if x is None or w is None or y is None:
         return UNKNOWN
     taps = math.prod(w.shape[2:])
-    if transposed:  # every input pixel makes a patch of the output
+    if transposed:  # every input pixel contributes a patch of the output
         m, n, k = x.shape[0] * math.prod(x.shape[2:]), w.shape[1] * taps, w.shape[0] // groups
     else:
         m, n, k = y.shape[0] * math.prod(y.shape[2:]), w.shape[0] // groups, w.shape[1] * taps
@@ -55,7 +52,7 @@ def is_pointwise(node: fx.Node) -> bool:
 
 
 def convolution_words(node: fx.Node) -> str:
-    """``convolution 3×3, stride 2, 32 groups``."""
+    """Returns a description such as ``convolution 3×3, stride 2, 32 groups``."""
     _, w, _, (stride, _, _, transposed, _, groups) = _parts(node)
     kernel = "×".join(str(size) for size in w.shape[2:]) if w is not None else "?"
     words = [f"{'transposed ' if transposed else ''}convolution {kernel}"]

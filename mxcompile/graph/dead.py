@@ -1,4 +1,4 @@
-"""Erasing nodes that nobody reads."""
+"""Fast dead code elimination."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch._guards import TracingContext
 
 
 def eliminate(graph: fx.Graph) -> None:
-    """Erase what ``graph.eliminate_dead_code()`` erases from `graph`, whose nodes are in topological order.
+    """Erases the nodes that ``graph.eliminate_dead_code()`` would erase. Nodes must be in topological order.
 
-    Torch lints the graph and asks of every node whether it is pure, which takes longer than all the rest.
-    Here only nodes without users are asked, and whoever runs a pass checks the graph after it.
+    Torch's version lints the graph and computes the purity of every node, which dominates its time. This one
+    computes the purity of nodes without users only; the pass runner verifies the graph afterwards.
     """
     random = torch._inductor.config.fallback_random if TracingContext.try_get() else True
     for node in reversed(graph.nodes):

@@ -1,8 +1,8 @@
-"""Dimensions of a tensor, followed back through views to the tensor that it is made of.
+"""Maps dimensions of a tensor back through views to dimensions of the source tensor.
 
-    x[a, b, c] ─ view [a·b, c] ─ permute ─▶ y[c, a·b]     dimension 1 of y is made of 0 and 1 of x
+    x[a, b, c] ─ view [a·b, c] ─ permute ─▶ y[c, a·b]     dimension 1 of y comes from 0 and 1 of x
 
-A reshape is followed by the products of sizes that agree before and after it.
+A reshape maps groups of dimensions with equal products of sizes.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _REGROUPED = SIZED_VIEWS | {aten.unflatten, aten.squeeze}
 
 
 def before(node: fx.Node, source: fx.Node, dims: frozenset[int]) -> frozenset[int]:
-    """The dimensions of `source`, an argument of `node`, that the dimensions `dims` of `node` are made of.
+    """Returns the dimensions of `source`, an argument of `node`, that dimensions `dims` of `node` come from.
 
-    An operator that is not a view counts as elementwise.
+    Operators other than views count as elementwise.
     """
     old, new = tensor(source), tensor(node)
     if old is None or new is None:
@@ -58,7 +58,7 @@ _FOLLOW: dict[Any, Callable[[Sequence[Any], int, frozenset[int]], frozenset[int]
 
 
 def _through_reshape(old: list[int], new: list[int], dims: frozenset[int]) -> frozenset[int]:
-    """Dimensions of shape `old` that hold the elements of `dims` of shape `new`."""
+    """Returns the dimensions of shape `old` that hold the elements of dimensions `dims` of shape `new`."""
     result: set[int] = set()
     left = right = 0
     while left < len(old) and right < len(new):

@@ -1,10 +1,10 @@
-"""Matrix products inside operators that no pass can look into: what can be said of them from outside.
+"""Matrix products inside operators that passes cannot decompose: sizes derived from operands.
 
     recurrent and fused layers   every weight matrix [a, b] times all rows of the input: 2·rows·a·b FLOPs
-    _trilinear                   one multiply-add for every element of the three operands broadcast
+    _trilinear                   one multiply-add for every element of the three broadcast operands
     others                       a formula registered with `torch.utils.flop_counter`, if there is one; else
-                                 x[…, k], w[n, k] or [k, n] → y[…, n] is taken for what it has the shapes of,
-                                 and x[…, k], w[n, k] → loss for a head with its loss
+                                 x[…, k], w[n, k] or [k, n] → y[…, n] counts as a product of these shapes,
+                                 and x[…, k], w[n, k] → loss as a head with its loss
 
 All other operators have unknown FLOPs.
 """
@@ -26,7 +26,7 @@ from mxcompile.ops.view import arguments_of
 
 
 def opaque_sizes(node: fx.Node) -> list[Sizes]:
-    """Sizes of the products inside `node`, an opaque operator; `UNKNOWN` where nothing can be said."""
+    """Returns the sizes of the products inside an opaque operator; `UNKNOWN` if they cannot be derived."""
     what = packet(node)
     if what is aten._trilinear:
         return [_trilinear_sizes(node)]
@@ -40,10 +40,9 @@ def opaque_sizes(node: fx.Node) -> list[Sizes]:
 
 
 def sizes_by_weight(sizes: list[Sizes], weights: Sequence[Tensor]) -> list[Sizes]:
-    """Sizes of the products inside an operator, one for each weight that it reads.
+    """Returns the sizes of the products inside an operator, one for each of `weights`.
 
-    sizes: those that are known. Where that is their sum alone, all rows are taken to be multiplied with every
-    weight.
+    sizes: result of `opaque_sizes`. A single total is divided as if every weight multiplied the same rows.
     """
     total = sizes[0][1] if len(sizes) == 1 and sizes[0][2:] == (1, 1) else None
     if total is None:
@@ -55,7 +54,7 @@ def sizes_by_weight(sizes: list[Sizes], weights: Sequence[Tensor]) -> list[Sizes
 
 
 def _head_with_loss(node: fx.Node) -> list[Sizes]:
-    """Sizes of x·wᵀ, and of the gradients that are returned, if `node` returns a loss, or one of each row."""
+    """Returns the sizes of x·wᵀ and of the returned gradients if `node` returns a loss, else []."""
     matrices, value = _matrices(node), node.meta.get("val")
     results = [list(map(str, leaf.shape)) for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     if len(matrices) != 2 or len(matrices[1]) != 2 or not results:
@@ -70,13 +69,13 @@ def _head_with_loss(node: fx.Node) -> list[Sizes]:
 
 
 def _matrices(node: fx.Node) -> list[list[Any]]:
-    """The shapes of the floating-point operands of `node` that have more than one dimension."""
+    """Returns the shapes of the floating-point operands of `node` with more than one dimension."""
     values = [value for value in map(tensor, node.all_input_nodes) if value is not None]
     return [list(value.shape) for value in values if value.is_floating_point() and value.ndim > 1]
 
 
 def _by_shapes(node: fx.Node) -> Sizes:
-    """Sizes of the one product that operands and result of `node` have the shapes of, batched or not."""
+    """Returns the sizes of the product that fits the shapes of operands and result, batched or not."""
     matrices = _matrices(node)
     result = node.meta.get("val")
     if len(matrices) != 2 or not isinstance(result, Tensor) or result.ndim < 2:
@@ -97,7 +96,7 @@ def _value(argument: Any) -> Any:
 
 
 def _trilinear_sizes(node: fx.Node) -> Sizes:
-    """Σ a·b·c over the dimensions that are summed: their product is k, the product of the others is m."""
+    """Returns Σ a·b·c as a product: k is the number of summed elements, m the number of results."""
     given = arguments_of(node)
     shapes = []
     for number in "123":
@@ -119,9 +118,9 @@ def _trilinear_sizes(node: fx.Node) -> Sizes:
 
 
 def weights_sizes(target: Any, args: Sequence[Any]) -> list[Sizes]:
-    """Products inside the call of an operator: every weight matrix among `args` times all rows of the first.
+    """Returns the products inside an operator call: each weight matrix times all rows of the first argument.
 
-    Twice as many in backward. A fused attention layer has its two products of activations besides.
+    A backward call has two products for each. A fused attention layer also has the two of its attention.
     """
     schema = getattr(target, "_schema", None)
     x = args[0]

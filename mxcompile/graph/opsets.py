@@ -1,7 +1,7 @@
-"""Sets of operators the passes tell apart, each defined once, here; what one pass can do is said there.
+"""Sets of operators shared by passes, each defined once. Sets of a single pass are in that pass.
 
-Attentions are rows of `attention`. An operator that is in no set is treated as elementwise by the data flow
-(it passes on what reaches it) and is never looked through.
+Attention operators are rows of `attention`. The data flow treats an operator outside all sets as elementwise
+(it propagates its inputs) and never looks through it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ prims = torch.ops.prims
 
 
 def _packets(namespace: Any, *names: str) -> frozenset[Any]:
-    """The operators of `names` that this torch has."""
+    """Returns the operators called `names` that this torch version has."""
     return frozenset(getattr(namespace, name) for name in names if hasattr(namespace, name))
 
 
@@ -33,16 +33,16 @@ MATMULS = _packets(
 """Operators that are one matrix product of their floating-point operands."""
 
 BIASED = _packets(aten, "addmm", "baddbmm", "addmv", "addbmm", "_sparse_addmm")
-"""Those whose first argument is added to the product."""
+"""Matrix products whose first argument is added to the result."""
 
 GROUPED_FALLBACK = "transformers.grouped_mm_fallback"
 GROUPED_FALLBACK_BACKWARD = "transformers.grouped_mm_fallback_backward"
-"""Products of Hugging Face's experts where `aten._grouped_mm` does not go (FP32), and their gradients."""
+"""Hugging Face's expert products for dtypes that `aten._grouped_mm` lacks (FP32), and their gradients."""
 
 CONVOLUTION_BACKWARD = _packets(aten, "convolution_backward")
 
 CONVOLUTIONS = _packets(aten, "convolution") | CONVOLUTION_BACKWARD
-"""Products of a weight with patches of an image, or with its pixels."""
+"""Products of a weight with patches or pixels of an image."""
 
 QUANTIZED_MATMULS = _packets(
     aten, "_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm", "_scaled_grouped_mm_v2", "_int_mm",
@@ -55,7 +55,7 @@ OPAQUE = _packets(
     "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "lstm", "gru", "rnn_tanh", "rnn_relu", "_cudnn_rnn",
     "_cudnn_rnn_backward", "miopen_rnn", "miopen_rnn_backward",
 )  # fmt: skip
-"""Operators with matrix products inside that no pass can reach."""
+"""Operators that contain matrix products which no pass can reach."""
 
 _KNOWN_LIBRARIES = frozenset(
     {
@@ -64,7 +64,7 @@ _KNOWN_LIBRARIES = frozenset(
         "quantized_decomposed", "bucketing", "streams",
     }
 )  # fmt: skip
-"""Whose operators are known: a matrix product among them is in a set of `opsets`."""
+"""Libraries whose matrix products are all in a set of this module."""
 _FOREIGN_HIGHER_ORDER = frozenset(
     {"triton_kernel_wrapper_functional", "triton_kernel_wrapper_mutation", "invoke_leaf_function"}
 )
@@ -73,13 +73,13 @@ _MATMUL_LIKE = MATMULS.union(QUANTIZED_MATMULS, ATTENTIONS, OPAQUE)
 
 
 def is_grouped(node: fx.Node) -> bool:
-    """Whether `node` is one product per group, or the gradients of such."""
+    """Whether `node` is a grouped product or its gradients."""
     what = packet(node)
     return what is aten._grouped_mm or str(what) in (GROUPED_FALLBACK, GROUPED_FALLBACK_BACKWARD)
 
 
 def is_matmul(node: fx.Node) -> bool:
-    """Whether `node` is one matrix product, a convolution among them; one of several gradients is one too."""
+    """Whether `node` is one matrix product: a matmul, a convolution, or one gradient of either."""
     what = packet(node)
     if what in CONVOLUTION_BACKWARD:
         return any(argument_of(node, "output_mask")[:2])
@@ -87,9 +87,9 @@ def is_matmul(node: fx.Node) -> bool:
 
 
 def is_foreign(node: fx.Node) -> bool:
-    """Whether `node` calls an operator of another library that may hold matrix products.
+    """Whether `node` calls an operator of another library that may contain matrix products.
 
-    That is one with two or more floating-point operands that are matrices.
+    An operator may if it has two or more floating-point operands that are matrices.
     """
     if node.op != "call_function":
         return False
@@ -105,7 +105,7 @@ def is_foreign(node: fx.Node) -> bool:
 
 
 def called_operator(node: fx.Node) -> Any:
-    """The operator that the call `node` runs: what `auto_functionalized` and others like it are given."""
+    """Returns the operator that `node` runs; for `auto_functionalized` and similar, the wrapped operator."""
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         given = (value for value in node.args if isinstance(value, torch._ops.OpOverload))
         return next(given, node.target)
@@ -113,33 +113,33 @@ def called_operator(node: fx.Node) -> Any:
 
 
 def may_be_product(target: Any) -> bool:
-    """Whether a call of the overload `target` can be matmul-like: all that can be said without operands."""
+    """Whether a call of the overload `target` may be matmul-like, as far as the operator alone decides it."""
     what = target._overloadpacket
     return what in _MATMUL_LIKE or what in CONVOLUTIONS or str(what).partition(".")[0] not in _KNOWN_LIBRARIES
 
 
 @functools.cache
 def is_elementary(target: Any) -> bool:
-    """Whether no call of `target` is matmul-like: known once of the operators that most nodes call."""
+    """Whether no call of `target` is matmul-like. Cached, because most nodes call a few such operators."""
     if target is operator.getitem:
         return True
     return isinstance(target, torch._ops.OpOverload) and not may_be_product(target)
 
 
 def is_opaque(node: fx.Node) -> bool:
-    """Whether `node` hides matrix products, or may."""
+    """Whether `node` contains, or may contain, hidden matrix products."""
     return packet(node) in OPAQUE or is_foreign(node)
 
 
 def is_matmul_like(node: fx.Node) -> bool:
-    """Whether `node` must end up in the report."""
+    """Whether the report must list `node`."""
     if node.op == "call_function" and is_elementary(node.target):
         return False
     return packet(node) in _MATMUL_LIKE or is_matmul(node) or is_foreign(node)
 
 
 def gradient_index(node: fx.Node) -> int:
-    """Which of several gradients `node` computes, by the one that is read (see `passes/split`)."""
+    """Returns which of several gradients `node` computes, by its only reader (see `passes/split`)."""
     user = next(iter(node.users), None)
     index = user.args[1] if user is not None and packet(user) is operator.getitem else 0
     assert isinstance(index, int)
@@ -151,27 +151,27 @@ VIEWS = _packets(
     "unsqueeze", "alias", "slice", "select", "split", "split_with_sizes", "unbind", "as_strided",
     "detach", "view_as_real", "view_as_complex", "chunk", "unflatten",
 )  # fmt: skip
-"""Same values, another shape."""
+"""Operators that return the same values in another shape."""
 
 RESHAPES = _packets(
     aten, "view", "reshape", "_unsafe_view", "permute", "transpose", "t", "squeeze", "unsqueeze", "alias",
     "detach", "unflatten",
 )  # fmt: skip
-"""The views that show all elements, each once."""
+"""Views that contain every element exactly once."""
 
 SIZED_VIEWS = _packets(aten, "view", "reshape", "_unsafe_view")
-"""The views that are given sizes, and keep the order of elements."""
+"""Views with explicit sizes that keep the order of elements."""
 
 CONVERSIONS = _packets(prims, "convert_element_type") | _packets(aten, "_to_copy", "to")
-"""Changes of dtype, of the model or of autocast. Casts to quantized formats are `ops.CASTS`."""
+"""Changes of dtype by the model or autocast. Casts to quantized formats are `ops.CASTS`."""
 
 COPIES = _packets(aten, "clone", "contiguous", "lift_fresh_copy")
 
 CONJUGATES = _packets(aten, "_conj", "conj", "_conj_physical", "conj_physical", "resolve_conj")
-"""Complex conjugates; of a real tensor, itself."""
+"""Complex conjugates; for real tensors, the identity."""
 
 TRANSPARENT = VIEWS | CONVERSIONS | COPIES
-"""What a tensor can pass through and still be the same tensor."""
+"""Operators whose result counts as the same tensor as their input."""
 
 LINEAR_OPS = TRANSPARENT | _packets(
     aten, "add", "sub", "rsub", "mul", "div", "neg", "cat", "stack", "where", "masked_fill", "index",
@@ -184,7 +184,7 @@ LINEAR_OPS = TRANSPARENT | _packets(
     torch.ops._c10d_functional, "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor",
     "all_to_all_single", "wait_tensor",
 ) | frozenset({operator.getitem})  # fmt: skip
-"""What keeps a projection a projection: rotary embedding, scaling, masking, normalisation by a factor."""
+"""Operators between a projection and its use: rotary embedding, scaling, masking, multiplied factors."""
 
 ACTIVATIONS = _packets(
     aten, "sigmoid", "tanh", "erf", "erfc", "relu", "gelu", "silu", "leaky_relu", "elu", "hardtanh",
@@ -192,67 +192,68 @@ ACTIVATIONS = _packets(
     "log_sigmoid_forward", "threshold", "prelu", "celu", "selu", "sin", "cos", "exp", "gt", "ge",
     "lt", "le",
 )  # fmt: skip
-"""Elementwise nonlinearities a feed-forward network has in its middle, whole or decomposed.
+"""Elementwise nonlinearities between the layers of a feed-forward network, whole or decomposed.
 
-Norms have none of them: they multiply by a factor made of sums and roots."""
+Norms contain none of them: they multiply by a factor computed from sums and roots.
+"""
 
 PICKS = _packets(aten, "index", "index_select")
-"""Gathers that can take whole matrices from a stack of them."""
+"""Gathers that can select whole matrices from a stack."""
 
 TOP_K = _packets(aten, "topk", "sort", "argmax", "kthvalue")
 
 LOOKUPS = _packets(aten, "embedding", "_embedding_bag", "index", "index_select")
-"""What reads rows of a table, if that is a parameter."""
+"""Operators that read rows of a table, if their first argument is a parameter."""
 
 REDUCTIONS = _packets(
     aten, "mean", "sum", "amax", "amin", "max", "min", "var_mean", "var", "std", "logsumexp", "prod",
     "linalg_vector_norm", "norm", "any", "all", "adaptive_avg_pool1d", "_adaptive_avg_pool2d",
     "_adaptive_avg_pool3d",
 )  # fmt: skip
-"""What makes one value of many along some dimension."""
+"""Operators that reduce a dimension to one value."""
 
 SCANS = (
     _packets(aten, "cumsum", "cumprod", "logcumsumexp", "_fft_r2c", "_fft_c2r", "_fft_c2c")
     | _packets(torch.ops.higher_order, "scan", "associative_scan", "while_loop")
 )  # fmt: skip
-"""What carries a value from position to position."""
+"""Operators that carry a value from position to position."""
 
 SOFTMAX = _packets(aten, "_softmax", "_safe_softmax", "softmax", "special_softmax")
 
 EXPONENTIALS = SOFTMAX | _packets(aten, "exp", "exp2", "_log_softmax")
-"""Where an error of what goes in is a factor of what comes out."""
+"""Operators that turn an absolute error of the input into a relative error of the output."""
 
 MAXIMA = _packets(aten, "amax", "max") | _packets(prims, "prepare_softmax_online")
-"""What a decomposed softmax subtracts before its exponential."""
+"""Operators that compute the maximum a decomposed softmax subtracts before its exponential."""
 
 SUMS = _packets(aten, "add", "sub", "rsub")
-"""What joins a branch to a residual stream."""
+"""Operators that join a branch to a residual stream."""
 
 COLLECTIVES = _packets(
     torch.ops._c10d_functional, "all_gather_into_tensor", "all_gather_into_tensor_coalesced",
     "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced", "all_reduce", "all_reduce_",
     "all_reduce_coalesced", "all_to_all_single", "broadcast",
 )  # fmt: skip
-"""What ranks exchange tensors by; the first argument is what a rank gives."""
+"""Operators that exchange tensors between ranks; the first argument is the rank's contribution."""
 
 RANDOM = _packets(aten, "rand", "randn", "rand_like", "randn_like", "bernoulli", "native_dropout")
 
 REPEATS = _packets(aten, "repeat", "expand", "repeat_interleave")
-"""What makes several copies of a value."""
+"""Operators that copy a value several times."""
 
 STREAM_SOURCES = _packets(aten, "embedding", "convolution", "_embedding_bag")
-"""What starts a residual stream, beside floating-point inputs."""
+"""Operators that start a residual stream, beside floating-point inputs."""
 
 
 def argument(node: fx.Node, index: int = 0) -> fx.Node:
-    """The positional argument of `node` at `index`, which must be a node itself."""
+    """Returns the positional argument of `node` at `index`, which must be a node."""
     value = node.args[index]
     assert isinstance(value, fx.Node), f"argument {index} of {node.name} is no node"
     return value
 
 
 def permutation(node: fx.Node) -> list[int] | None:
-    """Returns the viewed dimension for each dimension of `node`, if it permutes dimensions; else None."""
+    """Returns the source dimension of each dimension of `node` if it permutes dimensions, else None."""
     value = tensor(node)
     if value is None:
         return None
@@ -271,7 +272,7 @@ def permutation(node: fx.Node) -> list[int] | None:
 
 
 def packet(node: fx.Node) -> Any:
-    """The operator of a call, without its overload: what the sets hold. None for other nodes."""
+    """Returns the operator packet of a call node, as the operator sets hold it; None for other nodes."""
     if node.op != "call_function":
         return None
     return getattr(node.target, "_overloadpacket", node.target)

@@ -1,4 +1,4 @@
-"""Graphs as text."""
+"""Text form of graphs, for logs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mxcompile.graph.tags import GemmTag, tags_of
 
 
 class Printed:
-    """A graph printed when, and only when, a log line is made of it."""
+    """A graph that is printed lazily, when a log record is formatted."""
 
     def __init__(self, graph: fx.Graph, after: str) -> None:
         self._graph = graph
@@ -22,7 +22,7 @@ class Printed:
 
 
 def print_ir(graph: fx.Graph) -> str:
-    """`graph` as text, one line a node: name, value, call, and the tags of matmuls."""
+    """Returns `graph` as text, one line per node: name, value, call, and the tags of matmuls."""
     return "\n".join(_line(node) for node in graph.nodes)
 
 

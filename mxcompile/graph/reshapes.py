@@ -1,4 +1,4 @@
-"""Chains of operators that move a tensor's elements about and lose none: followed, repeated, undone."""
+"""Chains of operators that reorder all elements of a tensor: following, repeating and inverting them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from mxcompile.graph.opsets import COPIES, RESHAPES, argument, aten, packet, per
 from mxcompile.graph.tags import value_of
 
 Chain = tuple[fx.Node, ...]
-"""Every one reads the one before."""
+"""Nodes in order. Each reads the previous node."""
 
 
 def is_step(node: fx.Node) -> bool:
-    """Whether `node` has the elements of its first argument, in some order."""
+    """Whether `node` has exactly the elements of its first argument, in any order."""
     return packet(node) in RESHAPES or packet(node) in COPIES
 
 
 def chain_to(node: fx.Node) -> tuple[fx.Node, Chain]:
-    """Where the elements of `node` come from, and the steps from there to it."""
+    """Returns the node that `node` is a reordering of, and the steps from there to `node`."""
     steps = []
     while is_step(node):
         steps.append(node)
@@ -29,7 +29,7 @@ def chain_to(node: fx.Node) -> tuple[fx.Node, Chain]:
 
 
 def repeated(steps: Chain, start: fx.Node, build: Builder) -> fx.Node | None:
-    """`start` taken through `steps`, whose graph may be another; None if a size is not at hand."""
+    """Returns `start` after `steps`, possibly of another graph; None if a symbolic size is not available."""
     result: fx.Node | None = start
     for step in steps:
         if result is not None:
@@ -39,14 +39,14 @@ def repeated(steps: Chain, start: fx.Node, build: Builder) -> fx.Node | None:
 
 
 def retaken(steps: Chain, start: fx.Node, build: Builder) -> fx.Node:
-    """`start`, in the shape of what `steps` begin with, taken through the same steps in the same graph."""
+    """Returns `start`, shaped like the input of `steps`, after the same steps in the same graph."""
     for step in steps:
         start = build.call(step.target, start, *step.args[1:], like=step, **step.kwargs)
     return start
 
 
 def undone(steps: Chain, end: fx.Node, build: Builder) -> fx.Node | None:
-    """Returns the node that `steps` have made `end` of; None if a size is not at hand."""
+    """Returns `end` after the inverse of `steps`; None if a symbolic size is not available."""
     result: fx.Node | None = end
     for step in reversed(steps):
         if result is not None:
@@ -59,12 +59,12 @@ def undone(steps: Chain, end: fx.Node, build: Builder) -> fx.Node | None:
 
 
 def inverse(order: Sequence[int]) -> list[int]:
-    """The permutation that undoes `order`."""
+    """Returns the inverse of the permutation `order`."""
     return sorted(range(len(order)), key=order.__getitem__)
 
 
 def memory_order(strides: Sequence[int]) -> list[int]:
-    """The dimensions of a tensor with `strides`, the innermost in memory last."""
+    """Returns the dimensions of a tensor with `strides`, from the outermost in memory to the innermost."""
     return sorted(range(len(strides)), key=lambda dim: -strides[dim])
 
 
@@ -73,7 +73,7 @@ def _permuted(node: fx.Node, order: Sequence[int], build: Builder) -> fx.Node:
 
 
 def _shaped(node: fx.Node, like: fx.Node, build: Builder) -> fx.Node | None:
-    """`node` in the shape of `like`; None if a size is not at hand."""
+    """Returns `node` reshaped to the shape of `like`; None if a symbolic size is not available."""
     value, wanted = value_of(node), value_of(like)
     if list(map(str, value.shape)) == list(map(str, wanted.shape)):
         return node

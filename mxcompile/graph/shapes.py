@@ -24,10 +24,10 @@ from mxcompile.graph.tags import UNKNOWN, Sizes, tensor
 
 
 def operands(node: fx.Node) -> tuple[Any, Any]:
-    """The left and right argument of a matmul node, q and k of an attention forward.
+    """Returns the left and right operand of a matmul node, or q and k of an attention forward.
 
-    Of one of several gradients (see `passes/split`): the gradient of the result and what it is multiplied by,
-    in the order of the product.
+    A node that computes one of several gradients (see `passes/split`) has the result's gradient and the other
+    factor as operands, in the order of the product.
     """
     what = packet(node)
     if what in CONVOLUTION_BACKWARD:
@@ -40,12 +40,12 @@ def operands(node: fx.Node) -> tuple[Any, Any]:
 
 
 def offsets(node: fx.Node) -> Any:
-    """Where the groups of a grouped product end; None if it has no such argument."""
+    """Returns the end offsets of the groups of a grouped product; None without such an argument."""
     return node.args[2] if len(node.args) > 2 else node.kwargs.get("offs")
 
 
 def matmul_sizes(node: fx.Node) -> Sizes:
-    """Sizes of a matmul node's product; a vector counts as a matrix of one column or row."""
+    """Returns the sizes of a matmul node's product; a vector counts as a matrix with one column or row."""
     if packet(node) in CONVOLUTIONS:
         return convolution_sizes(node)
     left, right = (tensor(operand) for operand in operands(node))
@@ -67,13 +67,13 @@ def matmul_sizes(node: fx.Node) -> Sizes:
 
 
 def gradient_sizes(sizes: Sizes) -> list[Sizes]:
-    """Sizes of the two products that the gradients of one of `sizes` are."""
+    """Returns the sizes of the two products that compute the gradients of a product of `sizes`."""
     batch, m, n, k = sizes
     return [(batch, m, k, n), (batch, n, k, m)]
 
 
 def _grouped_sizes(a: list[Any], b: list[Any], node: fx.Node) -> Sizes:
-    """Sizes of a grouped product: the grouped dimension counts once, as the sum over its groups."""
+    """Returns the sizes of a grouped product; the grouped dimension counts with its sum over all groups."""
     if len(a) == 2 and len(b) == 2 and tensor(offsets(node)) is not None:
         return 1, a[0], b[1], a[1]
     if len(a) == 3 and len(b) == 3:
@@ -88,9 +88,9 @@ def qkv(node: fx.Node) -> Sequence[Any]:
 
 
 def attention_sizes(node: fx.Node) -> list[Sizes]:
-    """Sizes of the products in an attention node.
+    """Returns the sizes of the products in an attention node.
 
-    An attention forward has two, q·kᵀ and softmax·v, its backward four: dQ and dK, dP and dV.
+    Forward has two products, q·kᵀ and softmax·v; backward has four: dQ and dK, dP and dV.
     """
     what, scores, values = packet(node), UNKNOWN, UNKNOWN
     q, k, v = map(tensor, qkv(node))

@@ -1,4 +1,4 @@
-"""Checking between passes that a graph is well-formed, at a small part of the price of ``graph.lint()``."""
+"""Fast verification of graphs between passes, at a small fraction of the cost of ``graph.lint()``."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from mxcompile.errors import VerificationError
 
 
 def check(graph: fx.Graph, after: str) -> None:
-    """Raise `VerificationError` if ``graph.lint()`` finds a fault, after the pass called `after`.
+    """Raises `VerificationError` if ``graph.lint()`` finds a fault after the pass named `after`.
 
-    Torch's lint writes a message for every argument of every node before it looks. Here it is called only
-    for a graph that `_is_sound` doubts, and says what the fault is.
+    Torch's lint formats a message for every argument of every node before it checks it. Lint therefore runs
+    only on graphs that fail `_is_sound`, to name the fault.
     """
     if _is_sound(graph):
         return
@@ -22,10 +22,10 @@ def check(graph: fx.Graph, after: str) -> None:
 
 
 def _is_sound(graph: fx.Graph) -> bool:
-    """Whether everything that lint asks for certainly holds.
+    """Whether `graph` certainly passes lint.
 
-    Nodes belong to `graph` and are in its side table, read only what comes before them, have names of their
-    own and call what can be called. A graph with calls of methods or modules is not looked at further.
+    Nodes belong to `graph` and its side table, read only earlier nodes, have unique names and call callables.
+    Returns False for any graph that calls methods or modules.
     """
     known: set[fx.Node] = set()
     alike: dict[object, list[fx.Node]] = {}
@@ -41,21 +41,21 @@ def _is_sound(graph: fx.Graph) -> bool:
 
 
 def _are_filed(nodes: list[fx.Node]) -> bool:
-    """Whether the graph finds `nodes`, all calls of one function or all of another operation."""
+    """Whether the graph's side table has all of `nodes`, which share an operation and a called function."""
     first = nodes[0]
     target = first.target if first.op == "call_function" else None
     return set(first.graph.find_nodes(op=first.op, target=target, sort=False)).issuperset(nodes)
 
 
 def _are_legal(nodes: list[fx.Node]) -> bool:
-    """Whether each of `nodes`, of one kind, is a call, an input, the output or an attribute that exists."""
+    """Whether each of `nodes`, which share a kind, is a call, an input, the output or a valid attribute."""
     if nodes[0].op == "call_function":
         return callable(nodes[0].target)
     return all(map(_is_legal, nodes))
 
 
 def _is_legal(node: fx.Node) -> bool:
-    """Whether `node`, no call of a function, is an input, the output or an attribute that exists."""
+    """Whether `node`, which calls no function, is an input, the output or an existing attribute."""
     if not isinstance(node.target, str):
         return False
     if node.op != "get_attr":

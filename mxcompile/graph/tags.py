@@ -1,4 +1,4 @@
-"""The tags of matmuls: the passes write them on the node itself, and they travel with it."""
+"""The tags of matmuls, which passes store in ``node.meta``."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from mxcompile.policy import Block, Choice, Gemm, Layer, Reason, Role, Saved, Se
 from mxcompile.report.record import flops_of
 
 KEY = "mx"
-"""Where a node's `GemmTag`s live in ``node.meta``."""
+"""``node.meta`` key: the `GemmTag`s of a node."""
 
 PASS_KEY = "mx_pass"
-"""Where a node made by a pass says which."""
+"""``node.meta`` key: name of the pass that created a node."""
 
 
 AUTOCAST_KEY = "mxcompile_autocast_off"
-"""Where the ``custom`` metadata of a node says that the model turns autocast off around it."""
+"""Key in a node's ``custom`` metadata: the model disables autocast around the node."""
 
 STATE_KEY = "mx_state"
-"""Where the placeholder of a weight holds that of the state of its layer's scales."""
+"""``node.meta`` key: links a weight's placeholder to the placeholder of its scale state."""
 
 
 class Kind(Enum):
-    """The kind of matmul that a node is."""
+    """The kind of a matmul."""
 
     LINEAR = auto()  # one operand depends on parameters alone
-    PRODUCT = auto()  # of two activations, or of none
+    PRODUCT = auto()  # both operands depend on activations, or none does
     ATTENTION = auto()  # one of the two products inside an attention operator
     QUANTIZED = auto()  # already quantized by the model
-    OPAQUE = auto()  # inside an operator no pass can look into
-    TANGENT = auto()  # of a forward-mode derivative
-    CONVOLUTION = auto()  # of more than one pixel, or else no linear layer
+    OPAQUE = auto()  # inside an operator that no pass can decompose
+    TANGENT = auto()  # part of a forward-mode derivative
+    CONVOLUTION = auto()  # not pointwise, so not a linear layer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """Why a GEMM has its role.
+    """The reason for a GEMM's role.
 
-    holds: what was found in the graph. nearest: the role that came nearest before it, what held of it and
-    what did not; "" if none came near.
+    holds: matched properties of the graph. nearest: the closest rejected role with its matched and failed
+    conditions; "" without one.
     """
 
     holds: str = ""
@@ -55,19 +55,21 @@ class Evidence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GemmTag:
-    """One GEMM: what it computes, of which layer, and what is to become of it.
+    """One GEMM: its sizes, its layer, and the decision for it.
 
-    index: of this GEMM in its graph. layer: name of the layer's forward node, the same on all its GEMMs.
-    name: module path for users. module: class name. source: ``file:line``. tensors: what the left and right
-    operand are: "x", "w" or "dy". argument: whether the weight is an argument. stored: format of a weight
-    that is stored quantized. recast: whether the GEMM casts such a weight again. block: where the
-    layer lies among the model's repeated ones. batch, m, n, k: sizes, symbolic ones by their hint, None for
-    one that depends on data. role, evidence: from `classify`. whole: n and k of the layer of which this GEMM
-    computes a shard or a part; None where it computes all. choice, formats (of the operands; None unless the
-    GEMM is quantized), saved, sent: from `decide`. kernel: from the lowering. fallbacks: from there too, the
-    reasons why a kernel that is for such a GEMM does not run it. gradients: of a forward GEMM in a plan,
-    whether its first and its second operand need gradients. again: whether a checkpoint runs this GEMM once
-    more before it computes them.
+    index: number of this GEMM in its graph. layer: name of the layer's forward node, shared by all its GEMMs.
+    name: module path for users. module: class name. source: ``file:line``.
+    tensors: contents of the left and right operand: "x", "w" or "dy".
+    argument: whether the weight is an argument. stored: format of a weight that is stored quantized.
+    recast: whether the GEMM casts such a weight again. block: the layer's position in the repeated blocks.
+    batch, m, n, k: sizes; a symbolic size by its hint, None for a data-dependent size.
+    role, evidence: results of the pass `classify`.
+    whole: n and k of the layer if this GEMM computes a shard or a part of it, else None.
+    choice, formats, saved, sent: results of the pass `decide`; `formats` is None unless the GEMM is
+    quantized.
+    kernel, fallbacks: results of the lowering; reasons why preferred kernels do not run the GEMM.
+    gradients: for a forward GEMM in a plan, whether its first and second operand need gradients.
+    again: whether activation checkpointing recomputes this GEMM in backward.
     """
 
     layer: str
@@ -100,26 +102,26 @@ class GemmTag:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations: two per multiply-add; 0 where a size is not known."""
+        """Floating-point operations, two per multiply-add; 0 if a size is unknown."""
         return flops_of(self.batch, self.m, self.n, self.k)
 
     @property
     def is_layer(self) -> bool:
-        """Whether it is of a linear layer, one inside of an operator among them: a policy decides for it."""
+        """Whether a policy decides for it: it is in a linear layer, possibly inside an opaque operator."""
         hidden = self.kind is Kind.OPAQUE and set(self.tensors) != {"x"}
         return hidden or self.kind is Kind.LINEAR
 
     def with_reason(self, more: Reason) -> GemmTag:
-        """The same, of a GEMM that is decided, with a further reason for its choice."""
+        """Returns the tag of a decided GEMM with a further reason for its choice."""
         assert self.choice is not None
         return replace(self, choice=replace(self.choice, reason=self.choice.reason.also(more)))
 
     def with_fallbacks(self, kernel: str) -> str:
-        """`kernel` and why no other runs the GEMM, in words."""
+        """Returns `kernel`, followed by the reasons why no other kernel runs the GEMM."""
         return "; ".join((kernel, *self.fallbacks))
 
     def as_layer(self) -> Layer:
-        """The layer as a policy rule sees it; for a forward GEMM."""
+        """Returns the layer of a forward GEMM, for matching by policy rules."""
         n, k = self.whole or (self.n, self.k)
         return Layer(
             name=self.name,
@@ -133,7 +135,7 @@ class GemmTag:
 
 
 def gradient_tags(tag: GemmTag) -> tuple[GemmTag, GemmTag]:
-    """Returns the two GEMMs that compute the gradients of the operands of `tag`, a forward GEMM."""
+    """Returns the tags of the two GEMMs that compute the gradients of the operands of a forward GEMM."""
     m, n, k = tag.m, tag.n, tag.k
     has_weight = tag.kind in (Kind.LINEAR, Kind.CONVOLUTION)
     first, second = (("dy", "w"), ("dy", "x")) if has_weight else (("x", "x"), ("x", "x"))
@@ -145,7 +147,7 @@ def gradient_tags(tag: GemmTag) -> tuple[GemmTag, GemmTag]:
 
 
 def tags_of(node: fx.Node) -> tuple[GemmTag, ...]:
-    """The GEMMs `node` stands for: one for a matmul, several for an attention, else none."""
+    """Returns the tags of `node`: one for a matmul, several for an attention, else none."""
     if node.op != "call_function":  # the placeholder of a saved value inherits its metadata
         return ()
     tags: tuple[GemmTag, ...] = node.meta.get(KEY, ())
@@ -153,18 +155,18 @@ def tags_of(node: fx.Node) -> tuple[GemmTag, ...]:
 
 
 def tag_of(node: fx.Node) -> GemmTag | None:
-    """The tag of a node that is one matmul; None for all others."""
+    """Returns the tag of a node with exactly one GEMM, else None."""
     tags = tags_of(node)
     return tags[0] if len(tags) == 1 else None
 
 
 def set_tag(node: fx.Node, *tags: GemmTag) -> None:
-    """Make `tags` the tags of `node`."""
+    """Sets the tags of `node`."""
     node.meta[KEY] = tags
 
 
 def add_fallback(node: fx.Node, reason: str) -> None:
-    """Note on the tags of `node` why a kernel that is for such a GEMM does not run it, once."""
+    """Adds the reason why a preferred kernel does not run the GEMM to the tags of `node`, once."""
     known = (
         tag if reason in tag.fallbacks else replace(tag, fallbacks=(*tag.fallbacks, reason))
         for tag in tags_of(node)
@@ -173,12 +175,12 @@ def add_fallback(node: fx.Node, reason: str) -> None:
 
 
 def change_tag(node: fx.Node, old: GemmTag, new: GemmTag) -> None:
-    """Put `new` in the place of the tag `old` of `node`."""
+    """Replaces the tag `old` of `node` by `new`."""
     set_tag(node, *(new if tag is old else tag for tag in tags_of(node)))
 
 
 def layers(graph: fx.Graph) -> dict[str, list[tuple[fx.Node, GemmTag]]]:
-    """The GEMMs of `graph` that a policy decides for by layer, each layer's in graph order."""
+    """Returns the (node, tag) pairs of the linear layers of `graph` by layer, in graph order."""
     found: dict[str, list[tuple[fx.Node, GemmTag]]] = {}
     for node in graph.nodes:
         for tag in tags_of(node):
@@ -188,34 +190,34 @@ def layers(graph: fx.Graph) -> dict[str, list[tuple[fx.Node, GemmTag]]]:
 
 
 def tensor(node: Any) -> torch.Tensor | None:
-    """The fake tensor of `node`, or None if it is not a node or has another value."""
+    """Returns the fake tensor of `node`; None if `node` is not a node or its value is not a tensor."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return value if isinstance(value, torch.Tensor) else None
 
 
 def value_of(node: fx.Node) -> torch.Tensor:
-    """The fake tensor of `node`, which has one."""
+    """Returns the fake tensor of `node`, which must have one."""
     value = tensor(node)
     assert value is not None, f"{node} has no tensor"
     return value
 
 
 Sizes = tuple[Any, Any, Any, Any]
-"""batch, m, n, k of a product [batch, m, k] · [batch, k, n]."""
+"""(batch, m, n, k) of a product [batch, m, k] · [batch, k, n]."""
 
 UNKNOWN: Sizes = (1, None, None, None)
-"""Of a product of which nothing is known."""
+"""Sizes of a product with unknown dimensions."""
 
 
 def is_empty(sizes: Iterable[Any]) -> bool:
-    """Whether one of `sizes` is known to be 0. Adds no guard."""
+    """Whether any of `sizes` is statically 0. Adds no guard."""
     return any(isinstance(size, int) and size == 0 for size in sizes)
 
 
 def known(size: Any) -> int | None:
-    """A size as an integer, a symbolic one by its hint; None for one that depends on data. Adds no guard.
+    """Returns a size as an int, a symbolic size by its hint; None for a data-dependent size. Adds no guard.
 
-    Sizes that depend on data may have hints of their own (``mark_unbacked``, the pass `hint_expert_splits`).
+    Data-dependent sizes can have override hints (``mark_unbacked``, the pass `hint_expert_splits`).
     """
     if size is None or isinstance(size, int):
         return size
@@ -226,16 +228,16 @@ def known(size: Any) -> int | None:
 
 
 def hint(size: Any) -> int:
-    """`known`, with 1 for a size that is not: for choices and sums that need a number."""
+    """Returns `known` of `size`, or 1 if it is unknown, for estimates that need a number."""
     value = known(size)
     return 1 if value is None else value
 
 
 def numel(shape: Iterable[Any]) -> int:
-    """Number of elements of a tensor of `shape`, symbolic sizes by their hint."""
+    """Returns the number of elements of `shape`, symbolic sizes by their hint."""
     return math.prod(map(hint, shape))
 
 
 def bytes_of(value: Any) -> int:
-    """Bytes of a tensor, symbolic sizes by their hint; 0 for anything else."""
+    """Returns the bytes of a tensor, symbolic sizes by their hint; 0 for other values."""
     return numel(value.shape) * value.element_size() if isinstance(value, torch.Tensor) else 0

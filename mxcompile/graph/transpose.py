@@ -1,4 +1,4 @@
-"""Transposes of the last two dimensions: looking through them and making them."""
+"""Transposes of the last two dimensions: looking through them and inserting them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mxcompile.graph.tags import value_of
 
 
 def untransposed(node: fx.Node) -> tuple[fx.Node, bool]:
-    """The node `node` is a transpose of, by the last two dimensions, and whether it is one."""
+    """Returns (source, swapped): looks through transposes of the last two dimensions of `node`."""
     swapped = False
     while is_transpose(node):
         source = node.args[0]
@@ -31,7 +31,7 @@ def is_transpose(node: fx.Node) -> bool:
 def readers(
     node: fx.Node, through: Callable[[fx.Node], bool] = is_transpose
 ) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Who reads `node`, or what nodes that are `through` make of it, and which of these it reads."""
+    """Yields (reader, operand) for every reader of `node`, following nodes that satisfy `through`."""
     pending = [(user, node) for user in reversed(node.users)]
     seen: set[fx.Node] = set()
     while pending:
@@ -44,7 +44,7 @@ def readers(
 
 
 def transpose(node: fx.Node, builder: Builder) -> fx.Node:
-    """`node` with its last two dimensions swapped, as a view."""
+    """Inserts a view of `node` with its last two dimensions swapped."""
     value = value_of(node)
     order = [*range(value.ndim - 2), value.ndim - 1, value.ndim - 2]
     return builder.call(aten.permute.default, node, order, like=node)

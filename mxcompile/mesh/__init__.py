@@ -1,4 +1,4 @@
-"""Shards, collectives, memory, pipeline stages and time of one rank of a mesh."""
+"""One rank of a mesh: shards, collectives, memory, pipeline stages and step time."""
 
 from mxcompile.mesh.collectives import Collective as Collective
 from mxcompile.mesh.memory import Memory as Memory

@@ -1,10 +1,10 @@
-"""Every collective of a step: what one rank gives to it, along which axis of the mesh, when and how often.
+"""The collectives of a training step on one rank: kind, bytes, mesh axis, phase and count.
 
-    FSDP2                gathers of weights, reductions of gradients        from its groups
-    tensor parallelism   activations and their gradients, in the graphs     from the partitioned graphs
+    FSDP2                gathers of weights, reductions of gradients        from its parameter groups
+    tensor parallelism   activations and their gradients                    from the partitioned graphs
 
-`num_bytes` is the input of a collective on one rank, so an all-gather over p ranks gives a p-th of what comes
-out, and a reduce-scatter gives all of what goes in.
+`num_bytes` is the size of a collective's input on one rank: 1/p of the output for an all-gather over p
+ranks, the whole unreduced tensor for a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _KINDS = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_r
 
 
 SEND = "send"
-"""What a stage of a pipeline gives to the next one."""
+"""Kind of a point-to-point transfer between pipeline stages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collective:
-    """A collective that a rank takes part in at every step.
+    """A collective in which a rank takes part at every step.
 
     kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast" or "send". what: "weights",
-    "gradients" or "activations"; in backward the last are mostly gradients of activations. name: path of the
-    module whose weights or activations they are. dtype: as torch names it. num_bytes: that this rank gives;
-    without_bytes: without mxcompile. axis: of the mesh. ranks: that take part. stride: from one of them to
-    the next in the numbers of ranks. phase: "forward" or "backward".
+    "gradients" or "activations", which in backward are mostly their gradients. name: module path. dtype:
+    torch's name. num_bytes: bytes that this rank contributes; without_bytes: the same without mxcompile.
+    axis: mesh axis. ranks: size of the process group. stride: difference of neighbouring rank numbers. phase:
+    "forward" or "backward".
     """
 
     kind: str
@@ -57,7 +57,7 @@ class Collective:
 
 
 class Axes:
-    """The axes of a mesh by their process groups."""
+    """Maps process groups to the names of the axes of a mesh."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         names = mesh.mesh_dim_names or ()
@@ -67,17 +67,17 @@ class Axes:
         self._strides = {name: stride(mesh.get_group(name)) for name in names}
 
     def stride(self, name: str) -> int:
-        """The distance between ranks that are next to each other on the axis `name`."""
+        """Returns the difference between the numbers of neighbouring ranks on the axis `name`."""
         return self._strides[name]
 
     def __call__(self, group: Any) -> str:
-        """The axis of a process group, or of the name of one; how many ranks it has if it is of no axis."""
+        """Returns the axis name of a process group or group name; "n ranks" if the group is not an axis."""
         name = group if isinstance(group, str) else group.group_name
         return self._names.get(name) or f"{len(_ranks(group))} ranks"
 
 
 def _ranks(group: Any) -> list[int]:
-    """The ranks of a process group, or of the name of one."""
+    """Returns the rank numbers of a process group or group name."""
     from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
         _resolve_process_group,
         get_process_group_ranks,
@@ -88,13 +88,13 @@ def _ranks(group: Any) -> list[int]:
 
 
 def stride(group: Any) -> int:
-    """The distance between the first two ranks of a process group, or of the name of one; 1 if it has one."""
+    """Returns the difference between the first two ranks of a process group or group name; 1 for one rank."""
     ranks = _ranks(group)
     return ranks[1] - ranks[0] if len(ranks) > 1 else 1
 
 
 def of_groups(groups: Iterable[FSDPGroup], axes: Axes, *, training: bool) -> Iterator[Collective]:
-    """The collectives that FSDP2 makes of `groups` in a step. Each group takes part in it once."""
+    """Yields the collectives that FSDP2 runs in a step, in which each of `groups` runs once."""
     for group in groups:
         if group.ranks > 1:
             yield _gather(group, axes, group.shards, "forward")
@@ -106,7 +106,7 @@ def of_groups(groups: Iterable[FSDPGroup], axes: Axes, *, training: bool) -> Ite
 
 
 def _gather(group: FSDPGroup, axes: Axes, along: Any, phase: str) -> Collective:
-    """The gather of `group` in `phase`; on fewer ranks each gives a larger part."""
+    """Returns the all-gather of `group` in `phase`; over fewer ranks, each sends a larger share."""
     dtypes = {one.dtype for one in group.parameters if not one.is_mx}
     bytes_alone = any(one.is_mx for one in group.parameters) or len(dtypes) > 1
     share = group.ranks // along.size()
@@ -125,7 +125,7 @@ def _gather(group: FSDPGroup, axes: Axes, along: Any, phase: str) -> Collective:
 
 
 def _reductions(group: FSDPGroup, axes: Axes) -> Iterator[Collective]:
-    """The collectives that reduce the gradients of `group`."""
+    """Yields the collectives that reduce the gradients of `group`."""
     dtype = group.reduced
     if dtype is None:
         return
@@ -150,7 +150,7 @@ def _reductions(group: FSDPGroup, axes: Axes) -> Iterator[Collective]:
 def of_graph(
     graph: fx.Graph, axes: Axes, phase: str, others: Callable[[str], Iterable[str]]
 ) -> Iterator[Collective]:
-    """The collectives of `graph`. others: the paths that what is at a path stands for, without its own."""
+    """Yields the collectives of `graph`, repeated for the `others` of each path (equal layers)."""
     for node, num_bytes, without_bytes in sent(graph):
         path, operator = module_of(node)[0], str(packet(node)).rpartition(".")[2]
         first = node.args[0]

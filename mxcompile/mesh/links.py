@@ -1,17 +1,16 @@
-"""How long a collective takes on the links between the GPUs of a mesh: α + β · bytes, by ring or tree.
+"""The time of a collective on the links between the GPUs of a mesh: α + β · bytes, by ring or tree.
 
-    all-gather, reduce-scatter   ring: p − 1 steps, (p − 1) / p of what is whole
+    all-gather, reduce-scatter   ring: p − 1 steps, (p − 1) / p of the whole tensor
     all-reduce                   ring: 2 (p − 1) steps, 2 (p − 1) / p; tree: 2 log₂ nodes steps between nodes
-    all-to-all                   p − 1 steps, (p − 1) / p, of which what leaves the node goes through the
-                                 rank's own port
-    broadcast                    p − 1 steps, all of it
-    send                         one step, all of it
+    all-to-all                   p − 1 steps, (p − 1) / p; traffic to other nodes uses the rank's own port
+    broadcast                    p − 1 steps, the whole tensor
+    send                         one step, the whole tensor
 
-Ranks of a mesh are numbered with the innermost axis fastest, and `node` of them in turn are a node, joined by
-NVLink; ports of a network join nodes. A ring that has g ranks of each node uses the ports of all g. The
-bandwidth of a link is its data sheet's; published figures say which share of it NCCL reaches. Of NCCL's three
-protocols the fastest counts. Not in it: other traffic on the same link, switches that are oversubscribed,
-slow ranks.
+Ranks of a mesh are numbered with the innermost axis fastest. Each `node` consecutive ranks form a node,
+connected by NVLink; network ports connect the nodes. A ring with g ranks in each node uses all g ports. Link
+bandwidths come from data sheets; published measurements give the fraction of it that NCCL reaches. The model
+takes the fastest of NCCL's three protocols. It leaves out: other traffic on the link, oversubscribed
+switches, and slow ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from mxcompile.offline.rates import Rates
 
 NVLINK, NET = "nvlink", "net"
 NODE = 8
-"""GPUs of a node, if nobody says otherwise."""
+"""Default number of GPUs in a node."""
 
 _LINK = re.compile(r"(\w+)=(\d+(?:\.\d+)?)")
 _FORM = "links with their 10⁹ bytes a second, each way, of a GPU, such as nvlink=900,net=50"
@@ -59,12 +58,12 @@ _RATES = {
         source="assumed: NCCL's own constants of latency, made on one kind of system, within a factor of 2",
     ),
 }
-"""Shares of the data sheet, in the form of `offline.rates`; of steps how fast they are."""
+"""Achieved fractions of the data-sheet bandwidth, as in `offline.rates`; "steps" scales latencies."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Protocol:
-    """A way in which NCCL sends: share of the bandwidth, and µs of a start and of a step on each link."""
+    """An NCCL protocol: fraction of the bandwidth, and µs of a start and of a step on each link."""
 
     share: float
     alone: float
@@ -78,12 +77,12 @@ _PROTOCOLS = (
     _Protocol(share=0.92, alone=0.7, start_us=14.0, nvlink_us=1.9, net_us=4.0),  # LL128
     _Protocol(share=0.5, alone=0.25, start_us=6.6, nvlink_us=0.6, net_us=2.7),  # LL
 )
-"""Of rings, from NCCL's src/graph/tuning.cc. alone: the share with one rank in each node."""
+"""For rings, from NCCL's src/graph/tuning.cc. alone: the fraction with one rank in each node."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Links:
-    """The links of a GPU. nvlink, net: 10⁹ bytes a second each way, None if not known. node: GPUs of one."""
+    """Links of a GPU. nvlink, net: 10⁹ bytes per second each way, None if unknown. node: GPUs in a node."""
 
     nvlink: float | None = None
     net: float | None = None
@@ -91,7 +90,7 @@ class Links:
 
     @staticmethod
     def parse(text: str, *, node: int = NODE) -> Links:
-        """The links that `text` describes: ``nvlink=900,net=50``. Raises `OptionError` for anything else."""
+        """Parses ``nvlink=900,net=50``. Raises `OptionError` for other text or fewer than 1 GPU in a node."""
         words = (
             [_LINK.fullmatch(word.strip()) for word in text.split(",")] if isinstance(text, str) else [None]
         )
@@ -118,20 +117,20 @@ class Links:
         return f"{','.join(words)}, nodes of {self.node}"
 
     def rates(self, rates: Rates) -> Rates:
-        """`rates` of the chip, with those of its links."""
+        """Returns `rates` of a chip, extended by the rates of links."""
         centres = {kind: rate.centre for kind, rate in _RATES.items()}
         return dataclasses.replace(rates, table={**rates.table, **_RATES}, values={**rates.values, **centres})
 
     def in_node(self, one: Collective) -> int:
-        """How many of the ranks of a collective lie in one node."""
+        """Returns the number of the collective's ranks that are in one node."""
         return min(one.ranks, max(1, self.node // one.stride))
 
     def link(self, one: Collective) -> str:
-        """The link that a collective goes through: "nvlink" within a node, else "net"."""
+        """Returns "nvlink" if all ranks of the collective are in one node, else "net"."""
         return NVLINK if self.in_node(one) == one.ranks else NET
 
     def check(self, one: Collective) -> None:
-        """Raises `OptionError` if the speed of the link of a collective is not known."""
+        """Raises `OptionError` if the speed of the link that a collective uses is unknown."""
         link = self.link(one)
         if getattr(self, link) is None:
             where = "within nodes" if link == NVLINK else "between nodes"
@@ -141,7 +140,7 @@ class Links:
             )
 
     def us(self, one: Collective, num_bytes: int, rates: Rates) -> float:
-        """µs of a collective to which each rank gives `num_bytes`."""
+        """Returns the µs of a collective to which each rank contributes `num_bytes`."""
         ranks, near = one.ranks, self.in_node(one)
         nodes = ranks / near
         rounds = 2 if one.kind == "all-reduce" else 1
@@ -149,7 +148,7 @@ class Links:
         sent = num_bytes * leaving.get(one.kind, rounds * (ranks - 1) / ranks)
         between = rounds * (nodes - 1)
         within = rounds * (ranks - 1) - between
-        if one.kind == "all-reduce" and nodes > 2:  # a tree has fewer steps
+        if one.kind == "all-reduce" and nodes > 2:  # NCCL then uses a tree, which has fewer steps
             within, between = rounds * (near - 1), rounds * math.log2(nodes)
         sent_us = sent / (self._gbs(one, near, rates) * 1e3)
         return min(
@@ -159,7 +158,7 @@ class Links:
         )
 
     def _gbs(self, one: Collective, near: int, rates: Rates) -> float:
-        """10⁹ bytes a second that leave a rank."""
+        """Returns the 10⁹ bytes per second that leave a rank. near: number of ranks in a node."""
         within = (self.nvlink or math.inf) * rates[
             "nvlink_all_reduce" if one.kind == "all-reduce" and near == one.ranks else "nvlink"
         ]

@@ -1,13 +1,12 @@
-"""Bytes that the graphs of a rank keep in memory while they run, node by node.
+"""Liveness analysis: the bytes that the graphs of a rank hold in memory, node by node.
 
-    saved      what forward keeps for backward
-    working    everything else that a later node reads: results, gradients of activations, what is computed
-               again
+    saved      tensors that forward keeps for backward
+    working    all other tensors with a later reader: results, gradients of activations, recomputed values
 
-What a launch computes and nothing else reads does not reach memory (`offline.graph_work.unwritten`). Views
-are the tensors that they show. Parameters and other inputs count where they are held, which is not here. A
-layer that stands for c equal ones runs c times: backward is looked at as the first of them runs, when nothing
-is freed yet, and as the last one does.
+Values that stay inside one fused kernel never reach memory (`offline.graph_work.unwritten`) and do not
+count. A view counts as its base tensor. Parameters and other graph inputs are counted by `memory`. A traced
+layer can represent c equal layers, which then run c times. Backward is therefore evaluated twice per node: in
+the first of the equal layers, when none of their saved tensors is freed, and in the last.
 """
 
 from __future__ import annotations
@@ -31,11 +30,12 @@ _WAIT = torch.ops._c10d_functional.wait_tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LivenessPoint:
-    """A node, when it runs.
+    """The memory while a node runs.
 
-    path: of its module. saved: bytes when the first of the layers runs for which the module's stands; last:
-    when the last one does. working: bytes. times: how many layers the module's stands for, which is at layer,
-    "" if it stands for itself. born: parameters by path with the bytes of a gradient that is complete now.
+    path: module path of the node. saved, last: saved bytes during the first and the last of the equal layers
+    that the module represents. working: working bytes. times: number of equal layers. layer: path of the
+    representing layer, "" outside of folded layers. born: (parameter path, bytes) of each gradient that this
+    node completes.
     """
 
     path: str
@@ -49,10 +49,10 @@ class LivenessPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphLiveness:
-    """The moments of the forward and the backward of a graph, in the order in which they run.
+    """The liveness of a graph's forward and backward nodes, in execution order.
 
-    saved: bytes between the two, of all layers. results: bytes of what forward returns beside.
-    kept: what is saved by the modules that compute it, of one layer of those it stands for.
+    saved: bytes kept between forward and backward, for all layers. results: bytes of the other forward
+    outputs. kept: (module path, saved bytes) of each saved tensor, for one of the equal layers.
     """
 
     forward: tuple[LivenessPoint, ...]
@@ -64,7 +64,10 @@ class GraphLiveness:
 
 @dataclass(slots=True)
 class _Buffer:
-    """A tensor: bytes, and the places of the nodes that write it and read it last; how often, and whose."""
+    """A tensor in memory, in `times` equal layers that `keeper` represents.
+
+    birth, death: positions of the node that writes it and of its last reader.
+    """
 
     size: int
     birth: int
@@ -75,7 +78,7 @@ class _Buffer:
 
 @dataclass(slots=True)
 class _Sum:
-    """Bytes of tensors that are equal in several layers: of all, and of all but one by the layer at hand."""
+    """Bytes of tensors in all equal layers, and in all but one by representing layer."""
 
     all: int = 0
     others: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -91,9 +94,9 @@ def live(
     inputs: tuple[GraphInput, ...],
     repeats: Repeats,
 ) -> GraphLiveness:
-    """The bytes that `forward`, partitioned, and `backward` keep; a graph for inference has no backward.
+    """Returns the liveness of a partitioned `forward` and `backward`; `backward` is None for inference.
 
-    inputs: of the captured graph. repeats: which layers stand for which.
+    inputs: inputs of the captured graph. repeats: which layers represent which equal layers.
     """
     read = set() if backward is None else {node.name for node in backward.find_nodes(op="placeholder")}
     buffers = _buffers(forward)
@@ -122,7 +125,7 @@ def _of_forward(
     saved: dict[fx.Node, _Buffer],
     repeats: Repeats,
 ) -> Iterator[LivenessPoint]:
-    """The moments of forward; of equal layers, of the last one."""
+    """Yields forward snapshots. For folded layers, the snapshot of the last layer."""
     before, after = _Sum(), _Sum()
     for buffer in saved.values():
         after.add(buffer)
@@ -180,7 +183,7 @@ def _of_backward(
 def _gradients(
     graph: fx.Graph, inputs: tuple[GraphInput, ...]
 ) -> Iterator[tuple[fx.Node, tuple[tuple[str, int], ...]]]:
-    """The gradients of parameters that `graph` returns: the nodes that write them, with path and bytes."""
+    """Yields (node, ((parameter path, bytes), …)) for each node that writes parameter gradients."""
     (outputs,) = graph.find_nodes(op="output")
     written: defaultdict[fx.Node, list[tuple[str, int]]] = defaultdict(list)
     for value, about in zip(outputs.args[0], outputs.meta.get("desc") or (), strict=False):
@@ -192,7 +195,7 @@ def _gradients(
 
 
 def _buffers(graph: fx.Graph, *, given: bool = False) -> dict[fx.Node, _Buffer]:
-    """The tensors that the nodes of `graph` write. given: with those that it is given."""
+    """Returns the tensors that the nodes of `graph` write. given: whether to include its inputs."""
     skipped = unwritten(graph)
     places = {node: place for place, node in enumerate(graph.nodes)}
     last = dict(places)
@@ -211,7 +214,7 @@ def _buffers(graph: fx.Graph, *, given: bool = False) -> dict[fx.Node, _Buffer]:
 
 
 def _changes(buffers: Iterable[_Buffer]) -> dict[int, int]:
-    """By place: bytes that come, less those that went before it."""
+    """Returns, by node position, the bytes allocated there minus the bytes freed before it."""
     changes: defaultdict[int, int] = defaultdict(int)
     for buffer in buffers:
         changes[buffer.birth] += buffer.size
@@ -220,13 +223,13 @@ def _changes(buffers: Iterable[_Buffer]) -> dict[int, int]:
 
 
 def _storage(node: fx.Node) -> fx.Node:
-    """The node that writes the memory of `node`: a view shows it, and who waits for a collective gets it."""
+    """Returns the node that writes the memory of `node`: looks through views and waits for collectives."""
     node = base(node)
     return _storage(node.all_input_nodes[0]) if packet(node) is _WAIT else node
 
 
 def _saved_as(node: fx.Node, names: set[str]) -> str:
-    """The name under which backward is given `node`, itself or a view of it; "" if it is not."""
+    """Returns the name of the backward input that is `node` or a view of it; "" without such an input."""
     if node.name in names:
         return node.name
     views = (user for user in node.users if user.op == "call_function" and _storage(user) is not user)

@@ -1,18 +1,17 @@
 """The bytes that one rank of a mesh holds in a training step, at the peak of each phase.
 
     parameters   this rank's shards, and buffers; always
-    optimizer    two values for each trained one, in its dtype, as AdamW keeps them; always
-    gradients    of what is trained, in the same shards and dtypes: from backward to the optimizer
-    gathered     what FSDP2 holds whole: groups that it does not free; of the others the weights at hand, and
-                 the buffer they came in or the next ones; gradients until their group is done, and the
-                 buffer in which the last group was reduced
-    saved        what forward keeps for backward, MX copies among it, as far as backward has not read it
-    working      what else the graphs hold at that time (see `live`); after forward its results, the logits,
-                 with their gradient
+    optimizer    two states per trained parameter in its dtype, as in AdamW; always
+    gradients    one per trained parameter, in its sharding and dtype: from backward to the optimizer step
+    gathered     unsharded tensors of FSDP2: the weights of groups that stay unsharded after forward; of other
+                 groups, the weights in use, and the gather buffer or the next group's weights; whole
+                 gradients until their group is reduced; the reduction buffer of the last group
+    saved        tensors that forward keeps for backward (MX copies among them) until backward has read them
+    working      all other tensors of the graphs (see `liveness`); after forward, logits and their gradient
 
-Forward and backward are walked node by node, so that what does not exist at one time is not added up. Not in
-it: what operators need for themselves, a loss outside of the model, what the allocator keeps, and buffers of
-the network.
+The walk goes through forward and backward node by node, because peaks of different parts occur at different
+times. It leaves out: workspaces of operators, a loss outside the model, memory that the allocator caches, and
+network buffers.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from mxcompile.ranks.fsdp import FSDPGroup
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryBreakdown:
-    """Bytes beside parameters and the optimizer's values; see this module's text."""
+    """Bytes beside parameters and optimizer states. The module docstring defines the fields."""
 
     gradients: int = 0
     gathered: int = 0
@@ -39,16 +38,16 @@ class MemoryBreakdown:
 
     @property
     def total(self) -> int:
-        """Their sum."""
+        """Sum of all fields."""
         return self.gradients + self.gathered + self.saved + self.working
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """Bytes that a rank holds, by what they are for; see this module's text.
+    """Bytes on one rank by category. The module docstring defines the categories.
 
-    saved: by all layers, between forward and backward. forward, backward: at the peak of each. loss: between
-    them.
+    saved: bytes saved by all layers between forward and backward. forward, backward: breakdown at the peak of
+    each phase. loss: breakdown between them.
     """
 
     parameters: int
@@ -61,7 +60,7 @@ class Memory:
 
     @property
     def update(self) -> MemoryBreakdown:
-        """At the optimizer's step."""
+        """Breakdown at the optimizer step."""
         return MemoryBreakdown(gradients=self.gradients)
 
     @property
@@ -78,9 +77,9 @@ def memory(
     *,
     training: bool,
 ) -> Memory:
-    """The memory of a rank that holds `model`, of which FSDP2 shards `groups`.
+    """Returns the memory of a rank that holds `model`, whose parameters FSDP2 shards in `groups`.
 
-    graphs: that the rank compiles, in the order in which they first run, each with how often it runs.
+    graphs: (liveness, number of runs in a step) of each graph that the rank compiles, in execution order.
     """
     trained = sum(map(local_bytes, (p for p in model.parameters() if p.requires_grad))) if training else 0
     step = _Walk(groups, graphs)
@@ -96,7 +95,7 @@ def memory(
 
 
 class _Walk:
-    """A walk through the graphs of a step, one after the other, with what FSDP2 holds meanwhile."""
+    """A walk through the graphs of a step in execution order, with FSDP2's buffers."""
 
     def __init__(self, groups: Sequence[FSDPGroup], graphs: Sequence[tuple[GraphLiveness, int]]) -> None:
         self._groups = {group.path: group for group in groups}
@@ -104,7 +103,7 @@ class _Walk:
         self._graphs = graphs
 
     def forward(self) -> Iterator[MemoryBreakdown]:
-        """The bytes at each moment of forward."""
+        """Yields the memory at each node of forward."""
         before = 0
         for graph, times in self._graphs:
             for moment in graph.forward:
@@ -115,13 +114,13 @@ class _Walk:
             before += times * graph.saved
 
     def loss(self) -> MemoryBreakdown:
-        """The bytes when the loss of the results has made their gradient."""
+        """Returns the memory after the loss has computed the gradient of the results."""
         saved = sum(times * graph.saved for graph, times in self._graphs)
         results = sum(graph.results for graph, _ in self._graphs[-1:])
         return MemoryBreakdown(gathered=self._kept, saved=saved, working=2 * results)
 
     def backward(self) -> Iterator[MemoryBreakdown]:
-        """The bytes at each moment of backward, and where FSDP2 reduces."""
+        """Yields the memory at each node of backward, and at each FSDP2 reduction."""
         saved = sum(times * graph.saved for graph, times in self._graphs)
         reduction = _Reduction(self._groups)
         for graph, times in reversed(self._graphs):
@@ -131,7 +130,7 @@ class _Walk:
     def _backward(
         self, graph: GraphLiveness, others: int, reduction: _Reduction
     ) -> Iterator[MemoryBreakdown]:
-        """The same of one graph. others: bytes that other graphs have saved."""
+        """Yields the memory during the backward of one graph. others: bytes saved by other graphs."""
         moments = graph.backward
         following = self._following(moments)
         groups = [self._groups.get(self._path(moment.path)) for moment in moments]
@@ -164,13 +163,13 @@ class _Walk:
                 reduction.done += rests.get(moment.layer, 0)
 
     def _path(self, path: str) -> str:
-        """The path of the innermost group around the module at `path`; "" is the root's, or none."""
+        """Returns the path of the innermost FSDP2 group around the module at `path`, or ""."""
         while path and path not in self._groups:
             path = path.rpartition(".")[0]
         return path
 
     def _following(self, moments: Sequence[LivenessPoint]) -> list[FSDPGroup | None]:
-        """For each of `moments` the group that is gathered next."""
+        """Returns, for each of `moments`, the group that FSDP2 gathers next."""
         result: list[FSDPGroup | None] = []
         ahead = now = None
         for moment in reversed(moments):
@@ -181,16 +180,16 @@ class _Walk:
         return result[::-1]
 
     def _gathered(self, group: FSDPGroup | None, ahead: FSDPGroup | None, times: int) -> int:
-        """Bytes of weights of the group at hand, if it is freed after forward, and of the next one's."""
+        """Returns the weight bytes of the active group, if FSDP2 frees it, and of the next group."""
         if group is None or group.again is None:
             return 0 if ahead is None else weight_bytes(ahead)
         return weight_bytes(group) + weight_bytes(group if times > 1 or ahead is None else ahead)
 
 
 class _Reduction:
-    """Gradients in backward: whole ones of groups that are not done, and shards of those that are.
+    """Gradients in backward: whole gradients of unfinished groups, gradient shards of finished groups.
 
-    done: bytes of gradients that stay. reducing: bytes while the group is reduced that was finished last.
+    done: bytes of gradients that stay until the optimizer step. reducing: bytes during the latest reduction.
     """
 
     def __init__(self, groups: Mapping[str, FSDPGroup]) -> None:
@@ -205,7 +204,7 @@ class _Reduction:
         self.reducing = 0
 
     def take(self, moment: LivenessPoint) -> None:
-        """The gradients that `moment` completes, of one of equal layers."""
+        """Adds the gradients that `moment` completes, for one of the equal layers."""
         for path, size in moment.born:
             owner = self._owners.get(path)
             if owner is None:
@@ -215,7 +214,7 @@ class _Reduction:
                 self._arrived[id(owner)] += self._shards[path]
 
     def rests(self, moments: Sequence[LivenessPoint]) -> dict[str, int]:
-        """By layer that stands for others: bytes of the gradients of the others."""
+        """Returns, by representing layer, the gradient bytes of the other equal layers."""
         rests: defaultdict[str, int] = defaultdict(int)
         for moment in moments:
             if moment.layer:
@@ -224,12 +223,12 @@ class _Reduction:
         return rests
 
     def buffers(self, before: FSDPGroup | None = None) -> int:
-        """Bytes of whole gradients, and of the buffer in which the group `before` was, or the last one."""
+        """Returns the bytes of whole gradients and of the reduction buffer of `before` or the last group."""
         last = self._buffer if before is None else max(self._buffer, reduced_bytes(before))
         return sum(self._whole.values()) + last
 
     def finish(self, group: FSDPGroup) -> None:
-        """All of `group` has its gradients: they are copied into a buffer, and shards come out of it."""
+        """Reduces `group`: copies its whole gradients into a buffer, from which the shards are written."""
         self._buffer = reduced_bytes(group)
         self.reducing = self.buffers()
         self._whole.pop(id(group), None)
@@ -237,12 +236,12 @@ class _Reduction:
 
 
 def weight_bytes(group: FSDPGroup) -> int:
-    """Bytes of the whole weights of `group`."""
+    """Returns the bytes of the unsharded weights of `group`."""
     return group.ranks * sum(one.travels for one in group.parameters)
 
 
 def reduced_bytes(group: FSDPGroup) -> int:
-    """Bytes of the buffer in which gradients of `group` are reduced."""
+    """Returns the bytes of the buffer in which FSDP2 reduces the gradients of `group`."""
     if group.reduced is None:
         return 0
     trained = [one for one in group.parameters if one.parameter.requires_grad]

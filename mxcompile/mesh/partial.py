@@ -1,6 +1,6 @@
-"""Gradients of which each tensor-parallel rank has one summand, as those of norms on a rank's own tokens.
+"""Partial gradients: each tensor-parallel rank has one summand, e.g. for a norm over the rank's own tokens.
 
-Backward leaves them as they are. FSDP2 reduces them, one by one, before it reduces over its own ranks.
+Backward leaves these gradients partial. FSDP2 reduces them one by one before its own reduction.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from mxcompile.models.names import user_path
 
 
 def backward(output: Any) -> None:
-    """Run backward from all that is differentiable in `output`, on fake tensors."""
+    """Runs backward from all differentiable tensors in `output`, which are fake."""
     if results := _differentiable(output):
         torch.autograd.backward([value.sum() for value in results])
 
 
 def result_bytes(output: Any) -> int:
-    """Returns the bytes of what is differentiable in `output`, of the part that this rank has."""
+    """Returns the bytes of this rank's part of the differentiable tensors in `output`."""
     return sum(map(local_bytes, _differentiable(output)))
 
 
@@ -33,7 +33,7 @@ def _differentiable(output: Any) -> list[Tensor]:
 
 
 def partial_parameters(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Path and parameter of each gradient of `model` that is a part of a sum."""
+    """Yields (path, parameter) for each parameter of `model` whose gradient is partial."""
     for path, parameter in model.named_parameters():
         placements = getattr(parameter.grad, "placements", ())
         if any(placement.is_partial() for placement in placements):
@@ -41,7 +41,7 @@ def partial_parameters(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def of_partial_gradients(model: nn.Module, axes: Axes) -> Iterator[Collective]:
-    """The collectives that reduce the partial gradients of `model`."""
+    """Yields the collectives that reduce the partial gradients of `model`."""
     for path, parameter in partial_parameters(model):
         gradient = parameter.grad.to_local()
         num_bytes = gradient.numel() * gradient.element_size()

@@ -1,4 +1,4 @@
-"""The ranks of a pipeline side by side, with the memory of each."""
+"""The memory of all ranks of a pipeline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mxcompile.report.forms.words import byte_count, count
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineRank:
-    """A rank of a pipeline. blocks: how many it has. in_flight: micro-batches of each of its stages."""
+    """A pipeline rank. blocks: number of its blocks. in_flight: micro-batches in flight by stage."""
 
     blocks: int
     in_flight: tuple[int, ...]
@@ -30,7 +30,7 @@ class PipelineRank:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pipeline:
-    """The ranks of a pipeline. slowest: the one whose step takes the longest, or the last if nobody asked."""
+    """The ranks of a pipeline. slowest: rank with the longest step; without time estimates, the last rank."""
 
     schedule: Schedule
     ranks: tuple[PipelineRank, ...]
@@ -38,7 +38,7 @@ class Pipeline:
 
     @staticmethod
     def of(stages: Stages, memories: Sequence[Memory], slowest: int) -> Pipeline:
-        """The pipeline of `stages` whose ranks hold `memories`."""
+        """Returns the pipeline of `stages` whose ranks hold `memories`."""
         schedule = stages.schedule
         return Pipeline(
             schedule=schedule,
@@ -72,11 +72,11 @@ class Pipeline:
 
     @property
     def largest(self) -> int:
-        """The rank that holds the most."""
+        """The rank that holds the most memory."""
         return max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].memory.total)
 
     def as_data(self) -> dict[str, Any]:
-        """The pipeline as data for JSON."""
+        """Returns the pipeline as data for JSON."""
         return {
             "schedule": self.schedule.name,
             "microbatches": self.schedule.microbatches,
@@ -98,11 +98,11 @@ def rank_memory(
     layers: Mapping[int, Callable[[str], int]],
     training: bool,
 ) -> Memory:
-    """The memory of `rank` of a pipeline.
+    """Returns the memory of `rank` of a pipeline.
 
-    groups: of FSDP2, its part of them. layers: by stage, how many layers the module at a path stands for.
+    groups: the FSDP2 groups on this rank. layers: by stage, counts the layers that a module path represents.
 
-    Of gradients, whole ones are kept in the dtype of their reduction until the last micro-batch.
+    FSDP2 keeps whole gradients in the reduction dtype until the last micro-batch.
     """
     own = [(path, p) for path, p in model.named_parameters() if stages.has(rank, user_path(path))]
     trained = sum(local_bytes(p) for _, p in own if p.requires_grad) if training else 0

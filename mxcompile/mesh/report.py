@@ -1,4 +1,4 @@
-"""`RankReport`: what one rank of a mesh computes, sends and holds."""
+"""`RankReport`: GEMMs, shards, collectives, memory and step time of one rank of a mesh."""
 
 from __future__ import annotations
 
@@ -24,18 +24,23 @@ if TYPE_CHECKING:
     from mxcompile.mesh.time import StepTime
 
 SCHEMA = 1
-"""Version of the JSON form."""
+"""Version of the JSON format."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankReport:
-    """One rank of a mesh, rank 0.
+    """Rank 0 of a mesh. `explain_rank` returns it; ``print`` shows it as text.
 
-    mesh: axes and sizes. ranks: how many there are. report: of what this rank compiles, with its shards'
-    sizes. memory: bytes that this rank holds in a step. shards: the GEMMs of which this rank has a part, or
-    that are decided otherwise than in the whole model. collectives: one for each time that a rank takes part
-    in one in a step. time: of the step, if links were given. pipeline: of a mesh with stages, of which the
-    slowest rank is reported. warnings: what a user should know.
+    Attributes:
+        mesh: Axes and their sizes.
+        ranks: Number of ranks.
+        report: Report of the graphs that this rank compiles, with the sizes of its shards.
+        memory: Bytes that this rank holds in a step.
+        shards: GEMMs that this rank computes in part, or whose decision differs from the whole model's.
+        collectives: One entry for each collective in which this rank takes part in a step.
+        time: Estimated step time, if link speeds were given.
+        pipeline: All ranks of the pipeline, if the mesh has stages. The report then covers its slowest rank.
+        warnings: Warnings for the user.
     """
 
     mesh: str
@@ -50,7 +55,7 @@ class RankReport:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that this rank gives to the collectives of a step."""
+        """Bytes that this rank contributes to the collectives of a step."""
         return sum(one.num_bytes for one in self.collectives)
 
     def __str__(self) -> str:
@@ -86,7 +91,7 @@ class RankReport:
         alike: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
         for shard in self.shards:
             if shard.gemm != Gemm.FPROP and not shard.notes:
-                continue  # its sizes follow from those of fprop
+                continue  # its sizes follow from fprop's
             whole, local = ("×".join(map(str, size)) for size in (shard.whole, shard.local))
             notes = [*shard.notes]
             if shard.experts is not None:
@@ -124,7 +129,7 @@ class RankReport:
         return [["collective", "of", "axis", "times", "this rank gives"], *rows]
 
     def to_json(self) -> str:
-        """The report as JSON, with its kind and the version of its form."""
+        """Returns the report as JSON, with its kind and schema version."""
         data = {
             "kind": "rank",
             "schema": SCHEMA,
@@ -141,7 +146,14 @@ class RankReport:
         return json.dumps(data, indent=1)
 
     def save(self, path: str | Path) -> None:
-        """Write the report to `path`, ``.txt`` or ``.json``, whole or not at all. Raises `OptionError`."""
+        """Writes the report atomically.
+
+        Args:
+            path: File whose suffix, ``.txt`` or ``.json``, chooses the format.
+
+        Raises:
+            OptionError: The suffix is unknown, or the file cannot be written.
+        """
         files.save(path, form_of(path)(self), "rank report")
 
 
@@ -152,7 +164,7 @@ _FORMS: dict[str, Callable[[RankReport], str]] = {
 
 
 def form_of(path: str | Path) -> Callable[[RankReport], str]:
-    """Returns the writer for `path`. Raises `OptionError` for a suffix without one."""
+    """Returns the formatter for the suffix of `path`. Raises `OptionError` for another suffix."""
     return files.form_of(path, _FORMS, "rank report")
 
 
@@ -161,7 +173,7 @@ def _total(collectives: Iterable[Collective]) -> int:
 
 
 def _beside(collectives: Iterable[Collective]) -> str:
-    """Their bytes, and those without mxcompile where they differ."""
+    """Returns the bytes of `collectives`, and the bytes without mxcompile if they differ."""
     same = tuple(collectives)
     total, without = _total(same), sum(one.without_bytes for one in same)
     more = "" if total == without else f", without mxcompile {byte_count(without)} ({total / without:.0%})"

@@ -1,12 +1,12 @@
-"""Schedules of a pipeline: in which order a rank runs its stages on micro-batches, and how long that takes.
+"""Pipeline schedules: the order in which a rank runs its stages on micro-batches, and the resulting time.
 
     GPipe             all forwards, then all backwards
-    1F1B              ranks − rank forwards, then one backward and one forward in turn
-    Interleaved1F1B   the same with two stages a rank: stage s is on rank s mod ranks
+    1F1B              ranks − rank forwards, then backwards and forwards alternate
+    Interleaved1F1B   the same with two stages per rank: stage s is on rank s mod ranks
 
-With equal stages, n micro-batches and p ranks of v stages, (p − 1) / (v n + p − 1) of the time is the bubble.
-Names and orders are those of `torch.distributed.pipelining`. A micro-batch waits for what the stage before it
-sends; sending takes no time of the sender.
+With equal stages, n micro-batches and p ranks of v stages, the bubble takes (p − 1) / (v n + p − 1) of the
+time. Names and orders follow `torch.distributed.pipelining`. A micro-batch waits for the activations of the
+previous stage; sending takes no time on the sender.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ SCHEDULES = (GPIPE, ONE_F_ONE_B, INTERLEAVED)
 _INTERLEAVED_STAGES = 2
 
 Action = tuple[str, int, int]
-"""A computation: "F" or "B", stage, micro-batch."""
+"""A computation: ("F" or "B", stage, micro-batch)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """A schedule that was run. us: from the first begin to the last end. busy: µs that each rank computes."""
+    """A simulated schedule. us: from the first start to the last end. busy: µs of computation by rank."""
 
     us: float
     busy: tuple[float, ...]
@@ -34,7 +34,7 @@ class Timeline:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """The schedule of a pipeline. name: of `SCHEDULES`. ranks: of the axis pp. microbatches: of a step."""
+    """A pipeline schedule. name: one of `SCHEDULES`. ranks: size of the axis pp. microbatches: in a step."""
 
     name: str
     ranks: int
@@ -42,9 +42,9 @@ class Schedule:
 
     @staticmethod
     def parse(name: str | None, ranks: int, microbatches: int | None) -> Schedule:
-        """The schedule called `name` in any case, by default 1F1B with as many micro-batches as ranks.
+        """Returns the schedule called `name`, by default 1F1B with as many micro-batches as ranks.
 
-        Raises `OptionError` for another name, and for micro-batches that the schedule cannot take.
+        Raises `OptionError` for an unknown name or an unsupported number of micro-batches.
         """
         known = {each.lower(): each for each in SCHEDULES}
         asked = ONE_F_ONE_B if name is None else known.get(name.lower())
@@ -60,15 +60,15 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        """Stages of all ranks."""
+        """Number of stages on all ranks."""
         return self.ranks * (_INTERLEAVED_STAGES if self.name == INTERLEAVED else 1)
 
     def of_rank(self, rank: int) -> range:
-        """The stages of `rank`."""
+        """Returns the stages of `rank`."""
         return range(rank, self.stages, self.ranks)
 
     def order(self, rank: int) -> list[Action]:
-        """The computations of `rank`, in order."""
+        """Returns the computations of `rank` in order."""
         steps = len(self.of_rank(rank)) * self.microbatches
         warmup = min(self._warmup(rank), steps)
         forwards = list(self._passes(rank, "F"))
@@ -77,7 +77,7 @@ class Schedule:
         return [*forwards[:warmup], *steady, *backwards[steps - warmup :]]
 
     def _warmup(self, rank: int) -> int:
-        """How many forwards `rank` runs before forwards and backwards take turns."""
+        """Returns the number of forwards that `rank` runs before forwards and backwards alternate."""
         match self.name:
             case "GPipe":
                 return self.microbatches
@@ -87,11 +87,11 @@ class Schedule:
 
     @property
     def _round(self) -> int:
-        """Micro-batches that a stage takes before the rank's other stage has its turn."""
+        """Number of consecutive micro-batches in one stage before the rank switches to its other stage."""
         return self.microbatches // max(1, self.microbatches // self.ranks)
 
     def _passes(self, rank: int, kind: str) -> Iterator[Action]:
-        """The forwards or the backwards of `rank`, in order."""
+        """Yields the forwards or the backwards of `rank` in order."""
         own = list(self.of_rank(rank))
         own = own if kind == "F" else own[::-1]
         for first in range(0, self.microbatches, self._round):
@@ -99,7 +99,7 @@ class Schedule:
                 yield from ((kind, stage, first + index) for index in range(self._round))
 
     def in_flight(self, rank: int) -> dict[int, int]:
-        """By stage of `rank`, the micro-batches between forward and backward when there are most in all."""
+        """Returns, by stage of `rank`, the micro-batches in flight when their sum is largest."""
         counts = dict.fromkeys(self.of_rank(rank), 0)
         most = dict(counts)
         for kind, stage, _ in self.order(rank):
@@ -110,7 +110,7 @@ class Schedule:
     def run(
         self, forward_us: Sequence[float], backward_us: Sequence[float], send_us: float = 0.0
     ) -> Timeline:
-        """Run micro-batches whose passes take so many µs by stage, and as many from stage to stage."""
+        """Simulates micro-batches whose passes take these µs by stage, and transfers that take `send_us`."""
         pending = [self.order(rank) for rank in range(self.ranks)]
         free, busy = [0.0] * self.ranks, [0.0] * self.ranks
         ends: dict[Action, float] = {}
@@ -125,7 +125,7 @@ class Schedule:
         return Timeline(us=max(free), busy=tuple(busy))
 
     def _ready(self, action: Action, ends: dict[Action, float], send_us: float) -> float | None:
-        """When what `action` needs has arrived; None if that is not known yet."""
+        """Returns the time at which the inputs of `action` have arrived; None if it is not known yet."""
         kind, stage, batch = action
         last = self.stages - 1
         if kind == "F":

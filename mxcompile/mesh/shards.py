@@ -1,10 +1,10 @@
-"""The GEMMs of a rank beside those of the whole model: which part it has, and what that changes.
+"""The shards of a rank's GEMMs, compared with the GEMMs of the whole model.
 
     fprop  [m, k]·[k, n]      dgrad  [m, n]·[n, k]      wgrad  [n, m]·[m, k]
 
-A policy decides by the sizes of the whole layer, so a shard is decided like its layer. A shard is quantized
-in blocks of its own: where the dimension that its GEMM contracts ends inside a block of 32, the last block is
-shorter and its scales are other ones than in the whole layer.
+Policies match the sizes of the whole layer, so a shard gets the decision of its layer. Scale blocks start at
+the shard's own edge: if the shard's contraction dimension is not a multiple of 32, the last block is shorter
+and its scales differ from the whole layer's.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from mxcompile.report import GemmRecord
 Size = tuple[int | None, int | None, int | None]
 
 _SIZES = {str(Gemm.FPROP): "mnk", str(Gemm.DGRAD): "mkn", str(Gemm.WGRAD): "nkm"}
-"""The sizes of the layer that are m, n and k of each of its GEMMs."""
+"""For each GEMM of a layer, the sizes of the layer that are m, n and k of the GEMM."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """A GEMM of a rank.
+    """A shard of a GEMM on one rank.
 
-    whole, local: m, n and k in the whole model and on this rank. notes: what follows. experts: how many of
-    them this rank has, and how many there are, if ranks have different ones.
+    whole, local: (m, n, k) in the whole model and on this rank. notes: consequences of the sharding. experts:
+    (experts on this rank, all experts) if ranks have different experts, else None.
     """
 
     name: str
@@ -47,9 +47,9 @@ def shards(
     policy: Policy,
     experts: Mapping[str, tuple[int, int]],
 ) -> Iterator[Shard]:
-    """The `gemms` of a rank that are parts of GEMMs, or decided otherwise; whole: the model's, by name.
+    """Yields the GEMMs of a rank that are shards, or whose decision differs from the whole model's.
 
-    experts: those of this rank and of all, by name.
+    whole: GEMMs of the whole model by layer name. experts: (on this rank, in total) by layer name.
     """
     for gemm in gemms:
         tag = next((tag for tag in whole.get(gemm.name, ()) if tag.kind is Kind.LINEAR), None)
@@ -72,7 +72,7 @@ def shards(
 
 
 def unmatched(gemms: Iterable[GemmRecord], whole: Mapping[str, tuple[GemmTag, ...]]) -> Iterator[str]:
-    """Warnings about layers that only the rank has, or only the whole model."""
+    """Yields warnings about layers that exist only on the rank or only in the whole model."""
     here = {gemm.name for gemm in gemms}
     for names, where in (
         (whole.keys() - here, "in the whole model alone"),

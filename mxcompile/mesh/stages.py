@@ -1,7 +1,7 @@
-"""The stages of a pipeline: which of them each module of a model is in.
+"""The assignment of a model's modules to pipeline stages.
 
-The repeated blocks are split in turn, as torchtitan does: what comes before them and what comes behind count
-as a block each, so the first and the last stage have a block less.
+Repeated blocks are split in order, as in torchtitan: the modules before the blocks and the modules after them
+count as one block each, so the first and the last stage have one block less.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ENDS = 2
 
 
 def split(blocks: int, stages: int) -> tuple[int, ...]:
-    """How many of `blocks` each of `stages`, 2 or more, has. Raises `OptionError` if one would have none."""
+    """Returns the number of blocks in each of `stages` ≥ 2. Raises `OptionError` if one would be empty."""
     each, more = divmod(blocks + _ENDS, stages)
     sizes = [each + (stage < more) for stage in range(stages)]
     sizes[0] -= 1
@@ -38,10 +38,10 @@ def split(blocks: int, stages: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stages:
-    """The stages of a model. sizes: blocks of each. blocks: of the model.
+    """The stages of a model. sizes: number of blocks in each stage. blocks: blocks of the model.
 
-    before: modules outside of blocks that run before them, as `look` has seen them. sent: bytes that blocks
-    give to each other, the largest that `look` has seen.
+    `look` fills two fields. before: modules outside of blocks that run before them. sent: (bytes, dtype) of
+    tensors that a block passes to another block.
     """
 
     schedule: Schedule
@@ -52,14 +52,14 @@ class Stages:
 
     @staticmethod
     def of(schedule: Schedule, blocks: Blocks) -> Stages:
-        """The stages of a model with `blocks`. Raises `ModelError` unless they are one stack."""
+        """Returns the stages of a model with `blocks`. Raises `ModelError` unless they form one stack."""
         stacks = {path.rpartition(".")[0] for path in blocks.places}
         if len(stacks) != 1:
             raise ModelError(f"a pipeline splits one stack of blocks, and the model has {len(stacks)}")
         return Stages(schedule=schedule, sizes=split(len(blocks.places), schedule.stages), blocks=blocks)
 
     def look(self, forward: fx.Graph) -> None:
-        """Take from a forward graph what runs before the blocks, and what they send."""
+        """Records which modules of `forward` run before the blocks, and the tensors passed between blocks."""
         paths = {node: module_of(node)[0] for node in forward.nodes if node.op == "call_function"}
         inside = {node: self.blocks.place(path) for node, path in paths.items()}
         if not self.sent:
@@ -73,7 +73,7 @@ class Stages:
                     self.sent.append((bytes_of(value), str(value.dtype).removeprefix("torch.")))
 
     def sends(self, rank: int, stride: int, training: bool) -> Iterator[Collective]:
-        """The activations that `rank` sends for a micro-batch. stride: to the next rank of the pipeline."""
+        """Yields the transfers of `rank` for one micro-batch. stride: distance to the next pipeline rank."""
         size, dtype = max(self.sent, default=(0, ""))
         for stage in self.schedule.of_rank(rank):
             ways = (("forward", stage + 1), ("backward", stage - 1))
@@ -93,18 +93,18 @@ class Stages:
                     )
 
     def stage(self, path: str) -> int:
-        """The stage of the module at `path`."""
+        """Returns the stage of the module at `path`."""
         block = self.blocks.place(path)
         if block is None:
             return 0 if path in self.before else len(self.sizes) - 1
         return bisect_right(list(itertools.accumulate(self.sizes)), block.number)
 
     def counting(self, stage: int, others: Callable[[str], Iterable[str]]) -> Callable[[str], int]:
-        """Counts layers of `stage` that the module at a path stands for; others: the paths beside its own."""
+        """Returns a function that counts the layers of `stage` among a path and its `others`."""
         return lambda path: sum(self.stage(each) == stage for each in (path, *others(path)))
 
     def groups(self, groups: Iterable[FSDPGroup], rank: int) -> tuple[FSDPGroup, ...]:
-        """The `groups` of FSDP2 with the parameters that `rank` of the pipeline has."""
+        """Returns the FSDP2 `groups`, restricted to the parameters on pipeline rank `rank`."""
         parts = (
             replace(group, parameters=tuple(one for one in group.parameters if self.has(rank, one.path)))
             for group in groups
@@ -112,5 +112,5 @@ class Stages:
         return tuple(part for part in parts if part.parameters)
 
     def has(self, rank: int, path: str) -> bool:
-        """Whether `rank` of the pipeline has the parameter at `path`."""
+        """Whether pipeline rank `rank` has the parameter at `path`."""
         return self.stage(path.rpartition(".")[0]) in self.schedule.of_rank(rank)

@@ -1,11 +1,11 @@
-"""Meshes of a number of ranks, one rank of each explained: which fit, and which is the fastest.
+"""A sweep over the meshes of a number of ranks: which of them fit in memory, ordered by speed.
 
-    tp          1, 2, 4 … ranks of a node; the tokens of a call are shared by all of them
-    ep          1, 2, 4 … 64 ranks that have different experts
-    dp          the rest: weights sharded over all of it
-    dp_shard    or over 32 or 128 of it, with copies along dp_replicate (HSDP)
+    tp          1, 2, 4 … ranks of a node, which share the tokens of a call
+    ep          1, 2, 4 … 64 ranks with different experts
+    dp          the remaining ranks: weights are sharded over all of them
+    dp_shard    or over 32 or 128 of them, with replicas along dp_replicate (HSDP)
 
-Time is compared as tokens a second of a GPU, because a call has the same tokens whatever `tp` is.
+Speed is compared as tokens per second and GPU, because the tokens of a call do not depend on `tp`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mxcompile.report.forms.words import byte_count, count
 SPLIT, FSDP = "tp=llama", "fsdp"
 _SHARDS = (32, 128)
 _MOST_EXPERTS = 64
-"""Ranks that have different experts."""
+"""Largest number of ranks with different experts."""
 _DRAWN = {"product": "products", "cast": "casts", "attention": "attention"}
 _COLORS = {
     "products": "#2a6f97",
@@ -37,12 +37,12 @@ _COLORS = {
     "rest": "#8a8f98",
     "exposed communication": "#9e2a2b",
 }
-"""Parts of a picture, in the order in which they are stacked."""
+"""Colors of the parts in the plot, in stacking order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshCandidate:
-    """A mesh. parallel: ways for a plain model, None for a factory. tp: ranks that share tokens."""
+    """A mesh. parallel: e.g. "fsdp,tp=llama", None for a factory. tp: size of the axis tp."""
 
     mesh: str
     parallel: str | None
@@ -50,9 +50,9 @@ class MeshCandidate:
 
 
 def candidates(ranks: int, parallel: str | None, node: int = NODE) -> Iterator[MeshCandidate]:
-    """Meshes of `ranks` ranks, for the ways of `parallel` or, without any, for a factory of dp and tp.
+    """Yields meshes of `ranks` ranks for the kinds of parallelism in `parallel`; None stands for a factory.
 
-    Raises `OptionError` if there are not two ranks.
+    A factory gets meshes with the axes dp and tp. Raises `OptionError` for fewer than 2 ranks.
     """
     if ranks < 2:
         raise OptionError(f"a sweep over meshes needs 2 ranks or more, found {shown(ranks)}")
@@ -77,14 +77,14 @@ def candidates(ranks: int, parallel: str | None, node: int = NODE) -> Iterator[M
 
 
 def _parts(ranks: int, most: int) -> list[int]:
-    """The powers of two up to `most` that `ranks` is a multiple of."""
+    """Returns the powers of two up to `most` that divide `ranks`."""
     powers = (1 << power for power in range(most.bit_length()))
     return [part for part in powers if part <= most and not ranks % part]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshPoint:
-    """A mesh that was explained. rank: the report of one rank; None if it did not run. reason: why not."""
+    """An evaluated mesh. rank: report of one rank, None if the mesh did not run. reason: why not."""
 
     candidate: MeshCandidate
     rank: RankReport | None = None
@@ -92,7 +92,7 @@ class MeshPoint:
 
     @property
     def step(self) -> StepTime:
-        """The time of the step of a mesh that ran."""
+        """Step time of a mesh that ran."""
         assert self.rank is not None, "a mesh that ran"
         assert self.rank.time is not None, "a rank explained with links"
         return self.rank.time
@@ -104,13 +104,13 @@ class MeshPoint:
         return self.rank.memory.total
 
     def speed(self, tokens: int) -> Range:
-        """Tokens a second of a GPU, of `tokens` in a call."""
+        """Returns tokens per second and GPU for calls of `tokens` tokens."""
         us = self.step.us
         each = tokens / self.candidate.tp * 1e6
         return Range(each / us.high, each / us.centre, each / us.low)
 
     def over(self, other: MeshPoint) -> Range:
-        """µs of a token on a GPU ÷ those on another mesh."""
+        """Returns the ratio of the µs per token and GPU to another mesh's."""
         mine, theirs = self.step, other.step
         shares = self.candidate.tp / other.candidate.tp
         return Range.of(
@@ -123,7 +123,14 @@ class MeshPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshSweep:
-    """Meshes of one model. ranks: of each. tokens: of a call. memory_gb: of a GPU, in 10⁹ bytes."""
+    """The meshes of a sweep over one model. `sweep_meshes` returns it; ``print`` shows a table.
+
+    Attributes:
+        points: The evaluated meshes.
+        ranks: Number of ranks of each mesh.
+        tokens: Tokens of a call.
+        memory_gb: Memory of a GPU in 10⁹ bytes.
+    """
 
     points: tuple[MeshPoint, ...]
     ranks: int
@@ -132,7 +139,7 @@ class MeshSweep:
 
     @property
     def fitting(self) -> list[MeshPoint]:
-        """The meshes that fit, the fastest first."""
+        """The meshes that fit in memory, fastest first."""
         fit = [point for point in self.points if point.rank is not None and self._fits(point)]
         return sorted(fit, key=lambda point: point.step.us.centre * point.candidate.tp)
 
@@ -147,9 +154,13 @@ class MeshSweep:
         return "\n".join([title, drawn(self._rows(fitting)), *self._ties(fitting), *self._others()])
 
     def plot(self, path: str | Path) -> None:
-        """Draw the µs of a token on a GPU by part, a bar for each mesh that fits.
+        """Draws a bar of the µs per token and GPU, by part, for each mesh that fits.
 
-        Raises `OptionError` without matplotlib, and if no mesh fits.
+        Args:
+            path: Image file; matplotlib derives the format from the suffix.
+
+        Raises:
+            OptionError: matplotlib is missing, or no mesh fits.
         """
         fitting = self.fitting
         if not fitting:
@@ -170,7 +181,7 @@ class MeshSweep:
         figure.savefig(path)
 
     def _parts(self, point: MeshPoint) -> list[float]:
-        """µs of a token on a GPU, by the parts of `_COLORS`."""
+        """Returns the µs per token and GPU for each part of `_COLORS`."""
         sums = dict.fromkeys(_COLORS, 0.0)
         for part, us in point.step.works[0].parts(point.step.links, point.step.rates).items():
             sums["exposed communication" if part.startswith("exposed") else _DRAWN.get(part, "rest")] += us

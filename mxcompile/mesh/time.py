@@ -1,16 +1,16 @@
-"""The time of a step on one rank of a mesh, as a range: kernels, collectives, and which of them wait.
+"""The time of a step on one rank of a mesh, as a range: kernels and exposed communication.
 
     kernels    forward and backward of the rank's graphs, from `offline.graph_work`
-    around     FSDP's copies of gathered weights and of gradients; loss, clipping and AdamW, as
+    around     FSDP2's copies of gathered weights and of gradients; loss, clipping and AdamW, as
                `offline.training` counts them
-    exposed    collectives of activations, in full: what follows needs them
-               FSDP's collectives as far as they take longer than what runs beside them in their phase; the
-               first two gathers and the last two reductions have nothing beside them
-    bubble     of a rank of a pipeline: its stages wait for others (see `schedule`)
+    exposed    collectives of activations in full, because the next kernel needs their result;
+               FSDP2's collectives as far as they take longer than the work that overlaps with them in their
+               phase; nothing overlaps with the first two gathers and the last two reductions
+    bubble     idle time of a pipeline rank that waits for other stages (see `schedule`)
 
-FSDP's collectives run beside the kernels, and beside collectives of activations on the other link. Everything
-comes from one set of rates, so a range of a ratio is narrower than those of its two steps. Not in it: time of
-the host, processors that collectives take from kernels, ranks that wait for slower ones.
+FSDP2's collectives overlap with kernels, and with collectives of activations on the other link. All parts use
+the same rates, so the range of a ratio of two steps is narrower than the ranges of the steps. Not included:
+host time, SMs that collectives take from kernels, and waiting for slower ranks.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ from mxcompile.report.forms.tables import Table, drawn
 FORWARD, BACKWARD = "forward", "backward"
 PHASES = (FORWARD, BACKWARD)
 _ALONE = 2
-"""Collectives at the begin of forward and at the end of backward that nothing runs beside."""
+"""Number of collectives at the begin of forward, and at the end of backward, without overlapping work."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankWork:
-    """The work of one rank in a step, under one policy.
+    """The work of one rank in a step under one policy.
 
-    policy: its name. works: launches of forward and of backward. collectives: of a step. wire: whether they
-    send what mxcompile sends, or what the model sends without it. logits, gradients: bytes of the model's
-    differentiable outputs and of the rank's gradients, 0 without training. microbatches: of a step; works,
-    logits and collectives of activations are those of one. waits: of a rank of a pipeline.
+    policy: name of the policy. works: kernel launches by phase. collectives: collectives of a step. wire:
+    whether collectives send mxcompile's bytes (`num_bytes`) or the plain model's (`without_bytes`). logits,
+    gradients: bytes of the model's differentiable outputs and of the rank's gradients; 0 in inference.
+    microbatches: micro-batches in a step; works, logits and collectives of activations are per micro-batch.
+    waits: the bubble of a pipeline rank.
     """
 
     policy: str
@@ -56,7 +57,7 @@ class RankWork:
     waits: Waits | None = None
 
     def parts(self, links: Links, rates: Rates) -> dict[str, float]:
-        """µs by part; the step takes their sum. rates: of the chip and of its links."""
+        """Returns µs by part; their sum is the step. rates: rates of the chip and its links."""
         by_kind = dict.fromkeys(KINDS, 0.0)
         for side in self.works.values():
             for kind, us in _by_kind(side, rates).items():
@@ -81,35 +82,35 @@ class RankWork:
 
     @property
     def _gathers_again(self) -> bool:
-        """Whether weights are freed after forward, so that every micro-batch gathers them."""
+        """Whether FSDP2 frees weights after forward, so every micro-batch gathers them again."""
         return any(one.kind == "all-gather" for one in self._of_fsdp(BACKWARD))
 
     def pass_us(self, phase: str, links: Links, rates: Rates) -> float:
-        """µs of the pass of a micro-batch: kernels, and collectives of activations."""
+        """Returns the µs of one micro-batch in `phase`: kernels and collectives of activations."""
         kernels = sum(_by_kind(self.works.get(phase, Works()), rates).values())
         return kernels + self._activations_us(phase, links, rates)
 
     def us(self, links: Links, rates: Rates) -> float:
-        """µs of the step."""
+        """Returns the µs of the step."""
         return sum(self.parts(links, rates).values())
 
     @property
     def sent(self) -> tuple[Collective, ...]:
-        """The collectives, each as often as it is in a step."""
+        """The collectives of a step, each repeated as often as it runs."""
         return tuple(one for one in self.collectives for _ in range(self.times(one)))
 
     def given(self, one: Collective) -> int:
-        """Bytes that the rank gives to a collective."""
+        """Returns the bytes that the rank contributes to a collective."""
         return one.num_bytes if self.wire else one.without_bytes
 
     def hidden_us(self, links: Links, rates: Rates) -> float:
-        """µs of collectives beside kernels."""
+        """Returns the µs of collectives that overlap with kernels."""
         everything = sum(links.us(one, self.given(one), rates) for one in self.sent)
         exposed = sum(us for part, us in self.parts(links, rates).items() if "exposed" in part)
         return max(everything - exposed, 0.0)
 
     def _copied(self) -> int:
-        """Bytes of the copies out of gathered buffers, and into those that are reduced."""
+        """Returns the bytes of FSDP2's copies out of gather buffers and into reduction buffers."""
         total = 0
         for one in self._of_fsdp():
             if one.kind in ("all-gather", "reduce-scatter"):
@@ -118,7 +119,7 @@ class RankWork:
         return total
 
     def times(self, one: Collective) -> int:
-        """How often a step has a collective: those of activations and freed weights, for each micro-batch."""
+        """Returns how often a step runs a collective; activations and freed weights: per micro-batch."""
         every = not _is_fsdp(one) or (one.what == "weights" and self._gathers_again)
         return self.microbatches if every else 1
 
@@ -134,7 +135,7 @@ class RankWork:
         )
 
     def _exposed_us(self, phase: str, links: Links, rates: Rates, *, kinds: Sequence[str] = ()) -> float:
-        """µs of FSDP's collectives of a phase that nothing hides. kinds: of these alone, if any are given."""
+        """Returns the µs of FSDP2's collectives in `phase` without overlap; `kinds` restricts them."""
         sent = [one for one in self._of_fsdp(phase) if not kinds or one.kind in kinds]
         kind = "all-gather" if phase == FORWARD else "reduce-scatter"
         first = list(dict.fromkeys(one.name for one in sent if one.kind == kind))[:_ALONE]
@@ -166,9 +167,9 @@ def _by_kind(works: Works, rates: Rates) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Waits:
-    """The waits of a rank of a pipeline.
+    """The bubble of a pipeline rank.
 
-    stages: the work of a micro-batch in each stage. send: what a stage sends to the next.
+    stages: work of a micro-batch in each stage. send: transfer to the next stage.
     """
 
     schedule: Schedule
@@ -177,7 +178,7 @@ class Waits:
     send: Collective
 
     def us(self, links: Links, rates: Rates) -> float:
-        """µs of the bubble."""
+        """Returns the µs of the bubble."""
         forward, backward = ([one.pass_us(phase, links, rates) for one in self.stages] for phase in PHASES)
         run = self.schedule.run(forward, backward, links.us(self.send, self.send.num_bytes, rates))
         return run.us - run.busy[self.rank]
@@ -185,9 +186,9 @@ class Waits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """The step under several policies, the last of which is the one to compare with.
+    """The time of a step under several policies; the last policy is the baseline.
 
-    works: by policy. links: of a GPU. rates: of the chip and its links.
+    works: work of the rank under each policy. links: links of a GPU. rates: rates of the chip and its links.
     """
 
     works: tuple[RankWork, ...]
@@ -196,17 +197,17 @@ class StepTime:
 
     @staticmethod
     def of(works: Sequence[RankWork], links: Links, target: Target) -> StepTime:
-        """The step by the rates of `target`. Raises `OptionError` for a link whose speed is missing."""
+        """Returns the step time by the rates of `target`. Raises `OptionError` if a link speed is missing."""
         for one in works[0].collectives:
             links.check(one)
         return StepTime(works=tuple(works), links=links, rates=links.rates(Rates.of(target)))
 
     def range(self, work: RankWork) -> Range:
-        """µs of the step as the rates are at their low, centre and high."""
+        """Returns the µs of the step at the low, centre and high rates."""
         return Range.of(lambda rates: work.us(self.links, rates), self.rates)
 
     def over(self, work: RankWork, other: RankWork) -> Range:
-        """The step of `work` ÷ that of `other`."""
+        """Returns the ratio of the steps of `work` and `other`."""
         return Range.of(lambda rates: work.us(self.links, rates) / other.us(self.links, rates), self.rates)
 
     @property
@@ -244,7 +245,7 @@ class StepTime:
                 yield f"{work.policy} and {last.policy}: {INDISTINGUISHABLE}"
 
     def _collectives(self) -> Table:
-        """A row for each kind of collective under the first policy."""
+        """Returns a table with a row for each kind of collective under the first policy."""
         work = self.works[0]
         sums: dict[tuple[str, ...], list[float]] = {}
         for one in work.collectives:
@@ -256,7 +257,7 @@ class StepTime:
         return [["collective", "of", "axis", "link", "times", "ms"], *rows]
 
     def as_data(self) -> dict[str, Any]:
-        """The times as data for JSON, in µs."""
+        """Returns the times as data for JSON, in µs."""
         return {
             "links": {"nvlink": self.links.nvlink, "net": self.links.net, "node": self.links.node},
             "steps": [

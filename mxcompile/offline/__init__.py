@@ -1,4 +1,4 @@
-"""Offline code generation: what Inductor and Triton would run on a GPU, made on a machine without it."""
+"""Offline code generation: the code that Inductor and Triton would run on a GPU, without the GPU."""
 
 from mxcompile.offline.estimate import Estimate, Work
 from mxcompile.offline.generate import codegen

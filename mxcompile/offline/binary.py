@@ -1,9 +1,9 @@
-"""Cross-compiling a generated kernel, and reading what the compiler made of it.
+"""Cross-compilation of generated kernels, and inspection of the binaries.
 
-The kernel is compiled as Inductor would on the machine itself. Of the configurations that it would time there
-that of the least estimate is taken; if the chip has room for none, the last one, its loads not pipelined.
-Registers, spills and shared memory are read from the binary: by ``cuobjdump``, which comes with Triton, for
-NVIDIA, from the metadata in the assembly for AMD.
+A kernel is compiled as Inductor would compile it on the target machine. Inductor would time several
+configurations; here the lowest estimate decides. If no configuration fits the chip's resources, the last
+configuration is compiled without load pipelining, as Inductor does. Registers, spills and shared memory come
+from the binary: for NVIDIA by Triton's ``cuobjdump``, for AMD from the metadata in the assembly.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MMA = re.compile(
     r"(?<![\w.])(tcgen05\.mma[\w.:]*|wgmma\.mma_async[\w.:]*|mma\.sync[\w.:]*|v_mfma\w*|v_smfmac\w*)(.*)"
 )
 _AMD_FORMATS = re.compile(r" (?:cbsz|blgp):\d")
-"""Of the operands of a scaled product: 0 is E4M3, 1 E5M2, 4 E2M1; 0 is not written."""
+"""Operand formats of a scaled MFMA: 0 is E4M3, 1 E5M2, 4 E2M1; 0 is omitted."""
 _TEXT = ("ttir", "ttgir", "llir", "ptx", "amdgcn")
 _BINARY = ("cubin", "hsaco")
 _AMD_KEYS = "vgpr_count", "vgpr_spill_count"
@@ -42,11 +42,11 @@ _AMD_KEYS = "vgpr_count", "vgpr_spill_count"
 class Binary:
     """A compiled kernel.
 
-    settings: block sizes, warps and stages it was compiled with. num_configs: that would be tried on the
-    machine. registers: a thread has. spill_bytes: a thread spills to memory. shared_bytes: a block has.
-    tmem_columns: of tensor memory. mma: matrix instructions it has, each once, AMD's scaled ones with the
-    formats of their operands. text: TTGIR, PTX, SASS or AMD assembly by file suffix. image: cubin or hsaco by
-    file suffix. problems: why it could not run, if so.
+    settings: block sizes, warps and stages. num_configs: configurations that Inductor would time. registers:
+    registers per thread. spill_bytes: spilled bytes per thread. shared_bytes: shared memory per block.
+    tmem_columns: columns of tensor memory per block. mma: distinct matrix instructions; AMD's scaled
+    instructions include the formats of their operands. text: TTGIR, PTX, SASS or AMD assembly by file suffix.
+    image: cubin or hsaco by file suffix. problems: reasons why the kernel cannot run on the target.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -67,12 +67,12 @@ class Binary:
 
 
 def cross_compile(name: str, source: str, target: Target, time: Callable[[Binary], float]) -> Binary:
-    """Compile the kernel called `name` in `source`, a module that Inductor wrote, for `target`.
+    """Compiles the kernel `name` in `source`, a module written by Inductor, for `target`.
 
-    time: estimates a binary in µs; of several without problems that of the least is returned.
+    time: returns the estimate of a binary in µs, which selects the fastest binary without problems.
 
-    To be called with the stand-in of `target` in place. A kernel that does not compile is not an error here;
-    its `problems` say why.
+    The caller must be inside ``stand_in(target)``. A kernel that does not compile raises nothing; the
+    result's `problems` have the reason.
     """
     tuner = vars(PyCodeCache.load(source))[name]
     binaries = [_compiled(name, tuner, config, target) for config in tuner.configs]
@@ -83,7 +83,7 @@ def cross_compile(name: str, source: str, target: Target, time: Callable[[Binary
 
 
 def _without_pipelining(config: Any) -> Any | None:
-    """Returns Inductor's choice when all configurations lack resources; None if `config` is that already."""
+    """Returns Inductor's fallback if all configurations lack resources; None if it equals `config`."""
     if config.num_stages <= 1 and config.kwargs.get("NUM_STAGES", 1) <= 1:
         return None
     last = copy.deepcopy(config)
@@ -93,21 +93,21 @@ def _without_pipelining(config: Any) -> Any | None:
 
 
 def _compiled(name: str, tuner: Any, config: Any, target: Target) -> Binary:
-    """The kernel of `tuner` in one configuration."""
+    """Compiles the kernel of `tuner` in one configuration."""
     described = {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
     results: list[Any] = []
     compile_kernel = triton.compile
 
     def keep(source: Any, *args: Any, **kwargs: Any) -> Any:
         kernel = compile_kernel(source, *args, **kwargs)
-        if source.fn is tuner.fn:  # threads of an autotuner may compile others meanwhile
+        if source.fn is tuner.fn:  # an autotuner's threads may compile other kernels
             results.append(kernel)
         return kernel
 
     try:
         with mock.patch.object(triton, "compile", keep):
             tuner._precompile_config(config)
-    except Exception as error:  # whatever Triton or its assembler met
+    except Exception as error:  # Triton and its assembler raise errors of many classes
         log.info("%s does not compile for %s", name, target.name, exc_info=True)
         problem = f"does not compile: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
         return Binary(settings=described, num_configs=len(tuner.configs), problems=(problem,))
@@ -118,7 +118,7 @@ def _compiled(name: str, tuner: Any, config: Any, target: Target) -> Binary:
 
 
 def read_binary(asm: Mapping[str, Any], metadata: Any, target: Target, **known: Any) -> Binary:
-    """Returns Triton's binary, with the fields of `Binary` that are `known`."""
+    """Returns the `Binary` of Triton's output. known: further fields of `Binary`."""
     text = {suffix: str(asm[suffix]) for suffix in _TEXT if suffix in asm}
     image = {suffix: bytes(asm[suffix]) for suffix in _BINARY if suffix in asm}
     registers = spill_bytes = 0
@@ -147,7 +147,7 @@ def read_binary(asm: Mapping[str, Any], metadata: Any, target: Target, **known: 
 
 
 def _formats(name: str, operands: str) -> str:
-    """The formats of the operands of a matrix instruction, if these say them."""
+    """Returns the operand formats of a scaled MFMA instruction, "" for other instructions."""
     return "".join(_AMD_FORMATS.findall(operands)) if name.startswith("v_mfma_scale") else ""
 
 
@@ -161,7 +161,7 @@ def _problems(shared_bytes: int, tmem_columns: int, target: Target) -> list[str]
 
 
 def _resources(text: Mapping[str, str], image: Mapping[str, bytes]) -> tuple[int, int]:
-    """Registers of a thread, and the bytes of memory it has for itself. Raises `TargetError`."""
+    """Returns registers per thread and local memory bytes per thread. Raises `TargetError`."""
     if "cubin" in image:
         dump = run_tool(_CUOBJDUMP, "--dump-resource-usage", content=image["cubin"], suffix=".cubin").stdout
         registers, stack, local = _numbers(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", dump)[:3]
@@ -172,7 +172,7 @@ def _resources(text: Mapping[str, str], image: Mapping[str, bytes]) -> tuple[int
 
 
 def _numbers(pattern: str, text: str) -> list[int]:
-    """The groups of `pattern` wherever it fits `text`. Raises `TargetError` if it does nowhere."""
+    """Returns the groups of all matches of `pattern` in `text`. Raises `TargetError` without a match."""
     numbers = [int(number) for match in re.finditer(pattern, text) for number in match.groups()]
     if not numbers:
         raise TargetError(f"its registers are not known: no {pattern!r} in what the compiler says of it")
@@ -184,9 +184,10 @@ def _architecture(arch: int) -> str:
 
 
 def _spilled(ptx: str, arch: int) -> int:
-    """Bytes the assembler spills: the stack also holds arrays, such as those of a slow path of sine.
+    """Returns the bytes that the assembler spills. Raises `TargetError`.
 
-    Raises `TargetError`.
+    The stack size does not measure spills, because the stack also holds arrays, e.g. for sine's slow
+    path.
     """
     options = "-v", "--regAllocOptLevel=2", f"--gpu-name={_architecture(arch)}", "-o", "/dev/null"
     log = run_tool(get_ptxas(arch).path, *options, content=ptx.encode(), suffix=".ptx").stderr

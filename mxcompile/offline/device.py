@@ -1,15 +1,15 @@
-"""Moving a graph that was traced on fake CPU tensors to a GPU, before anything looks at it.
+"""Moves a graph that was traced on fake CPU tensors to a GPU, before passes see it.
 
-A torch without a GPU build has no autograd on GPU tensors, not even on fake ones, so a model is traced on the
-CPU and its joint graph moved: every value, every device argument, and the attention operators, which are not
-the same on both.
+Torch builds without GPU support have no autograd on GPU tensors, even if these are fake. A model is therefore
+traced on the CPU, and its joint graph is moved: every value, every device argument, and the attention
+operators, which differ between CPU and GPU.
 
-    the CPU's attention   →   the efficient one with a mask; without one cuDNN's or the flash attention
+    CPU attention   →   efficient attention with a mask; else cuDNN or flash attention
 
-PyTorch prefers cuDNN's on compute capability 9.0, 10.0 and 10.3 where cuDNN is newer than 9.15, as in its
-builds for CUDA 13 (`check_prefer_cudnn_attention` in ATen's ``native/transformers/cuda/sdp_utils.cpp``).
+PyTorch prefers cuDNN on compute capability 9.0, 10.0 and 10.3 if cuDNN is newer than 9.15, as in its builds
+for CUDA 13 (`check_prefer_cudnn_attention` in ATen's ``native/transformers/cuda/sdp_utils.cpp``).
 
-A scalar constant stays where it is, as it would in a graph of a GPU model.
+Scalar constants stay on the CPU, as in the graph of a model on a GPU.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from mxcompile.graph.tags import KEY, set_tag, tags_of
 from mxcompile.lowering.targets import Target
 from mxcompile.ops.view import argument_of, arguments_of
 
-_PADDED = 16  # a mask's rows start on multiples of this many elements in memory
+_PADDED = 16  # elements; kernels require this alignment of a mask's rows
 
 
 CUDNN, FLASH = "cudnn", "flash"
-"""Backends of an attention without a mask."""
+"""Backends of attention without a mask."""
 
 _CUDNN_HEAD = 128
 
 
 def attention_backend(target: Target, asked: str = "auto") -> str:
-    """The backend that PyTorch takes on `target`, or the one that was asked for. Raises `OptionError`."""
+    """Returns the requested backend of attention, by default PyTorch's choice. Raises `OptionError`."""
     allowed = ("auto", FLASH, *([] if isinstance(target.arch, str) else [CUDNN]))
     if asked not in allowed:
         raise OptionError(not_allowed("attention", asked, allowed))
@@ -51,7 +51,7 @@ def attention_backend(target: Target, asked: str = "auto") -> str:
 
 
 def move(graph: fx.Graph, device: torch.device, attention: str = FLASH) -> None:
-    """Make `graph`, of values on the CPU, one on `device`, a GPU. attention: a backend."""
+    """Moves `graph` from the CPU to `device`, a GPU. attention: backend of attention without a mask."""
     values = [node.meta.get("val") for node in graph.nodes]
     mode = detect_fake_mode([value for value in values if isinstance(value, FakeTensor)])
     if mode is None:
@@ -64,7 +64,7 @@ def move(graph: fx.Graph, device: torch.device, attention: str = FLASH) -> None:
 
 
 def attention_flops(node: fx.Node) -> float:
-    """FLOPs of an attention's kernel: half of each product if causal, in backward the scores again."""
+    """Returns the FLOPs of an attention kernel: half of each product if causal; scores again in backward."""
     tags = tags_of(node)
     again = 1.25 if packet(node) in ATTENTION_BACKWARD else 1.0
     half = 0.5 if arguments_of(node).get("is_causal") else 1.0
@@ -72,14 +72,14 @@ def attention_flops(node: fx.Node) -> float:
 
 
 class _Mover:
-    """Values and arguments from the CPU to a device; one new value for one old one."""
+    """Moves values and arguments of nodes from the CPU to a device."""
 
     def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
         self._mode = mode
         self._device = device
 
     def move(self, node: fx.Node) -> None:
-        """Move the values of `node` and the devices among its arguments."""
+        """Moves the values of `node` and the devices among its arguments."""
         if "val" in node.meta:
             node.meta["val"] = tree_map_only(Tensor, self.value, node.meta["val"])
         node.args = self._arguments(node.args)
@@ -95,7 +95,7 @@ class _Mover:
         return arguments
 
     def value(self, tensor: Tensor) -> Tensor:
-        """`tensor` on the device."""
+        """Returns a fake tensor like `tensor` on the device."""
         if not isinstance(tensor, FakeTensor) or tensor.device.type != "cpu":
             return tensor
         with self._mode, torch.no_grad():
@@ -103,7 +103,7 @@ class _Mover:
 
 
 class _Attention:
-    """Replaces attention operators of the CPU with a GPU's operators."""
+    """Replaces the CPU's attention operators with GPU operators."""
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode, backend: str) -> None:
         self._graph = graph
@@ -112,7 +112,7 @@ class _Attention:
         self._forwards: dict[fx.Node, fx.Node] = {}
 
     def replace(self) -> None:
-        """Replace them all, each backward with what its forward has saved."""
+        """Replaces all attention operators; each backward reads the saved results of its new forward."""
         for node in list(self._graph.nodes):
             if packet(node) is BACKENDS["cpu"].forward:
                 self._replace_forward(node)
@@ -150,7 +150,7 @@ class _Attention:
         self._graph.erase_node(user)
 
     def _bias(self, q: fx.Node, k: fx.Node, mask: fx.Node, like: fx.Node) -> fx.Node:
-        """The mask as the kernel takes it: floating point, of full shape, its rows aligned in memory."""
+        """Returns the mask as the kernel needs it: floating point, expanded, with aligned rows."""
         value, query, key = (node.meta["val"] for node in (mask, q, k))
         call = self._call
         if value.dtype is torch.bool:
@@ -189,7 +189,7 @@ class _Attention:
         self._graph.erase_node(node)
 
     def _saved(self, forward: fx.Node, results: range) -> list[Any]:
-        """Results of the forward operator; known lengths are numbers, unused tensors None."""
+        """Returns results of the forward operator; fixed lengths as ints, unused tensors as None."""
         values = forward.meta["val"]
         with self._graph.inserting_before(forward.next):
             return [
@@ -216,7 +216,7 @@ def _fits_cudnn(q: fx.Node) -> bool:
 
 
 def _origin(result: Any) -> fx.Node:
-    """The attention whose result `result` is, or a view of."""
+    """Returns the attention node that computes `result`, looking through views."""
     while packet(result) not in ATTENTION_FORWARD:
         result = argument(result)
     return result  # type: ignore[no-any-return]

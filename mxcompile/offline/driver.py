@@ -1,10 +1,10 @@
-"""Driving Inductor's GPU path without the GPU: from a model to the code that would run.
+"""Runs Inductor's GPU path without a GPU: from a model to the generated source.
 
     model on fake CPU tensors ─ Dynamo ─ AOTAutograd ─▶ joint graph ─▶ moved to the target's device
         ─ passes ─ partitioner ─▶ forward, backward ─ Inductor: lowering, scheduling, code ─▶ source
 
-The hooks, the passes and the lowering are the same as in a compile (see `compilation`). The generated module
-is not loaded: its source is kept.
+Hooks, passes and lowering are the same as in a compile (see `compilation`). The generated module is not
+loaded; only its source is kept.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ _CONFIG: dict[str, Any] = {
     "cpp_wrapper": False,
     "benchmark_kernel": False,
     "trace.provenance_tracking_level": 1,
-    "max_autotune": False,  # nothing can be timed: the defaults
+    "max_autotune": False,  # timing needs the GPU
     "max_autotune_gemm": False,
     "max_autotune_pointwise": False,
-    "shape_padding": False,  # of BF16 products, by timing them
+    "shape_padding": False,  # Inductor pads BF16 products by timing them
     "joint_graph_constant_folding": False,
     "triton.cudagraphs": False,
     "triton.autotune_at_compile_time": False,
@@ -61,12 +61,12 @@ _CONFIG: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generated:
-    """The code that Inductor wrote for one graph.
+    """The code that Inductor generated for one graph.
 
-    phase: "forward", "backward" or "inference". source: the Python module. input_bytes: of the graph's
-    tensors, by their names in the module. origins: for each kernel, as ``name:place`` where the place is its
-    number in the order of code generation, the names of the graph's nodes it computes. gemms: by node, the
-    GEMMs it computes. operators: of the nodes, by name. attention_flops: of nodes that are an attention.
+    phase: "forward", "backward" or "inference". source: the Python module. input_bytes: bytes of the graph's
+    inputs by their names in the module. origins: names of the graph nodes that a kernel computes, by
+    ``name:number`` in the order of code generation. gemms: tags by node name. operators: operator by node
+    name. attention_flops: FLOPs of attention nodes by name.
     """
 
     phase: str
@@ -81,7 +81,7 @@ class Generated:
 class Driver(Rehearsal[FakeTensorMode]):
     """The rehearsal that generates the code for one target.
 
-    parts: of the report. generated: the code, a graph's forward before its backward.
+    parts: parts of the report. generated: code by graph, forward before backward.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Driver(Rehearsal[FakeTensorMode]):
         attention: str,
         sharded: tuple[FSDPGroup, ...] | None = None,
     ) -> None:
-        """sharded: what FSDP2 shards of a model on a rank of a mesh; None without a mesh."""
+        """sharded: the FSDP2 groups of a model on a rank of a mesh; None without a mesh."""
         if sharded is None:
             mode = FakeTensorMode(allow_non_fake_inputs=True)
             super().__init__(model, options, mode, training=training)
@@ -106,7 +106,7 @@ class Driver(Rehearsal[FakeTensorMode]):
     def graph(
         self, capture: Capture, gm: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
-        """Keep the code that would run, and go on with fake results."""
+        """Generates the code of a captured graph. Returns its eager forward, which yields fake results."""
         policy = self.options.policy
         tapped = delayed_scales.tap(gm, example_inputs, capture, policy)
         capture = dataclasses.replace(capture, device=DEVICE)
@@ -119,20 +119,20 @@ class Driver(Rehearsal[FakeTensorMode]):
                 states = [torch.zeros(3, requires_grad=state.requires_grad) for state in tapped.states]
             graph, inputs = tapped.gm, [*inputs, *states]
         with stand_in(self.target), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # advice about this machine
+            warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # about this machine
             trace(compilation, graph, inputs, self._generate, _CONFIG)
         self.parts.append(compilation.part)
         return gm.forward
 
     def after(self, capture: Capture, graph: fx.Graph) -> None:
-        """Fold constants as Inductor does, which computes; then off to the GPU."""
+        """Folds constants as Inductor does, which needs CPU values, then moves the graph to the GPU."""
         remove_noop_ops(graph)
         if graph.owning_module is not None:
             constant_fold_uniform_value(graph.owning_module)
         move(graph, DEVICE, self._attention)
 
     def _generate(self, gm: fx.GraphModule, _: Any, **options: Any) -> Any:
-        """In place of Inductor's inner compiler: it runs, and what it wrote is kept and not loaded."""
+        """Replaces Inductor's inner compiler: runs it and keeps the generated source without loading it."""
         inputs = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
         phase = "backward" if options.get("is_backward") else "forward"
         phase = "inference" if options.get("is_inference") else phase

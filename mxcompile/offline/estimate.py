@@ -1,16 +1,16 @@
-"""How long a launch takes, reckoned from what it has to do and from the rates of a chip: an estimate.
+"""Estimates the time of a launch from its work and the rates of a chip.
 
     memory     bytes / (rate · bandwidth)
-    issue      instructions of all warps / (rate · issue slots of all processors)
-    mma        tiles of a processor, one after the other: max(products at their rate, bytes through shared
-               memory) + what runs between two tiles + what the products wait for
-    latency    turns of programs · batches of loads · latency of memory
+    issue      instructions of all warps / (rate · issue slots of all SMs)
+    mma        tiles of an SM in sequence: max(products at their rate, shared memory traffic) + work between
+               two tiles + waits of the products for loads
+    latency    waves of programs · batches of loads · memory latency
 
-The largest of the four counts, and a constant for the launch. Where a block waits for itself in every round
-of a loop, as in a reduction of each row, and its processor has hardly another, nothing of a round runs beside
-the rest of it: there memory, issue and latency add up. Not in it: caches (bytes are those of whole tensors,
-once), a last turn that is not full, clocks that sink under power. It is not a lower bound, because a kernel
-may be faster than its estimate.
+The estimate is the largest of the four plus a constant for the launch. A block that synchronizes in every
+iteration of a loop (e.g. a row reduction), on an SM with few other blocks, overlaps nothing within an
+iteration: its memory, issue and latency times add up. Not included: caches (each tensor is read whole and
+once), a partial last wave, and lower clocks under power limits. The estimate is not a lower bound,
+because a kernel can be faster.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ REASONS = ("memory", "issue", "mma", "latency")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """The work of a launch, apart from how fast its chip does it.
+    """The work of a launch, independent of the rates that its chip sustains.
 
-    num_bytes: of device memory. issue_us: of its instructions if every slot were used. mma_us: of its
-    products at the data sheet's rate. product: the kind of `rates` that these reach, "" without products.
-    shared_us: of what they read from and loads write to shared memory. between_issue_us, between_us: between
-    two tiles, instructions in every slot and barriers. waits: of products for loads, one after the other, as
-    round_trips: of a warp for device memory. serial: whether a block waits for itself in every round.
+    num_bytes: bytes of device memory traffic. issue_us: time of the instructions with every issue slot in
+    use. mma_us: time of the products at the data sheet's rate. product: their kind in `rates`, "" without
+    products. shared_us: time of the shared memory traffic of operands. between_issue_us, between_us: between
+    two tiles, time of instructions and of barriers. waits: number of waits of products for loads, in
+    sequence. round_trips: waits of a warp for device memory. serial: whether a block synchronizes in every
+    iteration.
     """
 
     num_bytes: float = 0.0
@@ -50,7 +51,7 @@ class Work:
     serial: bool = False
 
     def estimate(self, rates: Rates) -> Estimate:
-        """The times of this work by `rates`."""
+        """Returns the times of this work by `rates`."""
         latency_us = rates["latency_us"]
         mma_us = 0.0
         if self.product:
@@ -66,7 +67,7 @@ class Work:
         )
 
     def times(self, factor: float, *, products: float | None = None) -> Work:
-        """`factor` times as much of everything; of products as often as that says."""
+        """Returns the work multiplied by `factor`; `products` replaces the factor for products."""
         names = (
             "num_bytes",
             "issue_us",
@@ -82,7 +83,7 @@ class Work:
         )
 
     def as_data(self) -> dict[str, Any]:
-        """Returns the fields that differ from no work at all, times with five digits."""
+        """Returns the fields that are not zero or empty, times with five digits."""
         items = dataclasses.asdict(self).items()
         return {
             key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in items if value
@@ -91,7 +92,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """The times of a launch in µs, and what makes most of it (see above)."""
+    """The times of a launch in µs. The module docstring defines the parts."""
 
     memory_us: float
     issue_us: float = 0.0
@@ -113,7 +114,7 @@ class Estimate:
 
 
 def library_work(*, num_bytes: float, flops: float, product: str, target: Target) -> Work:
-    """Returns the work of a library's kernel. product: the kind of `rates` of its products."""
+    """Returns the work of a library kernel. product: kind of its products in `rates`."""
     peak = _peak(target)
     tflops = {
         "fp32": peak.fp32_tflops,
@@ -129,12 +130,12 @@ def library_work(*, num_bytes: float, flops: float, product: str, target: Target
 
 
 def total(works: Iterable[Work], rates: Rates) -> float:
-    """Σ of the estimates in µs."""
+    """Returns the sum of the estimates in µs."""
     return sum(work.estimate(rates).us for work in works)
 
 
 def ratio(works: Sequence[Work], others: Sequence[Work], rates: Rates) -> Range:
-    """Σ of `works` over Σ of `others`, on one chip: a rate that both depend on moves both."""
+    """Returns Σ `works` / Σ `others` on one chip. Each rate varies in both sums together."""
     return Range.of(lambda moved: total(works, moved) / total(others, moved), rates)
 
 

@@ -1,7 +1,8 @@
-"""Fake GPU tensors do what needs a GPU, for as long as a context lasts.
+"""Fake GPU tensors that work on machines without a GPU, inside a context.
 
-Some of torch's Python operators, ``~x``, ``x[…]`` and ``x.copy_``, enter the device of `x` before they
-dispatch, which fails where there is none. Here they dispatch, or work out the shape on the meta device.
+Some Python operators of torch, ``~x``, ``x[…]`` and ``x.copy_``, enter the device of `x` before they
+dispatch, which fails without a GPU. The replacements dispatch directly or compute the shape on the meta
+device.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def _getitem(x: FakeTensor, index: Any) -> Any:
 def _copy(x: FakeTensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if x.device.type != "cuda":
         return Tensor.copy_(x, source, non_blocking)
-    source.expand(x.shape)  # raises if it cannot be copied
+    source.expand(x.shape)  # raises if the shape does not fit
     return x
 
 
@@ -44,7 +45,7 @@ def _meta(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def operators_of_fake_gpu_tensors() -> Iterator[None]:
-    """Make these operators work on fake GPU tensors."""
+    """Patches these operators for fake GPU tensors."""
     with (
         mock.patch.object(FakeTensor, "__invert__", _invert, create=True),
         mock.patch.object(FakeTensor, "__getitem__", _getitem, create=True),

@@ -1,12 +1,12 @@
 """`codegen`: the kernels that ``torch.compile(model, backend="mxfp8")`` would run on a GPU, without the GPU.
 
-    driver    model → the modules Inductor writes for forward and backward
+    driver    model → Inductor's modules for forward and backward
     wrapper   module → kernels and launches
     binary    kernel → assembly, binary, registers, spills, instructions
-    kernel_work, estimate    launch → what it has to do → how long that takes, and why
+    kernel_work, estimate    launch → work → time and its largest part
 
-Two things differ from a compile on the machine itself. Nothing is measured: where Inductor would time several
-configurations, the one of the least estimate is taken. And the model is traced on the CPU (see `device`).
+Two things differ from a compile on the target machine. Nothing is timed: the lowest estimate selects one of
+several configurations. And the model is traced on the CPU (see `device`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _DOTS = (
     "tile_product(",
     "weight_only.",
     "cached_attention.",
-)  # what a kernel that multiplies matrices says, or calls
+)  # substrings in the source of kernels that multiply matrices
 
 
 def codegen(
@@ -69,18 +69,36 @@ def codegen(
     kwargs: Mapping[str, Any] | None = None,
     **inputs: ModelInput,
 ) -> CodegenResult:
-    """Returns the code that a compile of `model` would run on `target`.
+    """Generates the code that a compile of `model` would run on `target`, without the GPU.
 
-    model: on any device, the meta device too; it is not run and not changed. args, inputs, kwargs: what it is
-    called with (see `models.arguments`). target: a GPU of `lowering.targets.TARGETS`, or a chip such as
-    "h100", which need not be here. out_dir: folder to write everything to. training: forward and backward,
-    else forward only. policy: as the backend's option. rates: a file of measured rates, which replace those
-    of the table (see `rates`). attention: the backend of attentions without a mask, "cudnn" or "flash";
-    "auto" is PyTorch's choice. watch: gives the code of the steps that it samples. mesh, parallel: the code
-    of rank 0 of a mesh, as `explain_rank` has them; then `model` may be a factory.
+    Args:
+        model: Model on any device, including meta; it is neither run nor changed. With `mesh`, possibly a
+            factory as for `explain_rank`.
+        *args: Positional arguments of the model's call (see `models.arguments`).
+        target: A GPU of `lowering.targets.TARGETS`, or a chip such as "h100".
+        out_dir: Folder in which to save the result.
+        training: Whether to generate backward, too.
+        policy: As the backend's option.
+        rates: File of measured rates, which replace rows of the built-in table (see `rates`).
+        attention: Backend of attention without a mask, "cudnn" or "flash"; "auto" is PyTorch's choice.
+        watch: Watch whose sampled steps are generated, instead of ordinary steps.
+        mesh: Mesh of ranks; the code is rank 0's, as in `explain_rank`.
+        parallel: Parallelism of the mesh, as in `explain_rank`.
+        kwargs: Keyword arguments of the model's call.
+        **inputs: Further keyword arguments of the model's call.
 
-    Raises `TargetError`, `PolicyError`, `OptionError` for a keyword nobody takes, or `ModelError` if the
-    model cannot be traced. A kernel that would not run is not an error: see `CodegenResult.problems`.
+    Returns:
+        Launches, kernels, estimates and the report. A kernel that cannot run raises nothing; see `problems`.
+
+    Raises:
+        TargetError: `target` is unknown or not a GPU.
+        PolicyError: `policy` is not valid.
+        OptionError: Neither the model nor `codegen` takes a keyword, or an option is not valid.
+        ModelError: The model cannot be traced.
+
+    Examples:
+        >>> result = mxcompile.codegen(model, input_ids=ids, target="sm_100", out_dir="code")
+        >>> print(result)
     """
     given = {"target": target, "out_dir": out_dir, "training": training, "policy": policy, "watch": watch}
     given |= {"mesh": mesh, "parallel": parallel}
@@ -137,7 +155,7 @@ def _driven(
     training: bool,
     backend: str,
 ) -> tuple[list[Part], list[Generated]]:
-    """The parts of the report and the code of `model`, on rank 0 of `mesh` if there is one."""
+    """Returns the report parts and the generated code of `model`, on rank 0 of `mesh` if given."""
     if mesh is None:
         driver = Driver(model, options, training, backend)
         driver.call(args, kwargs)
@@ -153,21 +171,21 @@ def _driven(
 
 
 def _with_spills(report: Report, kernels: Iterable[Kernel]) -> Report:
-    """`report` with a warning for each kernel of mxcompile that spills registers."""
+    """Returns `report` with a warning for each of mxcompile's kernels that spills registers."""
     spills = tuple(kernel.spill for kernel in kernels if kernel.own and kernel.binary.spill_bytes)
     summary = dataclasses.replace(report.summary, warnings=report.summary.warnings + spills)
     return dataclasses.replace(report, summary=summary)
 
 
 _SCALES = {"(tensor": "fp8_tensor", "(channel": "fp8_channel", "(1x128": "fp8_block"}
-"""Kinds of rates by how the record of a library's FP8 product tells the extent of its scales."""
+"""Kinds of rates by the prefix of the scale granularity in the record of a library's FP8 product."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Worker:
-    """One launch, and what is needed to reckon its time. source: "" of a library's kernel.
+    """Estimates the time of one launch.
 
-    wide: the GEMMs of a dtype wider than BF16, as launches name them.
+    source: Triton source of the kernel, "" for a library kernel. wide: GEMMs with a dtype wider than BF16.
     """
 
     launch: Launch
@@ -177,7 +195,7 @@ class _Worker:
     wide: Container[str]
 
     def launched(self, kernel: Kernel | None) -> Launch:
-        """The launch with its work and its estimate."""
+        """Returns the launch with its work and estimate."""
         if self.rates.target.peak is None or self.launch.kind == COLLECTIVE:
             return self.launch
         facts = None if kernel is None else self._facts(kernel.binary)
@@ -185,7 +203,7 @@ class _Worker:
         return dataclasses.replace(self.launch, facts=facts, work=work, estimate=work.estimate(self.rates))
 
     def time(self, binary: Binary) -> float:
-        """The estimate in µs if `binary` is launched; 0 where nothing is known of the chip."""
+        """Returns the estimate in µs for `binary`; 0 for a chip without known peaks."""
         known = self.rates.target.peak is not None
         return self._facts(binary).work.estimate(self.rates).us if known else 0.0
 
@@ -208,7 +226,7 @@ class _Worker:
         )
 
     def _product(self) -> str:
-        """The kind of rate of a library's products."""
+        """Returns the kind of rate for a library's products."""
         name = self.launch.kernel
         if self.launch.kind == "attention":
             backend = next((each for each in ("cudnn", "efficient") if each in name), "flash")
@@ -223,7 +241,7 @@ class _Worker:
 
 
 def _named(generated: Sequence[Generated]) -> list[tuple[str, Generated]]:
-    """The graphs with a name each: the phase, numbered if there are several of it."""
+    """Returns the graphs by unique names: the phase, numbered if several graphs have it."""
     totals = Counter(graph.phase for graph in generated)
     seen: Counter[str] = Counter()
     named = []
@@ -245,9 +263,7 @@ def _launches(phase: str, module: Module, graph: Generated) -> list[Launch]:
         source = module.kernels.get(call.kernel, _DOTS[0])
         multiplies = any(dot in source for dot in _DOTS)
         products = [node for node in nodes if multiplies and node not in launched]
-        launched.update(
-            products
-        )  # what reads a product's parts, to sum them, has it among its origins as well
+        launched.update(products)  # a later kernel that sums a product's parts has it among its origins, too
         tags = [tag for node in products for tag in graph.gemms.get(node, ())]
         only_casts = bool(computed) and CASTS.issuperset(computed)
         launches.append(
@@ -274,7 +290,7 @@ def _flops(nodes: Sequence[str], tags: Sequence[GemmTag], graph: Generated) -> f
 
 
 def _source(call: KernelCall, written_by: dict[str, str]) -> str:
-    """Returns the kind of call that wrote what a cast reads (see `Launch`); "" if it reads nothing."""
+    """Returns the kind of call that wrote the input of a cast (see `Launch`); "" without inputs."""
     kinds = {written_by.get(name, "input") for name in call.reads}
     return next((kind for kind in ("generated", "library", "input") if kind in kinds), "")
 

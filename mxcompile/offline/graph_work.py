@@ -1,14 +1,14 @@
-"""The work of the launches that a partitioned graph becomes, reckoned before any code is generated.
+"""Estimates the work of the launches of a partitioned graph before code generation.
 
-    product, attention   one launch each: its operations, the bytes of its operands and results
-    cast, rest           what may run together is one launch: nodes that reach each other between the same
-                         products; it reads and writes what crosses its border, once
-    collective           no launch, but a border as a product is
+    product, attention   one launch each: its FLOPs, and the bytes of its operands and results
+    cast, rest           one launch per fusible group: connected nodes between the same products; it reads and
+                         writes the tensors at its border once
+    collective           no launch, but a fusion border like a product
 
-A launch reads its inputs twice where it also sums over rows (the gradient of a norm's weight), or where casts
-follow a statistic of each row (a norm, then codes), as the generated code does. Coarser than `generate`,
-which has the machine code: no instructions, no configurations, and products that are emulated read codes as
-they are, not as BF16 values.
+A launch reads its inputs twice if it also sums over rows (the gradient of a norm's weight), or if casts
+follow a row statistic (a norm, then quantization), as the generated code does. This is coarser than
+`generate`, which has the machine code: it has no instructions and no configurations, and emulated products
+read qdata instead of BF16 values.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from mxcompile.offline.estimate import Work, library_work
 from mxcompile.ops.view import Product, arguments_of
 
 Works = Counter[tuple[str, Work]]
-"""How often each kind of launch (see `Launch.kind`) with its work runs."""
+"""Number of launches by (kind, work); `Launch.kind` defines the kinds."""
 
 _TILES = {"tensor": "fp8_tensor", "channel": "fp8_channel"}
 
 
 def works(graph: fx.Graph, target: Target, count: Callable[[str], int]) -> Works:
-    """The work of `graph`, forward or backward, on `target`, which has peaks.
+    """Returns the work of `graph`, forward or backward, on `target`, which must have peaks.
 
-    count: how many layers the module at a path stands for.
+    count: returns the number of equal layers that the module at a path represents.
     """
     reader = _Reader(target)
     total: Works = Counter()
@@ -64,7 +64,7 @@ def works(graph: fx.Graph, target: Target, count: Callable[[str], int]) -> Works
 
 
 def unwritten(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes of `graph` whose results stay inside of a launch."""
+    """Returns the nodes of `graph` whose results stay inside a fused launch."""
     inside: set[fx.Node] = set()
     for members in _launches(graph):
         group = set(members)
@@ -73,18 +73,18 @@ def unwritten(graph: fx.Graph) -> set[fx.Node]:
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether `node` sends or waits for what is sent."""
+    """Whether `node` is a collective or waits for one."""
     return str(packet(node)).startswith("_c10d_functional")
 
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Reads the work of launches off a graph. target: the chip that it is for."""
+    """Reads the work of launches from a graph for the chip `target`."""
 
     target: Target
 
     def product(self, node: fx.Node, tags: tuple[GemmTag, ...]) -> tuple[str, Work]:
-        """The launch of a node that multiplies matrices."""
+        """Returns kind and work of a node that multiplies matrices."""
         moved = sum(self._bytes(base(each)) for each in dict.fromkeys(node.all_input_nodes))
         moved += self._bytes(node)
         if packet(node) in ATTENTIONS:
@@ -101,7 +101,7 @@ class _Reader:
         return f"{backend}_backward" if packet(node) in ATTENTION_BACKWARD else backend
 
     def _rate(self, node: fx.Node, tag: GemmTag) -> str:
-        """The kind of rate of a product."""
+        """Returns the kind of rate for a product."""
         if packet(node) in ops.PACKED_PRODUCTS:
             return self._fp4_rate(Product.read(node))
         if tag.formats is not None:
@@ -116,7 +116,7 @@ class _Reader:
         return "fp32" if isinstance(value, Tensor) and value.element_size() > 2 else "bf16"
 
     def _fp4_rate(self, product: Product) -> str:
-        """The kind of rate of a product of packed operands: a library's, of matrices in NVFP4."""
+        """Returns the kind of rate for a packed FP4 product; libraries run NVFP4 matrices only."""
         scale = product.forms[0].scale
         theirs = scale is ScaleType.E4M3 and scale in self.target.library_fp4
         return (
@@ -124,7 +124,7 @@ class _Reader:
         )
 
     def streamed(self, members: list[fx.Node]) -> tuple[str, Work] | None:
-        """A launch of `members`; None if it moves nothing."""
+        """Returns kind and work of the launch of `members`; None if it moves no bytes."""
         inside = set(members)
         read = self._read(members, inside)
         written = sum(self._bytes(node) for node in _results(members) if _leaves(node, inside))
@@ -135,7 +135,7 @@ class _Reader:
         return (kind, Work(num_bytes=float(moved))) if moved else None
 
     def _read(self, members: list[fx.Node], inside: set[fx.Node]) -> int:
-        """Bytes of what comes from outside: of a tensor seen through views no more than they show of it."""
+        """Returns the bytes read from outside `inside`; views limit the bytes of a tensor."""
         views: defaultdict[fx.Node, dict[fx.Node, int]] = defaultdict(dict)
         for node in members:
             for given in node.all_input_nodes:
@@ -146,12 +146,12 @@ class _Reader:
         return sum(min(self._bytes(source), sum(shown.values())) for source, shown in views.items())
 
     def _bytes(self, node: fx.Node) -> int:
-        """Bytes of the value of `node`."""
+        """Returns the bytes of the value of `node`."""
         return sum(map(bytes_of, tree_leaves(node.meta.get("val"))))
 
 
 def _launches(graph: fx.Graph) -> Iterable[list[fx.Node]]:
-    """The nodes of each launch that multiplies nothing, in order."""
+    """Returns the nodes of each launch without a product, in order."""
     levels = _levels(graph)
     joined = UnionFind(levels)
     casts: dict[tuple[fx.Node, int], fx.Node] = {}
@@ -167,7 +167,7 @@ def _launches(graph: fx.Graph) -> Iterable[list[fx.Node]]:
 
 
 def _leaves(result: fx.Node, inside: set[fx.Node]) -> bool:
-    """Whether anything outside reads `result`, itself or through views."""
+    """Whether a node outside `inside` reads `result`, directly or through views."""
     return any(_leaves(user, inside) if _is_view(user) else user not in inside for user in result.users)
 
 
@@ -176,14 +176,14 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def base(node: fx.Node) -> fx.Node:
-    """The tensor that `node` is a view of."""
+    """Returns the tensor that `node` is a view of."""
     while _is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
 def _producer(node: fx.Node) -> fx.Node:
-    """The operator of which `node` is a result."""
+    """Returns the operator that `node` is a result of."""
     while node.target is operator.getitem:
         node = node.all_input_nodes[0]
     return node
@@ -194,15 +194,15 @@ def _is_border(node: fx.Node) -> bool:
 
 
 def _computes(node: fx.Node) -> bool:
-    """Whether `node` is part of a launch that multiplies nothing."""
+    """Whether `node` is part of a launch without a product."""
     is_passed = _is_view(node) or node.target is operator.getitem or packet(node) is aten.full
     return node.op == "call_function" and not is_passed and not _is_border(node)
 
 
 def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
-    """For each computing node how many borders lie before it, at most; as late as its readers allow.
+    """Returns the largest number of borders before each computing node, as late as its readers allow.
 
-    What is recomputed for a later product is so part of the launch that needs it.
+    "As late" puts recomputed values into the launch that reads them.
     """
     early: dict[fx.Node, int] = {}
     for node in graph.nodes:
@@ -217,7 +217,7 @@ def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def _results(members: list[fx.Node]) -> Iterable[fx.Node]:
-    """The tensors that `members` compute."""
+    """Yields the tensors that `members` compute."""
     for node in members:
         items = [user for user in node.users if user.target is operator.getitem]
         yield from items or [node]

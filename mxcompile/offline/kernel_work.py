@@ -1,23 +1,23 @@
 """The work of a generated kernel, read from its machine code; `estimate` turns the work into times.
 
-    issue      programs · warps · instructions, each as often as its loops go round
-    mma        tiles of a processor · operations of a tile, and what it waits for, and what runs between two
-    shared     what the matrix units of tensor memory read from shared memory, and loads write there
-    latency    turns · batches of loads
+    issue      programs · warps · instructions, each times the trip counts of its loops
+    mma        tiles of an SM · (FLOPs of a tile, its waits, and the work between two tiles)
+    shared     shared memory traffic of matrix units with tensor memory: operand reads, and writes by loads
+    latency    waves · batches of loads
 
-Programs take turns where registers, shared or tensor memory hold fewer than there are. Copies into shared
-memory that are waited for n steps after they began count 1/n; those of the tensor memory accelerator count
-nothing. Where the assembler wrote several rounds of a loop out, as its loads tell, it goes round less often.
+Programs run in waves if registers, shared or tensor memory hold fewer than all. A copy into shared memory
+whose wait comes n steps later counts 1/n; copies by the tensor memory accelerator count nothing. If the
+assembler unrolled a loop, which the number of its loads shows, its trip count is divided accordingly.
 
-A program that has its processor for itself does not multiply while it waits, in a step along K, for what that
-step began to load; and between two tiles it does what is outside of its loop over K: instructions, and
-`BARRIER_CYCLES` for each barrier. Where warps specialise, one loads, one multiplies, and the others store a
-tile while the next is computed if tensor memory has room for two: of that only what takes longer than a
-tile's products is between.
+A program that is alone on its SM does not multiply while it waits, in a step along K, for loads that the same
+step started. Between two tiles it executes the code outside the loop over K: instructions, and
+`BARRIER_CYCLES` for each barrier. With warp specialization, separate warps load, multiply, and store a tile
+while the next tile is computed, if tensor memory has room for two accumulators; then only the part of the
+store that exceeds a tile's products counts.
 
-The matrix units of tensor memory read both operands of each tile from shared memory, which has as many bytes
-a cycle for them as for the loads that fill it. A tile of 128×128 reads all that there are. Sources count K in
-bytes, of which a packed operand's hold two elements.
+Matrix units with tensor memory read both operands of each tile from shared memory, at the same bandwidth as
+the loads that fill it. A 128×128 tile uses the full bandwidth. Sources give K in bytes; a byte of a packed
+operand holds two elements.
 """
 
 from __future__ import annotations
@@ -36,34 +36,34 @@ from mxcompile.offline.estimate import Work
 from mxcompile.offline.machine_code import Loop, MachineCode, parse
 
 _SUSTAINED_ISSUE, _SUSTAINED_MMA = 0.6, 0.8
-"""Shares of issue slots and matrix units by which work that overlaps is weighed against each other."""
+"""Sustained fractions of issue slots and matrix units, for comparing overlapping work."""
 
 BARRIER_CYCLES = 30
-"""That a barrier of a block costs beside the instructions."""
+"""Cycles of a block barrier beside its instructions."""
 
 SHARED_BYTES = 128
-"""That shared memory of a processor moves in a cycle."""
+"""Shared memory bytes per cycle of an SM."""
 
 _FP4 = ("kind::mxf4", "cbsz:4 blgp:4")
-"""In the names of instructions that multiply packed FP4; other scaled ones multiply FP8."""
+"""Parts of the names of packed FP4 instructions; other scaled instructions multiply FP8."""
 
 _NUMBER = re.compile(r"^ +(\w+)(?: ?: tl\.constexpr)? = (\d+)$", re.MULTILINE)
 _SPECIALIZED = "WARP_SPECIALIZE : tl.constexpr = True"
 _GRID = re.compile(r"'grid_type': '(\w+)'")
 _BLOCKS_OF_A_PROCESSOR = 32
 _FEW_BLOCKS = 2
-"""On a processor that wait for the same: of more, one works while another waits."""
+"""Largest number of blocks per SM that do not hide each other's waits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """The facts that are read of a launched kernel.
+    """Figures of a launched kernel.
 
-    work: for `estimate`. programs: blocks launched. resident: of them a processor holds at once.
-    instructions: a warp issues. per_element: instructions of a thread by elements it casts, of a cast alone.
-    between: time between two tiles over a tile's own. barriers, waits: of one step along K, waits for what
-    the same step began to load. understood: whether it is known how often every loop goes round, and what is
-    launched; if not, such a loop counts once.
+    work: input of `estimate`. programs: launched blocks. resident: blocks that an SM holds at once.
+    instructions: instructions that a warp issues. per_element: instructions per thread and element, for a
+    kernel that only casts. between: time between two tiles as a fraction of a tile's time. barriers, waits:
+    barriers in one step along K, and waits for loads that the same step started. understood: whether the grid
+    and all trip counts are known; loops with unknown trip counts count once.
     """
 
     work: Work
@@ -80,7 +80,7 @@ class Facts:
 def read(
     *, num_bytes: float, flops: float, source: str, numbers: tuple[int, ...], binary: Binary, target: Target
 ) -> Facts:
-    """Returns the facts of a generated kernel. numbers: of its launch, the grid last if it is given."""
+    """Returns the figures of a generated kernel. numbers: numeric launch arguments, the grid last."""
     sizes = {name: int(value) for name, value in _NUMBER.findall(source)}
     sizes |= {name: value for name, value in binary.settings.items() if isinstance(value, int)}
     code = parse(binary.text.get("sass") or binary.text.get("amdgcn", ""))
@@ -117,9 +117,9 @@ def read(
 
 @dataclass(frozen=True)
 class _Launched:
-    """A kernel's machine code and its launch. sizes: the numbers in its source and its settings.
+    """A kernel's machine code and launch.
 
-    specialized: whether loads, products and the rest run in warps of their own.
+    sizes: numbers in its source and settings. specialized: whether it uses warp specialization.
     """
 
     code: MachineCode
@@ -136,7 +136,7 @@ class _Launched:
 
     @cached_property
     def resident(self) -> int:
-        """Blocks that a processor holds at once."""
+        """Blocks that an SM holds at once."""
         threads = self.warps * self.target.warp_size
         limits = [_BLOCKS_OF_A_PROCESSOR, self.target.threads // threads]
         for has, needs in (
@@ -154,7 +154,7 @@ class _Launched:
 
     @cached_property
     def k(self) -> float:
-        """The length of K of a tile; the mean, where programs read on the device which part is theirs."""
+        """Length of K of a tile; the mean if programs read their part from device memory."""
         area = math.prod(self.sizes.get(name, 1) for name in ("BLOCK_M", "BLOCK_N"))
         results = self.sizes.get("NUM_GROUPS", 0) * math.prod(
             math.ceil(self.sizes.get(side, 0) / self.sizes.get(f"BLOCK_{side}", 1)) for side in "MN"
@@ -164,32 +164,32 @@ class _Launched:
 
     @cached_property
     def steps(self) -> int:
-        """Along K."""
+        """Number of steps along K."""
         return math.ceil(self.k / (self._packed * self.sizes.get("BLOCK_K", 1)))
 
     @cached_property
     def around(self) -> Loop | None:
-        """The loop over tiles, if a program makes several."""
+        """The loop over tiles of a persistent kernel, else None."""
         if len(self.code.product_loops) < 2:
             return None
         return self.code.product_loops[-2 if self.specialized else 0]
 
     @cached_property
     def peeled(self) -> int:
-        """Steps along K that the compiler wrote out beside their loop."""
+        """Steps along K that the compiler peeled off the loop."""
         if self.steady is None:
             return 0
         return self.code.products(self.around) // self.code.products(self.steady) - 1
 
     @cached_property
     def tiles(self) -> int:
-        """The number of tiles of the result, of all matrices of a batch together."""
+        """Number of result tiles over the whole batch."""
         tile = 2 * self.sizes.get("BLOCK_M", 1) * self.sizes.get("BLOCK_N", 1) * self.k
         return max(1, math.ceil(self.flops / tile))
 
     @cached_property
     def trips(self) -> dict[Loop, float]:
-        """How often loops go round, of those where it is known."""
+        """Trip counts of the loops, if known."""
         products = self.code.product_loops
         known: dict[Loop, float] = {products[-1]: max(self.steps - self.peeled, 0)} if products else {}
         if self.around is not None:
@@ -203,13 +203,16 @@ class _Launched:
         return known
 
     def _trips_of_warps(self, tiles: float) -> dict[Loop, float]:
-        """The loop in which warps find their work, one to load and one to multiply, is one warp's."""
+        """Returns trip counts under warp specialization.
+
+        Dispatch loops, in which warps wait for a task, count 1 / warps, because a single warp runs each task.
+        """
         others = [loop for loop in self.code.loops if loop not in self.code.product_loops]
         rounds = {loop: tiles if loop.depth < 2 else self.steps for loop in others}
         return rounds | dict.fromkeys(self.code.product_loops[:-2], 1 / self.warps)
 
     def _rounds(self) -> float | None:
-        """Returns the rounds of a loop without products: over rows, over a reduction, or over K."""
+        """Returns the trip count of a loop without products (over rows, a reduction, or K) or None."""
         for extent, block in (("RSPLIT_SIZE", "XBLOCK"), ("r0_numel", "R0_BLOCK"), ("K", "BLOCK_K")):
             if extent in self.sizes and block in self.sizes:
                 return math.ceil(self.sizes[extent] / self.sizes[block])
@@ -217,7 +220,7 @@ class _Launched:
 
     @property
     def _written_out(self) -> int:
-        """Rounds of a loop in the source that are one round in the machine code."""
+        """Unroll factor: iterations of a source loop per iteration in the machine code."""
         before = parse(self.binary.text.get("ptx", "")).loads_in_loops
         return max(1, self.code.loads_in_loops // before) if before else 1
 
@@ -227,25 +230,25 @@ class _Launched:
 
     @cached_property
     def serial(self) -> bool:
-        """Whether whole blocks, few on a processor, wait in every round of a loop without products."""
+        """Whether blocks, few per SM, synchronize in every iteration of a loop without products."""
         loops = [loop for loop in self.code.loops if self.trips.get(loop, 1) > 1]
         waits = not self.code.product_loops and any(map(self.code.barriers, loops))
         return waits and self.resident <= _FEW_BLOCKS
 
     @cached_property
     def instructions(self) -> float:
-        """The number of instructions that a warp issues."""
+        """Instructions that a warp issues."""
         return self.code.issued(self.trips)
 
     @cached_property
     def issue_us(self) -> float:
-        """If every slot were used."""
+        """µs of issuing with every slot in use."""
         slots = self.target.issue_rate * self.target.processors
         return self.programs * self.warps * self.instructions / (slots * _cycles_of_us(self.target))
 
     @cached_property
     def turns(self) -> int:
-        """The number of turns in which the programs run, one after the other."""
+        """Number of waves of programs."""
         return math.ceil(self.programs / (self.target.processors * self.resident))
 
     @cached_property
@@ -254,14 +257,14 @@ class _Launched:
 
     @cached_property
     def mma_us(self) -> float:
-        """At the data sheet's rate."""
+        """µs of the products at the data sheet's rate."""
         if self.steady is None:
             return self.flops / (self._tflops * 1e6) if self.binary.mma else 0.0
         return self.tiles_of_a_processor * self.tile_cycles / _cycles_of_us(self.target)
 
     @cached_property
     def shared_us(self) -> float:
-        """The time of operands in shared memory, written by loads and read by the matrix units."""
+        """µs of operand traffic in shared memory: writes by loads and reads by the matrix units."""
         if self.steady is None or not self.target.tmem_columns:
             return 0.0
         sides = self.sizes.get("BLOCK_M", 1) + self.sizes.get("BLOCK_N", 1)
@@ -272,7 +275,7 @@ class _Launched:
 
     @cached_property
     def waits(self) -> int:
-        """The waits of a tile for loads of its steps along K, where nothing else is on the processor."""
+        """Waits of a tile for loads in its steps along K; 0 if another block shares the SM."""
         alone = self.steady is not None and self.resident == 1
         return self.steps * self.code.waits(self.steady) if alone and self.steady else 0
 
@@ -288,7 +291,7 @@ class _Launched:
 
     @property
     def _packed(self) -> int:
-        """Elements in a byte of the operands."""
+        """Elements per byte of the operands."""
         return 2 if any(each in name for name in self.binary.mma for each in _FP4) else 1
 
     @property
@@ -300,7 +303,7 @@ class _Launched:
 
     @cached_property
     def tile_cycles(self) -> float:
-        """The cycles of the products of a tile at the data sheet's rate."""
+        """Cycles of a tile's products at the data sheet's rate."""
         names = ("BLOCK_M", "BLOCK_N", "BLOCK_K")
         tile = math.prod(self.sizes.get(name, 1) for name in names) * self._packed
         operations = 2 * self.steps * tile
@@ -308,9 +311,9 @@ class _Launched:
 
     @cached_property
     def between(self) -> tuple[float, float]:
-        """From a tile's last product to the next one's first, where nothing else is on the processor.
+        """(cycles of instructions with every slot in use, barriers) between the products of two tiles.
 
-        Returns cycles of instructions that use every slot they can, and barriers.
+        Both are 0 if another block shares the SM.
         """
         if self.resident > 1 or self.steady is None:
             return 0.0, 0.0
@@ -324,19 +327,19 @@ class _Launched:
 
     @property
     def between_cycles(self) -> float:
-        """The same as cycles, at the sustained rate of issue."""
+        """Cycles between two tiles at the sustained issue rate."""
         issued, barriers = self.between
         return issued / _SUSTAINED_ISSUE + barriers * BARRIER_CYCLES
 
     @property
     def busy_cycles(self) -> float:
-        """The cycles of the products of a tile at the sustained rate."""
+        """Cycles of a tile's products at the sustained rate."""
         return self.tile_cycles / _SUSTAINED_MMA
 
     def _uncovered_cycles(self) -> float:
-        """Returns the cycles of a tile's store that the next tile's products do not cover.
+        """Returns the cycles of a tile's store that do not overlap with the next tile's products.
 
-        They cover none where tensor memory has no room for two accumulators.
+        Nothing overlaps if tensor memory has no room for two accumulators.
         """
         outside = [
             loop for loop in self.code.loops if loop.depth == 0 and loop not in self.code.product_loops
@@ -357,7 +360,7 @@ class _Launched:
 
 
 def _programs(source: str, sizes: Mapping[str, int], numbers: tuple[int, ...]) -> int:
-    """Blocks of the launch; 0 if the kind of grid is not known."""
+    """Returns the number of launched blocks; 0 for an unknown kind of grid."""
     kind = _GRID.search(source)
     match kind and kind[1]:
         case "FixedGrid":

@@ -1,4 +1,4 @@
-"""One kernel launch of a step, and one generated kernel: what a target would run."""
+"""One kernel launch of a step, and one generated kernel."""
 
 from __future__ import annotations
 
@@ -10,29 +10,27 @@ from mxcompile.offline.estimate import Estimate, Work
 from mxcompile.offline.kernel_work import Facts
 
 CASTS = frozenset(f"{operator}.default" for operator in ops.CAST_WORK)
-"""The names of casts, and of what is computed for them alone."""
+"""Names of cast operators, and of operators that only prepare casts."""
 
 _KERNELS = "from mxcompile.lowering.kernels import"
-"""What the source of a template imports."""
+"""Import in the source of every template of mxcompile."""
 
 
 COLLECTIVE = "collective"
-"""The kind of what sends to other ranks, or waits for it; it has no estimate."""
+"""Kind of a launch that runs a collective or waits for it. It has no estimate."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
     """One kernel launch of a step.
 
-    phase: "forward", "backward" or "inference", numbered where the model has several graphs. kernel: name
-    of a generated kernel, or of the operator of a library. generated: which of the two. gemms: matrix
-    products it computes, as ``layer gemm``. operators: of the graph it computes, views left out. cast:
-    what it casts, if it does nothing but cast: "input" (a weight, or a tensor saved for backward),
-    "library" (the result of a kernel that was not generated) or "generated" (the result of one that was,
-    which should have cast it). num_bytes: it moves at least. flops: of its matrix products. library: how
-    its record names the kernel of a library. work: what it has to do, estimate: how long that takes (see
-    `estimate`), both None for a chip without known peaks. facts: of a generated kernel, what its machine code
-    says.
+    phase: "forward", "backward" or "inference", numbered if the model has several graphs. kernel: name of a
+    generated kernel or of a library operator. generated: whether it is generated. gemms: GEMMs it computes,
+    as ``layer gemm``. operators: operators it computes, without views. cast: source of a launch that only
+    casts: "input" (a weight, or a tensor saved for backward), "library" (result of a library kernel) or
+    "generated" (result of a generated kernel, a missed fusion); else "". num_bytes: lower bound of the bytes
+    it moves. flops: FLOPs of its products. library: name of the library kernel in the GEMM's record. work,
+    estimate: see `estimate`; None for a chip without known peaks. facts: figures from the machine code.
     """
 
     phase: str
@@ -50,7 +48,7 @@ class Launch:
 
     @property
     def kind(self) -> str:
-        """Returns "product", "cast" (alone or in its producer), "attention", "collective", or "rest"."""
+        """Kind: "product", "cast" (alone or fused with its producer), "attention", "collective" or "rest"."""
         if "_c10d_functional" in self.kernel:
             return COLLECTIVE
         if self.gemms:
@@ -60,7 +58,7 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernel:
-    """A generated kernel of a phase: its Triton module as Inductor wrote it, and what that compiles to."""
+    """A generated kernel of a phase: Inductor's Triton module and the compiled binary."""
 
     phase: str
     name: str
@@ -69,11 +67,11 @@ class Kernel:
 
     @property
     def own(self) -> bool:
-        """Whether it is a template of mxcompile; Inductor writes the others itself."""
+        """Whether it is a template of mxcompile, not a kernel of Inductor."""
         return _KERNELS in self.source
 
     @property
     def spill(self) -> str:
-        """Which registers it spills, in words."""
+        """A sentence about its register spills."""
         whose = "mxcompile's" if self.own else "Inductor's own"
         return f"{self.phase} {self.name} ({whose}) spills {self.binary.spill_bytes} bytes a thread"

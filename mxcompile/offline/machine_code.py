@@ -1,10 +1,10 @@
-"""Machine code as data: instructions in order, the loops they lie in, the memory they wait for.
+"""Machine code as data: instructions, loops, and waits for memory.
 
-Read from ``nvdisasm -c`` for NVIDIA and from the compiler's assembly for AMD, up to the last unconditional
-end of the program: what lies behind are waits that did not succeed at once, traps and slow paths of
-arithmetic. A branch backwards makes a loop. Forward branches count as not taken, so that both sides of a
-condition are counted. PTX is read for the loads in its loops alone: NVIDIA's assembler writes several rounds
-of some loops out, and merges loads of others.
+The input is the output of ``nvdisasm -c`` for NVIDIA and the compiler's assembly for AMD. It is read up to
+the last unconditional end of the program; the code after it contains retries of waits, traps and slow paths
+of arithmetic. A backward branch makes a loop. Forward branches count as not taken, so both sides of a
+condition count. PTX is read only for the loads in its loops, because NVIDIA's assembler unrolls some loops
+and merges loads of others.
 """
 
 from __future__ import annotations
@@ -43,102 +43,103 @@ _WAIT_LENGTH = 8
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """opcode: with its modifiers. operands: the rest of the line."""
+    """opcode: opcode with modifiers. operands: rest of the line."""
 
     opcode: str
     operands: str
 
     @property
     def multiplies(self) -> bool:
-        """Whether it is one of the matrix units'."""
+        """Whether it is a matrix instruction."""
         return self.opcode.startswith(_PRODUCTS) and not self.opcode.startswith(_NO_PRODUCTS)
 
     @property
     def waits(self) -> bool:
-        """Whether it is a barrier of the whole block."""
+        """Whether it is a block barrier."""
         return self.opcode.startswith(_BARRIERS)
 
     @property
     def loads(self) -> bool:
-        """Whether it reads device memory into registers. Copies into shared memory do not."""
+        """Whether it loads device memory into registers. Copies into shared memory do not count."""
         return self.opcode.startswith(_LOADS)
 
     @property
     def left(self) -> int | None:
-        """How many groups of copies may go on behind it, if it waits for copies into shared memory."""
+        """For a wait for copies into shared memory, the number of groups left in flight; else None."""
         match = _WAIT_FOR_COPIES.match(self.operands) if self.opcode.startswith("DEPBAR") else None
         return int(match[1], 16) if match else None
 
     @property
     def issues(self) -> bool:
-        """Whether it takes a slot of the vector units' issue; AMD's scalar unit has one of its own."""
+        """Whether it uses an issue slot of the vector units; AMD's scalar unit has its own."""
         return self.opcode != "NOP" and not self.opcode.startswith("s_")
 
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """first, last: positions of its instructions. depth: 0 for an outermost."""
+    """first, last: positions of its instructions. depth: nesting depth, 0 for an outermost loop."""
 
     first: int
     last: int
     depth: int
 
     def holds(self, position: int) -> bool:
-        """Whether the instruction at `position` lies in it."""
+        """Whether the instruction at `position` is in the loop."""
         return self.first <= position <= self.last
 
 
 @dataclass(frozen=True)
 class MachineCode:
-    """A kernel's program. instructions: in order. loops: outer ones first; waits for an event are none."""
+    """A kernel's program. instructions: in order. loops: outer loops first, no spin loops."""
 
     instructions: tuple[Instruction, ...]
     loops: tuple[Loop, ...]
 
     @cached_property
     def product_loops(self) -> tuple[Loop, ...]:
-        """The loops that hold a matrix instruction, outer ones first."""
+        """Loops that contain a matrix instruction, outer loops first."""
         products = [at for at, instruction in enumerate(self.instructions) if instruction.multiplies]
         return tuple(loop for loop in self.loops if any(map(loop.holds, products)))
 
     def inner(self, position: int) -> list[Loop]:
-        """The loops around the instruction at `position`."""
+        """Returns the loops around the instruction at `position`."""
         return [loop for loop in self.loops if loop.holds(position)]
 
     def issued(self, trips: Mapping[Loop, float], within: Loop | None = None) -> float:
-        """Instructions that a warp issues, in `within` or in all; a loop that is not in `trips` runs once."""
+        """Returns the instructions that a warp issues, in `within` or in all; trip counts default to 1."""
         chosen = self._within(within)
         return sum(self._times(at, trips) for at, instruction in chosen if instruction.issues)
 
     @cached_property
     def loads_in_loops(self) -> int:
-        """Loads in the bodies of loops, each once."""
+        """Number of load instructions in loop bodies."""
         return sum(each.loads and bool(self.inner(at)) for at, each in enumerate(self.instructions))
 
     def barriers(self, within: Loop | None = None) -> int:
-        """Barriers in the body of `within`, or in all."""
+        """Returns the number of barriers in the body of `within`, or in all."""
         return sum(instruction.waits for _, instruction in self._within(within))
 
     def products(self, within: Loop | None = None) -> int:
-        """Matrix instructions in the body of `within`, or in all."""
+        """Returns the number of matrix instructions in the body of `within`, or in all."""
         return sum(instruction.multiplies for _, instruction in self._within(within))
 
     def round_trips(self, trips: Mapping[Loop, float]) -> float:
-        """How often a warp waits for device memory: batches of loads, each ended by the first use of one.
+        """Returns how often a warp waits for device memory.
 
-        And groups of copies into shared memory, each ended by its wait; a wait that leaves those of n rounds
-        of its loop to go on is for a copy that began n + 1 rounds before, and counts as a part of one.
+        A batch of loads ends at the first use of a loaded register and counts as one wait. A wait for copies
+        into shared memory that leaves the copies of n iterations in flight counts as 1/(n + 1), because the
+        awaited copy started n + 1 iterations earlier.
         """
         loads = sum(self._times(at, trips) for at in self._uses())
         return loads + sum(self._times(at, trips) / rounds for at, rounds in self._copies())
 
     def waits(self, loop: Loop) -> int:
-        """Waits in the body of `loop` for what the same round has begun to load or copy."""
+        """Returns the waits in the body of `loop` for loads or copies that the same iteration started."""
         copies = sum(rounds == 1 for at, rounds in self._copies() if loop.holds(at))
         return sum(1 for _ in self._uses(loop)) + copies
 
     def _uses(self, loop: Loop | None = None) -> Iterator[int]:
-        """Positions that wait for a batch of loads."""
+        """Yields the positions that wait for a batch of loads."""
         waiting: set[int] = set()
         for position, instruction in self._within(loop):
             if waiting & set(_registers(instruction.operands)):
@@ -148,7 +149,7 @@ class MachineCode:
                 waiting.update(_destination(instruction))
 
     def _copies(self) -> Iterator[tuple[int, int]]:
-        """Positions that wait for copies, and how many rounds of their loop those have had."""
+        """Yields (position, age of the awaited copies in iterations) for each wait for copies."""
         for position, instruction in enumerate(self.instructions):
             if instruction.left is None:
                 continue
@@ -169,14 +170,14 @@ class MachineCode:
 
 
 def disassemble(cubin: bytes) -> str:
-    """NVIDIA's machine code as text, by the tool that comes with Triton. Raises `TargetError`."""
+    """Returns NVIDIA's machine code as text, by the tool bundled with Triton. Raises `TargetError`."""
     return run_tool(_NVDISASM, "-c", content=cubin, suffix=".cubin").stdout
 
 
 def run_tool(
     tool: str | Path, *options: str, content: bytes, suffix: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run `tool` on a file with `content`. Raises `TargetError` if it fails."""
+    """Runs `tool` on a file with `content`. Raises `TargetError` if it fails."""
     with tempfile.NamedTemporaryFile(suffix=suffix) as file:
         file.write(content)
         file.flush()
@@ -188,7 +189,7 @@ def run_tool(
 
 
 def parse(text: str) -> MachineCode:
-    """Returns the output of `disassemble`, AMD's compiler, or PTX as data. Empty text has no instructions."""
+    """Parses the output of `disassemble`, AMD's assembly, or PTX. Empty text has no instructions."""
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
     end = 0
@@ -208,7 +209,7 @@ def parse(text: str) -> MachineCode:
 
 
 def _loops(instructions: tuple[Instruction, ...], labels: Mapping[str, int]) -> Iterator[Loop]:
-    """A loop per place that branches go back to, to the last that does."""
+    """Yields a loop for each target of backward branches, up to the last branch to it."""
     last: dict[int, int] = {}
     for position, instruction in enumerate(instructions):
         if not instruction.opcode.startswith(("BRA", "s_branch", "s_cbranch", "bra")):
@@ -236,7 +237,7 @@ def _registers(operands: str) -> Iterator[int]:
 
 
 def _destination(instruction: Instruction) -> list[int]:
-    """The registers that a load fills."""
+    """Returns the registers that a load writes."""
     first = next(iter(_REGISTERS.finditer(instruction.operands)), None)
     if first is None:
         return []

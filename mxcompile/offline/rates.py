@@ -1,18 +1,18 @@
-"""Shares of its data sheet that a chip sustains, by kind of work: low, centre and high, each with its source.
+"""Fractions of its data sheet that a chip sustains, by kind of work: low, centre and high, with sources.
 
-    memory                           bytes of device memory
-    issue                            slots of the vector units
-    bf16, fp32, fp8_tensor,          products of a library, by format and by the extent of FP32 scales
+    memory                           bandwidth of device memory
+    issue                            issue slots of the vector units
+    bf16, fp32, fp8_tensor,          library products, by format and by the granularity of FP32 scales
       fp8_channel, fp8_block, mxfp8,
       fp4
-    own_bf16, own_mxfp8, own_fp4     products of generated kernels, waits that are modelled left out
+    own_bf16, own_mxfp8, own_fp4     products of generated kernels, without modelled waits
     cudnn, flash, efficient          attention forward by backend; `…_backward` its backward
     latency_us                       from a load to its first use, under load
-    launch_us                        that a kernel takes beside its work: its start, and its last programs
+    launch_us                        overhead of a kernel: its start and its last programs
 
-A share is of the peaks in `lowering.targets`; a time is in µs, of which low is the longest. A rate that was
-not measured on a chip is assumed, with a wide range, and its source says so. ``make gpu-rates`` writes
-measured ones in the form that `Rates.load` reads; they replace rows of the table.
+A fraction refers to the peaks in `lowering.targets`. Times are in µs; their low is the longest time. A rate
+that was not measured on a chip is assumed with a wide range, and its source is "assumed". ``make
+gpu-rates`` writes measured rates in the format that `Rates.of` reads; they replace rows of the table.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Range:
 
     @staticmethod
     def of(quantity: Callable[[Rates], float], rates: Rates) -> Range:
-        """`quantity` at the centre of all rates, and how far their ends move it.
+        """Returns `quantity` at the centre of all rates, and its range.
 
-        Rates are taken to be independent: the moves of one rate at a time are added as squares.
+        The rates count as independent: the changes by one rate at a time are added in quadrature.
         """
         centre = quantity(rates)
         moves = [quantity(moved) - centre for moved in rates.ends()]
@@ -58,13 +58,13 @@ class Range:
         return Range(centre - low, centre, centre + high)
 
     def text(self, form: str) -> str:
-        """``centre (low–high)``, each in `form`."""
+        """Returns ``centre (low–high)``, each formatted by `form`."""
         return f"{self.centre:{form}} ({self.low:{form}}–{self.high:{form}})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """The rates of one chip. target: of it. table: by kind. values: by kind, the one to reckon with."""
+    """The rates of the chip `target`. table: rates by kind. values: the value in use by kind."""
 
     target: Target
     table: Mapping[str, Rate]
@@ -72,9 +72,9 @@ class Rates:
 
     @staticmethod
     def of(target: Target, measured: str | Path | None = None) -> Rates:
-        """Returns the rates of the table. measured: a file of ``make gpu``, whose rates replace them.
+        """Returns the rates of the table. measured: file whose rates replace them.
 
-        Raises `OptionError` if the file is of another target, or does not hold rates.
+        Raises `OptionError` if the file is for another target or does not contain rates.
         """
         table = {**_ASSUMED, **target.rates, **(target.peak.rates if target.peak else {})}
         if measured is not None:
@@ -85,7 +85,7 @@ class Rates:
         return self.values[kind]
 
     def ends(self) -> Iterator[Rates]:
-        """The same with one rate at its low or high end, for each end of each."""
+        """Yields copies with a single rate at its low or high end, for both ends of every rate."""
         for kind, rate in self.table.items():
             for end in {rate.low, rate.high} - {rate.centre}:
                 yield dataclasses.replace(self, values={**self.values, kind: end})
@@ -104,7 +104,7 @@ def _read(path: Path, target: str) -> dict[str, Rate]:
 
 
 def as_data(target: str, rates: Mapping[str, Rate], **about: Any) -> dict[str, Any]:
-    """The content of a file of rates. about: the device and versions."""
+    """Returns the content of a file of rates. about: device and versions."""
     return {"target": target, **about, "rates": {kind: dataclasses.asdict(r) for kind, r in rates.items()}}
 
 

@@ -1,4 +1,4 @@
-"""The code that would run on a target, and figures about it, as data, a table and files."""
+"""The result of `codegen`: code and figures, as data, a table and files."""
 
 from __future__ import annotations
 
@@ -24,11 +24,15 @@ from mxcompile.report import Report
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodegenResult:
-    """The code that would run on `target`.
+    """The code that would run on a GPU. `codegen` returns it; ``print`` shows a table of its kernels.
 
-    launches: of one step, in order. kernels: each generated kernel of a phase once. wrappers: by phase, the
-    module that launches them. report: as of a compile, with roofline estimates per GEMM and for the step.
-    rates: by which the launches are estimated.
+    Attributes:
+        target: GPU for which the code is generated.
+        launches: Launches of one step, in order.
+        kernels: Generated kernels, each once per phase.
+        wrappers: Python module that launches the kernels, by phase.
+        report: Report of the compile, with roofline estimates for each GEMM and for the step.
+        rates: Rates behind the estimates of the launches.
     """
 
     target: str
@@ -39,39 +43,46 @@ class CodegenResult:
     rates: Rates
 
     def kernel(self, launch: Launch) -> Kernel:
-        """The generated kernel that `launch` runs. Raises KeyError if it is a library's."""
+        """Returns the generated kernel that `launch` runs.
+
+        Raises:
+            KeyError: It is a library kernel.
+        """
         for kernel in self.kernels:
             if (kernel.phase, kernel.name) == (launch.phase, launch.kernel):
                 return kernel
         raise KeyError(f"{launch.kernel} is not a generated kernel")
 
     def phase(self, name: str) -> tuple[Launch, ...]:
-        """The launches of the phase `name`."""
+        """Returns the launches of the phase `name`."""
         return tuple(launch for launch in self.launches if launch.phase == name)
 
     @property
     def step(self) -> Step:
-        """The sum of the launches' estimates."""
+        """Sum of the estimates of all launches."""
         return Step.of(self.launches, self.rates)
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Why kernels could not run on the target; none, one hopes."""
+        """Reasons why kernels cannot run on the target; normally empty."""
         return tuple(f"{k.phase} {k.name}: {problem}" for k in self.kernels for problem in k.binary.problems)
 
     @property
     def spilling(self) -> tuple[Kernel, ...]:
-        """The kernels whose threads spill registers to memory."""
+        """Kernels whose threads spill registers to memory."""
         return tuple(kernel for kernel in self.kernels if kernel.binary.spill_bytes)
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
 
     def save(self, folder: str | Path) -> None:
-        """Write wrappers, kernels, their assembly and binaries, and a summary to `folder`, made if need be.
+        """Writes wrappers, kernels, assembly, binaries and a summary.
 
-        ``summary.txt`` is ``str(result)``; ``summary.json`` the launches and figures; ``report.json`` the
+        ``summary.txt`` is ``str(result)``, ``summary.json`` has launches and figures, ``report.json`` the
         report.
+
+        Args:
+            folder: Target folder; it is created if it does not exist.
         """
         folder = Path(folder)
         for phase in self.wrappers:
@@ -161,7 +172,7 @@ _ORIGINS = {
 
 
 def _table(result: CodegenResult, launches: Sequence[Launch]) -> str:
-    """A row per kernel, in the order of first launch."""
+    """Returns a row for each kernel, in the order of first launches."""
     phases = {launch.phase for launch in launches}
     binaries = {kernel.name: kernel.binary for kernel in result.kernels if kernel.phase in phases}
     rows = []
@@ -186,7 +197,7 @@ def _table(result: CodegenResult, launches: Sequence[Launch]) -> str:
 
 
 def _estimates(launches: Sequence[Launch], rates: Rates) -> tuple[str, str]:
-    """The sum of the launches' estimates with its range, and what makes most of the largest."""
+    """Returns the sum of the launches' estimates with its range, and the longest launch's largest part."""
     known = [launch.estimate for launch in launches if launch.estimate is not None]
     if not known:
         return "", ""
@@ -195,7 +206,7 @@ def _estimates(launches: Sequence[Launch], rates: Rates) -> tuple[str, str]:
 
 
 def _computed(launches: Sequence[Launch]) -> str:
-    """The GEMMs of some launches, equal ends of their paths once; else what they cast."""
+    """Returns the GEMMs of some launches, shortened; without GEMMs, the source of their casts."""
     gemms = list(dict.fromkeys(_tail(gemm) for launch in launches for gemm in launch.gemms))
     if gemms:
         return gemms[0] if len(gemms) == 1 else f"{gemms[0]} +{len(gemms) - 1}"
@@ -204,7 +215,7 @@ def _computed(launches: Sequence[Launch]) -> str:
 
 
 def _tail(gemm: str) -> str:
-    """The last two steps of a layer's path, and the GEMM."""
+    """Returns the last two steps of a layer's path, and the GEMM."""
     return ".".join(gemm.split(".")[-2:])
 
 
@@ -241,7 +252,7 @@ _MOST_OF_REST = 3
 
 
 def _rest(result: CodegenResult) -> list[str]:
-    """Lines: the kernels that take most of the time that no product, cast or attention takes."""
+    """Returns lines with the slowest kernels that are neither product, cast nor attention."""
     times: Counter[str] = Counter()
     for launch in result.launches:
         if launch.kind == "rest" and launch.estimate is not None:
@@ -252,7 +263,7 @@ def _rest(result: CodegenResult) -> list[str]:
 
 
 def side_by_side(results: Mapping[str, CodegenResult]) -> str:
-    """A column per policy: estimates by kind of launch, the step's over that of the last, bytes, launches."""
+    """Returns a table with a column per policy: estimates by kind, ratio to the last, bytes, launches."""
     steps = {name: result.step for name, result in results.items()}
     last = list(steps.values())[-1]
     rows: list[list[str]] = [
@@ -270,7 +281,7 @@ def side_by_side(results: Mapping[str, CodegenResult]) -> str:
 
 
 def _alike(steps: Mapping[str, Step]) -> list[str]:
-    """A sentence for each pair of policies of which either could be the faster."""
+    """Returns a sentence for each pair of policies whose order the estimates leave open."""
     pairs = itertools.combinations((name for name, step in steps.items() if step.us), 2)
     return [
         f"{one} and {other}: {INDISTINGUISHABLE}"

@@ -1,17 +1,17 @@
-"""Roofline estimates: how long a GEMM takes at best, quantized with its casts and in the model's own dtype.
+"""Roofline estimates: the least time of a GEMM, quantized with its casts, and in the model's own dtype.
 
     own dtype       max(2mnk / rate of the dtype, d (mk + kn + mn) / bandwidth)
     native          max(2mnk / rate of the format, (b (mk + kn) + d mn) / bandwidth) + casts
-    emulated        the own dtype's, + casts
+    emulated        own dtype + casts
 
-d is the bytes of an element of the own dtype, 2 for BF16, whose rate is BF16's, or 4 for FP32, whose products
-are FP32's. b is the bytes of an element with its share of a scale, 33/32 for MXFP8.
+d is the size of an element of the own dtype: 2 bytes for BF16 at BF16's rate, 4 for FP32 at FP32's rate. b is
+the size of a quantized element with its share of a scale: 33/32 bytes for MXFP8.
 
-A cast writes b bytes an element (d where the GEMM is emulated and reads values) and reads half of the source:
-its two layouts share one read. One scale for the tensor takes a read more. The cast of an input that
-sibling layers share (q, k and v; gate and up) is divided between them. Not in it: norms, activations, the
-optimizer, communication and launches, which BF16 has too. A cast that fuses with its producer costs less. An
-estimate, never a measurement.
+A cast writes b bytes per element (d if the GEMM is emulated and reads values) and reads half of the source,
+because rowwise and columnwise quantize share one read. A per-tensor scale takes another read. Sibling layers
+(q, k and v; gate and up) share the cast of their input. Not included: norms, activations, optimizer,
+communication and launch overhead, which BF16 has, too. A cast that is fused with its prologue costs less.
+These are estimates, never measurements.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from mxcompile.report import STORED, GemmRecord, OperandFormat, Report
 _QUANTIZED = 1 + 1 / BLOCK
 _BF16 = 2.0
 WIDE = {"float32": 4.0, "float64": 8.0}
-"""Bytes of the dtypes whose products are not those of BF16."""
+"""Element sizes in bytes of the dtypes that do not multiply at BF16's rate."""
 
 
 def estimate(report: Report) -> Report:
-    """`report` with an estimate in every record, if its target has known peaks; else as it is."""
+    """Returns `report` with an estimate in every record, or unchanged if its target has no known peaks."""
     target = TARGETS.get(report.summary.target)
     if target is None or target.peak is None:
         return report
@@ -55,7 +55,7 @@ def estimate(report: Report) -> Report:
 
 
 def _siblings(gemm: GemmRecord) -> tuple[object, ...]:
-    """Equal for the GEMMs that read the same input: layers of one role side by side in one module."""
+    """Returns a key shared by GEMMs that read the same input: layers with one role in one module."""
     parent = gemm.name.rpartition(".")[0]
     return gemm.graph, parent, gemm.role, gemm.gemm, gemm.batch, gemm.m if gemm.gemm != "dgrad" else gemm.name
 
@@ -87,7 +87,7 @@ def _us(gemm: GemmRecord, peak: Peak, target: Target, siblings: int) -> float:
         if operand.rounding != STORED:
             cast_bytes += (reads + (held if tflops else width)) * numel / share
         elif not tflops:
-            cast_bytes += (held + width) * numel  # dequantized
+            cast_bytes += (held + width) * numel  # a stored weight is dequantized
         product_bytes += held * numel
     product = (
         peak.time_us(flops=gemm.flops, tflops=tflops, num_bytes=product_bytes + width * out)
@@ -98,7 +98,7 @@ def _us(gemm: GemmRecord, peak: Peak, target: Target, siblings: int) -> float:
 
 
 def operand_bytes(gemm: GemmRecord) -> tuple[float, float]:
-    """Bytes of the two operands of `gemm`: as it has them, and in BF16."""
+    """Returns the bytes of both operands of `gemm`, in their format and in BF16."""
     a, b, _ = _elements(gemm)
     if not is_quantized(gemm.precision):
         return _BF16 * (a + b), _BF16 * (a + b)
@@ -107,13 +107,13 @@ def operand_bytes(gemm: GemmRecord) -> tuple[float, float]:
 
 
 def _format(operand: OperandFormat) -> Format:
-    """The format of a record's operand; of a stored weight how its scales came about does not matter here."""
+    """Returns the format of an operand. A stored weight has no rounding, which does not matter here."""
     derivation = Rounding.RCEIL if operand.rounding == STORED else operand.rounding
     return Format.of(f"{operand.elem} {operand.block} {derivation} {operand.elements} {operand.amax}")
 
 
 def _native_tflops(gemm: GemmRecord, forms: list[Format], peak: Peak, target: Target) -> float:
-    """The rate of products of these formats where the chip multiplies them itself, else 0."""
+    """Returns the rate of a product of these formats if the chip supports it natively, else 0."""
     if target.multiplies_fp4(*forms):
         return peak.fp4_tflops
     if target.multiplies_mx(*forms):
@@ -125,6 +125,6 @@ def _native_tflops(gemm: GemmRecord, forms: list[Format], peak: Peak, target: Ta
 
 
 def _elements(gemm: GemmRecord) -> tuple[int, int, int]:
-    """Returns the number of elements of the two operands and the result."""
+    """Returns the number of elements of both operands and the result."""
     batch, m, n, k = (size or 0 for size in (gemm.batch, gemm.m, gemm.n, gemm.k))
     return batch * m * k, batch * k * n, batch * m * n

@@ -1,14 +1,14 @@
-"""A GPU that is not there: while the context lasts, torch and Triton see the chip of one target.
+"""A context in which torch and Triton see the GPU of a target on any machine.
 
-Patched, and put back on leaving, whatever happens inside:
+Patched inside the context, and restored at its end, also after errors:
 
     torch.cuda, torch.version          availability, properties, current device, random state
-    Dynamo's device interfaces         the same, as Inductor asks for it
-    Triton's active driver             the target that kernels are compiled for
-    Inductor's memory of the machine   caches of what a chip can do, emptied on entering and on leaving
+    Dynamo's device interfaces         the same, for Inductor
+    Triton's active driver             the target of compiled kernels
+    Inductor's caches                  cached capabilities of the chip, cleared at entry and exit
 
-Nothing is allocated on and nothing sent to a device, so that a real GPU beside it is not disturbed. Code of
-other threads would see the stand-in as well: one compile at a time.
+Nothing is allocated on or sent to a device, so a real GPU is not disturbed. A lock serializes compiles,
+because other threads would see the patches, too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mxcompile.lowering.targets import Target
 from mxcompile.offline.fake_gpu import operators_of_fake_gpu_tensors
 
 DEVICE = torch.device("cuda", 0)
-"""Where the stand-in is."""
+"""Device of the stand-in."""
 
 _LOCK = threading.RLock()
 
@@ -50,16 +50,16 @@ _REMEMBERING = (
     "torch._inductor.codegen.triton",
     "torch._inductor.codegen.cuda.cuda_env",
 )
-"""Modules with functions that cache what they found out about the machine."""
+"""Modules with functions that cache capabilities of the machine."""
 
 _HAS_TRITON: Any = _triton.has_triton
-"""As other modules have imported it, whatever takes its place there (see `gpu_operators`)."""
+"""The original function, because other modules imported it and may be patched (see `gpu_operators`)."""
 
 _HIP, _CUDA = "7.0.0", "13.0"
 
 
 def triton_target(target: Target) -> GPUTarget:
-    """The chip of `target` as Triton names it."""
+    """Returns Triton's description of the chip."""
     return GPUTarget("hip" if _is_amd(target) else "cuda", target.arch, target.warp_size)
 
 
@@ -68,7 +68,7 @@ def _is_amd(target: Target) -> bool:
 
 
 def _capability(target: Target) -> tuple[int, int]:
-    """Major and minor version; that of AMD's gfx9 family is 9.4 or 9.5."""
+    """Returns major and minor version; 9.4 or 9.5 for AMD's gfx9 family."""
     match target.arch:
         case int(arch):
             return divmod(arch, 10)
@@ -102,7 +102,7 @@ def _properties(target: Target) -> SimpleNamespace:
 
 
 class _Driver:
-    """Triton's driver for a chip that kernels are compiled for and never launched on."""
+    """Triton driver for a chip that is compiled for but never launched on."""
 
     def __init__(self, target: Target) -> None:
         self._target = triton_target(target)
@@ -129,7 +129,7 @@ def _always(value: Any) -> Callable[..., Any]:
 
 
 def _interface(properties: SimpleNamespace, arch: Any) -> type:
-    """Dynamo's interface to the stand-in."""
+    """Returns Dynamo's device interface for the stand-in."""
     constants = {
         "is_available": True,
         "device_count": 1,
@@ -152,7 +152,7 @@ def _interface(properties: SimpleNamespace, arch: Any) -> type:
 
 
 def _torch_cuda(properties: SimpleNamespace) -> dict[str, Any]:
-    """Functions of ``torch.cuda`` and what they answer."""
+    """Returns the return values of patched ``torch.cuda`` functions."""
     return {
         "is_available": True,
         "is_initialized": True,
@@ -176,10 +176,10 @@ def _torch_cuda(properties: SimpleNamespace) -> dict[str, Any]:
 
 @contextmanager
 def stand_in(target: Target) -> Iterator[None]:
-    """Make torch and Triton compile for `target`, a GPU, whatever machine this is."""
+    """Patches torch and Triton to compile for `target`, a GPU, on any machine."""
     properties = _properties(target)
     interface = _interface(properties, target.arch)
-    device_interface.get_interface_for_device("cpu")  # torch registers its own first
+    device_interface.get_interface_for_device("cpu")  # torch's own registration comes first
     init_backend_registration()
     with _LOCK, ExitStack() as stack:
         enter = stack.enter_context
@@ -204,7 +204,7 @@ def stand_in(target: Target) -> Iterator[None]:
 
 
 def _forget() -> None:
-    """Empty the caches of what the machine can do."""
+    """Clears the caches of machine capabilities."""
     _HAS_TRITON.cache_clear()
     for name in _REMEMBERING:
         module = sys.modules.get(name)

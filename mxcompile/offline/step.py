@@ -1,4 +1,4 @@
-"""A step as the sum of the estimates of its launches."""
+"""A step as the sum of its launches' estimates."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from mxcompile.offline.rates import Range, Rates
 KINDS = ("product", "cast", "attention", "rest")
 
 INDISTINGUISHABLE = "not distinguishable"
-"""Of two policies whose ratio may be more or less than 1."""
+"""Label for two policies if the range of their ratio includes 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
     """Sums over launches.
 
-    us: Σ estimates, and of them by_kind of launch and by_reason. num_bytes: moved at least. cast_memory_us:
-    what the casts' bytes alone would take. launches: with an estimate; unclear: of them with a loop whose
-    rounds are not known. works: of the launches; rates: by which they are reckoned.
+    us: sum of the estimates. by_kind, by_reason: the same by kind of launch and by largest part. num_bytes:
+    lower bound of the bytes moved. cast_memory_us: memory time of the casts alone. launches: launches with an
+    estimate. unclear: launches among them with an unknown trip count. works: work of the launches. rates:
+    rates behind the estimates.
     """
 
     us: float = 0.0
@@ -37,7 +38,7 @@ class Step:
 
     @classmethod
     def of(cls, launches: Iterable[Launch], rates: Rates) -> Step:
-        """The sum; zeros if no launch has an estimate."""
+        """Returns the sum over `launches`; zeros if no launch has an estimate."""
         known = [launch for launch in launches if launch.work is not None]
         by_kind: defaultdict[str, float] = defaultdict(float)
         by_reason: defaultdict[str, float] = defaultdict(float)
@@ -61,19 +62,19 @@ class Step:
 
     @property
     def range(self) -> Range:
-        """The estimate in µs as the rates are at their low, centre and high."""
+        """The estimate in µs at the low, centre and high rates."""
         if self.rates is None or not self.works:
             return Range(0.0, 0.0, 0.0)
         return Range.of(lambda rates: total(self.works, rates), self.rates)
 
     def over(self, other: Step) -> Range:
-        """Returns this step ÷ `other` of the same chip, by the rates of this one."""
+        """Returns the ratio of this step and `other` on the same chip, by the rates of this step."""
         assert self.rates is not None, "a step of launches"
         return ratio(self.works, other.works, self.rates)
 
     @property
     def cast_ratio(self) -> float | None:
-        """Σ estimates of the casts over what their bytes would take; None without casts."""
+        """Ratio of the casts' estimates and their memory time; None without casts."""
         return self.by_kind.get("cast", 0.0) / self.cast_memory_us if self.cast_memory_us else None
 
     def __str__(self) -> str:

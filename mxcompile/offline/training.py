@@ -1,19 +1,19 @@
-"""How long a whole training step takes on each of some GPUs: layers, and what stands beside them.
+"""Estimates the time of a whole training step per GPU: layers, and the work outside the layers.
 
     layers       forward and backward of each micro-batch, from the code of one layer
-    recompute    "full": forward again; "selective": all of it but attention and every other product, as
-                 torchtitan does, or what a layer says
+    recompute    "full": forward again; "selective": forward without attention and every second product, as in
+                 torchtitan, or a layer's own selection
     head         three products of tokens · width · vocabulary, in BF16
     loss         logits read twice and their gradient written, in BF16
     embedding    rows read, written, and their gradients added
     accumulate   gradients of each further micro-batch added in FP32
     clip         the norm of all gradients, and their product with a factor
     optimizer    AdamW in one kernel on FP32 parameters: 28 bytes each, and their BF16 copies
-    exposed      FSDP's gathers of BF16 weights, twice a micro-batch, and its reduction of gradients, as far
-                 as they take longer than the layers beside them
+    exposed      FSDP's gathers of BF16 weights, twice per micro-batch, and its gradient reduction, as far as
+                 they take longer than the layers that overlap with them
 
-Arithmetic on the sizes of the model, with the kernels of `estimate`. Not in it: the time of the host, the
-first layer's missing gradient of its input, and waits between ranks that are not equally fast.
+The estimate is arithmetic on the model's sizes, with kernel times from `estimate`. Not included: host time,
+the missing input gradient of the first layer, and waits for slower ranks.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _ACCUMULATE_BYTES = 2 + 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWork:
-    """The work of a layer for the tokens of a micro-batch. Pairs of the kind of a launch and its work.
+    """The work of a layer for the tokens of a micro-batch, as (kind of launch, work) pairs.
 
-    again: what selective recomputation computes again, if it is another choice than torchtitan's.
+    again: work of selective recomputation; None for torchtitan's selection.
     """
 
     forward: tuple[tuple[str, Work], ...]
@@ -44,7 +44,7 @@ class LayerWork:
 
     @property
     def selected(self) -> tuple[tuple[str, Work], ...]:
-        """Returns what is computed again by selection: no attention, the second of each two products."""
+        """The work that selective recomputation repeats; by default no attention and every second product."""
         if self.again is not None:
             return self.again
         products = [each for each in self.forward if each[0] == "product"]
@@ -54,12 +54,13 @@ class LayerWork:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingStep:
-    """A step of training.
+    """A training step.
 
-    layers, width, vocabulary, parameters: of the model. tokens: of a micro-batch on a GPU. micro_batches: of
-    a step. gpus: that FSDP shards over. link_gbs: 10⁹ bytes a second that a GPU sends and receives in a
-    collective; needed with several. recompute: one of `RECOMPUTE`. reduce_bytes: of an element of a gradient
-    that is sent. clip: whether the norm of the gradients is clipped.
+    layers, width, vocabulary, parameters: sizes of the model. tokens: tokens of a micro-batch on a GPU.
+    micro_batches: micro-batches in a step. gpus: number of GPUs over which FSDP shards. link_gbs: 10⁹ bytes
+    per second that a GPU sends and receives in a collective; required for several GPUs. recompute: one of
+    `RECOMPUTE`. reduce_bytes: bytes of a reduced gradient element. clip: whether gradients are clipped by
+    their norm.
     """
 
     layers: int
@@ -81,7 +82,7 @@ class TrainingStep:
             raise OptionError("several GPUs need link_gbs, the 10⁹ bytes a second of their collectives")
 
     def parts(self, layer: LayerWork, rates: Rates) -> Mapping[str, float]:
-        """µs by part, in the order of the module's head."""
+        """Returns µs by part, in the order of the module docstring."""
         forward, backward = ([work for _, work in side] for side in (layer.forward, layer.backward))
         batches, shard = self.micro_batches, self.parameters / self.gpus
         layers_us = self.layers * total([*forward, *backward], rates)
@@ -110,20 +111,20 @@ class TrainingStep:
         }
 
     def us(self, layer: LayerWork, rates: Rates) -> float:
-        """µs of the step."""
+        """Returns the µs of the step."""
         return sum(self.parts(layer, rates).values())
 
     def range(self, layer: LayerWork, rates: Rates) -> Range:
-        """The same as the rates are at their low, centre and high."""
+        """Returns the µs of the step at the low, centre and high rates."""
         return Range.of(lambda moved: self.us(layer, moved), rates)
 
     def over(self, layer: LayerWork, other: LayerWork, rates: Rates) -> Range:
-        """The step with `layer` ÷ the one with `other`."""
+        """Returns the ratio of the steps with `layer` and with `other`."""
         return Range.of(lambda moved: self.us(layer, moved) / self.us(other, moved), rates)
 
     @property
     def _collectives_us(self) -> float:
-        """Returns the time of a micro-batch's collectives: weights gathered twice, gradients reduced."""
+        """µs of a micro-batch's collectives: weights gathered twice, gradients reduced."""
         if self.gpus == 1 or self.link_gbs is None:
             return 0.0
         each = 2 * 2 + self.reduce_bytes
@@ -139,24 +140,24 @@ class TrainingStep:
 def update_bytes(gradient_bytes: float, *, clip: bool = True) -> dict[str, float]:
     """Returns the bytes that an update moves, by part, with gradients in the dtype of their parameters.
 
-    Clipping reads them for their norm, and reads and writes them. AdamW reads parameters, gradients and two
-    values for each, and writes all but the gradients.
+    Clipping reads gradients for their norm, then reads and writes them. AdamW reads parameters, gradients and
+    two states per parameter, and writes all but the gradients.
     """
     return {"clip": 3 * gradient_bytes if clip else 0.0, "optimizer": 7 * gradient_bytes}
 
 
 def loss_bytes(logit_bytes: float) -> float:
-    """Returns the bytes that a loss moves: logits read twice, and their gradient written."""
+    """Returns the bytes that a loss moves: logits read twice, their gradient written once."""
     return 3 * logit_bytes
 
 
 def scaled(
     works: Sequence[tuple[str, Work]], *, tokens: float, length: float
 ) -> tuple[tuple[str, Work], ...]:
-    """`works` for `tokens` times as many tokens, in sequences `length` times as long.
+    """Returns `works` for `tokens` times as many tokens, in sequences `length` times as long.
 
-    Launches stay as many; attention grows with both. Casts of weights, which do not grow, count as if they
-    did.
+    The number of launches stays; attention scales with both factors. Weight casts scale with `tokens`, too,
+    which overestimates them.
     """
     return tuple(
         (kind, work.times(tokens, products=tokens * (length if kind == "attention" else 1.0)))

@@ -1,7 +1,7 @@
-"""Reading the module that Inductor wrote: its kernels, and what its ``call`` launches in which order.
+"""Parses the module that Inductor generated: its kernels, and the launches of its ``call`` in order.
 
-The module is parsed, never run. Bytes moved are those of every tensor a launch reads and of every one it
-writes: what it must move at least, if it touches all of each.
+The module is never executed. The bytes of a launch are the sizes of all tensors that it reads and writes, a
+lower bound if it touches all of each.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ import torch
 _HANDLE = re.compile(r"# \[Provenance debug handles\] (\S+)")
 _MUTATED = re.compile(r"'mutated_arg_names': (\[[^\]]*\])")
 _ALLOCATORS = re.compile(r"empty_strided_\w+$")
-_AS_DTYPE = "torch.ops.aten.view.dtype"  # the same memory
+_AS_DTYPE = "torch.ops.aten.view.dtype"  # a view of the same memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelCall:
-    """One launch as the module writes it.
+    """One launch in a generated module.
 
-    kernel: name of a generated kernel, or of an operator such as ``extern_kernels.mm``. generated: which of
-    the two. handle: under which Inductor tells what it computes. reads, writes: the tensors, by the name of
-    the allocation they lie in. numbers: arguments that are written out, sizes and the grid. num_bytes: moved
-    at least.
+    kernel: name of a generated kernel or of an operator, e.g. ``extern_kernels.mm``. generated: which of the
+    two. handle: Inductor's provenance key of the launch. reads, writes: tensors, by the name of their
+    allocation. numbers: literal arguments, sizes and the grid. num_bytes: lower bound of the bytes moved.
     """
 
     kernel: str
@@ -42,14 +41,14 @@ class KernelCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Module:
-    """A generated module: the Triton source of its kernels by name, and its launches in order."""
+    """A generated module: Triton source of its kernels by name, and launches in order."""
 
     kernels: dict[str, str]
     calls: tuple[KernelCall, ...]
 
 
 def read(source: str, input_bytes: dict[str, int]) -> Module:
-    """The kernels and launches in `source`, whose inputs have `input_bytes` by name."""
+    """Returns the kernels and launches in `source`. input_bytes: bytes of its inputs by name."""
     tree = ast.parse(source)
     kernels = dict(_kernels(tree))
     reader = _ModuleReader(source, kernels, input_bytes)
@@ -60,7 +59,7 @@ def read(source: str, input_bytes: dict[str, int]) -> Module:
 
 
 def _runs(function: ast.FunctionDef) -> bool:
-    """Whether a function of the module is part of a run, not a benchmark of one."""
+    """Whether the function is part of a run, not of a benchmark."""
     return function.name == "call" or function.name.startswith(("partition_", "subgraph_"))
 
 
@@ -77,7 +76,7 @@ def _kernels(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 class _ModuleReader:
-    """State of reading one module: the tensors known so far, by name, and the launches."""
+    """State of parsing one module: the known tensors by name, and the launches."""
 
     def __init__(self, source: str, kernels: dict[str, str], input_bytes: dict[str, int]) -> None:
         self._lines = source.splitlines()
@@ -85,11 +84,11 @@ class _ModuleReader:
         self._bytes = dict(input_bytes)
         self._itemsize: dict[str, int] = {}
         self._root = {name: name for name in input_bytes}
-        self._new: set[str] = set()  # memory that holds nothing yet: its first launch writes it
+        self._new: set[str] = set()  # uninitialized memory: its first launch writes it
         self.calls: list[KernelCall] = []
 
     def read(self, function: ast.FunctionDef) -> None:
-        """Follow the statements of a function in order."""
+        """Processes the statements of a function in order."""
         for statement in _statements(function.body):
             match statement:
                 case ast.Assign(targets=[ast.Name(id=name)], value=value):
@@ -126,7 +125,7 @@ class _ModuleReader:
                 known[name] = known[other]
 
     def _size(self, arguments: list[ast.expr]) -> None:
-        """The size of a library's result, which is only asserted; taken to be of 16-bit elements."""
+        """Sets the size of a library result, which only an assertion contains, assuming 16-bit elements."""
         match arguments:
             case [ast.Name(id=name), size, *_] if name in self._root and not self._bytes.get(name):
                 self._bytes[name] = _elements(size) * 2
@@ -178,7 +177,7 @@ class _ModuleReader:
         )
 
     def _handle(self, line: int) -> str:
-        """The handle in the comments right above a launch."""
+        """Returns the handle in the comments directly above a launch."""
         for above in reversed(self._lines[max(0, line - 8) : line - 1]):
             match = _HANDLE.search(above)
             if match:
@@ -187,7 +186,7 @@ class _ModuleReader:
 
 
 def _parameters(kernel: str, source: str) -> list[str]:
-    """Names of the parameters of `kernel`, in order."""
+    """Returns the names of the parameters of `kernel` in order."""
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef) and node.name == kernel:
             return [argument.arg for argument in node.args.args]
@@ -195,7 +194,7 @@ def _parameters(kernel: str, source: str) -> list[str]:
 
 
 def _mutated(source: str) -> frozenset[str]:
-    """Parameters that a kernel is said to write to besides its outputs."""
+    """Returns the parameters that a kernel mutates beside its outputs."""
     match = _MUTATED.search(source)
     return frozenset(ast.literal_eval(match.group(1))) if match else frozenset()
 
@@ -221,7 +220,7 @@ def _numbers(call: ast.Call) -> Iterator[int]:
 
 
 def _elements(size: ast.expr) -> int:
-    """Elements of a shape written as a tuple of numbers; 0 if it holds symbols."""
+    """Returns the number of elements of a literal shape tuple; 0 if it contains symbols."""
     try:
         return math.prod(ast.literal_eval(size))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Models whose weights, or keys and values, are stored in MXFP8."""
+"""Inference with weights, or keys and values, stored in MXFP8."""
 
 from mxcompile.serving.ahead import aoti_configs as aoti_configs
 from mxcompile.serving.static import static_cache as static_cache

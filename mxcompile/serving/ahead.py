@@ -1,11 +1,11 @@
-"""AOTInductor's configuration for models with stored weights: products of few rows read codes.
+"""AOTInductor's configuration for models with stored weights: GEMMs with few rows read qdata.
 
     torch.export.export(model, …) ─▶ aoti_compile_and_package(program, inductor_configs=aoti_configs())
 
-An exported program has codes and scales as constants and ``mx.decode`` between them and its products.
-Without this configuration every product reads values that were dequantized in front of it, in the same call.
-With it the lowering chooses a kernel for each, as ``backend="mxfp8"`` with the policy ``bf16`` does; what a
-program computes stays what it was. No report is made.
+An exported program has qdata and scales as constants, and ``mx.decode`` between them and its GEMMs. Without
+this configuration, every GEMM reads weights that were dequantized before it in the same call. With it, the
+lowering chooses a kernel for each GEMM, as ``backend="mxfp8"`` does with the policy ``bf16``; the results
+stay the same. There is no report.
 """
 
 from __future__ import annotations
@@ -28,13 +28,20 @@ from mxcompile.policy import Gemm
 def aoti_configs(target: str = "auto") -> dict[str, Any]:
     """Returns the ``inductor_configs`` for ``torch._inductor.aoti_compile_and_package``.
 
-    A pass with which Inductor is already configured runs before.
+    A custom pass that is already configured in Inductor runs first.
 
     Args:
         target: As for ``torch.compile``.
 
+    Returns:
+        Inductor configuration with one entry, ``post_grad_custom_pre_pass``.
+
     Raises:
         TargetError: The target is unknown.
+
+    Examples:
+        >>> program = torch.export.export(model, inputs)
+        >>> torch._inductor.aoti_compile_and_package(program, inductor_configs=aoti_configs())
     """
     targets.check(target)
     uuid = f"{sources_hash()} ahead of time {target} {features().name}"
@@ -43,7 +50,7 @@ def aoti_configs(target: str = "auto") -> dict[str, Any]:
 
 
 def _lower(graph: fx.Graph, target: str) -> None:
-    """Chooses kernels for the products of `graph`, each a layer of its own."""
+    """Chooses kernels for the GEMMs of `graph`. Each GEMM counts as a layer."""
     device = torch.device("cpu")
     for node in graph.nodes:
         value = tensor(node)

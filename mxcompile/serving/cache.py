@@ -1,13 +1,13 @@
-"""`MXStaticCache`: a static cache of Hugging Face models whose keys and values are stored in MXFP8.
+"""`MXStaticCache`: a static cache of Hugging Face models that stores keys and values in MXFP8.
 
     update(k, v)  →  write quantize(k), quantize(v) along head_dim; return the values of all keys and values
 
-A row of head_dim values is E4M3 codes and one E8M0 byte for every 32 of them, 33 bytes for what takes 64 in
-BF16. Attention gets values; in a compiled graph `lowering.graph.cached_attention` makes an attention of few
-queries read codes instead. Layers that look through a window, hold a recurrent state or share another layer's
-keys stay as transformers makes them; `MXStaticCache.kept` gives the reason for each.
+A row of head_dim values is E4M3 qdata and one E8M0 byte for every 32 of them: 33 bytes instead of 64 in BF16.
+Attention gets values. In a compiled graph, `lowering.graph.cached_attention` lets an attention with few
+queries read qdata instead. Layers with a sliding window or recurrent state, and layers that share another
+layer's keys, stay as transformers creates them; `MXStaticCache.kept` has the reason for each.
 
-Scales follow RCEIL, as for all activations by default. For inference alone.
+Scales use RCEIL, the default for activations. The cache is for inference only.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _BUFFERS = ("key_codes", "key_scales", "value_codes", "value_scales")
 
 
 class MXStaticLayer(StaticLayer):  # type: ignore[no-untyped-call, misc, unused-ignore]
-    """The keys and values of one layer. Its buffers exist from the first update on.
+    """The keys and values of one layer. Its buffers exist after the first update.
 
     Attributes:
-        key_codes: Bytes of E4M3, [batch, heads, max_cache_len, head_dim].
-        key_scales: Bytes of E8M0, [batch, heads, max_cache_len, ⌈head_dim/32⌉].
+        key_codes: E4M3 bytes, [batch, heads, max_cache_len, head_dim].
+        key_scales: E8M0 bytes, [batch, heads, max_cache_len, ⌈head_dim/32⌉].
         value_codes: As `key_codes`.
         value_scales: As `key_scales`.
     """
@@ -49,7 +49,7 @@ class MXStaticLayer(StaticLayer):  # type: ignore[no-untyped-call, misc, unused-
 
     @property
     def keys(self) -> Tensor | None:
-        """The values of all keys, dequantized at each access; None before the first update."""
+        """Keys of all rows, dequantized at each access; None before the first update."""
         return self._values(self.key_codes, self.key_scales) if self.is_initialized else None
 
     @keys.setter
@@ -58,7 +58,7 @@ class MXStaticLayer(StaticLayer):  # type: ignore[no-untyped-call, misc, unused-
 
     @property
     def values(self) -> Tensor | None:
-        """The values of all values, as `keys`."""
+        """Values of all rows, dequantized at each access; None before the first update."""
         return self._values(self.value_codes, self.value_scales) if self.is_initialized else None
 
     @values.setter
@@ -67,11 +67,11 @@ class MXStaticLayer(StaticLayer):  # type: ignore[no-untyped-call, misc, unused-
 
     @property
     def stored_bytes(self) -> int:
-        """Returns the bytes of codes and scales; 0 before the first update."""
+        """Bytes of qdata and scales; 0 before the first update."""
         return sum(buffer.nbytes for buffer in self._buffers())
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Makes the buffers for keys and values like these, all zeros."""
+        """Allocates zeroed buffers for keys and values with these heads, head sizes, dtype and device."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.batch_size, self.num_heads = key_states.shape[:2]
         self.k_head_dim, self.v_head_dim = key_states.shape[-1], value_states.shape[-1]
@@ -84,7 +84,7 @@ class MXStaticLayer(StaticLayer):  # type: ignore[no-untyped-call, misc, unused-
                 torch._dynamo.mark_static_address(buffer)
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Stores the next rows, [batch, heads, rows, head_dim]. Returns the values of all keys and values.
+        """Stores the next rows, [batch, heads, rows, head_dim]. Returns all keys and values, dequantized.
 
         Raises:
             UnsupportedError: The rows require gradients.
@@ -110,12 +110,12 @@ class MXStaticLayer(StaticLayer):  # type: ignore[no-untyped-call, misc, unused-
         self.cumulative_length.zero_()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Gives every sequence of the batch the rows of the sequence at its place in `beam_idx`."""
+        """Copies to each sequence of the batch the rows of the sequence that `beam_idx` selects for it."""
         for buffer in self._buffers():
             buffer.copy_(buffer.index_select(0, beam_idx.to(buffer.device)))
 
     def offload(self) -> None:
-        """Moves the rows to main memory."""
+        """Moves the rows to CPU memory."""
         self._move("cpu")
 
     def prefetch(self) -> None:
@@ -150,10 +150,10 @@ class MXStaticLayer(StaticLayer):  # type: ignore[no-untyped-call, misc, unused-
 
 
 class MXStaticCache(StaticCache):  # type: ignore[misc, unused-ignore]
-    """A `transformers.StaticCache` in half the bytes; see `mxcompile.static_cache`.
+    """A `transformers.StaticCache` in about half the bytes; see `mxcompile.static_cache`.
 
     Attributes:
-        kept: Reasons of the layers that are not in MXFP8, by their number.
+        kept: Reason for each layer that is not in MXFP8, by layer number.
     """
 
     def __init__(self, config: Any, max_cache_len: int, **options: Any) -> None:
@@ -177,12 +177,12 @@ class MXStaticCache(StaticCache):  # type: ignore[misc, unused-ignore]
 
     @property
     def stored_bytes(self) -> int:
-        """Returns the bytes of the layers in MXFP8; 0 before the first update."""
+        """Bytes of the layers in MXFP8; 0 before the first update."""
         return sum(layer.stored_bytes for layer in self.layers if isinstance(layer, MXStaticLayer))
 
 
 def _obstacle(layer: object) -> str:
-    """Returns why the keys and values of `layer` stay as they are, "" if they need not."""
+    """Returns why the keys and values of `layer` cannot be stored in MXFP8, "" if they can."""
     if type(layer) is StaticLayer:
         return ""
     if getattr(layer, "is_sliding", False):

@@ -1,8 +1,8 @@
-"""The plan of stored weights: which weights of a model a policy stores, how, and why not the others.
+"""The plan of stored weights: the weights that a policy stores, in which formats, and why not the others.
 
-    model ─▶ trace without gradients (compiler/uses) ─▶ casts of each weight (passes/weights) ─▶ plan
+    model ─▶ trace without gradients (compiler/parameter_uses) ─▶ casts of weights (passes/weights) ─▶ plan
 
-So a weight is stored exactly where ``backend="mxfp8"`` would cast it in forward, in that format.
+A weight is stored exactly if ``backend="mxfp8"`` would cast it in forward, and in the same format.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from mxcompile.rules import check_mistakes
 from mxcompile.storage.weights import StoredWeight
 
 TABLE = "it is the table of an embedding"
-"""Why a weight is not stored."""
+"""Reason why a weight is not stored."""
 
 UNSEEN = WeightUse(
     path="", layer="", role="other", reason="no product of the traced call reads it as a matrix"
 )
-"""The use of a weight that a trace does not reach."""
+"""The use of a weight that the trace does not reach."""
 
 
 def planned_weights(
@@ -39,13 +39,13 @@ def planned_weights(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> dict[str, StoredWeight]:
-    """Returns the decision of a policy for each matrix of a model. Rules that do nothing are warned about.
+    """Returns the decision of a policy for each matrix of a model. Warns about rules without effect.
 
     Args:
         model: The model; nothing in it changes.
         policy: A preset, file, dict or `Policy`; by default the preset ``inference``.
         args: Positional arguments of a call of the model; their values are not read. A Hugging Face or timm
-            model needs neither these nor `kwargs`.
+            model needs neither `args` nor `kwargs`.
         kwargs: Keyword arguments of the call.
 
     Returns:
@@ -100,7 +100,7 @@ def weight_of(name: str, value: Tensor, use: WeightUse) -> StoredWeight:
 
 
 def common_cast(own_uses: Sequence[WeightUse]) -> WeightUse:
-    """Returns a use that stands for all uses of a weight; it has no format unless they share one cast."""
+    """Returns a use that represents all uses of a weight, without a format unless they share one cast."""
     keeping = next((use for use in own_uses if use.form is None), None)
     if keeping is not None:
         return keeping
@@ -119,13 +119,13 @@ def _refuse_sharded(model: nn.Module) -> None:
 
 
 def _table(path: str) -> Layer:
-    """An embedding as rules see layers; its sizes are not sizes of a product."""
+    """Returns an embedding as a layer for policy rules; its GEMM sizes are dummies."""
     name = path.rpartition(".")[0]
     return Layer(name=name, role=Role.EMBEDDING, module="Embedding", m=1, n=1, k=1)
 
 
 def _asking(policy: Policy, table: Layer | None) -> str:
-    """The rule that asks for `table` to be quantized, as a reason says it; "" if none does."""
+    """Returns the reason text for the rule that quantizes the embedding `table`; "" if none does."""
     if table is None:
         return ""
     index = next((i for i, rule in enumerate(policy.rules) if rule.match.fits(table)), None)
@@ -133,13 +133,13 @@ def _asking(policy: Policy, table: Layer | None) -> str:
 
 
 def _planned(path: str, value: Tensor, own_uses: Sequence[WeightUse], asking: str) -> StoredWeight:
-    """Returns the decision for one weight: it is stored if all that reads it makes one and the same cast.
+    """Returns the decision for one weight. It is stored if all its readers make the same cast.
 
     Args:
         path: Path of the weight.
         value: The weight.
-        own_uses: Everything that reads it.
-        asking: The rule that asks for it as an embedding to be quantized, "" if none does.
+        own_uses: All uses of the weight.
+        asking: The rule that quantizes the weight as an embedding, "" if none does.
     """
     own_uses = [_along_rows(use) for use in own_uses]
     layers = [use for use in own_uses if not use.is_lookup]
@@ -150,7 +150,7 @@ def _planned(path: str, value: Tensor, own_uses: Sequence[WeightUse], asking: st
     reason = use.reason
     if keeps_table and use.form is not None:
         reason += "; the embedding keeps its table"
-    elif use in own_uses and use.form is None:  # this use keeps the weight; others may want it stored
+    elif use in own_uses and use.form is None:  # this use prevents storing; another use may cast the weight
         wanted = asking or next((each.reason for each in own_uses if each.form is not None), "")
         if wanted:
             reason = f"{wanted}, but {TABLE if use.is_lookup else f'{use.layer} keeps it'}"
@@ -160,7 +160,7 @@ def _planned(path: str, value: Tensor, own_uses: Sequence[WeightUse], asking: st
 
 
 def _along_rows(use: WeightUse) -> WeightUse:
-    """`use`, without a cast if its scales are of square tiles."""
+    """Returns `use`, without its cast if the scales are per square tile."""
     if not use.square or use.form is None:
         return use
     return replace(use, form=None, reason=OTHER_FORMAT.format(stored_precision(use.form)))

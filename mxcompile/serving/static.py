@@ -1,4 +1,4 @@
-"""`static_cache`: the way to `MXStaticCache`, which takes transformers, without importing it."""
+"""`static_cache`: creates an `MXStaticCache`; this module does not need transformers at import."""
 
 from __future__ import annotations
 
@@ -11,20 +11,27 @@ if TYPE_CHECKING:
 
 
 def static_cache(model: Any, max_cache_len: int) -> MXStaticCache:
-    """Make a static cache for a Hugging Face model that stores keys and values in MXFP8.
+    """Creates a static cache for a Hugging Face model that stores keys and values in MXFP8.
 
-    It is passed as a `transformers.StaticCache` is: ``model.generate(…, cache=cache)``, before Transformers
-    5.24 ``past_key_values=cache``. The first call allocates its memory; then `stored_bytes` is the size.
-    Layers that attend over a sliding window or hold other states stay as transformers makes them. `kept`
-    names them, and so does a warning.
+    It is used like a `transformers.StaticCache`: ``model.generate(…, cache=cache)``, before Transformers 5.24
+    ``past_key_values=cache``. The first call allocates its memory; afterwards `stored_bytes` is its size.
+    Layers with a sliding window or other states stay as transformers creates them; `kept` and a warning list
+    them.
 
     Args:
         model: The model, or its configuration.
         max_cache_len: Number of rows, for prompt and new tokens.
 
+    Returns:
+        The cache.
+
     Raises:
-        ModelError: No layer can be stored so.
+        ModelError: No layer can be stored in MXFP8, or `model` is not a Hugging Face model.
         OptionError: transformers 5 or later is missing, or `max_cache_len` is not positive.
+
+    Examples:
+        >>> cache = mxcompile.static_cache(model, max_cache_len=4096)
+        >>> model.generate(**inputs, cache=cache)
     """
     try:
         from mxcompile.serving.cache import MXStaticCache

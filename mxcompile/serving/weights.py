@@ -1,11 +1,11 @@
-"""`quantize_weights_`: a model's weights become MXFP8, MXFP4 or NVFP4 storage, in place.
+"""`quantize_weights_`: stores a model's weights in MXFP8, MXFP4 or NVFP4, in place.
 
-    parameter w of a layer that the policy sends there in forward  →  MXTensor, quantize(w along K)
+    parameter w of a layer that the policy quantizes in forward  →  MXTensor, quantize(w along K)
 
-All other parameters stay as they are: embeddings, heads, norms, routers, biases, and weights that other
-operators read too. A parameter that several modules share stays shared. Where a rule stores a head that
-shares its weight with an embedding, the embedding keeps the weight as it was. One weight is cast at a time,
-some rows at a time, so that nothing but its stored copy is needed beside the model.
+All other parameters stay: embeddings, heads, norms, routers, biases, and weights that other operators also
+read. A parameter that several modules share stays shared. If a rule stores a head that shares its weight with
+an embedding, the embedding keeps the original. Weights are cast one by one, in chunks of rows, so the extra
+memory is one stored copy.
 """
 
 from __future__ import annotations
@@ -39,28 +39,32 @@ def quantize_weights_(
     kwargs: Mapping[str, Any] | None = None,
     progress: bool = True,
 ) -> StoredWeights:
-    """Store the weights of `model` that `policy` sends to MXFP8, MXFP4 or NVFP4 in forward, in place.
+    """Stores the weights of `model` that `policy` quantizes to MXFP8, MXFP4 or NVFP4 in forward, in place.
 
-    The model then computes with the values of its stored weights, in its own dtype, eagerly and under any
-    backend. Stored weights are `MXTensor`s. They are not trained: they require no gradient. Weights of three
-    dimensions, stacks of experts, are stored like others. Weights that are stored already stay as they are.
+    The model then computes with the stored values, in its own dtype, in eager mode and under any backend.
+    Stored weights are `MXTensor`s that require no gradient. Three-dimensional weights (stacks of experts) are
+    stored, too. Weights that are already stored stay as they are.
 
     Args:
-        model: The model, on any device. On the meta device, nothing but types changes.
+        model: The model, on any device. On the meta device, only types change.
         policy: A preset, file, dict or `Policy`; by default the preset ``inference``.
-        args: Positional arguments of a call of the model. The roles of layers come from a trace of this call
-            on fake tensors. A Hugging Face or timm model needs none.
+        args: Positional arguments of a call of the model. A trace of this call on fake tensors yields the
+            roles of the layers. A Hugging Face or timm model needs none.
         kwargs: Keyword arguments of the call.
-        progress: Whether to show a bar on a terminal.
+        progress: Whether to show a progress bar on a terminal.
 
     Returns:
-        The outcome for every weight.
+        The decision for every weight.
 
     Raises:
-        ModelError: The model is sharded (DTensor), cannot be traced, or needs `args` or `kwargs`. Nothing is
-            changed.
+        ModelError: The model is sharded (DTensor), cannot be traced, or needs `args` or `kwargs`. Nothing
+            changes.
         PolicyError: The policy quantizes weights, but none to a format in which they can be stored. Nothing
-            is changed.
+            changes.
+
+    Examples:
+        >>> print(mxcompile.quantize_weights_(model))
+        >>> compiled = torch.compile(model, backend="mxfp8")
     """
     check_module("quantize_weights_", model)
     model = users_own(model)
@@ -72,7 +76,7 @@ def quantize_weights_(
 
 
 def _store(weight: StoredWeight, places: Sequence[Owner]) -> StoredWeight:
-    """Stores one parameter as planned, if it can be. Returns the outcome."""
+    """Stores one parameter as planned, if possible. Returns the outcome."""
     parameter = getattr(*places[0])
     if isinstance(parameter, MXTensor):
         return replace(

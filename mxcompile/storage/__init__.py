@@ -1,4 +1,4 @@
-"""MX data as values: tensors of codes and scales."""
+"""MX data as tensors: qdata and scales."""
 
 from mxcompile.storage import collectives as collectives
 from mxcompile.storage import operators as operators

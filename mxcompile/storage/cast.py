@@ -1,4 +1,4 @@
-"""Casts to `MXTensor`s: of a tensor whole (`quantize`), or of some rows at a time (`cast`)."""
+"""Casts to `MXTensor`: `quantize` casts a whole tensor, `cast` chunks of rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mxcompile.formats.numerics import check_source
 from mxcompile.storage.tensor import MXTensor
 
 _CHUNK = 1 << 19
-"""Elements cast at once: a few temporaries of 2 MiB."""
+"""Elements per chunk, which limits temporaries to a few times 2 MiB."""
 
 
 def quantize(
@@ -25,24 +25,29 @@ def quantize(
     elem_dtype: torch.dtype = torch.float8_e4m3fn,
     rounding: str = "rceil",
 ) -> MXTensor:
-    """Cast `x` to MXFP8, MXFP4 or NVFP4 in blocks of 32, of NVFP4 16, along `block_dim`.
+    """Casts `x` to MXFP8, MXFP4 or NVFP4 in blocks along `block_dim`: 32 elements for MX, 16 for NVFP4.
 
-    Elements round to nearest even and saturate. A block that holds NaN or Inf becomes NaN; of NVFP4 the whole
-    tensor does.
+    Elements round to nearest even and saturate. A block that contains NaN or Inf becomes NaN; in NVFP4, the
+    whole tensor becomes NaN.
 
     Args:
-        x: A tensor of any float dtype (FP64 is rounded to FP32 first), any rank ≥ 1 and any length, for FP4
-            an even one. A short last block is a block.
-        block_dim: The dimension that blocks run along.
+        x: A tensor of any float dtype (FP64 is rounded to FP32 first), rank ≥ 1 and any length; the length
+            along `block_dim` must be even for FP4. The last block may be shorter.
+        block_dim: The dimension along which blocks run.
         elem_dtype: ``torch.float8_e4m3fn``, ``torch.float8_e5m2``, or ``torch.float4_e2m1fn_x2`` for FP4.
         rounding: Rounding of the scale: ``rceil`` (arXiv 2506.08027), ``floor`` (OCP MX v1.0), ``ceil``,
-            ``even``; or ``two-level`` for NVFP4, whose E4M3 scales follow from the amax of `x` too.
+            ``even``; or ``two-level`` for NVFP4, whose E4M3 scales also depend on the amax of `x`.
 
     Returns:
-        A tensor that stands for values in the dtype of `x`, without gradient.
+        An `MXTensor` with the dtype of `x`, without gradient.
 
     Raises:
-        FormatError: The dtype, the dimension or the length does not fit.
+        FormatError: The dtype, dimension or length is not supported.
+
+    Examples:
+        >>> w = mxcompile.quantize(torch.randn(64, 128, dtype=torch.bfloat16))
+        >>> w.qdata.dtype, w.scale.shape
+        (torch.float8_e4m3fn, torch.Size([64, 4]))
     """
     check_source(x, block_dim)
     form = stored_form(elem_dtype, rounding)
@@ -52,7 +57,7 @@ def quantize(
 
 
 def cast(x: Tensor, block_dim: int, form: Format) -> MXTensor:
-    """Returns `x` in `form`, as `quantize` does, with temporaries of a few rows."""
+    """Returns `x` in `form`, bit-identical to `quantize`, with temporaries for a few rows only."""
     dim = block_dim % x.ndim
     result = empty(x.shape, dim, form, x.dtype, x.device)
     amax = None
@@ -71,7 +76,7 @@ def cast(x: Tensor, block_dim: int, form: Format) -> MXTensor:
 def empty(
     shape: Sequence[int], dim: int, form: Format, dtype: torch.dtype, device: torch.device | str
 ) -> MXTensor:
-    """Returns a stored weight of `shape` without values: blocks along `dim`, standing for `dtype`."""
+    """Returns an uninitialized `MXTensor` of `shape` with blocks along `dim`; dtype: dtype of the values."""
     whole = torch.empty([1] * len(shape), dtype=torch.float32, device=device) if form.two_level else None
     elements, blocks = list(shape), list(shape)
     elements[dim] //= form.elem.per_byte
@@ -82,7 +87,7 @@ def empty(
 
 
 def pieces(x: Tensor, dim: int) -> Iterator[tuple[slice, ...]]:
-    """Yields parts of `x` of some `_CHUNK` elements, whole along `dim`."""
+    """Yields slices of `x` with about `_CHUNK` elements each, undivided along `dim`."""
     other = max((d for d in range(x.ndim) if d != dim), key=lambda d: x.shape[d], default=None)
     if other is None:
         yield (slice(None),)
@@ -93,7 +98,7 @@ def pieces(x: Tensor, dim: int) -> Iterator[tuple[slice, ...]]:
 
 
 def sqnr_db(x: Tensor, stored: MXTensor) -> float | None:
-    """Returns the ratio of signal to error of `stored`, which stands for `x`, in dB; None if it is exact."""
+    """Returns the signal-to-quantization-noise ratio of `stored` against `x` in dB; None if exact."""
     signal = error = 0.0
     for rows in pieces(x, stored.block_dim % x.ndim):
         source = x[rows].double()

@@ -1,7 +1,7 @@
-"""The collectives that shard a tensor send codes and scale bytes of an `MXTensor`, not its values.
+"""Collectives that shard a tensor send the qdata and scale bytes of an `MXTensor` instead of its values.
 
-DTensor splits a tensor (see `operators`) and sends the parts, or the whole tensor, from one rank to the
-others. A part that cuts blocks is a tensor of values by then, and is sent as such.
+DTensor splits a tensor (see `operators`) and sends its shards, or the whole tensor, from one rank to the
+others. A shard that cuts scale blocks was dequantized by the split and is sent as values.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mxcompile.storage.tensor import MXTensor
 
 
 def _broadcast(func: Any, tensors: Sequence[MXTensor], *args: Any, **kwargs: Any) -> Any:
-    """Copies the tensors of one rank into the tensors of all others."""
+    """Copies the tensors of one rank to all other ranks."""
     return tensors, _each(tensors, lambda place: func(_parts(tensors, place), *args, **kwargs))
 
 
@@ -29,7 +29,7 @@ def _scatter(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Copies each of several tensors of one rank into the tensor of another rank."""
+    """Copies one of several tensors of one rank to each other rank."""
 
     def send(place: int) -> Any:
         return func(_parts(outputs, place), [_parts(row, place) for row in inputs], *args, **kwargs)
@@ -38,7 +38,7 @@ def _scatter(
 
 
 def _each(tensors: Sequence[Any], send: Callable[[int], Any]) -> Any:
-    """Calls `send` with the place of each part, one after the other. Returns the work of the last part."""
+    """Calls `send` with the index of each part in sequence. Returns the work handle of the last part."""
     last = max((len(tensor.parts) for tensor in tensors if isinstance(tensor, MXTensor)), default=2) - 1
     for place in range(last):
         send(place)[1].wait()
@@ -46,7 +46,7 @@ def _each(tensors: Sequence[Any], send: Callable[[int], Any]) -> Any:
 
 
 def _parts(tensors: Sequence[Any], place: int) -> list[Tensor]:
-    """Returns the parts of `tensors` at `place`, FP8 as bytes."""
+    """Returns part number `place` of each tensor, FP8 as bytes."""
     if not all(isinstance(tensor, MXTensor) for tensor in tensors):
         raise FormatError("tensors in MXFP8 and others cannot be sent together")
     parts = [tensor.parts[place] for tensor in tensors]

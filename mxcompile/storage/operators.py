@@ -1,13 +1,13 @@
-"""Operators that keep the blocks of an `MXTensor` whole act on elements and scales alike.
+"""Operators that keep the blocks of an `MXTensor` whole act on qdata and scales alike.
 
-    f(MX(q, s)) = MX(f(q), f(s))       moves, copies, transposes, rows, views that leave the blocked
+    f(MX(q, s)) = MX(f(q), f(s))       moves, copies, transposes, row selections, views that leave the blocked
                                        dimension alone
     f(MX(q, s)) = f(dequantize(q, s))  every other operator
 
-A slice along the blocked dimension is of the first kind if it starts and ends with a block: elements that
-share a byte are neighbours along that dimension. A global scale changes too where it has more than one number
-along the dimensions that change. Only `copy_` may change an `MXTensor` in place; it quantizes a source that
-is in another format.
+A slice along the blocked dimension is of the first kind if it starts and ends at block boundaries; elements
+that share a byte are neighbours along that dimension. A global scale changes, too, if it varies along the
+changed dimensions. Only `copy_` may change an `MXTensor` in place; it quantizes a source that has another
+format.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from mxcompile.storage.tensor import HANDLERS, MXTensor, dense
 aten = torch.ops.aten
 
 _Handler = Callable[..., Any]
-"""Takes the operator and its arguments; returns the result, or `NotImplemented` for what breaks blocks up."""
+"""Takes the operator and its arguments. Returns the result, or `NotImplemented` if blocks would break."""
 
 
 def handles(*ops: Any) -> Callable[[_Handler], _Handler]:
-    """Returns a decorator that enters a function into `HANDLERS` for each of `ops`."""
+    """Returns a decorator that registers a function in `HANDLERS` for each of `ops`."""
 
     def register(handler: _Handler) -> _Handler:
         HANDLERS.update(dict.fromkeys(ops, handler))
@@ -54,7 +54,7 @@ def _is_pinned(func: Any, x: MXTensor, *args: Any, **kwargs: Any) -> bool:
 
 @handles(aten._to_copy.default, aten.empty_like.default)
 def _moved(func: Any, x: MXTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
-    """Returns `x` on another device, or standing for values in another floating-point dtype."""
+    """Returns `x` on another device, or with another floating-point dtype of its values."""
     dtype = x.dtype if dtype is None else dtype
     if not dtype.is_floating_point or dtype.itemsize < 2:
         return NotImplemented
@@ -119,7 +119,7 @@ def _split(_: Any, x: MXTensor, sizes: int | Sequence[int], dim: int = 0) -> Any
     if isinstance(sizes, int):
         if sizes < 1:
             return NotImplemented
-        sizes = [sizes] * max(1, -(-length // sizes))  # the last piece is cut at the end
+        sizes = [sizes] * max(1, -(-length // sizes))  # the last piece may be shorter
     elif sum(sizes) != length:
         return NotImplemented
     ends = zip(accumulate(sizes), sizes, strict=True)
@@ -128,7 +128,7 @@ def _split(_: Any, x: MXTensor, sizes: int | Sequence[int], dim: int = 0) -> Any
 
 
 def _along(x: MXTensor, dim: int, change: Callable[[Tensor], Tensor]) -> MXTensor:
-    """Returns `x` with parts that `change` changes along `dim`, where a single global scale stays."""
+    """Returns `x` with each part changed along `dim`; a global scale of length 1 there stays."""
     return x.with_parts(
         change, x.block_dim % x.ndim, lambda whole: whole if whole.shape[dim] == 1 else change(whole)
     )
@@ -152,7 +152,7 @@ def _slice(
 
 @handles(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
 def _reshaped(func: Any, x: MXTensor, shape: Sequence[int], **kwargs: Any) -> Any:
-    """Returns `x` in another shape of the dimensions before the last, which is the blocked dimension."""
+    """Returns `x` with other leading dimensions; the last dimension must be the blocked one and stay."""
     shape = list(shape)
     is_last = x.block_dim % x.ndim == x.ndim - 1
     if not is_last or not shape or shape[-1] not in (x.shape[-1], -1):
@@ -182,7 +182,7 @@ def _index_select(func: Any, x: MXTensor, dim: int, index: Tensor) -> Any:
 
 @handles(aten.index.Tensor)
 def _index(func: Any, x: MXTensor, indices: Sequence[Tensor | None]) -> Any:
-    """Returns rows: indices of leading dimensions, without a gap and without the last, blocked dimension."""
+    """Returns rows selected by consecutive leading indices; the last dimension must be the blocked one."""
     is_last = x.block_dim % x.ndim == x.ndim - 1
     if not is_last or any(index is None or index.dtype in (torch.bool, torch.uint8) for index in indices):
         return NotImplemented
@@ -206,7 +206,7 @@ def _embedding(func: Any, x: MXTensor, indices: Tensor, *_: Any, **__: Any) -> A
 
 @handles(aten.cat.default, aten.stack.default)
 def _joined(func: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
-    """Joins tensors in one format along another dimension than the blocked dimension."""
+    """Joins tensors that share a format along a dimension that is not blocked."""
     first = tensors[0]
     if not all(isinstance(x, MXTensor) for x in tensors):
         return NotImplemented
@@ -222,7 +222,7 @@ def _joined(func: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
 
 
 def _alike(tensors: Sequence[MXTensor], at: int | None) -> list[Tensor]:
-    """Returns the global scales of `tensors` in one shape, but in dimension `at` as long as each tensor."""
+    """Returns the global scales of `tensors` in one shape; along `at`, with the length of each tensor."""
     wholes = [x.global_scale for x in tensors if x.global_scale is not None]
     shape = [max(sizes) for sizes in zip(*(whole.shape for whole in wholes), strict=True)]
     return [
@@ -233,7 +233,7 @@ def _alike(tensors: Sequence[MXTensor], at: int | None) -> list[Tensor]:
 
 @handles(aten.copy_.default)
 def _copy(func: Any, x: Any, source: Any, non_blocking: bool = False) -> Any:
-    """Copies `source` into `x`: elements and scales if the format is the same, else the quantized values."""
+    """Copies `source` into `x`: its qdata and scales if the formats are equal, else its values, quantized."""
     if not isinstance(x, MXTensor):
         return func(x, dense(source), non_blocking)
     if source.shape != x.shape:
@@ -250,7 +250,7 @@ def _copy(func: Any, x: Any, source: Any, non_blocking: bool = False) -> Any:
 
 
 def _holds(x: MXTensor, source: MXTensor) -> bool:
-    """Whether the parts of `source` fit those of `x`. A single global scale fits several."""
+    """Whether the parts of `source` fit the parts of `x`. A global scale of length 1 broadcasts."""
     if source.form != x.form or source.block_dim % x.ndim != x.block_dim % x.ndim:
         return False
     pairs = zip(x.parts, source.parts, strict=True)

@@ -1,4 +1,4 @@
-"""The parts of an `MXTensor`: the format and the shape that follow from its elements and scales."""
+"""Consistency of the parts of an `MXTensor`: the format and shape that follow from qdata and scales."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mxcompile.formats import TWO_LEVEL, Format, Rounding, num_blocks, stored_fo
 def checked_form(
     qdata: Tensor, scale: Tensor, block_dim: int, dtype: torch.dtype, global_scale: Tensor | None
 ) -> Format:
-    """Returns the format of an `MXTensor` of parts. Raises `FormatError` if they do not belong together."""
+    """Returns the format of an `MXTensor` with these parts. Raises `FormatError` if they are inconsistent."""
     form = stored_form(qdata.dtype, Rounding.RCEIL if global_scale is None else TWO_LEVEL)
     if scale.dtype is not form.scale.stored_dtype:
         what = "without" if global_scale is None else "beside"
@@ -55,7 +55,7 @@ def _check_global(global_scale: Tensor, qdata: Tensor, block_dim: int) -> None:
 
 
 def unpacked_layout(qdata: Tensor, block_dim: int, per_byte: int) -> tuple[Sequence[int], Sequence[int]]:
-    """Returns shape and strides of the elements in `qdata`, where bytes hold `per_byte` along `block_dim`."""
+    """Returns the shape and strides of the elements in `qdata`, with `per_byte` elements in a byte."""
     if per_byte == 1:
         return qdata.shape, qdata.stride()
     dim, shape, strides = block_dim % qdata.ndim, list(qdata.shape), list(qdata.stride())

@@ -3,13 +3,13 @@
     value = element · 2^(byte − 127)            one byte for 32 elements along `block_dim`
     value = element · (scale / global scale)    NVFP4: one E4M3 scale for 16
 
-MXFP4 and NVFP4 have two elements in a byte, the first in the low half. The global scale is what values were
-multiplied by before they were cast, as in compressed-tensors' checkpoints, so that their values are exact.
+MXFP4 and NVFP4 pack two elements into a byte, the first in the low half. Values were multiplied by the global
+scale before the cast, as in compressed-tensors' checkpoints, so their values load exactly.
 
-An `MXTensor` stands for the dense tensor of its values: it has that tensor's shape and dtype, and an operator
-that does not know it gets the values (see `operators` for those that do). Autograd, FakeTensor, torch.compile
-and torch.export see through it: codes and scale bytes are what a graph has as inputs. It is storage for
-inference: nothing adds into it, and a value is put into it by `copy_` alone.
+An `MXTensor` has the shape and dtype of the dense tensor of its values. An operator without a handler (see
+`operators`) gets that dense tensor. Autograd, FakeTensor, torch.compile and torch.export trace through it:
+qdata and scale bytes are the inputs of a graph. It is storage for inference: gradients are never added to it,
+and only `copy_` writes to it.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ log = logging.getLogger(__name__)
 _PARTS = ("qdata", "scale_bytes", "global_scale")
 
 HANDLERS: dict[Any, Callable[..., Any]] = {}
-"""What acts on an `MXTensor` without making it dense, by operator (see `operators`)."""
+"""Handlers that act on an `MXTensor` without dequantizing it, by operator (see `operators`)."""
 
 
 class MXTensor(Tensor):
     """A tensor in MXFP8, MXFP4 or NVFP4: elements and the scales of their blocks.
 
     Attributes:
-        qdata: Elements, ``torch.float8_e4m3fn`` or ``torch.float8_e5m2`` in the shape of the source. FP4
-            elements are bytes, `torch.uint8`, of two each, half as many along `block_dim`; they are given as
-            ``torch.float4_e2m1fn_x2``, and `elem_dtype` tells them apart.
-        scale: ``torch.float8_e8m0fnu``, multiplies on dequantize, length ⌈n/32⌉ along `block_dim`; of NVFP4
-            ``torch.float8_e4m3fn``, ⌈n/16⌉.
-        block_dim: The dimension that blocks run along, as given; a negative number counts from the end.
-        dtype: Dtype of the values it stands for; computations with it are in this dtype.
-        global_scale: FP32, of NVFP4, divides `scale` on dequantize. One number; or one for each index of some
-            dimensions but `block_dim`, as where tensors were joined: as many dimensions as `qdata`, the
-            others 1.
+        qdata: Elements. FP8: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``, in the shape of the source.
+            FP4: ``torch.uint8``, two elements per byte, half the length along `block_dim`; the constructor
+            takes them as ``torch.float4_e2m1fn_x2``, which `elem_dtype` returns.
+        scale: Block scales, which multiply in `dequantize`: ``torch.float8_e8m0fnu`` with length ⌈n/32⌉ along
+            `block_dim`; for NVFP4, ``torch.float8_e4m3fn`` with length ⌈n/16⌉.
+        block_dim: The dimension along which blocks run, as passed; a negative number counts from the end.
+        dtype: Dtype of the values, in which operators compute.
+        global_scale: FP32, for NVFP4 only; divides `scale` in `dequantize`. One number, or a tensor of the
+            rank of `qdata` that has length 1 along `block_dim` and may vary along other dimensions, e.g.
+            after joining tensors.
 
     Raises:
-        FormatError: The parts do not belong together.
+        FormatError: The parts are inconsistent.
     """
 
     qdata: Tensor
@@ -88,7 +88,7 @@ class MXTensor(Tensor):
         form: Format,
         global_scale: Tensor | None,
     ) -> MXTensor:
-        """The tensor of parts that belong together; scale_bytes: the scales as uint8."""
+        """Returns the tensor of consistent parts; scale_bytes: scales as uint8."""
         per_byte = form.elem.per_byte
         shape, strides = unpacked_layout(qdata, block_dim, per_byte)
         wrapper: MXTensor = torch.Tensor._make_wrapper_subclass(
@@ -117,7 +117,7 @@ class MXTensor(Tensor):
             return return_and_correct_aliasing(func, args, kwargs, result) if whole else result
         _refuse_mutation(func, args, kwargs)
         stored = (x for x in args if isinstance(x, MXTensor))
-        if func in _PRODUCTS and any(type(x.qdata) is Tensor and not x.is_meta for x in stored):  # not traced
+        if func in _PRODUCTS and any(type(x.qdata) is Tensor and not x.is_meta for x in stored):  # eager only
             _warn_of_eager()
         dense_args, dense_kwargs = tree_map_only(MXTensor, dense, (tuple(args), kwargs))
         return func(*dense_args, **dense_kwargs)
@@ -129,19 +129,25 @@ class MXTensor(Tensor):
 
     @property
     def elem_dtype(self) -> torch.dtype:
-        """Torch's dtype of the elements: FP8, or `torch.float4_e2m1fn_x2`."""
+        """The dtype of the elements: FP8, or `torch.float4_e2m1fn_x2`."""
         return self.form.stored_dtype
 
     @property
     def block(self) -> int:
-        """Elements that share a scale."""
+        """Number of elements that share a scale."""
         return self.form.tile.along
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Returns element · scale, computed exactly and rounded once to `dtype`, with the strides of `qdata`.
+        """Returns element · scale, computed exactly and rounded once to `dtype`.
 
-        Of NVFP4, scale / global scale and its product with the element are rounded to FP32 each. Blocks whose
-        scale is NaN (byte 255) are NaN.
+        For NVFP4, scale / global scale and its product with the element are each rounded to FP32 first.
+        Blocks whose scale is NaN (byte 255) are NaN.
+
+        Args:
+            dtype: A floating-point dtype.
+
+        Returns:
+            A dense tensor of the same shape, with the stride order of `qdata`.
 
         Raises:
             FormatError: `dtype` is not a floating-point dtype.
@@ -149,7 +155,7 @@ class MXTensor(Tensor):
         if not dtype.is_floating_point:
             raise FormatError(f"cannot dequantize to {dtype}: not a floating-point dtype")
         strides = self.qdata.stride()
-        order = sorted(range(self.ndim), key=lambda dim: -strides[dim])  # as dimensions lie in memory
+        order = sorted(range(self.ndim), key=lambda dim: -strides[dim])  # outermost in memory first
         if order == [*range(self.ndim)]:
             return self._decoded(self.block_dim, dtype, lambda part: part)
         dim = order.index(self.block_dim % self.ndim)
@@ -157,7 +163,7 @@ class MXTensor(Tensor):
         return stored.permute([order.index(dim) for dim in range(self.ndim)])
 
     def _decoded(self, block_dim: int, dtype: torch.dtype, turned: Callable[[Tensor], Tensor]) -> Tensor:
-        """Returns the values of parts that `turned` permutes, with blocks along `block_dim` then."""
+        """Returns the values of parts permuted by `turned`, whose blocks then run along `block_dim`."""
         form = replace(self.form, packed=self.form.elem.packed is not None)
         scale = turned(self.scale_bytes)
         whole = [] if self.global_scale is None else [None, turned(self.global_scale)]
@@ -168,7 +174,7 @@ class MXTensor(Tensor):
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """Elements, scale bytes, and the global scale if there is one."""
+        """qdata, scale bytes, and the global scale if present."""
         whole = () if self.global_scale is None else (self.global_scale,)
         return (self.qdata, self.scale_bytes, *whole)
 
@@ -179,9 +185,9 @@ class MXTensor(Tensor):
         global_change: Callable[[Tensor], Tensor] | None = None,
         dtype: torch.dtype | None = None,
     ) -> MXTensor:
-        """Returns the tensor of changed elements and scales, blocks along `block_dim` of it.
+        """Returns a tensor with changed qdata and scales, and blocks along `block_dim`.
 
-        global_change: the change of the global scale, where it is another one. dtype: another for the values.
+        global_change: change of the global scale, if it differs. dtype: new dtype of the values.
         """
         dim, dtype = self.block_dim if block_dim is None else block_dim, dtype or self.dtype
         whole = None if self.global_scale is None else (global_change or change)(self.global_scale)
@@ -190,29 +196,29 @@ class MXTensor(Tensor):
     def of_parts(
         self, qdata: Tensor, scale_bytes: Tensor, block_dim: int, global_scale: Tensor | None
     ) -> MXTensor:
-        """Returns a tensor of other parts in the same format, standing for values in the same dtype."""
+        """Returns a tensor with other parts, and with this tensor's format and dtype."""
         return self._of(qdata, scale_bytes, block_dim, self.dtype, self.form, global_scale)
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of elements and scales together."""
+        """Bytes of all parts."""
         return sum(part.nbytes for part in self.parts)
 
     def storage(self) -> Any:
-        """Raises `FormatError`: elements and scales have one each. Safetensors asks, to write a file."""
+        """Raises `FormatError`, because each part has its own storage. Safetensors calls it at save."""
         raise FormatError(
             "an MXTensor is several tensors and has no storage of its own: a model that has some is saved by"
             " mxcompile.save_quantized(model, directory), its state_dict by torch.save"
         )
 
     def share_memory_(self) -> MXTensor:
-        """Moves elements and scales to memory that other processes may map."""
+        """Moves all parts to shared memory."""
         for part in self.parts:
             part.share_memory_()
         return self
 
     def is_shared(self) -> bool:
-        """Whether elements and scales are in memory that other processes may map."""
+        """Whether all parts are in shared memory."""
         return all(part.is_shared() for part in self.parts)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[int, torch.dtype, str]]:
@@ -229,13 +235,13 @@ class MXTensor(Tensor):
         return MXTensor._of(qdata, scale_bytes, block_dim, dtype, Format.of(word), whole)
 
     def _stable_hash_for_caching(self) -> str:
-        """Returns the text that compiled code depends on, for AOTAutograd's cache."""
+        """Returns the key of this tensor for AOTAutograd's cache."""
         parts = ((part.shape, part.stride(), part.dtype) for part in self.parts)
         about = self.device, self.dtype, self.elem_dtype, str(self.form), self.block_dim, self.requires_grad
         return repr((type(self).__name__, *parts, *about))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Elements as bytes, since not every way of pickling knows FP8."""
+        """Pickles elements as bytes, because not every unpickler supports FP8."""
         kind = bool(self.requires_grad), bool(getattr(self, "_is_param", False))
         qdata, scale_bytes, *whole = self.parts
         about = self.elem_dtype, self.block_dim, self.dtype, *kind
@@ -258,7 +264,7 @@ def _rebuild(
     is_parameter: bool,
     global_scale: Tensor | None = None,
 ) -> Tensor:
-    """Returns the tensor of a pickle, whose parts are checked like any others."""
+    """Returns the unpickled tensor. Its parts are checked as in the constructor."""
     kind = ScaleType.E8M0 if global_scale is None else ScaleType.E4M3
     scale = scale_bytes.view(kind.stored_dtype)
     result = MXTensor(codes.view(elem_dtype), scale, block_dim, dtype, global_scale)
@@ -277,7 +283,7 @@ _PRODUCTS = frozenset({
 
 @functools.cache
 def _warn_of_eager() -> None:
-    """Say once that a model with stored weights is slow uncompiled."""
+    """Warns once that products with stored weights are slow in eager mode."""
     log.warning(
         "a product with a stored weight runs uncompiled: it dequantizes the whole weight in every call, which"
         ' is many times slower than BF16; compile the model, with backend="mxfp8" say'
@@ -285,12 +291,12 @@ def _warn_of_eager() -> None:
 
 
 def dense(x: MXTensor) -> Tensor:
-    """Returns the tensor of values that `x` stands for."""
+    """Returns the dense tensor of the values of `x`."""
     return x.dequantize(x.dtype)
 
 
 def _refuse_mutation(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Raises `FormatError` if `func` writes into an `MXTensor`. The schemas of collectives do not say it."""
+    """Raises `FormatError` if `func` writes to an `MXTensor`; c10d schemas do not mark writes."""
     if func.namespace == "c10d":
         raise FormatError(f"{func} takes no MXTensor: give it the tensor's qdata, then its scale_bytes")
     for index, argument in enumerate(func._schema.arguments):

@@ -1,4 +1,4 @@
-"""The record of a stored weight, on its whole way, and the table of all weights of a model.
+"""The record of a stored weight from policy to checkpoint, and the table of a model's weights.
 
 policy ─▶ decision for a parameter ─▶ tensor of a checkpoint ─▶ tensors of a file ─▶ row of the table
 """
@@ -24,16 +24,16 @@ class StoredWeight:
     Attributes:
         name: Path of the parameter, or name of the weight in its checkpoint.
         shape: Shape of the values.
-        dtype: Dtype of the values; None if the checkpoint does not give it.
-        role: Role of its layers, the first if they have several.
+        dtype: Dtype of the values; None if the checkpoint does not contain it.
+        role: Role of the weight's layers; if they differ, the first.
         reason: Why the weight is stored quantized, or why not.
-        form: Format of its codes and scales; None for a weight that is not quantized.
-        block_dim: Negative dimension of the values that blocks run along.
+        form: Format of qdata and scales; None for a weight that is not quantized.
+        block_dim: Negative dimension of the values along which blocks run.
         keeps_table: Whether the parameter stays beside the stored copy, because an embedding reads it.
-        num_global_scales: Number of global scales, if the format has any; experts can have one each.
-        sqnr_db: Ratio of signal to error of the stored values, if it was measured.
-        tensors: Names of the file's tensors that hold it: elements, then scales, then the global scale.
-        is_read: Whether the model has a place for it.
+        num_global_scales: Number of global scales, if the format has them; each expert can have its own.
+        sqnr_db: Measured signal-to-quantization-noise ratio in dB, or None.
+        tensors: Names of the weight's tensors in the file: elements, then scales, then the global scale.
+        is_read: Whether the model has a parameter for it.
     """
 
     name: str
@@ -56,7 +56,7 @@ class StoredWeight:
 
     @property
     def precision(self) -> str:
-        """Name of the precision in which the weight is stored, "" if it is not."""
+        """Name of the precision in which the weight is stored, "" if it is not quantized."""
         return "" if self.form is None else str(stored_precision(self.form))
 
     @property
@@ -66,7 +66,7 @@ class StoredWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of codes and scales, or of the values of a weight that is not quantized."""
+        """Bytes of qdata and scales, or of the values of a weight that is not quantized."""
         dtype = self.dtype or torch.bfloat16
         dense = dtype.itemsize * torch.Size(self.shape).numel()
         if self.form is None:
@@ -86,7 +86,13 @@ class StoredWeight:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredWeights:
-    """The outcome for each weight of a model's linear layers and embeddings; printed, equal ones in a row."""
+    """The decisions for the weights of a model's linear layers and embeddings.
+
+    ``print`` shows a table with equal weights folded into one row.
+
+    Attributes:
+        weights: One record for each weight.
+    """
 
     weights: tuple[StoredWeight, ...] = ()
 

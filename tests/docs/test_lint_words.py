@@ -44,3 +44,59 @@ def test_code_has_nouns_and_docstrings_that_say_what_is_returned():
         "f.py:1: found is not a noun", "f.py:3: made is not a noun",
     ]  # fmt: skip
     assert list(lint_words.docstrings("f.py", tree)) == ["f.py:1: has no subject: What it is."]
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("Returns what it is called with.", 'name the noun instead of "what"'),
+        ("Returns the groups, of which one is freed.", 'repeat the noun instead of "of which"'),
+        ("Yields snapshots; of equal layers the last.", 'repeat the noun after ";"'),
+        ("Returns the cast.\n\nscale: of the weight.", 'begin a field with a noun, not with "of"'),
+        ("Returns the name, that of a layer.", "use the noun"),
+        ("Returns the snapshot of the last one.", 'use the noun instead of "one"'),
+        ("Returns the sizes, symbolic ones by their hint.", 'use the noun instead of "one"'),
+        (
+            "Returns the text that the reason says.",
+            "name the function or the file that does it: things do not speak",
+        ),
+        ("Returns the requests that it meets.", "use a common verb"),
+        ("Returns x.\n\nExample:\n    >>> f()", "write Examples:, which mkdocstrings renders"),
+    ],
+)
+def test_strict_rule_finds_docstring(text: str, fault: str):
+    source = f"def f():\n    {text!r}\n"
+    (line,) = lint_words.strict("f.py", source)
+    assert line.startswith(f"f.py:2: {fault}: ")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Whether one rank has `what it says`.",
+        'Returns "the last one".',
+        "Yields both.\n\n    what is tabled    those of a table\n\nThe rest is prose.",
+        "Returns x.\n\nArgs:\n    x: A number.\n\nRaises:\n    OptionError: x is negative.",
+    ],
+)
+def test_strict_rules_pass_over_code_quotes_and_tables(text: str):
+    assert list(lint_words.strict("f.py", f"def f():\n    {text!r}\n")) == []
+
+
+def test_strict_rules_read_comments_and_strings_behind_variables():
+    source = 'X = 1  # what it is\n"""Of those that say."""\nY = 2  # a size\n'
+    faults = [line.split(":")[1] for line in lint_words.strict("f.py", source)]
+    assert faults == ["2", "1"]
+
+
+def test_strict_function_docstring_without_verb_in_s_is_a_fault():
+    source = (
+        'def f():\n    """Return x."""\n\n\nclass C:\n    @property\n    def g(self):\n        """Size."""\n'
+    )
+    assert list(lint_words.strict("f.py", source)) == [
+        'f.py:1: begin with a verb, as "Returns", or with "Whether": Return'
+    ]
+
+
+def test_strict_folders_exist():
+    assert [folder for folder in lint_words.STRICT if not (lint_words.ROOT / folder).is_dir()] == []
