@@ -43,7 +43,7 @@ BUDGETS = {
     "mxcompile/policy": 1_740,
     "mxcompile/policy/importers": 1_160,
     "mxcompile/ranks": 750,
-    "mxcompile/report": 2_130,
+    "mxcompile/report": 2_180,
     "mxcompile/report/forms": 1_375,
     "mxcompile/rules": 620,
     "mxcompile/serving": 570,
