@@ -27,7 +27,7 @@ _Number = TypeVar("_Number", int, float)
 
 
 def _key(gemm: GemmRecord) -> _Key:
-    """Returns a key that is equal for records that replace each other. The line separates a layer's products."""
+    """Returns a key, equal for records that replace each other. Lines separate the products of a layer."""
     return gemm.name, gemm.role, gemm.gemm, gemm.source, gemm.precision, gemm.m == 1
 
 
@@ -150,8 +150,7 @@ def with_plan(
 
 
 def outside(gemms: Iterable[GemmRecord]) -> tuple[str, ...]:
-    """Returns a warning about the layers of `gemms` that are to be quantized and are in no compiled graph, if
-    any.
+    """Returns a warning about the layers of `gemms` that shall be quantized and are in no compiled graph.
 
     These layers were not called yet, or Dynamo runs them in eager mode, for example in a loop it cannot
     trace.

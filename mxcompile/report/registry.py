@@ -86,7 +86,7 @@ class Registry:
         self._lock = threading.RLock()
 
     def open(self, key: object, fresh: Ledger) -> Ledger:
-        """Returns the ledger of the compile `key`, such as a Dynamo context; stores `fresh` if it has none."""
+        """Returns the ledger of the compile `key`, such as a Dynamo context; stores `fresh` for a new key."""
         with self._lock:
             if fresh.frame is None:
                 fresh.frame = getattr(getattr(key, "compile_id", None), "frame_id", None)

@@ -74,8 +74,7 @@ class Report(ReportData):
 
     @classmethod
     def merged(cls, reports: Sequence[Report]) -> Report:
-        """Merges reports of one model, for example of ranks or pipeline stages. Each layer is in the result
-        once.
+        """Merges reports of one model, for example of ranks or pipeline stages; each layer is in it once.
 
         Args:
             reports: the reports. For equal layers the record of the first report is kept. A report that adds

@@ -52,7 +52,7 @@ class Layout:
 
 
 def lay_out(outline: Outline, chosen: Sequence[int], sizes: dict[int, tuple[float, float]]) -> Layout:
-    """Returns the layout of the nodes `chosen`, indices in `outline`. sizes: their widths and heights, in px."""
+    """Returns the layout of the nodes with indices `chosen`. sizes: their widths and heights, in px."""
     edges = [(a, b) for a, b in outline.edges if a < b and a in sizes and b in sizes]
     rows = _rows(outline.nodes, chosen, edges)
     flow, chains = _with_waypoints(chosen, edges, rows)
@@ -104,7 +104,7 @@ def _rows(
 def _with_waypoints(
     chosen: Sequence[int], edges: Sequence[tuple[int, int]], rows: dict[int, int]
 ) -> tuple[nx.DiGraph[int], dict[tuple[int, int], list[int]]]:
-    """Returns the graph with a waypoint in every row that an edge crosses, and each edge's waypoints in order."""
+    """Returns the graph with a waypoint in every row that an edge crosses, and the waypoints of each edge."""
     flow: nx.DiGraph[int] = nx.DiGraph()
     for node in chosen:
         flow.add_node(node, row=rows[node])

@@ -65,7 +65,7 @@ def _short(cell: str, width: int) -> str:
 
 
 def _broken(name: str, width: int) -> str:
-    """Returns `name` in lines: listed names one per line, long names broken after dots and spaces if possible."""
+    """Returns `name` in lines: one per listed name; long names break after dots and spaces if possible."""
     names = name.split(", ")
     if len(names) > 1 and len(name) > width:
         listed = [f"{each}," for each in names[:-1]] + names[-1:]

@@ -161,7 +161,7 @@ def weights_note(summary: Summary, rows: Iterable[Row]) -> str:
 
 
 def slower(rows: Iterable[Row]) -> list[tuple[Row, float]]:
-    """Returns the rows with quantized GEMMs that are estimated slower than in BF16, with BF16's time ÷ theirs."""
+    """Returns rows with quantized GEMMs estimated slower than BF16, and the ratio of BF16's to their time."""
     ratios = [(row, speedup(row.gemms)) for row in rows if any(is_quantized(g.precision) for g in row.gemms)]
     return [(row, ratio) for row, ratio in ratios if ratio is not None and ratio < 1]
 
