@@ -1,4 +1,4 @@
-"""``mxcompile blame``: finds the layers behind the difference of two policies, writes a policy without them."""
+"""``mxcompile blame``: finds the layers that make the difference between policies, and excludes them."""
 
 from __future__ import annotations
 

@@ -42,10 +42,10 @@ class TensorNumerics:
 
     numel: number of elements. amax: largest finite magnitude. sqnr_db, cosine, mse, rel_error: see the
     module. underflow: share of the finite nonzero elements that are cast to 0. saturation: share of the
-    finite elements that exceed the largest value of the element type. lost: share of the sum of magnitudes in
-    elements that are cast to 0. not_finite: number of elements that are NaN or Inf or share a block with such
-    an element. scale_histogram: pairs of E8M0 byte and number of blocks, ascending. flops: FLOPs of the GEMMs
-    that read it.
+    finite elements that are clipped to the largest value of the element type. lost: share of the sum of
+    magnitudes in elements cast to 0. not_finite: number of elements that are NaN or Inf or share a block with
+    such an element. scale_histogram: pairs of E8M0 byte and number of blocks, ascending. flops: FLOPs of the
+    GEMMs that read it.
     """
 
     name: str

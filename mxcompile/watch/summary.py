@@ -88,7 +88,7 @@ class Look:
         return _first(self._last(), _badness, limit)
 
     def moved(self, limit: int, back: int) -> list[tuple[Key, Row, Row]]:
-        """Returns the `limit` operands that changed most in the last `back` samples: key, row before, row now."""
+        """Returns key, row before and row now of the `limit` operands that changed most in `back` samples."""
         steps = [*self.samples]
         if len(steps) < 2:
             return []

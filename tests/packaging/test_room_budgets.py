@@ -20,7 +20,7 @@ BUDGETS = {
     "lowering/templates": 4_500,
     "mxcompile": 402,
     "mxcompile/analysis": 240,
-    "mxcompile/analysis/audit": 1_950,
+    "mxcompile/analysis/audit": 1_970,
     "mxcompile/analysis/blame": 1_040,
     "mxcompile/analysis/explain": 1_030,
     "mxcompile/analysis/tune": 795,
