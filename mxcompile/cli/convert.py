@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _sizes(options: argparse.Namespace, before: int, after: int) -> str:
-    """Returns a text with the bytes of all tensors before and after, including unchanged ones."""
+    """Returns a text with the bytes of all tensors before and after, including unchanged tensors."""
     from mxcompile.report.forms.words import byte_count
 
     share = f" ({after / before:.0%})" if before else ""

@@ -1,4 +1,4 @@
-"""``mxcompile env``: the MXFP8 capabilities of this machine, and reasons for missing ones."""
+"""``mxcompile env``: the MXFP8 support of this machine, and the reasons for missing support."""
 
 from __future__ import annotations
 

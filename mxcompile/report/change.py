@@ -47,7 +47,7 @@ class Changes:
 
     @property
     def fell_back(self) -> tuple[str, ...]:
-        """Names of the layers with a GEMM that was quantized in the old report and is BF16 in the new one."""
+        """Names of layers with a GEMM that was quantized in the old report and is BF16 in the new report."""
         names = (name for change in self.changes if change.kind == "fell back" for name in change.names)
         return tuple(dict.fromkeys(names))
 

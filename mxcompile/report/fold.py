@@ -108,7 +108,7 @@ def _spelled(path: _Path) -> str:
 
 
 def _ranges(numbers: frozenset[int]) -> str:
-    """``{0, 1, 2, 5}`` → ``0-2,5``."""
+    """Returns ``0-2,5`` for ``{0, 1, 2, 5}``."""
     ordered = sorted(numbers)
     starts = [number for number in ordered if number - 1 not in numbers]
     ends = [number for number in ordered if number + 1 not in numbers]

@@ -88,8 +88,8 @@ def of_twins(parts: Sequence[Part], own: Iterable[GemmRecord]) -> Iterator[GemmR
 def work_of(parts: Sequence[Part]) -> dict[str, Any]:
     """Returns the bytes and casts of the summary, per training step, or per call if no part trains.
 
-    Modules that run the code of another module count too. A weight that several graphs read counts once, and
-    so does a layer that several graphs compute.
+    Modules that run the code of another module count too. A weight that several graphs read, and a layer that
+    several graphs compute, count once.
     """
     training = [part for part in parts if part.saved_bytes is not None] or list(parts)
     times = [(part, len(paths)) for part, paths in _running(training)]

@@ -20,7 +20,7 @@ from typing import Any
 KINDS = ("gemm", "attention", "cast", "glue", "input")
 PHASES = ("forward", "backward")
 MAX_NODES = 300
-"""Largest number of nodes that a phase of a picture shows."""
+"""Largest number of nodes per phase of a picture."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -48,7 +48,7 @@ class OperandFormat:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The words of the format, without empty ones."""
+        """The words of the format, without empty words."""
         given = self.elem, self.block, self.rounding, self.elements, self.amax, self.transform
         return tuple(filter(None, given))
 
@@ -80,7 +80,7 @@ class GemmRecord:
             them.
         source: ``file:line`` of the product.
         evidence: why the layer has its role.
-        nearest: the role that fits second best, and the condition that it fails; "" without such a role.
+        nearest: the second best role, and its condition that the layer fails; "" if there is none.
         block: index of the repeated block that contains the layer, and the number of these blocks.
         graph: index of the graph in the report.
         estimate_us, estimate_bf16_us: roofline times in µs, with casts and in BF16. Only `explain` sets them,

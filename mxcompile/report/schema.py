@@ -75,7 +75,7 @@ def opened(text: str, kind: str, version: int) -> dict[str, Any]:
 
 
 def kind_of(text: str) -> str:
-    """Returns the kind of an mxcompile JSON file, "report" or "audit". Raises `OptionError` for others."""
+    """Returns the kind of an mxcompile JSON file, "report" or "audit". Raises `OptionError` otherwise."""
     data = parse(text)
     return _kind_of(data) if isinstance(data, dict) else "report"
 

@@ -1,8 +1,9 @@
 """The actions of rules that fire. All ranks act in the same step; rank 0 writes the records.
 
-warn    logs a warning bf16    runs the GEMM of the operand in BF16 from the next step on (see `fallback`)
-dump    writes an excerpt of the GEMM's operands, on each rank that has them (see `dump`) stop    raises
-`WatchError`, after the other rules of the step have acted
+warn     logs a warning
+bf16     runs the GEMM of the operand in BF16 from the next step on (see `fallback`)
+dump     writes an excerpt of the GEMM's operands, on each rank that has them (see `dump`)
+stop     raises `WatchError`, after the other rules of the step have acted
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 Without rules no rank waits for another in a step. Rules are evaluated on the joined sample, and all ranks
 must act in the same step, so at the end of a sampled step each rank waits for rank 0's result. A rank that
-sends nothing in time, for example one without compiled layers, is skipped until it sends again. The record
-contains the number of ranks.
+sends nothing in time, for example because it has no compiled layers, is skipped until it sends again. The
+record contains the number of ranks.
 
     rank r: told += 1, store[told] = a record     rank 0: polls for records in the thread, writes them
 """

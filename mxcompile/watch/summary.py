@@ -1,7 +1,7 @@
 """A summary of a file of samples: the worst operands, the most changed operands, and an HTML page.
 
-worst   NaN and Inf first, then by the relative error of the cast moved   by the largest change of a share:
-underflow, saturated, error, changed
+worst    NaN and Inf first, then by the relative error of the cast
+moved    by the largest change of a share: underflow, saturated, error, changed
 """
 
 from __future__ import annotations

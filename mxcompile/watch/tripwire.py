@@ -1,10 +1,10 @@
 """Finds the first operand of a step with NaN or Inf, and its origin.
 
-    casts in the order of execution:   finite … finite  FIRST  later ones
+    casts in the order of execution:   finite … finite  FIRST  later operands
 
-Later operands inherit the values. They originate between the last GEMM before the first one, whose operands
-are finite, and the first one's cast; in a weight from an update or the loaded model, in a result from its
-GEMM.
+Later operands inherit the values from the first. In x and dy the values arise between the last GEMM before,
+whose operands are finite, and the first operand's cast; in a weight from an update or the loaded model; in a
+result from its GEMM.
 """
 
 from __future__ import annotations

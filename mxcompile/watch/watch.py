@@ -294,7 +294,7 @@ def _nonfinite() -> Watch:
 
 
 _BY_PATH: WeakValueDictionary[Path, Watch] = WeakValueDictionary()
-"""Watches by path. Each graph of a model resolves the option, and all must share one watch."""
+"""Watches by path. Each graph of a model resolves the option, and all graphs must share one watch."""
 
 
 def resolve(value: Any) -> Watch | None:

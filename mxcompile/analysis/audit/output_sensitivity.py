@@ -59,7 +59,7 @@ class Sensitivity:
                 self.squares[tag.name] = self.squares.get(tag.name, 0.0) + float(by_row.square().sum())
 
     def _told_by(self, sites: Sites, layer: str) -> Gemm:
-        """Returns the backward GEMM whose dy is used. dgrad and wgrad both read it, and it must count once."""
+        """Returns the backward GEMM whose dy is used. dgrad and wgrad both read dy, which must count once."""
         if not self._with_dgrad:
             self._with_dgrad = {each.tag.name for each in sites.products if each.tag.gemm == Gemm.DGRAD}
         return Gemm.DGRAD if layer in self._with_dgrad else Gemm.WGRAD

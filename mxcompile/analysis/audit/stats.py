@@ -147,7 +147,7 @@ class ProductStats:
                 self.sums.add(reference, y[rows])
 
     def add_grouped(self, out: Tensor, left: Tensor, right: Tensor, offs: Tensor) -> None:
-        """Adds one call with the result `out`, against an FP32 product per group, as in `aten._grouped_mm`."""
+        """Adds one call with the result `out`, against an FP32 product per group as in `aten._grouped_mm`."""
         self.calls += 1
         self.sums.add(grouped_product(left.to(torch.float32), right.to(torch.float32), offs), out)
 

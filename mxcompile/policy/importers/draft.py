@@ -17,7 +17,7 @@ from mxcompile.policy.values import VERSION
 from mxcompile.policy.yaml_data import Path
 
 _OWN_PATH = re.compile(r"^: rules\[0\][\w.\[\]]*: ")
-"""Place in the generated rule, removed from errors because the user knows only the imported file."""
+"""Path inside the generated rule. It is removed from errors, because the user has only the imported file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -225,7 +225,7 @@ def _fp8(scaling: str) -> dict[str, str]:
 
 
 def _scaling(weights: dict[str, Any], activations: dict[str, Any]) -> str | None:
-    """Returns the `scaling` key of fp8 for these settings, None if fp8 has no such scales."""
+    """Returns the `scaling` key of fp8 for these settings, None if fp8 does not support them."""
     strategies = weights.get("strategy"), activations.get("strategy")
     block = weights.get("block_structure") == [128, 128] and activations.get("group_size") == 128
     if strategies == ("block", "group") and block:

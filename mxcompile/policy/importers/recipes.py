@@ -4,8 +4,8 @@
     amax_history_len: 16            its fields, as in Python; an enumeration by its member's name
 
 Fields that are off (false, null) have no effect. A field that no recipe has is an error. In newer versions of
-Transformer Engine `backward_override` replaces `override_linear_precision` for dgrad and wgrad. Source:
-transformer_engine/common/recipe/__init__.py, torchao/float8/config.py.
+Transformer Engine `backward_override` replaces `override_linear_precision` for dgrad and wgrad.
+Source: transformer_engine/common/recipe/__init__.py, torchao/float8/config.py.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 torchao tries parameter names first, then module names, then ``re:`` expressions over whole parameter names,
 then expressions over module names, each in order, then ``_default`` for every other nn.Linear. null means
-BF16. The configurations are for inference, so only forward GEMMs are quantized. Source:
-torchao/quantization/quant_api.py, transformers/quantizers/quantizers_utils.py.
+BF16. The configurations are for inference, so only forward GEMMs are quantized.
+Source: torchao/quantization/quant_api.py, transformers/quantizers/quantizers_utils.py.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _Named = tuple[str, dict[str, Any]]
 
 
 def recognises(data: Any) -> bool:
-    """Whether `data` looks like an FqnToConfig, or like a configuration that contains one."""
+    """Whether `data` looks like an FqnToConfig, or like a configuration that contains it."""
     if not isinstance(data, dict):
         return False
     inner = data.get("quantization_config", data)

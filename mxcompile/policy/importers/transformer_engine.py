@@ -1,9 +1,9 @@
 """Imports Transformer Engine's debug files (nvdlfw_inspect): sections of layers and features.
 
 A section selects layers by the first selector it contains: exact names, a regular expression to search for,
-or texts and numbers in the name. A layer may be in one section only. A feature excludes GEMMs of Transformer
-Engine modules from the quantization of a recipe, which is the preset nvidia here. Source:
-nvdlfw_inspect/config_manager.py and transformer_engine/debug/features.
+or texts and numbers in the name. A layer may be in one section only. Features exclude GEMMs of Transformer
+Engine modules from the quantization of a recipe (here the preset nvidia), or change their formats.
+Source: nvdlfw_inspect/config_manager.py and transformer_engine/debug/features.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An outline as SVG: matmuls coloured by role, quantized ones solid and BF16 dashed, casts as pills.
+"""An outline as SVG: matmuls coloured by role, solid if quantized, dashed if BF16; casts as pills.
 
 A frame surrounds each folded block. Colours and fonts come from ``page/page.html``; all text is escaped. The
 attribute ``data-node`` of a node is its index in the outline, by which the page shows its details.
