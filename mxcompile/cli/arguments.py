@@ -22,7 +22,7 @@ def positive(text: str) -> int:
 
 
 def share(text: str) -> float:
-    """Returns ``0.2%`` or ``0.002`` as a number."""
+    """Returns a share, ``0.2%`` or ``0.002``, as a number."""
     try:
         return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:

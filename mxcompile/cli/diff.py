@@ -25,7 +25,7 @@ class FailCondition:
 
 
 def decibels(text: str) -> float:
-    """Returns ``1.5`` or ``1.5dB`` as a number."""
+    """Returns a level, ``1.5`` or ``1.5dB``, as a number."""
     try:
         return float(text.lower().removesuffix("db"))
     except ValueError:
@@ -44,7 +44,7 @@ _CONDITIONS: dict[str, Callable[[str], float] | None] = {
 
 
 def condition(text: str) -> FailCondition:
-    """Returns the condition ``fallback``, ``share-drop=1%`` or ``sqnr-drop=1dB``."""
+    """Returns the condition of the text ``fallback``, ``share-drop=1%`` or ``sqnr-drop=1dB``."""
     word, given, limit = text.partition("=")
     if word not in _CONDITIONS:
         raise argparse.ArgumentTypeError(not_allowed("condition", word, _CONDITIONS))

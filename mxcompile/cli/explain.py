@@ -62,7 +62,7 @@ class _MeshFlag(argparse.Action):
 
 
 def token_counts(text: str) -> tuple[int, ...]:
-    """Returns ``256,4096`` as sorted numbers."""
+    """Returns the sorted numbers of a list with commas, such as ``256,4096``."""
     return tuple(sorted({positive(word.strip()) for word in text.split(",")}))
 
 

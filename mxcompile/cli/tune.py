@@ -11,7 +11,7 @@ from mxcompile.cli.audit import add_measured, made_up, measured
 
 
 def words(text: str) -> tuple[str, ...]:
-    """Returns ``mxfp4,mxfp8`` as words."""
+    """Returns the words of a list with commas, such as ``mxfp4,mxfp8``."""
     return tuple(word.strip() for word in text.split(","))
 
 

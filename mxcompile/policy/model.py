@@ -27,7 +27,7 @@ class Gemm(StrEnum):
 
 
 class Saved(StrEnum):
-    """The form in which a layer's input is saved for backward. MXFP8 also covers the tensors behind it."""
+    """The form in which a layer's input is saved for backward. MXFP8 includes the sources of the input."""
 
     COLUMNWISE = "columnwise"
     TRANSCODE = "transcode"
@@ -36,7 +36,7 @@ class Saved(StrEnum):
 
 
 class Sent(StrEnum):
-    """The form in which ranks exchange a layer's input and output gradient, if no copy needs the source."""
+    """The form in which ranks exchange a layer's input and output gradient if no cast needs the source."""
 
     SOURCE = "source"
     MXFP8 = "mxfp8"

@@ -106,14 +106,14 @@ def parse_data(data: Any, source: Origin) -> tuple[str, tuple[Rule, ...]]:
 
 
 def _named_rules(numbers: tuple[int, ...], source: Origin) -> str:
-    """Returns ``rule 1 (line 3)`` or ``rules 1, 3 (lines 3, 9)``."""
+    """Returns the rules as text: ``rule 1 (line 3)`` or ``rules 1, 3 (lines 3, 9)``."""
     lines = [str(line) for number in numbers if (line := source.line(("rules", number - 1)))]
     place = f" (line{'s' * (len(numbers) > 1)} {', '.join(lines)})" if lines else ""
     return f"{rule_words(numbers)}{place}"
 
 
 def rule_words(numbers: Sequence[int]) -> str:
-    """Returns ``rule 1`` or ``rules 1, 3``."""
+    """Returns the rules as text: ``rule 1`` or ``rules 1, 3``."""
     return f"rule{'s' * (len(numbers) > 1)} {_words(numbers)}"
 
 

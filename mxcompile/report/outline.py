@@ -82,7 +82,7 @@ class Outline:
         return self.nodes[index].phase == "forward" and readers == {"backward"}
 
     def widened(self, copies: Callable[[str], Iterable[str]]) -> Outline:
-        """Returns the outline with `copies` of each name added: equal layers that were not traced."""
+        """Returns the outline with the `copies` of each name added: the equal layers that were not traced."""
         return dataclasses.replace(
             self,
             nodes=tuple(

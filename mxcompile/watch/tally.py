@@ -72,7 +72,7 @@ class Tally:
             self.histogram[byte] = self.histogram.get(byte, 0.0) + count
 
     def statistics(self) -> dict[str, Any]:
-        """Returns the statistics, None if undefined. A result has no statistics of a cast."""
+        """Returns the statistics by name, None if undefined. A GEMM's result is not cast and has fewer."""
         sums = self.sums
         values = {
             "amax": sums["amax"],

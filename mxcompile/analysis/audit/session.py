@@ -34,9 +34,9 @@ LossFunction = Callable[[Any], Tensor]
 class Outcome:
     """The results of a run.
 
-    loss: loss, None without one. logits: main output, detached. differentiable: whether the main output
-    requires gradients. gradients: gradients of the parameters by name; None without a backward. drew: whether
-    the run drew random numbers, for dropout or stochastic rounding.
+    loss: value of the loss, None without a loss. logits: main output, detached. differentiable: whether the
+    main output requires gradients. gradients: gradients of the parameters by name; None without a backward.
+    drew: whether the run drew random numbers, for dropout or stochastic rounding.
     """
 
     loss: float | None

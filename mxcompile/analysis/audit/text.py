@@ -189,14 +189,14 @@ def _named(name: str, others: int, calls: int) -> str:
 
 
 def decibels(value: float) -> str:
-    """Returns ``28.31``, ``exact`` without any error, or ``NaN`` for values that are not finite."""
+    """Returns an SQNR as text: ``28.31``, ``exact`` without any error, ``NaN`` for non-finite values."""
     if math.isnan(value):
         return "NaN"
     return ("exact" if value > 0 else "-inf") if math.isinf(value) else f"{value:.2f}"
 
 
 def percent(value: float) -> str:
-    """Returns ``2.400%``, ``0`` or ``3e-04%``."""
+    """Returns a share as text: ``2.400%``, ``0`` or ``3e-04%``."""
     if value == 0:
         return "0"
     return f"{value:.3%}" if value >= 1e-5 else f"{100 * value:.0e}%"

@@ -179,7 +179,7 @@ def _share(value: float) -> str:
 
 
 def _spoken(effect: Effect) -> str:
-    """Returns ``gradients 5.3%, loss -0.016%``."""
+    """Returns `effect` as text: ``gradients 5.3%, loss -0.016%``."""
     return ", ".join(
         f"{measure} {spread}" for measure in MEASURES if (spread := getattr(effect, measure)) is not None
     )

@@ -117,7 +117,7 @@ def _plan(trials: BlameTrials, max_runs: int, repeats: int | None) -> RunPlan:
 
 
 def _obstacles(trials: BlameTrials, own: Effect, measure: str, asked: Policy, reference: Policy) -> list[str]:
-    """Returns the reasons against a search. own: effect of the reference against itself."""
+    """Returns why a search cannot find anything; empty if it can. own: effect of the reference on itself."""
     if not trials.differences.keys:
         return [f"nothing differs: {asked.label} treats all GEMMs of this run as {reference.label} does"]
     if math.isinf(own.on(measure).mean):

@@ -41,7 +41,7 @@ BF16, FP8 = Policy.preset("bf16"), Policy.preset("fp8_tensor")
 
 
 class RankTracer(Explainer):
-    """The rehearsal of one rank, which records collectives, work and liveness of its graphs."""
+    """Rehearses the compile of one rank; records collectives, work and liveness of its graphs."""
 
     def __init__(
         self,

@@ -40,7 +40,7 @@ def options_for(model: object, **given: Any) -> Options:
 
 
 class Explainer(Rehearsal[ValueTrackingMode]):
-    """The rehearsal that produces the parts of the report."""
+    """Rehearses the compile of a model and collects the parts of its report."""
 
     def __init__(
         self,

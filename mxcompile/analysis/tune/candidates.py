@@ -28,7 +28,7 @@ _NOTHING = Use(fprop=KEPT, dgrad=KEPT, wgrad=KEPT)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """word: name of the candidate. use: its rule; None for the policy from which tuning starts."""
+    """A candidate. word: its name. use: its rule, None for the decisions of the start policy."""
 
     word: str
     use: Use | None

@@ -105,7 +105,7 @@ def _excluded(names: Any, path: Path, draft: Draft) -> None:
 
 
 def _exact(names: list[str], path: Path, draft: Draft) -> list[_Named]:
-    """Returns parameter names, then module names. A layer is named after the module that owns its weight."""
+    """Returns the rules of exact names, parameters before modules. A layer is the owner of its weight."""
     parameters: list[_Named] = []
     modules: list[_Named] = []
     for name in names:
@@ -122,7 +122,7 @@ def _exact(names: list[str], path: Path, draft: Draft) -> list[_Named]:
 
 
 def _expressions(names: list[str]) -> list[_Named]:
-    """Returns expressions as patterns over weights, then as patterns over modules where these differ."""
+    """Returns the rules of expressions: as patterns over weights, then over modules where these differ."""
     expressions = [(name, name.removeprefix("re:")) for name in names if name.startswith("re:")]
     weights = [(name, {"name": patterns}) for name, text in expressions if (patterns := _over_weights(text))]
     seen = {pattern for _, match in weights for pattern in match["name"]}

@@ -21,13 +21,13 @@ def _scaled(value: float, step: int, units: Sequence[str]) -> tuple[float, str]:
 
 
 def byte_count(number: int) -> str:
-    """Returns ``1.5 KiB``."""
+    """Returns a number of bytes as text: ``1.5 KiB``."""
     value, unit = _scaled(number, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
 
 
 def count(number: int, noun: str) -> str:
-    """Returns ``1 graph`` or ``2 graphs``."""
+    """Returns number and noun as text: ``1 graph``, ``2 graphs``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
@@ -37,12 +37,12 @@ def _decimal(value: float, *units: str) -> str:
 
 
 def duration(us: float) -> str:
-    """Returns ``12.3 ms`` for a time in µs."""
+    """Returns a time in µs as text: ``12.3 ms``."""
     return _decimal(us, "µs", "ms", "s")
 
 
 def size(gemm: GemmRecord) -> str:
-    """Returns ``64×96×32``, ``8·64×96×32`` for a batch of 8, ``?×96×32`` for an unknown number of rows."""
+    """Returns the sizes as text: ``64×96×32``; a batch of 8 is ``8·64×96×32``, an unknown size is ``?``."""
     batch, *sizes = (length(value) for value in (gemm.batch, gemm.m, gemm.n, gemm.k))
     return ("" if batch == "1" else f"{batch}·") + "×".join(sizes)
 
@@ -79,7 +79,7 @@ def precision_word(gemm: GemmRecord) -> str:
 
 
 def formats(operands: Sequence[OperandFormat]) -> str:
-    """Returns ``x, w: e4m3 1x32 rceil``, with operands of equal format grouped."""
+    """Returns the formats as text, with equal ones grouped: ``x, w: e4m3 1x32 rceil``."""
     by_format: dict[str, list[str]] = {}
     for form in operands:
         by_format.setdefault(form.format, []).append(form.operand)
@@ -87,7 +87,7 @@ def formats(operands: Sequence[OperandFormat]) -> str:
 
 
 def flop_count(number: float) -> str:
-    """Returns ``1.5 TFLOP``."""
+    """Returns a number of FLOPs as text: ``1.5 TFLOP``."""
     return _decimal(number, "FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP")
 
 
