@@ -33,7 +33,7 @@ class Policy:
 
     Example:
         ```python
-        policy = Policy.from_dict({"version": 1, "rules": [{"match": {"role": "qkv"}, "use": "bf16"}]})
+        policy = Policy.from_dict({"version": 1, "rules": [{"match": {"name": "*.up_proj"}, "use": "bf16"}]})
         model = torch.compile(model, backend="mxfp8", options={"policy": policy})
         ```
     """
