@@ -1,1 +1,1 @@
-"""The effect of a policy on a model: planned (`explain`), measured (`audit`), searched for (`tune`)."""
+"""Analyses of a policy on a model: planning (`explain`), measurement (`audit`) and search (`tune`)."""

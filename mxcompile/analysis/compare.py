@@ -1,8 +1,8 @@
-"""Several policies on one model, side by side: a row for each policy.
+"""Compares several policies on one model: a table with a row for each policy.
 
 compare      audits on a batch: the lowest SQNR of each kind of GEMM, the SQNR of the main output, the error
-of the gradients, the loss and its gap to BF16; then a row a layer and GEMM
-estimates    without running the model: bytes kept for backward, the roofline of all matmuls and casts
+             of the gradients, the loss and its gap to BF16; then a row for each layer and GEMM
+estimates    without a run of the model: bytes saved for backward, roofline time of all matmuls and casts
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _AnyPolicy = Policy | str | dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """One model under several policies, in the order they were asked for.
+    """One model under several policies, in the order of the request.
 
-    reports: of `explain`, or of `audits`, which are empty unless the model ran.
+    reports: reports of `explain`, or of the `audits`, which are empty unless the model ran.
     """
 
     reports: tuple[Report, ...]
@@ -59,7 +59,7 @@ class Comparison:
         return "\n".join([*lines, *wrapped(self._notes())])
 
     def _policies(self) -> Table:
-        """A row for each policy; a figure that none of them has is not a column."""
+        """Returns a row for each policy, without columns that are empty for all."""
         rows = [_of_report(report) for report in self.reports]
         if self.audits:
             rows = [_start(each.report) | _of_numerics(each.numerics) for each in self.audits]
@@ -67,7 +67,7 @@ class Comparison:
         return [filled, *([row[head] for head in filled] for row in rows)]
 
     def _layers(self) -> Table:
-        """Headers, and a row for every layer and GEMM that any policy quantizes."""
+        """Returns headers, and a row for every layer and GEMM that any policy quantizes."""
         measured = [_by_gemm(each.numerics) for each in self.audits]
         keys = dict.fromkeys(key for by_gemm in measured for key in by_gemm)
         least = {key: lowest(each[key] for each in measured if key in each) for key in keys}
@@ -83,7 +83,7 @@ class Comparison:
         return [["layer", "GEMM", *(_name(each.report) for each in self.audits)], *rows]
 
     def _notes(self) -> list[str]:
-        """The notes that all audits share, once, and then the notes of each."""
+        """Returns the notes that all audits share, then the notes of single audits."""
         every = [each.numerics for each in self.audits]
         shared = [note for note in every[0].notes if all(note in numerics.notes for numerics in every)]
         return [f"note: {note}" for note in shared] + [
@@ -95,7 +95,7 @@ class Comparison:
 
 
 def _by_gemm(numerics: Numerics) -> dict[tuple[str, str], float]:
-    """The lowest SQNR of every layer's kinds of GEMM."""
+    """Returns the lowest SQNR by layer and kind of GEMM."""
     values: dict[tuple[str, str], list[float]] = {}
     for gemm in numerics.gemms:
         values.setdefault((gemm.name, gemm.gemm), []).append(gemm.sqnr_db)
@@ -135,7 +135,7 @@ def _of_numerics(numerics: Numerics) -> dict[str, str]:
 
 
 def _resolved(policies: Sequence[_AnyPolicy]) -> list[Policy]:
-    """Reads all of `policies`. Raises `OptionError` for what is not a list of them."""
+    """Returns all `policies`, loaded. Raises `OptionError` if it is not a list."""
     if isinstance(policies, str):
         raise OptionError(f"policies is a list, found {policies!r}: write [{policies!r}]")
     if not policies:
@@ -150,10 +150,20 @@ def compare(
     loss_fn: LossFunction | None = None,
     kwargs: Mapping[str, Any] | None = None,
 ) -> Comparison:
-    """Returns the audits of `model` under each of `policies`, which are all read before anything runs.
+    """Audits `model` on one call under several policies, and compares the results.
 
-    args, kwargs, loss_fn: as of `audit`. Raises `OptionError` for what is not a list of
-    policies, and what `audit` raises.
+    Args:
+        model: model as for `audit`.
+        *args: positional arguments of the call.
+        policies: list of policies, each as in the backend's option. All are loaded before the model runs.
+        loss_fn: as for `audit`.
+        kwargs: keyword arguments of the call.
+
+    Returns:
+        A `Comparison`; ``str()`` is the tables.
+
+    Raises:
+        OptionError: if `policies` is not a list or empty. `compare` also raises the errors of `audit`.
     """
     audits = tuple(
         audit(model, *args, policy=policy, loss_fn=loss_fn, kwargs=kwargs) for policy in _resolved(policies)
@@ -169,9 +179,9 @@ def estimates(
     training: bool = True,
     kwargs: Mapping[str, Any] | None = None,
 ) -> Comparison:
-    """Returns what `explain` says of `model` under each of `policies`, which are all read before that.
+    """Returns the results of `explain` for `model` under each of `policies`, which are all loaded first.
 
-    Raises `OptionError` for what is not a list of policies, and what `explain` raises.
+    Raises `OptionError` if `policies` is not a list, and the errors of `explain`.
     """
     return Comparison(
         reports=tuple(

@@ -1,4 +1,4 @@
-"""A policy that follows from measurements, as a file with their results as comments."""
+"""A policy that results from measurements, as a YAML file with the measurements as comments."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _WIDTH = 110
 
 
 def annotated(policy: Policy, facts: Iterable[str], comments: Sequence[str]) -> str:
-    """Returns `policy` as YAML, which `Policy.load` reads back.
+    """Returns `policy` as YAML that `Policy.load` reads.
 
-    facts: comments at the head of the file, a line or more each. comments: one for each of the first rules.
+    facts: comments at the head of the file. comments: comments of the first rules, in order.
     """
     plain = policy.to_dict()
     rules = plain.pop("rules")

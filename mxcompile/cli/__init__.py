@@ -1,4 +1,4 @@
-"""The command line: ``mxcompile …``, same as ``python -m mxcompile …``. One module a command."""
+"""The command line: ``mxcompile …``, same as ``python -m mxcompile …``. Each command is a module."""
 
 from mxcompile.cli.main import main
 

@@ -1,4 +1,4 @@
-"""The arguments that commands share, each with the checks that cost nothing and come before any work."""
+"""Arguments that several commands share. Cheap checks of them run before any work."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1."""
+    """Returns `text` as a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)
 
 
 def share(text: str) -> float:
-    """``0.2%`` or ``0.002`` as a number."""
+    """Returns a share, ``0.2%`` or ``0.002``, as a number."""
     try:
         return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
@@ -32,7 +32,7 @@ def share(text: str) -> float:
 
 
 def add_model(command: argparse.ArgumentParser, name: str = "model", **settings: Any) -> None:
-    """The arguments that name a model and its inputs: `name` with the `settings` of argparse."""
+    """Adds the arguments for a model and its inputs. settings: argparse's options of the argument `name`."""
     command.add_argument(
         name,
         **settings,
@@ -53,12 +53,12 @@ def add_model(command: argparse.ArgumentParser, name: str = "model", **settings:
 
 
 def sizes(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the arguments of `load_model` that `add_model` asks for beside the name of the model."""
+    """Returns the size and dtype arguments of `add_model`, for `load_model`."""
     return {"batch": options.batch, "length": options.length, "dtype": options.dtype}
 
 
 def loaded(options: argparse.Namespace) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:
-    """The model that `add_model` asks for, with its arguments."""
+    """Returns the model of `add_model` with its arguments."""
     from mxcompile.models.named import load_model
 
     model = load_model(options.model, **sizes(options))
@@ -66,9 +66,9 @@ def loaded(options: argparse.Namespace) -> tuple[Any, Sequence[Any], Mapping[str
 
 
 def of_ranks(options: argparse.Namespace) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:
-    """The model of a rank with its arguments: a plain one for --parallel, else the factory without any.
+    """Returns the model of one rank and its arguments: a plain model with --parallel, else the factory.
 
-    Raises `OptionError` for sizes that are given beside a factory.
+    A factory is called later, on the rank. Raises `OptionError` for sizes in addition to a factory.
     """
     from mxcompile.models.named import factory_of
 
@@ -80,14 +80,14 @@ def of_ranks(options: argparse.Namespace) -> tuple[Any, Sequence[Any], Mapping[s
 
 
 def leave_out(options: argparse.Namespace, reason: str, *names: str) -> None:
-    """Raises `OptionError` with the `reason` if one of the flags `names` is given."""
+    """Raises `OptionError` with `reason` if one of the flags `names` is set."""
     for name in names:
         if getattr(options, name) is not None:
             raise OptionError(f"{reason}: leave out --{name}")
 
 
 def add_parallel(command: argparse.ArgumentParser) -> None:
-    """How a plain model is parallelised on a mesh."""
+    """Adds the flag for the parallelisation of a plain model on a mesh."""
     command.add_argument(
         "--parallel",
         metavar="WAYS",
@@ -96,32 +96,32 @@ def add_parallel(command: argparse.ArgumentParser) -> None:
 
 
 def add_policy(command: argparse.ArgumentParser) -> None:
-    """Which policy decides."""
+    """Adds the flag for the policy."""
     command.add_argument("--policy", default="nvidia", metavar="PRESET|FILE", help="default nvidia")
 
 
 def policies_of(words: str) -> list[Policy]:
-    """The policies of `words`, separated by commas. Raises `PolicyError`."""
+    """Returns the policies of `words`, separated by commas. Raises `PolicyError`."""
     from mxcompile.policy import Policy
 
     return [Policy.resolve(word.strip()) for word in words.split(",")]
 
 
 def add_output(command: argparse.ArgumentParser, what: str) -> None:
-    """The file that `what` is written to."""
+    """Adds the flags for the output file. what: its help text."""
     command.add_argument("-o", "--output", type=Path, metavar="FILE", help=what)
     command.add_argument("--force", action="store_true", help="overwrite FILE")
 
 
 def add_folder(command: argparse.ArgumentParser, what: str, default: Path | None = None) -> None:
-    """The folder that `what` is written to; files of these names in it are overwritten."""
+    """Adds the flag for the output folder, whose files are overwritten. what: its help text."""
     command.add_argument("-o", "--output", "--out", type=Path, default=default, metavar="DIR", help=what)
 
 
 def check_output(options: argparse.Namespace, form_of: Callable[[Path], object] | None = None) -> None:
-    """Raise `OptionError` if ``--output`` cannot be written, or exists and ``--force`` was not given.
+    """Raises `OptionError` if ``--output`` cannot be written, or exists without ``--force``.
 
-    form_of: raises for a file of an unknown form. The directory has to exist: a misspelt one is not made.
+    form_of: raises for a file of an unknown form. The folder must exist, so that a typo does not create one.
     """
     path: Path | None = options.output
     if path is None:
@@ -136,7 +136,7 @@ def check_output(options: argparse.Namespace, form_of: Callable[[Path], object] 
 
 
 def show(result: Any, options: argparse.Namespace, summary: str = "") -> None:
-    """Print `result`, or save it to ``--output`` and print the `summary` and the file."""
+    """Prints `result`, or saves it to ``--output`` and prints `summary` and the path."""
     if options.output is None:
         print(result)
         return
@@ -145,7 +145,7 @@ def show(result: Any, options: argparse.Namespace, summary: str = "") -> None:
 
 
 def show_policy(result: Any, options: argparse.Namespace) -> None:
-    """Print the policy of `result` as YAML, or write it to ``--output``."""
+    """Prints the policy of `result` as YAML, or writes it to ``--output``."""
     if options.output is None:
         print(f"\n{result.to_yaml()}", end="")
     else:
@@ -154,7 +154,7 @@ def show_policy(result: Any, options: argparse.Namespace) -> None:
 
 
 def check_folder(path: Path | None) -> None:
-    """Raise `OptionError` if `path` is not a folder to write to, and cannot be made in one that exists."""
+    """Raises `OptionError` if `path` is not a writable folder and cannot be created in an existing one."""
     if path is None:
         return
     if path.exists() and not path.is_dir():
@@ -163,7 +163,7 @@ def check_folder(path: Path | None) -> None:
 
 
 def _check_writable(path: Path) -> None:
-    """Whether a file can be made in the folder `path`, or, if `path` is not one, beside it."""
+    """Raises `OptionError` if no file can be created in the folder `path`, or else next to `path`."""
     folder = path if path.is_dir() else path.absolute().parent
     if not folder.is_dir():
         there = next(each for each in (folder, *folder.parents) if each.exists())
@@ -177,7 +177,7 @@ def _check_writable(path: Path) -> None:
 
 
 def check_plots(folder: Path | None) -> None:
-    """Raise `OptionError` if plots cannot be drawn into `folder`."""
+    """Raises `OptionError` if plots cannot be written into `folder`."""
     from mxcompile.report.forms.plots import figure
 
     check_folder(folder)
@@ -186,7 +186,7 @@ def check_plots(folder: Path | None) -> None:
 
 
 def check_picture(path: Path) -> None:
-    """Raise `OptionError` if no plot can be drawn into a file like `path`."""
+    """Raises `OptionError` if `path` has no suffix of a plot or matplotlib is missing."""
     from mxcompile.report.files import form_of
     from mxcompile.report.forms.plots import SUFFIXES, figure
 
@@ -195,7 +195,7 @@ def check_picture(path: Path) -> None:
 
 
 def device(asked: str | None) -> str:
-    """`asked`, or the accelerator if there is one. Raises `OptionError` for one that is not there."""
+    """Returns the device `asked`, or the accelerator, or the CPU. Raises `OptionError` if it is missing."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -1,4 +1,4 @@
-"""``mxcompile audit``: what quantization does to the numbers of a model, measured on a batch."""
+"""``mxcompile audit``: the numerical errors of quantization, measured on a batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def add_measured(command: argparse.ArgumentParser) -> None:
-    """The arguments of commands that run a model to measure it."""
+    """Adds the arguments of commands that run a model to measure it."""
     add_model(command)
     add_policy(command)
     command.add_argument(
@@ -47,7 +47,7 @@ def add_measured(command: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def measured(options: argparse.Namespace) -> Iterator[LoadedModel]:
-    """The model of `add_measured`, ready to be run in here."""
+    """Yields the model of `add_measured`, ready to run."""
     import torch
     from torch.utils._pytree import tree_map_only
 
@@ -72,7 +72,7 @@ def measured(options: argparse.Namespace) -> Iterator[LoadedModel]:
 
 
 def opened_weights(path: Path) -> Checkpoint:
-    """The safetensors at `path`. Raises `CheckpointError` that says what to do with files of another kind."""
+    """Returns the safetensors at `path`. Raises `CheckpointError` with advice for files of other kinds."""
     from mxcompile.checkpoint.files import Checkpoint
 
     try:
@@ -84,7 +84,7 @@ def opened_weights(path: Path) -> Checkpoint:
 
 
 def made_up(loaded: LoadedModel) -> str:
-    """Returns a note on random inputs or weights behind the numbers; "" if nothing is random."""
+    """Returns a note about random inputs or weights; "" if nothing is random."""
     if not loaded.made_up:
         return ""
     return (
@@ -94,7 +94,7 @@ def made_up(loaded: LoadedModel) -> str:
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to the parser."""
+    """Adds the command to the parser."""
     command = commands.add_parser(
         "audit",
         help="measure what quantization does to a model's numbers on a batch",
@@ -118,7 +118,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command."""
+    """Runs the command. Returns the exit status."""
     from mxcompile.analysis.audit import audit, form_of
     from mxcompile.cli.quiet import quiet
 
@@ -140,7 +140,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    """Print the policies side by side."""
+    """Prints the policies side by side."""
     from mxcompile.analysis.compare import compare
     from mxcompile.cli.quiet import quiet
 

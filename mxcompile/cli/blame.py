@@ -1,4 +1,4 @@
-"""``mxcompile blame``: which layers make the difference between two policies, and a policy without them."""
+"""``mxcompile blame``: finds the layers that make the difference between policies, and excludes them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mxcompile.cli.audit import add_measured, made_up, measured
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to the parser."""
+    """Adds the command to the parser."""
     command = commands.add_parser(
         "blame",
         help="find the layers and GEMMs that make the difference between two policies",
@@ -49,7 +49,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; exit status 1 if there is nothing to blame."""
+    """Runs the command. Returns the exit status, 1 if no GEMM makes a difference."""
     from mxcompile.analysis.blame import blame, check, check_different
     from mxcompile.cli.quiet import quiet
     from mxcompile.policy import Policy

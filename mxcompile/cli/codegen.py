@@ -1,4 +1,4 @@
-"""``mxcompile codegen``: the kernels a compile would run on a GPU that is not here."""
+"""``mxcompile codegen``: the kernels that a compile would run on a GPU that is not in this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mxcompile.cli.arguments import (
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to the parser."""
+    """Adds the command to the parser."""
     command = commands.add_parser(
         "codegen",
         help="generate the code for a GPU that is not here",
@@ -47,7 +47,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; exit status 1 if a kernel could not run."""
+    """Runs the command. Returns the exit status, 1 if a kernel could not run."""
     from mxcompile.cli.quiet import quiet, working
     from mxcompile.offline import codegen, side_by_side
 

@@ -1,4 +1,4 @@
-"""``mxcompile convert``: a checkpoint with its policy-chosen weights in MXFP8, MXFP4 or NVFP4."""
+"""``mxcompile convert``: writes a checkpoint with the weights a policy selects in MXFP8, MXFP4 or NVFP4."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to the parser."""
+    """Adds the command to the parser."""
     command = commands.add_parser(
         "convert",
         help="write a checkpoint with its policy-chosen weights in MXFP8, MXFP4 or NVFP4",
@@ -33,7 +33,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command."""
+    """Runs the command. Returns the exit status."""
     from mxcompile.checkpoint.convert import convert
     from mxcompile.checkpoint.files import Checkpoint
     from mxcompile.checkpoint.layouts import COMPRESSED_TENSORS, layout_of
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     from mxcompile.models.named import load_model
     from mxcompile.storage.weights import StoredWeights
 
-    layout = layout_of(options.layout)  # an unknown one is an error before a model is made
+    layout = layout_of(options.layout)  # before the model is built, to fail early
     with quiet():
         given = None if options.model is None else load_model(options.model)
         if options.dry_run:
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _sizes(options: argparse.Namespace, before: int, after: int) -> str:
-    """Returns the bytes of all tensors in words, those included that stay as they are."""
+    """Returns a text with the bytes of all tensors before and after, including unchanged tensors."""
     from mxcompile.report.forms.words import byte_count
 
     share = f" ({after / before:.0%})" if before else ""
@@ -76,7 +76,7 @@ def _sizes(options: argparse.Namespace, before: int, after: int) -> str:
 
 
 def _dtype(directory: Path) -> str:
-    """The dtype in the config.json of a checkpoint, "" if it has none."""
+    """Returns the dtype in the config.json of a checkpoint, "" without one."""
     from mxcompile.checkpoint.files import read_json
 
     file = directory / "config.json"

@@ -1,4 +1,4 @@
-"""``mxcompile diff``: what changed between two reports, or two audits; for continuous integration."""
+"""``mxcompile diff``: the changes between two reports, or two audits; for continuous integration."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailCondition:
-    """When the exit status is 1. word: see `_CONDITIONS`. limit: what has to be exceeded."""
+    """A condition for exit status 1. word: see `_CONDITIONS`. limit: value that must be exceeded."""
 
     word: str
     limit: float = 0.0
 
 
 def decibels(text: str) -> float:
-    """``1.5`` or ``1.5dB`` as a number."""
+    """Returns a level, ``1.5`` or ``1.5dB``, as a number."""
     try:
         return float(text.lower().removesuffix("db"))
     except ValueError:
@@ -33,18 +33,18 @@ def decibels(text: str) -> float:
 
 
 DEFAULT = [FailCondition(word="fallback"), FailCondition(word="share-drop", limit=0.01)]
-"""What fails where ``--fail-on`` does not say."""
+"""The conditions without ``--fail-on``."""
 
 _CONDITIONS: dict[str, Callable[[str], float] | None] = {
     "fallback": None,
     "share-drop": share,
     "sqnr-drop": decibels,
 }
-"""Words of ``--fail-on``, and what reads their limit."""
+"""Words of ``--fail-on``, and the parsers of their limits."""
 
 
 def condition(text: str) -> FailCondition:
-    """``fallback``, ``share-drop=1%`` or ``sqnr-drop=1dB``."""
+    """Returns the condition of the text ``fallback``, ``share-drop=1%`` or ``sqnr-drop=1dB``."""
     word, given, limit = text.partition("=")
     if word not in _CONDITIONS:
         raise argparse.ArgumentTypeError(not_allowed("condition", word, _CONDITIONS))
@@ -56,7 +56,7 @@ def condition(text: str) -> FailCondition:
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to the parser."""
+    """Adds the command to the parser."""
     command = commands.add_parser(
         "diff",
         help="what changed between two reports, or two audits",
@@ -79,7 +79,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command."""
+    """Runs the command. Returns the exit status."""
     of_model, of_numerics = _compared(options.old, options.new)
     conditions = options.fail_on or DEFAULT
     if of_numerics is None and any(one.word == "sqnr-drop" for one in conditions):

@@ -1,4 +1,4 @@
-"""``mxcompile env``: what this machine can do with MXFP8, and why not."""
+"""``mxcompile env``: the MXFP8 support of this machine, and the reasons for missing support."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to the parser."""
+    """Adds the command to the parser."""
     command = commands.add_parser("env", help="what this machine can do, and why not")
     command.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; exit status 1 if nothing can be compiled here."""
+    """Runs the command. Returns the exit status, 1 if this machine cannot compile for any device."""
     import torch
     from tabulate import tabulate
 

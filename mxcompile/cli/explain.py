@@ -1,4 +1,4 @@
-"""``mxcompile explain``: what would be quantized, why, and what it would cost, without running anything."""
+"""``mxcompile explain``: the GEMMs that a compile would quantize, the reasons and costs, without a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to the parser."""
+    """Adds the command to the parser."""
     command = commands.add_parser(
         "explain",
         help="report what would be quantized in a model, and why; runs nothing",
@@ -62,12 +62,12 @@ class _MeshFlag(argparse.Action):
 
 
 def token_counts(text: str) -> tuple[int, ...]:
-    """``256,4096`` as numbers, ascending."""
+    """Returns the sorted numbers of a list with commas, such as ``256,4096``."""
     return tuple(sorted({positive(word.strip()) for word in text.split(",")}))
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command."""
+    """Runs the command. Returns the exit status."""
     from mxcompile.analysis.compare import estimates
     from mxcompile.analysis.explain.explainer import explain
     from mxcompile.cli.quiet import quiet, working
@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _sweep(options: argparse.Namespace, report: Report) -> int:
-    """Print the estimates at other numbers of tokens, and draw them."""
+    """Prints the estimates at other numbers of tokens, and draws them with ``--output``."""
     from mxcompile.analysis.explain.sweep import TOKENS, sweep
     from mxcompile.policy import Policy
 

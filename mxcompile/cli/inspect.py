@@ -1,4 +1,4 @@
-"""``mxcompile inspect``: what a checkpoint holds, from its headers."""
+"""``mxcompile inspect``: the contents of a checkpoint, from its headers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to the parser."""
+    """Adds the command to the parser."""
     command = commands.add_parser(
         "inspect",
         help="say what a safetensors checkpoint holds",
@@ -20,7 +20,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command."""
+    """Runs the command. Returns the exit status."""
     from mxcompile.checkpoint.contents import contents
     from mxcompile.checkpoint.files import Checkpoint
     from mxcompile.formats import labels

@@ -1,6 +1,6 @@
-"""The command line's entry: finds the command, turns errors into exit statuses.
+"""The entry point of the command line: selects the command and converts errors to exit statuses.
 
-See `EXIT_STATUS` for these.
+`EXIT_STATUS` lists them.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ EXIT_STATUS = "exit status: 0 done, 1 the answer is no, 2 misuse, 130 interrupte
 
 
 class Parser(argparse.ArgumentParser):
-    """One that names the nearest word for what it does not know, with the usage of the command meant."""
+    """A parser that suggests the nearest known word, with the usage of the right command."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """As of argparse, but for what is left over: an error of this command, not of the one around it."""
+        """Parses like argparse, but unknown arguments are errors of this command, not of its parent."""
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
             known = self._option_string_actions
@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser with all commands."""
+    """Returns the parser with all commands."""
     root = Parser(
         prog="mxcompile",
         description='Train and serve PyTorch models in OCP MXFP8: torch.compile(model, backend="mxfp8").',
@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def every(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """`parser` and the parsers of its commands and their actions."""
+    """Yields `parser` and the parsers of its commands and their actions."""
     yield parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -78,7 +78,7 @@ def every(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
 
 
 def _in_flags(message: str, root: argparse.ArgumentParser, command: str) -> str:
-    """`message` with the flags of `command` for the arguments in Python that stand in it in backquotes."""
+    """Returns `message` with flags of `command` in place of Python arguments in backquotes."""
     parsers = (each for each in every(root) if each.prog.split()[1:2] == [command])
     actions = (action for each in parsers for action in each._actions if action.option_strings)
     flags = {action.dest: max(action.option_strings, key=len) for action in actions}
@@ -86,7 +86,7 @@ def _in_flags(message: str, root: argparse.ArgumentParser, command: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Runs one command. Returns the exit status."""
     root = parser()
     options = root.parse_args(arguments)
     try:
@@ -99,6 +99,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nmxcompile: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # whoever read the output, such as `head`, has enough
+    except BrokenPipeError:  # the reader of the output, such as `head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

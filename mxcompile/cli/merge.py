@@ -1,4 +1,4 @@
-"""``mxcompile merge``: one report of the reports of many ranks."""
+"""``mxcompile merge``: joins the reports of several ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mxcompile.cli.arguments import add_output, check_output, show
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to the parser."""
+    """Adds the command to the parser."""
     command = commands.add_parser(
         "merge",
         help="one report of the reports of many ranks",
@@ -24,7 +24,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command."""
+    """Runs the command. Returns the exit status."""
     from mxcompile.report import Report, form_of
     from mxcompile.report.forms.words import count
 

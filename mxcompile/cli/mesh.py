@@ -1,4 +1,4 @@
-"""``mxcompile mesh``: what one rank of a mesh compiles, sends and holds, on a machine that has no mesh."""
+"""``mxcompile mesh``: the graphs, traffic and memory of one rank of a mesh, on a machine without the mesh."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mxcompile.errors import OptionError
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to the parser."""
+    """Adds the command to the parser."""
     command = commands.add_parser(
         "mesh",
         help="report what one rank of a mesh compiles, sends and holds; runs nothing",
@@ -64,7 +64,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; exit status 1 if no mesh of so many ranks fits."""
+    """Runs the command. Returns the exit status, 1 if no mesh of the given number of ranks fits."""
     from mxcompile.analysis.explain.rank import explain_rank, sweep_meshes
     from mxcompile.cli.quiet import quiet, working
     from mxcompile.mesh.report import form_of

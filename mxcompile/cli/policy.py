@@ -1,4 +1,4 @@
-"""``mxcompile policy``: write, check, read and import policy files."""
+"""``mxcompile policy``: writes, checks, shows and imports policy files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mxcompile.errors import OptionError
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to the parser."""
+    """Adds the command to the parser."""
     command = commands.add_parser("policy", help="write, check, read and import policy files")
     actions = command.add_subparsers(dest="action", required=True, metavar="ACTION", help="what to do")
     _add_init(actions)
@@ -79,7 +79,7 @@ def _add_import(actions: Any) -> None:
 
 
 def run_init(options: argparse.Namespace) -> int:
-    """``policy init``."""
+    """Runs ``policy init``. Returns the exit status."""
     from mxcompile.policy import Policy
     from mxcompile.rules import layers_of
     from mxcompile.rules.starter import starter
@@ -92,7 +92,7 @@ def run_init(options: argparse.Namespace) -> int:
 
 
 def run_check(options: argparse.Namespace) -> int:
-    """``policy check``: exit status 1 if the file is not a valid policy, or not one for the model."""
+    """Runs ``policy check``. Returns the exit status, 1 if the file is invalid or does not fit the model."""
     from mxcompile.errors import PolicyError
     from mxcompile.policy import Policy
 
@@ -120,7 +120,7 @@ def _check_model(options: argparse.Namespace, policy: Any) -> int:
 
 
 def run_show(options: argparse.Namespace) -> int:
-    """``policy show``."""
+    """Runs ``policy show``. Returns the exit status."""
     from mxcompile.policy import Policy
     from mxcompile.rules.listing import decisions
 
@@ -130,7 +130,7 @@ def run_show(options: argparse.Namespace) -> int:
 
 
 def run_import(options: argparse.Namespace) -> int:
-    """``policy import``."""
+    """Runs ``policy import``. Returns the exit status."""
     from mxcompile.policy.importers import import_policy
 
     check_output(options)
@@ -142,7 +142,7 @@ def run_import(options: argparse.Namespace) -> int:
 
 
 def run_schema(options: argparse.Namespace) -> int:
-    """``policy schema``."""
+    """Runs ``policy schema``. Returns the exit status."""
     from mxcompile.policy import json_schema
 
     print(json_schema.text(), end="")
@@ -150,7 +150,7 @@ def run_schema(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace, policy: Any, training: bool = True) -> Any:
-    """The report of the model that `options` names, under `policy`."""
+    """Returns the report of the model in `options` under `policy`."""
     from mxcompile.analysis.explain.explainer import explain
     from mxcompile.cli.quiet import quiet, working
 

@@ -1,4 +1,4 @@
-"""Quiet commands: no advice of other libraries, and on a terminal how long the work takes."""
+"""Silences other libraries during a command, and shows the elapsed time on a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TALKATIVE = ("transformers", "torchao", "torch.utils._pytree")
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Only errors from libraries that comment on their own state, and no warnings."""
+    """Suppresses warnings, and log messages below errors of verbose libraries."""
     before = {name: logging.getLogger(name).level for name in _TALKATIVE}
     for name in before:
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -28,7 +28,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """On a terminal, say `what` is being done and for how long, while no bar can tell how much is left."""
+    """Shows the text `what` and the elapsed time on a terminal, for work of unknown length."""
     from tqdm import tqdm
 
     done = threading.Event()

@@ -1,4 +1,4 @@
-"""``mxcompile tune``: the policy that keeps most of a model quantized within a bound on its error."""
+"""``mxcompile tune``: finds the policy that keeps most of a model quantized within an error bound."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from mxcompile.cli.audit import add_measured, made_up, measured
 
 
 def words(text: str) -> tuple[str, ...]:
-    """``mxfp4,mxfp8`` as words."""
+    """Returns the words of a list with commas, such as ``mxfp4,mxfp8``."""
     return tuple(word.strip() for word in text.split(","))
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to the parser."""
+    """Adds the command to the parser."""
     command = commands.add_parser(
         "tune",
         help="find the policy that keeps most quantized within a bound",
@@ -46,7 +46,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; exit status 1 if the bound cannot be met."""
+    """Runs the command. Returns the exit status, 1 if the bound cannot be met."""
     from mxcompile.analysis.tune import Bounds, check_mix, tune
     from mxcompile.cli.quiet import quiet
 

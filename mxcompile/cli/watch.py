@@ -1,4 +1,4 @@
-"""``mxcompile watch``: what the samples of a run say, in a terminal or as a page."""
+"""``mxcompile watch``: a summary of the samples of a run, in a terminal or as a page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _POLL_S = 1.0
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to the parser."""
+    """Adds the command to the parser."""
     command = commands.add_parser(
         "watch",
         help="what the samples of a run say",
@@ -35,7 +35,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command."""
+    """Runs the command. Returns the exit status, 1 if a sample has NaN or Inf."""
     from mxcompile.report.files import form_of, save
     from mxcompile.watch import Dump
     from mxcompile.watch.summary import Look, lines

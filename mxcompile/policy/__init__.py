@@ -1,4 +1,4 @@
-"""Policies: which GEMMs are quantized and in which format, as rules a user writes."""
+"""Policies: user-written rules that select the GEMMs to quantize and their formats."""
 
 from mxcompile.policy.model import (
     Block,

@@ -1,8 +1,7 @@
 """The policy language as JSON Schema (draft 2020-12), for editors that complete and check YAML.
 
-Made from the same tables that read a policy (`schema`), and kept beside this file as policy.schema.json. It
-says which keys and words there are and of what type values have to be. Other checks are not in it: shadowed
-rules, regular expressions that do not parse, duplicate keys.
+It is generated from the tables that `parse` reads (`schema`) and published as policy.schema.json. It covers
+keys, words and types. It does not cover shadowed rules, invalid regular expressions and duplicate keys.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from mxcompile.policy.roles import ATTENTION_PRODUCTS
 from mxcompile.policy.values import PRECISION, VERSION_VALUE
 
 PATH = Path(__file__).with_name("policy.schema.json")
-"""The schema as a file, equal to `text`."""
+"""The published schema, equal to `text`."""
 
 
 def text() -> str:
-    """The schema as JSON text."""
+    """Returns the schema as JSON text."""
     return json.dumps(_policy(), indent=2, ensure_ascii=False) + "\n"
 
 

@@ -1,7 +1,7 @@
-"""The policy language as values: roles, rules and what they decide.
+"""The data model of the policy language: layers, rules and decisions.
 
-A policy is a preset and an ordered list of rules; for a layer the first rule that matches decides, and
-where none does the preset. Nothing here reads files (see `parse`).
+A policy is a preset and an ordered list of rules. The first rule that matches a layer decides, else the
+preset. This module reads no files (see `parse`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Gemm(StrEnum):
 
 
 class Saved(StrEnum):
-    """The form in which a layer's input is kept for backward; MXFP8: also the tensors behind it."""
+    """The form in which a layer's input is saved for backward. MXFP8 includes the sources of the input."""
 
     COLUMNWISE = "columnwise"
     TRANSCODE = "transcode"
@@ -36,14 +36,14 @@ class Saved(StrEnum):
 
 
 class Sent(StrEnum):
-    """The form in which ranks exchange a layer's input and output gradient where no copy needs the source."""
+    """The form in which ranks exchange a layer's input and output gradient if no cast needs the source."""
 
     SOURCE = "source"
     MXFP8 = "mxfp8"
 
 
 class Block(NamedTuple):
-    """Where a layer lies in the depth of a model: in block `number`, from 0, of `total` repeated ones."""
+    """The position of a layer in the depth of a model: block `number` (from 0) of `total` repeated blocks."""
 
     number: int
     total: int
@@ -51,10 +51,10 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
-    """A linear layer as a rule sees it; m, n and k are the sizes of its forward GEMM.
+    """A linear layer, the subject of a rule.
 
-    name: full module path. module: class name of the module that runs it. m, n, k: None for a size that
-    depends on data. block: where it lies among the repeated blocks of the model, None outside them.
+    name: full module path. module: class name of the module that runs it. m, n, k: sizes of the forward GEMM,
+    None if they depend on data. block: position among the repeated blocks of the model, None outside them.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Layer:
 
 @functools.cache
 def _compiled(pattern: str) -> re.Pattern[str]:
-    """A name pattern as a regular expression; both kinds are anchored at both ends."""
+    """Returns a glob or ``re:`` pattern as a regular expression, to be used with `fullmatch`."""
     expression = pattern.removeprefix("re:")
     return re.compile(expression if expression != pattern else fnmatch.translate(pattern))
 
@@ -81,12 +81,12 @@ class Ends:
     last: int = 0
 
     def hold(self, block: Block | None) -> bool:
-        """Whether `block` is one of them."""
+        """Whether `block` is among these blocks."""
         return block is not None and (block.number < self.first or block.number >= block.total - self.last)
 
 
 class Limit(NamedTuple):
-    """One size limit of a rule and the size it is about: `key` is the rule's key, `letter` is m, n or k."""
+    """One size limit of a rule and the size of the layer. key: the rule's key; letter: m, n or k."""
 
     key: str
     letter: str
@@ -95,14 +95,14 @@ class Limit(NamedTuple):
 
     @property
     def kept(self) -> bool:
-        """Whether the size is allowed. An unknown one is taken for large: no least size refuses it."""
+        """Whether the size is allowed. An unknown size counts as large: it passes minimums, not maximums."""
         if self.size is None:
             return not self.upper
         return self.size <= self.limit if self.upper else self.size >= self.limit
 
     @property
     def upper(self) -> bool:
-        """Whether the limit is the largest size allowed, not the least."""
+        """Whether the limit is a maximum."""
         return self.key.startswith("max")
 
     def __str__(self) -> str:
@@ -111,10 +111,11 @@ class Limit(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Match:
-    """The condition of a rule: every field that is not empty, None or 0 must hold.
+    """The condition of a rule: every field that is not empty, None or 0 must match.
 
-    name: globs (``*`` crosses dots) or ``re:`` expressions, anchored. role, module: any of. blocks: in the
-    first or last repeated blocks. min_m to max_k: least and largest size of the forward GEMM.
+    name: globs (``*`` crosses dots) or ``re:`` expressions, anchored at both ends. role, module:
+    alternatives. blocks: the first or last repeated blocks. min_m to max_k: limits of the sizes of the
+    forward GEMM.
     """
 
     name: tuple[str, ...] = ()
@@ -129,7 +130,7 @@ class Match:
     max_k: int = 0
 
     def fits(self, layer: Layer) -> bool:
-        """Whether everything but the sizes holds for `layer`."""
+        """Whether `layer` matches, apart from its sizes."""
         return (
             self.places(layer.name, layer.block)
             and (not self.role or layer.role in self.role)
@@ -137,15 +138,15 @@ class Match:
         )
 
     def names(self, name: str) -> bool:
-        """Whether the name patterns, if there are any, allow `name`."""
+        """Whether a name pattern matches `name`, or there are no patterns."""
         return not self.name or any(_compiled(pattern).fullmatch(name) for pattern in self.name)
 
     def places(self, name: str, block: Block | None) -> bool:
-        """Whether all that is said about where a layer is holds for one called `name` in `block`."""
+        """Whether the conditions on name and block match."""
         return self.names(name) and (self.blocks is None or self.blocks.hold(block))
 
     def limits(self, layer: Layer) -> tuple[Limit, ...]:
-        """Every size limit there is, with the size of `layer`."""
+        """Returns every size limit of the rule with the size of `layer`."""
         every = (
             Limit(f"{end}_{letter}", letter, getattr(self, f"{end}_{letter}"), getattr(layer, letter))
             for end in ("min", "max")
@@ -154,17 +155,17 @@ class Match:
         return tuple(limit for limit in every if limit.limit)
 
     def of_any_size(self) -> Match:
-        """The same without size limits."""
+        """Returns the condition without size limits."""
         return replace(self, min_m=0, min_n=0, min_k=0, max_m=0, max_n=0, max_k=0)
 
     def missed(self, layer: Layer) -> Limit | None:
-        """The first size limit that `layer` does not keep, or None."""
+        """Returns the first size limit that `layer` violates, or None."""
         return next((limit for limit in self.limits(layer) if not limit.kept), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Use(Choices):
-    """The choices of a rule, by the keys of a policy; None leaves a choice to the preset."""
+    """The choices of a rule, by policy key. None leaves a choice to the preset."""
 
     fprop: Precision | None = None
     dgrad: Precision | None = None
@@ -173,18 +174,18 @@ class Use(Choices):
     sent: Sent | None = None
 
     def wants(self, gemm: Gemm) -> Precision | None:
-        """Returns the precision asked for `gemm`, or None."""
+        """Returns the precision that the rule gives `gemm`, or None."""
         return {Gemm.FPROP: self.fprop, Gemm.DGRAD: self.dgrad, Gemm.WGRAD: self.wgrad}[gemm]
 
     @property
     def quantizes(self) -> bool:
-        """Whether operands of any GEMM are to be cast."""
+        """Whether the rule quantizes any GEMM."""
         return any(row is not None and row.quantizes for row in (self.fprop, self.dgrad, self.wgrad))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """`use` for the layers `match` fits. kept: GEMMs that a watch has put into their own dtype, and why."""
+    """Applies `use` to layers that fit `match`. kept: GEMMs that a watch moved to the model's dtype, why."""
 
     match: Match
     use: Use
@@ -193,9 +194,9 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preset:
-    """The decision where no rule matches: which GEMMs of layers that presets quantize, and in which formats.
+    """The decision for layers without a matching rule: the quantized GEMMs and their formats.
 
-    least_side: of a weight; one with a smaller side is left alone.
+    least_side: a weight with a smaller side is not quantized.
     """
 
     name: str
@@ -207,7 +208,7 @@ class Preset:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """The word for the precision of one GEMM, and why. formats: of the layer's operands; None if not cast."""
+    """The precision of one GEMM and its reason. formats: formats of the operands, None if not quantized."""
 
     precision: str
     reason: Reason
@@ -216,7 +217,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """Everything decided for one linear layer."""
+    """The decision for one linear layer."""
 
     fprop: Choice
     dgrad: Choice
@@ -226,9 +227,9 @@ class Decision:
 
     @classmethod
     def of(cls, choices: dict[str, Choice], use: Use) -> Decision:
-        """The decision with a choice for each GEMM, and what else `use` says."""
+        """Returns a decision with the given choices per GEMM and the `saved` and `sent` forms of `use`."""
         return cls(**choices, saved=use.saved or Saved.COLUMNWISE, sent=use.sent or Sent.SOURCE)
 
     def choice(self, gemm: Gemm) -> Choice:
-        """The choice for `gemm`."""
+        """Returns the choice for `gemm`."""
         return {Gemm.FPROP: self.fprop, Gemm.DGRAD: self.dgrad, Gemm.WGRAD: self.wgrad}[gemm]

@@ -1,7 +1,7 @@
-"""A policy with GEMMs of single layers put back into their own dtype: what a watch does while a run goes on.
+"""Policies with single GEMMs moved back to the model's dtype, as a watch does during a run.
 
-rules of the policy   →   a rule for each layer, which says of its other GEMMs what the policy says
-                          the rules of the policy, but those that could no longer fire
+The new policy has a rule per affected layer, whose other GEMMs keep their decision. The rules of the policy
+follow, without rules that can no longer fire.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from mxcompile.policy.shadow import Shadows
 
 
 def keeping(policy: Policy, kept: Mapping[Layer, Mapping[Gemm, str]], label: str) -> Policy:
-    """`policy`, with GEMMs of layers not quantized.
+    """Returns `policy` with some GEMMs not quantized.
 
-    kept: why, by layer and GEMM. label: of the result. The result is written and read back as any policy.
+    kept: reasons by layer and GEMM. label: name of the result, which can be saved and loaded like any policy.
     """
     shadows = Shadows()
     rules = [_rule(policy, layer, why) for layer, why in kept.items()]

@@ -1,4 +1,4 @@
-"""Raw data (YAML or dict) to rules: every key and value checked, every error with its place."""
+"""Converts raw data (YAML or dict) to rules and checks every key and value; errors contain the place."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from mxcompile.policy.yaml_data import MAX_BYTES, Path, YamlProblem, load
 
 
 class Origin:
-    """Where raw data came from, to say in errors: a file with lines, or a dict."""
+    """The source of raw data, for errors: a dict, or a file with line numbers."""
 
     def __init__(self, label: str, lines: dict[Path, int] | None = None) -> None:
         self.label = label
         self.lines = lines or {}
 
     def error(self, path: Path, message: str) -> PolicyError:
-        """A `PolicyError` that names `path` and, for a file, its line."""
+        """Returns a `PolicyError` that names `path` and, for a file, its line."""
         line = self.line(path)
         place = f"{self.label}:{line}" if line else self.label
         return PolicyError(f"{place}: {_dotted(path)}{message}")
 
     def sentence(self, path: Path, message: str) -> str:
-        """`message` with `path` and, for a file, its line."""
+        """Returns `message` with `path` and, for a file, its line."""
         line = self.line(path)
         return f"{f'line {line}: ' if line else ''}{_dotted(path)}{message}"
 
     def line(self, path: Path) -> int:
-        """Where `path` begins, or the innermost part of it that is known; 0 without lines."""
+        """Returns the line where `path`, or its longest known prefix, begins; 0 without lines."""
         ends = range(len(path), -1, -1)
         return next((self.lines[path[:end]] for end in ends if path[:end] in self.lines), 0)
 
@@ -50,18 +50,18 @@ def _dotted(path: Path) -> str:
 
 
 def read_file(path: pathlib.Path) -> bytes:
-    """Returns the bytes of the file `path`, cut if it is larger than any policy. Raises `PolicyError`."""
+    """Returns the bytes of the file `path`, at most one more than a policy may have. Raises `PolicyError`."""
     try:
         with path.open("rb") as file:
             return file.read(MAX_BYTES + 1)
     except OSError as error:
         raise PolicyError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:  # a name that none can have
+    except ValueError as error:  # not a legal file name, for example with a null byte
         raise PolicyError(f"{shown(str(path))}: cannot be read: {error}") from None
 
 
 def load_yaml(raw: bytes, label: str) -> tuple[Any, Origin]:
-    """Returns the data and the source of the YAML document `raw`, called `label`. Raises `PolicyError`."""
+    """Returns data and origin of the YAML document `raw`, called `label` in errors. Raises `PolicyError`."""
     try:
         data, lines = load(raw)
     except YamlProblem as problem:
@@ -71,7 +71,7 @@ def load_yaml(raw: bytes, label: str) -> tuple[Any, Origin]:
 
 
 def parse_data(data: Any, source: Origin) -> tuple[str, tuple[Rule, ...]]:
-    """Preset name and rules in `data`, a mapping with version, preset and rules."""
+    """Returns preset name and rules of `data`, a mapping with version, preset and rules."""
     if not isinstance(data, dict):
         kind = "nothing" if data is None else type(data).__name__
         raise source.error(
@@ -106,14 +106,14 @@ def parse_data(data: Any, source: Origin) -> tuple[str, tuple[Rule, ...]]:
 
 
 def _named_rules(numbers: tuple[int, ...], source: Origin) -> str:
-    """``rule 1 (line 3)`` or ``rules 1, 3 (lines 3, 9)``."""
+    """Returns the rules as text: ``rule 1 (line 3)`` or ``rules 1, 3 (lines 3, 9)``."""
     lines = [str(line) for number in numbers if (line := source.line(("rules", number - 1)))]
     place = f" (line{'s' * (len(numbers) > 1)} {', '.join(lines)})" if lines else ""
     return f"{rule_words(numbers)}{place}"
 
 
 def rule_words(numbers: Sequence[int]) -> str:
-    """``rule 1`` or ``rules 1, 3``."""
+    """Returns the rules as text: ``rule 1`` or ``rules 1, 3``."""
     return f"rule{'s' * (len(numbers) > 1)} {_words(numbers)}"
 
 
@@ -181,7 +181,7 @@ def _parse_use(raw: Any, path: Path, source: Origin) -> Use:
 
 
 def _check_choices(raw: Any, use: Use, preset: Preset, path: Path, source: Origin) -> None:
-    """An error for a choice that means nothing to any precision the rule may come to."""
+    """Raises `PolicyError` for a choice that has no meaning in any precision the rule may lead to."""
     asked = [row for row in (use.fprop, use.dgrad, use.wgrad) if row is not None]
     rows = {row.name: row for row in asked if row.quantizes} or {preset.precision.name: preset.precision}
     given = raw if isinstance(raw, dict) else {}

@@ -1,4 +1,4 @@
-"""Name patterns made from other things: exact texts, and regular expressions that need not match it all."""
+"""Name patterns for policies, from literal names or from regular expressions of other tools."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ import re
 
 _FLAGS = re.compile(r"\(\?([aiLmsux]+)\)")
 _OPEN_END = re.compile(r"(?<!\\)(\\\\)*(\$|\.\*)$")
-"""An end that leaves nothing to match behind it: '$' or '.*', neither of them escaped."""
+"""An end that already matches any rest: an unescaped '$' or '.*'."""
 
 
 def literal(name: str) -> str:
-    """The glob that matches `name` and nothing else."""
+    """Returns the glob that matches only `name`."""
     escaped = re.sub(r"[*?[]", lambda sign: f"[{sign[0]}]", name)
     return f"[r]{escaped[1:]}" if escaped.startswith("re:") else escaped
 
 
 def searching(expression: str) -> str:
-    """The pattern of names in which `expression` is found anywhere, as by `re.search`."""
+    """Returns the pattern for names that contain a match of `expression`, like `re.search`."""
     return _within(expression, before=".*")
 
 
 def starting(expression: str) -> str:
-    """The pattern of names that begin with a match of `expression`, as by `re.match`."""
+    """Returns the pattern for names that begin with a match of `expression`, like `re.match`."""
     return _within(expression, before="")
 
 
 def _within(expression: str, before: str) -> str:
-    """`expression` after `before` and with anything behind it; flags that it sets for all stay first."""
+    """Returns `before`, `expression` and any rest as one pattern, with global flags moved to the start."""
     flags = ""
     while match := _FLAGS.match(expression):
         flags += match[1]
         expression = expression[match.end() :]
     prefix = f"(?{''.join(dict.fromkeys(flags))})" if flags else ""
-    if "x" in flags:  # it may end in a comment
+    if "x" in flags:  # a verbose expression may end in a comment, which a newline closes
         return f"re:{prefix}{before}(?:{expression}\n).*"
     if splits(expression):
         return f"re:{prefix}{before}(?:{expression}).*"
@@ -42,7 +42,7 @@ def _within(expression: str, before: str) -> str:
 
 
 def splits(expression: str) -> bool:
-    """Whether `expression` has a '|' outside all brackets: its end is not the end of all it matches."""
+    """Whether `expression` has a '|' outside all brackets, so that a suffix would join only one branch."""
     depth, index, in_set = 0, 0, False
     while index < len(expression):
         sign = expression[index]

@@ -1,4 +1,4 @@
-"""`Policy`: a preset, rules, and the decision for a layer."""
+"""`Policy`: a preset and rules, and the decision for a layer."""
 
 from __future__ import annotations
 
@@ -24,10 +24,18 @@ _NOTHING = Use()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """Decides, per layer and per GEMM, what is quantized and how.
+    """Selects the GEMMs of each layer to quantize, and their formats.
 
-    base: what decides where no rule matches. rules: in order, the first that matches wins.
-    label: where it came from, for messages; not part of what it is.
+    Attributes:
+        base: preset that decides for layers without a matching rule.
+        rules: rules in order; the first that matches a layer decides.
+        label: name of the source for messages; ignored by comparisons.
+
+    Example:
+        ```python
+        policy = Policy.from_dict({"version": 1, "rules": [{"match": {"name": "*.up_proj"}, "use": "bf16"}]})
+        model = torch.compile(model, backend="mxfp8", options={"policy": policy})
+        ```
     """
 
     base: Preset = PRESETS[DEFAULT]
@@ -36,25 +44,48 @@ class Policy:
 
     @classmethod
     def preset(cls, name: str) -> Policy:
-        """The preset called `name`, without rules. Raises `PolicyError`."""
+        """Returns the preset `name` as a policy without rules.
+
+        Raises:
+            PolicyError: if there is no such preset.
+        """
         if name not in PRESETS:
             raise PolicyError(not_allowed("preset", name, PRESETS))
         return cls(base=PRESETS[name], label=f"preset {name}")
 
     @classmethod
     def load(cls, path: str | Path) -> Policy:
-        """The policy in the YAML file `path`. Raises `PolicyError` with the line of a mistake."""
+        """Returns the policy in the YAML file `path`.
+
+        Raises:
+            PolicyError: with the line of the mistake.
+        """
         data, source = load_yaml(read_file(Path(path)), str(path))
         return cls._of(*parse_data(data, source), label=str(path))
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], label: str = "policy") -> Policy:
-        """The policy in `data`, the same form as the YAML file. Raises `PolicyError`."""
+        """Returns the policy in `data`.
+
+        Args:
+            data: a mapping with the keys of the YAML form.
+            label: name of the source for messages.
+
+        Raises:
+            PolicyError: with the key of the mistake.
+        """
         return cls._of(*parse_data(data, Origin(label)), label=label)
 
     @classmethod
     def resolve(cls, value: str | Path | dict[str, Any] | Policy | None) -> Policy:
-        """Returns the policy of the option ``policy``: a Policy, dict, preset name, file path or None."""
+        """Returns the policy for a value of the option ``policy``.
+
+        Args:
+            value: a Policy, a dict, the name of a preset, the path of a file, or None for the default preset.
+
+        Raises:
+            PolicyError: for other values, or with the place of a mistake.
+        """
         if value is None:
             return cls.preset(DEFAULT)
         if isinstance(value, Policy):
@@ -76,7 +107,7 @@ class Policy:
         return cls(base=PRESETS[preset], rules=rules, label=label)
 
     def decide(self, layer: Layer) -> Decision:
-        """Returns the precision, the formats and the reason for each GEMM of `layer`."""
+        """Returns precision, formats and reason for each GEMM of `layer`."""
         index = self.rule_for(layer)
         use = _NOTHING if index is None else self.rules[index].use
         formats = use.over(self.base.formats)
@@ -90,14 +121,14 @@ class Policy:
         return bool(self.base.gemms) or any(wish is not None and wish.quantizes for wish in wishes)
 
     def rule_for(self, layer: Layer) -> int | None:
-        """Index of the rule that decides for `layer`, or None for the preset."""
+        """Returns the index of the rule that decides for `layer`, or None if the preset decides."""
         for index, rule in enumerate(self.rules):
             if rule.match.fits(layer) and rule.match.missed(layer) is None:
                 return index
         return None
 
     def _near_miss(self, gemm: Gemm, layer: Layer, decided: int | None) -> Limit | None:
-        """The size limit that kept a rule, tried before the deciding one, from quantizing `gemm`."""
+        """Returns the limit that excludes `layer` from an earlier rule which quantizes `gemm`, or None."""
         for rule in self.rules[:decided]:
             wanted = rule.use.wants(gemm)
             if wanted is not None and wanted.quantizes and rule.match.fits(layer):
@@ -131,9 +162,9 @@ class Policy:
         return Reason(Code.RULE, index + 1) if why is None else Reason(Code.WATCH, why)
 
     def _small_side(self, layer: Layer) -> str | None:
-        """Returns the side of the layer's weight that the preset finds too small, ``n=4`` say, or None.
+        """Returns the side of the layer's weight below the preset's minimum, like ``n=4``, or None.
 
-        Casting such a matrix costs more than its product saves: an adapter of low rank, a gate per head.
+        Casting such a matrix (a low-rank adapter, a gate per head) costs more time than its GEMM saves.
         """
         sides = (("n", layer.n), ("k", layer.k))
         return next(
@@ -141,7 +172,7 @@ class Policy:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The policy as `from_dict` reads it."""
+        """Returns the policy in the form that `from_dict` reads."""
         return {
             "version": VERSION,
             "preset": self.base.name,
@@ -149,13 +180,14 @@ class Policy:
         }
 
     def to_yaml(self) -> str:
-        """The policy as the text of a file that `load` reads back as an equal policy."""
+        """Returns the policy as YAML text that `load` reads back as an equal policy."""
         return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True, width=100)
 
     def dump(self, path: str | Path) -> None:
-        """Write the policy to `path` as YAML that `load` reads back as an equal policy, whole or not at all.
+        """Writes the policy as YAML to `path`, atomically; `load` reads back an equal policy.
 
-        Raises `PolicyError` if the file cannot be written.
+        Raises:
+            PolicyError: if the file cannot be written.
         """
         try:
             publish(Path(path), self.to_yaml())
@@ -163,14 +195,14 @@ class Policy:
             raise PolicyError(f"{path}: cannot be written: {error.strerror}") from None
 
     def fingerprint(self) -> str:
-        """The content as one string: equal for equal policies, whatever their file."""
+        """Returns a string that is equal for policies of equal content; it does not depend on `label`."""
         return json.dumps(self.to_dict(), sort_keys=True)
 
 
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # a name too long to be one, or a folder that cannot be searched
+    except OSError:  # the name is too long for a file, or a folder cannot be searched
         return False
 
 
@@ -182,7 +214,7 @@ def _rule_to_dict(rule: Rule) -> dict[str, Any]:
 
 
 def _use(use: Use) -> dict[str, Any] | str:
-    """`use` in its shortest form: one precision for three equal ones, alone as a bare word."""
+    """Returns `use` in its shortest form: one precision for three equal ones, a bare word if it is all."""
     plain = {
         key: value.write(given)
         for key, value in schema.USE.items()

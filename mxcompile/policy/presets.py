@@ -1,4 +1,4 @@
-"""The presets. They decide by role; matrices with a side shorter than a block of a scale they leave alone."""
+"""The presets. They decide by role and do not quantize weights with a side shorter than a scale block."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ PRESETS = {
         Preset(name="ocp", precision=_MXFP8, formats=Choices(rounding=Rounding.FLOOR)),
         # E4M3 forward, E5M2 gradients, as in FP8 recipes with per-tensor scales
         Preset(name="hybrid", precision=_MXFP8, formats=Choices(grad_dtype=E5M2)),
-        # one FP32 scale a tensor, E4M3 forward and E5M2 gradients: Transformer Engine's Float8CurrentScaling
+        # one FP32 scale per tensor, E4M3 forward, E5M2 gradients: Transformer Engine's Float8CurrentScaling
         Preset(name="fp8_tensor", precision=_FP8, formats=Choices(grad_dtype=E5M2)),
-        # one a row of each GEMM's operands: torchao's rowwise recipes
+        # one FP32 scale per row of each GEMM's operands: torchao's rowwise recipes
         Preset(name="fp8_rowwise", precision=_FP8, formats=Choices(scaling="channel")),
         Preset(
             name="fp8_rowwise_wgrad_bf16",
@@ -26,7 +26,7 @@ PRESETS = {
             gemms=frozenset({Gemm.FPROP, Gemm.DGRAD}),
             formats=Choices(scaling="channel"),
         ),
-        # 1×128 of activations and gradients, 128×128 of weights: DeepSeek-V3, arXiv 2412.19437 §3.3
+        # 1×128 for activations and gradients, 128×128 for weights: DeepSeek-V3, arXiv 2412.19437 §3.3
         Preset(name="fp8_block", precision=_FP8, formats=Choices(scaling="block")),
         # scales from a history of amax, E5M2 gradients: Transformer Engine's DelayedScaling
         Preset(name="fp8_delayed", precision=_FP8, formats=Choices(scaling="delayed", grad_dtype=E5M2)),
@@ -42,6 +42,6 @@ PRESETS = {
         Preset(name="bf16", precision=_MXFP8, gemms=frozenset()),
     )
 }
-"""By name."""
+"""The presets by name."""
 
 DEFAULT = "nvidia"

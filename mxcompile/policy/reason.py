@@ -1,4 +1,4 @@
-"""Why a GEMM has its precision: a code of a closed set and facts, put into words in this one place."""
+"""Reasons for the precision of a GEMM: a code of a closed set and facts; all sentences are in this module."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Self
 
 
 class Code(StrEnum):
-    """The kinds of reasons. Code asks for these; sentences are for people."""
+    """The kinds of reasons. Programs compare codes; the sentences are for people."""
 
     RULE = "rule"
     LIMIT = "size limit"
@@ -72,9 +72,9 @@ _WORDS = {
 
 
 class Reason(str):
-    """A reason. As a string it is the sentence.
+    """A reason. Its string value is the sentence.
 
-    code: of the closed set. facts: what the sentence names, in its order: ``Reason(Code.DTYPE, "int8")`` is
+    code: kind of the reason. facts: values in the sentence, in order: ``Reason(Code.DTYPE, "int8")`` is
     "unsupported dtype int8".
     """
 
@@ -90,7 +90,7 @@ class Reason(str):
         return reason
 
     def also(self, other: Reason) -> Reason:
-        """Returns this reason with the sentence of `other` behind its own; code and facts stay."""
+        """Returns this reason with the sentence of `other` appended. Code and facts stay."""
         return Reason(self.code, *self.facts, more=f"{self._more()}; {other}")
 
     def _more(self) -> str:

@@ -1,4 +1,4 @@
-"""The roles of matmuls: one row each, with all that is known of a role but its statement (`passes.roles`)."""
+"""The roles of matmuls, one row each. `passes.roles` recognises them in a graph."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Self
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoleRow:
-    """The facts about one role.
+    """The properties of one role.
 
-    colour: of a report's page, a variable of its style sheet. quantized: whether presets quantize its layers;
-    layers of other roles are fragile. per_token: whether its layers have a row for each token. ends_branch:
-    whether its input comes from the layers it belongs with, not from the residual stream. formula: of a
-    product of an attention; such products stay in BF16.
+    colour: colour in a report's page, the name of a CSS variable. quantized: whether presets quantize its
+    layers; other roles are sensitive to quantization. per_token: whether its layers have one row per token.
+    ends_branch: whether its input comes from layers of the same branch, not from the residual stream.
+    formula: formula of a product of attention; these products stay in BF16.
     """
 
     colour: str = "head"
@@ -25,12 +25,12 @@ class RoleRow:
 
 
 class Role(StrEnum):
-    """The role of a matmul in the model. Closed set. row: what else is known of it."""
+    """The role of a matmul in the model, a closed set. row: the properties of the role."""
 
     row: RoleRow
 
     def __new__(cls, word: str, row: RoleRow = RoleRow()) -> Self:
-        """The role that policies and reports call `word`."""
+        """Returns the role with the name `word` in policies and reports."""
         role = str.__new__(cls, word)
         role._value_, role.row = word, row
         return role

@@ -1,6 +1,6 @@
-"""The keys of a policy: one row each, from which `parse`, `json_schema` and `Policy.to_dict` work.
+"""The table of policy keys, the source of `parse`, `json_schema` and `Policy.to_dict`.
 
-A key of a rule is also a field of `Match` or `Use`, where `Use` has those of `Choices`.
+A key of a rule is also a field of `Match` or `Use`.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ USE: dict[str, Value] = {
 
 
 def keys_of(row: Precision) -> frozenset[str]:
-    """The keys of `USE` that mean something to `row`, beside those that every precision has."""
+    """Returns the keys of `USE` that are specific to some precisions and apply to `row`."""
     return frozenset(key for key, value in USE.items() if value.means is not None and value.means(row))
 
 

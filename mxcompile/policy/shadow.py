@@ -1,8 +1,8 @@
-"""Which rules can never fire, because earlier ones take everything they match.
+"""Finds rules that can never fire, because earlier rules match everything they match.
 
-Sound, not complete: a rule is only called shadowed when that can be shown from the patterns alone, one
-combination of name, role, module and end of a stack of blocks at a time, and within `MAX_STEPS` comparisons
-for a whole policy.
+The check is sound but incomplete: it reports a rule only if the patterns alone prove it. It compares one
+combination of name, role, module and end of a block stack at a time, with at most `MAX_STEPS` comparisons per
+policy.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mxcompile.policy.model import Ends, Match
 from mxcompile.policy.roles import ATTENTION_PRODUCTS, Role
 
 MAX_STEPS = 400_000
-"""About half a second."""
+"""Takes about half a second."""
 
 _MAX_REPEATS = 4
 _ANY = "*"
@@ -23,21 +23,21 @@ _LINEAR = tuple(role for role in Role if role not in ATTENTION_PRODUCTS)
 
 
 class Shadows:
-    """The matches of a policy's rules, in order, as they are read."""
+    """The conditions of a policy's rules, in order."""
 
     def __init__(self) -> None:
         self._earlier: list[_Known] = []
         self._steps = 0
 
     def add(self, match: Match) -> tuple[int, ...]:
-        """Numbers of the rules, from 1, that together cover `match`; none if it is a rule like any."""
+        """Adds `match`. Returns the numbers (from 1) of earlier rules that together cover it, if any."""
         covering = self._covering(match)
         if not covering:
             self._earlier.append(_Known(match))
         return tuple(sorted(covering))
 
     def _covering(self, match: Match) -> set[int]:
-        """Numbers of the rules that cover `match`; none if they do not, or it is too much to tell."""
+        """Returns the numbers of the rules that cover `match`, if any can be found within the step limit."""
         covering: set[int] = set()
         cases = itertools.product(
             match.name or (_ANY,), match.role or _LINEAR, match.module or (None,), _ends(match.blocks)
@@ -56,7 +56,7 @@ class Shadows:
 
 
 class _Known:
-    """An earlier match. names: as written. patterns: the names that can match more than one layer."""
+    """An earlier condition. names: its name patterns. patterns: name patterns that fit several layers."""
 
     __slots__ = ("match", "names", "patterns")
 
@@ -80,7 +80,7 @@ class _Known:
 
 
 def _ends(blocks: Ends | None) -> tuple[Ends | None, ...]:
-    """The ends that `blocks` asks for, one by one; None for no such demand."""
+    """Returns the ends of block stacks that `blocks` selects, one at a time; (None,) without a condition."""
     if blocks is None:
         return (None,)
     one_by_one = (Ends(first=blocks.first), Ends(last=blocks.last))
@@ -88,19 +88,19 @@ def _ends(blocks: Ends | None) -> tuple[Ends | None, ...]:
 
 
 def _within(later: Ends | None, known: Ends) -> bool:
-    """Whether all blocks of `later` are blocks of `known`; None is every layer."""
+    """Whether all blocks of `later` are blocks of `known`. None stands for every layer."""
     return later is not None and later.first <= known.first and later.last <= known.last
 
 
 def _allows(known: Match, later: Match, letter: str) -> bool:
-    """Whether `known` allows every size `letter` that `later` allows; a largest size of 0 means no limit."""
+    """Whether `known` allows every size `letter` that `later` allows. A maximum of 0 means no limit."""
     largest, of_later = getattr(known, f"max_{letter}"), getattr(later, f"max_{letter}")
     at_least = getattr(known, f"min_{letter}") <= getattr(later, f"min_{letter}")
     return bool(at_least and (not largest or 0 < of_later <= largest))
 
 
 def _pattern_covers(known: str, later: str) -> bool:
-    """Whether every name that `later` matches is matched by `known`."""
+    """Whether `known` matches every name that `later` matches."""
     if known == _ANY:
         return True
     if known.startswith("re:"):
@@ -108,21 +108,21 @@ def _pattern_covers(known: str, later: str) -> bool:
         return not is_pattern(later) and _is_quick(expression) and bool(re.fullmatch(expression, later))
     if later.startswith("re:"):
         return False
-    # a '*' of the later pattern may stand for anything, so only a '*' of the known one may swallow
-    # it; '?' and '[' in either make the comparison by text unsound unless the texts are equal
+    # The text of the later pattern is matched like a name. A '*' in it stands for anything, and only a '*'
+    # of the known pattern matches it. With '?' or '[' in either pattern this would be unsound.
     if any(sign in known or sign in later for sign in "?["):
         return not is_pattern(later) and fnmatch.fnmatchcase(later, known)
     return fnmatch.fnmatchcase(later, known)
 
 
 def _is_quick(expression: str) -> bool:
-    """Whether `expression` cannot take for ever on a name: few repetitions, none of them of a group.
+    """Whether `expression` matches in bounded time: few repetitions, and none of a group.
 
-    A file is to be read in bounded time, and backtracking over ``(a+)+`` is exponential.
+    Backtracking over ``(a+)+`` is exponential, and a policy must be readable in bounded time.
     """
     return not re.search(r"\)[*+{]", expression) and len(re.findall(r"[*+{]", expression)) <= _MAX_REPEATS
 
 
 def is_pattern(name: str) -> bool:
-    """Whether `name` is more than the path of one layer."""
+    """Whether `name` can match more than one layer."""
     return name.startswith("re:") or any(sign in name for sign in "*?[")

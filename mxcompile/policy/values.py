@@ -1,7 +1,7 @@
-"""How the values of a policy's keys are read, checked and written.
+"""Readers, writers and JSON Schemas of the values of policy keys.
 
-A `Value` reads one raw value: it gives what the model holds, or raises `Invalid` with a sentence that says
-what is allowed; `parse` adds where.
+A `Value` converts one raw value for the model, or raises `Invalid` with the allowed values. `parse` adds the
+place.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BLOCKS = ("first", "last")
 
 
 class Invalid(ValueError):  # noqa: N818 - a signal inside this package, not an error users see
-    """A value that its key does not allow. `index` is its place in a list or mapping, if it came in one."""
+    """An illegal value. index: its index or key if it is inside a list or mapping."""
 
     def __init__(self, message: str, index: int | str | None = None) -> None:
         super().__init__(message)
@@ -34,11 +34,11 @@ Reader = Callable[[Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """The values of one key: the field of `Match` or `Use` that has the key's name.
+    """The values of one key, which is the name of a field of `Match` or `Use`.
 
-    read: raw value to the model's. json: the values allowed, as JSON Schema. write: the model's value to a
-    raw one. means: whether a precision has the key; None if every precision has it. needs: the key and the
-    word that it goes with.
+    read: converts a raw value to the model's. json: JSON Schema of the raw value. write: converts the model's
+    value to a raw one. means: whether a precision has the key; None if every precision has it. needs: another
+    key and the value it must have.
     """
 
     read: Reader
@@ -48,12 +48,12 @@ class Value:
     needs: tuple[str, str] | None = None
 
     def says(self, description: str, **facts: Any) -> Value:
-        """The same with a description, which editors show, and with other `facts`."""
+        """Returns a copy with a description, which editors show, and with other `facts`."""
         return replace(self, json={"description": description, **self.json}, **facts)
 
 
 def word(what: str, table: dict[str, Any]) -> Value:
-    """One of the words of `table`; gives what the table holds for it."""
+    """Returns the `Value` of a key whose words are the keys of `table`; it reads to the table's entry."""
 
     def read(value: Any) -> Any:
         if not isinstance(value, str) or value not in table:
@@ -64,7 +64,7 @@ def word(what: str, table: dict[str, Any]) -> Value:
 
 
 def listed(single: Value) -> Value:
-    """One value or a list of values; gives a tuple without repetitions."""
+    """Returns the `Value` for one raw value or a list of them; it reads to a tuple without duplicates."""
 
     def read(value: Any) -> Any:
         if not isinstance(value, list):
@@ -96,7 +96,7 @@ def _positive(value: Any) -> int:
 def _name_pattern(value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise Invalid(f"expected a glob or 're:…' over module paths, found {shown(value)}")
-    space = "\n\t" if value.startswith("re:") else ""  # of a verbose expression
+    space = "\n\t" if value.startswith("re:") else ""  # verbose expressions may have newlines and tabs
     hidden = next((s for s in value if unicodedata.category(s) in ("Cc", "Cf") and s not in space), None)
     if hidden is not None:
         raise Invalid(f"{shown(value)} holds the invisible character U+{ord(hidden):04X}: remove it")
@@ -138,12 +138,12 @@ def _version(value: Any) -> int:
 
 
 def table(words: Iterable[Any]) -> dict[str, Any]:
-    """`words` by their spelling in a policy."""
+    """Returns `words` by their spelling in a policy."""
     return {str(item): item for item in words}
 
 
 def tile_choices(key: str) -> list[str]:
-    """The words of the tables of tiles that `key` takes."""
+    """Returns the tile words of all precisions whose tiles are set by `key`."""
     tiles = [word for row in PRECISIONS.values() if row.tiles_key == key for word in row.tiles]
     return list(dict.fromkeys(tiles))
 
@@ -164,7 +164,7 @@ def _margin(value: Any) -> int:
 
 
 _AMAX = {"percentile": (100.0, True), "ema": (1.0, False)}
-"""By kind the upper end of its number, and whether that is allowed; 0 never is."""
+"""Upper bound of the number of each kind, and whether the bound is allowed. The lower bound 0 is excluded."""
 
 
 def _amax(value: Any) -> Amax:
@@ -227,7 +227,7 @@ WEIGHT_BLOCKS = [tile for row in PRECISIONS.values() for tile in row.weight_bloc
 
 
 def _precision(value: Any) -> Any:
-    """A row of the table; of a preset's name, the error says what a rule would say instead."""
+    """Returns a row of `PRECISIONS`. For the name of a preset, the error suggests keys for the rule."""
     if isinstance(value, str) and value in PRESETS and value not in PRECISIONS:
         preset = PRESETS[value]
         keys = (preset.precision.tiles_key, "grad_dtype")

@@ -1,6 +1,6 @@
-"""Policy YAML to plain data with a line for every value; nothing in the file is executed.
+"""Reads policy YAML as plain data with the line of every value. Nothing in the file is executed.
 
-The node graph of the safe loader is read: an object is never constructed from a tag.
+The node graph of the safe loader is converted directly, so a tag never constructs an object.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TAGS: dict[type[yaml.Node], set[str]] = {
 
 
 class YamlProblem(ValueError):  # noqa: N818 - turned into a PolicyError by the caller
-    """A fault in a file, with its 1-based `line` (0: the file as a whole)."""
+    """A fault in a file at the 1-based `line`; 0 stands for the whole file."""
 
     def __init__(self, message: str, line: int = 0) -> None:
         super().__init__(message)
@@ -38,10 +38,10 @@ class YamlProblem(ValueError):  # noqa: N818 - turned into a PolicyError by the 
 
 
 class _Loader(yaml.SafeLoader):
-    """Knows the plain scalars only: a date or ``<<`` is a string."""
+    """Resolves only plain scalars: dates and ``<<`` are strings."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> Any:
-        """Composes the next node. PyYAML gives an alias the line of its anchor; it has its own here."""
+        """Composes the next node. Gives an alias its own line; PyYAML gives it the line of its anchor."""
         event: yaml.Event = self.peek_event()  # type: ignore[no-untyped-call]
         node = super().compose_node(parent, index)
         if isinstance(event, yaml.AliasEvent) and node is not None:
@@ -65,7 +65,7 @@ _HINTS = {
     "flow": "close every '[' and '{'",
     "quoted scalar": "close the quote",
 }
-"""What to do about a YAML error, by a part of PyYAML's message."""
+"""Advice on a YAML error, by a part of PyYAML's message."""
 
 
 def load(raw: bytes) -> tuple[Any, dict[Path, int]]:
@@ -97,7 +97,7 @@ def load(raw: bytes) -> tuple[Any, dict[Path, int]]:
 
 
 class _NodeReader:
-    """Reads a node graph, with the lines of all paths in it."""
+    """Converts a node graph to data and records the line of every path."""
 
     def __init__(self) -> None:
         self.lines: dict[Path, int] = {}
@@ -105,7 +105,7 @@ class _NodeReader:
         self._open: set[int] = set()
 
     def value(self, node: yaml.Node, path: Path) -> Any:
-        """Returns the data of `node`, which stands at `path`."""
+        """Returns the data of `node` at `path`."""
         line = node.start_mark.line + 1
         tag = node.tag.replace(_PREFIX, "!!")
         self.lines.setdefault(path, line)

@@ -1,4 +1,4 @@
-"""Reports: for every matmul in a model, what was done, by which kernel, and why not."""
+"""Reports: for every matmul of a model its precision, its kernel and the reason."""
 
 from mxcompile.report.forms import FORMS
 from mxcompile.report.numerics import GemmNumerics, Numerics, ParameterNumerics, TensorNumerics

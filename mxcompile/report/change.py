@@ -1,4 +1,4 @@
-"""The data of a comparison of two reports: what changed, by layer and in the summary."""
+"""The data of a comparison of two reports: the changes of layers and of the summary."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ KINDS = ("fell back", "gained", "changed", "new", "removed")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """One change that layers have in common.
+    """One change that several layers share.
 
-    kind: see `KINDS`. names: full module paths. role: of the layers, now. gemms: "fprop", "dgrad", "wgrad",
-    those that changed. what: which of precision, role, formats, kernel, reason and size it is, "" for new and
-    removed. before, after: its values, "" where there was or is none. code: of the reason for the present
-    precision (see `mxcompile.policy.Reason`). reason: the sentence of the first layer, and how many others
-    there are.
+    kind: see `KINDS`. names: full module paths. role: role of the layers in the new report. gemms: "fprop",
+    "dgrad", "wgrad", the GEMMs that changed. what: the changed field (precision, role, formats, kernel,
+    reason or size), "" for new and removed layers. before, after: values of the field, "" where a report
+    lacks it. code: code of the reason for the new precision (see `mxcompile.policy.Reason`). reason: the
+    reason of the first layer, and the number of layers with other reasons.
     """
 
     kind: str
@@ -33,10 +33,10 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Changes:
-    """Everything that changed between two reports, in no form.
+    """All changes between two reports, independent of the output form.
 
-    changes: those of layers, by kind. words: the precisions of both reports, as texts say them. old, new: the
-    summaries. is_unrelated: whether both have layers, and none is in both.
+    changes: changes of layers, sorted by kind. words: names of the precisions in both reports, for texts.
+    old, new: the summaries. is_unrelated: whether both reports have layers but share none.
     """
 
     changes: tuple[Change, ...]
@@ -47,11 +47,11 @@ class Changes:
 
     @property
     def fell_back(self) -> tuple[str, ...]:
-        """Names of the layers with a GEMM that was quantized and is in BF16."""
+        """Names of layers with a GEMM that was quantized in the old report and is BF16 in the new report."""
         names = (name for change in self.changes if change.kind == "fell back" for name in change.names)
         return tuple(dict.fromkeys(names))
 
     @property
     def share_drop(self) -> float:
-        """By how much the quantized share of the FLOPs fell, 0 to 1; negative if it rose."""
+        """Decrease of the quantized share of the FLOPs, −1 to 1; negative if the share rose."""
         return self.old.flop_share - self.new.flop_share

@@ -1,8 +1,8 @@
 """The changes between two reports of a model.
 
-GEMMs are matched by layer name and kind, the n-th of one report with the n-th of the other; the two products
-of an attention by their roles too. A GEMM that was quantized and is in BF16 fell back; what is only in one
-report is new or removed, never a fallback. Layers that changed alike are one change.
+GEMMs are matched by layer name and kind, the n-th of one report with the n-th of the other. The two products
+of an attention are also matched by role. A GEMM fell back if it was quantized and is BF16 now. A GEMM in one
+report only is new or removed, never a fallback. Layers with equal changes form one change.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _Key = tuple[str, str, str, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference(Changes):
-    """Everything that changed, and its forms: ``str(difference)`` is the text."""
+    """All changes between two reports, and their forms: ``str(difference)`` is the text."""
 
     def __str__(self) -> str:
         return to_text(self)
 
     def to_markdown(self) -> str:
-        """Returns the changes for a pull request."""
+        """Returns the changes as Markdown, for a pull request."""
         return to_markdown(self)
 
 
@@ -80,7 +80,7 @@ def _keyed(gemms: Iterable[GemmRecord]) -> Iterator[tuple[_Key, GemmRecord]]:
 
 
 def _by_gemms(layers: dict[str, set[str]]) -> Iterator[tuple[tuple[str, ...], list[str]]]:
-    """The layers by which of their GEMMs changed."""
+    """Yields the layers, grouped by the GEMMs that changed."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, gemms in layers.items():
         ordered = tuple(gemm for gemm in ("fprop", "dgrad", "wgrad") if gemm in gemms)
@@ -98,7 +98,7 @@ _FIELDS: dict[str, Callable[[GemmRecord], str]] = {
 
 
 def _changes(old: GemmRecord | None, new: GemmRecord | None) -> Iterator[tuple[str, ...]]:
-    """role, kind, what, before, after and code of the reason of every change from `old` to `new`."""
+    """Yields (role, kind, field, before, after, code of the reason) for every change from `old` to `new`."""
     if new is None:
         assert old is not None
         yield old.role, "removed", "", old.precision, "", ""
@@ -116,12 +116,12 @@ def _changes(old: GemmRecord | None, new: GemmRecord | None) -> Iterator[tuple[s
 
 
 def _code(gemm: GemmRecord) -> str:
-    """Returns the code by which reasons are grouped: the sentence, where a file has no code."""
+    """Returns the code by which reasons are grouped, or the sentence if the file has no codes."""
     return gemm.code or gemm.reason
 
 
 def _sentence(gemm: GemmRecord | None, alike: tuple[str, ...]) -> str:
-    """The reason of `gemm` as the change `alike` has it: "" where the reason is what changed."""
+    """Returns the reason of `gemm`; "" if the reason is the field that changed."""
     return "" if gemm is None or not alike[-1] else gemm.reason
 
 

@@ -1,6 +1,6 @@
-"""Report files: written whole or not at all, and no reason for anything else to stop.
+"""Report files: atomic writes, and errors that name the file.
 
-``{rank}`` in a path is the rank of the process.
+``{rank}`` in a path stands for the rank of the process.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from mxcompile.publish import beside, publish
 
 _T = TypeVar("_T")
 RANK = "{rank}"
-"""In the path of a report: the rank of the process."""
+"""Placeholder for the rank of the process in the path of a report."""
 
 
 def save(path: str | Path, text: str, what: str) -> None:
-    """`publish`, but what cannot be written is an `OptionError` that names `what` it is and the file."""
+    """Writes `text` to `path` atomically. Raises `OptionError` with `what` and the path if that fails."""
     try:
         publish(Path(path), text)
     except OSError as error:
@@ -27,7 +27,7 @@ def save(path: str | Path, text: str, what: str) -> None:
 
 
 def form_of(path: str | Path, forms: Mapping[str, _T], what: str) -> _T:
-    """Returns the one of `forms` for the suffix of `path`. Raises `OptionError` for a suffix without one."""
+    """Returns the entry of `forms` for the suffix of `path`. Raises `OptionError` for an unknown suffix."""
     suffix = Path(path).suffix
     if suffix not in forms:
         raise OptionError(f"{what} {str(path)!r}: {not_allowed('suffix', suffix, forms)}")
@@ -35,7 +35,7 @@ def form_of(path: str | Path, forms: Mapping[str, _T], what: str) -> _T:
 
 
 def load(path: str | Path, what: str, read: Callable[[str], _T]) -> _T:
-    """Returns what `read` makes of the text in `path`. Raises `OptionError` with `what` and the file."""
+    """Returns `read` applied to the text of `path`. Raises `OptionError` with `what` and the path."""
     try:
         return read(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -47,7 +47,7 @@ def load(path: str | Path, what: str, read: Callable[[str], _T]) -> _T:
 
 
 def check_place(path: Path) -> None:
-    """Raise `OptionError` if no file can be put at `path`. Leaves nothing there."""
+    """Raises `OptionError` if `path` cannot be written. Leaves no file."""
     path = of_rank(path)
     try:
         if path.is_dir():
@@ -61,7 +61,7 @@ def check_place(path: Path) -> None:
 
 
 def rank() -> int | None:
-    """The rank of this process, in the default process group or as its launcher says; None without both."""
+    """Returns the rank in the default process group, else the launcher's ``RANK``, else None."""
     from torch import distributed
 
     if distributed.is_available() and distributed.is_initialized():
@@ -71,10 +71,10 @@ def rank() -> int | None:
 
 
 def of_rank(path: Path) -> Path:
-    """`path` with the rank of this process, 0 if it has none, for every ``{rank}``."""
+    """Returns `path` with the rank of this process (0 without one) in place of every ``{rank}``."""
     return Path(str(path).replace(RANK, str(rank() or 0))) if RANK in str(path) else path
 
 
 def is_mine(path: Path) -> bool:
-    """Whether this process writes `path`: of many ranks the first does, unless each has a file of its own."""
+    """Whether this process writes `path`: rank 0 does, or every rank if the path contains ``{rank}``."""
     return RANK in str(path) or not rank()

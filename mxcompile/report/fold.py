@@ -1,9 +1,9 @@
-"""Folding: layers that differ only in numbers of their path become one row.
+"""Folding: layers whose paths differ only in numbers become one row.
 
 ``model.layers.0.mlp.up_proj`` … ``model.layers.31.mlp.up_proj`` → ``model.layers.0-31.mlp.up_proj``
 
-A folded name stands for exactly the layers it spells out: of ``0.experts.0``, ``0.experts.1`` and
-``1.experts.0`` the first two become ``0.experts.0-1``, and the third is a row of its own.
+A folded name stands for exactly the layers that it spells out: ``0.experts.0`` and ``0.experts.1`` become
+``0.experts.0-1``, and ``1.experts.0`` stays a row of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ANY: frozenset[int] = frozenset()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """Equal layers: their folded name, the names of all, and the records of the first."""
+    """Equal layers: their folded name, all their names, and the records of the first layer."""
 
     name: str
     names: tuple[str, ...]
@@ -29,12 +29,12 @@ class Row:
 
     @property
     def count(self) -> int:
-        """How many layers there are."""
+        """Number of layers."""
         return len(self.names)
 
 
 def fold(gemms: Iterable[GemmRecord]) -> list[Row]:
-    """`gemms` as rows of equal layers, in the order of their first layer's first GEMM."""
+    """Returns `gemms` as rows of equal layers, in the order of the first GEMM of each row."""
     layers: dict[tuple[object, ...], list[GemmRecord]] = {}
     for gemm in gemms:
         layers.setdefault((gemm.graph, gemm.name, gemm.role, gemm.source), []).append(gemm)
@@ -58,7 +58,7 @@ def fold(gemms: Iterable[GemmRecord]) -> list[Row]:
 
 
 def spelled(names: Iterable[str]) -> str:
-    """`names` folded and joined by commas: ``layers.0-31.up``."""
+    """Returns `names` folded and joined by commas: ``layers.0-31.up``."""
     alike: dict[tuple[object, ...], list[_Group]] = {}
     for name in names:
         path = _path(name)
@@ -68,7 +68,7 @@ def spelled(names: Iterable[str]) -> str:
 
 
 def _likeness(records: list[GemmRecord]) -> tuple[object, ...]:
-    """Returns the features that two layers must share to be one row."""
+    """Returns the features that all layers of a row share."""
     path = _path(records[0].name)
     return tuple(_ANY if isinstance(step, frozenset) else step for step in path), tuple(
         (g.role, g.gemm, g.batch, g.m, g.n, g.k, g.precision, g.formats, g.kernel, g.reason) for g in records
@@ -76,7 +76,7 @@ def _likeness(records: list[GemmRecord]) -> tuple[object, ...]:
 
 
 def _path(name: str) -> _Path:
-    """The steps of `name`, its numbers as sets."""
+    """Returns the steps of `name`, with numbers as sets."""
     return tuple(
         frozenset({int(step)}) if step.isdecimal() and str(int(step)) == step else step
         for step in name.split(".")
@@ -84,7 +84,7 @@ def _path(name: str) -> _Path:
 
 
 def _merged(groups: list[_Group]) -> list[_Group]:
-    """`groups` with the paths that differ in one number made one, the last number first."""
+    """Returns `groups` with paths that differ in one number merged, the last number first."""
     for column in reversed(range(len(groups[0][0]))):
         buckets: dict[_Path, list[_Group]] = {}
         for path, members in groups:
@@ -95,7 +95,7 @@ def _merged(groups: list[_Group]) -> list[_Group]:
 
 
 def _joined(groups: list[_Group], column: int) -> _Group:
-    """One group for `groups`, whose paths are equal outside `column`."""
+    """Returns one group for `groups`, whose paths differ only in the step `column`."""
     path = groups[0][0]
     numbers = [step for other, _ in groups if isinstance(step := other[column], frozenset)]
     step = _ANY.union(*numbers) if numbers else path[column]
@@ -108,7 +108,7 @@ def _spelled(path: _Path) -> str:
 
 
 def _ranges(numbers: frozenset[int]) -> str:
-    """``{0, 1, 2, 5}`` → ``0-2,5``."""
+    """Returns ``0-2,5`` for ``{0, 1, 2, 5}``."""
     ordered = sorted(numbers)
     starts = [number for number in ordered if number - 1 not in numbers]
     ends = [number for number in ordered if number + 1 not in numbers]

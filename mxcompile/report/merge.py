@@ -1,10 +1,10 @@
-"""One report for one model: of many graphs, of many ranks, every layer once.
+"""Merges the records of graphs and ranks into one report with each layer once.
 
-A graph that is compiled again (another shape, another process) says the same of the same layers; the records
-of the latest compile stand, and a compile of which nothing stands does not count in the summary. Where it
-does not say the same, both stand: another precision for another shape, and one row beside many (decode beside
-prefill: Dynamo never covers both by one graph). A layer that a graph calls twice has the records of both
-calls. Layers that are planned and not compiled yet come as planned.
+A recompile of a graph (another shape, another process) repeats the records of its layers: the records of the
+latest compile are kept, and a compile whose records were all replaced does not count in the summary. Two
+records of a layer are both kept if their precision differs, or if one has a single row and the other more
+(decode and prefill: Dynamo never compiles one graph for both). A layer that a graph calls twice has the
+records of both calls. Planned layers without a compiled graph keep their planned records.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ _Number = TypeVar("_Number", int, float)
 
 
 def _key(gemm: GemmRecord) -> _Key:
-    """Equal for records that say the same of one layer's GEMM; products are told apart by line."""
+    """Returns a key, equal for records that replace each other. Lines separate the products of a layer."""
     return gemm.name, gemm.role, gemm.gemm, gemm.source, gemm.precision, gemm.m == 1
 
 
 def _which(gemm: GemmRecord) -> tuple[str, str, bool]:
-    """Equal for records of one layer's GEMM, in whatever precision."""
+    """Returns a key that is equal for the records of one GEMM of a layer in any precision."""
     return gemm.name, gemm.gemm, gemm.m == 1
 
 
 def _half(gemm: GemmRecord) -> tuple[str, bool]:
-    """Equal for the GEMMs of one layer's forward, and for those of its backward."""
+    """Returns a key that is equal for the forward GEMM of a layer, and for its two backward GEMMs."""
     return gemm.name, gemm.gemm == "fprop"
 
 
 def latest(compiles: Sequence[tuple[object, Sequence[Part]]]) -> tuple[Part, ...]:
-    """The parts of `compiles` without the records that a later compile of the same frame repeats.
+    """Returns the parts of `compiles` without records that a later compile of the same frame repeats.
 
-    compiles: frames, None for one that is not known, and their parts, oldest first. Parts left without a
-    record are left out. Of a GEMM that a watch has put into BF16, no record from before stands.
+    compiles: (frame, parts) pairs, oldest first; frame is None if unknown. Parts whose records were all
+    removed are left out. If a watch moved a GEMM to BF16, its earlier records are removed too.
     """
     known: dict[object, set[_Key]] = {}
     fallen: set[tuple[str, str]] = set()
@@ -68,9 +68,9 @@ def latest(compiles: Sequence[tuple[object, Sequence[Part]]]) -> tuple[Part, ...
 
 
 def of_twins(parts: Sequence[Part], own: Iterable[GemmRecord]) -> Iterator[GemmRecord]:
-    """The records of modules that run code compiled for another, of every GEMM those of the last compile.
+    """Yields the records of modules that run code compiled for another module, from the last compile.
 
-    Layers that have records of their own of the forward, or of the backward, keep these.
+    A layer with own records of its forward, or of its backward, keeps these.
     """
     compiled, covered = {_half(gemm) for gemm in own}, set[tuple[str, str, bool]]()
     for index, part in reversed([*enumerate(parts)]):
@@ -86,10 +86,10 @@ def of_twins(parts: Sequence[Part], own: Iterable[GemmRecord]) -> Iterator[GemmR
 
 
 def work_of(parts: Sequence[Part]) -> dict[str, Any]:
-    """The summary's figures of bytes and casts: of a step, or of a call where none trains.
+    """Returns the bytes and casts of the summary, per training step, or per call if no part trains.
 
-    The work of modules that have no part of their own counts too. A weight that several graphs read counts
-    once, and so does a layer that several graphs compute.
+    Modules that run the code of another module count too. A weight that several graphs read, and a layer that
+    several graphs compute, count once.
     """
     training = [part for part in parts if part.saved_bytes is not None] or list(parts)
     times = [(part, len(paths)) for part, paths in _running(training)]
@@ -111,15 +111,16 @@ def work_of(parts: Sequence[Part]) -> dict[str, Any]:
 
 
 def _running(parts: Sequence[Part], *, every: bool = False) -> Iterator[tuple[Part, list[str]]]:
-    """The parts, latest first, and the paths of the modules that run the code of each.
+    """Yields the parts, latest first, with the paths of the modules that run their code.
 
-    A layer is of the last part that computes it, of a module's own before a twin's; with `every` of all.
+    A layer counts for the last part that computes it, and for its own part before another module's. `every`
+    lists all modules of each part instead.
     """
     own = {gemm.name for part in parts for gemm in part.gemms}
     covered: set[str] = set()
     for part in reversed(parts):
         names = {gemm.name for gemm in part.gemms}
-        is_new = not names or "" in names or bool(names - covered)  # what has no name is not known again
+        is_new = not names or "" in names or bool(names - covered)  # unnamed layers cannot be compared
         paths = [part.prefix] if every or is_new else []
         covered |= names
         for path, _block in part.twins:
@@ -133,10 +134,10 @@ def _running(parts: Sequence[Part], *, every: bool = False) -> Iterator[tuple[Pa
 def with_plan(
     gemms: Iterable[GemmRecord], planned: Sequence[GemmRecord], graph: int
 ) -> tuple[GemmRecord, ...]:
-    """`gemms`, and the records of `planned` whose name and GEMM they lack, in the order of the plan.
+    """Returns `gemms` and the records of `planned` that they lack, in the order of the plan.
 
-    A layer with one gradient in a compiled graph has all that it needs there. graph: position that records of
-    the plan are given.
+    A layer with one of its two gradients in a compiled graph lacks nothing: the other one may not be needed.
+    graph: graph index of the added records.
     """
     gemms = tuple(gemms)
     if not planned:
@@ -149,9 +150,10 @@ def with_plan(
 
 
 def outside(gemms: Iterable[GemmRecord]) -> tuple[str, ...]:
-    """A warning about the layers in `gemms` that are to be quantized and that no compiled graph has; or none.
+    """Returns a warning about the layers of `gemms` that shall be quantized and are in no compiled graph.
 
-    They are yet to be called, or run where Dynamo left Python to itself: in a loop that it could not follow.
+    These layers were not called yet, or Dynamo runs them in eager mode, for example in a loop it cannot
+    trace.
     """
     pending = (gemm for gemm in gemms if gemm.kernel == NOT_COMPILED and is_quantized(gemm.precision))
     rows = fold(dataclasses.replace(gemm, source="") for gemm in pending)
@@ -163,7 +165,7 @@ def outside(gemms: Iterable[GemmRecord]) -> tuple[str, ...]:
 
 
 def _gradients_alone(row: Row) -> str:
-    """Which GEMMs `row` has, if its forward is not one of them."""
+    """Returns the GEMMs of `row` in brackets if its forward GEMM is not among them, else ""."""
     gemms = list(dict.fromkeys(gemm.gemm for gemm in row.gemms))
     return "" if "fprop" in gemms else f" ({', '.join(gemms)})"
 
@@ -171,9 +173,10 @@ def _gradients_alone(row: Row) -> str:
 def merge(
     summaries: Sequence[Summary], contents: Sequence[tuple[Sequence[GemmRecord], Sequence[Outline]]]
 ) -> tuple[list[GemmRecord], Summary, list[Outline]]:
-    """One report of several, in their order: of equal records the first stands, compiled before planned.
+    """Returns the records, summary and outlines of several reports as one.
 
-    contents: records and graphs, by report. Raises `OptionError` if targets or policies differ.
+    Of equal records the first is kept, compiled before planned. contents: records and outlines of each
+    report. Raises `OptionError` if targets or policies differ.
     """
     _check_alike(summaries)
     compiled = {
@@ -211,7 +214,7 @@ def _check_alike(summaries: Sequence[Summary]) -> None:
 
 
 def _sum(summaries: Sequence[Summary], gemms: Sequence[GemmRecord]) -> Summary:
-    """`summaries` as one, `gemms` its records: every figure that is not of these is a sum."""
+    """Returns one summary for the records `gemms`. Figures that do not follow from them are added up."""
     first = summaries[0]
     warnings = dict.fromkeys(w for s in summaries for w in s.warnings if not w.startswith(_OUTSIDE))
     known: dict[str, Any] = {
@@ -229,12 +232,12 @@ def _sum(summaries: Sequence[Summary], gemms: Sequence[GemmRecord]) -> Summary:
 
 
 def total(values: Iterable[_Number | None]) -> _Number | None:
-    """The sum of what is known; None if nothing is."""
+    """Returns the sum of the values that are not None; None if all are."""
     known = [value for value in values if value is not None]
     return sum(known) if known else None
 
 
 def together(states: Iterable[str]) -> str:
-    """Returns the state of the cache for all: one word if all have the same, "partial" if not."""
+    """Returns the common state of the caches, "partial" if the states differ."""
     words = set(states)
     return words.pop() if len(words) == 1 else "partial" if words else "off"

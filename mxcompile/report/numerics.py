@@ -1,18 +1,18 @@
-"""The data of an audit: per cast tensor, per quantized GEMM, per gradient, and of the whole model.
+"""The data of an audit: errors of cast tensors, of quantized GEMMs, of gradients, and of the whole model.
 
-    sqnr_db    10 · log10(Σ x² / Σ (q − x)²)      inf: no error at all; nan: x or q is not finite
+    sqnr_db    10 · log10(Σ x² / Σ (q − x)²)      inf: no error; nan: x or q is not finite
     rel_error  √(Σ (q − x)² / Σ x²)
     cosine     Σ x·q / √(Σ x² · Σ q²)
     mse        Σ (q − x)² / numel
     harm       FLOPs · rel_error²                 of a GEMM; forward GEMMs share their sum by output_change²
-               FLOPs · (rel_error² + lost)        of a cast, with those of the GEMMs that read it
+               FLOPs · (rel_error² + lost)        of a cast, with the FLOPs of the GEMMs that read it
 
-x is the tensor before its cast, or the product of the tensors before their casts; q is what took its place.
-The rows with most harm are the worst. An error counts by the FLOPs that it enters. SQNR hardly sees small
-elements, so the share of magnitudes that a cast loses counts too. A row of rounding noise beside ordinary
-rows loses many elements, but little magnitude and so without harm. `output_change` says how far the error
-of a forward GEMM reaches (see `mxcompile.analysis.audit.output_sensitivity`); it counts more than FLOPs.
-Nothing is measured here (see `mxcompile.analysis.audit`), and tensors are not kept.
+x is the tensor before its cast, or the product of the unquantized tensors; q is the quantized counterpart.
+Rows are ranked by harm, which weights an error by the FLOPs of the GEMMs that it enters. SQNR hardly depends
+on small elements, so harm adds the share of the magnitude that a cast loses. A row of rounding noise beside
+ordinary rows loses many elements but little magnitude, and so has little harm. `output_change` estimates the
+effect of a forward GEMM on the model's output (see `mxcompile.analysis.audit.output_sensitivity`) and takes
+precedence over FLOPs. `mxcompile.analysis.audit` measures; this module holds the figures and no tensors.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ _Measured = TypeVar("_Measured", "TensorNumerics", "GemmNumerics", "ParameterNum
 class TensorNumerics:
     """One cast of one tensor.
 
-    name: full module path of the first layer that reads it. role: of that layer. operand: "x" (input), "w"
-    (weight) or "dy" (output gradient). layout: "rowwise" if blocks run along the last dimension of the tensor
-    as it is stored, else "columnwise". gemms: "fprop", "dgrad", "wgrad", those that read it. shared_with:
-    paths of the other layers that read it. elem: "e4m3" or "e5m2". block: "1x32" or "32x32". rounding: of the
-    scale. elements: how they round. amax_of: what the scale
-    follows from. calls: how often the cast ran; the rest is over all calls together.
+    name: full module path of the first layer that reads it. role: role of that layer. operand: "x" (input),
+    "w" (weight) or "dy" (output gradient). layout: "rowwise" if the scale blocks run along the last dimension
+    of the stored tensor, else "columnwise". gemms: the GEMMs that read it ("fprop", "dgrad", "wgrad").
+    shared_with: paths of the other layers that read it. elem: "e4m3" or "e5m2". block: scale granularity,
+    "1x32" or "32x32". rounding: rounding of the scale. elements: rounding of the elements. amax_of: statistic
+    that sets the scale. calls: number of runs of the cast; all other figures cover all calls.
 
-    numel: elements. amax: largest finite magnitude. sqnr_db, cosine, mse, rel_error: see the module.
-    underflow: the share of finite elements other than 0 whose cast is 0, 0 to 1. saturation: the share of
-    finite elements cut off at the largest value of the element type. lost: share of the sum of magnitudes
-    that the elements cast to 0 had. not_finite: elements that are NaN or Inf or share a block with one.
-    scale_histogram: pairs of E8M0 byte and number of blocks, ascending. flops: of the GEMMs that read it.
+    numel: number of elements. amax: largest finite magnitude. sqnr_db, cosine, mse, rel_error: see the
+    module. underflow: share of the finite nonzero elements that are cast to 0. saturation: share of the
+    finite elements that are clipped to the largest value of the element type. lost: share of the sum of
+    magnitudes in elements cast to 0. not_finite: number of elements that are NaN or Inf or share a block with
+    such an element. scale_histogram: pairs of E8M0 byte and number of blocks, ascending. flops: FLOPs of the
+    GEMMs that read it.
     """
 
     name: str
@@ -74,18 +75,18 @@ class TensorNumerics:
 
     @property
     def harm(self) -> float:
-        """See the module."""
+        """FLOPs · (rel_error² + lost), see the module."""
         return max(self.flops, 1) * (self.rel_error**2 + self.lost)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GemmNumerics:
-    """The output of one quantized GEMM against the FP32 GEMM of its operands before their casts.
+    """The output of one quantized GEMM compared with the FP32 GEMM of its unquantized operands.
 
-    name, role, gemm, batch, m, n, k: as in `GemmRecord`. calls: how often it ran; the rest is over all calls
-    together. sqnr_db, cosine, mse, rel_error: see the module. not_finite: elements of either output that are
-    NaN or Inf. output_change: of a forward GEMM, by which share of its size the model's main output would
-    change if this GEMM alone was quantized, an estimate; None of a backward GEMM, or if no gradient was seen.
+    name, role, gemm, batch, m, n, k: as in `GemmRecord`. calls: number of runs; all other figures cover all
+    calls. sqnr_db, cosine, mse, rel_error: see the module. not_finite: number of elements of either output
+    that are NaN or Inf. output_change: estimated relative change of the model's main output if only this
+    forward GEMM was quantized; None for a backward GEMM or without a gradient.
     """
 
     name: str
@@ -105,21 +106,22 @@ class GemmNumerics:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of all calls: two per multiply-add."""
+        """Floating-point operations of all calls, two per multiply-add."""
         return 2 * self.batch * self.m * self.n * self.k * self.calls
 
     @property
     def harm(self) -> float:
-        """FLOPs · rel_error²; `Numerics.harm_of_gemms` knows the output's change too."""
+        """FLOPs · rel_error². `Numerics.harm_of_gemms` takes `output_change` into account as well."""
         return self.flops * self.rel_error**2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterNumerics:
-    """The gradient of one parameter under the policy against the one of the unquantized model.
+    """The gradient of one parameter under the policy compared with the unquantized model's.
 
-    name: of the parameter. role: of its layer, "" for a parameter of no GEMM. flops: of its wgrad, 0 if it
-    has none. numel: elements. sqnr_db, cosine, mse, rel_error, not_finite: as of a GEMM's output.
+    name: name of the parameter. role: role of its layer, "" if the parameter is in no GEMM. flops: FLOPs of
+    its wgrad, 0 without one. numel: number of elements. sqnr_db, cosine, mse, rel_error, not_finite: as in
+    `GemmNumerics`.
     """
 
     name: str
@@ -134,21 +136,20 @@ class ParameterNumerics:
 
     @property
     def harm(self) -> float:
-        """See the module: as of a GEMM."""
+        """FLOPs · rel_error², see the module."""
         return max(self.flops, 1) * self.rel_error**2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Numerics:
-    """Everything an audit measured.
+    """All figures of an audit.
 
     tensors: one per cast. gemms: one per quantized GEMM. parameters: one per gradient of a parameter.
-    precision: what GEMMs were quantized to, own_dtype: what they are in otherwise, as texts say it. policy:
-    that was audited. gradients: whether a backward ran, without which there are no "dy", dgrad or wgrad.
-    loss, loss_reference: of the model under the policy and unquantized, both run by the audit; None without a
-    loss. loss_gap: loss / loss_reference − 1, a signed share. logits_sqnr_db, logits_cosine: of the model's
-    main output under the policy against the unquantized one; None if it has no floating-point output. notes:
-    what a reader should know.
+    precision, own_dtype: names of the quantized precision and of the model's dtype, for texts. policy: name
+    of the audited policy. gradients: whether a backward ran; without one there are no "dy", dgrad and wgrad.
+    loss, loss_reference: loss under the policy and unquantized, None without a loss. loss_gap: loss /
+    loss_reference − 1, signed. logits_sqnr_db, logits_cosine: main output under the policy against the
+    unquantized output; None if it is not floating-point. notes: remarks for the reader.
     """
 
     tensors: tuple[TensorNumerics, ...] = ()
@@ -166,15 +167,15 @@ class Numerics:
     notes: tuple[str, ...] = ()
 
     def worst_tensors(self) -> tuple[TensorNumerics, ...]:
-        """`tensors`, those with most harm (NaN before all) first."""
+        """Returns `tensors` sorted by harm, largest first; NaN precedes all."""
         return _worst_first(self.tensors)
 
     def worst_gemms(self) -> tuple[GemmNumerics, ...]:
-        """`gemms`, those with most harm (NaN before all) first."""
+        """Returns `gemms` sorted by harm, largest first; NaN precedes all."""
         return _worst_first(self.gemms, self.harm_of_gemms())
 
     def harm_of_gemms(self) -> Callable[[GemmNumerics], float]:
-        """Returns a function that gives the harm of one of `gemms`; see the module."""
+        """Returns a function that computes the harm of a GEMM, see the module."""
         known = [gemm for gemm in self.gemms if gemm.output_change is not None]
         squares = sum((gemm.output_change or 0.0) ** 2 for gemm in known)
         share = sum(gemm.harm for gemm in known) / squares if squares else math.nan
@@ -183,12 +184,12 @@ class Numerics:
         return lambda gemm: gemm.harm if gemm.output_change is None else share * gemm.output_change**2
 
     def worst_parameters(self) -> tuple[ParameterNumerics, ...]:
-        """`parameters`, those with most harm (NaN before all) first."""
+        """Returns `parameters` sorted by harm, largest first; NaN precedes all."""
         return _worst_first(self.parameters)
 
     @property
     def lowest_sqnr_db(self) -> float | None:
-        """The lowest SQNR of the GEMMs; nan if one of them has nan, None if there are none."""
+        """Lowest SQNR of the GEMMs; nan if any is nan, None without GEMMs."""
         return lowest(gemm.sqnr_db for gemm in self.gemms) if self.gemms else None
 
     @property
@@ -207,19 +208,19 @@ class Numerics:
         return sum(weighed) / total if total else None
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain dicts, lists, strings and numbers, fit for JSON: inf and nan are words."""
+        """Returns plain dicts, lists, strings and numbers for JSON; inf and nan are strings."""
         result = _plain(dataclasses.asdict(self))
         assert isinstance(result, dict)
         return result
 
     @classmethod
     def from_dict(cls, data: Any) -> Numerics:
-        """The value `to_dict` gave. Raises `OptionError` with its place in an audit for anything else."""
+        """Returns the numerics that `to_dict` wrote. Raises `OptionError` with the JSON path of a fault."""
         return schema.read(cls, data, "$.numerics")
 
 
 def lowest(values: Iterable[float]) -> float:
-    """The least of `values`, of which there is one at least; nan if one is."""
+    """Returns the minimum of `values`, which must not be empty; nan if any value is nan."""
     numbers = list(values)
     return math.nan if any(map(math.isnan, numbers)) else min(numbers)
 

@@ -1,7 +1,7 @@
-"""Errors of an audit by role or by repeated block: where in a model they are.
+"""Errors of an audit by role or by repeated block.
 
-The error of a group is √(Σ FLOPs · rel_error² / Σ FLOPs) of its GEMMs; its underflow is the mean of its
-casts', weighted by FLOPs too.
+The error of a group is √(Σ FLOPs · rel_error² / Σ FLOPs) over its GEMMs. Its underflow is the mean over its
+casts, weighted by FLOPs.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ OUTSIDE = "outside blocks"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """GEMMs that have something in common, and the casts whose first reader has it too.
+    """GEMMs with a common role or block, and the casts whose first reader has the same.
 
-    name: what they have in common. flop_share: of all measured GEMMs. rel_error, underflow: see the module;
-    the latter is None without casts. lowest_sqnr_db: of a GEMM. worst: the GEMM with most harm.
+    name: the role or block. flop_share: share of the FLOPs of all measured GEMMs. rel_error, underflow: see
+    the module; underflow is None without casts. lowest_sqnr_db: lowest SQNR of a GEMM. worst: the GEMM with
+    most harm.
     """
 
     name: str
@@ -40,12 +41,12 @@ class _Members:
 
 
 def by_role(numerics: Numerics) -> list[Group]:
-    """A group for each role, that with most harm first."""
+    """Returns a group for each role, sorted by harm, largest first."""
     return sorted(_grouped(numerics, lambda one: one.role), key=_harm, reverse=True)
 
 
 def by_block(numerics: Numerics) -> list[Group]:
-    """A group for each repeated block, in the order of the model."""
+    """Returns a group for each repeated block, in the order of the model."""
     return _grouped(numerics, lambda one: inner_block(one.name) or OUTSIDE)
 
 

@@ -1,12 +1,12 @@
 """The part of a model's graph that a report draws.
 
-A node is a matmul, an attention, a cast of an activation or gradient, or everything else that lies between
-those, one node per module and place in the flow ("glue": a norm, an activation, a residual sum). Weights,
-masks and positions are not in it.
+A node is a matmul, an attention, a cast of an activation or gradient, or "glue": the other operators between
+these (a norm, an activation, a residual sum), one node per module and position in the flow. Weights, masks
+and position ids have no nodes.
 
-A block is what shares its path up to a number: ``layers.7`` of ``layers.7.mlp.up``; inside it lie others.
-Equal blocks are folded: each of their nodes becomes one that stands for all, and an edge may lead back, from
-a block to the next. Blocks are equal if they hold equal nodes. Linear in the nodes and the depth of blocks.
+A block contains the nodes whose paths are equal up to a number: ``layers.7`` contains ``layers.7.mlp.up``.
+Blocks nest. Blocks with equal nodes are folded: one node stands for the same node of every block, and an edge
+may lead back, from one block to the next. The time is linear in the nodes and in the depth of blocks.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any
 KINDS = ("gemm", "attention", "cast", "glue", "input")
 PHASES = ("forward", "backward")
 MAX_NODES = 300
-"""Of each phase: more make no picture."""
+"""Largest number of nodes per phase of a picture."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutlineNode:
     """One node of the picture.
 
-    kind: see `KINDS`. phase: see `PHASES`. names: full module paths of all it stands for, for a matmul those
-    of its records. label: a short title. detail: operators of glue, format and layout of a cast. shape: sizes
-    of its first result, ``2×128×512``. role, gemm, precision: as in the record, of a matmul or attention.
-    source: ``file:line``.
+    kind: see `KINDS`. phase: see `PHASES`. names: full module paths of all layers that the node stands for.
+    label: a short title. detail: operators of glue, format and layout of a cast. shape: sizes of the first
+    result, ``2×128×512``. role, gemm, precision: fields of the record of a matmul or attention. source:
+    ``file:line``.
     """
 
     kind: str
@@ -49,8 +49,8 @@ class OutlineNode:
 class Outline:
     """The picture of one compiled graph.
 
-    nodes: in the order of the flow. edges: pairs of positions in `nodes`; one that leads back or to itself is
-    from a layer to the next equal one. omitted: how many nodes more there were.
+    nodes: nodes in the order of the flow. edges: pairs of indices into `nodes`; an edge that leads back or to
+    its own node connects a block to the next equal block. omitted: number of nodes that are not shown.
     """
 
     nodes: tuple[OutlineNode, ...] = ()
@@ -58,7 +58,7 @@ class Outline:
     omitted: int = 0
 
     def fault(self) -> str:
-        """Returns what in an outline from a file cannot be drawn, as JSON path and sentence; else ""."""
+        """Returns the JSON path and a description of the first entry that cannot be drawn; "" without one."""
         for index, node in enumerate(self.nodes):
             if not node.names:
                 return f".nodes[{index}].names: expected at least one name"
@@ -68,7 +68,7 @@ class Outline:
         return ""
 
     def __add__(self, other: Outline) -> Outline:
-        """Both, side by side."""
+        """Returns both outlines side by side."""
         shift = len(self.nodes)
         return Outline(
             nodes=self.nodes + other.nodes,
@@ -77,12 +77,12 @@ class Outline:
         )
 
     def only_backward(self, index: int) -> bool:
-        """Whether node `index`, of forward, is read in backward alone."""
+        """Whether only backward reads the forward node `index`."""
         readers = {self.nodes[b].phase for a, b in self.edges if a == index}
         return self.nodes[index].phase == "forward" and readers == {"backward"}
 
     def widened(self, copies: Callable[[str], Iterable[str]]) -> Outline:
-        """With every name joined by its `copies`: layers that are equal to it and were not traced."""
+        """Returns the outline with the `copies` of each name added: the equal layers that were not traced."""
         return dataclasses.replace(
             self,
             nodes=tuple(
@@ -95,7 +95,7 @@ class Outline:
 
 
 def folded(outline: Outline) -> Outline:
-    """`outline` with equal blocks joined, and no more than `MAX_NODES` nodes of each phase."""
+    """Returns `outline` with equal blocks folded and at most `MAX_NODES` nodes per phase."""
     keys = _keys(outline.nodes)
     members: dict[Any, list[OutlineNode]] = {}
     for node, key in zip(outline.nodes, keys, strict=True):
@@ -120,7 +120,7 @@ def _joined(nodes: Sequence[OutlineNode]) -> OutlineNode:
 
 
 def _keys(nodes: Sequence[OutlineNode]) -> list[Any]:
-    """For every node what it is joined by: what its block equals, and its place there."""
+    """Returns a key for every node. Nodes with equal keys are folded."""
     keys: list[Any] = [None] * len(nodes)
     for phase in PHASES:
         chosen = [index for index, node in enumerate(nodes) if node.phase == phase]
@@ -130,10 +130,10 @@ def _keys(nodes: Sequence[OutlineNode]) -> list[Any]:
 
 
 def _places(nodes: Sequence[OutlineNode], outer: str, kinds: dict[Any, int]) -> list[Any]:
-    """Keys of the nodes of the block `outer`; equal blocks inside it have equal keys.
+    """Returns the keys of the nodes of the block `outer`. Equal blocks inside it have equal keys.
 
-    kinds: a number for every different block. A node of no inner block is told from others like it by how
-    many came before.
+    kinds: a number for every distinct block. Equal nodes outside inner blocks differ in their keys by the
+    number of equal nodes before them.
     """
     blocks: defaultdict[str, list[int]] = defaultdict(list)
     for index, node in enumerate(nodes):
@@ -155,13 +155,13 @@ def _places(nodes: Sequence[OutlineNode], outer: str, kinds: dict[Any, int]) -> 
 
 
 def _likeness(node: OutlineNode, block: str) -> tuple[str, ...]:
-    """Returns the features that a node shares with its like in a block that equals `block`."""
+    """Returns the features that corresponding nodes of equal blocks share."""
     path = node.names[0].removeprefix(block)
     return path, node.kind, node.label, node.detail, node.shape, node.role, node.gemm, node.precision
 
 
 def inner_block(path: str) -> str:
-    """`path` up to its first number, "" without one: ``layers.7.mlp.up`` → ``layers.7``."""
+    """Returns `path` up to its first number, "" without one: ``layers.7.mlp.up`` → ``layers.7``."""
     steps = path.split(".")
     numbers = (position for position, step in enumerate(steps) if step.isdecimal())
     return ".".join(steps[: next(numbers, -1) + 1])

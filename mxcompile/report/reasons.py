@@ -1,4 +1,4 @@
-"""Why layers have their roles, folded: what ``Report.why`` returns and ``mxcompile explain --why`` prints."""
+"""The reasons for the roles of layers, with equal layers folded, for ``Report.why`` and ``explain --why``."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from mxcompile.report.fold import fold
 from mxcompile.report.record import GemmRecord
 
 _MOST = 3
-"""How many names are shown in place of one that does not exist."""
+"""Number of existing names that an error suggests."""
 _NEAR = 0.5
-"""How alike two names are for one to be a slip of the other (difflib's ratio)."""
+"""Least similarity (difflib's ratio) of a suggested name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reasons:
-    """Equal layers and what their role rests on.
+    """Equal layers and the evidence for their role.
 
-    name: folded, of all. names: of each. role, precision, reason: see `GemmRecord`, of the forward GEMM.
-    evidence, nearest: of the first layer.
+    name: folded name. names: names of all layers. role, precision, reason: fields of the forward
+    `GemmRecord`. evidence, nearest: fields of the first layer's record.
     """
 
     name: str
@@ -43,9 +43,9 @@ class Reasons:
 
 
 def reasons(gemms: Iterable[GemmRecord], pattern: str) -> tuple[Reasons, ...]:
-    """The reasons of the layers of `gemms` whose names `pattern` fits, in the order of the model.
+    """Returns the reasons of the layers of `gemms` whose names match `pattern`, in the order of the model.
 
-    Raises `OptionError` for a pattern that fits none or is not a regular expression.
+    Raises `OptionError` for a pattern that matches no layer or is not a regular expression.
     """
     match, gemms = Match(name=(pattern,)), tuple(gemms)
     try:
@@ -69,7 +69,7 @@ def reasons(gemms: Iterable[GemmRecord], pattern: str) -> tuple[Reasons, ...]:
 
 
 def _fits_none(pattern: str, names: Sequence[str]) -> str:
-    """Returns a message on a pattern that fits none of `names`, with patterns that would and near names."""
+    """Returns an error message with wider patterns that match some of `names`, or else with similar names."""
     message = f"no layer of the report is called {pattern!r}"
     if not names:
         return f"{message}: it has no layers"

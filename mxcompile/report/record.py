@@ -13,26 +13,26 @@ SCHEMA = 1
 """Version of the JSON form."""
 
 NOT_COMPILED = "not compiled yet"
-"""The kernel of a GEMM that is planned, and in no graph that was compiled."""
+"""Kernel of a GEMM that is planned and that no compiled graph contains."""
 
 STORED = "stored"
-"""In place of a rounding: of a weight that the model holds in MXFP8, and that no cast of this GEMM makes."""
+"""Stands for the rounding of a weight that the model stores quantized: this GEMM does not cast it."""
 
 
 def flops_of(*sizes: int | None) -> int:
-    """Floating-point operations of a product, two per multiply-add; 0 if one of its `sizes` is not known."""
+    """Returns the floating-point operations of a product, two per multiply-add; 0 if a size is None."""
     known = [size for size in sizes if size is not None]
     return 2 * math.prod(known) if len(known) == len(sizes) else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperandFormat:
-    """How one operand of a GEMM was quantized.
+    """The quantized format of one operand of a GEMM.
 
-    operand: "x" (input), "w" (weight) or "dy" (output gradient). elem: "e4m3" or "e5m2". block: "1x32",
-    along the contraction dimension, or "32x32". rounding: of the scale, or `STORED`. elements: how they
-    round. amax: what the scale follows from if not the largest magnitude, "percentile:99.9" say. transform:
-    of the tensor before it is cast, "" without one.
+    operand: "x" (input), "w" (weight) or "dy" (output gradient). elem: "e4m3" or "e5m2". block: scale
+    granularity, "1x32" (along the contraction dimension) or "32x32". rounding: rounding of the scale, or
+    `STORED`. elements: rounding of the elements. amax: statistic that sets the scale, "max" or for example
+    "percentile:99.9". transform: transform of the tensor before the cast, "" without one.
     """
 
     operand: str
@@ -48,32 +48,43 @@ class OperandFormat:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The format, as `Format.of` reads it."""
+        """The words of the format, without empty words."""
         given = self.elem, self.block, self.rounding, self.elements, self.amax, self.transform
         return tuple(filter(None, given))
 
     @property
     def format(self) -> str:
-        """The same in one string, without what is as usual."""
+        """The format as one string, without the default rounding of elements and the default amax."""
         usual = (str(ElemRounding.NEAREST), str(MAX))
         return " ".join([*self.words[:3], *(word for word in self.words[3:] if word not in usual)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GemmRecord:
-    """One matrix product of the model: what was done with it, by which kernel, and why.
+    """One matrix product of the model: its precision, its kernel and the reasons.
 
-    name: full module path. module: class name of the module. role: see `mxcompile.policy.Role`. gemm:
-    "fprop", "dgrad" or "wgrad". batch, m, n, k: sizes of [batch, m, k] · [batch, k, n]; a symbolic size is
-    its value when compiled, and None if it depends on data. precision: "mxfp8", or "bf16" for a GEMM left in
-    the model's own dtype. formats: of both operands in MXFP8; of a stored weight alone where the GEMM is not.
-    dtype: of the result, as torch names it, "" where it is not known; a GEMM that is left alone computes in
-    it. kernel: what the lowering chose, "" before lowering. reason: for the precision, as a sentence. code,
-    facts: of the reason (see `mxcompile.policy.Reason`); "" in files of versions that had none. source:
-    ``file:line``. evidence: why it has its role. nearest: the other role that came nearest, and what it
-    lacks; "" if none did. block: number, from 0, of the repeated block it lies in and how many there are.
-    graph: position of its graph in the report. estimate_us, estimate_bf16_us: rooflines with casts, and in
-    BF16; only from `explain`, for targets with known peaks.
+    Attributes:
+        name: full module path of the layer.
+        module: class name of the module.
+        role: role of the layer, see `mxcompile.policy.Role`.
+        gemm: "fprop", "dgrad" or "wgrad".
+        batch, m, n, k: sizes of [batch, m, k] · [batch, k, n]. A symbolic size has its value at compile time;
+            a size that depends on data is None.
+        precision: "mxfp8" or another quantized precision, or "bf16" for a GEMM left in the dtype of the
+            model.
+        formats: formats of both operands of a quantized GEMM, or of the stored weight alone.
+        dtype: torch's name of the result's dtype, "" if unknown. A GEMM that is not quantized computes in it.
+        kernel: kernel chosen by the lowering, "" before the lowering runs.
+        reason: reason for the precision, as a sentence.
+        code, facts: code and parameters of the reason (see `mxcompile.policy.Reason`), "" in files without
+            them.
+        source: ``file:line`` of the product.
+        evidence: why the layer has its role.
+        nearest: the second best role, and its condition that the layer fails; "" if there is none.
+        block: index of the repeated block that contains the layer, and the number of these blocks.
+        graph: index of the graph in the report.
+        estimate_us, estimate_bf16_us: roofline times in µs, with casts and in BF16. Only `explain` sets them,
+            for targets with known peaks.
     """
 
     name: str
@@ -101,31 +112,39 @@ class GemmRecord:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations: two per multiply-add; 0 where a size is not known."""
+        """Floating-point operations, two per multiply-add; 0 if a size is unknown."""
         return flops_of(self.batch, self.m, self.n, self.k)
 
     @property
     def is_known(self) -> bool:
-        """Whether all sizes are known, and so the FLOPs."""
+        """Whether all sizes are known, and with them the FLOPs."""
         return None not in (self.batch, self.m, self.n, self.k)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """A report in numbers.
+    """The figures of a report.
 
-    target, policy: what was compiled for and by which policy. num_gemms: records. flop_share: part of all
-    matmul FLOPs in MXFP8, 0 to 1. saved_bytes: kept from forward to backward; saved_bytes_bf16: the same
-    without mxcompile; both None for inference. weight_bytes: of the weights of linear layers as the model
-    holds them; weight_bytes_bf16: in BF16. casts: those
-    that a forward and its backward make, one for each tensor and layout. wire_bytes: given by
-    this rank to the collectives in compiled graphs, and to FSDP2's gathers of the weights that these read;
-    wire_bytes_bf16: without mxcompile. pass_time_us: spent in the passes. graphs: compiled graphs.
-    graph_breaks: that Dynamo made in this frame. cache: "hit" if compiled code came from Inductor's caches,
-    "miss", or "off". warnings: what a user should know.
-    estimate_us, estimate_bf16_us: sums of the records', for all matmuls and casts. parameter_bytes,
-    gradient_bytes, peak_bytes: from `explain` alone, of all parameters and buffers, of their gradients, and
-    of a step without its optimizer.
+    Attributes:
+        target: GPU or CPU that the code was compiled for.
+        policy: name of the policy.
+        num_gemms: number of records.
+        flop_share: quantized share of all matmul FLOPs, 0 to 1.
+        saved_bytes, saved_bytes_bf16: bytes saved from forward for backward, with mxcompile and without it;
+            None for inference.
+        weight_bytes, weight_bytes_bf16: bytes of the weights of linear layers, as stored and in BF16.
+        casts: casts of one forward and its backward, counted by tensor and layout.
+        wire_bytes, wire_bytes_bf16: bytes that this rank sends in the collectives of compiled graphs and in
+            FSDP2's gathers of their weights, with mxcompile and without it.
+        pass_time_us: time spent in the passes, in µs.
+        graphs: number of compiled graphs.
+        graph_breaks: graph breaks of Dynamo.
+        cache: state of Inductor's caches: "hit", "miss", "partial" or "off".
+        warnings: warnings for the user.
+        estimate_us, estimate_bf16_us: sums of the roofline times of all records, in µs.
+        parameter_bytes: bytes of all parameters and buffers; only from `explain`, like the next two.
+        gradient_bytes: bytes of all gradients of parameters.
+        peak_bytes: peak memory of a step without its optimizer.
     """
 
     target: str = ""
@@ -153,13 +172,12 @@ class Summary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """The records of one compiled graph, its picture, and its share of the summary's numbers.
+    """The report of one compiled graph: its records, its outline and its share of the summary's figures.
 
-    prefix: path of the module that the graph was compiled for. twins: path and
-    block of the modules that run the same code. histories: of the tapped weights whose scales follow
-    from calls before, the position and how many calls count. weights: of linear layers, each once: of which
-    layer, its bytes as the model holds it, and in BF16. token: a part of the keys under which Inductor's
-    caches keep the code that this part describes.
+    prefix: path of the module that the graph was compiled for. twins: path and block of the other modules
+    that run the same code. histories: index of each weight with a delayed scale, and the length of its
+    history. weights: (layer, stored bytes, BF16 bytes) of each weight of a linear layer. token: a part of the
+    cache keys under which Inductor stores the code of this graph.
     """
 
     gemms: tuple[GemmRecord, ...] = ()
@@ -182,9 +200,9 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportData:
-    """The data of a report, in no form: one record per GEMM and attention product, and a summary.
+    """The data of a report, independent of the output form: a record per GEMM or attention, and a summary.
 
-    graph: a picture of every compiled graph, at the position that the records of the graph carry.
+    graph: outlines of the compiled graphs; `GemmRecord.graph` is an index into it.
     """
 
     gemms: tuple[GemmRecord, ...]
@@ -193,7 +211,7 @@ class ReportData:
 
 
 def flop_share(gemms: Iterable[GemmRecord]) -> float:
-    """Part of the FLOPs of `gemms` that is in MXFP8; 0 if there are none; planned ones do not count."""
+    """Returns the quantized share of the FLOPs of `gemms`, 0 without GEMMs. Planned GEMMs count as BF16."""
     gemms = tuple(gemms)
     total = sum(gemm.flops for gemm in gemms)
     compiled = (gemm for gemm in gemms if gemm.kernel != NOT_COMPILED)

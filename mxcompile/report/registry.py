@@ -1,9 +1,9 @@
-"""The reports of this process: what was compiled, one report per model, oldest first.
+"""The reports of this process, one per model, oldest first.
 
-A report grows while its model is compiled: frame by frame, graph by graph, and, where backward is lowered
-late, kernel by kernel. `reports` gives the state of the moment. A file is written after each change, but if
-writing takes long, as for hundreds of graphs, then only at the end of a call and of the process. A file that
-cannot be written is warned about, never more: what a report is about is a training run.
+A report grows while its model is compiled: by frame, by graph, and, where backward is lowered late, by
+kernel. `reports` returns the present state. A report file is written after each change. If a write is slow,
+as with hundreds of graphs, the next write waits until a pause has passed, a call has ended or the process
+ends. A file that cannot be written causes a warning and no error, because it must not stop a training run.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ log = logging.getLogger("mxcompile.report")
 
 
 class Ledger:
-    """One compile of one frame: its parts, by graph, and the file they are kept in.
+    """One compile of one frame: its parts, one per graph, and the path of its report file.
 
-    group: equal for frames compiled with equal options. model: that the frame is a part of, if known; frames
-    of one model and group make one report. frame: equal for compiles of the same code; set by the registry.
-    path: with the rank for ``{rank}``, None where another rank writes it.
+    group: key of the compile options. model: model that the frame belongs to, if known; the frames of one
+    model and group form one report. frame: key of the compiled code, set by the registry. path: path with the
+    rank substituted for ``{rank}``, None on ranks that do not write the file.
     """
 
     def __init__(
@@ -54,26 +54,26 @@ class Ledger:
         self.parts: list[Part] = []
 
     def of(self, model: nn.Module) -> Ledger:
-        """One of the same compile for `model`, without parts."""
+        """Returns an empty ledger of the same compile for `model`."""
         other = Ledger(target=self.target, policy=self.policy, group=self.group, model=model)
         other.frame, other.path = self.frame, self.path
         return other
 
 
 def _reference(model: nn.Module) -> weakref.ref[nn.Module]:
-    """A key for `model` that does not keep it alive and outlives it."""
+    """Returns a weak reference to `model`, usable as a key after the model is gone."""
     reference = weakref.ref(model)
-    hash(reference)  # it is remembered, and cannot be found once the model is gone
+    hash(reference)  # caches the hash: a dead weak reference cannot be hashed
     return reference
 
 
 _SLOW_S = 0.1
 _PAUSE = 10
-"""After a write that took longer than `_SLOW_S`, its file is left alone for `_PAUSE` times as long."""
+"""After a write slower than `_SLOW_S` seconds, the file is not written for `_PAUSE` times that duration."""
 
 
 class Registry:
-    """All ledgers of the process, by the compile they belong to."""
+    """All ledgers of the process, by compile."""
 
     def __init__(self) -> None:
         self._ledgers: dict[object, Ledger] = {}
@@ -86,16 +86,16 @@ class Registry:
         self._lock = threading.RLock()
 
     def open(self, key: object, fresh: Ledger) -> Ledger:
-        """The ledger of the compile `key`, a context of Dynamo's or anything else; `fresh` if it has none."""
+        """Returns the ledger of the compile `key`, such as a Dynamo context; stores `fresh` for a new key."""
         with self._lock:
             if fresh.frame is None:
                 fresh.frame = getattr(getattr(key, "compile_id", None), "frame_id", None)
             return self._ledgers.setdefault(key, fresh)
 
     def plan(self, model: nn.Module, group: str, gemms: Sequence[GemmRecord], note: str = "") -> None:
-        """All GEMMs of `model` under the options `group`, for reports to have before they are compiled.
+        """Stores the planned GEMMs of `model`, which reports show before they are compiled.
 
-        note: a warning for its report.
+        group: key of the compile options. note: a warning for the report.
         """
         with self._lock:
             self._planned[_reference(model), group] = tuple(gemms)
@@ -103,15 +103,15 @@ class Registry:
             self._rewrite(self._same(group, model=model))
 
     def note(self, text: str, group: str, *, model: nn.Module | None, frame: object) -> None:
-        """Put the warning `text` into the report of `model` or, if that is None, of the code `frame`."""
+        """Adds the warning `text` to the report of `model` or, if that is None, of the code `frame`."""
         with self._lock:
             self._notes.setdefault((frame if model is None else _reference(model), group), {})[text] = None
             self._rewrite(self._same(group, model=model, frame=frame))
 
     def parts(self, group: str, *, model: nn.Module | None = None, frame: object = None) -> list[Part]:
-        """Returns what was compiled of `model` or, if that is None, of the code `frame`.
+        """Returns the compiled parts of `model` or, if that is None, of the code `frame`.
 
-        group: of the options.
+        group: key of the compile options.
         """
         with self._lock:
             return [part for ledger in self._same(group, model=model, frame=frame) for part in ledger.parts]
@@ -124,7 +124,7 @@ class Registry:
         return [ledger for ledger in same if ledger.model == whose]
 
     def put(self, ledger: Ledger, index: int | None, part: Part) -> int:
-        """Set part `index` of `ledger`, or append it for None; rewrite the ledger's file."""
+        """Sets part `index` of `ledger`, or appends it for None, and writes the file. Returns the index."""
         with self._lock:
             if index is None:
                 ledger.parts.append(part)
@@ -144,19 +144,19 @@ class Registry:
                 self._write(path)
 
     def flush(self) -> None:
-        """Write the files of all reports that have changed since."""
+        """Writes the files of all reports that changed since their last write."""
         with self._lock:
             for path in [*self._stale]:
                 self._write(path)
 
     def _write(self, path: Path) -> None:
-        """Write all that was compiled with the report file `path` to it, or warn."""
+        """Writes the report of all ledgers with the report file `path`. Logs a warning on failure."""
         same = [ledger for ledger in self._ledgers.values() if ledger.path == path]
         self._stale.discard(path)
         start = time.monotonic()
         try:
             self._report(same).save(path)
-        except Exception as error:  # whatever it is, it must not end what is compiled
+        except Exception as error:  # no failure of a report may stop compilation or training
             if path not in self._failing:
                 log.warning("the report is not written, and what is compiled goes on: %s", error)
             self._failing.add(path)
@@ -166,7 +166,7 @@ class Registry:
         self._next_write[path] = end + _PAUSE * (end - start) if end - start > _SLOW_S else end
 
     def _report(self, ledgers: Sequence[Ledger]) -> Report:
-        """The report of `ledgers`, which have one target and policy."""
+        """Returns the report of `ledgers`, which share target and policy."""
         last = ledgers[-1]
         plans = [(ledger.model, ledger.group) for ledger in ledgers if ledger.model is not None]
         planned = dict.fromkeys(gemm for key in plans for gemm in self._planned.get(key, ()))
@@ -182,25 +182,25 @@ class Registry:
         )
 
     def knows(self, model: nn.Module, group: str) -> bool:
-        """Whether anything of `model` was compiled under the options `group`."""
+        """Whether a compile of `model` under the options `group` exists."""
         with self._lock:
             return bool(self._same(group, model=model))
 
     def pending(self, model: nn.Module, group: str) -> list[GemmRecord]:
-        """Returns the GEMMs planned for `model` under the options `group` that no compiled graph has."""
+        """Returns the GEMMs planned for `model` under the options `group` that no compiled graph contains."""
         with self._lock:
             same = self._same(group, model=model)
             gemms = self._report(same).gemms if same else ()
             return [gemm for gemm in gemms if gemm.kernel == NOT_COMPILED]
 
     def layers(self, group: str) -> list[GemmRecord]:
-        """The records of all ledgers of `group`."""
+        """Returns the records of all ledgers of `group`."""
         with self._lock:
             same = [ledger for ledger in self._ledgers.values() if ledger.group == group]
             return [gemm for ledger in same for part in ledger.parts for gemm in part.gemms]
 
     def reports(self) -> list[Report]:
-        """One report per model and options, oldest first; one per frame that belongs to no known model."""
+        """Returns one report per model and options, oldest first, and one per frame without a known model."""
         with self._lock:
             models: dict[object, list[Ledger]] = {}
             for key, ledger in self._ledgers.items():
@@ -209,7 +209,7 @@ class Registry:
             return [self._report(ledgers) for ledgers in models.values()]
 
     def clear(self) -> None:
-        """Forget all reports."""
+        """Removes all reports. Plans of live models stay."""
         with self._lock:
             self._ledgers.clear()
             self._notes.clear()
@@ -224,20 +224,30 @@ atexit.register(REGISTRY.flush)
 
 
 def reports() -> list[Report]:
-    """The reports of what this process compiled, oldest first; one per model and set of options."""
+    """Returns the reports of everything that this process compiled.
+
+    Returns:
+        One report per model and set of compile options, oldest first.
+    """
     return REGISTRY.reports()
 
 
 def clear_reports() -> None:
-    """Forget the reports of this process."""
+    """Removes all reports of this process."""
     REGISTRY.clear()
 
 
 def gather_reports() -> list[Report]:
-    """The reports of all ranks, merged: a collective of the default process group, with one result on all.
+    """Returns the reports of all ranks, merged by model.
 
-    The n-th reports of all ranks are of one model (see `Report.merged`). Without a process group these are
-    the reports of this process. Raises `OptionError` where ranks compiled with other targets or policies.
+    This is a collective of the default process group: call it on every rank. The n-th reports of all ranks
+    must belong to the same model (see `Report.merged`).
+
+    Returns:
+        The same merged reports on every rank. Without a process group, the reports of this process.
+
+    Raises:
+        OptionError: if ranks compiled with different targets or policies.
     """
     from torch import distributed
 

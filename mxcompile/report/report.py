@@ -1,4 +1,4 @@
-"""`Report`: everything that was done to the matmuls of a model."""
+"""`Report`: the record of every matmul of a model."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from mxcompile.report.record import SCHEMA, GemmRecord, Part, ReportData, Summar
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report(ReportData):
-    """One record per GEMM and attention product, none missing, and a summary.
+    """One record per GEMM and attention product of a model, and a summary.
 
-    ``str(report)`` is the text form with equal layers folded; `save` writes the form its suffix names.
+    ``str(report)`` is the text form with equal layers folded. `save` writes a file in the form of its suffix.
     """
 
     @classmethod
@@ -36,10 +36,14 @@ class Report(ReportData):
         planned: Sequence[GemmRecord] = (),
         notes: Sequence[str] = (),
     ) -> Report:
-        """The report of a model compiled as several graphs, one part each.
+        """Returns the report of a model that was compiled as several graphs.
 
-        planned: all its GEMMs, of which those in no part are in the report as not compiled yet. notes:
-        warnings beside those of the parts.
+        Args:
+            parts: one part per graph.
+            target: name of the target.
+            policy: name of the policy.
+            planned: all GEMMs of the model; GEMMs in no part enter the report as not compiled yet.
+            notes: warnings in addition to the warnings of the parts.
         """
         compiled = tuple(
             dataclasses.replace(gemm, graph=index) for index, part in enumerate(parts) for gemm in part.gemms
@@ -70,10 +74,14 @@ class Report(ReportData):
 
     @classmethod
     def merged(cls, reports: Sequence[Report]) -> Report:
-        """One report of several of one model (ranks, pipeline stages): every layer is in it once.
+        """Merges reports of one model, for example of ranks or pipeline stages; each layer is in it once.
 
-        Of equal layers the first report's stands; reports that add nothing do not count in the summary.
-        Raises `OptionError` for none, and for reports of different targets or policies.
+        Args:
+            reports: the reports. For equal layers the record of the first report is kept. A report that adds
+                no record does not count in the summary.
+
+        Raises:
+            OptionError: if `reports` is empty, or if targets or policies differ.
         """
         contents = [(one.gemms, one.graph) for one in reports]
         gemms, summary, graph = merge([one.summary for one in reports], contents)
@@ -87,16 +95,20 @@ class Report(ReportData):
         return f"<{headline(self)}>"
 
     def _repr_html_(self) -> str:
-        """Returns the page in a frame, for notebooks."""
+        """Returns the HTML page in a frame, for notebooks."""
         return framed(FORMS[".html"](self))
 
     def to_json(self) -> str:
-        """The report as JSON, with its kind and the version of its form; `from_json` reads it back."""
+        """Returns the report as JSON, with kind and schema version. `from_json` reads it."""
         return to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """The report `to_json` wrote. Raises `OptionError` with the JSON path of the fault."""
+        """Returns the report that `to_json` wrote as `text`.
+
+        Raises:
+            OptionError: with the JSON path of the first fault.
+        """
         report = schema.read(cls, schema.opened(text, "report", SCHEMA))
         for number, outline in enumerate(report.graph):
             fault = outline.fault()
@@ -106,14 +118,21 @@ class Report(ReportData):
 
     @classmethod
     def load(cls, path: str | Path) -> Report:
-        """The report kept in the JSON file `path`. Raises `OptionError` that names file and JSON path."""
+        """Returns the report in the JSON file `path`.
+
+        Raises:
+            OptionError: with the file and the JSON path of the first fault.
+        """
         return files.load(path, "report", cls.from_json)
 
     def why(self, layer: str = "*") -> tuple[Reasons, ...]:
-        """Returns the evidence for the roles of the layers that the glob `layer` fits, equal layers folded.
+        """Returns the evidence for the roles of layers, with equal layers folded.
 
-        layer: over whole names, as a policy has it; ``re:`` and a regular expression are allowed too.
-        Raises `OptionError` if it fits no layer, with the names that come nearest.
+        Args:
+            layer: glob over full layer names, as in a policy; ``re:`` precedes a regular expression.
+
+        Raises:
+            OptionError: if no layer matches; the message lists similar names.
         """
         return reasons(self.gemms, layer)
 
@@ -122,13 +141,17 @@ class Report(ReportData):
         return compare(old, self)
 
     def save(self, path: str | Path) -> None:
-        """Write the report to `path` in the form of its suffix (see `FORMS`), whole or not at all.
+        """Writes the report to `path` atomically.
 
-        Raises `OptionError` if the file cannot be written.
+        Args:
+            path: file whose suffix selects the form: ``.txt``, ``.md``, ``.json`` or ``.html``.
+
+        Raises:
+            OptionError: if the suffix is unknown or the file cannot be written.
         """
         files.save(path, form_of(path)(self), "report")
 
 
 def form_of(path: str | Path) -> Callable[[ReportData], str]:
-    """Returns the writer for `path`. Raises `OptionError` for a suffix without one."""
+    """Returns the renderer for the suffix of `path`. Raises `OptionError` for other suffixes."""
     return files.form_of(path, FORMS, "report")

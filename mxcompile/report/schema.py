@@ -1,9 +1,9 @@
-"""The JSON form of a report, derived from its dataclasses: reading with checks, and the JSON Schema.
+"""The JSON form of a report, derived from its dataclasses: a checked reader and the JSON Schema.
 
-An object has the keys of its dataclass: those with a default may be missing, and others, which a later
-version may write, are passed over. A tuple is an array. Data that is not as declared is one error with the
-place of the fault: ``$.gemms[3].formats[0].elem``. A file says what it is (``kind``) and in which form
-(``schema``).
+The keys of an object are the fields of its dataclass. Fields with a default may be missing. Unknown keys are
+skipped, because a later version may write more fields. A tuple is an array. Invalid data raises one error
+with a JSON path, for example ``$.gemms[3].formats[0].elem``. A file states its kind (``kind``) and the
+version of its form (``schema``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mxcompile.report.record import SCHEMA, STORED, ReportData
 _T = TypeVar("_T")
 
 SCHEMA_FILE = Path(__file__).with_name("report.schema.json")
-"""The JSON Schema of reports, for other people's tools."""
+"""The published JSON Schema of reports, for third-party tools."""
 
 KINDS_OF_FILES = ("report", "audit")
 
@@ -42,10 +42,10 @@ CHOICES: dict[tuple[str, str], tuple[str, ...]] = {
     ("OutlineNode", "phase"): PHASES,
     ("Summary", "cache"): ("hit", "miss", "partial", "off"),
 }
-"""Fields of a closed set of words, by class and field."""
+"""Allowed values of fields with a closed vocabulary, by class and field."""
 
 Measure = Annotated[float, "of any sign, finite or not"]
-"""A number that a file may have by name where JSON has no form for it: inf, -inf or nan."""
+"""A number of any sign. JSON has no form for inf, -inf and nan, so files hold these as strings."""
 
 _NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 _LARGEST = 2**63 - 1
@@ -55,9 +55,10 @@ _SCHEMA_TYPES: dict[Any, str] = {str: "string", int: "integer", float: "number",
 
 
 def opened(text: str, kind: str, version: int) -> dict[str, Any]:
-    """Returns the data of `text` without kind and version. Raises `OptionError` if either is another.
+    """Returns the data of `text` without the keys ``kind`` and ``schema``.
 
-    kind: "report" or "audit". version: the form that is read here.
+    kind: expected kind, "report" or "audit". version: expected version. Raises `OptionError` if either
+    differs.
     """
     data = parse(text)
     if not isinstance(data, dict) or "schema" not in data:
@@ -74,13 +75,13 @@ def opened(text: str, kind: str, version: int) -> dict[str, Any]:
 
 
 def kind_of(text: str) -> str:
-    """Returns the kind of an mxcompile JSON file, "report" or "audit". Raises `OptionError` for others."""
+    """Returns the kind of an mxcompile JSON file, "report" or "audit". Raises `OptionError` otherwise."""
     data = parse(text)
     return _kind_of(data) if isinstance(data, dict) else "report"
 
 
 def _kind_of(data: dict[str, Any]) -> str:
-    """``kind``, or what files were that did not say so."""
+    """Returns the value of ``kind``, or the kind of a file that was written before the key existed."""
     kind = data.get("kind", "audit" if "numerics" in data else "report")
     if kind not in KINDS_OF_FILES:
         allowed = ", ".join(KINDS_OF_FILES)
@@ -89,7 +90,7 @@ def _kind_of(data: dict[str, Any]) -> str:
 
 
 def parse(text: str) -> Any:
-    """`text`, strict JSON: no NaN, no key twice. Raises `OptionError`."""
+    """Returns the data of `text`. Raises `OptionError` for NaN, duplicate keys and other invalid JSON."""
     try:
         return json.loads(text, object_pairs_hook=_object, parse_constant=_not_json)
     except RecursionError:
@@ -114,9 +115,9 @@ def _not_json(word: str) -> Any:
 
 
 def read(owner: type[_T], data: Any, place: str = "$") -> _T:
-    """The dataclass `owner` from what JSON gave. Raises `OptionError` with the place of the first fault.
+    """Returns a dataclass `owner` with the parsed JSON `data`. Raises `OptionError` at the first fault.
 
-    place: of `data` in its file.
+    place: JSON path of `data` in its file, a prefix of the path in the error.
     """
     try:
         result: _T = _read_object(owner, data)
@@ -126,7 +127,7 @@ def read(owner: type[_T], data: Any, place: str = "$") -> _T:
 
 
 class _FaultError(Exception):
-    """A fault in the data; on its way out it learns its place."""
+    """A fault in the data. While it propagates, each reader prepends its step of the JSON path."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
@@ -143,7 +144,7 @@ _Reader = Callable[[Any], Any]
 
 @functools.cache
 def _fields(owner: Any) -> dict[str, tuple[Any, bool]]:
-    """Type of every field of the dataclass `owner`, and whether it has no default."""
+    """Returns the type of every field of the dataclass `owner`, and whether the field is required."""
     hints = typing.get_type_hints(owner, include_extras=True)
     return {
         field.name: (
@@ -162,7 +163,7 @@ def _readers(owner: Any) -> dict[str, _Reader]:
 
 
 def _reader(hint: Any, choices: tuple[str, ...] | None) -> _Reader:
-    """Returns the function that reads a value of type `hint`."""
+    """Returns a function that checks and converts a value of type `hint`."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in _OPTIONAL:
         inner = _reader(arguments[0], choices)
@@ -243,7 +244,7 @@ def _kind(data: Any) -> str:
 
 
 def json_schema(owner: type[Any], version: int) -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of files that hold `owner` and a ``schema`` key of value `version`."""
+    """Returns the JSON Schema (draft 2020-12) of files that hold `owner`, with ``schema`` = `version`."""
     definitions: dict[str, Any] = {}
     top = _object_schema(owner, definitions)
     return {
@@ -257,7 +258,7 @@ def json_schema(owner: type[Any], version: int) -> dict[str, Any]:
 
 
 def publish() -> None:
-    """Write `SCHEMA_FILE` anew, after a change of the classes."""
+    """Writes `SCHEMA_FILE`. Run it after the dataclasses change."""
     SCHEMA_FILE.write_text(json.dumps(json_schema(ReportData, SCHEMA), indent=1) + "\n", encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""A run in sight: statistics of the operands of quantized products while training goes on (docs/watch.md)."""
+"""Statistics of the operands of quantized GEMMs during training (docs/watch.md)."""
 
 from mxcompile.watch.callbacks import for_lightning as for_lightning
 from mxcompile.watch.callbacks import for_transformers as for_transformers

@@ -1,9 +1,9 @@
-"""Actions of rules that fire: every rank does the same, in the same step; the first one keeps the records.
+"""The actions of rules that fire. All ranks act in the same step; rank 0 writes the records.
 
-warn    a warning
-bf16    the GEMM of the operand is in BF16 from the next step on (see `fallback`)
-dump    each rank that has the operands of that GEMM writes an excerpt of them (see `dump`)
-stop    raises `WatchError`, when the other rules of the step have done theirs
+warn     logs a warning
+bf16     runs the GEMM of the operand in BF16 from the next step on (see `fallback`)
+dump     writes an excerpt of the GEMM's operands, on each rank that has them (see `dump`)
+stop     raises `WatchError`, after the other rules of the step have acted
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from mxcompile.watch.tally import STATS, Key, Sample, row
 log = logging.getLogger(__name__)
 
 Fired = tuple[int, dict[str, Any]]
-"""The place of a rule among all, and the operand that it fired for, as a row of a sample."""
+"""Index of a rule, and the operand that it fired for, as a row of a sample."""
 
 
 def fired(rules: Sequence[Rule], sample: Sample) -> list[Fired]:
-    """Returns the rules that fire in `sample`, which is the next one."""
+    """Returns the rules that fire in `sample`. Call it once per sample: rules count consecutive samples."""
     every = frozenset(STATS)
     rows = [row(key, tally, every) for key, tally in sample.items()]
     return [(place, each) for each in rows for place, rule in enumerate(rules) if rule.fires(each)]
@@ -35,7 +35,8 @@ def fired(rules: Sequence[Rule], sample: Sample) -> list[Fired]:
 class Actions:
     """The actions of the rules of one watch.
 
-    send: takes the kind of a record and what it says. warn: takes what failed, and the error.
+    send: writes a record, called with its kind and fields. warn: logs a failure, called with a text and the
+    error.
     """
 
     def __init__(
@@ -53,9 +54,9 @@ class Actions:
         self._warn = warn
 
     def act(self, step: int, fired: Sequence[Fired], excerpts: Mapping[Key, Excerpt]) -> None:
-        """Do what the rules that `fired` say. excerpts: of operands, on this rank.
+        """Runs the actions of the rules that `fired`. excerpts: excerpts of operands on this rank.
 
-        Raises `WatchError` if one of them stops the run.
+        Raises `WatchError` if a rule stops the run.
         """
         stops = ""
         for place, numbers in fired:
@@ -75,7 +76,7 @@ class Actions:
     def _done(
         self, do: str, step: int, message: str, numbers: dict[str, Any], excerpts: Mapping[Key, Excerpt]
     ) -> dict[str, str]:
-        """Do `do`. Returns what there is to say of it."""
+        """Runs one action. Returns the fields for its record."""
         layer, gemm = numbers["layer"], numbers["gemm"]
         if do == "bf16":
             try:

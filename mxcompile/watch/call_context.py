@@ -1,7 +1,7 @@
-"""Whose run of a graph a delivery comes from: forward knows, backward is told by a node of autograd.
+"""Maps statistics to the call that produced them. In backward the call comes from hooks on an autograd node.
 
-Several modules can run one compiled code, whose names are those of the module that it was compiled for. A
-forward that checkpointing runs again has been counted.
+Several modules can run one compiled graph, whose statistics have the layer names of the module it was
+compiled for. A forward that activation checkpointing repeats is not counted again.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor
 
 _NODE = "CompiledFunctionBackward"
 _DEPTH = 4
-"""How many nodes of views can lie between a result and the node of the compiled function."""
+"""Largest number of view nodes between a result and the node of the compiled function."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
     """One run of a compiled graph.
 
-    recorder: takes what is measured. step: number. compiled, running: paths of the module that the code was
-    compiled for, and of the one that it runs for. is_sampled: whether statistics are measured. is_repeated:
-    whether forward has been counted before.
+    recorder: `Recorder` that takes the statistics. step: step number. compiled, running: path of the module
+    that the code was compiled for, and of the module that runs it. is_sampled: whether statistics are
+    measured. is_repeated: whether the forward has been counted before.
     """
 
     recorder: Any
@@ -36,13 +36,13 @@ class Call:
     is_repeated: bool = False
 
     def named(self, layer: str) -> str:
-        """Returns the name in this call of the layer called `layer` in the compiled code."""
+        """Returns the name in the running module of a layer named `layer` in the compiled code."""
         inside = layer == self.compiled or layer.startswith(f"{self.compiled}.")
         return self.running + layer.removeprefix(self.compiled) if inside else layer
 
 
 class _Running(threading.local):
-    """The calls that are going on in this thread, the innermost last."""
+    """The active calls of this thread, the innermost last, each with whether it was counted before."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Call, bool]] = []
@@ -53,7 +53,7 @@ _RUNNING = _Running()
 
 @contextmanager
 def forward(call: Call) -> Iterator[None]:
-    """Tallies that graphs deliver inside belong to the forward of `call`."""
+    """Assigns the statistics delivered in this context to the forward of `call`."""
     _RUNNING.calls.append((call, call.is_repeated))
     try:
         yield
@@ -62,12 +62,12 @@ def forward(call: Call) -> Iterator[None]:
 
 
 def current() -> tuple[Call | None, bool]:
-    """The innermost call that is going on, and whether what it delivers has been counted."""
+    """Returns the innermost active call, and whether its statistics were counted before."""
     return _RUNNING.calls[-1] if _RUNNING.calls else (None, False)
 
 
 def follow(call: Call, results: Any) -> None:
-    """Let what the backward of `results` delivers come from `call`, whose forward gave them."""
+    """Registers hooks that assign the statistics of the backward of `results` to `call`."""
     node = _node(results)
     if node is None:
         return
@@ -83,7 +83,7 @@ def follow(call: Call, results: Any) -> None:
 
 
 def _node(results: Any) -> Any:
-    """The node of the compiled function in autograd's graph; None if no gradient flows through it."""
+    """Returns the compiled function's node in the autograd graph; None if no gradient flows through it."""
     given: Sequence[Any] = results if isinstance(results, list | tuple) else [results]
     nodes = [each.grad_fn for each in given if isinstance(each, Tensor) and each.grad_fn is not None]
     for _ in range(_DEPTH):

@@ -1,9 +1,9 @@
-"""A watch in a trainer of another library: it takes the numbers of steps from there and is closed at the end.
+"""Callbacks for trainers of other libraries. They take over the step number and close the watch at the end.
 
     Trainer(…, callbacks=[mxcompile.watch.for_transformers(watch)])
     lightning.Trainer(…, callbacks=[mxcompile.watch.for_lightning(watch)])
 
-A step itself needs no callback: it ends when the optimizer steps.
+Steps themselves need no callback: a step ends when the optimizer steps.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from mxcompile.watch.watch import Watch
 
 
 def for_transformers(watch: Watch) -> Any:
-    """A ``transformers.TrainerCallback`` for `watch`."""
+    """Returns a ``transformers.TrainerCallback`` for `watch`."""
     from transformers import TrainerCallback
 
     class Watching(TrainerCallback):
-        """Numbers steps as the trainer does, also when it goes on from a checkpoint."""
+        """Numbers steps like the trainer, also after a restart from a checkpoint."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             watch.resume(state.global_step)
@@ -32,10 +32,10 @@ def for_transformers(watch: Watch) -> Any:
 
 
 def for_lightning(watch: Watch) -> Any:
-    """A ``lightning.pytorch.Callback`` for `watch`. Raises `OptionError` without Lightning."""
+    """Returns a ``lightning.pytorch.Callback`` for `watch`. Raises `OptionError` without Lightning."""
 
     class Watching(_lightning()):  # type: ignore[misc]
-        """Numbers steps as the trainer does, also when it goes on from a checkpoint."""
+        """Numbers steps like the trainer, also after a restart from a checkpoint."""
 
         def on_train_start(self, trainer: Any, module: Any) -> None:
             watch.resume(trainer.global_step)

@@ -1,10 +1,10 @@
-"""Operands of a product that a rule asks for: an excerpt of each in one file, for a bug report.
+"""Writes excerpts of the operands of a GEMM to a file, for a bug report.
 
-    step-1200-blocks.1.down-dgrad.pt    {"about": JSON, "dy": values, "dy.rows": places, "w": …}
+    step-1200-blocks.1.down-dgrad.pt    {"about": JSON, "dy": values, "dy.rows": row indices, "w": …}
 
-Values are rows along the contraction dimension in the dtype of the operand: those of the largest magnitudes,
-NaN and Inf first, at most `mxcompile.passes.watch.DUMPED` elements. Of rows longer than that it is the start.
-Each rank writes the operands that it has.
+Values are rows along the contraction dimension in the dtype of the operand: the rows with the largest
+magnitudes, NaN and Inf first, at most `mxcompile.passes.watch.DUMPED` elements. Longer rows are truncated.
+Each rank writes its own operands.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from mxcompile.report.files import rank
 from mxcompile.watch.tally import Tally
 
 FILES = 16
-"""How many files a rank writes in a run."""
+"""Largest number of files that a rank writes in a run."""
 
 Excerpt = tuple[Tensor, Tensor, Mapping[str, Any]]
-"""Rows of an operand, their places, and what there is to say of its cast: format, sizes, dim."""
+"""Rows of an operand, their indices, and the cast's format, sizes and dim."""
 
 
 class Dumps:
-    """Files of one watch. folder: of the files, None if no rule writes any."""
+    """The files of one watch. folder: their folder, None if no rule writes any."""
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         self._written = 0
 
     def write(self, step: int, layer: str, gemm: str, message: str, excerpts: Mapping[str, Excerpt]) -> str:
-        """Write `excerpts`, by operand. Returns the path, or why there is no file. Raises `OSError`."""
+        """Writes `excerpts`, by operand. Returns the path, or a reason without a file. Raises `OSError`."""
         if self.folder is None or not excerpts:
             return "this rank has no operands of it whose sizes are known"
         if self._written >= FILES:
@@ -66,7 +66,7 @@ class Dumps:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dump:
-    """One file. operands: rows, their places, and what there is to say of the cast, by operand."""
+    """One file. operands: excerpts by operand."""
 
     step: int
     layer: str
@@ -76,7 +76,7 @@ class Dump:
 
     @classmethod
     def load(cls, path: str | Path) -> Dump:
-        """The file at `path`; no code in it is run. Raises `OptionError`."""
+        """Returns the content of the file `path`. No code in it is executed. Raises `OptionError`."""
         try:
             data = torch.load(path, weights_only=True, map_location="cpu")
             about = json.loads(data["about"])
@@ -88,7 +88,7 @@ class Dump:
             raise OptionError(f"{str(path)!r} is not a file of operands: {error}") from None
 
     def statistics(self) -> dict[str, dict[str, Any]]:
-        """Statistics of the cast of each excerpt, as in samples."""
+        """Returns the statistics of the cast of each excerpt, as in samples."""
         statistics = {}
         for name, (values, _, cast) in self.operands.items():
             numbers, _ = ops.cast_statistics(values, -1, cast["format"], 0)
@@ -96,7 +96,7 @@ class Dump:
         return statistics
 
     def lines(self) -> Iterable[str]:
-        """The file in words."""
+        """Yields the lines of a text for a terminal."""
         yield self.message
         for name, numbers in self.statistics().items():
             values, _, cast = self.operands[name]

@@ -1,9 +1,9 @@
-"""GEMMs that rules of a watch have put into BF16: the policy with them, and the file that keeps it.
+"""GEMMs that rules of a watch moved to BF16, and the policy file that stores them.
 
-    rule fires in step s   →   the policy file is written   →   graphs of these layers are compiled again
+    rule fires in step s   →   the policy file is written   →   graphs of these layers are recompiled
 
-They run from step s + 1 on. Their set only grows. The file is a policy as any other: a restart that is
-given it starts in this state.
+The GEMMs run in BF16 from step s + 1 on and never return. The file is an ordinary policy: a restarted run
+with this policy continues in the same state.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from mxcompile.publish import publish
 from mxcompile.report.files import rank
 
 Below = frozenset[tuple[str, str]]
-"""Layers, by their path below a module, and GEMMs."""
+"""Pairs of a layer, by its path below a module, and a GEMM."""
 
 
 class Fallbacks:
-    """The GEMMs that one watch has put into BF16. path: of the policy file; None if no rule can do this."""
+    """The GEMMs that one watch moved to BF16. path: path of the policy file, None if no rule moves any."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -32,15 +32,15 @@ class Fallbacks:
         self._policy: Policy | None = None
 
     def learn(self, policy: Policy, layers: Iterable[Layer]) -> None:
-        """`layers` of a model are compiled with `policy`, which is as its user gave it."""
+        """Stores the `layers` of a model and the user's `policy` that they are compiled with."""
         self._policy = policy
         for layer in layers:
             self._layers.setdefault(layer.name, layer)
 
     def add(self, layer: str, gemm: str, why: str) -> str:
-        """Put `gemm` of the layer called `layer` into BF16. Returns what came of it, in words.
+        """Moves `gemm` of the layer named `layer` to BF16. Returns the effect as text.
 
-        Raises `OSError` if the file cannot be written; the GEMM is put into BF16 nevertheless.
+        Raises `OSError` if the file cannot be written; the GEMM moves to BF16 nevertheless.
         """
         if layer not in self._layers:
             return f"{layer} is not a layer of the plan, and stays as it is"
@@ -48,7 +48,7 @@ class Fallbacks:
         if Gemm(gemm) in gemms:
             return f"{layer} {gemm} is to be in BF16 already"
         gemms[Gemm(gemm)] = why
-        torch._dynamo.config.recompile_limit += 1  # what is compiled again does not count as a user's shape
+        torch._dynamo.config.recompile_limit += 1  # this recompile must not use up the user's limit
         if self.path is not None and self._policy is not None and not rank():
             publish(self.path, self._text(self._policy))
         return f"{layer} {gemm} is in BF16 from the next step"
@@ -60,14 +60,14 @@ class Fallbacks:
         return head + comments + self.over(policy).to_yaml()
 
     def over(self, policy: Policy) -> Policy:
-        """`policy` without what has been put into BF16."""
+        """Returns `policy` with the GEMMs in BF16."""
         if not self._why:
             return policy
         kept = {self._layers[name]: why for name, why in self._why.items()}
         return keeping(policy, kept, f"{policy.label}, changed by a watch: {self.path}")
 
     def below(self, path: str) -> Below:
-        """Returns the GEMMs below the module at `path` that are in BF16 now; "" is the whole model."""
+        """Returns the GEMMs in BF16 below the module at `path`; "" stands for the whole model."""
         start = f"{path}." if path else ""
         return frozenset(
             (name.removeprefix(path), gemm.value)

@@ -1,13 +1,13 @@
-"""Samples of many ranks joined into one: by the key-value store of the process group, without a collective.
+"""Joins the samples of all ranks through the key-value store of the process group, without a collective.
 
-    rank r: store[step, r] = its tallies          the first rank: waits for them in a thread, joins, writes
+    rank r: store[step, r] = its tallies          rank 0: waits for them in a thread, joins, writes
 
-No rank waits for another in a step, unless there are rules: these look at the joined sample, and all ranks
-are to do the same in the same step, so each waits at the end of a sampled step for what the first one finds.
-A rank that does not send in time, as one without compiled layers, is not waited for until it sends again.
-The record says how many ranks sent.
+Without rules no rank waits for another in a step. Rules are evaluated on the joined sample, and all ranks
+must act in the same step, so at the end of a sampled step each rank waits for rank 0's result. A rank that
+sends nothing in time, for example because it has no compiled layers, is skipped until it sends again. The
+record contains the number of ranks.
 
-    rank r: told += 1, store[told] = a record     the first rank: looks for records in the thread, writes them
+    rank r: told += 1, store[told] = a record     rank 0: polls for records in the thread, writes them
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ Record = dict[str, Any]
 
 
 class Ranks:
-    """The ranks of one watch.
+    """The communication of the ranks of one watch.
 
-    write: takes step, sample and number of ranks, on the first rank. send: takes a record of any rank, there
-    as well. judge: gives what fires in a joined sample; None without rules.
+    write: writes a sample on rank 0, called with step, sample and number of ranks. send: writes a record of
+    any rank, on rank 0. judge: returns the rules that fire in a joined sample; None without rules.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class Ranks:
         self._told = ""
 
     def gather(self, step: int, sample: Sample) -> list[Fired]:
-        """Join `sample` of this rank with those of the others, and write it if this is the first rank.
+        """Joins `sample` with the samples of the other ranks. Rank 0 writes the result.
 
-        Returns what fires in it, the same on all ranks.
+        Returns the rules that fire in it, the same on all ranks.
         """
         rank, count = _place()
         if count == 1:
@@ -79,7 +79,7 @@ class Ranks:
         return []
 
     def tell(self, record: Record) -> None:
-        """Send `record` on, by the first rank."""
+        """Sends `record` to rank 0, which writes it."""
         rank, _ = _place()
         if not rank:
             self._send(record)
@@ -91,7 +91,7 @@ class Ranks:
             self._warn(f"a {record['kind']} record did not reach the first rank", error)
 
     def close(self) -> None:
-        """Wait until all that this rank has gathered is written."""
+        """Waits until everything that this rank gathered is written."""
         thread, self._thread = self._thread, None
         if thread is not None:
             atexit.unregister(self.close)
@@ -99,7 +99,7 @@ class Ranks:
             thread.join(timeout=_CLOSE_S)
 
     def start(self) -> None:
-        """Look for records of other ranks from now on, if this is the first of several."""
+        """Starts the thread that polls for records of other ranks, on rank 0 of several."""
         rank, count = _place()
         if rank == 0 and count > 1 and self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="mxcompile-watch", daemon=True)
@@ -125,7 +125,7 @@ class Ranks:
                 self._warn("a sample or a record of another rank was lost", error)
 
     def _collect(self) -> None:
-        """Send on what other ranks have told since the last time."""
+        """Writes the records that other ranks sent since the last call."""
         store = _store()
         last = store.add(_TOLD, 0)
         while self._heard < last and store.check([f"{_TOLD}/{self._heard + 1}"]):
@@ -135,21 +135,21 @@ class Ranks:
             store.delete_key(key)
 
     def _rule(self, step: int, sample: Sample, judge: Judge) -> list[Fired]:
-        """Join, write, and tell the other ranks what fires."""
+        """Joins and writes the sample, and publishes the rules that fire for the other ranks."""
         rules: list[Fired] = []
         try:
             sent = self._join(step, sample)
             self._write(step, sample, sent)
             rules = judge(sample)
         finally:
-            if self._told and not self._silent:  # all have heard of that, for they have sent since
+            if self._told and not self._silent:  # every rank has sent a later sample, so has read this
                 _store().delete_key(self._told)
             self._told = _verdict(step)
             _store().set(self._told, json.dumps(rules))
         return rules
 
     def _hear(self, step: int) -> list[Fired]:
-        """Returns what the first rank finds in the joined sample. Raises `TimeoutError`."""
+        """Returns the rules that fire on rank 0 in the joined sample. Raises `TimeoutError`."""
         store, key, end = _store(), _verdict(step), time.monotonic() + 2 * _WAIT_S
         while not store.check([key]):
             if time.monotonic() > end:
@@ -158,7 +158,7 @@ class Ranks:
         return [(place, row) for place, row in json.loads(store.get(key))]
 
     def _join(self, step: int, sample: Sample) -> int:
-        """Add to `sample` what other ranks send. Returns how many ranks it is of."""
+        """Adds the samples of other ranks to `sample`. Returns the number of ranks in it."""
         _, count = _place()
         store, end, sent = _store(), time.monotonic() + _WAIT_S, 1
         self._silent = {rank for rank in self._silent if not store.check([_key(step, rank)])}
@@ -179,7 +179,7 @@ class Ranks:
 
 
 def _place() -> tuple[int, int]:
-    """Rank and number of ranks of the default process group."""
+    """Returns rank and world size of the default process group."""
     from torch import distributed
 
     if not (distributed.is_available() and distributed.is_initialized()):

@@ -1,9 +1,9 @@
-"""The part of a watch that runs while a model trains: it picks the sampled steps and writes their records.
+"""Collects statistics while a model trains, in sampled steps, and passes on the sample of each step.
 
-    forward, backward of a sampled step  →  deliveries  →  tallies  →  the record, before the optimizer steps
+    forward, backward of a sampled step  →  deliveries  →  tallies  →  record, before the optimizer steps
 
-Statistics stay on the device until the step is over. Nothing here ends a run: what fails becomes a warning,
-once for each reason.
+Statistics stay on the device until the step is over. Only a rule or NaN check ends a run: any other failure
+is a warning, logged once per reason.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ log = logging.getLogger(__name__)
 _NAN, _INF = FIELDS.index("nan"), FIELDS.index("inf")
 
 Count = tuple[Key, int]
-"""A cast, and how many NaN and Inf its scales have, or, where they do not tell, its elements."""
+"""A cast, and its number of NaN and Inf in the scales, or in the elements if scales do not show them."""
 
 Delivery = tuple[Call, list[dict[str, Any]], Tensor, list[Tensor], list[Excerpt | None]]
-"""Of one run of a graph: the casts, what was measured of each, parts of the casts of weights, excerpts."""
+"""The call of one run of a graph, its casts, their statistics, parts of the weights' casts, and excerpts."""
 
 
 class Recorder:
     """The recorder of one watch.
 
-    is_sampled: whether a step is. finished: takes the number of a sampled step and what was measured in it.
-    left_out: operands that are not measured, and why. excerpts: of the step that has ended, for `finished`.
-    tripped: takes the number of a step with NaN or Inf, and how many scales of each cast have them, in the
-    order of the run; None if nobody asks.
+    is_sampled: decides whether a step is sampled. finished: called with the number and the sample of a
+    sampled step. left_out: operands that are not measured, and why. excerpts: excerpts of the last step, for
+    `finished`. tripped: called with the number of a step with NaN or Inf and the counts of each cast, in the
+    order of execution; None without NaN check.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class Recorder:
         self._lock = threading.Lock()
 
     def begin(self, compiled: str, running: Callable[[], str], code: int) -> Call | None:
-        """A forward that will have a backward begins: its call, or None if its step is not sampled.
+        """Returns the call of a forward that will have a backward; None if nothing is measured in its step.
 
-        compiled: path of the module that the code was made for. running: gives that of the one that it runs
-        for. code: tells graphs apart.
+        compiled: path of the module that the code was compiled for. running: returns the path of the module
+        that runs it. code: identifies the graph.
         """
         repeated = in_backward()
         step = self.steps.number if repeated and self.steps.is_open else self.steps.begin()
@@ -91,7 +91,7 @@ class Recorder:
         )
 
     def take(self, call: Call, values: Sequence[Tensor], words: Sequence[str]) -> None:
-        """A graph delivers `values`, one or several for each cast, and a word for each cast."""
+        """Stores the statistics of one run of a graph. words: a JSON object per cast. values: its tensors."""
         sites, given = [json.loads(word) for word in words], iter(values)
         measured: list[Tensor] = []
         kept: list[Tensor] = []
@@ -112,7 +112,7 @@ class Recorder:
                 self._pending.append(delivery)
 
     def warn(self, what: str, error: Exception) -> None:
-        """Warn of `error`, once for each kind."""
+        """Logs `error` as a warning, once per kind."""
         reason = f"watch: {what}: {type(error).__name__}: {error}"
         if reason not in self._warned:
             self._warned.add(reason)
@@ -157,7 +157,7 @@ class Recorder:
         return sample
 
     def _compare(self, key: Key, tally: Tally, part: Tensor) -> None:
-        """Count how much of `part`, of a weight's cast, differs from the sample before."""
+        """Counts the elements of `part`, of a weight's cast, that differ from the previous sample."""
         before = self._kept.get(key)
         if part.numel():
             self._kept[key] = part
@@ -168,7 +168,7 @@ class Recorder:
 
 
 def _is_worse(tally: Tally, before: Tally | None) -> bool:
-    """Whether the call of `tally` has larger or more broken values than all calls `before` it."""
+    """Whether the call of `tally` has NaN or Inf or larger values, and the calls before it do not."""
     if before is None:
         return True
     now, then = tally.sums, before.sums
@@ -176,7 +176,7 @@ def _is_worse(tally: Tally, before: Tally | None) -> bool:
 
 
 def _counts(pending: Iterable[Delivery]) -> list[Count]:
-    """NaN and Inf of all casts of a step, in the order of the run."""
+    """Returns the counts of NaN and Inf of all casts of a step, in the order of execution."""
     counts: list[Count] = []
     for call, sites, measured, *_ in pending:
         bad = measured[:, _NAN : _INF + 1].sum(1) if call.is_sampled else measured[:, 0]

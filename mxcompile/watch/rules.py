@@ -1,10 +1,10 @@
-"""Rules of a watch: what is to happen when a statistic passes a limit.
+"""Rules of a watch: actions when a statistic passes a limit.
 
     {"when": {"underflow": "> 0.3", "over": 5}, "operand": "dy", "do": "warn"}
 
-A rule fires for an operand when all its conditions have held in `over` samples in a row, once. It can fire
-again after a sample in which they do not hold. Of many ranks the first looks at the joined sample. `layer`,
-`role`, `gemm` and `operand` are a word or a list, as in a policy.
+A rule fires for an operand once all its conditions have held in `over` consecutive samples. It can fire again
+after a sample in which a condition does not hold. With several ranks, rank 0 evaluates the joined sample.
+`layer`, `role`, `gemm` and `operand` are a word or a list, as in a policy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mxcompile.policy.values import Invalid, Value, listed, word
 from mxcompile.watch.tally import NUMBERS, OF_RESULTS, Key
 
 ACTIONS = ("warn", "bf16", "dump", "stop")
-"""What a rule may do (see `actions`), before the optimizer steps."""
+"""Actions of a rule (see `actions`). They run before the optimizer steps."""
 
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
@@ -50,7 +50,7 @@ class Condition:
     limit: float
 
     def holds(self, row: Mapping[str, Any]) -> bool:
-        """Whether it holds; not of a statistic that is not defined."""
+        """Whether the condition holds; False for an undefined statistic."""
         value = row.get(self.name)
         return value is not None and _COMPARISONS[self.word](value, self.limit)
 
@@ -60,7 +60,7 @@ class Condition:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """conditions: all must hold. over: in so many samples in a row. match, gemms, operands: where."""
+    """A rule. conditions: all must hold, in `over` consecutive samples. match, gemms, operands: selection."""
 
     conditions: tuple[Condition, ...]
     over: int
@@ -72,7 +72,7 @@ class Rule:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Rule:
-        """The rule that `given` writes. Raises `OptionError`."""
+        """Returns the rule of the mapping `given`. Raises `OptionError`."""
         if not isinstance(given, Mapping):
             raise OptionError(f"a watch rule is a mapping, found {shown(given)}")
         for key in given:
@@ -100,17 +100,17 @@ class Rule:
         )
 
     def covers(self, layer: str, role: str, gemm: str) -> bool:
-        """Whether the rule is about `gemm` of `layer`, which has `role`."""
+        """Whether the rule applies to `gemm` of the layer named `layer` with `role`."""
         where = (self.match.role, role), (self.gemms, gemm)
         return self.match.names(layer) and all(not words or given in words for words, given in where)
 
     def looks_at(self, row: Mapping[str, Any]) -> bool:
-        """Whether the rule is about the operand of which `row` is a sample."""
+        """Whether the rule applies to the operand of `row`."""
         is_its = not self.operands or row["operand"] in self.operands
         return is_its and self.covers(row["layer"], row["role"], row["gemm"])
 
     def fires(self, row: Mapping[str, Any]) -> bool:
-        """Whether the rule fires for an operand, of which `row` is the next sample."""
+        """Whether the rule fires for the operand of `row`, its next sample."""
         key = row["layer"], row["gemm"], row["operand"]
         if not self.looks_at(row):
             return False
@@ -119,14 +119,14 @@ class Rule:
         return held == self.over
 
     def sentence(self, step: int, row: Mapping[str, Any]) -> str:
-        """Returns a sentence that says that the rule fired for `row`."""
+        """Returns the message of the rule for `row`."""
         conditions = ", ".join(f"{each} ({row[each.name]:.4g})" for each in self.conditions)
         times = f" in {self.over} samples" if self.over > 1 else ""
         return f"step {step}: {row['operand']} of {row['layer']} {row['gemm']}: {conditions}{times}"
 
 
 def words_of(option: str, allowed: Value, given: Any) -> tuple[Any, ...]:
-    """The words of `given`, one or several of those that are `allowed`. Raises `OptionError`."""
+    """Returns the words of `given`, a word or a list. Raises `OptionError` for words not `allowed`."""
     try:
         words: tuple[Any, ...] = allowed.read(list(given) if isinstance(given, tuple) else given)
     except Invalid as error:

@@ -1,10 +1,10 @@
-"""Which step a call belongs to: a step ends when an optimizer of the model starts to step.
+"""Assigns calls to steps. A step ends when an optimizer of the model begins to step.
 
     forward … backward …  (again, for every micro-batch)  optimizer.step()  │  forward …      the next step
 
-The hooks are torch's own, of all optimizers of the process; an optimizer counts if it has a parameter of a
-watched model. One that steps within the backward has its sample written when the backward is over. Several
-optimizers of one model are one step, for a step begins with a forward.
+torch's global optimizer hook reports every optimizer of the process; an optimizer counts if it has a
+parameter of a watched model. If it steps within the backward, the sample is written after the backward.
+Several optimizers of a model share one step, because only a forward begins the next.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 class Steps:
-    """The steps of the models that one watch looks at.
+    """The steps of the models of one watch.
 
-    number: of the current step. is_open: whether it has begun and not ended. ends: called before an optimizer
-    changes weights, once a step.
+    number: number of the current step. is_open: whether it has begun and not ended. ends: called once per
+    step, before an optimizer changes weights.
     """
 
     def __init__(self, first: int, ends: Callable[[], None]) -> None:
@@ -34,17 +34,17 @@ class Steps:
         self._known: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
 
     def follow(self, model: nn.Module | None) -> None:
-        """Count the steps of optimizers of `model`; without one, of all optimizers."""
+        """Counts the steps of optimizers of `model`, or of all optimizers if it is None."""
         if model is not None:
             self._models.add(model)
         self._known.clear()
 
     def listen(self) -> None:
-        """Hear of the steps of optimizers, from now to the end of the process."""
+        """Registers the hook on optimizer steps, until the process ends."""
         register_optimizer_step_pre_hook(self._before_step)
 
     def begin(self) -> int:
-        """A forward begins. Returns the number of the step that it belongs to."""
+        """Marks the begin of a forward. Returns the number of its step."""
         if self._has_stepped:
             self._close()
             self._has_stepped = False
@@ -53,17 +53,17 @@ class Steps:
         return self.number
 
     def end(self) -> None:
-        """The step is over: what an optimizer's step says by itself."""
+        """Ends the step, as an optimizer's step does automatically."""
         self._close()
         self._has_stepped = True
 
     def check(self) -> None:
-        """Everything of the step has run; the step goes on until an optimizer steps."""
+        """Calls `ends` for the work done until now. The step goes on until an optimizer steps."""
         if self.is_open:
             self._ends()
 
     def move_to(self, number: int) -> None:
-        """The next forward belongs to step `number`."""
+        """Sets the step number of the next forward."""
         self.number = number
         self._has_stepped = False
 
@@ -91,5 +91,5 @@ class Steps:
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a backward: a forward in there is checkpointing's, run again."""
+    """Whether this thread runs a backward. A forward inside it is a recomputation of checkpointing."""
     return torch._C._current_graph_task_id() != -1

@@ -1,7 +1,7 @@
-"""A summary of a file of samples: the worst operands, the operands that moved most, and a page of all.
+"""A summary of a file of samples: the worst operands, the most changed operands, and an HTML page.
 
-worst   NaN and Inf first, then by the relative error of the cast
-moved   by the largest change of a share: underflow, saturated, error
+worst    NaN and Inf first, then by the relative error of the cast
+moved    by the largest change of a share: underflow, saturated, error, changed
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _DATA = "/*data*/null"
 
 @dataclass(kw_only=True, slots=True)
 class Look:
-    """A file of samples.
+    """The content of a file of samples.
 
-    samples: by step, the rows of operands; of a step that comes twice, the last. losses: by step, where
-    noted. end: of what was read.
+    samples: rows of operands by step; a repeated step replaces the earlier one. losses: losses by step, where
+    recorded. end: byte position up to which the file was read.
     """
 
     path: Path
@@ -43,7 +43,7 @@ class Look:
 
     @classmethod
     def load(cls, path: Path) -> Look:
-        """The records in the file at `path`. Raises `OptionError` if it has none or cannot be read."""
+        """Returns the records of the file `path`. Raises `OptionError` if it has none or cannot be read."""
         look = cls(path=path)
         try:
             look._read_on()
@@ -56,16 +56,16 @@ class Look:
         return look
 
     def has_grown(self) -> bool:
-        """Whether the file has more than was read, which is read now. It may be gone for a while."""
+        """Whether the file had new records, which are now read. A missing file counts as unchanged."""
         try:
             return self._read_on()
         except OSError:
             return False
 
     def _read_on(self) -> bool:
-        """Add the records behind `end`; returns whether there are any. Raises `OSError`.
+        """Reads the records after `end`. Returns whether there were any. Raises `OSError`.
 
-        A file that is shorter is another one, which was put in its place: all of it is read.
+        A file shorter than `end` was replaced by another one, so it is read from the start.
         """
         start = self.end
         if self.path.stat().st_size < start:
@@ -84,11 +84,11 @@ class Look:
         return self.end > start
 
     def worst(self, limit: int) -> list[tuple[Key, Row]]:
-        """The worst `limit` operands of the last sample."""
+        """Returns the worst `limit` operands of the last sample."""
         return _first(self._last(), _badness, limit)
 
     def moved(self, limit: int, back: int) -> list[tuple[Key, Row, Row]]:
-        """The `limit` operands that changed most in the last `back` samples: key, then, now."""
+        """Returns key, row before and row now of the `limit` operands that changed most in `back` samples."""
         steps = [*self.samples]
         if len(steps) < 2:
             return []
@@ -101,7 +101,7 @@ class Look:
         return next(reversed(self.samples.values()), {})
 
     def page(self) -> str:
-        """One HTML file that needs nothing else: a map of operands and steps for every statistic."""
+        """Returns a self-contained HTML page: a map of operands and steps for every statistic."""
         keys = list(dict.fromkeys(key for rows in self.samples.values() for key in rows))
         named = [name for name in DRAWN if any(name in row for row in self._last().values())]
         numbers = {
@@ -122,7 +122,7 @@ class Look:
 
 
 def _first(rows: dict[Key, Any], weight: Callable[[Any], tuple[float, ...]], limit: int) -> list[Any]:
-    """The `limit` items of `rows` of the largest `weight`, the largest first."""
+    """Returns the `limit` items of `rows` with the largest `weight`, in descending order."""
     return sorted(rows.items(), key=lambda item: weight(item[1]), reverse=True)[:limit]
 
 
@@ -147,7 +147,7 @@ def _rounded(value: Any) -> Any:
 
 
 def lines(look: Look, limit: int, back: int) -> Iterable[str]:
-    """Returns the text of `look` for a terminal."""
+    """Yields the lines of `look` for a terminal."""
     steps = [*look.samples]
     if steps:
         yield (

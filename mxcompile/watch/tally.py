@@ -1,8 +1,8 @@
-"""Statistics of an operand as sums that can be joined, and what they mean.
+"""Statistics of an operand as additive sums, which can be joined over calls and ranks.
 
-    tally of a step = Σ over its calls and ranks          underflow = numbers of 0 / numbers of non-zeros, …
+    tally of a step = Σ over its calls and ranks          underflow = elements cast to 0 / nonzero elements
 
-`ops.watch.FIELDS` says what is summed. A weight does not change within a step: of its calls the first counts.
+`ops.watch.FIELDS` lists the sums. A weight does not change within a step, so only its first call counts.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ NUMBERS = (
 """The statistics of an operand."""
 
 OF_RESULTS = ("amax", "smallest", "nan", "inf")
-"""The statistics of a result, which is not cast."""
+"""The statistics of a GEMM's result, which is not cast."""
 
 STATS = tuple(dict.fromkeys("scales" if name in _SCALES else name for name in NUMBERS))
-"""What `Watch(stats=…)` may name: the scales together."""
+"""Names for `Watch(stats=…)`: the statistics, with one name for the three of scales."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Tally:
     """The counts and sums of one operand in one step.
 
-    role, format: words; the format of a result, which is not cast, is "". calls: of the graph that has
-    it, over all ranks. sums: by `FIELDS`. histogram: of scales, by byte. compared, changed: how many elements
-    of a weight's cast were compared with those of the sample before, and how many of them differ.
+    role, format: role of the layer and format of the cast, "" for a result, which is not cast. calls: calls
+    of the graph, over all ranks. sums: sums by `FIELDS`. histogram: number of scales by byte. compared,
+    changed: elements of a weight's cast that were compared with the previous sample, and the number that
+    differ.
     """
 
     role: str
@@ -57,7 +58,7 @@ class Tally:
         return cls(role=role, format=fmt, calls=1, sums=sums, histogram=histogram)
 
     def add(self, other: Tally) -> None:
-        """Join `other`, of the same operand."""
+        """Adds `other`, a tally of the same operand."""
         self.calls += other.calls
         self.compared += other.compared
         self.changed += other.changed
@@ -71,7 +72,7 @@ class Tally:
             self.histogram[byte] = self.histogram.get(byte, 0.0) + count
 
     def statistics(self) -> dict[str, Any]:
-        """Returns the statistics from the sums; None for one that is not defined. A result has no losses."""
+        """Returns the statistics by name, None if undefined. A GEMM's result is not cast and has fewer."""
         sums = self.sums
         values = {
             "amax": sums["amax"],
@@ -95,7 +96,7 @@ class Tally:
         }
 
     def _scales(self) -> dict[str, int | None]:
-        """The least, median and largest scale byte, without that of NaN."""
+        """Returns the smallest, median and largest scale byte, without the byte of NaN."""
         known = sorted((byte, count) for byte, count in self.histogram.items() if byte != NUM_BYTES - 1)
         half, reached, median = sum(count for _, count in known) / 2, 0.0, None
         for byte, count in known:
@@ -106,7 +107,7 @@ class Tally:
         return {"scale_min": least, "scale_median": median, "scale_max": largest}
 
     def packed(self) -> list[Any]:
-        """As JSON can hold it; `unpacked` makes the same of it."""
+        """Returns a list for JSON, which `unpacked` reads."""
         counted = [[byte, count] for byte, count in self.histogram.items()]
         sums = [None if math.isinf(self.sums[name]) else self.sums[name] for name in FIELDS]
         return [self.role, self.format, self.calls, sums, counted, self.compared, self.changed]
@@ -128,11 +129,11 @@ class Tally:
 
 
 Sample = dict[Key, Tally]
-"""Of one step, in the order of the run."""
+"""The tallies of one step, in the order of execution."""
 
 
 def join(tallies: Sample, more: Mapping[Key, Tally]) -> None:
-    """Add `more` to `tallies`."""
+    """Adds `more` to `tallies`."""
     for key, tally in more.items():
         if key in tallies:
             tallies[key].add(tally)
@@ -141,7 +142,7 @@ def join(tallies: Sample, more: Mapping[Key, Tally]) -> None:
 
 
 def row(key: Key, tally: Tally, stats: frozenset[str]) -> dict[str, Any]:
-    """Returns the record of one operand in a sample. stats: the wanted ones of `STATS`."""
+    """Returns the record of one operand in a sample. stats: the included entries of `STATS`."""
     layer, gemm, operand = key
     named = {
         "layer": layer,

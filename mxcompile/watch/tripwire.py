@@ -1,10 +1,10 @@
-"""The first value of a step that is not finite: where it is, and where it was born.
+"""Finds the first operand of a step with NaN or Inf, and its origin.
 
-    casts in the order of the run:   finite … finite  FIRST  later ones
+    casts in the order of execution:   finite … finite  FIRST  later operands
 
-Later operands got it from the first one. The first one was born between the last product before it, whose
-operands are finite, and its own cast; a weight has it from an update or from what the model was loaded from,
-a result from its product.
+Later operands inherit the values from the first. In x and dy the values arise between the last GEMM before,
+whose operands are finite, and the first operand's cast; in a weight from an update or the loaded model; in a
+result from its GEMM.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mxcompile.watch.recorder import Count
 
 
 def finding(counts: Sequence[Count]) -> dict[str, Any]:
-    """Returns the first of `counts` that is not 0: layer, gemm, operand, count, origin, arrived."""
+    """Returns the first nonzero entry of `counts`: layer, gemm, operand, count, origin, later operands."""
     index = next(place for place, (_, count) in enumerate(counts) if count)
     (layer, gemm, operand), count = counts[index]
     later = {key for key, more in counts[index + 1 :] if more and key[0] != layer}
@@ -48,7 +48,7 @@ def _origin(counts: Sequence[Count], index: int) -> str:
 
 
 def sentence(step: int, finding: dict[str, Any]) -> str:
-    """`finding` in words."""
+    """Returns `finding` as a sentence."""
     return (
         f"step {step}: NaN or Inf in {finding['operand']} of {finding['layer']} {finding['gemm']}"
         f" ({finding['count']:,} scales or elements), {finding['origin']};"

@@ -1,4 +1,4 @@
-"""`Watch`: what a user asks to see of a run, and where it goes."""
+"""`Watch`: the user's selection of statistics of a run, and their destinations."""
 
 from __future__ import annotations
 
@@ -31,28 +31,38 @@ from mxcompile.watch.writers import SCHEMA, JsonLines, Record, TensorBoard, Writ
 log = logging.getLogger(__name__)
 
 ACTIONS = ("warn", "stop")
-"""What `Watch(nonfinite=…)` may be."""
+"""Values of `Watch(nonfinite=…)`."""
 
 Target = str | Path | Callable[[Record], object] | Any
-"""Any: a ``SummaryWriter``, which is known by its `add_scalar`."""
+"""Any stands for a ``SummaryWriter``, which is recognised by its `add_scalar`."""
 
 
 class Watch:
-    """Statistics of the operands of quantized products, of every so many steps of training.
+    """Records statistics of the operands of quantized GEMMs in every n-th step of training.
 
-    to: a path for JSON lines, a callable that takes each record, a ``SummaryWriter`` of TensorBoard, or
-    several of these. every: steps from a sample to the next; None for no samples. start, stop: the first step
-    that is sampled, and the first after them that is not.
-    layers: globs or ``re:`` expressions of names of layers, all by default. operands: of "x", "w" and "dy",
-    which is the default, and the results "y" and "dw", which are not cast. stats: those of `STATS` that
-    records have. first: the number of the first step; a run that goes on from a checkpoint has a later one.
-    nonfinite: what a NaN or Inf in any step does, before an optimizer has stepped: "warn" or "stop", which
-    raises `NonFiniteError`; None does not look. rules: see `mxcompile.watch.rules`. policy: the file in which
-    rules keep what they put into BF16, by default ``run.policy.yaml`` beside ``run.jsonl``. dump: the folder
-    into which rules write operands, by default ``run.dump``.
+    A step ends when an optimizer of the model begins to step. Without an optimizer, call `step`. With several
+    ranks, rank 0 writes the statistics of all.
 
-    A step ends when an optimizer of the model begins to step. Without one, call `step`. Of many ranks the
-    first writes, for all. Raises `OptionError`.
+    Args:
+        to: destination, or several: a path for JSON lines, a callable that takes each record, or a
+            TensorBoard ``SummaryWriter``.
+        every: number of steps from a sample to the next; None for no samples.
+        start: first sampled step.
+        stop: first step that is no longer sampled; None for no end.
+        layers: globs or ``re:`` expressions of layer names; all layers by default.
+        operands: measured operands, of "x", "w" and "dy" (the default), and the results "y" and "dw", which
+            are not cast.
+        stats: statistics in the records, all by default.
+        first: number of the first step, for a run that continues from a checkpoint.
+        nonfinite: action on a NaN or Inf in any step, before the optimizer steps: "warn", "stop" (raises
+            `NonFiniteError`), or None for no check.
+        rules: rules as in `mxcompile.watch.rules`.
+        policy: file with the GEMMs that rules moved to BF16; by default ``run.policy.yaml`` for
+            ``run.jsonl``.
+        dump: folder for operands that rules write; by default ``run.dump``.
+
+    Raises:
+        OptionError: for invalid arguments.
     """
 
     def __init__(
@@ -106,62 +116,63 @@ class Watch:
 
     @property
     def current_step(self) -> int:
-        """The number of the step that is going on."""
+        """Number of the current step."""
         return self._recorder.steps.number
 
     def step(self) -> None:
-        """End a step: for training loops without an optimizer of ``torch.optim``."""
+        """Ends a step. Call it in training loops without an optimizer of ``torch.optim``."""
         self._recorder.steps.end()
 
     def loss(self, value: float | Tensor) -> None:
-        """Note the loss of the current step, for its sample. Call it before the optimizer steps.
+        """Records the loss of the current step in its sample. Call it before the optimizer steps.
 
-        value: a number, or a tensor of one element, which is read in sampled steps only. Of several calls in
-        a step, such as those of micro-batches, the mean counts; of many ranks that of the first.
+        Args:
+            value: a number, or a tensor with one element, which is read only in sampled steps. Several calls
+                in a step (micro-batches) are averaged. With several ranks, rank 0's loss is recorded.
         """
         if self._is_sampled(self.current_step) and not rank():
             number = float(value.detach() if isinstance(value, Tensor) else value)
             self._losses.setdefault(self.current_step, []).append(number)
 
     def resume(self, step: int) -> None:
-        """Give the next step the number `step`."""
+        """Sets the number of the next step to `step`."""
         self._recorder.steps.move_to(_number("step", step))
 
     def close(self) -> None:
-        """Write what is pending: the sample of a step whose optimizer did not step, what ranks have sent."""
+        """Writes pending data: the sample of a step without an optimizer step, and samples of other ranks."""
         self._recorder.steps.end()
         self._ranks.close()
 
     def watches(self, layer: str) -> bool:
-        """Whether the layer called `layer` is looked at."""
+        """Whether the layer named `layer` is measured."""
         return self._match.names(layer)
 
     @property
     def identity(self) -> str:
-        """Equal for watches that measure the same of a graph."""
+        """A string that is equal for watches with equal measurements in a graph, a part of cache keys."""
         dumps = [(rule.match, rule.gemms) for rule in self._rules if rule.do == "dump"]
         return f"{self.layers} {sorted(self.operands)} {dumps}"
 
     def dumps(self, reader: Reader) -> bool:
-        """Whether a rule may write the operand that is `reader`."""
+        """Whether a rule may write the operand `reader`."""
         return any(
             rule.do == "dump" and rule.covers(reader.layer, reader.role, reader.gemm) for rule in self._rules
         )
 
     def over(self, policy: Policy) -> Policy:
-        """`policy` as rules have changed it until now."""
+        """Returns `policy` with the GEMMs that rules moved to BF16."""
         return self._fallbacks.over(policy)
 
     def below(self, path: str) -> Below:
-        """Returns the GEMMs below the module at `path` that rules have put into BF16."""
+        """Returns the GEMMs below the module at `path` that rules moved to BF16."""
         return self._fallbacks.below(path)
 
     def attach(
         self, model: nn.Module | None, policy: Policy, layers: Iterable[Layer], **about: Any
     ) -> Recorder:
-        """Look at compiled code of `model`, whose `layers` follow `policy`.
+        """Watches compiled code of `model`, whose `layers` follow `policy`. Returns the recorder.
 
-        about: said of the run in its first record.
+        about: fields of the first record of the run.
         """
         self._recorder.steps.follow(model)
         if self.nonfinite:
@@ -171,7 +182,7 @@ class Watch:
         return self._recorder
 
     def _place(self, action: str, option: str, given: str | Path | None, suffix: str) -> Path | None:
-        """Where rules with `action` write; None if there are none. Raises `OptionError`."""
+        """Returns the output path of rules with `action`; None without rules. Raises `OptionError`."""
         if not any(rule.do == action for rule in self._rules):
             return None
         files = (writer.path.with_suffix(suffix) for writer in self._writers if isinstance(writer, JsonLines))
@@ -188,9 +199,12 @@ class Watch:
         return (step - self.start) % self.every == 0
 
     def check(self) -> None:
-        """Look for NaN and Inf now: before ``GradScaler.step``, which may leave out the optimizer's step.
+        """Checks for NaN and Inf now and ends the sample of the step.
 
-        Ends the sample of the step. Raises `NonFiniteError` if `nonfinite` is "stop".
+        Call it before ``GradScaler.step``, which may skip the optimizer's step.
+
+        Raises:
+            NonFiniteError: if `nonfinite` is "stop" and a value is not finite.
         """
         self._recorder.steps.check()
 
@@ -207,7 +221,7 @@ class Watch:
         self._actions.act(step, self._ranks.gather(step, sample), excerpts)
 
     def _write(self, step: int, sample: Sample, ranks: int) -> None:
-        """Write the sample of `step`, that of all ranks. ranks: how many of them it has."""
+        """Writes the joined `sample` of `step`. ranks: number of ranks in it."""
         rows = [row(key, tally, self.stats) for key, tally in sample.items()]
         if not self._is_begun:
             self._send(_record("run", **self._about, left_out=_left_out(self._recorder)))
@@ -239,7 +253,7 @@ def _record(kind: str, **values: Any) -> Record:
 
 
 def _left_out(recorder: Recorder) -> list[dict[str, str]]:
-    """The operands that are not measured, and why."""
+    """Returns the operands that are not measured, and why."""
     names = "layer", "gemm", "operand"
     missing = list(recorder.left_out.items())  # graphs of other threads may add some
     return [{**dict(zip(names, key, strict=True)), "why": why} for key, why in missing]
@@ -275,16 +289,16 @@ def _words(what: str, given: Sequence[str], allowed: Sequence[str]) -> Iterable[
 
 @functools.cache
 def _nonfinite() -> Watch:
-    """The watch that is asked for by that word."""
+    """Returns the watch for the option "nonfinite"."""
     return Watch(every=None, nonfinite="warn")
 
 
 _BY_PATH: WeakValueDictionary[Path, Watch] = WeakValueDictionary()
-"""Those that were asked for by a path: each graph of a model asks anew."""
+"""Watches by path. Each graph of a model resolves the option, and all graphs must share one watch."""
 
 
 def resolve(value: Any) -> Watch | None:
-    """The watch of the option `value`: a `Watch`, a path, "nonfinite", or None. Raises `OptionError`."""
+    """Returns the watch of the option `value`: a `Watch`, path, "nonfinite" or None. Raises `OptionError`."""
     if value is None or isinstance(value, Watch):
         return value
     if value == "nonfinite":

@@ -1,10 +1,10 @@
-"""Where samples go: a file of JSON lines, or whatever takes a sample.
+"""Destinations of samples: a file of JSON lines, TensorBoard, or a callable.
 
-    {"schema": 1, "kind": "run", …}             once for each start
+    {"schema": 1, "kind": "run", …}             once per start
     {"schema": 1, "kind": "sample", "step": 100, "time": …, "ranks": 1, "rows": [{"layer": …, …}, …]}
 
-A line is written by one system call at the end of the file, so that a process that is killed leaves all lines
-before. A line that is cut is finished by a line end when the file is opened again, and left out by `read`.
+One system call appends a line, so a killed process leaves all earlier lines intact. When a file with a
+truncated last line is reopened, a newline is added first; `read` skips the truncated line.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Writer = Callable[[Record], object]
 
 
 class JsonLines:
-    """Appends records to the file at `path`, which is made with its folder when the first one comes."""
+    """Appends records to the file `path`. The first record creates the file and its folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._is_begun = False
 
     def __call__(self, record: Record) -> None:
-        """Append `record`. Raises `OSError`."""
+        """Appends `record`. Raises `OSError`."""
         line = json.dumps(record, separators=(",", ":"), allow_nan=False) + "\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
@@ -41,7 +41,7 @@ class JsonLines:
             data = line.encode()
             written = os.write(file, data)
             if written < len(data):
-                self._is_begun = False  # the line is cut
+                self._is_begun = False  # the line is truncated
                 raise OSError(f"only {written:,} of {len(data):,} bytes were written")
             self._is_begun = True
         finally:
@@ -52,13 +52,13 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Adds the statistics of each sample to `writer`, a ``SummaryWriter``: layer/gemm/operand/statistic."""
+    """Adds the statistics of each sample to a ``SummaryWriter``, as layer/gemm/operand/statistic."""
 
     def __init__(self, writer: Any) -> None:
         self._writer = writer
 
     def __call__(self, record: Record) -> None:
-        """Add `record`, if it is a sample."""
+        """Adds `record` if it is a sample."""
         for row in record.get("rows", ()):
             place = f"{row['layer']}/{row['gemm']}/{row['operand']}"
             numbers = ((name, row[name]) for name in NUMBERS if row.get(name) is not None)
@@ -70,19 +70,19 @@ class TensorBoard:
 
 
 def _is_cut(file: int) -> bool:
-    """Whether the last line of `file` has no end."""
+    """Whether the last line of `file` has no newline."""
     size = os.fstat(file).st_size
     return size > 0 and os.pread(file, 1, size - 1) != b"\n"
 
 
 def read(path: str | Path) -> Iterator[Record]:
-    """The records in the file at `path`, oldest first, without lines that are cut. Raises `OSError`."""
+    """Yields the records of the file `path`, oldest first, without truncated lines. Raises `OSError`."""
     for record, _ in read_from(Path(path), 0):
         yield record
 
 
 def read_from(path: Path, start: int) -> Iterator[tuple[Record, int]]:
-    """The records behind byte `start` of the file at `path`, as `read` gives them, and where each ends."""
+    """Yields the records after byte `start` of the file `path`, like `read`, with their end positions."""
     with path.open("rb") as lines:
         lines.seek(start)
         for line in lines:
@@ -93,7 +93,7 @@ def read_from(path: Path, start: int) -> Iterator[tuple[Record, int]]:
 
 
 def parsed(line: str) -> Record | None:
-    """The record in `line`; None if the line is cut or of another schema."""
+    """Returns the record in `line`; None if the line is truncated or has another schema."""
     try:
         record = json.loads(line)
     except ValueError:

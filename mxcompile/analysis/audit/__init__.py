@@ -1,4 +1,4 @@
-"""Audits: what quantization does to the numbers of a model, measured on a batch of the user's own."""
+"""Audits: the numerical errors of quantization in a model, measured on a user's batch."""
 
 from mxcompile.analysis.audit.collect import loss_gap, numerics
 from mxcompile.analysis.audit.interpreter import Run

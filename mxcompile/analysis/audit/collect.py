@@ -1,4 +1,4 @@
-"""The results of the runs of an audit, as `Numerics`."""
+"""Converts the results of an audit's runs to `Numerics`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mxcompile.rules import unused_rules
 def numerics(
     session: Session, run: Run, outcome: Outcome, reference: Outcome, reach: Sensitivity | None = None
 ) -> Numerics:
-    """Returns the errors in `run`, which ended with `outcome`, against the unquantized `reference`."""
+    """Returns the errors in `run`, whose result is `outcome`, against the unquantized `reference`."""
     changes = {} if reach is None else _changes(reach, reference)
     products, casts = session.sites.products, session.sites.casts
     logits = compared(reference.logits, outcome.logits)
@@ -47,7 +47,7 @@ def numerics(
 
 
 def loss_gap(loss: float | None, reference: float | None) -> float | None:
-    """The share by which a loss exceeds the reference, 0 for equal losses; None if either is missing."""
+    """Returns loss / reference − 1, 0 for equal losses; None if either is missing."""
     if loss is None or reference is None:
         return None
     if loss == reference:
@@ -56,14 +56,14 @@ def loss_gap(loss: float | None, reference: float | None) -> float | None:
 
 
 def compared(reference: Tensor | None, logits: Tensor | None) -> Sums | None:
-    """`logits` held to `reference`; None without both in one shape."""
+    """Returns the error sums of `logits` against `reference`; None if one is missing or the shapes differ."""
     if reference is None or logits is None or reference.shape != logits.shape:
         return None
     return _sums(reference, logits)
 
 
 def _sums(reference: Tensor, actual: Tensor) -> Sums:
-    """`actual` held to `reference`, both of the same shape, in pieces."""
+    """Returns the error sums of `actual` against `reference`, tensors of equal shape, computed in pieces."""
     sums = Sums()
     for x, q in zip(reference.reshape(-1).split(PIECE), actual.reshape(-1).split(PIECE), strict=True):
         sums.add(x, q)
@@ -73,7 +73,7 @@ def _sums(reference: Tensor, actual: Tensor) -> Sums:
 def parameters(
     gemms: Iterable[GemmRecord], reference: Outcome, outcome: Outcome
 ) -> Iterator[ParameterNumerics]:
-    """The gradients of both runs, with the FLOPs of the wgrad that computed each."""
+    """Yields the errors of the gradients, with the FLOPs of the wgrad that computed each."""
     flops: Counter[str] = Counter()
     roles = {}
     for gemm in gemms:
@@ -121,7 +121,7 @@ def _tensor(site: CastSite, stats: CastStats) -> TensorNumerics:
 
 
 def _changes(reach: Sensitivity, reference: Outcome) -> dict[str, float]:
-    """By layer, how much its forward GEMM changes the main output, as a share of it."""
+    """Returns by layer how much its forward GEMM changes the main output, relative to the output."""
     assert reference.logits is not None or not reach.squares
     size = 0.0 if reference.logits is None else float(reference.logits.double().square().sum())
     return {name: math.sqrt(squares / size) for name, squares in reach.squares.items()} if size else {}

@@ -2,7 +2,8 @@
 
     layers.7.mlp.up_proj, dgrad    →    row layers.7, column "mlp.up_proj dgrad"
 
-Numbers inside a block, such as those of experts, are one column. A cell has the lowest SQNR of its GEMMs.
+Layers that differ in numbers inside a block, such as experts, share a column. A cell has the lowest SQNR of
+its GEMMs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _MOST_LABELS = 60
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grid:
-    """Rows and columns with their names, and the SQNR of the cells that have one, in dB."""
+    """Names of rows and columns, and the SQNR of cells in dB."""
 
     rows: tuple[str, ...]
     columns: tuple[str, ...]
@@ -30,7 +31,7 @@ class Grid:
 
 
 def grid(gemms: Iterable[GemmNumerics]) -> Grid | None:
-    """The grid of `gemms`; None without two blocks to compare, and of blocks with too many kinds of GEMMs."""
+    """Returns the grid of `gemms`; None for fewer than two blocks, or for too many kinds of GEMMs."""
     lowest: dict[tuple[str, tuple[str, str]], float] = {}
     for gemm in gemms:
         block = inner_block(gemm.name)
@@ -51,7 +52,7 @@ def grid(gemms: Iterable[GemmNumerics]) -> Grid | None:
 
 
 def draw(figure: Any, by_depth: Grid, title: str) -> None:
-    """Draw `by_depth` as a heat map, the first block on top; cells without a finite SQNR stay white."""
+    """Draws `by_depth` as a heat map, the first block on top. Cells without a finite SQNR stay white."""
     height, width = len(by_depth.rows), len(by_depth.columns)
     image = [[math.nan] * width for _ in range(height)]
     for (row, column), sqnr in by_depth.cells.items():
@@ -68,7 +69,7 @@ def draw(figure: Any, by_depth: Grid, title: str) -> None:
 
 
 def _inside(name: str, block: str) -> str:
-    """The path of the layer `name` below `block`, with * for its numbers."""
+    """Returns the path of the layer `name` below `block`, with * for numbers."""
     steps = name.removeprefix(block).removeprefix(".").split(".")
     return ".".join("*" if step.isdecimal() else step for step in steps)
 

@@ -1,7 +1,7 @@
-"""Changes between two audits of a model: of its report, and how far the measured errors moved.
+"""The changes between two audits of a model: changes of the report, and of the measured errors.
 
 GEMMs are matched by layer and kind, casts by layer, operand and layout, the n-th of one audit with the n-th
-of the other. Errors that moved by less than chance moves them between batches are not listed.
+of the other. Changes as small as the variation between batches are not listed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ _Measured = TypeVar("_Measured", GemmNumerics, TensorNumerics)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moved:
-    """A measure that moved. name: layer. what: GEMM or cast. before, after: its values, in `unit`.
+    """An error that changed.
 
-    unit: "dB" for an SQNR, "" for the share of elements cast to zero. worse: by how much, in the same unit;
-    negative if it got better, inf if it is not a number any more.
+    name: layer. what: GEMM or cast. before, after: values in `unit`. unit: "dB" for an SQNR, "" for the share
+    of elements cast to zero. worse: increase of the error in the same unit; negative if it decreased, inf for
+    a new NaN.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Moved:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AuditDifference:
-    """Everything that changed: of the report, and `moved`, the worst first. facts: of the whole model."""
+    """All changes of the report, and the errors that `moved`, the worst first. facts: changed totals."""
 
     report: Difference
     moved: tuple[Moved, ...]
@@ -49,7 +50,7 @@ class AuditDifference:
 
     @property
     def sqnr_drop(self) -> float:
-        """By how many dB the SQNR of a GEMM fell at most; 0 if none fell by `LEAST_DB`, inf for a new NaN."""
+        """Largest decrease of the SQNR of a GEMM in dB; 0 if all are below `LEAST_DB`, inf for a new NaN."""
         return max((one.worse for one in self.moved if one.unit), default=0.0)
 
     def __str__(self) -> str:
@@ -59,7 +60,7 @@ class AuditDifference:
         return "\n\n".join(parts)
 
     def to_markdown(self) -> str:
-        """For a pull request."""
+        """Returns the changes as Markdown, for a pull request."""
         headline, *facts = self._said()
         parts = [self.report.to_markdown().rstrip(), f"### {markdown(headline)}", bullets(facts)]
         if self.moved:

@@ -1,8 +1,8 @@
-"""The graphs of a model, on the way of a compile up to code generation, then run node by node.
+"""The graphs of a model, processed like in a compile up to code generation, then run node by node.
 
     Dynamo ─▶ AOTAutograd joint graph ─▶ all passes ─▶ marks ─▶ partitioner ─▶ interpreter
 
-Dynamo keeps this object, which must not keep the model alive, so it refers to the model weakly.
+Dynamo keeps the backend object alive, so the object refers to the model weakly.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from mxcompile.report import Part
 
 
 class Graphs:
-    """A Dynamo backend that captures the graphs of `model` and runs them as `during` says.
+    """A Dynamo backend that captures the graphs of `model` and runs them as set by `during`.
 
-    sites: what can be observed in them. parts: what the passes did, by graph. target: they were made for.
+    sites: the observable GEMMs and casts. parts: parts of the report, by graph. target: target of the graphs.
     """
 
     def __init__(self, model: nn.Module, options: Options) -> None:
@@ -46,7 +46,7 @@ class Graphs:
 
     @contextmanager
     def during(self, run: Run, kept: Kept) -> Iterator[None]:
-        """The graphs do what `run` says in here, and tell `kept` of inputs before they change them."""
+        """Runs the graphs as in `run` in this context. `kept` saves inputs before a graph writes to them."""
         self._now = run, kept
         try:
             yield
@@ -58,7 +58,7 @@ class Graphs:
         return self._now
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Take `gm` through the passes. Called by Dynamo."""
+        """Takes `gm` through the passes, as Dynamo's backend. Returns the callable."""
         capture = captured(gm, example_inputs, self._model())
         target = resolve(self._options.target, capture.device)
         options = dataclasses.replace(self._options, target=target.name)
@@ -78,7 +78,7 @@ class Graphs:
     def _interpreted(
         self, compilation: Compilation, gm: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> tuple[Callable[..., Any], list[int]]:
-        """`gm` differentiated and rewritten, and the positions of the inputs it changes."""
+        """Returns `gm` differentiated and rewritten, and the indices of the inputs that it writes to."""
         written: list[int] = []
 
         def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
@@ -108,7 +108,7 @@ class Graphs:
 
 
 def _written_inputs() -> list[int]:
-    """Positions of the inputs that the graph being compiled changes."""
+    """Returns the indices of the inputs that the graph being compiled writes to."""
     context = TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
     if metadata is None:

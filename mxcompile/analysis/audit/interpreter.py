@@ -1,8 +1,8 @@
-"""Running marked graphs node by node, with GEMMs in MXFP8 or not as asked for, and observing them.
+"""Runs marked graphs node by node, with each GEMM quantized or not, and observes them.
 
-A GEMM that is switched off is computed from its operands before their casts, in the dtype of its result:
-what the model does without mxcompile. The mx operators are their reference implementations. Observers see
-results, they do not make them; in generated code they would change what fuses, and with it result bits.
+An unquantized GEMM is computed from its operands before their casts, in the dtype of its result, as in the
+model without mxcompile. The mx operators run their reference implementations. Observers run beside the
+operators and do not change results; inside generated code they would change fusion, and with it result bits.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Key = tuple[str, str]
 
 @dataclass(kw_only=True, slots=True)
 class Run:
-    """One run of the model: what is quantized, and what is seen of it.
+    """One run of the model.
 
-    quantized: whether a GEMM is. observe: whether statistics are taken. reach: takes, where nothing is
-    quantized, what each GEMM would change. on_product: called at every GEMM that could be. products, casts:
-    statistics, by site.
+    quantized: decides whether a GEMM is quantized. observe: whether to collect statistics. reach: collects
+    the effect of each GEMM on the output in an unquantized run. on_product: called at every GEMM that could
+    be quantized. products, casts: statistics, by site.
     """
 
     quantized: Callable[[Key], bool]
@@ -41,7 +41,7 @@ class Run:
     casts: dict[int, CastStats] = field(default_factory=dict)
 
     def product(self, sites: Sites, args: tuple[Any, ...]) -> Tensor:
-        """The result of `observed(*args)`."""
+        """Returns the result of `observed(*args)`."""
         *operands, extra, out_dtype, _, left, right, index = args
         site = sites.products[index]
         self.on_product()
@@ -62,7 +62,7 @@ class Run:
         return out
 
     def cast(self, op: Any, index: int, site: CastSite, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-        """The result of ``op(*args)``, a cast; undefined values if no GEMM of this run reads it."""
+        """Returns the result of the cast ``op(*args)``; arbitrary values if no GEMM of this run reads it."""
         x: Tensor = args[0]
         if self.reach is None and not any(map(self.quantized, site.needed_by)):
             (shape, dtype), (scale_shape, scale_dtype) = ops.SPECS[op](*args)
@@ -75,7 +75,7 @@ class Run:
 
 
 class Interpreter(fx.Interpreter):
-    """Runs one marked graph for whatever run `current` gives at the time."""
+    """Runs a marked graph. current: returns the `Run` of each call."""
 
     def __init__(self, gm: fx.GraphModule, sites: Sites, current: Callable[[], Run]) -> None:
         super().__init__(gm)
@@ -83,7 +83,7 @@ class Interpreter(fx.Interpreter):
         self._current = current
 
     def run_node(self, n: fx.Node) -> Any:
-        """The value of `n`."""
+        """Returns the value of `n`."""
         if n.target is observed:
             args, _ = self.fetch_args_kwargs_from_env(n)
             return self._current().product(self._sites, args)
@@ -95,7 +95,7 @@ class Interpreter(fx.Interpreter):
 
 
 def _quantized(site: ProductSite, args: tuple[Any, ...]) -> Tensor:
-    """The GEMM as the passes have it."""
+    """Returns the result of the GEMM as rewritten by the passes."""
     *operands, extra, out_dtype, alpha, _, _, _ = args
     scaled = () if alpha is None else (alpha,)
     out: Tensor = site.op(*operands, extra, out_dtype, *site.words, *scaled)
@@ -105,7 +105,7 @@ def _quantized(site: ProductSite, args: tuple[Any, ...]) -> Tensor:
 def _sources(
     site: ProductSite, operands: list[Any], left: Any, right: Any, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Both operands before their casts; those that the model holds quantized, dequantized."""
+    """Returns both operands before their casts; operands that the model stores quantized are dequantized."""
     a, scale_a, b, scale_b = operands
     if left is None:
         left = site.decoded(a, scale_a, 0, dtype)
@@ -117,7 +117,7 @@ def _sources(
 def _plain(
     site: ProductSite, operands: list[Any], extra: Any, dtype: torch.dtype, left: Any, right: Any
 ) -> Tensor:
-    """The GEMM as the model has it."""
+    """Returns the result of the GEMM as in the model."""
     aten = torch.ops.aten
     a, b = (source.to(dtype) for source in _sources(site, operands, left, right, dtype))
     if site.grouped:
@@ -131,7 +131,7 @@ def _plain(
 
 @contextmanager
 def exact_fp32() -> Iterator[None]:
-    """FP32 products in FP32, whatever the user allows for speed."""
+    """Disables TF32 and other reduced precision for FP32 products."""
     backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     before = [backend.fp32_precision for backend in backends]
     try:

@@ -1,4 +1,4 @@
-"""`audit`: what quantization does to the numbers of a model on a batch of the user's own."""
+"""`audit`: measures the numerical errors of quantization in a model on a user's batch."""
 
 from __future__ import annotations
 
@@ -28,10 +28,14 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Audit:
-    """The report of a model, which says what was quantized, and the errors measured.
+    """The report of a model, and the measured errors.
 
     ``str(audit)`` is a summary and the worst GEMMs and tensors, at most 120 columns wide. `save` writes all
-    there is in the form its suffix names.
+    figures in the form of the file's suffix.
+
+    Attributes:
+        report: report of the passes.
+        numerics: all measured errors.
     """
 
     report: Report
@@ -49,29 +53,40 @@ class Audit:
         return f"<{headline(self.numerics)}>"
 
     def _repr_html_(self) -> str:
-        """Returns the page in a frame, for notebooks."""
+        """Returns the HTML page in a frame, for notebooks."""
         return framed(_html(self))
 
     def with_note(self, note: str) -> Audit:
-        """Returns the audit with `note` as the first one of its numbers."""
+        """Returns a copy with `note` as the first note."""
         notes = (note, *self.numerics.notes)
         return dataclasses.replace(self, numerics=dataclasses.replace(self.numerics, notes=notes))
 
     def view(self, by: str) -> str:
-        """The numbers as a table of another order: one of `VIEWS`. Raises `OptionError` for another word."""
+        """Returns one table for a terminal.
+
+        Args:
+            by: "role", "block" or "underflow".
+
+        Raises:
+            OptionError: for another value.
+        """
         from mxcompile.analysis.audit.text import view
 
         return view(self.numerics, by)
 
     def to_json(self) -> str:
-        """The report and the numbers as JSON, with kind and version; `from_json` reads it back."""
+        """Returns the audit as JSON, with kind and schema version. `from_json` reads it."""
         report = json.loads(self.report.to_json())
         data = {"schema": SCHEMA, "kind": "audit", "report": report, "numerics": self.numerics.to_dict()}
         return json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Audit:
-        """The audit `to_json` wrote. Raises `OptionError` for anything else."""
+        """Returns the audit that `to_json` wrote as `text`.
+
+        Raises:
+            OptionError: with the JSON path of the first fault.
+        """
         data = schema.opened(text, "audit", SCHEMA)
         for key in ("report", "numerics"):
             if key not in data:
@@ -81,17 +96,32 @@ class Audit:
 
     @classmethod
     def load(cls, path: str | Path) -> Audit:
-        """The audit kept in the JSON file `path`. Raises `OptionError` that names the file and the fault."""
+        """Returns the audit in the JSON file `path`.
+
+        Raises:
+            OptionError: with the file and the JSON path of the first fault.
+        """
         return files.load(path, "audit", cls.from_json)
 
     def save(self, path: str | Path) -> None:
-        """Write the audit to `path`: ``.txt``, ``.md``, ``.json`` or ``.html``. Raises `OptionError`."""
+        """Writes the audit to `path` atomically.
+
+        Args:
+            path: file whose suffix selects the form: ``.txt``, ``.md``, ``.json`` or ``.html``.
+
+        Raises:
+            OptionError: if the suffix is unknown or the file cannot be written.
+        """
         files.save(path, form_of(path)(self), "audit")
 
     def plot(self, folder: str | Path) -> list[Path]:
-        """Draw gemms.png, tensors.png and scales.png into `folder`; returns what was written.
+        """Draws gemms.png, tensors.png and scales.png into `folder` with matplotlib.
 
-        Needs matplotlib. Raises `OptionError` without it.
+        Returns:
+            The files written. There is none for data that was not measured.
+
+        Raises:
+            OptionError: without matplotlib.
         """
         from mxcompile.analysis.audit.plot import plot
 
@@ -122,11 +152,11 @@ FORMS: dict[str, Callable[[Audit], str]] = {
     ".json": Audit.to_json,
     ".html": _html,
 }
-"""How an audit is written, by file suffix."""
+"""Functions that render an audit, by file suffix."""
 
 
 def form_of(path: str | Path) -> Callable[[Audit], str]:
-    """The writer for `path`. Raises `OptionError` for a suffix without one."""
+    """Returns the renderer for the suffix of `path`. Raises `OptionError` for other suffixes."""
     return files.form_of(path, FORMS, "audit")
 
 
@@ -138,19 +168,30 @@ def audit(
     kwargs: Mapping[str, Any] | None = None,
     **inputs: ModelInput,
 ) -> Audit:
-    """Measure what `policy` does to the numbers of one call of `model`, forward and backward.
+    """Measures the errors that `policy` causes in one call of `model`, forward and backward.
 
-    model: on any device that can run it, in training or evaluation mode as it is. It is left as it is, bit
-    for bit: weights, buffers, gradients, random number generators. args, inputs, kwargs: what it is called
-    with (see `models.arguments`). policy: as the backend's option. loss_fn: from the output of the model to a
-    scalar loss; by default the output itself if it is a scalar, or its ``loss``. Without a loss, or where
-    gradients are off, backward is not audited and a note says so.
+    The model runs twice, unquantized and under the policy, and the gradients of both runs are kept for the
+    comparison. If the main output is differentiable, a third, unquantized run estimates the effect of each
+    forward GEMM's error on the output; it keeps this error until the backward of the GEMM.
 
-    The model runs twice: unquantized, for comparison, and under the policy; the gradients of both are kept
-    for that. If gradients of the main output exist, a third, unquantized run estimates how far the error of
-    each forward GEMM reaches; it keeps that error until the GEMM's backward. Returns an `Audit`. Raises
-    `OptionError` for a keyword nobody takes, `ModelError` if the model cannot be captured or fails,
-    `PolicyError` for an invalid policy.
+    Args:
+        model: model on a device that can run it, in training or evaluation mode. Weights, buffers, gradients
+            and random number generators are restored bit by bit.
+        *args: positional arguments of the call.
+        policy: policy as in the backend's option.
+        loss_fn: function from the output of the model to a scalar loss. By default the loss is the output if
+            it is a scalar, or its ``loss``. Without a loss, or with gradients disabled, backward is not
+            audited and a note says so.
+        kwargs: keyword arguments of the call that are also options of this function.
+        **inputs: keyword arguments of the call (see `models.arguments`).
+
+    Returns:
+        An `Audit`.
+
+    Raises:
+        OptionError: for a keyword that neither `audit` nor the model accepts.
+        ModelError: if the model cannot be captured or fails.
+        PolicyError: for an invalid policy.
     """
     named = keywords("audit", model, inputs, kwargs, {"policy": policy, "loss_fn": loss_fn})
     session = Session(model, args, named, policy=policy, loss_fn=loss_fn)
@@ -166,7 +207,7 @@ def audit(
 
         plain = Run(quantized=lambda _: False, on_product=lambda: step("unquantized"))
         reference = session.run(plain, backward=True)
-        counted.append(int(bar.n))  # without a loss no backward has run
+        counted.append(int(bar.n))  # the actual number: without a loss no backward runs
         runs += reference.differentiable
         run = Run(quantized=lambda _: True, observe=True, on_product=lambda: step("quantized, measured"))
         outcome = session.run(run, backward=True)

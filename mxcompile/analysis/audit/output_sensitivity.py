@@ -1,9 +1,10 @@
-"""How much of each GEMM's error reaches the model's output: one backward from random noise at the output.
+"""Estimates the effect of each GEMM's error on the model's output, by one backward from noise at the output.
 
 Let v be independent standard normal numbers, g the gradient of v · output by a layer's result, and e a small
 error of that result. Then E (g · e)² is the squared change of the output. Errors of rows are nearly
 independent of one another, so Σ (g_row · e_row)² over the rows has nearly the same mean and a much smaller
-variance (a trace estimated as by Hutchinson, 1989). It is of the first order in e, and of each GEMM alone.
+variance (a stochastic trace estimator, Hutchinson 1989). The estimate is of first order in e, and covers each
+GEMM alone.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ Sources = tuple[Tensor | None, Tensor | None]
 
 @dataclass(kw_only=True, slots=True)
 class Sensitivity:
-    """The findings of a run with noise for a gradient.
+    """The estimates of a run with noise as the output's gradient.
 
-    squares: by layer, the estimated sum of squares by which its forward GEMM changes the main output. A layer
-    is missing if none of its backward GEMMs is quantized, because then its gradient is not seen.
+    squares: by layer, the estimated squared change of the main output caused by its forward GEMM. A layer is
+    missing if none of its backward GEMMs is quantized, because its gradient is not observed then.
     """
 
     squares: dict[str, float] = field(default_factory=dict)
@@ -41,10 +42,9 @@ class Sensitivity:
         sources: Sources,
         quantized: Callable[[], Tensor],
     ) -> None:
-        """See one GEMM.
+        """Processes one GEMM.
 
-        plain: its result. sources: its operands before their casts. quantized: computes its result with the
-        casts.
+        plain: its result. sources: its operands before their casts. quantized: computes its quantized result.
         """
         tag = site.tag
         if tag.gemm == Gemm.FPROP:
@@ -59,11 +59,11 @@ class Sensitivity:
                 self.squares[tag.name] = self.squares.get(tag.name, 0.0) + float(by_row.square().sum())
 
     def _told_by(self, sites: Sites, layer: str) -> Gemm:
-        """Which of the layer's two backward GEMMs tells its gradient: each would count it once."""
+        """Returns the backward GEMM whose dy is used. dgrad and wgrad both read dy, which must count once."""
         if not self._with_dgrad:
             self._with_dgrad = {each.tag.name for each in sites.products if each.tag.gemm == Gemm.DGRAD}
         return Gemm.DGRAD if layer in self._with_dgrad else Gemm.WGRAD
 
 
 _ACROSS = {Gemm.DGRAD: 1, Gemm.WGRAD: 0}
-"""The side on which a backward GEMM reads dy with the rows of the layer's result as columns."""
+"""The operand index at which a backward GEMM reads dy transposed."""

@@ -1,4 +1,4 @@
-"""Pictures of an audit: SQNR per GEMM, by depth where a model has blocks; casts; where the scales lie."""
+"""Plots of an audit: SQNR of GEMMs (by depth if the model has blocks), errors of casts, and scales."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_ROWS = 60
 
 
 def plot(numerics: Numerics, folder: Path) -> list[Path]:
-    """Draw `numerics` into `folder`; returns the files, none for what was not measured."""
+    """Draws `numerics` into `folder`. Returns the files; there is none for data that was not measured."""
     folder.mkdir(parents=True, exist_ok=True)
     drawings: tuple[tuple[str, bool, Callable[[Any, Numerics], None]], ...] = (
         ("gemms.png", bool(numerics.gemms), _gemms),
@@ -38,7 +38,7 @@ def plot(numerics: Numerics, folder: Path) -> list[Path]:
 
 
 def _gemms(figure: Any, numerics: Numerics) -> None:
-    """A row per block and a column per kind of GEMM; without blocks a row per layer, most harm on top."""
+    """Draws a row per block and a column per kind of GEMM, or a row per layer if there are no blocks."""
     title = f"GEMMs in {numerics.precision}"
     by_depth = depth.grid(numerics.gemms)
     if by_depth is not None:
@@ -60,7 +60,7 @@ def _gemms(figure: Any, numerics: Numerics) -> None:
 
 
 def _tensors(figure: Any, numerics: Numerics) -> None:
-    """SQNR of every cast on the left, the shares lost to zero or cut off on the right."""
+    """Draws the SQNR of casts on the left, the shares of elements cast to zero or saturated on the right."""
     tensors = numerics.worst_tensors()[:_MOST_ROWS]
     labels = [_label(tensor) for tensor in tensors]
     left = _rows(figure, labels, "casts, most harm first", columns=2)
@@ -85,7 +85,7 @@ def _tensors(figure: Any, numerics: Numerics) -> None:
 
 
 def _scales(figure: Any, numerics: Numerics) -> None:
-    """A row per cast: which part of its blocks has which scale, darker for more."""
+    """Draws a row per cast with the share of blocks per scale exponent, darker for more."""
     tensors = numerics.worst_tensors()[:_MOST_ROWS]
     used = {byte for tensor in tensors for byte, _ in tensor.scale_histogram} - {0, 255}
     low, high = (min(used), max(used)) if used else (127, 127)
@@ -106,14 +106,14 @@ def _scales(figure: Any, numerics: Numerics) -> None:
 
 
 def _leaves_out(figure: Any, omissions: Sequence[str]) -> None:
-    """Say below the picture what is not in it."""
+    """Writes below the plot which data it omits."""
     text = "; ".join(filter(None, omissions))
     if text:
         figure.supxlabel(f"not drawn: {text}", fontsize=8, color="#555555")
 
 
 def _without_place(measured: Sequence[GemmNumerics | TensorNumerics]) -> str:
-    """How many have no SQNR on the axis."""
+    """Returns the number of items whose SQNR is infinite or NaN, as text."""
     exact = sum(math.isinf(one.sqnr_db) for one in measured)
     missing = sum(math.isnan(one.sqnr_db) for one in measured)
     words = [(exact, "without any error"), (missing, "with NaN")]
@@ -135,7 +135,7 @@ def _label(tensor: TensorNumerics) -> str:
 
 
 def _rows(figure: Any, labels: Sequence[str], title: str, columns: int = 1) -> Any:
-    """Axes with one labelled row per item, of which at most `_MOST_ROWS` are labelled; the first on top."""
+    """Returns axes with a row per item, the first on top, and at most `_MOST_ROWS` labels."""
     figure.set_size_inches(6 + 3 * columns, 1.6 + 0.22 * min(len(labels), _MOST_ROWS))
     axes = figure.add_subplot(1, columns, 1)
     every = math.ceil(len(labels) / _MOST_ROWS)

@@ -1,6 +1,6 @@
-"""One model, captured once and run as often as asked for (see `graphs`).
+"""One model, captured once and run repeatedly (see `graphs`).
 
-Every run may quantize other GEMMs. Outputs and gradients are compared, and the model is left as it was.
+Every run may quantize other GEMMs. Outputs and gradients can be compared, and the model is not changed.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ LossFunction = Callable[[Any], Tensor]
 class Outcome:
     """The results of a run.
 
-    loss: None without one. logits: the main output, detached. differentiable: whether a backward can start
-    from that. gradients: of the parameters, by name; None without a backward. drew: whether the run drew
-    random numbers, for dropout or stochastic rounding.
+    loss: value of the loss, None without a loss. logits: main output, detached. differentiable: whether the
+    main output requires gradients. gradients: gradients of the parameters by name; None without a backward.
+    drew: whether the run drew random numbers, for dropout or stochastic rounding.
     """
 
     loss: float | None
@@ -47,10 +47,10 @@ class Outcome:
 
 
 class Session:
-    """A model, what it is called with, and its graphs.
+    """A model, the arguments of its call, and its graphs.
 
-    args, kwargs are copied for every run. loss_fn: from the model's output to the loss, if the output has
-    none. Raises `PolicyError` for a policy that is not valid.
+    args, kwargs: arguments, copied for every run. loss_fn: function from the output to the loss, if the
+    output has none. Raises `PolicyError` for an invalid policy.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class Session:
         self._compiled = torch.compile(self.model, backend=self._graphs)
 
     def run(self, run: Run, *, backward: bool = False) -> Outcome:
-        """Run the model once as `run` says, with backward if there is a loss to start from.
+        """Runs the model once as set by `run`, with backward if there is a loss.
 
-        Backward of a run that takes the GEMMs' reach starts from noise at the main output instead. Raises
-        `ModelError` if the model cannot be traced or fails.
+        If `run.reach` is set, backward starts from noise at the main output instead. Raises `ModelError` if
+        the model cannot be traced or fails.
         """
         with self._untouched(run) as kept:
             args, kwargs = fresh(self._arguments)
@@ -93,7 +93,7 @@ class Session:
 
     @property
     def sites(self) -> Sites:
-        """Returns the observable tensors of the graphs captured so far: none before the first run."""
+        """The observable GEMMs and casts of the graphs captured so far; none before the first run."""
         return self._graphs.sites
 
     def report(self) -> Report:
@@ -103,7 +103,7 @@ class Session:
 
     @contextmanager
     def _untouched(self, run: Run) -> Iterator[Kept]:
-        """The graphs do what `run` says in here; the model is as it was, after."""
+        """Runs the graphs as in `run` inside this context, and restores the model at its end."""
         kept = Kept(self.model)
         try:
             with uncompiled(self.model), apart_from_others(), self._graphs.during(run, kept):
@@ -116,7 +116,7 @@ class Session:
             return self._compiled(*args, **kwargs)
         except MXCompileError:
             raise
-        except Exception as error:  # of the user's model, or of tracing it
+        except Exception as error:  # any error of the user's model or of tracing it
             inner = getattr(error, "inner_exception", error)
             if isinstance(inner, MXCompileError):
                 raise inner from None
@@ -138,7 +138,7 @@ class Session:
 
 
 def noisy(output: Tensor | None) -> Tensor | None:
-    """The sum of `output` times independent standard normal numbers, the same in every call."""
+    """Returns the sum of `output` times independent standard normal numbers, the same in every call."""
     if output is None:
         return None
     noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
@@ -146,12 +146,12 @@ def noisy(output: Tensor | None) -> Tensor | None:
 
 
 def loss_of(output: Any) -> Tensor | None:
-    """The loss in what a model returns: the output itself, its ``loss``, or its first item, if scalar."""
+    """Returns the scalar loss in a model's output: the output itself, its ``loss``, or its first item."""
     return next((value for value in _candidates(output, "loss") if _is_scalar(value)), None)
 
 
 def main_output(output: Any) -> Tensor | None:
-    """The model's output, or its ``logits``, or the first floating-point tensor in it; no scalar."""
+    """Returns the output, its ``logits``, or the first floating-point tensor in it; never a scalar."""
     for value in _candidates(output, "logits"):
         if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 0:
             return value

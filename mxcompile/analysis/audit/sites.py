@@ -1,10 +1,10 @@
-"""Marking what is to be observed: every cast and every MXFP8 GEMM of a graph that the passes have rewritten.
+"""Marks the casts and quantized GEMMs of a graph after all passes, for observation.
 
     scaled_mm(q, s, q', s', bias)  →  observed(q, s, q', s', bias, dtype, alpha, x, x', site)
 
 x and x' are the operands before their casts, in the orientation of q and q'. They become arguments so that
-the partitioner keeps them for backward, where wgrad is held to them. Casts stay as they are and get a mark.
-The computation does not change; the marked graph is for `analysis/audit/interpreter.py`, not for Inductor.
+the partitioner saves them for backward, where wgrad is compared with them. Casts stay and get a mark. The
+computation does not change. `analysis/audit/interpreter.py` runs the marked graph; Inductor cannot.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from mxcompile.graph.tags import GemmTag, tag_of, value_of
 from mxcompile.ops.view import Cast, Product
 
 MARK = "mx_audit"
-"""Where a cast's node.meta holds the position of its `CastSite`."""
+"""Key in a cast's node.meta; its value is the index of the `CastSite`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProductSite:
     """One quantized GEMM of a graph.
 
-    tag: what the passes found out about it. op: the operator it was. words: of the formats of its operands.
+    tag: tag of the GEMM from the passes. op: original operator. words: formats of its operands.
     """
 
     tag: GemmTag
@@ -41,17 +41,17 @@ class ProductSite:
 
     @property
     def grouped(self) -> bool:
-        """Whether it is one GEMM per group."""
+        """Whether it is a grouped GEMM."""
         return self.op is ops.grouped_matmul
 
     def decoded(self, qdata: Tensor, scale: Tensor, side: int, dtype: torch.dtype) -> Tensor:
-        """Returns the tensor that the operand `side` stands for."""
+        """Returns the dequantized operand `side`."""
         value: Tensor = ops.decode(qdata, scale, -1 - side, self.words[side], dtype)
         return value
 
     @property
     def key(self) -> tuple[str, str]:
-        """Layer and GEMM, by which it is switched on and off."""
+        """Layer and GEMM, the key by which runs quantize it or not."""
         return self.tag.name, str(self.tag.gemm)
 
 
@@ -59,8 +59,9 @@ class ProductSite:
 class CastSite:
     """One cast of a graph.
 
-    block_dim: not negative. fmt: what is cast to. readers: the GEMMs that read its result, with the operand
-    it is to them. needed_by: keys of these and of those that read what is made from its result.
+    block_dim: dimension along which scale blocks run, nonnegative. fmt: format of the result. readers: the
+    GEMMs that read the result, with the operand's name. needed_by: keys of these GEMMs, and of the GEMMs that
+    read tensors derived from the result.
     """
 
     block_dim: int
@@ -72,7 +73,7 @@ class CastSite:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sites:
-    """All that is observed in a model, over all its graphs."""
+    """All observable GEMMs and casts of a model, over all its graphs."""
 
     products: list[ProductSite] = field(default_factory=list)
     casts: list[CastSite] = field(default_factory=list)
@@ -90,7 +91,7 @@ def observed(
     right: Tensor | None,
     site: int,
 ) -> Tensor:
-    """Stand for a GEMM in a marked graph; run by the interpreter only.
+    """Represents a GEMM in a marked graph. Only the interpreter can run it.
 
     a, scale_a, b, scale_b, extra (bias or offsets), out_dtype, alpha: arguments of one of `ops.PRODUCTS`.
     left, right: the operands before their casts, None if they have no cast.
@@ -99,7 +100,7 @@ def observed(
 
 
 def mark(graph: fx.Graph, sites: Sites) -> None:
-    """Mark casts and GEMMs of `graph`, a joint or inference graph after all passes, in `sites` too."""
+    """Marks casts and GEMMs of `graph`, a joint or inference graph after all passes; adds them to `sites`."""
     marker = _Marker(graph, sites)
     for node in list(graph.nodes):
         tag = tag_of(node)
@@ -114,7 +115,7 @@ class _Marker:
         self._build = Builder(graph, "audit")
 
     def mark_product(self, node: fx.Node, tag: GemmTag) -> None:
-        """Replace the target of `node` by `observed`."""
+        """Replaces the target of `node` by `observed`."""
         product = Product.read(node)
         site = ProductSite(tag=tag, op=node.target, words=product.words)
         self._sites.products.append(site)
@@ -126,7 +127,7 @@ class _Marker:
         node.args = (*given, left, right, len(self._sites.products) - 1)
 
     def _operand(self, qdata: fx.Node, site: ProductSite, side: int) -> fx.Node | None:
-        """The operand `side` before its cast, which gets a mark; None if the graph does not cast it."""
+        """Returns the operand `side` before its cast, and marks the cast; None if the graph has no cast."""
         cast, steps = made_by(qdata)
         if Cast.of(cast) is None:
             return None
@@ -134,13 +135,13 @@ class _Marker:
         mark.readers.append((site.tag, site.tag.tensors[side]))
         mark.needed_by.add(site.key)
         source = argument(cast)
-        if source.target is ops.decode:  # the other layout, made from the rowwise copy
+        if source.target is ops.decode:  # the columnwise copy is cast from the rowwise one
             first, _ = made_by(argument(source))
             if Cast.of(first) is None:
                 return None
             self._cast_site(first).needed_by.add(site.key)
             source = argument(first)
-        if source.target is ops.hadamard:  # of both operands, so the product is the same without
+        if source.target is ops.hadamard:  # applied to both operands, so it cancels
             source = argument(source)
         return retaken(steps, source, self._build)
 

@@ -1,9 +1,9 @@
-"""Leaving no trace: what running a model changes besides its outputs is put back.
+"""Restores the state that a run of a model changes.
 
-Kept: parameters that a graph writes to, buffers and other tensors on modules, what modules hold under each
-name, and the state of the random number generators of torch and Python. Gradients need no keeping: they are
-asked for with ``torch.autograd.grad``, which leaves ``.grad`` alone. Not kept: what the model changes inside
-lists or objects of its own.
+Restored are parameters that a graph writes to, buffers and other tensors on modules, the names on modules,
+and the state of the random number generators of torch and Python. Gradients need no copy, because
+``torch.autograd.grad`` does not change ``.grad``. Changes inside lists or objects of the model are not
+restored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mxcompile.models.wrappers import method_of
 
 
 class Generators:
-    """The state of the random number generators of torch and Python when this was made."""
+    """The state of torch's and Python's random number generators at construction."""
 
     def __init__(self) -> None:
         self._random = random.getstate()
@@ -30,7 +30,7 @@ class Generators:
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def moved(self) -> bool:
-        """Whether anything was drawn since."""
+        """Whether random numbers were drawn since."""
         cuda = torch.cuda.get_rng_state_all() if self._cuda else []
         return (
             random.getstate() != self._random
@@ -39,7 +39,7 @@ class Generators:
         )
 
     def restore(self) -> None:
-        """Put the generators back."""
+        """Restores the state."""
         random.setstate(self._random)
         torch.set_rng_state(self._cpu)
         if self._cuda:
@@ -48,7 +48,7 @@ class Generators:
 
 @contextmanager
 def drawing(seed: int | None) -> Iterator[None]:
-    """Random numbers drawn inside follow from `seed`, unless it is None; then the generators are restored."""
+    """Seeds the random number generators with `seed`, unless it is None. Restores them at the end."""
     before = Generators()
     try:
         if seed is not None:
@@ -60,7 +60,7 @@ def drawing(seed: int | None) -> Iterator[None]:
 
 
 class Kept:
-    """The state of `model` and of the generators when this was made. generators: their state alone."""
+    """The state of `model` and of the generators at construction. generators: the generators' state."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names = [(held, dict(held)) for module in model.modules() for held in _namespaces(module)]
@@ -72,12 +72,12 @@ class Kept:
         self.generators = Generators()
 
     def add(self, tensor: Tensor) -> None:
-        """Keep the values of `tensor` too."""
+        """Adds a copy of the values of `tensor`."""
         if id(tensor) not in self._values:
             self._values[id(tensor)] = tensor, tensor.detach().clone()
 
     def restore(self) -> None:
-        """Put everything back; only what has changed is written to."""
+        """Restores everything. Unchanged tensors are not written to."""
         for held, names in self._names:
             for name in [name for name in held if name not in names]:
                 del held[name]
@@ -89,14 +89,14 @@ class Kept:
 
 
 def _namespaces(module: nn.Module) -> list[dict[str, Any]]:
-    """Where `module` holds things by name."""
+    """Returns the dicts in which `module` stores its attributes."""
     return [vars(module), module._parameters, module._buffers, module._modules]
 
 
 def fresh(arguments: Any) -> Any:
-    """A copy of the arguments of a model: whatever a run does to them, the next finds them as they were.
+    """Returns a copy of a model's arguments, so that runs cannot affect each other.
 
-    Tensors that are one stay one.
+    A tensor that occurs several times stays one tensor.
     """
     memo: dict[int, Any] = {}
 
@@ -110,7 +110,7 @@ def fresh(arguments: Any) -> Any:
 
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Modules and methods that were compiled in place run their own code in here."""
+    """Runs modules and methods that were compiled in place as plain code inside this context."""
     compiled = [
         (vars(module), name, value, plain)
         for module in model.modules()

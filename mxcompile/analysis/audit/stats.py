@@ -1,6 +1,6 @@
-"""Streaming statistics of casts and GEMMs: tensors are looked at in pieces and not kept.
+"""Streaming statistics of casts and GEMMs: tensors are processed in pieces and not kept.
 
-All sums are in FP64 of the exact FP32 values. `mxcompile.report.numerics` defines them.
+All sums are in FP64 of the exact FP32 values. `mxcompile.report.numerics` defines the measures.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from mxcompile.formats.encoding import decode_tensors, element_values, scale_fac
 from mxcompile.ops import grouped_product
 
 PIECE = 1 << 20
-"""Elements looked at in one go."""
+"""Elements per piece."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Sums:
-    """x against q: what the measures of an error are made of."""
+    """Sums for the error measures of q against x."""
 
     numel: int = 0
     signal: float = 0.0
@@ -32,7 +32,7 @@ class Sums:
     not_finite: int = 0
 
     def add(self, x: Tensor, q: Tensor) -> None:
-        """Count `q`, which stands for `x`, of the same shape."""
+        """Adds `q`, the quantized counterpart of `x`, of the same shape."""
         x, q = x.to(torch.float64).flatten(), q.to(torch.float64).flatten()
         error = q - x
         sums = torch.stack([x.dot(x), q.dot(q), x.dot(q), error.dot(error)])
@@ -56,7 +56,7 @@ class Sums:
 
     @property
     def cosine(self) -> float:
-        """The cosine of the angle between x and q; 1 if both are 0."""
+        """Cosine of the angle between x and q; 1 if both are 0."""
         if self.signal == 0 and self.output == 0:
             return 1.0
         scale = math.sqrt(self.signal) * math.sqrt(self.output)
@@ -64,7 +64,7 @@ class Sums:
 
     @property
     def mse(self) -> float:
-        """Mean squared error; 0 of nothing."""
+        """Mean squared error; 0 without elements."""
         return self.noise / self.numel if self.numel else 0.0
 
     @property
@@ -77,10 +77,11 @@ class Sums:
 
 @dataclass(kw_only=True, slots=True)
 class CastStats:
-    """All calls of one cast.
+    """Statistics of all calls of one cast.
 
-    finite: elements. nonzero: of these. underflow: of those whose cast is 0. saturation: finite ones cut off.
-    magnitude, lost: the sum of magnitudes, and of those whose cast is 0.
+    finite: number of finite elements. nonzero: number of finite nonzero elements. underflow: nonzero elements
+    cast to 0. saturation: finite elements clipped to the largest value. magnitude, lost: sum of the
+    magnitudes of all finite elements, and of elements cast to 0.
     """
 
     sums: Sums = field(default_factory=Sums)
@@ -95,7 +96,7 @@ class CastStats:
     histogram: list[int] = field(default_factory=lambda: [0] * 256)
 
     def add(self, x: Tensor, qdata: Tensor, scale: Tensor, block_dim: int, fmt: Format) -> None:
-        """Count one call: `x` was cast to `qdata` and `scale` along `block_dim`."""
+        """Adds one call, which cast `x` to `qdata` and `scale` along `block_dim`."""
         self.calls += 1
         amax = tensor_amax(x) if fmt.two_level else None
         factors = scale_factors(scale, fmt, amax) if fmt.two_level else scale
@@ -103,7 +104,7 @@ class CastStats:
         counts = torch.bincount(exponents.flatten().to(torch.int64), minlength=256).tolist()
         self.histogram = [before + now for before, now in zip(self.histogram, counts, strict=True)]
         if fmt.is_mx:
-            fmt = replace(fmt, tile=Tile.ROW)  # squares have a scale for every row
+            fmt = replace(fmt, tile=Tile.ROW)  # scales of 32x32 blocks are stored for every row
         parts = pieces(x, qdata, scale, block_dim) if fmt.is_mx else [(x, qdata, scale)][: x.numel()]
         for x_piece, q_piece, s_piece in parts:
             value = decode_tensors(q_piece, s_piece, block_dim, fmt, torch.float32, amax)
@@ -125,13 +126,13 @@ class CastStats:
 
 @dataclass(kw_only=True, slots=True)
 class ProductStats:
-    """All calls of one GEMM."""
+    """Statistics of all calls of one GEMM."""
 
     sums: Sums = field(default_factory=Sums)
     calls: int = 0
 
     def add(self, out: Tensor, left: Tensor, right: Tensor, bias: Tensor | None) -> None:
-        """Count one call: `out` stands for left[…, m, k] · right[…, k, n] + bias."""
+        """Adds one call with the result `out`, against left[…, m, k] · right[…, k, n] + bias in FP32."""
         self.calls += 1
         added = None if bias is None else _as_batch(bias.expand(out.shape))
         batches = map(_as_batch, (out, left, right))
@@ -146,20 +147,20 @@ class ProductStats:
                 self.sums.add(reference, y[rows])
 
     def add_grouped(self, out: Tensor, left: Tensor, right: Tensor, offs: Tensor) -> None:
-        """Count one call: `out` stands for one product per group, the groups as in `aten._grouped_mm`."""
+        """Adds one call with the result `out`, against an FP32 product per group as in `aten._grouped_mm`."""
         self.calls += 1
         self.sums.add(grouped_product(left.to(torch.float32), right.to(torch.float32), offs), out)
 
 
 def _as_batch(matrices: Tensor) -> Tensor:
-    """[…, m, n] as [batch, m, n], also if empty."""
+    """Returns […, m, n] as [batch, m, n], also for empty tensors."""
     return matrices.unsqueeze(0).flatten(0, -3)
 
 
 def pieces(
     x: Tensor, qdata: Tensor, scale: Tensor, block_dim: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Matching parts of the three, of whole blocks, of about `PIECE` elements; none of empty tensors."""
+    """Yields matching parts of whole blocks with about `PIECE` elements; none for empty tensors."""
     if x.numel() == 0:
         return
     axis = max(range(x.ndim), key=x.shape.__getitem__)

@@ -1,6 +1,6 @@
-"""An audit as text and Markdown: a summary, then GEMMs, casts and gradients, those with most harm first.
+"""An audit as text and Markdown: a summary, then GEMMs, casts and gradients, most harm first.
 
-How tables are drawn is in `mxcompile.report.forms.tables`, what harm is in `mxcompile.report.numerics`.
+`mxcompile.report.forms.tables` draws the tables; `mxcompile.report.numerics` defines harm.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PARAMETER_TITLE = "Gradients of parameters against the unquantized model's, by 
 
 
 def to_text(numerics: Numerics, rows: int | None = None) -> str:
-    """`numerics` for a terminal; of each table at most `rows` rows."""
+    """Returns `numerics` as text for a terminal. rows: limit of rows per table."""
     lines = wrapped(_facts(numerics))
     for title, (headers, *body) in _tables(numerics):
         lines += ["", *wrapped([title]), "", drawn(fitted([headers, *body[:rows]], ("layer",)))]
@@ -46,7 +46,7 @@ def to_text(numerics: Numerics, rows: int | None = None) -> str:
 
 
 def to_markdown(numerics: Numerics) -> str:
-    """`numerics` for a pull request."""
+    """Returns `numerics` as Markdown for a pull request."""
     headline, *facts = _facts(numerics)
     parts = [f"### {markdown(headline)}", *([bullets(facts)] if facts else [])]
     for title, table in _tables(numerics):
@@ -64,11 +64,11 @@ VIEWS: dict[str, Callable[[Numerics], Table]] = {
     "block": lambda numerics: _groups("block", by_block(numerics)),
     "underflow": _by_underflow,
 }
-"""Tables of another order, by the word that asks for them."""
+"""Tables in other orders, by the argument of `view`."""
 
 
 def view(numerics: Numerics, by: str) -> str:
-    """`numerics` for a terminal as the table that `by`, one of `VIEWS`, names."""
+    """Returns the table `by`, one of `VIEWS`, for a terminal. Raises `OptionError` for other words."""
     if by not in VIEWS:
         raise OptionError(not_allowed("view", by, VIEWS))
     headers, *rows = VIEWS[by](numerics)
@@ -78,7 +78,7 @@ def view(numerics: Numerics, by: str) -> str:
 
 
 def headline(numerics: Numerics) -> str:
-    """`numerics` in one line."""
+    """Returns `numerics` in one line."""
     return (
         f"{numerics.precision} audit, policy {numerics.policy}: {len(numerics.gemms)} GEMMs,"
         f" {len(numerics.tensors)} cast tensors{'' if numerics.gradients else ', forward only'}"
@@ -106,7 +106,7 @@ def _facts(numerics: Numerics) -> list[str]:
 
 
 def _tables(numerics: Numerics) -> list[tuple[str, Table]]:
-    """Titles and tables, headers first."""
+    """Returns titles and tables, headers first."""
     flops = sum(one.flops for one in numerics.parameters) or 1
     tables: list[tuple[str, Table]] = [
         _gemms(numerics),
@@ -183,27 +183,27 @@ def _groups(by: str, groups: Sequence[Group]) -> Table:
 
 
 def _named(name: str, others: int, calls: int) -> str:
-    """The layer, how many others share its tensor, and how often it ran if more than once."""
+    """Returns the layer, the number of other layers that share its tensor, and the calls if above 1."""
     shared = f" +{others}" if others else ""
     return f"{name or '(root)'}{shared}{f' ({calls} calls)' if calls > 1 else ''}"
 
 
 def decibels(value: float) -> str:
-    """``28.31``; ``exact`` for no error at all, ``NaN`` for values that are not finite."""
+    """Returns an SQNR as text: ``28.31``, ``exact`` without any error, ``NaN`` for non-finite values."""
     if math.isnan(value):
         return "NaN"
     return ("exact" if value > 0 else "-inf") if math.isinf(value) else f"{value:.2f}"
 
 
 def percent(value: float) -> str:
-    """``2.400%``, ``0``, ``3e-04%``."""
+    """Returns a share as text: ``2.400%``, ``0`` or ``3e-04%``."""
     if value == 0:
         return "0"
     return f"{value:.3%}" if value >= 1e-5 else f"{100 * value:.0e}%"
 
 
 def _range(histogram: Sequence[tuple[int, int]]) -> str:
-    """Exponents of the smallest and the largest scale; blocks of zeros, byte 0, and of NaN by name."""
+    """Returns the exponents of the smallest and largest scale; byte 0 (blocks of zeros) and NaN by name."""
     bytes_ = {byte for byte, _ in histogram}
     exponents = [byte - 127 for byte in bytes_ - {0, 255}]
     words = [f"{min(exponents)}…{max(exponents)}"] if exponents else []

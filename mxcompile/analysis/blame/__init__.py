@@ -1,4 +1,4 @@
-"""Blame: which layers and GEMMs make the difference between two policies on a batch."""
+"""Blame: finds the layers and GEMMs that make the difference between two policies on a batch."""
 
 from mxcompile.analysis.blame.blamed import Blamed, BlamedPart
 from mxcompile.analysis.blame.effects import MEASURES, Effect, Spread

@@ -1,4 +1,4 @@
-"""The result of a blame: parts with their effects, and the policy that leaves the worst of them alone."""
+"""The result of a blame: layers with their effects, and a policy that excludes the worst of them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from mxcompile.report.forms.words import count
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlamedPart:
-    """A layer, or a group of neighbours, and the GEMMs of it that were quantized or left out together.
+    """A layer or a group of neighbouring layers, and the GEMMs that were quantized or left out together.
 
-    layers: paths. gemms: "fprop", "dgrad", "wgrad". alone: the effect of these alone. left_out: of all but
-    these. None for what was not measured.
+    layers: paths. gemms: "fprop", "dgrad", "wgrad". alone: effect if only these are quantized. left_out:
+    effect if all others are quantized. An effect is None if it was not measured.
     """
 
     layers: tuple[str, ...]
@@ -35,16 +35,17 @@ class BlamedPart:
 class Blamed:
     """The result of `blame`.
 
-    policy: the one asked about, with the worst as the reference has it. asked, against: names of the two
-    policies. measure: by which the search went. remove: the share of the whole that the worst were to make.
+    policy: the examined policy, with the worst GEMMs as in the reference policy. asked, against: names of the
+    examined and the reference policy. measure: measure of the search. remove: requested share of the effect
+    to remove. whole: effect of all differing GEMMs. left: the effect that remains under `policy`. parts:
+    layers or groups, the worst first; together they are all layers that differ. kinds: all GEMMs of one kind.
+    gemms: single GEMMs of the worst parts. worst: (layer, GEMM) pairs that `policy` sets as in the reference
+    policy.
 
-    whole: the effect of all that differs. left: of it under `policy`. parts: layers or groups, the worst
-    first; they make the whole. kinds: all GEMMs of one kind. gemms: single GEMMs of the worst parts. worst:
-    pairs of layer and GEMM that `policy` leaves alone.
-
-    num_layers, num_gemms: how many differ. runs: of the model. max_runs: announced. repeats: of each effect.
-    flop_share_before, flop_share: of the matmul FLOPs that the policy asked about and `policy` quantize.
-    comments: on the first rules of `policy`. notes: what a reader should know.
+    num_layers, num_gemms: numbers of differing layers and GEMMs. runs: runs of the model. max_runs: announced
+    limit. repeats: repeats of each effect. flop_share_before, flop_share: quantized share of the matmul FLOPs
+    under the examined policy and under `policy`. comments: comments of the first rules of `policy`. notes:
+    remarks for the reader.
     """
 
     policy: Policy
@@ -69,7 +70,7 @@ class Blamed:
     notes: tuple[str, ...] = ()
 
     def with_note(self, note: str) -> Blamed:
-        """Returns the same with `note` as the first one."""
+        """Returns a copy with `note` as the first note."""
         return dataclasses.replace(self, notes=(note, *self.notes))
 
     def __str__(self) -> str:
@@ -79,11 +80,11 @@ class Blamed:
         return "\n".join(lines)
 
     def to_yaml(self) -> str:
-        """The policy as a file, with what was found as comments; `Policy.load` reads it back."""
+        """Returns the policy as YAML with the findings as comments. `Policy.load` reads it."""
         return annotated(self.policy, self._facts(), self.comments)
 
     def dump(self, path: str | Path) -> None:
-        """Write `to_yaml` to `path`, whole or not at all. Raises `OptionError` if it cannot be written."""
+        """Writes `to_yaml` to `path`, atomically. Raises `OptionError` if it cannot be written."""
         save(path, self.to_yaml(), "policy")
 
     # sentences ----------------------------------------------------------------------------------------
@@ -125,12 +126,12 @@ class Blamed:
 
     @property
     def _sum(self) -> float | None:
-        """Returns the sum of the parts' effects; None if some were not measured alone."""
+        """Sum of the effects of the parts that were measured alone; None if none was."""
         alone = [part.alone for part in self.parts if part.alone is not None]
         return together(self.measure, alone) if alone else None
 
     def _interplay(self) -> list[str]:
-        """A sentence where the sum of the parts is not the whole."""
+        """Returns a sentence if the effects of the parts do not add up to the whole."""
         if len(self.parts) < 2 or self._sum is None:
             return []
         whole = self.whole.on(self.measure)
@@ -149,7 +150,7 @@ class Blamed:
     # table --------------------------------------------------------------------------------------------
 
     def _table(self) -> Table:
-        """Headers, everything, its kinds of GEMMs, then the parts with their GEMMs."""
+        """Returns headers, then rows for all GEMMs, each kind of GEMM, and the parts with their GEMMs."""
         measures = [self.measure, *(each for each in MEASURES if each != self.measure)]
         measures = [each for each in measures if getattr(self.whole, each) is not None]
         left_out = any(part.left_out for part in self.parts)
@@ -178,7 +179,7 @@ def _share(value: float) -> str:
 
 
 def _spoken(effect: Effect) -> str:
-    """``gradients 5.3%, loss -0.016%``."""
+    """Returns `effect` as text: ``gradients 5.3%, loss -0.016%``."""
     return ", ".join(
         f"{measure} {spread}" for measure in MEASURES if (spread := getattr(effect, measure)) is not None
     )

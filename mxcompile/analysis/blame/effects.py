@@ -1,11 +1,11 @@
-"""How far a run lies from a reference, as one number for the gradients, the loss and the main output each.
+"""The distance of a run from a reference, as one number each for the gradients, the loss and the main output.
 
-    gradients  √(Σ FLOPs · rel_error² / Σ FLOPs)   over the parameters, FLOPs of the wgrad that makes each
-    loss       loss / reference − 1                a signed share
+    gradients  √(Σ FLOPs · rel_error² / Σ FLOPs)   over the parameters, weighted by the FLOPs of their wgrad
+    loss       loss / reference − 1                signed
     output     √(Σ (y − y₀)² / Σ y₀²)
 
-Independent errors add in squares, so several effects on gradients or output make √(Σ effect²). Effects on the
-loss have signs and make their sum. rel_error is as in `mxcompile.report.numerics`.
+Independent errors add in squares, so effects on gradients or output sum to √(Σ effect²). Effects on the loss
+have signs and add linearly. rel_error is defined in `mxcompile.report.numerics`.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from mxcompile.analysis.audit.text import percent
 from mxcompile.report import GemmRecord
 
 MEASURES = ("gradients", "loss", "output")
-"""What an effect is on."""
+"""Quantities whose change is measured."""
 
 _BEYOND = 1.5
-"""By what factor the whole and its parts must differ to be called not additive."""
+"""Ratio of the whole to the sum of its parts from which effects count as not additive."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """A mean over repeats and its standard error, None without repeats. Inf for what is not finite."""
+    """A mean over repeats (inf if not finite) and its standard error (None without repeats)."""
 
     mean: float
     error: float | None = None
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Returns the spread of `values`, one a repeat."""
+        """Returns the spread of `values`, one per repeat."""
         if not all(map(math.isfinite, values)):
             return cls(mean=math.inf)
         error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
@@ -44,7 +44,7 @@ class Spread:
 
     @property
     def size(self) -> float:
-        """The mean without its sign."""
+        """Absolute value of the mean."""
         return abs(self.mean)
 
     def __str__(self) -> str:
@@ -56,21 +56,21 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effect:
-    """The effect of quantizing some GEMMs, by measure; see the module. None for measures the model lacks."""
+    """The effect of quantizing some GEMMs, by measure (see the module); None if the model lacks it."""
 
     gradients: Spread | None = None
     loss: Spread | None = None
     output: Spread | None = None
 
     def on(self, measure: str) -> Spread:
-        """Returns the effect on `measure`, one of `MEASURES`, which this must have."""
+        """Returns the effect on `measure`, which must not be None."""
         spread: Spread | None = getattr(self, measure)
         assert spread is not None
         return spread
 
 
 def effect_of(gemms: Sequence[GemmRecord], pairs: Iterable[tuple[Outcome, Outcome]]) -> Effect:
-    """Returns the effect in `pairs` of reference and outcome, one a repeat. gemms: of the report."""
+    """Returns the effect from (reference, outcome) `pairs`, one per repeat. gemms: records of the report."""
     values = [_distances(gemms, reference, outcome) for reference, outcome in pairs]
     return Effect(
         **{
@@ -96,7 +96,7 @@ def _distances(gemms: Sequence[GemmRecord], reference: Outcome, outcome: Outcome
 
 
 def together(measure: str, effects: Iterable[Effect]) -> float:
-    """Returns what `effects` make on `measure` where they are independent."""
+    """Returns the sum of `effects` on `measure`, assuming that they are independent."""
     spreads = [effect.on(measure) for effect in effects]
     if measure == "loss":
         return abs(sum(spread.mean for spread in spreads))
@@ -104,19 +104,19 @@ def together(measure: str, effects: Iterable[Effect]) -> float:
 
 
 def added_up(measure: str) -> str:
-    """Returns how `together` adds, in words."""
+    """Returns how `together` adds, as text."""
     return "with their signs" if measure == "loss" else "as independent errors, in squares"
 
 
 def exceeds(whole: Spread, parts: float) -> bool:
-    """Whether `whole` is more than `parts` by more than chance moves it."""
+    """Whether `whole` is larger than the sum `parts`, beyond the standard error."""
     if math.isinf(whole.mean) or math.isinf(parts):
         return math.isinf(whole.mean) and not math.isinf(parts)
     return whole.size - 2 * (whole.error or 0.0) > _BEYOND * parts
 
 
 def falls_short(whole: Spread, parts: float) -> bool:
-    """Whether `whole` is less than `parts` by more than chance moves it."""
+    """Whether `whole` is smaller than the sum `parts`, beyond the standard error."""
     if math.isinf(whole.mean) or math.isinf(parts):
         return math.isinf(parts) and not math.isinf(whole.mean)
     return _BEYOND * (whole.size + 2 * (whole.error or 0.0)) < parts

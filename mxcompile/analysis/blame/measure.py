@@ -1,4 +1,4 @@
-"""`blame`: which layers and which of their GEMMs make the difference between two policies on a batch."""
+"""`blame`: finds the layers and GEMMs that make the difference between two policies on a batch."""
 
 from __future__ import annotations
 
@@ -40,21 +40,33 @@ def blame(
     kwargs: Mapping[str, Any] | None = None,
     **inputs: ModelInput,
 ) -> Blamed:
-    """Find the layers and GEMMs of `model` that make the difference between two policies on one call.
+    """Finds the layers and GEMMs of `model` that make the difference between two policies on one call.
 
-    args, inputs, kwargs, loss_fn: as of `audit`; the model is left as it is. policy: as the backend's option.
-    against: the policy it is compared with, by default the model's own dtype. of: "gradients", "loss" or
-    "output", what the difference is of; by default the gradients if there is a loss, else the output. Without
-    gradients no backward runs and only forward GEMMs are told apart. remove: the policy in the result leaves
-    alone as few as make this share of the difference, above 0 and at most 1.
+    Args:
+        model: model as for `audit`. It is not changed.
+        *args: positional arguments of the call.
+        policy: the policy to examine, as in the backend's option.
+        against: reference policy, by default the model's own dtype.
+        of: measure of the difference: "gradients", "loss" or "output". The default is the gradients if there
+            is a loss, else the output. Without gradients no backward runs and only forward GEMMs are
+            compared.
+        remove: share of the difference that the resulting policy removes, above 0 and at most 1, with as few
+            GEMMs as possible.
+        max_runs: limit of the runs of the model, at least 8 per repeat.
+        repeats: runs per effect with different random numbers; by default 3 if the model draws any, else 1.
+        loss_fn: as for `audit`.
+        announce: called with a sentence about the number of runs, before the first run and when the layers
+            are known.
+        kwargs: keyword arguments of the call that are also options of this function.
+        **inputs: keyword arguments of the call (see `models.arguments`).
 
-    max_runs: of the model, at least 8 for every repeat; never exceeded. repeats: of each effect, with other
-    random numbers; by default 3 if the model draws any, else 1. announce: takes a sentence on the number of
-    runs, once before the first and once when the layers are known.
+    Returns:
+        A `Blamed`. It has no parts if nothing differs or the reference is not finite; its notes say which.
 
-    Returns a `Blamed`, without parts where nothing differs or the reference is not finite itself; its notes
-    say which. Raises `OptionError` for invalid options, `ModelError` if the model cannot be captured or has
-    nothing that the difference can be `of`, `PolicyError` for an invalid policy.
+    Raises:
+        OptionError: for invalid options.
+        ModelError: if the model cannot be captured or lacks the measure `of`.
+        PolicyError: for an invalid policy.
     """
     given = {
         "policy": policy, "against": against, "of": of, "remove": remove, "max_runs": max_runs,
@@ -93,7 +105,7 @@ def blame(
 
 
 def _plan(trials: BlameTrials, max_runs: int, repeats: int | None) -> RunPlan:
-    """Returns the runs that what differs in `trials` takes."""
+    """Returns the plan of the runs for the differences in `trials`."""
     different = trials.differences
     return RunPlan.of(
         len({name for name, _ in different.keys}),
@@ -105,7 +117,7 @@ def _plan(trials: BlameTrials, max_runs: int, repeats: int | None) -> RunPlan:
 
 
 def _obstacles(trials: BlameTrials, own: Effect, measure: str, asked: Policy, reference: Policy) -> list[str]:
-    """Returns why there is nothing to search for; `own` is the effect of the reference on itself."""
+    """Returns why a search cannot find anything; empty if it can. own: effect of the reference on itself."""
     if not trials.differences.keys:
         return [f"nothing differs: {asked.label} treats all GEMMs of this run as {reference.label} does"]
     if math.isinf(own.on(measure).mean):
@@ -117,7 +129,7 @@ def _obstacles(trials: BlameTrials, own: Effect, measure: str, asked: Policy, re
 
 
 def _measure(own: Effect, of: str | None) -> str:
-    """Returns what the search goes by. Raises `ModelError` if the model does not have it."""
+    """Returns the measure of the search. Raises `ModelError` if the model lacks it."""
     present = [measure for measure in MEASURES if getattr(own, measure) is not None]
     if of is None:
         order = ("gradients", "output", "loss")
@@ -144,7 +156,7 @@ def _blamed(
     remove: float,
     notes: list[str],
 ) -> Blamed:
-    """Returns `findings` with the policy that follows from them."""
+    """Returns the result with `findings` and the policy that follows from them."""
     policy, uses = trials.without(findings.worst) if findings.worst else (asked, {})
     keys = trials.differences.keys
     gemms: dict[str, list[str]] = {}

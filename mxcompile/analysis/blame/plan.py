@@ -1,4 +1,4 @@
-"""How many runs a blame takes: known once it is known how many layers differ, and not exceeded."""
+"""The number of runs of a blame, fixed once the number of differing layers is known and never exceeded."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from mxcompile.policy import Policy
 from mxcompile.report.forms.words import count
 
 LEAST = 8
-"""Effects that have to be measured to tell anything: of the reference, of all, and of a few parts."""
+"""Least number of effects for a useful result: the reference, all GEMMs together, and a few parts."""
 
 REPEATS = 3
-"""Of a model that draws random numbers."""
+"""Repeats of a model that draws random numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlan:
-    """How many effects each step may measure; every one takes a run for each repeat.
+    """The number of effects that each step may measure. An effect takes a run per repeat.
 
-    alone: of layers, or groups of them, quantized alone. left_out: of all but them. worst: of all but the
-    worst. kinds: of the GEMMs of one kind, alone. gemms: of single GEMMs of the worst layers, and of all but
-    the worst of these. more: runs beside those.
+    alone: layers, or groups, quantized alone. left_out: layers or groups left out. worst: runs without the
+    worst layers. kinds: kinds of GEMMs quantized alone. gemms: single GEMMs of the worst layers, and the run
+    without the worst of them. more: further runs.
     """
 
     repeats: int
@@ -35,9 +35,9 @@ class RunPlan:
 
     @classmethod
     def of(cls, layers: int, gemms: int, *, repeats: int, max_runs: int, more: int) -> RunPlan:
-        """Returns the plan for `layers` with `gemms` kinds of GEMMs that are told apart.
+        """Returns the plan for `layers` differing layers with `gemms` separately searched kinds of GEMMs.
 
-        max_runs: at least `LEAST` for each repeat. more: runs that the reference needs beside its repeats.
+        max_runs: limit, at least `LEAST` per repeat. more: runs of the reference in addition to its repeats.
         """
         left = (max_runs - more) // repeats - 2
         kinds = gemms if gemms > 1 and left >= 4 * gemms else 0
@@ -57,7 +57,7 @@ class RunPlan:
 
     @property
     def runs(self) -> int:
-        """How many runs all steps take at most, with the reference and everything quantized."""
+        """Largest number of runs of all steps, including the reference and everything quantized."""
         parts = self.alone + self.left_out + self.worst + self.kinds + self.gemms
         return self.repeats * (2 + parts) + self.more
 
@@ -71,14 +71,14 @@ class RunPlan:
 
 
 def repeats_of(asked: int | None, drew: bool, max_runs: int) -> int:
-    """Returns how often each effect is measured: as `asked`, else several times where the model `drew`."""
+    """Returns the repeats of each effect: `asked`, or else several if the model `drew` random numbers."""
     if asked is not None:
         return asked
     return min(REPEATS, max_runs // LEAST) if drew else 1
 
 
 def check(max_runs: object, repeats: object, remove: object) -> None:
-    """Raises `OptionError` for numbers of runs that tell nothing, and a share that is none."""
+    """Raises `OptionError` for an invalid number of runs or repeats, or an invalid share."""
     if not _is_whole(repeats, 1) and repeats is not None:
         raise OptionError(f"`repeats` is a whole number of at least 1, found {shown(repeats)}")
     least = LEAST * (repeats if isinstance(repeats, int) else 1)
@@ -90,7 +90,7 @@ def check(max_runs: object, repeats: object, remove: object) -> None:
 
 
 def check_different(policy: Policy, against: Policy) -> None:
-    """Raises `OptionError` for two policies that are one."""
+    """Raises `OptionError` if the two policies are equal."""
     if policy == against:
         raise OptionError(f"both policies are {policy.label}: name another one with `policy` or `against`")
 

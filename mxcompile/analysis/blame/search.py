@@ -1,15 +1,15 @@
-"""The search of a blame: what each layer does alone, what is gone without it, and what to leave alone.
+"""The search of a blame: the effect of each layer alone, the effect without it, and the GEMMs to exclude.
 
-    alone     every layer is quantized alone; where there are more layers than runs, groups of neighbours, of
-              which the one that does most is halved, again and again
-    left out  where all together do more than the sum of that, everything but the layer or group is quantized:
-              what needs another layer to do harm shows only there
-    worst     those that do most are left alone, as few as bring the effect down by the share that was asked
-              for: their number is found by halving (delta debugging over layers)
-    GEMMs     of these, each of fprop, dgrad and wgrad is quantized alone; those that do little stay quantized
-              where the policy is as good with them
+    alone     every layer is quantized alone; with more layers than runs, groups of neighbours are, and the
+              group with the largest effect is halved repeatedly
+    left out  if all layers together have a larger effect than the sum of the parts, each layer or group is
+              left out in turn, which shows layers that do harm only together with others
+    worst     the fewest of the worst layers whose exclusion removes the requested share of the effect;
+              their number is found by bisection (delta debugging over layers)
+    GEMMs     fprop, dgrad and wgrad of these layers are quantized alone; GEMMs with little effect stay
+              quantized if the policy still removes the requested share
 
-Each step has its number of runs (see `plan`).
+Each step has a limit of runs (see `plan`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from mxcompile.policy import Gemm
 from mxcompile.report.fold import spelled
 
 _NOTHING_MORE = 0.02
-"""Share of the whole below which a group is not worth halving."""
+"""Groups with a smaller share of the whole effect are not halved."""
 
 _SMALL = 1 / 3
-"""Share of the effect of a layer's worst GEMM below which another of its GEMMs may stay quantized."""
+"""GEMMs with a smaller share of the effect of the layer's worst GEMM may stay quantized."""
 
 Names = tuple[str, ...]
 
@@ -39,8 +39,9 @@ Names = tuple[str, ...]
 class Findings:
     """The result of a search.
 
-    whole: all that differs. kinds: its GEMMs of one kind. parts: layers or groups, the worst first. gemms:
-    single GEMMs of the worst. worst: the GEMMs to leave alone. left: the effect of all others.
+    whole: effect of all differing GEMMs. kinds: their GEMMs of one kind. parts: layers or groups, the worst
+    first. gemms: single GEMMs of the worst layers. worst: the GEMMs to exclude. left: effect of all other
+    GEMMs.
     """
 
     whole: Effect
@@ -52,7 +53,7 @@ class Findings:
 
 
 class _Step:
-    """The effects that one step of a search may measure; left: how many more."""
+    """The budget of one step of a search. left: number of effects that it may still measure."""
 
     def __init__(self, trials: BlameTrials, effects: int) -> None:
         self._trials = trials
@@ -69,7 +70,7 @@ class _Step:
 
 
 class Search:
-    """One search by the effect on `measure`, for what makes the share `remove` of it."""
+    """A search by the effect on `measure`, for the GEMMs that make the share `remove` of it."""
 
     def __init__(self, trials: BlameTrials, plan: RunPlan, measure: str, remove: float) -> None:
         self._trials, self._plan, self._measure = trials, plan, measure
@@ -80,7 +81,7 @@ class Search:
         self._kept = 1 - remove
 
     def findings(self) -> Findings:
-        """Returns what was found."""
+        """Returns the result of the search."""
         if self._size(self._whole) == 0:
             return Findings(whole=self._whole, left=self._nothing)
         alone = self._groups(_Step(self._trials, self._plan.alone), self._alone, self._size)
@@ -105,12 +106,12 @@ class Search:
         return effect.on(self._measure).size
 
     def _is_enough(self, left: Effect) -> bool:
-        """Whether the share that was asked for is gone where `left` is left; of what is not finite, all."""
+        """Whether the effect `left` is small enough. If the whole is not finite, any finite effect is."""
         whole, size = self._size(self._whole), self._size(left)
         return math.isfinite(size) and (math.isinf(whole) or size <= self._kept * whole)
 
     def _of(self, names: Iterable[str]) -> Keys:
-        """The GEMMs of the layers `names` that differ."""
+        """Returns the differing GEMMs of the layers `names`."""
         chosen = set(names)
         return frozenset(key for key in self._keys if key[0] in chosen)
 
@@ -123,9 +124,9 @@ class Search:
     def _groups(
         self, step: _Step, effect: Callable[[_Step, Names], Effect], size: Callable[[Effect], float]
     ) -> dict[Names, Effect]:
-        """Returns the effects of all layers, in groups where `step` does not allow one each.
+        """Returns the effects of all layers, in groups if `step` has too few runs for single layers.
 
-        size: of an effect, by which the group to halve next is chosen.
+        size: returns the size of an effect, by which the next group to halve is chosen.
         """
         count = len(self._layers) if len(self._layers) <= step.left else max(1, step.left // 2)
         effects = {names: effect(step, names) for names in _pieces(self._layers, count)}
@@ -145,7 +146,7 @@ class Search:
         return step.effect(self._keys - self._of(names), f"all but {spelled(names)}")
 
     def _with_left_out(self, parts: Sequence[BlamedPart]) -> list[BlamedPart]:
-        """Returns `parts`, and groups that are not among them, with the effects of all but them."""
+        """Returns `parts` with the effects of leaving them out, and further groups with these effects."""
         rests = self._groups(_Step(self._trials, self._plan.left_out), self._rest, self._drop)
         known = {part.layers: part for part in parts}
         both = [dataclasses.replace(part, left_out=rests.get(part.layers)) for part in parts]
@@ -157,21 +158,22 @@ class Search:
         return both + more
 
     def _drop(self, effect: Effect) -> float:
-        """By how much the whole exceeds `effect`, of all but a group."""
+        """Returns by how much the whole exceeds `effect`, the effect without a group."""
         whole, rest = self._size(self._whole), self._size(effect)
         return 0.0 if whole == rest else whole - rest
 
     def _harm(self, part: BlamedPart) -> float:
-        """Returns the effect of `part` alone, or the effect that leaves with it, whichever is larger."""
+        """Returns the larger of the effect of `part` alone and the decrease of the effect without it."""
         alone = 0.0 if part.alone is None else self._size(part.alone)
         return max(alone, 0.0 if part.left_out is None else self._drop(part.left_out))
 
     # the worst ----------------------------------------------------------------------------------------
 
     def _worst(self, parts: Sequence[BlamedPart]) -> tuple[Keys, Effect]:
-        """Returns the GEMMs of the first few of `parts` to leave alone, and the effect of the others.
+        """Returns the GEMMs of the fewest worst `parts` to exclude, and the effect of the others.
 
-        It is on target; the few are the least number found, and all parts always do.
+        The effect is on target. The number of parts is the smallest found; excluding all parts always
+        suffices.
         """
         step = _Step(self._trials, self._plan.worst)
         fails, does, result = 0, len(parts), (self._keys, self._nothing)
@@ -190,7 +192,7 @@ class Search:
         return result
 
     def _guess(self, parts: Sequence[BlamedPart]) -> int:
-        """How many of `parts` have to go if the effects of the others add up."""
+        """Returns the number of `parts` to exclude if the effects of the others add up."""
         sizes = [0.0 if part.alone is None else self._size(part.alone) for part in parts]
         whole = math.hypot(*filter(math.isfinite, sizes))
         rests = (math.hypot(*sizes[number:]) for number in range(1, len(parts)))
@@ -201,7 +203,7 @@ class Search:
     # GEMMs --------------------------------------------------------------------------------------------
 
     def _single(self, names: Names, step: _Step) -> Iterator[BlamedPart]:
-        """Each kind of GEMMs of the layers `names` alone, if they have several and `step` allows all."""
+        """Yields each kind of GEMM of the layers `names` alone, if they have several and `step` allows it."""
         kinds = {
             gemm: frozenset(key for key in self._of(names) if key[1] == gemm) for gemm in self._kinds(names)
         }
@@ -213,7 +215,7 @@ class Search:
             yield BlamedPart(layers=names, gemms=(gemm,), alone=effect)
 
     def _narrowed(self, worst: Keys, left: Effect, gemms: Sequence[BlamedPart]) -> tuple[Keys, Effect]:
-        """Returns the GEMMs of `worst` with most of their layers' harm, if that is enough, and the others."""
+        """Returns `worst` without GEMMs of little effect if the others suffice, and the remaining effect."""
         small: set[tuple[str, str]] = set()
         most: dict[Names, float] = {}
         for part in gemms:
@@ -229,7 +231,7 @@ class Search:
 
 
 def _pieces(names: Names, number: int) -> Iterator[Names]:
-    """`names` in `number` runs of neighbours whose lengths differ by 1 at most."""
+    """Yields `number` runs of neighbouring `names` whose lengths differ by at most 1."""
     for index in range(number):
         piece = names[len(names) * index // number : len(names) * (index + 1) // number]
         if piece:

@@ -1,8 +1,8 @@
-"""The runs of a blame: any GEMMs that differ are as the policy has them, all others as the reference does.
+"""The runs of a blame: a set of differing GEMMs follows the policy, all others follow the reference.
 
-Where the reference leaves alone what differs, one trace of the model serves all runs: its graphs are run by
-the interpreter of audits with GEMMs switched on and off. Where both policies quantize a GEMM, each in its own
-formats, every run traces the model under a policy of its own, and layers are told apart, GEMMs are not.
+If the reference does not quantize any differing GEMM, one trace of the model serves all runs: the audit
+interpreter runs its graphs with single GEMMs switched on and off. If both policies quantize a GEMM in
+different formats, every run traces the model under its own policy, and only whole layers are compared.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ LABEL = "policy without the worst"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Differences:
-    """The GEMMs that two policies treat differently.
+    """The GEMMs for which two policies decide differently.
 
-    keys: in the order of the model. layers: all of the model, by name. switched: whether the reference leaves
-    all of `keys` as the model has them.
+    keys: (layer, GEMM) pairs in the order of the model. layers: all layers of the model, by name. switched:
+    whether the reference quantizes none of `keys`.
     """
 
     keys: tuple[Key, ...]
@@ -43,7 +43,7 @@ class Differences:
     def between(
         cls, gemms: tuple[GemmRecord, ...], policy: Policy, against: Policy, backward: bool
     ) -> Differences:
-        """Returns those of `policy`, whose records are `gemms`, and `against`; backward: GEMMs of it too."""
+        """Returns the differences of `policy`, whose records are `gemms`, from `against`."""
         layers = {layer.name: layer for layer in layers_of(gemms)}
         keys, switched = [], True
         for name, layer in layers.items():
@@ -60,11 +60,10 @@ class Differences:
 
 
 class BlameTrials:
-    """Runs of `call` between the policies `against` and `policy`, each set of GEMMs once.
+    """Runs of `call` with some GEMMs as in `policy` and the others as in `against`, each set of GEMMs once.
 
-    backward: whether gradients are measured, if there are any. on_run: called before every run. runs: how
-    many there were. drew: whether the first run drew random numbers. Raises `ModelError` where the model
-    cannot be run.
+    backward: whether to measure gradients, if there are any. on_run: called before every run. runs: number of
+    runs so far. drew: whether the first run drew random numbers. Raises `ModelError` if the model cannot run.
     """
 
     def __init__(
@@ -92,18 +91,18 @@ class BlameTrials:
 
     @property
     def to_come(self) -> int:
-        """How many runs the reference needs beyond its repeats."""
+        """Number of runs that the reference needs in addition to its repeats."""
         return 1 - len(self._references)
 
     def repeat(self, count: int) -> None:
-        """Run the reference `count` times, each with random numbers of its own."""
+        """Runs the reference `count` times, each with different random numbers."""
         while len(self._references) < count:
             seed = len(self._references)
             self._references.append(self._outcome(frozenset(), seed, "the reference"))
         self._effects[frozenset()] = effect_of(self.gemms, ((each, each) for each in self._references))
 
     def effect(self, keys: Keys, what: str) -> Effect:
-        """Returns the effect of quantizing `keys` alone; what: a name of them, for progress."""
+        """Returns the effect of quantizing only `keys`. what: their name in the progress bar."""
         if keys not in self._effects:
             pairs = (
                 (reference, self._outcome(keys, seed, what))
@@ -113,11 +112,11 @@ class BlameTrials:
         return self._effects[keys]
 
     def knows(self, keys: Keys) -> bool:
-        """Whether `effect` needs no run for `keys`."""
+        """Whether the effect of `keys` was already measured."""
         return keys in self._effects
 
     def without(self, keys: Keys) -> tuple[Policy, dict[Use, list[str]]]:
-        """Returns the policy with `keys` as the reference has them, and the layers of its new rules."""
+        """Returns the policy with `keys` as in the reference, and the layers of its new rules."""
         layers = self.differences.layers
         names = [name for name in layers if any(name == layer for layer, _ in keys)]
         if self.differences.switched:
@@ -131,7 +130,7 @@ class BlameTrials:
         return mixed(self._policy, uses, layers, LABEL), uses
 
     def flop_share(self, removed: Keys = frozenset()) -> float:
-        """Returns the share of the matmul FLOPs that is quantized with `removed` as the reference has it."""
+        """Returns the quantized share of the matmul FLOPs with `removed` as in the reference."""
         total = sum(gemm.flops for gemm in self.gemms)
         kept = sum(
             gemm.flops
@@ -141,7 +140,7 @@ class BlameTrials:
         return kept / total if total else 0.0
 
     def notes(self) -> list[str]:
-        """Returns what a reader of the effects should know of how they were measured."""
+        """Returns remarks on how the effects were measured."""
         decisions = [self._policy.decide(layer) for layer in self.differences.layers.values()]
         formats = [form for d in decisions for gemm in Gemm if (form := d.choice(gemm).formats)]
         notes = []
@@ -160,13 +159,13 @@ class BlameTrials:
         return notes
 
     def _option(self, name: str, keys: Keys) -> Option:
-        """Returns what leaves the GEMMs of layer `name` in `keys` as the model has them."""
+        """Returns the option for layer `name` that leaves its GEMMs in `keys` unquantized."""
         cast = {gemm.gemm for gemm in self.gemms if gemm.name == name and is_quantized(gemm.precision)}
         kept = tuple(str(gemm) for gemm in Gemm if (name, str(gemm)) in keys)
         return BF16 if cast <= set(kept) else Option(candidate=0, kept=kept)
 
     def _outcome(self, keys: Keys, seed: int, what: str) -> Outcome:
-        """Returns the run of the repeat `seed` with `keys` as the policy has them; 0 goes on as it is."""
+        """Returns the outcome with `keys` as in the policy. seed: repeat; 0 keeps the generators' state."""
         if self.differences.switched:
             on = keys | self._same
             return self._run(self._session, on.__contains__, seed or None, what)

@@ -1,1 +1,1 @@
-"""The report of a model that is not run, and estimates for a target."""
+"""Reports of a model without running it, and estimates for a target."""

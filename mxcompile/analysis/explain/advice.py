@@ -1,7 +1,7 @@
-"""Where a chip is estimated to be slower quantized than in BF16: why, and what would help.
+"""Warnings for models that are estimated slower quantized than in BF16, with the cause and a remedy.
 
-A cast costs by the elements it reads and a product gains by its arithmetic, so few tokens and narrow layers
-lose; and where the chip does not multiply the format itself, casts come on top of BF16's products.
+The cost of a cast grows with the elements it reads and the gain of a GEMM with its arithmetic, so few tokens
+and narrow layers lose. If the chip has no GEMM for the format, casts come in addition to the BF16 GEMMs.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from mxcompile.report.fold import fold
 from mxcompile.report.forms.words import own_dtype, speedup, tokens_of
 
 _MANY = 1 << 20
-"""Tokens at which more would change nothing."""
+"""Number of tokens above which speedups no longer change."""
 _NAMED = 3
 
 
 def advised(report: Report) -> Report:
-    """`report`, one with estimates, with warnings if it is of a model in FP32, or slower than unquantized."""
+    """Returns `report`, which has estimates, with warnings if it is FP32 or slower than unquantized."""
     summary = report.summary
     if not summary.estimate_us or not summary.estimate_bf16_us:
         return report
@@ -34,7 +34,7 @@ def advised(report: Report) -> Report:
 
 
 def _of_fp32(report: Report) -> list[str]:
-    """Yields a warning if the model is in FP32, which hardly anybody trains on a GPU."""
+    """Returns a warning if the model is FP32, which is unusual for training on a GPU."""
     peak = TARGETS[report.summary.target].peak
     if own_dtype(report.gemms) != "FP32" or peak is None:
         return []
@@ -77,7 +77,7 @@ def _why_never(report: Report) -> str:
 
 
 def _with_fp8(report: Report) -> str:
-    """The policy for the chip's own FP8 GEMM, if that is estimated to be faster; "" otherwise."""
+    """Returns a hint at the policy for the chip's FP8 GEMM if it is estimated to be faster; "" otherwise."""
     if not TARGETS[report.summary.target].fp8_tiles:
         return ""
     fp8 = PRESETS["fp8_rowwise"].precision.formats(PRESETS["fp8_rowwise"].formats)
@@ -88,7 +88,7 @@ def _with_fp8(report: Report) -> str:
 
 
 def _cast_to(gemm: GemmRecord, formats: Operands) -> GemmRecord:
-    """`gemm`, if it is quantized, with operands in `formats`."""
+    """Returns `gemm` with its operands in `formats` if it is quantized."""
     if not is_quantized(gemm.precision):
         return gemm
     changed = (
@@ -102,7 +102,7 @@ def _cast_to(gemm: GemmRecord, formats: Operands) -> GemmRecord:
 
 
 def _narrow(many: Report) -> list[str]:
-    """Advice on the layers that are slower even with many tokens."""
+    """Returns advice on the layers that are slower even with many tokens."""
     slow = [
         row
         for row in fold(many.gemms)

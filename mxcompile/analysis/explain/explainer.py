@@ -1,7 +1,6 @@
 """`explain`: the report of a model that is neither run nor compiled, and need not fit in memory.
 
-The model is copied with fake tensors in place of its parameters, and traced on the way a compile takes (see
-`tracer`).
+The model is copied with fake tensors in place of its parameters, and traced like a compile (see `tracer`).
 """
 
 from __future__ import annotations
@@ -33,25 +32,25 @@ def explain(
     kwargs: Mapping[str, Any] | None = None,
     **inputs: ModelInput,
 ) -> Report:
-    """Returns what ``torch.compile(model, backend="mxfp8")`` would do to every matrix product, and why.
+    """Returns a report of everything that ``torch.compile(model, backend="mxfp8")`` would do, and why.
 
     Args:
-        model: On any device, the meta device too. It is not run and not changed.
-        *args: What the model is called with. Values are not looked at.
-        **inputs: Named arguments of the model (see `models.arguments`).
-        kwargs: The same, for names that are options of this function.
-        policy: As the backend's option.
-        target: What to compile for; "auto" is the device of the model.
-        training: Forward and backward, else forward only.
-        strict: A rule that matches no layer is an error.
+        model: model on any device, also the meta device. It is not run and not changed.
+        *args: positional arguments of the call. Their values are not used.
+        policy: policy as in the backend's option.
+        target: target of the compile; "auto" is the device of the model.
+        training: whether to trace forward and backward, else forward only.
+        strict: whether a rule that matches no layer is an error.
+        kwargs: keyword arguments of the call that are also options of this function.
+        **inputs: keyword arguments of the call (see `models.arguments`).
 
     Returns:
-        The report, with roofline estimates for the targets that have them.
+        The report, with roofline estimates for targets with known peaks.
 
     Raises:
-        OptionError: For a keyword that neither `explain` nor the model takes.
-        ModelError: If the model cannot be traced.
-        PolicyError: For a policy that is not valid or, if `strict`, has unused rules.
+        OptionError: for a keyword that neither `explain` nor the model accepts.
+        ModelError: if the model cannot be traced.
+        PolicyError: for an invalid policy or, if `strict`, an unused rule.
     """
     if isinstance(inputs.get("mesh"), str):
         raise OptionError("explain is for the whole model: explain_rank(…, mesh=…) explains a rank of a mesh")

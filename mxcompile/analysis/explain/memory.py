@@ -1,9 +1,10 @@
 """The peak memory of a step of a model, from its parameters and its report.
 
-    training     parameters + buffers + gradients + what is kept for backward
+    training     parameters + buffers + gradients + tensors saved for backward
     inference    parameters + buffers + input and output of the largest product
 
-Gradients have the dtype of their parameters. Not in it: the optimizer, what the allocator keeps, workspaces.
+Gradients have the dtype of their parameters. The optimizer, the allocator's cache and workspaces are not
+included.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _BF16_BYTES = 2
 
 
 def with_memory(report: Report, model: nn.Module, *, training: bool) -> Report:
-    """`report`, of `model`, with the figures of memory in its summary."""
+    """Returns `report`, the report of `model`, with the memory figures in its summary."""
     parameters = sum(map(_size, (*model.parameters(), *model.buffers())))
     gradients = sum(_size(p) for p in model.parameters() if p.requires_grad) if training else 0
     both = ((g.flops // (2 * g.n) + g.flops // (2 * g.k)) for g in report.gemms if g.flops and g.n and g.k)
@@ -36,7 +37,7 @@ def with_memory(report: Report, model: nn.Module, *, training: bool) -> Report:
 
 
 def _size(tensor: Tensor) -> int:
-    """The bytes of `tensor`: a quantized weight counts as it is stored, a sparse one with its indices."""
+    """Returns the bytes of `tensor` as stored; a sparse tensor counts with its indices."""
     stored = getattr(tensor, "stored_bytes", None)
     if stored is not None:
         return int(stored)

@@ -1,4 +1,4 @@
-"""Records that no captured graph has: of code that serves several layers, and code that is not compiled."""
+"""Records that no captured graph contains: for code that several layers share, and for uncompiled code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mxcompile.report import GemmRecord
 
 
 def moved(gemms: Iterable[GemmRecord], first: Sequence[str], now: Sequence[str]) -> tuple[GemmRecord, ...]:
-    """`gemms`, of a graph compiled with parameters at the paths `first`, for a call with those at `now`."""
+    """Returns `gemms` of a graph with parameters at the paths `first` for a call with parameters at `now`."""
     heads: dict[str, str] = {}
     for before, after in zip(first, now, strict=True):
         if before and after and before != after:
@@ -32,7 +32,7 @@ def moved(gemms: Iterable[GemmRecord], first: Sequence[str], now: Sequence[str])
 
 
 def _differing(before: str, after: str) -> tuple[str, str]:
-    """Two paths without what they have in common at the end."""
+    """Returns both paths without their common suffix."""
     old, new = before.split("."), after.split(".")
     while old and new and old[-1] == new[-1]:
         old.pop()
@@ -52,9 +52,10 @@ def _renamed(name: str, heads: dict[str, str]) -> str:
 def eager_records(
     graph: fx.Graph, known: Layers, blocks: Blocks, *, training: bool
 ) -> tuple[GemmRecord, ...]:
-    """Records of the products in `graph`, which ran outside of compiled graphs, with gradients if `training`.
+    """Returns records of the products in `graph`, which ran outside of compiled graphs.
 
-    known: the GEMMs of the whole model by name, which say what role each has. blocks: of the model.
+    known: GEMMs of the whole model by name, with their roles. blocks: blocks of the model. training: whether
+    to include the products of their gradients.
     """
     Find(blocks=blocks).apply(graph)
     Classify(cut_inputs=True, cut_outputs=True).apply(graph)
@@ -71,7 +72,7 @@ def eager_records(
 
 
 def _step(tag: GemmTag, fprop: GemmRecord) -> Iterator[GemmRecord]:
-    """`fprop` and the products that are its gradients, with the names that `find` gives them."""
+    """Yields `fprop` and the products of its gradients, with the names that `find` gives them."""
     yield fprop
     for gradient in gradient_tags(tag):
         yield dataclasses.replace(record_of(gradient), dtype=fprop.dtype)

@@ -2,8 +2,8 @@
 
     model or factory ─▶ fake ranks ─▶ parallelised ─▶ rank's copy on fake tensors ─▶ traced as by `explain`
 
-The user's own code parallelises the model on a fake process group, so what is traced is what rank 0 of the
-run would compile. What FSDP2 does between compiled graphs follows from its groups.
+The user's own code parallelises the model on a fake process group, so the trace is what rank 0 of the real
+run would compile. FSDP2's communication between compiled graphs follows from its parameter groups.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from mxcompile.report.forms.words import tokens_of
 from mxcompile.rules import check_mistakes
 
 RankArguments = tuple[nn.Module | Factory, Sequence[Any], Mapping[str, Any], MeshShape, str | None]
-"""What `rank_model` takes."""
+"""The arguments of `rank_model`."""
 
 
 def explain_rank(
@@ -63,31 +63,34 @@ def explain_rank(
     kwargs: Mapping[str, Any] | None = None,
     **inputs: ModelInput,
 ) -> RankReport:
-    """Returns what rank 0 of a mesh would compile, send and hold. The mesh need not exist.
+    """Returns the graphs, traffic and memory of rank 0 of a mesh, which need not exist.
 
     Args:
-        model: A plain module, parallelised in the ways that `parallel` names; or a function of the
-            `DeviceMesh` that parallelises a model itself and returns (model, args, kwargs) of one rank.
-        *args: What a plain module is called with on one rank.
-        **inputs: Named arguments of a plain module (see `models.arguments`).
-        kwargs: The same, for names that are options of this function.
+        model: A plain module, parallelised as in `parallel`; or a function that takes the `DeviceMesh`,
+            parallelises a model itself and returns (model, args, kwargs) of one rank.
+        *args: Positional arguments of a plain module on one rank.
         mesh: Axes and sizes, such as ``dp=128,tp=8``. An axis ``pp`` has the stages of a pipeline.
-        parallel: Ways to parallelise a plain module, ``fsdp``, ``ep``, ``tp=llama``, several with commas.
-        policy: As the backend's option.
-        target: What to compile for; "auto" is the device of a plain module.
-        training: Forward and backward, else forward only.
-        strict: A rule that matches no layer is an error.
-        links: Estimates the time of a step with these links, such as ``nvlink=900,net=50``, in 10⁹ bytes a
-            second each way of a GPU.
-        node: How many GPUs NVLink joins, 8 if it is not given.
-        schedule: The order in which the stages of a pipeline run, 1F1B if it is not given.
-        microbatches: How many a step of a pipeline has, as many as ranks along ``pp`` if it is not given.
+        parallel: Ways to parallelise a plain module: ``fsdp``, ``ep``, ``tp=llama``, several with commas.
+        policy: Policy as in the backend's option.
+        target: Target of the compile; "auto" is the device of a plain module.
+        training: Whether to trace forward and backward, else forward only.
+        strict: Whether a rule that matches no layer is an error.
+        links: Link speeds for an estimate of the time of a step, such as ``nvlink=900,net=50``, in 10⁹ bytes
+            per second and direction of a GPU.
+        node: Number of GPUs that NVLink joins, by default 8.
+        schedule: Schedule of a pipeline, by default 1F1B.
+        microbatches: Micro-batches per step of a pipeline, by default the number of ranks along ``pp``.
+        kwargs: Keyword arguments of a plain module that are also options of this function.
+        **inputs: Keyword arguments of a plain module (see `models.arguments`).
+
+    Returns:
+        The report of the rank.
 
     Raises:
-        OptionError: For a keyword that neither this function nor the model takes, for a mesh, ways or links
-            that are not valid, and in a process that has a process group.
+        OptionError: For an unknown keyword, an invalid mesh, `parallel` or `links`, and in a process that
+            already has a process group.
         ModelError: If the model cannot be traced.
-        PolicyError: As `explain`.
+        PolicyError: As for `explain`.
     """
     given: dict[str, Any] = {"policy": policy, "target": target, "strict": strict}
     own = {**given, "training": training, "mesh": mesh, "parallel": parallel, "links": links, "node": node}
@@ -112,14 +115,26 @@ def sweep_meshes(
     memory_gb: float | None = None,
     kwargs: Mapping[str, Any] | None = None,
 ) -> MeshSweep:
-    """The meshes of `ranks` ranks that fit, sorted by the time of a token; see `mesh.sweep`.
+    """Compares the meshes of a number of ranks by the time per token; see `mesh.sweep`.
 
-    model, parallel, links, node, target, policy, training: as `explain_rank` has them; a factory takes meshes
-    with the axes ``dp`` and ``tp``. args, kwargs: of one call, which all ranks along ``tp`` share. memory_gb:
-    of a GPU in 10⁹ bytes, by the target if it is not given.
+    Args:
+        model: As for `explain_rank`. A factory must accept meshes with the axes ``dp`` and ``tp``.
+        *args: Positional arguments of one call, which all ranks along ``tp`` share.
+        ranks: Number of ranks.
+        links: Link speeds as for `explain_rank`.
+        target: Target with known rates.
+        parallel: As for `explain_rank`.
+        policy: Policy as in the backend's option.
+        training: Whether to trace forward and backward, else forward only.
+        node: Number of GPUs that NVLink joins, by default 8.
+        memory_gb: Memory of a GPU in 10⁹ bytes, by default the target's.
+        kwargs: Keyword arguments of the call.
 
-    A mesh that cannot be explained is kept with its reason. Raises `OptionError` for links, a target or ranks
-    that are not valid.
+    Returns:
+        All meshes. A mesh that cannot be explained has the reason instead of a report.
+
+    Raises:
+        OptionError: For invalid links, target or number of ranks.
     """
     options = options_for(model, policy=policy, target=target, strict=False)
     if memory_gb is None:
@@ -152,7 +167,7 @@ def _rank_report(
     *,
     training: bool,
 ) -> RankReport:
-    """The report of rank 0 of a mesh. others: policies beside that of `options` in the time of a step."""
+    """Returns the report of rank 0 of a mesh. others: further policies in the estimate of the time."""
     report, plan = apart(partial(_traced, given, options, speeds, order, others, training=training))
     check_mistakes(options.policy, plan.records(options.policy), strict=options.strict)
     return report
@@ -167,7 +182,7 @@ def _traced(
     *,
     training: bool,
 ) -> tuple[RankReport, Plan]:
-    """The report of a rank, and the plan of the whole model."""
+    """Returns the report of a rank, and the plan of the whole model."""
     with rank_model(*given) as here:
         axes = Axes(here.mesh)
         tracing = partial(_of_policy, here, axes, order, training=training)
@@ -202,7 +217,7 @@ def _traced(
 
 
 def _beside(policy: Policy, others: Sequence[Policy], chip: Target) -> list[Policy]:
-    """The policies of `others`, BF16 the last, to set beside `policy`: FP8 if `chip` multiplies that."""
+    """Returns the policies of `others` to compare with `policy`; FP8 only if `chip` has an FP8 GEMM."""
     if policy.label == BF16.label:
         return []
     runs = (each for each in others if not each.quantizes or chip.fp8_tiles)
@@ -210,7 +225,7 @@ def _beside(policy: Policy, others: Sequence[Policy], chip: Target) -> list[Poli
 
 
 def _schedule(shape: MeshShape, name: str | None, microbatches: int | None) -> Schedule | None:
-    """The schedule of the pipeline of `shape`. Raises `OptionError` for one that is wrong or of no use."""
+    """Returns the schedule of the pipeline of `shape`, if any. Raises `OptionError` if it cannot be used."""
     ranks = dict(zip(shape.names, shape.sizes, strict=True)).get(PIPELINE, 1)
     if ranks > 1:
         return Schedule.parse(name, ranks, microbatches)
@@ -223,7 +238,7 @@ def _schedule(shape: MeshShape, name: str | None, microbatches: int | None) -> S
 
 
 def _links(links: str | None, node: int | None, target: str) -> Links:
-    """The links that a user gave. Raises `OptionError` if they are not valid, or of no use for `target`."""
+    """Returns the user's links. Raises `OptionError` for invalid links or a target with unknown rates."""
     if links is None:
         raise OptionError("`node` says which ranks share a link: give `links`, such as nvlink=900,net=50")
     chip = TARGETS.get(target)
@@ -236,7 +251,7 @@ def _links(links: str | None, node: int | None, target: str) -> Links:
 def _of_policy(
     here: RankModel, axes: Axes, order: Schedule | None, options: Options, *, training: bool
 ) -> tuple[RankTracer, list[Part]]:
-    """The rehearsal of a rank under the policy of `options`, with its parts of the report."""
+    """Returns the rehearsal of a rank under the policy of `options`, and its parts of the report."""
 
     def traced(leave_out: LeaveOut) -> tuple[RankTracer, list[Part]]:
         rank = RankTracer(here.model, here.groups, options, training, leave_out, axes, order)

@@ -1,6 +1,6 @@
 """`RankTracer`: the rehearsal of one rank of a mesh, or of all stages of a pipeline.
 
-From the graphs come what a rank sends, what it computes, and what it holds meanwhile.
+It collects the collectives, the work and the liveness of every graph.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from mxcompile.ranks.shape import PIPELINE
 from mxcompile.report.fold import spelled
 
 BF16, FP8 = Policy.preset("bf16"), Policy.preset("fp8_tensor")
-"""Policies that others are compared with."""
+"""Reference policies of the time estimates."""
 
 
 class RankTracer(Explainer):
-    """The rehearsal of one rank, which keeps the collectives of its graphs."""
+    """Rehearses the compile of one rank; records collectives, work and liveness of its graphs."""
 
     def __init__(
         self,
@@ -64,13 +64,13 @@ class RankTracer(Explainer):
         self._results = 0
 
     def after(self, capture: Capture, graph: fx.Graph) -> None:
-        """Keep what an inference graph sends, computes and holds; a joint one is parted later."""
+        """Records an inference graph. A joint graph is recorded after it is partitioned."""
         if self.stages is not None and not self.training:
             self.stages.look(graph)
         self._keep(capture, graph)
 
     def parted(self, capture: Capture, forward: fx.Graph, backward: fx.Graph) -> None:
-        """Keep what forward and backward send, compute and hold."""
+        """Records the forward and the backward graph."""
         if self.stages is not None:
             self.stages.look(forward)
         self._keep(capture, forward, backward)
@@ -83,14 +83,14 @@ class RankTracer(Explainer):
         self._live[id(capture)] = live(forward, backward, capture.inputs, self.repeats)
 
     def _launched(self, graph: fx.Graph) -> tuple[Works, ...]:
-        """The work of `graph` by stage."""
+        """Returns the work of `graph` by stage."""
         if self.target.peak is None:
             return ()
         return tuple(+works(graph, self.target, layers) for layers in self._layers.values())
 
     @property
     def _layers(self) -> dict[int, Callable[[str], int]]:
-        """By stage, how many of its layers the module at a path stands for."""
+        """By stage, a function that returns how many of its layers the module at a path stands for."""
         if self.stages is None:
             return {0: self.repeats.count}
         counting = partial(self.stages.counting, others=self.repeats.others)
@@ -99,7 +99,7 @@ class RankTracer(Explainer):
     def graph(
         self, capture: Capture, gm: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
-        """Count how often the graph runs."""
+        """Returns the traced graph with a counter of its calls."""
         run = super().graph(capture, gm, example_inputs)
 
         def counted(*inputs: Any) -> Any:
@@ -109,7 +109,7 @@ class RankTracer(Explainer):
         return counted
 
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run backward too, which says which gradients are partial."""
+        """Runs forward, and backward when training, which shows the partial gradients."""
         output = super().call(args, kwargs)
         if self.training:
             self._results = result_bytes(output)
@@ -118,7 +118,7 @@ class RankTracer(Explainer):
         return output
 
     def collectives(self) -> Iterator[Collective]:
-        """The collectives of every graph, as often as it runs, and of partial gradients under FSDP2."""
+        """Yields the collectives of every call of a graph, and of partial gradients that FSDP2 reduces."""
         gathered = {one.path for group in self._groups for one in group.parameters}
         for one in of_partial_gradients(self.model, self._axes):
             for path in (one.name, *self.repeats.others(one.name)):
@@ -129,7 +129,7 @@ class RankTracer(Explainer):
                 yield from sent
 
     def memories(self, model: nn.Module) -> list[Memory]:
-        """The memory of each rank of the pipeline that holds its part of `model`; of the one there is."""
+        """Returns the memory of each pipeline rank with its part of `model`; one entry without a pipeline."""
         graphs = [(held, max(1, self._calls[key])) for key, held in self._live.items()]
         stages = self.stages
         if stages is None:
@@ -147,7 +147,7 @@ class RankTracer(Explainer):
         ]
 
     def work(self, rank: int = 0, gradients: int = 0) -> RankWork:
-        """The work of `rank` of the pipeline, if there is one. gradients: bytes on this rank."""
+        """Returns the work of pipeline rank `rank`. gradients: bytes of gradients on this rank."""
         stages = self.stages
         own = (0,) if stages is None else stages.schedule.of_rank(rank)
         groups = self._groups if stages is None else stages.groups(self._groups, rank)
@@ -179,7 +179,7 @@ class RankTracer(Explainer):
         return total
 
     def _activations(self, stage: int) -> list[Collective]:
-        """The collectives of the graphs in `stage`."""
+        """Returns the collectives of the graphs in `stage`."""
         stages = self.stages
         return [one for one in self.collectives() if stages is None or stages.stage(one.name) == stage]
 
@@ -198,7 +198,7 @@ class RankTracer(Explainer):
         )
 
     def unreduced(self) -> Iterator[str]:
-        """A warning about partial gradients that FSDP2 does not reduce."""
+        """Yields a warning about partial gradients that FSDP2 does not reduce."""
         gathered = {one.path for group in self._groups for one in group.parameters}
         paths = [path for path, _ in partial_parameters(self.model) if path not in gathered]
         if paths:
@@ -208,9 +208,9 @@ class RankTracer(Explainer):
             )
 
     def whole(self, plain: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
-        """The plan of the model without its mesh, with all layers. Raises `ModelError` if there is none.
+        """Returns the plan of the whole model without its mesh. Raises `ModelError` if there is none.
 
-        plain: the model before ways by name, or as its own code parallelised it.
+        plain: the model before `parallel` is applied, or as its own code parallelised it.
         """
         planning = planned(plain, args, kwargs)
         if planning.plan is None:

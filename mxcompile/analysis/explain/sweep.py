@@ -1,8 +1,8 @@
-"""`sweep`: the roofline of one report at other numbers of tokens: where quantizing begins to pay.
+"""`sweep`: the roofline of one report at other numbers of tokens, to find where quantization begins to pay.
 
-Nothing is traced again: more tokens are more sequences, so a linear layer has more rows (m of fprop and
-dgrad, k of wgrad) and an attention product a larger batch, and every estimate is `roofline`'s. The decisions
-of the policy for the tokens of the report stay, also where a rule asks for `min_m` or `max_m`.
+The model is not traced again. More tokens mean more sequences, so linear layers have more rows (m of fprop
+and dgrad, k of wgrad) and attention products a larger batch. The policy's decisions for the tokens of the
+report stay, even if a rule has `min_m` or `max_m`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from mxcompile.report.forms.tables import drawn
 from mxcompile.report.forms.words import duration, tokens_of
 
 TOKENS = (16, 64, 256, 1024, 4096, 16384, 65536)
-"""What is looked at if nothing else is asked for."""
+"""Default numbers of tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """Estimates at a number of tokens: µs of all matmuls and casts, and in BF16."""
+    """Estimates at a number of tokens, in µs: all matmuls and casts under the policy, and in BF16."""
 
     tokens: int
     estimate_us: float
@@ -35,13 +35,13 @@ class Point:
 
     @property
     def speedup(self) -> float:
-        """BF16's time over the policy's."""
+        """Time in BF16 ÷ time under the policy."""
         return self.estimate_bf16_us / self.estimate_us
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sweep:
-    """One model on one target at several numbers of tokens. words: the precisions, as texts say them."""
+    """One model on one target at several numbers of tokens. words: names of the precisions, for texts."""
 
     points: tuple[Point, ...]
     target: str
@@ -69,7 +69,7 @@ class Sweep:
         return f"{self.words} is estimated no slower than BF16 at {faster} tokens"
 
     def plot(self, path: str | Path) -> None:
-        """Draw both times and their ratio over the tokens. Raises `OptionError` without matplotlib."""
+        """Draws both times and their ratio over the tokens. Raises `OptionError` without matplotlib."""
         figure = plots.figure(figsize=(9, 3.8))
         left, right = figure.subplots(1, 2)
         tokens = [point.tokens for point in self.points]
@@ -87,9 +87,9 @@ class Sweep:
 
 
 def sweep(report: Report, tokens: Sequence[int] = TOKENS) -> Sweep:
-    """Estimates of `report`, one of `explain`, at each of `tokens`.
+    """Returns estimates of `report`, a result of `explain`, at each of `tokens`.
 
-    Raises `OptionError` for a target without known peaks, and for a model that no tokens go through.
+    Raises `OptionError` for a target without known peaks, and for a model without linear layers on tokens.
     """
     summary = report.summary
     if not summary.estimate_us:
@@ -109,7 +109,7 @@ def sweep(report: Report, tokens: Sequence[int] = TOKENS) -> Sweep:
 
 
 def at_tokens(report: Report, tokens: int) -> Report:
-    """`report`, with estimates, as if its model were called with as many sequences as make `tokens`."""
+    """Returns `report` with estimates for a call with as many sequences as make `tokens`."""
     factor = tokens / tokens_of(report.gemms)
     gemms = []
     for gemm in report.gemms:

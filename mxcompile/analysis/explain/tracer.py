@@ -1,8 +1,8 @@
 """`Explainer`: the parts of the report of a model that is neither run nor compiled.
 
-Every graph that Dynamo captures is traced through AOTAutograd and all passes, on the way a compile takes, up
-to code generation. Of equal layers a few are traced and the records of the others follow from theirs (see
-`repeats`). Tracing happens on fake CPU tensors whatever the target (see `fakes`).
+Every graph that Dynamo captures is traced through AOTAutograd and all passes like in a compile, up to code
+generation. Only a few of equal layers are traced, and the records of the others follow from them (see
+`repeats`). Tracing uses fake CPU tensors for every target (see `fakes`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def options_for(model: object, **given: Any) -> Options:
 
 
 class Explainer(Rehearsal[ValueTrackingMode]):
-    """The rehearsal that makes the parts of the report."""
+    """Rehearses the compile of a model and collects the parts of its report."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Explainer(Rehearsal[ValueTrackingMode]):
         self._parts: list[Part] = []
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Part]:
-        """Trace the model called with `args` and `kwargs`."""
+        """Traces the model, called with `args` and `kwargs`. Returns the parts."""
         self.call(args, kwargs)
         notes = tuple(f"assumed: {note}" for note in self.mode.notes)
         gemms = self._outside(args, kwargs)
@@ -68,7 +68,7 @@ class Explainer(Rehearsal[ValueTrackingMode]):
         return self._parts
 
     def _outside(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[GemmRecord, ...]:
-        """Records of what ran outside of compiled graphs, in the roles it has in the whole model."""
+        """Returns records of products that ran outside of compiled graphs, with roles of the whole model."""
         graph = self.mode.outside.graph
         if not graph.nodes:
             return ()
@@ -79,13 +79,13 @@ class Explainer(Rehearsal[ValueTrackingMode]):
     def graph(
         self, capture: Capture, gm: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
-        """Make the part of the report of one graph. Returns the graph on fakes."""
+        """Adds the part of one graph to the report. Returns a callable that runs it on fake tensors."""
         context = TracingContext.try_get()
         fakes = None if context is None else context.fake_mode
         with self.mode.plain(None if fakes is None else fakes.shape_env):
             compilation = self.traced(capture, gm, example_inputs)
         gemms = compilation.part.gemms
-        if self.target.device != "cpu":  # the CPU's attention stands for the accelerator's
+        if self.target.device != "cpu":  # fake CPU tensors select the CPU's attention
             gemms = tuple(dataclasses.replace(g, kernel=g.kernel.replace("_for_cpu", "")) for g in gemms)
         missing = capture.planned.missing
         part = dataclasses.replace(
@@ -96,7 +96,7 @@ class Explainer(Rehearsal[ValueTrackingMode]):
         calls = itertools.count()
 
         def run(*inputs: Any) -> Any:
-            if next(calls) > 0:  # code that serves several layers, or one layer several times
+            if next(calls) > 0:  # the same code runs for another layer, or again
                 again = Part(gemms=moved(gemms, first, self._owners(inputs, self.mode.module())))
                 self._parts.append(self.repeats.expand(again))
             with self.mode.outside.paused():
@@ -105,5 +105,5 @@ class Explainer(Rehearsal[ValueTrackingMode]):
         return run
 
     def _owners(self, inputs: Sequence[Any], module: str) -> list[str]:
-        """The path of the running module, and the paths of `inputs`, "" for other tensors than parameters."""
+        """Returns the path of the running module, then of each of `inputs`, "" if it is not a parameter."""
         return [module, *(self._paths.get(id(value), "") for value in inputs)]

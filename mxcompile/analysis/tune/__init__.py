@@ -1,4 +1,4 @@
-"""Tuning: the policy that keeps most in MXFP8 within a bound on its error, by measurement."""
+"""Tuning: finds by measurement the policy that keeps most of a model quantized within an error bound."""
 
 from mxcompile.analysis.tune.bounds import Bounds
 from mxcompile.analysis.tune.search import check_mix, tune

@@ -1,4 +1,4 @@
-"""How much error a user accepts."""
+"""The error bounds of a tuning."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from mxcompile.report import Numerics
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """At least one of: min_sqnr, in dB, of every MXFP8 GEMM; max_loss_gap, a share, of the loss against BF16.
+    """The bounds; at least one must be set.
 
-    Raises `OptionError` for values that bound nothing.
+    min_sqnr: least SQNR of every quantized GEMM, in dB. max_loss_gap: largest relative difference of the loss
+    from BF16's. Raises `OptionError` for invalid values.
     """
 
     min_sqnr: float | None = None
@@ -32,15 +33,15 @@ class Bounds:
             )
 
     def allows_sqnr(self, sqnr_db: float) -> bool:
-        """Whether a GEMM of this SQNR may stay in MXFP8; never one that is NaN."""
+        """Whether a GEMM with this SQNR may stay quantized; False for NaN under a bound."""
         return self.min_sqnr is None or sqnr_db >= self.min_sqnr
 
     def allows_gap(self, gap: float | None) -> bool:
-        """Whether the loss may be off by the share `gap`; never by NaN."""
+        """Whether the relative difference `gap` of the loss is allowed; False for NaN under a bound."""
         return self.max_loss_gap is None or (gap is not None and abs(gap) <= self.max_loss_gap)
 
     def check_loss(self, reference: float | None) -> None:
-        """Raise `ModelError` if the loss is bounded and the model, whose loss is `reference`, has none."""
+        """Raises `ModelError` if the loss is bounded and `reference`, the loss of the model, is None."""
         if self.max_loss_gap is not None and reference is None:
             raise ModelError(
                 "`max_loss_gap` needs a loss: let the model return a scalar or an output with .loss;"
@@ -48,7 +49,7 @@ class Bounds:
             )
 
     def allow(self, numerics: Numerics) -> bool:
-        """Whether all that was measured is within the bounds."""
+        """Whether all measured errors are within the bounds."""
         return all(self.allows_sqnr(gemm.sqnr_db) for gemm in numerics.gemms) and self.allows_gap(
             numerics.loss_gap
         )

@@ -1,8 +1,8 @@
-"""The candidates of a layer in a mix of precisions, the cost of each, and the policy of a mix.
+"""The candidate precisions of a layer, their costs, and the policy of a mix of them.
 
-A candidate is a precision's word or a preset's: what it asks of the three GEMMs of a layer. Its cost is the
-roofline's estimate of the layer's GEMMs and casts on a target (see `offline/roofline.py`), 0 where
-the target has no data sheet, then the bytes of the operands.
+A candidate is the name of a precision or preset, applied to the three GEMMs of a layer. Its cost is the
+roofline time of the layer's GEMMs and casts on a target (see `offline/roofline.py`), 0 if the target has no
+data sheet, then the bytes of the operands.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ _NOTHING = Use(fprop=KEPT, dgrad=KEPT, wgrad=KEPT)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """word: its name. use: of a rule for it; None for the policy that tuning starts from."""
+    """A candidate. word: its name. use: its rule, None for the decisions of the start policy."""
 
     word: str
     use: Use | None
 
     @classmethod
     def start(cls, policy: Policy) -> Candidate:
-        """Returns the candidate that is as `policy` has it."""
+        """Returns the candidate for the decisions of `policy`."""
         return cls(word=Path(policy.label).name, use=None)
 
     @classmethod
     def of(cls, word: str, under: Choices) -> Candidate:
-        """The precision or preset `word`, whatever the preset with formats `under` leaves open.
+        """Returns the candidate of the precision or preset `word`, independent of the formats `under`.
 
-        Raises `OptionError` for a word that is neither.
+        under: formats of the preset from which tuning starts. Raises `OptionError` for an unknown word.
         """
         if word in PRESETS and PRESETS[word].gemms:
             preset = PRESETS[word]
@@ -55,7 +55,7 @@ class Candidate:
 
 
 def stated(policy: Policy, layer: Layer, under: Choices) -> Use:
-    """Returns what `policy` says of `layer`, for a rule over a preset with the formats `under`."""
+    """Returns the decision of `policy` for `layer` as a rule over a preset with the formats `under`."""
     decision, index = policy.decide(layer), policy.rule_for(layer)
     rows = {str(gemm): PRECISIONS[decision.choice(gemm).precision] for gemm in Gemm}
     quantizing = next((row for row in rows.values() if row.quantizes), None)
@@ -68,7 +68,7 @@ def stated(policy: Policy, layer: Layer, under: Choices) -> Use:
 
 
 def _use(row: Precision, gemms: frozenset[Gemm], choices: Choices, under: Choices) -> Use:
-    """Returns the keys of a preset of `row`, `gemms` and `choices`, in full where `under` would fill in."""
+    """Returns the keys of a preset with `row`, `gemms` and `choices`, with all keys that `under` sets."""
     keys: dict[str, Any] = {str(gemm): row if gemm in gemms else KEPT for gemm in Gemm}
     for key in keys_of(row):
         keys[key] = getattr(choices, key)
@@ -79,7 +79,7 @@ def _use(row: Precision, gemms: frozenset[Gemm], choices: Choices, under: Choice
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """A candidate for a layer, by its index, -1 for BF16. kept: the GEMMs that are in BF16."""
+    """A candidate for a layer, by index (-1 for BF16). kept: the GEMMs that stay in BF16."""
 
     candidate: int
     kept: tuple[str, ...]
@@ -88,14 +88,14 @@ class Option:
 BF16 = Option(candidate=-1, kept=_ALL)
 
 Mix = Mapping[str, Option]
-"""What each layer gets, by name."""
+"""The option of each layer, by name."""
 
 Cost = tuple[float, float]
-"""Estimated µs, bytes of operands."""
+"""Estimated time in µs, bytes of the operands."""
 
 
 class Costs:
-    """The cost of options, from the reports of the candidates, which are of the same GEMMs."""
+    """The costs of options, from the reports of all candidates, which have the same GEMMs."""
 
     def __init__(self, reports: Sequence[Report], target: str) -> None:
         self._of: dict[tuple[str, int, str], Cost] = {}
@@ -134,7 +134,7 @@ class Costs:
 def by_use(
     start: Policy, layers: Mapping[str, Layer], candidates: Sequence[Candidate], mix: Mix
 ) -> dict[Use, list[str]]:
-    """Returns the layers of every rule that makes `start` into `mix`, in the order of their first layers."""
+    """Returns the layers of each rule that turns `start` into `mix`, in the order of their first layers."""
     names: dict[Use, list[str]] = {}
     for name, option in mix.items():
         use = _NOTHING if option == BF16 else candidates[option.candidate].use
@@ -153,7 +153,7 @@ def mixed(
     layers: Mapping[str, Layer],
     label: str = "tuned policy",
 ) -> Policy:
-    """Returns `policy`, called `label`, with a rule for each of `uses` before its own; idle ones go."""
+    """Returns `policy` with a rule for each of `uses` before its own rules, without rules that never fire."""
     rules = tuple(Rule(match=Match(name=tuple(map(literal, names))), use=use) for use, names in uses.items())
     others = [layer for name, layer in layers.items() if not any(name in names for names in uses.values())]
     idle = _deciding(policy, layers.values()) - _deciding(policy, others)

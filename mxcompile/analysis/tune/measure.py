@@ -1,4 +1,4 @@
-"""The runs of a search: the model under every candidate, SQNR of its GEMMs, and the loss of a mix."""
+"""The model runs of a tuning: all layers in each candidate, the SQNR of the GEMMs, and the loss of a mix."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ModelCall:
     loss_fn: LossFunction | None
 
     def session(self, policy: Policy) -> Session:
-        """Returns the call under `policy`."""
+        """Returns a session of the call under `policy`."""
         return Session(self.model, self.args, self.kwargs, policy=policy, loss_fn=self.loss_fn)
 
     def audit(self, policy: Policy) -> Audit:
@@ -43,11 +43,11 @@ class ModelCall:
 
 
 class Trials:
-    """The runs of a model under `candidates`, and which of its GEMMs are below the bound.
+    """The runs of a model under `candidates`, and its GEMMs below the SQNR bound.
 
-    layers: those that the policy `start` quantizes. kept: for every candidate the GEMMs, by layer,
-    that stay in BF16 under it. below: why, as sentences. flop_share: quantized under `start`. bar: shows
-    progress.
+    layers: layers that the policy `start` quantizes. kept: by candidate and layer, the GEMMs that stay in
+    BF16. below: the reasons, as texts. flop_share: quantized share of the FLOPs under `start`. bar: progress
+    bar.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Trials:
 
     @property
     def reports(self) -> list[Report]:
-        """Returns the report of the passes, for every candidate."""
+        """The reports of all candidates."""
         return [session.report() for session in self._sessions]
 
     def policy(self, mix: Mix) -> Policy:
@@ -78,7 +78,7 @@ class Trials:
         return mixed(self._start, self.by_use(mix), self.layers)
 
     def by_use(self, mix: Mix) -> dict[Use, list[str]]:
-        """Returns the layers of every rule in the policy of `mix`, in the order of their first layers."""
+        """Returns the layers of each rule in the policy of `mix`, in the order of their first layers."""
         return by_use(self._start, self.layers, self.candidates, mix)
 
     def audit(self, mix: Mix) -> Audit:
@@ -89,7 +89,7 @@ class Trials:
         return measured
 
     def _session(self, index: int, started: Session) -> Session:
-        """Returns the call with all layers in the candidate `index`, and finds its GEMMs below the bound."""
+        """Returns a session with all layers in candidate `index`, and excludes its GEMMs below the bound."""
         self.bar.set_description(f"tune: everything in {self.candidates[index].word}")
         everywhere = dict.fromkeys(self.layers, Option(candidate=index, kept=()))
         whole = self.candidates[index].use is None
@@ -103,7 +103,7 @@ class Trials:
         return session
 
     def _sqnr(self, session: Session, index: int) -> dict[Key, float]:
-        """Returns the SQNR of the GEMMs that are not kept, the worst for each name, as they run."""
+        """Returns the lowest SQNR of each quantized GEMM, in the order of execution."""
         kept = self.kept[index]
         run = Run(quantized=lambda key: key[1] not in kept.get(key[0], ()), observe=True)
         session.run(run, backward=True)
@@ -114,9 +114,9 @@ class Trials:
         return {key: lowest(each) for key, each in values.items()}
 
     def _exclude(self, index: int, sqnr: Mapping[Key, float]) -> bool:
-        """Keep the GEMMs in BF16 under the candidate `index` that are below the bound; whether there are."""
+        """Keeps the GEMMs below the bound in BF16 under candidate `index`. Returns whether there were any."""
         failing = {key: value for key, value in sqnr.items() if not self._bounds.allows_sqnr(value)}
-        # what follows a NaN is NaN: only the first of them is known to be the cause
+        # NaN propagates to all later GEMMs, so only the first is known to be the cause
         finite = {key: value for key, value in failing.items() if not math.isnan(value)}
         for (layer, gemm), value in (finite or dict(itertools.islice(failing.items(), 1))).items():
             self.kept[index].setdefault(layer, []).append(gemm)
@@ -125,7 +125,7 @@ class Trials:
         return bool(failing)
 
     def fails(self, mix: Mix, final: Audit) -> bool:
-        """Whether the audit of `mix` is out of bounds and there is something else to try."""
+        """Whether a GEMM in the audit of `mix` is below the bound; the GEMM is then excluded."""
         failing = False
         for index in range(len(self.candidates)):
             inside = {name for name, option in mix.items() if option.candidate == index}
@@ -137,7 +137,7 @@ class Trials:
         return failing
 
     def gap(self, mix: Mix) -> float:
-        """Returns by what share `mix` moves the loss from the loss in BF16; layers it lacks are in BF16."""
+        """Returns the relative difference of the loss of `mix` from BF16's. Layers not in `mix` are BF16."""
         used = {option.candidate for option in mix.values() if option != BF16}
         if len(used) > 1:
             session = self._call.session(self.policy(dict.fromkeys(self.layers, BF16) | dict(mix)))
@@ -151,6 +151,6 @@ class Trials:
 
 
 def _quantized_layers(report: Report) -> dict[str, Layer]:
-    """Returns the layers of which `report` has a quantized GEMM, as rules see them."""
+    """Returns the layers that have a quantized GEMM in `report`."""
     names = {gemm.name for gemm in report.gemms if is_quantized(gemm.precision)}
     return {layer.name: layer for layer in layers_of(report.gemms) if layer.name in names}

@@ -1,15 +1,13 @@
-"""`tune`: for every layer the cheapest of several precisions that meets a bound, found by measuring.
+"""`tune`: finds for every layer the cheapest of several precisions within an error bound, by measurement.
 
-    cost     of a layer's GEMMs and casts by the roofline of a target, then the bytes of their operands
-    SQNR     the model runs under each precision; a GEMM that is below the bound there stays in BF16 under
-             that precision
-    loss     every layer is run alone in its choice; the one that moves the loss most for the extra cost of
-             its next choice gets that one, until the loss of all together is within the bound; then layers
-             get the cheaper choice back where the bound allows it
+    cost     roofline time of a layer's GEMMs and casts on a target, then the bytes of their operands
+    SQNR     the model runs under each precision; a GEMM below the bound stays in BF16 under this precision
+    loss     each layer runs alone in its option; the layer with the largest change of the loss per extra
+             cost of its next option gets that option, until the loss of all layers together is within the
+             bound; then layers return to the cheaper option where the bound allows it
 
-BF16 is a choice of every layer. Without a list of precisions the only other choice is the policy to start
-from. The loss of one step depends on forward GEMMs alone, so there a layer gives up only its forward GEMM for
-it. The policy is audited at the end. GEMMs that fail together are out as well.
+BF16 is an option of every layer. Without a list of precisions the only other option is the decision of the
+start policy. The result is audited at the end, and GEMMs that fail only together are excluded as well.
 """
 
 from __future__ import annotations
@@ -54,18 +52,29 @@ def tune(
     kwargs: Mapping[str, Any] | None = None,
     **inputs: ModelInput,
 ) -> Tuned:
-    """Returns the policy that keeps most of `model` quantized with its error on a call in bounds.
+    """Finds the policy that keeps most of `model` quantized with the error of a call within bounds.
 
-    args, inputs, kwargs: of the call (see `models.arguments`). min_sqnr: least SQNR in dB of the outputs of
-    all quantized GEMMs against FP32. max_loss_gap: largest share by which the loss may differ from BF16's.
-    policy: what to start from, as the backend's option; only layers that it quantizes are considered. among:
-    precisions and presets to mix, of which every layer gets the cheapest on `target` that meets the bounds;
-    without them layers are quantized as `policy` has it, or not. loss_fn: as for `audit`. The model is left
-    as it is.
+    Args:
+        model: model as for `audit`. It is not changed.
+        *args: positional arguments of the call.
+        min_sqnr: least SQNR in dB of the output of every quantized GEMM against FP32.
+        max_loss_gap: largest relative difference of the loss from BF16's (0.002 for 0.2 %).
+        policy: policy to start from, as in the backend's option. Only layers that it quantizes are
+            considered.
+        among: precisions and presets to mix; each layer gets the cheapest on `target` within the bounds.
+            Without them, a layer follows `policy` or stays in BF16.
+        target: chip whose roofline gives the costs of a mix.
+        loss_fn: as for `audit`.
+        kwargs: keyword arguments of the call that are also options of this function.
+        **inputs: keyword arguments of the call (see `models.arguments`).
 
-    Returns a `Tuned`, whose ``met`` says whether a policy within the bounds was found. Raises `OptionError`
-    for bounds that are none, unknown words and a target without a mix, `TargetError` for an unknown one,
-    `ModelError` if the model cannot be captured or has no loss to bound.
+    Returns:
+        A `Tuned`; its ``met`` is whether a policy within the bounds was found.
+
+    Raises:
+        OptionError: for missing or invalid bounds, unknown words, or `target` without `among`.
+        TargetError: for an unknown target.
+        ModelError: if the model cannot be captured or has no loss to bound.
     """
     bounds = Bounds(min_sqnr=min_sqnr, max_loss_gap=max_loss_gap)
     given = {
@@ -91,7 +100,7 @@ def tune(
 
 
 def check_mix(among: Sequence[str], target: str) -> None:
-    """Raises `OptionError` for one precision in the place of a list, and for a target without a mix."""
+    """Raises `OptionError` if `among` is a string, or if `target` is set without `among`."""
     if isinstance(among, str):
         raise OptionError(f"`among` is a list of precisions and presets, found {among!r}: write [{among!r}]")
     if target != AUTO and not among:
@@ -99,9 +108,9 @@ def check_mix(among: Sequence[str], target: str) -> None:
 
 
 class _Search:
-    """State of one search: which options are out, and why.
+    """State of one search: the excluded options and the reasons.
 
-    target: costs are estimated for it; "" for none, which leaves the bytes of operands.
+    target: target of the cost estimates; "" compares the bytes of operands only.
     """
 
     def __init__(self, trials: Trials, bounds: Bounds, target: str) -> None:
@@ -113,7 +122,7 @@ class _Search:
         self._moves: dict[tuple[str, Option], float] = {}
 
     def tuned(self) -> Tuned:
-        """Returns the cheapest mix whose audit is in bounds, or the last one where nothing else is left."""
+        """Returns the cheapest mix whose audit is within the bounds, or the last one tried."""
         while True:
             mix = self._cheapest()
             final = self._trials.audit(mix)
@@ -134,7 +143,7 @@ class _Search:
     # choosing -----------------------------------------------------------------------------------------
 
     def _cheapest(self) -> Mix:
-        """Returns the cheapest mix that is in bounds as far as is known."""
+        """Returns the cheapest mix that is within the bounds according to the runs so far."""
         mix = {layer: next(self._options(layer)) for layer in self._trials.layers}
         if self._bounds.max_loss_gap is None or self._allowed(mix):
             return mix
@@ -153,7 +162,7 @@ class _Search:
         return mix
 
     def _options(self, layer: str) -> Iterator[Option]:
-        """Returns the options left for `layer`, the cheapest first."""
+        """Returns the remaining options of `layer`, the cheapest first."""
         options = [BF16]
         for index in range(len(self._trials.candidates)):
             kept = {*self._trials.kept[index].get(layer, ())}
@@ -170,11 +179,11 @@ class _Search:
         return iter(sorted(left, key=lambda option: self._costs(layer, option)))
 
     def _is_dearer(self, mix: Mix) -> bool:
-        """Whether `mix` leaves a layer in BF16 that could be quantized, since that would cost more."""
+        """Whether `mix` leaves a layer in BF16 that could be quantized, because that would cost more."""
         return any(option == BF16 and len(list(self._options(layer))) > 1 for layer, option in mix.items())
 
     def _next(self, mix: Mix) -> str | None:
-        """Returns the layer of `mix` that moves the loss most for the extra cost of its next option."""
+        """Returns the layer with the largest change of the loss per extra cost of its next option."""
         left = {
             layer: option for layer, option in mix.items() if option != BF16 and "fprop" not in option.kept
         }
@@ -194,7 +203,7 @@ class _Search:
         return max(left, key=worth, default=None)
 
     def _more(self, layer: str, cheap: Option, dear: Option) -> Cost:
-        """Returns what the option `dear` costs beyond `cheap`."""
+        """Returns the cost of the option `dear` minus the cost of `cheap`."""
         (us, size), (less, fewer) = self._costs(layer, dear), self._costs(layer, cheap)
         return us - less, size - fewer
 
@@ -208,7 +217,7 @@ class _Search:
         return "bf16" if option == BF16 else self._trials.candidates[option.candidate].word
 
     def _chosen(self, mix: Mix, final: Audit) -> Iterator[Chosen]:
-        """Returns the choice for every layer with a rule of its own, in the order of the model."""
+        """Yields the choice for every layer with its own rule, in the order of the model."""
         named = {layer for layers in self._trials.by_use(mix).values() for layer in layers}
         for layer, option in mix.items():
             if layer not in named:
@@ -226,7 +235,7 @@ class _Search:
             )
 
     def _cheaper_failed(self, layer: str, option: Option) -> Iterator[str]:
-        """Why what would cost less than `option` is not a choice."""
+        """Yields the reasons against each option that is cheaper than `option`."""
         cost = self._costs(layer, option)
         for index, below in enumerate(self._trials.below):
             whole = Option(candidate=index, kept=())
@@ -237,7 +246,7 @@ class _Search:
                 yield moved
 
     def _dearer(self, layer: str, option: Option) -> Iterator[str]:
-        """Yields the time of the cheapest quantized option of `layer`, if it stays in BF16 instead."""
+        """Yields the time of the cheapest quantized option of `layer`, if the layer stays in BF16 instead."""
         rest = [each for each in self._options(layer) if each != BF16] if option == BF16 else []
         bf16 = self._costs(layer, BF16)[0]
         if rest and self._costs.estimated and bf16:
@@ -245,7 +254,7 @@ class _Search:
             yield f"{self._word(rest[0])} would take {us / bf16:.2f} of BF16's time"
 
     def _comments(self, mix: Mix, chosen: Sequence[Chosen]) -> Iterator[str]:
-        """A sentence for every rule, in their order."""
+        """Yields a comment for every rule, in order."""
         by_name = {each.name: each for each in chosen}
         for names in self._trials.by_use(mix).values():
             layers = [by_name[name] for name in names]
@@ -259,6 +268,6 @@ class _Search:
 
 
 def _quantizes(report: Report, bounds: Bounds) -> bool:
-    """Whether anything is left for the bounds to be about."""
+    """Whether `report` has quantized GEMMs to which the bounds apply."""
     left = {gemm.gemm for gemm in report.gemms if is_quantized(gemm.precision)}
     return "fprop" in left if bounds.max_loss_gap is not None else bool(left)

@@ -1,4 +1,4 @@
-"""The result of tuning: a policy with a measured reason for every exception, and its audit."""
+"""The result of tuning: a policy, the measured reason for every exception, and an audit."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from mxcompile.report.forms.tables import drawn, fitted, wrapped
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chosen:
-    """A layer that has a choice of its own.
+    """The choice for one layer.
 
-    name: its path. use: word of the precision or preset, or of the policy that tuning started from, "bf16"
-    for none. kept: its GEMMs in BF16 for all that. sqnr_db: the lowest of its GEMMs, None if none is
-    quantized. estimate_us, estimate_bf16_us: of its GEMMs and casts so and in BF16, None without a data sheet
-    of the target. reason: why nothing cheaper.
+    name: module path. use: name of the precision, preset or start policy, "bf16" for none. kept: GEMMs that
+    stay in BF16 nevertheless. sqnr_db: lowest SQNR of its GEMMs, None if none is quantized. estimate_us,
+    estimate_bf16_us: time of its GEMMs and casts with this choice and in BF16, None without a data sheet of
+    the target. reason: why no cheaper option is possible.
     """
 
     name: str
@@ -38,12 +38,13 @@ class Chosen:
 class Tuned:
     """The result of `tune`.
 
-    policy: an ordinary one. bounds: what was asked for. chosen: every layer with a choice of its own, in the
-    order of the model: all layers of a mix, else those that stay in BF16 in part. comments: for the first
-    rules of the policy, why they are there. audit: of the model under `policy`. flop_share_before: share of
-    the matmul FLOPs that was quantized at the start; ``audit.report.summary.flop_share`` is what was kept.
-    met: whether the audit is within the bounds and quantizes anything, or could and BF16 is estimated to be
-    faster. notes: what a reader should know. target: that costs were estimated for, "" if none was.
+    policy: the policy found. bounds: the requested bounds. chosen: layers with their own rule, in the order
+    of the model: all layers of a mix, else the layers that stay in BF16 at least in part. comments: reasons
+    for the first rules of the policy. audit: audit of the model under `policy`. flop_share_before: quantized
+    share of the matmul FLOPs at the start; ``audit.report.summary.flop_share`` is the final share. met:
+    whether the audit is within the bounds and quantizes anything, or leaves layers in BF16 because that is
+    estimated to be faster. notes: remarks for the reader. target: target of the cost estimates, "" without
+    estimates.
     """
 
     policy: Policy
@@ -83,7 +84,7 @@ class Tuned:
         ]
 
     def _estimated(self) -> list[str]:
-        """How long the layers of a mix would take, if that is known."""
+        """Returns a sentence on the estimated time of the layers of a mix, if known."""
         if not self.chosen or not self.target:
             return []
         us, bf16 = (
@@ -93,12 +94,12 @@ class Tuned:
         return [f"estimated on {self.target}: {us / bf16:.2f} of BF16's time of these layers"]
 
     def to_yaml(self) -> str:
-        """The policy as a file, with the reasons as comments; `Policy.load` reads it back."""
+        """Returns the policy as YAML with the reasons as comments. `Policy.load` reads it."""
         first, *rest = self._facts()
         return annotated(self.policy, [f"Tuned by measurement; {first}", *rest], self.comments)
 
     def dump(self, path: str | Path) -> None:
-        """Write `to_yaml` to `path`, whole or not at all. Raises `OptionError` if it cannot be written."""
+        """Writes `to_yaml` to `path`, atomically. Raises `OptionError` if it cannot be written."""
         save(path, self.to_yaml(), "policy")
 
 

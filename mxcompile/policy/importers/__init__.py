@@ -1,4 +1,4 @@
-"""Policies made of other tools' configurations. Settings that a policy cannot express are listed."""
+"""Policies made from other tools' configurations, with the settings that a policy cannot express."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from mxcompile.policy.importers.draft import Draft, Imported
 from mxcompile.policy.importers.foreign import read
 
 FORMATS = {module.NAME: module for module in (transformer_engine, llm_compressor, torchao, recipes)}
-"""By name: modules with `recognises`, `TOOL`, `PRESET` and `convert`."""
+"""Importers by name: modules with `recognises`, `TOOL`, `PRESET` and `convert`."""
 
 __all__ = ["FORMATS", "Imported", "import_policy"]
 
 
 def import_policy(path: str | Path, format: str | None = None) -> Imported:  # noqa: A002 - as on the command line
-    """The policy in the file `path`, which another tool reads.
+    """Returns the policy in the configuration file `path` of another tool.
 
     format: "te" (Transformer Engine debug YAML), "llm-compressor" (a recipe, or the config.json of a
     compressed model), "torchao" (an FqnToConfig as JSON or YAML) or "recipe" (an FP8 recipe's name and
-    fields); None tells by the content.
+    fields); None detects the format from the content.
 
-    Raises `PolicyError` if the file cannot be read, is of no such format, or is broken.
+    Raises `PolicyError` if the file cannot be read, is in none of these formats, or is invalid.
     """
     if format is not None and format not in FORMATS:
         raise PolicyError(not_allowed("format", format, FORMATS))

@@ -1,4 +1,4 @@
-"""A policy in the making, of another tool's file: rules, where they are from, and what is left out."""
+"""A policy under construction from another tool's file: rules, their origins, and omitted settings."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from mxcompile.policy.values import VERSION
 from mxcompile.policy.yaml_data import Path
 
 _OWN_PATH = re.compile(r"^: rules\[0\][\w.\[\]]*: ")
-"""Where an error is in the rule being made; its user knows the file it is made of."""
+"""Path inside the generated rule. It is removed from errors, because the user has only the imported file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Imported:
-    """A policy made of another tool's file.
+    """A policy made from another tool's file.
 
-    policy: what could be said. origins: for each of its rules, where it is from. notes: what the policy does
-    not say, or says otherwise than the tool, one sentence each. source: the file. tool: whose it is.
+    policy: the rules that a policy can express. origins: origin of each rule. notes: a sentence for each
+    setting that the policy omits or changes. source: path of the file. tool: description of the tool.
     """
 
     policy: Policy
@@ -35,7 +35,7 @@ class Imported:
     tool: str
 
     def text(self) -> str:
-        """The policy as a file, with `origins` and `notes` as comments; reads back as `policy`."""
+        """Returns the policy as YAML, with `origins` and `notes` as comments. It loads as `policy`."""
         head = [f"Made from {self.source}, {self.tool}."]
         if self.notes:
             head += ["", "Not in this policy:", *(f"- {note}" for note in self.notes)]
@@ -49,7 +49,7 @@ class Imported:
 
 
 class Draft:
-    """The policy as known so far. preset: stands for the tool's defaults."""
+    """A policy under construction. preset: preset that corresponds to the tool's defaults."""
 
     def __init__(self, *, source: Origin, preset: str, tool: str) -> None:
         self.source = source
@@ -61,11 +61,11 @@ class Draft:
         self._shadows = Shadows()
 
     def stands_for(self, preset: str) -> None:
-        """The preset that stands for the tool's defaults, if the file names them."""
+        """Sets the preset that corresponds to the tool's defaults, if the file names them."""
         self._preset = preset
 
     def rule(self, match: dict[str, Any], use: dict[str, Any] | str, path: Path, origin: str) -> None:
-        """Add a rule made of what is at `path`; raises `PolicyError` if that holds no valid pattern."""
+        """Adds a rule for the settings at `path`. Raises `PolicyError` if they contain an invalid pattern."""
         raw = {"match": match, "use": use}
         try:
             _, (rule,) = parse_data({"version": VERSION, "preset": self._preset, "rules": [raw]}, Origin(""))
@@ -81,11 +81,11 @@ class Draft:
         self._origins.append(origin)
 
     def note(self, path: Path, sentence: str) -> None:
-        """Say that the policy lacks what is at `path`, or has it otherwise."""
+        """Adds a note that the policy omits or changes the setting at `path`."""
         self._notes.append(self.source.sentence(path, sentence))
 
     def finish(self) -> Imported:
-        """The policy, and what it lacks."""
+        """Returns the policy and its notes."""
         label = f"{self.source.label} (imported)"
         data = {"version": VERSION, "preset": self._preset, "rules": self._rules}
         return Imported(
@@ -102,5 +102,5 @@ def _wrapped(text: str) -> list[str]:
 
 
 def _comment(text: str) -> str:
-    """`text` as one comment line: nothing that ends it or cannot be seen."""
+    """Returns `text` as one comment line, without control characters."""
     return f"# {printable(text)}".rstrip()

@@ -1,4 +1,4 @@
-"""Other tools' files as plain data: JSON, or YAML under the same limits as a policy."""
+"""Reads other tools' files as plain data: JSON, or YAML under the limits of a policy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mxcompile.policy.yaml_data import MAX_BYTES
 
 
 def read(path: Path) -> tuple[Any, Origin]:
-    """Returns the data of the file `path`, and the lines. Raises `PolicyError`."""
+    """Returns the data of the file `path` and its origin. Raises `PolicyError`."""
     label = str(path)
     raw = read_file(path)
     if len(raw) <= MAX_BYTES and raw.lstrip()[:1] in (b"{", b"["):
@@ -21,7 +21,7 @@ def read(path: Path) -> tuple[Any, Origin]:
         except PolicyError:
             raise
         except (ValueError, RecursionError):
-            pass  # flow YAML begins so too, and says in which line it is wrong
+            pass  # it may be flow YAML, and the YAML reader reports the line of a fault
     return load_yaml(raw, label)
 
 

@@ -1,8 +1,8 @@
-"""llm-compressor recipes, and the quantization_config they leave in a model's config.json.
+"""Imports llm-compressor recipes, and the quantization_config that they write into a model's config.json.
 
-A target is the name of a module, ``re:`` and an expression that names begin with, or a class and those
-derived from it. ``ignore`` wins over all targets; of several targets exact names come first, then expressions
-in the order of the alphabet, then classes. All is about inference: here, the forward GEMM.
+A target is the name of a module, ``re:`` and an expression that matches the start of names, or a class with
+its subclasses. ``ignore`` overrides all targets. Among targets, exact names precede expressions (sorted
+alphabetically), which precede classes. The recipes are for inference, so only forward GEMMs are quantized.
 Source: compressed_tensors/utils/match.py, llmcompressor/modifiers/quantization.
 """
 
@@ -35,7 +35,7 @@ _SCHEMES_WEIGHT_ONLY = frozenset({"MXFP8A16"})
 
 
 def recognises(data: Any) -> bool:
-    """Whether `data` looks like a recipe, or like a configuration made by one."""
+    """Whether `data` looks like a recipe, or like the configuration of a compressed model."""
     if not isinstance(data, dict):
         return False
     inner = data.get("quantization_config", data)
@@ -46,7 +46,7 @@ def recognises(data: Any) -> bool:
 
 
 def convert(data: Any, draft: Draft) -> None:
-    """Add the rules of all modifiers to `draft`, the last first, because it overwrites the others."""
+    """Adds the rules of all modifiers to `draft`, the last one first because it overwrites the others."""
     modifiers = list(_modifiers(data, draft))
     if not modifiers:
         raise draft.source.error(
@@ -64,7 +64,7 @@ def convert(data: Any, draft: Draft) -> None:
 
 
 def _modifiers(data: Any, draft: Draft) -> Iterable[tuple[str, dict[str, Any], Path]]:
-    """Name, settings and place of every modifier, in order."""
+    """Yields name, settings and path of every modifier, in order."""
     if not isinstance(data, dict):
         raise draft.source.error((), "a recipe is a mapping of stages")
     if "quantization_config" in data or "config_groups" in data:
@@ -112,17 +112,17 @@ def _modifier(name: str, settings: dict[str, Any], path: Path, draft: Draft) -> 
 
 
 def _ordered(targets: Iterable[str]) -> list[str]:
-    """As compressed-tensors tries them: exact names, expressions, classes."""
+    """Returns `targets` in the order of compressed-tensors: exact names, expressions, classes."""
     return sorted(targets, key=lambda target: (_is_class(target), "re:" in target, target))
 
 
 def _is_class(target: str) -> bool:
-    """Whether `target` names a class: by the custom that classes begin with a capital and paths have dots."""
+    """Whether `target` names a class. By convention classes begin with a capital and paths contain dots."""
     return target.isidentifier() and target[:1].isupper()
 
 
 def _rules(chosen: list[tuple[str, Any]], path: Path, origin: str, draft: Draft) -> None:
-    """A rule for every run of targets of one kind that are used alike."""
+    """Adds a rule for every run of targets of one kind with equal use."""
     index = 0
     while index < len(chosen):
         target, use = chosen[index]
@@ -145,7 +145,7 @@ def _rules(chosen: list[tuple[str, Any]], path: Path, origin: str, draft: Draft)
 
 
 def _groups(settings: dict[str, Any], path: Path, draft: Draft) -> Iterable[tuple[list[str], Any]]:
-    """Targets, and what is used for them, of every group."""
+    """Yields the targets of every group and their `use`."""
     scheme, groups = settings.get("scheme"), settings.get("config_groups")
     targets = _texts(settings.get("targets", ["Linear"]), (*path, "targets"), draft)
     if isinstance(scheme, str):
@@ -175,7 +175,7 @@ def _texts(value: Any, path: Path, draft: Draft) -> list[str]:
 
 
 def _preset(name: str, path: Path, draft: Draft) -> Any:
-    """Returns the `use` of the scheme called `name`."""
+    """Returns the `use` of the named scheme."""
     upper = name.upper()
     if upper == "UNQUANTIZED":
         return _KEEP
@@ -193,7 +193,7 @@ def _preset(name: str, path: Path, draft: Draft) -> Any:
 
 
 def _scheme(scheme: dict[str, Any], path: Path, draft: Draft) -> Any:
-    """Returns the `use` of a scheme that is written out: FP8 with its scales, or MXFP8."""
+    """Returns the `use` of an explicit scheme: FP8 with its scales, or MXFP8."""
     weights, activations = scheme.get("weights"), scheme.get("input_activations")
     if scheme.get("output_activations"):
         draft.note((*path, "output_activations"), "outputs of a layer are not quantized")
@@ -225,7 +225,7 @@ def _fp8(scaling: str) -> dict[str, str]:
 
 
 def _scaling(weights: dict[str, Any], activations: dict[str, Any]) -> str | None:
-    """The scaling of `fp8` that these are, None if none."""
+    """Returns the `scaling` key of fp8 for these settings, None if fp8 does not support them."""
     strategies = weights.get("strategy"), activations.get("strategy")
     block = weights.get("block_structure") == [128, 128] and activations.get("group_size") == 128
     if strategies == ("block", "group") and block:

@@ -1,10 +1,10 @@
-"""FP8 training recipes of Transformer Engine and torchao, by name, with their fields.
+"""Imports FP8 training recipes of Transformer Engine and torchao, by name, with their fields.
 
     recipe: DelayedScaling          the class (Transformer Engine) or the name (torchao's Float8LinearConfig)
     amax_history_len: 16            its fields, as in Python; an enumeration by its member's name
 
-Fields that are off (false, null) ask for nothing; one that no recipe has is an error. Newer versions of
-Transformer Engine say with `backward_override` what `override_linear_precision` said of dgrad and wgrad.
+Fields that are off (false, null) have no effect. A field that no recipe has is an error. In newer versions of
+Transformer Engine `backward_override` replaces `override_linear_precision` for dgrad and wgrad.
 Source: transformer_engine/common/recipe/__init__.py, torchao/float8/config.py.
 """
 
@@ -34,7 +34,7 @@ def recognises(data: Any) -> bool:
 
 
 def convert(data: Any, draft: Draft) -> None:
-    """Let `draft` stand for the recipe in `data`."""
+    """Sets the preset of `draft` and adds a rule for the fields that differ from it."""
     if not isinstance(data, dict) or _KEY not in data:
         raise draft.source.error((), f"a recipe is a mapping with the key {_KEY!r} and the recipe's fields")
     name = data[_KEY]
@@ -113,7 +113,7 @@ def _rowwise_hp(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
 
 
 def _gradient(data: dict[str, Any], usual: str, draft: Draft) -> dict[str, Any]:
-    """The element type of gradients; inputs and weights are E4M3."""
+    """Returns the element type of gradients; inputs and weights are E4M3."""
     given = data.get("fp8_format", usual)
     word = given.rpartition(".")[2] if isinstance(given, str) else given
     if not isinstance(word, str) or word not in _GRADIENTS:
@@ -122,7 +122,7 @@ def _gradient(data: dict[str, Any], usual: str, draft: Draft) -> dict[str, Any]:
 
 
 def _overridden(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
-    """The GEMMs that a recipe leaves in high precision."""
+    """Returns the GEMMs that a recipe leaves in high precision."""
     given = data.get("override_linear_precision", [False, False, False])
     if not isinstance(given, list) or len(given) != 3 or not all(isinstance(one, bool) for one in given):
         raise draft.source.error(
@@ -150,7 +150,7 @@ _WITHOUT = frozenset(
         "gemm_config_output", "gemm_config_grad_input", "gemm_config_grad_weight",
     }
 )  # fmt: skip
-"""Fields of theirs that say nothing about formats, or what no policy says."""
+"""Fields that do not concern formats, or that a policy cannot express."""
 _BLOCK_DIMS = {"x_block_scaling_dim": 1, "w_block_scaling_dim": 2, "grad_block_scaling_dim": 1}
 _HISTORY = frozenset({"margin", "amax_history_len", "amax_compute_algo", "reduce_amax"})
 _NVFP4_PARTS: dict[str, tuple[str, Any]] = {
@@ -158,7 +158,7 @@ _NVFP4_PARTS: dict[str, tuple[str, Any]] = {
     "disable_stochastic_rounding": ("grad_rounding", "nearest"),
     "disable_2d_quantization": ("weight_block", "1x16"),
 }
-"""Flags of NVFP4BlockScaling, and the key that is without the part of the recipe that each turns off."""
+"""Flags of NVFP4BlockScaling, and the key and value that turn off the same part of the preset."""
 _NVFP4_MORE = frozenset(
     {
         "fp4_format",
@@ -179,4 +179,4 @@ _RECIPES: dict[str, tuple[str, frozenset[str], _Read]] = {
     "rowwise": ("fp8_rowwise", frozenset({_POW2}), _rowwise),
     "rowwise_with_gw_hp": ("fp8_rowwise_wgrad_bf16", frozenset({_POW2}), _rowwise_hp),
 }
-"""By name: the preset it is, the fields that are read, and what differs from the preset."""
+"""By recipe: its preset, its fields, and the function that returns the differences from the preset."""

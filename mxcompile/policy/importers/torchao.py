@@ -1,8 +1,8 @@
-"""An FqnToConfig of torchao, as torchao or transformers write it: names of modules or parameters, configured.
+"""Imports torchao's FqnToConfig, as torchao or transformers write it: configurations by module or parameter.
 
-There the name of a parameter comes first, then that of a module, then ``re:`` expressions that match the
-whole name of a parameter, then those that match a module's, in their order, then ``_default`` for all other
-nn.Linear; null is BF16. All is about inference: here, the forward GEMM.
+torchao tries parameter names first, then module names, then ``re:`` expressions over whole parameter names,
+then expressions over module names, each in order, then ``_default`` for every other nn.Linear. null means
+BF16. The configurations are for inference, so only forward GEMMs are quantized.
 Source: torchao/quantization/quant_api.py, transformers/quantizers/quantizers_utils.py.
 """
 
@@ -29,24 +29,24 @@ _FLOAT8 = {
     "Float8StaticActivationFloat8WeightConfig": ("PerTensor", "static scales are not used"),
     "Float8WeightOnlyConfig": ("PerRow", "the activations are quantized too"),
 }
-"""FP8 configurations: the granularity they have if none is given, and what differs here."""
+"""FP8 configurations: their default granularity, and how the policy differs."""
 _NVFP4 = {
     "NVFP4DynamicActivationNVFP4WeightConfig": "",
     "NVFP4InferenceConfig": "",
     "NVFP4WeightOnlyConfig": "the activations are quantized too",
 }
-"""NVFP4 configurations, and what differs here."""
+"""NVFP4 configurations, and how the policy differs."""
 _SCALINGS = {"PerTensor": "tensor", "PerRow": "channel"}
 _BLOCKS = ([1, 128], [128, 128])
 _ELEMS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 _KEEP = "bf16"
 
 _Named = tuple[str, dict[str, Any]]
-"""A key of the map, and what of a policy's layers it is about."""
+"""A key of the map, and the condition of its rule."""
 
 
 def recognises(data: Any) -> bool:
-    """Whether `data` looks like such a map, or like a configuration that holds one."""
+    """Whether `data` looks like an FqnToConfig, or like a configuration that contains it."""
     if not isinstance(data, dict):
         return False
     inner = data.get("quantization_config", data)
@@ -63,7 +63,7 @@ def recognises(data: Any) -> bool:
 
 
 def convert(data: Any, draft: Draft) -> None:
-    """Add a rule for every name to `draft`, in the order torchao tries them."""
+    """Adds a rule for every name to `draft`, in the order in which torchao tries them."""
     configs, path = _unwrapped(data, draft)
     if not isinstance(configs, dict) or not all(isinstance(value, dict | None) for value in configs.values()):
         raise draft.source.error(path, "expected a mapping of names to configurations or null")
@@ -74,7 +74,7 @@ def convert(data: Any, draft: Draft) -> None:
 
 
 def _unwrapped(data: Any, draft: Draft) -> tuple[Any, Path]:
-    """The map in `data`, out of what torchao and transformers wrap it in, and where it is."""
+    """Returns the map in `data`, without the wrappers of torchao and transformers, and its path."""
     path: Path = ()
     while isinstance(data, dict):
         if "modules_to_not_convert" in data:
@@ -94,7 +94,7 @@ def _unwrapped(data: Any, draft: Draft) -> tuple[Any, Path]:
 
 
 def _excluded(names: Any, path: Path, draft: Draft) -> None:
-    """Exclude the names that transformers leaves out: up to a dot or the end, or with that ending."""
+    """Excludes the names that transformers skips: a match up to a dot or the end, or a suffix of the path."""
     if names is None:
         return
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
@@ -105,7 +105,7 @@ def _excluded(names: Any, path: Path, draft: Draft) -> None:
 
 
 def _exact(names: list[str], path: Path, draft: Draft) -> list[_Named]:
-    """Names of parameters, then of modules. A layer has the name of the module that owns its weight."""
+    """Returns the rules of exact names, parameters before modules. A layer is the owner of its weight."""
     parameters: list[_Named] = []
     modules: list[_Named] = []
     for name in names:
@@ -122,7 +122,7 @@ def _exact(names: list[str], path: Path, draft: Draft) -> list[_Named]:
 
 
 def _expressions(names: list[str]) -> list[_Named]:
-    """Expressions as they match weights, then as they match modules, where that is something else."""
+    """Returns the rules of expressions: as patterns over weights, then over modules where these differ."""
     expressions = [(name, name.removeprefix("re:")) for name in names if name.startswith("re:")]
     weights = [(name, {"name": patterns}) for name, text in expressions if (patterns := _over_weights(text))]
     seen = {pattern for _, match in weights for pattern in match["name"]}
@@ -140,7 +140,7 @@ def _default(names: list[str], path: Path, draft: Draft) -> list[_Named]:
 
 
 def _over_weights(expression: str) -> list[str]:
-    """Patterns over layers, for what `expression` matches with ``.weight`` at the end."""
+    """Returns patterns for the layers whose weights (name + ``.weight``) `expression` matches."""
     if splits(expression):
         return []
     for tail in (r"\.weight", ".weight", r"\.weight$", ".weight$"):
@@ -178,7 +178,7 @@ def _use(config: Any, path: Path, draft: Draft) -> dict[str, str] | str:
 
 
 def _float8(kind: str, data: dict[str, Any], path: Path, draft: Draft) -> dict[str, str] | str:
-    """FP8 with FP32 scales."""
+    """Returns the `use` of an FP8 configuration with FP32 scales."""
     usual, differs = _FLOAT8[kind]
     if differs:
         draft.note(path, f"{kind}: {differs}")
@@ -196,7 +196,7 @@ def _float8(kind: str, data: dict[str, Any], path: Path, draft: Draft) -> dict[s
 
 
 def _nvfp4(kind: str, data: dict[str, Any], path: Path, draft: Draft) -> dict[str, str]:
-    """NVFP4, whose tensors always have a scale here."""
+    """Returns the `use` of an NVFP4 configuration."""
     if _NVFP4[kind]:
         draft.note(path, f"{kind}: {_NVFP4[kind]}")
     if data.get("use_dynamic_per_tensor_scale", True) is False:
@@ -205,7 +205,7 @@ def _nvfp4(kind: str, data: dict[str, Any], path: Path, draft: Draft) -> dict[st
 
 
 def _scaling(granularity: Any) -> str | None:
-    """The scaling that a granularity comes to, or one of activations and one of weights; None if to none."""
+    """Returns the `scaling` key for a granularity or an (activation, weight) pair; None if unsupported."""
     both = granularity if isinstance(granularity, list) else [granularity, granularity]
     kinds = [each.get("_type") if isinstance(each, dict) else None for each in both]
     if kinds == ["PerBlock", "PerBlock"]:
@@ -215,7 +215,7 @@ def _scaling(granularity: Any) -> str | None:
 
 
 def _mx(kind: str, data: dict[str, Any], path: Path, draft: Draft) -> dict[str, str] | str:
-    """An MX configuration: MXFP8 for FP8 elements in blocks of 32."""
+    """Returns the `use` of an MX configuration: MXFP8 for FP8 elements in blocks of 32."""
     elems = {
         _ELEMS.get(_word(data.get(key), "float8_e4m3fn")) for key in ("activation_dtype", "weight_dtype")
     }
@@ -236,7 +236,7 @@ def _mx(kind: str, data: dict[str, Any], path: Path, draft: Draft) -> dict[str, 
 
 
 def _word(value: Any, default: str) -> str:
-    """The word that torchao writes for a dtype or an enumeration: ``{"_type": …, "_data": word}``."""
+    """Returns torchao's word for a dtype or an enumeration: ``{"_type": …, "_data": word}``."""
     if value is None:
         return default
     word = value.get("_data") if isinstance(value, dict) else value

@@ -1,8 +1,8 @@
-"""Transformer Engine's debug files (nvdlfw_inspect): sections of layers and features.
+"""Imports Transformer Engine's debug files (nvdlfw_inspect): sections of layers and features.
 
-There a layer is of the first way of naming it that its section gives: exact names, a regular expression that
-is searched for, or texts and numbers its name holds; it may be in one section only. A feature says what not
-to quantize, of a model built of Transformer Engine's modules under a recipe: here, the preset nvidia.
+A section selects layers by the first selector it contains: exact names, a regular expression to search for,
+or texts and numbers in the name. A layer may be in one section only. Features exclude GEMMs of Transformer
+Engine modules from the quantization of a recipe (here the preset nvidia), or change their formats.
 Source: nvdlfw_inspect/config_manager.py and transformer_engine/debug/features.
 """
 
@@ -36,7 +36,7 @@ _Uses = dict[str, str]
 
 
 def recognises(data: Any) -> bool:
-    """Whether `data` looks like such a file: sections that say if they are enabled, and of which layers."""
+    """Whether `data` looks like a debug file: sections with the key ``enabled``, and some with ``layers``."""
     return (
         isinstance(data, dict)
         and bool(data)
@@ -46,7 +46,7 @@ def recognises(data: Any) -> bool:
 
 
 def convert(data: Any, draft: Draft) -> None:
-    """Add the rules of every enabled section to `draft`."""
+    """Adds the rules of every enabled section to `draft`."""
     if not isinstance(data, dict):
         raise draft.source.error((), "a debug file is a mapping of sections")
     for name, section in data.items():
@@ -67,13 +67,13 @@ def convert(data: Any, draft: Draft) -> None:
 
 
 def _shortest(use: _Uses) -> _Uses | str:
-    """One word for three equal ones that say all."""
+    """Returns one word if all three GEMMs have the same precision and nothing else is set."""
     words = {use[gemm] for gemm in _GEMMS if gemm in use}
     return words.pop() if len(words) == 1 and set(use) == set(_GEMMS) else use
 
 
 def _names(layers: Any, path: Path, draft: Draft) -> list[str]:
-    """Patterns for the layers a section is of; the first selector given decides, as it does there."""
+    """Returns patterns for the layers of a section. As in the tool, the first selector decides."""
     if not isinstance(layers, dict) or not any(key in layers for key in _SELECTORS):
         raise draft.source.error(path, f"expected one of {', '.join(_SELECTORS)}, found {shown(layers)}")
     given = [key for key in _SELECTORS if key in layers]
@@ -93,19 +93,19 @@ def _names(layers: Any, path: Path, draft: Draft) -> list[str]:
 
 
 def _by_parts(layers: dict[str, Any], path: Path, draft: Draft) -> list[str]:
-    """Patterns for ``layer_types``, texts that a name holds, and ``layer_numbers``, the one number in it."""
+    """Returns patterns for ``layer_types``, texts in a name, and ``layer_numbers``, the only number in it."""
     types = _words(layers, "layer_types", path, draft) if "layer_types" in layers else ["all"]
     numbers = _numbers(layers.get("layer_numbers", "all"), (*path, "layer_numbers"), draft)
     everything = "all" in types
     if numbers is None:
         return ["*"] if everything else [f"*{literal(text)}*" for text in types]
     held = "" if everything else f"(?=.*(?:{'|'.join(map(re.escape, types))}))"
-    apart = r"(?:\D|(?<=fc)\d)*"  # the digit of 'fc1' is no number
+    apart = r"(?:\D|(?<=fc)\d)*"  # the digit of 'fc1' is not a layer number
     return [f"re:{held}{apart}(?:{'|'.join(map(str, numbers))}){apart}"]
 
 
 def _numbers(value: Any, path: Path, draft: Draft) -> list[int] | None:
-    """The numbers in `value`, in order; None for all."""
+    """Returns the sorted numbers in `value`; None for all."""
     items = value if isinstance(value, list) else [value]
     if any(isinstance(item, str) and item.lower() == "all" for item in items):
         return None
@@ -122,7 +122,7 @@ def _numbers(value: Any, path: Path, draft: Draft) -> list[int] | None:
 
 
 def _words(layers: dict[str, Any], key: str, path: Path, draft: Draft) -> list[str]:
-    """The texts under `key`: one or a list."""
+    """Returns the text or the list of texts under `key` as a list."""
     value = layers[key]
     items = value if isinstance(value, list) else [value]
     if not items or not all(isinstance(item, str) and item for item in items):
@@ -133,7 +133,7 @@ def _words(layers: dict[str, Any], key: str, path: Path, draft: Draft) -> list[s
 
 
 def _features(section: dict[str, Any], path: Path, draft: Draft) -> _Uses:
-    """Returns the `use` of a section's features; features that quantize come after those that do not."""
+    """Returns the `use` of a section's features. Features that quantize follow those that exclude."""
     given: list[tuple[str, dict[str, Any], Path]] = []
     for key, value in section.items():
         if key == _NAMESPACE and isinstance(value, dict):
@@ -169,7 +169,7 @@ def _disable_layer(config: dict[str, Any], path: Path, draft: Draft, use: _Uses)
 
 
 def _per_tensor(config: dict[str, Any], path: Path, draft: Draft, use: _Uses) -> None:
-    """One scale a tensor, of both operands of a GEMM: E4M3, gradients too, which the feature does not say."""
+    """Adds FP8 with one scale per tensor for both operands of a GEMM. The feature implies E4M3."""
     for gemm, own, at in _gemms(config, path, draft):
         tensors = own.get("tensors") or ([own["tensor"]] if "tensor" in own else [])
         if set(_OPERANDS[gemm]) <= {str(tensor) for tensor in tensors}:
@@ -183,7 +183,7 @@ def _observe(config: dict[str, Any], path: Path, draft: Draft, use: _Uses) -> No
 
 
 def _fake_quant(config: dict[str, Any], path: Path, draft: Draft, use: _Uses) -> None:
-    """A GEMM in high precision on operands that were quantized: MXFP8 if both were, and in its formats."""
+    """Adds a GEMM in high precision on quantized operands: MXFP8 if both operands have MXFP8 formats."""
     for gemm, own, at in _gemms(config, path, draft):
         formats = _tensors(own, at, draft)
         for tensor in formats:
@@ -200,7 +200,7 @@ def _fake_quant(config: dict[str, Any], path: Path, draft: Draft, use: _Uses) ->
 
 
 def _common_elems(operands: dict[str, str]) -> _Uses | None:
-    """Element types for both operands of a GEMM, tensor to format; None if they are not MXFP8 of one kind."""
+    """Returns the element types of both operands of a GEMM; None if they are not MXFP8 of one kind."""
     elems: _Uses = {}
     for tensor, form in operands.items():
         elem = _ELEMS.get(form)
@@ -214,7 +214,7 @@ def _key(tensor: str) -> str:
 
 
 def _gemms(config: dict[str, Any], path: Path, draft: Draft) -> list[tuple[str, dict[str, Any], Path]]:
-    """The GEMMs a feature is about, with the feature's settings and, of ``gemms_struct``, their own."""
+    """Returns the GEMMs of a feature with its settings, and with own settings from ``gemms_struct``."""
     if "gemms_struct" in config:
         shared = {key: value for key, value in config.items() if key != "gemms_struct"}
         items = _mappings(config["gemms_struct"], "gemm", (*path, "gemms_struct"), draft)
@@ -230,7 +230,7 @@ def _gemms(config: dict[str, Any], path: Path, draft: Draft) -> list[tuple[str, 
 
 
 def _tensors(config: dict[str, Any], path: Path, draft: Draft) -> dict[str, str]:
-    """Tensor to the format it is quantized to."""
+    """Returns the format of each tensor."""
     shared = config.get("quant_format")
     if "tensors_struct" in config:
         items = _mappings(config["tensors_struct"], "tensor", (*path, "tensors_struct"), draft)
@@ -240,7 +240,7 @@ def _tensors(config: dict[str, Any], path: Path, draft: Draft) -> dict[str, str]
 
 
 def _mappings(value: Any, key: str, path: Path, draft: Draft) -> list[tuple[dict[str, Any], Path]]:
-    """The items of a list of mappings that each have `key`."""
+    """Returns the items of a list of mappings that all have `key`, with their paths."""
     if not isinstance(value, list) or not all(isinstance(item, dict) and key in item for item in value):
         raise draft.source.error(
             path, f"expected a list of mappings with the key {key!r}, found {shown(value)}"
@@ -260,4 +260,4 @@ _FEATURES: dict[str, Callable[[dict[str, Any], Path, Draft, _Uses], None]] = {
     "lognvfp4tensorstats": _observe,
     "dumptensors": _observe,
 }
-"""By lower-case name: older versions wrote some of them otherwise."""
+"""Features by lower-case name, because older versions spell some in another case."""

@@ -1,7 +1,7 @@
-"""How a report is written: as text, Markdown, JSON or a page of HTML.
+"""The output forms of a report: text, Markdown, JSON and an HTML page.
 
-A form reads `ReportData` and decides nothing. The page is loaded when it is first asked for: it needs
-jinja2 and networkx.
+A form renders `ReportData` and makes no decisions. The HTML page needs jinja2 and networkx, so its module is
+imported on first use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _html(report: ReportData) -> str:
 
 
 def framed(page: str) -> str:
-    """Returns the HTML `page` as part of another, for notebooks."""
+    """Returns the HTML `page` in an iframe, for notebooks."""
     return f'<iframe srcdoc="{escape(page)}" style="width: 100%; height: 40em; border: 0"></iframe>'
 
 
@@ -35,4 +35,4 @@ FORMS: dict[str, Callable[[ReportData], str]] = {
     ".json": to_json,
     ".html": _html,
 }
-"""How a report is written, by file suffix."""
+"""Functions that render a report, by file suffix."""

@@ -1,4 +1,4 @@
-"""The text and Markdown forms of what changed between two reports."""
+"""The text and Markdown forms of the changes between two reports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mxcompile.report.forms.words import byte_count, count, duration
 
 
 def to_text(changes: Changes) -> str:
-    """Returns `changes` for a terminal."""
+    """Returns `changes` as text for a terminal."""
     lines = wrapped([_headline(changes), *_facts(changes)])
     if changes.changes:
         lines += ["", drawn(fitted(_table(changes.changes), ("layer", "change", "reason")))]
@@ -19,7 +19,7 @@ def to_text(changes: Changes) -> str:
 
 
 def to_markdown(changes: Changes) -> str:
-    """Returns `changes` for a pull request."""
+    """Returns `changes` as Markdown for a pull request."""
     parts = [f"### {markdown(_headline(changes))}", bullets(_facts(changes))]
     if changes.changes:
         parts.append(markdown_table(_table(changes.changes)))
@@ -36,7 +36,7 @@ def _headline(changes: Changes) -> str:
 
 
 def _facts(changes: Changes) -> list[str]:
-    """The numbers of the summary that changed."""
+    """Returns a line for each figure of the summary that changed, and for each new or removed warning."""
     old, new = changes.old, changes.new
     pairs: list[tuple[str, str, str]] = [
         ("target", old.target, new.target),

@@ -1,7 +1,7 @@
-"""The HTML form: one file that opens offline, with no requests and no scripts but its own.
+"""The HTML form: a single file that opens offline, without requests and with inline scripts only.
 
-The templates of ``page`` hold the markup, the styles and the behaviour. Here are the figures they show.
-Jinja escapes whatever comes from a report: a module can have any name.
+The templates in ``page`` hold markup, styles and behaviour; this module computes their variables. Jinja
+escapes everything that comes from a report, because a module can have any name.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from mxcompile.report.outline import PHASES, OutlineNode
 from mxcompile.report.record import GemmRecord, ReportData, Summary
 
 _Figure = tuple[str, str, str, float | None]
-"""Label, value, note and share of a tile."""
+"""Label, value, note and share (0 to 1, or None) of a tile."""
 
 _LETTERS = {"fprop": "F", "dgrad": "D", "wgrad": "W"}
 _KINDS = {"gemm": "matmul", "cast": "cast", "glue": "left as it is", "input": "of the graph"}
@@ -46,7 +46,7 @@ _MOST_GRAPHS = 12
 
 
 def to_html(report: ReportData, numerics: Numerics | None = None) -> str:
-    """`report`, with what an audit measured if there was one, as a page."""
+    """Returns `report` as an HTML page, with the figures of an audit if `numerics` is given."""
     rows, words = fold(report.gemms), labels(gemm.precision for gemm in report.gemms)
     present = {gemm.precision for gemm in report.gemms}
     return (
@@ -141,7 +141,7 @@ def _estimates(summary: Summary, words: str) -> list[_Figure]:
 
 
 def _graphs(report: ReportData) -> Iterator[dict[str, Any]]:
-    """The pictures of the compiled graphs, by phase, and the records behind their nodes."""
+    """Yields the pictures of the compiled graphs by phase, and each node with its records."""
     records: dict[tuple[int, str], list[GemmRecord]] = {}
     for gemm in report.gemms:
         records.setdefault((gemm.graph, gemm.name), []).append(gemm)
@@ -159,7 +159,7 @@ def _graphs(report: ReportData) -> Iterator[dict[str, Any]]:
 
 
 def _behind(node: OutlineNode, gemms: list[GemmRecord]) -> list[GemmRecord]:
-    """The records among `gemms`, of the node's layer, that the node stands for."""
+    """Returns the records of `gemms`, the GEMMs of the node's layer, that the node stands for."""
     if node.kind == "gemm":
         return [gemm for gemm in gemms if gemm.role == node.role]
     return gemms if node.kind == "attention" else []
@@ -170,6 +170,6 @@ def _ordered(gemms: Iterable[GemmRecord]) -> list[GemmRecord]:
 
 
 def _code_at(source: str) -> str:
-    """The line that `source` names as ``file:line``, where that is Python here."""
+    """Returns the source line at ``file:line`` if it is a Python file on this machine, else ""."""
     file, _, line = source.rpartition(":")
     return linecache.getline(file, int(line)).strip() if file.endswith(".py") and line.isdecimal() else ""

@@ -1,4 +1,4 @@
-"""Errors of an audit as the figures of the HTML form: most harm first."""
+"""The errors of an audit in the HTML form, most harm first."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mxcompile.report.numerics_groups import by_block, by_role
 
 _FULL_DB = 60.0
 _GOOD_DB = {"MXFP8": 27.5}
-"""SQNR that a layer reaches on normal data, by precision, where it is known."""
+"""SQNR of a layer on normally distributed data, by precision, where it is known."""
 
 
 def numerics_values(numerics: Numerics) -> dict[str, Any]:
-    """Returns the variables of the section's template."""
+    """Returns the variables of the template's numerics section."""
     blocks = by_block(numerics)
     return {
         "good": _GOOD_DB.get(numerics.precision),
@@ -54,7 +54,7 @@ def _figures(numerics: Numerics) -> Iterator[tuple[str, str, str, None]]:
 
 
 def _order(value: float) -> float:
-    """Returns the key that sorts a cell of `value`: a NaN is larger than all."""
+    """Returns the sort key of a cell with `value`; NaN sorts above all numbers."""
     return 1e300 if math.isnan(value) else value
 
 
@@ -63,7 +63,7 @@ def _db(value: float) -> str:
 
 
 def _bar(value: float, precision: str) -> dict[str, float | bool]:
-    """The bar of an SQNR, what its cell sorts by, and whether it is low for `precision`."""
+    """Returns the length of an SQNR's bar, whether it is low for `precision`, and its cell's sort key."""
     if math.isnan(value):
         return {"share": 0.0, "low": True, "order": -1e300}
     return {
@@ -74,7 +74,7 @@ def _bar(value: float, precision: str) -> dict[str, float | bool]:
 
 
 def _histogram(pairs: Sequence[tuple[int, int]]) -> dict[str, Any] | None:
-    """Blocks per scale exponent, as bars from the smallest exponent to the largest."""
+    """Returns the blocks per scale exponent as bars, smallest exponent first; None without finite scales."""
     finite = [(byte, number) for byte, number in pairs if byte != 255]
     if not finite:
         return None
@@ -90,4 +90,4 @@ def _histogram(pairs: Sequence[tuple[int, int]]) -> dict[str, Any] | None:
 
 
 FILTERS: dict[str, Callable[..., Any]] = {"order": _order, "db": _db, "bar": _bar, "histogram": _histogram}
-"""What the section's template calls by name."""
+"""Jinja filters of the template's numerics section."""

@@ -1,4 +1,4 @@
-"""The JSON form: the fields of the report's dataclasses, one record a line (`report.schema` reads it)."""
+"""The JSON form: the fields of the report's dataclasses, one record per line. `report.schema` reads it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mxcompile.report.record import SCHEMA, ReportData
 
 
 def to_json(report: ReportData) -> str:
-    """Returns `report` as JSON, with its kind and the version of its form."""
+    """Returns `report` as JSON, with kind and schema version."""
     records = ",\n  ".join(_json(gemm) for gemm in report.gemms)
     outlines = ",\n  ".join(_json(outline) for outline in report.graph)
     return (

@@ -1,4 +1,4 @@
-"""Sentences on layers that stay in BF16, which begin a report: reasons by FLOPs, uncounted products."""
+"""Sentences at the top of a report about layers in BF16: their reasons by FLOPs, and uncounted products."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from mxcompile.report.forms.words import count, is_stored, own_dtype
 from mxcompile.report.record import GemmRecord, OperandFormat, Summary
 
 LITTLE = 0.5
-"""A share of FLOPs in MXFP8 below which the report says why it is not more."""
+"""If the quantized share of the FLOPs is lower, the report lists the reasons."""
 _NAMED = 4
 _READS_CODES = "weight_only"
-"""In the names of kernels that read the codes of a stored weight."""
+"""Part of the names of kernels that read the qdata of a stored weight."""
 
 
 def kept_sentences(gemms: Sequence[GemmRecord], summary: Summary) -> list[str]:
-    """Why little or nothing is in MXFP8, and what the share leaves out; none if neither is so."""
+    """Returns the reasons for a low quantized share and the products it leaves out; may be empty."""
     if not gemms:
         graphs = "a graph without matrix products" if summary.graphs else "nothing: no graph was captured"
         return [f"no matrix product was seen; what was compiled is {graphs}"]
@@ -47,7 +47,7 @@ def _unknown_name(gemm: GemmRecord) -> str:
 
 
 def _stored(gemms: Sequence[GemmRecord]) -> list[str]:
-    """How many weights are read as they are stored; nothing where none is stored."""
+    """Returns a sentence with the number of weights stored quantized, or nothing without such weights."""
     layers = [gemm for gemm in gemms if gemm.gemm == "fprop" and gemm.role not in ATTENTION_PRODUCTS]
     stored = [gemm for gemm in layers if is_stored(gemm)]
     if not stored:
@@ -63,7 +63,7 @@ def _stored(gemms: Sequence[GemmRecord]) -> list[str]:
 
 
 def _stored_in(form: OperandFormat) -> Precision:
-    """The precision of a weight that is stored in `form`, by its element type and the block of a scale."""
+    """Returns the precision of a stored weight, by its element type and scale granularity."""
     dtype = elem_named(form.elem).stored_dtype
     assert dtype is not None
     mx = stored_form(dtype)
@@ -75,12 +75,12 @@ def _weight(gemm: GemmRecord) -> int:
 
 
 def is_unknown(gemm: GemmRecord) -> bool:
-    """Whether the FLOPs of `gemm` are unknown: of an opaque operator, a missing plan, sizes in the data."""
+    """Whether the FLOPs of `gemm` are unknown: an opaque operator, no plan, or a data-dependent size."""
     return not gemm.is_known or gemm.code == Code.UNCOUNTED
 
 
 def unknown_words(gemms: Iterable[GemmRecord]) -> str:
-    """For a headline: ``, 3 products of unknown FLOPs not in it``; "" if there are none."""
+    """Returns a headline's ``, 3 products of unknown FLOPs not in it``; "" if all FLOPs are known."""
     unknown = sum(is_unknown(gemm) for gemm in gemms)
     return f", {count(unknown, 'product')} of unknown FLOPs not in it" if unknown else ""
 

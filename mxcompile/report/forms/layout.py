@@ -1,11 +1,11 @@
-"""Where the nodes of a picture go: layered drawing of an outline, from top to bottom.
+"""Positions of the nodes of a picture: a layered drawing of an outline, from top to bottom.
 
-    rows      the longest path from the top; a block starts below all that came before it
-    order     in a row by the mean position of neighbours, rows swept down and up (Sugiyama's method)
+    rows      longest path from the top; a block starts below all earlier blocks
+    order     nodes of a row sorted by the mean position of their neighbours, swept down and up (Sugiyama)
     columns   as near to the neighbours as widths and order allow
 
-An edge that spans rows gets a waypoint in each, so that nodes make room for it. Starts from networkx's
-multipartite layout. Edges that lead back are left out.
+An edge that spans rows gets a waypoint in each of them, which keeps space free for the line. The initial
+positions come from networkx's multipartite layout. Edges that lead back are ignored.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ GAP = 22.0
 ROW_GAP = 30.0
 _SWEEPS = 8
 _PULL = 0.97
-"""Towards the middle, at every sweep: or long graphs drift aside."""
+"""Factor towards the middle in every sweep. Without it long graphs drift aside."""
 _Point = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Box:
-    """A node's place: centre and size, in px."""
+    """Centre and size of a node, in px."""
 
     x: float
     y: float
@@ -38,10 +38,10 @@ class Box:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """A drawing.
+    """A drawing, in px.
 
-    boxes: of the nodes, by position in the outline. lines: per edge its points, from box to box. rows: of the
-    nodes. width, height: of the whole.
+    boxes: box of each node, by index in the outline. lines: points of each edge, from box to box. rows: row
+    of each node. width, height: size of the whole drawing.
     """
 
     boxes: dict[int, Box]
@@ -52,7 +52,7 @@ class Layout:
 
 
 def lay_out(outline: Outline, chosen: Sequence[int], sizes: dict[int, tuple[float, float]]) -> Layout:
-    """Places for the nodes at the positions `chosen`. sizes: width and height of each, in px."""
+    """Returns the layout of the nodes with indices `chosen`. sizes: their widths and heights, in px."""
     edges = [(a, b) for a, b in outline.edges if a < b and a in sizes and b in sizes]
     rows = _rows(outline.nodes, chosen, edges)
     flow, chains = _with_waypoints(chosen, edges, rows)
@@ -104,7 +104,7 @@ def _rows(
 def _with_waypoints(
     chosen: Sequence[int], edges: Sequence[tuple[int, int]], rows: dict[int, int]
 ) -> tuple[nx.DiGraph[int], dict[tuple[int, int], list[int]]]:
-    """The graph with a node in every row an edge passes, and those nodes per edge, from its start."""
+    """Returns the graph with a waypoint in every row that an edge crosses, and the waypoints of each edge."""
     flow: nx.DiGraph[int] = nx.DiGraph()
     for node in chosen:
         flow.add_node(node, row=rows[node])
@@ -125,7 +125,7 @@ def _with_waypoints(
 def _columns(
     flow: nx.DiGraph[int], chains: Collection[Sequence[int]], widths: dict[int, float]
 ) -> dict[int, float]:
-    """The x of every node's centre; the waypoints of a chain one below the other, in the end."""
+    """Returns the x of every node's centre. The last sweeps align the waypoints of each edge vertically."""
     if not flow:
         return {}
     start = nx.multipartite_layout(flow, subset_key="row", align="horizontal")
@@ -160,9 +160,10 @@ def _mean(values: list[float], otherwise: float) -> float:
 
 
 def _packed(row: list[int], wanted: dict[int, float], widths: dict[int, float]) -> dict[int, float]:
-    """Places in the order of `row`, not overlapping, with the least squared distance from those wanted.
+    """Returns positions in the order of `row` without overlap, with least squared distance from `wanted`.
 
-    Neighbours that would overlap move as one, at the mean of where each wants it to be.
+    Neighbours that would overlap move as a group, to the mean of their wanted positions (isotonic
+    regression).
     """
     offsets, total = {}, 0.0
     for previous, node in zip([None, *row], row, strict=False):
@@ -182,7 +183,7 @@ def _packed(row: list[int], wanted: dict[int, float], widths: dict[int, float]) 
 def _tops(
     rows: dict[int, int], sizes: dict[int, tuple[float, float]]
 ) -> tuple[dict[int, tuple[float, float]], float]:
-    """Top and height of every row, and the height of all."""
+    """Returns top and height of every row, and the total height."""
     heights: defaultdict[int, float] = defaultdict(float)
     for node, row in rows.items():
         heights[row] = max(heights[row], sizes[node][1])

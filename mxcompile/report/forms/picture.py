@@ -1,7 +1,7 @@
-"""An outline as SVG: matmuls by role, MXFP8 solid and BF16 dashed, casts as pills, folded blocks in a frame.
+"""An outline as SVG: matmuls coloured by role, solid if quantized, dashed if BF16; casts as pills.
 
-Colours and fonts are the page's (see ``page/page.html``); everything a node says is escaped. A node has the
-attribute ``data-node`` with its position in the outline, for the page to show its details.
+A frame surrounds each folded block. Colours and fonts come from ``page/page.html``; all text is escaped. The
+attribute ``data-node`` of a node is its index in the outline, by which the page shows its details.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _TAG = 46.0
 _LONGEST = 28
 
 
-@functools.lru_cache(maxsize=64)  # a report is written again whenever one of its graphs is lowered
+@functools.lru_cache(maxsize=64)  # a report is rendered again whenever one of its graphs is lowered
 def picture(outline: Outline, phase: str, key: str) -> str:
-    """The nodes of `phase` as one ``<svg>``; "" if there are none. key: makes ids unique on the page."""
+    """Returns the nodes of `phase` as one ``<svg>``; "" without nodes. key: suffix that makes ids unique."""
     chosen = [i for i, node in enumerate(outline.nodes) if node.phase == phase]
     if not chosen:
         return ""
@@ -60,7 +60,7 @@ def _size(node: OutlineNode) -> tuple[float, float]:
 
 
 def _titled(outline: Outline, index: int) -> OutlineNode:
-    """The node at `index`, a cast for backward saying so."""
+    """Returns the node at `index`, with "→ backward" in the label of a cast that only backward reads."""
     node = outline.nodes[index]
     if node.kind == "cast" and outline.only_backward(index):
         return dataclasses.replace(node, label=f"{node.label} → backward")
@@ -73,7 +73,7 @@ def _title(node: OutlineNode) -> str:
 
 
 def _below(node: OutlineNode) -> str:
-    """The second line of a matmul."""
+    """Returns the second line of a matmul."""
     if node.kind == "attention":
         return node.shape
     gemm = node.gemm if node.phase == "backward" else ""
@@ -87,7 +87,7 @@ def _block_paths(node: OutlineNode) -> tuple[str, ...]:
 
 
 def _blocks(outline: Outline, chosen: Sequence[int]) -> list[list[int]]:
-    """The nodes of every block, of blocks with more than one node."""
+    """Returns the nodes of every block that has more than one node."""
     by_block: dict[tuple[str, ...], list[int]] = {}
     for index in chosen:
         paths = _block_paths(outline.nodes[index])
@@ -170,7 +170,7 @@ def _rect(x: float, y: float, width: float, height: float, more: str) -> str:
 
 
 def _icon(node: OutlineNode, x: float, y: float) -> str:
-    """Which way the blocks of a cast run: an arrow along rows or down columns."""
+    """Returns an SVG path with the direction of a cast's blocks: a horizontal or vertical double arrow."""
     turn = math.pi / 2 if "columnwise" in node.detail else 0.0
     along, across = (math.cos(turn), math.sin(turn)), (-math.sin(turn), math.cos(turn))
 

@@ -1,4 +1,4 @@
-"""Plots, for which matplotlib has to be installed."""
+"""Plots with matplotlib, an optional dependency."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SUFFIXES = (".png", ".svg")
 
 
 def figure(**settings: Any) -> Any:
-    """Returns an empty figure of matplotlib with the `settings`. Raises `OptionError` without matplotlib."""
+    """Returns an empty matplotlib figure with `settings`. Raises `OptionError` without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

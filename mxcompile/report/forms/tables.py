@@ -1,7 +1,7 @@
 """Tables and paragraphs of the text and Markdown forms.
 
-Text is at most `WIDTH` columns wide: of cells that do not fit names are broken into lines, the rest loses its
-middle. Markdown keeps everything, and what a name holds is never markup.
+Text is at most `WIDTH` columns wide: cells with names break into lines, other long cells lose their middle.
+Markdown keeps whole cells and escapes all markup in them.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from tabulate import MIN_PADDING, tabulate
 WIDTH = 120
 
 Table = list[list[str]]
-"""Rows of cells, the first the headers."""
+"""Rows of cells; the first row has the headers."""
 
 NAMES = ("layer", "weight", "tensor", "most harm in", "reason", "change")
-"""Headers of the columns whose cells are never cut."""
+"""Headers of columns whose cells break into lines and are never cut."""
 
 _MARKUP = re.compile(r"[\\`*\[\]<>|~&]|(?<![^\W_])_|_(?![^\W_])")
 
 
 def wrapped(paragraphs: Iterable[str]) -> list[str]:
-    """`paragraphs` as lines of `WIDTH`."""
+    """Returns `paragraphs` as lines of at most `WIDTH` columns."""
     return [
         line
         for paragraph in paragraphs
@@ -34,12 +34,12 @@ def wrapped(paragraphs: Iterable[str]) -> list[str]:
 
 
 def drawn(table: Table, form: str = "simple", **layout: Any) -> str:
-    """Returns `table` in a form of `tabulate`, with what `layout` says to that."""
+    """Returns `table` as text. form, layout: table format and further arguments of `tabulate`."""
     return tabulate(table[1:], headers=table[0], tablefmt=form, disable_numparse=True, **layout)
 
 
 def fitted(table: Table, flexible: Sequence[str]) -> Table:
-    """`table` with its `flexible` columns narrowed, the widest first, to lines of `WIDTH`."""
+    """Returns `table` with its `flexible` columns narrowed, the widest first, to lines of `WIDTH`."""
     widths = [
         max(len(header) + MIN_PADDING, *map(_columns, cells)) for header, *cells in zip(*table, strict=True)
     ]
@@ -65,7 +65,7 @@ def _short(cell: str, width: int) -> str:
 
 
 def _broken(name: str, width: int) -> str:
-    """`name` in lines: each of several on one, and those too long after dots and spaces if there are any."""
+    """Returns `name` in lines: one per listed name; long names break after dots and spaces if possible."""
     names = name.split(", ")
     if len(names) > 1 and len(name) > width:
         listed = [f"{each}," for each in names[:-1]] + names[-1:]
@@ -81,15 +81,15 @@ def _broken(name: str, width: int) -> str:
 
 
 def markdown(text: str) -> str:
-    """`text` for Markdown, where it means itself: nothing in it is markup, and it is one line."""
+    """Returns `text` as one line of Markdown with all markup escaped."""
     return _MARKUP.sub(lambda sign: f"\\{sign[0]}" if sign[0] != "&" else "&amp;", " ".join(text.split()))
 
 
 def bullets(sentences: Iterable[str]) -> str:
-    """A Markdown list."""
+    """Returns `sentences` as a Markdown list."""
     return "\n".join(f"- {markdown(sentence)}" for sentence in sentences)
 
 
 def markdown_table(table: Table) -> str:
-    """`table` as GitHub draws it."""
+    """Returns `table` as a GitHub table."""
     return drawn([[markdown(cell) for cell in row] for row in table], "github")

@@ -1,7 +1,4 @@
-"""The text and Markdown forms: a summary, a table of folded layers and one of the kernels.
-
-How tables are drawn is in `tables`.
-"""
+"""The text and Markdown forms: a summary, a table of folded layers and a table of kernels."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ _NAMED = 3
 
 
 def to_text(report: ReportData) -> str:
-    """`report` for a terminal."""
+    """Returns `report` as text for a terminal."""
     rows = fold(report.gemms)
     lines = [to_summary(report)]
     if rows:
@@ -43,12 +40,12 @@ def to_text(report: ReportData) -> str:
 
 
 def to_summary(report: ReportData) -> str:
-    """Returns the facts and warnings of `report` for a terminal, without its tables."""
+    """Returns the facts and warnings of `report` for a terminal, without tables."""
     return "\n".join(wrapped([headline(report), *_said(report, fold(report.gemms))]))
 
 
 def to_markdown(report: ReportData) -> str:
-    """`report` for a pull request."""
+    """Returns `report` as Markdown for a pull request."""
     rows = fold(report.gemms)
     parts = [f"### {markdown(headline(report))}", bullets(_said(report, rows))]
     if rows:
@@ -61,7 +58,7 @@ def _said(report: ReportData, rows: Sequence[Row]) -> list[str]:
 
 
 def headline(report: ReportData) -> str:
-    """The report in one line."""
+    """Returns the report in one line."""
     summary = report.summary
     words = labels(gemm.precision for gemm in report.gemms)
     own, unknown = own_dtype(report.gemms), unknown_words(report.gemms)
@@ -75,7 +72,7 @@ def headline(report: ReportData) -> str:
 
 
 def amounts(gemms: Sequence[GemmRecord]) -> str:
-    """For a headline: ``, 4.2 TFLOP, 8,192 tokens``; what is not known is left out."""
+    """Returns a headline's ``, 4.2 TFLOP, 8,192 tokens``, without the figures that are unknown."""
     flops, tokens = sum(gemm.flops for gemm in gemms), tokens_of(gemms)
     texts = [flop_count(flops)] if flops else []
     texts += [f"{tokens:,} tokens"] if tokens else []
@@ -83,7 +80,7 @@ def amounts(gemms: Sequence[GemmRecord]) -> str:
 
 
 def memory(summary: Summary) -> str:
-    """Returns the parts of the peak memory of a step in words; "" where it is not known."""
+    """Returns the parts of the peak memory of a step as text; "" if unknown."""
     if summary.peak_bytes is None:
         return ""
     parts = [
@@ -97,7 +94,7 @@ def memory(summary: Summary) -> str:
 
 
 def facts(summary: Summary, rows: Sequence[Row] = ()) -> list[str]:
-    """Returns the facts beside the table of layers, a sentence each."""
+    """Returns the facts and warnings that the table of layers does not show, one sentence each."""
     sentences = []
     own = own_dtype(gemm for row in rows for gemm in row.gemms)
     if summary.saved_bytes is not None and summary.saved_bytes_bf16:
@@ -138,7 +135,7 @@ def facts(summary: Summary, rows: Sequence[Row] = ()) -> list[str]:
 
 
 def work(summary: Summary) -> list[str]:
-    """Casts and what is sent, a sentence each."""
+    """Returns the number of casts and the bytes sent, one sentence each."""
     texts = []
     if summary.casts:
         often = "forward and backward" if summary.saved_bytes is not None else "call"
@@ -151,7 +148,7 @@ def work(summary: Summary) -> list[str]:
 
 
 def weights_note(summary: Summary, rows: Iterable[Row]) -> str:
-    """Returns the bytes of the weights in BF16, if they differ, and with the chosen ones stored quantized."""
+    """Returns the bytes of the weights in BF16, if they differ, and the bytes after `quantize_weights_`."""
     texts = []
     if summary.weight_bytes != summary.weight_bytes_bf16:
         texts.append(f"{byte_count(summary.weight_bytes_bf16)} in BF16")
@@ -164,13 +161,13 @@ def weights_note(summary: Summary, rows: Iterable[Row]) -> str:
 
 
 def slower(rows: Iterable[Row]) -> list[tuple[Row, float]]:
-    """The rows with quantized GEMMs estimated to take longer than in BF16, and BF16's time over theirs."""
+    """Returns rows with quantized GEMMs estimated slower than BF16, and the ratio of BF16's to their time."""
     ratios = [(row, speedup(row.gemms)) for row in rows if any(is_quantized(g.precision) for g in row.gemms)]
     return [(row, ratio) for row, ratio in ratios if ratio is not None and ratio < 1]
 
 
 def precision(gemms: Sequence[GemmRecord]) -> str:
-    """``mxfp8``, or ``mxfp8; wgrad bf16``: the first GEMM's precision, and the GEMMs that have another."""
+    """Returns the first GEMM's precision and the GEMMs with another: ``mxfp8`` or ``mxfp8; wgrad bf16``."""
     by_gemm: dict[str, set[str]] = {}
     for gemm in gemms:
         by_gemm.setdefault(gemm.gemm, set()).add(precision_word(gemm))
@@ -200,7 +197,7 @@ def _layer_table(rows: Sequence[Row]) -> Table:
 
 
 def _reason(gemm: GemmRecord) -> str:
-    """The reason without the role, which has a column."""
+    """Returns the reason without the role, which has its own column."""
     if gemm.code != Code.PRESET_ROLE:
         return gemm.reason
     preset, _ = gemm.facts
@@ -208,7 +205,7 @@ def _reason(gemm: GemmRecord) -> str:
 
 
 def _kernel_table(gemms: Sequence[GemmRecord]) -> Table:
-    """Kernels by share of FLOPs; the GEMMs of one kernel are one row if their operands' formats agree."""
+    """Returns the kernels by share of FLOPs. GEMMs of one kernel and equal operand formats share a row."""
     by_kernel: dict[tuple[str, str], list[GemmRecord]] = {}
     for gemm in gemms:
         by_kernel.setdefault((precision_word(gemm), gemm.kernel or "not lowered"), []).append(gemm)
@@ -227,7 +224,7 @@ def _kernel_table(gemms: Sequence[GemmRecord]) -> Table:
 
 
 def _merged(gemms: Iterable[GemmRecord]) -> tuple[OperandFormat, ...] | None:
-    """One format for each operand of `gemms`, or None if there are several."""
+    """Returns the formats of the operands of `gemms`, or None if an operand has several."""
     forms = {form for gemm in gemms for form in gemm.formats}
     by_operand = {form.operand: form for form in forms}
     if len(by_operand) < len(forms):

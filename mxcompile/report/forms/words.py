@@ -1,4 +1,4 @@
-"""How numbers, sizes and formats are said in every form of a report."""
+"""Texts for numbers, sizes and formats, common to all forms of a report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mxcompile.report.record import STORED, GemmRecord, OperandFormat
 
 
 def _scaled(value: float, step: int, units: Sequence[str]) -> tuple[float, str]:
-    """`value` in the first of `units`, each `step` of the one before, in which it is below `step`."""
+    """Returns `value` in the first of `units` in which it is below `step`, the ratio of consecutive units."""
     for unit in units[:-1]:
         if value < step:
             return value, unit
@@ -21,13 +21,13 @@ def _scaled(value: float, step: int, units: Sequence[str]) -> tuple[float, str]:
 
 
 def byte_count(number: int) -> str:
-    """``1.5 KiB``."""
+    """Returns a number of bytes as text: ``1.5 KiB``."""
     value, unit = _scaled(number, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
 
 
 def count(number: int, noun: str) -> str:
-    """``1 graph``, ``2 graphs``."""
+    """Returns number and noun as text: ``1 graph``, ``2 graphs``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
@@ -37,18 +37,18 @@ def _decimal(value: float, *units: str) -> str:
 
 
 def duration(us: float) -> str:
-    """``12.3 ms``, from µs."""
+    """Returns a time in µs as text: ``12.3 ms``."""
     return _decimal(us, "µs", "ms", "s")
 
 
 def size(gemm: GemmRecord) -> str:
-    """``64×96×32``, ``8·64×96×32`` for a batch of 8, ``?×96×32`` for an unknown number of rows."""
+    """Returns the sizes as text: ``64×96×32``; a batch of 8 is ``8·64×96×32``, an unknown size is ``?``."""
     batch, *sizes = (length(value) for value in (gemm.batch, gemm.m, gemm.n, gemm.k))
     return ("" if batch == "1" else f"{batch}·") + "×".join(sizes)
 
 
 def length(value: int | None) -> str:
-    """A size, ``?`` for one that is not known."""
+    """Returns a size as text, ``?`` if it is None."""
     return "?" if value is None else str(value)
 
 
@@ -56,12 +56,12 @@ _DTYPES = {"float64": "FP64", "float32": "FP32", "float16": "FP16"}
 
 
 def dtype_label(dtype: str) -> str:
-    """Returns what texts call the dtype that torch names `dtype`: BF16 where it is not known."""
+    """Returns the display name of torch's `dtype`, BF16 if unknown."""
     return _DTYPES.get(dtype, "BF16")
 
 
 def own_dtype(gemms: Iterable[GemmRecord]) -> str:
-    """Returns what texts call the dtype of most FLOPs of `gemms`, in which those left alone compute."""
+    """Returns the display name of the dtype with most FLOPs of `gemms`: the dtype of unquantized GEMMs."""
     flops: Counter[str] = Counter()
     for gemm in gemms:
         flops[dtype_label(gemm.dtype)] += gemm.flops
@@ -69,17 +69,17 @@ def own_dtype(gemms: Iterable[GemmRecord]) -> str:
 
 
 def is_stored(gemm: GemmRecord) -> bool:
-    """Whether the weight of `gemm` is an input that is stored quantized."""
+    """Whether the weight of `gemm` is an input of the graph that is stored quantized."""
     return any(form.operand == "w" and form.rounding == STORED for form in gemm.formats)
 
 
 def precision_word(gemm: GemmRecord) -> str:
-    """Returns the precision of `gemm`: where it is left alone, its own dtype."""
+    """Returns the precision of `gemm`, or its dtype if it is not quantized."""
     return gemm.precision if is_quantized(gemm.precision) else dtype_label(gemm.dtype).lower()
 
 
 def formats(operands: Sequence[OperandFormat]) -> str:
-    """``x, w: e4m3 1x32 rceil``: operands of one format are named together."""
+    """Returns the formats as text, with equal ones grouped: ``x, w: e4m3 1x32 rceil``."""
     by_format: dict[str, list[str]] = {}
     for form in operands:
         by_format.setdefault(form.format, []).append(form.operand)
@@ -87,7 +87,7 @@ def formats(operands: Sequence[OperandFormat]) -> str:
 
 
 def flop_count(number: float) -> str:
-    """``1.5 TFLOP``."""
+    """Returns a number of FLOPs as text: ``1.5 TFLOP``."""
     return _decimal(number, "FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP")
 
 
@@ -95,7 +95,7 @@ _PER_TOKEN = frozenset(role for role in Role if role.row.per_token)
 
 
 def tokens_of(gemms: Iterable[GemmRecord]) -> int:
-    """How many tokens, or what they are in the model, go through most of its linear layers; 0 for none."""
+    """Returns the number of tokens (rows) in most of the linear layers, by FLOPs; 0 without layers."""
     rows: Counter[int] = Counter()
     for gemm in gemms:
         if gemm.gemm == "fprop" and gemm.role in _PER_TOKEN and gemm.flops and (gemm.n, gemm.k) != (1, 1):
@@ -105,7 +105,7 @@ def tokens_of(gemms: Iterable[GemmRecord]) -> int:
 
 
 def stored_saving(rows: Iterable[Row]) -> int:
-    """Bytes that the weights of quantized layers would save against BF16, stored as they are cast."""
+    """Returns the bytes that quantized layers save against BF16 if their weights are stored in MXFP8."""
     return sum(
         row.count * (gemm.batch or 1) * (2 * gemm.n * gemm.k - gemm.n * (gemm.k + -(-gemm.k // 32)))
         for row in rows
@@ -115,12 +115,12 @@ def stored_saving(rows: Iterable[Row]) -> int:
 
 
 def speedup(gemms: Sequence[GemmRecord]) -> float | None:
-    """Estimated time of `gemms` in BF16 over that under the policy; None without estimates."""
+    """Returns the estimated BF16 time of `gemms` ÷ their time under the policy; None without estimates."""
     ours = sum(gemm.estimate_us or 0.0 for gemm in gemms)
     bf16 = sum(gemm.estimate_bf16_us or 0.0 for gemm in gemms)
     return bf16 / ours if ours and bf16 else None
 
 
 def tone(precision: str) -> str:
-    """Returns the class that gives the precision of a record its look on a page; "" for none."""
+    """Returns the CSS class of a precision; "" for none."""
     return "quantized" if precision and is_quantized(precision) else precision
