@@ -33,16 +33,8 @@ SOURCES = ("mxcompile", "lowering", "passes")
 NO_SUBJECTS = ("What", "Of", "That", "Those")
 NO_NOUNS = ("found", "made", "said")
 
-STRICT = (
-    "mxcompile",
-    "mxcompile/checkpoint",
-    "mxcompile/graph",
-    "mxcompile/mesh",
-    "mxcompile/offline",
-    "mxcompile/serving",
-    "mxcompile/storage",
-)
-"""Folders whose own files also follow `STRICT_RULES`. Add a folder when its docstrings are rewritten."""
+UNWRITTEN = ("lowering", "passes", "mxcompile/formats", "mxcompile/ops")
+"""Trees whose files do not follow `STRICT_RULES` yet. Take one out when its docstrings are rewritten."""
 
 _VERB = re.compile(r"[A-Z][a-z-]*s,?$|Whether$|`")
 _CODE = re.compile(r"``.+?``|`.+?`", re.DOTALL)
@@ -73,7 +65,7 @@ def main() -> int:
     faults = [*pages()]
     for path, tree in sources():
         faults += [*docstrings(path, tree), *variables(path, tree)]
-        if str(Path(path).parent) in STRICT:
+        if not path.startswith(UNWRITTEN):
             faults += strict(path, (ROOT / path).read_text(encoding="utf-8"))
     for fault in faults:
         print(fault)  # noqa: T201

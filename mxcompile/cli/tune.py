@@ -46,7 +46,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command. Returns the exit status, 1 if the bound cannot be met."""
+    """Runs the command. Returns the exit status, 1 if no policy is within the bound."""
     from mxcompile.analysis.tune import Bounds, check_mix, tune
     from mxcompile.cli.quiet import quiet
 

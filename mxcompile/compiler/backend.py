@@ -70,7 +70,7 @@ class Backend:
         PolicyError: The policy is invalid.
         TargetError: The target is unknown.
 
-    Example:
+    Examples:
         >>> model = torch.compile(model, backend=Backend(policy="ocp", strict=True))
     """
 

@@ -79,7 +79,7 @@ def compile(  # noqa: A001 - the name of `torch.compile`
         PolicyError: The policy is invalid.
         TargetError: The target is unknown.
 
-    Example:
+    Examples:
         >>> model = mxcompile.compile(model, policy="ocp", report="report.html")
     """
     check_module("compile", model)

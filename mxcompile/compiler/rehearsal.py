@@ -96,10 +96,10 @@ class Rehearsal(Generic[Mode]):
         )
 
     def after(self, capture: Capture, graph: fx.Graph) -> None:
-        """Hook for every joint or inference graph after the passes."""
+        """Observes every joint or inference graph after the passes."""
 
     def parted(self, capture: Capture, forward: fx.Graph, backward: fx.Graph) -> None:
-        """Hook for the forward and backward of a joint graph."""
+        """Observes the forward and backward of a joint graph."""
 
 
 def apart(rehearse: Callable[[], Result]) -> Result:

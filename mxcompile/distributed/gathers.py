@@ -64,7 +64,7 @@ def quantize_gathers_(
         OptionError: There is neither a mesh nor a process group.
         PolicyError: The policy is invalid.
 
-    Example:
+    Examples:
         >>> print(quantize_gathers_(model, "policy.yaml", mesh=mesh, args=(tokens,)))
         >>> fully_shard(model, mesh=mesh)
     """

@@ -16,7 +16,7 @@ class GatheredWeight:
     Attributes:
         name: Path of the parameter.
         role: Role of the layer.
-        shape: Shape of the weight before FSDP2 shards it; of the local shard under tensor parallelism.
+        shape: Shape of the weight before FSDP2 shards it. Under tensor parallelism, shape of the local shard.
         travels: Whether FSDP2 gathers the weight in MXFP8.
         reason: Reason for the format.
         num_bytes: Bytes of the gathered tensors.

@@ -173,7 +173,7 @@ def quiet(*, compiling: bool = True) -> Iterator[None]:
         values_read(),
         gpu_operators(),
     ):
-        torch.compiler._is_compiling_flag = compiling  # a model asks `torch.compiler.is_compiling()`
+        torch.compiler._is_compiling_flag = compiling  # models call `torch.compiler.is_compiling()`
         try:
             yield
         finally:

@@ -273,7 +273,7 @@ class ValueTrackingMode(FakeTensorMode):
                     self._state.stale[storage._cdata] = storage
 
     def values(self, fake: FakeTensor) -> Tensor:
-        """Returns the values of `fake`; for unknown values ones, or False for booleans."""
+        """Returns the values of `fake`. Unknown values are 1, or False for booleans."""
         value = self._value(fake)
         if value is None:
             taken = fake.dtype is not torch.bool
@@ -325,7 +325,7 @@ class ValueTrackingMode(FakeTensorMode):
         return (args[0], indices, *args[2:])
 
     def _stand_in(self, leaf: Tensor) -> Tensor:
-        """Returns the values of `leaf`, or ones expanded without memory."""
+        """Returns the values of `leaf`, or 1 expanded without memory."""
         value = self._value(leaf)
         return value.tensor if value is not None else torch.ones((), dtype=leaf.dtype).expand(leaf.shape)
 

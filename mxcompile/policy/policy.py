@@ -31,7 +31,7 @@ class Policy:
         rules: rules in order; the first that matches a layer decides.
         label: name of the source for messages; ignored by comparisons.
 
-    Example:
+    Examples:
         ```python
         policy = Policy.from_dict({"version": 1, "rules": [{"match": {"name": "*.up_proj"}, "use": "bf16"}]})
         model = torch.compile(model, backend="mxfp8", options={"policy": policy})
@@ -214,7 +214,7 @@ def _rule_to_dict(rule: Rule) -> dict[str, Any]:
 
 
 def _use(use: Use) -> dict[str, Any] | str:
-    """Returns `use` in its shortest form: one precision for three equal ones, a bare word if it is all."""
+    """Returns `use` in its shortest form: one key for three equal precisions, a bare word if it is all."""
     plain = {
         key: value.write(given)
         for key, value in schema.USE.items()

@@ -137,7 +137,7 @@ class Report(ReportData):
         return reasons(self.gemms, layer)
 
     def since(self, old: ReportData) -> Difference:
-        """Returns the changes from the report `old` to this one."""
+        """Returns the changes from the report `old` to this report."""
         return compare(old, self)
 
     def save(self, path: str | Path) -> None:

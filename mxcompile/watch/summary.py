@@ -65,7 +65,7 @@ class Look:
     def _read_on(self) -> bool:
         """Reads the records after `end`. Returns whether there were any. Raises `OSError`.
 
-        A file shorter than `end` was replaced by another one, so it is read from the start.
+        A file shorter than `end` was replaced by another file, so it is read from the start.
         """
         start = self.end
         if self.path.stat().st_size < start:

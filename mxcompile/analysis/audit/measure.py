@@ -181,7 +181,7 @@ def audit(
         policy: policy as in the backend's option.
         loss_fn: function from the output of the model to a scalar loss. By default the loss is the output if
             it is a scalar, or its ``loss``. Without a loss, or with gradients disabled, backward is not
-            audited and a note says so.
+            audited, and the result has a note.
         kwargs: keyword arguments of the call that are also options of this function.
         **inputs: keyword arguments of the call (see `models.arguments`).
 

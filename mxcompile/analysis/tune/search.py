@@ -122,7 +122,7 @@ class _Search:
         self._moves: dict[tuple[str, Option], float] = {}
 
     def tuned(self) -> Tuned:
-        """Returns the cheapest mix whose audit is within the bounds, or the last one tried."""
+        """Returns the cheapest mix whose audit is within the bounds, or the last mix tried."""
         while True:
             mix = self._cheapest()
             final = self._trials.audit(mix)

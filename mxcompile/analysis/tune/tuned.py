@@ -41,7 +41,7 @@ class Tuned:
     policy: the policy found. bounds: the requested bounds. chosen: layers with their own rule, in the order
     of the model: all layers of a mix, else the layers that stay in BF16 at least in part. comments: reasons
     for the first rules of the policy. audit: audit of the model under `policy`. flop_share_before: quantized
-    share of the matmul FLOPs at the start; ``audit.report.summary.flop_share`` is the final share. met:
+    share of the matmul FLOPs at the start; ``audit.report.summary.flop_share`` is the final share. `met`:
     whether the audit is within the bounds and quantizes anything, or leaves layers in BF16 because that is
     estimated to be faster. notes: remarks for the reader. target: target of the cost estimates, "" without
     estimates.

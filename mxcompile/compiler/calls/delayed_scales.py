@@ -13,7 +13,7 @@ of pipelines or experts, which call layers at different times, would deadlock. `
 them on request.
 
 Buffers are registered when a graph with delayed scales is compiled; they are saved and moved with the model.
-A state dict with histories loads before that only with `mxcompile.compile` or `Backend(root=…)`, which know
+A state dict with histories loads before that only with `mxcompile.compile` or `Backend(root=…)`, which get
 the model earlier.
 """
 

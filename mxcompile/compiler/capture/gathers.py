@@ -3,7 +3,7 @@
     each rank sends its shard of a weight    in forward, and again in backward if it was resharded
 
 FSDP2 gathers each weight outside of compiled graphs, before the graph that reads it is compiled. The counts
-come from FSDP2's private state; for a torch version with another layout they are 0, with a warning. Gradient
+come from FSDP2's private state. They are 0, with a warning, if a torch version has another layout. Gradient
 reductions, which mxcompile does not change, and weights that no compiled graph reads are not counted.
 """
 

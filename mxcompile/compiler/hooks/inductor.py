@@ -60,7 +60,7 @@ def settings() -> str:
 
 
 def with_needed(asked: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Returns `asked` with the `NEEDED` settings, and a warning that lists the changed ones."""
+    """Returns `asked` with the `NEEDED` settings, and a warning that lists the changed settings."""
     needed = {key: value for key, value in NEEDED.items() if hasattr(config, key)}
     changed = [key for key, value in needed.items() if asked.get(key, getattr(config, key)) != value]
     if not changed:

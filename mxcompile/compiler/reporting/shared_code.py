@@ -2,8 +2,8 @@
 
 Dynamo does not call the backend for a reuse. Each call of the code therefore compares one parameter among its
 inputs. An unknown parameter leads to the model whose call is running. If the parameters of this model have
-the same shapes and dtypes, its report gets the graph's entries too; otherwise a warning says that the code is
-shared.
+the same shapes and dtypes, its report gets the graph's entries too; otherwise there is a warning that the
+code is shared.
 """
 
 from __future__ import annotations

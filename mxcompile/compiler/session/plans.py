@@ -41,7 +41,7 @@ def plan_of(root: nn.Module | None, frame: Frame, matrices: Iterable[str]) -> Pl
     if known is None or known.plan is None:
         return planned(root, call.args, call.kwargs)
     more, plan = _made(root, call.args, call.kwargs).plan, known.plan
-    # the base is the plan with gradients, whose tags know the GEMMs of the backward
+    # the base is the plan with gradients, whose tags include the GEMMs of the backward
     if more is not None and not plan.differentiated:
         more, plan = plan, more
     session.planned = Planned(plan=plan.with_more(more, matrices))

@@ -46,7 +46,7 @@ def recognises(data: Any) -> bool:
 
 
 def convert(data: Any, draft: Draft) -> None:
-    """Adds the rules of all modifiers to `draft`, the last one first because it overwrites the others."""
+    """Adds the rules of all modifiers to `draft`, the last first because it overwrites the others."""
     modifiers = list(_modifiers(data, draft))
     if not modifiers:
         raise draft.source.error(

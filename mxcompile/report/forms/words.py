@@ -79,7 +79,7 @@ def precision_word(gemm: GemmRecord) -> str:
 
 
 def formats(operands: Sequence[OperandFormat]) -> str:
-    """Returns the formats as text, with equal ones grouped: ``x, w: e4m3 1x32 rceil``."""
+    """Returns the formats as text, with equal formats grouped: ``x, w: e4m3 1x32 rceil``."""
     by_format: dict[str, list[str]] = {}
     for form in operands:
         by_format.setdefault(form.format, []).append(form.operand)
