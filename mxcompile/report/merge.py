@@ -136,8 +136,8 @@ def with_plan(
 ) -> tuple[GemmRecord, ...]:
     """Returns `gemms` and the records of `planned` that they lack, in the order of the plan.
 
-    A layer with one of its two gradients in a compiled graph lacks nothing: the other gradient may not be needed.
-    graph: graph index of the added records.
+    A layer with one of its two gradients in a compiled graph lacks nothing: the other gradient may not be
+    needed. graph: graph index of the added records.
     """
     gemms = tuple(gemms)
     if not planned:
