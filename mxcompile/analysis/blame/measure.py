@@ -61,7 +61,7 @@ def blame(
         **inputs: keyword arguments of the call (see `models.arguments`).
 
     Returns:
-        A `Blamed`. It has no parts if nothing differs or the reference is not finite. The notes give the cause.
+        A `Blamed`. It has no parts if nothing differs or the reference is not finite; notes give the cause.
 
     Raises:
         OptionError: for invalid options.
