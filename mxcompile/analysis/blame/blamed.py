@@ -37,8 +37,8 @@ class Blamed:
 
     policy: the examined policy, with the worst GEMMs as in the reference policy. `asked`, against: names of
     the examined and the reference policy. measure: measure of the search. remove: requested share of the
-    effect to remove. whole: effect of all differing GEMMs. left: the effect that remains under `policy`. parts:
-    layers or groups, the worst first; together they are all layers that differ. kinds: all GEMMs of one kind.
+    effect to remove. whole: effect of all differing GEMMs. left: the effect that remains under `policy`.
+    parts: layers or groups, the worst first; together they are all layers that differ. kinds: all GEMMs of one kind.
     gemms: single GEMMs of the worst parts. worst: (layer, GEMM) pairs that `policy` sets as in the reference
     policy.
 
