@@ -38,9 +38,9 @@ class Blamed:
     policy: the examined policy, with the worst GEMMs as in the reference policy. `asked`, against: names of
     the examined and the reference policy. measure: measure of the search. remove: requested share of the
     effect to remove. whole: effect of all differing GEMMs. left: the effect that remains under `policy`.
-    parts: layers or groups, the worst first; together they are all layers that differ. kinds: all GEMMs of one kind.
-    gemms: single GEMMs of the worst parts. worst: (layer, GEMM) pairs that `policy` sets as in the reference
-    policy.
+    parts: layers or groups, the worst first; together they are all layers that differ. kinds: all GEMMs of
+    one kind. gemms: single GEMMs of the worst parts. worst: (layer, GEMM) pairs that `policy` sets as in the
+    reference policy.
 
     num_layers, num_gemms: numbers of differing layers and GEMMs. runs: runs of the model. max_runs: announced
     limit. repeats: repeats of each effect. flop_share_before, flop_share: quantized share of the matmul FLOPs
