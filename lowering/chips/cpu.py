@@ -1,4 +1,4 @@
-"""CPUs: the one of this machine, one that multiplies in BF16, and one that multiplies in FP32."""
+"""CPUs as targets: this machine's CPU, a CPU that multiplies in BF16, and a CPU that multiplies in FP32."""
 
 from __future__ import annotations
 

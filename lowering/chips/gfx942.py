@@ -1,4 +1,4 @@
-"""MI300: FP8 products in the FNUZ types, MX products emulated."""
+"""MI300: FP8 products in the FNUZ types; MX products are emulated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MI350: MX products, and packed FP4 under E8M0 scales."""
+"""MI350: MX products, and packed FP4 products with E8M0 scales."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The data sheets of chips, and the shares of them that chips sustain: what estimates are made of.
+"""Data sheets of chips, and the share of each peak rate that a chip sustains. Estimates use both.
 
-Kinds of rates are those of `mxcompile.offline.rates`.
+`mxcompile.offline.rates` defines the kinds of rates.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rate:
-    """low, centre, high: slowest, expected and fastest. source: who measured it, or that it is assumed."""
+    """Share of a peak rate that a chip sustains: lowest, expected, highest. source: its measurement."""
 
     low: float
     centre: float
@@ -21,13 +21,12 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peak:
-    """The vendor's data sheet for dense products of one chip of a target.
+    """The vendor's data sheet of one chip; rates are for dense products.
 
-    chip: which. bf16_tflops, mxfp8_tflops, fp8_tflops, fp4_tflops: 10¹² operations a second; the latter three
-    only where they are native, of operands with a scale a block of 32, with one a tensor or channel, and of
-    packed FP4. fp32_tflops: of FP32, not TF32.
-    bandwidth_gbs: of device memory, 10⁹ bytes a second. memory_gb: of device memory, 10⁹ bytes. clock_ghz: at
-    which the rates hold, 10⁹ cycles a second. rates: sustained rates that differ from the target's.
+    bf16_tflops, fp32_tflops (not TF32): 10¹² operations a second. mxfp8_tflops, fp8_tflops, fp4_tflops: the
+    same for a scale per block of 32, for a scale per tensor or channel, and for packed FP4. bandwidth_gbs:
+    bandwidth of device memory, 10⁹ bytes a second. memory_gb: device memory, 10⁹ bytes. clock_ghz: clock
+    that these rates assume, 10⁹ cycles a second. rates: sustained shares that replace the target's.
     """
 
     chip: str
@@ -42,7 +41,7 @@ class Peak:
     rates: Mapping[str, Rate] = field(default_factory=dict, hash=False)
 
     def time_us(self, *, flops: float, tflops: float, num_bytes: float) -> float:
-        """The least time for so many operations and bytes of memory traffic, overlapped perfectly."""
+        """Returns the least time for these operations and this memory traffic, if they overlap fully."""
         return max(flops / (tflops * 1e6), num_bytes / (self.bandwidth_gbs * 1e3))
 
 
@@ -59,7 +58,7 @@ def peak(
     fp4_tflops: float = 0.0,
     rates: Mapping[str, Rate] | None = None,
 ) -> Peak:
-    """Returns the data sheet of `chip`. A rate that is left out is that of the next wider elements."""
+    """Returns the data sheet of `chip`. FP8 and FP4 default to MXFP8's rate, MXFP8 to BF16's."""
     return Peak(
         chip=chip,
         bf16_tflops=bf16_tflops,
@@ -75,7 +74,7 @@ def peak(
 
 
 def shares(source: str, **ends: tuple[float, float, float]) -> dict[str, Rate]:
-    """Returns rates by kind, each low, centre and high, that have one `source`."""
+    """Returns a `Rate` by kind from (low, centre, high); all rates have one `source`."""
     return {
         kind: Rate(low=low, centre=centre, high=high, source=source)
         for kind, (low, centre, high) in ends.items()

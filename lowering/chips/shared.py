@@ -1,4 +1,4 @@
-"""Tiles that several chips share, and sources of their rates."""
+"""Tile configs that several chips share, and names of sources of rates."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from mxcompile.lowering.chips.tiles import (
 MAMF = "stas00/ml-engineering, accelerator benchmarks"
 UNKNOWN = "assumed: no measurement of this chip"
 
-# 128 elements a thread: it then holds whole blocks of the columnwise copy, and fewer instructions go to
-# reductions between threads. Both copies need nearly every register there is for that.
+# With 128 elements, a thread holds whole blocks of the columnwise copy, and fewer reductions cross threads.
+# A cast that makes both copies then uses nearly all registers.
 WIDE = TileConfig(block_m=32, block_n=512, num_warps=4)
 NARROW = TileConfig(block_m=32, block_n=256, num_warps=2)
 QUANTIZE = QuantizeChoices(rowwise=WIDE, columnwise=NARROW, both=NARROW)
 
-# 64 elements a thread; 128 spill where both copies have scales of their own
+# 64 elements a thread: 128 elements spill registers where each copy has its own scales
 FP8_CAST = FP8Choices(
     amax=TileConfig(block_m=64, block_n=256, num_warps=4),
     cast=TileConfig(block_m=64, block_n=128, num_warps=4),
@@ -35,9 +35,9 @@ FUSED_FEW = MatmulConfig(block_m=32, block_n=128, block_k=128, num_warps=4, num_
 
 
 def weight_only(warps: int, gemv: int, dot: int) -> WeightOnlyChoices:
-    """Returns the tiles of products with stored weights.
+    """Returns the tile configs of products with stored weights.
 
-    warps: of a vector's product in MXFP8. gemv, dot: stages of vectors and of matrices.
+    warps: number of warps of the MXFP8 GEMV. gemv, dot: number of stages of the GEMV and of the matrix form.
     """
     return WeightOnlyChoices(
         gemv=MatmulConfig(block_m=1, block_n=8, block_k=512, num_warps=warps, num_stages=gemv),
@@ -59,4 +59,4 @@ EMULATED_TILES = ChipTiles(
     fused_quantize_mm=EMULATED,
     weight_only_mm=WEIGHT_ONLY,
 )
-"""Of a chip that multiplies FP8 and no MX operands."""
+"""Tile configs for chips that multiply FP8 but not MX operands."""

@@ -10,7 +10,7 @@ from mxcompile.lowering.chips.shared import FP4_CAST, FP8_CAST, MAMF, QUANTIZE, 
 from mxcompile.lowering.chips.target import nvidia
 from mxcompile.lowering.chips.tiles import ChipTiles, MatmulConfig, ScaledChoices, TiledConfig
 
-# Warp-specialised, 256 columns take more tensor memory than there is with Triton 3.9.
+# Triton 3.9 needs more tensor memory than the chip has for a warp-specialised tile of 256 columns.
 _TILED = (
     TiledConfig(block_m=128, block_n=256, block_k=128, num_warps=8, num_stages=4, halvings=2),
     TiledConfig(block_m=128, block_n=128, block_k=128, num_warps=8, num_stages=4, halvings=2),
@@ -34,7 +34,7 @@ _TILES = ChipTiles(
         many=MatmulConfig(block_m=128, block_n=128, block_k=128, num_warps=4, num_stages=4),
         few=MatmulConfig(block_m=128, block_n=32, block_k=256, num_warps=4, num_stages=3),
         few_rows=64,
-        swap_few=True,  # the instruction is native from 128 rows of A, and from 16 of B
+        swap_few=True,  # the MMA needs at least 128 rows of A, but only 16 of B
         gathered=MatmulConfig(block_m=128, block_n=64, block_k=64, num_warps=8, num_stages=3),
     ),
     scaled_mm_tiled=_TILED,
@@ -100,8 +100,8 @@ _BOTH: dict[str, Any] = {
     "scale_layout": ScaleLayout.TILED_128X4,
     "fp4_scales": frozenset({ScaleType.E4M3, ScaleType.E8M0}),
     "library_fp4": frozenset({ScaleType.E4M3, ScaleType.E8M0}),
-    # ours of NVFP4 needs 2.25 cycles of shared memory for each k, and the matrix units 1.0: it reaches at
-    # most 0.44 of the data sheet's rate, and the library's 0.57
+    # Our NVFP4 kernel takes 2.25 cycles of shared memory per k, but 1.0 cycle of MMA. So it reaches at most
+    # 0.44 of the data sheet's rate; the library's kernel reaches 0.57.
     "long_k": 7168,
     "prefers_cudnn": True,
     "tiles": _TILES,
@@ -112,7 +112,7 @@ TARGETS = (
         100,
         "B200, GB200",
         processors=148,
-        groups_in_library=True,  # its machine code is for this chip alone, as far as is known
+        groups_in_library=True,  # the library's machine code seems to be for sm_100 alone
         peak=peak(
             "B200",
             bf16_tflops=2250,

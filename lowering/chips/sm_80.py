@@ -1,4 +1,4 @@
-"""A100: no FP8, MX products emulated in BF16."""
+"""A100: no FP8 products; MX products are emulated in BF16."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TARGETS = (
         tiles=replace(
             EMULATED_TILES,
             fp8_cast=Unsupported(reason="no FP8 GEMM to cast for"),
-            weight_only_mm=weight_only(4, 3, 4),  # decoded by integers, two warps spill
+            weight_only_mm=weight_only(4, 3, 4),  # decoding with integer instructions spills at two warps
         ),
         peak=peak(
             "A100 80GB", bf16_tflops=312, fp32_tflops=19.5, bandwidth_gbs=2039, memory_gb=80, clock_ghz=1.41

@@ -1,4 +1,4 @@
-"""L40S, L4 and RTX 40: FP8 products of a library, MX products emulated."""
+"""L40S, L4 and RTX 40: the vendor's library multiplies FP8; MX products are emulated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""H100 and H200: FP8 products of a library, also with scales of blocks; MX products emulated."""
+"""H100 and H200: the vendor's library multiplies FP8, also with block scales; MX products are emulated."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`Target`: what mxcompile knows of a chip, which decides how the mx GEMMs of a graph are lowered for it.
+"""`Target` describes a chip; passes lower the MX GEMMs of a graph by its fields.
 
-``native``: Triton's ``tl.dot_scaled`` becomes the chip's block-scaled MMA. ``emulated``: operands are
-dequantized, fused into their producers, and the vendor's BF16 GEMM multiplies them.
+``native``: Triton compiles ``tl.dot_scaled`` to the chip's block-scaled MMA. ``emulated``: the kernels that
+produce the operands dequantize them, and the vendor's BF16 GEMM multiplies them.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from mxcompile.lowering.chips.tiles import ChipTiles
 class Target:
     """A chip.
 
-    device: torch device type. mma: instruction of the MX GEMM, "" where it is emulated. arch: as Triton names
-    it, a compute capability (100) or an AMD processor ("gfx950"), None where there is no Triton. processors:
-    multiprocessors of the chip. warp_size: threads. shared_bytes: most shared memory one block may have.
-    tmem_columns: tensor memory of an SM, in columns of 128 words. max_registers: 32-bit registers a thread
-    may have before it spills. registers, threads: 32-bit registers of a multiprocessor, and threads it holds
-    at once. issue_rate: instructions of a warp that it issues a cycle, of AMD's those of its vector units.
-    encodes_fp8, decodes_fp8: whether Triton's conversion to or from OCP FP8 is the chip's own, rounding
-    once; integers do it otherwise. stores_fp8: whether the device's code has tensors of those types;
-    bytes stand for them otherwise. fp8_tiles: extents of FP32 scales that the vendor's FP8 GEMM takes (see
-    `multiplies_fp8`). fp8_fnuz: whether the bias of its elements' exponents is 8 or 16, where OCP's is 7 or
-    15, and there is no negative 0. fp4_scales: types of the scales of blocks under which the chip multiplies
-    packed FP4 (see `multiplies_fp4`). library_fp4: the same of the vendor's GEMM, as PyTorch calls it.
-    scale_layout: what the chip's MX GEMM reads fastest. slow_dtypes: those whose products the vendor's
-    library computes faster in FP32. long_k: from this K on a library's product of NVFP4 and another kernel
-    behind it take less time than ours with an epilogue; 0: always. groups_in_library: whether its library
-    multiplies groups of MXFP8 rows. prefers_cudnn: whether PyTorch takes cuDNN's attention. tiles: of the
-    kernel families. peak: for estimates, if there is one. peaks: data sheets by what chips are called; None
-    stands for `peak`. rates: shares of its data sheet that it sustains, by kind.
+    device: torch device type. mma: instruction of the MX GEMM, "" if it is emulated. arch: Triton's name of
+    the chip, a compute capability (100) or an AMD processor ("gfx950"), None without Triton. processors:
+    number of multiprocessors. warp_size: threads of a warp. shared_bytes: most shared memory of a block.
+    tmem_columns: tensor memory of a multiprocessor, in columns of 128 words. max_registers: 32-bit registers
+    that a thread may use before it spills. registers, threads: 32-bit registers and resident threads of a
+    multiprocessor. issue_rate: warp instructions that a multiprocessor issues a cycle; on AMD, vector
+    instructions. encodes_fp8, decodes_fp8: whether Triton converts to or from OCP FP8 by an instruction of
+    the chip, which rounds once; otherwise by integer code. stores_fp8: whether device code has FP8 tensors;
+    otherwise they are bytes. fp8_tiles: granularities of FP32 scales that the vendor's FP8 GEMM takes (see
+    `multiplies_fp8`). fp8_fnuz: whether FP8 is FNUZ: exponent bias 8 or 16 instead of OCP's 7 or 15, and no
+    negative 0. fp4_scales: types of block scales with which the chip multiplies packed FP4 (see
+    `multiplies_fp4`). library_fp4: types of block scales that the vendor's FP4 GEMM takes through PyTorch.
+    scale_layout: layout of scales that the chip's MX GEMM reads fastest. slow_dtypes: dtypes whose products
+    the vendor's library computes faster in FP32. long_k: from this K on, the library's NVFP4 GEMM and a
+    separate epilogue kernel are faster than our GEMM with its epilogue; 0: always. groups_in_library: whether
+    the vendor's library has a grouped MXFP8 GEMM. prefers_cudnn: whether PyTorch selects cuDNN's attention.
+    tiles: configs of the kernel families. peak: data sheet for estimates, if any. peaks: data sheets by chip
+    name; None stands for `peak`. rates: shares of the data sheet's rates that the chip sustains, by kind.
     """
 
     name: str
@@ -79,30 +79,30 @@ class Target:
 
     @property
     def saturates_fp8(self) -> bool:
-        """Whether the chip's conversion gives the largest element for what is larger, as NVIDIA's do."""
+        """Whether the chip's conversion to FP8 saturates, as on NVIDIA GPUs."""
         return self.encodes_fp8 and isinstance(self.arch, int)
 
     @property
     def emulates(self) -> bool:
-        """Whether it is a GPU that multiplies what MX operands stand for."""
+        """Whether the chip is a GPU without an MX GEMM, so that it multiplies dequantized operands."""
         return self.arch is not None and not self.native
 
     def multiplies_fp8(self, left: str, right: str) -> bool:
-        """Whether the vendor's FP8 GEMM takes FP32 scales of these extents, of the left and right operand."""
+        """Whether the vendor's FP8 GEMM takes FP32 scales of these granularities of its two operands."""
         alike = left == right != WEIGHTS or (left, right) == (BLOCKS, WEIGHTS)
         return alike and {left, right} <= self.fp8_tiles
 
     def multiplies_fp4(self, *forms: Format) -> bool:
         """Whether the chip multiplies packed operands of these formats.
 
-        Blocks of 16 of E2M1 under E4M3 scales, or of 32 under E8M0 scales, or tiles of as many rows.
+        A format is E2M1 in blocks of 16 with E4M3 scales or blocks of 32 with E8M0 scales, or in square tiles.
         """
         scales = {form.scale for form in forms}
         return len(scales) == 1 and scales <= self.fp4_scales and all(map(_is_fp4, forms))
 
     @property
     def has_library_mx(self) -> bool:
-        """Whether the vendor's library has products of MX operands that mxcompile calls."""
+        """Whether the vendor's library has MX GEMMs that mxcompile calls."""
         return self.native and self.tmem_columns > 0
 
     def multiplies_mx(self, *forms: Format) -> bool:
@@ -120,7 +120,7 @@ BLOCKS, WEIGHTS = "1x128", "128x128"
 
 
 def nvidia(arch: int, chips: str, processors: int, shared_kib: int, **columns: Any) -> Target:
-    """Returns a GPU of NVIDIA. shared_kib: most shared memory of a block. columns: other fields."""
+    """Returns an NVIDIA GPU. shared_kib: most shared memory of a block. columns: other fields of `Target`."""
     decodes, encodes = arch >= 89, arch >= 90  # sm_89: Triton encodes through FP16, which rounds twice
     return Target(
         name=f"sm_{arch}",
@@ -138,7 +138,7 @@ def nvidia(arch: int, chips: str, processors: int, shared_kib: int, **columns: A
 
 
 def amd(arch: str, chips: str, processors: int, shared_kib: int, **columns: Any) -> Target:
-    """Returns a GPU of AMD. shared_kib: most shared memory of a block. columns: other fields."""
+    """Returns an AMD GPU. shared_kib: most shared memory of a block. columns: other fields of `Target`."""
     return Target(
         name=arch,
         device="cuda",

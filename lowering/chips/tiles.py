@@ -1,4 +1,4 @@
-"""The tiles that the kernel families run with on a chip: a config for each family, or why it does without."""
+"""Tile configs of the kernel families on a chip, or the reason why a family is unsupported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileConfig:
-    """Elementwise over a matrix: the largest tile of one program, and its warps."""
+    """Config of an elementwise kernel over a matrix: the largest tile of a program, and its warps."""
 
     block_m: int
     block_n: int
@@ -16,7 +16,7 @@ class TileConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatmulConfig:
-    """A tile [block_m, block_n] of a product, block_k at a time, num_stages loads in flight."""
+    """Config of a GEMM: tile [block_m, block_n], steps of block_k along K, num_stages loads in flight."""
 
     block_m: int
     block_n: int
@@ -27,29 +27,29 @@ class MatmulConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unsupported:
-    """Why a target does without a family."""
+    """The reason why a target has no kernel of a family."""
 
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizeChoices:
-    """By the copies that are made: "rowwise", "columnwise" or "both"."""
+    """Configs by the copies that a cast makes: "rowwise", "columnwise" or "both"."""
 
     rowwise: TileConfig
     columnwise: TileConfig
     both: TileConfig
 
     def of(self, layout: str) -> TileConfig:
-        """The config for `layout`."""
+        """Returns the config for `layout`."""
         return {"rowwise": self.rowwise, "columnwise": self.columnwise, "both": self.both}[layout]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FP8Choices:
-    """amax: of a matrix that is only read. cast: under scales that are given. blocks: with scales of its own.
+    """Configs: `amax` computes an amax, `cast` casts with given scales, `blocks` with new block scales.
 
-    `blocks` is 128×128: the blocks of `scaling: block` are a tile's rows, columns, or all of it.
+    A tile of `blocks` is 128×128: a block of `scaling: block` is one row, one column or all of it.
     """
 
     amax: TileConfig
@@ -59,7 +59,7 @@ class FP8Choices:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FP4Tile:
-    """The tile of an FP4 cast: rows, whole blocks of them a thread's, and columns."""
+    """Config of an FP4 cast: a tile of rows and columns. Each thread casts whole blocks of rows."""
 
     rows: int
     columns: int
@@ -68,10 +68,10 @@ class FP4Tile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScaledChoices:
-    """Up to `few_rows` rows of `a` run with `few`, operands swapped if `swap_few`; more run with `many`.
+    """Configs: `few` for up to `few_rows` rows of `a`, with swapped operands if `swap_few`; `many` for more.
 
-    gathered: instead of `many` where operands have to be read byte by byte, which takes registers for as many
-    addresses; None if `many` has them.
+    gathered: replaces `many` where a kernel reads operands byte by byte, which takes registers for addresses;
+    None if `many` leaves enough registers.
     """
 
     many: MatmulConfig
@@ -83,9 +83,9 @@ class ScaledChoices:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TiledConfig:
-    """A tile as in `MatmulConfig`, stored in 2^`halvings` parts, which bounds the registers of the epilogue.
+    """A `MatmulConfig` whose tile is stored in 2^`halvings` parts, to bound the registers of the epilogue.
 
-    warp_specialize: loads, MMA and epilogue run in warps of their own. since: first Triton release that
+    warp_specialize: loads, MMA and epilogue run in separate warps. since: first Triton release that
     compiles it.
     """
 
@@ -101,11 +101,11 @@ class TiledConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightOnlyChoices:
-    """gemv: one row a program. dot: block_m rows of activations against block_n of weights.
+    """Configs: a program of `gemv` multiplies one row, a program of `dot` block_m rows of activations.
 
-    packed_gemv, packed_dot: the same of weights with two codes a byte. gemv_rows, dot_rows: up to so many
-    rows a compiled graph prefers the form to the dequantized weight; every row of the gemv form reads and
-    decodes the weight anew.
+    packed_gemv, packed_dot: the same for weights with two codes a byte. gemv_rows, dot_rows: most rows for
+    which a compiled graph prefers the kernel to the dequantized weight; `gemv` reads and decodes the weight
+    again for every row.
     """
 
     gemv: MatmulConfig
@@ -127,12 +127,12 @@ NO_TENSOR_MEMORY = Unsupported(reason="no tensor memory; scaled_mm's pointer for
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChipTiles:
-    """The tiles of a chip by kernel family.
+    """Tile configs of a chip by kernel family.
 
-    scaled_mm: of the pointer form. scaled_mm_tiled: to choose among, those of the widest tiles first (see
-    `kernels.configs.tiled_default`). fused_quantize_mm: blocks of a swapped config are those of the swapped
-    product. more_scaled_mm, more_fused_few, more_fused_many: what autotuning tries beside the defaults, for
-    many rows, and for few and many rows of the fused product.
+    scaled_mm: configs of the pointer form. scaled_mm_tiled: candidates, widest tiles first (see
+    `kernels.configs.tiled_default`). fused_quantize_mm: in a swapped config, block_m and block_n are extents
+    of the swapped product. more_scaled_mm, more_fused_few, more_fused_many: further configs that autotuning
+    tries for many rows, and for few and many rows of the fused product.
     """
 
     quantize: QuantizeChoices | Unsupported = NO_ROW

@@ -7,22 +7,21 @@ from typing import Any
 import torch
 
 MOST_ROWS = 16
-"""Products of so many rows decode a stored weight in registers; the vendor's GEMM takes more."""
+"""Most rows for which a kernel decodes the stored weight in registers; above, the vendor's GEMM runs."""
 
 PART_BYTES = 16 << 20
-"""Of a stored weight that is dequantized at a time for the vendor's GEMM. The system clears new memory for
-every call, which takes longer than to dequantize into it; the GNU C library keeps freed blocks of up to
-32 MiB for the next one."""
+"""Bytes of a weight that are dequantized at a time for the vendor's GEMM. The system clears new memory for
+every call, which takes longer than dequantizing; the GNU C library reuses freed blocks of up to 32 MiB."""
 
 
 _TILE = 64
-"""Rows of a weight of which parts are multiples."""
+"""Parts of a weight start at multiples of this number of rows."""
 
 
 def parts_of(shape: Sequence[Any], dtype: torch.dtype) -> list[tuple[int, int]]:
-    """Start and number of the rows of each part of a weight [N, K] in `dtype`; [] if it is small.
+    """Returns (first row, number of rows) of each part of a weight [N, K] in `dtype`.
 
-    So is one of symbolic sizes.
+    Returns [] if the weight is small or a size is symbolic.
     """
     n, k = shape
     if not (isinstance(n, int) and isinstance(k, int)) or n * k * dtype.itemsize <= PART_BYTES:

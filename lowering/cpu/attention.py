@@ -1,4 +1,4 @@
-"""``mx.attention`` on CPU: the kernel of ``attention.h``; where there can be none, a call of the operator.
+"""Lowers ``mx.attention`` on CPU to the kernel of ``attention.h``, or else to a call of the operator.
 
 out [B, Q, H, D] = softmax(factor · q · kᵀ + mask) · v     BF16 or FP32 q; k and v as they are stored
 """
@@ -31,7 +31,7 @@ def lower_attention(
     factor: float,
     elem_dtype: torch.dtype,
 ) -> ir.TensorBox:
-    """The result of the operator."""
+    """Returns the result of ``mx.attention``."""
     device, dtypes = q.get_device_or_error(), [x.get_dtype() for x in (q, mask) if x is not None]
     if device.type != "cpu" or kernel.obstacle() or not all(dtype in C_TYPES for dtype in dtypes):
         called: ir.TensorBox = _CALL(q, keys, key_scales, values, value_scales, mask, factor, elem_dtype)
@@ -57,7 +57,7 @@ def lower_attention(
 
 
 def _strides(shape: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """Elements of a contiguous mask between neighbouring sequences, heads and queries; 0 where they share."""
+    """Returns strides of a contiguous mask over sequences, heads and queries; 0 for a broadcast dimension."""
     batch, heads, queries, length = (1,) * (4 - len(shape)) + tuple(shape)
     steps = heads * queries * length, queries * length, length
     first, second, third = (

@@ -1,9 +1,9 @@
-"""Casts on CPU: the kernels of ``casts.h`` in the place of Inductor's loops.
+"""Casts on CPU: the kernels of ``casts.h`` replace Inductor's loops.
 
     casts to MXFP8 and decode, of BF16 and FP32                other dtypes: `inductor.casts`
 
-Casts of one matrix along its rows and along its columns are one kernel, which reads it once: whichever
-Inductor lowers first makes the other too, and the other is found here when its turn comes.
+One kernel casts a matrix along its rows and along its columns, so that it reads the matrix once. When
+Inductor lowers the first of the two casts, `cast` makes both results and keeps the second for its node.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ Made = list[ir.TensorBox]
 
 
 def _function(copy: Copy, source: torch.dtype) -> str:
-    """The class of ``casts.h`` whose members make `copy` of elements of dtype `source`."""
+    """Returns the class of ``casts.h`` whose members make `copy` from elements of dtype `source`."""
     words = f"mxcompile::{copy.elem.name.upper()}, mxcompile::Rounding::{copy.rounding}"
     return f"mxcompile::Cast<{words}, {C_TYPES[source]}, {C_TYPES[copy.dtype or source]}>"
 
 
 def _results(copy: Copy, x: ir.TensorBox) -> dict[str, Spec]:
-    """The tensors of `copy` of `x`, by the names of the kernel's pointers."""
+    """Returns shape and dtype of the tensors of `copy` of `x`, by the names of the kernel's pointers."""
     shape = list(x.get_size())
     if copy.dtype is not None:
         return {"values": (shape, copy.dtype)}
@@ -51,7 +51,7 @@ def _results(copy: Copy, x: ir.TensorBox) -> dict[str, Spec]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Progress:
-    """Casts of one graph. seen: casts that have results. early: results whose node's turn has not come."""
+    """Casts of one graph. seen: casts with results. early: results of nodes that are not lowered yet."""
 
     seen: set[fx.Node] = field(default_factory=set)
     early: dict[fx.Node, Made] = field(default_factory=dict)
@@ -61,8 +61,8 @@ class _Progress:
 class StoredBuffers:
     """A weight [N, k], stored along its rows.
 
-    buffers: its codes and scales, and the global scale if there is one, as `kernel.stored` gives them. elem:
-    what the headers call its elements. rows: whether every row has a global scale.
+    buffers: codes, scales and the global scale if there is one, from `kernel.stored`. elem: class of
+    ``elements.h`` for the elements. rows: whether every row has a global scale.
     """
 
     buffers: Mapping[str, Any]
@@ -87,18 +87,18 @@ class StoredBuffers:
         )
 
     def words(self, words: CppNames) -> str:
-        """The weight as a value of the headers."""
+        """Returns the weight as a C++ expression of class ``Weight``."""
         codes, scales = words.pointer("codes"), words.pointer("scales")
         whole = f", {words.pointer('whole')}, {int(self.rows)}" if "whole" in self.buffers else ""
         return f"mxcompile::Weight<{self.elem}>{{{codes}, {scales}, {words.given(self.k)}{whole}}}"
 
 
 _PROGRESS: WeakKeyDictionary[Any, _Progress] = WeakKeyDictionary()
-"""By Inductor's graph."""
+"""Progress by Inductor's graph."""
 
 
 def cast(x: ir.TensorBox, copy: Copy) -> Made | None:
-    """The tensors of a copy in MXFP8; None where Inductor's loops serve."""
+    """Returns the tensors of `copy` of `x`, in MXFP8; None if Inductor's loops make them."""
     device = x.get_device_or_error()
     if device.type != "cpu" or x.get_dtype() not in _FLOATS or not _has_kernel(copy) or not kernel.usable():
         return None
@@ -123,7 +123,7 @@ def _has_kernel(copy: Copy) -> bool:
 
 
 def _others(node: fx.Node, copy: Copy) -> Iterator[tuple[fx.Node, Copy]]:
-    """Casts of the same tensor along the other of its last two dimensions, alike but for what they give."""
+    """Yields casts that can share a kernel with `copy`: equal format, along the other matrix dimension."""
     if node is None or copy.is_square:
         return
     source = node.args[0]
@@ -140,7 +140,7 @@ def _others(node: fx.Node, copy: Copy) -> Iterator[tuple[fx.Node, Copy]]:
 
 
 def _emit(x: ir.TensorBox, copies: Sequence[Copy]) -> list[ir.TensorBox]:
-    """All tensors of `copies` of one tensor along several dimensions, in order."""
+    """Returns all tensors of `copies` of `x`, which are along different dimensions, in order."""
     shape = list(x.get_size())
     outputs = {f"{name}{-1 - copy.dim}": spec for copy in copies for name, spec in _results(copy, x).items()}
     source = kernel.stored(x)
@@ -153,7 +153,7 @@ def _emit(x: ir.TensorBox, copies: Sequence[Copy]) -> list[ir.TensorBox]:
 
 
 def _body(shape: list[Any], source: torch.dtype, copies: Sequence[Copy], words: CppNames) -> str:
-    """The call of ``Cast<…>::rows`` or ``matrices``."""
+    """Returns the call of ``Cast<…>::rows`` or ``matrices``."""
     copy = next((each for each in copies if each.dtype), copies[0])
     results = f"mxcompile::Results<{C_TYPES[copy.dtype or source]}>"
     function = _function(copy, source)
@@ -163,12 +163,12 @@ def _body(shape: list[Any], source: torch.dtype, copies: Sequence[Copy], words: 
         return f"{results}{{{', '.join(wanted)}}}"
 
     x, threads = words.pointer("x"), words.threads
-    dim = min(each.dim for each in copies)  # of two the one along columns
+    dim = min(each.dim for each in copies)  # the columnwise copy, if there are two
     if dim == -1 and not copy.is_square:
         sizes = words.given(math.prod(shape[:-1]), shape[-1])
         return f"{function}::rows({x}, {sizes}, {threads}, {pointers(-1, *_RESULTS)});"
     down, along = pointers(dim, *_RESULTS), pointers(-1, *_RESULTS) if len(copies) > 1 else pointers(-1)
-    if dim == -1:  # a square tile's elements are those along columns, its scales those along rows
+    if dim == -1:  # for square tiles, `down` takes the elements and `along` the scales
         down, along, dim = pointers(-1, "values", "codes"), pointers(-1, "scales"), -2
     place = dim % len(shape)
     sizes = words.given(math.prod(shape[:place]), shape[place], math.prod(shape[place + 1 :]))
@@ -177,12 +177,12 @@ def _body(shape: list[Any], source: torch.dtype, copies: Sequence[Copy], words: 
 
 
 def _elem_class(form: Format) -> str:
-    """The class of ``elements.h`` for the elements of stored data."""
+    """Returns the class of ``elements.h`` for the elements of stored data."""
     return f"mxcompile::{'NVFP4' if form.two_level else form.elem.name.upper()}"
 
 
 def decoded_size(qdata: ir.TensorBox, dim: int, form: Format) -> list[Any]:
-    """The shape of the values of stored data, whose bytes hold several elements along `dim`."""
+    """Returns the shape of the values of `qdata`, whose bytes hold several elements along `dim`."""
     shape = list(qdata.get_size())
     shape[dim] = shape[dim] * form.per_byte
     return shape
@@ -196,13 +196,13 @@ def decoded(
     dtype: torch.dtype,
     global_scale: ir.TensorBox | None = None,
 ) -> ir.TensorBox | None:
-    """The value of ``mx.decode``; None where Inductor's loops serve."""
+    """Returns the value of ``mx.decode``; None if Inductor's loops compute it."""
     if not (form.packed or form.is_mx_rows):
         return None
     shape, device = decoded_size(qdata, block_dim, form), qdata.get_device_or_error()
     if device.type != "cpu" or dtype not in _FLOATS or not kernel.usable():
         return None
-    if len(scale.get_size()) != len(shape):  # tiled
+    if len(scale.get_size()) != len(shape):  # tiled scales
         return None
     dim = block_dim % len(shape)
     two_level = form.two_level
@@ -227,7 +227,7 @@ def decoded(
 def dequantize_part(
     weight: StoredBuffers, first: int, count: Any, dtype: torch.dtype, shape: Sequence[Any] | None = None
 ) -> ir.TensorBox:
-    """Values of `count` rows of `weight` from `first` on, of `shape` if given; all parts share the code."""
+    """Returns `count` rows of `weight` from row `first`, in `shape` if given; all parts share one kernel."""
 
     def body(words: CppNames) -> str:
         part = f"{weight.words(words)}.from({words.given(first)})"

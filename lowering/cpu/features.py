@@ -1,9 +1,9 @@
-"""Data types that this machine's CPU multiplies fast: the one place that knows.
+"""Data types that this machine's CPU multiplies fast. All other modules use these results.
 
 A CPU without matrix instructions for BF16 (or FP16) computes such products in a loop of scalar conversions,
-4 to 40 times slower than the same product in FP32 (pytorch issue 146508). So the dtypes without instructions
-are multiplied in FP32, in which their values are exact. The decision rests on instructions alone, never on a
-timing: one machine decides the same way every time.
+4 to 40 times slower than the same product in FP32 (pytorch issue 146508). So products of dtypes without
+instructions run in FP32, in which their values are exact. The decision depends on instructions alone, not on
+timings, so that it is the same in every run.
 
 Source: ``torch.cpu.get_capabilities`` (cpuinfo), limited as ``ONEDNN_MAX_CPU_ISA`` limits oneDNN, which
 computes PyTorch's products.
@@ -22,7 +22,7 @@ import torch
 _ISA = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI",
         "AVX512_CORE_BF16", "AVX10_1_512", "AVX512_CORE_FP16", "AVX10_1_512_AMX", "AVX512_CORE_AMX",
         "AVX10_1_512_AMX_FP16", "AVX512_CORE_AMX_FP16", "AVX10_2_512")  # fmt: skip
-"""Values of ``ONEDNN_MAX_CPU_ISA``, each a superset of those before it as far as BF16 and FP16 go."""
+"""Values of ``ONEDNN_MAX_CPU_ISA``, each with all BF16 and FP16 instructions of the values before it."""
 
 _BF16 = {
     "amx_bf16": ("AMX BF16", "AVX10_1_512_AMX"),
@@ -42,15 +42,15 @@ _VECTORS = {
     "sve": ("SVE", ""),
     "neon": ("NEON", ""),
 }
-"""What to call the instructions, and the least ISA of oneDNN that uses them, "" on ARM; the best first."""
+"""Name of the instructions, and the least ISA of oneDNN that uses them, "" on ARM; the best first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Features:
     """The instructions that a CPU has.
 
-    vectors: its widest vector instructions, such as "AVX2". bf16, fp16: those that multiply matrices or
-    vectors of BF16 or FP16, "" if it has none. int8: those that multiply bytes on ARM ("I8MM"), for `env`.
+    vectors: widest vector instructions, such as "AVX2". bf16, fp16: instructions that multiply matrices or
+    vectors of BF16 or FP16, "" if there are none. int8: instructions that multiply bytes on ARM ("I8MM").
     """
 
     vectors: str
@@ -66,12 +66,12 @@ class Features:
 
     @property
     def name(self) -> str:
-        """The class of CPU, such as "AVX2" or "AVX-512 BF16": what a measurement should name."""
+        """The class of CPU for records of measurements, such as "AVX2" or "AVX-512 BF16"."""
         return self.bf16 or self.vectors
 
     @property
     def consequence(self) -> str:
-        """Returns in one line how mxcompile compiles for this CPU."""
+        """One line about the dtypes in which products run on this CPU."""
         matrices = ", ".join(filter(None, (self.bf16, self.fp16, self.int8)))
         has = f"{self.vectors}, {matrices}" if matrices else self.vectors
         slow = [word for word, own in (("BF16", self.bf16), ("FP16", self.fp16)) if not own]
@@ -82,20 +82,20 @@ class Features:
 
 @functools.cache
 def features() -> Features:
-    """Returns what the CPU of this machine has instructions for."""
+    """Returns the features of this machine's CPU."""
     return features_of(_capabilities(), os.environ.get("ONEDNN_MAX_CPU_ISA", ""))
 
 
 def features_of(capabilities: Mapping[str, Any], max_isa: str = "") -> Features:
-    """Returns the features that `capabilities`, by the names of ``torch.cpu.get_capabilities``, stand for.
+    """Returns the features of a CPU with `capabilities`, named as in ``torch.cpu.get_capabilities``.
 
-    max_isa: value of ``ONEDNN_MAX_CPU_ISA``; "" or an unknown word limits nothing.
+    max_isa: value of ``ONEDNN_MAX_CPU_ISA``; "" or an unknown value limits nothing.
     """
     known = max_isa.upper() in _ISA
     allowed = ("", *_ISA[: _ISA.index(max_isa.upper()) + 1]) if known else ("", *_ISA)
 
     def first(table: Mapping[str, tuple[str, str]]) -> str:
-        """The name of the first instructions of `table` that the CPU has and oneDNN may use."""
+        """Returns the name of the first instructions of `table` that the CPU has and oneDNN may use."""
         names = (name for key, (name, isa) in table.items() if capabilities.get(key) and isa in allowed)
         return next(names, "")
 

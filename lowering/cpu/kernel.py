@@ -1,8 +1,8 @@
-"""A C++ kernel as a node of Inductor's graph: buffers in, new contiguous buffers out, one function between.
+"""A C++ kernel as a node of Inductor's graph: its function reads buffers and writes new contiguous buffers.
 
 Inductor writes the function into the code that it generates, compiles it with its own flags for its own
-vector ISA, and calls it as it calls its own loops, from Python or from C++. The headers it needs are pasted
-in front, so that what caches compare is all of the code, and an ahead-of-time package is complete.
+vector ISA, and calls it as it calls its own loops, from Python or from C++. The code contains the text of the
+headers, so that caches compare all of the code, and an ahead-of-time package is complete.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from mxcompile.ops import Spec
 _HEADERS = Path(__file__).parent
 
 C_TYPES = {torch.bfloat16: "mxcompile::Bfloat16", torch.float32: "float"}
-"""What the headers call elements; those of all other dtypes are bytes."""
+"""C++ types of elements; elements of all other dtypes are bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CppBody:
     """The body of a kernel.
 
-    header: of this folder, with the function that does it. body: statements, with names from `CppNames`.
+    header: file of this folder with the function that `body` calls. body: returns statements.
     """
 
     header: str
@@ -45,7 +45,7 @@ class CppBody:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Size:
-    """A parameter of a kernel, in the place of the symbol that Inductor passes by its name."""
+    """A parameter of a kernel. It replaces a symbol, which Inductor would pass by its name."""
 
     name: str
     value: int
@@ -55,14 +55,14 @@ class _Size:
 
 
 class CppNames:
-    """C++ for the buffers and sizes of one kernel, known when Inductor writes it."""
+    """C++ expressions for the buffers and sizes of one kernel, made while Inductor writes it."""
 
     def __init__(self, kernel: CppTemplateKernel, nodes: Mapping[str, Any]) -> None:
         self._kernel = kernel
         self._nodes = nodes
 
     def pointer(self, name: str) -> str:
-        """The first element of the buffer called `name`; null if there is none such, or nobody reads it."""
+        """Returns a pointer to the buffer `name`; null if it does not exist or Inductor removed it."""
         node = self._nodes.get(name)
         if node is None:
             return "nullptr"
@@ -72,11 +72,11 @@ class CppNames:
         return f"reinterpret_cast<{const}{c_type}*>(&{first})"
 
     def sizes(self, *values: Any) -> str:
-        """Sizes, which may be symbolic, as arguments."""
+        """Returns sizes, which may be symbolic, as arguments."""
         return ", ".join(self._written(value) for value in values)
 
     def given(self, *values: Any) -> str:
-        """Sizes as arguments that the caller of the kernel passes: shapes share the code, compiled once."""
+        """Returns sizes as arguments that the kernel's caller passes, so that shapes share compiled code."""
         return ", ".join(
             self._parameter(int(value)) if isinstance(value, (int, sympy.Integer)) else self._written(value)
             for value in values
@@ -93,7 +93,7 @@ class CppNames:
 
     @property
     def threads(self) -> str:
-        """How many threads Inductor gives a kernel."""
+        """The number of threads that Inductor gives a kernel."""
         return str(parallel_num_threads())
 
 
@@ -110,24 +110,24 @@ def _no_compiler() -> str:
 
 
 def obstacle() -> str:
-    """Why there can be no C++ kernels in what is compiled now; "" if there can."""
+    """Returns the reason why the current compilation cannot use C++ kernels; "" if it can."""
     if config.cpu_backend != "cpp":
         return f"no C++ kernels: Inductor generates {config.cpu_backend} for CPUs"
     if (
         config.cpp.enable_unsafe_math_opt_flag
-    ):  # rounding adds and subtracts, which a compiler may then remove
+    ):  # the compiler may then remove the additions and subtractions that round
         return "no C++ kernels: config.cpp.enable_unsafe_math_opt_flag is set"
     return _no_compiler()
 
 
 def usable() -> bool:
-    """Whether kernels may be part of what is compiled now."""
+    """Whether the current compilation can use C++ kernels."""
     return not obstacle()
 
 
 def stored(x: ir.TensorBox) -> Any:
-    """`x` as a contiguous buffer in memory."""
-    if any(size == 0 for size in x.get_size()):  # whose strides are others in Inductor and in PyTorch
+    """Returns `x` as a contiguous buffer in memory."""
+    if any(size == 0 for size in x.get_size()):  # Inductor and PyTorch give it different strides
         return ir.InputsKernel.unwrap_storage_for_input(ir.ExternKernel.copy_input(x))
     contiguous = ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x))
     return ir.InputsKernel.unwrap_storage_for_input(contiguous)
@@ -136,7 +136,7 @@ def stored(x: ir.TensorBox) -> Any:
 def call(
     code: CppBody, inputs: Mapping[str, Any], outputs: Mapping[str, Spec], device: torch.device
 ) -> list[ir.TensorBox]:
-    """New tensors, `outputs` by name, which `code` makes of `inputs`, which `stored` gave."""
+    """Returns new tensors, `outputs` by name, that `code` computes from `inputs`, buffers from `stored`."""
     layouts = [ir.FixedLayout(device, dtype, list(shape)) for shape, dtype in outputs.values()]
     several = len(layouts) > 1
     layout: Any = ir.MultiOutputLayout(device=device) if several else layouts[0]
@@ -164,7 +164,7 @@ def _render(
     flag_template_buffer_has_other_users: bool = False,
     epilogue_nodes: Sequence[Any] | None = None,
 ) -> tuple[CppTemplateKernel, Callable[[], str]]:
-    """The kernel of `buffer` and the function that writes it: what Inductor asks of a template."""
+    """Returns the kernel of `buffer` and the function that writes it, as Inductor's templates do."""
     assert not epilogue_nodes, "the kernel has no place for epilogues"
     kernel = CppTemplateKernel(str(Placeholder.KERNEL_NAME), parallel_num_threads())
     buffers = zip(outputs, buffer.outputs or [buffer], strict=True)
@@ -182,7 +182,7 @@ def _render(
 
 @functools.cache
 def text(header: str) -> str:
-    """`header` and what it includes of this folder."""
+    """Returns `header` with the text of the headers of this folder that it includes."""
     lines = ["#include <torch/csrc/inductor/cpp_prefix.h>"]
     for line in (_HEADERS / header).read_text(encoding="utf-8").splitlines():
         local = line.removeprefix('#include "').removesuffix('"')

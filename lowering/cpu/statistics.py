@@ -1,6 +1,6 @@
 """``mx.cast_statistics`` on CPU: the kernel of ``statistics.h``, which reads a tensor once.
 
-`inductor.statistics` lowers the operator, and takes this kernel for MXFP8 of BF16 and FP32.
+`inductor.statistics` lowers the operator, and calls this kernel for casts of BF16 and FP32 to MXFP8.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from mxcompile.ops.watch import LENGTH
 def cast_statistics(
     x: ir.TensorBox, block_dim: int, form: Format, keep: int
 ) -> tuple[ir.TensorBox, ir.TensorBox | None] | None:
-    """Statistics, FP64, of a cast to MXFP8, and `keep` of its values, FP32, None if that is 0.
+    """Returns FP64 statistics of a cast to MXFP8, and `keep` of its values in FP32, None if `keep` is 0.
 
-    Returns None if the kernel is not for this tensor.
+    Returns None if the kernel does not support this tensor.
     """
     if x.get_dtype() not in C_TYPES or not kernel.usable():
         return None
@@ -38,7 +38,7 @@ def cast_statistics(
 
 
 def _body(shape: list[Any], dtype: torch.dtype, dim: int, form: Format, keep: int, words: CppNames) -> str:
-    """The call of ``Statistics<…>::rows`` or ``matrices``."""
+    """Returns the call of ``Statistics<…>::rows`` or ``matrices``."""
     elem = f"mxcompile::{form.elem.name.upper()}, mxcompile::Rounding::{form.rounding}"
     function = f"mxcompile::Statistics<{elem}, {C_TYPES[dtype]}>"
     out = f"reinterpret_cast<double*>({words.pointer('statistics')})"

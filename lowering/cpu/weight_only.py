@@ -1,9 +1,9 @@
 """``mx.weight_only_mm`` of few rows on CPU: the kernel of ``weight_only_mm.h``.
 
-    out = x [M, K] · wᵀ [N, K] (+ bias)        BF16 or FP32 x; w as it is stored, codes along its rows
+    out = x [M, K] · wᵀ [N, K] (+ bias)        BF16 or FP32 x; stored w, codes along its rows
 
-More rows than `MOST_ROWS` take the vendor's GEMM with the dequantized weight, a part of its rows at a time
-where the whole is large (see `PART_BYTES`). A bias of another shape than [N] is added behind.
+For more rows than `MOST_ROWS`, the vendor's GEMM multiplies the dequantized weight, in parts if it is large
+(see `PART_BYTES`). A bias with more than one dimension is added after the kernel.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def product(
     form: Format,
     global_scale: ir.TensorBox | None = None,
 ) -> ir.TensorBox | None:
-    """The result of the operator; None where the weight is better dequantized."""
+    """Returns the result of the operator; None if the kernel does not support it, or x has many rows."""
     device, sources = (
         x.get_device_or_error(),
         (x.get_dtype(), torch.float32 if bias is None else bias.get_dtype()),
@@ -80,7 +80,7 @@ def parts(
     form: Format,
     global_scale: ir.TensorBox | None = None,
 ) -> list[ir.TensorBox] | None:
-    """The weight [N, K] in `dtype`, in parts of some rows; None where it is small, or not for this kernel."""
+    """Returns the weight [N, K] in `dtype` in parts of some rows; None if it is small or unsupported."""
     device, sizes = qdata.get_device_or_error(), decoded_size(qdata, -1, form)
     if device.type != "cpu" or dtype not in C_TYPES or kernel.obstacle() or len(scale.get_size()) != 2:
         return None
