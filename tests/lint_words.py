@@ -33,8 +33,9 @@ SOURCES = ("mxcompile", "lowering", "passes")
 NO_SUBJECTS = ("What", "Of", "That", "Those")
 NO_NOUNS = ("found", "made", "said")
 
-UNWRITTEN = ("lowering", "passes", "mxcompile/formats", "mxcompile/ops")
-"""Trees whose files do not follow `STRICT_RULES` yet. Take one out when its docstrings are rewritten."""
+UNWRITTEN = ("lowering", "lowering/graph", "lowering/inductor", "lowering/kernels", "lowering/templates",
+             "passes", "mxcompile/formats", "mxcompile/ops")  # fmt: skip
+"""Folders whose own files do not follow `STRICT_RULES` yet. Remove a folder when its docstrings do."""
 
 _VERB = re.compile(r"[A-Z][a-z-]*s,?$|Whether$|`")
 _CODE = re.compile(r"``.+?``|`.+?`", re.DOTALL)
@@ -65,7 +66,7 @@ def main() -> int:
     faults = [*pages()]
     for path, tree in sources():
         faults += [*docstrings(path, tree), *variables(path, tree)]
-        if not path.startswith(UNWRITTEN):
+        if str(Path(path).parent) not in UNWRITTEN:
             faults += strict(path, (ROOT / path).read_text(encoding="utf-8"))
     for fault in faults:
         print(fault)  # noqa: T201

@@ -95,7 +95,7 @@ class Target:
     def multiplies_fp4(self, *forms: Format) -> bool:
         """Whether the chip multiplies packed operands of these formats.
 
-        A format is E2M1 in blocks of 16 with E4M3 scales or blocks of 32 with E8M0 scales, or in square tiles.
+        A format is E2M1 in blocks of 16 with E4M3 scales or of 32 with E8M0 scales, or in square blocks.
         """
         scales = {form.scale for form in forms}
         return len(scales) == 1 and scales <= self.fp4_scales and all(map(_is_fp4, forms))

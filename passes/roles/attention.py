@@ -1,10 +1,10 @@
 """Projections of attentions.
 
-    qkv         an operand of an attention, or a gate on what an attention made
+    qkv         its result is q, k or v of an attention, or gates the result of an attention
     attn_out    the first layer behind an attention
 
-The attention is one operator or spelled out; q, k and v are reached along elementwise operators (rotary
-embedding, norms, filters), not through another layer.
+The attention is one operator or spelled out. Elementwise operators (rotary embedding, norms, filters) may lie
+between a layer and the attention, but not another layer.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def _reaches_attention(site: Site) -> Holds | Fails:
 
 
 def gates(site: Site, layer: object, kind: Source) -> bool:
-    """Whether the input of `layer`, which follows `site`, is a gated result of a source of `kind`."""
+    """Whether the input of `layer`, which follows `site`, is the gated result of a source of `kind`."""
     feeds = site.model.feeds
     origins = Site.at(layer, site.model).beyond  # type: ignore[arg-type]
     return any(origins[source] & GATED for source in feeds.sources(origins, kind))
 
 
 def from_attention(site: Site) -> bool:
-    """Whether the input of the layer is what an attention made, and no residual stream."""
+    """Whether the input of the layer comes from an attention, and not from a residual stream."""
     return bool(site.sources(Source.ATTENTION)) and not site.sources(Source.STREAM)
 
 

@@ -1,9 +1,9 @@
-"""Which axes of a matmul's result a dimension of a later tensor is made of.
+"""Traces a dimension of a tensor back to axes of the result of the matmul that it is computed from.
 
     y[b, m, n]: axis BATCH runs over b, ROW over m, COLUMN over n
 
-A dimension is followed back through views, casts and elementwise operators (`graph.dims`). A dimension that
-cannot be followed has no axis.
+`axes` follows a dimension back through views, casts and elementwise operators (`graph.dims`). A dimension
+that it cannot follow has no axis.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _STEPS = 64
 
 
 def axes(node: fx.Node, dim: int, root: fx.Node, through: Container[fx.Node] = ()) -> int:
-    """The axes of the result of the matmul `root` that dimension `dim` of `node` is made of, as a sum.
+    """Returns the axes of the result of matmul `root` that dimension `dim` of `node` comes from, as a sum.
 
     through: products with a parameter that count as elementwise.
     """
@@ -43,26 +43,26 @@ def axes(node: fx.Node, dim: int, root: fx.Node, through: Container[fx.Node] = (
 
 
 def data_operand(node: fx.Node) -> fx.Node:
-    """The operand of a product with a parameter that is not the parameter."""
+    """Returns the operand of a product with a parameter that is not the parameter."""
     operand = operands(node)[1 - tags_of(node)[0].tensors.index("w")]
     assert isinstance(operand, fx.Node)
     return operand
 
 
 def features(node: fx.Node) -> int:
-    """The axis of the output features in the result of `node`, a product with a parameter."""
+    """Returns the axis of the output features in the result of `node`, a product with a parameter."""
     return COLUMN if tags_of(node)[0].tensors[0] == "x" else ROW
 
 
 def contracted(node: fx.Node) -> int:
-    """The dimension of its data operand that `node`, a product with a parameter, sums over."""
+    """Returns the dimension of its data operand that `node`, a product with a parameter, sums over."""
     if packet(node) is aten.convolution:
         return 1
     return -1 if tags_of(node)[0].tensors[0] == "x" else -2
 
 
 def product_behind(node: fx.Node, through: Container[fx.Node]) -> fx.Node | None:
-    """The matmul that `node` is made of elementwise, if it is made of one. through: as of `axes`."""
+    """Returns the matmul that `node` is computed from elementwise, or None. through: see `axes`."""
     for _ in range(_STEPS):
         if _ends(node, through):
             return node
@@ -79,7 +79,7 @@ def _labels(root: fx.Node, dims: frozenset[int]) -> int:
     if value is None:
         return 0
     ndim, labels = value.ndim, 0
-    if packet(root) is aten.convolution:  # a pointwise one: channels are the columns, pixels the rows
+    if packet(root) is aten.convolution:  # pointwise: channels are columns, pixels are rows
         return sum({COLUMN if dim == 1 else ROW for dim in dims})
     for dim in dims:
         labels |= {ndim - 1: COLUMN, ndim - 2: ROW}.get(dim, BATCH)
@@ -87,7 +87,7 @@ def _labels(root: fx.Node, dims: frozenset[int]) -> int:
 
 
 def _towards(node: fx.Node, root: fx.Node, through: Container[fx.Node]) -> fx.Node | None:
-    """The argument of `node` that leads back to `root`: of those that are computed the largest."""
+    """Returns the argument of `node` that leads back to `root`: the largest computed argument."""
     if node.op != "call_function" or _ends(node, through):
         return None
     arguments = [arg for arg in node.all_input_nodes if arg is root or not _ends(arg, through)]
@@ -100,11 +100,11 @@ def _towards(node: fx.Node, root: fx.Node, through: Container[fx.Node]) -> fx.No
 
 
 def _size(node: fx.Node) -> tuple[bool, int]:
-    """Orders arguments: a mask, a row statistic or a number are less than what they are applied to."""
+    """Returns a sort key: masks, row statistics and numbers are less than the tensor that they apply to."""
     value = value_of(node)
     return value.is_floating_point(), numel(value.shape)
 
 
 def _ends(node: fx.Node, through: Container[fx.Node]) -> bool:
-    """Whether `node` is a product of its own; a filter, which keeps channels apart, is none."""
+    """Whether `node` is a product that ends a search. Convolutions and nodes in `through` do not end it."""
     return bool(tags_of(node)) and node not in through and packet(node) is not aten.convolution

@@ -1,4 +1,4 @@
-"""The first of two layers without a nonlinearity in between is one layer in two steps: a low-rank pair."""
+"""Roles of low-rank pairs: two layers without a nonlinearity in between are one layer in two steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mxcompile.policy import Role
 
 
 def inherited(site: Site) -> tuple[Role, Answer] | None:
-    """The role of the layers that read the result of `site` linearly, if all that read it have just one."""
+    """Returns the role that all readers of the result of `site` share, if they all read it linearly."""
     roles = {site.role_of(follower) for follower in site.followers}
     if len(roles) != 1 or any(follower.activated or follower.marks & BESIDE for follower in site.followers):
         return None

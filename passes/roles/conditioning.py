@@ -1,7 +1,7 @@
-"""conditioning: scales, shifts or gates a residual stream from outside of it, or makes what does.
+"""conditioning: scales, shifts or gates a residual stream from outside, or feeds a layer that does so.
 
-Outside: made from no token of the stream (time steps, guidance, a pooled text), or from the stream as a
-whole, pooled, and broadcast over it again.
+Its input is outside if it comes from no token of the stream (time steps, guidance, a pooled text), or if it
+is pooled from the whole stream, so that the result is broadcast over the stream again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _shifts_stream(site: Site) -> Holds | Fails:
 def _is_pooled(site: Site) -> bool:
     origins = site.beyond
     layers = [s for s in origins if site.model.feeds.kind[s] is Source.LAYER]
-    for layer in layers:  # the first of the two layers of squeeze and excitation
+    for layer in layers:  # the first layer of squeeze and excitation
         origins = {**origins, **Site.at(layer, site.model).made}
     streams = [marks for source, marks in origins.items() if site.model.feeds.kind[source] in _POOLED]
     return bool(streams) and not any(marks & WHOLE for marks in streams)

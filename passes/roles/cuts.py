@@ -1,7 +1,7 @@
-"""Where a graph was cut out of the model: which of its ends are the model's own.
+"""Outputs of a graph that may be cut out of a model: results of the model, or values for other graphs.
 
-A graph break, a bucket of DDP or a block compiled alone leaves a graph whose inputs other graphs made and
-whose outputs go on into others. Nothing is guessed of what such an end hides.
+A graph break, a bucket of DDP or a block compiled alone leaves a graph that reads values of other graphs and
+returns values to them. The passes guess nothing about the model beyond such ends.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from mxcompile.passes.roles.uses import GraphOutputs
 
 _NO_RESULTS = ("GradAOTOutput", "InputMutationAOTOutput", "MetadataMutationAOTOutput", "TokenAOTOutput",
                "SavedForBackwards", "PhiloxUpdated")  # fmt: skip
-"""What AOTAutograd returns beside the results: gradients, what in-place writes left."""
+"""Kinds of outputs that AOTAutograd adds to the results: gradients, values after in-place writes."""
 
 
 def ends(graph: fx.Graph, depends: Mapping[fx.Node, Depends], *, are_cut: bool) -> GraphOutputs:
-    """The outputs of the forward in a joint or inference graph: results of the model, or cuts.
+    """Returns the outputs of the forward in a joint or inference graph: results of the model, or cuts.
 
-    Where the code takes derivatives itself, the forward also ends in what these alone read: a loss that the
-    code does not return.
+    If the code takes derivatives itself, the forward also ends in values that only derivatives read, such as
+    a loss that the code does not return.
     """
     outputs = frozenset(
         node
@@ -43,10 +43,10 @@ def ends(graph: fx.Graph, depends: Mapping[fx.Node, Depends], *, are_cut: bool) 
 
 
 def live(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes of the forward, in order: not those that backward alone reads.
+    """Returns the nodes of the forward in order, without nodes that only backward reads.
 
-    A layer whose result nothing reads (the last one of a tower that another layer's result is taken of) is
-    what it would be if something did.
+    Keeps layers whose results have no reader, as after the layer of a tower whose result the model takes:
+    they get the role that they have with a reader.
     """
     nodes = {node for node, descriptor in _outputs(graph) if "GradAOTOutput" not in type(descriptor).__name__}
     if not nodes:
@@ -59,7 +59,7 @@ def live(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _outputs(graph: fx.Graph) -> Iterator[tuple[fx.Node, Any]]:
-    """The outputs that are nodes, and what AOTAutograd says of them."""
+    """Yields the outputs that are nodes, and their descriptors from AOTAutograd."""
     for output in graph.find_nodes(op="output"):
         returned = output.args[0]
         values = returned if isinstance(returned, list | tuple) else (returned,)

@@ -1,4 +1,4 @@
-"""embedding: makes what a residual stream starts with, alone or as one of several layers in a row."""
+"""embedding: makes the first value of a residual stream, alone or with other layers in a row."""
 
 from __future__ import annotations
 

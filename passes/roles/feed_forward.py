@@ -1,12 +1,12 @@
 """Feed-forward networks.
 
     ffn_out     reads other layers through an activation or a gate, and its result joins the residual stream
-    ffn_in      the layers it reads so, those that these read so in turn, and a gate on its result
+    ffn_in      feeds ffn_out or another ffn_in through an activation or a gate, or gates ffn_out's result
     expert_*    the same where tokens are routed: a top-k chose the input or weights the result, or the weight
-                is a stack of matrices; or weights by a softmax divide tokens among such and combine results
+                is a stack of matrices; softmax weights may divide tokens among them and combine results
 
-A model or a block that is a feed-forward network and nothing else has no residual stream to join; there the
-last layer is told by the width it returns to.
+A model or a block that is only a feed-forward network has no residual stream to join. Its last layer is the
+layer that returns to the width of the input.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _feeds_last(site: Site) -> Holds | Fails:
 
 
 def _ends_network(node: fx.Node, site: Site) -> bool:
-    """Whether `node` is another layer that reads activated ones, on its way into the stream."""
+    """Whether `node` is another layer that reads layers through an activation and joins the stream."""
     if node is site.node or site.model.feeds.kind[node] is not Source.LAYER:
         return False
     other = Site.at(node, site.model)
@@ -83,7 +83,7 @@ def _is_routed(site: Site) -> Holds | Fails:
 
 
 def _partners(site: Site) -> list[fx.Node]:
-    """The other layers of the network."""
+    """Returns the other layers of the network."""
     before = [layer for layer in site.beyond if site.model.feeds.kind[layer] is Source.LAYER]
     before = [layer for layer in before if site.beyond[layer] & BENT]
     return [*before, *(f.layer for f in site.followers if site.role_of(f) in _LAST)]

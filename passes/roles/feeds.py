@@ -1,10 +1,10 @@
-"""The sources that every value of the forward is made of, back to the nearest, in one sweep.
+"""One sweep finds the nearest sources of every value of the forward.
 
-A source is a layer, an attention, another product of activations, a convolution, a residual stream, a table,
-an input. How a value was made from each source travels with it as marks. Beside that a value knows the
-residual streams that it depends on however far back, and whether a top-k chose it.
+A source is a layer, an attention, another product of activations, a convolution, a residual stream, a table
+or an input. Marks record the operators between each source and a value. The sweep also records all residual
+streams that a value depends on, at any distance, and whether a top-k chose it.
 
-Where the sweep meets a product it also settles what that product is (see `products`).
+The sweep also classifies the products (see `products`).
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ _MOST_STREAMS = 16
 class Feeds(Origins):
     """The results of the sweep.
 
-    before: the sources of the skips of residual streams, which are themselves sources. streams: what each
-    value depends on, by the number of the stream, the latest `_MOST_STREAMS`. pooled: attentions whose
-    queries are parameters. number: of the stream that a sum or a skip belongs to. chosen: values that depend
-    on a top-k since the last layer, until they are back with the tokens they were chosen of. products: what
-    became of the products. layers: the linear layers in order. groups: of a layer whose groups of features
-    are multiplied by each other, as gate and up are, their number.
+    before: sources of the sums and skips of residual streams, which are themselves sources. streams: numbers
+    of the latest `_MOST_STREAMS` streams that each value depends on. pooled: attentions whose queries are
+    parameters. number: number of the stream that a sum or a skip belongs to. chosen: values that depend on a
+    top-k since the last layer, until the results are back at the tokens. products: kinds of the products.
+    layers: linear layers in order. groups: number of groups of features, such as gate and up, of layers whose
+    groups are multiplied by each other.
     """
 
     before: dict[fx.Node, Made] = field(default_factory=dict)
@@ -84,7 +84,7 @@ def sweep(
     streams: Streams,
     cut: frozenset[fx.Node],
 ) -> Feeds:
-    """Returns the sources of the values `nodes`, the forward of a graph in order. cut: cut inputs."""
+    """Returns the sources of `nodes`, the forward of a graph in order. cut: inputs from other graphs."""
     sweeper = _FeedsSweep(depends, traits, streams, cut)
     for node in nodes:
         sweeper.visit(node)
@@ -150,7 +150,7 @@ class _FeedsSweep:
         return self._marked(node, traits, origins)
 
     def _restores(self, node: fx.Node) -> bool:
-        """Whether `node` puts results of layers back to the tokens that a top-k chose for them."""
+        """Whether `node` puts results of layers back at the tokens that a top-k chose for them."""
         name = _PUTS.get(packet(node))
         rows = None if name is None else argument_of(node, name)
         origins = self.feeds.made[rows] if isinstance(rows, fx.Node) else _NOTHING
@@ -167,7 +167,7 @@ class _FeedsSweep:
         return {node: WHOLE}
 
     def _enter_stream(self, node: fx.Node, origins: Made) -> Made:
-        """Make `node`, a sum of a stream or the value it starts with, a source of its own."""
+        """Makes `node`, a sum or a skip of a stream, a source of its own, and returns this source."""
         self.feeds.before[node] = origins
         self.feeds.chosen.discard(node)
         branch = self._streams.joins.get(node)
@@ -229,7 +229,7 @@ class _FeedsSweep:
         }
 
     def _selects_group(self, node: fx.Node, origins: Made) -> bool:
-        """Whether `node` tells groups of features apart that the layers in `origins` have made."""
+        """Whether `node` selects one of several groups of output features of the layers in `origins`."""
         source, dim = node.all_input_nodes[0], argument_of(node, "dim")
         if any(self.feeds.kind[each] is not Source.LAYER for each in origins):
             return False
@@ -239,14 +239,14 @@ class _FeedsSweep:
         return True
 
     def _note_groups(self, gate: fx.Node) -> None:
-        """Remember the layers whose groups of output features `gate` multiplies by each other."""
+        """Records the layers whose groups of output features `gate` multiplies by each other."""
         one, other = (self.feeds.made[arg] for arg in gate.args[:2] if isinstance(arg, fx.Node))
         for layer, marks in one.items():
             if marks & other.get(layer, 0) & GROUP:
                 self.feeds.groups[layer] = self._selected[layer]
 
     def _adds_features(self, node: fx.Node) -> bool:
-        """Whether `node` puts features of several origins beside each other."""
+        """Whether `node` concatenates features of different origins."""
         pieces, dim = argument_of(node, "tensors"), argument_of(node, "dim")
         value = tensor(node)
         if value is None or dim not in (-1, value.ndim - 1):
@@ -255,7 +255,7 @@ class _FeedsSweep:
         return any(other.keys() != first.keys() for other in others)
 
     def _is_gate(self, node: fx.Node) -> bool:
-        """Whether `node` multiplies two values elementwise, both made of products, neither a mere factor."""
+        """Whether `node` multiplies two results of products elementwise, neither with a single feature."""
         both = [arg for arg in node.args if isinstance(arg, fx.Node)]
         return len(both) == 2 and both[0] is not both[1] and all(map(self._can_gate, both))
 
@@ -303,7 +303,7 @@ class _FeedsSweep:
         for source in [
             *origins[0],
             *origins[1],
-        ]:  # keys normalised for a linear attention, which goes on here
+        ]:  # normalised keys of a linear attention, whose second product is `node`
             if feeds.products.rests_on_queries(source):
                 feeds.products.forget(source)
                 feeds.kind[source] = Source.PRODUCT
@@ -317,7 +317,7 @@ class _FeedsSweep:
 
 
 _PUTS = {aten.index_add: "source", aten.index_put: "values", aten.scatter_add: "src"}
-"""Operators that put rows where indices say, and the argument that holds the rows."""
+"""Operators that put rows at given indices, and the argument that holds the rows."""
 _NUMBERS = frozenset(
     {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128}
 )
@@ -333,6 +333,6 @@ def _latest(streams: frozenset[int]) -> frozenset[int]:
 
 
 def is_depthwise(node: fx.Node) -> bool:
-    """Whether the convolution `node` keeps channels apart: it mixes positions as a filter does."""
+    """Whether the convolution `node` keeps channels apart, so that it mixes positions alone, as a filter."""
     weight = tensor(argument_of(node, "weight"))
     return weight is not None and weight.shape[1] == 1 and not argument_of(node, "transposed")

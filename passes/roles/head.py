@@ -1,7 +1,7 @@
-"""head: makes what the model gives its caller, alone or as one of several layers in a row.
+"""head: makes a result of the model, alone or with other layers in a row.
 
-It stands behind the residual stream or other layers and is not part of a stream itself. Its weight may be the
-table of the embeddings. Where the graph was cut, what leaves it is not the model's result, and nothing is a
+It stands behind the residual stream or other layers, and its result joins no stream. Its weight may be the
+table of the embeddings. Where the graph was cut, its outputs are not results of the model, and no layer is a
 head.
 """
 

@@ -1,7 +1,7 @@
-"""Projections of what mixes tokens otherwise than by a softmax attention.
+"""Projections of token mixers other than a softmax attention.
 
-    mixer_in    an operand of a state-space model or a linear attention, or a gate on what one made
-    mixer_out   the layer behind it, whose result joins the residual stream
+    mixer_in    its result is an operand of a state-space model or a linear attention, or gates its result
+    mixer_out   the layer behind the mixer, whose result joins the residual stream
 
 These operators mix: a product of activations other than a softmax attention, a cumulative sum, a recurrence
 over tokens, a Fourier transform. A filter between gates mixes too, unless an activation makes it a
@@ -34,7 +34,7 @@ def _is_mixed(site: Site) -> Holds | Fails:
 
 
 def is_filter(marks: int) -> bool:
-    """Whether a filter over tokens and a gate lie in between, and no activation."""
+    """Whether a filter over tokens and a gate lie in between, but no activation."""
     return bool(marks & FILTERED and marks & GATED and not marks & ACTIVATED)
 
 

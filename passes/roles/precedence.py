@@ -1,4 +1,4 @@
-"""Which statement is asked first where several may hold, and what a layer is of which none does."""
+"""The order of the statements about roles, and the role of a layer for which no statement holds."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from mxcompile.passes.roles.statement import Answer, Statement
 from mxcompile.policy import Role
 
 STATEMENTS: tuple[Statement, ...] = (
-    TIED_HEAD,  # whatever else becomes of the logits
-    ROUTER,  # whose result may be an output too, for a loss
-    CONDITIONING,  # a gate joins the stream as a branch does
-    SOFT_EXPERT_OUT,  # what combines them is an attention with a query that is a parameter
-    QKV_LAYER,  # keys and values may be outputs too, for a cache
+    TIED_HEAD,  # first: logits may have any further use
+    ROUTER,  # before HEAD: its result may be an output too, for a loss
+    CONDITIONING,  # before branches: a gate joins the stream as a branch does
+    SOFT_EXPERT_OUT,  # before QKV_LAYER: an attention with a parameter as query combines experts
+    QKV_LAYER,  # before HEAD: keys and values may be outputs too, for a cache
     LONE_EXPERT_OUT,  # experts alone
     LONE_FFN_OUT,  # a block's feed-forward network, compiled or tried alone
     MIXER_OUT,
-    MIXER_IN,  # what a filter keeps for the next token may be an output too
-    HEAD,  # behind an attention as well
+    MIXER_IN,  # before HEAD: the state of a filter for the next token may be an output too
+    HEAD,  # before ATTN_OUT: a head may stand behind an attention
     ATTN_OUT,
-    EXPERT_OUT,  # a routed feed-forward network is one
+    EXPERT_OUT,  # before FFN_OUT, which holds for a routed network too
     FFN_OUT,
     EXPERT_IN,
     FFN_IN,
-    EMBEDDING,  # what an inner residual stream starts with may end an outer branch
+    EMBEDDING,  # last: the first value of an inner residual stream may end an outer branch
 )
-"""Asked in this order; the first that holds gives the role."""
+"""`role_of` checks them in this order; the first statement that holds gives the role."""
 
 
 def role_of(site: Site) -> tuple[Role, Evidence]:
-    """The role of the layer at `site`, and why. Layers that follow it must have theirs."""
+    """Returns the role of the layer at `site`, and its evidence. Layers that follow must have roles."""
     nearest: tuple[int, Role, Answer] | None = None
     for statement in STATEMENTS:
         answer = statement.ask(site)

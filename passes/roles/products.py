@@ -1,12 +1,12 @@
-"""Products that are not linear layers, though some have a parameter for an operand.
+"""Products that are not linear layers, though some have a parameter as an operand.
 
     softmax(q·kᵀ)·v         attention, spelled out; q may be a parameter, or kᵀ
     mix·softmax(mix'·q·kᵀ)  a parameter that mixes the scores of the heads
-    q·rᵀ + q·kᵀ             positions r, a table, scored by the same q
+    q·rᵀ + q·kᵀ             a table of positions r, scored by the same q
 
-A query that is a parameter is told from a layer whose result is normalised by softmax (a router) by the
-dimension of the softmax: that of the rows, the keys. A linear attention that normalises its keys so goes on
-to a second product. A mix is told from a projection by what it contracts: the batch of the product.
+The softmax behind a query that is a parameter runs over the rows, the keys; the softmax behind a router runs
+over its features. A linear attention may normalise its keys over the rows too; a second product follows it.
+A mix contracts the batch of the product, whereas a projection contracts features.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mxcompile.passes.roles.sources import Made, Origins, Source
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attention:
-    """An attention that is spelled out: its scores, the queries that are parameters, what it reads."""
+    """An attention that is spelled out: its scores, its queries that are parameters, and its operands."""
 
     scores: tuple[fx.Node, ...]
     queries: tuple[fx.Node, ...]
@@ -44,9 +44,9 @@ class Attention:
 class Products:
     """The products of a graph, and the use of their results.
 
-    attentions: by the product with v. read: operands q, k, v of attention operators. biases: what is added
-    to their scores. soft: products with weights that a layer made, by a softmax over its features: attentions
-    if a layer follows. no_layer: products with a parameter that are none, and why.
+    attentions: attentions by the product with v. read: operands q, k, v of attentions. biases: values added
+    to scores of attention operators. soft: products with a softmax over the features of a layer, attentions
+    if a layer follows. no_layer: products with a parameter that are not layers, and the reason.
     """
 
     attentions: dict[fx.Node, Attention] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Products:
     over_rows: set[fx.Node] = field(default_factory=set)
 
     def note_softmax(self, node: fx.Node, dim: int, layers: Iterable[fx.Node]) -> None:
-        """Remember which of `layers` the softmax `node` normalises along their rows."""
+        """Records the layers among `layers` that the softmax `node` normalises along their rows."""
         for layer in layers:
             columns = features(layer)
             axis = axes(node, dim, layer, self.no_layer)
@@ -65,7 +65,7 @@ class Products:
                 self.over_rows.add(layer)
 
     def attention_operator(self, node: fx.Node, origins: Origins) -> None:
-        """Note what an attention in one operator reads: q, k and v, and a bias of the scores."""
+        """Records the operands of an attention operator: q, k and v, and a bias of the scores."""
         read = [arg for arg in qkv(node) if isinstance(arg, fx.Node)]
         self.read.update(read)
         for bias in (*node.args, *node.kwargs.values()):
@@ -74,7 +74,7 @@ class Products:
                 self._positions(origins.made.get(bias, {}), read, origins)
 
     def is_attention(self, node: fx.Node, weights: Made, values: fx.Node, origins: Origins) -> bool:
-        """Whether `node`, a product of `values` and what a softmax made of `weights`, is softmax(q·kᵀ)·v."""
+        """Whether `node`, a product of `values` and a softmax of `weights`, is softmax(q·kᵀ)·v."""
         kinds = origins.kind
         scores = [source for source in weights if tags_of(source) and kinds[source] is Source.PRODUCT]
         queries = [source for source in weights if source in self.over_rows]
@@ -96,24 +96,24 @@ class Products:
         return True
 
     def rests_on_queries(self, node: fx.Node) -> bool:
-        """Whether `node` is an attention for nothing but queries that are parameters."""
+        """Whether `node` is an attention whose queries are all parameters."""
         attention = self.attentions.get(node)
         return node in self.soft or (attention is not None and not attention.scores)
 
     def forget(self, node: fx.Node) -> None:
-        """`node` is not an attention after all."""
+        """Removes `node` from the attentions."""
         self.attentions.pop(node, None)
         self.soft.discard(node)
 
     def finish(self) -> None:
-        """Settle what is known only at the end: the queries of the attentions that remained."""
+        """Records the operands and queries of the attentions that remain at the end of the sweep."""
         for attention in self.attentions.values():
             self.read.update(attention.read)
             for query in attention.queries:
                 self.no_layer[query] = "a query: softmax along its rows, the keys, and a product with values"
 
     def _positions(self, weights: Made, read: Sequence[Any], origins: Origins) -> None:
-        """Among what scores are made of, products of an operand of the attention and a parameter."""
+        """Records products of an attention's operand and a parameter among the sources of its scores."""
         known = {source for arg in read if isinstance(arg, fx.Node) for source in origins.made.get(arg, ())}
         for source in weights:
             tag = tag_of(source)
@@ -124,7 +124,7 @@ class Products:
                 self.no_layer[source] = "scores: a query of the attention whose scores it is added to"
 
     def mixes_heads(self, node: fx.Node, data: fx.Node, scores: Sequence[fx.Node]) -> bool:
-        """Whether the product of `data`, made of `scores` alone, and a parameter mixes their batch."""
+        """Whether the product of `data`, computed from `scores` alone, and a parameter mixes their batch."""
         dim = contracted(node)
         if any(axes(data, dim, score, self.no_layer) != BATCH for score in scores):
             return False
@@ -138,7 +138,7 @@ def is_softmax(node: fx.Node) -> bool:
 
 
 def softmax_dim(node: fx.Node) -> int:
-    """The dimension a softmax runs over."""
+    """Returns the dimension that a softmax runs over."""
     if packet(node) in SOFTMAX:
         dim = argument_of(node, "dim")
     else:
@@ -150,7 +150,7 @@ def softmax_dim(node: fx.Node) -> int:
 
 
 def _maximum(node: fx.Node) -> fx.Node | None:
-    """The max in exp(x − max x)."""
+    """Returns the maximum in exp(x − max x), or None."""
     if not isinstance(node.args[0], fx.Node):
         return None
     shifted = origin(node.args[0])
@@ -158,7 +158,7 @@ def _maximum(node: fx.Node) -> fx.Node | None:
         return None
     subtracted = origin(shifted.args[1])
     candidates = [subtracted]
-    if packet(subtracted) is aten.where:  # rows that are masked out altogether
+    if packet(subtracted) is aten.where:  # replaces the maximum of rows that are fully masked
         candidates = [origin(arg) for arg in subtracted.all_input_nodes]
     for candidate in candidates:
         source = candidate if packet(candidate) in MAXIMA else (candidate.args or (None,))[0]

@@ -2,8 +2,8 @@
 
     h[t] = a[t] · h[t − 1] + x[t]
 
-Found where values taken from different rows of one layer's result meet in an elementwise operator. Features
-of one row that meet (rotary embedding takes pairs of them) are none: the selected dimension tells (see
+An operator that combines different rows of one layer's result is a step. An operator that combines features
+of one row (rotary embedding combines pairs) is not a step: its arguments select another dimension (see
 `axes`).
 """
 
@@ -23,7 +23,7 @@ _Place = tuple[fx.Node, int]
 
 
 class Recurrences:
-    """The selections on the way to every value seen so far, with their sources."""
+    """The selections that every visited value is computed from, and the recurrences that they form."""
 
     def __init__(self) -> None:
         self._taken: dict[fx.Node, dict[_Place, Any]] = {}
@@ -31,9 +31,9 @@ class Recurrences:
         self._over_rows: dict[_Place, bool] = {}
 
     def visit(self, node: fx.Node, arguments: Sequence[fx.Node], sources: Iterable[fx.Node]) -> list[fx.Node]:
-        """The nodes that stand for the recurrences that `node` is a step of: one for each of its inputs.
+        """Returns the first steps of the recurrences that `node` is a step of, a node for each recurrence.
 
-        sources: what `node` is made of.
+        sources: sources of `node`.
         """
         place = _selection(node)
         if place is not None:
@@ -62,7 +62,7 @@ class Recurrences:
 
 
 def _selection(node: fx.Node) -> tuple[fx.Node, int, Any] | None:
-    """Tensor, dimension and index that `node` selects, if it does."""
+    """Returns the tensor, dimension and index that `node` selects, or None."""
     if packet(node) is aten.select:
         return argument(node), argument_of(node, "dim"), argument_of(node, "index")
     unbound, index = result_of(node)

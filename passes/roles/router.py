@@ -1,6 +1,6 @@
-"""router: its result enters a top-k, and what that chose goes on into the model.
+"""router: its result enters a top-k, and later layers use the choice.
 
-Without the second half it is a head whose classes are sampled from.
+Without such a use, the layer is a head, and the top-k samples classes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A linear layer as the statements about roles see it."""
+"""A linear layer, with the properties that the statements about roles check."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NAMED = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Follower:
-    """A layer that reads what another one made, and the marks of the way."""
+    """A layer that reads another layer's result, and the marks of the way."""
 
     layer: fx.Node
     marks: int
@@ -39,12 +39,12 @@ class Follower:
 
 @dataclass(kw_only=True, slots=True)
 class Model:
-    """The marks of the graph as a whole.
+    """The sweeps' results for the whole graph.
 
-    followers: the layers that read a layer's result. reads: the numbers of the residual streams that a layer
-    reads. joined: the number of the stream that a layer's result joins or starts. together: what joins it
-    there. roles: of the layers that come after the one being looked at. read_for: how often a stream is read
-    by them, to condition other streams (True) or for anything else (False).
+    followers: layers that read a layer's result. reads: numbers of the residual streams that a layer reads.
+    joined: number of the stream that a layer's result joins or starts. together: all sources of the sum
+    there. roles: roles of the layers after the current layer. read_for: how often these layers read a stream,
+    to condition other streams (True) or for anything else (False).
     """
 
     feeds: Feeds
@@ -60,7 +60,7 @@ class Model:
 
     @classmethod
     def of(cls, feeds: Feeds, uses: dict[fx.Node, int], *, has_streams: bool, is_cut: bool) -> Model:
-        """The model of the two sweeps."""
+        """Returns the model from the results of the two sweeps."""
         followers: dict[fx.Node, list[Follower]] = {layer: [] for layer in feeds.layers}
         reads: dict[fx.Node, list[int]] = {}
         for layer in feeds.layers:
@@ -83,7 +83,7 @@ class Model:
         )
 
     def settle(self, layer: fx.Node, role: Role) -> None:
-        """`layer`, before all that are settled, has `role`."""
+        """Records the role of `layer`. Later layers must have roles already."""
         self.roles[layer] = role
         self.read_for.update((number, role is Role.CONDITIONING) for number in self.reads.get(layer, ()))
 
@@ -92,8 +92,8 @@ class Model:
 class Site:
     """One layer.
 
-    made: what its input is made of. beyond: the same, seen through layers before it that have
-    no nonlinearity between them and it: the first halves of a low-rank pair.
+    made: sources of its input. beyond: the same, seen through earlier layers without a nonlinearity in
+    between, as the first layer of a low-rank pair.
     """
 
     node: fx.Node
@@ -104,7 +104,7 @@ class Site:
 
     @classmethod
     def at(cls, node: fx.Node, model: Model) -> Site:
-        """The layer `node` of `model`."""
+        """Returns the site of the layer `node` of `model`."""
         tag = tag_of(node)
         assert tag is not None
         origins = model.feeds.made.get(data_operand(node), {})
@@ -120,11 +120,11 @@ class Site:
         return self.model.followers[self.node]
 
     def role_of(self, follower: Follower) -> Role:
-        """The role of a layer that follows."""
+        """Returns the role of a layer that follows."""
         return self.model.roles[follower.layer]
 
     def all_followers(self, *roles: Role) -> bool:
-        """Whether layers follow, and all are of `roles`."""
+        """Whether layers follow, and all have a role in `roles`."""
         return bool(self.followers) and all(self.role_of(other) in roles for other in self.followers)
 
     def sources(self, *kinds: Source) -> list[fx.Node]:
@@ -138,18 +138,18 @@ class Site:
 
     @property
     def activated_layers(self) -> list[fx.Node]:
-        """Layers its input is made of through an activation or a gate."""
+        """Layers from which its input comes through an activation or a gate."""
         layers = self.sources(Source.LAYER)
         return [layer for layer in layers if self.beyond[layer] & BENT]
 
     @property
     def cut(self) -> bool:
-        """Whether its input comes from, or its result leaves at, a place where the graph was cut."""
+        """Whether its input comes from another graph, or its result goes to another graph."""
         return self.used(CUT) or bool(self.sources(Source.CUT))
 
     @property
     def chosen(self) -> bool:
-        """Whether its input is what a top-k chose."""
+        """Whether a top-k chose its input."""
         return data_operand(self.node) in self.model.feeds.chosen
 
     @property
@@ -159,9 +159,9 @@ class Site:
 
     @property
     def stacked(self) -> bool:
-        """Whether its weight is a stack of matrices, not one whose inputs or outputs have several axes.
+        """Whether its weight is a stack of matrices, not a matrix whose inputs or outputs have several axes.
 
-        A stack of which one matrix gates what the other makes is a weight with several axes too.
+        If a group of its output features gates another group, the axis of the groups is an output axis.
         """
         weight = tensor(self.weight) if packet(self.node) is not aten.convolution else None
         if weight is None or weight.ndim < 3:
@@ -175,13 +175,13 @@ class Site:
 
     @property
     def tied(self) -> bool:
-        """Whether its weight is a table of embeddings too."""
+        """Whether its weight is also a table of embeddings."""
         readers = [user for user in self.weight.users if packet(user) is aten.embedding]
         return any(argument_of(user, "weight") is self.weight for user in readers)
 
 
 def _summed(product: fx.Node, side: int) -> frozenset[int]:
-    """The dimensions of the stored weight, the operand `side` of `product`, that the product sums over."""
+    """Returns the dimensions of the stored weight, operand `side` of `product`, that it sums over."""
     node = operands(product)[side]
     dims = frozenset({value_of(node).ndim - (2 if side else 1)})
     while packet(node) in TRANSPARENT and isinstance(source := node.args[0], fx.Node):
@@ -205,7 +205,7 @@ def _beyond(origins: Made, feeds: Feeds) -> Made:
 
 
 def named(nodes: Iterable[fx.Node]) -> str:
-    """The layers `nodes` by name."""
+    """Returns the names of the first layers in `nodes`, and the number of the others."""
     names = list(dict.fromkeys(tag.name or "(root)" for node in nodes if (tag := tag_of(node)) is not None))
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more

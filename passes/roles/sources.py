@@ -1,4 +1,4 @@
-"""The sources that values of the forward are made from, and the marks of the way from each."""
+"""The sources of values of the forward, and the marks of the way from a source to a value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Source(Enum):
 
     LAYER = auto()
     ATTENTION = auto()  # softmax(q·kᵀ)·v, or the operator for it
-    PRODUCT = auto()  # of two activations, no attention
+    PRODUCT = auto()  # a product of two activations, but not an attention
     SCAN = auto()  # a cumulative sum or a recurrence over tokens
     CONVOLUTION = auto()
     OPAQUE = auto()
@@ -24,22 +24,22 @@ class Source(Enum):
 
 
 ACTIVATED, GATED, SOFTMAXED, WHOLE, FILTERED, BESIDE, GROUP = 1, 2, 4, 8, 16, 32, 64
-"""Marks: an activation lies in between; a product with another such value; a softmax; not only a reduction
-or one selected element of the source is left; a convolution that keeps channels apart; features of
-another origin were put beside it; one of several groups of its features is left."""
+"""Marks of the way from a source: an activation; a product with another such value; a softmax; more than a
+reduction or one selected element remains; a convolution that keeps channels apart; a concatenation with
+features of another origin; a selection of one of several groups of its features."""
 
 Made = dict[fx.Node, int]
-"""Sources of a value, and the marks of the way from each."""
+"""Sources of a value, and the marks of the way from each source."""
 
 BENT = ACTIVATED | GATED
-"""Marks of a way that no linear operator is."""
+"""Marks of nonlinear operators."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Origins:
     """The sources of the values of a forward.
 
-    made: sources of every value. kind: of every source.
+    made: sources of every value. kind: kind of every source.
     """
 
     made: dict[fx.Node, Made] = field(default_factory=dict)

@@ -1,8 +1,8 @@
 """Statements about roles, and their answers.
 
-A statement is a list of clauses, all of which must hold. A clause looks at one layer and says in words what
-it found, or what is missing; so a role comes with its evidence, and a role that nearly held with what it
-lacked.
+A statement is a list of clauses that must all hold. A clause checks one layer and returns a phrase with the
+evidence or the reason of failure. So a role comes with its evidence, and a role that nearly held comes with
+the clause that failed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from mxcompile.policy import Role
 
 @dataclass(frozen=True, slots=True)
 class Holds:
-    """A clause holds: what was found, a phrase about "its" input or result."""
+    """A clause holds. `says`: the evidence, a phrase about "its" input or result."""
 
     says: str
 
 
 @dataclass(frozen=True, slots=True)
 class Fails:
-    """A clause does not hold: what is in its way."""
+    """A clause does not hold. `says`: the reason."""
 
     says: str
 
@@ -34,7 +34,7 @@ Clause = Callable[[Site], Holds | Fails]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """The answer of a statement for one layer: whether it holds, how many clauses do, and the words."""
+    """The result of a statement for one layer. clauses: how many hold. `says`: the phrases of the clauses."""
 
     holds: bool
     clauses: int
@@ -43,13 +43,13 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Statement:
-    """A role and the clauses that make it one."""
+    """A role, and the clauses that hold for layers with this role."""
 
     role: Role
     clauses: tuple[Clause, ...]
 
     def ask(self, site: Site) -> Answer:
-        """Whether the layer at `site` has the role, and why or why not."""
+        """Returns whether the layer at `site` has the role, and the reason."""
         sentences: list[str] = []
         for count, clause in enumerate(self.clauses):
             match clause(site):
@@ -62,7 +62,7 @@ class Statement:
 
 
 def joins_stream(site: Site) -> Holds | Fails:
-    """The clause of layers that end a branch."""
+    """Returns the clause for layers that end a branch."""
     if site.used(BRANCH):
         return Holds("its result joins the residual stream")
     return Fails("its result joins no residual stream")

@@ -1,16 +1,15 @@
-"""Residual streams: sums of a value and of what layers made of that value.
+"""Residual streams: sums of a value and of a result that layers compute from that value.
 
     s' = s + f(s)
 
-The skip s may be scaled, dropped out or summed with other branches on its way; f leads through at least one
-layer or convolution on every path from s, which tells a stream from what happens inside a branch (a state-
-space model's D·x, a value added to its own attention), and is more than a mix of a product's batch, as
-talking heads add one to the scores. A value that a branch reads from elsewhere (a position added in every
-layer, a condition) is not a skip: where the branch has joined its stream, only the sources of the skip count.
-A sum of the model's input and the end of a whole stream is none either, but how a model that predicts a
-difference ends.
+The skip s may be scaled, dropped out or summed with other branches on its way. Every path through f has a
+layer or a convolution, unlike sums inside a branch (a state-space model's D·x, a value added to its own
+attention). A mix of a product's batch alone is not such a layer: talking heads add it to the scores. A value
+that a branch reads from elsewhere (a position added in every layer, a condition) is not a skip: once the
+branch has joined its stream, only the sources of the skip count. A sum of the model's input and the end of a
+whole stream is not a stream: it ends a model that predicts a difference.
 
-Which values a value was made from is known for the skips alone, each as long as it has a sum ahead: the sets
+The sweep tracks only the skips that a value comes from, and each skip only up to its last sum. So the sets
 stay small and the sweep linear.
 """
 
@@ -37,7 +36,7 @@ _NONE: frozenset[fx.Node] = frozenset()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Streams:
-    """joins: the sums, each with the argument that is, or holds, the branch. skips: the values added to."""
+    """joins: sums, each with the argument that is or contains the branch. skips: values they add it to."""
 
     joins: dict[fx.Node, fx.Node]
     skips: frozenset[fx.Node]
@@ -46,7 +45,7 @@ class Streams:
 def find_streams(
     nodes: Sequence[fx.Node], depends: dict[fx.Node, Depends], traits: dict[fx.Node, int]
 ) -> Streams:
-    """The residual streams among `nodes`, the forward of a graph in order."""
+    """Returns the residual streams among `nodes`, the forward of a graph in order."""
     return _Sweep(nodes, depends, traits).run()
 
 
@@ -73,7 +72,7 @@ class _Sweep:
         return sum(1 for user in node.users if user in self._position) if len(node.users) > 1 else 0
 
     def _bases_of(self, argument: Any) -> list[fx.Node]:
-        """The values that `argument` of a sum still holds and that something else is made of too."""
+        """Returns the values that `argument` of a sum still contains and that other nodes read too."""
         bases: list[fx.Node] = []
         pending = [(argument, False, _DEPTH)]
         while pending:
@@ -89,7 +88,7 @@ class _Sweep:
         return bases
 
     def _held(self, node: fx.Node, forked: bool) -> list[Any]:
-        """The arguments of `node` whose values it still has, up to a factor."""
+        """Returns the arguments of `node` whose values it still contains, up to a factor."""
         traits = self._traits[node]
         if traits & (VIEW | RANDOMS):
             return [node.args[0]] if node.args else []
@@ -131,7 +130,7 @@ class _Sweep:
                 self._past_join.add(node)
             elif self._traits[node] & CALL and not self._past_join.isdisjoint(arguments):
                 self._past_join.add(node)
-            if near and far and packet(node) is aten.cat:  # a part of a value that is not the value
+            if near and far and packet(node) is aten.cat:  # a part of a value is not the value
                 near -= far - _both(arguments, direct, worked)
             if (near or far) and self._is_work(node):
                 near, far = _NONE, near | far
@@ -175,7 +174,7 @@ class _Sweep:
                         skips.add(base)
 
     def _is_mix(self, base: fx.Node, branch: fx.Node) -> bool:
-        """Whether `branch` is a layer straight on `base`, the scores of an attention, and mixes the heads."""
+        """Whether `branch` is a layer directly on `base`, the scores of an attention, and mixes the heads."""
         layer = _origin(branch)
         tags = tags_of(layer)
         if not tags or tags[0].kind is not Kind.LINEAR:
@@ -193,7 +192,7 @@ class _Sweep:
 
 
 def _origin(node: fx.Node) -> fx.Node:
-    """`node` behind views."""
+    """Returns the node that `node` is a view of."""
     while packet(node) in TRANSPARENT and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
@@ -204,7 +203,7 @@ def _both(
     direct: dict[fx.Node, frozenset[fx.Node]],
     worked: dict[fx.Node, frozenset[fx.Node]],
 ) -> frozenset[fx.Node]:
-    """Returns the base that `arguments` share both with and without a layer in between."""
+    """Returns the skips that an argument comes from both with and without a layer in between."""
     return _NONE.union(*(direct[arg] & worked[arg] for arg in arguments))
 
 

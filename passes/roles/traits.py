@@ -1,4 +1,4 @@
-"""Traits of the operators of a graph, looked up once per operator: a sum of the sets of `opsets` it is in."""
+"""Traits of operators, computed once per operator: a bit for each set of `opsets` that contains it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _SETS = (
 
 
 def traits_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
-    """The traits of every node's operator, and whether the node is tagged; 0 for nodes that are not calls."""
+    """Returns the traits of every node's operator, with MATMUL if it is tagged; 0 if it is not a call."""
     by_operator: dict[int, int] = {}
     marks: dict[fx.Node, int] = {}
     for node in nodes:
@@ -72,7 +72,7 @@ def traits_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
             by_operator[key] = traits
         marks[node] = traits | MATMUL if KEY in node.meta else traits
     seconds = [node for node in marks if packet(node) is operator.getitem and node.args[1] == 1]
-    for source in (second.args[0] for second in seconds if second.users):  # where a maximum is, is a top-1
+    for source in (second.args[0] for second in seconds if second.users):  # the index of a maximum is a top-1
         if isinstance(source, fx.Node) and source.target is aten.max.dim and source in marks:
             marks[source] |= SELECTION
     return marks

@@ -1,15 +1,15 @@
 """Uses of every value of the forward before the next layer, in one sweep from the end.
 
     QKV       operand q, k or v of an attention          BRANCH    a term of a residual sum
-    SCORES    a bias of scores, or scores                 STARTS    what a residual stream starts with
+    SCORES    a bias of scores, or scores                 STARTS    the first value of a residual stream
     MIXED     an operand of a product or scan that        CHOOSES   enters a top-k whose result is used
               a layer reads                               SHIFTS    scales or shifts a stream that it does
     LAYER     the input of a layer                                  not depend on
-    WEIGHED   multiplied by what a top-k chose            SCALES    multiplies a stream, broadcast over it
+    WEIGHED   multiplied by a choice of a top-k           SCALES    multiplies a stream, broadcast over it
     RESULT    an output of the model                      CUT       leaves the graph, not the model
 
-BRANCH and STARTS hold along linear operators alone, the others along any. A mark passes a residual sum only
-to where the sum as a whole is an operand, or an output of the model that ends so (`_endings`).
+BRANCH and STARTS pass linear operators alone; the other marks pass any operator. A mark passes a residual sum
+only if the whole sum is an operand, or if the stream ends the model (`_endings`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ QKV, SCORES, MIXED, LAYER, BRANCH, STARTS = 1, 2, 4, 8, 16, 32
 CHOOSES, SHIFTS, SCALES, WEIGHED, RESULT, CUT, CONVOLVED, SELECTS = 64, 128, 256, 512, 1024, 2048, 4096, 8192
 
 ONWARD = QKV | MIXED | LAYER | BRANCH | STARTS | CONVOLVED
-"""What makes a value one that later values of the model are made of."""
+"""Marks of values from which the model computes later values."""
 
 _ALONG_LINEAR = BRANCH | STARTS
 _PAST_SUMS = QKV | MIXED | SCORES | BRANCH
@@ -41,7 +41,7 @@ _OF_INDICES = ONWARD & ~_ALONG_LINEAR | CHOOSES | SELECTS | RESULT | CUT
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphOutputs:
-    """Outputs of the graph: what the model gives its caller, and what only leaves this graph."""
+    """Outputs of the graph. results: outputs of the model. cuts: values for other graphs."""
 
     results: frozenset[fx.Node]
     cuts: frozenset[fx.Node]
@@ -50,7 +50,7 @@ class GraphOutputs:
 def sweep(
     nodes: Sequence[fx.Node], traits: dict[fx.Node, int], feeds: Feeds, streams: Streams, ends: GraphOutputs
 ) -> dict[fx.Node, int]:
-    """The uses of the values `nodes`, the forward of a graph in order, as sums of the marks above."""
+    """Returns the uses of `nodes`, the forward of a graph in order, as sums of the marks above."""
     sweeper = _UsesSweep(traits, feeds, streams)
     for node in reversed(nodes):
         sweeper.visit(node, (RESULT if node in ends.results else 0) | (CUT if node in ends.cuts else 0))
@@ -69,7 +69,7 @@ class _UsesSweep:
     def visit(self, node: fx.Node, here: int) -> None:
         if node in self._feeds.products.read:
             here |= QKV
-        if node in self._streams.skips:  # what becomes of the stream is not what becomes of its first value
+        if node in self._streams.skips:  # uses of the stream are not uses of its first value
             here &= self._past(node) | LAYER | CUT
             here |= STARTS if self._starts(node) else 0
         if node in self._feeds.products.biases:
@@ -125,18 +125,18 @@ class _UsesSweep:
         return MIXED
 
     def _past(self, node: fx.Node) -> int:
-        """The marks that pass `node`, a sum of a stream or its skip."""
+        """Returns the marks that pass `node`, a sum of a stream or its skip."""
         return _PAST_SUMS | RESULT if self._feeds.number[node] in self._endings else _PAST_SUMS
 
     def _starts(self, skip: fx.Node) -> bool:
-        """Whether a stream starts with `skip`: no stream is what it was made of."""
+        """Whether a stream starts with `skip`: its sources include no other stream."""
         if self._feeds.number[skip] in self._endings:
             return False
         origins = self._feeds.before[skip]
         return not any(self._feeds.kind[source] is Source.STREAM for source in origins if source is not skip)
 
     def _shifts(self, node: fx.Node, user: fx.Node, there: int) -> int:
-        """Marks of a value that is an elementwise operand together with a stream."""
+        """Returns the marks of `node` as an elementwise operand of `user` together with a stream."""
         others = [arg for arg in user.args if isinstance(arg, fx.Node) and arg is not node]
         marks = 0
         for other in others:
@@ -153,9 +153,9 @@ class _UsesSweep:
 
 
 def _endings(feeds: Feeds, streams: Streams) -> frozenset[int]:
-    """The streams behind others that are linear in what they start with: how a model ends.
+    """Returns the streams behind others that are linear in their first value: they end a model.
 
-    Convolutions and layers straight on the stream join it, and nothing else reads it.
+    Only convolutions and layers directly on the stream join it, and nothing else reads it.
     """
     behind = {feeds.number[node] for node in streams.skips if len(feeds.streams[node]) > 1}
     steps: set[tuple[fx.Node, int]] = set()
@@ -175,7 +175,7 @@ def _endings(feeds: Feeds, streams: Streams) -> frozenset[int]:
 
 
 def _reads(layer: fx.Node, feeds: Feeds) -> list[int | None]:
-    """The number of the stream that `layer` reads, if it reads it straight and nothing else."""
+    """Returns the number of the stream that `layer` reads, if it reads nothing else, and reads it directly."""
     origins = feeds.made.get(data_operand(layer), {})
     if len(origins) != 1 or any(marks & BENT for marks in origins.values()):
         return []
