@@ -35,7 +35,7 @@ NO_NOUNS = ("found", "made", "said")
 
 UNWRITTEN = ("lowering", "lowering/graph", "lowering/inductor", "lowering/kernels", "lowering/templates",
              "passes", "mxcompile/formats", "mxcompile/ops")  # fmt: skip
-"""Folders whose own files do not follow `STRICT_RULES` yet. Remove a folder when its docstrings do."""
+"""Folders whose own files do not follow `STRICT_RULES` yet. Remove a folder once its docstrings do."""
 
 _VERB = re.compile(r"[A-Z][a-z-]*s,?$|Whether$|`")
 _CODE = re.compile(r"``.+?``|`.+?`", re.DOTALL)

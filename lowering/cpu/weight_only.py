@@ -3,7 +3,7 @@
     out = x [M, K] · wᵀ [N, K] (+ bias)        BF16 or FP32 x; stored w, codes along its rows
 
 For more rows than `MOST_ROWS`, the vendor's GEMM multiplies the dequantized weight, in parts if it is large
-(see `PART_BYTES`). A bias with more than one dimension is added after the kernel.
+(see `PART_BYTES`). A bias that is not a vector is added after the kernel.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""conditioning: scales, shifts or gates a residual stream from outside, or feeds a layer that does so.
+"""conditioning: scales, shifts or gates a residual stream from outside, or feeds such a layer.
 
 Its input is outside if it comes from no token of the stream (time steps, guidance, a pooled text), or if it
 is pooled from the whole stream, so that the result is broadcast over the stream again.

@@ -133,7 +133,7 @@ class Products:
 
 
 def is_softmax(node: fx.Node) -> bool:
-    """Whether `node` is a softmax, or the exponential of a decomposed one: exp(x − max x)."""
+    """Whether `node` is a softmax, or the exponential of a decomposed softmax: exp(x − max x)."""
     return packet(node) in SOFTMAX or (packet(node) is aten.exp and _maximum(node) is not None)
 
 

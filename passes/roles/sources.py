@@ -9,7 +9,7 @@ from torch import fx
 
 
 class Source(Enum):
-    """The kind of a source that values are made from."""
+    """The kind of a source of values."""
 
     LAYER = auto()
     ATTENTION = auto()  # softmax(q·kᵀ)·v, or the operator for it

@@ -175,7 +175,7 @@ def _endings(feeds: Feeds, streams: Streams) -> frozenset[int]:
 
 
 def _reads(layer: fx.Node, feeds: Feeds) -> list[int | None]:
-    """Returns the number of the stream that `layer` reads, if it reads nothing else, and reads it directly."""
+    """Returns the number of the stream that `layer` reads directly; [] if its input has other sources."""
     origins = feeds.made.get(data_operand(layer), {})
     if len(origins) != 1 or any(marks & BENT for marks in origins.values()):
         return []
