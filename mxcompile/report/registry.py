@@ -2,8 +2,8 @@
 
 A report grows while its model is compiled: by frame, by graph, and, where backward is lowered late, by
 kernel. `reports` returns the present state. A report file is written after each change. If a write is slow,
-as with hundreds of graphs, the next write waits until a pause has passed, a call has ended or the process
-ends. A file that cannot be written causes a warning and no error, because it must not stop a training run.
+as with hundreds of graphs, the next write waits for a pause, or for the end of a call, a backward or the
+process. A file that cannot be written causes a warning and no error, because it must not stop a training run.
 """
 
 from __future__ import annotations

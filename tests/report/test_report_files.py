@@ -336,6 +336,20 @@ def test_a_report_that_takes_long_to_write_is_written_once_a_call(tmp_path: Path
     assert len(writes) == 2, "nothing has changed since"
 
 
+def test_a_slow_report_file_is_complete_after_a_call_and_after_a_backward(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("mxcompile.report.registry._SLOW_S", -1.0)
+    monkeypatch.setattr("mxcompile.report.registry._PAUSE", 1e12)
+    path = tmp_path / "mx.json"
+    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
+    compiled = torch.compile(model, backend="mxfp8", options={"report": path, "policy": "ocp"})
+    loss = compiled(torch.randn(4, 64)).sum()
+    assert Report.load(path) == mxcompile.reports()[-1]
+    loss.backward()
+    report = Report.load(path)
+    assert report == mxcompile.reports()[-1]
+    assert {gemm.gemm for gemm in report.gemms if gemm.kernel} == {"fprop", "dgrad", "wgrad"}
+
+
 def test_gathering_without_ranks_is_what_this_process_has():
     step()
     assert mxcompile.gather_reports() == mxcompile.reports()

@@ -155,9 +155,13 @@ class _End:
 
     def __call__(self) -> None:
         self._runs.close()
-        REGISTRY.flush()
-        if sys.exc_info()[0] is not None:  # the call has failed
-            return
+        try:
+            if sys.exc_info()[0] is None:  # else the call has failed
+                self._check()
+        finally:
+            REGISTRY.flush()
+
+    def _check(self) -> None:
         root, call, options = self.root, self._call, self._options
         failed = [attempt for attempt in self.attempts if attempt.has_failed]
         told = [attempt.tell_failure(options) for attempt in failed]

@@ -46,7 +46,10 @@ def check_plan(compilation: Compilation, parts: Sequence[str] | None = None) -> 
     options, checked = compilation.options, session_of(root).checked
     if checked.get(options.group) is plan:
         return
-    outside = _outside(plan, options, parts) if parts is not None else []
+    sent = _quantized(plan, options) if parts is not None else ()
+    outside = [
+        f"{tag.name}: not in a module that is compiled" for tag in sent if not _is_in(tag.name, parts or ())
+    ]
     refused = [*_refused(plan, options), *outside] if options.strict else []
     for layer in outside if not options.strict else ():
         log.warning("%s; name a module that holds it in blocks=…", layer)
@@ -236,15 +239,6 @@ def _told(missing: Mapping[str, set[str]], options: Options, plan: Plan, *, is_s
     if forward:
         texts.append(f"these, but they ran outside of compiled code {_SEE}: {spelled(forward)}")
     return f"{options.policy.label} quantizes {'; and '.join(texts)}"
-
-
-def _outside(plan: Plan, options: Options, parts: Sequence[str]) -> list[str]:
-    """Returns the layers of `plan` to quantize that no module in `parts` contains."""
-    return [
-        f"{tag.name}: not in a module that is compiled"
-        for tag in _quantized(plan, options)
-        if not _is_in(tag.name, parts)
-    ]
 
 
 def _is_in(name: str, parts: Iterable[str]) -> bool:

@@ -11,6 +11,7 @@ import logging
 import uuid
 from collections import Counter
 
+import torch
 from torch._guards import CompileContext
 
 from mxcompile.compiler.hooks.compilation import Compilation
@@ -26,6 +27,7 @@ from mxcompile.report import REGISTRY, Ledger, Part
 from mxcompile.report.forms.words import count
 from mxcompile.report.record import flop_share
 from mxcompile.rules import check_layers, layers_of
+from mxcompile.watch.steps import in_backward
 
 log = logging.getLogger(__name__)
 
@@ -139,4 +141,6 @@ class _Entry:
     def hear(self) -> None:
         """Publishes kernel names that arrive after the graph was published."""
         self.put()
+        if in_backward():
+            torch.autograd.Variable._execution_engine.queue_callback(REGISTRY.flush)
         check_ran(self._compilation)

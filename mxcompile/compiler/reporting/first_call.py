@@ -16,6 +16,7 @@ from torch import nn
 
 from mxcompile.compiler.options import Options
 from mxcompile.compiler.reporting.checks import check_call
+from mxcompile.report import REGISTRY
 
 
 def look_at(root: nn.Module, options: Options, parts: Mapping[str, nn.Module]) -> None:
@@ -32,7 +33,10 @@ def look_at(root: nn.Module, options: Options, parts: Mapping[str, nn.Module]) -
         root._compiled_call_impl = inner
         with _calls_noted(parts) as called:
             result = root(*args, **kwargs)
-        check_call(root, options, args, kwargs, parts={path: path in called for path in parts})
+        try:
+            check_call(root, options, args, kwargs, parts={path: path in called for path in parts})
+        finally:
+            REGISTRY.flush()
         return result
 
     root._compiled_call_impl = first

@@ -55,6 +55,7 @@ class Places:
         self._places.append((ledger, REGISTRY.put(ledger, None, self._part)))
         if self._gemms:
             REGISTRY.plan(model, ledger.group, self._gemms)
+        REGISTRY.flush()  # a call that compiles nothing has no other end
 
     def note(self, path: str | None) -> None:
         """Records that the module at `path` of the first model runs the code; None if it is unknown."""
@@ -64,6 +65,7 @@ class Places:
         self._ran.add(path or "")
         if self._settled and self._part is not None:
             self.put(self._part)
+            REGISTRY.flush()
 
     def settle(self, group: str) -> None:
         """Restricts the twins in reports of `group` to the modules that have run the code."""
