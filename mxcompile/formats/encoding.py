@@ -153,15 +153,6 @@ def encode_tensors(
     return _elements(tiles, x.shape, scale, block_dim, fmt, seed, stream, amax), scale
 
 
-def rounded_tensors(
-    x: Tensor, block_dim: int, fmt: Format, seed: Tensor | None = None, stream: int = 0
-) -> Tensor:
-    """The values that a cast of `x` stands for, FP32."""
-    amax = tensor_amax(x) if fmt.two_level else None
-    qdata, scale = encode_tensors(x, block_dim, fmt, seed, stream, amax=amax)
-    return decode_tensors(qdata, scale, block_dim, fmt, torch.float32, amax)
-
-
 def scales_of(x: Tensor, block_dim: int, fmt: Format, amax: Tensor | None = None) -> Tensor:
     """Scales of `x` contracted along `block_dim`. amax: see `encode_with`."""
     return _scales(_tiles(x, block_dim, fmt), x, block_dim, fmt, amax)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mxcompile import ops
 from mxcompile.formats import Copy, Format, ScaleLayout, elem_type
+from mxcompile.formats.encoding import decode_tensors, encode_tensors, tensor_amax
 
 
 @torch.compiler.assume_constant_result
@@ -140,3 +141,12 @@ def scaled_mm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, *how: Any)
 def scaled_grouped_mm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, *how: Any) -> Tensor:
     """The products of groups of MXFP8 operands. how: ends of groups and dtype of the result."""
     return ops.grouped_matmul(a, scale_a, b, scale_b, *how, *operand_words(a.dtype, b.dtype))
+
+
+def rounded_tensors(
+    x: Tensor, block_dim: int, fmt: Format, seed: Tensor | None = None, stream: int = 0
+) -> Tensor:
+    """The values that a cast of `x` stands for, FP32."""
+    amax = tensor_amax(x) if fmt.two_level else None
+    qdata, scale = encode_tensors(x, block_dim, fmt, seed, stream, amax=amax)
+    return decode_tensors(qdata, scale, block_dim, fmt, torch.float32, amax)

@@ -15,9 +15,9 @@ from unittest import mock
 import torch
 from torch import nn
 
+from helpers.casts import rounded_tensors
 from helpers.reference import round_trip
 from mxcompile.formats import Format
-from mxcompile.formats.encoding import rounded_tensors
 from mxcompile.report import GemmRecord, Report
 
 Formats = dict[str, tuple[str, str, bool] | Format]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import mxcompile
+from helpers.casts import rounded_tensors
 from mxcompile.formats import Choices, Operands
-from mxcompile.formats.encoding import rounded_tensors
 from mxcompile.formats.hadamard import transformed
 
 MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}

@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from helpers.casts import rounded_tensors
 from helpers.reference import scale_byte_of
 
 from mxcompile.errors import FormatError
@@ -15,7 +16,6 @@ from mxcompile.formats.encoding import (
     element_values,
     encode_tensors,
     pack,
-    rounded_tensors,
     tensor_amax,
     to_elements,
 )

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 from helpers.casts import codes as copies
-from helpers.casts import encode
+from helpers.casts import encode, rounded_tensors
 from torch.library import opcheck
 
 from mxcompile import ops
 from mxcompile.errors import FormatError
 from mxcompile.formats import ElemType, Format
-from mxcompile.formats.encoding import element_values, rounded_tensors
+from mxcompile.formats.encoding import element_values
 from mxcompile.formats.stochastic import halves, philox, rounded
 from mxcompile.formats.types import E2M1, E2M3, E3M2, E4M3, E5M2
 
