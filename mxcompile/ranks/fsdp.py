@@ -87,12 +87,12 @@ def _groups(model: nn.Module) -> Iterator[FSDPGroup]:
         is_root = not any(path.startswith(f"{root}.") or not root for root in roots)
         roots |= {path} if is_root else set()
         freed = not (is_root and state._auto_reshard_after_forward)
-        yield from (_group(user_path(path), group, held, freed=freed) for group, held in own)
+        mixed = state._mp_policy
+        yield from (_group(user_path(path), group, held, mixed, freed=freed) for group, held in own)
 
 
-def _group(path: str, group: Any, held: list[tuple[str, Any]], *, freed: bool) -> FSDPGroup:
+def _group(path: str, group: Any, held: list[tuple[str, Any]], mixed: Any, *, freed: bool) -> FSDPGroup:
     mesh, again = group.mesh_info, group.post_forward_mesh_info if freed else None
-    mixed = group.mp_policy
     parameters = tuple(_sharded(place, parameter) for place, parameter in held)
     trained = [one for one in parameters if one.parameter.requires_grad]
     return FSDPGroup(

@@ -57,10 +57,10 @@ def forward_dtypes(root: nn.Module) -> dict[str, torch.dtype]:
     Raises `AttributeError` if this torch stores FSDP2's state differently.
     """
     return {
-        path: group.mp_policy.param_dtype
-        for group, parameters in groups(root)
-        for path, _ in parameters
-        if group.mp_policy.param_dtype is not None
+        path: parameter.mp_policy.param_dtype
+        for _, parameters in groups(root)
+        for path, parameter in parameters
+        if parameter.mp_policy.param_dtype is not None
     }
 
 
