@@ -42,6 +42,7 @@ lint: $(VENV)/.test
 	MYPYPATH=examples:benchmarks $(BIN)/mypy $(NAMES_ONLY) benchmarks/*.py
 	$(BIN)/python tests/lint_words.py
 	$(BIN)/python -m pytest tests/lint_figures.py
+	@echo "every test module imports"; modules=$$($(BIN)/python -m pytest -q --collect-only -m "slow or not slow") || { echo "$$modules" | tail -n 60; exit 1; }
 
 # Lines of each room beside its budget, operators, circles between folders.
 house: $(VENV)/.test

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.casts import rounded_tensors
 from helpers.operands import assert_within, product, values
 from helpers.paces import mostly_slow
 from helpers.packed_operands import MXFP4, NVFP4
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 
 import mxcompile
 from mxcompile.formats import Format
-from mxcompile.formats.encoding import rounded_tensors
 from mxcompile.offline import CodegenResult, codegen
 
 BF16, F32 = torch.bfloat16, torch.float32
