@@ -29,6 +29,9 @@ TENSOR, CHANNEL, BLOCKS = (f"e4m3 {extent} nearest" for extent in ("tensor", "ch
 KNOWN = f"{TENSOR} delayed:1024:0"
 """FP8 formats, the last of a scale that is known before."""
 
+BOTH = ("-1 elements", "-1 scales", "-2 elements transposed", "-2 scales")
+"""What products in FP8 read, along rows and along columns."""
+
 
 class Module(nn.Module):
     """A function as a module."""
@@ -111,12 +114,13 @@ def casts(m: int, n: int, target: Target) -> Iterator[Graph]:
         chosen += [("both values", _operands("values", "values"), (*alone, *every[-1:]))]
         chosen += [("value and codes", _operands("values", "codes"), every[:-1])]
     if target.fp8_tiles:
-        chosen += [("FP8, largest", _each(lambda x, _: ops.scales(x, TENSOR, True, False)), alone)]
-        chosen += [("FP8, a known scale", _each(_known), every), ("FP8, channels", _each(_channels), alone)]
-    if "1x128" in target.fp8_tiles:
+        chosen += [("FP8, largest", _each(_fp8(TENSOR, "-1 largest")), alone)]
         chosen += [
-            ("FP8, blocks", _each(lambda x, _: ops.encode_blocks(x, BLOCKS, True, True, False)), every)
+            ("FP8, a known scale", _each(_known), every),
+            ("FP8, channels", _each(_fp8(CHANNEL, *BOTH)), alone),
         ]
+    if "1x128" in target.fp8_tiles:
+        chosen += [("FP8, blocks", _each(_fp8(BLOCKS, *BOTH)), every)]
     for cast_name, cast, producers in chosen:
         for name in producers:
             full = f"{name}, {cast_name}" if name else cast_name
@@ -168,14 +172,15 @@ def _operands(rows: str, columns: str) -> Cast:
     return cast
 
 
+def _fp8(form: str, *copies: str) -> Callable[[Tensor, Tensor], Iterable[Tensor]]:
+    words = [f"{form} @{copy}" for copy in copies]
+    return lambda x, _: ops.cast(x, words)
+
+
 def _known(x: Tensor, scale: Tensor) -> Iterable[Tensor]:
-    made: tuple[Tensor, ...] = ops.encode_layouts(x, KNOWN, scale, scale, False, True)
+    copies = [f"{KNOWN} @{copy}" for copy in (BOTH[0], BOTH[2], "-1 largest")]
+    made: list[Tensor] = ops.cast(x, copies, None, 0, [scale, scale, None])
     return made
-
-
-def _channels(x: Tensor, _: Tensor) -> Iterable[Tensor]:
-    row, column = ops.scales(x, CHANNEL, True, True)
-    return row, column, *ops.encode_layouts(x, CHANNEL, row, column, False, False)
 
 
 def scaled_mm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> Tensor:

@@ -21,7 +21,6 @@ from mxcompile.lowering import optional
 from mxcompile.lowering.cpu import attention as attention  # registers the lowering of attention
 from mxcompile.lowering.graph.cached_attention import CachedAttention
 from mxcompile.lowering.graph.expand import Expand
-from mxcompile.lowering.graph.fp8_layouts import FP8Layouts
 from mxcompile.lowering.graph.fuse import Fuse
 from mxcompile.lowering.graph.lowering_pass import LoweringPass
 from mxcompile.lowering.graph.merge_casts import MergeCasts
@@ -56,11 +55,10 @@ LOWERING: tuple[type[LoweringPass], ...] = (
     CachedAttention,
     WeightOnly,
     VendorFP8,
-    FP8Layouts,
     Expand,
+    MergeCasts,
     SplitCasts,
     Promote,
-    MergeCasts,
     MergeSiblingCasts,
     NameKernels,
 )

@@ -20,9 +20,6 @@ from mxcompile.passes.flow import gemms_reading, origin, stored, viewed
 from mxcompile.passes.gather import Gather
 from mxcompile.policy import Gemm
 
-_ELEMENTS_AND_SCALES = frozenset({ops.cast})
-"""Casts of one tensor along one dimension: elements, which a product may read, and their scales."""
-
 
 def weight_bytes(graph: fx.Graph, count: Callable[[str], int]) -> tuple[tuple[str, int, int], ...]:
     """The weights of the linear layers of `graph`, each once: of which layer, bytes as stored, and in BF16.
@@ -101,8 +98,6 @@ def _source(cast: fx.Node) -> fx.Node:
 def _cast_of(node: fx.Node) -> fx.Node | None:
     """The cast that made `node`, elements or scales, seen through a transpose."""
     node = untransposed(node)[0]
-    if node.target is ops.encode_transposed:
-        return node
     if packet(node) is not operator.getitem:
         return None
     cast = argument(node)
@@ -120,7 +115,7 @@ def num_casts(graph: fx.Graph, count: Callable[[str], int]) -> int:
     """
     total = 0
     for node in graph.nodes:
-        if node.target is ops.encode_transposed or _is_read(node):
+        if _is_read(node):
             layers = [tag.name for tag in gemms_reading(node)] or [module_of(node)[0]]
             total += max(map(count, layers))
     return total
@@ -128,9 +123,7 @@ def num_casts(graph: fx.Graph, count: Callable[[str], int]) -> int:
 
 def _is_read(node: fx.Node) -> bool:
     """Whether `node` is a cast whose elements are read, and not its scales alone."""
-    return node.target in _ELEMENTS_AND_SCALES and any(
-        place == 0 and result.users for place, result in results_of(node)
-    )
+    return node.target is ops.cast and any(place == 0 and result.users for place, result in results_of(node))
 
 
 def wire_bytes(graph: fx.Graph, count: Callable[[str], int]) -> tuple[int, int]:

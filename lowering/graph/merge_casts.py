@@ -3,57 +3,102 @@
     cast(x, [codes @−1]), cast(x, [codes @−2])      →  cast(x, [both])             one read of x
     cast(x, [values @−1]), cast(x, [codes @−2])     →  cast(x, [both])
     cast(x, [packed @−1]), cast(x, [packed @−2])    →  cast(x, [both])
+    cast(x, [codes @−1]), cast(x, [elements @−2 transposed], scales=[its own])
+                              FP32 scales           →  cast(x, [elements, scales, elements transposed])
     largest(x), hadamard_largest(x)[1]              →  hadamard_largest(x)[0], hadamard_largest(x)[1]
 
-For chips whose casts are templates, which make copies in MXFP8 and packed FP4; where a cast is a loop that
-fuses with its neighbours two are as good. Values are what a product multiplies on chips without an MX GEMM;
-those of squares are the same both ways and stay alone. Copies of random elements stay apart, because their
-random numbers take the registers of the second copy. So do two copies if one needs an amax that is computed
-behind the other. Runs after `expand`. Numerics do not change.
+For chips whose casts are templates, which make copies in MXFP8, in packed FP4 and under FP32 scales; where a
+cast is a loop that fuses with its neighbours two are as good. Values are what a product multiplies on chips
+without an MX GEMM; those of squares are the same both ways and stay alone. Copies of random elements stay
+apart, because their random numbers take the registers of the second copy. So do two copies if one needs an
+amax that is computed behind the other.
+
+Under FP32 scales a copy is written by its parts, because scales may be known before (see `amax`), elements
+may be those of another type (``as_fnuz``), and those along columns lie transposed (see `vendor_fp8`), their
+scales do not. Scales of blocks are made again where they were known: a tile has all they follow from. A cast
+of which scales alone are read stays as it is; and so does one of elements along rows under a scale known
+before, which fuses with its neighbours, behind a product too.
+
+Runs after `expand`. Numerics do not change.
 """
 
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import fx
 
 from mxcompile import ops
+from mxcompile.formats import WHOLE, AmaxKind, Copy, CopyPart, Format, ScaleType, Tile
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import tensor
 from mxcompile.lowering import optional
-from mxcompile.lowering.graph.lowering_pass import COLLECTED, NATIVE, NO_REASONS, LoweringPass, Reasons
+from mxcompile.lowering.graph.lowering_pass import (
+    COLLECTED,
+    FP8_CASTS,
+    NATIVE,
+    NO_REASONS,
+    LoweringPass,
+    Reasons,
+)
 from mxcompile.lowering.templates.configs import is_one_matrix
-from mxcompile.ops.view import Cast, results_of
+from mxcompile.ops.view import Cast, result_of, results_of
+
+_FP8_TILES = (Tile.TENSOR, Tile.CHANNEL, Tile(1, 128), Tile(128, 128))
 
 _Group = dict[int, Cast]
 """Casts of one tensor in one format, by their sides."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class _NewCopy:
+    """A copy of a merged cast. results: the nodes that each of its tensors replaces. Others: see `Cast`."""
+
+    copy: Copy
+    results: Sequence[Sequence[fx.Node]]
+    scale: fx.Node | None = None
+    amax: fx.Node | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MergeCasts(LoweringPass):
-    """For GPUs that multiply MXFP8 or emulate it; those that multiply packed FP4 are among them."""
+    """For GPUs that multiply MXFP8 or FP8 or emulate it; those that multiply packed FP4 are among them."""
 
     name: ClassVar[str] = "merge_casts"
 
     @property
     def applies(self) -> bool:
-        """Where casts to MXFP8 have templates."""
-        return self.target.native or self.target.emulates
+        """Where casts to FP8 have templates."""
+        return self.target.native or self.target.emulates or bool(self.target.fp8_tiles)
 
     @property
     def obstacle(self) -> str:
         """Why there are no templates of those casts."""
-        return optional.obstacle(*(COLLECTED if self.target.emulates else NATIVE))
+        of_fp8 = FP8_CASTS if self.target.fp8_tiles else ()
+        return optional.obstacle(*(COLLECTED if self.target.emulates else NATIVE), *of_fp8)
 
     def apply(self, graph: fx.Graph) -> Reasons:
         """Merge the casts of `graph`, each where the first of its tensor was."""
         build = Builder(graph, self.name)
         for node in list(graph.find_nodes(op="call_function", target=ops.hadamard_largest)):
             _share_amax(build, node)
+        for group in self._groups(graph):
+            copies = [_whole(group[side]) for side in (-1, -2)]
+            _write(build, group[-1].x, copies, _first(group.values()))
+        if self.target.fp8_tiles:
+            dead.eliminate(graph)  # views of elements that are read transposed instead
+            for (source, form, scale), casts in _of_fp8(graph).items():
+                if parts := _parts(casts, source, form, scale):
+                    _write(build, source, parts, _first(casts))
+        dead.eliminate(graph)
+        return NO_REASONS
+
+    def _groups(self, graph: fx.Graph) -> list[_Group]:
+        """The casts of `graph` to MXFP8 or packed FP4 that two copies can be made of at once."""
         groups: dict[Any, list[_Group]] = {}
         for node in graph.find_nodes(op="call_function", target=ops.cast):
             cast = Cast.of(node)
@@ -65,12 +110,7 @@ class MergeCasts(LoweringPass):
             if group is None:
                 waiting.append(group := {})
             group[cast.side] = cast
-        for waiting in groups.values():
-            for group in waiting:
-                if len(group) > 1:
-                    _merge(build, group)
-        dead.eliminate(graph)
-        return NO_REASONS
+        return [group for waiting in groups.values() for group in waiting if len(group) > 1]
 
     def _takes(self, cast: Cast) -> bool:
         """Whether a template makes the copy of `cast` together with another."""
@@ -84,6 +124,18 @@ class MergeCasts(LoweringPass):
         if value.device.type != self.device or copy.is_tiled or not cast.node.users:
             return False
         return value.dtype.is_floating_point and is_one_matrix(value.shape, copy.dim)
+
+
+def is_fp8(cast: Cast) -> bool:
+    """Whether `cast` is one under FP32 scales that a template makes."""
+    form, value = cast.form, tensor(cast.x)
+    if cast.copy != Copy(format=form, dim=cast.side):  # a part of it, or values
+        return False
+    if value is None or value.ndim != 2 or form.scale is not ScaleType.FP32 or form.elem.is_coded:
+        return False
+    if form.stochastic or form.amax.kind is AmaxKind.PERCENTILE or form.tile not in _FP8_TILES:
+        return False
+    return all(not isinstance(size, int) or size > 0 for size in value.shape)
 
 
 def _share_amax(build: Builder, both: fx.Node) -> None:
@@ -105,19 +157,115 @@ def _share_amax(build: Builder, both: fx.Node) -> None:
 def _fits(group: _Group, cast: Cast) -> bool:
     """Whether `cast` may join: along the other dimension, values in the same dtype, what it reads there."""
     dtypes = {each.copy.dtype for each in (*group.values(), cast)} - {None}
-    first = min(each.node for each in group.values())
+    first = _first(group.values())
     ready = all(node < first for node in cast.node.all_input_nodes)
     return ready and cast.side not in group and len(dtypes) <= 1
 
 
-def _merge(build: Builder, group: _Group) -> None:
-    casts = [group[side] for side in (-1, -2)]
-    first, amaxes = min(cast.node for cast in casts), [cast.amax for cast in casts]
-    known = (None, 0, None, amaxes) if any(amaxes) else ()
-    copies = [word for cast in casts for word in cast.copies]
+def _first(casts: Iterable[Cast]) -> fx.Node:
+    return min(cast.node for cast in casts)
+
+
+def _whole(cast: Cast) -> _NewCopy:
+    results = dict(results_of(cast.node))
+    nodes = [[results[place]] if place in results else [] for place in range(len(cast.node.meta["val"]))]
+    return _NewCopy(copy=cast.copy, results=nodes, amax=cast.amax)
+
+
+def _write(build: Builder, source: fx.Node, copies: Sequence[_NewCopy], first: fx.Node) -> None:
+    """Writes one cast of `source` in front of `first`, which makes `copies`."""
+    scales, amaxes = [each.scale for each in copies], [each.amax for each in copies]
+    known = (scales if any(scales) else None, amaxes if any(amaxes) else None)
+    arguments = (None, 0, *known) if any(known) else ()
     with build.graph.inserting_before(first):
-        results = build.results(build.call(ops.cast, casts[0].x, copies, *known, like=first))
-    for cast in casts:
-        count = len(cast.node.meta["val"])
-        build.replace_results(cast.node, results[:count])
-        results = results[count:]
+        new_node = build.call(ops.cast, source, [str(each.copy) for each in copies], *arguments, like=first)
+        results = build.results(new_node)
+    replaced = [nodes for each in copies for nodes in each.results]
+    for nodes, result in zip(replaced, results, strict=True):
+        for node in nodes:
+            node.replace_all_uses_with(result)
+
+
+_Key = tuple[fx.Node, Format, fx.Node | None]
+"""Matrix, format, and scale if that is known before."""
+
+
+def _of_fp8(graph: fx.Graph) -> dict[_Key, list[Cast]]:
+    """The casts of each matrix in one format with FP32 scales, in order."""
+    casts: dict[_Key, list[Cast]] = {}
+    for node in graph.find_nodes(op="call_function", target=ops.cast):
+        cast = Cast.of(node)
+        if cast is None:
+            continue
+        scale = cast.scale
+        if _is_down(cast):
+            maker = Cast.of(result_of(scale)[0])
+            scale = None if maker is not None and maker.scale is None else scale
+        elif not is_fp8(cast) or _lies_along_columns(cast):
+            continue
+        casts.setdefault((cast.x, cast.form, scale), []).append(cast)
+    return casts
+
+
+def _is_down(cast: Cast) -> bool:
+    """Whether `cast` makes elements that lie transposed, for a product that has its scales already."""
+    return cast.copy.transposed and cast.copy.part is CopyPart.ELEMENTS
+
+
+def _is_along_rows(cast: Cast) -> bool:
+    """Whether `cast` contracts the last dimension of a matrix, or its scales serve both."""
+    return cast.side == -1 or cast.form.tile.is_square
+
+
+def _lies_along_columns(cast: Cast) -> bool:
+    """Whether elements that `cast` makes along columns are read as they lie."""
+    return not _is_along_rows(cast) and bool(_read(cast, 0))
+
+
+def _read(cast: Cast, place: int) -> list[fx.Node]:
+    """The nodes that pick a result of `cast` and are read."""
+    return [result for its, result in results_of(cast.node) if its == place and result.users]
+
+
+def _parts(casts: Sequence[Cast], source: fx.Node, form: Format, scale: fx.Node | None) -> list[_NewCopy]:
+    """The copies that replace `casts` of one matrix; none if a loop is as good. scale: known before."""
+    rows = [cast for cast in casts if not _is_down(cast) and _is_along_rows(cast)]
+    columns = [cast for cast in casts if not _is_down(cast) and not _is_along_rows(cast)]
+    elements = [node for cast in rows for node in _read(cast, 0)]
+    readers = [reader for node in elements for reader in node.users]
+    fnuz = bool(readers) and all(reader.target is ops.as_fnuz for reader in readers)
+    # elements of two types take two kernels: those that lie transposed stay with their cast
+    down = [cast for cast in casts if _is_down(cast) and (not elements or cast.copy.fnuz is fnuz)]
+    largest = [] if scale is None or not form.amax.stateful else _largest(source, _first(casts))
+    if not (elements or down or largest) or (scale is not None and not (fnuz or down or largest)):
+        return []
+    whole = form.tile.along == WHOLE
+    known = scale if whole else None
+    row_scales, column_scales = (
+        [node for cast in each for node in _read(cast, 1)] for each in (rows, columns)
+    )
+    parts = []
+    if elements:
+        copy = Copy(format=form, part=CopyPart.ELEMENTS, fnuz=fnuz)
+        parts.append(_one(copy, readers if fnuz else elements, known))
+    if known is None and (elements or (row_scales and (whole or (down and form.tile.is_square)))):
+        parts.append(_one(Copy(format=form, part=CopyPart.SCALES), row_scales))
+    if down:
+        copy = replace(down[0].copy, dim=-2)
+        parts.append(_one(copy, [node for cast in down for node in _read(cast, 0)], known))
+    if known is None and column_scales and (whole or down):
+        parts.append(_one(Copy(format=form, dim=-2, part=CopyPart.SCALES), column_scales))
+    if largest:
+        parts.append(_one(Copy(format=form, part=CopyPart.LARGEST), largest))
+    return parts
+
+
+def _one(copy: Copy, nodes: Sequence[fx.Node], scale: fx.Node | None = None) -> _NewCopy:
+    """A copy of one tensor, which replaces `nodes`."""
+    return _NewCopy(copy=copy, results=[nodes], scale=scale)
+
+
+def _largest(source: fx.Node, first: fx.Node) -> list[fx.Node]:
+    """The node that asks for the largest magnitude of `source`, if what reads it comes after `first`."""
+    asking = (user for user in source.users if user.target is ops.largest)
+    return [node for node in asking if all(user > first for user in node.users)][:1]

@@ -10,7 +10,7 @@ on chips with an FP8 GEMM, by the extents of the scales:
     1×128 by 128×128    sm_90. The right one [k/128, n/128] with k/128 innermost, a multiple of 4
 
 It wants the contraction innermost in both operands: one cast along its other dimension gets a transposed
-copy, which a cast of its own writes where casts are templates (see `fp8_layouts`). There this runs on the
+copy, which a cast of its own writes where casts are templates (see `merge_casts`). There this runs on the
 joint graph, so that what is kept for backward is what backward reads. On gfx942 the bias of elements'
 exponents is larger by one (``fnuz``): the same bits are half the value, but for −0 and NaN, and the scales
 make up for it. Products that the GEMM does not take (see `fp8_requirements`) are left to `expand`, with the
@@ -27,16 +27,16 @@ import torch
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import WHOLE, Format, ScaleType, Tile
+from mxcompile.formats import WHOLE, Copy, CopyPart, Format, ScaleType, Tile
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import aten
 from mxcompile.graph.tags import set_tag, tags_of, tensor
 from mxcompile.graph.transpose import transpose, untransposed
 from mxcompile.lowering import optional
-from mxcompile.lowering.graph.fp8_layouts import fits
 from mxcompile.lowering.graph.fp8_requirements import Problem, unmet
 from mxcompile.lowering.graph.lowering_pass import FP8_CASTS, LoweringPass, Reasons
+from mxcompile.lowering.graph.merge_casts import is_fp8
 from mxcompile.lowering.templates.configs import contiguous
 from mxcompile.ops.view import Cast, Product, result_of, results_of
 
@@ -149,9 +149,9 @@ class _Copies:
         """`matrix` as a cast of its own writes it, if it is the transpose of what such a cast makes."""
         base, swapped = untransposed(matrix)
         cast = Cast.of(result_of(base)[0])
-        if not self._transposes or not swapped or cast is None or not fits(cast):
+        if not self._transposes or not swapped or cast is None or not is_fp8(cast):
             return None
-        return self._once((base, ops.encode_transposed), lambda: self._transposed(cast))
+        return self._once((base, CopyPart.ELEMENTS), lambda: self._transposed(cast))
 
     def rows(self, matrix: fx.Node) -> fx.Node:
         """`matrix` with its last dimension innermost in memory, in aligned rows; copied if need be."""
@@ -175,7 +175,9 @@ class _Copies:
         node = cast.node
         scale = cast.scale or next((result for place, result in results_of(node) if place == 1), None)
         assert scale is not None, "a product reads the scale of its operand"
-        how = cast.x, cast.side, cast.fmt, scale, self.fnuz
-        new_node = self.build.call(ops.encode_transposed, *how, like=node)
+        part = CopyPart.ELEMENTS
+        copy = Copy(format=cast.form, dim=cast.side, part=part, transposed=True, fnuz=self.fnuz)
+        new_node = self.build.call(ops.cast, cast.x, [str(copy)], None, 0, [scale], like=node)
         new_node.meta.update({key: value for key, value in node.meta.items() if key not in new_node.meta})
-        return new_node
+        (result,) = self.build.results(new_node)
+        return result

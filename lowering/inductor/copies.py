@@ -7,13 +7,14 @@ other formats   loops (`general`): scales, then elements over them
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch._inductor import ir
 from torch._inductor.lowering import lowerings, register_lowering
 
 from mxcompile import ops
-from mxcompile.formats import Copy, CopyPart, ScaleLayout
+from mxcompile.formats import Copy, CopyPart
 from mxcompile.lowering.cpu import casts as cpp
 from mxcompile.lowering.inductor import casts, general
 
@@ -21,14 +22,25 @@ _CLONE = lowerings[torch.ops.aten.clone.default]
 
 Results = Sequence[ir.TensorBox]
 
-TEMPLATES: list[Callable[[ir.TensorBox, Sequence[Copy], ir.TensorBox | None], Results | None]] = []
-"""The templates of casts, which return None for those that they do not make, in the order to ask them."""
-
-Known = Sequence[ir.TensorBox | None] | None
+Known = Sequence[ir.TensorBox | None]
 """A tensor for each copy, None for those that need none."""
 
-PACKED_TEMPLATES: list[Callable[..., Results]] = []
-"""The template of packed copies, if it is loaded."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CastCall:
+    """A call of ``mx.cast``. Fields: see `ops.cast`."""
+
+    x: ir.TensorBox
+    copies: Sequence[Copy]
+    seed: ir.TensorBox | None
+    stream: int
+    scales: Known
+    amaxes: Known
+    y: ir.TensorBox | None
+
+
+TEMPLATES: list[Callable[[CastCall], Results | None]] = []
+"""The templates of casts, which return None for those that they do not make, in the order to ask them."""
 
 
 @register_lowering(ops.cast, type_promotion_kind=None)
@@ -37,26 +49,24 @@ def lower_cast(
     words: Sequence[str],
     seed: ir.TensorBox | None = None,
     stream: int = 0,
-    scales: Known = None,
-    amaxes: Known = None,
+    scales: Known | None = None,
+    amaxes: Known | None = None,
     y: ir.TensorBox | None = None,
 ) -> Results:
     """The tensors of the copies of x, then of y."""
     copies, none = [Copy.of(word) for word in words], [None] * len(words)
-    if copies[0].format.packed:
-        (template,) = PACKED_TEMPLATES
-        return template(x, copies, seed, stream, amaxes or none)
-    if all(copy.is_mx for copy in copies):
-        attempts = (template(x, copies, y) for template in TEMPLATES)
-        if (results := next(filter(None, attempts), None)) is not None:
-            return results
+    scales, amaxes = scales or none, amaxes or none
+    call = CastCall(x=x, copies=copies, seed=seed, stream=stream, scales=scales, amaxes=amaxes, y=y)
+    attempts = (template(call) for template in TEMPLATES)
+    if (results := next(filter(None, attempts), None)) is not None:
+        return results
     if y is not None:
         return [*lower_cast(x, words), *lower_cast(y, words)]
     lowered = [
         cpp.cast(x, copy) or casts.lower(x, copy)
         if copy.is_mx
         else _general(x, copy, seed, stream, scale, amax)
-        for copy, scale, amax in zip(copies, scales or none, amaxes or none, strict=True)
+        for copy, scale, amax in zip(copies, scales, amaxes, strict=True)
     ]
     return [tensor for tensors in lowered for tensor in tensors]
 
@@ -70,7 +80,10 @@ def _general(
     amax: ir.TensorBox | None,
 ) -> Results:
     """A copy in another format than MXFP8, or of random elements."""
-    assert copy.layout is ScaleLayout.ROW_MAJOR, f"no loops make {copy}"
+    known = Copy(format=copy.format, dim=copy.dim, dtype=copy.dtype, part=copy.part)
+    assert copy == known, f"no loops make {copy}"
+    if copy.part is CopyPart.LARGEST:
+        return [general.lower_largest(x)]
     if scale is None:
         scale = general.scales(x, copy, amax)
     elif copy.part is CopyPart.CODES and copy.dtype is None:

@@ -21,6 +21,7 @@ from torch.utils._sympy.functions import FloorDiv
 from mxcompile import ops
 from mxcompile.formats import (
     BLOCK,
+    FNUZ,
     AmaxKind,
     Copy,
     CopyPart,
@@ -295,7 +296,7 @@ def lower_as_fnuz(qdata: ir.TensorBox) -> ir.TensorBox:
     )
     codes.realize()
     codes.freeze_layout()  # contiguous, as its fake is; Inductor may follow what it reads otherwise
-    return elements.as_dtype(codes, ops.FNUZ[elem.dtype])
+    return elements.as_dtype(codes, FNUZ[elem.dtype])
 
 
 @register_lowering(ops.largest, type_promotion_kind=None)

@@ -16,7 +16,6 @@ a matrix, is not a multiple of 32, the grid covers the batch with each matrix pa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from torch.utils._sympy.functions import FloorDiv
 from mxcompile.formats import BLOCK, Copy
 from mxcompile.formats.scale_tiles import TILE_ROWS
 from mxcompile.lowering.chips.tiles import Unsupported
-from mxcompile.lowering.inductor.copies import TEMPLATES
+from mxcompile.lowering.inductor.copies import TEMPLATES, CastCall
 from mxcompile.lowering.inductor.tiling import tiled_size
 from mxcompile.lowering.targets import Target, of_device
 from mxcompile.lowering.templates import call, configs, packing
@@ -147,11 +146,12 @@ Results = tuple[ir.TensorBox, ...]
 _VIEW = lowerings[torch.ops.aten.view.default]
 
 
-def lower(x: ir.TensorBox, copies: Sequence[Copy], y: ir.TensorBox | None) -> Results | None:
-    """Qdata and scale bytes of each of `copies`, of x, then of y; None if the template makes others."""
+def lower(cast: CastCall) -> Results | None:
+    """Qdata and scale bytes of each copy, of x, then of y; None if the template makes others."""
+    x, copies, y = cast.x, cast.copies, cast.y
     layout = {(-1,): "rowwise", (-2,): "columnwise", (-1, -2): "both"}.get(tuple(copy.dim for copy in copies))
     target = _target(x, layout)
-    codes = all(copy.dtype is None and not copy.is_square for copy in copies)
+    codes = all(copy.is_mx and copy.dtype is None and not copy.is_square for copy in copies)
     alike = len({(copy.format, copy.layout) for copy in copies}) == 1
     matrix = y is None or len(x.get_size()) == 2
     if layout is None or target is None or not (codes and alike and matrix):

@@ -14,7 +14,6 @@ axis.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from mxcompile.formats.hadamard import WIDTH
 from mxcompile.formats.scale_tiles import TILE_BLOCKS, TILE_ROWS
 from mxcompile.lowering.chips.tiles import Unsupported
 from mxcompile.lowering.inductor import general
-from mxcompile.lowering.inductor.copies import PACKED_TEMPLATES
+from mxcompile.lowering.inductor.copies import TEMPLATES, CastCall
 from mxcompile.lowering.inductor.tiling import tiled_size
 from mxcompile.lowering.kernels.configs import chosen
 from mxcompile.lowering.targets import Target, of_device
@@ -178,14 +177,11 @@ _VIEW = lowerings[torch.ops.aten.view.default]
 Results = tuple[ir.TensorBox, ...]
 
 
-def lower(
-    x: ir.TensorBox,
-    copies: Sequence[Copy],
-    seed: ir.TensorBox | None,
-    stream: int,
-    amaxes: Sequence[ir.TensorBox | None],
-) -> Results:
-    """Bytes and scale bytes of each of `copies`: along rows, along columns, or both in this order."""
+def lower(cast: CastCall) -> Results | None:
+    """Bytes and scale bytes along rows, along columns, or both in this order; None if they are not packed."""
+    x, copies = cast.x, cast.copies
+    if not copies[0].format.packed:
+        return None
     *batch, _, _ = x.get_size()
     is_given = _is_given(x)
     x, tiled = _matrices(x), copies[0].is_tiled
@@ -195,7 +191,7 @@ def lower(
     for other in others:
         other.realize()
     inputs = [x, *(other.data for other in others)]
-    read = [realize_inputs(each) for each in (*amaxes, seed) if each is not None]
+    read = [realize_inputs(each) for each in (*cast.amaxes, cast.seed) if each is not None]
     first, last, sides = copies[0].format, copies[-1].format, [copy.dim for copy in copies]
     # a producer, which the amax of two levels reads too, is computed beside one level's casts alone
     tile = _tile(target, first.tile.along, x, halve=len(copies) > 1 and not is_given and not first.two_level)
@@ -218,14 +214,14 @@ def lower(
         SQUARE=first.tile.across > 1,
         TWO_LEVEL=first.two_level,
         STOCHASTIC=first.stochastic,
-        STREAM=stream,
+        STREAM=cast.stream,
         ROUNDING=repr(str(first.rounding or "")),
     )
     results = codes, *others
     return tuple(_VIEW(each, [*batch, *each.get_size()[-2:]]) if batch else each for each in results)
 
 
-PACKED_TEMPLATES.append(lower)
+TEMPLATES.append(lower)
 
 
 def _shapes(x: ir.TensorBox, copy: Copy) -> tuple[list[Any], list[Any]]:

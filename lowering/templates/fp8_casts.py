@@ -13,23 +13,25 @@ which a thread has neighbours of a column (`fp8_tiles.order`). The cast itself i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import empty_strided, lowerings, register_lowering
+from torch._inductor.lowering import empty_strided, lowerings
 from torch._inductor.select_algorithm import (
     SymbolicGridFn,
     TritonTemplate,
     realize_inputs,
 )
 from torch._inductor.utils import triton_type
+from torch._inductor.virtualized import V
+from torch.utils._ordered_set import OrderedSet
 from torch.utils._sympy.functions import CeilDiv
 
-from mxcompile import ops
-from mxcompile.formats import Format, Tile
-from mxcompile.lowering.chips.tiles import TileConfig
+from mxcompile.formats import FNUZ, Copy, CopyPart, Format, ScaleType, Tile
+from mxcompile.lowering.chips.tiles import TileConfig, Unsupported
+from mxcompile.lowering.inductor.copies import TEMPLATES, CastCall
 from mxcompile.lowering.inductor.general import fp32_scale_of
 from mxcompile.lowering.kernels.configs import chosen
 from mxcompile.lowering.targets import of_device
@@ -184,18 +186,66 @@ AMAX = ProducingTemplate(name="mx_fp8_amax", grid=_grid, source=_AMAX_SOURCE)
 CAST = ProducingTemplate(name="mx_fp8_cast", grid=_grid, source=_CAST_SOURCE)
 
 
-@register_lowering(ops.scales, type_promotion_kind=None)
-def lower_scales(x: ir.TensorBox, fmt: str, rows: bool, columns: bool) -> tuple[ir.TensorBox | None, ...]:
-    """Scales along rows and along columns, None where there are none."""
-    form = Format.of(fmt)
-    assert form.tile in (Tile.TENSOR, Tile.CHANNEL), f"{form.tile} scales are made by their cast"
+_Scales = dict[int, ir.TensorBox]
+"""Scales by the dimension that they belong to; those of squares and of tensors, which serve both, by −1."""
+
+_Tensors = dict[tuple[CopyPart, bool], ir.TensorBox]
+"""Elements by whether they are transposed, and the largest magnitude, which is not."""
+
+
+def lower(cast: CastCall) -> list[ir.TensorBox] | None:
+    """The tensors of each copy; None if scales are not FP32, or if one loop is as good.
+
+    That is one copy of elements as they lie in memory, or of scales: it fuses with its neighbours.
+    """
+    copies, (one, *more) = cast.copies, cast.copies
+    form, is_loop = one.format, not (more or one.transposed or one.fnuz or one.part is CopyPart.LARGEST)
+    if form.scale is not ScaleType.FP32 or is_loop or any(copy.part is CopyPart.CODES for copy in copies):
+        return None
+    if isinstance(of_device(cast.x.get_device_or_error()).tiles.fp8_cast, Unsupported):
+        return None
+    assert all(copy.format == form for copy in more), f"one kernel makes copies of one format, not {copies}"
+    elements = {copy.transposed: copy for copy in copies if copy.part is CopyPart.ELEMENTS}
+    searched = False
+    if form.tile.along == BLOCK:
+        scales = _of_blocks(cast.x, form, elements)
+    else:
+        known = {
+            _side(copy): scale for copy, scale in zip(copies, cast.scales, strict=True) if scale is not None
+        }
+        sides = {_side(copy) for copy in copies if copy.part is not CopyPart.LARGEST}
+        scales = known | _scales(cast.x, form, sides - known.keys())
+        searched = scales.keys() > known.keys()
+    others = _cast(cast, scales, elements) if elements else _largest(cast.x)
+    if searched and elements:  # the search has the producer of x, which is in memory since then
+        cast_only: Any = others[CopyPart.ELEMENTS, False not in elements]
+        cast_only.data.data.origins = OrderedSet([V.graph.current_node])
+    return [
+        scales[_side(copy)] if copy.part is CopyPart.SCALES else others[copy.part, copy.transposed]
+        for copy in copies
+    ]
+
+
+TEMPLATES.append(lower)
+
+
+def _side(copy: Copy) -> int:
+    """The dimension that the scales of `copy` belong to."""
+    return -1 if copy.format.tile.is_square else copy.dim
+
+
+def _scales(x: ir.TensorBox, form: Format, sides: Collection[int]) -> _Scales:
+    """Scales of a tensor or of channels."""
+    if not sides:
+        return {}
     whole = form.tile == Tile.TENSOR
-    parts = _parts(x, rows=rows and not whole, columns=columns and not whole)
+    parts = _parts(x, rows=-1 in sides and not whole, columns=-2 in sides and not whole)
     along = ((0, 1), ()) if whole else ((1,), (0,))
-    return tuple(
-        None if part is None else _scale(_AMAX(part, dims, True), form)
-        for part, dims in zip(parts, along, strict=True)
-    )
+    return {
+        side: _scale(_AMAX(part, dims, True), form)
+        for side, part, dims in zip((-1, -2), parts, along, strict=True)
+        if part is not None
+    }
 
 
 def _scale(amax: ir.TensorBox, form: Format) -> ir.TensorBox:
@@ -225,75 +275,51 @@ def _parts(x: ir.TensorBox, *, rows: bool, columns: bool) -> tuple[ir.TensorBox 
     return (None, result) if columns else (result, None)
 
 
-@register_lowering(ops.encode_layouts, type_promotion_kind=None)
-def lower_encode_layouts(
-    x: ir.TensorBox,
-    fmt: str,
-    row_scale: ir.TensorBox | None,
-    column_scale: ir.TensorBox | None,
-    fnuz: bool,
-    seen: bool,
-) -> tuple[ir.TensorBox | None, ...]:
-    """Elements along rows, along columns, and the largest magnitude; None what is not asked for."""
-    rows, columns = row_scale is not None, column_scale is not None
-    same = Format.of(fmt).tile == Tile.TENSOR
-    scales = [row_scale] if rows else []
-    scales += [column_scale] if columns and not (same and rows) else []
-    codes, down, largest = _cast(
-        x, fmt, [realize_inputs(scale) for scale in scales], rows, columns, fnuz, same=same, seen=seen
-    )
-    return codes, down, None if largest is None else _VIEW(_AMAX(largest, (0,), True), [1])
+def _of_blocks(x: ir.TensorBox, form: Format, elements: Collection[bool]) -> _Scales:
+    """Memory for the scales of blocks, which the cast of `elements` writes."""
+    (m, n), same = x.get_size(), form.tile.is_square
+    scales = {}
+    if same or False in elements:
+        scales[-1] = _empty(x, [CeilDiv(m, form.tile.across), CeilDiv(n, BLOCK)], _F32)
+    if True in elements and not same:
+        scales[-2] = _empty(x, [CeilDiv(m, BLOCK), n], _F32)
+    return scales
 
 
-@register_lowering(ops.encode_blocks, type_promotion_kind=None)
-def lower_encode_blocks(
-    x: ir.TensorBox, fmt: str, rows: bool, columns: bool, fnuz: bool
-) -> tuple[ir.TensorBox | None, ...]:
-    """Elements and scales along rows, then along columns; None what is not asked for."""
-    form = Format.of(fmt)
-    assert form.tile.along == BLOCK, f"a tile of the kernel holds blocks of {BLOCK}"
-    m, n = x.get_size()
-    same = form.tile.is_square
-    row = _empty(x, [CeilDiv(m, form.tile.across), CeilDiv(n, BLOCK)], _F32) if rows or same else None
-    column = _empty(x, [CeilDiv(m, BLOCK), n], _F32) if columns and not same else None
-    scales = [scale for scale in (row, column) if scale is not None]
-    codes, down, _ = _cast(x, fmt, scales, rows, columns, fnuz, same=same, own=True)
-    return codes, row, down, column
+def _largest(x: ir.TensorBox) -> _Tensors:
+    """The largest magnitude of a matrix of which nothing else is made but scales."""
+    part, _ = _parts(x, rows=False, columns=False)
+    return {(CopyPart.LARGEST, False): _VIEW(_AMAX(part, (0, 1), True), [1])}
 
 
-def _cast(
-    x: ir.TensorBox,
-    fmt: str,
-    scales: list[ir.TensorBox],
-    rows: bool,
-    columns: bool,
-    fnuz: bool,
-    *,
-    same: bool,
-    own: bool = False,
-    seen: bool = False,
-) -> tuple[ir.TensorBox | None, ...]:
-    """Elements along rows and columns, and the largest magnitude of every tile.
+def _cast(cast: CastCall, scales: _Scales, elements: dict[bool, Copy]) -> _Tensors:
+    """The tensors that one kernel makes of the copies `elements`.
 
-    scales: read, or written if a tile makes its `own`. same: one serves both.
+    scales: it reads them, or it writes them if they are of blocks.
     """
-    x = realize_inputs(x)
-    form, (m, n), target = Format.of(fmt), x.get_size(), of_device(x.get_device_or_error())
+    form = cast.copies[0].format
+    same, own = form.tile.is_square, form.tile.along == BLOCK
+    rows, columns = False in elements, True in elements
+    read = [side for side, is_read in ((-1, rows or same), (-2, columns and not same)) if is_read]
+    given = [scales[side] if own else realize_inputs(scales[side]) for side in read]
+    x = realize_inputs(cast.x)
+    (m, n), target = x.get_size(), of_device(x.get_device_or_error())
     tiles = chosen(target.tiles.fp8_cast, "an FP8 cast", target)
     tile = tiles.blocks if own else tiles.cast
-    stored = ops.FNUZ[form.elem.dtype] if fnuz else form.elem.dtype
+    (fnuz,) = {copy.fnuz for copy in elements.values()}  # one kernel makes elements of one type
+    seen = any(copy.part is CopyPart.LARGEST for copy in cast.copies)
+    stored = FNUZ[form.elem.dtype] if fnuz else form.elem.dtype
     other = [_empty(x, [n, m], stored)] if rows and columns else []
     number = CeilDiv(m, tile.block_m) * CeilDiv(n, tile.block_n)
     largest = [_empty(x, [number], _F32)] if seen else []
-    given = [] if own else scales
     result = _call(
         CAST,
         x,
-        [*scales, *other, *largest],
+        [*given, *other, *largest],
         [m, n] if rows else [n, m],
         stored,
         tile,
-        read=len(given),
+        read=0 if own else len(given),
         ROWS=rows,
         COLUMNS=columns,
         SAME=same,
@@ -310,8 +336,12 @@ def _cast(
         FNUZ=fnuz,
         INDEX="tl.int64",
     )
-    down = (other[0] if rows else result) if columns else None
-    return result if rows else None, down, largest[0] if seen else None
+    tensors = {(CopyPart.ELEMENTS, not rows): result}
+    if other:
+        tensors[CopyPart.ELEMENTS, True] = other[0]
+    if seen:
+        tensors[CopyPart.LARGEST, False] = _VIEW(_AMAX(largest[0], (0,), True), [1])
+    return tensors
 
 
 def _empty(x: ir.TensorBox, shape: Sequence[Any], dtype: torch.dtype) -> ir.TensorBox:

@@ -29,7 +29,7 @@ from torch.utils._sympy.functions import CeilDiv
 
 from mxcompile.formats import BLOCK, Copy
 from mxcompile.lowering.inductor import elements
-from mxcompile.lowering.inductor.copies import TEMPLATES
+from mxcompile.lowering.inductor.copies import TEMPLATES, CastCall
 from mxcompile.lowering.targets import Target, of_device
 from mxcompile.lowering.templates import call, configs, packing
 from mxcompile.lowering.templates.producers import ProducingTemplate, leaves_room
@@ -128,8 +128,9 @@ class _Result:
     codes: bool = False
 
 
-def lower(x: ir.TensorBox, copies: Sequence[Copy], y: ir.TensorBox | None) -> list[ir.TensorBox] | None:
-    """Qdata and scale bytes, or values, of each of `copies`, of x, then of y; None if they are not for it."""
+def lower(cast: CastCall) -> list[ir.TensorBox] | None:
+    """Qdata and scale bytes, or values, of each copy, of x, then of y; None if they are not for it."""
+    x, copies, y = cast.x, cast.copies, cast.y
     target, sizes = of_device(x.get_device_or_error()), x.get_size()
     if not target.emulates or not _are_alike(copies) or not all(_is_for(sizes, copy) for copy in copies):
         return None
@@ -172,7 +173,7 @@ def _are_alike(copies: Sequence[Copy]) -> bool:
 
 def _is_for(sizes: Sequence[Any], copy: Copy) -> bool:
     """Whether the template makes `copy` of a tensor of `sizes`."""
-    if copy.dtype is None and (copy.is_square or copy.is_tiled):
+    if not copy.is_mx or (copy.dtype is None and (copy.is_square or copy.is_tiled)):
         return False
     return len(sizes) > 1 and configs.is_one_matrix(sizes, -2 if copy.is_square else copy.dim)
 

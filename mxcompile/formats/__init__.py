@@ -21,6 +21,7 @@ from mxcompile.formats.types import E4M3 as E4M3
 from mxcompile.formats.types import E5M2 as E5M2
 from mxcompile.formats.types import ELEM_TYPES as ELEM_TYPES
 from mxcompile.formats.types import ELEMENTS as ELEMENTS
+from mxcompile.formats.types import FNUZ as FNUZ
 from mxcompile.formats.types import NEAREST as NEAREST
 from mxcompile.formats.types import POW2 as POW2
 from mxcompile.formats.types import SCALE_NAN as SCALE_NAN

@@ -7,6 +7,8 @@
     e4m3 1x32 rceil @-1 elements         elements alone
     e4m3 1x32 rceil @-1 elements bfloat16      the same as numbers of that dtype
     e4m3 1x32 rceil @-1 scales           scales alone
+    e4m3 channel nearest @-2 elements transposed fnuz  elements of half the value, the contraction innermost
+    e4m3 tensor nearest @-1 largest      the largest magnitude of the tensor alone, FP32 [1]
     e2m1 1x32 rceil packed @-2 codes transposed      packed elements and scales, the contraction innermost
 
 `@` precedes the contraction dimension, counted from the last.
@@ -30,16 +32,19 @@ from torch import Tensor
 
 from mxcompile.errors import FormatError
 from mxcompile.formats.encoding import (
+    as_fnuz,
     decode_tensors,
     element_values,
     encode_tensors,
     pack,
     scale_shape,
     scales_of,
+    tensor_amax,
 )
 from mxcompile.formats.hadamard import num_transformed, transformed
 from mxcompile.formats.scale_tiles import tile_scale, tiled_length
 from mxcompile.formats.types import (
+    FNUZ,
     ElemType,
     Format,
     Rounding,
@@ -51,15 +56,16 @@ from mxcompile.formats.types import (
     scale_layout,
 )
 
-_TRANSPOSED = "transposed"
+_TRANSPOSED, _FNUZ = "transposed", "fnuz"
 
 
 class CopyPart(StrEnum):
-    """Which tensors a copy has: elements and scales, or one of them."""
+    """Which tensors a copy has: elements and scales, one of them, or the largest magnitude of the tensor."""
 
     CODES = "codes"
     ELEMENTS = "elements"
     SCALES = "scales"
+    LARGEST = "largest"
 
 
 Spec = tuple[Sequence[Any], torch.dtype]
@@ -74,6 +80,7 @@ class Copy:
     layout: of scales. dtype: of values, or of elements as numbers; None for elements and scales as they are
     stored. part: what there is of it; with a dtype, `CopyPart.CODES` for values. transposed: whether the last
     two dimensions of elements and scales are swapped, as copies along columns have the contraction innermost.
+    fnuz: whether elements are in the types of AMD's MI300, in which they have half the value (see `as_fnuz`).
     """
 
     format: Format
@@ -82,6 +89,7 @@ class Copy:
     dtype: torch.dtype | None = None
     part: CopyPart = CopyPart.CODES
     transposed: bool = False
+    fnuz: bool = False
 
     def __str__(self) -> str:
         words = [str(self.format), f"@{self.dim}"]
@@ -91,6 +99,8 @@ class Copy:
             words.append(str(self.dtype).removeprefix("torch."))
         if self.transposed:
             words.append(_TRANSPOSED)
+        if self.fnuz:
+            words.append(_FNUZ)
         if self.layout is not ScaleLayout.ROW_MAJOR:
             words.append(str(self.layout))
         return " ".join(words)
@@ -168,6 +178,8 @@ class Copy:
         Raises `FormatError` for tiled scales of a tensor that is not a matrix, or a transform along rows.
         """
         form, shape = self.format, list(x.shape)
+        if self.part is CopyPart.LARGEST:
+            return [([1], torch.float32)]
         if self.dtype is not None:
             return [(shape, self.dtype)]
         if form.packed and form.hadamard is not None:
@@ -187,7 +199,7 @@ class Copy:
         shape[self.dim] = num_blocks(shape[self.dim], form.per_byte)
         if self.transposed:
             shape, scale = _swapped(shape), scale if self.is_tiled else _swapped(scale)
-        elements: Spec = (shape, self.elem.dtype)
+        elements: Spec = (shape, FNUZ[self.elem.dtype] if self.fnuz else self.elem.dtype)
         scales: Spec = (scale, torch.uint8 if form.packed else form.scale.dtype)
         return {CopyPart.CODES: [elements, scales], CopyPart.ELEMENTS: [elements], CopyPart.SCALES: [scales]}[
             self.part
@@ -207,6 +219,8 @@ class Copy:
         """
         form = self.format
         self.specs(x)  # whose errors are this one's
+        if self.part is CopyPart.LARGEST:
+            return [tensor_amax(x)]
         if form.packed and form.hadamard is not None:
             x, form = transformed(x, self.dim, form.hadamard), form.untransformed
         if self.part is CopyPart.SCALES:
@@ -219,6 +233,7 @@ class Copy:
         if form.packed:
             odd = qdata.narrow(self.dim, 0, qdata.shape[self.dim] % form.per_byte)
             qdata = pack(torch.cat([qdata, torch.zeros_like(odd)], self.dim), self.dim, self.elem)
+        qdata = as_fnuz(qdata) if self.fnuz else qdata
         qdata = qdata.mT.contiguous() if self.transposed else qdata
         return [qdata] if self.part is CopyPart.ELEMENTS else [qdata, self._laid_out(scale, x)]
 
@@ -246,9 +261,9 @@ def _copy_of(word: str) -> Copy:
     layouts = [each for each in words if each in list(ScaleLayout)]
     parts = [each for each in words if each in list(CopyPart)]
     dtypes = [each for each in words if isinstance(getattr(torch, each, None), torch.dtype)]
-    turned = [each for each in words if each == _TRANSPOSED]
+    turned, halved = ([each for each in words if each == word] for word in (_TRANSPOSED, _FNUZ))
     known = form and dim.lstrip("-").isdecimal() and (parts or dtypes)
-    if not known or [*parts[:1], *dtypes[:1], *turned[:1], *layouts[:1]] != words:
+    if not known or [*parts[:1], *dtypes[:1], *turned[:1], *halved[:1], *layouts[:1]] != words:
         raise FormatError(
             f"{word!r} is no copy: expected a format, @ and a dimension, {', '.join(CopyPart)} or a dtype"
         )
@@ -259,4 +274,5 @@ def _copy_of(word: str) -> Copy:
         dtype=getattr(torch, dtypes[0]) if dtypes else None,
         part=CopyPart(parts[0]) if parts else CopyPart.CODES,
         transposed=bool(turned),
+        fnuz=bool(halved),
     )

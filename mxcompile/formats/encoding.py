@@ -36,7 +36,18 @@ from mxcompile.errors import FormatError
 from mxcompile.formats import stochastic
 from mxcompile.formats.amax import AmaxKind
 from mxcompile.formats.numerics import inverse_scale_value, scale_bytes, scale_value
-from mxcompile.formats.types import BLOCK, E4M3, WHOLE, ElemType, Format, Rounding, Tile, elem_type, rounding
+from mxcompile.formats.types import (
+    BLOCK,
+    E4M3,
+    FNUZ,
+    WHOLE,
+    ElemType,
+    Format,
+    Rounding,
+    Tile,
+    elem_type,
+    rounding,
+)
 
 FP32_MAX = torch.finfo(torch.float32).max
 
@@ -343,6 +354,13 @@ def to_elements(y: Tensor, elem: ElemType) -> Tensor:
     code = (field << elem.mantissa_bits) + steps  # a normal's leading bit counts as one more exponent
     code = code | (y.signbit().to(torch.int32) << (elem.bits - 1))
     return torch.where(y.isnan(), 0, code).to(torch.uint8)
+
+
+def as_fnuz(qdata: Tensor) -> Tensor:
+    """Stored E4M3 or E5M2 as elements of half the value, in the types of AMD's MI300."""
+    values = qdata.to(torch.float32)
+    codes = torch.where(values == 0, 0, qdata.view(torch.uint8))
+    return torch.where(values.isfinite(), codes, 0x80).view(FNUZ[qdata.dtype])
 
 
 def element_values(qdata: Tensor, elem: ElemType) -> Tensor:

@@ -150,6 +150,9 @@ E2M1 = ElemType(
 for _elem in (E4M3, E5M2, E3M2, E2M3, E2M1):
     register(_elem)
 
+FNUZ = {E4M3.dtype: torch.float8_e4m3fnuz, E5M2.dtype: torch.float8_e5m2fnuz}
+"""The types whose exponents have a bias larger by one, without a negative 0, whose code is their only NaN."""
+
 ELEM_TYPES = {elem.name: elem for elem in (E4M3, E5M2)}
 """The FP8 element types, by policy word."""
 

@@ -9,7 +9,6 @@ from mxcompile.ops.cast import cast as cast
 from mxcompile.ops.cast import decode as decode
 from mxcompile.ops.define import SPECS as SPECS
 from mxcompile.ops.define import Spec as Spec
-from mxcompile.ops.general import FNUZ as FNUZ
 from mxcompile.ops.general import as_fnuz as as_fnuz
 from mxcompile.ops.general import block_bytes as block_bytes
 from mxcompile.ops.general import draw_seed as draw_seed
@@ -17,10 +16,6 @@ from mxcompile.ops.general import grouped_matmul as grouped_matmul
 from mxcompile.ops.general import matmul as matmul
 from mxcompile.ops.hadamard import hadamard as hadamard
 from mxcompile.ops.hadamard import hadamard_largest as hadamard_largest
-from mxcompile.ops.layouts import encode_blocks as encode_blocks
-from mxcompile.ops.layouts import encode_layouts as encode_layouts
-from mxcompile.ops.layouts import encode_transposed as encode_transposed
-from mxcompile.ops.layouts import scales as scales
 from mxcompile.ops.mx import flatten as flatten
 from mxcompile.ops.mx import grouped_mm as grouped_mm
 from mxcompile.ops.mx import grouped_product as grouped_product
@@ -40,19 +35,10 @@ from mxcompile.ops.watch import deliver as deliver
 from mxcompile.ops.watch import excerpt as excerpt
 from mxcompile.ops.watch import nonfinite as nonfinite
 
-CASTS = frozenset(
-    op.overloadpacket
-    for op in (
-        cast,
-        decode,
-        encode_transposed,
-        encode_layouts,
-        encode_blocks,
-    )
-)
+CASTS = frozenset({cast.overloadpacket, decode.overloadpacket})
 """The operators that change the format of one tensor."""
 
-CAST_WORK = CASTS | {op.overloadpacket for op in (scales, largest, hadamard, hadamard_largest)}
+CAST_WORK = CASTS | {op.overloadpacket for op in (largest, hadamard, hadamard_largest)}
 """Casts and what is computed for them alone: a kernel of these is a cast's."""
 
 PRODUCTS = frozenset({matmul.overloadpacket, grouped_matmul.overloadpacket})

@@ -21,10 +21,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mxcompile.formats import BLOCK, Copy, Format, ScaleLayout, num_blocks
-from mxcompile.formats.encoding import (
-    extents,
-)
+from mxcompile.formats import BLOCK, FNUZ, Copy, Format, ScaleLayout, num_blocks
+from mxcompile.formats.encoding import as_fnuz as halved
+from mxcompile.formats.encoding import extents
 from mxcompile.formats.scale_tiles import tile_scale
 from mxcompile.formats.stochastic import SEEDS
 from mxcompile.ops.cast import decoded
@@ -61,16 +60,6 @@ def _spec_block_bytes(
 ) -> list[Spec]:
     dim = block_dim % qdata.ndim - qdata.ndim
     return Copy(format=Format(), dim=dim, layout=ScaleLayout(scale_layout)).specs(qdata)[1:]
-
-
-FNUZ = {torch.float8_e4m3fn: torch.float8_e4m3fnuz, torch.float8_e5m2: torch.float8_e5m2fnuz}
-"""The types whose exponents have a bias larger by one, without a negative 0, whose code is their only NaN."""
-
-
-def _as_fnuz(qdata: Tensor) -> Tensor:
-    values = qdata.to(torch.float32)
-    codes = torch.where(values == 0, 0, qdata.view(torch.uint8))
-    return torch.where(values.isfinite(), codes, 0x80).view(FNUZ[qdata.dtype])
 
 
 def _spec_as_fnuz(qdata: Tensor) -> list[Spec]:
@@ -120,7 +109,7 @@ block_bytes = define(
     _block_bytes,
     _spec_block_bytes,
 )
-as_fnuz = define("as_fnuz(Tensor qdata) -> Tensor", _as_fnuz, _spec_as_fnuz)
+as_fnuz = define("as_fnuz(Tensor qdata) -> Tensor", halved, _spec_as_fnuz)
 matmul = define(
     "matmul(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor? bias, ScalarType out_dtype,"
     " str format_a, str format_b, Tensor? alpha=None) -> Tensor",

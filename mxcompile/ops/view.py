@@ -19,7 +19,6 @@ from torch import fx
 from mxcompile.formats import Copy, Format
 from mxcompile.ops.cast import cast, decode
 from mxcompile.ops.general import grouped_matmul, matmul
-from mxcompile.ops.layouts import encode_transposed
 from mxcompile.ops.packed import packed_grouped_mm, packed_mm
 
 
@@ -139,18 +138,6 @@ class Cast(Casts):
     def fmt(self) -> str:
         """The word of the format."""
         return str(self.form)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EncodeTransposed(View):
-    """The transpose of the elements of a cast. fnuz: in types with the larger bias."""
-
-    x: fx.Node
-    block_dim: int
-    fmt: str
-    scale: fx.Node
-    fnuz: bool = False
-    operators: ClassVar[frozenset[Any]] = frozenset({encode_transposed})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

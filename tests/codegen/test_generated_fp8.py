@@ -15,32 +15,27 @@ from torch import Tensor, nn
 
 from mxcompile.offline import codegen
 
-LAYOUTS, BLOCKS, SCALES = torch.ops.mx.encode_layouts, torch.ops.mx.encode_blocks, torch.ops.mx.scales
+CAST = torch.ops.mx.cast
 
 
 class Casts(nn.Module):
-    """Every result that is not empty, of the operators as the lowering writes them into graphs."""
+    """The results of casts as the lowering writes them into graphs."""
 
     def __init__(self, word: str) -> None:
         super().__init__()
-        self.word = word
+        self.rows = [f"{word} @-1 elements", f"{word} @-1 scales"]
+        self.columns = [f"{word} @-2 elements transposed", f"{word} @-2 scales"]
+        self.largest = f"{word} @-1 largest"
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        word, fnuz = self.word, False
-        if "128" in word:
-            codes, row, down, column = BLOCKS(x, word, True, True, fnuz)
-            codes_alone, row_alone, *_ = BLOCKS(x, word, True, False, fnuz)
-            _, _, down_alone, column_alone = BLOCKS(x, word, False, True, fnuz)
-            made = codes, down, codes_alone, down_alone, row, row_alone
-            return made if "128x" in word else (*made, column, column_alone)
-        row, column = SCALES(x, word, True, "channel" in word)
-        if "channel" not in word:
-            column = row
-        codes, down, largest = LAYOUTS(x, word, row, column, fnuz, True)
-        codes_alone, *_ = LAYOUTS(x, word, row, None, fnuz, False)
-        _, down_alone, _ = LAYOUTS(x, word, None, column, fnuz, False)
-        scales = (row, column, SCALES(x, word, False, True)[1]) if "channel" in word else (row,)
-        return codes, down, codes_alone, down_alone, largest, *scales
+        made = *CAST(x, self.rows + self.columns), *CAST(x, self.rows), *CAST(x, self.columns)
+        if "128" in self.largest:  # whose tiles make their scales
+            return made
+        row, column = CAST(x, [self.rows[1], self.columns[1]])
+        copies = [self.rows[0], self.columns[0], self.largest]
+        codes, down, largest = CAST(x, copies, None, 0, [row, column, None])
+        (down_alone,) = CAST(x, copies[1:2], None, 0, [column])
+        return *made, row, column, codes, down, largest, down_alone, *CAST(x, copies[2:])
 
 
 def spread(m: int, n: int) -> Tensor:

@@ -91,11 +91,11 @@ NATIVE = {"promote_to_mx", "native", "fuse", "merge_casts"}
         ("cpu_bf16", [], set()),
         ("cpu_fp32", [], {"promote"}),
         ("sm_80", [], {"merge_casts", "merge_sibling_casts"}),
-        ("gfx950", ["vendor_fp8", "packed"], NATIVE | {"vendor_fp8", "fp8_layouts", "packed"}),
+        ("gfx950", ["vendor_fp8", "packed"], NATIVE | {"vendor_fp8", "packed"}),
         (
             "sm_100",
             ["tile_scales", "vendor_fp8", "packed"],
-            NATIVE | {"merge_sibling_casts", "vendor_fp8", "fp8_layouts", "packed"},
+            NATIVE | {"merge_sibling_casts", "vendor_fp8", "packed"},
         ),
     ],
 )

@@ -45,11 +45,36 @@ def test_parts_of_a_copy_are_those_of_the_whole(word: str, dim: int):
 
 @pytest.mark.parametrize(
     "word",
-    ["codes", "codes 128x4", "elements", "elements bfloat16", "scales per-row", "float32"],
+    [
+        "codes",
+        "codes 128x4",
+        "elements",
+        "elements bfloat16",
+        "elements transposed fnuz",
+        "scales per-row",
+        "largest",
+        "float32",
+    ],
 )
 def test_a_copy_is_written_as_it_is_read(word: str):
     written = f"e4m3 32x32 rceil @-2 {word}"
     assert str(Copy.of(written)) == written
+
+
+def test_elements_that_lie_transposed_have_half_the_value_in_types_of_mi300():
+    x = torch.randn(40, 96, generator=torch.Generator().manual_seed(0))
+    x[3, 5], x[4, 6], x[7] = -0.0, torch.nan, 0.0
+    word = "e4m3 1x128 nearest @-2"
+    (elements,) = ops.cast(x, [f"{word} elements"])
+    (halves,) = ops.cast(x, [f"{word} elements transposed fnuz"])
+    assert (halves.dtype, halves.shape, halves.is_contiguous()) == (torch.float8_e4m3fnuz, (96, 40), True)
+    torch.testing.assert_close(2 * halves.t().float(), elements.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_largest_magnitude_is_that_of_the_tensor():
+    x = torch.tensor([[1.0, -3.0], [2.0, 0.5]])
+    (largest,) = ops.cast(x, ["e4m3 channel nearest @-1 largest"])
+    assert largest.tolist() == [3.0]
 
 
 @pytest.mark.parametrize("word", ["", "codes codes", "bfloat16 elements", "float33", "128x4", "128x4 codes"])

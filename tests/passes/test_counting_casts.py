@@ -32,18 +32,12 @@ def copies(graph: fx.Graph) -> set[Any]:
     """Which copies `graph`, a lowered one, makes: of which tensor, along which dimension or lying how."""
     made: set[Any] = set()
     for node in graph.nodes:
-        source, *how = node.args or (None,)
         if node.target is ops.cast:
             cast = Casts.read(node)
-            dims = [copy.dim for copy in cast.each if copy.part is not CopyPart.SCALES]
+            dims = [copy.dim for copy in cast.each if copy.part in (CopyPart.CODES, CopyPart.ELEMENTS)]
             made |= {(each, dim % 2) for each in (cast.x, cast.y) if each is not None for dim in dims}
         elif node.target is ops.quantize_mm:
-            made.add((source, 1))
-        elif node.target is ops.encode_layouts:
-            made |= {(source, side) for side, scale in enumerate(how[1:3]) if scale is not None}
-        elif node.target is ops.encode_blocks:
-            made |= {(source, side) for side, wanted in enumerate(how[1:3]) if wanted}
-        assert node.target is not ops.encode_transposed
+            made.add((node.args[0], 1))
     return made
 
 

@@ -26,7 +26,6 @@ KINDS = (
     view.Decode,
     view.Dequantize,
     view.Unpack,
-    view.EncodeTransposed,
     view.Product,
 )
 

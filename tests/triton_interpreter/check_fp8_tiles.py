@@ -8,9 +8,8 @@ import triton
 import triton.language as tl
 
 from mxcompile.formats import ELEM_TYPES, Format
-from mxcompile.formats.encoding import encode_with, fp32_scale
+from mxcompile.formats.encoding import as_fnuz, encode_with, fp32_scale
 from mxcompile.lowering.kernels import fp8_tiles
-from mxcompile.ops import as_fnuz
 
 ELEM = pytest.mark.parametrize("elem", ELEM_TYPES)
 

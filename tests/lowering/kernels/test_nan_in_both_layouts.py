@@ -29,6 +29,8 @@ FP8 = [
     "e4m3 1x128 pow2",
     "e4m3 128x128 nearest",
 ]
+OVER = ["-1 elements", "-2 elements transposed"]
+OWN = ["-1 elements", "-1 scales", "-2 elements transposed"]
 NAMES = ["mx e4m3 rceil", "mx e5m2 floor", "mx e4m3 even", *FP4, *FP8]
 
 
@@ -38,8 +40,8 @@ def cast(name: str, target: Target) -> Callable[..., object]:
         return lambda x, *amax: encode_packed_both(x, name, name, *(amax or (None, None)))
     if name in FP8:
         if "128" in name:
-            return lambda x: ops.encode_blocks(x, name, True, True, False)
-        return lambda x, row, column: ops.encode_layouts(x, name, row, column, False, False)
+            return lambda x: ops.cast(x, [f"{name} @{copy}" for copy in OWN])
+        return lambda x, *scales: ops.cast(x, [f"{name} @{copy}" for copy in OVER], None, 0, scales)
     _, elem, rounding = name.split()
     dtype = ELEM_TYPES[elem].dtype
     if target.native:

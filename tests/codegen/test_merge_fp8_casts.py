@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-from collections import Counter
 from unittest import mock
 
 import pytest
@@ -14,12 +12,15 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mxcompile import ops
-from mxcompile.formats import Format
+from mxcompile.formats import Copy, Format
 from mxcompile.graph.opsets import aten
 from mxcompile.graph.tags import set_tag
 from mxcompile.lowering import optional
-from mxcompile.lowering.graph.fp8_layouts import FP8Layouts
+from mxcompile.lowering.graph.expand import Expand
+from mxcompile.lowering.graph.merge_casts import MergeCasts
+from mxcompile.lowering.graph.split_casts import SplitCasts
 from mxcompile.lowering.graph.vendor_fp8 import VendorFP8
+from mxcompile.ops.view import Casts
 
 
 def lowered(function, *inputs, chip):
@@ -28,17 +29,30 @@ def lowered(function, *inputs, chip):
     for node in module.graph.find_nodes(op="call_function", target=ops.matmul):
         set_tag(node, TAG)
     reasons = VendorFP8(target=chip, device="cpu").apply(module.graph)
-    FP8Layouts(target=chip, device="cpu").apply(module.graph)
+    for step in (Expand, MergeCasts, SplitCasts):
+        step(target=chip, device="cpu").apply(module.graph)
     module.graph.lint()
     module.recompile()
     return module, reasons
 
 
-def counted(module) -> Counter[str]:
-    targets = (node.target for node in module.graph.nodes if node.op == "call_function")
-    return Counter(
-        str(t).removeprefix("mx.").removesuffix(".default") for t in targets if t is not operator.getitem
-    )
+def made(module) -> list[list[Copy]]:
+    """The copies of each cast."""
+    return [Casts.read(node).each for node in module.graph.find_nodes(op="call_function", target=ops.cast)]
+
+
+def parts(copies: list[Copy]) -> list[str]:
+    """What the copies are, without formats and dimensions."""
+    return [" ".join(str(copy).rpartition("@")[2].split()[1:]) for copy in copies]
+
+
+def merged(module) -> list[list[str]]:
+    """What is made by each cast of which a loop is not as good."""
+    return [
+        found
+        for found in map(parts, made(module))
+        if len(found) > 1 or found[0] not in ("elements", "scales")
+    ]
 
 
 class Operands(torch.fx.Interpreter):
@@ -79,9 +93,15 @@ def step(words: dict[str, str]):
 
 
 FORMS = {
-    "tensor": ({"x": "e4m3 tensor nearest", "w": "e4m3 tensor nearest", "dy": "e5m2 tensor nearest"}, 3),
-    "channel": (dict.fromkeys(("x", "w", "dy"), "e4m3 channel nearest"), 3),
-    "block": ({"x": "e4m3 1x128 nearest", "w": "e4m3 128x128 nearest", "dy": "e4m3 1x128 nearest"}, 0),
+    "tensor": (
+        {"x": "e4m3 tensor nearest", "w": "e4m3 tensor nearest", "dy": "e5m2 tensor nearest"},
+        [3, 3, 3],
+    ),
+    "channel": (dict.fromkeys(("x", "w", "dy"), "e4m3 channel nearest"), [4, 4, 4]),
+    "block": (
+        {"x": "e4m3 1x128 nearest", "w": "e4m3 128x128 nearest", "dy": "e4m3 1x128 nearest"},
+        [4, 3, 4],
+    ),
 }
 
 
@@ -101,10 +121,12 @@ def test_a_layer(form: str, chip):
     function = step(words)
     module, reasons = lowered(function, *inputs, chip=chip)
     assert not reasons
-    names = counted(module)
-    assert names["encode_blocks" if form == "block" else "encode_layouts"] == 3
-    assert names["scales"] == scales
-    assert not {"cast", "encode_transposed", "as_fnuz"} & set(names)
+    halved = " fnuz" if chip is FNUZ else ""
+    down = f"elements transposed{halved}"
+    both = [f"elements{halved}", "scales", down]
+    assert [parts(copies)[:3] for copies in made(module)] == [both] * 3
+    assert [len(copies) for copies in made(module)] == scales
+    assert not module.graph.find_nodes(op="call_function", target=ops.as_fnuz)
     plain = make_fx(function, tracing_mode="fake")(*inputs)
     for node in plain.graph.find_nodes(op="call_function", target=ops.matmul):
         set_tag(node, TAG)
@@ -127,8 +149,8 @@ def test_a_known_scale_is_read_and_the_largest_found_beside():
     x, w, scale = torch.randn(32, 64), torch.randn(64, 48), torch.full((1, 1), 0.01)
     module, reasons = lowered(function, x, w, scale, chip=CHIP)
     assert not reasons
-    names = counted(module)
-    assert (names["encode_layouts"], names["scales"], names["largest"]) == (2, 0, 0)
+    assert merged(module) == [["elements", "largest"], ["elements transposed"]]
+    assert not module.graph.find_nodes(op="call_function", target=ops.largest)
     assert module(x, w, scale)[1].tolist() == [x.abs().max().item()]
 
 
@@ -143,8 +165,8 @@ def test_scales_of_blocks_that_are_read_alone_stay():
     inputs = torch.randn(32, 512), torch.randn(512, 48)
     module, reasons = lowered(function, *inputs, chip=HOPPER)
     assert not reasons
-    names = counted(module)
-    assert (names["encode_blocks"], names["cast"]) == (2, 2)
+    assert merged(module) == [["elements", "scales"], ["elements transposed", "scales"]]
+    assert len(made(module)) == 4
     found = Operands(module).run(*inputs)[1:]
     for one, other in zip(found, function(*inputs)[1:], strict=True):
         assert torch.equal(one, other)
@@ -165,8 +187,7 @@ def test_casts_that_something_else_reads_stay():
         return made
 
     module, _ = lowered(function, torch.randn(16, 40), torch.randn(40, 32), chip=CHIP)
-    names = counted(module)
-    assert names["encode_layouts"] == names["scales"] == 0
+    assert merged(module) == [["elements bfloat16"]] * 6
 
 
 @pytest.mark.parametrize("word", ["e4m3 tensor nearest", "e4m3 channel nearest", "e5m2 1x128 nearest"])
@@ -174,12 +195,11 @@ def test_operators_pass_opcheck(word: str):
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     x = torch.randn(40, 144)
     row, column = ops.cast(x, [f"{word} @{dim} scales" for dim in (-1, -2)])
+    rows, columns = f"{word} @-1", f"{word} @-2"
     checks = (
-        (ops.scales, (x, word, True, False)),
-        (ops.encode_transposed, (x, -2, word, column, True)),
-        (ops.encode_layouts, (x, word, row, column, False, True)),
-        (ops.encode_layouts, (x, word, None, column, True, False)),
-        (ops.encode_blocks, (x, word, True, True, False)),
+        ([f"{rows} elements", f"{rows} scales", f"{columns} elements transposed"], [None] * 3),
+        ([f"{columns} elements transposed fnuz"], [column]),
+        ([f"{rows} elements", f"{columns} elements transposed", f"{rows} largest"], [row, column, None]),
     )
-    for op, arguments in checks:
-        torch.library.opcheck(op, arguments, test_utils=tests)
+    for copies, scales in checks:
+        torch.library.opcheck(ops.cast, (x, copies, None, 0, scales), test_utils=tests)
