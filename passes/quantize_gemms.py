@@ -188,7 +188,7 @@ class _GemmWriter:
         return result
 
     def _words(self, a: Quantized, b: Quantized, formats: _Formats, node: fx.Node) -> tuple[Any, ...]:
-        """The formats of both operands, and the scales of both tensors."""
+        """The formats of both operands, and the scales of tensors that have one."""
         read = tuple(Format.mx(fmt.elem) for fmt in formats) if _are_mx(formats) else formats
         words, call = tuple(map(str, read)), self._build.call
         scales = [
@@ -196,9 +196,7 @@ class _GemmWriter:
             for operand, word in zip((a, b), words, strict=True)
             if operand.amax is not None
         ]
-        if not scales:
-            return words
-        return *words, scales[0] if len(scales) == 1 else call(aten.mul.Tensor, *scales, like=node)
+        return (*words, scales) if scales else words
 
     def _zero_past_end(self, side: fx.Node, dim: int, offs: fx.Node, node: fx.Node) -> fx.Node:
         """`side` with 0 where its groups, which are along `dim`, −1 or −2, have ended."""

@@ -78,10 +78,9 @@ _TWO_LEVEL_PRODUCTS = frozenset({ops.matmul, ops.grouped_matmul})
 
 def _read_two_level(product: Product, build: Builder) -> None:
     """Let `product` take operands that are stored in two levels as they are."""
-    alpha = product.alpha
-    if alpha is None or alpha.target is not aten.mul.Tensor:
+    if product.tensors is None or len(product.tensors) != len(product.sides):
         return
-    sides, scales = [*product.sides], [*alpha.args]
+    sides, scales = [*product.sides], [*product.tensors]
     with build.graph.inserting_before(product.node):
         for place, (qdata, _) in enumerate(product.sides):
             base, swapped = untransposed(qdata)
@@ -101,11 +100,10 @@ def _read_two_level(product: Product, build: Builder) -> None:
             if numbers == 1:
                 whole = build.call(aten.reshape.default, whole, [1], like=product.node)
             scales[place] = build.call(aten.reciprocal.default, whole, like=product.node)
-        if scales == [*alpha.args]:
-            return
-        known = build.call(aten.mul.Tensor, *scales, like=product.node)
+    if scales == [*product.tensors]:
+        return
     (a, scale_a), (b, scale_b) = sides
-    product.node.args = product.arguments(a=a, scale_a=scale_a, b=b, scale_b=scale_b, alpha=known)
+    product.node.args = product.arguments(a=a, scale_a=scale_a, b=b, scale_b=scale_b, tensors=scales)
     product.node.kwargs = {}
 
 

@@ -2,14 +2,14 @@
 
     matmul(qa, sa, qb, sb) → mm(dequantize(qa, sa), dequantize(qb, sb))       MXFP8
                              mm(elements(qa), elements(qb)) · sa · sb         scales that span the contraction
-                             mm(decode(qa, sa), decode(qb, sb)) · alpha       others; alpha of two levels
+                             mm(decode(qa, sa), decode(qb, sb)) · tensors     others; of two levels
 
 The dequantized operands are exact in BF16, extreme scales aside (see docs/numerics.md), and in FP32, so the
 vendor's GEMM in either gives what an MX GEMM would, up to the order of accumulation. It is FP32 where the
 target multiplies BF16 slowly. So are elements without their scales; where
 the result is BF16, their product is rounded to it before the FP32 scales multiply it. FP32 scales of blocks
 are in their operands, which are rounded to the dtype of the GEMM. Values under E4M3 scales are exact in BF16;
-their alpha multiplies like FP32 scales. FP8 copies that cross from forward to
+the scales of their tensors multiply like FP32 scales. FP8 copies that cross from forward to
 backward stay FP8 (see `operands`).
 """
 
@@ -80,7 +80,7 @@ class _Expander:
             else:
                 a = self._operands.value(qa, sa, -1, dtype, node, words[0])
                 b = self._operands.value(qb, sb, -2, dtype, node, words[1])
-            factors = (sa, sb) if after else () if product.alpha is None else (product.alpha,)
+            factors = (sa, sb) if after else factors_of(product, self._build)
             if product.is_grouped:
                 result = self._grouped(a, b, product.offs, dtype, node)
             else:
@@ -113,6 +113,12 @@ class _Expander:
             return self._build.call(aten.bmm.default if batched else aten.mm.default, a, b, like=node)
         target = aten.baddbmm.default if batched else aten.addmm.default
         return self._build.call(target, self._build.converted(bias, dtype, node), a, b, like=node)
+
+
+def factors_of(product: Product, build: Builder) -> Sequence[fx.Node]:
+    """Returns the factor of `product` in formats of two levels: the scales of its tensors, multiplied."""
+    tensors = product.tensors or ()
+    return tensors if len(tensors) < 2 else [build.call(aten.mul.Tensor, *tensors, like=product.node)]
 
 
 def scaled(

@@ -1,7 +1,6 @@
 """packed: put products of FP4 operands on the chip's FP4 instruction, which reads two codes a byte.
 
-    matmul(qa, sa, qb, sb)               →  packed_mm(bytes_a, bytes_sa, bytes_bᵀ, bytes_sb)
-    grouped_matmul(qa, sa, qb, sb)       →  packed_grouped_mm(…)
+    matmul(qa, sa, qb, sb)               →  matmul(bytes_a, bytes_sa, bytes_bᵀ, bytes_sb, packed formats)
     cast(x, codes)                       →  cast(x, packed codes)        the contraction innermost
     codes of w, s                        →  w, s                         of a weight that is stored packed
     hadamard(x, −2)                      →  a part of that cast, and of the search for its largest magnitude
@@ -38,16 +37,14 @@ from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import argument, aten
 from mxcompile.graph.tags import hint, set_tag, tags_of, tensor, value_of
 from mxcompile.graph.transpose import transpose
-from mxcompile.lowering.graph.lowering_pass import LoweringPass, Reasons
+from mxcompile.lowering.graph.lowering_pass import NATIVE, LoweringPass, Reasons
 from mxcompile.lowering.graph.native import Native
 from mxcompile.lowering.graph.operands import stored
 from mxcompile.lowering.targets import Target
 from mxcompile.lowering.templates import configs, defaults
 from mxcompile.ops.view import Cast, Product, Unpack, result_of
 
-FP4_TEMPLATES = ("templates.fp4_casts", "templates.packed_mm")
-
-_PACKED = {ops.matmul: ops.packed_mm, ops.grouped_matmul: ops.packed_grouped_mm}
+FP4_TEMPLATES = ("templates.fp4_casts", *NATIVE[1:])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,9 +60,10 @@ class Packed(LoweringPass):
         return bool(self.target.fp4_scales)
 
     def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
-        """The products of formats that it multiplies."""
-        products = (node for node in graph.nodes if node.target in _PACKED)
-        return (node for node in products if self.target.multiplies_fp4(*Product.read(node).forms))
+        """The products of formats that it multiplies, whose operands are not packed yet."""
+        products = ((node, Product.of(node)) for node in graph.nodes)
+        of_elements = ((node, product) for node, product in products if product and not product.is_packed)
+        return (node for node, product in of_elements if self.target.multiplies_fp4(*product.forms))
 
     def apply(self, graph: fx.Graph) -> Reasons:
         """Replace those products. Returns why some are not replaced."""
@@ -90,19 +88,10 @@ def _unmet(product: Product) -> str:
     """Why the chip does not multiply `product`, whatever its operands are; "" if it does."""
     if not product.forms[0].two_level:
         return ""
-    scales = _tensor_scales(product.alpha)
-    if scales is None:
+    if len(scales := product.tensors or ()) != len(product.sides):
         return "the scales of both tensors are not at hand"
     several = any(value_of(scale).numel() != 1 for scale in scales)
     return "a tensor has several scales, and groups share one" if product.is_grouped and several else ""
-
-
-def _tensor_scales(alpha: fx.Node | None) -> tuple[fx.Node, fx.Node] | None:
-    """The scales of both tensors, whose product `alpha` is."""
-    if alpha is None or alpha.target is not aten.mul.Tensor:
-        return None
-    left, right = alpha.args
-    return (left, right) if isinstance(left, fx.Node) and isinstance(right, fx.Node) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,9 +138,10 @@ def _replace(product: Product, sides: list[_Side], operands: _PackedOperands) ->
     with build.graph.inserting_before(node):
         (a, scale_a), (b, scale_b) = (operands.packed(product, side) for side in sides)
         b, scale_b = (each if value_of(each).ndim == 1 else transpose(each, build) for each in (b, scale_b))
-        scales = _tensor_scales(product.alpha) or ()
-        given = a, scale_a, b, scale_b, product.extra, product.out_dtype, *product.words, *scales
-        result = build.call(_PACKED[node.target], *given, like=node)
+        words = (str(replace(form, packed=True)) for form in product.forms)
+        given = a, scale_a, b, scale_b, product.extra, product.out_dtype, *words
+        scales = (product.tensors,) if product.tensors else ()
+        result = build.call(node.target, *given, *scales, like=node)
     set_tag(result, *tags_of(node))
     build.replace(node, result)
 

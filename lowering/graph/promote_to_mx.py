@@ -24,7 +24,7 @@ from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import packet
 from mxcompile.graph.tags import set_tag, tags_of, tensor
 from mxcompile.lowering.graph.lowering_pass import NativePass, Reasons
-from mxcompile.lowering.graph.native import Native
+from mxcompile.lowering.graph.native import Native, is_native
 from mxcompile.lowering.graph.operands import DequantizedOperands
 from mxcompile.ops.view import Product
 
@@ -33,9 +33,9 @@ NO_TWO_LEVEL = "no kernel multiplies E2M1 under E4M3 scales"
 
 
 def _others(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The products of other formats than MXFP8."""
+    """The products of other formats than MXFP8 and packed FP4."""
     products = (node for node in graph.nodes if packet(node) in ops.PRODUCTS)
-    return (node for node in products if not Product.read(node).is_mx)
+    return (node for node in products if not is_native(node))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -59,7 +59,7 @@ class VendorFP8(LoweringPass):
         copies = _Copies(build, not optional.obstacle(*FP8_CASTS), self.target.fp8_fnuz)
         for node in list(graph.nodes):
             product = Product.of(node) if node.target is ops.matmul else None
-            if product is None or product.is_mx:
+            if product is None or product.is_mx or product.is_packed:
                 continue
             is_fp8 = _is_fp8(product)
             reason = unmet(Problem.of(node, self.target, self.device)) if is_fp8 else ""

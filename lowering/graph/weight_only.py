@@ -1,7 +1,7 @@
 """weight_only: products of few rows with a weight that is stored quantized.
 
     matmul(qa, sa, w, sw)             → weight_only_mm(decode(qa, sa), w, sw)
-    matmul(qa, sa, codes of p, sp)    → weight_only_mm(decode(qa, sa), p, sp)     (· alpha, in FP32)
+    matmul(qa, sa, codes of p, sp)    → weight_only_mm(decode(qa, sa), p, sp)     (· tensors, in FP32)
     mm(x, decode(w, sw)ᵀ)             → weight_only_mm(x, w, sw)
 
 Reading the weight is the time of such a product, so it is read as it is stored, in half the bytes of BF16 or
@@ -32,7 +32,7 @@ from mxcompile.graph.tags import hint, set_tag, tags_of, tensor, value_of
 from mxcompile.graph.transpose import transpose, untransposed
 from mxcompile.lowering import optional
 from mxcompile.lowering.cpu import MOST_ROWS, kernel, parts_of
-from mxcompile.lowering.graph.expand import scaled, working_dtype
+from mxcompile.lowering.graph.expand import factors_of, scaled, working_dtype
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
 from mxcompile.lowering.graph.operands import DequantizedOperands, stored
 from mxcompile.lowering.templates.weight_only_forms import forms, most_rows
@@ -101,12 +101,12 @@ class WeightOnly(LoweringPass):
 
     def _takes(self, node: fx.Node) -> bool:
         product = Product.read(node)
+        if any(tag.kernel for tag in tags_of(node)):
+            return False  # the chip's own product
         weight, out = _operand(product), tensor(node)
         if weight.form.packed == product.is_mx or out is None:
             return False
-        if any(tag.kernel for tag in tags_of(node)):
-            return False  # the chip's own product
-        if product.alpha is not None and self._on_cpu and hint(out.shape[0]) > MOST_ROWS:
+        if product.tensors and self._on_cpu and hint(out.shape[0]) > MOST_ROWS:
             return False  # the vendor's GEMM gives the dtype of its operands
         return self._fits(node, product.a, weight)
 
@@ -152,11 +152,11 @@ class WeightOnly(LoweringPass):
         dtype = working_dtype(out.dtype, self.target)
         with build.graph.inserting_before(node):
             x = operands.value(product.a, product.scale_a, -1, dtype, node, product.format_a)
-            if product.alpha is None:
+            if not product.tensors:
                 result = self._product(node, build, x, _operand(product), product.bias, out.dtype)
             else:
                 result = self._product(node, build, x, _operand(product), None, torch.float32)
-                result = scaled(result, [product.alpha], product.bias, build, node)
+                result = scaled(result, factors_of(product, build), product.bias, build, node)
                 result = build.converted(result, out.dtype, node)
         build.replace(node, result)
 

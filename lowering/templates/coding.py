@@ -38,24 +38,20 @@ class Coding:
     tensors: tuple[Any, ...] = ()
 
     @staticmethod
-    def mxfp8(a: Any, b: Any) -> Coding:
-        """The coding of FP8 operands."""
-        return Coding(precision=defaults.MXFP8, elems=(_fp8(a), _fp8(b)))
-
-    @staticmethod
-    def packed(form: Format, tensors: Sequence[ir.TensorBox | None], size: Sequence[Any]) -> Coding:
-        """The coding of packed operands in `form`.
+    def of(a: Any, b: Any, fmt: str, tensors: Sequence[ir.TensorBox] | None, size: Sequence[Any]) -> Coding:
+        """The coding of operands in MXFP8, or in the packed format `fmt`.
 
         tensors: their scales, which broadcast to the result of `size`: one number, or one a row or column.
         """
+        form = Format.of(fmt)
+        if not form.packed:
+            return Coding(precision=defaults.MXFP8, elems=(_fp8(a), _fp8(b)))
         name, per_byte = form.elem.name, form.elem.per_byte
         return Coding(
             precision=defaults.precision_of([form]),
             elems=(name, name),
             block=form.tile.along // per_byte,
-            tensors=tuple(
-                ir.ExternKernel.realize_input(_EXPAND(each, size)) for each in tensors if each is not None
-            ),
+            tensors=tuple(ir.ExternKernel.realize_input(_EXPAND(each, size)) for each in tensors or ()),
         )
 
     @property

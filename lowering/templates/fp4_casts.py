@@ -31,7 +31,7 @@ from mxcompile.formats.scale_tiles import TILE_BLOCKS, TILE_ROWS
 from mxcompile.lowering.chips.tiles import Unsupported
 from mxcompile.lowering.inductor import general
 from mxcompile.lowering.inductor.copies import TEMPLATES, CastCall
-from mxcompile.lowering.inductor.tiling import tiled_size
+from mxcompile.lowering.inductor.tiling import tiled, tiled_size
 from mxcompile.lowering.kernels.configs import chosen
 from mxcompile.lowering.targets import Target, of_device
 from mxcompile.lowering.templates import call
@@ -184,7 +184,7 @@ def lower(cast: CastCall) -> Results | None:
         return None
     *batch, _, _ = x.get_size()
     is_given = _is_given(x)
-    x, tiled = _matrices(x), copies[0].is_tiled
+    x, is_tiled = _matrices(x), copies[0].is_tiled
     device, target = x.get_device_or_error(), of_device(x.get_device_or_error())
     shapes = [shape for copy in copies for shape in _shapes(x, copy)]
     others = [empty_strided(shape, None, dtype=torch.uint8, device=device) for shape in shapes[1:]]
@@ -196,7 +196,7 @@ def lower(cast: CastCall) -> Results | None:
     # a producer, which the amax of two levels reads too, is computed beside one level's casts alone
     tile = _tile(target, first.tile.along, x, halve=len(copies) > 1 and not is_given and not first.two_level)
     padding = [(TILE_ROWS, TILE_BLOCKS * first.tile.along), (TILE_BLOCKS * first.tile.along, TILE_ROWS)]
-    ways = [padding[-1 - side] for side in sides] if tiled else [(1, 1)]
+    ways = [padding[-1 - side] for side in sides] if is_tiled else [(1, 1)]
     codes = call.only(
         TEMPLATE,
         [*inputs, *read],
@@ -209,7 +209,7 @@ def lower(cast: CastCall) -> Results | None:
         HALF=tile["WIDTH"] // 2,
         INNER_HALF=tile["INNER"] // 2,
         PADDING=tuple(map(max, *ways)) if len(ways) > 1 else ways[0],
-        TILED=tiled,
+        TILED=is_tiled,
         SIGNS=last.hadamard or 0,
         SQUARE=first.tile.across > 1,
         TWO_LEVEL=first.two_level,
@@ -234,6 +234,10 @@ def _shapes(x: ir.TensorBox, copy: Copy) -> tuple[list[Any], list[Any]]:
     blocks = CeilDiv(length, form.tile.along)
     scale = [tiled_size(rows, blocks)] if copy.is_tiled else [*batch, rows, blocks]
     return [*batch, rows, CeilDiv(length, 2)], scale
+
+
+# Inductor's own kernel, which its freezing of parameters computes once
+register_lowering(ops.tile_scales, type_promotion_kind=None)(lambda scale: tiled(scale, -1))
 
 
 @register_lowering(ops.hadamard_largest, type_promotion_kind=None)

@@ -14,6 +14,7 @@ scales are tiled first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -147,10 +148,15 @@ def lower_grouped_matmul(
     scale_b: ir.TensorBox,
     offs: ir.TensorBox,
     out_dtype: torch.dtype,
-    *_: str,
+    format_a: str,
+    format_b: str,
+    tensors: Sequence[ir.TensorBox] | None = None,
 ) -> ir.TensorBox:
-    """The products of all groups of MXFP8, in any form of the operator, for what `graph.native` has left."""
-    return lower([a, scale_a, b, scale_b], offs, out_dtype, Coding.mxfp8(a, b))
+    """The products of all groups, in any form of the operator, for what `graph.native` has left."""
+    size = [a.get_size()[-2], b.get_size()[-1]]
+    if len(a.get_size()) == len(b.get_size()):  # of groups of K, and of batches
+        size = [offs.get_size()[0], *size]
+    return lower([a, scale_a, b, scale_b], offs, out_dtype, Coding.of(a, b, format_a, tensors, size))
 
 
 def lower(

@@ -13,7 +13,7 @@ Of two dimensions; `scaled_bmm` has the template for batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -165,10 +165,13 @@ def lower_matmul(
     scale_b: ir.TensorBox,
     bias: ir.TensorBox | None,
     out_dtype: torch.dtype,
-    *_: str,
+    format_a: str,
+    format_b: str,
+    tensors: Sequence[ir.TensorBox] | None = None,
 ) -> ir.TensorBox:
-    """The product a [M, K] · b [K, N] (+ bias) of MXFP8, or a batch of them, that `graph.native` has left."""
-    return lower([a, scale_a, b, scale_b], bias, out_dtype, Coding.mxfp8(a, b))
+    """The product a [M, K] · b [K, N] (+ bias), or a batch of them, that `graph.native` has left."""
+    size = [*a.get_size()[:-1], b.get_size()[-1]]
+    return lower([a, scale_a, b, scale_b], bias, out_dtype, Coding.of(a, b, format_a, tensors, size))
 
 
 def lower(

@@ -102,8 +102,9 @@ class _Reader:
 
     def _rate(self, node: fx.Node, tag: GemmTag) -> str:
         """Returns the kind of rate for a product."""
-        if packet(node) in ops.PACKED_PRODUCTS:
-            return self._fp4_rate(Product.read(node))
+        product = Product.of(node)
+        if product is not None and product.is_packed:
+            return self._fp4_rate(product)
         if tag.formats is not None:
             if self.target.multiplies_mx(*tag.formats):
                 return "mxfp8" if self.target.has_library_mx else "own_mxfp8"

@@ -14,6 +14,7 @@ from mxcompile.ops.general import block_bytes as block_bytes
 from mxcompile.ops.general import draw_seed as draw_seed
 from mxcompile.ops.general import grouped_matmul as grouped_matmul
 from mxcompile.ops.general import matmul as matmul
+from mxcompile.ops.general import tile_scales as tile_scales
 from mxcompile.ops.hadamard import hadamard as hadamard
 from mxcompile.ops.hadamard import hadamard_largest as hadamard_largest
 from mxcompile.ops.mx import flatten as flatten
@@ -21,9 +22,6 @@ from mxcompile.ops.mx import grouped_mm as grouped_mm
 from mxcompile.ops.mx import grouped_product as grouped_product
 from mxcompile.ops.mx import quantize_mm as quantize_mm
 from mxcompile.ops.mx import weight_only_mm as weight_only_mm
-from mxcompile.ops.packed import packed_grouped_mm as packed_grouped_mm
-from mxcompile.ops.packed import packed_mm as packed_mm
-from mxcompile.ops.packed import tile_scales as tile_scales
 from mxcompile.ops.state import OPERANDS as OPERANDS
 from mxcompile.ops.state import known_scale as known_scale
 from mxcompile.ops.state import largest as largest
@@ -43,6 +41,3 @@ CAST_WORK = CASTS | {op.overloadpacket for op in (largest, hadamard, hadamard_la
 
 PRODUCTS = frozenset({matmul.overloadpacket, grouped_matmul.overloadpacket})
 """The operators that are a GEMM of quantized operands."""
-
-PACKED_PRODUCTS = frozenset({packed_mm.overloadpacket, packed_grouped_mm.overloadpacket})
-"""The same of packed FP4, which the lowering makes."""

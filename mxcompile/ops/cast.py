@@ -17,12 +17,13 @@ which the scales of its blocks are divided. Without either, `decode` leaves the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mxcompile.formats import Copy, Format, num_blocks
+from mxcompile.formats import Copy, Format, Tile, num_blocks
 from mxcompile.formats.encoding import decode_tensors, element_values, unpack
 from mxcompile.formats.scale_tiles import untile_scale
 from mxcompile.ops.define import Spec, define
@@ -81,8 +82,12 @@ def decoded(
     if scale is None:
         return element_values(qdata, form.elem).to(dtype).contiguous()
     if qdata.ndim == 2 and scale.ndim == 1:
-        scale = untile_scale(scale, qdata.shape[1 - block_dim % 2], num_blocks(qdata.shape[block_dim]))
+        blocks = num_blocks(qdata.shape[block_dim], form.tile.along)
+        scale = untile_scale(scale, qdata.shape[1 - block_dim % 2], blocks)
         scale = scale if block_dim % 2 == 1 else scale.t()
+    if form.packed:  # bytes, one for each row of a square tile
+        scale = scale.contiguous().view(form.scale.dtype)
+        form = replace(form, tile=Tile(1, form.tile.along))
     return decode_tensors(qdata, scale, block_dim, form, dtype, amax, global_scale)
 
 

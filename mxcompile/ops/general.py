@@ -1,22 +1,30 @@
 """Products in any format, given by its word, and what they read. The implementations are the reference.
 
     draw_seed           → a seed, int64 [1] from the generator of the device, for the casts of one graph
+    tile_scales         scale bytes [rows, blocks] → the same tiled
     block_bytes         scales that are powers of two → E8M0 bytes, one a block of 32 (see `Format.mx_elem`)
     as_fnuz             E4M3 or E5M2 → elements of half the value, in the types of AMD's MI300
-    matmul              a[…, M, K] · b[…, K, N] (· alpha) (+ bias[N]), FP32 accumulation
+    matmul              a[…, M, K] · b[…, K, N] (· tensors) (+ bias[N]), FP32 accumulation, rounded once
     grouped_matmul      one GEMM per group, the groups given by `offs` as in `aten._grouped_mm`
 
 Scales are E8M0 bytes, FP32 or E4M3, one a tile of the format: ⌈n/extent⌉ along a dimension, 1 along one that
 a tile spans whole. `block_dim` is the contraction dimension. Elements without a torch dtype are codes, one a
 byte. Casts to formats of two levels read the amax of the tensor, FP32 [1] (`largest`). Products of them are
-multiplied by `alpha`, the product of the scales of both tensors, FP32 [1] (`known_scale` of the amax). Of a
-weight that is stored in two levels the scale of the tensor is 1 over its global scale, by which `decode`
-divides the scales of blocks; `alpha` has the shape of the product, or 1, in each dimension then. Casts
-to stochastic elements read a seed; `stream` tells apart those that share it. A cast whose scale is known
-before its tensor is given it (see `state`).
+multiplied by the scales of both tensors, FP32 [1] each (`known_scale` of the amax). Of a weight that is
+stored in two levels the scale of the tensor is 1 over its global scale, by which `decode` divides the scales
+of blocks; it has the shape of the product, or 1, in each dimension then. Casts to stochastic elements read a
+seed; `stream` tells apart those that share it. A cast whose scale is known before its tensor is given it (see
+`state`).
+
+Packed operands are bytes a […, M, K/2] and b […, K/2, N], as casts make them with the contraction innermost
+(`Copy.packed`) and transposed; groups of K end where `offs` counts elements. Their scales are bytes, tiled
+(`formats.scale_tiles`), of matrices alone, or row-major, […, rows, blocks] of a and […, blocks, N] of b.
 """
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,7 +32,7 @@ from torch import Tensor
 from mxcompile.formats import BLOCK, FNUZ, Copy, Format, ScaleLayout, num_blocks
 from mxcompile.formats.encoding import as_fnuz as halved
 from mxcompile.formats.encoding import extents
-from mxcompile.formats.scale_tiles import tile_scale
+from mxcompile.formats.scale_tiles import tile_scale, tiled_length
 from mxcompile.formats.stochastic import SEEDS
 from mxcompile.ops.cast import decoded
 from mxcompile.ops.define import Spec, define
@@ -55,6 +63,14 @@ def _block_bytes(scale: Tensor, qdata: Tensor, block_dim: int, fmt: str, scale_l
     return tile_scale(bytes_ if dim == qdata.ndim - 1 else bytes_.t())
 
 
+def _tile_scales(scale: Tensor) -> Tensor:
+    return tile_scale(scale)
+
+
+def _spec_tile_scales(scale: Tensor) -> list[Spec]:
+    return [((tiled_length(*scale.shape),), torch.uint8)]
+
+
 def _spec_block_bytes(
     scale: Tensor, qdata: Tensor, block_dim: int, fmt: str, scale_layout: str
 ) -> list[Spec]:
@@ -79,10 +95,15 @@ def _matmul(
     out_dtype: torch.dtype,
     format_a: str,
     format_b: str,
-    alpha: Tensor | None = None,
+    tensors: Sequence[Tensor] | None = None,
 ) -> Tensor:
     a, b = _values(a, scale_a, -1, format_a), _values(b, scale_b, -2, format_b)
-    return product(a, b, bias, out_dtype, alpha)
+    return product(a, b, bias, out_dtype, _factor(tensors))
+
+
+def _factor(tensors: Sequence[Tensor] | None) -> Tensor | None:
+    """The product of the scales of tensors."""
+    return functools.reduce(torch.mul, tensors) if tensors else None
 
 
 def _grouped_matmul(
@@ -94,16 +115,17 @@ def _grouped_matmul(
     out_dtype: torch.dtype,
     format_a: str,
     format_b: str,
-    alpha: Tensor | None = None,
+    tensors: Sequence[Tensor] | None = None,
 ) -> Tensor:
     a, b = _values(a, scale_a, -1, format_a), _values(b, scale_b, -2, format_b)
-    out = grouped_product(a, b, offs)
-    return (out if alpha is None else out * alpha).to(out_dtype)
+    out, factor = grouped_product(a, b, offs), _factor(tensors)
+    return (out if factor is None else out * factor).to(out_dtype)
 
 
 draw_seed = define(
     "draw_seed(Tensor like) -> Tensor", _draw_seed, _spec_draw_seed, torch.Tag.nondeterministic_seeded
 )
+tile_scales = define("tile_scales(Tensor scale) -> Tensor", _tile_scales, _spec_tile_scales)
 block_bytes = define(
     "block_bytes(Tensor scale, Tensor qdata, int block_dim, str fmt, str scale_layout) -> Tensor",
     _block_bytes,
@@ -112,13 +134,13 @@ block_bytes = define(
 as_fnuz = define("as_fnuz(Tensor qdata) -> Tensor", halved, _spec_as_fnuz)
 matmul = define(
     "matmul(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor? bias, ScalarType out_dtype,"
-    " str format_a, str format_b, Tensor? alpha=None) -> Tensor",
+    " str format_a, str format_b, Tensor[]? tensors=None) -> Tensor",
     _matmul,
     spec_matmul,
 )
 grouped_matmul = define(
     "grouped_matmul(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor offs,"
-    " ScalarType out_dtype, str format_a, str format_b, Tensor? alpha=None) -> Tensor",
+    " ScalarType out_dtype, str format_a, str format_b, Tensor[]? tensors=None) -> Tensor",
     _grouped_matmul,
     spec_grouped_matmul,
 )

@@ -19,7 +19,6 @@ from torch import fx
 from mxcompile.formats import Copy, Format
 from mxcompile.ops.cast import cast, decode
 from mxcompile.ops.general import grouped_matmul, matmul
-from mxcompile.ops.packed import packed_grouped_mm, packed_mm
 
 
 @functools.cache
@@ -189,8 +188,7 @@ class Unpack(Decode):
 class Product(View):
     """A GEMM of quantized operands a · b, or one for each group.
 
-    alpha: what the product is multiplied by before the bias is added; tensor_a, tensor_b: its factors, of
-    packed operands.
+    tensors: the scales of tensors, by which the product is multiplied before the bias is added.
     """
 
     a: fx.Node
@@ -202,10 +200,8 @@ class Product(View):
     format_b: str
     bias: fx.Node | None = None
     offs: fx.Node | None = None
-    alpha: fx.Node | None = None
-    tensor_a: fx.Node | None = None
-    tensor_b: fx.Node | None = None
-    operators: ClassVar[frozenset[Any]] = frozenset({matmul, grouped_matmul, packed_mm, packed_grouped_mm})
+    tensors: Sequence[fx.Node] | None = None
+    operators: ClassVar[frozenset[Any]] = frozenset({matmul, grouped_matmul})
 
     @property
     def is_grouped(self) -> bool:
@@ -215,12 +211,12 @@ class Product(View):
     @property
     def per_byte(self) -> int:
         """How many elements of an operand share a byte."""
-        return self.forms[0].elem.per_byte if self.is_packed else 1
+        return self.forms[0].per_byte
 
     @property
     def is_packed(self) -> bool:
         """Whether operands are packed FP4."""
-        return self.node.target in (packed_mm, packed_grouped_mm)
+        return all(form.packed for form in self.forms)
 
     @property
     def is_mx(self) -> bool:

@@ -16,7 +16,7 @@ from mxcompile.formats.encoding import encode_stored
 from mxcompile.graph.tags import GemmTag, Kind, set_tag, tags_of
 from mxcompile.lowering.graph.packed import Packed
 from mxcompile.lowering.targets import TARGETS
-from mxcompile.ops.view import Casts
+from mxcompile.ops.view import Casts, Product
 from mxcompile.policy import Gemm
 
 NVFP4, SQUARE, MXFP4 = "e2m1 1x16 two-level", "e2m1 16x16 two-level", "e2m1 1x32 rceil"
@@ -53,8 +53,8 @@ def product(
 ) -> Tensor:
     """x [.., M, K] · w [.., K, N] of operands that are cast along K. extra: a bias, or ends of groups."""
     (a, tensor_a), (b, tensor_b) = cast(x, -1, words[0]), cast(w, -2, words[1])
-    alpha = () if tensor_a is None or tensor_b is None else (tensor_a * tensor_b,)
-    return operator(*a, *b, extra, dtype, *words, *alpha)
+    tensors = None if tensor_a is None or tensor_b is None else [tensor_a, tensor_b]
+    return operator(*a, *b, extra, dtype, *words, tensors)
 
 
 def applied(function, *inputs: Tensor, target: str = "sm_100", mode: str = "fake"):
@@ -75,6 +75,11 @@ def calls(module: torch.fx.GraphModule, op) -> list[torch.fx.Node]:
 
 def count(module: torch.fx.GraphModule, op) -> int:
     return len(calls(module, op))
+
+
+def products(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
+    """The products of packed operands."""
+    return [node for node in module.graph.nodes if (view := Product.of(node)) and view.is_packed]
 
 
 def layouts(module: torch.fx.GraphModule) -> set[str]:
@@ -115,7 +120,7 @@ def test_one_product(shape: tuple[int, int, int], has_bias: bool, target: str, w
     module, reasons = applied(function, x, w, bias, target=target)
     assert reasons == []
     assert all_packed(module)
-    (node,) = calls(module, ops.packed_mm)
+    (node,) = products(module)
     assert tags_of(node)[0].name == "l"
     a, b = (each.meta["val"] for each in node.args[:4:2])
     assert (a.dtype, tuple(a.shape), a.is_contiguous()) == (torch.uint8, (m, (k + 1) // 2), True)
@@ -160,7 +165,7 @@ def test_groups(word: str, kind: str):
 
     module, reasons = applied(function, x, w, offs)
     assert (reasons, layouts(module)) == ([], {ROW_MAJOR})
-    assert count(module, ops.packed_grouped_mm) == 1
+    assert len(products(module)) == 1
     values, reference = module(x, w, offs), function(x, w, offs)
     atol = 1e-6 * float(reference.abs().max())  # strides decide the order in which CPUs add
     torch.testing.assert_close(values, reference, rtol=0, atol=atol)
@@ -186,15 +191,15 @@ def test_the_three_products_of_a_layer_share_casts():
         codes, scale = cast(w, -1, SQUARE)
         word = NVFP4, SQUARE
         (a, sa), tensor_a = cast(x, -1, NVFP4)
-        y = ops.matmul(a, sa, codes[0].t(), codes[1].t(), None, torch.bfloat16, *word, tensor_a * scale)
+        y = ops.matmul(a, sa, codes[0].t(), codes[1].t(), None, torch.bfloat16, *word, [tensor_a, scale])
         (a, sa), tensor_a = cast(dy, -1, NVFP4)
-        dx = ops.matmul(a, sa, *codes, None, torch.bfloat16, *word, tensor_a * scale)
+        dx = ops.matmul(a, sa, *codes, None, torch.bfloat16, *word, [tensor_a, scale])
         return y, dx, product(dy.t(), x, (NVFP4, NVFP4))
 
     module, reasons = applied(function, x, w, dy)
     assert reasons == []
     assert all_packed(module)
-    assert count(module, ops.packed_mm) == 3
+    assert len(products(module)) == 3
     assert count(module, ops.cast) == 6
     for values, reference in zip(module(x, w, dy), function(x, w, dy), strict=True):
         assert torch.equal(values, reference)
@@ -207,8 +212,8 @@ def test_stochastic_casts_keep_their_numbers():
     def function(x: Tensor, w: Tensor, seed: Tensor) -> Tensor:
         amax, other = ops.largest(x), ops.largest(w)
         a, b = encode(x, -1, word, seed, 3, None, amax), encode(w, -2, word, seed, 4, None, other)
-        alpha = ops.known_scale(amax, 0, word, 1) * ops.known_scale(other, 0, word, 1)
-        return ops.matmul(*a, *b, None, torch.bfloat16, word, word, alpha)
+        tensors = [ops.known_scale(each, 0, word, 1) for each in (amax, other)]
+        return ops.matmul(*a, *b, None, torch.bfloat16, word, word, tensors)
 
     module, reasons = applied(function, x, w, seed)
     assert reasons == []
@@ -229,7 +234,7 @@ def test_a_transform_is_part_of_the_casts(tokens: int):
             cast = encode(rotated, -2, word, None, 0, None, amax)
             sides.append((cast, ops.known_scale(amax, 0, word, 1)))
         ((a, sa), left), (b, right) = sides
-        return ops.matmul(a.t(), sa.t(), *b, None, torch.bfloat16, word, word, left * right)
+        return ops.matmul(a.t(), sa.t(), *b, None, torch.bfloat16, word, word, [left, right])
 
     module, reasons = applied(function, x, dy)
     assert reasons == []
@@ -248,8 +253,8 @@ def stored_product(word: str, batch: tuple[int, ...] = ()):
     def function(x: Tensor, packed: Tensor, scale: Tensor, *whole: Tensor) -> Tensor:
         a, tensor_a = cast(x, -1, word)
         codes = ops.decode(packed, None, -1, f"{word} packed", torch.uint8)
-        alpha = () if tensor_a is None else (tensor_a * whole[0].reshape(1).reciprocal(),)
-        return ops.matmul(*a, codes.mT, scale.mT, None, torch.bfloat16, word, word, *alpha)
+        tensors = None if tensor_a is None else [tensor_a, whole[0].reshape(1).reciprocal()]
+        return ops.matmul(*a, codes.mT, scale.mT, None, torch.bfloat16, word, word, tensors)
 
     return function, parts
 
@@ -262,7 +267,7 @@ def test_a_stored_weight_is_read_as_it_is(batch: tuple[int, ...], word: str):
     module, reasons = applied(function, x, *parts)
     assert reasons == []
     assert not any(count(module, op) for op in (ops.decode, ops.tile_scales))
-    (node,) = calls(module, ops.packed_mm)
+    (node,) = products(module)
     source = node.args[2].args[0]
     assert source.op == "placeholder"
     assert torch.equal(module(x, *parts), function(x, *parts))
@@ -293,9 +298,9 @@ def test_a_weight_with_a_scale_for_every_row():
 
     def joined(x: Tensor, packed: Tensor, scale: Tensor, whole: Tensor) -> Tensor:
         a, tensor_a = cast(x, -1, NVFP4)
-        alpha = tensor_a * whole.t().reciprocal()
+        tensors = [tensor_a, whole.t().reciprocal()]
         codes = ops.decode(packed, None, -1, f"{NVFP4} packed", torch.uint8)
-        return ops.matmul(*a, codes.mT, scale.mT, None, torch.bfloat16, NVFP4, NVFP4, alpha)
+        return ops.matmul(*a, codes.mT, scale.mT, None, torch.bfloat16, NVFP4, NVFP4, tensors)
 
     x = spread(30, 64)
     module, reasons = applied(joined, x, *parts)
@@ -312,7 +317,7 @@ def given_codes(x: Tensor, w: Tensor) -> Tensor:
 def given_alpha(x: Tensor, w: Tensor) -> Tensor:
     """Nothing tells the scale of one tensor from the other's."""
     a, b = (encode(each, dim, NVFP4, None, 0, None, ops.largest(each)) for each, dim in ((x, -1), (w, -2)))
-    return ops.matmul(*a, *b, None, torch.bfloat16, NVFP4, NVFP4, x[0, :1])
+    return ops.matmul(*a, *b, None, torch.bfloat16, NVFP4, NVFP4, [x[0, :1]])
 
 
 def packed_along_columns(x: Tensor, w: Tensor) -> Tensor:
@@ -326,8 +331,8 @@ def several_scales(x: Tensor, w: Tensor) -> Tensor:
     """Groups of rows, a scale for each column of the weights."""
     (a, tensor_a), (b, _) = cast(x, -1, NVFP4), cast(w.view(2, 32, 32), -2, NVFP4)
     offs = torch.tensor([10, 32], dtype=torch.int32)
-    alpha = tensor_a * w[:1, :32]
-    return ops.grouped_matmul(*a, *b, offs, torch.bfloat16, NVFP4, NVFP4, alpha)
+    tensors = [tensor_a, w[:1, :32]]
+    return ops.grouped_matmul(*a, *b, offs, torch.bfloat16, NVFP4, NVFP4, tensors)
 
 
 @pytest.mark.parametrize(
@@ -347,7 +352,7 @@ def several_scales(x: Tensor, w: Tensor) -> Tensor:
 def test_what_is_left_has_a_reason(function, shape: tuple[int, int], reason: str):
     module, reasons = applied(function, spread(*shape), spread(64 if shape[0] > 1 else 2, 32))
     assert reasons == [reason]
-    assert not any(count(module, op) for op in (ops.packed_mm, ops.packed_grouped_mm))
+    assert not products(module)
 
 
 @pytest.mark.parametrize(
@@ -370,7 +375,7 @@ def test_which_chips(target: str, words: tuple[str, str], runs: bool):
         lambda x, w: product(x, w, words), spread(32, 64), spread(64, 32), target=target
     )
     assert reasons == []
-    assert count(module, ops.packed_mm) == runs
+    assert len(products(module)) == runs
 
 
 @pytest.mark.parametrize(
@@ -384,14 +389,14 @@ def test_which_chips(target: str, words: tuple[str, str], runs: bool):
 def test_empty_ones_and_single_elements_stay(size: tuple[int, int, int], reason: str):
     m, k, n = size
     module, reasons = applied(lambda x, w: product(x, w, (MXFP4, MXFP4)), torch.ones(m, k), torch.ones(k, n))
-    assert (reasons, count(module, ops.packed_mm)) == ([reason], 0)
+    assert (reasons, products(module)) == ([reason], [])
 
 
 def test_a_result_in_fp64_stays():
     """The chip's GEMM has no results in FP64."""
     inputs = torch.ones(32, 64), torch.ones(64, 32)
     module, reasons = applied(lambda x, w: product(x, w, (MXFP4, MXFP4), dtype=torch.float64), *inputs)
-    assert (reasons, count(module, ops.packed_mm)) == (["its result is float64"], 0)
+    assert (reasons, products(module)) == (["its result is float64"], [])
 
 
 @pytest.mark.parametrize("word", [NVFP4, MXFP4])
@@ -425,9 +430,10 @@ def test_operators_pass_opcheck(shape: tuple[int, ...], word: str):
         right = b.mT, sb if sb.ndim == 1 else sb.mT
         copies = [*packed(-1, word, layout), *packed(-2, word, layout)]
         opcheck(ops.cast, (x, copies, None, 0, None, [amax, amax]))
-        opcheck(ops.packed_mm, (a, sa, *right, None, torch.bfloat16, word, word, amax, amax))
+        how = f"{word} packed", f"{word} packed", None if amax is None else [amax, amax]
+        opcheck(ops.matmul, (a, sa, *right, None, torch.bfloat16, *how))
         if layout == ROW_MAJOR and not batch:
             opcheck(ops.hadamard_largest, (x, 9))
             opcheck(ops.tile_scales, (sa,))
             offs = torch.tensor([9, k], dtype=torch.int32)
-            opcheck(ops.packed_grouped_mm, (a, sa, *right, offs, torch.float32, word, word, amax, amax))
+            opcheck(ops.grouped_matmul, (a, sa, *right, offs, torch.float32, *how))

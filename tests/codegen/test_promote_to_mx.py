@@ -157,7 +157,7 @@ def test_products_of_two_levels_stay_with_the_reason():
     def function(x: Tensor, w: Tensor, amax: Tensor) -> Tensor:
         a, sa = encode(x, -1, word, None, 0, None, amax)
         b, sb = encode(w, -2, word, None, 0, None, amax)
-        return ops.matmul(a, sa, b, sb, None, torch.float32, word, word, amax)
+        return ops.matmul(a, sa, b, sb, None, torch.float32, word, word, [amax, amax])
 
     inputs = torch.randn(32, 64), torch.randn(64, 32), torch.ones(1)
     module = make_fx(function, tracing_mode="fake")(*inputs)

@@ -90,11 +90,10 @@ def two_level(
         known.append(hand.call(ops.known_scale, amax, 0, word, 1))
         sides += parts
     sides[2:] = [hand.call(aten.transpose.int, part, -1, -2) for part in sides[2:]]
-    alpha = hand.call(aten.mul.Tensor, *known)
     ends = hand.input("ends", groups, dtype=torch.int32) if groups else None
     what = ops.grouped_matmul if groups else ops.matmul
     stored = Format.of(stored_form)
-    return hand.output(hand.gemm(what, *sides, ends, FP32, stored_form, form, alpha, stored=stored))
+    return hand.output(hand.gemm(what, *sides, ends, FP32, stored_form, form, known, stored=stored))
 
 
 @pytest.mark.parametrize("global_shape", [(1, 1), (48, 1)])

@@ -26,6 +26,12 @@ CHIPS = [
 ENDS = [(70, 70, 271, 300), (1, 2, 2, 40), (0, 0, 0, 5), (33, 48, 97, 130)]
 """Of groups: inside bytes, blocks and tiles, empty ones, rows that are left over."""
 
+
+def words(form: str) -> tuple[str, str]:
+    """The formats of both packed operands."""
+    return f"{form} packed", f"{form} packed"
+
+
 Call = tuple[PackedOperand, PackedOperand, Tensor | None]
 
 
@@ -37,8 +43,8 @@ def ours(monkeypatch):
 
 def check(calls: list[Call], word: str, dtype: torch.dtype, target) -> None:
     """Each product within the bound of FP32 accumulation."""
-    given = [(*a.left, *b.right, bias, dtype, word, word, *tensors(a, b)) for a, b, bias in calls]
-    for out, (a, b, bias) in zip(each(ops.packed_mm, given, target=target), calls, strict=True):
+    given = [(*a.left, *b.right, bias, dtype, *words(word), tensors(a, b)) for a, b, bias in calls]
+    for out, (a, b, bias) in zip(each(ops.matmul, given, target=target), calls, strict=True):
         assert out.dtype is dtype
         # the scales of both tensors are multiplied in FP32, and then what is accumulated
         assert_within(out, *product(a.values, b.values, bias), a.values.shape[1] + 4)
@@ -99,8 +105,8 @@ def test_nan_reaches_its_row_only(target, word):
     calls = [(packed_operand(m, 96, word), packed_operand(64, 96, word), None) for m in (7, 200)]
     for a, b, _ in calls:
         a.scale[3, 1], b.scale[50, 2] = NAN[word], NAN[word]
-    given = [(*a.left, *b.right, None, BF16, word, word, *tensors(a, b)) for a, b, _ in calls]
-    for out in each(ops.packed_mm, given, target=target):
+    given = [(*a.left, *b.right, None, BF16, *words(word), tensors(a, b)) for a, b, _ in calls]
+    for out in each(ops.matmul, given, target=target):
         wanted = torch.zeros(out.shape, dtype=torch.bool)
         wanted[3], wanted[:, 50] = True, True
         assert torch.equal(out.isnan(), wanted)
@@ -112,8 +118,8 @@ def test_a_scale_for_every_column(target):
     m, n, k = 40, 70, 96
     a, b = packed_operand(m, k, NVFP4), packed_operand(n, k, NVFP4)
     several = torch.exp2(torch.randn(1, n) * 3)
-    given = [(*a.left, *b.right, None, F32, NVFP4, NVFP4, a.tensor, several)]
-    (out,) = each(ops.packed_mm, given, target=target)
+    given = [(*a.left, *b.right, None, F32, *words(NVFP4), [a.tensor, several])]
+    (out,) = each(ops.matmul, given, target=target)
     assert b.tensor is not None
     exact = b.values / b.tensor.double() * several.double().t()
     assert_within(out, *product(a.values, exact), k + 4)
@@ -126,13 +132,13 @@ def test_batches(target, word):
     for m, n, k in ((40, 70, 96), (3, 33, 131)):
         a, b = (packed_operand(rows, k, word, batch=(3,)) for rows in (m, n))
         bias = torch.randn(3, 1, n)
-        calls.append((*a.left, *b.right, bias, F32, word, word, *tensors(a, b)))
+        calls.append((*a.left, *b.right, bias, F32, *words(word), tensors(a, b)))
         sides.append((a.values, b.values, bias))
     a, b = packed_operand(17, 64, word, batch=(2,)), packed_operand(24, 64, word)
     shared = [each_.expand(2, *each_.shape) for each_ in b.right]
-    calls.append((*a.left, *shared, None, F32, word, word, *tensors(a, b)))
+    calls.append((*a.left, *shared, None, F32, *words(word), tensors(a, b)))
     sides.append((a.values, [b.values, b.values], [None, None]))
-    for out, given in zip(each(ops.packed_mm, calls, target=target), sides, strict=True):
+    for out, given in zip(each(ops.matmul, calls, target=target), sides, strict=True):
         for found, left, right, bias in zip(out, *given, strict=True):
             assert_within(found, *product(left, right, bias), left.shape[1] + 4)
 
@@ -142,8 +148,8 @@ def spans(ends: tuple[int, ...]) -> list[slice]:
 
 
 def grouped(a: PackedOperand, b: PackedOperand, ends: tuple[int, ...], word: str, target: str) -> Tensor:
-    given = (*a.left, *b.right, torch.tensor(ends, dtype=torch.int32), F32, word, word, *tensors(a, b))
-    (out,) = each(ops.packed_grouped_mm, [given], target=target)
+    given = (*a.left, *b.right, torch.tensor(ends, dtype=torch.int32), F32, *words(word), tensors(a, b))
+    (out,) = each(ops.grouped_matmul, [given], target=target)
     return out
 
 

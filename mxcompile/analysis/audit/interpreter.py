@@ -96,9 +96,8 @@ class Interpreter(fx.Interpreter):
 
 def _quantized(site: ProductSite, args: tuple[Any, ...]) -> Tensor:
     """Returns the result of the GEMM as rewritten by the passes."""
-    *operands, extra, out_dtype, alpha, _, _, _ = args
-    scaled = () if alpha is None else (alpha,)
-    out: Tensor = site.op(*operands, extra, out_dtype, *site.words, *scaled)
+    *operands, extra, out_dtype, tensors, _, _, _ = args
+    out: Tensor = site.op(*operands, extra, out_dtype, *site.words, tensors)
     return out
 
 

@@ -1,6 +1,6 @@
 """Marks the casts and quantized GEMMs of a graph after all passes, for observation.
 
-    scaled_mm(q, s, q', s', bias)  →  observed(q, s, q', s', bias, dtype, alpha, x, x', site)
+    scaled_mm(q, s, q', s', bias)  →  observed(q, s, q', s', bias, dtype, tensors, x, x', site)
 
 x and x' are the operands before their casts, in the orientation of q and q'. They become arguments so that
 the partitioner saves them for backward, where wgrad is compared with them. Casts stay and get a mark. The
@@ -9,6 +9,7 @@ computation does not change. `analysis/audit/interpreter.py` runs the marked gra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,14 +87,14 @@ def observed(
     scale_b: Tensor,
     extra: Tensor | None,
     out_dtype: Any,
-    alpha: Tensor | None,
+    tensors: Sequence[Tensor] | None,
     left: Tensor | None,
     right: Tensor | None,
     site: int,
 ) -> Tensor:
     """Represents a GEMM in a marked graph. Only the interpreter can run it.
 
-    a, scale_a, b, scale_b, extra (bias or offsets), out_dtype, alpha: arguments of one of `ops.PRODUCTS`.
+    a, scale_a, b, scale_b, extra (bias or offsets), out_dtype, tensors: arguments of one of `ops.PRODUCTS`.
     left, right: the operands before their casts, None if they have no cast.
     """
     raise AssertionError("a marked graph was run without its interpreter")
@@ -122,7 +123,7 @@ class _Marker:
         with self._graph.inserting_before(node):
             left, right = (self._operand(product.sides[side][0], site, side) for side in (0, 1))
         (qa, sa), (qb, sb) = product.sides
-        given = qa, sa, qb, sb, product.extra, product.out_dtype, product.alpha
+        given = qa, sa, qb, sb, product.extra, product.out_dtype, product.tensors
         node.target = observed
         node.args = (*given, left, right, len(self._sites.products) - 1)
 

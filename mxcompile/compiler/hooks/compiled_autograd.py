@@ -122,7 +122,7 @@ class Adopted:
 
 
 def _products(graph: fx.Graph) -> Iterator[fx.Node]:
-    products = ops.PRODUCTS.union(ops.PACKED_PRODUCTS, ATTENTIONS)
+    products = ops.PRODUCTS.union(ATTENTIONS)
     for node in graph.nodes:
         if node.op == "call_function" and (is_matmul(node) or packet(node) in products):
             yield node

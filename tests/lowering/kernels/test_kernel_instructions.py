@@ -205,14 +205,14 @@ def packed_side(
 def on_the_fp4_instruction(a, b, word: str, target: str, *, offs: Tensor | None = None) -> tuple[Binary, str]:
     """The kernel of a product with both tensors' scales and, of matrices, a bias."""
     tensors = [meta(1, dtype=F32)] * 2 if word == NVFP4 else []
-    (codes, scale), operator = b, ops.packed_mm if offs is None else ops.packed_grouped_mm
+    (codes, scale), operator = b, ops.matmul if offs is None else ops.grouped_matmul
     bias = meta(codes.shape[-2], dtype=BF16) if offs is None and codes.ndim == 2 else None
     extra = [each for each in (offs, bias) if each is not None]
 
     def function(a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, *rest: Tensor) -> list[Tensor]:
         third, *scales = rest if extra else (None, *rest)
         sb = sb if sb.ndim == 1 else sb.mT
-        return [operator(a, sa, b.mT, sb, third, BF16, word, word, *scales)]
+        return [operator(a, sa, b.mT, sb, third, BF16, *[f"{word} packed"] * 2, scales or None)]
 
     binary, text = kernel(function, [*a, codes, scale, *extra, *tensors], target)
     assert re.search(FP4_MMA[target, word], text)
