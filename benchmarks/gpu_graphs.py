@@ -211,7 +211,7 @@ def generated(function: Callable[..., Tensor], *inputs: Tensor, **options: Any) 
 
 def quantize_mm(x: Tensor, b: Tensor, scale_b: Tensor) -> Tensor:
     """The same of an activation that the product's kernel casts."""
-    out: Tensor = ops.quantize_mm(x, b, scale_b, None, E4M3, ROUNDING, BF16)
+    out: Tensor = ops.quantize_mm(x, b, scale_b, None, BF16, str(Format()), str(Format()))
     return out
 
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch._inductor import ir
 from torch._inductor.lowering import fallback_handler, register_lowering
 
 from mxcompile import ops
-from mxcompile.formats import elem_type
+from mxcompile.formats import Format
 from mxcompile.lowering.cpu import kernel
 from mxcompile.lowering.cpu.kernel import C_TYPES, CppBody, CppNames
 
@@ -29,19 +28,19 @@ def lower_attention(
     value_scales: ir.TensorBox,
     mask: ir.TensorBox | None,
     factor: float,
-    elem_dtype: torch.dtype,
+    fmt: str,
 ) -> ir.TensorBox:
     """Returns the result of ``mx.attention``."""
     device, dtypes = q.get_device_or_error(), [x.get_dtype() for x in (q, mask) if x is not None]
     if device.type != "cpu" or kernel.obstacle() or not all(dtype in C_TYPES for dtype in dtypes):
-        called: ir.TensorBox = _CALL(q, keys, key_scales, values, value_scales, mask, factor, elem_dtype)
+        called: ir.TensorBox = _CALL(q, keys, key_scales, values, value_scales, mask, factor, fmt)
         return called
     batch, heads, queries, dim = q.get_size()
     kv_heads, length = keys.get_size()[1:3]
     given = {"q": q, "keys": keys, "key_scales": key_scales, "values": values, "value_scales": value_scales}
     given |= {} if mask is None else {"mask": mask}
     inputs = {name: kernel.stored(value) for name, value in given.items()}
-    elem = f"mxcompile::{elem_type(elem_dtype).name.upper()}"
+    elem = f"mxcompile::{Format.of(fmt).elem.name.upper()}"
     strides = (0, 0, 0) if mask is None else _strides(mask.get_size())
 
     def body(words: CppNames) -> str:

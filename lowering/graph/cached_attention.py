@@ -128,14 +128,14 @@ def _form_obstacle(node: fx.Node, query: torch.Tensor) -> str:
 
 def _replace(node: fx.Node, build: Builder, kernel_of: Callable[[torch.Tensor, torch.Tensor], str]) -> None:
     query = argument(node, 0)
-    (keys, key_scales, elem), (values, value_scales, _) = (_part(argument(node, index)) for index in (1, 2))
+    (keys, key_scales, fmt), (values, value_scales, _) = (_part(argument(node, index)) for index in (1, 2))
     given, codes = tensor(query), tensor(keys)
     assert given is not None
     assert codes is not None
     factor: Any = node.kwargs.get("scale")
     factor = float(given.shape[3]) ** -0.5 if factor is None else factor
     with build.graph.inserting_before(node):
-        arguments = (query, keys, key_scales, values, value_scales, _mask(node), factor, elem)
+        arguments = (query, keys, key_scales, values, value_scales, _mask(node), factor, fmt)
         new_node = build.call(ops.attention, *arguments, like=node)
         name = kernel_of(given, codes)
         set_tag(new_node, *(replace(tag, kernel=name) for tag in tags_of(node)))
@@ -147,8 +147,8 @@ def _replace(node: fx.Node, build: Builder, kernel_of: Callable[[torch.Tensor, t
     build.graph.erase_node(node)  # by hand: attention may drop out at random, so it counts as impure
 
 
-_Held = tuple[fx.Node, fx.Node, torch.dtype]
-"""Codes, which may be bytes, scales and the type of elements."""
+_Held = tuple[fx.Node, fx.Node, str]
+"""Codes, which may be bytes, scales and the word of their format."""
 
 
 def _part(node: fx.Node) -> _Held:
@@ -169,8 +169,8 @@ def _held(node: fx.Node) -> _Held | None:
     if dequantize.block_dim not in (-1, 3):
         return None
     if codes.target is aten.view.dtype and _dtype(argument(codes, 0)) is torch.uint8:
-        return argument(codes, 0), scales, elements.dtype
-    return codes, scales, elements.dtype
+        return argument(codes, 0), scales, dequantize.fmt
+    return codes, scales, dequantize.fmt
 
 
 def _unrepeated(node: fx.Node) -> fx.Node:

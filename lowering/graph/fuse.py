@@ -47,7 +47,7 @@ class Fuse(NativePass):
     def _fuse(self, build: Builder, product: Product, cast: Cast, tile_sizes: Choices) -> None:
         node, right = product.node, product.sides[1]
         competing = product.sides[0] if autotuning() else ()
-        how = cast.copy.elem.dtype, str(cast.copy.rounding), product.out_dtype
+        how = product.out_dtype, cast.fmt, product.format_b
         with build.graph.inserting_before(node):
             fused = build.call(ops.quantize_mm, cast.x, *right, product.bias, *how, *competing, like=node)
         kernel = f"mx_quantize_mm {_config(tile_sizes, bool(competing))} ({self.target.mma})"

@@ -23,7 +23,7 @@ from torch._inductor.select_algorithm import (
 from torch._inductor.virtualized import V
 
 from mxcompile import ops
-from mxcompile.formats import elem_type
+from mxcompile.formats import Format
 from mxcompile.lowering.cpu import attention as elsewhere
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import call
@@ -111,13 +111,13 @@ def lower_attention(
     value_scales: ir.TensorBox,
     mask: ir.TensorBox | None,
     factor: float,
-    elem_dtype: torch.dtype,
+    fmt: str,
 ) -> ir.TensorBox:
     """The result of the operator, [B, Q, H, D]."""
     device, hint = q.get_device_or_error(), V.graph.sizevars.optimization_hint
     target = of_device(device)
     if device.type != "cuda" or target.arch is None or q.get_dtype() is not torch.bfloat16:
-        return elsewhere.lower_attention(q, keys, key_scales, values, value_scales, mask, factor, elem_dtype)
+        return elsewhere.lower_attention(q, keys, key_scales, values, value_scales, mask, factor, fmt)
     batch, heads, queries, dim = q.get_size()
     kv_heads, length = keys.get_size()[1:3]
     chosen = form(hint(batch * kv_heads), hint(heads * queries // kv_heads), hint(length), hint(dim), target)
@@ -147,7 +147,7 @@ def lower_attention(
         MASKED=mask is not None,
         SHARED=() if mask is None else _shared(mask),
         FACTOR=float(factor),
-        ELEM=repr(elem_type(elem_dtype).name),
+        ELEM=repr(Format.of(fmt).elem.name),
         NATIVE=target.decodes_fp8,
     )
     result: ir.TensorBox = to_dtype(_merged(total, *parts), q.get_dtype())

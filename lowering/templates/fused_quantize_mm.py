@@ -27,7 +27,7 @@ from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mxcompile import ops
-from mxcompile.formats import Copy, Format, ScaleLayout, elem_type
+from mxcompile.formats import Copy, Format, ScaleLayout
 from mxcompile.lowering.inductor.winners import choose
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import call, examples
@@ -116,9 +116,9 @@ def lower_quantize_mm(
     b: ir.TensorBox,
     scale_b: ir.TensorBox,
     bias: ir.TensorBox | None,
-    elem_dtype: torch.dtype,
-    rounding: str,
     out_dtype: torch.dtype,
+    format_x: str,
+    format_b: str,
     qdata: ir.TensorBox | None = None,
     scale: ir.TensorBox | None = None,
 ) -> ir.TensorBox:
@@ -128,12 +128,12 @@ def lower_quantize_mm(
     if bias is not None:
         operands.append(realize_inputs(_EXPAND(bias, [n])))
     layout = ir.FixedLayout(x.get_device_or_error(), out_dtype, [m, n])
-    tried = ((TEMPLATE, arguments) for arguments in _choices(operands, layout, elem_dtype, rounding))
+    form = Format.of(format_x)
+    tried = ((TEMPLATE, arguments) for arguments in _choices(operands, layout, form, Format.of(format_b)))
     choices = call.choices_of(operands, layout, tried)
     if qdata is not None and scale is not None:
-        words = [str(Format.mx(elem_type(dtype))) for dtype in (elem_dtype, b.get_dtype())]
-        product = [qdata, scale, b, scale_b, bias, out_dtype, *words]
-        cast = str(Copy.mx(-1, elem_dtype, rounding, layout=_layout_of(scale)))
+        product = [qdata, scale, b, scale_b, bias, out_dtype, str(form.as_read), format_b]
+        cast = str(Copy(format=form, layout=_layout_of(scale)))
         choices.append(Separate(operands, layout, cast, product))
     inputs = examples.stored(operands)
     return choose(TEMPLATE.name, choices, operands, layout, examples=inputs, at_once=True)
@@ -168,10 +168,10 @@ class Separate(SubgraphChoiceCaller):
 
 
 def _choices(
-    operands: list[Any], layout: ir.Layout, elem_dtype: torch.dtype, rounding: str
+    operands: list[Any], layout: ir.Layout, form_x: Format, form_b: Format
 ) -> Iterator[dict[str, Any]]:
     """The template's arguments for each tile."""
-    (x, b, scale_b, *_), (m, n) = operands, layout.size
+    (x, _, scale_b, *_), (m, n) = operands, layout.size
     layouts = [layout, *(operand.get_layout() for operand in operands)]
     target, sizes = of_device(layout.device), V.graph.sizevars
     rows, columns = sizes.optimization_hint(m), sizes.optimization_hint(n)
@@ -187,12 +187,12 @@ def _choices(
             "TILED": len(scale_b.get_size()) == 1,
             "WORDS": not target.tmem_columns,
             "DTYPE": triton_type(x.get_dtype()),
-            "ELEM_X": repr(elem_type(elem_dtype).name),
-            "ELEM_B": repr(elem_type(b.get_dtype()).name),
-            "ROUNDING": repr(rounding),
+            "ELEM_X": repr(form_x.elem.name),
+            "ELEM_B": repr(form_b.elem.name),
+            "ROUNDING": repr(str(form_x.rounding)),
             "NATIVE": target.encodes_fp8,
         }
 
 
-def _layout_of(scale: ir.TensorBox) -> str:
+def _layout_of(scale: ir.TensorBox) -> ScaleLayout:
     return ScaleLayout.TILED_128X4 if len(scale.get_size()) == 1 else ScaleLayout.ROW_MAJOR

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxcompile.formats.encoding import dequantize_tensors
+from mxcompile.formats import Format
+from mxcompile.ops.cast import decoded
 from mxcompile.ops.define import Spec, define
 
 
@@ -24,11 +25,13 @@ def _attention(
     value_scales: Tensor,
     mask: Tensor | None,
     factor: float,
-    elem_dtype: torch.dtype,
+    fmt: str,
 ) -> Tensor:
     repeats = q.shape[1] // keys.shape[1]
     k, v = (
-        dequantize_tensors(codes.view(elem_dtype), scales, -1, torch.float32).repeat_interleave(repeats, 1)
+        decoded(codes.view(Format.of(fmt).elem.dtype), scales, -1, fmt, torch.float32).repeat_interleave(
+            repeats, 1
+        )
         for codes, scales in ((keys, key_scales), (values, value_scales))
     )
     scores = q.to(torch.float32) @ k.transpose(-1, -2) * factor
@@ -45,12 +48,12 @@ def _spec_attention(q: Tensor, *_: Any) -> list[Spec]:
 
 attention = define(
     "attention(Tensor q, Tensor keys, Tensor key_scales, Tensor values, Tensor value_scales, Tensor? mask,"
-    " float factor, ScalarType elem_dtype) -> Tensor",
+    " float factor, str fmt) -> Tensor",
     _attention,
     _spec_attention,
 )
 """q [B, H, Q, D]; codes [B, KV, T, D], elements or their bytes; scales [B, KV, T, ⌈D/32⌉] → [B, Q, H, D].
 
 The result has q's dtype. H is a multiple of KV: neighbouring heads of q share one of k and v. mask: added, of
-a shape that [B, H, Q, T] takes. A query without a key that takes part gets 0.
+a shape that [B, H, Q, T] takes. fmt: of keys and values. A query without a key that takes part gets 0.
 """

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxcompile.formats import Format, elem_type
-from mxcompile.formats.encoding import dequantize_tensors, quantize_tensors
+from mxcompile.formats import Format
+from mxcompile.formats.encoding import rounded_tensors
 from mxcompile.ops.cast import decoded
 from mxcompile.ops.define import Spec, define
 
@@ -68,27 +68,19 @@ def _quantize_mm(
     b: Tensor,
     scale_b: Tensor,
     bias: Tensor | None,
-    elem_dtype: torch.dtype,
-    rounding: str,
     out_dtype: torch.dtype,
+    format_x: str,
+    format_b: str,
     qdata: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> Tensor:
     """The product of `x`, cast along K. qdata, scale: that cast, if the lowering may read it instead."""
-    left = dequantize_tensors(*quantize_tensors(x, -1, elem_dtype, rounding), -1, torch.float32)
-    form = Format.mx(elem_type(b.dtype))
-    return product(left, decoded(b, scale_b, -2, str(form), torch.float32), bias, out_dtype)
+    left = rounded_tensors(x, -1, Format.of(format_x))
+    return product(left, decoded(b, scale_b, -2, format_b, torch.float32), bias, out_dtype)
 
 
 def _spec_quantize_mm(
-    x: Tensor,
-    b: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None,
-    elem_dtype: torch.dtype,
-    rounding: str,
-    out_dtype: torch.dtype,
-    *_: Any,
+    x: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, *_: Any
 ) -> list[Spec]:
     return [((x.shape[0], b.shape[1]), out_dtype)]
 
@@ -154,8 +146,8 @@ weight_only_mm = define(
     _spec_weight_only_mm,
 )
 quantize_mm = define(
-    "quantize_mm(Tensor x, Tensor b, Tensor scale_b, Tensor? bias, ScalarType elem_dtype, str rounding,"
-    " ScalarType out_dtype, Tensor? qdata=None, Tensor? scale=None) -> Tensor",
+    "quantize_mm(Tensor x, Tensor b, Tensor scale_b, Tensor? bias, ScalarType out_dtype, str format_x,"
+    " str format_b, Tensor? qdata=None, Tensor? scale=None) -> Tensor",
     _quantize_mm,
     _spec_quantize_mm,
 )

@@ -193,7 +193,7 @@ def test_quantize_mm(shape, chip):
     native(chip)
     m, n, k = shape
     x, w, how = spread(m, k).to(BF16), operand(n, k, spread=20), (torch.float8_e4m3fn, "rceil")
-    out = generated(ops.quantize_mm, x, *w.right, None, *how, F32)
+    out = generated(ops.quantize_mm, x, *w.right, None, F32, str(Format()), str(Format()))
     assert_within(out, *product(values(*quantize_tensors(x, -1, *how)), w.values), k)
 
 

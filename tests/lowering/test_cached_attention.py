@@ -142,7 +142,7 @@ def test_without_a_compiler_says_so(monkeypatch: pytest.MonkeyPatch):
 def test_the_operator_passes_opcheck(masked: bool):
     q, *cache, mask = inputs(queries=3)
     added = torch.where(mask, 0.0, -torch.inf) if masked else None
-    opcheck(ops.attention, (q, *cache, added, 0.1, ELEM), test_utils=WITHOUT_SCHEMA)
+    opcheck(ops.attention, (q, *cache, added, 0.1, "e4m3 1x32 rceil"), test_utils=WITHOUT_SCHEMA)
 
 
 @pytest.mark.slow

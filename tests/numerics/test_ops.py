@@ -109,7 +109,8 @@ def test_each_operand_has_its_own_scale_layout(tiled: tuple[bool, bool]):
 def test_a_product_that_casts_passes_opcheck_and_means_the_same(competes: bool, bias: int | None):
     x, added = torch.randn(40, 70, dtype=BF16), None if bias is None else torch.randn(bias)
     a, b = quantize(x, -1, E5M2, "even"), quantize(torch.randn(70, 30), -2, E4M3, "rceil")
-    arguments = (x, *b, added, E5M2, "even", BF16, *(a if competes else ()))
+    words = "e5m2 1x32 even", "e4m3 1x32 rceil"
+    arguments = (x, *b, added, BF16, *words, *(a if competes else ()))
     opcheck(ops.quantize_mm, arguments, test_utils=WITHOUT_SCHEMA)
     assert torch.equal(ops.quantize_mm(*arguments), scaled_mm(*a, *b, added, BF16))
 

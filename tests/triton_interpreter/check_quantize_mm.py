@@ -8,7 +8,7 @@ from helpers.operands import assert_within, embedded, operand, product, values
 from modules import each
 
 from mxcompile import ops
-from mxcompile.formats import E4M3, E5M2, ELEM_TYPES, Rounding
+from mxcompile.formats import E4M3, E5M2, ELEM_TYPES, Format, Rounding, elem_type, rounding
 from mxcompile.formats.encoding import quantize_tensors
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.lowering.templates import fused_quantize_mm
@@ -37,7 +37,10 @@ def activation(m: int, k: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 def products(calls, target) -> list[torch.Tensor]:
     """calls: x, w, bias, element type and rounding, dtype of the result."""
-    given = [(x, *w.right, bias, *cast, out_dtype) for x, w, bias, cast, out_dtype in calls]
+    given = []
+    for x, w, bias, (elem, mode), out_dtype in calls:
+        words = Format(elem=elem_type(elem), rounding=rounding(mode)), Format.mx(elem_type(w.right[0].dtype))
+        given.append((x, *w.right, bias, out_dtype, *map(str, words)))
     found: list[torch.Tensor] = each(ops.quantize_mm, given, target=target)
     return found
 
