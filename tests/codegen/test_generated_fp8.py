@@ -81,7 +81,7 @@ def test_what_is_not_finite(tmp_path: Path):
     x[3, 5], x[6, 9] = torch.nan, -torch.inf
     model = Casts("e4m3 channel nearest")
     codegen(model, x, target="sm_90", training=False, out_dir=tmp_path)
-    codes, down, *_ = interpret(tmp_path, [x])
+    codes, _, down, *_ = interpret(tmp_path, [x])
     assert codes.float().isnan().all(1).nonzero().flatten().tolist() == [3, 6]
     assert down.float().isnan().all(1).nonzero().flatten().tolist() == [5, 9]
     assert int(codes.float().isnan().sum()) == 2 * 64
