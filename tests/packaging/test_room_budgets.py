@@ -35,7 +35,7 @@ BUDGETS = {
     "mxcompile/compiler/reporting": 1_095,
     "mxcompile/compiler/session": 250,
     "mxcompile/distributed": 600,
-    "mxcompile/formats": 1_720,
+    "mxcompile/formats": 1_755,
     "mxcompile/graph": 1_610,
     "mxcompile/mesh": 2_070,
     "mxcompile/models": 2_710,
