@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mxcompile.formats import Format
-from mxcompile.formats.encoding import rounded_tensors
+from mxcompile.formats.encoding import encode_tensors
 from mxcompile.ops.cast import decoded
 from mxcompile.ops.define import Spec, define
 
@@ -75,7 +75,7 @@ def _quantize_mm(
     scale: Tensor | None = None,
 ) -> Tensor:
     """The product of `x`, cast along K. qdata, scale: that cast, if the lowering may read it instead."""
-    left = rounded_tensors(x, -1, Format.of(format_x))
+    left = decoded(*encode_tensors(x, -1, Format.of(format_x)), -1, format_x, torch.float32)
     return product(left, decoded(b, scale_b, -2, format_b, torch.float32), bias, out_dtype)
 
 
