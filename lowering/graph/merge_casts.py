@@ -16,8 +16,9 @@ amax that is computed behind the other.
 Under FP32 scales a copy is written by its parts, because scales may be known before (see `amax`), elements
 may be those of another type (``as_fnuz``), and those along columns lie transposed (see `vendor_fp8`), their
 scales do not. Scales of blocks are made again where they were known: a tile has all they follow from. A cast
-of which scales alone are read stays as it is; and so does one of elements along rows under a scale known
-before, which fuses with its neighbours, behind a product too.
+of which scales alone are read stays as it is. So does one that a product reads which is emulated: its values
+come from the same loop. And so does one of elements along rows under a scale known before, which fuses with
+its neighbours, behind a product too.
 
 Runs after `expand`. Numerics do not change.
 """
@@ -36,6 +37,7 @@ from mxcompile.formats import WHOLE, AmaxKind, Copy, CopyPart, Format, ScaleType
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import tensor
+from mxcompile.graph.transpose import readers
 from mxcompile.lowering import optional
 from mxcompile.lowering.graph.lowering_pass import (
     COLLECTED,
@@ -46,7 +48,7 @@ from mxcompile.lowering.graph.lowering_pass import (
     Reasons,
 )
 from mxcompile.lowering.templates.configs import is_one_matrix
-from mxcompile.ops.view import Cast, result_of, results_of
+from mxcompile.ops.view import Cast, Decode, result_of, results_of
 
 _FP8_TILES = (Tile.TENSOR, Tile.CHANNEL, Tile(1, 128), Tile(128, 128))
 
@@ -201,7 +203,7 @@ def _of_fp8(graph: fx.Graph) -> dict[_Key, list[Cast]]:
         if _is_down(cast):
             maker = Cast.of(result_of(scale)[0])
             scale = None if maker is not None and maker.scale is None else scale
-        elif not is_fp8(cast) or _lies_along_columns(cast):
+        elif not is_fp8(cast) or _lies_along_columns(cast) or _is_dequantized(cast):
             continue
         casts.setdefault((cast.x, cast.form, scale), []).append(cast)
     return casts
@@ -220,6 +222,17 @@ def _is_along_rows(cast: Cast) -> bool:
 def _lies_along_columns(cast: Cast) -> bool:
     """Whether elements that `cast` makes along columns are read as they lie."""
     return not _is_along_rows(cast) and bool(_read(cast, 0))
+
+
+def _is_dequantized(cast: Cast) -> bool:
+    """Whether values are made of `cast`, for a product that is emulated."""
+    users = (user for _, result in results_of(cast.node) for user, _ in readers(result))
+    return any(_makes_values(user) for user in users)
+
+
+def _makes_values(node: fx.Node) -> bool:
+    cast = Cast.of(node)
+    return Decode.of(node) is not None if cast is None else cast.copy.dtype is not None
 
 
 def _read(cast: Cast, place: int) -> list[fx.Node]:

@@ -172,6 +172,19 @@ def test_scales_of_blocks_that_are_read_alone_stay():
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("word", ["e4m3 channel nearest", "e4m3 tensor nearest", "e4m3 128x128 nearest"])
+def test_elements_beside_values_of_an_emulated_product_stay(word: str):
+    """Backward reads them: one loop makes both."""
+
+    def function(x: Tensor, w: Tensor):
+        (a, sa), (b, sb) = encode(x, -1, word), encode(w, -2, word)
+        return ops.matmul(a, sa, b, sb, None, torch.bfloat16, word, word), a, sa
+
+    module, reasons = lowered(function, torch.randn(16, 40), torch.randn(40, 32), chip=CHIP)
+    assert reasons
+    assert all(len(copies) == 1 for copies in made(module))
+
+
 def test_casts_that_something_else_reads_stay():
     """Of an emulated product, of a batch, of a sorted amax."""
 
