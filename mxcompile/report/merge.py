@@ -18,7 +18,7 @@ from mxcompile.formats import is_quantized
 from mxcompile.policy import Code
 from mxcompile.report.fold import Row, fold
 from mxcompile.report.outline import Outline
-from mxcompile.report.record import NOT_COMPILED, GemmRecord, Part, Summary, flop_share
+from mxcompile.report.record import NOT_COMPILED, Figures, GemmRecord, Part, Summary, flop_share
 
 _OUTSIDE = "not compiled yet, or run outside of compiled code:"
 _NAMED = 4
@@ -85,29 +85,30 @@ def of_twins(parts: Sequence[Part], own: Iterable[GemmRecord]) -> Iterator[GemmR
         covered |= {_which(copy) for copy in copies}
 
 
-def work_of(parts: Sequence[Part]) -> dict[str, Any]:
-    """Returns the bytes and casts of the summary, per training step, or per call if no part trains.
+def figures_of(parts: Sequence[Part]) -> dict[str, Any]:
+    """Returns the figures of the summary: work per training step, or per call if no part trains, and sums.
 
     Modules that run the code of another module count too. A weight that several graphs read, and a layer that
     several graphs compute, count once.
     """
     training = [part for part in parts if part.saved_bytes is not None] or list(parts)
-    times = [(part, len(paths)) for part, paths in _running(training)]
+    per_run = [(part, len(paths)) for part, paths in _running(training)]
+    once = [(part, 1) for part in parts]
     weights: dict[str, list[int]] = {}
     for part, paths in _running(parts, every=True):
         for path in paths:
             weights |= {path + name.removeprefix(part.prefix): sizes for name, *sizes in part.weights}
-    return {
-        "saved_bytes": total(n * part.saved_bytes for part, n in times if part.saved_bytes is not None),
-        "saved_bytes_bf16": total(
-            n * part.saved_bytes_bf16 for part, n in times if part.saved_bytes_bf16 is not None
-        ),
+    figures: dict[str, Any] = {
         "weight_bytes": sum(held for held, _ in weights.values()),
         "weight_bytes_bf16": sum(in_bf16 for _, in_bf16 in weights.values()),
-        "casts": sum(part.casts * n for part, n in times),
-        "wire_bytes": sum(part.wire_bytes * n for part, n in times),
-        "wire_bytes_bf16": sum(part.wire_bytes_bf16 * n for part, n in times),
     }
+    for field in dataclasses.fields(Figures):
+        if field.metadata:
+            times = per_run if field.metadata["figure"].per_run else once
+            values = [(getattr(part, field.name), n) for part, n in times]
+            sums = total(n * value for value, n in values if value is not None)
+            figures[field.name] = field.default if sums is None else sums
+    return figures
 
 
 def _running(parts: Sequence[Part], *, every: bool = False) -> Iterator[tuple[Part, list[str]]]:

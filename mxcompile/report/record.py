@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from mxcompile.formats import MAX, ElemRounding, is_quantized
 from mxcompile.report.outline import Outline
@@ -122,7 +124,55 @@ class GemmRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Summary:
+class Figure:
+    """The display and the merging of a number of the summary; metadata of its field.
+
+    label: title, "" for a number that only supplements another. unit: key of `forms.words.UNITS`. is_shown:
+    whether the report has a line and a tile for the number if it is not 0. per_run: whether a training step
+    counts the number once for each module that runs the code.
+    """
+
+    label: str = ""
+    unit: str = "count"
+    is_shown: bool = True
+    per_run: bool = False
+
+
+def _figure(default: Any, *words: Any, **options: bool) -> Any:
+    """Returns a field with the metadata `Figure(*words, **options)`."""
+    label, unit = words or ("", "count")
+    return field(default=default, metadata={"figure": Figure(label=label, unit=unit, **options)})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    """The numbers that each compiled graph has, and their sums over a model.
+
+    Attributes:
+        saved_bytes, saved_bytes_bf16: bytes saved from forward for backward, with mxcompile and without it;
+            None for inference.
+        casts: casts of one forward and its backward, counted by tensor and layout.
+        wire_bytes, wire_bytes_bf16: bytes that this rank sends in the collectives of compiled graphs and in
+            FSDP2's gathers of their weights, with mxcompile and without it.
+        graph_breaks: graph breaks of Dynamo.
+        pass_time_us: time spent in the passes, in µs.
+        cache: state of Inductor's caches: "hit", "miss", "partial" or "off".
+        warnings: warnings for the user.
+    """
+
+    saved_bytes: int | None = _figure(None, "saved for backward", "bytes", per_run=True)
+    saved_bytes_bf16: int | None = _figure(None, per_run=True)
+    casts: int = _figure(0, "casts per run", "count", per_run=True)
+    wire_bytes: int = _figure(0, "sent by each rank", "bytes", per_run=True)
+    wire_bytes_bf16: int = _figure(0, per_run=True)
+    graph_breaks: int = _figure(0, "graph breaks", "count", is_shown=False)
+    pass_time_us: float = _figure(0.0)
+    cache: str = "off"
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary(Figures):
     """The figures of a report.
 
     Attributes:
@@ -130,17 +180,8 @@ class Summary:
         policy: name of the policy.
         num_gemms: number of records.
         flop_share: quantized share of all matmul FLOPs, 0 to 1.
-        saved_bytes, saved_bytes_bf16: bytes saved from forward for backward, with mxcompile and without it;
-            None for inference.
         weight_bytes, weight_bytes_bf16: bytes of the weights of linear layers, as stored and in BF16.
-        casts: casts of one forward and its backward, counted by tensor and layout.
-        wire_bytes, wire_bytes_bf16: bytes that this rank sends in the collectives of compiled graphs and in
-            FSDP2's gathers of their weights, with mxcompile and without it.
-        pass_time_us: time spent in the passes, in µs.
         graphs: number of compiled graphs.
-        graph_breaks: graph breaks of Dynamo.
-        cache: state of Inductor's caches: "hit", "miss", "partial" or "off".
-        warnings: warnings for the user.
         estimate_us, estimate_bf16_us: sums of the roofline times of all records, in µs.
         parameter_bytes: bytes of all parameters and buffers; only from `explain`, like the next two.
         gradient_bytes: bytes of all gradients of parameters.
@@ -151,27 +192,18 @@ class Summary:
     policy: str = ""
     num_gemms: int = 0
     flop_share: float = 0.0
-    saved_bytes: int | None = None
-    saved_bytes_bf16: int | None = None
-    weight_bytes: int = 0
+    weight_bytes: int = _figure(0, "weights of linear layers", "bytes")
     weight_bytes_bf16: int = 0
-    casts: int = 0
-    wire_bytes: int = 0
-    wire_bytes_bf16: int = 0
-    pass_time_us: float = 0.0
-    graphs: int = 0
-    graph_breaks: int = 0
-    cache: str = "off"
-    warnings: tuple[str, ...] = ()
-    estimate_us: float | None = None
+    graphs: int = _figure(0, "graphs", "count", is_shown=False)
+    estimate_us: float | None = _figure(None, "roofline estimate", "µs", is_shown=False)
     estimate_bf16_us: float | None = None
     parameter_bytes: int | None = None
     gradient_bytes: int | None = None
-    peak_bytes: int | None = None
+    peak_bytes: int | None = _figure(None, "peak memory", "bytes")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class Part(Figures):
     """The report of one compiled graph: its records, its outline and its share of the summary's figures.
 
     prefix: path of the module that the graph was compiled for. twins: path and block of the other modules
@@ -181,21 +213,18 @@ class Part:
     """
 
     gemms: tuple[GemmRecord, ...] = ()
-    saved_bytes: int | None = None
-    saved_bytes_bf16: int | None = None
     weights: tuple[tuple[str, int, int], ...] = ()
-    casts: int = 0
-    wire_bytes: int = 0
-    wire_bytes_bf16: int = 0
-    pass_time_us: float = 0.0
-    graph_breaks: int = 0
-    cache: str = "off"
-    warnings: tuple[str, ...] = ()
     outline: Outline = field(default_factory=Outline)
     prefix: str = ""
     twins: tuple[tuple[str, tuple[int, int] | None], ...] = ()
     histories: tuple[tuple[int, int], ...] = ()
     token: str = ""
+
+
+FIGURES: dict[str, Figure] = {
+    field.name: field.metadata["figure"] for field in dataclasses.fields(Summary) if field.metadata
+}
+"""The figures of a summary by the names of their fields, in the order in which a report shows them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

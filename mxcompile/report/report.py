@@ -13,7 +13,7 @@ from mxcompile.report.diff import Difference, compare
 from mxcompile.report.forms import FORMS, framed
 from mxcompile.report.forms.json import to_json
 from mxcompile.report.forms.text import headline, to_text
-from mxcompile.report.merge import merge, of_twins, outside, together, with_plan, work_of
+from mxcompile.report.merge import figures_of, merge, of_twins, outside, together, with_plan
 from mxcompile.report.outline import Outline
 from mxcompile.report.reasons import Reasons, reasons
 from mxcompile.report.record import SCHEMA, GemmRecord, Part, ReportData, Summary, flop_share
@@ -59,10 +59,8 @@ class Report(ReportData):
                 policy=policy,
                 num_gemms=len(gemms),
                 flop_share=flop_share(gemms),
-                **work_of(parts),
-                pass_time_us=sum(part.pass_time_us for part in parts),
+                **figures_of(parts),
                 graphs=len(parts),
-                graph_breaks=sum(part.graph_breaks for part in parts),
                 cache=together(part.cache for part in parts),
                 warnings=(
                     *notes,

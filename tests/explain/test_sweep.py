@@ -65,7 +65,7 @@ def test_tokens_arithmetic_and_memory_are_said():
     assert summary.gradient_bytes == summary.parameter_bytes
     assert summary.peak_bytes == 2 * summary.parameter_bytes + summary.saved_bytes
     assert re.search(
-        r"peak memory .* \(parameters .*, gradients .*, kept for backward .*, the optimizer", str(report)
+        r"peak memory: .* \(parameters .*, gradients .*, kept for backward .*, the optimizer", str(report)
     )
     inference = explained(width, batch, training=False).summary
     assert inference.gradient_bytes == 0

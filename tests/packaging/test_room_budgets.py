@@ -45,7 +45,7 @@ BUDGETS = {
     "mxcompile/policy": 1_765,
     "mxcompile/policy/importers": 1_160,
     "mxcompile/ranks": 750,
-    "mxcompile/report": 2_180,
+    "mxcompile/report": 2_205,
     "mxcompile/report/forms": 1_375,
     "mxcompile/rules": 620,
     "mxcompile/serving": 585,

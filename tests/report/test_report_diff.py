@@ -48,7 +48,7 @@ def test_layers_that_fell_back_alike_are_one_change():
     text = str(new.since(OLD))
     assert text.splitlines()[0] == "2 layers fell back from MXFP8"
     assert "matmul FLOPs in MXFP8: 96.0% → 72.0%" in text
-    assert "saved for backward: 1.0 KiB → nothing" in text
+    assert "saved for backward: 1.0 KiB → none" in text
     assert "fell back  layers.2-3.up  ×2  ffn_in  all" in text
     assert text.rstrip().endswith("mxfp8 → bf16  policy: rule 2")
     assert new.since(OLD).fell_back == ("layers.2.up", "layers.3.up")

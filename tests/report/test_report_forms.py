@@ -112,8 +112,8 @@ def test_text_of_a_training_report():
     assert text.splitlines() == [
         "MXFP8 report: 92.3% of matmul FLOPs in MXFP8 (13 GEMMs, 5.11 MFLOP, 64 tokens,"
         " target cpu, policy preset nvidia)",
-        "saved for backward 3.0 MiB, without mxcompile 4.0 MiB (75%)",
-        "weights of linear layers 100 B (50 B in BF16)",
+        "saved for backward: 3.0 MiB (75% of 4.0 MiB without mxcompile)",
+        "weights of linear layers: 100 B (50 B in BF16)",
         "1 graph, 1 graph break, passes 12 ms, Inductor cache miss",
         "warning: rule 3 matched no layer",
         "",
@@ -253,11 +253,11 @@ def test_an_unknown_suffix_is_an_error_that_writes_nothing(name: str, piece: str
 def test_what_the_weights_would_take_stored():
     """Of 96·32 elements in BF16 to one byte each and one a block of 32."""
     said = str(report(*training("up"), weights=(("up", 2 * 96 * 32, 2 * 96 * 32),)))
-    assert "weights of linear layers 6.0 KiB (3.1 KiB as quantize_weights_ would store them)\n" in said
+    assert "weights of linear layers: 6.0 KiB (3.1 KiB as quantize_weights_ would store them)\n" in said
     page = to_html(report(*training("up"), weights=(("up", 2 * 96 * 32, 2 * 96 * 32),)))
     assert "3.1 KiB as quantize_weights_ would store them" in page
     said = str(report(kept(), weights=(("up", 2 * 96 * 32, 2 * 96 * 32),)))
-    assert "weights of linear layers 6.0 KiB\n" in said
+    assert "weights of linear layers: 6.0 KiB\n" in said
 
 
 def test_more_saved_than_in_bf16_is_said():

@@ -106,11 +106,10 @@ def test_modules_that_share_code_have_the_records_of_every_part_that_they_run():
 
 def test_work_in_words():
     casts = {"casts": 44, "saved_bytes": 1, "saved_bytes_bf16": 2}
-    assert "\n44 casts in each forward and backward\n" in str(report(record(), **casts))
-    assert "44 casts in each call\n" in str(report(record(), casts=44))
+    assert "\ncasts per run: 44\n" in str(report(record(), **casts))
     sent = str(report(record(), wire_bytes=33, wire_bytes_bf16=64))
-    assert "33 B sent by each rank, without mxcompile 64 B\n" in sent
-    assert "64 B sent by each rank\n" in str(report(record(), wire_bytes=64, wire_bytes_bf16=64))
+    assert "sent by each rank: 33 B (52% of 64 B without mxcompile)\n" in sent
+    assert "sent by each rank: 64 B\n" in str(report(record(), wire_bytes=64, wire_bytes_bf16=64))
 
 
 def test_records_know_their_graph():
@@ -156,7 +155,7 @@ def test_graphs_that_run_without_gradients_do_not_count_as_saving_nothing():
 )
 def test_bytes_in_words(num_bytes: int, words: str):
     text = str(report(weights=(("up", num_bytes, num_bytes),)))
-    assert f"weights of linear layers {words}\n" in text
+    assert f"weights of linear layers: {words}\n" in text
 
 
 def test_a_graph_without_products_stands():

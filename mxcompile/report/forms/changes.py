@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 from mxcompile.report.change import Change, Changes
 from mxcompile.report.fold import spelled
+from mxcompile.report.forms.figures import differences
 from mxcompile.report.forms.tables import Table, bullets, drawn, fitted, markdown, markdown_table, wrapped
-from mxcompile.report.forms.words import byte_count, count, duration
+from mxcompile.report.forms.words import count
 
 
 def to_text(changes: Changes) -> str:
@@ -38,32 +39,18 @@ def _headline(changes: Changes) -> str:
 def _facts(changes: Changes) -> list[str]:
     """Returns a line for each figure of the summary that changed, and for each new or removed warning."""
     old, new = changes.old, changes.new
-    pairs: list[tuple[str, str, str]] = [
+    pairs = [
         ("target", old.target, new.target),
         ("policy", old.policy, new.policy),
         (f"matmul FLOPs in {changes.words}", f"{old.flop_share:.1%}", f"{new.flop_share:.1%}"),
         ("GEMMs", str(old.num_gemms), str(new.num_gemms)),
-        ("saved for backward", _bytes(old.saved_bytes), _bytes(new.saved_bytes)),
-        ("weights of linear layers", _bytes(old.weight_bytes), _bytes(new.weight_bytes)),
-        ("casts in each run", f"{old.casts:,}", f"{new.casts:,}"),
-        ("sent by each rank", byte_count(old.wire_bytes), byte_count(new.wire_bytes)),
-        ("graphs", str(old.graphs), str(new.graphs)),
-        ("graph breaks", str(old.graph_breaks), str(new.graph_breaks)),
-        ("roofline estimate", _estimate(old.estimate_us), _estimate(new.estimate_us)),
     ]
-    facts = [f"{what}: {before} → {after}" for what, before, after in pairs if before != after]
+    facts = [f"{word}: {before} → {after}" for word, before, after in pairs if before != after]
+    facts += differences(old, new)
     gone = [f"no longer warned: {warning}" for warning in old.warnings if warning not in new.warnings]
     return (
         facts + [f"new warning: {warning}" for warning in new.warnings if warning not in old.warnings] + gone
     )
-
-
-def _bytes(number: int | None) -> str:
-    return "nothing" if number is None else byte_count(number)
-
-
-def _estimate(us: float | None) -> str:
-    return "none" if us is None else duration(us)
 
 
 def _table(changes: Iterable[Change]) -> Table:

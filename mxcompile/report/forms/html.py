@@ -18,12 +18,12 @@ from markupsafe import Markup
 from mxcompile.formats import KEPT, PRECISIONS, is_quantized, labels, precisions
 from mxcompile.policy import Role
 from mxcompile.report.fold import Row, fold, spelled
+from mxcompile.report.forms.figures import Tile, tiles
 from mxcompile.report.forms.html_numerics import FILTERS, numerics_values
 from mxcompile.report.forms.kept import kept_sentences
 from mxcompile.report.forms.picture import picture
-from mxcompile.report.forms.text import memory, slower, weights_note
+from mxcompile.report.forms.text import slower
 from mxcompile.report.forms.words import (
-    byte_count,
     count,
     duration,
     flop_count,
@@ -36,9 +36,6 @@ from mxcompile.report.forms.words import (
 from mxcompile.report.numerics import Numerics
 from mxcompile.report.outline import PHASES, OutlineNode
 from mxcompile.report.record import GemmRecord, ReportData, Summary
-
-_Figure = tuple[str, str, str, float | None]
-"""Label, value, note and share (0 to 1, or None) of a tile."""
 
 _LETTERS = {"fprop": "F", "dgrad": "D", "wgrad": "W"}
 _KINDS = {"gemm": "matmul", "cast": "cast", "glue": "left as it is", "input": "of the graph"}
@@ -105,38 +102,25 @@ def _environment() -> Environment:
     return environment
 
 
-def _figures(report: ReportData, rows: Sequence[Row]) -> Iterator[_Figure]:
+def _figures(report: ReportData, rows: Sequence[Row]) -> Iterator[Tile]:
     s, words = report.summary, labels(gemm.precision for gemm in report.gemms)
     quantized = sum(is_quantized(gemm.precision) for gemm in report.gemms)
     flops, tokens = sum(gemm.flops for gemm in report.gemms), tokens_of(report.gemms)
-    yield f"matmul FLOPs in {words}", f"{s.flop_share:.1%}", "", s.flop_share
-    yield "matmul arithmetic", flop_count(flops), f"{tokens:,} tokens" if tokens else "", None
-    yield "matmuls", f"{s.num_gemms:,}", f"{quantized:,} {words}, {s.num_gemms - quantized:,} BF16", None
-    if s.saved_bytes is not None and s.saved_bytes_bf16:
-        share = s.saved_bytes / s.saved_bytes_bf16
-        note = f"{share:.0%} of {byte_count(s.saved_bytes_bf16)} without mxcompile"
-        yield "saved for backward", byte_count(s.saved_bytes), note, min(max(share, 0.0), 1.0)
-    if s.weight_bytes:
-        yield "weights of linear layers", byte_count(s.weight_bytes), weights_note(s, rows), None
-    if s.casts:
-        often = "step" if s.saved_bytes is not None else "call"
-        yield f"casts a {often}", f"{s.casts:,}", "", None
-    if s.wire_bytes:
-        note = f"{byte_count(s.wire_bytes_bf16)} without mxcompile"
-        yield "sent by each rank", byte_count(s.wire_bytes), note, None
-    if s.peak_bytes is not None:
-        yield "peak memory, no optimizer", byte_count(s.peak_bytes), memory(s), None
-    yield "graphs", f"{s.graphs}", count(s.graph_breaks, "graph break"), None
-    yield "time in passes", duration(s.pass_time_us), f"Inductor cache: {s.cache}", None
+    yield Tile(f"matmul FLOPs in {words}", f"{s.flop_share:.1%}", share=s.flop_share)
+    yield Tile("matmul arithmetic", flop_count(flops), f"{tokens:,} tokens" if tokens else "")
+    yield Tile("matmuls", f"{s.num_gemms:,}", f"{quantized:,} {words}, {s.num_gemms - quantized:,} BF16")
+    yield from tiles(s, rows)
+    yield Tile("graphs", f"{s.graphs}", count(s.graph_breaks, "graph break"))
+    yield Tile("time in passes", duration(s.pass_time_us), f"Inductor cache: {s.cache}")
 
 
-def _estimates(summary: Summary, words: str) -> list[_Figure]:
+def _estimates(summary: Summary, words: str) -> list[Tile]:
     if not summary.estimate_us or not summary.estimate_bf16_us:
         return []
     return [
-        ("matmuls and casts", duration(summary.estimate_us), "", None),
-        ("the same in BF16", duration(summary.estimate_bf16_us), "", None),
-        (f"BF16 ÷ {words}", f"{summary.estimate_bf16_us / summary.estimate_us:.2f}×", "", None),
+        Tile("matmuls and casts", duration(summary.estimate_us)),
+        Tile("the same in BF16", duration(summary.estimate_bf16_us)),
+        Tile(f"BF16 ÷ {words}", f"{summary.estimate_bf16_us / summary.estimate_us:.2f}×"),
     ]
 
 

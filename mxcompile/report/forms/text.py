@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from mxcompile.formats import is_quantized, labels
 from mxcompile.policy import Code, Reason
 from mxcompile.report.fold import Row, fold
+from mxcompile.report.forms.figures import tiles
 from mxcompile.report.forms.kept import kept_sentences, unknown_words
 from mxcompile.report.forms.tables import Table, bullets, drawn, fitted, markdown, markdown_table, wrapped
 from mxcompile.report.forms.words import (
-    byte_count,
     count,
     duration,
     flop_count,
@@ -20,7 +20,6 @@ from mxcompile.report.forms.words import (
     precision_word,
     size,
     speedup,
-    stored_saving,
     tokens_of,
 )
 from mxcompile.report.record import GemmRecord, OperandFormat, ReportData, Summary
@@ -79,44 +78,15 @@ def amounts(gemms: Sequence[GemmRecord]) -> str:
     return "".join(f", {each}" for each in texts)
 
 
-def memory(summary: Summary) -> str:
-    """Returns the parts of the peak memory of a step as text; "" if unknown."""
-    if summary.peak_bytes is None:
-        return ""
-    parts = [
-        ("parameters", summary.parameter_bytes),
-        ("gradients", summary.gradient_bytes),
-    ]
-    beside = summary.peak_bytes - sum(number or 0 for _, number in parts)
-    training = summary.saved_bytes is not None
-    parts.append(("kept for backward" if training else "largest product", beside))
-    return ", ".join(f"{word} {byte_count(number)}" for word, number in parts if number)
-
-
 def facts(summary: Summary, rows: Sequence[Row] = ()) -> list[str]:
     """Returns the facts and warnings that the table of layers does not show, one sentence each."""
-    sentences = []
     own = own_dtype(gemm for row in rows for gemm in row.gemms)
-    if summary.saved_bytes is not None and summary.saved_bytes_bf16:
-        share = summary.saved_bytes / summary.saved_bytes_bf16
+    sentences = [str(tile) for tile in tiles(summary, rows)]
+    if (summary.saved_bytes or 0) > (summary.saved_bytes_bf16 or 0) > 0:
         sentences.append(
-            f"saved for backward {byte_count(summary.saved_bytes)},"
-            f" without mxcompile {byte_count(summary.saved_bytes_bf16)} ({share:.0%})"
+            f"warning: more is kept for backward than in {own}: the copies for backward come on top of"
+            " what the model keeps anyway; `saved: bf16` in the policy keeps as much as BF16"
         )
-        if share > 1:
-            sentences.append(
-                f"warning: more is kept for backward than in {own}: the copies for backward come on top of"
-                " what the model keeps anyway; `saved: bf16` in the policy keeps as much as BF16"
-            )
-    if summary.weight_bytes:
-        note = weights_note(summary, rows)
-        sentences.append(
-            f"weights of linear layers {byte_count(summary.weight_bytes)}{f' ({note})' if note else ''}"
-        )
-    sentences += work(summary)
-    if summary.peak_bytes is not None:
-        optimizer = ", the optimizer not counted" if summary.gradient_bytes else ""
-        sentences.append(f"peak memory {byte_count(summary.peak_bytes)} ({memory(summary)}{optimizer})")
     if summary.estimate_us and summary.estimate_bf16_us:
         sentences.append(
             f"roofline estimate, not measured: matmuls and casts {duration(summary.estimate_us)},"
@@ -132,32 +102,6 @@ def facts(summary: Summary, rows: Sequence[Row] = ()) -> list[str]:
         more = f" and {len(slow) - _NAMED} more" if len(slow) > _NAMED else ""
         sentences.append(f"warning: estimated slower than in {own}: {', '.join(slow[:_NAMED])}{more}")
     return sentences + [f"warning: {' '.join(warning.split())}" for warning in summary.warnings]
-
-
-def work(summary: Summary) -> list[str]:
-    """Returns the number of casts and the bytes sent, one sentence each."""
-    texts = []
-    if summary.casts:
-        often = "forward and backward" if summary.saved_bytes is not None else "call"
-        texts.append(f"{count(summary.casts, 'cast')} in each {often}")
-    if summary.wire_bytes:
-        less = f", without mxcompile {byte_count(summary.wire_bytes_bf16)}"
-        changed = summary.wire_bytes != summary.wire_bytes_bf16
-        texts.append(f"{byte_count(summary.wire_bytes)} sent by each rank{less if changed else ''}")
-    return texts
-
-
-def weights_note(summary: Summary, rows: Iterable[Row]) -> str:
-    """Returns the bytes of the weights in BF16, if they differ, and the bytes after `quantize_weights_`."""
-    texts = []
-    if summary.weight_bytes != summary.weight_bytes_bf16:
-        texts.append(f"{byte_count(summary.weight_bytes_bf16)} in BF16")
-    saving = stored_saving(rows)
-    if 0 < saving < summary.weight_bytes_bf16 <= summary.weight_bytes:
-        texts.append(
-            f"{byte_count(summary.weight_bytes_bf16 - saving)} as quantize_weights_ would store them"
-        )
-    return ", ".join(texts)
 
 
 def slower(rows: Iterable[Row]) -> list[tuple[Row, float]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from mxcompile.formats import is_quantized
 from mxcompile.policy import Role
@@ -39,6 +40,14 @@ def _decimal(value: float, *units: str) -> str:
 def duration(us: float) -> str:
     """Returns a time in µs as text: ``12.3 ms``."""
     return _decimal(us, "µs", "ms", "s")
+
+
+UNITS: dict[str, Callable[[Any], str]] = {
+    "bytes": byte_count,
+    "count": "{:,}".format,
+    "µs": duration,
+}
+"""Functions that write a figure as text, by its unit."""
 
 
 def size(gemm: GemmRecord) -> str:
