@@ -10,7 +10,7 @@ from mxcompile.report.forms.words import UNITS, byte_count, stored_saving
 from mxcompile.report.record import FIGURES, Summary
 
 
-class Tile(NamedTuple):
+class Card(NamedTuple):
     """A figure to show: its label, its value, a note, and a share from 0 to 1 that is drawn as a bar."""
 
     label: str
@@ -22,7 +22,7 @@ class Tile(NamedTuple):
         return f"{self.label}: {self.value}{f' ({self.note})' if self.note else ''}"
 
 
-def tiles(summary: Summary, rows: Sequence[Row] = ()) -> Iterator[Tile]:
+def cards(summary: Summary, rows: Sequence[Row] = ()) -> Iterator[Card]:
     """Yields the figures of `summary` that are shown, without those that are 0 or unknown."""
     for name, figure in FIGURES.items():
         value, without = getattr(summary, name), getattr(summary, f"{name}_bf16", None)
@@ -34,7 +34,7 @@ def tiles(summary: Summary, rows: Sequence[Row] = ()) -> Iterator[Tile]:
         elif without and without != value:
             share = value / without
             note = f"{share:.0%} of {UNITS[figure.unit](without)} without mxcompile"
-        yield Tile(figure.label, UNITS[figure.unit](value), note, None if share is None else min(share, 1.0))
+        yield Card(figure.label, UNITS[figure.unit](value), note, None if share is None else min(share, 1.0))
 
 
 def differences(old: Summary, new: Summary) -> Iterator[str]:

@@ -18,7 +18,7 @@ from markupsafe import Markup
 from mxcompile.formats import KEPT, PRECISIONS, is_quantized, labels, precisions
 from mxcompile.policy import Role
 from mxcompile.report.fold import Row, fold, spelled
-from mxcompile.report.forms.figures import Tile, tiles
+from mxcompile.report.forms.figures import Card, cards
 from mxcompile.report.forms.html_numerics import FILTERS, numerics_values
 from mxcompile.report.forms.kept import kept_sentences
 from mxcompile.report.forms.picture import picture
@@ -102,25 +102,25 @@ def _environment() -> Environment:
     return environment
 
 
-def _figures(report: ReportData, rows: Sequence[Row]) -> Iterator[Tile]:
+def _figures(report: ReportData, rows: Sequence[Row]) -> Iterator[Card]:
     s, words = report.summary, labels(gemm.precision for gemm in report.gemms)
     quantized = sum(is_quantized(gemm.precision) for gemm in report.gemms)
     flops, tokens = sum(gemm.flops for gemm in report.gemms), tokens_of(report.gemms)
-    yield Tile(f"matmul FLOPs in {words}", f"{s.flop_share:.1%}", share=s.flop_share)
-    yield Tile("matmul arithmetic", flop_count(flops), f"{tokens:,} tokens" if tokens else "")
-    yield Tile("matmuls", f"{s.num_gemms:,}", f"{quantized:,} {words}, {s.num_gemms - quantized:,} BF16")
-    yield from tiles(s, rows)
-    yield Tile("graphs", f"{s.graphs}", count(s.graph_breaks, "graph break"))
-    yield Tile("time in passes", duration(s.pass_time_us), f"Inductor cache: {s.cache}")
+    yield Card(f"matmul FLOPs in {words}", f"{s.flop_share:.1%}", share=s.flop_share)
+    yield Card("matmul arithmetic", flop_count(flops), f"{tokens:,} tokens" if tokens else "")
+    yield Card("matmuls", f"{s.num_gemms:,}", f"{quantized:,} {words}, {s.num_gemms - quantized:,} BF16")
+    yield from cards(s, rows)
+    yield Card("graphs", f"{s.graphs}", count(s.graph_breaks, "graph break"))
+    yield Card("time in passes", duration(s.pass_time_us), f"Inductor cache: {s.cache}")
 
 
-def _estimates(summary: Summary, words: str) -> list[Tile]:
+def _estimates(summary: Summary, words: str) -> list[Card]:
     if not summary.estimate_us or not summary.estimate_bf16_us:
         return []
     return [
-        Tile("matmuls and casts", duration(summary.estimate_us)),
-        Tile("the same in BF16", duration(summary.estimate_bf16_us)),
-        Tile(f"BF16 ÷ {words}", f"{summary.estimate_bf16_us / summary.estimate_us:.2f}×"),
+        Card("matmuls and casts", duration(summary.estimate_us)),
+        Card("the same in BF16", duration(summary.estimate_bf16_us)),
+        Card(f"BF16 ÷ {words}", f"{summary.estimate_bf16_us / summary.estimate_us:.2f}×"),
     ]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from mxcompile.formats import is_quantized, labels
 from mxcompile.policy import Code, Reason
 from mxcompile.report.fold import Row, fold
-from mxcompile.report.forms.figures import tiles
+from mxcompile.report.forms.figures import cards
 from mxcompile.report.forms.kept import kept_sentences, unknown_words
 from mxcompile.report.forms.tables import Table, bullets, drawn, fitted, markdown, markdown_table, wrapped
 from mxcompile.report.forms.words import (
@@ -81,7 +81,7 @@ def amounts(gemms: Sequence[GemmRecord]) -> str:
 def facts(summary: Summary, rows: Sequence[Row] = ()) -> list[str]:
     """Returns the facts and warnings that the table of layers does not show, one sentence each."""
     own = own_dtype(gemm for row in rows for gemm in row.gemms)
-    sentences = [str(tile) for tile in tiles(summary, rows)]
+    sentences = [str(card) for card in cards(summary, rows)]
     if (summary.saved_bytes or 0) > (summary.saved_bytes_bf16 or 0) > 0:
         sentences.append(
             f"warning: more is kept for backward than in {own}: the copies for backward come on top of"
