@@ -40,10 +40,6 @@ class Peak:
     clock_ghz: float
     rates: Mapping[str, Rate] = field(default_factory=dict, hash=False)
 
-    def time_us(self, *, flops: float, tflops: float, num_bytes: float) -> float:
-        """Returns the least time for these operations and this memory traffic, if they overlap fully."""
-        return max(flops / (tflops * 1e6), num_bytes / (self.bandwidth_gbs * 1e3))
-
 
 def peak(
     chip: str,

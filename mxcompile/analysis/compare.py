@@ -2,7 +2,7 @@
 
 compare      audits on a batch: the lowest SQNR of each kind of GEMM, the SQNR of the main output, the error
              of the gradients, the loss and its gap to BF16; then a row for each layer and GEMM
-estimates    without a run of the model: bytes saved for backward, roofline time of all matmuls and casts
+estimates    without a run of the model: bytes saved for backward, estimated time of all matmuls and casts
 """
 
 from __future__ import annotations

@@ -20,9 +20,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mxcompile.formats import Format, ScaleType
 from mxcompile.lowering.chips.peak import Peak
 from mxcompile.lowering.targets import Target
 from mxcompile.offline.rates import Range, Rates
+
+_TILES = {"tensor": "fp8_tensor", "channel": "fp8_channel"}
 
 REASONS = ("memory", "issue", "mma", "latency")
 
@@ -127,6 +130,25 @@ def library_work(*, num_bytes: float, flops: float, product: str, target: Target
         "fp8_block": peak.fp8_tflops,
     }.get(product, peak.bf16_tflops)
     return Work(num_bytes=num_bytes, mma_us=flops / (tflops * 1e6), product=product if flops else "")
+
+
+def product_kind(
+    forms: Sequence[Format], target: Target, *, packed: bool = False, by_library: bool = False
+) -> str:
+    """Returns the kind of rate of a product of two operands, "" if `target` does not multiply `forms`.
+
+    packed: whether the product reads packed FP4. by_library: whether the library takes its shape, one matrix.
+    """
+    scales = {form.scale for form in forms}
+    if packed:
+        theirs = by_library and scales == {ScaleType.E4M3} <= target.library_fp4
+        return "fp4" if theirs else "own_fp4"
+    if target.multiplies_mx(*forms):
+        return "mxfp8" if target.has_library_mx else "own_mxfp8"
+    left, right = (str(form.tile) for form in forms)
+    if scales == {ScaleType.FP32} and target.multiplies_fp8(left, right):
+        return _TILES.get(left, "fp8_block")
+    return ""
 
 
 def total(works: Iterable[Work], rates: Rates) -> float:

@@ -35,8 +35,8 @@ from mxcompile.offline.driver import Driver, Generated
 from mxcompile.offline.estimate import Work, library_work
 from mxcompile.offline.launch import CASTS, COLLECTIVE, Kernel, Launch
 from mxcompile.offline.rates import Rates
+from mxcompile.offline.record_work import WIDE, estimate
 from mxcompile.offline.result import CodegenResult
-from mxcompile.offline.roofline import WIDE, estimate
 from mxcompile.offline.standin import stand_in
 from mxcompile.offline.wrapper import KernelCall, Module, read
 from mxcompile.policy import Policy

@@ -23,7 +23,6 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from mxcompile import ops
-from mxcompile.formats import ScaleType
 from mxcompile.graph.attention import ATTENTION_BACKWARD, ATTENTIONS
 from mxcompile.graph.opsets import (
     LOOKUPS,
@@ -36,13 +35,11 @@ from mxcompile.graph.tags import GemmTag, bytes_of, tags_of
 from mxcompile.lowering.targets import Target
 from mxcompile.models.names import module_of
 from mxcompile.offline.device import attention_backend, attention_flops
-from mxcompile.offline.estimate import Work, library_work
+from mxcompile.offline.estimate import Work, library_work, product_kind
 from mxcompile.ops.view import Product, arguments_of
 
 Works = Counter[tuple[str, Work]]
 """Number of launches by (kind, work); `Launch.kind` defines the kinds."""
-
-_TILES = {"tensor": "fp8_tensor", "channel": "fp8_channel"}
 
 
 def works(graph: fx.Graph, target: Target, count: Callable[[str], int]) -> Works:
@@ -104,25 +101,12 @@ class _Reader:
         """Returns the kind of rate for a product."""
         product = Product.of(node)
         if product is not None and product.is_packed:
-            return self._fp4_rate(product)
+            is_matrix = not product.is_grouped and node.meta["val"].ndim == 2
+            return product_kind(product.forms, self.target, packed=True, by_library=is_matrix)
         if tag.formats is not None:
-            if self.target.multiplies_mx(*tag.formats):
-                return "mxfp8" if self.target.has_library_mx else "own_mxfp8"
-            tiles = [str(form.tile) for form in tag.formats]
-            scaled = all(form.scale is ScaleType.FP32 for form in tag.formats)
-            if scaled and self.target.multiplies_fp8(tiles[0], tiles[1]):
-                return _TILES.get(tiles[0], "fp8_block")
-            return "bf16"
+            return product_kind(tag.formats, self.target) or "bf16"
         value = node.meta.get("val")
         return "fp32" if isinstance(value, Tensor) and value.element_size() > 2 else "bf16"
-
-    def _fp4_rate(self, product: Product) -> str:
-        """Returns the kind of rate for a packed FP4 product; libraries run NVFP4 matrices only."""
-        scale = product.forms[0].scale
-        theirs = scale is ScaleType.E4M3 and scale in self.target.library_fp4
-        return (
-            "fp4" if theirs and not product.is_grouped and product.node.meta["val"].ndim == 2 else "own_fp4"
-        )
 
     def streamed(self, members: list[fx.Node]) -> tuple[str, Work] | None:
         """Returns kind and work of the launch of `members`; None if it moves no bytes."""

@@ -31,7 +31,7 @@ class CodegenResult:
         launches: Launches of one step, in order.
         kernels: Generated kernels, each once per phase.
         wrappers: Python module that launches the kernels, by phase.
-        report: Report of the compile, with roofline estimates for each GEMM and for the step.
+        report: Report of the compile, with estimates for each GEMM and for the step.
         rates: Rates behind the estimates of the launches.
     """
 
@@ -237,7 +237,7 @@ def _summary(result: CodegenResult) -> list[str]:
     figures = result.report.summary
     if figures.estimate_us and figures.estimate_bf16_us:
         lines.append(
-            f"matrix products, roofline estimate (not measured): {figures.estimate_us:,.0f} µs,"
+            f"matrix products, estimate without machine code (not measured): {figures.estimate_us:,.0f} µs,"
             f" in BF16 {figures.estimate_bf16_us:,.0f} µs"
         )
     if result.step.launches:

@@ -85,8 +85,8 @@ class GemmRecord:
         nearest: the second best role, and its condition that the layer fails; "" if there is none.
         block: index of the repeated block that contains the layer, and the number of these blocks.
         graph: index of the graph in the report.
-        estimate_us, estimate_bf16_us: roofline times in µs, with casts and in BF16. Only `explain` sets them,
-            for targets with known peaks.
+        estimate_us, estimate_bf16_us: estimated times in µs, with casts and in BF16. Only `explain` sets
+            them, for targets with known peaks.
     """
 
     name: str
@@ -182,7 +182,7 @@ class Summary(Figures):
         flop_share: quantized share of all matmul FLOPs, 0 to 1.
         weight_bytes, weight_bytes_bf16: bytes of the weights of linear layers, as stored and in BF16.
         graphs: number of compiled graphs.
-        estimate_us, estimate_bf16_us: sums of the roofline times of all records, in µs.
+        estimate_us, estimate_bf16_us: sums of the estimated times of all records, in µs.
         parameter_bytes: bytes of all parameters and buffers; only from `explain`, like the next two.
         gradient_bytes: bytes of all gradients of parameters.
         peak_bytes: peak memory of a step without its optimizer.
@@ -195,7 +195,7 @@ class Summary(Figures):
     weight_bytes: int = _figure(0, "weights of linear layers", "bytes")
     weight_bytes_bf16: int = 0
     graphs: int = _figure(0, "graphs", "count", is_shown=False)
-    estimate_us: float | None = _figure(None, "roofline estimate", "µs", is_shown=False)
+    estimate_us: float | None = _figure(None, "estimate", "µs", is_shown=False)
     estimate_bf16_us: float | None = None
     parameter_bytes: int | None = None
     gradient_bytes: int | None = None

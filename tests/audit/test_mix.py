@@ -16,6 +16,7 @@ from mxcompile.analysis.audit import audit
 from mxcompile.analysis.tune import tune
 from mxcompile.cli import main
 from mxcompile.errors import OptionError
+from mxcompile.lowering.chips.peak import shares
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.policy import Policy
 
@@ -88,7 +89,11 @@ def test_the_target_decides_what_is_cheap(target: str, quick: set[str], monkeypa
     """What is emulated costs more than BF16, so a chip gets what it multiplies itself, or nothing."""
     chip = TARGETS[target]
     assert chip.peak is not None
-    peak = dataclasses.replace(chip.peak, bandwidth_gbs=10 * chip.peak.bandwidth_gbs)  # small layers compute
+    rates = {**chip.peak.rates, **shares("no launches", launch_us=(0.0, 0.0, 0.0))}
+    wide = (
+        10 * chip.peak.bandwidth_gbs
+    )  # so FLOPs bound small layers
+    peak = dataclasses.replace(chip.peak, bandwidth_gbs=wide, rates=rates)
     monkeypatch.setitem(TARGETS, target, dataclasses.replace(chip, peak=peak))
 
     class Wide(nn.Module):

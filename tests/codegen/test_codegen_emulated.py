@@ -101,7 +101,7 @@ def test_bytes_moved_are_those_of_the_tensors(generated):
 def test_result_prints_within_120_columns(generated):
     text = str(generated("sm_90", True))
     assert max(map(len, text.splitlines())) <= 120
-    assert "roofline estimate (not measured)" in text
+    assert "estimate without machine code (not measured)" in text
 
 
 def test_files(generated, tmp_path):

@@ -11,15 +11,17 @@ from mxcompile.analysis.compare import estimates
 from mxcompile.errors import OptionError, PolicyError
 
 
-def model() -> nn.Module:
-    return nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)).to(torch.bfloat16)
+def model(width: int = 512) -> nn.Module:
+    layers = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+    return nn.Sequential(*layers).to(torch.bfloat16)
 
 
 def test_rows_are_those_of_explain():
-    x = torch.randn(1024, 512, dtype=torch.bfloat16)
+    with torch.device("meta"):
+        wide, x = model(4096), torch.empty(8192, 4096, dtype=torch.bfloat16)
     names = ["nvidia", "fp8_rowwise", "bf16"]
-    found = estimates(model(), x, policies=names, target="sm_90")
-    alone = [mxcompile.explain(model(), x, policy=name, target="sm_90").summary for name in names]
+    found = estimates(wide, x, policies=names, target="sm_90")
+    alone = [mxcompile.explain(wide, x, policy=name, target="sm_90").summary for name in names]
     summaries = [report.summary for report in found.reports]
     assert [s.estimate_us for s in summaries] == [s.estimate_us for s in alone]
     mx, fp8, plain = (s.estimate_us or 0 for s in summaries)

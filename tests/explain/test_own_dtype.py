@@ -12,9 +12,15 @@ import mxcompile
 from mxcompile.analysis.audit import audit
 from mxcompile.cli import main
 from mxcompile.lowering.targets import TARGETS
+from mxcompile.offline.rates import Rates
 
 EVERYTHING = {"version": 1, "rules": [{"match": {"name": "0"}, "use": "mxfp8"}]}
-PEAK = TARGETS["sm_100"].peak
+PEAK, RATES = TARGETS["sm_100"].peak, Rates.of(TARGETS["sm_100"])
+
+
+def product_us(gemm: mxcompile.report.GemmRecord, tflops: float, kind: str) -> float:
+    """Returns the time of a product that its FLOPs bound, after its launch."""
+    return gemm.flops / (tflops * 1e6 * RATES[kind]) + RATES["launch_us"]
 
 
 def model() -> nn.Module:
@@ -35,7 +41,7 @@ def test_fp32_is_called_fp32_and_takes_its_time():
     assert {gemm.dtype for gemm in report.gemms} == {"float32"}
     kept = [gemm for gemm in report.gemms if gemm.name == "2"]
     for gemm in kept:
-        assert gemm.estimate_us == pytest.approx(gemm.flops / (PEAK.fp32_tflops * 1e6))
+        assert gemm.estimate_us == pytest.approx(product_us(gemm, PEAK.fp32_tflops, "fp32"))
         assert gemm.estimate_us == gemm.estimate_bf16_us
     text = " ".join(str(report).split())
     assert "policy policy, model in FP32)" in text
@@ -50,7 +56,7 @@ def test_bf16_is_as_before():
     assert {gemm.dtype for gemm in report.gemms} == {"bfloat16"}
     for gemm in report.gemms:
         if gemm.name == "2":
-            assert gemm.estimate_us == pytest.approx(gemm.flops / (PEAK.bf16_tflops * 1e6))
+            assert gemm.estimate_us == pytest.approx(product_us(gemm, PEAK.bf16_tflops, "bf16"))
     assert "FP32" not in str(report)
 
 

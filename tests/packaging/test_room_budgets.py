@@ -39,7 +39,7 @@ BUDGETS = {
     "mxcompile/graph": 1_610,
     "mxcompile/mesh": 2_070,
     "mxcompile/models": 2_710,
-    "mxcompile/offline": 3_320,
+    "mxcompile/offline": 3_345,
     "mxcompile/ops": 1_170,
     "mxcompile/plan": 700,
     "mxcompile/policy": 1_765,

@@ -88,7 +88,7 @@ def test_estimates_are_said_to_be_estimates():
     found = report(*gemms, kept(estimate_us=1.0, estimate_bf16_us=1.0))
     summary = replace(found.summary, estimate_us=7000.0, estimate_bf16_us=7700.0)
     text = str(replace(found, summary=summary))
-    assert "roofline estimate, not measured: matmuls and casts 7 ms, 7.7 ms in BF16 (1.10×)" in text
+    assert "estimate, not measured: matmuls and casts 7 ms, 7.7 ms in BF16 (1.10×)" in text
     assert "warning: estimated slower than in BF16: b (0.75×)\n" in text
     assert re.search(r"^a .* 1\.50×", text, re.MULTILINE)
     assert "1.00×" not in text

@@ -11,7 +11,7 @@ import dataclasses
 from mxcompile.analysis.explain.sweep import at_tokens
 from mxcompile.formats import Operands, is_quantized, labels
 from mxcompile.lowering.targets import TARGETS
-from mxcompile.offline.roofline import estimate
+from mxcompile.offline.record_work import estimate
 from mxcompile.policy.presets import PRESETS
 from mxcompile.report import GemmRecord, Report
 from mxcompile.report.fold import fold

@@ -16,7 +16,7 @@ from mxcompile.analysis.explain.tracer import Explainer, options_for
 from mxcompile.compiler.rehearsal import some_or_all
 from mxcompile.errors import OptionError
 from mxcompile.models.arguments import ModelInput, keywords
-from mxcompile.offline.roofline import estimate
+from mxcompile.offline.record_work import estimate
 from mxcompile.policy import Policy
 from mxcompile.report import Report
 from mxcompile.rules import check_mistakes
@@ -45,7 +45,7 @@ def explain(
         **inputs: keyword arguments of the call (see `models.arguments`).
 
     Returns:
-        The report, with roofline estimates for targets with known peaks.
+        The report, with estimates for targets with known peaks.
 
     Raises:
         OptionError: for a keyword that neither `explain` nor the model accepts.

@@ -33,7 +33,7 @@ from mxcompile.mesh.sweep import MeshCandidate, MeshPoint, MeshSweep, candidates
 from mxcompile.mesh.time import StepTime
 from mxcompile.models.arguments import ModelInput
 from mxcompile.offline.rates import Rates
-from mxcompile.offline.roofline import estimate
+from mxcompile.offline.record_work import estimate
 from mxcompile.plan.plan import Plan
 from mxcompile.plan.repeats import LeaveOut
 from mxcompile.policy import Policy

@@ -1,4 +1,4 @@
-"""`sweep`: the roofline of one report at other numbers of tokens, to find where quantization begins to pay.
+"""`sweep`: the estimates of one report at other numbers of tokens, to find where quantization begins to pay.
 
 The model is not traced again. More tokens mean more sequences, so linear layers have more rows (m of fprop
 and dgrad, k of wgrad) and attention products a larger batch. The policy's decisions for the tokens of the
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mxcompile.errors import OptionError
 from mxcompile.formats import labels
-from mxcompile.offline.roofline import estimate
+from mxcompile.offline.record_work import estimate
 from mxcompile.policy import ATTENTION_PRODUCTS
 from mxcompile.report import Report
 from mxcompile.report.forms import plots
@@ -54,7 +54,7 @@ class Sweep:
             for p in self.points
         ]
         table = drawn([["tokens", self.words, "BF16", f"BF16 ÷ {self.words}"], *rows])
-        return f"{self._title()}\nroofline estimates, not measured\n\n{table}\n\n{self._verdict()}"
+        return f"{self._title()}\nestimates, not measured\n\n{table}\n\n{self._verdict()}"
 
     def _title(self) -> str:
         return f"target {self.target}, policy {self.policy}: matmuls and casts by tokens"
@@ -82,7 +82,7 @@ class Sweep:
         right.set(xscale="log", xlabel="tokens", title=f"BF16's time ÷ {self.words}'s: above 1 is faster")
         for axes in (left, right):
             axes.grid(alpha=0.3)
-        figure.suptitle(f"{self._title()} (roofline, not measured)", fontsize=10)
+        figure.suptitle(f"{self._title()} (estimates, not measured)", fontsize=10)
         figure.savefig(path)
 
 

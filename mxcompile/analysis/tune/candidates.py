@@ -1,8 +1,8 @@
 """The candidate precisions of a layer, their costs, and the policy of a mix of them.
 
 A candidate is the name of a precision or preset, applied to the three GEMMs of a layer. Its cost is the
-roofline time of the layer's GEMMs and casts on a target (see `offline/roofline.py`), 0 if the target has no
-data sheet, then the bytes of the operands.
+estimated time of the layer's GEMMs and casts on a target (see `offline/record_work.py`), 0 if the target has
+no data sheet, then the bytes of the operands.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from mxcompile.errors import OptionError, not_allowed
 from mxcompile.formats import KEPT, PRECISIONS, Choices, Precision, is_quantized
-from mxcompile.offline.roofline import estimate, operand_bytes
+from mxcompile.offline.record_work import estimate, operand_bytes
 from mxcompile.policy import Gemm, Layer, Match, Policy, Rule, Use
 from mxcompile.policy.patterns import literal
 from mxcompile.policy.presets import PRESETS

@@ -1,6 +1,6 @@
 """`tune`: finds for every layer the cheapest of several precisions within an error bound, by measurement.
 
-    cost     roofline time of a layer's GEMMs and casts on a target, then the bytes of their operands
+    cost     estimated time of a layer's GEMMs and casts on a target, then the bytes of their operands
     SQNR     the model runs under each precision; a GEMM below the bound stays in BF16 under this precision
     loss     each layer runs alone in its option; the layer with the largest change of the loss per extra
              cost of its next option gets that option, until the loss of all layers together is within the
@@ -63,7 +63,7 @@ def tune(
             considered.
         among: precisions and presets to mix; each layer gets the cheapest on `target` within the bounds.
             Without them, a layer follows `policy` or stays in BF16.
-        target: chip whose roofline gives the costs of a mix.
+        target: chip whose estimates give the costs of a mix.
         loss_fn: as for `audit`.
         kwargs: keyword arguments of the call that are also options of this function.
         **inputs: keyword arguments of the call (see `models.arguments`).

@@ -89,7 +89,7 @@ def facts(summary: Summary, rows: Sequence[Row] = ()) -> list[str]:
         )
     if summary.estimate_us and summary.estimate_bf16_us:
         sentences.append(
-            f"roofline estimate, not measured: matmuls and casts {duration(summary.estimate_us)},"
+            f"estimate, not measured: matmuls and casts {duration(summary.estimate_us)},"
             f" {duration(summary.estimate_bf16_us)} in {own}"
             f" ({summary.estimate_bf16_us / summary.estimate_us:.2f}×)"
         )
