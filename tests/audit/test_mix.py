@@ -90,9 +90,7 @@ def test_the_target_decides_what_is_cheap(target: str, quick: set[str], monkeypa
     chip = TARGETS[target]
     assert chip.peak is not None
     rates = {**chip.peak.rates, **shares("no launches", launch_us=(0.0, 0.0, 0.0))}
-    wide = (
-        10 * chip.peak.bandwidth_gbs
-    )  # so FLOPs bound small layers
+    wide = 10 * chip.peak.bandwidth_gbs  # so FLOPs bound small layers
     peak = dataclasses.replace(chip.peak, bandwidth_gbs=wide, rates=rates)
     monkeypatch.setitem(TARGETS, target, dataclasses.replace(chip, peak=peak))
 
