@@ -1,7 +1,7 @@
 """Passes over the joint graph: aten in, aten and mx operators out.
 
-Each is a frozen dataclass with one `apply(graph)`; `pipeline` has their order, prints the IR after each and
-verifies it. A matmul's findings travel on its node, as the `GemmTag` in ``node.meta["mx"]``.
+Each pass is a frozen dataclass with `apply(graph)`. `pipeline` runs them in order, and verifies and prints
+the graph after each pass. The facts about a matmul travel on its node: a `GemmTag` in ``node.meta["mx"]``.
 """
 
 if __name__ != "mxcompile.passes":

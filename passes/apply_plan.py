@@ -2,12 +2,11 @@
 
     y = x·w, both inputs of this graph   a layer of the module that runs it, where its sizes leave no choice
 
-A graph that was cut shows a layer without its surroundings: the last one in sight looks like the head, one
-whose activation lies in the next graph like none in particular. The plan has seen the whole. A layer is found
-by its name; of one that runs several times, each run counts if all are here, else the first of its sizes
-does. A product whose weight was taken from a parameter in front of the cut (an expert's, from the stack of
-all) is found by its module. A layer that the plan does not know keeps the role that its surroundings in this
-graph give.
+In a cut graph the last layer looks like the head, and a layer whose activation is in the next graph has no
+role. The plan was recorded on the whole model. A layer is found by its name. If it runs several times and all
+runs are in this graph, they match in order; otherwise the first run of the same sizes matches, or the first
+run. A product whose weight was picked from a parameter in front of the cut (an expert's, from a stack) is
+found by its module. A layer that is not in the plan keeps the role from `classify`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class ApplyPlan:
     known: Mapping[str, tuple[GemmTag, ...]] = field(default_factory=dict)
 
     def apply(self, graph: fx.Graph) -> None:
-        """Set role and whole layer in the tags of `graph`."""
+        """Sets the role, the evidence and the whole layer's sizes in the tags of `graph`."""
         forward: defaultdict[tuple[str, Kind], list[GemmTag]] = defaultdict(list)
         for node in graph.nodes:
             for tag in tags_of(node)[:1]:
@@ -51,7 +50,7 @@ class ApplyPlan:
                 set_tag(node, *(_following(tag, tags_by_layer.get(tag.layer)) for tag in tags))
 
     def _of_module(self, product: GemmTag) -> GemmTag | None:
-        """The layer of the module that runs `product` which has its sizes, if all that do have one role."""
+        """Returns a layer with the sizes of `product` in its module, None unless all such have one role."""
         sizes = product.n, product.k
         known = (*self.known.get(product.name, ()), *self._by_module.get(product.name, ()))
         there = [tag for tag in known if tag.kind is Kind.LINEAR and (tag.n, tag.k) == sizes]

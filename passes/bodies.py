@@ -2,10 +2,10 @@
 
     cond(pred, {y = x·aᵀ}, {y = x·bᵀ}, (x, a, b))   →   the tags of a and b, on the node of cond
 
-Nothing is rewritten inside of a body, and the reason says so. Where a body has products, layers are found and
-classified in the graph with the bodies in it (see `graph.bodies`), so that a layer in a branch has the name
-and the role that it would have without the condition. A product counts as often as its body runs, as far as
-shapes tell: once for each slice of a scan, once in each branch of a condition, once in a loop.
+No pass rewrites a body; the record gives that as its reason. If a body has products, `find` and `classify`
+run on the graph with its bodies inlined (see `graph.bodies`), so that a layer in a branch gets the name and
+the role that it would have without the condition. A product counts once per run of its body, if shapes give
+that number: once for each slice of a scan, once in each branch of a condition, once in a loop.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Bodies:
     classify: Classify
 
     def apply(self, graph: fx.Graph) -> None:
-        """Tag the nodes of `graph` anew, with what their bodies hold, if any holds a product."""
+        """Tags the nodes of `graph` again, with the products in their bodies, if a body holds a product."""
         readers = (user for read in graph.find_nodes(op="get_attr") for user in read.users)
         if not any(map(hides_products, readers)):
             return
@@ -46,7 +46,7 @@ class Bodies:
         tags: defaultdict[fx.Node, list[GemmTag]] = defaultdict(list)
         for node in flat.nodes:
             for tag in tags_of(node):
-                if tag.gemm is Gemm.FPROP:  # a backward runs it again: the role is that of the first run
+                if tag.gemm is Gemm.FPROP:  # backward may run the layer again: the first run gives its role
                     layers[tag.layer] = firsts.setdefault((tag.name, tag.n, tag.k), tag)
                 first = layers.get(tag.layer, tag)
                 tag = replace(tag, layer=names[tag.layer], role=first.role, evidence=first.evidence)
@@ -58,7 +58,7 @@ class Bodies:
 
 
 def _name(node: fx.Node) -> str:
-    """The name of the layer of `node`, a node of a flattened graph."""
+    """Returns the name of the layer of `node`, a node of a flattened graph."""
     owner = node.meta.get(OWNER_KEY)
     if owner is None:
         return node.name
@@ -66,7 +66,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _hidden(tag: GemmTag, node: fx.Node) -> GemmTag:
-    """The tag of `node`, a product in a body, as the node that calls the body has it."""
+    """Returns the tag of `node`, a product in a body, for the node that calls the body."""
     calls = known(node.meta[CALLS_KEY])
     return replace(
         tag,

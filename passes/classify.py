@@ -1,11 +1,11 @@
 """classify: give every GEMM its role, from the structure of the graph, and the evidence for it.
 
-Four sweeps over the forward, each linear in it: residual streams (`roles.streams`), what every value is made
-of (`roles.feeds`), what becomes of it (`roles.uses`), and, from the last layer to the first, the statements
-about roles (`roles.precedence`). Module and parameter names play no part.
+Four sweeps over the forward, each linear in its size: residual streams (`roles.streams`), the sources of
+every value (`roles.feeds`), its uses (`roles.uses`), and, from the last layer to the first, the statements
+about roles (`roles.precedence`). No sweep reads names of modules or parameters.
 
-A product with a parameter that is not a linear layer (a query, a mix of scores) becomes a product here, so no
-policy can quantize it.
+A product with a parameter that is not a linear layer (a query, a mix of scores) becomes a product of
+activations here, so no policy can quantize it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ Verdicts = dict[str, tuple[Role, Evidence]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Classify:
-    """inputs: of the captured graph. cut_inputs, cut_outputs: whether other parts of the model are there."""
+    """Sets roles.
+
+    inputs: inputs of the captured graph. cut_inputs, cut_outputs: whether other parts of the model compute
+    the graph's inputs, and read its outputs.
+    """
 
     name: ClassVar[str] = "classify"
     inputs: tuple[GraphInput, ...] = ()
@@ -40,7 +44,7 @@ class Classify:
     cut_outputs: bool = False
 
     def apply(self, graph: fx.Graph) -> None:
-        """Set role and evidence in every tag of `graph`."""
+        """Sets role and evidence in every tag of `graph`."""
         depends = dependencies(graph, self.inputs)
         forward = [node for node in live(graph) if not depends[node] & DERIVATIVE]
         traits = traits_of(forward)
@@ -65,7 +69,7 @@ class Classify:
 
 
 def _of_products(products: Products) -> Verdicts:
-    """Roles of the products of attentions that are spelled out."""
+    """Returns the roles of products in attentions that the model writes out as operators."""
     verdicts: Verdicts = {}
     for node, says in products.no_layer.items():
         verdicts[node.name] = Role.ATTN_SCORES, Evidence(holds=f"no linear layer but {says}")

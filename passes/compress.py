@@ -1,20 +1,20 @@
-"""compress: keep in MXFP8 what backward reads of an activation, where the policy says ``saved: mxfp8``.
+"""compress: save activations for backward in MXFP8, for layers with ``saved: mxfp8``.
 
     forward saves x; backward reads x
     →  forward saves qdata, scale = cast(x); backward reads decode(qdata, scale)
 
-`upstream` names the saved tensors that it applies to. Backward then reads the value of the MX copy in the
-place of x; its rounding is the only change. Where a GEMM of backward reads an MX copy of x, along rows or
-columns, that copy is kept, so that nothing is cast twice or kept twice:
+`upstream` selects the saved tensors. Backward then reads the dequantized MX copy instead of x; its rounding
+is the only change. If a GEMM of backward reads an MX copy of x, rowwise or columnwise, that copy is saved, so
+that nothing is cast twice or saved twice:
 
     forward saves x and cast(x)          →  x is not saved
-    backward casts x: cast(x)            →  forward does it
+    backward casts x: cast(x)            →  forward casts it
 
-Other copies run along the innermost dimension in memory, in the format of the layer's input if that is MX,
-else in E4M3 with scales rounded up. These tensors stay as they are: inputs and outputs of the model,
-which are there anyway; tensors that a product in BF16 reads itself; rows shorter than a block, as statistics
-have; dtypes but BF16 and FP32. The pass runs on the partitioned graphs, where the tensors between
-them are known.
+Other copies have their blocks along the innermost dimension in memory, in the format of the layer's input if
+that is MX, else in E4M3 with scales rounded up. These tensors stay as they are: inputs and outputs of the
+model, which exist anyway; tensors that a BF16 product reads directly; tensors with rows shorter than a block,
+such as statistics; dtypes other than BF16 and FP32. The pass runs on the partitioned graphs, because the
+partitioner selects the saved tensors.
 """
 
 from __future__ import annotations
@@ -41,19 +41,23 @@ from mxcompile.passes.flow import viewed
 from mxcompile.passes.upstream import upstream
 
 _KEPT_APART = "saved_tensor_with_no_vc_check"
-"""Where AOTAutograd notes values that it keeps in a place of their own."""
+"""`node.meta` key: AOTAutograd saves the value apart, without a check of its version counter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compress:
-    """num_outputs: the model's own outputs, first in a forward graph. inputs: those of the captured graph."""
+    """Replaces saved tensors by MX copies.
+
+    num_outputs: number of the model's own outputs, which come first in a forward graph. inputs: inputs of the
+    captured graph.
+    """
 
     name: ClassVar[str] = "compress"
     num_outputs: int
     inputs: tuple[GraphInput, ...]
 
     def apply(self, forward: fx.Graph, backward: fx.Graph) -> bool:
-        """Replace what crosses from `forward` to `backward`. Returns whether anything was."""
+        """Replaces tensors that `forward` saves for `backward`. Returns whether it replaced any."""
         crossing = _Crossing(forward, backward, self.num_outputs)
         chosen = upstream(forward, self.inputs, crossing.candidates())
         changes = [crossing.compress(node, tag) for node, tag in chosen.items()]
@@ -62,7 +66,7 @@ class Compress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Copy:
-    """An MX copy in the forward graph: its two results, the cast they are of, and the steps to its source."""
+    """An MX copy in the forward graph. dim: dimension of its blocks. steps: the views before its cast."""
 
     qdata: fx.Node
     scale: fx.Node
@@ -71,7 +75,7 @@ class _Copy:
 
 
 class _Crossing:
-    """The tensors that cross between the two graphs of one partition."""
+    """The tensors that forward saves for backward."""
 
     def __init__(self, forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> None:
         self._forward = Builder(forward, Compress.name)
@@ -102,7 +106,7 @@ class _Crossing:
         return isinstance(width, int) and width >= BLOCK and not _read_by_kept_product(end)
 
     def compress(self, node: fx.Node, tag: GemmTag) -> bool:
-        """Save an MX copy instead of `node`; not where two different ones would be needed."""
+        """Saves an MX copy instead of `node`, unless that takes two different copies. Returns whether."""
         end = self._ends[node.name]
         casts = [user for user, _ in readers(end, is_step) if packet(user) in ops.CASTS]
         root, steps = chain_to(node)
@@ -126,20 +130,21 @@ class _Crossing:
         return True
 
     def _moved(self, cast: fx.Node) -> _Copy | None:
-        """The cast of backward, done in forward; None of other formats, or if that lacks what it reads."""
+        """Moves a backward cast into forward. Returns None if it is not MXFP8, or forward lacks its input."""
         source = self._named.get(argument(cast).name)
         mine, its = tensor(source), tensor(argument(cast))
         view = Cast.of(cast)
         if view is None or not view.copy.is_mx or mine is None or its is None:
             return None
-        if not statically_known_true(sym_eq(mine.shape, its.shape)):  # sizes that depend on data differ
+        # the shapes differ if a size depends on data: backward has another symbol for it
+        if not statically_known_true(sym_eq(mine.shape, its.shape)):
             return None
         assert source is not None
         steps = chain_to(argument(cast))[1]
         return self._cast(source, view.copy, cast, steps)
 
     def _made(self, node: fx.Node, tag: GemmTag) -> _Copy:
-        """A copy along the innermost dimension of `node` in memory."""
+        """Casts `node` along its innermost dimension in memory."""
         value = value_of(node)
         order = memory_order([hint(stride) for stride in value.stride()])
         how = Copy(format=Format())
@@ -154,7 +159,7 @@ class _Crossing:
         return self._cast(source, how, node, (source,))
 
     def _cast(self, source: fx.Node, how: Copy, like: fx.Node, steps: Chain) -> _Copy:
-        """`source` cast in forward as soon as it is there, or the cast of it that there is."""
+        """Returns the copy `how` of `source`, from a cast in forward, or from a new cast behind `source`."""
         value = value_of(source)
         call = self._forward.call
         casts = (user for user in source.users if (view := Cast.of(user)) and view.copy == how)
@@ -166,14 +171,14 @@ class _Crossing:
         with self._forward.graph.inserting_before(cast.next):
             qdata, scale = (
                 self._forward.pick(cast, index, f"{source.name}_{part}")
-                for index, part in enumerate(("qdata", "scale"))  # a name that backward has not either
+                for index, part in enumerate(("qdata", "scale"))  # names that are not in backward either
             )
         return _Copy(qdata=qdata, scale=scale, dim=how.dim, steps=steps)
 
     def _restored(self, node: fx.Node, copy: _Copy, after: Chain) -> fx.Node | None:
-        """The value of `copy` in the shape of `node`, laid out as it is; None if a size is not at hand.
+        """Returns the value of `copy` in shape and layout of `node`; None if backward lacks a size.
 
-        after: the steps to `node` from where those to the copy's source begin.
+        after: the steps from the root of `copy.steps` to `node`.
         """
         end, value = self._ends[node.name], value_of(node)
         parts = copy.qdata, copy.scale
@@ -193,7 +198,7 @@ class _Crossing:
         return None
 
     def _take_back(self, parts: Sequence[fx.Node]) -> None:
-        """Save `parts` of a copy no longer, which backward cannot bring into the shape that it needs."""
+        """Removes `parts` of a copy, which backward cannot reshape, from the saved tensors."""
         self._saved = [node for node in self._saved if node not in parts]
         dead.eliminate(self._backward.graph)
         for part in parts:
@@ -201,15 +206,15 @@ class _Crossing:
         dead.eliminate(self._forward.graph)
 
     def _first(self, readers: Sequence[fx.Node]) -> fx.Node:
-        """Returns the one of `readers` that comes first in backward."""
+        """Returns the first node of backward that is among `readers`."""
         if all(node in self._place for node in readers):
             return min(readers, key=self._place.__getitem__)
-        wanted = set(readers)  # a size that was taken of what they read, since the places were noted
+        wanted = set(readers)  # some reader is newer than the positions: it takes a size of a tensor
         reader: fx.Node = next(node for node in self._backward.graph.nodes if node in wanted)
         return reader
 
     def _laid_out(self, node: fx.Node, like: torch.Tensor) -> fx.Node:
-        """`node` with its dimensions in memory in the order of `like`."""
+        """Returns `node` with its dimensions in memory in the order of `like`."""
         value, call = value_of(node), self._backward.call
         order = memory_order([hint(stride) for stride in like.stride()])
         if memory_order([hint(stride) for stride in value.stride()]) == order:
@@ -219,7 +224,7 @@ class _Crossing:
         return call(aten.permute.default, stored, inverse(order), like=node)
 
     def _input(self, part: fx.Node, end: fx.Node) -> fx.Node:
-        """`part` of a copy as an input of backward, in front of `end`."""
+        """Returns the input of backward for `part` of a copy; adds it in front of `end` if it is new."""
         if part.name not in self._ends:
             with self._backward.graph.inserting_before(end):
                 placeholder = self._backward.graph.placeholder(part.name)
@@ -230,12 +235,12 @@ class _Crossing:
         return boundary
 
     def _read_saved(self, cast: fx.Node, copy: _Copy) -> None:
-        """Let backward read what forward has cast instead of `cast`."""
+        """Makes backward read `copy` instead of the results of `cast`."""
         self._backward.replace_results(cast, [self._ends[part.name] for part in (copy.qdata, copy.scale)])
 
 
 def _saved_copies(saved: Sequence[Any]) -> dict[fx.Node, _Copy]:
-    """The MX copies among what is saved, by where the elements of their sources come from."""
+    """Returns the MX copies among the saved nodes, by the root of their source (see `chain_to`)."""
     copies: dict[fx.Node, _Copy] = {}
     nodes = dict.fromkeys(node for node in saved if isinstance(node, fx.Node))
     for qdata in nodes:

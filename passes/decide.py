@@ -1,8 +1,8 @@
-"""decide: ask the policy about every GEMM, and leave as they are those that cannot be quantized.
+"""decide: apply the policy to every GEMM, and keep the GEMMs that cannot be quantized as they are.
 
-Writes a choice with its reason, and where it quantizes the formats of both operands, into the tags. A GEMM
-that the policy quantizes but whose dtype or form does not allow it falls back with the reason, or, in
-strict mode, raises one error that names them all.
+Writes a choice with its reason into each tag, and the formats of both operands if the GEMM is quantized. If
+the policy quantizes GEMMs whose dtype or operator does not allow it, they fall back with a reason; in strict
+mode one error names them all.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ _SUPPORTED = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.mv, at
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decide:
-    """Options: `policy`; `strict`, raise instead of falling back; `cut`, why this is not the whole model."""
+    """Sets choices.
+
+    strict: whether to raise instead of a fallback. cut: reason why the graph is not the whole model, or "".
+    """
 
     name: ClassVar[str] = "decide"
     policy: Policy
@@ -36,7 +39,7 @@ class Decide:
     cut: str = ""
 
     def apply(self, graph: fx.Graph) -> None:
-        """Set choice and formats in every tag of `graph`. Raises `UnsupportedError` in strict mode."""
+        """Sets choice and formats in every tag of `graph`. Raises `UnsupportedError` if strict."""
         refused: list[str] = []
         wanted: set[str] = set()
         keep_products(graph)
@@ -56,7 +59,7 @@ class Decide:
             )
 
     def _explained(self, node: fx.Node, tag: GemmTag) -> GemmTag:
-        """`tag` of `node`, its reason with the cut of the graph and an autocast that the model turns off."""
+        """Returns `tag` with the reasons "cut graph" and "the model turned autocast off", if they apply."""
         if tag.formats is not None and AUTOCAST_KEY in node.meta.get("custom", ()):
             tag = tag.with_reason(Reason(Code.AUTOCAST_OFF))
         if not self.cut or tag.whole is not None:
@@ -65,7 +68,7 @@ class Decide:
 
 
 def keep_products(graph: fx.Graph) -> None:
-    """Set the choice in the tags of every product that is not a layer's: no policy decides there."""
+    """Sets the choice in the tags of products that are not layers; no policy rule applies to them."""
     for node in graph.nodes:
         for tag in tags_of(node):
             if not tag.is_layer:
@@ -73,7 +76,7 @@ def keep_products(graph: fx.Graph) -> None:
 
 
 def _kept(node: fx.Node, tag: GemmTag) -> Choice:
-    """Why a product that is not a layer's stays as it is."""
+    """Returns the choice for a product that is not a layer, with the reason why it stays as it is."""
     match tag.kind:
         case Kind.OPAQUE:
             reason = _hidden(node)
@@ -91,9 +94,9 @@ def _kept(node: fx.Node, tag: GemmTag) -> Choice:
 
 
 def decided(tag: GemmTag, decision: Decision, hindered: Reason | None) -> GemmTag:
-    """`tag`, of a layer, with what `decision` says of it.
+    """Returns `tag` of a layer with the choice and the formats of `decision`.
 
-    hindered: what keeps its operands from being quantized (see `obstacle`), or None.
+    hindered: reason why its operands cannot be quantized (see `obstacle`), or None.
     """
     choice = decision.choice(tag.gemm)
     formats = None
@@ -107,7 +110,7 @@ def decided(tag: GemmTag, decision: Decision, hindered: Reason | None) -> GemmTa
 
 
 def _hidden(node: fx.Node) -> Reason:
-    """Why no pass reaches the products inside of the operator `node`."""
+    """Returns the reason why no pass can rewrite the products inside of the operator `node`."""
     counted = any(tag.flops for tag in tags_of(node))
     code = Code.BODY if bodies(node) else Code.OPAQUE if counted else Code.UNCOUNTED
     called = called_operator(node)

@@ -1,9 +1,9 @@
-"""State of scales that follow from calls before: the casts of a graph read it, and leave it anew.
+"""State of delayed scales: the casts of a graph read scales from it, and write amaxes for the next call.
 
-    scale of x, w or dy  ←  state of the layer            slot of the layer  ←  what its casts saw
+    scale of x, w or dy  ←  state of the layer            slot of the layer  ←  amaxes of its casts
 
-One cast may serve several layers (q, k and v): it reads the state of the first, and all of them get what it
-saw. Of a layer that runs several times in a graph the largest counts.
+If one cast serves several layers (q, k and v), it reads the state of the first layer, and writes its amax for
+all of them. If a layer runs several times in a graph, its largest amax counts.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from mxcompile.passes.flow import input_index, stored
 from mxcompile.policy import Gemm
 
 FORWARD = "mx_forward_slot"
-"""Where a slot says that it is the one of forward, of x and w."""
+"""`node.meta` key: the slot belongs to forward, so it holds the amaxes of x and w."""
 
 
 class States:
-    """The states of one graph."""
+    """The states of the layers of one graph."""
 
     def __init__(self, build: Builder) -> None:
         self._build = build
@@ -33,7 +33,7 @@ class States:
         self._seen: dict[tuple[fx.Node, str], list[fx.Node]] = {}
 
     def of(self, tag: GemmTag, operands: tuple[fx.Node, fx.Node]) -> fx.Node | None:
-        """The state of the layer of a GEMM, from the weight that it reads or that its forward did."""
+        """Returns the state of a GEMM's layer, found at the weight that it or its fprop reads, or None."""
         if "w" in tag.tensors:
             state = stored(operands[tag.tensors.index("w")]).meta.get(STATE_KEY)
             if state is not None and tag.gemm is Gemm.FPROP:
@@ -43,7 +43,7 @@ class States:
     def scale(
         self, state: fx.Node, operand: str, source: fx.Node, fmt: Format, like: fx.Node
     ) -> tuple[fx.Node, fx.Node]:
-        """The scale for `source`, and what this call adds to the state."""
+        """Returns the scale for `source`, and the value that this call adds to the state."""
         call, row, value = self._build.call, ops.OPERANDS.index(operand), value_of(source)
         seen = call(ops.largest, source, like=like)
         if fmt.amax.kind is AmaxKind.EMA:
@@ -52,13 +52,13 @@ class States:
         return call(ops.known_scale, state, row, str(fmt), value.ndim, like=like), seen
 
     def add(self, state: fx.Node, operand: str, seen: fx.Node) -> None:
-        """Leave `seen` in the slot of `operand`."""
+        """Adds `seen` to the slot of `operand`."""
         slots = self._seen.setdefault((state, operand), [])
         if seen not in slots:
             slots.append(seen)
 
     def fill(self) -> None:
-        """Put into the slots of the graph what was left for them, 0 where nothing was."""
+        """Writes the values from `add` into the slots of the graph, and 0 into slots without a value."""
         graph = self._build.graph
         (output,) = graph.find_nodes(op="output")
         for node in graph.find_nodes(op="call_function", target=ops.slot):
@@ -81,7 +81,7 @@ class States:
 
 
 def histories(graph: fx.Graph, first: int) -> tuple[tuple[int, int], ...]:
-    """Returns, for each state that `graph` reads, its position among them, and how many calls count.
+    """Returns (position among all states, number of calls in its history) of each state that `graph` reads.
 
     first: position of the first state among the inputs of the captured graph.
     """

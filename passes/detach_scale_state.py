@@ -1,9 +1,10 @@
-"""detach_scale_state: weights are themselves again, and know the state of their layer's scales.
+"""detach_scale_state: separate each weight from the state of its layer's delayed scales.
 
     w', slot = tapped(w, state)  →  w,  slot(state)
 
-The backend taps the weights of a graph whose policy has scales that follow from calls before (see
-`compiler.calls.delayed_scales`). `quantize_gemms` knows the values of the slots.
+If the policy has delayed scales, the backend adds `mx.tapped` to the weights of a graph (see
+`compiler.calls.delayed_scales`). This pass writes the state into the metadata of the weight, where
+`quantize_gemms` finds it; `quantize_gemms` fills the slots.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class DetachScaleState:
     name: ClassVar[str] = "detach_scale_state"
 
     def apply(self, graph: fx.Graph) -> None:
-        """Take the taps out of `graph`."""
+        """Removes the operators `mx.tapped` from `graph`."""
         build = Builder(graph, self.name)
         for node in graph.find_nodes(op="call_function", target=ops.tapped):
             weight, state = argument(node, 0), argument(node, 1)

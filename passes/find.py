@@ -2,10 +2,10 @@
 
     y = x·Wᵀ (fprop)    dx = dy·W (dgrad)    dW = dyᵀ·x (wgrad)
 
-A backward GEMM belongs to the forward GEMM with the same ``seq_nr`` that shares an operand with it; where
-no sequence number helps, the shared operand alone decides. Which GEMM it is follows from the shared
-operand: the weight (dgrad) or the input (wgrad). Does not look inside operators (see `opsets.is_opaque`)
-and changes no node but for its tag.
+A backward GEMM belongs to the forward GEMM with the same ``seq_nr`` that shares an operand with it. Without a
+sequence number the shared operand alone decides. If that is the weight, the GEMM is dgrad; if it is the
+input, wgrad. The pass does not look inside of opaque operators (see `opsets.is_opaque`), and changes only
+tags.
 """
 
 from __future__ import annotations
@@ -48,17 +48,14 @@ from mxcompile.policy import Gemm, Role
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Find:
-    """Tag the matmuls of a graph.
-
-    inputs: those of the captured graph. blocks: of the model.
-    """
+    """Tags matmuls. inputs: inputs of the captured graph. blocks: repeated blocks of the model."""
 
     name: ClassVar[str] = "find"
     inputs: tuple[GraphInput, ...] = ()
     blocks: Blocks = field(default_factory=Blocks)
 
     def apply(self, graph: fx.Graph) -> None:
-        """Tag all matmul-like nodes of `graph`."""
+        """Tags all matmul-like nodes of `graph`."""
         depends = dependencies(graph, self.inputs)
         finder = _Finder(self, depends, main_sources(graph, depends, self.inputs))
         matmuls = [node for node in graph.nodes if is_matmul_like(node)]
@@ -76,14 +73,14 @@ class Find:
 
 
 def number(nodes: Iterable[fx.Node]) -> None:
-    """Give the tags of `nodes` their indices, in order."""
+    """Numbers the tags of `nodes` in order."""
     index = itertools.count()
     for node in nodes:
         set_tag(node, *(replace(tag, index=next(index)) for tag in tags_of(node)))
 
 
 class _Finder:
-    """State of one run of the pass. sources: for each value that is computed from weights, the main one."""
+    """State of one run of the pass. sources: the main input that each value is made of (`main_sources`)."""
 
     def __init__(
         self, options: Find, depends: dict[fx.Node, Depends], sources: dict[fx.Node, fx.Node]
@@ -94,22 +91,25 @@ class _Finder:
         self._gradients = Gradients(depends)
 
     def tag_forward(self, node: fx.Node) -> None:
-        """Tag a node of the forward as the first GEMM of a layer of its own."""
+        """Tags a forward node as the first GEMM of a new layer."""
         self._tag(node)
         self._gradients.add(node)
 
     def tag_tangent(self, node: fx.Node) -> None:
-        """Tag a node of a forward-mode derivative as a product of its own, which stays as it is."""
+        """Tags a node of a forward-mode derivative as a product that stays as it is."""
         self._tag(node)
         set_tag(node, *(replace(tag, kind=Kind.TANGENT, tensors=("x", "x")) for tag in tags_of(node)))
 
     def tag_unmatched(self, node: fx.Node) -> None:
-        """Tag a node of the backward without a forward one as a product of its own, which stays as it is."""
+        """Tags a backward node without a forward product as a product that stays as it is."""
         self._tag(node)
         set_tag(node, *(_unmatched(tag) for tag in tags_of(node)))
 
     def tag_backward(self, node: fx.Node, *, of_data: bool = False) -> bool:
-        """Tag a node of the backward as a GEMM of its forward node's layer, if that is known."""
+        """Tags a backward node as a GEMM of its forward node's layer. Returns whether that was found.
+
+        of_data: see `Gradients.of`.
+        """
         gradient = self._gradients.of(node, of_data=of_data)
         if gradient is None:
             return False
@@ -153,7 +153,7 @@ class _Finder:
         set_tag(node, *(self._hidden(node, tag) if kind is Kind.OPAQUE else _per_product(tag, sizes)))
 
     def _hidden(self, node: fx.Node, tag: GemmTag) -> list[GemmTag]:
-        """`tag`, of the operator `node`, for each product inside of it: a layer's where it reads a weight."""
+        """Returns `tag` for each product inside of the operator `node`; products with weights are layers."""
         weights = [operand for operand in node.all_input_nodes if self._weights.is_weight(operand)]
         sizes = opaque_sizes(node)
         if not weights or packet(node) in OPAQUE:
@@ -190,7 +190,7 @@ class _Finder:
         return Kind.PRODUCT, ("x", "x")
 
     def _weight_input(self, weight: fx.Node) -> GraphInput | None:
-        """The input of the graph that `weight` is stored in or computed from."""
+        """Returns the input of the graph that `weight` is stored in or computed from."""
         tensor = stored(weight)
         source = self._sources.get(tensor)
         known = None if source is None else graph_input(source, self._options.inputs)
@@ -200,7 +200,7 @@ class _Finder:
 
 
 def _unmatched(tag: GemmTag) -> GemmTag:
-    """A backward GEMM without a forward one: a product of its own, which stays as it is."""
+    """Returns the tag of a backward GEMM without a forward product: it stays as it is."""
     kind = Kind.PRODUCT if tag.kind is Kind.LINEAR else tag.kind
     return replace(tag, gemm=Gemm.DGRAD, kind=kind)
 
@@ -221,7 +221,7 @@ def _kind_of_other(node: fx.Node) -> Kind:
 
 
 def _sizes_of_other(node: fx.Node) -> list[Sizes]:
-    """Sizes of the products of a node that is not a plain matmul."""
+    """Returns the sizes of the products of a node that is not a plain matmul."""
     if packet(node) in QUANTIZED_MATMULS:
         return [matmul_sizes(node)]
     if is_opaque(node):
@@ -230,7 +230,7 @@ def _sizes_of_other(node: fx.Node) -> list[Sizes]:
 
 
 def _per_product(tag: GemmTag, sizes: list[Sizes]) -> list[GemmTag]:
-    """One tag per product of a node; the tags of an attention know their role."""
+    """Returns one tag per product of a node; tags of attention operators have a role."""
     if tag.kind is not Kind.ATTENTION:
         return [_sized(tag, size) for size in sizes]
     half = len(sizes) // 2

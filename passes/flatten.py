@@ -1,11 +1,11 @@
-"""flatten: hand scales over tokens from forward to backward as vectors, where the token count is symbolic.
+"""flatten: save scales of blocks over tokens as vectors, where the number of tokens is symbolic.
 
     saved scale[⌈t/32⌉, k]  →  forward: viewed as [⌈t/32⌉·k] and saved; backward: viewed as [⌈t/32⌉, k]
 
-Inductor asks of every output whether a dimension has length one, and guards on the answer. ⌈t/32⌉ has it for
-up to 32 tokens, so that what was compiled for more would be compiled again for fewer; ⌈t/32⌉·k never has it.
-Scales with a second symbolic dimension are left: its length would have to be saved too. Runs on the
-partitioned graphs, where the two ends of what is saved have one name.
+Inductor tests whether a dimension of an output has length one, and guards on the result. ⌈t/32⌉ is one for up
+to 32 tokens, so code that was compiled for more tokens would be compiled again for fewer; ⌈t/32⌉·k is never
+one. Scales with a second symbolic dimension stay as they are: its length would have to be saved too. The pass
+runs on the partitioned graphs, where forward's output and backward's input have one name.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from mxcompile.graph.tags import PASS_KEY, tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flatten:
-    """num_outputs: the model's own outputs, which come first in a forward graph."""
+    """Flattens saved scales. num_outputs: number of the model's own outputs, first in a forward graph."""
 
     name: ClassVar[str] = "flatten"
     num_outputs: int
 
     def apply(self, forward: fx.Graph, backward: fx.Graph) -> bool:
-        """Flatten what `forward` saves, and take it as that in `backward`. Returns whether there was any."""
+        """Flattens scales that `forward` saves, and restores them in `backward`. Returns whether it did."""
         (outputs,) = forward.find_nodes(op="output")
         inputs = {node.name: node for node in backward.find_nodes(op="placeholder")}
         (returned,) = outputs.args
@@ -48,7 +48,7 @@ class Flatten:
         return results != list(returned)
 
     def _take(self, graph: fx.Graph, vector: fx.Node, value: Any) -> None:
-        """Make the input `vector` of `graph` one with `value`; its users go on reading the matrix it was."""
+        """Gives the input `vector` of `graph` the fake `value`; its users read a view of the former shape."""
         shape = [size if isinstance(size, int) else -1 for size in vector.meta["val"].shape]
         with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
             matrix = graph.call_function(aten.view.default, (vector, shape))
@@ -58,7 +58,7 @@ class Flatten:
 
 
 def _is_symbolic_scale(node: fx.Node) -> bool:
-    """Whether `node` is a cast's scale of which just one size is symbolic."""
+    """Whether `node` is a cast's scale with exactly one symbolic size."""
     value = tensor(node)
     if packet(node) is not operator.getitem or packet(argument(node)) not in ops.CASTS or value is None:
         return False

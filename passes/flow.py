@@ -1,4 +1,4 @@
-"""Dependencies of every value of a graph, in one sweep."""
+"""Data flow: the kinds of inputs that every value of a graph depends on, and the tensors behind views."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mxcompile.ops.view import Decode, argument_of
 
 
 class Depends(Flag):
-    """The inputs that a value was computed from; a constant has no flag."""
+    """The kinds of inputs that a value is computed from; a constant has no flag."""
 
     NOTHING = 0
     PARAMETER = auto()  # parameters and buffers
@@ -31,10 +31,10 @@ class Depends(Flag):
 
 DERIVATIVE = Depends.GRADIENT | Depends.TANGENT
 DERIVATIVE_KEY = "mxcompile_derivative"
-"""Where the ``custom`` metadata of a node says which derivative of the compiled code's own it is part of."""
+"""Key of the ``custom`` metadata: flags of a node in a derivative that the compiled code takes itself."""
 
 WEIGHT_KEY = "mx_weight"
-"""Where an input that is no parameter says that it is a weight (see `unregistered`)."""
+"""`node.meta` key of an input that is not a parameter but a weight (see `unregistered`)."""
 
 _BY_VALUE = tuple(Depends(value) for value in range(16))
 _RANDOM, _REPEATS, _PRODUCT = 1, 2, 4
@@ -43,13 +43,14 @@ _RANDOM, _REPEATS, _PRODUCT = 1, 2, 4
 def dependencies(
     graph: fx.Graph, inputs: Sequence[GraphInput], weights: Collection[fx.Node] = ()
 ) -> dict[fx.Node, Depends]:
-    """For every node of `graph`, what it depends on. `inputs` are the inputs of the captured graph.
+    """Returns the dependencies of every node of `graph`.
 
-    weights: inputs that count as parameters, beside those that the pass `unregistered` has marked.
+    inputs: inputs of the captured graph. weights: placeholders that count as parameters, beside the weights
+    that the pass `unregistered` marked.
 
-    The result of a layer that reads parameters alone is data: a query that every sample of a batch has its
-    copy of, positions. Such a layer is told from a weight that is made of others, as low-rank updates are, by
-    its bias or by what it reads being repeated.
+    The result of a layer that reads only parameters is data (a query repeated for each sample, positions),
+    but a product of parameters may also be a weight (a low-rank update). It is a layer if it has a bias, or
+    if its input is repeated.
     """
     marks: dict[fx.Node, int] = {}
     kinds: dict[int, int] = {}
@@ -82,7 +83,7 @@ _PARAMETER, _DATA = Depends.PARAMETER.value, Depends.DATA.value
 
 
 def is_derivative(node: fx.Node) -> bool:
-    """Whether `node` is part of a derivative that the compiled code takes itself."""
+    """Whether `node` is part of a derivative that the compiled code takes itself (``torch.func.grad``)."""
     return DERIVATIVE_KEY in node.meta.get("custom", ())
 
 
@@ -96,7 +97,7 @@ def _kind(node: fx.Node) -> int:
 
 
 def _is_layer(node: fx.Node, repeated: set[fx.Node]) -> bool:
-    """Whether `node`, a product of what parameters alone make, is a layer's: x·w + b, or x is repeated."""
+    """Whether `node`, a product of parameters, is a layer: x·w + b, or x·w with x repeated."""
     biased = packet(node) in BIASED
     x, w = node.args[biased], node.args[biased + 1]
     if not isinstance(x, fx.Node) or not isinstance(w, fx.Node) or w in repeated:
@@ -120,16 +121,16 @@ def _of_placeholder(node: fx.Node, inputs: Sequence[GraphInput]) -> Depends:
 
 
 def graph_input(node: fx.Node, inputs: Sequence[GraphInput]) -> GraphInput | None:
-    """The captured input behind the placeholder `node` of a joint or inference graph, if it is one.
+    """Returns the captured input of the placeholder `node` of a joint or inference graph, or None.
 
-    AOTAutograd describes placeholders: the position of a plain input, the name of a lifted parameter,
-    or the attribute of a tensor subclass (a DTensor's local shard) that stands for one of those.
+    AOTAutograd's descriptor of a placeholder has the position of a plain input, the name of a lifted
+    parameter, or, for a tensor subclass (a DTensor), the attribute and the descriptor of the subclass.
     """
     return input_of(node.meta.get("desc"), inputs)
 
 
 def input_of(descriptor: Any, inputs: Sequence[GraphInput]) -> GraphInput | None:
-    """The captured input that `descriptor`, one of AOTAutograd's, describes, if it is one."""
+    """Returns the captured input that AOTAutograd's `descriptor` describes, or None."""
     descriptor = plain_descriptor(descriptor)
     if isinstance(descriptor, GraphInput):
         return descriptor
@@ -143,27 +144,27 @@ def input_of(descriptor: Any, inputs: Sequence[GraphInput]) -> GraphInput | None
 
 
 def input_index(node: fx.Node) -> int | None:
-    """The position of the placeholder `node` among the inputs of the captured graph, if it is a plain one."""
+    """Returns the position of `node` among the captured graph's inputs, None if it is not a plain input."""
     index = getattr(plain_descriptor(node.meta.get("desc")), "idx", None)
     return index if isinstance(index, int) else None
 
 
 def plain_descriptor(descriptor: Any) -> Any:
-    """`descriptor`, seen through the attributes of tensor subclasses."""
+    """Returns the descriptor of the whole tensor, if `descriptor` is for an attribute of a subclass."""
     while hasattr(descriptor, "base"):
         descriptor = descriptor.base
     return descriptor
 
 
 def origin(node: fx.Node) -> fx.Node:
-    """The node whose values `node` still has: back through views, casts, copies and dequantization."""
+    """Returns the node behind views, casts, copies and dequantization, whose values `node` still has."""
     while _is_transparent(node) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
 
 
 def viewed(node: fx.Node) -> fx.Node:
-    """The tensor that `node` is a view of, or one of several views."""
+    """Returns the tensor that `node` is a view of, or is a result of an operator with several views of."""
     while isinstance(source := next(iter(node.args), None), fx.Node) and (
         packet(node) in VIEWS or (packet(node) is operator.getitem and packet(source) in VIEWS)
     ):
@@ -172,7 +173,7 @@ def viewed(node: fx.Node) -> fx.Node:
 
 
 def gemms_reading(cast: fx.Node) -> Iterator[GemmTag]:
-    """The GEMMs that read what `cast` makes, through operators that are none."""
+    """Yields the GEMMs that read the results of `cast`, directly or through other operators."""
     for user, _ in readers(cast, _is_no_gemm):
         if (tag := tag_of(user)) is not None:
             yield tag
@@ -187,7 +188,7 @@ def _is_transparent(node: fx.Node) -> bool:
 
 
 def stored_as(node: fx.Node) -> Format | None:
-    """The format in which the input is stored that `node` is dequantized from; None if it is not."""
+    """Returns the format of the stored input that `node` dequantizes; None if it does not."""
     while _is_transparent(node) and isinstance(node.args[0], fx.Node):
         if (values := Decode.of(node)) is not None:
             return values.form.as_read.unpacked if origin(node).op == "placeholder" else None
@@ -196,9 +197,9 @@ def stored_as(node: fx.Node) -> Format | None:
 
 
 def picked_stack(node: fx.Node) -> fx.Node | None:
-    """The stack of matrices that `node` picks from along its first dimension, or None.
+    """Returns the stack of matrices that `node` picks from along its first dimension, or None.
 
-    ``stack[E, …, n, k][index]``, as experts take their weights by their number or a tensor of numbers.
+    ``stack[E, …, n, k][index]``: experts take their weights by a number or a tensor of numbers.
     """
     what = packet(node)
     if what not in PICKS or not isinstance(node.args[0], fx.Node):
@@ -224,7 +225,7 @@ def _is_list_of_numbers(index: Any) -> bool:
 
 
 def stored(node: fx.Node) -> fx.Node:
-    """The tensor a weight is stored in: back through views, casts, copies, and the choice of an expert."""
+    """Returns the tensor that stores a weight, behind views, casts, copies and the choice of an expert."""
     node = origin(node)
     stack = picked_stack(node)
     return origin(stack) if stack is not None else node
@@ -233,10 +234,10 @@ def stored(node: fx.Node) -> fx.Node:
 def main_sources(
     graph: fx.Graph, depends: dict[fx.Node, Depends], inputs: Sequence[GraphInput]
 ) -> dict[fx.Node, fx.Node]:
-    """For values computed from parameters alone, the largest input that they are computed from.
+    """Returns the main input of each value computed from parameters alone: the largest input.
 
-    ``codes.to(bf16) * scale`` is computed from ``codes``; ``mask * w`` from ``w``, because of equally large
-    inputs a parameter counts. A product has none, and neither have several inputs side by side.
+    ``codes.to(bf16) * scale`` has ``codes``; ``mask * w`` has ``w``, because a parameter wins over another
+    input of the same size. Products and concatenations of several inputs have no main input.
     """
     found: dict[fx.Node, fx.Node] = {}
 

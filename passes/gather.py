@@ -1,17 +1,16 @@
-"""gather: cast an activation before ranks exchange it, so that MX bytes travel.
+"""gather: cast an activation before ranks exchange it, so that they send MX bytes.
 
     cast(move(wait(all_gather(x))))  →  move(wait(all_gather(pack(cast(x)))))
 
-Ranks of sequence parallelism gather tokens, ranks of expert parallelism send them to their experts
-(``all_to_all_single``). Blocks run along features, so the casts are the same, bit for bit. Codes and scales
-of a token are one row of bytes, which one collective sends: 33/64 of BF16's. `move` brings the rows into
-order (see `rows`): views, permutations, slices, splits, concatenations, picks by an index, masks of rows. A
-change of dtype among them, autocast's, is made before the cast.
+Ranks of sequence parallelism gather tokens; ranks of expert parallelism send them to their experts
+(``all_to_all_single``). Blocks run along features, so the casts are bit-identical. Codes and scales of a
+token are one row of bytes, which one collective sends: 33/64 of BF16's bytes. `move` reorders rows (see
+`rows`): views, permutations, slices, splits, concatenations, picks by an index, masks of rows. If it also
+changes the dtype (autocast), that conversion moves before the cast.
 
-Done where the cast along features is all that reads the tensor: in inference, where the weight is frozen, and
-where wgrad's copy is made of the rowwise one (``saved: transcode``, ``sent: mxfp8``). wgrad's own cast, along
-tokens, is of the source: for that the source itself has to travel, and nothing is saved. Numerics do not
-change.
+The pass applies if only casts along features read the tensor: in inference, with a frozen weight, and where
+wgrad's copy is made of the rowwise copy (``saved: transcode``, ``sent: mxfp8``). Otherwise wgrad casts the
+source along tokens, so the source itself has to be sent. Numerics do not change.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ _SIZE = aten.sym_size.int
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gather:
-    """No options: a cast goes in front where that changes nothing but the bytes."""
+    """No options: moves each cast that it can move without a change of values."""
 
     name: ClassVar[str] = "gather"
 
     def apply(self, graph: fx.Graph) -> None:
-        """Move casts of `graph` in front of the collectives that make what they read."""
+        """Moves casts of `graph` in front of the collectives whose results they read."""
         find: Callable[..., list[fx.Node]] = graph.find_nodes
         exchanges = [
             node for target in EXCHANGES for node in find(op="call_function", target=target, sort=False)
@@ -58,10 +57,9 @@ class Gather:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Moved:
-    """A collective `gather` whose result, moved by `steps` in graph order, only `casts` read, all alike.
+    """A collective `gather` whose result, moved by `steps` in graph order, only equal `casts` read.
 
-    sizes: what reads no more than the number of rows, on the way.
-    dtypes: what values become on the way to each of the casts, one after the other.
+    sizes: nodes that read only the number of rows. dtypes: the conversions before each cast, in order.
     """
 
     gather: fx.Node
@@ -72,7 +70,7 @@ class _Moved:
 
     @staticmethod
     def of(gather: fx.Node, places: Mapping[fx.Node, int]) -> _Moved | None:
-        """Returns the move of casts in front of `gather`, or None. places: of the nodes in their graph."""
+        """Returns the move of casts in front of `gather`, or None. places: positions of nodes."""
         value = tensor(argument(gather))
         if value is None or value.ndim < 2 or not isinstance(value.shape[-1], int):
             return None
@@ -103,7 +101,7 @@ class _Moved:
         return _Moved(gather=gather, steps=moves, casts=tuple(casts), sizes=tuple(sizes), dtypes=dtypes)
 
     def write(self, build: Builder) -> None:
-        """Cast, send and move bytes instead."""
+        """Replaces the nodes by a cast, a collective and moves of bytes."""
         graph, call = build.graph, build.call
         x, how = argument(self.gather), _how(self.casts[0])
         value = value_of(x)
@@ -131,12 +129,12 @@ class _Moved:
             with graph.inserting_before(each):
                 parts = _unpacked(results[argument(each)], width, how.elem.dtype, build)
             build.replace_results(each, parts)
-        for old in (*reversed(self.steps), self.gather):  # a collective is never dead by itself
+        for old in (*reversed(self.steps), self.gather):  # dead code elimination keeps collectives
             graph.erase_node(old)
 
 
 def _unpacked(rows: fx.Node, width: int, elem: torch.dtype, build: Builder) -> tuple[fx.Node, fx.Node]:
-    """Codes and scales of `rows` of bytes, `width` codes each."""
+    """Returns codes and scales of `rows` of bytes with `width` codes each."""
     value, call = value_of(rows), build.call
     parts = [
         call(aten.slice.Tensor, rows, value.ndim - 1, start, end, like=rows)
@@ -149,7 +147,7 @@ def _unpacked(rows: fx.Node, width: int, elem: torch.dtype, build: Builder) -> t
 
 
 def _note_others(graph: fx.Graph) -> None:
-    """Give a reason to the GEMMs of layers with ``sent: mxfp8`` whose operands still travel as they are."""
+    """Adds a reason to the GEMMs of layers with ``sent: mxfp8`` whose operands are still sent unquantized."""
     for node in graph.nodes:
         tag = tag_of(node)
         if tag is None or tag.sent is not Sent.MXFP8 or tag.formats is None:
@@ -169,7 +167,7 @@ def _is_mx(node: fx.Node) -> bool:
 
 
 def _how(node: fx.Node) -> Copy | None:
-    """The copy that a cast along the last dimension makes; None for others."""
+    """Returns the copy that `node`, a cast along the last dimension, makes; None for other casts."""
     copy = Cast.read(node).copy
     return copy if copy.layout is ScaleLayout.ROW_MAJOR and copy.dim == -1 else None
 
@@ -177,7 +175,7 @@ def _how(node: fx.Node) -> Copy | None:
 def _dtypes(
     gather: fx.Node, steps: Iterable[fx.Node], casts: Iterable[fx.Node]
 ) -> tuple[torch.dtype, ...] | None:
-    """Returns the dtypes of the result of `gather` after `steps`, in graph order; None if casts differ."""
+    """Returns the dtypes that `steps` convert rows to, in order; None if they differ between `casts`."""
     dtypes: dict[fx.Node, tuple[torch.dtype, ...]] = {gather: ()}
     for step in steps:
         known = {dtypes[rows] for rows in moved_rows(step) or ()}
@@ -191,7 +189,7 @@ def _dtypes(
 
 
 def _repeated(step: fx.Node, results: dict[fx.Node, fx.Node], width: int, build: Builder) -> fx.Node:
-    """`step` of what was made of its arguments, whose rows are `width` long. A row of zeros is zero bytes."""
+    """Applies `step` to the results for its arguments, rows of `width` bytes. Zeros become zero bytes."""
 
     def as_bytes(node: fx.Node) -> fx.Node:
         if node in results or not is_zero(node) or not value_of(node).dtype.is_floating_point:

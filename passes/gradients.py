@@ -1,12 +1,12 @@
-"""Which forward product a backward product computes a gradient of.
+"""Matches each backward product with the forward product whose gradient it computes.
 
     y = x·Wᵀ (fprop)    dx = dy·W (dgrad)    dW = dyᵀ·x (wgrad)
 
 AOTAutograd numbers operators: a gradient has the number of its forward product, and shares an operand with
-it. There are no such numbers in derivatives that the compiled code takes itself (``torch.func.grad``), nor in
-bodies of other operators. There, dx is the product that reads W along its other dimension. dW is the product
-of the size of W that reads the dy of a dx, or x. Of several layers that fit, the last one of the forward is
-the first one of the backward.
+it. Derivatives that the compiled code takes itself (``torch.func.grad``) and bodies of other operators have
+no numbers. There, dx is the product that reads W along its other dimension. dW is the product of the size of
+W that reads the dy of a dx, or x. If several layers fit, the last layer of the forward comes first, because
+backward runs in reverse.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mxcompile.policy import Gemm
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gradient:
-    """A backward product: the gradient `gemm` of the product `forward`. tensors: names of its operands."""
+    """A backward product: the GEMM `gemm` for the product `forward`. tensors: names of its operands."""
 
     forward: fx.Node
     gemm: Gemm
@@ -36,7 +36,7 @@ class Gradient:
 
 
 class Gradients:
-    """The forward products of a graph, by what their gradients share with them."""
+    """The forward products of a graph, by numbers and operands that their gradients share with them."""
 
     def __init__(self, depends: Mapping[fx.Node, Depends]) -> None:
         self._depends = depends
@@ -46,7 +46,7 @@ class Gradients:
         self._taken: set[tuple[fx.Node, Gemm]] = set()
 
     def add(self, forward: fx.Node) -> None:
-        """Add `forward`, a product of the forward, which is tagged."""
+        """Adds `forward`, a tagged product of the forward."""
         number = _number(forward)
         if number >= 0:
             self._by_number[number].append(forward)
@@ -54,10 +54,10 @@ class Gradients:
             self._by_operand[operand].append(forward)
 
     def of(self, node: fx.Node, *, of_data: bool = False) -> Gradient | None:
-        """Returns what the backward product `node` is, None if nothing tells.
+        """Returns the gradient that the backward product `node` computes, None if no forward product fits.
 
-        of_data: where several forward products fit, it is a gradient that reads no weight. Ask so when all
-        gradients that read one are known, because the two gradients of a layer share dy.
+        of_data: whether to match `node` as a gradient that reads no weight (wgrad), if several forward
+        products fit. Match these after all dgrads, because both gradients of a layer share dy.
         """
         shared = _sources(node)
         same = [n for n in self._by_number[_number(node)] if is_matmul(n) is is_matmul(node)]
@@ -73,7 +73,7 @@ class Gradients:
         return self._gradient(node, fitting[-1]) if fitting else None
 
     def _fitting(self, node: fx.Node, near: list[fx.Node], *, of_data: bool) -> list[fx.Node]:
-        """Returns the products that `node` can be a gradient of; first those that have such a gradient.
+        """Returns the products that `node` can be a gradient of; products without that gradient come last.
 
         near: the forward products that share an operand with `node`.
         """
@@ -82,7 +82,7 @@ class Gradients:
             fitting = [n for n in near if _weight(n) in sources and _reads_across(node, n)]
             return sorted(fitting, key=lambda n: (n, Gemm.DGRAD) not in self._taken)
         dys = [read for source in sources for read in self._by_dy.get(source, ())]
-        dys.sort(key=lambda read: (read[0] < node, read))  # the one that reads dy just before is last
+        dys.sort(key=lambda read: (read[0] < node, read))  # the dgrad right before `node` is last
         twins = [n for _, n in dys if _has_flops_of(node, n)]
         layers = [n for n in twins if n in near] or near or twins
         fitting = [n for n in layers if _weight(n) is None or _has_size_of_weight(node, n)]
@@ -109,12 +109,12 @@ class Gradients:
 
 
 def _number(node: fx.Node) -> int:
-    """The number that ties `node` to its gradients or its forward; -1 without one."""
+    """Returns the number that `node` shares with its gradients or its forward product; -1 without."""
     return -1 if is_derivative(node) else node.meta.get("seq_nr", -1)
 
 
 def _source(operand: fx.Node) -> fx.Node:
-    """Where the operand of a product comes from; its gradient reads a complex one conjugated."""
+    """Returns the origin of an operand, also behind conjugation: gradients conjugate complex operands."""
     operand = origin(operand)
     while packet(operand) in CONJUGATES:
         operand = origin(argument(operand))
@@ -122,19 +122,19 @@ def _source(operand: fx.Node) -> fx.Node:
 
 
 def _sources(node: fx.Node) -> frozenset[fx.Node]:
-    """Where the operands of `node` come from; all inputs of an operator that is not a plain product."""
+    """Returns the origins of the operands of `node`; if it is not a plain product, of all its inputs."""
     read = operands(node) if is_matmul(node) else node.all_input_nodes
     return frozenset(_source(operand) for operand in read if isinstance(operand, fx.Node))
 
 
 def _weight(forward: fx.Node) -> fx.Node | None:
-    """The weight of the forward product `forward`, None if it is not a layer."""
+    """Returns the weight of the forward product `forward`, None if it is not a layer."""
     tag = tags_of(forward)[0]
     return _source(operands(forward)[tag.tensors.index("w")]) if tag.kind is Kind.LINEAR else None
 
 
 def _has_flops_of(node: fx.Node, forward: fx.Node) -> bool:
-    """Whether `node` has the FLOPs of `forward`, or of many, which ``jacrev`` takes in one product."""
+    """Whether `node` has the FLOPs of `forward`, or a multiple: ``jacrev`` batches many into one product."""
     if not is_matmul(forward):
         return False
     flops, one = (math.prod(map(hint, matmul_sizes(each))) for each in (node, forward))
@@ -148,7 +148,7 @@ def _reads_across(node: fx.Node, forward: fx.Node) -> bool:
 
 
 def _has_size_of_weight(node: fx.Node, forward: fx.Node) -> bool:
-    """Whether the result of `node` has the size of the weight of `forward`, or of many below each other."""
+    """Whether the result of `node` has the size of the weight of `forward`, or of several stacked."""
     tag = tags_of(forward)[0]
     _, m, n, _ = map(hint, matmul_sizes(node))
     weight = hint(tag.n) * hint(tag.k)

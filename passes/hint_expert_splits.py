@@ -1,8 +1,8 @@
-"""hint_expert_splits: expect that ranks send each other equally many tokens.
+"""hint_expert_splits: set the hints of unknown split sizes as if all ranks sent equally many tokens.
 
-How many tokens arrive for a rank's experts is not known before they do (``all_to_all_single`` with split
-sizes that are read from a tensor). Estimates, the report's sizes and Inductor's choices need a number all the
-same: equal splits of what a rank sends. A hint that the model gave (``mark_unbacked``) stays. Values do not
+The number of tokens for a rank's experts is unknown at compile time: ``all_to_all_single`` reads its split
+sizes from a tensor. Estimates, the report's sizes and Inductor's heuristics need a number, so each split gets
+an equal part of the rows that a rank sends. A hint from the model (``mark_unbacked``) stays. Values do not
 change.
 """
 
@@ -26,7 +26,7 @@ class HintExpertSplits:
     name: ClassVar[str] = "hint_expert_splits"
 
     def apply(self, graph: fx.Graph) -> None:
-        """Give the unknown split sizes of the exchanges of `graph` their expected value."""
+        """Sets the hints of the unknown split sizes in `graph`."""
         if not hasattr(_COLLECTIVES, "all_to_all_single"):
             return
         exchange = _COLLECTIVES.all_to_all_single.default
@@ -40,7 +40,7 @@ class HintExpertSplits:
 
 
 def _expect(sizes: Any, total: int) -> None:
-    """Let those of `sizes` that nothing is known of be equal parts of `total`, by hints of their symbols."""
+    """Sets the hint of every unknown size in `sizes` to ``total / len(sizes)``."""
     for size in sizes:
         value = size.meta.get("val") if isinstance(size, fx.Node) else None
         if not isinstance(value, torch.SymInt) or not value.node.expr.is_symbol or value.node.has_hint():

@@ -1,12 +1,12 @@
 """Linear layers among matrix products: one operand is a weight, and the result is not a distance.
 
-A weight is made from parameters alone and stored as a matrix, or picked from a stored stack of matrices, as
-experts are. Not a weight: parameters put side by side with what is computed from them, and the parameter of
+A weight is computed from parameters alone and stored as a matrix, or picked from a stored stack of matrices,
+as experts are. Not weights: parameters concatenated with values computed from them, and the parameter of
 
     |x − w|² = |x|² − 2·x·wᵀ + |w|²
 
-spelled out (codebooks, prototypes) or as `torch.cdist` writes it: [−2x, |x|², 1] · [w, 1, |w|²]ᵀ. There the
-small difference of large terms is what counts, which no cast keeps.
+written out (codebooks, prototypes) or as in `torch.cdist`: [−2x, |x|², 1] · [w, 1, |w|²]ᵀ. The result is a
+small difference of large terms, which a cast would destroy.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from mxcompile.ops.view import argument_of
 from mxcompile.passes.flow import Depends, origin, picked_stack, stored
 
 _NEAR = 6
-"""How many operators may lie between a product and the norms it is added to."""
+"""Most operators between a product and the norms that it is added to."""
 _SCALED = TRANSPARENT | SUMS | {aten.mul, aten.div, aten.neg}
 _SQUARES = frozenset({aten.pow, aten.mul, aten.sum, aten.linalg_vector_norm, aten.square})
 
 
 def _is_matrix_in(node: fx.Node, vector: Tensor) -> bool:
-    """Whether `node` is a matrix that is a part of `vector`: one of several weights in a flat parameter."""
+    """Whether `node` is a matrix that is a part of `vector`, as a weight in a flat parameter."""
     shape = value_of(node).shape
     return len(shape) > 1 and 1 not in shape[-2:] and numel(shape) <= numel(vector.shape)
 
 
 class Weights:
-    """Tells weights from other operands. depends: what every node was computed from."""
+    """Finds weights among operands. depends: dependencies of every node."""
 
     def __init__(self, depends: dict[fx.Node, Depends]) -> None:
         self._depends = depends
 
     def is_weight(self, node: Any) -> bool:
-        """Whether `node` is a weight, given as what a product reads."""
+        """Whether `node`, an operand of a product, is a weight."""
         if not isinstance(node, fx.Node):
             return False
         stack = picked_stack(origin(node))
@@ -51,20 +51,20 @@ class Weights:
         return value is not None and (value.ndim >= 2 or _is_matrix_in(node, value))
 
     def _is_composed(self, source: fx.Node) -> bool:
-        """Whether `source` puts a parameter beside what is computed from parameters."""
+        """Whether `source` concatenates values, at least one computed from parameters."""
         if packet(source) is not aten.cat:
             return False
         return any(packet(origin(piece)) is not None for piece in argument_of(source, "tensors"))
 
     def makes_layer(self, node: fx.Node, data: Any, weight: Any) -> bool:
-        """Whether `node` multiplies `data`, a moving tensor, with `weight` as a linear layer does."""
+        """Whether `node` multiplies `data`, which depends on data or gradients, by `weight` as a layer."""
         moving = Depends.DATA | Depends.GRADIENT
         if not isinstance(data, fx.Node) or not self._depends[data] & moving:
             return False
         return not self._is_distance(node, stored(weight))
 
     def makes_layer_of_parameters(self, node: fx.Node) -> bool:
-        """Whether `node`, made from parameters and constants alone, is a layer (see `dependencies`)."""
+        """Whether `node`, computed from parameters and constants alone, is a layer (see `dependencies`)."""
         moves = (Depends.DATA in self._depends[argument] for argument in node.all_input_nodes)
         return Depends.DATA in self._depends[node] and not any(moves)
 
@@ -87,7 +87,7 @@ class Weights:
         return any(self._is_norm(term, parameter) for term in terms)
 
     def _is_norm(self, node: fx.Node, parameter: fx.Node) -> bool:
-        """Whether `node` is made from the squares of `parameter` alone."""
+        """Whether `node` is computed from squares of `parameter` alone."""
         if self._depends[node] != Depends.PARAMETER:
             return False
         squared = False

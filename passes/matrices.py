@@ -1,4 +1,4 @@
-"""The operands of a GEMM as matrices a[…, M, K] · b[…, K, N], and its product as what the operator returned.
+"""The operands of a GEMM as matrices a[…, M, K] · b[…, K, N], and its result in the operator's shape.
 
 mm, bmm, …         as they are; a vector becomes a matrix of one column
 grouped gradients  dy·wᵀ and xᵀ·dy per group
@@ -28,7 +28,7 @@ from mxcompile.graph.transpose import transpose
 
 
 def matrices(node: fx.Node, build: Builder) -> tuple[fx.Node, fx.Node]:
-    """The two operands of the GEMM `node`, in the orientation of the product."""
+    """Returns the two operands of the GEMM `node` as a[…, M, K] and b[…, K, N]."""
     left, right = operands(node)
     what = packet(node)
     if what in CONVOLUTIONS:
@@ -51,7 +51,7 @@ def _matrix(operand: fx.Node, build: Builder, node: fx.Node) -> fx.Node:
 
 
 def _rows(image: fx.Node, build: Builder, node: fx.Node) -> fx.Node:
-    """The pixels of `image` [n, c, *s] as rows [n·s, c]; a view if its channels are innermost."""
+    """Returns the pixels of `image` [n, c, *s] as rows [n·s, c]; a view if channels are innermost."""
     rank = image.meta["val"].ndim
     last = build.call(aten.permute.default, image, [0, *range(2, rank), 1], like=node)
     if not last.meta["val"].is_contiguous():
@@ -60,7 +60,7 @@ def _rows(image: fx.Node, build: Builder, node: fx.Node) -> fx.Node:
 
 
 def as_returned(product: fx.Node, node: fx.Node, build: Builder) -> fx.Node:
-    """`product`, of the `matrices` of the convolution `node`, in the shape and strides of its result."""
+    """Returns `product`, of the `matrices` of the convolution `node`, in shape and strides of its result."""
     image = operands(node)[0]
     if packet(node) not in CONVOLUTION_BACKWARD:
         return _image(product, image, value_of(node), build, node)
@@ -71,7 +71,7 @@ def as_returned(product: fx.Node, node: fx.Node, build: Builder) -> fx.Node:
 
 
 def _image(product: fx.Node, image: fx.Node, wanted: torch.Tensor, build: Builder, node: fx.Node) -> fx.Node:
-    """Rows [n·s, c] as [n, c, *s], with the pixels of `image` and the strides of `wanted`."""
+    """Returns rows [n·s, c] as [n, c, *s], with the sizes of `image` and the strides of `wanted`."""
     rank = wanted.ndim
     sizes: list[Any] = [build.size(image, dim, like=node) for dim in (0, *range(2, rank))]
     last = build.call(aten.view.default, product, [*sizes, wanted.shape[1]], like=node)

@@ -1,12 +1,13 @@
-"""Where an operand of a GEMM really comes from: its widest value.
+"""The widest value of a GEMM's operand: the operand before autocast narrowed it.
 
-A GEMM reads views of a tensor, under autocast narrowed first. Quantizing undoes that cast: an FP32 master
-weight is quantized as FP32. Casts that the model writes itself count and stay, as does the rounding with
-which a decomposed operator (a norm, an activation) ends: its FP32 is a register, not a value the model has.
+Under autocast a GEMM reads a cast of a tensor. Quantization skips that cast: an FP32 master weight is
+quantized from FP32. Casts that the model writes itself stay, and so does the final rounding of a decomposed
+operator (a norm, an activation): its FP32 result exists only in registers.
 
-Autocast casts inside of the call it is for, so a cast is its own if the same call of the model's code made a
-product; a model's cast is a call of its own. A gradient's cast is of the call whose derivative it is part of.
-Values of a weight that was gathered in tiles stand for an input, whatever call reads them first.
+Autocast casts inside of the call that it serves, so a cast is autocast's if the same call of the model's code
+made a product; a cast in the model is a separate call. In backward, a cast belongs to the call whose
+derivative it is part of. The values of a weight that was gathered in tiles count as an input, whatever call
+reads them first.
 """
 
 from __future__ import annotations
@@ -28,19 +29,18 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _CAST_CALLS = frozenset(
     {"to", "type", "type_as", "float", "half", "bfloat16", "double", "_to_copy", "convert_element_type"}
 )
-"""How a model writes a cast: what its derivative in backward is called after."""
+"""Names of calls that are casts in the model; backward nodes have the name of the forward call."""
 
 
 def product_calls(graph: fx.Graph) -> frozenset[Any]:
-    """The calls of the model's code that made a matrix product of `graph`."""
+    """Returns the calls of the model's code that made a matrix product of `graph`."""
     return frozenset(_call(node) for node in graph.nodes if is_matmul_like(node)) - {None}
 
 
 def widest(node: fx.Node, builder: Builder, products: frozenset[Any]) -> fx.Node:
-    """`node` before any cast of autocast's between floating-point dtypes, with the same views after it.
+    """Returns the value of `node` before autocast's floating-point casts, with the same views applied.
 
-    products: `product_calls` of the graph as captured. The views are applied anew, before `node` is used;
-    equal ones are merged by the pass `share`.
+    products: `product_calls` of the captured graph. The views are new nodes; `share` merges equal views.
     """
     chain: list[fx.Node] = []
     source = node
@@ -61,13 +61,13 @@ def widest(node: fx.Node, builder: Builder, products: frozenset[Any]) -> fx.Node
 
 
 def _call(node: fx.Node) -> Any:
-    """The innermost call of the model's code that `node` comes from, or None if that is not known."""
+    """Returns the innermost call of the model's code that made `node`, or None if it is unknown."""
     stack = node.meta.get("source_fn_stack") or node.meta.get("fwd_source_fn_stack")
     return tuple(stack[-1]) if stack else None
 
 
 def _undoable(cast: fx.Node, before: fx.Node, products: frozenset[Any]) -> bool:
-    """Whether autocast put in `cast`, between floating-point dtypes."""
+    """Whether autocast inserted `cast`, between floating-point dtypes."""
     source, result = tensor(before), tensor(cast)
     if source is None or result is None:
         return False
@@ -84,7 +84,7 @@ def _undoable(cast: fx.Node, before: fx.Node, products: frozenset[Any]) -> bool:
 
 
 def _is_gathered(node: fx.Node) -> bool:
-    """Whether `node` is the values of a weight that was gathered in tiles."""
+    """Whether `node` decodes a weight that was gathered in tiles."""
     values = Decode.of(node)
     return values is not None and values.form.tile == Tile.SQUARE
 

@@ -1,11 +1,11 @@
-"""outline: a graph, after the passes, as the picture in its report.
+"""outline: draw a graph, after the passes, as the picture in its report.
 
     every node of the graph → matmul, cast, glue or nothing     (one sweep)
     glue → one node per module, depth and step                  (depth: matmuls and casts before it)
 
-Along an edge between two nodes the pair (depth, step) grows, so joining glue never makes a cycle. Reads the
-graph and changes nothing. Values made of parameters, indices and constants alone are left out. Equal blocks
-are folded by `report.outline`.
+The pair (depth, step) grows along every edge between two nodes, so joining glue never makes a cycle. The
+graph does not change. Values computed from parameters, indices and constants alone are left out.
+`report.outline` folds equal blocks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _Edges = set[tuple[int, int]]
 
 
 def outline(graph: fx.Graph, inputs: Sequence[GraphInput] = ()) -> Outline:
-    """The picture of `graph`. inputs: of the captured graph."""
+    """Returns the picture of `graph`. inputs: inputs of the captured graph."""
     drawing = _Drawing(graph, inputs)
     for node in graph.nodes:
         drawing.see(node)
@@ -42,7 +42,7 @@ def outline(graph: fx.Graph, inputs: Sequence[GraphInput] = ()) -> Outline:
 
 @dataclass(kw_only=True, slots=True)
 class _Draft:
-    """A node before folding. place: depth and step. operators: of glue, in order of appearance."""
+    """A node before folding. place: depth and step. operators: names of glue's operators, in order."""
 
     node: OutlineNode
     place: tuple[int, int]
@@ -54,12 +54,12 @@ class _Draft:
         return self.node.names[0]
 
     def change(self, **changes: Any) -> None:
-        """Give the node other values."""
+        """Replaces fields of the node."""
         self.node = replace(self.node, **changes)
 
 
 class _Drawing:
-    """State of the sweep: the drafts, and which of them every value comes from."""
+    """State of the sweep: the drafts, and the draft of every value."""
 
     def __init__(self, graph: fx.Graph, inputs: Sequence[GraphInput]) -> None:
         self._depends = dependencies(graph, inputs)
@@ -71,7 +71,7 @@ class _Drawing:
         self.edges: _Edges = set()
 
     def see(self, node: fx.Node) -> None:
-        """Take up `node`, whose arguments have been seen."""
+        """Adds `node`, whose arguments were added before."""
         if node.op == "placeholder":
             self._see_input(node)
         if node.op != "call_function":
@@ -90,7 +90,7 @@ class _Drawing:
             self._note(node, sources, self._join_glue(node, sources))
 
     def drafts(self) -> list[_Draft]:
-        """All drafts, with the titles of glue, and with the names of casts that several blocks read."""
+        """Returns all drafts, completed by titles of glue, and by names of casts that several blocks read."""
         for draft in self._drafts:
             if draft.node.kind == "glue":
                 names = list(draft.operators)
@@ -115,12 +115,12 @@ class _Drawing:
         return len(self._drafts) - 1
 
     def _after(self, sources: Iterable[int]) -> int:
-        """Depth of what reads `sources`."""
+        """Returns the depth of a node that reads `sources`."""
         drafts = (self._drafts[source] for source in sources)
         return max((draft.place[0] + (draft.node.kind != "glue") for draft in drafts), default=0)
 
     def _is_recomputed(self, node: fx.Node) -> bool:
-        """Whether backward makes `node`, no cast, from forward values: part of a derivative."""
+        """Whether backward computes `node`, not a cast, from forward values: a part of a derivative."""
         late = node.meta.get("partitioner_tag") == "is_backward"
         return late and packet(node) not in ops.CASTS and self._phase(node) == "forward"
 
@@ -128,7 +128,7 @@ class _Drawing:
         return "backward" if Depends.GRADIENT in self._depends[node] else "forward"
 
     def _module(self, node: fx.Node) -> tuple[str, str]:
-        """Module path and class; a sum of gradients, which is of none, is of what it adds last."""
+        """Returns module path and class; a sum of gradients takes them from its last summand."""
         path, owner = module_of(node)
         if not path and self._phase(node) == "backward":
             known = (self._path.get(n) or module_of(n) for n in reversed(node.all_input_nodes))
@@ -215,7 +215,7 @@ def _title(tag: GemmTag) -> str:
 
 
 def _cast_words(node: fx.Node) -> tuple[str, str]:
-    """Title and details of a cast."""
+    """Returns title and details of a cast."""
     cast = Cast.of(node)
     if cast is None:
         return _operator(node), _operator(node)
@@ -238,7 +238,7 @@ def _shape(node: fx.Node) -> str:
 
 
 def _sorted(drafts: list[_Draft], edges: _Edges) -> Outline:
-    """The drafts in an order of the flow close to the program's; inputs nothing reads are left out."""
+    """Returns the drafts in a topological order close to the program's, without unread inputs."""
     flow: nx.DiGraph[int] = nx.DiGraph()
     flow.add_nodes_from(index for index, draft in enumerate(drafts) if draft.node.kind != "input")
     flow.add_edges_from(sorted(edges))

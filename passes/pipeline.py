@@ -1,4 +1,4 @@
-"""The order of the passes, and what surrounds each: verification, printing.
+"""The order of the passes; a verifier and a printer run after each pass.
 
 ``TORCH_LOGS="+mxcompile.passes"`` prints the graph after every pass.
 """
@@ -44,16 +44,16 @@ class Pass(Protocol):
     name: ClassVar[str]
 
     def apply(self, graph: fx.Graph) -> None:
-        """Transform `graph`, a valid graph, into a valid graph."""
+        """Transforms `graph`, a valid graph, into a valid graph."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
-    """The facts that the passes use about a joint or inference graph beside its nodes.
+    """Facts about a joint or inference graph that its nodes do not have.
 
-    inputs: of the captured graph. blocks: the repeated ones of the model. cut: why the graph is only a part
-    of a model, "" if it is all of one. known: the GEMMs of the whole model by name, for a part. tapped:
-    whether weights come with the state of scales that follow from calls before.
+    inputs: inputs of the captured graph. blocks: repeated blocks of the model. cut: reason why the graph is
+    only a part of a model, or "". known: the GEMMs of the whole model by name, if the graph is a part.
+    tapped: whether weights come with the state of delayed scales.
     """
 
     policy: Policy
@@ -66,7 +66,7 @@ class Context:
 
 
 def joint_passes(context: Context) -> tuple[Pass, ...]:
-    """The passes over a joint or inference graph, in order."""
+    """Returns the passes over a joint or inference graph, in order."""
     inputs, cut = context.inputs, context.cut
     find = Find(inputs=inputs, blocks=context.blocks)
     classify = Classify(inputs=inputs, cut_inputs=bool(cut), cut_outputs=bool(cut))
@@ -91,7 +91,7 @@ def joint_passes(context: Context) -> tuple[Pass, ...]:
 
 
 def run(passes: Sequence[Pass], graph: fx.Graph) -> None:
-    """Apply `passes` to `graph` in order, verifying after each."""
+    """Applies `passes` to `graph` in order, and verifies it after each pass."""
     tagged = decided = False
     for step in passes:
         step.apply(graph)

@@ -1,16 +1,15 @@
-"""quantize_gemms: replace every GEMM that is to be quantized by mx operators.
+"""quantize_gemms: replace every GEMM with formats by mx operators.
 
     a[M, K] · b[K, N]  →  matmul(cast(a along K), cast(b along K), formats)
 
-Each operand is quantized along the GEMM's own contraction dimension from its widest value (see `operand`).
-A cast that several GEMMs need is made once here when they read the same node, and once after `share` when
-they read equal nodes. `seed` gives casts to stochastic elements their random numbers. Casts whose scale
-follows from calls before read the state of their layer (see `states`); without one they take the amax at
-hand, and the record of a compiled graph says so. Formats of two levels also have a scale for the whole
-tensor: their casts read its amax, and their products are multiplied by both scales. Operands of wgrad may be
-transformed before their casts (`formats.hadamard`); those of groups are not, because groups of tokens end
-inside of its blocks. Rows past their last group, which hold anything, are 0 where they would count in a
-scale. Numerics change in this pass and in no other.
+Each operand is quantized along the GEMM's contraction dimension from its widest value (see `operand`). GEMMs
+that read one node share its cast; `share` later merges casts of equal nodes. `seed` gives stochastic casts
+their random numbers. Casts with a delayed scale read the state of their layer (see `delayed_scales`); without
+a state they use the current amax, and the record has a reason. Two-level formats also have a scale for the
+whole tensor: their casts read its amax, and their products multiply by both scales. Operands of wgrad may be
+transformed before their casts (`formats.hadamard`), except in grouped GEMMs, because groups of tokens end
+inside of transformed blocks. Rows past the last group are undefined; they are set to 0 where they would count
+in a scale. Numerics change in this pass and in no other.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from mxcompile.policy import Code, Gemm, Reason, Saved, Sent
 
 
 class Quantized(NamedTuple):
-    """The results of a cast. amax: of the tensor, which casts to formats of two levels read."""
+    """The results of a cast. amax: amax of the tensor, for casts to two-level formats."""
 
     qdata: fx.Node
     scale: fx.Node
@@ -53,13 +52,13 @@ _Formats = tuple[Format, Format]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizeGemms:
-    """The pass does what the tags say. tapped: whether weights come with states."""
+    """Rewrites GEMMs. tapped: whether weights come with the state of delayed scales."""
 
     name: ClassVar[str] = "quantize_gemms"
     tapped: bool = False
 
     def apply(self, graph: fx.Graph) -> None:
-        """Rewrite the GEMMs of `graph` whose tags carry formats."""
+        """Rewrites the GEMMs of `graph` whose tags have formats."""
         writer = _GemmWriter(graph, tapped=self.tapped)
         tagged = [(node, tag) for node in graph.nodes if (tag := tag_of(node)) and tag.formats is not None]
         writer.note_ends(tagged)
@@ -88,14 +87,14 @@ class _GemmWriter:
         self._kept: dict[tuple[fx.Node, int, fx.Node], fx.Node] = {}
 
     def note_ends(self, tagged: Sequence[tuple[fx.Node, GemmTag]]) -> None:
-        """Remember what grouped wgrads read: tensors with rows past their last group, and its end."""
+        """Records (tensor, offsets) of operands of grouped wgrads: they have rows past the last group."""
         for node, tag in tagged:
             offs = offsets(node) if is_grouped(node) and tag.gemm is Gemm.WGRAD else None
             if isinstance(offs, fx.Node):
                 self._ends |= {(untransposed(side)[0], offs) for side in matrices(node, self._build)}
 
     def rewrite(self, node: fx.Node, tag: GemmTag, formats: tuple[Format, Format]) -> None:
-        """Replace `node`, a GEMM, by mx operators."""
+        """Replaces `node`, a GEMM, by mx operators."""
         with self._graph.inserting_before(node):
             left, right = matrices(node, self._build)
             if is_grouped(node) and any(fmt.hadamard is not None for fmt in formats):
@@ -115,14 +114,14 @@ class _GemmWriter:
                 b = self._quantize(right, -2, tag, node)
                 self._state = None
                 result = self._product(node, a, b, formats)
-        if HALF in node.meta:  # its result is an item of what it returned
+        if HALF in node.meta:  # `node` returns a tuple, and its user is the result
             self._build.replace(next(iter(node.users)), result)
             self._graph.erase_node(node)
         else:
             self._build.replace(node, result)
 
     def _product(self, node: fx.Node, a: Quantized, b: Quantized, formats: _Formats) -> fx.Node:
-        """The product of `a` and `b`, with what the replaced operator adds to it."""
+        """Returns the product of `a` and `b`, plus the bias and factors of the operator that it replaces."""
         what = packet(node)
         if what in CONVOLUTIONS:
             bias = node.args[2] if HALF not in node.meta else None
@@ -145,7 +144,7 @@ class _GemmWriter:
         return result
 
     def _scaled(self, node: fx.Node, a: Quantized, b: Quantized, bias: Any, formats: _Formats) -> fx.Node:
-        """The product of `a` and `b` with the tags of `node`."""
+        """Returns the product of `a` and `b`, with the tags of `node`."""
         words = self._words(a, b, formats, node)
         product = self._build.call(ops.matmul, *_operands(a, b), bias, _result(node).dtype, *words, like=node)
         set_tag(product, *tags_of(node))
@@ -161,18 +160,19 @@ class _GemmWriter:
     ) -> fx.Node:
         out, offs = _result(node), offsets(node)
         assert isinstance(offs, fx.Node)
-        if tag.gemm is Gemm.WGRAD:  # rows past the last group hold anything; keep them out of amax
+        if tag.gemm is Gemm.WGRAD:  # rows past the last group are undefined: keep them out of amaxes
             left = self._zero_past_end(left, -1, offs, node)
             right = self._zero_past_end(right, -2, offs, node)
         elif any(fmt.of_tensor for fmt in formats) or (
             tag.gemm is Gemm.DGRAD and tag.sent is Sent.MXFP8
-        ):  # they count in the amax of the tensor, or in what wgrad's copy is made from
+        ):  # these rows count in the amax of the tensor, or in the copy that wgrad's copy is made from
             if value_of(left).ndim == 2:
                 left = self._zero_past_end(left, -2, offs, node)
             elif value_of(right).ndim == 2:
                 right = self._zero_past_end(right, -1, offs, node)
-        elif tag.gemm is Gemm.FPROP:  # 0 there anyway: what wgrad casts, so that one read serves both casts;
-            # of gradients not, whose routing, mask and two casts in one kernel outgrow its registers
+        elif tag.gemm is Gemm.FPROP:
+            # wgrad casts the masked tensor: fprop casts it too, so that one kernel reads it once for both.
+            # dgrad does not: routing, mask and two casts of a gradient in one kernel spill registers.
             left, right = (
                 self._zero_past_end(side, rows, offs, node)
                 if (untransposed(side)[0], offs) in self._ends
@@ -188,7 +188,7 @@ class _GemmWriter:
         return result
 
     def _words(self, a: Quantized, b: Quantized, formats: _Formats, node: fx.Node) -> tuple[Any, ...]:
-        """The formats of both operands, and the scales of tensors that have one."""
+        """Returns the formats of both operands, and the list of tensor scales if there are any."""
         read = tuple(Format.mx(fmt.elem) for fmt in formats) if _are_mx(formats) else formats
         words, call = tuple(map(str, read)), self._build.call
         scales = [
@@ -199,7 +199,7 @@ class _GemmWriter:
         return (*words, scales) if scales else words
 
     def _zero_past_end(self, side: fx.Node, dim: int, offs: fx.Node, node: fx.Node) -> fx.Node:
-        """`side` with 0 where its groups, which are along `dim`, −1 or −2, have ended."""
+        """Returns `side` with 0 past the last of its groups, which are along `dim` (−1 or −2)."""
         base, swapped = untransposed(side)
         dim = -3 - dim if swapped else dim
         if (base, dim, offs) not in self._kept:
@@ -220,7 +220,7 @@ class _GemmWriter:
         return call(aten.where.self, mask, base, zero, like=node)
 
     def _quantize(self, operand: fx.Node, dim: int, tag: GemmTag, node: fx.Node) -> Quantized:
-        """Qdata and scale of `operand`, contracted along `dim` (−1 or −2), one cast per source."""
+        """Returns qdata and scale of `operand`, contracted along `dim` (−1 or −2); one cast per source."""
         assert tag.formats is not None
         source, swapped = untransposed(widest(operand, self._build, self._products))
         fmt, mx = tag.formats[-1 - dim], _are_mx(tag.formats)
@@ -250,7 +250,7 @@ class _GemmWriter:
         return cast
 
     def _picked(self, source: fx.Node, how: Copy, node: fx.Node) -> Quantized:
-        """Matrices that `source` picks from a stack: the stack is quantized, and codes and scales picked."""
+        """Quantizes the stack that `source` picks matrices from, then picks their codes and scales."""
         cast = self._cast(widest(argument(source), self._build, self._products), how, node)
         rest = source.args[1:]
         call = self._build.call
@@ -285,13 +285,13 @@ class _GemmWriter:
         return cast
 
     def _amax(self, source: fx.Node, like: fx.Node) -> fx.Node:
-        """The largest magnitude of `source`, for its casts in both layouts."""
+        """Returns the amax of `source`, one node for its casts in both layouts."""
         if source not in self._amaxes:
             self._amaxes[source] = self._build.call(ops.largest, source, like=like)
         return self._amaxes[source]
 
     def _square_cast(self, source: fx.Node, how: Copy, node: fx.Node) -> Quantized:
-        """A 32×32 cast: one copy, quantized rowwise, whose scales also read columnwise."""
+        """Casts in 32×32 tiles: one rowwise copy, and a view of its scales for columnwise reads."""
         qdata, scale, _ = cast = self._cast(source, replace(how, dim=-1), node)
         if how.dim == -1:
             return cast
@@ -305,7 +305,7 @@ class _GemmWriter:
         return Quantized(qdata, scale)
 
     def _transcoded(self, source: fx.Node, rowwise: Quantized, how: Copy, node: fx.Node) -> Quantized:
-        """The other layout of `source` made from its `rowwise` copy, which then is all that is kept."""
+        """Makes the copy `how` from the `rowwise` copy, so that only the latter is saved for backward."""
         key = (source, how)
         if key not in self._casts:
             qdata, scale, amax = rowwise
@@ -322,19 +322,19 @@ def _are_mx(formats: _Formats) -> bool:
 
 
 def _same(source: fx.Node) -> Any:
-    """Equal for equal views of one tensor, which `share` will merge."""
+    """Returns a key that is equal for equal views of one tensor, because `share` will merge them."""
     if packet(source) not in VIEWS:
         return source
     return source.target, _same(argument(source)), str(source.args[1:]), str(source.kwargs)
 
 
 def _result(node: fx.Node) -> torch.Tensor:
-    """Returns the result of the GEMM `node`, as the item that is read of it if it returns several."""
+    """Returns the fake result of the GEMM `node`, which is an item if `node` returns a tuple."""
     return value_of(next(iter(node.users)) if HALF in node.meta else node)
 
 
 def _is_better_picked_later(source: fx.Node, fmt: Format) -> bool:
-    """Whether `source` picks from a stack of matrices that is no larger than what it picks."""
+    """Whether `source` picks from a stack of matrices that is no larger than its picks."""
     stack, value = picked_stack(source), tensor(source)
     if stack is None or value is None or not fmt.is_mx or fmt.tile == Tile.SQUARE:
         return False
@@ -342,12 +342,12 @@ def _is_better_picked_later(source: fx.Node, fmt: Format) -> bool:
 
 
 def _operands(a: Quantized, b: Quantized) -> tuple[fx.Node, ...]:
-    """Elements and scales of both, as products take them."""
+    """Returns the operands of a product: codes and scales of both."""
     return a.qdata, a.scale, b.qdata, b.scale
 
 
 def _note_itemsize(cast: Quantized, operand: fx.Node) -> None:
-    """Leave on the cast what an element took in the operand it stands for (see `account`)."""
+    """Writes the item size of `operand` into the metadata of its cast, for `account`."""
     value = tensor(operand)
     qdata = argument(cast[0]) if packet(cast[0]) in PICKS else cast[0]
     cast_node, _ = result_of(qdata)

@@ -1,4 +1,4 @@
-"""Tags to report records."""
+"""Converts tags to records of the report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mxcompile.report import STORED, GemmRecord, OperandFormat
 
 
 def records(graph: fx.Graph) -> tuple[GemmRecord, ...]:
-    """One record per GEMM of `graph`, by index. Raises `VerificationError` if one is missing."""
+    """Returns one record per GEMM of `graph`, by index. Raises `VerificationError` if a tag is missing."""
     tags = sorted((tag for node in graph.nodes for tag in tags_of(node)), key=lambda tag: tag.index)
     untagged = [
         node.name
@@ -39,7 +39,7 @@ def _dtype(node: fx.Node) -> str:
 
 
 def record_of(tag: GemmTag) -> GemmRecord:
-    """The record of a GEMM that is decided."""
+    """Returns the record of a GEMM, whose tag has a choice."""
     assert tag.choice is not None
     return GemmRecord(
         name=tag.name,
@@ -64,7 +64,7 @@ def record_of(tag: GemmTag) -> GemmRecord:
 
 
 def _formats(tag: GemmTag) -> tuple[OperandFormat, ...]:
-    """The formats of both operands in MXFP8; of the weight alone where only that is, being stored so."""
+    """Returns the formats of both operands, of a stored weight alone, or none."""
     formats = tuple(
         OperandFormat(
             operand=operand,
@@ -84,5 +84,5 @@ def _formats(tag: GemmTag) -> tuple[OperandFormat, ...]:
 
 
 def _is_stored(tag: GemmTag, fmt: Format) -> bool:
-    """Whether a weight to be cast to `fmt` is stored so: then it is read as it is (see `reuse`)."""
+    """Whether the weight is stored in `fmt`, so that `reuse` reads it without a cast."""
     return tag.gemm is Gemm.FPROP and fmt == tag.stored and not tag.recast

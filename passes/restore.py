@@ -1,11 +1,10 @@
-"""restore: give back to Inductor, as it would have them, the matmuls that stay in BF16.
+"""restore: give matmuls that stay in BF16 the form that Inductor would give them.
 
-Gradients that `split` has taken apart become one node again. Degenerate matmuls are decomposed again:
-
-Inductor turns products with a contraction of length one into a multiplication, and matrix-vector products
-into a sum, before any pass runs; `decompositions` keeps them whole so that they are found and decided. The
-products that stay as they are get Inductor's own decomposition back, traced for their operands, so that they
-have every bit of what they are without this project.
+Gradients that `split` separated become one node again, and degenerate matmuls are decomposed. Inductor turns
+products with a contraction of length one into multiplications, and matrix-vector products into sums, before
+any pass runs. `compiler.decompositions` disables that, so that `find` and `decide` see these products. This
+pass traces Inductor's decomposition for the products that stay as they are, so that their results are
+bit-identical to results without mxcompile.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Restore:
     name: ClassVar[str] = "restore"
 
     def apply(self, graph: fx.Graph) -> None:
-        """Decompose the degenerate matmuls of `graph`; their tags stay on the result."""
+        """Joins split gradients and decomposes degenerate matmuls of `graph`; tags move to the results."""
         build, rules = Builder(graph, self.name), select_decomp_table()
         _join(graph, build)
         for node in list(graph.nodes):
@@ -49,7 +48,7 @@ class Restore:
 
 
 def _join(graph: fx.Graph, build: Builder) -> None:
-    """Make one node of the gradients of one operator that stay (see `split`); all others are GEMMs by now."""
+    """Joins the gradients of one operator that stay as they are (see `split`)."""
     halves: dict[tuple[str, int], list[fx.Node]] = {}
     for node in graph.nodes:
         if HALF in node.meta:
@@ -69,7 +68,7 @@ def _join(graph: fx.Graph, build: Builder) -> None:
 
 
 def _sum_bias(node: fx.Node, build: Builder) -> None:
-    """The gradient of a convolution's bias, where nothing else is left of its gradients."""
+    """Replaces a convolution's backward by a sum if only the gradient of the bias is left."""
     dy = argument(node)
     dims = [dim for dim in range(dy.meta["val"].ndim) if dim != 1]
     with build.graph.inserting_before(node):
@@ -79,7 +78,7 @@ def _sum_bias(node: fx.Node, build: Builder) -> None:
 
 
 def _traced(node: fx.Node, rules: _Rules) -> fx.Graph | None:
-    """Returns the graph that Inductor makes of the operator of `node`, None for the operator itself."""
+    """Returns Inductor's decomposition of `node` as a graph, None if Inductor keeps the operator."""
     rule = rules.get(node.target)
     if rule is None:
         return None
@@ -100,7 +99,7 @@ def _traced(node: fx.Node, rules: _Rules) -> fx.Graph | None:
 
 
 def _inlined(traced: fx.Graph, node: fx.Node, build: Builder) -> tuple[fx.Node, str]:
-    """Put the nodes of `traced` in front of `node`. Returns the result, and the operator that multiplies."""
+    """Copies `traced` in front of `node`. Returns its result and the name of the multiplying operator."""
     new = dict(zip(traced.find_nodes(op="placeholder"), node.all_input_nodes, strict=True))
     with build.graph.inserting_before(node):
         for inner in [each for each in traced.nodes if each.op == "call_function"]:

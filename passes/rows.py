@@ -1,4 +1,4 @@
-"""Rows that ranks exchange: the collectives that bring them, and what moves them and leaves each as it is."""
+"""Rows that ranks exchange: the collectives that send them, and operators that reorder unchanged rows."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ EXCHANGES = tuple(
     for name in ("all_gather_into_tensor", "all_to_all_single")
     if hasattr(_COLLECTIVES, name)
 )
-"""Collectives whose result is made of rows of what ranks give, none of them changed."""
+"""Collectives whose result consists of unchanged rows of the ranks' inputs."""
 
 _ALONG = frozenset({aten.slice, aten.split, aten.split_with_sizes, aten.index_select})
 _SAME = frozenset({_COLLECTIVES.wait_tensor, operator.getitem}) | COPIES
 
 
 def moved_rows(step: fx.Node) -> list[fx.Node] | None:
-    """The tensors whose rows, along the last dimension, `step` moves about; None if it does anything else.
+    """Returns the tensors whose rows (along the last dimension) `step` reorders; None if it does more.
 
-    Rows of zeros may come in between: padding, and what a mask takes out. A change of dtype is a move too.
+    Rows of zeros may be added: padding, masked rows. A change of dtype counts as a move.
     """
     what = packet(step)
     if what in _SAME or is_conversion(step):
@@ -61,7 +61,7 @@ def moved_rows(step: fx.Node) -> list[fx.Node] | None:
 
 
 def arrives(node: fx.Node) -> bool:
-    """Whether a collective brings all rows of `node`, but for those of zeros."""
+    """Whether all rows of `node`, except rows of zeros, come from a collective."""
     pending, seen = [node], set()
     while pending:
         step = pending.pop()
@@ -81,7 +81,7 @@ def is_conversion(step: fx.Node) -> bool:
 
 
 def is_zero(node: object) -> bool:
-    """Whether `node` is a tensor of zeros, in a known shape or as the graph makes it, or the number."""
+    """Whether `node` is a tensor of zeros, also through views of static shape, or the number 0."""
     if isinstance(node, fx.Node) and packet(node) in VIEWS:
         value = tensor(node)
         known = value is not None and all(isinstance(size, int) for size in value.shape)
@@ -102,9 +102,9 @@ def _concatenated(step: fx.Node) -> list[fx.Node] | None:
 
 
 def _scattered(step: fx.Node) -> list[fx.Node] | None:
-    """Rows put into zeros, each into a place of its own: the gradient of a permutation of rows.
+    """Returns the rows that `step` writes into zeros, at most one per index: a permutation's gradient.
 
-    A sum with zero changes nothing but the sign of a negative zero, which no product tells.
+    A sum with zero only changes the sign of a negative zero, which does not change a product.
     """
     base, indices, values, *accumulate = step.args
     rows, value = tensor(values), tensor(step)
@@ -116,7 +116,7 @@ def _scattered(step: fx.Node) -> list[fx.Node] | None:
 
 
 def _is_permutation(node: object) -> bool:
-    """Whether `node` is the order of a sort of one dimension: every place is there, once."""
+    """Whether `node` is the permutation of a one-dimensional sort."""
     if not isinstance(node, fx.Node) or node.target is not operator.getitem or node.args[1] != 1:
         return False
     value = tensor(node)
@@ -124,7 +124,7 @@ def _is_permutation(node: object) -> bool:
 
 
 def _masked(step: fx.Node) -> list[fx.Node] | None:
-    """Whole rows that a mask takes out."""
+    """Returns the rows if `step` sets whole rows to zero by a mask."""
     mask, rows, other = step.args
     value, shown = tensor(step), tensor(mask)
     if value is None or shown is None or not isinstance(rows, fx.Node) or not is_zero(other):

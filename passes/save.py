@@ -1,13 +1,12 @@
-"""save: say what of a layer's input is kept for backward, where the policy asks for more than the default.
+"""save: mark the casts of layers' inputs that backward has to make again, by ``saved`` in the policy.
 
-    columnwise  the partitioner chooses between the FP8 copy wgrad reads and what it can be made from
-    transcode   the rowwise FP8 copy is kept; the columnwise one is made from it in backward
-    bf16        the source is kept; it is quantized in backward
-    mxfp8       as columnwise; what else is kept is for `compress`
+    columnwise  no mark: the partitioner saves wgrad's FP8 copy or its source
+    transcode   forward saves the rowwise FP8 copy; backward makes the columnwise copy from it
+    bf16        forward saves the source; backward quantizes it
+    mxfp8       as columnwise; `compress` handles other saved tensors
 
-By default nothing is marked. Only backward needs a columnwise copy, so the min-cut partitioner weighs its
-bytes against the bytes of its source. A weight, which is kept anyway, is cast in backward. Numerics do not
-change.
+Only backward needs a columnwise copy, so the min-cut partitioner compares its bytes with the bytes of its
+source. Weights exist anyway, so backward casts them. Numerics do not change.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from mxcompile.policy import Gemm, Saved
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Save:
-    """No options: what to keep is in the tags."""
+    """No options: `saved` is in the tags."""
 
     name: ClassVar[str] = "save"
 
     def apply(self, graph: fx.Graph) -> None:
-        """Mark the casts of `graph` that have to be made in backward."""
+        """Marks the casts of `graph` that backward has to make."""
         for node in graph.nodes:
             tag = tag_of(node)
             if tag is None or tag.formats is None or tag.gemm is not Gemm.WGRAD:
@@ -49,6 +48,6 @@ class Save:
                     cast = argument(cast)
                 if cast.target is not ops.decode:
                     continue
-            # fprop reads it too where it contracts the same dimension
+            # fprop also reads the cast if it contracts the same dimension; then forward makes it anyway
             if all(reader.gemm is not Gemm.FPROP for reader in gemms_reading(cast)):
                 cast.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE

@@ -1,10 +1,10 @@
-"""seed: casts to stochastic elements get a seed if they have none, and a stream of random numbers each.
+"""seed: give stochastic casts a seed, and each a stream of random numbers.
 
     cast(x, copy)  →  cast(x, copy, draw_seed(), number)
 
-One seed is drawn from torch's generator in every run of the graph, so `torch.manual_seed` makes runs
-reproducible. Streams are numbered in the order of the graph, after `share` has merged equal casts: what two
-casts of one seed lose to rounding is independent.
+Each run of the graph draws one seed from torch's generator, so `torch.manual_seed` makes runs reproducible.
+Streams are numbered in graph order, after `share` merged equal casts, so that rounding errors of two casts
+with one seed are independent.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from mxcompile.ops.view import Cast
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seed:
-    """No options: formats say which casts are random."""
+    """No options: formats select the stochastic casts."""
 
     name: ClassVar[str] = "seed"
 
     def apply(self, graph: fx.Graph) -> None:
-        """Give the random casts of `graph` their arguments."""
+        """Sets seed and stream of the stochastic casts of `graph`."""
         views = map(Cast.of, graph.find_nodes(op="call_function", target=ops.cast))
         casts = [cast for cast in views if cast is not None and cast.form.stochastic and cast.seed is None]
         if not casts:
@@ -39,7 +39,7 @@ class Seed:
 
 
 def _drawn(graph: fx.Graph, cast: fx.Node) -> fx.Node:
-    """A seed on the device of `cast`, drawn before anything is computed: forward or backward can hold it."""
+    """Draws a seed on the device of `cast`, right behind the inputs, so that either graph can hold it."""
     source = value_of(argument(cast))
     inputs = graph.find_nodes(op="placeholder")
     there = [node for node in inputs if _is_on(node, source.device)]
@@ -47,7 +47,7 @@ def _drawn(graph: fx.Graph, cast: fx.Node) -> fx.Node:
     after = inputs[-1] if like.op == "placeholder" else like
     with graph.inserting_after(after):
         drawn = Builder(graph, Seed.name).call(ops.draw_seed, like, like=cast)
-    for key in ("recompute", "ac_graph_id"):  # checkpointing draws nothing again
+    for key in ("recompute", "ac_graph_id"):  # checkpointing must not draw a second seed
         drawn.meta.pop(key, None)
     return drawn
 

@@ -1,8 +1,7 @@
-"""share: merge equal casts, and the equal views they read.
+"""share: merge equal casts, and the equal views that they read.
 
-q, k and v each read a view of one activation; after this pass they read one view and one cast of it.
-Only operators whose result is a function of their arguments are merged, and only within the same
-checkpointing region. Numerics do not change.
+q, k and v each read a view of one activation; after this pass they read one view and one cast of it. The pass
+merges only deterministic operators, and only within one checkpointing region. Numerics do not change.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Share:
     name: ClassVar[str] = "share"
 
     def apply(self, graph: fx.Graph) -> None:
-        """Merge equal nodes of `graph`, the first of them staying."""
+        """Merges equal nodes of `graph` into the first of them."""
         first: dict[Any, fx.Node] = {}
         for node in list(graph.nodes):
             if node.op != "call_function" or tags_of(node):
@@ -46,7 +45,7 @@ def _key(node: fx.Node) -> Any:
 
 
 def _frozen(value: Any) -> Any:
-    """`value` in a hashable form that tells 1, 1.0 and True apart."""
+    """Returns `value` in a hashable form that distinguishes 1, 1.0 and True."""
     if isinstance(value, dict):
         return tuple((key, _frozen(item)) for key, item in sorted(value.items()))
     if isinstance(value, list | tuple):

@@ -1,10 +1,10 @@
-"""split: one node, one GEMM.
+"""split: make a node for each gradient of an operator that computes several.
 
     dx, dW, db = convolution_backward(…)  →  dx = convolution_backward(…)[0], dW = …[1], db = …[2]
 
-Operators that compute several gradients at once become a node for each gradient that is read, so that every
-GEMM is found, decided and rewritten by itself. `restore` makes one node again of those that stay as they are:
-a graph in which nothing is quantized is the one that came in.
+The following passes then find, decide and rewrite each GEMM separately. Gradients without a reader get no
+node. `restore` joins the gradients that stay as they are: a graph in which nothing is quantized does not
+change.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import fx
 from mxcompile.graph.opsets import CONVOLUTION_BACKWARD, GROUPED_FALLBACK_BACKWARD, packet
 
 HALF = "mx_split"
-"""In ``node.meta`` of a node made here: the node it is a part of, by name, and the number of its parts."""
+"""`node.meta` key of a part: (name of the node that it is a part of, number of its parts)."""
 
 
 def has_several_gradients(node: fx.Node) -> bool:
@@ -34,7 +34,7 @@ class Split:
     name: ClassVar[str] = "split"
 
     def apply(self, graph: fx.Graph) -> None:
-        """Split the nodes of `graph` that compute several gradients."""
+        """Splits the nodes of `graph` that compute several gradients."""
         for node in list(graph.nodes):
             if has_several_gradients(node):
                 _split(graph, node)
@@ -57,7 +57,7 @@ def _split(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def masked(node: fx.Node, indices: tuple[int, ...]) -> tuple[Any, ...]:
-    """The arguments of `node` for computing the gradients `indices` alone."""
+    """Returns the arguments with which `node` computes only the gradients `indices`."""
     if packet(node) in CONVOLUTION_BACKWARD:
         return (*node.args[:-1], [index in indices for index in range(3)])
     return node.args

@@ -1,9 +1,9 @@
-"""squares: which weights are read by nothing but casts to 32×32 tiles, in forward and backward.
+"""squares: find the weights that only casts to 32×32 tiles read, in forward and backward.
 
-    fprop   matmul(cast(x), cast(w, tiles))          one cast of w, with one scale for 32×32 elements,
-    dgrad   matmul(cast(dy), cast(w, tiles))     is all that a graph reads of w
+    fprop   matmul(cast(x), cast(w, tiles))      both GEMMs read one cast of w,
+    dgrad   matmul(cast(dy), cast(w, tiles))     with one scale for 32×32 elements
 
-Such a weight can be cast before ranks gather it. Reads a graph after the passes and changes nothing.
+Ranks can gather the cast of such a weight. Reads a graph after the passes and changes nothing.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from mxcompile.policy import Gemm
 class TileUse:
     """The use of a layer's weight in one graph.
 
-    path: of the parameter, relative to the graph's frame. role: of the layer. elem_dtype, rounding: of the
-    one cast to tiles that reads it; None and "" if something else does. reason: for either.
+    path: parameter path, relative to the graph's frame. role: the layer's role. elem_dtype, rounding: format
+    of the only cast to tiles; None and "" if other nodes read the weight. reason: reason for either.
     """
 
     path: str
@@ -39,7 +39,7 @@ class TileUse:
 
 
 def tile_uses(graph: fx.Graph, inputs: Sequence[GraphInput]) -> Iterator[TileUse]:
-    """The uses of the parameters among `inputs` that are weights of forward GEMMs of `graph`."""
+    """Yields the uses of parameters among `inputs` that are weights of forward GEMMs of `graph`."""
     seen: set[fx.Node] = set()
     for node in graph.nodes:
         tag = tag_of(node)
@@ -58,7 +58,7 @@ def tile_uses(graph: fx.Graph, inputs: Sequence[GraphInput]) -> Iterator[TileUse
 
 
 def _cast(use: TileUse, weight: fx.Node) -> TileUse:
-    """`use` with the cast that is all that reads `weight`, or with what else does."""
+    """Returns `use` with the only cast that reads `weight`, or with a reason that names another reader."""
     casts = set()
     for user in weight.users:
         cast = Cast.of(user)

@@ -1,17 +1,17 @@
-"""unregistered: a tensor that multiplies activations is a weight, also where it is not a parameter.
+"""unregistered: find weights that are not parameters of the model.
 
-    y = x·wᵀ    w held by an attribute, a global, a closure          a layer, called what w is called there
-                w an argument that needs a gradient of its own       the same
-                w another argument, a matrix                         a layer that stays as it is
+    y = x·wᵀ    w is in an attribute, a global or a closure     a layer with the name of w
+                w is an argument and a leaf with a gradient     a layer with the name of w
+                w is another argument, a matrix                 a layer that stays as it is
 
-Dynamo hands over such a tensor as it hands over data, and `find` takes its product for one of activations.
-This pass marks the inputs that are weights of products outside of attentions, and tags the graph anew.
+For Dynamo such a tensor is a plain input, and `find` tags its product as a product of activations. This pass
+marks the inputs that are weights of products outside of attentions, and tags the graph again.
 
-An argument may be an activation, with a gradient or without. It is a weight where the model calls
-``F.linear`` or a convolution with it. In code without weights of its own it is one too if it is a matrix on
-the right of a product, and of the two operands only it needs a gradient, or the other is a batch or computed.
-An argument that a layer reads as its input is data. An argument without a gradient may be data even so, so
-its layer is not quantized.
+An argument may be an activation, with a gradient or without. It is a weight if the model passes it as the
+weight to ``F.linear`` or a convolution. In code without other weights, a matrix on the right of a product is
+a weight too, if it alone of both operands needs a gradient, or if the other operand is a batch or computed.
+An argument that a layer reads as its input is data. An argument without a gradient may still be data, so its
+layer is not quantized.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from mxcompile.policy import ATTENTION_PRODUCTS, Gemm
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unregistered:
-    """Options: `find` and `classify`, the passes that tagged the graph.
+    """Marks weights. find, classify: the passes that tagged the graph.
 
-    is_cut: whether the graph is a part of a model, where arguments are activations of other parts.
+    is_cut: whether the graph is a part of a model, so that arguments are activations of other parts.
     """
 
     name: ClassVar[str] = "unregistered"
@@ -45,7 +45,7 @@ class Unregistered:
     is_cut: bool = False
 
     def apply(self, graph: fx.Graph) -> None:
-        """Mark the weights among the inputs of `graph`. If there are any, tag it anew."""
+        """Marks the weights among the inputs of `graph`. If there are any, tags `graph` again."""
         products = [node for node in graph.nodes if _is_product(node)]
         if not products:
             return
@@ -73,7 +73,7 @@ class Unregistered:
             self.classify.apply(graph)
 
     def _held(self, graph: fx.Graph, products: Sequence[fx.Node]) -> set[fx.Node]:
-        """Returns the inputs that the program holds and that are weights of `products`."""
+        """Returns the weights of `products` that the program holds in attributes, globals or closures."""
         group = self._inputs(graph, HeldBy.HELD)
         depends = dependencies(graph, self.find.inputs, group) if group else {}
         weights: set[fx.Node] = set()
@@ -93,7 +93,7 @@ class Unregistered:
 
 
 def _is_product(node: fx.Node) -> bool:
-    """Whether `node` is a product of activations in no attention, as far as `find` and `classify` know."""
+    """Whether `find` tagged `node` as a product of activations, and `classify` not as attention."""
     tag = tag_of(node)
     if tag is None or tag.kind is not Kind.PRODUCT or tag.gemm is not Gemm.FPROP:
         return False
@@ -115,19 +115,19 @@ def _is_call(node: fx.Node) -> bool:
 
 
 def _is_matrix(operand: fx.Node) -> bool:
-    """Whether `operand` is an input of two dimensions, in whatever view."""
+    """Whether `operand` is a two-dimensional input or a view of it."""
     source = stored(operand)
     return source.op == "placeholder" and value_of(source).ndim == 2
 
 
 def _is_batch(operand: fx.Node) -> bool:
-    """Whether `operand` is computed, or an input of more than two dimensions."""
+    """Whether `operand` is computed, or an input with more than two dimensions."""
     source = stored(operand)
     return source.op != "placeholder" or value_of(source).ndim > 2
 
 
 def _sources(operand: fx.Node, stops: Callable[[fx.Node], bool] = lambda _: False) -> set[fx.Node]:
-    """The nodes that `operand` is computed from, by ways that do not lead through nodes where it `stops`."""
+    """Returns `operand` and the nodes that it is computed from; nodes with `stops` end the search."""
     pending, seen = [operand], set()
     while pending:
         node = pending.pop()

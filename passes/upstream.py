@@ -1,14 +1,14 @@
-"""upstream: which of the values that a forward keeps are what the inputs of layers are made from.
+"""upstream: find the saved values of forward that the inputs of layers are computed from.
 
-A layer with ``saved: mxfp8`` reaches back from its input to the kept values that it is computed from:
+A layer with ``saved: mxfp8`` reaches back from its input to these saved values:
 
-    qkv, ffn_in, …        the nearest of them: the residual stream before the norm
-    attn_out, ffn_out, …  all up to other linear layers: gate and up; attention's result, q, k and v
+    qkv, ffn_in, …        the nearest values: the residual stream before the norm
+    attn_out, ffn_out, …  all values up to other linear layers: gate and up; attention's result, q, k and v
 
-Left out are values that no linear layer, embedding or input of the model went into (masks, rotary tables),
-what a layer of a role made that presets leave alone (router, head, …), and what is exponentiated: an error
-there is a factor. So the scores and their statistics inside a written-out attention are not reached, nor the
-logits.
+Left out are values that do not depend on a linear layer, embedding or input of the model (masks, rotary
+tables), results of layers whose role presets do not quantize (router, head, …), and exponents, because their
+error becomes a factor. So the search does not reach the scores and row statistics of a written-out attention,
+nor the logits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mxcompile.policy import Gemm, Saved
 
 
 class _Origin(IntEnum):
-    """The origin of a value: the larger wins where several come together."""
+    """The origin of a value; a value with several origins has the largest."""
 
     CONSTANT = 0
     FRAGILE = 1
@@ -38,7 +38,7 @@ class _Origin(IntEnum):
 def upstream(
     graph: fx.Graph, inputs: Sequence[GraphInput], kept: Collection[fx.Node]
 ) -> dict[fx.Node, GemmTag]:
-    """Returns the nodes of `kept`, of the forward `graph`, that layers reach, with the first such layer."""
+    """Returns the nodes of `kept`, saved values of `graph`, that layers reach, with the first layer's tag."""
     origins = _made(graph, inputs)
     by_value: dict[fx.Node, list[fx.Node]] = {}
     for node in kept:
@@ -78,7 +78,7 @@ def _made(graph: fx.Graph, inputs: Sequence[GraphInput]) -> dict[fx.Node, _Origi
 def _reached(
     layer: fx.Node, values: Collection[fx.Node], seen: set[tuple[fx.Node, bool, bool]], *, behind: bool
 ) -> Iterable[fx.Node]:
-    """Returns the ones of `values` behind the operands of `layer`, up to other layers, or the nearest."""
+    """Yields nodes of `values` behind the operands of `layer`: up to other layers if `behind`, or nearest."""
     pending = [(arg, True) for arg in layer.all_input_nodes]
     while pending:
         node, counts = pending.pop()
@@ -93,7 +93,7 @@ def _reached(
         tags = tags_of(node)
         if packet(node) in STREAM_SOURCES or any(tag.kind is Kind.LINEAR for tag in tags):
             continue
-        if tags:  # a product of two activations: what it multiplies is no exponent
+        if tags:  # a product of two activations: its operands are not exponents
             counts = True
         elif packet(node) in EXPONENTIALS:
             counts = False
@@ -101,7 +101,7 @@ def _reached(
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
-    """Returns the nodes that `node` is computed from; of an attention q, k and v alone."""
+    """Returns the nodes that `node` is computed from; attention operators have only q, k and v."""
     if packet(node) in ATTENTION_FORWARD:
         return [arg for arg in qkv(node) if isinstance(arg, fx.Node)]
     return node.all_input_nodes

@@ -1,4 +1,4 @@
-"""The verifier run between passes: what must hold of a graph that holds aten and mx operators."""
+"""The verifier that runs after each pass: invariants of a graph of aten and mx operators."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mxcompile.ops.view import Product
 
 
 def verify(graph: fx.Graph, after: str, *, decided: bool, tagged: bool = True) -> None:
-    """Check `graph` after the pass called `after`. Raises `VerificationError`.
+    """Checks `graph` after the pass with the name `after`. Raises `VerificationError`.
 
-    Every matmul-like node is tagged if `tagged`, with a choice if `decided`; operands of products are FP8
-    with scales of matching shape; every cast has a fake value.
+    Every matmul-like node has a tag if `tagged`, with a choice if `decided`; operands of products have the
+    dtypes of their formats and scales of matching shape; every cast has a fake value.
     """
     sound.check(graph, after)
     elementary: dict[int, bool] = {}  # by identity: operators compute their hash in Python

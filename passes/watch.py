@@ -1,15 +1,14 @@
-"""watch: the graphs of a sampled step measure what the casts of operands lose; others may tell NaN and Inf.
+"""watch: measure errors of casts in the graphs of a sampled step; other steps may detect NaN and Inf.
 
     q, s = quantize(x)   →   q, s = quantize(x)
                              measured = cast_statistics(x)   …   deliver([measured, …], sites)
 
                          bad = nonfinite(s)              …   deliver([bad, …], sites)      for every step
 
-`sites` notes the casts of a joint graph, with the operands of the products that read them, and the results of
-products, y and dw, which are not cast. `Watch` adds the
-operators to forward and backward once these are apart, so that the same values are saved with and without
-them: a source that forward computes is measured there. Nothing else reads what is added, and a cast reads its
-source from memory either way, so that losses and gradients stay the same bits. Numerics do not change.
+`sites` lists the casts of a joint graph with the operands that read them, and the results of products, y and
+dw, which are not cast. `Watch` adds its operators after the partitioner, so that the same values are saved
+with and without them; it measures a source in the graph that computes it. No other operator reads the
+results, and a cast reads its source from memory either way, so losses and gradients stay bit-identical.
 """
 
 from __future__ import annotations
@@ -30,21 +29,21 @@ from mxcompile.ops.view import Cast, Product, results_of
 from mxcompile.policy import Gemm
 
 KEPT = 1 << 16
-"""How many elements of the cast of a weight are compared from sample to sample."""
+"""Number of elements of a weight's cast that are compared from sample to sample."""
 
 DUMPED = 1 << 16
-"""How many elements of an operand are kept for a rule that writes them."""
+"""Number of elements of an operand that are kept for a rule that writes them to a file."""
 
 RESULTS = {Gemm.FPROP: "y", Gemm.WGRAD: "dw"}
-"""What the results of products are called."""
+"""Names of the results of products."""
 
 OPERANDS = ("x", "w", "dy", *RESULTS.values())
-"""What can be watched of products."""
+"""Names of the operands and results of products that can be watched."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reader:
-    """An operand or result of a product: of which layer and GEMM, and which of `OPERANDS` it is."""
+    """An operand or result of a product. operand: a name of `OPERANDS`."""
 
     layer: str
     gemm: str
@@ -54,11 +53,11 @@ class Reader:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Site:
-    """One cast to be measured, or the result of a product.
+    """A cast or a result of a product that is to be measured.
 
-    source, seed, scale: names of nodes; "" for none. scales: the name of the cast's own. dim: the contraction
-    dimension. fmt: the format's word, "" of a result. sizes: of the source, if an excerpt of it is kept, else
-    empty. missing: why it cannot be measured, "" if it can.
+    source, seed, scale: names of nodes that the cast reads, or "". scales: name of the cast's scales, "" if
+    they are delayed. dim: contraction dimension. fmt: name of the format, "" for a result. sizes: sizes of
+    the source if an excerpt is kept, else empty. missing: reason why it cannot be measured, or "".
     """
 
     readers: tuple[Reader, ...]
@@ -74,12 +73,12 @@ class Site:
 
     @property
     def is_weight(self) -> bool:
-        """Whether it is a weight that is cast."""
+        """Whether a product reads it as the weight."""
         return any(reader.operand == "w" for reader in self.readers)
 
     @property
     def word(self) -> str:
-        """Returns the words with which `deliver` describes it; `read` reads them."""
+        """The description that `deliver` passes on, as JSON."""
         readers = [asdict(reader) for reader in self.readers]
         about = {"format": self.fmt, "dim": self.dim, "sizes": self.sizes, "missing": self.missing}
         return json.dumps({"readers": readers, **about})
@@ -91,9 +90,9 @@ def sites(
     dumped: Callable[[Reader], bool] = lambda _: False,
     operands: Container[str] = OPERANDS[:3],
 ) -> list[Site]:
-    """The casts of the joint graph `graph`, after all passes, for layers whose names are `watched`.
+    """Returns the casts of the joint graph `graph`, after all passes, for layers with a `watched` name.
 
-    dumped: whether an excerpt of the operand is to be kept. operands: those of `OPERANDS` that are wanted.
+    dumped: whether to keep an excerpt of an operand. operands: names of `OPERANDS` to include.
     """
     casts: dict[fx.Node, list[Reader]] = {}
     missing: list[Site] = []
@@ -121,7 +120,7 @@ def _operands(graph: fx.Graph) -> Iterator[tuple[GemmTag, str, fx.Node | None]]:
 
 
 def _sizes(source: fx.Node) -> tuple[int, ...]:
-    """Returns the sizes of `source`; none if they are not known before the graph runs."""
+    """Returns the sizes of `source`; () if a size is symbolic."""
     sizes = tuple(value_of(source).shape)
     return sizes if all(isinstance(size, int) for size in sizes) else ()
 
@@ -146,14 +145,14 @@ def _site(cast: fx.Node, readers: Sequence[Reader], is_dumped: bool) -> Site:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Watch:
-    """sites: of the joint graph. only_nonfinite: tell whether there is NaN or Inf, and measure nothing."""
+    """Measures. sites: sites of the joint graph. only_nonfinite: whether to detect only NaN and Inf."""
 
     name: ClassVar[str] = "watch"
     sites: Sequence[Site] = field(default_factory=list)
     only_nonfinite: bool = False
 
     def apply(self, forward: fx.Graph, backward: fx.Graph) -> bool:
-        """Measure the casts of both graphs. Returns whether anything was added."""
+        """Adds measurements to both graphs. Returns whether it added any."""
         writers = _Writer(forward), _Writer(backward)
         for site in self.sites:
             if self.only_nonfinite:
@@ -181,7 +180,7 @@ class _Writer:
         self._left: list[str] = []
 
     def measure(self, site: Site) -> bool:
-        """Measure the cast of `site` here, if all that it reads is here."""
+        """Measures the cast of `site` if this graph has its inputs. Returns whether it has."""
         needed = [name for name in (site.source, site.seed, site.scale) if name]
         if not needed or not all(name in self._nodes for name in needed):
             return False
@@ -208,7 +207,7 @@ class _Writer:
             return [self._build.pick(call, index, f"{call.name}_{index}") for index in (1, 0)][::-1]
 
     def guard(self, name: str, site: Site) -> bool:
-        """Tell of NaN and Inf in the node called `name`, if it is made here."""
+        """Detects NaN and Inf in the node called `name`. Returns whether this graph has that node."""
         node = self._nodes.get(name)
         if node is None:
             return False
@@ -219,11 +218,11 @@ class _Writer:
         return True
 
     def leave_out(self, site: Site) -> None:
-        """Say that `site` is not measured."""
+        """Reports `site` as not measured."""
         self._left.append(site.word)
 
     def deliver(self) -> bool:
-        """Hand over what was measured; `measure` is not called again. Returns whether there was anything."""
+        """Adds `deliver`, for all measurements so far, to the graph. Returns whether there were any."""
         if not self._words and not self._left:
             return False
         (output,) = self._graph.find_nodes(op="output")

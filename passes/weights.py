@@ -1,9 +1,9 @@
-"""weights: which inputs of a graph its quantized products cast as they are, and in which format.
+"""weights: find the weights that quantized products cast, with the dimension and the format of each cast.
 
-    scaled_mm(quantize(x), quantize(view(w), along K))  →  w: along the dimension of w that K is, format
+    matmul(cast(x), cast(view(w), along K))  →  w: dimension of w that is K, format
 
-A weight can be stored quantized where this is all that linear layers do with it. Reads a graph after the
-passes and changes nothing.
+A weight can be stored quantized if linear layers read it only in this way. Reads a graph after the passes and
+changes nothing.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ OTHER_FORMAT = (
     "stored weights are MXFP8 or MXFP4 with a scale for 32 elements along K, or NVFP4 with one for 16, which"
     " this {} is not"
 )
-"""Why a GEMM that quantizes a weight does not have it stored."""
+"""Reason why the weight of a quantized GEMM cannot be stored."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightUse:
     """The use of a weight in one forward GEMM, or in the lookup of an embedding.
 
-    path: of the parameter, relative to the graph's frame. layer: name of the GEMM. role: of it. block_dim:
-    non-negative dimension of the parameter that is contracted; rank: how many it has. form: of the cast, or
-    of the weight as it is stored; None where the GEMM does not cast the weight as it is. square: whether the
-    cast has scales for square tiles, and `form` is that of one for each row of them. reason: for either.
-    is_lookup: whether it is an embedding, `layer` then the path.
+    path: parameter path, relative to the graph's frame. layer: name of the layer, or the embedding's path.
+    role: the layer's role. block_dim: contracted dimension of the parameter, not negative. rank: number of
+    its dimensions. form: format of the cast or of the stored weight; None if the GEMM does not cast the
+    weight itself. square: whether the cast has square tiles; `form` then has a scale for each row of a tile.
+    reason: reason of the choice, or why the weight cannot be stored. is_lookup: whether it is an embedding.
     """
 
     path: str
@@ -55,7 +55,7 @@ class WeightUse:
 
 
 def weight_uses(graph: fx.Graph, inputs: Sequence[GraphInput]) -> Iterator[WeightUse]:
-    """The uses of the parameters among `inputs` in forward GEMMs of `graph`, and in embeddings."""
+    """Yields the uses of parameters among `inputs` in forward GEMMs of `graph`, and in embeddings."""
     for node in graph.nodes:
         tag = tag_of(node)
         if packet(node) is aten.embedding:
@@ -107,7 +107,7 @@ def _of_gemm(node: fx.Node, tag: GemmTag, inputs: Sequence[GraphInput]) -> Itera
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _StorableCast:
-    """A cast in whose format weights are stored. side: the dimension of blocks, counted from the last."""
+    """A cast to a format that weights can be stored in. side: dimension of its blocks, negative."""
 
     side: int
     form: Format
@@ -115,7 +115,7 @@ class _StorableCast:
 
 
 def _storable(node: fx.Node) -> _StorableCast | None:
-    """The cast that `node` is, None if no weight is stored in its format."""
+    """Returns the cast `node`, None if weights cannot be stored in its format."""
     cast = Cast.of(node)
     if cast is None:
         return None
@@ -126,7 +126,7 @@ def _storable(node: fx.Node) -> _StorableCast | None:
 
 
 def _path(node: Any, inputs: Sequence[GraphInput]) -> str:
-    """Path of the parameter that `node` is, "" for anything else."""
+    """Returns the path of the parameter `node`, "" if it is not a parameter."""
     if not isinstance(node, fx.Node) or node.op != "placeholder":
         return ""
     known = graph_input(node, inputs)
@@ -134,9 +134,9 @@ def _path(node: Any, inputs: Sequence[GraphInput]) -> str:
 
 
 def _source(node: Any, dim: int = -1) -> tuple[Any, int | None]:
-    """Returns the node of which `node` is a view, cast or copy, and its dimension that is `dim` of `node`.
+    """Returns the source behind views, casts and copies, and its dimension that is `dim` of `node`.
 
-    None if no dimension of the source has those elements, all of them.
+    The dimension is None if no dimension of the source has exactly the elements of `dim`.
     """
     value = tensor(node)
     dims = frozenset({dim % value.ndim}) if value is not None and value.ndim else frozenset()
