@@ -1,1 +1,1 @@
-"""Graph rewrites of the lowering: mx operators become what a target runs."""
+"""Graph rewrites of the lowering: mx operators become operators that the target has kernels for."""

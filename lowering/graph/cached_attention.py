@@ -1,11 +1,11 @@
-"""cached_attention: attention of few queries reads keys and values as an MXFP8 cache holds them.
+"""cached_attention: attention of few queries reads the codes and scales of an MXFP8 cache.
 
     attention(q, decode(k, sk), decode(v, sv), mask)  → permute(mx.attention(q, k, sk, v, sv, mask))
 
-also where k and v were repeated for the heads that share them. Reading them is the time of such an attention,
-so they are read in half the bytes of BF16, each once, and decoded in registers (`cpu.attention`,
-`templates.cached_attention`). For more queries and in other forms of attention they are dequantized, and the
-record says why.
+also if k and v were repeated for the heads that share them. The time of such an attention is the time to read
+k and v, so the kernel reads their codes, half the bytes of BF16, once, and decodes them in registers
+(`cpu.attention`, `templates.cached_attention`). For more queries and in other forms of attention k and v are
+dequantized, and the record has the reason.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ KERNEL = f"mx_attention C++ {_STORED}"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CachedAttention(LoweringPass):
-    """For all targets; on those without a kernel of it, the record of an attention says so."""
+    """For all targets; without a kernel for the target, records of attentions have a reason."""
 
     name: ClassVar[str] = "cached_attention"
     templates: ClassVar[tuple[str, ...]] = ("templates.cached_attention",)
 
     @property
     def obstacle(self) -> str:
-        """Why no kernel can read what a cache holds."""
+        """The reason why no kernel can read the codes of a cache, or ""."""
         if self.target.device == "cpu":
             reason = kernel.obstacle()
         elif self.target.arch is None:
@@ -54,7 +54,7 @@ class CachedAttention(LoweringPass):
         return f"{_DEQUANTIZED}: {reason}" if reason else ""
 
     def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
-        """The attentions that read such a cache."""
+        """Yields the attentions that read an MXFP8 cache."""
         for node in list(graph.nodes):
             if packet(node) in ATTENTION_FORWARD:
                 operands = [argument(node, index) for index in (1, 2)]
@@ -66,7 +66,7 @@ class CachedAttention(LoweringPass):
                 yield node
 
     def apply(self, graph: fx.Graph) -> Reasons:
-        """Replace those that the kernel is for. Returns why others are not replaced."""
+        """Replaces the attentions that the kernel supports. Returns the reasons why others stay."""
         build, reasons = Builder(graph, self.name), {}
         for node in self.candidates(graph):
             if reason := self._reason(node):
@@ -77,7 +77,7 @@ class CachedAttention(LoweringPass):
         return reasons
 
     def _reason(self, node: fx.Node) -> str:
-        """Why `node`, which reads a cache, is not on the kernel; "" if it can be."""
+        """Returns the reason why the kernel does not support `node`, an attention over a cache, or ""."""
         on_cpu = self.target.device == "cpu"
         row = ATTENTION_FORWARD.get(packet(node))
         if row is None:
@@ -95,7 +95,7 @@ class CachedAttention(LoweringPass):
         return _form_obstacle(node, query)
 
     def _kernel(self, query: torch.Tensor, keys: torch.Tensor) -> str:
-        """The name of the kernel of `query` over `keys`."""
+        """Returns the name of the kernel for `query` over `keys`."""
         if self.target.device == "cpu":
             return KERNEL
         batch, heads, queries, dim = map(hint, query.shape)
@@ -105,7 +105,7 @@ class CachedAttention(LoweringPass):
 
 
 def _form_obstacle(node: fx.Node, query: torch.Tensor) -> str:
-    """Returns the feature of `node`, an attention of a CPU, that the kernel lacks; "" if it lacks none."""
+    """Returns the feature of the attention `node` that the kernel does not support, or ""."""
     given = arguments_of(node)
     if given.get("dropout_p") or given.get("is_causal"):
         return "it drops weights out" if given.get("dropout_p") else "causal without a mask"
@@ -144,11 +144,11 @@ def _replace(node: fx.Node, build: Builder, kernel_of: Callable[[torch.Tensor, t
         if user.args[1:] == (0,):
             user.replace_all_uses_with(result)
         build.graph.erase_node(user)
-    build.graph.erase_node(node)  # by hand: attention may drop out at random, so it counts as impure
+    build.graph.erase_node(node)  # attention may have dropout, so dead code elimination would keep it
 
 
 _Held = tuple[fx.Node, fx.Node, str]
-"""Codes, which may be bytes, scales and the word of their format."""
+"""Codes (possibly as bytes), scales, and the name of their format."""
 
 
 def _part(node: fx.Node) -> _Held:
@@ -158,7 +158,7 @@ def _part(node: fx.Node) -> _Held:
 
 
 def _held(node: fx.Node) -> _Held | None:
-    """Returns the data of a cache of which `node` is the values, repeated for shared heads or not."""
+    """Returns the codes and scales that `node` decodes, also if it repeats them for shared heads, or None."""
     dequantize = Dequantize.of(_unrepeated(node))
     if dequantize is None or dequantize.form.packed:
         return None
@@ -174,7 +174,7 @@ def _held(node: fx.Node) -> _Held | None:
 
 
 def _unrepeated(node: fx.Node) -> fx.Node:
-    """[B, KV, T, D] of which `node` is [B, KV·n, T, D], each head n times in turn; else `node`."""
+    """Returns [B, KV, T, D] if `node` [B, KV·n, T, D] repeats each head n times in turn; else `node`."""
     if packet(node) not in SIZED_VIEWS:
         return node
     expanded = argument(node)
@@ -193,14 +193,14 @@ def _unrepeated(node: fx.Node) -> fx.Node:
 
 
 def _cached(node: fx.Node) -> bool:
-    """Whether `node` is values of MX data, in whatever shape."""
+    """Whether `node` is dequantized MX data or a view of it."""
     while packet(node) in TRANSPARENT and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return Dequantize.of(node) is not None
 
 
 def _mask(node: fx.Node) -> fx.Node | None:
-    """Returns the tensor that is added to the scores, before it is expanded."""
+    """Returns the mask that is added to the scores, before it was expanded."""
     given = arguments_of(node)
     mask = given.get("attn_mask", given.get("attn_bias"))
     while isinstance(mask, fx.Node) and packet(mask) is aten.expand:

@@ -1,12 +1,12 @@
-"""epilogue: whether a product's kernel computes what is behind it, and never stores its own result.
+"""epilogue: predict whether Inductor fuses a product's readers into the product's kernel.
 
-    product → +, ·, gelu … → anything but casts alone       in the kernel, as Inductor fuses it
+    product → +, ·, gelu … → not only casts                 in the product's kernel
     product → silu, · → casts                               in the cast's kernel
-    product → + → the sum of a row, of a norm               in the kernel of the sum
-    product + product, silu(product) · product              in the kernel of the last
-    product → SwiGLU's two gradients, stored                in a kernel of their own (see `is_heavy`)
+    product → + → a row sum (of a norm)                     in the kernel of the sum
+    product + product, silu(product) · product              in the kernel of the last product
+    product → SwiGLU's two gradients, stored                in a separate kernel (see `is_heavy`)
 
-Views of the whole result do not count. Asked of graphs as they are lowered.
+Views of the whole result do not count. The lowering calls these functions on the graph that it lowers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 def has_epilogue(product: fx.Node) -> bool:
-    """Whether elementwise operators alone read `product`, and what reads them wants their result stored."""
+    """Whether only elementwise operators read `product`, and its kernel computes and stores them."""
     uses = {use for use, _ in readers(product, _is_whole_view)}
     fusible = all(_elementwise(use) and _last(product, use) for use in uses)
     return fusible and any(map(_is_stored, uses)) and not is_heavy(product)
@@ -34,10 +34,10 @@ _FEW = 2
 
 
 def is_heavy(product: fx.Node) -> bool:
-    """Whether what is behind `product` reads or stores more than two tensors of its size beside the result.
+    """Whether the operators behind `product` read or store more than two other tensors of its size.
 
-    Such operators get a kernel of their own. They take more registers than a thread has beside a tile, and on
-    a B200 their memory traffic takes longer than the product, which would wait for it.
+    These operators get a separate kernel. As an epilogue they would spill registers, and on a B200 their
+    memory traffic takes longer than the product, which would wait for it.
     """
     pending, fused = _users(product), {product}
     while pending:
@@ -60,7 +60,7 @@ def _wants_stored(use: fx.Node) -> bool:
 
 
 def _is_cast(node: fx.Node) -> bool:
-    """Whether `node` is a cast, or a product with one, that a template makes."""
+    """Whether `node` is a cast with a template, or a product fused with a cast."""
     cast = Casts.of(node)
     if cast is None:
         return node.target is ops.quantize_mm
@@ -68,14 +68,14 @@ def _is_cast(node: fx.Node) -> bool:
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """The tensor that `node` is a view of all of."""
+    """Returns the tensor behind views of the whole tensor."""
     while _is_whole_view(node):
         node = argument(node)
     return node
 
 
 def _is_whole_view(node: fx.Node) -> bool:
-    """Whether `node` is a view of all of its argument."""
+    """Whether `node` is a view of its whole argument."""
     return packet(node) in TRANSPARENT and _size(node) == _size(argument(node))
 
 
@@ -89,21 +89,21 @@ def _elementwise(node: fx.Node) -> bool:
 
 
 def _last(product: fx.Node, use: fx.Node) -> bool:
-    """Whether no later product goes into `use`, or into the elementwise operators that alone read it."""
+    """Whether no later product goes into `use` or into a chain of elementwise operators behind it."""
     pending, seen = [use], {use}
     while pending:
         node = pending.pop()
         if _joins_later(product, node):
             return False
         users = _users(node)
-        if all(map(_elementwise, users)):  # else it is stored, and what is behind reads it from memory
+        if all(map(_elementwise, users)):  # else it is stored, and its readers load it from memory
             pending += users - seen
             seen |= users
     return True
 
 
 def _joins_later(product: fx.Node, node: fx.Node) -> bool:
-    """Whether `node` follows from a later product than `product`."""
+    """Whether `node` depends on a product behind `product`."""
     pending, seen = [node], {node}
     while pending:
         for given in pending.pop().all_input_nodes:
@@ -117,13 +117,13 @@ def _joins_later(product: fx.Node, node: fx.Node) -> bool:
 
 
 def _is_product(node: fx.Node) -> bool:
-    """Whether `node` is a product that a chip with an MX GEMM runs: of MXFP8, or of packed FP4."""
+    """Whether `node` is a product of MXFP8 or of packed FP4, which a chip with an MX GEMM runs."""
     product = Product.of(node)
     return product is not None and (product.is_packed or product.is_mx)
 
 
 def _is_stored(use: fx.Node) -> bool:
-    """Whether what reads the elementwise operators from `use` on is not casts alone, and no reduction."""
+    """Whether more than casts, and no reduction, read the elementwise operators from `use` on."""
     pending, seen, stored = [use], {use}, False
     while pending:
         for user, _ in readers(pending.pop(), _is_whole_view):

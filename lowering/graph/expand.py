@@ -1,16 +1,15 @@
-"""expand: make the quantized GEMMs of a graph what a target without a GEMM of their operands runs.
+"""expand: emulate the quantized GEMMs that the target has no kernel for, by the vendor's GEMM.
 
     matmul(qa, sa, qb, sb) → mm(dequantize(qa, sa), dequantize(qb, sb))       MXFP8
                              mm(elements(qa), elements(qb)) · sa · sb         scales that span the contraction
-                             mm(decode(qa, sa), decode(qb, sb)) · tensors     others; of two levels
+                             mm(decode(qa, sa), decode(qb, sb)) · tensors     other formats; two levels
 
-The dequantized operands are exact in BF16, extreme scales aside (see docs/numerics.md), and in FP32, so the
-vendor's GEMM in either gives what an MX GEMM would, up to the order of accumulation. It is FP32 where the
-target multiplies BF16 slowly. So are elements without their scales; where
-the result is BF16, their product is rounded to it before the FP32 scales multiply it. FP32 scales of blocks
-are in their operands, which are rounded to the dtype of the GEMM. Values under E4M3 scales are exact in BF16;
-the scales of their tensors multiply like FP32 scales. FP8 copies that cross from forward to
-backward stay FP8 (see `operands`).
+The GEMM is BF16, or FP32 if the target multiplies BF16 slowly. Dequantized MXFP8 operands are exact in both,
+extreme scales aside (see docs/numerics.md), so the result equals an MX GEMM's up to the order of
+accumulation. Elements without scales are exact too; a BF16 product of them is rounded to BF16 before the FP32
+scales multiply it. FP32 block scales multiply their operands, which are rounded to the dtype of the GEMM.
+Elements times E4M3 scales are exact in BF16; tensor scales multiply the product, like FP32 scales. FP8 copies
+that forward saves for backward stay FP8 (see `operands`).
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Expand(LoweringPass):
     name: ClassVar[str] = "expand"
 
     def apply(self, graph: fx.Graph) -> Reasons:
-        """Replace the quantized GEMMs of `graph` without a kernel by aten GEMMs, named in their tags."""
+        """Replaces the quantized GEMMs of `graph` without a kernel by aten GEMMs, and names these in tags."""
         expander = _Expander(graph, self.target)
         for node in list(graph.nodes):
             if packet(node) in ops.PRODUCTS and not any(tag.kernel for tag in tags_of(node)):
@@ -52,7 +51,7 @@ class Expand(LoweringPass):
 
 
 def working_dtype(out: torch.dtype, target: Target) -> torch.dtype:
-    """The dtype to which `target` dequantizes the operands of a product, by the dtype of its result."""
+    """Returns the dtype that `target` dequantizes operands to, for a product with a result in `out`."""
     narrow = out is torch.bfloat16 and out not in target.slow_dtypes
     return torch.bfloat16 if narrow else torch.float32
 
@@ -67,7 +66,7 @@ class _Expander:
         self._operands = DequantizedOperands(self._build)
 
     def expand(self, node: fx.Node) -> None:
-        """Replace `node`, a product of mx operands."""
+        """Replaces `node`, a product of quantized operands."""
         out, product = value_of(node), Product.read(node)
         dtype = working_dtype(out.dtype, self._target)
         (qa, sa), (qb, sb) = product.sides
@@ -116,7 +115,7 @@ class _Expander:
 
 
 def factors_of(product: Product, build: Builder) -> Sequence[fx.Node]:
-    """Returns the factor of `product` in formats of two levels: the scales of its tensors, multiplied."""
+    """Returns the product of the tensor scales of `product`, as a list; [] without tensor scales."""
     tensors = product.tensors or ()
     return tensors if len(tensors) < 2 else [build.call(aten.mul.Tensor, *tensors, like=product.node)]
 
@@ -124,7 +123,7 @@ def factors_of(product: Product, build: Builder) -> Sequence[fx.Node]:
 def scaled(
     product: fx.Node, factors: Sequence[fx.Node], bias: fx.Node | None, build: Builder, like: fx.Node
 ) -> fx.Node:
-    """`product` times the scales of its rows and columns, or of its tensors, plus `bias`, in FP32."""
+    """Returns `product` times `factors` (scales of rows, columns or tensors) plus `bias`, in FP32."""
     result = build.converted(product, torch.float32, like)
     for factor in factors:
         result = build.call(aten.mul.Tensor, result, factor, like=like)
@@ -134,7 +133,7 @@ def scaled(
 
 
 def _spans_contraction(word: str) -> bool:
-    """Whether scales of the format `word` are the same along the contraction dimension."""
+    """Whether the format `word` has FP32 scales that are constant along the contraction dimension."""
     form = Format.of(word)
     return form.scale is ScaleType.FP32 and form.tile.along == WHOLE
 

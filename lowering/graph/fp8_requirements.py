@@ -1,4 +1,4 @@
-"""The requirements of the vendor's FP8 GEMM, in order, with the words for a record where one is not met.
+"""The requirements of the vendor's FP8 GEMM, each with the reason for records if it is violated.
 
 Source: the checks of `torch._scaled_mm` (torch/_meta_registrations.py, ATen/native/cuda/ScaledBlas.cpp).
 """
@@ -18,22 +18,22 @@ from mxcompile.lowering.targets import Target
 from mxcompile.ops.view import Product
 
 _MULTIPLE = 16
-"""Of the sizes of the right operand."""
+"""The sizes of the right operand are multiples of this."""
 
 _HALVES = (torch.bfloat16, torch.float16)
 
 _ALIGNED = 4
-"""Of the numbers of scales along the dimension that is innermost in their memory: 16 bytes."""
+"""The number of scales along their innermost dimension is a multiple of this: 16 bytes."""
 
 _BLOCKS_SINCE = (12, 9)
-"""The CUDA whose GEMM takes scales of blocks."""
+"""The first CUDA whose GEMM takes block scales."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
     """A product of FP8 operands with FP32 scales.
 
-    left, right: formats of the operands. device: type of the device that stands for the target.
+    left, right: formats of the operands. device: device type of the target's tensors.
     """
 
     out: Tensor
@@ -63,12 +63,12 @@ class Problem:
 
     @property
     def tiles(self) -> str:
-        """The extents of the scales, in words."""
+        """The granularities of the scales, for messages."""
         return " and ".join(dict.fromkeys((str(self.left.tile), str(self.right.tile))))
 
     @property
     def odd(self) -> dict[str, Any]:
-        """The sizes of the right operand that are not multiples, by their names."""
+        """The sizes of the right operand that are not multiples of 16, by name."""
         sizes = {"k": self.b.shape[0], "n": self.b.shape[1]}
         return {key: size for key, size in sizes.items() if not isinstance(size, int) or size % _MULTIPLE}
 
@@ -79,18 +79,18 @@ class Problem:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether scales are of blocks along the contraction."""
+        """Whether the left operand has several scales along the contraction."""
         return self.left.tile.along != WHOLE
 
     @property
     def num_blocks(self) -> Any:
-        """How many blocks of the right operand lie along the contraction."""
+        """The number of blocks of the right operand along the contraction."""
         return -(-self.a.shape[1] // self.right.tile.along)
 
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """holds: whether a problem meets it. words: why one does not."""
+    """holds: whether a problem satisfies it. words: the reason if a problem does not."""
 
     holds: Callable[[Problem], bool]
     words: Callable[[Problem], str]
@@ -156,9 +156,9 @@ REQUIREMENTS = (
     ),
     Requirement(_takes_bias, lambda _: "the FP8 GEMM takes a vector of its result's half precision as bias"),
 )
-"""In the order in which a record names the first that is not met."""
+"""The requirements, in order: the record has the reason of the first that is violated."""
 
 
 def unmet(problem: Problem) -> str:
-    """Why the vendor's FP8 GEMM does not take `problem`; "" if it does."""
+    """Returns the reason why the vendor's FP8 GEMM does not take `problem`, or ""."""
     return next((each.words(problem) for each in REQUIREMENTS if not each.holds(problem)), "")

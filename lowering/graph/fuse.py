@@ -1,12 +1,12 @@
-"""fuse: one operator of a product and of the cast that it alone reads.
+"""fuse: fuse a product with the cast of its left operand.
 
     matmul(cast(x), w)  →         quantize_mm(x, w)                      the FP8 copy of x is never stored
 
-For a matrix x cast along its rows' K, whose two results go to that product and nowhere else: of inference, or
-of a forward whose backward has another copy. A cast that several products share (QKV) stays; so does one of a
-tensor that has another cast too, for `merge_casts`, and one for which the template has no tile that pays.
-Where Inductor is to choose by timing, the operator reads the cast beside x, which vanishes if the fused form
-wins. Numerics do not change.
+For a matrix x that is cast rowwise, if only this product reads the cast: in inference, or in a forward whose
+backward reads another copy. A cast stays if several products share it (QKV), if its tensor has another cast
+(`merge_casts` joins them), or if the template has no tile that is faster. Under autotuning the operator also
+reads the cast, so that Inductor can time both forms; the cast is dead if the fused form wins. Numerics do not
+change.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Fuse(NativePass):
     templates: ClassVar[tuple[str, ...]] = (*NativePass.templates, "templates.fused_quantize_mm")
 
     def apply(self, graph: fx.Graph) -> Reasons:
-        """Fuse what pays among the products of `graph` that have a kernel, and name that in their tags."""
+        """Fuses products of `graph` that have a kernel and gain by it, and names the new kernel in tags."""
         build = Builder(graph, self.name)
         for node in list(graph.nodes):
             cast = cast_of(node)
@@ -59,7 +59,7 @@ class Fuse(NativePass):
 
 
 def _config(tile_sizes: Choices, competes: bool) -> str:
-    """The tile the template takes, or that Inductor is to choose, also the other form."""
+    """Returns the tile of the template; under autotuning the number of choices, with the unfused form."""
     if competes:
         return f"autotuned of {len(tile_sizes) + 1}"
     ((swap, tile),) = tile_sizes
@@ -67,7 +67,7 @@ def _config(tile_sizes: Choices, competes: bool) -> str:
 
 
 def cast_of(node: fx.Node) -> Cast | None:
-    """The cast of the left operand of `node`, a product of matrices, if it may be computed there instead."""
+    """Returns the cast of the left operand of `node`, a product of matrices, if both can be fused."""
     product = Product.of(node) if node.target is ops.matmul else None
     if product is None or not product.is_mx or not all(tag.kernel for tag in tags_of(node)):
         return None
@@ -85,7 +85,7 @@ def cast_of(node: fx.Node) -> Cast | None:
 
 
 def _cast(result: fx.Node, place: int, reader: fx.Node) -> fx.Node | None:
-    """The cast that returns `result` in `place`, for `reader` alone; None if there is none such."""
+    """Returns the cast that has `result` at position `place`, if only `reader` reads it, or None."""
     cast, index = result_of(result)
     if cast is None or cast.target is not ops.cast:
         return None

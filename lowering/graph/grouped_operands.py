@@ -5,8 +5,8 @@
     a[m, t] · b[t, n]       at a column of a and a row of b: column-major and row-major, m and n multiples
     a[g, m, k]              a stack: rows or columns are a multiple
 
-PyTorch checks strides. It does not check where groups end, which only the data says. Inductor is free to
-change the strides of what it computes, so an operator fixes them.
+PyTorch checks strides. It does not check where groups end, because the offsets are data. Inductor may change
+the strides of buffers that it computes, so an operator fixes them.
 
 Source: ``check_valid_strides`` in ``_meta_grouped_mm_common`` of ``torch/_meta_registrations.py``.
 """
@@ -42,7 +42,7 @@ def unmet(a: fx.Node, b: fx.Node) -> str:
 
 
 def in_order(a: fx.Node, b: fx.Node, build: Builder) -> Pair:
-    """Returns both operands in an order in memory that the product takes. `unmet` is "" for them."""
+    """Returns both operands in a memory order that the product takes. Requires that `unmet` is ""."""
     left, right = _innermost(value_of(a), value_of(b))
     return _ordered(a, left, build), _ordered(b, right, build)
 

@@ -1,4 +1,4 @@
-"""A pass of the lowering: a value that says which targets it is for, and rewrites a graph for one of them."""
+"""The base classes of lowering passes: each applies to some targets, and rewrites a graph for its target."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from mxcompile.lowering import optional
 from mxcompile.lowering.targets import Target
 
 Reasons = Mapping[fx.Node, str]
-"""Why products are not on a kernel that a pass is for, by their nodes. The record of a product says it."""
+"""By node of a product: the reason why it does not run on the kernel of a pass. Records show it."""
 
 NO_REASONS: Reasons = {}
 
 EMPTY = "a dimension is empty"
-"""Why products without elements are not on a kernel that others of their kind are on."""
+"""Reason for products without elements."""
 
 NATIVE = ("templates.casts", "templates.scaled_mm", "templates.scaled_grouped_mm")
-"""The templates of MX products, and of the casts that they read."""
+"""Templates of MX products, and of casts of their operands."""
 
 COLLECTED = ("templates.casts", "templates.operand_casts")
-"""The templates of casts whose values the vendor's GEMM multiplies."""
+"""Templates of casts to values that the vendor's GEMM multiplies."""
 
 FP8_CASTS = ("templates.fp8_casts",)
-"""The templates of casts with FP32 scales."""
+"""Templates of casts with FP32 scales."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoweringPass(ABC):
-    """One rewrite of a graph for a target, in place.
+    """A rewrite of a graph for a target, in place.
 
-    target: the chip. device: type of the device whose tensors stand for those of the target; a graph may have
-    others. promotes: whether slow products run in FP32 in graphs without MX data too (see `promote`).
+    target: the chip. device: device type of the target's tensors; a graph may have other tensors too.
+    promotes: whether slow products run in FP32 in graphs without mx operators too (see `promote`).
     """
 
     target: Target
@@ -43,7 +43,7 @@ class LoweringPass(ABC):
     promotes: bool = True
     name: ClassVar[str]
     templates: ClassVar[tuple[str, ...]] = ()
-    """The modules whose kernels run what the pass makes."""
+    """Modules with the kernels of the operators that the pass makes."""
 
     @property
     def applies(self) -> bool:
@@ -52,26 +52,26 @@ class LoweringPass(ABC):
 
     @property
     def obstacle(self) -> str:
-        """Why the kernels of the pass cannot be used here; "" if they can. Asked only where it applies."""
+        """The reason why the kernels of the pass cannot be used here, or "". Read only if it applies."""
         return optional.obstacle(*self.templates)
 
     def candidates(self, graph: fx.Graph) -> Iterable[fx.Node]:
-        """The products of `graph` whose records give the obstacle as a reason."""
+        """Returns the products of `graph` whose records have the obstacle as a reason."""
         del graph
         return ()
 
     @abstractmethod
     def apply(self, graph: fx.Graph) -> Reasons:
-        """Transform `graph`, a valid graph, into a valid graph. Returns why products were passed over."""
+        """Transforms `graph`, a valid graph, into a valid graph. Returns reasons of skipped products."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NativePass(LoweringPass):
-    """A pass for chips with an MX GEMM of their own."""
+    """A pass for chips with an MX GEMM."""
 
     templates: ClassVar[tuple[str, ...]] = NATIVE
 
     @property
     def applies(self) -> bool:
-        """Whether the chip multiplies MX operands itself."""
+        """Whether the chip has an MX GEMM."""
         return self.target.native

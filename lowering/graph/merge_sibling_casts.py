@@ -2,11 +2,10 @@
 
     cast(f(g, u, v), copies), cast(h(g, u, v), copies)  →  cast(f(…), copies, y=h(…))     g, u, v read once
 
-The gradients of a gated activation's two factors: both come from the product's gradient, the gate and the
-other factor. f and h are elementwise and read by their casts alone, so that the cast's kernel can compute
-them where it would load them; left apart, one of them is stored for the other's cast. At most three tensors
-of their size are read. For chips whose casts have a template, after
-`merge_casts`. Numerics do not change.
+For the gradients of a gated activation's two factors: both come from the product's gradient, the gate and the
+other factor. f and h are elementwise, and only their casts read them, so the kernel of the merged cast
+computes them in its prologue; with two kernels, one of them would be stored. At most three tensors of their
+size are read. For chips whose casts have a template, after `merge_casts`. Numerics do not change.
 """
 
 from __future__ import annotations
@@ -32,7 +31,10 @@ _MOST_LEAVES, _SHARED_LEAVES = 3, 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _ComputedCast:
-    """A cast and how its source is computed. chain: elementwise nodes, in order. leaves: what they read."""
+    """A cast and the computation of its source. chain: elementwise nodes, in order. leaves: their inputs.
+
+    large: leaves of at least the source's size.
+    """
 
     cast: fx.Node
     chain: tuple[fx.Node, ...]
@@ -48,16 +50,16 @@ class MergeSiblingCasts(LoweringPass):
 
     @property
     def applies(self) -> bool:
-        """Where casts are emulated, or made by chips that convert BF16 in pairs."""
+        """Whether casts are emulated, or the chip converts pairs of BF16 elements."""
         return self.target.emulates or (self.target.native and packing.converts(self.target))
 
     @property
     def obstacle(self) -> str:
-        """Why there are no templates of those casts."""
+        """The reason why the templates of casts cannot be used, or ""."""
         return optional.obstacle(*(COLLECTED if self.target.emulates else NativePass.templates))
 
     def apply(self, graph: fx.Graph) -> Reasons:
-        """Merge the couples of `graph`, each where its first cast was."""
+        """Merges pairs of casts in `graph`, each at its first cast."""
         build = Builder(graph, self.name)
         order = {node: place for place, node in enumerate(graph.nodes)}
         waiting: list[_ComputedCast] = []
@@ -75,7 +77,7 @@ class MergeSiblingCasts(LoweringPass):
 
 
 def _made(cast: fx.Node, order: dict[fx.Node, int]) -> _ComputedCast | None:
-    """Returns the cast and its source, if it makes both copies of an elementwise result."""
+    """Returns `cast` and its computation if it makes both copies of an elementwise result, else None."""
     if not _takes_another(cast):
         return None
     source = argument(cast)
@@ -87,7 +89,8 @@ def _made(cast: fx.Node, order: dict[fx.Node, int]) -> _ComputedCast | None:
     pending = [source]
     while pending:
         node = pending.pop()
-        # what others read too is stored anyway, but for what is cheap to compute again
+        # The source itself must have no other reader, or it is stored anyway. Nodes before it are cheap to
+        # compute again.
         if _elementwise(node) and (node is not source or set(node.users) == {cast}):
             chain.add(node)
             pending += [each for each in node.all_input_nodes if each not in chain]
@@ -103,7 +106,7 @@ def _made(cast: fx.Node, order: dict[fx.Node, int]) -> _ComputedCast | None:
 
 
 def _takes_another(cast: fx.Node) -> bool:
-    """Whether `cast` makes both copies of one tensor."""
+    """Whether `cast` makes two MXFP8 copies of one tensor."""
     view = Casts.of(cast)
     if view is None or view.y is not None:
         return False
@@ -116,9 +119,9 @@ def _elementwise(node: fx.Node) -> bool:
 
 
 def _fit(first: _ComputedCast, second: _ComputedCast, order: dict[fx.Node, int]) -> bool:
-    """Whether they have one format and size, read the same, and the second can be made where the first is."""
+    """Whether both have one format and size and shared leaves, and the second can move to the first."""
     shapes = (value_of(argument(each.cast)).shape for each in (first, second))
-    same = statically_known_true(sym_eq(*shapes))  # sizes that depend on data are not compared
+    same = statically_known_true(sym_eq(*shapes))  # no guard on sizes that depend on data
     alike = Casts.read(first.cast).copies == Casts.read(second.cast).copies
     few = len(first.large | second.large) <= _MOST_LEAVES
     shared = len(first.large & second.large) >= _SHARED_LEAVES

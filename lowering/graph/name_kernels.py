@@ -1,4 +1,4 @@
-"""name_kernels: name what PyTorch runs, and why, in the records of products that no pass put on a kernel."""
+"""name_kernels: name PyTorch's operator, with reasons, in the tags of products without a kernel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class NameKernels(LoweringPass):
     name: ClassVar[str] = "name_kernels"
 
     def apply(self, graph: fx.Graph) -> Reasons:
-        """Name the operator in the tags of products without a kernel."""
+        """Names the operator in the tags of products without a kernel."""
         for node in graph.nodes:
             tags = tags_of(node)
             if tags and not tags[0].kernel:

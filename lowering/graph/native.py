@@ -1,13 +1,12 @@
-"""native: choose the mx GEMMs of a graph that the target's own MX GEMM runs, and leave them in place.
+"""native: choose the mx GEMMs that the target's MX GEMM runs, and leave them in place.
 
-The products that stay are lowered by a Triton template whose dot is the chip's block-scaled MMA, or by the
-vendor's product, as `templates.defaults` says: matrices, batches of them and groups. The record names the
-template, until Inductor has chosen (`inductor.winners`). The others are left to `expand`, with the reason:
-empty ones, those with a single result, and groups whose number is not known. If the user has named another
-chip as the target, Triton may have to emulate the MMA on the GPU that is here; all are left then, if it loses
-scales.
+`templates.defaults` lowers these products (matrices, batches, groups) to a Triton template whose dot is the
+chip's block-scaled MMA, or to the vendor's GEMM. The tag names the template until Inductor has chosen
+(`inductor.winners`). `expand` emulates the others, with a reason: empty products, products with one result
+element, and unknown numbers of groups. If the user names another chip as the target, Triton may emulate the
+MMA on this machine's GPU; if that emulation loses scales, `expand` emulates all products.
 
-Source: of lost scales triton issue 11735.
+Source of the lost scales: triton issue 11735.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from mxcompile.lowering.templates import configs, defaults
 from mxcompile.ops.view import Product
 
 _EMULATES_RIGHT = (3, 9)
-"""The first Triton whose emulation of the MMA reads a scale byte of 0 as 2^−127; older ones read 0."""
+"""The first Triton whose emulation of the MMA reads scale byte 0 as 2^−127; older versions read 0."""
 
 _OUTPUTS = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
@@ -41,11 +40,11 @@ class Native(NativePass):
     name: ClassVar[str] = "native"
 
     def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
-        """The products that stay."""
+        """Returns the products that the target's MX GEMM runs."""
         return (node for node, unmet in self._products(graph) if not unmet)
 
     def apply(self, graph: fx.Graph) -> Reasons:
-        """Name the kernel in the tags of those products. Returns why the others do not stay."""
+        """Names the kernel in the tags of the candidates. Returns the reasons of the other products."""
         reasons = {}
         for node, unmet in self._products(graph):
             if unmet:
@@ -56,11 +55,11 @@ class Native(NativePass):
         return reasons
 
     def _products(self, graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
-        """The mx GEMMs, and why the target does not run each itself."""
+        """Yields each mx GEMM with the reason why the target does not run it, or ""."""
         return ((node, self.unmet(node)) for node in graph.nodes if is_native(node))
 
     def _config(self, node: fx.Node) -> str:
-        """The template and its tile, or that Inductor is to choose them."""
+        """Returns the template and its tile, or the number of choices under autotuning."""
         tiled, tiles = self._tiled(node), configs.products(self.target, _rows(node))
         if configs.autotuning():
             others = 0 if tiled and _is_grouped(node) else len(tiles)
@@ -73,7 +72,7 @@ class Native(NativePass):
         return f"{_name(node)} {_shape(tile, node)}{' swapped' if swap else ''}"
 
     def _product(self, node: fx.Node) -> defaults.MXProduct:
-        """`node` in the terms of the table of defaults."""
+        """Returns `node` in the terms of the table of defaults."""
         product = Product.read(node)
         out, a = value_of(node), value_of(product.a)
         *groups, m, n = map(hint, out.shape)
@@ -91,7 +90,7 @@ class Native(NativePass):
         )
 
     def _tiled(self, node: fx.Node) -> list[TiledConfig]:
-        """The tiles of the tiled form for `node`, if it fits."""
+        """Returns the tiles of the tiled form for `node`, [] if it does not fit."""
         if _is_grouped(node):
             return self._tiled_groups(node)
         left, right = Product.read(node).sides
@@ -105,7 +104,7 @@ class Native(NativePass):
         return configs.tiled_products(self.target, *map(hint, (*out.shape, a.shape[1])))
 
     def _tiled_groups(self, node: fx.Node) -> list[TiledConfig]:
-        """The same for groups of K, of rows, or of columns, which are rows of the transposed product."""
+        """Returns these tiles for groups along K, rows, or columns (rows of the transposed product)."""
         product = Product.read(node)
         out, a, b = map(tensor, (node, product.a, product.b))
         if out is None or a is None or b is None or (a.ndim, b.ndim) == (3, 3):
@@ -121,7 +120,7 @@ class Native(NativePass):
         return [tile for tile in tiles if configs.grouped_fits(a.stride(), b.shape, b.stride(), tile)]
 
     def unmet(self, node: fx.Node) -> str:
-        """Why the target does not run the product `node` itself; "" if it does."""
+        """Returns the reason why the target's MX GEMM does not run the product `node`, or ""."""
         product = Product.read(node)
         out, a, offs = map(tensor, (node, product.a, product.offs))
         if out is None or a is None:
@@ -142,13 +141,13 @@ class Native(NativePass):
 
 
 def is_native(node: fx.Node) -> bool:
-    """Whether `node` is a product that a chip with an MX GEMM runs: of MXFP8, or of packed FP4."""
+    """Whether `node` is a product of MXFP8 or of packed FP4, which a chip with an MX GEMM runs."""
     product = Product.of(node)
     return product is not None and (product.is_packed or product.is_mx)
 
 
 def _loses_scales(device: torch.device) -> str:
-    """Why the MMA, emulated on the GPU `device`, multiplies other values; "" if it does not."""
+    """Returns the reason why the MMA, emulated on the GPU `device`, gives wrong results, or ""."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return ""
     here, release = of_device(device), optional.triton_release()
@@ -175,7 +174,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _rows(node: fx.Node) -> int:
-    """How many rows each product of `node` has; of groups of rows or columns, on average."""
+    """Returns the number of rows of each product of `node`; the average if groups are of rows or columns."""
     product = Product.read(node)
     out, a, b = map(tensor, (node, product.a, product.b))
     assert out is not None

@@ -1,11 +1,11 @@
-"""operands: what the MX operands of a product stand for, as BF16 or FP32 matrices.
+"""operands: the dequantized operands of a product, as BF16 or FP32 matrices.
 
-    decode(cast(x))         → the values of the cast     where the cast is in the same graph, to MXFP8
-                              of other formats over the scales that it makes
-    decode(q, s)                                         of any input, a weight that is stored quantized say
-    decode(codes of p, s)   → decode(p, s)               of one whose codes are packed
+    decode(cast(x))         → cast(x) to values          if the cast is in the same graph (for other formats
+                                                         than MXFP8: with the scales that it makes)
+    decode(q, s)                                         if the operand is an input, as a stored weight is
+    decode(codes of p, s)   → decode(p, s)               if its codes are packed
 
-The first fuses with what makes x and never becomes FP8. Each operand is made once.
+A cast to values fuses with the producer of x, and FP8 is never stored. Each operand is made once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mxcompile.ops.view import Cast, Unpack, result_of
 
 
 class DequantizedOperands:
-    """The operands of one graph that are dequantized so far."""
+    """The dequantized operands of one graph."""
 
     def __init__(self, build: Builder) -> None:
         self._build = build
@@ -35,9 +35,9 @@ class DequantizedOperands:
     def value(
         self, qdata: fx.Node, scale: fx.Node, dim: int, dtype: torch.dtype, like: fx.Node, word: str
     ) -> fx.Node:
-        """The operand in `dtype`, from its source if that is at hand, with the strides of `qdata`.
+        """Returns the operand in `dtype` with the strides of `qdata`, from its source if the graph has it.
 
-        dim: the one blocks run along, −1 or −2. word: of the format. Made at the current insertion point.
+        dim: dimension of the blocks, −1 or −2. word: name of the format. Inserts at the insertion point.
         """
         qdata, scale, swapped = stored(qdata, scale)
         key = qdata, scale, dtype, True
@@ -55,7 +55,7 @@ class DequantizedOperands:
     def elements(
         self, qdata: fx.Node, scale: fx.Node, dim: int, word: str, dtype: torch.dtype, like: fx.Node
     ) -> tuple[fx.Node, fx.Node]:
-        """The elements of an operand in `dtype`, which has them all, and their scales, as `value` does."""
+        """Returns the elements of an operand, exact in `dtype`, and their scales. Arguments: see `value`."""
         qdata, scale, swapped = stored(qdata, scale)
         key = qdata, scale, dtype, False
         if key not in self._values:
@@ -88,27 +88,27 @@ class DequantizedOperands:
         return self._build.call(ops.decode, qdata, factor, dim, word, dtype, like=like)
 
     def _cast(self, cast: Cast, values: Copy, like: fx.Node, **changes: Any) -> fx.Node:
-        """The copy `values` of what `cast` casts. changes: of its arguments."""
+        """Returns the copy `values` of the source of `cast`. changes: replaced arguments of the cast."""
         arguments = cast.arguments(copies=[str(values)], **changes)
         (result,) = self._build.results(self._build.call(ops.cast, *arguments, like=like))
         return result
 
 
 def _is_whole(cast: Cast, scale: fx.Node) -> bool:
-    """Whether `scale`, of elements that `cast` made, is its own, or that of squares read another way."""
+    """Whether `scale` is a result of a cast, or a view of the scales of square tiles."""
     return cast.copy.is_square or scale.target is operator.getitem
 
 
 def _made_both(cast: Cast | None, scale: fx.Node) -> bool:
-    """Whether `cast` made `scale` too."""
+    """Whether `scale` is a result of `cast`."""
     return cast is not None and cast.node is result_of(scale)[0]
 
 
 def stored(qdata: fx.Node, scale: fx.Node) -> tuple[fx.Node, fx.Node, bool]:
-    """An operand before transposes of it; the last result is whether it is transposed.
+    """Returns (qdata, scale, whether they are transposed) of an operand, behind its transposes.
 
-    Tiled scales, a vector, are the same either way. Elements that were cast to lie transposed, beside scales
-    that were not, stay as they are.
+    Tiled scales are a vector, which has no transpose. If only the elements are transposed, and not their
+    scales, both stay as they are.
     """
     base, swapped = untransposed(qdata)
     value = tensor(scale)

@@ -1,13 +1,10 @@
-"""promote: products in a dtype that the CPU multiplies slowly run in FP32.
+"""promote: run products in FP32 if the CPU multiplies their dtype slowly.
 
-    mm(a, b)  →  to(mm(to(a, FP32), to(b, FP32)), BF16)              attention, convolutions, … alike
+    mm(a, b)  →  to(mm(to(a, FP32), to(b, FP32)), BF16)        also attention, convolutions, …
 
-Values of BF16 and FP16 are exact in FP32, so the result is the product accumulated in FP32 and rounded once,
-as on a CPU with instructions for that dtype, up to the order of accumulation. An operand that is dequantized
-in front of the product is dequantized to FP32 instead. Other nodes stay in their dtype.
-
-A graph in which nothing is quantized, of a policy that quantizes nothing, stays as Inductor would have it
-unless `promotes`.
+BF16 and FP16 values are exact in FP32, so the result is accumulated in FP32 and rounded once, as on a CPU
+with instructions for that dtype, up to the order of accumulation. A dequantized operand is dequantized to
+FP32 instead. Other nodes keep their dtype. A graph without mx operators stays as it is, unless `promotes`.
 """
 
 from __future__ import annotations
@@ -57,11 +54,11 @@ class Promote(LoweringPass):
 
     @property
     def applies(self) -> bool:
-        """Where products in some dtype are slow."""
+        """Whether products in some dtype are slow."""
         return bool(self.target.slow_dtypes)
 
     def apply(self, graph: fx.Graph) -> Reasons:
-        """Widen the operands of the slow products of `graph`, and name their kernels in their tags."""
+        """Widens the operands of the slow products of `graph`, and names their kernels in tags."""
         if not (self.promotes or any(_is_mx(node) for node in graph.nodes)):
             return NO_REASONS
         promoter = _Promoter(graph, self.target.slow_dtypes)
@@ -86,7 +83,7 @@ class _Promoter:
         self._wide: dict[fx.Node, fx.Node] = {}
 
     def is_slow(self, node: fx.Node) -> bool:
-        """Whether `node` has an operand on the CPU in a slow dtype, and runs in FP32 too."""
+        """Whether `node` has an operand on the CPU in a slow dtype, and can run in FP32."""
         if packet(node) is aten._grouped_mm and _offsets(node) is None:
             return False
         values = [tensor(operand) for operand in node.all_input_nodes]
@@ -96,7 +93,7 @@ class _Promoter:
         return value.dtype in self._slow and value.device.type == "cpu"
 
     def promote(self, node: fx.Node) -> None:
-        """Let `node` compute in FP32, and round its results to the dtypes that they had."""
+        """Computes `node` in FP32, and rounds its results to their former dtypes."""
         before = node.meta["val"]
         with self._graph.inserting_before(node):
             args, kwargs = fx.map_arg((node.args, node.kwargs), self._widened)
@@ -114,17 +111,17 @@ class _Promoter:
             with self._graph.inserting_before(user):
                 result = self._build.pick(product, index, f"{user.name}_wide")
             self._replace(user, result, before[index])
-        self._graph.erase_node(node)  # by hand: attention may drop out at random, so it counts as impure
+        self._graph.erase_node(node)  # attention may have dropout, so dead code elimination would keep it
 
     def _replace(self, node: fx.Node, product: fx.Node, before: torch.Tensor | None) -> None:
-        """Put `product`, rounded to the dtype of `before`, in the place of `node`."""
+        """Replaces `node` by `product`, rounded to the dtype of `before`."""
         if before is not None:
             with self._graph.inserting_before(node):
                 product = self._build.converted(product, before.dtype, node)
         self._build.replace(node, product)
 
     def _widened(self, operand: fx.Node) -> fx.Node:
-        """`operand` in FP32, if it is in a slow dtype. Made at the current insertion point."""
+        """Returns `operand`, in FP32 if its dtype is slow. Inserts at the current insertion point."""
         value = tensor(operand)
         if value is None or not self._takes(value):
             return operand
@@ -135,17 +132,18 @@ class _Promoter:
         return self._wide[operand]
 
     def _dequantized(self, operand: fx.Node) -> fx.Node | None:
-        """`operand` in FP32 from its codes, where it is dequantized data; else None."""
+        """Returns `operand` decoded to FP32 if it is dequantized data, else None."""
         source, swapped = untransposed(operand)
         dequantize = Dequantize.of(source)
-        if dequantize is None or dequantize.global_scale is not None:  # FP32 has more of those values
+        # two-level values are rounded to the narrow dtype; decoding to FP32 would not round them
+        if dequantize is None or dequantize.global_scale is not None:
             return None
         value = self._build.call(ops.decode, *dequantize.arguments(dtype=torch.float32), like=source)
         return transpose(value, self._build) if swapped else value
 
 
 def _offsets(node: fx.Node) -> fx.Node | None:
-    """The ends of the groups of `node`, a grouped product, if that is all that it has beside its operands."""
+    """Returns the offsets of the grouped product `node`, None if it has other arguments too."""
     offsets, *others = (*node.args[2:], *node.kwargs.values())
     if any(isinstance(other, fx.Node) for other in others):
         return None
@@ -153,12 +151,12 @@ def _offsets(node: fx.Node) -> fx.Node | None:
 
 
 def _in_fp32(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """`kwargs` where no result is asked for in another dtype."""
+    """Returns `kwargs` without the dtype of the result."""
     return {key: value for key, value in kwargs.items() if key != "out_dtype"}
 
 
 def _named(node: fx.Node, tag: GemmTag) -> str:
-    """The kernel of `node`, which a pass before may have named, as a record says it."""
+    """Returns the name of the FP32 kernel of `node`, from the name that an earlier pass wrote if any."""
     if not tag.kernel:
         return tag.with_fallbacks(f"{packet(node)} (float32)")
     return tag.kernel.replace("(bfloat16", "(float32").replace("(float16", "(float32")

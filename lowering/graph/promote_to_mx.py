@@ -1,12 +1,12 @@
-"""promote_to_mx: products of other formats that the chip's MX GEMM multiplies, as MXFP8.
+"""promote_to_mx: run products of other formats on the chip's MX GEMM, as MXFP8.
 
     matmul(qa, sa, qb, sb)  →  matmul(elements(qa), bytes(sa), elements(qb), bytes(sb), MXFP8)
 
-A scale that is a power of two, FP32 or E8M0, is the byte of each block of 32 that it spans: 128 elements of
-DeepSeek's recipe are four blocks, and what a tile spans across are as many rows. FP6 and FP4 elements are
-values of E4M3 and stored as such. Both are exact, so the product is. These remain emulated: FP32 scales
-between powers of two, blocks of 16, scales of two levels, and products that `native` does not run, the latter
-two with the reason.
+A power-of-two scale, FP32 or E8M0, becomes the scale byte of each block of 32 that it spans: 128 elements of
+DeepSeek's recipe are four blocks, and a tile of several rows repeats its byte in each row. FP6 and FP4
+elements are values of E4M3, and are stored as E4M3. Both conversions are exact, so the product is the same.
+These products stay emulated: FP32 scales that are not powers of two, blocks of 16, two-level scales, and
+products that `native` does not run; the last two have a reason.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from mxcompile.lowering.graph.operands import DequantizedOperands
 from mxcompile.ops.view import Product
 
 NO_TWO_LEVEL = "no kernel multiplies E2M1 under E4M3 scales"
-"""Why products of operands with scales of two levels are emulated, on chips that have an instruction too."""
+"""Reason why products with two-level scales are emulated, on chips with an instruction too."""
 
 
 def _others(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The products of other formats than MXFP8 and packed FP4."""
+    """Returns the products of other formats than MXFP8 and packed FP4."""
     products = (node for node in graph.nodes if packet(node) in ops.PRODUCTS)
     return (node for node in products if not is_native(node))
 
@@ -45,11 +45,11 @@ class PromoteToMX(NativePass):
     name: ClassVar[str] = "promote_to_mx"
 
     def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
-        """The products of other formats that the chip multiplies."""
+        """Returns the products of other formats that the chip's MX GEMM multiplies exactly."""
         return (node for node in _others(graph) if self.target.multiplies_mx(*Product.read(node).forms))
 
     def apply(self, graph: fx.Graph) -> Reasons:
-        """Replace those products of `graph`. Returns why others stay."""
+        """Replaces the candidates of `graph`. Returns the reasons why other products stay."""
         build = Builder(graph, self.name)
         operands = DequantizedOperands(build)
         native = Native(target=self.target, device=self.device)
@@ -67,7 +67,7 @@ class PromoteToMX(NativePass):
             set_tag(new_node, *tags_of(node))
             build.replace(node, new_node)
         dead.eliminate(graph)
-        if ScaleType.E4M3 in self.target.fp4_scales:  # the pass of packed products says why
+        if ScaleType.E4M3 in self.target.fp4_scales:  # the pass `packed` gives the reason
             return reasons
         two_level = (
             node for node in _others(graph) if any(form.two_level for form in Product.read(node).forms)

@@ -1,8 +1,8 @@
-"""split_casts: elements and scales of a cast made apart, so that what needs one of them does not make both.
+"""split_casts: split a cast into scales and elements, so that a reader of one does not compute both.
 
     cast(x, codes)  →  cast(x, scales), cast(x, elements)
 
-For casts in other formats than MXFP8, where no template makes both. Numerics do not change.
+For casts to other formats than MXFP8, which no template makes. Numerics do not change.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SplitCasts(LoweringPass):
     name: ClassVar[str] = "split_casts"
 
     def apply(self, graph: fx.Graph) -> Reasons:
-        """Split the casts of `graph`; a part that nobody reads disappears."""
+        """Splits the casts of `graph`; parts without a reader disappear."""
         build = Builder(graph, self.name)
         for node in graph.find_nodes(op="call_function", target=ops.cast):
             cast = Cast.of(node)

@@ -1,13 +1,12 @@
-"""tile_scales: casts write scales in the tiles that the target's MX GEMM reads, if nothing else does.
+"""tile_scales: casts write tiled scales, if only the target's MX GEMM reads them.
 
     cast(x, codes) → qdata, scale[rows, blocks]        →      cast(x, codes 128x4) → qdata, scale[length]
     matmul(…, transposed scale, …)                     →      matmul(…, scale, …)
 
-A tiled scale says the same of rows and blocks along K whichever way its elements are read, so it has no
-transpose, and 4 blocks of a row are one word. Runs on the joint graph: a copy that forward makes and
-backward reads is seen from both ends. A cast stays as it is if one of its readers is not a product of
-matrices that the target runs itself, if its scales are shared by squares, or if it is empty. Numerics do not
-change.
+Tiled scales are addressed by row and block along K, also if the elements are read transposed, so they have no
+transpose; 4 blocks of a row are one 32-bit word. The pass runs on the joint graph, because forward may make a
+copy that backward reads. A cast stays as it is if a reader is not a product of matrices on the target's MX
+GEMM, if its tiles are square, or if it is empty. Numerics do not change.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ class TileScales(NativePass):
 
     @property
     def applies(self) -> bool:
-        """Where tiles are what the MX GEMM reads fastest."""
+        """Whether the MX GEMM reads tiled scales fastest."""
         return self.target.scale_layout is ScaleLayout.TILED_128X4
 
     def apply(self, graph: fx.Graph) -> Reasons:
-        """Change the casts of `graph` whose scales only the target's own products read."""
+        """Changes the casts of `graph` whose scales only products on the target's MX GEMM read."""
         build = Builder(graph, self.name)
         native = Native(target=self.target, device=self.device)
         for node in graph.find_nodes(op="call_function", target=ops.cast):
@@ -58,21 +57,21 @@ class TileScales(NativePass):
 
 
 def _can_tile(cast: Cast) -> bool:
-    """Whether `cast` is of a matrix that is not empty, with row-major scales of rows or columns."""
+    """Whether `cast` casts a nonempty matrix, with row-major scales of blocks along rows or columns."""
     value, copy = tensor(cast.x), cast.copy
     plain = copy.is_mx and copy.layout is ScaleLayout.ROW_MAJOR
     return plain and value is not None and value.ndim == 2 and not is_empty(value.shape)
 
 
 def _takes_tiles(native: Native, user: fx.Node, scale: fx.Node) -> bool:
-    """Whether `user` is a product of matrices on the chip, and `scale` the scale of one of its operands."""
+    """Whether `user` is a product of matrices on the MX GEMM, and `scale` a scale of its operands."""
     out, product = tensor(user), Product.of(user) if user.target is ops.matmul else None
     reads_scale = product is not None and product.is_mx and scale in (product.scale_a, product.scale_b)
     return reads_scale and out is not None and out.ndim == 2 and not native.unmet(user)
 
 
 def _tile(build: Builder, cast: Cast, uses: list[tuple[fx.Node, fx.Node]]) -> None:
-    """Make the scale of `cast` a tiled one, also for those that read transposes of it."""
+    """Makes `cast` write tiled scales; readers of transposed scales read them too."""
     node, tiled = cast.node, replace(cast.copy, layout=ScaleLayout.TILED_128X4)
     with build.graph.inserting_before(node):
         new_node = build.call(ops.cast, *cast.arguments(copies=[str(tiled)]), like=node)

@@ -1,20 +1,20 @@
-"""vendor_fp8: products of FP8 operands with FP32 scales that the vendor's own FP8 GEMM runs.
+"""vendor_fp8: run products of FP8 operands with FP32 scales on the vendor's FP8 GEMM.
 
     matmul(qa, sa, qb, sb) → aten._scaled_mm(qa, qb, sa, sb)
 
-on chips with an FP8 GEMM, by the extents of the scales:
+on chips with an FP8 GEMM, by the granularity of the scales:
 
-    tensor              one number each
+    tensor              one number for each operand
     channel             [m, 1] and [1, n], contiguous
-    1×128 by 1×128      sm_90. [m, k/128] and [k/128, n], each with m or n innermost in memory
-    1×128 by 128×128    sm_90. The right one [k/128, n/128] with k/128 innermost, a multiple of 4
+    1×128 by 1×128      sm_90. [m, k/128] and [k/128, n], with m and n innermost in memory
+    1×128 by 128×128    sm_90. Right scales [k/128, n/128] with k/128 innermost, a multiple of 4
 
-It wants the contraction innermost in both operands: one cast along its other dimension gets a transposed
-copy, which a cast of its own writes where casts are templates (see `merge_casts`). There this runs on the
-joint graph, so that what is kept for backward is what backward reads. On gfx942 the bias of elements'
-exponents is larger by one (``fnuz``): the same bits are half the value, but for −0 and NaN, and the scales
-make up for it. Products that the GEMM does not take (see `fp8_requirements`) are left to `expand`, with the
-reason. Accumulation is in FP32.
+The GEMM needs the contraction innermost in both operands: an operand with another layout gets a transposed
+copy. If casts have templates, a separate cast writes that copy (see `merge_casts`), and the pass runs on the
+joint graph, so that forward saves the copy that backward reads. On gfx942 the exponent bias of elements is
+larger by one (``fnuz``): the same bits have half the value, except −0 and NaN, and doubled scales compensate
+for it. `expand` emulates products that the GEMM does not take (see `fp8_requirements`), with a reason.
+Accumulation is in FP32.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class VendorFP8(LoweringPass):
 
     @property
     def applies(self) -> bool:
-        """Where the vendor's GEMM takes FP8 operands."""
+        """Whether the vendor's GEMM takes FP8 operands."""
         return bool(self.target.fp8_tiles)
 
     def apply(self, graph: fx.Graph) -> Reasons:
-        """Replace those products and name their kernel in their tags. Returns why others are not replaced."""
+        """Replaces these products and names the kernel in tags. Returns the reasons why others stay."""
         reasons: dict[fx.Node, str] = {}
         build = Builder(graph, self.name)
         copies = _Copies(build, not optional.obstacle(*FP8_CASTS), self.target.fp8_fnuz)
@@ -76,13 +76,13 @@ class VendorFP8(LoweringPass):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JointVendorFP8(VendorFP8):
-    """The same on the joint graph, where casts write the transposes that the GEMM reads."""
+    """The pass on the joint graph, where casts write the transposes that the GEMM reads."""
 
     templates: ClassVar[tuple[str, ...]] = FP8_CASTS
 
 
 def _is_fp8(product: Product) -> bool:
-    """Whether `product` is of FP8 elements, not of codes of fewer bits, under FP32 scales."""
+    """Whether the operands of `product` have FP8 elements (not fewer bits) and FP32 scales."""
     return all(form.scale is ScaleType.FP32 and not form.elem.is_coded for form in product.forms)
 
 
@@ -101,7 +101,7 @@ def _replace(product: Product, copies: _Copies) -> None:
 
 
 def _along_k(product: Product, copies: _Copies) -> None:
-    """Let `product`, which the MX GEMM will run, read K-major what casts of their own lay out so."""
+    """Makes `product`, which the MX GEMM will run, read K-major copies where separate casts write them."""
     a, b = product.a, product.b
     with copies.build.graph.inserting_before(product.node):
         left, right = copies.transposed(a), copies.transposed(transpose(b, copies.build))
@@ -112,9 +112,9 @@ def _along_k(product: Product, copies: _Copies) -> None:
 def _scales(
     left: fx.Node, right: fx.Node, forms: tuple[Format, ...], copies: _Copies
 ) -> tuple[fx.Node, fx.Node]:
-    """Both scales, in the shape and layout that their GEMM takes."""
+    """Returns both scales in the shapes and layouts that the GEMM takes."""
     build = copies.build
-    if forms[0].tile == Tile.CHANNEL:  # a vector, however its matrix lies: with strides of 1
+    if forms[0].tile == Tile.CHANNEL:  # views of vectors, so that strides are 1 also for transposed operands
         views = zip((left, right), ([-1, 1], [1, -1]), strict=True)
         vectors = (build.call(aten.view.default, untransposed(s)[0], to, like=s) for s, to in views)
         return next(vectors), next(vectors)
@@ -127,7 +127,7 @@ def _scales(
 
 
 class _Copies:
-    """Copies made of matrices so far: their transposes, or their elements as another type."""
+    """Copies of matrices, each made once: transposes, or elements in FNUZ types."""
 
     def __init__(self, build: Builder, transposes: bool, fnuz: bool) -> None:
         self.build = build
@@ -136,7 +136,7 @@ class _Copies:
         self._made: dict[tuple[fx.Node, Any], fx.Node] = {}
 
     def elements(self, matrix: fx.Node) -> fx.Node:
-        """`matrix` with its last dimension innermost in memory, of the elements that the GEMM takes."""
+        """Returns `matrix` with its last dimension innermost in memory, in the GEMM's element type."""
         if (copy := self.transposed(matrix)) is not None:
             return copy
         base, swapped = untransposed(matrix)
@@ -146,7 +146,7 @@ class _Copies:
         return self._once((matrix, ops.as_fnuz), lambda: self.build.call(ops.as_fnuz, matrix, like=matrix))
 
     def transposed(self, matrix: fx.Node) -> fx.Node | None:
-        """`matrix` as a cast of its own writes it, if it is the transpose of what such a cast makes."""
+        """Returns a separate cast's copy of `matrix` if that is a transposed result of a cast, or None."""
         base, swapped = untransposed(matrix)
         cast = Cast.of(result_of(base)[0])
         if not self._transposes or not swapped or cast is None or not is_fp8(cast):
@@ -154,7 +154,7 @@ class _Copies:
         return self._once((base, CopyPart.ELEMENTS), lambda: self._transposed(cast))
 
     def rows(self, matrix: fx.Node) -> fx.Node:
-        """`matrix` with its last dimension innermost in memory, in aligned rows; copied if need be."""
+        """Returns `matrix` with its last dimension innermost and rows aligned, a copy if necessary."""
         value = tensor(matrix)
         assert value is not None
         if contiguous(value.stride(), value.itemsize) == 1:
@@ -171,7 +171,7 @@ class _Copies:
         return self._made[key]
 
     def _transposed(self, cast: Cast) -> fx.Node:
-        """The transpose of what `cast` made, cast from its source again: one kernel writes both."""
+        """Returns the transposed elements of `cast`, by a second cast that `merge_casts` merges with it."""
         node = cast.node
         scale = cast.scale or next((result for place, result in results_of(node) if place == 1), None)
         assert scale is not None, "a product reads the scale of its operand"

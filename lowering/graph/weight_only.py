@@ -4,13 +4,13 @@
     matmul(qa, sa, codes of p, sp)    → weight_only_mm(decode(qa, sa), p, sp)     (· tensors, in FP32)
     mm(x, decode(w, sw)ᵀ)             → weight_only_mm(x, w, sw)
 
-Reading the weight is the time of such a product, so it is read as it is stored, in half the bytes of BF16 or
-a quarter, and decoded in registers. A quantized activation is what its copy stands for, so that the result is
-that of the quantized GEMM up to the order of accumulation (see `operands`, `expand`); one that the policy
-leaves in BF16 is read as it is. On chips with an MX GEMM these are products that `native` did not name. More
-rows are left to `expand`: dequantizing the weight once and the vendor's GEMM are faster then; on CPUs if the
-weight is small, since large ones are better dequantized in parts (see `cpu`). So are weights that only the
-graph casts.
+The time of such a product is the time to read the weight, so the kernel reads the stored codes, a half or a
+quarter of the bytes of BF16, and decodes them in registers. A quantized activation is dequantized, so that
+the result equals the quantized GEMM's up to the order of accumulation (see `operands`, `expand`); an
+activation that the policy keeps in BF16 is read directly. On chips with an MX GEMM this pass takes products
+that `native` did not name. For more rows `expand` dequantizes the weight for the vendor's GEMM, which is
+faster; on CPUs only if the weight is small, because parts of a large weight are dequantized in turn (see
+`cpu`). `expand` also takes weights that the graph casts itself.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from mxcompile.ops.view import Dequantize, Product, Unpack
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Weight:
-    """A weight as it is stored.
+    """A stored weight.
 
-    qdata, scale: elements and scales. swapped: whether the product's right operand is their transpose. form:
-    their format. global_scale: as for ``mx.decode``.
+    swapped: whether the product's right operand is its transpose. form: its format. global_scale: as in
+    ``mx.decode``.
     """
 
     qdata: fx.Node
@@ -56,7 +56,7 @@ class _Weight:
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """The shape of the values, where blocks run along the last dimension."""
+        """The shape of the values, with blocks along the last dimension."""
         return tuple(decoded_shape(value_of(self.qdata), -1, self.form))
 
 
@@ -65,30 +65,30 @@ _ELEMENTS = frozenset(elem.dtype for elem in ELEM_TYPES.values())
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightOnly(LoweringPass):
-    """For CPUs and GPUs; on those with an MX GEMM for the products that it does not take."""
+    """For CPUs and GPUs."""
 
     name: ClassVar[str] = "weight_only"
     templates: ClassVar[tuple[str, ...]] = ("templates.weight_only",)
 
     @property
     def applies(self) -> bool:
-        """Where there are kernels that decode weights."""
+        """Whether the target has kernels that decode weights."""
         return self._on_cpu or self.target.arch is not None
 
     @property
     def obstacle(self) -> str:
-        """Why no such kernel can be used."""
+        """The reason why the kernels cannot be used, or ""."""
         return kernel.obstacle() if self._on_cpu else optional.obstacle(*self.templates)
 
     def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
-        """The products of `graph` that the kernel is for."""
+        """Yields the products of `graph` that the kernel supports."""
         for node in list(graph.nodes):
             taken = self._takes if node.target is ops.matmul else self._takes_plain
             if taken(node):
                 yield node
 
     def apply(self, graph: fx.Graph) -> Reasons:
-        """Replace those products, and name their kernel in their tags."""
+        """Replaces these products, and names the kernel in tags."""
         build = Builder(graph, self.name)
         operands = DequantizedOperands(build)
         for node in self.candidates(graph):
@@ -102,16 +102,16 @@ class WeightOnly(LoweringPass):
     def _takes(self, node: fx.Node) -> bool:
         product = Product.read(node)
         if any(tag.kernel for tag in tags_of(node)):
-            return False  # the chip's own product
+            return False  # another pass chose a kernel
         weight, out = _operand(product), tensor(node)
         if weight.form.packed == product.is_mx or out is None:
             return False
         if product.tensors and self._on_cpu and hint(out.shape[0]) > MOST_ROWS:
-            return False  # the vendor's GEMM gives the dtype of its operands
+            return False  # for more rows the vendor's GEMM would round the result before the FP32 scales
         return self._fits(node, product.a, weight)
 
     def _takes_plain(self, node: fx.Node) -> bool:
-        """Whether `node` is a product, in the model's dtype, of a matrix and a stored weight."""
+        """Whether `node` is an unquantized product of a matrix and a stored weight."""
         if packet(node) not in (aten.mm, aten.addmm) or node.kwargs or not tags_of(node):
             return False
         x, (weight, swapped) = operands_of(node)[0], untransposed(operands_of(node)[1])
@@ -124,7 +124,7 @@ class WeightOnly(LoweringPass):
         return self._fits(node, x, _dequantized(dequantize, swapped))
 
     def _fits(self, node: fx.Node, x: fx.Node, stored_weight: _Weight) -> bool:
-        """Whether the kernel is for the product `node` of `x` and `stored_weight`."""
+        """Whether the kernel supports the product `node` of `x` and `stored_weight`."""
         qdata, scale, swapped = stored_weight.qdata, stored_weight.scale, stored_weight.swapped
         out, a = tensor(node), tensor(x)
         weight, scales = tensor(qdata), tensor(scale)
@@ -136,7 +136,7 @@ class WeightOnly(LoweringPass):
         if any(hint(size) == 0 for size in (*out.shape, a.shape[1])):
             return False
         if self._on_cpu and not (swapped and weight.is_contiguous() and scales.is_contiguous()):
-            return False  # it is read as it lies in memory
+            return False  # the kernel reads it in memory order
         if not (_is_input(qdata) and _is_input(scale)):
             return False
         if self._on_cpu:
@@ -170,7 +170,7 @@ class WeightOnly(LoweringPass):
         build.replace(node, result)
 
     def _widened(self, x: fx.Node, node: fx.Node, build: Builder) -> fx.Node:
-        """`x` in the dtype of the vendor's GEMM, if `node` has too many rows for the kernel of a CPU."""
+        """Returns `x`, in the dtype of the vendor's GEMM if `node` has too many rows for the CPU kernel."""
         out = value_of(node)
         if not self._on_cpu or hint(out.shape[0]) <= MOST_ROWS:
             return x
@@ -189,7 +189,7 @@ class WeightOnly(LoweringPass):
         bias: Any,
         out_dtype: torch.dtype,
     ) -> fx.Node:
-        """The product of `x` and `stored_weight`, which is to be `node`, in `out_dtype`."""
+        """Returns the product of `x` and `stored_weight` in `out_dtype`, with the tags of `node`."""
         out, given = tensor(node), tensor(x)
         assert out is not None
         assert given is not None
@@ -206,7 +206,7 @@ class WeightOnly(LoweringPass):
         return result
 
     def _form(self, rows: int, shape: Sequence[Any], dtype: torch.dtype, *, packed: bool) -> str:
-        """How the kernel multiplies `rows` rows of `dtype` by a weight of `shape`, in words."""
+        """Returns the name of the kernel's form for `rows` rows of `dtype` and a weight of `shape`."""
         if self._on_cpu:
             parts = parts_of(shape, dtype)
             return "C++" if rows <= MOST_ROWS else f"dequantized in {len(parts)} parts, mm"
@@ -216,7 +216,7 @@ class WeightOnly(LoweringPass):
 
 
 def _dequantized(dequantize: Dequantize, swapped: bool) -> _Weight:
-    """The weight that `dequantize` reads, before transposes. swapped: whether its result is transposed."""
+    """Returns the weight behind `dequantize`. swapped: whether the product reads its transpose."""
     (qdata, turned), (scale, _) = untransposed(dequantize.qdata), untransposed(dequantize.scale)
     return _Weight(
         qdata=qdata,
@@ -228,7 +228,7 @@ def _dequantized(dequantize: Dequantize, swapped: bool) -> _Weight:
 
 
 def _operand(product: Product) -> _Weight:
-    """The right operand of `product`, before transposes and, of packed codes, before they are unpacked."""
+    """Returns the right operand of `product`, behind transposes and the unpacking of packed codes."""
     qdata, scale, swapped = stored(product.b, product.scale_b)
     unpack = Unpack.of(qdata)
     if unpack is None:
@@ -237,7 +237,7 @@ def _operand(product: Product) -> _Weight:
 
 
 def _is_input(node: Any) -> bool:
-    """Whether `node` is an input of the graph, or a view of one."""
+    """Whether `node` is an input of the graph, or a view of an input."""
     while isinstance(node, fx.Node) and packet(node) in VIEWS:
         node = node.args[0]
     return isinstance(node, fx.Node) and node.op in ("placeholder", "get_attr")

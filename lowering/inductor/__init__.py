@@ -1,1 +1,1 @@
-"""Inductor's side of the lowering: operators as its IR, and passes over its scheduler."""
+"""Inductor's side of the lowering: operators as Inductor IR, and passes over Inductor's scheduler."""

@@ -1,4 +1,4 @@
-"""How Inductor's IR runs over a tensor that is cut into blocks with one scale each."""
+"""Inductor IR over a tensor that is cut into blocks with one scale each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CLONE = lowerings[torch.ops.aten.clone.default]
 
 
 def as_float(x: ir.TensorBox) -> Load:
-    """Loads `x` as FP32, rounded to its own dtype even where it is still in a register."""
+    """Loads `x` as FP32, rounded to its dtype first, because a fused producer may hold it in FP32."""
     load, dtype = x.make_loader(), x.get_dtype()
 
     def loaded(index: Index) -> Any:
@@ -40,7 +40,7 @@ def as_float(x: ir.TensorBox) -> Load:
 
 
 class ScaleBlocks:
-    """How a tensor is cut: so many elements of each dimension share a scale, `WHOLE` for all of them."""
+    """A tensor cut into blocks. extents: elements of a block along each dimension; `WHOLE` means all."""
 
     def __init__(self, x: ir.TensorBox, extents: Sequence[int]) -> None:
         self.shape = list(x.get_size())
@@ -56,7 +56,7 @@ class ScaleBlocks:
         self.ragged = [dim for dim in self.dims if not known(self.shape[dim], extents[dim])]
 
     def guarded(self, index: Index, body: Callable[[], Any]) -> Any:
-        """`body()` where `index` lies inside the tensor, 0 past the end of a short last block."""
+        """Returns `body()`, or 0 if `index` is past the end of a short last block."""
         mask = None
         for dim in self.ragged:
             inside = less(index[dim], self.shape[dim])
@@ -64,16 +64,16 @@ class ScaleBlocks:
         return body() if mask is None else inductor.masked(mask, body, 0.0)
 
     def pointwise(self, dtype: torch.dtype, body: Callable[[Index, Index], Any]) -> ir.TensorBox:
-        """A tensor of the cut shape; `body` takes an element's index and its block's.
+        """Returns a tensor of the shape of x; `body` takes the indices of an element and of its block.
 
-        Iterates block by block, so that a block's scale is loaded once, also over the missing elements of
-        a short last block, which are cropped. (Deriving the block by an integer division of the element's
-        index instead runs into Inductor's C++ loop splitting, which drops the remainder.)
+        Iterates block by block, so that the scale of a block is loaded once. A short last block is computed
+        in full and cropped. An integer division of the element's index would be simpler, but Inductor's C++
+        loop splitting drops the remainder.
         """
         return self._by_block(dtype, self.dims, body)
 
     def repeated(self, dtype: torch.dtype, dim: int, body: Load) -> ir.TensorBox:
-        """A tensor with one value a block along the other dimension, repeated along `dim`."""
+        """Returns a tensor with a value per block, repeated for each element along `dim`."""
         return self._by_block(dtype, [dim], lambda _, block: body(block))
 
     def _by_block(
@@ -105,16 +105,16 @@ class ScaleBlocks:
         return whole
 
     def per_block(self, dtype: torch.dtype, body: Load) -> ir.TensorBox:
-        """A tensor with one value a block."""
+        """Returns a tensor with one value per block."""
         return self._create(dtype, self.scale_shape, body)
 
     def _create(self, dtype: torch.dtype, ranges: list[Any], inner: Load) -> ir.TensorBox:
         return ir.Pointwise.create(device=self.device, dtype=dtype, inner_fn=inner, ranges=ranges)
 
     def amax(self, load: Load) -> ir.TensorBox:
-        """Block maxima of |x| in FP32: NaN if the block holds one, 0 if the tensor is empty."""
+        """Returns max |x| of each block in FP32: NaN if it holds a NaN, 0 if the tensor is empty."""
         inside = sorted([*self.dims, *self.wholes])
-        if any(self.shape[dim] == 0 for dim in self.wholes):  # Inductor has no maximum of nothing
+        if any(self.shape[dim] == 0 for dim in self.wholes):  # Inductor has no maximum of zero elements
             return self.per_block(_F32, lambda _: f32(0.0))
 
         def inner(block: Index, offsets: Index) -> Any:
@@ -134,7 +134,7 @@ class ScaleBlocks:
         )
 
     def _element(self, block: Index, dims: Sequence[int], offsets: Index) -> list[Any]:
-        """Index of the element at `offsets`, along `dims`, inside the block at `block`."""
+        """Returns the index of the element at `offsets`, along `dims`, in the block at `block`."""
         index = list(block)
         for dim, offset in zip(dims, offsets, strict=True):
             index[dim] = offset if dim in self.wholes else index[dim] * self.extents[dim] + offset
@@ -142,5 +142,5 @@ class ScaleBlocks:
 
     @property
     def across_rows(self) -> bool:
-        """Whether neighbours have different scales, which a CPU had better read than recompute."""
+        """Whether neighbours on a CPU have different scales: to load them is faster than to recompute."""
         return self.device.type == "cpu" and self.extents[-1] == 1

@@ -1,11 +1,11 @@
-"""Inductor lowering of the casts: pointwise and reduction IR that fuses with whatever is around it.
+"""Inductor lowering of MXFP8 casts: pointwise and reduction IR, which fuses with its neighbours.
 
     amax  = max |x| over each block
     byte  = exponent arithmetic on the FP32 bits of amax                     (numerics.scale_bytes)
     y     = x · 2^(127 − byte)
     q     = round(y) to the element type            value = round(y) · 2^(byte − 127)
 
-This serves every device Inductor generates code for; `elements` has how y is rounded and stored there.
+For every device that Inductor generates code for; `elements` rounds y and stores q.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _VIEW = lowerings[torch.ops.aten.view.default]
 
 
 class _TensorCast:
-    """The scales of one tensor, and its elements over them."""
+    """The scales of one tensor, and its elements divided by them."""
 
     def __init__(self, x: ir.TensorBox, dims: Sequence[int], elem: ElemType, mode: Rounding) -> None:
         x.realize()
@@ -50,15 +50,15 @@ class _TensorCast:
         self.target = of_device(x.get_device_or_error())
 
     def rounded(self, index: Index, inverse: Any) -> Any:
-        """Element at `index` over its scale, rounded to the element type, in FP32."""
+        """Returns the element at `index` times `inverse`, rounded to the element type, in FP32."""
         value = self.blocks.guarded(index, lambda: self._load(index))
         y = inductor.mul(value, inverse)
-        if self.mode in (Rounding.FLOOR, Rounding.EVEN):  # the others keep |y| ≤ max by themselves
+        if self.mode in (Rounding.FLOOR, Rounding.EVEN):  # with other roundings |y| ≤ max holds anyway
             y = elements.clamped(y, self.elem.max)
         return elements.rounded(y, self.elem, self.target)
 
     def scales(self, body: Callable[[Any], Any]) -> Load:
-        """`body` of each block's byte, computed once per block."""
+        """Returns a loader of `body(byte)` for each block, computed once per block."""
         values = self.blocks.per_block(_F32, lambda block: body(self.byte(block)))
         if self.blocks.across_rows:
             values.realize()
@@ -75,7 +75,7 @@ def scale_byte(amax: Any, elem: ElemType, mode: Rounding) -> Any:
 
 
 def _power(byte: Any, bits: Any, edge: int) -> Any:
-    """FP32 with exponent `bits`; 2^−127 where the byte is `edge`, NaN where it says NaN."""
+    """Returns FP32 with exponent `bits`; 2^−127 if the byte is `edge`, NaN if it is 255."""
     bits = inductor.bitwise_left_shift(bits, i32(23))
     bits = inductor.where(inductor.eq(byte, i32(edge)), i32(0x00400000), bits)
     bits = inductor.where(inductor.eq(byte, i32(SCALE_NAN)), i32(0x7FC00000), bits)
@@ -83,17 +83,17 @@ def _power(byte: Any, bits: Any, edge: int) -> Any:
 
 
 def scale_value(byte: Any) -> Any:
-    """2^(byte − 127) in FP32, NaN for 255."""
+    """Returns 2^(byte − 127) in FP32, NaN for 255."""
     return _power(byte, byte, 0)
 
 
 def inverse_scale_value(byte: Any) -> Any:
-    """2^(127 − byte) in FP32, NaN for 255."""
+    """Returns 2^(127 − byte) in FP32, NaN for 255."""
     return _power(byte, inductor.sub(i32(254), byte), 254)
 
 
 def _extents(x: ir.TensorBox, dims: Sequence[int]) -> list[int]:
-    """Blocks of 32 along `dims`."""
+    """Returns the extents of blocks of 32 along `dims`."""
     rank = len(x.get_size())
     inside = {dim % rank for dim in dims}
     return [BLOCK if dim in inside else 1 for dim in range(rank)]
@@ -104,7 +104,7 @@ def _dims(x: ir.TensorBox, block_dim: int, square: bool) -> tuple[int, ...]:
 
 
 def _scale_output(cast: _TensorCast, block_dim: int) -> ir.TensorBox:
-    """Scale bytes in the layout of blocks along `block_dim`; the byte of a square tile is repeated."""
+    """Returns scale bytes of blocks along `block_dim`; the byte of a square tile is repeated per row."""
     blocks = cast.blocks
 
     def byte(block: Index) -> Any:
@@ -118,7 +118,7 @@ def _scale_output(cast: _TensorCast, block_dim: int) -> ir.TensorBox:
 
 
 def lower(x: ir.TensorBox, copy: Copy) -> list[ir.TensorBox]:
-    """The tensors of a copy of `x` in MXFP8: qdata and scale bytes, or values."""
+    """Returns the tensors of an MXFP8 copy of `x`: qdata and scale bytes, or values."""
     cast = _TensorCast(x, _dims(x, copy.dim, copy.is_square), copy.elem, copy.rounding)
     inverse = cast.scales(inverse_scale_value)
     if copy.dtype is not None:
@@ -140,7 +140,7 @@ def lower(x: ir.TensorBox, copy: Copy) -> list[ir.TensorBox]:
 
 
 def decoded(qdata: ir.TensorBox, scale: ir.TensorBox, block_dim: int, dtype: torch.dtype) -> ir.TensorBox:
-    """The values of data in MXFP8, with a scale for every row, in `dtype`."""
+    """Returns the values of MXFP8 data in `dtype`. scale: a byte per block of 32, row-major or tiled."""
     blocks = ScaleBlocks(qdata, _extents(qdata, (block_dim,)))
     byte_of = scale.make_loader()
     if len(blocks.shape) == 2 and len(scale.get_size()) == 1:
@@ -166,7 +166,7 @@ def decoded(qdata: ir.TensorBox, scale: ir.TensorBox, block_dim: int, dtype: tor
 
 @register_lowering(ops.flatten, type_promotion_kind=None)
 def lower_flatten(x: ir.TensorBox) -> ir.TensorBox:
-    """A view: the elements are where they were. Of stored elements, or Inductor compares sizes to find it."""
+    """Lowers ``mx.flatten`` to a view of stored elements; for others Inductor would compare sizes."""
     x.realize()
     whole: ir.TensorBox = _VIEW(x, [sympy.prod(x.get_size())])
     return whole

@@ -1,9 +1,9 @@
-"""Inductor lowering of ``mx.weight_only_mm`` that runs everywhere: dequantize, then the library's product.
+"""Inductor lowering of ``mx.weight_only_mm`` for every device: dequantize, then the library's product.
 
-    x · wᵀ  →  mm(x, decode(w)ᵀ)                      BF16 if that is what goes in and out, else FP32
+    x · wᵀ  →  mm(x, decode(w)ᵀ)                      BF16 if x and the result are BF16, else FP32
 
-Few rows on a CPU run `cpu.weight_only`. Where a GPU has a kernel for it, `templates.weight_only` takes
-its place.
+On a CPU, `cpu.weight_only` runs products of few rows. If a GPU has a kernel, `templates.weight_only` replaces
+this lowering.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def lower_weight_only_mm(
     fmt: str,
     global_scale: ir.TensorBox | None = None,
 ) -> ir.TensorBox:
-    """X [M, K] · wᵀ [N, K] (+ bias), for any device."""
+    """Lowers x [M, K] · wᵀ [N, K] (+ bias)."""
     form = Format.of(fmt)
     if (kernel_result := cpp.product(x, qdata, scale, bias, out_dtype, form, global_scale)) is not None:
         return kernel_result
@@ -54,7 +54,7 @@ def lower_weight_only_mm(
 
 
 def _side_by_side(outs: list[ir.TensorBox]) -> Any:
-    """The columns of `outs` in one. PyTorch before 2.13 wants the node that it lowers to be a cat."""
+    """Concatenates columns. Before PyTorch 2.13 Inductor's cat requires that the current node is a cat."""
     cat = fx.Graph().call_function(torch.ops.aten.cat.default, ([],))
     with V.graph.set_current_node(cat):
         return _CAT(outs, 1)

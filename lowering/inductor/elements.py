@@ -1,15 +1,15 @@
-"""Elements in Inductor's operators: rounding to them, and what stands for them where they do not exist.
+"""Elements in Inductor's operators: rounding, storing and loading, also on devices without FP8 types.
 
     way         rounding of y, |y| ≤ max or NaN                          for
     chip        a cast to FP8 and back                                   chips whose conversion rounds once
     integers    on the bits: add half a step and the last kept bit       other GPUs
     FP32        t = y·(2^(23−p) + 1), t − (t − y)                        CPU: vectorized with the rest
 
-The last is Veltkamp's splitting for p stored bits. It needs the product and the difference rounded apart, so
-it is not used where a compiler may contract them. Below the smallest normal the last two are (y + c) − c,
-which rounds to the fixed step of the subnormals. All are checked on every pattern in the tests.
+The FP32 way is Veltkamp's splitting for p stored bits. The product and the difference must be rounded
+separately, so it is not used where a compiler may contract them into an FMA. Below the smallest normal, the
+last two ways compute (y + c) − c, which rounds to the fixed step of subnormals. Tests check every pattern.
 
-Where Triton has no tensors of the type, their codes are bytes, and a view made outside of the kernels is the
+If Triton has no tensors of the element type, kernels store bytes, and a view outside of the kernels is the
 FP8 tensor.
 """
 
@@ -34,17 +34,17 @@ _INFINITY = 0x7F800000
 
 
 def f32(value: float) -> Any:
-    """A constant."""
+    """Returns a constant."""
     return inductor.constant(value, _F32)
 
 
 def i32(value: int) -> Any:
-    """A constant."""
+    """Returns a constant."""
     return inductor.constant(value, _I32)
 
 
 def quotient(a: Any, b: Any) -> Any:
-    """A / b in FP32, rounded to nearest; older PyTorch, without the operator, does so from FP64, the same."""
+    """Returns a / b in FP32, rounded to nearest. In older PyTorch from FP64, which gives the same bits."""
     if hasattr(OpsHandler, "div_rn"):
         return inductor.div_rn(a, b)
     wide = (inductor.to_dtype(each, torch.float64, src_dtype=torch.float32) for each in (a, b))
@@ -52,13 +52,13 @@ def quotient(a: Any, b: Any) -> Any:
 
 
 def clamped(y: Any, largest: float) -> Any:
-    """`y`, FP32, within ±`largest`; NaN stays. By comparisons (see `lowering.kernels.tiles`)."""
+    """Returns `y`, FP32, clamped to ±`largest`; NaN stays. By comparisons (see `lowering.kernels.tiles`)."""
     y = inductor.where(inductor.gt(y, f32(largest)), f32(largest), y)
     return inductor.where(inductor.lt(y, f32(-largest)), f32(-largest), y)
 
 
 def rounded(y: Any, elem: ElemType, target: Target) -> Any:
-    """`y`, FP32, |y| ≤ max or NaN, to nearest even in `elem`, as FP32; keeps the sign of 0."""
+    """Returns `y`, FP32, |y| ≤ max or NaN, rounded to nearest even in `elem`; keeps the sign of 0."""
     if target.encodes_fp8 and not elem.is_coded:
         return inductor.to_dtype(inductor.to_dtype(y, elem.dtype), _F32)
     on_cpu = target.device == "cpu"
@@ -70,14 +70,14 @@ def rounded(y: Any, elem: ElemType, target: Target) -> Any:
 
 
 def with_sign(value: Any, y: Any) -> Any:
-    """`value`, of the sign of `y` or 0, with that sign."""
+    """Returns `value` with the sign of `y`. Requires that `value` is 0 or has that sign."""
     bits = inductor.bitwise_and(inductor.to_dtype_bitcast(y, _I32, _F32), i32(-(1 << 31)))
     bits = inductor.bitwise_or(inductor.to_dtype_bitcast(value, _I32, _F32), bits)
     return inductor.to_dtype_bitcast(bits, _F32, _I32)
 
 
 def _step(elem: ElemType) -> float:
-    """Distance of subnormal values."""
+    """Returns the distance between subnormal values."""
     return 2.0 ** (elem.min_exponent - elem.mantissa_bits)
 
 
@@ -108,7 +108,7 @@ def store(value: Any, elem: ElemType, target: Target) -> Any:
     )
     steps = inductor.mul(inductor.abs(value), f32(1 / _step(elem)))
     is_subnormal = inductor.lt(inductor.abs(value), f32(2.0**elem.min_exponent))
-    # of a NaN or a normal value the number of steps is not used, and may not fit
+    # NaN and normal values do not use their number of steps, which may overflow int32
     subnormal = inductor.to_dtype(inductor.where(is_subnormal, steps, f32(0.0)), _I32)
     code = inductor.where(is_subnormal, subnormal, normal)
     is_nan = inductor.gt(magnitude, i32(_INFINITY))
@@ -116,23 +116,23 @@ def store(value: Any, elem: ElemType, target: Target) -> Any:
     sign_bit = 1 << (elem.bits - 1)
     sign = inductor.bitwise_and(inductor.bitwise_right_shift(bits, i32(32 - elem.bits)), i32(sign_bit))
     code = inductor.bitwise_or(code, sign)
-    if elem.is_coded:  # the scale says NaN
+    if elem.is_coded:  # elements have no NaN; the scale is NaN
         code = inductor.where(is_nan, i32(0), code)
     return inductor.to_dtype(code, torch.uint8)
 
 
 def stored_dtype(elem: ElemType, target: Target) -> torch.dtype:
-    """The dtype of what `store` gives."""
+    """Returns the dtype of the result of `store`."""
     return elem.dtype if target.stores_fp8 else torch.uint8
 
 
 def as_fp8(stored: ir.TensorBox, elem: ElemType, target: Target) -> ir.TensorBox:
-    """The FP8 tensor of what `store` gave."""
+    """Returns the FP8 tensor for a result of `store`; bytes for types of fewer bits."""
     return stored if target.stores_fp8 or elem.is_coded else _viewed(stored, elem.dtype)
 
 
 def loader(qdata: ir.TensorBox, elem: ElemType, target: Target) -> Load:
-    """Loads elements of `qdata`, an FP8 tensor, as FP32."""
+    """Returns a loader of the elements of `qdata`, as FP32."""
     if target.stores_fp8 and not elem.is_coded:
         load = qdata.make_loader()
         return lambda index: inductor.to_dtype(load(index), _F32)
@@ -141,14 +141,14 @@ def loader(qdata: ir.TensorBox, elem: ElemType, target: Target) -> Load:
 
 
 def fnuz_code(value: Any, code: Any, elem: ElemType) -> Any:
-    """The byte of half of `value`, of which `code` is the byte, in a type without a negative 0."""
+    """Returns the FNUZ byte of half of `value`: its OCP byte `code`, except for −0 and NaN."""
     code = inductor.where(inductor.eq(value, f32(0.0)), i32(0), code)
     finite = inductor.le(inductor.abs(value), f32(elem.max))
     return inductor.to_dtype(inductor.where(finite, code, i32(0x80)), torch.uint8)
 
 
 def as_dtype(codes: ir.TensorBox, dtype: torch.dtype) -> ir.TensorBox:
-    """Bytes as a tensor of another type of one byte, by a view outside of kernels."""
+    """Views bytes as another type of one byte, outside of kernels."""
     return _viewed(codes, dtype)
 
 
@@ -157,7 +157,7 @@ def _viewed(x: ir.TensorBox, dtype: torch.dtype) -> ir.TensorBox:
 
 
 def _decoded(code: Any, elem: ElemType) -> Any:
-    """FP32 of a code, int32."""
+    """Returns the FP32 value of a code, int32."""
     sign_bit = 1 << (elem.bits - 1)
     magnitude = inductor.bitwise_and(code, i32(sign_bit - 1))
     bits = inductor.bitwise_left_shift(magnitude, i32(23 - elem.mantissa_bits))

@@ -1,6 +1,6 @@
-"""Whether compilers make one operation, with one rounding, of a · b + c: stated for every kernel.
+"""The option whether Triton contracts a · b + c into an FMA with one rounding, set for every kernel.
 
-Triton 3.10 changes its default. Triton 3.9 warns of that where a compile states nothing. Inductor states it
+Triton 3.10 changes the default, and Triton 3.9 warns if a compile does not set the option. Inductor sets it
 for its loops, and from torch 2.15 on for templates.
 """
 
@@ -15,15 +15,15 @@ _VARIABLE = "TRITON_DEFAULT_FP_FUSION"
 
 
 def stated() -> dict[str, bool]:
-    """The option for a kernel in the graph that is being compiled, as Inductor's loops have it."""
+    """Returns the option for a kernel in the current graph, equal to the option of Inductor's loops."""
     return {"enable_fp_fusion": not config.emulate_precision_casts}
 
 
 def ask_for_fp8_types() -> None:
-    """Let Inductor remember which FP8 types Triton has for the current GPU.
+    """Fills Inductor's cache of the FP8 types that Triton has for the current GPU.
 
-    From torch 2.15 on it asks Triton by options that state nothing. With the variable set, Triton does not
-    warn, so that a program whose own kernels state nothing still gets the warning.
+    From torch 2.15 on Inductor queries Triton without the option, and Triton would warn. The environment
+    variable avoids that; kernels of the user without the option still cause the warning.
     """
     ask = getattr(utils, "is_triton_fp8_dtype_supported", None)
     if ask is None:

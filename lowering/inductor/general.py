@@ -1,10 +1,10 @@
-"""Inductor lowering of the casts of any format: scales, elements over them, and back.
+"""Inductor lowering of casts to any format: scales, elements over scales, and decoding.
 
     scale    E8M0 byte of amax, or FP32: amax / max            (formats.encoding)
-    y        x · 2^(127 − byte), or x / scale; of two levels x · 1/(scale · 1/G)
+    y        x · 2^(127 − byte), or x / scale; two levels: x · 1/(scale · 1/G)
     q        round(y) to the element type          value = round(y) · scale
 
-FP32 quotients are rounded to nearest on every chip, so that elements are bit for bit those of the reference.
+FP32 quotients are rounded to nearest on every chip, so that elements are bit-identical to the reference.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def _blocks(x: ir.TensorBox, block_dim: int, form: Format) -> ScaleBlocks:
 
 
 def scales(x: ir.TensorBox, copy: Copy, amax: ir.TensorBox | None = None) -> ir.TensorBox:
-    """One scale for every tile of `x`."""
+    """Returns a scale for every tile of `x`. amax: amax of the tensor, for two levels."""
     form = copy.format
-    if form.amax.kind is AmaxKind.PERCENTILE:  # sorted by torch: a format to study, not to run fast
+    if form.amax.kind is AmaxKind.PERCENTILE:  # torch sorts: a format for studies, not for speed
         word = str(Copy(format=form, dim=copy.dim, part=CopyPart.SCALES))
         (result,) = _AS_IT_IS(x, [word], None, 0, None, None if amax is None else [amax])
         return cast(ir.TensorBox, result)
@@ -88,7 +88,10 @@ def fp32_scale_of(amax: Any, form: Format) -> Any:
 
 
 class _Scaled:
-    """Elements of `x` over its scales. seed, stream: of stochastic ones. amax: of `x`, for two levels."""
+    """Elements of `x` over its scales.
+
+    seed, stream: random numbers of stochastic formats. amax: amax of `x`, for two levels.
+    """
 
     def __init__(
         self,
@@ -112,7 +115,10 @@ class _Scaled:
             self._half = stochastic.halves(self.blocks.shape, block_dim, seed, stream)
 
     def factor(self, inverse: bool) -> Load:
-        """The factor of a block's elements, or the divisor under FP32 scales: FP32, of each block."""
+        """Returns a loader of each block's FP32 factor; FP32 scales themselves, which divide to encode.
+
+        inverse: whether the factor encodes elements; otherwise it decodes them.
+        """
         if self.form.two_level:
             amax = self._amax if inverse else None
             factors = two_level.factors(self.blocks, self._scale, amax, self.form)
@@ -126,12 +132,12 @@ class _Scaled:
         return factors.make_loader()
 
     def rounded(self, index: Index, factor: Any) -> Any:
-        """The element at `index`, in FP32."""
+        """Returns the rounded element at `index`, in FP32."""
         value = self.blocks.guarded(index, lambda: self._load(index))
         divides = self.form.scale is ScaleType.FP32
         y = elements.quotient(value, factor) if divides else inductor.mul(value, factor)
         y = elements.clamped(y, self.form.elem.max)
-        if self.form.amax.stateful:  # its scale does not know of what is not finite here
+        if self.form.amax.stateful:  # a delayed scale is finite even if x is not
             finite = inductor.lt(inductor.abs(value), f32(float("inf")))
             y = inductor.where(finite, y, f32(float("nan")))
         if self._half is not None:
@@ -147,7 +153,7 @@ def elements_over(
     stream: int,
     amax: ir.TensorBox | None,
 ) -> ir.TensorBox:
-    """Stored elements of `copy` over `scale`."""
+    """Returns the stored elements of `copy` over `scale`."""
     scaled = _Scaled(x, scale, copy.dim, copy.format, seed, stream, amax)
     factor, elem = scaled.factor(inverse=True), copy.elem
     stored = scaled.blocks.pointwise(
@@ -165,7 +171,7 @@ def values(
     stream: int,
     amax: ir.TensorBox | None,
 ) -> ir.TensorBox:
-    """Elements of `copy` as numbers, times `scale` unless they are elements alone."""
+    """Returns the elements of `copy` in its dtype, times `scale` unless the copy has only elements."""
     scaled, dtype = _Scaled(x, scale, copy.dim, copy.format, seed, stream, amax), copy.dtype
     assert dtype is not None, f"{copy} has no values"
     over = scaled.factor(inverse=True)
@@ -188,9 +194,9 @@ def lower_decode(
     amax: ir.TensorBox | None = None,
     global_scale: ir.TensorBox | None = None,
 ) -> ir.TensorBox:
-    """Elements times scales, without a scale the elements alone, or the codes of packed ones.
+    """Lowers ``mx.decode``: elements times scales; without `scale` elements, or codes of packed elements.
 
-    amax, or the global scale of a stored weight: for the scale of the tensor too.
+    amax: amax of the tensor, for the tensor's scale. global_scale: the same of a stored weight, as a divisor.
     """
     form = Format.of(fmt)
     if scale is not None:
@@ -218,13 +224,13 @@ def lower_decode(
 
 
 def _of_tensor(times: Load, amax: ir.TensorBox, form: Format) -> Load:
-    """The factors `times` of blocks, times the scale of their tensor."""
+    """Returns the factors `times` of blocks, times the tensor's scale."""
     load = amax.make_loader()
     return lambda block: inductor.mul(times(block), fp32_scale_of(load([sympy.S.Zero]), form))
 
 
 def _over(times: Load, global_scale: ir.TensorBox) -> Load:
-    """The factors `times` of blocks, over that of their tensor."""
+    """Returns the factors `times` of blocks, divided by the tensor's `global_scale`."""
     load, sizes = global_scale.make_loader(), global_scale.get_size()
 
     def factor(block: Index) -> Any:
@@ -235,7 +241,7 @@ def _over(times: Load, global_scale: ir.TensorBox) -> Load:
 
 
 def _unpacked(packed: ir.TensorBox, dim: int, elem: ElemType) -> ir.TensorBox:
-    """Codes, one a byte. A dimension of their places in a byte follows `dim`, and the result is a view."""
+    """Returns one code per byte: a view of a tensor whose dimension after `dim` is the position in a byte."""
     load = packed.make_loader()
     shape = list(packed.get_size())
     at = dim % len(shape)
@@ -252,7 +258,7 @@ def _unpacked(packed: ir.TensorBox, dim: int, elem: ElemType) -> ir.TensorBox:
     codes: ir.TensorBox = ir.Pointwise.create(
         device=packed.get_device_or_error(), dtype=torch.uint8, inner_fn=code, ranges=places
     )
-    if packed.get_device_or_error().type == "cpu":  # whose loops do not divide an index (see `ScaleBlocks`)
+    if packed.get_device_or_error().type == "cpu":  # C++ loops must not divide an index (see `ScaleBlocks`)
         codes.realize()
     result: ir.TensorBox = _VIEW(codes, [*shape[:at], shape[at] * elem.per_byte, *shape[at + 1 :]])
     return result
@@ -262,7 +268,7 @@ def _unpacked(packed: ir.TensorBox, dim: int, elem: ElemType) -> ir.TensorBox:
 def lower_block_bytes(
     scale: ir.TensorBox, qdata: ir.TensorBox, block_dim: int, fmt: str, scale_layout: str
 ) -> ir.TensorBox:
-    """Scales that are powers of two as bytes, each as often as it has blocks of 32; `qdata` is not read."""
+    """Lowers ``mx.block_bytes``: power-of-two scales as a byte per block of 32. qdata: gives the shape."""
     form, shape, load = Format.of(fmt), list(qdata.get_size()), scale.make_loader()
     every, dim = extents(len(shape), block_dim, form.tile), block_dim % len(shape)
     shape[dim], every[dim] = FloorDiv(shape[dim] + (BLOCK - 1), BLOCK), every[dim] // BLOCK
@@ -282,7 +288,7 @@ def lower_block_bytes(
 
 @register_lowering(ops.as_fnuz, type_promotion_kind=None)
 def lower_as_fnuz(qdata: ir.TensorBox) -> ir.TensorBox:
-    """The elements as elements of half the value."""
+    """Lowers ``mx.as_fnuz``: OCP elements as FNUZ elements of half the value."""
     elem = elem_type(qdata.get_dtype())
     load = qdata.make_loader()
 
@@ -295,13 +301,13 @@ def lower_as_fnuz(qdata: ir.TensorBox) -> ir.TensorBox:
         device=qdata.get_device_or_error(), dtype=torch.uint8, inner_fn=code, ranges=qdata.get_size()
     )
     codes.realize()
-    codes.freeze_layout()  # contiguous, as its fake is; Inductor may follow what it reads otherwise
+    codes.freeze_layout()  # contiguous like its fake tensor; else Inductor may take the layout of its input
     return elements.as_dtype(codes, FNUZ[elem.dtype])
 
 
 @register_lowering(ops.largest, type_promotion_kind=None)
 def lower_largest(x: ir.TensorBox) -> ir.TensorBox:
-    """The largest magnitude of a tensor."""
+    """Lowers ``mx.largest``: the largest magnitude of a tensor."""
     x.realize()
     blocks = ScaleBlocks(x, extents(len(x.get_size()), -1, Tile.TENSOR))
     amax = blocks.amax(as_float(x))
@@ -312,7 +318,7 @@ def lower_largest(x: ir.TensorBox) -> ir.TensorBox:
 
 @register_lowering(ops.known_scale, type_promotion_kind=None)
 def lower_known_scale(state: ir.TensorBox, row: int, fmt: str, ndim: int) -> ir.TensorBox:
-    """The scale that a state gives."""
+    """Lowers ``mx.known_scale``: the scale for the amax in row `row` of `state`."""
     form, load = Format.of(fmt), state.make_loader()
     margin = 2.0**form.amax.margin if form.amax.kind is AmaxKind.DELAYED else 1.0
 

@@ -1,8 +1,8 @@
-"""Inductor lowering of the random Hadamard transform: every element from the 16 of its block.
+"""Inductor lowering of the random Hadamard transform: each element from the 16 elements of its block.
 
-    after stage b   y[j] = y[j with bit b 0] ± y[j with bit b 1]      − where bit b of j is 1
+    after stage b   y[j] = y[j with bit b 0] ± y[j with bit b 1]      − if bit b of j is 1
 
-The order is the one of `formats.hadamard`, so the bits are the same.
+The operations have the order of `formats.hadamard`, so results are bit-identical.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _VIEW = lowerings[torch.ops.aten.view.default]
 
 @register_lowering(ops.hadamard, type_promotion_kind=None)
 def lower_hadamard(x: ir.TensorBox, dim: int, signs: int) -> ir.TensorBox:
-    """The transform along `dim`. A dimension of places in a block follows it, and the result is a view."""
+    """Lowers the transform along `dim`, as a view of a tensor with blocks and positions as dimensions."""
     x.realize()
     shape, dtype, load = list(x.get_size()), x.get_dtype(), as_float(x)
     at = dim % len(shape)
@@ -43,7 +43,7 @@ def lower_hadamard(x: ir.TensorBox, dim: int, signs: int) -> ir.TensorBox:
             element[at] = block[at] * WIDTH + number
             inside = less(element[at], shape[at])
             known = inductor.masked(inside, lambda: load(element), 0.0)
-            # Triton's negation of 0 is 0
+            # a product with −1, because Triton's negation of 0 is 0 and not −0
             return inductor.mul(known, f32(-1.0)) if signs >> number & 1 else known
 
         return inductor.to_dtype(inductor.mul(_butterfly(source, place), f32(0.25)), dtype)
@@ -60,12 +60,12 @@ def lower_hadamard(x: ir.TensorBox, dim: int, signs: int) -> ir.TensorBox:
 
 
 def _butterfly(source: Callable[[int], Any], place: Any) -> Any:
-    """The sum of the 16 numbers of `source` with the signs of the row `place` of H."""
+    """Returns the sum of the 16 numbers of `source`, with signs from row `place` of H."""
     bits = [inductor.bitwise_and(inductor.bitwise_right_shift(place, i32(b)), i32(1)) for b in range(STAGES)]
     signs = [inductor.where(inductor.eq(bit, i32(0)), f32(1.0), f32(-1.0)) for bit in bits]
 
     def after(stages: int, number: int) -> Any:
-        """The value after so many stages, where the bits that have none yet are those of `number`."""
+        """Returns the value after `stages` stages; `number` has the index bits of the later stages."""
         if not stages:
             return source(number)
         low, high = after(stages - 1, number), after(stages - 1, number | 1 << (stages - 1))

@@ -1,12 +1,12 @@
-"""prologues: compute what a cast reads where the cast would load it.
+"""prologues: fuse the producer of a cast's input into the kernel of the cast.
 
     producer ─▶ x ─▶ cast     becomes     cast(producer)        x is never stored
 
-The producer is a pointwise kernel-to-be whose result only the cast reads: a norm's second half, SwiGLU's
-product, the transposition behind an attention. Left to itself Inductor's scheduler gives it to what comes
-before it (a norm's row statistic, the GEMM that makes one of SwiGLU's factors) and stores x. So this runs
-before the scheduler fuses anything. A producer that reads more than two tensors of x's size is left alone:
-it is cheaper to store what it makes. The two producers of a cast of two tensors may read three.
+A producer is a pointwise node whose result only the cast reads: a norm's second half, SwiGLU's product, the
+transpose behind an attention. Inductor's scheduler would fuse it with the node before it (a norm's row
+statistic, the GEMM of one of SwiGLU's factors) and store x. So this pass runs before the scheduler fuses
+nodes. It skips a producer that reads more than two tensors of x's size, because storing x is then cheaper.
+The two producers of a cast of two tensors may read three.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from mxcompile.graph.opsets import packet
 from mxcompile.graph.tags import tags_of
 from mxcompile.lowering.inductor.scheduling import Nodes, SchedulerPass
 
-_MOST_READS = 2.25  # of x's size: two tensors, and some small ones beside them; one more for a second x
+_MOST_READS = 2.25  # in units of x's size: two tensors and small tensors; 1 more for a second x
 
 
 class Prologues(SchedulerPass):
     """Fuses producers into casts."""
 
     def apply(self, nodes: Nodes) -> Nodes:
-        """`nodes`, in an order that respects their dependencies, with casts and their producers fused."""
+        """Returns `nodes`, in an order that respects dependencies, with producers fused into casts."""
         producers = {node.get_name(): node for node in nodes if _is_pointwise(node)}
         result: Nodes = []
         for node in nodes:
@@ -51,7 +51,7 @@ def _is_pointwise(node: BaseSchedulerNode) -> bool:
 
 
 def _is_cast(node: BaseSchedulerNode) -> bool:
-    """Whether `node` is a cast's kernel, not a product's, among whose origins casts that it reads can be."""
+    """Whether `node` is the kernel of a cast. The origins of a product's kernel may have casts too."""
     buffer = node.node
     if not isinstance(buffer, ir.TritonTemplateBuffer):
         return False
@@ -60,7 +60,7 @@ def _is_cast(node: BaseSchedulerNode) -> bool:
 
 
 def _producers(cast: BaseSchedulerNode, producers: dict[str, BaseSchedulerNode]) -> list[BaseSchedulerNode]:
-    """Returns the producers of what `cast` reads that only it reads and that read little themselves."""
+    """Returns the producers of the inputs of `cast` that only it reads; [] if they read too much."""
     assert isinstance(cast.node, ir.TritonTemplateBuffer)
     inlined = []
     for name in cast.node.get_allowed_prologue_inps():
@@ -80,11 +80,11 @@ def _most_reads(producers: list[BaseSchedulerNode]) -> float:
 
 
 def _reads(producers: list[BaseSchedulerNode]) -> float:
-    """Elements that `producers` read, each once: of a tensor that is read at several places, what it has."""
+    """Returns the number of elements that `producers` read; overlapping reads of a tensor count once."""
     read: dict[str, float] = {}
     for dependency in {each for producer in producers for each in producer.read_writes.reads}:
         read[dependency.name] = read.get(dependency.name, 0.0) + _hint(dependency.get_numel())
-    # what a template writes beside its result has a name of its own afterwards, and no size
+    # extra outputs of a template have names without a size
     wholes = {name: _hint(V.graph.get_numel(name)) for name in read}
     return sum(min(size, wholes[name]) if wholes[name] > 1 else size for name, size in read.items())
 
@@ -101,6 +101,6 @@ def _fuse(producer: BaseSchedulerNode, cast: BaseSchedulerNode) -> BaseScheduler
     scheduler = cast.scheduler
     backend = scheduler.get_backend(cast.get_device())
     both: BaseSchedulerNode = backend.fuse(producer, cast)
-    both.group = cast.group  # of as many elements as the cast stores, packed ones half of what it reads
+    both.group = cast.group  # as many elements as the cast stores: packed copies have half of its inputs
     scheduler.name_to_fused_node.update({node.get_name(): both for node in both.get_nodes()})
     return both

@@ -1,12 +1,12 @@
-"""regions: a trace of PyTorch's profiler names the layer and the GEMM of what a graph runs.
+"""regions: name the layer and the GEMM of each product in traces of PyTorch's profiler.
 
     region = record_function("model.layers.3.mlp.down_proj dgrad")
     the kernel of the product, with what is fused to it
     region = None
 
-Inductor's own setting asks for it, since regions are lines of the code that Inductor generates: code without
-the setting has none. Kernels keep their names, for equal layers share one kernel. Blocks that are compiled
-one by one share their code too: its regions have the name of the first of them. Code in C++ has no regions.
+Regions are lines of the code that Inductor generates, so a setting of Inductor enables them. Kernels keep
+their names, because equal layers share a kernel. Blocks that are compiled one by one share code too, and its
+regions have the names of the first block. C++ wrapper code has no regions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Regions(SchedulerPass):
     """Writes the beginning and the end of a region around each kernel of a product."""
 
     def apply(self, nodes: Nodes) -> Nodes:
-        """`nodes` as they are."""
+        """Returns `nodes` unchanged."""
         if not V.graph.cpp_wrapper:
             wrapper: Any = V.graph.wrapper_code
             wrapper.enter_context = _entering(wrapper, dict(map(_labelled, nodes)))
@@ -36,7 +36,7 @@ class Regions(SchedulerPass):
 
 
 def _labelled(group: BaseSchedulerNode) -> tuple[fx.Node | None, str]:
-    """The last node of the graph that `group` computes, by which Inductor tells groups, and its products."""
+    """Returns the last node that `group` computes, which is Inductor's key of groups, and its products."""
     origins = {
         origin for node in group.get_nodes() if node.node is not None for origin in node.node.get_origins()
     }
@@ -45,14 +45,14 @@ def _labelled(group: BaseSchedulerNode) -> tuple[fx.Node | None, str]:
 
 
 def _entering(wrapper: Any, words: dict[fx.Node | None, str]) -> Callable[[fx.Node], None]:
-    """Returns the method of `wrapper` that begins the code of each group, with regions by `words`."""
+    """Returns `wrapper.enter_context`, which begins the code of a group, extended by regions from `words`."""
     enter, is_open = wrapper.enter_context, False
 
     def entering(last: fx.Node) -> None:
         nonlocal is_open
         enter(last)
         if is_open:
-            wrapper.writeline(f"{_REGION} = None")  # a region ends with its object, as at the end of the call
+            wrapper.writeline(f"{_REGION} = None")  # a region ends when its object is deleted
         is_open = bool(words.get(last))
         if is_open:
             wrapper.writeline(

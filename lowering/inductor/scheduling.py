@@ -1,4 +1,4 @@
-"""Passes over Inductor's scheduler: the user's own pass runs first; an identity for the caches."""
+"""Passes over Inductor's scheduler, behind the user's own pass, with an identity for Inductor's caches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch._inductor.scheduler import BaseSchedulerNode
 
 try:
     from torch._inductor.custom_graph_pass import CustomSchedulerPass
-except ImportError:  # older torch: its cache knows a scheduler pass by the base of graph passes
+except ImportError:  # older torch: the base class of graph passes gives a scheduler pass its cache key
     from torch._inductor.custom_graph_pass import (  # type: ignore[assignment]
         CustomGraphPass as CustomSchedulerPass,
     )
@@ -17,22 +17,22 @@ Nodes = list[BaseSchedulerNode]
 
 
 class SchedulerPass(CustomSchedulerPass):
-    """Ours after the user's. uuid: of mxcompile's own code. user: a pass configured before."""
+    """A pass of mxcompile behind the user's. uuid: hash of mxcompile's code. user: the configured pass."""
 
     def __init__(self, uuid: str, user: Any = None) -> None:
         self._uuid = uuid
         self._user = user
 
     def __call__(self, nodes: Nodes) -> Nodes:
-        """Returns the schedule after both, from `nodes`."""
+        """Returns `nodes` after both passes."""
         return self.apply(nodes if self._user is None else self._user(nodes))
 
     def apply(self, nodes: Nodes) -> Nodes:
-        """Returns the schedule in the place of `nodes`."""
+        """Returns the new schedule."""
         return nodes
 
     def uuid(self) -> Any:
-        """Identity for Inductor's caches; None, which turns them off, if the user's pass has none."""
+        """Returns the identity for Inductor's caches; None disables them if the user's pass has none."""
         if self._user is None:
             return self._uuid
         theirs = self._user.uuid() if isinstance(self._user, CustomSchedulerPass) else None
@@ -42,5 +42,5 @@ class SchedulerPass(CustomSchedulerPass):
         return self
 
     def __reduce__(self) -> Any:
-        """A cache key holds Inductor's configuration, pickled: all that counts there is the identity."""
+        """Pickles the identity alone, because cache keys contain Inductor's pickled configuration."""
         return str, (repr(self.uuid()),)

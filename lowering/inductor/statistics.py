@@ -1,8 +1,8 @@
 """Inductor lowering of ``mx.cast_statistics``: a kernel that reads a tensor once.
 
-MXFP8 of BF16 and FP32 on CPUs                 ``lowering.cpu.statistics``
-MXFP8 of BF16, FP16 and FP32 on GPUs           ``lowering.templates.statistics``
-other formats and dtypes, given scales         the operator's own definition
+MXFP8 from BF16 and FP32 on CPUs               ``lowering.cpu.statistics``
+MXFP8 from BF16, FP16 and FP32 on GPUs         ``lowering.templates.statistics``
+other formats and dtypes, or a known scale     the operator's eager implementation
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ _FULL = lowerings[torch.ops.aten.full.default]
 
 @register_lowering(ops.cast_statistics, type_promotion_kind=None)
 def lower_cast_statistics(x: ir.TensorBox, block_dim: int, fmt: str, keep: int, *given: Any) -> Any:
-    """Statistics, FP64, and a part of the cast, FP32. given: seed, stream and scale."""
+    """Lowers ``mx.cast_statistics``: statistics, FP64, and a part of the cast, FP32.
+
+    given: seed, stream and scale.
+    """
     form, rank = Format.of(fmt) if fmt else None, len(x.get_size())
     results, is_of_matrices = None, rank > 1 and block_dim % rank >= rank - 2
     if form and _is_mxfp8(form) and not any(given) and (form.tile == Tile.ROW or is_of_matrices):

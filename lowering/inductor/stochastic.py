@@ -1,4 +1,4 @@
-"""Stochastic rounding in Inductor's operators: `formats.stochastic`, operation by operation."""
+"""Stochastic rounding in Inductor's operators, with the operations of `formats.stochastic`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _F32, _I32, _I64 = torch.float32, torch.int32, torch.int64
 
 
 def i64(value: int) -> Any:
-    """A constant."""
+    """Returns a constant."""
     return inductor.constant(value, _I64)
 
 
@@ -31,7 +31,7 @@ def _low(word: Any) -> Any:
 
 
 def halves(shape: Sequence[Any], dim: int, seed: ir.TensorBox, stream: int) -> Callable[[Index], Any]:
-    """The random bits of the element at an index of a tensor of `shape` contracted along `dim`, int32."""
+    """Returns a loader of 16 random bits, int32, for each element of a tensor contracted along `dim`."""
     load, at = seed.make_loader(), dim % len(shape)
     groups = [*shape[:at], FloorDiv(shape[at] + (NEIGHBOURS - 1), NEIGHBOURS), *shape[at + 1 :]]
     apart = sympy_product(groups[at + 1 :])
@@ -64,7 +64,10 @@ def _philox(place: Any, stream: int, key: Any) -> tuple[Any, Any]:
 
 
 def rounded(y: Any, elem: ElemType, half: Any) -> Any:
-    """`y`, FP32, |y| ≤ max or NaN, rounded by `half` to a value of `elem`, in FP32; keeps the sign of 0."""
+    """Returns `y`, FP32, |y| ≤ max or NaN, rounded by the random bits `half` to a value of `elem`.
+
+    The result is FP32 and keeps the sign of 0.
+    """
     least, kept = f32(2.0**elem.min_exponent), 23 - elem.mantissa_bits
     magnitude = inductor.abs(y)
     small = inductor.lt(magnitude, least)

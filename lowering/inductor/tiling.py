@@ -1,6 +1,6 @@
-"""Tiled scales (see `scale_tiles`) in Inductor's IR: writing them, and where a byte of one is.
+"""Tiled scales (see `scale_tiles`) in Inductor's IR: their layout and the offset of a byte.
 
-For casts that no template serves, and for what is dequantized; kernels have `kernels.tiles.swizzled_offset`.
+For casts without a template, and for decoding; kernels use `kernels.tiles.swizzled_offset`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _VIEW = lowerings[torch.ops.aten.view.default]
 
 
 def tiled(scale: ir.TensorBox, block_dim: int) -> ir.TensorBox:
-    """Tiled scale bytes from the row-major bytes of a matrix cast along `block_dim`."""
+    """Returns tiled scale bytes from the row-major bytes of a matrix cast along `block_dim`."""
     rowwise = block_dim % 2 == 1
     rows, blocks = scale.get_size() if rowwise else reversed(scale.get_size())
     load = scale.make_loader()
@@ -43,18 +43,18 @@ def tiled(scale: ir.TensorBox, block_dim: int) -> ir.TensorBox:
 
 
 def tiled_size(rows: Any, blocks: Any) -> Any:
-    """Bytes of a tiled scale of [rows, blocks], sizes as Inductor has them."""
+    """Returns the number of bytes of tiled scales of [rows, blocks]; sizes may be symbolic."""
     down, across = _tiles(rows, blocks)
     return down * across * (TILE_ROWS * TILE_BLOCKS)
 
 
 def _tiles(rows: Any, blocks: Any) -> tuple[Any, Any]:
-    """How many tiles there are down and across."""
+    """Returns the numbers of tiles down and across."""
     return FloorDiv(rows + TILE_ROWS - 1, TILE_ROWS), FloorDiv(blocks + TILE_BLOCKS - 1, TILE_BLOCKS)
 
 
 def place_of(row: Any, block: Any, blocks: Any) -> Any:
-    """Where the byte of (row, block) lies among tiled ones, of rows of `blocks` blocks."""
+    """Returns the offset of the byte of (row, block) in tiled scales of rows with `blocks` blocks."""
     _, across = _tiles(row, blocks)
     tile = FloorDiv(row, TILE_ROWS) * across + FloorDiv(block, TILE_BLOCKS)
     inside = ModularIndexing(row, 1, 32) * 16 + ModularIndexing(row, 32, 4) * 4

@@ -1,8 +1,8 @@
-"""Scales of two levels in Inductor's operators: E4M3 for a tile, over one FP32 number for the tensor.
+"""Two-level scales in Inductor's operators: E4M3 for a tile, and an FP32 number for the tensor.
 
     G        448 · max / amax of the tensor
     scale    E4M3 of amax of the tile · (G · 1/max)
-    factor   1/(scale · 1/G), for elements that are then rounded; or the scale, in FP32
+    factor   1/(scale · 1/G) to encode elements; the scale in FP32 to decode them
 
 `formats.encoding` has the definition.
 """
@@ -26,7 +26,7 @@ from mxcompile.lowering.targets import of_device
 
 
 def _gain(amax: ir.TensorBox | None, form: Format) -> Callable[[], Any]:
-    """G of the amax of a tensor."""
+    """Returns a function that computes G from the amax of the tensor."""
     assert amax is not None, "a cast to two levels reads the amax of its tensor"
     load = amax.make_loader()
 
@@ -40,7 +40,7 @@ def _gain(amax: ir.TensorBox | None, form: Format) -> Callable[[], Any]:
 
 
 def scales(blocks: ScaleBlocks, tile_amax: Load, amax: ir.TensorBox | None, form: Format) -> ir.TensorBox:
-    """The E4M3 scale of every block, whose largest magnitudes `tile_amax` loads. amax: of the tensor, [1]."""
+    """Returns the E4M3 scale of every block. tile_amax: loads its amax. amax: amax of the tensor, [1]."""
     target, gain = of_device(blocks.device), _gain(amax, form)
 
     def scale(block: Index) -> Any:
@@ -56,9 +56,9 @@ def scales(blocks: ScaleBlocks, tile_amax: Load, amax: ir.TensorBox | None, form
 def factors(
     blocks: ScaleBlocks, scale: ir.TensorBox, amax: ir.TensorBox | None, form: Format
 ) -> ir.TensorBox:
-    """Returns the factors of the elements of every block, FP32.
+    """Returns the FP32 factors of every block's elements.
 
-    amax: of the tensor, for elements that are to be rounded; None for rounded ones, to decode them.
+    amax: amax of the tensor if the factors encode elements, None if they decode them.
     """
     load = elements.loader(scale, E4M3, of_device(blocks.device))
     if amax is None:

@@ -1,8 +1,8 @@
-"""Inductor's lowering of `aten._scaled_mm`, without its template for scales of blocks.
+"""Inductor's lowering of `aten._scaled_mm`, without Inductor's template for block scales.
 
-That template (`triton_main_loop_scaled_mm`, tried by autotuning where `triton.enable_persistent_tma_matmul`
-is set) reads scales row-major and one for each step along K: of scales that lie as cuBLAS wants them, or with
-steps of another length than a block, it makes wrong products. All other products are lowered as ever.
+That template (`triton_main_loop_scaled_mm`, an autotuning choice with `triton.enable_persistent_tma_matmul`)
+reads row-major scales, one for each step along K. It computes wrong products for scales in cuBLAS's layout,
+and for steps that are not one block long. The lowering of other products does not change.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ assert mm is not None
 def lower_scaled_mm(
     a: ir.TensorBox, b: ir.TensorBox, scale_a: ir.TensorBox, scale_b: ir.TensorBox, *others: Any, **named: Any
 ) -> Any:
-    """As Inductor does."""
+    """Lowers the product as Inductor does, but block scales only with the library's kernel."""
     blocks = len(scale_a.get_size()) == 2 and scale_a.get_size()[1] != 1
     only_the_library = {"triton.enable_persistent_tma_matmul": False} if blocks else {}
     with config.patch(only_the_library):

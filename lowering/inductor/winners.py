@@ -1,10 +1,9 @@
-"""winners: which kernel Inductor has chosen for each GEMM, for the record.
+"""winners: find the kernel that Inductor chose for each GEMM, for the record.
 
-    a product's buffer after fusion  →  the choice it was finalized with, or will be  →  name and tile
+    a product's buffer after fusion  →  its final choice  →  name and tile
 
-Read after Inductor has timed and fused; nothing is changed. A choice made at once, before anything is
-scheduled, leaves a buffer that does not say which it was: `choose`, which makes those of the templates here,
-notes it.
+The pass runs after Inductor timed and fused kernels, and changes nothing. If Inductor chooses before it
+schedules, the buffer does not hold its choice, so `choose`, which the templates call, stores it.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ Tell = Callable[[Mapping[int, str]], None]
 """Takes kernels by the index of their GEMM in the graph."""
 
 _CALLERS: WeakKeyDictionary[Any, TritonTemplateCaller] = WeakKeyDictionary()
-"""Choices by the function that writes their kernel, which is all that a finished buffer has of them."""
+"""Choices by the function that renders their kernel, which is the only trace of a choice in its buffer."""
 
 _CONFIGS: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-"""By the same, the words of a template for its configuration, where it has its own."""
+"""A template's own name of a configuration, by the same function."""
 
 BENCHMARKED = next(
     name for name in ("benchmark_template_fusion", "benchmark_epilogue_fusion") if hasattr(config, name)
 )
-"""The setting that times choices with what is fused into them. From torch 2.15 on the second name warns."""
+"""Inductor's setting that times choices with fused neighbours. From torch 2.15 on the second name warns."""
 
 _CALLS = {
     "mx_vendor_scaled_mm": "torch._scaled_mm",
@@ -49,7 +48,7 @@ _CALLS = {
     "mx_vendor_nvfp4_mm": "aten._scaled_mm_v2 (nvfp4)",
     "mx_vendor_mxfp4_mm": "aten._scaled_mm_v2 (mxfp4)",
 }
-"""What a library's choice calls, where its name is that of a function around it."""
+"""The library functions that choices call, by names of the functions that wrap them."""
 
 
 def choose(
@@ -63,11 +62,11 @@ def choose(
     at_once: bool = False,
     **keywords: Any,
 ) -> ir.TensorBox:
-    """The result of the choice that Inductor takes, which it may put off.
+    """Returns the result of the choice that Inductor makes, now or after fusion.
 
-    configs: what the record says of each choice; its tile if there are none. examples: what makes the
-    operands that choices are timed on, by position. at_once: whether timing others would tell nothing; the
-    choice is then not put off, and Inductor itself passes them on. keywords: of Inductor's own.
+    configs: name of each choice's configuration for the record; default: its tile. examples: functions that
+    make the operands for timing, by position. at_once: whether to choose now, because timing with fused
+    neighbours gives no information. keywords: arguments of `autotune_select_algorithm`.
     """
     for choice in choices:
         if isinstance(choice, TritonTemplateCaller):
@@ -85,10 +84,10 @@ def choose(
 
 
 def _time_on(out: ir.TensorBox, examples: Mapping[int, Callable[[ir.Buffer], Any]]) -> None:
-    """Make a choice that is put off be timed on `examples`.
+    """Makes Inductor time a choice after fusion on `examples`.
 
-    Inductor does not put off a choice that is given examples. It keeps what times it as a closure, which
-    passes on the examples that it was given, none: these take their place.
+    With examples, Inductor would choose at once. Without them it keeps a closure that times the choice with
+    no examples; this function sets them in the closure.
     """
     buffer = out.data.data if isinstance(out.data, ir.StorageBox) else None
     if not isinstance(buffer, ir.MultiTemplateBuffer):
@@ -102,14 +101,14 @@ def _time_on(out: ir.TensorBox, examples: Mapping[int, Callable[[ir.Buffer], Any
 
 
 class Winners(SchedulerPass):
-    """Tells the kernels of the GEMMs of a graph that Inductor has chosen among several."""
+    """Reports the kernels that Inductor chose for GEMMs."""
 
     def __init__(self, uuid: str, user: Any, tell: Tell) -> None:
         super().__init__(uuid, user)
         self._tell = tell
 
     def apply(self, nodes: Nodes) -> Nodes:
-        """`nodes` as they are."""
+        """Returns `nodes` unchanged."""
         kernels = dict(kernel for group in nodes for node in group.get_nodes() for kernel in _kernels(node))
         if kernels:
             self._tell(kernels)
@@ -117,7 +116,7 @@ class Winners(SchedulerPass):
 
 
 def _kernels(node: BaseSchedulerNode) -> Iterable[tuple[int, str]]:
-    """Index and kernel of the GEMM that `node` computes, if its kernel was chosen."""
+    """Yields index and kernel of the GEMM that `node` computes, if Inductor chose its kernel."""
     buffer = node.node
     if not isinstance(buffer, ir.TritonTemplateBuffer | ir.ExternKernel):
         return
@@ -133,19 +132,19 @@ def _kernels(node: BaseSchedulerNode) -> Iterable[tuple[int, str]]:
 
 
 def _winner(node: BaseSchedulerNode, buffer: ir.TritonTemplateBuffer) -> ir.ChoiceCaller | None:
-    """The choice behind `buffer`; None if there was none, or the kernel's name so far says it."""
+    """Returns the choice of `buffer`; None without a choice, or if the kernel's current name is right."""
     if not isinstance(buffer, ir.MultiTemplateBuffer):
         return _CALLERS.get(buffer.make_kernel_render)
-    if buffer.make_kernel_render is not None:  # what follows was fused into this one
+    if buffer.make_kernel_render is not None:  # final, because Inductor fused an epilogue into it
         same = (choice for choice in buffer.choices if isinstance(choice, TritonTemplateCaller))
         return next(choice for choice in same if choice.make_kernel_render is buffer.make_kernel_render)
     if node.scheduler._has_layout_conflict_for_template(buffer):
-        return None  # Inductor then takes the library's, which the name so far is
+        return None  # Inductor then calls the library, which is the current name
     return buffer.get_min_choice()[0]
 
 
 def renamed(kernel: str, winner: ir.ChoiceCaller) -> str:
-    """The name `kernel` had before the choice, with the winner's name and tile in the place of its own."""
+    """Returns `kernel`, the name before the choice, with the winner's name and tile instead."""
     match = re.fullmatch(r"(.*?)((?: \(|; ).*)?", kernel, re.DOTALL)
     assert match is not None
     before, remark = match.groups(default="")
@@ -161,9 +160,9 @@ def renamed(kernel: str, winner: ir.ChoiceCaller) -> str:
 
 
 def _config(choice: TritonTemplateCaller) -> str:
-    """Words for the configuration of a choice: its tile, in elements of the product that it computes.
+    """Returns the name of a choice's configuration: its tile, in elements of the product.
 
-    Inductor keeps the template's arguments in its description, as text.
+    Inductor keeps the template's arguments as text, in the choice's description.
     """
     if choice.make_kernel_render in _CONFIGS:
         return _CONFIGS[choice.make_kernel_render]
