@@ -9,8 +9,7 @@ The FP32 way is Veltkamp's splitting for p stored bits. The product and the diff
 separately, so it is not used where a compiler may contract them into an FMA. Below the smallest normal, the
 last two ways compute (y + c) − c, which rounds to the fixed step of subnormals. Tests check every pattern.
 
-If Triton has no tensors of the element type, kernels store bytes, and a view outside of the kernels is the
-FP8 tensor.
+If Triton has no tensors of the type, kernels store bytes, and a view outside of kernels is the FP8 tensor.
 """
 
 from __future__ import annotations

@@ -88,10 +88,7 @@ def fp32_scale_of(amax: Any, form: Format) -> Any:
 
 
 class _Scaled:
-    """Elements of `x` over its scales.
-
-    seed, stream: random numbers of stochastic formats. amax: amax of `x`, for two levels.
-    """
+    """Elements of `x` over its scales. seed, stream, amax: see `ops.cast`."""
 
     def __init__(
         self,
@@ -115,10 +112,7 @@ class _Scaled:
             self._half = stochastic.halves(self.blocks.shape, block_dim, seed, stream)
 
     def factor(self, inverse: bool) -> Load:
-        """Returns a loader of each block's FP32 factor; FP32 scales themselves, which divide to encode.
-
-        inverse: whether the factor encodes elements; otherwise it decodes them.
-        """
+        """Returns a loader of each block's FP32 factor or, with FP32 scales, divisor; `inverse` to encode."""
         if self.form.two_level:
             amax = self._amax if inverse else None
             factors = two_level.factors(self.blocks, self._scale, amax, self.form)

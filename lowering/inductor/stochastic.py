@@ -64,10 +64,7 @@ def _philox(place: Any, stream: int, key: Any) -> tuple[Any, Any]:
 
 
 def rounded(y: Any, elem: ElemType, half: Any) -> Any:
-    """Returns `y`, FP32, |y| ≤ max or NaN, rounded by the random bits `half` to a value of `elem`.
-
-    The result is FP32 and keeps the sign of 0.
-    """
+    """Returns `y`, FP32, |y| ≤ max or NaN, rounded by random bits `half` to `elem`; keeps the sign of 0."""
     least, kept = f32(2.0**elem.min_exponent), 23 - elem.mantissa_bits
     magnitude = inductor.abs(y)
     small = inductor.lt(magnitude, least)
