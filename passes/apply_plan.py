@@ -38,12 +38,12 @@ class ApplyPlan:
                 if tag.gemm is Gemm.FPROP and tag.layer == node.name:
                     forward[tag.name, tag.kind].append(tag)
         tags_by_layer: dict[str, GemmTag | None] = {}
-        for (name, kind), here in forward.items():
-            there = [tag for tag in self.known.get(name, ()) if tag.kind is kind]
-            if kind is Kind.PRODUCT and not there:
-                tags_by_layer |= {tag.layer: self._of_module(tag) for tag in here}
+        for (name, kind), local in forward.items():
+            planned = [tag for tag in self.known.get(name, ()) if tag.kind is kind]
+            if kind is Kind.PRODUCT and not planned:
+                tags_by_layer |= {tag.layer: self._of_module(tag) for tag in local}
             else:
-                tags_by_layer |= dict(zip((tag.layer for tag in here), _matched(here, there), strict=True))
+                tags_by_layer |= zip((tag.layer for tag in local), _matched(local, planned), strict=True)
         for node in graph.nodes:
             tags = tags_of(node)
             if tags and tags[0].kind in (Kind.LINEAR, Kind.PRODUCT):
@@ -52,9 +52,9 @@ class ApplyPlan:
     def _of_module(self, product: GemmTag) -> GemmTag | None:
         """Returns a layer with the sizes of `product` in its module, None unless all such have one role."""
         sizes = product.n, product.k
-        known = (*self.known.get(product.name, ()), *self._by_module.get(product.name, ()))
-        there = [tag for tag in known if tag.kind is Kind.LINEAR and (tag.n, tag.k) == sizes]
-        return there[0] if len({tag.role for tag in there}) == 1 else None
+        candidates = (*self.known.get(product.name, ()), *self._by_module.get(product.name, ()))
+        layers = [tag for tag in candidates if tag.kind is Kind.LINEAR and (tag.n, tag.k) == sizes]
+        return layers[0] if len({tag.role for tag in layers}) == 1 else None
 
     @cached_property
     def _by_module(self) -> Mapping[str, Sequence[GemmTag]]:
@@ -65,15 +65,14 @@ class ApplyPlan:
         return tags_by_module
 
 
-def _matched(here: Sequence[GemmTag], there: Sequence[GemmTag]) -> list[GemmTag | None]:
-    if len(here) == len(there):
-        return list(there)
-    return [next((t for t in there if (t.n, t.k) == (h.n, h.k)), there[0] if there else None) for h in here]
+def _matched(tags: Sequence[GemmTag], planned: Sequence[GemmTag]) -> list[GemmTag | None]:
+    if len(tags) == len(planned):
+        return list(planned)
+    by_sizes = {(tag.n, tag.k): tag for tag in reversed(planned)}
+    return [by_sizes.get((tag.n, tag.k), planned[0] if planned else None) for tag in tags]
 
 
-def _following(tag: GemmTag, known: GemmTag | None) -> GemmTag:
-    if known is not None:
-        return replace(
-            tag, role=known.role, evidence=known.evidence, module=known.module, whole=(known.n, known.k)
-        )
-    return tag
+def _following(tag: GemmTag, plan: GemmTag | None) -> GemmTag:
+    if plan is None:
+        return tag
+    return replace(tag, role=plan.role, evidence=plan.evidence, module=plan.module, whole=(plan.n, plan.k))

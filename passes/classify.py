@@ -65,14 +65,14 @@ class Classify:
         for node in graph.nodes:
             tags = tags_of(node)
             if tags:
-                set_tag(node, *(_settled(tag, verdicts, tag.layer in no_layer) for tag in tags))
+                set_tag(node, *(_classified(tag, verdicts, tag.layer in no_layer) for tag in tags))
 
 
 def _of_products(products: Products) -> Verdicts:
     """Returns the roles of products in attentions that the model writes out as operators."""
     verdicts: Verdicts = {}
-    for node, says in products.no_layer.items():
-        verdicts[node.name] = Role.ATTN_SCORES, Evidence(holds=f"no linear layer but {says}")
+    for node, reason in products.no_layer.items():
+        verdicts[node.name] = Role.ATTN_SCORES, Evidence(holds=f"no linear layer but {reason}")
     for values, attention in products.attentions.items():
         verdicts[values.name] = (
             Role.ATTN_VALUES,
@@ -83,7 +83,7 @@ def _of_products(products: Products) -> Verdicts:
     return verdicts
 
 
-def _settled(tag: GemmTag, verdicts: Verdicts, is_product: bool) -> GemmTag:
+def _classified(tag: GemmTag, verdicts: Verdicts, is_product: bool) -> GemmTag:
     if tag.kind is Kind.ATTENTION:
         return replace(tag, evidence=Evidence(holds="inside an attention operator"))
     role, evidence = verdicts.get(tag.layer, (Role.OTHER, Evidence(holds=_UNKNOWN.get(tag.kind, ""))))

@@ -85,7 +85,7 @@ class _Crossing:
         assert isinstance(returned, list | tuple)
         self._results, self._saved = list(returned[:num_outputs]), list(returned[num_outputs:])
         self._ends = {node.name: node for node in backward.find_nodes(op="placeholder")}
-        self._place = {node: place for place, node in enumerate(backward.nodes)}
+        self._position = {node: position for position, node in enumerate(backward.nodes)}
         self._named = {node.name: node for node in forward.nodes}
         self._copies = _saved_copies(self._saved)
 
@@ -113,7 +113,7 @@ class _Crossing:
         saved = self._copies.get(root)
         if len(casts) + (saved is not None) > 1:
             return False
-        copy = self._moved(casts[0]) if casts else saved or self._made(node, tag)
+        copy = self._moved(casts[0]) if casts else saved or self._new_copy(node, tag)
         if copy is None:
             return False
         value = self._restored(node, copy, steps if copy is saved else ())
@@ -132,18 +132,18 @@ class _Crossing:
     def _moved(self, cast: fx.Node) -> _Copy | None:
         """Moves a backward cast into forward. Returns None if it is not MXFP8, or forward lacks its input."""
         source = self._named.get(argument(cast).name)
-        mine, its = tensor(source), tensor(argument(cast))
+        forward_value, backward_value = tensor(source), tensor(argument(cast))
         view = Cast.of(cast)
-        if view is None or not view.copy.is_mx or mine is None or its is None:
+        if view is None or not view.copy.is_mx or forward_value is None or backward_value is None:
             return None
         # the shapes differ if a size depends on data: backward has another symbol for it
-        if not statically_known_true(sym_eq(mine.shape, its.shape)):
+        if not statically_known_true(sym_eq(forward_value.shape, backward_value.shape)):
             return None
         assert source is not None
         steps = chain_to(argument(cast))[1]
         return self._cast(source, view.copy, cast, steps)
 
-    def _made(self, node: fx.Node, tag: GemmTag) -> _Copy:
+    def _new_copy(self, node: fx.Node, tag: GemmTag) -> _Copy:
         """Casts `node` along its innermost dimension in memory."""
         value = value_of(node)
         order = memory_order([hint(stride) for stride in value.stride()])
@@ -207,8 +207,8 @@ class _Crossing:
 
     def _first(self, readers: Sequence[fx.Node]) -> fx.Node:
         """Returns the first node of backward that is among `readers`."""
-        if all(node in self._place for node in readers):
-            return min(readers, key=self._place.__getitem__)
+        if all(node in self._position for node in readers):
+            return min(readers, key=self._position.__getitem__)
         wanted = set(readers)  # some reader is newer than the positions: it takes a size of a tensor
         reader: fx.Node = next(node for node in self._backward.graph.nodes if node in wanted)
         return reader
@@ -244,11 +244,11 @@ def _saved_copies(saved: Sequence[Any]) -> dict[fx.Node, _Copy]:
     copies: dict[fx.Node, _Copy] = {}
     nodes = dict.fromkeys(node for node in saved if isinstance(node, fx.Node))
     for qdata in nodes:
-        cast, place = result_of(qdata)
+        cast, index = result_of(qdata)
         view = Cast.of(cast)
-        if cast is None or view is None or not view.copy.is_mx or place != 0:
+        if cast is None or view is None or not view.copy.is_mx or index != 0:
             continue
-        scales = [result for its, result in results_of(cast) if its == 1 and result in nodes]
+        scales = [result for position, result in results_of(cast) if position == 1 and result in nodes]
         if scales:
             root, steps = chain_to(argument(cast))
             copies.setdefault(root, _Copy(qdata=qdata, scale=scales[0], dim=view.side, steps=steps))

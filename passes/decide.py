@@ -47,10 +47,10 @@ class Decide:
             decision = self.policy.decide(gemms[0][1].as_layer())
             for node, tag in gemms:
                 choice = decision.choice(tag.gemm)
-                hindered = obstacle(node)
-                change_tag(node, tag, self._explained(node, decided(tag, decision, hindered)))
-                if hindered is not None and choice.formats is not None:
-                    refused.append(f"{tag.name} {tag.gemm}: {hindered}")
+                reason = obstacle(node)
+                change_tag(node, tag, self._explained(node, decided(tag, decision, reason)))
+                if reason is not None and choice.formats is not None:
+                    refused.append(f"{tag.name} {tag.gemm}: {reason}")
                     wanted.add(choice.precision)
         if refused and self.strict:
             raise UnsupportedError(
@@ -93,18 +93,18 @@ def _kept(node: fx.Node, tag: GemmTag) -> Choice:
     return Choice(precision=KEPT.name, reason=reason)
 
 
-def decided(tag: GemmTag, decision: Decision, hindered: Reason | None) -> GemmTag:
+def decided(tag: GemmTag, decision: Decision, reason: Reason | None) -> GemmTag:
     """Returns `tag` of a layer with the choice and the formats of `decision`.
 
-    hindered: reason why its operands cannot be quantized (see `obstacle`), or None.
+    reason: reason why its operands cannot be quantized (see `obstacle`), or None.
     """
     choice = decision.choice(tag.gemm)
     formats = None
-    if hindered is not None and (choice.formats is not None or tag.kind is Kind.OPAQUE):
-        choice = Choice(precision=KEPT.name, reason=hindered)
+    if reason is not None and (choice.formats is not None or tag.kind is Kind.OPAQUE):
+        choice = Choice(precision=KEPT.name, reason=reason)
     elif choice.formats is not None:
         is_wgrad = tag.gemm is Gemm.WGRAD
-        left, right = (choice.formats.of(each, wgrad=is_wgrad) for each in tag.tensors)
+        left, right = (choice.formats.of(name, wgrad=is_wgrad) for name in tag.tensors)
         formats = left, right
     return replace(tag, choice=choice, formats=formats, saved=decision.saved, sent=decision.sent)
 

@@ -30,9 +30,9 @@ class States:
     def __init__(self, build: Builder) -> None:
         self._build = build
         self._of_layer: dict[str, fx.Node] = {}
-        self._seen: dict[tuple[fx.Node, str], list[fx.Node]] = {}
+        self._amaxes: dict[tuple[fx.Node, str], list[fx.Node]] = {}
 
-    def of(self, tag: GemmTag, operands: tuple[fx.Node, fx.Node]) -> fx.Node | None:
+    def state_of(self, tag: GemmTag, operands: tuple[fx.Node, fx.Node]) -> fx.Node | None:
         """Returns the state of a GEMM's layer, found at the weight that it or its fprop reads, or None."""
         if "w" in tag.tensors:
             state = stored(operands[tag.tensors.index("w")]).meta.get(STATE_KEY)
@@ -45,17 +45,17 @@ class States:
     ) -> tuple[fx.Node, fx.Node]:
         """Returns the scale for `source`, and the value that this call adds to the state."""
         call, row, value = self._build.call, ops.OPERANDS.index(operand), value_of(source)
-        seen = call(ops.largest, source, like=like)
+        amax = call(ops.largest, source, like=like)
         if fmt.amax.kind is AmaxKind.EMA:
-            seen = call(ops.mean, state, row, seen, str(fmt), like=like)
-            return call(ops.known_scale, seen, 0, str(fmt), value.ndim, like=like), seen
-        return call(ops.known_scale, state, row, str(fmt), value.ndim, like=like), seen
+            amax = call(ops.mean, state, row, amax, str(fmt), like=like)
+            return call(ops.known_scale, amax, 0, str(fmt), value.ndim, like=like), amax
+        return call(ops.known_scale, state, row, str(fmt), value.ndim, like=like), amax
 
-    def add(self, state: fx.Node, operand: str, seen: fx.Node) -> None:
-        """Adds `seen` to the slot of `operand`."""
-        slots = self._seen.setdefault((state, operand), [])
-        if seen not in slots:
-            slots.append(seen)
+    def add(self, state: fx.Node, operand: str, amax: fx.Node) -> None:
+        """Adds `amax` to the slot of `operand`."""
+        slots = self._amaxes.setdefault((state, operand), [])
+        if amax not in slots:
+            slots.append(amax)
 
     def fill(self) -> None:
         """Writes the values from `add` into the slots of the graph, and 0 into slots without a value."""
@@ -69,7 +69,7 @@ class States:
 
     def _row(self, node: fx.Node, operand: str, of_forward: bool) -> fx.Node:
         state = argument(node)
-        slots = self._seen.get((state, operand), []) if (operand != "dy") == of_forward else []
+        slots = self._amaxes.get((state, operand), []) if (operand != "dy") == of_forward else []
         if slots:
             most = slots[0]
             for other in slots[1:]:
@@ -88,8 +88,8 @@ def histories(graph: fx.Graph, first: int) -> tuple[tuple[int, int], ...]:
     lengths: dict[int, int] = {}
     for op in (ops.known_scale, ops.mean):
         for node in graph.find_nodes(op="call_function", target=op):
-            given = arguments_of(node)
-            position = input_index(given["state"])
+            arguments = arguments_of(node)
+            position = input_index(arguments["state"])
             if position is not None:
-                lengths[position - first] = Format.of(given["fmt"]).amax.history
+                lengths[position - first] = Format.of(arguments["fmt"]).amax.history
     return tuple(sorted(lengths.items()))

@@ -108,9 +108,9 @@ class _Finder:
     def tag_backward(self, node: fx.Node, *, of_data: bool = False) -> bool:
         """Tags a backward node as a GEMM of its forward node's layer. Returns whether that was found.
 
-        of_data: see `Gradients.of`.
+        of_data: see `Gradients.match`.
         """
-        gradient = self._gradients.of(node, of_data=of_data)
+        gradient = self._gradients.match(node, of_data=of_data)
         if gradient is None:
             return False
         forward = tags_of(gradient.forward)
@@ -157,23 +157,23 @@ class _Finder:
         weights = [operand for operand in node.all_input_nodes if self._weights.is_weight(operand)]
         sizes = opaque_sizes(node)
         if not weights or packet(node) in OPAQUE:
-            return [_sized(replace(tag, tensors=("x", "w" if weights else "x")), each) for each in sizes]
+            return [_sized(replace(tag, tensors=("x", "w" if weights else "x")), size) for size in sizes]
         if len(sizes) == 1 or len(weights) > 1:
             sizes = sizes_by_weight(sizes, [value_of(weight) for weight in weights])
         else:  # a head with its loss and the gradients of both
             weights *= len(sizes)
         tags: list[GemmTag] = []
-        for weight, each in zip(weights, sizes, strict=True):
+        for weight, size in zip(weights, sizes, strict=True):
             n, k = map(known, value_of(weight).shape[-2:])
             source = self._weight_input(weight)
-            own = replace(
-                _sized(tag, each),
+            layer = replace(
+                _sized(tag, size),
                 layer=f"{tag.layer}.{weight.name}",
                 name=layer_name(tag.name, source.inside(tag.name) if source is not None else ""),
                 tensors=("x", "w"),
                 whole=(n, k),
             )
-            tags.append(_hidden_gradient(own, tags) if tags and tags[0].layer == own.layer else own)
+            tags.append(_hidden_gradient(layer, tags) if tags and tags[0].layer == layer.layer else layer)
         return tags
 
     def _kind_of_matmul(self, node: fx.Node) -> tuple[Kind, tuple[str, str]]:
@@ -193,10 +193,10 @@ class _Finder:
         """Returns the input of the graph that `weight` is stored in or computed from."""
         tensor = stored(weight)
         source = self._sources.get(tensor)
-        known = None if source is None else graph_input(source, self._options.inputs)
-        if known is None or source is tensor:
-            return known
-        return replace(known, path=parametrized(known.path), others=tuple(map(parametrized, known.others)))
+        entry = None if source is None else graph_input(source, self._options.inputs)
+        if entry is None or source is tensor:
+            return entry
+        return replace(entry, path=parametrized(entry.path), others=tuple(map(parametrized, entry.others)))
 
 
 def _unmatched(tag: GemmTag) -> GemmTag:
@@ -207,7 +207,7 @@ def _unmatched(tag: GemmTag) -> GemmTag:
 
 def _hidden_gradient(tag: GemmTag, forward: Sequence[GemmTag]) -> GemmTag:
     """`tag`, of a product in an operator of the backward, as a gradient of one of the layers `forward`."""
-    layer = next((known for known in forward if known.name == tag.name), forward[0])
+    layer = next((forward_tag for forward_tag in forward if forward_tag.name == tag.name), forward[0])
     gemm, tensors = Gemm.DGRAD, ("dy", "w") if tag.is_layer else ("x", "x")
     if layer.is_layer and tag.m != layer.m and {tag.m, tag.n} == {*(layer.whole or (layer.n, layer.k))}:
         gemm, tensors = Gemm.WGRAD, ("dy", "x")

@@ -88,11 +88,11 @@ def is_derivative(node: fx.Node) -> bool:
 
 
 def _kind(node: fx.Node) -> int:
-    what = packet(node)
+    op = packet(node)
     return (
-        (_RANDOM if what in RANDOM else 0)
-        | (_REPEATS if what in REPEATS else 0)
-        | (_PRODUCT if what in MATMULS else 0)
+        (_RANDOM if op in RANDOM else 0)
+        | (_REPEATS if op in REPEATS else 0)
+        | (_PRODUCT if op in MATMULS else 0)
     )
 
 
@@ -115,8 +115,8 @@ def _of_placeholder(node: fx.Node, inputs: Sequence[GraphInput]) -> Depends:
         return Depends.GRADIENT
     if tensor(node) is None:
         return Depends.NOTHING
-    known = graph_input(node, inputs)
-    is_weight = WEIGHT_KEY in node.meta or (known is not None and known.static)
+    captured = graph_input(node, inputs)
+    is_weight = WEIGHT_KEY in node.meta or (captured is not None and captured.static)
     return Depends.PARAMETER if is_weight else Depends.DATA
 
 
@@ -201,14 +201,14 @@ def picked_stack(node: fx.Node) -> fx.Node | None:
 
     ``stack[E, …, n, k][index]``: experts take their weights by a number or a tensor of numbers.
     """
-    what = packet(node)
-    if what not in PICKS or not isinstance(node.args[0], fx.Node):
+    op = packet(node)
+    if op not in PICKS or not isinstance(node.args[0], fx.Node):
         return None
     stack = node.args[0]
     value = tensor(stack)
     if value is None or value.ndim < 3:
         return None
-    if what is aten.index_select:
+    if op is aten.index_select:
         return stack if argument_of(node, "dim") == 0 else None
     indices = argument_of(node, "indices")
     return stack if len(indices) == 1 and _is_list_of_numbers(indices[0]) else None
@@ -239,21 +239,21 @@ def main_sources(
     ``codes.to(bf16) * scale`` has ``codes``; ``mask * w`` has ``w``, because a parameter wins over another
     input of the same size. Products and concatenations of several inputs have no main input.
     """
-    found: dict[fx.Node, fx.Node] = {}
+    main: dict[fx.Node, fx.Node] = {}
 
     def rank(source: fx.Node) -> tuple[int, bool]:
-        known = graph_input(source, inputs)
-        return numel(value_of(source).shape), known is not None and known.is_parameter
+        captured = graph_input(source, inputs)
+        return numel(value_of(source).shape), captured is not None and captured.is_parameter
 
     for node in graph.nodes:
         if depends[node] != Depends.PARAMETER or packet(node) in MATMULS or _is_condition(node):
             continue
-        sources = dict.fromkeys(found[argument] for argument in node.all_input_nodes if argument in found)
+        sources = dict.fromkeys(main[argument] for argument in node.all_input_nodes if argument in main)
         if node.op in ("placeholder", "get_attr"):
-            found[node] = node
+            main[node] = node
         elif len(sources) == 1 or (sources and packet(node) not in (aten.cat, aten.stack)):
-            found[node] = max(sources, key=rank)
-    return found
+            main[node] = max(sources, key=rank)
+    return main
 
 
 def _is_condition(node: fx.Node) -> bool:

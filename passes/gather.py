@@ -47,8 +47,8 @@ class Gather:
         exchanges = [
             node for target in EXCHANGES for node in find(op="call_function", target=target, sort=False)
         ]
-        places = {node: place for place, node in enumerate(graph.nodes)} if exchanges else {}
-        for moved in [_Moved.of(node, places) for node in exchanges]:
+        positions = {node: position for position, node in enumerate(graph.nodes)} if exchanges else {}
+        for moved in [_Moved.from_gather(node, positions) for node in exchanges]:
             if moved is not None:
                 moved.write(Builder(graph, self.name))
         if exchanges:
@@ -69,8 +69,8 @@ class _Moved:
     dtypes: tuple[torch.dtype, ...]
 
     @staticmethod
-    def of(gather: fx.Node, places: Mapping[fx.Node, int]) -> _Moved | None:
-        """Returns the move of casts in front of `gather`, or None. places: positions of nodes."""
+    def from_gather(gather: fx.Node, positions: Mapping[fx.Node, int]) -> _Moved | None:
+        """Returns the move of casts in front of `gather`, or None. positions: node positions in the graph."""
         value = tensor(argument(gather))
         if value is None or value.ndim < 2 or not isinstance(value.shape[-1], int):
             return None
@@ -94,7 +94,7 @@ class _Moved:
             return None
         if any(rows not in steps and rows is not gather for step in steps for rows in moved_rows(step) or ()):
             return None
-        moves = tuple(sorted(steps, key=places.__getitem__))
+        moves = tuple(sorted(steps, key=positions.__getitem__))
         dtypes = _dtypes(gather, moves, casts)
         if dtypes is None:
             return None
@@ -122,13 +122,13 @@ class _Moved:
                 continue
             with graph.inserting_before(step):
                 results[step] = _repeated(step, results, packed.meta["val"].shape[-1], build)
-        for each in self.sizes:
-            with graph.inserting_before(each):
-                build.replace(each, call(_SIZE, results[argument(each)], each.args[1], like=each))
-        for each in self.casts:
-            with graph.inserting_before(each):
-                parts = _unpacked(results[argument(each)], width, how.elem.dtype, build)
-            build.replace_results(each, parts)
+        for size in self.sizes:
+            with graph.inserting_before(size):
+                build.replace(size, call(_SIZE, results[argument(size)], size.args[1], like=size))
+        for old_cast in self.casts:
+            with graph.inserting_before(old_cast):
+                parts = _unpacked(results[argument(old_cast)], width, how.elem.dtype, build)
+            build.replace_results(old_cast, parts)
         for old in (*reversed(self.steps), self.gather):  # dead code elimination keeps collectives
             graph.erase_node(old)
 
@@ -152,11 +152,11 @@ def _note_others(graph: fx.Graph) -> None:
         tag = tag_of(node)
         if tag is None or tag.sent is not Sent.MXFP8 or tag.formats is None:
             continue
-        for word, (qdata, _) in zip(tag.tensors, Product.read(node).sides, strict=True):
-            cast = argument(untransposed(qdata)[0]) if word != "w" else None
+        for operand, (qdata, _) in zip(tag.tensors, Product.read(node).sides, strict=True):
+            cast = argument(untransposed(qdata)[0]) if operand != "w" else None
             if cast is not None and packet(cast) in ops.CASTS and arrives(argument(cast)):
                 why = "something else reads it" if _is_mx(cast) else "its cast is not MXFP8's"
-                tag = tag.with_reason(Reason(Code.NOT_SENT, word, why))
+                tag = tag.with_reason(Reason(Code.NOT_SENT, operand, why))
         set_tag(node, tag)
 
 
@@ -178,14 +178,14 @@ def _dtypes(
     """Returns the dtypes that `steps` convert rows to, in order; None if they differ between `casts`."""
     dtypes: dict[fx.Node, tuple[torch.dtype, ...]] = {gather: ()}
     for step in steps:
-        known = {dtypes[rows] for rows in moved_rows(step) or ()}
-        if len(known) > 1:
+        before = {dtypes[rows] for rows in moved_rows(step) or ()}
+        if len(before) > 1:
             return None
-        (dtypes[step],) = known
+        (dtypes[step],) = before
         if is_conversion(step):
             dtypes[step] += (step.meta["val"].dtype,)
-    seen = {dtypes[argument(cast)] for cast in casts}
-    return seen.pop() if len(seen) == 1 else None
+    distinct = {dtypes[argument(cast)] for cast in casts}
+    return distinct.pop() if len(distinct) == 1 else None
 
 
 def _repeated(step: fx.Node, results: dict[fx.Node, fx.Node], width: int, build: Builder) -> fx.Node:

@@ -43,7 +43,7 @@ class Gradients:
         self._by_number: defaultdict[int, list[fx.Node]] = defaultdict(list)
         self._by_operand: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
         self._by_dy: defaultdict[fx.Node, list[tuple[fx.Node, fx.Node]]] = defaultdict(list)
-        self._taken: set[tuple[fx.Node, Gemm]] = set()
+        self._matched: set[tuple[fx.Node, Gemm]] = set()
 
     def add(self, forward: fx.Node) -> None:
         """Adds `forward`, a tagged product of the forward."""
@@ -53,7 +53,7 @@ class Gradients:
         for operand in _sources(forward):
             self._by_operand[operand].append(forward)
 
-    def of(self, node: fx.Node, *, of_data: bool = False) -> Gradient | None:
+    def match(self, node: fx.Node, *, of_data: bool = False) -> Gradient | None:
         """Returns the gradient that the backward product `node` computes, None if no forward product fits.
 
         of_data: whether to match `node` as a gradient that reads no weight (wgrad), if several forward
@@ -80,20 +80,20 @@ class Gradients:
         sources = _sources(node)
         if not of_data:
             fitting = [n for n in near if _weight(n) in sources and _reads_across(node, n)]
-            return sorted(fitting, key=lambda n: (n, Gemm.DGRAD) not in self._taken)
+            return sorted(fitting, key=lambda n: (n, Gemm.DGRAD) not in self._matched)
         dys = [read for source in sources for read in self._by_dy.get(source, ())]
         dys.sort(key=lambda read: (read[0] < node, read))  # the dgrad right before `node` is last
-        twins = [n for _, n in dys if _has_flops_of(node, n)]
-        layers = [n for n in twins if n in near] or near or twins
+        same_flops = [n for _, n in dys if _has_flops_of(node, n)]
+        layers = [n for n in same_flops if n in near] or near or same_flops
         fitting = [n for n in layers if _weight(n) is None or _has_size_of_weight(node, n)]
-        return sorted(fitting, key=lambda n: (n, Gemm.WGRAD) not in self._taken)
+        return sorted(fitting, key=lambda n: (n, Gemm.WGRAD) not in self._matched)
 
     def _gradient(self, node: fx.Node, forward: fx.Node) -> Gradient:
-        known = tags_of(forward)[0]
-        if known.kind is not Kind.LINEAR:
-            is_wgrad = known.kind is Kind.CONVOLUTION and gradient_index(node) == 1
+        tag = tags_of(forward)[0]
+        if tag.kind is not Kind.LINEAR:
+            is_wgrad = tag.kind is Kind.CONVOLUTION and gradient_index(node) == 1
             return Gradient(forward=forward, gemm=Gemm.WGRAD if is_wgrad else Gemm.DGRAD, tensors=("x", "x"))
-        x, w = (_source(operands(forward)[known.tensors.index(word)]) for word in "xw")
+        x, w = (_source(operands(forward)[tag.tensors.index(name)]) for name in "xw")
         left, right = map(_source, operands(node))
         gemm, other, kept = (Gemm.DGRAD, "w", w) if w in (left, right) else (Gemm.WGRAD, "x", x)
         if (left is kept) != (right is kept):
@@ -104,7 +104,7 @@ class Gradients:
             dy_is_left = Depends.GRADIENT in self._depends[operands(node)[0]]
         if gemm is Gemm.DGRAD:
             self._by_dy[left if dy_is_left else right].append((node, forward))
-        self._taken.add((forward, gemm))
+        self._matched.add((forward, gemm))
         return Gradient(forward=forward, gemm=gemm, tensors=("dy", other) if dy_is_left else (other, "dy"))
 
 
@@ -137,8 +137,8 @@ def _has_flops_of(node: fx.Node, forward: fx.Node) -> bool:
     """Whether `node` has the FLOPs of `forward`, or a multiple: ``jacrev`` batches many into one product."""
     if not is_matmul(forward):
         return False
-    flops, one = (math.prod(map(hint, matmul_sizes(each))) for each in (node, forward))
-    return flops == one or (is_derivative(node) and one > 0 and flops % one == 0)
+    flops, base = (math.prod(map(hint, matmul_sizes(product))) for product in (node, forward))
+    return flops == base or (is_derivative(node) and base > 0 and flops % base == 0)
 
 
 def _reads_across(node: fx.Node, forward: fx.Node) -> bool:

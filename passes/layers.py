@@ -94,9 +94,9 @@ class Weights:
         for _ in range(_NEAR):
             if node is parameter:
                 return squared
-            what = packet(node)
-            if what not in _SQUARES and what not in TRANSPARENT:
+            op = packet(node)
+            if op not in _SQUARES and op not in TRANSPARENT:
                 return False
-            squared |= what in _SQUARES
+            squared |= op in _SQUARES
             node = node.all_input_nodes[0]
         return False

@@ -30,15 +30,15 @@ from mxcompile.graph.transpose import transpose
 def matrices(node: fx.Node, build: Builder) -> tuple[fx.Node, fx.Node]:
     """Returns the two operands of the GEMM `node` as a[…, M, K] and b[…, K, N]."""
     left, right = operands(node)
-    what = packet(node)
-    if what in CONVOLUTIONS:
-        weight_or_rows = what in CONVOLUTION_BACKWARD and gradient_index(node) == 1
+    op = packet(node)
+    if op in CONVOLUTIONS:
+        weight_or_rows = op in CONVOLUTION_BACKWARD and gradient_index(node) == 1
         if weight_or_rows:
             return transpose(_rows(left, build, node), build), _rows(right, build, node)
         weight = build.call(aten.view.default, right, list(right.meta["val"].shape[:2]), like=node)
-        weight = weight if what in CONVOLUTION_BACKWARD else transpose(weight, build)
+        weight = weight if op in CONVOLUTION_BACKWARD else transpose(weight, build)
         return _rows(left, build, node), weight
-    if str(what) == GROUPED_FALLBACK_BACKWARD:
+    if str(op) == GROUPED_FALLBACK_BACKWARD:
         if gradient_index(node) == 0:
             return left, transpose(right, build)
         return transpose(left, build), right

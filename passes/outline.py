@@ -36,16 +36,16 @@ def outline(graph: fx.Graph, inputs: Sequence[GraphInput] = ()) -> Outline:
     """Returns the picture of `graph`. inputs: inputs of the captured graph."""
     drawing = _Drawing(graph, inputs)
     for node in graph.nodes:
-        drawing.see(node)
+        drawing.add(node)
     return folded(_sorted(drawing.drafts(), drawing.edges))
 
 
 @dataclass(kw_only=True, slots=True)
 class _Draft:
-    """A node before folding. place: depth and step. operators: names of glue's operators, in order."""
+    """A node before folding. position: depth and step. operators: names of glue's operators, in order."""
 
     node: OutlineNode
-    place: tuple[int, int]
+    position: tuple[int, int]
     operators: dict[str, None] = field(default_factory=dict)
 
     @property
@@ -70,21 +70,21 @@ class _Drawing:
         self._with_matmuls: set[str] = set()
         self.edges: _Edges = set()
 
-    def see(self, node: fx.Node) -> None:
+    def add(self, node: fx.Node) -> None:
         """Adds `node`, whose arguments were added before."""
         if node.op == "placeholder":
-            self._see_input(node)
+            self._add_input(node)
         if node.op != "call_function":
             return
-        what = packet(node)
+        op = packet(node)
         sources = list(dict.fromkeys(self._made_by[n] for n in node.all_input_nodes if n in self._made_by))
         if tags_of(node):
             self._note(node, sources, self._matmul(node, sources))
-        elif not sources and what not in STREAM_SOURCES:
+        elif not sources and op not in STREAM_SOURCES:
             return
-        elif what in TRANSPARENT or what is operator.getitem or self._is_recomputed(node):
-            self._note(node, [], max(sources, key=lambda source: self._drafts[source].place))
-        elif what in ops.CASTS:
+        elif op in TRANSPARENT or op is operator.getitem or self._is_recomputed(node):
+            self._note(node, [], max(sources, key=lambda source: self._drafts[source].position))
+        elif op in ops.CASTS:
             self._note(node, sources, self._cast(node, sources))
         else:
             self._note(node, sources, self._join_glue(node, sources))
@@ -110,14 +110,14 @@ class _Drawing:
         self._made_by[node] = index
         self.edges.update((source, index) for source in sources if source != index)
 
-    def _add(self, node: OutlineNode, place: tuple[int, int]) -> int:
-        self._drafts.append(_Draft(node=node, place=place))
+    def _append(self, node: OutlineNode, position: tuple[int, int]) -> int:
+        self._drafts.append(_Draft(node=node, position=position))
         return len(self._drafts) - 1
 
     def _after(self, sources: Iterable[int]) -> int:
         """Returns the depth of a node that reads `sources`."""
         drafts = (self._drafts[source] for source in sources)
-        return max((draft.place[0] + (draft.node.kind != "glue") for draft in drafts), default=0)
+        return max((draft.position[0] + (draft.node.kind != "glue") for draft in drafts), default=0)
 
     def _is_recomputed(self, node: fx.Node) -> bool:
         """Whether backward computes `node`, not a cast, from forward values: a part of a derivative."""
@@ -131,19 +131,19 @@ class _Drawing:
         """Returns module path and class; a sum of gradients takes them from its last summand."""
         path, owner = module_of(node)
         if not path and self._phase(node) == "backward":
-            known = (self._path.get(n) or module_of(n) for n in reversed(node.all_input_nodes))
-            path, owner = next((entry for entry in known if entry[0]), ("", ""))
+            entries = (self._path.get(n) or module_of(n) for n in reversed(node.all_input_nodes))
+            path, owner = next((entry for entry in entries if entry[0]), ("", ""))
         self._path[node] = path, owner
         return path, owner
 
-    def _see_input(self, node: fx.Node) -> None:
+    def _add_input(self, node: fx.Node) -> None:
         value = tensor(node)
         moving = Depends.DATA | Depends.GRADIENT
         if value is not None and value.is_floating_point() and self._depends[node] & moving:
             phase = self._phase(node)
             label = "input" if phase == "forward" else "gradient"
             new_node = OutlineNode(kind="input", phase=phase, names=("",), label=label, shape=_shape(node))
-            self._made_by[node] = self._add(new_node, (0, 0))
+            self._made_by[node] = self._append(new_node, (0, 0))
 
     def _matmul(self, node: fx.Node, sources: list[int]) -> int:
         tags = tags_of(node)
@@ -155,7 +155,7 @@ class _Drawing:
             path = path.rpartition(".")[0]
         attention = tag.kind is Kind.ATTENTION
         assert tag.choice is not None
-        return self._add(
+        return self._append(
             OutlineNode(
                 kind="attention" if attention else "gemm",
                 phase=self._phase(node),
@@ -171,8 +171,8 @@ class _Drawing:
         )
 
     def _cast(self, node: fx.Node, sources: list[int]) -> int:
-        label, detail = _cast_words(node)
-        return self._add(
+        label, detail = _cast_text(node)
+        return self._append(
             OutlineNode(
                 kind="cast",
                 phase=self._phase(node),
@@ -189,10 +189,10 @@ class _Drawing:
         path, owner = self._module(node)
         depth = self._after(sources)
         before = [self._drafts[source] for source in sources if self._drafts[source].node.kind == "glue"]
-        steps = (d.place[1] + (d.name != path) for d in before if d.place[0] == depth)
-        place = depth, max(steps, default=0)
+        steps = (d.position[1] + (d.name != path) for d in before if d.position[0] == depth)
+        position = depth, max(steps, default=0)
         phase = self._phase(node)
-        key = phase, path, place
+        key = phase, path, position
         if key not in self._glue:
             new_node = OutlineNode(
                 kind="glue",
@@ -202,7 +202,7 @@ class _Drawing:
                 shape=_shape(node),
                 source=source_of(node),
             )
-            self._glue[key] = self._add(new_node, place)
+            self._glue[key] = self._append(new_node, position)
         index = self._glue[key]
         self._drafts[index].operators[_operator(node)] = None
         return index
@@ -214,7 +214,7 @@ def _title(tag: GemmTag) -> str:
     return tag.name.rpartition(".")[2] or "(root)"
 
 
-def _cast_words(node: fx.Node) -> tuple[str, str]:
+def _cast_text(node: fx.Node) -> tuple[str, str]:
     """Returns title and details of a cast."""
     cast = Cast.of(node)
     if cast is None:
@@ -244,8 +244,8 @@ def _sorted(drafts: list[_Draft], edges: _Edges) -> Outline:
     flow.add_edges_from(sorted(edges))
     made_from = {b: a for a, b in sorted(edges) if drafts[b].node.kind == "cast"}
     order = list(nx.lexicographical_topological_sort(flow, key=lambda index: made_from.get(index, index)))
-    place = {index: position for position, index in enumerate(order)}
+    position = {index: number for number, index in enumerate(order)}
     return Outline(
         nodes=tuple(drafts[index].node for index in order),
-        edges=tuple(sorted((place[a], place[b]) for a, b in edges)),
+        edges=tuple(sorted((position[a], position[b]) for a, b in edges)),
     )

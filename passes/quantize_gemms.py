@@ -81,7 +81,7 @@ class _GemmWriter:
         self._amaxes: dict[fx.Node, fx.Node] = {}
         self._rowwise: dict[tuple[Any, Copy], Quantized] = {}
         self.states = States(self._build)
-        self._seen: dict[Quantized, fx.Node] = {}
+        self._state_amaxes: dict[Quantized, fx.Node] = {}
         self._state: tuple[fx.Node, str] | None = None
         self._ends: set[tuple[fx.Node, fx.Node]] = set()
         self._kept: dict[tuple[fx.Node, int, fx.Node], fx.Node] = {}
@@ -101,7 +101,7 @@ class _GemmWriter:
                 formats = formats[0].untransformed, formats[1].untransformed
                 tag = replace(tag, formats=formats).with_reason(Reason(Code.NO_TRANSFORM))
                 set_tag(node, tag)
-            state = None if is_grouped(node) else self.states.of(tag, (left, right))
+            state = None if is_grouped(node) else self.states.state_of(tag, (left, right))
             if state is None and self._tapped and any(fmt.amax.stateful for fmt in formats):
                 tag = tag.with_reason(Reason(Code.NO_HISTORY))
                 set_tag(node, tag)
@@ -122,16 +122,16 @@ class _GemmWriter:
 
     def _product(self, node: fx.Node, a: Quantized, b: Quantized, formats: _Formats) -> fx.Node:
         """Returns the product of `a` and `b`, plus the bias and factors of the operator that it replaces."""
-        what = packet(node)
-        if what in CONVOLUTIONS:
+        op = packet(node)
+        if op in CONVOLUTIONS:
             bias = node.args[2] if HALF not in node.meta else None
             return as_returned(self._scaled(node, a, b, bias, formats), node, self._build)
-        biased = what in BIASED
+        biased = op in BIASED
         alpha, beta = node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)
-        plain = alpha == 1 and beta == 1 and what is not aten.addmv
+        plain = alpha == 1 and beta == 1 and op is not aten.addmv
         bias = node.args[0] if biased and plain else None
         result = self._scaled(node, a, b, bias, formats)
-        if what in (aten.mv, aten.addmv):
+        if op in (aten.mv, aten.addmv):
             result = self._build.call(aten.squeeze.dim, result, 1, like=node)
         if biased and not plain:
             added = node.args[0]
@@ -145,8 +145,8 @@ class _GemmWriter:
 
     def _scaled(self, node: fx.Node, a: Quantized, b: Quantized, bias: Any, formats: _Formats) -> fx.Node:
         """Returns the product of `a` and `b`, with the tags of `node`."""
-        words = self._words(a, b, formats, node)
-        product = self._build.call(ops.matmul, *_operands(a, b), bias, _result(node).dtype, *words, like=node)
+        args = *_operands(a, b), bias, _result(node).dtype, *self._format_args(a, b, formats, node)
+        product = self._build.call(ops.matmul, *args, like=node)
         set_tag(product, *tags_of(node))
         return product
 
@@ -181,22 +181,21 @@ class _GemmWriter:
             )
         a = self._quantize(left, -1, tag, node)
         b = self._quantize(right, -2, tag, node)
-        words = self._words(a, b, formats, node)
-        given = *_operands(a, b), offs, out.dtype, *words
-        result = self._build.call(ops.grouped_matmul, *given, like=node)
+        args = *_operands(a, b), offs, out.dtype, *self._format_args(a, b, formats, node)
+        result = self._build.call(ops.grouped_matmul, *args, like=node)
         set_tag(result, tag)
         return result
 
-    def _words(self, a: Quantized, b: Quantized, formats: _Formats, node: fx.Node) -> tuple[Any, ...]:
+    def _format_args(self, a: Quantized, b: Quantized, formats: _Formats, node: fx.Node) -> tuple[Any, ...]:
         """Returns the formats of both operands, and the list of tensor scales if there are any."""
         read = tuple(Format.mx(fmt.elem) for fmt in formats) if _are_mx(formats) else formats
-        words, call = tuple(map(str, read)), self._build.call
+        names, call = tuple(map(str, read)), self._build.call
         scales = [
-            call(ops.known_scale, operand.amax, 0, word, 1, like=node)
-            for operand, word in zip((a, b), words, strict=True)
+            call(ops.known_scale, operand.amax, 0, name, 1, like=node)
+            for operand, name in zip((a, b), names, strict=True)
             if operand.amax is not None
         ]
-        return (*words, scales) if scales else words
+        return (*names, scales) if scales else names
 
     def _zero_past_end(self, side: fx.Node, dim: int, offs: fx.Node, node: fx.Node) -> fx.Node:
         """Returns `side` with 0 past the last of its groups, which are along `dim` (−1 or −2)."""
@@ -265,23 +264,23 @@ class _GemmWriter:
         cast = self._casts[key]
         if how.dim == -1 and how.format.hadamard is None:
             self._rowwise.setdefault((_same(source), how), cast)
-        if stateful and self._state is not None and cast in self._seen:
-            self.states.add(*self._state, self._seen[cast])
+        if stateful and self._state is not None and cast in self._state_amaxes:
+            self.states.add(*self._state, self._state_amaxes[cast])
         return cast
 
     def _emit(self, source: fx.Node, how: Copy, like: fx.Node) -> Quantized:
-        fmt, scale, seen, amax = how.format, None, None, None
+        fmt, scale, state_amax, amax = how.format, None, None, None
         if fmt.hadamard is not None:
             source = self._build.call(ops.hadamard, source, how.dim, fmt.hadamard, like=like)
         if fmt.amax.stateful and self._state is not None:
-            scale, seen = self.states.scale(*self._state, source, fmt, like)
+            scale, state_amax = self.states.scale(*self._state, source, fmt, like)
         elif fmt.two_level:
             amax = self._amax(source, like)
-        known = (None, 0, scale and [scale], [amax]) if amax else (None, 0, [scale]) if scale else ()
-        qdata, scales = self._build.results(self._build.call(ops.cast, source, [str(how)], *known, like=like))
+        extra = (None, 0, scale and [scale], [amax]) if amax else (None, 0, [scale]) if scale else ()
+        qdata, scales = self._build.results(self._build.call(ops.cast, source, [str(how)], *extra, like=like))
         cast = Quantized(qdata, scales, amax)
-        if seen is not None:
-            self._seen[cast] = seen
+        if state_amax is not None:
+            self._state_amaxes[cast] = state_amax
         return cast
 
     def _amax(self, source: fx.Node, like: fx.Node) -> fx.Node:
@@ -309,9 +308,9 @@ class _GemmWriter:
         key = (source, how)
         if key not in self._casts:
             qdata, scale, amax = rowwise
-            word = str(how.format.as_read)
-            known = () if amax is None else (amax,)
-            copy = self._build.call(ops.decode, qdata, scale, -1, word, torch.float32, *known, like=node)
+            fmt = str(how.format.as_read)
+            amaxes = () if amax is None else (amax,)
+            copy = self._build.call(ops.decode, qdata, scale, -1, fmt, torch.float32, *amaxes, like=node)
             self._casts[key] = self._emit(copy, how, node)
         return self._casts[key]
 

@@ -84,8 +84,8 @@ def _traced(node: fx.Node, rules: _Rules) -> fx.Graph | None:
         return None
 
     def called(function: Callable[..., Any], *values: Tensor) -> Any:
-        given = dict(zip(node.all_input_nodes, values, strict=True))
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), given.__getitem__)
+        inputs = dict(zip(node.all_input_nodes, values, strict=True))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), inputs.__getitem__)
         return function(*args, **kwargs)
 
     values = [operand.meta["val"] for operand in node.all_input_nodes]
@@ -93,7 +93,7 @@ def _traced(node: fx.Node, rules: _Rules) -> fx.Graph | None:
         if called(rule, *values) is NotImplemented:
             return None
         target: Any = node.target
-        graph = make_fx(lambda *given: called(target, *given), decomposition_table=dict(rules))(*values).graph
+        graph = make_fx(lambda *args: called(target, *args), decomposition_table=dict(rules))(*values).graph
     calls = graph.find_nodes(op="call_function", target=node.target)
     return None if calls else graph
 
@@ -102,10 +102,10 @@ def _inlined(traced: fx.Graph, node: fx.Node, build: Builder) -> tuple[fx.Node, 
     """Copies `traced` in front of `node`. Returns its result and the name of the multiplying operator."""
     new = dict(zip(traced.find_nodes(op="placeholder"), node.all_input_nodes, strict=True))
     with build.graph.inserting_before(node):
-        for inner in [each for each in traced.nodes if each.op == "call_function"]:
+        for inner in [call for call in traced.nodes if call.op == "call_function"]:
             args, kwargs = fx.node.map_arg((inner.args, inner.kwargs), new.__getitem__)
             new[inner] = build.call(inner.target, *args, like=node, **kwargs)
     (result,) = traced.output_node().args
     packets = {packet(inner) for inner in new.values()}
-    kernel = next((what for what in (aten.sum, aten.mul) if what in packets), packet(new[result]))
+    kernel = next((op for op in (aten.sum, aten.mul) if op in packets), packet(new[result]))
     return new[result], str(kernel)

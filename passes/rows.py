@@ -28,34 +28,34 @@ def moved_rows(step: fx.Node) -> list[fx.Node] | None:
 
     Rows of zeros may be added: padding, masked rows. A change of dtype counts as a move.
     """
-    what = packet(step)
-    if what in _SAME or is_conversion(step):
+    op = packet(step)
+    if op in _SAME or is_conversion(step):
         return [argument(step)]
-    if what in _ALONG:
+    if op in _ALONG:
         return [argument(step)] if _spares_rows(step, argument(step)) else None
-    if what is aten.cat:
+    if op is aten.cat:
         return _concatenated(step)
-    if what is aten.index:
+    if op is aten.index:
         value, indices = tensor(argument(step)), argument_of(step, "indices")
         spared = value is not None and (len(indices) < value.ndim or indices[-1] is None)
         return [argument(step)] if spared else None
-    if what is aten.index_put:
+    if op is aten.index_put:
         return _scattered(step)
-    if what is aten.slice_scatter:
+    if op is aten.slice_scatter:
         base = argument(step)
         return [argument(step, 1)] if is_zero(base) and _spares_rows(step, base) else None
-    if what is aten.constant_pad_nd:
+    if op is aten.constant_pad_nd:
         last = argument_of(step, "pad")[:2]
         return [argument(step)] if [*last] == [0, 0] and is_zero(argument_of(step, "value")) else None
-    if what is aten.where:
+    if op is aten.where:
         return _masked(step)
     value = tensor(step)
-    rows = tensor(argument(step)) if what is aten.permute or what in SIZED_VIEWS else None
+    rows = tensor(argument(step)) if op is aten.permute or op in SIZED_VIEWS else None
     if value is None or rows is None or not isinstance(value.shape[-1], int):
         return None
     if value.shape[-1] != rows.shape[-1]:
         return None
-    if what is aten.permute and argument_of(step, "dims")[-1] % value.ndim != value.ndim - 1:
+    if op is aten.permute and argument_of(step, "dims")[-1] % value.ndim != value.ndim - 1:
         return None
     return [argument(step)]
 
@@ -84,8 +84,8 @@ def is_zero(node: object) -> bool:
     """Whether `node` is a tensor of zeros, also through views of static shape, or the number 0."""
     if isinstance(node, fx.Node) and packet(node) in VIEWS:
         value = tensor(node)
-        known = value is not None and all(isinstance(size, int) for size in value.shape)
-        return known and is_zero(argument(node))
+        is_static = value is not None and all(isinstance(size, int) for size in value.shape)
+        return is_static and is_zero(argument(node))
     if isinstance(node, fx.Node):
         return packet(node) is aten.full and is_zero(node.args[1])
     return isinstance(node, int | float) and str(float(node)) == "0.0"

@@ -42,8 +42,8 @@ def _drawn(graph: fx.Graph, cast: fx.Node) -> fx.Node:
     """Draws a seed on the device of `cast`, right behind the inputs, so that either graph can hold it."""
     source = value_of(argument(cast))
     inputs = graph.find_nodes(op="placeholder")
-    there = [node for node in inputs if _is_on(node, source.device)]
-    like = min(there, key=_num_dims, default=argument(cast))  # bytes of `like` count as read in estimates
+    candidates = [node for node in inputs if _is_on(node, source.device)]
+    like = min(candidates, key=_num_dims, default=argument(cast))  # estimates count its bytes as read
     after = inputs[-1] if like.op == "placeholder" else like
     with graph.inserting_after(after):
         drawn = Builder(graph, Seed.name).call(ops.draw_seed, like, like=cast)

@@ -33,9 +33,9 @@ class Share:
                 continue
             if packet(node) not in _MERGED and PASS_KEY not in node.meta:
                 continue
-            known = first.setdefault(_key(node), node)
-            if known is not node:
-                node.replace_all_uses_with(known)
+            original = first.setdefault(_key(node), node)
+            if original is not node:
+                node.replace_all_uses_with(original)
                 graph.erase_node(node)
 
 

@@ -23,8 +23,8 @@ HALF = "mx_split"
 
 def has_several_gradients(node: fx.Node) -> bool:
     """Whether `node` computes several gradients, each a GEMM or a sum."""
-    what = packet(node)
-    return what in CONVOLUTION_BACKWARD or str(what) == GROUPED_FALLBACK_BACKWARD
+    op = packet(node)
+    return op in CONVOLUTION_BACKWARD or str(op) == GROUPED_FALLBACK_BACKWARD
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

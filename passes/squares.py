@@ -49,11 +49,11 @@ def tile_uses(graph: fx.Graph, inputs: Sequence[GraphInput]) -> Iterator[TileUse
         if weight is None or weight.op != "placeholder" or weight in seen:
             continue
         seen.add(weight)
-        known = graph_input(weight, inputs)
-        if known is None or not known.static or not known.path:
+        captured = graph_input(weight, inputs)
+        if captured is None or not captured.static or not captured.path:
             continue
         assert tag.choice is not None
-        use = TileUse(path=known.path, role=str(tag.role), reason=tag.choice.reason)
+        use = TileUse(path=captured.path, role=str(tag.role), reason=tag.choice.reason)
         yield use if tag.formats is None else _cast(use, weight)
 
 
@@ -65,8 +65,8 @@ def _cast(use: TileUse, weight: fx.Node) -> TileUse:
         if cast is None or not cast.copy.is_mx:
             return replace(use, reason=f"{packet(user) or user.op} reads it too")
         if not cast.copy.is_square:
-            what = "its blocks are rows; `weight_block: 32x32` lets one copy serve fprop and dgrad"
-            return replace(use, reason=what)
+            reason = "its blocks are rows; `weight_block: 32x32` lets one copy serve fprop and dgrad"
+            return replace(use, reason=reason)
         casts.add((cast.copy.elem.dtype, str(cast.copy.rounding)))
     if len(casts) != 1:
         return replace(use, reason="its GEMMs cast it in different ways")

@@ -53,7 +53,7 @@ class Unregistered:
             node for node in graph.nodes if (tag := tag_of(node)) is not None and tag.kind is Kind.LINEAR
         ]
         data = set().union(*(_sources(_data(node), is_matmul) for node in layers))
-        weights = self._held(graph, products)
+        weights = self._program_weights(graph, products)
         only_calls = bool(layers or weights)
         for kind in (HeldBy.LEAF,) if self.is_cut else (HeldBy.LEAF, HeldBy.ARGUMENT):
             group = self._inputs(graph, kind)
@@ -72,7 +72,7 @@ class Unregistered:
             self.find.apply(graph)
             self.classify.apply(graph)
 
-    def _held(self, graph: fx.Graph, products: Sequence[fx.Node]) -> set[fx.Node]:
+    def _program_weights(self, graph: fx.Graph, products: Sequence[fx.Node]) -> set[fx.Node]:
         """Returns the weights of `products` that the program holds in attributes, globals or closures."""
         group = self._inputs(graph, HeldBy.HELD)
         depends = dependencies(graph, self.find.inputs, group) if group else {}
@@ -88,8 +88,8 @@ class Unregistered:
 
     def _inputs(self, graph: fx.Graph, kind: HeldBy) -> set[fx.Node]:
         """Returns the inputs of `kind`."""
-        known = ((node, graph_input(node, self.find.inputs)) for node in graph.find_nodes(op="placeholder"))
-        return {node for node, given in known if given is not None and given.unregistered is kind}
+        pairs = ((node, graph_input(node, self.find.inputs)) for node in graph.find_nodes(op="placeholder"))
+        return {node for node, captured in pairs if captured is not None and captured.unregistered is kind}
 
 
 def _is_product(node: fx.Node) -> bool:

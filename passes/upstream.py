@@ -39,7 +39,7 @@ def upstream(
     graph: fx.Graph, inputs: Sequence[GraphInput], kept: Collection[fx.Node]
 ) -> dict[fx.Node, GemmTag]:
     """Returns the nodes of `kept`, saved values of `graph`, that layers reach, with the first layer's tag."""
-    origins = _made(graph, inputs)
+    origins = _origins(graph, inputs)
     by_value: dict[fx.Node, list[fx.Node]] = {}
     for node in kept:
         by_value.setdefault(viewed(node), []).append(node)
@@ -51,12 +51,12 @@ def upstream(
             continue
         for value in _reached(node, by_value, seen, behind=tag.role.row.ends_branch):
             if origins[value] is _Origin.STREAM:
-                for each in by_value[value]:
-                    reached.setdefault(each, tag)
+                for saved in by_value[value]:
+                    reached.setdefault(saved, tag)
     return reached
 
 
-def _made(graph: fx.Graph, inputs: Sequence[GraphInput]) -> dict[fx.Node, _Origin]:
+def _origins(graph: fx.Graph, inputs: Sequence[GraphInput]) -> dict[fx.Node, _Origin]:
     """Returns the origin of every value of `graph`."""
     depends = dependencies(graph, inputs)
     origins: dict[fx.Node, _Origin] = {}

@@ -26,10 +26,10 @@ def verify(graph: fx.Graph, after: str, *, decided: bool, tagged: bool = True) -
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        known = elementary.get(id(node.target))
-        if known is None:
-            known = elementary[id(node.target)] = _is_elementary(node.target)
-        if known:
+        is_simple = elementary.get(id(node.target))
+        if is_simple is None:
+            is_simple = elementary[id(node.target)] = _is_elementary(node.target)
+        if is_simple:
             continue
         operator = packet(node)
         is_product = operator in ops.PRODUCTS
@@ -47,8 +47,8 @@ def verify(graph: fx.Graph, after: str, *, decided: bool, tagged: bool = True) -
 
 def _is_elementary(target: Any) -> bool:
     """Whether calls of `target` need no tag and no value."""
-    what = getattr(target, "_overloadpacket", target)
-    return what not in ops.PRODUCTS and what not in ops.CASTS and is_elementary(target)
+    op = getattr(target, "_overloadpacket", target)
+    return op not in ops.PRODUCTS and op not in ops.CASTS and is_elementary(target)
 
 
 def _check_product(node: fx.Node, after: str) -> None:

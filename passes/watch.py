@@ -77,7 +77,7 @@ class Site:
         return any(reader.operand == "w" for reader in self.readers)
 
     @property
-    def word(self) -> str:
+    def description(self) -> str:
         """The description that `deliver` passes on, as JSON."""
         readers = [asdict(reader) for reader in self.readers]
         about = {"format": self.fmt, "dim": self.dim, "sizes": self.sizes, "missing": self.missing}
@@ -104,8 +104,8 @@ def sites(
             missing.append(Site(readers=(reader,), missing="it is stored or gathered as codes"))
         else:
             casts.setdefault(cast, []).append(reader)
-    known = (_site(cast, readers, any(map(dumped, readers))) for cast, readers in casts.items())
-    return [*known, *missing]
+    measured = (_site(cast, readers, any(map(dumped, readers))) for cast, readers in casts.items())
+    return [*measured, *missing]
 
 
 def _operands(graph: fx.Graph) -> Iterator[tuple[GemmTag, str, fx.Node | None]]:
@@ -126,13 +126,13 @@ def _sizes(source: fx.Node) -> tuple[int, ...]:
 
 
 def _site(cast: fx.Node, readers: Sequence[Reader], is_dumped: bool) -> Site:
-    given = tuple(dict.fromkeys(readers))
+    distinct = tuple(dict.fromkeys(readers))
     if packet(cast) in ops.PRODUCTS:
-        return Site(readers=given, source=cast.name)
-    scales = next((result.name for place, result in results_of(cast) if place == 1), "")
+        return Site(readers=distinct, source=cast.name)
+    scales = next((result.name for index, result in results_of(cast) if index == 1), "")
     view = Cast.read(cast)
     site = Site(
-        readers=given,
+        readers=distinct,
         source=view.x.name,
         dim=view.side,
         fmt=str(view.form),
@@ -173,11 +173,11 @@ class _Writer:
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
         self._build = Builder(graph, Watch.name)
-        self._place = {node.name: place for place, node in enumerate(graph.nodes)}
+        self._position = {node.name: position for position, node in enumerate(graph.nodes)}
         self._nodes = {node.name: node for node in graph.nodes}
         self._results: list[fx.Node] = []
-        self._words: list[str] = []
-        self._left: list[str] = []
+        self._measured: list[str] = []
+        self._skipped: list[str] = []
 
     def measure(self, site: Site) -> bool:
         """Measures the cast of `site` if this graph has its inputs. Returns whether it has."""
@@ -186,18 +186,18 @@ class _Writer:
             return False
         source, seed, scale = (self._nodes.get(name) for name in (site.source, site.seed, site.scale))
         assert source is not None
-        last = max((self._nodes[name] for name in needed), key=lambda node: self._place[node.name])
+        last = max((self._nodes[name] for name in needed), key=lambda node: self._position[node.name])
         inputs = self._graph.find_nodes(op="placeholder")
         after = inputs[-1] if last.op == "placeholder" else last
         with self._graph.inserting_after(after):
-            given = source, site.dim, site.fmt, _kept(source, site), seed, site.stream, scale
-            call = self._build.call(ops.cast_statistics, *given, like=source)
+            arguments = source, site.dim, site.fmt, _kept(source, site), seed, site.stream, scale
+            call = self._build.call(ops.cast_statistics, *arguments, like=source)
         with self._graph.inserting_after(call):
             results = [self._build.pick(call, index, f"{call.name}_{index}") for index in (1, 0)][::-1]
         self._results += results
         if site.sizes:
             self._results += self._excerpt(source, site, results[-1])
-        self._words.append(site.word)
+        self._measured.append(site.description)
         return True
 
     def _excerpt(self, source: fx.Node, site: Site, after: fx.Node) -> list[fx.Node]:
@@ -214,20 +214,20 @@ class _Writer:
         inputs = self._graph.find_nodes(op="placeholder")
         with self._graph.inserting_after(inputs[-1] if node.op == "placeholder" else node):
             self._results.append(self._build.call(ops.nonfinite, node, like=node))
-        self._words.append(site.word)
+        self._measured.append(site.description)
         return True
 
     def leave_out(self, site: Site) -> None:
         """Reports `site` as not measured."""
-        self._left.append(site.word)
+        self._skipped.append(site.description)
 
     def deliver(self) -> bool:
         """Adds `deliver`, for all measurements so far, to the graph. Returns whether there were any."""
-        if not self._words and not self._left:
+        if not self._measured and not self._skipped:
             return False
         (output,) = self._graph.find_nodes(op="output")
         with self._graph.inserting_before(output):
-            node = self._graph.call_function(ops.deliver, (self._results, [*self._words, *self._left]))
+            node = self._graph.call_function(ops.deliver, (self._results, [*self._measured, *self._skipped]))
         node.meta["val"] = None
         return True
 

@@ -71,11 +71,11 @@ def weight_uses(graph: fx.Graph, inputs: Sequence[GraphInput]) -> Iterator[Weigh
 def _of_gemm(node: fx.Node, tag: GemmTag, inputs: Sequence[GraphInput]) -> Iterator[WeightUse]:
     assert tag.choice is not None
     side = tag.tensors.index("w")
-    known: dict[str, Any] = {"layer": tag.name, "role": str(tag.role), "reason": tag.choice.reason}
+    common: dict[str, Any] = {"layer": tag.name, "role": str(tag.role), "reason": tag.choice.reason}
     if packet(node) not in ops.PRODUCTS:
         path = _path(_source(operands(node)[side])[0], inputs)
         if path:
-            yield WeightUse(path=path, **known)
+            yield WeightUse(path=path, **common)
         return
     product = Product.read(node)
     cast, block = _source(product.sides[side][0], -1 - side)
@@ -83,8 +83,8 @@ def _of_gemm(node: fx.Node, tag: GemmTag, inputs: Sequence[GraphInput]) -> Itera
     if path := _path(cast if unpack is None else unpack.qdata, inputs):
         stored = value_of(cast)
         form = stored_form(stored.dtype) if unpack is None else unpack.form.unpacked
-        known |= {"block_dim": block or 0, "rank": stored.ndim}
-        yield WeightUse(path=path, form=form, **known)
+        common |= {"block_dim": block or 0, "rank": stored.ndim}
+        yield WeightUse(path=path, form=form, **common)
         return
     cast_node, _ = result_of(cast)
     if cast_node is None:
@@ -95,14 +95,14 @@ def _of_gemm(node: fx.Node, tag: GemmTag, inputs: Sequence[GraphInput]) -> Itera
     if not path:
         return
     if how is None:
-        yield WeightUse(path=path, **{**known, "reason": OTHER_FORMAT.format(tag.choice.precision)})
+        yield WeightUse(path=path, **{**common, "reason": OTHER_FORMAT.format(tag.choice.precision)})
         return
     if block is None:
-        yield WeightUse(path=path, **{**known, "reason": "its blocks are not along a dimension of it"})
+        yield WeightUse(path=path, **{**common, "reason": "its blocks are not along a dimension of it"})
         return
     whole = value_of(parameter)
-    known |= {"block_dim": block, "rank": whole.ndim}
-    yield WeightUse(path=path, form=how.form, square=how.square, **known)
+    common |= {"block_dim": block, "rank": whole.ndim}
+    yield WeightUse(path=path, form=how.form, square=how.square, **common)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,8 +129,8 @@ def _path(node: Any, inputs: Sequence[GraphInput]) -> str:
     """Returns the path of the parameter `node`, "" if it is not a parameter."""
     if not isinstance(node, fx.Node) or node.op != "placeholder":
         return ""
-    known = graph_input(node, inputs)
-    return known.path if known is not None and known.static else ""
+    captured = graph_input(node, inputs)
+    return captured.path if captured is not None and captured.static else ""
 
 
 def _source(node: Any, dim: int = -1) -> tuple[Any, int | None]:
@@ -146,5 +146,5 @@ def _source(node: Any, dim: int = -1) -> tuple[Any, int | None]:
     source = tensor(node)
     if value is None or source is None or len(dims) != 1:
         return node, None
-    (place,) = dims
-    return node, place if source.shape[place] == value.shape[dim] else None
+    (index,) = dims
+    return node, index if source.shape[index] == value.shape[dim] else None
