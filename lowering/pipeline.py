@@ -91,7 +91,7 @@ def config_patches(
     winners = Winners(uuid, _setting("_post_fusion_custom_pass", asked), tell)
     patches = {"_post_fusion_custom_pass": winners} | _regions(uuid, asked, winners)
     if target.arch is not None:
-        fp_fusion.ask_for_fp8_types()
+        fp_fusion.cache_fp8_types()
         patches["_pre_fusion_custom_pass"] = Prologues(uuid, _setting("_pre_fusion_custom_pass", asked))
     return patches
 

@@ -59,7 +59,7 @@ class CachedAttention(LoweringPass):
             if packet(node) in ATTENTION_FORWARD:
                 operands = [argument(node, index) for index in (1, 2)]
             elif any(tag.kind is not Kind.LINEAR for tag in tags_of(node)):
-                operands = [each for each in node.all_input_nodes if tensor(each) is not None]
+                operands = [operand for operand in node.all_input_nodes if tensor(operand) is not None]
             else:
                 continue
             if any(map(_cached, operands)):
@@ -106,12 +106,12 @@ class CachedAttention(LoweringPass):
 
 def _form_obstacle(node: fx.Node, query: torch.Tensor) -> str:
     """Returns the feature of the attention `node` that the kernel does not support, or ""."""
-    given = arguments_of(node)
-    if given.get("dropout_p") or given.get("is_causal"):
-        return "it drops weights out" if given.get("dropout_p") else "causal without a mask"
+    arguments = arguments_of(node)
+    if arguments.get("dropout_p") or arguments.get("is_causal"):
+        return "it drops weights out" if arguments.get("dropout_p") else "causal without a mask"
     if any(user.users and user.args[1:] != (0,) for user in node.users):
         return "something reads more than its values"
-    parts = [_held(argument(node, index)) for index in (1, 2)]
+    parts = [_cached_parts(argument(node, index)) for index in (1, 2)]
     if None in parts:
         return "it reads a part of what the cache holds, or that changed"
     shapes = [value.shape for part in parts if part is not None and (value := tensor(part[0])) is not None]
@@ -129,15 +129,15 @@ def _form_obstacle(node: fx.Node, query: torch.Tensor) -> str:
 def _replace(node: fx.Node, build: Builder, kernel_of: Callable[[torch.Tensor, torch.Tensor], str]) -> None:
     query = argument(node, 0)
     (keys, key_scales, fmt), (values, value_scales, _) = (_part(argument(node, index)) for index in (1, 2))
-    given, codes = tensor(query), tensor(keys)
-    assert given is not None
+    query_value, codes = tensor(query), tensor(keys)
+    assert query_value is not None
     assert codes is not None
     factor: Any = node.kwargs.get("scale")
-    factor = float(given.shape[3]) ** -0.5 if factor is None else factor
+    factor = float(query_value.shape[3]) ** -0.5 if factor is None else factor
     with build.graph.inserting_before(node):
         arguments = (query, keys, key_scales, values, value_scales, _mask(node), factor, fmt)
         new_node = build.call(ops.attention, *arguments, like=node)
-        name = kernel_of(given, codes)
+        name = kernel_of(query_value, codes)
         set_tag(new_node, *(replace(tag, kernel=name) for tag in tags_of(node)))
         result = build.call(aten.permute.default, new_node, [0, 2, 1, 3], like=node)
     for user in list(node.users):
@@ -147,17 +147,17 @@ def _replace(node: fx.Node, build: Builder, kernel_of: Callable[[torch.Tensor, t
     build.graph.erase_node(node)  # attention may have dropout, so dead code elimination would keep it
 
 
-_Held = tuple[fx.Node, fx.Node, str]
+_Parts = tuple[fx.Node, fx.Node, str]
 """Codes (possibly as bytes), scales, and the name of their format."""
 
 
-def _part(node: fx.Node) -> _Held:
-    entry = _held(node)
+def _part(node: fx.Node) -> _Parts:
+    entry = _cached_parts(node)
     assert entry is not None
     return entry
 
 
-def _held(node: fx.Node) -> _Held | None:
+def _cached_parts(node: fx.Node) -> _Parts | None:
     """Returns the codes and scales that `node` decodes, also if it repeats them for shared heads, or None."""
     dequantize = Dequantize.of(_unrepeated(node))
     if dequantize is None or dequantize.form.packed:
@@ -201,8 +201,8 @@ def _cached(node: fx.Node) -> bool:
 
 def _mask(node: fx.Node) -> fx.Node | None:
     """Returns the mask that is added to the scores, before it was expanded."""
-    given = arguments_of(node)
-    mask = given.get("attn_mask", given.get("attn_bias"))
+    arguments = arguments_of(node)
+    mask = arguments.get("attn_mask", arguments.get("attn_bias"))
     while isinstance(mask, fx.Node) and packet(mask) is aten.expand:
         value = tensor(argument(mask))
         if value is None or value.shape[-1] != tensor(mask).shape[-1]:  # type: ignore[union-attr]

@@ -46,7 +46,7 @@ def is_heavy(product: fx.Node) -> bool:
             fused.add(node)
             pending |= _users(node)
     behind = fused - {product}
-    read = {_source(given) for node in behind for given in node.all_input_nodes} - fused
+    read = {_source(arg) for node in behind for arg in node.all_input_nodes} - fused
     stored = [node for node in behind if any(map(_wants_stored, _users(node) - fused))]
     return sum(_size(node) == _size(product) for node in read) + len(stored) - 1 > _FEW
 
@@ -106,13 +106,13 @@ def _joins_later(product: fx.Node, node: fx.Node) -> bool:
     """Whether `node` depends on a product behind `product`."""
     pending, seen = [node], {node}
     while pending:
-        for given in pending.pop().all_input_nodes:
-            if given in seen or not product < given:
+        for arg in pending.pop().all_input_nodes:
+            if arg in seen or not product < arg:
                 continue
-            if _is_product(given):
+            if _is_product(arg):
                 return True
-            seen.add(given)
-            pending.append(given)
+            seen.add(arg)
+            pending.append(arg)
     return False
 
 

@@ -70,21 +70,21 @@ class _Expander:
         out, product = value_of(node), Product.read(node)
         dtype = working_dtype(out.dtype, self._target)
         (qa, sa), (qb, sb) = product.sides
-        words = product.words
-        after = not product.is_grouped and all(map(_spans_contraction, words))
+        formats = product.words
+        after = not product.is_grouped and all(map(_spans_contraction, formats))
         with self._graph.inserting_before(node):
             if after:
-                a, sa = self._operands.elements(qa, sa, -1, words[0], dtype, node)
-                b, sb = self._operands.elements(qb, sb, -2, words[1], dtype, node)
+                a, sa = self._operands.elements(qa, sa, -1, formats[0], dtype, node)
+                b, sb = self._operands.elements(qb, sb, -2, formats[1], dtype, node)
             else:
-                a = self._operands.value(qa, sa, -1, dtype, node, words[0])
-                b = self._operands.value(qb, sb, -2, dtype, node, words[1])
+                a = self._operands.value(qa, sa, -1, dtype, node, formats[0])
+                b = self._operands.value(qb, sb, -2, dtype, node, formats[1])
             factors = (sa, sb) if after else factors_of(product, self._build)
             if product.is_grouped:
                 result = self._grouped(a, b, product.offs, dtype, node)
             else:
                 result = self._product(a, b, None if factors else product.bias, dtype, node)
-            kernel = f"{packet(result)} ({_word(dtype)}, {'scaled after' if factors else 'dequantized'})"
+            kernel = f"{packet(result)} ({_name(dtype)}, {'scaled after' if factors else 'dequantized'})"
             set_tag(result, *(replace(tag, kernel=tag.with_fallbacks(kernel)) for tag in tags_of(node)))
             if factors:
                 result = scaled(result, factors, product.bias, self._build, node)
@@ -132,11 +132,11 @@ def scaled(
     return result
 
 
-def _spans_contraction(word: str) -> bool:
-    """Whether the format `word` has FP32 scales that are constant along the contraction dimension."""
-    form = Format.of(word)
+def _spans_contraction(fmt: str) -> bool:
+    """Whether the format `fmt` has FP32 scales that are constant along the contraction dimension."""
+    form = Format.of(fmt)
     return form.scale is ScaleType.FP32 and form.tile.along == WHOLE
 
 
-def _word(dtype: torch.dtype) -> str:
+def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

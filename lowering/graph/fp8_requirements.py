@@ -46,7 +46,7 @@ class Problem:
     device: str
 
     @staticmethod
-    def of(node: fx.Node, target: Target, device: str) -> Problem:
+    def from_node(node: fx.Node, target: Target, device: str) -> Problem:
         """Returns the problem of `node`, a ``matmul``."""
         product = Product.read(node)
         left, right = product.forms
@@ -90,10 +90,10 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """holds: whether a problem satisfies it. words: the reason if a problem does not."""
+    """holds: whether a problem satisfies it. reason: the reason if a problem does not."""
 
     holds: Callable[[Problem], bool]
-    words: Callable[[Problem], str]
+    reason: Callable[[Problem], str]
 
 
 def _cuda_has_blocks(_: Problem) -> bool:
@@ -161,4 +161,4 @@ REQUIREMENTS = (
 
 def unmet(problem: Problem) -> str:
     """Returns the reason why the vendor's FP8 GEMM does not take `problem`, or ""."""
-    return next((each.words(problem) for each in REQUIREMENTS if not each.holds(problem)), "")
+    return next((row.reason(problem) for row in REQUIREMENTS if not row.holds(problem)), "")

@@ -74,7 +74,7 @@ def cast_of(node: fx.Node) -> Cast | None:
     bias, out, results = tensor(product.bias), tensor(node), product.sides[0]
     if out is None or out.ndim != 2 or (bias is not None and bias.ndim != 1):
         return None
-    casts = [_cast(result, place, node) for place, result in enumerate(results)]
+    casts = [_cast(result, position, node) for position, result in enumerate(results)]
     cast = Cast.of(casts[0])
     if cast is None or None in casts:
         return None
@@ -84,9 +84,9 @@ def cast_of(node: fx.Node) -> Cast | None:
     return cast if alone and rowwise and not shared and tensor(cast.x) is not None else None
 
 
-def _cast(result: fx.Node, place: int, reader: fx.Node) -> fx.Node | None:
-    """Returns the cast that has `result` at position `place`, if only `reader` reads it, or None."""
+def _cast(result: fx.Node, position: int, reader: fx.Node) -> fx.Node | None:
+    """Returns the cast that has `result` at `position`, if only `reader` reads it, or None."""
     cast, index = result_of(result)
     if cast is None or cast.target is not ops.cast:
         return None
-    return cast if index == place and list(result.users) == [reader] else None
+    return cast if index == position and list(result.users) == [reader] else None

@@ -61,13 +61,13 @@ class MergeSiblingCasts(LoweringPass):
     def apply(self, graph: fx.Graph) -> Reasons:
         """Merges pairs of casts in `graph`, each at its first cast."""
         build = Builder(graph, self.name)
-        order = {node: place for place, node in enumerate(graph.nodes)}
+        order = {node: position for position, node in enumerate(graph.nodes)}
         waiting: list[_ComputedCast] = []
         for node in list(graph.nodes):
-            candidate = _made(node, order)
+            candidate = _computed_cast(node, order)
             if candidate is None:
                 continue
-            other = next((each for each in waiting if _fit(each, candidate, order)), None)
+            other = next((cast for cast in waiting if _fit(cast, candidate, order)), None)
             if other is None:
                 waiting.append(candidate)
             else:
@@ -76,7 +76,7 @@ class MergeSiblingCasts(LoweringPass):
         return NO_REASONS
 
 
-def _made(cast: fx.Node, order: dict[fx.Node, int]) -> _ComputedCast | None:
+def _computed_cast(cast: fx.Node, order: dict[fx.Node, int]) -> _ComputedCast | None:
     """Returns `cast` and its computation if it makes both copies of an elementwise result, else None."""
     if not _takes_another(cast):
         return None
@@ -120,13 +120,13 @@ def _elementwise(node: fx.Node) -> bool:
 
 def _fit(first: _ComputedCast, second: _ComputedCast, order: dict[fx.Node, int]) -> bool:
     """Whether both have one format and size and shared leaves, and the second can move to the first."""
-    shapes = (value_of(argument(each.cast)).shape for each in (first, second))
+    shapes = (value_of(argument(cast.cast)).shape for cast in (first, second))
     same = statically_known_true(sym_eq(*shapes))  # no guard on sizes that depend on data
-    alike = Casts.read(first.cast).copies == Casts.read(second.cast).copies
+    same_copies = Casts.read(first.cast).copies == Casts.read(second.cast).copies
     few = len(first.large | second.large) <= _MOST_LEAVES
     shared = len(first.large & second.large) >= _SHARED_LEAVES
     ready = all(order[leaf] < order[first.cast] for leaf in second.leaves)
-    return same and alike and few and shared and ready
+    return same and same_copies and few and shared and ready
 
 
 def _merge(build: Builder, first: _ComputedCast, second: _ComputedCast) -> None:

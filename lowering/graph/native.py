@@ -150,11 +150,11 @@ def _loses_scales(device: torch.device) -> str:
     """Returns the reason why the MMA, emulated on the GPU `device`, gives wrong results, or ""."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return ""
-    here, release = of_device(device), optional.triton_release()
-    if here.native or release >= _EMULATES_RIGHT:
+    gpu, release = of_device(device), optional.triton_release()
+    if gpu.native or release >= _EMULATES_RIGHT:
         return ""
     version = ".".join(map(str, release))
-    return f"Triton {version} would read scale bytes of 0 as 0 on {here.name}, which has no MX instruction"
+    return f"Triton {version} would read scale bytes of 0 as 0 on {gpu.name}, which has no MX instruction"
 
 
 def _shape(tile: MatmulConfig | TiledConfig, node: fx.Node) -> str:

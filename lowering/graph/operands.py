@@ -33,7 +33,7 @@ class DequantizedOperands:
         self._values: dict[tuple[fx.Node, fx.Node, torch.dtype, bool], fx.Node] = {}
 
     def value(
-        self, qdata: fx.Node, scale: fx.Node, dim: int, dtype: torch.dtype, like: fx.Node, word: str
+        self, qdata: fx.Node, scale: fx.Node, dim: int, dtype: torch.dtype, like: fx.Node, fmt: str
     ) -> fx.Node:
         """Returns the operand in `dtype` with the strides of `qdata`, from its source if the graph has it.
 
@@ -48,19 +48,19 @@ class DequantizedOperands:
                 values = replace(cast.copy, dtype=dtype, layout=ScaleLayout.ROW_MAJOR)
                 self._values[key] = self._cast(cast, values, like)
             else:
-                self._values[key] = self._decoded(qdata, scale, dim, word, True, dtype, like)
+                self._values[key] = self._decoded(qdata, scale, dim, fmt, True, dtype, like)
         value = self._values[key]
         return transpose(value, self._build) if swapped else value
 
     def elements(
-        self, qdata: fx.Node, scale: fx.Node, dim: int, word: str, dtype: torch.dtype, like: fx.Node
+        self, qdata: fx.Node, scale: fx.Node, dim: int, fmt: str, dtype: torch.dtype, like: fx.Node
     ) -> tuple[fx.Node, fx.Node]:
         """Returns the elements of an operand, exact in `dtype`, and their scales. Arguments: see `value`."""
         qdata, scale, swapped = stored(qdata, scale)
         key = qdata, scale, dtype, False
         if key not in self._values:
             dim = -3 - dim if swapped else dim
-            self._values[key] = self._decoded(qdata, scale, dim, word, False, dtype, like)
+            self._values[key] = self._decoded(qdata, scale, dim, fmt, False, dtype, like)
         value = self._values[key]
         if swapped:
             return transpose(value, self._build), transpose(scale, self._build)
@@ -71,21 +71,21 @@ class DequantizedOperands:
         qdata: fx.Node,
         scale: fx.Node,
         dim: int,
-        word: str,
+        fmt: str,
         scaled: bool,
         dtype: torch.dtype,
         like: fx.Node,
     ) -> fx.Node:
         cast = Cast.of(result_of(qdata)[0])
-        if cast is not None and _made_both(cast, scale):
+        if cast is not None and _has_scale(cast, scale):
             part = CopyPart.CODES if scaled else CopyPart.ELEMENTS
             values = Copy(format=cast.form, dim=cast.side, dtype=dtype, part=part)
             return self._cast(cast, values, like, scales=[scale])
         unpack = Unpack.of(qdata) if scaled else None
         if unpack is not None:
-            qdata, dim, word = unpack.qdata, unpack.block_dim, unpack.fmt
+            qdata, dim, fmt = unpack.qdata, unpack.block_dim, unpack.fmt
         factor = scale if scaled else None
-        return self._build.call(ops.decode, qdata, factor, dim, word, dtype, like=like)
+        return self._build.call(ops.decode, qdata, factor, dim, fmt, dtype, like=like)
 
     def _cast(self, cast: Cast, values: Copy, like: fx.Node, **changes: Any) -> fx.Node:
         """Returns the copy `values` of the source of `cast`. changes: replaced arguments of the cast."""
@@ -99,7 +99,7 @@ def _is_whole(cast: Cast, scale: fx.Node) -> bool:
     return cast.copy.is_square or scale.target is operator.getitem
 
 
-def _made_both(cast: Cast | None, scale: fx.Node) -> bool:
+def _has_scale(cast: Cast | None, scale: fx.Node) -> bool:
     """Whether `scale` is a result of `cast`."""
     return cast is not None and cast.node is result_of(scale)[0]
 

@@ -61,9 +61,9 @@ class PromoteToMX(NativePass):
             product = Product.read(node)
             with graph.inserting_before(node):
                 a, b = (self._operand(build, operands, product, side) for side in (0, 1))
-                words = (str(Format.mx(form.mx_elem)) for form in product.forms if form.mx_elem)
-                given = *a, *b, product.extra, product.out_dtype, *words
-                new_node = build.call(node.target, *given, like=node)
+                formats = (str(Format.mx(form.mx_elem)) for form in product.forms if form.mx_elem)
+                args = *a, *b, product.extra, product.out_dtype, *formats
+                new_node = build.call(node.target, *args, like=node)
             set_tag(new_node, *tags_of(node))
             build.replace(node, new_node)
         dead.eliminate(graph)
@@ -88,5 +88,5 @@ class PromoteToMX(NativePass):
             qdata, scale = operands.elements(qdata, scale, dim, str(form), elem.dtype, node)
         matrices = value.ndim == out.ndim == 2 and not product.is_grouped
         layout = self.target.scale_layout if matrices else ScaleLayout.ROW_MAJOR
-        given = (scale, qdata, dim, str(form), str(layout))
-        return qdata, build.call(ops.block_bytes, *given, like=node)
+        args = (scale, qdata, dim, str(form), str(layout))
+        return qdata, build.call(ops.block_bytes, *args, like=node)

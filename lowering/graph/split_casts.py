@@ -55,8 +55,8 @@ def _split(build: Builder, cast: Cast) -> None:
         parts = {1: scale}
         if 0 in results and results[0].users:
             parts[0] = part(CopyPart.ELEMENTS, scales=[scale])
-    for place, result in results.items():
-        if place in parts:
-            result.replace_all_uses_with(parts[place])
+    for index, result in results.items():
+        if index in parts:
+            result.replace_all_uses_with(parts[index])
         build.graph.erase_node(result)
     build.graph.erase_node(cast.node)

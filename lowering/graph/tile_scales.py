@@ -44,7 +44,7 @@ class TileScales(NativePass):
         native = Native(target=self.target, device=self.device)
         for node in graph.find_nodes(op="call_function", target=ops.cast):
             cast = Cast.of(node)
-            uses = [use for place, result in results_of(node) if place == 1 for use in readers(result)]
+            uses = [use for index, result in results_of(node) if index == 1 for use in readers(result)]
             if (
                 cast is not None
                 and uses
@@ -79,6 +79,6 @@ def _tile(build: Builder, cast: Cast, uses: list[tuple[fx.Node, fx.Node]]) -> No
     new_node.meta = {**node.meta, **new_node.meta}
     for user, scale in uses:
         user.replace_input_with(scale, results[1])
-    for place, old in list(results_of(node)):
-        if place == 0:
+    for index, old in list(results_of(node)):
+        if index == 0:
             old.replace_all_uses_with(results[0])

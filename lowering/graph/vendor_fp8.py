@@ -62,7 +62,7 @@ class VendorFP8(LoweringPass):
             if product is None or product.is_mx or product.is_packed:
                 continue
             is_fp8 = _is_fp8(product)
-            reason = unmet(Problem.of(node, self.target, self.device)) if is_fp8 else ""
+            reason = unmet(Problem.from_node(node, self.target, self.device)) if is_fp8 else ""
             if is_fp8 and not reason:
                 _replace(product, copies)
                 continue
@@ -95,8 +95,8 @@ def _replace(product: Product, copies: _Copies) -> None:
             scale_a, scale_b = (build.call(aten.mul.Scalar, s, 2.0, like=node) for s in (scale_a, scale_b))
         args = (left, transpose(right, build), scale_a, scale_b, product.bias, None, product.out_dtype, False)
         result = build.call(aten._scaled_mm.default, *args, like=node)
-    words = " and ".join(dict.fromkeys(str(form.tile) for form in forms))
-    set_tag(result, *(replace(tag, kernel=f"aten._scaled_mm ({words} scales)") for tag in tags_of(node)))
+    tiles = " and ".join(dict.fromkeys(str(form.tile) for form in forms))
+    set_tag(result, *(replace(tag, kernel=f"aten._scaled_mm ({tiles} scales)") for tag in tags_of(node)))
     build.replace(node, result)
 
 
@@ -133,7 +133,7 @@ class _Copies:
         self.build = build
         self.fnuz = fnuz
         self._transposes = transposes
-        self._made: dict[tuple[fx.Node, Any], fx.Node] = {}
+        self._copies: dict[tuple[fx.Node, Any], fx.Node] = {}
 
     def elements(self, matrix: fx.Node) -> fx.Node:
         """Returns `matrix` with its last dimension innermost in memory, in the GEMM's element type."""
@@ -166,14 +166,14 @@ class _Copies:
         )
 
     def _once(self, key: tuple[fx.Node, Any], make: Callable[[], fx.Node]) -> fx.Node:
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+        if key not in self._copies:
+            self._copies[key] = make()
+        return self._copies[key]
 
     def _transposed(self, cast: Cast) -> fx.Node:
         """Returns the transposed elements of `cast`, by a second cast that `merge_casts` merges with it."""
         node = cast.node
-        scale = cast.scale or next((result for place, result in results_of(node) if place == 1), None)
+        scale = cast.scale or next((result for index, result in results_of(node) if index == 1), None)
         assert scale is not None, "a product reads the scale of its operand"
         part = CopyPart.ELEMENTS
         copy = Copy(format=cast.form, dim=cast.side, part=part, transposed=True, fnuz=self.fnuz)

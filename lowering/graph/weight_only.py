@@ -83,8 +83,8 @@ class WeightOnly(LoweringPass):
     def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
         """Yields the products of `graph` that the kernel supports."""
         for node in list(graph.nodes):
-            taken = self._takes if node.target is ops.matmul else self._takes_plain
-            if taken(node):
+            takes = self._takes if node.target is ops.matmul else self._takes_plain
+            if takes(node):
                 yield node
 
     def apply(self, graph: fx.Graph) -> Reasons:
@@ -190,19 +190,19 @@ class WeightOnly(LoweringPass):
         out_dtype: torch.dtype,
     ) -> fx.Node:
         """Returns the product of `x` and `stored_weight` in `out_dtype`, with the tags of `node`."""
-        out, given = tensor(node), tensor(x)
+        out, x_value = tensor(node), tensor(x)
         assert out is not None
-        assert given is not None
+        assert x_value is not None
         weight, scale, whole = stored_weight.qdata, stored_weight.scale, stored_weight.global_scale
         if not stored_weight.swapped:
-            weight, scale = (transpose(each, build) for each in (weight, scale))
+            weight, scale = (transpose(part, build) for part in (weight, scale))
         form = stored_weight.form
-        known = [str(form)] if whole is None else [str(form), whole]
-        result = build.call(ops.weight_only_mm, x, weight, scale, bias, out_dtype, *known, like=node)
+        args = [str(form)] if whole is None else [str(form), whole]
+        result = build.call(ops.weight_only_mm, x, weight, scale, bias, out_dtype, *args, like=node)
         shape = stored_weight.shape if stored_weight.swapped else value_of(weight).shape
-        form_words = self._form(hint(out.shape[0]), shape, given.dtype, packed=form.packed)
-        words = f"mx_weight_only_mm {form_words}"
-        set_tag(result, *(replace(tag, kernel=words) for tag in tags_of(node)))
+        form_name = self._form(hint(out.shape[0]), shape, x_value.dtype, packed=form.packed)
+        kernel_name = f"mx_weight_only_mm {form_name}"
+        set_tag(result, *(replace(tag, kernel=kernel_name) for tag in tags_of(node)))
         return result
 
     def _form(self, rows: int, shape: Sequence[Any], dtype: torch.dtype, *, packed: bool) -> str:

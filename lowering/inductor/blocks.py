@@ -52,8 +52,8 @@ class ScaleBlocks:
             sympy.S.One if extent == WHOLE else FloorDiv(size + (extent - 1), extent)
             for size, extent in zip(self.shape, extents, strict=True)
         ]
-        known = V.graph.sizevars.statically_known_multiple_of
-        self.ragged = [dim for dim in self.dims if not known(self.shape[dim], extents[dim])]
+        is_multiple = V.graph.sizevars.statically_known_multiple_of
+        self.ragged = [dim for dim in self.dims if not is_multiple(self.shape[dim], extents[dim])]
 
     def guarded(self, index: Index, body: Callable[[], Any]) -> Any:
         """Returns `body()`, or 0 if `index` is past the end of a short last block."""
@@ -80,15 +80,15 @@ class ScaleBlocks:
         self, dtype: torch.dtype, dims: list[int], body: Callable[[Index, Index], Any]
     ) -> ir.TensorBox:
         split: list[Any] = []
-        places: list[int] = []
+        positions: list[int] = []
         sizes = [self.shape[dim] if dim in self.wholes else size for dim, size in enumerate(self.scale_shape)]
         for dim, size in enumerate(sizes):
-            places.append(len(split))
+            positions.append(len(split))
             split += [size, sympy.Integer(self.extents[dim])] if dim in dims else [size]
 
         def inner(index: Index) -> Any:
-            block = [index[place] for place in places]
-            element = self._element(block, dims, [index[places[dim] + 1] for dim in dims])
+            block = [index[position] for position in positions]
+            element = self._element(block, dims, [index[positions[dim] + 1] for dim in dims])
             for dim in self.wholes:
                 block[dim] = sympy.S.Zero
             return body(element, block)

@@ -25,7 +25,7 @@ from mxcompile.formats.numerics import added_to_amax
 from mxcompile.lowering.inductor import elements
 from mxcompile.lowering.inductor.blocks import Index, Load, ScaleBlocks, as_float
 from mxcompile.lowering.inductor.elements import i32
-from mxcompile.lowering.inductor.tiling import place_of, tiled
+from mxcompile.lowering.inductor.tiling import offset_of, tiled
 from mxcompile.lowering.targets import of_device
 
 _F32, _I32 = torch.float32, torch.int32
@@ -149,7 +149,7 @@ def decoded(qdata: ir.TensorBox, scale: ir.TensorBox, block_dim: int, dtype: tor
 
         def byte_of(index: Index) -> Any:
             row, block = index if rowwise else reversed(index)
-            return load_tiled([place_of(row, block, width)])
+            return load_tiled([offset_of(row, block, width)])
 
     values = blocks.per_block(_F32, lambda block: scale_value(inductor.to_dtype(byte_of(block), _I32)))
     if blocks.across_rows:

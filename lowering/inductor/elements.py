@@ -46,7 +46,7 @@ def quotient(a: Any, b: Any) -> Any:
     """Returns a / b in FP32, rounded to nearest. In older PyTorch from FP64, which gives the same bits."""
     if hasattr(OpsHandler, "div_rn"):
         return inductor.div_rn(a, b)
-    wide = (inductor.to_dtype(each, torch.float64, src_dtype=torch.float32) for each in (a, b))
+    wide = (inductor.to_dtype(operand, torch.float64, src_dtype=torch.float32) for operand in (a, b))
     return inductor.to_dtype(inductor.truediv(*wide), torch.float32, src_dtype=torch.float64)
 
 

@@ -19,19 +19,19 @@ def stated() -> dict[str, bool]:
     return {"enable_fp_fusion": not config.emulate_precision_casts}
 
 
-def ask_for_fp8_types() -> None:
+def cache_fp8_types() -> None:
     """Fills Inductor's cache of the FP8 types that Triton has for the current GPU.
 
     From torch 2.15 on Inductor queries Triton without the option, and Triton would warn. The environment
     variable avoids that; kernels of the user without the option still cause the warning.
     """
-    ask = getattr(utils, "is_triton_fp8_dtype_supported", None)
-    if ask is None:
+    query = getattr(utils, "is_triton_fp8_dtype_supported", None)
+    if query is None:
         return
-    known = _VARIABLE in os.environ
+    was_set = _VARIABLE in os.environ
     os.environ.setdefault(_VARIABLE, "1")
     try:
-        ask(torch.float8_e5m2, torch.device("cuda"))
+        query(torch.float8_e5m2, torch.device("cuda"))
     finally:
-        if not known:
+        if not was_set:
             del os.environ[_VARIABLE]

@@ -55,8 +55,8 @@ def scales(x: ir.TensorBox, copy: Copy, amax: ir.TensorBox | None = None) -> ir.
     """Returns a scale for every tile of `x`. amax: amax of the tensor, for two levels."""
     form = copy.format
     if form.amax.kind is AmaxKind.PERCENTILE:  # torch sorts: a format for studies, not for speed
-        word = str(Copy(format=form, dim=copy.dim, part=CopyPart.SCALES))
-        (result,) = _AS_IT_IS(x, [word], None, 0, None, None if amax is None else [amax])
+        name = str(Copy(format=form, dim=copy.dim, part=CopyPart.SCALES))
+        (result,) = _AS_IT_IS(x, [name], None, 0, None, None if amax is None else [amax])
         return cast(ir.TensorBox, result)
     x.realize()
     blocks = _blocks(x, copy.dim, form)
@@ -168,12 +168,12 @@ def values(
     """Returns the elements of `copy` in its dtype, times `scale` unless the copy has only elements."""
     scaled, dtype = _Scaled(x, scale, copy.dim, copy.format, seed, stream, amax), copy.dtype
     assert dtype is not None, f"{copy} has no values"
-    over = scaled.factor(inverse=True)
-    times = scaled.factor(inverse=False) if copy.part is CopyPart.CODES else None
+    encode = scaled.factor(inverse=True)
+    decode = scaled.factor(inverse=False) if copy.part is CopyPart.CODES else None
 
     def value(index: Index, block: Index) -> Any:
-        element = scaled.rounded(index, over(block))
-        return inductor.to_dtype(inductor.mul(element, times(block)) if times else element, dtype)
+        element = scaled.rounded(index, encode(block))
+        return inductor.to_dtype(inductor.mul(element, decode(block)) if decode else element, dtype)
 
     return scaled.blocks.pointwise(dtype, value)
 
@@ -206,9 +206,9 @@ def lower_decode(
     element = elements.loader(qdata, form.elem, of_device(blocks.device))
     times = None if scale is None else _Scaled(qdata, scale, block_dim, form).factor(inverse=False)
     if times is not None and amax is not None:
-        times = _of_tensor(times, amax, form)
+        times = _multiplied(times, amax, form)
     if times is not None and global_scale is not None:
-        times = _over(times, global_scale)
+        times = _divided(times, global_scale)
 
     def value(index: Index, block: Index) -> Any:
         element_value = blocks.guarded(index, lambda: element(index))
@@ -217,18 +217,18 @@ def lower_decode(
     return blocks.pointwise(dtype, value)
 
 
-def _of_tensor(times: Load, amax: ir.TensorBox, form: Format) -> Load:
+def _multiplied(times: Load, amax: ir.TensorBox, form: Format) -> Load:
     """Returns the factors `times` of blocks, times the tensor's scale."""
     load = amax.make_loader()
     return lambda block: inductor.mul(times(block), fp32_scale_of(load([sympy.S.Zero]), form))
 
 
-def _over(times: Load, global_scale: ir.TensorBox) -> Load:
+def _divided(times: Load, global_scale: ir.TensorBox) -> Load:
     """Returns the factors `times` of blocks, divided by the tensor's `global_scale`."""
     load, sizes = global_scale.make_loader(), global_scale.get_size()
 
     def factor(block: Index) -> Any:
-        whole = [sympy.S.Zero if size == 1 else place for place, size in zip(block, sizes, strict=True)]
+        whole = [sympy.S.Zero if size == 1 else position for position, size in zip(block, sizes, strict=True)]
         return elements.quotient(times(block), load(whole))
 
     return factor
@@ -248,9 +248,9 @@ def _unpacked(packed: ir.TensorBox, dim: int, elem: ElemType) -> ir.TensorBox:
             inductor.bitwise_and(shifted, elements.i32((1 << elem.bits) - 1)), torch.uint8
         )
 
-    places = [*shape[: at + 1], sympy.Integer(elem.per_byte), *shape[at + 1 :]]
+    ranges = [*shape[: at + 1], sympy.Integer(elem.per_byte), *shape[at + 1 :]]
     codes: ir.TensorBox = ir.Pointwise.create(
-        device=packed.get_device_or_error(), dtype=torch.uint8, inner_fn=code, ranges=places
+        device=packed.get_device_or_error(), dtype=torch.uint8, inner_fn=code, ranges=ranges
     )
     if packed.get_device_or_error().type == "cpu":  # C++ loops must not divide an index (see `ScaleBlocks`)
         codes.realize()
@@ -268,7 +268,7 @@ def lower_block_bytes(
     shape[dim], every[dim] = FloorDiv(shape[dim] + (BLOCK - 1), BLOCK), every[dim] // BLOCK
 
     def byte(index: Index) -> Any:
-        value = load([FloorDiv(place, extent) for place, extent in zip(index, every, strict=True)])
+        value = load([FloorDiv(position, extent) for position, extent in zip(index, every, strict=True)])
         if form.rounding is not None:
             return value
         bits = inductor.bitwise_right_shift(inductor.to_dtype_bitcast(value, _I32, _F32), elements.i32(23))

@@ -35,18 +35,18 @@ def lower_hadamard(x: ir.TensorBox, dim: int, signs: int) -> ir.TensorBox:
     num_blocks = FloorDiv(shape[at] + (WIDTH - 1), WIDTH)
 
     def value(index: Index) -> Any:
-        place = inductor.index_expr(index[at + 1], torch.int32)
+        position = inductor.index_expr(index[at + 1], torch.int32)
         block = [*index[: at + 1], *index[at + 2 :]]
 
         def source(number: int) -> Any:
             element = [*block]
             element[at] = block[at] * WIDTH + number
             inside = less(element[at], shape[at])
-            known = inductor.masked(inside, lambda: load(element), 0.0)
+            element_value = inductor.masked(inside, lambda: load(element), 0.0)
             # a product with −1, because Triton's negation of 0 is 0 and not −0
-            return inductor.mul(known, f32(-1.0)) if signs >> number & 1 else known
+            return inductor.mul(element_value, f32(-1.0)) if signs >> number & 1 else element_value
 
-        return inductor.to_dtype(inductor.mul(_butterfly(source, place), f32(0.25)), dtype)
+        return inductor.to_dtype(inductor.mul(_butterfly(source, position), f32(0.25)), dtype)
 
     blocks = ir.Pointwise.create(
         device=x.get_device_or_error(),
@@ -59,9 +59,9 @@ def lower_hadamard(x: ir.TensorBox, dim: int, signs: int) -> ir.TensorBox:
     return result
 
 
-def _butterfly(source: Callable[[int], Any], place: Any) -> Any:
-    """Returns the sum of the 16 numbers of `source`, with signs from row `place` of H."""
-    bits = [inductor.bitwise_and(inductor.bitwise_right_shift(place, i32(b)), i32(1)) for b in range(STAGES)]
+def _butterfly(source: Callable[[int], Any], row: Any) -> Any:
+    """Returns the sum of the 16 numbers of `source`, with signs from row `row` of H."""
+    bits = [inductor.bitwise_and(inductor.bitwise_right_shift(row, i32(b)), i32(1)) for b in range(STAGES)]
     signs = [inductor.where(inductor.eq(bit, i32(0)), f32(1.0), f32(-1.0)) for bit in bits]
 
     def after(stages: int, number: int) -> Any:

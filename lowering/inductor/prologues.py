@@ -82,7 +82,7 @@ def _most_reads(producers: list[BaseSchedulerNode]) -> float:
 def _reads(producers: list[BaseSchedulerNode]) -> float:
     """Returns the number of elements that `producers` read; overlapping reads of a tensor count once."""
     read: dict[str, float] = {}
-    for dependency in {each for producer in producers for each in producer.read_writes.reads}:
+    for dependency in {dep for producer in producers for dep in producer.read_writes.reads}:
         read[dependency.name] = read.get(dependency.name, 0.0) + _hint(dependency.get_numel())
     # extra outputs of a template have names without a size
     wholes = {name: _hint(V.graph.get_numel(name)) for name in read}

@@ -44,8 +44,8 @@ def _labelled(group: BaseSchedulerNode) -> tuple[fx.Node | None, str]:
     return max(origins, default=None), " + ".join(tags[index] for index in sorted(tags))
 
 
-def _entering(wrapper: Any, words: dict[fx.Node | None, str]) -> Callable[[fx.Node], None]:
-    """Returns `wrapper.enter_context`, which begins the code of a group, extended by regions from `words`."""
+def _entering(wrapper: Any, labels: dict[fx.Node | None, str]) -> Callable[[fx.Node], None]:
+    """Returns `wrapper.enter_context`, which begins the code of a group, with regions from `labels`."""
     enter, is_open = wrapper.enter_context, False
 
     def entering(last: fx.Node) -> None:
@@ -53,10 +53,10 @@ def _entering(wrapper: Any, words: dict[fx.Node | None, str]) -> Callable[[fx.No
         enter(last)
         if is_open:
             wrapper.writeline(f"{_REGION} = None")  # a region ends when its object is deleted
-        is_open = bool(words.get(last))
+        is_open = bool(labels.get(last))
         if is_open:
             wrapper.writeline(
-                f"{_REGION} = torch.ops.profiler._record_function_enter_new({words[last]!r}, None)"
+                f"{_REGION} = torch.ops.profiler._record_function_enter_new({labels[last]!r}, None)"
             )
 
     return entering

@@ -23,14 +23,14 @@ _FULL = lowerings[torch.ops.aten.full.default]
 
 
 @register_lowering(ops.cast_statistics, type_promotion_kind=None)
-def lower_cast_statistics(x: ir.TensorBox, block_dim: int, fmt: str, keep: int, *given: Any) -> Any:
+def lower_cast_statistics(x: ir.TensorBox, block_dim: int, fmt: str, keep: int, *options: Any) -> Any:
     """Returns statistics, FP64, and a part of the cast, FP32. given: seed, stream and scale."""
     form, rank = Format.of(fmt) if fmt else None, len(x.get_size())
     results, is_of_matrices = None, rank > 1 and block_dim % rank >= rank - 2
-    if form and _is_mxfp8(form) and not any(given) and (form.tile == Tile.ROW or is_of_matrices):
+    if form and _is_mxfp8(form) and not any(options) and (form.tile == Tile.ROW or is_of_matrices):
         results = _measured(x, block_dim, form, keep)
     if results is None:
-        return _AS_IT_IS(x, block_dim, fmt, keep, *given)
+        return _AS_IT_IS(x, block_dim, fmt, keep, *options)
     numbers, kept = results
     if kept is None:
         kept = _FULL([0], 0.0, dtype=torch.float32, device=x.get_device_or_error())

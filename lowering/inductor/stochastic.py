@@ -26,8 +26,8 @@ def i64(value: int) -> Any:
     return inductor.constant(value, _I64)
 
 
-def _low(word: Any) -> Any:
-    return inductor.bitwise_and(word, i64(SEEDS - 1))
+def _low(x: Any) -> Any:
+    return inductor.bitwise_and(x, i64(SEEDS - 1))
 
 
 def halves(shape: Sequence[Any], dim: int, seed: ir.TensorBox, stream: int) -> Callable[[Index], Any]:
@@ -42,8 +42,8 @@ def halves(shape: Sequence[Any], dim: int, seed: ir.TensorBox, stream: int) -> C
             others = others * size + (index[number] if number != at else 0)
         along = inductor.index_expr(index[at], _I64)
         group = inductor.mul(inductor.bitwise_right_shift(along, i64(2)), inductor.index_expr(apart, _I64))
-        place = inductor.add(inductor.index_expr(others, _I64), group)
-        left, right = _philox(place, stream, _low(load([sympy.S.Zero])))
+        counter = inductor.add(inductor.index_expr(others, _I64), group)
+        left, right = _philox(counter, stream, _low(load([sympy.S.Zero])))
         is_right = inductor.ne(inductor.bitwise_and(along, i64(2)), i64(0))
         word = inductor.where(is_right, right, left)
         is_high = inductor.ne(inductor.bitwise_and(along, i64(1)), i64(0))
@@ -53,8 +53,8 @@ def halves(shape: Sequence[Any], dim: int, seed: ir.TensorBox, stream: int) -> C
     return half
 
 
-def _philox(place: Any, stream: int, key: Any) -> tuple[Any, Any]:
-    left, right = _low(place), i64(stream & (SEEDS - 1))
+def _philox(counter: Any, stream: int, key: Any) -> tuple[Any, Any]:
+    left, right = _low(counter), i64(stream & (SEEDS - 1))
     for _ in range(ROUNDS):
         part = inductor.mul(left, i64(MULTIPLIER - SEEDS))
         high = _low(inductor.add(inductor.bitwise_right_shift(part, i64(32)), left))

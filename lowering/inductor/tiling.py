@@ -27,8 +27,8 @@ def tiled(scale: ir.TensorBox, block_dim: int) -> ir.TensorBox:
     load = scale.make_loader()
 
     def inner(index: Sequence[Any]) -> Any:
-        down, across, low, high, place = index
-        row, block = down * TILE_ROWS + high * 32 + low, across * TILE_BLOCKS + place
+        down, across, low, high, column = index
+        row, block = down * TILE_ROWS + high * 32 + low, across * TILE_BLOCKS + column
         inside = inductor.logical_and(less(row, rows), less(block, blocks))
         return inductor.masked(inside, lambda: load((row, block) if rowwise else (block, row)), 0)
 
@@ -53,7 +53,7 @@ def _tiles(rows: Any, blocks: Any) -> tuple[Any, Any]:
     return FloorDiv(rows + TILE_ROWS - 1, TILE_ROWS), FloorDiv(blocks + TILE_BLOCKS - 1, TILE_BLOCKS)
 
 
-def place_of(row: Any, block: Any, blocks: Any) -> Any:
+def offset_of(row: Any, block: Any, blocks: Any) -> Any:
     """Returns the offset of the byte of (row, block) in tiled scales of rows with `blocks` blocks."""
     _, across = _tiles(row, blocks)
     tile = FloorDiv(row, TILE_ROWS) * across + FloorDiv(block, TILE_BLOCKS)

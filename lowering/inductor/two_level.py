@@ -44,9 +44,9 @@ def scales(blocks: ScaleBlocks, tile_amax: Load, amax: ir.TensorBox | None, form
     target, gain = of_device(blocks.device), _gain(amax, form)
 
     def scale(block: Index) -> Any:
-        over = inductor.mul(tile_amax(block), inductor.mul(gain(), f32(1 / form.elem.max)))
-        over = elements.rounded(elements.clamped(over, E4M3.max), E4M3, target)
-        return elements.store(over, E4M3, target)
+        scaled = inductor.mul(tile_amax(block), inductor.mul(gain(), f32(1 / form.elem.max)))
+        scaled = elements.rounded(elements.clamped(scaled, E4M3.max), E4M3, target)
+        return elements.store(scaled, E4M3, target)
 
     result = blocks.per_block(elements.stored_dtype(E4M3, target), scale)
     result.realize()

@@ -28,7 +28,7 @@ from mxcompile.lowering.inductor.scheduling import Nodes, SchedulerPass
 
 log = logging.getLogger(__name__)
 
-Tell = Callable[[Mapping[int, str]], None]
+Report = Callable[[Mapping[int, str]], None]
 """Takes kernels by the index of their GEMM in the graph."""
 
 _CALLERS: WeakKeyDictionary[Any, TritonTemplateCaller] = WeakKeyDictionary()
@@ -71,14 +71,14 @@ def choose(
     for choice in choices:
         if isinstance(choice, TritonTemplateCaller):
             _CALLERS[choice.make_kernel_render] = choice
-    for choice, words in zip(choices, configs, strict=False):
-        _CONFIGS[choice.make_kernel_render] = words
-    given = examples if at_once or not getattr(config, BENCHMARKED) else None
+    for choice, config_name in zip(choices, configs, strict=False):
+        _CONFIGS[choice.make_kernel_render] = config_name
+    inputs = examples if at_once or not getattr(config, BENCHMARKED) else None
     chosen: Any = autotune_select_algorithm(
-        name, choices, list(operands), layout, input_gen_fns=given, **keywords
+        name, choices, list(operands), layout, input_gen_fns=inputs, **keywords
     )
     out: ir.TensorBox = chosen[0] if isinstance(chosen, tuple) else chosen
-    if examples is not None and given is None:
+    if examples is not None and inputs is None:
         _time_on(out, examples)
     return out
 
@@ -103,15 +103,15 @@ def _time_on(out: ir.TensorBox, examples: Mapping[int, Callable[[ir.Buffer], Any
 class Winners(SchedulerPass):
     """Reports the kernels that Inductor chose for GEMMs."""
 
-    def __init__(self, uuid: str, user: Any, tell: Tell) -> None:
+    def __init__(self, uuid: str, user: Any, report: Report) -> None:
         super().__init__(uuid, user)
-        self._tell = tell
+        self._report = report
 
     def apply(self, nodes: Nodes) -> Nodes:
         """Returns `nodes` unchanged."""
         kernels = dict(kernel for group in nodes for node in group.get_nodes() for kernel in _kernels(node))
         if kernels:
-            self._tell(kernels)
+            self._report(kernels)
         return nodes
 
 
@@ -150,8 +150,8 @@ def renamed(kernel: str, winner: ir.ChoiceCaller) -> str:
     before, remark = match.groups(default="")
     if isinstance(winner, TritonTemplateCaller):
         name = re.sub(r"_\d+$", "", winner.name)
-        words = name.removeprefix("triton_") if name.startswith("triton_mx_") else name, _config(winner)
-        return " ".join(filter(None, words)) + remark
+        parts = name.removeprefix("triton_") if name.startswith("triton_mx_") else name, _config(winner)
+        return " ".join(filter(None, parts)) + remark
     if not isinstance(winner, ExternKernelCaller):
         return re.sub(r"_\d+$", "", winner.name) + remark
     if before.startswith("aten."):

@@ -39,8 +39,8 @@ def test_fp8_types_are_asked_for_with_a_stated_default(monkeypatch):
     ask = lambda *_: seen.append(os.environ["TRITON_DEFAULT_FP_FUSION"])  # noqa: E731
     monkeypatch.setattr(utils, "is_triton_fp8_dtype_supported", ask, raising=False)
     monkeypatch.delenv("TRITON_DEFAULT_FP_FUSION", raising=False)
-    fp_fusion.ask_for_fp8_types()
+    fp_fusion.cache_fp8_types()
     assert "TRITON_DEFAULT_FP_FUSION" not in os.environ
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
-    fp_fusion.ask_for_fp8_types()
+    fp_fusion.cache_fp8_types()
     assert seen == ["1", os.environ["TRITON_DEFAULT_FP_FUSION"]] == ["1", "0"]
