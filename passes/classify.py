@@ -51,7 +51,7 @@ class Classify:
         streams = find_streams(forward, depends, traits)
         cuts = frozenset(graph.find_nodes(op="placeholder") if self.cut_inputs else ())
         origins = feeds.sweep(forward, depends, traits, streams, cuts)
-        model = Model.of(
+        model = Model.from_sweeps(
             origins,
             uses.sweep(forward, traits, origins, streams, ends(graph, depends, are_cut=self.cut_outputs)),
             has_streams=bool(streams.joins),
@@ -60,7 +60,7 @@ class Classify:
         verdicts = _of_products(origins.products)
         for node in reversed(origins.layers):
             verdicts[node.name] = role, _ = role_of(Site.at(node, model))
-            model.settle(node, role)
+            model.set_role(node, role)
         no_layer = {node.name for node in origins.products.no_layer}
         for node in graph.nodes:
             tags = tags_of(node)

@@ -59,7 +59,7 @@ class Model:
     read_for: Counter[tuple[int, bool]] = field(default_factory=Counter)
 
     @classmethod
-    def of(cls, feeds: Feeds, uses: dict[fx.Node, int], *, has_streams: bool, is_cut: bool) -> Model:
+    def from_sweeps(cls, feeds: Feeds, uses: dict[fx.Node, int], *, has_streams: bool, is_cut: bool) -> Model:
         """Returns the model from the results of the two sweeps."""
         followers: dict[fx.Node, list[Follower]] = {layer: [] for layer in feeds.layers}
         reads: dict[fx.Node, list[int]] = {}
@@ -82,7 +82,7 @@ class Model:
             is_cut=is_cut,
         )
 
-    def settle(self, layer: fx.Node, role: Role) -> None:
+    def set_role(self, layer: fx.Node, role: Role) -> None:
         """Records the role of `layer`. Later layers must have roles already."""
         self.roles[layer] = role
         self.read_for.update((number, role is Role.CONDITIONING) for number in self.reads.get(layer, ()))
