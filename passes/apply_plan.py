@@ -25,7 +25,7 @@ from mxcompile.policy import Gemm
 
 @dataclass(frozen=True, kw_only=True)
 class ApplyPlan:
-    """Options: `known`, the forward GEMMs of the whole model by name."""
+    """Sets roles from the plan. known: forward GEMMs of the whole model by name."""
 
     name: ClassVar[str] = "apply_plan"
     known: Mapping[str, tuple[GemmTag, ...]] = field(default_factory=dict)

@@ -26,7 +26,7 @@ from mxcompile.policy import Gemm
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bodies:
-    """Options: `find` and `classify`, the passes that tagged the graph without its bodies."""
+    """Tags products in bodies. find, classify: the passes that tagged the graph without its bodies."""
 
     name: ClassVar[str] = "bodies"
     find: Find

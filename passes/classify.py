@@ -76,7 +76,7 @@ def _of_products(products: Products) -> Verdicts:
     for values, attention in products.attentions.items():
         verdicts[values.name] = (
             Role.ATTN_VALUES,
-            Evidence(holds="a product with what a softmax made of scores"),
+            Evidence(holds="a product with the softmax of scores"),
         )
         for scores in attention.scores:
             verdicts[scores.name] = Role.ATTN_SCORES, Evidence(holds="a softmax of its result weights values")
@@ -97,6 +97,6 @@ _UNKNOWN = {
     Kind.PRODUCT: "a product of activations, in no softmax attention",
     Kind.TANGENT: "a product of a forward-mode derivative",
     Kind.CONVOLUTION: "a convolution of more than one pixel, not a linear layer",
-    Kind.OPAQUE: "inside an operator no pass can look into",
+    Kind.OPAQUE: "inside an operator that passes cannot rewrite",
     Kind.QUANTIZED: "quantized by the model",
 }

@@ -256,6 +256,6 @@ def _saved_copies(saved: Sequence[Any]) -> dict[fx.Node, _Copy]:
 
 
 def _read_by_kept_product(node: fx.Node) -> bool:
-    """Whether a linear layer's product that is not quantized reads `node` itself."""
+    """Whether an unquantized product of a linear layer reads `node` directly."""
     tags = (tag_of(user) for user, _ in readers(node, lambda user: packet(user) in TRANSPARENT))
     return any(tag is not None and tag.kind is Kind.LINEAR and tag.formats is None for tag in tags)

@@ -54,8 +54,8 @@ class Decide:
                     wanted.add(choice.precision)
         if refused and self.strict:
             raise UnsupportedError(
-                f"strict: the policy sends these to {labels(wanted)}, but they cannot go there:\n  "
-                + "\n  ".join(refused)
+                f"strict: the policy quantizes these GEMMs to {labels(wanted)}, but that is not possible;"
+                " change the policy, or turn strict off:\n  " + "\n  ".join(refused)
             )
 
     def _explained(self, node: fx.Node, tag: GemmTag) -> GemmTag:

@@ -160,7 +160,7 @@ class _Finder:
             return [_sized(replace(tag, tensors=("x", "w" if weights else "x")), size) for size in sizes]
         if len(sizes) == 1 or len(weights) > 1:
             sizes = sizes_by_weight(sizes, [value_of(weight) for weight in weights])
-        else:  # a head with its loss and the gradients of both
+        else:  # a fused head and loss, with its gradients: all products read one weight
             weights *= len(sizes)
         tags: list[GemmTag] = []
         for weight, size in zip(weights, sizes, strict=True):
@@ -206,7 +206,7 @@ def _unmatched(tag: GemmTag) -> GemmTag:
 
 
 def _hidden_gradient(tag: GemmTag, forward: Sequence[GemmTag]) -> GemmTag:
-    """`tag`, of a product in an operator of the backward, as a gradient of one of the layers `forward`."""
+    """Returns `tag`, of a product inside of a backward operator, as a gradient of a layer in `forward`."""
     layer = next((forward_tag for forward_tag in forward if forward_tag.name == tag.name), forward[0])
     gemm, tensors = Gemm.DGRAD, ("dy", "w") if tag.is_layer else ("x", "x")
     if layer.is_layer and tag.m != layer.m and {tag.m, tag.n} == {*(layer.whole or (layer.n, layer.k))}:

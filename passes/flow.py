@@ -106,7 +106,7 @@ def _is_layer(node: fx.Node, repeated: set[fx.Node]) -> bool:
 
 
 def is_stored(node: fx.Node) -> bool:
-    """Whether `node` is an input of the graph or a constant, in whatever view."""
+    """Whether `node` is an input of the graph, a constant, or a view of either."""
     return origin(node).op in ("placeholder", "get_attr")
 
 

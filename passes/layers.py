@@ -69,7 +69,7 @@ class Weights:
         return Depends.DATA in self._depends[node] and not any(moves)
 
     def _is_distance(self, node: fx.Node, parameter: fx.Node) -> bool:
-        """Whether the squares of `parameter`, summed, are added to the result of `node`."""
+        """Whether the sum of squares of `parameter` is added to the result of `node`."""
         seen, front = {node}, [node]
         for _ in range(_NEAR):
             users = [user for n in front for user in n.users if user not in seen and packet(user) in _SCALED]
@@ -82,7 +82,7 @@ class Weights:
         return False
 
     def _adds_norm(self, node: fx.Node, parameter: fx.Node) -> bool:
-        """Whether `node` is, or is a sum with, the squares of `parameter`."""
+        """Whether `node` is a norm of `parameter`, or a sum with it."""
         terms = [node, *(node.all_input_nodes if packet(node) in SUMS else ())]
         return any(self._is_norm(term, parameter) for term in terms)
 

@@ -224,7 +224,7 @@ def _cast_text(node: fx.Node) -> tuple[str, str]:
 
 
 def _operator(node: fx.Node) -> str:
-    """``aten.add.Tensor`` → ``add``."""
+    """Returns a short name: ``add`` for ``aten.add.Tensor``."""
     if packet(node) in SUMS:
         return "add"
     return str(packet(node)).rpartition(".")[2].strip("_")

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class Pass(Protocol):
-    """One rewrite of a graph, in place."""
+    """A rewrite of a graph, in place."""
 
     name: ClassVar[str]
 

@@ -70,7 +70,7 @@ class QuantizeGemms:
 
 
 class _GemmWriter:
-    """State of one run: the casts made so far."""
+    """State of one run: the casts, each made once."""
 
     def __init__(self, graph: fx.Graph, *, tapped: bool) -> None:
         self._graph = graph

@@ -168,7 +168,7 @@ class Watch:
 
 
 class _Writer:
-    """One graph that is being written."""
+    """Adds measurements to one graph."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph

@@ -81,7 +81,7 @@ class CachedAttention(LoweringPass):
         on_cpu = self.target.device == "cpu"
         row = ATTENTION_FORWARD.get(packet(node))
         if row is None:
-            return "scores and values are products of their own"
+            return "scores and values are separate products"
         if row.device != self.target.device:
             return f"a form of attention, {packet(node)}, that has no kernel"
         query = tensor(argument(node, 0))
@@ -108,15 +108,15 @@ def _form_obstacle(node: fx.Node, query: torch.Tensor) -> str:
     """Returns the feature of the attention `node` that the kernel does not support, or ""."""
     arguments = arguments_of(node)
     if arguments.get("dropout_p") or arguments.get("is_causal"):
-        return "it drops weights out" if arguments.get("dropout_p") else "causal without a mask"
+        return "it has dropout" if arguments.get("dropout_p") else "it is causal without a mask"
     if any(user.users and user.args[1:] != (0,) for user in node.users):
-        return "something reads more than its values"
+        return "more than its first result is read"
     parts = [_cached_parts(argument(node, index)) for index in (1, 2)]
     if None in parts:
-        return "it reads a part of what the cache holds, or that changed"
+        return "it reads a part of the cache, or values computed from it"
     shapes = [value.shape for part in parts if part is not None and (value := tensor(part[0])) is not None]
     if shapes[0] != shapes[1] or shapes[0][3] != query.shape[3] or hint(shapes[0][2]) == 0:
-        return "keys, values and queries differ in their sizes"
+        return "sizes of keys, values and queries differ"
     mask = _mask(node)
     value = None if mask is None else tensor(mask)
     if value is not None and (

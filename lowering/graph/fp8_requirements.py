@@ -135,26 +135,26 @@ def _rows_are_aligned(problem: Problem) -> bool:
 REQUIREMENTS = (
     Requirement(_takes_tiles, _no_gemm_for_tiles),
     Requirement(lambda p: p.a.ndim == 2, lambda _: "no FP8 GEMM for batches of matrices"),
-    Requirement(lambda p: p.out.device.type == p.device, lambda _: "not on the target's device"),
+    Requirement(lambda p: p.out.device.type == p.device, lambda _: "it is not on the target's device"),
     Requirement(lambda p: not p.odd and not p.is_empty, _no_multiples),
     Requirement(_takes_elements, lambda _: "the FP8 GEMM takes no E5M2 on the right"),
     Requirement(
         lambda p: p.left.tile != Tile.CHANNEL or p.out.dtype is torch.bfloat16,
-        lambda _: "the FP8 GEMM with scales a channel gives BF16",
+        lambda _: "the FP8 GEMM with a scale per channel gives BF16",
     ),
     Requirement(
         lambda p: not p.in_blocks or _cuda_has_blocks(p),
-        lambda _: f"the FP8 GEMM takes scales of blocks from CUDA 12.9 on (this is {torch.version.cuda})",
+        lambda _: f"the FP8 GEMM takes block scales from CUDA 12.9 on (this is {torch.version.cuda})",
     ),
     Requirement(
         lambda p: not p.in_blocks or _rows_are_aligned(p),
-        lambda p: f"the FP8 GEMM with scales of blocks takes multiples of {_ALIGNED} (m={p.a.shape[0]})",
+        lambda p: f"the FP8 GEMM with block scales takes multiples of {_ALIGNED} rows (m={p.a.shape[0]})",
     ),
     Requirement(
         lambda p: not p.in_blocks or p.right.tile.across == 1 or p.num_blocks % _ALIGNED == 0,
         lambda p: f"the FP8 GEMM takes multiples of {_ALIGNED} blocks along k ({p.num_blocks})",
     ),
-    Requirement(_takes_bias, lambda _: "the FP8 GEMM takes a vector of its result's half precision as bias"),
+    Requirement(_takes_bias, lambda _: "the FP8 GEMM takes a vector bias in its result's half precision"),
 )
 """The requirements, in order: the record has the reason of the first that is violated."""
 

@@ -30,7 +30,7 @@ Pair = tuple[fx.Node, fx.Node]
 
 
 def unmet(a: fx.Node, b: fx.Node) -> str:
-    """Returns why PyTorch's grouped product cannot take these operands in any order in memory, or ""."""
+    """Returns the reason why PyTorch's grouped product takes these operands in no memory order, or ""."""
     values = value_of(a), value_of(b)
     if any(is_empty(value.shape) for value in values):
         return EMPTY

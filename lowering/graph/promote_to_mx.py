@@ -77,7 +77,7 @@ class PromoteToMX(NativePass):
     def _operand(
         self, build: Builder, operands: DequantizedOperands, product: Product, side: int
     ) -> tuple[fx.Node, fx.Node]:
-        """Elements and scale bytes of one operand of `product`."""
+        """Returns elements and scale bytes of one operand of `product`."""
         node, (qdata, scale), dim = product.node, product.sides[side], -1 - side
         form, out, value = product.forms[side], tensor(node), tensor(qdata)
         elem = form.mx_elem

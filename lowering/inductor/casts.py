@@ -66,7 +66,7 @@ class _TensorCast:
 
 
 def scale_byte(amax: Any, elem: ElemType, mode: Rounding) -> Any:
-    """`numerics.scale_bytes` in Inductor's operators."""
+    """Returns the scale byte of `amax`: `numerics.scale_bytes` in Inductor's operators."""
     bits = inductor.bitwise_and(inductor.to_dtype_bitcast(amax, _I32, _F32), i32(0x7FFFFFFF))
     exponent = inductor.bitwise_right_shift(inductor.add(bits, i32(added_to_amax(elem, mode))), i32(23))
     byte = inductor.sub(exponent, i32(elem.emax))

@@ -160,9 +160,7 @@ def _decoded(code: Any, elem: ElemType) -> Any:
     sign_bit = 1 << (elem.bits - 1)
     magnitude = inductor.bitwise_and(code, i32(sign_bit - 1))
     bits = inductor.bitwise_left_shift(magnitude, i32(23 - elem.mantissa_bits))
-    special = (
-        sign_bit if elem.is_coded else 0x7F if elem is E4M3 else 0x7C
-    )  # the first code that is no number
+    special = sign_bit if elem.is_coded else 0x7F if elem is E4M3 else 0x7C  # the first code of Inf or NaN
     bits = inductor.where(
         inductor.ge(magnitude, i32(special)),
         inductor.bitwise_or(bits, i32(_INFINITY)),
@@ -173,4 +171,5 @@ def _decoded(code: Any, elem: ElemType) -> Any:
     is_subnormal = inductor.lt(magnitude, i32(1 << elem.mantissa_bits))
     value = inductor.where(is_subnormal, subnormal, normal)
     negative = inductor.gt(inductor.bitwise_and(code, i32(sign_bit)), i32(0))
-    return inductor.where(negative, inductor.mul(value, f32(-1.0)), value)  # Triton negates 0 to 0
+    # a product with −1, because Triton's negation of 0 is 0 and not −0
+    return inductor.where(negative, inductor.mul(value, f32(-1.0)), value)

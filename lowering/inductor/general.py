@@ -77,7 +77,7 @@ def scales(x: ir.TensorBox, copy: Copy, amax: ir.TensorBox | None = None) -> ir.
 
 
 def fp32_scale_of(amax: Any, form: Format) -> Any:
-    """`encoding.fp32_scale` in Inductor's operators."""
+    """Returns the FP32 scale of `amax`: `encoding.fp32_scale` in Inductor's operators."""
     if form.pow2:
         scale = scale_value(scale_byte(amax, form.elem, Rounding.RCEIL))
         return inductor.where(inductor.eq(amax, f32(0.0)), f32(1.0), scale)

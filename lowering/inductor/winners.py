@@ -29,7 +29,7 @@ from mxcompile.lowering.inductor.scheduling import Nodes, SchedulerPass
 log = logging.getLogger(__name__)
 
 Report = Callable[[Mapping[int, str]], None]
-"""Takes kernels by the index of their GEMM in the graph."""
+"""Receives kernels by the index of their GEMM in the graph."""
 
 _CALLERS: WeakKeyDictionary[Any, TritonTemplateCaller] = WeakKeyDictionary()
 """Choices by the function that renders their kernel, which is the only trace of a choice in its buffer."""
@@ -155,7 +155,7 @@ def renamed(kernel: str, winner: ir.ChoiceCaller) -> str:
     if not isinstance(winner, ExternKernelCaller):
         return re.sub(r"_\d+$", "", winner.name) + remark
     if before.startswith("aten."):
-        return kernel  # the library's own
+        return kernel  # it names the library's kernel
     return _CALLS.get(winner.choice.name, str(winner.choice.call_name()))
 
 

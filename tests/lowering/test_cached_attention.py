@@ -116,9 +116,9 @@ def test_reads_the_cache(function, queries: int):
         (attend, {"queries": 17}, "cpu", "17 queries, the kernel is for up to 16"),
         (attend, {}, "sm_90", f"a form of attention, {FOR_CPUS}, that has no kernel"),
         (attend, {"dtype": torch.float16}, "cpu", "queries in torch.float16"),
-        (sliced, {"queries": 2}, "cpu", "it reads a part of what the cache holds, or that changed"),
-        (causal, {"queries": 2}, "cpu", "causal without a mask"),
-        (capped, {}, "cpu", "scores and values are products of their own"),
+        (sliced, {"queries": 2}, "cpu", "it reads a part of the cache, or values computed from it"),
+        (causal, {"queries": 2}, "cpu", "it is causal without a mask"),
+        (capped, {}, "cpu", "scores and values are separate products"),
     ],
 )
 def test_leaves_what_the_kernel_is_not_for(function, changes, target: str, reason: str):

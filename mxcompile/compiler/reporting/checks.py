@@ -55,8 +55,9 @@ def check_plan(compilation: Compilation, parts: Sequence[str] | None = None) -> 
         log.warning("%s; name a module that holds it in blocks=…", layer)
     layers = () if compilation.capture.stage else plan.layers  # rules may be for other stages
     if refused:
-        message = "strict: the policy sends these to MXFP8, but they cannot go there:\n  " + "\n  ".join(
-            refused
+        message = (
+            "strict: the policy quantizes these GEMMs to MXFP8, but that is not possible;"
+            " change the policy, or turn strict off:\n  " + "\n  ".join(refused)
         )
         raise UnsupportedError("\n".join([message, *(complaints(options.policy, layers) if layers else ())]))
     if layers:
