@@ -147,33 +147,33 @@ class _Crossing:
         """Casts `node` along its innermost dimension in memory."""
         value = value_of(node)
         order = memory_order([hint(stride) for stride in value.stride()])
-        how = Copy(format=Format())
+        spec = Copy(format=Format())
         if tag.formats is not None:
             fmt = tag.formats[tag.tensors.index("x")]
             if fmt.is_mx:
-                how = Copy(format=Format(elem=fmt.elem, rounding=fmt.rounding))
+                spec = Copy(format=Format(elem=fmt.elem, rounding=fmt.rounding))
         if order == sorted(order):
-            return self._cast(node, how, node, ())
+            return self._cast(node, spec, node, ())
         with self._forward.graph.inserting_before(node.next):
             source = self._forward.call(aten.permute.default, node, order, like=node)
-        return self._cast(source, how, node, (source,))
+        return self._cast(source, spec, node, (source,))
 
-    def _cast(self, source: fx.Node, how: Copy, like: fx.Node, steps: Chain) -> _Copy:
-        """Returns the copy `how` of `source`, from a cast in forward, or from a new cast behind `source`."""
+    def _cast(self, source: fx.Node, spec: Copy, like: fx.Node, steps: Chain) -> _Copy:
+        """Returns the copy `spec` of `source`, from a cast in forward, or from a new cast behind `source`."""
         value = value_of(source)
         call = self._forward.call
-        casts = (user for user in source.users if (view := Cast.of(user)) and view.copy == how)
+        casts = (user for user in source.users if (view := Cast.of(user)) and view.copy == spec)
         cast = next(casts, None)
         if cast is None:
             with self._forward.graph.inserting_before(source.next):
-                cast = call(ops.cast, source, [str(how)], like=like)
+                cast = call(ops.cast, source, [str(spec)], like=like)
                 cast.meta["mx_itemsize"] = value.element_size()
         with self._forward.graph.inserting_before(cast.next):
             qdata, scale = (
                 self._forward.pick(cast, index, f"{source.name}_{part}")
                 for index, part in enumerate(("qdata", "scale"))  # names that are not in backward either
             )
-        return _Copy(qdata=qdata, scale=scale, dim=how.dim, steps=steps)
+        return _Copy(qdata=qdata, scale=scale, dim=spec.dim, steps=steps)
 
     def _restored(self, node: fx.Node, copy: _Copy, after: Chain) -> fx.Node | None:
         """Returns the value of `copy` in shape and layout of `node`; None if backward lacks a size.

@@ -52,7 +52,7 @@ class Gather:
             if moved is not None:
                 moved.write(Builder(graph, self.name))
         if exchanges:
-            _note_others(graph)
+            _explain_others(graph)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +90,7 @@ class _Moved:
                 elif user not in steps:
                     steps[user] = None
                     pending.append(user)
-        if not casts or len({_how(cast) for cast in casts}) > 1 or _how(casts[0]) is None:
+        if not casts or len({_rowwise_copy(cast) for cast in casts}) > 1 or _rowwise_copy(casts[0]) is None:
             return None
         if any(rows not in steps and rows is not gather for step in steps for rows in moved_rows(step) or ()):
             return None
@@ -103,14 +103,14 @@ class _Moved:
     def write(self, build: Builder) -> None:
         """Replaces the nodes by a cast, a collective and moves of bytes."""
         graph, call = build.graph, build.call
-        x, how = argument(self.gather), _how(self.casts[0])
+        x, copy = argument(self.gather), _rowwise_copy(self.casts[0])
         value = value_of(x)
-        assert how is not None
+        assert copy is not None
         width, last, byte = value.shape[-1], value.ndim - 1, torch.uint8
         with graph.inserting_before(self.gather):
             for dtype in self.dtypes:
                 x = call(prims.convert_element_type.default, x, dtype, like=self.casts[0])
-            cast = call(ops.cast, x, [str(how)], like=self.casts[0])
+            cast = call(ops.cast, x, [str(copy)], like=self.casts[0])
             qdata, scale = build.results(cast)
             codes = call(aten.view.dtype, qdata, byte, like=cast)
             packed = call(aten.cat.default, [codes, scale], last, like=cast)
@@ -127,7 +127,7 @@ class _Moved:
                 build.replace(size, call(_SIZE, results[argument(size)], size.args[1], like=size))
         for old_cast in self.casts:
             with graph.inserting_before(old_cast):
-                parts = _unpacked(results[argument(old_cast)], width, how.elem.dtype, build)
+                parts = _unpacked(results[argument(old_cast)], width, copy.elem.dtype, build)
             build.replace_results(old_cast, parts)
         for old in (*reversed(self.steps), self.gather):  # dead code elimination keeps collectives
             graph.erase_node(old)
@@ -146,7 +146,7 @@ def _unpacked(rows: fx.Node, width: int, elem: torch.dtype, build: Builder) -> t
     return call(aten.view.dtype, codes, elem, like=rows), scale
 
 
-def _note_others(graph: fx.Graph) -> None:
+def _explain_others(graph: fx.Graph) -> None:
     """Adds a reason to the GEMMs of layers with ``sent: mxfp8`` whose operands are still sent unquantized."""
     for node in graph.nodes:
         tag = tag_of(node)
@@ -166,7 +166,7 @@ def _is_mx(node: fx.Node) -> bool:
     return cast is not None and cast.copy.is_mx
 
 
-def _how(node: fx.Node) -> Copy | None:
+def _rowwise_copy(node: fx.Node) -> Copy | None:
     """Returns the copy that `node`, a cast along the last dimension, makes; None for other casts."""
     copy = Cast.read(node).copy
     return copy if copy.layout is ScaleLayout.ROW_MAJOR and copy.dim == -1 else None

@@ -79,15 +79,15 @@ class _Drawing:
         op = packet(node)
         sources = list(dict.fromkeys(self._made_by[n] for n in node.all_input_nodes if n in self._made_by))
         if tags_of(node):
-            self._note(node, sources, self._matmul(node, sources))
+            self._link(node, sources, self._matmul(node, sources))
         elif not sources and op not in STREAM_SOURCES:
             return
         elif op in TRANSPARENT or op is operator.getitem or self._is_recomputed(node):
-            self._note(node, [], max(sources, key=lambda source: self._drafts[source].position))
+            self._link(node, [], max(sources, key=lambda source: self._drafts[source].position))
         elif op in ops.CASTS:
-            self._note(node, sources, self._cast(node, sources))
+            self._link(node, sources, self._cast(node, sources))
         else:
-            self._note(node, sources, self._join_glue(node, sources))
+            self._link(node, sources, self._join_glue(node, sources))
 
     def drafts(self) -> list[_Draft]:
         """Returns all drafts, completed by titles of glue, and by names of casts that several blocks read."""
@@ -106,7 +106,7 @@ class _Drawing:
                 self._drafts[index].change(names=self._drafts[source].node.names)
         return self._drafts
 
-    def _note(self, node: fx.Node, sources: Iterable[int], index: int) -> None:
+    def _link(self, node: fx.Node, sources: Iterable[int], index: int) -> None:
         self._made_by[node] = index
         self.edges.update((source, index) for source in sources if source != index)
 

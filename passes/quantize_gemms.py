@@ -61,7 +61,7 @@ class QuantizeGemms:
         """Rewrites the GEMMs of `graph` whose tags have formats."""
         writer = _GemmWriter(graph, tapped=self.tapped)
         tagged = [(node, tag) for node in graph.nodes if (tag := tag_of(node)) and tag.formats is not None]
-        writer.note_ends(tagged)
+        writer.record_ends(tagged)
         for node, tag in tagged:
             assert tag.formats is not None
             writer.rewrite(node, tag, tag.formats)
@@ -86,7 +86,7 @@ class _GemmWriter:
         self._ends: set[tuple[fx.Node, fx.Node]] = set()
         self._kept: dict[tuple[fx.Node, int, fx.Node], fx.Node] = {}
 
-    def note_ends(self, tagged: Sequence[tuple[fx.Node, GemmTag]]) -> None:
+    def record_ends(self, tagged: Sequence[tuple[fx.Node, GemmTag]]) -> None:
         """Records (tensor, offsets) of operands of grouped wgrads: they have rows past the last group."""
         for node, tag in tagged:
             offs = offsets(node) if is_grouped(node) and tag.gemm is Gemm.WGRAD else None
@@ -227,57 +227,58 @@ class _GemmWriter:
         transcode = tag.saved is Saved.TRANSCODE and kept
         sent = tag.gemm is Gemm.WGRAD and tag.sent is Sent.MXFP8 and mx and not fmt.stochastic
         dim = -3 - dim if swapped else dim
-        how = Copy.for_product(fmt, dim) if mx else Copy(format=fmt, dim=dim)
-        rowwise = replace(how, dim=-1)
+        copy = Copy.for_product(fmt, dim) if mx else Copy(format=fmt, dim=dim)
+        rowwise = replace(copy, dim=-1)
         first = self._rowwise.get((_same(source), replace(rowwise, format=fmt.untransformed)))
         if _is_better_picked_later(source, fmt):
-            cast = self._picked(source, how, node)
-        elif how.layout is ScaleLayout.PER_ROW:
-            cast = self._square_cast(source, how, node)
+            cast = self._picked(source, copy, node)
+        elif copy.layout is ScaleLayout.PER_ROW:
+            cast = self._square_cast(source, copy, node)
         elif fmt.tile.is_square:
             cast = self._cast(source, rowwise, node)
         elif sent and arrives(source):
-            cast = self._transcoded(source, self._cast(source, rowwise, node), how, node)
+            cast = self._transcoded(source, self._cast(source, rowwise, node), copy, node)
         elif transcode and first is not None:
-            cast = self._transcoded(source, first, how, node)
+            cast = self._transcoded(source, first, copy, node)
         else:
-            cast = self._cast(source, how, node)
-        _note_itemsize(cast, operand)
+            cast = self._cast(source, copy, node)
+        _set_itemsize(cast, operand)
         if swapped:
             sides = transpose(cast.qdata, self._build), transpose(cast.scale, self._build)
             return Quantized(*sides, cast.amax)
         return cast
 
-    def _picked(self, source: fx.Node, how: Copy, node: fx.Node) -> Quantized:
+    def _picked(self, source: fx.Node, copy: Copy, node: fx.Node) -> Quantized:
         """Quantizes the stack that `source` picks matrices from, then picks their codes and scales."""
-        cast = self._cast(widest(argument(source), self._build, self._products), how, node)
+        cast = self._cast(widest(argument(source), self._build, self._products), copy, node)
         rest = source.args[1:]
         call = self._build.call
         return Quantized(*(call(source.target, part, *rest, like=node) for part in (cast.qdata, cast.scale)))
 
-    def _cast(self, source: fx.Node, how: Copy, node: fx.Node) -> Quantized:
-        stateful = self._state is not None and how.format.amax.stateful
-        key = (_same(source) if stateful else source, how)
+    def _cast(self, source: fx.Node, copy: Copy, node: fx.Node) -> Quantized:
+        stateful = self._state is not None and copy.format.amax.stateful
+        key = (_same(source) if stateful else source, copy)
         if key not in self._casts:
             like = source if source.op == "call_function" else node
-            self._casts[key] = self._emit(source, how, like)
+            self._casts[key] = self._emit(source, copy, like)
         cast = self._casts[key]
-        if how.dim == -1 and how.format.hadamard is None:
-            self._rowwise.setdefault((_same(source), how), cast)
+        if copy.dim == -1 and copy.format.hadamard is None:
+            self._rowwise.setdefault((_same(source), copy), cast)
         if stateful and self._state is not None and cast in self._state_amaxes:
             self.states.add(*self._state, self._state_amaxes[cast])
         return cast
 
-    def _emit(self, source: fx.Node, how: Copy, like: fx.Node) -> Quantized:
-        fmt, scale, state_amax, amax = how.format, None, None, None
+    def _emit(self, source: fx.Node, copy: Copy, like: fx.Node) -> Quantized:
+        fmt, scale, state_amax, amax = copy.format, None, None, None
         if fmt.hadamard is not None:
-            source = self._build.call(ops.hadamard, source, how.dim, fmt.hadamard, like=like)
+            source = self._build.call(ops.hadamard, source, copy.dim, fmt.hadamard, like=like)
         if fmt.amax.stateful and self._state is not None:
             scale, state_amax = self.states.scale(*self._state, source, fmt, like)
         elif fmt.two_level:
             amax = self._amax(source, like)
         extra = (None, 0, scale and [scale], [amax]) if amax else (None, 0, [scale]) if scale else ()
-        qdata, scales = self._build.results(self._build.call(ops.cast, source, [str(how)], *extra, like=like))
+        node = self._build.call(ops.cast, source, [str(copy)], *extra, like=like)
+        qdata, scales = self._build.results(node)
         cast = Quantized(qdata, scales, amax)
         if state_amax is not None:
             self._state_amaxes[cast] = state_amax
@@ -289,10 +290,10 @@ class _GemmWriter:
             self._amaxes[source] = self._build.call(ops.largest, source, like=like)
         return self._amaxes[source]
 
-    def _square_cast(self, source: fx.Node, how: Copy, node: fx.Node) -> Quantized:
+    def _square_cast(self, source: fx.Node, copy: Copy, node: fx.Node) -> Quantized:
         """Casts in 32×32 tiles: one rowwise copy, and a view of its scales for columnwise reads."""
-        qdata, scale, _ = cast = self._cast(source, replace(how, dim=-1), node)
-        if how.dim == -1:
+        qdata, scale, _ = cast = self._cast(source, replace(copy, dim=-1), node)
+        if copy.dim == -1:
             return cast
         value = value_of(source)
         call = self._build.call
@@ -303,15 +304,15 @@ class _GemmWriter:
         scale = call(aten.index.Tensor, tiles, [None] * (rank - 1) + [tile], like=node)
         return Quantized(qdata, scale)
 
-    def _transcoded(self, source: fx.Node, rowwise: Quantized, how: Copy, node: fx.Node) -> Quantized:
-        """Makes the copy `how` from the `rowwise` copy, so that only the latter is saved for backward."""
-        key = (source, how)
+    def _transcoded(self, source: fx.Node, rowwise: Quantized, copy: Copy, node: fx.Node) -> Quantized:
+        """Makes `copy` from the `rowwise` copy, so that only the latter is saved for backward."""
+        key = (source, copy)
         if key not in self._casts:
             qdata, scale, amax = rowwise
-            fmt = str(how.format.as_read)
+            fmt = str(copy.format.as_read)
             amaxes = () if amax is None else (amax,)
-            copy = self._build.call(ops.decode, qdata, scale, -1, fmt, torch.float32, *amaxes, like=node)
-            self._casts[key] = self._emit(copy, how, node)
+            values = self._build.call(ops.decode, qdata, scale, -1, fmt, torch.float32, *amaxes, like=node)
+            self._casts[key] = self._emit(values, copy, node)
         return self._casts[key]
 
 
@@ -345,7 +346,7 @@ def _operands(a: Quantized, b: Quantized) -> tuple[fx.Node, ...]:
     return a.qdata, a.scale, b.qdata, b.scale
 
 
-def _note_itemsize(cast: Quantized, operand: fx.Node) -> None:
+def _set_itemsize(cast: Quantized, operand: fx.Node) -> None:
     """Writes the item size of `operand` into the metadata of its cast, for `account`."""
     value = tensor(operand)
     qdata = argument(cast[0]) if packet(cast[0]) in PICKS else cast[0]

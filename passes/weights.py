@@ -89,12 +89,12 @@ def _of_gemm(node: fx.Node, tag: GemmTag, inputs: Sequence[GraphInput]) -> Itera
     cast_node, _ = result_of(cast)
     if cast_node is None:
         return
-    how = _storable(cast_node)
-    parameter, block = _source(argument(cast_node), -1 if how is None else how.side)
+    storable = _storable(cast_node)
+    parameter, block = _source(argument(cast_node), -1 if storable is None else storable.side)
     path = _path(parameter, inputs)
     if not path:
         return
-    if how is None:
+    if storable is None:
         yield WeightUse(path=path, **{**common, "reason": OTHER_FORMAT.format(tag.choice.precision)})
         return
     if block is None:
@@ -102,7 +102,7 @@ def _of_gemm(node: fx.Node, tag: GemmTag, inputs: Sequence[GraphInput]) -> Itera
         return
     whole = value_of(parameter)
     common |= {"block_dim": block, "rank": whole.ndim}
-    yield WeightUse(path=path, form=how.form, square=how.square, **common)
+    yield WeightUse(path=path, form=storable.form, square=storable.square, **common)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -47,9 +47,9 @@ class Fuse(NativePass):
     def _fuse(self, build: Builder, product: Product, cast: Cast, tile_sizes: Choices) -> None:
         node, right = product.node, product.sides[1]
         competing = product.sides[0] if autotuning() else ()
-        how = product.out_dtype, cast.fmt, product.format_b
+        formats = product.out_dtype, cast.fmt, product.format_b
         with build.graph.inserting_before(node):
-            fused = build.call(ops.quantize_mm, cast.x, *right, product.bias, *how, *competing, like=node)
+            fused = build.call(ops.quantize_mm, cast.x, *right, product.bias, *formats, *competing, like=node)
         kernel = f"mx_quantize_mm {_config(tile_sizes, bool(competing))} ({self.target.mma})"
         set_tag(fused, *(replace(tag, kernel=kernel) for tag in tags_of(node)))
         build.replace(node, fused)
