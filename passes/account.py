@@ -1,4 +1,4 @@
-"""Counting: bytes of weights, of what forward keeps for backward, of what ranks send; casts."""
+"""Counts bytes of weights, of tensors that forward saves and of tensors that ranks send, and casts."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from mxcompile.policy import Gemm
 
 
 def weight_bytes(graph: fx.Graph, count: Callable[[str], int]) -> tuple[tuple[str, int, int], ...]:
-    """The weights of the linear layers of `graph`, each once: of which layer, bytes as stored, and in BF16.
+    """Returns (layer, bytes as stored, bytes in BF16) of each weight of the linear layers of `graph`.
 
-    count: how many layers the module at a path stands for.
+    count: number of layers that the module at a path stands for.
     """
     weights: dict[fx.Node, tuple[GemmTag, int]] = {}
     for node in graph.nodes:
@@ -39,7 +39,7 @@ def weight_bytes(graph: fx.Graph, count: Callable[[str], int]) -> tuple[tuple[st
 
 
 def _held(node: fx.Node, tag: GemmTag, numel: int) -> int:
-    """Bytes of `numel` elements of the weight `node`, with the scales of one that is stored quantized."""
+    """Returns the bytes of `numel` elements of the weight `node`, with scales if it is stored quantized."""
     value = value_of(node)
     scaled = tag.stored is not None or value.dtype in (E4M3.dtype, E5M2.dtype)
     blocks = -(-numel // (BLOCK if tag.stored is None else tag.stored.tile.along)) if scaled else 0
@@ -47,12 +47,12 @@ def _held(node: fx.Node, tag: GemmTag, numel: int) -> int:
 
 
 def _per_byte(tag: GemmTag) -> int:
-    """How many elements of the weight of `tag` each element of the graph's input holds."""
+    """Returns the number of weight elements in each element of the graph's input."""
     return 1 if tag.stored is None else tag.stored.elem.per_byte
 
 
 def stored_weight(node: fx.Node, side: int) -> fx.Node | None:
-    """The tensor a forward GEMM's weight is stored in, before casts and views."""
+    """Returns the tensor that stores a forward GEMM's weight, before casts and views."""
     if packet(node) in ops.PRODUCTS:
         maker, _ = made_by(Product.read(node).sides[side][0])
         return stored(argument(maker) if packet(maker) in ops.CASTS else maker)
@@ -63,12 +63,12 @@ def stored_weight(node: fx.Node, side: int) -> fx.Node | None:
 
 
 def saved_bytes(forward: fx.Graph, num_outputs: int, count: Callable[[str], int]) -> tuple[int, int]:
-    """Bytes that `forward`, a partitioned forward graph, keeps for backward, and those without mxcompile.
+    """Returns the bytes that the partitioned graph `forward` saves for backward, with and without mxcompile.
 
-    Without it every FP8 copy is a copy of its source in the model's dtype.
+    Without mxcompile a source in the model's dtype stands for its FP8 copies. Saved inputs of the graph count
+    as 0 bytes.
 
-    num_outputs: the model's own outputs, which come first. Inputs that are kept cost nothing. count: how many
-    layers the module at a path stands for.
+    num_outputs: number of the model's own outputs, which come first. count: see `weight_bytes`.
     """
     (outputs,) = forward.find_nodes(op="output")
     kept = [n for n in outputs.args[0][num_outputs:] if isinstance(n, fx.Node)]
@@ -90,13 +90,13 @@ def saved_bytes(forward: fx.Graph, num_outputs: int, count: Callable[[str], int]
 
 
 def _source(cast: fx.Node) -> fx.Node:
-    """The tensor that `cast` casts, before views and a transform."""
+    """Returns the tensor that `cast` casts, before views and a transform."""
     source = origin(argument(cast))
     return origin(argument(source)) if source.target is ops.hadamard else source
 
 
 def _cast_of(node: fx.Node) -> fx.Node | None:
-    """The cast that made `node`, elements or scales, seen through a transpose."""
+    """Returns the cast whose result (elements or scales, also transposed) `node` is, or None."""
     node = untransposed(node)[0]
     if packet(node) is not operator.getitem:
         return None
@@ -109,10 +109,7 @@ def _bytes(node: fx.Node) -> int:
 
 
 def num_casts(graph: fx.Graph, count: Callable[[str], int]) -> int:
-    """Copies of elements that `graph` makes each time it runs, in whatever layout.
-
-    count: how many layers the module at a path stands for.
-    """
+    """Returns the number of casts in a run of `graph`. count: see `weight_bytes`."""
     total = 0
     for node in graph.nodes:
         if _is_read(node):
@@ -122,14 +119,14 @@ def num_casts(graph: fx.Graph, count: Callable[[str], int]) -> int:
 
 
 def _is_read(node: fx.Node) -> bool:
-    """Whether `node` is a cast whose elements are read, and not its scales alone."""
+    """Whether `node` is a cast whose elements are read, not only its scales."""
     return node.target is ops.cast and any(place == 0 and result.users for place, result in results_of(node))
 
 
 def wire_bytes(graph: fx.Graph, count: Callable[[str], int]) -> tuple[int, int]:
-    """Bytes that this rank gives to the collectives of `graph`, and those without mxcompile.
+    """Returns the bytes that this rank sends by the collectives of `graph`, with and without mxcompile.
 
-    count: how many layers the module at a path stands for.
+    count: see `weight_bytes`.
     """
     total = without = 0
     for node, given, before in sent(graph):
@@ -140,7 +137,7 @@ def wire_bytes(graph: fx.Graph, count: Callable[[str], int]) -> tuple[int, int]:
 
 
 def sent(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, int]]:
-    """The collectives of `graph`, each with the bytes that this rank gives, and those without mxcompile."""
+    """Yields (collective, bytes that this rank sends, the same without mxcompile) for `graph`."""
     for node in graph.nodes:
         if packet(node) not in COLLECTIVES:
             continue
@@ -151,9 +148,9 @@ def sent(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, int]]:
 
 
 def _packed(gather: fx.Node) -> fx.Node:
-    """The tensor whose codes and scales the collective `gather` was given, as it was given to it before."""
+    """Returns the tensor that the collective `gather` would send unquantized."""
     parts: Any = argument(gather).args[0]
-    source = argument(argument(argument(parts[0])))  # the bytes of an item of the cast
-    while source.meta.get(PASS_KEY) == Gather.name:  # converted before the cast, and not behind the gather
+    source = argument(argument(argument(parts[0])))  # through the byte view and getitem to the cast's input
+    while source.meta.get(PASS_KEY) == Gather.name:  # a conversion that `gather` moved before the cast
         source = argument(source)
     return source

@@ -1,18 +1,18 @@
-"""reuse: a weight that is stored, or was gathered, in the format a product wants is read as it is.
+"""reuse: read a stored or gathered weight directly, if it has the format that a product casts it to.
 
-    cast(decode(q, s)) → q, s                     along the same dimension, in the elements of q, rceil
-    cast(decode(p, s)) → codes of p, s            the same of packed codes p
-    matmul(…, cast(decode(p, s, g)), known_scale(…))  →  codes of p, s, 1/g       of two levels
-    cast(decode(q, s)) → q, rows of s             in 32×32 tiles, in the elements and the rounding of q
+    cast(decode(q, s)) → q, s                     same dimension, element type of q, rceil
+    cast(decode(p, s)) → codes of p, s            the same for packed codes p
+    matmul(…, cast(decode(p, s, g)), known_scale(…))  →  codes of p, s, 1/g       two levels
+    cast(decode(q, s)) → q, rows of s             32×32 tiles, element type and rounding of q
 
-Casting a block of stored values again changes nothing: rceil's scale for it is no larger and never saturates,
-so that every element is exact again. Other roundings may change it, and so may values that do not exist in
-the dtype between, FP16 say: those casts stay. A gathered weight is the cast of a source that nobody has, so
-that a cast in the same format is that cast, whatever the rounding; any other use of it is an error, since it
-would read values that the policy did not ask for. Numerics do not change.
+A second cast of a block of stored values changes nothing: its rceil scale is not larger than the stored scale
+and never saturates, so every element is exact again. With other roundings, or through a dtype that does not
+have all values (FP16), it may change the values: these casts stay. No rank has the
+whole source of a gathered weight, so a cast to its format, with any rounding, is the gathered cast. Any other
+use is an error, because it would read values that the policy does not specify. Numerics do not change.
 
-Casting two levels again may change elements, since scales are rounded: the codes are what the weight is. A
-product for groups has one scale of the tensor, and casts weights again that have several.
+A second cast to two levels may change elements, because scales are rounded; this pass reads the stored codes.
+A grouped product has one tensor scale, so it casts weights with several tensor scales again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from mxcompile.ops.view import (
 )
 
 _EXACT = frozenset({torch.bfloat16, torch.float32})
-"""Dtypes that have every stored element times a power of two, extreme scales aside."""
+"""Dtypes that represent every stored element times a power of two, extreme scales aside."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +54,7 @@ class Reuse:
     name: ClassVar[str] = "reuse"
 
     def apply(self, graph: fx.Graph) -> None:
-        """Replace the casts of `graph` that change nothing by what they are casts of."""
+        """Replaces the casts of `graph` that change nothing by the stored codes and scales."""
         build = Builder(graph, self.name)
         _read_tiles(graph, build)
         for product in [node for node in graph.nodes if node.target in _TWO_LEVEL_PRODUCTS]:
@@ -77,7 +77,7 @@ _TWO_LEVEL_PRODUCTS = frozenset({ops.matmul, ops.grouped_matmul})
 
 
 def _read_two_level(product: Product, build: Builder) -> None:
-    """Let `product` take operands that are stored in two levels as they are."""
+    """Makes `product` read operands that are stored in two levels directly."""
     if product.tensors is None or len(product.tensors) != len(product.sides):
         return
     sides, scales = [*product.sides], [*product.tensors]
@@ -108,7 +108,7 @@ def _read_two_level(product: Product, build: Builder) -> None:
 
 
 def _note_casts(product: fx.Node) -> None:
-    """Note in the tags of `product` that it casts a stored weight again, where it does."""
+    """Sets `recast` in the tags of `product`: whether it casts a stored weight again."""
     if packet(product) not in ops.PRODUCTS:
         return
     tags = tags_of(product)
@@ -121,7 +121,10 @@ def _note_casts(product: fx.Node) -> None:
 
 
 def _stored(node: fx.Node) -> tuple[Dequantize, bool] | None:
-    """The values of which `node` is a cast in their own format, and whether it is of a transpose of them."""
+    """Returns the values that `node` casts to their stored format, if that changes none of them, or None.
+
+    The second result is whether it casts their transpose.
+    """
     cast = Cast.of(node)
     if cast is None:
         return None
@@ -140,7 +143,7 @@ def _stored(node: fx.Node) -> tuple[Dequantize, bool] | None:
 
 
 def _elements(stored: Dequantize, build: Builder) -> fx.Node:
-    """The elements of `stored`, as a cast gives them."""
+    """Returns the codes of `stored`, one per byte, as a cast returns them."""
     if not stored.form.packed:
         return stored.qdata
     how = stored.block_dim, stored.fmt, torch.uint8
@@ -148,7 +151,7 @@ def _elements(stored: Dequantize, build: Builder) -> fx.Node:
 
 
 def _read_tiles(graph: fx.Graph, build: Builder) -> None:
-    """Let the casts of weights that were gathered in tiles read the tiles. Raises `PolicyError`."""
+    """Makes casts of weights gathered in tiles read the tiles. Raises `PolicyError` for other formats."""
     for node in graph.find_nodes(op="call_function", target=ops.decode):
         values = Decode.read(node)
         form = values.form
@@ -159,7 +162,7 @@ def _read_tiles(graph: fx.Graph, build: Builder) -> None:
             if cast is None or not cast.copy.is_mx or cast.form != form:
                 raise PolicyError(
                     f"the weight of {module_of(user)[0]} was gathered in 32×32 tiles of {form.elem.dtype},"
-                    f" scales rounded {form.rounding}, and {user.target} wants it otherwise: give"
+                    f" scales rounded {form.rounding}, but {user.target} needs another format: give"
                     " quantize_gathers_ the policy of this compile"
                 )
             for place, result in list(results_of(user)):
@@ -171,7 +174,7 @@ def _read_tiles(graph: fx.Graph, build: Builder) -> None:
 
 
 def _read_scales(scales: fx.Node, tiles: fx.Node, build: Builder) -> None:
-    """Let users of `scales`, which repeat the scales of tiles for every row, read `tiles`."""
+    """Makes users of `scales`, which repeat the scale of a tile for each row, read `tiles`."""
     value = value_of(scales)
     rows, call = value.ndim - 2, build.call
     for user in list(scales.users):

@@ -1,4 +1,4 @@
-"""merge_casts: one cast of all that is made of a tensor in one format, and one search for its amax.
+"""merge_casts: merge the casts of a tensor to one format, and the kernels that compute its amax.
 
     cast(x, [codes @−1]), cast(x, [codes @−2])      →  cast(x, [both])             one read of x
     cast(x, [values @−1]), cast(x, [codes @−2])     →  cast(x, [both])
@@ -7,18 +7,18 @@
                               FP32 scales           →  cast(x, [elements, scales, elements transposed])
     largest(x), hadamard_largest(x)[1]              →  hadamard_largest(x)[0], hadamard_largest(x)[1]
 
-For chips whose casts are templates, which make copies in MXFP8, in packed FP4 and under FP32 scales; where a
-cast is a loop that fuses with its neighbours two are as good. Values are what a product multiplies on chips
-without an MX GEMM; those of squares are the same both ways and stay alone. Copies of random elements stay
-apart, because their random numbers take the registers of the second copy. So do two copies if one needs an
-amax that is computed behind the other.
+For chips whose casts are templates, which make copies in MXFP8, in packed FP4 and with FP32 scales. A cast
+that is a loop fuses with its neighbours, so merging gains nothing. Chips without an MX GEMM multiply values;
+values of square tiles are equal in both layouts, so their casts stay. Stochastic copies stay apart, because
+their random numbers use the registers of a second copy. Two copies also stay apart if one needs an amax that
+is computed behind the other cast.
 
-Under FP32 scales a copy is written by its parts, because scales may be known before (see `amax`), elements
-may be those of another type (``as_fnuz``), and those along columns lie transposed (see `vendor_fp8`), their
-scales do not. Scales of blocks are made again where they were known: a tile has all they follow from. A cast
-of which scales alone are read stays as it is. So does one that a product reads which is emulated: its values
-come from the same loop. And so does one of elements along rows under a scale known before, which fuses with
-its neighbours, behind a product too.
+A copy with FP32 scales is split into parts: its scales may be known before the cast (delayed scaling), its
+elements may have another type (``as_fnuz``), and columnwise elements may be transposed (see `vendor_fp8`)
+while their scales are not. Known block scales are computed again, because a tile has all their inputs. These
+casts stay as they are: casts with only their scales read; casts that an emulated product reads, because
+one loop makes elements and values; and casts to rowwise elements with a known scale, because they fuse with
+their neighbours, also as an epilogue.
 
 Runs after `expand`. Numerics do not change.
 """
@@ -53,12 +53,12 @@ from mxcompile.ops.view import Cast, Decode, result_of, results_of
 _FP8_TILES = (Tile.TENSOR, Tile.CHANNEL, Tile(1, 128), Tile(128, 128))
 
 _Group = dict[int, Cast]
-"""Casts of one tensor in one format, by their sides."""
+"""Casts of one tensor to one format, by their dimension."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _NewCopy:
-    """A copy of a merged cast. results: the nodes that each of its tensors replaces. Others: see `Cast`."""
+    """A copy of a merged cast. results: nodes that each of its tensors replaces. scale, amax: see `Cast`."""
 
     copy: Copy
     results: Sequence[Sequence[fx.Node]]
@@ -68,23 +68,23 @@ class _NewCopy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MergeCasts(LoweringPass):
-    """For GPUs that multiply MXFP8 or FP8 or emulate it; those that multiply packed FP4 are among them."""
+    """For GPUs that multiply MXFP8 (and packed FP4) or FP8, or emulate MXFP8."""
 
     name: ClassVar[str] = "merge_casts"
 
     @property
     def applies(self) -> bool:
-        """Where casts to FP8 have templates."""
+        """Whether casts to FP8 have templates."""
         return self.target.native or self.target.emulates or bool(self.target.fp8_tiles)
 
     @property
     def obstacle(self) -> str:
-        """Why there are no templates of those casts."""
+        """The reason why the templates of casts cannot be used, or ""."""
         of_fp8 = FP8_CASTS if self.target.fp8_tiles else ()
         return optional.obstacle(*(COLLECTED if self.target.emulates else NATIVE), *of_fp8)
 
     def apply(self, graph: fx.Graph) -> Reasons:
-        """Merge the casts of `graph`, each where the first of its tensor was."""
+        """Merges the casts of `graph`, each at the first cast of its tensor."""
         build = Builder(graph, self.name)
         for node in list(graph.find_nodes(op="call_function", target=ops.hadamard_largest)):
             _share_amax(build, node)
@@ -92,7 +92,7 @@ class MergeCasts(LoweringPass):
             copies = [_whole(group[side]) for side in (-1, -2)]
             _write(build, group[-1].x, copies, _first(group.values()))
         if self.target.fp8_tiles:
-            dead.eliminate(graph)  # views of elements that are read transposed instead
+            dead.eliminate(graph)  # views of elements whose transposed copy is read instead
             for (source, form, scale), casts in _of_fp8(graph).items():
                 if parts := _parts(casts, source, form, scale):
                     _write(build, source, parts, _first(casts))
@@ -100,7 +100,7 @@ class MergeCasts(LoweringPass):
         return NO_REASONS
 
     def _groups(self, graph: fx.Graph) -> list[_Group]:
-        """The casts of `graph` to MXFP8 or packed FP4 that two copies can be made of at once."""
+        """Returns pairs of casts of `graph` to MXFP8 or packed FP4 that a template makes in one kernel."""
         groups: dict[Any, list[_Group]] = {}
         for node in graph.find_nodes(op="call_function", target=ops.cast):
             cast = Cast.of(node)
@@ -115,7 +115,7 @@ class MergeCasts(LoweringPass):
         return [group for waiting in groups.values() for group in waiting if len(group) > 1]
 
     def _takes(self, cast: Cast) -> bool:
-        """Whether a template makes the copy of `cast` together with another."""
+        """Whether a template makes the copy of `cast` together with another copy."""
         copy, value = cast.copy, tensor(cast.x)
         if copy.format.packed:
             return True
@@ -129,7 +129,7 @@ class MergeCasts(LoweringPass):
 
 
 def is_fp8(cast: Cast) -> bool:
-    """Whether `cast` is one under FP32 scales that a template makes."""
+    """Whether `cast` is a whole copy with FP32 scales that a template makes."""
     form, value = cast.form, tensor(cast.x)
     if cast.copy != Copy(format=form, dim=cast.side):  # a part of it, or values
         return False
@@ -141,7 +141,7 @@ def is_fp8(cast: Cast) -> bool:
 
 
 def _share_amax(build: Builder, both: fx.Node) -> None:
-    """Let `both` compute the amax of the tensor that `largest` computes."""
+    """Replaces ``mx.largest`` of a tensor by the first result of `both`, its ``mx.hadamard_largest``."""
     source = both.args[0]
     assert isinstance(source, fx.Node)
     plain = next((user for user in source.users if user.target is ops.largest), None)
@@ -157,7 +157,7 @@ def _share_amax(build: Builder, both: fx.Node) -> None:
 
 
 def _fits(group: _Group, cast: Cast) -> bool:
-    """Whether `cast` may join: along the other dimension, values in the same dtype, what it reads there."""
+    """Whether `cast` may join `group`: the other dimension, values of one dtype, and its inputs are ready."""
     dtypes = {each.copy.dtype for each in (*group.values(), cast)} - {None}
     first = _first(group.values())
     ready = all(node < first for node in cast.node.all_input_nodes)
@@ -189,11 +189,11 @@ def _write(build: Builder, source: fx.Node, copies: Sequence[_NewCopy], first: f
 
 
 _Key = tuple[fx.Node, Format, fx.Node | None]
-"""Matrix, format, and scale if that is known before."""
+"""Matrix, format, and the scale if it is known before the cast."""
 
 
 def _of_fp8(graph: fx.Graph) -> dict[_Key, list[Cast]]:
-    """The casts of each matrix in one format with FP32 scales, in order."""
+    """Returns the casts of each matrix to one format with FP32 scales, in order."""
     casts: dict[_Key, list[Cast]] = {}
     for node in graph.find_nodes(op="call_function", target=ops.cast):
         cast = Cast.of(node)
@@ -210,22 +210,22 @@ def _of_fp8(graph: fx.Graph) -> dict[_Key, list[Cast]]:
 
 
 def _is_down(cast: Cast) -> bool:
-    """Whether `cast` makes elements that lie transposed, for a product that has its scales already."""
+    """Whether `cast` makes only transposed elements, for a product that has their scales."""
     return cast.copy.transposed and cast.copy.part is CopyPart.ELEMENTS
 
 
 def _is_along_rows(cast: Cast) -> bool:
-    """Whether `cast` contracts the last dimension of a matrix, or its scales serve both."""
+    """Whether `cast` is rowwise, or its scales are equal in both layouts."""
     return cast.side == -1 or cast.form.tile.is_square
 
 
 def _lies_along_columns(cast: Cast) -> bool:
-    """Whether elements that `cast` makes along columns are read as they lie."""
+    """Whether `cast` makes columnwise elements that are read without a transpose."""
     return not _is_along_rows(cast) and bool(_read(cast, 0))
 
 
 def _is_dequantized(cast: Cast) -> bool:
-    """Whether values are made of `cast`, for a product that is emulated."""
+    """Whether an emulated product reads values that are computed from the results of `cast`."""
     users = (user for _, result in results_of(cast.node) for user, _ in readers(result))
     return any(_makes_values(user) for user in users)
 
@@ -236,18 +236,18 @@ def _makes_values(node: fx.Node) -> bool:
 
 
 def _read(cast: Cast, place: int) -> list[fx.Node]:
-    """The nodes that pick a result of `cast` and are read."""
+    """Returns the nodes of result `place` of `cast` that have readers."""
     return [result for its, result in results_of(cast.node) if its == place and result.users]
 
 
 def _parts(casts: Sequence[Cast], source: fx.Node, form: Format, scale: fx.Node | None) -> list[_NewCopy]:
-    """The copies that replace `casts` of one matrix; none if a loop is as good. scale: known before."""
+    """Returns the copies that replace `casts` of one matrix; [] if loops are as fast. scale: known scale."""
     rows = [cast for cast in casts if not _is_down(cast) and _is_along_rows(cast)]
     columns = [cast for cast in casts if not _is_down(cast) and not _is_along_rows(cast)]
     elements = [node for cast in rows for node in _read(cast, 0)]
     readers = [reader for node in elements for reader in node.users]
     fnuz = bool(readers) and all(reader.target is ops.as_fnuz for reader in readers)
-    # elements of two types take two kernels: those that lie transposed stay with their cast
+    # a kernel makes elements of one type: transposed elements of another type keep their cast
     down = [cast for cast in casts if _is_down(cast) and (not elements or cast.copy.fnuz is fnuz)]
     largest = [] if scale is None or not form.amax.stateful else _largest(source, _first(casts))
     if not (elements or down or largest) or (scale is not None and not (fnuz or down or largest)):
@@ -274,11 +274,11 @@ def _parts(casts: Sequence[Cast], source: fx.Node, form: Format, scale: fx.Node 
 
 
 def _one(copy: Copy, nodes: Sequence[fx.Node], scale: fx.Node | None = None) -> _NewCopy:
-    """A copy of one tensor, which replaces `nodes`."""
+    """Returns a copy of one tensor, which replaces `nodes`."""
     return _NewCopy(copy=copy, results=[nodes], scale=scale)
 
 
 def _largest(source: fx.Node, first: fx.Node) -> list[fx.Node]:
-    """The node that asks for the largest magnitude of `source`, if what reads it comes after `first`."""
+    """Returns the ``mx.largest`` of `source`, in a list, if all its readers come after `first`."""
     asking = (user for user in source.users if user.target is ops.largest)
     return [node for node in asking if all(user > first for user in node.users)][:1]

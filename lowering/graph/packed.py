@@ -1,20 +1,20 @@
-"""packed: put products of FP4 operands on the chip's FP4 instruction, which reads two codes a byte.
+"""packed: run products of FP4 operands on the chip's FP4 instruction, which reads two codes per byte.
 
     matmul(qa, sa, qb, sb)               →  matmul(bytes_a, bytes_sa, bytes_bᵀ, bytes_sb, packed formats)
     cast(x, codes)                       →  cast(x, packed codes)        the contraction innermost
-    codes of w, s                        →  w, s                         of a weight that is stored packed
-    hadamard(x, −2)                      →  a part of that cast, and of the search for its largest magnitude
+    codes of w, s                        →  w, s                         for a weight that is stored packed
+    hadamard(x, −2)                      →  a part of that cast, and of the kernel of its amax
 
     nvfp4   sm_100, sm_103, sm_120               blocks of 16 with E4M3 scales, an FP32 scale for each tensor
     mxfp4   sm_100, sm_103, sm_120, gfx950       blocks of 32 with E8M0 scales
 
-`templates.defaults` says which kernel multiplies. Casts of matrices write scales in the tiles that the
-chip reads, others write rows. The scales of a stored weight lie in rows. A large product has them tiled
-first, which moves at most a quarter of the weight's bytes again, so that the forms on tiles can run it.
-Other products read rows.
+`templates.defaults` selects the kernel of a product. Casts of matrices write scales in the chip's layout,
+other casts write them row-major. Scales of stored weights are row-major; large products have them tiled
+first, so that kernels on tiled scales can run, which moves at most a quarter of the weight's bytes again.
+Other products read row-major scales.
 
-Runs on the joint graph, so that what is kept for backward is packed. Left to `promote_to_mx` and `expand`,
-with the reason: an operand that was cast elsewhere, or is stored with another dimension innermost.
+Runs on the joint graph, so that forward saves packed copies. `promote_to_mx` and `expand` take the other
+products, with a reason: an operand was cast in another graph, or is stored with another dimension innermost.
 
 Source: PTX ISA, block scaling of tcgen05.mma and mma, kinds mxf4 and mxf4nvf4; CDNA 4 ISA, V_MFMA_SCALE.
 """
@@ -56,17 +56,17 @@ class Packed(LoweringPass):
 
     @property
     def applies(self) -> bool:
-        """Where the chip multiplies packed operands."""
+        """Whether the chip multiplies packed operands."""
         return bool(self.target.fp4_scales)
 
     def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
-        """The products of formats that it multiplies, whose operands are not packed yet."""
+        """Returns the products of formats that the chip multiplies, with operands that are not packed."""
         products = ((node, Product.of(node)) for node in graph.nodes)
         of_elements = ((node, product) for node, product in products if product and not product.is_packed)
         return (node for node, product in of_elements if self.target.multiplies_fp4(*product.forms))
 
     def apply(self, graph: fx.Graph) -> Reasons:
-        """Replace those products. Returns why some are not replaced."""
+        """Replaces the candidates. Returns the reasons why some stay."""
         reasons: dict[fx.Node, str] = {}
         native = Native(target=self.target, device=self.device)
         operands = _PackedOperands(Builder(graph, self.name), self.target)
@@ -85,7 +85,7 @@ class Packed(LoweringPass):
 
 
 def _unmet(product: Product) -> str:
-    """Why the chip does not multiply `product`, whatever its operands are; "" if it does."""
+    """Returns the reason why the chip cannot multiply `product`, by its tensor scales, or ""."""
     if not product.forms[0].two_level:
         return ""
     if len(scales := product.tensors or ()) != len(product.sides):
@@ -98,8 +98,8 @@ def _unmet(product: Product) -> str:
 class _Side:
     """One operand of a product, before transposes.
 
-    source: its cast, or the packed codes of a stored weight. scale: of the weight. dim: of the source, the
-    contraction, −1 or −2.
+    source: its cast, or the packed codes of a stored weight. scale: scale of the weight. dim: contracted
+    dimension of the source, −1 or −2.
     """
 
     source: Cast | Unpack
@@ -108,7 +108,7 @@ class _Side:
 
     @staticmethod
     def of(qdata: fx.Node, scale: fx.Node, place: int) -> _Side | str:
-        """The operand at `place`, 0 for the left one; why it cannot be packed otherwise."""
+        """Returns the operand at `place` (0: left, 1: right), or the reason why it cannot be packed."""
         qdata, scale, swapped = stored(qdata, scale)
         dim = -2 if swapped != (place == 1) else -1
         unpack = Unpack.of(qdata)
@@ -127,7 +127,7 @@ class _Side:
 
 
 def _packed_size(encode: Cast, dim: int) -> list[Any]:
-    """The shape of the bytes of a cast."""
+    """Returns the shape of the packed bytes of a cast."""
     size = [*value_of(encode.x).shape]
     size[dim] = (size[dim] + 1) // 2
     return size
@@ -147,7 +147,7 @@ def _replace(product: Product, sides: list[_Side], operands: _PackedOperands) ->
 
 
 class _PackedOperands:
-    """The packed operands so far."""
+    """The packed operands of one graph, each made once."""
 
     def __init__(self, build: Builder, target: Target) -> None:
         self.build = build
@@ -156,7 +156,7 @@ class _PackedOperands:
         self._scales: dict[tuple[fx.Node, ScaleLayout], fx.Node] = {}
 
     def packed(self, product: Product, side: _Side) -> tuple[fx.Node, fx.Node]:
-        """Bytes [.., rows, K/2] of an operand, and its scales; at the current insertion point."""
+        """Returns the bytes [.., rows, K/2] of an operand, and its scales. Inserts at the insertion point."""
         layout = ScaleLayout.ROW_MAJOR
         if value_of(product.node).ndim == 2 and not product.is_grouped:
             layout = self._target.scale_layout
@@ -170,14 +170,14 @@ class _PackedOperands:
         return self._casts[key]
 
     def _reads_tiles(self, product: Product) -> bool:
-        """Whether `product` is large and has a form that must have its scales tiled."""
+        """Whether `product` is large and has a kernel that needs tiled scales."""
         m, n, k = map(hint, (*value_of(product.node).shape, value_of(product.a).shape[-1]))
         size, form = defaults.MXProduct(kind=defaults.DENSE, m=m, n=n, k=k), product.forms[0]
         ours = configs.tiled_products(self._target, m, n, k // form.elem.per_byte)
         return size.is_large(self._target) and bool(ours or form.scale in self._target.library_fp4)
 
     def _stored_scale(self, scale: fx.Node, layout: ScaleLayout) -> fx.Node:
-        """The scales of a stored weight as bytes in `layout`."""
+        """Returns the scales of a stored weight as bytes in `layout`."""
         key = scale, layout
         if key not in self._scales:
             bytes_ = scale
@@ -203,7 +203,7 @@ class _PackedOperands:
         return first, second
 
     def _largest(self, transformed: fx.Node, amax: fx.Node) -> fx.Node:
-        """`amax`, by an operator that does not need the transform in memory."""
+        """Replaces `amax` by a result of an operator that does not store the transformed tensor."""
         if amax.target is not ops.largest or argument(amax) is not transformed:
             return amax
         with self.build.graph.inserting_before(amax):

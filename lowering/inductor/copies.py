@@ -1,4 +1,4 @@
-"""Inductor lowering of ``mx.cast``: by a template where one makes all of its copies, else copy by copy.
+"""Inductor lowering of ``mx.cast``: by a template that makes all its copies, else copy by copy.
 
 MXFP8           loops (`casts`), or a kernel of `cpu.casts`
 other formats   loops (`general`): scales, then elements over them
@@ -23,7 +23,7 @@ _CLONE = lowerings[torch.ops.aten.clone.default]
 Results = Sequence[ir.TensorBox]
 
 Known = Sequence[ir.TensorBox | None]
-"""A tensor for each copy, None for those that need none."""
+"""A tensor for each copy, or None."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class CastCall:
 
 
 TEMPLATES: list[Callable[[CastCall], Results | None]] = []
-"""The templates of casts, which return None for those that they do not make, in the order to ask them."""
+"""Templates of casts, in the order in which they are tried. They return None for casts they do not make."""
 
 
 @register_lowering(ops.cast, type_promotion_kind=None)
@@ -53,7 +53,7 @@ def lower_cast(
     amaxes: Known | None = None,
     y: ir.TensorBox | None = None,
 ) -> Results:
-    """The tensors of the copies of x, then of y."""
+    """Lowers ``mx.cast``: the tensors of the copies of x, then of y."""
     copies, none = [Copy.of(word) for word in words], [None] * len(words)
     scales, amaxes = scales or none, amaxes or none
     call = CastCall(x=x, copies=copies, seed=seed, stream=stream, scales=scales, amaxes=amaxes, y=y)
@@ -79,7 +79,7 @@ def _general(
     scale: ir.TensorBox | None,
     amax: ir.TensorBox | None,
 ) -> Results:
-    """A copy in another format than MXFP8, or of random elements."""
+    """Returns the tensors of a copy in another format than MXFP8, or with stochastic elements."""
     known = Copy(format=copy.format, dim=copy.dim, dtype=copy.dtype, part=copy.part)
     assert copy == known, f"no loops make {copy}"
     if copy.part is CopyPart.LARGEST:
