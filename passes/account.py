@@ -35,10 +35,10 @@ def weight_bytes(graph: fx.Graph, count: Callable[[str], int]) -> tuple[tuple[st
         value = tensor(stored)
         if stored is not None and value is not None:
             weights.setdefault(stored, (tag, _per_byte(tag) * numel(value.shape) * count(tag.name)))
-    return tuple((tag.name, _held(node, tag, size), 2 * size) for node, (tag, size) in weights.items())
+    return tuple((tag.name, _stored_bytes(node, tag, n), 2 * n) for node, (tag, n) in weights.items())
 
 
-def _held(node: fx.Node, tag: GemmTag, numel: int) -> int:
+def _stored_bytes(node: fx.Node, tag: GemmTag, numel: int) -> int:
     """Returns the bytes of `numel` elements of the weight `node`, with scales if it is stored quantized."""
     value = value_of(node)
     scaled = tag.stored is not None or value.dtype in (E4M3.dtype, E5M2.dtype)
@@ -120,7 +120,7 @@ def num_casts(graph: fx.Graph, count: Callable[[str], int]) -> int:
 
 def _is_read(node: fx.Node) -> bool:
     """Whether `node` is a cast whose elements are read, not only its scales."""
-    return node.target is ops.cast and any(place == 0 and result.users for place, result in results_of(node))
+    return node.target is ops.cast and any(index == 0 and result.users for index, result in results_of(node))
 
 
 def wire_bytes(graph: fx.Graph, count: Callable[[str], int]) -> tuple[int, int]:
@@ -129,9 +129,9 @@ def wire_bytes(graph: fx.Graph, count: Callable[[str], int]) -> tuple[int, int]:
     count: see `weight_bytes`.
     """
     total = without = 0
-    for node, given, before in sent(graph):
+    for node, num_bytes, before in sent(graph):
         times = count(module_of(node)[0])
-        total += given * times
+        total += num_bytes * times
         without += before * times
     return total, without
 
@@ -142,9 +142,9 @@ def sent(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, int]]:
         if packet(node) not in COLLECTIVES:
             continue
         tensors = node.args[0] if isinstance(node.args[0], list | tuple) else [node.args[0]]
-        given = sum(_bytes(each) for each in tensors if tensor(each) is not None)
+        num_bytes = sum(_bytes(value) for value in tensors if tensor(value) is not None)
         moved = node.meta.get(PASS_KEY) == Gather.name
-        yield node, given, _bytes(_packed(node)) if moved else given
+        yield node, num_bytes, _bytes(_packed(node)) if moved else num_bytes
 
 
 def _packed(gather: fx.Node) -> fx.Node:

@@ -69,7 +69,7 @@ class Reuse:
                 operands = [transpose(part, build) if swapped else part for part in parts]
             build.replace_results(cast, operands)
         for node in graph.nodes:
-            _note_casts(node)
+            _set_recast(node)
         dead.eliminate(graph)
 
 
@@ -82,7 +82,7 @@ def _read_two_level(product: Product, build: Builder) -> None:
         return
     sides, scales = [*product.sides], [*product.tensors]
     with build.graph.inserting_before(product.node):
-        for place, (qdata, _) in enumerate(product.sides):
+        for index, (qdata, _) in enumerate(product.sides):
             base, swapped = untransposed(qdata)
             cast, _ = result_of(base)
             match = _stored(cast) if cast is not None and cast.target is ops.cast else None
@@ -96,10 +96,10 @@ def _read_two_level(product: Product, build: Builder) -> None:
             elements, scale = _elements(dequantize, build), dequantize.scale
             if swapped != turned:
                 elements, scale, whole = (transpose(part, build) for part in (elements, scale, whole))
-            sides[place] = elements, scale
+            sides[index] = elements, scale
             if numbers == 1:
                 whole = build.call(aten.reshape.default, whole, [1], like=product.node)
-            scales[place] = build.call(aten.reciprocal.default, whole, like=product.node)
+            scales[index] = build.call(aten.reciprocal.default, whole, like=product.node)
     if scales == [*product.tensors]:
         return
     (a, scale_a), (b, scale_b) = sides
@@ -107,7 +107,7 @@ def _read_two_level(product: Product, build: Builder) -> None:
     product.node.kwargs = {}
 
 
-def _note_casts(product: fx.Node) -> None:
+def _set_recast(product: fx.Node) -> None:
     """Sets `recast` in the tags of `product`: whether it casts a stored weight again."""
     if packet(product) not in ops.PRODUCTS:
         return
@@ -117,7 +117,7 @@ def _note_casts(product: fx.Node) -> None:
     sides = Product.read(product).sides
     of_weights = [sides[tag.tensors.index("w")][0] for tag in tags]
     recast = [made_by(qdata)[0].target is ops.cast for qdata in of_weights]
-    set_tag(product, *(replace(tag, recast=each) for tag, each in zip(tags, recast, strict=True)))
+    set_tag(product, *(replace(tag, recast=is_recast) for tag, is_recast in zip(tags, recast, strict=True)))
 
 
 def _stored(node: fx.Node) -> tuple[Dequantize, bool] | None:
@@ -146,8 +146,8 @@ def _elements(stored: Dequantize, build: Builder) -> fx.Node:
     """Returns the codes of `stored`, one per byte, as a cast returns them."""
     if not stored.form.packed:
         return stored.qdata
-    how = stored.block_dim, stored.fmt, torch.uint8
-    return build.call(ops.decode, stored.qdata, None, *how, like=stored.node)
+    args = stored.block_dim, stored.fmt, torch.uint8
+    return build.call(ops.decode, stored.qdata, None, *args, like=stored.node)
 
 
 def _read_tiles(graph: fx.Graph, build: Builder) -> None:
@@ -165,8 +165,8 @@ def _read_tiles(graph: fx.Graph, build: Builder) -> None:
                     f" scales rounded {form.rounding}, but {user.target} needs another format: give"
                     " quantize_gathers_ the policy of this compile"
                 )
-            for place, result in list(results_of(user)):
-                if place == 0:
+            for index, result in list(results_of(user)):
+                if index == 0:
                     result.replace_all_uses_with(values.qdata)
                 else:
                     _read_scales(result, values.scale, build)

@@ -158,7 +158,7 @@ def _share_amax(build: Builder, both: fx.Node) -> None:
 
 def _fits(group: _Group, cast: Cast) -> bool:
     """Whether `cast` may join `group`: the other dimension, values of one dtype, and its inputs are ready."""
-    dtypes = {each.copy.dtype for each in (*group.values(), cast)} - {None}
+    dtypes = {member.copy.dtype for member in (*group.values(), cast)} - {None}
     first = _first(group.values())
     ready = all(node < first for node in cast.node.all_input_nodes)
     return ready and cast.side not in group and len(dtypes) <= 1
@@ -170,19 +170,19 @@ def _first(casts: Iterable[Cast]) -> fx.Node:
 
 def _whole(cast: Cast) -> _NewCopy:
     results = dict(results_of(cast.node))
-    nodes = [[results[place]] if place in results else [] for place in range(len(cast.node.meta["val"]))]
+    nodes = [[results[index]] if index in results else [] for index in range(len(cast.node.meta["val"]))]
     return _NewCopy(copy=cast.copy, results=nodes, amax=cast.amax)
 
 
 def _write(build: Builder, source: fx.Node, copies: Sequence[_NewCopy], first: fx.Node) -> None:
     """Writes one cast of `source` in front of `first`, which makes `copies`."""
-    scales, amaxes = [each.scale for each in copies], [each.amax for each in copies]
-    known = (scales if any(scales) else None, amaxes if any(amaxes) else None)
-    arguments = (None, 0, *known) if any(known) else ()
+    scales, amaxes = [new.scale for new in copies], [new.amax for new in copies]
+    options = (scales if any(scales) else None, amaxes if any(amaxes) else None)
+    arguments = (None, 0, *options) if any(options) else ()
     with build.graph.inserting_before(first):
-        new_node = build.call(ops.cast, source, [str(each.copy) for each in copies], *arguments, like=first)
+        new_node = build.call(ops.cast, source, [str(new.copy) for new in copies], *arguments, like=first)
         results = build.results(new_node)
-    replaced = [nodes for each in copies for nodes in each.results]
+    replaced = [nodes for new in copies for nodes in new.results]
     for nodes, result in zip(replaced, results, strict=True):
         for node in nodes:
             node.replace_all_uses_with(result)
@@ -235,9 +235,9 @@ def _makes_values(node: fx.Node) -> bool:
     return Decode.of(node) is not None if cast is None else cast.copy.dtype is not None
 
 
-def _read(cast: Cast, place: int) -> list[fx.Node]:
-    """Returns the nodes of result `place` of `cast` that have readers."""
-    return [result for its, result in results_of(cast.node) if its == place and result.users]
+def _read(cast: Cast, index: int) -> list[fx.Node]:
+    """Returns the nodes of result `index` of `cast` that have readers."""
+    return [result for position, result in results_of(cast.node) if position == index and result.users]
 
 
 def _parts(casts: Sequence[Cast], source: fx.Node, form: Format, scale: fx.Node | None) -> list[_NewCopy]:
@@ -245,35 +245,35 @@ def _parts(casts: Sequence[Cast], source: fx.Node, form: Format, scale: fx.Node 
     rows = [cast for cast in casts if not _is_down(cast) and _is_along_rows(cast)]
     columns = [cast for cast in casts if not _is_down(cast) and not _is_along_rows(cast)]
     elements = [node for cast in rows for node in _read(cast, 0)]
-    readers = [reader for node in elements for reader in node.users]
-    fnuz = bool(readers) and all(reader.target is ops.as_fnuz for reader in readers)
+    users = [user for node in elements for user in node.users]
+    fnuz = bool(users) and all(user.target is ops.as_fnuz for user in users)
     # a kernel makes elements of one type: transposed elements of another type keep their cast
     down = [cast for cast in casts if _is_down(cast) and (not elements or cast.copy.fnuz is fnuz)]
     largest = [] if scale is None or not form.amax.stateful else _largest(source, _first(casts))
     if not (elements or down or largest) or (scale is not None and not (fnuz or down or largest)):
         return []
     whole = form.tile.along == WHOLE
-    known = scale if whole else None
+    whole_scale = scale if whole else None
     row_scales, column_scales = (
-        [node for cast in each for node in _read(cast, 1)] for each in (rows, columns)
+        [node for cast in side_casts for node in _read(cast, 1)] for side_casts in (rows, columns)
     )
     parts = []
     if elements:
         copy = Copy(format=form, part=CopyPart.ELEMENTS, fnuz=fnuz)
-        parts.append(_one(copy, readers if fnuz else elements, known))
-    if known is None and (elements or (row_scales and (whole or (down and form.tile.is_square)))):
-        parts.append(_one(Copy(format=form, part=CopyPart.SCALES), row_scales))
+        parts.append(_single(copy, users if fnuz else elements, whole_scale))
+    if whole_scale is None and (elements or (row_scales and (whole or (down and form.tile.is_square)))):
+        parts.append(_single(Copy(format=form, part=CopyPart.SCALES), row_scales))
     if down:
         copy = replace(down[0].copy, dim=-2)
-        parts.append(_one(copy, [node for cast in down for node in _read(cast, 0)], known))
-    if known is None and column_scales and (whole or down):
-        parts.append(_one(Copy(format=form, dim=-2, part=CopyPart.SCALES), column_scales))
+        parts.append(_single(copy, [node for cast in down for node in _read(cast, 0)], whole_scale))
+    if whole_scale is None and column_scales and (whole or down):
+        parts.append(_single(Copy(format=form, dim=-2, part=CopyPart.SCALES), column_scales))
     if largest:
-        parts.append(_one(Copy(format=form, part=CopyPart.LARGEST), largest))
+        parts.append(_single(Copy(format=form, part=CopyPart.LARGEST), largest))
     return parts
 
 
-def _one(copy: Copy, nodes: Sequence[fx.Node], scale: fx.Node | None = None) -> _NewCopy:
+def _single(copy: Copy, nodes: Sequence[fx.Node], scale: fx.Node | None = None) -> _NewCopy:
     """Returns a copy of one tensor, which replaces `nodes`."""
     return _NewCopy(copy=copy, results=[nodes], scale=scale)
 

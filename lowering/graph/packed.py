@@ -75,7 +75,7 @@ class Packed(LoweringPass):
             if unmet := native.unmet(node) or _unmet(product):
                 reasons[node] = unmet
                 continue
-            sides = [_Side.of(*side, place) for place, side in enumerate(product.sides)]
+            sides = [_Side.from_operand(*side, index) for index, side in enumerate(product.sides)]
             if unmet := next((side for side in sides if isinstance(side, str)), ""):
                 reasons[node] = unmet
             else:
@@ -107,18 +107,18 @@ class _Side:
     dim: int
 
     @staticmethod
-    def of(qdata: fx.Node, scale: fx.Node, place: int) -> _Side | str:
-        """Returns the operand at `place` (0: left, 1: right), or the reason why it cannot be packed."""
+    def from_operand(qdata: fx.Node, scale: fx.Node, index: int) -> _Side | str:
+        """Returns the operand at `index` (0: left, 1: right), or the reason why it cannot be packed."""
         qdata, scale, swapped = stored(qdata, scale)
-        dim = -2 if swapped != (place == 1) else -1
+        dim = -2 if swapped != (index == 1) else -1
         unpack = Unpack.of(qdata)
         if unpack is not None:
             codes = value_of(unpack.qdata)
             if dim != -1 or unpack.block_dim % codes.ndim != codes.ndim - 1 or codes.stride(-1) != 1:
                 return "a weight is stored with another dimension innermost than the contraction"
             return _Side(source=unpack, scale=scale, dim=dim)
-        (cast, _), (its, _) = result_of(qdata), result_of(scale)
-        encode = Cast.of(cast) if cast is its else None
+        (cast, _), (scale_cast, _) = result_of(qdata), result_of(scale)
+        encode = Cast.of(cast) if cast is scale_cast else None
         if encode is None or tensor(encode.x) is None or encode.scale is not None:
             return "an operand was cast in another graph"
         if all(size == 1 for size in _packed_size(encode, dim)):
@@ -137,11 +137,11 @@ def _replace(product: Product, sides: list[_Side], operands: _PackedOperands) ->
     node, build = product.node, operands.build
     with build.graph.inserting_before(node):
         (a, scale_a), (b, scale_b) = (operands.packed(product, side) for side in sides)
-        b, scale_b = (each if value_of(each).ndim == 1 else transpose(each, build) for each in (b, scale_b))
-        words = (str(replace(form, packed=True)) for form in product.forms)
-        given = a, scale_a, b, scale_b, product.extra, product.out_dtype, *words
+        b, scale_b = (part if value_of(part).ndim == 1 else transpose(part, build) for part in (b, scale_b))
+        formats = (str(replace(form, packed=True)) for form in product.forms)
+        args = a, scale_a, b, scale_b, product.extra, product.out_dtype, *formats
         scales = (product.tensors,) if product.tensors else ()
-        result = build.call(node.target, *given, *scales, like=node)
+        result = build.call(node.target, *args, *scales, like=node)
     set_tag(result, *tags_of(node))
     build.replace(node, result)
 
@@ -196,8 +196,8 @@ class _PackedOperands:
             source = argument(source)
         with self.build.graph.inserting_before(cast.node):
             copy = Copy.packed(form, dim, layout)
-            how = source, [str(copy)], cast.seed, cast.stream, None, amax and [amax]
-            pair = self.build.call(ops.cast, *how, like=cast.node)
+            args = source, [str(copy)], cast.seed, cast.stream, None, amax and [amax]
+            pair = self.build.call(ops.cast, *args, like=cast.node)
             first, second = self.build.results(pair)
         pair.meta.update({key: value for key, value in cast.node.meta.items() if key not in pair.meta})
         return first, second

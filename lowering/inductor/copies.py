@@ -46,7 +46,7 @@ TEMPLATES: list[Callable[[CastCall], Results | None]] = []
 @register_lowering(ops.cast, type_promotion_kind=None)
 def lower_cast(
     x: ir.TensorBox,
-    words: Sequence[str],
+    names: Sequence[str],
     seed: ir.TensorBox | None = None,
     stream: int = 0,
     scales: Known | None = None,
@@ -54,14 +54,14 @@ def lower_cast(
     y: ir.TensorBox | None = None,
 ) -> Results:
     """Lowers ``mx.cast``: the tensors of the copies of x, then of y."""
-    copies, none = [Copy.of(word) for word in words], [None] * len(words)
+    copies, none = [Copy.of(name) for name in names], [None] * len(names)
     scales, amaxes = scales or none, amaxes or none
     call = CastCall(x=x, copies=copies, seed=seed, stream=stream, scales=scales, amaxes=amaxes, y=y)
     attempts = (template(call) for template in TEMPLATES)
     if (results := next(filter(None, attempts), None)) is not None:
         return results
     if y is not None:
-        return [*lower_cast(x, words), *lower_cast(y, words)]
+        return [*lower_cast(x, names), *lower_cast(y, names)]
     lowered = [
         cpp.cast(x, copy) or casts.lower(x, copy)
         if copy.is_mx
@@ -80,8 +80,8 @@ def _general(
     amax: ir.TensorBox | None,
 ) -> Results:
     """Returns the tensors of a copy in another format than MXFP8, or with stochastic elements."""
-    known = Copy(format=copy.format, dim=copy.dim, dtype=copy.dtype, part=copy.part)
-    assert copy == known, f"no loops make {copy}"
+    supported = Copy(format=copy.format, dim=copy.dim, dtype=copy.dtype, part=copy.part)
+    assert copy == supported, f"no loops make {copy}"
     if copy.part is CopyPart.LARGEST:
         return [general.lower_largest(x)]
     if scale is None:
