@@ -93,7 +93,7 @@ def _computed_cast(cast: fx.Node, order: dict[fx.Node, int]) -> _ComputedCast | 
         # compute again.
         if _elementwise(node) and (node is not source or set(node.users) == {cast}):
             chain.add(node)
-            pending += [each for each in node.all_input_nodes if each not in chain]
+            pending += [arg for arg in node.all_input_nodes if arg not in chain]
         else:
             leaves.add(node)
     size = hint(value.numel())
