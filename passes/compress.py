@@ -106,7 +106,7 @@ class _Crossing:
         return isinstance(width, int) and width >= BLOCK and not _read_by_kept_product(end)
 
     def compress(self, node: fx.Node, tag: GemmTag) -> bool:
-        """Saves an MX copy instead of `node`, unless that takes two different copies. Returns whether."""
+        """Saves an MX copy instead of `node`, if a single copy is enough. Returns whether it did."""
         end = self._ends[node.name]
         casts = [user for user, _ in readers(end, is_step) if packet(user) in ops.CASTS]
         root, steps = chain_to(node)
