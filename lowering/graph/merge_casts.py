@@ -16,9 +16,9 @@ is computed behind the other cast.
 A copy with FP32 scales is split into parts: its scales may be known before the cast (delayed scaling), its
 elements may have another type (``as_fnuz``), and columnwise elements may be transposed (see `vendor_fp8`)
 while their scales are not. Known block scales are computed again, because a tile has all their inputs. These
-casts stay as they are: casts with only their scales read; casts that an emulated product reads, because
-one loop makes elements and values; and casts to rowwise elements with a known scale, because they fuse with
-their neighbours, also as an epilogue.
+casts stay as they are: casts with only their scales read; casts that an emulated product reads, because one
+loop makes elements and values; casts to rowwise elements with a known scale, because they fuse with their
+neighbours, also as an epilogue.
 
 Runs after `expand`. Numerics do not change.
 """
