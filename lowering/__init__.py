@@ -1,4 +1,4 @@
-"""Lowering: from mx operators to what a target runs, inside TorchInductor."""
+"""Lowering of mx operators to the kernels of a target, inside TorchInductor."""
 
 if __name__ != "mxcompile.lowering":
     raise ImportError("the lowering is installed as mxcompile.lowering: import that, not 'lowering'")

@@ -1,9 +1,9 @@
-"""Which modules of the lowering can be imported here.
+"""Whether modules of the lowering can be imported on this machine.
 
-The templates need Triton, which not every machine has, and names of PyTorch that are not public and that any
-release may rename (`mxcompile.private_names`). Importing a template registers it with Inductor, so a lowering
-pass asks `obstacle` for its templates before it makes operators that they lower. Only what a library lacks
-is an obstacle: an error of a module of our own is raised.
+The templates need Triton, which not every machine has, and private names of PyTorch, which any release may
+rename (`mxcompile.private_names`). Importing a template registers it with Inductor. So a lowering pass calls
+`obstacle` with its templates before it inserts operators that they lower. Only a name that PyTorch or Triton
+lacks is an obstacle; other errors of an import are raised.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _missing(module: str) -> str:
 
 
 def _library(error: ImportError | AttributeError) -> str:
-    """The library that lacks the name which `error` asked for."""
+    """Returns the package in which an import failed, or a name is missing."""
     if isinstance(error, ImportError):
         module = error.name or ""
     else:
@@ -52,16 +52,16 @@ def _library(error: ImportError | AttributeError) -> str:
 
 
 def triton_release() -> tuple[int, ...]:
-    """Major and minor version of the installed Triton."""
+    """Returns the major and the minor version of the installed Triton."""
     import triton  # here: not every machine has it
 
     return tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
 def has_mslk() -> bool:
-    """Whether the installed PyTorch has the products of MSLK, which its builds may lack.
+    """Whether the installed PyTorch has the products of MSLK, which some of its builds lack.
 
-    One without CUDA, which only writes code for elsewhere, stands for one that has them.
+    A build without CUDA only generates code for other machines, and counts as a build with MSLK.
     """
     built = re.search(r"-DUSE_(MSLK|FBGEMM_GENAI)\b", torch.__config__.show())
     return not torch.backends.cuda.is_built() or built is not None

@@ -34,18 +34,18 @@ from mxcompile.lowering.graph.split_casts import SplitCasts
 from mxcompile.lowering.graph.tile_scales import TileScales
 from mxcompile.lowering.graph.vendor_fp8 import JointVendorFP8, VendorFP8
 from mxcompile.lowering.graph.weight_only import WeightOnly
-from mxcompile.lowering.inductor import copies as copies  # those of casts
-from mxcompile.lowering.inductor import dequantized as dequantized  # and the one of weight-only products
+from mxcompile.lowering.inductor import copies as copies  # registers casts
+from mxcompile.lowering.inductor import dequantized as dequantized  # registers weight-only products
 from mxcompile.lowering.inductor import fp_fusion
-from mxcompile.lowering.inductor import hadamard as hadamard  # and the one of the transform
-from mxcompile.lowering.inductor import statistics as statistics  # and the one of what a watch measures
-from mxcompile.lowering.inductor import vendor as vendor  # and Inductor's of the vendor's products
+from mxcompile.lowering.inductor import hadamard as hadamard  # registers the transform
+from mxcompile.lowering.inductor import statistics as statistics  # registers the statistics of a watch
+from mxcompile.lowering.inductor import vendor as vendor  # replaces Inductor's lowering of aten._scaled_mm
 from mxcompile.lowering.targets import Target
 
 log = logging.getLogger(__name__)
 
 JOINT_LOWERING: tuple[type[LoweringPass], ...] = (TileScales, JointVendorFP8, Packed)
-"""The passes over a graph that holds forward and backward, after those of `mxcompile.passes`."""
+"""The passes over a graph that holds forward and backward. They run after `mxcompile.passes`."""
 
 LOWERING: tuple[type[LoweringPass], ...] = (
     Packed,
@@ -62,10 +62,10 @@ LOWERING: tuple[type[LoweringPass], ...] = (
     MergeSiblingCasts,
     NameKernels,
 )
-"""The passes over a forward, backward or inference graph. docs/architecture.md says what each does."""
+"""The passes over a forward, backward or inference graph. docs/architecture.md describes each of them."""
 
 _EXACT = {"cpp.enable_unsafe_math_opt_flag": False, "cpp.enable_floating_point_contract_flag": "off"}
-"""On CPUs loops round by additions and subtractions, which compilers could otherwise take out or fuse."""
+"""On CPUs casts round by additions and subtractions, which a C++ compiler could otherwise remove or fuse."""
 
 _SCHEDULER_PASSES = ("inductor.prologues", "inductor.winners")
 
@@ -75,8 +75,11 @@ def config_patches(
 ) -> dict[str, Any]:
     """Returns the settings of Inductor's configuration that `target` needs.
 
-    uuid: of mxcompile's code, for Inductor's caches. tell: takes the kernels that Inductor chooses by timing,
-    by the index of their GEMM. asked: settings for this compile alone.
+    Args:
+        target: The chip.
+        uuid: Hash of mxcompile's code, for Inductor's cache keys.
+        tell: Receives the kernels that Inductor chooses by timing, by index of their GEMM.
+        asked: Settings of this compile alone.
     """
     if target.device == "cpu":
         for key, value in _EXACT.items():
@@ -97,12 +100,12 @@ def config_patches(
 
 
 def _setting(key: str, asked: Mapping[str, Any]) -> Any:
-    """The value of `key` in Inductor's configuration, unless `asked` has another for this compile."""
+    """Returns the value of `key` in `asked`, the settings of this compile, or in Inductor's configuration."""
     return asked.get(key, operator.attrgetter(key)(config))
 
 
 def _regions(uuid: str, asked: Mapping[str, Any], others: Any) -> dict[str, Any]:
-    """The setting for names of layers in traces, if Inductor is to mark its calls. others: passes before."""
+    """Returns the setting that names layers in traces, if Inductor marks its calls. others: prior passes."""
     if not _setting("profiler_mark_wrapper_call", asked) or optional.obstacle("inductor.regions"):
         return {}
     from mxcompile.lowering.inductor.regions import Regions
@@ -111,23 +114,29 @@ def _regions(uuid: str, asked: Mapping[str, Any], others: Any) -> dict[str, Any]
 
 
 def obstacles(target: Target) -> list[str]:
-    """Why passes that are for `target` cannot be used here; [] if all can. Registers their templates."""
+    """Returns why passes for `target` cannot run here; [] if all can. Registers their templates."""
     steps = [step(target=target, device=target.device) for step in (*JOINT_LOWERING, *LOWERING)]
     reasons = (step.obstacle for step in steps if step.applies)
     return list(dict.fromkeys(filter(None, reasons)))
 
 
 def run_joint(graph: fx.Graph, target: Target, device: torch.device) -> None:
-    """Makes the decisions that need forward and backward in one graph; then as `run`."""
+    """Runs the passes that need forward and backward in one graph. Arguments and errors: as in `run`."""
     _apply(JOINT_LOWERING, graph, target, device)
 
 
 def run(graph: fx.Graph, target: Target, device: torch.device, *, promotes: bool = True) -> None:
-    """Make the mx GEMMs of `graph` what `target` runs, and name the kernel of every GEMM in its tag.
+    """Rewrites the mx GEMMs of `graph` for `target`, and names the kernel of every GEMM in its tag.
 
-    device: where the tensors of the graph are that stand for the target's; a graph may have others.
-    promotes: whether products that stay in a dtype that `target` multiplies slowly run in FP32 although
-    nothing in the graph is quantized. Raises `VerificationError` if a pass leaves an invalid graph.
+    Args:
+        graph: A forward, backward or inference graph, which the passes change in place.
+        target: The chip.
+        device: Device of the tensors that stand for the target's. The graph may have tensors elsewhere too.
+        promotes: Whether products in a dtype that `target` multiplies slowly run in FP32, although no
+            product of the graph is quantized.
+
+    Raises:
+        VerificationError: A pass left an invalid graph.
     """
     _apply(LOWERING, graph, target, device, promotes)
 
@@ -139,7 +148,7 @@ def _apply(
     device: torch.device,
     promotes: bool = False,
 ) -> None:
-    """Apply the passes that are for `target`. Tags say why one that is cannot be used here."""
+    """Applies the passes for `target`. If a pass cannot run here, tags of its candidates get the reason."""
     for each in passes:
         step = each(target=target, device=device.type, promotes=promotes)
         if not step.applies:

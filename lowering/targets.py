@@ -1,4 +1,4 @@
-"""The targets: the chips of `mxcompile.lowering.chips` by name, and the one of a device."""
+"""The targets by name, from the files of `mxcompile.lowering.chips`, and the target of a device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU_FP32 = "cpu_fp32"
 
 
 def _found() -> Iterator[Target]:
-    """The targets of every file of chips, CPUs first, then NVIDIA's, then AMD's."""
+    """Yields the targets of every file of chips."""
     for module in pkgutil.iter_modules(chips.__path__):
         yield from getattr(importlib.import_module(f"{chips.__name__}.{module.name}"), "TARGETS", ())
 
@@ -29,14 +29,18 @@ def _order(target: Target) -> tuple[bool, bool, int]:
 
 
 TARGETS = {target.name: target for target in sorted(_found(), key=_order)}
-"""By name, the value of the option ``target``."""
+"""Targets by name, the value of the option ``target``: CPUs, then NVIDIA's by capability, then AMD's."""
 
 CHIPS = {chip: target.name for target in TARGETS.values() for chip in target.peaks}
-"""Targets by what their chips are called."""
+"""Names of targets by the names of their chips."""
 
 
 def check(name: str) -> str:
-    """The target called `name`, or the target of the chip called so; "auto" stays. Raises `TargetError`."""
+    """Returns the name of the target that `name`, a target or a chip, stands for; "auto" for "auto".
+
+    Raises:
+        TargetError: `name` is not a target and not a chip.
+    """
     known = name if name == AUTO or name in TARGETS else CHIPS.get(_word(name))
     if known is None:
         raise TargetError(f"{not_allowed('target', name, [AUTO, *TARGETS])}, or a chip: {', '.join(CHIPS)}")
@@ -48,19 +52,20 @@ def _word(chip: str) -> str:
 
 
 def of_chip(name: str) -> Target:
-    """The target of the chip called `name`, with the chip's own peaks, or the target of that name.
+    """Returns the target of the chip `name` with the chip's own peak rates, or the target `name`.
 
-    Raises `TargetError`.
+    Raises:
+        TargetError: `name` is not a target and not a chip.
     """
     target = TARGETS[check(name)]
     return replace(target, peak=target.peaks.get(_word(name)) or target.peak)
 
 
 def resolve(name: str, device: torch.device) -> Target:
-    """The target called `name` for a graph on `device`; "auto" is what the device is.
+    """Returns the target called `name` for a graph on `device`; for "auto", the target of `device`.
 
-    Raises `TargetError` if the device is of another kind. A chip without a row is served by its device's
-    emulated lowering under its own name.
+    Raises:
+        TargetError: There is no such target, or it is for another kind of device.
     """
     here = of_device(device)
     if name == AUTO:
@@ -75,9 +80,9 @@ def resolve(name: str, device: torch.device) -> Target:
 
 
 def of_device(device: torch.device) -> Target:
-    """Returns the target of `device`; a chip without a row is emulated under its own name.
+    """Returns the target of `device`. A chip that no file describes is emulated under its own name.
 
-    The memory of a device tells chips of one target apart: 80 GB is an H100's, 141 GB an H200's.
+    Chips of one target differ by their memory: an H100 has 80 GB, an H200 has 141 GB.
     """
     if device.type != "cuda":
         return TARGETS.get(device.type, Target(name=device.type, device=device.type))

@@ -1,6 +1,6 @@
-"""Triton device functions that the templates call, and the tables of their tiles.
+"""Triton device functions that the templates call, and the choice of their tiles.
 
-``tiles`` has what all share: the cast on register tiles. Importing a file of this package imports Triton, so
-nothing imports them before a kernel is wanted. ``lowering/templates`` writes the kernels that a graph
-launches; `zero_rows` alone is a kernel of its own, behind a product of the vendor's.
+``tiles`` has the cast on register tiles, which most files use. Importing a kernel imports Triton, so other
+rooms import kernels only when they need them. ``lowering/templates`` has the kernels that a graph launches;
+only `zero_rows` is a kernel by itself, which runs behind a grouped product of the vendor's.
 """

@@ -1,12 +1,12 @@
-"""Attention of few queries over a part of the keys and values of a cache in MXFP8, decoded in registers.
+"""Attention of few queries over a part of a cache's keys and values, which registers decode from MXFP8.
 
     s[r, t] = factor · Σ_d q[r, d] · k[t, d] + mask[r, t]        top = max_t s,  sum = Σ_t e^(s − top)
                                                                  total[r, d] = Σ_t e^(s − top) · v[t, d]
 
-Rows r are the queries of all heads that share one of keys and values, so that every byte is read once for
-them all. A part takes every PARTS-th tile of keys: a static cache is filled from the front, and all parts
-then have as much to do. Keys that the mask excludes for every row are not read. Keys, values and e^(s − top)
-become BF16 for the tensor cores (keys and values exactly, from scale byte 3 on), sums are in FP32.
+Rows r are the queries of all heads that share a head of keys and values, so that they share each byte read.
+A part takes every PARTS-th tile of keys: a static cache fills from the front, so contiguous parts would have
+unequal work. Keys that the mask excludes for every row are not read. Keys, values and e^(s − top) become BF16
+for the tensor cores (keys and values exactly, from scale byte 3 on); sums are in FP32.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mxcompile.lowering.kernels import tiles
 
 @triton.jit
 def _values(codes_ptr, scale_ptr, key, dim, live, D, ELEM: tl.constexpr, NATIVE: tl.constexpr):
-    """BF16 [keys, BLOCK_D] of rows of D codes and ⌈D/32⌉ bytes; zero where not `live` and behind D."""
+    """Returns BF16 [keys, BLOCK_D] of rows of D codes and ⌈D/32⌉ scale bytes; 0 past D and if not `live`."""
     blocks = tl.cdiv(D, tiles.BLOCK)
     block = tl.arange(0, dim.shape[0] // tiles.BLOCK)
     codes = tl.load(
@@ -56,11 +56,11 @@ def attend(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """FP32 total [rows, BLOCK_D], top [rows], sum [rows] of one part of T keys.
+    """Returns FP32 total [rows, BLOCK_D], top [rows] and sum [rows] of part number `part` of T keys.
 
-    q: BF16 [rows, BLOCK_D], zero behind D. Pointers to keys and values: bytes of the first of one head.
-    mask_offset: [rows], where each row's mask starts. in_rows: which rows there are. dim: BLOCK_D numbers,
-    from 0 on.
+    q: BF16 [rows, BLOCK_D], zero past D. Pointers to keys, values and scales: first byte of a head.
+    mask_offset: [rows], start of each row's mask. in_rows: [rows], whether a row is a query. dim: 0 to
+    BLOCK_D − 1.
     """
     top = tl.full((q.shape[0],), float("-inf"), tl.float32)
     weight = tl.zeros((q.shape[0],), tl.float32)
@@ -78,7 +78,7 @@ def attend(
         scores = tl.dot(q, tl.trans(k)) * factor + added
         before = top
         top = tl.maximum(top, tl.max(scores, axis=1))
-        base = tl.where(top == float("-inf"), 0.0, top)
+        base = tl.where(top == float("-inf"), 0.0, top)  # a row without keys so far: −∞ − −∞ would be NaN
         weights = tl.exp(scores - base[:, None])
         kept = tl.exp(before - base)
         weight = weight * kept + tl.sum(weights, axis=1)

@@ -1,6 +1,6 @@
-"""The tile that a kernel family runs with on a target: that of the chip's file, or an error with the reason.
+"""The tile that a kernel family runs with on a target: an entry of the chip's file, or an error.
 
-How to add a chip, and what the tests then check, is in docs/kernels.md.
+docs/kernels.md describes how to add a chip, and which tests check it.
 """
 
 from __future__ import annotations
@@ -16,23 +16,28 @@ _Row = TypeVar("_Row")
 
 
 def chosen(row: _Row | Unsupported, family: str, target: Target) -> _Row:
-    """Returns `row`, that of `family` in ``target.tiles``. Raises `TargetError` if there is none."""
+    """Returns `row`, the entry of `family` in ``target.tiles``.
+
+    Raises:
+        TargetError: The family does not run on `target`.
+    """
     if isinstance(row, Unsupported):
         raise TargetError(f"{family} does not run on {target.name}: {row.reason}")
     return row
 
 
 def tiled_configs(target: Target) -> tuple[TiledConfig, ...]:
-    """The tiles of `scaled_mm_tiled` on `target` that the installed Triton compiles."""
+    """Returns the tiles of `scaled_mm_tiled` on `target` that the installed Triton compiles."""
     release = optional.triton_release()
     rows = chosen(target.tiles.scaled_mm_tiled, "scaled_mm_tiled", target)
     return tuple(config for config in rows if release >= config.since)
 
 
 def tiled_default(target: Target, m: int, n: int, k: int) -> TiledConfig:
-    """The tile of a product [m, k] · [k, n] without specialised warps: the widest, if each processor has one.
+    """Returns the tile of a product [m, k] · [k, n] without warp specialization.
 
-    The narrowest if there is none, and where K is a single step: the widest then spills on some Tritons.
+    That is the widest tile with which every processor has work, else the narrowest tile. If K is a single
+    step, wide tiles spill with some versions of Triton, and the narrowest runs too.
     """
     plain = [config for config in tiled_configs(target) if not config.warp_specialize]
     for config in plain:

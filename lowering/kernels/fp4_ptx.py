@@ -1,7 +1,7 @@
-"""The instructions of FP4 casts that Triton does not make of its own: PTX for NVIDIA's chips from sm_100 on.
+"""PTX of FP4 casts for NVIDIA's chips from sm_100 on: instructions that Triton does not emit by itself.
 
-``tests/triton_interpreter/exact_interpreter.py`` gives each text its meaning, that of the PTX ISA 8.6. An
-instruction on two FP32 numbers (`f32x2`) is one on sm_100; for sm_120 the assembler makes two of it.
+``tests/triton_interpreter/exact_interpreter.py`` computes each text as the PTX ISA 8.6 defines it. sm_100 has
+instructions on two FP32 numbers (`f32x2`); for sm_120 the assembler splits them in two.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from mxcompile.formats.stochastic import MULTIPLIER, ROUNDS, WEYL
 
 
 def _philox() -> str:
-    """PTX of the two words of `formats.stochastic.philox`: place $2, stream $3, key $4."""
+    """Returns PTX of the two words of `formats.stochastic.philox` for place $2, stream $3 and key $4."""
     lines = [".reg .b64 product;", ".reg .b32 left, right, low, high, key;"]
     lines += ["mov.b32 left, $2;", "mov.b32 right, $3;", "mov.b32 key, $4;"]
     for _ in range(ROUNDS):
@@ -28,7 +28,7 @@ def _philox() -> str:
 
 
 PHILOX = tl.constexpr(_philox())
-"""Both words of a call."""
+"""Both words of one Philox call."""
 
 PAIRS = tl.constexpr("""{
     .reg .b8 first, second, third, fourth;
@@ -38,7 +38,7 @@ PAIRS = tl.constexpr("""{
     cvt.rn.satfinite.e2m1x2.f32 fourth, $8, $4;
     mov.b32 $0, {first, second, third, fourth};
 }""")
-"""Four bytes of two E2M1 codes each: of FP32 $1 to $4 in the low halves, of $5 to $8 in the high ones."""
+"""Four bytes with two E2M1 codes each: FP32 $1 to $4 in the low halves, $5 to $8 in the high halves."""
 
 _TWO = """{{
     .reg .b64 left, right, result;
@@ -58,7 +58,7 @@ MULTIPLY = tl.constexpr(_TWO.format(operation="mul", sign="mov"))
 """($2 · $4, $3 · $5)."""
 
 ROUND = tl.constexpr("{ cvt.rn.bf16x2.f32 $0, $2, $1; }")
-"""BF16 of $1 in the low half, and of $2 in the high one."""
+"""BF16 of $1 in the low half and of $2 in the high half."""
 
 RECIPROCAL = tl.constexpr("""{
     .reg .f32 guess, error, negative;
@@ -67,7 +67,7 @@ RECIPROCAL = tl.constexpr("""{
     fma.rn.f32 error, negative, guess, 0f3F800000;
     fma.rn.f32 $0, guess, error, guess;
 }""")
-"""1 / $1 to nearest, for 2^−126 ≤ $1 < 2^126; NaN for 0. rcp.rn.f32 has these instructions for that range."""
+"""1 / $1 to nearest, for 2^−126 ≤ $1 < 2^126; NaN for 0. In that range rcp.rn.f32 is these instructions."""
 
 _RANDOM_PAIR = """
     mov.b64 both, {{${low}, ${high}}};
@@ -99,7 +99,8 @@ def _random_pairs() -> str:
 
 
 RANDOM_PAIRS = tl.constexpr(_random_pairs())
-"""Four bytes of two codes each: of $1 to $4 and $5 to $8, times $9 to $12, rounded by halves of $13 to $16.
+"""Four bytes with two codes each: $1 to $4 and $5 to $8, times $9 to $12, rounded by halves of $13 to $16.
 
-2^−126 is the smallest normal FP32 number: E2M1's subnormals become FP32's, and the last 22 bits are cut off.
+2^−126 is the smallest normal FP32 number. Times 2^−126, E2M1's subnormals become FP32's subnormals, and the
+last 22 bits of the sum with the random bits are cut off.
 """

@@ -8,21 +8,21 @@
     code    sign, 2 bits of exponent, 1 of mantissa of round-to-nearest-even(y), saturated to ±6; or rounded
             by the random bits of the element (`formats.stochastic`)
 
-Bit-exact with ``formats.encoding``, but for the codes of blocks under a NaN scale, whose values are NaN
-whatever they are. A byte holds two codes, the first in its low half.
+Bit-exact with ``formats.encoding``, except for the codes of blocks with a NaN scale, whose values are NaN
+for any code. A byte holds two codes, the first in its low half.
 
 A tile is [R, G, C]: row g · R + r of G · R, column c. R is the length of a block, so that each thread holds
-whole blocks along columns, and computes their scales and transforms alone. A tile goes through these
-functions as the FP32 values of its even columns and of its odd ones, [R, G, C / 2] each; two neighbours are
-often one instruction's operands. Not here: memory, masks.
+whole blocks along columns, and computes their scales and transforms alone. These functions pass a tile as the
+FP32 values of its even columns and of its odd columns, [R, G, C / 2] each, because two neighbours are often
+the operands of one instruction. Not here: memory, masks.
 
 Compile-time arguments as in `tiles`, and
 
     BLOCK       elements along a scale: 32 of mxfp4, 16 of nvfp4
-    SQUARE      whether as many rows share it
-    TWO_LEVEL   whether it is nvfp4
-    PTX         whether the chip is NVIDIA's, from sm_100 on; on others Triton's operators give the same bits
-    BF16        whether the values are BF16's, whose largest is then found two at a time
+    SQUARE      whether BLOCK rows share the scale too
+    TWO_LEVEL   whether the format is nvfp4
+    PTX         whether the chip is NVIDIA's, from sm_100 on; else Triton's operators give the same bits
+    BF16        whether the values come from BF16: their amax is then computed two values at a time
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _TINY, _HUGE = tl.constexpr(2.0**-100), tl.constexpr(2.0**64)
 
 @triton.jit
 def split(x, BF16: tl.constexpr, SIGNS: tl.constexpr = 0):
-    """Even and odd columns of a tile [R, G, C] as FP32 [R, G, C / 2].
+    """Returns even and odd columns of a tile [R, G, C] as FP32 [R, G, C / 2].
 
-    Row r is negated where bit r of SIGNS is 1.
+    SIGNS: row r is negated if bit r mod 16 is 1.
     """
     pairs: tl.constexpr = (x.shape[0], x.shape[1], x.shape[2] // 2, 2)
     minus = ((SIGNS >> (tl.arange(0, x.shape[0]) & 15)) & 1 == 1)[:, None, None]
@@ -64,13 +64,13 @@ def split(x, BF16: tl.constexpr, SIGNS: tl.constexpr = 0):
 
 @triton.jit
 def _floats(words):
-    """FP32 of the BF16 in the low halves of int32, and of those in the high ones."""
+    """Returns FP32 of the BF16 numbers in the low halves of int32, and in the high halves."""
     return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _words(even, odd):
-    """The inverse of `_floats`."""
+    """Returns int32 with two BF16 numbers each: the inverse of `_floats`."""
     low = (even.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)
     return low | (odd.to(tl.int32, bitcast=True) & -65536)
 
@@ -85,7 +85,7 @@ def _two(ASM: tl.constexpr, a, b, c, d):
 
 @triton.jit
 def _times(even, odd, factor, other, PTX: tl.constexpr):
-    """`even` · `factor` and `odd` · `other`."""
+    """Returns `even` · `factor` and `odd` · `other`."""
     if PTX:
         return _two(fp4_ptx.MULTIPLY, even, odd, factor, other)
     return even * factor, odd * other
@@ -93,7 +93,7 @@ def _times(even, odd, factor, other, PTX: tl.constexpr):
 
 @triton.jit
 def gain(amax):
-    """G of the amax of a tensor, FP32."""
+    """Returns G, FP32, of a tensor with this `amax`."""
     value = tl.minimum(tl.div_rn(tl.full(amax.shape, _LARGEST_VALUE, tl.float32), amax), _FP32_MAX)
     value = tl.where(amax == 0.0, 1.0, value)
     return tl.where(tiles.magnitude_bits(amax) < _INF_BITS, value, float("nan"))
@@ -101,7 +101,7 @@ def gain(amax):
 
 @triton.jit
 def _reciprocal(x, PTX: tl.constexpr, small):
-    """1 / x in FP32, x ≥ 0; of 0 Inf or NaN. small: whether x may be less than 2^−91."""
+    """Returns 1 / x in FP32, x ≥ 0; Inf or NaN for 0. small: whether x may be less than 2^−91."""
     if PTX:
         up = tl.where(small, _HUGE, 1.0)
         inverse = tl.inline_asm_elementwise(
@@ -113,7 +113,7 @@ def _reciprocal(x, PTX: tl.constexpr, small):
 
 @triton.jit
 def _scale(amax_bits, tensor_gain, TWO_LEVEL: tl.constexpr, ROUNDING: tl.constexpr, PTX: tl.constexpr):
-    """Scale bytes uint8 of blocks, by the FP32 bits of their amax, and factors of their elements, FP32."""
+    """Returns uint8 scales of blocks, and FP32 factors of their elements. amax_bits: FP32 bits of maxima."""
     if TWO_LEVEL:
         over = amax_bits.to(tl.float32, bitcast=True) * (tensor_gain * (1 / _LARGEST))
         byte = tiles.encode(over, "e4m3", "floor", True, SATURATES=True)  # chips with E4M3 scales do
@@ -128,7 +128,7 @@ def _scale(amax_bits, tensor_gain, TWO_LEVEL: tl.constexpr, ROUNDING: tl.constex
 
 @triton.jit
 def _magnitudes(even, odd, BF16: tl.constexpr):
-    """Pairs of BF16 magnitudes, or the FP32 bits of the larger of both: int32."""
+    """Returns int32: pairs of BF16 magnitudes, or FP32 bits of the larger magnitude of both."""
     if BF16:
         return _words(even, odd) & 0x7FFF7FFF
     return tl.maximum(tiles.magnitude_bits(even), tiles.magnitude_bits(odd))
@@ -136,7 +136,7 @@ def _magnitudes(even, odd, BF16: tl.constexpr):
 
 @triton.jit
 def _largest_of(pairs, AXIS: tl.constexpr, BF16: tl.constexpr):
-    """The largest of `_magnitudes` along an axis; of BF16 each half by itself."""
+    """Returns the largest of `_magnitudes` along an axis; if BF16, of each half separately."""
     if BF16:
         return tl.reduce(pairs, AXIS, packed.larger)
     return tl.max(pairs, AXIS)
@@ -144,7 +144,7 @@ def _largest_of(pairs, AXIS: tl.constexpr, BF16: tl.constexpr):
 
 @triton.jit
 def _of_halves(pairs, BF16: tl.constexpr):
-    """FP32 bits of the larger half."""
+    """Returns the FP32 bits of the larger half."""
     if BF16:
         return packed.larger(pairs, pairs >> 16) << 16
     return pairs
@@ -152,7 +152,7 @@ def _of_halves(pairs, BF16: tl.constexpr):
 
 @triton.jit
 def _columns_largest(even, odd, BF16: tl.constexpr):
-    """FP32 bits of the amax of every block along columns, of even ones and of odd ones: [G, C / 2]."""
+    """Returns FP32 bits of the amax of blocks along even columns and along odd columns, [G, C / 2] each."""
     if BF16:
         pairs = tl.reduce(_magnitudes(even, odd, BF16), 0, packed.larger)
         return pairs << 16, pairs & -65536
@@ -161,7 +161,7 @@ def _columns_largest(even, odd, BF16: tl.constexpr):
 
 @triton.jit
 def _blocks_largest(even, odd, BLOCK: tl.constexpr, SQUARE: tl.constexpr, BF16: tl.constexpr):
-    """FP32 bits of the amax of blocks along rows, [R, G, C / BLOCK], or of squares, [1, G, C / BLOCK]."""
+    """Returns FP32 bits of the amax of blocks of rows, [R, G, C / BLOCK], or squares, [1, G, C / BLOCK]."""
     R: tl.constexpr = even.shape[0]
     G: tl.constexpr = even.shape[1]
     blocks: tl.constexpr = 2 * even.shape[2] // BLOCK
@@ -173,7 +173,7 @@ def _blocks_largest(even, odd, BLOCK: tl.constexpr, SQUARE: tl.constexpr, BF16: 
 
 @triton.jit
 def _for_pairs(of_blocks, BLOCK: tl.constexpr):
-    """[.., C / BLOCK] as [.., C / 2]: what a block has, for each of its pairs."""
+    """Returns [.., C / 2] of [.., C / BLOCK]: the number of each block, for all pairs of its elements."""
     D: tl.constexpr = of_blocks.shape[0]
     G: tl.constexpr = of_blocks.shape[1]
     B: tl.constexpr = of_blocks.shape[2]
@@ -194,9 +194,9 @@ def row_scales(
     PTX: tl.constexpr,
     BF16: tl.constexpr,
 ):
-    """Scale bytes uint8 [R, G, C / BLOCK] of blocks along rows, and factors [R, G, C / 2] of pairs.
+    """Returns scale bytes uint8 [R, G, C / BLOCK] of blocks along rows, and factors [R, G, C / 2] of pairs.
 
-    tensor_gain: `gain` of the tensor, of nvfp4.
+    tensor_gain: `gain` of the tensor, for nvfp4.
     """
     R: tl.constexpr = even.shape[0]
     amax = _blocks_largest(even, odd, BLOCK, SQUARE, BF16)
@@ -217,7 +217,7 @@ def column_scales(
     PTX: tl.constexpr,
     BF16: tl.constexpr,
 ):
-    """Scale bytes uint8 [G, C] of blocks along columns, and factors [1, G, C / 2] of even and odd ones."""
+    """Returns uint8 scales [G, C] of blocks along columns; factors [1, G, C / 2] of even and odd columns."""
     G: tl.constexpr = even.shape[1]
     C: tl.constexpr = 2 * even.shape[2]
     if SQUARE:
@@ -234,13 +234,13 @@ def column_scales(
 
 @triton.jit
 def row_codes(even, odd, factor, random, STOCHASTIC: tl.constexpr, PTX: tl.constexpr):
-    """Bytes [R, G, C / 2] of a tile, two neighbours along a row each. random: of pairs, if STOCHASTIC."""
+    """Returns bytes [R, G, C / 2] of two neighbours of a row each. random: `random_pairs`, if STOCHASTIC."""
     return _codes(even, odd, factor, random, STOCHASTIC, PTX)
 
 
 @triton.jit
 def column_codes(column, factor, random, STOCHASTIC: tl.constexpr, PTX: tl.constexpr):
-    """Bytes [R / 2, G, W] of columns [R, G, W], two neighbours along a column each. factor: [1, G, W]."""
+    """Returns bytes [R / 2, G, W] of two neighbours of a column, of [R, G, W], each. factor: [1, G, W]."""
     R: tl.constexpr = column.shape[0]
     pairs = tl.reshape(column, (R // 2, 2, column.shape[1], column.shape[2]))
     low, high = tl.split(tl.permute(pairs, (0, 2, 3, 1)))
@@ -249,14 +249,14 @@ def column_codes(column, factor, random, STOCHASTIC: tl.constexpr, PTX: tl.const
 
 @triton.jit
 def columns(even, odd):
-    """Bytes [C, G, R / 2] of those of even and odd columns, [R / 2, G, C / 2]."""
+    """Returns bytes [C, G, R / 2], column by column, of bytes of even and odd columns, [R / 2, G, C / 2]."""
     both = tl.permute(tl.join(even, odd), (2, 3, 1, 0))
     return tl.reshape(both, (2 * even.shape[2], even.shape[1], even.shape[0]))
 
 
 @triton.jit
 def _codes(low, high, factor, random, STOCHASTIC: tl.constexpr, PTX: tl.constexpr):
-    """Bytes of the codes of `low` · `factor` and `high` · `factor`, FP32."""
+    """Returns bytes with the codes of `low` · `factor` and `high` · `factor`, FP32."""
     if STOCHASTIC and PTX:
         args = [low, high, factor, random]
         return tl.inline_asm_elementwise(
@@ -285,7 +285,7 @@ def _nearest(y):
 
 @triton.jit
 def _code(value):
-    """Codes of E2M1 values, FP32 or NaN: int32."""
+    """Returns the codes, int32, of E2M1 values, FP32 or NaN."""
     bits = value.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     small = tl.where(magnitude == 0, 0, 1)  # 0.5 is the only value below 1
@@ -295,9 +295,10 @@ def _code(value):
 
 @triton.jit
 def random_pairs(place, stream, seed, COLUMNS: tl.constexpr, PTX: tl.constexpr):
-    """16 random bits of every element: int32 for pairs along the contraction, the first one's the low half.
+    """Returns int32 with 16 random bits for each of two neighbours along K, the first in the low half.
 
-    place: of four elements, by `formats.stochastic`: uint32 [R, G, C / 4], or [R / 4, G, W] of COLUMNS.
+    place: number of a group of four elements as in `formats.stochastic`, uint32 [R, G, C / 4], or
+    [R / 4, G, W] if COLUMNS.
     """
     left = place.to(tl.uint32)
     right = tl.full(place.shape, 0, tl.uint32) + stream.to(tl.uint32)
@@ -327,14 +328,14 @@ def random_pairs(place, stream, seed, COLUMNS: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def _round_by(y, half):
-    """`y`, FP32, as the value of E2M1 that `half`, 16 random bits, rounds it to; or 8 for 6."""
+    """Returns `y`, FP32, rounded to E2M1 by `half`, 16 random bits. A result of 8 saturates to 6 later."""
     bits = (y * 2.0**-126).to(tl.int32, bitcast=True) + ((half | 1) << 6)
     return (bits & -0x400000).to(tl.float32, bitcast=True) * 2.0**126
 
 
 @triton.jit
 def _stage(even, odd, APART: tl.constexpr, PTX: tl.constexpr):
-    """Sums and differences of rows that lie `APART` places apart, in their places."""
+    """Returns sums and differences of rows that are `APART` rows apart, in the places of these rows."""
     R: tl.constexpr = even.shape[0]
     G: tl.constexpr = even.shape[1]
     W: tl.constexpr = even.shape[2]
@@ -353,9 +354,9 @@ def _stage(even, odd, APART: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def transformed(x, SIGNS: tl.constexpr, PTX: tl.constexpr, BF16: tl.constexpr):
-    """Even and odd columns of the random Hadamard transform of x [R, G, C] along columns, R a multiple of 16.
+    """Returns even and odd columns, FP32, of the random Hadamard transform of x [R, G, C] along columns.
 
-    As `formats.hadamard` has it, rounded to the dtype of x; FP32.
+    R: a multiple of 16. `formats.hadamard` defines the transform. Results are rounded to the dtype of x.
     """
     even, odd = split(x, BF16, SIGNS)
     for bit in tl.static_range(4):
@@ -372,7 +373,7 @@ def transformed(x, SIGNS: tl.constexpr, PTX: tl.constexpr, BF16: tl.constexpr):
 
 @triton.jit
 def largest(even, odd, BF16: tl.constexpr):
-    """The largest magnitude of a tile, FP32 [1, 1]; NaN if one is NaN."""
+    """Returns the largest magnitude of a tile, FP32 [1, 1]; NaN if an element is NaN."""
     pairs = _largest_of(_magnitudes(even, odd, BF16), 0, BF16)
     bits = tl.max(tl.max(_of_halves(pairs, BF16), 1), 0)
     return (bits + tl.zeros((1, 1), tl.int32)).to(tl.float32, bitcast=True)

@@ -1,12 +1,11 @@
-"""Values of E2M1 codes on register tiles: Triton device functions for products with stored FP4 weights.
+"""Decoding of E2M1 on register tiles: Triton device functions for products with stored FP4 weights.
 
-    2^-14 · value   the FP16 number with the code's sign, exponent and mantissa: its exponents have a bias of
-                    15, E2M1's of 1; subnormals are subnormals
-    2^-126 · value  the BF16 number of the same bits, whose bias is 127
+    2^-14 · value   the FP16 number with the code's sign, exponent and mantissa bits: FP16's exponent bias is
+                    15, E2M1's is 1; subnormals stay subnormals
+    2^-126 · value  the BF16 number with the same bits; BF16's exponent bias is 127
 
-A byte holds two codes, the first in its low half. `decoded` is exact, `times` rounds once. On NVIDIA's chips,
-from sm_80 on, PTX decodes the codes of four bytes at a time. Not here: scales, memory; the cast to E2M1
-(``fp4_tiles``).
+A byte holds two codes, the first in its low half. `decoded` is exact, `times` rounds once. On NVIDIA's chips
+from sm_80 on, PTX decodes four bytes at a time. Not here: scales, memory; the cast to E2M1 (``fp4_tiles``).
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ _PAIR = """
     shr.b32 size, pair, {shift};
     and.b32 size, size, {mask};
     lop3.b32 {result}, pair, 0x80008000, size, 0xEA;"""
-"""The codes of the high halves of two bytes, moved to where numbers of 16 bits have sign and exponent."""
+"""Moves the codes in the high halves of two bytes to sign, exponent and mantissa of two 16-bit numbers."""
 
 _BYTES = ("0x1404", "0x3424")
 
 
 def _fp16_asm(place: int) -> str:
-    """PTX of 2^-14 of four values in FP16, of the codes in the halves `place` of four bytes."""
+    """Returns PTX of 2^-14 · value in FP16 of four bytes' codes in the low halves, `place` 0, or the high."""
     pairs = (
         _PAIR.format(bytes=each, shift=3, mask="0x0E000E00", result=result)
         for each, result in zip(_BYTES, ("$0", "$1"), strict=True)
@@ -34,7 +33,7 @@ def _fp16_asm(place: int) -> str:
 
 
 def _bf16_asm(place: int) -> str:
-    """PTX of four values times as many numbers of BF16, in BF16: first as 2^-126 of the values."""
+    """Returns PTX of four values times four BF16 factors, in BF16, from 2^-126 · value. place: as above."""
     product = """
     fma.rn.bf16x2 pair, pair, up, none;
     fma.rn.bf16x2 {result}, pair, {factor}, none;"""
@@ -49,7 +48,7 @@ def _bf16_asm(place: int) -> str:
 
 
 DECODED, SCALED = (tuple(map(asm, (0, 1))) for asm in (_fp16_asm, _bf16_asm))
-"""By place: see `decoded` and `times`."""
+"""PTX of `decoded` and of `times`, by place."""
 
 
 @triton.constexpr_function
@@ -64,7 +63,7 @@ def _scaled_asm(place):
 
 @triton.jit
 def decoded(codes, PLACE: tl.constexpr, PTX: tl.constexpr):
-    """2^-14 of the values of the codes in bytes, FP16, exact. PLACE: 0 for those in the low halves, or 1."""
+    """Returns 2^-14 · value, FP16, exact, of the codes in low halves of bytes, PLACE 0, or in high halves."""
     if PTX:
         return tl.inline_asm_elementwise(
             _decoded_asm(PLACE), "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4
@@ -75,7 +74,7 @@ def decoded(codes, PLACE: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def times(codes, factors, PLACE: tl.constexpr, PTX: tl.constexpr):
-    """The values of the codes in bytes times `factors`, BF16, rounded once. PLACE: as in `decoded`."""
+    """Returns values of the codes in bytes times `factors`, BF16, rounded once. PLACE: as in `decoded`."""
     if PTX:
         args = [codes, factors]
         return tl.inline_asm_elementwise(

@@ -1,28 +1,28 @@
 """The FP8 cast with FP32 scales on register tiles: Triton device functions that the templates call.
 
-    scale    amax / max, 1 where that is 0, NaN where amax is not finite; or, POW2, the next power of two
+    scale    amax / max; 1 where that is 0, NaN where amax is not finite; with POW2 the next power of two
     y        x / scale, rounded to FP32 as a division rounds          see `quotient`
     code     FP8 bits of round-to-nearest-even(y), saturated to ±max
 
-Bit-exact with ``formats.encoding``. A division is 10 instructions and one for each element; here it is one a
-scale, and multiplications and a correction an element (Markstein): with s' = s · p of 1 ≤ s' < 2, p a power
-of two, a = −x · p and r = −1 / s' rounded to nearest,
+Bit-exact with ``formats.encoding``. A division takes 10 instructions. Here each scale takes one division, and
+each element multiplications and a correction (Markstein): with s' = s · p, 1 ≤ s' < 2, p a power of two,
+a = −x · p and r = −1 / s' rounded to nearest,
 
     q = a · r        q ← q + (q · s' + a) · r        each with one rounding
 
-After one correction q differs from the rounded quotient only where that is within 2^−22 of half a unit
-between two FP32 numbers; for sources of 8 or 11 mantissa bits none of these lies beside a number at which FP8
-rounds the other way (2·X = S·(M·2^20 ± 1) has no such X). FP32 sources are corrected twice, which is the
-quotient. The signs are such that −0 stays. Not here: memory, masks, strides.
+After one correction q differs from the rounded quotient only if the exact quotient is within 2^−22 of the
+midpoint of two FP32 numbers. For sources with 8 or 11 mantissa bits no such quotient is next to a number at
+which FP8 rounds the other way (2·X = S·(M·2^20 ± 1) has no such X). For FP32 sources, a second correction
+gives the rounded quotient. With these signs −0 stays −0. Not here: memory, masks, strides.
 
 Source: P. Markstein, Computation of elementary functions on the IBM RISC System/6000, IBM J. R&D 34 (1990).
 
 Compile-time arguments as in `tiles`, and
 
     WIDE      whether sources are FP32
-    STATEFUL  whether the scale was known before the tensor: what is not finite becomes NaN by itself, and
-              what is larger than the scale allows for saturates
-    FNUZ      whether codes are MI300's, of half the value: −0 becomes 0, NaN 0x80
+    STATEFUL  whether the scale comes from earlier steps (delayed scaling): an element that is not finite
+              becomes NaN alone, and an element beyond the scale's range saturates
+    FNUZ      whether codes are MI300's, which have half the value: −0 becomes 0, NaN becomes 0x80
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mxcompile.lowering.kernels.tiles import _largest
 
 @triton.jit
 def scale_of(amax, ELEM: tl.constexpr, POW2: tl.constexpr):
-    """FP32 scales of maxima, FP32."""
+    """Returns the FP32 scales of maxima, FP32."""
     if POW2:
         scale = tiles.scale_value(tiles.scale_byte(tiles.magnitude_bits(amax), ELEM, "rceil"))
         scale = tl.where(amax == 0.0, 1.0, scale)
@@ -50,7 +50,7 @@ def scale_of(amax, ELEM: tl.constexpr, POW2: tl.constexpr):
 
 @triton.jit
 def block_amax(x, SQUARE: tl.constexpr):
-    """Largest magnitudes of the rows of a tile, [R, 1], or of all of it, [1, 1]; FP32."""
+    """Returns the largest magnitude of each row of a tile, [R, 1], or of all of the tile, [1, 1]; FP32."""
     bits = tl.max(tiles.magnitude_bits(x), 1, keep_dims=True)
     if SQUARE:
         bits = tl.max(bits, 0, keep_dims=True)
@@ -65,7 +65,7 @@ def column_amax(x):
 
 @triton.jit
 def parts(scale):
-    """−p, s' and r of scales."""
+    """Returns −p, s' and r of scales, as the docstring of this file names them."""
     exponent = scale.to(tl.int32, bitcast=True) >> 23
     power = (tl.maximum(254 - exponent, 1) << 23).to(tl.float32, bitcast=True)
     scaled = scale * power
@@ -74,7 +74,7 @@ def parts(scale):
 
 @triton.jit
 def quotient(x, power, scaled, inverse, ELEM: tl.constexpr, WIDE: tl.constexpr, STATEFUL: tl.constexpr):
-    """`x` over scales that are given by their `parts`, of shapes that broadcast to the shape of `x`, FP32."""
+    """Returns x / scale, FP32. power, scaled, inverse: `parts` of scales that broadcast to the shape of x."""
     a = x * power
     if STATEFUL:
         LIMIT: tl.constexpr = 4.0 * _largest(ELEM)
@@ -92,7 +92,7 @@ def quotient(x, power, scaled, inverse, ELEM: tl.constexpr, WIDE: tl.constexpr, 
 
 @triton.jit
 def encode(y, ELEM: tl.constexpr, NATIVE: tl.constexpr, SATURATES: tl.constexpr, FNUZ: tl.constexpr):
-    """uint8 codes of quotients, of any size."""
+    """Returns uint8 codes of quotients of any magnitude."""
     codes = tiles.encode(y, ELEM, "floor", NATIVE, SATURATES)
     if FNUZ:
         NAN: tl.constexpr = tiles._largest_code(ELEM)
@@ -103,7 +103,7 @@ def encode(y, ELEM: tl.constexpr, NATIVE: tl.constexpr, SATURATES: tl.constexpr,
 
 @triton.jit
 def as_stored(codes, STORED: tl.constexpr):
-    """uint8 codes as Triton's FP8 type."""
+    """Returns uint8 codes as Triton's FP8 type."""
     if STORED == "e4m3fnuz":
         stored = codes.to(tl.float8e4b8, bitcast=True)
     elif STORED == "e5m2fnuz":
@@ -115,10 +115,10 @@ def as_stored(codes, STORED: tl.constexpr):
 
 @triton.jit
 def held(codes):
-    """`codes`, which no compiler computes anew: behind a loop of one round.
+    """Returns `codes` through a loop with one iteration, so that the compiler does not compute them again.
 
-    Triton before 3.7 moves what they are computed from into the layout of the transposed copy, and computes
-    them there a second time.
+    Triton before 3.7 converts their inputs to the layout of the transposed copy, and computes the codes a
+    second time there.
     """
     result = tl.zeros(codes.shape, codes.dtype)
     left = 1
@@ -130,7 +130,7 @@ def held(codes):
 
 @triton.jit
 def transposed(codes, PERM: tl.constexpr):
-    """[R, C] → [C, R], of rows that lie in the order of `order`."""
+    """Returns [C, R] of [R, C], whose rows lie in the order of `order`."""
     R: tl.constexpr = codes.shape[0]
     C: tl.constexpr = codes.shape[1]
     codes = tl.permute(tl.reshape(codes, (PERM, R // PERM, C)), (2, 1, 0))
@@ -139,9 +139,9 @@ def transposed(codes, PERM: tl.constexpr):
 
 @triton.jit
 def order(R: tl.constexpr, PERM: tl.constexpr):
-    """Rows of a tile such that a thread, which holds every (R / PERM)-th, holds neighbours.
+    """Returns an order of a tile's rows by which a thread, which holds every (R / PERM)-th, has neighbours.
 
-    Bytes of a column then go to their transposed place by words.
+    The thread then stores bytes of a column to the transposed copy by words.
     """
     at = tl.arange(0, R)
     return at % (R // PERM) * PERM + at // (R // PERM)

@@ -1,17 +1,18 @@
-"""The MX cast of BF16 tiles, two elements a register, for NVIDIA's chips that calculate so: sm_90 and up.
+"""The MX cast of BF16 tiles with two elements in a register, for NVIDIA's chips from sm_90 on.
 
     h      = magnitude bits of a block's largest BF16 value: as 16-bit integers they are ordered as the values
-    byte   = max(((h + up) >> 7) − emax, 0), 255 for NaN and Inf       up: `tiles.scale_byte`'s, of 16 bits
+    byte   = max(((h + up) >> 7) − emax, 0), 255 for NaN and Inf       up: as in `tiles.scale_byte`, 16 bits
     code   = round-to-nearest-even(x · 2^(127 − byte)), saturated      mul.rn.bf16x2, cvt.rn.satfinite
-    value  = code · 2^(byte − 127), without the code                   `tiles.rounded`, of 16 bits, in BF16
+    value  = code · 2^(byte − 127), without the code                   `tiles.rounded` in 16 bits, BF16
 
-The same bits as `tiles`: BF16 has FP32's exponents, so h decides as FP32's bits do, and a product with a
-power of two is exact or below 2^−126, where both round to the zero of FP8 with its sign. Two blocks' bytes
-lie in the halves of an int32; no sum or difference below carries from one to the other. A value is rounded in
-BF16: its element has 4 bits or fewer, and so has the number of steps that the adder rounds to.
+The results have the same bits as in `tiles`. BF16 has FP32's exponents, so h gives the same bytes as FP32's
+bits, and a product with a power of two is exact or below 2^−126, where both round to the zero of FP8 with its
+sign. The bytes of two blocks lie in the halves of an int32; no sum or difference carries between halves. A
+value may be rounded in BF16: its element has 4 bits or fewer, and so has the number of steps that the adder
+rounds to.
 
-The instructions that Triton does not make of its own are PTX in the constants below, which
-``tests/triton_interpreter/exact_interpreter.py`` gives their meaning, that of the PTX ISA 9.1.
+The constants below are PTX of instructions that Triton does not emit by itself.
+``tests/triton_interpreter/exact_interpreter.py`` computes them as the PTX ISA 9.1 defines them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SPECIAL = tl.constexpr("""{
     add.u32 t, $1, 0x00800080;
     prmt.b32 $0, t, 0, 0xBB99;
 }""")
-"""All ones in each half that is 0x7F80 or more of 0x7FFF: the magnitude of Inf and NaN."""
+"""0xFFFF for each half whose magnitude bits are 0x7F80 or more (Inf and NaN), else 0."""
 
 ROUND = tl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 """BF16 of two FP32 values."""
@@ -63,7 +64,7 @@ _ENCODE_WIDE = """{{
     mov.b32 $0, {{first, second}};
 }}"""
 ENCODE_WIDE = {name: _ENCODE_WIDE.format(elem=name) for name in formats.ELEM_TYPES}
-"""The same, for chips whose conversion reads FP32."""
+"""`ENCODE` for chips whose conversion to FP8 reads FP32."""
 
 _VALUE = """{{
     .reg .b32 y, magic, least, value;
@@ -86,7 +87,7 @@ _SATURATE = """
 
 
 def _value_asm_of(elem: formats.ElemType, saturates: bool) -> str:
-    """PTX of the values of two BF16 elements, from factors and scales."""
+    """Returns PTX of the quantized values of two BF16 elements, from factors and scales."""
     most = (elem.emax + 127 << 7) + 0x60  # 1.75 · 2^emax
     up = (7 - elem.mantissa_bits << 7) + 0x40
     words = (f"0x{bits * 0x10001:08X}" for bits in (elem.min_exponent + 127 << 7, up, most))
@@ -100,7 +101,7 @@ VALUE = {
     for name, elem in formats.ELEM_TYPES.items()
     for saturates in (False, True)
 }
-"""Values of two BF16 elements, by element type and whether they may be larger than it has."""
+"""PTX of two quantized values, by element type and whether elements may exceed its largest value."""
 
 SIGMOID = tl.constexpr("""{
     .reg .f32 t;
@@ -124,7 +125,7 @@ def _value_asm(elem, rounding):
 
 @triton.constexpr_function
 def _twice(bits):
-    """16 `bits` in both halves of an int32."""
+    """Returns an int32 with the 16 `bits` in both halves."""
     both = bits * 0x10001
     return both - (1 << 32) if both >> 31 else both
 
@@ -136,20 +137,20 @@ def _emax(elem):
 
 @triton.constexpr_function
 def _up(elem, rounding):
-    """The constant that is added to a block's largest value before its exponent is taken."""
+    """Returns the constant that is added to a block's largest value before its exponent is taken."""
     even = 1 << (6 - formats.ELEM_TYPES[elem].mantissa_bits)
     return {"floor": 0, "rceil": 0x1F, "ceil": 0x7F, "even": even}[rounding]
 
 
 @triton.jit
 def larger(a, b):
-    """The larger of each half of two int32, as unsigned 16-bit integers."""
+    """Returns the larger of each half of two int32, as unsigned 16-bit integers."""
     return tl.inline_asm_elementwise(LARGER, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
 def magnitudes(x):
-    """|x| of pairs of neighbours along the last dimension: int32 [R, C / 2] of BF16 [R, C]."""
+    """Returns |x| of pairs of neighbours along the last dimension: int32 [R, C / 2] of BF16 [R, C]."""
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     low, high = tl.split(tl.reshape(x.to(tl.uint16, bitcast=True), (R, C // 2, 2)))
@@ -158,7 +159,7 @@ def magnitudes(x):
 
 @triton.jit
 def scale_pairs(largest, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
-    """Scale bytes, and BF16 bits of 2^(127 − byte), of two blocks each. largest: two magnitudes an int32."""
+    """Returns scale bytes and BF16 bits of 2^(127 − byte) of two blocks each. largest: two magnitudes."""
     EMAX: tl.constexpr = _twice(_emax(ELEM))
     MOST: tl.constexpr = _twice((254 << 7) + _emax(ELEM))
     UP: tl.constexpr = _twice(_up(ELEM, ROUNDING))
@@ -181,13 +182,13 @@ def _high(pair):
 
 @triton.jit
 def _halves(pairs, R: tl.constexpr, C: tl.constexpr):
-    """The halves of int32 [R, C / 2] as uint16 [R, C]."""
+    """Returns the halves of int32 [R, C / 2] as uint16 [R, C]."""
     return tl.reshape(tl.join(_low(pairs), _high(pairs)), (R, C))
 
 
 @triton.jit
 def scale_value_pairs(byte):
-    """BF16 bits of 2^(byte − 127) of two bytes each, those of `scale_pairs`; anything for 255."""
+    """Returns BF16 bits of 2^(byte − 127) of two scale bytes each, from `scale_pairs`; undefined for 255."""
     return larger(byte << 7, tl.full(byte.shape, 0x00400040, tl.int32))
 
 
@@ -217,7 +218,7 @@ def _rowwise_scales(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
 
 @triton.jit
 def _along_rows(bits, R: tl.constexpr, C: tl.constexpr):
-    """16 bits of each block, the lower half of int32 [R, C / 32], for its elements."""
+    """Returns [R, C]: the low half of a row block's int32, of [R, C / 32], for each of its elements."""
     bits = tl.broadcast_to(_low(bits)[:, :, None], (R, C // BLOCK, BLOCK))
     return tl.reshape(bits, (R, C))
 
@@ -232,7 +233,7 @@ def _columnwise_scales(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
 
 @triton.jit
 def _along_columns(bits, R: tl.constexpr, C: tl.constexpr):
-    """16 bits of each block, in the halves of int32 [R / 32, C / 2], for its elements."""
+    """Returns [R, C]: the half of a column block's int32, of [R / 32, C / 2], for each of its elements."""
     bits = tl.broadcast_to(_halves(bits, R // BLOCK, C)[:, None, :], (R // BLOCK, BLOCK, C))
     return tl.reshape(bits, (R, C))
 
@@ -241,7 +242,7 @@ def _along_columns(bits, R: tl.constexpr, C: tl.constexpr):
 def quantize_rowwise(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr, NARROW: tl.constexpr = True):
     """`tiles.quantize_rowwise` of BF16 [R, C]: codes uint8 [R, C], scale bytes uint8 [R, C / 32].
 
-    NARROW: whether the chip's conversion reads BF16 (`available`).
+    NARROW: whether the chip's conversion reads BF16 (`templates.packing.converts`).
     """
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
@@ -281,7 +282,7 @@ def round_columnwise(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
 
 @triton.jit
 def rounded(x):
-    """`x`, FP32, as BF16, two at a time."""
+    """Returns `x`, FP32, as BF16, two values at a time."""
     if x.dtype == tl.float32:
         x = tl.inline_asm_elementwise(ROUND, "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2)
     return x.to(tl.bfloat16)
@@ -289,10 +290,10 @@ def rounded(x):
 
 @triton.jit
 def sigmoid(x):
-    """1 / (1 + exp(−x)) of FP32, by the chip's approximations of 2^x and 1 / x.
+    """Returns 1 / (1 + exp(−x)) in FP32, by the chip's approximations of 2^x and 1 / x.
 
-    Relative error at most 2^−17 where the result is 2^−126 or more; less is 0. What is rounded to BF16, whose
-    last place is 2^−8, is off by one in that place at most.
+    The relative error is at most 2^−17 for results from 2^−126 on; smaller results are 0. Rounded to BF16,
+    whose last place is 2^−8, a result is off by at most one unit in that place.
     """
     wide = x.to(tl.float32)
     return tl.inline_asm_elementwise(SIGMOID, "=f,f", [wide], dtype=tl.float32, is_pure=True, pack=1)

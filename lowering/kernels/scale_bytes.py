@@ -1,16 +1,16 @@
-"""Scale bytes in memory: Triton device functions that store those of a cast and load those of an operand.
+"""Scale bytes in memory: Triton device functions that store scales of a cast and load scales of an operand.
 
     row-major     rowwise [M, ⌈N/32⌉], columnwise [⌈M/32⌉, N]
-    tiled         ``mxcompile.formats.scale_tiles``, of rows M rowwise and N columnwise; what is padded is 0
+    tiled         ``mxcompile.formats.scale_tiles`` with M rows rowwise, N rows columnwise; padding is 0
 
-Loads count K in bytes of elements. BLOCK is how many of them share a scale: 32 of MXFP8, 16 of MXFP4 and 8 of
-NVFP4, whose scales are E4M3 and not E8M0.
+Loads count K in bytes of elements. BLOCK bytes share a scale: 32 of MXFP8, 16 of MXFP4, and 8 of NVFP4, whose
+scales are E4M3 instead of E8M0.
 
-Whole tiles are loaded as the bytes lie, a tile in 512 neighbours, and put in order in registers' terms only:
-the compiler turns load, reshape, transposition and reshape into a copy from shared to tensor memory
-(`tcgen05.cp`), which is the order the MMA reads. Parts of a tile are gathered. An MMA that reads scales from
-registers has a word loaded for each row, the 4 blocks of a tile: of less than a word there is no asynchronous
-copy, and a step along K would wait for what it loads.
+Whole tiles are loaded in the order of memory, 512 contiguous bytes each. The compiler turns load, reshape,
+transposition and reshape into a copy from shared to tensor memory (`tcgen05.cp`), where the MMA reads scales
+in this order. Parts of a tile are gathered. For an MMA that reads scales from registers, each row loads a
+word, the 4 blocks of a tile: asynchronous copies need at least a word, and without them a step along K waits
+for its loads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mxcompile.lowering.kernels import tiles
 
 @triton.jit
 def store(ptr, scale, row, block, rows, blocks, TILED: tl.constexpr):
-    """Store bytes at `row` and `block` of an operand of so many rows and blocks; padding of tiles is 0."""
+    """Stores bytes at `row` and `block` of an operand with `rows` and `blocks`; padding of tiles is 0."""
     inside = (row < rows) & (block < blocks)
     if TILED:
         padded = (row < (rows + 127) // 128 * 128) & (block < (blocks + 3) // 4 * 4)
@@ -34,14 +34,14 @@ def store(ptr, scale, row, block, rows, blocks, TILED: tl.constexpr):
 
 @triton.jit
 def store_rowwise(ptr, scale, rows, blocks, M, N, TILED: tl.constexpr):
-    """Store bytes [rows, blocks] of a matrix [M, N] cast along N; tiled, those of padding as 0."""
+    """Stores bytes [rows, blocks] of a matrix [M, N] cast along N; if TILED, also zeros as padding."""
     num_blocks = (N + tiles.BLOCK - 1) // tiles.BLOCK
     store(ptr, scale, rows[:, None], blocks[None, :], M, num_blocks, TILED)
 
 
 @triton.jit
 def store_columnwise(ptr, scale, blocks, columns, M, N, TILED: tl.constexpr):
-    """Store bytes [blocks, columns] of a matrix [M, N] cast along M; tiled, those of padding as 0."""
+    """Stores bytes [blocks, columns] of a matrix [M, N] cast along M; if TILED, also zeros as padding."""
     num_blocks = (M + tiles.BLOCK - 1) // tiles.BLOCK
     block, column = blocks[:, None], columns[None, :]
     if TILED:
@@ -54,13 +54,13 @@ def store_columnwise(ptr, scale, blocks, columns, M, N, TILED: tl.constexpr):
 
 @triton.jit
 def from_tiles(tiled, DOWN: tl.constexpr, ACROSS: tl.constexpr):
-    """Bytes [DOWN · 128, ACROSS · 4] of tiles in the order they have in memory, of any shape."""
+    """Returns bytes [DOWN · 128, ACROSS · 4] of tiles in the order of memory, of any shape."""
     return tiled.reshape(DOWN, ACROSS, 32, 4, 4).trans(0, 3, 2, 1, 4).reshape(DOWN * 128, ACROSS * 4)
 
 
 @triton.jit
 def typed(ptr, BLOCK: tl.constexpr):
-    """`ptr` to scale bytes as pointers to scales of the type that the dot wants: E4M3, or bytes of E8M0."""
+    """Returns `ptr` as a pointer to scales of the type that `tl.dot_scaled` reads: E4M3, or bytes of E8M0."""
     if BLOCK < 16:
         ptr = ptr.to(tl.pointer_type(tl.float8e4nv))
     return ptr
@@ -68,7 +68,7 @@ def typed(ptr, BLOCK: tl.constexpr):
 
 @triton.jit
 def of_type(byte, BLOCK: tl.constexpr):
-    """Scale bytes in registers as scales of that type."""
+    """Returns scale bytes in registers as scales of the type in `typed`."""
     if BLOCK < 16:
         byte = byte.to(tl.float8e4nv, bitcast=True)
     return byte
@@ -78,7 +78,7 @@ def of_type(byte, BLOCK: tl.constexpr):
 def load_words(
     ptr, first_row, step, rows, across, ROWS: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr
 ):
-    """The same bytes as `load_tiled`, by words of 4 blocks. ptr: a multiple of 4 bytes. across: tiles."""
+    """Returns the bytes of `load_tiled`, by words of 4 blocks. ptr: aligned to words. across: tiles a row."""
     first = step * BLOCKS
     row = tl.arange(0, ROWS)
     ptr += ((first_row // 128).to(tl.int64) * across + first // 4) * 512
@@ -112,10 +112,10 @@ def load_tiled(
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr = tiles.BLOCK,
 ):
-    """Scales [ROWS, BLOCKS] of a tiled scale of [rows, K / BLOCK], from `first_row` and step · BLOCKS on.
+    """Returns scales [ROWS, BLOCKS] of tiled scales [rows, K / BLOCK], from `first_row` and step · BLOCKS on.
 
-    first_row: a multiple of ROWS. What is outside the tiles is 0. EVEN: nothing is. WORDS: whether the MMA
-    reads them from registers.
+    first_row: a multiple of ROWS. Scales outside of the tiles are 0. EVEN: whether all are inside. WORDS:
+    whether the MMA reads scales from registers.
     """
     across = tl.cdiv(K, 4 * BLOCK)
     if WORDS and (BLOCKS <= 4 or BLOCKS % 4 == 0):
@@ -148,7 +148,7 @@ def load_tiled(
 def tiled_descriptor(
     ptr, rows, K, ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr = tiles.BLOCK
 ):
-    """A descriptor of a tiled scale of [rows, K / BLOCK], for loads of [ROWS, BLOCKS], whole tiles."""
+    """Returns a descriptor of tiled scales [rows, K / BLOCK], for loads of [ROWS, BLOCKS], whole tiles."""
     down, across = tl.cdiv(rows, 128), tl.cdiv(K, 4 * BLOCK)
     width = across.to(tl.int64) * 512
     shape = [1, down, across, 2, 256]

@@ -1,14 +1,14 @@
-"""One tile of a product of MX operands, for products that are many: batches, and groups of rows or of K.
+"""One tile of a product of MX operands, for batches of products and for groups of rows or of K.
 
     acc[m, n] = Σ_{begin ≤ k < end} a[m, k] · sa[m, k/B] · b[k, n] · sb[k/B, n]          in FP32
 
-    MXFP8    elements of a byte, blocks of 32, scales E8M0        2^(byte − 127)
+    MXFP8    one element a byte, blocks of 32, scales E8M0        2^(byte − 127)
     MXFP4    two elements a byte along K, the first in the low half, blocks of 32, scales E8M0
     NVFP4    the same, blocks of 16, scales E4M3
 
-Blocks are counted from the start of K, also where `begin` or `end` lies inside one: the codes of such a
-block that are outside count as 0, its scale is the one it has. Scales are row-major bytes. The caller chooses
-rows, columns and range, and stores the tile; `tile_of` says in which order a product's tiles are computed.
+Blocks are counted from the start of K, even if `begin` or `end` lies inside a block. Codes outside the range
+then count as 0, and the block keeps its scale. Scales are row-major bytes. The caller chooses rows, columns
+and range, and stores the tile; `tile_of` defines the order of a product's tiles.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from mxcompile.lowering.kernels import scale_bytes, tiles
 
 @triton.jit
 def tile_of(pid, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr = 8):
-    """Row and column of tile number `pid`.
+    """Returns the row and the column of tile number `pid`.
 
-    They are walked in groups of GROUP rows of tiles: neighbours then share both operands in the cache.
+    Tiles are numbered by groups of GROUP rows of tiles, so that neighbours share both operands in the cache.
     """
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     first = pid // (GROUP * tiles_n) * GROUP
@@ -33,12 +33,12 @@ def tile_of(pid, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.c
 
 
 CHUNK = tl.constexpr(16)
-"""Bytes that are loaded together."""
+"""Bytes of packed codes under one mask, which one instruction loads."""
 
 
 @triton.constexpr_function
 def packed(elem):
-    """How many elements of a type share a byte."""
+    """Returns how many elements of a type share a byte."""
     return ELEMENTS[elem].per_byte
 
 
@@ -70,15 +70,15 @@ def tile_product(
     WHOLE_K: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """FP32 [rows, columns]. a [M, K], b [K, N]: bytes of codes, any strides; scales [M, K/B], [K/B, N].
+    """Returns FP32 [rows, columns] of a [M, K] · b [K, N], codes with any strides; scales [M, K/B], [K/B, N].
 
-    row, column: of the tile's elements, vectors of the integer type that offsets are computed in. in_m, in_n:
-    which of them there are. begin, end: elements of K. length: bytes of K. BLOCK: bytes that share a scale.
-    BLOCK_K: bytes of a step. WHOLE_K: begin is 0, end is all, and BLOCK_K divides length. SPAN: begin and end
-    may be any; else they are all of K, or nothing.
+    row, column: the tile's rows and columns, in the integer type of offsets. in_m, in_n: whether these are in
+    the matrix. begin, end: elements of K. length: bytes of K. BLOCK: bytes that share a scale. BLOCK_K: bytes
+    of a step. WHOLE_K: whether begin is 0, end is all of K, and BLOCK_K divides length. SPAN: whether begin
+    and end may be anywhere; else the range is all of K, or empty.
 
-    Of packed elements the loop has whole chunks, and one more step those that other groups have a part of: so
-    no load is of less than a chunk, and few bytes are taken apart.
+    For packed elements with SPAN the loop reads whole chunks, and a last step reads the chunks that other
+    groups share. So no load is narrower than a chunk, and only the last step masks codes within bytes.
     """
     PACK: tl.constexpr = packed(ELEM_A)
     CHUNKS: tl.constexpr = SPAN and PACK > 1
@@ -151,7 +151,7 @@ def _ends_added(
     ELEM_B: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`acc` and the product of the chunks of `_ends`. bits: of their bytes, by which those of a count."""
+    """Returns `acc` plus the product of the chunks of `_ends`. bits: masks of the bytes of a."""
     a = tl.load(a_ptrs, mask=in_m[:, None] & in_k[None, :], other=0) & bits.to(tl.uint8)[None, :]
     b = tl.load(b_ptrs, mask=in_k[:, None] & in_n[None, :], other=0)
     a_scale = tl.load(a_scales, mask=in_m[:, None] & in_block[None, :], other=0)
@@ -162,9 +162,9 @@ def _ends_added(
 
 @triton.jit
 def _ends(begin, end, BLOCK: tl.constexpr):
-    """The chunks of K in which packed elements from `begin` to `end` lie with others, two or fewer.
+    """Finds the chunks of K, at most two, that packed elements from `begin` to `end` share with other groups.
 
-    Returns their bytes, their blocks, −1 of a chunk that is not there, and the bits of bytes that count.
+    Returns their bytes, their blocks (−1 if a chunk does not exist), and masks of the codes in the range.
     """
     place, block = tl.arange(0, 2 * CHUNK), tl.arange(0, 2 * CHUNK // BLOCK)
     head, tail = begin // (2 * CHUNK), end // (2 * CHUNK)
@@ -182,7 +182,7 @@ def _ends(begin, end, BLOCK: tl.constexpr):
 
 @triton.jit
 def factor(ptr, index, stride, end, SHARED: tl.constexpr):
-    """The scales of a tensor for rows or columns `index` of a result, FP32; one number if they share it."""
+    """Returns a tensor's FP32 scales for rows or columns `index` of a result; a single number if SHARED."""
     if SHARED:
         scale = tl.load(ptr)
     else:
@@ -192,12 +192,11 @@ def factor(ptr, index, stride, end, SHARED: tl.constexpr):
 
 @triton.jit
 def group_of(offs_ptr, tile, M, NUM_GROUPS: tl.constexpr, POWER: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The group that a tile number `tile` of rows belongs to, its first row in the tile, and the group's end.
+    """Returns the group of row tile number `tile`, the first row of the tile, and the end of the group.
 
-    offs: ends of the groups, int32 [NUM_GROUPS], not decreasing, at most M. Every group has its own tiles, of
-    which the last may be short. Rows past the last group are group NUM_GROUPS; tiles past all rows
-    too, and have none.
-    POWER: a power of two more than NUM_GROUPS.
+    offs: ends of the groups, int32 [NUM_GROUPS], not decreasing, at most M. Tiles do not cross groups; the
+    last tile of a group may be short. Rows past the last group are group NUM_GROUPS; tiles past all rows are
+    too, and are empty. POWER: a power of two greater than NUM_GROUPS.
     """
     index = tl.arange(0, POWER)
     ends = tl.load(offs_ptr + index, mask=index < NUM_GROUPS, other=0).to(tl.int32)
@@ -216,10 +215,10 @@ def group_of(offs_ptr, tile, M, NUM_GROUPS: tl.constexpr, POWER: tl.constexpr, B
 
 @triton.jit
 def blocks_of(offs_ptr, NUM_GROUPS: tl.constexpr, POWER: tl.constexpr):
-    """Returns the first blocks of groups of K, their ends, and the ends of their scale tiles, of 4 blocks.
+    """Returns first block, end block and end scale tile of each group of K, [POWER] each. A tile is 4 blocks.
 
-    Vectors [POWER]. Every group has its own tiles, one group after the other, and a block that two groups
-    share is in the tiles of both.
+    Tiles are in the order of groups and do not cross groups; a block that two groups share is in tiles of
+    both.
     """
     index = tl.arange(0, POWER)
     inside = index < NUM_GROUPS
@@ -231,7 +230,7 @@ def blocks_of(offs_ptr, NUM_GROUPS: tl.constexpr, POWER: tl.constexpr):
 
 @triton.jit
 def span_of(offs_ptr, group, NUM_GROUPS: tl.constexpr, POWER: tl.constexpr):
-    """Where group number `group` of K begins and ends, and its first scale tile."""
+    """Returns where group number `group` of K begins and ends, and its first scale tile."""
     begin = tl.load(offs_ptr + group - 1, mask=group > 0, other=0).to(tl.int32)
     end = tl.load(offs_ptr + group).to(tl.int32)
     _, _, tile_ends = blocks_of(offs_ptr, NUM_GROUPS, POWER)
@@ -241,7 +240,7 @@ def span_of(offs_ptr, group, NUM_GROUPS: tl.constexpr, POWER: tl.constexpr):
 
 @triton.jit
 def scale_tile_of(offs_ptr, tile, NUM_GROUPS: tl.constexpr, POWER: tl.constexpr):
-    """The blocks, first and end, that are in scale tile number `tile` of groups of K; none past the last."""
+    """Returns first and end block of scale tile number `tile` of groups of K; no block past the last tile."""
     first, last, tile_ends = blocks_of(offs_ptr, NUM_GROUPS, POWER)
     index = tl.arange(0, POWER)
     group = tl.sum((tile_ends <= tile).to(tl.int32), 0)

@@ -1,8 +1,8 @@
 """Scratch memory of kernels that make descriptors on the device.
 
-Triton asks an allocator for it at each launch, and finds it in a context variable: set in one thread, it is
-not set in another. Inductor sets it when it launches a kernel for the first time; compiled code that other
-threads or contexts call (a server's, a pipeline schedule's, autograd's for backward) has to see to it.
+At each launch Triton gets it from an allocator in a context variable, which other threads do not share.
+Inductor sets the allocator when it first launches a kernel. Other threads and contexts (a server's, a
+pipeline schedule's, autograd's for backward) may call the code later, so the code calls `provide` itself.
 """
 
 from __future__ import annotations
@@ -18,6 +18,6 @@ def _allocate(size: int, _alignment: int, _stream: int | None) -> Tensor:
 
 
 def provide() -> None:
-    """Give this context PyTorch's allocator on the current device, unless it has one."""
+    """Sets PyTorch's allocator on the current device for this context, unless it has an allocator."""
     if isinstance(_allocation._allocator.get(), _allocation.NullAllocator):
         triton.set_allocator(_allocate)

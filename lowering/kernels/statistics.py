@@ -1,14 +1,15 @@
-"""Statistics of a cast to MXFP8, of one tile: the Triton device function that its template calls.
+"""Statistics of a cast to MXFP8 for one tile: the Triton device function that its template calls.
 
     x [TILE_M, TILE_N]  →  scale bytes [TILE_M / HEIGHT, TILE_N / WIDTH]
                            a row of FP64: the fields of ``mxcompile.ops.watch``, and a count of each byte
 
-HEIGHT, WIDTH: of a block that shares a scale, each 1 or 32. The smallest value is negative in a row. A value
-counts as cut, lost or poisoned as the reference counts it. Sums of squares are FP32 in a tile, in units of
-its largest scale, and FP64 over tiles: right to about 2^−20. What is below 2^−63 such units counts as 0.
+HEIGHT, WIDTH: sizes of a block that shares a scale, each 1 or 32. A row has the smallest value negated, so
+that a maximum reduces it. Saturated, underflowing and poisoned values count as in the reference. Sums of
+squares are FP32 in a tile, in units of its largest scale, and FP64 over tiles: exact to about 2^−20. Values
+below 2^−63 units count as 0.
 
-A tile with NaN or Inf, or with a cast beyond FP32, is measured by a function that is not inlined. So all
-other tiles take half of the instructions.
+A function that is not inlined measures tiles with NaN, Inf or a cast beyond FP32: all other tiles then take
+half of the instructions.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _INF_BITS = tl.constexpr(0x7F800000)
 
 @triton.constexpr_function
 def _overflowing_byte(elem):
-    """The largest byte of finite values: under it, elements from 2^emax on are beyond FP32."""
+    """Returns the largest byte of finite values: with this scale, elements from 2^emax on exceed FP32."""
     return 255 - formats.ELEM_TYPES[elem].emax
 
 
@@ -46,7 +47,7 @@ def _load(
     x_ptr, first_m, first_n, M, N, stride_m, stride_n,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The tile as [blocks down, HEIGHT, blocks across, WIDTH], FP32, 0 outside; and what lies inside."""
+    """Returns a tile, FP32 [blocks down, HEIGHT, blocks across, WIDTH], 0 outside; and its mask."""
     rm = (first_m + tl.arange(0, TILE_M))[:, None]
     rn = (first_n + tl.arange(0, TILE_N))[None, :]
     inside = (rm < M) & (rn < N)
@@ -59,7 +60,7 @@ def _load(
 
 @triton.jit
 def _largest_bits(x):
-    """Magnitude bits of the largest value of each block [blocks down, blocks across]."""
+    """Returns magnitude bits of the largest value of each block, [blocks down, blocks across]."""
     return tl.max(tl.max(tiles.magnitude_bits(x), axis=3), axis=1)
 
 
@@ -68,9 +69,9 @@ def _fields(
     x, inside, byte, amax_bits, elements,
     ELEM: tl.constexpr, ROUNDING: tl.constexpr, CLEAN: tl.constexpr,
 ):  # fmt: skip
-    """The fields of a tile but for `elements`, scalars. CLEAN: values and casts are finite.
+    """Returns the fields of a tile except `elements`, scalars. CLEAN: whether values and casts are finite.
 
-    `inside` is only read of others, and `amax_bits`, magnitude bits of the largest value, only of clean ones.
+    inside: mask, used unless CLEAN. amax_bits: magnitude bits of the largest value, used if CLEAN.
     """
     bits = tiles.magnitude_bits(x)
     scaled = x * tiles.inverse_scale(byte)[:, None, :, None]
@@ -134,7 +135,7 @@ def _store_fields_of_any(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
     ELEM: tl.constexpr, ROUNDING: tl.constexpr,
 ):  # fmt: skip
-    """Store the fields of the tile at (`first_m`, `first_n`), which may hold anything, part by part."""
+    """Stores the fields of the tile at (`first_m`, `first_n`), with any values, part by part."""
     PART: tl.constexpr = 64
     amax, smallest = tl.full((), 0.0, tl.float32), tl.full((), float("inf"), tl.float32)
     signal, noise = tl.full((), 0.0, tl.float64), tl.full((), 0.0, tl.float64)
@@ -165,9 +166,9 @@ def measure(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
     ELEM: tl.constexpr, ROUNDING: tl.constexpr,
 ):  # fmt: skip
-    """Store the row of the tile of `x_ptr` [M, N] at (`first_m`, `first_n`), FP64.
+    """Stores the row, FP64, of the tile of `x_ptr` [M, N] at (`first_m`, `first_n`).
 
-    Returns its scale bytes, uint8 [TILE_M / HEIGHT, TILE_N / WIDTH], and which of them are of the matrix.
+    Returns the tile's scale bytes, uint8 [TILE_M / HEIGHT, TILE_N / WIDTH], and the mask of those in [M, N].
     """
     x, inside = _load(x_ptr, first_m, first_n, M, N, stride_m, stride_n, TILE_M, TILE_N, HEIGHT, WIDTH)
     largest = _largest_bits(x)

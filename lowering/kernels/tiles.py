@@ -1,25 +1,25 @@
-"""The MX cast on register tiles: Triton device functions that every kernel and template calls.
+"""The MX cast on register tiles: Triton device functions that most kernels and templates call.
 
     byte     = exponent of the block's scale, from the FP32 bits of its amax (see `scale_byte`)
     code     = FP8 bits of round-to-nearest-even(x · 2^(127 − byte)), saturated to ±max
-    value    = decode(code) · 2^(byte − 127)          without a code in between: `round_rowwise`
+    value    = decode(code) · 2^(byte − 127)          without a code between: `round_rowwise`
 
 Bit-exact with ``formats.numerics``: scales are integers, products with powers of two are exact in FP32,
-also at byte 0 (2^127) and byte 254 (the subnormal 2^−127). FP8 elements are uint8 codes throughout, so that
-a chip without the type (sm_80) or with another one of that width (gfx942) runs the same code; `as_elem` makes
-them the Triton type. Not here: memory, masks, strides.
+also at byte 0 (2^127) and byte 254 (the subnormal 2^−127). FP8 elements are uint8 codes everywhere, so that
+a chip without the type (sm_80) or with another FP8 type (gfx942) runs the same code; `as_elem` converts them
+to the Triton type. Not here: memory, masks, strides.
 
 Compile-time arguments, the same everywhere:
 
-    ELEM      "e4m3" | "e5m2"; of scales and `rounded` also those of fewer bits
+    ELEM      "e4m3" | "e5m2"; for scales and `rounded` also types with fewer bits
     ROUNDING  "rceil" | "floor" | "ceil" | "even"
     NATIVE    whether the chip's own conversions are used, else integers give the same bits. Encoding: sm_90
               and up, gfx950; not sm_89, where Triton goes through FP16 and rounds twice. Decoding: sm_89 too
-    SATURATES whether the chip's conversion saturates, so that nothing is clamped before it
+    SATURATES whether the chip's conversion saturates, so that no clamp precedes it
 
-What is stored as FP8 must not come through PTX's ``max.NaN`` or ``min.NaN``, which Triton writes for its
-operators that propagate NaN: if such a value is stored in rows and transposed, an H100 stores other bytes
-(triton issue 11111). `larger` and `smaller` compare instead.
+Values stored as FP8 must not come from PTX's ``max.NaN`` or ``min.NaN``, which Triton emits for operators
+that propagate NaN: if such a value is stored both in rows and transposed, an H100 stores wrong bytes (triton
+issue 11111). `larger` and `smaller` compare instead.
 """
 
 from __future__ import annotations
@@ -48,65 +48,65 @@ def _largest(elem):
 
 @triton.constexpr_function
 def _beyond(elem):
-    """Added to FP32 bits, carries into the exponent if the mantissa is above the largest element's."""
+    """Returns a constant that carries into the exponent of FP32 bits whose mantissa exceeds the largest."""
     e = formats.ELEMENTS[elem]
     return (1 << 23) - 1 - (int(e.max / 2.0**e.emax * (1 << 23)) - (1 << 23))
 
 
 @triton.constexpr_function
 def _largest_code(elem):
-    """The FP8 bits of the largest finite value: biased exponent, then the mantissa of 1.75."""
+    """Returns the FP8 bits of the largest finite value: biased exponent, then the mantissa of 1.75."""
     e = formats.ELEMENTS[elem]
     return ((e.emax - e.min_exponent + 1) << e.mantissa_bits) | (3 << (e.mantissa_bits - 2))
 
 
 @triton.constexpr_function
 def _dropped_bits(elem):
-    """How many of FP32's mantissa bits the format does not have."""
+    """Returns how many of FP32's mantissa bits the format does not have."""
     return 23 - formats.ELEMENTS[elem].mantissa_bits
 
 
 @triton.constexpr_function
 def _exponent_bits(elem, above):
-    """FP32 bits of 2^`above` times the smallest normal value of the format."""
+    """Returns the FP32 bits of 2^`above` times the smallest normal value of the format."""
     return (127 + formats.ELEMENTS[elem].min_exponent + above) << 23
 
 
 @triton.constexpr_function
 def _magic_bits(elem):
-    """Returns 1.5 · 2^(e + dropped bits) of the FP32 bits of 2^e."""
+    """Returns the constant that turns FP32 bits of 2^e into bits of 1.5 · 2^(e + dropped bits)."""
     return (_dropped_bits(elem) << 23) | 0x400000
 
 
 @triton.constexpr_function
 def _half(bits):
-    """Half of 2^`bits`."""
+    """Returns half of 2^`bits`."""
     return 1 << (bits - 1)
 
 
 @triton.jit
 def magnitude_bits(x):
-    """|x| as its FP32 bits, int32: ordered as the values are, NaN above Inf. x: FP32."""
+    """Returns |x| as FP32 bits, int32: ordered as the values are, NaN above Inf. x: FP32."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def larger(a, b):
-    """The larger of both; NaN if one is NaN."""
+    """Returns the larger operand; NaN if an operand is NaN."""
     return tl.where((a > b) | (a != a), a, b)
 
 
 @triton.jit
 def smaller(a, b):
-    """The smaller of both; NaN if one is NaN."""
+    """Returns the smaller operand; NaN if an operand is NaN."""
     return tl.where((a < b) | (a != a), a, b)
 
 
 @triton.jit
 def scale_byte(amax_bits, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
-    """E8M0 bytes (int32, 0 to 255) of block maxima given by `magnitude_bits`; NaN and Inf give 255.
+    """Returns E8M0 bytes (int32, 0 to 255) of block maxima, given by `magnitude_bits`; 255 for NaN and Inf.
 
-    Finite ones give 253 at most, since emax ≥ 2; what wraps around above them is not used.
+    Finite maxima give at most 253, since emax ≥ 2. The sum may overflow for NaN, which does not use it.
     """
     rounded = amax_bits
     if ROUNDING == "rceil":
@@ -123,14 +123,14 @@ def scale_byte(amax_bits, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
 
 @triton.jit
 def inverse_scale(byte):
-    """2^(127 − byte), FP32, of a `scale_byte`; NaN for 255. byte: int32, not 254."""
+    """Returns 2^(127 − byte), FP32, of a `scale_byte`; NaN for 255. byte: int32, not 254."""
     bits = tl.where(byte == _SCALE_NAN, _NAN_BITS, (254 - byte) << 23)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def scale_value(byte):
-    """2^(byte − 127), FP32; NaN for 255. byte: int32 or uint8."""
+    """Returns 2^(byte − 127), FP32; NaN for 255. byte: int32 or uint8."""
     byte = byte.to(tl.int32)
     bits = tl.where(byte == 0, 0x00400000, byte << 23)
     return tl.where(byte == _SCALE_NAN, _NAN_BITS, bits).to(tl.float32, bitcast=True)
@@ -138,16 +138,16 @@ def scale_value(byte):
 
 @triton.jit
 def as_elem(codes, ELEM: tl.constexpr):
-    """uint8 codes as Triton's FP8 type, for chips that have it."""
+    """Returns uint8 codes as Triton's FP8 type, for chips that have it."""
     return codes.to(tl.float8e4nv, bitcast=True) if ELEM == "e4m3" else codes.to(tl.float8e5, bitcast=True)
 
 
 @triton.jit
 def _encode_integer(x, ELEM: tl.constexpr):
-    """FP8 codes of FP32 `x` by integer arithmetic and one FP32 addition.
+    """Returns FP8 codes of FP32 `x` by integer arithmetic and one FP32 addition.
 
-    Normal results: the mantissa is rounded to nearest even in place and the exponent rebiased. Subnormal
-    ones: adding a number whose ulp is the smallest subnormal makes the FP32 adder round there.
+    For normal results, the mantissa is rounded to nearest even in place and the exponent rebiased. For
+    subnormal results, the addition of a number whose ulp is the smallest subnormal rounds.
     """
     SHIFT: tl.constexpr = _dropped_bits(ELEM)
     SMALLEST_NORMAL: tl.constexpr = _exponent_bits(ELEM, 0)
@@ -166,7 +166,7 @@ def _encode_integer(x, ELEM: tl.constexpr):
 
 @triton.jit
 def saturated(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
-    """Scaled elements `x`, FP32, clamped to ±max; NaN stays. Under rceil and ceil none are larger."""
+    """Returns scaled elements `x`, FP32, clamped to ±max; NaN stays. rceil and ceil need no clamp."""
     if ROUNDING == "floor" or ROUNDING == "even":
         LARGEST: tl.constexpr = _largest(ELEM)
         x = tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
@@ -175,10 +175,10 @@ def saturated(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
 
 @triton.jit
 def nearest(y, ELEM: tl.constexpr):
-    """Elements nearest to `y`, FP32, |y| ≤ max or NaN; even on ties, zeros of any sign. FP32.
+    """Returns the elements nearest to `y`, FP32; ties to even, any sign of zeros. y: FP32, |y| ≤ max or NaN.
 
-    The FP32 adder rounds: the last place of 1.5 · 2^(e + 23 − m) is the step between elements of exponent e
-    and m mantissa bits; below the smallest normal the step is that of the subnormals.
+    The FP32 adder rounds: the last place of 1.5 · 2^(e + 23 − m) is the step between elements with exponent e
+    and m mantissa bits. Below the smallest normal value, e is its exponent.
     """
     SMALLEST_NORMAL: tl.constexpr = _exponent_bits(ELEM, 0)
     UP: tl.constexpr = _magic_bits(ELEM)
@@ -189,7 +189,7 @@ def nearest(y, ELEM: tl.constexpr):
 
 @triton.jit
 def rounded(y, ELEM: tl.constexpr):
-    """`nearest`, where zeros keep their signs."""
+    """Returns `nearest` elements whose zeros keep their signs."""
     value = nearest(y, ELEM).to(tl.int32, bitcast=True)
     return (value | (y.to(tl.int32, bitcast=True) & _SIGN_BIT)).to(tl.float32, bitcast=True)
 
@@ -198,10 +198,7 @@ def rounded(y, ELEM: tl.constexpr):
 def encode(
     x, ELEM: tl.constexpr, ROUNDING: tl.constexpr, NATIVE: tl.constexpr, SATURATES: tl.constexpr = False
 ):
-    """uint8 codes of scaled elements `x`, FP32: nearest even, saturated, NaN stays NaN.
-
-    Under rceil and ceil |x| ≤ max by the choice of the scale.
-    """
+    """Returns uint8 codes of scaled elements `x`, FP32: nearest even, saturated, NaN stays NaN."""
     if NATIVE:
         if not SATURATES:
             x = saturated(x, ELEM, ROUNDING)
@@ -216,7 +213,7 @@ def encode(
 
 @triton.jit
 def decode(codes, ELEM: tl.constexpr, NATIVE: tl.constexpr):
-    """FP32 values of uint8 codes, exact; NaN codes give NaN."""
+    """Returns FP32 values of uint8 codes, exact; NaN codes give NaN."""
     if NATIVE:
         value = as_elem(codes, ELEM).to(tl.float32)
     else:
@@ -235,7 +232,7 @@ def decode(codes, ELEM: tl.constexpr, NATIVE: tl.constexpr):
 def quantize_rowwise(
     x, ELEM: tl.constexpr, ROUNDING: tl.constexpr, NATIVE: tl.constexpr, SATURATES: tl.constexpr = False
 ):
-    """Quantize a tile [R, C] of any float type in blocks of 32 along C.
+    """Quantizes a tile [R, C] of any float type in blocks of 32 along C.
 
     Returns codes uint8 [R, C] and scale bytes uint8 [R, C / 32]. C: a multiple of 32.
     """
@@ -251,7 +248,7 @@ def quantize_rowwise(
 def quantize_columnwise(
     x, ELEM: tl.constexpr, ROUNDING: tl.constexpr, NATIVE: tl.constexpr, SATURATES: tl.constexpr = False
 ):
-    """Quantize a tile [R, C] of any float type in blocks of 32 along R.
+    """Quantizes a tile [R, C] of any float type in blocks of 32 along R.
 
     Returns codes uint8 [R, C] and scale bytes uint8 [R / 32, C]. R: a multiple of 32.
     """
@@ -298,7 +295,7 @@ def round_square(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
 
 @triton.jit
 def dequantize_rowwise(codes, scale, ELEM: tl.constexpr, NATIVE: tl.constexpr):
-    """FP32 [R, C] of codes uint8 [R, C] and bytes [R, C / 32]; exact."""
+    """Returns FP32 [R, C] of codes uint8 [R, C] and scale bytes [R, C / 32], exact."""
     R: tl.constexpr = codes.shape[0]
     C: tl.constexpr = codes.shape[1]
     blocks = tl.reshape(decode(codes, ELEM, NATIVE), (R, C // BLOCK, BLOCK))
@@ -307,9 +304,9 @@ def dequantize_rowwise(codes, scale, ELEM: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def swizzled_offset(row, column, columns):
-    """Where the scale byte of (row, block `column`) lies in the 128×4 tiled layout of Blackwell's MMA.
+    """Returns the offset of a row's scale of block `column` in the 128×4 tiled layout of Blackwell's MMA.
 
-    columns: number of blocks a row has, not padded. Tiles of 128 rows by 4 blocks are 512 contiguous bytes,
+    columns: number of blocks in a row, not padded. Tiles of 128 rows by 4 blocks are 512 contiguous bytes,
     row-major among themselves; inside, byte (r, c) is at (r mod 32) · 16 + (r div 32) · 4 + c.
     Source: cuBLAS documentation, "1D block scaling factors layout".
     """

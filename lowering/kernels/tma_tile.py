@@ -1,11 +1,11 @@
-"""One tile of a product of MX operands through the tensor memory accelerator, scales in tiles of 128×4.
+"""One tile of a product of MX operands, loaded by the tensor memory accelerator, scales in tiles of 128×4.
 
     acc[m, n] = Σ_{step, k} a[a_row + m, a_k + k] · sa · b[b_row + n, b_k + k] · sb      k of a step, in FP32
 
-K is counted in bytes of elements. Packed operands have two elements in each and are contiguous along K. The
-accelerator fills with zeros what lies outside of a descriptor's matrix, in front of its start too. Each
-operand is contiguous along K or along its rows. The caller makes the descriptors, once for all tiles or for
-each group of them, chooses where a tile begins, and stores it. `scaled_tile` is the form by pointers.
+K is counted in bytes of elements. Packed operands have two elements a byte and are contiguous along K; others
+are contiguous along K or along rows. The accelerator reads zeros outside of a descriptor's matrix, also
+before its start. The caller makes the descriptors, for all tiles or for each group, chooses where a tile
+begins, and stores the tile. `scaled_tile` is the form with pointers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mxcompile.lowering.kernels import scale_bytes
 
 @triton.jit
 def operand(ptr, rows, K, stride, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, K_MAJOR: tl.constexpr):
-    """A descriptor of codes [rows, K] at `ptr`, read in [ROWS, BLOCK_K]. stride: of the other dimension."""
+    """Returns a descriptor of codes [rows, K] for loads of [ROWS, BLOCK_K]. stride: between rows, or along K."""
     if K_MAJOR:
         desc = tl.make_tensor_descriptor(ptr, [rows, K], [stride, 1], [ROWS, BLOCK_K])
     else:
@@ -28,9 +28,9 @@ def operand(ptr, rows, K, stride, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, K_M
 
 @triton.jit
 def load_scale(desc, row, step, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
-    """Bytes [ROWS, BLOCKS], in the order of a row-major matrix, from a descriptor of tiles of 128×4.
+    """Returns bytes [ROWS, BLOCKS] in row-major order, from a descriptor of tiles of 128×4.
 
-    row: the first of tiles. step: counts BLOCKS.
+    row: first row of tiles. step: first block, in units of BLOCKS.
     """
     DOWN: tl.constexpr = ROWS // 128
     ACROSS: tl.constexpr = BLOCKS // 4
@@ -40,7 +40,7 @@ def load_scale(desc, row, step, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
 
 @triton.jit
 def columns_of(x, HALVINGS: tl.constexpr):
-    """`x` [H, W] as a tuple of 2^HALVINGS tensors, its columns in order."""
+    """Returns `x` [H, W] as a tuple of 2^HALVINGS tensors, its columns in order."""
     if HALVINGS == 0:
         parts = (x,)
     else:
@@ -74,10 +74,10 @@ def tile_product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """FP32 [BLOCK_M, BLOCK_N], of `steps` steps along K.
+    """Returns FP32 [BLOCK_M, BLOCK_N], the sum over `steps` steps along K.
 
-    a_row, a_k, b_row, b_k: where the operands' tiles begin, int32. sa_row, sb_row: of their scales, in rows
-    of tiles; s_step: in steps. BLOCK: bytes that share a scale.
+    a_row, a_k, b_row, b_k: where the operands' tiles begin, int32. sa_row, sb_row: where their scales begin,
+    in rows of tiles. s_step: first step of the scales. BLOCK: bytes that share a scale.
     """
     BLOCKS: tl.constexpr = BLOCK_K // BLOCK
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)

@@ -3,18 +3,17 @@
     out[m, n] = Σ_k x[m, k] · w[n, k] · 2^(sw[n, k/32] − 127)  (+ bias[n])      MXFP8, MXFP4
     out[m, n] = Σ_k x[m, k] · w[n, k] · sw[n, k/16]                             NVFP4, sw in E4M3
 
-Half the bytes of a BF16 weight or a quarter, and bytes are the time of a small product. Nothing of x is
-quantized. The device functions of ``templates.weight_only``, each of which sums a span of K:
+A weight has half or a quarter of the bytes of BF16, and reading it is most of the time of a small product. x
+is not quantized. ``templates.weight_only`` calls these device functions, which sum a span of K:
 
     gemv   in FP32 on the ALUs: one token, or activations that are not BF16
     dot    weights become BF16 in registers (exact from scale byte 3 on) and go to the tensor cores
 
-A byte of E2M1 has the codes of an even k and of the odd one behind it. They are weights of two sums, with
-every other number of x each.
+A byte of E2M1 has the codes of an even k and of k + 1. Low and high codes are the weights of two sums, each
+with every other number of x.
 
-Where the tiles of N are too few for the chip, K is split too (`templates.weight_only_forms.split`). The parts
-are written out in FP32 and summed in a fixed order by a second kernel, so that a result does not depend on
-timing.
+If N has too few tiles for the chip, K is split too (`templates.weight_only_forms.split`). A second kernel
+sums the parts, which are FP32 in memory, in a fixed order, so that the result does not depend on timing.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import triton.language as tl
 from mxcompile.lowering.kernels import fp4_values, tiles
 
 _RAISED = tl.constexpr(2.0**14)
-"""What `fp4_values.decoded` is to be multiplied by."""
+"""Factor that turns `fp4_values.decoded` into values."""
 
 
 @triton.constexpr_function
@@ -35,7 +34,7 @@ def _per_byte(elem):
 
 @triton.constexpr_function
 def _along(two_level):
-    """Elements that share a scale."""
+    """Returns the number of elements that share a scale."""
     return 16 if two_level else 32
 
 
@@ -53,10 +52,10 @@ def _scales(
     WORDS: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """FP32 scales [columns, blocks] from `start`, a multiple of BLOCK_K, on; zero outside, or the least.
+    """Returns FP32 scales [columns, blocks] from `start` on, a multiple of BLOCK_K; outside, bytes are 0.
 
-    WORDS: whether every four of a column lie in a word that is aligned. A word can be copied ahead into
-    shared memory, as codes are; a byte cannot, and a step would wait for what it loads.
+    WORDS: whether each four scales of a column are an aligned word. The pipeline copies words ahead into
+    shared memory, as it copies codes; it cannot copy bytes, and a step would wait for its loads.
     """
     ALONG: tl.constexpr = _along(TWO_LEVEL)
     BLOCKS: tl.constexpr = BLOCK_K // ALONG
@@ -78,7 +77,7 @@ def _scales(
 
 @triton.jit
 def _codes(w_ptr, column, start, N, K, stride_wn, stride_wk, ELEM: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Bytes of BLOCK_K codes [columns, …] from `start` on; zero outside."""
+    """Returns the bytes [columns, …] of BLOCK_K codes from `start` on; 0 outside."""
     PER_BYTE: tl.constexpr = _per_byte(ELEM)
     byte = start // PER_BYTE + tl.arange(0, BLOCK_K // PER_BYTE)
     inside = (column < N)[:, None] & (byte < K // PER_BYTE)[None, :]
@@ -88,20 +87,20 @@ def _codes(w_ptr, column, start, N, K, stride_wn, stride_wk, ELEM: tl.constexpr,
 
 @triton.jit
 def _blocks(values, scale):
-    """`values` [columns, …] as blocks that share the scales [columns, blocks]."""
+    """Returns `values` [columns, …] as blocks that share the scales [columns, blocks]."""
     BLOCKS: tl.constexpr = scale.shape[1]
     return tl.reshape(values, (values.shape[0], BLOCKS, values.shape[1] // BLOCKS))
 
 
 @triton.jit
 def _scaled(values, scale):
-    """FP32 `values` [columns, …] times the scales of their blocks."""
+    """Returns FP32 `values` [columns, …] times the scales of their blocks."""
     return tl.reshape(_blocks(values, scale) * scale[:, :, None], values.shape)
 
 
 @triton.jit
 def _pairs(codes, x, PTX: tl.constexpr):
-    """2^-14 of the products of packed `codes` [columns, …] with the numbers of x, those of a byte added."""
+    """Returns 2^-14 · products of packed `codes` [columns, …] with x, the two products of a byte added."""
     even, odd = tl.split(tl.reshape(x, (x.shape[0] // 2, 2)))
     low = fp4_values.decoded(codes, 0, PTX).to(tl.float32) * even[None, :]
     return low + fp4_values.decoded(codes, 1, PTX).to(tl.float32) * odd[None, :]
@@ -133,7 +132,7 @@ def gemv_sums(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """FP32 [1, BLOCK_N] of one row of x: Σ over `first` ≤ k < `last`, `first` a multiple of BLOCK_K."""
+    """Returns FP32 [1, BLOCK_N] of a row of x: Σ over `first` ≤ k < `last`. first: a multiple of BLOCK_K."""
     x_ptr += row.to(tl.int64) * stride_xm
     accumulator = tl.zeros((BLOCK_N, BLOCK_K // (_along(TWO_LEVEL) if ELEM == "e2m1" else 1)), tl.float32)
     for start in tl.range(first, last, BLOCK_K, num_stages=STAGES):
@@ -178,7 +177,7 @@ def dot_sums(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """FP32 [BLOCK_N, BLOCK_M], as `gemv_sums`: the weights as rows of a tensor core product."""
+    """Returns FP32 [BLOCK_N, BLOCK_M], as `gemv_sums`. Weights are the rows of the tensor core product."""
     accumulator = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for start in tl.range(first, last, BLOCK_K, num_stages=STAGES):
         codes = _codes(w_ptr, column, start, N, K, stride_wn, stride_wk, ELEM, BLOCK_K)

@@ -1,8 +1,8 @@
-"""Zeros in the rows of a matrix past the last group, where a grouped product has left what memory held.
+"""Zeros in the rows of a matrix past the last group, which a grouped product leaves uninitialized.
 
     out[m, n] = 0 where m ≥ offs[−1]
 
-Every program reads where the groups end; those without such rows store nothing.
+Every program reads the end of the last group; programs without such rows store nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ROWS, _COLUMNS = 32, 256
 
 @triton.jit
 def zero_rows_kernel(out_ptr, end_ptr, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A tile of out [M, N], row-major; end_ptr: of the last group's end, int32."""
+    """Zeroes a tile of out [M, N], row-major. end_ptr: points to the end of the last group, int32."""
     end = tl.load(end_ptr)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -26,7 +26,7 @@ def zero_rows_kernel(out_ptr, end_ptr, M, N, ROWS: tl.constexpr, COLUMNS: tl.con
 
 
 def zero_rows(out: Tensor, offs: Tensor) -> None:
-    """In place. out: contiguous [M, N]. offs: int32 [G], ends of the groups."""
+    """Zeroes rows of `out` in place. out: contiguous [M, N]. offs: int32 [G], ends of the groups."""
     m, n = out.shape
     grid = (triton.cdiv(m, _ROWS), triton.cdiv(n, _COLUMNS))
     zero_rows_kernel[grid](out, offs[-1:], m, n, ROWS=_ROWS, COLUMNS=_COLUMNS, enable_fp_fusion=True)
