@@ -18,7 +18,7 @@ from mxcompile.lowering.kernels import scale_bytes
 
 @triton.jit
 def operand(ptr, rows, K, stride, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, K_MAJOR: tl.constexpr):
-    """Returns a descriptor of codes [rows, K] for loads of [ROWS, BLOCK_K]. stride: between rows, or along K."""
+    """Returns a descriptor of codes [rows, K] for loads of [ROWS, BLOCK_K]. stride: the larger stride."""
     if K_MAJOR:
         desc = tl.make_tensor_descriptor(ptr, [rows, K], [stride, 1], [ROWS, BLOCK_K])
     else:

@@ -1,1 +1,1 @@
-"""Inductor templates of the mx operators: Triton kernels that fuse with what is around them."""
+"""Inductor templates of the mx operators: Triton kernels with fused prologues and epilogues."""

@@ -1,4 +1,4 @@
-"""Which tiles the attention over a cache runs with, and how often its keys are split."""
+"""The tiles of attention over a cache, and the number of parts of its keys."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from mxcompile.lowering.targets import Target
 
 MOST_DIMS = 256
-"""Elements of a key: rows of a tile stay in registers up to there."""
+"""Most elements of a key for which the rows of a tile stay in registers."""
 
 _LEAST_ROWS, _MOST_ROWS = 16, 64  # of a tile; a tensor core takes no fewer
 _LEAST_DIMS = 32
@@ -16,7 +16,7 @@ _PROGRAMS_PER_PROCESSOR = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionForm:
-    """How one attention runs: rows and keys of a tile, head_dim rounded up, and how many parts keys have."""
+    """How one attention runs: rows and keys of a tile, head_dim rounded up, and the number of key parts."""
 
     rows: int
     keys: int
@@ -29,7 +29,7 @@ class AttentionForm:
 
 
 def form(groups: int, rows: int, keys: int, dim: int, target: Target) -> AttentionForm:
-    """For `groups` heads of keys and values, each of `rows` queries and `keys` keys of `dim` elements."""
+    """Returns the form for `groups` key heads, each with `rows` queries and `keys` keys of `dim` elements."""
     dims = max(_LEAST_DIMS, _power_of_2(dim))
     block = min(_MOST_ROWS, max(_LEAST_ROWS, _power_of_2(rows)))
     tile = 64 if dims <= 128 and block <= 32 else 32

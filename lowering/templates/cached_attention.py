@@ -1,11 +1,11 @@
-"""Inductor template of ``mx.attention``: few queries over keys and values in MXFP8, decoded in registers.
+"""Inductor template of ``mx.attention``: few queries over MXFP8 keys and values, decoded in registers.
 
-    total[part], top[part], sum[part]   of every part of the keys, by ``lowering.kernels.cached_attention``
-    out = Σ_part total · e^(top − max top) / Σ_part sum · e^(top − max top)    a kernel of Inductor's own
+    total[part], top[part], sum[part]   for each part of the keys, by ``lowering.kernels.cached_attention``
+    out = Σ_part total · e^(top − max top) / Σ_part sum · e^(top − max top)    a generated kernel
 
-A program takes one part of one head of keys and values, and the queries of all heads that share it. For BF16
-queries; sizes may be anything, head_dim up to `attention_forms.MOST_DIMS`. Elsewhere
-`lowering.cpu.attention` says what runs.
+A program takes one part of one head of keys and values, and the queries of all heads that share it. The
+template takes BF16 queries of any sizes, with head_dim up to `attention_forms.MOST_DIMS`.
+`lowering.cpu.attention` lowers all other calls.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ from mxcompile.lowering.kernels import cached_attention
 
 @SymbolicGridFn
 def _grid(*arguments: Any, cdiv: Any) -> tuple[Any, Any, int]:
-    """Parts of every head of keys, then tiles of the queries sharing it; the result is [part, B, Q, H, D]."""
+    """Returns the parts of all heads of keys, and the tiles of the queries of a head."""
     _, batch, queries, heads, _, meta = arguments
     groups = batch * meta["KV_HEADS"]
     return groups * meta["PARTS"], cdiv(heads * queries, meta["KV_HEADS"] * meta["BLOCK_R"]), 1
@@ -113,7 +113,7 @@ def lower_attention(
     factor: float,
     fmt: str,
 ) -> ir.TensorBox:
-    """The result of the operator, [B, Q, H, D]."""
+    """Returns the result of ``mx.attention``, [B, Q, H, D]."""
     device, hint = q.get_device_or_error(), V.graph.sizevars.optimization_hint
     target = of_device(device)
     if device.type != "cuda" or target.arch is None or q.get_dtype() is not torch.bfloat16:
@@ -155,7 +155,7 @@ def lower_attention(
 
 
 def _merged(total: Any, top: Any, sum_: Any) -> Any:
-    """The parts, each under its own maximum, put together; 0 where no key takes part."""
+    """Returns the sum of the parts, each rescaled from its own maximum; 0 for queries without keys."""
     aten = torch.ops.aten
     add_dim, where = lowerings[aten.unsqueeze.default], lowerings[aten.where.self]
     multiply, total_of = lowerings[aten.mul.Tensor], lowerings[aten.sum.dim_IntList]
@@ -181,6 +181,6 @@ def _four_dims(mask: ir.TensorBox) -> ir.TensorBox:
 
 
 def _shared(mask: ir.TensorBox) -> tuple[bool, ...]:
-    """Whether sequences, heads and queries share one row of the mask."""
+    """Returns whether sequences, heads and queries share a row of the mask."""
     sizes = (1,) * (4 - len(mask.get_size())) + tuple(mask.get_size())
     return tuple(V.graph.sizevars.statically_known_equals(size, 1) for size in sizes[:3])

@@ -1,4 +1,4 @@
-"""Calls of templates: choices become Inductor's, and the chosen one a tensor."""
+"""Calls of templates, as choices of Inductor."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mxcompile.lowering.inductor import fp_fusion, winners
 from mxcompile.lowering.templates.examples import Make
 
 Tried = Iterable[tuple[Any, Mapping[str, Any]]]
-"""Templates, or kernels of a library, with the arguments to try them with."""
+"""Templates or kernels of a library, each with its arguments."""
 
 
 def choices_of(operands: Sequence[Any], layout: ir.Layout, tried: Tried) -> list[Any]:
-    """The choices for Inductor. Raises what it says against one."""
+    """Returns the choices for Inductor. Raises the error with which Inductor rejects a choice."""
     choices: list[Any] = []
     for template, arguments in tried:
         options = {"triton_meta": fp_fusion.stated()} if isinstance(template, TritonTemplate) else {}
@@ -37,9 +37,9 @@ def only(
     written: Sequence[Any] = (),
     **arguments: Any,
 ) -> ir.TensorBox:
-    """The result of `template`, to which there is no other choice.
+    """Returns the result of `template`, the only choice.
 
-    written: those of `operands` that the kernel writes; others it only reads.
+    written: the `operands` that the kernel writes. It reads all others.
     """
     arguments["mutated_inputs"] = list(written) or None
     choices = choices_of(operands, layout, [(template, arguments)])
@@ -58,12 +58,12 @@ def best(
     examples: Mapping[int, Make] | None = None,
     at_once: bool = False,
 ) -> ir.TensorBox:
-    """The result of the product called `name`, by the choice that Inductor takes (see `winners.choose`).
+    """Returns the result of the product called `name`, by the choice of Inductor (see `winners.choose`).
 
-    words: what the record says of each choice; its tile if there are none.
+    words: names of the choices in the record; if empty, their tiles.
     """
     choices = choices_of(operands, layout, tried)
     result = winners.choose(name, choices, operands, layout, words, examples=examples, at_once=at_once)
-    if len(choices) == 1 and is_heavy(V.graph.current_node):  # of several, Inductor times what it fuses
+    if len(choices) == 1 and is_heavy(V.graph.current_node):  # else Inductor times fusions
         V.graph.no_fuse_buffer_names.add(result.get_name())
     return result

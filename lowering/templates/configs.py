@@ -1,7 +1,7 @@
-"""Which tiles the templates run with on each chip: the kernels' own tables, and what autotuning adds to them.
+"""The tiles of the templates on each chip: from the chip's table, and more tiles for autotuning.
 
-A chip without a row, which only gets here if a user names another chip as the target, runs a tile that fits
-any.
+A chip without a row comes here only if a user names another chip as the target. It runs a tile that fits any
+chip.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mxcompile.lowering.chips.tiles import (
 from mxcompile.lowering.kernels.configs import chosen, tiled_configs, tiled_default
 from mxcompile.lowering.targets import Target
 
-_WARPS = 8  # an epilogue holds more than the accumulator: half of it a thread leaves room for that
+_WARPS = 8  # threads then hold half of the accumulator, which leaves registers for an epilogue
 
 _ANY = MatmulConfig(block_m=64, block_n=64, block_k=64, num_warps=4, num_stages=2)
 
@@ -35,8 +35,8 @@ _ANY = MatmulConfig(block_m=64, block_n=64, block_k=64, num_warps=4, num_stages=
 def products(target: Target, rows: int, *, gathered: bool = False) -> list[tuple[bool, MatmulConfig]]:
     """Returns tiles for a product with `rows` rows on `target`, each with whether to swap the operands.
 
-    The first is the default. Others follow it where Inductor autotunes. gathered: whether an operand has
-    to be read byte by byte.
+    The first tile is the default. More follow if Inductor autotunes. gathered: whether an operand has to be
+    read byte by byte.
     """
     choices = _products(target.tiles, rows, gathered)
     return list(choices) if autotuning() else [next(choices)]
@@ -57,9 +57,9 @@ def _products(tiles: ChipTiles, rows: int, gathered: bool) -> Iterator[tuple[boo
 
 
 def tiled_products(target: Target, m: int, n: int, k: int) -> list[TiledConfig]:
-    """The tiles of the tiled form for a product [m, k] · [k, n] that fits it; none for few rows, swapped.
+    """Returns the tiles of the tiled form for a product [m, k] · [k, n]; [] for few rows, which run swapped.
 
-    The default of its plain form first.
+    The first tile is the default without warp specialization.
     """
     row = target.tiles.scaled_mm
     tensor_memory = not isinstance(target.tiles.scaled_mm_tiled, Unsupported)
@@ -70,7 +70,7 @@ def tiled_products(target: Target, m: int, n: int, k: int) -> list[TiledConfig]:
 
 
 def tiled_groups(target: Target, average: int, m: int, n: int, k: int) -> list[TiledConfig]:
-    """The same for groups of m rows in all, `average` each; none of warps that specialise."""
+    """Returns tiles without warp specialization for groups with m rows together, and `average` rows each."""
     if not tiled_products(target, average, n, k):
         return []
     return [tile for tile in tiled_products(target, m, n, k) if not tile.warp_specialize]
@@ -83,9 +83,9 @@ def tiled_groups_of_k(
     a_strides: Sequence[Any],
     b_strides: Sequence[Any],
 ) -> list[TiledConfig]:
-    """The same for groups of K of a [M, K] · b [K, N], which the accelerator reads if no row of K is cut.
+    """Returns tiles for groups of K of a [M, K] · b [K, N]; [] unless a is M-major and b is N-major.
 
-    sizes: M, N and K. Scale tiles are of 128 elements along K, and so are steps.
+    sizes: M, N and K. Scale tiles have 128 elements along K, and so have steps.
     """
     m, n, k = sizes
     if contiguous(a_strides) != 0 or contiguous(b_strides) != 1:
@@ -97,9 +97,9 @@ def tiled_groups_of_k(
 def grouped_fits(
     a_strides: Sequence[Any], b_sizes: Sequence[Any], b_strides: Sequence[Any], tile: TiledConfig
 ) -> bool:
-    """Whether the accelerator can read a [M, K] and b [G, K, N], the matrices of b as one, in such tiles.
+    """Whether the accelerator can read a [M, K] and b [G, K, N], as one stacked matrix, in such tiles.
 
-    Sizes and strides as integers, or symbolic.
+    Sizes and strides: integers, or symbolic.
     """
     (_, k, n), (entry, *matrix) = map(_plain, (b_sizes, b_strides))
     along = contiguous(matrix)
@@ -111,14 +111,14 @@ def grouped_fits(
 
 
 def autotuning() -> bool:
-    """Whether Inductor is told to time several kernels of a product and take the fastest."""
+    """Whether Inductor times several kernels of a product and takes the fastest."""
     return bool(config.max_autotune or config.max_autotune_gemm)
 
 
 def contiguous(strides: Sequence[Any], itemsize: int = 1) -> int | None:
-    """The dimension in which a matrix is contiguous and the tensor memory accelerator can read it.
+    """Returns the contiguous dimension of a matrix that the tensor memory accelerator can read, else None.
 
-    None if it cannot: the other stride has to be a multiple of 16 bytes. strides: as integers, or symbolic.
+    The other stride has to be a multiple of 16 bytes. strides: integers, or symbolic.
     """
     plain = _plain(strides)
     for dim in (1, 0):
@@ -128,17 +128,17 @@ def contiguous(strides: Sequence[Any], itemsize: int = 1) -> int | None:
 
 
 def single(sizes: Sequence[Any]) -> bool:
-    """Whether a result has one element: Inductor stores it at a constant without a template's mask.
+    """Whether a result has one element, which a template cannot store. sizes: integers, or symbolic.
 
-    Every thread outside of the matrix then writes its zero there. sizes: as integers, or symbolic.
+    Inductor stores it at a constant address without a mask, where all other threads then write their zeros.
     """
     return all(size == 1 for size in _plain(sizes))
 
 
 def is_one_matrix(sizes: Sequence[Any], side: int) -> bool:
-    """Whether a tensor of `sizes`, its matrices one below the other, has the blocks that it has along `side`.
+    """Whether the stacked matrices of a tensor of `sizes` have the tensor's blocks along `side`.
 
-    side: −1 or −2. False for one without elements, or with one. sizes: as for `single`.
+    side: −1 or −2. False for a tensor with no or one element. sizes: as in `single`.
     """
     *batch, rows, _ = plain = _plain(sizes)
     if side not in (-1, -2) or any(size == 0 for size in plain) or single(sizes):
@@ -151,13 +151,13 @@ def _plain(sizes: Sequence[Any]) -> list[Any]:
 
 
 ALIGNMENT = 16
-"""Bytes: of the accelerator's strides, and of where a tensor starts."""
+"""Bytes to which the accelerator's strides and the start of a tensor are aligned."""
 
 WORD = 4
-"""Elements: rows that do not start at a multiple of this are read and written one by one."""
+"""Elements. Rows that do not start at a multiple of WORD are read and written element by element."""
 
 
-_PER_THREAD = 64  # elements: a producer computed in the same registers needs as many again
+_PER_THREAD = 64  # elements; a producer in the same registers needs as many again
 
 
 _OF_TWO = TileConfig(block_m=32, block_n=128, num_warps=1)
@@ -169,7 +169,7 @@ _LIGHT = frozenset(
         "eq", "ne", "relu", "exp", "sigmoid", "rsqrt", "sqrt", "square", "reciprocal",
     }
 )  # fmt: skip
-"""Inductor's operators that take a few instructions. A function of libdevice takes registers for its own."""
+"""Inductor's operators that take a few instructions. A function of libdevice takes registers of its own."""
 
 
 def light(used: Iterable[str]) -> bool:
@@ -178,9 +178,10 @@ def light(used: Iterable[str]) -> bool:
 
 
 def cast(target: Target, layout: str, *, packed: bool = False) -> TileConfig:
-    """The tile of a cast in `layout`, "rowwise", "columnwise", "both" or "two", with room for its producer.
+    """Returns the tile of a cast in `layout`, with registers for its producer.
 
-    packed: whether two elements share a register, and the producer is light.
+    layout: "rowwise", "columnwise", "both" or "two". packed: whether two elements share a register, and the
+    producer is light.
     """
     if layout == "two":
         return _OF_TWO if packed else replace(_OF_TWO, block_n=64, num_warps=2)
@@ -190,10 +191,10 @@ def cast(target: Target, layout: str, *, packed: bool = False) -> TileConfig:
 
 
 def operand_cast(target: Target, sources: int, *, packed: bool, gathered: bool) -> TileConfig:
-    """The tile of what emulated products read, of so many matrices: a warp has whole blocks both ways.
+    """Returns the tile of the casts of an emulated product: a warp has whole blocks in both directions.
 
-    packed: whether two elements share a register, and the producers are light. gathered: whether rows start
-    anywhere, so that elements have addresses of their own.
+    sources: number of matrices. packed: whether two elements share a register, and the producers are light.
+    gathered: whether rows start anywhere, so that elements have addresses of their own.
     """
     halvings = (sources > 1 and not packed and target.max_registers < 512) + gathered
     return TileConfig(block_m=32, block_n=max(32, 2 * target.warp_size >> halvings), num_warps=1)

@@ -1,11 +1,11 @@
-"""Which kernel computes a product that nobody has timed: one table; the first row that holds, its reason.
+"""The kernel of a product that is not timed: the first row of a table that holds, with its reason.
 
-    kind of product, its elements, what holds of it  →  form
+    kind of product, its elements, a condition  →  form
 
-A form that cannot run a product is passed over: the vendor's and the persistent one want aligned operands,
-the pointer form nothing. Where Inductor is told to time kernels (``mode="max-autotune"``) all forms compete
-and the table decides nothing. Nothing here was timed on the chips it is for: rows rest on what others have
-published and on `mxcompile.offline.estimate`, and a measurement replaces them.
+The table skips forms that cannot run a product: the vendor's form and the persistent form need aligned
+operands, the pointer form runs all. If Inductor times kernels (``mode="max-autotune"``), all forms compete
+without the table. No row was timed on its chip: rows rest on published measurements and on
+`mxcompile.offline.estimate`, until measurements replace them.
 
 Sources: cuBLAS and Triton's block-scaled products of 8192³ on a B200, triton-lang/triton #9044 and #9697;
 experts on a B200, the README of torchao's ``prototype/moe_training``; NVFP4 on an RTX 5090, vllm-project/vllm
@@ -22,7 +22,7 @@ from mxcompile.lowering.chips.tiles import TiledConfig
 from mxcompile.lowering.targets import Target
 
 VENDOR, SPECIALIZED, PERSISTENT, POINTERS = "vendor", "specialized", "persistent", "pointers"
-"""Forms: a library's; ours by the tensor memory accelerator, with warps that specialise or without; ours."""
+"""Forms: a library's; ours with TMA, with warp specialization or without; ours with pointers."""
 
 ALL = frozenset({VENDOR, SPECIALIZED, PERSISTENT, POINTERS})
 
@@ -40,8 +40,8 @@ DENSE, BATCHED, ROWS, ALONG_K = "dense", "batched", "groups of rows", "groups of
 class MXProduct:
     """A product of MX operands.
 
-    precision: of its operands. m, n, k: of a matrix; of groups of all rows, or all of K. groups: how many
-    results there are. epilogue: whether its kernel computes what is behind it (see `graph.epilogue`).
+    precision: format of its operands. m, n, k: sizes of a matrix, or of all groups together. groups:
+    number of results. epilogue: whether the kernel has a fused epilogue (see `graph.epilogue`).
     """
 
     kind: str
@@ -53,7 +53,7 @@ class MXProduct:
     epilogue: bool = False
 
     def is_large(self, target: Target) -> bool:
-        """Whether every processor gets two of the tiles that the persistent form computes, or more."""
+        """Whether every processor gets two tiles of the persistent form, or more."""
         along_k = self.groups if self.kind == ALONG_K else 1
         return along_k * self.m * self.n >= 2 * target.processors * _TILE
 
@@ -61,16 +61,16 @@ class MXProduct:
 _TILE = 128 * 128
 
 _LONG_K = 4096
-"""From here on a library's product and another kernel behind it take less time than ours with an epilogue.
+"""From this K on, a library's product and a second kernel are faster than our product with an epilogue.
 
-Ours of 128×128 needs 4.1 cycles of shared memory for each k, which the matrix units need 2.0 of: it reaches
-at most 0.48 of the data sheet's rate. The library's reaches 0.60, and then 4 bytes an element of the result
-are written and read again, at 0.78 of the memory's rate.
+For each k, our tile of 128×128 takes 4.1 cycles of shared memory, but 2.0 cycles of the matrix units, so it
+reaches at most 0.48 of the data sheet's rate. The library reaches 0.60, and then writes and reads 4 bytes an
+element of the result, at 0.78 of the memory's rate.
 """
 
 
 def precision_of(forms: Sequence[Format]) -> str:
-    """The precision of a product of packed operands in `forms`, or of FP8 ones, which have none."""
+    """Returns the precision of a product of packed operands in `forms`; MXFP8 if there are none."""
     if not forms:
         return MXFP8
     return NVFP4 if forms[0].two_level else MXFP4
@@ -78,7 +78,7 @@ def precision_of(forms: Sequence[Format]) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableRow:
-    """precisions: of operands. holds: of which products, when: the same in words. form, reason: for these."""
+    """The form of products of a kind and of `precisions` for which `holds`. when: the condition in words."""
 
     kind: str
     when: str
@@ -225,7 +225,7 @@ TABLE = (
         reason="reads any strides and starts, and masks what is not a group's",
     ),
 )
-"""Chips without tensor memory have the pointer form alone, and a library's of NVFP4."""
+"""Chips without tensor memory run only the pointer form, and the library's form of NVFP4."""
 
 
 def forms(tiles: Sequence[TiledConfig]) -> set[str]:
@@ -235,7 +235,7 @@ def forms(tiles: Sequence[TiledConfig]) -> set[str]:
 
 
 def tile_of(form: str, tiles: Sequence[TiledConfig]) -> list[TiledConfig]:
-    """The first of `tiles` that is for `form`, of any if none is; none for other forms than ours by TMA."""
+    """Returns the first of `tiles` for `form`, else the first tile; [] for forms without the accelerator."""
     if form not in (SPECIALIZED, PERSISTENT):
         return []
     fitting = [tile for tile in tiles if tile.warp_specialize == (form == SPECIALIZED)]
@@ -243,7 +243,7 @@ def tile_of(form: str, tiles: Sequence[TiledConfig]) -> list[TiledConfig]:
 
 
 def default(product: MXProduct, target: Target, runs: Collection[str]) -> TableRow:
-    """The row that decides `product` on `target`. runs: forms that can compute it, pointers at least."""
+    """Returns the row that decides `product` on `target`. runs: forms that can compute it."""
     return next(
         row
         for row in TABLE

@@ -1,12 +1,12 @@
-"""Operands on which products are timed: as real ones are.
+"""Operands on which Inductor times products, with values as in training.
 
-Inductor fills integers with zeros. Scale bytes of 0 make products of zeros, for which matrix units draw less
-power and run at higher clocks than for others; and where the ends of groups are 0 too no tile does anything,
-and what is timed is nothing. Here codes fill the range of their format, scales lie within 2⁻¹² and 2⁻¹ (of
-E4M3, within 176 and 448), groups are uneven, as routers make them, and end where the operand does.
+Inductor fills integers with zeros. With scale bytes of 0 all products are 0, for which matrix units draw less
+power and run at higher clocks. If the ends of groups are 0 too, no tile has work. Here codes fill the range
+of their format, scales lie within 2⁻¹² and 2⁻¹ (E4M3: 176 and 448), groups are uneven, as routers make them,
+and end where the operand ends.
 
-`winners.choose` brings them to where choices are timed alone, `ProductKernel` to where they are timed with
-what is fused behind them, in a module of its own that makes its arguments itself.
+`winners.choose` uses them for choices that are timed alone. Choices with a fused epilogue are timed in a
+generated module that makes its own arguments, which `ProductKernel` changes.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from mxcompile.lowering.templates.coding import Coding
 Make = Callable[[ir.Buffer], Tensor]
 
 _LOWEST, _HIGHEST = 115, 126
-"""Scale bytes, of both types."""
+"""Range of scale bytes, for E8M0 and E4M3."""
 
 
 class ProductKernel(TritonTemplateKernel):
-    """A kernel of a product, which is timed on scales that are not 0."""
+    """A kernel of a product, which Inductor times on scales other than 0."""
 
     def codegen_kernel_benchmark(self, *args: Any, **kwargs: Any) -> Any:
-        """The functions that time it, as Inductor writes them; arrays of bytes are scales or packed codes."""
+        """Returns Inductor's code that times the kernel, with random bytes as scales and packed codes."""
         call, end = "dtype=torch.uint8)", f".random_({_LOWEST}, {_HIGHEST + 1})"
         written = super().codegen_kernel_benchmark(*args, **kwargs)
         return written.map(lambda line: line + end if str(line).endswith(call) else line)
@@ -46,14 +46,14 @@ def dense(operands: Sequence[Any], coding: Coding) -> dict[int, Make]:
 
 
 def stored(operands: Sequence[Any]) -> dict[int, Make]:
-    """Returns makers of the examples of b and its scale, behind an operand that is not cast yet."""
+    """Returns makers of the examples of b and its scale, by position. Operand 0 is not cast yet."""
     return dict.fromkeys(range(1, len(operands[:3])), _side)
 
 
 def grouped(operands: Sequence[Any], length: Any, coding: Coding) -> dict[int, Make]:
     """Returns the maker of each operand's example, by its position.
 
-    operands: a, its scale, b, its scale, ends of the groups. length: of the dimension that is grouped.
+    operands: a, its scale, b, its scale, ends of the groups. length: size of the grouped dimension.
     """
     total = V.graph.sizevars.optimization_hint(length)
     return {**dense(operands, coding), len(operands) - 1: lambda node: _ends(node, total)}

@@ -1,4 +1,4 @@
-"""Which tiles the fused cast and product is tried with (see `fused_quantize_mm`)."""
+"""The tiles of the fused cast and product (see `fused_quantize_mm`)."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from mxcompile.lowering.targets import Target
 from mxcompile.lowering.templates.configs import autotuning
 
 NARROW = 1024
-"""Most columns for which many rows are tried: 8 tiles of 128, so often is each row quantized; 16 of 64."""
+"""Most columns for which many rows are tried. Each row is quantized for all 8 tiles of 128, or 16 of 64."""
 
 Choices = list[tuple[bool, MatmulConfig]]
 
 
 def tiles(target: Target, rows: int, columns: int) -> Choices:
-    """Whether to swap the operands, and the tile, of each form worth trying on `target`.
+    """Returns whether to swap the operands, and the tile, of each form to try on `target`.
 
-    For a product with `rows` rows and `columns` columns; one where nothing is timed, none where the cast of
-    its own is better.
+    rows, columns: sizes of the product. The result has one form without autotuning, and none if a separate
+    cast is better.
     """
     row = target.tiles.fused_quantize_mm
     if isinstance(row, Unsupported):

@@ -1,18 +1,18 @@
-"""Inductor template that puts the scales of grouped products into the tiles that they are read in.
+"""Inductor template that copies the scales of grouped products into the tiles that the product reads.
 
     scale[rows, blocks], groups of rows   →   tiles of each group, its rows padded to whole tiles, one group
-                                              after the other; rows past the last are a group too
+                                              after the other; rows past the last group are a group too
     scale[rows, blocks], groups of K      →   rows of tiles, each group's blocks padded to whole tiles, one
                                               group after the other
     scale[G, rows, blocks]                →   tiles of each matrix
 
-Row t of the result is a row of tiles, 128 rows of the operand, as ``formats.scale_tiles`` lays them out; what
-is padded is 0. How many rows of tiles there are does not depend on where the groups end: ⌈rows / 128⌉ + G, as
-`scaled_grouped_mm` counts its tiles, so tile t of the product reads row t. Nor how wide a row is whose groups
-are of K: ⌈blocks / 4⌉ + 2 G, since a group has part of a tile at its end, and the block that it shares.
+Row t of the result is a row of tiles, for 128 rows of the operand, as in ``formats.scale_tiles``; padding is
+0. The number of rows does not depend on where groups end: it is ⌈rows / 128⌉ + G, the number of tiles in
+`scaled_grouped_mm`, and tile t of the product reads row t. For groups of K the number of tiles in a row does
+not either: it is ⌈blocks / 4⌉ + 2 G, since a group may end with part of a tile and with a shared block.
 
-A kernel of its own, unlike a matrix's scales, which the cast writes in tiles: where a group's tiles begin is
-known to the product alone. It moves a sixteenth of a byte for each element, of the cast's three to four.
+A separate kernel does it, because only the product has the ends of groups, where tiles begin. For a matrix
+the cast writes tiles. The kernel moves 1/16 byte for each element, the cast 3 to 4 bytes.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ from mxcompile.lowering.kernels import scaled_tile
 """
 
 _BYTES = 512
-"""Of one program: a tile, which is one group's."""
+"""Bytes for each program: a tile, which belongs to one group."""
 
 
 @SymbolicGridFn
@@ -84,24 +84,24 @@ def _grid(tiles: Any, width: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[A
 TEMPLATE = TritonTemplate(name="mx_tile_scales", grid=_grid, source=_SOURCE)
 
 _MADE: WeakKeyDictionary[Any, dict[tuple[str, ...], ir.TensorBox]] = WeakKeyDictionary()
-"""By Inductor's graph, then by what was read: layers that read one activation share its tiles."""
+"""By Inductor's graph, then by operands: layers that read the same activation share its tiles."""
 
 
 def of_groups(scale: Any, offs: Any, groups: int) -> ir.TensorBox:
-    """Tiles, uint8 [⌈rows / 128⌉ + groups, ⌈blocks / 4⌉ · 512], of a realized scale [rows, blocks]."""
+    """Returns tiles [⌈rows / 128⌉ + groups, ⌈blocks / 4⌉ · 512], uint8, of realized [rows, blocks]."""
     rows, blocks = scale.get_size()
     return _tiled([scale, offs], CeilDiv(rows, TILE_ROWS) + groups, CeilDiv(blocks, TILE_BLOCKS))
 
 
 def of_groups_of_k(scale: Any, offs: Any, groups: int) -> ir.TensorBox:
-    """Tiles, uint8 [⌈rows / 128⌉, (⌈blocks / 4⌉ + 2 · groups) · 512], of a realized scale [rows, blocks]."""
+    """Returns tiles [⌈rows / 128⌉, (⌈blocks / 4⌉ + 2 · groups) · 512], uint8, of realized [rows, blocks]."""
     rows, blocks = scale.get_size()
     across = CeilDiv(blocks, TILE_BLOCKS) + 2 * groups
     return _tiled([scale, offs], CeilDiv(rows, TILE_ROWS), across, along_k=True)
 
 
 def of_matrices(scale: Any) -> ir.TensorBox:
-    """Tiles, uint8 [G · ⌈rows / 128⌉, ⌈blocks / 4⌉ · 512], of a realized scale [G, rows, blocks]."""
+    """Returns tiles [G · ⌈rows / 128⌉, ⌈blocks / 4⌉ · 512], uint8, of realized [G, rows, blocks]."""
     matrices, rows, blocks = scale.get_size()
     return _tiled([scale], matrices * CeilDiv(rows, TILE_ROWS), CeilDiv(blocks, TILE_BLOCKS))
 

@@ -1,4 +1,4 @@
-"""Which chips cast BF16 two elements a register, as `kernels.packed` does."""
+"""Whether a chip casts BF16 with two elements in a register, as `kernels.packed` does."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from functools import cache
 
 from mxcompile.lowering.targets import Target
 
-_PTX = (9, 1)  # the first whose conversion to FP8 reads BF16: that of CUDA 13.1, in Triton from 3.7 on
+_PTX = (9, 1)  # the first version that converts BF16 to FP8: CUDA 13.1, in Triton from 3.7 on
 
 
 @cache
 def converts(target: Target) -> bool:
-    """Whether `target` converts pairs of BF16 to FP8, and the assembler of the installed Triton knows how."""
+    """Whether `target` converts pairs of BF16 to FP8, and the installed Triton's assembler supports it."""
     if not isinstance(target.arch, int) or target.arch < 100:
         return False
     try:
@@ -19,9 +19,9 @@ def converts(target: Target) -> bool:
 
         return bool(ptx_get_version(get_ptxas(target.arch).version) >= 10 * _PTX[0] + _PTX[1])
     except (ImportError, AttributeError, TypeError, RuntimeError):
-        return False  # no Triton, or one that names them otherwise: `kernels.tiles` serves
+        return False  # no Triton, or one with other names: `kernels.tiles` casts
 
 
 def calculates(target: Target) -> bool:
-    """Whether `target` calculates in pairs of BF16 and of 16-bit integers."""
+    """Whether `target` has arithmetic on pairs of BF16 and on pairs of 16-bit integers."""
     return isinstance(target.arch, int) and target.arch >= 90

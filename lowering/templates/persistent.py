@@ -1,8 +1,8 @@
-"""The part of templates whose programs walk over tiles that the tensor memory accelerator loads.
+"""Source of persistent templates, whose programs loop over tiles that the tensor memory accelerator loads.
 
-A template's own part makes the descriptors and chooses, for each tile, where it begins: `kernels.tma_tile`
-computes it, `PARTS` takes it apart into 2^HALVINGS parts of its columns, which bounds the registers that an
-epilogue takes, and `STORE` hands each to Inductor, with what is fused behind.
+A template makes the descriptors and chooses where each tile begins. `kernels.tma_tile` computes the tile.
+`PARTS` splits it into 2^HALVINGS parts of its columns, which bounds the registers of an epilogue. `STORE`
+passes each part to Inductor, which adds the epilogue.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ PARTS = r"""
             mask = (idx_m < end_m) & (idx_n < N)
             columns = parts[part]
 """
-"""Source. Before it: acc; row, where the tile begins, and end_m; pid_n; N; WIDTH of a part. After it, in its
-loop: columns, FP32, and idx_m, idx_n, mask, to store them with."""
+"""Source. Reads acc; row, where the tile begins, and end_m; pid_n; N; WIDTH of a part. Defines, in its loop,
+columns, FP32, and idx_m, idx_n, mask, to store them."""
 
 STORE = r"""
             {{store_output(INDICES, "columns", "mask", indent_width=12, val_shape=("BLOCK_M", "WIDTH"))}}
 """
-"""Source: a part goes where INDICES say, names of an index for each dimension of the result."""
+"""Source: stores a part. INDICES: name of an index for each dimension of the result."""
 
 
 class _Kernel(ProductKernel):
-    """A kernel that makes descriptors, whose launch needs an allocator in the context it runs in."""
+    """A kernel that makes descriptors. Its launch needs an allocator in the context that runs it."""
 
     def call_kernel(self, *args: Any, **keywords: Any) -> None:
-        """Write the launch, with the allocator provided in front; the C++ wrapper brings its own."""
+        """Writes the launch behind a call that sets the allocator; the C++ wrapper has its own allocator."""
         if not V.graph.cpp_wrapper:
             V.graph.wrapper_code.add_import_once(f"from {scratch.__name__} import provide as provide_scratch")
             V.graph.wrapper_code.writeline("provide_scratch()")
@@ -53,14 +53,14 @@ class Descriptors(TritonTemplate):
 
 
 def starts_aligned(operand: Any) -> bool:
-    """Whether the accelerator can read from where `operand`, realized, starts."""
+    """Whether `operand`, realized, starts at an address that the accelerator can read."""
     if operand.get_name() in V.graph.unaligned_buffers:
         return False
     return bool(V.graph.sizevars.statically_known_multiple_of(operand.get_layout().offset, configs.ALIGNMENT))
 
 
 def arguments(tile: TiledConfig) -> dict[str, Any]:
-    """The arguments of these templates for `tile`."""
+    """Returns the arguments of persistent templates for `tile`."""
     return {
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,

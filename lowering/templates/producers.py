@@ -1,13 +1,13 @@
-"""The code of a cast's producer: Inductor's, with cheaper operators that give the same values.
+"""Replaces operators in the prologue of a cast, which Inductor generates, with cheaper operators.
 
     a row's statistic, a column's weight      loaded once a row or column, and broadcast
     1 / (1 + exp(−x)) before BF16             the chip's approximations (`lowering.kernels.packed.sigmoid`)
     the larger or smaller of two values       a comparison, on NVIDIA's chips (see `lowering.kernels.tiles`)
 
-Inductor indexes all that a prologue reads with the whole tile. Triton then loads a row's statistic along
-the rows, in a layout of its own, and moves it to that of the tile through shared memory. A column's weight
-stays indexed so in FP8 casts, whose rows lie in another order: one of a column alone would be moved there.
-These are rewrites of the generated text. Where one of the first two finds nothing, code is right, and slower.
+Inductor indexes all loads of a prologue with the whole tile. Triton then loads a row's statistic along the
+rows, in another layout, and converts it to the tile's layout through shared memory. In FP8 casts, whose rows
+are permuted, a column's weight keeps the index of the whole tile: a load by columns would be converted there.
+All are rewrites of the generated text. Where the first or second does not match, code is right, but slower.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _EXTREME = re.compile(
 
 
 class Producing(TritonTemplateKernel):
-    """A kernel of a cast with cheaper operators before it."""
+    """A kernel of a cast with cheaper operators in its prologue."""
 
     def render(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the rendered template. Its text is rewritten once the last hole in it is filled."""
@@ -50,20 +50,20 @@ class Producing(TritonTemplateKernel):
         return rendered
 
     def rewritten(self, source: str) -> str:
-        """Returns the text of the kernel for `source`, the text that Inductor made."""
+        """Returns the text of the kernel for `source`, the text that Inductor generated."""
         on_nvidia = isinstance(of_device(self.output_node.get_device_or_error()).arch, int)
         source = narrowed(compared(source) if on_nvidia else source)
         return approximated(source) if "    PACKED : tl.constexpr = True" in source else source
 
 
 class ProducingTemplate(TritonTemplate):
-    """A template of casts with cheaper operators before them."""
+    """A template of casts with cheaper operators in their prologues."""
 
     kernel_type = Producing
 
 
 def compared(source: str) -> str:
-    """`source` with `tiles.larger` and `tiles.smaller` for the operators of Triton and Inductor."""
+    """Returns `source` with `tiles.larger` and `tiles.smaller` for the operators of Triton and Inductor."""
 
     def one(extreme: re.Match[str]) -> str:
         word, operands = extreme[1] or extreme[3], extreme[2] or extreme[4]
@@ -73,9 +73,9 @@ def compared(source: str) -> str:
 
 
 def narrowed(source: str) -> str:
-    """Loads by rows or by columns alone, [BLOCK_M, 1] or [1, BLOCK_N], of those that `source` broadcasts.
+    """Returns `source` with loads [BLOCK_M, 1] and [1, BLOCK_N] for loads of whole tiles that repeat a value.
 
-    By columns only in a template that has their mask.
+    Loads by columns are narrowed only in a template that has their mask.
     """
 
     def one(load: re.Match[str]) -> str:
@@ -90,10 +90,10 @@ def narrowed(source: str) -> str:
 
 
 def approximated(source: str) -> str:
-    """`source` with the sigmoids before its cast, alone or in x · sigmoid(x), by `packed.sigmoid`.
+    """Returns `source` with `packed.sigmoid` for sigmoids before its cast, alone or in x · sigmoid(x).
 
-    And with values rounded to BF16 by twos. A value that is stored behind the cast may be FP32, and stays as
-    it is.
+    Values before the cast are also rounded to BF16 in pairs. Code behind the cast may store FP32 values, and
+    stays as it is.
     """
 
     def one(silu: re.Match[str]) -> str:
@@ -116,10 +116,10 @@ _FEW_READS = 4
 
 
 def leaves_room(source: Any) -> bool:
-    """Whether the producer of `source` leaves the registers that packed casts take, if it has one.
+    """Whether the producer of `source`, if there is one, leaves the registers that packed casts take.
 
-    A producer that calls a library takes registers for it. So does one that is computed by heads and reads
-    many tensors, for their addresses.
+    A producer that calls a library takes registers for the call. A producer that is computed by heads and
+    reads many tensors takes registers for their addresses.
     """
     columns = source.get_size()[-1]
     while source is not None and not isinstance(source, ir.Pointwise):

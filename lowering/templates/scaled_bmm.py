@@ -1,9 +1,9 @@
-"""Inductor template of ``mx.matmul`` for batches: one grid, a product of two MX matrices for each entry.
+"""Inductor template of ``mx.matmul`` for batches: one grid with a product of MX matrices for each entry.
 
     out[q] = epilogue(round(a[q] · b[q] (+ bias[q])))             FP32 accumulation, one rounding
 
-Operands are read where they are, K-major or MN-major, with any strides; an operand or a bias that all entries
-share has stride 0 and is not copied. Scales are row-major bytes. Packed FP4 operands too (see `coding`).
+Operands are read in place, K-major or MN-major, with any strides; an operand or a bias that all entries share
+has stride 0 and is not copied. Scales are row-major bytes. Operands may be packed FP4 (see `coding`).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _EXPAND = lowerings[torch.ops.aten.expand.default]
 def lower(
     sides: Sequence[ir.TensorBox], bias: ir.TensorBox | None, out_dtype: torch.dtype, coding: Coding
 ) -> ir.TensorBox:
-    """The products a [Q, M, K] · b [Q or 1, K, N] or [K, N] (+ bias, any shape that broadcasts to them).
+    """Returns the products a [Q, M, K] · b [Q or 1, K, N] or [K, N] (+ bias, which broadcasts to them).
 
     sides: a, its scale, b, its scale.
     """

@@ -1,15 +1,15 @@
-"""Inductor templates of ``mx.grouped_matmul``: one grid for all groups, whose ends are read on the device.
+"""Inductor templates of ``mx.grouped_matmul``: one grid for all groups, whose ends the kernel reads.
 
     groups of rows    out[m] = a[m] · b[g]          where offs[g−1] ≤ m < offs[g]; 0 past the last group
     groups of K       out[g] = Σ_k a[:, k] · b[k]   where offs[g−1] ≤ k < offs[g]; 0 for an empty group
 
-Groups of columns are groups of rows of the transposed product. Of rows there are at most ⌈M / BLOCK_M⌉ + G
-tiles, whatever the groups are, those past the last group among them: that is the grid, and programs without a
-tile do nothing. Along K the blocks of 32 are those of the whole operand: a group reads the scales of the
-blocks it shares with its neighbours and masks their elements. Accumulation is FP32, scales are row-major.
+Groups of columns are groups of rows of the transposed product. Rows have at most ⌈M / BLOCK_M⌉ + G tiles,
+including rows past the last group, for any groups. The grid has as many; programs without a tile do nothing.
+Along K, blocks of 32 are counted over the whole operand: a group reads the scales of the blocks it shares
+with its neighbours, and masks its neighbours' elements. Accumulation is FP32, scales are row-major.
 
-Groups of many rows, or long ones of K, on chips with tensor memory go to `scaled_grouped_mm_tiled`, whose
-scales are tiled first.
+On chips with tensor memory, groups of many rows and long groups of K run in `scaled_grouped_mm_tiled`, which
+reads tiled scales.
 """
 
 from __future__ import annotations
@@ -152,9 +152,9 @@ def lower_grouped_matmul(
     format_b: str,
     tensors: Sequence[ir.TensorBox] | None = None,
 ) -> ir.TensorBox:
-    """The products of all groups, in any form of the operator, for what `graph.native` has left."""
+    """Returns the products of all groups, for operators that `graph.native` left in the graph."""
     size = [a.get_size()[-2], b.get_size()[-1]]
-    if len(a.get_size()) == len(b.get_size()):  # of groups of K, and of batches
+    if len(a.get_size()) == len(b.get_size()):  # groups of K, and batches
         size = [offs.get_size()[0], *size]
     return lower([a, scale_a, b, scale_b], offs, out_dtype, Coding.of(a, b, format_a, tensors, size))
 
@@ -162,7 +162,7 @@ def lower_grouped_matmul(
 def lower(
     sides: list[ir.TensorBox], offs: ir.TensorBox, out_dtype: torch.dtype, coding: Coding
 ) -> ir.TensorBox:
-    """The products of all groups of operands in `coding`. sides: a, its scale, b, its scale."""
+    """Returns the products of all groups of operands in `coding`. sides: a, its scale, b, its scale."""
     a, scale_a, b, scale_b = sides
     match len(a.get_size()), len(b.get_size()):
         case 2, 2:
@@ -182,7 +182,7 @@ _SWAPPED = {2: [1, 0], 3: [0, 2, 1]}
 def _groups_of_rows(
     sides: list[ir.TensorBox], offs: ir.TensorBox, out_dtype: torch.dtype, coding: Coding, *, columns: bool
 ) -> ir.TensorBox:
-    """The groups of rows of a [M, K] · b [G, K, N], as [M, N], or transposed, [N, M], if `columns`."""
+    """Returns the products of groups of rows, a [M, K] · b [G, K, N], as [M, N], or [N, M] if `columns`."""
     operands = [realize_inputs(side) for side in (*sides, offs)]
     m, (groups, _, n) = operands[0].get_size()[0], operands[2].get_size()
     layout = ir.FixedLayout(offs.get_device_or_error(), out_dtype, [n, m] if columns else [m, n])
@@ -206,7 +206,7 @@ def _groups_of_rows(
 def _tiled(
     operands: list[Any], layout: ir.Layout, tiles: list[TiledConfig], coding: Coding, *, columns: bool
 ) -> ir.TensorBox:
-    """The groups of rows in one of `tiles` or by the vendor, as `defaults` says; autotuned, all compete."""
+    """Returns the products of groups of rows in the form of `defaults`; if autotuning, all compete."""
     a, scale_a, b, scale_b, offs = operands
     groups = int(b.get_size()[0])
     boxed = ir.TensorBox(scale_b) if isinstance(scale_b, ir.StorageBox) else ir.TensorBox.create(scale_b)
@@ -229,7 +229,7 @@ def _tiled(
 def _default(
     sides: list[Any], layout: ir.Layout, tiles: list[TiledConfig], coding: Coding, *, library: bool
 ) -> str:
-    """The form that runs groups of rows unmeasured. library: whether the vendor's can."""
+    """Returns the form that runs groups of rows without timing. library: whether the vendor's can run."""
     a, _, b, *_ = sides
     m, k, n = map(V.graph.sizevars.optimization_hint, (*a.get_size(), b.get_size()[2]))
     fused = has_epilogue(V.graph.current_node)
@@ -243,7 +243,7 @@ def _default(
 def _tried(
     template: TritonTemplate, tiles: list[TiledConfig], groups: int, coding: Coding, **keywords: bool
 ) -> list[tuple[Any, dict[str, Any]]]:
-    """`template` with each of `tiles`."""
+    """Returns `template` with the arguments for each of `tiles`."""
     shared = {**coding.arguments, "BIASED": False, **keywords}
     return [(template, scaled_grouped_mm_tiled.arguments(tile, groups) | shared) for tile in tiles]
 
@@ -251,7 +251,7 @@ def _tried(
 def _groups_of_k(
     sides: list[ir.TensorBox], offs: ir.TensorBox, out_dtype: torch.dtype, coding: Coding
 ) -> ir.TensorBox:
-    """The groups of K of a [M, K] · b [K, N], as [G, M, N]."""
+    """Returns the products of groups of K, a [M, K] · b [K, N], as [G, M, N]."""
     operands = [realize_inputs(side) for side in (*sides, offs)]
     a, scale_a, b, _, ends = operands
     (m, k), n, groups = a.get_size(), b.get_size()[1], int(offs.get_size()[0])

@@ -3,17 +3,17 @@
     groups of rows    out[m] = a[m] · b[g]          where offs[g−1] ≤ m < offs[g]; 0 past the last group
     groups of K       out[g] = Σ_k a[:, k] · b[k]   where offs[g−1] ≤ k < offs[g]; 0 for an empty group
 
-Persistent, a program per multiprocessor, as `scaled_mm_tiled`; scales come in the tiles of each group, which
-`group_scales` makes. A tile of rows begins at any row, and what it reads past its group's end are rows that
-it does not store. The accelerator fills with zeros what lies outside of `a`, and of `b`, whose matrices are
-one below the other, what is past K if it is K-major; else K must be whole steps.
+Persistent, with a program per multiprocessor, as `scaled_mm_tiled`. `group_scales` makes tiles of the scales
+of each group. A tile of rows begins at any row; it reads rows past its group's end, but does not store them.
+The accelerator reads zeros outside of `a` and `b`. The matrices of `b` are stacked: K-major, they have zeros
+past K; N-major, the next matrix follows, and K must be whole steps.
 
-Along K a group may begin and end inside blocks of 32 that it shares. Its descriptors have its rows alone, and
-steps begin with the block that it begins in, so in front of the first row and past the last one the
-accelerator fills with zeros what is not the group's. Rows are then the outer dimension: both operands
-are contiguous along M and N, as the columnwise casts that wgrad reads are.
+Along K a group may begin and end inside blocks of 32 that it shares. Its descriptors cover its rows alone,
+and its steps begin at its first block's start, so that the accelerator reads zeros before the group's first
+row and past its last row. Rows are then the outer dimension: both operands are contiguous along M and N, as
+the columnwise casts that wgrad reads are.
 
-Wants what `tiles` and `k_tiles` say; the pointer form of ``templates.scaled_grouped_mm`` takes the rest.
+`tiles` and `k_tiles` check conditions; ``templates.scaled_grouped_mm`` runs all other products with pointers.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ K_TEMPLATE = Descriptors(name="mx_scaled_grouped_mm_k_tiled", grid=_k_grid, sour
 
 
 def arguments(tile: TiledConfig, groups: int) -> dict[str, Any]:
-    """Returns the arguments of both templates for `tile`, beside those of a coding."""
+    """Returns the arguments of both templates for `tile`, except a coding's."""
     return {
         **persistent.arguments(tile),
         "NUM_GROUPS": groups,
@@ -147,7 +147,7 @@ def arguments(tile: TiledConfig, groups: int) -> dict[str, Any]:
 
 
 def majorness(a: Any, b: Any) -> dict[str, bool]:
-    """Returns further arguments of the template of groups of rows, but COLUMNS; a is [M, K], b [G, K, N]."""
+    """Returns the majorness arguments of `ROWS_TEMPLATE`. a: [M, K]. b: [G, K, N]."""
     return {
         "A_K_MAJOR": configs.contiguous(a.get_stride()) == 1,
         "B_K_MAJOR": configs.contiguous(b.get_stride()[1:]) == 0,
@@ -155,7 +155,7 @@ def majorness(a: Any, b: Any) -> dict[str, bool]:
 
 
 def tiles(target: Any, operands: Sequence[Any], rows: Any) -> list[TiledConfig]:
-    """The tiles to try, the default first; none where the pointer form is to run it. rows: of a group."""
+    """Returns the tiles to try, the default first; [] if the pointer form runs. rows: rows of a group."""
     a, _, b, *_ = operands
     if not all(map(persistent.starts_aligned, (a, b))):
         return []
@@ -167,7 +167,7 @@ def tiles(target: Any, operands: Sequence[Any], rows: Any) -> list[TiledConfig]:
 
 
 def k_tiles(target: Any, operands: Sequence[Any], groups: int) -> list[TiledConfig]:
-    """The same of groups of K of a [M, K] · b [K, N]."""
+    """Returns the tiles to try for groups of K of a [M, K] · b [K, N]; [] as in `tiles`."""
     a, _, b, *_ = operands
     if not all(map(persistent.starts_aligned, (a, b))):
         return []

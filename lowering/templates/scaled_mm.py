@@ -1,14 +1,14 @@
-"""Inductor template of ``mx.matmul``: Triton's block-scaled dot, with whatever follows fused behind it.
+"""Inductor template of ``mx.matmul``: Triton's block-scaled dot with a fused epilogue.
 
     acc[m, n] = Σ_k a[m, k] · 2^(sa[m, k/32] − 127) · b[k, n] · 2^(sb[k/32, n] − 127)  (+ bias[n])    in FP32
     out       = epilogue(round(acc))              activation, residual, gate, cast: Inductor's own, fused
 
-Operands are read where they are: each may be K-major or MN-major, scales row-major or tiled, no copy is
-transposed or swizzled. Past the end of K codes and scale bytes read as 0, which adds nothing whatever the
-memory there holds. Packed FP4 operands too (see `coding`), acc then times the scales of both tensors.
-SWAP computes outᵀ = bᵀ·aᵀ, for few rows on a chip whose MMA is wide in M alone.
+Operands are read in place, without a transposed or swizzled copy: each may be K-major or MN-major, scales
+row-major or tiled. Masks make codes and scale bytes past the end of K 0, whatever the memory there holds.
+Operands may be packed FP4 (see `coding`); acc is then multiplied by the scales of both tensors. SWAP computes
+outᵀ = bᵀ·aᵀ, for few rows on a chip whose MMA has a large minimum of M alone.
 
-Of two dimensions; `scaled_bmm` has the template for batches.
+`scaled_bmm` has the template for batches.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def lower_matmul(
     format_b: str,
     tensors: Sequence[ir.TensorBox] | None = None,
 ) -> ir.TensorBox:
-    """The product a [M, K] · b [K, N] (+ bias), or a batch of them, that `graph.native` has left."""
+    """Returns a [M, K] · b [K, N] (+ bias), or a batch of products, that `graph.native` left in the graph."""
     size = [*a.get_size()[:-1], b.get_size()[-1]]
     return lower([a, scale_a, b, scale_b], bias, out_dtype, Coding.of(a, b, format_a, tensors, size))
 
@@ -177,7 +177,7 @@ def lower_matmul(
 def lower(
     sides: list[ir.TensorBox], bias: ir.TensorBox | None, out_dtype: torch.dtype, coding: Coding
 ) -> ir.TensorBox:
-    """The product of operands in `coding`, a [M, K] · b [K, N] (+ bias), or a batch of them.
+    """Returns the product a [M, K] · b [K, N] (+ bias) of operands in `coding`, or a batch of products.
 
     sides: a, its scale, b, its scale.
     """
@@ -189,7 +189,7 @@ def lower(
     biased = bias is not None
     if bias is not None and len(bias.get_size()) == 1:
         operands.append(realize_inputs(_EXPAND(bias, [n])))
-    elif bias is not None:  # of every element its own: Inductor adds it
+    elif bias is not None:  # a bias for each element: Inductor adds it
         wide = lower(sides, None, torch.float32, coding)
         sum_: ir.TensorBox = to_dtype(_ADD(wide, bias), out_dtype)
         return sum_
@@ -201,7 +201,7 @@ def lower(
 def _choices(
     operands: list[Any], layout: ir.Layout, coding: Coding, *, biased: bool
 ) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Returns the choices with their arguments; unless autotuning, the one that `defaults` names."""
+    """Yields the choices with their arguments; unless autotuning, only the form of `defaults`."""
     m, n, k = map(V.graph.sizevars.optimization_hint, (*layout.size, operands[0].get_size()[1]))
     shared = {**coding.arguments, "BIASED": biased}
     target = of_device(layout.device)
@@ -231,7 +231,7 @@ def _choices(
 
 
 def _arguments(operands: list[Any], layout: ir.Layout, tile: MatmulConfig, *, swap: bool) -> dict[str, Any]:
-    """The arguments of the template for one tile, beside those that all forms have."""
+    """Returns the template's arguments for a tile, except arguments that all forms share."""
     (m, n), k = layout.size, operands[0].get_size()[1]
     known_multiple = V.graph.sizevars.statically_known_multiple_of
     return {
@@ -246,7 +246,7 @@ def _arguments(operands: list[Any], layout: ir.Layout, tile: MatmulConfig, *, sw
 
 
 def _gathered(operands: list[Any]) -> bool:
-    """Whether an operand is read byte by byte: rows that start anywhere, for all that is known."""
+    """Whether an operand is read byte by byte, because its rows may start at any byte."""
     known_multiple = V.graph.sizevars.statically_known_multiple_of
     strides = [stride for operand in (operands[0], operands[2]) for stride in operand.get_stride()]
     return not all(stride == 1 or known_multiple(stride, configs.WORD) for stride in strides)

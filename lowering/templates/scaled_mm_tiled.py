@@ -3,11 +3,10 @@
     acc[m, n] = Σ_k a[m, k] · 2^(sa[m, k/32] − 127) · b[k, n] · 2^(sb[k/32, n] − 127)  (+ bias[n])    in FP32
     out       = epilogue(round(acc))              activation, residual, gate, cast: Inductor's own, fused
 
-Descriptors are made on the device, from plain pointers, so that the kernel is called like any other. A
-program per multiprocessor walks over the tiles of the result. The accelerator fills what lies outside with
-zeros.
+The kernel makes descriptors on the device from plain pointers, so that it is called like other kernels. A
+program per multiprocessor loops over tiles of the result. The accelerator reads zeros outside of a matrix.
 
-Wants what `fits` says; the pointer form of ``templates.scaled_mm`` takes the rest.
+`fits` checks conditions; ``templates.scaled_mm`` runs all other products with pointers.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ def _contiguous(operand: Any) -> int | None:
 
 
 def arguments(operands: Sequence[Any], tile: TiledConfig) -> dict[str, Any]:
-    """The template's arguments for `tile`, beside those that all forms have."""
+    """Returns the template's arguments for `tile`, except arguments that all forms share."""
     a, _, b, *_ = operands
     return {
         **persistent.arguments(tile),

@@ -1,11 +1,11 @@
-"""Inductor template of what a watch measures of a cast to MXFP8: one read of the tensor.
+"""Inductor template of a watch's statistics of a cast to MXFP8, from one read of the tensor.
 
     x[m, n]  →  scale bytes, and a row of FP64 for each tile      ``lowering.kernels.statistics``
     rows     →  statistics                                        Inductor's reduction over the tiles
-    x, bytes →  the kept part of the cast                         the values at its places
+    x, bytes →  the kept part of the cast                         values at evenly spread places
 
-The matrices of a batch have tiles of their own. For scales of E8M0, values of BF16, FP16 and FP32, and fixed
-sizes; all else is measured as the operator is defined.
+Tiles do not cross matrices of a batch. The template takes E8M0 scales, BF16, FP16 and FP32 values, and fixed
+sizes. Inductor compiles the operator's definition for other casts.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ _SUM = lowerings[torch.ops.aten.sum.dim_IntList]
 _TILE = TileConfig(block_m=32, block_n=256, num_warps=4)
 _DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 _MOST_MATRICES = 65535  # of a grid's third dimension
-_BIGGEST = FIELDS.index("amax"), FIELDS.index("smallest")  # the latter negative in rows: both are maxima
+_BIGGEST = FIELDS.index("amax"), FIELDS.index("smallest")  # rows have `smallest` negated: both are maxima
 
 
 def cast_statistics(
     x: ir.TensorBox, block_dim: int, form: Format, keep: int
 ) -> tuple[ir.TensorBox, ir.TensorBox | None] | None:
-    """Statistics, FP64 [`LENGTH`], of a cast to MXFP8, and `keep` of its values, None if that is 0.
+    """Returns statistics, FP64 [`LENGTH`], of a cast to MXFP8, and `keep` of its values (None if 0).
 
-    Returns None if the template is not for this tensor.
+    Returns None if the template does not take this tensor.
     """
     shape = list(x.get_size())
     fixed = all(isinstance(size, int | sympy.Integer) and size > 0 for size in shape)
@@ -91,7 +91,7 @@ def cast_statistics(
 
 
 def _matrices(shape: Sequence[Any], dim: int, tile: Tile) -> list[Any]:
-    """`shape` as matrices whose last dimension but one, or last, is `dim`."""
+    """Returns `shape` as [number, m, n], where `dim` is m or n."""
     last = len(shape) - 1
     if dim == last and tile == Tile.ROW:
         return [1, sympy_product(shape[:-1]), shape[-1]]
@@ -112,7 +112,7 @@ class _Cast:
         self.device = x.get_device_or_error()
 
     def measured(self) -> tuple[ir.TensorBox, ir.TensorBox]:
-        """Statistics, and the scale bytes [number, blocks down, blocks across]."""
+        """Returns the statistics, and the scale bytes [number, blocks down, blocks across]."""
         number, m, n = self.x.get_size()
         tiles = number * CeilDiv(m, _TILE.block_m) * CeilDiv(n, _TILE.block_n)
         rows = empty_strided([tiles, LENGTH], None, dtype=torch.float64, device=self.device)
@@ -136,7 +136,7 @@ class _Cast:
         return _joined(rows), byte
 
     def kept(self, byte: ir.TensorBox, keep: int) -> ir.TensorBox:
-        """`keep` values of the cast, evenly spread."""
+        """Returns `keep` values of the cast, evenly spread."""
         x, byte_of = as_float(self.x), byte.make_loader()
         sizes = self.x.get_size()
         numel, target = sympy_product(sizes), of_device(self.device)
@@ -162,13 +162,13 @@ class _Cast:
 
 
 def _place(at: Any, sizes: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """Matrix, row and column of the element `at`, in the order of memory."""
+    """Returns matrix, row and column of element number `at` in memory."""
     _, m, n = sizes
     return FloorDiv(at, m * n), ModularIndexing(at, n, m), ModularIndexing(at, 1, n)
 
 
 def _joined(rows: ir.TensorBox) -> ir.TensorBox:
-    """The statistics of all tiles from those of each."""
+    """Returns the statistics of all tiles, from a row for each tile."""
     largest, total = (reduced(rows, [0]).make_loader() for reduced in (_AMAX, _SUM))
 
     def joined(index: Index) -> Any:

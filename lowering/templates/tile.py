@@ -1,8 +1,8 @@
-"""The part that the templates of many products share: it computes one tile of a kernel, and its arguments.
+"""Source and arguments of one tile, which the templates of batched and grouped products share.
 
-A template's own part chooses, for its program, the operands, the rows and the range of K; `TILE` computes
-that tile with `lowering.kernels.scaled_tile`, and `STORE` hands it to Inductor, with what is fused behind.
-SWAP computes the transposed tile, for few rows on a chip whose MMA is wide in M alone.
+A template chooses the operands, the rows and the range of K of a program. `TILE` computes the tile with
+`lowering.kernels.scaled_tile`, and `STORE` passes it to Inductor, which adds the epilogue. SWAP computes the
+transposed tile, for few rows on a chip whose MMA has a large minimum of M alone.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ TILE = r"""
     mask = in_m[:, None] & in_n[None, :]
 {% endif %}
 """ + GAIN.replace("ACC", "acc")
-"""Source. Before it: `coding.HEAD`; a, sa, b, sb, pointers; rm, rn, the tile's rows and columns; end_m, N,
-their ends; begin, end, the range of K in elements, and length, all its bytes; the strides. After it: acc,
-FP32, and idx_m, idx_n, mask, to store it with."""
+"""Source behind `coding.HEAD`. Reads pointers a, sa, b, sb; rm, rn, the tile's rows and columns; end_m, N,
+their ends; begin, end, the range of K in elements; length, all bytes of K; the strides. Defines acc, FP32,
+and idx_m, idx_n, mask, to store it."""
 
 STORE = r"""
 {% if SWAP %}
@@ -53,7 +53,7 @@ STORE = r"""
     {{store_output(INDICES, "acc", "mask", val_shape=("BLOCK_M", "BLOCK_N"))}}
 {% endif %}
 """
-"""Source: the tile goes where INDICES say, names of an index for each dimension of the result."""
+"""Source: stores the tile. INDICES: name of an index for each dimension of the result."""
 
 
 def select(
@@ -67,11 +67,11 @@ def select(
     span: bool = False,
     **keywords: Any,
 ) -> ir.TensorBox:
-    """The result, of `layout`, of `template` with the tile that suits products of so many rows.
+    """Returns the result, in `layout`, of `template` with the tile for products with `rows` rows.
 
-    operands: a [.., M, K], its scale, b [.., K, N], its scale, then others. examples: what makes those that
-    autotuning times the tiles on, where it takes more than codes and scales. span: whether a product may have
-    any part of K. keywords: the template's own.
+    operands: a [.., M, K], its scale, b [.., K, N], its scale, then others. examples: makers of operands for
+    autotuning, if it needs more than codes and scales. span: whether a product may have any part of K.
+    keywords: arguments of this template alone.
     """
     shared = {**coding.arguments, "SPAN": span, **keywords}
     tried = (
@@ -84,7 +84,7 @@ def select(
 
 
 def _tiles(operands: Sequence[Any], layout: ir.Layout, rows: Any) -> Iterator[dict[str, Any]]:
-    """The arguments that `TILE` needs, for each configuration to try; the default alone unless autotuning."""
+    """Yields the arguments of `TILE` for each tile to try; unless autotuning, for the default alone."""
     a, *_ = operands
     sizes = V.graph.sizevars
     for swap, tile in products(of_device(layout.device), sizes.optimization_hint(rows)):
@@ -96,7 +96,7 @@ def _tiles(operands: Sequence[Any], layout: ir.Layout, rows: Any) -> Iterator[di
 
 
 def blocks(tile: MatmulConfig, *, swap: bool, **more: Any) -> dict[str, Any]:
-    """The arguments for the shape of a tile; of a swapped product block_m counts columns, block_n rows."""
+    """Returns the arguments for the shape of a tile. If swapped, block_m counts columns and block_n rows."""
     return {
         "BLOCK_M": tile.block_n if swap else tile.block_m,
         "BLOCK_N": tile.block_m if swap else tile.block_n,
@@ -109,13 +109,13 @@ def blocks(tile: MatmulConfig, *, swap: bool, **more: Any) -> dict[str, Any]:
 
 
 def index_type(*extents: Any) -> str:
-    """The type of offsets into tensors that extend over so many elements, a tile past their ends in reach."""
+    """Returns the type of offsets into tensors of `extents` elements, and into a tile past their ends."""
     known = V.graph.sizevars.statically_known_lt
     return "tl.int32" if all(known(extent, 2**31 - 2**21) for extent in extents) else "tl.int64"
 
 
 def _extent(operand: Any) -> Any:
-    """How far apart the elements of one matrix of `operand` lie, a tile past its end included."""
+    """Returns the number of elements that a matrix of `operand` and a tile past its end extend over."""
     pairs = zip(operand.get_size()[-2:], operand.get_stride()[-2:], strict=True)
     return sum((size + _SPARE) * stride for size, stride in pairs)
 

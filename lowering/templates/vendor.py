@@ -1,26 +1,25 @@
-"""The vendor's products of MX operands, beside the templates: `defaults` says which run unmeasured.
+"""The vendor's products of MX operands, as choices beside the templates (see `defaults`).
 
     matrices          ``torch._scaled_mm``
-    packed FP4        ``torch._scaled_mm_v2``: cuBLAS's of NVFP4, MSLK's of MXFP4
-    groups of rows    ``torch._scaled_grouped_mm``; rows past the last group, which it leaves as memory has
-                      them, are made 0 behind it
+    packed FP4        ``torch._scaled_mm_v2``: NVFP4 by cuBLAS, MXFP4 by MSLK
+    groups of rows    ``torch._scaled_grouped_mm``, which leaves rows past the last group uninitialized;
+                      `zero_rows` then makes them 0
 
-Offered where its static conditions hold (`of`): a chip with tensor memory, both scales tiled, strides and N
-that are multiples of 16, K of a block, results in BF16, not both operands E5M2. Such chips take all four
-layouts, so dgrad and wgrad have this choice as fprop has; sm_120 takes K-major operands alone before cuBLAS
-13.6.
+Matrices need a chip with tensor memory, tiled scales, strides and N that are multiples of 16, K that is a
+multiple of a block, results in BF16, and an operand in E4M3. Such chips take all four layouts, so fprop,
+dgrad and wgrad have this choice. Before cuBLAS 13.6 sm_120 takes only K-major operands.
 
-Packed FP4 has it where scales are tiled, K is a multiple of 32 and N of 16, and results are in BF16 or FP16:
-NVFP4 where each tensor has one scale, with a bias of the dtype of the result; MXFP4 without a bias, on
-`sm_100` and `sm_103`, in builds of PyTorch with MSLK.
+Packed FP4 needs tiled scales, K that is a multiple of 32, N that is a multiple of 16, and results in BF16 or
+FP16. NVFP4 also needs one scale for each tensor, and a bias in the dtype of the result. MXFP4 also needs
+`sm_100` or `sm_103`, a build of PyTorch with MSLK, and no bias.
 
-Groups have it where `fits_groups`: both operands E4M3 and K-major, K a multiple of 32 (its scales' rows are
-found by K ÷ 32), the scales those of `group_scales`, PyTorch built with the library that has it. Not groups
-of columns or of K: of K it wants whole blocks in every group, which only the data says.
+Groups of rows need E4M3 operands that are K-major, K that is a multiple of 32 (MSLK finds rows of scales by
+K ÷ 32), scales of `group_scales`, and a build with MSLK. Groups of columns have no such product. Groups of K
+would need whole blocks, which depends on data.
 
 Source: ``_scaled_mm_out_cuda``, ``_scaled_gemm`` in PyTorch's ``aten/src/ATen/native/cuda/ScaledBlas.cpp``,
 ``_scaled_nvfp4_nvfp4`` and ``_scaled_mxfp4_mxfp4`` there; ``meta_scaled_mm_v2`` and
-``_meta_grouped_mm_common`` in its ``torch/_meta_registrations.py``; MSLK's ``mx8mx8bf16_grouped_mm``; of
+``_meta_grouped_mm_common`` in its ``torch/_meta_registrations.py``; MSLK's ``mx8mx8bf16_grouped_mm``; for
 sm_120 pytorch/pytorch #198126.
 """
 
@@ -44,13 +43,13 @@ from mxcompile.lowering.templates import configs
 from mxcompile.lowering.templates.coding import Coding
 
 _MULTIPLE = 16
-"""Bytes of strides and of packed K, and elements of N."""
+"""Divisor of strides and of packed K, in bytes, and of N, in elements."""
 
 
 def mx_vendor_scaled_mm(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None = None, *, out: Tensor
 ) -> Tensor:
-    """The product a [M, K] · b [K, N] (+ bias [N]) into `out`. a, b: FP8; scales: tiled bytes."""
+    """Writes a [M, K] · b [K, N] (+ bias [N]) to `out` and returns it. a, b: FP8. Scales: tiled bytes."""
     e8m0 = torch.float8_e8m0fnu
     torch._scaled_mm(a, b, scale_a.view(e8m0), scale_b.view(e8m0), bias, out_dtype=out.dtype, out=out)
     return out
@@ -59,9 +58,9 @@ def mx_vendor_scaled_mm(
 def mx_vendor_scaled_grouped_mm(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor
 ) -> Tensor:
-    """The products a [M, K] · b [G, K, N] of groups of rows, BF16 [M, N]; rows past the last group are 0.
+    """Returns a [M, K] · b [G, K, N] of groups of rows, BF16 [M, N]; rows past the last group are 0.
 
-    a, b: E4M3, K-major. Scales: rows of tiles, of each group and of each matrix. offs: int32 [G].
+    a, b: E4M3, K-major. Scales: rows of tiles of each group and of each matrix. offs: int32 [G].
     """
     e8m0 = torch.float8_e8m0fnu
     scales = scale_a.view(e8m0), scale_b.view(b.shape[0], -1).view(e8m0)
@@ -81,9 +80,9 @@ def mx_vendor_nvfp4_mm(
     *,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """The product a [M, K/2] · b [K/2, N] (+ bias [N]). a, b: bytes; scales: tiled bytes.
+    """Returns a [M, K/2] · b [K/2, N] (+ bias [N]). a, b: bytes. Scales: tiled bytes.
 
-    tensor_a, tensor_b: FP32 of any shape, one number in memory.
+    tensor_a, tensor_b: FP32 tensor scales of any shape with one number in memory.
     """
     recipe = [F.ScalingType.BlockWise1x16.value, F.ScalingType.TensorWise.value]
     scales = [
@@ -96,7 +95,7 @@ def mx_vendor_nvfp4_mm(
 def mx_vendor_mxfp4_mm(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, *, out_dtype: torch.dtype
 ) -> Tensor:
-    """The product a [M, K/2] · b [K/2, N]. a, b: bytes; scales: tiled bytes."""
+    """Returns a [M, K/2] · b [K/2, N]. a, b: bytes. Scales: tiled bytes."""
     scales = [[scale.view(torch.float8_e8m0fnu)] for scale in (scale_a, scale_b)]
     return _packed_mm(a, b, scales, [F.ScalingType.BlockWise1x32.value], None, out_dtype)
 
@@ -128,7 +127,7 @@ MXFP4 = ExternKernelChoice(mx_vendor_mxfp4_mm, has_out_variant=False)
 def of(
     operands: Sequence[Any], out_dtype: torch.dtype, target: Target, coding: Coding, *, biased: bool
 ) -> tuple[Any, dict[str, Any]] | None:
-    """The vendor's product of matrices with its arguments; None if it cannot run.
+    """Returns the vendor's product of matrices with its arguments; None if it cannot run.
 
     operands: a [M, K], its scale, b [K, N], its scale, the scales of both tensors, the bias.
     """

@@ -1,13 +1,13 @@
-"""Inductor template of ``mx.weight_only_mm``: weights decoded in registers, whatever follows fused behind.
+"""Inductor template of ``mx.weight_only_mm``: weights decoded in registers, and a fused epilogue.
 
     acc[m, n] = Σ_k x[m, k] · w[n, k] · 2^(sw[n, k/32] − 127)  (+ bias[n])                       in FP32
-    acc[m, n] = Σ_k x[m, k] · w[n, k] · sw[n, k/16] / whole[n]  (+ bias[n])                      of two levels
+    acc[m, n] = Σ_k x[m, k] · w[n, k] · sw[n, k/16] / whole[n]  (+ bias[n])                      two levels
     out       = epilogue(acc)                                 K whole: the template's own epilogue
-    out       = epilogue(Σ_part acc[part, m, n] (+ bias[n]))  K split: a generated kernel sums, in one order
+    out       = epilogue(Σ_part acc[part, m, n] (+ bias[n]))  K split: a generated kernel sums in fixed order
 
-The weight is read as it is stored, once for all rows of the dot form; the sums are device functions of
-`kernels.weight_only_mm`. Sizes may be anything; offsets into weights are 64 bits wide. All other products are
-dequantized (see `inductor.dequantized`).
+The weight is read as it is stored, in the dot form once for all rows. `kernels.weight_only_mm` has the device
+functions that sum. Sizes may be anything; offsets into weights have 64 bits. `inductor.dequantized` lowers
+all other products, which dequantize the weight.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ from mxcompile.lowering.kernels import weight_only_mm as weight_only
 
 @SymbolicGridFn
 def _grid(*arguments: Any, cdiv: Any) -> tuple[Any, int, int]:
-    """Tiles of all rows and columns, as one number since only the first axis is long; then the parts."""
+    """Returns the numbers of tiles and of parts. Only the first axis of a grid is long enough for tiles."""
     *_, m, n, meta = arguments
     return cdiv(m, meta["BLOCK_M"]) * cdiv(n, meta["BLOCK_N"]), meta["PARTS"], 1
 
@@ -112,7 +112,7 @@ def lower_weight_only_mm(
     fmt: str,
     global_scale: ir.TensorBox | None = None,
 ) -> ir.TensorBox:
-    """The product x [M, K] · wᵀ [N, K] (+ bias)."""
+    """Returns the product x [M, K] · wᵀ [N, K] (+ bias)."""
     target = _target(x, qdata)
     if target is None:
         return dequantized.lower_weight_only_mm(x, qdata, scale, bias, out_dtype, fmt, global_scale)
@@ -140,7 +140,7 @@ def lower_weight_only_mm(
 
 
 def _target(x: ir.TensorBox, qdata: ir.TensorBox) -> Target | None:
-    """The chip whose row gives the tile, or None if the template is not for this product."""
+    """Returns the chip whose table has the tile, or None if the template does not take this product."""
     device = x.get_device_or_error()
     if device.type != "cuda" or x.get_dtype() not in _ACTIVATIONS:
         return None
@@ -152,7 +152,7 @@ def _target(x: ir.TensorBox, qdata: ir.TensorBox) -> Target | None:
 
 
 def readable(qdata: ir.TensorBox, target: Target) -> Any:
-    """`qdata`, as bytes where Triton has no pointers to its dtype; no copy is made."""
+    """Returns `qdata`, viewed as bytes if Triton lacks pointers to its dtype, without a copy."""
     if target.stores_fp8 or qdata.get_dtype() is torch.uint8:
         return qdata
     return ir.TensorBox.create(ir.FallbackKernel.create(torch.ops.aten.view.dtype, qdata, torch.uint8))
@@ -198,8 +198,8 @@ def _template(
     words = [str(form) for form in choices]
     forms_of = ((TEMPLATE, arguments) for arguments in tried)
     out: Any = call.best(TEMPLATE.name, buffers, layout, forms_of, words=words)
-    # x is a buffer now, but was not when this lowering began: what it was made of, which may be another
-    # product's parts, is no origin of this one
+    # x became a buffer during this lowering. Inductor would add its origins, which may be parts of another
+    # product, to this product.
     out.data.data.origins = OrderedSet([V.graph.current_node])
     result: ir.TensorBox = out
     return result

@@ -1,10 +1,10 @@
-"""Which form of the weight-only product a compiled graph runs, with which tile, K split how often.
+"""The form, the tile and the split of K of a weight-only product.
 
     gemv   one row a program, in FP32: one token, or activations that are not BF16
     dot    all rows of BF16 on the tensor cores
 
-The forms are those of `kernels.weight_only_mm`, the tiles its table's, and what autotuning tries beside them.
-Sizes that are not known are taken by their hints; a form is right for any.
+`kernels.weight_only_mm` computes the forms. Tiles come from the chip's table; autotuning tries more tiles.
+Symbolic sizes enter by their hints; a form is right for any size.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from mxcompile.lowering.chips.tiles import MatmulConfig, Unsupported, WeightOnly
 from mxcompile.lowering.targets import Target
 
 _PROGRAMS_PER_PROCESSOR = 2
-"""K is split until there are so many programs for every multiprocessor."""
+"""K is split until every multiprocessor has this many programs."""
 
-_DOT_ROWS = 16  # the least a tensor core takes
+_DOT_ROWS = 16  # the fewest that a tensor core takes
 _WIDE_ROWS = 32  # more rows at a time, so that a weight is read once
 
 _MORE_GEMV = (
@@ -45,7 +45,7 @@ _AMD_STAGES = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightOnlyForm:
-    """How one product runs. parts: K is split into so many, summed afterwards; 1: it is not."""
+    """How one product runs. parts: number of parts of K that a second kernel sums; 1 if K is not split."""
 
     on_tensor_cores: bool
     tile: MatmulConfig
@@ -64,18 +64,18 @@ class WeightOnlyForm:
         return f" split {self.parts}" if self.parts > 1 else ""
 
     def one_of(self, count: int) -> str:
-        """Words for a choice among `count` tiles of this form."""
+        """Returns the name of a choice among `count` tiles of this form."""
         return str(self) if count == 1 else f"{self._kind} autotuned of {count}{self._split}"
 
 
 def row_of(target: Target) -> WeightOnlyChoices | None:
-    """The chip's row of the table, if it has one."""
+    """Returns the chip's row of the table, or None."""
     row = target.tiles.weight_only_mm
     return None if isinstance(row, Unsupported) else row
 
 
 def most_rows(target: Target, dtype: torch.dtype) -> int:
-    """Up to how many rows of activations of `dtype` the product is for; 0 on a chip without it."""
+    """Returns up to how many rows of activations of `dtype` the product takes; 0 on a chip without it."""
     row = row_of(target)
     if row is None:
         return 0
@@ -85,10 +85,10 @@ def most_rows(target: Target, dtype: torch.dtype) -> int:
 def forms(
     rows: int, n: int, k: int, dtype: torch.dtype, target: Target, *, packed: bool = False
 ) -> list[WeightOnlyForm]:
-    """How to multiply `rows` rows of `dtype` by a weight [n, k], on a chip with a row in the table.
+    """Returns forms of a product of `rows` rows of `dtype` by a weight [n, k], on a chip with a row.
 
-    The default; where Inductor is told to autotune, others after it that split K alike. packed: whether the
-    weight has two codes a byte.
+    The first form is the default. If Inductor autotunes, more tiles with the same split of K follow. packed:
+    whether the weight has two codes a byte.
     """
     tiles = _tiles(rows, dtype, target, packed)
     default = next(tiles)
@@ -123,7 +123,7 @@ def _tiles(rows: int, dtype: torch.dtype, target: Target, packed: bool) -> Itera
 
 
 def split(m: int, n: int, k: int, config: MatmulConfig, target: Target) -> tuple[int, int]:
-    """Into how many parts K is split, and the length of one, a multiple of block_k."""
+    """Returns the number of parts of K, and the length of a part, a multiple of block_k."""
     programs = _ceil_div(m, config.block_m) * _ceil_div(n, config.block_n)
     steps = _ceil_div(k, config.block_k)
     wanted = _ceil_div(_PROGRAMS_PER_PROCESSOR * target.processors, max(programs, 1))
