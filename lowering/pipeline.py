@@ -71,42 +71,42 @@ _SCHEDULER_PASSES = ("inductor.prologues", "inductor.winners")
 
 
 def config_patches(
-    target: Target, uuid: str, tell: Callable[[Mapping[int, str]], None], asked: Mapping[str, Any]
+    target: Target, uuid: str, name_kernels: Callable[[Mapping[int, str]], None], options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns the settings of Inductor's configuration that `target` needs.
 
     Args:
         target: The chip.
         uuid: Hash of mxcompile's code, for Inductor's cache keys.
-        tell: Receives the kernels that Inductor chooses by timing, by index of their GEMM.
-        asked: Settings of this compile alone.
+        name_kernels: Receives the kernels that Inductor chooses by timing, by index of their GEMM.
+        options: Settings of this compile alone.
     """
     if target.device == "cpu":
         for key, value in _EXACT.items():
-            if _setting(key, asked) != value:
+            if _setting(key, options) != value:
                 log.warning("config.%s is %r in what mxfp8 compiles: casts round by additions", key, value)
-        return _EXACT | _regions(uuid, asked, _setting("_post_fusion_custom_pass", asked))
+        return _EXACT | _regions(uuid, options, _setting("_post_fusion_custom_pass", options))
     if target.device != "cuda" or optional.obstacle(*_SCHEDULER_PASSES):
         return {}
     from mxcompile.lowering.inductor.prologues import Prologues
     from mxcompile.lowering.inductor.winners import Winners
 
-    winners = Winners(uuid, _setting("_post_fusion_custom_pass", asked), tell)
-    patches = {"_post_fusion_custom_pass": winners} | _regions(uuid, asked, winners)
+    winners = Winners(uuid, _setting("_post_fusion_custom_pass", options), name_kernels)
+    patches = {"_post_fusion_custom_pass": winners} | _regions(uuid, options, winners)
     if target.arch is not None:
         fp_fusion.cache_fp8_types()
-        patches["_pre_fusion_custom_pass"] = Prologues(uuid, _setting("_pre_fusion_custom_pass", asked))
+        patches["_pre_fusion_custom_pass"] = Prologues(uuid, _setting("_pre_fusion_custom_pass", options))
     return patches
 
 
-def _setting(key: str, asked: Mapping[str, Any]) -> Any:
-    """Returns the value of `key` in `asked`, the settings of this compile, or in Inductor's configuration."""
-    return asked.get(key, operator.attrgetter(key)(config))
+def _setting(key: str, options: Mapping[str, Any]) -> Any:
+    """Returns the value of `key` in `options`, the settings of this compile, or else in Inductor's."""
+    return options.get(key, operator.attrgetter(key)(config))
 
 
-def _regions(uuid: str, asked: Mapping[str, Any], others: Any) -> dict[str, Any]:
+def _regions(uuid: str, options: Mapping[str, Any], others: Any) -> dict[str, Any]:
     """Returns the setting that names layers in traces, if Inductor marks its calls. others: prior passes."""
-    if not _setting("profiler_mark_wrapper_call", asked) or optional.obstacle("inductor.regions"):
+    if not _setting("profiler_mark_wrapper_call", options) or optional.obstacle("inductor.regions"):
         return {}
     from mxcompile.lowering.inductor.regions import Regions
 
@@ -149,8 +149,8 @@ def _apply(
     promotes: bool = False,
 ) -> None:
     """Applies the passes for `target`. If a pass cannot run here, tags of its candidates get the reason."""
-    for each in passes:
-        step = each(target=target, device=device.type, promotes=promotes)
+    for lowering_pass in passes:
+        step = lowering_pass(target=target, device=device.type, promotes=promotes)
         if not step.applies:
             continue
         obstacle = step.obstacle

@@ -17,7 +17,7 @@ AUTO = "auto"
 CPU_FP32 = "cpu_fp32"
 
 
-def _found() -> Iterator[Target]:
+def _targets() -> Iterator[Target]:
     """Yields the targets of every file of chips."""
     for module in pkgutil.iter_modules(chips.__path__):
         yield from getattr(importlib.import_module(f"{chips.__name__}.{module.name}"), "TARGETS", ())
@@ -28,7 +28,7 @@ def _order(target: Target) -> tuple[bool, bool, int]:
     return target.device != "cpu", isinstance(target.arch, str), capability
 
 
-TARGETS = {target.name: target for target in sorted(_found(), key=_order)}
+TARGETS = {target.name: target for target in sorted(_targets(), key=_order)}
 """Targets by name, the value of the option ``target``: CPUs, then NVIDIA's by capability, then AMD's."""
 
 CHIPS = {chip: target.name for target in TARGETS.values() for chip in target.peaks}
@@ -41,13 +41,13 @@ def check(name: str) -> str:
     Raises:
         TargetError: `name` is not a target and not a chip.
     """
-    known = name if name == AUTO or name in TARGETS else CHIPS.get(_word(name))
-    if known is None:
+    target = name if name == AUTO or name in TARGETS else CHIPS.get(_key(name))
+    if target is None:
         raise TargetError(f"{not_allowed('target', name, [AUTO, *TARGETS])}, or a chip: {', '.join(CHIPS)}")
-    return known
+    return target
 
 
-def _word(chip: str) -> str:
+def _key(chip: str) -> str:
     return chip.lower().replace(" ", "")
 
 
@@ -58,7 +58,7 @@ def of_chip(name: str) -> Target:
         TargetError: `name` is not a target and not a chip.
     """
     target = TARGETS[check(name)]
-    return replace(target, peak=target.peaks.get(_word(name)) or target.peak)
+    return replace(target, peak=target.peaks.get(_key(name)) or target.peak)
 
 
 def resolve(name: str, device: torch.device) -> Target:
@@ -70,13 +70,13 @@ def resolve(name: str, device: torch.device) -> Target:
     here = of_device(device)
     if name == AUTO:
         return here
-    wanted = TARGETS[check(name)]
-    if wanted.device != here.device:
+    target = TARGETS[check(name)]
+    if target.device != here.device:
         raise TargetError(
             f"target {name} does not run on {device}: the model is on {here.name}. Leave target 'auto'"
             " to compile for where the model is"
         )
-    return wanted
+    return target
 
 
 def of_device(device: torch.device) -> Target:

@@ -26,8 +26,8 @@ _BYTES = ("0x1404", "0x3424")
 def _fp16_asm(place: int) -> str:
     """Returns PTX of 2^-14 · value in FP16 of four bytes' codes in the low halves, `place` 0, or the high."""
     pairs = (
-        _PAIR.format(bytes=each, shift=3, mask="0x0E000E00", result=result)
-        for each, result in zip(_BYTES, ("$0", "$1"), strict=True)
+        _PAIR.format(bytes=selector, shift=3, mask="0x0E000E00", result=result)
+        for selector, result in zip(_BYTES, ("$0", "$1"), strict=True)
     )
     return f"{{\n    .reg .b32 word, pair, size;\n    shl.b32 word, $2, {4 - 4 * place};{''.join(pairs)}\n}}"
 
@@ -38,9 +38,9 @@ def _bf16_asm(place: int) -> str:
     fma.rn.bf16x2 pair, pair, up, none;
     fma.rn.bf16x2 {result}, pair, {factor}, none;"""
     pairs = (
-        _PAIR.format(bytes=each, shift=6, mask="0x01C001C0", result="pair")
+        _PAIR.format(bytes=selector, shift=6, mask="0x01C001C0", result="pair")
         + product.format(result=result, factor=factor)
-        for each, result, factor in zip(_BYTES, ("$0", "$1"), ("$3", "$4"), strict=True)
+        for selector, result, factor in zip(_BYTES, ("$0", "$1"), ("$3", "$4"), strict=True)
     )
     constants = "    mov.b32 up, 0x7E807E80;\n    mov.b32 none, 0x80008000;"  # 2^126; −0, to add nothing
     head = f"    .reg .b32 word, pair, size, up, none;\n{constants}"

@@ -54,16 +54,16 @@ def best(
     layout: ir.Layout,
     tried: Tried,
     *,
-    words: Sequence[str] = (),
+    labels: Sequence[str] = (),
     examples: Mapping[int, Make] | None = None,
     at_once: bool = False,
 ) -> ir.TensorBox:
     """Returns the result of the product called `name`, by the choice of Inductor (see `winners.choose`).
 
-    words: names of the choices in the record; if empty, their tiles.
+    labels: names of the choices in the record; if empty, their tiles.
     """
     choices = choices_of(operands, layout, tried)
-    result = winners.choose(name, choices, operands, layout, words, examples=examples, at_once=at_once)
+    result = winners.choose(name, choices, operands, layout, labels, examples=examples, at_once=at_once)
     if len(choices) == 1 and is_heavy(V.graph.current_node):  # else Inductor times fusions
         V.graph.no_fuse_buffer_names.add(result.get_name())
     return result

@@ -83,7 +83,7 @@ def _grid(tiles: Any, width: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[A
 
 TEMPLATE = TritonTemplate(name="mx_tile_scales", grid=_grid, source=_SOURCE)
 
-_MADE: WeakKeyDictionary[Any, dict[tuple[str, ...], ir.TensorBox]] = WeakKeyDictionary()
+_TILES: WeakKeyDictionary[Any, dict[tuple[str, ...], ir.TensorBox]] = WeakKeyDictionary()
 """By Inductor's graph, then by operands: layers that read the same activation share its tiles."""
 
 
@@ -107,7 +107,7 @@ def of_matrices(scale: Any) -> ir.TensorBox:
 
 
 def _tiled(operands: list[Any], down: Any, across: Any, *, along_k: bool = False) -> ir.TensorBox:
-    cache = _MADE.setdefault(V.graph, {})
+    cache = _TILES.setdefault(V.graph, {})
     key = (str(along_k), *(f"{operand.get_name()} {operand.get_layout()}" for operand in operands))
     if key not in cache:
         width = across * (TILE_ROWS * TILE_BLOCKS)

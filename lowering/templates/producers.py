@@ -65,11 +65,11 @@ class ProducingTemplate(TritonTemplate):
 def compared(source: str) -> str:
     """Returns `source` with `tiles.larger` and `tiles.smaller` for the operators of Triton and Inductor."""
 
-    def one(extreme: re.Match[str]) -> str:
-        word, operands = extreme[1] or extreme[3], extreme[2] or extreme[4]
-        return f"tiles.{'larger' if word == 'max' else 'smaller'}({operands})"
+    def replacement(extreme: re.Match[str]) -> str:
+        name, operands = extreme[1] or extreme[3], extreme[2] or extreme[4]
+        return f"tiles.{'larger' if name == 'max' else 'smaller'}({operands})"
 
-    return _EXTREME.sub(one, source)
+    return _EXTREME.sub(replacement, source)
 
 
 def narrowed(source: str) -> str:
@@ -78,7 +78,7 @@ def narrowed(source: str) -> str:
     Loads by columns are narrowed only in a template that has their mask.
     """
 
-    def one(load: re.Match[str]) -> str:
+    def replacement(load: re.Match[str]) -> str:
         pointer, index = load.groups()
         by_row, by_column = "idx_m" in index, "idx_n" in index
         mask = "mask_m" if by_row else "mask_n"
@@ -86,7 +86,7 @@ def narrowed(source: str) -> str:
             return load[0]
         return f"tl.load({pointer} + ({index}), {mask}"
 
-    return _LOAD.sub(one, source)
+    return _LOAD.sub(replacement, source)
 
 
 def approximated(source: str) -> str:
@@ -96,7 +96,7 @@ def approximated(source: str) -> str:
     stays as it is.
     """
 
-    def one(silu: re.Match[str]) -> str:
+    def replacement(silu: re.Match[str]) -> str:
         *lines, last = silu[0].rstrip("\n").split("\n")
         indent = last[: len(last) - len(last.lstrip())]
         product = f"{indent}{silu['result']} = {silu['x']} * packed.sigmoid({silu['x']})"
@@ -105,7 +105,7 @@ def approximated(source: str) -> str:
     cast = _CAST.search(source)
     end = cast.start() if cast else len(source)
     before, behind = source[:end], source[end:]
-    before = _SILU.sub(one, before).replace("tl.sigmoid(", "packed.sigmoid(")
+    before = _SILU.sub(replacement, before).replace("tl.sigmoid(", "packed.sigmoid(")
     before = _ROUNDED_BEFORE.sub(
         r"\1 = \2.to(tl.bfloat16)\n\3\4 = \2.to(tl.bfloat16).broadcast_to(xindex.shape)\n", before
     )

@@ -222,8 +222,8 @@ def _tiled(
     template = scaled_grouped_mm_tiled.ROWS_TEMPLATE
     tried = _tried(template, tiles, groups, coding, **keywords) + [(vendor.GROUPED, {})] * library
     inputs = examples.grouped(sides, a.get_size()[0], coding)
-    given = [*sides, *coding.tensors]
-    return call.best(template.name, given, layout, tried, examples=inputs, at_once=True)
+    kernel_inputs = [*sides, *coding.tensors]
+    return call.best(template.name, kernel_inputs, layout, tried, examples=inputs, at_once=True)
 
 
 def _default(
@@ -264,8 +264,8 @@ def _groups_of_k(
         )
     scales = scale_a, realize_inputs(_PERMUTE(sides[3], [1, 0]))
     tiled = [group_scales.of_groups_of_k(scale, ends, groups) for scale in scales]
-    given = [a, tiled[0], b, tiled[1], ends]
+    kernel_inputs = [a, tiled[0], b, tiled[1], ends]
     template = scaled_grouped_mm_tiled.K_TEMPLATE
     tried = _tried(template, tiles if configs.autotuning() else tiles[:1], groups, coding)
-    inputs = examples.grouped(given, k, coding)
-    return call.best(template.name, given, layout, tried, examples=inputs, at_once=True)
+    inputs = examples.grouped(kernel_inputs, k, coding)
+    return call.best(template.name, kernel_inputs, layout, tried, examples=inputs, at_once=True)

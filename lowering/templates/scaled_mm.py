@@ -206,7 +206,7 @@ def _choices(
     shared = {**coding.arguments, "BIASED": biased}
     target = of_device(layout.device)
     tiled = configs.tiled_products(target, m, n, k) if scaled_mm_tiled.fits(operands) else []
-    library = vendor.of(operands, layout.dtype, target, coding, biased=biased)
+    library = vendor.choice(operands, layout.dtype, target, coding, biased=biased)
     tried = defaults.ALL
     if not configs.autotuning():
         runs = defaults.forms(tiled) | ({defaults.VENDOR} if library else set())

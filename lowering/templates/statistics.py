@@ -87,7 +87,7 @@ def cast_statistics(
         return None
     cast = _Cast(realize_inputs(_VIEW(x, matrices)), form, rowwise=block_dim % len(shape) == len(shape) - 1)
     numbers, byte = cast.measured()
-    return numbers, cast.kept(byte, keep) if keep else None
+    return numbers, cast.samples(byte, keep) if keep else None
 
 
 def _matrices(shape: Sequence[Any], dim: int, tile: Tile) -> list[Any]:
@@ -135,18 +135,18 @@ class _Cast:
         )
         return _joined(rows), byte
 
-    def kept(self, byte: ir.TensorBox, keep: int) -> ir.TensorBox:
+    def samples(self, byte: ir.TensorBox, keep: int) -> ir.TensorBox:
         """Returns `keep` values of the cast, evenly spread."""
         x, byte_of = as_float(self.x), byte.make_loader()
         sizes = self.x.get_size()
         numel, target = sympy_product(sizes), of_device(self.device)
 
         def value(index: Index) -> Any:
-            place = inductor.index_expr(index[0], torch.int64)
-            place = inductor.mul(place, inductor.index_expr(numel, torch.int64))
-            place = inductor.floordiv(place, inductor.constant(keep, torch.int64))
-            at = inductor.indirect_indexing(place, numel, check=False)
-            entry, row, column = _place(at, sizes)
+            position = inductor.index_expr(index[0], torch.int64)
+            position = inductor.mul(position, inductor.index_expr(numel, torch.int64))
+            position = inductor.floordiv(position, inductor.constant(keep, torch.int64))
+            at = inductor.indirect_indexing(position, numel, check=False)
+            entry, row, column = _position(at, sizes)
             scale = inductor.to_dtype(
                 byte_of([entry, FloorDiv(row, self.height), FloorDiv(column, self.width)]), torch.int32
             )
@@ -161,7 +161,7 @@ class _Cast:
         return values
 
 
-def _place(at: Any, sizes: Sequence[Any]) -> tuple[Any, Any, Any]:
+def _position(at: Any, sizes: Sequence[Any]) -> tuple[Any, Any, Any]:
     """Returns matrix, row and column of element number `at` in memory."""
     _, m, n = sizes
     return FloorDiv(at, m * n), ModularIndexing(at, n, m), ModularIndexing(at, 1, n)
@@ -173,7 +173,7 @@ def _joined(rows: ir.TensorBox) -> ir.TensorBox:
 
     def joined(index: Index) -> Any:
         field = inductor.index_expr(index[0], torch.int32)
-        amax, smallest = (inductor.eq(field, elements.i32(place)) for place in _BIGGEST)
+        amax, smallest = (inductor.eq(field, elements.i32(position)) for position in _BIGGEST)
         most = largest(index)
         value = inductor.where(amax, most, total(index))
         return inductor.where(smallest, inductor.neg(most), value)

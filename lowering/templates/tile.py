@@ -110,8 +110,8 @@ def blocks(tile: MatmulConfig, *, swap: bool, **more: Any) -> dict[str, Any]:
 
 def index_type(*extents: Any) -> str:
     """Returns the type of offsets into tensors of `extents` elements, and into a tile past their ends."""
-    known = V.graph.sizevars.statically_known_lt
-    return "tl.int32" if all(known(extent, 2**31 - 2**21) for extent in extents) else "tl.int64"
+    is_less = V.graph.sizevars.statically_known_lt
+    return "tl.int32" if all(is_less(extent, 2**31 - 2**21) for extent in extents) else "tl.int64"
 
 
 def _extent(operand: Any) -> Any:

@@ -124,7 +124,7 @@ NVFP4 = ExternKernelChoice(mx_vendor_nvfp4_mm, has_out_variant=False)
 MXFP4 = ExternKernelChoice(mx_vendor_mxfp4_mm, has_out_variant=False)
 
 
-def of(
+def choice(
     operands: Sequence[Any], out_dtype: torch.dtype, target: Target, coding: Coding, *, biased: bool
 ) -> tuple[Any, dict[str, Any]] | None:
     """Returns the vendor's product of matrices with its arguments; None if it cannot run.
@@ -146,13 +146,13 @@ def of(
 def fits(operands: Sequence[Any], out_dtype: torch.dtype, target: Target, bias: Any | None) -> bool:
     """Whether the vendor's product of FP8 can run."""
     a, _, b, *_ = operands
-    known = V.graph.sizevars.statically_known_multiple_of
+    is_multiple = V.graph.sizevars.statically_known_multiple_of
     k, n = b.get_size()
     return (
         target.has_library_mx
         and None not in (configs.contiguous(a.get_stride()), configs.contiguous(b.get_stride()))
-        and known(k, BLOCK)
-        and known(n, _MULTIPLE)
+        and is_multiple(k, BLOCK)
+        and is_multiple(n, _MULTIPLE)
         and out_dtype is torch.bfloat16
         and (bias is None or bias.get_dtype() is torch.bfloat16)
         and torch.float8_e4m3fn in (a.get_dtype(), b.get_dtype())
@@ -164,7 +164,7 @@ def fits_packed(
 ) -> bool:
     """Whether the vendor's product of packed FP4 can run."""
     a, _, b, *_ = operands
-    known = V.graph.sizevars.statically_known_multiple_of
+    is_multiple = V.graph.sizevars.statically_known_multiple_of
     k, n = b.get_size()
     shared = all(coding.arguments.get(name, True) for name in ("SHARED_A", "SHARED_B"))
     return (
@@ -172,8 +172,8 @@ def fits_packed(
         and (ScaleType.E4M3 if coding.tensors else ScaleType.E8M0) in target.library_fp4
         and (bool(coding.tensors) or (bias is None and optional.has_mslk()))
         and (configs.contiguous(a.get_stride()), configs.contiguous(b.get_stride())) == (1, 0)
-        and known(k, _MULTIPLE)
-        and known(n, _MULTIPLE)
+        and is_multiple(k, _MULTIPLE)
+        and is_multiple(n, _MULTIPLE)
         and out_dtype in (torch.bfloat16, torch.float16)
         and (bias is None or bias.get_dtype() is out_dtype)
         and shared
@@ -186,7 +186,7 @@ def fits_groups(operands: Sequence[Any], out_dtype: torch.dtype) -> bool:
     operands: a [M, K], its tiles, b [G, K, N], its tiles, offs.
     """
     a, _, b, _, offs = operands
-    known = V.graph.sizevars.statically_known_multiple_of
+    is_multiple = V.graph.sizevars.statically_known_multiple_of
     _, k, n = b.get_size()
     return (
         optional.has_mslk()
@@ -194,8 +194,8 @@ def fits_groups(operands: Sequence[Any], out_dtype: torch.dtype) -> bool:
         and not V.graph.cpp_wrapper
         and configs.contiguous(a.get_stride()) == 1
         and configs.contiguous(b.get_stride()[1:]) == 0
-        and known(k, BLOCK)
-        and known(n, _MULTIPLE)
+        and is_multiple(k, BLOCK)
+        and is_multiple(n, _MULTIPLE)
         and out_dtype is torch.bfloat16
         and {a.get_dtype(), b.get_dtype()} == {torch.float8_e4m3fn}
         and offs.get_dtype() is torch.int32

@@ -145,8 +145,8 @@ def _target(x: ir.TensorBox, qdata: ir.TensorBox) -> Target | None:
     if device.type != "cuda" or x.get_dtype() not in _ACTIVATIONS:
         return None
     target = of_device(device)
-    known = V.graph.sizevars.statically_known_equals
-    empty = any(known(size, 0) for size in (*x.get_size(), *qdata.get_size()))
+    is_equal = V.graph.sizevars.statically_known_equals
+    empty = any(is_equal(size, 0) for size in (*x.get_size(), *qdata.get_size()))
     alone = single((x.get_size()[0], qdata.get_size()[0]))
     return None if empty or alone or row_of(target) is None else target
 
@@ -158,12 +158,12 @@ def readable(qdata: ir.TensorBox, target: Target) -> Any:
     return ir.TensorBox.create(ir.FallbackKernel.create(torch.ops.aten.view.dtype, qdata, torch.uint8))
 
 
-def words_of(scale: Any) -> bool:
+def has_words(scale: Any) -> bool:
     """Whether a kernel can read `scale`, realized [N, blocks], in aligned words of four bytes of a row."""
-    known = V.graph.sizevars.statically_known_multiple_of
+    sizes = V.graph.sizevars
     (_, blocks), (along_rows, along) = scale.get_size(), scale.get_stride()
-    whole = known(blocks, 4) and known(along_rows, 4) and V.graph.sizevars.statically_known_equals(along, 1)
-    return bool(whole) and starts_aligned(scale)
+    whole = all(sizes.statically_known_multiple_of(number, 4) for number in (blocks, along_rows))
+    return whole and bool(sizes.statically_known_equals(along, 1)) and starts_aligned(scale)
 
 
 def _template(
@@ -190,14 +190,14 @@ def _template(
             "ELEM": repr(form.elem.name),
             "NATIVE": target.decodes_fp8,
             "TWO_LEVEL": form.two_level,
-            "WORDS": words_of(buffers[2]),
+            "WORDS": has_words(buffers[2]),
             "PTX": isinstance(target.arch, int),
         }
         for choice in choices
     )
-    words = [str(form) for form in choices]
+    labels = [str(form) for form in choices]
     forms_of = ((TEMPLATE, arguments) for arguments in tried)
-    out: Any = call.best(TEMPLATE.name, buffers, layout, forms_of, words=words)
+    out: Any = call.best(TEMPLATE.name, buffers, layout, forms_of, labels=labels)
     # x became a buffer during this lowering. Inductor would add its origins, which may be parts of another
     # product, to this product.
     out.data.data.origins = OrderedSet([V.graph.current_node])
