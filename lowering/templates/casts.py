@@ -1,17 +1,17 @@
-"""Inductor template of the casts: one read of a matrix, its MX copy in rows, in columns or in both.
+"""Inductor template of MX casts: one read of a matrix, and its copy along rows, along columns or both.
 
     x[m, n]  →  codes and scale bytes                     the cast itself is ``lowering.kernels.tiles``
-    x        ←  prologue                                  the producer, computed where x would be loaded and
-                                                          rounded to the dtype it would be stored in
+    x        ←  prologue                                  the producer, computed in place of a load of x, and
+                                                          rounded to the dtype in which x would be stored
 
-A template has one output; the other results are buffers it writes to. The tile always holds whole blocks of
-32, masked past the ends of the matrix, so that no two programs share a block. Scales are row-major or tiled;
-there the grid covers the padding too.
+A template has one output; the other results are buffers that it writes. A tile has whole blocks of 32, masked
+past the ends of the matrix, so that no two programs share a block. Scales are row-major or tiled; if tiled,
+the grid covers the padding too.
 
 The matrices of a batch are stacked along rows. If blocks run along columns, and ENTRY, the number of rows of
 a matrix, is not a multiple of 32, the grid covers the batch with each matrix padded to whole blocks.
 
-`inductor.copies` asks for it and lowers every other cast.
+`inductor.copies` calls `lower` for a cast, and lowers casts that no template takes.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ _VIEW = lowerings[torch.ops.aten.view.default]
 
 
 def lower(cast: CastCall) -> Results | None:
-    """Qdata and scale bytes of each copy, of x, then of y; None if the template makes others."""
+    """Returns qdata and scale bytes of each copy, of x, then of y; None for casts it does not take."""
     x, copies, y = cast.x, cast.copies, cast.y
     layout = {(-1,): "rowwise", (-2,): "columnwise", (-1, -2): "both"}.get(tuple(copy.dim for copy in copies))
     target = _target(x, layout)
@@ -165,7 +165,7 @@ TEMPLATES.append(lower)
 
 
 def _target(x: ir.TensorBox, layout: str | None) -> Target | None:
-    """The chip whose row gives the tile, or None if the template is not for this cast."""
+    """Returns the chip whose table has the tile, or None if the template does not take this cast."""
     if len(x.get_size()) < 2 or x.get_device_or_error().type != "cuda":
         return None
     target = of_device(x.get_device_or_error())
@@ -178,14 +178,14 @@ def _target(x: ir.TensorBox, layout: str | None) -> Target | None:
 
 
 def _short_blocks(x: ir.TensorBox) -> bool:
-    """Whether blocks down the columns of a batch would cross its entries, were they one matrix."""
+    """Whether blocks along the columns of a batch, stacked as one matrix, would cross its entries."""
     return len(x.get_size()) > 2 and not V.graph.sizevars.statically_known_multiple_of(
         x.get_size()[-2], BLOCK
     )
 
 
 def _batch(x: ir.TensorBox, layout: str, copy: Copy, target: Target) -> Results:
-    """Qdata and scale bytes of the matrices of `x`, of any number."""
+    """Returns qdata and scale bytes of the matrices of `x`, with any number of batch dimensions."""
     *batch, m, n = x.get_size()
     if not batch:
         return _cast(x, layout, copy, target)
@@ -206,7 +206,7 @@ def _cast(
     entry: int = 0,
     second: ir.TensorBox | None = None,
 ) -> Results:
-    """The casts of a matrix, or of a batch with `entry` rows in each entry; then the casts of `second`."""
+    """Returns casts of a matrix, or of a batch with `entry` rows in each entry; then casts of `second`."""
     sources = [realize_inputs(source) for source in (x, second) if source is not None]
     x = sources[0]
     device, (m, n) = x.get_device_or_error(), x.get_size()
@@ -251,7 +251,7 @@ def _cast(
 def _extra(
     x: ir.TensorBox, layout: str, elem_dtype: torch.dtype, tiled: bool, entry: int
 ) -> list[tuple[list[Any], torch.dtype]]:
-    """Shapes and dtypes of what the template writes besides its output."""
+    """Returns shapes and dtypes of the buffers that the template writes besides its output."""
     m, n = x.get_size()
     if tiled:
         rows, columns = [tiled_size(m, _blocks(n))], [tiled_size(n, _blocks(m))]

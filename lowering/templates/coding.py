@@ -1,4 +1,4 @@
-"""How the operands of a product are coded: what the templates of products are told of them.
+"""How the operands of a product are coded, as arguments of the templates of products.
 
     MXFP8    e4m3 or e5m2, an element a byte, a scale for 32 bytes along K
     MXFP4    e2m1, two elements a byte along K, a scale for 16 bytes
@@ -28,8 +28,8 @@ _EXPAND = lowerings[torch.ops.aten.expand.default]
 class Coding:
     """The coding of both operands of a product.
 
-    precision: its policy word. elems: names of the element types. block: bytes along K that share a scale.
-    tensors: the scales of both tensors, realized, as large as the result; none of one level.
+    precision: its name in policies. elems: names of the element types. block: bytes along K that share a
+    scale. tensors: both tensor scales, realized, expanded to the result's size; () if formats have none.
     """
 
     precision: str
@@ -39,9 +39,9 @@ class Coding:
 
     @staticmethod
     def of(a: Any, b: Any, fmt: str, tensors: Sequence[ir.TensorBox] | None, size: Sequence[Any]) -> Coding:
-        """The coding of operands in MXFP8, or in the packed format `fmt`.
+        """Returns the coding of operands in MXFP8, or in the packed format `fmt`.
 
-        tensors: their scales, which broadcast to the result of `size`: one number, or one a row or column.
+        tensors: their scales, which broadcast to the result of `size`: a number in all, a row or a column.
         """
         form = Format.of(fmt)
         if not form.packed:
@@ -56,12 +56,12 @@ class Coding:
 
     @property
     def per_byte(self) -> int:
-        """How many elements share a byte."""
+        """The number of elements that share a byte."""
         return ELEMENTS[self.elems[0]].per_byte
 
     @property
     def swapped(self) -> Coding:
-        """The coding of the transposed product of groups, whose tensors have one scale each."""
+        """The coding of the transposed product of groups, where each tensor has one scale."""
         return replace(self, elems=self.elems[::-1], tensors=self.tensors[::-1])
 
     @property
@@ -80,7 +80,7 @@ def _fp8(operand: Any) -> str:
 
 
 def _is_0(scale: Any, dim: int) -> bool:
-    """Whether all along a dimension have one scale."""
+    """Whether all elements along a dimension share a scale."""
     return bool(V.graph.sizevars.statically_known_equals(scale.get_stride()[dim], 0))
 
 
@@ -91,7 +91,7 @@ HEAD = r"""
     ta, tb, stride_ta, stride_tb = TA, TB, {{stride("TA", -2)}}, {{stride("TB", -1)}}
 {% endif %}
 """
-"""Source: the head of a template. OTHERS: the names of operands behind the first four."""
+"""Source: the head of a template. OTHERS: names of the operands behind the first four."""
 
 GAIN = r"""
 {% if TWO_LEVEL %}
@@ -99,4 +99,4 @@ GAIN = r"""
         tb, idx_n, stride_tb, N, SHARED_B)
 {% endif %}
 """
-"""Source: multiplies ACC by the scales of both tensors. Before it: idx_m, idx_n, their ends end_m and N."""
+"""Source: multiplies ACC by the scales of both tensors. Reads idx_m, idx_n, their ends end_m and N."""

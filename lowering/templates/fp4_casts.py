@@ -1,4 +1,4 @@
-"""Inductor templates of the casts to packed FP4 and of the amax that they need.
+"""Inductor templates of the casts to packed FP4, and of the amax that they need.
 
     x[…, m, n]  →  bytes […, m, n/2] along rows, […, n, m/2] along columns, or both        two codes each
                    scale bytes in tiles of 128 rows by 4 blocks, or row-major
@@ -6,10 +6,9 @@
     x           ←  prologue         as in `casts`
 
 The contraction is innermost in every copy. The cast itself is ``kernels.fp4_tiles``. Both copies come from
-one read of x, if their elements are not random. The grid covers the padding of tiled scales. The amax of the
-tensor is there before, so that a cast reads x a second time. The transform runs along columns; both kernels
-compute it, and nothing stores it. The matrices of a batch are one after the other along the grid's first
-axis.
+one read of x, unless rounding is stochastic. The grid covers the padding of tiled scales. The amax of the
+tensor is computed before, so that a cast reads x a second time. The transform runs along columns; both
+kernels compute it, and nothing stores it. The matrices of a batch lie along the grid's first axis.
 """
 
 from __future__ import annotations
@@ -178,7 +177,7 @@ Results = tuple[ir.TensorBox, ...]
 
 
 def lower(cast: CastCall) -> Results | None:
-    """Bytes and scale bytes along rows, along columns, or both in this order; None if they are not packed."""
+    """Returns bytes and scales along rows, along columns, or both in this order; None if not packed."""
     x, copies = cast.x, cast.copies
     if not copies[0].format.packed:
         return None
@@ -193,7 +192,7 @@ def lower(cast: CastCall) -> Results | None:
     inputs = [x, *(other.data for other in others)]
     read = [realize_inputs(each) for each in (*cast.amaxes, cast.seed) if each is not None]
     first, last, sides = copies[0].format, copies[-1].format, [copy.dim for copy in copies]
-    # a producer, which the amax of two levels reads too, is computed beside one level's casts alone
+    # only one-level casts compute a producer: with two levels, it is stored, since the amax reads it too
     tile = _tile(target, first.tile.along, x, halve=len(copies) > 1 and not is_given and not first.two_level)
     padding = [(TILE_ROWS, TILE_BLOCKS * first.tile.along), (TILE_BLOCKS * first.tile.along, TILE_ROWS)]
     ways = [padding[-1 - side] for side in sides] if is_tiled else [(1, 1)]
@@ -225,7 +224,7 @@ TEMPLATES.append(lower)
 
 
 def _shapes(x: ir.TensorBox, copy: Copy) -> tuple[list[Any], list[Any]]:
-    """Shapes of the bytes and scales of a copy of `x`, one matrix or a batch with one dimension."""
+    """Returns shapes of the bytes and scales of a copy of `x`, a matrix or a batch with one dimension."""
     *batch, rows, length = x.get_size()
     form = copy.format
     if copy.dim == -2:
@@ -242,13 +241,13 @@ register_lowering(ops.tile_scales, type_promotion_kind=None)(lambda scale: tiled
 
 @register_lowering(ops.hadamard_largest, type_promotion_kind=None)
 def lower_hadamard_largest(x: ir.TensorBox, signs: int) -> Results:
-    """The largest magnitudes of every tile and of its transform, and of these."""
+    """Returns the largest magnitude of `x` and of its transform, [1] each."""
     return _largest(x, signs)
 
 
 @register_lowering(ops.largest, type_promotion_kind=None)
 def lower_largest(x: ir.TensorBox) -> ir.TensorBox:
-    """The largest magnitude of a tensor, of every tile first if no loop of Inductor's computes the tensor."""
+    """Returns the largest magnitude of a tensor. If the tensor is stored, tiles are reduced first."""
     target = of_device(x.get_device_or_error())
     if isinstance(target.tiles.fp4_cast, Unsupported) or not _is_given(x):
         return general.lower_largest(x)
@@ -257,7 +256,7 @@ def lower_largest(x: ir.TensorBox) -> ir.TensorBox:
 
 
 def _is_given(x: ir.TensorBox) -> bool:
-    """Whether `x` is a tensor of rows that lie in memory, and no loop of Inductor's computes it."""
+    """Whether `x` is a tensor in memory with contiguous rows, and no loop of Inductor computes it."""
     data: Any = x
     while not isinstance(data, ir.Buffer) and hasattr(data, "data"):
         data = data.data
@@ -268,7 +267,7 @@ def _is_given(x: ir.TensorBox) -> bool:
 
 
 def _largest(x: ir.TensorBox, signs: int) -> Results:
-    """The largest magnitude of `x`, [1], and with signs that of its transform."""
+    """Returns the largest magnitude of `x`, [1], and with signs also of its transform."""
     *batch, m, n = x.get_size()
     x, number = _matrices(x), 2 if signs else 1
     device = x.get_device_or_error()
@@ -281,13 +280,13 @@ def _largest(x: ir.TensorBox, signs: int) -> Results:
 
 
 def _matrices(x: ir.TensorBox) -> Any:
-    """`x` as a matrix, or as a batch with one dimension, realized."""
+    """Returns `x` as a matrix, or as a batch with one dimension, realized."""
     *batch, m, n = x.get_size()
     return realize_inputs(_VIEW(x, [sympy_product(batch), m, n]) if len(batch) > 1 else x)
 
 
 def _tile(target: Target, block: int, x: Any, *, halve: bool = False) -> dict[str, Any]:
-    """Arguments of both templates: a tile of blocks of so many rows, and how its numbers are computed.
+    """Returns arguments of both templates: a tile of blocks of `block` rows, and how to compute its numbers.
 
     halve: whether a thread has half as many elements, which leaves registers for a producer.
     """

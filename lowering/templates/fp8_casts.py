@@ -1,14 +1,14 @@
 """Inductor templates of FP8 casts with FP32 scales: the amax, and the copies that an FP8 GEMM reads.
 
     mx_fp8_amax   x[m, n]          →  largest magnitudes of parts of rows, of columns or of the matrix;
-                                      Inductor reduces what the tiles leave and makes scales of it
-    mx_fp8_cast   x[m, n], scales  →  codes [m, n] under scales of rows, codes [n, m] under those of columns
-                  x[m, n]          →  the same and the scales, where a tile has all they follow from (blocks)
+                                      Inductor reduces these, and computes the scales
+    mx_fp8_cast   x[m, n], scales  →  codes [m, n] under scales of rows, codes [n, m] under scales of columns
+                  x[m, n]          →  the same and the scales, if they belong to blocks, which tiles contain
     x             ←  prologue         as in `casts`
 
-Hopper's FP8 GEMM contracts the innermost dimension of both operands, so what is cast along columns is stored
-transposed, from the same read: through shared memory, by words, since the rows of a tile lie in an order in
-which a thread has neighbours of a column (`fp8_tiles.order`). The cast itself is ``kernels.fp8_tiles``.
+Hopper's FP8 GEMM contracts the innermost dimension of both operands, so the columnwise copy is stored
+transposed, from the same read. It passes through shared memory by words, because the rows of a tile are in an
+order in which a thread has neighbours of a column (`fp8_tiles.order`). ``kernels.fp8_tiles`` has the cast.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ BLOCK = 128
 """Elements along a block's scale: the side of a tile of the cast."""
 
 PERM = 4
-"""Rows that a thread has side by side (see `fp8_tiles.order`)."""
+"""Neighbouring rows that a thread has (see `fp8_tiles.order`)."""
 
 _PLACE = r"""
     M = {{size("X", 0)}}
@@ -187,16 +187,16 @@ CAST = ProducingTemplate(name="mx_fp8_cast", grid=_grid, source=_CAST_SOURCE)
 
 
 _Scales = dict[int, ir.TensorBox]
-"""Scales by the dimension that they belong to; those of squares and of tensors, which serve both, by −1."""
+"""Scales by the dimension that they belong to; scales of squares and of tensors serve both, and have −1."""
 
 _Tensors = dict[tuple[CopyPart, bool], ir.TensorBox]
-"""Elements by whether they are transposed, and the largest magnitude, which is not."""
+"""Elements, by whether they are transposed, and the largest magnitude, by False."""
 
 
 def lower(cast: CastCall) -> list[ir.TensorBox] | None:
-    """The tensors of each copy; None if scales are not FP32, or if one loop is as good.
+    """Returns the tensors of each copy; None if scales are not FP32, or if a loop of Inductor is as fast.
 
-    That is one copy of elements as they lie in memory, or of scales: it fuses with its neighbours.
+    A loop makes a single copy of scales, or of elements that are not transposed, and fuses with neighbours.
     """
     copies, (one, *more) = cast.copies, cast.copies
     form, is_loop = one.format, not (more or one.transposed or one.fnuz or one.part is CopyPart.LARGEST)
@@ -217,7 +217,7 @@ def lower(cast: CastCall) -> list[ir.TensorBox] | None:
         scales = known | _scales(cast.x, form, sides - known.keys())
         searched = scales.keys() > known.keys()
     others = _cast(cast, scales, elements) if elements else _largest(cast.x)
-    if searched and elements:  # the search has the producer of x, which is in memory since then
+    if searched and elements:  # the amax kernel computed the producer of x, and stored x
         cast_only: Any = others[CopyPart.ELEMENTS, False not in elements]
         cast_only.data.data.origins = OrderedSet([V.graph.current_node])
     return [
@@ -230,12 +230,12 @@ TEMPLATES.append(lower)
 
 
 def _side(copy: Copy) -> int:
-    """The dimension that the scales of `copy` belong to."""
+    """Returns the dimension that the scales of `copy` belong to."""
     return -1 if copy.format.tile.is_square else copy.dim
 
 
 def _scales(x: ir.TensorBox, form: Format, sides: Collection[int]) -> _Scales:
-    """Scales of a tensor or of channels."""
+    """Returns scales of a tensor or of channels, by side."""
     if not sides:
         return {}
     whole = form.tile == Tile.TENSOR
@@ -262,7 +262,7 @@ def _scale(amax: ir.TensorBox, form: Format) -> ir.TensorBox:
 
 
 def _parts(x: ir.TensorBox, *, rows: bool, columns: bool) -> tuple[ir.TensorBox | None, ...]:
-    """Largest magnitudes of parts of rows and of columns, or of parts of the matrix if of neither."""
+    """Returns the largest magnitudes of parts of rows and of columns; if of neither, of parts of x."""
     x = realize_inputs(x)
     (m, n), target = x.get_size(), of_device(x.get_device_or_error())
     tile = chosen(target.tiles.fp8_cast, "an FP8 cast", target).amax
@@ -276,7 +276,7 @@ def _parts(x: ir.TensorBox, *, rows: bool, columns: bool) -> tuple[ir.TensorBox 
 
 
 def _of_blocks(x: ir.TensorBox, form: Format, elements: Collection[bool]) -> _Scales:
-    """Memory for the scales of blocks, which the cast of `elements` writes."""
+    """Returns memory for the scales of blocks, which the cast of `elements` writes."""
     (m, n), same = x.get_size(), form.tile.is_square
     scales = {}
     if same or False in elements:
@@ -287,15 +287,15 @@ def _of_blocks(x: ir.TensorBox, form: Format, elements: Collection[bool]) -> _Sc
 
 
 def _largest(x: ir.TensorBox) -> _Tensors:
-    """The largest magnitude of a matrix of which nothing else is made but scales."""
+    """Returns the largest magnitude of a matrix, for a cast without elements."""
     part, _ = _parts(x, rows=False, columns=False)
     return {(CopyPart.LARGEST, False): _VIEW(_AMAX(part, (0, 1), True), [1])}
 
 
 def _cast(cast: CastCall, scales: _Scales, elements: dict[bool, Copy]) -> _Tensors:
-    """The tensors that one kernel makes of the copies `elements`.
+    """Returns the tensors that one kernel makes for the copies `elements`.
 
-    scales: it reads them, or it writes them if they are of blocks.
+    scales: the kernel reads them, or writes them if they belong to blocks.
     """
     form = cast.copies[0].format
     same, own = form.tile.is_square, form.tile.along == BLOCK
@@ -345,7 +345,7 @@ def _cast(cast: CastCall, scales: _Scales, elements: dict[bool, Copy]) -> _Tenso
 
 
 def _empty(x: ir.TensorBox, shape: Sequence[Any], dtype: torch.dtype) -> ir.TensorBox:
-    """Memory that a kernel writes beside its result."""
+    """Returns memory that a kernel writes beside its result."""
     result: ir.TensorBox = empty_strided(list(shape), None, dtype=dtype, device=x.get_device_or_error())
     result.realize()
     return result
@@ -362,7 +362,7 @@ def _call(
     read: int = 0,
     **settings: Any,
 ) -> ir.TensorBox:
-    """The result of `template`, of `shape`. others: beside `x`, the first `read` of them only read."""
+    """Returns the result, of `shape`. others: inputs beside `x`; the first `read` are read, others written."""
     inputs: list[Any] = [x, *others[:read], *(other.data for other in others[read:])]
     return call.only(
         template,

@@ -1,12 +1,11 @@
-"""Inductor template of ``mx.quantize_mm``: the product's kernel casts its activation, in registers.
+"""Inductor template of ``mx.quantize_mm``: the product's kernel casts its activation in registers.
 
     out = epilogue(round(quantize(x)[M, K] · b[K, N] (+ bias[N])))        FP32 accumulation, one rounding
 
-x is read as it is, by the main loop, and quantized bit for bit as the cast does it (`kernels.tiles`); no FP8
-copy of it is stored. The price: each row of x is quantized again for every tile of N. With few rows that is
-little beside reading the weight, and the cast's launch is saved: there it is what runs. For many rows it is
-tried, if Inductor is told to autotune and N is narrow, against the cast and the product that would run
-without it, timed together.
+The main loop reads x as it is, and quantizes it bit for bit as the cast does (`kernels.tiles`), without an FP8
+copy in memory. The price: each row of x is quantized again for every tile of N. With few rows that is little
+beside reading the weight, and the cast's launch is saved, so the fused kernel is the default. With many rows,
+if Inductor autotunes and N is narrow, it is timed against the cast and the product that would replace it.
 
 Scales of b are row-major bytes or tiled. SWAP computes outᵀ, as in ``scaled_mm``.
 """
@@ -122,7 +121,7 @@ def lower_quantize_mm(
     qdata: ir.TensorBox | None = None,
     scale: ir.TensorBox | None = None,
 ) -> ir.TensorBox:
-    """The product, for what `graph.fuse` has made; qdata and scale are there if they may win."""
+    """Returns the product. qdata, scale: results of a separate cast, if it may win (see `graph.fuse`)."""
     (m, _), n = x.get_size(), b.get_size()[1]
     operands = [realize_inputs(operand) for operand in (x, b, scale_b)]
     if bias is not None:
@@ -140,10 +139,10 @@ def lower_quantize_mm(
 
 
 class Separate(SubgraphChoiceCaller):
-    """The choice of a cast and a product: timed as a graph of both, lowered as `graph.fuse` found them.
+    """The choice of a separate cast and product: timed as a graph of both, lowered as in the graph.
 
-    cast: the word of the copy. product: arguments of ``mx.matmul``, the cast's results in
-    the graph that is lowered, which vanish if this does not win.
+    cast: the copy, as text. product: arguments of ``mx.matmul``, with the results of the cast in the lowered
+    graph, which removes the cast as dead code if this choice does not win.
     """
 
     def __init__(self, operands: list[Any], layout: ir.Layout, cast: str, product: list[Any]) -> None:
@@ -162,7 +161,7 @@ class Separate(SubgraphChoiceCaller):
         self._product = product
 
     def output_node(self) -> ir.TensorBox:
-        """The product of the cast that is in the graph."""
+        """Returns the product of the cast in the graph."""
         out: ir.TensorBox = lowerings[ops.matmul](*self._product)
         return out
 
@@ -170,12 +169,12 @@ class Separate(SubgraphChoiceCaller):
 def _choices(
     operands: list[Any], layout: ir.Layout, form_x: Format, form_b: Format
 ) -> Iterator[dict[str, Any]]:
-    """The template's arguments for each tile."""
+    """Yields the template's arguments for each tile."""
     (x, _, scale_b, *_), (m, n) = operands, layout.size
     layouts = [layout, *(operand.get_layout() for operand in operands)]
     target, sizes = of_device(layout.device), V.graph.sizevars
     rows, columns = sizes.optimization_hint(m), sizes.optimization_hint(n)
-    # none if the size was not known before, or if the option `target` named another chip than this
+    # no tiles if `graph.fuse` did not have the size, or if the option `target` named another chip
     tile_sizes = tiles(target, rows, columns) or products(target, rows)[:1]
     for swap, tile in tile_sizes:
         yield {

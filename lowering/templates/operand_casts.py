@@ -1,16 +1,16 @@
-"""Inductor template of the casts of emulated products: one read of a matrix, and all that is made of it.
+"""Inductor template of the casts of emulated products: one read of a matrix, and all its copies.
 
     x[m, n]  →  along rows and along columns: values, or codes and scale bytes, or nothing
-                values of squares, which are the same both ways
+                values of squares, which are the same in both directions
     x        ←  prologue                                                          as in `casts`
 
-The same of a second matrix that is computed from the same tensors.
+The kernel can also cast a second matrix whose producer reads the same tensors.
 
     values   =  element · 2^(byte − 127), rounded once to the dtype of the BF16 or FP32 product
 
-Values never become FP8: they are rounded where they are (`tiles.rounded`), two a register where the chip
-calculates so (`packed`). For chips without an MX GEMM; ``graph.merge_casts`` brings casts together.
-`inductor.copies` lowers all others.
+Values never become FP8: arithmetic rounds them (`tiles.rounded`), with two in a register if the chip supports
+it (`packed`). For chips without an MX GEMM. ``graph.merge_casts`` merges casts; `inductor.copies` lowers all
+others.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ _VIEW = lowerings[torch.ops.aten.view.default]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Result:
-    """shape: of one matrix. codes: whether it holds FP8."""
+    """A tensor that the kernel writes. codes: whether it holds FP8."""
 
     name: str
     shape: list[Any]
@@ -129,7 +129,7 @@ class _Result:
 
 
 def lower(cast: CastCall) -> list[ir.TensorBox] | None:
-    """Qdata and scale bytes, or values, of each copy, of x, then of y; None if they are not for it."""
+    """Returns qdata and scales, or values, of each copy, of x, then of y; None for casts it does not take."""
     x, copies, y = cast.x, cast.copies, cast.y
     target, sizes = of_device(x.get_device_or_error()), x.get_size()
     if not target.emulates or not _are_alike(copies) or not all(_is_for(sizes, copy) for copy in copies):
@@ -179,19 +179,19 @@ def _is_for(sizes: Sequence[Any], copy: Copy) -> bool:
 
 
 def _side(copy: Copy) -> str:
-    """The name of the side of `copy`; values of squares are the same both ways."""
+    """Returns the name of the side of `copy`; values of squares are the same on both sides."""
     return "COLUMNS" if copy.dim == -2 and not copy.is_square else "ROWS"
 
 
 def _flat(x: ir.TensorBox) -> ir.TensorBox:
-    """The matrices of a batch one below the other."""
+    """Returns the matrices of a batch stacked along rows."""
     *batch, m, n = x.get_size()
     flat: ir.TensorBox = _VIEW(x, [sympy_product(batch) * m, n]) if batch else x
     return flat
 
 
 def _results(size: Sequence[Any], sources: int, copies: Sequence[Copy], target: Target) -> list[_Result]:
-    """Returns the results, one that is as large as the matrix first."""
+    """Returns the results; the first has the size of the matrix."""
     m, n = size
     scales = {"ROWS": [m, CeilDiv(n, BLOCK)], "COLUMNS": [CeilDiv(m, BLOCK), n]}
     results = []
@@ -209,7 +209,7 @@ def _results(size: Sequence[Any], sources: int, copies: Sequence[Copy], target: 
 def _call(
     sources: list[ir.TensorBox], wanted: list[_Result], target: Target, settings: dict[str, Any]
 ) -> list[ir.TensorBox]:
-    """The results of the template, in order; the first is its output."""
+    """Returns the results of the template, in order; the first is its output."""
     sources = [realize_inputs(source) for source in sources]
     first, *rest = wanted
     device = sources[0].get_device_or_error()
