@@ -152,9 +152,9 @@ def lower(cast: CastCall) -> Results | None:
     layout = {(-1,): "rowwise", (-2,): "columnwise", (-1, -2): "both"}.get(tuple(copy.dim for copy in copies))
     target = _target(x, layout)
     codes = all(copy.is_mx and copy.dtype is None and not copy.is_square for copy in copies)
-    alike = len({(copy.format, copy.layout) for copy in copies}) == 1
+    uniform = len({(copy.format, copy.layout) for copy in copies}) == 1
     matrix = y is None or len(x.get_size()) == 2
-    if layout is None or target is None or not (codes and alike and matrix):
+    if layout is None or target is None or not (codes and uniform and matrix):
         return None
     if y is not None:
         return _cast(x, layout, copies[0], target, second=y)
@@ -171,8 +171,8 @@ def _target(x: ir.TensorBox, layout: str | None) -> Target | None:
     target = of_device(x.get_device_or_error())
     if isinstance(target.tiles.quantize, Unsupported):
         return None
-    known = V.graph.sizevars.statically_known_equals
-    empty = any(known(size, 0) for size in x.get_size())
+    is_equal = V.graph.sizevars.statically_known_equals
+    empty = any(is_equal(size, 0) for size in x.get_size())
     unknown = layout != "rowwise" and _short_blocks(x) and not x.get_size()[-2].is_number
     return None if empty or configs.single(x.get_size()) or unknown else target
 

@@ -38,7 +38,7 @@ class Coding:
     tensors: tuple[Any, ...] = ()
 
     @staticmethod
-    def of(a: Any, b: Any, fmt: str, tensors: Sequence[ir.TensorBox] | None, size: Sequence[Any]) -> Coding:
+    def from_operands(a: Any, b: Any, fmt: str, tensors: Sequence[Any] | None, size: Sequence[Any]) -> Coding:
         """Returns the coding of operands in MXFP8, or in the packed format `fmt`.
 
         tensors: their scales, which broadcast to the result of `size`: a number in all, a row or a column.
@@ -51,7 +51,7 @@ class Coding:
             precision=defaults.precision_of([form]),
             elems=(name, name),
             block=form.tile.along // per_byte,
-            tensors=tuple(ir.ExternKernel.realize_input(_EXPAND(each, size)) for each in tensors or ()),
+            tensors=tuple(ir.ExternKernel.realize_input(_EXPAND(scale, size)) for scale in tensors or ()),
         )
 
     @property
@@ -68,11 +68,11 @@ class Coding:
     def arguments(self) -> dict[str, Any]:
         """The arguments of the templates."""
         a, b = map(repr, self.elems)
-        known: dict[str, Any] = {"ELEM_A": a, "ELEM_B": b, "BLOCK": self.block, "TWO_LEVEL": False}
+        arguments: dict[str, Any] = {"ELEM_A": a, "ELEM_B": b, "BLOCK": self.block, "TWO_LEVEL": False}
         if self.tensors:
             left, right = self.tensors
-            known |= {"TWO_LEVEL": True, "SHARED_A": _is_0(left, -2), "SHARED_B": _is_0(right, -1)}
-        return known
+            arguments |= {"TWO_LEVEL": True, "SHARED_A": _is_0(left, -2), "SHARED_B": _is_0(right, -1)}
+        return arguments
 
 
 def _fp8(operand: Any) -> str:

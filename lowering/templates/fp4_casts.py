@@ -182,7 +182,7 @@ def lower(cast: CastCall) -> Results | None:
     if not copies[0].format.packed:
         return None
     *batch, _, _ = x.get_size()
-    is_given = _is_given(x)
+    is_stored = _is_stored(x)
     x, is_tiled = _matrices(x), copies[0].is_tiled
     device, target = x.get_device_or_error(), of_device(x.get_device_or_error())
     shapes = [shape for copy in copies for shape in _shapes(x, copy)]
@@ -190,10 +190,10 @@ def lower(cast: CastCall) -> Results | None:
     for other in others:
         other.realize()
     inputs = [x, *(other.data for other in others)]
-    read = [realize_inputs(each) for each in (*cast.amaxes, cast.seed) if each is not None]
+    read = [realize_inputs(tensor) for tensor in (*cast.amaxes, cast.seed) if tensor is not None]
     first, last, sides = copies[0].format, copies[-1].format, [copy.dim for copy in copies]
     # only one-level casts compute a producer: with two levels, it is stored, since the amax reads it too
-    tile = _tile(target, first.tile.along, x, halve=len(copies) > 1 and not is_given and not first.two_level)
+    tile = _tile(target, first.tile.along, x, halve=len(copies) > 1 and not is_stored and not first.two_level)
     padding = [(TILE_ROWS, TILE_BLOCKS * first.tile.along), (TILE_BLOCKS * first.tile.along, TILE_ROWS)]
     ways = [padding[-1 - side] for side in sides] if is_tiled else [(1, 1)]
     codes = call.only(
@@ -217,7 +217,7 @@ def lower(cast: CastCall) -> Results | None:
         ROUNDING=repr(str(first.rounding or "")),
     )
     results = codes, *others
-    return tuple(_VIEW(each, [*batch, *each.get_size()[-2:]]) if batch else each for each in results)
+    return tuple(_VIEW(result, [*batch, *result.get_size()[-2:]]) if batch else result for result in results)
 
 
 TEMPLATES.append(lower)
@@ -249,21 +249,21 @@ def lower_hadamard_largest(x: ir.TensorBox, signs: int) -> Results:
 def lower_largest(x: ir.TensorBox) -> ir.TensorBox:
     """Returns the largest magnitude of a tensor. If the tensor is stored, tiles are reduced first."""
     target = of_device(x.get_device_or_error())
-    if isinstance(target.tiles.fp4_cast, Unsupported) or not _is_given(x):
+    if isinstance(target.tiles.fp4_cast, Unsupported) or not _is_stored(x):
         return general.lower_largest(x)
     (result,) = _largest(x, 0)
     return result
 
 
-def _is_given(x: ir.TensorBox) -> bool:
+def _is_stored(x: ir.TensorBox) -> bool:
     """Whether `x` is a tensor in memory with contiguous rows, and no loop of Inductor computes it."""
     data: Any = x
     while not isinstance(data, ir.Buffer) and hasattr(data, "data"):
         data = data.data
     if not isinstance(data, ir.Buffer) or isinstance(data, ir.ComputedBuffer) or len(x.get_size()) < 2:
         return False
-    known = V.graph.sizevars.statically_known_equals
-    return known(x.get_stride()[-1], 1) and not any(known(size, 0) for size in x.get_size())
+    is_equal = V.graph.sizevars.statically_known_equals
+    return is_equal(x.get_stride()[-1], 1) and not any(is_equal(size, 0) for size in x.get_size())
 
 
 def _largest(x: ir.TensorBox, signs: int) -> Results:
@@ -291,9 +291,9 @@ def _tile(target: Target, block: int, x: Any, *, halve: bool = False) -> dict[st
     halve: whether a thread has half as many elements, which leaves registers for a producer.
     """
     tile = chosen(target.tiles.fp4_cast, "an FP4 cast", target)
-    known = V.graph.sizevars.statically_known_multiple_of
+    is_multiple = V.graph.sizevars.statically_known_multiple_of
     (m, n), size = x.get_size()[-2:], x.get_dtype().itemsize
-    even = known(m, tile.rows) and known(n, tile.columns)
+    even = is_multiple(m, tile.rows) and is_multiple(n, tile.columns)
     ptx = isinstance(target.arch, int)
     return {
         "BATCHED": len(x.get_size()) > 2,

@@ -198,8 +198,9 @@ def lower(cast: CastCall) -> list[ir.TensorBox] | None:
 
     A loop makes a single copy of scales, or of elements that are not transposed, and fuses with neighbours.
     """
-    copies, (one, *more) = cast.copies, cast.copies
-    form, is_loop = one.format, not (more or one.transposed or one.fnuz or one.part is CopyPart.LARGEST)
+    copies, (first, *more) = cast.copies, cast.copies
+    form = first.format
+    is_loop = not (more or first.transposed or first.fnuz or first.part is CopyPart.LARGEST)
     if form.scale is not ScaleType.FP32 or is_loop or any(copy.part is CopyPart.CODES for copy in copies):
         return None
     if isinstance(of_device(cast.x.get_device_or_error()).tiles.fp8_cast, Unsupported):
@@ -210,12 +211,12 @@ def lower(cast: CastCall) -> list[ir.TensorBox] | None:
     if form.tile.along == BLOCK:
         scales = _of_blocks(cast.x, form, elements)
     else:
-        known = {
+        cast_scales = {
             _side(copy): scale for copy, scale in zip(copies, cast.scales, strict=True) if scale is not None
         }
         sides = {_side(copy) for copy in copies if copy.part is not CopyPart.LARGEST}
-        scales = known | _scales(cast.x, form, sides - known.keys())
-        searched = scales.keys() > known.keys()
+        scales = cast_scales | _scales(cast.x, form, sides - cast_scales.keys())
+        searched = scales.keys() > cast_scales.keys()
     others = _cast(cast, scales, elements) if elements else _largest(cast.x)
     if searched and elements:  # the amax kernel computed the producer of x, and stored x
         cast_only: Any = others[CopyPart.ELEMENTS, False not in elements]
@@ -298,14 +299,14 @@ def _cast(cast: CastCall, scales: _Scales, elements: dict[bool, Copy]) -> _Tenso
     scales: the kernel reads them, or writes them if they belong to blocks.
     """
     form = cast.copies[0].format
-    same, own = form.tile.is_square, form.tile.along == BLOCK
+    same, is_blocked = form.tile.is_square, form.tile.along == BLOCK
     rows, columns = False in elements, True in elements
     read = [side for side, is_read in ((-1, rows or same), (-2, columns and not same)) if is_read]
-    given = [scales[side] if own else realize_inputs(scales[side]) for side in read]
+    scale_inputs = [scales[side] if is_blocked else realize_inputs(scales[side]) for side in read]
     x = realize_inputs(cast.x)
     (m, n), target = x.get_size(), of_device(x.get_device_or_error())
     tiles = chosen(target.tiles.fp8_cast, "an FP8 cast", target)
-    tile = tiles.blocks if own else tiles.cast
+    tile = tiles.blocks if is_blocked else tiles.cast
     (fnuz,) = {copy.fnuz for copy in elements.values()}  # one kernel makes elements of one type
     seen = any(copy.part is CopyPart.LARGEST for copy in cast.copies)
     stored = FNUZ[form.elem.dtype] if fnuz else form.elem.dtype
@@ -315,15 +316,15 @@ def _cast(cast: CastCall, scales: _Scales, elements: dict[bool, Copy]) -> _Tenso
     result = _call(
         CAST,
         x,
-        [*given, *other, *largest],
+        [*scale_inputs, *other, *largest],
         [m, n] if rows else [n, m],
         stored,
         tile,
-        read=0 if own else len(given),
+        read=0 if is_blocked else len(scale_inputs),
         ROWS=rows,
         COLUMNS=columns,
         SAME=same,
-        OWN=own,
+        OWN=is_blocked,
         SEEN=seen,
         PERM=PERM if columns else 1,
         ELEM=repr(form.elem.name),
@@ -362,7 +363,7 @@ def _call(
     read: int = 0,
     **settings: Any,
 ) -> ir.TensorBox:
-    """Returns the result, of `shape`. others: inputs beside `x`; the first `read` are read, others written."""
+    """Returns the result, of `shape`. others: inputs beside `x`, `read` tensors to read, then to write."""
     inputs: list[Any] = [x, *others[:read], *(other.data for other in others[read:])]
     return call.only(
         template,

@@ -2,8 +2,8 @@
 
     out = epilogue(round(quantize(x)[M, K] · b[K, N] (+ bias[N])))        FP32 accumulation, one rounding
 
-The main loop reads x as it is, and quantizes it bit for bit as the cast does (`kernels.tiles`), without an FP8
-copy in memory. The price: each row of x is quantized again for every tile of N. With few rows that is little
+The main loop reads x as it is, and quantizes it bit for bit as the cast does (`kernels.tiles`). No FP8 copy
+is stored. The price: each row of x is quantized again for every tile of N. With few rows that is little
 beside reading the weight, and the cast's launch is saved, so the fused kernel is the default. With many rows,
 if Inductor autotunes and N is narrow, it is timed against the cast and the product that would replace it.
 
@@ -181,7 +181,7 @@ def _choices(
             **blocks(tile, swap=swap),
             "EVEN_N": sizes.statically_known_multiple_of(n, tile.block_m if swap else tile.block_n),
             "EVEN_K": sizes.statically_known_multiple_of(x.get_size()[1], tile.block_k),
-            "INDEX": index_type(*(each.storage_size() for each in layouts)),
+            "INDEX": index_type(*(tensor_layout.storage_size() for tensor_layout in layouts)),
             "BIASED": len(operands) > 3,
             "TILED": len(scale_b.get_size()) == 1,
             "WORDS": not target.tmem_columns,

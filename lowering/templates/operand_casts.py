@@ -80,8 +80,8 @@ _WHERE = {"ROWS": ("rowwise", "rm, blocks_n"), "COLUMNS": ("columnwise", "blocks
 
 
 def _sides(source: str) -> Iterator[str]:
-    for side, (word, where) in _WHERE.items():
-        text = _SIDE.replace("<SIDE>", side).replace("<side>", word).replace("<where>", where)
+    for side, (name, where) in _WHERE.items():
+        text = _SIDE.replace("<SIDE>", side).replace("<side>", name).replace("<where>", where)
         yield text.replace("<X>", source).replace("<x>", source.lower())
 
 
@@ -132,7 +132,7 @@ def lower(cast: CastCall) -> list[ir.TensorBox] | None:
     """Returns qdata and scales, or values, of each copy, of x, then of y; None for casts it does not take."""
     x, copies, y = cast.x, cast.copies, cast.y
     target, sizes = of_device(x.get_device_or_error()), x.get_size()
-    if not target.emulates or not _are_alike(copies) or not all(_is_for(sizes, copy) for copy in copies):
+    if not target.emulates or not _are_uniform(copies) or not all(_is_for(sizes, copy) for copy in copies):
         return None
     *batch, m, _ = sizes
     forms = {"ROWS": "none", "COLUMNS": "none"}
@@ -165,7 +165,7 @@ def lower(cast: CastCall) -> list[ir.TensorBox] | None:
 TEMPLATES.insert(0, lower)
 
 
-def _are_alike(copies: Sequence[Copy]) -> bool:
+def _are_uniform(copies: Sequence[Copy]) -> bool:
     """Whether `copies` have one format, one dtype of values, and different sides."""
     dtypes, sides = {copy.dtype for copy in copies} - {None}, set(map(_side, copies))
     return len({copy.format for copy in copies}) == 1 and len(dtypes) <= 1 and len(sides) == len(copies)
@@ -213,7 +213,7 @@ def _call(
     sources = [realize_inputs(source) for source in sources]
     first, *rest = wanted
     device = sources[0].get_device_or_error()
-    others = [empty_strided(each.shape, None, dtype=each.dtype, device=device) for each in rest]
+    others = [empty_strided(result.shape, None, dtype=result.dtype, device=device) for result in rest]
     for other in others:
         other.realize()
     inputs = [*sources, *(other.data for other in others)]
@@ -229,7 +229,7 @@ def _call(
         num_warps=tile.num_warps,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
-        NAMES=[*_SOURCES[: len(sources)], *(each.name for each in rest)],
+        NAMES=[*_SOURCES[: len(sources)], *(result.name for result in rest)],
         FIRST=repr(first.name),
         TWO=len(sources) > 1,
         DTYPE=triton_type(sources[0].get_dtype()),

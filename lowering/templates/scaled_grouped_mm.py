@@ -156,7 +156,9 @@ def lower_grouped_matmul(
     size = [a.get_size()[-2], b.get_size()[-1]]
     if len(a.get_size()) == len(b.get_size()):  # groups of K, and batches
         size = [offs.get_size()[0], *size]
-    return lower([a, scale_a, b, scale_b], offs, out_dtype, Coding.of(a, b, format_a, tensors, size))
+    return lower(
+        [a, scale_a, b, scale_b], offs, out_dtype, Coding.from_operands(a, b, format_a, tensors, size)
+    )
 
 
 def lower(

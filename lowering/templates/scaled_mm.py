@@ -171,7 +171,9 @@ def lower_matmul(
 ) -> ir.TensorBox:
     """Returns a [M, K] · b [K, N] (+ bias), or a batch of products, that `graph.native` left in the graph."""
     size = [*a.get_size()[:-1], b.get_size()[-1]]
-    return lower([a, scale_a, b, scale_b], bias, out_dtype, Coding.of(a, b, format_a, tensors, size))
+    return lower(
+        [a, scale_a, b, scale_b], bias, out_dtype, Coding.from_operands(a, b, format_a, tensors, size)
+    )
 
 
 def lower(
