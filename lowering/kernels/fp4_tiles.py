@@ -173,7 +173,7 @@ def _blocks_largest(even, odd, BLOCK: tl.constexpr, SQUARE: tl.constexpr, BF16: 
 
 @triton.jit
 def _for_pairs(of_blocks, BLOCK: tl.constexpr):
-    """Returns [.., C / 2] of [.., C / BLOCK]: the number of each block, for all pairs of its elements."""
+    """Returns [.., C / 2] of [.., C / BLOCK]: the value of each block, for all pairs of its elements."""
     D: tl.constexpr = of_blocks.shape[0]
     G: tl.constexpr = of_blocks.shape[1]
     B: tl.constexpr = of_blocks.shape[2]
@@ -234,13 +234,13 @@ def column_scales(
 
 @triton.jit
 def row_codes(even, odd, factor, random, STOCHASTIC: tl.constexpr, PTX: tl.constexpr):
-    """Returns bytes [R, G, C / 2] of two neighbours of a row each. random: `random_pairs`, if STOCHASTIC."""
+    """Returns bytes [R, G, C / 2] of rows, two neighbours a byte. random: `random_pairs`, if STOCHASTIC."""
     return _codes(even, odd, factor, random, STOCHASTIC, PTX)
 
 
 @triton.jit
 def column_codes(column, factor, random, STOCHASTIC: tl.constexpr, PTX: tl.constexpr):
-    """Returns bytes [R / 2, G, W] of two neighbours of a column, of [R, G, W], each. factor: [1, G, W]."""
+    """Returns bytes [R / 2, G, W] of columns [R, G, W], two neighbours a byte. factor: [1, G, W]."""
     R: tl.constexpr = column.shape[0]
     pairs = tl.reshape(column, (R // 2, 2, column.shape[1], column.shape[2]))
     low, high = tl.split(tl.permute(pairs, (0, 2, 3, 1)))

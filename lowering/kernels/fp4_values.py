@@ -24,7 +24,7 @@ _BYTES = ("0x1404", "0x3424")
 
 
 def _fp16_asm(place: int) -> str:
-    """Returns PTX of 2^-14 · value in FP16 of four bytes' codes in the low halves, `place` 0, or the high."""
+    """Returns PTX of 2^-14 · value in FP16 of four codes. place: 0 for low halves of bytes, 1 for high."""
     pairs = (
         _PAIR.format(bytes=selector, shift=3, mask="0x0E000E00", result=result)
         for selector, result in zip(_BYTES, ("$0", "$1"), strict=True)
@@ -33,7 +33,7 @@ def _fp16_asm(place: int) -> str:
 
 
 def _bf16_asm(place: int) -> str:
-    """Returns PTX of four values times four BF16 factors, in BF16, from 2^-126 · value. place: as above."""
+    """Returns PTX of four values times four BF16 factors, in BF16, from 2^-126 · value."""
     product = """
     fma.rn.bf16x2 pair, pair, up, none;
     fma.rn.bf16x2 {result}, pair, {factor}, none;"""
@@ -63,7 +63,7 @@ def _scaled_asm(place):
 
 @triton.jit
 def decoded(codes, PLACE: tl.constexpr, PTX: tl.constexpr):
-    """Returns 2^-14 · value, FP16, exact, of the codes in low halves of bytes, PLACE 0, or in high halves."""
+    """Returns 2^-14 · value of codes, FP16, exact. PLACE: 0 for low halves of bytes, 1 for high halves."""
     if PTX:
         return tl.inline_asm_elementwise(
             _decoded_asm(PLACE), "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4

@@ -26,7 +26,7 @@ def zero_rows_kernel(out_ptr, end_ptr, M, N, ROWS: tl.constexpr, COLUMNS: tl.con
 
 
 def zero_rows(out: Tensor, offs: Tensor) -> None:
-    """Zeroes rows of `out` in place. out: contiguous [M, N]. offs: int32 [G], ends of the groups."""
+    """Zeroes rows of `out` past the last group. out: contiguous [M, N]. offs: int32 [G], ends of groups."""
     m, n = out.shape
     grid = (triton.cdiv(m, _ROWS), triton.cdiv(n, _COLUMNS))
     zero_rows_kernel[grid](out, offs[-1:], m, n, ROWS=_ROWS, COLUMNS=_COLUMNS, enable_fp_fusion=True)

@@ -93,7 +93,7 @@ from mxcompile.lowering.kernels import cached_attention
 
 @SymbolicGridFn
 def _grid(*arguments: Any, cdiv: Any) -> tuple[Any, Any, int]:
-    """Returns the parts of all heads of keys, and the tiles of the queries of a head."""
+    """Returns the grid: parts of all heads of keys, by tiles of the queries that share a head."""
     _, batch, queries, heads, _, meta = arguments
     groups = batch * meta["KV_HEADS"]
     return groups * meta["PARTS"], cdiv(heads * queries, meta["KV_HEADS"] * meta["BLOCK_R"]), 1

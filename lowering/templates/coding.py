@@ -41,7 +41,7 @@ class Coding:
     def from_operands(a: Any, b: Any, fmt: str, tensors: Sequence[Any] | None, size: Sequence[Any]) -> Coding:
         """Returns the coding of operands in MXFP8, or in the packed format `fmt`.
 
-        tensors: their scales, which broadcast to the result of `size`: a number in all, a row or a column.
+        tensors: their scales, one number or a number for each row or column of the result of `size`.
         """
         form = Format.of(fmt)
         if not form.packed:

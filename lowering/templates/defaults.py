@@ -27,7 +27,7 @@ VENDOR, SPECIALIZED, PERSISTENT, POINTERS = "vendor", "specialized", "persistent
 ALL = frozenset({VENDOR, SPECIALIZED, PERSISTENT, POINTERS})
 
 MXFP8, MXFP4, NVFP4 = "mxfp8", "mxfp4", "nvfp4"
-"""Elements and scales of the operands, by policy word."""
+"""Formats of the operands, by their names in policies."""
 
 FP4 = frozenset({MXFP4, NVFP4})
 EVERY = FP4 | {MXFP8}

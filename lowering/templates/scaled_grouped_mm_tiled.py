@@ -167,7 +167,7 @@ def tiles(target: Any, operands: Sequence[Any], rows: Any) -> list[TiledConfig]:
 
 
 def k_tiles(target: Any, operands: Sequence[Any], groups: int) -> list[TiledConfig]:
-    """Returns the tiles to try for groups of K of a [M, K] · b [K, N]; [] as in `tiles`."""
+    """Returns the tiles to try for groups of K of a [M, K] · b [K, N]; [] if the pointer form runs."""
     a, _, b, *_ = operands
     if not all(map(persistent.starts_aligned, (a, b))):
         return []

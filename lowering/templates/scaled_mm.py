@@ -6,7 +6,7 @@
 Operands are read in place, without a transposed or swizzled copy: each may be K-major or MN-major, scales
 row-major or tiled. Masks make codes and scale bytes past the end of K 0, whatever the memory there holds.
 Operands may be packed FP4 (see `coding`); acc is then multiplied by the scales of both tensors. SWAP computes
-outᵀ = bᵀ·aᵀ, for few rows on a chip whose MMA has a large minimum of M alone.
+outᵀ = bᵀ·aᵀ, for few rows on a chip whose MMA needs many rows of A but few columns of B.
 
 `scaled_bmm` has the template for batches.
 """

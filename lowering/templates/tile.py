@@ -2,7 +2,7 @@
 
 A template chooses the operands, the rows and the range of K of a program. `TILE` computes the tile with
 `lowering.kernels.scaled_tile`, and `STORE` passes it to Inductor, which adds the epilogue. SWAP computes the
-transposed tile, for few rows on a chip whose MMA has a large minimum of M alone.
+transposed tile, for few rows on a chip whose MMA needs many rows of A but few columns of B.
 """
 
 from __future__ import annotations
