@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,40 +151,51 @@ def layer_table() -> Iterator[dict[str, str]]:
     policies = dict.fromkeys(policy for works in made.values() for policy in works)
     for policy in policies:
         row = {"policy": f"`{policy}`"}
-        for chip in CHIPS:
-            rates = Rates.of(of_chip(chip))
-            for ((torch_version, triton_version), target), works in sorted(made.items()):
-                if target == rates.target.name:
-                    column = f"{chip.upper()}, torch {torch_version}, Triton {triton_version}"
-                    row[column] = _over(works, policy, rates) if policy in works else ""
+        for name, key, rates in _columns(made):
+            row[name] = _over(made[key], policy, rates) if policy in made[key] else ""
         yield row
+
+
+def _columns(keys: Iterable[tuple[Stack, str]]) -> Iterator[tuple[str, tuple[Stack, str], Rates]]:
+    """Columns by chip, then by versions: the head, the key of the rows and the rates of the chip."""
+    found = sorted(set(keys))
+    for chip in CHIPS:
+        rates = Rates.of(of_chip(chip))
+        for (torch_version, triton_version), target in found:
+            if target == rates.target.name:
+                head = f"{chip.upper()}, torch {torch_version}, Triton {triton_version}"
+                yield head, ((torch_version, triton_version), target), rates
 
 
 def _over(works: dict[str, list[Work]], policy: str, rates: Rates) -> str:
     if policy != BF16:
         return ratio(works[policy], works[BF16], rates).text(".2f")
-    return Range.of(lambda moved: total(works[BF16], moved), rates).text(",.0f") + " µs"
+    return f"{_time(works[BF16], rates)} µs"
+
+
+def _time(works: Sequence[Work], rates: Rates) -> str:
+    estimate = Range.of(lambda moved: total(works, moved), rates)
+    return estimate.text(",.0f" if estimate.centre >= 100 else ".1f")
 
 
 def other_table() -> Iterator[dict[str, str]]:
-    """Every other program, for the versions that most rows have."""
-    for ((torch_version, triton_version), target, part, kernel, shape), row in written().items():
-        if part == LAYER:
-            continue
-        works = [each.work for each in works_of(row)]
-        times = {}
-        for chip in CHIPS:
-            rates = Rates.of(of_chip(chip))
-            if target == rates.target.name:
-                estimate = Range.of(lambda moved, works=works: total(works, moved), rates)
-                times[f"{chip.upper()}, µs"] = estimate.text(",.0f" if estimate.centre >= 100 else ".1f")
-        versions = f"{torch_version}, {triton_version}"
-        yield {"part": part, "what": kernel, "shape": shape, "torch, Triton": versions, **times}
+    """Times of every other program in µs, by chip, for each pair of versions."""
+    rows = {key: row for key, row in written().items() if row["part"] != LAYER and "works" in row}
+    programs = dict.fromkeys(key[2:] for key in rows)
+    columns = list(_columns(key[:2] for key in rows))
+    for program in programs:
+        times = {
+            name: _time([each.work for each in works_of(rows[*key, *program])], rates)
+            for name, key, rates in columns
+            if (*key, *program) in rows
+        }
+        about = dict(zip(("part", "what", "shape"), program, strict=True))
+        yield {**about, **{name: times.get(name, "") for name, *_ in columns}}
 
 
 def page() -> str:
     """The tables."""
-    tables = (list(layer_table()), sorted(other_table(), key=lambda row: (row["part"], row["torch, Triton"])))
+    tables = (list(layer_table()), sorted(other_table(), key=lambda row: row["part"]))
     return "\n\n".join(tabulate(t, headers="keys", tablefmt="github", disable_numparse=True) for t in tables)
 
 
