@@ -154,12 +154,12 @@ class _Launched:
 
     @cached_property
     def k(self) -> float:
-        """Length of K of a tile; the mean if programs read their part from device memory."""
+        """Length of K that a program sums for a tile; the mean if programs read it from device memory."""
         area = math.prod(self.sizes.get(name, 1) for name in ("BLOCK_M", "BLOCK_N"))
         results = self.sizes.get("NUM_GROUPS", 0) * math.prod(
             math.ceil(self.sizes.get(side, 0) / self.sizes.get(f"BLOCK_{side}", 1)) for side in "MN"
         )
-        bytes_ = self.sizes.get("K", 0)
+        bytes_ = self.sizes.get("K", 0) / self.sizes.get("PARTS", 1)
         return self._packed * bytes_ or max(1.0, self.flops / (2 * area * (results or self.programs)))
 
     @cached_property
@@ -213,10 +213,10 @@ class _Launched:
 
     def _rounds(self) -> float | None:
         """Returns the trip count of a loop without products (over rows, a reduction, or K) or None."""
-        for extent, block in (("RSPLIT_SIZE", "XBLOCK"), ("r0_numel", "R0_BLOCK"), ("K", "BLOCK_K")):
+        for extent, block in (("RSPLIT_SIZE", "XBLOCK"), ("r0_numel", "R0_BLOCK")):
             if extent in self.sizes and block in self.sizes:
                 return math.ceil(self.sizes[extent] / self.sizes[block])
-        return None
+        return self.steps if {"K", "BLOCK_K"} <= self.sizes.keys() else None
 
     @property
     def _written_out(self) -> int:

@@ -244,6 +244,21 @@ def test_groups_along_k_share_it():
     assert persistent.estimate(PLAIN).mma_us == pytest.approx(4 * part.mma_us), "64 tiles on 16 processors"
 
 
+@pytest.mark.parametrize("products", [True, False], ids=["products", "sums"])
+def test_each_part_of_k_takes_its_share_of_the_steps(products):
+    """K of 512 in four parts: one step of 128 each, four times as many programs."""
+    text = NVIDIA if products else ROWS
+    binary = Binary(settings={"num_warps": 8}, registers=64, text={"sass": text})
+    flops = 2.0 * 1024**2 * 512 if products else 0.0
+    given = {"binary": binary, "flops": flops}
+    source = SOURCE + "    K = 512\n"
+    whole = _facts(source=source, numbers=(32, 1, 1), **given)
+    parts = _facts(source=source + "    PARTS : tl.constexpr = 4\n", numbers=(32, 4, 1), **given)
+    assert parts.understood
+    assert whole.instructions - parts.instructions == 3 * (3 if products else 5), "three steps less"
+    assert parts.programs == 4 * whole.programs
+
+
 ROWS = """
 .text.kernel:
 .L_x_0:
