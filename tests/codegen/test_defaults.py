@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.casts import quantize, scaled_mm
+from helpers.needs import SPECIALIZED_WARPS
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import mxcompile
 from mxcompile.lowering import optional
 from mxcompile.lowering.graph.epilogue import has_epilogue
-from mxcompile.lowering.kernels.configs import tiled_configs
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.lowering.templates import defaults
 from mxcompile.lowering.templates.defaults import (
@@ -156,13 +156,7 @@ def large():
     return mxcompile.codegen(model, x, residual, target="sm_100", training=False, policy=ALL)
 
 
-SPECIALIZES = pytest.mark.skipif(
-    not any(config.warp_specialize for config in tiled_configs(SM_100)),
-    reason="this Triton does not compile specialised warps",
-)
-
-
-@SPECIALIZES
+@SPECIALIZED_WARPS
 def test_large_products_alone_are_the_vendors(large):
     (alone,) = (launch for launch in large.launches if launch.gemms == ("alone fprop",))
     assert alone.kernel == "extern_kernels.mx_vendor_scaled_mm"
@@ -171,7 +165,7 @@ def test_large_products_alone_are_the_vendors(large):
     assert records["added"] == "mx_scaled_mm_tiled 128x128x128 (tcgen05.mma block_scale)"
 
 
-@SPECIALIZES
+@SPECIALIZED_WARPS
 def test_an_epilogue_runs_beside_the_products_of_the_next_tile(large):
     """Between two tiles the matrix units wait for 8 % of a tile's time at most, as the model reckons."""
     (added,) = (launch for launch in large.launches if launch.gemms == ("added fprop",))
