@@ -193,6 +193,45 @@ def test_an_estimate_is_of_the_work_that_was_written_down(module, monkeypatch):
     predicted.written.cache_clear()
 
 
+def test_a_program_has_one_line_with_a_column_for_each_chip_and_pair_of_versions(module, monkeypatch):
+    predicted = module("gpu_predicted")
+    rows = [
+        {"torch": torch_version, "triton": triton_version, "target": "sm_90", "part": "casts", "kernel": name}
+        | {"shape": "1x1", "works": [["cast", "cast", {"num_bytes": size}]]}
+        for name, torch_version, triton_version, size in (
+            ("one", "2.13.0+cpu", "3.7.1", 3.84e6),
+            ("one", "2.11.0", "3.6.0", 7.68e6),
+            ("two", "2.11.0", "3.6.0", 3.84e6),
+        )
+    ]
+    monkeypatch.setattr(predicted.common, "read", lambda _: rows)
+    predicted.written.cache_clear()
+    one, two = predicted.other_table()
+    chips = ("H100", "H200")
+    stacks = ("torch 2.11.0, Triton 3.6.0", "torch 2.13.0, Triton 3.7.1")
+    assert list(one) == ["part", "what", "shape", *(f"{chip}, {stack}" for chip in chips for stack in stacks)]
+    first, second = (one[f"H200, {stack}"].split()[0] for stack in stacks)
+    assert (first, second) == ("5.0", "4.0"), "2 µs at 3,840 GB/s, 1 µs, and a launch of 3 µs"
+    assert (two["what"], two["H200, torch 2.13.0, Triton 3.7.1"]) == ("two", "")
+    predicted.written.cache_clear()
+
+
+def test_a_layers_measured_time_has_its_estimate(module, monkeypatch):
+    """Those of other libraries have none, as their code is not known."""
+    gemms = module("gpu_gemms")
+    times = {"baseline": 10.0, "mxcompile": 8.0, "mxcompile fp8": 6.0}
+
+    def rows(target, repeats):
+        yield from ({"kernel": name, "time_us": time} for name, time in times.items())
+
+    program = gemms.GemmProgram(
+        part="linears", kernel="mxfp8", shape="1x1", rows=rows, generated=lambda _: None
+    )
+    monkeypatch.setattr(gemms.GemmProgram, "expected", lambda self, time, rates: {"predicted_us": time / 2})
+    found = {row["kernel"]: row.get("predicted_us") for row in program.measure(Rates.of(SM_90), 1)}
+    assert found == {"baseline": None, "mxcompile": 4.0, "mxcompile fp8": None}
+
+
 def test_what_fails_is_a_row_and_ends_nothing(module):
     common, predicted = module("gpu_common"), module("gpu_predicted")
     program = uncompiled(predicted, part="casts", kernel="one", shape="1x1")
