@@ -28,6 +28,11 @@ def installed(name: str) -> str | None:
         return None
 
 
+def newer(name: str, than: str) -> bool:
+    """Whether the installed minor version of `name` is newer than `than`; False if it is not installed."""
+    return _minor(installed(name) or "0") > _minor(than)
+
+
 def untested(name: str) -> str:
     """Returns why the installed version of `name` is untested; "" if it is tested or not installed."""
     version = installed(name)

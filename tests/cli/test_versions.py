@@ -49,3 +49,11 @@ def test_env_and_the_backend_say_so(
         "torch 9.1.0 is newer than tested: torch 2.11 to 2.15"
     ]
     versions.warn_once.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"), [("3.7.1", False), ("3.8.0", True), ("3.10.0+git", True), (None, False)]
+)
+def test_a_newer_minor_version_is_newer(version: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(versions, "installed", lambda name: version)
+    assert versions.newer("triton", "3.7") is expected

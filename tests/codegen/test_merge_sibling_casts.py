@@ -15,6 +15,7 @@ from mxcompile.lowering.graph.merge_sibling_casts import MergeSiblingCasts
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.offline import codegen
 from mxcompile.ops.view import Casts
+from mxcompile.versions import newer
 
 E4M3 = torch.float8_e4m3fn
 SHAPE = (70, 96)
@@ -120,7 +121,8 @@ def test_a_gated_layers_gradients_are_one_kernel(target):
     elements = tokens * hidden
     assert launch.num_bytes <= elements * (3 * 2 + 4 * (1 + 1 / 32)) * 1.01
     assert launch.facts is not None
-    assert 25 < launch.facts.per_element <= 33
+    # with newer versions of Triton the tile is half as wide, or its registers spill
+    assert 25 < launch.facts.per_element <= (36 if newer("triton", "3.7") else 33)
     assert not any(kernel.binary.spill_bytes for kernel in result.kernels)
     source = result.kernel(launch).source
     assert source.count("packed.sigmoid(") == 2
