@@ -17,7 +17,7 @@ from mxcompile.errors import UnsupportedError
 from mxcompile.formats import KEPT, labels
 from mxcompile.graph.bodies import bodies
 from mxcompile.graph.convolutions import convolution_words
-from mxcompile.graph.opsets import CONVOLUTIONS, aten, called_operator, is_grouped, packet
+from mxcompile.graph.opsets import CONVOLUTIONS, aten, called_packet, is_grouped, packet
 from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import AUTOCAST_KEY, GemmTag, Kind, change_tag, layers, tags_of, tensor
 from mxcompile.policy import Choice, Code, Decision, Gemm, Policy, Reason
@@ -113,8 +113,7 @@ def _hidden(node: fx.Node) -> Reason:
     """Returns the reason why no pass can rewrite the products inside of the operator `node`."""
     counted = any(tag.flops for tag in tags_of(node))
     code = Code.BODY if bodies(node) else Code.OPAQUE if counted else Code.UNCOUNTED
-    called = called_operator(node)
-    return Reason(code, getattr(called, "_overloadpacket", called))
+    return Reason(code, called_packet(node))
 
 
 def obstacle(node: fx.Node) -> Reason | None:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from mxcompile.graph.opsets import packet
+from mxcompile.graph.opsets import called_packet
 from mxcompile.graph.tags import set_tag, tags_of
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
 
@@ -23,6 +23,6 @@ class NameKernels(LoweringPass):
         for node in graph.nodes:
             tags = tags_of(node)
             if tags and not tags[0].kernel:
-                kernel = tags[0].with_fallbacks(str(packet(node)))
+                kernel = tags[0].with_fallbacks(str(called_packet(node)))
                 set_tag(node, *(replace(tag, kernel=kernel) for tag in tags))
         return NO_REASONS

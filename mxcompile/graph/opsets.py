@@ -15,7 +15,7 @@ from torch import fx
 
 from mxcompile.graph.attention import ATTENTIONS
 from mxcompile.graph.tags import tensor
-from mxcompile.ops.view import argument_of
+from mxcompile.ops.view import argument_of, call_of
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -93,7 +93,7 @@ def is_foreign(node: fx.Node) -> bool:
     """
     if node.op != "call_function":
         return False
-    called = called_operator(node)
+    called, _ = call_of(node)
     if isinstance(called, torch._ops.OpOverload):
         foreign = called.namespace not in _KNOWN_LIBRARIES
     else:
@@ -102,14 +102,6 @@ def is_foreign(node: fx.Node) -> bool:
         return False
     values = [tensor(argument) for argument in node.all_input_nodes]
     return sum(value is not None and value.is_floating_point() and value.ndim > 1 for value in values) > 1
-
-
-def called_operator(node: fx.Node) -> Any:
-    """Returns the operator that `node` runs; for `auto_functionalized` and similar, the wrapped operator."""
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        given = (value for value in node.args if isinstance(value, torch._ops.OpOverload))
-        return next(given, node.target)
-    return node.target
 
 
 def may_be_product(target: Any) -> bool:
@@ -276,3 +268,9 @@ def packet(node: fx.Node) -> Any:
     if node.op != "call_function":
         return None
     return getattr(node.target, "_overloadpacket", node.target)
+
+
+def called_packet(node: fx.Node) -> Any:
+    """Returns the packet of the operator that `node` runs, itself or through a wrapper (see `call_of`)."""
+    called, _ = call_of(node)
+    return getattr(called, "_overloadpacket", called)

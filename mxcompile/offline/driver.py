@@ -20,6 +20,7 @@ from unittest import mock
 
 import torch
 from torch import fx, nn
+from torch._functorch import config as functorch_config
 from torch._inductor import debug
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.fx_passes.joint_graph import constant_fold_uniform_value
@@ -33,11 +34,13 @@ from mxcompile.compiler.hooks.trace import Unused, trace
 from mxcompile.compiler.options import Options
 from mxcompile.compiler.rehearsal import Rehearsal
 from mxcompile.graph.attention import ATTENTIONS
-from mxcompile.graph.opsets import packet
+from mxcompile.graph.opsets import called_packet
 from mxcompile.graph.tags import GemmTag, bytes_of, tags_of
+from mxcompile.models.checkpointed import checkpointed_copy
 from mxcompile.models.value_tracking_mode import ValueTrackingMode
 from mxcompile.offline.device import attention_flops, move
 from mxcompile.offline.standin import DEVICE, stand_in
+from mxcompile.ops.view import call_of
 from mxcompile.ranks.copied import rank_copy
 from mxcompile.ranks.fsdp import FSDPGroup
 from mxcompile.report import Part
@@ -95,7 +98,7 @@ class Driver(Rehearsal[FakeTensorMode]):
         """sharded: the FSDP2 groups of a model on a rank of a mesh; None without a mesh."""
         if sharded is None:
             mode = FakeTensorMode(allow_non_fake_inputs=True)
-            super().__init__(model, options, mode, training=training)
+            super().__init__(model, options, mode, training=training, copied=checkpointed_copy)
         else:
             of_rank: Any = partial(rank_copy, sharded)
             super().__init__(model, options, ValueTrackingMode(), training=training, copied=of_rank)
@@ -118,7 +121,9 @@ class Driver(Rehearsal[FakeTensorMode]):
             with self.mode:
                 states = [torch.zeros(3, requires_grad=state.requires_grad) for state in tapped.states]
             graph, inputs = tapped.gm, [*inputs, *states]
-        with stand_in(self.target), warnings.catch_warnings():
+        # a GPU's random states can be inputs of a graph, which takes a generator of this GPU
+        states = functorch_config.patch(graphsafe_rng_functionalization=False)
+        with stand_in(self.target), states, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # about this machine
             trace(compilation, graph, inputs, self._generate, _CONFIG)
         self.parts.append(compilation.part)
@@ -150,6 +155,7 @@ class Driver(Rehearsal[FakeTensorMode]):
 def _generated(phase: str, lowered: GraphLowering, source: str) -> Generated:
     nodes = lowered.graph.nodes
     values = {node.name: node.meta.get("val") for node in nodes if node.op == "placeholder"}
+    attentions = [node for node in nodes if called_packet(node) in ATTENTIONS]
     return Generated(
         phase=phase,
         source=source,
@@ -159,6 +165,6 @@ def _generated(phase: str, lowered: GraphLowering, source: str) -> Generated:
             for name, node_names in debug._inductor_triton_kernel_to_post_grad_node_info.items()
         },
         gemms={node.name: tags_of(node) for node in nodes if tags_of(node)},
-        operators={node.name: str(node.target) for node in nodes if node.op == "call_function"},
-        attention_flops={node.name: attention_flops(node) for node in nodes if packet(node) in ATTENTIONS},
+        operators={node.name: str(call_of(node)[0]) for node in nodes if node.op == "call_function"},
+        attention_flops={node.name: attention_flops(node) for node in attentions},
     )

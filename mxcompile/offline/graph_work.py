@@ -29,6 +29,7 @@ from mxcompile.graph.opsets import (
     REDUCTIONS,
     VIEWS,
     aten,
+    called_packet,
     packet,
 )
 from mxcompile.graph.tags import GemmTag, bytes_of, tags_of
@@ -83,8 +84,8 @@ class _Reader:
     def product(self, node: fx.Node, tags: tuple[GemmTag, ...]) -> tuple[str, Work]:
         """Returns kind and work of a node that multiplies matrices."""
         moved = sum(self._bytes(base(each)) for each in dict.fromkeys(node.all_input_nodes))
-        moved += self._bytes(node)
-        if packet(node) in ATTENTIONS:
+        moved += self._bytes(node) or sum(map(self._bytes, node.users))
+        if called_packet(node) in ATTENTIONS:
             kind = self._attention(node)
             return "attention", self._library(moved, attention_flops(node), kind)
         return "product", self._library(moved, sum(tag.flops for tag in tags), self._rate(node, tags[0]))

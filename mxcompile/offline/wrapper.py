@@ -158,6 +158,8 @@ class _ModuleReader:
                 self._root[result] = result
                 self._bytes[result] = 0
                 written.append(result)
+            texts = map(ast.unparse, call.args)  # a random operator with a saved state is an argument
+            target = next((text for text in texts if text.startswith("torch.ops.")), target)
             self._add(target, call, arguments + given, written, False)
 
     def _add(self, kernel: str, call: ast.Call, reads: list[str], writes: list[str], generated: bool) -> None:

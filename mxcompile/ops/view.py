@@ -29,10 +29,23 @@ def _schema(target: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
     return tuple(each.name for each in arguments), defaults
 
 
+def call_of(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """Returns the operator that `node` runs and its positional arguments.
+
+    The operator is the wrapped one, if `node` calls `auto_functionalized` or runs with a saved random state.
+    """
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        for place, value in enumerate(node.args):
+            if isinstance(value, torch._ops.OpOverload):
+                return value, node.args[place + 1 :]
+    return node.target, node.args
+
+
 def arguments_of(node: fx.Node) -> dict[str, Any]:
     """The arguments of `node`, a call of an operator, by their names in order, with defaults."""
-    names, defaults = _schema(node.target)
-    given = {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+    called, args = call_of(node)
+    names, defaults = _schema(called)
+    given = {**defaults, **dict(zip(names, args, strict=False)), **node.kwargs}
     return {name: given[name] for name in names}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional as F
 
 import mxcompile
@@ -28,10 +29,10 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(q, q, q, attn_mask=mask, is_causal=self.causal)
 
 
-def _launches(target, *, causal=True, mask=None, head=HEAD, **options):
+def _launches(target, *, causal=True, mask=None, head=HEAD, wrap=lambda model: model, **options):
     q = torch.empty(1, HEADS, LENGTH, head, device="meta", dtype=torch.bfloat16, requires_grad=True)
     given = () if mask is None else (mask,)
-    result = mxcompile.codegen(Attention(causal), q, *given, target=target, policy="bf16", **options)
+    result = mxcompile.codegen(wrap(Attention(causal)), q, *given, target=target, policy="bf16", **options)
     return [launch for launch in result.launches if launch.kind == "attention"]
 
 
@@ -41,6 +42,13 @@ def test_operations(causal):
     forward, backward = _launches("sm_80", causal=causal)
     half = 0.5 if causal else 1.0
     assert (forward.flops, backward.flops) == (2 * half * PRODUCT, 5 * half * PRODUCT)
+
+
+def test_a_checkpointed_attention_runs_again_in_backward():
+    forward, again, backward = _launches("sm_100", wrap=checkpoint_wrapper)
+    assert (again.phase, backward.phase) == ("backward", "backward")
+    assert (again.kernel, again.flops, again.work.product) == (forward.kernel, forward.flops, "cudnn")
+    assert backward.work.product == "cudnn_backward"
 
 
 def test_the_rate_is_attentions_in_bf16():

@@ -19,6 +19,8 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
+from mxcompile.graph.tags import KEY, tags_of
+from mxcompile.ops.view import arguments_of, call_of
 from mxcompile.versions import installed
 
 GraphFunction = Callable[[fx.Graph], None]
@@ -34,6 +36,12 @@ NEEDED = {
 
 The mode "lite" has the opposite of each.
 """
+
+_WITH_STATE = (
+    torch.ops.higher_order.run_and_save_rng_state,
+    torch.ops.higher_order.run_with_rng_state,
+    torch.ops.higher_order.graphsafe_run_with_rng_state,
+)
 
 
 def sources() -> list[Path]:
@@ -101,6 +109,8 @@ class Partitioner(CustomPartitionerFn):
         """Partitions `gm`, then calls `look` with the two graphs."""
         partition: Any = self._users or min_cut_rematerialization_partition
         graphs: GraphModules = partition(gm, joint_inputs, **kwargs)
+        for part in graphs:
+            _tag_wrapped(gm.graph, part.graph)
         self._look(graphs, kwargs["num_fwd_outputs"])
         return graphs
 
@@ -114,6 +124,27 @@ class Partitioner(CustomPartitionerFn):
     def __reduce__(self) -> Any:
         """Pickles only the uuid, because cache keys pickle Inductor's configuration."""
         return str, (repr(self.uuid()),)
+
+
+def _tag_wrapped(joint: fx.Graph, part: fx.Graph) -> None:
+    """Gives wrapped random operators in `part` the metadata, but for values, that they have in `joint`.
+
+    The partitioner wraps a random operator, such as an attention, that also runs in backward, and drops its
+    metadata.
+    """
+    wrapped = {_call(node): node for node in part.nodes if node.target in _WITH_STATE}
+    for node in joint.nodes if wrapped else ():
+        if tags_of(node) and isinstance(node.target, torch._ops.OpOverload) and _call(node) in wrapped:
+            wrapper = wrapped[_call(node)]
+            for result in wrapper.users:
+                result.meta.pop(KEY, None)
+            known = {key: value for key, value in node.meta.items() if key not in ("val", "tensor_meta")}
+            wrapper.meta |= known
+
+
+def _call(node: fx.Node) -> str:
+    called, _ = call_of(node)
+    return f"{called} {arguments_of(node)}"
 
 
 def _joined(uuid: str, users: Sequence[Any]) -> Any:
