@@ -47,12 +47,14 @@ NAMES = (
     "linalg.lu_solve",
     "linalg.matrix_norm",
     "linalg.matrix_power",
+    "linalg.matrix_sqrth",
     "linalg.multi_dot",
     "linalg.norm",
     "linalg.norm.subgradients_at_zero",
     "linalg.pinv",
     "linalg.pinv.hermitian",
     "linalg.pinv.singular",
+    "linalg.polar",
     "linalg.qr",
     "linalg.solve",
     "linalg.solve_ex",
@@ -91,6 +93,9 @@ NAMES = (
     "triangular_solve",
 )
 """The operators among those that PyTorch has samples of which run a product, forward or backward."""
+
+NOT_EVERYWHERE = frozenset({"cholesky", "linalg.matrix_sqrth", "linalg.polar", "qr"})
+"""Of `NAMES`, those of which only PyTorch before 2.15, or only 2.15, has samples."""
 
 
 def operators() -> dict[str, Any]:
@@ -159,8 +164,10 @@ def samples(operator: Any) -> Iterator[tuple[Any, Any]]:
 @pytest.mark.filterwarnings("ignore")  # of operators that are deprecated, and of Dynamo about them
 @pytest.mark.parametrize("name", NAMES)
 def test_operators_of_pytorch(name: str):
-    count = 0
-    for function, given in samples(operators()[name]):
+    count, known = 0, operators()
+    if name in NOT_EVERYWHERE - known.keys():
+        pytest.skip("this PyTorch has no samples of it")
+    for function, given in samples(known[name]):
         try:
             expected = compiled(function, given, backend="inductor")
         except Exception:  # Inductor does not compile the sample
@@ -174,7 +181,7 @@ def test_operators_of_pytorch(name: str):
 @pytest.mark.filterwarnings("ignore")
 def test_operators_without_a_product_are_left_out():
     known = operators()
-    assert set(NAMES) <= set(known)
+    assert set(NAMES) - set(known) <= NOT_EVERYWHERE
     for name in known.keys() - set(NAMES):
         assert not [*_products(known[name])], name
 
