@@ -29,7 +29,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from mxcompile.analysis.audit import Run, Session, audit
+from mxcompile.analysis.audit import audit
+from mxcompile.analysis.study.interpreter import Run
+from mxcompile.analysis.study.session import Session
 from mxcompile.cli.quiet import quiet
 from mxcompile.policy import Gemm
 from mxcompile.report import GemmNumerics

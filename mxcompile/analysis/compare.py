@@ -7,6 +7,7 @@ estimates    without a run of the model: bytes saved for backward, estimated tim
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,16 +16,16 @@ from typing import Any
 from torch import nn
 
 from mxcompile.analysis.audit.measure import Audit, audit
-from mxcompile.analysis.audit.session import LossFunction
 from mxcompile.analysis.audit.text import decibels, percent
 from mxcompile.analysis.explain.explainer import explain
+from mxcompile.analysis.study.session import LossFunction
+from mxcompile.analysis.study.stats import lowest_by
 from mxcompile.errors import OptionError
 from mxcompile.formats import is_quantized
 from mxcompile.policy import Gemm, Policy
 from mxcompile.report import Numerics, Report
 from mxcompile.report.forms.tables import Table, drawn, fitted, wrapped
 from mxcompile.report.forms.words import byte_count, duration
-from mxcompile.report.numerics import lowest
 
 _ROWS = 20
 _AnyPolicy = Policy | str | dict[str, Any]
@@ -39,6 +40,10 @@ class Comparison:
 
     reports: tuple[Report, ...]
     audits: tuple[Audit, ...] = ()
+
+    def with_note(self, note: str) -> Comparison:
+        """Returns a copy with `note` as the first note of every audit."""
+        return dataclasses.replace(self, audits=tuple(each.with_note(note) for each in self.audits))
 
     def __str__(self) -> str:
         table = drawn(fitted(self._policies(), ("policy",)))
@@ -69,9 +74,8 @@ class Comparison:
     def _layers(self) -> Table:
         """Returns headers, and a row for every layer and GEMM that any policy quantizes."""
         measured = [_by_gemm(each.numerics) for each in self.audits]
-        keys = dict.fromkeys(key for by_gemm in measured for key in by_gemm)
-        least = {key: lowest(each[key] for each in measured if key in each) for key in keys}
-        worst = sorted(keys, key=lambda key: -math.inf if math.isnan(least[key]) else least[key])
+        least = lowest_by(item for by_gemm in measured for item in by_gemm.items())
+        worst = sorted(least, key=lambda key: -math.inf if math.isnan(least[key]) else least[key])
         rows = [
             [
                 name or "(root)",
@@ -96,10 +100,7 @@ class Comparison:
 
 def _by_gemm(numerics: Numerics) -> dict[tuple[str, str], float]:
     """Returns the lowest SQNR by layer and kind of GEMM."""
-    values: dict[tuple[str, str], list[float]] = {}
-    for gemm in numerics.gemms:
-        values.setdefault((gemm.name, gemm.gemm), []).append(gemm.sqnr_db)
-    return {key: lowest(each) for key, each in values.items()}
+    return lowest_by(((gemm.name, gemm.gemm), gemm.sqnr_db) for gemm in numerics.gemms)
 
 
 def _name(report: Report) -> str:
@@ -123,10 +124,10 @@ def _of_report(report: Report) -> dict[str, str]:
 
 
 def _of_numerics(numerics: Numerics) -> dict[str, str]:
-    by_kind = {gemm: [g.sqnr_db for g in numerics.gemms if g.gemm == gemm] for gemm in Gemm}
+    by_kind = lowest_by((gemm.gemm, gemm.sqnr_db) for gemm in numerics.gemms)
     output, error = numerics.logits_sqnr_db, numerics.gradient_error
     return {
-        **{f"{gemm} ≥ dB": decibels(lowest(values)) if values else "" for gemm, values in by_kind.items()},
+        **{f"{gemm} ≥ dB": decibels(by_kind[gemm]) if gemm in by_kind else "" for gemm in Gemm},
         "output dB": "" if output is None else decibels(output),
         "gradients": "" if error is None else percent(error),
         "loss": "" if numerics.loss is None else f"{numerics.loss:.6g}",

@@ -144,13 +144,20 @@ def show(result: Any, options: argparse.Namespace, summary: str = "") -> None:
     print(f"{summary}written to {options.output}")
 
 
-def show_policy(result: Any, options: argparse.Namespace) -> None:
-    """Prints the policy of `result` as YAML, or writes it to ``--output``."""
+def show_policy(result: Any, options: argparse.Namespace, *, success: bool) -> int:
+    """Prints `result`, and its policy as YAML or writes it to ``--output``, on `success`.
+
+    Returns the exit status, 1 without success.
+    """
+    print(result)
+    if not success:
+        return 1
     if options.output is None:
         print(f"\n{result.to_yaml()}", end="")
     else:
         result.dump(options.output)
         print(f"\nwritten to {options.output}")
+    return 0
 
 
 def check_folder(path: Path | None) -> None:

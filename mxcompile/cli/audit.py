@@ -93,6 +93,12 @@ def made_up(loaded: LoadedModel) -> str:
     )
 
 
+def noted(result: Any, loaded: LoadedModel) -> Any:
+    """Returns `result` with the note of `made_up`, if any."""
+    note = made_up(loaded)
+    return result.with_note(note) if note else result
+
+
 def add_to(commands: Any) -> None:
     """Adds the command to the parser."""
     command = commands.add_parser(
@@ -127,9 +133,8 @@ def run(options: argparse.Namespace) -> int:
     check_output(options, form_of)
     check_plots(options.plots)
     with quiet(), measured(options) as loaded:
-        result = audit(loaded.model, *loaded.args, policy=options.policy, kwargs=loaded.kwargs)
-    if note := made_up(loaded):
-        result = result.with_note(note)
+        audited = audit(loaded.model, *loaded.args, policy=options.policy, kwargs=loaded.kwargs)
+    result = noted(audited, loaded)
     print(result if options.by is None else result.view(options.by))
     if options.output is not None:
         result.save(options.output)
@@ -148,9 +153,5 @@ def _compare(options: argparse.Namespace) -> int:
     policies = policies_of(options.compare)
     with quiet(), measured(options) as loaded:
         comparison = compare(loaded.model, *loaded.args, policies=policies, kwargs=loaded.kwargs)
-    if note := made_up(loaded):
-        comparison = dataclasses.replace(
-            comparison, audits=tuple(each.with_note(note) for each in comparison.audits)
-        )
-    print(comparison)
+    print(noted(comparison, loaded))
     return 0

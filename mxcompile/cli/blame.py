@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from mxcompile.cli.arguments import add_output, check_output, positive, share, show_policy
-from mxcompile.cli.audit import add_measured, made_up, measured
+from mxcompile.cli.audit import add_measured, measured, noted
 
 
 def add_to(commands: Any) -> None:
@@ -71,10 +71,4 @@ def run(options: argparse.Namespace) -> int:
             announce=lambda sentence: print(sentence, file=sys.stderr),
             kwargs=loaded.kwargs,
         )
-    if note := made_up(loaded):
-        result = result.with_note(note)
-    print(result)
-    if not result.parts:
-        return 1
-    show_policy(result, options)
-    return 0
+    return show_policy(noted(result, loaded), options, success=bool(result.parts))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from typing import Any
 
 from mxcompile.cli.arguments import add_output, check_output, share, show_policy
-from mxcompile.cli.audit import add_measured, made_up, measured
+from mxcompile.cli.audit import add_measured, measured, noted
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -64,10 +63,4 @@ def run(options: argparse.Namespace) -> int:
             target=options.target,
             kwargs=loaded.kwargs,
         )
-    if note := made_up(loaded):
-        result = dataclasses.replace(result, notes=(note, *result.notes))
-    print(result)
-    if not result.met:
-        return 1
-    show_policy(result, options)
-    return 0
+    return show_policy(noted(result, loaded), options, success=result.met)

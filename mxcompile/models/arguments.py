@@ -26,19 +26,15 @@ _NEAR = 0.75
 """Least similarity (difflib's ratio) of two words that counts as a typo."""
 
 
-def keywords(
-    caller: str,
-    model: nn.Module,
-    inline: Mapping[str, Any],
-    kwargs: Mapping[str, Any] | None,
-    options: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Returns the keyword arguments for the call of `model`.
+def keywords(caller: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keyword arguments for the call of a model.
 
-    caller: name of the function, for errors. inline: keywords that are not its options. kwargs: its argument
-    ``kwargs``. options: values of its options, by name. Raises `OptionError` for an unknown or repeated
-    keyword and for a tensor as an option, and `ModelError` if `model` is not a module.
+    caller: name of the function, for errors. arguments: ``locals()`` at its start: `model`, its keywords
+    `inputs` and `kwargs`, and its options. Raises `OptionError` for an unknown or repeated keyword and for a
+    tensor as an option, and `ModelError` if `model` is not a module.
     """
+    options = dict(arguments)
+    model, _, inline, kwargs = (options.pop(name, ()) for name in ("model", "args", "inputs", "kwargs"))
     check_module(caller, model)
     if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(k, str) for k in kwargs)):
         raise OptionError(f"{caller}: kwargs is a dict of arguments by name, found {shown(kwargs)}")

@@ -100,9 +100,7 @@ def codegen(
         >>> result = mxcompile.codegen(model, input_ids=ids, target="sm_100", out_dir="code")
         >>> print(result)
     """
-    given = {"target": target, "out_dir": out_dir, "training": training, "policy": policy, "watch": watch}
-    given |= {"mesh": mesh, "parallel": parallel}
-    named = named_inputs("codegen", model, mesh, args, inputs, kwargs, given)
+    named = named_inputs("codegen", locals())
     if parallel is not None and mesh is None:
         raise OptionError("`parallel` is of the ranks of a mesh: give `mesh`, such as dp=128,tp=8")
     chip = None if check(target) == AUTO else of_chip(target)

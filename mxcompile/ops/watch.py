@@ -94,25 +94,17 @@ def _cast(
     qdata, scale = encode_tensors(x, block_dim, form, seed, stream, scale, amax)
     value = decode_tensors(qdata, scale, block_dim, form, torch.float32, amax).flatten()
     stored = element_values(qdata, form.elem).flatten()
-    return value, stored, _histogram(scale_factors(scale, form, amax) if form.two_level else scale)
+    return value, stored, scale_histogram(scale_factors(scale, form, amax) if form.two_level else scale)
 
 
 def _sums(x: Tensor, value: Tensor, stored: Tensor, limit: float) -> Tensor:
     """The fields of one piece, FP64; all arguments have one dimension."""
     finite, exact = x.isfinite(), value.isfinite()
-    size = torch.where(finite, x.abs(), 0.0)
+    size, lost, cut = losses(x, value, stored, limit)
     nonzero, both = size != 0, finite & exact
     error = torch.where(both, value.to(torch.float64) - x, 0.0)
     known = torch.where(both, x, 0.0)
-    counts = (
-        torch.ones_like(finite),
-        nonzero,
-        nonzero & exact & (value == 0),
-        both & (stored.abs() == limit) & (size > value.abs()),
-        x.isnan(),
-        x.isinf(),
-        finite & ~exact,
-    )
+    counts = torch.ones_like(finite), nonzero, lost, cut, x.isnan(), x.isinf(), finite & ~exact
     return torch.stack(
         [
             size.max(),
@@ -124,7 +116,18 @@ def _sums(x: Tensor, value: Tensor, stored: Tensor, limit: float) -> Tensor:
     )
 
 
-def _histogram(scale: Tensor) -> Tensor:
+def losses(x: Tensor, value: Tensor, stored: Tensor, limit: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the magnitudes of `x`, 0 for NaN and Inf, and which the cast loses: to 0, and by saturation.
+
+    value: the decoded cast of `x`. stored: its elements without their scales. limit: the largest element.
+    """
+    size = torch.where(x.isfinite(), x.abs(), 0.0)
+    lost = (size != 0) & (value == 0)
+    return size, lost, (stored.abs() == limit) & (size > value.abs())
+
+
+def scale_histogram(scale: Tensor) -> Tensor:
+    """Returns the number of scales by E8M0 byte, or by the exponent field of FP32 scales."""
     exponents = scale if scale.dtype is torch.uint8 else (scale.view(torch.int32) >> 23) & 0xFF
     counts = torch.zeros(NUM_BYTES, dtype=torch.float64, device=scale.device)
     places = exponents.flatten().to(torch.int64)

@@ -13,7 +13,7 @@ from torch import nn
 
 from mxcompile.distributed.tensors import local
 from mxcompile.errors import ModelError, MXCompileError, OptionError
-from mxcompile.models.arguments import check_module, keywords
+from mxcompile.models.arguments import keywords
 from mxcompile.models.names import user_path
 from mxcompile.ranks.experts import EXPERTS
 from mxcompile.ranks.fsdp import FSDPGroup, groups
@@ -64,25 +64,15 @@ class RankModel:
         return numbers
 
 
-def named_inputs(
-    caller: str,
-    model: object,
-    mesh: str | None,
-    args: Sequence[Any],
-    inputs: Mapping[str, Any],
-    kwargs: Mapping[str, Any] | None,
-    own: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Returns the named arguments of `model`: a module, or a factory if there is a `mesh`.
+def named_inputs(caller: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the named arguments of the model: a module, or a factory if there is a mesh.
 
-    own: the keywords of `caller`. Raises `OptionError` for arguments beside a factory, which returns its own,
-    and the errors of `keywords` for a module.
+    arguments: ``locals()`` at the start of `caller`. Raises `OptionError` for arguments beside a factory,
+    which returns its own, and the errors of `keywords` for a module.
     """
-    if mesh is None or isinstance(model, nn.Module):
-        check_module(caller, model)
-        assert isinstance(model, nn.Module)
-        return keywords(caller, model, inputs, kwargs, own)
-    if args or kwargs or inputs:
+    if arguments["mesh"] is None or isinstance(arguments["model"], nn.Module):
+        return keywords(caller, arguments)
+    if any(arguments[name] for name in ("args", "inputs", "kwargs")):
         raise OptionError(f"{caller}: a factory returns (model, args, kwargs), so it is given no arguments")
     return {}
 

@@ -11,7 +11,7 @@ x is the tensor before its cast, or the product of the unquantized tensors; q is
 Rows are ranked by harm, which weights an error by the FLOPs of the GEMMs that it enters. SQNR hardly depends
 on small elements, so harm adds the share of the magnitude that a cast loses. A row of rounding noise beside
 ordinary rows loses many elements but little magnitude, and so has little harm. `output_change` estimates the
-effect of a forward GEMM on the model's output (see `mxcompile.analysis.audit.output_sensitivity`) and takes
+effect of a forward GEMM on the model's output (see `mxcompile.analysis.study.output_sensitivity`) and takes
 precedence over FLOPs. `mxcompile.analysis.audit` measures; this module holds the figures and no tensors.
 """
 

@@ -18,9 +18,10 @@ from recorded_bars import recorded_bars
 from torch import nn
 
 import mxcompile
-from mxcompile.analysis.audit import Audit, Outcome, Session, audit, depth
-from mxcompile.analysis.audit.plot import plot
+from mxcompile.analysis.audit import Audit, audit
+from mxcompile.analysis.audit.plot import grid, plot
 from mxcompile.analysis.audit.text import to_text
+from mxcompile.analysis.study.session import Outcome, Session
 from mxcompile.cli import main
 from mxcompile.errors import OptionError
 from mxcompile.report import GemmNumerics, Numerics, TensorNumerics
@@ -237,15 +238,15 @@ def test_experts_of_a_block_share_a_column_and_layers_outside_blocks_have_rows(r
     gemm = result.numerics.gemms[0]
     names = ("proj", "layers.0.experts.0.up", "layers.0.experts.1.up", "layers.1.experts.0.up")
     measured = [replace(gemm, name=name, gemm="fprop", sqnr_db=30.0 + i) for i, name in enumerate(names)]
-    by_depth = depth.grid(measured)
+    by_depth = grid(measured)
     assert by_depth is not None
     assert by_depth.rows == ("proj", "layers.0", "layers.1")
     assert by_depth.columns == ("fprop", "experts.*.up fprop")
     assert by_depth.cells == {(0, 0): 30.0, (1, 1): 31.0, (2, 1): 33.0}
-    broken = depth.grid([*measured, replace(measured[2], sqnr_db=math.nan)])
+    broken = grid([*measured, replace(measured[2], sqnr_db=math.nan)])
     assert broken is not None
     assert math.isnan(broken.cells[1, 1])
-    assert depth.grid(measured[:3]) is None  # one block alone
+    assert grid(measured[:3]) is None  # one block alone
 
 
 class TwoLayers(nn.Module):

@@ -17,7 +17,9 @@ from helpers.reference import sqnr_db
 from torch import Tensor, nn
 
 import mxcompile
-from mxcompile.analysis.audit import Run, Session, audit
+from mxcompile.analysis.audit import audit
+from mxcompile.analysis.study.interpreter import Run
+from mxcompile.analysis.study.session import Session
 
 EVERYTHING = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from mxcompile import ops
 from mxcompile.analysis.audit import Audit, audit
 from mxcompile.analysis.audit.collect import _tensor
-from mxcompile.analysis.audit.sites import CastSite
-from mxcompile.analysis.audit.stats import PIECE, CastStats, ProductStats, Sums
+from mxcompile.analysis.study.sites import CastSite
+from mxcompile.analysis.study.stats import PIECE, CastStats, ProductStats, Sums
 from mxcompile.formats import Format
 from mxcompile.formats.encoding import encode_tensors, quantize_tensors, tensor_amax
 from mxcompile.graph.tags import GemmTag, Kind

@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mxcompile.analysis.audit import Session, audit
+from mxcompile.analysis.audit import audit
 from mxcompile.analysis.blame import Blamed, Spread, blame
 from mxcompile.analysis.blame.effects import exceeds, falls_short, together
 from mxcompile.analysis.blame.plan import LEAST, RunPlan
+from mxcompile.analysis.study.session import Session
 from mxcompile.cli import main
 from mxcompile.errors import ModelError, OptionError
 from mxcompile.policy import Policy

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mxcompile.analysis.audit.stats import Sums
+from mxcompile.analysis.study.stats import Sums
 from mxcompile.errors import OptionError
 from mxcompile.report import GemmNumerics, Numerics, ParameterNumerics, TensorNumerics
 from mxcompile.report.numerics_groups import by_block, by_role

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import mxcompile
 from mxcompile.analysis.audit import Audit
-from mxcompile.analysis.audit.session import noisy
+from mxcompile.analysis.study.session import noisy
 
 TOKENS, WIDTH = 96, 64
 

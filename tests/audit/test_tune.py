@@ -13,8 +13,8 @@ from recorded_bars import recorded_bars
 from torch import Tensor, nn
 
 from mxcompile.analysis.audit import audit
+from mxcompile.analysis.study.mixes import BF16, Candidate, Mix, Mixes, Option
 from mxcompile.analysis.tune import Tuned, tune
-from mxcompile.analysis.tune.candidates import BF16, Candidate, Mix, Option, by_use, mixed
 from mxcompile.cli import main
 from mxcompile.errors import ModelError, OptionError
 from mxcompile.policy import Layer, Policy, Role
@@ -177,8 +177,8 @@ def test_what_is_not_finite_is_within_no_bound() -> None:
 
 def kept_in_bf16(policy: Policy, layer: Layer, gemms: tuple[str, ...]) -> Policy:
     mix: Mix = {layer.name: Option(candidate=0, kept=gemms) if len(gemms) < 3 else BF16}
-    layers = {layer.name: layer}
-    return mixed(policy, by_use(policy, layers, [Candidate.start(policy)], mix), layers)
+    candidates = [Candidate.start(policy)]
+    return Mixes(start=policy, layers={layer.name: layer}, candidates=candidates, label="").policy(mix)
 
 
 def layer(name: str, block: Block | None = None) -> Layer:

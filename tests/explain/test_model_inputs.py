@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,20 @@ def test_a_misspelt_option_is_an_error(function, model):
 def test_a_tensor_as_an_option_says_where_it_goes(function):
     with pytest.raises(OptionError, match=r"to pass the model an argument of that name, write kwargs="):
         function(Loss(), X, policy=Y)
+
+
+@pytest.mark.parametrize("name", ["explain", "explain_rank", "audit", "tune", "blame", "codegen"])
+def test_a_tensor_as_any_option_is_an_error(name):
+    function = getattr(mxcompile, name)
+    parameters = inspect.signature(function).parameters.values()
+    options = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.name != "kwargs"]
+    needed = {"mesh": "dp=2"} if name == "explain_rank" else {}
+    assert "policy" in options
+    for name in options:
+        with pytest.raises(
+            OptionError, match=f"'{name}' is an option of {function.__name__}, found a tensor"
+        ):
+            function(Loss(), X, **needed | {name: Y})
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

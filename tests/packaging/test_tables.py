@@ -23,7 +23,7 @@ PRODUCT = {
 }
 POLICY = "mxcompile/policy/"
 SCHEMA = POLICY + "policy.schema.json"
-CANDIDATES = "mxcompile/analysis/tune/candidates.py"
+CANDIDATES = "mxcompile/analysis/study/mixes.py"
 
 ROLE_READERS = {
     Role.EMBEDDING: {"passes/weights.py", "mxcompile/serving/plan.py"},  # lookups, which are no products

@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from mxcompile.analysis.audit.interpreter import Run
-from mxcompile.analysis.audit.output_sensitivity import Sensitivity
-from mxcompile.analysis.audit.session import Outcome, Session
-from mxcompile.analysis.audit.sites import CastSite, ProductSite
-from mxcompile.analysis.audit.stats import PIECE, CastStats, ProductStats, Sums
+from mxcompile.analysis.study.interpreter import Run
+from mxcompile.analysis.study.output_sensitivity import Sensitivity
+from mxcompile.analysis.study.session import Outcome, Session
+from mxcompile.analysis.study.sites import CastSite, ProductSite
+from mxcompile.analysis.study.stats import PIECE, CastStats, ProductStats, Sums
 from mxcompile.formats import precisions
 from mxcompile.graph.tags import hint
 from mxcompile.policy import Gemm
@@ -55,15 +55,10 @@ def loss_gap(loss: float | None, reference: float | None) -> float | None:
     return loss / reference - 1 if reference else math.inf
 
 
-def compared(reference: Tensor | None, logits: Tensor | None) -> Sums | None:
-    """Returns the error sums of `logits` against `reference`; None if one is missing or the shapes differ."""
-    if reference is None or logits is None or reference.shape != logits.shape:
+def compared(reference: Tensor | None, actual: Tensor | None) -> Sums | None:
+    """Returns the error sums of `actual` against `reference`; None if one is missing or the shapes differ."""
+    if reference is None or actual is None or reference.shape != actual.shape:
         return None
-    return _sums(reference, logits)
-
-
-def _sums(reference: Tensor, actual: Tensor) -> Sums:
-    """Returns the error sums of `actual` against `reference`, tensors of equal shape, computed in pieces."""
     sums = Sums()
     for x, q in zip(reference.reshape(-1).split(PIECE), actual.reshape(-1).split(PIECE), strict=True):
         sums.add(x, q)
@@ -80,8 +75,8 @@ def parameters(
         roles[gemm.name] = gemm.role
         flops[gemm.name] += gemm.flops if gemm.gemm == Gemm.WGRAD else 0
     for name, expected in (reference.gradients or {}).items():
-        gradient = (outcome.gradients or {}).get(name)
-        if gradient is None or gradient.shape != expected.shape:
+        sums = compared(expected, (outcome.gradients or {}).get(name))
+        if sums is None:
             continue
         layer = name if name in roles else name.rpartition(".")[0]
         yield ParameterNumerics(
@@ -89,7 +84,7 @@ def parameters(
             role=roles.get(layer, ""),
             flops=flops[layer] if expected.ndim > 1 else 0,
             numel=expected.numel(),
-            **_measures(_sums(expected, gradient)),
+            **_measures(sums),
         )
 
 
@@ -144,13 +139,8 @@ def _gemm(site: ProductSite, stats: ProductStats, changes: Mapping[str, float]) 
 
 
 def _measures(sums: Sums) -> dict[str, Any]:
-    return {
-        "sqnr_db": sums.sqnr_db,
-        "cosine": sums.cosine,
-        "mse": sums.mse,
-        "rel_error": sums.rel_error,
-        "not_finite": sums.not_finite,
-    }
+    names = ("sqnr_db", "cosine", "mse", "rel_error", "not_finite")
+    return {name: getattr(sums, name) for name in names}
 
 
 def _notes(session: Session, outcome: Outcome) -> tuple[str, ...]:

@@ -13,9 +13,10 @@ from torch import nn
 from tqdm import tqdm
 
 from mxcompile.analysis.audit.collect import numerics
-from mxcompile.analysis.audit.interpreter import Run
-from mxcompile.analysis.audit.output_sensitivity import Sensitivity
-from mxcompile.analysis.audit.session import LossFunction, Session
+from mxcompile.analysis.audit.text import headline, to_markdown, to_text, view
+from mxcompile.analysis.study.interpreter import Run
+from mxcompile.analysis.study.output_sensitivity import Sensitivity
+from mxcompile.analysis.study.session import LossFunction, Session
 from mxcompile.errors import OptionError
 from mxcompile.models.arguments import ModelInput, keywords
 from mxcompile.policy import Policy
@@ -42,14 +43,10 @@ class Audit:
     numerics: Numerics
 
     def __str__(self) -> str:
-        from mxcompile.analysis.audit.text import to_text
-
         return to_text(self.numerics, rows=20)
 
     def __repr__(self) -> str:
         """Returns one line, for lists of audits and prompts."""
-        from mxcompile.analysis.audit.text import headline
-
         return f"<{headline(self.numerics)}>"
 
     def _repr_html_(self) -> str:
@@ -70,8 +67,6 @@ class Audit:
         Raises:
             OptionError: for another value.
         """
-        from mxcompile.analysis.audit.text import view
-
         return view(self.numerics, by)
 
     def to_json(self) -> str:
@@ -128,18 +123,6 @@ class Audit:
         return plot(self.numerics, Path(folder))
 
 
-def _text(audit: Audit) -> str:
-    from mxcompile.analysis.audit.text import to_text
-
-    return f"{to_text(audit.numerics)}\n\n{audit.report}\n"
-
-
-def _markdown(audit: Audit) -> str:
-    from mxcompile.analysis.audit.text import to_markdown
-
-    return to_markdown(audit.numerics)
-
-
 def _html(audit: Audit) -> str:
     from mxcompile.report.forms.html import to_html
 
@@ -147,8 +130,8 @@ def _html(audit: Audit) -> str:
 
 
 FORMS: dict[str, Callable[[Audit], str]] = {
-    ".txt": _text,
-    ".md": _markdown,
+    ".txt": lambda audit: f"{to_text(audit.numerics)}\n\n{audit.report}\n",
+    ".md": lambda audit: to_markdown(audit.numerics),
     ".json": Audit.to_json,
     ".html": _html,
 }
@@ -193,8 +176,11 @@ def audit(
         ModelError: if the model cannot be captured or fails.
         PolicyError: for an invalid policy.
     """
-    named = keywords("audit", model, inputs, kwargs, {"policy": policy, "loss_fn": loss_fn})
-    session = Session(model, args, named, policy=policy, loss_fn=loss_fn)
+    return audited(Session(model, args, keywords("audit", locals()), policy=policy, loss_fn=loss_fn))
+
+
+def audited(session: Session) -> Audit:
+    """Returns the audit of `session`, which has not run yet."""
     with tqdm(desc="audit: tracing", unit="GEMM", disable=None, leave=False) as bar:
         counted: list[int] = []
         runs = 2

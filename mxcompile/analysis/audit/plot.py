@@ -1,22 +1,33 @@
-"""Plots of an audit: SQNR of GEMMs (by depth if the model has blocks), errors of casts, and scales."""
+"""Plots of an audit: SQNR of GEMMs (by depth if the model has blocks), errors of casts, and scales.
+
+The plot by depth has a row for each block of a model and a column for each kind of GEMM in a block:
+
+    layers.7.mlp.up_proj, dgrad    →    row layers.7, column "mlp.up_proj dgrad"
+
+Layers that differ in numbers inside a block, such as experts, share a column. A cell has the lowest SQNR of
+its GEMMs.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mxcompile.analysis.audit import depth
+from mxcompile.analysis.study.stats import lowest_by
 from mxcompile.report import GemmNumerics, Numerics, TensorNumerics
 from mxcompile.report.forms import plots
+from mxcompile.report.outline import inner_block
 
 _COLOURS = {
     "fprop": "#2a6f97", "dgrad": "#d1495b", "wgrad": "#edae49",
     "x": "#2a6f97", "w": "#5f7a61", "dy": "#d1495b",
 }  # fmt: skip
 _MARKS = {"fprop": "o", "dgrad": "v", "wgrad": "s", "x": "o", "w": "s", "dy": "v"}
-_MOST_ROWS = 60
+_KINDS = ("fprop", "dgrad", "wgrad")
+_MOST_COLUMNS, _MOST_ROWS = 60, 60
 
 
 def plot(numerics: Numerics, folder: Path) -> list[Path]:
@@ -40,16 +51,16 @@ def plot(numerics: Numerics, folder: Path) -> list[Path]:
 def _gemms(figure: Any, numerics: Numerics) -> None:
     """Draws a row per block and a column per kind of GEMM, or a row per layer if there are no blocks."""
     title = f"GEMMs in {numerics.precision}"
-    by_depth = depth.grid(numerics.gemms)
+    by_depth = grid(numerics.gemms)
     if by_depth is not None:
-        depth.draw(figure, by_depth, title)
+        _draw_by_depth(figure, by_depth, title)
         _leaves_out(figure, [_without_place(numerics.gemms)])
         return
     layers: dict[str, list[GemmNumerics]] = {}
     for gemm in numerics.worst_gemms():
         layers.setdefault(gemm.name, []).append(gemm)
     axes = _rows(figure, list(layers), "layers, most harm first")
-    for which in ("fprop", "dgrad", "wgrad"):
+    for which in _KINDS:
         points = [
             (g.sqnr_db, row) for row, gemms in enumerate(layers.values()) for g in gemms if g.gemm == which
         ]
@@ -57,6 +68,55 @@ def _gemms(figure: Any, numerics: Numerics) -> None:
     axes.set_xlabel("SQNR of the output against FP32, dB")
     axes.set_title(title)
     _leaves_out(figure, [_without_place(numerics.gemms), _unlabelled(len(layers), "layers")])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grid:
+    """Names of rows and columns, and the SQNR of cells in dB."""
+
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    cells: dict[tuple[int, int], float]
+
+
+def grid(gemms: Iterable[GemmNumerics]) -> Grid | None:
+    """Returns the grid of `gemms`; None for fewer than two blocks, or for too many kinds of GEMMs."""
+    lowest = lowest_by((_cell(gemm), gemm.sqnr_db) for gemm in gemms)
+    rows = list(dict.fromkeys(row for row, _ in lowest))
+    kinds = list(dict.fromkeys(kind for _, kind in lowest))
+    kinds.sort(key=lambda kind: _KINDS.index(kind[1]))
+    if sum(bool(inner_block(row)) for row in rows) < 2 or len(kinds) > _MOST_COLUMNS:
+        return None
+    row_at, column_at = ({name: index for index, name in enumerate(names)} for names in (rows, kinds))
+    return Grid(
+        rows=tuple(rows),
+        columns=tuple(f"{name} {which}".lstrip() for name, which in kinds),
+        cells={(row_at[row], column_at[kind]): sqnr for (row, kind), sqnr in lowest.items()},
+    )
+
+
+def _draw_by_depth(figure: Any, by_depth: Grid, title: str) -> None:
+    """Draws `by_depth` as a heat map, the first block on top. Cells without a finite SQNR stay white."""
+    height, width = len(by_depth.rows), len(by_depth.columns)
+    image = [[math.nan] * width for _ in range(height)]
+    for (row, column), sqnr in by_depth.cells.items():
+        image[row][column] = sqnr if math.isfinite(sqnr) else math.nan
+    figure.set_size_inches(4 + 0.28 * width, 3.2 + 0.22 * min(height, _MOST_ROWS))
+    axes = figure.add_subplot(1, 1, 1)
+    shown = axes.imshow(image, aspect="auto", cmap="viridis", interpolation="nearest")
+    figure.colorbar(shown, ax=axes, label="SQNR of the output against FP32, dB")
+    every = math.ceil(height / _MOST_ROWS)
+    axes.set_yticks(range(0, height, every), by_depth.rows[::every], fontsize=7)
+    axes.set_xticks(range(width), by_depth.columns, fontsize=7, rotation=90)
+    axes.set_ylabel("blocks, by depth")
+    axes.set_title(title)
+
+
+def _cell(gemm: GemmNumerics) -> tuple[str, tuple[str, str]]:
+    """Returns the row of `gemm`, and its column: its layer's path below the block, with * for numbers."""
+    block = inner_block(gemm.name)
+    steps = gemm.name.removeprefix(block).removeprefix(".").split(".") if block else []
+    return block or gemm.name, (".".join("*" if s.isdecimal() else s for s in steps), gemm.gemm)
 
 
 def _tensors(figure: Any, numerics: Numerics) -> None:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from mxcompile.analysis.audit.text import percent
 from mxcompile.analysis.blame.effects import MEASURES, Effect, added_up, exceeds, falls_short, together
-from mxcompile.analysis.policy_file import annotated
-from mxcompile.policy import Policy
-from mxcompile.report.files import save
+from mxcompile.analysis.study.policy_file import MeasuredPolicy
 from mxcompile.report.fold import spelled
-from mxcompile.report.forms.tables import Table, drawn, fitted, wrapped
+from mxcompile.report.forms.tables import Table
 from mxcompile.report.forms.words import count
 
 
@@ -31,34 +27,39 @@ class BlamedPart:
     left_out: Effect | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Blamed:
-    """The result of `blame`.
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """The result of a search.
 
-    policy: the examined policy, with the worst GEMMs as in the reference policy. `asked`, against: names of
-    the examined and the reference policy. measure: measure of the search. remove: requested share of the
-    effect to remove. whole: effect of all differing GEMMs. left: the effect that remains under `policy`.
-    parts: layers or groups, the worst first; together they are all layers that differ. kinds: all GEMMs of
-    one kind. gemms: single GEMMs of the worst parts. worst: (layer, GEMM) pairs that `policy` sets as in the
-    reference policy.
-
-    num_layers, num_gemms: numbers of differing layers and GEMMs. runs: runs of the model. max_runs: announced
-    limit. repeats: repeats of each effect. flop_share_before, flop_share: quantized share of the matmul FLOPs
-    under the examined policy and under `policy`. comments: comments of the first rules of `policy`. notes:
-    remarks for the reader.
+    whole: effect of all differing GEMMs. kinds: all GEMMs of one kind. parts: layers or groups, the worst
+    first; together they are all layers that differ. gemms: single GEMMs of the worst parts. worst: (layer,
+    GEMM) pairs to exclude. left: effect of all other GEMMs.
     """
 
-    policy: Policy
-    asked: str
-    against: str
-    measure: str
-    remove: float
     whole: Effect
     left: Effect
     parts: tuple[BlamedPart, ...] = ()
     kinds: tuple[BlamedPart, ...] = ()
     gemms: tuple[BlamedPart, ...] = ()
     worst: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blamed(MeasuredPolicy, Findings):
+    """The result of `blame`. Its policy is the examined policy, with the `worst` as in the reference policy.
+
+    `asked`, against: names of the examined and the reference policy. measure: measure of the search. remove:
+    requested share of the effect to remove.
+
+    num_layers, num_gemms: numbers of differing layers and GEMMs. runs: runs of the model. max_runs: announced
+    limit. repeats: repeats of each effect. flop_share_before, flop_share: quantized share of the matmul FLOPs
+    under the examined policy and under `policy`.
+    """
+
+    asked: str
+    against: str
+    measure: str
+    remove: float
     num_layers: int
     num_gemms: int
     runs: int
@@ -66,26 +67,6 @@ class Blamed:
     repeats: int
     flop_share_before: float
     flop_share: float
-    comments: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    def with_note(self, note: str) -> Blamed:
-        """Returns a copy with `note` as the first note."""
-        return dataclasses.replace(self, notes=(note, *self.notes))
-
-    def __str__(self) -> str:
-        lines = wrapped([*self._facts(), *(f"note: {note}" for note in self.notes)])
-        if self.parts:
-            lines += ["", drawn(fitted(self._table(), ("layer",)))]
-        return "\n".join(lines)
-
-    def to_yaml(self) -> str:
-        """Returns the policy as YAML with the findings as comments. `Policy.load` reads it."""
-        return annotated(self.policy, self._facts(), self.comments)
-
-    def dump(self, path: str | Path) -> None:
-        """Writes `to_yaml` to `path`, atomically. Raises `OptionError` if it cannot be written."""
-        save(path, self.to_yaml(), "policy")
 
     # sentences ----------------------------------------------------------------------------------------
 
@@ -163,6 +144,7 @@ class Blamed:
             name = spelled(part.layers) or "(root)"
             rows += [(name, each) for each in (part, *of_layers.get(part.layers, ()))]
         headers = ["layer", "GEMMs", "of all", *measures, *(["without"] if left_out else [])]
+        rows = rows if self.parts else []
         return [headers, *(self._row(name, part, measures, left_out) for name, part in rows)]
 
     def _row(self, name: str, part: BlamedPart, measures: list[str], left_out: bool) -> list[str]:

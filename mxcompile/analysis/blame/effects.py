@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mxcompile.analysis.audit.collect import compared, loss_gap, parameters
-from mxcompile.analysis.audit.session import Outcome
 from mxcompile.analysis.audit.text import percent
+from mxcompile.analysis.study.session import Outcome
 from mxcompile.report import GemmRecord
 
 MEASURES = ("gradients", "loss", "output")
@@ -110,13 +110,9 @@ def added_up(measure: str) -> str:
 
 def exceeds(whole: Spread, parts: float) -> bool:
     """Whether `whole` is larger than the sum `parts`, beyond the standard error."""
-    if math.isinf(whole.mean) or math.isinf(parts):
-        return math.isinf(whole.mean) and not math.isinf(parts)
     return whole.size - 2 * (whole.error or 0.0) > _BEYOND * parts
 
 
 def falls_short(whole: Spread, parts: float) -> bool:
     """Whether `whole` is smaller than the sum `parts`, beyond the standard error."""
-    if math.isinf(whole.mean) or math.isinf(parts):
-        return math.isinf(parts) and not math.isinf(whole.mean)
     return _BEYOND * (whole.size + 2 * (whole.error or 0.0)) < parts

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
 from tqdm import tqdm
 
-from mxcompile.analysis.audit.session import LossFunction
 from mxcompile.analysis.blame import plan as plans
-from mxcompile.analysis.blame.blamed import Blamed
+from mxcompile.analysis.blame.blamed import Blamed, Findings
 from mxcompile.analysis.blame.effects import MEASURES, Effect
 from mxcompile.analysis.blame.plan import RunPlan
-from mxcompile.analysis.blame.search import Findings, Search
+from mxcompile.analysis.blame.search import Search
 from mxcompile.analysis.blame.trials import BlameTrials
-from mxcompile.analysis.tune.measure import ModelCall
+from mxcompile.analysis.study.interpreter import Key
+from mxcompile.analysis.study.session import LossFunction, Session, Study
 from mxcompile.errors import ModelError, OptionError, not_allowed
 from mxcompile.models.arguments import ModelInput, keywords
 from mxcompile.policy import Policy
-from mxcompile.report.fold import spelled
 
 MAX_RUNS = 64
 REMOVE = 0.5
@@ -68,11 +66,7 @@ def blame(
         ModelError: if the model cannot be captured or lacks the measure `of`.
         PolicyError: for an invalid policy.
     """
-    given = {
-        "policy": policy, "against": against, "of": of, "remove": remove, "max_runs": max_runs,
-        "repeats": repeats, "loss_fn": loss_fn, "announce": announce,
-    }  # fmt: skip
-    named = keywords("blame", model, inputs, kwargs, given)
+    named = keywords("blame", locals())
     plans.check(max_runs, repeats, remove)
     if of is not None and of not in MEASURES:
         raise OptionError(f"of: {not_allowed('measure', of, MEASURES)}")
@@ -80,52 +74,67 @@ def blame(
     plans.check_different(asked, reference)
     tell = announce or (lambda _: None)
     tell(f"blame: at most {max_runs} runs of the model")
-    call = ModelCall(model=model, args=args, kwargs=named, loss_fn=loss_fn)
+    session = Session(model, args, named, policy=asked, loss_fn=loss_fn)
     with tqdm(desc="blame: tracing", unit="run", disable=None, leave=False) as bar:
-
-        def on_run(what: str) -> None:
-            bar.set_description(f"blame: {what}", refresh=False)
-            bar.update()
-
-        trials = BlameTrials(call, asked, reference, of in (None, "gradients"), on_run)
+        study, backward = Study(session, bar, "blame"), of in (None, "gradients")
+        trials = BlameTrials(study, asked, reference, backward)
         plan = _plan(trials, max_runs, repeats)
         bar.total = plan.runs
         trials.repeat(plan.repeats)
-        own = trials.effect(frozenset(), "the reference")
-        measure = _measure(own, of)
-        findings, notes = Findings(whole=own, left=own), _obstacles(trials, own, measure, asked, reference)
-        if not notes:
-            tell(f"blame: {plan}")
-            findings, notes = Search(trials, plan, measure, remove).findings(), trials.notes()
-            if not findings.parts:
-                notes.insert(0, f"what differs between the policies leaves the {measure} as they are")
+        measure = _measure(trials.own, of)
+        findings, notes = _findings(trials, plan, measure, remove, tell)
+    policy, comments = trials.without(frozenset(findings.worst)) if findings.worst else (asked, ())
+    return Blamed(
+        **vars(findings),
+        **_counted(trials, plan, findings.worst),
+        policy=policy,
+        comments=comments,
+        notes=tuple(notes),
+        asked=asked.label,
+        against=reference.label,
+        measure=measure,
+        remove=remove,
+    )
+
+
+def _findings(
+    trials: BlameTrials, plan: RunPlan, measure: str, remove: float, tell: Callable[[str], object]
+) -> tuple[Findings, list[str]]:
+    """Returns the findings of a search, empty if nothing can be found, and notes."""
+    findings, notes = Findings(whole=trials.own, left=trials.own), trials.obstacles(measure)
+    if not notes:
+        tell(f"blame: {plan}")
+        findings, notes = Search(trials, plan, measure, remove).findings(), trials.notes()
+        if not findings.parts:
+            notes.insert(0, f"what differs between the policies leaves the {measure} as they are")
     if trials.drew and plan.repeats == 1:
         notes.append("the model draws random numbers and each effect was measured once: no error bar")
-    return _blamed(trials, plan, findings, measure, asked, reference, remove, notes)
+    return findings, notes
 
 
 def _plan(trials: BlameTrials, max_runs: int, repeats: int | None) -> RunPlan:
     """Returns the plan of the runs for the differences in `trials`."""
-    different = trials.differences
     return RunPlan.of(
-        len({name for name, _ in different.keys}),
-        len({gemm for _, gemm in different.keys}) if different.switched else 1,
+        len(trials.layers),
+        len({gemm for _, gemm in trials.keys}) if trials.switched else 1,
         repeats=plans.repeats_of(repeats, trials.drew, max_runs),
         max_runs=max_runs,
         more=trials.to_come,
     )
 
 
-def _obstacles(trials: BlameTrials, own: Effect, measure: str, asked: Policy, reference: Policy) -> list[str]:
-    """Returns why a search cannot find anything; empty if it can. own: effect of the reference on itself."""
-    if not trials.differences.keys:
-        return [f"nothing differs: {asked.label} treats all GEMMs of this run as {reference.label} does"]
-    if math.isinf(own.on(measure).mean):
-        return [
-            f"the {measure} {'are' if measure == 'gradients' else 'is'} not finite under {reference.label}"
-            f" either: what {asked.label} quantizes is not the cause"
-        ]
-    return []
+def _counted(trials: BlameTrials, plan: RunPlan, worst: Iterable[Key]) -> dict[str, Any]:
+    """Returns the fields of a `Blamed` that count layers, GEMMs, runs and FLOPs."""
+    study = trials.study
+    return {
+        "num_layers": len(trials.layers),
+        "num_gemms": len(trials.keys),
+        "runs": study.runs,
+        "max_runs": plan.runs,
+        "repeats": plan.repeats,
+        "flop_share_before": study.flop_share(),
+        "flop_share": study.flop_share(frozenset(worst)),
+    }
 
 
 def _measure(own: Effect, of: str | None) -> str:
@@ -144,46 +153,3 @@ def _measure(own: Effect, of: str | None) -> str:
         has = f"this run has {' and '.join(present)}" if present else "this run has nothing to measure"
         raise ModelError(f"blame of {of!r} needs {wanted[of]}; {has}")
     return of
-
-
-def _blamed(
-    trials: BlameTrials,
-    plan: RunPlan,
-    findings: Findings,
-    measure: str,
-    asked: Policy,
-    reference: Policy,
-    remove: float,
-    notes: list[str],
-) -> Blamed:
-    """Returns the result with `findings` and the policy that follows from them."""
-    policy, uses = trials.without(findings.worst) if findings.worst else (asked, {})
-    keys = trials.differences.keys
-    gemms: dict[str, list[str]] = {}
-    for name, gemm in (key for key in keys if key in findings.worst):
-        gemms.setdefault(name, []).append(gemm)
-    comments = [
-        f"{spelled(names)}: {', '.join(gemms[names[0]])} as in {reference.label}" for names in uses.values()
-    ]
-    return Blamed(
-        policy=policy,
-        asked=asked.label,
-        against=reference.label,
-        measure=measure,
-        remove=remove,
-        whole=findings.whole,
-        left=findings.left,
-        parts=findings.parts,
-        kinds=findings.kinds,
-        gemms=findings.gemms,
-        worst=tuple(key for key in keys if key in findings.worst),
-        num_layers=len({name for name, _ in keys}),
-        num_gemms=len(keys),
-        runs=trials.runs,
-        max_runs=plan.runs,
-        repeats=plan.repeats,
-        flop_share_before=trials.flop_share(),
-        flop_share=trials.flop_share(findings.worst),
-        comments=tuple(comments),
-        notes=tuple(notes),
-    )

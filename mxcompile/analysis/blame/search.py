@@ -17,12 +17,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
-from mxcompile.analysis.blame.blamed import BlamedPart
+from mxcompile.analysis.blame.blamed import BlamedPart, Findings
 from mxcompile.analysis.blame.effects import Effect, exceeds, together
 from mxcompile.analysis.blame.plan import RunPlan
-from mxcompile.analysis.blame.trials import BlameTrials, Keys
+from mxcompile.analysis.blame.trials import BlameTrials
+from mxcompile.analysis.study.session import Keys
 from mxcompile.policy import Gemm
 from mxcompile.report.fold import spelled
 
@@ -33,23 +33,6 @@ _SMALL = 1 / 3
 """GEMMs with a smaller share of the effect of the layer's worst GEMM may stay quantized."""
 
 Names = tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Findings:
-    """The result of a search.
-
-    whole: effect of all differing GEMMs. kinds: their GEMMs of one kind. parts: layers or groups, the worst
-    first. gemms: single GEMMs of the worst layers. worst: the GEMMs to exclude. left: effect of all other
-    GEMMs.
-    """
-
-    whole: Effect
-    kinds: tuple[BlamedPart, ...] = ()
-    parts: tuple[BlamedPart, ...] = ()
-    gemms: tuple[BlamedPart, ...] = ()
-    worst: Keys = frozenset()
-    left: Effect
 
 
 class _Step:
@@ -74,16 +57,14 @@ class Search:
 
     def __init__(self, trials: BlameTrials, plan: RunPlan, measure: str, remove: float) -> None:
         self._trials, self._plan, self._measure = trials, plan, measure
-        self._keys = frozenset(trials.differences.keys)
-        self._layers = tuple(dict.fromkeys(name for name, _ in trials.differences.keys))
-        self._nothing = trials.effect(frozenset(), "the reference")
+        self._keys = frozenset(trials.keys)
         self._whole = trials.effect(self._keys, "all together")
         self._kept = 1 - remove
 
     def findings(self) -> Findings:
         """Returns the result of the search."""
         if self._size(self._whole) == 0:
-            return Findings(whole=self._whole, left=self._nothing)
+            return Findings(whole=self._whole, left=self._trials.own)
         alone = self._groups(_Step(self._trials, self._plan.alone), self._alone, self._size)
         parts = [
             BlamedPart(layers=names, gemms=self._kinds(names), alone=effect)
@@ -93,13 +74,14 @@ class Search:
             parts = self._with_left_out(parts)
         parts.sort(key=self._harm, reverse=True)
         worst, left = self._worst(parts)
-        kinds = tuple(self._single(self._layers, _Step(self._trials, self._plan.kinds)))
+        kinds = tuple(self._single(self._trials.layers, _Step(self._trials, self._plan.kinds)))
         step = _Step(self._trials, self._plan.gemms - 1)
         of_worst = (part for part in parts if self._of(part.layers) <= worst)
         gemms = tuple(gemm for part in of_worst for gemm in self._single(part.layers, step))
         worst, left = self._narrowed(worst, left, gemms)
+        ordered = tuple(key for key in self._trials.keys if key in worst)
         return Findings(
-            whole=self._whole, kinds=kinds, parts=tuple(parts), gemms=gemms, worst=worst, left=left
+            whole=self._whole, kinds=kinds, parts=tuple(parts), gemms=gemms, worst=ordered, left=left
         )
 
     def _size(self, effect: Effect) -> float:
@@ -128,8 +110,8 @@ class Search:
 
         size: returns the size of an effect, by which the next group to halve is chosen.
         """
-        count = len(self._layers) if len(self._layers) <= step.left else max(1, step.left // 2)
-        effects = {names: effect(step, names) for names in _pieces(self._layers, count)}
+        count = len(self._trials.layers) if len(self._trials.layers) <= step.left else max(1, step.left // 2)
+        effects = {names: effect(step, names) for names in _pieces(self._trials.layers, count)}
         while step.left >= 2:
             wide = [names for names in effects if len(names) > 1]
             most = max(wide, key=lambda names: size(effects[names]), default=())
@@ -176,7 +158,7 @@ class Search:
         suffices.
         """
         step = _Step(self._trials, self._plan.worst)
-        fails, does, result = 0, len(parts), (self._keys, self._nothing)
+        fails, does, result = 0, len(parts), (self._keys, self._trials.own)
         guess = self._guess(parts)
         while does - fails > 1:
             number = guess if fails < guess < does else (fails + does) // 2
@@ -208,7 +190,7 @@ class Search:
             gemm: frozenset(key for key in self._of(names) if key[1] == gemm) for gemm in self._kinds(names)
         }
         new = sum(not self._trials.knows(keys) for keys in kinds.values())
-        if len(kinds) < 2 or not self._trials.differences.switched or step.left < new:
+        if len(kinds) < 2 or not self._trials.switched or step.left < new:
             return
         for gemm, keys in kinds.items():
             effect = step.effect(keys, f"{gemm} of {spelled(names)} alone")

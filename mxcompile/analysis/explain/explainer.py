@@ -1,17 +1,25 @@
 """`explain`: the report of a model that is neither run nor compiled, and need not fit in memory.
 
 The model is copied with fake tensors in place of its parameters, and traced like a compile (see `tracer`).
+The peak memory of a step follows from the parameters and the report:
+
+    training     parameters + buffers + gradients + tensors saved for backward
+    inference    parameters + buffers + input and output of the largest product
+
+Gradients have the dtype of their parameters. The optimizer, the allocator's cache and workspaces are not
+included.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from mxcompile.analysis.explain.advice import advised
-from mxcompile.analysis.explain.memory import with_memory
 from mxcompile.analysis.explain.tracer import Explainer, options_for
 from mxcompile.compiler.rehearsal import some_or_all
 from mxcompile.errors import OptionError
@@ -20,6 +28,8 @@ from mxcompile.offline.record_work import estimate
 from mxcompile.policy import Policy
 from mxcompile.report import Report
 from mxcompile.rules import check_mistakes
+
+_BF16_BYTES = 2
 
 
 def explain(
@@ -54,12 +64,42 @@ def explain(
     """
     if isinstance(inputs.get("mesh"), str):
         raise OptionError("explain is for the whole model: explain_rank(…, mesh=…) explains a rank of a mesh")
-    given: dict[str, Any] = {"policy": policy, "target": target, "strict": strict}
-    named = keywords("explain", model, inputs, kwargs, {**given, "training": training})
-    options = options_for(model, **given)
+    named = keywords("explain", locals())
+    options = options_for(model, policy=policy, target=target, strict=strict)
     parts = some_or_all(
         model, lambda leave_out: Explainer(model, options, training, leave_out).run(args, named)
     )
     report = Report.of(parts, target=options.target, policy=options.policy.label)
     check_mistakes(options.policy, report.gemms, strict=options.strict)
-    return advised(estimate(with_memory(report, model, training=training)))
+    return advised(estimate(_with_memory(report, model, training=training)))
+
+
+def _with_memory(report: Report, model: nn.Module, *, training: bool) -> Report:
+    """Returns `report`, the report of `model`, with the memory figures in its summary."""
+    parameters = sum(map(_size, (*model.parameters(), *model.buffers())))
+    gradients = sum(_size(p) for p in model.parameters() if p.requires_grad) if training else 0
+    both = ((g.flops // (2 * g.n) + g.flops // (2 * g.k)) for g in report.gemms if g.flops and g.n and g.k)
+    beside = report.summary.saved_bytes if training else _BF16_BYTES * max(both, default=0)
+    return dataclasses.replace(
+        report,
+        summary=dataclasses.replace(
+            report.summary,
+            parameter_bytes=parameters,
+            gradient_bytes=gradients,
+            peak_bytes=parameters + gradients + (beside or 0),
+        ),
+    )
+
+
+def _size(tensor: Tensor) -> int:
+    """Returns the bytes of `tensor` as stored; a sparse tensor counts with its indices."""
+    stored = getattr(tensor, "stored_bytes", None)
+    if stored is not None:
+        return int(stored)
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices().nbytes + tensor.col_indices().nbytes + tensor.values().nbytes
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices().nbytes + tensor.row_indices().nbytes + tensor.values().nbytes
+    return tensor.nbytes

@@ -37,7 +37,7 @@ from mxcompile.offline.record_work import estimate
 from mxcompile.plan.plan import Plan
 from mxcompile.plan.repeats import LeaveOut
 from mxcompile.policy import Policy
-from mxcompile.ranks.built import Factory, RankModel, named_inputs, rank_model
+from mxcompile.ranks.built import Factory, named_inputs, rank_model
 from mxcompile.ranks.shape import PIPELINE, MeshShape
 from mxcompile.report import Part, Report
 from mxcompile.report.forms.words import tokens_of
@@ -92,14 +92,12 @@ def explain_rank(
         ModelError: If the model cannot be traced.
         PolicyError: As for `explain`.
     """
-    given: dict[str, Any] = {"policy": policy, "target": target, "strict": strict}
-    own = {**given, "training": training, "mesh": mesh, "parallel": parallel, "links": links, "node": node}
-    own |= {"schedule": schedule, "microbatches": microbatches}
-    named = named_inputs("explain_rank", model, mesh, args, inputs, kwargs, own)
-    options, shape = options_for(model, **given), MeshShape.parse(mesh)
+    named, shape = named_inputs("explain_rank", locals()), MeshShape.parse(mesh)
+    options = options_for(model, policy=policy, target=target, strict=strict)
     speeds = None if links is None and node is None else _links(links, node, options.target)
     order = _schedule(shape, schedule, microbatches)
-    return _rank_report((model, args, named, shape, parallel), options, speeds, order, training=training)
+    given = model, args, named, shape, parallel
+    return apart(partial(_rank_report, given, options, speeds, order, training=training))
 
 
 def sweep_meshes(
@@ -147,7 +145,7 @@ def sweep_meshes(
     def point(candidate: MeshCandidate) -> MeshPoint:
         given = model, args, kwargs or {}, MeshShape.parse(candidate.mesh), candidate.parallel
         try:
-            rank = _rank_report(given, options, speeds, others=(BF16,), training=training)
+            rank = apart(partial(_rank_report, given, options, speeds, others=(BF16,), training=training))
         except MXCompileError as error:
             return MeshPoint(candidate=candidate, reason=str(error))
         return MeshPoint(candidate=candidate, rank=rank)
@@ -167,25 +165,20 @@ def _rank_report(
     *,
     training: bool,
 ) -> RankReport:
-    """Returns the report of rank 0 of a mesh. others: further policies in the estimate of the time."""
-    report, plan = apart(partial(_traced, given, options, speeds, order, others, training=training))
-    check_mistakes(options.policy, plan.records(options.policy), strict=options.strict)
-    return report
+    """Returns the report of rank 0 of a mesh, in the process that `apart` started.
 
-
-def _traced(
-    given: RankArguments,
-    options: Options,
-    speeds: Links | None,
-    order: Schedule | None,
-    others: Sequence[Policy],
-    *,
-    training: bool,
-) -> tuple[RankReport, Plan]:
-    """Returns the report of a rank, and the plan of the whole model."""
+    others: further policies in the estimate of the time.
+    """
     with rank_model(*given) as here:
         axes = Axes(here.mesh)
-        tracing = partial(_of_policy, here, axes, order, training=training)
+
+        def tracing(options: Options) -> tuple[RankTracer, list[Part]]:
+            def traced(leave_out: LeaveOut) -> tuple[RankTracer, list[Part]]:
+                rank = RankTracer(here.model, here.groups, options, training, leave_out, axes, order)
+                return rank, rank.run(here.args, dict(here.kwargs))
+
+            return some_or_all(here.model, traced)
+
         rank, parts = tracing(options)
         here.check(sends=any(rank.collectives()))
         plan = rank.whole(here.plain, here.args, here.kwargs)
@@ -201,8 +194,9 @@ def _traced(
             slowest = max(numbers, key=lambda number: works[0][number].us(speeds, rates))
             step = StepTime.of([each[slowest] for each in works], speeds, chip)
         sent = rank.work(slowest).sent
+    check_mistakes(options.policy, plan.records(options.policy), strict=options.strict)
     shape = given[3]
-    explained = RankReport(
+    return RankReport(
         mesh=str(shape),
         ranks=shape.ranks,
         report=advised(estimate(report)),
@@ -213,7 +207,6 @@ def _traced(
         pipeline=None if rank.stages is None else Pipeline.of(rank.stages, memories, slowest),
         warnings=(*unmatched(report.gemms, plan.by_name), *rank.unreduced()),
     )
-    return explained, plan
 
 
 def _beside(policy: Policy, others: Sequence[Policy], chip: Target) -> list[Policy]:
@@ -246,15 +239,3 @@ def _links(links: str | None, node: int | None, target: str) -> Links:
         known = ", ".join(name for name, row in TARGETS.items() if row.peak is not None)
         raise OptionError(f"links need a target whose rates are known: found {target}, allowed are {known}")
     return Links.parse(links, node=NODE if node is None else node)
-
-
-def _of_policy(
-    here: RankModel, axes: Axes, order: Schedule | None, options: Options, *, training: bool
-) -> tuple[RankTracer, list[Part]]:
-    """Returns the rehearsal of a rank under the policy of `options`, and its parts of the report."""
-
-    def traced(leave_out: LeaveOut) -> tuple[RankTracer, list[Part]]:
-        rank = RankTracer(here.model, here.groups, options, training, leave_out, axes, order)
-        return rank, rank.run(here.args, dict(here.kwargs))
-
-    return some_or_all(here.model, traced)

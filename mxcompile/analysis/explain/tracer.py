@@ -2,30 +2,40 @@
 
 Every graph that Dynamo captures is traced through AOTAutograd and all passes like in a compile, up to code
 generation. Only a few of equal layers are traced, and the records of the others follow from them (see
-`repeats`). Tracing uses fake CPU tensors for every target (see `fakes`).
+`repeats`). Tracing uses fake CPU tensors for every target (see `fakes`). The records of code that is not
+compiled, and of code that runs again for another layer, come from no captured graph.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._guards import TracingContext
 
-from mxcompile.analysis.explain.parts import eager_records, moved
 from mxcompile.compiler.capture.capture import Capture
 from mxcompile.compiler.options import Options
 from mxcompile.compiler.rehearsal import Rehearsal
 from mxcompile.compiler.session.plans import no_plan, planned
+from mxcompile.formats import KEPT
+from mxcompile.graph.opsets import packet
+from mxcompile.graph.tags import GemmTag, gradient_tags, set_tag, tags_of
 from mxcompile.lowering.targets import AUTO, of_device
+from mxcompile.models.blocks import Blocks
 from mxcompile.models.checkpointed import checkpointed_copy
-from mxcompile.models.names import user_path
+from mxcompile.models.names import joined, user_path
 from mxcompile.models.value_tracking_mode import ValueTrackingMode
+from mxcompile.passes.apply_plan import ApplyPlan
+from mxcompile.passes.classify import Classify
+from mxcompile.passes.find import Find
+from mxcompile.passes.record import record_of, records
+from mxcompile.plan.plan import Layers
 from mxcompile.plan.repeats import LeaveOut
+from mxcompile.policy import Choice, Code, Reason
 from mxcompile.report import GemmRecord, Part
 
 
@@ -74,7 +84,7 @@ class Explainer(Rehearsal[ValueTrackingMode]):
             return ()
         plan = planned(self.model, args, kwargs).plan
         known = {} if plan is None else plan.by_name
-        return eager_records(graph, known, self.repeats.blocks, training=self.training)
+        return _eager_records(graph, known, self.repeats.blocks, training=self.training)
 
     def graph(
         self, capture: Capture, gm: fx.GraphModule, example_inputs: Sequence[Any]
@@ -97,7 +107,7 @@ class Explainer(Rehearsal[ValueTrackingMode]):
 
         def run(*inputs: Any) -> Any:
             if next(calls) > 0:  # the same code runs for another layer, or again
-                again = Part(gemms=moved(gemms, first, self._owners(inputs, self.mode.module())))
+                again = Part(gemms=_moved(gemms, first, self._owners(inputs, self.mode.module())))
                 self._parts.append(self.repeats.expand(again))
             with self.mode.outside.paused():
                 return gm.forward(*inputs)
@@ -107,3 +117,60 @@ class Explainer(Rehearsal[ValueTrackingMode]):
     def _owners(self, inputs: Sequence[Any], module: str) -> list[str]:
         """Returns the path of the running module, then of each of `inputs`, "" if it is not a parameter."""
         return [module, *(self._paths.get(id(value), "") for value in inputs)]
+
+
+def _moved(gemms: Iterable[GemmRecord], first: Sequence[str], now: Sequence[str]) -> tuple[GemmRecord, ...]:
+    """Returns `gemms` of a graph with parameters at the paths `first` for a call with parameters at `now`."""
+    heads: dict[str, str] = {}
+    for before, after in zip(first, now, strict=True):
+        if before and after and before != after:
+            old, new = _differing(before, after)
+            heads[old] = new
+    return tuple(dataclasses.replace(gemm, name=_renamed(gemm.name, heads)) for gemm in gemms)
+
+
+def _differing(before: str, after: str) -> tuple[str, str]:
+    """Returns both paths without their common suffix."""
+    old, new = before.split("."), after.split(".")
+    while old and new and old[-1] == new[-1]:
+        old.pop()
+        new.pop()
+    return ".".join(old), ".".join(new)
+
+
+def _renamed(name: str, heads: dict[str, str]) -> str:
+    steps = name.split(".")
+    for end in range(len(steps), 0, -1):
+        head = ".".join(steps[:end])
+        if head in heads:
+            return joined(heads[head], *steps[end:])
+    return name
+
+
+def _eager_records(
+    graph: fx.Graph, known: Layers, blocks: Blocks, *, training: bool
+) -> tuple[GemmRecord, ...]:
+    """Returns records of the products in `graph`, which ran outside of compiled graphs.
+
+    known: GEMMs of the whole model by name, with their roles. blocks: blocks of the model. training: whether
+    to include the products of their gradients.
+    """
+    Find(blocks=blocks).apply(graph)
+    Classify(cut_inputs=True, cut_outputs=True).apply(graph)
+    ApplyPlan(known=known).apply(graph)
+    kept = Choice(precision=KEPT.name, reason=Reason(Code.NOT_COMPILED))
+    for node in graph.nodes:
+        kernel = str(packet(node))
+        set_tag(node, *(dataclasses.replace(tag, choice=kept, kernel=kernel) for tag in tags_of(node)))
+    forward = records(graph)
+    if not training:
+        return forward
+    tags = (tag for node in graph.nodes for tag in tags_of(node))
+    return tuple(gemm for tag, first in zip(tags, forward, strict=True) for gemm in _step(tag, first))
+
+
+def _step(tag: GemmTag, fprop: GemmRecord) -> Iterator[GemmRecord]:
+    """Yields `fprop` and the products of its gradients, with the names that `find` gives them."""
+    yield fprop
+    for gradient in gradient_tags(tag):
+        yield dataclasses.replace(record_of(gradient), dtype=fprop.dtype)

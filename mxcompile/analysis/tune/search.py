@@ -21,11 +21,13 @@ from torch import nn
 from tqdm import tqdm
 
 from mxcompile.analysis.audit import Audit
-from mxcompile.analysis.audit.session import LossFunction
 from mxcompile.analysis.audit.text import decibels
+from mxcompile.analysis.study.mixes import BF16, GEMMS, Candidate, Mix, Option
+from mxcompile.analysis.study.session import LossFunction, Session, Study
+from mxcompile.analysis.study.stats import lowest_by
 from mxcompile.analysis.tune.bounds import Bounds
-from mxcompile.analysis.tune.candidates import BF16, Candidate, Cost, Costs, Mix, Option
-from mxcompile.analysis.tune.measure import ModelCall, Trials
+from mxcompile.analysis.tune.costs import Cost, Costs
+from mxcompile.analysis.tune.measure import Trials
 from mxcompile.analysis.tune.tuned import Chosen, Tuned
 from mxcompile.errors import OptionError
 from mxcompile.formats import is_quantized
@@ -76,23 +78,15 @@ def tune(
         TargetError: for an unknown target.
         ModelError: if the model cannot be captured or has no loss to bound.
     """
+    named = keywords("tune", locals())
     bounds = Bounds(min_sqnr=min_sqnr, max_loss_gap=max_loss_gap)
-    given = {
-        "min_sqnr": min_sqnr,
-        "max_loss_gap": max_loss_gap,
-        "policy": policy,
-        "among": among,
-        "target": target,
-        "loss_fn": loss_fn,
-    }
-    named = keywords("tune", model, inputs, kwargs, given)
     check_mix(among, target)
     start = Policy.resolve(policy)
     candidates = [Candidate.of(word, start.base.formats) for word in dict.fromkeys(among)]
     chip = check(target) if among else ""
-    call = ModelCall(model=model, args=args, kwargs=named, loss_fn=loss_fn)
+    session = Session(model, args, named, policy=start, loss_fn=loss_fn)
     with tqdm(desc="tune: tracing", unit="run", disable=None, leave=False) as bar:
-        trials = Trials(call, start, candidates or [Candidate.start(start)], bounds, bar)
+        trials = Trials(Study(session, bar, "tune"), start, candidates or [Candidate.start(start)], bounds)
         tuned = _Search(trials, bounds, chip).tuned()
     if among and not tuned.target:
         return dataclasses.replace(tuned, notes=(_BY_BYTES,))
@@ -114,28 +108,26 @@ class _Search:
     """
 
     def __init__(self, trials: Trials, bounds: Bounds, target: str) -> None:
-        self._trials = trials
-        self._bounds = bounds
-        self._target = target
-        self._costs = Costs(trials.reports, target)
+        self._trials, self._bounds, self._target = trials, bounds, target
+        self._mixes, self._bar = trials.mixes, trials.study.bar
+        self._costs = Costs([session.report() for session in trials.sessions], target)
         self._failed: dict[tuple[str, Option], str] = {}
         self._moves: dict[tuple[str, Option], float] = {}
 
     def tuned(self) -> Tuned:
         """Returns the cheapest mix whose audit is within the bounds, or the last mix tried."""
-        while True:
+        failing = True
+        while failing:
             mix = self._cheapest()
-            final = self._trials.audit(mix)
-            if not self._trials.fails(mix, final):
-                break
+            final, failing = self._trials.audit(mix)
         bounds, chosen = self._bounds, tuple(self._chosen(mix, final))
         return Tuned(
-            policy=self._trials.policy(mix),
+            policy=self._mixes.policy(mix),
             bounds=bounds,
             chosen=chosen,
             comments=tuple(self._comments(mix, chosen)),
             audit=final,
-            flop_share_before=self._trials.flop_share,
+            flop_share_before=self._trials.study.flop_share(),
             met=bounds.allow(final.numerics) and (_quantizes(final.report, bounds) or self._is_dearer(mix)),
             target=self._target if self._costs.estimated else "",
         )
@@ -144,14 +136,14 @@ class _Search:
 
     def _cheapest(self) -> Mix:
         """Returns the cheapest mix that is within the bounds according to the runs so far."""
-        mix = {layer: next(self._options(layer)) for layer in self._trials.layers}
+        mix = {layer: self._options(layer)[0] for layer in self._mixes.layers}
         if self._bounds.max_loss_gap is None or self._allowed(mix):
             return mix
         cheapest = dict(mix)
         while not self._allowed(mix) and (layer := self._next(mix)) is not None:
             moved = f"{self._moves[layer, mix[layer]]:+.4%}"
             self._failed[layer, mix[layer]] = f"{self._word(mix[layer])} alone moves the loss by {moved}"
-            mix[layer] = next(self._options(layer))
+            mix[layer] = self._options(layer)[0]
         changed = [layer for layer in mix if mix[layer] != cheapest[layer]]
         for layer in sorted(
             changed, key=lambda each: self._more(each, cheapest[each], mix[each]), reverse=True
@@ -161,26 +153,26 @@ class _Search:
                 mix = again
         return mix
 
-    def _options(self, layer: str) -> Iterator[Option]:
+    def _options(self, layer: str) -> list[Option]:
         """Returns the remaining options of `layer`, the cheapest first."""
         options = [BF16]
-        for index in range(len(self._trials.candidates)):
-            kept = {*self._trials.kept[index].get(layer, ())}
+        for index, below in enumerate(self._trials.below):
+            kept = {*below.get(layer, ())}
             forms = [kept]
-            if len(self._trials.candidates) == 1 and self._bounds.max_loss_gap is not None:
+            if len(self._mixes.candidates) == 1 and self._bounds.max_loss_gap is not None:
                 forms.append(kept | {str(Gemm.FPROP)})
             quantized = self._costs.quantized(layer, index)
             options += [
-                Option(candidate=index, kept=tuple(str(gemm) for gemm in Gemm if gemm in form))
+                Option(candidate=index, kept=tuple(gemm for gemm in GEMMS if gemm in form))
                 for form in forms
                 if quantized - form
             ]
         left = [option for option in options if (layer, option) not in self._failed]
-        return iter(sorted(left, key=lambda option: self._costs(layer, option)))
+        return sorted(left, key=lambda option: self._costs(layer, option))
 
     def _is_dearer(self, mix: Mix) -> bool:
         """Whether `mix` leaves a layer in BF16 that could be quantized, because that would cost more."""
-        return any(option == BF16 and len(list(self._options(layer))) > 1 for layer, option in mix.items())
+        return any(option == BF16 and len(self._options(layer)) > 1 for layer, option in mix.items())
 
     def _next(self, mix: Mix) -> str | None:
         """Returns the layer with the largest change of the loss per extra cost of its next option."""
@@ -188,10 +180,10 @@ class _Search:
             layer: option for layer, option in mix.items() if option != BF16 and "fprop" not in option.kept
         }
         unknown = [layer for layer, option in left.items() if (layer, option) not in self._moves]
-        self._trials.bar.total = self._trials.bar.n + len(unknown) + 2
+        self._bar.total = self._bar.n + len(unknown) + 2
         for layer in unknown:
-            self._trials.bar.set_description(f"tune: the loss with {layer} alone")
-            self._moves[layer, left[layer]] = self._trials.gap({layer: left[layer]})
+            alone = {layer: left[layer]}
+            self._moves[layer, left[layer]] = self._trials.gap(alone, f"the loss with {layer} alone")
 
         def worth(layer: str) -> float:
             move = abs(self._moves[layer, mix[layer]])
@@ -208,27 +200,26 @@ class _Search:
         return us - less, size - fewer
 
     def _allowed(self, mix: Mix) -> bool:
-        self._trials.bar.set_description("tune: the loss of all together")
-        return self._bounds.allows_gap(self._trials.gap(mix))
+        return self._bounds.allows_gap(self._trials.gap(mix, "the loss of all together"))
 
     # accounts -----------------------------------------------------------------------------------------
 
     def _word(self, option: Option) -> str:
-        return "bf16" if option == BF16 else self._trials.candidates[option.candidate].word
+        return "bf16" if option == BF16 else self._mixes.candidates[option.candidate].word
 
     def _chosen(self, mix: Mix, final: Audit) -> Iterator[Chosen]:
         """Yields the choice for every layer with its own rule, in the order of the model."""
-        named = {layer for layers in self._trials.by_use(mix).values() for layer in layers}
+        named = {layer for layers in self._mixes.uses(mix).values() for layer in layers}
+        sqnr = lowest_by((gemm.name, gemm.sqnr_db) for gemm in final.numerics.gemms)
         for layer, option in mix.items():
             if layer not in named:
                 continue
-            values = [gemm.sqnr_db for gemm in final.numerics.gemms if gemm.name == layer]
             us, bf16 = self._costs(layer, option)[0], self._costs(layer, BF16)[0]
             yield Chosen(
                 name=layer,
                 use=self._word(option),
                 kept=() if option == BF16 else option.kept,
-                sqnr_db=lowest(values) if values else None,
+                sqnr_db=sqnr.get(layer),
                 estimate_us=us if self._costs.estimated else None,
                 estimate_bf16_us=bf16 if self._costs.estimated else None,
                 reason="; ".join([*self._cheaper_failed(layer, option), *self._dearer(layer, option)]),
@@ -238,9 +229,8 @@ class _Search:
         """Yields the reasons against each option that is cheaper than `option`."""
         cost = self._costs(layer, option)
         for index, below in enumerate(self._trials.below):
-            whole = Option(candidate=index, kept=())
-            if layer in below and self._costs(layer, whole) < cost:
-                yield ", ".join(below[layer])
+            if layer in below and self._costs(layer, Option(candidate=index)) < cost:
+                yield ", ".join(below[layer].values())
         for (name, failed), moved in self._failed.items():
             if name == layer and failed != option and self._costs(layer, failed) < cost:
                 yield moved
@@ -256,7 +246,7 @@ class _Search:
     def _comments(self, mix: Mix, chosen: Sequence[Chosen]) -> Iterator[str]:
         """Yields a comment for every rule, in order."""
         by_name = {each.name: each for each in chosen}
-        for names in self._trials.by_use(mix).values():
+        for names in self._mixes.uses(mix).values():
             layers = [by_name[name] for name in names]
             values = [each.sqnr_db for each in layers if each.sqnr_db is not None]
             measured = f", lowest SQNR {decibels(lowest(values))} dB" if values else ""

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import dataclass
-from pathlib import Path
 
 from mxcompile.analysis.audit import Audit
 from mxcompile.analysis.audit.text import decibels
-from mxcompile.analysis.policy_file import annotated
+from mxcompile.analysis.study.policy_file import MeasuredPolicy
 from mxcompile.analysis.tune.bounds import Bounds
-from mxcompile.policy import Policy
-from mxcompile.report.files import save
-from mxcompile.report.forms.tables import drawn, fitted, wrapped
+from mxcompile.report.forms.tables import Table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,36 +31,28 @@ class Chosen:
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tuned:
-    """The result of `tune`.
+@dataclass(frozen=True, kw_only=True)
+class Tuned(MeasuredPolicy):
+    """The result of `tune`, with the reasons as comments.
 
-    policy: the policy found. bounds: the requested bounds. chosen: layers with their own rule, in the order
-    of the model: all layers of a mix, else the layers that stay in BF16 at least in part. comments: reasons
-    for the first rules of the policy. audit: audit of the model under `policy`. flop_share_before: quantized
-    share of the matmul FLOPs at the start; ``audit.report.summary.flop_share`` is the final share. `met`:
-    whether the audit is within the bounds and quantizes anything, or leaves layers in BF16 because that is
-    estimated to be faster. notes: remarks for the reader. target: target of the cost estimates, "" without
+    bounds: the requested bounds. chosen: layers with their own rule, in the order of the model: all layers of
+    a mix, else the layers that stay in BF16 at least in part. audit: audit of the model under `policy`.
+    flop_share_before: quantized share of the matmul FLOPs at the start; ``audit.report.summary.flop_share``
+    is the final share. `met`: whether the audit is within the bounds and quantizes anything, or leaves layers
+    in BF16 because that is estimated to be faster. target: target of the cost estimates, "" without
     estimates.
     """
 
-    policy: Policy
     bounds: Bounds
     chosen: tuple[Chosen, ...] = ()
-    comments: tuple[str, ...] = ()
     audit: Audit
     flop_share_before: float
     met: bool
-    notes: tuple[str, ...] = ()
     target: str = ""
 
-    def __str__(self) -> str:
-        lines = wrapped(self._facts())
-        if self.chosen:
-            rows = [["layer", "in", "but in BF16", "dB", "of BF16's time", "nothing cheaper because"]]
-            rows += map(_row, self.chosen)
-            lines += ["", drawn(fitted(rows, ("layer", "in")))]
-        return "\n".join(lines)
+    def _table(self) -> Table:
+        headers = ["layer", "in", "but in BF16", "dB", "of BF16's time", "nothing cheaper because"]
+        return [headers, *map(_row, self.chosen)]
 
     def _facts(self) -> list[str]:
         kept = self.audit.report.summary.flop_share
@@ -80,7 +69,6 @@ class Tuned:
             f"reached: {', '.join(reached)}",
             f"kept quantized: {kept:.1%} of matmul FLOPs, {self.flop_share_before:.1%} before",
             *self._estimated(),
-            *(f"note: {note}" for note in self.notes),
         ]
 
     def _estimated(self) -> list[str]:
@@ -93,14 +81,9 @@ class Tuned:
         )
         return [f"estimated on {self.target}: {us / bf16:.2f} of BF16's time of these layers"]
 
-    def to_yaml(self) -> str:
-        """Returns the policy as YAML with the reasons as comments. `Policy.load` reads it."""
+    def _heading(self) -> list[str]:
         first, *rest = self._facts()
-        return annotated(self.policy, [f"Tuned by measurement; {first}", *rest], self.comments)
-
-    def dump(self, path: str | Path) -> None:
-        """Writes `to_yaml` to `path`, atomically. Raises `OptionError` if it cannot be written."""
-        save(path, self.to_yaml(), "policy")
+        return [f"Tuned by measurement; {first}", *rest, *(f"note: {note}" for note in self.notes)]
 
 
 def _row(chosen: Chosen) -> list[str]:

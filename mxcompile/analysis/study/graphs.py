@@ -19,9 +19,9 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
 
-from mxcompile.analysis.audit.interpreter import Interpreter, Run
-from mxcompile.analysis.audit.sites import Sites, mark
-from mxcompile.analysis.audit.state_guard import Kept
+from mxcompile.analysis.study.interpreter import Interpreter, Run
+from mxcompile.analysis.study.sites import Sites, mark
+from mxcompile.analysis.study.state_guard import Kept
 from mxcompile.compiler.capture.capture import captured
 from mxcompile.compiler.decompositions import table
 from mxcompile.compiler.hooks.compilation import Compilation

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from mxcompile.analysis.audit.sites import ProductSite, Sites
+from mxcompile.analysis.study.sites import ProductSite, Sites
 from mxcompile.policy import Gemm
 
 Sources = tuple[Tensor | None, Tensor | None]

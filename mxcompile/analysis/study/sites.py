@@ -4,7 +4,7 @@
 
 x and x' are the operands before their casts, in the orientation of q and q'. They become arguments so that
 the partitioner saves them for backward, where wgrad is compared with them. Casts stay and get a mark. The
-computation does not change. `analysis/audit/interpreter.py` runs the marked graph; Inductor cannot.
+computation does not change. `analysis/study/interpreter.py` runs the marked graph; Inductor cannot.
 """
 
 from __future__ import annotations

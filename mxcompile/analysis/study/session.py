@@ -1,33 +1,45 @@
-"""One model, captured once and run repeatedly (see `graphs`).
+"""The runs of a model under a policy and variants of it.
 
-Every run may quantize other GEMMs. Outputs and gradients can be compared, and the model is not changed.
+    Session   one call under one policy: captured once, run repeatedly, each time with other GEMMs quantized
+    Study     the runs of a question about a policy, over sessions of the same call, with a progress bar
+
+A run changes neither the model nor its inputs nor the program's random numbers (see `state_guard`), so that
+outputs and gradients of runs can be compared.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.utils._pytree import tree_leaves
+from tqdm import tqdm
 
-from mxcompile.analysis.audit.graphs import Graphs
-from mxcompile.analysis.audit.interpreter import Run
-from mxcompile.analysis.audit.sites import Sites
-from mxcompile.analysis.audit.state_guard import Kept, fresh, uncompiled
+from mxcompile.analysis.study.graphs import Graphs
+from mxcompile.analysis.study.interpreter import Key, Run
+from mxcompile.analysis.study.sites import Sites
+from mxcompile.analysis.study.state_guard import Kept, drawing, fresh, uncompiled
 from mxcompile.compiler.options import Options
 from mxcompile.errors import ModelError, MXCompileError
+from mxcompile.formats import KEPT, is_quantized
 from mxcompile.models.fakes import apart_from_others
 from mxcompile.models.names import user_path
-from mxcompile.policy import Policy
-from mxcompile.report import Report
+from mxcompile.policy import Layer, Policy
+from mxcompile.report import GemmRecord, Report
+from mxcompile.report.record import flop_share
+from mxcompile.rules import layers_of
 
 LossFunction = Callable[[Any], Tensor]
+Keys = frozenset[Key]
+"""Some GEMMs of a model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +103,11 @@ class Session:
                 drew=kept.generators.moved(),
             )
 
+    def under(self, policy: Policy) -> Session:
+        """Returns a session of the same call under `policy`, not traced yet."""
+        args, kwargs = self._arguments
+        return Session(self.model, args, kwargs, policy=policy, loss_fn=self._loss_fn)
+
     @property
     def sites(self) -> Sites:
         """The observable GEMMs and casts of the graphs captured so far; none before the first run."""
@@ -135,6 +152,65 @@ class Session:
         leaves = [*named.values(), *(tensor for tensor in given if tensor.requires_grad)]
         gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
         return {name: each for name, each in zip(named, gradients, strict=False) if each is not None}
+
+
+class Study:
+    """The runs of one call of a model.
+
+    session: session of the policy that is studied; variants have sessions of their own. bar: progress bar.
+    title: first word of its descriptions. runs: number of runs so far.
+    """
+
+    def __init__(self, session: Session, bar: tqdm[Any], title: str) -> None:
+        self.session, self.bar, self.title = session, bar, title
+        self.runs = 0
+
+    @cached_property
+    def gemms(self) -> tuple[GemmRecord, ...]:
+        """Records of all GEMMs under the policy, once it has run."""
+        return self.session.report().gemms
+
+    @cached_property
+    def layers(self) -> dict[str, Layer]:
+        """Layers of the GEMMs, by name."""
+        return {layer.name: layer for layer in layers_of(self.gemms)}
+
+    @cached_property
+    def quantized(self) -> Keys:
+        """GEMMs that the policy quantizes."""
+        return frozenset((gemm.name, gemm.gemm) for gemm in self.gemms if is_quantized(gemm.precision))
+
+    def run(
+        self,
+        session: Session,
+        quantized: Callable[[Key], bool] = lambda _: True,
+        what: str = "",
+        *,
+        observe: bool = False,
+        backward: bool = False,
+        seed: int | None = None,
+    ) -> tuple[Run, Outcome]:
+        """Runs the model once in `session`. Raises `ModelError` if it cannot be traced or fails.
+
+        quantized, observe: see `Run`. what: description of the run in the progress bar; "" keeps the last.
+        backward: whether to run backward. seed: seed of the random numbers; None keeps their state.
+        """
+        if what:
+            self.bar.set_description(f"{self.title}: {what}")
+        run = Run(quantized=quantized, observe=observe)
+        with drawing(seed):
+            outcome = session.run(run, backward=backward)
+        self.runs += 1
+        self.bar.update()
+        return run, outcome
+
+    def flop_share(self, removed: Keys = frozenset()) -> float:
+        """Returns the quantized share of the FLOPs of all GEMMs with `removed` unquantized."""
+        own = KEPT.name
+        return flop_share(
+            dataclasses.replace(gemm, precision=own) if (gemm.name, gemm.gemm) in removed else gemm
+            for gemm in self.gemms
+        )
 
 
 def noisy(output: Tensor | None) -> Tensor | None:

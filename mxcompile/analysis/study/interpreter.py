@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, fx
 
 from mxcompile import ops
-from mxcompile.analysis.audit.output_sensitivity import Sensitivity
-from mxcompile.analysis.audit.sites import MARK, CastSite, ProductSite, Sites, observed
-from mxcompile.analysis.audit.stats import CastStats, ProductStats
+from mxcompile.analysis.study.output_sensitivity import Sensitivity
+from mxcompile.analysis.study.sites import MARK, CastSite, ProductSite, Sites, observed
+from mxcompile.analysis.study.stats import CastStats, ProductStats
 
 Key = tuple[str, str]
 """Layer and GEMM."""

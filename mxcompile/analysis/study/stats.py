@@ -6,16 +6,21 @@ All sums are in FP64 of the exact FP32 values. `mxcompile.report.numerics` defin
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from mxcompile.formats import BLOCK, Format, Tile
+from mxcompile.formats import Format, Tile
 from mxcompile.formats.encoding import decode_tensors, element_values, scale_factors, tensor_amax
 from mxcompile.ops import grouped_product
+from mxcompile.ops.watch import losses, scale_histogram
+from mxcompile.report.numerics import lowest
+from mxcompile.storage.cast import pieces
 
+_T = TypeVar("_T", bound=Hashable)
 PIECE = 1 << 20
 """Elements per piece."""
 
@@ -100,24 +105,19 @@ class CastStats:
         self.calls += 1
         amax = tensor_amax(x) if fmt.two_level else None
         factors = scale_factors(scale, fmt, amax) if fmt.two_level else scale
-        exponents = factors if factors.dtype is torch.uint8 else (factors.view(torch.int32) >> 23) & 0xFF
-        counts = torch.bincount(exponents.flatten().to(torch.int64), minlength=256).tolist()
-        self.histogram = [before + now for before, now in zip(self.histogram, counts, strict=True)]
+        counts = scale_histogram(factors).tolist()
+        self.histogram = [before + int(now) for before, now in zip(self.histogram, counts, strict=True)]
         if fmt.is_mx:
             fmt = replace(fmt, tile=Tile.ROW)  # scales of 32x32 blocks are stored for every row
-        parts = pieces(x, qdata, scale, block_dim) if fmt.is_mx else [(x, qdata, scale)][: x.numel()]
-        for x_piece, q_piece, s_piece in parts:
-            value = decode_tensors(q_piece, s_piece, block_dim, fmt, torch.float32, amax)
-            source, stored = x_piece.to(torch.float32), element_values(q_piece, fmt.elem)
+        parts: Iterable[Any] = pieces(x, block_dim) if fmt.is_mx else [...]
+        for part in parts if x.numel() else ():
+            value = decode_tensors(qdata[part], scale[part], block_dim, fmt, torch.float32, amax)
+            source, stored = x[part].to(torch.float32), element_values(qdata[part], fmt.elem)
             self.sums.add(source, value)
-            finite = source.isfinite()
-            size = torch.where(finite, source.abs(), 0)
-            nonzero = size != 0
-            cut = (stored.abs() == fmt.elem.max) & (size > value.abs())
-            lost = nonzero & (value == 0)
+            size, lost, cut = losses(source, value, stored, fmt.elem.max)
             self.amax = max(self.amax, size.max().item())
-            self.finite += int(finite.sum())
-            self.nonzero += int(nonzero.sum())
+            self.finite += int(source.isfinite().sum())
+            self.nonzero += int(size.count_nonzero())
             self.saturation += int(cut.sum())
             self.underflow += int(lost.sum())
             self.magnitude += size.sum(dtype=torch.float64).item()
@@ -157,28 +157,9 @@ def _as_batch(matrices: Tensor) -> Tensor:
     return matrices.unsqueeze(0).flatten(0, -3)
 
 
-def pieces(
-    x: Tensor, qdata: Tensor, scale: Tensor, block_dim: int
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yields matching parts of whole blocks with about `PIECE` elements; none for empty tensors."""
-    if x.numel() == 0:
-        return
-    axis = max(range(x.ndim), key=x.shape.__getitem__)
-    half = x.shape[axis] // 2
-    blocks = half
-    if axis == block_dim:
-        blocks = half // BLOCK
-        half = blocks * BLOCK
-    if x.numel() <= PIECE or half == 0:
-        yield x, qdata, scale
-        return
-    for start, first, stop, last in (
-        (0, 0, half, blocks),
-        (half, blocks, x.shape[axis], scale.shape[axis]),
-    ):
-        yield from pieces(
-            x.narrow(axis, start, stop - start),
-            qdata.narrow(axis, start, stop - start),
-            scale.narrow(axis, first, last - first),
-            block_dim,
-        )
+def lowest_by(pairs: Iterable[tuple[_T, float]]) -> dict[_T, float]:
+    """Returns the lowest value of every key, in the order of their first values; nan if any value is nan."""
+    values: dict[_T, list[float]] = {}
+    for key, value in pairs:
+        values.setdefault(key, []).append(value)
+    return {key: lowest(each) for key, each in values.items()}

@@ -1,0 +1,1 @@
+"""Studies: runs of a model with single GEMMs quantized or not, without a change of the model."""

@@ -1,0 +1,134 @@
+"""Mixes: every layer of a model follows one of several candidates, and some of its GEMMs stay in BF16."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mxcompile.errors import OptionError, not_allowed
+from mxcompile.formats import KEPT, PRECISIONS, Choices, Precision
+from mxcompile.policy import Gemm, Layer, Match, Policy, Rule, Use
+from mxcompile.policy.patterns import literal
+from mxcompile.policy.presets import PRESETS
+from mxcompile.policy.schema import keys_of
+
+GEMMS = tuple(map(str, Gemm))
+_NOTHING = Use(fprop=KEPT, dgrad=KEPT, wgrad=KEPT)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """The decisions that a layer may follow. Without `use` and `policy` they are the start policy's.
+
+    word: name of the candidate. use: a rule for all layers. policy: a policy.
+    """
+
+    word: str
+    use: Use | None = None
+    policy: Policy | None = None
+
+    @classmethod
+    def start(cls, policy: Policy) -> Candidate:
+        """Returns the candidate for the decisions of `policy`, the start policy."""
+        return cls(word=Path(policy.label).name)
+
+    @classmethod
+    def of(cls, word: str, under: Choices) -> Candidate:
+        """Returns the candidate of the precision or preset `word`, independent of the formats `under`.
+
+        under: formats of the preset of the start policy. Raises `OptionError` for an unknown word.
+        """
+        if word in PRESETS and PRESETS[word].gemms:
+            preset = PRESETS[word]
+            return cls(word=word, use=_use(preset.precision, preset.gemms, preset.formats, under))
+        if word in PRECISIONS and PRECISIONS[word].quantizes:
+            return cls(word=word, use=_use(PRECISIONS[word], frozenset(Gemm), Choices(), under))
+        words = [name for name, row in PRECISIONS.items() if row.quantizes]
+        presets = [name for name, preset in PRESETS.items() if preset.gemms]
+        raise OptionError(not_allowed("precision or preset", word, [*words, *presets]))
+
+    def rule(self, start: Policy, layer: Layer) -> Use | None:
+        """Returns the rule that gives `layer` these decisions before the rules of `start`; None for none."""
+        return self.use if self.policy is None else _stated(self.policy, layer, start.base.formats)
+
+
+def _stated(policy: Policy, layer: Layer, under: Choices) -> Use:
+    """Returns the decision of `policy` for `layer` as a rule over a preset with the formats `under`."""
+    decision, index = policy.decide(layer), policy.rule_for(layer)
+    rows = {str(gemm): PRECISIONS[decision.choice(gemm).precision] for gemm in Gemm}
+    quantizing = next((row for row in rows.values() if row.quantizes), None)
+    if quantizing is None:
+        return _NOTHING
+    use = Use() if index is None else policy.rules[index].use
+    full = _use(quantizing, frozenset(Gemm), use.over(policy.base.formats), under)
+    own = {each.name: getattr(use, each.name) for each in dataclasses.fields(use)}
+    return dataclasses.replace(full, **{key: value for key, value in own.items() if value is not None} | rows)
+
+
+def _use(row: Precision, gemms: frozenset[Gemm], choices: Choices, under: Choices) -> Use:
+    """Returns the keys of a preset with `row`, `gemms` and `choices`, with all keys that `under` sets."""
+    keys: dict[str, Any] = {str(gemm): row if gemm in gemms else KEPT for gemm in Gemm}
+    for key in keys_of(row):
+        keys[key] = getattr(choices, key)
+        if keys[key] is None and getattr(under, key) is not None:
+            keys[key] = getattr(row.defaults, key)
+    return Use(**keys)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """A candidate for a layer, by index (-1 for BF16). kept: the GEMMs that stay in BF16."""
+
+    candidate: int
+    kept: tuple[str, ...] = ()
+
+
+BF16 = Option(candidate=-1, kept=GEMMS)
+
+Mix = Mapping[str, Option]
+"""Options of layers, by name; all other layers follow the start policy."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mixes:
+    """The policies of mixes.
+
+    start: the start policy. layers: layers that may have options, by name. candidates: candidates of the
+    options. label: name of the policies.
+    """
+
+    start: Policy
+    layers: Mapping[str, Layer]
+    candidates: Sequence[Candidate]
+    label: str
+
+    def uses(self, mix: Mix) -> dict[Use, list[str]]:
+        """Returns the layers of each rule that turns the start policy into `mix`, in the order of `mix`."""
+        names: dict[Use, list[str]] = {}
+        for name, option in mix.items():
+            layer = self.layers[name]
+            use = _NOTHING if option == BF16 else self.candidates[option.candidate].rule(self.start, layer)
+            if use is None and option.kept:
+                index = self.start.rule_for(layer)
+                use = Use() if index is None else self.start.rules[index].use
+            if use is not None:
+                kept: dict[str, Any] = dict.fromkeys(option.kept, KEPT)
+                names.setdefault(dataclasses.replace(use, **kept), []).append(name)
+        return names
+
+    def policy(self, mix: Mix) -> Policy:
+        """Returns the policy of `mix`: its rules, then the start policy's except rules that never fire."""
+        uses, start = self.uses(mix), self.start
+        rules = tuple(Rule(match=Match(name=tuple(map(literal, uses[use]))), use=use) for use in uses)
+        changed = {name for names in uses.values() for name in names}
+        others = (layer for name, layer in self.layers.items() if name not in changed)
+        idle = _deciding(start, self.layers.values()) - _deciding(start, others)
+        left = tuple(rule for index, rule in enumerate(start.rules) if index not in idle)
+        return dataclasses.replace(start, rules=rules + left, label=self.label)
+
+
+def _deciding(policy: Policy, layers: Iterable[Layer]) -> set[int | None]:
+    return {policy.rule_for(layer) for layer in layers}
