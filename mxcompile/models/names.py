@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
@@ -59,6 +60,30 @@ def user_path(raw: str) -> str:
 def joined(*steps: str) -> str:
     """Returns the path of all non-empty steps."""
     return ".".join(step for step in steps if step)
+
+
+def moves(first: Sequence[str], here: Sequence[str]) -> dict[str, str]:
+    """Returns the heads in which the paths of a first call of some code differ from a call's paths `here`.
+
+    ``0.up.weight`` and ``3.up.weight`` give ``0`` → ``3``. A path "" belongs to no parameter.
+    """
+    heads = {}
+    for before, now in zip(first, here, strict=True):
+        old, new = before.split("."), now.split(".")
+        while old and new and old[-1] == new[-1]:
+            old.pop()
+            new.pop()
+        if before and now and old:
+            heads[".".join(old)] = ".".join(new)
+    return heads
+
+
+def moved(path: str, heads: Mapping[str, str]) -> str:
+    """Returns `path` with its longest head among `heads` replaced."""
+    head = path
+    while head and head not in heads:
+        head = head.rpartition(".")[0]
+    return joined(heads[head], path[len(head) + 1 :]) if head else path
 
 
 def module_of(node: fx.Node) -> tuple[str, str]:

@@ -34,7 +34,6 @@ from mxcompile.mesh.time import StepTime
 from mxcompile.models.arguments import ModelInput
 from mxcompile.offline.rates import Rates
 from mxcompile.offline.record_work import estimate
-from mxcompile.plan.plan import Plan
 from mxcompile.plan.repeats import LeaveOut
 from mxcompile.policy import Policy
 from mxcompile.ranks.built import Factory, named_inputs, rank_model

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from mxcompile.graph.tags import GemmTag, gradient_tags, set_tag, tags_of
 from mxcompile.lowering.targets import AUTO, of_device
 from mxcompile.models.blocks import Blocks
 from mxcompile.models.checkpointed import checkpointed_copy
-from mxcompile.models.names import joined, user_path
+from mxcompile.models.names import moved, moves, user_path
 from mxcompile.models.value_tracking_mode import ValueTrackingMode
 from mxcompile.passes.apply_plan import ApplyPlan
 from mxcompile.passes.classify import Classify
@@ -107,8 +107,9 @@ class Explainer(Rehearsal[ValueTrackingMode]):
 
         def run(*inputs: Any) -> Any:
             if next(calls) > 0:  # the same code runs for another layer, or again
-                again = Part(gemms=_moved(gemms, first, self._owners(inputs, self.mode.module())))
-                self._parts.append(self.repeats.expand(again))
+                heads = moves(first, self._owners(inputs, self.mode.module()))
+                again = tuple(dataclasses.replace(gemm, name=moved(gemm.name, heads)) for gemm in gemms)
+                self._parts.append(self.repeats.expand(Part(gemms=again)))
             with self.mode.outside.paused():
                 return gm.forward(*inputs)
 
@@ -117,34 +118,6 @@ class Explainer(Rehearsal[ValueTrackingMode]):
     def _owners(self, inputs: Sequence[Any], module: str) -> list[str]:
         """Returns the path of the running module, then of each of `inputs`, "" if it is not a parameter."""
         return [module, *(self._paths.get(id(value), "") for value in inputs)]
-
-
-def _moved(gemms: Iterable[GemmRecord], first: Sequence[str], now: Sequence[str]) -> tuple[GemmRecord, ...]:
-    """Returns `gemms` of a graph with parameters at the paths `first` for a call with parameters at `now`."""
-    heads: dict[str, str] = {}
-    for before, after in zip(first, now, strict=True):
-        if before and after and before != after:
-            old, new = _differing(before, after)
-            heads[old] = new
-    return tuple(dataclasses.replace(gemm, name=_renamed(gemm.name, heads)) for gemm in gemms)
-
-
-def _differing(before: str, after: str) -> tuple[str, str]:
-    """Returns both paths without their common suffix."""
-    old, new = before.split("."), after.split(".")
-    while old and new and old[-1] == new[-1]:
-        old.pop()
-        new.pop()
-    return ".".join(old), ".".join(new)
-
-
-def _renamed(name: str, heads: dict[str, str]) -> str:
-    steps = name.split(".")
-    for end in range(len(steps), 0, -1):
-        head = ".".join(steps[:end])
-        if head in heads:
-            return joined(heads[head], *steps[end:])
-    return name
 
 
 def _eager_records(

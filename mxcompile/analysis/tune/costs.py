@@ -1,6 +1,6 @@
 """The costs of a layer's options: time, then bytes of the operands.
 
-The time is the estimated time of the layer's GEMMs and casts on a target (see `offline/record_work.py`), 0 if the
+The time is an estimate of the layer's GEMMs and casts on a target (see `offline/record_work.py`), 0 if the
 target has no data sheet.
 """
 

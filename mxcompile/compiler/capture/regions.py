@@ -15,14 +15,14 @@ parameters of both calls differ is replaced: ``0.up`` becomes ``3.up`` if the fi
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from mxcompile.graph.bodies import bodies, operands_of
-from mxcompile.models.names import GraphInput
+from mxcompile.models.names import GraphInput, moved, moves
 
 Paths = dict[fx.Node, str]
 """Path of the parameter behind each input of a graph or body, "" for data."""
@@ -72,7 +72,7 @@ class _Inliner:
         """Replaces `call` by the nodes of `body`. Returns the new nodes."""
         given = operands_of(call, body)
         here = [_path(outer, paths) for outer in given.values()]
-        moved = _moves(self._firsts.setdefault(body, here), here)
+        heads = moves(self._firsts.setdefault(body, here), here)
         copies: dict[fx.Node, Any] = dict(given)
         results: Any = ()
         with gm.graph.inserting_before(call):
@@ -81,7 +81,7 @@ class _Inliner:
                     (results,) = fx.node.map_arg(node.args, copies.__getitem__)
                 elif node.op != "placeholder":
                     copies[node] = copy = gm.graph.node_copy(node, copies.__getitem__)
-                    _rebase(copy, moved)
+                    _rebase(copy, heads)
                     if copy.op == "get_attr":
                         copy.target = _adopt(gm, body, str(node.target))
         for user in [*call.users]:
@@ -111,35 +111,10 @@ def _adopt(gm: fx.GraphModule, body: fx.GraphModule, name: str) -> str:
     return fresh
 
 
-def _moves(first: Sequence[str], here: Sequence[str]) -> Mapping[str, str]:
-    """Returns the differing prefixes of the first call's paths, with their replacements for this call."""
-    moved = {}
-    for old, new in zip(first, here, strict=True):
-        steps, others = old.split("."), new.split(".")
-        while steps and others and steps[-1] == others[-1]:
-            steps.pop()
-            others.pop()
-        if steps and others and old and new:
-            moved[".".join(steps)] = ".".join(others)
-    return moved
-
-
-def _rebase(node: fx.Node, moved: Mapping[str, str]) -> None:
-    """Replaces the prefixes in the module paths of `node`."""
+def _rebase(node: fx.Node, heads: Mapping[str, str]) -> None:
+    """Replaces the heads of the module paths of `node`."""
     stack = node.meta.get("nn_module_stack")
-    if stack and moved:
+    if stack and heads:
         node.meta["nn_module_stack"] = {
-            key: (_rebased(path, moved), *rest) for key, (path, *rest) in stack.items()
+            key: (moved(path, heads), *rest) for key, (path, *rest) in stack.items()
         }
-
-
-def _rebased(path: str, moved: Mapping[str, str]) -> str:
-    old = next((prefix for prefix in _prefixes(path) if prefix in moved), None)
-    return path if old is None else moved[old] + path.removeprefix(old)
-
-
-def _prefixes(path: str) -> Iterator[str]:
-    """Yields `path` and the paths of its parent modules, innermost first."""
-    while path:
-        yield path
-        path = path.rpartition(".")[0]
