@@ -73,7 +73,10 @@ class Comparison:
 
     def _layers(self) -> Table:
         """Returns headers, and a row for every layer and GEMM that any policy quantizes."""
-        measured = [_by_gemm(each.numerics) for each in self.audits]
+        measured = [
+            lowest_by(((gemm.name, gemm.gemm), gemm.sqnr_db) for gemm in each.numerics.gemms)
+            for each in self.audits
+        ]
         least = lowest_by(item for by_gemm in measured for item in by_gemm.items())
         worst = sorted(least, key=lambda key: -math.inf if math.isnan(least[key]) else least[key])
         rows = [
@@ -96,11 +99,6 @@ class Comparison:
             for note in numerics.notes
             if note not in shared
         ]
-
-
-def _by_gemm(numerics: Numerics) -> dict[tuple[str, str], float]:
-    """Returns the lowest SQNR by layer and kind of GEMM."""
-    return lowest_by(((gemm.name, gemm.gemm), gemm.sqnr_db) for gemm in numerics.gemms)
 
 
 def _name(report: Report) -> str:

@@ -80,7 +80,10 @@ class AuditDifference:
 
     def _table(self) -> Table:
         rows = [
-            [one.name or "(root)", one.what, "SQNR, dB" if one.unit else "to 0", *_values(one)]
+            [
+                *(one.name or "(root)", one.what, "SQNR, dB" if one.unit else "to 0"),
+                *map(decibels if one.unit else percent, (one.before, one.after)),
+            ]
             for one in self.moved[:_ROWS]
         ]
         return [["layer", "GEMM or cast", "measure", "before", "after"], *rows]
@@ -129,11 +132,6 @@ def _underflow(old: TensorNumerics, new: TensorNumerics, what: str) -> Moved | N
     if abs(worse) < LEAST_UNDERFLOW:
         return None
     return Moved(name=new.name, what=what, before=old.underflow, after=new.underflow, unit="", worse=worse)
-
-
-def _values(one: Moved) -> tuple[str, str]:
-    form = decibels if one.unit else percent
-    return form(one.before), form(one.after)
 
 
 def _facts(old: Numerics, new: Numerics) -> Iterator[str]:

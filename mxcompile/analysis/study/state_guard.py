@@ -63,7 +63,11 @@ class Kept:
     """The state of `model` and of the generators at construction. generators: the generators' state."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._names = [(held, dict(held)) for module in model.modules() for held in _namespaces(module)]
+        self._names = [
+            (held, dict(held))
+            for module in model.modules()
+            for held in (vars(module), module._parameters, module._buffers, module._modules)
+        ]
         self._values: dict[int, tuple[Tensor, Tensor]] = {}
         for _, names in self._names:
             for value in names.values():
@@ -86,11 +90,6 @@ class Kept:
             if not torch.equal(tensor.detach(), values):
                 tensor.data.copy_(values)
         self.generators.restore()
-
-
-def _namespaces(module: nn.Module) -> list[dict[str, Any]]:
-    """Returns the dicts in which `module` stores its attributes."""
-    return [vars(module), module._parameters, module._buffers, module._modules]
 
 
 def fresh(arguments: Any) -> Any:
