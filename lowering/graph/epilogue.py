@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from mxcompile import ops
+from mxcompile.formats import CopyPart
 from mxcompile.graph.opsets import TRANSPARENT, argument, packet
 from mxcompile.graph.tags import numel, tensor
 from mxcompile.graph.transpose import readers
@@ -64,7 +65,7 @@ def _is_cast(node: fx.Node) -> bool:
     cast = Casts.of(node)
     if cast is None:
         return node.target is ops.quantize_mm
-    return all(copy.is_mx or copy.format.packed for copy in cast.each)
+    return all(copy.is_mx or (copy.format.packed and copy.part is CopyPart.CODES) for copy in cast.each)
 
 
 def _source(node: fx.Node) -> fx.Node:

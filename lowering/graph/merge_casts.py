@@ -5,7 +5,7 @@
     cast(x, [packed @−1]), cast(x, [packed @−2])    →  cast(x, [both])
     cast(x, [codes @−1]), cast(x, [elements @−2 transposed], scales=[its own])
                               FP32 scales           →  cast(x, [elements, scales, elements transposed])
-    largest(x), hadamard_largest(x)[1]              →  hadamard_largest(x)[0], hadamard_largest(x)[1]
+    largest(x), cast(x, [largest of its transform]) →  cast(x, [both])
 
 For chips whose casts are templates, which make copies in MXFP8, in packed FP4 and with FP32 scales. A cast
 that is a loop fuses with its neighbours, so merging gains nothing. Chips without an MX GEMM multiply values;
@@ -25,7 +25,6 @@ Runs after `expand`. Numerics do not change.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -86,8 +85,9 @@ class MergeCasts(LoweringPass):
     def apply(self, graph: fx.Graph) -> Reasons:
         """Merges the casts of `graph`, each at the first cast of its tensor."""
         build = Builder(graph, self.name)
-        for node in list(graph.find_nodes(op="call_function", target=ops.hadamard_largest)):
-            _share_amax(build, node)
+        for cast in list(map(Cast.of, graph.find_nodes(op="call_function", target=ops.cast))):
+            if cast is not None and cast.copy.part is CopyPart.LARGEST:
+                _share_amax(build, cast)
         for group in self._groups(graph):
             copies = [_whole(group[side]) for side in (-1, -2)]
             _write(build, group[-1].x, copies, _first(group.values()))
@@ -118,7 +118,7 @@ class MergeCasts(LoweringPass):
         """Whether a template makes the copy of `cast` together with another copy."""
         copy, value = cast.copy, tensor(cast.x)
         if copy.format.packed:
-            return True
+            return copy.part is CopyPart.CODES
         if value is None or value.ndim < 2 or not copy.is_mx or copy.is_square or copy.dim not in (-1, -2):
             return False
         if not self.target.emulates:
@@ -140,20 +140,12 @@ def is_fp8(cast: Cast) -> bool:
     return all(not isinstance(size, int) or size > 0 for size in value.shape)
 
 
-def _share_amax(build: Builder, both: fx.Node) -> None:
-    """Replaces ``mx.largest`` of a tensor by the first result of `both`, its ``mx.hadamard_largest``."""
-    source = both.args[0]
-    assert isinstance(source, fx.Node)
-    plain = next((user for user in source.users if user.target is ops.largest), None)
-    if plain is None:
-        return
-    if plain < both:
-        plain.prepend(both)
-        for _, result in sorted(results_of(both)):
-            both.append(result)
-    with build.graph.inserting_after(both):
-        first = build.call(operator.getitem, both, 0, like=plain)
-    build.replace(plain, first)
+def _share_amax(build: Builder, cast: Cast) -> None:
+    """Merges ``mx.largest`` of a tensor with `cast`, which finds the amax of its transform."""
+    plain = next((user for user in cast.x.users if user.target is ops.largest), None)
+    if plain is not None:
+        copy = replace(cast.copy, format=cast.form.untransformed)
+        _write(build, cast.x, [_single(copy, [plain]), _whole(cast)], min(plain, cast.node))
 
 
 def _fits(group: _Group, cast: Cast) -> bool:

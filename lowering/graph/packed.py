@@ -21,7 +21,6 @@ Source: PTX ISA, block scaling of tcgen05.mma and mma, kinds mxf4 and mxf4nvf4; 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -31,7 +30,7 @@ import torch
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import Copy, ScaleLayout
+from mxcompile.formats import Copy, CopyPart, Format, ScaleLayout
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import argument, aten
@@ -192,7 +191,7 @@ class _PackedOperands:
         source, form, amax = cast.x, cast.form.untransformed, cast.amax
         if source.target is ops.hadamard and source.args[1] == dim == -2:
             form = replace(form, hadamard=cast_to(int, source.args[2]))
-            amax = None if amax is None else self._largest(source, amax)
+            amax = None if amax is None else self._largest(source, amax, form)
             source = argument(source)
         with self.build.graph.inserting_before(cast.node):
             copy = Copy.packed(form, dim, layout)
@@ -202,13 +201,13 @@ class _PackedOperands:
         pair.meta.update({key: value for key, value in cast.node.meta.items() if key not in pair.meta})
         return first, second
 
-    def _largest(self, transformed: fx.Node, amax: fx.Node) -> fx.Node:
-        """Replaces `amax` by a result of an operator that does not store the transformed tensor."""
+    def _largest(self, transformed: fx.Node, amax: fx.Node, form: Format) -> fx.Node:
+        """Replaces `amax` by the result of a cast to `form` that does not store the transformed tensor."""
         if amax.target is not ops.largest or argument(amax) is not transformed:
             return amax
         with self.build.graph.inserting_before(amax):
-            source, _, signs = transformed.args
-            both = self.build.call(ops.hadamard_largest, source, signs, like=amax)
-            result = self.build.call(operator.getitem, both, 1, like=amax)
+            copy = Copy(format=replace(form, packed=True), dim=-2, part=CopyPart.LARGEST)
+            cast = self.build.call(ops.cast, argument(transformed), [str(copy)], like=amax)
+            (result,) = self.build.results(cast)
         self.build.replace(amax, result)
         return result

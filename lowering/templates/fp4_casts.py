@@ -24,7 +24,7 @@ from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import CeilDiv
 
 from mxcompile import ops
-from mxcompile.formats import Copy
+from mxcompile.formats import Copy, CopyPart
 from mxcompile.formats.hadamard import WIDTH
 from mxcompile.formats.scale_tiles import TILE_BLOCKS, TILE_ROWS
 from mxcompile.lowering.chips.tiles import Unsupported
@@ -177,10 +177,15 @@ Results = tuple[ir.TensorBox, ...]
 
 
 def lower(cast: CastCall) -> Results | None:
-    """Returns bytes and scales along rows, along columns, or both in this order; None if not packed."""
+    """Returns bytes and scales along rows, along columns, or both in this order; None if not packed.
+
+    For copies of largest magnitudes it returns these, the magnitude of the transform last.
+    """
     x, copies = cast.x, cast.copies
     if not copies[0].format.packed:
         return None
+    if copies[0].part is CopyPart.LARGEST:
+        return _largest(x, copies[-1].format.hadamard or 0)[-len(copies) :]
     *batch, _, _ = x.get_size()
     is_stored = _is_stored(x)
     x, is_tiled = _matrices(x), copies[0].is_tiled
@@ -237,12 +242,6 @@ def _shapes(x: ir.TensorBox, copy: Copy) -> tuple[list[Any], list[Any]]:
 
 # Inductor's own kernel, which its freezing of parameters computes once
 register_lowering(ops.tile_scales, type_promotion_kind=None)(lambda scale: tiled(scale, -1))
-
-
-@register_lowering(ops.hadamard_largest, type_promotion_kind=None)
-def lower_hadamard_largest(x: ir.TensorBox, signs: int) -> Results:
-    """Returns the largest magnitude of `x` and of its transform, [1] each."""
-    return _largest(x, signs)
 
 
 @register_lowering(ops.largest, type_promotion_kind=None)

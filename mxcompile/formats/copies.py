@@ -9,6 +9,7 @@
     e4m3 1x32 rceil @-1 scales           scales alone
     e4m3 channel nearest @-2 elements transposed fnuz  elements of half the value, the contraction innermost
     e4m3 tensor nearest @-1 largest      the largest magnitude of the tensor alone, FP32 [1]
+    e2m1 1x16 two-level hadamard:9 packed @-2 largest    that of the transformed tensor
     e2m1 1x32 rceil packed @-2 codes transposed      packed elements and scales, the contraction innermost
 
 `@` precedes the contraction dimension, counted from the last.
@@ -219,10 +220,10 @@ class Copy:
         """
         form = self.format
         self.specs(x)  # whose errors are this one's
-        if self.part is CopyPart.LARGEST:
-            return [tensor_amax(x)]
         if form.packed and form.hadamard is not None:
             x, form = transformed(x, self.dim, form.hadamard), form.untransformed
+        if self.part is CopyPart.LARGEST:
+            return [tensor_amax(x)]
         if self.part is CopyPart.SCALES:
             return [self._laid_out(scales_of(x, self.dim, form, amax), x)]
         qdata, scale = encode_tensors(x, self.dim, form, seed, stream, scale, amax)

@@ -16,7 +16,6 @@ from mxcompile.ops.general import grouped_matmul as grouped_matmul
 from mxcompile.ops.general import matmul as matmul
 from mxcompile.ops.general import tile_scales as tile_scales
 from mxcompile.ops.hadamard import hadamard as hadamard
-from mxcompile.ops.hadamard import hadamard_largest as hadamard_largest
 from mxcompile.ops.mx import flatten as flatten
 from mxcompile.ops.mx import grouped_mm as grouped_mm
 from mxcompile.ops.mx import grouped_product as grouped_product
@@ -36,7 +35,7 @@ from mxcompile.ops.watch import nonfinite as nonfinite
 CASTS = frozenset({cast.overloadpacket, decode.overloadpacket})
 """The operators that change the format of one tensor."""
 
-CAST_WORK = CASTS | {op.overloadpacket for op in (largest, hadamard, hadamard_largest)}
+CAST_WORK = CASTS | {op.overloadpacket for op in (largest, hadamard)}
 """Casts and what is computed for them alone: a kernel of these is a cast's."""
 
 PRODUCTS = frozenset({matmul.overloadpacket, grouped_matmul.overloadpacket})

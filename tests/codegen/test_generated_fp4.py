@@ -27,7 +27,7 @@ class Casts(nn.Module):
         for dim in (-1, -2):
             amax, its = None, form.untransformed if dim == -1 else form
             if its.hadamard is not None:
-                _, amax = ops.hadamard_largest(x, its.hadamard)
+                (amax,) = ops.cast(x, [f"{self.word} packed @-2 largest"])
                 results.append(amax)
             elif form.two_level:
                 amax = ops.largest(x)

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 
 from mxcompile import ops
-from mxcompile.formats import Copy, Format
+from mxcompile.formats import Copy, CopyPart, Format
 from mxcompile.formats.encoding import encode_stored
 from mxcompile.graph.tags import GemmTag, Kind, set_tag, tags_of
 from mxcompile.lowering.graph.packed import Packed
@@ -239,7 +239,7 @@ def test_a_transform_is_part_of_the_casts(tokens: int):
     module, reasons = applied(function, x, dy)
     assert reasons == []
     assert not any(count(module, op) for op in (ops.hadamard, ops.largest, encode))
-    assert (count(module, ops.hadamard_largest), count(module, ops.cast)) == (2, 2)
+    assert [copy.part for copy in copies_of(module)] == [CopyPart.LARGEST, CopyPart.CODES] * 2
     assert torch.equal(module(x, dy), function(x, dy))
 
 
@@ -433,7 +433,7 @@ def test_operators_pass_opcheck(shape: tuple[int, ...], word: str):
         how = f"{word} packed", f"{word} packed", None if amax is None else [amax, amax]
         opcheck(ops.matmul, (a, sa, *right, None, torch.bfloat16, *how))
         if layout == ROW_MAJOR and not batch:
-            opcheck(ops.hadamard_largest, (x, 9))
+            opcheck(ops.cast, (x, [f"{word} hadamard:9 packed @-2 largest"]))
             opcheck(ops.tile_scales, (sa,))
             offs = torch.tensor([9, k], dtype=torch.int32)
             opcheck(ops.grouped_matmul, (a, sa, *right, offs, torch.float32, *how))

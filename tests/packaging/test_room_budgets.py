@@ -57,7 +57,7 @@ BUDGETS = {
 }
 
 
-NUM_OPERATORS = 22
+NUM_OPERATORS = 21
 """The most operators that the library `mx` may have."""
 
 

@@ -40,7 +40,8 @@ def casts(word: str, layout: str, x: Tensor, seed: Tensor) -> list[Tensor]:
     for dim in (-1, -2):
         amax, its = plain, form
         if form.hadamard is not None and dim == -2:
-            again, amax = ops.hadamard_largest(x, form.hadamard)
+            words = f"{form.untransformed} packed @-1", f"{word} packed @-2"
+            again, amax = ops.cast(x, [f"{each} largest" for each in words])
             results += [again, amax]
         elif dim == -1:
             its = form.untransformed
