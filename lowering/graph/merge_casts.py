@@ -14,7 +14,7 @@ their random numbers use the registers of a second copy. Two copies also stay ap
 is computed behind the other cast.
 
 A copy with FP32 scales is split into parts: its scales may be known before the cast (delayed scaling), its
-elements may have another type (``as_fnuz``), and columnwise elements may be transposed (see `vendor_fp8`)
+elements may have another type (`FNUZ`), and columnwise elements may be transposed (see `vendor_fp8`)
 while their scales are not. Known block scales are computed again, because a tile has all their inputs. These
 casts stay as they are: casts with only their scales read; casts that an emulated product reads, because one
 loop makes elements and values; casts to rowwise elements with a known scale, because they fuse with their
@@ -32,7 +32,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import WHOLE, AmaxKind, Copy, CopyPart, Format, ScaleType, Tile
+from mxcompile.formats import FNUZ, WHOLE, AmaxKind, Copy, CopyPart, Format, ScaleType, Tile
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import tensor
@@ -224,7 +224,9 @@ def _is_dequantized(cast: Cast) -> bool:
 
 def _makes_values(node: fx.Node) -> bool:
     cast = Cast.of(node)
-    return Decode.of(node) is not None if cast is None else cast.copy.dtype is not None
+    if cast is not None:
+        return cast.copy.dtype is not None
+    return Decode.of(node) is not None and not _makes_fnuz(node)
 
 
 def _read(cast: Cast, index: int) -> list[fx.Node]:
@@ -238,7 +240,7 @@ def _parts(casts: Sequence[Cast], source: fx.Node, form: Format, scale: fx.Node 
     columns = [cast for cast in casts if not _is_down(cast) and not _is_along_rows(cast)]
     elements = [node for cast in rows for node in _read(cast, 0)]
     users = [user for node in elements for user in node.users]
-    fnuz = bool(users) and all(user.target is ops.as_fnuz for user in users)
+    fnuz = bool(users) and all(map(_makes_fnuz, users))
     # a kernel makes elements of one type: transposed elements of another type keep their cast
     down = [cast for cast in casts if _is_down(cast) and (not elements or cast.copy.fnuz is fnuz)]
     largest = [] if scale is None or not form.amax.stateful else _largest(source, _first(casts))
@@ -263,6 +265,12 @@ def _parts(casts: Sequence[Cast], source: fx.Node, form: Format, scale: fx.Node 
     if largest:
         parts.append(_single(Copy(format=form, part=CopyPart.LARGEST), largest))
     return parts
+
+
+def _makes_fnuz(node: fx.Node) -> bool:
+    """Whether `node` converts elements to a FNUZ type."""
+    decode = Decode.of(node)
+    return decode is not None and decode.dtype in FNUZ.values()
 
 
 def _single(copy: Copy, nodes: Sequence[fx.Node], scale: fx.Node | None = None) -> _NewCopy:

@@ -27,7 +27,7 @@ import torch
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import WHOLE, Copy, CopyPart, Format, ScaleType, Tile
+from mxcompile.formats import FNUZ, WHOLE, Copy, CopyPart, Format, ScaleType, Tile
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import aten
@@ -89,7 +89,8 @@ def _is_fp8(product: Product) -> bool:
 def _replace(product: Product, copies: _Copies) -> None:
     node, forms, build = product.node, product.forms, copies.build
     with build.graph.inserting_before(node):
-        left, right = (copies.elements(matrix) for matrix in (product.a, transpose(product.b, build)))
+        operands = zip((product.a, transpose(product.b, build)), forms, strict=True)
+        left, right = (copies.elements(matrix, form) for matrix, form in operands)
         scale_a, scale_b = _scales(product.scale_a, product.scale_b, forms, copies)
         if copies.fnuz:
             scale_a, scale_b = (build.call(aten.mul.Scalar, s, 2.0, like=node) for s in (scale_a, scale_b))
@@ -135,15 +136,16 @@ class _Copies:
         self._transposes = transposes
         self._copies: dict[tuple[fx.Node, Any], fx.Node] = {}
 
-    def elements(self, matrix: fx.Node) -> fx.Node:
-        """Returns `matrix` with its last dimension innermost in memory, in the GEMM's element type."""
+    def elements(self, matrix: fx.Node, form: Format) -> fx.Node:
+        """Returns `matrix`, in `form`, with its last dimension innermost, in the element type of the GEMM."""
         if (copy := self.transposed(matrix)) is not None:
             return copy
         base, swapped = untransposed(matrix)
         matrix = self.rows(matrix if swapped else base)
         if not self.fnuz:
             return matrix
-        return self._once((matrix, ops.as_fnuz), lambda: self.build.call(ops.as_fnuz, matrix, like=matrix))
+        given = matrix, None, -1, str(form), FNUZ[form.elem.dtype]
+        return self._once((matrix, ops.decode), lambda: self.build.call(ops.decode, *given, like=matrix))
 
     def transposed(self, matrix: fx.Node) -> fx.Node | None:
         """Returns a separate cast's copy of `matrix` if that is a transposed result of a cast, or None."""

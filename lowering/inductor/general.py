@@ -188,11 +188,13 @@ def lower_decode(
     amax: ir.TensorBox | None = None,
     global_scale: ir.TensorBox | None = None,
 ) -> ir.TensorBox:
-    """Lowers ``mx.decode``: elements times scales; without `scale` elements, or codes of packed elements.
+    """Lowers ``mx.decode``: elements times scales; without `scale` elements, FNUZ elements, or codes.
 
     amax: amax of the tensor, for the tensor's scale. global_scale: the same of a stored weight, as a divisor.
     """
     form = Format.of(fmt)
+    if dtype in FNUZ.values():
+        return _as_fnuz(qdata)
     if scale is not None:
         if (result := cpp.decoded(qdata, scale, block_dim, form, dtype, global_scale)) is not None:
             return result
@@ -280,9 +282,8 @@ def lower_block_bytes(
     return result if scale_layout == ScaleLayout.ROW_MAJOR else tiled(result, block_dim)
 
 
-@register_lowering(ops.as_fnuz, type_promotion_kind=None)
-def lower_as_fnuz(qdata: ir.TensorBox) -> ir.TensorBox:
-    """Lowers ``mx.as_fnuz``: OCP elements as FNUZ elements of half the value."""
+def _as_fnuz(qdata: ir.TensorBox) -> ir.TensorBox:
+    """Returns OCP elements as FNUZ elements of half the value."""
     elem = elem_type(qdata.get_dtype())
     load = qdata.make_loader()
 

@@ -9,7 +9,6 @@ from mxcompile.ops.cast import cast as cast
 from mxcompile.ops.cast import decode as decode
 from mxcompile.ops.define import SPECS as SPECS
 from mxcompile.ops.define import Spec as Spec
-from mxcompile.ops.general import as_fnuz as as_fnuz
 from mxcompile.ops.general import block_bytes as block_bytes
 from mxcompile.ops.general import draw_seed as draw_seed
 from mxcompile.ops.general import grouped_matmul as grouped_matmul

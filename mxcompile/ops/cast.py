@@ -1,7 +1,8 @@
 """The cast, all that is made of a tensor or of two that are computed from the same ones, and its reverse.
 
     cast      x → the tensors of its copies, then those of y        each copy given by its word (`Copy.of`)
-    decode    qdata, scale → x; without a scale the elements alone, in uint8 the codes of packed ones
+    decode    qdata, scale → x; without a scale the elements alone, in uint8 the codes of packed ones, in the
+              types of AMD's MI300 (`FNUZ`) elements of half the value
 
 seed, stream: of the random numbers of stochastic elements; `stream` tells apart the casts that share a seed.
 scales: one for each copy, in the place of those that follow from the tensor, where they are known before
@@ -23,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxcompile.formats import Copy, Format, Tile, num_blocks
-from mxcompile.formats.encoding import decode_tensors, element_values, unpack
+from mxcompile.formats import FNUZ, Copy, Format, Tile, num_blocks
+from mxcompile.formats.encoding import as_fnuz, decode_tensors, element_values, unpack
 from mxcompile.formats.scale_tiles import untile_scale
 from mxcompile.ops.define import Spec, define
 
@@ -75,6 +76,8 @@ def decoded(
 ) -> Tensor:
     """The reference of `decode`."""
     form = Format.of(fmt)
+    if dtype in FNUZ.values():
+        return as_fnuz(qdata)
     if form.packed:
         qdata = unpack(qdata, block_dim, form.elem)
         if dtype is torch.uint8:

@@ -3,7 +3,6 @@
     draw_seed           → a seed, int64 [1] from the generator of the device, for the casts of one graph
     tile_scales         scale bytes [rows, blocks] → the same tiled
     block_bytes         scales that are powers of two → E8M0 bytes, one a block of 32 (see `Format.mx_elem`)
-    as_fnuz             E4M3 or E5M2 → elements of half the value, in the types of AMD's MI300
     matmul              a[…, M, K] · b[…, K, N] (· tensors) (+ bias[N]), FP32 accumulation, rounded once
     grouped_matmul      one GEMM per group, the groups given by `offs` as in `aten._grouped_mm`
 
@@ -29,8 +28,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mxcompile.formats import BLOCK, FNUZ, Copy, Format, ScaleLayout, num_blocks
-from mxcompile.formats.encoding import as_fnuz as halved
+from mxcompile.formats import BLOCK, Copy, Format, ScaleLayout, num_blocks
 from mxcompile.formats.encoding import extents
 from mxcompile.formats.scale_tiles import tile_scale, tiled_length
 from mxcompile.formats.stochastic import SEEDS
@@ -76,10 +74,6 @@ def _spec_block_bytes(
 ) -> list[Spec]:
     dim = block_dim % qdata.ndim - qdata.ndim
     return Copy(format=Format(), dim=dim, layout=ScaleLayout(scale_layout)).specs(qdata)[1:]
-
-
-def _spec_as_fnuz(qdata: Tensor) -> list[Spec]:
-    return [(qdata.shape, FNUZ[qdata.dtype])]
 
 
 def _values(qdata: Tensor, scale: Tensor, dim: int, fmt: str) -> Tensor:
@@ -131,7 +125,6 @@ block_bytes = define(
     _block_bytes,
     _spec_block_bytes,
 )
-as_fnuz = define("as_fnuz(Tensor qdata) -> Tensor", halved, _spec_as_fnuz)
 matmul = define(
     "matmul(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor? bias, ScalarType out_dtype,"
     " str format_a, str format_b, Tensor[]? tensors=None) -> Tensor",

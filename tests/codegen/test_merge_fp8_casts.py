@@ -126,7 +126,7 @@ def test_a_layer(form: str, chip):
     both = [f"elements{halved}", "scales", down]
     assert [parts(copies)[:3] for copies in made(module)] == [both] * 3
     assert [len(copies) for copies in made(module)] == scales
-    assert not module.graph.find_nodes(op="call_function", target=ops.as_fnuz)
+    assert not module.graph.find_nodes(op="call_function", target=ops.decode)
     plain = make_fx(function, tracing_mode="fake")(*inputs)
     for node in plain.graph.find_nodes(op="call_function", target=ops.matmul):
         set_tag(node, TAG)

@@ -57,7 +57,7 @@ BUDGETS = {
 }
 
 
-NUM_OPERATORS = 21
+NUM_OPERATORS = 20
 """The most operators that the library `mx` may have."""
 
 
