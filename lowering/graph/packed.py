@@ -162,7 +162,7 @@ class _PackedOperands:
         if isinstance(side.source, Unpack):
             tiles = layout is ScaleLayout.TILED_128X4 and self._reads_tiles(product)
             layout = layout if tiles else ScaleLayout.ROW_MAJOR
-            return side.source.qdata, self._stored_scale(side.scale, layout)
+            return side.source.qdata, self._stored_scale(side.source, side.scale, layout)
         key = side.source.node, side.dim, side.source.fmt, layout
         if key not in self._casts:
             self._casts[key] = self._cast(side.source, side.dim, layout)
@@ -175,7 +175,7 @@ class _PackedOperands:
         ours = configs.tiled_products(self._target, m, n, k // form.elem.per_byte)
         return size.is_large(self._target) and bool(ours or form.scale in self._target.library_fp4)
 
-    def _stored_scale(self, scale: fx.Node, layout: ScaleLayout) -> fx.Node:
+    def _stored_scale(self, codes: Unpack, scale: fx.Node, layout: ScaleLayout) -> fx.Node:
         """Returns the scales of a stored weight as bytes in `layout`."""
         key = scale, layout
         if key not in self._scales:
@@ -183,7 +183,8 @@ class _PackedOperands:
             if value_of(scale).dtype is not torch.uint8:
                 bytes_ = self.build.call(aten.view.dtype, scale, torch.uint8, like=scale)
             if layout is ScaleLayout.TILED_128X4:
-                bytes_ = self.build.call(ops.tile_scales, bytes_, like=scale)
+                given = bytes_, codes.qdata, -1, codes.fmt, str(layout)
+                bytes_ = self.build.call(ops.scale_bytes, *given, like=scale)
             self._scales[key] = bytes_
         return self._scales[key]
 

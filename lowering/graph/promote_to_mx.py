@@ -89,4 +89,4 @@ class PromoteToMX(NativePass):
         matrices = value.ndim == out.ndim == 2 and not product.is_grouped
         layout = self.target.scale_layout if matrices else ScaleLayout.ROW_MAJOR
         args = (scale, qdata, dim, str(form), str(layout))
-        return qdata, build.call(ops.block_bytes, *args, like=node)
+        return qdata, build.call(ops.scale_bytes, *args, like=node)

@@ -260,12 +260,19 @@ def _unpacked(packed: ir.TensorBox, dim: int, elem: ElemType) -> ir.TensorBox:
     return result
 
 
-@register_lowering(ops.block_bytes, type_promotion_kind=None)
-def lower_block_bytes(
+@register_lowering(ops.scale_bytes, type_promotion_kind=None)
+def lower_scale_bytes(
     scale: ir.TensorBox, qdata: ir.TensorBox, block_dim: int, fmt: str, scale_layout: str
 ) -> ir.TensorBox:
-    """Lowers ``mx.block_bytes``: power-of-two scales as a byte per block of 32. qdata: gives the shape."""
-    form, shape, load = Format.of(fmt), list(qdata.get_size()), scale.make_loader()
+    """Lowers ``mx.scale_bytes``: scales as a byte per block of each row. qdata: gives the shape."""
+    form = Format.of(fmt)
+    result = scale if form.packed else _block_bytes(scale, list(qdata.get_size()), block_dim, form)
+    return result if scale_layout == ScaleLayout.ROW_MAJOR else tiled(result, block_dim)
+
+
+def _block_bytes(scale: ir.TensorBox, shape: list[Any], block_dim: int, form: Format) -> ir.TensorBox:
+    """Returns power-of-two scales of a tensor of `shape` as a byte per block of 32."""
+    load = scale.make_loader()
     every, dim = extents(len(shape), block_dim, form.tile), block_dim % len(shape)
     shape[dim], every[dim] = FloorDiv(shape[dim] + (BLOCK - 1), BLOCK), every[dim] // BLOCK
 
@@ -279,7 +286,7 @@ def lower_block_bytes(
     result: ir.TensorBox = ir.Pointwise.create(
         device=scale.get_device_or_error(), dtype=torch.uint8, inner_fn=byte, ranges=shape
     )
-    return result if scale_layout == ScaleLayout.ROW_MAJOR else tiled(result, block_dim)
+    return result
 
 
 def _as_fnuz(qdata: ir.TensorBox) -> ir.TensorBox:

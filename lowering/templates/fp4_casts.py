@@ -30,7 +30,7 @@ from mxcompile.formats.scale_tiles import TILE_BLOCKS, TILE_ROWS
 from mxcompile.lowering.chips.tiles import Unsupported
 from mxcompile.lowering.inductor import general
 from mxcompile.lowering.inductor.copies import TEMPLATES, CastCall
-from mxcompile.lowering.inductor.tiling import tiled, tiled_size
+from mxcompile.lowering.inductor.tiling import tiled_size
 from mxcompile.lowering.kernels.configs import chosen
 from mxcompile.lowering.targets import Target, of_device
 from mxcompile.lowering.templates import call
@@ -238,10 +238,6 @@ def _shapes(x: ir.TensorBox, copy: Copy) -> tuple[list[Any], list[Any]]:
     blocks = CeilDiv(length, form.tile.along)
     scale = [tiled_size(rows, blocks)] if copy.is_tiled else [*batch, rows, blocks]
     return [*batch, rows, CeilDiv(length, 2)], scale
-
-
-# Inductor's own kernel, which its freezing of parameters computes once
-register_lowering(ops.tile_scales, type_promotion_kind=None)(lambda scale: tiled(scale, -1))
 
 
 @register_lowering(ops.largest, type_promotion_kind=None)

@@ -9,11 +9,10 @@ from mxcompile.ops.cast import cast as cast
 from mxcompile.ops.cast import decode as decode
 from mxcompile.ops.define import SPECS as SPECS
 from mxcompile.ops.define import Spec as Spec
-from mxcompile.ops.general import block_bytes as block_bytes
 from mxcompile.ops.general import draw_seed as draw_seed
 from mxcompile.ops.general import grouped_matmul as grouped_matmul
 from mxcompile.ops.general import matmul as matmul
-from mxcompile.ops.general import tile_scales as tile_scales
+from mxcompile.ops.general import scale_bytes as scale_bytes
 from mxcompile.ops.hadamard import hadamard as hadamard
 from mxcompile.ops.mx import flatten as flatten
 from mxcompile.ops.mx import grouped_mm as grouped_mm

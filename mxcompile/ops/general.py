@@ -1,8 +1,8 @@
 """Products in any format, given by its word, and what they read. The implementations are the reference.
 
     draw_seed           → a seed, int64 [1] from the generator of the device, for the casts of one graph
-    tile_scales         scale bytes [rows, blocks] → the same tiled
-    block_bytes         scales that are powers of two → E8M0 bytes, one a block of 32 (see `Format.mx_elem`)
+    scale_bytes         scales of qdata → the bytes that a product reads, one a block, in a layout; powers of
+                        two in FP32 give E8M0 bytes, one for 32 elements (see `Format.mx_elem`)
     matmul              a[…, M, K] · b[…, K, N] (· tensors) (+ bias[N]), FP32 accumulation, rounded once
     grouped_matmul      one GEMM per group, the groups given by `offs` as in `aten._grouped_mm`
 
@@ -28,8 +28,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mxcompile.formats import BLOCK, Copy, Format, ScaleLayout, num_blocks
-from mxcompile.formats.encoding import extents
+from mxcompile.formats import BLOCK, Format, ScaleLayout, Tile, num_blocks
+from mxcompile.formats.encoding import extents, scale_shape
 from mxcompile.formats.scale_tiles import tile_scale, tiled_length
 from mxcompile.formats.stochastic import SEEDS
 from mxcompile.ops.cast import decoded
@@ -50,30 +50,31 @@ def _spec_draw_seed(like: Tensor) -> list[Spec]:
     return [((1,), torch.int64)]
 
 
-def _block_bytes(scale: Tensor, qdata: Tensor, block_dim: int, fmt: str, scale_layout: str) -> Tensor:
+def _scale_bytes(scale: Tensor, qdata: Tensor, block_dim: int, fmt: str, scale_layout: str) -> Tensor:
     form, dim = Format.of(fmt), block_dim % qdata.ndim
-    bytes_ = scale if form.rounding is not None else (scale.view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
-    for each, extent in enumerate(extents(qdata.ndim, block_dim, form.tile)):
-        per, size = (BLOCK, num_blocks(qdata.shape[each])) if each == dim else (1, qdata.shape[each])
-        bytes_ = bytes_.repeat_interleave(extent // per, each).narrow(each, 0, size)
+    bytes_ = scale if form.packed else _block_bytes(scale, qdata, dim, form)
     if scale_layout == ScaleLayout.ROW_MAJOR:
         return bytes_.contiguous()
     return tile_scale(bytes_ if dim == qdata.ndim - 1 else bytes_.t())
 
 
-def _tile_scales(scale: Tensor) -> Tensor:
-    return tile_scale(scale)
+def _block_bytes(scale: Tensor, qdata: Tensor, dim: int, form: Format) -> Tensor:
+    """Scales that are powers of two as E8M0 bytes, one for each block of 32 of each row."""
+    bytes_ = scale if form.rounding is not None else (scale.view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
+    for each, extent in enumerate(extents(qdata.ndim, dim, form.tile)):
+        per, size = (BLOCK, num_blocks(qdata.shape[each])) if each == dim else (1, qdata.shape[each])
+        bytes_ = bytes_.repeat_interleave(extent // per, each).narrow(each, 0, size)
+    return bytes_
 
 
-def _spec_tile_scales(scale: Tensor) -> list[Spec]:
-    return [((tiled_length(*scale.shape),), torch.uint8)]
-
-
-def _spec_block_bytes(
+def _spec_scale_bytes(
     scale: Tensor, qdata: Tensor, block_dim: int, fmt: str, scale_layout: str
 ) -> list[Spec]:
-    dim = block_dim % qdata.ndim - qdata.ndim
-    return Copy(format=Format(), dim=dim, layout=ScaleLayout(scale_layout)).specs(qdata)[1:]
+    packed = Format.of(fmt).packed
+    shape = scale.shape if packed else scale_shape(qdata.shape, block_dim, Tile(1, BLOCK))
+    if scale_layout == ScaleLayout.TILED_128X4:
+        shape = [tiled_length(shape[1 - block_dim % 2], shape[block_dim])]
+    return [(shape, torch.uint8)]
 
 
 def _values(qdata: Tensor, scale: Tensor, dim: int, fmt: str) -> Tensor:
@@ -119,11 +120,10 @@ def _grouped_matmul(
 draw_seed = define(
     "draw_seed(Tensor like) -> Tensor", _draw_seed, _spec_draw_seed, torch.Tag.nondeterministic_seeded
 )
-tile_scales = define("tile_scales(Tensor scale) -> Tensor", _tile_scales, _spec_tile_scales)
-block_bytes = define(
-    "block_bytes(Tensor scale, Tensor qdata, int block_dim, str fmt, str scale_layout) -> Tensor",
-    _block_bytes,
-    _spec_block_bytes,
+scale_bytes = define(
+    "scale_bytes(Tensor scale, Tensor qdata, int block_dim, str fmt, str scale_layout) -> Tensor",
+    _scale_bytes,
+    _spec_scale_bytes,
 )
 matmul = define(
     "matmul(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor? bias, ScalarType out_dtype,"

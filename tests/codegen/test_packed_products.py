@@ -266,7 +266,7 @@ def test_a_stored_weight_is_read_as_it_is(batch: tuple[int, ...], word: str):
     x = spread(*batch, 30, 64)
     module, reasons = applied(function, x, *parts)
     assert reasons == []
-    assert not any(count(module, op) for op in (ops.decode, ops.tile_scales))
+    assert not any(count(module, op) for op in (ops.decode, ops.scale_bytes))
     (node,) = products(module)
     source = node.args[2].args[0]
     assert source.op == "placeholder"
@@ -288,7 +288,7 @@ def test_a_large_product_has_the_scales_of_its_weight_tiled(target: str, word: s
         fakes = [mode.from_tensor(each) for each in (torch.empty(8192, 64), *wide[:2], *parts[2:])]
         module, reasons = applied(function, *fakes, target=target)
     assert reasons == []
-    assert count(module, ops.tile_scales) == tiled
+    assert count(module, ops.scale_bytes) == tiled
 
 
 def test_a_weight_with_a_scale_for_every_row():
@@ -434,6 +434,6 @@ def test_operators_pass_opcheck(shape: tuple[int, ...], word: str):
         opcheck(ops.matmul, (a, sa, *right, None, torch.bfloat16, *how))
         if layout == ROW_MAJOR and not batch:
             opcheck(ops.cast, (x, [f"{word} hadamard:9 packed @-2 largest"]))
-            opcheck(ops.tile_scales, (sa,))
+            opcheck(ops.scale_bytes, (sa, a, -1, how[0], TILED))
             offs = torch.tensor([9, k], dtype=torch.int32)
             opcheck(ops.grouped_matmul, (a, sa, *right, offs, torch.float32, *how))

@@ -174,9 +174,9 @@ def test_products_of_two_levels_stay_with_the_reason():
 def test_bytes_pass_opcheck(shape: tuple[int, int], word: str, layout: str):
     for dim in (-1, -2):
         qdata, scale = encode(torch.randn(shape), dim, word)
-        opcheck(ops.block_bytes, (scale, qdata.view(torch.uint8), dim, word, layout))
+        opcheck(ops.scale_bytes, (scale, qdata.view(torch.uint8), dim, word, layout))
     qdata, scale = encode(torch.ones(0, 5), -1, word)
-    assert ops.block_bytes(scale, qdata, -1, word, layout).numel() == 0
+    assert ops.scale_bytes(scale, qdata, -1, word, layout).numel() == 0
 
 
 USES: dict[str, Any] = {
