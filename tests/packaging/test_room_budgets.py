@@ -41,7 +41,7 @@ BUDGETS = {
     "mxcompile/mesh": 2_070,
     "mxcompile/models": 2_735,
     "mxcompile/offline": 3_350,
-    "mxcompile/ops": 1_157,
+    "mxcompile/ops": 1_160,
     "mxcompile/plan": 700,
     "mxcompile/policy": 1_765,
     "mxcompile/policy/importers": 1_160,
