@@ -90,11 +90,20 @@ NAMES = (
     "svd",
     "svd_lowrank",
     "tensordot",
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
     "triangular_solve",
 )
 """The operators among those that PyTorch has samples of which run a product, forward or backward."""
 
-NOT_EVERYWHERE = frozenset({"cholesky", "linalg.matrix_sqrth", "linalg.polar", "qr"})
+NOT_EVERYWHERE = frozenset(
+    {
+        "cholesky",
+        "linalg.matrix_sqrth",
+        "linalg.polar",
+        "qr",
+        "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
+    }
+)
 """Of `NAMES`, those of which only PyTorch before 2.15, or only 2.15, has samples."""
 
 
