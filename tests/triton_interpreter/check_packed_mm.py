@@ -38,7 +38,7 @@ Call = tuple[PackedOperand, PackedOperand, Tensor | None]
 @pytest.fixture(autouse=True)
 def ours(monkeypatch):
     """No library's product."""
-    monkeypatch.setattr(vendor, "of", lambda *_, **__: None)
+    monkeypatch.setattr(vendor, "choice", lambda *_, **__: None)
 
 
 def check(calls: list[Call], word: str, dtype: torch.dtype, target) -> None:
