@@ -1,4 +1,4 @@
-"""Formats as values (`types`), the table of precisions made of them (`precisions`), casts in plain torch."""
+"""Number formats (`types`), the table of precisions (`precisions`), and casts in plain torch (`encoding`)."""
 
 from mxcompile.formats.amax import MAX as MAX
 from mxcompile.formats.amax import Amax as Amax

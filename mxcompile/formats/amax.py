@@ -1,13 +1,13 @@
-"""The value from which a tile's scale is derived, in place of its largest magnitude.
+"""The value from which the scale of a tile is derived: its amax, or a substitute for it.
 
-    max          the largest magnitude itself
-    percentile   the magnitude that so many percent of the tile do not exceed
-    delayed      the largest of the last `history` calls, times 2^margin: known before the tensor is
-    ema          an exponential mean over calls: decay · mean + (1 − decay) · the largest magnitude
+    max          the amax: the largest magnitude in the tile
+    percentile   the smallest magnitude that at least `value` percent of the tile's elements do not exceed
+    delayed      2^margin · the largest amax of the last `history` calls; does not depend on the tensor
+    ema          decay · mean + (1 − decay) · amax: an exponential moving average over calls
 
-All but the first leave elements that the scale does not reach, which saturate. The last two are of whole
-tensors and carry state from call to call, one FP32 number or more for each operand of a layer; a state of
-zeros says that there was no call yet.
+Every kind but `max` can leave elements beyond the range of the scale; they saturate. `delayed` and `ema` have
+one scale per tensor and keep state from call to call: one or more FP32 numbers for each operand of a layer. A
+state of zeros means that there was no call yet.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mxcompile.errors import FormatError, not_allowed
 
 
 class AmaxKind(StrEnum):
-    """The kinds of a magnitude that a scale follows from."""
+    """The rules for the value from which a scale is derived."""
 
     MAX = "max"
     PERCENTILE = "percentile"
@@ -29,7 +29,11 @@ class AmaxKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Amax:
-    """kind: which. value: the percentage, the length of the history, the decay. margin: of `delayed`."""
+    """The value from which a scale is derived.
+
+    kind: rule. value: percentage, history length or decay, by kind. margin: exponent of the factor 2^margin,
+    for `delayed` only.
+    """
 
     kind: AmaxKind = AmaxKind.MAX
     value: float = 0.0
@@ -43,7 +47,7 @@ class Amax:
 
     @classmethod
     def of(cls, word: str) -> Amax:
-        """The one written `word`; `FormatError` if none is."""
+        """Parses a word such as "percentile:99.9" or "delayed:16:0". Raises `FormatError` for other kinds."""
         kind, *numbers = word.split(":")
         if kind not in list(AmaxKind):
             raise FormatError(not_allowed("amax", kind, list(AmaxKind)))
@@ -52,12 +56,12 @@ class Amax:
 
     @property
     def stateful(self) -> bool:
-        """Whether it carries state from call to call."""
+        """Whether it keeps state from call to call."""
         return self.kind in (AmaxKind.DELAYED, AmaxKind.EMA)
 
     @property
     def history(self) -> int:
-        """How many numbers an operand's state has."""
+        """Length of an operand's state: the history length of `delayed`, 1 for `ema`, 0 without state."""
         return int(self.value) if self.kind is AmaxKind.DELAYED else int(self.stateful)
 
 

@@ -1,23 +1,24 @@
-"""Copies as values: what a cast makes of a tensor. Operators take a copy as its word (`Copy.of`).
+"""The copies that a cast makes of a tensor. Operators take a copy as its word, which `Copy.of` parses.
 
-    e4m3 1x32 rceil @-1 codes            elements, and one scale for each tile of the format
-    e4m3 32x32 rceil @-2 codes per-row   the same; each row of a square tile has the scale of the tile
-    e4m3 1x32 rceil @-1 codes 128x4      the same, scales of each row in the tiles that a chip reads
-    e4m3 1x32 rceil @-1 bfloat16         the values that they stand for, without the scale of the tensor
-    e4m3 1x32 rceil @-1 elements         elements alone
-    e4m3 1x32 rceil @-1 elements bfloat16      the same as numbers of that dtype
-    e4m3 1x32 rceil @-1 scales           scales alone
+    e4m3 1x32 rceil @-1 codes            elements, and one scale for each tile
+    e4m3 32x32 rceil @-2 codes per-row   elements, and the scale of its square tile for each row
+    e4m3 1x32 rceil @-1 codes 128x4      elements, and the scales of each row in the order of `scale_tiles`
+    e4m3 1x32 rceil @-1 bfloat16         values: elements · scales of tiles, without the scale of the tensor
+    e4m3 1x32 rceil @-1 elements         elements without scales
+    e4m3 1x32 rceil @-1 elements bfloat16      elements without scales, converted to that dtype
+    e4m3 1x32 rceil @-1 scales           scales without elements
     e4m3 channel nearest @-2 elements transposed fnuz  elements of half the value, the contraction innermost
-    e4m3 tensor nearest @-1 largest      the largest magnitude of the tensor alone, FP32 [1]
-    e2m1 1x16 two-level hadamard:9 packed @-2 largest    that of the transformed tensor
+    e4m3 tensor nearest @-1 largest      the amax of the tensor, FP32 [1]
+    e2m1 1x16 two-level hadamard:9 packed @-2 largest    the amax of the transformed tensor, FP32 [1]
     e2m1 1x32 rceil packed @-2 codes transposed      packed elements and scales, the contraction innermost
 
-`@` precedes the contraction dimension, counted from the last.
+`@` precedes the contraction dimension, counted from the last (−1).
 
-A byte of a packed copy holds two codes that follow each other along the contraction, the first in its low
-half, as in `torch.float4_e2m1fn_x2`. If the length is odd, the high half of the last byte is 0. Its scales
-are bytes, one for each block along the contraction of each row. A format with a transform transforms x along
-columns first (`hadamard`); the amax is the transformed tensor's.
+A byte of a packed copy holds two codes that are neighbours along the contraction, the first in its low half,
+as in `torch.float4_e2m1fn_x2`. If the length is odd, the high half of the last byte is 0. The scales are
+bytes, one for each block along the contraction in each row. If the format has a transform (`hadamard`), a
+packed copy is cast from the transformed tensor, and its amax is the transformed tensor's. Other copies ignore
+the transform, because `mx.hadamard` runs before their cast.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ _TRANSPOSED, _FNUZ = "transposed", "fnuz"
 
 
 class CopyPart(StrEnum):
-    """Which tensors a copy has: elements and scales, one of them, or the largest magnitude of the tensor."""
+    """The tensors of a copy: elements and scales, elements, scales, or the amax of the tensor."""
 
     CODES = "codes"
     ELEMENTS = "elements"
@@ -70,18 +71,18 @@ class CopyPart(StrEnum):
 
 
 Spec = tuple[Sequence[Any], torch.dtype]
-"""Shape, of sizes that may be symbolic, and dtype of a tensor."""
+"""Shape and dtype of a tensor; sizes may be symbolic."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copy:
     """One copy of a tensor.
 
-    format: of its elements and scales. dim: the contraction dimension, counted from the last, which is −1.
-    layout: of scales. dtype: of values, or of elements as numbers; None for elements and scales as they are
-    stored. part: what there is of it; with a dtype, `CopyPart.CODES` for values. transposed: whether the last
-    two dimensions of elements and scales are swapped, as copies along columns have the contraction innermost.
-    fnuz: whether elements are in the types of AMD's MI300, in which they have half the value (see `as_fnuz`).
+    format: format of elements and scales. dim: contraction dimension, counted from the last (−1). layout:
+    layout of scales. dtype: dtype of values, or of elements converted to numbers; None for elements and
+    scales in their own dtypes. part: tensors of the copy; with a dtype, `CopyPart.CODES` means values.
+    transposed: whether the last two dimensions of elements and scales are swapped, so that the contraction of
+    a columnwise copy is innermost. fnuz: whether elements have MI300's types and half the value (`as_fnuz`).
     """
 
     format: Format
@@ -108,7 +109,7 @@ class Copy:
 
     @classmethod
     def of(cls, word: str) -> Copy:
-        """The copy that is written `word`. Raises `FormatError` if there is none such."""
+        """Parses `word` (see the docstring of this file). Raises `FormatError` for other words."""
         return _copy_of(word)
 
     @classmethod
@@ -121,7 +122,7 @@ class Copy:
         layout: str = ScaleLayout.ROW_MAJOR,
         dtype: torch.dtype | None = None,
     ) -> Copy:
-        """A copy in MXFP8, scales rounded by `mode`. square: with one scale for 32×32 elements."""
+        """Returns a copy in MXFP8. mode: rounding of scales. square: whether tiles are 32×32, not 1×32."""
         tile = Tile.SQUARE if square else Tile.ROW
         fmt = Format(elem=elem_type(elem_dtype), rounding=rounding(mode), tile=tile)
         return cls.for_product(fmt, dim, scale_layout(layout), dtype)
@@ -134,15 +135,15 @@ class Copy:
         layout: ScaleLayout = ScaleLayout.ROW_MAJOR,
         dtype: torch.dtype | None = None,
     ) -> Copy:
-        """A copy with the scales that a product of MXFP8 operands reads: those of squares for each row."""
+        """Returns a copy with the scales that an MX GEMM reads: one for each row, also in square tiles."""
         plain = layout is ScaleLayout.ROW_MAJOR and dtype is None
-        # No loop repeats the scales of random elements, which no policy has in squares.
+        # The lowering of stochastic casts cannot repeat scales, and policies have none in square tiles.
         spread = plain and fmt.tile == Tile.SQUARE and not fmt.stochastic
         return cls(format=fmt, dim=dim, layout=ScaleLayout.PER_ROW if spread else layout, dtype=dtype)
 
     @classmethod
     def packed(cls, fmt: Format, dim: int, layout: ScaleLayout = ScaleLayout.ROW_MAJOR) -> Copy:
-        """A copy of packed elements with the contraction innermost, as the chip's instruction reads it."""
+        """Returns a packed copy with the contraction innermost, as the FP4 instructions of chips read it."""
         return cls(format=replace(fmt, packed=True), dim=dim, layout=layout, transposed=dim == -2)
 
     @property
@@ -152,23 +153,23 @@ class Copy:
 
     @property
     def rounding(self) -> Rounding:
-        """The rounding of E8M0 scales."""
+        """The rounding of E8M0 scales, which the format must have."""
         assert self.format.rounding is not None, f"{self.format} has no E8M0 scales"
         return self.format.rounding
 
     @property
     def is_square(self) -> bool:
-        """Whether a scale belongs to 32×32 elements."""
+        """Whether tiles are 32×32."""
         return self.format.tile == Tile.SQUARE
 
     @property
     def is_tiled(self) -> bool:
-        """Whether scales lie in the tiles of a chip."""
+        """Whether scales are in the 128×4 layout (see `scale_tiles`)."""
         return self.layout is ScaleLayout.TILED_128X4
 
     @property
     def is_mx(self) -> bool:
-        """Whether it is MXFP8 as an MX GEMM reads it, or the values of it."""
+        """Whether it is MXFP8, not stochastic: values, or elements and scales as an MX GEMM reads them."""
         spread = self.dtype is None and self.layout is ScaleLayout.ROW_MAJOR
         form, whole = self.format, self.part is CopyPart.CODES
         return whole and form.is_mx and not form.stochastic and not (self.is_square and spread)
@@ -176,7 +177,7 @@ class Copy:
     def specs(self, x: Tensor) -> list[Spec]:
         """Returns shape and dtype of each tensor of the copy of `x`.
 
-        Raises `FormatError` for tiled scales of a tensor that is not a matrix, or a transform along rows.
+        Raises `FormatError` for tiled scales if `x` is not a matrix, and for a transform along rows.
         """
         form, shape = self.format, list(x.shape)
         if self.part is CopyPart.LARGEST:
@@ -214,12 +215,12 @@ class Copy:
         scale: Tensor | None = None,
         amax: Tensor | None = None,
     ) -> list[Tensor]:
-        """Returns the tensors of the copy of `x`: elements and scales, or values.
+        """Returns the tensors of the copy of `x`, as `specs` describes them.
 
-        Further arguments as for `encode_tensors`.
+        seed, stream, scale, amax: see `encode_tensors`. Raises `FormatError` as `specs` and `encode_tensors`.
         """
         form = self.format
-        self.specs(x)  # whose errors are this one's
+        self.specs(x)  # for its errors
         if form.packed and form.hadamard is not None:
             x, form = transformed(x, self.dim, form.hadamard), form.untransformed
         if self.part is CopyPart.LARGEST:
@@ -239,7 +240,7 @@ class Copy:
         return [qdata] if self.part is CopyPart.ELEMENTS else [qdata, self._laid_out(scale, x)]
 
     def _laid_out(self, scale: Tensor, x: Tensor) -> Tensor:
-        """The scales of tiles of `x` in `layout`."""
+        """Returns `scale`, one scale for each tile of `x`, in `layout`."""
         across = self.format.tile.across
         if self.format.packed:
             scale = scale.view(torch.uint8)

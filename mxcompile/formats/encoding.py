@@ -1,25 +1,23 @@
-"""The casts of any format in plain torch operations: the definition every kernel is held to.
+"""Casts to every format in plain torch operations. Every kernel has the same bits.
 
-    scale    E8M0: as in `numerics`. FP32: amax / max, 1 where that is 0, NaN where amax is not finite; or the
-             least power of two ≥ amax / max, that of E8M0 under RCEIL, 1 where amax is 0. Two levels: E4M3 of
-             amax · (G · 1/max), saturated, where G = 448 · max / the amax of the tensor; NaN where that is
-             not finite
+    scale    E8M0: see `numerics`.
+             FP32: amax / max, 1 if that is 0, NaN if amax is not finite. As a power of two: the E8M0 scale
+             under RCEIL, 1 if amax is 0.
+             Two levels: E4M3(amax · (G · 1/max)), saturated, with G = 448 · max / amax of the tensor; NaN if
+             that amax is not finite.
     element  E8M0: RNE(x · 2^(127 − byte)).  FP32: RNE(x / scale).  Two levels: RNE(x · 1/(scale · 1/G)).
-             All saturated to ±max. Of formats with stochastic elements rounded so instead (see `stochastic`),
-             by the cast's seed and stream
-    value    element · scale, in FP32; of two levels times the scale of the tensor, its amax / (448 · max); of
-             a weight stored in two levels element · (scale / G), since G is what is stored
+             All saturate to ±max. Stochastic rounding may replace RNE (see `stochastic`).
+    value    element · scale, in FP32. Two levels: element · (scale · amax of the tensor / (448 · max)), or
+             for a stored weight element · (scale / G), because G is stored.
 
-An amax may be a percentile of the tile (see `amax`), and a scale may come from calls before: then what is not
-finite becomes NaN by itself, not by its scale.
+max is the largest element, RNE rounds to nearest even. A percentile may replace the amax of a tile (see
+`amax`). A tile with NaN or Inf has a NaN scale; under scales of earlier calls only the elements that are not
+finite become NaN. Only tiles of the whole tensor extend over dimensions before the last two. Sources wider
+than FP32 are rounded to FP32 first. Stored weights have two 4-bit codes per byte, the first in the low half,
+as in `torch.float4_e2m1fn_x2`.
 
-One scale for every tile of the format; dimensions before the last two are not tiled together, but for tiles
-that span the whole tensor. Sources wider than FP32 are rounded to it first. Elements that torch has no dtype
-for are codes: sign, exponent field, mantissa, from the top of the low bits of a byte. Stored weights pack
-codes of four bits, two a byte, the first in the low half, as `torch.float4_e2m1fn_x2` does.
-
-Source: OCP Microscaling Formats v1.0 §5.3 and §6.3; of two levels arXiv 2509.25149 appendix C, with the
-order of operations of Transformer Engine's kernels.
+Source: OCP Microscaling Formats v1.0 §5.3 and §6.3. Two levels: arXiv 2509.25149 appendix C, with the order
+of operations of Transformer Engine's kernels.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ FP32_MAX = torch.finfo(torch.float32).max
 
 
 def extents(ndim: int, block_dim: int, tile: Tile) -> list[int]:
-    """How many elements of each dimension share a scale; `WHOLE` for all."""
+    """Returns the number of elements of each dimension that share a scale; `WHOLE` means all."""
     dim = block_dim % ndim
     sizes = [WHOLE if tile == Tile.TENSOR else 1] * ndim
     sizes[dim] = tile.along
@@ -63,7 +61,7 @@ def extents(ndim: int, block_dim: int, tile: Tile) -> list[int]:
 
 
 def scale_shape(shape: Sequence[Any], block_dim: int, tile: Tile) -> list[Any]:
-    """Shape of the scales of a tensor of `shape`, also of symbolic sizes."""
+    """Returns the shape of the scales of a tensor of `shape`; sizes may be symbolic."""
     every = extents(len(shape), block_dim, tile)
     return [
         1 if extent == WHOLE else (size + extent - 1) // extent
@@ -72,7 +70,7 @@ def scale_shape(shape: Sequence[Any], block_dim: int, tile: Tile) -> list[Any]:
 
 
 def _tiled(x: Tensor, every: Sequence[int]) -> Tensor:
-    """`x` with each dimension split in two, tiles and places in a tile, the last tiles padded with zeros."""
+    """Splits each dimension of `x` in two: tiles, and elements of a tile. Pads the last tiles with zeros."""
     pads: list[int] = []
     sizes: list[int] = []
     for size, extent in zip(x.shape, every, strict=True):
@@ -84,7 +82,7 @@ def _tiled(x: Tensor, every: Sequence[int]) -> Tensor:
 
 
 def _whole(tiles: Tensor, shape: Sequence[int]) -> Tensor:
-    """The tensor of `shape` that `_tiled` split."""
+    """Joins the dimensions that `_tiled` has split, and removes its padding."""
     sizes = [tiles.shape[2 * dim] * tiles.shape[2 * dim + 1] for dim in range(len(shape))]
     joined = tiles.reshape(sizes)
     for dim, size in enumerate(shape):
@@ -93,12 +91,12 @@ def _whole(tiles: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _spread(scale: Tensor) -> Tensor:
-    """Scales with a dimension of 1 after each, as `_tiled` has places."""
+    """Inserts a dimension of 1 after each dimension of `scale`, to broadcast it over `_tiled` elements."""
     return scale.reshape([size for length in scale.shape for size in (length, 1)])
 
 
 def fp32_scale(amax: Tensor, fmt: Format) -> Tensor:
-    """FP32 scales of the maxima `amax`: amax / max or the next power of two, 1 for 0, NaN if not finite."""
+    """Returns FP32 scales, or powers of two, for the FP32 maxima `amax`: 1 for 0, NaN if not finite."""
     if fmt.pow2:
         scale = scale_value(scale_bytes(amax, fmt.elem, Rounding.RCEIL))
         return torch.where(amax == 0, 1.0, scale)
@@ -108,35 +106,35 @@ def fp32_scale(amax: Tensor, fmt: Format) -> Tensor:
 
 
 def tensor_amax(x: Tensor) -> Tensor:
-    """The largest magnitude of `x`, FP32 [1]; 0 of no elements."""
+    """Returns the largest magnitude of `x`, FP32 [1]; 0 if `x` has no elements."""
     return x.to(torch.float32).abs().amax().reshape(1) if x.numel() else x.new_zeros(1, dtype=torch.float32)
 
 
 def gain(amax: Tensor, fmt: Format) -> Tensor:
-    """G of a tensor: the largest value of two levels / amax, 1 where that is 0, NaN where not finite."""
-    largest = torch.full_like(amax, fmt.largest)  # a number over a tensor is its reciprocal, times that
+    """Returns G = 448 · max / amax of a two-level tensor: 1 if amax is 0, NaN if it is not finite."""
+    largest = torch.full_like(amax, fmt.largest)  # torch rounds number / tensor twice, by a reciprocal
     over = (largest / amax).clamp(max=FP32_MAX)
     return torch.where(amax.isfinite(), torch.where(amax == 0, 1.0, over), torch.nan)
 
 
 def e4m3_scale(tile_amax: Tensor, amax: Tensor, fmt: Format) -> Tensor:
-    """E4M3 scales of the maxima `tile_amax` in a tensor whose largest magnitude is `amax`, [1]."""
+    """Returns E4M3 scales for the maxima `tile_amax` of the tiles of a tensor. amax: its amax, FP32 [1]."""
     over = tile_amax * (gain(amax, fmt) * (1 / fmt.elem.max))
     return over.clamp(max=E4M3.max).to(E4M3.dtype)
 
 
 def inverse_e4m3_scale(scale: Tensor, amax: Tensor, fmt: Format) -> Tensor:
-    """Returns the FP32 factors of elements under E4M3 scales, to be rounded after that."""
+    """Returns the FP32 factors 1/(scale · 1/G), by which a cast to two levels multiplies `x`."""
     return (1.0 / (scale.to(torch.float32) * (1.0 / gain(amax, fmt)))).clamp(max=FP32_MAX)
 
 
 def scale_factors(
     scale: Tensor, fmt: Format, amax: Tensor | None = None, global_scale: Tensor | None = None
 ) -> Tensor:
-    """Returns the FP32 factors that elements under `scale` have in values.
+    """Returns the FP32 factors by which decoding multiplies elements with scales `scale`.
 
-    amax: of the tensor, for formats of two levels; or global_scale: G of one that is stored, of as many
-    dimensions as `scale`, of the same sizes or 1. Without either the factors lack the scale of the tensor.
+    amax: amax of the tensor, FP32 [1], for two-level formats. global_scale: G of a stored two-level weight,
+    FP32, broadcast to `scale`. Without both, the factors of two levels lack the scale of the tensor.
     """
     if fmt.rounding is not None:
         return scale_value(scale.to(torch.int32))
@@ -155,9 +153,9 @@ def encode_tensors(
     scale: Tensor | None = None,
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns qdata (shape of `x`) and scales (`scale_shape`) for `x` contracted along `block_dim`.
+    """Returns elements (shape of `x`) and scales (`scale_shape`) of `x` for a contraction along `block_dim`.
 
-    seed, stream, amax: see `encode_with`. scale: replaces the scale of `x`.
+    scale: replaces the scales derived from `x`. Other arguments and errors: see `encode_with`.
     """
     tiles = _tiles(x, block_dim, fmt)
     scale = _scales(tiles, x, block_dim, fmt, amax) if scale is None else scale.clone()
@@ -165,17 +163,17 @@ def encode_tensors(
 
 
 def scales_of(x: Tensor, block_dim: int, fmt: Format, amax: Tensor | None = None) -> Tensor:
-    """Scales of `x` contracted along `block_dim`. amax: see `encode_with`."""
+    """Returns the scales of `x` for a contraction along `block_dim`. amax: see `encode_with`."""
     return _scales(_tiles(x, block_dim, fmt), x, block_dim, fmt, amax)
 
 
 def _tiles(x: Tensor, block_dim: int, fmt: Format) -> Tensor:
-    """`x` in FP32, split into the tiles of `fmt`."""
+    """Splits `x`, in FP32, into the tiles of `fmt`."""
     return _tiled(x.to(torch.float32), extents(x.ndim, block_dim, fmt.tile))
 
 
 def _scales(tiles: Tensor, x: Tensor, block_dim: int, fmt: Format, amax: Tensor | None) -> Tensor:
-    """Scales of `x`, of which `tiles` are."""
+    """Returns the scales of `x`. tiles: `x`, split by `_tiles`."""
     inside = list(range(1, tiles.ndim, 2))
     tile_amax = tiles.abs().amax(inside)
     if fmt.amax.kind is AmaxKind.PERCENTILE:
@@ -195,10 +193,10 @@ def _given(amax: Tensor | None, fmt: Format) -> Tensor:
 
 
 def _percentile(x: Tensor, block_dim: int, fmt: Format) -> Tensor:
-    """Returns the smallest magnitude of each tile that `fmt`'s share of its elements do not exceed."""
+    """Returns for each tile the smallest magnitude that `fmt.amax.value` % of its elements do not exceed."""
     every = extents(x.ndim, block_dim, fmt.tile)
     magnitudes = _tiled(x.to(torch.float32).abs(), every)
-    held = _tiled(torch.ones_like(x, dtype=torch.bool), every)  # not what pads the last tiles
+    held = _tiled(torch.ones_like(x, dtype=torch.bool), every)  # False for padding
     outer, inside = list(range(0, magnitudes.ndim, 2)), list(range(1, magnitudes.ndim, 2))
     shape = [magnitudes.shape[dim] for dim in outer]
     rows = magnitudes.masked_fill(~held, -1.0).permute(*outer, *inside).flatten(len(shape))
@@ -219,11 +217,11 @@ def encode_with(
     stream: int = 0,
     amax: Tensor | None = None,
 ) -> Tensor:
-    """Qdata of `x` over `scale`, whatever that was made from.
+    """Returns the elements of `x` under the scales `scale`, which may come from another tensor.
 
-    seed: for formats with stochastic elements, int64 [1], 0 to 2^32 − 1; `FormatError` without it. stream:
-    tells casts of one seed apart. amax: of the tensor, FP32 [1], for formats of two levels; `FormatError`
-    without it.
+    seed: int64 [1], 0 to 2^32 − 1, for stochastic elements. stream: number of the cast among the casts with
+    this seed. amax: amax of the tensor, FP32 [1], for two-level formats. Raises `FormatError` if the format
+    needs a seed or an amax and has none.
     """
     return _elements(_tiles(x, block_dim, fmt), x.shape, scale, block_dim, fmt, seed, stream, amax)
 
@@ -238,7 +236,7 @@ def _elements(
     stream: int,
     amax: Tensor | None,
 ) -> Tensor:
-    """Qdata of a tensor of `shape`, split into `tiles`."""
+    """Returns the elements of a tensor of `shape` that `_tiles` has split into `tiles`."""
     if fmt.two_level:
         over = tiles * _spread(inverse_e4m3_scale(scale, _given(amax, fmt), fmt))
     elif fmt.rounding is not None:
@@ -275,10 +273,9 @@ def decode_tensors(
 def quantize_tensors(
     x: Tensor, block_dim: int, elem_dtype: torch.dtype, mode: str, square: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`encode_tensors` to MXFP8, scales rounded by `mode`.
+    """Returns elements and scales of `x` in MXFP8. mode: rounding of scales.
 
-    With `square` one scale is shared by 32×32 elements of the last two dimensions; its bytes are repeated so
-    that they have the shape they have without.
+    square: whether tiles are 32×32 in the last two dimensions; their scales are repeated for each row.
     """
     tile = Tile.SQUARE if square else Tile.ROW
     fmt = Format(elem=elem_type(elem_dtype), rounding=rounding(mode), tile=tile)
@@ -290,14 +287,14 @@ def quantize_tensors(
 
 
 def dequantize_tensors(qdata: Tensor, scale: Tensor, block_dim: int, dtype: torch.dtype) -> Tensor:
-    """`decode_tensors` of MXFP8 with a scale for every row of a block."""
+    """Returns the values of MXFP8 in 1×32 tiles; see `decode_tensors`."""
     return decode_tensors(qdata, scale, block_dim, Format(), dtype)
 
 
 def pack(codes: Tensor, dim: int, elem: ElemType) -> Tensor:
-    """Bytes of `elem.per_byte` codes each along `dim`, the first in the lowest bits; contiguous.
+    """Packs `elem.per_byte` codes into each byte, along `dim`, the first in the lowest bits; contiguous.
 
-    Raises `FormatError` where the length along `dim` is not a multiple.
+    Raises `FormatError` if the length along `dim` is not a multiple of `elem.per_byte`.
     """
     if reason := elem.unstorable(codes.shape[dim]):
         raise FormatError(reason)
@@ -310,7 +307,7 @@ def pack(codes: Tensor, dim: int, elem: ElemType) -> Tensor:
 
 
 def unpack(packed: Tensor, dim: int, elem: ElemType) -> Tensor:
-    """The codes that `pack` put into bytes, one a byte; contiguous."""
+    """Returns the codes that `pack` has packed, one per byte; contiguous."""
     at, mask = dim % packed.ndim, (1 << elem.bits) - 1
     parts = [(packed >> (place * elem.bits)) & mask for place in range(elem.per_byte)]
     codes: Tensor = torch.stack(parts, at + 1).flatten(at, at + 1)
@@ -318,10 +315,10 @@ def unpack(packed: Tensor, dim: int, elem: ElemType) -> Tensor:
 
 
 class Encoded(NamedTuple):
-    """A weight as it is stored.
+    """The tensors of a stored weight.
 
-    elements: packed where the type has `packed`. scale_bytes: uint8. global_scale: G of two levels, FP32, of
-    as many dimensions as the weight, all of size 1; None for other formats.
+    elements: elements, packed if the type has `packed`. scale_bytes: scales as uint8. global_scale: G of two
+    levels, FP32, with the rank of the weight and all sizes 1; None for other formats.
     """
 
     elements: Tensor
@@ -330,9 +327,10 @@ class Encoded(NamedTuple):
 
 
 def encode_stored(x: Tensor, block_dim: int, form: Format, amax: Tensor | None = None) -> Encoded:
-    """A weight as it is stored in `form`. amax: of two levels, where `x` is a part of the weight.
+    """Returns the tensors of the weight `x`, stored in `form`.
 
-    Raises `FormatError` for a length that `ElemType.unstorable` refuses.
+    amax: amax of the weight if `x` is a part of it, for two levels. Raises `FormatError` for a length for
+    which `ElemType.unstorable` returns a reason.
     """
     if form.two_level and amax is None:
         amax = tensor_amax(x)
@@ -343,7 +341,7 @@ def encode_stored(x: Tensor, block_dim: int, form: Format, amax: Tensor | None =
 
 
 def to_elements(y: Tensor, elem: ElemType) -> Tensor:
-    """Returns `y` (FP32, |y| ≤ max or NaN) to nearest even, as stored elements; NaN has the code of 0."""
+    """Rounds `y` (FP32, |y| ≤ max or NaN) to elements, to nearest even; codes have no NaN: it becomes 0."""
     if not elem.is_coded:
         return y.to(elem.dtype)
     magnitude = y.abs().nan_to_num(0.0)
@@ -351,20 +349,20 @@ def to_elements(y: Tensor, elem: ElemType) -> Tensor:
     ulp = ((exponent - elem.mantissa_bits + 127) << 23).view(torch.float32)
     steps = torch.round(magnitude / ulp).to(torch.int32)  # to even; up to 2^(mantissa_bits + 1)
     field = exponent - elem.min_exponent
-    code = (field << elem.mantissa_bits) + steps  # a normal's leading bit counts as one more exponent
+    code = (field << elem.mantissa_bits) + steps  # the leading bit of a normal adds 1 to the exponent field
     code = code | (y.signbit().to(torch.int32) << (elem.bits - 1))
     return torch.where(y.isnan(), 0, code).to(torch.uint8)
 
 
 def as_fnuz(qdata: Tensor) -> Tensor:
-    """Stored E4M3 or E5M2 as elements of half the value, in the types of AMD's MI300."""
+    """Returns the bits of E4M3 or E5M2 in MI300's types, which halves values; −0 → 0, Inf and NaN → NaN."""
     values = qdata.to(torch.float32)
     codes = torch.where(values == 0, 0, qdata.view(torch.uint8))
     return torch.where(values.isfinite(), codes, 0x80).view(FNUZ[qdata.dtype])
 
 
 def element_values(qdata: Tensor, elem: ElemType) -> Tensor:
-    """FP32 values of stored elements."""
+    """Returns the FP32 values of elements or codes."""
     if not elem.is_coded:
         return qdata.to(torch.float32)
     return _values(elem).to(qdata.device)[qdata.to(torch.int64)]
@@ -372,7 +370,7 @@ def element_values(qdata: Tensor, elem: ElemType) -> Tensor:
 
 @functools.cache
 def _values(elem: ElemType) -> Tensor:
-    """The value of every code."""
+    """Returns the FP32 value of every code, [2^bits]."""
     mantissas, fields = 1 << elem.mantissa_bits, 1 << (elem.bits - 1 - elem.mantissa_bits)
     step = 2.0 ** (elem.min_exponent - elem.mantissa_bits)
     positive = [

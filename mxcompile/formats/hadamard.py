@@ -1,11 +1,11 @@
-"""The random Hadamard transform of 16 elements: it spreads an outlier over its block before a cast.
+"""The random Hadamard transform of blocks of 16 elements, which spreads an outlier over its block.
 
     y = H · D · x / 4    H[i, j] = (−1)^popcount(i & j), D a diagonal of signs
 
-H · D / 4 is orthogonal, so the product of two operands that are both transformed along the contraction is
-theirs, but for rounding. In FP32, by sums and differences of pairs whose places differ in bit 0, 1, 2 and 3,
-in this order; rounded once to the dtype of the source. Missing elements of a last block are zeros, and the
-result has whole blocks. The signs are a number of 16 bits; bit i is 1 where element i changes its sign.
+H · D / 4 is orthogonal: if both operands of a product are transformed along the contraction, only rounding
+changes the product. All kernels compute in FP32 and in one order, by sums and differences of pairs whose
+positions differ in bit 0, then 1, 2 and 3, and round once to the dtype of x. Zeros fill the last block, so
+the result has whole blocks. The signs are a 16-bit number; bit i is 1 if element i changes its sign.
 
 Source: arXiv 2509.25149 §4.3; the signs of Transformer Engine are `SIGNS`.
 """
@@ -17,22 +17,22 @@ from torch import Tensor
 from torch.nn import functional as F
 
 WIDTH = 16
-"""Elements that are transformed together."""
+"""Elements of a block."""
 
 STAGES = 4
-"""Sums and differences that every element goes through: log2 of the width."""
+"""Number of butterfly stages, log2(`WIDTH`)."""
 
 SIGNS = 0xD7E8
 """The fixed signs of Transformer Engine's recipe."""
 
 
 def num_transformed(length: int) -> int:
-    """How many elements the transform of `length` has, which may be symbolic."""
+    """Returns the length of the transform of `length` elements; it may be symbolic."""
     return (length + WIDTH - 1) // WIDTH * WIDTH
 
 
 def transformed(x: Tensor, dim: int, signs: int) -> Tensor:
-    """The transform of `x` along `dim`, in its dtype; contiguous, `num_transformed` long along `dim`."""
+    """Returns the transform of `x` along `dim`, in its dtype, padded to `num_transformed`; contiguous."""
     at, length = dim % x.ndim, x.shape[dim]
     missing = num_transformed(length) - length
     y = F.pad(x.to(torch.float32), (0, 0) * (x.ndim - 1 - at) + (0, missing))

@@ -1,12 +1,12 @@
-"""E8M0 scales in plain torch operations: the definition every kernel is held to.
+"""E8M0 scales in plain torch operations. Every kernel has the same bits.
 
     byte     = exponent of the block's scale, from the FP32 bits of its amax (see `scale_bytes`)
     element  = round-to-nearest-even(x · 2^(127 − byte)), saturated to ±max
     value    = element · 2^(byte − 127)
 
-All arithmetic on scales is on integers; multiplications by powers of two are exact in FP32, also at
-byte 0 (2^127) and byte 254 (the subnormal 2^−127). `encoding` casts with them. Not here: the swizzled scale
-layouts of particular chips.
+Scales are computed in integers. Factors are exact powers of two in FP32: from 2^127 for byte 0 to the
+subnormal 2^−127 for byte 254. `encoding` casts with these scales; `scale_tiles` has the layout that Blackwell
+reads.
 
 Source: OCP Microscaling Formats v1.0 §6.3 (FLOOR); arXiv 2506.08027 Algorithm 1 (RCEIL).
 """
@@ -24,17 +24,18 @@ _NAN_BITS = 0x7FC00000
 
 
 def scale_bytes(amax: Tensor, elem: ElemType, mode: Rounding) -> Tensor:
-    """E8M0 bytes (int32, 0 to 255) for the FP32 block maxima `amax`; any shape, NaN and Inf give 255."""
+    """Returns E8M0 bytes (int32, 0 to 255) for the FP32 block maxima `amax`; 255 for NaN and Inf."""
     bits = amax.view(torch.int32) & 0x7FFFFFFF
     byte = (((bits + added_to_amax(elem, mode)) >> 23) - elem.emax).clamp(0, 254)
     return torch.where(bits >= _INF_BITS, SCALE_NAN, byte)
 
 
 def added_to_amax(elem: ElemType, mode: Rounding) -> int:
-    """Returns the number to add to the bits of an amax, so that it carries into the exponent.
+    """Returns the number to add to the FP32 bits of an amax; a carry into the exponent doubles the scale.
 
-    A scale is a power of two. RCEIL rounds up where amax over it would exceed the largest element, CEIL where
-    the mantissa of amax is not 0, EVEN where amax rounds to the next power of two as an element would.
+    It carries with RCEIL if amax / scale would exceed the largest element, with CEIL if the mantissa of amax
+    is not 0, and with EVEN if amax, rounded to the mantissa bits of an element, is the next power of two.
+    FLOOR never carries.
     """
     match mode:
         case Rounding.RCEIL:
@@ -49,19 +50,19 @@ def added_to_amax(elem: ElemType, mode: Rounding) -> int:
 
 
 def scale_value(byte: Tensor) -> Tensor:
-    """2^(byte − 127) in FP32 for int32 bytes; NaN for 255."""
+    """Returns 2^(byte − 127) in FP32 for int32 bytes; NaN for 255."""
     bits = torch.where(byte == 0, 0x00400000, byte << 23)
     return torch.where(byte == SCALE_NAN, _NAN_BITS, bits).view(torch.float32)
 
 
 def inverse_scale_value(byte: Tensor) -> Tensor:
-    """2^(127 − byte) in FP32 for int32 bytes; NaN for 255."""
+    """Returns 2^(127 − byte) in FP32 for int32 bytes; NaN for 255."""
     bits = torch.where(byte == 254, 0x00400000, (254 - byte) << 23)
     return torch.where(byte == SCALE_NAN, _NAN_BITS, bits).view(torch.float32)
 
 
 def check_source(x: Tensor, block_dim: int) -> None:
-    """`FormatError` unless `x` can be quantized along `block_dim`."""
+    """Raises `FormatError` unless `x` is a dense floating-point tensor that has the dimension `block_dim`."""
     if not isinstance(x, Tensor):
         raise FormatError(f"cannot quantize a {type(x).__name__}: MXFP8 is made of a torch.Tensor")
     if x.is_nested or x.layout is not torch.strided:

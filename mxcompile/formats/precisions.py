@@ -1,8 +1,8 @@
-"""The precisions of the policy language: one row of one table each.
+"""The precisions of policies, as rows of one table.
 
-A precision is what a GEMM's operands are cast to. Its row says which formats the choices of a rule come to;
-policy, passes, lowering, estimates, reports, audits and tuning read the row and name no precision themselves.
-`add` puts a row of one's own into the table (docs/formats.md shows how).
+The row of a precision maps the choices of a policy rule to the formats of a GEMM's operands. Policy, passes,
+lowering, estimates, reports, audits and tuning read rows; their code does not name precisions. `add` adds a
+row in a user's process (docs/formats.md shows how).
 """
 
 from __future__ import annotations
@@ -34,7 +34,13 @@ from mxcompile.formats.types import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles:
-    """The extents of scales. x: of input and output gradient. w: of the weight. delayed: by a history."""
+    """The tiles of a layer's operands.
+
+    Attributes:
+        x: Tile of the input and of the output gradient.
+        w: Tile of the weight.
+        delayed: Whether scales come from an amax history.
+    """
 
     x: Tile
     w: Tile
@@ -43,12 +49,13 @@ class Tiles:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choices:
-    """The choices about formats that a rule or preset may leave open; None is the row's default.
+    """The choices of a rule or preset about formats. None leaves the choice to the precision's row.
 
-    elem_dtype: of input and weight. grad_dtype: of the output gradient. rounding: of E8M0 scales.
-    grad_rounding: of the output gradient's elements. weight_block: extent of the weight's scales. block,
-    scaling: words of rows' `tiles`. scale: of FP32 scales. history, margin: of delayed scales. amax: the
-    value that scales follow from. hadamard: signs of the transform of wgrad's operands; `NO_HADAMARD`: none.
+    elem_dtype: element type of input and weight. grad_dtype: element type of the output gradient. rounding:
+    rounding of E8M0 scales. grad_rounding: rounding of the output gradient's elements. weight_block: tile of
+    the weight. block, scaling: keys of `Precision.tiles`. scale: values of FP32 scales. history, margin:
+    calls and exponent of delayed scales (see `amax`). amax: value from which scales are derived. hadamard:
+    signs of the transform of wgrad's operands, or `NO_HADAMARD`.
     """
 
     elem_dtype: ElemType | None = None
@@ -65,16 +72,16 @@ class Choices:
     hadamard: int | None = None
 
     def over(self, other: Choices) -> Choices:
-        """These choices, and `other`'s where there are none."""
+        """Returns these choices, completed by the choices of `other`."""
         own = {each.name: getattr(self, each.name) for each in fields(Choices)}
         return replace(other, **{key: value for key, value in own.items() if value is not None})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operands:
-    """Formats of a linear layer's input, weight and output gradient.
+    """The formats of a linear layer's input, weight and output gradient.
 
-    hadamard: signs of the transform that x and dy have in wgrad, None without one.
+    hadamard: signs of the transform of x and dy in wgrad, or None.
     """
 
     x: Format
@@ -83,19 +90,23 @@ class Operands:
     hadamard: int | None = None
 
     def of(self, operand: str, *, wgrad: bool = False) -> Format:
-        """The format of "x", "w" or "dy" in a GEMM."""
+        """Returns the format of `operand`: "x", "w" or "dy". wgrad: whether it is an operand of wgrad."""
         fmt = {"x": self.x, "w": self.w, "dy": self.dy}[operand]
         return replace(fmt, hadamard=self.hadamard) if wgrad else fmt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Precision:
-    """One row: a policy word and the formats that it gives a GEMM's operands.
+    """A row of the table: a precision and the formats of its operands.
 
-    name: policy word. label: in texts. elems: element types a rule may choose, the default first; none for
-    the row that leaves a GEMM as the model has it. scale: type of the scales. tiles: their extents, by the
-    word a rule chooses them with, the default first. tiles_key: the key of a rule that takes this word, "" if
-    there is no choice. weight_blocks: other extents a rule may choose for the weight's scales.
+    Attributes:
+        name: Word of the precision in policies.
+        label: Name in reports and other texts.
+        elems: Element types that a rule may choose, the default first; empty if nothing is quantized.
+        scale: Type of the scales.
+        tiles: Tiles that a rule may choose, by the word in the rule, the default first.
+        tiles_key: Key of the rule for that word; "" if tiles cannot be chosen.
+        weight_blocks: Tiles of the weight that a rule may choose with the default `tiles`.
     """
 
     name: str
@@ -111,12 +122,12 @@ class Precision:
 
     @property
     def quantizes(self) -> bool:
-        """Whether operands are cast at all."""
+        """Whether operands are quantized."""
         return bool(self.elems)
 
     @property
     def defaults(self) -> Choices:
-        """The choices that `formats` makes where none is given, as far as a rule has words for them."""
+        """The choices that `formats` makes by default; None for `scale`, `history`, `margin` and `amax`."""
         operands, tile = self.formats(Choices()), next(iter(self.tiles))
         return Choices(
             elem_dtype=operands.x.elem,
@@ -130,7 +141,7 @@ class Precision:
         )
 
     def formats(self, choices: Choices) -> Operands:
-        """The formats of a layer's operands. Choices that mean nothing to this row are passed over."""
+        """Returns the formats of a layer's operands. Ignores choices that do not apply to this row."""
         default, *_ = self.elems
         elem = choices.elem_dtype if choices.elem_dtype in self.elems else default
         grad_elem = choices.grad_dtype if choices.grad_dtype in self.elems else default
@@ -172,13 +183,13 @@ def _along(*lengths: int) -> dict[str, Tiles]:
 
 
 NO_HADAMARD = -1
-"""In the place of signs: no transform, whatever the preset has."""
+"""Value of `Choices.hadamard` that turns off the preset's transform."""
 
 HISTORY = 1024
-"""Calls that a delayed scale looks back, where a rule does not say."""
+"""Default length of amax histories, in calls."""
 
 KEPT = Precision(name="bf16", label="BF16")
-"""The row of GEMMs that are left in the model's own dtype."""
+"""The row of GEMMs that stay in the model's own dtype."""
 
 PRECISIONS: dict[str, Precision] = {
     row.name: row
@@ -218,11 +229,18 @@ PRECISIONS: dict[str, Precision] = {
         KEPT,
     )
 }
-"""By policy word."""
+"""All rows, by name."""
 
 
 def add(row: Precision) -> None:
-    """Put `row` into the table, for this process. `FormatError` if its word is taken or it has no formats."""
+    """Adds `row` to the table, for this process, and registers its element types.
+
+    Args:
+        row: A precision with at least one element type and one entry in `tiles`.
+
+    Raises:
+        FormatError: `row` lacks element types or tiles, or its name or an element type's name is taken.
+    """
     if row.name in PRECISIONS:
         raise FormatError(f"there is a precision {row.name!r} already")
     if not row.elems or not row.tiles:
@@ -233,35 +251,35 @@ def add(row: Precision) -> None:
 
 
 def is_quantized(word: str) -> bool:
-    """Whether a record of precision `word` is of a GEMM whose operands are cast."""
+    """Whether a GEMM with the precision named `word` in its record is quantized."""
     return word != KEPT.name
 
 
 def label(word: str) -> str:
-    """The precision `word` in texts; words of no row, in reports of other versions, as they are."""
+    """Returns the label of the precision `word`, or `word` if only another version of mxcompile has it."""
     return PRECISIONS[word].label if word in PRECISIONS else word
 
 
 def labels(words: Iterable[str]) -> str:
-    """The quantized precisions among `words` in texts, in the order of the table."""
+    """Returns the labels of the quantized precisions among `words`, or the label of the first row."""
     precisions = set(words)
     rows = [row for row in PRECISIONS.values() if row.quantizes]
     return " and ".join(row.label for row in rows if row.name in precisions) or rows[0].label
 
 
 def stored_precision(form: Format) -> Precision:
-    """The row that weights stored in `form` are of."""
+    """Returns the row whose weights can be stored in `form`, which must be `storable`."""
     rows = (row for row in PRECISIONS.values() if row.scale is form.scale and form.elem in row.elems)
     return next(row for row in rows if any(tiles.w == form.tile for tiles in row.tiles.values()))
 
 
 def elem_words() -> tuple[str, ...]:
-    """Every element type of the table."""
+    """Returns the names of all element types of the table."""
     return tuple(dict.fromkeys(elem.name for row in PRECISIONS.values() for elem in row.elems))
 
 
 def tile_words() -> tuple[str, ...]:
-    """Every extent of a scale of the table."""
+    """Returns the words of all tiles of the table."""
     all_tiles: list[Tile] = []
     for row in PRECISIONS.values():
         all_tiles += [tile for tiles in row.tiles.values() for tile in (tiles.x, tiles.w)]
@@ -270,7 +288,7 @@ def tile_words() -> tuple[str, ...]:
 
 
 def derivation_words() -> tuple[str, ...]:
-    """Every way a scale is derived in the table."""
+    """Returns the words of all derivations of scales in the table."""
     scales = {row.scale for row in PRECISIONS.values()}
     words = {ScaleType.FP32: (NEAREST, POW2), ScaleType.E4M3: (TWO_LEVEL,)}
     return (*map(str, Rounding), *(word for scale in words if scale in scales for word in words[scale]))

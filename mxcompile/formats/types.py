@@ -1,14 +1,14 @@
-"""Formats as values: what one operand of a GEMM is cast to, and the constants of its parts.
+"""The formats of GEMM operands, and the constants of their parts.
 
     element   an FP8, FP6 or FP4 number
-    tile      the extent of one scale, across and along the contraction dimension
-    scale     E8M0 (byte b stands for 2^(b − 127), 255 for NaN), FP32, or two levels: E4M3 for each tile,
-              times one FP32 number for the whole tensor
-    rounding  how an E8M0 scale follows from the amax of its tile; an FP32 one is amax ÷ largest element, or
-              the next power of two above it
-    elements  how elements round: to nearest even, or stochastically
+    tile      the elements that share a scale: a number across and along the contraction dimension
+    scale     E8M0 (byte b means 2^(b − 127), 255 means NaN), FP32, or two levels: E4M3 for each tile, times
+              one FP32 scale for the whole tensor
+    rounding  the rule that derives an E8M0 scale from the amax of its tile. An FP32 scale is amax ÷ largest
+              element, or the next power of two above that quotient
+    elements  the rounding of elements: to nearest even, or stochastic
 
-Which of these a precision of the policy puts together is in `precisions`; the cast itself is in `numerics`.
+`precisions` combines formats into the precisions of policies. `encoding` defines the casts.
 Source: OCP Microscaling Formats v1.0, §5.
 """
 
@@ -32,7 +32,7 @@ SCALE_NAN = 255
 
 
 class Rounding(StrEnum):
-    """How a block's E8M0 scale is derived from its amax."""
+    """The rules that derive a block's E8M0 scale from its amax (see `numerics.added_to_amax`)."""
 
     RCEIL = "rceil"
     FLOOR = "floor"
@@ -41,7 +41,7 @@ class Rounding(StrEnum):
 
 
 class ElemRounding(StrEnum):
-    """How elements round: to nearest even, or up or down at random so that the expectation is the value."""
+    """The rounding of elements: to nearest even, or at random with the exact value as expectation."""
 
     NEAREST = "nearest"
     STOCHASTIC = "stochastic"
@@ -56,12 +56,12 @@ class ScaleType(StrEnum):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the tensor that holds scales: E8M0 as bytes."""
+        """Dtype of scales in graphs: ``torch.uint8`` for E8M0."""
         return _SCALE_DTYPES[self]
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """Torch's own dtype for it, which the scales of stored weights have."""
+        """Dtype of the scales of stored weights: ``torch.float8_e8m0fnu`` for E8M0."""
         return torch.float8_e8m0fnu if self is ScaleType.E8M0 else self.dtype
 
 
@@ -73,7 +73,7 @@ _SCALE_DTYPES = {
 
 
 class Scales(StrEnum):
-    """Which numbers FP32 scales are: any, or powers of two."""
+    """The values that FP32 scales may have: all numbers, or powers of two."""
 
     FP32 = "fp32"
     POW2 = "pow2"
@@ -81,12 +81,18 @@ class Scales(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ElemType:
-    """An element type.
+    """An element type: a sign, exponent and mantissa, with subnormals.
 
-    name: policy word. dtype: torch dtype of stored elements; bytes that hold one code each where torch has
-    none. max: largest finite value. emax: its exponent. mantissa_bits: stored bits. min_exponent: exponent of
-    the smallest normal value. bits: of an element. packed: torch's dtype of bytes that hold several elements,
-    the first in the lowest bits; None where torch has none.
+    Attributes:
+        name: Its name in policies.
+        dtype: Dtype of elements. If torch has no dtype with one element per byte, ``torch.uint8``: codes in
+            the low bits, made of sign, exponent field and mantissa from the highest bit.
+        max: Largest finite value.
+        emax: Exponent of `max`.
+        mantissa_bits: Stored bits of the mantissa.
+        min_exponent: Exponent of the smallest normal value.
+        bits: Bits of an element.
+        packed: Torch's dtype for bytes that hold several elements, the first in the lowest bits, or None.
     """
 
     name: str
@@ -100,26 +106,26 @@ class ElemType:
 
     @property
     def is_coded(self) -> bool:
-        """Whether torch has no dtype for it, so that bytes with codes stand for it."""
+        """Whether elements are codes, one per byte, because torch has no dtype for them."""
         return self.dtype is torch.uint8
 
     @property
     def stored_dtype(self) -> torch.dtype | None:
-        """Torch's dtype for stored weights of this type; None where no weight is stored in it."""
+        """Dtype of the elements of stored weights; None if weights cannot be stored in this type."""
         return self.packed or (None if self.is_coded else self.dtype)
 
     @property
     def per_byte(self) -> int:
-        """How many elements of a stored weight share a byte."""
+        """Elements per byte of a stored weight."""
         return 8 // self.bits if self.packed else 1
 
     def unstorable(self, length: int) -> str:
-        """Why no weight of `length` elements along its blocks can be stored, "" if one can."""
+        """Returns why a weight with `length` elements along its blocks cannot be stored, or ""."""
         shared = length % self.per_byte != 0
         return f"{self.per_byte} {self} elements share a byte, and k={length} is odd" if shared else ""
 
     def is_in(self, other: ElemType) -> bool:
-        """Whether `other` has every value that this type has."""
+        """Whether `other` has every value of this type."""
         steps = self.min_exponent - self.mantissa_bits >= other.min_exponent - other.mantissa_bits
         return steps and self.mantissa_bits <= other.mantissa_bits and self.max <= other.max
 
@@ -131,7 +137,7 @@ ELEMENTS: dict[str, ElemType] = {}
 
 
 def register(elem: ElemType) -> ElemType:
-    """Make `elem` the element type of its name in the words of formats. `FormatError` if another has it."""
+    """Registers `elem`, so that formats can name it. Raises `FormatError` if another type has its name."""
     if ELEMENTS.setdefault(elem.name, elem) != elem:
         raise FormatError(f"there is another element type {elem.name!r} already")
     return elem
@@ -151,20 +157,20 @@ for _elem in (E4M3, E5M2, E3M2, E2M3, E2M1):
     register(_elem)
 
 FNUZ = {E4M3.dtype: torch.float8_e4m3fnuz, E5M2.dtype: torch.float8_e5m2fnuz}
-"""The types whose exponents have a bias larger by one, without a negative 0, whose code is their only NaN."""
+"""AMD's type for each OCP dtype. Its exponent bias is larger by one, and the code of −0 is its only NaN."""
 
 ELEM_TYPES = {elem.name: elem for elem in (E4M3, E5M2)}
-"""The FP8 element types, by policy word."""
+"""The FP8 element types, by name."""
 
 _BY_DTYPE = {elem.dtype: elem for elem in (E4M3, E5M2)}
 
 WHOLE = 0
-"""In a tile: as long as the tensor is in that dimension."""
+"""Size of a tile that spans the whole dimension of the tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The extent of one scale: so many elements across and along the contraction dimension, or `WHOLE`."""
+    """The tile that shares a scale: its size across and along the contraction dimension, or `WHOLE`."""
 
     across: int
     along: int
@@ -181,12 +187,12 @@ class Tile:
 
     @property
     def is_square(self) -> bool:
-        """Whether it is the same across and along, so that one copy serves both layouts."""
+        """Whether both sizes are equal, so that one copy serves rowwise and columnwise reads."""
         return self.across == self.along
 
     @classmethod
     def of(cls, word: str) -> Tile:
-        """The tile that is written `word`; `FormatError` if none is."""
+        """Parses "tensor", "channel", or two sizes such as "1x32". Raises `FormatError` for other words."""
         if word in _NAMED_TILES:
             return _NAMED_TILES[word]
         across, _, along = word.partition("x")
@@ -203,31 +209,32 @@ Tile.TENSOR = Tile(WHOLE, WHOLE)
 _NAMED_TILES = {"tensor": Tile.TENSOR, "channel": Tile.CHANNEL}
 
 NEAREST = "nearest"
-"""How an FP32 scale is derived: amax ÷ largest element, to the nearest FP32."""
+"""The derivation of an FP32 scale as amax ÷ largest element, rounded to the nearest FP32 number."""
 
 POW2 = str(Scales.POW2)
-"""The other way: the least power of two that is no less, of those that E8M0 has."""
+"""The derivation of an FP32 scale as the least power of two ≥ amax ÷ largest element that E8M0 has."""
 
 HADAMARD = "hadamard"
-"""The word for a random Hadamard transform, before a colon and its signs."""
+"""The word for a random Hadamard transform; a colon and the signs follow."""
 
 PACKED = "packed"
 """The word for elements that share bytes."""
 
 TWO_LEVEL = "two-level"
-"""How E4M3 scales are derived: amax ÷ largest element, over one FP32 scale for the whole tensor."""
+"""The derivation of E4M3 scales as amax ÷ largest element ÷ one FP32 scale for the whole tensor."""
 
 _DERIVED = {NEAREST: ScaleType.FP32, POW2: ScaleType.FP32, TWO_LEVEL: ScaleType.E4M3}
-"""The scales that a word derives; E8M0 by the words of roundings."""
+"""Scale type of each derivation; the words of `Rounding` derive E8M0 scales."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """How one operand of a GEMM is quantized.
+    """The format of a GEMM operand. Operators take it as its word, ``str(format)``, which `of` parses.
 
-    rounding: of E8M0 scales, None for others. elements: theirs. amax: what a scale follows from. pow2:
-    whether FP32 scales are powers of two. hadamard: signs of the random Hadamard transform of what is cast,
-    None without one (see `hadamard`). packed: whether a byte holds several elements along the contraction.
+    elem: element type. rounding: rounding of E8M0 scales, else None. tile: elements that share a scale.
+    scale: type of scales. elements: rounding of elements. amax: value from which scales are derived. pow2:
+    whether FP32 scales are powers of two. hadamard: signs of the random Hadamard transform that precedes the
+    cast, or None (see `hadamard`). packed: whether a byte holds several elements along the contraction.
     """
 
     elem: ElemType = E4M3
@@ -254,68 +261,68 @@ class Format:
 
     @classmethod
     def of(cls, word: str) -> Format:
-        """The format written `word`: element, extent of a scale, how it is derived; `FormatError` if none.
+        """Parses element type, tile and derivation of the scale, such as "e4m3 1x32 rceil".
 
-        Further words say that elements do not round to nearest, what is not the largest magnitude, what
-        transforms the tensor, and that elements are packed.
+        Optional words follow: "stochastic", an `Amax`, "hadamard:" and the signs, "packed". Raises
+        `FormatError` for an unknown element type, tile, derivation or amax.
         """
         return _format_of(word)
 
     @classmethod
     def mx(cls, elem: ElemType) -> Format:
-        """OCP MXFP8 as its products read it, which nothing tells how scales and elements were rounded."""
+        """Returns OCP MXFP8 as products read it: with default roundings, whichever the cast has used."""
         return cls(elem=elem)
 
     @property
     def stochastic(self) -> bool:
-        """Whether elements round at random, so that casts need a seed."""
+        """Whether elements are rounded stochastically, so that casts need a seed."""
         return self.elements is ElemRounding.STOCHASTIC
 
     @property
     def derivation(self) -> str:
-        """The word for how the scale follows from amax."""
+        """The word for the derivation of scales: a `Rounding`, `TWO_LEVEL`, `POW2` or `NEAREST`."""
         if self.rounding is not None:
             return str(self.rounding)
         return TWO_LEVEL if self.two_level else POW2 if self.pow2 else NEAREST
 
     @property
     def transform(self) -> str:
-        """The word for the transform of what is cast, "" without one."""
+        """The word for the transform that precedes the cast, or ""."""
         return "" if self.hadamard is None else f"{HADAMARD}:{self.hadamard}"
 
     @property
     def untransformed(self) -> Format:
-        """The same without a transform."""
+        """This format without a transform."""
         return self if self.hadamard is None else replace(self, hadamard=None)
 
     @property
     def unpacked(self) -> Format:
-        """The same of elements that are numbers or codes of a byte each."""
+        """This format with one element per byte."""
         return replace(self, packed=False)
 
     @property
     def per_byte(self) -> int:
-        """How many elements share a byte."""
+        """Elements per byte."""
         return self.elem.per_byte if self.packed else 1
 
     @property
     def two_level(self) -> bool:
-        """Whether the whole tensor has a scale too, so that casts need the amax of the tensor."""
+        """Whether scales have two levels, so that casts need the amax of the tensor."""
         return self.scale is ScaleType.E4M3
 
     @property
     def of_tensor(self) -> bool:
-        """Whether some scale is of the whole tensor, so that every element counts in it."""
+        """Whether a scale covers the whole tensor, so that it depends on every element."""
         return self.two_level or self.tile == Tile.TENSOR
 
     @property
     def largest(self) -> float:
-        """The largest value over the FP32 scale: of an element, times that of an E4M3 scale."""
+        """Largest value ÷ FP32 scale: the largest element, in two levels times the largest E4M3 scale."""
         return self.elem.max * (E4M3.max if self.two_level else 1.0)
 
     @property
     def is_mx(self) -> bool:
-        """Whether it is OCP MXFP8, which has operators and kernels of its own: FP8 in E8M0 blocks of 32."""
+        """Whether it is OCP MXFP8: FP8 elements under E8M0 scales, in tiles of 1×32 or 32×32."""
         return (
             self.scale is ScaleType.E8M0
             and self.tile in (Tile.ROW, Tile.SQUARE)
@@ -325,22 +332,22 @@ class Format:
 
     @property
     def is_mx_operand(self) -> bool:
-        """Whether it is MXFP8 as products read it (see `mx`): rows, with any FP8 elements."""
+        """Whether it is MXFP8 as products read it (see `mx`): 1×32 tiles, either FP8 type."""
         return self.is_mx and self == Format.mx(self.elem)
 
     @property
     def is_mx_rows(self) -> bool:
-        """Whether it is MXFP8 with a scale for every row of a block."""
+        """Whether it is MXFP8 in tiles of 1×32."""
         return self.is_mx and self.tile == Tile.ROW
 
     @property
     def as_read(self) -> Format:
-        """The format of a copy as its readers know it: nothing tells how MXFP8 was rounded."""
+        """The format by which products read a copy: `mx` for MXFP8, else this format."""
         return Format.mx(self.elem) if self.is_mx else self
 
     @property
     def storable(self) -> bool:
-        """Whether weights are stored in it, whatever the rounding of its scales (see `stored_form`)."""
+        """Whether weights can be stored in it, with any rounding of scales (see `stored_form`)."""
         if self.elem.stored_dtype is None or self.amax != MAX or self.hadamard is not None:
             return False
         if self.two_level:
@@ -349,12 +356,12 @@ class Format:
 
     @property
     def stored(self) -> Format:
-        """The format of weights that a cast to it has stored: nothing tells how they were rounded."""
+        """The format of weights stored by a cast to it: with RCEIL, because no rounding is stored."""
         return self if self.rounding is None else replace(self, rounding=Rounding.RCEIL)
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """Torch's dtype for the elements of weights stored in it."""
+        """Dtype of the elements of weights stored in it."""
         dtype = self.elem.stored_dtype
         assert dtype is not None, f"no weight is stored in {self}"
         return dtype
@@ -363,8 +370,7 @@ class Format:
     def mx_elem(self) -> ElemType | None:
         """The FP8 type in which an MX GEMM multiplies elements of this format; None if it cannot.
 
-        It can where a scale is a power of two that whole blocks of 32 share. E4M3 has all elements of FP6
-        and FP4.
+        Scales must be powers of two that whole blocks of 32 share. E4M3 has all values of FP6 and FP4.
         """
         tile = self.tile
         blocks = WHOLE not in (tile.along, tile.across) and tile.along % BLOCK == 0
@@ -375,7 +381,10 @@ class Format:
 
     @property
     def bytes_per_element(self) -> float:
-        """Bytes of an element, packed as its bits allow, with the scales of blocks along one dimension."""
+        """Bytes of an element, packed to its bits, and its share of the scale of its tile.
+
+        Scales per channel or tensor count as 0.
+        """
         scales = 0.0 if self.tile.along == WHOLE else self.scale.dtype.itemsize / self.tile.along
         return self.elem.bits / 8 + scales / max(self.tile.across, 1)
 
@@ -403,7 +412,7 @@ def _format_of(word: str) -> Format:
 
 
 class ScaleLayout(StrEnum):
-    """Which scales a copy has, and how they lie in memory (see `copies` and `scale_tiles`)."""
+    """The number and order of the scales of a copy (see `copies` and `scale_tiles`)."""
 
     ROW_MAJOR = "row-major"
     PER_ROW = "per-row"
@@ -411,7 +420,7 @@ class ScaleLayout(StrEnum):
 
 
 def elem_type(dtype: torch.dtype) -> ElemType:
-    """The element type stored as `dtype`; `FormatError` if MXFP8 has none such."""
+    """Returns the FP8 element type with `dtype`. Raises `FormatError` for dtypes that MXFP8 does not have."""
     try:
         return _BY_DTYPE[dtype]
     except KeyError:
@@ -419,14 +428,14 @@ def elem_type(dtype: torch.dtype) -> ElemType:
 
 
 def elem_named(word: str) -> ElemType:
-    """The element type called `word`; `FormatError` if there is none such."""
+    """Returns the element type named `word`. Raises `FormatError` for an unknown name."""
     if word not in ELEMENTS:
         raise FormatError(not_allowed("element type", word, ELEMENTS))
     return ELEMENTS[word]
 
 
 def stored_elem(dtype: torch.dtype) -> ElemType:
-    """The element type of weights stored as `dtype`; `FormatError` if no weight is stored so."""
+    """Returns the element type of weights stored as `dtype`. Raises `FormatError` for other dtypes."""
     by_dtype = {elem.stored_dtype: elem for elem in ELEMENTS.values() if elem.stored_dtype}
     if dtype not in by_dtype:
         raise FormatError(not_allowed("element dtype", dtype, map(str, by_dtype)))
@@ -434,10 +443,10 @@ def stored_elem(dtype: torch.dtype) -> ElemType:
 
 
 def stored_form(dtype: torch.dtype, derivation: str = Rounding.RCEIL) -> Format:
-    """The format of weights stored as `dtype`, scales derived so: by a `Rounding`, or `TWO_LEVEL`.
+    """Returns the format of weights stored as `dtype`.
 
-    E8M0 blocks of 32; or, of packed elements, E4M3 blocks of 16 under one FP32 number for the tensor.
-    `FormatError` if no weight is stored so.
+    derivation: a `Rounding` for E8M0 scales, in blocks of 32; for packed elements also `TWO_LEVEL`, in blocks
+    of 16. Raises `FormatError` if weights are not stored in that dtype, or not with that derivation.
     """
     elem = stored_elem(dtype)
     if derivation == TWO_LEVEL and elem.packed is not None:
@@ -446,7 +455,7 @@ def stored_form(dtype: torch.dtype, derivation: str = Rounding.RCEIL) -> Format:
 
 
 def rounding(word: str) -> Rounding:
-    """The rounding called `word`; `FormatError` if there is none such."""
+    """Returns the rounding named `word`. Raises `FormatError` for an unknown name."""
     try:
         return Rounding(word)
     except ValueError:
@@ -454,7 +463,7 @@ def rounding(word: str) -> Rounding:
 
 
 def scale_layout(word: str) -> ScaleLayout:
-    """The scale layout called `word`; `FormatError` if there is none such."""
+    """Returns the scale layout named `word`. Raises `FormatError` for an unknown name."""
     try:
         return ScaleLayout(word)
     except ValueError:
@@ -462,5 +471,5 @@ def scale_layout(word: str) -> ScaleLayout:
 
 
 def num_blocks(length: int, block: int = BLOCK) -> int:
-    """⌈length / block⌉, also for a symbolic length."""
+    """Returns ⌈length / block⌉, also for a symbolic length."""
     return (length + block - 1) // block
