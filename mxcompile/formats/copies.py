@@ -109,7 +109,7 @@ class Copy:
 
     @classmethod
     def of(cls, word: str) -> Copy:
-        """Parses `word` (see the docstring of this file). Raises `FormatError` for other words."""
+        """Parses `word`. Raises `FormatError` if a part is missing, unknown or out of order."""
         return _copy_of(word)
 
     @classmethod

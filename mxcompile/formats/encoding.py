@@ -1,4 +1,4 @@
-"""Casts to every format in plain torch operations. Every kernel has the same bits.
+"""Casts to every format in plain torch operations. Every kernel returns the same bits.
 
     scale    E8M0: see `numerics`.
              FP32: amax / max, 1 if that is 0, NaN if amax is not finite. As a power of two: the E8M0 scale
@@ -11,10 +11,10 @@
              for a stored weight element · (scale / G), because G is stored.
 
 max is the largest element, RNE rounds to nearest even. A percentile may replace the amax of a tile (see
-`amax`). A tile with NaN or Inf has a NaN scale; under scales of earlier calls only the elements that are not
-finite become NaN. Only tiles of the whole tensor extend over dimensions before the last two. Sources wider
-than FP32 are rounded to FP32 first. Stored weights have two 4-bit codes per byte, the first in the low half,
-as in `torch.float4_e2m1fn_x2`.
+`amax`). A tile with NaN or Inf has a NaN scale. Under a scale of earlier calls only the elements that are not
+finite become NaN; codes, which have no NaN, become 0. Only tiles of the whole tensor span dimensions before
+the last two. Sources wider than FP32 are rounded to FP32 first. Stored weights have two 4-bit codes per byte,
+the first in the low half, as in `torch.float4_e2m1fn_x2`.
 
 Source: OCP Microscaling Formats v1.0 §5.3 and §6.3. Two levels: arXiv 2509.25149 appendix C, with the order
 of operations of Transformer Engine's kernels.

@@ -1,4 +1,4 @@
-"""E8M0 scales in plain torch operations. Every kernel has the same bits.
+"""E8M0 scales in plain torch operations. Every kernel returns the same bits.
 
     byte     = exponent of the block's scale, from the FP32 bits of its amax (see `scale_bytes`)
     element  = round-to-nearest-even(x · 2^(127 − byte)), saturated to ±max

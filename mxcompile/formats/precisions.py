@@ -239,7 +239,8 @@ def add(row: Precision) -> None:
         row: A precision with at least one element type and one entry in `tiles`.
 
     Raises:
-        FormatError: `row` lacks element types or tiles, or its name or an element type's name is taken.
+        FormatError: `row` lacks element types or tiles, its name is taken, or an element type's name is taken
+            by another type.
     """
     if row.name in PRECISIONS:
         raise FormatError(f"there is a precision {row.name!r} already")

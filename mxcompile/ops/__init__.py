@@ -1,7 +1,8 @@
-"""The mx operators: the IR between the passes, which create them, and the lowering, which reads them.
+"""The mx operators: the IR between the passes, which write them, and the lowering, which generates kernels.
 
-`cast`, `matmul` and `grouped_matmul` take formats as words, MXFP8 among them. The others serve stored
-weights, or are what the lowering makes of these three. All are functional and return contiguous tensors.
+`cast`, `decode`, `matmul` and `grouped_matmul` take formats as words. The other operators fuse them, compute
+their inputs, serve stored weights, or watch a run. All are functional except `deliver`, and return contiguous
+tensors.
 """
 
 from mxcompile.ops.attention import attention as attention
@@ -31,10 +32,10 @@ from mxcompile.ops.watch import excerpt as excerpt
 from mxcompile.ops.watch import nonfinite as nonfinite
 
 CASTS = frozenset({cast.overloadpacket, decode.overloadpacket})
-"""The operators that change the format of one tensor."""
+"""The operators that change the format of a tensor."""
 
 CAST_WORK = CASTS | {op.overloadpacket for op in (largest, hadamard)}
-"""Casts and what is computed for them alone: a kernel of these is a cast's."""
+"""Casts, and operators that only prepare casts. A kernel of these operators alone counts as a cast."""
 
 PRODUCTS = frozenset({matmul.overloadpacket, grouped_matmul.overloadpacket})
-"""The operators that are a GEMM of quantized operands."""
+"""The GEMMs of quantized operands."""

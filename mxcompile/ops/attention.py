@@ -1,8 +1,8 @@
-"""The operator of attention whose keys and values are stored as MX data.
+"""Attention over keys and values that are stored as MX data.
 
-    attention    softmax(factor · q · kᵀ + mask) · v        FP32, k and v from codes and scales along head_dim
+    attention    softmax(factor · q · kᵀ + mask) · v        in FP32, after a decode of k and v
 
-Functional, with a contiguous result, as the operators of `mx`.
+Blocks run along head_dim.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ attention = define(
     _attention,
     _spec_attention,
 )
-"""q [B, H, Q, D]; codes [B, KV, T, D], elements or their bytes; scales [B, KV, T, ⌈D/32⌉] → [B, Q, H, D].
+"""Attention of q [B, H, Q, D] over stored keys and values: [B, Q, H, D] in q's dtype.
 
-The result has q's dtype. H is a multiple of KV: neighbouring heads of q share one of k and v. mask: added, of
-a shape that [B, H, Q, T] takes. fmt: of keys and values. A query without a key that takes part gets 0.
+keys, values: elements or their bytes, [B, KV, T, D]. key_scales, value_scales: [B, KV, T, ⌈D/32⌉]. H is a
+multiple of KV, and neighbouring heads of q share a head of keys and values. mask: added to the scores,
+broadcast to [B, H, Q, T]. fmt: format of keys and values. A query whose scores are all −∞ gets 0.
 """

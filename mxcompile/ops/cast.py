@@ -1,18 +1,17 @@
-"""The cast, all that is made of a tensor or of two that are computed from the same ones, and its reverse.
+"""The cast of a tensor to copies, and its reverse.
 
-    cast      x → the tensors of its copies, then those of y        each copy given by its word (`Copy.of`)
-    decode    qdata, scale → x; without a scale the elements alone, in uint8 the codes of packed ones, in the
-              types of AMD's MI300 (`FNUZ`) elements of half the value
+    cast      x → the tensors of each copy of x, then of each copy of y        copies: words (`Copy.of`)
+    decode    qdata, scale → values. Without scale: elements. In uint8: codes of packed elements. In MI300's
+              types (`FNUZ`): elements of half the value
 
-seed, stream: of the random numbers of stochastic elements; `stream` tells apart the casts that share a seed.
-scales: one for each copy, in the place of those that follow from the tensor, where they are known before
-(see `state`). amaxes: of the tensor, FP32 [1], for copies in formats of two levels (`largest`). Both are None
-for copies that need none.
+Arguments of `cast`. y: a second tensor that gets the same copies; if x and y are computed from the same
+inputs, a kernel can read these once. seed, stream: see `encode_with`. scales: for each copy, scales from
+earlier calls (delayed scaling, see `state`), or None. amaxes: for each copy in a two-level format, the amax
+of the tensor (`largest`), FP32 [1], else None.
 
-amax: of a tensor that was cast to a format of two levels. global_scale: of a weight that is stored in one, by
-which the scales of its blocks are divided. Without either, `decode` leaves the scale of the tensor out.
-
-`decode` takes the scales of a matrix in tiles too (see `scale_tiles`): a vector.
+Arguments of `decode`. scale: may be tiled, for matrices (see `scale_tiles`). amax: amax of a tensor that was
+cast to two levels. global_scale: divides the scales of the blocks of a weight stored in two levels. Without
+both, the values lack the scale of the tensor.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ def decoded(
     amax: Tensor | None = None,
     global_scale: Tensor | None = None,
 ) -> Tensor:
-    """The reference of `decode`."""
+    """Implements `decode`."""
     form = Format.of(fmt)
     if dtype in FNUZ.values():
         return as_fnuz(qdata)
@@ -88,14 +87,14 @@ def decoded(
         blocks = num_blocks(qdata.shape[block_dim], form.tile.along)
         scale = untile_scale(scale, qdata.shape[1 - block_dim % 2], blocks)
         scale = scale if block_dim % 2 == 1 else scale.t()
-    if form.packed:  # bytes, one for each row of a square tile
+    if form.packed:  # its scales are bytes, and each row of a square tile has its own
         scale = scale.contiguous().view(form.scale.dtype)
         form = replace(form, tile=Tile(1, form.tile.along))
     return decode_tensors(qdata, scale, block_dim, form, dtype, amax, global_scale)
 
 
 def decoded_shape(qdata: Any, block_dim: int, form: Format) -> list[Any]:
-    """Shape of the elements of `qdata`, a tensor or another value with a shape, in `form`."""
+    """Returns the shape of the elements of `qdata`, a tensor or another value with a shape, in `form`."""
     shape = list(qdata.shape)
     shape[block_dim] = shape[block_dim] * form.per_byte
     return shape

@@ -1,4 +1,4 @@
-"""How an operator is declared: schema, reference, and what its results look like."""
+"""Registers operators: a schema, a reference implementation, and the shapes and dtypes of the results."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from mxcompile.formats.copies import Spec as Spec
 
 LIBRARY = torch.library.Library("mx", "DEF")
-"""Of all mx operators."""
+"""The library of all mx operators."""
 
 SPECS: dict[Any, Callable[..., list[Spec]]] = {}
-"""For every operator, what its results look like, from its arguments: the one place that says so."""
+"""For each operator of `define`, the function from its arguments to shape and dtype of each result."""
 
 
 def as_returned(op: Any, results: list[Tensor]) -> Any:
-    """`results` in the form that the schema of `op` has: a list, a tuple, or one tensor."""
+    """Returns `results` as the schema of `op` returns them: a list, a tuple, or a tensor."""
     returns = op._schema.returns
     if isinstance(returns[0].type, torch.ListType):
         return results
@@ -28,7 +28,7 @@ def as_returned(op: Any, results: list[Tensor]) -> Any:
 def define(
     schema: str, reference: Callable[..., Any], spec: Callable[..., list[Spec]], *tags: torch.Tag
 ) -> Any:
-    """The operator of `schema`, run by `reference`, with results as `spec` says. tags: further ones."""
+    """Registers the operator of `schema` with its implementation and `SPECS` row. Returns the operator."""
 
     def fake(x: Tensor, *arguments: Any) -> Any:
         results = [torch.empty(shape, dtype=dtype, device=x.device) for shape, dtype in spec(x, *arguments)]

@@ -1,23 +1,22 @@
-"""Products in any format, given by its word, and what they read. The implementations are the reference.
+"""Products in any format, and their scales and seeds. Formats are words (`Format.of`).
 
-    draw_seed           → a seed, int64 [1] from the generator of the device, for the casts of one graph
-    scale_bytes         scales of qdata → the bytes that a product reads, one a block, in a layout; powers of
-                        two in FP32 give E8M0 bytes, one for 32 elements (see `Format.mx_elem`)
-    matmul              a[…, M, K] · b[…, K, N] (· tensors) (+ bias[N]), FP32 accumulation, rounded once
-    grouped_matmul      one GEMM per group, the groups given by `offs` as in `aten._grouped_mm`
+    draw_seed           → a seed for the casts of a graph, int64 [1], from the generator of the device
+    scale_bytes         scales of qdata → the bytes that a product reads, one per block, in a layout. FP32
+                        powers of two become E8M0 bytes, one per 32 elements (see `Format.mx_elem`)
+    matmul              a[…, M, K] · b[…, K, N] (· tensors) (+ bias[N]), accumulated in FP32, rounded once
+    grouped_matmul      one GEMM per group; `offs` has the ends of the groups, as in `aten._grouped_mm`
 
-Scales are E8M0 bytes, FP32 or E4M3, one a tile of the format: ⌈n/extent⌉ along a dimension, 1 along one that
-a tile spans whole. `block_dim` is the contraction dimension. Elements without a torch dtype are codes, one a
-byte. Casts to formats of two levels read the amax of the tensor, FP32 [1] (`largest`). Products of them are
-multiplied by the scales of both tensors, FP32 [1] each (`known_scale` of the amax). Of a weight that is
-stored in two levels the scale of the tensor is 1 over its global scale, by which `decode` divides the scales
-of blocks; it has the shape of the product, or 1, in each dimension then. Casts to stochastic elements read a
-seed; `stream` tells apart those that share it. A cast whose scale is known before its tensor is given it (see
-`state`).
+Scales are E8M0 bytes, FP32 or E4M3, one per tile: ⌈n/extent⌉ along a dimension, 1 along a dimension that the
+tile spans. `block_dim` is the contraction dimension. Elements without a torch dtype are codes, one per byte.
 
-Packed operands are bytes a […, M, K/2] and b […, K/2, N], as casts make them with the contraction innermost
-(`Copy.packed`) and transposed; groups of K end where `offs` counts elements. Their scales are bytes, tiled
-(`formats.scale_tiles`), of matrices alone, or row-major, […, rows, blocks] of a and […, blocks, N] of b.
+The scales of both tensors of a two-level product are `tensors`, FP32 [1] each (`known_scale` of the amax). If
+an operand is a weight stored in two levels, its scale is 1 / global_scale, which broadcasts to the product.
+
+Packed operands are bytes: a[…, M, K/2], and b[…, K/2, N] as the transpose of a copy with the contraction
+innermost (`Copy.packed`). Their scales are bytes: tiled (`formats.scale_tiles`), for matrices only, or
+row-major, […, M, blocks] for a and […, blocks, N] for b. `offs` counts elements, also along a packed K.
+
+The implementations are the reference; compiled graphs run kernels of the lowering instead.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def _scale_bytes(scale: Tensor, qdata: Tensor, block_dim: int, fmt: str, scale_l
 
 
 def _block_bytes(scale: Tensor, qdata: Tensor, dim: int, form: Format) -> Tensor:
-    """Scales that are powers of two as E8M0 bytes, one for each block of 32 of each row."""
+    """Returns power-of-two scales as E8M0 bytes, one for each block of 32 in each row."""
     bytes_ = scale if form.rounding is not None else (scale.view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
     for each, extent in enumerate(extents(qdata.ndim, dim, form.tile)):
         per, size = (BLOCK, num_blocks(qdata.shape[each])) if each == dim else (1, qdata.shape[each])
@@ -97,7 +96,7 @@ def _matmul(
 
 
 def _factor(tensors: Sequence[Tensor] | None) -> Tensor | None:
-    """The product of the scales of tensors."""
+    """Returns the product of the scales of tensors, or None without scales."""
     return functools.reduce(torch.mul, tensors) if tensors else None
 
 

@@ -1,6 +1,6 @@
-"""The operator of the random Hadamard transform.
+"""The random Hadamard transform.
 
-    hadamard    x → its transform along a dimension, in whole blocks of 16
+    hadamard    x → its transform along a dimension, padded to whole blocks of 16
 
 `formats.hadamard` is the reference.
 """

@@ -1,12 +1,11 @@
-"""Operators of stored weights, and of MXFP8 where a kernel of its own does more than a cast or a product.
+"""Products that fuse a cast or a decode, grouped products without a quantized operand, and `flatten`.
 
-All are functional and return contiguous tensors. The implementations here are the reference; a compiled
-graph runs what `lowering` makes of the operators instead.
+    weight_only_mm       x[M, K] · decode(w[N, K])ᵀ (+ bias[N]), accumulated in FP32; w as for `decode`
+    quantize_mm          matmul(cast(x), b) (+ bias[N]) of matrices; the product's kernel casts x
+    grouped_mm           one GEMM per group of operands in any floating-point dtype
+    flatten              x → its elements in one dimension (see `passes/flatten.py`)
 
-    weight_only_mm       x[M, K] · decode(w[N, K])ᵀ (+ bias[N]), FP32 accumulation; w as for `decode`
-    quantize_mm          matmul(cast(x), b) (+ bias[N]) of matrices, x cast where it is multiplied
-    grouped_mm           one GEMM per group of operands that are not MX data, in any floating-point dtype
-    flatten              x → the same elements, one dimension (see `passes/flatten.py`)
+The implementations are the reference; compiled graphs run kernels of the lowering instead.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from mxcompile.ops.define import Spec, define
 def product(
     a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, alpha: Tensor | None = None
 ) -> Tensor:
-    """The product of FP32 operands (· alpha) (+ bias), rounded once."""
+    """Returns the product of FP32 operands (· alpha) (+ bias), rounded once to `out_dtype`."""
     out = a @ b if alpha is None else a @ b * alpha
     return (out if bias is None else out + bias).to(out_dtype)
 
@@ -40,7 +39,7 @@ def spec_matmul(
     out_dtype: torch.dtype,
     *_: Any,
 ) -> list[Spec]:
-    """The product of matrices or batches of them."""
+    """Returns the `Spec` of the product of matrices or of batches."""
     return [((*a.shape[:-1], b.shape[-1]), out_dtype)]
 
 
@@ -74,7 +73,7 @@ def _quantize_mm(
     qdata: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> Tensor:
-    """The product of `x`, cast along K. qdata, scale: that cast, if the lowering may read it instead."""
+    """Multiplies `x`, cast along K, by `b`. qdata, scale: the cast, for kernels that read it instead of x."""
     left = decoded(*encode_tensors(x, -1, Format.of(format_x)), -1, format_x, torch.float32)
     return product(left, decoded(b, scale_b, -2, format_b, torch.float32), bias, out_dtype)
 
@@ -86,9 +85,9 @@ def _spec_quantize_mm(
 
 
 def grouped_product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    """One product per group of the operands, the groups given by `offs` as in `aten._grouped_mm`.
+    """Returns one product per group; `offs` has the ends of the groups, as in `aten._grouped_mm`.
 
-    Rows and columns past the last group are 0.
+    Rows and columns of the result past the last group are 0.
     """
     ends = offs.tolist()
     spans = [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
@@ -111,7 +110,7 @@ def grouped_product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 def spec_grouped_matmul(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor, out_dtype: torch.dtype, *_: Any
 ) -> list[Spec]:
-    """The products of groups."""
+    """Returns the `Spec` of the products of groups."""
     return [(_grouped_shape(a, b, offs), out_dtype)]
 
 

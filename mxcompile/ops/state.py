@@ -1,13 +1,15 @@
-"""Operators of scales that follow from calls before: what a layer carries from call to call.
+"""Operators of delayed scaling, where scales depend on the state of a layer from earlier calls.
 
-    tapped       w, state → w, slot            on the weights of Dynamo's graph; the passes take it out
-    slot         → what the state of an operand becomes, filled in by the passes: [3], of x, w and dy
-    largest      x → max |x|, [1]
-    mean         state, amax → decay · state + (1 − decay) · amax; amax where the state is 0
-    known_scale  state → the scale it gives
+    tapped       w, state → w, slot            on each weight of Dynamo's graph; the passes remove it
+    slot         state → the amaxes of x, w and dy in this call, [3]        passes replace it by values
+    largest      x → max |x|, FP32 [1]
+    mean         state, amax → decay · state + (1 − decay) · amax; amax if the state is 0, the state if amax
+                 is not finite
+    known_scale  state → scale
 
-A state is FP32 [3]: what stands for the largest magnitudes of x, w and dy, 0 before the first call. It is a
-differentiable input, whose "gradient" is the slot of dy, known in backward alone.
+A state is FP32 [3]: the amaxes from which the scales of x, w and dy are derived; 0 before the first call. It
+is a differentiable input of the graph. Its "gradient" is the slot of backward, because only backward has the
+amax of dy.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from mxcompile.formats.encoding import fp32_scale, tensor_amax
 from mxcompile.ops.define import LIBRARY, Spec, define
 
 OPERANDS = ("x", "w", "dy")
-"""In the order of a state."""
+"""The operands of a layer, in the order of its state."""
 
 
 def _tapped(w: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

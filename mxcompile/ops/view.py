@@ -1,8 +1,8 @@
-"""Calls of operators, read by the names of their schemas: one more argument is a change here alone.
+"""Reads calls of operators by the argument names of their schemas. A new argument changes only this file.
 
-Cast.of(node).copies              Product.of(node).scale_b          None for calls of other operators
-argument_of(node, "dim")          of any operator, ATen's too, with the default
-build.call(ops.decode, *view.arguments(dtype=torch.float32), like=node)                   made again
+Cast.of(node).copies              Product.of(node).scale_b          `of` returns None for other operators
+argument_of(node, "dim")          an argument of any operator, also of ATen, or its default
+build.call(ops.decode, *view.arguments(dtype=torch.float32), like=node)       the same call, one change
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mxcompile.ops.general import grouped_matmul, matmul
 
 @functools.cache
 def _schema(target: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Names of the arguments of an operator, in order, and the defaults of those that have one."""
+    """Returns the argument names of an operator, in order, and the defaults by name."""
     arguments = target._schema.arguments
     defaults = {each.name: each.default_value for each in arguments if each.has_default_value()}
     return tuple(each.name for each in arguments), defaults
@@ -32,7 +32,7 @@ def _schema(target: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
 def call_of(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     """Returns the operator that `node` runs and its positional arguments.
 
-    The operator is the wrapped one, if `node` calls `auto_functionalized` or runs with a saved random state.
+    If `node` calls a higher-order operator around another, as `auto_functionalized`, returns the inner call.
     """
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         for place, value in enumerate(node.args):
@@ -42,7 +42,7 @@ def call_of(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
-    """The arguments of `node`, a call of an operator, by their names in order, with defaults."""
+    """Returns the arguments of `node`, a call of an operator, by name, in order, with defaults."""
     called, args = call_of(node)
     names, defaults = _schema(called)
     given = {**defaults, **dict(zip(names, args, strict=False)), **node.kwargs}
@@ -50,7 +50,7 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
 
 
 def argument_of(node: fx.Node, name: str) -> Any:
-    """The argument `name` of `node`, a call of an operator, or its default. Raises `KeyError` for others."""
+    """Returns argument `name` of the call `node`, or its default. Raises `KeyError` if there is neither."""
     names, defaults = _schema(node.target)
     if name in node.kwargs:
         return node.kwargs[name]
@@ -61,14 +61,14 @@ def argument_of(node: fx.Node, name: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class View:
-    """One call of an operator. An argument that the operator does not have is the default of its field."""
+    """A call of an operator. Fields are its arguments; an argument it does not have has the default."""
 
     node: fx.Node
     operators: ClassVar[frozenset[Any]]
 
     @classmethod
     def of(cls, node: Any) -> Self | None:
-        """The view of `node`; None if it is not a call of one of `operators`."""
+        """Returns the view of `node`, or None if it does not call an operator of `operators`."""
         if not isinstance(node, fx.Node) or node.target not in cls.operators:
             return None
         given = arguments_of(node)
@@ -77,13 +77,13 @@ class View:
 
     @classmethod
     def read(cls, node: fx.Node) -> Self:
-        """The view of `node`, a call of one of `operators`."""
+        """Returns the view of `node`, which must call an operator of `operators`."""
         view = cls.of(node)
         assert view is not None, f"{node.format_node()} is not a call of {cls.__name__}"
         return view
 
     def arguments(self, **changes: Any) -> tuple[Any, ...]:
-        """The arguments of the same call with `changes`, in order; trailing defaults are left out."""
+        """Returns the arguments of this call with `changes`, in order, without trailing defaults."""
         names, defaults = _schema(self.node.target)
         values = arguments_of(self.node) | changes
         assert len(values) == len(names), f"{self.node.target} has no argument {set(values) - set(names)}"
@@ -94,7 +94,7 @@ class View:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Casts(View):
-    """A cast: the `copies` of `x`, and of `y` if there is one. Other fields: see `ops.cast`."""
+    """A call of `cast`, with any number of copies. Fields: see `ops.cast`."""
 
     x: fx.Node
     copies: Sequence[str]
@@ -107,54 +107,54 @@ class Casts(View):
 
     @property
     def each(self) -> list[Copy]:
-        """The copies as values."""
+        """The copies, parsed."""
         return [Copy.of(word) for word in self.copies]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cast(Casts):
-    """A cast that makes one copy, as passes write it."""
+    """A call of `cast` that makes a single copy of one tensor, as passes write it."""
 
     @classmethod
     def of(cls, node: Any) -> Self | None:
-        """The view of `node`; None if it is not a cast that makes one copy of one tensor."""
+        """Returns the view of `node`, or None if it is not a cast to a single copy of one tensor."""
         view = super(Cast, cls).of(node)
         return view if view is not None and len(view.copies) == 1 and view.y is None else None
 
     @property
     def copy(self) -> Copy:
-        """The copy."""
+        """The copy, parsed."""
         return Copy.of(self.copies[0])
 
     @property
     def scale(self) -> fx.Node | None:
-        """Its scale, where that is known before."""
+        """The scale from earlier calls, or None."""
         return self.scales[0] if self.scales else None
 
     @property
     def amax(self) -> fx.Node | None:
-        """The amax of the tensor, for two levels."""
+        """The amax of the tensor for two levels, or None."""
         return self.amaxes[0] if self.amaxes else None
 
     @property
     def form(self) -> Format:
-        """The format."""
+        """The format of the copy."""
         return self.copy.format
 
     @property
     def side(self) -> int:
-        """The dimension of blocks, counted from the last, which is −1."""
+        """The contraction dimension, counted from the last (−1)."""
         return self.copy.dim
 
     @property
     def fmt(self) -> str:
-        """The word of the format."""
+        """The format of the copy, as a word."""
         return str(self.form)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decode(View):
-    """Values of data in the format `fmt`. Other fields: see `ops.cast`."""
+    """A call of `decode`. Fields: see `ops.cast`."""
 
     qdata: fx.Node
     scale: fx.Node | None
@@ -167,19 +167,19 @@ class Decode(View):
 
     @property
     def form(self) -> Format:
-        """The format."""
+        """The format of the data, parsed."""
         return Format.of(self.fmt)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dequantize(Decode):
-    """Values of data as weights and caches are stored: MXFP8 with a scale for every row, or packed."""
+    """A decode, with scales, of a format of stored weights and caches: MXFP8 in 1×32 tiles, or packed."""
 
     scale: fx.Node
 
     @classmethod
     def of(cls, node: Any) -> Self | None:
-        """The view of `node`; None if it is not the values of such data."""
+        """Returns the view of `node`, or None if it is not a decode of this kind."""
         view = super(Dequantize, cls).of(node)
         if view is None or view.scale is None:
             return None
@@ -188,20 +188,20 @@ class Dequantize(Decode):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unpack(Decode):
-    """Codes, one a byte, of a weight whose codes are packed."""
+    """A decode of packed elements to codes, one per byte."""
 
     @classmethod
     def of(cls, node: Any) -> Self | None:
-        """The view of `node`; None if it is not the codes of such a weight."""
+        """Returns the view of `node`, or None if it is not a decode to codes."""
         view = super(Unpack, cls).of(node)
         return view if view is not None and view.dtype is torch.uint8 else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Product(View):
-    """A GEMM of quantized operands a · b, or one for each group.
+    """A GEMM a · b of quantized operands, or a GEMM per group.
 
-    tensors: the scales of tensors, by which the product is multiplied before the bias is added.
+    tensors: scales of tensors, which multiply the product before the bias is added.
     """
 
     a: fx.Node
@@ -218,12 +218,12 @@ class Product(View):
 
     @property
     def is_grouped(self) -> bool:
-        """Whether there is a product for each group."""
+        """Whether it is a GEMM per group."""
         return self.offs is not None
 
     @property
     def per_byte(self) -> int:
-        """How many elements of an operand share a byte."""
+        """Elements per byte of an operand."""
         return self.forms[0].per_byte
 
     @property
@@ -238,27 +238,27 @@ class Product(View):
 
     @property
     def extra(self) -> fx.Node | None:
-        """The bias, or the offsets of groups."""
+        """The offsets of groups if it is grouped, else the bias."""
         return self.offs if self.is_grouped else self.bias
 
     @property
     def sides(self) -> tuple[tuple[fx.Node, fx.Node], tuple[fx.Node, fx.Node]]:
-        """Elements and scales, of the left operand and of the right."""
+        """Elements and scales of the left operand, and of the right operand."""
         return (self.a, self.scale_a), (self.b, self.scale_b)
 
     @property
     def words(self) -> tuple[str, str]:
-        """The formats of both operands, as the operators take them."""
+        """The formats of both operands, as words."""
         return self.format_a, self.format_b
 
     @property
     def forms(self) -> tuple[Format, ...]:
-        """The formats of both operands as values."""
+        """The formats of both operands, parsed."""
         return tuple(map(Format.of, self.words))
 
 
 def results_of(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:
-    """The nodes that pick the results of `node`, a call that returns several, with their places."""
+    """Yields (index, node) for each node that picks a result of `node`, a call with several results."""
     for user in node.users:
         if user.target is operator.getitem:
             place: Any = user.args[1]
@@ -266,7 +266,7 @@ def results_of(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:
 
 
 def result_of(node: Any) -> tuple[fx.Node | None, int]:
-    """The call that `node` picks a result of, and the place of that; None and −1 if it is not such a node."""
+    """Returns (call, index) if `node` picks the result `index` of `call`, else (None, −1)."""
     if isinstance(node, fx.Node) and node.target is operator.getitem:
         call, place = node.args
         if isinstance(call, fx.Node) and isinstance(place, int):

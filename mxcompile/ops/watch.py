@@ -1,13 +1,13 @@
-"""Operators of a graph that is watched: statistics of a cast, and the call that hands them over.
+"""Operators of watched graphs: they measure casts, and deliver the statistics to listeners.
 
-    cast_statistics  x → what a cast of x loses, FP64 [`LENGTH`], and a part of the cast, FP32 [keep];
-                     nothing, if the format is ""
-    excerpt          x → its rows, along a dimension, of the largest magnitudes, and their places, INT64
-    nonfinite        scales, or x → how many are NaN or Inf, FP64 [1]; E8M0 bytes say so by 255
-    deliver          statistics of one run of a graph → whoever listens
+    cast_statistics  x → statistics of its cast, FP64 [`LENGTH`], and a sample of the cast, FP32 [keep]
+    excerpt          x → its rows along a dimension with the largest magnitudes, and their indices, INT64
+    nonfinite        scales, or x → the number of NaN and Inf, FP64 [1]; in E8M0 bytes, the number of 255
+    deliver          statistics of a run of the graph → listeners
 
-The statistics are of x as it is cast and of the reference cast. They are sums, but for the first two, so that
-those of several tensors can be joined. ``deliver`` has no result and is the one operator with a side effect.
+`cast_statistics` computes the reference cast. With the format "" the cast is x in FP32. The sample has values
+if scales are powers of two, else elements. All statistics but the first two are sums, so that statistics of
+several tensors can be joined. `deliver` has no result, and is the only operator with a side effect.
 """
 
 from __future__ import annotations
@@ -42,20 +42,21 @@ FIELDS = (
     "signal",
     "noise",
 )
-"""Largest and smallest non-zero finite magnitude (inf if there is none); numbers of all elements, of finite
-ones that are not 0, of those whose cast is 0, of those cut to the largest element, of NaN, of Inf, of finite
-ones whose cast is not finite; sums of x² and of (cast − x)² where both are finite."""
+"""amax: largest finite magnitude. smallest: smallest finite magnitude above 0, or inf. elements: number of
+elements. nonzero: finite elements except 0. underflow: nonzero elements that become 0. saturated: elements
+cut to the largest value. nan, inf: NaN and Inf in x. poisoned: finite elements that become NaN. signal,
+noise: sums of x² and of (cast − x)², without elements where either is not finite."""
 
 NUM_BYTES = 256
-"""The histogram of scales behind the fields: E8M0 bytes, or the exponent fields of FP32 scales.
+"""Bins of the histogram of scales behind the fields: E8M0 bytes, or the exponent fields of FP32 scales.
 
-Of two levels these are the scales of tiles times the one of the tensor.
+In two levels, a scale is the scale of the tile times the scale of the tensor.
 """
 
 LENGTH = len(FIELDS) + NUM_BYTES
 
 _PIECE = 1 << 22
-"""Elements of which FP64 copies are held at a time."""
+"""Elements that are in FP64 at a time, to bound temporary memory."""
 
 
 def _cast_statistics(
@@ -85,7 +86,7 @@ def _cast_statistics(
 def _cast(
     x: Tensor, block_dim: int, fmt: str, seed: Tensor | None, stream: int, scale: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Values and stored elements of the cast, FP32 of one dimension, and the histogram of its scales."""
+    """Returns values and elements of the cast, FP32 [elements], and the histogram of its scales."""
     if not fmt:
         value = x.to(torch.float32).flatten()
         return value, value, torch.zeros(NUM_BYTES, dtype=torch.float64, device=x.device)
@@ -98,7 +99,7 @@ def _cast(
 
 
 def _sums(x: Tensor, value: Tensor, stored: Tensor, limit: float) -> Tensor:
-    """The fields of one piece, FP64; all arguments have one dimension."""
+    """Returns the fields of a piece, FP64; all tensors have one dimension. Other arguments: see `losses`."""
     finite, exact = x.isfinite(), value.isfinite()
     size, lost, cut = losses(x, value, stored, limit)
     nonzero, both = size != 0, finite & exact
@@ -117,9 +118,9 @@ def _sums(x: Tensor, value: Tensor, stored: Tensor, limit: float) -> Tensor:
 
 
 def losses(x: Tensor, value: Tensor, stored: Tensor, limit: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the magnitudes of `x`, 0 for NaN and Inf, and which the cast loses: to 0, and by saturation.
+    """Returns the magnitudes of `x`, 0 for NaN and Inf, and masks of the elements that underflow or saturate.
 
-    value: the decoded cast of `x`. stored: its elements without their scales. limit: the largest element.
+    value: values of the cast of `x`. stored: its elements without scales. limit: largest element.
     """
     size = torch.where(x.isfinite(), x.abs(), 0.0)
     lost = (size != 0) & (value == 0)
@@ -127,7 +128,7 @@ def losses(x: Tensor, value: Tensor, stored: Tensor, limit: float) -> tuple[Tens
 
 
 def scale_histogram(scale: Tensor) -> Tensor:
-    """Returns the number of scales by E8M0 byte, or by the exponent field of FP32 scales."""
+    """Returns the number of scales with each E8M0 byte, or with each exponent field of FP32 scales."""
     exponents = scale if scale.dtype is torch.uint8 else (scale.view(torch.int32) >> 23) & 0xFF
     counts = torch.zeros(NUM_BYTES, dtype=torch.float64, device=scale.device)
     places = exponents.flatten().to(torch.int64)
@@ -135,7 +136,7 @@ def scale_histogram(scale: Tensor) -> Tensor:
 
 
 def _kept(values: Tensor, keep: int) -> Tensor:
-    """`keep` of `values`, evenly spread."""
+    """Returns `keep` elements of `values`, evenly spaced."""
     if not keep:
         return values.new_zeros(0)
     places = torch.arange(keep, device=values.device) * values.numel() // keep
@@ -156,7 +157,7 @@ cast_statistics = define(
 
 
 def excerpt_sizes(sizes: Sequence[int], block_dim: int, limit: int) -> tuple[int, int]:
-    """Rows along `block_dim`, and elements of each, of the excerpt of a tensor of `sizes`."""
+    """Returns number and length of the rows along `block_dim` in an excerpt of at most `limit` elements."""
     length = sizes[block_dim]
     rows = math.prod(sizes) // length if length else 0
     count = min(rows, max(1, limit // length)) if rows else 0
@@ -194,13 +195,13 @@ nonfinite = define(
 )
 
 Listener = Callable[[Sequence[Tensor], Sequence[str]], object]
-"""Takes results of `nonfinite`, or those of `cast_statistics` and `excerpt`, and a word for each cast."""
+"""Receives the results of `nonfinite`, or of `cast_statistics` and `excerpt`, and a word for each cast."""
 
 _LISTENERS: list[Listener] = []
 
 
 def listen(listener: Listener) -> None:
-    """Let `listener` hear every delivery of this process, in the thread that runs the graph."""
+    """Adds `listener`, which each `deliver` of this process calls in the thread that runs the graph."""
     _LISTENERS.append(listener)
 
 

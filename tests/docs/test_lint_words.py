@@ -96,7 +96,3 @@ def test_strict_function_docstring_without_verb_in_s_is_a_fault():
     assert list(lint_words.strict("f.py", source)) == [
         'f.py:1: begin with a verb, as "Returns", or with "Whether": Return'
     ]
-
-
-def test_strict_folders_exist():
-    assert [folder for folder in lint_words.UNWRITTEN if not (lint_words.ROOT / folder).is_dir()] == []
