@@ -23,6 +23,9 @@ from mxcompile.formats import num_blocks
 from mxcompile.models.fsdp_state import states
 from mxcompile.models.names import user_path
 
+_SPECS = ("_unsharded_dtensor_spec", "_tp_spec")
+"""Attributes of FSDP2 parameters for the layout after the gather, in torch from 2.13 on and before it."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharded:
@@ -116,7 +119,7 @@ def _sharded(path: str, parameter: Any) -> Sharded:
         path=path,
         parameter=held,
         size=parameter._orig_size,
-        spec=parameter._unsharded_dtensor_spec,
+        spec=next((spec for name in _SPECS if (spec := getattr(parameter, name, None)) is not None), None),
         dtype=dtype,
         numel=numel,
         travels=_travels(held, parameter.padded_sharded_param_size, dtype),
