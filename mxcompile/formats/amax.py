@@ -47,11 +47,14 @@ class Amax:
 
     @classmethod
     def of(cls, word: str) -> Amax:
-        """Parses a word such as "percentile:99.9" or "delayed:16:0". Raises `FormatError` for other kinds."""
+        """Parses a word such as "percentile:99.9" or "delayed:16:0". Raises `FormatError` for other words."""
         kind, *numbers = word.split(":")
         if kind not in list(AmaxKind):
             raise FormatError(not_allowed("amax", kind, list(AmaxKind)))
-        value, margin = (*map(float, numbers), 0.0, 0.0)[:2]
+        try:
+            value, margin = (*map(float, numbers), 0.0, 0.0)[:2]
+        except ValueError:
+            raise FormatError(f"amax {word!r}: expected numbers after {kind}, found {numbers}") from None
         return cls(kind=AmaxKind(kind), value=value, margin=int(margin))
 
     @property

@@ -12,9 +12,9 @@
 
 max is the largest element, RNE rounds to nearest even. A percentile may replace the amax of a tile (see
 `amax`). A tile with NaN or Inf has a NaN scale. Under a scale of earlier calls only the elements that are not
-finite become NaN; codes, which have no NaN, become 0. Only tiles of the whole tensor span dimensions before
-the last two. Sources wider than FP32 are rounded to FP32 first. Stored weights have two 4-bit codes per byte,
-the first in the low half, as in `torch.float4_e2m1fn_x2`.
+finite become NaN; codes have no NaN, so `Format` refuses them there. Only tiles of the whole tensor span
+dimensions before the last two. Sources wider than FP32 are rounded to FP32 first. Stored weights have two
+4-bit codes per byte, the first in the low half, as in `torch.float4_e2m1fn_x2`.
 
 Source: OCP Microscaling Formats v1.0 §5.3 and §6.3. Two levels: arXiv 2509.25149 appendix C, with the order
 of operations of Transformer Engine's kernels.

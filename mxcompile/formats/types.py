@@ -247,6 +247,13 @@ class Format:
     hadamard: int | None = None
     packed: bool = False
 
+    def __post_init__(self) -> None:
+        if self.amax.stateful and self.elem.is_coded:
+            raise FormatError(
+                f"{self} would turn NaN into 0: a scale of earlier calls has no NaN, and neither has"
+                f" {self.elem.name}; use e4m3 or e5m2, or an amax of the tensor itself"
+            )
+
     def __str__(self) -> str:
         words = [self.elem.name, str(self.tile), self.derivation]
         if self.stochastic:
@@ -264,7 +271,7 @@ class Format:
         """Parses element type, tile and derivation of the scale, such as "e4m3 1x32 rceil".
 
         Optional words follow: "stochastic", an `Amax`, "hadamard:" and the signs, "packed". Raises
-        `FormatError` for an unknown element type, tile, derivation or amax.
+        `FormatError` for other words.
         """
         return _format_of(word)
 
@@ -392,22 +399,30 @@ class Format:
 @functools.cache
 def _format_of(word: str) -> Format:
     elem, tile, derivation, *rest = (*word.split(), "", "")[: max(3, len(word.split()))]
-    elements = next((one for one in rest if one in list(ElemRounding)), ElemRounding.NEAREST)
-    signs = next((one.partition(":")[2] for one in rest if one.startswith(f"{HADAMARD}:")), None)
-    known = (*ElemRounding, PACKED)
-    others = (one for one in rest if one not in known and not one.startswith(f"{HADAMARD}:"))
-    amax = next(others, AmaxKind.MAX)
+    roundings = [part for part in rest if part in list(ElemRounding)]
+    transforms = [part for part in rest if part.startswith(f"{HADAMARD}:")]
+    packed = [part for part in rest if part == PACKED]
+    amaxes = [part for part in rest if part not in (*roundings, *transforms, *packed)]
+    signs = [part.partition(":")[2] for part in transforms]
+    if any(len(parts) > 1 for parts in (roundings, transforms, packed, amaxes)) or not all(
+        map(str.isdecimal, signs)
+    ):
+        raise FormatError(
+            f"{word!r} is no format: expected element type, tile and derivation of the scale, then at most"
+            f" one of each: {' or '.join(ElemRounding)}; an amax such as percentile:99.9; {HADAMARD}: and a"
+            f" whole number; {PACKED}"
+        )
     scale = _DERIVED.get(derivation, ScaleType.E8M0)
     return Format(
         elem=elem_named(elem),
         rounding=rounding(derivation) if scale is ScaleType.E8M0 else None,
         tile=Tile.of(tile),
         scale=scale,
-        elements=ElemRounding(elements),
-        amax=Amax.of(amax),
+        elements=ElemRounding(*roundings or [ElemRounding.NEAREST]),
+        amax=Amax.of(*amaxes or [AmaxKind.MAX]),
         pow2=derivation == POW2,
-        hadamard=None if signs is None else int(signs),
-        packed=PACKED in rest,
+        hadamard=int(signs[0]) if signs else None,
+        packed=bool(packed),
     )
 
 

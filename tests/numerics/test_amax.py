@@ -98,3 +98,19 @@ def test_words():
     assert Amax.of("max") == Amax()
     with pytest.raises(FormatError, match="unknown amax 'most'"):
         Amax.of("most")
+    with pytest.raises(FormatError, match="amax 'percentile:high': expected numbers after percentile"):
+        Amax.of("percentile:high")
+
+
+@pytest.mark.parametrize("word", ["ema:0.9", "delayed:16:0"])
+def test_scales_of_earlier_calls_need_elements_with_nan(word: str):
+    with pytest.raises(FormatError, match="would turn NaN into 0"):
+        Format.of(f"e2m1 tensor nearest {word}")
+
+
+@pytest.mark.parametrize(
+    "word", ["max foo", "nearest stochastic", "hadamard:x", "hadamard:1 hadamard:2", "packed packed"]
+)
+def test_a_word_of_no_format_raises(word: str):
+    with pytest.raises(FormatError, match="is no format: expected element type, tile and derivation"):
+        Format.of(f"e4m3 1x32 rceil {word}")

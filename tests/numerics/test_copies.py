@@ -83,7 +83,10 @@ def test_a_word_of_no_copy_raises(word: str):
         Copy.of(f"e4m3 1x32 rceil @-1 {word}".strip())
 
 
-@pytest.mark.parametrize("word", ["", "@-1 codes", "e4m3 1x32 rceil codes", "e4m3 1x32 rceil @x codes"])
+@pytest.mark.parametrize(
+    "word",
+    ["", "@-1 codes", "e4m3 1x32 rceil codes", "e4m3 1x32 rceil @x codes", "e4m3 1x32 rceil @--1 codes"],
+)
 def test_a_copy_without_a_format_or_a_dimension_raises(word: str):
     with pytest.raises(FormatError, match="is no copy: expected a format"):
         Copy.of(word)
