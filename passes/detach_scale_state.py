@@ -24,7 +24,7 @@ from mxcompile.passes.delayed_scales import FORWARD
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DetachScaleState:
-    """No options."""
+    """The pass, without options."""
 
     name: ClassVar[str] = "detach_scale_state"
 

@@ -234,7 +234,7 @@ def stored(node: fx.Node) -> fx.Node:
 def main_sources(
     graph: fx.Graph, depends: dict[fx.Node, Depends], inputs: Sequence[GraphInput]
 ) -> dict[fx.Node, fx.Node]:
-    """Returns the main input of each value computed from parameters alone: the largest input.
+    """Returns the main input, which is the largest, of each value that is computed from parameters alone.
 
     ``codes.to(bf16) * scale`` has ``codes``; ``mask * w`` has ``w``, because a parameter wins over another
     input of the same size. Products and concatenations of several inputs have no main input.

@@ -21,7 +21,7 @@ _COLLECTIVES = torch.ops._c10d_functional
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HintExpertSplits:
-    """No options."""
+    """The pass, without options."""
 
     name: ClassVar[str] = "hint_expert_splits"
 

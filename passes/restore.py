@@ -28,7 +28,7 @@ _Rules = Mapping[Any, Callable[..., Any]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restore:
-    """No options."""
+    """The pass, without options."""
 
     name: ClassVar[str] = "restore"
 

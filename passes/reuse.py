@@ -49,7 +49,7 @@ _EXACT = frozenset({torch.bfloat16, torch.float32})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reuse:
-    """No options."""
+    """The pass, without options."""
 
     name: ClassVar[str] = "reuse"
 

@@ -28,7 +28,7 @@ from mxcompile.policy import Gemm, Saved
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Save:
-    """No options: `saved` is in the tags."""
+    """The pass, without options: `saved` is in the tags."""
 
     name: ClassVar[str] = "save"
 

@@ -23,7 +23,7 @@ from mxcompile.ops.view import Cast
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seed:
-    """No options: formats select the stochastic casts."""
+    """The pass, without options: formats select the stochastic casts."""
 
     name: ClassVar[str] = "seed"
 

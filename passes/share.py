@@ -21,7 +21,7 @@ _MERGED = VIEWS | CONVERSIONS | ops.CASTS | {operator.getitem}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """No options."""
+    """The pass, without options."""
 
     name: ClassVar[str] = "share"
 

@@ -29,7 +29,7 @@ def has_several_gradients(node: fx.Node) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """No options."""
+    """The pass, without options."""
 
     name: ClassVar[str] = "split"
 

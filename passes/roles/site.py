@@ -90,10 +90,10 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Site:
-    """One layer.
+    """A layer, as the statements of roles read it.
 
-    made: sources of its input. beyond: the same, seen through earlier layers without a nonlinearity in
-    between, as the first layer of a low-rank pair.
+    made: the layers and inputs from which its input is computed. beyond: the same without earlier layers that
+    no nonlinearity follows, such as the first layer of a low-rank pair; their own sources take their place.
     """
 
     node: fx.Node
