@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mxcompile.formats import BLOCK, Format, ScaleLayout, ScaleType
-from mxcompile.formats.types import E2M1
+from mxcompile.formats.elements import E2M1
 from mxcompile.lowering.chips.peak import Peak, Rate
 from mxcompile.lowering.chips.tiles import ChipTiles
 

@@ -31,9 +31,9 @@ import triton
 import triton.language as tl
 
 from mxcompile.formats import E4M3
+from mxcompile.formats.elements import E2M1
 from mxcompile.formats.encoding import FP32_MAX
 from mxcompile.formats.stochastic import MULTIPLIER, ROUNDS, WEYL
-from mxcompile.formats.types import E2M1
 from mxcompile.lowering.kernels import fp4_ptx, packed, tiles
 
 _ELEM = tl.constexpr(E2M1.name)

@@ -1,10 +1,20 @@
-"""Number formats (`types`), the table of precisions (`precisions`), and casts in plain torch (`encoding`)."""
+"""Element types (`elements`), formats (`types`), precisions (`precisions`), and casts (`encoding`)."""
 
 from mxcompile.formats.amax import MAX as MAX
 from mxcompile.formats.amax import Amax as Amax
 from mxcompile.formats.amax import AmaxKind as AmaxKind
 from mxcompile.formats.copies import Copy as Copy
 from mxcompile.formats.copies import CopyPart as CopyPart
+from mxcompile.formats.elements import E4M3 as E4M3
+from mxcompile.formats.elements import E5M2 as E5M2
+from mxcompile.formats.elements import ELEM_TYPES as ELEM_TYPES
+from mxcompile.formats.elements import ELEMENTS as ELEMENTS
+from mxcompile.formats.elements import FNUZ as FNUZ
+from mxcompile.formats.elements import ElemRounding as ElemRounding
+from mxcompile.formats.elements import ElemType as ElemType
+from mxcompile.formats.elements import elem_named as elem_named
+from mxcompile.formats.elements import elem_type as elem_type
+from mxcompile.formats.elements import stored_elem as stored_elem
 from mxcompile.formats.precisions import KEPT as KEPT
 from mxcompile.formats.precisions import NO_HADAMARD as NO_HADAMARD
 from mxcompile.formats.precisions import PRECISIONS as PRECISIONS
@@ -17,28 +27,18 @@ from mxcompile.formats.precisions import label as label
 from mxcompile.formats.precisions import labels as labels
 from mxcompile.formats.precisions import stored_precision as stored_precision
 from mxcompile.formats.types import BLOCK as BLOCK
-from mxcompile.formats.types import E4M3 as E4M3
-from mxcompile.formats.types import E5M2 as E5M2
-from mxcompile.formats.types import ELEM_TYPES as ELEM_TYPES
-from mxcompile.formats.types import ELEMENTS as ELEMENTS
-from mxcompile.formats.types import FNUZ as FNUZ
 from mxcompile.formats.types import NEAREST as NEAREST
 from mxcompile.formats.types import POW2 as POW2
 from mxcompile.formats.types import SCALE_NAN as SCALE_NAN
 from mxcompile.formats.types import TWO_LEVEL as TWO_LEVEL
 from mxcompile.formats.types import WHOLE as WHOLE
-from mxcompile.formats.types import ElemRounding as ElemRounding
-from mxcompile.formats.types import ElemType as ElemType
 from mxcompile.formats.types import Format as Format
 from mxcompile.formats.types import Rounding as Rounding
 from mxcompile.formats.types import ScaleLayout as ScaleLayout
 from mxcompile.formats.types import Scales as Scales
 from mxcompile.formats.types import ScaleType as ScaleType
 from mxcompile.formats.types import Tile as Tile
-from mxcompile.formats.types import elem_named as elem_named
-from mxcompile.formats.types import elem_type as elem_type
 from mxcompile.formats.types import num_blocks as num_blocks
 from mxcompile.formats.types import rounding as rounding
 from mxcompile.formats.types import scale_layout as scale_layout
-from mxcompile.formats.types import stored_elem as stored_elem
 from mxcompile.formats.types import stored_form as stored_form

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from mxcompile.errors import FormatError
+from mxcompile.formats.elements import FNUZ, ElemType, elem_type
 from mxcompile.formats.encoding import (
     as_fnuz,
     decode_tensors,
@@ -45,18 +46,7 @@ from mxcompile.formats.encoding import (
 )
 from mxcompile.formats.hadamard import num_transformed, transformed
 from mxcompile.formats.scale_tiles import tile_scale, tiled_length
-from mxcompile.formats.types import (
-    FNUZ,
-    ElemType,
-    Format,
-    Rounding,
-    ScaleLayout,
-    Tile,
-    elem_type,
-    num_blocks,
-    rounding,
-    scale_layout,
-)
+from mxcompile.formats.types import Format, Rounding, ScaleLayout, Tile, num_blocks, rounding, scale_layout
 
 _TRANSPOSED, _FNUZ = "transposed", "fnuz"
 

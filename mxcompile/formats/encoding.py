@@ -33,19 +33,9 @@ from torch.nn import functional as F
 from mxcompile.errors import FormatError
 from mxcompile.formats import stochastic
 from mxcompile.formats.amax import AmaxKind
+from mxcompile.formats.elements import E4M3, FNUZ, ElemType, elem_type
 from mxcompile.formats.numerics import inverse_scale_value, scale_bytes, scale_value
-from mxcompile.formats.types import (
-    BLOCK,
-    E4M3,
-    FNUZ,
-    WHOLE,
-    ElemType,
-    Format,
-    Rounding,
-    Tile,
-    elem_type,
-    rounding,
-)
+from mxcompile.formats.types import BLOCK, WHOLE, Format, Rounding, Tile, rounding
 
 FP32_MAX = torch.finfo(torch.float32).max
 

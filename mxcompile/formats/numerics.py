@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from mxcompile.errors import FormatError
-from mxcompile.formats.types import SCALE_NAN, ElemType, Rounding
+from mxcompile.formats.elements import ElemType
+from mxcompile.formats.types import SCALE_NAN, Rounding
 
 _INF_BITS = 0x7F800000
 _NAN_BITS = 0x7FC00000

@@ -12,24 +12,8 @@ from dataclasses import dataclass, field, fields, replace
 
 from mxcompile.errors import FormatError
 from mxcompile.formats.amax import MAX, Amax, AmaxKind
-from mxcompile.formats.types import (
-    E2M1,
-    E2M3,
-    E3M2,
-    E4M3,
-    E5M2,
-    NEAREST,
-    POW2,
-    TWO_LEVEL,
-    ElemRounding,
-    ElemType,
-    Format,
-    Rounding,
-    Scales,
-    ScaleType,
-    Tile,
-    register,
-)
+from mxcompile.formats.elements import E2M1, E2M3, E3M2, E4M3, E5M2, ElemRounding, ElemType, register
+from mxcompile.formats.types import NEAREST, POW2, TWO_LEVEL, Format, Rounding, Scales, ScaleType, Tile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,7 +21,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from mxcompile.formats.types import ElemType
+from mxcompile.formats.elements import ElemType
 
 ROUNDS = 7
 """Rounds of Philox; seven pass BigCrush."""

@@ -17,8 +17,8 @@ from torch.library import opcheck
 import mxcompile
 from mxcompile import ops
 from mxcompile.formats import E4M3, E5M2, ElemType, Format
+from mxcompile.formats.elements import E2M1, E2M3, E3M2
 from mxcompile.formats.encoding import decode_tensors, encode_tensors
-from mxcompile.formats.types import E2M1, E2M3, E3M2
 from mxcompile.graph.tags import GemmTag, Kind, set_tag
 from mxcompile.lowering.graph.promote_to_mx import PromoteToMX
 from mxcompile.lowering.targets import TARGETS

@@ -10,6 +10,7 @@ import mxcompile
 from mxcompile import MXTensor, ops
 from mxcompile.errors import FormatError
 from mxcompile.formats import Format, ScaleType, Tile, stored_elem
+from mxcompile.formats.elements import E2M1
 from mxcompile.formats.encoding import (
     decode_tensors,
     element_values,
@@ -18,7 +19,7 @@ from mxcompile.formats.encoding import (
     pack,
     unpack,
 )
-from mxcompile.formats.types import E2M1, Rounding
+from mxcompile.formats.types import Rounding
 
 BF16 = torch.bfloat16
 WORD = str(Format(elem=E2M1))

@@ -14,9 +14,9 @@ from torch.library import opcheck
 from mxcompile import ops
 from mxcompile.errors import FormatError
 from mxcompile.formats import ElemType, Format
+from mxcompile.formats.elements import E2M1, E2M3, E3M2, E4M3, E5M2
 from mxcompile.formats.encoding import element_values
 from mxcompile.formats.stochastic import halves, philox, rounded
-from mxcompile.formats.types import E2M1, E2M3, E3M2, E4M3, E5M2
 
 ELEMS = [E4M3, E5M2, E3M2, E2M3, E2M1]
 FORMATS = ["e5m2 tensor nearest stochastic", "e4m3 1x32 rceil stochastic", "e2m1 1x32 rceil stochastic"]

@@ -36,7 +36,7 @@ BUDGETS = {
     "mxcompile/compiler/reporting": 1_095,
     "mxcompile/compiler/session": 250,
     "mxcompile/distributed": 600,
-    "mxcompile/formats": 1_800,
+    "mxcompile/formats": 1_780,
     "mxcompile/graph": 1_604,
     "mxcompile/mesh": 2_070,
     "mxcompile/models": 2_735,

@@ -17,8 +17,8 @@ from mxcompile import MXTensor
 from mxcompile.checkpoint.files import INDEX, Checkpoint
 from mxcompile.errors import CheckpointError
 from mxcompile.formats import stored_form
+from mxcompile.formats.elements import E2M1
 from mxcompile.formats.encoding import pack, unpack
-from mxcompile.formats.types import E2M1
 
 BF16 = torch.bfloat16
 FP8, FP4 = torch.float8_e4m3fn, torch.float4_e2m1fn_x2
