@@ -18,8 +18,8 @@ Compile-time arguments, the same everywhere:
     SATURATES whether the chip's conversion saturates, so that no clamp precedes it
 
 Values stored as FP8 must not come from PTX's ``max.NaN`` or ``min.NaN``, which Triton emits for operators
-that propagate NaN: if such a value is stored both in rows and transposed, an H100 stores wrong bytes (triton
-issue 11111). `larger` and `smaller` compare instead.
+that propagate NaN: if such a value is stored both in rows and transposed, an H100 stores wrong bytes
+(triton-lang/triton#11111). `larger` and `smaller` compare instead.
 """
 
 from __future__ import annotations

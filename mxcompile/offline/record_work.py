@@ -37,12 +37,12 @@ def estimate(report: Report) -> Report:
     target = TARGETS.get(report.summary.target)
     if target is None or target.peak is None:
         return report
-    siblings = Counter(map(_siblings, report.gemms))
+    rates, siblings = Rates.of(target), Counter(map(_siblings, report.gemms))
     trained = {gemm.name for gemm in report.gemms if gemm.gemm != "fprop"}
     gemms = []
     for gemm in report.gemms:
         if gemm.is_known:
-            times = _Times(gemm, Rates.of(target), siblings[_siblings(gemm)], 1 + (gemm.name in trained))
+            times = _Times(gemm, rates, siblings[_siblings(gemm)], 1 + (gemm.name in trained))
             gemm = dataclasses.replace(gemm, estimate_bf16_us=times.own, estimate_us=times.quantized)
         gemms.append(gemm)
     summary = dataclasses.replace(

@@ -132,15 +132,14 @@ class Figure:
     counts the number once for each module that runs the code.
     """
 
-    label: str = ""
-    unit: str = "count"
+    label: str
+    unit: str
     is_shown: bool = True
     per_run: bool = False
 
 
-def _figure(default: Any, *words: Any, **options: bool) -> Any:
-    """Returns a field with the metadata `Figure(*words, **options)`."""
-    label, unit = words or ("", "count")
+def _figure(default: Any, label: str = "", unit: str = "count", **options: bool) -> Any:
+    """Returns a field of a dataclass with a `Figure` as metadata."""
     return field(default=default, metadata={"figure": Figure(label=label, unit=unit, **options)})
 
 

@@ -61,7 +61,7 @@ def _help(report: Report) -> str:
     if _ratio(many) < 1:
         return "; ".join([_why_never(report), *_narrow(many)])
     enough = tokens
-    while _ratio(at_tokens(report, enough)) < 1:
+    while enough < _MANY and _ratio(at_tokens(report, enough)) < 1:
         enough *= 2
     return (
         f"{tokens:,} tokens are few; with about {enough:,} it is as fast (a larger batch, longer sequences)"
