@@ -104,7 +104,7 @@ def chip(name: str) -> Target:
 @functools.cache
 def rates_of(name: str) -> Rates:
     """The rates of a chip."""
-    return Rates.of(chip(name))
+    return Rates.for_target(chip(name))
 
 
 def compiled() -> Iterator[Point]:

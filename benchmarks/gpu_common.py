@@ -73,7 +73,7 @@ def run(name: str, options: argparse.Namespace, programs: Callable[[str], Iterab
         return
     else:
         register()
-        rates = Rates.of(here(), options.rates)
+        rates = Rates.for_target(here(), options.rates)
         made = (
             attempt(each, lambda each=each: each.measure(rates, options.repeats))
             for each in programs(rates.target.name)

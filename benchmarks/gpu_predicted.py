@@ -101,7 +101,7 @@ class CompiledProgram(Program):
     def expected(self, time_us: float, rates: Rates) -> Row:
         """The estimate beside a measured time."""
         works = [each.work for each in self.works(rates)]
-        estimate = Range.of(lambda moved: total(works, moved), rates)
+        estimate = Range.from_rates(lambda moved: total(works, moved), rates)
         return {
             "predicted_us": round(estimate.centre, 2),
             "predicted_range_us": [round(estimate.low, 2), round(estimate.high, 2)],
@@ -160,7 +160,7 @@ def _columns(keys: Iterable[tuple[Stack, str]]) -> Iterator[tuple[str, tuple[Sta
     """Columns by chip, then by versions: the head, the key of the rows and the rates of the chip."""
     found = sorted(set(keys))
     for chip in CHIPS:
-        rates = Rates.of(of_chip(chip))
+        rates = Rates.for_target(of_chip(chip))
         for (torch_version, triton_version), target in found:
             if target == rates.target.name:
                 head = f"{chip.upper()}, torch {torch_version}, Triton {triton_version}"
@@ -174,7 +174,7 @@ def _over(works: dict[str, list[Work]], policy: str, rates: Rates) -> str:
 
 
 def _time(works: Sequence[Work], rates: Rates) -> str:
-    estimate = Range.of(lambda moved: total(works, moved), rates)
+    estimate = Range.from_rates(lambda moved: total(works, moved), rates)
     return estimate.text(",.0f" if estimate.centre >= 100 else ".1f")
 
 

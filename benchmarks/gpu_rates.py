@@ -83,7 +83,7 @@ def fp4(peak: Peak, time: Time) -> Iterator[float]:
     """The product of NVFP4 operands, packed, with scales of two levels."""
     from mxcompile.lowering.templates.vendor import mx_vendor_nvfp4_mm  # needs Triton
 
-    form, one = Format.of("e2m1 1x16 two-level"), torch.ones(1, device=gpu_common.DEVICE)
+    form, one = Format.parse("e2m1 1x16 two-level"), torch.ones(1, device=gpu_common.DEVICE)
     copy = str(Copy.packed(form, -1, ScaleLayout.TILED_128X4))
     for m, n, k in SHAPES:
         matrices = [_matrix(rows, k) for rows in (m, n)]

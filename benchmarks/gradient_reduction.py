@@ -46,7 +46,7 @@ RUNS = tuple(
 )
 WAYS = {"FP32": ("reduce-scatter", 1.0), "BF16": ("reduce-scatter", 1 / 2), "MXFP8": ("all-to-all", 33 / 128)}
 """How gradients travel: the collective, and its bytes beside those of FP32."""
-_STOCHASTIC, _NEAREST = Format.of("e4m3 1x32 rceil stochastic"), Format.of("e4m3 1x32 rceil")
+_STOCHASTIC, _NEAREST = Format.parse("e4m3 1x32 rceil stochastic"), Format.parse("e4m3 1x32 rceil")
 
 
 def times(run: mesh_runs.Run) -> Iterator[dict[str, Any]]:

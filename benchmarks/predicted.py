@@ -155,17 +155,17 @@ def works(row: dict[str, Any], kind: str | None = None) -> list[Work]:
 def step_us(row: dict[str, Any], kind: str | None = None) -> Range:
     """The time of a row's step, or of its launches of one kind, by the rates of its chip."""
     chosen = works(row, kind)
-    return Range.of(lambda rates: total(chosen, rates), Rates.of(TARGETS[row["target"]]))
+    return Range.from_rates(lambda rates: total(chosen, rates), Rates.for_target(TARGETS[row["target"]]))
 
 
 def over(rows: dict[tuple[str, str], dict[str, Any]], target: str, policy: str, base: str = BF16) -> Range:
     """A step over that of another policy on the same chip."""
-    return ratio(works(rows[target, policy]), works(rows[target, base]), Rates.of(TARGETS[target]))
+    return ratio(works(rows[target, policy]), works(rows[target, base]), Rates.for_target(TARGETS[target]))
 
 
 def casts_over_memory(row: dict[str, Any]) -> str:
     """Σ estimates of the casts over what their bytes would take; "" without casts."""
-    rates = Rates.of(TARGETS[row["target"]])
+    rates = Rates.for_target(TARGETS[row["target"]])
     casts = [work.estimate(rates) for work in works(row, "cast")]
     return f"{sum(c.us for c in casts) / sum(c.memory_us for c in casts):.2f}" if casts else ""
 

@@ -150,7 +150,9 @@ class Run:
         """The step over BF16's."""
         step, layers = self.step, self.model["layers"]
         share = (layers if self.low is None else self.low) / layers
-        return Range.of(lambda moved: 1 - share + share * step.us(layer, moved) / step.us(bf16, moved), rates)
+        return Range.from_rates(
+            lambda moved: 1 - share + share * step.us(layer, moved) / step.us(bf16, moved), rates
+        )
 
 
 def _run(name: str, measured: float, theirs: str, ours: str, **others: Any) -> Run:
@@ -275,7 +277,7 @@ class Estimates:
 
 def estimates(run: Run, rows: dict[tuple[str, str], dict[str, Any]]) -> Estimates:
     """By the library's graph and by ours."""
-    rates = Rates.of(TARGETS[run.target])
+    rates = Rates.for_target(TARGETS[run.target])
     size = {"tokens": run.tokens / predicted.TOKENS, "length": run.length / predicted.TOKENS}
     bf16 = _scaled(layer(rows[run.target, predicted.BF16]), **size)
     theirs = graph_layer(bf16, GRAPHS[run.theirs], run.tokens, rates)

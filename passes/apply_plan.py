@@ -25,10 +25,10 @@ from mxcompile.policy import Gemm
 
 @dataclass(frozen=True, kw_only=True)
 class ApplyPlan:
-    """Sets roles from the plan. known: forward GEMMs of the whole model by name."""
+    """Sets roles from the plan. planned: forward GEMMs of the whole model by name."""
 
     name: ClassVar[str] = "apply_plan"
-    known: Mapping[str, tuple[GemmTag, ...]] = field(default_factory=dict)
+    planned: Mapping[str, tuple[GemmTag, ...]] = field(default_factory=dict)
 
     def apply(self, graph: fx.Graph) -> None:
         """Sets the role, the evidence and the whole layer's sizes in the tags of `graph`."""
@@ -39,20 +39,20 @@ class ApplyPlan:
                     forward[tag.name, tag.kind].append(tag)
         tags_by_layer: dict[str, GemmTag | None] = {}
         for (name, kind), local in forward.items():
-            planned = [tag for tag in self.known.get(name, ()) if tag.kind is kind]
-            if kind is Kind.PRODUCT and not planned:
+            layers = [tag for tag in self.planned.get(name, ()) if tag.kind is kind]
+            if kind is Kind.PRODUCT and not layers:
                 tags_by_layer |= {tag.layer: self._of_module(tag) for tag in local}
             else:
-                tags_by_layer |= zip((tag.layer for tag in local), _matched(local, planned), strict=True)
+                tags_by_layer |= zip((tag.layer for tag in local), _matched(local, layers), strict=True)
         for node in graph.nodes:
             tags = tags_of(node)
             if tags and tags[0].kind in (Kind.LINEAR, Kind.PRODUCT):
                 set_tag(node, *(_following(tag, tags_by_layer.get(tag.layer)) for tag in tags))
 
     def _of_module(self, product: GemmTag) -> GemmTag | None:
-        """Returns a layer with the sizes of `product` in its module, None unless all such have one role."""
+        """Returns a layer with the sizes of `product` in its module, or None if their roles differ."""
         sizes = product.n, product.k
-        candidates = (*self.known.get(product.name, ()), *self._by_module.get(product.name, ()))
+        candidates = (*self.planned.get(product.name, ()), *self._by_module.get(product.name, ()))
         layers = [tag for tag in candidates if tag.kind is Kind.LINEAR and (tag.n, tag.k) == sizes]
         return layers[0] if len({tag.role for tag in layers}) == 1 else None
 
@@ -60,7 +60,7 @@ class ApplyPlan:
     def _by_module(self) -> Mapping[str, Sequence[GemmTag]]:
         """The GEMMs of the whole model by the path of the module that holds the weight."""
         tags_by_module: defaultdict[str, list[GemmTag]] = defaultdict(list)
-        for name, tags in self.known.items():
+        for name, tags in self.planned.items():
             tags_by_module[name.rpartition(".")[0]] += tags
         return tags_by_module
 

@@ -133,7 +133,7 @@ class _Crossing:
         """Moves a backward cast into forward. Returns None if it is not MXFP8, or forward lacks its input."""
         source = self._named.get(argument(cast).name)
         forward_value, backward_value = tensor(source), tensor(argument(cast))
-        view = Cast.of(cast)
+        view = Cast.from_node(cast)
         if view is None or not view.copy.is_mx or forward_value is None or backward_value is None:
             return None
         # the shapes differ if a size depends on data: backward has another symbol for it
@@ -162,7 +162,7 @@ class _Crossing:
         """Returns the copy `spec` of `source`, from a cast in forward, or from a new cast behind `source`."""
         value = value_of(source)
         call = self._forward.call
-        casts = (user for user in source.users if (view := Cast.of(user)) and view.copy == spec)
+        casts = (user for user in source.users if (view := Cast.from_node(user)) and view.copy == spec)
         cast = next(casts, None)
         if cast is None:
             with self._forward.graph.inserting_before(source.next):
@@ -245,7 +245,7 @@ def _saved_copies(saved: Sequence[Any]) -> dict[fx.Node, _Copy]:
     nodes = dict.fromkeys(node for node in saved if isinstance(node, fx.Node))
     for qdata in nodes:
         cast, index = result_of(qdata)
-        view = Cast.of(cast)
+        view = Cast.from_node(cast)
         if cast is None or view is None or not view.copy.is_mx or index != 0:
             continue
         scales = [result for position, result in results_of(cast) if position == 1 and result in nodes]

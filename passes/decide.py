@@ -104,7 +104,7 @@ def decided(tag: GemmTag, decision: Decision, reason: Reason | None) -> GemmTag:
         choice = Choice(precision=KEPT.name, reason=reason)
     elif choice.formats is not None:
         is_wgrad = tag.gemm is Gemm.WGRAD
-        left, right = (choice.formats.of(name, wgrad=is_wgrad) for name in tag.tensors)
+        left, right = (choice.formats.operand_format(name, wgrad=is_wgrad) for name in tag.tensors)
         formats = left, right
     return replace(tag, choice=choice, formats=formats, saved=decision.saved, sent=decision.sent)
 

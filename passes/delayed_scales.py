@@ -91,5 +91,5 @@ def histories(graph: fx.Graph, first: int) -> tuple[tuple[int, int], ...]:
             arguments = arguments_of(node)
             position = input_index(arguments["state"])
             if position is not None:
-                lengths[position - first] = Format.of(arguments["fmt"]).amax.history
+                lengths[position - first] = Format.parse(arguments["fmt"]).amax.history
     return tuple(sorted(lengths.items()))

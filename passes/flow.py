@@ -190,7 +190,7 @@ def _is_transparent(node: fx.Node) -> bool:
 def stored_as(node: fx.Node) -> Format | None:
     """Returns the format of the stored input that `node` dequantizes; None if it does not."""
     while _is_transparent(node) and isinstance(node.args[0], fx.Node):
-        if (values := Decode.of(node)) is not None:
+        if (values := Decode.from_node(node)) is not None:
             return values.form.as_read.unpacked if origin(node).op == "placeholder" else None
         node = node.args[0]
     return None

@@ -162,7 +162,7 @@ def _explain_others(graph: fx.Graph) -> None:
 
 def _is_mx(node: fx.Node) -> bool:
     """Whether `node` is a cast to MXFP8."""
-    cast = Cast.of(node)
+    cast = Cast.from_node(node)
     return cast is not None and cast.copy.is_mx
 
 

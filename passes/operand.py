@@ -85,7 +85,7 @@ def _undoable(cast: fx.Node, before: fx.Node, products: frozenset[Any]) -> bool:
 
 def _is_gathered(node: fx.Node) -> bool:
     """Whether `node` decodes a weight that was gathered in tiles."""
-    values = Decode.of(node)
+    values = Decode.from_node(node)
     return values is not None and values.form.tile == Tile.SQUARE
 
 

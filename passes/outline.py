@@ -216,7 +216,7 @@ def _title(tag: GemmTag) -> str:
 
 def _cast_text(node: fx.Node) -> tuple[str, str]:
     """Returns title and details of a cast."""
-    cast = Cast.of(node)
+    cast = Cast.from_node(node)
     if cast is None:
         return _operator(node), _operator(node)
     layout = "rowwise" if cast.side == -1 else "columnwise"

@@ -52,7 +52,7 @@ class Context:
     """Facts about a joint or inference graph that its nodes do not have.
 
     inputs: inputs of the captured graph. blocks: repeated blocks of the model. cut: reason why the graph is
-    only a part of a model, or "". known: the GEMMs of the whole model by name, if the graph is a part.
+    only a part of a model, or "". planned: the GEMMs of the whole model by name, if the graph is a part.
     tapped: whether weights come with the state of delayed scales.
     """
 
@@ -61,7 +61,7 @@ class Context:
     inputs: tuple[GraphInput, ...] = ()
     blocks: Blocks = field(default_factory=Blocks)
     cut: str = ""
-    known: Mapping[str, tuple[GemmTag, ...]] = field(default_factory=dict)
+    planned: Mapping[str, tuple[GemmTag, ...]] = field(default_factory=dict)
     tapped: bool = False
 
 
@@ -78,7 +78,7 @@ def joint_passes(context: Context) -> tuple[Pass, ...]:
         classify,
         Unregistered(find=find, classify=classify, is_cut=bool(cut)),
         Bodies(find=find, classify=classify),
-        *((ApplyPlan(known=context.known),) if cut else ()),
+        *((ApplyPlan(planned=context.planned),) if cut else ()),
         Decide(policy=context.policy, strict=context.strict, cut=cut),
         QuantizeGemms(tapped=context.tapped),
         Reuse(),

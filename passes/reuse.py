@@ -125,11 +125,11 @@ def _stored(node: fx.Node) -> tuple[Dequantize, bool] | None:
 
     The second result is whether it casts their transpose.
     """
-    cast = Cast.of(node)
+    cast = Cast.from_node(node)
     if cast is None:
         return None
     source, swapped = untransposed(cast.x)
-    dequantize = Dequantize.of(source)
+    dequantize = Dequantize.from_node(source)
     if dequantize is None or cast.form != dequantize.form.unpacked:
         return None
     if dequantize.dtype not in _EXACT and dequantize.global_scale is None:
@@ -158,7 +158,7 @@ def _read_tiles(graph: fx.Graph, build: Builder) -> None:
         if form.tile != Tile.SQUARE or values.scale is None:
             continue
         for user in list(node.users):
-            cast = Cast.of(user)
+            cast = Cast.from_node(user)
             if cast is None or not cast.copy.is_mx or cast.form != form:
                 raise PolicyError(
                     f"the weight of {module_of(user)[0]} was gathered in 32×32 tiles of {form.elem.dtype},"

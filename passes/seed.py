@@ -29,7 +29,7 @@ class Seed:
 
     def apply(self, graph: fx.Graph) -> None:
         """Sets seed and stream of the stochastic casts of `graph`."""
-        views = map(Cast.of, graph.find_nodes(op="call_function", target=ops.cast))
+        views = map(Cast.from_node, graph.find_nodes(op="call_function", target=ops.cast))
         casts = [cast for cast in views if cast is not None and cast.form.stochastic and cast.seed is None]
         if not casts:
             return

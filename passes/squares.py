@@ -61,7 +61,7 @@ def _cast(use: TileUse, weight: fx.Node) -> TileUse:
     """Returns `use` with the only cast that reads `weight`, or with a reason that names another reader."""
     casts = set()
     for user in weight.users:
-        cast = Cast.of(user)
+        cast = Cast.from_node(user)
         if cast is None or not cast.copy.is_mx:
             return replace(use, reason=f"{packet(user) or user.op} reads it too")
         if not cast.copy.is_square:

@@ -114,7 +114,7 @@ def _operands(graph: fx.Graph) -> Iterator[tuple[GemmTag, str, fx.Node | None]]:
         if tag is not None and packet(node) in ops.PRODUCTS:
             for operand, (qdata, _) in zip(tag.tensors, Product.read(node).sides, strict=True):
                 cast, _ = made_by(qdata)
-                yield tag, operand, cast if Cast.of(cast) is not None else None
+                yield tag, operand, cast if Cast.from_node(cast) is not None else None
             if tag.gemm in RESULTS:
                 yield tag, RESULTS[tag.gemm], node
 

@@ -79,7 +79,7 @@ def _of_gemm(node: fx.Node, tag: GemmTag, inputs: Sequence[GraphInput]) -> Itera
         return
     product = Product.read(node)
     cast, block = _source(product.sides[side][0], -1 - side)
-    unpack = Unpack.of(cast)
+    unpack = Unpack.from_node(cast)
     if path := _path(cast if unpack is None else unpack.qdata, inputs):
         stored = value_of(cast)
         form = stored_form(stored.dtype) if unpack is None else unpack.form.unpacked
@@ -116,7 +116,7 @@ class _StorableCast:
 
 def _storable(node: fx.Node) -> _StorableCast | None:
     """Returns the cast `node`, None if weights cannot be stored in its format."""
-    cast = Cast.of(node)
+    cast = Cast.from_node(node)
     if cast is None:
         return None
     form, square = cast.form, cast.form.tile.is_square and (cast.copy.is_mx or cast.form.two_level)

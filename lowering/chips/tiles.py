@@ -40,7 +40,7 @@ class QuantizeChoices:
     columnwise: TileConfig
     both: TileConfig
 
-    def of(self, layout: str) -> TileConfig:
+    def for_layout(self, layout: str) -> TileConfig:
         """Returns the config for `layout`."""
         return {"rowwise": self.rowwise, "columnwise": self.columnwise, "both": self.both}[layout]
 

@@ -40,7 +40,7 @@ def lower_attention(
     given = {"q": q, "keys": keys, "key_scales": key_scales, "values": values, "value_scales": value_scales}
     given |= {} if mask is None else {"mask": mask}
     inputs = {name: kernel.stored(value) for name, value in given.items()}
-    elem = f"mxcompile::{Format.of(fmt).elem.name.upper()}"
+    elem = f"mxcompile::{Format.parse(fmt).elem.name.upper()}"
     strides = (0, 0, 0) if mask is None else _strides(mask.get_size())
 
     def body(words: CppNames) -> str:

@@ -71,7 +71,7 @@ class StoredBuffers:
     rows: bool
 
     @staticmethod
-    def of(
+    def from_tensors(
         qdata: ir.TensorBox, scale: ir.TensorBox, form: Format, global_scale: ir.TensorBox | None
     ) -> StoredBuffers:
         """Returns the buffers of the weight that the arguments of an operator describe."""
@@ -129,7 +129,7 @@ def _others(node: fx.Node, copy: Copy) -> Iterator[tuple[fx.Node, Copy]]:
     source = node.args[0]
     assert isinstance(source, fx.Node)
     for user in source.users:
-        view = Cast.of(user)
+        view = Cast.from_node(user)
         if user is node or view is None or user in _PROGRESS[V.graph].seen:
             continue
         its = view.copy
@@ -207,7 +207,7 @@ def decoded(
     dim = block_dim % len(shape)
     two_level = form.two_level
     if dim == len(shape) - 1 and not (two_level and len(shape) != 2):
-        weight = StoredBuffers.of(qdata, scale, form, global_scale)
+        weight = StoredBuffers.from_tensors(qdata, scale, form, global_scale)
         return dequantize_part(weight, 0, math.prod(shape[:-1]), dtype, shape)
     if two_level:
         return None

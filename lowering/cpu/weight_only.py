@@ -44,7 +44,7 @@ def product(
     if V.graph.sizevars.optimization_hint(m) > MOST_ROWS:
         return None
     inside = bias is not None and len(bias.get_size()) == 1
-    weight = StoredBuffers.of(qdata, scale, form, global_scale)
+    weight = StoredBuffers.from_tensors(qdata, scale, form, global_scale)
     inputs = {"x": kernel.stored(x), **weight.buffers}
     if bias is not None and inside:
         inputs["bias"] = kernel.stored(_expanded(bias, n))
@@ -87,5 +87,5 @@ def parts(
     shape = [int(size) if isinstance(size, sympy.Integer) else size for size in sizes]
     if not (ranges := parts_of(shape, dtype)):
         return None
-    weight = StoredBuffers.of(qdata, scale, form, global_scale)
+    weight = StoredBuffers.from_tensors(qdata, scale, form, global_scale)
     return [dequantize_part(weight, start, rows, dtype) for start, rows in ranges]

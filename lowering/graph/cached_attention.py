@@ -159,7 +159,7 @@ def _part(node: fx.Node) -> _Parts:
 
 def _cached_parts(node: fx.Node) -> _Parts | None:
     """Returns the codes and scales that `node` decodes, also if it repeats them for shared heads, or None."""
-    dequantize = Dequantize.of(_unrepeated(node))
+    dequantize = Dequantize.from_node(_unrepeated(node))
     if dequantize is None or dequantize.form.packed:
         return None
     codes, scales = dequantize.qdata, dequantize.scale
@@ -196,7 +196,7 @@ def _cached(node: fx.Node) -> bool:
     """Whether `node` is dequantized MX data or a view of it."""
     while packet(node) in TRANSPARENT and node.all_input_nodes:
         node = node.all_input_nodes[0]
-    return Dequantize.of(node) is not None
+    return Dequantize.from_node(node) is not None
 
 
 def _mask(node: fx.Node) -> fx.Node | None:

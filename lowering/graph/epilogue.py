@@ -62,7 +62,7 @@ def _wants_stored(use: fx.Node) -> bool:
 
 def _is_cast(node: fx.Node) -> bool:
     """Whether `node` is a cast with a template, or a product fused with a cast."""
-    cast = Casts.of(node)
+    cast = Casts.from_node(node)
     if cast is None:
         return node.target is ops.quantize_mm
     return all(copy.is_mx or (copy.format.packed and copy.part is CopyPart.CODES) for copy in cast.each)
@@ -119,7 +119,7 @@ def _joins_later(product: fx.Node, node: fx.Node) -> bool:
 
 def _is_product(node: fx.Node) -> bool:
     """Whether `node` is a product of MXFP8 or of packed FP4, which a chip with an MX GEMM runs."""
-    product = Product.of(node)
+    product = Product.from_node(node)
     return product is not None and (product.is_packed or product.is_mx)
 
 

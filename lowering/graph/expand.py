@@ -134,7 +134,7 @@ def scaled(
 
 def _spans_contraction(fmt: str) -> bool:
     """Whether the format `fmt` has FP32 scales that are constant along the contraction dimension."""
-    form = Format.of(fmt)
+    form = Format.parse(fmt)
     return form.scale is ScaleType.FP32 and form.tile.along == WHOLE
 
 

@@ -68,14 +68,14 @@ def _config(tile_sizes: Choices, competes: bool) -> str:
 
 def cast_of(node: fx.Node) -> Cast | None:
     """Returns the cast of the left operand of `node`, a product of matrices, if both can be fused."""
-    product = Product.of(node) if node.target is ops.matmul else None
+    product = Product.from_node(node) if node.target is ops.matmul else None
     if product is None or not product.is_mx or not all(tag.kernel for tag in tags_of(node)):
         return None
     bias, out, results = tensor(product.bias), tensor(node), product.sides[0]
     if out is None or out.ndim != 2 or (bias is not None and bias.ndim != 1):
         return None
     casts = [_cast(result, position, node) for position, result in enumerate(results)]
-    cast = Cast.of(casts[0])
+    cast = Cast.from_node(casts[0])
     if cast is None or None in casts:
         return None
     alone = len(cast.node.users) == 2 and all(user in results for user in cast.node.users)

@@ -85,7 +85,7 @@ class MergeCasts(LoweringPass):
     def apply(self, graph: fx.Graph) -> Reasons:
         """Merges the casts of `graph`, each at the first cast of its tensor."""
         build = Builder(graph, self.name)
-        for cast in list(map(Cast.of, graph.find_nodes(op="call_function", target=ops.cast))):
+        for cast in list(map(Cast.from_node, graph.find_nodes(op="call_function", target=ops.cast))):
             if cast is not None and cast.copy.part is CopyPart.LARGEST:
                 _share_amax(build, cast)
         for group in self._groups(graph):
@@ -103,7 +103,7 @@ class MergeCasts(LoweringPass):
         """Returns pairs of casts of `graph` to MXFP8 or packed FP4 that a template makes in one kernel."""
         groups: dict[Any, list[_Group]] = {}
         for node in graph.find_nodes(op="call_function", target=ops.cast):
-            cast = Cast.of(node)
+            cast = Cast.from_node(node)
             if cast is None or not self._takes(cast):
                 continue
             alone = cast.node if cast.form.stochastic else None
@@ -188,12 +188,12 @@ def _of_fp8(graph: fx.Graph) -> dict[_Key, list[Cast]]:
     """Returns the casts of each matrix to one format with FP32 scales, in order."""
     casts: dict[_Key, list[Cast]] = {}
     for node in graph.find_nodes(op="call_function", target=ops.cast):
-        cast = Cast.of(node)
+        cast = Cast.from_node(node)
         if cast is None:
             continue
         scale = cast.scale
         if _is_down(cast):
-            maker = Cast.of(result_of(scale)[0])
+            maker = Cast.from_node(result_of(scale)[0])
             scale = None if maker is not None and maker.scale is None else scale
         elif not is_fp8(cast) or _lies_along_columns(cast) or _is_dequantized(cast):
             continue
@@ -223,10 +223,10 @@ def _is_dequantized(cast: Cast) -> bool:
 
 
 def _makes_values(node: fx.Node) -> bool:
-    cast = Cast.of(node)
+    cast = Cast.from_node(node)
     if cast is not None:
         return cast.copy.dtype is not None
-    return Decode.of(node) is not None and not _makes_fnuz(node)
+    return Decode.from_node(node) is not None and not _makes_fnuz(node)
 
 
 def _read(cast: Cast, index: int) -> list[fx.Node]:
@@ -269,7 +269,7 @@ def _parts(casts: Sequence[Cast], source: fx.Node, form: Format, scale: fx.Node 
 
 def _makes_fnuz(node: fx.Node) -> bool:
     """Whether `node` converts elements to a FNUZ type."""
-    decode = Decode.of(node)
+    decode = Decode.from_node(node)
     return decode is not None and decode.dtype in FNUZ.values()
 
 

@@ -107,7 +107,7 @@ def _computed_cast(cast: fx.Node, order: dict[fx.Node, int]) -> _ComputedCast | 
 
 def _takes_another(cast: fx.Node) -> bool:
     """Whether `cast` makes two MXFP8 copies of one tensor."""
-    view = Casts.of(cast)
+    view = Casts.from_node(cast)
     if view is None or view.y is not None:
         return False
     return len(view.copies) == 2 and all(copy.is_mx for copy in view.each)

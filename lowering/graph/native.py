@@ -142,7 +142,7 @@ class Native(NativePass):
 
 def is_native(node: fx.Node) -> bool:
     """Whether `node` is a product of MXFP8 or of packed FP4, which a chip with an MX GEMM runs."""
-    product = Product.of(node)
+    product = Product.from_node(node)
     return product is not None and (product.is_packed or product.is_mx)
 
 

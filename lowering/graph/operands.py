@@ -43,7 +43,7 @@ class DequantizedOperands:
         key = qdata, scale, dtype, True
         if key not in self._values:
             dim = -3 - dim if swapped else dim
-            cast = Cast.of(result_of(qdata)[0])
+            cast = Cast.from_node(result_of(qdata)[0])
             if cast is not None and cast.copy.is_mx and _is_whole(cast, scale):
                 values = replace(cast.copy, dtype=dtype, layout=ScaleLayout.ROW_MAJOR)
                 self._values[key] = self._cast(cast, values, like)
@@ -76,12 +76,12 @@ class DequantizedOperands:
         dtype: torch.dtype,
         like: fx.Node,
     ) -> fx.Node:
-        cast = Cast.of(result_of(qdata)[0])
+        cast = Cast.from_node(result_of(qdata)[0])
         if cast is not None and _has_scale(cast, scale):
             part = CopyPart.CODES if scaled else CopyPart.ELEMENTS
             values = Copy(format=cast.form, dim=cast.side, dtype=dtype, part=part)
             return self._cast(cast, values, like, scales=[scale])
-        unpack = Unpack.of(qdata) if scaled else None
+        unpack = Unpack.from_node(qdata) if scaled else None
         if unpack is not None:
             qdata, dim, fmt = unpack.qdata, unpack.block_dim, unpack.fmt
         factor = scale if scaled else None

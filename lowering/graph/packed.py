@@ -60,7 +60,7 @@ class Packed(LoweringPass):
 
     def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
         """Returns the products of formats that the chip multiplies, with operands that are not packed."""
-        products = ((node, Product.of(node)) for node in graph.nodes)
+        products = ((node, Product.from_node(node)) for node in graph.nodes)
         of_elements = ((node, product) for node, product in products if product and not product.is_packed)
         return (node for node, product in of_elements if self.target.multiplies_fp4(*product.forms))
 
@@ -110,14 +110,14 @@ class _Side:
         """Returns the operand at `index` (0: left, 1: right), or the reason why it cannot be packed."""
         qdata, scale, swapped = stored(qdata, scale)
         dim = -2 if swapped != (index == 1) else -1
-        unpack = Unpack.of(qdata)
+        unpack = Unpack.from_node(qdata)
         if unpack is not None:
             codes = value_of(unpack.qdata)
             if dim != -1 or unpack.block_dim % codes.ndim != codes.ndim - 1 or codes.stride(-1) != 1:
                 return "a weight is stored with another dimension innermost than the contraction"
             return _Side(source=unpack, scale=scale, dim=dim)
         (cast, _), (scale_cast, _) = result_of(qdata), result_of(scale)
-        encode = Cast.of(cast) if cast is scale_cast else None
+        encode = Cast.from_node(cast) if cast is scale_cast else None
         if encode is None or tensor(encode.x) is None or encode.scale is not None:
             return "an operand was cast in another graph"
         if all(size == 1 for size in _packed_size(encode, dim)):

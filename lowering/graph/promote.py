@@ -134,7 +134,7 @@ class _Promoter:
     def _dequantized(self, operand: fx.Node) -> fx.Node | None:
         """Returns `operand` decoded to FP32 if it is dequantized data, else None."""
         source, swapped = untransposed(operand)
-        dequantize = Dequantize.of(source)
+        dequantize = Dequantize.from_node(source)
         # two-level values are rounded to the narrow dtype; decoding to FP32 would not round them
         if dequantize is None or dequantize.global_scale is not None:
             return None

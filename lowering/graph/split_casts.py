@@ -31,7 +31,7 @@ class SplitCasts(LoweringPass):
         """Splits the casts of `graph`; parts without a reader disappear."""
         build = Builder(graph, self.name)
         for node in graph.find_nodes(op="call_function", target=ops.cast):
-            cast = Cast.of(node)
+            cast = Cast.from_node(node)
             if cast is None or cast.copy.is_mx or cast.form.packed:
                 continue
             if len(cast.copy.specs(value_of(cast.x))) > 1:

@@ -43,7 +43,7 @@ class TileScales(NativePass):
         build = Builder(graph, self.name)
         native = Native(target=self.target, device=self.device)
         for node in graph.find_nodes(op="call_function", target=ops.cast):
-            cast = Cast.of(node)
+            cast = Cast.from_node(node)
             uses = [use for index, result in results_of(node) if index == 1 for use in readers(result)]
             if (
                 cast is not None
@@ -65,7 +65,7 @@ def _can_tile(cast: Cast) -> bool:
 
 def _takes_tiles(native: Native, user: fx.Node, scale: fx.Node) -> bool:
     """Whether `user` is a product of matrices on the MX GEMM, and `scale` a scale of its operands."""
-    out, product = tensor(user), Product.of(user) if user.target is ops.matmul else None
+    out, product = tensor(user), Product.from_node(user) if user.target is ops.matmul else None
     reads_scale = product is not None and product.is_mx and scale in (product.scale_a, product.scale_b)
     return reads_scale and out is not None and out.ndim == 2 and not native.unmet(user)
 

@@ -58,7 +58,7 @@ class VendorFP8(LoweringPass):
         build = Builder(graph, self.name)
         copies = _Copies(build, not optional.obstacle(*FP8_CASTS), self.target.fp8_fnuz)
         for node in list(graph.nodes):
-            product = Product.of(node) if node.target is ops.matmul else None
+            product = Product.from_node(node) if node.target is ops.matmul else None
             if product is None or product.is_mx or product.is_packed:
                 continue
             is_fp8 = _is_fp8(product)
@@ -150,7 +150,7 @@ class _Copies:
     def transposed(self, matrix: fx.Node) -> fx.Node | None:
         """Returns a separate cast's copy of `matrix` if that is a transposed result of a cast, or None."""
         base, swapped = untransposed(matrix)
-        cast = Cast.of(result_of(base)[0])
+        cast = Cast.from_node(result_of(base)[0])
         if not self._transposes or not swapped or cast is None or not is_fp8(cast):
             return None
         return self._once((base, CopyPart.ELEMENTS), lambda: self._transposed(cast))

@@ -115,7 +115,7 @@ class WeightOnly(LoweringPass):
         if packet(node) not in (aten.mm, aten.addmm) or node.kwargs or not tags_of(node):
             return False
         x, (weight, swapped) = operands_of(node)[0], untransposed(operands_of(node)[1])
-        out, dequantize = tensor(node), Dequantize.of(weight)
+        out, dequantize = tensor(node), Dequantize.from_node(weight)
         if out is None or dequantize is None or dequantize.dtype is not out.dtype:
             return False
         along = -1 if swapped else -2
@@ -230,7 +230,7 @@ def _dequantized(dequantize: Dequantize, swapped: bool) -> _Weight:
 def _operand(product: Product) -> _Weight:
     """Returns the right operand of `product`, behind transposes and the unpacking of packed codes."""
     qdata, scale, swapped = stored(product.b, product.scale_b)
-    unpack = Unpack.of(qdata)
+    unpack = Unpack.from_node(qdata)
     if unpack is None:
         return _Weight(qdata=qdata, scale=scale, swapped=swapped, form=product.forms[1])
     return _Weight(qdata=unpack.qdata, scale=scale, swapped=swapped, form=unpack.form)

@@ -38,7 +38,7 @@ def lower_weight_only_mm(
     global_scale: ir.TensorBox | None = None,
 ) -> ir.TensorBox:
     """Lowers x [M, K] · wᵀ [N, K] (+ bias)."""
-    form = Format.of(fmt)
+    form = Format.parse(fmt)
     if (kernel_result := cpp.product(x, qdata, scale, bias, out_dtype, form, global_scale)) is not None:
         return kernel_result
     narrow = x.get_dtype() is torch.bfloat16 and out_dtype is torch.bfloat16

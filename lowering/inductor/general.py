@@ -192,7 +192,7 @@ def lower_decode(
 
     amax: amax of the tensor, for the tensor's scale. global_scale: the same of a stored weight, as a divisor.
     """
-    form = Format.of(fmt)
+    form = Format.parse(fmt)
     if dtype in FNUZ.values():
         return _as_fnuz(qdata)
     if scale is not None:
@@ -265,7 +265,7 @@ def lower_scale_bytes(
     scale: ir.TensorBox, qdata: ir.TensorBox, block_dim: int, fmt: str, scale_layout: str
 ) -> ir.TensorBox:
     """Lowers ``mx.scale_bytes``: scales as a byte per block of each row. qdata: gives the shape."""
-    form = Format.of(fmt)
+    form = Format.parse(fmt)
     result = scale if form.packed else _block_bytes(scale, list(qdata.get_size()), block_dim, form)
     return result if scale_layout == ScaleLayout.ROW_MAJOR else tiled(result, block_dim)
 
@@ -321,7 +321,7 @@ def lower_largest(x: ir.TensorBox) -> ir.TensorBox:
 @register_lowering(ops.known_scale, type_promotion_kind=None)
 def lower_known_scale(state: ir.TensorBox, row: int, fmt: str, ndim: int) -> ir.TensorBox:
     """Lowers ``mx.known_scale``: the scale for the amax in row `row` of `state`."""
-    form, load = Format.of(fmt), state.make_loader()
+    form, load = Format.parse(fmt), state.make_loader()
     margin = 2.0**form.amax.margin if form.amax.kind is AmaxKind.DELAYED else 1.0
 
     def scale(_: Index) -> Any:

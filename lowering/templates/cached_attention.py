@@ -147,7 +147,7 @@ def lower_attention(
         MASKED=mask is not None,
         SHARED=() if mask is None else _shared(mask),
         FACTOR=float(factor),
-        ELEM=repr(Format.of(fmt).elem.name),
+        ELEM=repr(Format.parse(fmt).elem.name),
         NATIVE=target.decodes_fp8,
     )
     result: ir.TensorBox = to_dtype(_merged(total, *parts), q.get_dtype())

@@ -43,7 +43,7 @@ class Coding:
 
         tensors: their scales, one number or a number for each row or column of the result of `size`.
         """
-        form = Format.of(fmt)
+        form = Format.parse(fmt)
         if not form.packed:
             return Coding(precision=defaults.MXFP8, elems=(_fp8(a), _fp8(b)))
         name, per_byte = form.elem.name, form.elem.per_byte

@@ -127,8 +127,8 @@ def lower_quantize_mm(
     if bias is not None:
         operands.append(realize_inputs(_EXPAND(bias, [n])))
     layout = ir.FixedLayout(x.get_device_or_error(), out_dtype, [m, n])
-    form = Format.of(format_x)
-    tried = ((TEMPLATE, arguments) for arguments in _choices(operands, layout, form, Format.of(format_b)))
+    form = Format.parse(format_x)
+    tried = ((TEMPLATE, arguments) for arguments in _choices(operands, layout, form, Format.parse(format_b)))
     choices = call.choices_of(operands, layout, tried)
     if qdata is not None and scale is not None:
         product = [qdata, scale, b, scale_b, bias, out_dtype, str(form.as_read), format_b]

@@ -118,7 +118,7 @@ def lower_weight_only_mm(
         return dequantized.lower_weight_only_mm(x, qdata, scale, bias, out_dtype, fmt, global_scale)
     m, n, k = x.get_size()[0], qdata.get_size()[0], x.get_size()[1]
     rows, columns, depth = (V.graph.sizevars.optimization_hint(size) for size in (m, n, k))
-    form = Format.of(fmt)
+    form = Format.parse(fmt)
     choices = forms(rows, columns, depth, x.get_dtype(), target, packed=form.packed)
     parts = choices[0].parts
     operands = {"X": x, "W": readable(qdata, target), "SCALE": readable(scale, target)}

@@ -113,7 +113,7 @@ class Backend:
         path = path_in(self.root, block)
         if path is None:
             raise OptionError("Backend(block=…) is not a module of root")
-        return name_signature(self.options.policy, block, path, Blocks.of(self.root))
+        return name_signature(self.options.policy, block, path, Blocks.from_model(self.root))
 
     def __call__(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], *, name: str | None = None, **others: Any

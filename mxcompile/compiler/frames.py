@@ -59,7 +59,7 @@ class Frame:
     backward: bool = False
 
     @classmethod
-    def of(cls, gm: fx.GraphModule | None = None) -> Frame:
+    def from_stack(cls, gm: fx.GraphModule | None = None) -> Frame:
         """Returns the frame that Dynamo is compiling. gm: the graph of the frame, if it exists."""
         running: list[Running] = []
         parts = [*_broken(gm)]

@@ -46,7 +46,7 @@ class Amax:
         return f"{self.kind}:{self.value:g}{margin}"
 
     @classmethod
-    def of(cls, word: str) -> Amax:
+    def parse(cls, word: str) -> Amax:
         """Parses a word such as "percentile:99.9" or "delayed:16:0". Raises `FormatError` for other words."""
         kind, *numbers = word.split(":")
         if kind not in list(AmaxKind):

@@ -1,4 +1,4 @@
-"""The copies that a cast makes of a tensor. Operators take a copy as its word, which `Copy.of` parses.
+"""The copies that a cast makes of a tensor. Operators take a copy as its word, which `Copy.parse` parses.
 
     e4m3 1x32 rceil @-1 codes            elements, and one scale for each tile
     e4m3 32x32 rceil @-2 codes per-row   elements, and the scale of its square tile for each row
@@ -98,7 +98,7 @@ class Copy:
         return " ".join(words)
 
     @classmethod
-    def of(cls, word: str) -> Copy:
+    def parse(cls, word: str) -> Copy:
         """Parses `word`. Raises `FormatError` if a part is missing, unknown or out of order."""
         return _copy_of(word)
 
@@ -260,7 +260,7 @@ def _copy_of(word: str) -> Copy:
             f"{word!r} is no copy: expected a format, @ and a dimension, {', '.join(CopyPart)} or a dtype"
         )
     return Copy(
-        format=Format.of(form),
+        format=Format.parse(form),
         dim=int(dim),
         layout=ScaleLayout(layouts[0]) if layouts else ScaleLayout.ROW_MAJOR,
         dtype=getattr(torch, dtypes[0]) if dtypes else None,

@@ -73,7 +73,7 @@ class Operands:
     dy: Format
     hadamard: int | None = None
 
-    def of(self, operand: str, *, wgrad: bool = False) -> Format:
+    def operand_format(self, operand: str, *, wgrad: bool = False) -> Format:
         """Returns the format of `operand`: "x", "w" or "dy". wgrad: whether it is an operand of wgrad."""
         fmt = {"x": self.x, "w": self.w, "dy": self.dy}[operand]
         return replace(fmt, hadamard=self.hadamard) if wgrad else fmt

@@ -100,7 +100,7 @@ class Tile:
         return self.across == self.along
 
     @classmethod
-    def of(cls, word: str) -> Tile:
+    def parse(cls, word: str) -> Tile:
         """Parses "tensor", "channel", or two sizes such as "1x32". Raises `FormatError` for other words."""
         if word in _NAMED_TILES:
             return _NAMED_TILES[word]
@@ -176,7 +176,7 @@ class Format:
         return " ".join(words)
 
     @classmethod
-    def of(cls, word: str) -> Format:
+    def parse(cls, word: str) -> Format:
         """Parses element type, tile and derivation of the scale, such as "e4m3 1x32 rceil".
 
         Optional words follow: "stochastic", an `Amax`, "hadamard:" and the signs, "packed". Raises
@@ -325,10 +325,10 @@ def _format_of(word: str) -> Format:
     return Format(
         elem=elem_named(elem),
         rounding=rounding(derivation) if scale is ScaleType.E8M0 else None,
-        tile=Tile.of(tile),
+        tile=Tile.parse(tile),
         scale=scale,
         elements=ElemRounding(*roundings or [ElemRounding.NEAREST]),
-        amax=Amax.of(*amaxes or [AmaxKind.MAX]),
+        amax=Amax.parse(*amaxes or [AmaxKind.MAX]),
         pow2=derivation == POW2,
         hadamard=int(signs[0]) if signs else None,
         packed=bool(packed),

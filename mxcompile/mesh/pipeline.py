@@ -37,7 +37,7 @@ class Pipeline:
     slowest: int
 
     @staticmethod
-    def of(stages: Stages, memories: Sequence[Memory], slowest: int) -> Pipeline:
+    def from_stages(stages: Stages, memories: Sequence[Memory], slowest: int) -> Pipeline:
         """Returns the pipeline of `stages` whose ranks hold `memories`."""
         schedule = stages.schedule
         return Pipeline(

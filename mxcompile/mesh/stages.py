@@ -51,7 +51,7 @@ class Stages:
     sent: list[tuple[int, str]] = field(default_factory=list)
 
     @staticmethod
-    def of(schedule: Schedule, blocks: Blocks) -> Stages:
+    def from_schedule(schedule: Schedule, blocks: Blocks) -> Stages:
         """Returns the stages of a model with `blocks`. Raises `ModelError` unless they form one stack."""
         stacks = {path.rpartition(".")[0] for path in blocks.places}
         if len(stacks) != 1:

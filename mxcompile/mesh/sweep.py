@@ -113,7 +113,7 @@ class MeshPoint:
         """Returns the ratio of the µs per token and GPU to another mesh's."""
         mine, theirs = self.step, other.step
         shares = self.candidate.tp / other.candidate.tp
-        return Range.of(
+        return Range.from_rates(
             lambda rates: (
                 shares * mine.works[0].us(mine.links, rates) / theirs.works[0].us(theirs.links, rates)
             ),

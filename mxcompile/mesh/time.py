@@ -196,19 +196,21 @@ class StepTime:
     rates: Rates
 
     @staticmethod
-    def of(works: Sequence[RankWork], links: Links, target: Target) -> StepTime:
+    def from_works(works: Sequence[RankWork], links: Links, target: Target) -> StepTime:
         """Returns the step time by the rates of `target`. Raises `OptionError` if a link speed is missing."""
         for one in works[0].collectives:
             links.check(one)
-        return StepTime(works=tuple(works), links=links, rates=links.rates(Rates.of(target)))
+        return StepTime(works=tuple(works), links=links, rates=links.rates(Rates.for_target(target)))
 
     def range(self, work: RankWork) -> Range:
         """Returns the µs of the step at the low, centre and high rates."""
-        return Range.of(lambda rates: work.us(self.links, rates), self.rates)
+        return Range.from_rates(lambda rates: work.us(self.links, rates), self.rates)
 
     def over(self, work: RankWork, other: RankWork) -> Range:
         """Returns the ratio of the steps of `work` and `other`."""
-        return Range.of(lambda rates: work.us(self.links, rates) / other.us(self.links, rates), self.rates)
+        return Range.from_rates(
+            lambda rates: work.us(self.links, rates) / other.us(self.links, rates), self.rates
+        )
 
     @property
     def us(self) -> Range:

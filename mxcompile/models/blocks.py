@@ -28,7 +28,7 @@ class Blocks:
     places: Mapping[str, Block] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, root: nn.Module | None) -> Blocks:
+    def from_model(cls, root: nn.Module | None) -> Blocks:
         """Returns the blocks of `root`, or no blocks for None."""
         places: dict[str, Block] = {}
         pending = [("", root)] if root is not None else []

@@ -158,7 +158,7 @@ def total(works: Iterable[Work], rates: Rates) -> float:
 
 def ratio(works: Sequence[Work], others: Sequence[Work], rates: Rates) -> Range:
     """Returns Σ `works` / Σ `others` on one chip. Each rate varies in both sums together."""
-    return Range.of(lambda moved: total(works, moved) / total(others, moved), rates)
+    return Range.from_rates(lambda moved: total(works, moved) / total(others, moved), rates)
 
 
 def _peak(target: Target) -> Peak:

@@ -109,11 +109,11 @@ def codegen(
         raise TargetError(f"code is generated for a GPU, found target {target!r}: allowed are {gpus}")
     target = chip.name
     options = Options.parse(None, {"policy": policy, "target": target, "watch": watch})
-    known = Rates.of(chip, rates)
+    known = Rates.for_target(chip, rates)
     backend = attention_backend(chip, attention)
     driven = partial(_driven, model, args, named, mesh, parallel, options, training, backend)
     parts, generated = apart(driven)
-    report = Report.of(parts, target=target, policy=options.policy.label)
+    report = Report.from_parts(parts, target=target, policy=options.policy.label)
     wide = {f"{gemm.name} {gemm.gemm}" for gemm in report.gemms if gemm.dtype in WIDE}
     kernels: dict[tuple[str, str], Kernel] = {}
     launches: list[Launch] = []

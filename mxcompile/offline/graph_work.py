@@ -100,7 +100,7 @@ class _Reader:
 
     def _rate(self, node: fx.Node, tag: GemmTag) -> str:
         """Returns the kind of rate for a product."""
-        product = Product.of(node)
+        product = Product.from_node(node)
         if product is not None and product.is_packed:
             is_matrix = not product.is_grouped and node.meta["val"].ndim == 2
             return product_kind(product.forms, self.target, packed=True, by_library=is_matrix)

@@ -12,7 +12,7 @@
 
 A fraction refers to the peaks in `lowering.targets`. Times are in µs; their low is the longest time. A rate
 that was not measured on a chip is assumed with a wide range, and its source is "assumed". ``make
-gpu-rates`` writes measured rates in the format that `Rates.of` reads; they replace rows of the table.
+gpu-rates`` writes measured rates in the format that `Rates.for_target` reads; they replace rows of the table.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Range:
     high: float
 
     @staticmethod
-    def of(quantity: Callable[[Rates], float], rates: Rates) -> Range:
+    def from_rates(quantity: Callable[[Rates], float], rates: Rates) -> Range:
         """Returns `quantity` at the centre of all rates, and its range.
 
         The rates count as independent: the changes by one rate at a time are added in quadrature.
@@ -71,7 +71,7 @@ class Rates:
     values: Mapping[str, float]
 
     @staticmethod
-    def of(target: Target, measured: str | Path | None = None) -> Rates:
+    def for_target(target: Target, measured: str | Path | None = None) -> Rates:
         """Returns the rates of the table. measured: file whose rates replace them.
 
         Raises `OptionError` if the file is for another target or does not contain rates.

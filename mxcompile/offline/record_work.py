@@ -37,7 +37,7 @@ def estimate(report: Report) -> Report:
     target = TARGETS.get(report.summary.target)
     if target is None or target.peak is None:
         return report
-    rates, siblings = Rates.of(target), Counter(map(_siblings, report.gemms))
+    rates, siblings = Rates.for_target(target), Counter(map(_siblings, report.gemms))
     trained = {gemm.name for gemm in report.gemms if gemm.gemm != "fprop"}
     gemms = []
     for gemm in report.gemms:
@@ -137,7 +137,7 @@ def _siblings(gemm: GemmRecord) -> tuple[object, ...]:
 def _format(operand: OperandFormat) -> Format:
     """Returns the format of an operand. A stored weight has no rounding, which does not matter here."""
     derivation = Rounding.RCEIL if operand.rounding == STORED else operand.rounding
-    return Format.of(f"{operand.elem} {operand.block} {derivation} {operand.elements} {operand.amax}")
+    return Format.parse(f"{operand.elem} {operand.block} {derivation} {operand.elements} {operand.amax}")
 
 
 def _elements(gemm: GemmRecord) -> tuple[int, int, int]:

@@ -60,7 +60,7 @@ class CodegenResult:
     @property
     def step(self) -> Step:
         """Sum of the estimates of all launches."""
-        return Step.of(self.launches, self.rates)
+        return Step.from_launches(self.launches, self.rates)
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -201,7 +201,7 @@ def _estimates(launches: Sequence[Launch], rates: Rates) -> tuple[str, str]:
     known = [launch.estimate for launch in launches if launch.estimate is not None]
     if not known:
         return "", ""
-    us = Step.of(launches, rates).range.text(",.0f")
+    us = Step.from_launches(launches, rates).range.text(",.0f")
     return us, max(known, key=lambda each: each.us).by
 
 

@@ -37,7 +37,7 @@ class Step:
     rates: Rates | None = None
 
     @classmethod
-    def of(cls, launches: Iterable[Launch], rates: Rates) -> Step:
+    def from_launches(cls, launches: Iterable[Launch], rates: Rates) -> Step:
         """Returns the sum over `launches`; zeros if no launch has an estimate."""
         known = [launch for launch in launches if launch.work is not None]
         by_kind: defaultdict[str, float] = defaultdict(float)
@@ -65,7 +65,7 @@ class Step:
         """The estimate in µs at the low, centre and high rates."""
         if self.rates is None or not self.works:
             return Range(0.0, 0.0, 0.0)
-        return Range.of(lambda rates: total(self.works, rates), self.rates)
+        return Range.from_rates(lambda rates: total(self.works, rates), self.rates)
 
     def over(self, other: Step) -> Range:
         """Returns the ratio of this step and `other` on the same chip, by the rates of this step."""

@@ -116,11 +116,11 @@ class TrainingStep:
 
     def range(self, layer: LayerWork, rates: Rates) -> Range:
         """Returns the µs of the step at the low, centre and high rates."""
-        return Range.of(lambda moved: self.us(layer, moved), rates)
+        return Range.from_rates(lambda moved: self.us(layer, moved), rates)
 
     def over(self, layer: LayerWork, other: LayerWork, rates: Rates) -> Range:
         """Returns the ratio of the steps with `layer` and with `other`."""
-        return Range.of(lambda moved: self.us(layer, moved) / self.us(other, moved), rates)
+        return Range.from_rates(lambda moved: self.us(layer, moved) / self.us(other, moved), rates)
 
     @property
     def _collectives_us(self) -> float:

@@ -29,7 +29,7 @@ def _attention(
 ) -> Tensor:
     repeats = q.shape[1] // keys.shape[1]
     k, v = (
-        decoded(codes.view(Format.of(fmt).elem.dtype), scales, -1, fmt, torch.float32).repeat_interleave(
+        decoded(codes.view(Format.parse(fmt).elem.dtype), scales, -1, fmt, torch.float32).repeat_interleave(
             repeats, 1
         )
         for codes, scales in ((keys, key_scales), (values, value_scales))

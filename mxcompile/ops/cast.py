@@ -1,6 +1,6 @@
 """The cast of a tensor to copies, and its reverse.
 
-    cast      x → the tensors of each copy of x, then of each copy of y        copies: words (`Copy.of`)
+    cast      x → the tensors of each copy of x, then of each copy of y        copies: words (`Copy.parse`)
     decode    qdata, scale → values. Without scale: elements. In uint8: codes of packed elements. In MI300's
               types (`FNUZ`): elements of half the value
 
@@ -44,7 +44,7 @@ def _cast(
         tensor
         for each in _sources(x, y)
         for word, scale, amax in known
-        for tensor in Copy.of(word).tensors(each, seed, stream, scale, amax)
+        for tensor in Copy.parse(word).tensors(each, seed, stream, scale, amax)
     ]
 
 
@@ -61,7 +61,7 @@ def _spec_cast(
     amaxes: Sequence[Tensor | None] | None = None,
     y: Tensor | None = None,
 ) -> list[Spec]:
-    return [spec for each in _sources(x, y) for word in copies for spec in Copy.of(word).specs(each)]
+    return [spec for each in _sources(x, y) for word in copies for spec in Copy.parse(word).specs(each)]
 
 
 def decoded(
@@ -74,7 +74,7 @@ def decoded(
     global_scale: Tensor | None = None,
 ) -> Tensor:
     """Implements `decode`."""
-    form = Format.of(fmt)
+    form = Format.parse(fmt)
     if dtype in FNUZ.values():
         return as_fnuz(qdata)
     if form.packed:
@@ -103,7 +103,7 @@ def decoded_shape(qdata: Any, block_dim: int, form: Format) -> list[Any]:
 def _spec_decode(
     qdata: Tensor, scale: Tensor | None, block_dim: int, fmt: str, dtype: torch.dtype, *_: Any
 ) -> list[Spec]:
-    return [(decoded_shape(qdata, block_dim, Format.of(fmt)), dtype)]
+    return [(decoded_shape(qdata, block_dim, Format.parse(fmt)), dtype)]
 
 
 cast = define(

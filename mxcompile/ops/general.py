@@ -1,4 +1,4 @@
-"""Products in any format, and their scales and seeds. Formats are words (`Format.of`).
+"""Products in any format, and their scales and seeds. Formats are words (`Format.parse`).
 
     draw_seed           → a seed for the casts of a graph, int64 [1], from the generator of the device
     scale_bytes         scales of qdata → the bytes that a product reads, one per block, in a layout. FP32
@@ -50,7 +50,7 @@ def _spec_draw_seed(like: Tensor) -> list[Spec]:
 
 
 def _scale_bytes(scale: Tensor, qdata: Tensor, block_dim: int, fmt: str, scale_layout: str) -> Tensor:
-    form, dim = Format.of(fmt), block_dim % qdata.ndim
+    form, dim = Format.parse(fmt), block_dim % qdata.ndim
     bytes_ = scale if form.packed else _block_bytes(scale, qdata, dim, form)
     if scale_layout == ScaleLayout.ROW_MAJOR:
         return bytes_.contiguous()
@@ -69,7 +69,7 @@ def _block_bytes(scale: Tensor, qdata: Tensor, dim: int, form: Format) -> Tensor
 def _spec_scale_bytes(
     scale: Tensor, qdata: Tensor, block_dim: int, fmt: str, scale_layout: str
 ) -> list[Spec]:
-    packed = Format.of(fmt).packed
+    packed = Format.parse(fmt).packed
     shape = scale.shape if packed else scale_shape(qdata.shape, block_dim, Tile(1, BLOCK))
     if scale_layout == ScaleLayout.TILED_128X4:
         shape = [tiled_length(shape[1 - block_dim % 2], shape[block_dim])]

@@ -74,7 +74,7 @@ def _quantize_mm(
     scale: Tensor | None = None,
 ) -> Tensor:
     """Multiplies `x`, cast along K, by `b`. qdata, scale: the cast, for kernels that read it instead of x."""
-    left = decoded(*encode_tensors(x, -1, Format.of(format_x)), -1, format_x, torch.float32)
+    left = decoded(*encode_tensors(x, -1, Format.parse(format_x)), -1, format_x, torch.float32)
     return product(left, decoded(b, scale_b, -2, format_b, torch.float32), bias, out_dtype)
 
 

@@ -48,7 +48,7 @@ def _spec_largest(x: Tensor) -> list[Spec]:
 
 
 def _mean(state: Tensor, row: int, amax: Tensor, fmt: str) -> Tensor:
-    decay, before = Format.of(fmt).amax.value, state[row : row + 1]
+    decay, before = Format.parse(fmt).amax.value, state[row : row + 1]
     mean = decay * before + (1 - decay) * amax
     return torch.where(before == 0, amax, torch.where(amax.isfinite(), mean, before))
 
@@ -58,7 +58,7 @@ def _spec_mean(state: Tensor, row: int, amax: Tensor, fmt: str) -> list[Spec]:
 
 
 def _known_scale(state: Tensor, row: int, fmt: str, ndim: int) -> Tensor:
-    form = Format.of(fmt)
+    form = Format.parse(fmt)
     margin = 2.0**form.amax.margin if form.amax.kind is AmaxKind.DELAYED else 1.0
     return fp32_scale(state[row] * margin, form).reshape([1] * ndim)
 

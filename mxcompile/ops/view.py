@@ -1,6 +1,6 @@
 """Reads calls of operators by the argument names of their schemas. A new argument changes only this file.
 
-Cast.of(node).copies              Product.of(node).scale_b          `of` returns None for other operators
+Cast.from_node(node).copies       or None, if the node calls another operator: Cast, Product, Dequantize, …
 argument_of(node, "dim")          an argument of any operator, also of ATen, or its default
 build.call(ops.decode, *view.arguments(dtype=torch.float32), like=node)       the same call, one change
 """
@@ -67,7 +67,7 @@ class View:
     operators: ClassVar[frozenset[Any]]
 
     @classmethod
-    def of(cls, node: Any) -> Self | None:
+    def from_node(cls, node: Any) -> Self | None:
         """Returns the view of `node`, or None if it does not call an operator of `operators`."""
         if not isinstance(node, fx.Node) or node.target not in cls.operators:
             return None
@@ -78,7 +78,7 @@ class View:
     @classmethod
     def read(cls, node: fx.Node) -> Self:
         """Returns the view of `node`, which must call an operator of `operators`."""
-        view = cls.of(node)
+        view = cls.from_node(node)
         assert view is not None, f"{node.format_node()} is not a call of {cls.__name__}"
         return view
 
@@ -108,7 +108,7 @@ class Casts(View):
     @property
     def each(self) -> list[Copy]:
         """The copies, parsed."""
-        return [Copy.of(word) for word in self.copies]
+        return [Copy.parse(word) for word in self.copies]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,15 +116,15 @@ class Cast(Casts):
     """A call of `cast` that makes a single copy of one tensor, as passes write it."""
 
     @classmethod
-    def of(cls, node: Any) -> Self | None:
+    def from_node(cls, node: Any) -> Self | None:
         """Returns the view of `node`, or None if it is not a cast to a single copy of one tensor."""
-        view = super(Cast, cls).of(node)
+        view = super(Cast, cls).from_node(node)
         return view if view is not None and len(view.copies) == 1 and view.y is None else None
 
     @property
     def copy(self) -> Copy:
         """The copy, parsed."""
-        return Copy.of(self.copies[0])
+        return Copy.parse(self.copies[0])
 
     @property
     def scale(self) -> fx.Node | None:
@@ -168,7 +168,7 @@ class Decode(View):
     @property
     def form(self) -> Format:
         """The format of the data, parsed."""
-        return Format.of(self.fmt)
+        return Format.parse(self.fmt)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,9 +178,9 @@ class Dequantize(Decode):
     scale: fx.Node
 
     @classmethod
-    def of(cls, node: Any) -> Self | None:
+    def from_node(cls, node: Any) -> Self | None:
         """Returns the view of `node`, or None if it is not a decode of this kind."""
-        view = super(Dequantize, cls).of(node)
+        view = super(Dequantize, cls).from_node(node)
         if view is None or view.scale is None:
             return None
         return view if view.form.packed or view.form.is_mx_rows else None
@@ -191,9 +191,9 @@ class Unpack(Decode):
     """A decode of packed elements to codes, one per byte."""
 
     @classmethod
-    def of(cls, node: Any) -> Self | None:
+    def from_node(cls, node: Any) -> Self | None:
         """Returns the view of `node`, or None if it is not a decode to codes."""
-        view = super(Unpack, cls).of(node)
+        view = super(Unpack, cls).from_node(node)
         return view if view is not None and view.dtype is torch.uint8 else None
 
 
@@ -254,7 +254,7 @@ class Product(View):
     @property
     def forms(self) -> tuple[Format, ...]:
         """The formats of both operands, parsed."""
-        return tuple(map(Format.of, self.words))
+        return tuple(map(Format.parse, self.words))
 
 
 def results_of(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:

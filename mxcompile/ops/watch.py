@@ -69,7 +69,7 @@ def _cast_statistics(
     scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     value, stored, histogram = _cast(x, block_dim, fmt, seed, stream, scale)
-    limit = Format.of(fmt).elem.max if fmt else math.inf
+    limit = Format.parse(fmt).elem.max if fmt else math.inf
     sums = torch.zeros(len(FIELDS), dtype=torch.float64, device=x.device)
     sums[1] = math.inf
     flat = x.flatten()
@@ -79,7 +79,7 @@ def _cast_statistics(
         largest = torch.maximum(sums[0], part[0])
         smallest = torch.minimum(sums[1], part[1])
         sums = torch.cat([largest.reshape(1), smallest.reshape(1), sums[2:] + part[2:]])
-    has_values = not fmt or Format.of(fmt).pow2 or Format.of(fmt).scale is ScaleType.E8M0
+    has_values = not fmt or Format.parse(fmt).pow2 or Format.parse(fmt).scale is ScaleType.E8M0
     return torch.cat([sums, histogram]), _kept(value if has_values else stored, keep)
 
 
@@ -90,7 +90,7 @@ def _cast(
     if not fmt:
         value = x.to(torch.float32).flatten()
         return value, value, torch.zeros(NUM_BYTES, dtype=torch.float64, device=x.device)
-    form = Format.of(fmt)
+    form = Format.parse(fmt)
     amax = tensor_amax(x) if form.two_level else None
     qdata, scale = encode_tensors(x, block_dim, form, seed, stream, scale, amax)
     value = decode_tensors(qdata, scale, block_dim, form, torch.float32, amax).flatten()

@@ -99,7 +99,7 @@ LeaveOut = Callable[[nn.Module, Policy], Repeats]
 
 def keep_all(model: nn.Module, _: Policy) -> Repeats:
     """Removes no layer of `model`."""
-    return Repeats(blocks=Blocks.of(model))
+    return Repeats(blocks=Blocks.from_model(model))
 
 
 def fold(model: nn.Module, policy: Policy) -> Repeats:
@@ -108,7 +108,7 @@ def fold(model: nn.Module, policy: Policy) -> Repeats:
     for module in model.modules():
         for parameter in module._parameters.values():
             owners[id(parameter)] += 1
-    blocks = Blocks.of(model)
+    blocks = Blocks.from_model(model)
     standing_for: dict[str, tuple[str, ...]] = {}
     pending = [("", model)]
     while pending:

@@ -226,7 +226,7 @@ class Decision:
     sent: Sent = Sent.SOURCE
 
     @classmethod
-    def of(cls, choices: dict[str, Choice], use: Use) -> Decision:
+    def from_choices(cls, choices: dict[str, Choice], use: Use) -> Decision:
         """Returns a decision with the given choices per GEMM and the `saved` and `sent` forms of `use`."""
         return cls(**choices, saved=use.saved or Saved.COLUMNWISE, sent=use.sent or Sent.SOURCE)
 

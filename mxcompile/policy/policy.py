@@ -112,7 +112,7 @@ class Policy:
         use = _NOTHING if index is None else self.rules[index].use
         formats = use.over(self.base.formats)
         choices = {gemm.value: self._choose(gemm, use.wants(gemm), layer, index, formats) for gemm in Gemm}
-        return Decision.of(choices, use)
+        return Decision.from_choices(choices, use)
 
     @property
     def quantizes(self) -> bool:

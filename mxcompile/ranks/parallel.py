@@ -99,7 +99,7 @@ def _shard_fully(model: nn.Module, mesh: DeviceMesh) -> None:
     for module in spread:
         fully_shard(module, mesh=along, shard_placement_fn=_inside(along), **settings)
     along = _with_experts(along, mesh) if spread else along
-    for path in Blocks.of(model).places:
+    for path in Blocks.from_model(model).places:
         fully_shard(model.get_submodule(path), mesh=along, **settings)
     fully_shard(model, mesh=along, **settings)
 

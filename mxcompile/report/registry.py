@@ -53,7 +53,7 @@ class Ledger:
         self.frame: object = None
         self.parts: list[Part] = []
 
-    def of(self, model: nn.Module) -> Ledger:
+    def for_model(self, model: nn.Module) -> Ledger:
         """Returns an empty ledger of the same compile for `model`."""
         other = Ledger(target=self.target, policy=self.policy, group=self.group, model=model)
         other.frame, other.path = self.frame, self.path
@@ -173,7 +173,7 @@ class Registry:
         notes = dict.fromkeys(self._plan_notes.get(key, "") for key in plans)
         for ledger in ledgers:
             notes |= self._notes.get((ledger.model or ledger.frame, ledger.group), {})
-        return Report.of(
+        return Report.from_parts(
             latest([(ledger.frame, ledger.parts) for ledger in ledgers]),
             target=last.target,
             policy=last.policy,

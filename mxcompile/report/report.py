@@ -27,7 +27,7 @@ class Report(ReportData):
     """
 
     @classmethod
-    def of(
+    def from_parts(
         cls,
         parts: Sequence[Part],
         *,

@@ -232,7 +232,7 @@ class MXTensor(Tensor):
         qdata, scale_bytes, whole = map(parts.get, _PARTS)
         assert qdata is not None
         assert scale_bytes is not None
-        return MXTensor._of(qdata, scale_bytes, block_dim, dtype, Format.of(word), whole)
+        return MXTensor._of(qdata, scale_bytes, block_dim, dtype, Format.parse(word), whole)
 
     def _stable_hash_for_caching(self) -> str:
         """Returns the key of this tensor for AOTAutograd's cache."""

@@ -92,7 +92,7 @@ class Dump:
         statistics = {}
         for name, (values, _, cast) in self.operands.items():
             numbers, _ = ops.cast_statistics(values, -1, cast["format"], 0)
-            statistics[name] = Tally.of("", cast["format"], numbers.tolist()).statistics()
+            statistics[name] = Tally.from_numbers("", cast["format"], numbers.tolist()).statistics()
         return statistics
 
     def lines(self) -> Iterable[str]:

@@ -71,7 +71,7 @@ class Rule:
     _held: dict[Key, int] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Rule:
+    def from_mapping(cls, given: Mapping[str, Any]) -> Rule:
         """Returns the rule of the mapping `given`. Raises `OptionError`."""
         if not isinstance(given, Mapping):
             raise OptionError(f"a watch rule is a mapping, found {shown(given)}")

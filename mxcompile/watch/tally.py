@@ -50,7 +50,7 @@ class Tally:
     changed: int = 0
 
     @classmethod
-    def of(cls, role: str, fmt: str, numbers: list[float]) -> Tally:
+    def from_numbers(cls, role: str, fmt: str, numbers: list[float]) -> Tally:
         """Returns the tally of one call. numbers: a result of ``cast_statistics``."""
         sums = dict(zip(FIELDS, numbers[: len(FIELDS)], strict=True))
         counts = numbers[len(FIELDS) :]

@@ -85,7 +85,7 @@ class Watch:
         if nonfinite is not None and nonfinite not in ACTIONS:
             raise OptionError(not_allowed("nonfinite", nonfinite, ACTIONS))
         self.nonfinite = nonfinite
-        self._rules = tuple(map(Rule.of, rules))
+        self._rules = tuple(map(Rule.from_mapping, rules))
         self.can_change = any(rule.do == "bf16" for rule in self._rules)
         self.start = _number("start", start)
         self.stop = None if stop is None else _number("stop", stop)

@@ -40,7 +40,7 @@ def audit(gemms: dict[str, float], casts: dict[str, float], precision: str = "mx
         tensors=tuple(cast(*one) for one in casts.items()),
         loss_gap=0.01 * len(casts),
     )
-    return Audit(report=Report.of([Part(gemms=records)], target="cpu", policy="p"), numerics=numerics)
+    return Audit(report=Report.from_parts([Part(gemms=records)], target="cpu", policy="p"), numerics=numerics)
 
 
 OLD = audit({"a": 28.0, "b": 28.0, "c": 20.0, "d": 28.0}, {"a": 0.0, "b": 0.1})

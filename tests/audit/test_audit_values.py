@@ -201,14 +201,14 @@ def test_nan_in_the_input_is_reported_and_does_not_hide_the_rest() -> None:
 def test_an_audit_counts_as_a_watch_does(word: str) -> None:
     """Shares are of the elements that can be lost: zeros, as behind a ReLU, and NaN are none of them."""
     x = torch.randn(64, 64).relu() * torch.exp2(torch.randint(-30, 12, (64, 64)).float())
-    fmt = Format.of(word)
+    fmt = Format.parse(word)
     if fmt.is_mx:  # others lose the whole tensor to them
         x[3, 5], x[9, 40] = torch.nan, torch.inf
     amax = tensor_amax(x) if fmt.two_level else None
     stats = CastStats()
     stats.add(x, *encode_tensors(x, -1, fmt, amax=amax), -1, fmt)
     numbers, _ = ops.cast_statistics(x, -1, word, 0)
-    watched = Tally.of("", word, numbers.tolist()).statistics()
+    watched = Tally.from_numbers("", word, numbers.tolist()).statistics()
     names = {"layer": "a", "name": "a", "module": "Linear", "source": ""}
     tag = GemmTag(**names, gemm=Gemm.FPROP, kind=Kind.LINEAR, tensors=("x", "w"))
     audited = _tensor(CastSite(block_dim=1, rowwise=True, fmt=fmt, readers=[(tag, "x")]), stats)

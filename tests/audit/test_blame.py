@@ -220,11 +220,11 @@ def test_a_plan_never_exceeds_the_runs_that_are_allowed() -> None:
         (1, 2, 3, 7, 30, 126, 1000), (1, 2, 3), (1, 3), (0, 1)
     ):
         for max_runs in (LEAST * repeats, LEAST * repeats + 1, 40, 64, 1000):
-            plan = RunPlan.of(layers, gemms, repeats=repeats, max_runs=max_runs, more=more)
+            plan = RunPlan.from_counts(layers, gemms, repeats=repeats, max_runs=max_runs, more=more)
             assert plan.runs <= max_runs
             assert min(plan.alone, plan.worst) >= 1
             assert min(plan.left_out, plan.kinds, plan.gemms) >= 0
-    exhaustive = RunPlan.of(30, 3, repeats=1, max_runs=100, more=0)
+    exhaustive = RunPlan.from_counts(30, 3, repeats=1, max_runs=100, more=0)
     assert exhaustive.alone == exhaustive.left_out == 30
 
 
@@ -304,7 +304,7 @@ def test_a_reference_that_is_not_finite_is_not_the_policys_fault() -> None:
 
 
 def test_values_that_are_not_finite_come_before_all() -> None:
-    nan, small = Spread.of([1.0, math.nan]), Spread.of([0.5])
+    nan, small = Spread.from_values([1.0, math.nan]), Spread.from_values([0.5])
     assert str(nan) == "not finite"
     assert nan.size == math.inf
     assert exceeds(nan, 0.5)
@@ -313,7 +313,7 @@ def test_values_that_are_not_finite_come_before_all() -> None:
     assert not exceeds(Spread(mean=1.0, error=0.4), 0.5)
     assert exceeds(Spread(mean=1.0, error=0.1), 0.5)
     assert together("loss", []) == 0
-    assert str(Spread.of([-0.25, -0.25])) == "-25.000% ± 0"
+    assert str(Spread.from_values([-0.25, -0.25])) == "-25.000% ± 0"
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_the_rate_is_attentions_in_bf16():
     """A name with "scaled" in it is no FP8 product."""
     forward, backward = _launches("sm_80")
     assert (forward.work.product, backward.work.product) == ("flash", "flash_backward")
-    peak, rates = TARGETS["sm_80"].peak, Rates.of(TARGETS["sm_80"])
+    peak, rates = TARGETS["sm_80"].peak, Rates.for_target(TARGETS["sm_80"])
     for launch in (forward, backward):
         at_peak = launch.flops / (peak.bf16_tflops * 1e6)
         assert launch.estimate.mma_us == pytest.approx(at_peak / rates[launch.work.product])

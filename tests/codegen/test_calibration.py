@@ -61,7 +61,7 @@ def test_published_steps_lie_in_their_ranges(whole_steps):
 
 def test_the_casts_of_a_library_by_hand(whole_steps):
     """Products that read the same tensor share its cast; a published time stays what it is."""
-    graph, rates = whole_steps.GRAPHS["torchao, NVFP4"], whole_steps.Rates.of(TARGETS["sm_100"])
+    graph, rates = whole_steps.GRAPHS["torchao, NVFP4"], whole_steps.Rates.for_target(TARGETS["sm_100"])
     empty = LayerWork(forward=(("product", Work(mma_us=1.0, product="bf16")),) * 3, backward=())
     layer = whole_steps.graph_layer(empty, graph, 1000, rates)
     casts = [work.estimate(rates).us - rates["launch_us"] for kind, work in layer.forward if kind == "cast"]

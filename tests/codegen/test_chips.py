@@ -51,5 +51,5 @@ def test_the_stand_in_of_a_chip_is_the_chip(name: str):
 
 
 def test_an_h100_reaches_more_of_its_memory_than_an_h200():
-    assert Rates.of(of_chip("h100"))["memory"] == 0.89
-    assert Rates.of(of_chip("h200"))["memory"] == 0.80
+    assert Rates.for_target(of_chip("h100"))["memory"] == 0.89
+    assert Rates.for_target(of_chip("h200"))["memory"] == 0.80

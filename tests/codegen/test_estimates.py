@@ -165,7 +165,7 @@ SOURCE = """
 """
 
 
-PLAIN = Rates.of(TARGETS["sm_100"])
+PLAIN = Rates.for_target(TARGETS["sm_100"])
 PLAIN = dataclasses.replace(
     PLAIN,
     values={"memory": 0.875, "issue": 0.6, "own_mxfp8": 0.8, "mxfp8": 0.8, "bf16": 0.8}
@@ -498,7 +498,7 @@ def test_the_committed_prediction_is_todays(monkeypatch):
     assert today["unclear"] == 0
     assert today["launches"] == committed["launches"]
     assert float(predicted.casts_over_memory(committed)) <= 1.25, "casts at the memory's speed, nearly"
-    rates = Rates.of(TARGETS["sm_100"])
+    rates = Rates.for_target(TARGETS["sm_100"])
     for kind in KINDS:
         us = [total(predicted.works(row, kind), rates) for row in (committed, {**committed, **today})]
         assert us[1] == pytest.approx(us[0], rel=0.05), kind

@@ -23,7 +23,7 @@ class Casts(nn.Module):
         self.word = word
 
     def forward(self, x: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
-        form, results = Format.of(self.word), []
+        form, results = Format.parse(self.word), []
         for dim in (-1, -2):
             amax, its = None, form.untransformed if dim == -1 else form
             if its.hadamard is not None:
@@ -67,7 +67,7 @@ def test_casts(word: str, target: str, shape: tuple[int, int], dtype: torch.dtyp
     result = codegen(model, x, seed, target=target, training=False, out_dir=tmp_path)
     assert not result.problems
     assert not any(kernel.binary.spill_bytes for kernel in result.kernels)
-    given = [x, seed] if Format.of(word).stochastic else [x]
+    given = [x, seed] if Format.parse(word).stochastic else [x]
     for found, reference in zip(interpret(tmp_path, given), wanted, strict=True):
         assert found.shape == reference.shape
         assert torch.equal(found, reference)

@@ -138,7 +138,7 @@ def test_packed_weights_are_multiplied_as_they_are(target, word, rows, tmp_path)
     assert not any(name.startswith("mx.decode") for each in result.launches for name in each.operators)
     (tmp_path / "inference.py").rename(tmp_path / "forward.py")
     (out,) = interpret(tmp_path, [*stored.parts, layer.bias, x])
-    cast = rounded_tensors(x.float(), -1, Format.of(FP4[word]))
+    cast = rounded_tensors(x.float(), -1, Format.parse(FP4[word]))
     assert_within(out, *product(cast, stored.dequantize(F32), layer.bias), 180)
 
 

@@ -128,7 +128,7 @@ def test_fused_and_weight_only_products_are_the_templates(module):
 def test_a_row(module, casts, monkeypatch):
     """Of times that are made up: ratios, bandwidth and its share, the measured over the predicted."""
     kernels, common, predicted = map(module, ("gpu_kernels", "gpu_common", "gpu_predicted"))
-    graph, rates = casts(SM_90)["both values"], Rates.of(SM_90)
+    graph, rates = casts(SM_90)["both values"], Rates.for_target(SM_90)
     program = kernels.CastProgram(part="casts", kernel="both values", shape="256x512", graph=graph)
     work = predicted.LaunchWork(kind="cast", kernel="cast", work=Work(num_bytes=7_680_000))
     monkeypatch.setattr(kernels.CastProgram, "works", lambda *_: (work,))
@@ -186,10 +186,10 @@ def test_an_estimate_is_of_the_work_that_was_written_down(module, monkeypatch):
     monkeypatch.setattr(predicted.common, "read", lambda _: [old, new, other])
     predicted.written.cache_clear()
     program = uncompiled(predicted, **about)
-    assert program.num_bytes(Rates.of(SM_90)) == 3.84e6
-    assert program.expected(4.0, Rates.of(SM_90))["over_predicted"] == 1.0
+    assert program.num_bytes(Rates.for_target(SM_90)) == 3.84e6
+    assert program.expected(4.0, Rates.for_target(SM_90))["over_predicted"] == 1.0
     monkeypatch.setattr(type(program), "compiled", lambda *_: {"works": [["rest", "x", {"num_bytes": 5}]]})
-    assert program.num_bytes(Rates.of(SM_100)) == 5, "what is not written down is compiled now"
+    assert program.num_bytes(Rates.for_target(SM_100)) == 5, "what is not written down is compiled now"
     predicted.written.cache_clear()
 
 
@@ -228,7 +228,7 @@ def test_a_layers_measured_time_has_its_estimate(module, monkeypatch):
         part="linears", kernel="mxfp8", shape="1x1", rows=rows, generated=lambda _: None
     )
     monkeypatch.setattr(gemms.GemmProgram, "expected", lambda self, time, rates: {"predicted_us": time / 2})
-    found = {row["kernel"]: row.get("predicted_us") for row in program.measure(Rates.of(SM_90), 1)}
+    found = {row["kernel"]: row.get("predicted_us") for row in program.measure(Rates.for_target(SM_90), 1)}
     assert found == {"baseline": None, "mxcompile": 4.0, "mxcompile fp8": None}
 
 
@@ -268,7 +268,7 @@ def test_a_check_fails_where_it_should(module):
 
 def test_kernels_are_joined_by_their_names(module):
     """Numbers differ from compile to compile; what a library runs has other names."""
-    layer, rates = module("gpu_layer"), Rates.of(SM_100)
+    layer, rates = module("gpu_layer"), Rates.for_target(SM_100)
     per_us = rates["memory"] * SM_100.peak.bandwidth_gbs * 1e3
     works = [
         module("gpu_predicted").LaunchWork(kind="cast", kernel=kernel, work=Work(num_bytes=us * per_us))

@@ -119,7 +119,7 @@ def test_a_layer_takes_as_long_as_its_code(target: str, policy: str, monkeypatch
         layer = predicted.Layer().bfloat16()
         x = torch.empty(1, predicted.TOKENS, 4096, dtype=torch.bfloat16, requires_grad=True)
         cos, sin = (torch.empty(1, predicted.TOKENS, 128, dtype=torch.bfloat16) for _ in range(2))
-    rates = Rates.of(TARGETS[target])
+    rates = Rates.for_target(TARGETS[target])
     sides = launched(layer, x, cos, sin, policy=policy, target=target)
     us = sum(total([work] * times, rates) for side in sides for (_, work), times in side.items())
     row = predicted.newest(predicted.TOKENS)[target, policy]

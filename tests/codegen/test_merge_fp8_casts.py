@@ -73,7 +73,7 @@ def step(words: dict[str, str]):
         values, made = {"x": x, "w": w, "dy": dy}, {}
 
         def cast(operand: str, dim: int):
-            dim = -1 if Format.of(words[operand]).tile.is_square else dim
+            dim = -1 if Format.parse(words[operand]).tile.is_square else dim
             if (operand, dim) not in made:
                 made[operand, dim] = encode(values[operand], dim, words[operand])
             return made[operand, dim]

@@ -37,7 +37,7 @@ def spread(*shape: int) -> Tensor:
 
 def cast(x: Tensor, dim: int, word: str) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
     """Codes and scales of x, and the FP32 scale of the tensor if the format has one."""
-    if not Format.of(word).two_level:
+    if not Format.parse(word).two_level:
         return encode(x, dim, word), None
     amax = ops.largest(x)
     return encode(x, dim, word, None, 0, None, amax), ops.known_scale(amax, 0, word, 1)
@@ -79,7 +79,7 @@ def count(module: torch.fx.GraphModule, op) -> int:
 
 def products(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
     """The products of packed operands."""
-    return [node for node in module.graph.nodes if (view := Product.of(node)) and view.is_packed]
+    return [node for node in module.graph.nodes if (view := Product.from_node(node)) and view.is_packed]
 
 
 def layouts(module: torch.fx.GraphModule) -> set[str]:
@@ -245,7 +245,7 @@ def test_a_transform_is_part_of_the_casts(tokens: int):
 
 def stored_product(word: str, batch: tuple[int, ...] = ()):
     """A function of x and the parts of a weight that is stored packed, and these parts; K is 64, N 40."""
-    form = Format.of(word)
+    form = Format.parse(word)
     packed, scale, whole = encode_stored(spread(*batch, 40, 64), -1, form)
     parts = [packed, scale if whole is None else scale.view(form.scale.dtype)]
     parts += [] if whole is None else [whole]
@@ -407,7 +407,7 @@ def test_pytorch_takes_the_layout(word: str):
 
     with FakeTensorMode(allow_non_fake_inputs=True):
         x, w = torch.empty(200, 96, device="cuda"), torch.empty(96, 48, device="cuda")
-        amax = torch.ones(1, device="cuda") if Format.of(word).two_level else None
+        amax = torch.ones(1, device="cuda") if Format.parse(word).two_level else None
         (a, sa), (b, sb) = (encode_packed(each, dim, word, None, 0, amax) for each, dim in ((x, -1), (w, -2)))
         if amax is None:
             result = vendor.mx_vendor_mxfp4_mm(a, sa, b.t(), sb, out_dtype=torch.bfloat16)
@@ -422,7 +422,7 @@ def test_pytorch_takes_the_layout(word: str):
 def test_operators_pass_opcheck(shape: tuple[int, ...], word: str):
     *batch, _, k = shape
     x, w = spread(*shape), spread(*batch, k, 48)
-    amax = ops.largest(x) if Format.of(word).two_level else None
+    amax = ops.largest(x) if Format.parse(word).two_level else None
     for layout in (TILED, ROW_MAJOR) if not batch else (ROW_MAJOR,):
         (a, sa), (b, sb) = (
             encode_packed(each, dim, word, None, 0, amax, layout) for each, dim in ((x, -1), (w, -2))

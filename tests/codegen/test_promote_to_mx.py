@@ -63,7 +63,7 @@ def test_which_elements_are_values_of_which():
     ],
 )
 def test_which_formats_can_be(word: str, elem: ElemType | None):
-    assert Format.of(word).mx_elem is elem
+    assert Format.parse(word).mx_elem is elem
 
 
 def spread(*shape: int, along: int) -> Tensor:
@@ -136,7 +136,7 @@ def test_groups_and_batches_have_the_same_values():
     assert torch.equal(applied(groups, x, w, offs)(x, w, offs), groups(x, w, offs))
     assert torch.equal(applied(batch, x, w)(x, w), batch(x, w))
     for module in (applied(groups, x, w, offs), applied(batch, x, w)):
-        (product,) = filter(None, map(Product.of, module.graph.nodes))
+        (product,) = filter(None, map(Product.from_node, module.graph.nodes))
         assert product.is_mx
 
 

@@ -21,7 +21,7 @@ B200 = TARGETS["sm_100"]
 
 @pytest.mark.parametrize("target", GPUS, ids=lambda target: target.name)
 def test_every_chip_has_every_rate_with_its_source(target):
-    rates = Rates.of(target)
+    rates = Rates.for_target(target)
     assert set(rates.table) == set(KINDS)
     for kind, rate in rates.table.items():
         assert rate.source, kind
@@ -34,8 +34,8 @@ def test_every_chip_has_every_rate_with_its_source(target):
 def test_a_range_by_hand():
     """Two rates move one time each; moves are added as squares."""
     work = Work(num_bytes=8e9 * 0.78)
-    rates = Rates.of(B200)
-    found = Range.of(lambda moved: work.estimate(moved).us, rates)
+    rates = Rates.for_target(B200)
+    found = Range.from_rates(lambda moved: work.estimate(moved).us, rates)
     assert found.centre == pytest.approx(1000 + 3)
     low, high = 1000 - 0.78 / 0.81 * 1000, 0.78 / 0.74 * 1000 - 1000
     assert found.low == pytest.approx(1003 - (low**2 + 1.5**2) ** 0.5)
@@ -45,21 +45,21 @@ def test_a_range_by_hand():
 
 def test_a_ratio_moves_by_what_its_sides_do_not_share():
     memory = [Work(num_bytes=1e9)]
-    same = ratio(memory * 3, memory, Rates.of(B200))
+    same = ratio(memory * 3, memory, Rates.for_target(B200))
     assert (same.low, same.high) == (pytest.approx(3.0), pytest.approx(3.0))
     bf16, mxfp8 = (
         [library_work(num_bytes=0.0, flops=1e12, product=kind, target=B200)] for kind in ("bf16", "mxfp8")
     )
-    found = ratio(mxfp8, bf16, Rates.of(B200))
+    found = ratio(mxfp8, bf16, Rates.for_target(B200))
     assert found.low < 0.67 / 0.60 / 2 < found.high
-    assert total(mxfp8, Rates.of(B200)) == pytest.approx(1e12 / (4500e6 * 0.60) + 3)
+    assert total(mxfp8, Rates.for_target(B200)) == pytest.approx(1e12 / (4500e6 * 0.60) + 3)
 
 
 def test_measured_rates_replace_those_of_the_table(tmp_path):
     path = tmp_path / "rates.json"
     measured = Rate(low=0.85, centre=0.9, high=0.92, source="measured")
     path.write_text(json.dumps(as_data("sm_100", {"memory": measured}, gpu="NVIDIA B200")))
-    rates, table = Rates.of(B200, path), Rates.of(B200)
+    rates, table = Rates.for_target(B200, path), Rates.for_target(B200)
     assert (rates["memory"], rates.table["memory"]) == (0.9, measured)
     assert rates["bf16"] == table["bf16"]
 
@@ -83,7 +83,7 @@ def test_a_file_that_holds_no_rates(tmp_path, text, words):
     if text is not None:
         path.write_text(text)
     with pytest.raises(OptionError, match=words):
-        Rates.of(B200, path)
+        Rates.for_target(B200, path)
 
 
 def test_rates_are_measured_in_the_same_form(monkeypatch, tmp_path):
@@ -108,7 +108,7 @@ def test_rates_are_measured_in_the_same_form(monkeypatch, tmp_path):
     rates: dict[str, Rate] = {}
     kinds = [kind for kind in gpu_rates.KINDS if gpu_rates.runs_on(kind, B200)]
     programs = [gpu_rates.RateProgram(part="rates", kernel=kind, shape="", found=rates) for kind in kinds]
-    rows = [row for program in programs for row in program.measure(Rates.of(B200), 1)]
+    rows = [row for program in programs for row in program.measure(Rates.for_target(B200), 1)]
     left_out = {row["kernel"]: row["left_out"] for row in rows if "left_out" in row}
     assert list(left_out.values()).count("not on this chip") == 3, "FP8 and MXFP8"
     assert left_out["fp4"], "PyTorch's own words, which change"
@@ -117,7 +117,7 @@ def test_rates_are_measured_in_the_same_form(monkeypatch, tmp_path):
     assert rates["bf16"].centre == pytest.approx(2 * 32 * 64 * 128 / 2e6 / 2250)
     assert rates["launch_us"].centre == pytest.approx(2.0 / 100)
     path = tmp_path / "rates_sm_100.json"
-    assert Rates.of(B200, path)["memory"] == rates["memory"].centre
+    assert Rates.for_target(B200, path)["memory"] == rates["memory"].centre
 
 
 @pytest.mark.parametrize(

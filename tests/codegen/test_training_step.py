@@ -13,7 +13,7 @@ from mxcompile.offline.rates import Rates
 from mxcompile.offline.training import LayerWork, TrainingStep, scaled
 
 B200 = TARGETS["sm_100"]
-RATES = Rates.of(B200)
+RATES = Rates.for_target(B200)
 BANDWIDTH = 0.78 * 8000e3  # bytes a µs
 LAUNCH = 3.0
 

@@ -24,7 +24,7 @@ def test_a_ratio_by_hand(predicted):
     """Of the newest lines of a chip, by the rates of today."""
     lines = [json.loads(line) for line in (BENCHMARKS / "results/predicted.jsonl").read_text().splitlines()]
     newest = {line["policy"]: line for line in lines if line["target"] == "sm_100"}
-    rates = Rates.of(TARGETS["sm_100"])
+    rates = Rates.for_target(TARGETS["sm_100"])
     us = {
         policy: sum(Work(**work).estimate(rates).us for _, work in newest[policy]["works"])
         for policy in ("bf16", "nvidia")
@@ -83,7 +83,7 @@ def test_rows_by_hand(predicted, monkeypatch):
 
 def _works(kind="bf16", **us):
     """Launches of as many µs each: a library's products at a kind of rate, and casts bound by bytes."""
-    rates = Rates.of(TARGETS["sm_90"])
+    rates = Rates.for_target(TARGETS["sm_90"])
     products = {"mma_us": us["product"] * rates[kind], "product": kind}
     casts = {"num_bytes": us.get("cast", 0) * rates["memory"] * 4800e3}
     return [["product", products], *([["cast", casts]] if "cast" in us else [])]

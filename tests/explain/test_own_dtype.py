@@ -15,7 +15,7 @@ from mxcompile.lowering.targets import TARGETS
 from mxcompile.offline.rates import Rates
 
 EVERYTHING = {"version": 1, "rules": [{"match": {"name": "0"}, "use": "mxfp8"}]}
-PEAK, RATES = TARGETS["sm_100"].peak, Rates.of(TARGETS["sm_100"])
+PEAK, RATES = TARGETS["sm_100"].peak, Rates.for_target(TARGETS["sm_100"])
 
 
 def product_us(gemm: mxcompile.report.GemmRecord, tflops: float, kind: str) -> float:

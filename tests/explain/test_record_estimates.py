@@ -13,7 +13,7 @@ from mxcompile.report import GemmRecord, OperandFormat, Part, Report
 
 TOKENS, WIDTH = 8192, 4096
 TARGET = TARGETS["sm_100"]
-RATES = Rates.of(TARGET)
+RATES = Rates.for_target(TARGET)
 
 
 def gemm(name: str = "layers.0.up", **fields: object) -> GemmRecord:
@@ -37,7 +37,7 @@ def gemm(name: str = "layers.0.up", **fields: object) -> GemmRecord:
 
 
 def estimated(*gemms: GemmRecord) -> tuple[GemmRecord, ...]:
-    return estimate(Report.of([Part(gemms=gemms)], target=TARGET.name, policy="")).gemms
+    return estimate(Report.from_parts([Part(gemms=gemms)], target=TARGET.name, policy="")).gemms
 
 
 def streamed(num_bytes: float) -> float:

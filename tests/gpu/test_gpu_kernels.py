@@ -225,7 +225,7 @@ def test_weight_only_mm_of_packed_codes(m, dtype, rounding, chip):
 @pytest.mark.parametrize("shape", [(33, 64, 48), (70, 131, 77), (300, 4096, 512)])
 def test_fp4_casts_and_products(chip, shape, word):
     """Ours; of NVFP4 the vendor's too, where it takes the sizes."""
-    if Format.of(word).scale not in chip.fp4_scales:
+    if Format.parse(word).scale not in chip.fp4_scales:
         pytest.skip(f"{chip.name} does not multiply {word}")
     m, k, n = shape
     layout = str(chip.scale_layout)

@@ -28,7 +28,7 @@ def mx(
 @torch.compiler.assume_constant_result
 def codes(dim: int, word: str) -> list[str]:
     """The copies of a cast to the format that is written `word`."""
-    return [str(Copy(format=Format.of(word), dim=dim))]
+    return [str(Copy(format=Format.parse(word), dim=dim))]
 
 
 def _from_last(x: Tensor, dim: int) -> int:
@@ -89,7 +89,7 @@ def encode(
 @torch.compiler.assume_constant_result
 def packed(dim: int, word: str, layout: str = "128x4") -> list[str]:
     """The copies of a cast to packed elements in the format that is written `word`."""
-    return [str(Copy.packed(Format.of(word), dim, ScaleLayout(layout)))]
+    return [str(Copy.packed(Format.parse(word), dim, ScaleLayout(layout)))]
 
 
 def encode_packed(

@@ -31,7 +31,7 @@ class Recipe:
         self.formats = formats
 
     @classmethod
-    def of(cls, records: list[GemmRecord]) -> Recipe:
+    def from_records(cls, records: list[GemmRecord]) -> Recipe:
         """What the report says of the layer."""
         return cls({r.gemm: _formats(r) if r.precision == "mxfp8" else None for r in records})
 
@@ -60,8 +60,8 @@ NVIDIA = uniform(("e4m3", "rceil", False))
 """The preset of that name."""
 
 FP4 = {
-    "mxfp4": uniform(Format.of("e2m1 1x32 rceil")),
-    "nvfp4": uniform(Format.of("e2m1 1x16 two-level")),
+    "mxfp4": uniform(Format.parse("e2m1 1x32 rceil")),
+    "nvfp4": uniform(Format.parse("e2m1 1x16 two-level")),
 }
 """The precisions of these names."""
 
@@ -105,7 +105,7 @@ class Replaced:
         for record in report.gemms:
             if record.role not in ("attn_scores", "attn_values"):
                 records.setdefault(record.name, []).append(record)
-        self.recipes = {name: Recipe.of(group) for name, group in records.items()}
+        self.recipes = {name: Recipe.from_records(group) for name, group in records.items()}
         self.names: dict[int, list[str]] = {}
         for path, parameter in model.named_parameters(remove_duplicate=False):
             owner, _, attribute = path.rpartition(".")

@@ -26,7 +26,7 @@ def operands(use: dict[str, Any]) -> Operands:
 
 
 def cast(x: Tensor, dim: int, operand: str, use: dict[str, Any], *, wgrad: bool = False) -> Tensor:
-    fmt = operands(use).of(operand, wgrad=wgrad)
+    fmt = operands(use).operand_format(operand, wgrad=wgrad)
     source = x if fmt.hadamard is None else transformed(x, dim, fmt.hadamard)
     return rounded_tensors(source, dim, fmt).double()
 

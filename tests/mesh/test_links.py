@@ -11,7 +11,7 @@ from mxcompile.mesh.links import Links
 from mxcompile.offline.rates import Range, Rates
 
 LINKS = Links.parse("nvlink=900,net=50")
-RATES = LINKS.rates(Rates.of(TARGETS["sm_100"]))
+RATES = LINKS.rates(Rates.for_target(TARGETS["sm_100"]))
 LARGE = 10**10
 
 
@@ -73,7 +73,7 @@ def test_few_bytes_wait_for_steps():
 
 def test_the_range_is_of_the_links_rates():
     one = collective("all-gather", 16, 8)
-    span = Range.of(lambda rates: LINKS.us(one, LARGE, rates), RATES)
+    span = Range.from_rates(lambda rates: LINKS.us(one, LARGE, rates), RATES)
     assert span.low == pytest.approx(span.centre * 0.85 / 0.95, rel=0.01)
     assert span.high == pytest.approx(span.centre * 0.85 / 0.50, rel=0.01)
 

@@ -62,9 +62,9 @@ def point(mesh: str, *, ms: float, gigabytes: float, tp: int = 1) -> MeshPoint:
     rank = RankReport(
         mesh=mesh,
         ranks=8,
-        report=Report.of([], target="sm_100", policy="preset bf16"),
+        report=Report.from_parts([], target="sm_100", policy="preset bf16"),
         memory=Memory(parameters=int(gigabytes * 1e9)),
-        time=StepTime.of([work], LINKS, TARGETS["sm_100"]),
+        time=StepTime.from_works([work], LINKS, TARGETS["sm_100"]),
     )
     return MeshPoint(candidate=MeshCandidate(mesh=mesh, parallel="fsdp", tp=tp), rank=rank)
 

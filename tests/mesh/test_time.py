@@ -46,7 +46,7 @@ def step(*collectives: Collective, compute_gb: float = 0.0, **settings: Any) -> 
         for phase in ("forward", "backward")
     }
     work = RankWork(policy="preset nvidia", works=works, collectives=collectives, **settings)
-    return StepTime.of([work], LINKS, TARGETS["sm_100"])
+    return StepTime.from_works([work], LINKS, TARGETS["sm_100"])
 
 
 def parts(time: StepTime) -> dict[str, float]:
@@ -97,7 +97,7 @@ def test_without_mxcompile_its_bytes_travel():
 def test_equal_steps_are_not_distinguishable():
     one = sent("all-reduce", "activations", "layers.0", "forward", stride=8)
     works = [RankWork(policy=name, works={}, collectives=(one,)) for name in ("mine", "theirs")]
-    time = StepTime.of(works, LINKS, TARGETS["sm_100"])
+    time = StepTime.from_works(works, LINKS, TARGETS["sm_100"])
     assert "mine and theirs: not distinguishable" in str(time)
     assert time.over(*works).text(".2f") == "1.00 (1.00–1.00)"
 
@@ -107,7 +107,7 @@ def test_a_missing_link_is_an_error():
         policy="", works={}, collectives=(sent("all-gather", "weights", "", "forward", stride=8),)
     )
     with pytest.raises(OptionError, match="give the speed of net"):
-        StepTime.of([work], Links.parse("nvlink=900"), TARGETS["sm_100"])
+        StepTime.from_works([work], Links.parse("nvlink=900"), TARGETS["sm_100"])
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,8 @@ from mxcompile.formats.encoding import decode_tensors, encode_tensors
 )
 def test_a_percentile_by_hand(word: str, rows: int, columns: int, percent: float):
     """The smallest magnitude that so many percent of a tile do not exceed; larger elements saturate."""
-    fmt = Format.of(f"{word} percentile:{percent:g}")
-    assert Format.of(str(fmt)) == fmt
+    fmt = Format.parse(f"{word} percentile:{percent:g}")
+    assert Format.parse(str(fmt)) == fmt
     gen = torch.Generator().manual_seed(2)
     x = torch.randn(60, 70, generator=gen) * torch.exp2(torch.randint(-6, 6, (60, 70), generator=gen).float())
     value = decode_tensors(*encode_tensors(x, -1, fmt), -1, fmt, torch.float32)
@@ -41,7 +41,7 @@ def test_a_percentile_by_hand(word: str, rows: int, columns: int, percent: float
 def test_a_percentile_of_mx_blocks_saturates_what_lies_above():
     x = torch.ones(2, 32)
     x[0, 7] = 1000.0
-    plain, robust = (Format.of(f"e2m1 1x32 rceil{rest}") for rest in ("", " percentile:90"))
+    plain, robust = (Format.parse(f"e2m1 1x32 rceil{rest}") for rest in ("", " percentile:90"))
     lost = decode_tensors(*encode_tensors(x, -1, plain), -1, plain, torch.float32)
     kept = decode_tensors(*encode_tensors(x, -1, robust), -1, robust, torch.float32)
     assert not lost[0, 0]
@@ -52,7 +52,7 @@ def test_a_percentile_of_mx_blocks_saturates_what_lies_above():
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_surfaces_under_a_percentile(bad: float):
-    fmt = Format.of("e4m3 channel nearest percentile:50")
+    fmt = Format.parse("e4m3 channel nearest percentile:50")
     x = torch.ones(3, 16)
     x[1, 4] = bad
     value = decode_tensors(*encode_tensors(x, -1, fmt), -1, fmt, torch.float32)
@@ -62,7 +62,7 @@ def test_what_is_not_finite_surfaces_under_a_percentile(bad: float):
 
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (2, 3, 40)])
 def test_shapes(shape: tuple[int, ...]):
-    fmt = Format.of("e4m3 1x32 rceil percentile:90")
+    fmt = Format.parse("e4m3 1x32 rceil percentile:90")
     qdata, scale = encode_tensors(torch.ones(shape), -1, fmt)
     assert qdata.shape == shape
     assert scale.shape == (*shape[:-1], -(-shape[-1] // 32))
@@ -93,19 +93,19 @@ def test_scales_that_states_give():
 
 def test_words():
     assert str(Amax(kind=AmaxKind.DELAYED, value=1024, margin=-2)) == "delayed:1024:-2"
-    assert Amax.of("delayed:1024:-2").history == 1024
-    assert Amax.of("ema:0.9").history == 1
-    assert Amax.of("max") == Amax()
+    assert Amax.parse("delayed:1024:-2").history == 1024
+    assert Amax.parse("ema:0.9").history == 1
+    assert Amax.parse("max") == Amax()
     with pytest.raises(FormatError, match="unknown amax 'most'"):
-        Amax.of("most")
+        Amax.parse("most")
     with pytest.raises(FormatError, match="amax 'percentile:high': expected numbers after percentile"):
-        Amax.of("percentile:high")
+        Amax.parse("percentile:high")
 
 
 @pytest.mark.parametrize("word", ["ema:0.9", "delayed:16:0"])
 def test_scales_of_earlier_calls_need_elements_with_nan(word: str):
     with pytest.raises(FormatError, match="would turn NaN into 0"):
-        Format.of(f"e2m1 tensor nearest {word}")
+        Format.parse(f"e2m1 tensor nearest {word}")
 
 
 @pytest.mark.parametrize(
@@ -113,4 +113,4 @@ def test_scales_of_earlier_calls_need_elements_with_nan(word: str):
 )
 def test_a_word_of_no_format_raises(word: str):
     with pytest.raises(FormatError, match="is no format: expected element type, tile and derivation"):
-        Format.of(f"e4m3 1x32 rceil {word}")
+        Format.parse(f"e4m3 1x32 rceil {word}")

@@ -58,7 +58,7 @@ def test_parts_of_a_copy_are_those_of_the_whole(word: str, dim: int):
 )
 def test_a_copy_is_written_as_it_is_read(word: str):
     written = f"e4m3 32x32 rceil @-2 {word}"
-    assert str(Copy.of(written)) == written
+    assert str(Copy.parse(written)) == written
 
 
 def test_elements_that_lie_transposed_have_half_the_value_in_types_of_mi300():
@@ -80,7 +80,7 @@ def test_the_largest_magnitude_is_that_of_the_tensor():
 @pytest.mark.parametrize("word", ["", "codes codes", "bfloat16 elements", "float33", "128x4", "128x4 codes"])
 def test_a_word_of_no_copy_raises(word: str):
     with pytest.raises(FormatError, match="is no copy: expected a format"):
-        Copy.of(f"e4m3 1x32 rceil @-1 {word}".strip())
+        Copy.parse(f"e4m3 1x32 rceil @-1 {word}".strip())
 
 
 @pytest.mark.parametrize(
@@ -89,4 +89,4 @@ def test_a_word_of_no_copy_raises(word: str):
 )
 def test_a_copy_without_a_format_or_a_dimension_raises(word: str):
     with pytest.raises(FormatError, match="is no copy: expected a format"):
-        Copy.of(word)
+        Copy.parse(word)

@@ -122,7 +122,7 @@ EXTREMES = [448.0 * 6, 1.0, 3.0e-39, 1e-30, 3.3e38, 7.0, 35.0, 1.75 * 5, 0.001, 
 @pytest.mark.parametrize("largest", EXTREMES)
 def test_two_levels_of_every_bf16_amax(largest: float):
     """Blocks whose largest magnitudes are all BF16 values up to that of the tensor."""
-    fmt = Format.of("e2m1 1x16 two-level")
+    fmt = Format.parse("e2m1 1x16 two-level")
     amax = torch.tensor([largest], dtype=torch.float32)
     values = BF16.to(torch.float32)
     values = values[values.abs() <= amax]
@@ -143,7 +143,7 @@ def test_two_levels_are_those_of_torchao():
     at least 2^−6.
     """
     nvfp4 = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
-    fmt, gen = Format.of("e2m1 1x16 two-level"), torch.Generator().manual_seed(5)
+    fmt, gen = Format.parse("e2m1 1x16 two-level"), torch.Generator().manual_seed(5)
     for exponent in (-20, 0, 7):
         x = torch.randn(64, 96, generator=gen).to(torch.bfloat16) * 2.0**exponent
         x[3, 5] = 448 * 6 * 2.0 ** (exponent - 8)
@@ -159,7 +159,7 @@ def test_two_levels_are_those_of_torchao():
 
 def test_a_cast_to_two_levels_without_the_amax_is_an_error():
     with pytest.raises(FormatError, match="e2m1 1x16 two-level needs the amax of the tensor"):
-        encode_tensors(torch.ones(2, 16), -1, Format.of("e2m1 1x16 two-level"))
+        encode_tensors(torch.ones(2, 16), -1, Format.parse("e2m1 1x16 two-level"))
 
 
 def pow2_reference(amax: float, largest: float) -> float:
@@ -181,7 +181,7 @@ def test_fp32_scales_that_are_powers_of_two(name: str):
     edges = edges[edges < 3e38].float()
     amax = torch.cat([BF16[::37].float(), edges, edges.nextafter(edges * 2), edges.nextafter(edges * 0)])
     rows = amax[:, None] * torch.tensor([1.0, -0.7, 0.31, 0.013, -0.0])
-    fmt = Format.of(f"{name} channel pow2")
+    fmt = Format.parse(f"{name} channel pow2")
     assert str(fmt) == f"{name} channel pow2"
     qdata, scale = encode_tensors(rows, -1, fmt)
     wanted = np.array([pow2_reference(abs(value), elem.max) for value in amax.tolist()], np.float64)
@@ -196,7 +196,7 @@ def test_powers_of_two_are_those_of_torchao():
     utils = pytest.importorskip("torchao.float8.float8_utils")
     amax = BF16[BF16.float().isfinite() & (BF16.float() > 1e-11)].float()
     theirs = utils.amax_to_scale(amax, torch.float8_e4m3fn, round_scales_to_power_of_2=True)
-    _, scale = encode_tensors(amax[:, None], -1, Format.of("e4m3 channel pow2"))
+    _, scale = encode_tensors(amax[:, None], -1, Format.parse("e4m3 channel pow2"))
     np.testing.assert_array_equal((1 / theirs).numpy(), scale.squeeze(1).numpy())
 
 
@@ -205,7 +205,7 @@ def test_powers_of_two_are_those_of_torchao():
 @pytest.mark.parametrize("word", FORMATS)
 def test_tiles_by_hand(word: str, dim: int, shape: tuple[int, ...]):
     """Cut in Python into the tiles of the format; each is cast for itself."""
-    fmt = Format.of(word)
+    fmt = Format.parse(word)
     gen = torch.Generator().manual_seed(len(word))
     spread = torch.exp2(torch.randint(-30, 30, (*shape[:-1], 1), generator=gen).float())
     x = torch.randn(shape, generator=gen) * spread
@@ -244,7 +244,7 @@ def test_tiles_by_hand(word: str, dim: int, shape: tuple[int, ...]):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("word", FORMATS)
 def test_nan_and_inf_surface(word: str, bad: float):
-    fmt = Format.of(word)
+    fmt = Format.parse(word)
     x = torch.ones(256, 256)
     x[3, 200] = bad
     value = rounded_tensors(x, -1, fmt)
@@ -261,7 +261,7 @@ def test_nan_and_inf_surface(word: str, bad: float):
 @pytest.mark.parametrize("word", ["e3m2 1x32 floor", "e2m3 1x32 floor", "e2m1 1x32 floor"])
 def test_sub_byte_values_are_those_of_torchao(word: str):
     mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
-    fmt = Format.of(word)
+    fmt = Format.parse(word)
     x = torch.randn(64, 96, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
     names = {"e3m2": "fp6_e3m2", "e2m3": "fp6_e2m3", "e2m1": torch.float4_e2m1fn_x2}
     scale, packed = mx.to_mx(x, names[fmt.elem.name], 32, mx.ScaleCalculationMode.FLOOR)

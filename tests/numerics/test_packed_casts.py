@@ -27,7 +27,7 @@ def spread(shape: tuple[int, ...]) -> Tensor:
 
 def arguments(x: Tensor, dim: int, word: str) -> tuple:
     """Seed, stream and amax of a cast of `x`."""
-    form = Format.of(word)
+    form = Format.parse(word)
     seed = SEED if form.stochastic else None
     if not form.two_level:
         return seed, 3, None
@@ -42,7 +42,7 @@ CASTS = [(dim, word) for word in WORDS for dim in (-1, -2) if dim == -2 or "hada
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("dim", "word"), CASTS)
 def test_it_is_the_cast_of_a_code_a_byte(dim: int, word: str, shape: tuple[int, ...]):
-    x, form = spread(shape), Format.of(word)
+    x, form = spread(shape), Format.parse(word)
     seed, stream, amax = arguments(x, dim, word)
     packed, scale = encode_packed(x, dim, word, seed, stream, amax, "row-major")
     source = x if form.hadamard is None else ops.hadamard(x, dim, form.hadamard)

@@ -142,9 +142,9 @@ def test_a_tensor_in_expectation(word: str, dim: int):
     gen = torch.Generator().manual_seed(0)
     x = torch.randn(64, 96, generator=gen) * torch.exp2(torch.randint(-9, 9, (64, 1), generator=gen).float())
     x /= x.abs().amax() / 6.0
-    fmt = Format.of(word)
+    fmt = Format.parse(word)
     draws = [rounded_tensors(x, dim, fmt, SEED, stream).double() for stream in range(256)]
-    plain = Format.of(word.removesuffix(" stochastic"))
+    plain = Format.parse(word.removesuffix(" stochastic"))
     nearest = rounded_tensors(x, dim, plain).double()
 
     def error(value: torch.Tensor) -> float:
@@ -156,7 +156,7 @@ def test_a_tensor_in_expectation(word: str, dim: int):
 
 @pytest.mark.parametrize("word", [*FORMATS, TWO_LEVEL])
 def test_nan_and_inf_surface(word: str):
-    fmt = Format.of(word)
+    fmt = Format.parse(word)
     for bad in (float("nan"), float("inf"), -float("inf")):
         x = torch.ones(4, 64)
         x[1, 40] = bad
@@ -169,7 +169,7 @@ def test_nan_and_inf_surface(word: str):
 
 @pytest.mark.parametrize("word", [*FORMATS, TWO_LEVEL])
 def test_operators_pass_opcheck(word: str):
-    fmt = Format.of(word)
+    fmt = Format.parse(word)
     checked = {} if fmt.elem.is_coded and not fmt.two_level else {
         "test_utils": ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     }  # fmt: skip

@@ -131,4 +131,4 @@ def test_words_of_formats_are_read_back():
         for tiles in row.tiles:
             operands = row.formats(precisions.Choices(block=tiles, scaling=tiles))
             for fmt in (operands.x, operands.w, operands.dy):
-                assert Format.of(str(fmt)) == fmt
+                assert Format.parse(str(fmt)) == fmt

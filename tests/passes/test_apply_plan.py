@@ -43,28 +43,28 @@ def test_a_layer_and_its_gradient_have_the_role_of_the_whole():
     dgrad = hand.gemm(
         aten.mm.default, dy, transposed, name="a.up", layer=fprop.name, gemm=Gemm.DGRAD, role=Role.HEAD
     )
-    ApplyPlan(known={"a.up": (known("a.up", Role.FFN_IN, 16, 4),)}).apply(hand.output(fprop, dgrad))
+    ApplyPlan(planned={"a.up": (known("a.up", Role.FFN_IN, 16, 4),)}).apply(hand.output(fprop, dgrad))
     for node in (fprop, dgrad):
         assert (tag(node).role, tag(node).whole, tag(node).module) == (Role.FFN_IN, (16, 4), "Whole")
 
 
 def test_what_the_plan_does_not_know_keeps_its_role():
     (node,), graph = layers("b", role=Role.HEAD)
-    ApplyPlan(known={"a": (known("a", Role.FFN_IN, 8, 4),)}).apply(graph)
+    ApplyPlan(planned={"a": (known("a", Role.FFN_IN, 8, 4),)}).apply(graph)
     assert (tag(node).role, tag(node).whole) == (Role.HEAD, None)
 
 
 def test_each_run_of_a_layer_has_its_own_if_all_are_here():
     plan = (known("a", Role.QKV, 8, 4), known("a", Role.ATTN_OUT, 8, 4))
     both, graph = layers("a", "a")
-    ApplyPlan(known={"a": plan}).apply(graph)
+    ApplyPlan(planned={"a": plan}).apply(graph)
     assert [tag(node).role for node in both] == [Role.QKV, Role.ATTN_OUT]
 
 
 def test_one_run_of_several_has_the_first_of_its_sizes():
     plan = (known("a", Role.QKV, 9, 4), known("a", Role.ATTN_OUT, 8, 4))
     (node,), graph = layers("a")
-    ApplyPlan(known={"a": plan}).apply(graph)
+    ApplyPlan(planned={"a": plan}).apply(graph)
     assert tag(node).role is Role.ATTN_OUT
 
 
@@ -73,9 +73,9 @@ def test_a_product_is_found_by_its_module_where_sizes_leave_no_choice():
     stack = known("moe.experts.up", Role.EXPERT_IN, 8, 4), known("moe.experts.down", Role.EXPERT_OUT, 4, 8)
     plan = {each.name: (each,) for each in stack}
     (node,), graph = layers("moe.experts", kind=Kind.PRODUCT)
-    ApplyPlan(known=plan).apply(graph)
+    ApplyPlan(planned=plan).apply(graph)
     assert tag(node).role is Role.EXPERT_IN
     (node,), graph = layers("moe.experts", kind=Kind.PRODUCT, role=Role.OTHER)
     alike = replace(stack[1], n=8, k=4)
-    ApplyPlan(known=plan | {alike.name: (alike,)}).apply(graph)
+    ApplyPlan(planned=plan | {alike.name: (alike,)}).apply(graph)
     assert tag(node).role is Role.OTHER

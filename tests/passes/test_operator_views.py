@@ -73,7 +73,7 @@ def test_an_operator_lacks_what_others_have():
 
 def test_other_calls_have_no_view():
     node = call(aten.mm.default, "a", "b")
-    assert view.Cast.of(node) is view.Product.of(node) is view.Cast.of(None) is None
+    assert view.Cast.from_node(node) is view.Product.from_node(node) is view.Cast.from_node(None) is None
     with pytest.raises(AssertionError, match="is not a call of Cast"):
         view.Cast.read(node)
 

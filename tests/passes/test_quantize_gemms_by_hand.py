@@ -92,7 +92,7 @@ def test_wgrad_casts_the_rowwise_copy_where_that_is_what_is_kept():
 def test_a_scale_of_the_whole_tensor():
     """Elements are x ÷ (amax ÷ 448), rounded to nearest even by numpy's FP8."""
     word = "e4m3 tensor nearest"
-    graph = layer(x=Format.of(word), w=Format.of(word))
+    graph = layer(x=Format.parse(word), w=Format.parse(word))
     QuantizeGemms().apply(graph)
     scales = [value.abs().amax() / 448 for value in (X, W)]
     elements = [(value / scale).to(torch.float8_e4m3fn) for value, scale in zip((X, W), scales, strict=True)]

@@ -92,7 +92,7 @@ def two_level(
     sides[2:] = [hand.call(aten.transpose.int, part, -1, -2) for part in sides[2:]]
     ends = hand.input("ends", groups, dtype=torch.int32) if groups else None
     what = ops.grouped_matmul if groups else ops.matmul
-    stored = Format.of(stored_form)
+    stored = Format.parse(stored_form)
     return hand.output(hand.gemm(what, *sides, ends, FP32, stored_form, form, known, stored=stored))
 
 

@@ -14,7 +14,11 @@ from mxcompile.policy import Gemm
 
 def formats(policy, gemm: Gemm = Gemm.DGRAD) -> dict[str, str]:
     chosen = policy.decide(layer("model.layers.0.self_attn.q_proj")).choice(gemm)
-    return {} if chosen.formats is None else {name: str(chosen.formats.of(name)) for name in ("x", "w", "dy")}
+    return (
+        {}
+        if chosen.formats is None
+        else {name: str(chosen.formats.operand_format(name)) for name in ("x", "w", "dy")}
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,8 +84,8 @@ def test_the_transform_of_nvfp4(tmp_path: Path, flag: str, signs: int | None):
     made = imported(f"recipe: NVFP4BlockScaling\n{flag}", tmp_path)
     chosen = made.policy.decide(layer("model.layers.0.self_attn.q_proj")).wgrad.formats
     assert chosen is not None
-    assert {chosen.of(name, wgrad=True).hadamard for name in ("x", "dy")} == {signs}
-    assert chosen.of("x").hadamard is None
+    assert {chosen.operand_format(name, wgrad=True).hadamard for name in ("x", "dy")} == {signs}
+    assert chosen.operand_format("x").hadamard is None
 
 
 def test_fields_of_nvfp4_without_a_counterpart(tmp_path: Path):

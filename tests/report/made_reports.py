@@ -31,7 +31,7 @@ def training(name: str, **changes: Any) -> list[GemmRecord]:
 
 
 def report(*gemms: GemmRecord, **part: Any) -> Report:
-    return Report.of([Part(gemms=gemms, **part)], target="cpu", policy="preset nvidia")
+    return Report.from_parts([Part(gemms=gemms, **part)], target="cpu", policy="preset nvidia")
 
 
 def node(

@@ -202,7 +202,9 @@ def test_every_figure_of_a_merged_report_is_a_sum():
 def test_what_one_rank_compiled_wins_over_what_another_planned():
     plan = [*training("0.up"), *training("1.up")]
     stages = [
-        Report.of([Part(gemms=(*training(f"{i}.up", kernel="mm"),))], target="", policy="", planned=plan)
+        Report.from_parts(
+            [Part(gemms=(*training(f"{i}.up", kernel="mm"),))], target="", policy="", planned=plan
+        )
         for i in range(2)
     ]
     assert [g.kernel for g in stages[1].gemms] == ["not compiled yet"] * 3 + ["mm"] * 3
@@ -220,7 +222,7 @@ def test_what_one_rank_compiled_wins_over_what_another_planned():
 
 def test_reports_of_different_things_are_not_merged():
     one = report(*training("a"))
-    other = Report.of([Part()], target="sm_100", policy="preset nvidia")
+    other = Report.from_parts([Part()], target="sm_100", policy="preset nvidia")
     with pytest.raises(OptionError, match="have one target, found 'cpu', 'sm_100'"):
         Report.merged([one, other])
     with pytest.raises(OptionError, match="nothing to merge"):

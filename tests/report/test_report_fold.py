@@ -92,7 +92,7 @@ def test_where_a_layer_is_written_does_not_keep_it_apart():
 
 def test_layers_of_several_graphs_fold():
     parts = [Part(gemms=(record(f"h.{i}.fc"),)) for i in range(3)]
-    assert folded(*Report.of(parts, target="cpu", policy="p").gemms) == {"h.0-2.fc": 3}
+    assert folded(*Report.from_parts(parts, target="cpu", policy="p").gemms) == {"h.0-2.fc": 3}
 
 
 def test_rows_come_in_the_order_of_their_first_layer():

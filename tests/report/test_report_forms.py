@@ -39,7 +39,7 @@ GEMMS = st.builds(
 @given(gemms=st.lists(GEMMS, max_size=5), policy=LONG, warnings=st.lists(LONG, max_size=2))
 def test_text_is_at_most_120_columns_wide(gemms, policy: str, warnings: list[str]):
     parts = [Part(gemms=tuple(gemms), warnings=tuple(warnings), saved_bytes=1, saved_bytes_bf16=2)]
-    lines = str(Report.of(parts, target="sm_100", policy=policy)).splitlines()
+    lines = str(Report.from_parts(parts, target="sm_100", policy=policy)).splitlines()
     assert max(map(len, lines)) <= 120
 
 
@@ -154,7 +154,7 @@ def test_the_root_module_and_kernels_to_come_have_words():
 
 
 def test_an_empty_report():
-    assert str(Report.of([], target="cpu", policy="preset nvidia")) == (
+    assert str(Report.from_parts([], target="cpu", policy="preset nvidia")) == (
         "MXFP8 report: 0.0% of matmul FLOPs in MXFP8 (0 GEMMs, target cpu, policy preset nvidia)\n"
         "no matrix product was seen; what was compiled is nothing: no graph was captured\n"
         "0 graphs, 0 graph breaks, passes 0 ms, Inductor cache off"
@@ -211,7 +211,7 @@ def test_markdown_opens_with_a_heading_and_facts():
 
 
 def test_markdown_of_an_empty_report_has_no_table():
-    assert tables(markdown(Report.of([], target="cpu", policy="p"))) == []
+    assert tables(markdown(Report.from_parts([], target="cpu", policy="p"))) == []
 
 
 @pytest.mark.parametrize("suffix", FORMS)
@@ -275,7 +275,7 @@ NAMES_WITH_SIGNS = [
 @pytest.mark.parametrize("name", NAMES_WITH_SIGNS)
 def test_a_name_is_no_markup_in_markdown(name: str):
     """Held to a parser of Markdown: what a reader sees is the name."""
-    found = Report.of([Part(gemms=(record(name),), warnings=(name,))], target="cpu", policy=name)
+    found = Report.from_parts([Part(gemms=(record(name),), warnings=(name,))], target="cpu", policy=name)
     page = MarkdownIt("commonmark").enable(["table", "strikethrough"]).render(to_markdown(found))
     shown = [html.unescape(re.sub(r"<[^>]*>", "", line)) for line in page.splitlines()]
     expected = " ".join(name.split())

@@ -79,7 +79,9 @@ def numerics(name: str = "layers.0.up") -> Numerics:
     )
 
 
-@pytest.mark.parametrize("found", [whole_report(), report(kept()), Report.of([], target="", policy="")])
+@pytest.mark.parametrize(
+    "found", [whole_report(), report(kept()), Report.from_parts([], target="", policy="")]
+)
 def test_the_page_is_well_formed_and_asks_for_nothing(found: Report):
     html = to_html(found, numerics())
     page = Page(html)
@@ -129,7 +131,7 @@ def test_names_are_data():
         formats=(dataclasses.replace(X, elem=ATTACK),),
     )  # fmt: skip
     part = Part(gemms=(attacked,), outline=dataclasses.replace(outline, nodes=nodes), warnings=(ATTACK,))
-    html = to_html(Report.of([part], target=ATTACK, policy=ATTACK), numerics(ATTACK))
+    html = to_html(Report.from_parts([part], target=ATTACK, policy=ATTACK), numerics(ATTACK))
     page = Page(html)
     assert len(page.of("script")) == 1
     assert len(page.of("style")) == 1
@@ -209,7 +211,7 @@ def test_numerics_are_searched_and_sorted():
 
 def test_many_graphs_are_not_all_drawn():
     parts = [Part(gemms=(kept(),), outline=picture())] * 20
-    page = Page(to_html(Report.of(parts, target="cpu", policy="p")))
+    page = Page(to_html(Report.from_parts(parts, target="cpu", policy="p")))
     assert len([a for a in page.of("div") if "data-graph" in a]) == 12
     assert "and 8 more graphs" in page.texts("p")
 

@@ -19,7 +19,7 @@ from mxcompile.report import STORED, Report, schema
 from mxcompile.report.record import SCHEMA, Part
 from mxcompile.report.schema import CHOICES, SCHEMA_FILE, json_schema
 
-REPORTS = [whole_report(), report(kept()), Report.of([], target="", policy="")]
+REPORTS = [whole_report(), report(kept()), Report.from_parts([], target="", policy="")]
 jsonschema = pytest.importorskip("jsonschema")
 VALIDATOR = jsonschema.Draft202012Validator(json.loads(SCHEMA_FILE.read_text(encoding="utf-8")))
 

@@ -35,7 +35,7 @@ def test_flop_share_at_its_ends(gemms: list[GemmRecord], share: float):
 
 
 def merged(*parts: Part) -> Summary:
-    return Report.of(parts, target="sm_100", policy="p.yaml").summary
+    return Report.from_parts(parts, target="sm_100", policy="p.yaml").summary
 
 
 def test_parts_add_up():
@@ -97,7 +97,7 @@ def test_modules_that_share_code_have_the_records_of_every_part_that_they_run():
     called = Part(gemms=(record("layers.0.up"),), prefix=path, twins=twins)
     one_row = Part(gemms=(record("layers.0.up", m=1),), prefix=path, twins=twins)
     for parts in ((first, others, called), (called, first, others), (first, others, called, one_row)):
-        gemms = Report.of(latest([(0, (part,)) for part in parts]), target="cpu", policy="p").gemms
+        gemms = Report.from_parts(latest([(0, (part,)) for part in parts]), target="cpu", policy="p").gemms
         for layer in (0, 2):
             of_layer = [(gemm.gemm, gemm.m) for gemm in gemms if gemm.name == f"layers.{layer}.up"]
             expected = [("fprop", 1)] * (one_row in parts)
@@ -114,7 +114,7 @@ def test_work_in_words():
 
 def test_records_know_their_graph():
     parts = [Part(gemms=(record("a"), record("b"))), Part(gemms=()), Part(gemms=(record("c"),))]
-    found = Report.of(parts, target="cpu", policy="p").gemms
+    found = Report.from_parts(parts, target="cpu", policy="p").gemms
     assert [(gemm.name, gemm.graph) for gemm in found] == [("a", 0), ("b", 0), ("c", 2)]
 
 

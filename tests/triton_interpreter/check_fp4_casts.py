@@ -34,7 +34,7 @@ def spread(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 def casts(word: str, layout: str, x: Tensor, seed: Tensor) -> list[Tensor]:
     """Each copy of `x` by itself, then both of what is not random, and the amax that they need."""
-    form, results = Format.of(word), []
+    form, results = Format.parse(word), []
     given = (seed, 5) if form.stochastic else (None, 0)
     plain, others = ops.largest(x) if form.two_level else None, []
     for dim in (-1, -2):
@@ -104,7 +104,7 @@ def every_amax(block: int) -> Tensor:
 @pytest.mark.parametrize("word", [NVFP4, f"{NVFP4} stochastic", MXFP4, f"{MXFP4} stochastic"])
 def test_every_amax(word):
     """Under the largest tensor scale there is, under one, and under the smallest: most scales are then 0."""
-    x = every_amax(Format.of(word).tile.along)
+    x = every_amax(Format.parse(word).tile.along)
     amaxes = [torch.tensor([amax]) for amax in (3.3e38, 1.0, 1e-36)] if "two-level" in word else [None]
 
     def function(x: Tensor, seed: Tensor, *amaxes: Tensor) -> list[Tensor]:

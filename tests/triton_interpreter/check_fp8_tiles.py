@@ -77,7 +77,7 @@ def same(found: torch.Tensor, wanted: torch.Tensor) -> None:
 @pytest.mark.parametrize("native", [True, False])
 def test_every_bf16_value(elem: str, native: bool):
     """Under scales that a tensor which holds it may have: quotients are at most the largest element."""
-    fmt, scale = Format.of(f"{elem} channel nearest"), scales(8)[::10]
+    fmt, scale = Format.parse(f"{elem} channel nearest"), scales(8)[::10]
     x = all_bf16().repeat(len(scale), 1)
     held = x.isfinite() & (x.double().abs() <= scale.double().unsqueeze(1) * fmt.elem.max * 1.01)
     x = torch.where(held | scale.isnan().unsqueeze(1), x, 0.0).to(torch.bfloat16)
@@ -88,7 +88,7 @@ def test_every_bf16_value(elem: str, native: bool):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_quotients_beside_what_fp8_rounds_at(elem: str, dtype: torch.dtype):
     """x next to s · m, for every m halfway between two elements."""
-    fmt, scale = Format.of(f"{elem} channel nearest"), scales(32)
+    fmt, scale = Format.parse(f"{elem} channel nearest"), scales(32)
     codes = torch.arange(0, 0x7E if elem == "e4m3" else 0x7B, dtype=torch.uint8)
     below, above = (c.view(fmt.elem.dtype).double() for c in (codes, codes + 1))
     middle = (below + above) / 2
@@ -102,7 +102,7 @@ def test_quotients_beside_what_fp8_rounds_at(elem: str, dtype: torch.dtype):
 @ELEM
 def test_scales_known_before(elem: str):
     """What is larger saturates, what is not finite becomes NaN: every BF16 value under every scale."""
-    fmt = Format.of(f"{elem} tensor nearest delayed:4:0")
+    fmt = Format.parse(f"{elem} tensor nearest delayed:4:0")
     scale = torch.cat([scales(8)[:-1:20], torch.tensor([torch.nan])])
     x = all_bf16().repeat(len(scale), 1)
     wanted = torch.cat(
@@ -114,7 +114,7 @@ def test_scales_known_before(elem: str):
 @ELEM
 @pytest.mark.parametrize("native", [True, False])
 def test_elements_of_half_the_value(elem: str, native: bool):
-    fmt, x = Format.of(f"{elem} channel nearest"), all_bf16().reshape(64, 1024)
+    fmt, x = Format.parse(f"{elem} channel nearest"), all_bf16().reshape(64, 1024)
     x = x.where(x.float().abs() <= 448, torch.nan)
     scale = torch.full((64,), 1.0)
     wanted = as_fnuz(encode_with(x, scale.unsqueeze(1), -1, fmt)).view(torch.uint8)
@@ -129,7 +129,7 @@ def test_scales_of_amax(elem: str, derivation: str):
     out = torch.empty_like(amax)
     scale_kernel[(1,)](amax, out, SIZE=1 << 17, ELEM=elem, POW2=derivation == "pow2")
     torch.testing.assert_close(
-        out, fp32_scale(amax, Format.of(f"{elem} channel {derivation}")), rtol=0, atol=0, equal_nan=True
+        out, fp32_scale(amax, Format.parse(f"{elem} channel {derivation}")), rtol=0, atol=0, equal_nan=True
     )
 
 

@@ -20,7 +20,7 @@ from mxcompile.watch.tally import Tally
 
 FORMATS = sorted(
     {
-        str(operands.of(name))
+        str(operands.operand_format(name))
         for row in PRECISIONS.values()
         if row.quantizes
         for tiles in row.tiles
@@ -72,7 +72,7 @@ def seeds(fmt: str) -> list[Tensor]:
 
 def measured(x: Tensor, dim: int, fmt: str) -> Tally:
     numbers, _ = ops.cast_statistics(x, dim, fmt, 0, *seeds(fmt))
-    return Tally.of("", fmt, numbers.tolist())
+    return Tally.from_numbers("", fmt, numbers.tolist())
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -86,7 +86,7 @@ def measured(x: Tensor, dim: int, fmt: str) -> Tally:
 )
 def test_every_field(fmt: str, shape: tuple[int, ...], dim: int, seed: int, dtype: torch.dtype, odd: bool):
     """Of every format, for both layouts, matrices and batches of them, with NaN and Inf."""
-    x, form = drawn(shape, seed, dtype, odd), Format.of(fmt)
+    x, form = drawn(shape, seed, dtype, odd), Format.parse(fmt)
     amax = ops.largest(x) if form.two_level else None
     qdata, scale = encode(x, dim, fmt, *(seeds(fmt) or [None]), 0, None, amax)
     value, stored = (ops.decode(qdata, s, dim, fmt, torch.float32, amax) for s in (scale, None))
@@ -107,7 +107,7 @@ def test_against_the_standard(elem: str, rounding: str):
     elements, scales = quantize(x.numpy(), elem, rounding)
     factors = torch.from_numpy(scales).to(torch.float64).sub(127).exp2().repeat_interleave(32, 1)[:, :70]
     stored = torch.from_numpy(elements)
-    expected = counted(x, stored * factors, stored, Format.of(f"{elem} 1x32 {rounding}").elem.max)
+    expected = counted(x, stored * factors, stored, Format.parse(f"{elem} 1x32 {rounding}").elem.max)
     tally = measured(x, -1, f"{elem} 1x32 {rounding}")
     assert tally.sums == pytest.approx(expected, rel=1e-12)
     assert tally.histogram == dict(Counter(scales.flatten().tolist()))

@@ -31,13 +31,15 @@ def row(underflow: float | None, layer: str = "a.up", **more: Any) -> dict[str, 
 
 
 def test_it_fires_once_after_enough_samples():
-    rule = Rule.of({"when": {"underflow": "> 0.3", "over": 2}})
+    rule = Rule.from_mapping({"when": {"underflow": "> 0.3", "over": 2}})
     values = [0.4, 0.2, 0.4, 0.5, 0.6, None, 0.4, 0.4]
     assert [rule.fires(row(value)) for value in values] == [False] * 3 + [True] + [False] * 3 + [True]
 
 
 def test_where_it_looks():
-    rule = Rule.of({"when": {"underflow": ">= 0.5"}, "layer": "*.up", "operand": "dy", "role": "ffn_in"})
+    rule = Rule.from_mapping(
+        {"when": {"underflow": ">= 0.5"}, "layer": "*.up", "operand": "dy", "role": "ffn_in"}
+    )
     assert rule.fires(row(0.5))
     assert not rule.fires(row(0.5, layer="a.down"))
     assert not rule.fires(row(0.5, operand="x"))
@@ -45,7 +47,7 @@ def test_where_it_looks():
 
 
 def test_all_conditions_hold():
-    rule = Rule.of({"when": {"underflow": "> 0.1", "sqnr": "<2e1"}})
+    rule = Rule.from_mapping({"when": {"underflow": "> 0.1", "sqnr": "<2e1"}})
     assert not rule.fires(row(0.5, sqnr=25.0))
     assert rule.fires(row(0.5, sqnr=15.0))
 
@@ -78,7 +80,9 @@ def test_mistakes(given: Any, message: str):
 
 
 def test_it_looks_at_one_or_several():
-    rule = Rule.of({"when": {"underflow": ">= 0.5"}, "operand": ["x", "dy"], "role": ("qkv", "ffn_in")})
+    rule = Rule.from_mapping(
+        {"when": {"underflow": ">= 0.5"}, "operand": ["x", "dy"], "role": ("qkv", "ffn_in")}
+    )
     assert rule.fires(row(0.5))
     assert not rule.fires(row(0.5, operand="w"))
     assert not rule.fires(row(0.5, role="head"))

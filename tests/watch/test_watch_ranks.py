@@ -91,7 +91,7 @@ class Place:
 
 def sample(amax: float) -> ranks.Sample:
     numbers = [amax, amax, 4.0, 4.0, *[0.0] * (ops.watch.LENGTH - 4)]
-    return {("up", "fprop", "x"): Tally.of("ffn_in", "e4m3 1x32 rceil", numbers)}
+    return {("up", "fprop", "x"): Tally.from_numbers("ffn_in", "e4m3 1x32 rceil", numbers)}
 
 
 def test_the_first_rank_joins_what_the_others_send(monkeypatch: pytest.MonkeyPatch):

@@ -42,7 +42,7 @@ class Expectation:
     optional: bool = False
 
     @classmethod
-    def of(cls, pattern: str, words: str) -> Expectation:
+    def from_words(cls, pattern: str, words: str) -> Expectation:
         """From a regular expression for the end of a path, and ``qkv``, ``a|b``, ``a+b`` or one of WORDS.
 
         A ``?`` in front of the expression makes it optional.
@@ -88,7 +88,7 @@ class Animal:
     @property
     def expectations(self) -> tuple[Expectation, ...]:
         """`expect`, parsed."""
-        return tuple(Expectation.of(pattern, words) for pattern, words in self.expect.items())
+        return tuple(Expectation.from_words(pattern, words) for pattern, words in self.expect.items())
 
 
 def expectation(name: str, among: tuple[Expectation, ...]) -> Expectation | None:

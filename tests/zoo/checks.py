@@ -44,7 +44,7 @@ def roles_of(report: Report, old_names: Callable[[str], str]) -> dict[str, list[
     return layers
 
 
-_CONVOLUTION = Expectation.of(".*", "bf16")
+_CONVOLUTION = Expectation.from_words(".*", "bf16")
 """What a convolution is of which no table speaks: an embedding of patches, or nothing in particular."""
 
 

@@ -35,7 +35,7 @@ class Spread:
     error: float | None = None
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
+    def from_values(cls, values: Sequence[float]) -> Spread:
         """Returns the spread of `values`, one per repeat."""
         if not all(map(math.isfinite, values)):
             return cls(mean=math.inf)
@@ -74,7 +74,7 @@ def effect_of(gemms: Sequence[GemmRecord], pairs: Iterable[tuple[Outcome, Outcom
     values = [_distances(gemms, reference, outcome) for reference, outcome in pairs]
     return Effect(
         **{
-            measure: Spread.of([each[measure] for each in values])
+            measure: Spread.from_values([each[measure] for each in values])
             for measure in MEASURES
             if all(measure in each for each in values)
         }

@@ -114,7 +114,7 @@ def _findings(
 
 def _plan(trials: BlameTrials, max_runs: int, repeats: int | None) -> RunPlan:
     """Returns the plan of the runs for the differences in `trials`."""
-    return RunPlan.of(
+    return RunPlan.from_counts(
         len(trials.layers),
         len({gemm for _, gemm in trials.keys}) if trials.switched else 1,
         repeats=plans.repeats_of(repeats, trials.drew, max_runs),

@@ -34,7 +34,7 @@ class RunPlan:
     more: int = 0
 
     @classmethod
-    def of(cls, layers: int, gemms: int, *, repeats: int, max_runs: int, more: int) -> RunPlan:
+    def from_counts(cls, layers: int, gemms: int, *, repeats: int, max_runs: int, more: int) -> RunPlan:
         """Returns the plan for `layers` differing layers with `gemms` separately searched kinds of GEMMs.
 
         max_runs: limit, at least `LEAST` per repeat. more: runs of the reference in addition to its repeats.

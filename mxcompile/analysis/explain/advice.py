@@ -96,7 +96,7 @@ def _cast_to(gemm: GemmRecord, formats: Operands) -> GemmRecord:
             form, elem=fmt.elem.name, block=str(fmt.tile), rounding=fmt.derivation, transform=fmt.transform
         )
         for form in gemm.formats
-        for fmt in (formats.of(form.operand),)
+        for fmt in (formats.operand_format(form.operand),)
     )
     return dataclasses.replace(gemm, formats=tuple(changed))
 

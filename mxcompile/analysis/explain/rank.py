@@ -181,7 +181,7 @@ def _rank_report(
         rank, parts = tracing(options)
         here.check(sends=any(rank.collectives()))
         plan = rank.whole(here.plain, here.args, here.kwargs)
-        report = Report.of(parts, target=options.target, policy=options.policy.label)
+        report = Report.from_parts(parts, target=options.target, policy=options.policy.label)
         memories = rank.memories(here.model)
         numbers, slowest, step = range(len(memories)), len(memories) - 1, None
         if speeds is not None:
@@ -189,9 +189,9 @@ def _rank_report(
             beside = _beside(options.policy, others, chip)
             traced = (rank, *(tracing(replace(options, policy=each))[0] for each in beside))
             works = [[one.work(number, memories[number].gradients) for number in numbers] for one in traced]
-            rates = speeds.rates(Rates.of(chip))
+            rates = speeds.rates(Rates.for_target(chip))
             slowest = max(numbers, key=lambda number: works[0][number].us(speeds, rates))
-            step = StepTime.of([each[slowest] for each in works], speeds, chip)
+            step = StepTime.from_works([each[slowest] for each in works], speeds, chip)
         sent = rank.work(slowest).sent
     check_mistakes(options.policy, plan.records(options.policy), strict=options.strict)
     shape = given[3]
@@ -203,7 +203,7 @@ def _rank_report(
         collectives=sent,
         memory=max(memories, key=lambda memory: memory.total),
         time=step,
-        pipeline=None if rank.stages is None else Pipeline.of(rank.stages, memories, slowest),
+        pipeline=None if rank.stages is None else Pipeline.from_stages(rank.stages, memories, slowest),
         warnings=(*unmatched(report.gemms, plan.by_name), *rank.unreduced()),
     )
 

@@ -58,7 +58,7 @@ class RankTracer(Explainer):
         self._groups = sharded
         self._sent: dict[int, tuple[Capture, tuple[Collective, ...]]] = {}
         self._calls: Counter[int] = Counter()
-        self.stages = None if order is None else Stages.of(order, self.repeats.blocks)
+        self.stages = None if order is None else Stages.from_schedule(order, self.repeats.blocks)
         self._works: dict[int, dict[str, tuple[Works, ...]]] = {}
         self._live: dict[int, GraphLiveness] = {}
         self._results = 0

@@ -121,16 +121,16 @@ class Explainer(Rehearsal[ValueTrackingMode]):
 
 
 def _eager_records(
-    graph: fx.Graph, known: Layers, blocks: Blocks, *, training: bool
+    graph: fx.Graph, planned: Layers, blocks: Blocks, *, training: bool
 ) -> tuple[GemmRecord, ...]:
     """Returns records of the products in `graph`, which ran outside of compiled graphs.
 
-    known: GEMMs of the whole model by name, with their roles. blocks: blocks of the model. training: whether
-    to include the products of their gradients.
+    planned: GEMMs of the whole model by name, with their roles. blocks: blocks of the model.
+    training: whether to include the products of their gradients.
     """
     Find(blocks=blocks).apply(graph)
     Classify(cut_inputs=True, cut_outputs=True).apply(graph)
-    ApplyPlan(known=known).apply(graph)
+    ApplyPlan(planned=planned).apply(graph)
     kept = Choice(precision=KEPT.name, reason=Reason(Code.NOT_COMPILED))
     for node in graph.nodes:
         kernel = str(packet(node))

@@ -36,7 +36,7 @@ class Candidate:
         return cls(word=Path(policy.label).name)
 
     @classmethod
-    def of(cls, word: str, under: Choices) -> Candidate:
+    def parse(cls, word: str, under: Choices) -> Candidate:
         """Returns the candidate of the precision or preset `word`, independent of the formats `under`.
 
         under: formats of the preset of the start policy. Raises `OptionError` for an unknown word.

@@ -130,7 +130,7 @@ class _Marker:
     def _operand(self, qdata: fx.Node, site: ProductSite, side: int) -> fx.Node | None:
         """Returns the operand `side` before its cast, and marks the cast; None if the graph has no cast."""
         cast, steps = made_by(qdata)
-        if Cast.of(cast) is None:
+        if Cast.from_node(cast) is None:
             return None
         mark = self._cast_site(cast)
         mark.readers.append((site.tag, site.tag.tensors[side]))
@@ -138,7 +138,7 @@ class _Marker:
         source = argument(cast)
         if source.target is ops.decode:  # the columnwise copy is cast from the rowwise one
             first, _ = made_by(argument(source))
-            if Cast.of(first) is None:
+            if Cast.from_node(first) is None:
                 return None
             self._cast_site(first).needed_by.add(site.key)
             source = argument(first)

@@ -82,7 +82,7 @@ def tune(
     bounds = Bounds(min_sqnr=min_sqnr, max_loss_gap=max_loss_gap)
     check_mix(among, target)
     start = Policy.resolve(policy)
-    candidates = [Candidate.of(word, start.base.formats) for word in dict.fromkeys(among)]
+    candidates = [Candidate.parse(word, start.base.formats) for word in dict.fromkeys(among)]
     chip = check(target) if among else ""
     session = Session(model, args, named, policy=start, loss_fn=loss_fn)
     with tqdm(desc="tune: tracing", unit="run", disable=None, leave=False) as bar:

@@ -114,7 +114,7 @@ def tap(gm: fx.GraphModule, values: Sequence[Any], capture: Capture, policy: Pol
     if capture.backward or not needed(policy):
         return None
     weights = [index for index, given in enumerate(capture.inputs) if given.static and given.path]
-    return Tapped.of(gm, values, weights)
+    return Tapped.from_graph(gm, values, weights)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +131,7 @@ class Tapped:
     outputs: int
 
     @classmethod
-    def of(cls, gm: fx.GraphModule, values: Sequence[Any], weights: Iterable[int]) -> Tapped | None:
+    def from_graph(cls, gm: fx.GraphModule, values: Sequence[Any], weights: Iterable[int]) -> Tapped | None:
         """Returns a copy of `gm` with a state input for each matrix at `weights`, or None without any."""
         gm = copied(gm)
         inputs = gm.graph.find_nodes(op="placeholder")

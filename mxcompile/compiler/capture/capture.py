@@ -58,7 +58,7 @@ def captured(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module 
 
     Nested regions are inlined into `gm`, and its nodes get marks for the passes.
     """
-    frame = Frame.of(gm)
+    frame = Frame.from_stack(gm)
     root = frame.root(root)
     located = Located(gm, example_inputs, root, frame)
     inline_regions(gm, located.inputs)  # needs the user's module paths, which `Located` has written
@@ -66,7 +66,7 @@ def captured(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module 
     sharded = "shards of tensor parallelism" if any(map(_is_shard, example_inputs)) else ""
     cut = frame.cut(root, _called(gm, located)) or sharded
     planned = plan_of(root, frame, located.matrices) if cut else Planned()
-    blocks = Blocks.of(root)
+    blocks = Blocks.from_model(root)
     gathers = gathers_of(root, located.inputs)
     about = (blocks, located.prefix, cut, planned.below(located.prefix), located.inputs, _rank(gm))
     return Capture(

@@ -175,7 +175,7 @@ class Compilation:
             strict=self.options.strict,
             blocks=self.capture.blocks,
             cut=self.capture.cut,
-            known={} if plan is None else plan.by_name,
+            planned={} if plan is None else plan.by_name,
             tapped=self._tapped,
         )
         trace_graph(graph, "before")

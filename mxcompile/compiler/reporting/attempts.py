@@ -57,7 +57,7 @@ def watch_attempts(options_of: Callable[[Any, Mapping[str, Any]], Options | None
             is_error = compiling.get("one_graph") or torch._dynamo.config.fail_on_recompile_limit_hit
             reached = f"{limit} ({getattr(torch._dynamo.config, limit)})" if exceeded and not is_error else ""
             root = getattr(backend, "root", None)
-            attempt = _Attempt.of(compiling["code"], compile_id.frame_id, root, reached)
+            attempt = _Attempt.from_code(compiling["code"], compile_id.frame_id, root, reached)
             attempt.tell_limit(options)
             _look_at_end(attempt, options)
         return exceeded, limit
@@ -85,9 +85,9 @@ class _Attempt:
     limit: str
 
     @classmethod
-    def of(cls, code: CodeType, frame_id: int, known: nn.Module | None, limit: str) -> _Attempt:
+    def from_code(cls, code: CodeType, frame_id: int, known: nn.Module | None, limit: str) -> _Attempt:
         """Returns the current attempt. known: the model, if the user has named it."""
-        frame = Frame.of()
+        frame = Frame.from_stack()
         root = frame.root(known)
         return cls(
             code=code,

@@ -50,7 +50,7 @@ class Places:
     def adopt(self, model: nn.Module) -> None:
         """Adds an entry for `model`, another instance with the same module names that runs the code."""
         assert self._part is not None
-        fresh = self._places[0][0].of(model)
+        fresh = self._places[0][0].for_model(model)
         ledger = REGISTRY.open((self._key, fresh.model), fresh)
         self._places.append((ledger, REGISTRY.put(ledger, None, self._part)))
         if self._gemms:
