@@ -23,6 +23,7 @@ from mxcompile.compiler.calls.compiled_graph import CompiledGraph
 from mxcompile.compiler.calls.delayed_scales import DelayedScales
 from mxcompile.compiler.calls.sampling import follow, guard, sampling
 from mxcompile.compiler.capture.capture import captured
+from mxcompile.compiler.capture.weak_references import weak_references
 from mxcompile.compiler.decompositions import table
 from mxcompile.compiler.hooks.compilation import Compilation
 from mxcompile.compiler.hooks.exporting import guard_exports
@@ -75,10 +76,7 @@ class Backend:
     """
 
     __name__ = "mxfp8"
-    """Registered name. Dynamo keeps weak references to parameters for backends with an unknown name.
-
-    ``torch.utils.swap_tensors`` rejects tensors with weak references.
-    """
+    """Name in Dynamo's messages."""
 
     def __init__(
         self,
@@ -194,6 +192,7 @@ def compile_graph(
         attribution=publish(compilation, stored),
         sampling=sampling(compilation, example_inputs, lambda one: compiled(copied(gm), one)),
         scales=DelayedScales(tapped, dict(compilation.part.histories), capture.root) if tapped else None,
+        references=weak_references(),
     )
 
 

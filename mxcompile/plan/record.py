@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from mxcompile.models.tree import held, unregistered
 
 _KEY, _CUSTOM = "mx_differentiated", "custom"
 """`_KEY` within ``meta[_CUSTOM]``, which torch copies from node to node unchanged."""
-_FUNCTION, _CHECKPOINT = "torch/autograd/function.py", "torch/utils/checkpoint.py"
+_CHECKPOINT, _METHOD = "torch/utils/checkpoint.py", "apply"
 
 
 class Differentiated(Enum):
@@ -72,7 +73,9 @@ def record(
         for place, value in zip(places, data, strict=True):
             leaves[place] = FunctionalTensor.to_functional(value)
         positional, named = tree_unflatten(leaves, shape)
-        with _reparametrize_module(model, stored, tie_weights=True), _modules_noted(model), _Gradients():  # type: ignore[no-untyped-call]
+        marks = _Gradients()  # type: ignore[no-untyped-call]
+        weights = _reparametrize_module(model, stored, tie_weights=True)
+        with weights, _modules_noted(model), _functions_noted(), marks:
             results = model(*positional, **named)
         return [_plain(result) for result in _tensors(results)]
 
@@ -163,9 +166,25 @@ def _inside_function() -> Differentiated:
     while frame is not None and frame.f_code is not record.__code__:
         if frame.f_code.co_filename.endswith(_CHECKPOINT):
             return Differentiated.AGAIN
-        functions += frame.f_code.co_filename.endswith(_FUNCTION)
+        functions += frame.f_code is _apply.__code__
         frame = frame.f_back  # type: ignore[assignment]
     return Differentiated.BY_FUNCTION if functions else Differentiated.NO
+
+
+def _apply(method: Any, function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    """Applies `function`. The frame of this call shows `_inside_function` that its forward runs."""
+    return method.__get__(None, function)(*args, **kwargs)
+
+
+@contextmanager
+def _functions_noted() -> Iterator[None]:
+    """Runs each `autograd.Function` in `_apply`, since its own method may have no frame of Python."""
+    method = vars(torch.autograd.Function)[_METHOD]
+    setattr(torch.autograd.Function, _METHOD, classmethod(partial(_apply, method)))
+    try:
+        yield
+    finally:
+        setattr(torch.autograd.Function, _METHOD, method)
 
 
 @contextmanager

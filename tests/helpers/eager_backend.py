@@ -20,6 +20,7 @@ from mxcompile.compiler.calls.compiled_graph import CompiledGraph
 from mxcompile.compiler.calls.delayed_scales import DelayedScales
 from mxcompile.compiler.calls.sampling import follow, guard, sampling
 from mxcompile.compiler.capture.capture import captured
+from mxcompile.compiler.capture.weak_references import weak_references
 from mxcompile.compiler.decompositions import table
 from mxcompile.compiler.hooks.compilation import Compilation
 from mxcompile.compiler.hooks.trace import copied
@@ -82,6 +83,7 @@ class EagerBackend:
                 compilation, example_inputs, lambda one: self._compiled(copied(gm), example_inputs, one)
             ),
             scales=DelayedScales(tapped, dict(compilation.part.histories), found.root) if tapped else None,
+            references=weak_references(),
         )
 
     def _compiled(self, gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: Compilation) -> Any:

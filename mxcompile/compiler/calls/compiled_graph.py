@@ -4,7 +4,7 @@
           →  attribution    records the model that runs the code
           →  sampling       runs the code or, in a sampled step, the measuring code
 
-Each step is optional.
+Each step is optional. The first call comes after the compile, and drops the weak references that it kept.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from mxcompile.compiler.calls.delayed_scales import DelayedScales
 from mxcompile.compiler.calls.sampling import Sampling
+from mxcompile.compiler.capture.weak_references import Tables
 from mxcompile.compiler.reporting.shared_code import Attribution
 
 
@@ -27,17 +28,23 @@ class CompiledGraph:
         attribution: Attribution | None,
         sampling: Sampling | None,
         scales: DelayedScales | None,
+        references: Tables,
     ) -> None:
         self._code = code
         self._attribution = attribution
         self._sampling = sampling
         self._scales = scales
+        self._references = references
 
     def __call__(self, *args: Any) -> Any:
         """Runs the code."""
         return self._run(*args) if self._scales is None else self._scales.run(self._run, args)
 
     def _run(self, *args: Any) -> Any:
+        if self._references:
+            for table in self._references:
+                table.clear()
+            self._references = ()
         if self._attribution is not None:
             self._attribution.note(args)
         return self._code(*args) if self._sampling is None else self._sampling.run(self._code, args)
