@@ -180,7 +180,7 @@ def test_flat_parameters_are_refused(alone: None):
     flat = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=False)
     with pytest.raises(OptionError, match="use_orig_params"):
         mxcompile.compile(flat)
-    with pytest.raises(Unsupported, match="use_orig_params"):
+    with pytest.raises(Unsupported):
         torch.compile(flat, backend="mxfp8", fullgraph=True)(*build("llama").inputs)
 
 
