@@ -21,6 +21,7 @@ from mxcompile.models.fakes import Faker
 from mxcompile.models.value_tracking_mode import ValueTrackingMode
 from mxcompile.models.wrappers import is_distributed, is_tensor_parallel
 from mxcompile.ranks.fsdp import FSDPGroup
+from mxcompile.versions import newer
 
 
 def rank_copy(groups: tuple[FSDPGroup, ...], model: nn.Module, mode: ValueTrackingMode) -> nn.Module:
@@ -45,14 +46,19 @@ class _Shards(Faker):
     def __init__(self, mode: ValueTrackingMode, groups: tuple[FSDPGroup, ...]) -> None:
         super().__init__(mode)
         self._assuming = mode
-        self._gathered = {id(one.parameter): one for group in groups for one in group.parameters}
+        self._gathered = {id(one.parameter): (one, group) for group in groups for one in group.parameters}
 
     def __call__(self, tensor: Tensor) -> Tensor:
         from torch.distributed.tensor import DTensor
 
-        gathered = self._gathered.get(id(tensor))
-        if gathered is not None:
-            return self._shard(tensor, gathered.size, gathered.dtype, gathered.spec)
+        if id(tensor) in self._gathered:
+            gathered, group = self._gathered[id(tensor)]
+            fake = self._shard(tensor, gathered.size, gathered.dtype, gathered.spec)
+            if newer("torch", "2.14") and group.reduced is not None and fake.requires_grad:
+                fake.grad_dtype = (
+                    group.reduced
+                )  # such a gradient has the dtype of its reduction from the start
+            return fake
         if isinstance(tensor, DTensor):
             return self._shard(tensor, tensor.to_local().shape, tensor.dtype, tensor._spec)
         return super().__call__(tensor)

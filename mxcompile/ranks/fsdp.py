@@ -22,6 +22,7 @@ from mxcompile.errors import ModelError
 from mxcompile.formats import num_blocks
 from mxcompile.models.fsdp_state import states
 from mxcompile.models.names import user_path
+from mxcompile.versions import newer
 
 _SPECS = ("_unsharded_dtensor_spec", "_tp_spec")
 """Attributes of FSDP2 parameters for the layout after the gather, in torch from 2.13 on and before it."""
@@ -104,10 +105,15 @@ def _group(path: str, group: Any, held: list[tuple[str, Any]], mixed: Any, *, fr
         shards=getattr(mesh, "shard_process_group", None),
         replicates=getattr(mesh, "replicate_process_group", None),
         again=None if again is None else again.shard_process_group,
-        reduced=(mixed.reduce_dtype or trained[0].dtype) if trained else None,
+        reduced=(mixed.reduce_dtype or _unset(trained[0])) if trained else None,
         inputs=mixed.param_dtype if mixed.cast_forward_inputs else None,
         outputs=mixed.output_dtype,
     )
+
+
+def _unset(parameter: Sharded) -> torch.dtype:
+    """Returns the dtype of the gradient reduction, if the user chose none."""
+    return parameter.parameter.dtype if newer("torch", "2.14") else parameter.dtype
 
 
 def _sharded(path: str, parameter: Any) -> Sharded:

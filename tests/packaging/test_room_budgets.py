@@ -45,7 +45,7 @@ BUDGETS = {
     "mxcompile/plan": 720,
     "mxcompile/policy": 1_765,
     "mxcompile/policy/importers": 1_160,
-    "mxcompile/ranks": 742,
+    "mxcompile/ranks": 753,
     "mxcompile/report": 2_205,
     "mxcompile/report/forms": 1_375,
     "mxcompile/rules": 620,
