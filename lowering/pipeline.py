@@ -86,6 +86,8 @@ def config_patches(
             if _setting(key, options) != value:
                 log.warning("config.%s is %r in what mxfp8 compiles: casts round by additions", key, value)
         return _EXACT | _regions(uuid, options, _setting("_post_fusion_custom_pass", options))
+    if target.arch is not None:
+        fp_fusion.cache_fp8_types()
     if target.device != "cuda" or optional.obstacle(*_SCHEDULER_PASSES):
         return {}
     from mxcompile.lowering.inductor.prologues import Prologues
@@ -94,7 +96,6 @@ def config_patches(
     winners = Winners(uuid, _setting("_post_fusion_custom_pass", options), name_kernels)
     patches = {"_post_fusion_custom_pass": winners} | _regions(uuid, options, winners)
     if target.arch is not None:
-        fp_fusion.cache_fp8_types()
         patches["_pre_fusion_custom_pass"] = Prologues(uuid, _setting("_pre_fusion_custom_pass", options))
     return patches
 

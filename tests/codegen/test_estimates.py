@@ -19,8 +19,11 @@ from mxcompile.offline.estimate import library_work, total
 from mxcompile.offline.machine_code import Loop, parse
 from mxcompile.offline.rates import Rates
 from mxcompile.offline.step import KINDS
+from mxcompile.versions import newer
 
 ROOT = Path(__file__).parents[2]
+NEWER = newer("triton", "3.7")
+"""Whether Triton makes other machine code: barriers of its own, and norms with one more instruction."""
 
 NVIDIA = """
 	.sectionflags	@"SHF_BARRIERS=1"
@@ -459,7 +462,7 @@ def test_what_a_cast_spends_an_element(generated):
     both = [launch for launch in launches if casts_both(result, launch)]
     spent = {launch.kernel: launch.facts.per_element for launch in both}
     assert 7 < min(spent.values()) <= 8.6
-    assert max(spent.values()) <= 19, "norms and SwiGLU"
+    assert max(spent.values()) <= (20 if NEWER else 19), "norms and SwiGLU"
     (two,) = (launch for launch in launches if casts_both(result, launch, 2))
     assert two.facts.per_element <= 33
 
@@ -470,7 +473,8 @@ def test_barriers_of_a_step_of_a_product(generated):
     result = generated("sm_100", True)
     launches = result.launches
     steps = {launch.facts.barriers for launch in launches if launch.kind == "product" and launch.facts}
-    assert steps - {None} <= {3, 4, 5}, "None is a product of so few steps that they make no loop"
+    known = {9, 10} if NEWER else {3, 4, 5}
+    assert steps - {None} <= known, "None is a product of so few steps that they make no loop"
     assert steps != {None}
 
 
@@ -485,6 +489,7 @@ def test_two_policies_side_by_side(capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(NEWER, reason="the committed prediction is of Triton 3.7")
 def test_the_committed_prediction_is_todays(monkeypatch):
     """A Llama-8B layer for a B200: the newest committed line, within what another Triton may change."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))

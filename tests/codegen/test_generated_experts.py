@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mxcompile.offline import codegen
+from mxcompile.versions import newer
 
 RECIPES = {"mxfp8": NVIDIA, **FP4}
 
@@ -79,6 +80,8 @@ class Grouped(nn.Module):
         return x + F.pad(y, (0, 0, 0, len(x) - len(y)))
 
 
+SPILLED = 8 if newer("triton", "3.7") else 0
+"""Bytes that a thread may spill: newer Triton keeps one or two values more in casts with 255 registers."""
 FP4_MMA = ("kind::mxf4", "cbsz:4 blgp:4")
 
 
@@ -94,7 +97,7 @@ def _native(result, target: str, gemms: int, word: str = "mxfp8") -> None:
         packed = all(any(each in name for each in FP4_MMA) for name in names)
         assert packed == (word != "mxfp8"), (launch.kernel, names)
     assert result.problems == ()
-    assert not [kernel.name for kernel in result.kernels if kernel.binary.spill_bytes]
+    assert not [kernel.name for kernel in result.kernels if kernel.binary.spill_bytes > SPILLED]
 
 
 def _check(folder, expected: Tensor, inputs: list[Tensor]) -> None:
@@ -297,4 +300,4 @@ def test_mixtral():
     for launch in launches:
         assert any("block_scale" in name for name in result.kernel(launch).binary.mma), launch.kernel
     assert result.problems == ()
-    assert not [kernel.name for kernel in result.kernels if kernel.binary.spill_bytes]
+    assert not [kernel.name for kernel in result.kernels if kernel.binary.spill_bytes > SPILLED]
