@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 import mxcompile
 from mxcompile.formats import PRECISIONS, Choices, Format, Rounding
-from mxcompile.formats.encoding import decode_tensors, encode_tensors
+from mxcompile.formats.encoding import decode_tensors, encode_tensors, outer_amax
+from mxcompile.formats.four_over_six import FourOverSix
 
 BOTH, WEIGHTS, CACHE, WEIGHTS_CACHE = (
     "weights, activations",
@@ -25,6 +26,7 @@ BOTH, WEIGHTS, CACHE, WEIGHTS_CACHE = (
     "keys and values",
     "weights, keys and values",
 )
+_BOUNDS = {"x": 256, "w": 256}
 ROLES = ["qkv", "attn_out", "ffn_in", "ffn_out"]
 
 
@@ -95,7 +97,9 @@ def weight_format(precision: str, **choices: Any) -> Format:
 
 def in_format(form: Format, weight: Tensor) -> Tensor:
     """Returns the values of `weight` in a format, cast along its rows."""
-    return decode_tensors(*encode_tensors(weight, -1, form), -1, form, weight.dtype)
+    amax = outer_amax(weight, -1, form) if form.two_level else None
+    qdata, scale = encode_tensors(weight, -1, form, amax=amax)
+    return decode_tensors(qdata, scale, -1, form, weight.dtype, amax)
 
 
 def gguf_values(kind: str, weight: Tensor) -> Tensor:
@@ -154,6 +158,12 @@ def presets() -> Iterator[Way]:
         "mxfp6 e2m3": use(precision="mxfp6_e2m3"),
         "mxfp6 e3m2": use(precision="mxfp6_e3m2"),
         "mxfp4": use(precision="mxfp4"),
+        "nvfp4": use(precision="nvfp4"),
+        "nvfp4 4 over 6": use(precision="nvfp4", four_over_six=_BOUNDS),
+        "nvfp4 4 over 6, 448": use(precision="nvfp4", four_over_six=dict.fromkeys(_BOUNDS, 448)),
+        "nvfp4 4 over 6, MSE": use(precision="nvfp4", four_over_six={**_BOUNDS, "error": "mse"}),
+        "nvfp4 row-scaled": use(precision="nvfp4", row_scaled="x"),
+        "nvfp4 4 over 6, row-scaled": use(precision="nvfp4", four_over_six=_BOUNDS, row_scaled="x"),
     }
     for label, policy in policies.items():
         yield Way(label=label, library="mxcompile", what=BOTH, prepare=under(policy))
@@ -169,6 +179,8 @@ def stored_ways() -> Iterator[Way]:
         "mxfp6 e2m3": weight_format("mxfp6_e2m3"),
         "mxfp6 e3m2": weight_format("mxfp6_e3m2"),
         "mxfp4": weight_format("mxfp4"),
+        "nvfp4": weight_format("nvfp4"),
+        "nvfp4 4 over 6": weight_format("nvfp4", four_over_six=(("w", FourOverSix()),)),
     }
     for label, form in formats.items():
         prepare = with_values(functools.partial(in_format, form))

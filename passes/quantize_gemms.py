@@ -6,10 +6,10 @@ Each operand is quantized along the GEMM's contraction dimension from its widest
 that read one node share its cast; `share` later merges casts of equal nodes. `seed` gives stochastic casts
 their random numbers. Casts with a delayed scale read the state of their layer (see `delayed_scales`); without
 a state they use the current amax, and the record has a reason. Two-level formats also have a scale for the
-whole tensor: their casts read its amax, and their products multiply by both scales. Operands of wgrad may be
-transformed before their casts (`formats.hadamard`), except in grouped GEMMs, because groups of tokens end
-inside of transformed blocks. Rows past the last group are undefined; they are set to 0 where they would count
-in a scale. Numerics change in this pass and in no other.
+whole tensor, or for each of its rows: their casts read the amax, and their products multiply by the scales of
+both operands. Operands of wgrad may be transformed before their casts (`formats.hadamard`), except in grouped
+GEMMs, because groups of tokens end inside of transformed blocks. Rows past the last group are undefined; they
+are set to 0 where they would count in a scale. Numerics change in this pass and in no other.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from mxcompile.policy import Code, Gemm, Reason, Saved, Sent
 
 
 class Quantized(NamedTuple):
-    """The results of a cast. amax: amax of the tensor, for casts to two-level formats."""
+    """The results of a cast. amax: amax of the tensor or of its rows, for casts to two-level formats."""
 
     qdata: fx.Node
     scale: fx.Node
@@ -78,7 +78,7 @@ class _GemmWriter:
         self._build = Builder(graph, QuantizeGemms.name)
         self._products = product_calls(graph)
         self._casts: dict[tuple[Any, Copy], Quantized] = {}
-        self._amaxes: dict[fx.Node, fx.Node] = {}
+        self._amaxes: dict[tuple[Any, ...], fx.Node] = {}
         self._rowwise: dict[tuple[Any, Copy], Quantized] = {}
         self.states = States(self._build)
         self._state_amaxes: dict[Quantized, fx.Node] = {}
@@ -189,13 +189,20 @@ class _GemmWriter:
     def _format_args(self, a: Quantized, b: Quantized, formats: _Formats, node: fx.Node) -> tuple[Any, ...]:
         """Returns the formats of both operands, and the list of tensor scales if there are any."""
         read = tuple(Format.mx(fmt.elem) for fmt in formats) if _are_mx(formats) else formats
-        names, call = tuple(map(str, read)), self._build.call
+        names = tuple(map(str, read))
         scales = [
-            call(ops.known_scale, operand.amax, 0, name, 1, like=node)
+            self._outer_scale(operand.amax, name, node)
             for operand, name in zip((a, b), names, strict=True)
             if operand.amax is not None
         ]
         return (*names, scales) if scales else names
+
+    def _outer_scale(self, amax: fx.Node, name: str, node: fx.Node) -> fx.Node:
+        """Returns the FP32 scales of a tensor or of its rows, which broadcast to a product."""
+        ndim = value_of(amax).ndim
+        if ndim > 1:  # as the only row of a state
+            amax = self._build.call(aten.unsqueeze.default, amax, 0, like=node)
+        return self._build.call(ops.known_scale, amax, 0, name, ndim, like=node)
 
     def _zero_past_end(self, side: fx.Node, dim: int, offs: fx.Node, node: fx.Node) -> fx.Node:
         """Returns `side` with 0 past the last of its groups, which are along `dim` (−1 or −2)."""
@@ -244,8 +251,11 @@ class _GemmWriter:
             cast = self._cast(source, copy, node)
         _set_itemsize(cast, operand)
         if swapped:
-            sides = transpose(cast.qdata, self._build), transpose(cast.scale, self._build)
-            return Quantized(*sides, cast.amax)
+            qdata, scale = (transpose(side, self._build) for side in (cast.qdata, cast.scale))
+            amax = cast.amax
+            if amax is not None and fmt.row_scaled:
+                amax = transpose(amax, self._build)
+            return Quantized(qdata, scale, amax)
         return cast
 
     def _picked(self, source: fx.Node, copy: Copy, node: fx.Node) -> Quantized:
@@ -275,7 +285,7 @@ class _GemmWriter:
         if fmt.amax.stateful and self._state is not None:
             scale, state_amax = self.states.scale(*self._state, source, fmt, like)
         elif fmt.two_level:
-            amax = self._amax(source, like)
+            amax = self._amax(source, copy, like)
         extra = (None, 0, scale and [scale], [amax]) if amax else (None, 0, [scale]) if scale else ()
         node = self._build.call(ops.cast, source, [str(copy)], *extra, like=like)
         qdata, scales = self._build.results(node)
@@ -284,11 +294,12 @@ class _GemmWriter:
             self._state_amaxes[cast] = state_amax
         return cast
 
-    def _amax(self, source: fx.Node, like: fx.Node) -> fx.Node:
-        """Returns the amax of `source`, one node for its casts in both layouts."""
-        if source not in self._amaxes:
-            self._amaxes[source] = self._build.call(ops.largest, source, like=like)
-        return self._amaxes[source]
+    def _amax(self, source: fx.Node, copy: Copy, like: fx.Node) -> fx.Node:
+        """Returns the amax of `source`, one node for its casts in both layouts, or of its rows."""
+        key = (source, copy.dim) if copy.format.row_scaled else (source,)
+        if key not in self._amaxes:
+            self._amaxes[key] = self._build.call(ops.largest, *key, like=like)
+        return self._amaxes[key]
 
     def _square_cast(self, source: fx.Node, copy: Copy, node: fx.Node) -> Quantized:
         """Casts in 32×32 tiles: one rowwise copy, and a view of its scales for columnwise reads."""

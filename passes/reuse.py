@@ -12,6 +12,7 @@ whole source of a gathered weight, so a cast to its format, with any rounding, i
 use is an error, because it would read values that the policy does not specify. Numerics do not change.
 
 A second cast to two levels may change elements, because scales are rounded; this pass reads the stored codes.
+Their values do not depend on the choice of scales that the second cast would make ("4 over 6").
 A grouped product has one tensor scale, so it casts weights with several tensor scales again.
 """
 
@@ -130,7 +131,7 @@ def _stored(node: fx.Node) -> tuple[Dequantize, bool] | None:
         return None
     source, swapped = untransposed(cast.x)
     dequantize = Dequantize.from_node(source)
-    if dequantize is None or cast.form != dequantize.form.unpacked:
+    if dequantize is None or cast.form.unchosen != dequantize.form.unpacked:
         return None
     if dequantize.dtype not in _EXACT and dequantize.global_scale is None:
         return None

@@ -44,6 +44,8 @@ from mxcompile.lowering.templates import configs, defaults
 from mxcompile.ops.view import Cast, Product, Unpack, result_of
 
 FP4_TEMPLATES = ("templates.fp4_casts", *NATIVE[1:])
+NO_CAST = "no kernel casts to FP4 with a choice of scales, or with a scale for each row"
+"""Reason why products are emulated that the chip's instruction could multiply."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,6 +122,8 @@ class _Side:
         encode = Cast.from_node(cast) if cast is scale_cast else None
         if encode is None or tensor(encode.x) is None or encode.scale is not None:
             return "an operand was cast in another graph"
+        if not encode.form.is_plain:
+            return NO_CAST
         if all(size == 1 for size in _packed_size(encode, dim)):
             return "an operand is one byte"
         return _Side(source=encode, scale=scale, dim=dim)

@@ -64,7 +64,7 @@ def scales(x: ir.TensorBox, copy: Copy, amax: ir.TensorBox | None = None) -> ir.
     largest.realize()
     load = largest.make_loader()
     if form.two_level:
-        return two_level.scales(blocks, load, amax, form)
+        return two_level.scales(blocks, x, copy, load, amax)
 
     def scale(block: Index) -> Any:
         if form.rounding is not None:
@@ -221,19 +221,14 @@ def lower_decode(
 
 def _multiplied(times: Load, amax: ir.TensorBox, form: Format) -> Load:
     """Returns the factors `times` of blocks, times the tensor's scale."""
-    load = amax.make_loader()
-    return lambda block: inductor.mul(times(block), fp32_scale_of(load([sympy.S.Zero]), form))
+    load = two_level.outer_loader(amax)
+    return lambda block: inductor.mul(times(block), fp32_scale_of(load(block), form))
 
 
 def _divided(times: Load, global_scale: ir.TensorBox) -> Load:
     """Returns the factors `times` of blocks, divided by the tensor's `global_scale`."""
-    load, sizes = global_scale.make_loader(), global_scale.get_size()
-
-    def factor(block: Index) -> Any:
-        whole = [sympy.S.Zero if size == 1 else position for position, size in zip(block, sizes, strict=True)]
-        return elements.quotient(times(block), load(whole))
-
-    return factor
+    load = two_level.outer_loader(global_scale)
+    return lambda block: elements.quotient(times(block), load(block))
 
 
 def _unpacked(packed: ir.TensorBox, dim: int, elem: ElemType) -> ir.TensorBox:
@@ -308,13 +303,14 @@ def _as_fnuz(qdata: ir.TensorBox) -> ir.TensorBox:
 
 
 @register_lowering(ops.largest, type_promotion_kind=None)
-def lower_largest(x: ir.TensorBox) -> ir.TensorBox:
-    """Lowers ``mx.largest``: the largest magnitude of a tensor."""
+def lower_largest(x: ir.TensorBox, dim: int | None = None) -> ir.TensorBox:
+    """Lowers ``mx.largest``: the largest magnitude of a tensor, or of each row along `dim`."""
     x.realize()
-    blocks = ScaleBlocks(x, extents(len(x.get_size()), -1, Tile.TENSOR))
+    tile = Tile.TENSOR if dim is None else Tile.CHANNEL
+    blocks = ScaleBlocks(x, extents(len(x.get_size()), -1 if dim is None else dim, tile))
     amax = blocks.amax(as_float(x))
     amax.realize()
-    result: ir.TensorBox = _VIEW(amax, [1])
+    result: ir.TensorBox = _VIEW(amax, [1]) if dim is None else amax
     return result
 
 
@@ -323,13 +319,15 @@ def lower_known_scale(state: ir.TensorBox, row: int, fmt: str, ndim: int) -> ir.
     """Lowers ``mx.known_scale``: the scale for the amax in row `row` of `state`."""
     form, load = Format.parse(fmt), state.make_loader()
     margin = 2.0**form.amax.margin if form.amax.kind is AmaxKind.DELAYED else 1.0
+    sizes = list(state.get_size()[1:])
+    ones = ndim - len(sizes)
 
-    def scale(_: Index) -> Any:
-        amax = inductor.mul(load([sympy.Integer(row)]), f32(margin))
+    def scale(index: Index) -> Any:
+        amax = inductor.mul(load([sympy.Integer(row), *index[ones:]]), f32(margin))
         return fp32_scale_of(amax, form)
 
     result: ir.TensorBox = ir.Pointwise.create(
-        device=state.get_device_or_error(), dtype=_F32, inner_fn=scale, ranges=[sympy.S.One] * ndim
+        device=state.get_device_or_error(), dtype=_F32, inner_fn=scale, ranges=[sympy.S.One] * ones + sizes
     )
     result.realize()
     return result

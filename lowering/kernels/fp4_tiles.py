@@ -32,8 +32,8 @@ import triton.language as tl
 
 from mxcompile.formats import E4M3
 from mxcompile.formats.elements import E2M1
-from mxcompile.formats.encoding import FP32_MAX
 from mxcompile.formats.stochastic import MULTIPLIER, ROUNDS, WEYL
+from mxcompile.formats.two_level import FP32_MAX
 from mxcompile.lowering.kernels import fp4_ptx, packed, tiles
 
 _ELEM = tl.constexpr(E2M1.name)

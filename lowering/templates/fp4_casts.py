@@ -241,11 +241,11 @@ def _shapes(x: ir.TensorBox, copy: Copy) -> tuple[list[Any], list[Any]]:
 
 
 @register_lowering(ops.largest, type_promotion_kind=None)
-def lower_largest(x: ir.TensorBox) -> ir.TensorBox:
-    """Returns the largest magnitude of a tensor. If the tensor is stored, tiles are reduced first."""
+def lower_largest(x: ir.TensorBox, dim: int | None = None) -> ir.TensorBox:
+    """Lowers ``mx.largest``. If the tensor is stored and `dim` is None, tiles are reduced first."""
     target = of_device(x.get_device_or_error())
-    if isinstance(target.tiles.fp4_cast, Unsupported) or not _is_stored(x):
-        return general.lower_largest(x)
+    if dim is not None or isinstance(target.tiles.fp4_cast, Unsupported) or not _is_stored(x):
+        return general.lower_largest(x, dim)
     (result,) = _largest(x, 0)
     return result
 

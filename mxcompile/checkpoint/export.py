@@ -25,7 +25,8 @@ from mxcompile.compiler.session.session import compiled_policy, session_of
 from mxcompile.distributed.tensors import MasterWeight, TileCast, local
 from mxcompile.errors import ModelError
 from mxcompile.formats import BLOCK, Format, Tile, is_quantized
-from mxcompile.formats.encoding import encode_tensors, gain, pack, tensor_amax
+from mxcompile.formats.encoding import encode_tensors, pack, tensor_amax
+from mxcompile.formats.two_level import gain
 from mxcompile.models.arguments import check_module
 from mxcompile.models.example_inputs import example_inputs
 from mxcompile.models.wrappers import FSDP1, users_own

@@ -3,12 +3,11 @@
     scale    E8M0: see `numerics`.
              FP32: amax / max, 1 if that is 0, NaN if amax is not finite. As a power of two: the E8M0 scale
              under RCEIL, 1 if amax is 0.
-             Two levels: E4M3(amax · (G · 1/max)), saturated, with G = 448 · max / amax of the tensor; NaN if
-             that amax is not finite.
+             Two levels: see `two_level`.
     element  E8M0: RNE(x · 2^(127 − byte)).  FP32: RNE(x / scale).  Two levels: RNE(x · 1/(scale · 1/G)).
              All saturate to ±max. Stochastic rounding may replace RNE (see `stochastic`).
-    value    element · scale, in FP32. Two levels: element · (scale · amax of the tensor / (448 · max)), or
-             for a stored weight element · (scale / G), because G is stored.
+    value    element · scale, in FP32. Two levels: element · (scale · (amax of the tensor or row / (bound ·
+             max))), or for a stored weight element · (scale / G), because G is stored.
 
 max is the largest element, RNE rounds to nearest even. A percentile may replace the amax of a tile (see
 `amax`). A tile with NaN or Inf has a NaN scale. Under a scale of earlier calls only the elements that are not
@@ -16,8 +15,7 @@ finite become NaN; codes have no NaN, so `Format` refuses them there. Only tiles
 dimensions before the last two. Sources wider than FP32 are rounded to FP32 first. Stored weights have two
 4-bit codes per byte, the first in the low half, as in `torch.float4_e2m1fn_x2`.
 
-Source: OCP Microscaling Formats v1.0 §5.3 and §6.3. Two levels: arXiv 2509.25149 appendix C, with the order
-of operations of Transformer Engine's kernels.
+Source: OCP Microscaling Formats v1.0 §5.3 and §6.3.
 """
 
 from __future__ import annotations
@@ -33,11 +31,10 @@ from torch.nn import functional as F
 from mxcompile.errors import FormatError
 from mxcompile.formats import stochastic
 from mxcompile.formats.amax import AmaxKind
-from mxcompile.formats.elements import E4M3, FNUZ, ElemType, elem_type
+from mxcompile.formats.elements import FNUZ, ElemType, elem_type
 from mxcompile.formats.numerics import inverse_scale_value, scale_bytes, scale_value
+from mxcompile.formats.two_level import better, e4m3_scale, gain, inverse_e4m3_scale, tile_error
 from mxcompile.formats.types import BLOCK, WHOLE, Format, Rounding, Tile, rounding
-
-FP32_MAX = torch.finfo(torch.float32).max
 
 
 def extents(ndim: int, block_dim: int, tile: Tile) -> list[int]:
@@ -95,27 +92,23 @@ def fp32_scale(amax: Tensor, fmt: Format) -> Tensor:
     return torch.where(amax.isfinite(), scale, torch.nan)
 
 
-def tensor_amax(x: Tensor) -> Tensor:
-    """Returns the largest magnitude of `x`, FP32 [1]; 0 if `x` has no elements."""
-    return x.to(torch.float32).abs().amax().reshape(1) if x.numel() else x.new_zeros(1, dtype=torch.float32)
+def tensor_amax(x: Tensor, dim: int | None = None) -> Tensor:
+    """Returns the largest magnitude of `x`, FP32 [1], or of each row along `dim`, which gets size 1.
+
+    The magnitude is 0 if there are no elements.
+    """
+    size = [1] if dim is None else list(x.shape)
+    dims = list(range(x.ndim)) if dim is None else [dim]
+    if dim is not None:
+        size[dim] = 1
+    if not x.numel():
+        return x.new_zeros(size, dtype=torch.float32)
+    return x.to(torch.float32).abs().amax(dims).reshape(size)
 
 
-def gain(amax: Tensor, fmt: Format) -> Tensor:
-    """Returns G = 448 · max / amax of a two-level tensor: 1 if amax is 0, NaN if it is not finite."""
-    largest = torch.full_like(amax, fmt.largest)  # torch rounds number / tensor twice, by a reciprocal
-    over = (largest / amax).clamp(max=FP32_MAX)
-    return torch.where(amax.isfinite(), torch.where(amax == 0, 1.0, over), torch.nan)
-
-
-def e4m3_scale(tile_amax: Tensor, amax: Tensor, fmt: Format) -> Tensor:
-    """Returns E4M3 scales for the maxima `tile_amax` of the tiles of a tensor. amax: its amax, FP32 [1]."""
-    over = tile_amax * (gain(amax, fmt) * (1 / fmt.elem.max))
-    return over.clamp(max=E4M3.max).to(E4M3.dtype)
-
-
-def inverse_e4m3_scale(scale: Tensor, amax: Tensor, fmt: Format) -> Tensor:
-    """Returns the FP32 factors 1/(scale · 1/G), by which a cast to two levels multiplies `x`."""
-    return (1.0 / (scale.to(torch.float32) * (1.0 / gain(amax, fmt)))).clamp(max=FP32_MAX)
+def outer_amax(x: Tensor, block_dim: int, fmt: Format) -> Tensor:
+    """Returns the amax of the tensor, or of its rows, from which the FP32 scales of two levels follow."""
+    return tensor_amax(x, block_dim if fmt.row_scaled else None)
 
 
 def scale_factors(
@@ -123,8 +116,8 @@ def scale_factors(
 ) -> Tensor:
     """Returns the FP32 factors by which decoding multiplies elements with scales `scale`.
 
-    amax: amax of the tensor, FP32 [1], for two-level formats. global_scale: G of a stored two-level weight,
-    FP32, broadcast to `scale`. Without both, the factors of two levels lack the scale of the tensor.
+    amax: `outer_amax`, for two-level formats. global_scale: G of a stored two-level weight, FP32, broadcast
+    to `scale`. Without both, the factors of two levels lack the outer scale.
     """
     if fmt.rounding is not None:
         return scale_value(scale.to(torch.int32))
@@ -170,10 +163,29 @@ def _scales(tiles: Tensor, x: Tensor, block_dim: int, fmt: Format, amax: Tensor 
         reached = _percentile(x, block_dim, fmt)
         tile_amax = torch.where(tile_amax.isfinite(), reached, tile_amax)
     if fmt.two_level:
-        return e4m3_scale(tile_amax, _given(amax, fmt), fmt)
+        return _two_level_scale(tiles, tile_amax, _given(amax, fmt), block_dim, fmt)
     if fmt.rounding is not None:
         return scale_bytes(tile_amax, fmt.elem, fmt.rounding).to(torch.uint8)
     return fp32_scale(tile_amax, fmt)
+
+
+def _two_level_scale(tiles: Tensor, tile_amax: Tensor, amax: Tensor, block_dim: int, fmt: Format) -> Tensor:
+    """Returns the E4M3 scales of `tiles`, whose maxima are `tile_amax`. amax: `outer_amax`."""
+    if fmt.four_over_six is None:
+        return e4m3_scale(tile_amax, amax, fmt)
+    ndim = tiles.ndim // 2
+    dim = block_dim % ndim
+    across = dim if ndim == 1 else ndim - 2 if dim == ndim - 1 else ndim - 1
+    outer = _spread(amax)
+    divisor = torch.full_like(outer, fmt.largest)  # CUDA multiplies by the reciprocal of a number
+
+    def error(scale: Tensor) -> Tensor:
+        over = tiles * _spread(inverse_e4m3_scale(scale, amax, fmt))
+        elements = to_elements(over.clamp(-fmt.elem.max, fmt.elem.max), fmt.elem)
+        values = element_values(elements, fmt.elem) * _spread(scale.to(torch.float32)) * outer / divisor
+        return tile_error(tiles, values, fmt, 2 * dim + 1, 2 * across + 1).reshape(scale.shape)
+
+    return better(tile_amax, amax, fmt, error)
 
 
 def _given(amax: Tensor | None, fmt: Format) -> Tensor:
@@ -210,8 +222,8 @@ def encode_with(
     """Returns the elements of `x` under the scales `scale`, which may come from another tensor.
 
     seed: int64 [1], 0 to 2^32 − 1, for stochastic elements. stream: number of the cast among the casts with
-    this seed. amax: amax of the tensor, FP32 [1], for two-level formats. Raises `FormatError` if the format
-    needs a seed or an amax and has none.
+    this seed. amax: `outer_amax`, for two-level formats. Raises `FormatError` if the format needs a seed or
+    an amax and has none.
     """
     return _elements(_tiles(x, block_dim, fmt), x.shape, scale, block_dim, fmt, seed, stream, amax)
 

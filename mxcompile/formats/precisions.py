@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from mxcompile.errors import FormatError
 from mxcompile.formats.amax import MAX, Amax, AmaxKind
 from mxcompile.formats.elements import E2M1, E2M3, E3M2, E4M3, E5M2, ElemRounding, ElemType, register
+from mxcompile.formats.four_over_six import FourOverSix
 from mxcompile.formats.types import NEAREST, POW2, TWO_LEVEL, Format, Rounding, Scales, ScaleType, Tile
 
 
@@ -39,7 +40,8 @@ class Choices:
     rounding of E8M0 scales. grad_rounding: rounding of the output gradient's elements. weight_block: tile of
     the weight. block, scaling: keys of `Precision.tiles`. scale: values of FP32 scales. history, margin:
     calls and exponent of delayed scales (see `amax`). amax: value from which scales are derived. hadamard:
-    signs of the transform of wgrad's operands, or `NO_HADAMARD`.
+    signs of the transform of wgrad's operands, or `NO_HADAMARD`. four_over_six: choice between two scales of
+    a block, by operand. row_scaled: operands with an FP32 scale for each row.
     """
 
     elem_dtype: ElemType | None = None
@@ -54,6 +56,8 @@ class Choices:
     margin: int | None = None
     amax: Amax | None = None
     hadamard: int | None = None
+    four_over_six: tuple[tuple[str, FourOverSix], ...] | None = None
+    row_scaled: tuple[str, ...] | None = None
 
     def over(self, other: Choices) -> Choices:
         """Returns these choices, completed by the choices of `other`."""
@@ -111,7 +115,7 @@ class Precision:
 
     @property
     def defaults(self) -> Choices:
-        """The choices that `formats` makes by default; None for `scale`, `history`, `margin` and `amax`."""
+        """The choices that `formats` makes by default; None for those without a word for the default."""
         operands, tile = self.formats(Choices()), next(iter(self.tiles))
         return Choices(
             elem_dtype=operands.x.elem,
@@ -142,7 +146,7 @@ class Precision:
             amax = MAX
 
         def operand_format(
-            elem: ElemType, tile: Tile, elements: ElemRounding = ElemRounding.NEAREST
+            operand: str, elem: ElemType, tile: Tile, elements: ElemRounding = ElemRounding.NEAREST
         ) -> Format:
             return Format(
                 elem=elem,
@@ -152,12 +156,14 @@ class Precision:
                 elements=elements,
                 amax=amax,
                 pow2=fp32 and choices.scale is Scales.POW2,
+                four_over_six=dict(choices.four_over_six or ()).get(operand) if two_level else None,
+                row_scaled=two_level and operand in (choices.row_scaled or ()),
             )
 
         return Operands(
-            x=operand_format(elem, tiles.x),
-            w=operand_format(elem, block or tiles.w),
-            dy=operand_format(grad_elem, tiles.x, choices.grad_rounding or ElemRounding.NEAREST),
+            x=operand_format("x", elem, tiles.x),
+            w=operand_format("w", elem, block or tiles.w),
+            dy=operand_format("dy", grad_elem, tiles.x, choices.grad_rounding or ElemRounding.NEAREST),
             hadamard=None if choices.hadamard == NO_HADAMARD or not two_level else choices.hadamard,
         )
 

@@ -3,7 +3,7 @@
     element   an FP8, FP6 or FP4 number
     tile      the elements that share a scale: a number across and along the contraction dimension
     scale     E8M0 (byte b means 2^(b − 127), 255 means NaN), FP32, or two levels: E4M3 for each tile, times
-              one FP32 scale for the whole tensor
+              one FP32 scale for the whole tensor, or for each row along the contraction
     rounding  the rule that derives an E8M0 scale from the amax of its tile. An FP32 scale is amax ÷ largest
               element, or the next power of two above that quotient
     elements  the rounding of elements: to nearest even, or stochastic
@@ -23,7 +23,9 @@ import torch
 
 from mxcompile.errors import FormatError, not_allowed
 from mxcompile.formats.amax import MAX, Amax, AmaxKind
-from mxcompile.formats.elements import E4M3, ElemRounding, ElemType, elem_named, stored_elem
+from mxcompile.formats.elements import E2M1, E4M3, ElemRounding, ElemType, elem_named, stored_elem
+from mxcompile.formats.four_over_six import WORD as FOUR_OVER_SIX
+from mxcompile.formats.four_over_six import FourOverSix
 
 BLOCK = 32
 """Elements per block of OCP MX data."""
@@ -132,6 +134,9 @@ PACKED = "packed"
 TWO_LEVEL = "two-level"
 """The derivation of E4M3 scales as amax ÷ largest element ÷ one FP32 scale for the whole tensor."""
 
+ROW_SCALED = "row-scaled"
+"""The word for two levels with an FP32 scale for each row along the contraction."""
+
 _DERIVED = {NEAREST: ScaleType.FP32, POW2: ScaleType.FP32, TWO_LEVEL: ScaleType.E4M3}
 """Scale type of each derivation; the words of `Rounding` derive E8M0 scales."""
 
@@ -144,6 +149,8 @@ class Format:
     scale: type of scales. elements: rounding of elements. amax: value from which scales are derived. pow2:
     whether FP32 scales are powers of two. hadamard: signs of the random Hadamard transform that precedes the
     cast, or None (see `hadamard`). packed: whether a byte holds several elements along the contraction.
+    four_over_six: choice between two scales of a block in two levels, or None. row_scaled: whether each row
+    along the contraction has its own FP32 scale in two levels, instead of the tensor.
     """
 
     elem: ElemType = E4M3
@@ -155,8 +162,14 @@ class Format:
     pow2: bool = False
     hadamard: int | None = None
     packed: bool = False
+    four_over_six: FourOverSix | None = None
+    row_scaled: bool = False
 
     def __post_init__(self) -> None:
+        if self.four_over_six is not None and not (self.two_level and self.elem is E2M1):
+            raise FormatError(f"{self}: {FOUR_OVER_SIX} goes with {E2M1} and {TWO_LEVEL} alone")
+        if self.row_scaled and not (self.two_level and self.tile.across == 1):
+            raise FormatError(f"{self}: {ROW_SCALED} goes with {TWO_LEVEL} alone, in tiles of one row")
         if self.amax.stateful and self.elem.is_coded:
             raise FormatError(
                 f"{self} would turn NaN into 0: a scale of earlier calls has no NaN, and neither has"
@@ -171,6 +184,10 @@ class Format:
             words.append(str(self.amax))
         if self.transform:
             words.append(self.transform)
+        if self.four_over_six is not None:
+            words.append(str(self.four_over_six))
+        if self.row_scaled:
+            words.append(ROW_SCALED)
         if self.packed:
             words.append(PACKED)
         return " ".join(words)
@@ -179,8 +196,8 @@ class Format:
     def parse(cls, word: str) -> Format:
         """Parses element type, tile and derivation of the scale, such as "e4m3 1x32 rceil".
 
-        Optional words follow: "stochastic", an `Amax`, "hadamard:" and the signs, "packed". Raises
-        `FormatError` for other words.
+        Optional words follow: "stochastic", an `Amax`, "hadamard:" and the signs, a `FourOverSix`,
+        "row-scaled", "packed". Raises `FormatError` for other words.
         """
         return _format_of(word)
 
@@ -229,11 +246,18 @@ class Format:
     @property
     def of_tensor(self) -> bool:
         """Whether a scale covers the whole tensor, so that it depends on every element."""
-        return self.two_level or self.tile == Tile.TENSOR
+        return (self.two_level and not self.row_scaled) or self.tile == Tile.TENSOR
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether blocks have no choice of scales, and rows no scale of their own, as chips cast to FP4."""
+        return self.four_over_six is None and not self.row_scaled
 
     @property
     def largest(self) -> float:
         """Largest value ÷ FP32 scale: the largest element, in two levels times the largest E4M3 scale."""
+        if self.four_over_six is not None:
+            return self.elem.max * self.four_over_six.bound
         return self.elem.max * (E4M3.max if self.two_level else 1.0)
 
     @property
@@ -264,7 +288,7 @@ class Format:
     @property
     def storable(self) -> bool:
         """Whether weights can be stored in it, with any rounding of scales (see `stored_form`)."""
-        if self.elem.stored_dtype is None or self.amax != MAX or self.hadamard is not None:
+        if self.elem.stored_dtype is None or self.amax != MAX or self.hadamard is not None or self.row_scaled:
             return False
         if self.two_level:
             return self.elem.packed is not None and self.tile == Tile.TWO_LEVEL_ROW
@@ -272,8 +296,12 @@ class Format:
 
     @property
     def stored(self) -> Format:
-        """The format of weights stored by a cast to it: with RCEIL, because no rounding is stored."""
-        return self if self.rounding is None else replace(self, rounding=Rounding.RCEIL)
+        """The format of weights stored by a cast to it: with RCEIL and without a choice of scales.
+
+        The values of stored codes and scales do not depend on either.
+        """
+        stored_rounding = None if self.rounding is None else Rounding.RCEIL
+        return replace(self, rounding=stored_rounding, four_over_six=None)
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -310,16 +338,16 @@ def _format_of(word: str) -> Format:
     elem, tile, derivation, *rest = (*word.split(), "", "")[: max(3, len(word.split()))]
     roundings = [part for part in rest if part in list(ElemRounding)]
     transforms = [part for part in rest if part.startswith(f"{HADAMARD}:")]
-    packed = [part for part in rest if part == PACKED]
-    amaxes = [part for part in rest if part not in (*roundings, *transforms, *packed)]
+    choices = [part for part in rest if part.startswith(f"{FOUR_OVER_SIX}:")]
+    packed, row_scaled = ([part for part in rest if part == each] for each in (PACKED, ROW_SCALED))
+    known = (roundings, transforms, choices, row_scaled, packed)
+    amaxes = [part for part in rest if not any(part in parts for parts in known)]
     signs = [part.partition(":")[2] for part in transforms]
-    if any(len(parts) > 1 for parts in (roundings, transforms, packed, amaxes)) or not all(
-        map(str.isdecimal, signs)
-    ):
+    if any(len(parts) > 1 for parts in (*known, amaxes)) or not all(map(str.isdecimal, signs)):
         raise FormatError(
             f"{word!r} is no format: expected element type, tile and derivation of the scale, then at most"
             f" one of each: {' or '.join(ElemRounding)}; an amax such as percentile:99.9; {HADAMARD}: and a"
-            f" whole number; {PACKED}"
+            f" whole number; {FourOverSix()}; {ROW_SCALED}; {PACKED}"
         )
     scale = _DERIVED.get(derivation, ScaleType.E8M0)
     return Format(
@@ -332,6 +360,8 @@ def _format_of(word: str) -> Format:
         pow2=derivation == POW2,
         hadamard=int(signs[0]) if signs else None,
         packed=bool(packed),
+        four_over_six=FourOverSix.parse(*choices) if choices else None,
+        row_scaled=bool(row_scaled),
     )
 
 

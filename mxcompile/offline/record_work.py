@@ -105,7 +105,7 @@ class _Times:
 
     def _kind(self, forms: list[Format], target: Target) -> str:
         """Returns the kind of the product's rate in `rates`, "" if the chip does not multiply `forms`."""
-        packed = target.multiplies_fp4(*forms)
+        packed = target.multiplies_fp4(*forms) and all(form.is_plain for form in forms)
         return product_kind(forms, target, packed=packed, by_library=packed and self.gemm.batch == 1)
 
     def _cast(self, numel: int, held: float, form: Format, operand: OperandFormat) -> float:

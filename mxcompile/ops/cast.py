@@ -7,11 +7,11 @@
 Arguments of `cast`. y: a second tensor that gets the same copies; if x and y are computed from the same
 inputs, a kernel can read these once. seed, stream: see `encode_with`. scales: for each copy, scales from
 earlier calls (delayed scaling, see `state`), or None. amaxes: for each copy in a two-level format, the amax
-of the tensor (`largest`), FP32 [1], else None.
+of the tensor (`largest`), FP32 [1], or of its rows along the contraction, else None.
 
 Arguments of `decode`. scale: may be tiled, for matrices (see `scale_tiles`). amax: amax of a tensor that was
-cast to two levels. global_scale: divides the scales of the blocks of a weight stored in two levels. Without
-both, the values lack the scale of the tensor.
+cast to two levels, or of its rows. global_scale: divides the scales of the blocks of a weight stored in two
+levels. Without both, the values lack the scale of the tensor.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     tapped       w, state → w, slot            on each weight of Dynamo's graph; the passes remove it
     slot         state → the amaxes of x, w and dy in this call, [3]        passes replace it by values
-    largest      x → max |x|, FP32 [1]
+    largest      x → max |x|, FP32 [1]; with `dim`, of each row along it, which gets size 1
     mean         state, amax → decay · state + (1 − decay) · amax; amax if the state is 0, the state if amax
                  is not finite
-    known_scale  state → scale
+    known_scale  state → scale. Of another tensor than a state: the FP32 scales for the amaxes in its row
 
 A state is FP32 [3]: the amaxes from which the scales of x, w and dy are derived; 0 before the first call. It
 is a differentiable input of the graph. Its "gradient" is the slot of backward, because only backward has the
@@ -43,8 +43,11 @@ def _spec_slot(state: Tensor) -> list[Spec]:
     return [(state.shape, state.dtype)]
 
 
-def _spec_largest(x: Tensor) -> list[Spec]:
-    return [((1,), torch.float32)]
+def _spec_largest(x: Tensor, dim: int | None = None) -> list[Spec]:
+    if dim is None:
+        return [((1,), torch.float32)]
+    at = dim % x.ndim
+    return [([*x.shape[:at], 1, *x.shape[at + 1 :]], torch.float32)]
 
 
 def _mean(state: Tensor, row: int, amax: Tensor, fmt: str) -> Tensor:
@@ -60,11 +63,16 @@ def _spec_mean(state: Tensor, row: int, amax: Tensor, fmt: str) -> list[Spec]:
 def _known_scale(state: Tensor, row: int, fmt: str, ndim: int) -> Tensor:
     form = Format.parse(fmt)
     margin = 2.0**form.amax.margin if form.amax.kind is AmaxKind.DELAYED else 1.0
-    return fp32_scale(state[row] * margin, form).reshape([1] * ndim)
+    return fp32_scale(state[row] * margin, form).reshape(_known_shape(state, ndim))
+
+
+def _known_shape(state: Tensor, ndim: int) -> list[Any]:
+    """Returns the shape of a row of `state`, with sizes of 1 in front up to `ndim` dimensions."""
+    return [1] * (ndim - state.ndim + 1) + list(state.shape[1:])
 
 
 def _spec_known_scale(state: Tensor, row: int, fmt: str, ndim: int) -> list[Spec]:
-    return [((1,) * ndim, torch.float32)]
+    return [(_known_shape(state, ndim), torch.float32)]
 
 
 def _keep_state(ctx: Any, inputs: Any, output: Any) -> None:
@@ -76,7 +84,7 @@ def _gradients(ctx: Any, dw: Tensor, _: Any) -> tuple[Tensor, Tensor]:
 
 
 slot = define("slot(Tensor state) -> Tensor", _slot, _spec_slot)
-largest = define("largest(Tensor x) -> Tensor", tensor_amax, _spec_largest)
+largest = define("largest(Tensor x, int? dim=None) -> Tensor", tensor_amax, _spec_largest)
 mean = define("mean(Tensor state, int row, Tensor amax, str fmt) -> Tensor", _mean, _spec_mean)
 known_scale = define(
     "known_scale(Tensor state, int row, str fmt, int ndim) -> Tensor", _known_scale, _spec_known_scale

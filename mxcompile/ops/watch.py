@@ -24,8 +24,8 @@ from mxcompile.formats.encoding import (
     decode_tensors,
     element_values,
     encode_tensors,
+    outer_amax,
     scale_factors,
-    tensor_amax,
 )
 from mxcompile.ops.define import LIBRARY, Spec, define
 
@@ -91,7 +91,7 @@ def _cast(
         value = x.to(torch.float32).flatten()
         return value, value, torch.zeros(NUM_BYTES, dtype=torch.float64, device=x.device)
     form = Format.parse(fmt)
-    amax = tensor_amax(x) if form.two_level else None
+    amax = outer_amax(x, block_dim, form) if form.two_level else None
     qdata, scale = encode_tensors(x, block_dim, form, seed, stream, scale, amax)
     value = decode_tensors(qdata, scale, block_dim, form, torch.float32, amax).flatten()
     stored = element_values(qdata, form.elem).flatten()

@@ -87,6 +87,15 @@ USE: dict[str, Value] = {
         "Of nvfp4: signs of the random Hadamard transform of wgrad's operands, 16 bits; false: none.",
         means=_scaled_by(ScaleType.E4M3),
     ),
+    "four_over_six": values.FOUR_OVER_SIX.says(
+        "Of nvfp4: operands whose blocks take the better of two scales, under which the largest value becomes"
+        " 6 or 4, and the largest scale of each, 256 or 448; error: how it is measured.",
+        means=_scaled_by(ScaleType.E4M3),
+    ),
+    "row_scaled": listed(word("operand", table(("x", "dy")))).says(
+        "Of nvfp4: operands with an FP32 scale for each row along the contraction, in place of the tensor's.",
+        means=_scaled_by(ScaleType.E4M3),
+    ),
     "saved": word("saved form", table(Saved)).says(
         "What is kept of the input for backward; mxfp8: of what it is made from too."
     ),

@@ -14,6 +14,7 @@ from typing import Any
 
 from mxcompile.errors import not_allowed, shown
 from mxcompile.formats import NO_HADAMARD, PRECISIONS, Amax, AmaxKind, Precision
+from mxcompile.formats.four_over_six import BOUNDS, BlockError, FourOverSix
 from mxcompile.policy.model import Ends
 from mxcompile.policy.presets import PRESETS
 
@@ -188,6 +189,34 @@ def _hadamard(value: Any) -> int:
     return value
 
 
+_OPERANDS = ("x", "w", "dy")
+_Choices = tuple[tuple[str, FourOverSix], ...]
+
+
+def _four_over_six(value: Any) -> _Choices:
+    given = dict(value) if isinstance(value, dict) else {}
+    error = given.pop("error", str(BlockError.MAE))
+    if not given:
+        raise Invalid(
+            f"expected operands and largest scales, such as {{x: 256, w: 256}}, found {shown(value)}"
+        )
+    if error not in list(BlockError):
+        raise Invalid(not_allowed("error", error, list(BlockError)), "error")
+    for operand, bound in given.items():
+        if operand not in _OPERANDS:
+            raise Invalid(not_allowed("key", operand, (*_OPERANDS, "error")), operand)
+        if isinstance(bound, bool) or bound not in BOUNDS:
+            raise Invalid(not_allowed("largest scale", bound, map(str, BOUNDS)), operand)
+    choices = {operand: FourOverSix(bound=bound, error=BlockError(error)) for operand, bound in given.items()}
+    return tuple((operand, choices[operand]) for operand in _OPERANDS if operand in choices)
+
+
+def _raw_four_over_six(choices: _Choices) -> dict[str, Any]:
+    _, first = choices[0]
+    error = {} if first.error is BlockError.MAE else {"error": str(first.error)}
+    return {operand: choice.bound for operand, choice in choices} | error
+
+
 POSITIVE = Value(_positive, {"type": "integer", "minimum": 1}, int)
 NAME_PATTERN = Value(_name_pattern, {"type": "string", "minLength": 1})
 CLASS_NAME = Value(_class_name, {"type": "string", "pattern": r"^[^\W\d]\w*$"})
@@ -221,6 +250,19 @@ HADAMARD = Value(
     _hadamard,
     {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 0xFFFF}, {"const": False}]},
     lambda signs: signs != NO_HADAMARD and signs,
+)
+FOUR_OVER_SIX = Value(
+    _four_over_six,
+    {
+        "type": "object",
+        "properties": {
+            **{operand: {"enum": list(BOUNDS)} for operand in _OPERANDS},
+            "error": {"enum": list(map(str, BlockError))},
+        },
+        "anyOf": [{"required": [operand]} for operand in _OPERANDS],
+        "additionalProperties": False,
+    },
+    _raw_four_over_six,
 )
 VERSION_VALUE = Value(_version, {"const": VERSION}).says("Of the policy language.")
 WEIGHT_BLOCKS = [tile for row in PRECISIONS.values() for tile in row.weight_blocks]

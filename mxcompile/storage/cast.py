@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from mxcompile.formats import Format, num_blocks, stored_form
-from mxcompile.formats.encoding import encode_stored, gain, tensor_amax
+from mxcompile.formats.encoding import encode_stored, tensor_amax
 from mxcompile.formats.numerics import check_source
+from mxcompile.formats.two_level import gain
 from mxcompile.storage.tensor import MXTensor
 
 _CHUNK = 1 << 19

@@ -14,7 +14,7 @@ from mxcompile import ops
 from mxcompile.formats import Copy, CopyPart, Format
 from mxcompile.formats.encoding import encode_stored
 from mxcompile.graph.tags import GemmTag, Kind, set_tag, tags_of
-from mxcompile.lowering.graph.packed import Packed
+from mxcompile.lowering.graph.packed import NO_CAST, Packed
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.ops.view import Casts, Product
 from mxcompile.policy import Gemm
@@ -39,6 +39,9 @@ def cast(x: Tensor, dim: int, word: str) -> tuple[tuple[Tensor, Tensor], Tensor 
     """Codes and scales of x, and the FP32 scale of the tensor if the format has one."""
     if not Format.parse(word).two_level:
         return encode(x, dim, word), None
+    if Format.of(word).row_scaled:
+        amax = ops.largest(x, dim)
+        return encode(x, dim, word, None, 0, None, amax), ops.known_scale(amax.unsqueeze(0), 0, word, x.ndim)
     amax = ops.largest(x)
     return encode(x, dim, word, None, 0, None, amax), ops.known_scale(amax, 0, word, 1)
 
@@ -347,6 +350,8 @@ def several_scales(x: Tensor, w: Tensor) -> Tensor:
         ),
         (several_scales, (32, 32), "a tensor has several scales, and groups share one"),
         (lambda x, w: product(x, w, (MXFP4, MXFP4)), (1, 2), "an operand is one byte"),
+        (lambda x, w: product(x, w, (NVFP4, f"{NVFP4} 4over6:256:mae")), (32, 64), NO_CAST),
+        (lambda x, w: product(x, w, (f"{NVFP4} row-scaled", NVFP4)), (32, 64), NO_CAST),
     ],
 )
 def test_what_is_left_has_a_reason(function, shape: tuple[int, int], reason: str):

@@ -34,7 +34,15 @@ USES: dict[str, dict[str, Any]] = {
     "nvfp4 transcode": {"precision": "nvfp4", "saved": "transcode"},
     "nvfp4 hadamard": {"precision": "nvfp4", "hadamard": SIGNS},
     "nvfp4 hadamard transcode": {"precision": "nvfp4", "hadamard": 0, "saved": "transcode"},
-}
+    "nvfp4 4 over 6": {"precision": "nvfp4", "four_over_six": {"x": 256, "w": 448, "dy": 256}},
+    "nvfp4 4 over 6 squares": {
+        "precision": "nvfp4", "weight_block": "16x16", "four_over_six": {"w": 256, "error": "mse"},
+    },
+    "nvfp4 row-scaled": {"precision": "nvfp4", "row_scaled": ["x", "dy"], "hadamard": SIGNS},
+    "nvfp4 row-scaled transcode": {
+        "precision": "nvfp4", "row_scaled": "x", "four_over_six": {"x": 256}, "saved": "transcode",
+    },
+}  # fmt: skip
 COMPILED = [
     "fp8 block pow2",
     "mxfp6_e2m3 32",
@@ -42,6 +50,8 @@ COMPILED = [
     "mxfp4 percentile",
     "nvfp4 squares",
     "nvfp4 hadamard",
+    "nvfp4 4 over 6 squares",
+    "nvfp4 row-scaled transcode",
 ]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mxcompile import ops
 from mxcompile.formats import Copy, Format, ScaleLayout, elem_type
-from mxcompile.formats.encoding import decode_tensors, encode_tensors, tensor_amax
+from mxcompile.formats.encoding import decode_tensors, encode_tensors, outer_amax
 
 
 @torch.compiler.assume_constant_result
@@ -147,6 +147,6 @@ def rounded_tensors(
     x: Tensor, block_dim: int, fmt: Format, seed: Tensor | None = None, stream: int = 0
 ) -> Tensor:
     """The values that a cast of `x` stands for, FP32."""
-    amax = tensor_amax(x) if fmt.two_level else None
+    amax = outer_amax(x, block_dim, fmt) if fmt.two_level else None
     qdata, scale = encode_tensors(x, block_dim, fmt, seed, stream, amax=amax)
     return decode_tensors(qdata, scale, block_dim, fmt, torch.float32, amax)

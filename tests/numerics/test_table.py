@@ -91,6 +91,8 @@ def test_a_word_is_taken_once(toy: Precision):
         ),
         ({"precision": "nvfp4", "hadamard": True}, "expected 16 signs as a number from 0 to 65535, or false"),
         ({"precision": "nvfp4", "rounding": "floor"}, "'rounding' does not belong to nvfp4"),
+        ({"precision": "mxfp4", "four_over_six": {"w": 256}}, "'four_over_six' does not belong to mxfp4"),
+        ({"precision": "fp8", "row_scaled": "x"}, "'row_scaled' does not belong to fp8"),
         ({"precision": "mxfp8", "block": 64, "weight_block": "32x32"}, "blocks of 32 alone"),
         ({"precision": "fp8", "scaling": "late"}, "unknown scaling 'late'"),
         ({"precision": "fp8", "history": 16}, "'history' goes with scaling: delayed alone"),

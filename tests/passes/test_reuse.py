@@ -96,10 +96,17 @@ def two_level(
     return hand.output(hand.gemm(what, *sides, ends, FP32, stored_form, form, known, stored=stored))
 
 
-@pytest.mark.parametrize("global_shape", [(1, 1), (48, 1)])
-def test_codes_of_two_levels_are_read_as_they_are(global_shape: tuple[int, ...]):
+@pytest.mark.parametrize(
+    ("global_shape", "form"),
+    [
+        ((1, 1), "e2m1 1x16 two-level"),
+        ((48, 1), "e2m1 1x16 two-level"),
+        ((1, 1), "e2m1 1x16 two-level 4over6:256:mae"),
+    ],
+)
+def test_codes_of_two_levels_are_read_as_they_are(global_shape: tuple[int, ...], form: str):
     """Under scales that no cast of their values has; a row may have a global scale of its own."""
-    graph = two_level(global_shape=global_shape)
+    graph = two_level(form, global_shape=global_shape)
     Reuse().apply(graph)
     assert len(calls(graph, ops.cast)) == 1
     (codes_of,) = calls(graph, ops.decode)

@@ -115,6 +115,27 @@ WORDS = {
     "unknown gradient type": Broken(use("{grad_dtype: e5m3}"), 3, "'e5m3'", "e5m2"),
     "unknown rounding": Broken(use("{rounding: rceill}"), 3, "'rceill'", "rceil"),
     "unknown weight block": Broken(use("{weight_block: 32x23}"), 3, "'32x23'", "32x32"),
+    "unknown operand of 4 over 6": Broken(
+        use("{precision: nvfp4, four_over_six: {y: 256}}"), 3, "use.four_over_six.y: unknown key 'y'"
+    ),
+    "unknown largest scale": Broken(
+        use("{precision: nvfp4, four_over_six: {w: 255}}"),
+        3,
+        "four_over_six.w: unknown largest scale 255",
+        "256",
+    ),
+    "unknown error of a block": Broken(
+        use("{precision: nvfp4, four_over_six: {w: 256, error: mea}}"), 3, "unknown error 'mea'", "mae"
+    ),
+    "4 over 6 without an operand": Broken(
+        use("{precision: nvfp4, four_over_six: {error: mae}}"), 3, "expected operands and largest scales"
+    ),
+    "a number for 4 over 6": Broken(
+        use("{precision: nvfp4, four_over_six: 256}"), 3, "such as {x: 256, w: 256}, found 256"
+    ),
+    "unknown operand with scales of rows": Broken(
+        use("{precision: nvfp4, row_scaled: [x, w]}"), 3, "row_scaled[1]: unknown operand 'w'"
+    ),
     "unknown saved form": Broken(use("{saved: columwise}"), 3, "'columwise'", "columnwise"),
     "a word like no other": Broken(match("{role: zzz}"), 3, "unknown role 'zzz'; allowed: qkv, attn_out"),
     "a word of 5,000 letters": Broken(use("x" * 5000), 3, "unknown precision 'xxx"),

@@ -88,14 +88,33 @@ def test_the_transform_of_nvfp4(tmp_path: Path, flag: str, signs: int | None):
     assert chosen.operand_format("x").hadamard is None
 
 
-def test_fields_of_nvfp4_without_a_counterpart(tmp_path: Path):
-    text = "recipe: NVFP4BlockScaling\nrow_scaled_activation: true\nnvfp4_4over6: weights\n"
-    made = imported(text, tmp_path)
-    said = " ".join(made.notes)
-    assert "row_scaled_activation: is not to be had" in said
-    assert "nvfp4_4over6: is not to be had" in said
-    with pytest.raises(PolicyError, match="unknown format 'E3M0'"):
-        imported("recipe: NVFP4BlockScaling\nfp4_format: E3M0\n", tmp_path)
+PLAIN, TILES = "e2m1 1x16 two-level", "e2m1 16x16 two-level"
+
+
+@pytest.mark.parametrize(
+    ("fields", "x", "w"),
+    [
+        ("row_scaled_activation: true\n", f"{PLAIN} row-scaled", TILES),
+        ("nvfp4_4over6: weights\n", PLAIN, f"{TILES} 4over6:256:mae"),
+        ("nvfp4_4over6: activations\n", f"{PLAIN} 4over6:256:mae", TILES),
+        (
+            "nvfp4_4over6: all\nnvfp4_4over6_e4m3_use_256: weights\nnvfp4_4over6_err_mode: MSE\n",
+            f"{PLAIN} 4over6:448:mse",
+            f"{TILES} 4over6:256:mse",
+        ),
+        (
+            "nvfp4_4over6: all\nnvfp4_4over6_e4m3_use_256: none\nrow_scaled_activation: true\n",
+            f"{PLAIN} 4over6:448:mae row-scaled",
+            f"{TILES} 4over6:448:mae",
+        ),
+        ("nvfp4_4over6: none\nnvfp4_4over6_err_mode: MSE\n", PLAIN, TILES),
+    ],
+)
+def test_choices_of_scales_of_nvfp4(tmp_path: Path, fields: str, x: str, w: str):
+    """Of inputs and weights; gradients have neither."""
+    made = imported(f"recipe: NVFP4BlockScaling\n{fields}", tmp_path)
+    assert formats(made.policy) == {"x": x, "w": w, "dy": f"{PLAIN} stochastic"}
+    assert not made.notes
 
 
 def test_gemms_in_high_precision_stay(tmp_path: Path):
@@ -174,6 +193,9 @@ def test_what_a_policy_cannot_say_is_said(tmp_path: Path):
         ("recipe: Float8CurrentScaling\namax_history_len: 16\n", "unknown field of Float8CurrentScaling"),
         ("recipe: rowwise\noverride_linear_precision: yes\n", "three of true and false"),
         ("recipe: MXFP8BlockScaling\nbackward_override: high\n", "unknown override 'high'"),
+        ("recipe: NVFP4BlockScaling\nfp4_format: E3M0\n", "unknown format 'E3M0'"),
+        ("recipe: NVFP4BlockScaling\nnvfp4_4over6: weight\n", "unknown scope 'weight'.*mean 'weights'"),
+        ("recipe: NVFP4BlockScaling\nnvfp4_4over6: all\nnvfp4_4over6_err_mode: MAX\n", "unknown error 'MAX'"),
     ],
 )
 def test_errors(tmp_path: Path, text: str, said: str):

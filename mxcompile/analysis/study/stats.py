@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mxcompile.formats import Format, Tile
-from mxcompile.formats.encoding import decode_tensors, element_values, scale_factors, tensor_amax
+from mxcompile.formats.encoding import decode_tensors, element_values, outer_amax, scale_factors
 from mxcompile.ops import grouped_product
 from mxcompile.ops.watch import losses, scale_histogram
 from mxcompile.report.numerics import lowest
@@ -103,7 +103,7 @@ class CastStats:
     def add(self, x: Tensor, qdata: Tensor, scale: Tensor, block_dim: int, fmt: Format) -> None:
         """Adds one call, which cast `x` to `qdata` and `scale` along `block_dim`."""
         self.calls += 1
-        amax = tensor_amax(x) if fmt.two_level else None
+        amax = outer_amax(x, block_dim, fmt) if fmt.two_level else None
         factors = scale_factors(scale, fmt, amax) if fmt.two_level else scale
         counts = scale_histogram(factors).tolist()
         self.histogram = [before + int(now) for before, now in zip(self.histogram, counts, strict=True)]

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mxcompile.errors import not_allowed, shown
+from mxcompile.formats.four_over_six import BOUNDS, BlockError
 from mxcompile.policy.importers.draft import Draft
 from mxcompile.policy.model import Gemm
 
@@ -92,11 +93,32 @@ def _nvfp4(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
         given = data.get(key, usual)
         if not isinstance(given, str) or given.rpartition(".")[2] != usual:
             raise draft.source.error((key,), not_allowed("format", given, [usual]))
+    use = {key: value for flag, (key, value) in _NVFP4_PARTS.items() if data.get(flag)}
     if data.get("row_scaled_activation"):
-        draft.note(("row_scaled_activation",), "is not to be had: a tensor has one FP32 scale here")
-    if data.get("nvfp4_4over6", "none") != "none":
-        draft.note(("nvfp4_4over6",), "is not to be had: the largest element of a block goes to 6 here")
-    return {key: value for flag, (key, value) in _NVFP4_PARTS.items() if data.get(flag)}
+        use["row_scaled"] = "x"
+    return use | _four_over_six(data, draft)
+
+
+def _four_over_six(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
+    """Returns the choice of scales of the operands that a recipe selects, which are never gradients."""
+    scopes = []
+    for key, usual in (("nvfp4_4over6", "none"), ("nvfp4_4over6_e4m3_use_256", "all")):
+        scope = data.get(key, usual)
+        if scope not in _SCOPES:
+            raise draft.source.error((key,), not_allowed("scope", scope, _SCOPES))
+        scopes.append(_SCOPES[scope])
+    chosen, narrow = scopes
+    given = data.get("nvfp4_4over6_err_mode", "MAE")
+    error = str(given).lower()
+    if error not in list(BlockError):
+        allowed = [str(each).upper() for each in BlockError]
+        raise draft.source.error(("nvfp4_4over6_err_mode",), not_allowed("error", given, allowed))
+    if not chosen:
+        return {}
+    bounds: dict[str, Any] = {
+        operand: min(BOUNDS) if operand in narrow else max(BOUNDS) for operand in chosen
+    }
+    return {"four_over_six": bounds if error == BlockError.MAE else {**bounds, "error": error}}
 
 
 def _tensorwise(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
@@ -159,6 +181,8 @@ _NVFP4_PARTS: dict[str, tuple[str, Any]] = {
     "disable_2d_quantization": ("weight_block", "1x16"),
 }
 """Flags of NVFP4BlockScaling, and the key and value that turn off the same part of the preset."""
+_SCOPES = {"none": "", "weights": "w", "activations": "x", "all": "xw"}
+"""The operands of each scope of NVFP4BlockScaling, a letter each."""
 _NVFP4_MORE = frozenset(
     {
         "fp4_format",
