@@ -20,7 +20,7 @@ from mxcompile.graph.convolutions import convolution_words
 from mxcompile.graph.opsets import CONVOLUTIONS, aten, called_packet, is_grouped, packet
 from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import AUTOCAST_KEY, GemmTag, Kind, change_tag, layers, tags_of, tensor
-from mxcompile.policy import Choice, Code, Decision, Gemm, Policy, Reason
+from mxcompile.policy import Backward, Choice, Code, Decision, Gemm, Policy, Reason
 
 _SOURCES = (torch.float32, torch.bfloat16, torch.float16)
 _SUPPORTED = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.mv, aten.addmv})
@@ -106,7 +106,17 @@ def decided(tag: GemmTag, decision: Decision, reason: Reason | None) -> GemmTag:
         is_wgrad = tag.gemm is Gemm.WGRAD
         left, right = (choice.formats.operand_format(name, wgrad=is_wgrad) for name in tag.tensors)
         formats = left, right
-    return replace(tag, choice=choice, formats=formats, saved=decision.saved, sent=decision.sent)
+    forward, of_fprop = None, decision.fprop.formats
+    if decision.backward is Backward.DEQUANTIZED and tag.gemm is not Gemm.FPROP and of_fprop is not None:
+        forward = of_fprop.x, of_fprop.w
+    return replace(
+        tag,
+        choice=choice,
+        formats=formats,
+        forward=None if reason else forward,
+        saved=decision.saved,
+        sent=decision.sent,
+    )
 
 
 def _hidden(node: fx.Node) -> Reason:

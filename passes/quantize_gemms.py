@@ -26,7 +26,7 @@ from mxcompile.formats import BLOCK, Copy, Format, ScaleLayout, Tile
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import BIASED, CONVOLUTIONS, PICKS, VIEWS, argument, aten, is_grouped, packet
-from mxcompile.graph.shapes import offsets
+from mxcompile.graph.shapes import offsets, operands
 from mxcompile.graph.tags import GemmTag, numel, set_tag, tag_of, tags_of, tensor, value_of
 from mxcompile.graph.transpose import transpose, untransposed
 from mxcompile.ops.view import result_of
@@ -48,6 +48,7 @@ class Quantized(NamedTuple):
 
 
 _Formats = tuple[Format, Format]
+_FORWARD = ("x", "w")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +66,9 @@ class QuantizeGemms:
         for node, tag in tagged:
             assert tag.formats is not None
             writer.rewrite(node, tag, tag.formats)
+        for node in graph.nodes:
+            if (tag := tag_of(node)) and tag.forward is not None:
+                writer.dequantize(node, tag, tag.forward)
         writer.states.fill()
         dead.eliminate(graph)
 
@@ -119,6 +123,33 @@ class _GemmWriter:
             self._graph.erase_node(node)
         else:
             self._build.replace(node, result)
+
+    def dequantize(self, node: fx.Node, tag: GemmTag, forward: _Formats) -> None:
+        """Makes `node`, a GEMM of backward, read the dequantized copy that fprop reads of x or w."""
+        side = 0 if tag.tensors[0] in _FORWARD else 1
+        word, operand = tag.tensors[side], operands(node)[side]
+        with self._graph.inserting_before(node):
+            values = self._dequantized(operand, forward, _FORWARD.index(word), -2 + side, node)
+        code = Code.NOT_DEQUANTIZED if values is None else Code.DEQUANTIZED
+        set_tag(node, tag.with_reason(Reason(code, word)))
+        if values is not None:
+            node.args = tuple(values if arg is operand else arg for arg in node.args)
+
+    def _dequantized(
+        self, operand: fx.Node, forward: _Formats, place: int, dim: int, node: fx.Node
+    ) -> fx.Node | None:
+        """Returns the values of fprop's cast of `operand` along `dim`; None if there is no such cast."""
+        source, swapped = untransposed(widest(operand, self._build, self._products))
+        dim = -3 - dim if swapped else dim
+        fmt, mx = forward[place], _are_mx(forward)
+        dim = -1 if fmt.tile.is_square else dim
+        copy = Copy.for_product(fmt, dim) if mx else Copy(format=fmt, dim=dim)
+        cast = self._rowwise.get((_same(source), copy)) if dim == -1 else self._casts.get((source, copy))
+        if cast is None or value_of(cast.qdata).ndim != value_of(operand).ndim:
+            return None
+        args = dim, str(fmt.as_read), value_of(operand).dtype, cast.amax
+        values = self._build.call(ops.decode, cast.qdata, cast.scale, *args, like=node)
+        return transpose(values, self._build) if swapped else values
 
     def _product(self, node: fx.Node, a: Quantized, b: Quantized, formats: _Formats) -> fx.Node:
         """Returns the product of `a` and `b`, plus the bias and factors of the operator that it replaces."""

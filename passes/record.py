@@ -66,15 +66,7 @@ def record_of(tag: GemmTag) -> GemmRecord:
 def _formats(tag: GemmTag) -> tuple[OperandFormat, ...]:
     """Returns the formats of both operands, of a stored weight alone, or none."""
     formats = tuple(
-        OperandFormat(
-            operand=operand,
-            elem=fmt.elem.name,
-            block=str(fmt.tile),
-            rounding=STORED if operand == "w" and _is_stored(tag, fmt) else fmt.derivation,
-            elements=str(fmt.elements),
-            amax=str(fmt.amax),
-            transform=fmt.transform,
-        )
+        _operand_format(tag, operand, fmt)
         for operand, fmt in zip(tag.tensors, tag.formats or (), strict=False)
     )
     if formats or tag.stored is None or "w" not in tag.tensors:
@@ -83,6 +75,20 @@ def _formats(tag: GemmTag) -> tuple[OperandFormat, ...]:
     return (OperandFormat(operand="w", elem=stored.elem.name, block=str(stored.tile), rounding=STORED),)
 
 
+def _operand_format(tag: GemmTag, operand: str, fmt: Format) -> OperandFormat:
+    stored = operand == "w" and _is_stored(tag, fmt)
+    return OperandFormat(
+        operand=operand,
+        elem=fmt.elem.name,
+        block=str(fmt.tile),
+        rounding=STORED if stored else fmt.derivation,
+        elements=str(fmt.elements),
+        amax=str(fmt.amax),
+        transform=fmt.transform,
+        scales="" if stored else fmt.scales,
+    )
+
+
 def _is_stored(tag: GemmTag, fmt: Format) -> bool:
     """Whether the weight is stored in `fmt`, so that `reuse` reads it without a cast."""
-    return tag.gemm is Gemm.FPROP and fmt == tag.stored and not tag.recast
+    return tag.gemm is Gemm.FPROP and fmt.unchosen == tag.stored and not tag.recast

@@ -184,10 +184,8 @@ class Format:
             words.append(str(self.amax))
         if self.transform:
             words.append(self.transform)
-        if self.four_over_six is not None:
-            words.append(str(self.four_over_six))
-        if self.row_scaled:
-            words.append(ROW_SCALED)
+        if self.scales:
+            words.append(self.scales)
         if self.packed:
             words.append(PACKED)
         return " ".join(words)
@@ -222,6 +220,17 @@ class Format:
     def transform(self) -> str:
         """The word for the transform that precedes the cast, or ""."""
         return "" if self.hadamard is None else f"{HADAMARD}:{self.hadamard}"
+
+    @property
+    def scales(self) -> str:
+        """The words for the choice of scales and for the scale of each row, or ""."""
+        choice = "" if self.four_over_six is None else str(self.four_over_six)
+        return " ".join(filter(None, (choice, ROW_SCALED if self.row_scaled else "")))
+
+    @property
+    def unchosen(self) -> Format:
+        """This format without a choice of scales. Values of codes and scales do not depend on the choice."""
+        return self if self.four_over_six is None else replace(self, four_over_six=None)
 
     @property
     def untransformed(self) -> Format:
@@ -296,12 +305,8 @@ class Format:
 
     @property
     def stored(self) -> Format:
-        """The format of weights stored by a cast to it: with RCEIL and without a choice of scales.
-
-        The values of stored codes and scales do not depend on either.
-        """
-        stored_rounding = None if self.rounding is None else Rounding.RCEIL
-        return replace(self, rounding=stored_rounding, four_over_six=None)
+        """The format of weights stored by a cast to it: with RCEIL, because no rounding is stored."""
+        return self.unchosen if self.rounding is None else replace(self, rounding=Rounding.RCEIL)
 
     @property
     def stored_dtype(self) -> torch.dtype:

@@ -66,7 +66,7 @@ class GemmTag:
     role, evidence: results of the pass `classify`.
     whole: n and k of the layer if this GEMM computes a shard or a part of it, else None.
     choice, formats, saved, sent: results of the pass `decide`; `formats` is None unless the GEMM is
-    quantized.
+    quantized. forward: formats of x and w of a GEMM of backward that reads them dequantized, else None.
     kernel, fallbacks: results of the lowering; reasons why preferred kernels do not run the GEMM.
     gradients: for a forward GEMM in a plan, whether its first and second operand need gradients.
     again: whether activation checkpointing recomputes this GEMM in backward.
@@ -93,6 +93,7 @@ class GemmTag:
     whole: tuple[int | None, int | None] | None = None
     choice: Choice | None = None
     formats: tuple[Format, Format] | None = None
+    forward: tuple[Format, Format] | None = None
     saved: Saved = Saved.COLUMNWISE
     sent: Sent = Sent.SOURCE
     kernel: str = ""

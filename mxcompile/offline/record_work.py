@@ -137,7 +137,8 @@ def _siblings(gemm: GemmRecord) -> tuple[object, ...]:
 def _format(operand: OperandFormat) -> Format:
     """Returns the format of an operand. A stored weight has no rounding, which does not matter here."""
     derivation = Rounding.RCEIL if operand.rounding == STORED else operand.rounding
-    return Format.parse(f"{operand.elem} {operand.block} {derivation} {operand.elements} {operand.amax}")
+    words = operand.elem, operand.block, derivation, operand.elements, operand.amax, operand.scales
+    return Format.parse(" ".join(words))
 
 
 def _elements(gemm: GemmRecord) -> tuple[int, int, int]:

@@ -1,6 +1,7 @@
 """Policies: user-written rules that select the GEMMs to quantize and their formats."""
 
 from mxcompile.policy.model import (
+    Backward,
     Block,
     Choice,
     Decision,
@@ -21,6 +22,7 @@ from mxcompile.policy.roles import ATTENTION_PRODUCTS, Role
 
 __all__ = [
     "ATTENTION_PRODUCTS",
+    "Backward",
     "Block",
     "Choice",
     "Code",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
-from mxcompile.formats import BLOCK, Choices, Operands, Precision
+from mxcompile.formats import BLOCK, KEPT, Choices, Operands, Precision
 from mxcompile.policy.reason import Reason
 from mxcompile.policy.roles import Role
 
@@ -40,6 +40,13 @@ class Sent(StrEnum):
 
     SOURCE = "source"
     MXFP8 = "mxfp8"
+
+
+class Backward(StrEnum):
+    """The operands of dgrad and wgrad: quantized, or the operands of fprop in the model's dtype."""
+
+    QUANTIZED = "quantized"
+    DEQUANTIZED = "dequantized"
 
 
 class Block(NamedTuple):
@@ -172,9 +179,12 @@ class Use(Choices):
     wgrad: Precision | None = None
     saved: Saved | None = None
     sent: Sent | None = None
+    backward: Backward | None = None
 
     def wants(self, gemm: Gemm) -> Precision | None:
         """Returns the precision that the rule gives `gemm`, or None."""
+        if self.backward is Backward.DEQUANTIZED and gemm is not Gemm.FPROP:
+            return KEPT
         return {Gemm.FPROP: self.fprop, Gemm.DGRAD: self.dgrad, Gemm.WGRAD: self.wgrad}[gemm]
 
     @property
@@ -224,11 +234,17 @@ class Decision:
     wgrad: Choice
     saved: Saved
     sent: Sent = Sent.SOURCE
+    backward: Backward = Backward.QUANTIZED
 
     @classmethod
     def from_choices(cls, choices: dict[str, Choice], use: Use) -> Decision:
-        """Returns a decision with the given choices per GEMM and the `saved` and `sent` forms of `use`."""
-        return cls(**choices, saved=use.saved or Saved.COLUMNWISE, sent=use.sent or Sent.SOURCE)
+        """Returns a decision with the given choices per GEMM and all else of `use`."""
+        return cls(
+            **choices,
+            saved=use.saved or Saved.COLUMNWISE,
+            sent=use.sent or Sent.SOURCE,
+            backward=use.backward or Backward.QUANTIZED,
+        )
 
     def choice(self, gemm: Gemm) -> Choice:
         """Returns the choice for `gemm`."""

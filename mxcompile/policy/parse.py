@@ -9,7 +9,7 @@ from typing import Any
 from mxcompile.errors import PolicyError, not_allowed, shown
 from mxcompile.formats import PRECISIONS, AmaxKind, ScaleType, Tile
 from mxcompile.policy import schema
-from mxcompile.policy.model import Match, Preset, Rule, Use
+from mxcompile.policy.model import Backward, Match, Preset, Rule, Use
 from mxcompile.policy.presets import DEFAULT, PRESETS
 from mxcompile.policy.roles import ATTENTION_PRODUCTS
 from mxcompile.policy.shadow import Shadows
@@ -177,6 +177,12 @@ def _parse_use(raw: Any, path: Path, source: Origin) -> Use:
             )
         precision = values.pop("precision")
         values |= {"fprop": precision, "dgrad": precision, "wgrad": precision}
+    given = [gemm for gemm in gemms if gemm != "fprop"]
+    if given and values.get("backward") is Backward.DEQUANTIZED:
+        raise source.error(
+            (*path, given[0]),
+            f"'backward: dequantized' leaves dgrad and wgrad in the model's dtype: remove {_words(given)}",
+        )
     return Use(**values)
 
 

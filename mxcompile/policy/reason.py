@@ -36,6 +36,8 @@ class Code(StrEnum):
     NO_HISTORY = "no history"
     NO_TRANSFORM = "no transform"
     NOT_SENT = "not sent"
+    DEQUANTIZED = "dequantized"
+    NOT_DEQUANTIZED = "not dequantized"
     WATCH = "watch"
 
 
@@ -67,6 +69,8 @@ _WORDS = {
     Code.NO_HISTORY: "scales of the tensors at hand: the weight is not a parameter of the graph",
     Code.NO_TRANSFORM: "no Hadamard transform: groups of tokens end inside of its blocks",
     Code.NOT_SENT: "ranks send its {} as it is: {}",
+    Code.DEQUANTIZED: "its {} is what fprop multiplies, dequantized",
+    Code.NOT_DEQUANTIZED: "its {} is not quantized: fprop casts another tensor",
     Code.WATCH: "watch: {}",
 }
 

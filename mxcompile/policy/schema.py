@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from mxcompile.formats import ELEM_TYPES, ElemRounding, Precision, Rounding, Scales, ScaleType
 from mxcompile.policy import values
-from mxcompile.policy.model import Saved, Sent
+from mxcompile.policy.model import Backward, Saved, Sent
 from mxcompile.policy.presets import PRESETS
 from mxcompile.policy.roles import Role
 from mxcompile.policy.values import Value, listed, table, word
@@ -95,6 +95,9 @@ USE: dict[str, Value] = {
     "row_scaled": listed(word("operand", table(("x", "dy")))).says(
         "Of nvfp4: operands with an FP32 scale for each row along the contraction, in place of the tensor's.",
         means=_scaled_by(ScaleType.E4M3),
+    ),
+    "backward": word("backward", table(Backward)).says(
+        "dequantized: dgrad and wgrad multiply what fprop multiplies, in the model's dtype."
     ),
     "saved": word("saved form", table(Saved)).says(
         "What is kept of the input for backward; mxfp8: of what it is made from too."

@@ -34,7 +34,8 @@ class OperandFormat:
     operand: "x" (input), "w" (weight) or "dy" (output gradient). elem: "e4m3" or "e5m2". block: scale
     granularity, "1x32" (along the contraction dimension) or "32x32". rounding: rounding of the scale, or
     `STORED`. elements: rounding of the elements. amax: statistic that sets the scale, "max" or for example
-    "percentile:99.9". transform: transform of the tensor before the cast, "" without one.
+    "percentile:99.9". transform: transform of the tensor before the cast, "" without one. scales: choice
+    between scales of blocks, and the word for a scale of each row, "" without both.
     """
 
     operand: str
@@ -44,20 +45,20 @@ class OperandFormat:
     elements: str = str(ElemRounding.NEAREST)
     amax: str = "max"
     transform: str = ""
+    scales: str = ""
 
     def __str__(self) -> str:
         return f"{self.operand}:{self.format}"
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The words of the format, without empty words."""
-        given = self.elem, self.block, self.rounding, self.elements, self.amax, self.transform
-        return tuple(filter(None, given))
+        """The words of the format, in order; some may be empty."""
+        return self.elem, self.block, self.rounding, self.elements, self.amax, self.transform, self.scales
 
     @property
     def format(self) -> str:
         """The format as one string, without the default rounding of elements and the default amax."""
-        usual = (str(ElemRounding.NEAREST), str(MAX))
+        usual = (str(ElemRounding.NEAREST), str(MAX), "")
         return " ".join([*self.words[:3], *(word for word in self.words[3:] if word not in usual)])
 
 

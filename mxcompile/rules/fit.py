@@ -92,4 +92,9 @@ def _part(limit: Limit) -> float:
 def _outcome(decision: Decision) -> tuple[object, ...]:
     """Returns the numerical content of `decision`: everything but the reasons."""
     choices = [decision.choice(gemm) for gemm in Gemm]
-    return *((choice.precision, choice.formats) for choice in choices), decision.saved, decision.sent
+    return (
+        *((choice.precision, choice.formats) for choice in choices),
+        decision.saved,
+        decision.sent,
+        decision.backward,
+    )

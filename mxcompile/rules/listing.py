@@ -62,7 +62,9 @@ def _formats(policy: Policy, row: Row) -> str:
     common = operands.get("x") or next(iter(operands.values()))
     parts = [common.format]
     for operand, form in operands.items():
-        differs = [word for word, usual in zip(form.words, common.words, strict=True) if word != usual]
+        differs = [
+            word or "plain" for word, usual in zip(form.words, common.words, strict=True) if word != usual
+        ]
         if differs:
             parts.append(" ".join((operand, *differs)))
     decisions = [policy.decide(layer) for layer in layers_of(row.gemms)]

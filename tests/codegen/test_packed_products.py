@@ -39,7 +39,7 @@ def cast(x: Tensor, dim: int, word: str) -> tuple[tuple[Tensor, Tensor], Tensor 
     """Codes and scales of x, and the FP32 scale of the tensor if the format has one."""
     if not Format.parse(word).two_level:
         return encode(x, dim, word), None
-    if Format.of(word).row_scaled:
+    if Format.parse(word).row_scaled:
         amax = ops.largest(x, dim)
         return encode(x, dim, word, None, 0, None, amax), ops.known_scale(amax.unsqueeze(0), 0, word, x.ndim)
     amax = ops.largest(x)

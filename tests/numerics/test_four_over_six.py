@@ -70,12 +70,12 @@ def test_every_bf16_amax_gives_the_scales_and_elements_of_the_reference(choice: 
     for row in range(13):  # another combination of elements for each block
         blocks[row::13, :13] = values[row::13, None] * torch.cat([ratios[:1], ratios[1:].roll(row)])
         blocks[row::13, 1 + row % 12 :] = 0.0
-    fmt = Format.of(f"e2m1 1x16 two-level {choice}")
+    fmt = Format.parse(f"e2m1 1x16 two-level {choice}")
     qdata, scale = encode_tensors(blocks, -1, fmt, amax=amax)
     scales, elements = reference(blocks[:, None].numpy(), amax.numpy(), choice)
     np.testing.assert_array_equal(scale[:, 0].to(torch.float32).numpy(), scales)
     np.testing.assert_array_equal(element_values(qdata, fmt.elem).numpy(), elements[:, 0])
-    plain = encode_tensors(blocks, -1, Format.of("e2m1 1x16 two-level"), amax=amax)[1]
+    plain = encode_tensors(blocks, -1, Format.parse("e2m1 1x16 two-level"), amax=amax)[1]
     if 1e-9 < largest < 1e9:  # else squares are 0 or inf, and the scale of 6 wins
         assert not torch.equal(scale.view(torch.uint8), plain.view(torch.uint8))
 
@@ -88,7 +88,7 @@ def test_tiles_of_any_shape_are_those_of_the_reference(
     choice: FourOverSix, tile: str, dim: int, shape: tuple[int, ...]
 ):
     extent, _, rows_word = tile.partition(" ")
-    fmt = Format.of(f"e2m1 {extent} two-level {choice} {rows_word}".strip())
+    fmt = Format.parse(f"e2m1 {extent} two-level {choice} {rows_word}".strip())
     gen = torch.Generator().manual_seed(sum(shape))
     x = torch.randn(shape, generator=gen) * torch.exp2(torch.randint(-9, 9, shape, generator=gen).float() / 3)
     amax = outer_amax(x, dim, fmt)
@@ -122,7 +122,7 @@ def matrices(x: torch.Tensor, found: torch.Tensor, amax: torch.Tensor, dim: int)
 
 
 def test_a_scale_for_each_row_equals_the_cast_of_each_row_alone():
-    fmt, alone = Format.of("e2m1 1x16 two-level row-scaled"), Format.of("e2m1 1x16 two-level")
+    fmt, alone = Format.parse("e2m1 1x16 two-level row-scaled"), Format.parse("e2m1 1x16 two-level")
     x = torch.randn(40, 50, generator=torch.Generator().manual_seed(1)) * torch.logspace(-20, 20, 40)[:, None]
     for dim, rows in ((-1, x), (-2, x.T.contiguous())):
         amax = outer_amax(rows, dim, fmt)
@@ -140,7 +140,7 @@ def test_a_scale_for_each_row_equals_the_cast_of_each_row_alone():
     "word", ["4over6:256:mae", "4over6:448:mse", "row-scaled", "4over6:256:mse row-scaled"]
 )
 def test_nan_and_inf_make_the_tensor_nan_or_their_row(word: str, bad: float):
-    fmt = Format.of(f"e2m1 1x16 two-level {word}")
+    fmt = Format.parse(f"e2m1 1x16 two-level {word}")
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(2))
     for dim in (-1, -2):
         broken = x.clone()
@@ -163,7 +163,7 @@ def test_nan_and_inf_make_the_tensor_nan_or_their_row(word: str, bad: float):
 
 def test_equal_errors_take_the_scale_of_six():
     """A block of 6 · 2^k and one of 4 · 2^k are exact under both scales."""
-    fmt = Format.of("e2m1 1x16 two-level 4over6:448:mae")
+    fmt = Format.parse("e2m1 1x16 two-level 4over6:448:mae")
     x = torch.zeros(2, 16)
     x[0, 0], x[1, 0] = 448 * 6.0, 24.0
     _, scale = encode_tensors(x, -1, fmt, amax=tensor_amax(x))
@@ -185,17 +185,17 @@ def test_equal_errors_take_the_scale_of_six():
 )
 def test_formats_without_a_meaning_are_errors(word: str):
     with pytest.raises(FormatError, match=r"4over6|row-scaled"):
-        Format.of(word)
+        Format.parse(word)
 
 
 def test_words_are_read_back_and_weights_are_stored_as_plain_nvfp4():
     for choice in CHOICES:
         word = f"e2m1 1x16 two-level stochastic percentile:99 hadamard:9 {choice} row-scaled packed"
-        assert str(Format.of(word)) == word
-        fmt = Format.of(f"e2m1 1x16 two-level {choice}")
+        assert str(Format.parse(word)) == word
+        fmt = Format.parse(f"e2m1 1x16 two-level {choice}")
         assert fmt.storable
         assert str(fmt.stored) == "e2m1 1x16 two-level"
-    assert not Format.of("e2m1 1x16 two-level row-scaled").storable
+    assert not Format.parse("e2m1 1x16 two-level row-scaled").storable
 
 
 @pytest.mark.parametrize("dim", [-1, -2])
@@ -207,7 +207,9 @@ def test_operators_pass_opcheck(dim: int):
     assert torch.equal(amax, x.abs().amax(dim, keepdim=True))
     torch.library.opcheck(ops.known_scale, (amax.unsqueeze(0), 0, fmt, 3))
     assert torch.equal(ops.known_scale(amax.unsqueeze(0), 0, fmt, 3), amax / torch.tensor(256.0 * 6))
-    torch.library.opcheck(ops.cast, (x, [str(Copy(format=Format.of(fmt), dim=dim))], None, 0, None, [amax]))
+    torch.library.opcheck(
+        ops.cast, (x, [str(Copy(format=Format.parse(fmt), dim=dim))], None, 0, None, [amax])
+    )
 
 
 @pytest.mark.slow

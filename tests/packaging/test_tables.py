@@ -35,6 +35,7 @@ ROLE_READERS = {
 
 KEY_READERS = {
     "amax": {POLICY + "parse.py"},
+    "backward": {POLICY + "parse.py"},
     "block": {POLICY + "parse.py", POLICY + "values.py", POLICY + "model.py", CANDIDATES},  # and of a layer
     "scaling": {CANDIDATES},
     "weight_block": {POLICY + "parse.py"},
@@ -80,7 +81,7 @@ def test_key_is_named_by_three_files(key: str):
     uses = re.compile(rf'"{key}"|^    {key}: |\b(use|choices|under)\.{key}\b', re.MULTILINE)
     folders = (POLICY, "mxcompile/formats/precisions.py", "mxcompile/analysis/tune/")
     found = {name for name in files_with(key, folders=folders) if uses.search(PRODUCT[name])}
-    field = POLICY + "model.py" if key in ("saved", "sent") else "mxcompile/formats/precisions.py"
+    field = POLICY + "model.py" if key in ("saved", "sent", "backward") else "mxcompile/formats/precisions.py"
     found = {name for name in found if not name.startswith((POLICY + "presets", POLICY + "importers"))}
     assert found - KEY_READERS.get(key, set()) == {POLICY + "schema.py", SCHEMA, field}
 

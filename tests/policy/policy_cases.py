@@ -116,7 +116,7 @@ WORDS = {
     "unknown rounding": Broken(use("{rounding: rceill}"), 3, "'rceill'", "rceil"),
     "unknown weight block": Broken(use("{weight_block: 32x23}"), 3, "'32x23'", "32x32"),
     "unknown operand of 4 over 6": Broken(
-        use("{precision: nvfp4, four_over_six: {y: 256}}"), 3, "use.four_over_six.y: unknown key 'y'"
+        use("{precision: nvfp4, four_over_six: {y: 256}}"), 3, "use.four_over_six.y: unknown key 'y'", "dy"
     ),
     "unknown largest scale": Broken(
         use("{precision: nvfp4, four_over_six: {w: 255}}"),
@@ -125,7 +125,7 @@ WORDS = {
         "256",
     ),
     "unknown error of a block": Broken(
-        use("{precision: nvfp4, four_over_six: {w: 256, error: mea}}"), 3, "unknown error 'mea'", "mae"
+        use("{precision: nvfp4, four_over_six: {w: 256, error: mse2}}"), 3, "unknown error 'mse2'", "mse"
     ),
     "4 over 6 without an operand": Broken(
         use("{precision: nvfp4, four_over_six: {error: mae}}"), 3, "expected operands and largest scales"
@@ -219,6 +219,14 @@ MISSING = {
 }
 
 MEANING = {
+    "a precision for a backward without one": Broken(
+        use("{precision: bf16, backward: dequantised}"), 3, "unknown backward 'dequantised'", "dequantized"
+    ),
+    "a quantized GEMM of a dequantized backward": Broken(
+        use("{fprop: mxfp8, dgrad: mxfp8, backward: dequantized}"),
+        3,
+        "use.dgrad: 'backward: dequantized' leaves dgrad and wgrad in the model's dtype: remove dgrad",
+    ),
     "no size between": Broken(
         match("{min_k: 65, max_k: 64}"), 3, "match.max_k: no size is at least min_k 65 and at most max_k 64"
     ),

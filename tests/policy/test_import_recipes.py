@@ -9,7 +9,7 @@ import torch
 from import_checks import imported, layer
 
 from mxcompile.errors import PolicyError
-from mxcompile.policy import Gemm
+from mxcompile.policy import Backward, Gemm
 
 
 def formats(policy, gemm: Gemm = Gemm.DGRAD) -> dict[str, str]:
@@ -131,8 +131,10 @@ def test_a_backward_in_high_precision(tmp_path: Path):
     assert not formats(made.policy, Gemm.WGRAD)
     assert not made.notes
     made = imported("recipe: Float8CurrentScaling\nbackward_override: dequantized\n", tmp_path)
+    assert formats(made.policy, Gemm.FPROP)
     assert not formats(made.policy)
-    assert "backward_override: multiplies what was kept in FP8" in " ".join(made.notes)
+    assert made.policy.decide(layer("model.layers.0.self_attn.q_proj")).backward is Backward.DEQUANTIZED
+    assert not made.notes
 
 
 def test_what_is_off_asks_for_nothing(tmp_path: Path):

@@ -22,6 +22,7 @@ NOT_STRUCTURE = (
     "shadowed: ",
     "types: fraction for version",
     "meaning: no size between",
+    "meaning: a quantized GEMM of",
     "meaning: bad regular",
     "meaning: repetition",
     "meaning: regular",

@@ -93,7 +93,12 @@ def _cast_to(gemm: GemmRecord, formats: Operands) -> GemmRecord:
         return gemm
     changed = (
         dataclasses.replace(
-            form, elem=fmt.elem.name, block=str(fmt.tile), rounding=fmt.derivation, transform=fmt.transform
+            form,
+            elem=fmt.elem.name,
+            block=str(fmt.tile),
+            rounding=fmt.derivation,
+            transform=fmt.transform,
+            scales=fmt.scales,
         )
         for form in gemm.formats
         for fmt in (formats.operand_format(form.operand),)

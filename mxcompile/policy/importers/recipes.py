@@ -16,7 +16,7 @@ from typing import Any
 from mxcompile.errors import not_allowed, shown
 from mxcompile.formats.four_over_six import BOUNDS, BlockError
 from mxcompile.policy.importers.draft import Draft
-from mxcompile.policy.model import Gemm
+from mxcompile.policy.model import Backward, Gemm
 
 NAME = "recipe"
 TOOL = "an FP8 training recipe; the layers are those of its preset here"
@@ -144,7 +144,7 @@ def _gradient(data: dict[str, Any], usual: str, draft: Draft) -> dict[str, Any]:
 
 
 def _overridden(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
-    """Returns the GEMMs that a recipe leaves in high precision."""
+    """Returns the GEMMs that a recipe leaves in high precision, or the key for a dequantized backward."""
     given = data.get("override_linear_precision", [False, False, False])
     if not isinstance(given, list) or len(given) != 3 or not all(isinstance(one, bool) for one in given):
         raise draft.source.error(
@@ -155,8 +155,8 @@ def _overridden(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
         raise draft.source.error(
             ("backward_override",), not_allowed("override", backward, map(str, _BACKWARD))
         )
-    if backward == "dequantized":
-        draft.note(("backward_override",), "multiplies what was kept in FP8; here in BF16, from the source")
+    if backward == Backward.DEQUANTIZED:
+        return {"backward": str(backward)} | ({"fprop": "bf16"} if given[0] else {})
     high = [False, backward is not None, backward is not None]
     return {str(g): "bf16" for g, *kept in zip(Gemm, given, high, strict=True) if any(kept)}
 
