@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from types import FrameType
+from types import FrameType, MethodType
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from torch import fx, nn
 from mxcompile.models.wrappers import users_own
 
 _CALLS = frozenset({"__call__", "_call_impl", "_wrapped_call_impl"})
+_WRAPPER, _WRAPPER_FILE = "compile_wrapper", "_dynamo/eval_frame.py"
+"""Torch's function around each call of compiled code, and its file."""
 _RESUMED = "torch_dynamo_resume_in"
 _BEFORE, _AFTER = _BREAKS = "before a graph break", "after a graph break"
 _COMPILED_AUTOGRAD = "torch/_dynamo/compiled_autograd.py"
@@ -34,13 +36,15 @@ TORCH = f"{torch.__path__[0]}/"
 class Running:
     """A module whose call is running, with its arguments.
 
-    directly: whether only torch's own frames lie between this call and the compiled frame.
+    directly: whether only torch's own frames lie between this call and the compiled frame. is_call: whether
+    the module itself was called, not another method that ``torch.compile`` was given.
     """
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     directly: bool
+    is_call: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,8 +79,8 @@ class Frame:
                 running, directly = [], True
             parts += _split(frame)
             backward |= frame.f_code.co_filename.endswith(_COMPILED_AUTOGRAD)
-            module = frame.f_locals.get("self") if frame.f_code.co_name in _CALLS else None
-            if isinstance(module, nn.Module):
+            module = _module_of(frame)
+            if module is not None:
                 _add(running, module, frame, directly)
             elif not frame.f_code.co_filename.startswith(TORCH):
                 directly = False
@@ -108,7 +112,8 @@ class Frame:
 
     def call_of(self, root: nn.Module) -> Running | None:
         """Returns the outermost running call of `root`."""
-        return next((one for one in reversed(self.running) if users_own(one.module) is root), None)
+        calls = (one for one in reversed(self.running) if one.is_call)
+        return next((one for one in calls if users_own(one.module) is root), None)
 
     @property
     def is_resumed(self) -> bool:
@@ -143,8 +148,8 @@ class Frame:
 def running() -> Iterator[nn.Module]:
     """Yields the modules whose calls are running in this thread, innermost first."""
     for frame in frames():
-        module = frame.f_locals.get("self") if frame.f_code.co_name in _CALLS else None
-        if isinstance(module, nn.Module):
+        module = _module_of(frame)
+        if module is not None:
             yield module
 
 
@@ -159,6 +164,41 @@ def frames() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def is_wrapper(frame: FrameType) -> bool:
+    """Whether `frame` is torch's function around a call of compiled code."""
+    return frame.f_code.co_name == _WRAPPER and frame.f_code.co_filename.endswith(_WRAPPER_FILE)
+
+
+def is_call_of(root: nn.Module | None, frame: FrameType | None) -> bool:
+    """Whether `frame` calls `root`, or its forward if that alone is compiled."""
+    if root is None or frame is None:
+        return False
+    method = _method(frame)
+    if frame.f_code.co_name != "_call_impl" and (method is None or not _is_forward(method)):
+        return False
+    module = _module_of(frame)  # for torch's own classes only the wrapper is here
+    return module is not None and users_own(module) is root
+
+
+def _method(frame: FrameType) -> MethodType | None:
+    """Returns the module's method that ``torch.compile`` was given, if `frame` is the wrapper around it."""
+    function = frame.f_locals.get("fn") if is_wrapper(frame) else None
+    is_method = isinstance(function, MethodType) and isinstance(function.__self__, nn.Module)
+    return function if is_method and function.__name__ not in _CALLS else None
+
+
+def _is_forward(method: MethodType) -> bool:
+    return method.__name__ == "forward"
+
+
+def _module_of(frame: FrameType) -> nn.Module | None:
+    """Returns the module that `frame` calls, or whose compiled method it runs."""
+    method = _method(frame)
+    module = frame.f_locals.get("self") if frame.f_code.co_name in _CALLS else None
+    module = module if method is None else method.__self__
+    return module if isinstance(module, nn.Module) else None
 
 
 def _compiled(frame: FrameType) -> Any:
@@ -195,9 +235,11 @@ def _add(running: list[Running], module: nn.Module, frame: FrameType, directly: 
     args, kwargs = frame.f_locals.get("args"), frame.f_locals.get("kwargs")
     if not isinstance(args, tuple) or not isinstance(kwargs, dict):
         return
+    method = _method(frame)
+    is_call = method is None or _is_forward(method)
     if running and running[-1].module is module:
         directly = running.pop().directly
-    running.append(Running(module=module, args=args, kwargs=kwargs, directly=directly))
+    running.append(Running(module=module, args=args, kwargs=kwargs, directly=directly, is_call=is_call))
 
 
 def _own_if_compiled(module: nn.Module) -> nn.Module | None:

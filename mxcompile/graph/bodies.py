@@ -23,6 +23,9 @@ OWNER_KEY = "mx_owner"
 CALLS_KEY = "mx_calls"
 """``node.meta`` key in a flattened graph: how often the node of a body runs."""
 
+_CARRIES = {"scan": 1, "while_loop": 2, "while_loop_stack_output": 2}
+"""Operators that repeat a body, with the position of the values that one run gives the next."""
+
 
 def bodies(node: fx.Node) -> list[fx.GraphModule]:
     """Returns the graphs that `node` calls."""
@@ -68,7 +71,8 @@ def flattened(graph: fx.Graph) -> fx.Graph:
 
     The copy shows which parameters those products read and where their results go. It is for analysis only,
     because its values are approximate: the call's argument or its first slice replaces a body's input, and
-    the result of any body with products replaces the call's result.
+    the result of any body with products replaces the call's result. An input that one run of a body gives the
+    next stays an input, because the first one may be a constant.
     """
     flat = fx.Graph()
     _Flattening(flat, None, 1).copy(graph, {})
@@ -102,10 +106,10 @@ class _Flattening:
     def _body(self, node: fx.Node, body: fx.GraphModule, known: dict[fx.Node, fx.Node]) -> list[Any]:
         """Copies `body`, which `node` calls. Returns its results."""
         inside: dict[fx.Node, fx.Node] = {}
-        calls = self._calls
+        calls, carried = self._calls, _carried(node)
         for inner, outer in operands_of(node, body).items():
             value = tensor(outer)
-            if value is None or tensor(inner) is None:
+            if value is None or tensor(inner) is None or outer in carried:
                 continue
             if _shape(inner) == _shape(outer):
                 inside[inner] = known[outer]
@@ -152,6 +156,12 @@ class _Flattening:
             copied.meta[CALLS_KEY] = self._calls
             copied.meta.pop("seq_nr", None)  # numbers of another trace do not match
         return copied
+
+
+def _carried(node: fx.Node) -> list[Any]:
+    """Returns the arguments of `node` that later runs of its body replace."""
+    position = _CARRIES.get(getattr(node.target, "__name__", ""))
+    return [] if position is None else tree_leaves(node.args[position])
 
 
 def _shape(node: fx.Node) -> tuple[str, ...]:

@@ -123,8 +123,8 @@ class Rebinder:
         self._memo[id(function)] = function_copy
         scope.update((name, self._copied(one)) for name, one in named.items())
         for cell, own in zip(cells, function.__closure__ or (), strict=True):
-            for content in _content(own):
-                cell.cell_contents = self._copied(content) if self._leads(content) else content
+            for held in content(own):
+                cell.cell_contents = self._copied(held) if self._leads(held) else held
         function_copy.__defaults__ = self._kept(function.__defaults__)
         function_copy.__kwdefaults__ = self._kept(function.__kwdefaults__)
         function_copy.__qualname__, function_copy.__module__ = function.__qualname__, function.__module__
@@ -168,20 +168,22 @@ def _held(value: Any) -> Iterable[Any]:
 
 
 def _of_function(function: FunctionType) -> Iterator[Any]:
-    if _is_torchs(function.__module__) and _is_torchs(function.__globals__.get("__name__")):
+    if is_torchs(function.__module__) and is_torchs(function.__globals__.get("__name__")):
         return  # both, because functools.wraps copies `__module__`: a user's closure may have torch's
     for cell in function.__closure__ or ():
-        yield from _content(cell)
+        yield from content(cell)
     yield from (one for one in (function.__defaults__, function.__kwdefaults__) if one)
     yield from vars(function).values()
     yield from (one for _, one in _globals(function))
 
 
-def _is_torchs(module: Any) -> bool:
+def is_torchs(module: Any) -> bool:
+    """Whether the name `module` is of a module of torch."""
     return str(module or "").partition(".")[0] == "torch"
 
 
-def _content(cell: CellType) -> tuple[Any, ...]:
+def content(cell: CellType) -> tuple[Any, ...]:
+    """Returns the content of `cell`, or () if it has none yet."""
     try:
         return (cell.cell_contents,)
     except ValueError:  # not assigned yet

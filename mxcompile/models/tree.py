@@ -2,24 +2,27 @@
 
     self.layers = nn.ModuleList(…)       layers.0     registered: the name from `named_modules`
     self.experts = [Expert(), Expert()]  experts.0    unregistered: in a list, dict, object or global
+    hook = lambda m, args, y: side(y)    layers.0.side    in a variable of a hook of layers.0, or of a method
 
 The search is bounded: objects below more than a few containers have no path.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from types import SimpleNamespace
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mxcompile.models.names import HeldBy, joined, user_path
-from mxcompile.models.rebind import is_plain
+from mxcompile.models.rebind import content, is_plain, is_torchs
 from mxcompile.models.wrappers import plain_class
 
 _DEPTH = 3
@@ -28,24 +31,29 @@ _MEMBERS = 10_000
 """Most members of a container that are searched, because one may be a data set."""
 _OWN = frozenset(vars(nn.Module()))
 """Attributes of a plain `nn.Module`."""
+_FUNCTIONS = FunctionType, MethodType, functools.partial
 
 
 class Tree:
     """The modules, parameters and buffers of a model, by path and by identity.
 
     modules: modules by their first path; a wrapper's path gives the module inside. tensors: all paths of
-    parameters and buffers. by_identity: all paths of each object, by ``id``.
+    parameters and buffers. by_identity: the path of each module and all paths of each tensor, by ``id``.
     """
 
     def __init__(self, root: nn.Module | None) -> None:
         self.modules: dict[str, nn.Module] = {}
         self.tensors: set[str] = set()
         self.by_identity: defaultdict[int, list[str]] = defaultdict(list)
+        self._held: dict[int, str] = {}
         self._unread = root
         if root is None:
             return
-        self.modules = {user_path(raw): module for raw, module in root.named_modules()}
-        for raw, module in root.named_modules(remove_duplicate=False):
+        for (
+            raw,
+            module,
+        ) in root.named_modules():  # a module with two paths has the first, however it is reached
+            self.modules[user_path(raw)] = module
             self.by_identity[id(module)].append(user_path(raw))
         for raw, value in _tensors(root):
             self.by_identity[id(value)].append(user_path(raw))
@@ -53,13 +61,26 @@ class Tree:
 
     def paths(self, value: object) -> Sequence[str]:
         """Returns all paths of `value`, or () outside the model. Searches unregistered modules on demand."""
-        if isinstance(value, nn.Module) and id(value) not in self.by_identity and self._unread is not None:
-            root, self._unread = self._unread, None
-            for path, held_object in held(root):
-                self.by_identity[id(held_object)].append(path)
-                if isinstance(held_object, nn.Module):
-                    self.modules.setdefault(path, held_object)
+        if isinstance(value, nn.Module) and id(value) not in self.by_identity:
+            self._search()
         return self.by_identity.get(id(value), ())
+
+    def held_at(self, tensor: Tensor) -> str:
+        """Returns the path of `tensor` if the program holds it without registering it, else ""."""
+        self._search()
+        return self._held.get(id(tensor), "")
+
+    def _search(self) -> None:
+        """Searches the unregistered modules and tensors, once."""
+        root, self._unread = self._unread, None
+        for path, value in held(root) if root is not None else ():
+            if isinstance(value, nn.Module):
+                self.by_identity[id(value)].append(path)
+                self.modules.setdefault(path, value)
+                for raw, tensor in _tensors(value):
+                    self.by_identity[id(tensor)].append(joined(path, user_path(raw)))
+            else:
+                self._held.setdefault(id(value), path)
 
 
 def path_in(root: nn.Module, module: nn.Module | None) -> str | None:
@@ -78,7 +99,7 @@ def unregistered(argument: Tensor) -> HeldBy:
 def held(root: nn.Module) -> Iterator[tuple[str, nn.Module | Tensor]]:
     """Yields (path, object) for modules and tensors that `root` uses without registering them.
 
-    They are attributes of its modules, or globals of the modules' forwards.
+    They are attributes of its modules, variables of the modules' methods and hooks, or globals of forwards.
     """
     seen = {id(value) for value in (*root.modules(), *(value for _, value in _tensors(root)))}
     pending = [(user_path(raw), _attributes(module)) for raw, module in root.named_modules()]
@@ -97,14 +118,17 @@ def held(root: nn.Module) -> Iterator[tuple[str, nn.Module | Tensor]]:
 
 
 def _attributes(module: nn.Module) -> Mapping[str, Any]:
-    """Returns the attributes of `module` and of its class that a plain `nn.Module` lacks."""
+    """Returns the attributes of `module` and its class that a plain `nn.Module` lacks, and its hooks."""
     kinds = [
         kind for kind in plain_class(module).__mro__ if not kind.__module__.startswith(("torch.", "builtins"))
     ]
     scopes = (*map(vars, reversed(kinds)), vars(module))
-    return {
+    own = {
         key: value for scope in scopes for key, value in scope.items() if key not in _OWN and key[:2] != "__"
     }
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    called = (hook if isinstance(hook, _FUNCTIONS) else type(hook).__call__.__get__(hook) for hook in hooks)
+    return own | {f"hook {index}": function for index, function in enumerate(called)}
 
 
 def _scopes(root: nn.Module) -> Iterator[Mapping[str, Any]]:
@@ -113,14 +137,19 @@ def _scopes(root: nn.Module) -> Iterator[Mapping[str, Any]]:
     scopes = [getattr(forward, "__globals__", {}) for forward in forwards]
     for scope in {id(scope): scope for scope in scopes}.values():
         if str(scope.get("__name__")).partition(".")[0] != "torch":
-            yield {key: value for key, value in scope.items() if not key.startswith("__")}
+            values = ((key, value) for key, value in scope.items() if not isinstance(value, _FUNCTIONS))
+            yield {key: value for key, value in values if not key.startswith("__")}
 
 
 def _parts(
     path: str, values: Iterable[tuple[Any, Any]], depth: int
 ) -> Iterator[tuple[str, nn.Module | Tensor]]:
     """Yields (path, object) for the modules and tensors in `values` and in its containers."""
-    for key, value in values:
+    for key, one in values:
+        value = one() if isinstance(one, weakref.ref) else one
+        if isinstance(value, _FUNCTIONS):
+            yield from _parts(path, _variables(value), depth - 1) if depth else ()
+            continue
         inside = joined(path, str(key))
         if isinstance(value, nn.Module | Tensor):
             yield inside, value
@@ -134,6 +163,26 @@ def _members(value: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(value, dict):
         return islice(value.items(), _MEMBERS)
     return vars(value).items() if is_plain(value) or isinstance(value, SimpleNamespace) else ()
+
+
+def _variables(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yields (name, value) for the values that the code of `function` reads from its function object."""
+    match function:
+        case MethodType():
+            yield "", function.__func__
+            owner = function.__self__
+            yield from [("self", owner)] if isinstance(owner, nn.Module) else _members(owner)
+        case functools.partial():
+            yield "", function.func
+            code = getattr(function.func, "__code__", None)
+            yield from zip(code.co_varnames if code else (), function.args, strict=False)
+            yield from function.keywords.items()
+        case FunctionType() if not is_torchs(function.__globals__.get("__name__")):
+            code, defaults = function.__code__, function.__defaults__ or ()
+            yield from zip(code.co_varnames[code.co_argcount - len(defaults) :], defaults, strict=False)
+            yield from (function.__kwdefaults__ or {}).items()
+            for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+                yield from ((name, value) for value in content(cell))
 
 
 def _tensors(root: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -73,6 +73,24 @@ class Layers(nn.Module):
         return y
 
 
+class Recurrent(nn.Module):
+    """Recurrent layers whose states begin as constants: a scan and a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step, self.turn = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def one(h: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+            h = torch.tanh(self.step(h) + row)
+            return h, h.clone()
+
+        h, rows = scan(one, torch.zeros(ROWS // 5, WIDTH), x.view(5, ROWS // 5, WIDTH))
+        start = torch.zeros((), dtype=torch.int64), torch.ones(ROWS // 5, WIDTH)
+        _, turned = while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, self.turn(y).tanh()), start)
+        return rows + h * turned
+
+
 class Mapped(nn.Module):
     """One layer over five slices."""
 
@@ -158,6 +176,13 @@ def test_layer_in_a_body_raises_under_strict(model: Callable[[], nn.Module]) -> 
     ) as caught:
         compiled(model(), training=False, strict=True)
     assert "last" not in str(caught.value)
+
+
+def test_layer_that_begins_with_a_constant_raises_under_strict() -> None:
+    with pytest.raises(BackendCompilerFailed, match="strict") as caught:
+        compiled(Recurrent(), training=False, strict=True)
+    assert "step fprop: inside scan" in str(caught.value)
+    assert "turn fprop: inside while_loop" in str(caught.value)
 
 
 def test_layer_in_a_body_that_no_rule_quantizes_passes_strict() -> None:

@@ -137,6 +137,32 @@ def test_rules_by_name_reach_layers_of_decorated_forwards(name: str, breaks: boo
     )  # a loop with a break is left to Python
 
 
+class Encoder(nn.Module):
+    """Blocks that another method than ``forward`` runs too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(), Block()
+
+    def encode(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        here()
+        return self.second(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encode(x)
+
+
+@pytest.mark.parametrize("method", ["forward", "encode"])
+def test_method_that_is_compiled_alone_names_layers_by_its_model(method: str, breaks: bool) -> None:
+    policy = {"version": 1, "rules": [{"match": {"name": "second.up"}, "use": "bf16"}, RULES[1]]}
+    model = Encoder()
+    run = torch.compile(getattr(model, method), backend=EagerBackend(policy=policy))
+    run(torch.randn(32, WIDTH)).sum().backward()
+    found = {(gemm.name, gemm.precision) for report in mxcompile.reports() for gemm in report.gemms}
+    assert found == {(path, "bf16" if path == "second.up" else "mxfp8") for path in linears(model)}
+
+
 class Replaced(Stack):
     """Blocks whose ``forward`` is replaced on the instance: a closure, a method, a partial."""
 
@@ -229,6 +255,56 @@ def test_layers_of_modules_in_a_plain_list_are_named_by_it(breaks: bool) -> None
     assert explained == {name for name, _ in compiled(model)} == names
 
 
+class Hooked(nn.Module):
+    """Two blocks; hooks and references add modules and tensors that are not registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        here()
+        return self.second(x)
+
+
+class Adapter:
+    def __init__(self, side: Any) -> None:
+        self.side = side
+
+    def __call__(self, block: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return out + times(self.side, args[0])
+
+
+def times(side: Any, x: Tensor) -> Tensor:
+    out: Tensor = side(x) if isinstance(side, nn.Module) else F.linear(x, side)
+    return out
+
+
+def hook_of(way: str, side: Any) -> Callable[..., Tensor]:
+    if way == "closure":
+        return lambda block, args, out: out + times(side, args[0])
+    if way == "partial":
+        return functools.partial(lambda side, block, args, out: out + times(side, args[0]), side)
+    return Adapter(side) if way == "object" else Adapter(side).__call__
+
+
+@pytest.mark.parametrize("way", ["closure", "partial", "object", "method"])
+@pytest.mark.parametrize("kind", ["module", "tensor"])
+def test_what_a_hook_holds_is_named_by_the_module_and_the_variable(way: str, kind: str, breaks: bool) -> None:
+    if (way, kind, breaks) == ("partial", "tensor", True):
+        pytest.skip("for the frame of the hook its tensor is an argument")
+    model = Hooked()
+    model.first.register_forward_hook(
+        hook_of(way, nn.Linear(WIDTH, WIDTH) if kind == "module" else torch.randn(WIDTH, WIDTH))
+    )
+    policy = {"version": 1, "rules": [{"match": {"name": "second.up"}, "use": "bf16"}, RULES[1]]}
+    names = linears(model) | {"first.side"}
+    assert {gemm.name for gemm in mxcompile.explain(model, torch.randn(32, WIDTH)).gemms} == names
+    expected = {(name, "bf16" if name == "second.up" else "mxfp8") for name in names}
+    assert compiled(model, policy=policy, strict=True) == expected
+
+
 class Shared(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -241,6 +317,25 @@ class Shared(nn.Module):
 
 def test_layer_with_two_paths_has_the_first() -> None:
     assert {name for name, _ in compiled(Shared())} == {"first"}
+
+
+class Repeated(nn.Module):
+    """One block under three paths, of which the code takes the last two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block()] * 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[1:]:
+            x = layer(x)
+        return x
+
+
+def test_block_with_many_paths_has_the_first(breaks: bool) -> None:
+    names = {"layers.0.up", "layers.0.down"}
+    assert {gemm.name for gemm in mxcompile.explain(Repeated(), torch.randn(32, WIDTH)).gemms} == names
+    assert {name for name, _ in compiled(Repeated())} == names
 
 
 def test_function_of_two_models_names_layers_by_its_variables() -> None:

@@ -126,8 +126,10 @@ class Located:
             return GraphInput(path=path, others=others, static=True, is_parameter=is_parameter)
         if source is None or not isinstance(value, Tensor):
             return GraphInput()
-        where = HeldBy.HELD if self._is_held(source) else unregistered(value)
-        return GraphInput(path=self._named(source), unregistered=where)
+        is_held = self._is_held(source)
+        path = self.tree.held_at(value) if is_held or len(_way(source)) > 1 else ""
+        where = HeldBy.HELD if is_held or path else unregistered(value)
+        return GraphInput(path=path or self._named(source), unregistered=where)
 
     def _named(self, source: Any) -> str:
         """Returns the path of an unregistered tensor; in a closure it begins with the variable."""

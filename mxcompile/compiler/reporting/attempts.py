@@ -22,17 +22,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from mxcompile.compiler.frames import TORCH, Frame, Running, frames
+from mxcompile.compiler.frames import TORCH, Frame, Running, frames, is_call_of, is_wrapper
 from mxcompile.compiler.hooks.exporting import innermost
 from mxcompile.compiler.options import Options
 from mxcompile.compiler.reporting.checks import check_call, check_modules, tell_left
 from mxcompile.compiler.reporting.shared_code import Runs
 from mxcompile.models.tree import path_in
-from mxcompile.models.wrappers import users_own
 from mxcompile.report import REGISTRY
-
-_WRAPPER, _WRAPPER_FILE = "compile_wrapper", "_dynamo/eval_frame.py"
-"""Torch's function around each compiled call, which runs its ``cleanups`` at the end, and its file."""
 
 
 def watch_attempts(options_of: Callable[[Any, Mapping[str, Any]], Options | None]) -> None:
@@ -190,24 +186,17 @@ def _look_at_end(attempt: _Attempt, options: Options) -> None:
 def _wrapper(root: nn.Module | None) -> tuple[FrameType | None, bool]:
     """Returns the frame of torch's wrapper around the call of `root`, and whether there is one.
 
-    Without one, returns the innermost wrapper. A wrapper around the forward alone also counts as around the
-    call.
+    The wrapper runs its ``cleanups`` at the end. Without one, returns the innermost wrapper. A wrapper around
+    the forward alone also counts as around the call.
     """
     first: FrameType | None = None
     around: FrameType | None = None
     is_inside = False
     for frame in frames():
-        if frame.f_code.co_name == _WRAPPER and frame.f_code.co_filename.endswith(_WRAPPER_FILE):
+        if is_wrapper(frame):
             first = first or frame
-            if around is None and (is_inside or _is_call_of(root, frame.f_back)):
+            if around is None and (is_inside or is_call_of(root, frame) or is_call_of(root, frame.f_back)):
                 around = frame
-        elif _is_call_of(root, frame) and (around is None or frame is not around.f_back):
+        elif is_call_of(root, frame) and (around is None or frame is not around.f_back):
             around, is_inside = None, True  # a call further out
     return around or first, around is not None
-
-
-def _is_call_of(root: nn.Module | None, frame: FrameType | None) -> bool:
-    if root is None or frame is None or frame.f_code.co_name != "_call_impl":
-        return False
-    module = frame.f_locals.get("self")  # for torch's own classes only the wrapper is here
-    return isinstance(module, nn.Module) and users_own(module) is root
