@@ -185,8 +185,9 @@ def is_call_of(root: nn.Module | None, frame: FrameType | None) -> bool:
 def _method(frame: FrameType) -> MethodType | None:
     """Returns the module's method that ``torch.compile`` was given, if `frame` is the wrapper around it."""
     function = frame.f_locals.get("fn") if is_wrapper(frame) else None
-    is_method = isinstance(function, MethodType) and isinstance(function.__self__, nn.Module)
-    return function if is_method and function.__name__ not in _CALLS else None
+    if not isinstance(function, MethodType) or not isinstance(function.__self__, nn.Module):
+        return None
+    return None if function.__name__ in _CALLS else function
 
 
 def _is_forward(method: MethodType) -> bool:

@@ -72,7 +72,7 @@ def flattened(graph: fx.Graph) -> fx.Graph:
     The copy shows which parameters those products read and where their results go. It is for analysis only,
     because its values are approximate: the call's argument or its first slice replaces a body's input, and
     the result of any body with products replaces the call's result. An input that one run of a body gives the
-    next stays an input, because the first one may be a constant.
+    next stays an input, because the first run may get a constant.
     """
     flat = fx.Graph()
     _Flattening(flat, None, 1).copy(graph, {})
