@@ -21,7 +21,7 @@ from torch._inductor.virtualized import ops as inductor
 
 from mxcompile import ops
 from mxcompile.formats import BLOCK, SCALE_NAN, Copy, ElemType, Rounding, elem_type
-from mxcompile.formats.numerics import added_to_amax
+from mxcompile.formats.numerics import SMALLEST_NORMAL, added_to_amax
 from mxcompile.lowering.inductor import elements
 from mxcompile.lowering.inductor.blocks import Index, Load, ScaleBlocks, as_float
 from mxcompile.lowering.inductor.elements import i32
@@ -68,7 +68,11 @@ class _TensorCast:
 def scale_byte(amax: Any, elem: ElemType, mode: Rounding) -> Any:
     """Returns the scale byte of `amax`: `numerics.scale_bytes` in Inductor's operators."""
     bits = inductor.bitwise_and(inductor.to_dtype_bitcast(amax, _I32, _F32), i32(0x7FFFFFFF))
-    exponent = inductor.bitwise_right_shift(inductor.add(bits, i32(added_to_amax(elem, mode))), i32(23))
+    mantissa = bits
+    if elem.emax == 0:
+        small = inductor.sub(inductor.add(bits, bits), i32(SMALLEST_NORMAL))
+        mantissa = inductor.where(inductor.lt(bits, i32(SMALLEST_NORMAL)), small, bits)
+    exponent = inductor.bitwise_right_shift(inductor.add(mantissa, i32(added_to_amax(elem, mode))), i32(23))
     byte = inductor.sub(exponent, i32(elem.emax))
     byte = inductor.minimum(inductor.maximum(byte, i32(0)), i32(254))
     return inductor.where(inductor.ge(bits, i32(0x7F800000)), i32(SCALE_NAN), byte)

@@ -57,13 +57,18 @@ def clamped(y: Any, largest: float) -> Any:
 
 
 def rounded(y: Any, elem: ElemType, target: Target) -> Any:
-    """Returns `y`, FP32, |y| ≤ max or NaN, rounded to nearest even in `elem`; keeps the sign of 0."""
+    """Returns `y`, FP32, |y| ≤ max or NaN, rounded to nearest even in `elem`; keeps the sign of 0.
+
+    An integer has no −0.
+    """
     if target.encodes_fp8 and not elem.is_coded:
         return inductor.to_dtype(inductor.to_dtype(y, elem.dtype), _F32)
+    magic = f32(1.5 * 2.0**23 * elem.step)
+    subnormal = inductor.sub(inductor.add(y, magic), magic)
+    if elem.is_integer:
+        return subnormal
     on_cpu = target.device == "cpu"
     normal = _split(y, elem) if on_cpu else _round_bits(y, elem)
-    magic = f32(1.5 * 2.0**23 * _step(elem))
-    subnormal = inductor.sub(inductor.add(y, magic), magic)
     subnormal = inductor.copysign(subnormal, y) if on_cpu else with_sign(subnormal, y)
     return inductor.where(inductor.lt(inductor.abs(y), f32(2.0**elem.min_exponent)), subnormal, normal)
 
@@ -73,11 +78,6 @@ def with_sign(value: Any, y: Any) -> Any:
     bits = inductor.bitwise_and(inductor.to_dtype_bitcast(y, _I32, _F32), i32(-(1 << 31)))
     bits = inductor.bitwise_or(inductor.to_dtype_bitcast(value, _I32, _F32), bits)
     return inductor.to_dtype_bitcast(bits, _F32, _I32)
-
-
-def _step(elem: ElemType) -> float:
-    """Returns the distance between subnormal values."""
-    return 2.0 ** (elem.min_exponent - elem.mantissa_bits)
 
 
 def _split(y: Any, elem: ElemType) -> Any:
@@ -99,13 +99,17 @@ def store(value: Any, elem: ElemType, target: Target) -> Any:
     """Returns the stored form of `value`, which `rounded` made: FP8, or the code as a byte."""
     if target.stores_fp8 and not elem.is_coded:
         return inductor.to_dtype(value, elem.dtype)
+    if elem.is_integer:  # integers have no NaN; the scale is NaN
+        steps = inductor.mul(value, f32(1 / elem.step))
+        steps = inductor.where(inductor.ne(value, value), f32(0.0), steps)
+        return inductor.to_dtype(inductor.to_dtype(steps, _I32), torch.int8)
     bits = inductor.to_dtype_bitcast(value, _I32, _F32)
     magnitude = inductor.bitwise_and(bits, i32(_ABSOLUTE))
     normal = inductor.sub(
         inductor.bitwise_right_shift(magnitude, i32(23 - elem.mantissa_bits)),
         i32((126 + elem.min_exponent) << elem.mantissa_bits),
     )
-    steps = inductor.mul(inductor.abs(value), f32(1 / _step(elem)))
+    steps = inductor.mul(inductor.abs(value), f32(1 / elem.step))
     is_subnormal = inductor.lt(inductor.abs(value), f32(2.0**elem.min_exponent))
     # NaN and normal values do not use their number of steps, which may overflow int32
     subnormal = inductor.to_dtype(inductor.where(is_subnormal, steps, f32(0.0)), _I32)
@@ -122,11 +126,11 @@ def store(value: Any, elem: ElemType, target: Target) -> Any:
 
 def stored_dtype(elem: ElemType, target: Target) -> torch.dtype:
     """Returns the dtype of the result of `store`."""
-    return elem.dtype if target.stores_fp8 else torch.uint8
+    return elem.dtype if target.stores_fp8 or elem.is_coded else torch.uint8
 
 
 def as_fp8(stored: ir.TensorBox, elem: ElemType, target: Target) -> ir.TensorBox:
-    """Returns the FP8 tensor for a result of `store`; bytes for types of fewer bits."""
+    """Returns the FP8 tensor for a result of `store`; codes for other types."""
     return stored if target.stores_fp8 or elem.is_coded else _viewed(stored, elem.dtype)
 
 
@@ -157,6 +161,8 @@ def _viewed(x: ir.TensorBox, dtype: torch.dtype) -> ir.TensorBox:
 
 def _decoded(code: Any, elem: ElemType) -> Any:
     """Returns the FP32 value of a code, int32."""
+    if elem.is_integer:
+        return inductor.mul(inductor.to_dtype(code, _F32), f32(elem.step))
     sign_bit = 1 << (elem.bits - 1)
     magnitude = inductor.bitwise_and(code, i32(sign_bit - 1))
     bits = inductor.bitwise_left_shift(magnitude, i32(23 - elem.mantissa_bits))
@@ -167,7 +173,7 @@ def _decoded(code: Any, elem: ElemType) -> Any:
         inductor.add(bits, i32((126 + elem.min_exponent) << 23)),
     )
     normal = inductor.to_dtype_bitcast(bits, _F32, _I32)
-    subnormal = inductor.mul(inductor.to_dtype(magnitude, _F32), f32(_step(elem)))
+    subnormal = inductor.mul(inductor.to_dtype(magnitude, _F32), f32(elem.step))
     is_subnormal = inductor.lt(magnitude, i32(1 << elem.mantissa_bits))
     value = inductor.where(is_subnormal, subnormal, normal)
     negative = inductor.gt(inductor.bitwise_and(code, i32(sign_bit)), i32(0))

@@ -64,7 +64,10 @@ def _philox(counter: Any, stream: int, key: Any) -> tuple[Any, Any]:
 
 
 def rounded(y: Any, elem: ElemType, half: Any) -> Any:
-    """Returns `y`, FP32, |y| ≤ max or NaN, rounded by random bits `half` to `elem`; keeps the sign of 0."""
+    """Returns `y`, FP32, |y| ≤ max or NaN, rounded by random bits `half` to `elem`; keeps the sign of 0.
+
+    An integer has no −0.
+    """
     least, kept = f32(2.0**elem.min_exponent), 23 - elem.mantissa_bits
     magnitude = inductor.abs(y)
     small = inductor.lt(magnitude, least)
@@ -74,4 +77,7 @@ def rounded(y: Any, elem: ElemType, half: Any) -> Any:
     bits = inductor.bitwise_and(bits, i32(-(1 << kept)))
     value = inductor.to_dtype_bitcast(bits, _F32, _I32)
     value = inductor.where(small, inductor.sub(value, least), value)
-    return inductor.where(inductor.ne(y, y), y, with_sign(value, y))
+    signed = with_sign(value, y)
+    if elem.is_integer:
+        signed = inductor.where(inductor.eq(value, f32(0.0)), value, signed)
+    return inductor.where(inductor.ne(y, y), y, signed)

@@ -1,4 +1,4 @@
-"""The element types: FP8, FP6 and FP4 numbers, and how values are rounded to them.
+"""The element types: FP8, FP6, FP4 and INT8 numbers, and how values are rounded to them.
 
 `types` combines an element type, a tile and a scale into a format. Source: OCP Microscaling Formats v1.0, §5.
 """
@@ -24,10 +24,14 @@ class ElemRounding(StrEnum):
 class ElemType:
     """An element type: a sign, exponent and mantissa, with subnormals.
 
+    An integer type, k/64, has one exponent bit: its subnormal and its normal values have the same step, and a
+    magnitude without sign is k. It has neither −0 nor the code −128.
+
     Attributes:
         name: Its name in policies.
-        dtype: Dtype of elements. If torch has no dtype with one element per byte, ``torch.uint8``: codes in
-            the low bits, made of sign, exponent field and mantissa from the highest bit.
+        dtype: Dtype of elements. If torch has no floating-point dtype with one element per byte, a dtype of
+            codes. ``torch.uint8``: codes in the low bits, made of sign, exponent field and mantissa from the
+            highest bit. ``torch.int8``: k of an integer type, in two's complement.
         max: Largest finite value.
         emax: Exponent of `max`.
         mantissa_bits: Stored bits of the mantissa.
@@ -47,13 +51,23 @@ class ElemType:
 
     @property
     def is_coded(self) -> bool:
-        """Whether elements are codes, one per byte, because torch has no dtype for them."""
-        return self.dtype is torch.uint8
+        """Whether elements are codes, one per byte, because torch has no floating-point dtype for them."""
+        return not self.dtype.is_floating_point
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether elements are integers times `step`, in two's complement."""
+        return self.dtype is torch.int8
+
+    @property
+    def step(self) -> float:
+        """The distance between subnormal values."""
+        return 2.0 ** (self.min_exponent - self.mantissa_bits)
 
     @property
     def stored_dtype(self) -> torch.dtype | None:
         """Dtype of the elements of stored weights; None if weights cannot be stored in this type."""
-        return self.packed or (None if self.is_coded else self.dtype)
+        return self.packed or (None if self.dtype is torch.uint8 else self.dtype)
 
     @property
     def per_byte(self) -> int:
@@ -67,8 +81,7 @@ class ElemType:
 
     def is_in(self, other: ElemType) -> bool:
         """Whether `other` has every value of this type."""
-        steps = self.min_exponent - self.mantissa_bits >= other.min_exponent - other.mantissa_bits
-        return steps and self.mantissa_bits <= other.mantissa_bits and self.max <= other.max
+        return self.step >= other.step and self.mantissa_bits <= other.mantissa_bits and self.max <= other.max
 
     def __str__(self) -> str:
         return self.name
@@ -93,8 +106,9 @@ E2M1 = ElemType(
     name="e2m1", dtype=torch.uint8, max=6.0, emax=2, mantissa_bits=1, min_exponent=0, bits=4,
     packed=torch.float4_e2m1fn_x2,
 )  # fmt: skip
+INT8 = ElemType(name="int8", dtype=torch.int8, max=127 / 64, emax=0, mantissa_bits=6, min_exponent=0)
 
-for _elem in (E4M3, E5M2, E3M2, E2M3, E2M1):
+for _elem in (E4M3, E5M2, E3M2, E2M3, E2M1, INT8):
     register(_elem)
 
 FNUZ = {E4M3.dtype: torch.float8_e4m3fnuz, E5M2.dtype: torch.float8_e5m2fnuz}

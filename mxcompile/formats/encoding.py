@@ -352,8 +352,11 @@ def to_elements(y: Tensor, elem: ElemType) -> Tensor:
     steps = torch.round(magnitude / ulp).to(torch.int32)  # to even; up to 2^(mantissa_bits + 1)
     field = exponent - elem.min_exponent
     code = (field << elem.mantissa_bits) + steps  # the leading bit of a normal adds 1 to the exponent field
-    code = code | (y.signbit().to(torch.int32) << (elem.bits - 1))
-    return torch.where(y.isnan(), 0, code).to(torch.uint8)
+    if elem.is_integer:
+        code = torch.where(y.signbit(), -code, code)
+    else:
+        code = code | (y.signbit().to(torch.int32) << (elem.bits - 1))
+    return torch.where(y.isnan(), 0, code).to(elem.dtype)
 
 
 def as_fnuz(qdata: Tensor) -> Tensor:
@@ -367,6 +370,8 @@ def element_values(qdata: Tensor, elem: ElemType) -> Tensor:
     """Returns the FP32 values of elements or codes."""
     if not elem.is_coded:
         return qdata.to(torch.float32)
+    if elem.is_integer:
+        return qdata.to(torch.float32) * elem.step
     return _values(elem).to(qdata.device)[qdata.to(torch.int64)]
 
 
@@ -374,9 +379,8 @@ def element_values(qdata: Tensor, elem: ElemType) -> Tensor:
 def _values(elem: ElemType) -> Tensor:
     """Returns the FP32 value of every code, [2^bits]."""
     mantissas, fields = 1 << elem.mantissa_bits, 1 << (elem.bits - 1 - elem.mantissa_bits)
-    step = 2.0 ** (elem.min_exponent - elem.mantissa_bits)
     positive = [
-        (mantissa + mantissas * (field > 0)) * 2.0 ** (max(field, 1) - 1) * step
+        (mantissa + mantissas * (field > 0)) * 2.0 ** (max(field, 1) - 1) * elem.step
         for field in range(fields)
         for mantissa in range(mantissas)
     ]

@@ -20,6 +20,12 @@ from mxcompile.errors import FormatError
 from mxcompile.formats.elements import ElemType
 from mxcompile.formats.types import SCALE_NAN, Rounding
 
+SMALLEST_NORMAL = 1 << 23
+"""FP32 bits of 2^−126. Twice the bits below, less this number, have the mantissa of 2^−127 and above.
+
+Only an amax of integers needs them, because the scale byte of all other types is 0 there.
+"""
+
 _INF_BITS = 0x7F800000
 _NAN_BITS = 0x7FC00000
 
@@ -27,7 +33,8 @@ _NAN_BITS = 0x7FC00000
 def scale_bytes(amax: Tensor, elem: ElemType, mode: Rounding) -> Tensor:
     """Returns E8M0 bytes (int32, 0 to 255) for the FP32 block maxima `amax`; 255 for NaN and Inf."""
     bits = amax.view(torch.int32) & 0x7FFFFFFF
-    byte = (((bits + added_to_amax(elem, mode)) >> 23) - elem.emax).clamp(0, 254)
+    mantissa = torch.where(bits < SMALLEST_NORMAL, 2 * bits - SMALLEST_NORMAL, bits)
+    byte = (((mantissa + added_to_amax(elem, mode)) >> 23) - elem.emax).clamp(0, 254)
     return torch.where(bits >= _INF_BITS, SCALE_NAN, byte)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from mxcompile.errors import FormatError
 from mxcompile.formats.amax import MAX, Amax, AmaxKind
-from mxcompile.formats.elements import E2M1, E2M3, E3M2, E4M3, E5M2, ElemRounding, ElemType, register
+from mxcompile.formats.elements import E2M1, E2M3, E3M2, E4M3, E5M2, INT8, ElemRounding, ElemType, register
 from mxcompile.formats.four_over_six import FourOverSix
 from mxcompile.formats.types import NEAREST, POW2, TWO_LEVEL, Format, Rounding, Scales, ScaleType, Tile
 
@@ -91,6 +91,7 @@ class Precision:
         name: Word of the precision in policies.
         label: Name in reports and other texts.
         elems: Element types that a rule may choose, the default first; empty if nothing is quantized.
+        other_grad_elems: Further element types that a rule may choose for the output gradient.
         scale: Type of the scales.
         tiles: Tiles that a rule may choose, by the word in the rule, the default first.
         tiles_key: Key of the rule for that word; "" if tiles cannot be chosen.
@@ -100,6 +101,7 @@ class Precision:
     name: str
     label: str = field(compare=False)
     elems: tuple[ElemType, ...] = field(default=(), compare=False)
+    other_grad_elems: tuple[ElemType, ...] = field(default=(), compare=False)
     scale: ScaleType = field(default=ScaleType.E8M0, compare=False)
     tiles: Mapping[str, Tiles] = field(default_factory=dict, compare=False)
     tiles_key: str = field(default="", compare=False)
@@ -112,6 +114,11 @@ class Precision:
     def quantizes(self) -> bool:
         """Whether operands are quantized."""
         return bool(self.elems)
+
+    @property
+    def grad_elems(self) -> tuple[ElemType, ...]:
+        """Element types that a rule may choose for the output gradient, the default first."""
+        return self.elems + self.other_grad_elems
 
     @property
     def defaults(self) -> Choices:
@@ -132,7 +139,7 @@ class Precision:
         """Returns the formats of a layer's operands. Ignores choices that do not apply to this row."""
         default, *_ = self.elems
         elem = choices.elem_dtype if choices.elem_dtype in self.elems else default
-        grad_elem = choices.grad_dtype if choices.grad_dtype in self.elems else default
+        grad_elem = choices.grad_dtype if choices.grad_dtype in self.grad_elems else default
         usual, *_ = self.tiles.values()
         tiles = self.tiles.get(getattr(choices, self.tiles_key, ""), usual)
         has_block = tiles is usual and choices.weight_block in self.weight_blocks
@@ -207,6 +214,14 @@ PRECISIONS: dict[str, Precision] = {
         ),
         Precision(name="mxfp6_e3m2", label="MXFP6 E3M2", elems=(E3M2,), tiles=_along(32)),
         Precision(name="mxfp6_e2m3", label="MXFP6 E2M3", elems=(E2M3,), tiles=_along(32)),
+        Precision(
+            name="mxint8",
+            label="MXINT8",
+            elems=(INT8,),
+            other_grad_elems=(E4M3,),
+            tiles=_along(32, 16, 64, 128),
+            tiles_key="block",
+        ),
         Precision(name="mxfp4", label="MXFP4", elems=(E2M1,), tiles=_along(32)),
         Precision(
             name="nvfp4",
@@ -236,7 +251,7 @@ def add(row: Precision) -> None:
         raise FormatError(f"there is a precision {row.name!r} already")
     if not row.elems or not row.tiles:
         raise FormatError(f"precision {row.name!r} needs at least one element type and one extent of scales")
-    for elem in row.elems:
+    for elem in row.grad_elems:
         register(elem)
     PRECISIONS[row.name] = row
 
@@ -266,7 +281,7 @@ def stored_precision(form: Format) -> Precision:
 
 def elem_words() -> tuple[str, ...]:
     """Returns the names of all element types of the table."""
-    return tuple(dict.fromkeys(elem.name for row in PRECISIONS.values() for elem in row.elems))
+    return tuple(dict.fromkeys(elem.name for row in PRECISIONS.values() for elem in row.grad_elems))
 
 
 def tile_words() -> tuple[str, ...]:

@@ -206,12 +206,16 @@ def _check_choices(raw: Any, use: Use, preset: Preset, path: Path, source: Origi
     is_tensor = all(fmt.scale is ScaleType.FP32 and fmt.tile == Tile.TENSOR for fmt in formats)
     if use.amax is not None and use.amax.stateful and not is_tensor:
         raise source.error((*path, "amax"), "'ema' goes with one scale a tensor alone (fp8, scaling: tensor)")
-    blocks = [block for row in rows.values() for block in row.weight_blocks]
-    if use.weight_block is not None and use.weight_block not in blocks:
-        raise source.error(
-            (*path, "weight_block"),
-            f"{use.weight_block} does not belong to {_words(rows)}: it has {_words(blocks)}",
-        )
+    for key, values in (
+        ("elem_dtype", "elems"),
+        ("grad_dtype", "grad_elems"),
+        ("weight_block", "weight_blocks"),
+    ):
+        choice, has = getattr(use, key), [value for row in rows.values() for value in getattr(row, values)]
+        if choice is not None and choice not in has:
+            raise source.error(
+                (*path, key), f"{choice} does not belong to {_words(rows)}: it has {_words(has)}"
+            )
     if use.weight_block is not None and use.block not in (None, "32"):
         raise source.error((*path, "weight_block"), "'weight_block' goes with blocks of 32 alone")
 

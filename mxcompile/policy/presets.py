@@ -30,6 +30,8 @@ PRESETS = {
         Preset(name="fp8_block", precision=_FP8, formats=Choices(scaling="block")),
         # scales from a history of amax, E5M2 gradients: Transformer Engine's DelayedScaling
         Preset(name="fp8_delayed", precision=_FP8, formats=Choices(scaling="delayed", grad_dtype=E5M2)),
+        # OCP MX v1.0's integers
+        Preset(name="mxint8", precision=PRECISIONS["mxint8"]),
         # 16×16 tiles of weights, wgrad's operands transformed, gradients rounded at random: arXiv 2509.25149
         Preset(
             name="nvfp4",

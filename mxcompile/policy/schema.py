@@ -6,8 +6,9 @@ A key of a rule is also a field of `Match` or `Use`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from mxcompile.formats import ELEM_TYPES, ElemRounding, Precision, Rounding, Scales, ScaleType
+from mxcompile.formats import PRECISIONS, ElemRounding, ElemType, Precision, Rounding, Scales, ScaleType
 from mxcompile.policy import values
 from mxcompile.policy.model import Backward, Saved, Sent
 from mxcompile.policy.presets import PRESETS
@@ -21,6 +22,13 @@ def _delays(row: Precision) -> bool:
 
 def _scaled_by(scale: ScaleType) -> Callable[[Precision], bool]:
     return lambda row: row.quantizes and row.scale is scale
+
+
+def _elem_words(elems_of: Callable[[Precision], tuple[ElemType, ...]]) -> Value:
+    """Returns the `Value` of a key for one of the types `elems_of(row)`, where a row has several."""
+    several = [elems for elems in map(elems_of, PRECISIONS.values()) if len(elems) > 1]
+    words = {elem.name: elem for elems in several for elem in elems}
+    return replace(word("element type", words), means=lambda row: len(elems_of(row)) > 1)
 
 
 MATCH: dict[str, Value] = {
@@ -43,12 +51,8 @@ USE: dict[str, Value] = {
     "fprop": values.PRECISION.says("Of y = x·Wᵀ."),
     "dgrad": values.PRECISION.says("Of dx = dy·W."),
     "wgrad": values.PRECISION.says("Of dW = dyᵀ·x."),
-    "elem_dtype": word("element type", ELEM_TYPES).says(
-        "Of input and weight.", means=lambda row: len(row.elems) > 1
-    ),
-    "grad_dtype": word("element type", ELEM_TYPES).says(
-        "Of the output gradient.", means=lambda row: len(row.elems) > 1
-    ),
+    "elem_dtype": _elem_words(lambda row: row.elems).says("Of input and weight."),
+    "grad_dtype": _elem_words(lambda row: row.grad_elems).says("Of the output gradient."),
     "rounding": word("rounding", table(Rounding)).says(
         "How a block's scale follows from its largest value.", means=_scaled_by(ScaleType.E8M0)
     ),

@@ -27,6 +27,7 @@ USES: dict[str, dict[str, Any]] = {
     for _plain in [int(word) if word.isdecimal() else word]
 } | {
     "mxfp8 stochastic": {"precision": "mxfp8", "grad_rounding": "stochastic"},
+    "mxint8 fp8 gradients": {"precision": "mxint8", "grad_dtype": "e4m3"},
     "fp8 block pow2": {"precision": "fp8", "scaling": "block", "scale": "pow2"},
     "fp8 percentile": {"precision": "fp8", "scaling": "channel", "amax": {"percentile": 95}},
     "mxfp4 percentile": {"precision": "mxfp4", "amax": {"percentile": 90}},
@@ -46,6 +47,7 @@ USES: dict[str, dict[str, Any]] = {
 COMPILED = [
     "fp8 block pow2",
     "mxfp6_e2m3 32",
+    "mxint8 fp8 gradients",
     "fp8 percentile",
     "mxfp4 percentile",
     "nvfp4 squares",

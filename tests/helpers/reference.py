@@ -14,7 +14,10 @@ import torch
 FP8 = {"e4m3": (448.0, 8, 3), "e5m2": (57344.0, 15, 2)}
 """Largest element, its exponent, and bits of the mantissa."""
 
-TORCH = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+ELEMS = {**FP8, "int8": (127 / 64, 0, 6)}
+"""The same of the types that stored weights have one a byte. An integer has no exponent: k/64 is below 2."""
+
+TORCH = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8}
 
 
 def numpy_dtype(elem: str) -> np.dtype:
@@ -22,6 +25,20 @@ def numpy_dtype(elem: str) -> np.dtype:
     import ml_dtypes
 
     return np.dtype({"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}[elem])
+
+
+def element_values(codes: np.ndarray, elem: str) -> np.ndarray:
+    """The values of elements given as bytes, in FP64."""
+    if elem == "int8":
+        return codes.view(np.int8) / 64.0
+    return codes.view(numpy_dtype(elem)).astype(np.float64)
+
+
+def element_codes(values: np.ndarray, elem: str) -> np.ndarray:
+    """The bytes of the elements nearest to FP64 values of at most the largest element; ties to even."""
+    if elem == "int8":
+        return np.rint(values * 64.0).astype(np.int8).view(np.uint8)
+    return values.astype(np.float32).astype(numpy_dtype(elem)).view(np.uint8)
 
 
 def scale_byte(amax: float, elem: str, rounding: str) -> int:
@@ -37,8 +54,6 @@ def scale_byte_of(amax: float, largest: float, emax: int, mantissa_bits: int, ro
         return 0
     mantissa, exponent = math.frexp(amax)  # amax = mantissa · 2^exponent, 1/2 ≤ mantissa < 1
     mantissa, exponent = 2 * mantissa, exponent - 1
-    if exponent < -126:  # subnormal in FP32: far below the smallest scale, and not a power of two there
-        return 0
     up = {
         "rceil": mantissa > largest / 2.0**emax,  # amax / scale must not exceed the largest element
         "even": mantissa + 2.0 ** -(mantissa_bits + 1) >= 2.0,

@@ -1,10 +1,10 @@
-"""Elements: every BF16 value under every scale, every FP8 code under every scale, special values."""
+"""Elements: every BF16 value under every scale, every code under every scale, special values."""
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from helpers.reference import FP8, TORCH, numpy_dtype
+from helpers.reference import ELEMS, FP8, TORCH, element_codes, element_values
 
 import mxcompile
 from mxcompile import MXTensor
@@ -15,10 +15,10 @@ def bf16_values() -> torch.Tensor:
     return bits.view(torch.bfloat16)
 
 
-@pytest.mark.parametrize("elem", FP8)
+@pytest.mark.parametrize("elem", ELEMS)
 def test_every_bf16_element_under_every_scale(elem: str):
     """Blocks led by largest·2^k fix the scale at 2^k; all BF16 values of at most that size follow."""
-    dtype, largest = numpy_dtype(elem), FP8[elem][0]
+    largest, emax, _ = ELEMS[elem]
     values = bf16_values()
     values = values[values.isfinite()].float()
     seen = set()
@@ -32,22 +32,21 @@ def test_every_bf16_element_under_every_scale(elem: str):
         quantized = mxcompile.quantize(blocks, elem_dtype=TORCH[elem])
         assert (quantized.scale.view(torch.uint8) == byte).all()
         scaled = blocks.double().numpy() * 2.0 ** (127 - byte)
-        expected = scaled.astype(np.float32).astype(dtype)
         found = quantized.qdata.view(torch.uint8).numpy()
-        np.testing.assert_array_equal(found, expected.view(np.uint8))
+        np.testing.assert_array_equal(found, element_codes(scaled, elem))
         seen.add(byte)
     assert seen == set(range(max(seen) + 1))
-    assert max(seen) == 254 - FP8[elem][1]
+    assert max(seen) == 254 - emax
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("elem", FP8)
+@pytest.mark.parametrize("elem", ELEMS)
 def test_every_code_under_every_scale_dequantizes(elem: str, dtype: torch.dtype):
     codes = torch.arange(256, dtype=torch.uint8)
     qdata = codes.view(TORCH[elem]).view(8, 32).repeat(1, 256)
     scale = codes.expand(8, 256).contiguous()
     found = MXTensor(qdata, scale.view(torch.float8_e8m0fnu)).dequantize(dtype)
-    elements = codes.numpy().view(numpy_dtype(elem)).astype(np.float64).reshape(8, 1, 32)
+    elements = element_values(codes.numpy(), elem).reshape(8, 1, 32)
     scales = 2.0 ** (np.arange(256.0) - 127)
     scales[255] = np.nan
     with np.errstate(over="ignore", invalid="ignore"):
@@ -84,6 +83,31 @@ def test_nan_and_inf_take_their_block_and_no_other(elem: str, bad: float):
     assert torch.equal(q.qdata.float().isnan(), expected)
     assert torch.equal(q.dequantize(torch.float32).isnan(), expected)
     assert (q.scale.view(torch.uint8) == 255).nonzero().tolist() == [[1, 1]]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_nan_and_inf_take_their_block_of_integers(bad: float):
+    x = torch.ones(3, 70)
+    x[1, 40] = bad
+    q = mxcompile.quantize(x, elem_dtype=torch.int8)
+    expected = torch.zeros(3, 70, dtype=torch.bool)
+    expected[1, 32:64] = True
+    assert torch.equal(q.dequantize(torch.float32).isnan(), expected)
+    assert (q.scale.view(torch.uint8) == 255).nonzero().tolist() == [[1, 1]]
+    assert (q.qdata[0] == 64).all()
+    assert q.qdata[1, 40] == 0 if np.isnan(bad) else True
+
+
+@pytest.mark.parametrize("rounding", ["rceil", "floor", "ceil", "even"])
+def test_the_code_of_minus_two_is_read_and_never_written(rounding: str):
+    """It is −128 in two's complement, which the standard lets an implementation leave out."""
+    around = torch.tensor([127.0, 127.4, 127.5, 127.6, 127.99, 128.0, 128.5, 255.0]) / 64
+    blocks = torch.stack([-around, around]).flatten()[:, None].expand(-1, 32).contiguous()
+    found = mxcompile.quantize(blocks, elem_dtype=torch.int8, rounding=rounding)
+    assert found.qdata.min() >= -127
+    scale = torch.full((1, 1), 128, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    read = MXTensor(torch.full((1, 32), -128, dtype=torch.int8), scale).dequantize(torch.float32)
+    assert (read == -4.0).all()
 
 
 def test_zero_blocks_keep_signs():

@@ -14,11 +14,11 @@ from torch.library import opcheck
 from mxcompile import ops
 from mxcompile.errors import FormatError
 from mxcompile.formats import ElemType, Format
-from mxcompile.formats.elements import E2M1, E2M3, E3M2, E4M3, E5M2
+from mxcompile.formats.elements import E2M1, E2M3, E3M2, E4M3, E5M2, INT8
 from mxcompile.formats.encoding import element_values
 from mxcompile.formats.stochastic import halves, philox, rounded
 
-ELEMS = [E4M3, E5M2, E3M2, E2M3, E2M1]
+ELEMS = [E4M3, E5M2, E3M2, E2M3, E2M1, INT8]
 FORMATS = ["e5m2 tensor nearest stochastic", "e4m3 1x32 rceil stochastic", "e2m1 1x32 rceil stochastic"]
 TWO_LEVEL = "e2m1 1x16 two-level stochastic"
 """Whose largest elements saturate where an E4M3 scale is rounded down, so that they have another mean."""

@@ -75,6 +75,10 @@ def test_a_word_is_taken_once(toy: Precision):
         ({"precision": "mxfp8", "scale": "pow2"}, "'scale' does not belong to mxfp8"),
         ({"precision": "fp8", "scale": "e8m0"}, "unknown scale 'e8m0'"),
         ({"precision": "mxfp4", "elem_dtype": "e5m2"}, "'elem_dtype' does not belong to mxfp4"),
+        ({"precision": "mxint8", "grad_dtype": "e5m2"}, "e5m2 does not belong to mxint8: it has int8, e4m3"),
+        ({"precision": "mxint8", "elem_dtype": "e4m3"}, "'elem_dtype' does not belong to mxint8"),
+        ({"precision": "mxfp8", "grad_dtype": "int8"}, "int8 does not belong to mxfp8: it has e4m3, e5m2"),
+        ({"precision": "mxfp8", "elem_dtype": "int8"}, "unknown element type 'int8'"),
         ({"precision": "mxfp8", "block": 48}, "unknown block 48"),
         (
             {"precision": "mxfp8", "weight_block": "16x16"},

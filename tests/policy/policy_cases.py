@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mxcompile.formats import PRECISIONS
 from mxcompile.policy import ATTENTION_PRODUCTS, Role
+
+WORDS = f"expected {', '.join(PRECISIONS)} or a mapping"
 
 
 @dataclass(frozen=True)
@@ -161,18 +164,10 @@ TYPES = {
     "list for match": Broken(match("[{role: qkv}]"), 3, "at least one of name, role, module"),
     "empty match": Broken(match("{}"), 3, "at least one of name, role, module"),
     "long list for match": Broken(match(f"[{'qkv, ' * 3000}]"), 3, "at least one of name, role"),
-    "number for use": Broken(
-        use("8"), 3, "expected mxfp8, fp8, mxfp6_e3m2, mxfp6_e2m3, mxfp4, nvfp4, bf16 or a mapping"
-    ),
-    "nothing for use": Broken(
-        use(""), 3, "expected mxfp8, fp8, mxfp6_e3m2, mxfp6_e2m3, mxfp4, nvfp4, bf16 or a mapping"
-    ),
-    "list for use": Broken(
-        use("[bf16]"), 3, "expected mxfp8, fp8, mxfp6_e3m2, mxfp6_e2m3, mxfp4, nvfp4, bf16 or a mapping"
-    ),
-    "empty use": Broken(
-        use("{}"), 3, "expected mxfp8, fp8, mxfp6_e3m2, mxfp6_e2m3, mxfp4, nvfp4, bf16 or a mapping"
-    ),
+    "number for use": Broken(use("8"), 3, WORDS),
+    "nothing for use": Broken(use(""), 3, WORDS),
+    "list for use": Broken(use("[bf16]"), 3, WORDS),
+    "empty use": Broken(use("{}"), 3, WORDS),
     "number for name": Broken(match("{name: 5}"), 3, "expected a glob or 're:…'"),
     "empty name": Broken(match("{name: ''}"), 3, "expected a glob or 're:…'"),
     "list in a list of names": Broken(match("{name: [a, [b]]}"), 3, "rules[0].match.name[1]: expect"),
