@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from mxcompile.formats import PRECISIONS
 from mxcompile.policy import ATTENTION_PRODUCTS, Role
 
-WORDS = f"expected {', '.join(PRECISIONS)} or a mapping"
+ANY_PRECISION = f"expected {', '.join(PRECISIONS)} or a mapping"
 
 
 @dataclass(frozen=True)
@@ -164,10 +164,10 @@ TYPES = {
     "list for match": Broken(match("[{role: qkv}]"), 3, "at least one of name, role, module"),
     "empty match": Broken(match("{}"), 3, "at least one of name, role, module"),
     "long list for match": Broken(match(f"[{'qkv, ' * 3000}]"), 3, "at least one of name, role"),
-    "number for use": Broken(use("8"), 3, WORDS),
-    "nothing for use": Broken(use(""), 3, WORDS),
-    "list for use": Broken(use("[bf16]"), 3, WORDS),
-    "empty use": Broken(use("{}"), 3, WORDS),
+    "number for use": Broken(use("8"), 3, ANY_PRECISION),
+    "nothing for use": Broken(use(""), 3, ANY_PRECISION),
+    "list for use": Broken(use("[bf16]"), 3, ANY_PRECISION),
+    "empty use": Broken(use("{}"), 3, ANY_PRECISION),
     "number for name": Broken(match("{name: 5}"), 3, "expected a glob or 're:…'"),
     "empty name": Broken(match("{name: ''}"), 3, "expected a glob or 're:…'"),
     "list in a list of names": Broken(match("{name: [a, [b]]}"), 3, "rules[0].match.name[1]: expect"),
