@@ -463,8 +463,11 @@ inline void attention(const Query* q, const uint8_t* keys, const uint8_t* key_sc
                       const uint8_t* value_scales, const Mask* mask, const Attention& a, int threads, Out* out) {
   Rows k{keys, key_scales, a.keys}, v{values, value_scales, a.keys};
 #ifdef MXCOMPILE_BYTE_TABLES
-  attention_by<Registers<Elem>>(q, k, v, mask, a, threads, out);
-#elif defined(MXCOMPILE_LANES)
+  if constexpr (!Elem::integer)
+    attention_by<Registers<Elem>>(q, k, v, mask, a, threads, out);
+  else
+#endif
+#ifdef MXCOMPILE_LANES
   attention_by<InOrder<Elem>>(q, k, v, mask, a, threads, out);
 #else
   attention_by<Loops<Elem>>(q, k, v, mask, a, threads, out);

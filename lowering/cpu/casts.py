@@ -1,6 +1,6 @@
 """Casts on CPU: the kernels of ``casts.h`` replace Inductor's loops.
 
-    casts to MXFP8 and decode, of BF16 and FP32                other dtypes: `inductor.casts`
+    casts to MXFP8, and decode of all stored formats, of BF16 and FP32     other dtypes: `inductor.casts`
 
 One kernel casts a matrix along its rows and along its columns, so that it reads the matrix once. When
 Inductor lowers the first of the two casts, `cast` makes both results and keeps the second for its node.
@@ -197,7 +197,7 @@ def decoded(
     global_scale: ir.TensorBox | None = None,
 ) -> ir.TensorBox | None:
     """Returns the value of ``mx.decode``; None if Inductor's loops compute it."""
-    if not (form.packed or form.is_mx_rows):
+    if not form.lies_stored:
         return None
     shape, device = decoded_size(qdata, block_dim, form), qdata.get_device_or_error()
     if device.type != "cpu" or dtype not in _FLOATS or not kernel.usable():

@@ -44,7 +44,7 @@ enum class Rounding { rceil, floor, ceil, even };
 
 struct MX {  // a scale of E8M0 for 32 elements
   static constexpr int64_t block = BLOCK;
-  static constexpr bool two_level = false;
+  static constexpr bool two_level = false, integer = false;
 };
 
 struct E4M3 : MX {
@@ -57,6 +57,13 @@ struct E5M2 : MX {
   static constexpr int mantissa_bits = 2, emax = 15, min_field = 113;
   static constexpr int bits = 8, per_byte = 1, not_finite = 0x7c;
   static constexpr float max = 57344.0f;
+};
+
+struct INT8 : MX {  // k/64, k in two's complement; not for encode and rounded
+  static constexpr int mantissa_bits = 6, emax = 0, min_field = 127;
+  static constexpr int bits = 8, per_byte = 1;
+  static constexpr float max = 127.0f / 64;
+  static constexpr bool integer = true;
 };
 
 struct E2M1 : MX {
@@ -184,17 +191,21 @@ inline uint8_t encode(float y) {
 
 template <class Elem>
 inline float decode(uint8_t code) {
-  constexpr int shift = 23 - Elem::mantissa_bits;
-  constexpr uint32_t bias = static_cast<uint32_t>(Elem::min_field - 1) << 23, sign = 1u << (Elem::bits - 1);
-  constexpr uint32_t not_finite = Elem::not_finite;  // E5M2 has infinities from there
-  uint32_t size = code & (sign - 1);
-  // an integer times the step of the subnormals; a normal value is its bits, moved
-  float subnormal = static_cast<float>(static_cast<int32_t>(size)) *
-                    as_float(static_cast<uint32_t>(Elem::min_field - Elem::mantissa_bits) << 23);
-  uint32_t value = size < (1u << Elem::mantissa_bits) ? as_bits(subnormal) : (size << shift) + bias;
-  uint32_t special = Elem::emax != 8 && size == not_finite ? INFINITY_BITS : NAN_BITS;
-  value = size >= not_finite ? special : value;
-  return as_float(value | ((code & sign) << (32 - Elem::bits)));
+  const float step = as_float(static_cast<uint32_t>(Elem::min_field - Elem::mantissa_bits) << 23);  // of subnormals
+  if constexpr (Elem::integer) {
+    return static_cast<float>(static_cast<int8_t>(code)) * step;
+  } else {
+    constexpr int shift = 23 - Elem::mantissa_bits;
+    constexpr uint32_t bias = static_cast<uint32_t>(Elem::min_field - 1) << 23, sign = 1u << (Elem::bits - 1);
+    constexpr uint32_t not_finite = Elem::not_finite;  // E5M2 has infinities from there
+    uint32_t size = code & (sign - 1);
+    // an integer times the step of the subnormals; a normal value is its bits, moved
+    float subnormal = static_cast<float>(static_cast<int32_t>(size)) * step;
+    uint32_t value = size < (1u << Elem::mantissa_bits) ? as_bits(subnormal) : (size << shift) + bias;
+    uint32_t special = Elem::emax != 8 && size == not_finite ? INFINITY_BITS : NAN_BITS;
+    value = size >= not_finite ? special : value;
+    return as_float(value | ((code & sign) << (32 - Elem::bits)));
+  }
 }
 
 // What a byte of a weight's scales stands for.

@@ -105,6 +105,14 @@ inline void store_sums(const Lanes* x, int64_t stride, float* to) {
 
 template <class Elem>
 inline void unpack(const uint8_t* codes, Lanes* out) {
+  if (Elem::integer) {
+    const Lanes step = everywhere(1.0f / 64);
+    for (int i = 0; i < 2; i++) {
+      const __m128i eight = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + i * WIDTH));
+      out[i] = product(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eight)), step);
+    }
+    return;
+  }
   if (Elem::per_byte == 2) {
     const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(FP16_OF_E2M1));
     __m128i words = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)));
@@ -139,6 +147,15 @@ inline void store_sums(const Lanes* x, int64_t stride, float* to) {
 
 template <class Elem>
 inline void unpack(const uint8_t* codes, Lanes* out) {
+  if (Elem::integer) {
+    const Lanes step = everywhere(1.0f / 64);
+    for (int i = 0; i < 2; i++) {
+      const int16x8_t eight = vmovl_s8(vreinterpret_s8_u8(vld1_u8(codes + 2 * i * WIDTH)));
+      out[2 * i] = product(vcvtq_f32_s32(vmovl_s16(vget_low_s16(eight))), step);
+      out[2 * i + 1] = product(vcvtq_f32_s32(vmovl_s16(vget_high_s16(eight))), step);
+    }
+    return;
+  }
   uint8x16_t bytes, nothing = vdupq_n_u8(0);
   if (Elem::per_byte == 2) {
     uint8x8_t pairs = vld1_u8(codes), low = vand_u8(pairs, vdup_n_u8(15)), high = vshr_n_u8(pairs, 4);

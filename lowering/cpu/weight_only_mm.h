@@ -1,4 +1,4 @@
-// Few rows times weights that are stored in MXFP8, MXFP4 or NVFP4, decoded in registers:
+// Few rows times weights that are stored in MXFP8, MXINT8, MXFP4 or NVFP4, decoded in registers:
 //
 //   out[m, n] = Σ_k x[m, k] · w[n, k] · 2^(s[n, k/32] − 127) (+ bias[n])          in FP32, rounded once
 //   out[m, n] = Σ_k x[m, k] · w[n, k] · s[n, k/16] / whole[n] (+ bias[n])         NVFP4, s in E4M3
@@ -6,7 +6,7 @@
 // x is [M, K], w [N, K] codes, of E2M1 two a byte, s a byte for each block, out [M, N]. Threads share rows of w, which each
 // is read once for every ROWS of x. Four forms, the same sums in another order:
 //
-//   loops      any x and ISA: the weight's values in FP32 times x in FP32
+//   loops      any x and ISA: the weight's values in FP32 times x in FP32; all products of MXINT8
 //   fp32 dot   AVX2 and NEON: 32 codes become FP32 by shifts, one FMA applies the scale to their sum (`fp32_dot.h`); for x
 //              of ordinary exponents. Rows of a weight with NaN in it, or with extreme scales, are left to the loops.
 //   integers   AVX2, E2M1: 64 codes become bytes by a table, a number of x is two or three (`integer_dot.h`); x as above.
@@ -199,16 +199,18 @@ inline void in_bf16(const Bfloat16* x, Weight<Elem> weight, const Bias* bias, in
 template <class X, class Elem, class Bias, class Out>
 inline void weight_only_mm(const X* x, Weight<Elem> weight, const Bias* bias, int64_t m, int64_t n, int threads, Out* out) {
   [[maybe_unused]] const int64_t count = m * weight.k;
+  if constexpr (!Elem::integer) {
 #ifdef MXCOMPILE_BF16_DOT
-  if constexpr (std::is_same_v<X, Bfloat16>)
-    if (ordinary(x, count)) return in_bf16(x, weight, bias, m, n, threads, out);
+    if constexpr (std::is_same_v<X, Bfloat16>)
+      if (ordinary(x, count)) return in_bf16(x, weight, bias, m, n, threads, out);
 #endif
 #ifdef MXCOMPILE_LANES
-  if (InLanes<Elem>::takes(x, count)) {
-    if (weight.k < LONG) return in_lanes<InLanes<Elem>>(x, weight, bias, m, n, threads, out);
-    return in_lanes<typename ForLongRows<Elem, X>::Form>(x, weight, bias, m, n, threads, out);
-  }
+    if (InLanes<Elem>::takes(x, count)) {
+      if (weight.k < LONG) return in_lanes<InLanes<Elem>>(x, weight, bias, m, n, threads, out);
+      return in_lanes<typename ForLongRows<Elem, X>::Form>(x, weight, bias, m, n, threads, out);
+    }
 #endif
+  }
   by_loops(x, weight, bias, m, n, threads, out);
 }
 

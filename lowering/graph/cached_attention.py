@@ -30,9 +30,7 @@ from mxcompile.lowering.templates.attention_forms import MOST_DIMS, form
 from mxcompile.ops.view import Dequantize, argument_of, arguments_of
 
 _FLOATS = (torch.bfloat16, torch.float32)
-_STORED = "(keys and values mxfp8)"
 _DEQUANTIZED = "keys and values dequantized"
-KERNEL = f"mx_attention C++ {_STORED}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,14 +92,15 @@ class CachedAttention(LoweringPass):
             return f"head_dim {query.shape[3]}, the kernel is for up to {MOST_DIMS}"
         return _form_obstacle(node, query)
 
-    def _kernel(self, query: torch.Tensor, keys: torch.Tensor) -> str:
-        """Returns the name of the kernel for `query` over `keys`."""
+    def _kernel(self, query: torch.Tensor, keys: torch.Tensor, fmt: str) -> str:
+        """Returns the name of the kernel for `query` over `keys` in the format `fmt`."""
+        stored = f"(keys and values {stored_precision(Format.parse(fmt))})"
         if self.target.device == "cpu":
-            return KERNEL
+            return f"mx_attention C++ {stored}"
         batch, heads, queries, dim = map(hint, query.shape)
         kv_heads, length = map(hint, keys.shape[1:3])
         chosen = form(batch * kv_heads, heads * queries // kv_heads, length, dim, self.target)
-        return f"mx_attention {chosen} {_STORED}"
+        return f"mx_attention {chosen} {stored}"
 
 
 def _form_obstacle(node: fx.Node, query: torch.Tensor) -> str:
@@ -126,7 +125,7 @@ def _form_obstacle(node: fx.Node, query: torch.Tensor) -> str:
     return ""
 
 
-def _replace(node: fx.Node, build: Builder, kernel_of: Callable[[torch.Tensor, torch.Tensor], str]) -> None:
+def _replace(node: fx.Node, build: Builder, kernel_of: Callable[[torch.Tensor, torch.Tensor, str], str]) -> None:
     query = argument(node, 0)
     (keys, key_scales, fmt), (values, value_scales, _) = (_part(argument(node, index)) for index in (1, 2))
     query_value, codes = tensor(query), tensor(keys)
@@ -137,7 +136,7 @@ def _replace(node: fx.Node, build: Builder, kernel_of: Callable[[torch.Tensor, t
     with build.graph.inserting_before(node):
         arguments = (query, keys, key_scales, values, value_scales, _mask(node), factor, fmt)
         new_node = build.call(ops.attention, *arguments, like=node)
-        name = kernel_of(query_value, codes)
+        name = kernel_of(query_value, codes, fmt)
         set_tag(new_node, *(replace(tag, kernel=name) for tag in tags_of(node)))
         result = build.call(aten.permute.default, new_node, [0, 2, 1, 3], like=node)
     for user in list(node.users):

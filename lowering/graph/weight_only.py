@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import ELEM_TYPES, Format
+from mxcompile.formats import Format
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import VIEWS, aten, packet
@@ -58,9 +58,6 @@ class _Weight:
     def shape(self) -> tuple[Any, ...]:
         """The shape of the values, with blocks along the last dimension."""
         return tuple(decoded_shape(value_of(self.qdata), -1, self.form))
-
-
-_ELEMENTS = frozenset(elem.dtype for elem in ELEM_TYPES.values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +101,7 @@ class WeightOnly(LoweringPass):
         if any(tag.kernel for tag in tags_of(node)):
             return False  # another pass chose a kernel
         weight, out = _operand(product), tensor(node)
-        if weight.form.packed == product.is_mx or out is None:
+        if not weight.form.lies_stored or out is None:
             return False
         if product.tensors and self._on_cpu and hint(out.shape[0]) > MOST_ROWS:
             return False  # for more rows the vendor's GEMM would round the result before the FP32 scales
@@ -130,8 +127,7 @@ class WeightOnly(LoweringPass):
         weight, scales = tensor(qdata), tensor(scale)
         if out is None or a is None or weight is None or scales is None or out.device.type != self.device:
             return False
-        readable = weight.dtype in _ELEMENTS or stored_weight.form.packed
-        if not (a.ndim == weight.ndim == scales.ndim == 2 and readable):
+        if not a.ndim == weight.ndim == scales.ndim == 2:
             return False
         if any(hint(size) == 0 for size in (*out.shape, a.shape[1])):
             return False

@@ -11,7 +11,7 @@ to the Triton type. Not here: memory, masks, strides.
 
 Compile-time arguments, the same everywhere:
 
-    ELEM      "e4m3" | "e5m2"; for scales and `rounded` also types with fewer bits
+    ELEM      "e4m3" | "e5m2"; for scales and `rounded` also types with fewer bits, for `decode` also "int8"
     ROUNDING  "rceil" | "floor" | "ceil" | "even"
     NATIVE    whether the chip's own conversions are used, else integers give the same bits. Encoding: sm_90
               and up, gfx950; not sm_89, where Triton goes through FP16 and rounds twice. Decoding: sm_89 too
@@ -213,8 +213,10 @@ def encode(
 
 @triton.jit
 def decode(codes, ELEM: tl.constexpr, NATIVE: tl.constexpr):
-    """Returns FP32 values of uint8 codes, exact; NaN codes give NaN."""
-    if NATIVE:
+    """Returns FP32 values of uint8 codes, exact; NaN codes give NaN. Integers may also be int8."""
+    if ELEM == "int8":
+        value = codes.to(tl.int8, bitcast=True).to(tl.float32) * 0.015625
+    elif NATIVE:
         value = as_elem(codes, ELEM).to(tl.float32)
     else:
         code = codes.to(tl.int32)

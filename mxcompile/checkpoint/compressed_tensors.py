@@ -1,6 +1,7 @@
 """The layout of compressed-tensors.
 
     mxfp8-quantized        x (E4M3), x_scale (E8M0 bytes, uint8, [N, K/32])
+    mxint8-quantized       x (int8), x_scale as above; mxcompile's own, which compressed-tensors does not have
     mxfp4-pack-quantized   x_packed (bytes of two E2M1), x_scale as above
     nvfp4-pack-quantized   x_packed, x_scale (E4M3, [N, K/16]), x_global_scale (FP32 [1], a divisor)
 
@@ -22,6 +23,7 @@ from mxcompile.checkpoint.weight_entries import (
     FP8,
     MXFP4,
     MXFP8,
+    MXINT8,
     NVFP4,
     SUFFIX,
     plain_weight,
@@ -33,8 +35,13 @@ from mxcompile.storage.weights import StoredWeight
 
 _PACKED, _GLOBAL, _ZERO_POINT = "_packed", "_global_scale", "_zero_point"
 
-_FORMATS = {MXFP8: "mxfp8-quantized", MXFP4: "mxfp4-pack-quantized", NVFP4: "nvfp4-pack-quantized"}
-"""Format names in compressed-tensors."""
+_FORMATS = {
+    MXFP8: "mxfp8-quantized",
+    MXINT8: "mxint8-quantized",
+    MXFP4: "mxfp4-pack-quantized",
+    NVFP4: "nvfp4-pack-quantized",
+}
+"""Names of formats in a config.json."""
 
 _MIXED, _DENSE = "mixed-precision", "dense"
 _METHOD = "compressed-tensors"
@@ -55,7 +62,7 @@ def config_entry(ignored: Iterable[str], stored_modules: Mapping[str, Format]) -
         groups[f"group_{number}"] = {
             "targets": ["Linear"] if len(forms) == 1 else of_form,
             "weights": {
-                "num_bits": form.elem.bits, "type": "float",
+                "num_bits": form.elem.bits, "type": "int" if form.elem.is_integer else "float",
                 "strategy": "tensor_group" if form.two_level else "group", "group_size": form.tile.along,
                 "symmetric": True, "dynamic": False, "scale_dtype": scale_dtype, "zp_dtype": scale_dtype,
             },
@@ -83,7 +90,7 @@ def read(checkpoint: Checkpoint) -> Iterator[StoredWeight]:
     for name, entry in entries.items():
         if _belongs_to(entries, name):
             continue
-        if entry.dtype in FP8:
+        if _is_plain(entries, name):
             yield stored_weight(name, entry, entries.get(name + SUFFIX), stored_form(entry.dtype))
         elif name.endswith(_PACKED) and entry.dtype is torch.uint8:
             yield _packed(entries, name.removesuffix(_PACKED), entry)
@@ -109,9 +116,16 @@ def _belongs_to(entries: Mapping[str, Entry], name: str) -> bool:
         packed, plain = entries.get(base + _PACKED), entries.get(base)
         if base != name and packed is not None and packed.dtype is torch.uint8:
             return True
-        if base != name and suffix == SUFFIX and plain is not None and plain.dtype in FP8:
+        if base != name and suffix == SUFFIX and plain is not None and _is_plain(entries, base):
             return True
     return False
+
+
+def _is_plain(entries: Mapping[str, Entry], name: str) -> bool:
+    """Whether `name` has the elements of a stored weight, one a byte: FP8, or integers under E8M0 scales."""
+    dtype, scale = entries[name].dtype, entries.get(name + SUFFIX)
+    has_bytes = scale is not None and scale.dtype is MXINT8.scale.dtype
+    return dtype in FP8 or (dtype is MXINT8.stored_dtype and has_bytes)
 
 
 def _check_config(checkpoint: Checkpoint) -> None:

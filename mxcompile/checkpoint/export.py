@@ -24,7 +24,7 @@ from mxcompile.compiler.parameter_uses import uses
 from mxcompile.compiler.session.session import compiled_policy, session_of
 from mxcompile.distributed.tensors import MasterWeight, TileCast, local
 from mxcompile.errors import ModelError
-from mxcompile.formats import BLOCK, Format, Tile, is_quantized
+from mxcompile.formats import BLOCK, Format, Tile, is_quantized, stored_labels
 from mxcompile.formats.encoding import encode_tensors, pack, tensor_amax
 from mxcompile.formats.two_level import gain
 from mxcompile.models.arguments import check_module
@@ -101,7 +101,7 @@ def export_weights(
     exported = ExportedWeights(model, form, {path: common_cast(each) for path, each in uses_by_path.items()})
     _check_complete(model, resolved, exported.weights)
     if not any(weight.stored for weight in exported.weights.weights):
-        raise ModelError(f"no weight would be exported in MXFP8, MXFP4 or NVFP4\n{exported.weights}")
+        raise ModelError(f"no weight would be exported in {stored_labels()}\n{exported.weights}")
     return exported
 
 

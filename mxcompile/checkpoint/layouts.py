@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mxcompile.checkpoint import compressed_tensors, gpt_oss, torchao
 from mxcompile.checkpoint.files import Checkpoint
-from mxcompile.checkpoint.weight_entries import MXFP4, MXFP8, MXFP8_E5M2, NVFP4
+from mxcompile.checkpoint.weight_entries import MXFP4, MXFP8, MXFP8_E5M2, MXINT8, NVFP4
 from mxcompile.errors import CheckpointError, not_allowed
 from mxcompile.formats import Format, stored_precision
 from mxcompile.storage import MXTensor
@@ -172,7 +172,7 @@ LAYOUTS = {
     for layout in (
         FileLayout(
             name=COMPRESSED_TENSORS,
-            forms=(MXFP8, MXFP4, NVFP4),
+            forms=(MXFP8, MXINT8, MXFP4, NVFP4),
             parts=compressed_tensors.parts,
             scale_dtype=torch.uint8,
             metadata=lambda _: {"format": "pt"},

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from mxcompile.checkpoint.files import Checkpoint, line_of, read_json
 from mxcompile.checkpoint.layouts import NO_LAYOUT, readers, weights_in
 from mxcompile.errors import CheckpointError
+from mxcompile.formats import stored_labels
 from mxcompile.lowering.inductor import (
     casts as casts,  # registers Inductor's dequantize, also for AOTInductor packages
 )
@@ -32,7 +33,7 @@ _VALUES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def load_quantized(
     path: str | Path, model: nn.Module | None = None, *, dtype: torch.dtype | None = None
 ) -> nn.Module:
-    """Returns a model with the weights of a checkpoint; weights in MXFP8, MXFP4 or NVFP4 become `MXTensor`s.
+    """Returns a model with the weights of a checkpoint; those that are stored quantized become `MXTensor`s.
 
     Nothing is downloaded or unpickled, and no code from the directory is executed.
 
@@ -57,7 +58,7 @@ def load_quantized(
     checkpoint = Checkpoint.open(path)
     if weights_in(checkpoint)[0] == NO_LAYOUT:
         raise CheckpointError(
-            f"{path}: no weight is stored in MXFP8, MXFP4 or NVFP4: `mxcompile convert` stores them, and an"
+            f"{path}: no weight is stored in {stored_labels()}: `mxcompile convert` stores them, and an"
             " ordinary checkpoint is read by from_pretrained or load_state_dict"
         )
     if model is not None:

@@ -22,7 +22,7 @@ from mxcompile.checkpoint.layouts import FileLayout, weights_in
 from mxcompile.checkpoint.load import architecture
 from mxcompile.checkpoint.save import quantization_config
 from mxcompile.errors import CheckpointError
-from mxcompile.formats import stored_precision
+from mxcompile.formats import stored_labels, stored_precision
 from mxcompile.models.named import LoadedModel
 from mxcompile.policy import Policy
 from mxcompile.serving.plan import TABLE, planned_weights
@@ -80,8 +80,7 @@ def plan_conversion(
     }
     if not any(weight.stored for weight in weights.values()):
         raise CheckpointError(
-            f"{source}: none of its weights can be stored in MXFP8, MXFP4 or NVFP4:"
-            f" {_reasons(weights, decided)}"
+            f"{source}: none of its weights can be stored in {stored_labels()}: {_reasons(weights, decided)}"
         )
     if config and layout.config is not None:
         state = {name: blank(entry, weights.get(name)) for name, entry in checkpoint.entries.items()}

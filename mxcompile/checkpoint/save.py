@@ -13,6 +13,7 @@ from mxcompile.checkpoint.files import INDEX, Checkpoint
 from mxcompile.checkpoint.layouts import COMPRESSED_TENSORS, Config, FileLayout, layout_of
 from mxcompile.checkpoint.publish import new_directory, write_json, write_tensors
 from mxcompile.errors import CheckpointError
+from mxcompile.formats import stored_labels
 from mxcompile.models.names import user_path
 from mxcompile.models.wrappers import users_own
 from mxcompile.storage import MXTensor
@@ -52,7 +53,7 @@ def save_quantized(
     state = published(model, {name: value.detach() for name, value in state_of(model).items()})
     if not any(isinstance(value, MXTensor) for value in state.values()):
         raise CheckpointError(
-            "no weight of the model is stored in MXFP8, MXFP4 or NVFP4: quantize_weights_ stores them, and"
+            f"no weight of the model is stored in {stored_labels()}: quantize_weights_ stores them, and"
             " save_pretrained or safetensors writes an ordinary model"
         )
     with new_directory(target) as partial:

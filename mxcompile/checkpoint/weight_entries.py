@@ -13,6 +13,7 @@ E4M3, E2M1 = torch.float8_e4m3fn, torch.float4_e2m1fn_x2
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 MXFP8, MXFP8_E5M2, MXFP4 = stored_form(E4M3), stored_form(torch.float8_e5m2), stored_form(E2M1)
+MXINT8 = stored_form(torch.int8)
 NVFP4 = stored_form(E2M1, TWO_LEVEL)
 
 SUFFIX = "_scale"

@@ -1,4 +1,4 @@
-"""``mxcompile convert``: writes a checkpoint with the weights a policy selects in MXFP8, MXFP4 or NVFP4."""
+"""``mxcompile convert``: writes a checkpoint with the weights that a policy selects stored quantized."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def add_to(commands: Any) -> None:
     """Adds the command to the parser."""
     command = commands.add_parser(
         "convert",
-        help="write a checkpoint with its policy-chosen weights in MXFP8, MXFP4 or NVFP4",
+        help="write a checkpoint with its policy-chosen weights in MXFP8, MXINT8, MXFP4 or NVFP4",
         description="Write a safetensors checkpoint again, the weights that the policy sends to MXFP8 in half"
         " their bytes, those it sends to MXFP4 in a quarter. The input is only read; OUT appears whole or not"
         " at all; after a kill the same command starts anew. Every converted weight is read back and"

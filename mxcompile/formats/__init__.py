@@ -25,6 +25,7 @@ from mxcompile.formats.precisions import Tiles as Tiles
 from mxcompile.formats.precisions import is_quantized as is_quantized
 from mxcompile.formats.precisions import label as label
 from mxcompile.formats.precisions import labels as labels
+from mxcompile.formats.precisions import stored_labels as stored_labels
 from mxcompile.formats.precisions import stored_precision as stored_precision
 from mxcompile.formats.types import BLOCK as BLOCK
 from mxcompile.formats.types import NEAREST as NEAREST

@@ -273,6 +273,13 @@ def labels(words: Iterable[str]) -> str:
     return " and ".join(row.label for row in rows if row.name in precisions) or rows[0].label
 
 
+def stored_labels() -> str:
+    """Returns the labels of the rows in which weights can be stored, as a phrase."""
+    rows = (row for row in PRECISIONS.values() if row.quantizes)
+    *labels_, last = (row.label for row in rows if row.formats(Choices()).w.storable)
+    return f"{', '.join(labels_)} or {last}"
+
+
 def stored_precision(form: Format) -> Precision:
     """Returns the row whose weights can be stored in `form`, which must be `storable`."""
     rows = (row for row in PRECISIONS.values() if row.scale is form.scale and form.elem in row.elems)

@@ -304,6 +304,11 @@ class Format:
         return self.scale is ScaleType.E8M0 and self.tile == Tile.ROW
 
     @property
+    def lies_stored(self) -> bool:
+        """Whether a tensor in it lies as stored weights do: packed, or a storable element in each byte."""
+        return self.packed or (self.storable and self.elem.packed is None)
+
+    @property
     def stored(self) -> Format:
         """The format of weights stored by a cast to it: with RCEIL, because no rounding is stored."""
         return self.unchosen if self.rounding is None else replace(self, rounding=Rounding.RCEIL)

@@ -173,7 +173,7 @@ class Decode(View):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dequantize(Decode):
-    """A decode, with scales, of a format of stored weights and caches: MXFP8 in 1×32 tiles, or packed."""
+    """A decode, with scales, of a format in which weights and caches are stored (`Format.lies_stored`)."""
 
     scale: fx.Node
 
@@ -183,7 +183,7 @@ class Dequantize(Decode):
         view = super(Dequantize, cls).from_node(node)
         if view is None or view.scale is None:
             return None
-        return view if view.form.packed or view.form.is_mx_rows else None
+        return view if view.form.lies_stored else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

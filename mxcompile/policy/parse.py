@@ -206,15 +206,16 @@ def _check_choices(raw: Any, use: Use, preset: Preset, path: Path, source: Origi
     is_tensor = all(fmt.scale is ScaleType.FP32 and fmt.tile == Tile.TENSOR for fmt in formats)
     if use.amax is not None and use.amax.stateful and not is_tensor:
         raise source.error((*path, "amax"), "'ema' goes with one scale a tensor alone (fp8, scaling: tensor)")
-    for key, values in (
+    for key, field in (
         ("elem_dtype", "elems"),
         ("grad_dtype", "grad_elems"),
         ("weight_block", "weight_blocks"),
     ):
-        choice, has = getattr(use, key), [value for row in rows.values() for value in getattr(row, values)]
-        if choice is not None and choice not in has:
+        choice = getattr(use, key)
+        choices = [value for row in rows.values() for value in getattr(row, field)]
+        if choice is not None and choice not in choices:
             raise source.error(
-                (*path, key), f"{choice} does not belong to {_words(rows)}: it has {_words(has)}"
+                (*path, key), f"{choice} does not belong to {_words(rows)}: it has {_words(choices)}"
             )
     if use.weight_block is not None and use.block not in (None, "32"):
         raise source.error((*path, "weight_block"), "'weight_block' goes with blocks of 32 alone")

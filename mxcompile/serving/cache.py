@@ -1,8 +1,8 @@
-"""`MXStaticCache`: a static cache of Hugging Face models that stores keys and values in MXFP8.
+"""`MXStaticCache`: a static cache of Hugging Face models that stores keys and values in MXFP8 or MXINT8.
 
     update(k, v)  →  write quantize(k), quantize(v) along head_dim; return the values of all keys and values
 
-A row of head_dim values is E4M3 qdata and one E8M0 byte for every 32 of them: 33 bytes instead of 64 in BF16.
+A row is a byte for each of its head_dim values and an E8M0 byte for every 32: 33 bytes instead of 64 in BF16.
 Attention gets values. In a compiled graph, `lowering.graph.cached_attention` lets an attention with few
 queries read qdata instead. Layers with a sliding window or recurrent state, and layers that share another
 layer's keys, stay as transformers creates them; `MXStaticCache.kept` has the reason for each.
@@ -23,12 +23,11 @@ from transformers.cache_utils import StaticLayer
 
 from mxcompile import ops
 from mxcompile.errors import ModelError, UnsupportedError
-from mxcompile.formats import E4M3, Copy, Format
+from mxcompile.formats import Copy, Format, stored_precision
 
 log = logging.getLogger(__name__)
 
-_FORMAT = str(Format(elem=E4M3))
-_COPY = str(Copy(format=Format(elem=E4M3)))
+_MXFP8 = Format()
 _BUFFERS = ("key_codes", "key_scales", "value_codes", "value_scales")
 
 
@@ -36,7 +35,7 @@ class MXStaticLayer(StaticLayer):  # type: ignore[no-untyped-call, misc, unused-
     """The keys and values of one layer. Its buffers exist after the first update.
 
     Attributes:
-        key_codes: E4M3 bytes, [batch, heads, max_cache_len, head_dim].
+        key_codes: Elements as bytes, [batch, heads, max_cache_len, head_dim].
         key_scales: E8M0 bytes, [batch, heads, max_cache_len, ⌈head_dim/32⌉].
         value_codes: As `key_codes`.
         value_scales: As `key_scales`.
@@ -46,6 +45,11 @@ class MXStaticLayer(StaticLayer):  # type: ignore[no-untyped-call, misc, unused-
     key_scales: Tensor
     value_codes: Tensor
     value_scales: Tensor
+
+    def __init__(self, max_cache_len: int, form: Format = _MXFP8) -> None:
+        """Takes the number of rows, and the format of a stored row."""
+        super().__init__(max_cache_len=max_cache_len)
+        self._form, self._copy, self._elements = str(form), str(Copy(format=form)), form.elem.dtype
 
     @property
     def keys(self) -> Tensor | None:
@@ -91,7 +95,7 @@ class MXStaticLayer(StaticLayer):  # type: ignore[no-untyped-call, misc, unused-
         """
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise UnsupportedError(
-                "a cache in MXFP8 gives no gradients: call the model under torch.no_grad()"
+                "a quantized cache gives no gradients: call the model under torch.no_grad()"
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -136,12 +140,12 @@ class MXStaticLayer(StaticLayer):  # type: ignore[no-untyped-call, misc, unused-
         return codes, torch.zeros((*shape, -(-head_dim // 32)), dtype=torch.uint8, device=self.device)
 
     def _write(self, codes: Tensor, scales: Tensor, places: Tensor, rows: Tensor) -> None:
-        elements, bytes_ = ops.cast(rows, [_COPY])
+        elements, bytes_ = ops.cast(rows, [self._copy])
         codes.index_copy_(2, places, elements.view(torch.uint8))
         scales.index_copy_(2, places, bytes_)
 
     def _values(self, codes: Tensor, scales: Tensor) -> Tensor:
-        values: Tensor = ops.decode(codes.view(E4M3.dtype), scales, -1, _FORMAT, self.dtype)
+        values: Tensor = ops.decode(codes.view(self._elements), scales, -1, self._form, self.dtype)
         return values
 
     def _nothing(self, value: object) -> None:
@@ -153,36 +157,37 @@ class MXStaticCache(StaticCache):  # type: ignore[misc, unused-ignore]
     """A `transformers.StaticCache` in about half the bytes; see `mxcompile.static_cache`.
 
     Attributes:
-        kept: Reason for each layer that is not in MXFP8, by layer number.
+        kept: Reason for each layer that is not stored so, by layer number.
     """
 
-    def __init__(self, config: Any, max_cache_len: int, **options: Any) -> None:
-        """Takes the arguments of `transformers.StaticCache`.
+    def __init__(self, config: Any, max_cache_len: int, form: Format = _MXFP8, **options: Any) -> None:
+        """Takes the arguments of `transformers.StaticCache`, and the format of stored rows.
 
         Raises:
-            ModelError: No layer of the model has keys and values that can be stored in MXFP8.
+            ModelError: No layer of the model has keys and values that can be stored so.
         """
         super().__init__(config, max_cache_len, **options)
         self.kept = {index: why for index, layer in enumerate(self.layers) if (why := _obstacle(layer))}
         if len(self.kept) == len(self.layers):
             raise ModelError(
-                f"no layer of {type(config).__name__} can have its keys and values in MXFP8:"
+                f"no layer of {type(config).__name__} can have its keys and values in"
+                f" {stored_precision(form).label}:"
                 f" {'; '.join(sorted(set(self.kept.values())))}. Use transformers.StaticCache"
             )
         total = len(self.layers)
         for reason, kept in sorted(Counter(self.kept.values()).items()):
             log.warning("%d of %d layers keep their keys and values as they are: %s", kept, total, reason)
         for index in {*range(total)} - self.kept.keys():
-            self.layers[index] = MXStaticLayer(max_cache_len=max_cache_len)
+            self.layers[index] = MXStaticLayer(max_cache_len, form)
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of the layers in MXFP8; 0 before the first update."""
+        """Bytes of the stored layers; 0 before the first update."""
         return sum(layer.stored_bytes for layer in self.layers if isinstance(layer, MXStaticLayer))
 
 
 def _obstacle(layer: object) -> str:
-    """Returns why the keys and values of `layer` cannot be stored in MXFP8, "" if they can."""
+    """Returns why the keys and values of `layer` cannot be stored, "" if they can."""
     if type(layer) is StaticLayer:
         return ""
     if getattr(layer, "is_sliding", False):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mxcompile.errors import ModelError, OptionError
+from mxcompile.errors import ModelError, OptionError, not_allowed
+from mxcompile.formats import PRECISIONS, Choices, Format
 
 if TYPE_CHECKING:
     from mxcompile.serving.cache import MXStaticCache
 
 
-def static_cache(model: Any, max_cache_len: int) -> MXStaticCache:
-    """Creates a static cache for a Hugging Face model that stores keys and values in MXFP8.
+def static_cache(model: Any, max_cache_len: int, *, precision: str = "mxfp8") -> MXStaticCache:
+    """Creates a static cache for a Hugging Face model that stores keys and values in MXFP8 or MXINT8.
 
     It is used like a `transformers.StaticCache`: ``model.generate(…, cache=cache)``, before Transformers 5.24
     ``past_key_values=cache``. The first call allocates its memory; afterwards `stored_bytes` is its size.
@@ -21,13 +22,15 @@ def static_cache(model: Any, max_cache_len: int) -> MXStaticCache:
     Args:
         model: The model, or its configuration.
         max_cache_len: Number of rows, for prompt and new tokens.
+        precision: ``mxfp8``, or ``mxint8`` for less error in as many bytes.
 
     Returns:
         The cache.
 
     Raises:
-        ModelError: No layer can be stored in MXFP8, or `model` is not a Hugging Face model.
-        OptionError: transformers 5 or later is missing, or `max_cache_len` is not positive.
+        ModelError: No layer can be stored so, or `model` is not a Hugging Face model.
+        OptionError: transformers 5 or later is missing, `max_cache_len` is not positive, or no keys and
+            values are stored in `precision`.
 
     Examples:
         >>> cache = mxcompile.static_cache(model, max_cache_len=4096)
@@ -44,4 +47,13 @@ def static_cache(model: Any, max_cache_len: int) -> MXStaticCache:
         raise ModelError(f"a static cache is for a Hugging Face model, found {type(model).__name__}")
     if max_cache_len < 1:
         raise OptionError(f"max_cache_len is a number of rows, at least 1, found {max_cache_len}")
-    return MXStaticCache(config, max_cache_len)
+    return MXStaticCache(config, max_cache_len, form=_stored_form(precision))
+
+
+def _stored_form(precision: str) -> Format:
+    """Returns the format of keys and values stored in `precision`. Raises `OptionError`."""
+    forms = {row.name: row.formats(Choices()).x for row in PRECISIONS.values() if row.quantizes}
+    stored = {name: form for name, form in forms.items() if form.lies_stored}
+    if precision not in stored:
+        raise OptionError(not_allowed("precision", precision, stored))
+    return stored[precision]

@@ -1,4 +1,4 @@
-"""`quantize_weights_`: stores a model's weights in MXFP8, MXFP4 or NVFP4, in place.
+"""`quantize_weights_`: stores a model's weights in MXFP8, MXINT8, MXFP4 or NVFP4, in place.
 
     parameter w of a layer that the policy quantizes in forward  →  MXTensor, quantize(w along K)
 
@@ -39,7 +39,9 @@ def quantize_weights_(
     kwargs: Mapping[str, Any] | None = None,
     progress: bool = True,
 ) -> StoredWeights:
-    """Stores the weights of `model` that `policy` quantizes to MXFP8, MXFP4 or NVFP4 in forward, in place.
+    """Stores the weights of `model` in the formats to which `policy` quantizes them in forward, in place.
+
+    Weights are stored in MXFP8, MXINT8, MXFP4 or NVFP4.
 
     The model then computes with the stored values, in its own dtype, in eager mode and under any backend.
     Stored weights are `MXTensor`s that require no gradient. Three-dimensional weights (stacks of experts) are

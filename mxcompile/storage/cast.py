@@ -26,7 +26,7 @@ def quantize(
     elem_dtype: torch.dtype = torch.float8_e4m3fn,
     rounding: str = "rceil",
 ) -> MXTensor:
-    """Casts `x` to MXFP8, MXFP4 or NVFP4 in blocks along `block_dim`: 32 elements for MX, 16 for NVFP4.
+    """Casts `x` to an MX format or NVFP4 in blocks along `block_dim`: 32 elements for MX, 16 for NVFP4.
 
     Elements round to nearest even and saturate. A block that contains NaN or Inf becomes NaN; in NVFP4, the
     whole tensor becomes NaN.
@@ -35,7 +35,8 @@ def quantize(
         x: A tensor of any float dtype (FP64 is rounded to FP32 first), rank ≥ 1 and any length; the length
             along `block_dim` must be even for FP4. The last block may be shorter.
         block_dim: The dimension along which blocks run.
-        elem_dtype: ``torch.float8_e4m3fn``, ``torch.float8_e5m2``, or ``torch.float4_e2m1fn_x2`` for FP4.
+        elem_dtype: ``torch.float8_e4m3fn``, ``torch.float8_e5m2``, ``torch.int8`` for MXINT8, or
+            ``torch.float4_e2m1fn_x2`` for FP4.
         rounding: Rounding of the scale: ``rceil`` (arXiv 2506.08027), ``floor`` (OCP MX v1.0), ``ceil``,
             ``even``; or ``two-level`` for NVFP4, whose E4M3 scales also depend on the amax of `x`.
 

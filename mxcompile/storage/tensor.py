@@ -1,4 +1,4 @@
-"""`MXTensor`: MXFP8, MXFP4 or NVFP4 data as a tensor.
+"""`MXTensor`: MXFP8, MXINT8, MXFP4 or NVFP4 data as a tensor.
 
     value = element · 2^(byte − 127)            one byte for 32 elements along `block_dim`
     value = element · (scale / global scale)    NVFP4: one E4M3 scale for 16
@@ -39,12 +39,13 @@ HANDLERS: dict[Any, Callable[..., Any]] = {}
 
 
 class MXTensor(Tensor):
-    """A tensor in MXFP8, MXFP4 or NVFP4: elements and the scales of their blocks.
+    """A tensor in MXFP8, MXINT8, MXFP4 or NVFP4: elements and the scales of their blocks.
 
     Attributes:
         qdata: Elements. FP8: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``, in the shape of the source.
-            FP4: ``torch.uint8``, two elements per byte, half the length along `block_dim`; the constructor
-            takes them as ``torch.float4_e2m1fn_x2``, which `elem_dtype` returns.
+            MXINT8: ``torch.int8``, 64 times value over scale. FP4: ``torch.uint8``, two elements per byte,
+            half the length along `block_dim`; the constructor takes them as ``torch.float4_e2m1fn_x2``, which
+            `elem_dtype` returns.
         scale: Block scales, which multiply in `dequantize`: ``torch.float8_e8m0fnu`` with length ⌈n/32⌉ along
             `block_dim`; for NVFP4, ``torch.float8_e4m3fn`` with length ⌈n/16⌉.
         block_dim: The dimension along which blocks run, as passed; a negative number counts from the end.
@@ -129,7 +130,7 @@ class MXTensor(Tensor):
 
     @property
     def elem_dtype(self) -> torch.dtype:
-        """The dtype of the elements: FP8, or `torch.float4_e2m1fn_x2`."""
+        """The dtype of the elements: FP8, `torch.int8`, or `torch.float4_e2m1fn_x2`."""
         return self.form.stored_dtype
 
     @property

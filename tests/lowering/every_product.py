@@ -24,10 +24,10 @@ from cpp_forms import EMULATED, FORMS, library, pointer
 from tqdm import tqdm
 
 from mxcompile.formats import TWO_LEVEL, Format, stored_form
-from mxcompile.formats.elements import E2M1, E4M3, E5M2
+from mxcompile.formats.elements import E2M1, E4M3, E5M2, INT8
 from mxcompile.formats.encoding import element_values
 
-FORMATS = {elem.name.upper(): Format(elem=elem) for elem in (E4M3, E5M2, E2M1)}
+FORMATS = {elem.name.upper(): Format(elem=elem) for elem in (E4M3, E5M2, INT8, E2M1)}
 FORMATS["NVFP4"] = stored_form(torch.float4_e2m1fn_x2, TWO_LEVEL)
 """By the name of the class in the headers."""
 

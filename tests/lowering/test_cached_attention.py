@@ -16,7 +16,7 @@ import mxcompile
 from mxcompile import ops
 from mxcompile.graph.tags import GemmTag, Kind, set_tag
 from mxcompile.lowering.cpu import kernel
-from mxcompile.lowering.graph.cached_attention import KERNEL, CachedAttention
+from mxcompile.lowering.graph.cached_attention import CachedAttention
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.policy import Gemm
 
@@ -26,6 +26,8 @@ TAG = GemmTag(
 BF16, ELEM = torch.bfloat16, torch.float8_e4m3fn
 FOR_CPUS = "aten._scaled_dot_product_flash_attention_for_cpu"
 WITHOUT_SCHEMA = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+KERNEL = "mx_attention C++ (keys and values mxfp8)"
 
 
 def inputs(queries: int = 1, heads: int = 4, keys: int = 50, dtype: torch.dtype = BF16) -> list[Tensor]:

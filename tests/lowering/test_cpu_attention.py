@@ -9,12 +9,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from cpp_forms import PARAMS, integer, library, pointer
-from helpers.casts import quantize
 from torch import Tensor
 
-from mxcompile.formats.encoding import dequantize_tensors
+from mxcompile.formats import stored_form
+from mxcompile.formats.encoding import decode_tensors, encode_stored
 
-ELEMS = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
+ELEMS = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2, "INT8": torch.int8}
 TYPES = {"Bfloat16": torch.bfloat16, "float": torch.float32}
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -78,7 +78,9 @@ def exact(q: Tensor, keys, values, mask: Tensor | None) -> tuple[Tensor, Tensor]
     """
     repeats = q.shape[1] // keys[0].shape[1]
     k, v = (
-        dequantize_tensors(codes, scales, -1, torch.float64).repeat_interleave(repeats, 1)
+        decode_tensors(codes, scales, -1, stored_form(codes.dtype), torch.float64).repeat_interleave(
+            repeats, 1
+        )
         for codes, scales in (keys, values)
     )
     factor = float(torch.tensor(q.shape[3] ** -0.5, dtype=F32))
@@ -102,7 +104,7 @@ def check(found: Tensor, q: Tensor, keys, values, mask: Tensor | None) -> None:
 
 
 def cast(x: Tensor, elem: str = "E4M3") -> tuple[Tensor, Tensor]:
-    qdata, scales = quantize(x, -1, ELEMS[elem], "rceil")
+    qdata, scales, _ = encode_stored(x, -1, stored_form(ELEMS[elem]))
     return qdata, scales
 
 

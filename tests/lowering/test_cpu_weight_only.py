@@ -207,7 +207,7 @@ def test_every_code_at_every_place(functions: ctypes.CDLL, product: Product, row
     scales = torch.arange(80, 120, dtype=torch.uint8).repeat(46)[: 256 * blocks].view(256, blocks)
     weight = values(codes, scales, elem, F32)
     finite = weight.isfinite().all(1)
-    assert 0 < finite.sum() < 256 or ELEMS[elem].packed
+    assert 0 < finite.sum() < 256 or ELEMS[elem].is_coded
     for column in range(0, 100, 11 if isinstance(functions, Library) else 1):
         x = torch.zeros(rows, 100, dtype=BF16)
         x[:, column] = 3.0

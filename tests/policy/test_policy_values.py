@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mxcompile.errors import PolicyError
 from mxcompile.formats import E4M3, E5M2, NO_HADAMARD, PRECISIONS, Rounding, Tile
+from mxcompile.formats.elements import INT8
 from mxcompile.policy import ATTENTION_PRODUCTS, Ends, Match, Policy, Role, Rule, Saved, Use
 from mxcompile.policy.presets import PRESETS
 from mxcompile.policy.schema import keys_of
@@ -123,7 +124,8 @@ def means_something(use: Use) -> bool:
         if getattr(use, key) is not None
     }
     blocks = {None, *(block for row in rows for block in row.weight_blocks)}
-    return given <= keys and use.weight_block in blocks
+    grads = {None, *(elem for row in rows for elem in row.grad_elems)}
+    return given <= keys and use.weight_block in blocks and use.grad_dtype in grads
 
 
 USES = st.builds(
@@ -132,7 +134,7 @@ USES = st.builds(
     dgrad=ANY_PRECISION,
     wgrad=ANY_PRECISION,
     elem_dtype=st.none() | st.sampled_from([E4M3, E5M2]),
-    grad_dtype=st.none() | st.sampled_from([E4M3, E5M2]),
+    grad_dtype=st.none() | st.sampled_from([E4M3, E5M2, INT8]),
     rounding=st.none() | st.sampled_from(Rounding),
     weight_block=st.none() | st.sampled_from([Tile.ROW, Tile.SQUARE, Tile(16, 16)]),
     hadamard=st.none() | st.sampled_from([NO_HADAMARD, 0, 0xFFFF]),

@@ -21,7 +21,12 @@ from mxcompile.errors import FormatError
 
 BF16, F32 = torch.bfloat16, torch.float32
 E2M1 = torch.float4_e2m1fn_x2
-FORMATS = {"mxfp8": {}, "mxfp4": {"elem_dtype": E2M1}, "nvfp4": {"elem_dtype": E2M1, "rounding": "two-level"}}
+FORMATS = {
+    "mxfp8": {},
+    "mxint8": {"elem_dtype": torch.int8},
+    "mxfp4": {"elem_dtype": E2M1},
+    "nvfp4": {"elem_dtype": E2M1, "rounding": "two-level"},
+}
 """What `quantize` is told; of packed elements something."""
 
 ALL_FORMATS = pytest.mark.parametrize("how", FORMATS.values(), ids=FORMATS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.reference import round_trip
@@ -13,7 +14,8 @@ from transformers import StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 import mxcompile
-from mxcompile.errors import MXCompileError
+from mxcompile.errors import MXCompileError, OptionError
+from mxcompile.formats import stored_form
 from mxcompile.serving.cache import MXStaticLayer
 
 PROMPT = torch.arange(2, 24)[None]
@@ -90,10 +92,29 @@ def test_a_layer_is_reset_reordered_and_moved():
     assert torch.equal(layer.keys, before)
 
 
-def test_takes_half_the_bytes():
+def test_a_layer_of_integers_gives_what_was_written_cast_once():
+    """k/64 times a power of two, by numpy in FP64."""
+    torch.manual_seed(0)
+    layer, rows = MXStaticLayer(max_cache_len=7, form=stored_form(torch.int8)), torch.randn(2, 3, 7, 64)
+    with torch.no_grad():
+        keys, values = layer.update(rows, -rows)
+    blocks = rows.double().numpy().reshape(-1, 32)
+    powers = 2.0 ** np.ceil(np.log2(np.abs(blocks).max(1, keepdims=True) / (127 / 64)))
+    wanted = np.rint(blocks / powers * 64) / 64 * powers
+    assert np.array_equal(keys.double().numpy().reshape(-1, 32), wanted)
+    assert torch.equal(values, -keys)
+
+
+def test_a_precision_in_which_no_keys_are_stored_is_an_error():
+    with pytest.raises(OptionError, match="unknown precision 'mxfp4'.*mxfp8, mxint8"):
+        mxcompile.static_cache(llama(), ROOM, precision="mxfp4")
+
+
+@pytest.mark.parametrize("precision", ["mxfp8", "mxint8"])
+def test_takes_half_the_bytes(precision: str):
     """33 of 64 where head_dim is whole blocks: the codes, and a byte for 32 of them."""
     model = llama()
-    cache = mxcompile.static_cache(model, ROOM)
+    cache = mxcompile.static_cache(model, ROOM, precision=precision)
     assert cache.stored_bytes == 0
     with torch.no_grad():
         model(PROMPT, cache=cache)

@@ -1,0 +1,89 @@
+"""`quantize_weights_` in MXINT8: bytes, values, products, records and files."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_models import TOKENS, Model, dense_copy, quantized
+from torch import Tensor
+
+import mxcompile
+from mxcompile import MXTensor
+from mxcompile.checkpoint.files import Checkpoint
+from mxcompile.checkpoint.layouts import weights_in
+from mxcompile.errors import CheckpointError
+
+POLICY = {"version": 1, "preset": "inference", "rules": [{"match": {"name": "blocks.*"}, "use": "mxint8"}]}
+
+
+def by_hand(weight: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Integers and scale bytes of a matrix of whole blocks without zero blocks, in FP64."""
+    blocks = weight.detach().double().numpy().reshape(len(weight), -1, 32)
+    exponents = np.ceil(np.log2(np.abs(blocks).max(-1) / (127 / 64)))
+    steps = np.rint(blocks / 2.0 ** exponents[..., None] * 64)
+    return steps.reshape(weight.shape).astype(np.int8), (exponents + 127).astype(np.uint8)
+
+
+def test_weights_in_mxint8_take_half_and_are_the_nearest_integers():
+    model = Model()
+    dense = {name: value.detach().clone() for name, value in model.named_parameters()}
+    _, table = quantized(model, POLICY)
+    assert {w.precision for w in table.weights if w.stored} == {"mxint8"}
+    assert str(table).startswith("6 of 7 weights in MXINT8: ")
+    for name in ("gate", "down"):
+        weight = getattr(model.blocks[0], name).weight
+        steps, scales = by_hand(dense[f"blocks.0.{name}.weight"])
+        assert weight.elem_dtype is torch.int8
+        assert np.array_equal(weight.qdata.numpy(), steps)
+        assert np.array_equal(weight.scale_bytes.numpy(), scales)
+        assert weight.stored_bytes == steps.size + scales.size
+
+
+@pytest.mark.parametrize("rows", [1, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("policy", ["bf16", pytest.param("mxint8", marks=pytest.mark.slow)])
+def test_compiled_with_weights_in_mxint8_it_is_the_model_of_dense_weights(policy: str, rows: int):
+    """Few rows read the codes; under the policy that stored them activations are MXINT8 too."""
+    model, _ = quantized(policy=POLICY)
+    dense, tokens = dense_copy(model), TOKENS.repeat(1, rows)
+    options = {"policy": "bf16" if policy == "bf16" else POLICY}
+    mxcompile.clear_reports()
+    with torch.no_grad():
+        found = torch.compile(model, backend="mxfp8", options=options, fullgraph=True)(tokens)
+        (report,) = mxcompile.reports()
+        torch._dynamo.reset()
+        expected = torch.compile(dense, backend="mxfp8", options=options, fullgraph=True)(tokens)
+    assert (found - expected).float().norm() < 1e-2 * expected.float().norm()
+    record = next(gemm for gemm in report.gemms if gemm.name == "blocks.1.down")
+    assert next(str(form) for form in record.formats if form.operand == "w") == "w:int8 1x32 stored"
+    assert record.precision == policy
+    assert (record.kernel == "mx_weight_only_mm C++") == (rows == 1)
+
+
+def test_a_checkpoint_keeps_integers_beside_other_tensors_of_int8(tmp_path):
+    model, _ = quantized(policy=POLICY)
+    mxcompile.save_quantized(model, tmp_path / "out")
+    tensors = load_file(tmp_path / "out/model.safetensors")
+    assert tensors["blocks.0.up.weight"].dtype is torch.int8
+    assert tensors["blocks.0.up.weight_scale"].dtype is torch.uint8
+    other = {"mask": torch.ones(32, 32, dtype=torch.int8)}
+    save_file({**tensors, **other}, tmp_path / "more.safetensors", metadata={"format": "pt"})
+    layout, weights = weights_in(Checkpoint.open(tmp_path / "more.safetensors"))
+    assert layout == "compressed-tensors"
+    assert {w.name for w in weights if not w.stored} & {"mask", "embed.weight"} == {"mask", "embed.weight"}
+    loaded = mxcompile.load_quantized(tmp_path / "out", Model())
+    for name, value in loaded.state_dict().items():
+        ours = model.state_dict()[name]
+        assert type(value) is type(ours)
+        if isinstance(value, MXTensor):
+            assert torch.equal(value.qdata, ours.qdata)
+            assert torch.equal(value.scale_bytes, ours.scale_bytes)
+
+
+def test_torchao_has_no_layout_for_integers(tmp_path):
+    model, _ = quantized(policy=POLICY)
+    with pytest.raises(CheckpointError, match="torchao has MXFP8 e4m3, MXFP8 e5m2 and MXFP4 e2m1 only"):
+        mxcompile.save_quantized(copy.deepcopy(model), tmp_path / "out", layout="torchao")
