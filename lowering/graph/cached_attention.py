@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from mxcompile import ops
+from mxcompile.formats import Format, stored_precision
 from mxcompile.graph import dead
 from mxcompile.graph.attention import ATTENTION_FORWARD
 from mxcompile.graph.build import Builder
@@ -125,7 +126,9 @@ def _form_obstacle(node: fx.Node, query: torch.Tensor) -> str:
     return ""
 
 
-def _replace(node: fx.Node, build: Builder, kernel_of: Callable[[torch.Tensor, torch.Tensor, str], str]) -> None:
+def _replace(
+    node: fx.Node, build: Builder, kernel_of: Callable[[torch.Tensor, torch.Tensor, str], str]
+) -> None:
     query = argument(node, 0)
     (keys, key_scales, fmt), (values, value_scales, _) = (_part(argument(node, index)) for index in (1, 2))
     query_value, codes = tensor(query), tensor(keys)
