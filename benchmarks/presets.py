@@ -28,10 +28,16 @@ from mxcompile.policy.presets import PRESETS
 
 MODEL = "llama 2×512"
 
-POLICIES = {name: name for name in PRESETS if name not in ("bf16", "inference")} | {
-    "mxfp4": demo.MXFP4_POLICY
+_E4M3_GRADIENTS = {
+    "match": {"role": ["qkv", "attn_out", "ffn_in", "ffn_out"]},
+    "use": {"precision": "mxint8", "grad_dtype": "e4m3"},
 }
-"""By name; the last has no preset of its own."""
+
+POLICIES = {name: name for name in PRESETS if name not in ("bf16", "inference")} | {
+    "mxint8, E4M3 gradients": {"version": 1, "preset": "mxint8", "rules": [_E4M3_GRADIENTS]},
+    "mxfp4": demo.MXFP4_POLICY,
+}
+"""By name; the last two have no preset of their own."""
 
 
 def main() -> None:

@@ -5,8 +5,8 @@
 A power-of-two scale, FP32 or E8M0, becomes the scale byte of each block of 32 that it spans: 128 elements of
 DeepSeek's recipe are four blocks, and a tile of several rows repeats its byte in each row. FP6 and FP4
 elements are values of E4M3, and are stored as E4M3. Both conversions are exact, so the product is the same.
-These products stay emulated: FP32 scales that are not powers of two, blocks of 16, two-level scales, and
-products that `native` does not run; the last two have a reason.
+These products stay emulated: FP32 scales that are not powers of two, blocks of 16, integers, two-level
+scales, and products that `native` does not run; the last three have a reason.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import ClassVar
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import Format, ScaleLayout, ScaleType
+from mxcompile.formats import E4M3, Format, ScaleLayout, ScaleType
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import packet
@@ -27,9 +27,6 @@ from mxcompile.lowering.graph.lowering_pass import NativePass, Reasons
 from mxcompile.lowering.graph.native import Native, is_native
 from mxcompile.lowering.graph.operands import DequantizedOperands
 from mxcompile.ops.view import Product
-
-NO_TWO_LEVEL = "no kernel multiplies E2M1 under E4M3 scales"
-"""Reason why products with two-level scales are emulated, on chips with an instruction too."""
 
 
 def _others(graph: fx.Graph) -> Iterator[fx.Node]:
@@ -67,12 +64,19 @@ class PromoteToMX(NativePass):
             set_tag(new_node, *tags_of(node))
             build.replace(node, new_node)
         dead.eliminate(graph)
-        if ScaleType.E4M3 in self.target.fp4_scales:  # the pass `packed` gives the reason
-            return reasons
-        two_level = (
-            node for node in _others(graph) if any(form.two_level for form in Product.read(node).forms)
-        )
-        return reasons | dict.fromkeys(two_level, NO_TWO_LEVEL)
+        for node in _others(graph):
+            if reason := next(filter(None, map(self._no_kernel, Product.read(node).forms)), ""):
+                reasons[node] = reason
+        return reasons
+
+    def _no_kernel(self, form: Format) -> str:
+        """Returns why no kernel of the chip multiplies elements in `form`, or ""."""
+        if form.two_level and ScaleType.E4M3 in self.target.fp4_scales:
+            return ""  # the pass `packed` gives the reason
+        beyond = form.scale is ScaleType.E8M0 and form.elem.is_coded and not form.elem.is_in(E4M3)
+        if not (form.two_level or beyond):
+            return ""
+        return f"no kernel multiplies {form.elem.name.upper()} under {form.scale.upper()} scales"
 
     def _operand(
         self, build: Builder, operands: DequantizedOperands, product: Product, side: int

@@ -17,7 +17,7 @@ from torch.library import opcheck
 import mxcompile
 from mxcompile import ops
 from mxcompile.formats import E4M3, E5M2, ElemType, Format
-from mxcompile.formats.elements import E2M1, E2M3, E3M2
+from mxcompile.formats.elements import E2M1, E2M3, E3M2, INT8
 from mxcompile.formats.encoding import decode_tensors, encode_tensors
 from mxcompile.graph.tags import GemmTag, Kind, set_tag
 from mxcompile.lowering.graph.promote_to_mx import PromoteToMX
@@ -44,7 +44,7 @@ def values(elem: ElemType) -> set[float]:
 
 
 def test_which_elements_are_values_of_which():
-    elems = [E4M3, E5M2, E3M2, E2M3, E2M1]
+    elems = [E4M3, E5M2, E3M2, E2M3, E2M1, INT8]
     for one in elems:
         for other in elems:
             assert one.is_in(other) == (values(one) <= values(other)), (one, other)
@@ -58,6 +58,7 @@ def test_which_elements_are_values_of_which():
         ("e4m3 128x128 pow2", E4M3),
         ("e4m3 1x128 nearest", None),
         ("e4m3 1x16 rceil", None),
+        ("int8 1x32 rceil", None),
         ("e4m3 channel pow2", None),
         ("e4m3 tensor pow2", None),
     ],
@@ -149,6 +150,21 @@ def test_others_stay(words: tuple[str, str]):
     module = applied(function, torch.randn(32, 128), torch.randn(128, 32))
     (product,) = module.graph.find_nodes(op="call_function", target=ops.matmul)
     assert Product.read(product).words == words
+
+
+@pytest.mark.parametrize("target", ["sm_100", "sm_120", "gfx950"])
+@pytest.mark.parametrize("words", [("int8 1x32 rceil",) * 2, ("e4m3 1x32 rceil", "int8 1x32 rceil")])
+def test_products_of_integers_stay_with_the_reason(words: tuple[str, str], target: str):
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        (a, sa), (b, sb) = encode(x, -1, words[0]), encode(w, -2, words[1])
+        return ops.matmul(a, sa, b, sb, None, torch.float32, *words)
+
+    module = make_fx(function, tracing_mode="fake")(torch.randn(32, 64), torch.randn(64, 32))
+    (product,) = module.graph.find_nodes(op="call_function", target=ops.matmul)
+    set_tag(product, TAG)
+    reasons = PromoteToMX(target=TARGETS[target], device="cpu").apply(module.graph)
+    assert reasons == {product: "no kernel multiplies INT8 under E8M0 scales"}
+    assert module.graph.find_nodes(op="call_function", target=ops.matmul) == [product]
 
 
 def test_products_of_two_levels_stay_with_the_reason():
