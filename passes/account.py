@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import BLOCK, E4M3, E5M2
+from mxcompile.formats import E4M3, E5M2, Tile
 from mxcompile.graph.casts import made_by
 from mxcompile.graph.opsets import COLLECTIVES, argument, packet
 from mxcompile.graph.tags import PASS_KEY, GemmTag, Kind, bytes_of, numel, tag_of, tensor, value_of
@@ -42,8 +42,10 @@ def _stored_bytes(node: fx.Node, tag: GemmTag, numel: int) -> int:
     """Returns the bytes of `numel` elements of the weight `node`, with scales if it is stored quantized."""
     value = value_of(node)
     scaled = tag.stored is not None or value.dtype in (E4M3.dtype, E5M2.dtype)
-    blocks = -(-numel // (BLOCK if tag.stored is None else tag.stored.tile.along)) if scaled else 0
-    return numel // _per_byte(tag) * value.element_size() + blocks
+    tile = Tile.ROW if tag.stored is None else tag.stored.tile
+    size = 1 if tag.stored is None else tag.stored.scale.dtype.itemsize
+    blocks = -(-numel // (tile.along or value.shape[-1])) if scaled else 0
+    return numel // _per_byte(tag) * value.element_size() + blocks * size
 
 
 def _per_byte(tag: GemmTag) -> int:

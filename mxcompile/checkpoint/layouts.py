@@ -1,6 +1,6 @@
-"""The layouts of stored weights in checkpoints, one module for each.
+"""The layouts of stored weights in checkpoints.
 
-All support whole blocks along the last dimension only.
+All are written with whole blocks along the last dimension only.
 """
 
 from __future__ import annotations
@@ -14,9 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxcompile.checkpoint import compressed_tensors, gpt_oss, torchao
+from mxcompile.checkpoint import compressed_tensors, gpt_oss, separate, torchao
+from mxcompile.checkpoint.declared import modelopt_config, mxfp8_config, quantization_config
 from mxcompile.checkpoint.files import Checkpoint
-from mxcompile.checkpoint.weight_entries import MXFP4, MXFP8, MXFP8_E5M2, MXINT8, NVFP4
+from mxcompile.checkpoint.weight_entries import (
+    MXFP4,
+    MXFP8,
+    MXFP8_E5M2,
+    MXINT8,
+    NVFP4,
+    SUFFIX,
+    divisor,
+    row_scales,
+)
 from mxcompile.errors import CheckpointError, not_allowed
 from mxcompile.formats import Format, stored_precision
 from mxcompile.storage import MXTensor
@@ -39,26 +49,26 @@ class FileLayout:
 
     Attributes:
         name: Name of the layout.
-        forms: Supported formats of weights.
+        forms: Formats of the weights that are written; empty for a layout that is only read.
         of_modules: Whether a weight must belong to a module.
         parts: Takes a weight's name and format. Returns the names of its elements and scales, and of its
             global scale if the format has one.
         scale_dtype: Dtype of E8M0 scales in files.
         metadata: Takes the weights of a file. Returns its metadata.
         config: Returns the quantization_config of a config.json; None if the layout has none.
-        mark: Key in the metadata of the layout's files, "" for the default layout.
+        mark: Key in the metadata of the layout's files, "" if config.json has its name as quant_method.
         read: Takes a checkpoint. Yields its weights, checked.
     """
 
     name: str
-    forms: tuple[Format, ...]
+    forms: tuple[Format, ...] = ()
     of_modules: bool = False
-    parts: Callable[[str, Format], tuple[str, ...]]
-    scale_dtype: torch.dtype
-    metadata: Callable[[Mapping[str, Tensor]], dict[str, str]]
+    parts: Callable[[str, Format], tuple[str, ...]] = separate.parts
+    scale_dtype: torch.dtype = torch.uint8
+    metadata: Callable[[Mapping[str, Tensor]], dict[str, str]] = lambda _: {"format": "pt"}
     config: Config | None = None
     mark: str = ""
-    read: Callable[[Checkpoint], Iterator[StoredWeight]]
+    read: Callable[[Checkpoint], Iterator[StoredWeight]] = separate.read
 
     def obstacle(self, weight: StoredWeight) -> str:
         """Returns why the layout does not support a weight that is stored quantized, "" if it does."""
@@ -101,9 +111,10 @@ class FileLayout:
 
 
 def layout_of(name: str) -> FileLayout:
-    """Returns the layout called `name`. Raises `CheckpointError` for an unknown name."""
-    if name not in LAYOUTS:
-        raise CheckpointError(not_allowed("layout", name, LAYOUTS))
+    """Returns the layout called `name`, to write it. Raises `CheckpointError` if there is none."""
+    written = [each.name for each in LAYOUTS.values() if each.forms]
+    if name not in written:
+        raise CheckpointError(not_allowed("layout", name, written))
     return LAYOUTS[name]
 
 
@@ -142,8 +153,15 @@ def weights_in(checkpoint: Checkpoint) -> tuple[str, list[StoredWeight]]:
     """
     if any(gpt_oss.is_blocks(entry) for entry in checkpoint.entries.values()):
         return GPT_OSS, [*gpt_oss.read(checkpoint)]
-    marks = {key for metadata in checkpoint.metadata for key in metadata} | {""}
-    layout = next(layout for layout in reversed(LAYOUTS.values()) if layout.mark in marks)
+    marks = {key for metadata in checkpoint.metadata for key in metadata} - {""}
+    layout = next((each for each in LAYOUTS.values() if each.mark in marks), None)
+    if layout is None:
+        source, about = quantization_config(checkpoint)
+        method = about.get("quant_method", COMPRESSED_TENSORS)
+        layout = LAYOUTS.get(method)
+        if layout is None or layout.mark:
+            names = [each.name for each in LAYOUTS.values() if not each.mark]
+            raise CheckpointError(f"{source}: {not_allowed('quant_method', str(method), names)}")
     weights = [*layout.read(checkpoint)]
     return layout.name if any(weight.stored for weight in weights) else NO_LAYOUT, weights
 
@@ -152,7 +170,7 @@ def _read(checkpoint: Checkpoint, weight: StoredWeight, dtype: torch.dtype) -> T
     elements, *parts = (checkpoint.read(name) for name in weight.tensors)
     if weight.form is None:
         return elements
-    scales = parts[0].view(weight.form.scale.stored_dtype)
+    scales = row_scales(parts[0], weight, f"{checkpoint.path}: {weight.tensors[1]!r}")
     is_swapped = elements.ndim > len(weight.shape)  # GPT-OSS: [E, N, K/32, 16], transposed
     elements = (elements.flatten(-2) if is_swapped else elements).view(weight.form.stored_dtype)
     whole = parts[1] if weight.form.two_level else None
@@ -162,6 +180,8 @@ def _read(checkpoint: Checkpoint, weight: StoredWeight, dtype: torch.dtype) -> T
             f"{checkpoint.entries[name].file}: {name!r} is {whole.item()}, not a positive number:"
             " not an NVFP4 weight"
         )
+    if whole is not None and weight.tensors[-1].endswith(separate.MULTIPLIER):
+        whole = divisor(whole.reshape(1), weight.dtype or dtype)
     dim = -1 if is_swapped else weight.block_dim
     value = MXTensor(elements, scales, dim, weight.dtype or dtype, whole)
     return value.transpose(-1, -2) if is_swapped else value
@@ -173,11 +193,7 @@ LAYOUTS = {
         FileLayout(
             name=COMPRESSED_TENSORS,
             forms=(MXFP8, MXINT8, MXFP4, NVFP4),
-            parts=compressed_tensors.parts,
-            scale_dtype=torch.uint8,
-            metadata=lambda _: {"format": "pt"},
             config=compressed_tensors.config_entry,
-            read=compressed_tensors.read,
         ),
         FileLayout(
             name=TORCHAO,
@@ -189,6 +205,15 @@ LAYOUTS = {
             mark=torchao.MARK,
             read=torchao.read,
         ),
+        FileLayout(
+            name="mxfp8",
+            forms=(MXFP8,),
+            parts=lambda name, _: (name, f"{name}{SUFFIX}_inv"),
+            config=mxfp8_config,
+        ),
+        FileLayout(name="modelopt", forms=(MXFP8,), config=modelopt_config),
+        FileLayout(name="fp8"),
+        FileLayout(name="auto-round"),
     )
 }
-"""The layouts by name. The default layout, without a mark, is first."""
+"""The layouts by name, which is also the quant_method of config.json. The first is the default."""

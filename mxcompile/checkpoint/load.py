@@ -3,18 +3,20 @@
     config.json ─▶ model on the meta device;  qdata and scales ─▶ MXTensors ─▶ its parameters
 
 Transformers' own conversions map names and shapes of a Hugging Face checkpoint to the model; they stack the
-qdata of experts like any other tensors.
+qdata of experts like any other tensors. Each tensor is read when its parameter is made.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from mxcompile.checkpoint.files import Checkpoint, line_of, read_json
 from mxcompile.checkpoint.layouts import NO_LAYOUT, readers, weights_in
@@ -27,20 +29,21 @@ from mxcompile.models.names import joined, user_path
 from mxcompile.models.wrappers import users_own
 from mxcompile.storage import MXTensor
 
+_EXTRA_STATE = "_extra_state"
 _VALUES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def load_quantized(
     path: str | Path, model: nn.Module | None = None, *, dtype: torch.dtype | None = None
 ) -> nn.Module:
-    """Returns a model with the weights of a checkpoint; those that are stored quantized become `MXTensor`s.
+    """Returns a model with the weights of a checkpoint; quantized weights become `MXTensor`s.
 
     Nothing is downloaded or unpickled, and no code from the directory is executed.
 
     Args:
-        path: A safetensors file or a directory of them, in the layout of compressed-tensors
-            (``mxfp8-quantized``, ``mxfp4-pack-quantized``, ``nvfp4-pack-quantized``), of torchao, or of
-            GPT-OSS, whose experts stay in MXFP4.
+        path: A safetensors file or a directory of them, in the layout of compressed-tensors, ModelOpt,
+            AutoRound, SGLang (``mxfp8``), fine-grained FP8 (``fp8``), torchao, or GPT-OSS, whose experts
+            stay in MXFP4. ``docs/serving.md`` lists the formats of each.
         model: The model to load into, on any device including meta; its parameters are replaced. By default,
             the result is the Hugging Face model of the directory's config.json, in evaluation mode.
         dtype: Dtype of the values of stored weights, if neither config.json nor the checkpoint contains it;
@@ -58,8 +61,8 @@ def load_quantized(
     checkpoint = Checkpoint.open(path)
     if weights_in(checkpoint)[0] == NO_LAYOUT:
         raise CheckpointError(
-            f"{path}: no weight is stored in {stored_labels()}: `mxcompile convert` stores them, and an"
-            " ordinary checkpoint is read by from_pretrained or load_state_dict"
+            f"{path}: no weight is stored in {stored_labels()} or FP8: `mxcompile convert` stores them, and"
+            " an ordinary checkpoint is read by from_pretrained or load_state_dict"
         )
     if model is not None:
         reading = readers(checkpoint, dtype or _common_dtype(checkpoint))
@@ -98,11 +101,13 @@ def from_directory(directory: Path, dtype: torch.dtype) -> Any:
 def _huggingface(checkpoint: Checkpoint, path: Path, raw: dict[str, Any], dtype: torch.dtype) -> nn.Module:
     """Returns the model of `raw`, the config.json in `path`, with the weights of `checkpoint`."""
     owner, config = architecture(path, raw)
-    state = {name: read() for name, read in readers(checkpoint, dtype).items()}
+    state = {name: _Unread(read) for name, read in readers(checkpoint, dtype).items()}
     try:
         model, info = owner.from_pretrained(
             None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
         )
+    except CheckpointError:
+        raise
     except Exception as error:  # transformers raises errors of many classes
         raise CheckpointError(f"{path}: {type(error).__name__}: {line_of(error)}") from error
     for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
@@ -115,13 +120,25 @@ def _huggingface(checkpoint: Checkpoint, path: Path, raw: dict[str, Any], dtype:
     return evaluated
 
 
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    """A tensor that Transformers reads by ``[...]``, like a slice of a safetensors file."""
+
+    read: Callable[[], Tensor]
+
+    def __getitem__(self, _: Any) -> Tensor:
+        return self.read()
+
+
 def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Copies the parameters and buffers of `checkpoint` into `model`, converted to the dtypes in `model`.
 
     Names may have the prefixes of wrappers. Raises `CheckpointError` if the checkpoint does not fit.
     """
-    places = {user_path(name): value for name, value in model.state_dict(keep_vars=True).items()}
-    by_name = {user_path(name): name for name in checkpoint.entries}
+    extra = _extra_states(model)
+    state = {user_path(name): value for name, value in model.state_dict(keep_vars=True).items()}
+    places = {name: value for name, value in state.items() if name not in extra}
+    by_name = {user_path(name): name for name in checkpoint.entries if user_path(name) not in extra}
     _check_names(checkpoint.path, by_name, places)
     for name, stored_name in by_name.items():
         shape, expected = checkpoint.entries[stored_name].shape, tuple(places[name].shape)
@@ -130,6 +147,21 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
     with torch.no_grad():
         for name, stored_name in by_name.items():
             places[name].copy_(checkpoint.read(stored_name))
+    for name in checkpoint.entries:
+        if user_path(name) in extra:
+            extra[user_path(name)].set_extra_state(checkpoint.read(name))
+
+
+def _extra_states(model: nn.Module) -> dict[str, nn.Module]:
+    """Returns the modules that have an extra state, by its name in the state of `model`.
+
+    A checkpoint need not have it, because only tensors can be in files.
+    """
+    return {
+        user_path(joined(prefix, _EXTRA_STATE)): module
+        for prefix, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
 
 
 def _check_names(path: Path, names: Iterable[str], places: Mapping[str, Tensor]) -> None:
@@ -181,8 +213,10 @@ def _assign(path: Path, model: nn.Module, reading: Mapping[str, Callable[[], Ten
                 if value is not None and attribute not in module._non_persistent_buffers_set:
                     known[user_path(joined(prefix, attribute))] = value
                     places[id(value)].append((owned, attribute))
-    _check_names(path, reading, known)
-    for name, read in reading.items():
+    extra = _extra_states(model)
+    parameters = {name: read for name, read in reading.items() if name not in extra}
+    _check_names(path, parameters, known)
+    for name, read in tqdm(parameters.items(), desc="load", unit="tensor", disable=None, leave=False):
         value, old = read(), known[name]
         if value.shape != old.shape:
             shapes = f"shape {tuple(value.shape)}, the model's {tuple(old.shape)}"
@@ -191,3 +225,5 @@ def _assign(path: Path, model: nn.Module, reading: Mapping[str, Callable[[], Ten
         new = nn.Parameter(value, requires_grad=trained) if isinstance(old, nn.Parameter) else value
         for owned, attribute in places[id(old)]:
             owned[attribute] = new
+    for name in reading.keys() & extra.keys():
+        extra[name].set_extra_state(reading[name]())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from mxcompile.formats import stored_labels
 from mxcompile.models.names import user_path
 from mxcompile.models.wrappers import users_own
 from mxcompile.storage import MXTensor
+
+log = logging.getLogger(__name__)
 
 
 def save_quantized(
@@ -35,7 +38,8 @@ def save_quantized(
         model: The model.
         directory: The directory, which must not exist.
         layout: ``compressed-tensors`` (``mxfp8-quantized``, ``mxfp4-pack-quantized``,
-            ``nvfp4-pack-quantized``; Transformers and vLLM load it), or ``torchao``, without NVFP4.
+            ``nvfp4-pack-quantized``; Transformers and vLLM load it), ``torchao``, without NVFP4, or
+            ``modelopt`` or ``mxfp8``, with MXFP8 alone.
         max_shard_bytes: Size limit of a file in bytes.
 
     Raises:
@@ -56,17 +60,21 @@ def save_quantized(
             f"no weight of the model is stored in {stored_labels()}: quantize_weights_ stores them, and"
             " save_pretrained or safetensors writes an ordinary model"
         )
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            log.warning("%s is a %s, which no checkpoint contains", name, type(value).__name__)
     with new_directory(target) as partial:
         _write_shards(partial, state, form, max_shard_bytes)
         _write_configs(partial, model, state, form)
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """Returns the state of `model` by the user's names, without duplicates of shared tensors."""
+    """Returns the tensors of the state of `model`, shared tensors once, by the user's names."""
     first: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)
     for name, value in state.items():
-        first.setdefault(id(value), name)
+        if isinstance(value, Tensor):  # an extra state can be anything
+            first.setdefault(id(value), name)
     return {user_path(name): state[name] for name in first.values()}
 
 

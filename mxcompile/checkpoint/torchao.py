@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from mxcompile.checkpoint.files import Checkpoint
-from mxcompile.checkpoint.weight_entries import E2M1, FP8, MXFP4, MXFP8, plain_weight, stored_weight
+from mxcompile.checkpoint.weight_entries import E2M1, FP8, MXFP8, plain_weight, stored_weight
 from mxcompile.errors import CheckpointError
-from mxcompile.formats import BLOCK, Format, stored_form
+from mxcompile.formats import BLOCK, Format, ScaleType
 from mxcompile.storage import MXTensor
 from mxcompile.storage.weights import StoredWeight
 
@@ -81,7 +81,10 @@ def _weight(checkpoint: Checkpoint, name: str, about: Mapping[str, Any]) -> Stor
     dtype = getattr(torch, str((data.get("orig_dtype") or {}).get("_data")), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise CheckpointError(f"{what} has no floating-point dtype")
-    return stored_weight(name, elements, scales, MXFP4 if is_packed else stored_form(elements.dtype), dtype)
+    weight = stored_weight(name, elements, scales, dtype)
+    if weight.form is None or weight.form.scale is not ScaleType.E8M0:
+        raise CheckpointError(f"{what} has scales of {scales.dtype}, not E8M0 bytes")
+    return weight
 
 
 def _parsed(checkpoint: Checkpoint, metadata: Mapping[str, str], key: str, kind: type) -> Any:

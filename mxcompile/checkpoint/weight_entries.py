@@ -2,75 +2,191 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
+from torch import Tensor
 
 from mxcompile.checkpoint.files import Entry
 from mxcompile.errors import CheckpointError
-from mxcompile.formats import TWO_LEVEL, Format, num_blocks, stored_form, stored_precision
+from mxcompile.formats import (
+    TWO_LEVEL,
+    WHOLE,
+    Format,
+    ScaleType,
+    Tile,
+    fp8_form,
+    stored_form,
+    stored_precision,
+)
+from mxcompile.formats.encoding import element_values, scale_shape
+from mxcompile.formats.types import STORED_FP8_TILES
 from mxcompile.storage.weights import StoredWeight
 
 E4M3, E2M1 = torch.float8_e4m3fn, torch.float4_e2m1fn_x2
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+BYTES = (torch.uint8, torch.int8)
+"""Dtypes of packed elements."""
 
 MXFP8, MXFP8_E5M2, MXFP4 = stored_form(E4M3), stored_form(torch.float8_e5m2), stored_form(E2M1)
 MXINT8 = stored_form(torch.int8)
 NVFP4 = stored_form(E2M1, TWO_LEVEL)
+FP8_BLOCKS, FP8_CHANNELS = (fp8_form(E4M3, tile) for tile in STORED_FP8_TILES)
 
 SUFFIX = "_scale"
 """Suffix of the name of a scale tensor."""
+
+_E8M0 = (torch.uint8, torch.float8_e8m0fnu)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_SQUARE = Tile(128, 128)
 
 
 def stored_weight(
     name: str,
     entry: Entry,
     scale: Entry | None,
-    form: Format,
     dtype: torch.dtype | None = None,
+    *,
     global_scale: Entry | None = None,
+    tile: Tile | None = None,
+    scale_type: ScaleType | None = None,
 ) -> StoredWeight:
-    """Returns the weight that a file stores in several tensors, with the blocked dimension from their shapes.
+    """Returns the weight that a file stores in several tensors. Its format follows from dtypes and shapes.
 
     Args:
         name: Name of the weight.
         entry: Its elements.
         scale: Its scales; None if the file lacks them.
-        form: Its format.
         dtype: Dtype of the values, if the checkpoint contains it.
         global_scale: Its global scale, if the file has one.
+        tile: Tile of its scales, if the checkpoint contains it.
+        scale_type: Type of its scales, if their dtype is wider.
 
     Raises:
         CheckpointError: The tensors are inconsistent.
     """
-    what, label = f"{entry.file}: {entry.name!r}", stored_precision(form).label
+    what = f"{entry.file}: {entry.name!r}"
     if scale is None:
-        of = "packed" if form.elem.packed else "FP8"
-        raise CheckpointError(f"{what} is {of} but {name + SUFFIX!r} is missing: not an {label} weight")
-    if scale.dtype not in {form.scale.dtype, form.scale.stored_dtype}:
-        wanted = "E4M3" if form.two_level else "E8M0 bytes"
-        raise CheckpointError(f"{what} has scales of {scale.dtype}, not {wanted}: not an {label} weight")
-    _check_global(global_scale, form, what)
-    for dim in range(-1, -len(entry.shape) - 1, -1):
-        shape = list(entry.shape)
-        shape[dim] *= form.elem.per_byte
-        blocks = [*shape]
-        blocks[dim] = num_blocks(shape[dim], form.tile.along)
-        if tuple(blocks) == scale.shape:
-            parts = [entry, scale] if global_scale is None else [entry, scale, global_scale]
-            return StoredWeight(
-                name=name,
-                shape=tuple(shape),
-                dtype=dtype,
-                form=form,
-                block_dim=dim,
-                tensors=tuple(part.name for part in parts),
+        kind, label = ("packed", "MXFP4 or NVFP4") if entry.dtype in BYTES else ("FP8", "MXFP8 or FP8")
+        raise CheckpointError(f"{what} is {kind} but {name + SUFFIX!r} is missing: not an {label} weight")
+    is_packed = entry.dtype in BYTES and (entry.dtype is torch.uint8 or entry.name != name)
+    form = _form(entry, scale, what, global_scale, scale_type, is_packed=is_packed)
+    shape = list(entry.shape)
+    for dim in range(-1, -len(shape) - 1, -1):
+        whole = [*shape[:dim], shape[dim] * form.elem.per_byte, *shape[len(shape) + dim + 1 :]]
+        for each in _tiles(form, dim, tile):
+            if _fits(scale, scale_shape(whole, dim, each)):
+                parts = [entry, scale] if global_scale is None else [entry, scale, global_scale]
+                is_whole = form.scale is ScaleType.FP32 and each.along == WHOLE
+                return StoredWeight(
+                    name=name,
+                    shape=tuple(whole),
+                    dtype=dtype,
+                    form=replace(form, tile=Tile.CHANNEL) if is_whole else form,
+                    block_dim=dim,
+                    tensors=tuple(part.name for part in parts),
+                    file_tile=each,
+                )
+    blocks = f", in blocks of {tile} by config.json" if tile is not None else ""
+    raise CheckpointError(f"{what} has shape {entry.shape}{blocks}, which scales of {scale.shape} do not fit")
+
+
+def _form(
+    entry: Entry,
+    scale: Entry,
+    what: str,
+    global_scale: Entry | None,
+    scale_type: ScaleType | None,
+    *,
+    is_packed: bool,
+) -> Format:
+    """Returns the format of elements and scales. Raises `CheckpointError`.
+
+    what: name for the message. is_packed: whether a byte has two elements; else int8 is an element of MXINT8.
+    """
+    if is_packed and (global_scale is not None or scale.dtype is E4M3):
+        if scale.dtype is not E4M3:
+            raise CheckpointError(f"{what} has scales of {scale.dtype}, not E4M3: not an NVFP4 weight")
+        _check_global(global_scale, what)
+        return NVFP4
+    if global_scale is not None:
+        raise CheckpointError(f"{what} is {entry.dtype}, but {global_scale.name!r} is a scale of FP4 weights")
+    if scale.dtype in _E8M0 or (scale_type is ScaleType.E8M0 and scale.dtype is torch.float32):
+        return MXFP4 if is_packed else stored_form(entry.dtype)
+    if entry.dtype not in FP8 or scale.dtype not in _FLOATS:
+        label = "MXFP4" if is_packed else stored_precision(stored_form(entry.dtype)).label
+        raise CheckpointError(f"{what} has scales of {scale.dtype}, not E8M0 bytes: not an {label} weight")
+    return fp8_form(entry.dtype, STORED_FP8_TILES[0])
+
+
+def _tiles(form: Format, dim: int, tile: Tile | None) -> Sequence[Tile]:
+    """Returns the tiles that scales in a file may have. dim: blocked dimension; tile: from config.json."""
+    if dim != -1:
+        return () if form.scale is ScaleType.FP32 or tile is not None else (form.tile,)
+    if tile is not None:
+        return (tile,) if not tile.along % form.tile.along else ()
+    if form.scale is ScaleType.FP32:
+        return Tile.TENSOR, Tile.CHANNEL, _SQUARE, form.tile
+    return (form.tile,) if form.two_level else (form.tile, _SQUARE)
+
+
+def _fits(scale: Entry, shape: Sequence[int]) -> bool:
+    """Whether `scale` has `shape`; floating-point scales may lack dimensions of 1, or have more of them."""
+    if scale.dtype not in _FLOATS or len(scale.shape) == len(shape):
+        return scale.shape == tuple(shape)
+    return [size for size in scale.shape if size != 1] == [size for size in shape if size != 1]
+
+
+def row_scales(scale: Tensor, weight: StoredWeight, where: str) -> Tensor:
+    """Returns the scales of `weight` as an `MXTensor` has them: a copy for each row and block of a tile.
+
+    where: file and name for the message. Raises `CheckpointError` if `scale` has no value of the scale type.
+    """
+    form, tile = weight.form, weight.file_tile
+    assert form is not None
+    if form.scale is ScaleType.E8M0 and scale.dtype is torch.float32:
+        bits = scale.view(torch.int32)
+        if ((bits & 0x7FFFFF) != 0).any() or not ((scale > 0) & scale.isfinite()).all():
+            raise CheckpointError(
+                f"{where} has scales that are no powers of two, but config.json says scale_fmt ue8m0: remove"
+                " this key to read them as FP32"
             )
-    raise CheckpointError(f"{what} has shape {entry.shape}, which scales of {scale.shape} do not fit")
+        scale = (bits >> 23).to(torch.uint8)
+    elif form.scale is ScaleType.FP32:
+        scale = scale.to(torch.float32)
+    else:
+        scale = scale.view(torch.uint8)
+    if tile is None:
+        return scale.view(form.scale.stored_dtype)
+    dim, shape = weight.block_dim, weight.shape
+    expected = scale_shape(shape, dim, form.tile)
+    scale = scale.reshape(scale_shape(shape, dim, tile))
+    if tile.along > form.tile.along > 0:
+        scale = scale.repeat_interleave(tile.along // form.tile.along, -1)[..., : expected[-1]]
+    if tile.across > 1:
+        scale = scale.repeat_interleave(tile.across, -2)[..., : shape[-2], :]
+    return scale.expand(expected).contiguous().view(form.scale.stored_dtype)
 
 
-def _check_global(global_scale: Entry | None, form: Format, what: str) -> None:
-    """Raises `CheckpointError` if a weight in `form` lacks its global scale; what: name for the message."""
-    if not form.two_level:
-        return
+def divisor(multiplier: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the global scale G of a weight whose file has `multiplier`, a scale that multiplies.
+
+    FP32 numbers near 1 / multiplier are tried: scale / G and scale · multiplier must give the same values in
+    `dtype` for all scales and elements. In FP32 the last bit can differ.
+    """
+    scales = torch.arange(1, 127, dtype=torch.uint8).view(E4M3).to(torch.float32)
+    elements = element_values(torch.arange(1, 8), NVFP4.elem)
+    steps = torch.tensor([0, -1, 1, -2, 2, -3, 3], dtype=torch.int32)
+    near = ((1 / multiplier).view(torch.int32) + steps).view(torch.float32)
+    wanted = (scales * multiplier)[:, None] * elements
+    values = (scales / near[:, None])[..., None] * elements
+    best = (values.to(dtype) != wanted.to(dtype)).sum([1, 2]).argmin()
+    return near[best].reshape(1)
+
+
+def _check_global(global_scale: Entry | None, what: str) -> None:
+    """Raises `CheckpointError` if an NVFP4 weight lacks its global scale; what: name for the message."""
     if global_scale is None:
         raise CheckpointError(f"{what} has E4M3 scales but no global scale: not an NVFP4 weight")
     if global_scale.dtype is not torch.float32 or torch.Size(global_scale.shape).numel() != 1:

@@ -319,8 +319,8 @@ def unpack(packed: Tensor, dim: int, elem: ElemType) -> Tensor:
 class Encoded(NamedTuple):
     """The tensors of a stored weight.
 
-    elements: elements, packed if the type has `packed`. scale_bytes: scales as uint8. global_scale: G of two
-    levels, FP32, with the rank of the weight and all sizes 1; None for other formats.
+    elements: elements, packed if the type has `packed`. scale_bytes: scales, FP32 or as uint8.
+    global_scale: G of two levels, FP32, with the rank of the weight and all sizes 1; None for other formats.
     """
 
     elements: Tensor
@@ -339,7 +339,7 @@ def encode_stored(x: Tensor, block_dim: int, form: Format, amax: Tensor | None =
     codes, scale = encode_tensors(x, block_dim, form, amax=amax)
     whole = None if amax is None else gain(amax, form).reshape([1] * x.ndim)
     elements = codes if form.elem.packed is None else pack(codes, block_dim, form.elem)
-    return Encoded(elements, scale.view(torch.uint8), whole)
+    return Encoded(elements, scale if scale.itemsize > 1 else scale.view(torch.uint8), whole)
 
 
 def to_elements(y: Tensor, elem: ElemType) -> Tensor:

@@ -281,9 +281,9 @@ def stored_labels() -> str:
 
 
 def stored_precision(form: Format) -> Precision:
-    """Returns the row whose weights can be stored in `form`, which must be `storable`."""
+    """Returns the row of the format `form` of stored weights (see `stored_forms`)."""
     rows = (row for row in PRECISIONS.values() if row.scale is form.scale and form.elem in row.elems)
-    return next(row for row in rows if any(tiles.w == form.tile for tiles in row.tiles.values()))
+    return next(row for row in rows if any(form.tile in (tiles.x, tiles.w) for tiles in row.tiles.values()))
 
 
 def elem_words() -> tuple[str, ...]:

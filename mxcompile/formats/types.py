@@ -395,6 +395,24 @@ def stored_form(dtype: torch.dtype, derivation: str = Rounding.RCEIL) -> Format:
     return Format(elem=elem, rounding=rounding(derivation))
 
 
+STORED_FP8_TILES = (Tile(1, 128), Tile.CHANNEL)
+"""Tiles of FP8 weights in checkpoints; larger tiles in a file give each of their rows a copy of the scale."""
+
+
+def fp8_form(dtype: torch.dtype, tile: Tile) -> Format:
+    """Returns the format of FP8 weights of checkpoints, with FP32 scales. tile: one of `STORED_FP8_TILES`."""
+    return Format(elem=stored_elem(dtype), rounding=None, tile=tile, scale=ScaleType.FP32)
+
+
+def stored_forms(dtype: torch.dtype) -> tuple[Format, ...]:
+    """Returns all formats of weights that have elements of `dtype`."""
+    form = stored_form(dtype)
+    if form.elem.packed is not None:
+        return form, stored_form(dtype, TWO_LEVEL)
+    has_fp8 = form.elem.dtype.is_floating_point
+    return form, *(fp8_form(dtype, tile) for tile in STORED_FP8_TILES if has_fp8)
+
+
 def rounding(word: str) -> Rounding:
     """Returns the rounding named `word`. Raises `FormatError` for an unknown name."""
     try:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxcompile.formats import Format, num_blocks, stored_form
-from mxcompile.formats.encoding import encode_stored, tensor_amax
+from mxcompile.formats import Format, stored_form
+from mxcompile.formats.encoding import encode_stored, scale_shape, tensor_amax
 from mxcompile.formats.numerics import check_source
 from mxcompile.formats.two_level import gain
 from mxcompile.storage.tensor import MXTensor
@@ -80,9 +80,8 @@ def empty(
 ) -> MXTensor:
     """Returns an uninitialized `MXTensor` of `shape` with blocks along `dim`; dtype: dtype of the values."""
     whole = torch.empty([1] * len(shape), dtype=torch.float32, device=device) if form.two_level else None
-    elements, blocks = list(shape), list(shape)
+    elements, blocks = list(shape), scale_shape(shape, dim, form.tile)
     elements[dim] //= form.elem.per_byte
-    blocks[dim] = num_blocks(blocks[dim], form.tile.along)
     qdata = torch.empty(elements, dtype=form.stored_dtype, device=device)
     scale = torch.empty(blocks, dtype=form.scale.stored_dtype, device=device)
     return MXTensor(qdata, scale, dim % len(elements) - len(elements), dtype, whole)

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from mxcompile.errors import FormatError
-from mxcompile.formats import TWO_LEVEL, Format, Rounding, num_blocks, stored_form
+from mxcompile.formats import TWO_LEVEL, Format, Rounding, Tile, fp8_form, stored_form
+from mxcompile.formats.encoding import scale_shape
+from mxcompile.formats.types import STORED_FP8_TILES
 
 
 def checked_form(
@@ -16,17 +18,21 @@ def checked_form(
 ) -> Format:
     """Returns the format of an `MXTensor` with these parts. Raises `FormatError` if they are inconsistent."""
     form = stored_form(qdata.dtype, Rounding.RCEIL if global_scale is None else TWO_LEVEL)
+    if scale.dtype is torch.float32 and global_scale is None and form.elem.packed is None:
+        has_blocks = scale.ndim == qdata.ndim and scale.shape[block_dim] > 1
+        form = fp8_form(qdata.dtype, STORED_FP8_TILES[0] if has_blocks else Tile.CHANNEL)
     if scale.dtype is not form.scale.stored_dtype:
         what = "without" if global_scale is None else "beside"
         raise FormatError(f"scale must be {form.scale.stored_dtype} {what} a global scale, not {scale.dtype}")
     if not -qdata.ndim <= block_dim < qdata.ndim:
         raise FormatError(f"block_dim {block_dim} is outside qdata of {qdata.ndim} dimensions")
-    expected = list(qdata.shape)
-    expected[block_dim] = num_blocks(expected[block_dim] * form.elem.per_byte, form.tile.along)
+    shape = list(qdata.shape)
+    shape[block_dim] *= form.elem.per_byte
+    expected = scale_shape(shape, block_dim, form.tile)
     if list(scale.shape) != expected:
         raise FormatError(
             f"scale has shape {tuple(scale.shape)}; qdata {tuple(qdata.shape)} in blocks"
-            f" of {form.tile.along} along dimension {block_dim} needs {tuple(expected)}"
+            f" of {form.tile} along dimension {block_dim} needs {tuple(expected)}"
         )
     if scale.device != qdata.device:
         raise FormatError(f"qdata is on {qdata.device}, scale on {scale.device}")
@@ -52,6 +58,11 @@ def _check_global(global_scale: Tensor, qdata: Tensor, block_dim: int) -> None:
             f"global_scale has shape {tuple(global_scale.shape)}; qdata {tuple(qdata.shape)} in blocks along"
             f" dimension {block_dim} takes one number, or sizes 1 or those of {tuple(whole)}"
         )
+
+
+def as_bytes(scale: Tensor) -> Tensor:
+    """Returns scales of one byte as uint8, others as they are."""
+    return scale if scale.itemsize > 1 else scale.view(torch.uint8)
 
 
 def unpacked_layout(qdata: Tensor, block_dim: int, per_byte: int) -> tuple[Sequence[int], Sequence[int]]:

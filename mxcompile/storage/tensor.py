@@ -1,7 +1,8 @@
-"""`MXTensor`: MXFP8, MXINT8, MXFP4 or NVFP4 data as a tensor.
+"""`MXTensor`: MXFP8, MXINT8, MXFP4, NVFP4 or FP8 data as a tensor.
 
     value = element · 2^(byte − 127)            one byte for 32 elements along `block_dim`
     value = element · (scale / global scale)    NVFP4: one E4M3 scale for 16
+    value = element · scale                     FP8 of checkpoints: one FP32 scale for 128, or for all
 
 MXFP4 and NVFP4 pack two elements into a byte, the first in the low half. Values were multiplied by the global
 scale before the cast, as in compressed-tensors' checkpoints, so their values load exactly.
@@ -28,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from mxcompile import ops
 from mxcompile.errors import FormatError
 from mxcompile.formats import Format, ScaleType, stored_precision
-from mxcompile.storage.parts import checked_form, unpacked_layout
+from mxcompile.storage.parts import as_bytes, checked_form, unpacked_layout
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ HANDLERS: dict[Any, Callable[..., Any]] = {}
 
 
 class MXTensor(Tensor):
-    """A tensor in MXFP8, MXINT8, MXFP4 or NVFP4: elements and the scales of their blocks.
+    """A tensor in MXFP8, MXINT8, MXFP4, NVFP4 or FP8: elements and the scales of their blocks.
 
     Attributes:
         qdata: Elements. FP8: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``, in the shape of the source.
@@ -47,7 +48,8 @@ class MXTensor(Tensor):
             half the length along `block_dim`; the constructor takes them as ``torch.float4_e2m1fn_x2``, which
             `elem_dtype` returns.
         scale: Block scales, which multiply in `dequantize`: ``torch.float8_e8m0fnu`` with length ⌈n/32⌉ along
-            `block_dim`; for NVFP4, ``torch.float8_e4m3fn`` with length ⌈n/16⌉.
+            `block_dim`; for NVFP4, ``torch.float8_e4m3fn`` with length ⌈n/16⌉; for FP8, ``torch.float32``
+            with length ⌈n/128⌉ or 1.
         block_dim: The dimension along which blocks run, as passed; a negative number counts from the end.
         dtype: Dtype of the values, in which operators compute.
         global_scale: FP32, for NVFP4 only; divides `scale` in `dequantize`. One number, or a tensor of the
@@ -77,7 +79,7 @@ class MXTensor(Tensor):
             global_scale = global_scale.reshape([1] * qdata.ndim)
         form = checked_form(qdata, scale, block_dim, dtype, global_scale)
         elements = qdata.view(torch.uint8) if form.elem.packed else qdata
-        return cls._of(elements, scale.view(torch.uint8), block_dim, dtype, form, global_scale)
+        return cls._of(elements, as_bytes(scale), block_dim, dtype, form, global_scale)
 
     @classmethod
     def _of(
@@ -89,7 +91,7 @@ class MXTensor(Tensor):
         form: Format,
         global_scale: Tensor | None,
     ) -> MXTensor:
-        """Returns the tensor of consistent parts; scale_bytes: scales as uint8."""
+        """Returns the tensor of consistent parts; scale_bytes: scales, FP32 or as uint8."""
         per_byte = form.elem.per_byte
         shape, strides = unpacked_layout(qdata, block_dim, per_byte)
         wrapper: MXTensor = torch.Tensor._make_wrapper_subclass(
@@ -125,7 +127,7 @@ class MXTensor(Tensor):
 
     @property
     def scale(self) -> Tensor:
-        """The scales, as `torch.float8_e8m0fnu` or `torch.float8_e4m3fn`."""
+        """The scales, as `torch.float8_e8m0fnu`, `torch.float8_e4m3fn` or `torch.float32`."""
         return self.scale_bytes.view(self.form.scale.stored_dtype)
 
     @property
@@ -136,7 +138,7 @@ class MXTensor(Tensor):
     @property
     def block(self) -> int:
         """Number of elements that share a scale."""
-        return self.form.tile.along
+        return self.form.tile.along or self.shape[self.block_dim]
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Returns element · scale, computed exactly and rounded once to `dtype`.
@@ -267,7 +269,7 @@ def _rebuild(
 ) -> Tensor:
     """Returns the unpickled tensor. Its parts are checked as in the constructor."""
     kind = ScaleType.E8M0 if global_scale is None else ScaleType.E4M3
-    scale = scale_bytes.view(kind.stored_dtype)
+    scale = scale_bytes if scale_bytes.itemsize > 1 else scale_bytes.view(kind.stored_dtype)
     result = MXTensor(codes.view(elem_dtype), scale, block_dim, dtype, global_scale)
     result.requires_grad_(requires_grad)
     return torch.nn.Parameter(result, requires_grad=requires_grad) if is_parameter else result

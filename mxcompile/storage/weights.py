@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mxcompile.formats import Format, labels, stored_precision
+from mxcompile.formats import Format, Tile, labels, stored_precision
 from mxcompile.report.fold import spelled
 from mxcompile.report.forms.tables import Table, drawn, fitted
 from mxcompile.report.forms.words import byte_count
@@ -34,6 +34,7 @@ class StoredWeight:
         sqnr_db: Measured signal-to-quantization-noise ratio in dB, or None.
         tensors: Names of the weight's tensors in the file: elements, then scales, then the global scale.
         is_read: Whether the model has a parameter for it.
+        file_tile: Tile of the scales in the file, or None; an `MXTensor` has copies for the rows of a tile.
     """
 
     name: str
@@ -48,6 +49,7 @@ class StoredWeight:
     sqnr_db: float | None = None
     tensors: tuple[str, ...] = ()
     is_read: bool = True
+    file_tile: Tile | None = None
 
     @property
     def stored(self) -> bool:

@@ -6,12 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from mxcompile.formats import (
-    TWO_LEVEL,
     Precision,
     elem_named,
     is_quantized,
     labels,
-    stored_form,
+    stored_forms,
     stored_precision,
 )
 from mxcompile.policy import ATTENTION_PRODUCTS, Code
@@ -66,8 +65,7 @@ def _stored_in(form: OperandFormat) -> Precision:
     """Returns the precision of a stored weight, by its element type and scale granularity."""
     dtype = elem_named(form.elem).stored_dtype
     assert dtype is not None
-    mx = stored_form(dtype)
-    return stored_precision(mx if form.block == str(mx.tile) else stored_form(dtype, TWO_LEVEL))
+    return stored_precision(next(each for each in stored_forms(dtype) if str(each.tile) == form.block))
 
 
 def _weight(gemm: GemmRecord) -> int:

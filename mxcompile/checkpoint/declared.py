@@ -1,0 +1,241 @@
+"""The formats of stored weights that a checkpoint's configuration declares, and their check.
+
+    config.json: quantization_config      else, of ModelOpt: hf_quant_config.json
+
+`METHODS` has one function for each ``quant_method``. Words are compared as wholes.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mxcompile.checkpoint.files import Checkpoint, read_json
+from mxcompile.checkpoint.weight_entries import FP8_BLOCKS, FP8_CHANNELS, MXFP4, MXFP8, MXINT8, NVFP4
+from mxcompile.errors import CheckpointError, FormatError, not_allowed
+from mxcompile.formats import Format, ScaleType, Tile, stored_precision
+from mxcompile.storage.weights import StoredWeight
+
+HF_QUANT_CONFIG = "hf_quant_config.json"
+
+_FP8 = frozenset({FP8_BLOCKS, FP8_CHANNELS})
+_ONE = {form: frozenset({form}) for form in (MXFP8, MXINT8, MXFP4, NVFP4)}
+
+Forms = frozenset[Format]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Declared:
+    """The formats of stored weights by a configuration.
+
+    Attributes:
+        source: File and key, for messages.
+        forms: Formats that weights may have; empty for any.
+        by_module: Formats of single modules.
+        kept: Names of modules whose weights are not stored, or patterns with ``*``.
+        tile: Tile of the scales of 8-bit weights, or None.
+        scale_type: Type of the scales, if it can differ from their dtype.
+    """
+
+    source: str = ""
+    forms: Forms = frozenset()
+    by_module: Mapping[str, Forms] = field(default_factory=dict)
+    kept: tuple[str, ...] = ()
+    tile: Tile | None = None
+    scale_type: ScaleType | None = None
+
+    def check(self, weight: StoredWeight) -> None:
+        """Raises `CheckpointError` if `weight` contradicts the configuration."""
+        module = weight.name.removesuffix(".weight")
+        listed = self.by_module.get(module)
+        if weight.form is None:
+            if listed and weight.tensors == (f"{module}.weight",):
+                raise CheckpointError(
+                    f"{self.source}: {module!r} is {_labels(listed)}, but {weight.name!r} is {weight.dtype}"
+                )
+            return
+        form, message = weight.form, f"{weight.name!r} is {_labels(frozenset({weight.form}))}"
+        if any(module == name or ("*" in name and fnmatch.fnmatchcase(module, name)) for name in self.kept):
+            raise CheckpointError(f"{self.source}: {module!r} is not quantized, but {message}")
+        allowed = self.by_module.get(module, self.forms)
+        if allowed and form not in allowed:
+            raise CheckpointError(f"{self.source}: weights are {_labels(allowed)}, but {message}")
+        if self.by_module and listed is None:
+            raise CheckpointError(f"{self.source}: its list of layers lacks {module!r}, but {message}")
+
+
+def _labels(forms: Forms) -> str:
+    return " or ".join(sorted({stored_precision(form).label for form in forms}))
+
+
+def quantization_config(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]]:
+    """Returns the quantization_config of a checkpoint and its place; empty without one."""
+    file = checkpoint.path / "config.json"
+    about = read_json(file).get("quantization_config") if file.is_file() else None
+    if isinstance(about, dict):
+        return f"{file}: quantization_config", about
+    file = checkpoint.path / HF_QUANT_CONFIG
+    if not file.is_file():
+        return "", {}
+    inner = read_json(file).get("quantization")
+    inner = inner if isinstance(inner, dict) else {}
+    return str(file), {"quant_method": "modelopt", "ignore": inner.get("exclude_modules"), **inner}
+
+
+def declared(source: str, about: Mapping[str, Any]) -> Declared:
+    """Returns the content of a quantization_config, empty if its method is not known.
+
+    Args:
+        source: Place of the configuration, for messages.
+        about: The configuration.
+
+    Raises:
+        CheckpointError: It names a format that is not read.
+    """
+    method = METHODS.get(str(about.get("quant_method")))
+    return Declared() if method is None else method(source, about)
+
+
+def _allowed(source: str, key: str, word: Any, words: Mapping[Any, Forms]) -> Forms:
+    """Returns the formats for `word`, the value of `key`. Raises `CheckpointError` for other words."""
+    if word not in words:
+        raise CheckpointError(f"{source}: {not_allowed(key, str(word), map(str, words))}")
+    return words[word]
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    return tuple(map(str, value)) if isinstance(value, list) else ()
+
+
+def _tile(source: str, value: Any) -> Tile | None:
+    """Returns the tile of a weight_block_size."""
+    if value is None:
+        return None
+    try:
+        across, along = value
+        return Tile.parse(f"{across}x{along}")
+    except (TypeError, ValueError, FormatError):
+        raise CheckpointError(f"{source}: weight_block_size is {value!r}, not two sizes") from None
+
+
+def _skipped(about: Mapping[str, Any]) -> tuple[str, ...]:
+    return _names(about.get("modules_to_not_convert")) or _names(about.get("ignored_layers"))
+
+
+def _fp8(source: str, about: Mapping[str, Any]) -> Declared:
+    """Reads fine-grained FP8, as DeepSeek has published it and Transformers reads it."""
+    tile = _tile(source, about.get("weight_block_size"))
+    scales = {None: None, "float": None, "ue8m0": ScaleType.E8M0}
+    word = about.get("scale_fmt")
+    if word not in scales:
+        raise CheckpointError(f"{source}: {not_allowed('scale_fmt', str(word), map(str, scales))}")
+    experts = _allowed(source, "expert_dtype", about.get("expert_dtype"), _EXPERTS)
+    forms = _FP8 | _ONE[MXFP8] if scales[word] is None else _ONE[MXFP8]
+    return Declared(
+        source=source, forms=forms | experts, kept=_skipped(about), tile=tile, scale_type=scales[word]
+    )
+
+
+def mxfp8_config(ignored: Iterable[str], _: Mapping[str, Format]) -> dict[str, Any]:
+    """Returns the quantization_config of MXFP8 in SGLang's layout. ignored: modules not quantized."""
+    return {
+        "quant_method": "mxfp8", "activation_scheme": "dynamic", "fmt": "e4m3", "scale_fmt": "ue8m0",
+        "weight_block_size": [1, 32], "ignored_layers": sorted(set(ignored)),
+    }  # fmt: skip
+
+
+def modelopt_config(ignored: Iterable[str], _: Mapping[str, Format]) -> dict[str, Any]:
+    """Returns the quantization_config of MXFP8 in ModelOpt's layout. ignored: modules not quantized."""
+    return {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": sorted(set(ignored))}
+
+
+def _mxfp8(source: str, about: Mapping[str, Any]) -> Declared:
+    """Reads MXFP8 of MiniMax and SGLang; experts may be NVFP4."""
+    tile = _tile(source, about.get("weight_block_size"))
+    experts = _allowed(source, "moe_quant_algo", about.get("moe_quant_algo"), _ALGORITHMS | _NOTHING)
+    return Declared(source=source, forms=_ONE[MXFP8] | experts, kept=_skipped(about), tile=tile)
+
+
+def _modelopt(source: str, about: Mapping[str, Any]) -> Declared:
+    kept, algorithm = _names(about.get("ignore")), about.get("quant_algo")
+    layers = about.get("quantized_layers")
+    if algorithm != _MIXED:
+        forms = _allowed(source, "quant_algo", algorithm, _ALGORITHMS | {_MIXED: frozenset()})
+        return Declared(source=source, forms=forms, kept=kept)
+    if not isinstance(layers, dict) or not all(isinstance(each, dict) for each in layers.values()):
+        raise CheckpointError(f"{source}: quant_algo is {_MIXED} without quantized_layers")
+    by_module = {
+        name: _allowed(source, f"quant_algo of {name}", each.get("quant_algo"), _ALGORITHMS)
+        for name, each in layers.items()
+    }
+    return Declared(source=source, by_module=by_module, kept=kept)
+
+
+def _auto_round(source: str, about: Mapping[str, Any]) -> Declared:
+    packing = about.get("packing_format")
+    if packing not in {None, _PACKING}:
+        raise CheckpointError(f"{source}: {not_allowed('packing_format', str(packing), [_PACKING])}")
+
+    def forms(entry: Mapping[str, Any]) -> Forms:
+        pair = entry.get("data_type", about.get("data_type")), entry.get("bits", about.get("bits"))
+        return _allowed(source, "data_type and bits", pair, _DATA_TYPES)
+
+    kept, all_forms = [], forms(about)
+    for name, entry in (about.get("extra_config") or {}).items():
+        if entry.get("bits", about.get("bits")) > _MOST_BITS:
+            kept.append(name)
+        else:
+            all_forms |= forms(entry)
+    return Declared(source=source, forms=all_forms, kept=tuple(kept))
+
+
+def _compressed_tensors(source: str, about: Mapping[str, Any]) -> Declared:
+    """Reads the formats of groups; their targets are classes and expressions, which only a model resolves."""
+    groups, forms = about.get("config_groups"), frozenset[Format]()
+    for name, group in groups.items() if isinstance(groups, dict) else ():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        word = (group.get("format") or about.get("format")) if weights is not None else None
+        if word not in {None, "mixed-precision", "dense"}:
+            file = source.partition(": quantization_config")[0]
+            forms |= _allowed(f"{file}: {name}", "format", word, COMPRESSED_FORMATS)
+    return Declared(source=source, forms=forms)
+
+
+_MIXED, _PACKING, _MOST_BITS = "MIXED_PRECISION", "auto_round:llm_compressor", 8
+_NOTHING: dict[Any, Forms] = {None: frozenset()}
+_EXPERTS: dict[Any, Forms] = {**_NOTHING, "fp8": frozenset(), "fp4": _ONE[MXFP4]}
+
+_ALGORITHMS: dict[Any, Forms] = {
+    "MXFP8": _ONE[MXFP8],
+    **dict.fromkeys(("NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8"), _ONE[NVFP4]),
+    **dict.fromkeys(("W4A8_MXFP4_FP8", "MXFP4"), _ONE[MXFP4]),
+    **dict.fromkeys(("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "fp8_pb_wo", "FP8_PB_WO"), _FP8),
+}
+"""Formats by ModelOpt's quant_algo. Others, as NVFP4_AWQ, also change the inputs of layers."""
+
+_DATA_TYPES: dict[Any, Forms] = {
+    ("mx_fp", 8): _ONE[MXFP8],
+    ("mx_fp", 4): _ONE[MXFP4],
+    ("nv_fp", 4): _ONE[NVFP4],
+}
+"""Formats by AutoRound's data_type and bits."""
+
+COMPRESSED_FORMATS: dict[Any, Forms] = {
+    "mxfp8-quantized": _ONE[MXFP8],
+    "mxint8-quantized": _ONE[MXINT8],
+    "mxfp4-pack-quantized": _ONE[MXFP4],
+    "nvfp4-pack-quantized": _ONE[NVFP4],
+    "float-quantized": _FP8,
+}
+"""Formats by their names in compressed-tensors."""
+
+METHODS: dict[str, Callable[[str, Mapping[str, Any]], Declared]] = {
+    "compressed-tensors": _compressed_tensors,
+    "modelopt": _modelopt,
+    "mxfp8": _mxfp8,
+    "fp8": _fp8,
+    "auto-round": _auto_round,
+}
+"""The functions that read a quantization_config, by its quant_method."""

@@ -1,0 +1,104 @@
+"""Reads layouts whose weights are separate tensors: elements, scales, and a global scale.
+
+    elements        x in FP8 or, for MXINT8, in int8; x or x_packed in bytes of two E2M1
+    scales          x_scale, x_scale_inv, or m.scale for x = m.weight
+    global scale    x_global_scale divides the scales, x_scale_2 multiplies them
+
+The format follows from dtypes and shapes; the configuration (`declared`) is checked against them. Formats of
+activations are not read, because the policy decides how activations are cast.
+
+Source: compressed_tensors.compressors (0.20), modelopt.torch.export (0.47), auto_round.export (0.16),
+transformers.integrations.finegrained_fp8 (5.24).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from mxcompile.checkpoint.declared import Declared, declared, quantization_config
+from mxcompile.checkpoint.files import Checkpoint, Entry
+from mxcompile.checkpoint.weight_entries import BYTES, FP8, SUFFIX, plain_weight, stored_weight
+from mxcompile.errors import CheckpointError
+from mxcompile.formats import Format
+from mxcompile.storage.weights import StoredWeight
+
+PACKED, GLOBAL, MULTIPLIER = "_packed", "_global_scale", "_scale_2"
+_WEIGHT, _ZERO_POINT = "weight", "_zero_point"
+
+_ACTIVATIONS = frozenset({f"input{GLOBAL}", "input_scale", "activation_scale", "k_scale", "v_scale"})
+"""Names of scales of activations in a module."""
+
+
+def parts(name: str, form: Format) -> tuple[str, ...]:
+    """Returns the names of a weight's tensors in compressed-tensors: elements, scales, and global scale."""
+    whole = (name + GLOBAL,) if form.two_level else ()
+    return (name + (PACKED if form.elem.packed else ""), name + SUFFIX, *whole)
+
+
+def read(checkpoint: Checkpoint) -> Iterator[StoredWeight]:
+    """Yields the weights of `checkpoint`. Raises `CheckpointError`."""
+    about = declared(*quantization_config(checkpoint))
+    stored = _stored(checkpoint.entries, about)
+    owners = {part: weight for weight in stored for part in weight.tensors}
+    modules = {weight.name.rpartition(".")[0] for weight in stored}
+    for name, entry in checkpoint.entries.items():
+        weight = owners.get(name)
+        if weight is None:
+            module, _, attribute = name.rpartition(".")
+            of_inputs = attribute in _ACTIVATIONS and module in modules
+            if not of_inputs and (base := _scaled(checkpoint.entries, name)):
+                raise CheckpointError(f"{entry.file}: {name!r} is a scale, but {base} is not a stored weight")
+            weight = plain_weight(entry, is_read=not of_inputs)
+        elif name != weight.tensors[0]:
+            continue
+        about.check(weight)
+        yield weight
+
+
+def _stored(entries: Mapping[str, Entry], about: Declared) -> list[StoredWeight]:
+    """Returns the weights that are stored quantized, checked."""
+    bases = {
+        name.removesuffix(PACKED): name for name, each in entries.items() if each.dtype in (*FP8, *BYTES)
+    }
+    parts = {part for base in bases for part in _scale_names(base)}
+    weights = []
+    for base, name in bases.items():
+        if name in parts:
+            continue  # scales of another weight in E4M3 or bytes
+        entry = entries[name]
+        scales = _found(entries, _scale_names(base))
+        if not scales and entry.dtype not in FP8 and base == name:
+            continue  # bytes of another meaning
+        if base + _ZERO_POINT in entries:
+            raise CheckpointError(f"{entry.file}: {name!r} has zero points, which are not read")
+        wholes = _found(entries, (base + GLOBAL, base + MULTIPLIER))
+        for several in (scales, wholes):
+            if len(several) > 1:
+                names = " and ".join(repr(each.name) for each in several)
+                raise CheckpointError(f"{entry.file}: {name!r} has several scales: {names}")
+        scale, whole = (next(iter(each), None) for each in (scales, wholes))
+        tile = about.tile if entry.dtype in FP8 else None
+        weights.append(
+            stored_weight(base, entry, scale, global_scale=whole, tile=tile, scale_type=about.scale_type)
+        )
+    return weights
+
+
+def _scale_names(base: str) -> tuple[str, ...]:
+    """Returns the names that the scales of the weight `base` may have."""
+    module, dot, attribute = base.rpartition(".")
+    own = (f"{module}{dot}scale",) if attribute == _WEIGHT else ()
+    return (base + SUFFIX, f"{base}{SUFFIX}_inv", *own)
+
+
+def _found(entries: Mapping[str, Entry], names: tuple[str, ...]) -> list[Entry]:
+    return [entries[name] for name in names if name in entries]
+
+
+def _scaled(entries: Mapping[str, Entry], name: str) -> str:
+    """Returns the weight that `name` would be a scale of, for a message; "" if its name is not a scale's."""
+    for suffix in (MULTIPLIER, GLOBAL, f"{SUFFIX}_inv", SUFFIX):
+        base = name.removesuffix(suffix)
+        if base != name and (base in entries or base.endswith(f".{_WEIGHT}")):
+            return repr(base)
+    return ""
