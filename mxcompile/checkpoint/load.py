@@ -61,7 +61,7 @@ def load_quantized(
     checkpoint = Checkpoint.open(path)
     if weights_in(checkpoint)[0] == NO_LAYOUT:
         raise CheckpointError(
-            f"{path}: no weight is stored in {stored_labels()} or FP8: `mxcompile convert` stores them, and"
+            f"{path}: no weight is stored in FP8, {stored_labels()}: `mxcompile convert` stores them, and"
             " an ordinary checkpoint is read by from_pretrained or load_state_dict"
         )
     if model is not None:
@@ -80,7 +80,8 @@ def load_quantized(
 
 def _common_dtype(checkpoint: Checkpoint) -> torch.dtype:
     """Returns the dtype of all floating-point weights that are not quantized; BF16 if there are several."""
-    dtypes = {entry.dtype for entry in checkpoint.entries.values() if entry.dtype in _VALUES}
+    plain = (weight for weight in weights_in(checkpoint)[1] if weight.is_read and not weight.stored)
+    dtypes = {weight.dtype for weight in plain if weight.dtype in _VALUES}
     return dtypes.pop() if len(dtypes) == 1 else torch.bfloat16
 
 

@@ -21,7 +21,9 @@ def add_to(commands: Any) -> None:
     command.add_argument("target", metavar="OUT", type=Path, help="directory to write, which must not exist")
     command.add_argument("--policy", default="inference", metavar="PRESET|FILE", help="default inference")
     command.add_argument(
-        "--layout", default="compressed-tensors", help="compressed-tensors (default) or torchao"
+        "--layout",
+        default="compressed-tensors",
+        help="compressed-tensors (default), torchao, or for MXFP8 alone modelopt or mxfp8",
     )
     command.add_argument(
         "--model",

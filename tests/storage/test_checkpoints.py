@@ -24,6 +24,7 @@ BF16 = torch.bfloat16
 FP8, FP4, INT8 = torch.float8_e4m3fn, torch.float4_e2m1fn_x2, torch.int8
 ELEMS = pytest.mark.parametrize("elem", [FP8, FP4], ids=["mxfp8", "mxfp4"])
 LAYOUTS = ["compressed-tensors", "torchao"]
+OF_MXFP8 = [*LAYOUTS, "mxfp8", "modelopt"]
 
 
 def spread(*shape: int) -> torch.Tensor:
@@ -244,10 +245,12 @@ def store_blocks(model: nn.Module, attention: torch.dtype = FP8, others: torch.d
 TOKENS = torch.arange(10)[None]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", OF_MXFP8)
 @pytest.mark.parametrize("make", [llama, lambda: llama(tied=True), mixtral], ids=["llama", "tied", "mixtral"])
 @pytest.mark.parametrize("elems", [(FP8, FP8), (FP8, FP4)], ids=["mxfp8", "both"])
 def test_hugging_face_models_round_trip(tmp_path, make, layout, elems):
+    if layout not in LAYOUTS and FP4 in elems:
+        pytest.skip(f"{layout} is written with MXFP8 alone")
     model = store_blocks(make(), *elems)
     mxcompile.save_quantized(model, tmp_path / "out", layout=layout)
     loaded = mxcompile.load_quantized(tmp_path / "out")
@@ -398,7 +401,7 @@ DAMAGE = {
     "pickle": "not a whole safetensors file", "pickles": "holds pickles",
     "index": "not an index of safetensors",
     "missing": "is missing", "outside": "is not a file of this directory", "scale shape": "do not fit",
-    "scale dtype": "not E8M0 bytes", "no scale": "is missing: not an MXFP8 weight",
+    "scale dtype": "which scales of .* do not fit", "no scale": "is missing: not an MXFP8 or FP8 weight",
 }  # fmt: skip
 
 
@@ -478,7 +481,7 @@ def test_what_holds_no_mxfp8_is_refused(tmp_path, whole):
         save_file({"0.weight": model[0].weight.detach()}, tmp_path / "plain/model.safetensors")
     with pytest.raises(
         CheckpointError,
-        match="plain: no weight is stored in MXFP8, MXINT8, MXFP4 or NVFP4: `mxcompile",
+        match="plain: no weight is stored in FP8, MXFP8, MXINT8, MXFP4 or NVFP4: `mxcompile convert`",
     ):
         mxcompile.load_quantized(tmp_path / "plain", *([] if whole else [model]))
 

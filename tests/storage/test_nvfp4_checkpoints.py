@@ -231,7 +231,7 @@ def damaged(**changes: torch.Tensor | None) -> dict[str, torch.Tensor]:
 
 DAMAGE = {
     "no global scale": ({"weight_global_scale": None}, "E4M3 scales but no global scale"),
-    "no scale": ({"weight_scale": None}, "'m.weight_scale' is missing: not an NVFP4 weight"),
+    "no scale": ({"weight_scale": None}, "'m.weight_scale' is missing: not an MXFP4 or NVFP4 weight"),
     "zero": ({"weight_global_scale": torch.zeros(1)}, "m.weight_global_scale' is 0.0, not a positive number"),
     "negative": ({"weight_global_scale": -torch.ones(1)}, r"is -1\.0, not a positive number"),
     "NaN": ({"weight_global_scale": torch.full([1], torch.nan)}, "is nan, not a positive number"),
