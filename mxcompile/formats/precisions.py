@@ -132,6 +132,10 @@ class Precision:
             weight_block=operands.w.tile,
             block=tile,
             scaling=tile,
+            scale=Scales.FP32,
+            history=HISTORY,
+            margin=0,
+            amax=MAX,
             hadamard=NO_HADAMARD,
         )
 

@@ -13,7 +13,7 @@ from mxcompile.formats import KEPT, PRECISIONS, Choices, Precision
 from mxcompile.policy import Gemm, Layer, Match, Policy, Rule, Use
 from mxcompile.policy.patterns import literal
 from mxcompile.policy.presets import PRESETS
-from mxcompile.policy.schema import keys_of
+from mxcompile.policy.schema import USE, keys_of
 
 GEMMS = tuple(map(str, Gemm))
 _NOTHING = Use(fprop=KEPT, dgrad=KEPT, wgrad=KEPT)
@@ -73,7 +73,8 @@ def _use(row: Precision, gemms: frozenset[Gemm], choices: Choices, under: Choice
     keys: dict[str, Any] = {str(gemm): row if gemm in gemms else KEPT for gemm in Gemm}
     for key in keys_of(row):
         keys[key] = getattr(choices, key)
-        if keys[key] is None and getattr(under, key) is not None:
+        needed, word = USE[key].needs or (key, None)
+        if keys[key] is None and getattr(choices, needed) == word and getattr(under, key) is not None:
             keys[key] = getattr(row.defaults, key)
     return Use(**keys)
 
