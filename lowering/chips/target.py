@@ -1,4 +1,4 @@
-"""`Target` describes a chip; passes lower the MX GEMMs of a graph by its fields.
+"""`Target` describes a chip; `families` chooses the kernels of products by its fields.
 
 ``native``: Triton compiles ``tl.dot_scaled`` to the chip's block-scaled MMA. ``emulated``: the kernels that
 produce the operands dequantize them, and the vendor's BF16 GEMM multiplies them.
@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from mxcompile.formats import BLOCK, Format, ScaleLayout, ScaleType
-from mxcompile.formats.elements import E2M1
+from mxcompile.formats import ScaleLayout, ScaleType
 from mxcompile.lowering.chips.peak import Peak, Rate
 from mxcompile.lowering.chips.tiles import ChipTiles
 
@@ -30,16 +29,16 @@ class Target:
     multiprocessor. issue_rate: warp instructions that a multiprocessor issues a cycle; on AMD, vector
     instructions. encodes_fp8, decodes_fp8: whether Triton converts to or from OCP FP8 by an instruction of
     the chip, which rounds once; otherwise by integer code. stores_fp8: whether device code has FP8 tensors;
-    otherwise they are bytes. fp8_tiles: granularities of FP32 scales that the vendor's FP8 GEMM takes (see
-    `multiplies_fp8`). fp8_fnuz: whether FP8 is FNUZ: exponent bias 8 or 16 instead of OCP's 7 or 15, and no
-    negative 0. fp4_scales: types of block scales with which the chip multiplies packed FP4 (see
-    `multiplies_fp4`). library_fp4: types of block scales that the vendor's FP4 GEMM takes through PyTorch.
-    scale_layout: layout of scales that the chip's MX GEMM reads fastest. slow_dtypes: dtypes whose products
-    the vendor's library computes faster in FP32. long_k: from this K on, the library's NVFP4 GEMM and a
-    separate epilogue kernel are faster than our GEMM with its epilogue; 0: always. groups_in_library: whether
-    the vendor's library has a grouped MXFP8 GEMM. prefers_cudnn: whether PyTorch selects cuDNN's attention.
-    tiles: configs of the kernel families. peak: data sheet for estimates, if any. peaks: data sheets by chip
-    name; None stands for `peak`. rates: shares of the data sheet's rates that the chip sustains, by kind.
+    otherwise they are bytes. fp8_tiles: granularities of FP32 scales that the vendor's FP8 GEMM takes.
+    fp8_fnuz: whether FP8 is FNUZ: exponent bias 8 or 16 instead of OCP's 7 or 15, and no negative 0.
+    fp4_scales: types of block scales with which the chip multiplies packed FP4. library_fp4: types of block
+    scales that the vendor's FP4 GEMM takes through PyTorch. scale_layout: layout of scales that the chip's MX
+    GEMM reads fastest. slow_dtypes: dtypes whose products the vendor's library computes faster in FP32.
+    long_k: from this K on, the library's NVFP4 GEMM and a separate epilogue kernel are faster than our GEMM
+    with its epilogue; 0: always. groups_in_library: whether the vendor's library has a grouped MXFP8 GEMM.
+    prefers_cudnn: whether PyTorch selects cuDNN's attention. tiles: configs of the kernel families. peak:
+    data sheet for estimates, if any. peaks: data sheets by chip name; None stands for `peak`. rates: shares
+    of the data sheet's rates that the chip sustains, by kind.
     """
 
     name: str
@@ -87,32 +86,10 @@ class Target:
         """Whether the chip is a GPU without an MX GEMM, so that it multiplies dequantized operands."""
         return self.arch is not None and not self.native
 
-    def multiplies_fp8(self, left: str, right: str) -> bool:
-        """Whether the vendor's FP8 GEMM takes FP32 scales of these granularities of its two operands."""
-        alike = left == right != WEIGHTS or (left, right) == (BLOCKS, WEIGHTS)
-        return alike and {left, right} <= self.fp8_tiles
-
-    def multiplies_fp4(self, *forms: Format) -> bool:
-        """Whether the chip multiplies packed operands of these formats.
-
-        A format is E2M1 in blocks of 16 with E4M3 scales or of 32 with E8M0 scales, or in square blocks.
-        """
-        scales = {form.scale for form in forms}
-        return len(scales) == 1 and scales <= self.fp4_scales and all(map(_is_fp4, forms))
-
     @property
     def has_library_mx(self) -> bool:
         """Whether the vendor's library has MX GEMMs that mxcompile calls."""
         return self.native and self.tmem_columns > 0
-
-    def multiplies_mx(self, *forms: Format) -> bool:
-        """Whether the chip's MX GEMM multiplies operands of these formats."""
-        return self.native and all(form.mx_elem is not None for form in forms)
-
-
-def _is_fp4(form: Format) -> bool:
-    along = 16 if form.two_level else BLOCK
-    return form.elem is E2M1 and form.tile.along == along and form.tile.across in (1, along)
 
 
 FP8_TILES = frozenset({"tensor", "channel"})

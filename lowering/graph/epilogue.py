@@ -110,15 +110,15 @@ def _joins_later(product: fx.Node, node: fx.Node) -> bool:
         for arg in pending.pop().all_input_nodes:
             if arg in seen or not product < arg:
                 continue
-            if _is_product(arg):
+            if is_native(arg):
                 return True
             seen.add(arg)
             pending.append(arg)
     return False
 
 
-def _is_product(node: fx.Node) -> bool:
-    """Whether `node` is a product of MXFP8 or of packed FP4, which a chip with an MX GEMM runs."""
+def is_native(node: fx.Node) -> bool:
+    """Whether `node` is a product of MXFP8 or of packed FP4, as an MX GEMM reads them."""
     product = Product.from_node(node)
     return product is not None and (product.is_packed or product.is_mx)
 

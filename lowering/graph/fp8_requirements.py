@@ -14,7 +14,6 @@ from torch import Tensor, fx
 
 from mxcompile.formats import E5M2, WHOLE, Format, Tile
 from mxcompile.graph.tags import is_empty, tensor, value_of
-from mxcompile.lowering.targets import Target
 from mxcompile.ops.view import Product
 
 _MULTIPLE = 16
@@ -42,11 +41,10 @@ class Problem:
     bias: Tensor | None
     left: Format
     right: Format
-    target: Target
     device: str
 
     @staticmethod
-    def from_node(node: fx.Node, target: Target, device: str) -> Problem:
+    def from_node(node: fx.Node, device: str) -> Problem:
         """Returns the problem of `node`, a ``matmul``."""
         product = Product.read(node)
         left, right = product.forms
@@ -57,14 +55,8 @@ class Problem:
             bias=tensor(product.bias),
             left=left,
             right=right,
-            target=target,
             device=device,
         )
-
-    @property
-    def tiles(self) -> str:
-        """The granularities of the scales, for messages."""
-        return " and ".join(dict.fromkeys((str(self.left.tile), str(self.right.tile))))
 
     @property
     def odd(self) -> dict[str, Any]:
@@ -101,17 +93,6 @@ def _cuda_has_blocks(_: Problem) -> bool:
     return version is None or tuple(map(int, version.split(".")[:2])) >= _BLOCKS_SINCE
 
 
-def _takes_tiles(problem: Problem) -> bool:
-    return problem.target.multiplies_fp8(str(problem.left.tile), str(problem.right.tile))
-
-
-def _no_gemm_for_tiles(problem: Problem) -> str:
-    target = problem.target
-    others = target.native and not target.multiplies_mx(problem.left, problem.right)
-    hint = "; its MX GEMM multiplies powers of two (scale: pow2)" if others else ""
-    return f"no FP8 GEMM of {target.name} for scales {problem.tiles}{hint}"
-
-
 def _no_multiples(problem: Problem) -> str:
     sizes = ", ".join(f"{key}={size}" for key, size in problem.odd.items()) or "empty"
     return f"the FP8 GEMM takes multiples of {_MULTIPLE} ({sizes})"
@@ -133,7 +114,6 @@ def _rows_are_aligned(problem: Problem) -> bool:
 
 
 REQUIREMENTS = (
-    Requirement(_takes_tiles, _no_gemm_for_tiles),
     Requirement(lambda p: p.a.ndim == 2, lambda _: "no FP8 GEMM for batches of matrices"),
     Requirement(lambda p: p.out.device.type == p.device, lambda _: "it is not on the target's device"),
     Requirement(lambda p: not p.odd and not p.is_empty, _no_multiples),

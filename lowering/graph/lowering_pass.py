@@ -10,6 +10,7 @@ from typing import ClassVar
 from torch import fx
 
 from mxcompile.lowering import optional
+from mxcompile.lowering.chips.families import TABLE, Family
 from mxcompile.lowering.targets import Target
 
 Reasons = Mapping[fx.Node, str]
@@ -42,13 +43,15 @@ class LoweringPass(ABC):
     device: str
     promotes: bool = True
     name: ClassVar[str]
+    family: ClassVar[Family | None] = None
+    """The kernel family of the products that the pass makes."""
     templates: ClassVar[tuple[str, ...]] = ()
     """Modules with the kernels of the operators that the pass makes."""
 
     @property
     def applies(self) -> bool:
-        """Whether the pass is for the target."""
-        return True
+        """Whether the pass is for the target: whether the target has its kernel family."""
+        return self.family is None or TABLE[self.family].on(self.target)
 
     @property
     def obstacle(self) -> str:
@@ -69,9 +72,5 @@ class LoweringPass(ABC):
 class NativePass(LoweringPass):
     """A pass for chips with an MX GEMM."""
 
+    family: ClassVar[Family] = Family.MX
     templates: ClassVar[tuple[str, ...]] = NATIVE
-
-    @property
-    def applies(self) -> bool:
-        """Whether the chip has an MX GEMM."""
-        return self.target.native

@@ -32,12 +32,13 @@ from typing import Any, ClassVar
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import FNUZ, WHOLE, AmaxKind, Copy, CopyPart, Format, ScaleType, Tile
+from mxcompile.formats import FNUZ, WHOLE, AmaxKind, Copy, CopyPart, Format, Tile
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import tensor
 from mxcompile.graph.transpose import readers
 from mxcompile.lowering import optional
+from mxcompile.lowering.chips.families import TABLE, Family
 from mxcompile.lowering.graph.lowering_pass import (
     COLLECTED,
     FP8_CASTS,
@@ -74,7 +75,7 @@ class MergeCasts(LoweringPass):
     @property
     def applies(self) -> bool:
         """Whether casts to FP8 have templates."""
-        return self.target.native or self.target.emulates or bool(self.target.fp8_tiles)
+        return self.target.arch is not None or bool(self.target.fp8_tiles)
 
     @property
     def obstacle(self) -> str:
@@ -133,7 +134,7 @@ def is_fp8(cast: Cast) -> bool:
     form, value = cast.form, tensor(cast.x)
     if cast.copy != Copy(format=form, dim=cast.side):  # a part of it, or values
         return False
-    if value is None or value.ndim != 2 or form.scale is not ScaleType.FP32 or form.elem.is_coded:
+    if value is None or value.ndim != 2 or not TABLE[Family.FP8].takes([form]):
         return False
     if form.stochastic or form.amax.kind is AmaxKind.PERCENTILE or form.tile not in _FP8_TILES:
         return False

@@ -21,7 +21,7 @@ from torch import fx
 from mxcompile.graph.tags import hint, is_empty, set_tag, tags_of, tensor, value_of
 from mxcompile.lowering import optional
 from mxcompile.lowering.chips.tiles import MatmulConfig, TiledConfig
-from mxcompile.lowering.graph.epilogue import has_epilogue
+from mxcompile.lowering.graph.epilogue import has_epilogue, is_native
 from mxcompile.lowering.graph.lowering_pass import EMPTY, NativePass, Reasons
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import configs, defaults
@@ -138,12 +138,6 @@ class Native(NativePass):
         if configs.single(out.shape):
             return "its result is one element"
         return EMPTY if is_empty((*out.shape, a.shape[-1])) else ""
-
-
-def is_native(node: fx.Node) -> bool:
-    """Whether `node` is a product of MXFP8 or of packed FP4, which a chip with an MX GEMM runs."""
-    product = Product.from_node(node)
-    return product is not None and (product.is_packed or product.is_mx)
 
 
 def _loses_scales(device: torch.device) -> str:

@@ -36,6 +36,7 @@ from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import argument, aten
 from mxcompile.graph.tags import hint, set_tag, tags_of, tensor, value_of
 from mxcompile.graph.transpose import transpose
+from mxcompile.lowering.chips.families import TABLE, Family, lacking
 from mxcompile.lowering.graph.lowering_pass import NATIVE, LoweringPass, Reasons
 from mxcompile.lowering.graph.native import Native
 from mxcompile.lowering.graph.operands import stored
@@ -44,8 +45,6 @@ from mxcompile.lowering.templates import configs, defaults
 from mxcompile.ops.view import Cast, Product, Unpack, result_of
 
 FP4_TEMPLATES = ("templates.fp4_casts", *NATIVE[1:])
-NO_CAST = "no kernel casts to FP4 with a choice of scales, or with a scale for each row"
-"""Reason why products are emulated that the chip's instruction could multiply."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,27 +52,24 @@ class Packed(LoweringPass):
     """For chips with an FP4 instruction."""
 
     name: ClassVar[str] = "packed"
+    family: ClassVar[Family] = Family.PACKED
     templates: ClassVar[tuple[str, ...]] = FP4_TEMPLATES
 
-    @property
-    def applies(self) -> bool:
-        """Whether the chip multiplies packed operands."""
-        return bool(self.target.fp4_scales)
-
     def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
-        """Returns the products of formats that the chip multiplies, with operands that are not packed."""
-        products = ((node, Product.from_node(node)) for node in graph.nodes)
+        """Returns the products of FP4 operands that are not packed."""
+        products = ((node, Product.from_node(node)) for node in graph.nodes if self.applies)
         of_elements = ((node, product) for node, product in products if product and not product.is_packed)
-        return (node for node, product in of_elements if self.target.multiplies_fp4(*product.forms))
+        return (node for node, product in of_elements if TABLE[self.family].takes(product.forms))
 
     def apply(self, graph: fx.Graph) -> Reasons:
-        """Replaces the candidates. Returns the reasons why some stay."""
+        """Replaces the candidates that the chip multiplies. Returns the reasons why others stay."""
         reasons: dict[fx.Node, str] = {}
         native = Native(target=self.target, device=self.device)
         operands = _PackedOperands(Builder(graph, self.name), self.target)
         for node in list(self.candidates(graph)):
             product = Product.read(node)
-            if unmet := native.unmet(node) or _unmet(product):
+            lack = lacking(self.family, product.forms, self.target)
+            if unmet := lack or native.unmet(node) or _unmet(product):
                 reasons[node] = unmet
                 continue
             sides = [_Side.from_operand(*side, index) for index, side in enumerate(product.sides)]
@@ -122,8 +118,6 @@ class _Side:
         encode = Cast.from_node(cast) if cast is scale_cast else None
         if encode is None or tensor(encode.x) is None or encode.scale is not None:
             return "an operand was cast in another graph"
-        if not encode.form.is_plain:
-            return NO_CAST
         if all(size == 1 for size in _packed_size(encode, dim)):
             return "an operand is one byte"
         return _Side(source=encode, scale=scale, dim=dim)

@@ -5,8 +5,7 @@
 A power-of-two scale, FP32 or E8M0, becomes the scale byte of each block of 32 that it spans: 128 elements of
 DeepSeek's recipe are four blocks, and a tile of several rows repeats its byte in each row. FP6 and FP4
 elements are values of E4M3, and are stored as E4M3. Both conversions are exact, so the product is the same.
-These products stay emulated: FP32 scales that are not powers of two, blocks of 16, integers, two-level
-scales, and products that `native` does not run; the last three have a reason.
+Products of formats that no kernel takes, and products that `native` does not run, stay with a reason.
 """
 
 from __future__ import annotations
@@ -18,21 +17,17 @@ from typing import ClassVar
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import E4M3, Format, ScaleLayout, ScaleType
+from mxcompile.formats import Format, ScaleLayout
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import packet
 from mxcompile.graph.tags import set_tag, tags_of, tensor
+from mxcompile.lowering.chips.families import TABLE, Family, lacking
+from mxcompile.lowering.graph.epilogue import is_native
 from mxcompile.lowering.graph.lowering_pass import NativePass, Reasons
-from mxcompile.lowering.graph.native import Native, is_native
+from mxcompile.lowering.graph.native import Native
 from mxcompile.lowering.graph.operands import DequantizedOperands
 from mxcompile.ops.view import Product
-
-
-def _others(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Returns the products of other formats than MXFP8 and packed FP4."""
-    products = (node for node in graph.nodes if packet(node) in ops.PRODUCTS)
-    return (node for node in products if not is_native(node))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,10 +35,12 @@ class PromoteToMX(NativePass):
     """For chips with an MX GEMM."""
 
     name: ClassVar[str] = "promote_to_mx"
+    family: ClassVar[Family] = Family.AS_MX
 
     def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
-        """Returns the products of other formats that the chip's MX GEMM multiplies exactly."""
-        return (node for node in _others(graph) if self.target.multiplies_mx(*Product.read(node).forms))
+        """Returns the products of other formats with power-of-two scales or E8M0 scales."""
+        products = (node for node in graph.nodes if packet(node) in ops.PRODUCTS and not is_native(node))
+        return (node for node in products if TABLE[self.family].takes(Product.read(node).forms))
 
     def apply(self, graph: fx.Graph) -> Reasons:
         """Replaces the candidates of `graph`. Returns the reasons why other products stay."""
@@ -52,10 +49,11 @@ class PromoteToMX(NativePass):
         native = Native(target=self.target, device=self.device)
         reasons: dict[fx.Node, str] = {}
         for node in list(self.candidates(graph)):
-            if unmet := native.unmet(node):
+            product = Product.read(node)
+            lack = lacking(self.family, product.forms, self.target)
+            if unmet := lack or native.unmet(node):
                 reasons[node] = unmet
                 continue
-            product = Product.read(node)
             with graph.inserting_before(node):
                 a, b = (self._operand(build, operands, product, side) for side in (0, 1))
                 formats = (str(Format.mx(form.mx_elem)) for form in product.forms if form.mx_elem)
@@ -64,19 +62,7 @@ class PromoteToMX(NativePass):
             set_tag(new_node, *tags_of(node))
             build.replace(node, new_node)
         dead.eliminate(graph)
-        for node in _others(graph):
-            if reason := next(filter(None, map(self._no_kernel, Product.read(node).forms)), ""):
-                reasons[node] = reason
         return reasons
-
-    def _no_kernel(self, form: Format) -> str:
-        """Returns why no kernel of the chip multiplies elements in `form`, or ""."""
-        if form.two_level and ScaleType.E4M3 in self.target.fp4_scales:
-            return ""  # the pass `packed` gives the reason
-        beyond = form.scale is ScaleType.E8M0 and form.elem.is_coded and not form.elem.is_in(E4M3)
-        if not (form.two_level or beyond):
-            return ""
-        return f"no kernel multiplies {form.elem.name.upper()} under {form.scale.upper()} scales"
 
     def _operand(
         self, build: Builder, operands: DequantizedOperands, product: Product, side: int

@@ -27,13 +27,15 @@ import torch
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import FNUZ, WHOLE, Copy, CopyPart, Format, ScaleType, Tile
+from mxcompile.formats import FNUZ, WHOLE, Copy, CopyPart, Format, Tile
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import aten
 from mxcompile.graph.tags import set_tag, tags_of, tensor
 from mxcompile.graph.transpose import transpose, untransposed
 from mxcompile.lowering import optional
+from mxcompile.lowering.chips.families import TABLE, Family, lacking, runs
+from mxcompile.lowering.graph.epilogue import is_native
 from mxcompile.lowering.graph.fp8_requirements import Problem, unmet
 from mxcompile.lowering.graph.lowering_pass import FP8_CASTS, LoweringPass, Reasons
 from mxcompile.lowering.graph.merge_casts import is_fp8
@@ -46,11 +48,7 @@ class VendorFP8(LoweringPass):
     """For chips with an FP8 GEMM."""
 
     name: ClassVar[str] = "vendor_fp8"
-
-    @property
-    def applies(self) -> bool:
-        """Whether the vendor's GEMM takes FP8 operands."""
-        return bool(self.target.fp8_tiles)
+    family: ClassVar[Family] = Family.FP8
 
     def apply(self, graph: fx.Graph) -> Reasons:
         """Replaces these products and names the kernel in tags. Returns the reasons why others stay."""
@@ -59,17 +57,17 @@ class VendorFP8(LoweringPass):
         copies = _Copies(build, not optional.obstacle(*FP8_CASTS), self.target.fp8_fnuz)
         for node in list(graph.nodes):
             product = Product.from_node(node) if node.target is ops.matmul else None
-            if product is None or product.is_mx or product.is_packed:
+            if product is None or is_native(node):
                 continue
-            is_fp8 = _is_fp8(product)
-            reason = unmet(Problem.from_node(node, self.target, self.device)) if is_fp8 else ""
-            if is_fp8 and not reason:
-                _replace(product, copies)
-                continue
-            if self.target.multiplies_mx(*product.forms):
-                _along_k(product, copies)
-            if reason:
+            if TABLE[self.family].takes(product.forms):
+                lack = lacking(self.family, product.forms, self.target)
+                reason = lack or unmet(Problem.from_node(node, self.device))
+                if not reason:
+                    _replace(product, copies)
+                    continue
                 reasons[node] = reason
+            if runs(Family.AS_MX, product.forms, self.target):
+                _along_k(product, copies)
         dead.eliminate(graph)
         return reasons
 
@@ -79,11 +77,6 @@ class JointVendorFP8(VendorFP8):
     """The pass on the joint graph, where casts write the transposes that the GEMM reads."""
 
     templates: ClassVar[tuple[str, ...]] = FP8_CASTS
-
-
-def _is_fp8(product: Product) -> bool:
-    """Whether the operands of `product` have FP8 elements (not fewer bits) and FP32 scales."""
-    return all(form.scale is ScaleType.FP32 and not form.elem.is_coded for form in product.forms)
 
 
 def _replace(product: Product, copies: _Copies) -> None:

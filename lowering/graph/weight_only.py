@@ -31,6 +31,7 @@ from mxcompile.graph.shapes import operands as operands_of
 from mxcompile.graph.tags import hint, set_tag, tags_of, tensor, value_of
 from mxcompile.graph.transpose import transpose, untransposed
 from mxcompile.lowering import optional
+from mxcompile.lowering.chips.families import Family, runs
 from mxcompile.lowering.cpu import MOST_ROWS, kernel, parts_of
 from mxcompile.lowering.graph.expand import factors_of, scaled, working_dtype
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
@@ -65,12 +66,8 @@ class WeightOnly(LoweringPass):
     """For CPUs and GPUs."""
 
     name: ClassVar[str] = "weight_only"
+    family: ClassVar[Family] = Family.WEIGHT_ONLY
     templates: ClassVar[tuple[str, ...]] = ("templates.weight_only",)
-
-    @property
-    def applies(self) -> bool:
-        """Whether the target has kernels that decode weights."""
-        return self._on_cpu or self.target.arch is not None
 
     @property
     def obstacle(self) -> str:
@@ -101,7 +98,7 @@ class WeightOnly(LoweringPass):
         if any(tag.kernel for tag in tags_of(node)):
             return False  # another pass chose a kernel
         weight, out = _operand(product), tensor(node)
-        if not weight.form.lies_stored or out is None:
+        if out is None or not runs(self.family, (product.forms[0], weight.form), self.target):
             return False
         if product.tensors and self._on_cpu and hint(out.shape[0]) > MOST_ROWS:
             return False  # for more rows the vendor's GEMM would round the result before the FP32 scales

@@ -20,7 +20,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mxcompile.formats import Format, ScaleType
+from mxcompile.formats import Format
+from mxcompile.lowering.chips.families import Family
 from mxcompile.lowering.chips.peak import Peak
 from mxcompile.lowering.targets import Target
 from mxcompile.offline.rates import Range, Rates
@@ -132,23 +133,21 @@ def library_work(*, num_bytes: float, flops: float, product: str, target: Target
     return Work(num_bytes=num_bytes, mma_us=flops / (tflops * 1e6), product=product if flops else "")
 
 
-def product_kind(
-    forms: Sequence[Format], target: Target, *, packed: bool = False, by_library: bool = False
-) -> str:
-    """Returns the kind of rate of a product of two operands, "" if `target` does not multiply `forms`.
+def product_kind(family: Family, form: Format, target: Target, *, by_library: bool = False) -> str:
+    """Returns the kind of rate of a product by `family`, "" if it is emulated.
 
-    packed: whether the product reads packed FP4. by_library: whether the library takes its shape, one matrix.
+    form: format of its left operand. by_library: whether the library takes its shape, one matrix.
     """
-    scales = {form.scale for form in forms}
-    if packed:
-        theirs = by_library and scales == {ScaleType.E4M3} <= target.library_fp4
-        return "fp4" if theirs else "own_fp4"
-    if target.multiplies_mx(*forms):
-        return "mxfp8" if target.has_library_mx else "own_mxfp8"
-    left, right = (str(form.tile) for form in forms)
-    if scales == {ScaleType.FP32} and target.multiplies_fp8(left, right):
-        return _TILES.get(left, "fp8_block")
-    return ""
+    match family:
+        case Family.FP8:
+            return _TILES.get(str(form.tile), "fp8_block")
+        case Family.PACKED:
+            theirs = by_library and form.two_level and form.scale in target.library_fp4
+            return "fp4" if theirs else "own_fp4"
+        case Family.MX | Family.AS_MX:
+            return "mxfp8" if target.has_library_mx else "own_mxfp8"
+        case _:
+            return ""
 
 
 def total(works: Iterable[Work], rates: Rates) -> float:

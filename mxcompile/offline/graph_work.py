@@ -33,6 +33,7 @@ from mxcompile.graph.opsets import (
     packet,
 )
 from mxcompile.graph.tags import GemmTag, bytes_of, tags_of
+from mxcompile.lowering.chips.families import Family, families
 from mxcompile.lowering.targets import Target
 from mxcompile.models.names import module_of
 from mxcompile.offline.device import attention_backend, attention_flops
@@ -103,9 +104,10 @@ class _Reader:
         product = Product.from_node(node)
         if product is not None and product.is_packed:
             is_matrix = not product.is_grouped and node.meta["val"].ndim == 2
-            return product_kind(product.forms, self.target, packed=True, by_library=is_matrix)
+            return product_kind(Family.PACKED, product.forms[0], self.target, by_library=is_matrix)
         if tag.formats is not None:
-            return product_kind(tag.formats, self.target) or "bf16"
+            usual = (each for each in families(tag.formats, self.target) if each is not Family.PACKED)
+            return product_kind(next(usual), tag.formats[0], self.target) or "bf16"
         value = node.meta.get("val")
         return "fp32" if isinstance(value, Tensor) and value.element_size() > 2 else "bf16"
 

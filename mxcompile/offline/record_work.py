@@ -19,6 +19,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from mxcompile.formats import BLOCK, AmaxKind, Format, Rounding, is_quantized
+from mxcompile.lowering.chips.families import families
 from mxcompile.lowering.targets import TARGETS, Target
 from mxcompile.offline.device import attention_backend
 from mxcompile.offline.estimate import Work, library_work, product_kind
@@ -105,8 +106,8 @@ class _Times:
 
     def _kind(self, forms: list[Format], target: Target) -> str:
         """Returns the kind of the product's rate in `rates`, "" if the chip does not multiply `forms`."""
-        packed = target.multiplies_fp4(*forms) and all(form.is_plain for form in forms)
-        return product_kind(forms, target, packed=packed, by_library=packed and self.gemm.batch == 1)
+        family = families(forms, target)[0]
+        return product_kind(family, forms[0], target, by_library=self.gemm.batch == 1)
 
     def _cast(self, numel: int, held: float, form: Format, operand: OperandFormat) -> float:
         """Returns the GEMM's share of the launch that casts an operand to `held` bytes an element."""

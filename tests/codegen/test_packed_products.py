@@ -14,7 +14,8 @@ from mxcompile import ops
 from mxcompile.formats import Copy, CopyPart, Format
 from mxcompile.formats.encoding import encode_stored
 from mxcompile.graph.tags import GemmTag, Kind, set_tag, tags_of
-from mxcompile.lowering.graph.packed import NO_CAST, Packed
+from mxcompile.lowering.chips.families import NO_CAST
+from mxcompile.lowering.graph.packed import Packed
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.ops.view import Casts, Product
 from mxcompile.policy import Gemm
@@ -379,7 +380,8 @@ def test_which_chips(target: str, words: tuple[str, str], runs: bool):
     module, reasons = applied(
         lambda x, w: product(x, w, words), spread(32, 64), spread(64, 32), target=target
     )
-    assert reasons == []
+    half = target == "gfx950" and not runs  # it multiplies FP4 with other scales
+    assert reasons == (["no kernel multiplies E2M1 under E4M3 scales"] if half else [])
     assert len(products(module)) == runs
 
 

@@ -20,6 +20,7 @@ from mxcompile.formats import E4M3, E5M2, ElemType, Format
 from mxcompile.formats.elements import E2M1, E2M3, E3M2, INT8
 from mxcompile.formats.encoding import decode_tensors, encode_tensors
 from mxcompile.graph.tags import GemmTag, Kind, set_tag
+from mxcompile.lowering.graph.packed import Packed
 from mxcompile.lowering.graph.promote_to_mx import PromoteToMX
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.ops.view import Product
@@ -179,8 +180,10 @@ def test_products_of_two_levels_stay_with_the_reason():
     module = make_fx(function, tracing_mode="fake")(*inputs)
     (product,) = module.graph.find_nodes(op="call_function", target=ops.matmul)
     set_tag(product, TAG)
-    reasons = PromoteToMX(target=TARGETS["gfx950"], device="cpu").apply(module.graph)
+    chip = TARGETS["gfx950"]
+    reasons = Packed(target=chip, device="cpu").apply(module.graph)
     assert reasons == {product: "no kernel multiplies E2M1 under E4M3 scales"}
+    assert PromoteToMX(target=chip, device="cpu").apply(module.graph) == {}
     assert module.graph.find_nodes(op="call_function", target=ops.matmul) == [product]
 
 

@@ -275,13 +275,18 @@ def test_a_bias_is_a_vector_of_the_results_half_precision(
     assert reasons == ([] if taken else ["the FP8 GEMM takes a vector bias in its result's half precision"])
 
 
-@pytest.mark.parametrize(("scale", "others"), [("nearest", True), ("pow2", False)])
-def test_what_an_mx_gemm_would_multiply_is_said_of_other_scales(scale: str, others: bool):
-    """Not of those that it multiplies already, whose product is left for another reason."""
-    word = f"e4m3 1x128 {scale}"
+@pytest.mark.parametrize(
+    ("target", "word", "others"),
+    [
+        ("sm_100", "e4m3 1x128 nearest", True),
+        ("sm_100", "e4m3 1x128 pow2", False),  # multiplied already
+        ("sm_120", "e4m3 channel nearest", False),  # one scale for other blocks than a multiple of 32
+    ],
+)
+def test_reason_names_powers_of_two_where_an_mx_gemm_multiplies_them(target: str, word: str, others: bool):
     inputs = torch.randn(40, 128), torch.randn(128, 128)
-    _, (reason,) = applied(lambda x, w: product(x, w, word), *inputs, chip=TARGETS["sm_100"])
-    assert "no FP8 GEMM of sm_100 for scales 1x128" in reason
+    _, (reason,) = applied(lambda x, w: product(x, w, word), *inputs, chip=TARGETS[target])
+    assert f"no FP8 GEMM of {target} for scales {word.split()[1]}" in reason
     assert ("multiplies powers of two" in reason) == others
 
 
@@ -290,11 +295,3 @@ def test_other_formats_have_none():
         lambda x, w: product(x, w, "e2m1 1x32 rceil"), torch.randn(40, 64), torch.randn(64, 48)
     )
     assert reasons == []
-
-
-def test_scales_a_row_are_refused_on_rtx_50():
-    """Found by others on sm_120, with CUDA 13: per-tensor scales run there, scales a row do not."""
-    chip = TARGETS["sm_120"]
-    assert chip.multiplies_fp8("tensor", "tensor")
-    assert not chip.multiplies_fp8("channel", "channel")
-    assert TARGETS["sm_100"].multiplies_fp8("channel", "channel")

@@ -1,0 +1,150 @@
+"""The table that chooses a product's kernel: kernel families, best first, by operand formats and chip.
+
+    family        operands                                                      chip
+    FP8           FP8 elements, FP32 scales of a granularity that it takes      an FP8 GEMM of the vendor
+    PACKED        E2M1 in blocks of 32 with E8M0 scales, of 16 with E4M3 ones   an FP4 instruction
+    MX            MXFP8 in blocks of 32                                         an MX instruction
+    AS_MX         power-of-two scales that whole blocks of 32 share             an MX instruction
+    WEIGHT_ONLY   a weight stored in MXFP8 or packed FP4, few rows              a CPU, or a GPU with Triton
+    EMULATED      all
+
+A product runs on the first family that has a pass for its sizes, strides and device too. The record has the
+reasons of the others. Estimates (`mxcompile.offline.estimate`) read the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from mxcompile.formats import BLOCK, Format, ScaleType
+from mxcompile.formats.elements import E2M1, E4M3
+from mxcompile.lowering.chips.target import BLOCKS, WEIGHTS, Target
+
+NO_CAST = "no kernel casts to FP4 with a choice of scales, or with a scale for each row"
+"""Reason why products are emulated that the chip's instruction could multiply."""
+
+Forms = Sequence[Format]
+"""The formats of both operands of a product."""
+
+
+class Family(StrEnum):
+    """The kernel families of products, best first, with their names in docs/formats.md."""
+
+    FP8 = "FP8 GEMM"
+    PACKED = "FP4 GEMM"
+    MX = "MX GEMM"
+    AS_MX = "as MXFP8"
+    WEIGHT_ONLY = "weight-only"
+    EMULATED = "emulated"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """The conditions of a family: on operand formats, on a chip, and on formats on such a chip.
+
+    reason: why a chip that has the family lacks it for formats, for records.
+    """
+
+    takes: Callable[[Forms], bool] = lambda forms: True
+    on: Callable[[Target], bool] = lambda target: True
+    fits: Callable[[Forms, Target], bool] = lambda forms, target: True
+    reason: Callable[[Forms, Target], str] = lambda forms, target: ""
+
+
+def _are_fp8(forms: Forms) -> bool:
+    return all(form.scale is ScaleType.FP32 and not form.elem.is_coded for form in forms)
+
+
+def _takes_granularity(forms: Forms, target: Target) -> bool:
+    left, right = (str(form.tile) for form in forms)
+    alike = left == right != WEIGHTS or (left, right) == (BLOCKS, WEIGHTS)
+    return alike and {left, right} <= target.fp8_tiles
+
+
+def _no_fp8_gemm(forms: Forms, target: Target) -> str:
+    tiles = " and ".join(dict.fromkeys(str(form.tile) for form in forms))
+    converts = not _are_convertible(forms) and _are_convertible([replace(form, pow2=True) for form in forms])
+    hint = "; its MX GEMM multiplies powers of two (scale: pow2)" if target.native and converts else ""
+    return f"no FP8 GEMM of {target.name} for scales {tiles}{hint}"
+
+
+def _are_fp4(forms: Forms) -> bool:
+    return len({form.scale for form in forms}) == 1 and all(map(_is_fp4, forms))
+
+
+def _is_fp4(form: Format) -> bool:
+    along = 16 if form.two_level else BLOCK
+    return form.elem is E2M1 and form.tile.along == along and form.tile.across in (1, along)
+
+
+def _are_plain(forms: Forms) -> bool:
+    return all(form.is_plain for form in forms)
+
+
+def _no_fp4_gemm(forms: Forms, target: Target) -> str:
+    if forms[0].scale in target.fp4_scales:
+        return NO_CAST
+    return "no kernel multiplies E2M1 under E4M3 scales"
+
+
+def _are_mx(forms: Forms) -> bool:
+    return all(form.is_mx_operand for form in forms)
+
+
+def _are_convertible(forms: Forms) -> bool:
+    return all(form.mx_elem is not None for form in forms)
+
+
+def _is_beyond(form: Format) -> bool:
+    """Whether elements under E8M0 scales are no values of E4M3, so that no MX instruction multiplies them."""
+    return form.scale is ScaleType.E8M0 and form.elem.is_coded and not form.elem.is_in(E4M3)
+
+
+def _no_mx_gemm(forms: Forms, _: Target) -> str:
+    name = next(form.elem.name for form in forms if _is_beyond(form))
+    return f"no kernel multiplies {name.upper()} under E8M0 scales"
+
+
+def _is_readable(forms: Forms) -> bool:
+    return forms[1].lies_stored
+
+
+TABLE: dict[Family, Row] = {
+    Family.FP8: Row(
+        takes=_are_fp8, on=lambda chip: bool(chip.fp8_tiles), fits=_takes_granularity, reason=_no_fp8_gemm
+    ),
+    Family.PACKED: Row(
+        takes=_are_fp4,
+        on=lambda chip: bool(chip.fp4_scales),
+        fits=lambda forms, chip: forms[0].scale in chip.fp4_scales and _are_plain(forms),
+        reason=_no_fp4_gemm,
+    ),
+    Family.MX: Row(takes=_are_mx, on=lambda chip: chip.native),
+    Family.AS_MX: Row(
+        takes=lambda forms: _are_convertible(forms) or any(map(_is_beyond, forms)),
+        on=lambda chip: chip.native,
+        fits=lambda forms, chip: _are_convertible(forms),
+        reason=_no_mx_gemm,
+    ),
+    Family.WEIGHT_ONLY: Row(takes=_is_readable, on=lambda chip: chip.device == "cpu" or bool(chip.arch)),
+    Family.EMULATED: Row(),
+}
+
+
+def families(forms: Forms, target: Target) -> list[Family]:
+    """Returns the families by which `target` multiplies `forms`, best first; the last is `EMULATED`."""
+    return [family for family in TABLE if runs(family, forms, target)]
+
+
+def runs(family: Family, forms: Forms, target: Target) -> bool:
+    """Whether `target` multiplies `forms` by `family`."""
+    row = TABLE[family]
+    return row.takes(forms) and row.on(target) and row.fits(forms, target)
+
+
+def lacking(family: Family, forms: Forms, target: Target) -> str:
+    """Returns the reason why `target`, which has `family`, lacks it for `forms`, which it takes; or ""."""
+    row = TABLE[family]
+    return "" if row.fits(forms, target) else row.reason(forms, target)
