@@ -36,7 +36,7 @@ WORDS = [name for name, preset in PRESETS.items() if preset.gemms] + [
 def test_candidate_has_its_own_formats_over_every_base(word, base):
     own = PRESETS[word].formats if word in PRESETS else Choices()
     row = PRESETS[word].precision if word in PRESETS else PRECISIONS[word]
-    use = Candidate.of(word, BASES[base]).use
+    use = Candidate.parse(word, BASES[base]).use
     assert use is not None
     assert row.formats(use.over(BASES[base])) == row.formats(own)
     assert use.history is None or use.scaling == "delayed", "a policy file has a history of these alone"
