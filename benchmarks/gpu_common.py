@@ -19,8 +19,9 @@ from torch import Tensor
 
 from mxcompile import ops
 from mxcompile.formats import Copy, ScaleLayout
-from mxcompile.lowering import pipeline, targets
+from mxcompile.lowering import targets
 from mxcompile.lowering.chips.peak import Peak
+from mxcompile.lowering.graph import pipeline
 from mxcompile.lowering.targets import Target
 from mxcompile.offline import Rates
 

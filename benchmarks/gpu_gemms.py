@@ -32,8 +32,8 @@ from torch.nn import functional
 
 import mxcompile
 from mxcompile.formats import Copy, ScaleLayout
+from mxcompile.lowering.choices import defaults
 from mxcompile.lowering.targets import Target, of_chip
-from mxcompile.lowering.templates import defaults
 from mxcompile.offline import Rates
 
 TOKENS = (1, 16, 128, 1024, 8192)

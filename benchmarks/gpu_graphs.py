@@ -21,8 +21,8 @@ from torch.nn import functional
 import mxcompile
 from mxcompile import ops
 from mxcompile.formats import Copy, Format, elem_type
+from mxcompile.lowering.choices import defaults
 from mxcompile.lowering.targets import Target
-from mxcompile.lowering.templates import defaults
 
 E4M3, ROUNDING, BF16 = torch.float8_e4m3fn, "rceil", torch.bfloat16
 TENSOR, CHANNEL, BLOCKS = (f"e4m3 {extent} nearest" for extent in ("tensor", "channel", "1x128"))
@@ -192,7 +192,7 @@ def scaled_mm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> Tensor:
 
 @contextmanager
 def on_form(form: str) -> Iterator[None]:
-    """While it lasts products of matrices get that form of `templates.defaults` where it can run them."""
+    """While it lasts products of matrices get that form of `choices.defaults` where it can run them."""
     row = defaults.TableRow(
         kind=defaults.DENSE, when="all", holds=lambda *_: True, form=form, reason="to be timed"
     )

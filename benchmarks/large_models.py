@@ -72,7 +72,7 @@ def planned(layers: int) -> dict[str, Any]:
     sys.path.insert(0, str(common.ROOT / "tests"))
     from helpers import giants
 
-    from mxcompile.compiler.decompositions import table
+    from mxcompile.compiler.session.decompositions import table
     from mxcompile.plan.plan import make_plan
 
     model = giants.build("llama", layers)

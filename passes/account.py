@@ -16,8 +16,8 @@ from mxcompile.graph.tags import PASS_KEY, GemmTag, Kind, bytes_of, numel, tag_o
 from mxcompile.graph.transpose import untransposed
 from mxcompile.models.names import module_of
 from mxcompile.ops.view import Product, results_of
-from mxcompile.passes.flow import gemms_reading, origin, stored, viewed
 from mxcompile.passes.gather import Gather
+from mxcompile.passes.roles.flow import gemms_reading, origin, stored, viewed
 from mxcompile.policy import Gemm
 
 

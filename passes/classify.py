@@ -17,9 +17,9 @@ from torch import fx
 
 from mxcompile.graph.tags import Evidence, GemmTag, Kind, set_tag, tags_of
 from mxcompile.models.names import GraphInput
-from mxcompile.passes.flow import DERIVATIVE, dependencies
 from mxcompile.passes.roles import feeds, uses
 from mxcompile.passes.roles.cuts import ends, live
+from mxcompile.passes.roles.flow import DERIVATIVE, dependencies
 from mxcompile.passes.roles.precedence import role_of
 from mxcompile.passes.roles.products import Products
 from mxcompile.passes.roles.site import Model, Site

@@ -37,7 +37,7 @@ from mxcompile.graph.tags import GemmTag, Kind, hint, tag_of, tensor, value_of
 from mxcompile.graph.transpose import readers
 from mxcompile.models.names import GraphInput
 from mxcompile.ops.view import Cast, result_of, results_of
-from mxcompile.passes.flow import viewed
+from mxcompile.passes.roles.flow import viewed
 from mxcompile.passes.upstream import upstream
 
 _KEPT_APART = "saved_tensor_with_no_vc_check"

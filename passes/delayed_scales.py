@@ -17,7 +17,7 @@ from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import argument, aten
 from mxcompile.graph.tags import STATE_KEY, GemmTag, value_of
 from mxcompile.ops.view import arguments_of
-from mxcompile.passes.flow import input_index, stored
+from mxcompile.passes.roles.flow import input_index, stored
 from mxcompile.policy import Gemm
 
 FORWARD = "mx_forward_slot"

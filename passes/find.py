@@ -32,7 +32,9 @@ from mxcompile.graph.shapes import attention_sizes, matmul_sizes, operands
 from mxcompile.graph.tags import GemmTag, Kind, Sizes, known, set_tag, tags_of, value_of
 from mxcompile.models.blocks import Blocks
 from mxcompile.models.names import GraphInput, HeldBy, layer_name, module_of, parametrized, source_of
-from mxcompile.passes.flow import (
+from mxcompile.passes.gradients import Gradients
+from mxcompile.passes.layers import Weights
+from mxcompile.passes.roles.flow import (
     DERIVATIVE,
     Depends,
     dependencies,
@@ -41,8 +43,6 @@ from mxcompile.passes.flow import (
     stored,
     stored_as,
 )
-from mxcompile.passes.gradients import Gradients
-from mxcompile.passes.layers import Weights
 from mxcompile.policy import Gemm, Role
 
 

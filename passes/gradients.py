@@ -22,7 +22,7 @@ from mxcompile.graph.attention import ATTENTION_BACKWARD, ATTENTION_FORWARD
 from mxcompile.graph.opsets import CONJUGATES, argument, gradient_index, is_matmul, packet
 from mxcompile.graph.shapes import matmul_sizes, operands
 from mxcompile.graph.tags import Kind, hint, tags_of
-from mxcompile.passes.flow import Depends, is_derivative, origin
+from mxcompile.passes.roles.flow import Depends, is_derivative, origin
 from mxcompile.policy import Gemm
 
 

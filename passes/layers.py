@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from mxcompile.graph.opsets import SUMS, TRANSPARENT, aten, packet
 from mxcompile.graph.tags import numel, tensor, value_of
 from mxcompile.ops.view import argument_of
-from mxcompile.passes.flow import Depends, origin, picked_stack, stored
+from mxcompile.passes.roles.flow import Depends, origin, picked_stack, stored
 
 _NEAR = 6
 """Most operators between a product and the norms that it is added to."""

@@ -5,7 +5,7 @@
 
 The pair (depth, step) grows along every edge between two nodes, so joining glue never makes a cycle. The
 graph does not change. Values computed from parameters, indices and constants alone are left out.
-`report.outline` folds equal blocks.
+`report.data.outline` folds equal blocks.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from mxcompile.graph.opsets import STREAM_SOURCES, SUMS, TRANSPARENT, packet
 from mxcompile.graph.tags import GemmTag, Kind, hint, tags_of, tensor
 from mxcompile.models.names import GraphInput, module_of, source_of
 from mxcompile.ops.view import Cast
-from mxcompile.passes.flow import Depends, dependencies
+from mxcompile.passes.roles.flow import Depends, dependencies
 from mxcompile.report import Outline, OutlineNode, folded
-from mxcompile.report.outline import inner_block
+from mxcompile.report.data.outline import inner_block
 
 _Edges = set[tuple[int, int]]
 

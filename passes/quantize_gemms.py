@@ -31,9 +31,9 @@ from mxcompile.graph.tags import GemmTag, numel, set_tag, tag_of, tags_of, tenso
 from mxcompile.graph.transpose import transpose, untransposed
 from mxcompile.ops.view import result_of
 from mxcompile.passes.delayed_scales import States
-from mxcompile.passes.flow import picked_stack
 from mxcompile.passes.matrices import as_returned, matrices
 from mxcompile.passes.operand import product_calls, widest
+from mxcompile.passes.roles.flow import picked_stack
 from mxcompile.passes.rows import arrives
 from mxcompile.passes.split import HALF
 from mxcompile.policy import Code, Gemm, Reason, Saved, Sent

@@ -2,7 +2,7 @@
 
 Gradients that `split` separated become one node again, and degenerate matmuls are decomposed. Inductor turns
 products with a contraction of length one into multiplications, and matrix-vector products into sums, before
-any pass runs. `compiler.decompositions` disables that, so that `find` and `decide` see these products. This
+any pass runs. `compiler.session.decompositions` disables that, so that `find` and `decide` see them. This
 pass traces Inductor's decomposition for the products that stay as they are, so that their results are
 bit-identical to results without mxcompile.
 """

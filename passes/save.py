@@ -22,7 +22,7 @@ from mxcompile.graph.opsets import argument
 from mxcompile.graph.tags import tag_of
 from mxcompile.graph.transpose import untransposed
 from mxcompile.ops.view import Product
-from mxcompile.passes.flow import gemms_reading
+from mxcompile.passes.roles.flow import gemms_reading
 from mxcompile.policy import Gemm, Saved
 
 

@@ -19,7 +19,7 @@ from mxcompile.graph.tags import Kind, tag_of
 from mxcompile.models.names import GraphInput
 from mxcompile.ops.view import Cast
 from mxcompile.passes.account import stored_weight
-from mxcompile.passes.flow import graph_input
+from mxcompile.passes.roles.flow import graph_input
 from mxcompile.policy import Gemm
 
 

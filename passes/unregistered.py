@@ -28,7 +28,7 @@ from mxcompile.graph.tags import Kind, tag_of, value_of
 from mxcompile.models.names import HeldBy
 from mxcompile.passes.classify import Classify
 from mxcompile.passes.find import Find
-from mxcompile.passes.flow import WEIGHT_KEY, Depends, dependencies, graph_input, stored
+from mxcompile.passes.roles.flow import WEIGHT_KEY, Depends, dependencies, graph_input, stored
 from mxcompile.policy import ATTENTION_PRODUCTS, Gemm
 
 

@@ -23,7 +23,7 @@ from mxcompile.graph.opsets import EXPONENTIALS, STREAM_SOURCES, packet
 from mxcompile.graph.shapes import qkv
 from mxcompile.graph.tags import GemmTag, Kind, tag_of, tags_of, tensor
 from mxcompile.models.names import GraphInput
-from mxcompile.passes.flow import Depends, dependencies, viewed
+from mxcompile.passes.roles.flow import Depends, dependencies, viewed
 from mxcompile.policy import Gemm, Saved
 
 

@@ -22,7 +22,7 @@ from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import GemmTag, Kind, tag_of, tensor, value_of
 from mxcompile.models.names import GraphInput
 from mxcompile.ops.view import Cast, Product, Unpack, result_of
-from mxcompile.passes.flow import graph_input
+from mxcompile.passes.roles.flow import graph_input
 from mxcompile.policy import Gemm
 
 OTHER_FORMAT = (

@@ -5,32 +5,16 @@ Usage: make house
 
 from __future__ import annotations
 
-import ast
 import sys
 from pathlib import Path
-
-import networkx as nx
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests/packaging"))
 
-from test_import_order import imported, modules  # noqa: E402
+from test_import_order import circles  # noqa: E402
 from test_room_budgets import BUDGETS, NUM_OPERATORS, lines_by_room  # noqa: E402
 
 from mxcompile import ops  # noqa: E402
-
-
-def circles() -> list[list[str]]:
-    """Returns the folders that import each other, directly or through others."""
-    known = modules()
-    rooms: nx.DiGraph[str] = nx.DiGraph()
-    for path in known.values():
-        room = str(path.parent.relative_to(ROOT))
-        for target in imported(ast.parse(path.read_text(encoding="utf-8"))):
-            needed = known.get(target) or known.get(target.rpartition(".")[0])
-            if needed is not None and needed.parent not in (path.parent, ROOT / "mxcompile"):
-                rooms.add_edge(room, str(needed.parent.relative_to(ROOT)))
-    return [sorted(circle) for circle in nx.strongly_connected_components(rooms) if len(circle) > 1]
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""`Target` describes a chip; `families` chooses the kernels of products by its fields.
+"""`Target` describes a chip; `choices.families` chooses the kernels of products by its fields.
 
 ``native``: Triton compiles ``tl.dot_scaled`` to the chip's block-scaled MMA. ``emulated``: the kernels that
 produce the operands dequantize them, and the vendor's BF16 GEMM multiplies them.

@@ -25,9 +25,9 @@ from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import SIZED_VIEWS, TRANSPARENT, argument, aten, packet
 from mxcompile.graph.tags import Kind, hint, set_tag, tags_of, tensor
 from mxcompile.lowering import optional
+from mxcompile.lowering.choices.attention_forms import MOST_DIMS, form
 from mxcompile.lowering.cpu import MOST_ROWS, kernel
 from mxcompile.lowering.graph.lowering_pass import LoweringPass, Reasons
-from mxcompile.lowering.templates.attention_forms import MOST_DIMS, form
 from mxcompile.ops.view import Dequantize, argument_of, arguments_of
 
 _FLOATS = (torch.bfloat16, torch.float32)

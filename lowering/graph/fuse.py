@@ -20,9 +20,8 @@ from mxcompile import ops
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import packet
 from mxcompile.graph.tags import hint, set_tag, tags_of, tensor, value_of
+from mxcompile.lowering.choices.configs import Tiles, autotuning, fused
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, NativePass, Reasons
-from mxcompile.lowering.templates.configs import autotuning
-from mxcompile.lowering.templates.fused_tiles import Choices, tiles
 from mxcompile.ops.view import Cast, Product, result_of
 
 
@@ -39,12 +38,12 @@ class Fuse(NativePass):
         for node in list(graph.nodes):
             cast = cast_of(node)
             if cast is not None:
-                tile_sizes = tiles(self.target, *map(hint, value_of(node).shape))
+                tile_sizes = fused(self.target, *map(hint, value_of(node).shape))
                 if tile_sizes:
                     self._fuse(build, Product.read(node), cast, tile_sizes)
         return NO_REASONS
 
-    def _fuse(self, build: Builder, product: Product, cast: Cast, tile_sizes: Choices) -> None:
+    def _fuse(self, build: Builder, product: Product, cast: Cast, tile_sizes: Tiles) -> None:
         node, right = product.node, product.sides[1]
         competing = product.sides[0] if autotuning() else ()
         formats = product.out_dtype, cast.fmt, product.format_b
@@ -58,7 +57,7 @@ class Fuse(NativePass):
                 build.graph.erase_node(result)
 
 
-def _config(tile_sizes: Choices, competes: bool) -> str:
+def _config(tile_sizes: Tiles, competes: bool) -> str:
     """Returns the tile of the template; under autotuning the number of choices, with the unfused form."""
     if competes:
         return f"autotuned of {len(tile_sizes) + 1}"

@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import fx
 
 from mxcompile.lowering import optional
-from mxcompile.lowering.chips.families import TABLE, Family
+from mxcompile.lowering.choices.families import TABLE, Family
 from mxcompile.lowering.targets import Target
 
 Reasons = Mapping[fx.Node, str]

@@ -38,7 +38,8 @@ from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import tensor
 from mxcompile.graph.transpose import readers
 from mxcompile.lowering import optional
-from mxcompile.lowering.chips.families import TABLE, Family
+from mxcompile.lowering.choices.configs import is_one_matrix
+from mxcompile.lowering.choices.families import TABLE, Family
 from mxcompile.lowering.graph.lowering_pass import (
     COLLECTED,
     FP8_CASTS,
@@ -47,7 +48,6 @@ from mxcompile.lowering.graph.lowering_pass import (
     LoweringPass,
     Reasons,
 )
-from mxcompile.lowering.templates.configs import is_one_matrix
 from mxcompile.ops.view import Cast, Decode, result_of, results_of
 
 _FP8_TILES = (Tile.TENSOR, Tile.CHANNEL, Tile(1, 128), Tile(128, 128))

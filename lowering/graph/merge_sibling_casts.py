@@ -22,8 +22,8 @@ from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import TRANSPARENT, argument, packet
 from mxcompile.graph.tags import hint, tensor, value_of
 from mxcompile.lowering import optional
+from mxcompile.lowering.choices import packing
 from mxcompile.lowering.graph.lowering_pass import COLLECTED, NO_REASONS, LoweringPass, NativePass, Reasons
-from mxcompile.lowering.templates import packing
 from mxcompile.ops.view import Casts
 
 _MOST_LEAVES, _SHARED_LEAVES = 3, 2

@@ -1,6 +1,6 @@
 """native: choose the mx GEMMs that the target's MX GEMM runs, and leave them in place.
 
-`templates.defaults` lowers these products (matrices, batches, groups) to a Triton template whose dot is the
+`choices.defaults` lowers these products (matrices, batches, groups) to a Triton template whose dot is the
 chip's block-scaled MMA, or to the vendor's GEMM. The tag names the template until Inductor has chosen
 (`inductor.winners`). `expand` emulates the others, with a reason: empty products, products with one result
 element, and unknown numbers of groups. If the user names another chip as the target, Triton may emulate the
@@ -21,10 +21,10 @@ from torch import fx
 from mxcompile.graph.tags import hint, is_empty, set_tag, tags_of, tensor, value_of
 from mxcompile.lowering import optional
 from mxcompile.lowering.chips.tiles import MatmulConfig, TiledConfig
-from mxcompile.lowering.graph.epilogue import has_epilogue, is_native
+from mxcompile.lowering.choices import configs, defaults
+from mxcompile.lowering.choices.epilogue import has_epilogue, is_native
 from mxcompile.lowering.graph.lowering_pass import EMPTY, NativePass, Reasons
 from mxcompile.lowering.targets import of_device
-from mxcompile.lowering.templates import configs, defaults
 from mxcompile.ops.view import Product
 
 _EMULATES_RIGHT = (3, 9)

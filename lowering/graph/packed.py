@@ -8,7 +8,7 @@
     nvfp4   sm_100, sm_103, sm_120               blocks of 16 with E4M3 scales, an FP32 scale for each tensor
     mxfp4   sm_100, sm_103, sm_120, gfx950       blocks of 32 with E8M0 scales
 
-`templates.defaults` selects the kernel of a product. Casts of matrices write scales in the chip's layout,
+`choices.defaults` selects the kernel of a product. Casts of matrices write scales in the chip's layout,
 other casts write them row-major. Scales of stored weights are row-major; large products have them tiled
 first, so that kernels on tiled scales can run, which moves at most a quarter of the weight's bytes again.
 Other products read row-major scales.
@@ -36,12 +36,12 @@ from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import argument, aten
 from mxcompile.graph.tags import hint, set_tag, tags_of, tensor, value_of
 from mxcompile.graph.transpose import transpose
-from mxcompile.lowering.chips.families import TABLE, Family, lacking
+from mxcompile.lowering.choices import configs, defaults
+from mxcompile.lowering.choices.families import TABLE, Family, lacking
 from mxcompile.lowering.graph.lowering_pass import NATIVE, LoweringPass, Reasons
 from mxcompile.lowering.graph.native import Native
 from mxcompile.lowering.graph.operands import stored
 from mxcompile.lowering.targets import Target
-from mxcompile.lowering.templates import configs, defaults
 from mxcompile.ops.view import Cast, Product, Unpack, result_of
 
 FP4_TEMPLATES = ("templates.fp4_casts", *NATIVE[1:])

@@ -22,8 +22,8 @@ from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import packet
 from mxcompile.graph.tags import set_tag, tags_of, tensor
-from mxcompile.lowering.chips.families import TABLE, Family, lacking
-from mxcompile.lowering.graph.epilogue import is_native
+from mxcompile.lowering.choices.epilogue import is_native
+from mxcompile.lowering.choices.families import TABLE, Family, lacking
 from mxcompile.lowering.graph.lowering_pass import NativePass, Reasons
 from mxcompile.lowering.graph.native import Native
 from mxcompile.lowering.graph.operands import DequantizedOperands

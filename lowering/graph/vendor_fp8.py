@@ -34,12 +34,12 @@ from mxcompile.graph.opsets import aten
 from mxcompile.graph.tags import set_tag, tags_of, tensor
 from mxcompile.graph.transpose import transpose, untransposed
 from mxcompile.lowering import optional
-from mxcompile.lowering.chips.families import TABLE, Family, lacking, runs
-from mxcompile.lowering.graph.epilogue import is_native
+from mxcompile.lowering.choices.configs import contiguous
+from mxcompile.lowering.choices.epilogue import is_native
+from mxcompile.lowering.choices.families import TABLE, Family, lacking, runs
 from mxcompile.lowering.graph.fp8_requirements import Problem, unmet
 from mxcompile.lowering.graph.lowering_pass import FP8_CASTS, LoweringPass, Reasons
 from mxcompile.lowering.graph.merge_casts import is_fp8
-from mxcompile.lowering.templates.configs import contiguous
 from mxcompile.ops.view import Cast, Product, result_of, results_of
 
 

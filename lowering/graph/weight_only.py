@@ -31,12 +31,12 @@ from mxcompile.graph.shapes import operands as operands_of
 from mxcompile.graph.tags import hint, set_tag, tags_of, tensor, value_of
 from mxcompile.graph.transpose import transpose, untransposed
 from mxcompile.lowering import optional
-from mxcompile.lowering.chips.families import Family, runs
+from mxcompile.lowering.choices.families import Family, runs
+from mxcompile.lowering.choices.weight_only_forms import forms, most_rows
 from mxcompile.lowering.cpu import MOST_ROWS, kernel, parts_of
 from mxcompile.lowering.graph.expand import factors_of, scaled, working_dtype
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
 from mxcompile.lowering.graph.operands import DequantizedOperands, stored
-from mxcompile.lowering.templates.weight_only_forms import forms, most_rows
 from mxcompile.ops.cast import decoded_shape
 from mxcompile.ops.view import Dequantize, Product, Unpack
 

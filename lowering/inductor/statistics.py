@@ -7,6 +7,7 @@ other formats and dtypes, or a known scale     the operator's eager implementati
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,11 @@ from mxcompile import ops
 from mxcompile.formats import ELEM_TYPES, MAX, Format, ScaleType, Tile
 from mxcompile.lowering import optional
 from mxcompile.lowering.cpu import statistics as cpp
+
+_Results = tuple[ir.TensorBox, ir.TensorBox | None] | None
+
+TEMPLATES: list[Callable[[ir.TensorBox, int, Format, int], _Results]] = []
+"""The function of `templates.statistics`, once that module is imported."""
 
 _AS_IT_IS = fallback_handler(ops.cast_statistics, add_to_fallback_set=False)
 _FULL = lowerings[torch.ops.aten.full.default]
@@ -42,13 +48,10 @@ def _is_mxfp8(form: Format) -> bool:
     return plain and form.scale is ScaleType.E8M0 and form.tile in (Tile.ROW, Tile.SQUARE)
 
 
-def _measured(
-    x: ir.TensorBox, block_dim: int, form: Format, keep: int
-) -> tuple[ir.TensorBox, ir.TensorBox | None] | None:
+def _measured(x: ir.TensorBox, block_dim: int, form: Format, keep: int) -> _Results:
     if x.get_device_or_error().type == "cpu":
         return cpp.cast_statistics(x, block_dim, form, keep)
     if x.get_device_or_error().type != "cuda" or optional.obstacle("templates.statistics"):
         return None
-    from mxcompile.lowering.templates.statistics import cast_statistics
-
-    return cast_statistics(x, block_dim, form, keep)
+    (template,) = TEMPLATES
+    return template(x, block_dim, form, keep)

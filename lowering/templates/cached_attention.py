@@ -24,10 +24,10 @@ from torch._inductor.virtualized import V
 
 from mxcompile import ops
 from mxcompile.formats import Format
+from mxcompile.lowering.choices.attention_forms import form
 from mxcompile.lowering.cpu import attention as elsewhere
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import call
-from mxcompile.lowering.templates.attention_forms import form
 from mxcompile.lowering.templates.weight_only import readable
 
 _STAGES = 2

@@ -9,7 +9,7 @@ from torch._inductor import ir
 from torch._inductor.select_algorithm import TritonTemplate, autotune_select_algorithm
 from torch._inductor.virtualized import V
 
-from mxcompile.lowering.graph.epilogue import is_heavy
+from mxcompile.lowering.choices.epilogue import is_heavy
 from mxcompile.lowering.inductor import fp_fusion, winners
 from mxcompile.lowering.templates.examples import Make
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import empty_strided, lowerings
+from torch._inductor.lowering import lowerings
 from torch._inductor.select_algorithm import SymbolicGridFn, realize_inputs
 from torch._inductor.utils import sympy_product, triton_type
 from torch._inductor.virtualized import V
@@ -29,10 +29,12 @@ from torch.utils._sympy.functions import FloorDiv
 from mxcompile.formats import BLOCK, Copy
 from mxcompile.formats.scale_tiles import TILE_ROWS
 from mxcompile.lowering.chips.tiles import Unsupported
+from mxcompile.lowering.choices import configs, packing
 from mxcompile.lowering.inductor.copies import TEMPLATES, CastCall
 from mxcompile.lowering.inductor.tiling import tiled_size
 from mxcompile.lowering.targets import Target, of_device
-from mxcompile.lowering.templates import call, configs, packing
+from mxcompile.lowering.templates import call
+from mxcompile.lowering.templates.matrix import MASKS, PLACE, empty, load
 from mxcompile.lowering.templates.producers import ProducingTemplate, leaves_room
 
 _IMPORTS = r"""
@@ -41,34 +43,18 @@ from mxcompile.lowering.kernels import packed, scale_bytes, tiles
 {% set how = "ELEM, ROUNDING" if PACKED else "ELEM, ROUNDING, NATIVE, SATURATES" %}
 """
 
-_PLACE = r"""
-    M = {{size("X", 0)}}
-    N = {{size("X", 1)}}
-    pid_m = tl.program_id(0)
-    pid_n = tl.program_id(1)
-    rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-{% if ENTRY %}
+_PLACE = (
+    PLACE
+    + r"""{% if ENTRY %}
     padded = (ENTRY + 31) // 32 * 32
     end_m = M // ENTRY * padded
     rm = tl.where(rm % padded < ENTRY, rm // padded * ENTRY + rm % padded, M)
 {% else %}
     end_m = M
 {% endif %}
-    idx_m = rm[:, None].to(INDEX_DTYPE)
-    idx_n = rn[None, :].to(INDEX_DTYPE)
-    mask_m = idx_m < M
-    mask_n = idx_n < N
-    mask = mask_m & mask_n
-    blocks_m = pid_m * (BLOCK_M // 32) + tl.arange(0, BLOCK_M // 32)
-    blocks_n = pid_n * (BLOCK_N // 32) + tl.arange(0, BLOCK_N // 32)
 """
-
-_X = r"""
-    {{load_input("X", "x", ("idx_m", "idx_n"), mask="mask", indent_width=4,
-                 index_shape=("BLOCK_M", "BLOCK_N"))}}
-    x = x.to(DTYPE)
-"""
+    + MASKS
+)
 
 _BOTH = r"""
     column_codes, column_byte = {{cast}}.quantize_columnwise(x, {{how}})
@@ -93,7 +79,7 @@ _SOURCE = (
 {% endif %}
 """
     + _PLACE
-    + _X
+    + load("X")
     + r"{% if ROWWISE and COLUMNWISE %}"
     + _BOTH
     + r"""{% elif ROWWISE %}
@@ -115,12 +101,8 @@ _SOURCE_OF_TWO = (
              "Y_ROW", "Y_ROW_SCALE", "Y_COLUMN", "Y_COLUMN_SCALE")}}
 """
     + _PLACE
-    + _X
-    + r"""
-    {{load_input("Y", "y", ("idx_m", "idx_n"), mask="mask", indent_width=4,
-                 index_shape=("BLOCK_M", "BLOCK_N"))}}
-    y = y.to(DTYPE)
-"""
+    + load("X")
+    + load("Y")
     + _BOTH
     + _STORE
     + _BOTH.replace("COLUMN", "Y_COLUMN").replace("ROW_SCALE", "Y_ROW_SCALE").replace("(x,", "(y,")
@@ -214,9 +196,7 @@ def _cast(
     extra = _extra(x, layout, elem_dtype, tiled, entry)
     if second is not None:
         extra += [([m, n], elem_dtype), *extra]
-    others = [empty_strided(shape, None, dtype=dtype, device=device) for shape, dtype in extra]
-    for other in others:
-        other.realize()
+    others = [empty(x, shape, dtype) for shape, dtype in extra]
     inputs = [*sources, *(other.data for other in others)]
     fast = x.get_dtype() == torch.bfloat16 and packing.converts(target)
     roomy = fast and all(map(leaves_room, sources))

@@ -19,7 +19,7 @@ from torch._inductor.lowering import lowerings
 from torch._inductor.virtualized import V
 
 from mxcompile.formats import BLOCK, ELEMENTS, Format, elem_type
-from mxcompile.lowering.templates import defaults
+from mxcompile.lowering.choices import defaults
 
 _EXPAND = lowerings[torch.ops.aten.expand.default]
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import empty_strided, lowerings, register_lowering
+from torch._inductor.lowering import lowerings, register_lowering
 from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, realize_inputs
 from torch._inductor.utils import sympy_product, triton_type
 from torch._inductor.virtualized import V
@@ -28,12 +28,13 @@ from mxcompile.formats import Copy, CopyPart
 from mxcompile.formats.hadamard import WIDTH
 from mxcompile.formats.scale_tiles import TILE_BLOCKS, TILE_ROWS
 from mxcompile.lowering.chips.tiles import Unsupported
+from mxcompile.lowering.choices.configs import chosen
 from mxcompile.lowering.inductor import general
 from mxcompile.lowering.inductor.copies import TEMPLATES, CastCall
 from mxcompile.lowering.inductor.tiling import tiled_size
-from mxcompile.lowering.kernels.configs import chosen
 from mxcompile.lowering.targets import Target, of_device
 from mxcompile.lowering.templates import call
+from mxcompile.lowering.templates.matrix import empty
 from mxcompile.lowering.templates.producers import ProducingTemplate
 
 _TILE = r"""
@@ -191,9 +192,7 @@ def lower(cast: CastCall) -> Results | None:
     x, is_tiled = _matrices(x), copies[0].is_tiled
     device, target = x.get_device_or_error(), of_device(x.get_device_or_error())
     shapes = [shape for copy in copies for shape in _shapes(x, copy)]
-    others = [empty_strided(shape, None, dtype=torch.uint8, device=device) for shape in shapes[1:]]
-    for other in others:
-        other.realize()
+    others = [empty(x, shape, torch.uint8) for shape in shapes[1:]]
     inputs = [x, *(other.data for other in others)]
     read = [realize_inputs(tensor) for tensor in (*cast.amaxes, cast.seed) if tensor is not None]
     first, last, sides = copies[0].format, copies[-1].format, [copy.dim for copy in copies]

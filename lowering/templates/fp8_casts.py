@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import empty_strided, lowerings
+from torch._inductor.lowering import lowerings
 from torch._inductor.select_algorithm import (
-    SymbolicGridFn,
     TritonTemplate,
     realize_inputs,
 )
@@ -31,11 +30,12 @@ from torch.utils._sympy.functions import CeilDiv
 
 from mxcompile.formats import FNUZ, Copy, CopyPart, Format, ScaleType, Tile
 from mxcompile.lowering.chips.tiles import TileConfig, Unsupported
+from mxcompile.lowering.choices.configs import chosen
 from mxcompile.lowering.inductor.copies import TEMPLATES, CastCall
 from mxcompile.lowering.inductor.general import fp32_scale_of
-from mxcompile.lowering.kernels.configs import chosen
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import call
+from mxcompile.lowering.templates.matrix import PLACE, empty, grid
 from mxcompile.lowering.templates.producers import ProducingTemplate
 
 _F32 = torch.float32
@@ -48,14 +48,9 @@ BLOCK = 128
 PERM = 4
 """Neighbouring rows that a thread has (see `fp8_tiles.order`)."""
 
-_PLACE = r"""
-    M = {{size("X", 0)}}
-    N = {{size("X", 1)}}
-    pid_m = tl.program_id(0)
-    pid_n = tl.program_id(1)
-    rm = pid_m * BLOCK_M + fp8_tiles.order(BLOCK_M, PERM)
-    rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    idx_m = rm[:, None].to(INDEX_DTYPE)
+_PLACE = (
+    PLACE.replace("tl.arange(0, BLOCK_M)", "fp8_tiles.order(BLOCK_M, PERM)")
+    + r"""    idx_m = rm[:, None].to(INDEX_DTYPE)
     idx_n = rn[None, :].to(INDEX_DTYPE)
     mask_m = idx_m < M
     mask = mask_m & (idx_n < N)
@@ -63,6 +58,7 @@ _PLACE = r"""
                  index_shape=("BLOCK_M", "BLOCK_N"))}}
     x = x.to(DTYPE).to(tl.float32)
 """
+)
 
 _AMAX_SOURCE = (
     r"""
@@ -177,13 +173,8 @@ from mxcompile.lowering.kernels import fp8_tiles, tiles
 )
 
 
-@SymbolicGridFn
-def _grid(m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, Any, int]:
-    return cdiv(m, meta["BLOCK_M"]), cdiv(n, meta["BLOCK_N"]), 1
-
-
-AMAX = ProducingTemplate(name="mx_fp8_amax", grid=_grid, source=_AMAX_SOURCE)
-CAST = ProducingTemplate(name="mx_fp8_cast", grid=_grid, source=_CAST_SOURCE)
+AMAX = ProducingTemplate(name="mx_fp8_amax", grid=grid, source=_AMAX_SOURCE)
+CAST = ProducingTemplate(name="mx_fp8_cast", grid=grid, source=_CAST_SOURCE)
 
 
 _Scales = dict[int, ir.TensorBox]
@@ -268,7 +259,7 @@ def _parts(x: ir.TensorBox, *, rows: bool, columns: bool) -> tuple[ir.TensorBox 
     (m, n), target = x.get_size(), of_device(x.get_device_or_error())
     tile = chosen(target.tiles.fp8_cast, "an FP8 cast", target).amax
     down, across = CeilDiv(m, tile.block_m), CeilDiv(n, tile.block_n)
-    others = [_empty(x, [down, n], _F32)] if rows and columns else []
+    others = [empty(x, [down, n], _F32)] if rows and columns else []
     shape = [m if rows else down, n if columns and not rows else across]
     result = _call(AMAX, x, others, shape, _F32, tile, ROWS=rows, COLUMNS=columns, PERM=1)
     if rows and columns:
@@ -281,9 +272,9 @@ def _of_blocks(x: ir.TensorBox, form: Format, elements: Collection[bool]) -> _Sc
     (m, n), same = x.get_size(), form.tile.is_square
     scales = {}
     if same or False in elements:
-        scales[-1] = _empty(x, [CeilDiv(m, form.tile.across), CeilDiv(n, BLOCK)], _F32)
+        scales[-1] = empty(x, [CeilDiv(m, form.tile.across), CeilDiv(n, BLOCK)], _F32)
     if True in elements and not same:
-        scales[-2] = _empty(x, [CeilDiv(m, BLOCK), n], _F32)
+        scales[-2] = empty(x, [CeilDiv(m, BLOCK), n], _F32)
     return scales
 
 
@@ -310,9 +301,9 @@ def _cast(cast: CastCall, scales: _Scales, elements: dict[bool, Copy]) -> _Tenso
     (fnuz,) = {copy.fnuz for copy in elements.values()}  # one kernel makes elements of one type
     seen = any(copy.part is CopyPart.LARGEST for copy in cast.copies)
     stored = FNUZ[form.elem.dtype] if fnuz else form.elem.dtype
-    other = [_empty(x, [n, m], stored)] if rows and columns else []
+    other = [empty(x, [n, m], stored)] if rows and columns else []
     number = CeilDiv(m, tile.block_m) * CeilDiv(n, tile.block_n)
-    largest = [_empty(x, [number], _F32)] if seen else []
+    largest = [empty(x, [number], _F32)] if seen else []
     result = _call(
         CAST,
         x,
@@ -343,13 +334,6 @@ def _cast(cast: CastCall, scales: _Scales, elements: dict[bool, Copy]) -> _Tenso
     if seen:
         tensors[CopyPart.LARGEST, False] = _VIEW(_AMAX(largest[0], (0,), True), [1])
     return tensors
-
-
-def _empty(x: ir.TensorBox, shape: Sequence[Any], dtype: torch.dtype) -> ir.TensorBox:
-    """Returns memory that a kernel writes beside its result."""
-    result: ir.TensorBox = empty_strided(list(shape), None, dtype=dtype, device=x.get_device_or_error())
-    result.realize()
-    return result
 
 
 def _call(

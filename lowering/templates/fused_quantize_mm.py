@@ -27,11 +27,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from mxcompile import ops
 from mxcompile.formats import Copy, Format, ScaleLayout
+from mxcompile.lowering.choices.configs import fused, products
 from mxcompile.lowering.inductor.winners import choose
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import call, examples
-from mxcompile.lowering.templates.configs import products
-from mxcompile.lowering.templates.fused_tiles import tiles
 from mxcompile.lowering.templates.tile import blocks, index_type
 
 _SOURCE = r"""
@@ -175,7 +174,7 @@ def _choices(
     target, sizes = of_device(layout.device), V.graph.sizevars
     rows, columns = sizes.optimization_hint(m), sizes.optimization_hint(n)
     # no tiles if `graph.fuse` did not have the size, or if the option `target` named another chip
-    tile_sizes = tiles(target, rows, columns) or products(target, rows)[:1]
+    tile_sizes = fused(target, rows, columns) or products(target, rows)[:1]
     for swap, tile in tile_sizes:
         yield {
             **blocks(tile, swap=swap),

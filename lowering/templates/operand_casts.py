@@ -21,43 +21,22 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import empty_strided, lowerings
-from torch._inductor.select_algorithm import SymbolicGridFn, realize_inputs
+from torch._inductor.lowering import lowerings
+from torch._inductor.select_algorithm import realize_inputs
 from torch._inductor.utils import sympy_product, triton_type
 from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import CeilDiv
 
 from mxcompile.formats import BLOCK, Copy
+from mxcompile.lowering.choices import configs, packing
 from mxcompile.lowering.inductor import elements
 from mxcompile.lowering.inductor.copies import TEMPLATES, CastCall
 from mxcompile.lowering.targets import Target, of_device
-from mxcompile.lowering.templates import call, configs, packing
+from mxcompile.lowering.templates import call
+from mxcompile.lowering.templates.matrix import MASKS, PLACE, empty, grid, load
 from mxcompile.lowering.templates.producers import ProducingTemplate, leaves_room
 
 _SOURCES = ("X", "Y")
-
-_PLACE = r"""
-    M = {{size("X", 0)}}
-    N = {{size("X", 1)}}
-    pid_m = tl.program_id(0)
-    pid_n = tl.program_id(1)
-    rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    idx_m = rm[:, None].to(INDEX_DTYPE)
-    idx_n = rn[None, :].to(INDEX_DTYPE)
-    mask_m = idx_m < M
-    mask_n = idx_n < N
-    mask = mask_m & mask_n
-    blocks_m = pid_m * (BLOCK_M // 32) + tl.arange(0, BLOCK_M // 32)
-    blocks_n = pid_n * (BLOCK_N // 32) + tl.arange(0, BLOCK_N // 32)
-    place = idx_m.to(INDEX) * N + idx_n
-"""
-
-_LOAD = r"""
-    {{load_input("<X>", "<x>", ("idx_m", "idx_n"), mask="mask", indent_width=4,
-                 index_shape=("BLOCK_M", "BLOCK_N"))}}
-    <x> = <x>.to(DTYPE)
-"""
 
 _SIDE = r"""
 {% if <SIDE> == "'codes'" %}
@@ -85,20 +64,18 @@ def _sides(source: str) -> Iterator[str]:
         yield text.replace("<X>", source).replace("<x>", source.lower())
 
 
-def _load(source: str) -> str:
-    return _LOAD.replace("<X>", source).replace("<x>", source.lower())
-
-
 # Both are loaded before anything is stored, so that what both producers read is read once.
 _SOURCE = "".join(
     (
         "from mxcompile.lowering.kernels import packed, scale_bytes, tiles\n\n",
         '{% set how = "NATIVE" if PACKED else "NATIVE, SATURATES" %}',
         "{{def_kernel(*NAMES)}}",
-        _PLACE,
-        _load("X"),
+        PLACE,
+        MASKS,
+        "    place = idx_m.to(INDEX) * N + idx_n\n",
+        load("X"),
         "{% if TWO %}",
-        _load("Y"),
+        load("Y"),
         "{% endif %}",
         *_sides("X"),
         "{% if TWO %}",
@@ -108,12 +85,7 @@ _SOURCE = "".join(
 )
 
 
-@SymbolicGridFn
-def _grid(m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, Any, int]:
-    return cdiv(m, meta["BLOCK_M"]), cdiv(n, meta["BLOCK_N"]), 1
-
-
-TEMPLATE = ProducingTemplate(name="mx_cast_operands", grid=_grid, source=_SOURCE)
+TEMPLATE = ProducingTemplate(name="mx_cast_operands", grid=grid, source=_SOURCE)
 
 _VIEW = lowerings[torch.ops.aten.view.default]
 
@@ -213,9 +185,7 @@ def _call(
     sources = [realize_inputs(source) for source in sources]
     first, *rest = wanted
     device = sources[0].get_device_or_error()
-    others = [empty_strided(result.shape, None, dtype=result.dtype, device=device) for result in rest]
-    for other in others:
-        other.realize()
+    others = [empty(sources[0], result.shape, result.dtype) for result in rest]
     inputs = [*sources, *(other.data for other in others)]
     gathered = not V.graph.sizevars.statically_known_multiple_of(first.shape[1], configs.WORD)
     roomy = settings["PACKED"] and all(map(leaves_room, sources))

@@ -14,8 +14,8 @@ from torch._inductor.utils import get_num_sms
 from torch._inductor.virtualized import V
 
 from mxcompile.lowering.chips.tiles import TiledConfig
+from mxcompile.lowering.choices import configs
 from mxcompile.lowering.kernels import scratch
-from mxcompile.lowering.templates import configs
 from mxcompile.lowering.templates.examples import ProductKernel
 
 PARTS = r"""

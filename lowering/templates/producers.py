@@ -18,8 +18,8 @@ from typing import Any
 from torch._inductor import ir
 from torch._inductor.select_algorithm import TritonTemplate, TritonTemplateKernel
 
+from mxcompile.lowering.choices import configs
 from mxcompile.lowering.targets import of_device
-from mxcompile.lowering.templates import configs
 
 _LOAD = re.compile(r"tl\.load\((\w+) \+ \(tl\.broadcast_to\(([^\[\]]*), \[BLOCK_M, BLOCK_N\]\)\), mask\b")
 _SILU = re.compile(

@@ -26,12 +26,11 @@ from torch.utils._sympy.functions import CeilDiv
 
 from mxcompile import ops
 from mxcompile.lowering.chips.tiles import TiledConfig
-from mxcompile.lowering.graph.epilogue import has_epilogue
+from mxcompile.lowering.choices import configs, defaults
+from mxcompile.lowering.choices.epilogue import has_epilogue
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import (
     call,
-    configs,
-    defaults,
     examples,
     group_scales,
     scaled_bmm,

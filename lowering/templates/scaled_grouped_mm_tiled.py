@@ -26,7 +26,8 @@ from torch._inductor.select_algorithm import SymbolicGridFn
 from torch._inductor.virtualized import V
 
 from mxcompile.lowering.chips.tiles import TiledConfig
-from mxcompile.lowering.templates import configs, persistent
+from mxcompile.lowering.choices import configs
+from mxcompile.lowering.templates import persistent
 from mxcompile.lowering.templates.coding import GAIN, HEAD
 from mxcompile.lowering.templates.persistent import PARTS, STORE, Descriptors
 

@@ -25,17 +25,10 @@ from torch._inductor.virtualized import V
 
 from mxcompile import ops
 from mxcompile.lowering.chips.tiles import MatmulConfig
-from mxcompile.lowering.graph.epilogue import has_epilogue
+from mxcompile.lowering.choices import configs, defaults
+from mxcompile.lowering.choices.epilogue import has_epilogue
 from mxcompile.lowering.targets import of_device
-from mxcompile.lowering.templates import (
-    call,
-    configs,
-    defaults,
-    examples,
-    scaled_bmm,
-    scaled_mm_tiled,
-    vendor,
-)
+from mxcompile.lowering.templates import call, examples, scaled_bmm, scaled_mm_tiled, vendor
 from mxcompile.lowering.templates.coding import GAIN, HEAD, Coding
 from mxcompile.lowering.templates.tile import STORE, blocks, index_type
 

@@ -18,7 +18,8 @@ from typing import Any
 from torch._inductor.kernel.mm_common import persistent_mm_grid
 
 from mxcompile.lowering.chips.tiles import TiledConfig
-from mxcompile.lowering.templates import configs, persistent
+from mxcompile.lowering.choices import configs
+from mxcompile.lowering.templates import persistent
 from mxcompile.lowering.templates.coding import GAIN, HEAD
 from mxcompile.lowering.templates.persistent import PARTS, STORE, Descriptors
 

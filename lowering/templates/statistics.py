@@ -27,6 +27,7 @@ from mxcompile.lowering.chips.tiles import TileConfig
 from mxcompile.lowering.inductor import elements
 from mxcompile.lowering.inductor.blocks import Index, as_float
 from mxcompile.lowering.inductor.casts import inverse_scale_value, scale_value
+from mxcompile.lowering.inductor.statistics import TEMPLATES
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import call
 from mxcompile.ops.watch import FIELDS, LENGTH
@@ -88,6 +89,9 @@ def cast_statistics(
     cast = _Cast(realize_inputs(_VIEW(x, matrices)), form, rowwise=block_dim % len(shape) == len(shape) - 1)
     numbers, byte = cast.measured()
     return numbers, cast.samples(byte, keep) if keep else None
+
+
+TEMPLATES.append(cast_statistics)
 
 
 def _matrices(shape: Sequence[Any], dim: int, tile: Tile) -> list[Any]:

@@ -15,10 +15,10 @@ from torch._inductor.select_algorithm import TritonTemplate
 from torch._inductor.virtualized import V
 
 from mxcompile.lowering.chips.tiles import MatmulConfig
+from mxcompile.lowering.choices.configs import products
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import call
 from mxcompile.lowering.templates.coding import GAIN, Coding
-from mxcompile.lowering.templates.configs import products
 from mxcompile.lowering.templates.examples import Make, dense
 
 TILE = r"""

@@ -37,9 +37,9 @@ from torch.nn import functional as F
 
 from mxcompile.formats import BLOCK, ScaleType
 from mxcompile.lowering import optional
+from mxcompile.lowering.choices import configs
 from mxcompile.lowering.kernels.zero_rows import zero_rows
 from mxcompile.lowering.targets import Target
-from mxcompile.lowering.templates import configs
 from mxcompile.lowering.templates.coding import Coding
 
 _MULTIPLE = 16

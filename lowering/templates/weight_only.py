@@ -28,12 +28,12 @@ from torch.utils._ordered_set import OrderedSet
 
 from mxcompile import ops
 from mxcompile.formats import Format
+from mxcompile.lowering.choices.configs import single
+from mxcompile.lowering.choices.weight_only_forms import WeightOnlyForm, forms, row_of
 from mxcompile.lowering.inductor import dequantized
 from mxcompile.lowering.targets import Target, of_device
 from mxcompile.lowering.templates import call
-from mxcompile.lowering.templates.configs import single
 from mxcompile.lowering.templates.persistent import starts_aligned
-from mxcompile.lowering.templates.weight_only_forms import WeightOnlyForm, forms, row_of
 
 _SOURCE = r"""
 from mxcompile.lowering.kernels import weight_only_mm as weight_only

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mxcompile.checkpoint.files import Checkpoint
 from mxcompile.checkpoint.layouts import weights_in
-from mxcompile.report.fold import spelled
+from mxcompile.report.data.fold import spelled
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -96,7 +96,8 @@ def _compared(old: Path, new: Path) -> tuple[Difference, AuditDifference | None]
     """Returns the changes of the reports, and of the numerics if the files are audits."""
     from mxcompile.analysis.audit.diff import compare_audits
     from mxcompile.analysis.audit.measure import Audit
-    from mxcompile.report import Report, schema
+    from mxcompile.report import Report
+    from mxcompile.report.data import schema
     from mxcompile.report.diff import compare
     from mxcompile.report.files import load
 

@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mxcompile.compiler.capture.capture import Capture
 from mxcompile.compiler.hooks.compilation import Compilation
-from mxcompile.compiler.options import Options
 from mxcompile.compiler.rehearsal import Rehearsal, some_or_all
+from mxcompile.compiler.session.options import Options
 from mxcompile.models.names import GraphInput
 from mxcompile.plan.repeats import LeaveOut
 from mxcompile.policy import Policy

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mxcompile.compiler.options import Options
+from mxcompile.compiler.session.options import Options
 
 
 def read_early(is_ours: Callable[[Any], bool]) -> None:

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mxcompile.compiler.capture.capture import Capture, captured
 from mxcompile.compiler.hooks.compilation import Compilation
 from mxcompile.compiler.hooks.trace import trace
-from mxcompile.compiler.options import Options
+from mxcompile.compiler.session.options import Options
 from mxcompile.errors import ModelError
 from mxcompile.lowering.targets import TARGETS, Target
 from mxcompile.models.fake_copy import fake_copy

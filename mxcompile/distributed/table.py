@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mxcompile.report.fold import spelled
+from mxcompile.report.data.fold import spelled
 from mxcompile.report.forms.tables import Table, drawn, fitted
 from mxcompile.report.forms.words import byte_count
 

@@ -13,7 +13,7 @@ from torch import fx
 
 from mxcompile.formats import Format
 from mxcompile.policy import Block, Choice, Gemm, Layer, Reason, Role, Saved, Sent
-from mxcompile.report.record import flops_of
+from mxcompile.report.data.record import flops_of
 
 KEY = "mx"
 """``node.meta`` key: the `GemmTag`s of a node."""

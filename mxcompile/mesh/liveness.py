@@ -22,7 +22,7 @@ from mxcompile.graph.opsets import packet
 from mxcompile.graph.tags import bytes_of
 from mxcompile.models.names import GraphInput, module_of
 from mxcompile.offline.graph_work import base, unwritten
-from mxcompile.passes.flow import input_of, plain_descriptor
+from mxcompile.passes.roles.flow import input_of, plain_descriptor
 from mxcompile.plan.repeats import Repeats
 
 _WAIT = torch.ops._c10d_functional.wait_tensor

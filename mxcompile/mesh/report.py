@@ -15,7 +15,7 @@ from mxcompile.mesh.memory import Memory, MemoryBreakdown
 from mxcompile.mesh.shards import Shard
 from mxcompile.policy import Gemm
 from mxcompile.report import Report, files
-from mxcompile.report.fold import spelled
+from mxcompile.report.data.fold import spelled
 from mxcompile.report.forms.tables import Table, drawn, fitted, wrapped
 from mxcompile.report.forms.words import byte_count, count
 

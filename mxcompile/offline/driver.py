@@ -31,8 +31,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mxcompile.compiler.calls import delayed_scales
 from mxcompile.compiler.capture.capture import Capture
 from mxcompile.compiler.hooks.trace import Unused, trace
-from mxcompile.compiler.options import Options
 from mxcompile.compiler.rehearsal import Rehearsal
+from mxcompile.compiler.session.options import Options
 from mxcompile.graph.attention import ATTENTIONS
 from mxcompile.graph.opsets import called_packet
 from mxcompile.graph.tags import GemmTag, bytes_of, tags_of

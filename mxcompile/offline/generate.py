@@ -21,8 +21,8 @@ from typing import Any
 
 from torch import nn
 
-from mxcompile.compiler.options import Options
 from mxcompile.compiler.rehearsal import apart
+from mxcompile.compiler.session.options import Options
 from mxcompile.errors import OptionError, TargetError
 from mxcompile.graph.opsets import VIEWS
 from mxcompile.graph.tags import GemmTag

@@ -33,7 +33,7 @@ from mxcompile.graph.opsets import (
     packet,
 )
 from mxcompile.graph.tags import GemmTag, bytes_of, tags_of
-from mxcompile.lowering.chips.families import Family, families
+from mxcompile.lowering.choices.families import Family, families
 from mxcompile.lowering.targets import Target
 from mxcompile.models.names import module_of
 from mxcompile.offline.device import attention_backend, attention_flops

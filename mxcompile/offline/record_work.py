@@ -19,7 +19,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from mxcompile.formats import BLOCK, AmaxKind, Format, Rounding, is_quantized
-from mxcompile.lowering.chips.families import families
+from mxcompile.lowering.choices.families import families
 from mxcompile.lowering.targets import TARGETS, Target
 from mxcompile.offline.device import attention_backend
 from mxcompile.offline.estimate import Work, library_work, product_kind

@@ -1,9 +1,9 @@
 """Reports: for every matmul of a model its precision, its kernel and the reason."""
 
+from mxcompile.report.data.numerics import GemmNumerics, Numerics, ParameterNumerics, TensorNumerics
+from mxcompile.report.data.outline import Outline, OutlineNode, folded
+from mxcompile.report.data.record import STORED, GemmRecord, OperandFormat, Part, Summary
 from mxcompile.report.forms import FORMS
-from mxcompile.report.numerics import GemmNumerics, Numerics, ParameterNumerics, TensorNumerics
-from mxcompile.report.outline import Outline, OutlineNode, folded
-from mxcompile.report.record import STORED, GemmRecord, OperandFormat, Part, Summary
 from mxcompile.report.registry import REGISTRY, Ledger, clear_reports, gather_reports, reports
 from mxcompile.report.report import Report, form_of
 

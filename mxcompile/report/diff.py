@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from mxcompile.formats import is_quantized, labels
 from mxcompile.policy import ATTENTION_PRODUCTS
-from mxcompile.report.change import KINDS, Change, Changes
+from mxcompile.report.data.change import KINDS, Change, Changes
+from mxcompile.report.data.record import GemmRecord, ReportData
 from mxcompile.report.forms.changes import to_markdown, to_text
 from mxcompile.report.forms.words import formats, size
-from mxcompile.report.record import GemmRecord, ReportData
 
 _Key = tuple[str, str, str, int]
 

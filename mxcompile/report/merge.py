@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 from mxcompile.errors import OptionError
 from mxcompile.formats import is_quantized
 from mxcompile.policy import Code
-from mxcompile.report.fold import Row, fold
-from mxcompile.report.outline import Outline
-from mxcompile.report.record import NOT_COMPILED, Figures, GemmRecord, Part, Summary, flop_share
+from mxcompile.report.data.fold import Row, fold
+from mxcompile.report.data.outline import Outline
+from mxcompile.report.data.record import NOT_COMPILED, Figures, GemmRecord, Part, Summary, flop_share
 
 _OUTSIDE = "not compiled yet, or run outside of compiled code:"
 _NAMED = 4

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from mxcompile.errors import OptionError
 from mxcompile.policy import Match
-from mxcompile.report.fold import fold
-from mxcompile.report.record import GemmRecord
+from mxcompile.report.data.fold import fold
+from mxcompile.report.data.record import GemmRecord
 
 _MOST = 3
 """Number of existing names that an error suggests."""

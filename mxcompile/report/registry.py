@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mxcompile.report.data.record import NOT_COMPILED, GemmRecord, Part
 from mxcompile.report.files import is_mine, of_rank
 from mxcompile.report.merge import latest
-from mxcompile.report.record import NOT_COMPILED, GemmRecord, Part
 from mxcompile.report.report import Report
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from mxcompile.policy import Block, Layer, Role
 from mxcompile.report import GemmRecord
-from mxcompile.report.fold import Row, fold
+from mxcompile.report.data.fold import Row, fold
 
 _NAMED = 3
 

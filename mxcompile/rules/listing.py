@@ -9,7 +9,7 @@ import yaml
 
 from mxcompile.policy import ATTENTION_PRODUCTS, Gemm, Layer, Policy, Saved, Sent
 from mxcompile.report import GemmRecord
-from mxcompile.report.fold import Row, fold
+from mxcompile.report.data.fold import Row, fold
 from mxcompile.report.forms.tables import drawn
 from mxcompile.report.forms.words import length
 from mxcompile.rules.fit import fits

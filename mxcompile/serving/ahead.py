@@ -19,9 +19,9 @@ from torch._inductor import config
 from mxcompile.compiler.hooks.inductor import GraphPass, sources_hash
 from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.tags import GemmTag, Kind, set_tag, tensor
-from mxcompile.lowering import pipeline as lowering
 from mxcompile.lowering import targets
 from mxcompile.lowering.cpu.features import features
+from mxcompile.lowering.graph import pipeline as lowering
 from mxcompile.policy import Gemm
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mxcompile.formats import Format, Tile, labels, stored_precision
-from mxcompile.report.fold import spelled
+from mxcompile.report.data.fold import spelled
 from mxcompile.report.forms.tables import Table, drawn, fitted
 from mxcompile.report.forms.words import byte_count
 from mxcompile.storage.cast import empty

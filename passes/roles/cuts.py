@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from mxcompile.passes.flow import DERIVATIVE, Depends, is_derivative
+from mxcompile.passes.roles.flow import DERIVATIVE, Depends, is_derivative
 from mxcompile.passes.roles.uses import GraphOutputs
 
 _NO_RESULTS = ("GradAOTOutput", "InputMutationAOTOutput", "MetadataMutationAOTOutput", "TokenAOTOutput",

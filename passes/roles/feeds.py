@@ -19,8 +19,8 @@ from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import Kind, tags_of, tensor, value_of
 from mxcompile.ops.view import argument_of
-from mxcompile.passes.flow import Depends
 from mxcompile.passes.roles.axes import axes, data_operand, features
+from mxcompile.passes.roles.flow import Depends
 from mxcompile.passes.roles.products import Products, is_softmax, softmax_dim
 from mxcompile.passes.roles.recurrence import Recurrences
 from mxcompile.passes.roles.sources import (

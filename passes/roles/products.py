@@ -26,8 +26,8 @@ from mxcompile.graph.opsets import (
 from mxcompile.graph.shapes import operands, qkv
 from mxcompile.graph.tags import tag_of, tags_of
 from mxcompile.ops.view import argument_of, arguments_of
-from mxcompile.passes.flow import origin
 from mxcompile.passes.roles.axes import BATCH, COLUMN, ROW, axes, contracted, data_operand, features
+from mxcompile.passes.roles.flow import origin
 from mxcompile.passes.roles.sources import Made, Origins, Source
 
 

@@ -13,9 +13,9 @@ from mxcompile.graph.opsets import TRANSPARENT, aten, packet
 from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import GemmTag, tag_of, tensor, value_of
 from mxcompile.ops.view import argument_of
-from mxcompile.passes.flow import stored
 from mxcompile.passes.roles.axes import data_operand
 from mxcompile.passes.roles.feeds import Feeds
+from mxcompile.passes.roles.flow import stored
 from mxcompile.passes.roles.sources import BENT, Made, Source
 from mxcompile.passes.roles.uses import CUT
 from mxcompile.policy import Role

@@ -24,8 +24,8 @@ from torch import fx
 
 from mxcompile.graph.opsets import RANDOM, TRANSPARENT, aten, packet
 from mxcompile.graph.tags import Kind, tags_of, tensor
-from mxcompile.passes.flow import Depends
 from mxcompile.passes.roles.axes import BATCH, axes, contracted, data_operand, product_behind
+from mxcompile.passes.roles.flow import Depends
 from mxcompile.passes.roles.traits import CALL, CONVOLUTION, FACTOR, MATMUL, RANDOMS, SUM, VIEW
 
 _LAYERS = frozenset({Kind.LINEAR, Kind.OPAQUE})

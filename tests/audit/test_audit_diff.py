@@ -12,7 +12,7 @@ from mxcompile.analysis.audit import Audit
 from mxcompile.analysis.audit.diff import compare_audits
 from mxcompile.cli import main
 from mxcompile.report import GemmNumerics, GemmRecord, Numerics, Report, TensorNumerics
-from mxcompile.report.record import Part
+from mxcompile.report.data.record import Part
 
 
 def gemm(name: str, sqnr_db: float) -> GemmNumerics:

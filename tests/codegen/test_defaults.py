@@ -14,10 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import mxcompile
 from mxcompile.lowering import optional
-from mxcompile.lowering.graph.epilogue import has_epilogue
-from mxcompile.lowering.targets import TARGETS
-from mxcompile.lowering.templates import defaults
-from mxcompile.lowering.templates.defaults import (
+from mxcompile.lowering.choices import defaults
+from mxcompile.lowering.choices.defaults import (
     ALONG_K,
     BATCHED,
     DENSE,
@@ -30,6 +28,8 @@ from mxcompile.lowering.templates.defaults import (
     VENDOR,
     MXProduct,
 )
+from mxcompile.lowering.choices.epilogue import has_epilogue
+from mxcompile.lowering.targets import TARGETS
 from mxcompile.offline.rates import Rates
 
 SM_100 = TARGETS["sm_100"]

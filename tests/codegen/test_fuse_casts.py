@@ -14,9 +14,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from mxcompile import ops
 from mxcompile.graph.tags import GemmTag, Kind, set_tag, tags_of
+from mxcompile.lowering.choices.configs import NARROW
 from mxcompile.lowering.graph.fuse import Fuse
 from mxcompile.lowering.targets import TARGETS
-from mxcompile.lowering.templates.fused_tiles import NARROW
 from mxcompile.policy import Gemm
 
 E4M3 = torch.float8_e4m3fn

@@ -10,10 +10,10 @@ from test_codegen_native import MMA
 from torch import Tensor, nn
 from torch._inductor import config
 
+from mxcompile.lowering.choices.configs import NARROW, fused
 from mxcompile.lowering.graph import fuse
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.lowering.templates import fused_quantize_mm
-from mxcompile.lowering.templates.fused_tiles import NARROW, tiles
 from mxcompile.offline import codegen
 
 POLICY = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
@@ -39,7 +39,7 @@ def _all() -> list:
             )
             for target in MMA
             for rows in (FEW, MANY)
-            for swap, tile in tiles(TARGETS[target], rows, NARROW)
+            for swap, tile in fused(TARGETS[target], rows, NARROW)
             if target != "sm_103"  # the row of sm_100
         ]
 

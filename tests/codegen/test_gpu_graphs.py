@@ -12,8 +12,8 @@ from helpers.needs import SPECIALIZED_WARPS
 from helpers.paces import mostly_slow
 from helpers.rendered import rendered
 
+from mxcompile.lowering.choices import packing
 from mxcompile.lowering.targets import TARGETS
-from mxcompile.lowering.templates import packing
 from mxcompile.offline import Rates, Work
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"

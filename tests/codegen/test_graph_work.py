@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from mxcompile import ops
 from mxcompile.analysis.explain.tracer import Explainer
 from mxcompile.compiler.capture.capture import Capture
-from mxcompile.compiler.options import Options
+from mxcompile.compiler.session.options import Options
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.offline.estimate import Work, total
 from mxcompile.offline.graph_work import Works, works

@@ -15,9 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import mxcompile
+from mxcompile.lowering.choices import configs
 from mxcompile.lowering.inductor import winners
 from mxcompile.lowering.targets import TARGETS
-from mxcompile.lowering.templates import configs, vendor
+from mxcompile.lowering.templates import vendor
 from mxcompile.offline.standin import DEVICE, stand_in
 
 PREPARED = """

@@ -14,7 +14,7 @@ from mxcompile import ops
 from mxcompile.formats import Copy, CopyPart, Format
 from mxcompile.formats.encoding import encode_stored
 from mxcompile.graph.tags import GemmTag, Kind, set_tag, tags_of
-from mxcompile.lowering.chips.families import NO_CAST
+from mxcompile.lowering.choices.families import NO_CAST
 from mxcompile.lowering.graph.packed import Packed
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.ops.view import Casts, Product

@@ -16,11 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mxcompile
 from mxcompile.formats.scale_tiles import untile_scale
+from mxcompile.lowering.choices import configs
+from mxcompile.lowering.choices.configs import tiled_configs
 from mxcompile.lowering.graph.fuse import Fuse
 from mxcompile.lowering.inductor import winners
-from mxcompile.lowering.kernels.configs import tiled_configs
 from mxcompile.lowering.targets import TARGETS
-from mxcompile.lowering.templates import configs, vendor
+from mxcompile.lowering.templates import vendor
 from mxcompile.offline.standin import DEVICE, stand_in
 
 pytestmark = pytest.mark.usefixtures("in_this_process")

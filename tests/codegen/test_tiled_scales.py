@@ -12,9 +12,10 @@ import triton
 from triton.runtime import _allocation
 
 import mxcompile
+from mxcompile.lowering.choices import configs
+from mxcompile.lowering.choices.configs import tiled_configs
 from mxcompile.lowering.kernels import scratch
-from mxcompile.lowering.kernels.configs import tiled_configs
-from mxcompile.lowering.templates import configs, vendor
+from mxcompile.lowering.templates import vendor
 
 COPY = "tcgen05.cp.cta_group::1.warpx4.32x128b"
 POLICY = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mxcompile.lowering.chips.families import Family, families
+from mxcompile.lowering.choices.families import Family, families
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.policy import Gemm, Layer, Policy, Role
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from mxcompile.lowering.pipeline import JOINT_LOWERING, LOWERING
+from mxcompile.lowering.graph.pipeline import JOINT_LOWERING, LOWERING
 from mxcompile.passes import pipeline
 from mxcompile.passes.compress import Compress
 from mxcompile.passes.flatten import Flatten

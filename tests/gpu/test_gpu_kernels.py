@@ -12,11 +12,12 @@ import mxcompile
 from mxcompile import ops
 from mxcompile.formats import ELEM_TYPES, Format, Rounding, ScaleLayout, ScaleType
 from mxcompile.formats.encoding import quantize_tensors
-from mxcompile.lowering import pipeline, targets
+from mxcompile.lowering import targets
 from mxcompile.lowering.chips.tiles import Unsupported
-from mxcompile.lowering.kernels.configs import tiled_configs
+from mxcompile.lowering.choices import configs as choices
+from mxcompile.lowering.choices.configs import tiled_configs
+from mxcompile.lowering.graph import pipeline
 from mxcompile.lowering.targets import Target
-from mxcompile.lowering.templates import configs as choices
 from mxcompile.lowering.templates import scaled_mm_tiled, vendor
 
 pytestmark = pytest.mark.gpu

@@ -21,13 +21,13 @@ from mxcompile.compiler.calls.delayed_scales import DelayedScales
 from mxcompile.compiler.calls.sampling import follow, guard, sampling
 from mxcompile.compiler.capture.capture import captured
 from mxcompile.compiler.capture.weak_references import weak_references
-from mxcompile.compiler.decompositions import table
 from mxcompile.compiler.hooks.compilation import Compilation
 from mxcompile.compiler.hooks.trace import copied
-from mxcompile.compiler.options import Options
 from mxcompile.compiler.reporting import sharing
 from mxcompile.compiler.reporting.checks import check_plan
 from mxcompile.compiler.reporting.entry import publish
+from mxcompile.compiler.session.decompositions import table
+from mxcompile.compiler.session.options import Options
 from mxcompile.compiler.session.session import session_of
 from mxcompile.graph.printer import print_ir
 from mxcompile.lowering.targets import TARGETS

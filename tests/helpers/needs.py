@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mxcompile.lowering.kernels.configs import tiled_configs
+from mxcompile.lowering.choices.configs import tiled_configs
 from mxcompile.lowering.targets import TARGETS
 
 SPECIALIZED_WARPS = pytest.mark.skipif(

@@ -19,8 +19,8 @@ from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mxcompile.compiler.decompositions import table
-from mxcompile.lowering import pipeline
+from mxcompile.compiler.session.decompositions import table
+from mxcompile.lowering.graph import pipeline
 from mxcompile.lowering.targets import TARGETS, Target
 from mxcompile.lowering.templates import weight_only as weight_only  # registered where graphs want it
 from mxcompile.offline.binary import Binary, cross_compile

@@ -12,7 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from mxcompile import ops
 from mxcompile.graph.opsets import packet
 from mxcompile.graph.tags import GemmTag, Kind, set_tag, tag_of
-from mxcompile.lowering import optional, pipeline
+from mxcompile.lowering import optional
+from mxcompile.lowering.graph import pipeline
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.offline.device import move
 from mxcompile.offline.standin import DEVICE, stand_in

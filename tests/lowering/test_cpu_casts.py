@@ -19,8 +19,8 @@ import mxcompile
 from mxcompile import ops
 from mxcompile.formats import Rounding, stored_form
 from mxcompile.formats.encoding import decode_tensors, dequantize_tensors, quantize_tensors
-from mxcompile.lowering import pipeline
 from mxcompile.lowering.cpu import kernel
+from mxcompile.lowering.graph import pipeline
 from mxcompile.lowering.inductor import casts as casts  # registers the lowerings
 from mxcompile.lowering.targets import TARGETS
 

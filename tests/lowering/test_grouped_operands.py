@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from mxcompile import ops
 from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.tags import GemmTag, Kind, set_tag, tags_of, value_of
-from mxcompile.lowering import pipeline
+from mxcompile.lowering.graph import pipeline
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.policy import Gemm
 

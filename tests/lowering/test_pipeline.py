@@ -12,10 +12,11 @@ import torch
 from torch import fx
 
 from mxcompile.errors import VerificationError
-from mxcompile.lowering import optional, pipeline
+from mxcompile.lowering import optional
+from mxcompile.lowering.choices import packing
+from mxcompile.lowering.graph import pipeline
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
 from mxcompile.lowering.targets import TARGETS
-from mxcompile.lowering.templates import packing
 from mxcompile.offline import codegen
 
 CPU = torch.device("cpu")
@@ -24,7 +25,7 @@ WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None
 import torch, mxcompile
-from mxcompile.lowering import pipeline
+from mxcompile.lowering.graph import pipeline
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.lowering.templates import packing
 print(pipeline.obstacles(TARGETS["cpu"]))

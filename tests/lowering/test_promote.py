@@ -16,7 +16,7 @@ import mxcompile
 from mxcompile import ops
 from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.tags import GemmTag, Kind, set_tag, tags_of
-from mxcompile.lowering import pipeline
+from mxcompile.lowering.graph import pipeline
 from mxcompile.lowering.graph.promote import Promote
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.ops.view import Decode

@@ -62,7 +62,7 @@ def test_the_operator_passes_opcheck():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [-1, -2])
 def test_compiled_it_has_the_same_bits(dim: int, dtype: torch.dtype):
-    from mxcompile.lowering import pipeline as pipeline  # registers the lowerings
+    from mxcompile.lowering.graph import pipeline as pipeline
 
     torch._dynamo.reset()
     call = torch.compile(lambda x: ops.hadamard(x, dim, SIGNS), fullgraph=True, dynamic=True)

@@ -14,7 +14,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import mxcompile
 from mxcompile import Backend
-from mxcompile.compiler.options import Options
+from mxcompile.compiler.session.options import Options
 from mxcompile.errors import MXCompileError, OptionError, PolicyError, TargetError
 from mxcompile.policy import Policy
 

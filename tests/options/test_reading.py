@@ -15,7 +15,7 @@ from torch import nn
 
 from mxcompile import Backend
 from mxcompile.compiler import backend
-from mxcompile.compiler.options import Options
+from mxcompile.compiler.session.options import Options
 from mxcompile.errors import OptionError
 
 QUANTIZED, KEPT = "version: 1\npreset: nvidia\n", "version: 1\npreset: bf16\n"

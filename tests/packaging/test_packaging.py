@@ -76,7 +76,7 @@ def test_a_wheel_holds_every_module_once(wheel: list[str]):
     }
     assert len(wheel) == len(set(wheel))
     assert {name for name in wheel if name.endswith(".py")} == expected
-    assert {"mxcompile/passes/pipeline.py", "mxcompile/lowering/pipeline.py"} <= expected
+    assert {"mxcompile/passes/pipeline.py", "mxcompile/lowering/graph/pipeline.py"} <= expected
 
 
 def test_a_wheel_puts_one_name_in_site_packages(wheel: list[str]):

@@ -90,5 +90,5 @@ def test_key_is_named_by_three_files(key: str):
 def test_attention_operator_is_named_by_its_row(row):
     backward = f"{row.name.removesuffix('_forward')}_backward"
     files = files_with(row.name, backward)
-    of_users = {"mxcompile/compiler/decompositions.py"}  # calls the function of the same name
+    of_users = {"mxcompile/compiler/session/decompositions.py"}  # calls the function of the same name
     assert files - of_users == {"mxcompile/graph/attention.py"}

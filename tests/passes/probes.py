@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from mxcompile.compiler.decompositions import table
+from mxcompile.compiler.session.decompositions import table
 from mxcompile.graph.tags import GemmTag, tags_of
 from mxcompile.models.names import GraphInput
 from mxcompile.passes.classify import Classify

@@ -11,7 +11,7 @@ from torch import fx, nn
 import mxcompile
 from mxcompile import ops
 from mxcompile.formats import CopyPart
-from mxcompile.lowering import pipeline
+from mxcompile.lowering.graph import pipeline
 from mxcompile.ops.view import Casts
 from mxcompile.policy.presets import PRESETS
 

@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 from ways import Row, front_door, pending, report_of_all, rows, values
 
 import mxcompile
-from mxcompile.compiler.decompositions import table
+from mxcompile.compiler.session.decompositions import table
 from mxcompile.errors import ModelError
 from mxcompile.plan.plan import make_plan
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from mxcompile.compiler.decompositions import table
+from mxcompile.compiler.session.decompositions import table
 from mxcompile.plan.plan import Plan, make_plan
 from mxcompile.policy import Policy
 

@@ -15,7 +15,7 @@ from ways import Call, front_door, report_of_all, whole
 
 import mxcompile
 from mxcompile.errors import UnsupportedError
-from mxcompile.report.record import NOT_COMPILED
+from mxcompile.report.data.record import NOT_COMPILED
 
 WIDTH = 8
 POLICY = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}

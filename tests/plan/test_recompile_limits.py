@@ -15,7 +15,7 @@ from ways import report_of_all, whole
 
 import mxcompile
 from mxcompile.errors import UnsupportedError
-from mxcompile.report.record import NOT_COMPILED
+from mxcompile.report.data.record import NOT_COMPILED
 
 pytestmark = pytest.mark.usefixtures("said")
 

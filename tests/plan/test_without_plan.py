@@ -14,8 +14,8 @@ from ways import by_block, front_door, report_of_all, whole
 
 import mxcompile
 from mxcompile.report import Report
+from mxcompile.report.data.record import NOT_COMPILED
 from mxcompile.report.forms import FORMS
-from mxcompile.report.record import NOT_COMPILED
 
 WIDTH = 8
 POLICY = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}

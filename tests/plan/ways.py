@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mxcompile
 from mxcompile.report import GemmRecord, Report
-from mxcompile.report.record import NOT_COMPILED
+from mxcompile.report.data.record import NOT_COMPILED
 
 Call = Callable[..., Tensor]
 Row = tuple[str, str, str, str, tuple[Any, ...]]

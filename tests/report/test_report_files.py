@@ -19,7 +19,7 @@ from made_reports import kept, record, report, training
 from torch import nn
 
 import mxcompile
-from mxcompile.compiler.options import Options
+from mxcompile.compiler.session.options import Options
 from mxcompile.errors import OptionError, PolicyError
 from mxcompile.publish import publish
 from mxcompile.report import FORMS, Ledger, Part, Report, Summary, files

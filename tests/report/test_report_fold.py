@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from made_reports import W, X, record, training
 
 from mxcompile.report import GemmRecord, Part, Report
-from mxcompile.report.fold import fold
+from mxcompile.report.data.fold import fold
 
 
 def folded(*gemms: GemmRecord) -> dict[str, int]:

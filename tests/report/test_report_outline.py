@@ -5,7 +5,7 @@ from __future__ import annotations
 from made_reports import node
 
 from mxcompile.report import Outline, OutlineNode, folded
-from mxcompile.report.outline import MAX_NODES
+from mxcompile.report.data.outline import MAX_NODES
 
 
 def chain(*nodes: OutlineNode) -> Outline:

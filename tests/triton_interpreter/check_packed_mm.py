@@ -12,9 +12,10 @@ from modules import each
 from torch import Tensor
 
 from mxcompile import ops
-from mxcompile.lowering.kernels.configs import tiled_configs
+from mxcompile.lowering.choices import configs
+from mxcompile.lowering.choices.configs import tiled_configs
 from mxcompile.lowering.targets import TARGETS
-from mxcompile.lowering.templates import configs, scaled_mm_tiled, vendor
+from mxcompile.lowering.templates import scaled_mm_tiled, vendor
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 CHIPS = [

@@ -11,9 +11,9 @@ from helpers.operands import Operand, assert_within, operand, product
 from modules import each, run
 
 from mxcompile.formats import E5M2
-from mxcompile.lowering.kernels.configs import tiled_configs
+from mxcompile.lowering.choices import configs
+from mxcompile.lowering.choices.configs import tiled_configs
 from mxcompile.lowering.targets import TARGETS, Target
-from mxcompile.lowering.templates import configs
 
 SM_100 = TARGETS["sm_100"]
 CONFIGS = tiled_configs(SM_100)

@@ -20,7 +20,8 @@ from mxcompile.analysis.study.session import LossFunction, Session
 from mxcompile.errors import OptionError
 from mxcompile.models.arguments import ModelInput, keywords
 from mxcompile.policy import Policy
-from mxcompile.report import Numerics, Report, files, schema
+from mxcompile.report import Numerics, Report, files
+from mxcompile.report.data import schema
 from mxcompile.report.forms import framed
 
 SCHEMA = 1

@@ -18,8 +18,8 @@ from typing import Any
 
 from mxcompile.analysis.study.stats import lowest_by
 from mxcompile.report import GemmNumerics, Numerics, TensorNumerics
+from mxcompile.report.data.outline import inner_block
 from mxcompile.report.forms import plots
-from mxcompile.report.outline import inner_block
 
 _COLOURS = {
     "fprop": "#2a6f97", "dgrad": "#d1495b", "wgrad": "#edae49",

@@ -1,6 +1,6 @@
 """An audit as text and Markdown: a summary, then GEMMs, casts and gradients, most harm first.
 
-`mxcompile.report.forms.tables` draws the tables; `mxcompile.report.numerics` defines harm.
+`mxcompile.report.forms.tables` draws the tables; `mxcompile.report.data.numerics` defines harm.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from mxcompile.errors import OptionError, not_allowed
 from mxcompile.report import GemmNumerics, Numerics, ParameterNumerics, TensorNumerics
+from mxcompile.report.data.numerics_groups import Group, by_block, by_role
 from mxcompile.report.forms.tables import (
     NAMES,
     Table,
@@ -20,7 +21,6 @@ from mxcompile.report.forms.tables import (
     markdown_table,
     wrapped,
 )
-from mxcompile.report.numerics_groups import Group, by_block, by_role
 
 _GEMM_HEADERS = ["layer", "role", "GEMM", "m×n×k", "dB", "cosine", "MSE", "error"]
 _TENSOR_HEADERS = ["layer", "cast", "dB", "cosine", "error", "to 0", "lost", "cut", "2^"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mxcompile.analysis.audit.text import percent
 from mxcompile.analysis.blame.effects import MEASURES, Effect, added_up, exceeds, falls_short, together
 from mxcompile.analysis.study.policy_file import MeasuredPolicy
-from mxcompile.report.fold import spelled
+from mxcompile.report.data.fold import spelled
 from mxcompile.report.forms.tables import Table
 from mxcompile.report.forms.words import count
 

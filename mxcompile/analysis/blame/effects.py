@@ -5,7 +5,7 @@
     output     √(Σ (y − y₀)² / Σ y₀²)
 
 Independent errors add in squares, so effects on gradients or output sum to √(Σ effect²). Effects on the loss
-have signs and add linearly. rel_error is defined in `mxcompile.report.numerics`.
+have signs and add linearly. rel_error is defined in `mxcompile.report.data.numerics`.
 """
 
 from __future__ import annotations

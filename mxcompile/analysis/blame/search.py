@@ -24,7 +24,7 @@ from mxcompile.analysis.blame.plan import RunPlan
 from mxcompile.analysis.blame.trials import BlameTrials
 from mxcompile.analysis.study.session import Keys
 from mxcompile.policy import Gemm
-from mxcompile.report.fold import spelled
+from mxcompile.report.data.fold import spelled
 
 _NOTHING_MORE = 0.02
 """Groups with a smaller share of the whole effect are not halved."""

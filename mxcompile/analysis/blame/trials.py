@@ -18,7 +18,7 @@ from mxcompile.analysis.study.session import Keys, Outcome, Study
 from mxcompile.formats import ElemRounding, is_quantized
 from mxcompile.policy import Gemm, Policy
 from mxcompile.policy.model import Saved
-from mxcompile.report.fold import spelled
+from mxcompile.report.data.fold import spelled
 
 LABEL = "policy without the worst"
 

@@ -14,7 +14,7 @@ from mxcompile.lowering.targets import TARGETS
 from mxcompile.offline.record_work import estimate
 from mxcompile.policy.presets import PRESETS
 from mxcompile.report import GemmRecord, Report
-from mxcompile.report.fold import fold
+from mxcompile.report.data.fold import fold
 from mxcompile.report.forms.words import own_dtype, speedup, tokens_of
 
 _MANY = 1 << 20

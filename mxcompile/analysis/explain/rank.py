@@ -19,8 +19,8 @@ from tqdm import tqdm
 from mxcompile.analysis.explain.advice import advised
 from mxcompile.analysis.explain.rank_tracer import BF16, FP8, RankTracer
 from mxcompile.analysis.explain.tracer import options_for
-from mxcompile.compiler.options import Options
 from mxcompile.compiler.rehearsal import apart, some_or_all
+from mxcompile.compiler.session.options import Options
 from mxcompile.errors import MXCompileError, OptionError
 from mxcompile.lowering.targets import TARGETS, Target
 from mxcompile.mesh.collectives import Axes

@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from mxcompile.analysis.explain.tracer import Explainer
 from mxcompile.compiler.capture.capture import Capture
-from mxcompile.compiler.options import Options
+from mxcompile.compiler.session.options import Options
 from mxcompile.compiler.session.plans import no_plan, planned
 from mxcompile.errors import ModelError
 from mxcompile.mesh.collectives import Axes, Collective, of_graph, of_groups
@@ -34,7 +34,7 @@ from mxcompile.policy import Policy
 from mxcompile.ranks.copied import rank_copy
 from mxcompile.ranks.fsdp import FSDPGroup
 from mxcompile.ranks.shape import PIPELINE
-from mxcompile.report.fold import spelled
+from mxcompile.report.data.fold import spelled
 
 BF16, FP8 = Policy.preset("bf16"), Policy.preset("fp8_tensor")
 """Reference policies of the time estimates."""

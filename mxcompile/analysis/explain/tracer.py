@@ -18,8 +18,8 @@ from torch import fx, nn
 from torch._guards import TracingContext
 
 from mxcompile.compiler.capture.capture import Capture
-from mxcompile.compiler.options import Options
 from mxcompile.compiler.rehearsal import Rehearsal
+from mxcompile.compiler.session.options import Options
 from mxcompile.compiler.session.plans import no_plan, planned
 from mxcompile.formats import KEPT
 from mxcompile.graph.opsets import packet

@@ -23,9 +23,9 @@ from mxcompile.analysis.study.interpreter import Interpreter, Run
 from mxcompile.analysis.study.sites import Sites, mark
 from mxcompile.analysis.study.state_guard import Kept
 from mxcompile.compiler.capture.capture import captured
-from mxcompile.compiler.decompositions import table
 from mxcompile.compiler.hooks.compilation import Compilation
-from mxcompile.compiler.options import Options
+from mxcompile.compiler.session.decompositions import table
+from mxcompile.compiler.session.options import Options
 from mxcompile.lowering.targets import AUTO, resolve
 from mxcompile.report import Part
 

@@ -27,14 +27,14 @@ from mxcompile.analysis.study.graphs import Graphs
 from mxcompile.analysis.study.interpreter import Key, Run
 from mxcompile.analysis.study.sites import Sites
 from mxcompile.analysis.study.state_guard import Kept, drawing, fresh, uncompiled
-from mxcompile.compiler.options import Options
+from mxcompile.compiler.session.options import Options
 from mxcompile.errors import ModelError, MXCompileError
 from mxcompile.formats import KEPT, is_quantized
 from mxcompile.models.fakes import apart_from_others
 from mxcompile.models.names import user_path
 from mxcompile.policy import Layer, Policy
 from mxcompile.report import GemmRecord, Report
-from mxcompile.report.record import flop_share
+from mxcompile.report.data.record import flop_share
 from mxcompile.rules import layers_of
 
 LossFunction = Callable[[Any], Tensor]

@@ -1,6 +1,6 @@
 """Streaming statistics of casts and GEMMs: tensors are processed in pieces and not kept.
 
-All sums are in FP64 of the exact FP32 values. `mxcompile.report.numerics` defines the measures.
+All sums are in FP64 of the exact FP32 values. `mxcompile.report.data.numerics` defines the measures.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mxcompile.formats import Format, Tile
 from mxcompile.formats.encoding import decode_tensors, element_values, outer_amax, scale_factors
 from mxcompile.ops import grouped_product
 from mxcompile.ops.watch import losses, scale_histogram
-from mxcompile.report.numerics import lowest
+from mxcompile.report.data.numerics import lowest
 from mxcompile.storage.cast import pieces
 
 _T = TypeVar("_T", bound=Hashable)

@@ -35,9 +35,9 @@ from mxcompile.lowering.targets import AUTO, check
 from mxcompile.models.arguments import ModelInput, keywords
 from mxcompile.policy import Gemm, Policy
 from mxcompile.report import Report
-from mxcompile.report.fold import spelled
+from mxcompile.report.data.fold import spelled
+from mxcompile.report.data.numerics import lowest
 from mxcompile.report.forms.words import count
-from mxcompile.report.numerics import lowest
 
 _BY_BYTES = "chosen by bytes of operands: no target with a data sheet was named"
 

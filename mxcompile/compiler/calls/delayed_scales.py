@@ -35,8 +35,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from mxcompile import ops
 from mxcompile.compiler.capture.capture import Capture
-from mxcompile.compiler.frames import running
 from mxcompile.compiler.hooks.trace import copied
+from mxcompile.compiler.session.frames import running
 from mxcompile.compiler.session.session import session_of
 from mxcompile.models.holders import Holders
 from mxcompile.policy import Policy

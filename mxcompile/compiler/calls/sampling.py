@@ -20,10 +20,10 @@ from torch import Tensor
 from torch._guards import TracingContext
 
 from mxcompile.compiler.capture.capture import Capture
-from mxcompile.compiler.frames import running
 from mxcompile.compiler.hooks.compilation import Compilation
-from mxcompile.compiler.options import Options
 from mxcompile.compiler.reporting.sharing import add_guard
+from mxcompile.compiler.session.frames import running
+from mxcompile.compiler.session.options import Options
 from mxcompile.models.tree import path_in
 from mxcompile.models.wrappers import plain_class
 from mxcompile.rules import layers_of

@@ -14,7 +14,7 @@ from mxcompile.compiler.capture.gathers import Gathers, gathers_of
 from mxcompile.compiler.capture.locate import Located, name_of, source_of_input
 from mxcompile.compiler.capture.marks import mark
 from mxcompile.compiler.capture.regions import inline_regions
-from mxcompile.compiler.frames import Frame
+from mxcompile.compiler.session.frames import Frame
 from mxcompile.compiler.session.plans import plan_of
 from mxcompile.compiler.session.session import Planned
 from mxcompile.models.blocks import Blocks

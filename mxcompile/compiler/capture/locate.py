@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from mxcompile.compiler.frames import Frame
+from mxcompile.compiler.session.frames import Frame
 from mxcompile.models.names import WRAPPERS, GraphInput, HeldBy, joined, user_path
 from mxcompile.models.tree import Tree, unregistered
 from mxcompile.models.wrappers import plain_class

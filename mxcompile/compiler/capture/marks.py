@@ -18,7 +18,7 @@ from torch import fx
 
 from mxcompile.graph.bodies import bodies
 from mxcompile.graph.tags import AUTOCAST_KEY
-from mxcompile.passes.flow import DERIVATIVE_KEY, Depends
+from mxcompile.passes.roles.flow import DERIVATIVE_KEY, Depends
 
 _GRADIENTS = frozenset({"_autograd_grad", "grad"})
 """Functions of `torch.func` that compute gradients, and Dynamo's capture of `torch.autograd.grad`."""

@@ -13,7 +13,7 @@ from torch._dynamo.output_graph import OutputGraph
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mxcompile.compiler.frames import TORCH, frames
+from mxcompile.compiler.session.frames import TORCH, frames
 
 Tables = tuple[MutableMapping[Any, Any], ...]
 

@@ -25,11 +25,11 @@ from mxcompile.compiler.hooks.inductor import (
     with_needed,
 )
 from mxcompile.compiler.hooks.structured_trace import trace_graph
-from mxcompile.compiler.options import Options
+from mxcompile.compiler.session.options import Options
 from mxcompile.errors import UnsupportedError
 from mxcompile.graph.bodies import is_body
 from mxcompile.graph.tags import tags_of
-from mxcompile.lowering import pipeline as lowering
+from mxcompile.lowering.graph import pipeline as lowering
 from mxcompile.lowering.targets import CPU_FP32, Target
 from mxcompile.passes import pipeline as passes
 from mxcompile.passes.account import num_casts, saved_bytes, weight_bytes, wire_bytes

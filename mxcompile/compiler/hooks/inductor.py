@@ -19,23 +19,13 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
+from mxcompile.compiler.session.options import NEEDED
 from mxcompile.graph.tags import KEY, tags_of
 from mxcompile.ops.view import arguments_of, call_of
 from mxcompile.versions import installed
 
 GraphFunction = Callable[[fx.Graph], None]
 GraphModules = tuple[fx.GraphModule, fx.GraphModule]
-
-NEEDED = {
-    "use_joint_graph_passes": True,
-    "use_post_grad_passes": True,
-    "selective_decompose": False,
-    "fallback_by_default": False,
-}
-"""Inductor settings without which the hooks or their kernels would not run.
-
-The mode "lite" has the opposite of each.
-"""
 
 _WITH_STATE = (
     torch.ops.higher_order.run_and_save_rng_state,

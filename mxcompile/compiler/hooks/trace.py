@@ -11,8 +11,8 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._inductor.compile_fx import compile_fx
 
-from mxcompile.compiler.decompositions import table
 from mxcompile.compiler.hooks.compilation import Compilation
+from mxcompile.compiler.session.decompositions import table
 
 
 def trace(

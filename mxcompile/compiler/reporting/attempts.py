@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from mxcompile.compiler.frames import TORCH, Frame, Running, frames, is_call_of, is_wrapper
 from mxcompile.compiler.hooks.exporting import innermost
-from mxcompile.compiler.options import Options
 from mxcompile.compiler.reporting.checks import check_call, check_modules, tell_left
 from mxcompile.compiler.reporting.shared_code import Runs
+from mxcompile.compiler.session.frames import TORCH, Frame, Running, frames, is_call_of, is_wrapper
+from mxcompile.compiler.session.options import Options
 from mxcompile.models.tree import path_in
 from mxcompile.report import REGISTRY
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from mxcompile.compiler.frames import is_running
 from mxcompile.compiler.hooks.compilation import Compilation
-from mxcompile.compiler.options import Options
 from mxcompile.compiler.reporting import unplanned
+from mxcompile.compiler.session.frames import is_running
+from mxcompile.compiler.session.options import Options
 from mxcompile.compiler.session.plans import layers_of_call, planned
 from mxcompile.compiler.session.session import session_of
 from mxcompile.errors import UnsupportedError

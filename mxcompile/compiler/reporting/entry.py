@@ -24,8 +24,8 @@ from mxcompile.compiler.session.session import session_of
 from mxcompile.errors import UnsupportedError
 from mxcompile.formats import is_quantized, labels
 from mxcompile.report import REGISTRY, Ledger, Part
+from mxcompile.report.data.record import flop_share
 from mxcompile.report.forms.words import count
-from mxcompile.report.record import flop_share
 from mxcompile.rules import check_layers, layers_of
 from mxcompile.watch.steps import in_backward
 

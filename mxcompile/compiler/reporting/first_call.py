@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mxcompile.compiler.options import Options
 from mxcompile.compiler.reporting.checks import check_call
+from mxcompile.compiler.session.options import Options
 from mxcompile.report import REGISTRY
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mxcompile.compiler.capture.capture import Capture
-from mxcompile.compiler.frames import running
+from mxcompile.compiler.session.frames import running
 from mxcompile.compiler.session.publication import Places
 from mxcompile.models.holders import Holders
 from mxcompile.models.names import joined, user_path

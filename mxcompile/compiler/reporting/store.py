@@ -19,7 +19,8 @@ from pathlib import Path
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from mxcompile.publish import publish
-from mxcompile.report import Part, schema
+from mxcompile.report import Part
+from mxcompile.report.data import schema
 
 log = logging.getLogger(__name__)
 

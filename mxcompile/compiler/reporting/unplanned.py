@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from torch import nn
 
 from mxcompile.compiler.capture.capture import Capture
-from mxcompile.compiler.options import Options
+from mxcompile.compiler.session.options import Options
 from mxcompile.compiler.session.plans import no_plan
 from mxcompile.compiler.session.session import session_of
 from mxcompile.errors import UnsupportedError

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mxcompile.compiler.decompositions import table
-from mxcompile.compiler.frames import Frame
+from mxcompile.compiler.session.decompositions import table
+from mxcompile.compiler.session.frames import Frame
 from mxcompile.compiler.session.session import Planned, session_of
 from mxcompile.errors import ModelError
 from mxcompile.models.names import user_path

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from html import escape
 
+from mxcompile.report.data.record import ReportData
 from mxcompile.report.forms.json import to_json
 from mxcompile.report.forms.text import to_markdown, to_text
-from mxcompile.report.record import ReportData
 
 
 def _text(report: ReportData) -> str:

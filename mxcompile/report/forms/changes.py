@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mxcompile.report.change import Change, Changes
-from mxcompile.report.fold import spelled
+from mxcompile.report.data.change import Change, Changes
+from mxcompile.report.data.fold import spelled
 from mxcompile.report.forms.figures import differences
 from mxcompile.report.forms.tables import Table, bullets, drawn, fitted, markdown, markdown_table, wrapped
 from mxcompile.report.forms.words import count

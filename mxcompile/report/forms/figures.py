@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from mxcompile.report.fold import Row
+from mxcompile.report.data.fold import Row
+from mxcompile.report.data.record import FIGURES, Summary
 from mxcompile.report.forms.words import UNITS, byte_count, stored_saving
-from mxcompile.report.record import FIGURES, Summary
 
 
 class Card(NamedTuple):

@@ -17,7 +17,10 @@ from markupsafe import Markup
 
 from mxcompile.formats import KEPT, PRECISIONS, is_quantized, labels, precisions
 from mxcompile.policy import Role
-from mxcompile.report.fold import Row, fold, spelled
+from mxcompile.report.data.fold import Row, fold, spelled
+from mxcompile.report.data.numerics import Numerics
+from mxcompile.report.data.outline import PHASES, OutlineNode
+from mxcompile.report.data.record import GemmRecord, ReportData, Summary
 from mxcompile.report.forms.figures import Card, cards
 from mxcompile.report.forms.html_numerics import FILTERS, numerics_values
 from mxcompile.report.forms.kept import kept_sentences
@@ -33,9 +36,6 @@ from mxcompile.report.forms.words import (
     tokens_of,
     tone,
 )
-from mxcompile.report.numerics import Numerics
-from mxcompile.report.outline import PHASES, OutlineNode
-from mxcompile.report.record import GemmRecord, ReportData, Summary
 
 _LETTERS = {"fprop": "F", "dgrad": "D", "wgrad": "W"}
 _KINDS = {"gemm": "matmul", "cast": "cast", "glue": "left as it is", "input": "of the graph"}

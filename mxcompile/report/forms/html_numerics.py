@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from mxcompile.report.numerics import Numerics
-from mxcompile.report.numerics_groups import by_block, by_role
+from mxcompile.report.data.numerics import Numerics
+from mxcompile.report.data.numerics_groups import by_block, by_role
 
 _FULL_DB = 60.0
 _GOOD_DB = {"MXFP8": 27.5}

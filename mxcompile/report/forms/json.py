@@ -1,4 +1,4 @@
-"""The JSON form: the fields of the report's dataclasses, one record per line. `report.schema` reads it."""
+"""The JSON form: the fields of the report's dataclasses, a record per line. `report.data.schema` reads it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import json
 from typing import Any
 
-from mxcompile.report.record import SCHEMA, ReportData
+from mxcompile.report.data.record import SCHEMA, ReportData
 
 
 def to_json(report: ReportData) -> str:

@@ -14,8 +14,8 @@ from mxcompile.formats import (
     stored_precision,
 )
 from mxcompile.policy import ATTENTION_PRODUCTS, Code
+from mxcompile.report.data.record import GemmRecord, OperandFormat, Summary
 from mxcompile.report.forms.words import count, is_stored, own_dtype
-from mxcompile.report.record import GemmRecord, OperandFormat, Summary
 
 LITTLE = 0.5
 """If the quantized share of the FLOPs is lower, the report lists the reasons."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import networkx as nx
 
-from mxcompile.report.outline import Outline, OutlineNode, inner_block
+from mxcompile.report.data.outline import Outline, OutlineNode, inner_block
 
 GAP = 22.0
 ROW_GAP = 30.0

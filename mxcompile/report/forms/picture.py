@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from html import escape
 
 from mxcompile.formats import precisions
-from mxcompile.report.fold import spelled
+from mxcompile.report.data.fold import spelled
+from mxcompile.report.data.outline import Outline, OutlineNode, inner_block
 from mxcompile.report.forms.layout import Box, Layout, lay_out
 from mxcompile.report.forms.words import tone
-from mxcompile.report.outline import Outline, OutlineNode, inner_block
 
 _PAD = 16.0
 _MARGIN = 34.0

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from mxcompile.formats import is_quantized, labels
 from mxcompile.policy import Code, Reason
-from mxcompile.report.fold import Row, fold
+from mxcompile.report.data.fold import Row, fold
+from mxcompile.report.data.record import GemmRecord, OperandFormat, ReportData, Summary
 from mxcompile.report.forms.figures import cards
 from mxcompile.report.forms.kept import kept_sentences, unknown_words
 from mxcompile.report.forms.tables import Table, bullets, drawn, fitted, markdown, markdown_table, wrapped
@@ -22,7 +23,6 @@ from mxcompile.report.forms.words import (
     speedup,
     tokens_of,
 )
-from mxcompile.report.record import GemmRecord, OperandFormat, ReportData, Summary
 
 _NAMED = 3
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from mxcompile.formats import is_quantized
 from mxcompile.policy import Role
-from mxcompile.report.fold import Row
-from mxcompile.report.record import STORED, GemmRecord, OperandFormat
+from mxcompile.report.data.fold import Row
+from mxcompile.report.data.record import STORED, GemmRecord, OperandFormat
 
 
 def _scaled(value: float, step: int, units: Sequence[str]) -> tuple[float, str]:

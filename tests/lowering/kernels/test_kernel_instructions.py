@@ -20,9 +20,9 @@ from mxcompile.errors import TargetError
 from mxcompile.formats import ELEM_TYPES, Rounding, ScaleLayout, num_blocks
 from mxcompile.formats.scale_tiles import tiled_length
 from mxcompile.lowering.chips.tiles import NO_ROW, Unsupported
-from mxcompile.lowering.kernels.configs import chosen, tiled_configs
+from mxcompile.lowering.choices import configs as choices
+from mxcompile.lowering.choices.configs import chosen, tiled_configs
 from mxcompile.lowering.targets import TARGETS, Target
-from mxcompile.lowering.templates import configs as choices
 from mxcompile.lowering.templates import scaled_grouped_mm_tiled, vendor
 from mxcompile.offline.machine_code import parse
 

@@ -11,9 +11,9 @@ from torch._inductor import config
 
 from mxcompile import ops
 from mxcompile.lowering.chips.shared import WEIGHT_ONLY
+from mxcompile.lowering.choices.weight_only_forms import WeightOnlyForm, forms, most_rows
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.lowering.templates import weight_only
-from mxcompile.lowering.templates.weight_only_forms import WeightOnlyForm, forms, most_rows
 
 BF16, F32 = torch.bfloat16, torch.float32
 EMULATED = [name for name, target in TARGETS.items() if target.arch is not None and not target.native]

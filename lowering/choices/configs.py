@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import ceil
-from typing import Any
+from typing import Any, TypeVar
 
 import sympy
 import torch
 from torch._inductor import config
 
+from mxcompile.errors import TargetError
 from mxcompile.formats import BLOCK
+from mxcompile.lowering import optional
 from mxcompile.lowering.chips.tiles import (
     ChipTiles,
     MatmulConfig,
@@ -24,7 +26,6 @@ from mxcompile.lowering.chips.tiles import (
     TiledConfig,
     Unsupported,
 )
-from mxcompile.lowering.kernels.configs import chosen, tiled_configs, tiled_default
 from mxcompile.lowering.targets import Target
 from mxcompile.versions import newer
 
@@ -33,7 +34,7 @@ _WARPS = 8  # threads then hold half of the accumulator, which leaves registers 
 _ANY = MatmulConfig(block_m=64, block_n=64, block_k=64, num_warps=4, num_stages=2)
 
 
-def products(target: Target, rows: int, *, gathered: bool = False) -> list[tuple[bool, MatmulConfig]]:
+def products(target: Target, rows: int, *, gathered: bool = False) -> Tiles:
     """Returns tiles for a product with `rows` rows on `target`, each with whether to swap the operands.
 
     The first tile is the default. More follow if Inductor autotunes. gathered: whether an operand has to be
@@ -55,6 +56,64 @@ def _products(tiles: ChipTiles, rows: int, gathered: bool) -> Iterator[tuple[boo
         yield False, replace(row.many, num_warps=_WARPS)
         for tile in tiles.more_scaled_mm:
             yield False, tile
+
+
+NARROW = 1024
+"""Most columns for which many rows are tried. Each row is quantized for all 8 tiles of 128, or 16 of 64."""
+
+Tiles = list[tuple[bool, MatmulConfig]]
+"""Tiles, each with whether to swap the operands."""
+
+
+def fused(target: Target, rows: int, columns: int) -> Tiles:
+    """Returns whether to swap the operands, and the tile, of each form to try on `target`.
+
+    rows, columns: sizes of the product. The result has one form without autotuning, and none if a separate
+    cast is better.
+    """
+    row = target.tiles.fused_quantize_mm
+    if isinstance(row, Unsupported):
+        return []
+    if rows <= row.few_rows:
+        more = target.tiles.more_fused_few if autotuning() else ()
+        return [(row.swap_few, tile) for tile in (row.few, *more)]
+    if autotuning() and columns <= NARROW:
+        return [(False, tile) for tile in (row.many, *target.tiles.more_fused_many)]
+    return []
+
+
+_Row = TypeVar("_Row")
+
+
+def chosen(row: _Row | Unsupported, family: str, target: Target) -> _Row:
+    """Returns `row`, the entry of `family` in ``target.tiles``.
+
+    Raises:
+        TargetError: The family does not run on `target`.
+    """
+    if isinstance(row, Unsupported):
+        raise TargetError(f"{family} does not run on {target.name}: {row.reason}")
+    return row
+
+
+def tiled_configs(target: Target) -> tuple[TiledConfig, ...]:
+    """Returns the tiles of `scaled_mm_tiled` on `target` that the installed Triton compiles."""
+    release = optional.triton_release()
+    rows = chosen(target.tiles.scaled_mm_tiled, "scaled_mm_tiled", target)
+    return tuple(tile for tile in rows if release >= tile.since)
+
+
+def tiled_default(target: Target, m: int, n: int, k: int) -> TiledConfig:
+    """Returns the tile of a product [m, k] · [k, n] without warp specialization.
+
+    That is the widest tile with which every processor has work, else the narrowest tile. If K is a single
+    step, wide tiles spill with some versions of Triton, and the narrowest runs too.
+    """
+    plain = [tile for tile in tiled_configs(target) if not tile.warp_specialize]
+    for tile in plain:
+        if k > tile.block_k and -(-m // tile.block_m) * -(-n // tile.block_n) >= target.processors:
+            return tile
+    return plain[-1]
 
 
 def tiled_products(target: Target, m: int, n: int, k: int) -> list[TiledConfig]:

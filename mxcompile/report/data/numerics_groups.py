@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from mxcompile.report.numerics import GemmNumerics, Numerics, TensorNumerics
-from mxcompile.report.outline import inner_block
+from mxcompile.report.data.numerics import GemmNumerics, Numerics, TensorNumerics
+from mxcompile.report.data.outline import inner_block
 
 OUTSIDE = "outside blocks"
 

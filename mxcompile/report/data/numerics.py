@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from mxcompile.report import schema
-from mxcompile.report.schema import Measure
+from mxcompile.report.data import schema
+from mxcompile.report.data.schema import Measure
 
 _Measured = TypeVar("_Measured", "TensorNumerics", "GemmNumerics", "ParameterNumerics")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mxcompile.report.record import GemmRecord
+from mxcompile.report.data.record import GemmRecord
 
 _Step = str | frozenset[int]
 _Path = tuple[_Step, ...]

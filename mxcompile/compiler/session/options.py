@@ -8,13 +8,23 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mxcompile.compiler.hooks.inductor import NEEDED
 from mxcompile.errors import OptionError, nearest, not_allowed, shown
 from mxcompile.lowering.targets import AUTO, check
 from mxcompile.policy import Policy
 from mxcompile.report import form_of
 from mxcompile.report.files import RANK, check_place
 from mxcompile.watch import Watch, resolve
+
+NEEDED = {
+    "use_joint_graph_passes": True,
+    "use_post_grad_passes": True,
+    "selective_decompose": False,
+    "fallback_by_default": False,
+}
+"""Inductor settings without which the hooks or their kernels would not run.
+
+The mode "lite" has the opposite of each.
+"""
 
 _PLACEHOLDER = re.compile(r"\{[A-Za-z_]\w*\}")
 KEYS = ("policy", "report", "target", "strict", "inductor", "watch")

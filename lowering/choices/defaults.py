@@ -41,7 +41,7 @@ class MXProduct:
     """A product of MX operands.
 
     precision: format of its operands. m, n, k: sizes of a matrix, or of all groups together. groups:
-    number of results. epilogue: whether the kernel has a fused epilogue (see `graph.epilogue`).
+    number of results. epilogue: whether the kernel has a fused epilogue (see `epilogue`).
     """
 
     kind: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mxcompile.report.record import Summary
+from mxcompile.report.data.record import Summary
 
 KINDS = ("fell back", "gained", "changed", "new", "removed")
 

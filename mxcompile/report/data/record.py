@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mxcompile.formats import MAX, ElemRounding, is_quantized
-from mxcompile.report.outline import Outline
+from mxcompile.report.data.outline import Outline
 
 SCHEMA = 1
 """Version of the JSON form."""

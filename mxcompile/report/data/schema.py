@@ -20,12 +20,12 @@ from typing import Annotated, Any, TypeVar
 
 from mxcompile.errors import OptionError, nearest, shown
 from mxcompile.formats import PRECISIONS, ElemRounding, precisions
-from mxcompile.report.outline import KINDS, PHASES
-from mxcompile.report.record import SCHEMA, STORED, ReportData
+from mxcompile.report.data.outline import KINDS, PHASES
+from mxcompile.report.data.record import SCHEMA, STORED, ReportData
 
 _T = TypeVar("_T")
 
-SCHEMA_FILE = Path(__file__).with_name("report.schema.json")
+SCHEMA_FILE = Path(__file__).parents[1] / "report.schema.json"
 """The published JSON Schema of reports, for third-party tools."""
 
 KINDS_OF_FILES = ("report", "audit")

@@ -1,0 +1,1 @@
+"""Choices of kernels, forms and tiles, by formats, sizes and chip."""

@@ -1,0 +1,53 @@
+"""The parts of a template over tiles of a matrix: place · load, before a body for each copy and its store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._inductor import ir
+from torch._inductor.lowering import empty_strided
+from torch._inductor.select_algorithm import SymbolicGridFn
+
+PLACE = r"""
+    M = {{size("X", 0)}}
+    N = {{size("X", 1)}}
+    pid_m = tl.program_id(0)
+    pid_n = tl.program_id(1)
+    rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+"""
+"""Source: the rows `rm` and columns `rn` of a tile of X [M, N]."""
+
+MASKS = r"""    idx_m = rm[:, None].to(INDEX_DTYPE)
+    idx_n = rn[None, :].to(INDEX_DTYPE)
+    mask_m = idx_m < M
+    mask_n = idx_n < N
+    mask = mask_m & mask_n
+    blocks_m = pid_m * (BLOCK_M // 32) + tl.arange(0, BLOCK_M // 32)
+    blocks_n = pid_n * (BLOCK_N // 32) + tl.arange(0, BLOCK_N // 32)
+"""
+"""Source behind `PLACE`: indices, masks, and the blocks of 32 along both dimensions."""
+
+
+def load(source: str) -> str:
+    """Returns the source that loads, or computes, the tile of the input `source`, by its small letter."""
+    return r"""
+    {{load_input("<X>", "<x>", ("idx_m", "idx_n"), mask="mask", indent_width=4,
+                 index_shape=("BLOCK_M", "BLOCK_N"))}}
+    <x> = <x>.to(DTYPE)
+""".replace("<X>", source).replace("<x>", source.lower())
+
+
+@SymbolicGridFn
+def grid(m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, Any, int]:
+    """Returns a program for each tile."""
+    return cdiv(m, meta["BLOCK_M"]), cdiv(n, meta["BLOCK_N"]), 1
+
+
+def empty(x: Any, shape: Sequence[Any], dtype: torch.dtype) -> ir.TensorBox:
+    """Returns memory on the device of `x` that a kernel writes beside its result."""
+    result: ir.TensorBox = empty_strided(list(shape), None, dtype=dtype, device=x.get_device_or_error())
+    result.realize()
+    return result

@@ -1,0 +1,1 @@
+"""The data of reports: records, figures, outlines and numerics."""
