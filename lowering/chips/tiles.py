@@ -130,7 +130,7 @@ class ChipTiles:
     """Tile configs of a chip by kernel family.
 
     scaled_mm: configs of the pointer form. scaled_mm_tiled: candidates, widest tiles first (see
-    `kernels.configs.tiled_default`). fused_quantize_mm: in a swapped config, block_m and block_n are extents
+    `choices.configs.tiled_default`). fused_quantize_mm: in a swapped config, block_m and block_n are extents
     of the swapped product. more_scaled_mm, more_fused_few, more_fused_many: further configs that autotuning
     tries for many rows, and for few and many rows of the fused product.
     """

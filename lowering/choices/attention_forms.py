@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mxcompile.formats import num_blocks
 from mxcompile.lowering.targets import Target
 
 MOST_DIMS = 256
@@ -33,14 +34,10 @@ def form(groups: int, rows: int, keys: int, dim: int, target: Target) -> Attenti
     dims = max(_LEAST_DIMS, _power_of_2(dim))
     block = min(_MOST_ROWS, max(_LEAST_ROWS, _power_of_2(rows)))
     tile = 64 if dims <= 128 and block <= 32 else 32
-    wanted = _ceil_div(_PROGRAMS_PER_PROCESSOR * target.processors, max(1, groups * _ceil_div(rows, block)))
-    parts = max(1, min(wanted, _ceil_div(keys, tile)))
+    wanted = num_blocks(_PROGRAMS_PER_PROCESSOR * target.processors, max(1, groups * num_blocks(rows, block)))
+    parts = max(1, min(wanted, num_blocks(keys, tile)))
     return AttentionForm(rows=block, keys=tile, dims=dims, parts=parts)
 
 
 def _power_of_2(least: int) -> int:
     return 1 << max(0, least - 1).bit_length()
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)

@@ -16,7 +16,7 @@ import torch
 from torch._inductor import config
 
 from mxcompile.errors import TargetError
-from mxcompile.formats import BLOCK
+from mxcompile.formats import BLOCK, num_blocks
 from mxcompile.lowering import optional
 from mxcompile.lowering.chips.tiles import (
     ChipTiles,
@@ -110,10 +110,12 @@ def tiled_default(target: Target, m: int, n: int, k: int) -> TiledConfig:
     step, wide tiles spill with some versions of Triton, and the narrowest runs too.
     """
     plain = [tile for tile in tiled_configs(target) if not tile.warp_specialize]
-    for tile in plain:
-        if k > tile.block_k and -(-m // tile.block_m) * -(-n // tile.block_n) >= target.processors:
-            return tile
-    return plain[-1]
+    enough = (
+        tile
+        for tile in plain
+        if num_blocks(m, tile.block_m) * num_blocks(n, tile.block_n) >= target.processors
+    )
+    return next((tile for tile in enough if k > tile.block_k), plain[-1])
 
 
 def tiled_products(target: Target, m: int, n: int, k: int) -> list[TiledConfig]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch._inductor import config
 
+from mxcompile.formats import num_blocks
 from mxcompile.lowering.chips.tiles import MatmulConfig, Unsupported, WeightOnlyChoices
 from mxcompile.lowering.targets import Target
 
@@ -124,12 +125,8 @@ def _tiles(rows: int, dtype: torch.dtype, target: Target, packed: bool) -> Itera
 
 def split(m: int, n: int, k: int, config: MatmulConfig, target: Target) -> tuple[int, int]:
     """Returns the number of parts of K, and the length of a part, a multiple of block_k."""
-    programs = _ceil_div(m, config.block_m) * _ceil_div(n, config.block_n)
-    steps = _ceil_div(k, config.block_k)
-    wanted = _ceil_div(_PROGRAMS_PER_PROCESSOR * target.processors, max(programs, 1))
-    span = _ceil_div(steps, max(1, min(wanted, steps // 2)))  # a part takes at least two steps
-    return max(1, _ceil_div(steps, max(span, 1))), max(span, 1) * config.block_k
-
-
-def _ceil_div(number: int, divisor: int) -> int:
-    return -(-number // divisor)
+    programs = num_blocks(m, config.block_m) * num_blocks(n, config.block_n)
+    steps = num_blocks(k, config.block_k)
+    wanted = num_blocks(_PROGRAMS_PER_PROCESSOR * target.processors, max(programs, 1))
+    span = num_blocks(steps, max(1, min(wanted, steps // 2)))  # a part takes at least two steps
+    return max(1, num_blocks(steps, max(span, 1))), max(span, 1) * config.block_k

@@ -242,7 +242,7 @@ def _along_columns(bits, R: tl.constexpr, C: tl.constexpr):
 def quantize_rowwise(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr, NARROW: tl.constexpr = True):
     """`tiles.quantize_rowwise` of BF16 [R, C]: codes uint8 [R, C], scale bytes uint8 [R, C / 32].
 
-    NARROW: whether the chip's conversion reads BF16 (`templates.packing.converts`).
+    NARROW: whether the chip's conversion reads BF16 (`choices.packing.converts`).
     """
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]

@@ -36,7 +36,7 @@ def made(use: str, target: str) -> Family:
     for gemm, operands in {Gemm.FPROP: "xw", Gemm.DGRAD: ("dy", "w"), Gemm.WGRAD: ("dy", "x")}.items():
         formats = decision.choice(gemm).formats
         assert formats is not None
-        every = families([formats.of(each).as_read for each in operands], TARGETS[target])
+        every = families([formats.operand_format(each).as_read for each in operands], TARGETS[target])
         found.add(next(family for family in every if family is not Family.WEIGHT_ONLY))
     (family,) = found
     return family

@@ -25,9 +25,9 @@ WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None
 import torch, mxcompile
+from mxcompile.lowering.choices import packing
 from mxcompile.lowering.graph import pipeline
 from mxcompile.lowering.targets import TARGETS
-from mxcompile.lowering.templates import packing
 print(pipeline.obstacles(TARGETS["cpu"]))
 print(len(pipeline.obstacles(TARGETS["sm_100"])), pipeline.obstacles(TARGETS["sm_100"])[0])
 graph = torch.fx.Graph()
