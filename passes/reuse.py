@@ -175,7 +175,7 @@ def _read_tiles(graph: fx.Graph, build: Builder) -> None:
 
 
 def _read_scales(scales: fx.Node, tiles: fx.Node, build: Builder) -> None:
-    """Makes users of `scales`, which repeat the scale of a tile for each row, read `tiles`."""
+    """Replaces `scales`, which has the scale of a tile in each of its rows, by reads of `tiles`."""
     value = value_of(scales)
     rows, call = value.ndim - 2, build.call
     for user in list(scales.users):

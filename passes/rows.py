@@ -102,9 +102,10 @@ def _concatenated(step: fx.Node) -> list[fx.Node] | None:
 
 
 def _scattered(step: fx.Node) -> list[fx.Node] | None:
-    """Returns the rows that `step` writes into zeros, at most one per index: a permutation's gradient.
+    """Returns the rows that `step` writes into zeros, or None if several rows may be added at one index.
 
-    A sum with zero only changes the sign of a negative zero, which does not change a product.
+    The gradient of a permutation has this form. Adding a row to zero only changes the sign of a negative
+    zero, which does not change a product.
     """
     base, indices, values, *accumulate = step.args
     rows, value = tensor(values), tensor(step)

@@ -232,7 +232,7 @@ def _divided(times: Load, global_scale: ir.TensorBox) -> Load:
 
 
 def _unpacked(packed: ir.TensorBox, dim: int, elem: ElemType) -> ir.TensorBox:
-    """Returns one code per byte: a view of a tensor whose dimension after `dim` is the position in a byte."""
+    """Returns the codes of `packed`, one code per byte, along dimension `dim`."""
     load = packed.make_loader()
     shape = list(packed.get_size())
     at = dim % len(shape)

@@ -23,7 +23,7 @@ assert mm is not None
 def lower_scaled_mm(
     a: ir.TensorBox, b: ir.TensorBox, scale_a: ir.TensorBox, scale_b: ir.TensorBox, *others: Any, **named: Any
 ) -> Any:
-    """Lowers the product as Inductor does, but block scales only with the library's kernel."""
+    """Lowers the product as Inductor does. Products with block scales run the library's kernel only."""
     blocks = len(scale_a.get_size()) == 2 and scale_a.get_size()[1] != 1
     only_the_library = {"triton.enable_persistent_tma_matmul": False} if blocks else {}
     with config.patch(only_the_library):

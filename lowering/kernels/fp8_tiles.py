@@ -92,7 +92,7 @@ def quotient(x, power, scaled, inverse, ELEM: tl.constexpr, WIDE: tl.constexpr, 
 
 @triton.jit
 def encode(y, ELEM: tl.constexpr, NATIVE: tl.constexpr, SATURATES: tl.constexpr, FNUZ: tl.constexpr):
-    """Returns uint8 codes of quotients of any magnitude."""
+    """Returns uint8 codes of `y`, elements divided by their scale. Magnitudes over the largest saturate."""
     codes = tiles.encode(y, ELEM, "floor", NATIVE, SATURATES)
     if FNUZ:
         NAN: tl.constexpr = tiles._largest_code(ELEM)

@@ -5,10 +5,11 @@
     x[…, m, n]  →  the largest magnitudes of every tile and of its transform
     x           ←  prologue         as in `casts`
 
-The contraction is innermost in every copy. The cast itself is ``kernels.fp4_tiles``. Both copies come from
-one read of x, unless rounding is stochastic. The grid covers the padding of tiled scales. The amax of the
-tensor is computed before, so that a cast reads x a second time. The transform runs along columns; both
-kernels compute it, and nothing stores it. The matrices of a batch lie along the grid's first axis.
+The first template casts, by ``kernels.fp4_tiles``; the second computes amaxes. A prologue computes x in the
+kernel, as in `casts`. The contraction is innermost in every copy. Both copies come from one read of x, unless
+rounding is stochastic. The grid covers the padding of tiled scales. The cast needs the amax of the tensor, so
+x is read twice. The Hadamard transform runs along columns; both kernels compute it, and no kernel stores it.
+The matrices of a batch lie along the grid's first axis.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def plan_conversion(
 
 
 def blank(entry: Entry, weight: StoredWeight | None) -> Tensor:
-    """Returns the result of a tensor's conversion, without values."""
+    """Returns the converted tensor of `entry` on the meta device, which has shape and format only."""
     if weight is None or weight.form is None:
         return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
     return empty(entry.shape, weight.block_dim, weight.form, entry.dtype, "meta")

@@ -145,9 +145,9 @@ def show(result: Any, options: argparse.Namespace, summary: str = "") -> None:
 
 
 def show_policy(result: Any, options: argparse.Namespace, *, success: bool) -> int:
-    """Prints `result`, and its policy as YAML or writes it to ``--output``, on `success`.
+    """Prints `result`. On `success`, writes its policy to ``--output``, or prints it as YAML.
 
-    Returns the exit status, 1 without success.
+    Returns the exit status: 0 on success, else 1.
     """
     print(result)
     if not success:

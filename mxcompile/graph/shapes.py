@@ -73,7 +73,7 @@ def gradient_sizes(sizes: Sizes) -> list[Sizes]:
 
 
 def _grouped_sizes(a: list[Any], b: list[Any], node: fx.Node) -> Sizes:
-    """Returns the sizes of a grouped product; the grouped dimension counts with its sum over all groups."""
+    """Returns the sizes of a grouped product; the size of the grouped dimension sums over all groups."""
     if len(a) == 2 and len(b) == 2 and tensor(offsets(node)) is not None:
         return 1, a[0], b[1], a[1]
     if len(a) == 3 and len(b) == 3:

@@ -36,7 +36,7 @@ class Outside:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Ignores the operators that run within, because they are parts of another product."""
+        """Ignores operators within the context, because they are parts of one recorded product."""
         self._inside += 1
         try:
             yield

@@ -89,7 +89,7 @@ def path_in(root: nn.Module, module: nn.Module | None) -> str | None:
 
 
 def unregistered(argument: Tensor) -> HeldBy:
-    """Returns the origin of `argument`, a tensor among the arguments of a call."""
+    """Returns whether `argument`, an argument of the model's call, is a leaf of autograd or data."""
     is_leaf = argument.requires_grad and argument.is_leaf
     if argument._is_view() and not torch.is_grad_enabled():
         is_leaf = False  # a view made under no_grad claims to be a leaf

@@ -80,7 +80,7 @@ class _Known:
 
 
 def _ends(blocks: Ends | None) -> tuple[Ends | None, ...]:
-    """Returns the ends of block stacks that `blocks` selects, one at a time; (None,) without a condition."""
+    """Returns `blocks` as conditions on one end each, first or last; (None,) if `blocks` is None."""
     if blocks is None:
         return (None,)
     one_by_one = (Ends(first=blocks.first), Ends(last=blocks.last))

@@ -116,7 +116,7 @@ def _inside(mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
 
 
 def _with_experts(along: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh:
-    """Returns the submesh for the other parameters: `along`, with its last axis joined with `ep`."""
+    """Returns the submesh for parameters outside of experts: `along`, its last axis joined with `ep`."""
     *outer, last = along.mesh_dim_names or ()
     both = mesh[last, EXPERTS]._flatten(f"{last}_{EXPERTS}")
     return type(mesh)._concatenate([mesh[tuple(outer)], both]) if outer else both
@@ -166,7 +166,10 @@ def _check_whole(model: nn.Module, styles: Mapping[str, Any], ranks: int) -> Non
 
 
 def _shared(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:
-    """Returns (first owner, further owner) of shared parameters, which `parallelize_module` would untie."""
+    """Returns pairs of owners of shared parameters, which `parallelize_module` would separate.
+
+    A pair has the first owner, and a further owner; an owner is a module and the parameter's name in it.
+    """
     first: dict[int, tuple[nn.Module, str]] = {}
     again = []
     for module in model.modules():

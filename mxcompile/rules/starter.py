@@ -20,7 +20,7 @@ _LEAST_BLOCKS = 3
 
 
 def starter(preset: str, layers: Sequence[Layer], model: str) -> str:
-    """Returns the text of a policy file for `layers` of the model named `model`, equal to `preset`."""
+    """Returns the text of a policy file that decides as `preset` for `layers` of the model `model`."""
     policy = Policy.preset(preset)
     linear = [layer for layer in layers if layer.role not in ATTENTION_PRODUCTS]
     products = [layer for layer in layers if layer.role in ATTENTION_PRODUCTS]
@@ -69,7 +69,7 @@ def _rule(policy: Policy, role: Role, layers: Sequence[Layer]) -> list[str]:
 
 
 def _word(words: Iterable[str]) -> str:
-    """Returns the precision of a role's layers: the first quantized one, if there is any."""
+    """Returns the first word of a quantized precision in `words`, else the word for BF16."""
     return next(filter(is_quantized, words), KEPT.name)
 
 

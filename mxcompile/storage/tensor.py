@@ -199,12 +199,12 @@ class MXTensor(Tensor):
     def of_parts(
         self, qdata: Tensor, scale_bytes: Tensor, block_dim: int, global_scale: Tensor | None
     ) -> MXTensor:
-        """Returns a tensor with other parts, and with this tensor's format and dtype."""
+        """Returns a tensor of these codes and scales, with this tensor's format and dtype."""
         return self._of(qdata, scale_bytes, block_dim, self.dtype, self.form, global_scale)
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all parts."""
+        """Bytes of codes and scales."""
         return sum(part.nbytes for part in self.parts)
 
     def storage(self) -> Any:

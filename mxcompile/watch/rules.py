@@ -72,7 +72,7 @@ class Rule:
 
     @classmethod
     def from_mapping(cls, given: Mapping[str, Any]) -> Rule:
-        """Returns the rule of the mapping `given`. Raises `OptionError`."""
+        """Returns the rule that the mapping `given` describes. Raises `OptionError` if it is invalid."""
         if not isinstance(given, Mapping):
             raise OptionError(f"a watch rule is a mapping, found {shown(given)}")
         for key in given:

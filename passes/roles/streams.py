@@ -36,7 +36,11 @@ _NONE: frozenset[fx.Node] = frozenset()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Streams:
-    """joins: sums, each with the argument that is or contains the branch. skips: values they add it to."""
+    """The residual streams of a graph.
+
+    joins: additions to a stream; the value is the argument that contains the branch. skips: the values of the
+    stream that a branch is added to.
+    """
 
     joins: dict[fx.Node, fx.Node]
     skips: frozenset[fx.Node]
@@ -88,7 +92,7 @@ class _Sweep:
         return bases
 
     def _held(self, node: fx.Node, forked: bool) -> list[Any]:
-        """Returns the arguments of `node` whose values it still contains, up to a factor."""
+        """Returns the arguments that `node` passes on: through a view, a sum, or a product with a factor."""
         traits = self._traits[node]
         if traits & (VIEW | RANDOMS):
             return [node.args[0]] if node.args else []

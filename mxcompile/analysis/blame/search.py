@@ -174,7 +174,7 @@ class Search:
         return result
 
     def _guess(self, parts: Sequence[BlamedPart]) -> int:
-        """Returns the number of `parts` to exclude if the effects of the others add up."""
+        """Returns a guess of the number of `parts` to exclude. It assumes that effects add in squares."""
         sizes = [0.0 if part.alone is None else self._size(part.alone) for part in parts]
         whole = math.hypot(*filter(math.isfinite, sizes))
         rests = (math.hypot(*sizes[number:]) for number in range(1, len(parts)))

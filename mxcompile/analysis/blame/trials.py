@@ -112,7 +112,7 @@ class BlameTrials:
         )
 
     def obstacles(self, measure: str) -> list[str]:
-        """Returns why a search for an effect on `measure` cannot find anything; empty if it can."""
+        """Returns the reasons against a search for an effect on `measure`; empty if a search is possible."""
         asked, against = self._policy.label, self._against.label
         if not self.keys:
             return [f"nothing differs: {asked} treats all GEMMs of this run as {against} does"]
@@ -151,7 +151,10 @@ class BlameTrials:
         return BF16 if cast <= set(gemms) else Option(candidate=0, kept=tuple(gemms))
 
     def _outcome(self, keys: Keys, seed: int, what: str) -> Outcome:
-        """Returns the outcome with `keys` as in the policy. seed: repeat; 0 keeps the generators' state."""
+        """Returns the outcome of a run with `keys` as in the policy and other GEMMs as in the reference.
+
+        seed: number of the repeat, which seeds the generators; 0 keeps their state.
+        """
         run = partial(self.study.run, what=what, backward=self._backward, seed=seed or None)
         session, different = self.study.session, frozenset(self.keys)
         if self.switched:

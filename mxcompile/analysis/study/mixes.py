@@ -21,9 +21,10 @@ _NOTHING = Use(fprop=KEPT, dgrad=KEPT, wgrad=KEPT)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """The decisions that a layer may follow. Without `use` and `policy` they are the start policy's.
+    """The source of a layer's decisions in a mix: a rule, a policy, or the start policy.
 
-    word: name of the candidate. use: a rule for all layers. policy: a policy.
+    word: name of the candidate. use: rule for all layers, or None. policy: policy, or None. If both are None,
+    the decisions are the start policy's.
     """
 
     word: str
@@ -32,7 +33,7 @@ class Candidate:
 
     @classmethod
     def start(cls, policy: Policy) -> Candidate:
-        """Returns the candidate for the decisions of `policy`, the start policy."""
+        """Returns the candidate that keeps the decisions of the start policy, `policy`."""
         return cls(word=Path(policy.label).name)
 
     @classmethod

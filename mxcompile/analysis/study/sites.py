@@ -52,7 +52,7 @@ class ProductSite:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Layer and GEMM, the key by which runs quantize it or not."""
+        """Name of the layer and kind of GEMM. Runs choose by this key whether to quantize the GEMM."""
         return self.tag.name, str(self.tag.gemm)
 
 

@@ -70,7 +70,7 @@ class Trials:
         return bool(failing)
 
     def audit(self, mix: Mix) -> tuple[Audit, bool]:
-        """Returns the audit of `mix`, and whether a GEMM is below the bound. It is then excluded."""
+        """Returns the audit of `mix`, and whether a GEMM is below the bound. Excludes such GEMMs."""
         self.study.bar.set_description("tune: audit of the policy")
         final = audited(self.study.session.under(self.mixes.policy(mix)))
         self.study.bar.update()

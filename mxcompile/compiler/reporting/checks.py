@@ -84,11 +84,12 @@ def check_call(
     kwargs: Mapping[str, Any],
     parts: Mapping[str, bool] = MappingProxyType({}),
 ) -> None:
-    """Compares the compiled layers of `root` with the plan after its call with `args` and `kwargs`.
+    """Compares the compiled layers of `root` with its plan, after a call of `root` with `args` and `kwargs`.
 
-    parts: whether each module that was to be compiled was called, by path. Warns, or raises
-    `UnsupportedError` in strict mode, about layers that ran outside of compiled code and about a model
-    without compiled code.
+    Reports layers that ran outside of compiled code, and a model without compiled code: as a warning, or in
+    strict mode as an `UnsupportedError`.
+
+    parts: by the path of each module that should be compiled, whether it was called.
     """
     if REGISTRY.knows(root, options.group):
         plan = session_of(root).plan
@@ -151,7 +152,7 @@ def check_modules(
 def tell_left(
     message: str, options: Options, *, root: nn.Module | None, frame: int, path: str | None = None
 ) -> bool:
-    """Reports `message` about a frame that runs as Python from now on. Returns whether it did.
+    """Reports `message` about a frame that runs as Python from now on. Returns whether it reported it.
 
     frame: Dynamo's number of the frame. path: path of the module of `root` whose method the frame is. Frames
     without products to quantize are not reported. Raises `UnsupportedError` in strict mode.

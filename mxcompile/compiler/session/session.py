@@ -34,11 +34,12 @@ class Planned:
 class ModelSession:
     """The plan, policies and checks of one model. Dictionary keys are fingerprints of options.
 
-    planned: None before the first part is compiled. policies: policies of the model in order of first use; a
-    policy that a watch changed replaces its origin. checked: plan at the last comparison with the policy.
-    ran: plan at the last comparison with the layers that ran. read: for a model without a plan, the
-    parameters that compiled graphs read. places: registry entries of the compiled parts. loads_histories:
-    whether the model can load state dicts with amax histories.
+    planned: plan, or why there is none; None before the first part is compiled. policies: the
+    policies of compiles, in order of first use; a policy that a watch changed replaces the original.
+    checked: plan when it was last compared with the policy. ran: plan when it was last compared with the
+    layers that ran. read: parameters that compiled graphs read, for a model without a plan. places:
+    registry entries of the compiled parts. loads_histories: whether the model can load state dicts with
+    amax histories.
     """
 
     planned: Planned | None = None

@@ -95,7 +95,7 @@ def _merged(groups: list[_Group]) -> list[_Group]:
 
 
 def _joined(groups: list[_Group], column: int) -> _Group:
-    """Returns one group for `groups`, whose paths differ only in the step `column`."""
+    """Returns `groups` as one group. Their paths differ only in the part with index `column`."""
     path = groups[0][0]
     numbers = [step for other, _ in groups if isinstance(step := other[column], frozenset)]
     step = _ANY.union(*numbers) if numbers else path[column]

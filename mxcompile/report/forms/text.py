@@ -105,7 +105,7 @@ def facts(summary: Summary, rows: Sequence[Row] = ()) -> list[str]:
 
 
 def slower(rows: Iterable[Row]) -> list[tuple[Row, float]]:
-    """Returns rows with quantized GEMMs estimated slower than BF16, and the ratio of BF16's to their time."""
+    """Returns (row, speedup over BF16) of rows with quantized GEMMs that are estimated slower than BF16."""
     ratios = [(row, speedup(row.gemms)) for row in rows if any(is_quantized(g.precision) for g in row.gemms)]
     return [(row, ratio) for row, ratio in ratios if ratio is not None and ratio < 1]
 
