@@ -49,7 +49,7 @@ def _stored_bytes(node: fx.Node, tag: GemmTag, numel: int) -> int:
 
 
 def _per_byte(tag: GemmTag) -> int:
-    """Returns the number of weight elements in each element of the graph's input."""
+    """Returns the number of weight elements in each element of the tensor that stores the weight."""
     return 1 if tag.stored is None else tag.stored.elem.per_byte
 
 

@@ -75,7 +75,7 @@ class _Copy:
 
 
 class _Crossing:
-    """The tensors that forward saves for backward."""
+    """The tensors that forward saves for backward; replaces them by MX copies."""
 
     def __init__(self, forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> None:
         self._forward = Builder(forward, Compress.name)

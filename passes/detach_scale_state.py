@@ -24,7 +24,7 @@ from mxcompile.passes.delayed_scales import FORWARD
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DetachScaleState:
-    """The pass, without options."""
+    """Removes `mx.tapped` between weights and the state of delayed scales."""
 
     name: ClassVar[str] = "detach_scale_state"
 

@@ -80,7 +80,7 @@ def number(nodes: Iterable[fx.Node]) -> None:
 
 
 class _Finder:
-    """State of one run of the pass. sources: the main input that each value is made of (`main_sources`)."""
+    """Tags the products of one graph. sources: main input of each value (`main_sources`)."""
 
     def __init__(
         self, options: Find, depends: dict[fx.Node, Depends], sources: dict[fx.Node, fx.Node]

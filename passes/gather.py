@@ -37,7 +37,7 @@ _SIZE = aten.sym_size.int
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gather:
-    """The pass, without options: it moves each cast that it can move without a change of values."""
+    """Moves casts in front of collectives, if no value changes."""
 
     name: ClassVar[str] = "gather"
 

@@ -109,7 +109,7 @@ class Gradients:
 
 
 def _number(node: fx.Node) -> int:
-    """Returns the number that `node` shares with its gradients or its forward product; -1 without."""
+    """Returns autograd's sequence number, which a forward product shares with its gradients; -1 without."""
     return -1 if is_derivative(node) else node.meta.get("seq_nr", -1)
 
 

@@ -21,7 +21,7 @@ _COLLECTIVES = torch.ops._c10d_functional
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HintExpertSplits:
-    """The pass, without options."""
+    """Sets hints of unknown split sizes: all ranks send equally many tokens."""
 
     name: ClassVar[str] = "hint_expert_splits"
 

@@ -7,9 +7,9 @@
 
 A second cast of a block of stored values changes nothing: its rceil scale is not larger than the stored scale
 and never saturates, so every element is exact again. With other roundings, or through a dtype that does not
-have all values (FP16), it may change the values: these casts stay. No rank has the
-whole source of a gathered weight, so a cast to its format, with any rounding, is the gathered cast. Any other
-use is an error, because it would read values that the policy does not specify. Numerics do not change.
+have all values (FP16), a second cast may change values, so it stays. No rank has the whole source of a
+gathered weight, so a cast to its format, with any rounding, is the gathered cast. Any other use of a gathered
+weight is an error, because it would read values that the policy does not specify. Numerics do not change.
 
 A second cast to two levels may change elements, because scales are rounded; this pass reads the stored codes.
 Their values do not depend on the choice of scales that the second cast would make ("4 over 6").
@@ -50,7 +50,7 @@ _EXACT = frozenset({torch.bfloat16, torch.float32})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reuse:
-    """The pass, without options."""
+    """Removes casts of weights that are stored or gathered in the format of the cast."""
 
     name: ClassVar[str] = "reuse"
 

@@ -28,7 +28,7 @@ from mxcompile.policy import Gemm, Saved
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Save:
-    """The pass, without options: `saved` is in the tags."""
+    """Marks casts that backward makes again, by ``saved`` in the tags."""
 
     name: ClassVar[str] = "save"
 

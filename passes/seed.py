@@ -23,7 +23,7 @@ from mxcompile.ops.view import Cast
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seed:
-    """The pass, without options: formats select the stochastic casts."""
+    """Gives casts with stochastic formats a seed and a stream of random numbers."""
 
     name: ClassVar[str] = "seed"
 

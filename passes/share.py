@@ -21,7 +21,7 @@ _MERGED = VIEWS | CONVERSIONS | ops.CASTS | {operator.getitem}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """The pass, without options."""
+    """Merges equal casts, and the equal views that they read."""
 
     name: ClassVar[str] = "share"
 

@@ -29,7 +29,7 @@ def has_several_gradients(node: fx.Node) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """The pass, without options."""
+    """Makes one node for each gradient of an operator that computes several."""
 
     name: ClassVar[str] = "split"
 

@@ -108,7 +108,7 @@ def _data(layer: fx.Node) -> fx.Node:
 
 
 def _is_call(node: fx.Node) -> bool:
-    """Whether the model calls a linear layer or a convolution, whose second operand is a weight."""
+    """Whether `node` comes from a call of `F.linear` or a convolution, which takes a weight as an operand."""
     call = (node.meta.get("source_fn_stack") or [("", "")])[-1][1]
     named = getattr(call, "__name__", call) == "linear" or packet(node) in CONVOLUTIONS
     return named and stored(operands(node)[0]) is not stored(operands(node)[1])

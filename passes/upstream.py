@@ -78,7 +78,10 @@ def _origins(graph: fx.Graph, inputs: Sequence[GraphInput]) -> dict[fx.Node, _Or
 def _reached(
     layer: fx.Node, values: Collection[fx.Node], seen: set[tuple[fx.Node, bool, bool]], *, behind: bool
 ) -> Iterable[fx.Node]:
-    """Yields nodes of `values` behind the operands of `layer`: up to other layers if `behind`, or nearest."""
+    """Yields the nodes of `values` that the operands of `layer` are computed from.
+
+    behind: whether to go back to the layers before; else only to the nearest nodes of `values`.
+    """
     pending = [(arg, True) for arg in layer.all_input_nodes]
     while pending:
         node, counts = pending.pop()

@@ -47,7 +47,7 @@ class QuantizeChoices:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FP8Choices:
-    """Configs: `amax` computes an amax, `cast` casts with given scales, `blocks` with new block scales.
+    """Configs of FP8 casts: `amax` finds the amax, `cast` casts with its scale, `blocks` with block scales.
 
     A tile of `blocks` is 128×128: a block of `scaling: block` is one row, one column or all of it.
     """
@@ -68,7 +68,9 @@ class FP4Tile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScaledChoices:
-    """Configs: `few` for up to `few_rows` rows of `a`, with swapped operands if `swap_few`; `many` for more.
+    """Configs of products: `few` for up to `few_rows` rows of `a`, `many` for more rows.
+
+    swap_few: whether `few` computes the transposed product, with swapped operands.
 
     gathered: replaces `many` where a kernel reads operands byte by byte, which takes registers for addresses;
     None if `many` leaves enough registers.

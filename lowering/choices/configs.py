@@ -198,7 +198,7 @@ def single(sizes: Sequence[Any]) -> bool:
 
 
 def is_one_matrix(sizes: Sequence[Any], side: int) -> bool:
-    """Whether the stacked matrices of a tensor of `sizes` have the tensor's blocks along `side`.
+    """Whether a batch of `sizes`, stacked as one matrix, has the same blocks along `side` as its matrices.
 
     side: −1 or −2. False for a tensor with no or one element. sizes: as in `single`.
     """

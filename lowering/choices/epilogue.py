@@ -90,7 +90,7 @@ def _elementwise(node: fx.Node) -> bool:
 
 
 def _last(product: fx.Node, use: fx.Node) -> bool:
-    """Whether no later product goes into `use` or into a chain of elementwise operators behind it."""
+    """Whether `use`, and each elementwise operator that follows it, depends on no later product."""
     pending, seen = [use], {use}
     while pending:
         node = pending.pop()
@@ -124,7 +124,7 @@ def is_native(node: fx.Node) -> bool:
 
 
 def _is_stored(use: fx.Node) -> bool:
-    """Whether more than casts, and no reduction, read the elementwise operators from `use` on."""
+    """Whether `use` and the elementwise operators after it have more readers than casts, but no reduction."""
     pending, seen, stored = [use], {use}, False
     while pending:
         for user, _ in readers(pending.pop(), _is_whole_view):

@@ -76,7 +76,7 @@ def row_of(target: Target) -> WeightOnlyChoices | None:
 
 
 def most_rows(target: Target, dtype: torch.dtype) -> int:
-    """Returns up to how many rows of activations of `dtype` the product takes; 0 on a chip without it."""
+    """Returns the largest number of rows of `dtype` that the kernel takes; 0 on a chip without the kernel."""
     row = row_of(target)
     if row is None:
         return 0

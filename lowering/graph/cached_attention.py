@@ -36,7 +36,7 @@ _DEQUANTIZED = "keys and values dequantized"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CachedAttention(LoweringPass):
-    """For all targets; without a kernel for the target, records of attentions have a reason."""
+    """Makes attention read an MXFP8 cache, on all targets. Without a kernel, records get the reason."""
 
     name: ClassVar[str] = "cached_attention"
     templates: ClassVar[tuple[str, ...]] = ("templates.cached_attention",)

@@ -36,7 +36,7 @@ from mxcompile.ops.view import Product
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expand(LoweringPass):
-    """For all targets."""
+    """Emulates quantized GEMMs that have no kernel on the target, on all targets."""
 
     name: ClassVar[str] = "expand"
 
@@ -57,7 +57,7 @@ def working_dtype(out: torch.dtype, target: Target) -> torch.dtype:
 
 
 class _Expander:
-    """State of one run."""
+    """Emulates the GEMMs of one graph."""
 
     def __init__(self, graph: fx.Graph, target: Target) -> None:
         self._graph = graph

@@ -27,7 +27,7 @@ from mxcompile.ops.view import Cast, Product, result_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fuse(NativePass):
-    """For chips with an MX GEMM."""
+    """Fuses a product with the cast of its left operand, on chips with an MX GEMM."""
 
     name: ClassVar[str] = "fuse"
     templates: ClassVar[tuple[str, ...]] = (*NativePass.templates, "templates.fused_quantize_mm")

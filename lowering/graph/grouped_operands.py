@@ -30,7 +30,7 @@ Pair = tuple[fx.Node, fx.Node]
 
 
 def unmet(a: fx.Node, b: fx.Node) -> str:
-    """Returns the reason why PyTorch's grouped product takes these operands in no memory order, or ""."""
+    """Returns why PyTorch's grouped product refuses these operands in every memory order, or ""."""
     values = value_of(a), value_of(b)
     if any(is_empty(value.shape) for value in values):
         return EMPTY

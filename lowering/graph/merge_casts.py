@@ -58,7 +58,10 @@ _Group = dict[int, Cast]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _NewCopy:
-    """A copy of a merged cast. results: nodes that each of its tensors replaces. scale, amax: see `Cast`."""
+    """A copy that a merged cast makes. scale, amax: see `Cast`.
+
+    results: for each tensor of the copy, the nodes that it replaces.
+    """
 
     copy: Copy
     results: Sequence[Sequence[fx.Node]]
@@ -68,7 +71,7 @@ class _NewCopy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MergeCasts(LoweringPass):
-    """For GPUs that multiply MXFP8 (and packed FP4) or FP8, or emulate MXFP8."""
+    """Merges casts of a tensor, on GPUs that multiply MXFP8 (and packed FP4) or FP8, or emulate MXFP8."""
 
     name: ClassVar[str] = "merge_casts"
 
@@ -142,7 +145,7 @@ def is_fp8(cast: Cast) -> bool:
 
 
 def _share_amax(build: Builder, cast: Cast) -> None:
-    """Merges ``mx.largest`` of a tensor with `cast`, which finds the amax of its transform."""
+    """Merges ``mx.largest`` of a tensor with `cast`, which computes the amax of its Hadamard transform."""
     plain = next((user for user in cast.x.users if user.target is ops.largest), None)
     if plain is not None:
         copy = replace(cast.copy, format=cast.form.untransformed)
@@ -231,7 +234,7 @@ def _makes_values(node: fx.Node) -> bool:
 
 
 def _read(cast: Cast, index: int) -> list[fx.Node]:
-    """Returns the nodes of result `index` of `cast` that have readers."""
+    """Returns the getitem nodes of result `index` of `cast` that other nodes read."""
     return [result for position, result in results_of(cast.node) if position == index and result.users]
 
 

@@ -2,10 +2,11 @@
 
     cast(f(g, u, v), copies), cast(h(g, u, v), copies)  →  cast(f(…), copies, y=h(…))     g, u, v read once
 
-For the gradients of a gated activation's two factors: both come from the product's gradient, the gate and the
-other factor. f and h are elementwise, and only their casts read them, so the kernel of the merged cast
-computes them in its prologue; with two kernels, one of them would be stored. At most three tensors of their
-size are read. For chips whose casts have a template, after `merge_casts`. Numerics do not change.
+The casts may be of the gradients of a gated activation's factors, computed from the product's gradient, the
+gate and the other factor. f and h are elementwise, and only their casts read their results. So the kernel of
+the merged cast computes both in its prologue; two kernels would store one result. The prologue reads at most
+three tensors of their size. For chips whose casts have a template, after `merge_casts`. Numerics do not
+change.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class _ComputedCast:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MergeSiblingCasts(LoweringPass):
-    """For GPUs whose casts of two tensors have a template."""
+    """Merges the casts of two tensors, on GPUs with a template for it."""
 
     name: ClassVar[str] = "merge_sibling_casts"
 

@@ -14,7 +14,7 @@ from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Rea
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NameKernels(LoweringPass):
-    """For all targets, after the passes that choose kernels."""
+    """Names the operators of products without a kernel, on all targets, after passes that choose kernels."""
 
     name: ClassVar[str] = "name_kernels"
 

@@ -35,7 +35,7 @@ _OUTPUTS = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Native(NativePass):
-    """For chips with an MX GEMM."""
+    """Chooses the products that the chip's MX GEMM runs."""
 
     name: ClassVar[str] = "native"
 

@@ -49,7 +49,7 @@ FP4_TEMPLATES = ("templates.fp4_casts", *NATIVE[1:])
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packed(LoweringPass):
-    """For chips with an FP4 instruction."""
+    """Packs the operands of FP4 products, on chips with an FP4 instruction."""
 
     name: ClassVar[str] = "packed"
     family: ClassVar[Family] = Family.PACKED
@@ -201,7 +201,7 @@ class _PackedOperands:
         return first, second
 
     def _largest(self, transformed: fx.Node, amax: fx.Node, form: Format) -> fx.Node:
-        """Replaces `amax` by the result of a cast to `form` that does not store the transformed tensor."""
+        """Returns the amax of `transformed`, by a cast to `form` that does not store it; replaces `amax`."""
         if amax.target is not ops.largest or argument(amax) is not transformed:
             return amax
         with self.build.graph.inserting_before(amax):

@@ -48,7 +48,7 @@ _CONVERT = torch.ops.prims.convert_element_type.default
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Promote(LoweringPass):
-    """For CPUs without instructions for a dtype."""
+    """Runs products in FP32, on CPUs without instructions for their dtype."""
 
     name: ClassVar[str] = "promote"
 
@@ -74,7 +74,7 @@ def _is_mx(node: fx.Node) -> bool:
 
 
 class _Promoter:
-    """State of one run. Each operand is widened once."""
+    """Widens the products of one graph to FP32, each operand once."""
 
     def __init__(self, graph: fx.Graph, slow: frozenset[torch.dtype]) -> None:
         self._graph = graph

@@ -32,7 +32,7 @@ from mxcompile.ops.view import Product
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromoteToMX(NativePass):
-    """For chips with an MX GEMM."""
+    """Runs products of other formats as MXFP8, on chips with an MX GEMM."""
 
     name: ClassVar[str] = "promote_to_mx"
     family: ClassVar[Family] = Family.AS_MX

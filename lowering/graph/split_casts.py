@@ -23,7 +23,7 @@ from mxcompile.ops.view import Cast, results_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitCasts(LoweringPass):
-    """For all targets."""
+    """Splits a cast into a cast to elements and a cast to scales, on all targets."""
 
     name: ClassVar[str] = "split_casts"
 

@@ -29,7 +29,7 @@ from mxcompile.ops.view import Cast, Product, results_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileScales(NativePass):
-    """For chips whose MX GEMM reads tiled scales."""
+    """Makes casts write tiled scales, on chips whose MX GEMM reads tiled scales."""
 
     name: ClassVar[str] = "tile_scales"
 

@@ -45,7 +45,7 @@ from mxcompile.ops.view import Cast, Product, result_of, results_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VendorFP8(LoweringPass):
-    """For chips with an FP8 GEMM."""
+    """Runs FP8 products on the vendor's GEMM, on chips with an FP8 GEMM."""
 
     name: ClassVar[str] = "vendor_fp8"
     family: ClassVar[Family] = Family.FP8

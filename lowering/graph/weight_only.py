@@ -63,7 +63,7 @@ class _Weight:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightOnly(LoweringPass):
-    """For CPUs and GPUs."""
+    """Makes products of few rows read stored weights, on CPUs and GPUs."""
 
     name: ClassVar[str] = "weight_only"
     family: ClassVar[Family] = Family.WEIGHT_ONLY

@@ -33,12 +33,12 @@ _INFINITY = 0x7F800000
 
 
 def f32(value: float) -> Any:
-    """Returns a constant."""
+    """Returns `value` as an FP32 constant in Inductor's IR."""
     return inductor.constant(value, _F32)
 
 
 def i32(value: int) -> Any:
-    """Returns a constant."""
+    """Returns `value` as an int32 constant in Inductor's IR."""
     return inductor.constant(value, _I32)
 
 

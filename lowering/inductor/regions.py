@@ -36,7 +36,7 @@ class Regions(SchedulerPass):
 
 
 def _labelled(group: BaseSchedulerNode) -> tuple[fx.Node | None, str]:
-    """Returns the last node that `group` computes, which is Inductor's key of groups, and its products."""
+    """Returns the last node that `group` computes, Inductor's key for it, and the names of its products."""
     origins = {
         origin for node in group.get_nodes() if node.node is not None for origin in node.node.get_origins()
     }

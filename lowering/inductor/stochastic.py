@@ -22,7 +22,7 @@ _F32, _I32, _I64 = torch.float32, torch.int32, torch.int64
 
 
 def i64(value: int) -> Any:
-    """Returns a constant."""
+    """Returns `value` as an int64 constant in Inductor's IR."""
     return inductor.constant(value, _I64)
 
 

@@ -19,7 +19,10 @@ from mxcompile.lowering.kernels import tiles
 
 @triton.jit
 def _values(codes_ptr, scale_ptr, key, dim, live, D, ELEM: tl.constexpr, NATIVE: tl.constexpr):
-    """Returns BF16 [keys, BLOCK_D] of rows of D codes and ⌈D/32⌉ scale bytes; 0 past D and if not `live`."""
+    """Returns the dequantized rows `key`, BF16 [keys, BLOCK_D]; 0 past D, and in rows that are not `live`.
+
+    A row has D codes and ⌈D/32⌉ scale bytes.
+    """
     blocks = tl.cdiv(D, tiles.BLOCK)
     block = tl.arange(0, dim.shape[0] // tiles.BLOCK)
     codes = tl.load(

@@ -12,7 +12,7 @@ from mxcompile.formats.stochastic import MULTIPLIER, ROUNDS, WEYL
 
 
 def _philox() -> str:
-    """Returns PTX of the two words of `formats.stochastic.philox` for place $2, stream $3 and key $4."""
+    """Returns PTX for the two words of `formats.stochastic.philox`, with place $2, stream $3 and key $4."""
     lines = [".reg .b64 product;", ".reg .b32 left, right, low, high, key;"]
     lines += ["mov.b32 left, $2;", "mov.b32 right, $3;", "mov.b32 key, $4;"]
     for _ in range(ROUNDS):

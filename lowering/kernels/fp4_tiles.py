@@ -85,7 +85,7 @@ def _two(ASM: tl.constexpr, a, b, c, d):
 
 @triton.jit
 def _times(even, odd, factor, other, PTX: tl.constexpr):
-    """Returns `even` · `factor` and `odd` · `other`."""
+    """Returns the products `even` · `factor` and `odd` · `other`, in FP32."""
     if PTX:
         return _two(fp4_ptx.MULTIPLY, even, odd, factor, other)
     return even * factor, odd * other
@@ -173,7 +173,7 @@ def _blocks_largest(even, odd, BLOCK: tl.constexpr, SQUARE: tl.constexpr, BF16: 
 
 @triton.jit
 def _for_pairs(of_blocks, BLOCK: tl.constexpr):
-    """Returns [.., C / 2] of [.., C / BLOCK]: the value of each block, for all pairs of its elements."""
+    """Returns [.., C / 2]: the value of each pair's block, from `of_blocks` [.., C / BLOCK]."""
     D: tl.constexpr = of_blocks.shape[0]
     G: tl.constexpr = of_blocks.shape[1]
     B: tl.constexpr = of_blocks.shape[2]
@@ -249,14 +249,18 @@ def column_codes(column, factor, random, STOCHASTIC: tl.constexpr, PTX: tl.const
 
 @triton.jit
 def columns(even, odd):
-    """Returns bytes [C, G, R / 2], column by column, of bytes of even and odd columns, [R / 2, G, C / 2]."""
+    """Returns the bytes of all columns in order, [C, G, R / 2].
+
+    even, odd: bytes of columns [R / 2, G, C / 2].
+    """
     both = tl.permute(tl.join(even, odd), (2, 3, 1, 0))
     return tl.reshape(both, (2 * even.shape[2], even.shape[1], even.shape[0]))
 
 
 @triton.jit
 def _codes(low, high, factor, random, STOCHASTIC: tl.constexpr, PTX: tl.constexpr):
-    """Returns bytes with the codes of `low` · `factor` and `high` · `factor`, FP32."""
+    """Returns bytes: the code of `low` · `factor` is in the low half, of `high` · `factor` in the high
+    half."""
     if STOCHASTIC and PTX:
         args = [low, high, factor, random]
         return tl.inline_asm_elementwise(

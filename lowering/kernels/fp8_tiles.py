@@ -65,7 +65,7 @@ def column_amax(x):
 
 @triton.jit
 def parts(scale):
-    """Returns −p, s' and r of scales, as the docstring of this file names them."""
+    """Returns −p, s' and r of `scale`, which the module docstring defines."""
     exponent = scale.to(tl.int32, bitcast=True) >> 23
     power = (tl.maximum(254 - exponent, 1) << 23).to(tl.float32, bitcast=True)
     scaled = scale * power
@@ -130,7 +130,7 @@ def held(codes):
 
 @triton.jit
 def transposed(codes, PERM: tl.constexpr):
-    """Returns [C, R] of [R, C], whose rows lie in the order of `order`."""
+    """Returns the transpose [C, R] of `codes` [R, C], whose rows are permuted by `order`."""
     R: tl.constexpr = codes.shape[0]
     C: tl.constexpr = codes.shape[1]
     codes = tl.permute(tl.reshape(codes, (PERM, R // PERM, C)), (2, 1, 0))
@@ -139,9 +139,10 @@ def transposed(codes, PERM: tl.constexpr):
 
 @triton.jit
 def order(R: tl.constexpr, PERM: tl.constexpr):
-    """Returns an order of a tile's rows by which a thread, which holds every (R / PERM)-th, has neighbours.
+    """Returns a permutation of a tile's rows that gives each thread neighbouring rows.
 
-    The thread then stores bytes of a column to the transposed copy by words.
+    A thread holds every (R / PERM)-th row of the tile. With neighbouring rows it stores the bytes of a column
+    to the transposed copy as words.
     """
     at = tl.arange(0, R)
     return at % (R // PERM) * PERM + at // (R // PERM)

@@ -137,7 +137,7 @@ def _emax(elem):
 
 @triton.constexpr_function
 def _up(elem, rounding):
-    """Returns the constant that is added to a block's largest value before its exponent is taken."""
+    """Returns the constant that `rounding` adds to the bits of a block's amax before reading its exponent."""
     even = 1 << (6 - formats.ELEM_TYPES[elem].mantissa_bits)
     return {"floor": 0, "rceil": 0x1F, "ceil": 0x7F, "even": even}[rounding]
 
@@ -150,7 +150,7 @@ def larger(a, b):
 
 @triton.jit
 def magnitudes(x):
-    """Returns |x| of pairs of neighbours along the last dimension: int32 [R, C / 2] of BF16 [R, C]."""
+    """Returns the magnitudes of `x`, BF16 [R, C], with two neighbours in an int32: [R, C / 2]."""
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     low, high = tl.split(tl.reshape(x.to(tl.uint16, bitcast=True), (R, C // 2, 2)))
@@ -159,7 +159,10 @@ def magnitudes(x):
 
 @triton.jit
 def scale_pairs(largest, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
-    """Returns scale bytes and BF16 bits of 2^(127 − byte) of two blocks each. largest: two magnitudes."""
+    """Returns scale bytes, and BF16 bits of 2^(127 − byte), of two blocks in each int32.
+
+    largest: the amaxes of two blocks, as BF16 bits in an int32.
+    """
     EMAX: tl.constexpr = _twice(_emax(ELEM))
     MOST: tl.constexpr = _twice((254 << 7) + _emax(ELEM))
     UP: tl.constexpr = _twice(_up(ELEM, ROUNDING))
@@ -218,7 +221,7 @@ def _rowwise_scales(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
 
 @triton.jit
 def _along_rows(bits, R: tl.constexpr, C: tl.constexpr):
-    """Returns [R, C]: the low half of a row block's int32, of [R, C / 32], for each of its elements."""
+    """Returns [R, C]: for each element, the low half of its block's int32 in `bits` [R, C / 32]."""
     bits = tl.broadcast_to(_low(bits)[:, :, None], (R, C // BLOCK, BLOCK))
     return tl.reshape(bits, (R, C))
 
@@ -233,7 +236,7 @@ def _columnwise_scales(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
 
 @triton.jit
 def _along_columns(bits, R: tl.constexpr, C: tl.constexpr):
-    """Returns [R, C]: the half of a column block's int32, of [R / 32, C / 2], for each of its elements."""
+    """Returns [R, C]: for each element, its block's half of an int32 in `bits` [R / 32, C / 2]."""
     bits = tl.broadcast_to(_halves(bits, R // BLOCK, C)[:, None, :], (R // BLOCK, BLOCK, C))
     return tl.reshape(bits, (R, C))
 

@@ -151,7 +151,7 @@ def _ends_added(
     ELEM_B: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Returns `acc` plus the product of the chunks of `_ends`. bits: masks of the bytes of a."""
+    """Returns `acc` plus the product of the chunks that `_ends` returns. bits: masks for the bytes of a."""
     a = tl.load(a_ptrs, mask=in_m[:, None] & in_k[None, :], other=0) & bits.to(tl.uint8)[None, :]
     b = tl.load(b_ptrs, mask=in_k[:, None] & in_n[None, :], other=0)
     a_scale = tl.load(a_scales, mask=in_m[:, None] & in_block[None, :], other=0)

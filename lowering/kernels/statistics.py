@@ -28,7 +28,7 @@ _INF_BITS = tl.constexpr(0x7F800000)
 
 @triton.constexpr_function
 def _overflowing_byte(elem):
-    """Returns the largest byte of finite values: with this scale, elements from 2^emax on exceed FP32."""
+    """Returns the scale byte from which values can overflow FP32: elements of 2^emax and more do."""
     return 255 - formats.ELEM_TYPES[elem].emax
 
 

@@ -80,7 +80,7 @@ def _fp8(operand: Any) -> str:
 
 
 def _is_0(scale: Any, dim: int) -> bool:
-    """Whether all elements along a dimension share a scale."""
+    """Whether all elements along dimension `dim` share a scale, because its stride is 0."""
     return bool(V.graph.sizevars.statically_known_equals(scale.get_stride()[dim], 0))
 
 

@@ -181,7 +181,7 @@ Results = tuple[ir.TensorBox, ...]
 def lower(cast: CastCall) -> Results | None:
     """Returns bytes and scales along rows, along columns, or both in this order; None if not packed.
 
-    For copies of largest magnitudes it returns these, the magnitude of the transform last.
+    For copies that are amaxes it returns the amaxes, the amax of the transform last.
     """
     x, copies = cast.x, cast.copies
     if not copies[0].format.packed:

@@ -227,7 +227,7 @@ def _side(copy: Copy) -> int:
 
 
 def _scales(x: ir.TensorBox, form: Format, sides: Collection[int]) -> _Scales:
-    """Returns scales of a tensor or of channels, by side."""
+    """Returns the scales of `x` per tensor or per channel, by the dimension that they belong to."""
     if not sides:
         return {}
     whole = form.tile == Tile.TENSOR
@@ -254,7 +254,7 @@ def _scale(amax: ir.TensorBox, form: Format) -> ir.TensorBox:
 
 
 def _parts(x: ir.TensorBox, *, rows: bool, columns: bool) -> tuple[ir.TensorBox | None, ...]:
-    """Returns the largest magnitudes of parts of rows and of columns; if of neither, of parts of x."""
+    """Returns the amaxes of parts of rows and of columns; if neither is requested, of parts of `x`."""
     x = realize_inputs(x)
     (m, n), target = x.get_size(), of_device(x.get_device_or_error())
     tile = chosen(target.tiles.fp8_cast, "an FP8 cast", target).amax

@@ -109,7 +109,7 @@ def _modules(model: nn.Module, stored: Mapping[str, Tensor]) -> dict[str, Tensor
 
 
 def _reasons(weights: Mapping[str, StoredWeight], decided: Mapping[str, StoredWeight]) -> str:
-    """Returns why no tensor is stored: obstacles of weights that the policy stores, else its reasons."""
+    """Returns why no tensor is stored: limits of the layout, or else the reasons of the policy."""
     wanted = any(each.stored for each in decided.values())
     policies = {each.reason for each in decided.values()}
     reasons = Counter(each.reason for each in weights.values() if not wanted or each.reason not in policies)
@@ -125,7 +125,7 @@ def _of_config(source: Path, raw: dict[str, Any]) -> LoadedModel:
 
 
 def _places(model: nn.Module, checkpoint: Checkpoint) -> dict[str, tuple[str, str]]:
-    """Returns, for each tensor of `checkpoint`, its parameter, and why blocks are lost on the way, or ""."""
+    """Returns for each tensor of `checkpoint` its parameter, and why loading it breaks blocks, or ""."""
     shapes = {name: tuple(value.shape) for name, value in model.named_parameters(remove_duplicate=False)}
     if not hasattr(getattr(model, "config", None), "model_type"):
         return {name: _checked(entry, name, shapes) for name, entry in checkpoint.entries.items()}

@@ -63,9 +63,10 @@ def joined(*steps: str) -> str:
 
 
 def moves(first: Sequence[str], here: Sequence[str]) -> dict[str, str]:
-    """Returns the heads in which the paths of a first call of some code differ from a call's paths `here`.
+    """Returns by which prefixes the parameter paths of two calls of one code differ, old to new.
 
-    ``0.up.weight`` and ``3.up.weight`` give ``0`` → ``3``. A path "" belongs to no parameter.
+    first, here: paths of the first call and of this call; "" is not a parameter. ``0.up.weight`` and
+    ``3.up.weight`` give ``0`` → ``3``.
     """
     heads = {}
     for before, now in zip(first, here, strict=True):
@@ -79,7 +80,7 @@ def moves(first: Sequence[str], here: Sequence[str]) -> dict[str, str]:
 
 
 def moved(path: str, heads: Mapping[str, str]) -> str:
-    """Returns `path` with its longest head among `heads` replaced."""
+    """Returns `path` with its longest prefix among `heads` replaced."""
     head = path
     while head and head not in heads:
         head = head.rpartition(".")[0]

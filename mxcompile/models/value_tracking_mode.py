@@ -100,7 +100,7 @@ class ValueTrackingMode(FakeTensorMode):
                 self._paths[id(value)], self._classes[path] = path, type(value).__qualname__
 
     def know(self, fake: Tensor, real: Tensor) -> Tensor:
-        """Returns `fake` with the values of `real`, if these are tracked, or small and on the CPU."""
+        """Returns `fake` with the values of `real`, if `real` is tracked, or is a small tensor on the CPU."""
         if isinstance(real, FakeTensor):
             value = real.fake_mode._value(real) if isinstance(real.fake_mode, ValueTrackingMode) else None
             if value is not None:

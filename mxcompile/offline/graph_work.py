@@ -188,9 +188,9 @@ def _computes(node: fx.Node) -> bool:
 
 
 def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Returns the largest number of borders before each computing node, as late as its readers allow.
+    """Returns a level for each computing node: the number of launch borders before it on the longest path.
 
-    "As late" puts recomputed values into the launch that reads them.
+    A node moves to the level of its earliest reader, so a recomputed value is in the launch that reads it.
     """
     early: dict[fx.Node, int] = {}
     for node in graph.nodes:

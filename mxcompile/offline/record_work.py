@@ -74,7 +74,7 @@ class _Times:
 
     @property
     def own(self) -> float:
-        """The time in the own dtype."""
+        """The time without quantization, in the GEMM's own dtype."""
         gemm, target = self.gemm, self.rates.target
         sizes = _elements(gemm)
         kind = "fp32" if gemm.dtype in WIDE else "bf16"
@@ -125,7 +125,7 @@ class _Times:
 
     @property
     def _width(self) -> float:
-        """Bytes of an element of the own dtype."""
+        """Bytes of an element in the GEMM's own dtype."""
         return WIDE.get(self.gemm.dtype, _BF16)
 
 

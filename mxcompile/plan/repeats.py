@@ -75,7 +75,7 @@ class Repeats:
                     yield self._moved(one, str(keeper), path)
 
     def _moved(self, one: Named, keeper: str, path: str) -> Named:
-        """Returns `one` of the layer at `keeper`, renamed for the layer at `path`."""
+        """Returns the entry `one` of the kept layer at `keeper`, renamed for the removed layer at `path`."""
         name = path + one.name.removeprefix(keeper)
         moved = dataclasses.replace(one, name=name, block=self.blocks.place(name))
         if isinstance(moved, GemmTag):

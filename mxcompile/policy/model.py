@@ -195,7 +195,10 @@ class Use(Choices):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """Applies `use` to layers that fit `match`. kept: GEMMs that a watch moved to the model's dtype, why."""
+    """Applies `use` to layers that fit `match`.
+
+    kept: GEMMs that a watch left unquantized, with the reason.
+    """
 
     match: Match
     use: Use

@@ -23,7 +23,7 @@ _LINEAR = tuple(role for role in Role if role not in ATTENTION_PRODUCTS)
 
 
 class Shadows:
-    """The conditions of a policy's rules, in order."""
+    """Finds rules that never decide, because earlier rules match all of their layers."""
 
     def __init__(self) -> None:
         self._earlier: list[_Known] = []

@@ -27,7 +27,7 @@ _Number = TypeVar("_Number", int, float)
 
 
 def _key(gemm: GemmRecord) -> _Key:
-    """Returns a key, equal for records that replace each other. Lines separate the products of a layer."""
+    """Returns a key, equal for records of one product; products of a layer differ in their source line."""
     return gemm.name, gemm.role, gemm.gemm, gemm.source, gemm.precision, gemm.m == 1
 
 

@@ -73,7 +73,7 @@ _PAUSE = 10
 
 
 class Registry:
-    """All ledgers of the process, by compile."""
+    """The reports of all compiles of this process, in parts: a `Ledger` for each compile."""
 
     def __init__(self) -> None:
         self._ledgers: dict[object, Ledger] = {}

@@ -74,7 +74,7 @@ def _about(rule: Rule, layer: Layer) -> bool:
 
 
 def _just_outside(policy: Policy, rule: Rule, layer: Layer) -> bool:
-    """Whether `layer` nearly satisfies the limits of `rule`, and would get another result inside them."""
+    """Whether `layer` narrowly misses the size limits of `rule`, which would change its decision."""
     if any(_part(limit) < NEAR for limit in rule.match.limits(layer)):
         return False
     open_rule = dataclasses.replace(rule, match=rule.match.of_any_size())

@@ -23,7 +23,7 @@ _STEPS = 64
 
 
 def axes(node: fx.Node, dim: int, root: fx.Node, through: Container[fx.Node] = ()) -> int:
-    """Returns the axes of the result of matmul `root` that dimension `dim` of `node` comes from, as a sum.
+    """Returns the axes of the matmul `root` from which dimension `dim` of `node` comes, as a bit mask.
 
     through: products with a parameter that count as elementwise.
     """

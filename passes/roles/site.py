@@ -92,8 +92,8 @@ class Model:
 class Site:
     """A layer, as the statements of roles read it.
 
-    made: the layers and inputs from which its input is computed. beyond: the same without earlier layers that
-    no nonlinearity follows, such as the first layer of a low-rank pair; their own sources take their place.
+    made: the layers and inputs from which its input is computed. beyond: `made`, in which the sources of an
+    earlier layer replace the layer if no nonlinearity follows it, as in a low-rank pair.
     """
 
     node: fx.Node

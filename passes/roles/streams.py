@@ -207,7 +207,7 @@ def _both(
     direct: dict[fx.Node, frozenset[fx.Node]],
     worked: dict[fx.Node, frozenset[fx.Node]],
 ) -> frozenset[fx.Node]:
-    """Returns the skips that an argument comes from both with and without a layer in between."""
+    """Returns the skips from which an argument is reached by two paths: with a layer, and without one."""
     return _NONE.union(*(direct[arg] & worked[arg] for arg in arguments))
 
 

@@ -83,7 +83,7 @@ class _UsesSweep:
         self.uses[node] = here
 
     def _from(self, node: fx.Node, user: fx.Node, there: int) -> int:
-        """Returns the uses that `user` adds to the uses of `node`; `there` are the uses of `user`."""
+        """Returns the uses that `node` gets from its reader `user`. there: uses of the result of `user`."""
         if user in self._layers:
             return LAYER
         traits = self._traits[user]
@@ -125,7 +125,7 @@ class _UsesSweep:
         return MIXED
 
     def _past(self, node: fx.Node) -> int:
-        """Returns the marks that pass `node`, a sum of a stream or its skip."""
+        """Returns the marks of uses that propagate backward through `node`, a residual sum or its skip."""
         return _PAST_SUMS | RESULT if self._feeds.number[node] in self._endings else _PAST_SUMS
 
     def _starts(self, skip: fx.Node) -> bool:
@@ -136,7 +136,7 @@ class _UsesSweep:
         return not any(self._feeds.kind[source] is Source.STREAM for source in origins if source is not skip)
 
     def _shifts(self, node: fx.Node, user: fx.Node, there: int) -> int:
-        """Returns the marks of `node` as an elementwise operand of `user` together with a stream."""
+        """Returns marks for `node` if the elementwise operator `user` combines it with a residual stream."""
         others = [arg for arg in user.args if isinstance(arg, fx.Node) and arg is not node]
         marks = 0
         for other in others:
@@ -153,9 +153,9 @@ class _UsesSweep:
 
 
 def _endings(feeds: Feeds, streams: Streams) -> frozenset[int]:
-    """Returns the streams behind others that are linear in their first value: they end a model.
+    """Returns the streams that end a model: they follow other streams, and are linear in their first value.
 
-    Only convolutions and layers directly on the stream join it, and nothing else reads it.
+    Only convolutions and layers that read the stream itself join it, and no other node reads it.
     """
     behind = {feeds.number[node] for node in streams.skips if len(feeds.streams[node]) > 1}
     steps: set[tuple[fx.Node, int]] = set()

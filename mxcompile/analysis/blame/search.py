@@ -53,7 +53,7 @@ class _Step:
 
 
 class Search:
-    """A search by the effect on `measure`, for the GEMMs that make the share `remove` of it."""
+    """A search for the GEMMs that cause the share `remove` of the effect on `measure`."""
 
     def __init__(self, trials: BlameTrials, plan: RunPlan, measure: str, remove: float) -> None:
         self._trials, self._plan, self._measure = trials, plan, measure
@@ -152,10 +152,9 @@ class Search:
     # the worst ----------------------------------------------------------------------------------------
 
     def _worst(self, parts: Sequence[BlamedPart]) -> tuple[Keys, Effect]:
-        """Returns the GEMMs of the fewest worst `parts` to exclude, and the effect of the others.
+        """Returns the GEMMs of the fewest worst `parts` to exclude, and the effect of the other parts.
 
-        The effect is on target. The number of parts is the smallest found; excluding all parts always
-        suffices.
+        The remaining effect is within the target. Excluding all parts always suffices.
         """
         step = _Step(self._trials, self._plan.worst)
         fails, does, result = 0, len(parts), (self._keys, self._trials.own)

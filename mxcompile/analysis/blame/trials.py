@@ -47,7 +47,8 @@ class BlameTrials:
         self._references = [first] if self.switched and not self._same else []
 
     def _differences(self) -> tuple[tuple[Key, ...], bool]:
-        """Returns the values of `keys` and `switched`."""
+        """Returns the GEMMs in which the policies differ, and whether the reference quantizes none of
+        them."""
         keys, switched = [], True
         for name, layer in self.study.layers.items():
             before, after = self._against.decide(layer), self._policy.decide(layer)

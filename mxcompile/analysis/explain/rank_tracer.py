@@ -90,7 +90,7 @@ class RankTracer(Explainer):
 
     @property
     def _layers(self) -> dict[int, Callable[[str], int]]:
-        """By stage, a function that returns how many of its layers the module at a path stands for."""
+        """By stage, a function from a module's path to the number of equal layers in the stage."""
         if self.stages is None:
             return {0: self.repeats.count}
         counting = partial(self.stages.counting, others=self.repeats.others)

@@ -109,7 +109,7 @@ def sweep(report: Report, tokens: Sequence[int] = TOKENS) -> Sweep:
 
 
 def at_tokens(report: Report, tokens: int) -> Report:
-    """Returns `report` with estimates for a call with as many sequences as make `tokens`."""
+    """Returns `report` with estimates for `tokens` tokens, as more or fewer sequences of the same length."""
     factor = tokens / tokens_of(report.gemms)
     gemms = []
     for gemm in report.gemms:

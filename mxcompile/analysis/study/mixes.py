@@ -57,7 +57,10 @@ class Candidate:
 
 
 def _stated(policy: Policy, layer: Layer, under: Choices) -> Use:
-    """Returns the decision of `policy` for `layer` as a rule over a preset with the formats `under`."""
+    """Returns a rule with the decision of `policy` for `layer`.
+
+    under: formats of the preset below the rule.
+    """
     decision, index = policy.decide(layer), policy.rule_for(layer)
     rows = {str(gemm): PRECISIONS[decision.choice(gemm).precision] for gemm in Gemm}
     quantizing = next((row for row in rows.values() if row.quantizes), None)
@@ -70,7 +73,7 @@ def _stated(policy: Policy, layer: Layer, under: Choices) -> Use:
 
 
 def _use(row: Precision, gemms: frozenset[Gemm], choices: Choices, under: Choices) -> Use:
-    """Returns the keys of a preset with `row`, `gemms` and `choices`, with all keys that `under` sets."""
+    """Returns a rule that quantizes `gemms` in the precision `row` with `choices`, whatever `under` sets."""
     keys: dict[str, Any] = {str(gemm): row if gemm in gemms else KEPT for gemm in Gemm}
     for key in keys_of(row):
         keys[key] = getattr(choices, key)

@@ -279,7 +279,7 @@ class Compilation:
 
 
 def _nobody() -> None:
-    """Does nothing; default of `changed`."""
+    """Does nothing. The default for the callback `changed`."""
 
 
 def _empty(gm: fx.GraphModule) -> Part:

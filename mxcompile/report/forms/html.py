@@ -143,7 +143,7 @@ def _graphs(report: ReportData) -> Iterator[dict[str, Any]]:
 
 
 def _behind(node: OutlineNode, gemms: list[GemmRecord]) -> list[GemmRecord]:
-    """Returns the records of `gemms`, the GEMMs of the node's layer, that the node stands for."""
+    """Returns the records for `node` among `gemms`, the records of its layer."""
     if node.kind == "gemm":
         return [gemm for gemm in gemms if gemm.role == node.role]
     return gemms if node.kind == "attention" else []

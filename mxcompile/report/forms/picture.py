@@ -73,7 +73,7 @@ def _title(node: OutlineNode) -> str:
 
 
 def _below(node: OutlineNode) -> str:
-    """Returns the second line of a matmul."""
+    """Returns the second line of text in the box of a matmul: role or GEMM, sizes, number of layers."""
     if node.kind == "attention":
         return node.shape
     gemm = node.gemm if node.phase == "backward" else ""
