@@ -1,10 +1,10 @@
-"""Whether the layers that an audit ranks first hurt most: its figures beside each layer's effect alone.
+"""Compares an audit's ranking of layers with the measured effect of quantizing each layer alone.
 
-    output    by which the layer's forward GEMM changes the model's output, from one audit of everything
+    output    estimated change of the model's output by the layer's forward GEMM, from one audit of all layers
     harm      FLOPs × error² of the layer's forward GEMMs
-    effect    of the layer alone under the policy, the rest unquantized: of gemma the mean KL divergence of
-              the next token's distribution, of minilm the mean squared error of its unit embeddings
-    ranks     Spearman's correlation of each of these with the effect over all layers
+    effect    effect of quantizing this layer alone: for gemma the mean KL divergence of the next token's
+              distribution, for minilm the mean squared error of its unit embeddings
+    ranks     Spearman's correlation of `output` and of `harm` with the effect, over all layers
     whole     the effect of all layers together; beside it, as shares of it, the sum and the largest of
               the effects of layers alone
 

@@ -1,8 +1,8 @@
-"""Estimates held against what others have measured: docs/calibration.md and its picture.
+"""Compares estimates with published times of kernels: docs/calibration.md and its picture.
 
-Each point is a published time of a kernel beside the estimate of today's rates. What a kernel has to do is
-read from its machine code once (``--compile``, minutes, no GPU) and kept in results/calibration.json; pages
-and tests reckon from that. Where nothing but the bytes of a kernel is known, they are what it has to do.
+Each point is a published time of a kernel beside the estimate by the current rates. ``--compile`` reads the
+work of a kernel from its machine code (minutes, no GPU) and writes it to results/calibration.json, from which
+pages and tests compute estimates. If only the bytes of a kernel are published, the bytes are its work.
 Usage: python benchmarks/calibration.py [--compile] [--write]
 """
 

@@ -1,7 +1,7 @@
-"""Kernels that others have timed, written anew from their algebra: norms, SwiGLU, a cast, a product.
+"""Kernels that others have timed, rewritten from their algebra: norms, SwiGLU, a cast, a product.
 
-Rows are one program each as in Liger-Kernel, whose backward lets each program loop over its share of the
-rows; products are those of Triton's tutorial 3. Sizes are constants, as Inductor writes them. torchao's cast
+As in Liger-Kernel, a program computes one row in forward, and loops over its share of the rows in backward.
+Products follow Triton's tutorial 3. Sizes are constants, as Inductor writes them. torchao's cast
 of weights is compiled from torchao as it is installed.
 """
 

@@ -1,4 +1,4 @@
-"""What every benchmark does alike: models, alternating timing, result lines and tables."""
+"""Code that benchmarks share: models, alternating timing, result lines and tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time the passes take: as a share of a cold compile, and as the graph grows.
+"""Measures the time of the passes: as a share of a cold compile, and as the graph grows.
 
 Usage: python benchmarks/compile_time.py [--layers 2 8 32 128 512]
 """

@@ -1,9 +1,9 @@
 """Attention of one decode step on this machine: keys and values in MXFP8 against BF16 and FP32.
 
-One query for each of 32 heads, 8 heads of keys and values, 128 wide (those of Llama 3 8B), over contexts of
-some lengths, all of it used. A turn reads the caches of as many layers as make 256 MB in BF16, so that every
-one comes from memory, in calls of four layers; ways take turns, with a pause in which threads of the one
-before fall asleep.
+There is one query for each of 32 heads, and 8 heads of keys and values, 128 wide, as in Llama 3 8B. Contexts
+have several lengths and are filled. A round reads the caches of as many layers as take 256 MB in BF16, so
+that every cache comes from memory, in calls of four layers. Variants run in turns; in a pause before each,
+the threads of the previous variant fall asleep.
 
     sdpa bf16, repeated   PyTorch's attention over keys and values repeated for the heads that share them:
                           what Hugging Face's models compile to
@@ -13,7 +13,7 @@ before fall asleep.
     mxfp8, dequantized    the cache in MXFP8 under backend="inductor": values are made first
     mxfp8                 the cache in MXFP8 under backend="mxfp8"
 
-Compiled code is kept: a run with ``--repeats 1 --dry`` before makes the one that counts short.
+Compiled code is cached, so run ``--repeats 1 --dry`` first to keep the measuring run short.
 
 Usage: python benchmarks/decode_attention.py [--repeats 10] [--contexts 1024 …] [--queries 1] [--dry]
 """

@@ -1,10 +1,11 @@
-"""Decode and prefill of one linear layer on this machine: stored weights and others' forms of them.
+"""Decode and prefill of one linear layer on this machine: stored weights of mxcompile and of other libraries.
 
-Rows of BF16 activations times a weight, larger than the last-level cache by default. What counts is the
-faster of BF16 and FP32, which depends on the class of CPU: the first line names it. All take turns; in a
-turn each multiplies twice, so that its threads are awake, and the second time counts. Before a turn there
-is a pause in which the threads of the one before fall asleep. With one thread (OMP_NUM_THREADS=1) times are
-the thread's own, so that other programs on the machine count less, and results have a file of their own.
+The layer multiplies rows of BF16 activations by a weight, by default larger than the last-level cache. The
+baseline is the faster of BF16 and FP32, which depends on the class of CPU; the first line names the class.
+Variants run in turns. In its turn a variant multiplies twice, so that its threads are awake, and the second
+time counts. In a pause before each turn, the threads of the previous variant fall asleep. With one thread
+(OMP_NUM_THREADS=1) times are CPU time of the thread, so that other programs count less, and results have a
+file of their own.
 
     bf16 inductor            torch.compile of `F.linear`
     fp32 inductor            the same with weight and activations in FP32
@@ -14,8 +15,8 @@ the thread's own, so that other programs on the machine count less, and results 
     llama.cpp q8_0, q4_0 …   where --llama names the program made of llama_cpp.cpp; FP32 activations; with
                              repack the weight lies in the order that llama.cpp gives it when it loads a model
 
-Compiled code is kept: a run with ``--repeats 1 --dry`` before makes the one that counts short.
-`plot_serving.py` draws what was written last.
+Compiled code is cached, so run ``--repeats 1 --dry`` first to keep the measuring run short.
+`plot_serving.py` draws the latest rows.
 
 Usage: python benchmarks/decode_cpu.py [--repeats 30] [--rows 1 512] [--shapes 14336x4096 …] [--llama PROGRAM]
            [--llama-types q8_0 q4_0 "q4_0 repack" mxfp4 "mxfp4 repack"] [--only mxcompile …]

@@ -1,13 +1,14 @@
-"""All that a GPU can show, each part in a process of its own: what `make gpu` runs.
+"""Runs all tests and benchmarks that need a GPU, each part in a process of its own; `make gpu` calls it.
 
-Parts come in the order of how much truth a minute of them buys: whether values are right, then the layer,
-casts, decoding, training, loss curves, the rates that estimates rest on, products of libraries. A part that
-fails, or is stopped at its limit, takes no other with it, and what it has measured by then is written: rows
-go to ``$OUT``, or to ``benchmarks/results``, as they are made, and a part's output to a log beside them. At
-the end stands a summary: what was right, wrong or not reached, and measured times beside their estimates.
+Parts run in the order of information per minute: correct values, then the layer, casts, decoding, training,
+loss curves, the rates of estimates, products of libraries. If a part fails, or is stopped at its limit, the
+others still run. A part writes each row when it is measured, to ``$OUT`` or ``benchmarks/results``, and its
+output to a log in the same folder. At the end a summary lists right, wrong and missing results, and measured
+times beside their estimates.
 
-It needs a checkout, PyTorch, Triton, transformers and pytest, and nothing installed: no network, no git.
-Without a GPU every part says so. Usage: python benchmarks/gpu.py [--minutes 8] [--compile h100] [PART …]
+It needs a checkout, PyTorch, Triton, transformers and pytest, but no installed mxcompile, no network and no
+git. Without a GPU every part reports so. Usage: python benchmarks/gpu.py [--minutes 8] [--compile h100] [PART
+…]
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the benchmarks of a GPU do alike: run programs, time, compare with a reference, name the device."""
+"""Code that GPU benchmarks share: run programs, time, compare with a reference, name the device."""
 
 from __future__ import annotations
 

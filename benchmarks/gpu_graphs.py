@@ -1,7 +1,7 @@
 """Small graphs whose generated code the GPU benchmarks time.
 
-A graph is a function of tensors that Inductor compiles with mxcompile's lowerings, so that what is timed are
-the templates that models run, with their producers.
+A graph is a function of tensors that Inductor compiles with mxcompile's lowerings. So benchmarks time the
+templates that models run, with their producers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The code that graphs run for casts and for stored weights, on the GPU of this machine, each by a baseline.
+"""Generated code for casts and for stored weights on the GPU of this machine, each beside a baseline.
 
-    casts    those that models run on this chip, alone and behind a norm or a gated activation, against what
-             their source costs in BF16; of a cast alone that is a copy
+    casts    casts that models run on this chip, alone and behind a norm or a gated activation, against the
+             same source stored in BF16; the baseline of a cast alone is a copy
     decode   products of stored weights, 1 to 32 tokens, against cuBLAS in BF16; then layers of Llama 8B whose
              weights are stored, against BF16 under Inductor
 

@@ -1,9 +1,9 @@
 """Model against measurement: a Llama-8B layer's kernels on the GPU of this machine beside their estimates.
 
-Forward and backward of 8,192 tokens by each preset, beside BF16 in alternating rounds. The profiler then
-tells the kernels apart. A generated kernel is compared with its estimate for this chip, summed over kernels
-whose names differ in their numbers alone; the kernels of libraries, which have other names, are one row.
-Without a GPU it says so and measures nothing. Usage: python benchmarks/gpu_layer.py [--policies bf16 nvidia]
+Times forward and backward of 8,192 tokens by each preset, beside BF16 in alternating rounds. The profiler
+then gives the time of each kernel. A generated kernel is compared with its estimate for this chip; kernels
+whose names differ only in numbers are added up. All kernels of libraries are one row. Without a GPU it says
+so and measures nothing. Usage: python benchmarks/gpu_layer.py [--policies bf16 nvidia]
 """
 
 from __future__ import annotations

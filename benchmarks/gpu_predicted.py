@@ -1,4 +1,4 @@
-"""What is expected of a GPU, written down before anything is measured on it.
+"""Predictions for a GPU, which are written down before anything is measured on it.
 
 A `Program` is something that a benchmark of a GPU times. A `CompiledProgram` can be compiled without the GPU:
 the work of its launches, from machine code, goes into ``results/gpu_predicted.jsonl`` with the versions of

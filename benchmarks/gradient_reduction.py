@@ -1,4 +1,4 @@
-"""What gradients between ranks in MXFP8 would save at best, and what they would cost in error.
+"""The best-case time saved by reducing gradients between ranks in MXFP8, and the error of the gradients.
 
     time     steps of Llama-3 on meshes of B200, by `mxcompile mesh --links`: reduce-scatter in FP32
              or BF16 beside an all-to-all of codes and scales, without its casts and sums

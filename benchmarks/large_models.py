@@ -1,4 +1,4 @@
-"""What a large model costs before its first step: planning it whole, and a cold compile.
+"""The cost of a large model before its first step: the plan of the whole model, and a cold compile.
 
 Usage: python benchmarks/large_models.py [--planning 8 32 126] [--repeats 3] [--only planning|compile]
 

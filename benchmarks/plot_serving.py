@@ -1,4 +1,4 @@
-"""The picture of what `decode_cpu.py` and `serving.py` wrote last: docs/images/serving.png.
+"""Draws the latest results of `decode_cpu.py` and `serving.py`: docs/images/serving.png.
 
 Of every measurement on CPUs of one class the newest line counts; all are drawn over BF16 under Inductor.
 

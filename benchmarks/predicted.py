@@ -1,8 +1,8 @@
-"""What a Llama-8B layer would take on each GPU by its machine code: estimates, predicted and not measured.
+"""Estimated time of a Llama-8B layer on each GPU, from its machine code: predicted and not measured.
 
-Forward and backward of 8,192 tokens, by policy beside BF16: which kernels multiply, what casts and products
-move at least, and what each launch has to do. The tables reckon times from that by today's
-`mxcompile.offline.rates`: after a change of rates ``--table --write`` is all; needs no GPU.
+For forward and backward of 8,192 tokens, by policy beside BF16, a row has the kernels of products, the least
+bytes that casts and products move, and the work of each launch. The tables compute times from the work by the
+rates in `mxcompile.offline.rates`. After a change of rates, ``--table --write`` suffices. Needs no GPU.
 Usage: python benchmarks/predicted.py [--targets sm_100 …] [--policies bf16 nvidia …] [--tokens 8192]
        python benchmarks/predicted.py --table --write        only the tables, into the pages that show them
 """

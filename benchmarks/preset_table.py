@@ -1,8 +1,8 @@
-"""The table of presets in docs/formats.md, from what `presets.py` measured.
+"""Writes the table of presets in docs/formats.md, from the rows of `presets.py`.
 
-Of every preset: the lowest SQNR of a layer's fprop, dgrad and wgrad, the gap of the demo's validation loss to
-BF16's with its standard error over paired seeds, and the CPU's training step over BF16's. Measured more than
-once, the last counts; of gaps those of the longest runs.
+For every preset it has the lowest SQNR of a layer's fprop, dgrad and wgrad. It has the gap of the demo's
+validation loss to BF16's with its standard error over paired seeds, and the CPU's training step over BF16's.
+The latest row of a measurement counts; for gaps, the rows of the longest runs.
 
 Usage: python benchmarks/preset_table.py [--write]
 """

@@ -1,4 +1,4 @@
-"""What each preset and `mxfp4` cost: SQNR of each layer's GEMMs, the demo's gap to BF16, the CPU's step.
+"""The costs of presets and of `mxfp4`: SQNR of each layer's GEMMs, the demo's gap to BF16, the CPU's step.
 
     sqnr   audit of the demo's model: fprop, dgrad and wgrad of every layer against FP32
     gap    validation loss against BF16's after training the demo's model, seeds, data and schedule paired

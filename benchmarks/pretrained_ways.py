@@ -1,6 +1,6 @@
 """How `pretrained.py` serves a model: presets, precisions, stored weights, caches, other libraries.
 
-A way makes of a model something to call, which shares the weights that it does not change.
+A *way* turns a model into a callable, which shares all weights that the way does not change.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What training with less saves and costs: one table of a Llama's optimizer step, sharded by FSDP2.
+"""Bytes and time of the options for training with less: one table of a Llama's optimizer step under FSDP2.
 
-A step is some micro-batches, forward and backward, and AdamW. All ways train equal models on equal tokens,
-in turns, in the same processes, one for each rank, one thread each. Counted on rank 0, none of it computed:
+A step has several micro-batches, forward and backward, and AdamW. All variants train equal models on equal
+tokens, in turns, in the same processes: one for each rank, with one thread. Figures are counted on rank 0:
 
-    saved_bytes     what autograd is given to keep of one micro-batch, each storage once, weights not
+    saved_bytes     bytes that autograd saves of one micro-batch, each storage once, without weights
     weight_bytes    the shard of the parameters
     sent_bytes      what the rank sends in the collectives of one step, as rings do it: of an all-gather
                     (n − 1) · input, of a reduce-scatter (n − 1)/n · input, of an all-reduce twice that

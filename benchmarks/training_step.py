@@ -1,8 +1,8 @@
-"""Training step on this machine: MXFP8, as it is and with less kept, beside Inductor and torchao.
+"""Training step on this machine: MXFP8, with and without ``saved: mxfp8``, beside Inductor and torchao.
 
-All train copies of one Llama on the same tokens: forward, backward, no optimizer (it is the same for all).
-They alternate in one process. Beside the times: bytes that autograd is given to keep, of each storage once
-and without inputs and parameters; bytes of parameters.
+All variants train copies of one Llama on the same tokens: forward and backward, without the optimizer, which
+is the same for all. They alternate in one process. A row has the time, the bytes of parameters, and the bytes
+that autograd saves, each storage once, without inputs and parameters.
 
 On a CPU that multiplies BF16 slowly the model is also trained in FP32, by Inductor and in MXFP8.
 

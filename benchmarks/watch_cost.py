@@ -1,4 +1,4 @@
-"""What watching a run costs: training steps of a Llama without a watch and with one, in turns in one process.
+"""The cost of a watch: training steps of a Llama with and without a watch, in turns in one process.
 
     plain        no watch
     unsampled    a watch, in a step that it does not sample

@@ -1,9 +1,9 @@
 """Whole training steps beside published runs: by the graph of the library that ran, and by this project's.
 
-The layer is that of `predicted.py`, scaled to a run's tokens and length. A library's graph is BF16's with its
-scaled products and kernels for its casts: those of torchao by their bytes or, for NVFP4, by their published
-times, those of Transformer Engine by its published times with and without casts. Products that read the same
-tensor share its cast. Ours casts in producers.
+The layer is that of `predicted.py`, scaled to a run's tokens and length. A library's graph is BF16's with the
+library's scaled products and kernels for its casts. Casts of torchao count by their bytes or, for NVFP4, by
+their published times. Casts of Transformer Engine count by its published times with and without casts.
+Products that read the same tensor share its cast. This project's graph casts in producers.
 Usage: python benchmarks/whole_steps.py [--write]
 """
 

@@ -1,6 +1,6 @@
 """apply_plan: give the layers of a part of a model the roles that they have in the whole.
 
-    y = x·w, both inputs of this graph   a layer of the module that runs it, where its sizes leave no choice
+    y = x·w, both inputs of this graph   the layer of the running module, if only one layer has these sizes
 
 In a cut graph the last layer looks like the head, and a layer whose activation is in the next graph has no
 role. The plan was recorded on the whole model. A layer is found by its name. If it runs several times and all

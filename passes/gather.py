@@ -57,7 +57,9 @@ class Gather:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Moved:
-    """A collective `gather` whose result, moved by `steps` in graph order, only equal `casts` read.
+    """A collective `gather`, the `steps` that move rows of its result, and the equal `casts` behind them.
+
+    No other node reads the moved rows. steps: in graph order.
 
     sizes: nodes that read only the number of rows. dtypes: the conversions before each cast, in order.
     """

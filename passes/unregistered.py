@@ -9,7 +9,7 @@ marks the inputs that are weights of products outside of attentions, and tags th
 
 An argument may be an activation, with a gradient or without. It is a weight if the model passes it as the
 weight to ``F.linear`` or a convolution. In code without other weights, a matrix on the right of a product is
-a weight too, if it alone of both operands needs a gradient, or if the other operand is a batch or computed.
+a weight too, if it is the only operand that needs a gradient, or if the other operand is a batch or computed.
 An argument that a layer reads as its input is data. An argument without a gradient may still be data, so its
 layer is not quantized.
 """

@@ -1,4 +1,4 @@
-"""The kernel of a product that is not timed: the first row of a table that holds, with its reason.
+"""Chooses the kernel of a product without timing: by the first row of a table that matches, with a reason.
 
     kind of product, its elements, a condition  →  form
 

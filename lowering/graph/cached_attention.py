@@ -2,10 +2,10 @@
 
     attention(q, decode(k, sk), decode(v, sv), mask)  → permute(mx.attention(q, k, sk, v, sv, mask))
 
-also if k and v were repeated for the heads that share them. The time of such an attention is the time to read
-k and v, so the kernel reads their codes, half the bytes of BF16, once, and decodes them in registers
-(`cpu.attention`, `templates.cached_attention`). For more queries and in other forms of attention k and v are
-dequantized, and the record has the reason.
+The pass also matches k and v that were repeated for the heads that share them. Such an attention takes as
+long as reading k and v. So the kernel reads their codes, half the bytes of BF16, once, and decodes them in
+registers (`cpu.attention`, `templates.cached_attention`). For more queries and in other forms of attention k
+and v are dequantized, and the record has the reason.
 """
 
 from __future__ import annotations

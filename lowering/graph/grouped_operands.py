@@ -1,9 +1,9 @@
 """The preconditions of PyTorch's grouped product: every group begins in memory at a multiple of 16 bytes.
 
     a[t, k] · b[g, k, n]    a group begins at a row of a: row-major, k a multiple of 8 BF16 elements
-    a[g, m, k] · b[k, t]    at a column of b: column-major, k a multiple
-    a[m, t] · b[t, n]       at a column of a and a row of b: column-major and row-major, m and n multiples
-    a[g, m, k]              a stack: rows or columns are a multiple
+    a[g, m, k] · b[k, t]    a group begins at a column of b: column-major, k a multiple of 8
+    a[m, t] · b[t, n]       a group is columns of a and rows of b: a column-major, b row-major, m and n multiples
+    a[g, m, k]              a stack of matrices: rows or columns are a multiple of 8
 
 PyTorch checks strides. It does not check where groups end, because the offsets are data. Inductor may change
 the strides of buffers that it computes, so an operator fixes them.

@@ -74,7 +74,7 @@ class VendorFP8(LoweringPass):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JointVendorFP8(VendorFP8):
-    """The pass on the joint graph, where casts write the transposes that the GEMM reads."""
+    """Runs FP8 products on the vendor's GEMM, with transposed copies from casts of the joint graph."""
 
     templates: ClassVar[tuple[str, ...]] = FP8_CASTS
 

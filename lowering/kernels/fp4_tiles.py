@@ -259,8 +259,7 @@ def columns(even, odd):
 
 @triton.jit
 def _codes(low, high, factor, random, STOCHASTIC: tl.constexpr, PTX: tl.constexpr):
-    """Returns bytes: the code of `low` · `factor` is in the low half, of `high` · `factor` in the high
-    half."""
+    """Returns bytes with the code of `low` · `factor` (low half) and of `high` · `factor` (high half)."""
     if STOCHASTIC and PTX:
         args = [low, high, factor, random]
         return tl.inline_asm_elementwise(

@@ -195,8 +195,8 @@ def group_of(offs_ptr, tile, M, NUM_GROUPS: tl.constexpr, POWER: tl.constexpr, B
     """Returns the group of row tile number `tile`, the first row of the tile, and the end of the group.
 
     offs: ends of the groups, int32 [NUM_GROUPS], not decreasing, at most M. Tiles do not cross groups; the
-    last tile of a group may be short. Rows past the last group are group NUM_GROUPS; tiles past all rows are
-    too, and are empty. POWER: a power of two greater than NUM_GROUPS.
+    last tile of a group may be short. Rows past the last group form group NUM_GROUPS. It also has the tiles
+    past all rows, which are empty. POWER: a power of two greater than NUM_GROUPS.
     """
     index = tl.arange(0, POWER)
     ends = tl.load(offs_ptr + index, mask=index < NUM_GROUPS, other=0).to(tl.int32)

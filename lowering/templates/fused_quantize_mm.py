@@ -3,9 +3,9 @@
     out = epilogue(round(quantize(x)[M, K] · b[K, N] (+ bias[N])))        FP32 accumulation, one rounding
 
 The main loop reads x as it is, and quantizes it bit for bit as the cast does (`kernels.tiles`). No FP8 copy
-is stored. The price: each row of x is quantized again for every tile of N. With few rows that is little
-beside reading the weight, and the cast's launch is saved, so the fused kernel is the default. With many rows,
-if Inductor autotunes and N is narrow, it is timed against the cast and the product that would replace it.
+is stored. But each row of x is quantized again for every tile of N. With few rows this takes little time
+beside reading the weight, and the launch of the cast is saved, so the fused kernel is the default. With many
+rows, if Inductor autotunes and N is narrow, it is timed against a separate cast and product.
 
 Scales of b are row-major bytes or tiled. SWAP computes outᵀ, as in ``scaled_mm``.
 """

@@ -88,20 +88,20 @@ _TILES: WeakKeyDictionary[Any, dict[tuple[str, ...], ir.TensorBox]] = WeakKeyDic
 
 
 def of_groups(scale: Any, offs: Any, groups: int) -> ir.TensorBox:
-    """Returns tiles [⌈rows / 128⌉ + groups, ⌈blocks / 4⌉ · 512], uint8, of realized [rows, blocks]."""
+    """Returns the tiled scales [⌈rows / 128⌉ + groups, ⌈blocks / 4⌉ · 512], uint8, of groups of rows."""
     rows, blocks = scale.get_size()
     return _tiled([scale, offs], CeilDiv(rows, TILE_ROWS) + groups, CeilDiv(blocks, TILE_BLOCKS))
 
 
 def of_groups_of_k(scale: Any, offs: Any, groups: int) -> ir.TensorBox:
-    """Returns tiles [⌈rows / 128⌉, (⌈blocks / 4⌉ + 2 · groups) · 512], uint8, of realized [rows, blocks]."""
+    """Returns the tiled scales [⌈rows / 128⌉, (⌈blocks / 4⌉ + 2 · groups) · 512], uint8, of groups of K."""
     rows, blocks = scale.get_size()
     across = CeilDiv(blocks, TILE_BLOCKS) + 2 * groups
     return _tiled([scale, offs], CeilDiv(rows, TILE_ROWS), across, along_k=True)
 
 
 def of_matrices(scale: Any) -> ir.TensorBox:
-    """Returns tiles [G · ⌈rows / 128⌉, ⌈blocks / 4⌉ · 512], uint8, of realized [G, rows, blocks]."""
+    """Returns the tiled scales [G · ⌈rows / 128⌉, ⌈blocks / 4⌉ · 512], uint8, of scales [G, rows, blocks]."""
     matrices, rows, blocks = scale.get_size()
     return _tiled([scale], matrices * CeilDiv(rows, TILE_ROWS), CeilDiv(blocks, TILE_BLOCKS))
 

@@ -118,8 +118,8 @@ _FEW_READS = 4
 def leaves_room(source: Any) -> bool:
     """Whether the producer of `source`, if there is one, leaves the registers that packed casts take.
 
-    A producer that calls a library takes registers for the call. A producer that is computed by heads and
-    reads many tensors takes registers for their addresses.
+    A producer that calls a library function takes registers for the call. A producer with a head dimension
+    that reads many tensors takes registers for their addresses.
     """
     columns = source.get_size()[-1]
     while source is not None and not isinstance(source, ir.Pointwise):

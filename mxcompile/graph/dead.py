@@ -10,8 +10,8 @@ from torch._guards import TracingContext
 def eliminate(graph: fx.Graph) -> None:
     """Erases the nodes that ``graph.eliminate_dead_code()`` would erase. Nodes must be in topological order.
 
-    Torch's version lints the graph and computes the purity of every node, which dominates its time. This one
-    computes the purity of nodes without users only; the pass runner verifies the graph afterwards.
+    Torch's version lints the graph and computes the purity of every node, which dominates its time. This
+    function computes the purity of nodes without users only; the pass runner verifies the graph afterwards.
     """
     random = torch._inductor.config.fallback_random if TracingContext.try_get() else True
     for node in reversed(graph.nodes):

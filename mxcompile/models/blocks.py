@@ -2,7 +2,7 @@
 
 A stack is a module list, a Sequential or a numbered module dict with repeated composite modules of a class.
 Its blocks are its composite members in order. In a Sequential only repeated classes count, because it may
-begin with a stem and end with a head. For nested stacks the outer one counts: an expert belongs to the block
+begin with a stem and end with a head. Of nested stacks the outer stack counts: an expert belongs to the block
 of its layer. A stage (a member with its own stack, whose width differs from other stages) is not a block; the
 stack inside each stage counts instead. Blocks in separate attributes (``block1``, ``block2``) are not found.
 """

@@ -70,7 +70,7 @@ def latest(compiles: Sequence[tuple[object, Sequence[Part]]]) -> tuple[Part, ...
 def of_twins(parts: Sequence[Part], own: Iterable[GemmRecord]) -> Iterator[GemmRecord]:
     """Yields the records of modules that run code compiled for another module, from the last compile.
 
-    A layer with own records of its forward, or of its backward, keeps these.
+    If a layer has records of its own for its forward or its backward, they replace the twin's.
     """
     compiled, covered = {_half(gemm) for gemm in own}, set[tuple[str, str, bool]]()
     for index, part in reversed([*enumerate(parts)]):

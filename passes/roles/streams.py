@@ -4,10 +4,10 @@
 
 The skip s may be scaled, dropped out or summed with other branches on its way. Every path through f has a
 layer or a convolution, unlike sums inside a branch (a state-space model's D·x, a value added to its own
-attention). A mix of a product's batch alone is not such a layer: talking heads add it to the scores. A value
-that a branch reads from elsewhere (a position added in every layer, a condition) is not a skip: once the
-branch has joined its stream, only the sources of the skip count. A sum of the model's input and the end of a
-whole stream is not a stream: it ends a model that predicts a difference.
+attention). A layer that mixes only the batch dimension of a product does not count: talking heads add such a
+mix to the scores. A value that a branch reads from elsewhere (a position added in every layer, a condition)
+is not a skip: once the branch has joined its stream, only the sources of the skip count. If a model predicts
+a difference, it adds its input to the end of a stream; this sum is not a stream.
 
 The sweep tracks only the skips that a value comes from, and each skip only up to its last sum. So the sets
 stay small and the sweep linear.

@@ -47,8 +47,7 @@ class BlameTrials:
         self._references = [first] if self.switched and not self._same else []
 
     def _differences(self) -> tuple[tuple[Key, ...], bool]:
-        """Returns the GEMMs in which the policies differ, and whether the reference quantizes none of
-        them."""
+        """Returns the GEMMs in which the policies differ, and whether they are BF16 in the reference."""
         keys, switched = [], True
         for name, layer in self.study.layers.items():
             before, after = self._against.decide(layer), self._policy.decide(layer)

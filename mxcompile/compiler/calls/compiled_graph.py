@@ -4,7 +4,7 @@
           →  attribution    records the model that runs the code
           →  sampling       runs the code or, in a sampled step, the measuring code
 
-Each step is optional. The first call comes after the compile, and drops the weak references that it kept.
+Each step is optional. The first call drops the weak references that the compile kept.
 """
 
 from __future__ import annotations

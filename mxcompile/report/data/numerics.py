@@ -4,13 +4,13 @@
     rel_error  √(Σ (q − x)² / Σ x²)
     cosine     Σ x·q / √(Σ x² · Σ q²)
     mse        Σ (q − x)² / numel
-    harm       FLOPs · rel_error²                 of a GEMM; forward GEMMs share their sum by output_change²
+    harm       FLOPs · rel_error²                 of a GEMM; output_change² divides the sum of forward GEMMs
                FLOPs · (rel_error² + lost)        of a cast, with the FLOPs of the GEMMs that read it
 
 x is the tensor before its cast, or the product of the unquantized tensors; q is the quantized counterpart.
 Rows are ranked by harm, which weights an error by the FLOPs of the GEMMs that it enters. SQNR hardly depends
-on small elements, so harm adds the share of the magnitude that a cast loses. A row of rounding noise beside
-ordinary rows loses many elements but little magnitude, and so has little harm. `output_change` estimates the
+on small elements, so harm adds the share of the magnitude that a cast loses. A row that holds only
+rounding noise loses many elements but little magnitude, so it adds little harm. `output_change` estimates the
 effect of a forward GEMM on the model's output (see `mxcompile.analysis.study.output_sensitivity`) and takes
 precedence over FLOPs. `mxcompile.analysis.audit` measures; this module holds the figures and no tensors.
 """
