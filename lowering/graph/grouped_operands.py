@@ -2,7 +2,7 @@
 
     a[t, k] · b[g, k, n]    a group begins at a row of a: row-major, k a multiple of 8 BF16 elements
     a[g, m, k] · b[k, t]    a group begins at a column of b: column-major, k a multiple of 8
-    a[m, t] · b[t, n]       a group is columns of a and rows of b: a column-major, b row-major, m and n multiples
+    a[m, t] · b[t, n]       a column of a and a row of b: column-major and row-major, m and n multiples of 8
     a[g, m, k]              a stack of matrices: rows or columns are a multiple of 8
 
 PyTorch checks strides. It does not check where groups end, because the offsets are data. Inductor may change

@@ -138,7 +138,7 @@ def lower_quantize_mm(
 
 
 class Separate(SubgraphChoiceCaller):
-    """The choice of a separate cast and product: timed as a graph of both, lowered as in the graph.
+    """The choice of a separate cast and product. Inductor times a graph with both, and lowers the product.
 
     cast: the copy, as text. product: arguments of ``mx.matmul``, with the results of the cast in the lowered
     graph, which removes the cast as dead code if this choice does not win.

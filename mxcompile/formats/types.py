@@ -143,7 +143,7 @@ _DERIVED = {NEAREST: ScaleType.FP32, POW2: ScaleType.FP32, TWO_LEVEL: ScaleType.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """The format of a GEMM operand. Operators take it as its word, ``str(format)``, which `of` parses.
+    """The format of a GEMM operand. Operators take it as its word, ``str(format)``.
 
     elem: element type. rounding: rounding of E8M0 scales, else None. tile: elements that share a scale.
     scale: type of scales. elements: rounding of elements. amax: value from which scales are derived. pow2:

@@ -109,10 +109,10 @@ class Builder:
 
     def sizes(self, shape: Iterable[Any], like: fx.Node) -> list[Any] | None:
         """Returns `shape` as call arguments; None if no graph input provides one of its symbolic sizes."""
-        values = [size if isinstance(size, int) else self._given(size, like) for size in shape]
+        values = [size if isinstance(size, int) else self._input_of_size(size, like) for size in shape]
         return None if None in values else values
 
-    def _given(self, size: torch.SymInt, like: fx.Node) -> fx.Node | None:
+    def _input_of_size(self, size: torch.SymInt, like: fx.Node) -> fx.Node | None:
         """Returns a graph input that is `size`, or a sym_size node of an input; None without one."""
         wanted = size.node.expr
         for node in self.graph.find_nodes(op="placeholder"):

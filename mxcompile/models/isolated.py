@@ -74,7 +74,7 @@ def isolated(function: Callable[[], Result], *, tools: bool = False) -> Result:
         try:
             return function()
         except BaseException as error:
-            raise _ours(error) from error
+            raise _as_own_error(error) from error
     source, sink = os.pipe()
     try:
         pid = _fork(function, sink, tools=tools)
@@ -85,14 +85,14 @@ def isolated(function: Callable[[], Result], *, tools: bool = False) -> Result:
         os.close(sink)
     answer = b""
     try:
-        answer = _answer(source, pid)
+        answer = _read_result(source, pid)
     finally:
         os.close(source)
         status = _end(pid)
     try:
         outcome, messages = pickle.loads(answer)
     except Exception as error:  # the child ended early: the answer is empty or cut
-        raise ChildError(f"{_CHILD} ended without a result: {_how(status)}") from error
+        raise ChildError(f"{_CHILD} ended without a result: {_exit_phrase(status)}") from error
     for show in messages:
         show()
     if isinstance(outcome, MXCompileError):
@@ -131,14 +131,14 @@ def _run(function: Callable[[], Any], sink: int, before: Before, mask: Any, *, t
         try:
             _IN_CHILD.set(True)
             gc.freeze()  # finalizers of the parent's garbage must not run here
-            _listen(messages, tools=tools)
+            _collect_logs(messages, tools=tools)
             confine(before, sink, tools=tools)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             if tools:
                 _check_autograd()
             answer = pickle.dumps(((function(),), messages))
         except BaseException as error:  # a forward may raise SystemExit
-            answer = pickle.dumps((_ours(error), messages))
+            answer = pickle.dumps((_as_own_error(error), messages))
         rest = memoryview(answer)
         while rest:
             rest = rest[os.write(sink, rest) :]
@@ -163,7 +163,7 @@ if torch.backends.cuda.is_built() and not torch.cuda.device_count():
         _check_autograd()
 
 
-def _ours(error: BaseException) -> MXCompileError:
+def _as_own_error(error: BaseException) -> MXCompileError:
     """Returns `error` if it is an `MXCompileError`, else a `ModelError` with its message."""
     if isinstance(error, MXCompileError):
         return error
@@ -172,7 +172,7 @@ def _ours(error: BaseException) -> MXCompileError:
     return ModelError(f"cannot run the model on fake tensors: {type(error).__name__}: {what}")
 
 
-def _listen(messages: Messages, *, tools: bool) -> None:
+def _collect_logs(messages: Messages, *, tools: bool) -> None:
     """Collects the log records of `_LIBRARIES` in `messages`, and their warnings if `tools`."""
 
     def keep_record(_: logging.Logger, record: logging.LogRecord) -> None:
@@ -199,7 +199,7 @@ def _log(record: dict[str, Any]) -> None:
     logging.getLogger(record["name"]).handle(logging.makeLogRecord(record))
 
 
-def _answer(source: int, pid: int) -> bytes:
+def _read_result(source: int, pid: int) -> bytes:
     """Reads the result of child `pid` from the pipe `source`. Raises `ChildError` if the child hangs."""
     chunks: list[bytes] = []
     ready = select.poll()
@@ -231,7 +231,7 @@ def _end(pid: int) -> int:
     return 0
 
 
-def _how(status: int) -> str:
+def _exit_phrase(status: int) -> str:
     """Returns a phrase for the exit status of a process."""
     code = os.waitstatus_to_exitcode(status)
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

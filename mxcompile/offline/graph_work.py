@@ -67,7 +67,7 @@ def unwritten(graph: fx.Graph) -> set[fx.Node]:
     inside: set[fx.Node] = set()
     for members in _launches(graph):
         group = set(members)
-        inside |= {node for node in members if not _leaves(node, group)}
+        inside |= {node for node in members if not _is_read_outside(node, group)}
     return inside
 
 
@@ -115,7 +115,7 @@ class _Reader:
         """Returns kind and work of the launch of `members`; None if it moves no bytes."""
         inside = set(members)
         read = self._read(members, inside)
-        written = sum(self._bytes(node) for node in _results(members) if _leaves(node, inside))
+        written = sum(self._bytes(node) for node in _results(members) if _is_read_outside(node, inside))
         operators = {packet(node) for node in members}
         times = 2 if _reads_again(members, is_cast=not operators.isdisjoint(ops.CASTS)) else 1
         moved = times * read + written
@@ -154,9 +154,11 @@ def _launches(graph: fx.Graph) -> Iterable[list[fx.Node]]:
     return [sorted(group, key=place.__getitem__) for group in joined.to_sets()]
 
 
-def _leaves(result: fx.Node, inside: set[fx.Node]) -> bool:
+def _is_read_outside(result: fx.Node, inside: set[fx.Node]) -> bool:
     """Whether a node outside `inside` reads `result`, directly or through views."""
-    return any(_leaves(user, inside) if _is_view(user) else user not in inside for user in result.users)
+    return any(
+        _is_read_outside(user, inside) if _is_view(user) else user not in inside for user in result.users
+    )
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -207,14 +207,14 @@ def _estimates(launches: Sequence[Launch], rates: Rates) -> tuple[str, str]:
 
 def _computed(launches: Sequence[Launch]) -> str:
     """Returns the GEMMs of some launches, shortened; without GEMMs, the source of their casts."""
-    gemms = list(dict.fromkeys(_tail(gemm) for launch in launches for gemm in launch.gemms))
+    gemms = list(dict.fromkeys(_short_name(gemm) for launch in launches for gemm in launch.gemms))
     if gemms:
         return gemms[0] if len(gemms) == 1 else f"{gemms[0]} +{len(gemms) - 1}"
     kinds = {launch.cast for launch in launches}
     return f"cast of {_ORIGINS[kinds.pop()]}" if len(kinds) == 1 and kinds != {""} else ""
 
 
-def _tail(gemm: str) -> str:
+def _short_name(gemm: str) -> str:
     """Returns the last two steps of a layer's path, and the GEMM."""
     return ".".join(gemm.split(".")[-2:])
 
@@ -242,7 +242,7 @@ def _summary(result: CodegenResult) -> list[str]:
         )
     if result.step.launches:
         lines.append(str(result.step))
-    lines += _rest(result)
+    lines += _slowest_others(result)
     lines.append(f"generated kernels: {len(result.kernels)}, of them {len(result.spilling)} spill registers")
     lines += [f"  {kernel.spill}" for kernel in result.spilling]
     return lines
@@ -251,7 +251,7 @@ def _summary(result: CodegenResult) -> list[str]:
 _MOST_OF_REST = 3
 
 
-def _rest(result: CodegenResult) -> list[str]:
+def _slowest_others(result: CodegenResult) -> list[str]:
     """Returns lines with the slowest kernels that are neither product, cast nor attention."""
     times: Counter[str] = Counter()
     for launch in result.launches:
@@ -277,10 +277,10 @@ def side_by_side(results: Mapping[str, CodegenResult]) -> str:
     target = next(iter(results.values())).target
     title = f"estimates on {target} from the machine code, not measured"
     compared = tabulate(rows, headers=["", *steps], disable_numparse=True, stralign="right")
-    return "\n".join([title, compared, *_alike(steps)])
+    return "\n".join([title, compared, *_indistinguishable(steps)])
 
 
-def _alike(steps: Mapping[str, Step]) -> list[str]:
+def _indistinguishable(steps: Mapping[str, Step]) -> list[str]:
     """Returns a sentence for each pair of policies whose order the estimates leave open."""
     pairs = itertools.combinations((name for name, step in steps.items() if step.us), 2)
     return [

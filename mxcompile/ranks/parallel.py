@@ -97,14 +97,14 @@ def _shard_fully(model: nn.Module, mesh: DeviceMesh) -> None:
     }
     spread = [module for module in model.modules() if is_spread(module)]
     for module in spread:
-        fully_shard(module, mesh=along, shard_placement_fn=_inside(along), **settings)
-    along = _with_experts(along, mesh) if spread else along
+        fully_shard(module, mesh=along, shard_placement_fn=_expert_placement(along), **settings)
+    along = _joined_submesh(along, mesh) if spread else along
     for path in Blocks.from_model(model).places:
         fully_shard(model.get_submodule(path), mesh=along, **settings)
     fully_shard(model, mesh=along, **settings)
 
 
-def _inside(mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
+def _expert_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
     """Returns the shard placement of a rank's experts: dimension 1 if there are fewer experts than ranks.
 
     FSDP2 shards dimension 0 by default, which would leave ranks without an expert.
@@ -115,7 +115,7 @@ def _inside(mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
     return lambda p: Shard(1) if p.ndim > 1 and p.shape[0] < ranks and not p.shape[1] % ranks else None
 
 
-def _with_experts(along: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh:
+def _joined_submesh(along: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh:
     """Returns the submesh for parameters outside of experts: `along`, its last axis joined with `ep`."""
     *outer, last = along.mesh_dim_names or ()
     both = mesh[last, EXPERTS]._flatten(f"{last}_{EXPERTS}")
@@ -133,7 +133,7 @@ def _split_llama(model: nn.Module, mesh: DeviceMesh) -> None:
             " layers.0.feed_forward.w1: parallelise the model in a factory that takes the mesh"
         )
     _check_whole(model, styles, along.size())
-    shared = _shared(model)
+    shared = _shared_parameters(model)
     parallelize_module(model, along, styles)
     for (owner, name), (module, key) in shared:
         module._parameters[key] = owner._parameters[name]
@@ -165,7 +165,7 @@ def _check_whole(model: nn.Module, styles: Mapping[str, Any], ranks: int) -> Non
             raise OptionError(f"tp=llama cannot split {path}: {split} is not a multiple of {ranks} ranks")
 
 
-def _shared(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:
+def _shared_parameters(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:
     """Returns pairs of owners of shared parameters, which `parallelize_module` would separate.
 
     A pair has the first owner, and a further owner; an owner is a module and the parameter's name in it.

@@ -26,17 +26,17 @@ _Key = tuple[str, str, str, str, str, bool]
 _Number = TypeVar("_Number", int, float)
 
 
-def _key(gemm: GemmRecord) -> _Key:
+def _record_key(gemm: GemmRecord) -> _Key:
     """Returns a key, equal for records of one product; products of a layer differ in their source line."""
     return gemm.name, gemm.role, gemm.gemm, gemm.source, gemm.precision, gemm.m == 1
 
 
-def _which(gemm: GemmRecord) -> tuple[str, str, bool]:
+def _gemm_key(gemm: GemmRecord) -> tuple[str, str, bool]:
     """Returns a key that is equal for the records of one GEMM of a layer in any precision."""
     return gemm.name, gemm.gemm, gemm.m == 1
 
 
-def _half(gemm: GemmRecord) -> tuple[str, bool]:
+def _direction_key(gemm: GemmRecord) -> tuple[str, bool]:
     """Returns a key that is equal for the forward GEMM of a layer, and for its two backward GEMMs."""
     return gemm.name, gemm.gemm == "fprop"
 
@@ -56,11 +56,11 @@ def latest(compiles: Sequence[tuple[object, Sequence[Part]]]) -> tuple[Part, ...
             stands = tuple(
                 gemm
                 for gemm in part.gemms
-                if (frame is None or _key(gemm) not in later) and (gemm.name, gemm.gemm) not in fallen
+                if (frame is None or _record_key(gemm) not in later) and (gemm.name, gemm.gemm) not in fallen
             )
             if stands or not part.gemms:
                 kept.append(dataclasses.replace(part, gemms=stands))
-        later.update(_key(gemm) for part in parts for gemm in part.gemms)
+        later.update(_record_key(gemm) for part in parts for gemm in part.gemms)
         fallen.update(
             (gemm.name, gemm.gemm) for part in parts for gemm in part.gemms if gemm.code == Code.WATCH
         )
@@ -72,7 +72,7 @@ def of_twins(parts: Sequence[Part], own: Iterable[GemmRecord]) -> Iterator[GemmR
 
     If a layer has records of its own for its forward or its backward, they replace the twin's.
     """
-    compiled, covered = {_half(gemm) for gemm in own}, set[tuple[str, str, bool]]()
+    compiled, covered = {_direction_key(gemm) for gemm in own}, set[tuple[str, str, bool]]()
     for index, part in reversed([*enumerate(parts)]):
         copies = [
             dataclasses.replace(
@@ -81,8 +81,10 @@ def of_twins(parts: Sequence[Part], own: Iterable[GemmRecord]) -> Iterator[GemmR
             for path, block in part.twins
             for gemm in part.gemms
         ]
-        yield from (copy for copy in copies if _half(copy) not in compiled and _which(copy) not in covered)
-        covered |= {_which(copy) for copy in copies}
+        yield from (
+            copy for copy in copies if _direction_key(copy) not in compiled and _gemm_key(copy) not in covered
+        )
+        covered |= {_gemm_key(copy) for copy in copies}
 
 
 def figures_of(parts: Sequence[Part]) -> dict[str, Any]:
@@ -143,8 +145,8 @@ def with_plan(
     gemms = tuple(gemms)
     if not planned:
         return gemms
-    compiled = {_half(gemm) for gemm in gemms}
-    missing = (gemm for gemm in planned if _half(gemm) not in compiled)
+    compiled = {_direction_key(gemm) for gemm in gemms}
+    missing = (gemm for gemm in planned if _direction_key(gemm) not in compiled)
     pending = tuple(dataclasses.replace(gemm, kernel=NOT_COMPILED, graph=graph) for gemm in missing)
     place = {name: index for index, name in enumerate(dict.fromkeys(gemm.name for gemm in planned))}
     return tuple(sorted((*gemms, *pending), key=lambda gemm: place.get(gemm.name, len(place))))
@@ -191,10 +193,10 @@ def merge(
         stands = [
             gemm
             for gemm in records
-            if _key(gemm) not in known
+            if _record_key(gemm) not in known
             and (gemm.kernel != NOT_COMPILED or (gemm.name, gemm.gemm) not in compiled)
         ]
-        known.update(map(_key, stands))
+        known.update(map(_record_key, stands))
         if stands or not records:
             gemms += [dataclasses.replace(gemm, graph=gemm.graph + len(graphs)) for gemm in stands]
             graphs += outlines

@@ -53,7 +53,7 @@ def reasons(gemms: Iterable[GemmRecord], pattern: str) -> tuple[Reasons, ...]:
     except (re.error, OverflowError, RecursionError) as error:
         raise OptionError(f"{pattern!r} is not a regular expression: {error}") from None
     if not rows:
-        raise OptionError(_fits_none(pattern, tuple(dict.fromkeys(gemm.name for gemm in gemms))))
+        raise OptionError(_no_match_message(pattern, tuple(dict.fromkeys(gemm.name for gemm in gemms))))
     return tuple(
         Reasons(
             name=row.name,
@@ -68,7 +68,7 @@ def reasons(gemms: Iterable[GemmRecord], pattern: str) -> tuple[Reasons, ...]:
     )
 
 
-def _fits_none(pattern: str, names: Sequence[str]) -> str:
+def _no_match_message(pattern: str, names: Sequence[str]) -> str:
     """Returns an error message with wider patterns that match some of `names`, or else with similar names."""
     message = f"no layer of the report is called {pattern!r}"
     if not names:

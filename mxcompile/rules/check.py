@@ -107,10 +107,10 @@ def _unused(policy: Policy, fit: RuleFit, layers: Sequence[Layer]) -> str:
     sentence = f"{policy.label}: rule {fit.number} matched no layer"
     if fit.missed:
         return f"{sentence}: {'; '.join(missed for _, missed in _missed(fit, fit.missed))}"
-    return sentence + _miss(fit.rule.match, [x for x in layers if x.role not in ATTENTION_PRODUCTS])
+    return sentence + _suggestion(fit.rule.match, [x for x in layers if x.role not in ATTENTION_PRODUCTS])
 
 
-def _miss(match: Match, layers: Sequence[Layer]) -> str:
+def _suggestion(match: Match, layers: Sequence[Layer]) -> str:
     """Returns the suggestion for a rule without matches: a layer of that name, or the nearest names."""
     if match.blocks is not None:
         if not any(layer.block for layer in layers):

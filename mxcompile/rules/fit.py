@@ -42,7 +42,9 @@ def fits(policy: Policy, layers: Sequence[Layer]) -> tuple[RuleFit, ...]:
     deciding = [deciding_rule(policy, layer) for layer in layers]
     results = []
     for index, rule in enumerate(policy.rules):
-        about = [(layer, by) for layer, by in zip(layers, deciding, strict=True) if _about(rule, layer)]
+        about = [
+            (layer, by) for layer, by in zip(layers, deciding, strict=True) if _matches_but_size(rule, layer)
+        ]
         missed = [(layer, by) for layer, by in about if rule.match.missed(layer) is not None]
         results.append(
             RuleFit(
@@ -52,7 +54,7 @@ def fits(policy: Policy, layers: Sequence[Layer]) -> tuple[RuleFit, ...]:
                 taken=tuple(layer for layer, by in about if by != index and rule.match.missed(layer) is None),
                 missed=tuple(layer for layer, _ in missed),
                 near=tuple(
-                    layer for layer, by in missed if by is None and _just_outside(policy, rule, layer)
+                    layer for layer, by in missed if by is None and _narrowly_misses(policy, rule, layer)
                 ),
             )
         )
@@ -63,33 +65,33 @@ def deciding_rule(policy: Policy, layer: Layer) -> int | None:
     """Returns the index of the rule that decides for `layer`, or None if the preset decides."""
     if layer.role not in ATTENTION_PRODUCTS:
         return policy.rule_for(layer)
-    fitting = (i for i, rule in enumerate(policy.rules) if _about(rule, layer))
+    fitting = (i for i, rule in enumerate(policy.rules) if _matches_but_size(rule, layer))
     return next((i for i in fitting if policy.rules[i].match.missed(layer) is None), None)
 
 
-def _about(rule: Rule, layer: Layer) -> bool:
+def _matches_but_size(rule: Rule, layer: Layer) -> bool:
     """Whether `rule` matches `layer`, apart from its size limits."""
     addressed = layer.role not in ATTENTION_PRODUCTS or layer.role in rule.match.role
     return addressed and rule.match.fits(layer)
 
 
-def _just_outside(policy: Policy, rule: Rule, layer: Layer) -> bool:
+def _narrowly_misses(policy: Policy, rule: Rule, layer: Layer) -> bool:
     """Whether `layer` narrowly misses the size limits of `rule`, which would change its decision."""
-    if any(_part(limit) < NEAR for limit in rule.match.limits(layer)):
+    if any(_size_ratio(limit) < NEAR for limit in rule.match.limits(layer)):
         return False
     open_rule = dataclasses.replace(rule, match=rule.match.of_any_size())
     with_rule = dataclasses.replace(policy, rules=(open_rule,)).decide(layer)
-    return _outcome(with_rule) != _outcome(policy.decide(layer))
+    return _numerics_of(with_rule) != _numerics_of(policy.decide(layer))
 
 
-def _part(limit: Limit) -> float:
+def _size_ratio(limit: Limit) -> float:
     """Returns the ratio of a size to its limit, at least 1 if the size satisfies the limit."""
     if limit.size is None:
         return 0.0 if limit.upper else 1.0
     return limit.limit / max(limit.size, 1) if limit.upper else limit.size / limit.limit
 
 
-def _outcome(decision: Decision) -> tuple[object, ...]:
+def _numerics_of(decision: Decision) -> tuple[object, ...]:
     """Returns the numerical content of `decision`: everything but the reasons."""
     choices = [decision.choice(gemm) for gemm in Gemm]
     return (

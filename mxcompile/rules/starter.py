@@ -45,7 +45,9 @@ def starter(preset: str, layers: Sequence[Layer], model: str) -> str:
 def _rule(policy: Policy, role: Role, layers: Sequence[Layer]) -> list[str]:
     """Returns the lines of the rule for `role`: its layers as comments, then the preset's decision."""
     decisions = [policy.decide(layer) for layer in layers]
-    words = {gemm: _word(decision.choice(gemm).precision for decision in decisions) for gemm in Gemm}
+    words = {
+        gemm: _role_precision(decision.choice(gemm).precision for decision in decisions) for gemm in Gemm
+    }
     sent = {gemm: word for gemm, word in words.items() if is_quantized(word)}
     sides = [side for layer in layers for side in (layer.n, layer.k)] if sent else []
     least = policy.base.least_side
@@ -68,7 +70,7 @@ def _rule(policy: Policy, role: Role, layers: Sequence[Layer]) -> list[str]:
     return [*lines, f"  - match: {{role: {role}{sizes}}}", f"    use: {use}"]
 
 
-def _word(words: Iterable[str]) -> str:
+def _role_precision(words: Iterable[str]) -> str:
     """Returns the first word of a quantized precision in `words`, else the word for BF16."""
     return next(filter(is_quantized, words), KEPT.name)
 

@@ -66,7 +66,7 @@ def planned_weights(
     named = chain(model.named_buffers(), model.named_parameters(remove_duplicate=False))
     values = {user_path(name): value for name, value in named}
     weights = {
-        path: _planned(path, values[path], own_uses, _asking(policy, tables.get(path)))
+        path: _planned(path, values[path], own_uses, _embedding_rule(policy, tables.get(path)))
         for path, own_uses in by_path.items()
         if path in values
     }
@@ -124,7 +124,7 @@ def _table(path: str) -> Layer:
     return Layer(name=name, role=Role.EMBEDDING, module="Embedding", m=1, n=1, k=1)
 
 
-def _asking(policy: Policy, table: Layer | None) -> str:
+def _embedding_rule(policy: Policy, table: Layer | None) -> str:
     """Returns the reason text for the rule that quantizes the embedding `table`; "" if none does."""
     if table is None:
         return ""

@@ -34,7 +34,7 @@ def axes(node: fx.Node, dim: int, root: fx.Node, through: Container[fx.Node] = (
     for _ in range(_STEPS):
         if node is root:
             return _labels(root, dims)
-        source = _towards(node, root, through)
+        source = _argument_towards(node, root, through)
         if source is None:
             return 0
         dims = before(node, source, dims)
@@ -67,7 +67,7 @@ def product_behind(node: fx.Node, through: Container[fx.Node]) -> fx.Node | None
         if _ends(node, through):
             return node
         product = next((arg for arg in node.all_input_nodes if _ends(arg, through)), None)
-        following = product or _towards(node, node, through)
+        following = product or _argument_towards(node, node, through)
         if following is None:
             return None
         node = following
@@ -86,7 +86,7 @@ def _labels(root: fx.Node, dims: frozenset[int]) -> int:
     return labels
 
 
-def _towards(node: fx.Node, root: fx.Node, through: Container[fx.Node]) -> fx.Node | None:
+def _argument_towards(node: fx.Node, root: fx.Node, through: Container[fx.Node]) -> fx.Node | None:
     """Returns the argument of `node` that leads back to `root`: the largest computed argument."""
     if node.op != "call_function" or _ends(node, through):
         return None

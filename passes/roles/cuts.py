@@ -45,8 +45,8 @@ def ends(graph: fx.Graph, depends: Mapping[fx.Node, Depends], *, are_cut: bool) 
 def live(graph: fx.Graph) -> list[fx.Node]:
     """Returns the nodes of the forward in order, without nodes that only backward reads.
 
-    Keeps layers whose results have no reader, as after the layer of a tower whose result the model takes:
-    they get the role that they have with a reader.
+    Keeps layers whose results have no reader, for example the last layers of a tower from which the model
+    takes an earlier result: they get the role that they would have with a reader.
     """
     nodes = {node for node, descriptor in _outputs(graph) if "GradAOTOutput" not in type(descriptor).__name__}
     if not nodes:

@@ -84,14 +84,14 @@ class _Sweep:
             if not isinstance(node, fx.Node) or node not in self._position or not depth:
                 continue
             forked = forked or node in self._forks
-            before = self._held(node, forked)
+            before = self._passed_arguments(node, forked)
             if before:
                 pending += [(arg, forked, depth - 1) for arg in before]
             elif forked:
                 bases.append(node)
         return bases
 
-    def _held(self, node: fx.Node, forked: bool) -> list[Any]:
+    def _passed_arguments(self, node: fx.Node, forked: bool) -> list[Any]:
         """Returns the arguments that `node` passes on: through a view, a sum, or a product with a factor."""
         traits = self._traits[node]
         if traits & (VIEW | RANDOMS):
@@ -135,7 +135,7 @@ class _Sweep:
             elif self._traits[node] & CALL and not self._past_join.isdisjoint(arguments):
                 self._past_join.add(node)
             if near and far and packet(node) is aten.cat:  # a part of a value is not the value
-                near -= far - _both(arguments, direct, worked)
+                near -= far - _reached_twice(arguments, direct, worked)
             if (near or far) and self._is_work(node):
                 near, far = _NONE, near | far
             if self._last.get(node, -1) > index:
@@ -202,7 +202,7 @@ def _origin(node: fx.Node) -> fx.Node:
     return node
 
 
-def _both(
+def _reached_twice(
     arguments: Sequence[fx.Node],
     direct: dict[fx.Node, frozenset[fx.Node]],
     worked: dict[fx.Node, frozenset[fx.Node]],

@@ -70,19 +70,19 @@ class _UsesSweep:
         if node in self._feeds.products.read:
             here |= QKV
         if node in self._streams.skips:  # uses of the stream are not uses of its first value
-            here &= self._past(node) | LAYER | CUT
-            here |= STARTS if self._starts(node) else 0
+            here &= self._passing_marks(node) | LAYER | CUT
+            here |= STARTS if self._starts_stream(node) else 0
         if node in self._feeds.products.biases:
             here |= SCORES
         for user in node.users:
             there = self.uses.get(user)
             if there is not None:
-                here |= self._from(node, user, there)
+                here |= self._uses_by(node, user, there)
         if node in self._feeds.products.soft and here & LAYER:
             self._feeds.products.read.update(arg for arg in operands(node) if isinstance(arg, fx.Node))
         self.uses[node] = here
 
-    def _from(self, node: fx.Node, user: fx.Node, there: int) -> int:
+    def _uses_by(self, node: fx.Node, user: fx.Node, there: int) -> int:
         """Returns the uses that `node` gets from its reader `user`. there: uses of the result of `user`."""
         if user in self._layers:
             return LAYER
@@ -94,12 +94,12 @@ class _UsesSweep:
         if self._feeds.kind.get(user) is Source.SCAN and there & (LAYER | MIXED):
             return MIXED
         if user in self._streams.joins:
-            passed = there & self._past(user)
+            passed = there & self._passing_marks(user)
             if node is not self._streams.joins[user]:
                 return passed
             return passed | self._shifts(node, user, there) | BRANCH
         if user in self._streams.skips:
-            there = there & self._past(user) | (STARTS if self._starts(user) else 0)
+            there = there & self._passing_marks(user) | (STARTS if self._starts_stream(user) else 0)
         if traits & CONVOLUTION and not is_depthwise(user):
             return CONVOLVED
         if traits & SELECTION:
@@ -124,11 +124,11 @@ class _UsesSweep:
             return there
         return MIXED
 
-    def _past(self, node: fx.Node) -> int:
+    def _passing_marks(self, node: fx.Node) -> int:
         """Returns the marks of uses that propagate backward through `node`, a residual sum or its skip."""
         return _PAST_SUMS | RESULT if self._feeds.number[node] in self._endings else _PAST_SUMS
 
-    def _starts(self, skip: fx.Node) -> bool:
+    def _starts_stream(self, skip: fx.Node) -> bool:
         """Whether a stream starts with `skip`: its sources include no other stream."""
         if self._feeds.number[skip] in self._endings:
             return False

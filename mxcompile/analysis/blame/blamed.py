@@ -79,7 +79,7 @@ class Blamed(MeasuredPolicy, Findings):
         ]
         if not self.parts:
             return facts
-        facts.append(f"all together: {_spoken(self.whole)}")
+        facts.append(f"all together: {_effect_words(self.whole)}")
         if len(self.parts) > 1 and self._sum is not None:
             facts.append(f"one by one, added up {added_up(self.measure)}: {_share(self._sum)}")
         return [*facts, *self._interplay(), *self._policy(), *self._chance()]
@@ -160,7 +160,7 @@ def _share(value: float) -> str:
     return "not finite" if value == float("inf") else percent(value)
 
 
-def _spoken(effect: Effect) -> str:
+def _effect_words(effect: Effect) -> str:
     """Returns `effect` as text: ``gradients 5.3%, loss -0.016%``."""
     return ", ".join(
         f"{measure} {spread}" for measure in MEASURES if (spread := getattr(effect, measure)) is not None

@@ -59,7 +59,7 @@ def _help(report: Report) -> str:
     tokens = tokens_of(report.gemms)
     many = at_tokens(report, _MANY) if tokens else report
     if _ratio(many) < 1:
-        return "; ".join([_why_never(report), *_narrow(many)])
+        return "; ".join([_why_never(report), *_width_advice(many)])
     enough = tokens
     while enough < _MANY and _ratio(at_tokens(report, enough)) < 1:
         enough *= 2
@@ -106,7 +106,7 @@ def _cast_to(gemm: GemmRecord, formats: Operands) -> GemmRecord:
     return dataclasses.replace(gemm, formats=tuple(changed))
 
 
-def _narrow(many: Report) -> list[str]:
+def _width_advice(many: Report) -> list[str]:
     """Returns advice on the layers that are slower even with many tokens."""
     slow = [
         row

@@ -50,7 +50,7 @@ class Sensitivity:
         if tag.gemm == Gemm.FPROP:
             error = quantized().float() - plain.float()
             self._errors[tag.name].append(error if tag.tensors[0] == "x" else error.mT)
-        elif self._errors[tag.name] and tag.gemm == self._told_by(sites, tag.name):
+        elif self._errors[tag.name] and tag.gemm == self._dy_reader(sites, tag.name):
             error, side = self._errors[tag.name].pop(), tag.tensors.index("dy")
             gradient = sources[side]
             if gradient is not None:
@@ -58,7 +58,7 @@ class Sensitivity:
                 by_row = (gradient.double() * error.double()).sum(-1)
                 self.squares[tag.name] = self.squares.get(tag.name, 0.0) + float(by_row.square().sum())
 
-    def _told_by(self, sites: Sites, layer: str) -> Gemm:
+    def _dy_reader(self, sites: Sites, layer: str) -> Gemm:
         """Returns the backward GEMM whose dy is used. dgrad and wgrad both read dy, which must count once."""
         if not self._with_dgrad:
             self._with_dgrad = {each.tag.name for each in sites.products if each.tag.gemm == Gemm.DGRAD}

@@ -271,7 +271,7 @@ def _history(module: nn.Module, name: str, weight: Tensor, length: int) -> Tenso
     return buffer
 
 
-def _alike(histories: Mapping[int, Tensor]) -> Iterable[dict[int, Tensor]]:
+def _same_shapes(histories: Mapping[int, Tensor]) -> Iterable[dict[int, Tensor]]:
     """Groups histories by device and shape, so that one kernel handles a whole group."""
     groups: dict[object, dict[int, Tensor]] = {}
     for index, history in histories.items():
@@ -281,14 +281,14 @@ def _alike(histories: Mapping[int, Tensor]) -> Iterable[dict[int, Tensor]]:
 
 def _largest(histories: Mapping[int, Tensor]) -> dict[int, Tensor]:
     """Returns the largest amax of each operand, [3], by history."""
-    groups = ((group, torch.stack([*group.values()]).amax(-1)) for group in _alike(histories))
+    groups = ((group, torch.stack([*group.values()]).amax(-1)) for group in _same_shapes(histories))
     return {index: one for group, each in groups for index, one in zip(group, each.unbind(0), strict=True)}
 
 
 @torch.no_grad()
 def _move_on(seen: Mapping[int, Tensor], histories: Mapping[int, Tensor], rows: slice) -> None:
     """Shifts `rows` of the histories by one column and inserts the amax values of `seen` at the front."""
-    for group in _alike(histories):
+    for group in _same_shapes(histories):
         chosen = [history[rows] for history in group.values()]
         new = torch.stack([seen[index][rows] for index in group]).to(chosen[0].device)
         new = new.nan_to_num(0.0, posinf=0.0).unsqueeze(-1)

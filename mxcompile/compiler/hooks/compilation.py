@@ -76,7 +76,7 @@ class Compilation:
         self._counted: tuple[int, ...] = (0, 0, 0)
         self.traced = False
         self.lowered = False
-        self.changed: Callable[[], None] = _nobody
+        self.changed: Callable[[], None] = _do_nothing
         self._count = count
         self._tapped = tapped
         self._after = after
@@ -108,7 +108,7 @@ class Compilation:
         """Returns a compilation of the same graph that measures the statistics of `watch`."""
         fresh = copy.copy(self)
         fresh.part = Part(token=self.part.token)
-        fresh.traced, fresh.lowered, fresh.changed = False, False, _nobody
+        fresh.traced, fresh.lowered, fresh.changed = False, False, _do_nothing
         fresh._watch, fresh._only_nonfinite, fresh._sites = watch, False, []
         return fresh
 
@@ -278,7 +278,7 @@ class Compilation:
         self.part = dataclasses.replace(self.part, **changes)
 
 
-def _nobody() -> None:
+def _do_nothing() -> None:
     """Does nothing. The default for the callback `changed`."""
 
 

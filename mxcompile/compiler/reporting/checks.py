@@ -115,7 +115,7 @@ def check_call(
     REGISTRY.plan(root, options.group, tuple(gemms))
     named = [part for part in parts if part]
     most = f"does not call {_listed(named)} as modules, or " if named else ""
-    _tell(
+    _report_or_raise(
         f"nothing of {type(root).__name__} was compiled: its forward {most}is left to Python by Dynamo"
         " (see TORCH_LOGS=graph_breaks), or torch.compile is turned off",
         options,
@@ -145,7 +145,7 @@ def check_modules(
     if missing:
         names = spelled([layer for layer in plan.layers if layer.name in missing])
         message = f"a call ran these outside of compiled code, as others do not {_SEE}: {names}"
-        _tell(message, options)
+        _report_or_raise(message, options)
         REGISTRY.note(message, options.group, model=root, frame=None)
 
 
@@ -164,18 +164,18 @@ def tell_left(
         known = REGISTRY.parts(options.group, model=root) if is_cut else ()
         own = (gemm for part in known for gemm in part.gemms)
         gemms = [gemm for gemm in own if _is_in(gemm.name, [path])]
-    is_told = any(is_quantized(gemm.precision) for gemm in gemms)
-    if is_told:
-        _tell(message, options)
+    is_reported = any(is_quantized(gemm.precision) for gemm in gemms)
+    if is_reported:
+        _report_or_raise(message, options)
         REGISTRY.note(message, options.group, model=root, frame=frame)
-    return is_told
+    return is_reported
 
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _tell(message: str, options: Options) -> None:
+def _report_or_raise(message: str, options: Options) -> None:
     """Logs `message` as a warning, or raises it in strict mode."""
     if options.strict:
         raise UnsupportedError(f"strict: {message}")
@@ -208,7 +208,7 @@ def _check_ran(
         may_have_run = ran if ran is not None else {name for name in missing if not _is_in(name, idle)}
         missing = {name: gemms for name, gemms in missing.items() if name in may_have_run}
     if missing:
-        _tell(_told(missing, options, plan, is_sure=is_sure), options)
+        _report_or_raise(_missing_message(missing, options, plan, is_sure=is_sure), options)
     checked[options.group] = plan
 
 
@@ -225,7 +225,7 @@ def _missing(root: nn.Module, options: Options, plan: Plan) -> dict[str, set[str
     return missing
 
 
-def _told(missing: Mapping[str, set[str]], options: Options, plan: Plan, *, is_sure: bool) -> str:
+def _missing_message(missing: Mapping[str, set[str]], options: Options, plan: Plan, *, is_sure: bool) -> str:
     """Returns the message about the GEMMs in `missing`. is_sure: whether their layers certainly ran."""
     forward = [layer for layer in plan.layers if Gemm.FPROP in missing.get(layer.name, ())]
     backward = [layer for layer in plan.layers if missing.get(layer.name, set()) - {Gemm.FPROP}]

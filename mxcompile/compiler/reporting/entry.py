@@ -116,7 +116,7 @@ class _Entry:
         key, plan = CompileContext.try_get() or object(), capture.planned.plan
         self.ledger = REGISTRY.open(key, fresh)
         gemms = () if plan is None else plan.records(options.policy)
-        self.places = Places(key, self.ledger, gemms, self._found)
+        self.places = Places(key, self.ledger, gemms, self._add_module)
         if capture.root is not None:
             session_of(capture.root).places.add(self.places)
         self.is_broken = bool(compilation.part.graph_breaks)
@@ -130,7 +130,7 @@ class _Entry:
         if compilation.lowered and part.token and part.cache != "off":
             store.save(compilation.identity, part)
 
-    def _found(self, path: str) -> None:
+    def _add_module(self, path: str) -> None:
         """Adds the module at `path`, which runs the code without being planned as a twin."""
         capture = self._compilation.capture
         if capture.planned.plan is None and path != capture.prefix:

@@ -90,7 +90,7 @@ class Attribution:
         given = None if self._position is None else args[self._position]
         parameter = given if isinstance(given, nn.Parameter) else None
         if parameter is not None and self._holders.holder(parameter) is None:
-            self._meet(parameter)
+            self._register_model(parameter)
         if _OPEN:
             layers = self._layers(parameter)
             for runs in _OPEN:
@@ -122,7 +122,7 @@ class Attribution:
         named = module.named_parameters(remove_duplicate=False)
         return any(each is parameter and user_path(raw) == self._name for raw, each in named)
 
-    def _meet(self, parameter: nn.Parameter) -> None:
+    def _register_model(self, parameter: nn.Parameter) -> None:
         """Finds the model of the new `parameter`, and adds the graph to its report."""
         root = self._root()
         if root is not None and self._owns(root, parameter):

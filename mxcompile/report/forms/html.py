@@ -137,12 +137,13 @@ def _graphs(report: ReportData) -> Iterator[dict[str, Any]]:
                 "omitted": outline.omitted,
                 "phases": [(phase, Markup(picture(outline, phase, f"{number}-{phase}"))) for phase in phases],
                 "nodes": [
-                    (node, _behind(node, records.get((number, node.names[0]), []))) for node in outline.nodes
+                    (node, _records_of(node, records.get((number, node.names[0]), [])))
+                    for node in outline.nodes
                 ],
             }
 
 
-def _behind(node: OutlineNode, gemms: list[GemmRecord]) -> list[GemmRecord]:
+def _records_of(node: OutlineNode, gemms: list[GemmRecord]) -> list[GemmRecord]:
     """Returns the records for `node` among `gemms`, the records of its layer."""
     if node.kind == "gemm":
         return [gemm for gemm in gemms if gemm.role == node.role]

@@ -51,7 +51,7 @@ def _size(node: OutlineNode) -> tuple[float, float]:
     title = len(_title(node))
     match node.kind:
         case "gemm" | "attention":
-            return max(7.4 * title + _TAG + 30, 6.4 * len(_below(node)) + 30, 128.0), 44.0
+            return max(7.4 * title + _TAG + 30, 6.4 * len(_second_line(node)) + 30, 128.0), 44.0
         case "cast":
             return 6.9 * title + 42, 24.0
         case _ if node.label == "add":
@@ -72,7 +72,7 @@ def _title(node: OutlineNode) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
-def _below(node: OutlineNode) -> str:
+def _second_line(node: OutlineNode) -> str:
     """Returns the second line of text in the box of a matmul: role or GEMM, sizes, number of layers."""
     if node.kind == "attention":
         return node.shape
@@ -144,7 +144,7 @@ def _node(node: OutlineNode, index: int, box: Box) -> str:
         shown += (
             _rect(x, y + 6, 5, box.height - 12, 'class="stripe" rx="2"')
             + f'<text x="{x + 14:.1f}" y="{y + 18:.1f}" class="title">{title}</text>'
-            f'<text x="{x + 14:.1f}" y="{y + 34:.1f}" class="below">{escape(_below(node))}</text>'
+            f'<text x="{x + 14:.1f}" y="{y + 34:.1f}" class="below">{escape(_second_line(node))}</text>'
             f'<text x="{x + box.width - 8:.1f}" y="{y + 17:.1f}" class="tag">{escape(tag)}</text>'
         )
     elif node.kind == "cast":
