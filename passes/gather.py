@@ -57,11 +57,10 @@ class Gather:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Moved:
-    """A collective `gather`, the `steps` that move rows of its result, and the equal `casts` behind them.
+    """A collective `gather`, the `steps` that move rows of its result, and their only readers, equal `casts`.
 
-    No other node reads the moved rows. steps: in graph order.
-
-    sizes: nodes that read only the number of rows. dtypes: the conversions before each cast, in order.
+    steps: in graph order. sizes: readers of the number of rows. dtypes: conversions before each cast, in
+    order.
     """
 
     gather: fx.Node

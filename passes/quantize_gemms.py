@@ -53,10 +53,7 @@ _FORWARD = ("x", "w")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizeGemms:
-    """Rewrites GEMMs as casts and products of codes.
-
-    tapped: whether the graph reads weights through `mx.tapped`, with the state of delayed scales.
-    """
+    """Rewrites GEMMs. tapped: whether the layers of the graph have a state of delayed scales."""
 
     name: ClassVar[str] = "quantize_gemms"
     tapped: bool = False

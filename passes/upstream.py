@@ -78,10 +78,7 @@ def _origins(graph: fx.Graph, inputs: Sequence[GraphInput]) -> dict[fx.Node, _Or
 def _reached(
     layer: fx.Node, values: Collection[fx.Node], seen: set[tuple[fx.Node, bool, bool]], *, behind: bool
 ) -> Iterable[fx.Node]:
-    """Yields the nodes of `values` that the operands of `layer` are computed from.
-
-    behind: whether to go back to the layers before; else only to the nearest nodes of `values`.
-    """
+    """Yields the `values` that `layer` is computed from: up to other layers if `behind`, else the nearest."""
     pending = [(arg, True) for arg in layer.all_input_nodes]
     while pending:
         node, counts = pending.pop()

@@ -58,10 +58,7 @@ _Group = dict[int, Cast]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _NewCopy:
-    """A copy that a merged cast makes. scale, amax: see `Cast`.
-
-    results: for each tensor of the copy, the nodes that it replaces.
-    """
+    """A copy of a merged cast. results: replaced nodes, by tensor of the copy. scale, amax: see `Cast`."""
 
     copy: Copy
     results: Sequence[Sequence[fx.Node]]

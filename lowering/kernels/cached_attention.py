@@ -19,10 +19,7 @@ from mxcompile.lowering.kernels import tiles
 
 @triton.jit
 def _values(codes_ptr, scale_ptr, key, dim, live, D, ELEM: tl.constexpr, NATIVE: tl.constexpr):
-    """Returns the dequantized rows `key`, BF16 [keys, BLOCK_D]; 0 past D, and in rows that are not `live`.
-
-    A row has D codes and ⌈D/32⌉ scale bytes.
-    """
+    """Returns the dequantized rows `key`, BF16 [keys, BLOCK_D]; 0 past D, and in rows that are not `live`."""
     blocks = tl.cdiv(D, tiles.BLOCK)
     block = tl.arange(0, dim.shape[0] // tiles.BLOCK)
     codes = tl.load(

@@ -249,10 +249,7 @@ def column_codes(column, factor, random, STOCHASTIC: tl.constexpr, PTX: tl.const
 
 @triton.jit
 def columns(even, odd):
-    """Returns the bytes of all columns in order, [C, G, R / 2].
-
-    even, odd: bytes of columns [R / 2, G, C / 2].
-    """
+    """Returns the bytes of all columns, [C, G, R / 2], from even and odd columns, [R / 2, G, C / 2] each."""
     both = tl.permute(tl.join(even, odd), (2, 3, 1, 0))
     return tl.reshape(both, (2 * even.shape[2], even.shape[1], even.shape[0]))
 

@@ -159,10 +159,7 @@ def magnitudes(x):
 
 @triton.jit
 def scale_pairs(largest, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
-    """Returns scale bytes, and BF16 bits of 2^(127 − byte), of two blocks in each int32.
-
-    largest: the amaxes of two blocks, as BF16 bits in an int32.
-    """
+    """Returns scale bytes and BF16 bits of 2^(127 − byte). An int32 holds two blocks; largest: two amaxes."""
     EMAX: tl.constexpr = _twice(_emax(ELEM))
     MOST: tl.constexpr = _twice((254 << 7) + _emax(ELEM))
     UP: tl.constexpr = _twice(_up(ELEM, ROUNDING))

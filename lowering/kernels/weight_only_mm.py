@@ -100,10 +100,7 @@ def _scaled(values, scale):
 
 @triton.jit
 def _pairs(codes, x, PTX: tl.constexpr):
-    """Returns, for each byte of packed `codes` [columns, …], the sum of its two elements' products with x.
-
-    The result is scaled by 2^-14, because the decoded elements are.
-    """
+    """Returns 2^-14 · the products of `codes` [columns, …] with x, summed over the two codes of each byte."""
     even, odd = tl.split(tl.reshape(x, (x.shape[0] // 2, 2)))
     low = fp4_values.decoded(codes, 0, PTX).to(tl.float32) * even[None, :]
     return low + fp4_values.decoded(codes, 1, PTX).to(tl.float32) * odd[None, :]

@@ -166,10 +166,7 @@ def _check_whole(model: nn.Module, styles: Mapping[str, Any], ranks: int) -> Non
 
 
 def _shared_parameters(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:
-    """Returns pairs of owners of shared parameters, which `parallelize_module` would separate.
-
-    A pair has the first owner, and a further owner; an owner is a module and the parameter's name in it.
-    """
+    """Returns (first owner, further owner) of shared parameters, which `parallelize_module` separates."""
     first: dict[int, tuple[nn.Module, str]] = {}
     again = []
     for module in model.modules():

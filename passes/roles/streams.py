@@ -38,8 +38,7 @@ _NONE: frozenset[fx.Node] = frozenset()
 class Streams:
     """The residual streams of a graph.
 
-    joins: additions to a stream; the value is the argument that contains the branch. skips: the values of the
-    stream that a branch is added to.
+    joins: additions to a stream, and their argument with the branch. skips: values that a branch is added to.
     """
 
     joins: dict[fx.Node, fx.Node]

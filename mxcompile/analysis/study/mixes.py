@@ -57,10 +57,7 @@ class Candidate:
 
 
 def _stated(policy: Policy, layer: Layer, under: Choices) -> Use:
-    """Returns a rule with the decision of `policy` for `layer`.
-
-    under: formats of the preset below the rule.
-    """
+    """Returns the decision of `policy` for `layer` as a rule. under: formats of the preset below it."""
     decision, index = policy.decide(layer), policy.rule_for(layer)
     rows = {str(gemm): PRECISIONS[decision.choice(gemm).precision] for gemm in Gemm}
     quantizing = next((row for row in rows.values() if row.quantizes), None)
