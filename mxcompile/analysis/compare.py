@@ -60,7 +60,7 @@ class Comparison:
             title = "SQNR of GEMMs against FP32 in dB, the lowest of any policy first; empty: not quantized"
             lines += ["", *wrapped([title]), "", drawn(fitted(layers[: _ROWS + 1], ("layer",)))]
         if len(layers) > _ROWS + 1:
-            lines.append(f"… and {len(layers) - _ROWS - 1} that no policy moves so far")
+            lines.append(f"… and {len(layers) - _ROWS - 1} layers with smaller errors")
         return "\n".join([*lines, *wrapped(self._notes())])
 
     def _policies(self) -> Table:
@@ -117,7 +117,7 @@ def _of_report(report: Report) -> dict[str, str]:
     return _start(report) | {
         "saved for backward": "" if summary.saved_bytes is None else byte_count(summary.saved_bytes),
         "matmuls and casts": duration(ours) if ours and bf16 else "",
-        "of BF16's": f"{ours / bf16:.2f}" if ours and bf16 else "",
+        "÷ BF16": f"{ours / bf16:.2f}" if ours and bf16 else "",
     }
 
 
@@ -136,7 +136,7 @@ def _of_numerics(numerics: Numerics) -> dict[str, str]:
 def _resolved(policies: Sequence[_AnyPolicy]) -> list[Policy]:
     """Returns all `policies`, loaded. Raises `OptionError` if it is not a list."""
     if isinstance(policies, str):
-        raise OptionError(f"policies is a list, found {policies!r}: write [{policies!r}]")
+        raise OptionError(f"policies must be a list, found {policies!r}: write [{policies!r}]")
     if not policies:
         raise OptionError("compare needs at least one policy")
     return [Policy.resolve(policy) for policy in policies]

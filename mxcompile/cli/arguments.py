@@ -26,9 +26,7 @@ def share(text: str) -> float:
     try:
         return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is neither a share like 0.002 nor one like 0.2%"
-        ) from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share, such as 0.002 or 0.2%") from None
 
 
 def add_model(command: argparse.ArgumentParser, name: str = "model", **settings: Any) -> None:
@@ -39,16 +37,18 @@ def add_model(command: argparse.ArgumentParser, name: str = "model", **settings:
         metavar="MODEL",
         help="package.module:factory, which returns (model, args, kwargs), or a directory with a config.json",
     )
-    command.add_argument("--batch", type=positive, default=1, help="of a config.json's inputs (default 1)")
+    command.add_argument(
+        "--batch", type=positive, default=1, help="batch size of a config.json's inputs (default 1)"
+    )
     command.add_argument(
         "--length",
         type=positive,
-        help="of a config.json's sequences (default 512, or as many as the model has positions for)",
+        help="sequence length of a config.json's inputs (default 512, or the model's maximum if smaller)",
     )
     command.add_argument(
         "--dtype",
         choices=("bf16", "fp16", "fp32"),
-        help="of the model and its inputs (default: as it is made, or as its config.json says)",
+        help="dtype of the model and its inputs (default: the dtype that MODEL or its config.json has)",
     )
 
 
@@ -75,7 +75,7 @@ def of_ranks(options: argparse.Namespace) -> tuple[Any, Sequence[Any], Mapping[s
     factory = factory_of(options.model) if options.parallel is None else None
     if factory is None:
         return loaded(options)
-    leave_out(options, "a factory of a rank makes its own model and inputs", "length", "dtype")
+    leave_out(options, "a factory sets the sizes and dtype of its model itself", "length", "dtype")
     return factory, (), {}
 
 
@@ -83,7 +83,7 @@ def leave_out(options: argparse.Namespace, reason: str, *names: str) -> None:
     """Raises `OptionError` with `reason` if one of the flags `names` is set."""
     for name in names:
         if getattr(options, name) is not None:
-            raise OptionError(f"{reason}: leave out --{name}")
+            raise OptionError(f"{reason}: leave out `{name}`")
 
 
 def add_parallel(command: argparse.ArgumentParser) -> None:
@@ -91,7 +91,7 @@ def add_parallel(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--parallel",
         metavar="WAYS",
-        help="how to parallelise a plain model on the mesh: fsdp, ep, tp=llama, several with commas",
+        help="how to parallelise a plain model on the mesh: fsdp, ep, tp=llama; several separated by commas",
     )
 
 
@@ -131,7 +131,7 @@ def check_output(options: argparse.Namespace, form_of: Callable[[Path], object] 
     if path.is_dir():
         raise OptionError(f"{path} is a directory: name a file in it")
     if path.exists() and not options.force:
-        raise OptionError(f"{path} exists: give --force to overwrite it, or another file")
+        raise OptionError(f"{path} exists: give --force to overwrite it, or name another file")
     _check_writable(path)
 
 

@@ -36,13 +36,11 @@ def add_measured(command: argparse.ArgumentParser) -> None:
         "--weights",
         type=Path,
         metavar="FILE|DIR",
-        help="safetensors that the model gets its weights from, such as a checkpoint of a run",
+        help="safetensors to load the model's weights from, such as a checkpoint of a run",
     )
     command.add_argument("--inference", action="store_true", help="evaluation mode, forward only")
     command.add_argument("--device", default="cpu", help="where to run, such as cuda (default cpu)")
-    command.add_argument(
-        "--seed", type=int, default=0, help="of the weights a model is made with (default 0)"
-    )
+    command.add_argument("--seed", type=int, default=0, help="seed of random weights and inputs (default 0)")
 
 
 @contextmanager
@@ -88,8 +86,8 @@ def made_up(loaded: LoadedModel) -> str:
     if not loaded.made_up:
         return ""
     return (
-        f"random {loaded.made_up}: the loss and its gap say little of {loaded.name}; a factory,"
-        " package.module:factory, gives those you mean"
+        f"random {loaded.made_up}: the loss and its gap mean little for {loaded.name}; name a factory,"
+        " package.module:factory, that returns real ones"
     )
 
 
@@ -108,9 +106,11 @@ def add_to(commands: Any) -> None:
         " every GEMM, every cast and every gradient, the most harmful first. The model is not changed.",
     )
     add_measured(command)
-    add_output(command, "write everything measured; .txt .md .json .html chooses the form")
+    add_output(command, "write all measurements; .txt .md .json .html chooses the form")
     command.add_argument(
-        "--by", choices=("role", "block", "underflow"), help="print one table of this order instead"
+        "--by",
+        choices=("role", "block", "underflow"),
+        help="print one table instead: by role, by block, or by share cast to zero",
     )
     command.add_argument(
         "--plots", type=Path, metavar="DIR", help="draw gemms.png, tensors.png, scales.png there"
@@ -118,7 +118,7 @@ def add_to(commands: Any) -> None:
     command.add_argument(
         "--compare",
         metavar="POLICIES",
-        help="policies, separated by commas, to set side by side: SQNR of every GEMM, gradients, loss",
+        help="policies to compare, separated by commas: SQNR of every GEMM, gradients, loss",
     )
     command.set_defaults(run=run)
 

@@ -16,9 +16,9 @@ def add_to(commands: Any) -> None:
         "blame",
         help="find the layers and GEMMs that make the difference between two policies",
         description="Run a model with single layers and GEMMs under one policy and the rest under another,"
-        " print what each does to the gradients, the loss and the output, the worst first, and write a policy"
-        " without the worst. The model is not changed. Exit status 1 if no GEMM makes a difference, or the"
-        " model is not finite without the policy either.",
+        " print the effect of each on the gradients, the loss and the output, the worst first, and write a"
+        " policy without the worst. The model is not changed. Exit status 1 if no GEMM makes a difference,"
+        " or the model is not finite without the policy either.",
     )
     add_measured(command)
     command.add_argument(
@@ -27,7 +27,7 @@ def add_to(commands: Any) -> None:
     command.add_argument(
         "--of",
         choices=("gradients", "loss", "output"),
-        help="what the difference is of (default: the gradients if there is a loss, else the output)",
+        help="the quantity to compare (default: the gradients if there is a loss, else the output)",
     )
     command.add_argument(
         "--remove",
@@ -37,7 +37,7 @@ def add_to(commands: Any) -> None:
         help="share of the difference that the policy removes (default 50%%)",
     )
     command.add_argument(
-        "--max-runs", type=positive, default=64, metavar="RUNS", help="runs of the model (default 64)"
+        "--max-runs", type=positive, default=64, metavar="RUNS", help="most runs of the model (default 64)"
     )
     command.add_argument(
         "--repeats",

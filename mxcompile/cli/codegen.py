@@ -23,7 +23,7 @@ def add_to(commands: Any) -> None:
         "codegen",
         help="generate the code for a GPU that is not here",
         description="Generate, cross-compile and count the kernels that a training step of a model would"
-        " run on a GPU, on a machine without it. Exit status 1 if one of them could not run there.",
+        " run on a GPU, on a machine without it. Exit status 1 if a kernel could not run there.",
     )
     add_model(command)
     add_policy(command)
@@ -32,9 +32,11 @@ def add_to(commands: Any) -> None:
     command.add_argument(
         "--compare",
         metavar="POLICIES",
-        help="the same with other policies beside it, separated by commas: estimates side by side",
+        help="policies to compare, separated by commas: estimates side by side",
     )
-    command.add_argument("--rates", metavar="FILE", help="measured rates, which replace those of the table")
+    command.add_argument(
+        "--rates", metavar="FILE", help="a JSON file of measured rates, which replace the built-in rates"
+    )
     command.add_argument(
         "--attention", default="auto", help="backend of attentions without a mask: cudnn or flash"
     )

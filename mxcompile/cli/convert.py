@@ -12,8 +12,8 @@ def add_to(commands: Any) -> None:
     command = commands.add_parser(
         "convert",
         help="write a checkpoint with its policy-chosen weights in MXFP8, MXINT8, MXFP4 or NVFP4",
-        description="Write a safetensors checkpoint again, the weights that the policy sends to MXFP8 in half"
-        " their bytes, those it sends to MXFP4 in a quarter. The input is only read; OUT appears whole or not"
+        description="Write a safetensors checkpoint again, weights in MXFP8 with half their bytes, weights"
+        " in MXFP4 with a quarter, as the policy decides. The input is only read; OUT appears whole or not"
         " at all; after a kill the same command starts anew. Every converted weight is read back and"
         " measured.",
     )
@@ -30,7 +30,9 @@ def add_to(commands: Any) -> None:
         metavar="MODEL",
         help="package.module:factory of the model, where IN has no config.json of Hugging Face",
     )
-    command.add_argument("--dry-run", action="store_true", help="print what would become of the weights")
+    command.add_argument(
+        "--dry-run", action="store_true", help="print the format of each weight, and write nothing"
+    )
     command.set_defaults(run=run)
 
 
@@ -63,8 +65,8 @@ def run(options: argparse.Namespace) -> int:
     print(f"{table}\n\nwritten: {_sizes(options, before, after)}")
     if options.layout == COMPRESSED_TENSORS and (dtype := _dtype(options.target)) not in ("", "bfloat16"):
         print(
-            f"its config.json says {dtype}, and compressed-tensors decompresses to bfloat16:"
-            " from_pretrained(…, dtype=torch.bfloat16)"
+            f"its config.json has dtype {dtype}, but compressed-tensors decompresses to bfloat16: load it"
+            " with from_pretrained(…, dtype=torch.bfloat16)"
         )
     return 0
 

@@ -50,7 +50,7 @@ def condition(text: str) -> FailCondition:
         raise argparse.ArgumentTypeError(not_allowed("condition", word, _CONDITIONS))
     read = _CONDITIONS[word]
     if (read is None) == bool(given):
-        usage = "fallback takes no limit" if read is None else f"say how much: {word}=1"
+        usage = f"{word} takes no limit" if read is None else f"{word} needs a limit, such as {word}=1"
         raise argparse.ArgumentTypeError(usage)
     return FailCondition(word=word, limit=0.0 if read is None else read(limit))
 
@@ -59,13 +59,16 @@ def add_to(commands: Any) -> None:
     """Adds the command to the parser."""
     command = commands.add_parser(
         "diff",
-        help="what changed between two reports, or two audits",
+        help="list the changes between two reports, or two audits",
         description="Compare two reports or two audits of a model, written as JSON. Exit status 1 if a layer"
         " fell back to BF16, the quantized share of the FLOPs fell by more than a percentage point, or no"
-        " layer is in both; --fail-on replaces the first two. 2 if a file is neither.",
+        " layer is in both; --fail-on replaces the first two. Exit status 2 if a file is neither a report"
+        " nor an audit.",
     )
     command.add_argument("old", type=Path, metavar="OLD.json", help="a report or an audit, as JSON")
-    command.add_argument("new", type=Path, metavar="NEW.json", help="one of the same kind")
+    command.add_argument(
+        "new", type=Path, metavar="NEW.json", help="a report or an audit, the same kind as OLD.json"
+    )
     command.add_argument("--format", choices=("text", "markdown"), default="text", help="default text")
     command.add_argument(
         "--fail-on",
@@ -103,7 +106,9 @@ def _compared(old: Path, new: Path) -> tuple[Difference, AuditDifference | None]
 
     kinds = [load(path, "file", schema.kind_of) for path in (old, new)]
     if kinds[0] != kinds[1]:
-        raise OptionError(f"{old}: {kinds[0]}, {new}: {kinds[1]}; compare two reports or two audits")
+        raise OptionError(
+            f"{old} is of kind {kinds[0]}, {new} of kind {kinds[1]}: compare two reports or two audits"
+        )
     if kinds[0] == "report":
         return compare(Report.load(old), Report.load(new)), None
     changes = compare_audits(Audit.load(old), Audit.load(new))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def add_to(commands: Any) -> None:
     """Adds the command to the parser."""
-    command = commands.add_parser("env", help="what this machine can do, and why not")
+    command = commands.add_parser("env", help="list versions, targets, and what this machine lacks")
     command.set_defaults(run=run)
 
 
@@ -32,7 +32,10 @@ def run(options: argparse.Namespace) -> int:
     rows = [
         ["python", platform.python_version()],
         *([name, _version(name)] for name in ("mxcompile", *TESTED, "torchao")),
-        ["private names", f"missing: {', '.join(lacking)}" if lacking else f"all {number} there"],
+        [
+            "private names of torch and triton",
+            f"missing: {', '.join(lacking)}" if lacking else f"all {number} found",
+        ],
         ["CPU", features().consequence],
         ["C++ compiler", compiler or "none: the CPU backend of torch.compile needs one"],
     ]

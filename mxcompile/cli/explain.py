@@ -27,7 +27,7 @@ def add_to(commands: Any) -> None:
     command = commands.add_parser(
         "explain",
         help="report what would be quantized in a model, and why; runs nothing",
-        description="Trace a model without memory for its weights and print the report a compile would give.",
+        description="Trace a model without memory for its weights and print the report of its compile.",
     )
     add_model(command)
     add_policy(command)
@@ -36,7 +36,7 @@ def add_to(commands: Any) -> None:
     command.add_argument(
         "--compare",
         metavar="POLICIES",
-        help="policies, separated by commas, to set side by side: share, saved bytes, estimated time",
+        help="policies to compare, separated by commas: share, saved bytes, estimated time",
     )
     command.add_argument(
         "--sweep",
@@ -51,14 +51,14 @@ def add_to(commands: Any) -> None:
     command.add_argument(
         "--why",
         metavar="LAYER",
-        help="say what the roles of these layers rest on: a glob over whole names, like a policy's",
+        help="print the evidence for the roles of these layers: a glob over whole names, like a policy's",
     )
     command.set_defaults(run=run)
 
 
 class _MeshFlag(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        parser.error("a rank of a mesh has a command of its own: mxcompile mesh MODEL dp=128,tp=8")
+        parser.error("explain has no --mesh: use the command mesh, such as mxcompile mesh MODEL dp=128,tp=8")
 
 
 def token_counts(text: str) -> tuple[int, ...]:
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
 
     check_output(options, form_of if options.sweep is None else check_picture)
     if options.why is not None:
-        reason = "--why prints what roles rest on and nothing else"
+        reason = "--why prints the evidence for roles and nothing else"
         leave_out(options, reason, "output", "compare", "sweep")
     if options.compare is not None:
         leave_out(options, "--compare prints a table and nothing else", "output", "sweep")
@@ -112,7 +112,7 @@ def _sweep(options: argparse.Namespace, report: Report) -> int:
     result = sweep(report, options.sweep or TOKENS)
     print(result)
     if any(rule.match.min_m or rule.match.max_m for rule in Policy.resolve(options.policy).rules):
-        print("rules that ask for min_m or max_m were held against the tokens of the inputs alone")
+        print("rules with min_m or max_m were matched at the tokens of the inputs, not at each row's")
     if options.output is not None:
         result.plot(options.output)
         print(f"drawn: {options.output}")

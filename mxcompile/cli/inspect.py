@@ -11,10 +11,9 @@ def add_to(commands: Any) -> None:
     """Adds the command to the parser."""
     command = commands.add_parser(
         "inspect",
-        help="say what a safetensors checkpoint holds",
-        description="Print the tensors of a safetensors file, or of a directory of them: which are MXFP8,"
-        " MXINT8, MXFP4 or NVFP4, in whose layout, shapes and bytes."
-        " Headers are read and checked, values are not.",
+        help="list the tensors of a safetensors checkpoint",
+        description="Print the tensors of a safetensors file, or of a directory of them: format"
+        " (MXFP8, MXINT8, MXFP4 or NVFP4), layout, shapes and bytes. Headers are read and checked, values are not.",
     )
     command.add_argument("path", metavar="FILE", type=Path, help="a .safetensors file or a directory")
     command.set_defaults(run=run)

@@ -32,7 +32,7 @@ from mxcompile.errors import MXCompileError, nearest, not_allowed
 
 COMMANDS = (env, explain, mesh, diff, merge, audit, tune, blame, watch, codegen, policy, convert, inspect)
 
-EXIT_STATUS = "exit status: 0 done, 1 the answer is no, 2 misuse, 130 interrupted"
+EXIT_STATUS = "exit status: 0 success, 1 a negative result, 2 wrong usage, 130 interrupted"
 
 
 class Parser(argparse.ArgumentParser):
@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
         description='Train and serve PyTorch models in OCP MXFP8: torch.compile(model, backend="mxfp8").',
     )
     root.add_argument("--version", action="version", version=f"mxcompile {__version__}")
-    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND", help="what to do")
+    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND", help="the command")
     for command in COMMANDS:
         command.add_to(commands)
     for each in every(root):

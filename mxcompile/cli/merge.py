@@ -13,7 +13,7 @@ def add_to(commands: Any) -> None:
     """Adds the command to the parser."""
     command = commands.add_parser(
         "merge",
-        help="one report of the reports of many ranks",
+        help="merge the reports of many ranks into one",
         description="Merge reports of one model, as JSON, of ranks or pipeline stages: every layer once.",
     )
     command.add_argument(

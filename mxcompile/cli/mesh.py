@@ -24,16 +24,16 @@ def add_to(commands: Any) -> None:
     """Adds the command to the parser."""
     command = commands.add_parser(
         "mesh",
-        help="report what one rank of a mesh compiles, sends and holds; runs nothing",
+        help="report the shards, collectives and memory of one rank of a mesh; runs nothing",
         description="Trace a model as rank 0 of a mesh that need not exist, and print its shards, collectives"
-        " and memory; or compare all meshes of so many ranks. Exit status 1 if none of them fits.",
+        " and memory; or compare all meshes of a number of ranks. Exit status 1 if no mesh fits.",
     )
     add_model(command)
     command.add_argument(
         "mesh",
         metavar="AXES|RANKS",
         help="axes, such as dp=128,tp=8, which a factory may take: explain one rank; or a number of ranks,"
-        " such as 1024: compare the meshes of so many ranks, which needs --links, the fastest first",
+        " such as 1024: compare all meshes of 1024 ranks, the fastest first, which needs --links",
     )
     add_policy(command)
     command.add_argument("--target", default="auto", help="cpu, sm_90, sm_100, gfx950, … (default auto)")
@@ -42,24 +42,30 @@ def add_to(commands: Any) -> None:
     command.add_argument(
         "--links",
         metavar="SPEEDS",
-        help="estimate a step with these links, 10⁹ bytes/s each way of a GPU: nvlink=900,net=50",
+        help="estimate a step with these link speeds, 10⁹ bytes/s a GPU each way: nvlink=900,net=50",
     )
     command.add_argument(
-        "--node", type=positive, metavar="GPUS", help="how many GPUs NVLink joins (default 8)"
+        "--node", type=positive, metavar="GPUS", help="number of GPUs that NVLink connects (default 8)"
     )
     command.add_argument(
-        "--schedule", metavar="NAME", help="of an axis pp: 1F1B (default), GPipe, Interleaved1F1B"
+        "--schedule",
+        metavar="NAME",
+        help="pipeline schedule, with an axis pp: 1F1B (default), GPipe, Interleaved1F1B",
     )
     command.add_argument(
         "--microbatches",
         type=positive,
         metavar="N",
-        help="of a step, with an axis pp (default: as many as pp)",
+        help="micro-batches of a step, with an axis pp (default: the size of pp)",
     )
     command.add_argument(
-        "--memory", type=float, metavar="GB", help="10⁹ bytes of a GPU, for RANKS (default by --target)"
+        "--memory",
+        dest="memory_gb",
+        type=float,
+        metavar="GB",
+        help="memory of a GPU in 10⁹ bytes, with RANKS (default: memory of --target)",
     )
-    add_output(command, "write the report, .txt or .json; of RANKS draw the meshes that fit, .png or .svg")
+    add_output(command, "write the report, .txt or .json; with RANKS draw the meshes that fit, .png or .svg")
     command.set_defaults(run=run)
 
 
@@ -78,7 +84,9 @@ def run(options: argparse.Namespace) -> int:
         "node": options.node,
     }
     if not options.mesh.isdecimal():
-        leave_out(options, "one mesh is explained whatever it needs", "memory")
+        leave_out(
+            options, "a memory limit selects among the meshes of RANKS, and this is one mesh", "memory_gb"
+        )
         check_output(options, form_of)
         asked |= {"mesh": options.mesh, "schedule": options.schedule, "microbatches": options.microbatches}
         with quiet(), working(f"tracing {options.model} on one rank of {options.mesh}"):
@@ -87,13 +95,15 @@ def run(options: argparse.Namespace) -> int:
         show(report, options)
         return 0
     if options.links is None:
-        raise OptionError("meshes are sorted by time, which needs --links, such as nvlink=900,net=50")
-    leave_out(options, "meshes of a number of ranks have no stages", "schedule", "microbatches")
+        raise OptionError(
+            "meshes of a number of ranks are sorted by time: give --links, such as nvlink=900,net=50"
+        )
+    leave_out(options, "meshes of a number of ranks have no pipeline", "schedule", "microbatches")
     check_output(options, check_picture)
     with quiet():
         model, args, kwargs = of_ranks(options)
         swept = sweep_meshes(
-            model, *args, kwargs=kwargs, ranks=int(options.mesh), memory_gb=options.memory, **asked
+            model, *args, kwargs=kwargs, ranks=int(options.mesh), memory_gb=options.memory_gb, **asked
         )
     print(swept)
     if options.output is not None and swept.fitting:

@@ -14,7 +14,7 @@ from mxcompile.errors import OptionError
 def add_to(commands: Any) -> None:
     """Adds the command to the parser."""
     command = commands.add_parser("policy", help="write, check, read and import policy files")
-    actions = command.add_subparsers(dest="action", required=True, metavar="ACTION", help="what to do")
+    actions = command.add_subparsers(dest="action", required=True, metavar="ACTION", help="the action")
     _add_init(actions)
     _add_check(actions)
     _add_show(actions)
@@ -27,10 +27,10 @@ def _add_init(actions: Any) -> None:
     init = actions.add_parser(
         "init",
         help="write a policy to start from, for a model",
-        description="Write a commented policy with the layers of a model, deciding what a preset does.",
+        description="Write a commented policy with the layers of a model. It decides as a preset does.",
     )
     add_model(init)
-    init.add_argument("--preset", default="nvidia", help="what to start from (default nvidia)")
+    init.add_argument("--preset", default="nvidia", help="preset to start from (default nvidia)")
     add_output(init, "where to write (default: to the terminal)")
     init.set_defaults(run=run_init)
 
@@ -38,10 +38,10 @@ def _add_init(actions: Any) -> None:
 def _add_check(actions: Any) -> None:
     check = actions.add_parser(
         "check",
-        help="validate a policy file; with a model, say what each rule matches",
-        description="Validate a policy file. With a model: which layers each rule decides for; a rule that"
+        help="validate a policy file; with a model, list the layers that each rule matches",
+        description="Validate a policy file. With a model: list the layers of each rule; a rule that"
         " matches nothing, a name one letter off and a layer just under a size limit are mistakes. Exit"
-        " status 1 if there are any.",
+        " status 1 if there is a mistake.",
     )
     check.add_argument("file", type=Path, help="the policy file")
     add_model(check, "--model")
@@ -63,16 +63,16 @@ def _add_show(actions: Any) -> None:
 def _add_import(actions: Any) -> None:
     command = actions.add_parser(
         "import",
-        help="make a policy of another tool's configuration",
-        description="Make a policy of a Transformer Engine debug file, an llm-compressor recipe or a torchao"
-        " FQN map. What cannot be said in a policy is listed, and noted in the file.",
+        help="convert another tool's configuration into a policy",
+        description="Convert a Transformer Engine debug file, an llm-compressor recipe or a torchao FQN map"
+        " into a policy. Settings that a policy cannot express are listed, and noted in the file.",
     )
     command.add_argument("file", type=Path, help="the other tool's file")
     command.add_argument(
         "--from",
         dest="tool",
         metavar="TOOL",
-        help="te, llm-compressor or torchao (default: told by the content)",
+        help="te, llm-compressor or torchao (default: detected from the content)",
     )
     add_output(command, "where to write (default: to the terminal)")
     command.set_defaults(run=run_import)

@@ -18,24 +18,27 @@ def add_to(commands: Any) -> None:
     """Adds the command to the parser."""
     command = commands.add_parser(
         "tune",
-        help="find the policy that keeps most quantized within a bound",
+        help="find the policy that quantizes most within an error bound",
         description="Run a model with one layer at a time quantized, find what must stay in BF16 for the"
         " bound to hold, and write the policy with the reasons. Exit status 1, and no file, if no policy"
-        " meets it.",
+        " fulfils it.",
     )
     add_measured(command)
     command.add_argument(
-        "--min-sqnr", type=float, metavar="DB", help="least SQNR of every quantized GEMM, in dB"
+        "--min-sqnr", type=float, metavar="DB", help="lowest allowed SQNR of a quantized GEMM, in dB"
     )
     command.add_argument(
-        "--max-loss-gap", type=share, metavar="SHARE", help="largest gap of the loss to BF16: 0.002 or 0.2%%"
+        "--max-loss-gap",
+        type=share,
+        metavar="SHARE",
+        help="largest allowed gap of the loss to BF16, such as 0.002 or 0.2%%",
     )
     command.add_argument(
         "--among",
         type=words,
         default=(),
         metavar="PRECISIONS",
-        help="precisions and presets, separated by commas: each layer gets the cheapest that meets the bound",
+        help="precisions and presets, separated by commas: each layer gets the cheapest within the bound",
     )
     command.add_argument(
         "--target", default="auto", help="chip whose costs decide with --among: sm_90, gfx950, …"

@@ -16,12 +16,12 @@ def add_to(commands: Any) -> None:
     """Adds the command to the parser."""
     command = commands.add_parser(
         "watch",
-        help="what the samples of a run say",
+        help="summarize the samples of a watched run",
         description="Read the samples that a watch has written: NaN and Inf, the operands whose casts are"
-        " worst, and those that changed most. Exit status 1 if the run has met NaN or Inf.",
+        " worst, and those that changed most. Exit status 1 if the samples have NaN or Inf.",
     )
     command.add_argument(
-        "file", type=Path, metavar="FILE", help="what a watch has written: samples, or operands (.pt)"
+        "file", type=Path, metavar="FILE", help="a file that a watch wrote: samples, or operands (.pt)"
     )
     command.add_argument(
         "-n", "--top", type=positive, default=10, metavar="N", help="show N operands (default: 10)"
@@ -29,7 +29,7 @@ def add_to(commands: Any) -> None:
     command.add_argument(
         "--back", type=positive, default=10, metavar="N", help="compare with N samples before (default: 10)"
     )
-    command.add_argument("-f", "--follow", action="store_true", help="go on when the file grows")
+    command.add_argument("-f", "--follow", action="store_true", help="print new samples as the file grows")
     add_output(command, "write a page with a map of layers and steps; .html (default: print a summary)")
     command.set_defaults(run=run)
 

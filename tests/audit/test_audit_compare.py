@@ -51,7 +51,7 @@ def test_rows_are_those_of_audit():
         assert row[5] == f"{min(of_kind['wgrad']):.2f}"
         assert row[-1] == f"{numerics.loss_gap:+.4%}"
     table = [line.split() for line in gemms_said.splitlines()[4:] if not line.startswith("note")]
-    assert "note, policy: policy quantizes nothing of this model" in gemms_said
+    assert "note, policy: policy quantizes no GEMM of this model" in gemms_said
     assert len(table) == 5  # the first layer's input needs no gradient
     lowest = [float(row[3]) for row in table]
     assert lowest == sorted(lowest)
@@ -84,7 +84,7 @@ def test_without_a_loss_there_are_no_empty_columns_and_one_note():
     text = " ".join(str(found).split())
     assert text.count("gradients were not audited") == 1
     assert "note: gradients were not audited" in text
-    assert "note, policy: policy quantizes nothing of this model" in text
+    assert "note, policy: policy quantizes no GEMM of this model" in text
 
 
 def test_it_has_a_name_in_the_package():
@@ -93,7 +93,7 @@ def test_it_has_a_name_in_the_package():
 
 def test_what_is_no_policy_is_an_error():
     model, args, _ = made()
-    with pytest.raises(OptionError, match=r"policies is a list, found 'nvidia': write \['nvidia'\]"):
+    with pytest.raises(OptionError, match=r"policies must be a list, found 'nvidia': write \['nvidia'\]"):
         mxcompile.compare(model, *args, policies="nvidia")
     with pytest.raises(PolicyError, match="fp8_row"):
         compare(model, *args, policies=["nvidia", "fp8_row"])

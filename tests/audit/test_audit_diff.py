@@ -65,7 +65,7 @@ def test_what_moved_is_listed_the_worst_first():
 def test_equal_audits():
     found = compare_audits(OLD, OLD)
     assert found.moved == ()
-    assert str(found) == "the same for every layer\n\nnumerics: nothing moved beyond chance"
+    assert str(found) == "the same for every layer\n\nnumerics: no change is larger than chance"
 
 
 def saved(folder: Path, **audits: Audit | Report) -> list[str]:
@@ -91,14 +91,14 @@ def test_audits_without_a_layer_in_common(tmp_path: Path, capsys: pytest.Capture
     assert main(["diff", *saved(tmp_path, old=OLD, new=new)]) == 1
     said = capsys.readouterr().out
     assert said.startswith("no layer in common: ")
-    assert "numerics: nothing was compared" in said
+    assert "numerics: not compared, as the audits have no layer in common" in said
 
 
 def test_an_audit_and_a_report_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     paths = saved(tmp_path, old=OLD, new=OLD.report)
     assert main(["diff", *paths]) == 2
     assert "old.json: audit, " in (said := capsys.readouterr().err)
-    assert "new.json: report; compare two reports or two audits" in said
+    assert "new.json of kind report: compare two reports or two audits" in said
     assert main(["merge", paths[0]]) == 2
     assert "this is an mxcompile audit, where an mxcompile report was expected" in capsys.readouterr().err
 

@@ -289,7 +289,7 @@ def test_a_config_gets_random_inputs(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "NaN" not in printed.out
     assert printed.err.startswith("random weights and inputs: ")
     (note,) = Audit.load(out).numerics.notes  # whoever opens the file is told too
-    assert note.startswith("random weights and inputs: the loss and its gap say little of ")
+    assert note.startswith("random weights and inputs: the loss and its gap mean little for ")
     assert str(tmp_path) in note
     assert "note: random weights and inputs: " in printed.out
     policy = tmp_path / "policy.yaml"

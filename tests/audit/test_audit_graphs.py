@@ -137,7 +137,7 @@ class Uncaptured(nn.Module):
 def test_a_model_that_is_not_captured() -> None:
     result = audit(Uncaptured(), features(40, WIDTH), policy=EVERYTHING).numerics
     assert result.notes == (
-        "no matrix product was captured: torch.compile made no graph of one in this model",
+        "no matrix product was captured: no graph that torch.compile traced of this model has one",
     )
     assert result.loss_gap == 0.0
 
@@ -160,7 +160,7 @@ def test_without_gradients_the_forward_is_audited_and_a_note_says_why(how: str) 
     assert {g.gemm for g in result.numerics.gemms} == {"fprop"}
     assert not result.numerics.gradients
     (note,) = result.numerics.notes
-    expected = "returned no loss" if how == "no loss" else "the loss needs none"
+    expected = "returned no loss" if how == "no loss" else "the loss requires no gradient"
     assert note.startswith("gradients were not audited")
     assert expected in note
     assert (result.numerics.loss is None) == (how == "no loss")
@@ -170,7 +170,7 @@ def test_without_gradients_the_forward_is_audited_and_a_note_says_why(how: str) 
 def test_a_policy_that_quantizes_nothing() -> None:
     result = audit(Loss(SwiGLU()), features(40, WIDTH), policy="bf16").numerics
     assert (result.gemms, result.tensors, result.loss_gap) == ((), (), 0.0)
-    assert result.notes == ("preset bf16 quantizes nothing of this model",)
+    assert result.notes == ("preset bf16 quantizes no GEMM of this model",)
 
 
 def test_a_rule_that_matched_nothing_is_noted() -> None:

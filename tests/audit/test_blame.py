@@ -96,13 +96,15 @@ def test_the_policy_is_read_back_and_takes_the_difference_away(found: Blamed, tm
 def test_the_text_says_what_was_found(found: Blamed) -> None:
     said = str(found)
     assert max(map(len, said.splitlines())) <= 120
-    heading = f"blame, policy against preset bf16, of the gradients: 6 layers, 17 GEMMs; {found.runs} runs"
+    heading = (
+        f"blame: effect of policy against preset bf16 on the gradients: 6 layers, 17 GEMMs; {found.runs} runs"
+    )
     assert said.startswith(heading)
     rows = [line.split() for line in said.splitlines()]
     start = next(index for index, row in enumerate(rows) if row[:3] == ["layer", "GEMMs", "of"]) + 2
     assert [row[0] for row in rows[start : start + 5]] == ["(all)"] * 4 + ["layers.3"]
     assert "layers.3: " in found.to_yaml()
-    assert found.to_yaml().startswith("# blame, policy against preset bf16")
+    assert found.to_yaml().startswith("# blame: effect of policy against preset bf16")
 
 
 class Weighted(nn.Module):
@@ -211,7 +213,7 @@ def test_stochastic_rounding_is_repeated_and_dropout_of_evaluation_is_not() -> N
     assert blame(model.eval(), *args, policy=drawn, max_runs=24).repeats == 3
     once = blame(model, *args, policy=drawn, max_runs=8)
     assert once.repeats == 1
-    assert "each effect was measured once: no error bar" in str(once)
+    assert "each effect was measured once, so without error bars" in str(once)
     assert blame(model, *args, policy=ALL, max_runs=8).repeats == 1
 
 
@@ -298,7 +300,7 @@ def test_a_reference_that_is_not_finite_is_not_the_policys_fault() -> None:
     found = blame(model, *args, policy=ALL)
     assert found.parts == ()
     assert found.notes == (
-        "the gradients are not finite under preset bf16 either: what policy quantizes is not the cause",
+        "the gradients are not finite under preset bf16 either: quantization by policy is not the cause",
     )
     assert found.policy == Policy.resolve(ALL)
 
@@ -320,11 +322,11 @@ def test_values_that_are_not_finite_come_before_all() -> None:
     ("options", "error", "message"),
     [
         ({"of": "los"}, OptionError, r"of: unknown measure 'los' \(did you mean 'loss'\?\)"),
-        ({"max_runs": 7}, OptionError, "`max_runs` is a whole number of at least 8, found 7"),
+        ({"max_runs": 7}, OptionError, "`max_runs` must be a whole number of at least 8, found 7"),
         ({"max_runs": 23, "repeats": 3}, OptionError, "at least 24 for 3 repeats, found 23"),
-        ({"repeats": 0}, OptionError, "`repeats` is a whole number of at least 1, found 0"),
-        ({"remove": 0}, OptionError, "`remove` is a share above 0 and at most 1, found 0"),
-        ({"remove": "half"}, OptionError, "`remove` is a share above 0 and at most 1, found 'half'"),
+        ({"repeats": 0}, OptionError, "`repeats` must be a whole number of at least 1, found 0"),
+        ({"remove": 0}, OptionError, "`remove` must be a share above 0 and at most 1, found 0"),
+        ({"remove": "half"}, OptionError, "`remove` must be a share above 0 and at most 1, found 'half'"),
         ({"policy": "bf16"}, OptionError, "both policies are preset bf16"),
         (
             {"polcy": "ocp"},

@@ -111,7 +111,7 @@ def test_a_bound_on_the_loss_exempts_the_layer_that_moves_it() -> None:
     )  # of four forward and four weight GEMMs
     formats = {g.formats for g in found.audit.report.gemms if g.name == "branches.2" and g.gemm == "wgrad"}
     assert {form.rounding for group in formats for form in group} == {"floor"}  # as the rule it stands before
-    assert "bound: loss within 0.01 of BF16 (1.0000%): met" in str(found)
+    assert "bound: loss within 0.01 of BF16 (1.0000%): fulfilled" in str(found)
 
 
 def test_no_exception_where_none_is_needed() -> None:
@@ -128,7 +128,7 @@ def test_a_bound_that_nothing_meets() -> None:
     model, args = side_by_side(2)
     found = tune(model, *args, policy=FLOOR, min_sqnr=200)
     assert not found.met
-    assert "CANNOT BE MET" in str(found)
+    assert "CANNOT BE FULFILLED" in str(found)
     assert "nothing is left quantized" in str(found)
     assert [(each.name, each.use) for each in found.chosen] == [(f"branches.{i}", "bf16") for i in range(4)]
     assert all("use: bf16" in str(rule) or rule["use"] == "bf16" for rule in found.policy.to_dict()["rules"])
@@ -149,8 +149,8 @@ def test_rules_that_no_longer_decide_are_left_out() -> None:
     ("bounds", "message"),
     [
         ({}, "tune needs a bound"),
-        ({"min_sqnr": float("nan")}, "`min_sqnr` is a finite number of dB, found nan"),
-        ({"max_loss_gap": 0.0}, "`max_loss_gap` is a positive share"),
+        ({"min_sqnr": float("nan")}, "`min_sqnr` must be a finite number of dB, found nan"),
+        ({"max_loss_gap": 0.0}, "`max_loss_gap` must be a positive share"),
     ],
 )
 def test_bounds_that_are_none(bounds: dict[str, float], message: str) -> None:
@@ -215,13 +215,13 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(["policy", "check", str(out)]) == 0
     capsys.readouterr()
     assert main([*command, "--min-sqnr", "200", "-o", str(tmp_path / "none.yaml")]) == 1
-    assert "CANNOT BE MET" in capsys.readouterr().out
+    assert "CANNOT BE FULFILLED" in capsys.readouterr().out
     assert not (tmp_path / "none.yaml").exists()
     assert main(command) == 2
     assert "tune needs a bound" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([*command, "--max-loss-gap", "much"])
-    assert "neither a share like 0.002" in capsys.readouterr().err
+    assert "is not a share, such as 0.002" in capsys.readouterr().err
 
 
 def test_the_bar_says_what_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,13 +80,13 @@ OTHERS = {
     "runs": (["blame", HERE, "--max-runs", "3"], "--max-runs is a whole number of at least 8, found 3"),
     "policies": (
         ["blame", HERE, "--against", "nvidia"],
-        "both policies are preset nvidia: name another one with --policy or --against",
+        "both policies are preset nvidia: name another policy with --policy or --against",
     ),
     "no bound": (["tune", HERE], "tune needs a bound: --min-sqnr (in dB), --max-loss-gap (a share), or both"),
-    "a bound": (["tune", HERE, "--min-sqnr", "nan"], "--min-sqnr is a finite number of dB, found nan"),
+    "a bound": (["tune", HERE, "--min-sqnr", "nan"], "--min-sqnr must be a finite number of dB, found nan"),
     "chip": (
         ["tune", HERE, "--min-sqnr", "1", "--target", "b200"],
-        "--target estimates the costs of a mix: name the precisions to mix in --among",
+        "--target is for a mix of precisions: name them in --among",
     ),
     "weights": (["tune", HERE, "--min-sqnr", "1", "--weights", "file"], "file: not a safetensors file"),
     "device": (["audit", HERE, "--device", "cuda"], "unknown device 'cuda'"),

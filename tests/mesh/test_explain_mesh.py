@@ -198,7 +198,7 @@ def test_a_factory_may_make_its_mesh():
 
 
 def test_explain_names_the_function_and_the_command_for_a_rank(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(OptionError, match=r"explain_rank\(…, mesh=…\) explains a rank of a mesh"):
+    with pytest.raises(OptionError, match=r"call explain_rank\(…, mesh=…\) for a rank of a mesh"):
         mxcompile.explain(nn.Linear(4, 4), mesh="dp=8")
     for flags in (["--mesh", "tp=2"], ["--sweep", "--ranks", "8"]):
         with pytest.raises(SystemExit) as status:
@@ -210,17 +210,17 @@ def test_explain_names_the_function_and_the_command_for_a_rank(capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["8"], "meshes are sorted by time, which needs --links"),
-        (["8", "--links", "net=50", "--schedule", "GPipe"], "no stages: leave out --schedule"),
+        (["8"], "meshes of a number of ranks are sorted by time: give --links"),
+        (["8", "--links", "net=50", "--schedule", "GPipe"], "no pipeline: leave out --schedule"),
         (["8", "--links", "net=50", "-o", "meshes.html"], "unknown suffix '.html'"),
-        (["tp=2", "--memory", "80"], "explained whatever it needs: leave out --memory"),
+        (["tp=2", "--memory", "80"], "and this is one mesh: leave out --memory"),
         (["tp=2", "-o", "rank.png"], "unknown suffix '.png'"),
         (
             ["tp=2", "--length", "64"],
-            "a factory of a rank makes its own model and inputs: leave out --length",
+            "a factory sets the sizes and dtype of its model itself: leave out --length",
         ),
-        (["tp=2", "--node", "4"], "--node says which ranks share a link: give --links"),
-        (["tp=2", "--schedule", "GPipe"], "--schedule is of a pipeline: give the mesh an axis pp"),
+        (["tp=2", "--node", "4"], "--node needs the speeds of links: give --links"),
+        (["tp=2", "--schedule", "GPipe"], "--schedule needs a pipeline: give the mesh an axis pp"),
         (["tp"], "does not have the form of axes with their sizes, such as dp=128,tp=8"),
     ],
 )

@@ -100,7 +100,7 @@ def test_the_report_has_the_pipeline(staged: RankReport):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"mesh": "dp=8", "microbatches": 4}, "`microbatches` is of a pipeline"),
+        ({"mesh": "dp=8", "microbatches": 4}, "`microbatches` needs a pipeline"),
         ({"mesh": "pp=2,dp=8", "schedule": "zb"}, "unknown schedule"),
         ({"mesh": "pp=8,dp=8"}, "need a block each"),
     ],

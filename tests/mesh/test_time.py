@@ -147,8 +147,8 @@ def test_the_report_has_the_time(rank: RankReport):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"mesh": "dp=8", "parallel": "fsdp", "links": "net=50", "target": "cpu"}, "links need a target"),
-        ({"mesh": "dp=8", "parallel": "fsdp", "node": 4}, "`node` says which ranks share a link"),
+        ({"mesh": "dp=8", "parallel": "fsdp", "links": "net=50", "target": "cpu"}, "`links` needs a target"),
+        ({"mesh": "dp=8", "parallel": "fsdp", "node": 4}, "`node` needs the speeds of links"),
         ({"mesh": "dp=8", "parallel": "fsdp", "links": "ib=50", "target": "b200"}, "unknown link"),
     ],
 )

@@ -204,8 +204,8 @@ def test_what_fails_is_chosen(conditions: list[str], status: int, tmp_path: Path
 @pytest.mark.parametrize(
     ("condition", "message"),
     [
-        ("share-drop", "say how much: share-drop=1"),
-        ("share-drop=x", "is neither a share like 0.002 nor one like 0.2%"),
+        ("share-drop", "share-drop needs a limit, such as share-drop=1"),
+        ("share-drop=x", "is not a share, such as 0.002 or 0.2%"),
         ("fallback=1", "fallback takes no limit"),
         ("sqnr-drip=1", "unknown condition 'sqnr-drip' (did you mean 'sqnr-drop'?)"),
     ],

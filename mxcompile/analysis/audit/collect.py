@@ -146,10 +146,10 @@ def _measures(sums: Sums) -> dict[str, Any]:
 def _notes(session: Session, outcome: Outcome) -> tuple[str, ...]:
     gemms = session.report().gemms
     if not gemms:
-        return ("no matrix product was captured: torch.compile made no graph of one in this model",)
+        return ("no matrix product was captured: no graph that torch.compile traced of this model has one",)
     notes = [*unused_rules(session.options.policy, gemms)]
     if not session.sites.products:
-        notes.append(f"{session.options.policy.label} quantizes nothing of this model")
+        notes.append(f"{session.options.policy.label} quantizes no GEMM of this model")
     if outcome.loss is None:
         notes.append(
             "gradients were not audited: the model returned no loss; let it return a scalar or an output with"
@@ -157,6 +157,7 @@ def _notes(session: Session, outcome: Outcome) -> tuple[str, ...]:
         )
     elif outcome.gradients is None:
         notes.append(
-            "gradients were not audited: the loss needs none (no_grad, or no parameter requires_grad)"
+            "gradients were not audited: the loss requires no gradient (torch.no_grad, or no parameter with"
+            " requires_grad)"
         )
     return tuple(notes)

@@ -70,10 +70,10 @@ class AuditDifference:
     def _said(self) -> list[str]:
         worse = sum(one.worse > 0 for one in self.moved)
         left_out = len(self.moved) - _ROWS
-        more = [f"{left_out} that moved less are not listed"] if left_out > 0 else []
-        counted = "numerics: nothing moved beyond chance"
+        more = [f"{left_out} with smaller changes are not listed"] if left_out > 0 else []
+        counted = "numerics: no change is larger than chance"
         if self.report.is_unrelated:
-            counted = "numerics: nothing was compared"
+            counted = "numerics: not compared, as the audits have no layer in common"
         elif self.moved:
             counted = f"numerics: {worse} worse, {len(self.moved) - worse} better"
         return [counted, *self.facts, *more]

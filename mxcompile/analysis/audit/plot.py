@@ -135,10 +135,10 @@ def _tensors(figure: Any, numerics: Numerics) -> None:
         [100 * t.saturation for t in tensors],
         left=[100 * t.underflow for t in tensors],
         color="#c0392b",
-        label="cut off",
+        label="saturated",
     )
     right.tick_params(labelleft=False)
-    right.set_xlabel("share of elements (cast to zero: of those that are not 0), %")
+    right.set_xlabel("share of elements (cast to zero: share of the nonzero elements), %")
     right.legend()
     figure.suptitle("Cast tensors")
     _leaves_out(figure, [_without_place(tensors), _beyond(numerics.tensors)])

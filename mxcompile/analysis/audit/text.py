@@ -29,8 +29,8 @@ _GROUP_HEADERS = ["GEMMs", "FLOPs", "error", "lowest dB", "to 0", "most harm in"
 _GEMM_TITLE = "Outputs of GEMMs against FP32, most harm first: SQNR in dB, relative error"
 _OUTPUT_TITLE = ", and by how much a forward GEMM alone changes the model's output (an estimate)"
 _TENSOR_TITLE = (
-    "Casts, by FLOPs × (error² + lost): SQNR in dB, relative error, share cast to zero, share lost so of the"
-    " magnitudes, share cut off, exponents of the scales"
+    "Casts, by FLOPs × (error² + lost): SQNR in dB, cosine, relative error, share of elements cast to zero,"
+    " share of magnitude lost with them, share saturated (cut), exponents of the scales"
 )
 _PARAMETER_TITLE = "Gradients of parameters against the unquantized model's, by FLOPs × error²"
 
@@ -73,7 +73,11 @@ def view(numerics: Numerics, by: str) -> str:
         raise OptionError(not_allowed("view", by, VIEWS))
     headers, *rows = VIEWS[by](numerics)
     names = [header for header in headers if header in NAMES]
-    table = [drawn(fitted([headers, *rows], names))] if rows else [f"nothing to see by {by}"]
+    table = (
+        [drawn(fitted([headers, *rows], names))]
+        if rows
+        else [f"no rows by {by}: this audit has no GEMM or cast for them"]
+    )
     return "\n".join([*wrapped(_facts(numerics)), "", *table])
 
 

@@ -73,9 +73,9 @@ class Blamed(MeasuredPolicy, Findings):
     def _facts(self) -> list[str]:
         repeated = f" of {count(self.repeats, 'repeat')} each" if self.repeats > 1 else ""
         facts = [
-            f"blame, {self.asked} against {self.against}, of the {self.measure}:"
+            f"blame: effect of {self.asked} against {self.against} on the {self.measure}:"
             f" {count(self.num_layers, 'layer')}, {count(self.num_gemms, 'GEMM')};"
-            f" {count(self.runs, 'run')} of the model, at most {self.max_runs} announced{repeated}"
+            f" {count(self.runs, 'run')} of the model, at most {self.max_runs} planned{repeated}"
         ]
         if not self.parts:
             return facts
@@ -94,15 +94,15 @@ class Blamed(MeasuredPolicy, Findings):
         )
         if self.num_layers > 3 and 2 * len(names) > self.num_layers:
             yield (
-                f"no few layers make the difference: {len(names)} of {self.num_layers} have to go for"
-                f" {self.remove:.0%} of it"
+                f"the difference is spread over many layers: {len(names)} of {self.num_layers} must change to"
+                f" remove {self.remove:.0%} of it"
             )
 
     def _chance(self) -> Iterator[str]:
         if self.repeats > 1:
             yield (
-                f"± is the standard error of the mean of {self.repeats} repeats, each with random numbers of"
-                " its own that the reference draws as well"
+                f"± is the standard error of the mean of {self.repeats} repeats; each repeat and its"
+                " reference draw the same new random numbers"
             )
 
     @property
@@ -124,7 +124,7 @@ class Blamed(MeasuredPolicy, Findings):
         if falls_short(whole, self._sum):
             return [
                 f"THE SUM OF THE PARTS IS NOT THE WHOLE: together they do less, {_share(whole.size)} instead"
-                f" of {_share(self._sum)}: some cancel or hide others"
+                f" of {_share(self._sum)}: effects of some layers cancel or hide others"
             ]
         return []
 

@@ -106,9 +106,11 @@ def _findings(
         tell(f"blame: {plan}")
         findings, notes = Search(trials, plan, measure, remove).findings(), trials.notes()
         if not findings.parts:
-            notes.insert(0, f"what differs between the policies leaves the {measure} as they are")
+            notes.insert(0, f"the policies differ, but not in the {measure} of this run")
     if trials.drew and plan.repeats == 1:
-        notes.append("the model draws random numbers and each effect was measured once: no error bar")
+        notes.append(
+            "the model draws random numbers and each effect was measured once, so without error bars"
+        )
     return findings, notes
 
 

@@ -80,19 +80,21 @@ def repeats_of(asked: int | None, drew: bool, max_runs: int) -> int:
 def check(max_runs: object, repeats: object, remove: object) -> None:
     """Raises `OptionError` for an invalid number of runs or repeats, or an invalid share."""
     if not _is_whole(repeats, 1) and repeats is not None:
-        raise OptionError(f"`repeats` is a whole number of at least 1, found {shown(repeats)}")
+        raise OptionError(f"`repeats` must be a whole number of at least 1, found {shown(repeats)}")
     least = LEAST * (repeats if isinstance(repeats, int) else 1)
     if not _is_whole(max_runs, least):
         each = f" for {repeats} repeats" if repeats is not None else ""
-        raise OptionError(f"`max_runs` is a whole number of at least {least}{each}, found {shown(max_runs)}")
+        raise OptionError(
+            f"`max_runs` must be a whole number of at least {least}{each}, found {shown(max_runs)}"
+        )
     if isinstance(remove, bool) or not isinstance(remove, int | float) or not 0 < remove <= 1:
-        raise OptionError(f"`remove` is a share above 0 and at most 1, found {shown(remove)}")
+        raise OptionError(f"`remove` must be a share above 0 and at most 1, found {shown(remove)}")
 
 
 def check_different(policy: Policy, against: Policy) -> None:
     """Raises `OptionError` if the two policies are equal."""
     if policy == against:
-        raise OptionError(f"both policies are {policy.label}: name another one with `policy` or `against`")
+        raise OptionError(f"both policies are {policy.label}: name another policy with `policy` or `against`")
 
 
 def _is_whole(value: object, least: int) -> bool:

@@ -119,7 +119,7 @@ class BlameTrials:
         if math.isinf(self.own.on(measure).mean):
             verb = "are" if measure == "gradients" else "is"
             return [
-                f"the {measure} {verb} not finite under {against} either: what {asked} quantizes is not the"
+                f"the {measure} {verb} not finite under {against} either: quantization by {asked} is not the"
                 " cause"
             ]
         return []
@@ -132,15 +132,15 @@ class BlameTrials:
         if not self.switched:
             notes.append(
                 "both policies quantize some of these GEMMs: every run traced the model anew, and the GEMMs"
-                " of a layer were not told apart"
+                " of a layer were measured together"
             )
             if self.drew and any(form.dy.elements is ElemRounding.STOCHASTIC for form in formats):
                 notes.append(
-                    "stochastic rounding draws a seed in each trace, so dropout may differ between runs: a"
-                    " part of every effect is of dropout"
+                    "stochastic rounding draws a seed in each trace, so dropout may differ between runs:"
+                    " every effect includes differences in dropout"
                 )
         elif any(decision.saved is Saved.MXFP8 for decision in decisions):
-            notes.append("what is saved in MXFP8 for backward is so in every run, also in the reference's")
+            notes.append("all runs, the reference too, save the same inputs in MXFP8 for backward")
         return notes
 
     def _option(self, name: str, gemms: Sequence[str]) -> Option:

@@ -63,7 +63,7 @@ def explain(
         PolicyError: for an invalid policy or, if `strict`, an unused rule.
     """
     if isinstance(inputs.get("mesh"), str):
-        raise OptionError("explain is for the whole model: explain_rank(…, mesh=…) explains a rank of a mesh")
+        raise OptionError("explain takes no mesh: call explain_rank(…, mesh=…) for a rank of a mesh")
     named = keywords("explain", locals())
     options = options_for(model, policy=policy, target=target, strict=strict)
     parts = some_or_all(

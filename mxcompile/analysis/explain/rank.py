@@ -137,7 +137,9 @@ def sweep_meshes(
     if memory_gb is None:
         chip = TARGETS.get(options.target)
         if chip is None or chip.peak is None:
-            raise OptionError(f"the memory of {options.target} is not known: give it, such as --memory 180")
+            raise OptionError(
+                f"target {options.target} has no data sheet with its memory: give `memory_gb`, such as 180"
+            )
         memory_gb = chip.peak.memory_gb
     speeds = _links(links, node, options.target)
 
@@ -224,7 +226,7 @@ def _schedule(shape: MeshShape, name: str | None, microbatches: int | None) -> S
     for word, value in {"schedule": name, "microbatches": microbatches}.items():
         if value is not None:
             raise OptionError(
-                f"`{word}` is of a pipeline: give the mesh an axis {PIPELINE}, such as pp=4,dp=8"
+                f"`{word}` needs a pipeline: give the mesh an axis {PIPELINE}, such as pp=4,dp=8"
             )
     return None
 
@@ -232,9 +234,9 @@ def _schedule(shape: MeshShape, name: str | None, microbatches: int | None) -> S
 def _links(links: str | None, node: int | None, target: str) -> Links:
     """Returns the user's links. Raises `OptionError` for invalid links or a target with unknown rates."""
     if links is None:
-        raise OptionError("`node` says which ranks share a link: give `links`, such as nvlink=900,net=50")
+        raise OptionError("`node` needs the speeds of links: give `links`, such as nvlink=900,net=50")
     chip = TARGETS.get(target)
     if chip is None or chip.peak is None:
         known = ", ".join(name for name, row in TARGETS.items() if row.peak is not None)
-        raise OptionError(f"links need a target whose rates are known: found {target}, allowed are {known}")
+        raise OptionError(f"`links` needs a target with a data sheet, found {target}; allowed: {known}")
     return Links.parse(links, node=NODE if node is None else node)

@@ -136,7 +136,8 @@ class RankTracer(Explainer):
             return [memory(model, self._groups, graphs, training=self.training)]
         if any(calls > 1 for _, calls in graphs):
             raise ModelError(
-                "stages of a pipeline need blocks that are traced in one graph, without graph breaks"
+                "a pipeline needs blocks that are traced in one graph, found graph breaks: remove them"
+                " (TORCH_LOGS=graph_breaks shows them)"
             )
         lives = [held for held, _ in graphs]
         return [
@@ -204,7 +205,7 @@ class RankTracer(Explainer):
         if paths:
             yield (
                 f"gradients of {spelled(paths)} are partial sums on each rank, which backward does not"
-                " reduce; what the optimizer sends for them is not counted"
+                " reduce; bytes that the optimizer sends for them are not counted"
             )
 
     def whole(self, plain: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:

@@ -62,9 +62,9 @@ class Sweep:
     def _verdict(self) -> str:
         slow = [point.tokens for point in self.points if point.speedup < 1]
         if not slow:
-            return f"{self.words} is estimated no slower than BF16 at all of them"
+            return f"{self.words} is estimated no slower than BF16 at each number of tokens"
         if len(slow) == len(self.points):
-            return f"{self.words} is estimated slower than BF16 at all of them"
+            return f"{self.words} is estimated slower than BF16 at each number of tokens"
         faster = ", ".join(f"{point.tokens:,}" for point in self.points if point.speedup >= 1)
         return f"{self.words} is estimated no slower than BF16 at {faster} tokens"
 
@@ -93,9 +93,12 @@ def sweep(report: Report, tokens: Sequence[int] = TOKENS) -> Sweep:
     """
     summary = report.summary
     if not summary.estimate_us:
-        raise OptionError(f"no data sheet of target {summary.target}: name a chip, such as --target b200")
+        raise OptionError(
+            f"target {summary.target} has no data sheet to estimate from: name a chip as `target`, such as"
+            " b200"
+        )
     if not tokens_of(report.gemms):
-        raise OptionError("a sweep over tokens needs linear layers that tokens go through: there are none")
+        raise OptionError("a sweep over tokens needs linear layers that read tokens, and this model has none")
     summaries = [(each, at_tokens(report, each).summary) for each in tokens]
     return Sweep(
         points=tuple(

@@ -24,12 +24,12 @@ class Bounds:
         if self.min_sqnr is None and self.max_loss_gap is None:
             raise OptionError("tune needs a bound: `min_sqnr` (in dB), `max_loss_gap` (a share), or both")
         if self.min_sqnr is not None and not (_is_number(self.min_sqnr) and math.isfinite(self.min_sqnr)):
-            raise OptionError(f"`min_sqnr` is a finite number of dB, found {shown(self.min_sqnr)}")
+            raise OptionError(f"`min_sqnr` must be a finite number of dB, found {shown(self.min_sqnr)}")
         if self.max_loss_gap is not None and not (
             _is_number(self.max_loss_gap) and 0 < self.max_loss_gap < math.inf
         ):
             raise OptionError(
-                f"`max_loss_gap` is a positive share (0.002 for 0.2 %), found {shown(self.max_loss_gap)}"
+                f"`max_loss_gap` must be a positive share (0.002 for 0.2 %), found {shown(self.max_loss_gap)}"
             )
 
     def allows_sqnr(self, sqnr_db: float) -> bool:

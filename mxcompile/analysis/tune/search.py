@@ -96,9 +96,11 @@ def tune(
 def check_mix(among: Sequence[str], target: str) -> None:
     """Raises `OptionError` if `among` is a string, or if `target` is set without `among`."""
     if isinstance(among, str):
-        raise OptionError(f"`among` is a list of precisions and presets, found {among!r}: write [{among!r}]")
+        raise OptionError(
+            f"`among` must be a list of precisions and presets, found {among!r}: write [{among!r}]"
+        )
     if target != AUTO and not among:
-        raise OptionError("`target` estimates the costs of a mix: name the precisions to mix in `among`")
+        raise OptionError("`target` is for a mix of precisions: name them in `among`, or leave `target` out")
 
 
 class _Search:

@@ -65,7 +65,7 @@ class Tuned(MeasuredPolicy):
         if (gap := self.audit.numerics.loss_gap) is not None:
             reached.append(f"loss gap {gap:+.4%}")
         return [
-            f"bound: {self.bounds}: {'met' if self.met else 'CANNOT BE MET'}",
+            f"bound: {self.bounds}: {'fulfilled' if self.met else 'CANNOT BE FULFILLED'}",
             f"reached: {', '.join(reached)}",
             f"kept quantized: {kept:.1%} of matmul FLOPs, {self.flop_share_before:.1%} before",
             *self._estimated(),
