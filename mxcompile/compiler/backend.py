@@ -107,10 +107,13 @@ class Backend:
         if block is None:
             return None
         if self.root is None:
-            raise OptionError("Backend(block=…) needs root=…, the model the block is a part of")
+            raise OptionError("Backend(block=…) needs root=…, the model that contains the block")
         path = path_in(self.root, block)
         if path is None:
-            raise OptionError("Backend(block=…) is not a module of root")
+            raise OptionError(
+                f"Backend(block=…) is a {type(block).__name__} that root, a {type(self.root).__name__}, does"
+                " not contain: pass a module of root"
+            )
         return name_signature(self.options.policy, block, path, Blocks.from_model(self.root))
 
     def __call__(
@@ -118,7 +121,7 @@ class Backend:
     ) -> Compiled:
         """Compiles `gm` for Dynamo. name: name of the compiled region."""
         if others:
-            raise OptionError(f"{' and '.join(others)}: give Backend(…) this, not torch.compile")
+            raise OptionError(f"torch.compile got {' and '.join(others)}: pass this to Backend(…) instead")
         return compile_graph(gm, example_inputs, self.options, self.root, self.parts, name)
 
     def __deepcopy__(self, memo: object) -> Backend:

@@ -86,7 +86,7 @@ def compile(  # noqa: A001 - the name of `torch.compile`
     root = users_own(model)
     if any(getattr(module, "_fsdp_use_orig_params", True) is False for module in root.modules()):
         raise OptionError(
-            "Dynamo compiles nothing of an FSDP1 model with use_orig_params=False: set it to True"
+            "Dynamo does not compile an FSDP1 model with use_orig_params=False: set use_orig_params=True"
         )
     chosen = dict(_parts(root, blocks))
     backend = Backend(
@@ -142,7 +142,7 @@ def _named(root: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, nn.M
     for pattern in patterns:
         matching = [path for path in modules if path and fnmatch.fnmatchcase(path, pattern)]
         if not matching:
-            raise OptionError(f"blocks: no module of {type(root).__name__} is called {shown(pattern)}")
+            raise OptionError(f"blocks: no module of {type(root).__name__} has the path {shown(pattern)}")
         yield from ((path, modules[path]) for path in matching)
 
 

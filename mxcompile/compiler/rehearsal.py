@@ -111,7 +111,9 @@ def apart(rehearse: Callable[[], Result]) -> Result:
     try:
         return isolated(rehearse, tools=True)
     except NoChildError as error:
-        log.warning("%s: this process keeps what the model's code changes beside tensors", error)
+        log.warning(
+            "%s: the model runs in this process instead, where side effects of its code remain", error
+        )
         return rehearse()
 
 
@@ -122,7 +124,7 @@ def some_or_all(model: nn.Module, rehearse: Callable[[LeaveOut], Result]) -> Res
         try:
             return rehearse(fold)
         except ModelError as error:
-            log.info("tracing every layer, since some do not stand for all: %s", error)
+            log.info("tracing every layer, since tracing one of each group of equal layers failed: %s", error)
         for kind in {type(module) for module in model.modules()}:
             remove_from_cache(kind.forward)  # Dynamo must retry the frames that failed above
         return rehearse(keep_all)

@@ -94,7 +94,9 @@ def _ranks(mesh: Any) -> int:
     if mesh is not None:
         return int(mesh.shape[-1])
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        raise OptionError("quantize_gathers_ needs mesh=…, that of fully_shard, or a default process group")
+        raise OptionError(
+            "quantize_gathers_ needs mesh=…, the mesh of fully_shard, or a default process group"
+        )
     return torch.distributed.get_world_size()
 
 

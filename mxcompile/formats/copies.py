@@ -176,7 +176,9 @@ class Copy:
             return [(shape, self.dtype)]
         if form.packed and form.hadamard is not None:
             if self.dim != -2:
-                raise FormatError(f"a cast along rows to {form}: its transform runs along columns")
+                raise FormatError(
+                    f"cannot cast along rows to {form}: its Hadamard transform runs along columns"
+                )
             shape[self.dim] = num_transformed(shape[self.dim])
         tile = form.tile
         if form.packed or self.layout is not ScaleLayout.ROW_MAJOR:
@@ -185,7 +187,7 @@ class Copy:
         if self.is_tiled:
             if x.ndim != 2:
                 raise FormatError(
-                    f"scales of a tensor of {x.ndim} dimensions cannot be tiled: only those of a matrix"
+                    f"scales can be tiled for a matrix only, found a tensor of {x.ndim} dimensions"
                 )
             scale = [tiled_length(scale[1 - self.dim % 2], scale[self.dim])]
         shape[self.dim] = num_blocks(shape[self.dim], form.per_byte)
@@ -257,7 +259,7 @@ def _copy_of(word: str) -> Copy:
     known = form and dim.removeprefix("-").isdecimal() and (parts or dtypes)
     if not known or [*parts[:1], *dtypes[:1], *turned[:1], *halved[:1], *layouts[:1]] != words:
         raise FormatError(
-            f"{word!r} is no copy: expected a format, @ and a dimension, {', '.join(CopyPart)} or a dtype"
+            f"{word!r} is not a copy: expected a format, @ and a dimension, {', '.join(CopyPart)} or a dtype"
         )
     return Copy(
         format=Format.parse(form),

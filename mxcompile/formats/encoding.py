@@ -190,7 +190,7 @@ def _two_level_scale(tiles: Tensor, tile_amax: Tensor, amax: Tensor, block_dim: 
 
 def _given(amax: Tensor | None, fmt: Format) -> Tensor:
     if amax is None:
-        raise FormatError(f"a cast to {fmt} needs the amax of the tensor")
+        raise FormatError(f"a cast to {fmt} needs the largest magnitude of the tensor: pass amax")
     return amax
 
 
@@ -250,7 +250,7 @@ def _elements(
     y = _whole(over.clamp(-fmt.elem.max, fmt.elem.max), shape)
     if fmt.stochastic:
         if seed is None:
-            raise FormatError(f"a cast to {fmt} needs a seed")
+            raise FormatError(f"a cast to {fmt} rounds stochastically: pass seed")
         y = stochastic.rounded(y, fmt.elem, stochastic.halves(y.shape, block_dim, stream, seed))
     return to_elements(y, fmt.elem)
 

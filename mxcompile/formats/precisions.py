@@ -252,7 +252,7 @@ def add(row: Precision) -> None:
             by another type.
     """
     if row.name in PRECISIONS:
-        raise FormatError(f"there is a precision {row.name!r} already")
+        raise FormatError(f"a precision {row.name!r} is registered already: choose another name")
     if not row.elems or not row.tiles:
         raise FormatError(f"precision {row.name!r} needs at least one element type and one extent of scales")
     for elem in row.grad_elems:

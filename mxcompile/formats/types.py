@@ -355,7 +355,7 @@ def _format_of(word: str) -> Format:
     signs = [part.partition(":")[2] for part in transforms]
     if any(len(parts) > 1 for parts in (*known, amaxes)) or not all(map(str.isdecimal, signs)):
         raise FormatError(
-            f"{word!r} is no format: expected element type, tile and derivation of the scale, then at most"
+            f"{word!r} is not a format: expected element type, tile and derivation of the scale, then at most"
             f" one of each: {' or '.join(ElemRounding)}; an amax such as percentile:99.9; {HADAMARD}: and a"
             f" whole number; {FourOverSix()}; {ROW_SCALED}; {PACKED}"
         )

@@ -30,7 +30,7 @@ NODE = 8
 """Default number of GPUs in a node."""
 
 _LINK = re.compile(r"(\w+)=(\d+(?:\.\d+)?)")
-_FORM = "links with their 10⁹ bytes a second, each way, of a GPU, such as nvlink=900,net=50"
+_FORM = "names with speeds in 10⁹ bytes/s a GPU, each way, such as nvlink=900,net=50"
 
 _RATES = {
     "nvlink": Rate(
@@ -95,7 +95,7 @@ class Links:
             [_LINK.fullmatch(word.strip()) for word in text.split(",")] if isinstance(text, str) else [None]
         )
         if None in words:
-            raise OptionError(f"links {shown(text)} do not have the form of {_FORM}")
+            raise OptionError(f"cannot read links {shown(text)}: expected {_FORM}")
         given: dict[str, float] = {}
         for word in words:
             assert word is not None
@@ -105,10 +105,10 @@ class Links:
             if name in given:
                 raise OptionError(f"links {shown(text)} name {name} twice")
             if not speed:
-                raise OptionError(f"links {shown(text)}: {name} sends nothing, its speed has to be above 0")
+                raise OptionError(f"links {shown(text)}: the speed of {name} must be above 0")
             given[name] = speed
         if not isinstance(node, int) or node < 1:
-            raise OptionError(f"node {shown(node)}: a node has at least 1 GPU")
+            raise OptionError(f"`node` must be a whole number of at least 1, found {shown(node)}")
         return Links(**given, node=node)
 
     def __str__(self) -> str:

@@ -65,7 +65,7 @@ class Pipeline:
             f"micro-batches {schedule.microbatches}; inputs are those of one micro-batch"
         )
         notes = (
-            "rank 0 has what comes before the blocks, the last one the head and the loss\n"
+            "rank 0 has what comes before the blocks, the last rank has the head and the loss\n"
             f"collectives and time are those of rank {self.slowest}, memory is that of rank {self.largest}"
         )
         return f"{title}\n{drawn([head, *rows])}\n{notes}"

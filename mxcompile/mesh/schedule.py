@@ -52,10 +52,12 @@ class Schedule:
             raise OptionError(not_allowed("schedule", name, SCHEDULES))
         count = ranks if microbatches is None else microbatches
         if not isinstance(count, int) or count < 1:
-            raise OptionError(f"microbatches {shown(count)}: a step has at least 1")
+            raise OptionError(f"`microbatches` must be a whole number of at least 1, found {shown(count)}")
         rounds = max(1, count // ranks)
         if asked == INTERLEAVED and count % rounds:
-            raise OptionError(f"{asked} runs {rounds} rounds, of which {count} micro-batches are no multiple")
+            raise OptionError(
+                f"`microbatches` must be a multiple of {rounds} for {asked} on {ranks} ranks, found {count}"
+            )
         return Schedule(name=asked, ranks=ranks, microbatches=count)
 
     @property

@@ -32,7 +32,9 @@ def split(blocks: int, stages: int) -> tuple[int, ...]:
     sizes[0] -= 1
     sizes[-1] -= 1
     if min(sizes) < 1:
-        raise OptionError(f"{stages} stages of a pipeline need a block each, and the model has {blocks}")
+        raise OptionError(
+            f"a pipeline of {stages} stages needs at least a block for each, found {blocks}: use fewer stages"
+        )
     return tuple(sizes)
 
 
@@ -55,7 +57,7 @@ class Stages:
         """Returns the stages of a model with `blocks`. Raises `ModelError` unless they form one stack."""
         stacks = {path.rpartition(".")[0] for path in blocks.places}
         if len(stacks) != 1:
-            raise ModelError(f"a pipeline splits one stack of blocks, and the model has {len(stacks)}")
+            raise ModelError(f"a pipeline needs a model with one stack of blocks, found {len(stacks)}")
         return Stages(schedule=schedule, sizes=split(len(blocks.places), schedule.stages), blocks=blocks)
 
     def look(self, forward: fx.Graph) -> None:

@@ -164,7 +164,7 @@ class MeshSweep:
         """
         fitting = self.fitting
         if not fitting:
-            raise OptionError("no mesh fits: there is nothing to draw")
+            raise OptionError("no mesh fits in memory, so none is drawn")
         figure = plots.figure(figsize=(9, 1.6 + 0.42 * len(fitting)))
         axes = figure.subplots()
         names = [point.candidate.mesh for point in fitting]

@@ -37,7 +37,7 @@ def keywords(caller: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     model, _, inline, kwargs = (options.pop(name, ()) for name in ("model", "args", "inputs", "kwargs"))
     check_module(caller, model)
     if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(k, str) for k in kwargs)):
-        raise OptionError(f"{caller}: kwargs is a dict of arguments by name, found {shown(kwargs)}")
+        raise OptionError(f"{caller}: kwargs must be a dict of arguments by name, found {shown(kwargs)}")
     for name, value in options.items():
         if isinstance(value, Tensor):
             raise OptionError(
@@ -66,7 +66,7 @@ def _unknown(caller: str, model: nn.Module, name: str, words: Sequence[str]) -> 
     owner = type(model).__name__
     return (
         f"{caller}: {name!r} is neither an option of {caller} nor an argument of"
-        f" {owner}.forward{nearest(name, words)}; what is meant for the model whatever its name goes into"
+        f" {owner}.forward{nearest(name, words)}; to pass it to the model anyway, write"
         f" kwargs={{{name!r}: …}}"
     )
 

@@ -164,7 +164,9 @@ def _guard_files(*, tools: bool) -> None:
     def refuse(event: str, args: tuple[Any, ...]) -> None:
         writes = event == "open" and args[0] != os.devnull and bool((args[2] or 0) & _WRITES)
         if (writes or event in _CHANGES) and not is_free():
-            raise PermissionError(f"{event} on fake tensors, in a process that leaves no trace")
+            raise PermissionError(
+                f"{event} is not allowed here: mxcompile runs the model on fake tensors, without side effects"
+            )
 
     own_open, own_os_open, own_save = builtins.open, os.open, torch.save
 

@@ -60,9 +60,9 @@ def dummy_inputs(model: nn.Module, config: Any, batch: int, length: int | None) 
             case "input_ids":
                 return _text(model, config, parameters, batch, length)
     except AttributeError as error:
-        raise ModelError(f"{_owner(model)}: cannot tell its inputs from its configuration: {error}") from None
+        raise ModelError(f"{_owner(model)}: cannot make inputs from its configuration: {error}") from None
     raise ModelError(
-        f"{_owner(model)} takes {main!r}, which is not made from a config.json: name a factory,"
+        f"{_owner(model)} takes {main!r}, which cannot be made from a config.json: name a factory,"
         " package.module:factory, that returns (model, args, kwargs)"
     )
 
@@ -104,7 +104,9 @@ def _text(
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None) or length or _LENGTH
     if length is not None and length > positions:
-        raise ModelError(f"{_owner(model)} has {positions} positions: --length {length} is too long")
+        raise ModelError(
+            f"{_owner(model)} has {positions} positions: `length` must be at most that, found {length}"
+        )
     shape = (batch, length or min(_LENGTH, positions))
     inputs: dict[str, Any] = {"input_ids": torch.randint(text.vocab_size, shape)}
     if "labels" in parameters:

@@ -112,7 +112,9 @@ def _unflatten(module: nn.Module, memo: dict[int, Any], fake: Callable[[Tensor],
         return
     flat = handle.flat_param
     if not hasattr(flat, "_param_infos"):
-        raise ModelError("cannot tell what the flat parameters of this torch's FSDP1 hold")
+        raise ModelError(
+            f"cannot read FSDP1's flat parameters in torch {torch.__version__}: use FSDP2 (fully_shard)"
+        )
     for info, shape in zip(flat._param_infos, flat._shapes, strict=True):
         whole = torch.empty(shape, dtype=flat.dtype, device="meta")
         _put(memo[id(info.module)], info.param_name, fake(nn.Parameter(whole, flat.requires_grad)))

@@ -119,15 +119,15 @@ def _message(error: Exception, inner: BaseException, model: nn.Module, mode: Fak
     message = f"cannot trace the model{where_failed(error, model)}: {type(cause).__name__}: {what}"
     if _SPLITS_GPUS in what and "_for_cpu" in what:
         return (
-            f"{message}\n  PyTorch's context_parallel splits attentions of GPUs alone, and this is traced on"
-            " a CPU: gather keys and values in code of your own"
+            f"{message}\n  PyTorch's context_parallel splits attentions on GPUs only, and this is traced on"
+            " a CPU: gather keys and values in your own code"
         )
     assumed = isinstance(mode, ValueTrackingMode) and mode.notes
     if not (assumed or _is_of_tracing(cause)):
         return message
     return (
-        f"{message}\n  if the model runs as it is called here, its code makes something else of values than"
-        " was assumed: give inputs that have values, or explain the modules around that line"
+        f"{message}\n  if the model runs with these inputs otherwise, its code depends on values that"
+        " tracing had to assume: pass inputs with values, or explain the modules around that line"
     )
 
 

@@ -217,7 +217,7 @@ def _read_result(source: int, pid: int) -> bytes:
             now_s = time.clock_gettime(~pid << 3 | 2)  # Linux's id of the CPU clock of a process
             if now_s - used_s > _BUSY_S:
                 used_s, idle_s = now_s, 0
-    raise ChildError(f"{_CHILD} hung: it computed nothing for {_IDLE_S} s")
+    raise ChildError(f"{_CHILD} hung: it used no CPU time for {_IDLE_S} s")
 
 
 def _end(pid: int) -> int:

@@ -113,11 +113,11 @@ def _advice(spec: str, path: Path) -> str:
         module = path.with_suffix("").as_posix().replace("/", ".")
         return f"; for a function in a Python file write {module}:NAME"
     if path.is_file():
-        return f": {path.name} is a file of another kind; models are named by where they are made"
+        return f": {path.name} is a file of another kind"
     if spec.count("/") == 1 and not path.exists() and path.suffix not in (".py", ".json"):
         return (
-            "; if it is a name on the Hugging Face hub, nothing is downloaded here: download its config.json,"
-            " and name the directory"
+            "; if it is a name on the Hugging Face hub, download its config.json and name the directory:"
+            " nothing is downloaded here"
         )
     return f"; there is no directory {path}{nearest(path.name, _beside(path))}"
 
@@ -139,8 +139,8 @@ def _from_factory(spec: str, read: ReadWeights | None) -> LoadedModel:
             if read is not None or "meta" not in str(error):
                 raise
             print(
-                f"{spec} cannot be made without memory for its weights"
-                f" ({type(error).__name__}: {_first_line(error)}): it is made with them",
+                f"{spec} cannot be created without memory for its weights"
+                f" ({type(error).__name__}: {_first_line(error)}), so it is created with them",
                 file=sys.stderr,
             )
             result = factory()

@@ -78,7 +78,7 @@ class Rebinder:
         try:
             return copy.deepcopy(value, self._memo)
         except Exception as error:  # the copy protocol of a user's class may raise anything
-            log.info("not copied with its model: %s: %s", type(value).__name__, error)
+            log.info("cannot copy a %s of the model, so the copy shares it: %s", type(value).__name__, error)
             return value
 
     def _rebound(self, value: Any) -> Any:

@@ -182,7 +182,7 @@ class ValueTrackingMode(FakeTensorMode):
         result, given = self._on_fakes(func, types, args, kwargs), args[0]
         value = self._value(given) if func is _COLLECTIVES.all_to_all_single.default else None
         if value is not None and result.shape == given.shape:
-            text = f"all_to_all_single: other ranks are taken to send what this one gives ({self._place()})"
+            text = f"all_to_all_single: other ranks send the same values as this rank ({self._place()})"
             setattr(result, _VALUE, _Value(value.tensor, value.assumed | {text}))
         return result
 
@@ -196,7 +196,7 @@ class ValueTrackingMode(FakeTensorMode):
         try:
             result = super().dispatch(func, types, picked, kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
-            note = f"{_name(func)} of computed values: taken to hold for every element"
+            note = f"{_name(func)} of computed values: true for every element"
             self._note(frozenset({f"{note} ({self._place()})"}))
             standing = tree_map(lambda leaf: self._stand_in(leaf) if isinstance(leaf, Tensor) else leaf, args)
             result = func(*standing, **kwargs)
@@ -277,7 +277,7 @@ class ValueTrackingMode(FakeTensorMode):
         value = self._value(fake)
         if value is None:
             taken = fake.dtype is not torch.bool
-            text = f"computed values that the code reads: taken to be {int(taken) if taken else False}"
+            text = f"computed values that the code reads: all {int(taken) if taken else False}"
             self._note(frozenset({f"{text} ({self._place()})"}))
             return torch.full(fake.shape, taken, dtype=fake.dtype)
         self._note(value.assumed)
@@ -295,7 +295,7 @@ class ValueTrackingMode(FakeTensorMode):
             answer: Any = self._state.answers[place] % _PATIENCE == 0
         else:
             answer = 1.0 if tensor.dtype.is_floating_point else 1
-        self._note(frozenset({f"a computed value that the code asks for: taken to be {answer} ({place})"}))
+        self._note(frozenset({f"a computed value that the code reads: {answer} ({place})"}))
         return answer
 
     def _with_numbers(self, func: Any, args: Any) -> Any:
@@ -313,7 +313,7 @@ class ValueTrackingMode(FakeTensorMode):
             if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
                 value = self._value(index)
                 if value is None:
-                    self._note(frozenset({f"a computed mask: taken to hold everywhere ({self._place()})"}))
+                    self._note(frozenset({f"a computed mask: true everywhere ({self._place()})"}))
                     mask = torch.ones(index.shape, dtype=torch.bool)
                 else:
                     self._note(value.assumed)
@@ -346,7 +346,7 @@ class ValueTrackingMode(FakeTensorMode):
         if values.shape != indices.shape:
             values = values.movedim(-1, dim or 0)
         place = self._place()
-        text = f"{_name(func)} of computed values: taken to spread evenly over its {size} choices ({place})"
+        text = f"{_name(func)} of computed values: spread evenly over its {size} choices ({place})"
         setattr(indices, _VALUE, _Value(values.contiguous(), frozenset({text})))
 
     def _note(self, sentences: frozenset[str]) -> None:

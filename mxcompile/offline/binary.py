@@ -175,7 +175,9 @@ def _numbers(pattern: str, text: str) -> list[int]:
     """Returns the groups of all matches of `pattern` in `text`. Raises `TargetError` without a match."""
     numbers = [int(number) for match in re.finditer(pattern, text) for number in match.groups()]
     if not numbers:
-        raise TargetError(f"its registers are not known: no {pattern!r} in what the compiler says of it")
+        raise TargetError(
+            f"cannot read a kernel's registers: no {pattern!r} in the output of the compiler's tools"
+        )
     return numbers
 
 

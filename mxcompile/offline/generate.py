@@ -102,11 +102,11 @@ def codegen(
     """
     named = named_inputs("codegen", locals())
     if parallel is not None and mesh is None:
-        raise OptionError("`parallel` is of the ranks of a mesh: give `mesh`, such as dp=128,tp=8")
+        raise OptionError("`parallel` needs a mesh: give `mesh`, such as dp=128,tp=8")
     chip = None if check(target) == AUTO else of_chip(target)
     if chip is None or chip.arch is None:
         gpus = ", ".join(name for name, row in TARGETS.items() if row.arch is not None)
-        raise TargetError(f"code is generated for a GPU, found target {target!r}: allowed are {gpus}")
+        raise TargetError(f"code is generated for a GPU, found target {target!r}; allowed: {gpus}")
     target = chip.name
     options = Options.parse(None, {"policy": policy, "target": target, "watch": watch})
     known = Rates.for_target(chip, rates)
@@ -160,7 +160,9 @@ def _driven(
         return driver.parts, driver.generated
     shape = MeshShape.parse(mesh)
     if PIPELINE in shape.names:
-        raise OptionError(f"code is generated for whole models: leave the axis {PIPELINE} out of the mesh")
+        raise OptionError(
+            f"code is generated for whole models, not for stages: leave the axis {PIPELINE} out of the mesh"
+        )
     with rank_model(model, args, kwargs, shape, parallel) as here:
         driver = Driver(here.model, options, training, backend, here.groups)
         driver.call(here.args, here.kwargs)

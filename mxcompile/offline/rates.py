@@ -99,7 +99,7 @@ def _read(path: Path, target: str) -> dict[str, Rate]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise OptionError(f"{wrong}: {type(error).__name__}: {error}") from error
     if data.get("target") != target or not set(rates) <= set(KINDS):
-        raise OptionError(f"{wrong}: it is of {data.get('target')}, with {', '.join(rates)}")
+        raise OptionError(f"{wrong}: found target {data.get('target')} with rates {', '.join(rates)}")
     return rates
 
 

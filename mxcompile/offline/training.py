@@ -79,7 +79,7 @@ class TrainingStep:
         if self.recompute not in RECOMPUTE:
             raise OptionError(not_allowed("recompute", self.recompute, RECOMPUTE))
         if self.gpus > 1 and self.link_gbs is None:
-            raise OptionError("several GPUs need link_gbs, the 10⁹ bytes a second of their collectives")
+            raise OptionError("several GPUs need link_gbs, the speed of their collectives in 10⁹ bytes/s")
 
     def parts(self, layer: LayerWork, rates: Rates) -> Mapping[str, float]:
         """Returns µs by part, in the order of the module docstring."""

@@ -47,7 +47,7 @@ class RankModel:
         """Raises `ModelError` if the model is not parallelised. sends: whether its graphs communicate."""
         if not self.is_split and not sends:
             raise ModelError(
-                f"{type(self.model).__name__} is not parallelised: name a way, such as --parallel fsdp, or"
+                f"{type(self.model).__name__} is not parallelised: name a way as `parallel`, such as fsdp, or"
                 " call fully_shard or parallelize_module in a factory that takes the mesh"
             )
 
@@ -73,7 +73,9 @@ def named_inputs(caller: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     if arguments["mesh"] is None or isinstance(arguments["model"], nn.Module):
         return keywords(caller, arguments)
     if any(arguments[name] for name in ("args", "inputs", "kwargs")):
-        raise OptionError(f"{caller}: a factory returns (model, args, kwargs), so it is given no arguments")
+        raise OptionError(
+            f"{caller}: a factory returns (model, args, kwargs): pass no other arguments with it"
+        )
     return {}
 
 

@@ -82,7 +82,7 @@ def groups(model: nn.Module) -> tuple[FSDPGroup, ...]:
     try:
         return tuple(_groups(model))
     except AttributeError as error:
-        raise ModelError(f"cannot tell what FSDP2 of torch {torch.__version__} shards: {error}") from error
+        raise ModelError(f"cannot read the shards of FSDP2 in torch {torch.__version__}: {error}") from error
 
 
 def _groups(model: nn.Module) -> Iterator[FSDPGroup]:

@@ -50,7 +50,9 @@ def parallelised(model: nn.Module, words: str, mesh: DeviceMesh) -> nn.Module:
             raise OptionError(not_allowed("way to parallelise", word, WAYS))
     copied = fake_copy(model, ValueTrackingMode(), fake=_on_meta)
     if {EXPERTS, "tp=llama"} <= {*asked}:
-        raise OptionError("ep and tp=llama are not for one model: parallelise it in a factory")
+        raise OptionError(
+            "ep and tp=llama cannot be combined: parallelise the model in a factory that takes the mesh"
+        )
     for word, way in WAYS.items():
         if word in asked:
             way(copied, mesh)
@@ -71,7 +73,7 @@ def _axes(mesh: DeviceMesh, word: str, *allowed: tuple[str, ...]) -> Any:
         if set(axes) <= set(names):
             return mesh[axes]
     wanted = " or ".join(",".join(axes) for axes in allowed)
-    raise OptionError(f"{word} needs a mesh with the axis {wanted}; this one has {', '.join(names)}")
+    raise OptionError(f"{word} needs a mesh with the axis {wanted}, found {', '.join(names)}")
 
 
 def _spread_experts(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -79,7 +81,7 @@ def _spread_experts(model: nn.Module, mesh: DeviceMesh) -> None:
     layers = list(experts_of(model))
     if not layers:
         raise OptionError(
-            f"ep finds no experts in {type(model).__name__} of the form of transformers': parallelise the"
+            f"ep finds no experts as in transformers' models in {type(model).__name__}: parallelise the"
             " model in a factory that takes the mesh"
         )
     for path, module in layers:

@@ -41,13 +41,13 @@ class MeshShape:
             [_AXIS.fullmatch(word.strip()) for word in text.split(",")] if isinstance(text, str) else [None]
         )
         if None in axes:
-            raise OptionError(f"mesh {shown(text)} does not have the form of {_FORM}")
+            raise OptionError(f"cannot read mesh {shown(text)}: expected {_FORM}")
         names = tuple(axis[1] for axis in axes if axis)
         sizes = tuple(int(axis[2]) for axis in axes if axis)
         if len(set(names)) < len(names):
             raise OptionError(f"mesh {shown(text)} names an axis twice")
         if 0 in sizes:
-            raise OptionError(f"mesh {shown(text)} has an axis without ranks: a size is at least 1")
+            raise OptionError(f"mesh {shown(text)} has an axis of size 0: a size must be at least 1")
         return MeshShape(names=names, sizes=sizes)
 
     def __str__(self) -> str:
@@ -71,7 +71,9 @@ def fake_ranks(shape: MeshShape) -> Iterator[DeviceMesh]:
     Raises `OptionError` if this process already has a process group, or if torch lacks torch.distributed.
     """
     if not dist.is_available():
-        raise OptionError("a mesh needs a torch that is built with torch.distributed")
+        raise OptionError(
+            "a mesh needs torch.distributed, which this build of torch lacks: install another build"
+        )
     if dist.is_initialized():
         raise OptionError(
             "this process has a process group already, and a mesh is explained on a fake one: call"

@@ -113,7 +113,7 @@ def test_sizes_are_positive(option: str, value: str, capsys: pytest.CaptureFixtu
 
 
 NAMES = {
-    "meta-llama/Llama-3.1-8B": "nothing is downloaded here: download its config.json",
+    "meta-llama/Llama-3.1-8B": "download its config.json and name the directory: nothing is downloaded here",
     "settings.toml": "settings.toml is a file of another kind",
     "src/model.py": "for a function in a Python file write src.model:NAME",
     "mine.py": "for a function in a Python file write mine:NAME",
@@ -151,7 +151,7 @@ def test_a_factory_that_needs_memory_gets_it(command: list[str], capsys: pytest.
     assert main([*command, f"{__name__}:reading"]) == 0
     streams = capsys.readouterr()
     assert "bf16" in streams.out
-    assert "cannot be made without memory for its weights (RuntimeError: Tensor.item()" in streams.err
+    assert "cannot be created without memory for its weights (RuntimeError: Tensor.item()" in streams.err
     assert MODELS_MADE == ["made", "made"]
 
 
@@ -194,14 +194,14 @@ def test_a_pair_of_encoders_gets_both_inputs(tmp_path: Path, capsys: pytest.Capt
 def test_a_length_beyond_the_positions(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder = config(tmp_path, **CLIP)
     assert main(["explain", folder, "--length", "78"]) == 2
-    assert "CLIPModel has 77 positions: --length 78 is too long" in capsys.readouterr().err
+    assert "CLIPModel has 77 positions: --length must be at most that, found 78" in capsys.readouterr().err
 
 
 def test_inputs_that_are_not_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     folder = config(tmp_path, model_type="wav2vec2", architectures=["Wav2Vec2Model"], **small)
     assert main(["explain", folder]) == 2
-    assert "takes 'input_values', which is not made from a config.json" in capsys.readouterr().err
+    assert "takes 'input_values', which cannot be made from a config.json" in capsys.readouterr().err
 
 
 SLEEPER = """

@@ -103,7 +103,7 @@ def test_copies_of_two_tensors_stay():
 
 def test_a_transform_runs_along_columns():
     x = torch.randn(32, 64)
-    with pytest.raises(FormatError, match="its transform runs along columns"):
+    with pytest.raises(FormatError, match="its Hadamard transform runs along columns"):
         encode_packed(x, -1, ROTATED, None, 0, ops.largest(x))
 
 

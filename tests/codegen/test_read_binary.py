@@ -38,7 +38,7 @@ def test_a_tool_whose_words_are_others(monkeypatch: pytest.MonkeyPatch):
         binary, "run_tool", lambda *_, **__: SimpleNamespace(stdout="registers 40", stderr="")
     )
     (problem,) = read({"cubin": b"x", "ptx": ""}).problems
-    assert problem.startswith("its registers are not known")
+    assert problem.startswith("cannot read a kernel's registers")
 
 
 def test_an_assembler_that_fails(monkeypatch: pytest.MonkeyPatch):
@@ -81,4 +81,4 @@ def test_assembly_of_amd():
         12,
     )
     (problem,) = read({"amdgcn": ""}, "gfx950").problems
-    assert problem.startswith("its registers are not known")
+    assert problem.startswith("cannot read a kernel's registers")

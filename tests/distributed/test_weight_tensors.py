@@ -292,4 +292,4 @@ def test_states_that_fsdp_keeps_otherwise_are_not_counted(caplog: pytest.LogCapt
     layer = nn.Linear(32, 32)
     layer._get_fsdp_state = lambda: SimpleNamespace(_fsdp_param_groups=[SimpleNamespace()])  # type: ignore[assignment]
     assert gathers_of(layer, []) == Gathers()
-    assert "reports do not count what FSDP2 gathers" in caplog.text
+    assert "reports do not count the bytes that FSDP2" in caplog.text

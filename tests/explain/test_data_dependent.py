@@ -271,7 +271,7 @@ def test_a_failure_names_layer_and_line():
         mxcompile.explain(Failing(), torch.randn(4, WIDTH))
     assert "in inner" in str(caught.value)
     assert "RuntimeError: shape '[-1, 7]' is invalid for input of size 256" in str(caught.value)
-    assert "give inputs that have values" not in str(caught.value)  # which would not help
+    assert "pass inputs with values" not in str(caught.value)  # which would not help
 
 
 class Tied(nn.Module):

@@ -97,7 +97,7 @@ def test_twice_is_an_error():
 
 
 def test_kwargs_must_be_a_dict():
-    with pytest.raises(OptionError, match="kwargs is a dict"):
+    with pytest.raises(OptionError, match="kwargs must be a dict"):
         mxcompile.explain(Loss(), X, kwargs=[1])
 
 

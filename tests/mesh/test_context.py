@@ -78,5 +78,5 @@ def test_the_context_of_pytorch_is_an_error_that_says_why():
     def factory(mesh: DeviceMesh) -> meshed.Made:
         return Sharing(mesh["cp"]), meshed.plain()[1], {}
 
-    with pytest.raises(ModelError, match="context_parallel splits attentions of GPUs alone"):
+    with pytest.raises(ModelError, match="context_parallel splits attentions on GPUs only"):
         mxcompile.explain_rank(factory, mesh="cp=4", **NAMED)

@@ -54,7 +54,7 @@ def test_the_exchange_of_a_factory_is_among_its_collectives():
     works = rank.time.works[0], rank.time.works[-1]
     mine, plain = (work.parts(rank.time.links, rank.time.rates) for work in works)
     assert 0 < mine["exposed, activations"] < plain["exposed, activations"]
-    assert any("other ranks are taken to send what this one gives" in w for w in rank.report.summary.warnings)
+    assert any("other ranks send the same values as this rank" in w for w in rank.report.summary.warnings)
 
 
 @pytest.mark.slow

@@ -182,7 +182,7 @@ def own_group(mesh: Any):
         (nn.Linear(4, 4), {"parallel": "zero"}, OptionError, "unknown way"),
         (nn.Linear(4, 4), {"parallel": "ep"}, OptionError, "needs a mesh with the axis ep"),
         (nn.Linear(4, 4), {"parallel": "ep", "mesh": "ep=2"}, OptionError, "finds no experts"),
-        (nn.Linear(4, 4), {"parallel": "ep,tp=llama", "mesh": "ep=2"}, OptionError, "not for one model"),
+        (nn.Linear(4, 4), {"parallel": "ep,tp=llama", "mesh": "ep=2"}, OptionError, "cannot be combined"),
         (nn.Linear(4, 4), {"parallel": "tp=llama", "mesh": "tp=2"}, OptionError, "finds no layer of a Llama"),
     ],
 )
@@ -221,7 +221,7 @@ def test_explain_names_the_function_and_the_command_for_a_rank(capsys: pytest.Ca
         ),
         (["tp=2", "--node", "4"], "--node needs the speeds of links: give --links"),
         (["tp=2", "--schedule", "GPipe"], "--schedule needs a pipeline: give the mesh an axis pp"),
-        (["tp"], "does not have the form of axes with their sizes, such as dp=128,tp=8"),
+        (["tp"], "expected axes with their sizes, such as dp=128,tp=8"),
     ],
 )
 def test_mistakes_of_the_command(

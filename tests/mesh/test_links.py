@@ -81,12 +81,12 @@ def test_the_range_is_of_the_links_rates():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("nvlink", "have the form of"),
-        ("nvlink=900;net=50", "have the form of"),
+        ("nvlink", "expected names with speeds"),
+        ("nvlink=900;net=50", "expected names with speeds"),
         ("infiniband=50", "unknown link 'infiniband'"),
         ("net=50,net=60", "net twice"),
-        ("net=0", "has to be above 0"),
-        (900, "have the form of"),
+        ("net=0", "must be above 0"),
+        (900, "expected names with speeds"),
     ],
 )
 def test_mistakes(text: str, words: str):
@@ -97,5 +97,5 @@ def test_mistakes(text: str, words: str):
 def test_a_missing_link_is_named():
     with pytest.raises(OptionError, match=r"dp \(16\) send between nodes of 8 GPUs: give the speed of net"):
         Links.parse("nvlink=900").check(collective("all-gather", 16))
-    with pytest.raises(OptionError, match="a node has at least 1 GPU"):
+    with pytest.raises(OptionError, match="`node` must be a whole number of at least 1"):
         Links.parse("net=50", node=0)

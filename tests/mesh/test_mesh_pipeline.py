@@ -36,7 +36,7 @@ def whole() -> RankReport:
 def test_ends_count_as_a_block():
     assert split(126, 16) == (7, *[8] * 14, 7)
     assert split(6, 2) == (3, 3)
-    with pytest.raises(OptionError, match="need a block each"):
+    with pytest.raises(OptionError, match="needs at least a block for each"):
         split(4, 4)
 
 
@@ -102,7 +102,7 @@ def test_the_report_has_the_pipeline(staged: RankReport):
     [
         ({"mesh": "dp=8", "microbatches": 4}, "`microbatches` needs a pipeline"),
         ({"mesh": "pp=2,dp=8", "schedule": "zb"}, "unknown schedule"),
-        ({"mesh": "pp=8,dp=8"}, "need a block each"),
+        ({"mesh": "pp=8,dp=8"}, "needs at least a block for each"),
     ],
 )
 def test_mistakes(given: dict[str, Any], words: str):
@@ -111,7 +111,7 @@ def test_mistakes(given: dict[str, Any], words: str):
 
 
 def test_a_model_without_one_stack_has_no_stages():
-    with pytest.raises(ModelError, match="splits one stack of blocks"):
+    with pytest.raises(ModelError, match="needs a model with one stack of blocks"):
         mxcompile.explain_rank(
             nn.Linear(32, 32), meshed.torch.zeros(32, 32), mesh="pp=2,dp=2", parallel="fsdp", target="b200"
         )

@@ -79,7 +79,11 @@ def test_sending_delays_the_next_stage():
 
 @pytest.mark.parametrize(
     ("name", "microbatches", "words"),
-    [("zb", 4, "unknown schedule"), ("1F1B", 0, "at least 1"), ("Interleaved1F1B", 9, "no multiple")],
+    [
+        ("zb", 4, "unknown schedule"),
+        ("1F1B", 0, "at least 1"),
+        ("Interleaved1F1B", 9, "must be a multiple of"),
+    ],
 )
 def test_mistakes(name: str, microbatches: int, words: str):
     with pytest.raises(OptionError, match=words):

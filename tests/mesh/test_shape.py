@@ -20,11 +20,11 @@ def test_axes_are_read_in_order():
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("", "does not have the form"),
-        ("dp", "does not have the form"),
-        ("dp=8;tp=2", "does not have the form"),
-        ("dp=-1", "does not have the form"),
-        ("dp=two", "does not have the form"),
+        ("", ": expected axes with their sizes"),
+        ("dp", ": expected axes with their sizes"),
+        ("dp=8;tp=2", ": expected axes with their sizes"),
+        ("dp=-1", ": expected axes with their sizes"),
+        ("dp=two", ": expected axes with their sizes"),
         ("dp=2,dp=4", "names an axis twice"),
         ("dp=0", "without ranks"),
     ],

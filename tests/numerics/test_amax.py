@@ -112,5 +112,5 @@ def test_scales_of_earlier_calls_need_elements_with_nan(word: str):
     "word", ["max foo", "nearest stochastic", "hadamard:x", "hadamard:1 hadamard:2", "packed packed"]
 )
 def test_a_word_of_no_format_raises(word: str):
-    with pytest.raises(FormatError, match="is no format: expected element type, tile and derivation"):
+    with pytest.raises(FormatError, match="is not a format: expected element type, tile and derivation"):
         Format.parse(f"e4m3 1x32 rceil {word}")

@@ -79,7 +79,7 @@ def test_the_largest_magnitude_is_that_of_the_tensor():
 
 @pytest.mark.parametrize("word", ["", "codes codes", "bfloat16 elements", "float33", "128x4", "128x4 codes"])
 def test_a_word_of_no_copy_raises(word: str):
-    with pytest.raises(FormatError, match="is no copy: expected a format"):
+    with pytest.raises(FormatError, match="is not a copy: expected a format"):
         Copy.parse(f"e4m3 1x32 rceil @-1 {word}".strip())
 
 
@@ -88,5 +88,5 @@ def test_a_word_of_no_copy_raises(word: str):
     ["", "@-1 codes", "e4m3 1x32 rceil codes", "e4m3 1x32 rceil @x codes", "e4m3 1x32 rceil @--1 codes"],
 )
 def test_a_copy_without_a_format_or_a_dimension_raises(word: str):
-    with pytest.raises(FormatError, match="is no copy: expected a format"):
+    with pytest.raises(FormatError, match="is not a copy: expected a format"):
         Copy.parse(word)

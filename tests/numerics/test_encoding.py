@@ -170,7 +170,9 @@ def test_two_levels_are_those_of_torchao():
 
 
 def test_a_cast_to_two_levels_without_the_amax_is_an_error():
-    with pytest.raises(FormatError, match="e2m1 1x16 two-level needs the amax of the tensor"):
+    with pytest.raises(
+        FormatError, match="e2m1 1x16 two-level needs the largest magnitude of the tensor: pass amax"
+    ):
         encode_tensors(torch.ones(2, 16), -1, Format.parse("e2m1 1x16 two-level"))
 
 

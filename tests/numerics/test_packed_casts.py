@@ -73,5 +73,5 @@ def test_opcheck(dim: int, word: str, shape: tuple[int, ...]):
 
 
 def test_scales_of_batches_are_not_tiled():
-    with pytest.raises(FormatError, match="3 dimensions cannot be tiled: only those of a matrix"):
+    with pytest.raises(FormatError, match="for a matrix only, found a tensor of 3 dimensions"):
         encode_packed(torch.ones(2, 4, 32), -1, MXFP4)

@@ -61,7 +61,7 @@ def test_a_row_of_ones_own_trains(toy: Precision):
 
 
 def test_a_word_is_taken_once(toy: Precision):
-    with pytest.raises(FormatError, match="there is a precision 'toy5' already"):
+    with pytest.raises(FormatError, match="a precision 'toy5' is registered already"):
         precisions.add(toy)
 
 

@@ -31,16 +31,16 @@ OPTIONS_ERRORS = {
         "unknown option 'max_autotune'; allow",
     ),
     "number for a key": ({1: 2}, OptionError, "unknown option 1; allowed: policy"),
-    "number for strict": ({"strict": 1}, OptionError, "'strict' is True or False, found 1"),
-    "word for strict": ({"strict": "no"}, OptionError, "'strict' is True or False, found 'no'"),
-    "number for target": ({"target": 90}, OptionError, "option 'target' is a name, found 90"),
+    "number for strict": ({"strict": 1}, OptionError, "'strict' must be True or False, found 1"),
+    "word for strict": ({"strict": "no"}, OptionError, "'strict' must be True or False, found 'no'"),
+    "number for target": ({"target": 90}, OptionError, "option 'target' must be a name, found 90"),
     "unknown target": (
         {"target": "gfx95"},
         TargetError,
         "unknown target 'gfx95' (did you mean 'gfx950'?); allowed: auto, cpu, cpu_bf16, cpu_fp32, sm_80",
     ),
     "capitals in target": ({"target": "SM_120"}, TargetError, "(did you mean 'sm_120'?)"),
-    "number for report": ({"report": 5}, OptionError, "option 'report' is a file path, found 5"),
+    "number for report": ({"report": 5}, OptionError, "option 'report' must be a file path, found 5"),
     "unknown form of report": (
         {"report": "mx_report.jsn"},
         OptionError,
@@ -50,7 +50,7 @@ OPTIONS_ERRORS = {
     "list for inductor": (
         {"inductor": ["max_autotune"]},
         OptionError,
-        "option 'inductor' is a dict of Inductor settings, found ['max_autotune']",
+        "option 'inductor' must be a dict of Inductor settings, found ['max_autotune']",
     ),
     "unknown setting of Inductor": (
         {"inductor": {"max_autotun": True}},
@@ -92,7 +92,7 @@ def test_users_of_torch_compile_see_the_error(name: str):
     ("settings", "message"),
     [
         ({"mode": "max-autotun"}, "'max-autotun' (did you mean 'max-autotune'?)"),
-        ({"options": ["policy"]}, "options are a dict with policy, report, target"),
+        ({"options": ["policy"]}, "options must be a dict with policy, report, target"),
     ],
     ids=["unknown mode", "options in a list"],
 )
@@ -268,7 +268,10 @@ def test_a_block_does_not_share_with_the_whole_model():
     ("settings", "message"),
     [
         ({"block": nn.Linear(1, 1)}, "Backend(block=…) needs root=…"),
-        ({"block": nn.Linear(1, 1), "root": Model()}, "Backend(block=…) is not a module of root"),
+        (
+            {"block": nn.Linear(1, 1), "root": Model()},
+            "Backend(block=…) is a Linear that root, a Model, does not contain",
+        ),
         ({"mode": "fast"}, "unknown mode 'fast'"),
         ({"polcy": "nvidia"}, "unknown option 'polcy' (did you mean 'policy'?)"),
     ],

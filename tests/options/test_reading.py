@@ -136,7 +136,7 @@ def test_a_backend_has_options_of_its_own():
     value = Backend(inductor=settings)
     settings["aot_inductor.metadata"]["key"] = "another"
     assert dict(value.options.inductor) == {"aot_inductor.metadata": {"key": "one"}}
-    with pytest.raises(OptionError, match=r"options: give Backend\(…\)"):
+    with pytest.raises(OptionError, match=r"torch.compile got options: pass this to Backend"):
         value(torch.fx.symbolic_trace(nn.Identity()), [X], options={"strict": True})
 
 

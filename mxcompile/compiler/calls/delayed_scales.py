@@ -252,7 +252,8 @@ class DelayedScales:
         if holder is None:
             if index not in self._apart:
                 log.warning(
-                    "a weight is not one of the model's: its amax history is not saved with the model"
+                    "no module of the model has a weight with a delayed scale as its parameter: the amax"
+                    " history of the weight is not saved with the model"
                 )
             holder = self._apart.setdefault(index, nn.Module()), "weight"
         return holder[0], f"{holder[1]}{SUFFIX}"

@@ -64,8 +64,8 @@ def follow(options: Options, capture: Capture) -> Options:
         return options
     if capture.prefix and capture.owner is None:
         log.warning(
-            "watch: rules that put GEMMs into BF16 do nothing in %s, whose code cannot be kept to it; compile"
-            " the model with mxcompile.compile(model, watch=…)",
+            "watch: rules with do: bf16 have no effect in %s, because other modules of its class share its"
+            " code; compile the model with mxcompile.compile(model, watch=…)",
             capture.prefix,
         )
         return options

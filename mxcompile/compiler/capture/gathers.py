@@ -40,7 +40,9 @@ def gathers_of(root: nn.Module | None, inputs: Iterable[GraphInput]) -> Gathers:
     try:
         gathers = [gathered for name, gathered in _parameters(root) if name in read]
     except AttributeError as error:
-        log.warning("reports do not count what FSDP2 gathers with torch %s: %s", torch.__version__, error)
+        log.warning(
+            "reports do not count the bytes that FSDP2 of torch %s gathers: %s", torch.__version__, error
+        )
         return Gathers()
     again = [gathered for gathered in gathers if gathered[2]]
     return Gathers(

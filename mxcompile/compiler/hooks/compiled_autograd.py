@@ -98,7 +98,8 @@ class Adopted:
         nodes, known = list(_products(graph)), list(products)
         if [node.target for node in nodes] != [product.target for product in known]:
             log.info(
-                "the products of compiled autograd's graph changed on the way: they stay without records"
+                "the graph of compiled autograd has other products than its forwards: reports do not list"
+                " them"
             )
             return
         for node, product in zip(nodes, known, strict=True):

@@ -39,7 +39,7 @@ def guard_exports(is_ours: Callable[[Any], bool]) -> None:
         if path is not None:
             raise ModelError(
                 f"torch.export drops the quantization of {path or 'the model'}, which torch.compile gave it:"
-                " export the model that is not compiled, and compile what you load:"
+                " export the uncompiled model, and compile the loaded program:"
                 ' torch.compile(exported.module(), backend="mxfp8")'
             )
         return export(module, *args, **kwargs)

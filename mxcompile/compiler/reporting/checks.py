@@ -52,7 +52,7 @@ def check_plan(compilation: Compilation, parts: Sequence[str] | None = None) -> 
     ]
     refused = [*_refused(plan, options), *outside] if options.strict else []
     for layer in outside if not options.strict else ():
-        log.warning("%s; name a module that holds it in blocks=…", layer)
+        log.warning("%s; add a module that contains it to blocks=…", layer)
     layers = () if compilation.capture.stage else plan.layers  # rules may be for other stages
     if refused:
         message = (
@@ -144,7 +144,7 @@ def check_modules(
     missing &= (layers_of_call(root, args, kwargs) or set()) if missing else set()
     if missing:
         names = spelled([layer for layer in plan.layers if layer.name in missing])
-        message = f"a call ran these outside of compiled code, as others do not {_SEE}: {names}"
+        message = f"a call ran layers outside of compiled code that other calls compile {_SEE}: {names}"
         _report_or_raise(message, options)
         REGISTRY.note(message, options.group, model=root, frame=None)
 
@@ -232,15 +232,15 @@ def _missing_message(missing: Mapping[str, set[str]], options: Options, plan: Pl
     backward = [layer for layer in backward if layer not in forward]
     if not is_sure:
         return (
-            f"{options.policy.label} quantizes these, and no compiled graph has them; whether they ran is not"
-            f" known {_SEE}: {spelled([*forward, *backward])}"
+            f"{options.policy.label} quantizes layers that no compiled graph contains; they may not have"
+            f" run, or ran uncompiled {_SEE}: {spelled([*forward, *backward])}"
         )
     texts = []
     if backward:
-        texts.append(f"the gradients of these, but no compiled graph has them {_SEE}: {spelled(backward)}")
+        texts.append(f"gradients that no compiled graph contains {_SEE}: {spelled(backward)}")
     if forward:
-        texts.append(f"these, but they ran outside of compiled code {_SEE}: {spelled(forward)}")
-    return f"{options.policy.label} quantizes {'; and '.join(texts)}"
+        texts.append(f"layers that ran outside of compiled code {_SEE}: {spelled(forward)}")
+    return f"{options.policy.label} quantizes {', and '.join(texts)}"
 
 
 def _is_in(name: str, parts: Iterable[str]) -> bool:

@@ -78,8 +78,8 @@ def _tell_unseen(compilation: Compilation) -> None:
     """Adds a warning about a graph compiled without the hooks, or raises in strict mode."""
     path = compilation.capture.module or "the model"
     message = (
-        f"Inductor ran no pass of mxcompile over a graph of {path}: nothing in it is quantized or listed;"
-        " look for a setting of torch._inductor.config that turns passes off"
+        f"Inductor ran no pass of mxcompile over a graph of {path}: its GEMMs are neither quantized nor"
+        " listed; look for a setting of torch._inductor.config that turns passes off"
     )
     if compilation.options.strict:
         raise UnsupportedError(f"strict: {message}")

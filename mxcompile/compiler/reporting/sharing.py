@@ -57,8 +57,8 @@ def guard(capture: Capture, policy: Policy, *, unlimited: bool = False) -> None:
     elif len(kinds) > limit:
         name = type(capture.tree.modules[capture.prefix]).__name__
         raise PolicyError(
-            f"{policy.label} needs {len(kinds)} different codes for modules of class {name}, and Dynamo keeps"
-            f" {limit} of one function; compile the model with mxcompile.compile(model, policy=…)"
+            f"{policy.label} needs {len(kinds)} compiled versions of class {name}, and Dynamo keeps {limit}"
+            f" of one function; compile the model with mxcompile.compile(model, policy=…)"
         )
     if capture.owner is None:
         raise PolicyError(

@@ -34,7 +34,9 @@ def save(name: str, part: Part) -> None:
     try:
         publish(_path(name), json.dumps(dataclasses.asdict(part)))
     except OSError as error:
-        log.warning("cannot keep the report beside Inductor's cache: %s", error)
+        log.warning(
+            "cannot store the report beside Inductor's cache, so a later process compiles again: %s", error
+        )
 
 
 def load(name: str) -> Part | None:
@@ -44,5 +46,5 @@ def load(name: str) -> Part | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        log.warning("stored report %s is not readable: %s", name, error)
+        log.warning("stored report %s is not readable, so the graph is compiled again: %s", name, error)
         return None

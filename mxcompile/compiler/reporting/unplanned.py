@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 _UNSEEN = (
-    "what runs outside of its compiled graphs is not known: take out what breaks graphs"
-    " (TORCH_LOGS=graph_breaks shows it)"
+    "the report may lack layers outside of its compiled graphs: remove the graph breaks"
+    " (TORCH_LOGS=graph_breaks shows them)"
 )
 
 
@@ -57,7 +57,9 @@ def check_function(capture: Capture, options: Options, part: Part, frame: object
     strict mode.
     """
     if capture.root is None and capture.planned.missing and part.gemms:
-        message = f"a function {capture.planned.missing} has no plan, and its graph ends {capture.cut}"
+        message = (
+            f"a function {capture.planned.missing} has no plan, and its graph is only the code {capture.cut}"
+        )
         if options.strict:
             raise UnsupportedError(f"strict: {message}; {_UNSEEN}, or compile the module that has its layers")
         REGISTRY.note(f"{message}; {_UNSEEN}", options.group, model=None, frame=frame)

@@ -62,17 +62,17 @@ class Options:
         if isinstance(options, Options):
             return options if mode is None else replace(options, mode=_mode(mode))
         if not isinstance(options, Mapping | None):
-            raise OptionError(f"options are a dict with {', '.join(KEYS)}, found {options!r}")
+            raise OptionError(f"options must be a dict with {', '.join(KEYS)}, found {options!r}")
         raw = dict(options or {})
         for key in raw:
             if key not in KEYS:
                 raise OptionError(not_allowed("option", key, KEYS))
         strict = raw.get("strict", False)
         if not isinstance(strict, bool):
-            raise OptionError(f"option 'strict' is True or False, found {strict!r}")
+            raise OptionError(f"option 'strict' must be True or False, found {strict!r}")
         target = raw.get("target", AUTO)
         if not isinstance(target, str):
-            raise OptionError(f"option 'target' is a name, found {target!r}")
+            raise OptionError(f"option 'target' must be a name, found {target!r}")
         return cls(
             policy=Policy.resolve(raw.get("policy")),
             report=_report(raw.get("report")),
@@ -106,7 +106,7 @@ def _report(value: Any) -> Path | None:
     if value is None:
         return None
     if not isinstance(value, str | Path):
-        raise OptionError(f"option 'report' is a file path, found {value!r}")
+        raise OptionError(f"option 'report' must be a file path, found {value!r}")
     form_of(value)
     for word in _PLACEHOLDER.findall(str(value)):
         if word != RANK:
@@ -134,7 +134,7 @@ def _inductor(value: Any) -> tuple[tuple[str, Any], ...]:
     if value is None:
         return ()
     if not isinstance(value, Mapping):
-        raise OptionError(f"option 'inductor' is a dict of Inductor settings, found {value!r}")
+        raise OptionError(f"option 'inductor' must be a dict of Inductor settings, found {value!r}")
     known = config.get_config_copy()
     for key in value:
         if key not in known:

@@ -37,7 +37,7 @@ def plan_of(root: nn.Module | None, frame: Frame, matrices: Iterable[str]) -> Pl
         return known
     call = frame.call_of(root)
     if call is None:
-        return known or Planned(missing=f"no call of {type(root).__name__} leads here")
+        return known or Planned(missing=f"this graph is not called from a call of {type(root).__name__}")
     if known is None or known.plan is None:
         return planned(root, call.args, call.kwargs)
     more, plan = _made(root, call.args, call.kwargs).plan, known.plan
@@ -60,7 +60,7 @@ def _owned(root: nn.Module, paths: set[str]) -> set[str]:
 
 def no_plan(root: nn.Module, missing: str) -> str:
     """Returns the reason why `root` has no plan."""
-    return f"{type(root).__name__} has no plan, so its parts decide for themselves: {missing}"
+    return f"{type(root).__name__} has no plan, so each graph decides on its layers alone: {missing}"
 
 
 def planned(root: nn.Module, args: Any, kwargs: Any) -> Planned:
@@ -75,7 +75,7 @@ def layers_of_call(root: nn.Module, args: Any, kwargs: Any) -> frozenset[str] | 
     try:
         plan = make_plan(root, args, kwargs, table(), whole=True)
     except ModelError as error:
-        log.info("which layers %s runs is not known: %s", type(root).__name__, error)
+        log.info("cannot find the layers that %s runs: %s", type(root).__name__, error)
         return None
     return None if plan.guess else frozenset(plan.by_name)
 

@@ -74,8 +74,8 @@ def compiled_policy(model: nn.Module) -> Policy:
     name = type(own).__name__
     if not policies:
         raise ModelError(
-            f"no graph of this {name} was compiled in this process: call it once, or pass policy=…, the one"
-            " that it is compiled with"
+            f"no graph of this {name} was compiled in this process: call it once, or pass policy=…, the"
+            " policy that it is compiled with"
         )
     labels = ", ".join(policy.label for policy in policies)
-    raise ModelError(f"{name} was compiled with several policies ({labels}): pass the one you mean, policy=…")
+    raise ModelError(f"{name} was compiled with several policies ({labels}): pass one of them as policy=…")
