@@ -156,7 +156,7 @@ def _explain_others(graph: fx.Graph) -> None:
         for operand, (qdata, _) in zip(tag.tensors, Product.read(node).sides, strict=True):
             cast = argument(untransposed(qdata)[0]) if operand != "w" else None
             if cast is not None and packet(cast) in ops.CASTS and arrives(argument(cast)):
-                why = "something else reads it" if _is_mx(cast) else "its cast is not MXFP8's"
+                why = "another operator reads it" if _is_mx(cast) else "it is not cast to MXFP8"
                 tag = tag.with_reason(Reason(Code.NOT_SENT, operand, why))
         set_tag(node, tag)
 

@@ -101,7 +101,7 @@ def sites(
             continue
         reader = Reader(layer=tag.name, gemm=str(tag.gemm), operand=operand, role=str(tag.role))
         if cast is None:
-            missing.append(Site(readers=(reader,), missing="it is stored or gathered as codes"))
+            missing.append(Site(readers=(reader,), missing="it is stored or gathered in a quantized format"))
         else:
             casts.setdefault(cast, []).append(reader)
     measured = (_site(cast, readers, any(map(dumped, readers))) for cast, readers in casts.items())

@@ -26,8 +26,8 @@ from mxcompile.passes.roles.flow import graph_input
 from mxcompile.policy import Gemm
 
 OTHER_FORMAT = (
-    "stored weights are MXFP8 or MXFP4 with a scale for 32 elements along K, or NVFP4 with one for 16, which"
-    " this {} is not"
+    "stored weights are MXFP8 or MXFP4 with a scale for 32 elements along K, or NVFP4 with a scale for 16:"
+    " this {} has other scales"
 )
 """Reason why the weight of a quantized GEMM cannot be stored."""
 
@@ -98,7 +98,9 @@ def _of_gemm(node: fx.Node, tag: GemmTag, inputs: Sequence[GraphInput]) -> Itera
         yield WeightUse(path=path, **{**common, "reason": OTHER_FORMAT.format(tag.choice.precision)})
         return
     if block is None:
-        yield WeightUse(path=path, **{**common, "reason": "its blocks are not along a dimension of it"})
+        yield WeightUse(
+            path=path, **{**common, "reason": "its blocks do not run along one of its dimensions"}
+        )
         return
     whole = value_of(parameter)
     common |= {"block_dim": block, "rank": whole.ndim}

@@ -86,11 +86,11 @@ class CachedAttention(LoweringPass):
         query = tensor(argument(node, 0))
         assert query is not None
         if hint(query.shape[2]) > MOST_ROWS:
-            return f"{hint(query.shape[2])} queries, the kernel is for up to {MOST_ROWS}"
+            return f"{hint(query.shape[2])} queries, the kernel takes up to {MOST_ROWS}"
         if query.dtype not in (_FLOATS if on_cpu else _FLOATS[:1]):
             return f"queries in {query.dtype}"
         if not on_cpu and query.shape[3] > MOST_DIMS:
-            return f"head_dim {query.shape[3]}, the kernel is for up to {MOST_DIMS}"
+            return f"head_dim {query.shape[3]}, the kernel takes up to {MOST_DIMS}"
         return _form_obstacle(node, query)
 
     def _kernel(self, query: torch.Tensor, keys: torch.Tensor, fmt: str) -> str:

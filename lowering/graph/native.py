@@ -124,17 +124,17 @@ class Native(NativePass):
         product = Product.read(node)
         out, a, offs = map(tensor, (node, product.a, product.offs))
         if out is None or a is None:
-            return "a tensor of the product is unknown"
+            return "the shape of an operand or of the result is unknown"
         if a.device.type != self.device:
-            return f"its operands are on {a.device.type}"
+            return f"its operands are on {a.device.type}, not on {self.device}"
         if lost := _loses_scales(a.device):
             return lost
         if out.dtype not in _OUTPUTS:
-            return f"its result is {str(out.dtype).removeprefix('torch.')}"
+            return f"its result is {str(out.dtype).removeprefix('torch.')}, not BF16, FP16 or FP32"
         if a.ndim not in (2, 3):
-            return f"its operand has {a.ndim} dimensions"
+            return f"its operand has {a.ndim} dimensions, not 2 or 3"
         if offs is not None and not isinstance(offs.shape[0], int):
-            return "the number of groups is not known"
+            return "the number of groups is not a constant"
         if configs.single(out.shape):
             return "its result is one element"
         return EMPTY if is_empty((*out.shape, a.shape[-1])) else ""

@@ -86,7 +86,7 @@ def _unmet(product: Product) -> str:
     if not product.forms[0].two_level:
         return ""
     if len(scales := product.tensors or ()) != len(product.sides):
-        return "the scales of both tensors are not at hand"
+        return "the graph lacks the global scale of an operand"
     several = any(value_of(scale).numel() != 1 for scale in scales)
     return "a tensor has several scales, and groups share one" if product.is_grouped and several else ""
 

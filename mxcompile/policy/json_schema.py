@@ -79,7 +79,8 @@ def _use() -> dict[str, Any]:
     one_gemm = {"anyOf": [{"required": [str(gemm)]} for gemm in Gemm]}
     needs = {key: [value.needs[0]] for key, value in schema.USE.items() if value.needs is not None}
     return {
-        "description": "One precision for all three GEMMs, or what to change; the rest follows the preset.",
+        "description": "One precision for all three GEMMs, or settings to change; the rest follows the"
+        " preset.",
         "anyOf": [
             PRECISION.json,
             {

@@ -98,7 +98,7 @@ def parse_data(data: Any, source: Origin) -> tuple[str, tuple[Rule, ...]]:
         if earlier:
             raise source.error(
                 ("rules", index),
-                f"rule {index + 1} can never fire: everything it matches is taken by"
+                f"rule {index + 1} can never fire: all that it matches is decided before by"
                 f" {_named_rules(earlier, source)}; move it up or remove it",
             )
         rules.append(rule)
@@ -199,13 +199,18 @@ def _check_choices(raw: Any, use: Use, preset: Preset, path: Path, source: Origi
     for key in given:
         needed, word = schema.USE[key].needs or ("", "")
         if needed and getattr(use, needed) != word:
-            raise source.error((*path, key), f"{key!r} goes with {needed}: {word} alone")
+            raise source.error((*path, key), f"{key!r} needs {needed}: {word}")
     formats = [row.formats(use.over(preset.formats)).x for row in rows.values()]
     if use.amax is not None and any(fmt.amax.kind is AmaxKind.DELAYED for fmt in formats):
-        raise source.error((*path, "amax"), "'amax' does not go with scaling: delayed, which has its own")
+        raise source.error(
+            (*path, "amax"),
+            "'amax' cannot be combined with scaling: delayed, whose scales follow from a history",
+        )
     is_tensor = all(fmt.scale is ScaleType.FP32 and fmt.tile == Tile.TENSOR for fmt in formats)
     if use.amax is not None and use.amax.stateful and not is_tensor:
-        raise source.error((*path, "amax"), "'ema' goes with one scale a tensor alone (fp8, scaling: tensor)")
+        raise source.error(
+            (*path, "amax"), "'ema' needs one scale a tensor (precision: fp8, scaling: tensor)"
+        )
     for key, field in (
         ("elem_dtype", "elems"),
         ("grad_dtype", "grad_elems"),
@@ -218,7 +223,7 @@ def _check_choices(raw: Any, use: Use, preset: Preset, path: Path, source: Origi
                 (*path, key), f"{choice} does not belong to {_words(rows)}: it has {_words(choices)}"
             )
     if use.weight_block is not None and use.block not in (None, "32"):
-        raise source.error((*path, "weight_block"), "'weight_block' goes with blocks of 32 alone")
+        raise source.error((*path, "weight_block"), "'weight_block' needs block: 32")
 
 
 def _check_keys(raw: dict[Any, Any], allowed: Iterable[str], path: Path, source: Origin) -> None:

@@ -97,7 +97,7 @@ class Policy:
         if isinstance(value, str | Path):
             if _is_file(Path(value)) or Path(value).suffix in (".yaml", ".yml"):
                 return cls.load(value)
-            raise PolicyError(f"{not_allowed('preset', str(value), PRESETS)}; and no file is called so")
+            raise PolicyError(f"{not_allowed('preset', str(value), PRESETS)}; and no such file")
         raise PolicyError(
             f"policy must be a file path, a preset name, a dict or a Policy, found {type(value).__name__}"
         )

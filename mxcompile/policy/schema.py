@@ -47,17 +47,17 @@ MATCH: dict[str, Value] = {
 }
 
 USE: dict[str, Value] = {
-    "precision": values.PRECISION.says("Of all three GEMMs."),
-    "fprop": values.PRECISION.says("Of y = x·Wᵀ."),
-    "dgrad": values.PRECISION.says("Of dx = dy·W."),
-    "wgrad": values.PRECISION.says("Of dW = dyᵀ·x."),
-    "elem_dtype": _elem_words(lambda row: row.elems).says("Of input and weight."),
-    "grad_dtype": _elem_words(lambda row: row.grad_elems).says("Of the output gradient."),
+    "precision": values.PRECISION.says("Precision of all three GEMMs."),
+    "fprop": values.PRECISION.says("Precision of y = x·Wᵀ."),
+    "dgrad": values.PRECISION.says("Precision of dx = dy·W."),
+    "wgrad": values.PRECISION.says("Precision of dW = dyᵀ·x."),
+    "elem_dtype": _elem_words(lambda row: row.elems).says("Element type of input and weight."),
+    "grad_dtype": _elem_words(lambda row: row.grad_elems).says("Element type of the output gradient."),
     "rounding": word("rounding", table(Rounding)).says(
-        "How a block's scale follows from its largest value.", means=_scaled_by(ScaleType.E8M0)
+        "Rounding of a block's scale, which follows from its largest value.", means=_scaled_by(ScaleType.E8M0)
     ),
     "grad_rounding": word("rounding of elements", table(ElemRounding)).says(
-        "Of the output gradient's elements; stochastic is unbiased, and reproducible under a seed.",
+        "Rounding of the output gradient's elements; stochastic is unbiased, and reproducible under a seed.",
         means=lambda row: row.quantizes,
     ),
     "weight_block": word("weight block", table(values.WEIGHT_BLOCKS)).says(
@@ -69,26 +69,28 @@ USE: dict[str, Value] = {
         means=lambda row: row.tiles_key == "block" and len(row.tiles) > 1,
     ),
     "scaling": word("scaling", table(values.tile_choices("scaling"))).says(
-        "What one FP32 scale is for: the tensor, a row along the contraction, or a block.",
+        "Elements that share an FP32 scale: the tensor, a row along the contraction, or a block.",
         means=lambda row: row.tiles_key == "scaling" and len(row.tiles) > 1,
     ),
     "scale": word("scale", table(Scales)).says(
-        "Of fp8: any FP32 number, or powers of two, rounded up.", means=_scaled_by(ScaleType.FP32)
+        "Scales of fp8: any FP32 number, or powers of two, rounded up.", means=_scaled_by(ScaleType.FP32)
     ),
     "history": values.POSITIVE.says(
-        "Of scaling: delayed: how many calls a scale looks back.", means=_delays, needs=("scaling", "delayed")
+        "With scaling: delayed, number of calls whose largest magnitudes set a scale.",
+        means=_delays,
+        needs=("scaling", "delayed"),
     ),
     "margin": values.MARGIN.says(
-        "Of scaling: delayed: powers of two that a scale has to spare.",
+        "With scaling: delayed, powers of two by which a scale exceeds its history.",
         means=_delays,
         needs=("scaling", "delayed"),
     ),
     "amax": values.AMAX.says(
-        "What a scale follows from in the place of the largest magnitude; larger elements saturate.",
+        "Statistic that replaces the largest magnitude in a scale; larger elements saturate.",
         means=lambda row: row.quantizes,
     ),
     "hadamard": values.HADAMARD.says(
-        "Of nvfp4: signs of the random Hadamard transform of wgrad's operands, 16 bits; false: none.",
+        "With nvfp4, signs of the random Hadamard transform of wgrad's operands, 16 bits; false: none.",
         means=_scaled_by(ScaleType.E4M3),
     ),
     "four_over_six": values.FOUR_OVER_SIX.says(
@@ -104,10 +106,10 @@ USE: dict[str, Value] = {
         "dequantized: dgrad and wgrad multiply what fprop multiplies, in the model's dtype."
     ),
     "saved": word("saved form", table(Saved)).says(
-        "What is kept of the input for backward; mxfp8: of what it is made from too."
+        "Form in which the input is saved for backward; mxfp8: also tensors that it is computed from."
     ),
     "sent": word("sent form", table(Sent)).says(
-        "What ranks exchange of input and output gradient; mxfp8: wgrad's copies are made from what arrives."
+        "Form in which ranks send input and output gradient; mxfp8: wgrad casts the received values."
     ),
 }
 
@@ -117,7 +119,7 @@ def keys_of(row: Precision) -> frozenset[str]:
     return frozenset(key for key, value in USE.items() if value.means is not None and value.means(row))
 
 
-PRESET = word("preset", PRESETS).says("What decides where no rule matches.")
+PRESET = word("preset", PRESETS).says("Preset that decides where no rule matches.")
 
 TOP = ("version", "preset", "rules")
 RULE = ("match", "use")

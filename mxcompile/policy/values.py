@@ -264,7 +264,7 @@ FOUR_OVER_SIX = Value(
     },
     _raw_four_over_six,
 )
-VERSION_VALUE = Value(_version, {"const": VERSION}).says("Of the policy language.")
+VERSION_VALUE = Value(_version, {"const": VERSION}).says("Version of the policy language.")
 WEIGHT_BLOCKS = [tile for row in PRECISIONS.values() for tile in row.weight_blocks]
 
 
@@ -276,7 +276,7 @@ def _precision(value: Any) -> Any:
         says = {"precision": preset.precision} | {key: getattr(preset.formats, key, None) for key in keys}
         conditions = ", ".join(f"{key}: {choice}" for key, choice in says.items() if choice)
         raise Invalid(
-            f"{value!r} is a preset, of a whole policy ('preset: {value}'); a rule says {{{conditions}}}"
+            f"{value!r} is a preset of a whole policy ('preset: {value}'); in a rule write {{{conditions}}}"
         )
     return _WORDS.read(value)
 

@@ -74,7 +74,7 @@ def load(raw: bytes) -> tuple[Any, dict[Path, int]]:
     Raises `YamlProblem`.
     """
     if len(raw) > MAX_BYTES:
-        raise YamlProblem(f"a policy has at most {MAX_BYTES:,} bytes, this file has more: is it one?")
+        raise YamlProblem(f"a policy has at most {MAX_BYTES:,} bytes, this file has more: pass a policy file")
     reader = _NodeReader()
     try:
         text = raw.decode("utf-8")
@@ -123,7 +123,7 @@ class _NodeReader:
             except (ValueError, LookupError, yaml.YAMLError):
                 raise YamlProblem(f"cannot read {shown(node.value)} as {tag}", line) from None
         if id(node.value) in self._open:
-            raise YamlProblem("an alias points at something it is itself part of: write it out", line)
+            raise YamlProblem("an alias refers to a value that contains it: write the value out", line)
         self._open.add(id(node.value))
         children = self._mapping if isinstance(node, yaml.MappingNode) else self._sequence
         data = children(node, path)

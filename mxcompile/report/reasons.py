@@ -70,7 +70,7 @@ def reasons(gemms: Iterable[GemmRecord], pattern: str) -> tuple[Reasons, ...]:
 
 def _no_match_message(pattern: str, names: Sequence[str]) -> str:
     """Returns an error message with wider patterns that match some of `names`, or else with similar names."""
-    message = f"no layer of the report is called {pattern!r}"
+    message = f"no layer of the report matches {pattern!r}"
     if not names:
         return f"{message}: it has no layers"
     for wider in (f"{pattern}.*", f"*.{pattern}", f"*.{pattern}.*"):
@@ -78,8 +78,8 @@ def _no_match_message(pattern: str, names: Sequence[str]) -> str:
         fitting = [] if pattern.startswith("re:") else [name for name in names if match.names(name)]
         if fitting:
             more = f" and {len(fitting) - 1} more" if len(fitting) > 1 else ""
-            return f"{message}; {wider!r} fits {fitting[0]!r}{more}"
+            return f"{message}; {wider!r} matches {fitting[0]!r}{more}"
     near = difflib.get_close_matches(pattern.removeprefix("re:"), names, n=_MOST, cutoff=_NEAR)
     rows = [row for row in near if row] or [name for name in names if name][:_MOST]
-    what = "nearest" if near else "there are"
+    what = "nearest" if near else "its layers are"
     return f"{message}; {what}: {', '.join(map(repr, rows))}"

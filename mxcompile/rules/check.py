@@ -117,7 +117,7 @@ def _suggestion(match: Match, layers: Sequence[Layer]) -> str:
             return ": the model has no repeated blocks (members of a module list); give names"
         elsewhere = [x for x in layers if dataclasses.replace(match, blocks=None).fits(x)]
         if elsewhere:
-            return f": what else fits is in other blocks or in none ({spelled(elsewhere)})"
+            return f": other matches are in other blocks or in none ({spelled(elsewhere)})"
     if not match.name:
         return ""
     for layer in layers:

@@ -170,7 +170,7 @@ class MXStaticCache(StaticCache):  # type: ignore[misc, unused-ignore]
         self.kept = {index: why for index, layer in enumerate(self.layers) if (why := _obstacle(layer))}
         if len(self.kept) == len(self.layers):
             raise ModelError(
-                f"no layer of {type(config).__name__} can have its keys and values in"
+                f"no layer of {type(config).__name__} can store its keys and values in"
                 f" {stored_precision(form).label}:"
                 f" {'; '.join(sorted(set(self.kept.values())))}. Use transformers.StaticCache"
             )
@@ -191,5 +191,5 @@ def _obstacle(layer: object) -> str:
     if type(layer) is StaticLayer:
         return ""
     if getattr(layer, "is_sliding", False):
-        return "attention over a sliding window holds but that window"
-    return f"a {type(layer).__name__} holds more than keys and values, or none"
+        return "a layer with a sliding window stores the window alone"
+    return f"a {type(layer).__name__} is not a plain store of keys and values"

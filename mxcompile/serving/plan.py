@@ -105,7 +105,7 @@ def common_cast(own_uses: Sequence[WeightUse]) -> WeightUse:
     if keeping is not None:
         return keeping
     if len({(use.block_dim, use.form, use.square) for use in own_uses}) > 1:
-        return replace(own_uses[0], form=None, reason="its layers cast it in different ways")
+        return replace(own_uses[0], form=None, reason="its GEMMs cast it in different ways")
     return own_uses[0]
 
 

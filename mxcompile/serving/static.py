@@ -46,7 +46,7 @@ def static_cache(model: Any, max_cache_len: int, *, precision: str = "mxfp8") ->
     if not hasattr(config, "get_text_config"):
         raise ModelError(f"a static cache is for a Hugging Face model, found {type(model).__name__}")
     if max_cache_len < 1:
-        raise OptionError(f"max_cache_len is a number of rows, at least 1, found {max_cache_len}")
+        raise OptionError(f"max_cache_len must be a number of rows of at least 1, found {max_cache_len}")
     return MXStaticCache(config, max_cache_len, form=_stored_form(precision))
 
 

@@ -48,7 +48,9 @@ def _each(tensors: Sequence[Any], send: Callable[[int], Any]) -> Any:
 def _parts(tensors: Sequence[Any], place: int) -> list[Tensor]:
     """Returns part number `place` of each tensor, FP8 as bytes."""
     if not all(isinstance(tensor, MXTensor) for tensor in tensors):
-        raise FormatError("tensors in MXFP8 and others cannot be sent together")
+        raise FormatError(
+            "a collective got tensors in MXFP8 together with others: send them in separate collectives"
+        )
     parts = [tensor.parts[place] for tensor in tensors]
     return [part if part.dtype is torch.float32 else part.view(torch.uint8) for part in parts]
 

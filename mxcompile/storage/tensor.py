@@ -289,7 +289,7 @@ def _warn_of_eager() -> None:
     """Warns once that products with stored weights are slow in eager mode."""
     log.warning(
         "a product with a stored weight runs uncompiled: it dequantizes the whole weight in every call, which"
-        ' is many times slower than BF16; compile the model, with backend="mxfp8" say'
+        ' is many times slower than BF16; compile the model with torch.compile(model, backend="mxfp8")'
     )
 
 

@@ -82,7 +82,7 @@ class Actions:
             try:
                 effect = self._fallbacks.add(layer, gemm, message)
             except OSError as error:
-                self._warn(f"the policy is not kept in {self._fallbacks.path}", error)
+                self._warn(f"cannot write the policy to {self._fallbacks.path}", error)
                 effect = f"{layer} {gemm} is in BF16 from the next step, in this run alone"
             return {"effect": effect, "policy": str(self._fallbacks.path)}
         if do == "dump":
@@ -90,6 +90,6 @@ class Actions:
             try:
                 return {"dump": self._dumps.write(step, layer, gemm, message, own)}
             except (OSError, RuntimeError) as error:
-                self._warn(f"operands are not written to {self._dumps.folder}", error)
+                self._warn(f"cannot write operands to {self._dumps.folder}", error)
                 return {"dump": "no file"}
         return {}

@@ -43,9 +43,9 @@ class Dumps:
     def write(self, step: int, layer: str, gemm: str, message: str, excerpts: Mapping[str, Excerpt]) -> str:
         """Writes `excerpts`, by operand. Returns the path, or a reason without a file. Raises `OSError`."""
         if self.folder is None or not excerpts:
-            return "this rank has no operands of it whose sizes are known"
+            return "this rank has no operands of this GEMM with fixed sizes"
         if self._written >= FILES:
-            return f"a run writes no more than {FILES} files"
+            return f"a run writes at most {FILES} files"
         self._written += 1
         own = f"-rank{rank()}" if rank() is not None else ""
         name = re.sub(r"[^\w.-]", "_", f"step-{step}-{layer}-{gemm}")[:200]

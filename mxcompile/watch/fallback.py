@@ -43,10 +43,10 @@ class Fallbacks:
         Raises `OSError` if the file cannot be written; the GEMM moves to BF16 nevertheless.
         """
         if layer not in self._layers:
-            return f"{layer} is not a layer of the plan, and stays as it is"
+            return f"{layer} is not a layer of the plan, and is not changed"
         gemms = self._why.setdefault(layer, {})
         if Gemm(gemm) in gemms:
-            return f"{layer} {gemm} is to be in BF16 already"
+            return f"{layer} {gemm} is set to BF16 already"
         gemms[Gemm(gemm)] = why
         torch._dynamo.config.recompile_limit += 1  # this recompile must not use up the user's limit
         if self.path is not None and self._policy is not None and not rank():
@@ -56,7 +56,7 @@ class Fallbacks:
     def _text(self, policy: Policy) -> str:
         reasons = (why for gemms in self._why.values() for why in gemms.values())
         comments = "".join(f"# {printable(why)}\n" for why in reasons)
-        head = f"# {printable(policy.label)}, with what rules of a watch have put into BF16:\n"
+        head = f"# {printable(policy.label)}, with GEMMs that rules of a watch put into BF16:\n"
         return head + comments + self.over(policy).to_yaml()
 
     def over(self, policy: Policy) -> Policy:

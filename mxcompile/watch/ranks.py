@@ -153,7 +153,7 @@ class Ranks:
         store, key, end = _store(), _verdict(step), time.monotonic() + 2 * _WAIT_S
         while not store.check([key]):
             if time.monotonic() > end:
-                raise TimeoutError(f"the first rank did not tell what its rules find in step {step}")
+                raise TimeoutError(f"the first rank did not send the results of its rules for step {step}")
             time.sleep(_POLL_S)
         return [(place, row) for place, row in json.loads(store.get(key))]
 

@@ -74,16 +74,18 @@ class Rule:
     def from_mapping(cls, given: Mapping[str, Any]) -> Rule:
         """Returns the rule that the mapping `given` describes. Raises `OptionError` if it is invalid."""
         if not isinstance(given, Mapping):
-            raise OptionError(f"a watch rule is a mapping, found {shown(given)}")
+            raise OptionError(f"a watch rule must be a mapping, found {shown(given)}")
         for key in given:
             if key not in _KEYS:
                 raise OptionError(not_allowed("key of a watch rule", key, _KEYS))
         when = given.get("when")
         if not isinstance(when, Mapping) or not when.keys() - {"over"}:
-            raise OptionError("watch rule: 'when' names a statistic and its limit, as {'underflow': '> 0.3'}")
+            raise OptionError(
+                "watch rule: 'when' must name a statistic and its limit, such as {'underflow': '> 0.3'}"
+            )
         over = when.get("over", 1)
         if isinstance(over, bool) or not isinstance(over, int) or over < 1:
-            raise OptionError(f"watch rule: over is a number of samples, found {shown(over)}")
+            raise OptionError(f"watch rule: over must be a number of samples, found {shown(over)}")
         do = given.get("do", "warn")
         if do not in ACTIONS:
             raise OptionError(not_allowed("action of a watch rule", do, ACTIONS))
@@ -140,5 +142,5 @@ def _condition(name: str, text: Any, operands: tuple[str, ...]) -> Condition:
         raise OptionError(not_allowed("statistic", name, (*allowed, "over")))
     match = _CONDITION.fullmatch(str(text))
     if match is None:
-        raise OptionError(f"watch rule: the limit of {name} is like '> 0.3', found {shown(text)}")
+        raise OptionError(f"watch rule: the limit of {name} must be like '> 0.3', found {shown(text)}")
     return Condition(name=name, word=match[1], limit=float(match[2]))

@@ -34,17 +34,13 @@ def finding(counts: Sequence[Count]) -> dict[str, Any]:
 def _origin(counts: Sequence[Count], index: int) -> str:
     (layer, _, operand), _ = counts[index]
     if operand == "w":
-        return "born in the weight: by an update, or in what the model was loaded from"
+        return "first in the weight: from an update, or from the loaded checkpoint"
     if operand in RESULTS.values():
-        return "born in the product, whose operands are finite"
+        return "first in the product, whose operands are finite"
     before = [key for key, _ in counts[:index] if key[2] == operand and key[0] != layer]
     if not before:
-        return (
-            "arrived with the model's input"
-            if operand == "x"
-            else "born in the loss or behind the last layer"
-        )
-    return f"born after {before[-1][0]} {before[-1][1]}, whose operands are finite"
+        return "first in the model's input" if operand == "x" else "first in the loss or after the last layer"
+    return f"first after {before[-1][0]} {before[-1][1]}, whose operands are finite"
 
 
 def sentence(step: int, finding: dict[str, Any]) -> str:
@@ -52,5 +48,5 @@ def sentence(step: int, finding: dict[str, Any]) -> str:
     return (
         f"step {step}: NaN or Inf in {finding['operand']} of {finding['layer']} {finding['gemm']}"
         f" ({finding['count']:,} scales or elements), {finding['origin']};"
-        f" {finding['arrived']:,} later operands have it from there"
+        f" {finding['arrived']:,} later operands have NaN or Inf too"
     )

@@ -189,7 +189,7 @@ class Watch:
         path = next(files, None) if given is None else Path(given).absolute()
         if path is None:
             raise OptionError(
-                f"a watch rule with do: {action} writes a file: say where, Watch({option}='run{suffix}')"
+                f"a watch rule with do: {action} writes a file: name it, as in Watch({option}='run{suffix}')"
             )
         return path
 
@@ -235,7 +235,7 @@ class Watch:
     def _warn_of_idle_rules(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         for place, rule in enumerate(self._rules):
             if not any(map(rule.looks_at, rows)):
-                log.warning("watch: rule %d looks at no operand that is measured in step %d", place + 1, step)
+                log.warning("watch: rule %d matches no operand that step %d measures", place + 1, step)
 
     def _tell(self, kind: str, **values: Any) -> None:
         self._send(_record(kind, **values))
@@ -276,7 +276,7 @@ def _writer(target: Any) -> Writer:
 
 def _number(name: str, value: Any, least: int = 0) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise OptionError(f"watch: {name} is an integer from {least} on, found {shown(value)}")
+        raise OptionError(f"watch: {name} must be an integer of at least {least}, found {shown(value)}")
     return value
 
 
@@ -304,7 +304,7 @@ def resolve(value: Any) -> Watch | None:
     if value == "nonfinite":
         return _nonfinite()
     if not isinstance(value, str | Path) or not str(value):
-        raise OptionError(f"option 'watch' is a file path, 'nonfinite' or a Watch, found {shown(value)}")
+        raise OptionError(f"option 'watch' must be a file path, 'nonfinite' or a Watch, found {shown(value)}")
     path = Path(value).absolute()
     watch = _BY_PATH.get(path)
     if watch is None:

@@ -36,7 +36,7 @@ def test_a_layer_that_does_not_exist(tmp_path, monkeypatch, capsys):
     status, out, err = why(["--why", "blocks.0.attn.qvk"], tmp_path, monkeypatch, capsys)
     assert (status, out) == (2, "")
     assert err.startswith(
-        "mxcompile: no layer of the report is called 'blocks.0.attn.qvk'; nearest: 'blocks.0.attn.qkv', "
+        "mxcompile: no layer of the report matches 'blocks.0.attn.qvk'; nearest: 'blocks.0.attn.qkv', "
     )
 
 

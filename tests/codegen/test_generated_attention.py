@@ -179,5 +179,5 @@ def as_is(**changes: Any) -> set[str]:
 @pytest.mark.slow
 def test_what_stays_dequantized():
     reason = "keys and values dequantized: "
-    assert as_is(queries=17) == {f"{reason}17 queries, the kernel is for up to 16"}
-    assert as_is(dim=288, keys=33) == {f"{reason}head_dim 288, the kernel is for up to 256"}
+    assert as_is(queries=17) == {f"{reason}17 queries, the kernel takes up to 16"}
+    assert as_is(dim=288, keys=33) == {f"{reason}head_dim 288, the kernel takes up to 256"}

@@ -343,7 +343,7 @@ def several_scales(x: Tensor, w: Tensor) -> Tensor:
     ("function", "shape", "reason"),
     [
         (given_codes, (32, 64), "an operand was cast in another graph"),
-        (given_alpha, (32, 64), "the scales of both tensors are not at hand"),
+        (given_alpha, (32, 64), "the graph lacks the global scale of an operand"),
         (
             packed_along_columns,
             (32, 64),

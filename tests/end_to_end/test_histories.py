@@ -267,7 +267,7 @@ def test_a_weight_that_is_computed_takes_the_amax_at_hand_and_the_record_says_so
     assert not dict(model.named_buffers())
     reasons = {gemm.reason for gemm in mxcompile.reports()[0].gemms}
     assert reasons == {
-        "policy: rule 1; scales of the tensors at hand: the weight is not a parameter of the graph"
+        "policy: rule 1; scales of current tensors, no history: the weight is not a parameter of the graph"
     }
 
 

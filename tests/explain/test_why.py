@@ -87,9 +87,9 @@ def test_records_say_the_same(report):
     ("pattern", "said"),
     [
         ("blocks.0.attn.qvk", "nearest: 'blocks.0.attn.qkv'"),
-        ("blocks.0.experts", "'blocks.0.experts.*' fits 'blocks.0.experts.router' and 2 more"),
-        ("qkv", "'*.qkv' fits 'blocks.0.attn.qkv' and 1 more"),
-        ("attn", "'*.attn' fits 'blocks.0.attn' and 1 more"),
+        ("blocks.0.experts", "'blocks.0.experts.*' matches 'blocks.0.experts.router' and 2 more"),
+        ("qkv", "'*.qkv' matches 'blocks.0.attn.qkv' and 1 more"),
+        ("attn", "'*.attn' matches 'blocks.0.attn' and 1 more"),
         ("zzz", "there are: 'blocks.0.attn.qkv'"),
         ("re:qkv", "there are"),
         ("re:(", "is not a regular expression"),

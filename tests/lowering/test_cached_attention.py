@@ -115,7 +115,7 @@ def test_reads_the_cache(function, queries: int):
 @pytest.mark.parametrize(
     ("function", "changes", "target", "reason"),
     [
-        (attend, {"queries": 17}, "cpu", "17 queries, the kernel is for up to 16"),
+        (attend, {"queries": 17}, "cpu", "17 queries, the kernel takes up to 16"),
         (attend, {}, "sm_90", f"a form of attention, {FOR_CPUS}, that has no kernel"),
         (attend, {"dtype": torch.float16}, "cpu", "queries in torch.float16"),
         (sliced, {"queries": 2}, "cpu", "it reads a part of the cache, or values computed from it"),
@@ -152,7 +152,7 @@ def test_the_operator_passes_opcheck(masked: bool):
 def test_a_compiled_attention_records_what_ran(dynamic: bool):
     mxcompile.clear_reports()
     compiled = torch.compile(attend, backend="mxfp8", dynamic=dynamic)
-    for queries, kernel_name in ((3, KERNEL), (5, KERNEL), (20, "20 queries, the kernel is for up to 16")):
+    for queries, kernel_name in ((3, KERNEL), (5, KERNEL), (20, "20 queries, the kernel takes up to 16")):
         given = inputs(queries)
         with torch.no_grad():
             found = compiled(*given)

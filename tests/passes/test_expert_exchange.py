@@ -149,7 +149,7 @@ def test_a_layer_whose_gradient_travels_as_it_is_says_so(run: Callable[[int], li
         if "ranks send its" in gemm.reason
     }
     assert {gemm for gemm, _ in reasons} == {"dgrad", "wgrad"}
-    assert set(reasons.values()) == {"policy: rule 2; ranks send its dy as it is: its cast is not MXFP8's"}
+    assert set(reasons.values()) == {"policy: rule 2; ranks send its dy unquantized: it is not cast to MXFP8"}
 
 
 def test_sizes_expect_that_experts_are_equally_busy(run: Callable[[int], list[Any]]):

@@ -226,6 +226,6 @@ def test_both_operands_that_travel_as_they_are_have_a_reason():
     assert tag is not None
     assert tag.kind is Kind.LINEAR
     assert tag.choice.reason == (
-        "preset nvidia; ranks send its dy as it is: something else reads it;"
-        " ranks send its x as it is: something else reads it"
+        "preset nvidia; ranks send its dy unquantized: another operator reads it;"
+        " ranks send its x unquantized: another operator reads it"
     )

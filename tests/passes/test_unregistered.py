@@ -19,7 +19,7 @@ import mxcompile
 from mxcompile.errors import UnsupportedError
 
 ALL = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
-REASON = "its weight is not a parameter: an argument of the call"
+REASON = "its weight is an argument of the call, not a parameter"
 ROWS, IN, HIDDEN = 40, 64, 96
 
 

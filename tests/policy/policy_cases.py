@@ -279,7 +279,7 @@ SHADOWED = {
     "by several rules together": Broken(
         shadowed("{role: qkv}", "{name: a}", "{role: head}", "{role: [qkv, head], min_n: 2}"),
         6,
-        "rule 4 can never fire: everything it matches is taken by rules 1, 3 (lines 3, 5); move it up",
+        "rule 4 can never fire: all that it matches is decided before by rules 1, 3 (lines 3, 5); move it up",
     ),
     "by names and roles of several rules": Broken(
         shadowed("{name: 'a*'}", "{name: 'b*', role: qkv}", "{name: [ab, bc], role: qkv}"),
@@ -354,9 +354,11 @@ SYNTAX = {
 }
 
 LIMITS = {
-    "list inside itself": Broken("version: 1\nrules: &a [*a]\n", 2, "something it is itself part of"),
+    "list inside itself": Broken(
+        "version: 1\nrules: &a [*a]\n", 2, "an alias refers to a value that contains it"
+    ),
     "rule inside itself": Broken(
-        rules("&a\n    match: *a\n    use: bf16"), 4, "something it is itself part of"
+        rules("&a\n    match: *a\n    use: bf16"), 4, "an alias refers to a value that contains it"
     ),
     "mapping that is its own key": Broken("&a {*a : 1}\n", 1, "a key must be a word, found a mapping"),
     "alias bomb": Broken(f"version: 1\nrules: {doubling(60)}\n", 2, "more than 20,000 values"),

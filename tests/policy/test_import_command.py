@@ -55,7 +55,7 @@ def test_what_is_of_no_format_is_an_error(text: str, tmp_path: Path):
             b"s: !!python/object/apply:os.mkdir [made]\n",
             ":1: the tag !!python/object/apply:os.mkdir is not allowed",
         ),
-        (b"s: &a [*a]\n", ":1: an alias points at something it is itself part of"),
+        (b"s: &a [*a]\n", ":1: an alias refers to a value that contains it"),
         (b"#" * 10_000_000, ": a policy has at most 262,144 bytes"),
         (b'{"a": null, "a": null}', ": duplicate key 'a': remove one"),
         (b'{"a": 1,\n "b"', ":2: not valid YAML"),
@@ -87,7 +87,7 @@ def test_comments_hold_whatever_the_file_says(tmp_path: Path):
     section = {**FILES["te"]["s"], "Odd\nversion: 2\n": {"enabled": True}}
     made = imported(yaml.safe_dump({"s\n# \u2028rules: 5": section}), tmp_path)
     assert Policy.load(tmp_path / "written.yaml").to_dict()["version"] == 1
-    assert any("is a feature this importer does not know" in note for note in made.notes)
+    assert any("is an unknown feature, and is left out" in note for note in made.notes)
 
 
 def test_a_rule_that_others_leave_nothing_is_listed(tmp_path: Path):
@@ -95,7 +95,8 @@ def test_a_rule_that_others_leave_nothing_is_listed(tmp_path: Path):
     made = imported(yaml.safe_dump({**FILES["te"], "t": second}), tmp_path)
     assert len(made.policy.rules) == 1
     assert any(
-        "t.layers: never reached: all of it is taken by rule 1 of the policy" in note for note in made.notes
+        "t.layers: never reached: rule 1 of the policy matched all its layers before" in note
+        for note in made.notes
     )
 
 

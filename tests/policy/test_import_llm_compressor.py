@@ -54,8 +54,8 @@ def test_a_recipe_as_people_have_them(tmp_path: Path):
     assert list(made.notes) == [
         "line 4: quant_stage.quant_modifiers.SmoothQuantModifier: changes weights, not formats",
         f"line 7: {place}.ignore: Conv1D: classes derived from it are not matched, add their names",
-        f"line 9: {place}.config_groups.attention: rounds MXFP8 scales in a way of its own: here RCEIL",
-        f"line 13: {place}.config_groups.gates: is no 8-bit float: its layers stay in BF16",
+        f"line 9: {place}.config_groups.attention: rounds MXFP8 scales in another way: here RCEIL",
+        f"line 13: {place}.config_groups.gates: is not an 8-bit float: its layers stay in BF16",
         f"line 16: {place}.config_groups.rest: quantizes weights only: here the activations are"
         " quantized too",
         f"line 6: {place}: Linear: classes derived from it are not matched, add their names",
@@ -102,11 +102,11 @@ def test_targets_match_in_the_order_of_compressed_tensors(one, other, ignore, tm
 @pytest.mark.parametrize(
     ("scheme", "sent", "notes"),
     [
-        ("MXFP8", True, ["MXFP8 rounds MXFP8 scales in a way of its own: here RCEIL"]),
-        ("mxfp8", True, ["mxfp8 rounds MXFP8 scales in a way of its own: here RCEIL"]),
+        ("MXFP8", True, ["MXFP8 rounds MXFP8 scales in another way: here RCEIL"]),
+        ("mxfp8", True, ["mxfp8 rounds MXFP8 scales in another way: here RCEIL"]),
         ("MXFP8A16", True, ["MXFP8A16 rounds", "MXFP8A16 quantizes weights only"]),
-        ("W8A8", False, ["'W8A8' is no 8-bit float: its layers stay in BF16"]),
-        ("NVFP4", False, ["'NVFP4' is no 8-bit float"]),
+        ("W8A8", False, ["'W8A8' is not an 8-bit float: its layers stay in BF16"]),
+        ("NVFP4", False, ["'NVFP4' is not an 8-bit float"]),
         ("UNQUANTIZED", False, []),
     ],
 )
@@ -136,7 +136,7 @@ def test_scales_that_fp8_does_not_have_become_those_of_mxfp8(tmp_path: Path):
     group = {"weights": scales, "input_activations": scales, "targets": ["Linear"]}
     made = imported(json.dumps({"config_groups": {"group_0": group}}), tmp_path, name="config.json")
     assert sent(made.policy, layer("q_proj")) == {"fprop": "e4m3 1x32 rceil"}
-    assert any("has scales of its own shape: here one per 32 elements" in note for note in made.notes)
+    assert any("has scales of another shape: here one per 32 elements" in note for note in made.notes)
 
 
 def test_the_config_of_a_compressed_model(tmp_path: Path):
@@ -162,9 +162,9 @@ def test_the_config_of_a_compressed_model(tmp_path: Path):
     formats = made.policy.decide(layer("model.extra.up")).fprop.formats
     assert (str(formats.x), str(formats.w)) == ("e4m3 1x128 nearest", "e4m3 128x128 nearest")
     assert [note.partition(": ")[2] for note in made.notes] == [
-        "a policy says nothing about the KV cache",
+        "a policy does not set the format of the KV cache",
         "outputs of a layer are not quantized",
-        "has static scales: here they follow from the tensor at hand",
+        "has static scales: here they are computed from the current tensor",
         "Linear: classes derived from it are not matched, add their names",
     ]
 
@@ -184,7 +184,7 @@ def test_the_last_modifier_wins_and_different_ignores_are_said(tmp_path: Path):
     for name in ("a.q_proj", "a.o_proj", "lm_head"):
         assert in_mxfp8(made.policy, layer(name)) == set()
     assert any("AWQModifier: changes weights, not formats" in note for note in made.notes)
-    assert any("a.o_proj: ignored by this one only" in note for note in made.notes)
+    assert any("a.o_proj: ignored by this modifier alone" in note for note in made.notes)
 
 
 def test_embeddings_are_said_not_to_be_gemms(tmp_path: Path):
@@ -192,7 +192,7 @@ def test_embeddings_are_said_not_to_be_gemms(tmp_path: Path):
     made = imported(
         yaml.safe_dump({"q_stage": {"q_modifiers": {"QuantizationModifier": settings}}}), tmp_path
     )
-    assert any("Embedding: a table that is looked up is no GEMM" in note for note in made.notes)
+    assert any("Embedding: a table lookup is not a GEMM" in note for note in made.notes)
     assert made.policy.rules[0].match.module == ("Linear",)
 
 

@@ -108,11 +108,11 @@ def test_a_file_as_people_have_them(tmp_path: Path):
         f"line 41: emulated.{inner}.FakeQuant.gemms_struct[2]: quantizes output, which is not an operand of"
         " a GEMM",
         f"line 41: emulated.{inner}.FakeQuant.gemms_struct[2]: wgrad of activation in BF16, gradient in"
-        " FP8E5M2 is no MXFP8 GEMM: it stays in BF16",
+        " FP8E5M2 is not an MXFP8 GEMM: it stays in BF16",
         f"line 48: per_tensor.{inner}.PerTensorScaling: one scale per tensor for one operand of dgrad: it"
-        " stays as the preset says",
+        " stays as in the preset",
         "line 49: per_tensor.transformer_engine.DisableFP8GEMM: is disabled there",
-        "line 50: per_tensor.transformer_engine.MyOwnFeature: is a feature this importer does not know",
+        "line 50: per_tensor.transformer_engine.MyOwnFeature: is an unknown feature, and is left out",
         "line 51: unused: is disabled there",
     ]
 

@@ -187,8 +187,8 @@ def test_what_is_no_mxfp8_is_said(tmp_path: Path):
     assert list(made.notes) == [
         f"{place}['e.bias']: a bias is not quantized",
         f"{place}.b: Float8WeightOnlyConfig: the activations are quantized too",
-        f"{place}.c: Int8WeightOnlyConfig is no 8-bit float: the layer stays in BF16",
-        f"{place}.d: MXDynamicActivationMXWeightConfig with other elements than FP8, or blocks of 32:"
+        f"{place}.c: Int8WeightOnlyConfig is not an 8-bit float: the layer stays in BF16",
+        f"{place}.d: MXDynamicActivationMXWeightConfig with elements that are not FP8, or blocks of 32:"
         " the layer stays in BF16",
     ]
 

@@ -67,11 +67,11 @@ def test_a_file_does_not_hide_a_preset(tmp_path: Path, monkeypatch):
     ("value", "piece"),
     [
         ("nvdia", "unknown preset 'nvdia' (did you mean 'nvidia'?); allowed: nvidia, ocp"),
-        ("no_such_file", "and no file is called so"),
+        ("no_such_file", "and no such file"),
         ("no_such_file.yaml", "no_such_file.yaml: cannot be read: No such file or directory"),
         (Path("no_such_file.yml"), "no_such_file.yml: cannot be read"),
         ("no\0such.yaml", "cannot be read: embedded null byte"),
-        ("version: 1\nrules: []\n" + "# a policy is not its text\n" * 200, "no file is called so"),
+        ("version: 1\nrules: []\n" + "# a policy is not its text\n" * 200, "no such file"),
         (5, "a file path, a preset name, a dict or a Policy, found int"),
         (["nvidia"], "a file path, a preset name, a dict or a Policy, found list"),
         (

@@ -23,7 +23,7 @@ def test_every_code_has_a_sentence(code: Code):
 
 def test_a_further_reason_leaves_code_and_facts():
     reason = Reason(Code.RULE, 2).also(Reason(Code.CUT, "x")).also(Reason(Code.NO_HISTORY))
-    assert reason.startswith("policy: rule 2; of the model in sight: x; scales of")
+    assert reason.startswith("policy: rule 2; decided on a part of the model: x; scales of")
     assert (reason.code, reason.facts) == (Code.RULE, ("2",))
 
 

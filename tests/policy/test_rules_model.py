@@ -193,7 +193,7 @@ def test_blocks_that_match_nothing_are_told_what_there_is():
         rule("bf16", blocks={"first": 2}, name="head"), rule("bf16", blocks={"last": 1}, role="qkv")
     )
     assert complaints(found, decoder()) == [
-        "policy: rule 1 matched no layer: what else fits is in other blocks or in none (head)"
+        "policy: rule 1 matched no layer: other matches are in other blocks or in none (head)"
     ]
     flat = [layer("a", "qkv", 64, 64), layer("b", "head", 64, 64)]
     assert complaints(policy(rule("bf16", blocks={"first": 2})), flat) == [

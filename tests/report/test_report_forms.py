@@ -156,7 +156,7 @@ def test_the_root_module_and_kernels_to_come_have_words():
 def test_an_empty_report():
     assert str(Report.from_parts([], target="cpu", policy="preset nvidia")) == (
         "MXFP8 report: 0.0% of matmul FLOPs in MXFP8 (0 GEMMs, target cpu, policy preset nvidia)\n"
-        "no matrix product was seen; what was compiled is nothing: no graph was captured\n"
+        "no matrix product was captured; compiled: nothing, as no graph was captured\n"
         "0 graphs, 0 graph breaks, passes 0 ms, Inductor cache off"
     )
 

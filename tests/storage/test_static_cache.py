@@ -160,7 +160,7 @@ def test_generates_compiled(make):
     assert {g.kernel for g in attentions if g.m == 1} == {"mx_attention C++ (keys and values mxfp8)"}
     assert sum(g.m == 1 for g in attentions) == 4
     prefill = {g.kernel.partition("; ")[2] for g in attentions if g.m > 1}
-    assert prefill == {"keys and values dequantized: 22 queries, the kernel is for up to 16"}
+    assert prefill == {"keys and values dequantized: 22 queries, the kernel takes up to 16"}
 
 
 def test_layers_with_a_window_stay_as_they_are(caplog: pytest.LogCaptureFixture):
@@ -173,8 +173,8 @@ def test_layers_with_a_window_stay_as_they_are(caplog: pytest.LogCaptureFixture)
         cache = mxcompile.static_cache(config, ROOM)
     kinds = [type(layer) for layer in cache.layers]
     assert kinds == [StaticSlidingWindowLayer, MXStaticLayer] * 2
-    assert cache.kept == dict.fromkeys((0, 2), "attention over a sliding window holds but that window")
-    assert "2 of 4 layers keep their keys and values as they are: attention over a sliding" in caplog.text
+    assert cache.kept == dict.fromkeys((0, 2), "a layer with a sliding window stores the window alone")
+    assert "2 of 4 layers keep their keys and values as they are: a layer with a sliding" in caplog.text
 
 
 def test_refuses_what_has_nothing_to_store():

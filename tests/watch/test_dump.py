@@ -96,7 +96,7 @@ def test_files_are_small_and_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     rule = {"when": {"amax": "> 0"}, "operand": "w", "do": "dump"}
     run(tmp_path / "run.jsonl", rules=[rule], dump=tmp_path / "here")
     told = [record["dump"] for record in read(tmp_path / "run.jsonl") if record["kind"] == "rule"]
-    assert told[2:] == ["a run writes no more than 2 files"] * 2
+    assert told[2:] == ["a run writes at most 2 files"] * 2
     assert len([*(tmp_path / "here").iterdir()]) == 2
 
 

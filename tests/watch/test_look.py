@@ -100,10 +100,10 @@ def test_following_a_file_that_is_rotated_away(
 
 
 def test_a_run_that_met_nan(file: Path, capsys: pytest.CaptureFixture[str]):
-    finding = {"layer": "b", "gemm": "fprop", "operand": "x", "origin": "arrived with the model's input"}
+    finding = {"layer": "b", "gemm": "fprop", "operand": "x", "origin": "first in the model's input"}
     JsonLines(file)({"schema": SCHEMA, "kind": "nonfinite", "step": 250, **finding})
     assert main(["watch", str(file)]) == 1
-    assert "step 250: NaN or Inf in x of b fprop, arrived with the model's input" in capsys.readouterr().out
+    assert "step 250: NaN or Inf in x of b fprop, first in the model's input" in capsys.readouterr().out
 
 
 def test_the_page_holds_all_numbers(file: Path, tmp_path: Path):

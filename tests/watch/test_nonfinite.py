@@ -37,10 +37,10 @@ def outlier(model: Model) -> Tensor:
 
 
 FAULTS = {
-    "weight": (weight, ("blocks.1.up", "fprop", "w"), "born in the weight"),
-    "input": (given, ("blocks.0.up", "fprop", "x"), "arrived with the model's input"),
-    "overflow": (outlier, ("blocks.1.up", "fprop", "x"), "born after blocks.0.down fprop"),
-    "loss": (None, ("blocks.1.down", "dgrad", "dy"), "born in the loss"),
+    "weight": (weight, ("blocks.1.up", "fprop", "w"), "first in the weight"),
+    "input": (given, ("blocks.0.up", "fprop", "x"), "first in the model's input"),
+    "overflow": (outlier, ("blocks.1.up", "fprop", "x"), "first after blocks.0.down fprop"),
+    "loss": (None, ("blocks.1.down", "dgrad", "dy"), "first in the loss"),
 }
 
 
@@ -79,7 +79,7 @@ def test_a_product_that_overflows():
     (record,) = records
     place = record["layer"], record["gemm"], record["operand"]
     assert place == ("blocks.0.down", "fprop", "y")
-    assert record["origin"] == "born in the product, whose operands are finite"
+    assert record["origin"] == "first in the product, whose operands are finite"
 
 
 def test_a_warning_and_a_check(caplog: pytest.LogCaptureFixture, tmp_path: Any):
@@ -115,6 +115,6 @@ def test_what_a_finding_counts():
         "gemm": "fprop",
         "operand": "x",
         "count": 3,
-        "origin": "born after a fprop, whose operands are finite",
+        "origin": "first after a fprop, whose operands are finite",
         "arrived": 2,
     }

@@ -55,10 +55,10 @@ def test_all_conditions_hold():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "'when' names a statistic"),
+        ({}, "'when' must name a statistic"),
         ({"when": {"underflw": "> 1"}}, "did you mean 'underflow'"),
-        ({"when": {"underflow": "0.3"}}, "is like '> 0.3', found '0.3'"),
-        ({"when": {"underflow": "> 0.3", "over": 0}}, "over is a number of samples"),
+        ({"when": {"underflow": "0.3"}}, "must be like '> 0.3', found '0.3'"),
+        ({"when": {"underflow": "> 0.3", "over": 0}}, "over must be a number of samples"),
         ({"when": {"underflow": "> 0.3"}, "do": "stp"}, "did you mean 'stop'"),
         ({"when": {"underflow": "> 0.3"}, "layers": "a"}, "did you mean 'layer'"),
         ({"when": {"underflow": "> 0.3"}, "role": "ffn_inn"}, "did you mean 'ffn_in'"),
@@ -66,12 +66,12 @@ def test_all_conditions_hold():
         ({"when": {"underflow": "> 0.3"}, "operand": "dz"}, "unknown operand 'dz'"),
         ({"when": {"underflow": "> 0.3"}, "layer": "re:("}, "is not a regular expression"),
         ({"when": {"underflow": "> 0.3"}, "layer": 3}, "expected a glob"),
-        ({"when": {"underflow": "> e"}}, "is like '> 0.3', found '> e'"),
-        ({"when": {"underflow": "> 1e"}}, "is like '> 0.3', found '> 1e'"),
+        ({"when": {"underflow": "> e"}}, "must be like '> 0.3', found '> e'"),
+        ({"when": {"underflow": "> 1e"}}, "must be like '> 0.3', found '> 1e'"),
         ({"when": {"underflow": "> 0.3"}, "operand": "y"}, "allowed: amax, smallest, nan, inf, over"),
-        ({"when": "underflow > 0.3"}, "'when' names a statistic"),
-        ({"when": {"over": 3}}, "'when' names a statistic"),
-        ("stop", "a watch rule is a mapping, found 'stop'"),
+        ({"when": "underflow > 0.3"}, "'when' must name a statistic"),
+        ({"when": {"over": 3}}, "'when' must name a statistic"),
+        ("stop", "a watch rule must be a mapping, found 'stop'"),
     ],
 )
 def test_mistakes(given: Any, message: str):
@@ -105,7 +105,7 @@ def test_a_rule_for_nothing_is_told_once(caplog: pytest.LogCaptureFixture):
     rules = [{"when": {"amax": "> 1e9"}, "layer": layer} for layer in ("blocks.0.up", "block.0.up")]
     with caplog.at_level(logging.WARNING, "mxcompile.watch"):
         fallback_run(model, 3, watch=Watch(lambda _: None, every=1, rules=rules))
-    assert caplog.messages == ["watch: rule 2 looks at no operand that is measured in step 0"]
+    assert caplog.messages == ["watch: rule 2 matches no operand that step 0 measures"]
 
 
 def test_a_run_warns_and_stops(caplog: pytest.LogCaptureFixture):
@@ -235,7 +235,7 @@ def test_a_policy_that_cannot_be_written_ends_no_run(caplog: pytest.LogCaptureFi
     watch = Watch(records.append, every=1, rules=[LARGE], policy="/proc/nowhere/run.policy.yaml")
     with caplog.at_level(logging.WARNING, "mxcompile.watch"):
         fallback_run(model, 3, watch=watch)
-    assert "the policy is not kept in /proc/nowhere/run.policy.yaml" in caplog.text
+    assert "cannot write the policy to /proc/nowhere/run.policy.yaml" in caplog.text
     assert [record["kind"] for record in records] == ["run", "sample", "sample", "rule", "sample"]
     assert ("blocks.1.down", "dgrad") not in {(row["layer"], row["gemm"]) for row in records[-1]["rows"]}
 

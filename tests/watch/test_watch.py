@@ -306,8 +306,8 @@ def test_compiled_code_is_the_same(front: str, operands: str, tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"every": 0}, "every is an integer from 1 on"),
-        ({"start": -1}, "start is an integer from 0 on"),
+        ({"every": 0}, "every must be an integer of at least 1"),
+        ({"start": -1}, "start must be an integer of at least 0"),
         ({"stats": ["amaxx"]}, "did you mean 'amax'"),
         ({"operands": ["dz"]}, "unknown operand 'dz'"),
         ({"to": ""}, "expected a path, a callable or a SummaryWriter"),
@@ -319,5 +319,7 @@ def test_mistakes(arguments: dict[str, Any], message: str):
 
 
 def test_the_option_is_a_path_or_a_watch():
-    with pytest.raises(OptionError, match="option 'watch' is a file path, 'nonfinite' or a Watch, found 3"):
+    with pytest.raises(
+        OptionError, match="option 'watch' must be a file path, 'nonfinite' or a Watch, found 3"
+    ):
         mxcompile.Backend(watch=3)  # type: ignore[arg-type]

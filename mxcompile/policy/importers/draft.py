@@ -75,7 +75,9 @@ class Draft:
             return
         earlier = self._shadows.add(rule.match)
         if earlier:
-            self.note(path, f"never reached: all of it is taken by {rule_words(earlier)} of the policy")
+            self.note(
+                path, f"never reached: {rule_words(earlier)} of the policy matched all its layers before"
+            )
             return
         self._rules.append(raw)
         self._origins.append(origin)

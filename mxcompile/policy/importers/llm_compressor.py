@@ -26,9 +26,9 @@ _SEND = {"fprop": "mxfp8"}
 _KEEP = "bf16"
 
 _WEIGHT_ONLY = "quantizes weights only: here the activations are quantized too"
-_SCALES = "has scales of its own shape: here one per 32 elements"
-_STATIC = "has static scales: here they follow from the tensor at hand"
-_ROUNDING = "rounds MXFP8 scales in a way of its own: here RCEIL"
+_SCALES = "has scales of another shape: here one per 32 elements"
+_STATIC = "has static scales: here they are computed from the current tensor"
+_ROUNDING = "rounds MXFP8 scales in another way: here RCEIL"
 _EXACT = frozenset({"MXFP8", "MXFP8A16"})
 _FLOAT8 = {"FP8": "tensor", "FP8_DYNAMIC": "channel", "FP8_BLOCK": "block"}
 _SCHEMES_WEIGHT_ONLY = frozenset({"MXFP8A16"})
@@ -96,7 +96,8 @@ def _note_different_ignores(modifiers: list[tuple[str, dict[str, Any], Path]], d
         alone = sorted(names - frozenset.intersection(*sets))
         if alone:
             draft.note(
-                (*path, "ignore"), f"{', '.join(alone)}: ignored by this one only, here kept in BF16 by all"
+                (*path, "ignore"),
+                f"{', '.join(alone)}: ignored by this modifier alone: here in BF16 for all modifiers",
             )
 
 
@@ -104,7 +105,7 @@ def _modifier(name: str, settings: dict[str, Any], path: Path, draft: Draft) -> 
     ignored = _texts(settings.get("ignore") or [], (*path, "ignore"), draft)
     _rules([(target, _KEEP) for target in _ordered(ignored)], (*path, "ignore"), f"{name}: ignore", draft)
     if settings.get("kv_cache_scheme"):
-        draft.note((*path, "kv_cache_scheme"), "a policy says nothing about the KV cache")
+        draft.note((*path, "kv_cache_scheme"), "a policy does not set the format of the KV cache")
     uses: dict[str, Any] = {}
     for targets, use in _groups(settings, path, draft):
         uses.update(dict.fromkeys(targets, use))
@@ -135,7 +136,7 @@ def _rules(chosen: list[tuple[str, Any]], path: Path, origin: str, draft: Draft)
             draft.rule({"name": names}, use, path, origin)
             continue
         if "Embedding" in run:
-            draft.note(path, "Embedding: a table that is looked up is no GEMM")
+            draft.note(path, "Embedding: a table lookup is not a GEMM")
         classes = [name for name in run if name != "Embedding"]
         if classes:
             draft.rule({"module": classes}, use, path, origin)
@@ -188,7 +189,7 @@ def _preset(name: str, path: Path, draft: Draft) -> Any:
         if upper in _SCHEMES_WEIGHT_ONLY:
             draft.note(path, f"{name} {_WEIGHT_ONLY}")
         return _SEND
-    draft.note(path, f"{shown(name)} is no 8-bit float: its layers stay in BF16")
+    draft.note(path, f"{shown(name)} is not an 8-bit float: its layers stay in BF16")
     return _KEEP
 
 
@@ -206,7 +207,7 @@ def _scheme(scheme: dict[str, Any], path: Path, draft: Draft) -> Any:
             or tensor.get("num_bits", 8) != 8
             or tensor.get("type", "int") != "float"
         ):
-            draft.note(path, "is no 8-bit float: its layers stay in BF16")
+            draft.note(path, "is not an 8-bit float: its layers stay in BF16")
             return _KEEP
     both = (weights, activations or weights)
     if activations is None:

@@ -80,7 +80,7 @@ def _block(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
     scale = {} if data.get("use_f32_scales") is True else {"scale": "pow2"}
     for key, usual in _BLOCK_DIMS.items():
         if data.get(key, usual) != usual:
-            draft.note((key,), f"{shown(data[key])} is not to be had: it is {usual} here")
+            draft.note((key,), f"{shown(data[key])} is not supported: it is {usual} here")
     return {**scale, **_gradient(data, "E4M3", draft)}
 
 
@@ -130,7 +130,7 @@ def _rowwise(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
 
 
 def _rowwise_hp(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
-    draft.note((_KEY,), "the weight has one scale in dgrad there; here it has one a channel")
+    draft.note((_KEY,), "the weight has one scale in dgrad there; here it has one per channel")
     return _rowwise(data, draft)
 
 

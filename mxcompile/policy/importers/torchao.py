@@ -173,7 +173,7 @@ def _use(config: Any, path: Path, draft: Draft) -> dict[str, str] | str:
         return _float8(kind, data or {}, path, draft)
     if kind in _NVFP4:
         return _nvfp4(kind, data or {}, path, draft)
-    draft.note(path, f"{kind} is no 8-bit float: the layer stays in BF16")
+    draft.note(path, f"{kind} is not an 8-bit float: the layer stays in BF16")
     return _KEEP
 
 
@@ -184,13 +184,13 @@ def _float8(kind: str, data: dict[str, Any], path: Path, draft: Draft) -> dict[s
         draft.note(path, f"{kind}: {differs}")
     for key in ("activation_value_lb", "activation_value_ub"):
         if data.get(key) is not None:
-            draft.note((*path, "_data", key), "bounds of a scale are not to be had")
+            draft.note((*path, "_data", key), "bounds of a scale are not supported")
     elems = {
         _ELEMS.get(_word(data.get(key), "float8_e4m3fn")) for key in ("activation_dtype", "weight_dtype")
     }
     scaling = _scaling(data.get("granularity") or {"_type": usual})
     if scaling is None or None in elems or len(elems) > 1:
-        draft.note(path, f"{kind} with other scales or elements than fp8 has: here MXFP8")
+        draft.note(path, f"{kind} with scales or elements that fp8 lacks: here MXFP8")
         return {"fprop": "mxfp8"}
     return {"fprop": "fp8", "scaling": scaling, "elem_dtype": str(elems.pop())}
 
@@ -222,7 +222,7 @@ def _mx(kind: str, data: dict[str, Any], path: Path, draft: Draft) -> dict[str, 
     block = data.get("block_size", 32)
     if None in elems or len(elems) > 1 or block != 32:
         draft.note(
-            path, f"{kind} with other elements than FP8, or blocks of {block}: the layer stays in BF16"
+            path, f"{kind} with elements that are not FP8, or blocks of {block}: the layer stays in BF16"
         )
         return _KEEP
     use = {"fprop": "mxfp8", "elem_dtype": str(elems.pop())}
@@ -231,7 +231,7 @@ def _mx(kind: str, data: dict[str, Any], path: Path, draft: Draft) -> dict[str, 
     )
     if scaling.lower() in tuple(Rounding):
         return {**use, "rounding": scaling.lower()}
-    draft.note(path, f"scaling mode {scaling} is not known: here RCEIL")
+    draft.note(path, f"unknown scaling mode {scaling}: here RCEIL")
     return use
 
 

@@ -80,7 +80,7 @@ def _names(layers: Any, path: Path, draft: Draft) -> list[str]:
     together = {"layer_types", "layer_numbers"}
     for key in layers:
         if key not in _SELECTORS:
-            draft.note((*path, key), "is not known, and selects nothing")
+            draft.note((*path, key), "is an unknown selector, and selects nothing")
         elif key != given[0] and not {key, given[0]} <= together:
             draft.note((*path, key), f"selects nothing beside {given[0]}")
     match given[0]:
@@ -152,7 +152,7 @@ def _features(section: dict[str, Any], path: Path, draft: Draft) -> _Uses:
         elif name.lower() in _FEATURES:
             _FEATURES[name.lower()](config, at, draft, use)
         else:
-            draft.note(at, "is a feature this importer does not know")
+            draft.note(at, "is an unknown feature, and is left out")
     for config, at in later:
         _fake_quant(config, at, draft, use)
     return use
@@ -175,7 +175,7 @@ def _per_tensor(config: dict[str, Any], path: Path, draft: Draft, use: _Uses) ->
         if set(_OPERANDS[gemm]) <= {str(tensor) for tensor in tensors}:
             use.update({gemm: "fp8", "scaling": "tensor"})
         else:
-            draft.note(at, f"one scale per tensor for one operand of {gemm}: it stays as the preset says")
+            draft.note(at, f"one scale per tensor for one operand of {gemm}: it stays as in the preset")
 
 
 def _observe(config: dict[str, Any], path: Path, draft: Draft, use: _Uses) -> None:
@@ -196,7 +196,7 @@ def _fake_quant(config: dict[str, Any], path: Path, draft: Draft, use: _Uses) ->
             continue
         use[gemm] = "bf16"
         given = ", ".join(f"{tensor} in {form}" for tensor, form in operands.items())
-        draft.note(at, f"{gemm} of {given} is no MXFP8 GEMM: it stays in BF16")
+        draft.note(at, f"{gemm} of {given} is not an MXFP8 GEMM: it stays in BF16")
 
 
 def _common_elems(operands: dict[str, str]) -> _Uses | None:

@@ -94,7 +94,7 @@ def parse(text: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_object, parse_constant=_not_json)
     except RecursionError:
-        raise OptionError("not JSON that a report could be: nested too deeply") from None
+        raise OptionError("not a report: its JSON is nested too deeply") from None
     except OptionError:
         raise
     except ValueError as error:

@@ -27,8 +27,8 @@ _READS_CODES = "weight_only"
 def kept_sentences(gemms: Sequence[GemmRecord], summary: Summary) -> list[str]:
     """Returns the reasons for a low quantized share and the products it leaves out; may be empty."""
     if not gemms:
-        graphs = "a graph without matrix products" if summary.graphs else "nothing: no graph was captured"
-        return [f"no matrix product was seen; what was compiled is {graphs}"]
+        graphs = "a graph without matrix products" if summary.graphs else "nothing, as no graph was captured"
+        return [f"no matrix product was captured; compiled: {graphs}"]
     sentences = _stored(gemms)
     if summary.flop_share < LITTLE:
         sentences += _reasons(gemms, summary.flop_share)

@@ -85,7 +85,7 @@ def facts(summary: Summary, rows: Sequence[Row] = ()) -> list[str]:
     if (summary.saved_bytes or 0) > (summary.saved_bytes_bf16 or 0) > 0:
         sentences.append(
             f"warning: more is kept for backward than in {own}: the copies for backward come on top of"
-            " what the model keeps anyway; `saved: bf16` in the policy keeps as much as BF16"
+            " tensors that the model keeps anyway; `saved: bf16` in the policy keeps as much as BF16"
         )
     if summary.estimate_us and summary.estimate_bf16_us:
         sentences.append(
