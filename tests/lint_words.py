@@ -1,8 +1,8 @@
 """The rules of words in docs/CONTRIBUTING.md that a program can check: `python tests/lint_words.py`.
 
-Reads README.md, the pages of docs/ and examples/, and docstrings, comments and variables of the product.
-Prints a line for each fault and exits with status 1 if there is one. Code, quotes, headings and generated
-tables are left out.
+Reads README.md, the pages of docs/ and examples/, and docstrings, comments, messages and variables of the
+product. Prints a line for each fault and exits with status 1 if there is one. Code, quotes, headings and
+generated tables are left out.
 """
 
 from __future__ import annotations
@@ -54,6 +54,21 @@ STRICT_RULES = {
     "write Examples:, which mkdocstrings renders": re.compile(r"(?:\A|\n)Example:\s"),
 }
 
+MESSAGE_RULES = STRICT_RULES | {
+    'name the noun instead of "what"': re.compile(r"\bwhat\b", re.I),
+    'say "is not a"': IS_NO,
+    'say "must be", as in "`node` must be a whole number, found 0.5"': re.compile(
+        r"\b(?:is|are) (?:an?|True)\b[^:;]*, found"
+    ),
+    "say what the user has: a value that is not known has no name": re.compile(
+        r"\bnot known\b|\bat hand\b|\bin sight\b|\bto be had\b"
+    ),
+}
+UNREAD = "mxcompile/checkpoint/"
+"""Folder whose messages do not follow the rules yet."""
+_MESSAGE = re.compile(r"[A-Za-z'-]+,? [A-Za-z'-]+,? [A-Za-z'-]{2,}")
+_GENERATED_CODE = re.compile(r"\n    |;$|[{}]{2}|\btl\.|\(\?P")
+
 COINED = ("tapped", "twin", "obstacle", "misfit", "disguise", "outline")
 
 
@@ -61,7 +76,7 @@ def main() -> int:
     """Returns 1 if a page or a docstring breaks a rule, else 0."""
     faults = [*pages()]
     for path, tree in sources():
-        faults += [*docstrings(path, tree), *variables(path, tree)]
+        faults += [*docstrings(path, tree), *variables(path, tree), *messages(path, tree)]
         faults += strict(path, (ROOT / path).read_text(encoding="utf-8"))
     for fault in faults:
         print(fault)  # noqa: T201
@@ -114,11 +129,29 @@ def strict(path: str, source: str) -> Iterator[str]:
             yield from _broken(path, token.start[0], token.string.removeprefix("#").strip())
 
 
-def _broken(path: str, line: int, text: str) -> Iterator[str]:
-    """Yields a line for each of `STRICT_RULES` that `text` breaks; tables, code and quotes are left out."""
+def messages(path: str, tree: ast.Module) -> Iterator[str]:
+    """Yields a line for each string of three words or more that breaks `MESSAGE_RULES`.
+
+    Errors, warnings, reasons, help texts and headings of tables are such strings.
+    """
+    left_out = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        text = str(node.value) if isinstance(node, ast.Constant) else ""
+        if isinstance(node, ast.JoinedStr):
+            left_out |= {id(part) for part in node.values}
+            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values)
+        is_message = _MESSAGE.search(text) and not _GENERATED_CODE.search(text)
+        if is_message and id(node) not in left_out and not path.startswith(UNREAD):
+            yield from _broken(path, node.lineno, text, MESSAGE_RULES)
+
+
+def _broken(
+    path: str, line: int, text: str, rules: dict[str, re.Pattern[str]] = STRICT_RULES
+) -> Iterator[str]:
+    """Yields a line for each of `rules` that `text` breaks; tables, code and quotes are left out."""
     plain = QUOTED.sub("QUOTE", _CODE.sub("CODE", _TABLE.sub("", text)))
     prose = re.sub(r"(?<!\n)\n *(?!\n)", " ", plain)
-    for fault, rule in STRICT_RULES.items():
+    for fault, rule in rules.items():
         if match := rule.search(prose):
             yield f"{path}:{line}: {fault}: {match[0]!r} in {text.splitlines()[0]}"
 

@@ -161,8 +161,8 @@ TABLE = (
         when="large: with an epilogue and a smaller K, MXFP4, or not for the library",
         holds=_large,
         form=SPECIALIZED,
-        reason="an epilogue in the kernel saves writing and reading the result; warps of its own and a"
-        " second accumulator hide it behind the next tile, where it would leave the matrix units idle a"
+        reason="an epilogue in the kernel saves writing and reading the result; extra warps and a second"
+        " accumulator hide it behind the next tile, where it would leave the matrix units idle a"
         " quarter of the time (machine code)",
     ),
     TableRow(
@@ -170,7 +170,7 @@ TABLE = (
         when="small",
         holds=_always,
         form=PERSISTENT,
-        reason="one tile a processor: there is no next one to overlap with, bytes and latency bound it, and"
+        reason="one tile a processor: no other tile overlaps with it, bytes and latency bound it, and"
         " a library's launch costs the host more",
     ),
     TableRow(
@@ -194,7 +194,7 @@ TABLE = (
         holds=_large_alone_in_library,
         form=VENDOR,
         reason="torchao trains experts by it, 1.4 to 1.8 times as fast as BF16 on a B200 for Llama 4's sizes"
-        " (published); ours has not been timed. Its machine code is for that chip alone, as far as is known",
+        " (published); ours has not been timed. Its machine code seems to be for that chip alone",
     ),
     TableRow(
         kind=ROWS,
@@ -215,14 +215,14 @@ TABLE = (
         when="aligned",
         holds=_always,
         form=PERSISTENT,
-        reason="the library's wants groups of whole blocks, which only the data says",
+        reason="the library's kernel needs groups of whole blocks, and group sizes are in the data",
     ),
     TableRow(
         kind=ALONG_K,
         when="odd, or few rows of the result",
         holds=_always,
         form=POINTERS,
-        reason="reads any strides and starts, and masks what is not a group's",
+        reason="reads any strides and starts, and masks elements of other groups",
     ),
 )
 """Chips without tensor memory run only the pointer form, and the library's form of NVFP4."""

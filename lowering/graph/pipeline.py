@@ -84,7 +84,11 @@ def config_patches(
     if target.device == "cpu":
         for key, value in _EXACT.items():
             if _setting(key, options) != value:
-                log.warning("config.%s is %r in what mxfp8 compiles: casts round by additions", key, value)
+                log.warning(
+                    "config.%s is %r in graphs that mxfp8 compiles, whose casts round by exact additions",
+                    key,
+                    value,
+                )
         return _EXACT | _regions(uuid, options, _setting("_post_fusion_custom_pass", options))
     if target.arch is not None:
         fp_fusion.cache_fp8_types()

@@ -87,7 +87,7 @@ def made_up(loaded: LoadedModel) -> str:
         return ""
     return (
         f"random {loaded.made_up}: the loss and its gap mean little for {loaded.name}; name a factory,"
-        " package.module:factory, that returns real ones"
+        " package.module:factory, that returns real {loaded.made_up}"
     )
 
 
@@ -101,7 +101,7 @@ def add_to(commands: Any) -> None:
     """Adds the command to the parser."""
     command = commands.add_parser(
         "audit",
-        help="measure what quantization does to a model's numbers on a batch",
+        help="measure the errors of quantization in a model's numbers on a batch",
         description="Run a model unquantized and under a policy, forward and backward, and print the error of"
         " every GEMM, every cast and every gradient, the most harmful first. The model is not changed.",
     )

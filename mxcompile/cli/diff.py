@@ -76,7 +76,7 @@ def add_to(commands: Any) -> None:
         action="append",
         metavar="CONDITION",
         help="fallback, share-drop=1%% (of the FLOPs, quantized) or, of audits, sqnr-drop=1dB (of a GEMM);"
-        " may be given several times (default: fallback and share-drop=1%%)",
+        " may be repeated (default: fallback and share-drop=1%%)",
     )
     command.set_defaults(run=run)
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def add_to(commands: Any) -> None:
     """Adds the command to the parser."""
-    command = commands.add_parser("env", help="list versions, targets, and what this machine lacks")
+    command = commands.add_parser("env", help="list versions, targets and the features of this machine")
     command.set_defaults(run=run)
 
 

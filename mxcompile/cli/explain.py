@@ -26,7 +26,7 @@ def add_to(commands: Any) -> None:
     """Adds the command to the parser."""
     command = commands.add_parser(
         "explain",
-        help="report what would be quantized in a model, and why; runs nothing",
+        help="report the precision of every product of a model, and why; runs nothing",
         description="Trace a model without memory for its weights and print the report of its compile.",
     )
     add_model(command)

@@ -51,7 +51,7 @@ def _add_check(actions: Any) -> None:
 def _add_show(actions: Any) -> None:
     show = actions.add_parser(
         "show",
-        help="print what a policy decides for every layer of a model",
+        help="print the decision of a policy for every layer of a model",
         description="Print precision and formats of every layer of a model, and the rule that decided.",
     )
     show.add_argument("policy", metavar="PRESET|FILE", help="the policy")

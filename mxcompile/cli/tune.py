@@ -19,8 +19,8 @@ def add_to(commands: Any) -> None:
     command = commands.add_parser(
         "tune",
         help="find the policy that quantizes most within an error bound",
-        description="Run a model with one layer at a time quantized, find what must stay in BF16 for the"
-        " bound to hold, and write the policy with the reasons. Exit status 1, and no file, if no policy"
+        description="Run a model with one layer at a time quantized, find layers and GEMMs that must stay in"
+        " BF16 for the bound, and write the policy with the reasons. Exit status 1, and no file, if no policy"
         " fulfils it.",
     )
     add_measured(command)

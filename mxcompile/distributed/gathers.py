@@ -126,9 +126,9 @@ def _cast(path: str, owner: Owner, layers: Sequence[TileUse], ranks: int) -> Til
         return "its GEMMs cast it in different ways"
     values = local(parameter)
     if type(values) not in (nn.Parameter, Tensor):
-        return f"its type is {type(values).__name__}"
+        return f"its type is {type(values).__name__}, not Parameter or Tensor"
     if values.dtype not in _SOURCES:
-        return f"its dtype is {str(values.dtype).removeprefix('torch.')}"
+        return f"its dtype is {str(values.dtype).removeprefix('torch.')}, not a float of 16 or 32 bits"
     if values.ndim < 2 or not values.is_contiguous():
         return "it is not a matrix stored by rows"
     if reason := uneven(values.shape, ranks):

@@ -122,8 +122,8 @@ class MasterWeight(Tensor):
         """
         if reason := uneven(outer_size, mesh.size(), self.shape):
             raise ModelError(
-                f"{self.cast.name} cannot be gathered in MXFP8: {reason}; give quantize_gathers_ the mesh"
-                " that fully_shard is given, and shard rows (no shard_placement_fn for this weight)"
+                f"{self.cast.name} cannot be gathered in MXFP8: {reason}; pass quantize_gathers_ the mesh"
+                " of fully_shard, and shard rows (no shard_placement_fn for this weight)"
             )
         dtype = mp_policy.param_dtype or self.dtype
         sent = self.cast(self.master.to(dtype))
@@ -219,7 +219,7 @@ def uneven(whole: Sequence[int], ranks: int, shard: Sequence[int] | None = None)
         return f"its {rows} rows do not come in equal shards on {ranks} ranks"
     expected = rows // ranks, *whole[1:]
     if shard is not None and tuple(shard) != expected:
-        return f"a rank holds {'×'.join(map(str, shard))} of it, not {'×'.join(map(str, expected))}"
+        return f"a rank has a shard of {'×'.join(map(str, shard))}, not {'×'.join(map(str, expected))}"
     if len(whole) == 2 and ranks > 1 and expected[0] % BLOCK:
         return f"{expected[0]} of its {rows} rows on each of {ranks} ranks are not a multiple of {BLOCK}"
     return ""

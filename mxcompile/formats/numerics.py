@@ -72,7 +72,7 @@ def inverse_scale_value(byte: Tensor) -> Tensor:
 def check_source(x: Tensor, block_dim: int) -> None:
     """Raises `FormatError` unless `x` is a dense floating-point tensor that has the dimension `block_dim`."""
     if not isinstance(x, Tensor):
-        raise FormatError(f"cannot quantize a {type(x).__name__}: MXFP8 is made of a torch.Tensor")
+        raise FormatError(f"cannot quantize a {type(x).__name__}: pass a torch.Tensor")
     if x.is_nested or x.layout is not torch.strided:
         kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
         raise FormatError(f"cannot quantize a {kind} tensor: blocks need dense storage, as of .to_dense()")

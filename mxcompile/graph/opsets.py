@@ -240,7 +240,7 @@ STREAM_SOURCES = _packets(aten, "embedding", "convolution", "_embedding_bag")
 def argument(node: fx.Node, index: int = 0) -> fx.Node:
     """Returns the positional argument of `node` at `index`, which must be a node."""
     value = node.args[index]
-    assert isinstance(value, fx.Node), f"argument {index} of {node.name} is no node"
+    assert isinstance(value, fx.Node), f"argument {index} of {node.name} is not a node"
     return value
 
 

@@ -62,11 +62,12 @@ class Pipeline:
         ]
         title = (
             f"pipeline of {count(schedule.ranks, 'rank')}, {schedule.name}, "
-            f"micro-batches {schedule.microbatches}; inputs are those of one micro-batch"
+            f"micro-batches {schedule.microbatches}; inputs are one micro-batch"
         )
         notes = (
-            "rank 0 has what comes before the blocks, the last rank has the head and the loss\n"
-            f"collectives and time are those of rank {self.slowest}, memory is that of rank {self.largest}"
+            "rank 0 has the modules before the blocks, the last rank has the head and the loss\n"
+            f"collectives and time: rank {self.slowest}, the slowest; memory: rank {self.largest}, the"
+            " largest"
         )
         return f"{title}\n{drawn([head, *rows])}\n{notes}"
 

@@ -41,13 +41,13 @@ def keywords(caller: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in options.items():
         if isinstance(value, Tensor):
             raise OptionError(
-                f"{caller}: {name!r} is an option of {caller}, found a tensor; to pass the model an argument"
+                f"{caller}: {name!r} is an option of {caller}, not a tensor; to pass the model an argument"
                 f" of that name, write kwargs={{{name!r}: …}}"
             )
     taken, open_ended = _parameters(model)
     for name in inline:
         if kwargs is not None and name in kwargs:
-            raise OptionError(f"{caller}: {name!r} is given both as a keyword and in kwargs")
+            raise OptionError(f"{caller}: {name!r} is both a keyword and a key of kwargs: pass it once")
         if name in taken:
             continue
         slip = difflib.get_close_matches(name, options, n=1, cutoff=_NEAR)

@@ -111,7 +111,7 @@ def _advice(spec: str, path: Path) -> str:
     """Returns advice for common wrong specs: weight files, Python files, names on the hub."""
     if path.suffix == ".py":
         module = path.with_suffix("").as_posix().replace("/", ".")
-        return f"; for a function in a Python file write {module}:NAME"
+        return f"; write {module}:NAME for a function in a Python file"
     if path.is_file():
         return f": {path.name} is a file of another kind"
     if spec.count("/") == 1 and not path.exists() and path.suffix not in (".py", ".json"):

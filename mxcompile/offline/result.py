@@ -160,7 +160,7 @@ def _totals(launches: Sequence[Launch]) -> str:
     alone = ", ".join(f"{count} of {_ORIGINS[kind]}" for kind, count in sorted(casts.items()))
     return (
         f"{len(launches)} launches, {generated} generated, {moved:,.1f} MB moved\n"
-        f"casts on their own: {alone or 'none'}"
+        f"separate casts: {alone or 'none'}"
     )
 
 

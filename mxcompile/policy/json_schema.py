@@ -29,8 +29,8 @@ def _policy() -> dict[str, Any]:
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "mxcompile policy",
-        "description": "Which GEMMs go to MXFP8 and in which format. For each layer the first rule that"
-        " matches decides; where none does, the preset.",
+        "description": "Selects the GEMMs that run in MXFP8, and their formats. For each layer the first"
+        " rule that matches decides; where none does, the preset.",
         "type": "object",
         "properties": {
             "version": VERSION_VALUE.json,
@@ -67,7 +67,7 @@ def _rule() -> dict[str, Any]:
 
 def _match() -> dict[str, Any]:
     return {
-        "description": "Which layers: every key given must hold.",
+        "description": "Selects layers: a layer must match every key.",
         "type": "object",
         "properties": {key: value.json for key, value in schema.MATCH.items()},
         "minProperties": 1,

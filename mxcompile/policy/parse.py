@@ -76,7 +76,7 @@ def parse_data(data: Any, source: Origin) -> tuple[str, tuple[Rule, ...]]:
         kind = "nothing" if data is None else type(data).__name__
         raise source.error(
             (),
-            f"a policy is a mapping with the keys {_words(schema.TOP)}, found {kind}:"
+            f"a policy must be a mapping with the keys {_words(schema.TOP)}, found {kind}:"
             f" start with 'version: {VERSION}'",
         )
     _check_keys(data, schema.TOP, (), source)
@@ -120,7 +120,7 @@ def rule_words(numbers: Sequence[int]) -> str:
 def _parse_rule(raw: Any, path: Path, preset: Preset, source: Origin) -> Rule:
     if not isinstance(raw, dict):
         raise source.error(
-            path, f"a rule is a mapping with the keys {_words(schema.RULE)}, found {shown(raw)}"
+            path, f"a rule must be a mapping with the keys {_words(schema.RULE)}, found {shown(raw)}"
         )
     _check_keys(raw, schema.RULE, path, source)
     for key in schema.RULE:

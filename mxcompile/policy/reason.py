@@ -60,10 +60,10 @@ _WORDS = {
     Code.NOT_COMPILED: "outside the compiled graphs",
     Code.NO_PLAN: "no compiled graph reads its weight; it may run uncompiled",
     Code.OPERATOR: "unsupported operator {}",
-    Code.OPERAND: "unsupported operand",
-    Code.DTYPE: "unsupported dtype {}",
+    Code.OPERAND: "an operand of unknown shape and dtype",
+    Code.DTYPE: "unsupported dtype {}: use FP32, BF16 or FP16",
     Code.LAYOUT: "unsupported layout {}",
-    Code.FACTORS: "unsupported alpha or beta",
+    Code.FACTORS: "alpha or beta is not a number",
     Code.AUTOCAST_OFF: "the model turns autocast off here",
     Code.CUT: "decided on a part of the model: {}",
     Code.NO_HISTORY: "scales of current tensors, no history: the weight is not a parameter of the graph",
@@ -79,7 +79,7 @@ class Reason(str):
     """A reason. Its string value is the sentence.
 
     code: kind of the reason. facts: values in the sentence, in order: ``Reason(Code.DTYPE, "int8")`` is
-    "unsupported dtype int8".
+    "unsupported dtype int8: use FP32, BF16 or FP16".
     """
 
     __slots__ = ("code", "facts")

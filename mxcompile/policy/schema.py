@@ -35,7 +35,9 @@ MATCH: dict[str, Value] = {
     "name": listed(values.NAME_PATTERN).says(
         "Glob over the whole module path, '*' crosses dots; or 're:' and a full-match regular expression."
     ),
-    "role": listed(word("role", table(Role))).says("What the layer does, found from the graph's structure."),
+    "role": listed(word("role", table(Role))).says(
+        "Function of the layer, found from the graph's structure."
+    ),
     "module": listed(values.CLASS_NAME).says("Class name of the module that runs the layer."),
     "blocks": values.ENDS.says("In the first or last repeated blocks of the model, of every stack of them."),
     "min_m": values.POSITIVE.says("Least number of tokens of the forward GEMM."),

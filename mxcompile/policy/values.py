@@ -100,7 +100,7 @@ def _name_pattern(value: Any) -> str:
     space = "\n\t" if value.startswith("re:") else ""  # verbose expressions may have newlines and tabs
     hidden = next((s for s in value if unicodedata.category(s) in ("Cc", "Cf") and s not in space), None)
     if hidden is not None:
-        raise Invalid(f"{shown(value)} holds the invisible character U+{ord(hidden):04X}: remove it")
+        raise Invalid(f"{shown(value)} contains the invisible character U+{ord(hidden):04X}: remove it")
     if value.startswith("re:"):
         try:
             re.compile(value.removeprefix("re:"))

@@ -59,8 +59,8 @@ _Loader.yaml_implicit_resolvers = {
 _HINTS = {
     "alias": "quote a glob that starts with '*'",
     r"'\t'": "indent with spaces, not tabs",
-    "another document": "a policy is one document: remove what follows '---'",
-    "mapping values are not allowed": "check the indentation, and quote a value that holds ': '",
+    "another document": "a policy is one document: remove '---' and the lines after it",
+    "mapping values are not allowed": "check the indentation, and quote a value that contains ': '",
     "block mapping": "check the indentation",
     "flow": "close every '[' and '{'",
     "quoted scalar": "close the quote",
@@ -145,8 +145,6 @@ class _NodeReader:
                 raise YamlProblem(f"a key must be a word, found {text}", line)
             if key in result:
                 first = self.lines[(*path, key)]
-                raise YamlProblem(
-                    f"duplicate key {shown(key)}, first given in line {first}: remove one", line
-                )
+                raise YamlProblem(f"duplicate key {shown(key)}, first in line {first}: remove one", line)
             result[key] = self.value(value_node, (*path, key))
         return result

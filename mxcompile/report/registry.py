@@ -158,7 +158,7 @@ class Registry:
             self._report(same).save(path)
         except Exception as error:  # no failure of a report may stop compilation or training
             if path not in self._failing:
-                log.warning("the report is not written, and what is compiled goes on: %s", error)
+                log.warning("cannot write the report, and the model goes on without it: %s", error)
             self._failing.add(path)
         else:
             self._failing.discard(path)

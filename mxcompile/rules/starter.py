@@ -26,8 +26,8 @@ def starter(preset: str, layers: Sequence[Layer], model: str) -> str:
     products = [layer for layer in layers if layer.role in ATTENTION_PRODUCTS]
     roles = list(dict.fromkeys(layer.role for layer in linear))
     lines = [
-        f"# Policy for {printable(model)}: as written, what the preset {preset} decides.",
-        "# For each layer the first rule that matches decides; what no rule matches follows the preset.",
+        f"# Policy for {printable(model)}: decides as the preset {preset} until you change it.",
+        "# For each layer the first rule that matches decides; layers without a rule follow the preset.",
         "# Sizes are of the forward GEMM: m tokens, n output features, k input features.",
         "",
         f"version: {VERSION}",

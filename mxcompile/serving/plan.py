@@ -114,7 +114,7 @@ def _refuse_sharded(model: nn.Module) -> None:
         if hasattr(parameter, "device_mesh") and hasattr(parameter, "placements"):
             raise ModelError(
                 f"{path} is sharded (a DTensor): store the weights before the model is sharded,"
-                " or load a checkpoint that holds them stored"
+                " or load a checkpoint of stored weights"
             )
 
 

@@ -104,8 +104,8 @@ def _store(weight: StoredWeight, places: Sequence[Owner]) -> StoredWeight:
 def _obstacle(parameter: Tensor, weight: StoredWeight) -> str:
     """Returns why a parameter cannot be stored as planned, "" if it can."""
     if type(parameter) not in (nn.Parameter, Tensor):
-        return f"its type is {type(parameter).__name__}"
+        return f"its type is {type(parameter).__name__}, not Parameter or Tensor"
     if parameter.dtype not in _SOURCES:
-        return f"its dtype is {str(parameter.dtype).removeprefix('torch.')}"
+        return f"its dtype is {str(parameter.dtype).removeprefix('torch.')}, not a float of 16, 32 or 64 bits"
     assert weight.form is not None
     return weight.form.elem.unstorable(parameter.shape[weight.block_dim])

@@ -56,7 +56,7 @@ def _check_global(global_scale: Tensor, qdata: Tensor, block_dim: int) -> None:
     if not fits:
         raise FormatError(
             f"global_scale has shape {tuple(global_scale.shape)}; qdata {tuple(qdata.shape)} in blocks along"
-            f" dimension {block_dim} takes one number, or sizes 1 or those of {tuple(whole)}"
+            f" dimension {block_dim} takes one number, or sizes of 1 or as in {tuple(whole)}"
         )
 
 

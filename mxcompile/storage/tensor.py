@@ -210,8 +210,8 @@ class MXTensor(Tensor):
     def storage(self) -> Any:
         """Raises `FormatError`, because each part has its own storage. Safetensors calls it at save."""
         raise FormatError(
-            "an MXTensor is several tensors and has no storage of its own: a model that has some is saved by"
-            " mxcompile.save_quantized(model, directory), its state_dict by torch.save"
+            "an MXTensor consists of several tensors and has no single storage: save a model with MXTensors"
+            " by mxcompile.save_quantized(model, directory), or its state_dict by torch.save"
         )
 
     def share_memory_(self) -> MXTensor:

@@ -110,7 +110,7 @@ class StoredWeights:
 
     def __str__(self) -> str:
         stored = [weight for weight in self.weights if weight.stored]
-        share = f", {self.num_bytes / self.bytes_bf16:.1%} of what they take in BF16" if stored else ""
+        share = f", {self.num_bytes / self.bytes_bf16:.1%} of their bytes in BF16" if stored else ""
         counted = f"{len(stored)} of {len(self.weights)} weights"
         precisions = labels(weight.precision for weight in stored)
         head = f"{counted} in {precisions}: {byte_count(self.num_bytes)}{share}"

@@ -40,8 +40,8 @@ def from_attention(site: Site) -> bool:
 
 def _behind_attention(site: Site) -> Holds | Fails:
     if not site.sources(Source.ATTENTION):
-        return Fails("its input is not made by an attention")
-    return Holds("its input is what an attention made")
+        return Fails("no attention computes its input")
+    return Holds("an attention computes its input")
 
 
 def _is_no_expert(site: Site) -> Holds | Fails:

@@ -19,7 +19,7 @@ def _starts_stream(site: Site) -> Holds | Fails:
 
 def _is_not_cut(site: Site) -> Holds | Fails:
     if site.sources(Source.CUT):
-        return Fails("the graph was cut before it, which may hide what it belongs to")
+        return Fails("the graph is cut before it, which may hide its role")
     return Holds("")
 
 

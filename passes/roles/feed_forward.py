@@ -57,7 +57,7 @@ def _feeds_last(site: Site) -> Holds | Fails:
     if origins.get(site.node, 0) & GATED and not site.followers:
         gated = [other for other, marks in origins.items() if marks & GATED and _ends_network(other, site)]
         if gated:
-            return Holds(f"its result gates that of {named(gated)}")
+            return Holds(f"its result gates the result of {named(gated)}")
     return Fails("no layer that ends a feed-forward network reads its result through an activation")
 
 
@@ -76,7 +76,7 @@ def _is_routed(site: Site) -> Holds | Fails:
         if other.chosen:
             return Holds(f"a top-k chose {who} input")
         if other.used(WEIGHED):
-            return Holds(f"what a top-k chose weights {who} result")
+            return Holds(f"weights from a top-k multiply {who} result")
         if other.stacked or packet(near) is aten._grouped_mm:
             return Holds(f"{who} weight is a stack of matrices")
     return Fails("no tokens are routed to it")

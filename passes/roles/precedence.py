@@ -57,9 +57,9 @@ def role_of(site: Site) -> tuple[Role, Evidence]:
     if passed_on is not None:
         role, answer = passed_on
         return role, Evidence(holds=answer.says, nearest=_words(nearest))
-    says = "no statement about a role holds"
+    says = "no role's conditions are true"
     if site.cut:
-        says = f"the graph was cut, which hides what it belongs to: {says}"
+        says = f"the graph is cut, which may hide its role: {says}"
     return Role.OTHER, Evidence(holds=says, nearest=_words(nearest))
 
 

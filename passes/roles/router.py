@@ -19,8 +19,8 @@ def _enters_top_k(site: Site) -> Holds | Fails:
 
 def _choice_is_used(site: Site) -> Holds | Fails:
     if site.used(CHOOSES):
-        return Holds("what that chose is used by later layers")
-    return Fails("no later layer uses what that chose")
+        return Holds("later layers use the choice of the top-k")
+    return Fails("no later layer uses the choice of the top-k")
 
 
 CLAUSES: tuple[Clause, ...] = (_enters_top_k, _choice_is_used)

@@ -115,8 +115,8 @@ def test_sizes_are_positive(option: str, value: str, capsys: pytest.CaptureFixtu
 NAMES = {
     "meta-llama/Llama-3.1-8B": "download its config.json and name the directory: nothing is downloaded here",
     "settings.toml": "settings.toml is a file of another kind",
-    "src/model.py": "for a function in a Python file write src.model:NAME",
-    "mine.py": "for a function in a Python file write mine:NAME",
+    "src/model.py": "write src.model:NAME for a function in a Python file",
+    "mine.py": "write mine:NAME for a function in a Python file",
     "nothing": "is neither package.module:factory",
     "gema": "there is no directory gema (did you mean 'gemma'?)",
 }

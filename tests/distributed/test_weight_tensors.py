@@ -97,7 +97,7 @@ def test_on_one_rank_codes_and_scales_are_one_tensor():
     [
         (2, (48, 64), "48 of its 96 rows on each of 2 ranks are not a multiple of 32"),
         (5, (20, 64), "its 96 rows do not come in equal shards on 5 ranks"),
-        (3, (96, 22), "a rank holds 96×22 of it, not 32×64"),
+        (3, (96, 22), "a rank has a shard of 96×22, not 32×64"),
     ],
 )
 def test_shards_that_are_no_tiles_are_refused(ranks: int, shard: tuple[int, int], said: str):

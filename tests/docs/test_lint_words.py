@@ -96,3 +96,31 @@ def test_strict_function_docstring_without_verb_in_s_is_a_fault():
     assert list(lint_words.strict("f.py", source)) == [
         'f.py:1: begin with a verb, as "Returns", or with "Whether": Return'
     ]
+
+
+@pytest.mark.parametrize(
+    ("statement", "fault"),
+    [
+        ('raise OptionError(f"`{name}` is a number, found {value}")', 'say "must be", as in '),
+        ('log.warning("%s keeps what was compiled", name)', 'name the noun instead of "what"'),
+        ('reason = "the number of groups is not known"', "say what the user has"),
+        ('command.add_argument("x", help="a file, that of a report")', "use the noun"),
+        ('draft.note(path, f"{name} is no GEMM of the layer")', 'say "is not a"'),
+    ],
+)
+def test_message_rule_finds_string(statement: str, fault: str):
+    (line,) = lint_words.messages("f.py", ast.parse(f"import x\n{statement}\n"))
+    assert line.startswith(f"f.py:2: {fault}")
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        '"""A docstring has other rules: what is returned."""',
+        'raise OptionError(f"`{name}` must be a number, found {value}: pass 1")',
+        'code = "{% if what is set %}\\n    acc = what is it\\n"',
+        "word = 'that of'",
+    ],
+)
+def test_message_rules_pass_over_code_and_short_strings(statement: str):
+    assert list(lint_words.messages("f.py", ast.parse(statement))) == []

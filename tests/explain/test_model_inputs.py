@@ -92,7 +92,7 @@ def test_an_argument_of_the_model_goes_through():
 
 
 def test_twice_is_an_error():
-    with pytest.raises(OptionError, match="both as a keyword and in kwargs"):
+    with pytest.raises(OptionError, match="both a keyword and a key of kwargs"):
         mxcompile.explain(Loss(), X, scale=2.0, kwargs={"scale": 3.0})
 
 

@@ -41,7 +41,7 @@ def test_a_layer_that_is_not_quantized_says_what_came_nearest_and_what_that_lack
     lone = mxcompile.explain(why_model.nn.Linear(64, 64), why_model.torch.randn(2, 64), training=False)
     (other,) = lone.why()
     assert (other.role, other.precision) == ("other", "bf16")
-    assert other.evidence == "no statement about a role holds"
+    assert other.evidence == "no role's conditions are true"
     assert other.nearest.startswith("head: ")
     assert "; but " in other.nearest
 

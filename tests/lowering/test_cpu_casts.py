@@ -257,7 +257,8 @@ def test_compilers_are_not_to_take_out_what_rounds(caplog: pytest.LogCaptureFixt
         flags = cpp_builder._get_ffast_math_flags()
     assert {"fno-unsafe-math-optimizations", "ffp-contract=off"} <= {*flags}
     assert caplog.messages == [
-        "config.cpp.enable_unsafe_math_opt_flag is False in what mxfp8 compiles: casts round by additions"
+        "config.cpp.enable_unsafe_math_opt_flag is False in graphs that mxfp8 compiles, whose casts round by"
+        " exact additions"
     ]
 
 

@@ -229,7 +229,7 @@ def test_an_unsupported_dtype_falls_back_with_the_reason(warnings):
     linear = [gemm for gemm in gemms() if gemm.name in LINEARS]
     assert len(linear) == 3 * len(LINEARS)
     assert {gemm.precision for gemm in linear} == {"bf16"}
-    assert {gemm.reason for gemm in linear} == {"unsupported dtype float64"}
+    assert {gemm.reason for gemm in linear} == {"unsupported dtype float64: use FP32, BF16 or FP16"}
     assert {gemm.formats for gemm in linear} == {()}
     assert warnings() == []
 
@@ -243,7 +243,9 @@ def test_in_strict_mode_every_refused_gemm_is_named_at_once():
     first, *refused = str(error).splitlines()
     assert first == REFUSED
     assert sorted(line.strip() for line in refused) == [
-        f"{name} {gemm}: unsupported dtype float64" for name in LINEARS for gemm in ("dgrad", "fprop")
+        f"{name} {gemm}: unsupported dtype float64: use FP32, BF16 or FP16"
+        for name in LINEARS
+        for gemm in ("dgrad", "fprop")
     ]
 
 
@@ -254,7 +256,7 @@ def test_in_strict_mode_rules_and_refused_layers_are_raised_together():
     assert type(caught.value.inner_exception) is UnsupportedError
     assert str(caught.value.inner_exception).splitlines() == [
         REFUSED,
-        "  1.c fprop: unsupported dtype float64",
+        "  1.c fprop: unsupported dtype float64: use FP32, BF16 or FP16",
         "policy: rule 1: '1.bb' matched no layer (did you mean '1.b'?)",
         "policy: rule 2 matched no layer",
     ]

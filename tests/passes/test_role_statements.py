@@ -141,7 +141,8 @@ def test_a_top_k_makes_a_router_where_its_choice_is_used():
     found = tags(Routed(False), tokens())["scores"]
     assert str(found.role) == "head"
     assert (
-        found.evidence.nearest == "router: its result enters a top-k; but no later layer uses what that chose"
+        found.evidence.nearest
+        == "router: its result enters a top-k; but no later layer uses the choice of the top-k"
     )
 
 

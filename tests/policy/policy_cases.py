@@ -71,12 +71,12 @@ KEYS = {
     "duplicate top-level key": Broken(
         "version: 1\npreset: ocp\npreset: nvidia\n",
         3,
-        "duplicate key 'preset', first given in line 2",
+        "duplicate key 'preset', first in line 2",
     ),
     "duplicate key in a rule": Broken(
         rules("match: {role: qkv}\n    use: bf16\n    match: {role: head}"),
         5,
-        "duplicate key 'match', first given in line 3",
+        "duplicate key 'match', first in line 3",
     ),
     "duplicate key in a flow mapping": Broken(match("{role: qkv, role: head}"), 3, "duplicate key"),
     "number for a key": Broken("version: 1\n1: 2\n", 2, "a key must be a word, found '1'"),
@@ -145,8 +145,8 @@ WORDS = {
 }
 
 TYPES = {
-    "a list for the policy": Broken("- version\n", 1, "a policy is a mapping with the keys version"),
-    "a word for the policy": Broken("hello\n", 1, "a policy is a mapping with the keys version"),
+    "a list for the policy": Broken("- version\n", 1, "a policy must be a mapping with the keys version"),
+    "a word for the policy": Broken("hello\n", 1, "a policy must be a mapping with the keys version"),
     "word for version": Broken("version: one\n", 1, "policy version 1, found 'one'"),
     "string for version": Broken("version: '1'\n", 1, "policy version 1, found '1'"),
     "fraction for version": Broken("version: 1.0\n", 1, "policy version 1, found 1.0"),
@@ -157,8 +157,8 @@ TYPES = {
     "list for preset": Broken("version: 1\npreset: [ocp]\n", 2, "unknown preset ['ocp']", "ocp"),
     "mapping for rules": Broken("version: 1\nrules: {match: a}\n", 2, "expected a list of rules"),
     "word for rules": Broken("version: 1\nrules: bf16\n", 2, "expected a list of rules, found str"),
-    "word for a rule": Broken(rules("bf16"), 3, "a rule is a mapping with the keys match, use"),
-    "nothing for a rule": Broken(rules(""), 3, "a rule is a mapping with the keys match, use"),
+    "word for a rule": Broken(rules("bf16"), 3, "a rule must be a mapping with the keys match, use"),
+    "nothing for a rule": Broken(rules(""), 3, "a rule must be a mapping with the keys match, use"),
     "word for match": Broken(match("qkv"), 3, "at least one of name, role, module"),
     "nothing for match": Broken(match(""), 3, "at least one of name, role, module"),
     "list for match": Broken(match("[{role: qkv}]"), 3, "at least one of name, role, module"),
@@ -343,7 +343,7 @@ SYNTAX = {
     "bracket left open": Broken("version: 1\nrules: [\n", 3, "not valid YAML"),
     "quote left open": Broken("version: 1\npreset: 'ocp\n", 3, "found unexpected end of stream"),
     "indentation off": Broken("version: 1\n  preset: ocp\n", 2, "mapping values are not allowed"),
-    "colon without a space": Broken("version:1\n", 1, "a policy is a mapping"),
+    "colon without a space": Broken("version:1\n", 1, "a policy must be a mapping"),
     "glob without quotes": Broken(match("{name: *.mlp}"), 3, "quote a glob that starts with '*'"),
     "word like an alias": Broken(match("{name: *mlp}"), 3, "quote a glob that starts with '*'"),
     "Latin-1 bytes": Broken(b"version: 1\n# caf\xe9\n", 2, "not UTF-8 text"),

@@ -210,7 +210,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
         {"q_stage": {"q_modifiers": {"GPTQModifier": {"targets": "re:(", "scheme": "FP8"}}}},
         "GPTQModifier: 're:(.*' is not a regular expression",
     ),
-    "a list": ([1], "a recipe is a mapping of stages"),
+    "a list": ([1], "a recipe must be a mapping of stages"),
 }
 
 

@@ -176,7 +176,7 @@ def test_what_a_policy_cannot_say_is_said(tmp_path: Path):
     said = " ".join(made.notes)
     assert "fp8_dpa: has no counterpart here" in said
     assert "'mine' is not in the policy language" in said
-    assert "every rank has its own history" in said
+    assert "every rank has a separate history" in said
     assert not imported("recipe: Float8BlockScaling\n", tmp_path).notes
     assert not imported("recipe: Float8BlockScaling\nuse_f32_scales: true\n", tmp_path).notes
 

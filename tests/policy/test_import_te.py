@@ -240,7 +240,7 @@ BROKEN = {
     ),
     "a feature that is none": (
         f"{ON}  layers: {{layer_types: [a]}}\n  transformer_engine:\n    DisableFP8Layer: yes\n",
-        "a feature is a mapping, found True",
+        "a feature must be a mapping, found True",
     ),
 }  # fmt: skip
 

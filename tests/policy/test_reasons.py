@@ -12,7 +12,7 @@ from mxcompile.policy import Code, Layer, Policy, Reason, Role
 
 def test_the_sentence_names_the_facts():
     reason = Reason(Code.DTYPE, "int8")
-    assert reason == "unsupported dtype int8"
+    assert reason == "unsupported dtype int8: use FP32, BF16 or FP16"
     assert (reason.code, reason.facts) == (Code.DTYPE, ("int8",))
 
 

@@ -320,7 +320,7 @@ def test_show_says_why_a_layer_cannot_go():
         GemmRecord(name=f"{i}.a", role="ffn_in", gemm=gemm, m=1, n=2, k=3, precision=precision, reason=reason)
         for i in range(2)
         for gemm, precision, reason in (
-            ("fprop", "bf16", "unsupported dtype float64"),
+            ("fprop", "bf16", "unsupported dtype float64: use FP32, BF16 or FP16"),
             ("dgrad", "mxfp8", "policy: rule 1"),
         )
     ]

@@ -206,7 +206,7 @@ def test_the_headline_counts_what_stays_as_it_was():
     every = sum(getattr(p, "stored_bytes", p.nbytes) for p in model.parameters() if p.ndim > 1)
     bf16 = 2 * sum(p.numel() for p in model.parameters() if p.ndim > 1)
     first, second = str(table).splitlines()[:2]
-    assert first == "6 of 7 weights in MXFP8: 74.2 KiB, 51.6% of what they take in BF16"
+    assert first == "6 of 7 weights in MXFP8: 74.2 KiB, 51.6% of their bytes in BF16"
     assert second == f"all 7 weights: {every / 1024:.1f} KiB, {every / bf16:.1%} of BF16"
 
 

@@ -153,7 +153,7 @@ def _notes(session: Session, outcome: Outcome) -> tuple[str, ...]:
     if outcome.loss is None:
         notes.append(
             "gradients were not audited: the model returned no loss; let it return a scalar or an output with"
-            " .loss (most models do when given labels), or pass loss_fn"
+            " .loss (most models do with labels), or pass loss_fn"
         )
     elif outcome.gradients is None:
         notes.append(

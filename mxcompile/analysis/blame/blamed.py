@@ -119,7 +119,7 @@ class Blamed(MeasuredPolicy, Findings):
         if exceeds(whole, self._sum):
             return [
                 f"THE SUM OF THE PARTS IS NOT THE WHOLE: together they do more, {_share(whole.size)} instead"
-                f" of {_share(self._sum)}; the column 'without' shows what is left without a layer"
+                f" of {_share(self._sum)}; the column 'without' shows the rest without a layer"
             ]
         if falls_short(whole, self._sum):
             return [

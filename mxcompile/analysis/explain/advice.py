@@ -40,7 +40,7 @@ def _of_fp32(report: Report) -> list[str]:
         return []
     return [
         f"this model is FP32: its products are estimated at the {peak.fp32_tflops:g} TFLOP/s of FP32, where"
-        f" BF16 has {peak.bf16_tflops:g}; for an estimate in BF16 use model.to(torch.bfloat16), autocast or"
+        f" BF16 has {peak.bf16_tflops:g}; to estimate in BF16, use model.to(torch.bfloat16), autocast or"
         " --dtype bf16"
     ]
 

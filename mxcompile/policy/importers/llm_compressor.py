@@ -66,7 +66,7 @@ def convert(data: Any, draft: Draft) -> None:
 def _modifiers(data: Any, draft: Draft) -> Iterable[tuple[str, dict[str, Any], Path]]:
     """Yields name, settings and path of every modifier, in order."""
     if not isinstance(data, dict):
-        raise draft.source.error((), "a recipe is a mapping of stages")
+        raise draft.source.error((), "a recipe must be a mapping of stages")
     if "quantization_config" in data or "config_groups" in data:
         nested = "quantization_config" in data
         inner = data["quantization_config"] if nested else data

@@ -19,7 +19,7 @@ from mxcompile.policy.importers.draft import Draft
 from mxcompile.policy.model import Backward, Gemm
 
 NAME = "recipe"
-TOOL = "an FP8 training recipe; the layers are those of its preset here"
+TOOL = "an FP8 training recipe; the preset selects the layers"
 PRESET = "nvidia"
 
 _KEY = "recipe"
@@ -37,7 +37,9 @@ def recognises(data: Any) -> bool:
 def convert(data: Any, draft: Draft) -> None:
     """Sets the preset of `draft` and adds a rule for the fields that differ from it."""
     if not isinstance(data, dict) or _KEY not in data:
-        raise draft.source.error((), f"a recipe is a mapping with the key {_KEY!r} and the recipe's fields")
+        raise draft.source.error(
+            (), f"a recipe must be a mapping with the key {_KEY!r} and the recipe's fields"
+        )
     name = data[_KEY]
     if not isinstance(name, str) or name not in _RECIPES:
         raise draft.source.error((_KEY,), not_allowed("recipe", name, _RECIPES))
@@ -67,7 +69,7 @@ def _delayed(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
     history = 1 if algorithm == "most_recent" else data.get("amax_history_len", 1024)
     use = {"scaling": "delayed", "history": history, "margin": data.get("margin", 0)}
     if data.get("reduce_amax", True) is not False:
-        draft.note((_KEY,), "amax is reduced over ranks there; here every rank has its own history")
+        draft.note((_KEY,), "amax is reduced over ranks there; here every rank has a separate history")
     return {**use, **_gradient(data, "HYBRID", draft)}
 
 

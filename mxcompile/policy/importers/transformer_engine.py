@@ -48,12 +48,12 @@ def recognises(data: Any) -> bool:
 def convert(data: Any, draft: Draft) -> None:
     """Adds the rules of every enabled section to `draft`."""
     if not isinstance(data, dict):
-        raise draft.source.error((), "a debug file is a mapping of sections")
+        raise draft.source.error((), "a debug file must be a mapping of sections")
     for name, section in data.items():
         path: Path = (name,)
         if not isinstance(section, dict):
             raise draft.source.error(
-                path, "a section is a mapping with the keys enabled, layers and features"
+                path, "a section must be a mapping with the keys enabled, layers and features"
             )
         if "enabled" not in section:
             raise draft.source.error(path, "the key 'enabled' is missing: add 'enabled: True'")
@@ -144,7 +144,7 @@ def _features(section: dict[str, Any], path: Path, draft: Draft) -> _Uses:
     later: list[tuple[dict[str, Any], Path]] = []
     for name, config, at in given:
         if not isinstance(config, dict):
-            raise draft.source.error(at, f"a feature is a mapping, found {shown(config)}")
+            raise draft.source.error(at, f"a feature must be a mapping, found {shown(config)}")
         if not config.get("enabled", True):
             draft.note(at, "is disabled there")
         elif name.lower() in _FAKE_QUANT:
