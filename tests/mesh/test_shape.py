@@ -26,7 +26,7 @@ def test_axes_are_read_in_order():
         ("dp=-1", ": expected axes with their sizes"),
         ("dp=two", ": expected axes with their sizes"),
         ("dp=2,dp=4", "names an axis twice"),
-        ("dp=0", "without ranks"),
+        ("dp=0", "has an axis of size 0"),
     ],
 )
 def test_other_words_are_errors(text: str, fault: str):

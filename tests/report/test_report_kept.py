@@ -39,4 +39,4 @@ def test_headline_says_what_is_not_in_the_share():
 
 
 def test_nothing_seen_is_said():
-    assert "no matrix product was seen" in str(report())
+    assert "no matrix product was captured" in str(report())
