@@ -97,7 +97,9 @@ def add_parallel(command: argparse.ArgumentParser) -> None:
 
 def add_policy(command: argparse.ArgumentParser) -> None:
     """Adds the flag for the policy."""
-    command.add_argument("--policy", default="nvidia", metavar="PRESET|FILE", help="default nvidia")
+    command.add_argument(
+        "--policy", default="nvidia", metavar="PRESET|FILE", help="policy to apply (default nvidia)"
+    )
 
 
 def policies_of(words: str) -> list[Policy]:
@@ -110,7 +112,7 @@ def policies_of(words: str) -> list[Policy]:
 def add_output(command: argparse.ArgumentParser, what: str) -> None:
     """Adds the flags for the output file. what: its help text."""
     command.add_argument("-o", "--output", type=Path, metavar="FILE", help=what)
-    command.add_argument("--force", action="store_true", help="overwrite FILE")
+    command.add_argument("--force", action="store_true", help="overwrite the output file")
 
 
 def add_folder(command: argparse.ArgumentParser, what: str, default: Path | None = None) -> None:

@@ -39,7 +39,7 @@ def add_measured(command: argparse.ArgumentParser) -> None:
         help="safetensors to load the model's weights from, such as a checkpoint of a run",
     )
     command.add_argument("--inference", action="store_true", help="evaluation mode, forward only")
-    command.add_argument("--device", default="cpu", help="where to run, such as cuda (default cpu)")
+    command.add_argument("--device", default="cpu", help="device to run on, such as cuda (default cpu)")
     command.add_argument("--seed", type=int, default=0, help="seed of random weights and inputs (default 0)")
 
 
@@ -113,7 +113,7 @@ def add_to(commands: Any) -> None:
         help="print one table instead: by role, by block, or by share cast to zero",
     )
     command.add_argument(
-        "--plots", type=Path, metavar="DIR", help="draw gemms.png, tensors.png, scales.png there"
+        "--plots", type=Path, metavar="DIR", help="folder for the pictures gemms.png, tensors.png, scales.png"
     )
     command.add_argument(
         "--compare",

@@ -21,7 +21,7 @@ def add_to(commands: Any) -> None:
     """Adds the command to the parser."""
     command = commands.add_parser(
         "codegen",
-        help="generate the code for a GPU that is not here",
+        help="generate and cross-compile the kernels for a GPU, without the GPU",
         description="Generate, cross-compile and count the kernels that a training step of a model would"
         " run on a GPU, on a machine without it. Exit status 1 if a kernel could not run there.",
     )

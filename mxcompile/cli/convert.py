@@ -11,19 +11,21 @@ def add_to(commands: Any) -> None:
     """Adds the command to the parser."""
     command = commands.add_parser(
         "convert",
-        help="write a checkpoint with its policy-chosen weights in MXFP8, MXINT8, MXFP4 or NVFP4",
-        description="Write a safetensors checkpoint again, weights in MXFP8 with half their bytes, weights"
-        " in MXFP4 with a quarter, as the policy decides. The input is only read; OUT appears whole or not"
-        " at all; after a kill the same command starts anew. Every converted weight is read back and"
+        help="write a copy of a checkpoint with weights in MXFP8, MXINT8, MXFP4 or NVFP4",
+        description="Write a copy of a safetensors checkpoint with weights in MXFP8 or MXINT8 (half the bytes),"
+        " MXFP4 or NVFP4 (a quarter), as the policy decides. IN is only read. OUT appears when it is complete;"
+        " after an interruption run the same command again. Every converted weight is read back and"
         " measured.",
     )
     command.add_argument("source", metavar="IN", type=Path, help="directory of safetensors, or one file")
     command.add_argument("target", metavar="OUT", type=Path, help="directory to write, which must not exist")
-    command.add_argument("--policy", default="inference", metavar="PRESET|FILE", help="default inference")
+    command.add_argument(
+        "--policy", default="inference", metavar="PRESET|FILE", help="policy to apply (default inference)"
+    )
     command.add_argument(
         "--layout",
         default="compressed-tensors",
-        help="compressed-tensors (default), torchao, or for MXFP8 alone modelopt or mxfp8",
+        help="layout of OUT: compressed-tensors (default), torchao, or modelopt or mxfp8 for MXFP8",
     )
     command.add_argument(
         "--model",

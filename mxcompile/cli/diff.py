@@ -69,14 +69,16 @@ def add_to(commands: Any) -> None:
     command.add_argument(
         "new", type=Path, metavar="NEW.json", help="a report or an audit, the same kind as OLD.json"
     )
-    command.add_argument("--format", choices=("text", "markdown"), default="text", help="default text")
+    command.add_argument(
+        "--format", choices=("text", "markdown"), default="text", help="form of the output (default text)"
+    )
     command.add_argument(
         "--fail-on",
         type=condition,
         action="append",
         metavar="CONDITION",
-        help="fallback, share-drop=1%% (of the FLOPs, quantized) or, of audits, sqnr-drop=1dB (of a GEMM);"
-        " may be repeated (default: fallback and share-drop=1%%)",
+        help="changes that fail: fallback, share-drop=1%% (of the quantized FLOPs) or, for audits,"
+        " sqnr-drop=1dB (of a GEMM); may be repeated (default: fallback and share-drop=1%%)",
     )
     command.set_defaults(run=run)
 

@@ -31,7 +31,9 @@ def add_to(commands: Any) -> None:
     )
     add_model(command)
     add_policy(command)
-    command.add_argument("--target", default="auto", help="cpu, sm_90, sm_100, gfx950, … (default auto)")
+    command.add_argument(
+        "--target", default="auto", help="chip: cpu, sm_90, sm_100, gfx950, … (default auto)"
+    )
     command.add_argument("--inference", action="store_true", help="forward only")
     command.add_argument(
         "--compare",

@@ -36,7 +36,9 @@ def add_to(commands: Any) -> None:
         " such as 1024: compare all meshes of 1024 ranks, the fastest first, which needs --links",
     )
     add_policy(command)
-    command.add_argument("--target", default="auto", help="cpu, sm_90, sm_100, gfx950, … (default auto)")
+    command.add_argument(
+        "--target", default="auto", help="chip: cpu, sm_90, sm_100, gfx950, … (default auto)"
+    )
     command.add_argument("--inference", action="store_true", help="forward only")
     add_parallel(command)
     command.add_argument(

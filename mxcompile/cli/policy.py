@@ -54,7 +54,7 @@ def _add_show(actions: Any) -> None:
         help="print the decision of a policy for every layer of a model",
         description="Print precision and formats of every layer of a model, and the rule that decided.",
     )
-    show.add_argument("policy", metavar="PRESET|FILE", help="the policy")
+    show.add_argument("policy", metavar="PRESET|FILE", help="policy to print")
     add_model(show, "--model", required=True)
     show.add_argument("--inference", action="store_true", help="forward only")
     show.set_defaults(run=run_show)

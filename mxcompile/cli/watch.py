@@ -18,7 +18,7 @@ def add_to(commands: Any) -> None:
         "watch",
         help="summarize the samples of a watched run",
         description="Read the samples that a watch has written: NaN and Inf, the operands whose casts are"
-        " worst, and those that changed most. Exit status 1 if the samples have NaN or Inf.",
+        " worst, and the operands that changed most. Exit status 1 if the samples have NaN or Inf.",
     )
     command.add_argument(
         "file", type=Path, metavar="FILE", help="a file that a watch wrote: samples, or operands (.pt)"

@@ -102,7 +102,10 @@ def test_a_word_is_taken_once(toy: Precision):
         ({"precision": "fp8", "history": 16}, "'history' needs scaling: delayed"),
         ({"precision": "fp8", "scaling": "delayed", "history": 0}, "expected a positive integer"),
         ({"precision": "fp8", "scaling": "delayed", "margin": 0.5}, "expected a whole number from -16 to 16"),
-        ({"precision": "fp8", "scaling": "delayed", "amax": {"ema": 0.9}}, "whose scales follow from a history"),
+        (
+            {"precision": "fp8", "scaling": "delayed", "amax": {"ema": 0.9}},
+            "whose scales follow from a history",
+        ),
         ({"precision": "fp8", "scaling": "channel", "amax": {"ema": 0.9}}, "'ema' needs one scale a tensor"),
         ({"precision": "mxfp8", "amax": {"ema": 0.9}}, "'ema' needs one scale a tensor"),
         ({"precision": "mxfp8", "amax": {"percentile": 0}}, "a number between 0 and 100"),

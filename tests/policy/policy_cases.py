@@ -256,7 +256,9 @@ MEANING = {
 }
 
 SHADOWED = {
-    "by '*'": Broken(shadowed("{name: '*'}", "{role: qkv}"), 4, "decided before by rule 1 (line 3); move it up"),
+    "by '*'": Broken(
+        shadowed("{name: '*'}", "{role: qkv}"), 4, "decided before by rule 1 (line 3); move it up"
+    ),
     "by a glob": Broken(shadowed("{name: 'model.*'}", "{name: 'model.layers.*'}"), 4, "by rule 1"),
     "by a glob that has its name": Broken(shadowed("{name: 'a.?'}", "{name: a.b}"), 4, "by rule 1"),
     "by an equal glob": Broken(shadowed("{name: 'a.[bc]'}", "{name: 'a.[bc]'}"), 4, "by rule 1"),
