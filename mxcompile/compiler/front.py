@@ -23,7 +23,7 @@ from torch import nn
 from mxcompile.compiler.backend import Backend
 from mxcompile.compiler.reporting.first_call import look_at
 from mxcompile.compiler.reporting.unplanned import matrices
-from mxcompile.errors import OptionError, not_allowed, shown
+from mxcompile.errors import OptionError, nearest, not_allowed, shown
 from mxcompile.lowering.targets import AUTO
 from mxcompile.models.arguments import check_module
 from mxcompile.models.names import joined, user_path
@@ -142,7 +142,10 @@ def _named(root: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, nn.M
     for pattern in patterns:
         matching = [path for path in modules if path and fnmatch.fnmatchcase(path, pattern)]
         if not matching:
-            raise OptionError(f"blocks: no module of {type(root).__name__} has the path {shown(pattern)}")
+            raise OptionError(
+                f"blocks: no module of {type(root).__name__} has the path {shown(pattern)}"
+                f"{nearest(pattern, modules)}"
+            )
         yield from ((path, modules[path]) for path in matching)
 
 
