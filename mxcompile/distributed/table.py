@@ -73,7 +73,7 @@ class QuantizedGathers:
                 spelled(weight.name for weight in group),
                 group[0].role,
                 "×".join(map(str, group[0].shape)),
-                "mxfp8" if group[0].travels else "as it was",
+                "mxfp8" if group[0].travels else "unchanged",
                 group[0].reason,
             ]
             for group in alike.values()

@@ -144,7 +144,7 @@ def make_plan(
         except ChildError:
             raise
         except ModelError as error:
-            log.info("no plan this way, %s: %s", way, error)
+            log.info("planning failed, %s: %s", way, error)
             failures.append(error)
     raise failures[0]
 
@@ -241,7 +241,7 @@ def _check_apart(graph: fx.Graph, model: nn.Module) -> None:
     if any(id(constants.get(node.target)) in own for node in graph.find_nodes(op="get_attr")):
         raise ModelError(
             f"cannot plan the model: the forward of {type(model).__name__} reaches the model itself from its"
-            " copy, by an object that refuses to be copied"
+            " copy, through an object that refuses to be copied: define __deepcopy__ on the object"
         )
 
 

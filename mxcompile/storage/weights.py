@@ -132,7 +132,7 @@ class StoredWeights:
             worst = min((w.sqnr_db for w in group if w.sqnr_db is not None), default=None)
             table.append([
                 spelled(weight.name for weight in group), first.role, "×".join(map(str, first.shape)),
-                first.precision or "as it was", size, first.reason,
+                first.precision or "unchanged", size, first.reason,
                 *["" if worst is None else f"{worst:.1f} dB"] * measured,
             ])  # fmt: skip
         return table
