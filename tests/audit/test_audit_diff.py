@@ -97,7 +97,7 @@ def test_audits_without_a_layer_in_common(tmp_path: Path, capsys: pytest.Capture
 def test_an_audit_and_a_report_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     paths = saved(tmp_path, old=OLD, new=OLD.report)
     assert main(["diff", *paths]) == 2
-    assert "old.json: audit, " in (said := capsys.readouterr().err)
+    assert "old.json is of kind audit, " in (said := capsys.readouterr().err)
     assert "new.json of kind report: compare two reports or two audits" in said
     assert main(["merge", paths[0]]) == 2
     assert "this is an mxcompile audit, where an mxcompile report was expected" in capsys.readouterr().err
