@@ -144,7 +144,7 @@ def make_plan(
         except ChildError:
             raise
         except ModelError as error:
-            log.info("planning failed with %s and %s: %s", way.leave_out.__name__, way.mode.__name__, error)
+            log.info("a trace for the plan failed: %s", error)
             failures.append(error)
     raise failures[0]
 
