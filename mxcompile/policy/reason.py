@@ -69,7 +69,7 @@ _WORDS = {
     Code.NO_HISTORY: "scales of current tensors, no history: the weight is not a parameter of the graph",
     Code.NO_TRANSFORM: "no Hadamard transform: groups of tokens may end inside its blocks",
     Code.NOT_SENT: "ranks send its {} unquantized: {}",
-    Code.DEQUANTIZED: "its {} is what fprop multiplies, dequantized",
+    Code.DEQUANTIZED: "its {} is the dequantized operand of fprop",
     Code.NOT_DEQUANTIZED: "its {} is not quantized: fprop casts another tensor",
     Code.WATCH: "watch: {}",
 }

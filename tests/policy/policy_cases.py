@@ -100,7 +100,7 @@ HIDDEN = {
     "name that reads backwards": Broken(
         match('{name: "a.\u202eb"}'), 3, "invisible character U+202E: remove it"
     ),
-    "name with a space of no width": Broken(match("{name: [b, a\u200b]}"), 3, "name[1]: 'a\\u200b' holds"),
+    "name with a space of no width": Broken(match("{name: [b, a\u200b]}"), 3, "name[1]: 'a\\u200b' contains"),
     "name of two lines": Broken(match(r'{name: "a\nb"}'), 3, "the invisible character U+000A"),
 }
 
