@@ -105,7 +105,7 @@ USE: dict[str, Value] = {
         means=_scaled_by(ScaleType.E4M3),
     ),
     "backward": word("backward", table(Backward)).says(
-        "dequantized: dgrad and wgrad multiply what fprop multiplies, in the model's dtype."
+        "dequantized: dgrad and wgrad multiply the dequantized operands of fprop, in the model's dtype."
     ),
     "saved": word("saved form", table(Saved)).says(
         "Form in which the input is saved for backward; mxfp8: also tensors that it is computed from."
