@@ -104,7 +104,7 @@ class FileLayout:
             if not numbers.is_meta and not torch.equal(numbers, numbers[:1].expand_as(numbers)):
                 count = len(numbers.unique())
                 raise CheckpointError(
-                    f"{name}: its rows have {count} scales of the tensor, of which a file holds one"
+                    f"{name}: its rows have {count} global scales, and a file stores a single one"
                 )
             tensors.append(numbers[:1].contiguous())
         return dict(zip(self.parts(name, value.form), tensors, strict=True))
@@ -133,8 +133,8 @@ def readers(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Callable[[]
     weights = weights_in(checkpoint)[1]
     if unread := sum(not weight.is_read for weight in weights):
         log.warning(
-            "%s: %d scales of activations are not read: a policy says how activations are cast, by their own"
-            " largest magnitude",
+            "%s: %d scales of activations are not read: the policy decides how activations are cast, by their"
+            " own largest magnitude",
             checkpoint.path,
             unread,
         )

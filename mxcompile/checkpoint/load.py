@@ -70,7 +70,7 @@ def load_quantized(
         return model
     directory = Path(path)
     if not directory.is_dir():
-        raise CheckpointError(f"{path}: a file alone does not say what model it is of: pass model=")
+        raise CheckpointError(f"{path}: a single file does not name its model: pass model=")
     raw = read_json(directory / "config.json")
     of_config = getattr(torch, str(raw.get("dtype") or raw.get("torch_dtype")), None)
     if dtype is None and isinstance(of_config, torch.dtype) and of_config.is_floating_point:
@@ -188,7 +188,7 @@ def architecture(path: Path, raw: dict[str, Any]) -> tuple[Any, Any]:
     names = raw.get("architectures")
     if not names:
         raise CheckpointError(
-            f"{path / 'config.json'}: no 'architectures' says which model it is of; add it, such as"
+            f"{path / 'config.json'}: 'architectures' is missing, which names the model; add it, such as"
             ' "architectures": ["LlamaForCausalLM"], or give the model itself'
         )
     owner = next((match for name in names if (match := getattr(transformers, str(name), None))), None)

@@ -68,7 +68,7 @@ def plan_conversion(
     if given is None:
         if not config:
             raise CheckpointError(
-                f"{source}: it has no config.json: say which model the weights are of, --model NAME"
+                f"{source}: it has no config.json: pass the model of these weights, --model NAME"
             )
         given = _of_config(source, config)
     decided = planned_weights(given.model, policy, given.args, given.kwargs)

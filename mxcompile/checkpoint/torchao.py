@@ -93,5 +93,5 @@ def _parsed(checkpoint: Checkpoint, metadata: Mapping[str, str], key: str, kind:
     except (KeyError, ValueError):
         value = None
     if not isinstance(value, kind):
-        raise CheckpointError(f"{checkpoint.path}: its metadata says nothing of {key!r}")
+        raise CheckpointError(f"{checkpoint.path}: its metadata lacks {key!r}")
     return value

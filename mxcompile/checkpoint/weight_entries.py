@@ -149,7 +149,7 @@ def row_scales(scale: Tensor, weight: StoredWeight, where: str) -> Tensor:
         bits = scale.view(torch.int32)
         if ((bits & 0x7FFFFF) != 0).any() or not ((scale > 0) & scale.isfinite()).all():
             raise CheckpointError(
-                f"{where} has scales that are no powers of two, but config.json says scale_fmt ue8m0: remove"
+                f"{where} has scales other than powers of two, but scale_fmt in config.json is ue8m0: remove"
                 " this key to read them as FP32"
             )
         scale = (bits >> 23).to(torch.uint8)

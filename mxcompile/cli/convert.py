@@ -12,10 +12,10 @@ def add_to(commands: Any) -> None:
     command = commands.add_parser(
         "convert",
         help="write a copy of a checkpoint with weights in MXFP8, MXINT8, MXFP4 or NVFP4",
-        description="Write a copy of a safetensors checkpoint with weights in MXFP8 or MXINT8 (half the bytes),"
-        " MXFP4 or NVFP4 (a quarter), as the policy decides. IN is only read. OUT appears when it is complete;"
-        " after an interruption run the same command again. Every converted weight is read back and"
-        " measured.",
+        description="Write a copy of a safetensors checkpoint with weights in MXFP8 or MXINT8 (half the"
+        " bytes), MXFP4 or NVFP4 (a quarter), as the policy decides. IN is only read. OUT appears when it is"
+        " complete; after an interruption run the same command again. Every converted weight is read back"
+        " and measured.",
     )
     command.add_argument("source", metavar="IN", type=Path, help="directory of safetensors, or one file")
     command.add_argument("target", metavar="OUT", type=Path, help="directory to write, which must not exist")

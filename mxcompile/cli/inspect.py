@@ -13,7 +13,8 @@ def add_to(commands: Any) -> None:
         "inspect",
         help="list the tensors of a safetensors checkpoint",
         description="Print the tensors of a safetensors file, or of a directory of them: format"
-        " (MXFP8, MXINT8, MXFP4 or NVFP4), layout, shapes and bytes. Headers are read and checked, values are not.",
+        " (MXFP8, MXINT8, MXFP4 or NVFP4), layout, shapes and bytes. Headers are read and checked, values"
+        " are not.",
     )
     command.add_argument("path", metavar="FILE", type=Path, help="a .safetensors file or a directory")
     command.set_defaults(run=run)

@@ -242,7 +242,7 @@ REFUSED = {
     "outside": "is not a file of this directory",
     "wrong shape": "has shape",
     "no config": "no config.json",
-    "no architecture": "config.json: no 'architectures' says which model it is of",
+    "no architecture": "config.json: 'architectures' is missing, which names the model",
     "unknown architecture": "has no model Own, and code that comes with a checkpoint is never run",
     "inside": "lies in the input",
 }
