@@ -234,7 +234,7 @@ def test_powers_of_two_in_fp32_are_mxfp8_if_the_config_says_so(tmp_path):
     assert str(weight.form) == "e4m3 1x32 rceil"
     assert torch.equal(weight.dequantize(), (codes.float() * tiled(scale, 128, 128)).to(BF16))
     bad = {"m.weight": codes, "m.weight_scale_inv": scale * 1.5}
-    with pytest.raises(CheckpointError, match=r"m\.weight_scale_inv' has scales that are no powers of two"):
+    with pytest.raises(CheckpointError, match=r"m\.weight_scale_inv' has scales other than powers of two"):
         loaded(write(tmp_path / "bad", bad, about))
 
 
