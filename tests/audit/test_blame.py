@@ -376,7 +376,7 @@ def test_the_command_reads_the_weights_of_a_run(tmp_path: Path, capsys: pytest.C
 
     assert main([*command, "--of", "loss", "--against", str(tmp_path / "policy.yaml")]) == 0
     printed = capsys.readouterr().out
-    assert "of the loss" in printed
+    assert "on the loss" in printed
     assert "\nversion: 1\n" in printed
 
 

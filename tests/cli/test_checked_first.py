@@ -77,7 +77,7 @@ def test_force_overwrites(capsys: pytest.CaptureFixture[str]):
 
 OTHERS = {
     "plots": (["audit", HERE, "--plots", "file"], "file is a file: name a folder"),
-    "runs": (["blame", HERE, "--max-runs", "3"], "--max-runs is a whole number of at least 8, found 3"),
+    "runs": (["blame", HERE, "--max-runs", "3"], "--max-runs must be a whole number of at least 8, found 3"),
     "policies": (
         ["blame", HERE, "--against", "nvidia"],
         "both policies are preset nvidia: name another policy with --policy or --against",
