@@ -193,7 +193,8 @@ def test_attention_over_a_cache():
 def test_compile_times():
     rows = newest("large_models", "measure", "way")
     page = (ROOT / "docs/large.md").read_text(encoding="utf-8").replace("\n", " ")
-    said = re.search(r"took ([\d.]+) times the processor time .*? Compiled block by block, it took ([\d.]+) times\.", page)
+    sentence = r"took ([\d.]+) times the processor time .*? Compiled block by block, it took ([\d.]+) times\."
+    said = re.search(sentence, page)
     assert said is not None
     ways = ("mxfp8 whole", "mxcompile.compile")
     same(said.groups(), [float(rows["cold compile", way]["to_inductor"]) for way in ways])
@@ -288,7 +289,8 @@ def test_fine_tuning_of_a_pretrained_model():
         rows["gemma 3 270m", "full", way] for way in ("fp32", "mxfp8 (preset nvidia)", "saved: mxfp8")
     )
     page = (ROOT / "docs/real-models.md").read_text(encoding="utf-8").replace("\n", " ")
-    said = re.search(r"loss that is ([\d.]+) higher\. After (\d+) steps the difference is ([\d.]+) ± ([\d.]+)\.", page)
+    sentence = r"loss that is ([\d.]+) higher\. After (\d+) steps the difference is ([\d.]+) ± ([\d.]+)\."
+    said = re.search(sentence, page)
     assert said is not None
     same(said.groups(), [mxfp8["before"] - fp32["before"], mxfp8["steps"], *mxfp8["over_fp32"]])
     assert "keeps two thirds of FP32's bytes" in page

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch._inductor import config
 
 from mxcompile.lowering.choices.configs import NARROW, fused
-from mxcompile.lowering.graph import fuse
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.lowering.templates import fused_quantize_mm
 from mxcompile.offline import codegen
@@ -81,8 +80,7 @@ def test_scales_are_read_as_whole_tiles():
 
 def test_on_a_chip_for_which_the_cast_was_not_fused(monkeypatch):
     """As when the option `target` names another: a tile that the plain product would have."""
-    monkeypatch.setattr(fuse, "tiles", fused_quantize_mm.tiles)
-    monkeypatch.setattr(fused_quantize_mm, "tiles", lambda *_: [])
+    monkeypatch.setattr(fused_quantize_mm, "fused", lambda *_: [])
     model = Layer(250, 130).to("meta", torch.bfloat16)
     x, y = (torch.empty(16, width, device="meta", dtype=torch.bfloat16) for width in (250, 130))
     result = codegen(model, x, y, target="sm_100", training=False, policy=POLICY)

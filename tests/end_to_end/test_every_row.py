@@ -171,7 +171,7 @@ def test_the_scale_of_experts_tokens_is_of_those_in_groups():
     clean = run(call, weight, x, dy)
     assert sqnr_db(torch.cat(wanted), clean[0][:12].double()) > 40
     reasons = {gemm.gemm: gemm.reason for gemm in mxcompile.reports()[-1].gemms}
-    assert "no Hadamard transform: groups of tokens end" in reasons["wgrad"]
+    assert "no Hadamard transform: groups of tokens may end" in reasons["wgrad"]
     assert "no Hadamard transform" not in reasons["fprop"]
     x[12:] = dy[12:] = 1e30
     for one, other in zip(run(call, weight, x, dy), clean, strict=True):
