@@ -74,9 +74,7 @@ def test_a_tensor_as_any_option_is_an_error(name):
     needed = {"mesh": "dp=2"} if name == "explain_rank" else {}
     assert "policy" in options
     for name in options:
-        with pytest.raises(
-            OptionError, match=f"'{name}' is an option of {function.__name__}, found a tensor"
-        ):
+        with pytest.raises(OptionError, match=f"'{name}' is an option of {function.__name__}, not a tensor"):
             function(Loss(), X, **needed | {name: Y})
 
 
