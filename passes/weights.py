@@ -26,7 +26,7 @@ from mxcompile.passes.roles.flow import graph_input
 from mxcompile.policy import Gemm
 
 OTHER_FORMAT = (
-    "stored weights are MXFP8 or MXFP4 with a scale for 32 elements along K, or NVFP4 with a scale for 16:"
+    "stored weights have a scale for 32 elements along K (MXFP8, MXINT8, MXFP4) or for 16 (NVFP4):"
     " this {} has other scales"
 )
 """Reason why the weight of a quantized GEMM cannot be stored."""

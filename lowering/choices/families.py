@@ -41,7 +41,7 @@ class Family(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class FamilyRow:
     """The conditions of a family: on operand formats, on a chip, and on formats on such a chip.
 
     reason: why a chip that has the family lacks it for formats, for records.
@@ -111,25 +111,27 @@ def _is_readable(forms: Forms) -> bool:
     return forms[1].lies_stored
 
 
-TABLE: dict[Family, Row] = {
-    Family.FP8: Row(
+TABLE: dict[Family, FamilyRow] = {
+    Family.FP8: FamilyRow(
         takes=_are_fp8, on=lambda chip: bool(chip.fp8_tiles), fits=_takes_granularity, reason=_no_fp8_gemm
     ),
-    Family.PACKED: Row(
+    Family.PACKED: FamilyRow(
         takes=_are_fp4,
         on=lambda chip: bool(chip.fp4_scales),
         fits=lambda forms, chip: forms[0].scale in chip.fp4_scales and _are_plain(forms),
         reason=_no_fp4_gemm,
     ),
-    Family.MX: Row(takes=_are_mx, on=lambda chip: chip.native),
-    Family.AS_MX: Row(
+    Family.MX: FamilyRow(takes=_are_mx, on=lambda chip: chip.native),
+    Family.AS_MX: FamilyRow(
         takes=lambda forms: _are_convertible(forms) or any(map(_is_beyond, forms)),
         on=lambda chip: chip.native,
         fits=lambda forms, chip: _are_convertible(forms),
         reason=_no_mx_gemm,
     ),
-    Family.WEIGHT_ONLY: Row(takes=_is_readable, on=lambda chip: chip.device == "cpu" or bool(chip.arch)),
-    Family.EMULATED: Row(),
+    Family.WEIGHT_ONLY: FamilyRow(
+        takes=_is_readable, on=lambda chip: chip.device == "cpu" or bool(chip.arch)
+    ),
+    Family.EMULATED: FamilyRow(),
 }
 
 

@@ -72,7 +72,7 @@ def flattened(graph: fx.Graph) -> fx.Graph:
     The copy shows which parameters those products read and where their results go. It is for analysis only,
     because its values are approximate: the call's argument or its first slice replaces a body's input, and
     the result of any body with products replaces the call's result. An input that one run of a body gives the
-    next stays an input, because the first run may get a constant.
+    next stays an input if the first run gets a constant.
     """
     flat = fx.Graph()
     _Flattening(flat, None, 1).copy(graph, {})
@@ -159,9 +159,22 @@ class _Flattening:
 
 
 def _carried(node: fx.Node) -> list[Any]:
-    """Returns the arguments of `node` that later runs of its body replace."""
+    """Returns the constant arguments of `node` that later runs of its body replace."""
     position = _CARRIES.get(getattr(node.target, "__name__", ""))
-    return [] if position is None else tree_leaves(node.args[position])
+    values = [] if position is None else tree_leaves(node.args[position])
+    return [value for value in values if isinstance(value, fx.Node) and _is_constant(value)]
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """Whether no input of the graph reaches `node`."""
+    pending, seen = [node], {node}
+    while pending:
+        current = pending.pop()
+        if current.op in ("placeholder", "get_attr"):
+            return False
+        pending += [value for value in current.all_input_nodes if value not in seen]
+        seen.update(pending)
+    return True
 
 
 def _shape(node: fx.Node) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mxcompile.errors import OptionError
+from mxcompile.errors import OptionError, not_allowed
 from mxcompile.lowering.chips.peak import Rate, shares
 from mxcompile.lowering.chips.shared import UNKNOWN
 from mxcompile.lowering.chips.target import Target
@@ -98,8 +98,10 @@ def _read(path: Path, target: str) -> dict[str, Rate]:
         rates = {kind: Rate(**fields) for kind, fields in data["rates"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise OptionError(f"{wrong}: {type(error).__name__}: {error}") from error
-    if data.get("target") != target or not set(rates) <= set(KINDS):
-        raise OptionError(f"{wrong}: found target {data.get('target')} with rates {', '.join(rates)}")
+    if data.get("target") != target:
+        raise OptionError(f"{wrong}: found rates of {data.get('target')}")
+    if unknown := sorted(set(rates) - set(KINDS)):
+        raise OptionError(f"{wrong}: {not_allowed('kind', unknown[0], KINDS)}")
     return rates
 
 

@@ -211,14 +211,10 @@ def _check_choices(raw: Any, use: Use, preset: Preset, path: Path, source: Origi
         raise source.error(
             (*path, "amax"), "'ema' needs one scale a tensor (precision: fp8, scaling: tensor)"
         )
-    for key, field in (
-        ("elem_dtype", "elems"),
-        ("grad_dtype", "grad_elems"),
-        ("weight_block", "weight_blocks"),
-    ):
-        choice = getattr(use, key)
-        choices = [value for row in rows.values() for value in getattr(row, field)]
-        if choice is not None and choice not in choices:
+    for key in given:
+        allowed = schema.USE[key].allowed
+        choices = [] if allowed is None else [value for row in rows.values() for value in allowed(row)]
+        if choices and (choice := getattr(use, key)) not in choices:
             raise source.error(
                 (*path, key), f"{choice} does not belong to {_words(rows)}: it has {_words(choices)}"
             )

@@ -28,7 +28,7 @@ def _elem_words(elems_of: Callable[[Precision], tuple[ElemType, ...]]) -> Value:
     """Returns the `Value` of a key for one of the types `elems_of(row)`, where a row has several."""
     several = [elems for elems in map(elems_of, PRECISIONS.values()) if len(elems) > 1]
     words = {elem.name: elem for elems in several for elem in elems}
-    return replace(word("element type", words), means=lambda row: len(elems_of(row)) > 1)
+    return replace(word("element type", words), means=lambda row: len(elems_of(row)) > 1, allowed=elems_of)
 
 
 MATCH: dict[str, Value] = {
@@ -65,6 +65,7 @@ USE: dict[str, Value] = {
     "weight_block": word("weight block", table(values.WEIGHT_BLOCKS)).says(
         "32x32 of mxfp8, 16x16 of nvfp4: one copy of the weight serves fprop and dgrad.",
         means=lambda row: bool(row.weight_blocks),
+        allowed=lambda row: row.weight_blocks,
     ),
     "block": values.BLOCK.says(
         "Elements along the contraction that share a scale.",

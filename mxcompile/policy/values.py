@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,14 +38,15 @@ class Value:
     """The values of one key, which is the name of a field of `Match` or `Use`.
 
     read: converts a raw value to the model's. json: JSON Schema of the raw value. write: converts the model's
-    value to a raw one. means: whether a precision has the key; None if every precision has it. needs: another
-    key and the value it must have.
+    value to a raw one. means: whether a precision has the key; None if every precision has it. allowed: the
+    values that a precision has, if precisions differ. needs: another key and the value it must have.
     """
 
     read: Reader
     json: dict[str, Any]
     write: Callable[[Any], Any] = str
     means: Callable[[Precision], bool] | None = None
+    allowed: Callable[[Precision], Sequence[Any]] | None = None
     needs: tuple[str, str] | None = None
 
     def says(self, description: str, **facts: Any) -> Value:

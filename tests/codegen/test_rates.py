@@ -70,10 +70,10 @@ def test_measured_rates_replace_those_of_the_table(tmp_path):
         (None, "FileNotFoundError"),
         ("{", "JSONDecodeError"),
         ('{"target": "sm_100"}', "KeyError: 'rates'"),
-        ('{"target": "sm_90", "rates": {}}', "found target sm_90"),
+        ('{"target": "sm_90", "rates": {}}', "found rates of sm_90"),
         (
             '{"target": "sm_100", "rates": {"speed": {"low": 1, "centre": 1, "high": 1, "source": ""}}}',
-            "with rates speed",
+            "unknown kind 'speed'",
         ),
         ('{"target": "sm_100", "rates": {"memory": {"low": 1}}}', "TypeError"),
     ],

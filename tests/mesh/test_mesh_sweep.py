@@ -140,4 +140,4 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert "meshes of 2 ranks, 32 tokens a call, 180 GB a GPU" in text
     assert {line.split()[0] for line in text.splitlines() if line[:2] in ("dp", "tp")} == {"dp=2", "tp=2"}
     assert main(command) != 0
-    assert "needs --links" in capsys.readouterr().err
+    assert "give --links" in capsys.readouterr().err

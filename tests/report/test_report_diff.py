@@ -67,7 +67,7 @@ def test_layers_that_fell_back_for_reasons_of_one_code_are_one_change():
     found = compare(OLD, report(*map(now, LAYERS), kept()))
     assert [(change.names, change.code, change.reason) for change in found.changes] == [
         (("layers.2.up", "layers.3.up", "layers.5.up"), "size limit", "policy: min_k 256 (k=2) and 2 more"),
-        (("layers.4.up",), "dtype", "unsupported dtype int8"),
+        (("layers.4.up",), "dtype", "unsupported dtype int8: use FP32, BF16 or FP16"),
     ]
 
 

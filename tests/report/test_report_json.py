@@ -45,7 +45,7 @@ def test_json_carries_its_schema():
     assert set(data) == {"schema", "kind", "gemms", "summary", "graph"}
     assert data["gemms"][0]["formats"][0] == {
         "operand": "x", "elem": "e4m3", "block": "1x32", "rounding": "rceil",
-        "elements": "nearest", "amax": "max", "transform": "",
+        "elements": "nearest", "amax": "max", "scales": "", "transform": "",
     }  # fmt: skip
 
 

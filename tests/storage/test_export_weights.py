@@ -141,7 +141,7 @@ def test_a_weight_that_the_layout_cannot_hold_keeps_its_dtype_and_says_why():
     first, second = exported.weights.weights
     assert second.stored
     assert not first.stored
-    assert first.reason == "compressed-tensors has MXFP8 e4m3, MXFP4 e2m1 and NVFP4 e2m1 only"
+    assert first.reason == "compressed-tensors has MXFP8 e4m3, MXINT8 int8, MXFP4 e2m1 and NVFP4 e2m1 only"
     assert exported.quantization_config()["ignore"] == ["0"]
     found = {
         each.name: each for each in mxcompile.export_weights(small(), "torchao", policy=policy, args=(ROWS,))

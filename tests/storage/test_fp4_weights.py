@@ -119,7 +119,7 @@ def test_weights_in_nvfp4_are_those_of_the_precision():
     assert {w.reason for w in again.weights if w.stored} == {"stored in nvfp4 already"}
     squares = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "nvfp4"}], "preset": "nvfp4"}
     squares["rules"][0]["use"] = {"precision": "nvfp4", "weight_block": "16x16"}
-    with pytest.raises(PolicyError, match="or NVFP4 with a scale for 16: this nvfp4 has other scales"):
+    with pytest.raises(PolicyError, match=r"or for 16 \(NVFP4\): this nvfp4 has other scales"):
         quantized(policy=squares)
 
 

@@ -388,7 +388,7 @@ def _nvfp4(**changes):
     [
         ({"global_scale": None}, "scale must be torch.float8_e8m0fnu without a global scale"),
         ({"scale": torch.ones(6, 7).to(torch.float8_e8m0fnu)}, "scale must be torch.float8_e4m3fn beside"),
-        ({"scale": torch.ones(6, 4).to(torch.float8_e4m3fn)}, "in blocks of 16 along dimension -1 needs"),
+        ({"scale": torch.ones(6, 4).to(torch.float8_e4m3fn)}, "in blocks of 1x16 along dimension -1 needs"),
         ({"global_scale": torch.ones(1, dtype=BF16)}, "global_scale must be torch.float32"),
         ({"global_scale": torch.ones(1, 7)}, "takes one number, or sizes of 1 or as in"),
         ({"global_scale": torch.ones(6)}, "takes one number, or sizes of 1 or as in"),
