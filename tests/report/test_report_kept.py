@@ -3,6 +3,7 @@
 from made_reports import kept, record, report
 
 from mxcompile.policy import Code, Reason
+from mxcompile.report.data.record import NOT_COMPILED
 from mxcompile.report.forms.html import to_html
 
 OPAQUE = {"m": None, "n": None, "k": None, "role": "other"}
@@ -18,6 +19,12 @@ def test_little_in_mxfp8_is_explained_by_flops():
     )
     assert "10.0% of matmul FLOPs in MXFP8" in text
     assert "90.0% of the FLOPs stay in BF16: 60.0% role head, 30.0% convolution 3×3" in text
+
+
+def test_layers_that_are_not_compiled_are_among_the_reasons():
+    pending = record("down", m=90, n=10, k=10, kernel=NOT_COMPILED)
+    text = str(report(record("up", m=10, n=10, k=10), pending))
+    assert "90.0% of the FLOPs stay in BF16: 90.0% not compiled yet" in text
 
 
 def test_much_in_mxfp8_needs_no_reasons():

@@ -14,7 +14,7 @@ from mxcompile.formats import (
     stored_precision,
 )
 from mxcompile.policy import ATTENTION_PRODUCTS, Code
-from mxcompile.report.data.record import GemmRecord, OperandFormat, Summary
+from mxcompile.report.data.record import NOT_COMPILED, GemmRecord, OperandFormat, Summary
 from mxcompile.report.forms.words import count, is_stored, own_dtype
 
 LITTLE = 0.5
@@ -89,6 +89,8 @@ def _reasons(gemms: Sequence[GemmRecord], share: float) -> list[str]:
     for gemm in gemms:
         if not is_quantized(gemm.precision):
             by_reason[gemm.reason] += gemm.flops
+        elif gemm.kernel == NOT_COMPILED:
+            by_reason[NOT_COMPILED] += gemm.flops
     if not total:
         return []
     named = _listed(f"{flops / total:.1%} {reason}" for reason, flops in by_reason.most_common() if flops)
