@@ -26,7 +26,7 @@ def _many_rows_too(monkeypatch):
         row = target.tiles.fused_quantize_mm
         return [(row.swap_few, row.few) if rows <= row.few_rows else (False, row.many)]
 
-    monkeypatch.setattr(fused_quantize_mm, "tiles", tiles)
+    monkeypatch.setattr(fused_quantize_mm, "fused", tiles)
 
 
 def activation(m: int, k: int, dtype: torch.dtype = BF16) -> torch.Tensor:

@@ -4,13 +4,15 @@
           →  attribution    records the model that runs the code
           →  sampling       runs the code or, in a sampled step, the measuring code
 
-Each step is optional. The first call drops the weak references that the compile kept.
+Each step is optional. The first call after the compile drops the weak references that it kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+
+from torch._guards import TracingContext
 
 from mxcompile.compiler.calls.delayed_scales import DelayedScales
 from mxcompile.compiler.calls.sampling import Sampling
@@ -41,7 +43,7 @@ class CompiledGraph:
         return self._run(*args) if self._scales is None else self._scales.run(self._run, args)
 
     def _run(self, *args: Any) -> Any:
-        if self._references:
+        if self._references and TracingContext.try_get() is None:  # DDP's splitter calls it while it compiles
             for table in self._references:
                 table.clear()
             self._references = ()
