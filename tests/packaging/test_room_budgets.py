@@ -49,7 +49,7 @@ BUDGETS = {
     "mxcompile/ranks": 759,
     "mxcompile/report": 991,
     "mxcompile/report/data": 1_215,
-    "mxcompile/report/forms": 1_368,
+    "mxcompile/report/forms": 1_370,
     "mxcompile/rules": 626,
     "mxcompile/serving": 602,
     "mxcompile/storage": 958,
