@@ -49,10 +49,8 @@ class Tree:
         self._unread = root
         if root is None:
             return
-        for (
-            raw,
-            module,
-        ) in root.named_modules():  # a module with two paths has the first, however it is reached
+        # a module with two paths has the first, however it is reached
+        for raw, module in root.named_modules():
             self.modules[user_path(raw)] = module
             self.by_identity[id(module)].append(user_path(raw))
         for raw, value in _tensors(root):

@@ -26,7 +26,7 @@ from mxcompile.compiler.session.options import Options
 from mxcompile.errors import OptionError, TargetError
 from mxcompile.graph.opsets import VIEWS
 from mxcompile.graph.tags import GemmTag
-from mxcompile.lowering.targets import AUTO, TARGETS, check, of_chip
+from mxcompile.lowering.targets import AUTO, TARGETS, Target, check, of_chip
 from mxcompile.models.arguments import ModelInput
 from mxcompile.offline import kernel_work
 from mxcompile.offline.binary import Binary, cross_compile
@@ -115,12 +115,31 @@ def codegen(
     parts, generated = apart(driven)
     report = Report.from_parts(parts, target=target, policy=options.policy.label)
     wide = {f"{gemm.name} {gemm.gemm}" for gemm in report.gemms if gemm.dtype in WIDE}
+    launches, kernels = _cross_compiled(generated, chip, known, wide)
+    result = CodegenResult(
+        target=target,
+        launches=tuple(launches),
+        kernels=tuple(kernels),
+        wrappers={phase: graph.source for phase, graph in _named(generated)},
+        report=_with_spills(estimate(report), kernels),
+        rates=known,
+    )
+    if out_dir is not None:
+        result.save(out_dir)
+    return result
+
+
+def _cross_compiled(
+    generated: Sequence[Generated], chip: Target, known: Rates, wide: Container[str]
+) -> tuple[list[Launch], list[Kernel]]:
+    """Returns the launches of the generated graphs, in order, and their kernels, each compiled once.
+
+    known: rates of the chip. wide: GEMMs in dtypes wider than 16 bits.
+    """
     kernels: dict[tuple[str, str], Kernel] = {}
     launches: list[Launch] = []
-    wrappers = {}
     for phase, graph in _named(generated):
         module = read(graph.source, graph.input_bytes)
-        wrappers[phase] = graph.source
         for launch, call in zip(_launches(phase, module, graph), module.calls, strict=True):
             worker = _Worker(launch, call, module.kernels.get(call.kernel, ""), known, wide)
             if call.generated and (phase, call.kernel) not in kernels:
@@ -130,17 +149,7 @@ def codegen(
                     phase=phase, name=call.kernel, source=worker.source, binary=binary
                 )
             launches.append(worker.launched(kernels.get((phase, call.kernel))))
-    result = CodegenResult(
-        target=target,
-        launches=tuple(launches),
-        kernels=tuple(kernels.values()),
-        wrappers=wrappers,
-        report=_with_spills(estimate(report), kernels.values()),
-        rates=known,
-    )
-    if out_dir is not None:
-        result.save(out_dir)
-    return result
+    return launches, [*kernels.values()]
 
 
 def _driven(

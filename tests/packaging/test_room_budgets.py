@@ -41,7 +41,7 @@ BUDGETS = {
     "mxcompile/graph": 1_628,
     "mxcompile/mesh": 2_076,
     "mxcompile/models": 2_789,
-    "mxcompile/offline": 3_359,
+    "mxcompile/offline": 3_368,
     "mxcompile/ops": 1_170,
     "mxcompile/plan": 720,
     "mxcompile/policy": 1_864,
