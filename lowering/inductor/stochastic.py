@@ -64,9 +64,9 @@ def _philox(counter: Any, stream: int, key: Any) -> tuple[Any, Any]:
 
 
 def rounded(y: Any, elem: ElemType, half: Any) -> Any:
-    """Returns `y`, FP32, |y| ≤ max or NaN, rounded by random bits `half` to `elem`; keeps the sign of 0.
+    """Returns `y` rounded to a value of `elem` by random bits. The sign of 0 stays, except in integers.
 
-    An integer has no −0.
+    y: FP32, NaN or at most the largest element. half: 16 random bits.
     """
     least, kept = f32(2.0**elem.min_exponent), 23 - elem.mantissa_bits
     magnitude = inductor.abs(y)

@@ -25,7 +25,7 @@ from mxcompile.lowering.targets import of_device
 
 
 def outer_loader(outer: ir.TensorBox) -> Load:
-    """Returns a loader, by the index of a tile, of a number for the tensor, [1], or one for each row."""
+    """Returns a loader of the FP32 scale of a tile. outer: a scale of the tensor, [1], or of each row."""
     load, sizes = outer.make_loader(), outer.get_size()
 
     def loaded(tile: Index) -> Any:

@@ -36,7 +36,7 @@ class Outside:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Ignores operators within the context, because they are parts of one recorded product."""
+        """Ignores operators that run in this context: they are parts of a product with a record."""
         self._inside += 1
         try:
             yield

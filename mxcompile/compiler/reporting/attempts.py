@@ -184,10 +184,9 @@ def _look_at_end(attempt: _Attempt, options: Options) -> None:
 
 
 def _wrapper(root: nn.Module | None) -> tuple[FrameType | None, bool]:
-    """Returns the frame of torch's wrapper around the call of `root`, and whether there is one.
+    """Returns (frame of torch's wrapper around the call of `root`, True), or (innermost wrapper, False).
 
-    The wrapper runs its ``cleanups`` at the end. Without one, returns the innermost wrapper. A wrapper around
-    the forward alone also counts as around the call.
+    A wrapper runs its ``cleanups`` at the end. A wrapper around the forward alone counts as around the call.
     """
     first: FrameType | None = None
     around: FrameType | None = None
