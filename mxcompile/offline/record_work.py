@@ -63,6 +63,14 @@ def operand_bytes(gemm: GemmRecord) -> tuple[float, float]:
     return sum(size * numel for size, numel in zip(held, (a, b), strict=True)), _BF16 * (a + b)
 
 
+def is_emulated(gemm: GemmRecord, target: Target) -> bool:
+    """Whether `gemm` is quantized to formats that `target` does not multiply."""
+    if not is_quantized(gemm.precision):
+        return False
+    forms = [_format(operand) for operand in gemm.formats]
+    return not product_kind(families(forms, target)[0], forms[0], target)
+
+
 @dataclass(frozen=True, slots=True)
 class _Times:
     """Times of `gemm` in µs. siblings: GEMMs that share the cast of x. copies: copies that a cast makes."""

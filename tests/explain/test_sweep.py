@@ -34,10 +34,12 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
-def explained(width: int, batch: int, *, target: str = "sm_100", training: bool = True) -> mxcompile.Report:
+def explained(
+    width: int, batch: int, *, target: str = "sm_100", training: bool = True, policy: str = "nvidia"
+) -> mxcompile.Report:
     with torch.device("meta"):
         model, x = Block(width).bfloat16(), torch.empty(batch, 128, width, dtype=torch.bfloat16)
-    return mxcompile.explain(model, x, target=target, training=training)
+    return mxcompile.explain(model, x, target=target, training=training, policy=policy)
 
 
 def test_other_numbers_of_tokens_are_what_tracing_them_gives():
@@ -97,10 +99,13 @@ def test_narrow_layers_are_named():
 def test_a_chip_without_the_format_is_said_to_be_one():
     said = advice(explained(4096, 64, target="sm_90"))
     assert said.startswith("sm_90 is estimated slower with MXFP8 than in BF16 (0.")
-    assert (
-        "the chip multiplies in BF16, and casts come on top (the policy fp8_rowwise, on the chip's own FP8"
-        in said
-    )
+    assert "the chip multiplies MXFP8 in BF16, and casts come on top (the policy fp8_rowwise, on" in said
+
+
+def test_a_format_without_a_kernel_is_said_to_be_one():
+    said = advice(explained(4096, 64, policy="mxint8"))
+    assert "the chip multiplies MXINT8 in BF16, and casts come on top" in said
+    assert "narrow" not in said
 
 
 def made():

@@ -11,7 +11,7 @@ import dataclasses
 from mxcompile.analysis.explain.sweep import at_tokens
 from mxcompile.formats import Operands, is_quantized, labels
 from mxcompile.lowering.targets import TARGETS
-from mxcompile.offline.record_work import estimate
+from mxcompile.offline.record_work import estimate, is_emulated
 from mxcompile.policy.presets import PRESETS
 from mxcompile.report import GemmRecord, Report
 from mxcompile.report.data.fold import fold
@@ -69,11 +69,16 @@ def _help(report: Report) -> str:
 
 
 def _why_never(report: Report) -> str:
-    target = TARGETS[report.summary.target]
-    if target.native:
+    emulated = _emulated(report)
+    if not emulated:
         return "casts cost more than products gain, at any number of tokens"
-    own = own_dtype(report.gemms)
-    return f"the chip multiplies in {own}, and casts come on top{_with_fp8(report)}"
+    words, own = labels(gemm.precision for gemm in emulated), own_dtype(report.gemms)
+    return f"the chip multiplies {words} in {own}, and casts come on top{_with_fp8(report)}"
+
+
+def _emulated(report: Report) -> list[GemmRecord]:
+    """Returns the GEMMs that the chip of `report` multiplies dequantized."""
+    return [gemm for gemm in report.gemms if is_emulated(gemm, TARGETS[report.summary.target])]
 
 
 def _with_fp8(report: Report) -> str:
@@ -113,7 +118,7 @@ def _width_advice(many: Report) -> list[str]:
         for row in fold(many.gemms)
         if (speedup(row.gemms) or 1) < 1 and any(is_quantized(gemm.precision) for gemm in row.gemms)
     ]
-    if not slow or not TARGETS[many.summary.target].native:
+    if not slow or _emulated(many):
         return []
     more = f" and {len(slow) - _NAMED} more" if len(slow) > _NAMED else ""
     names = ", ".join(row.name or "(root)" for row in slow[:_NAMED])
