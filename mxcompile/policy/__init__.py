@@ -13,6 +13,7 @@ from mxcompile.policy.model import (
     Rule,
     Saved,
     Sent,
+    StepRange,
     Use,
 )
 from mxcompile.policy.overrides import keeping
@@ -38,6 +39,7 @@ __all__ = [
     "Rule",
     "Saved",
     "Sent",
+    "StepRange",
     "Use",
     "keeping",
 ]

@@ -92,6 +92,32 @@ class Ends:
         return block is not None and (block.number < self.first or block.number >= block.total - self.last)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRange:
+    """A range of training steps, from `start` up to but without `stop`; None for a range without an end.
+
+    is_now: whether the range includes the step that a policy decides for (see `Policy.at`).
+    """
+
+    start: int = 0
+    stop: int | None = None
+    is_now: bool = False
+
+    def hold(self, step: int) -> bool:
+        """Whether the range includes `step`."""
+        return self.start <= step and (self.stop is None or step < self.stop)
+
+    def within(self, other: StepRange) -> bool:
+        """Whether `other` includes the whole range."""
+        ends = other.stop is None or (self.stop is not None and self.stop <= other.stop)
+        return other.start <= self.start and ends
+
+    def __str__(self) -> str:
+        return (
+            f"from step {self.start:,}" if self.stop is None else f"steps {self.start:,} to {self.stop - 1:,}"
+        )
+
+
 class Limit(NamedTuple):
     """One size limit of a rule and the size of the layer. key: the rule's key; letter: m, n or k."""
 
@@ -121,14 +147,15 @@ class Match:
     """The condition of a rule: every field that is not empty, None or 0 must match.
 
     name: globs (``*`` crosses dots) or ``re:`` expressions, anchored at both ends. role, module:
-    alternatives. blocks: the first or last repeated blocks. min_m to max_k: limits of the sizes of the
-    forward GEMM.
+    alternatives. blocks: the first or last repeated blocks. steps: training steps. min_m to max_k: limits of
+    the sizes of the forward GEMM.
     """
 
     name: tuple[str, ...] = ()
     role: tuple[Role, ...] = ()
     module: tuple[str, ...] = ()
     blocks: Ends | None = None
+    steps: StepRange | None = None
     min_m: int = 0
     min_n: int = 0
     min_k: int = 0
@@ -139,7 +166,8 @@ class Match:
     def fits(self, layer: Layer) -> bool:
         """Whether `layer` matches, apart from its sizes."""
         return (
-            self.places(layer.name, layer.block)
+            self.in_force
+            and self.places(layer.name, layer.block)
             and (not self.role or layer.role in self.role)
             and (not self.module or layer.module in self.module)
         )
@@ -160,6 +188,17 @@ class Match:
             for letter in "mnk"
         )
         return tuple(limit for limit in every if limit.limit)
+
+    @property
+    def in_force(self) -> bool:
+        """Whether the step that the policy decides for is among `steps`, or there are none."""
+        return self.steps is None or self.steps.is_now
+
+    def at(self, step: int) -> Match:
+        """Returns the condition for training step `step`."""
+        if self.steps is None:
+            return self
+        return replace(self, steps=replace(self.steps, is_now=self.steps.hold(step)))
 
     def of_any_size(self) -> Match:
         """Returns the condition without size limits."""

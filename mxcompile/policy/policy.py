@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import yaml
 from mxcompile.errors import PolicyError, not_allowed
 from mxcompile.formats import KEPT, Choices, Precision
 from mxcompile.policy import schema
-from mxcompile.policy.model import Choice, Decision, Gemm, Layer, Limit, Preset, Rule, Use
+from mxcompile.policy.model import Choice, Decision, Gemm, Layer, Limit, Preset, Rule, StepRange, Use
 from mxcompile.policy.parse import Origin, load_yaml, parse_data, read_file
 from mxcompile.policy.presets import DEFAULT, PRESETS
 from mxcompile.policy.reason import Code, Reason
@@ -120,6 +120,43 @@ class Policy:
         wishes = (rule.use.wants(gemm) for rule in self.rules for gemm in Gemm)
         return bool(self.base.gemms) or any(wish is not None and wish.quantizes for wish in wishes)
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether any rule is limited to some training steps."""
+        return any(rule.match.steps is not None for rule in self.rules)
+
+    def at(self, step: int) -> Policy:
+        """Returns the policy for one training step.
+
+        Rules with ``steps`` match no layer in a policy that was not made for a step.
+
+        Args:
+            step: Number of the step, from 0.
+        """
+        return replace(self, rules=tuple(replace(rule, match=rule.match.at(step)) for rule in self.rules))
+
+    def in_force(self, step: int) -> tuple[bool, ...]:
+        """Returns for each rule whether it is in force in training step `step`."""
+        return tuple(rule.match.at(step).in_force for rule in self.rules)
+
+    @property
+    def phase(self) -> str:
+        """The steps in which the same rules are in force, as text; "" without rules with ``steps``."""
+        ranges = [steps for rule in self.rules if (steps := rule.match.steps) is not None]
+        ends = {end for steps in ranges for end in (steps.start, steps.stop) if end}
+        now, starts = [rule.match.in_force for rule in self.rules], sorted({0, *ends})
+        same = (
+            StepRange(start=start, stop=stop)
+            for start, stop in zip(starts, [*starts[1:], None], strict=True)
+            if list(self.in_force(start)) == now
+        )
+        return ", ".join(map(str, same)) if ranges else ""
+
+    @property
+    def title(self) -> str:
+        """The label, and the steps in which the same rules are in force."""
+        return f"{self.label}, {self.phase}" if self.phase else self.label
+
     def rule_for(self, layer: Layer) -> int | None:
         """Returns the index of the rule that decides for `layer`, or None if the preset decides."""
         for index, rule in enumerate(self.rules):
@@ -196,7 +233,8 @@ class Policy:
 
     def fingerprint(self) -> str:
         """Returns a string that is equal for policies of equal content; it does not depend on `label`."""
-        return json.dumps(self.to_dict(), sort_keys=True)
+        content = [self.to_dict(), self.phase] if self.has_steps else self.to_dict()
+        return json.dumps(content, sort_keys=True)
 
 
 def _is_file(path: Path) -> bool:

@@ -40,6 +40,9 @@ MATCH: dict[str, Value] = {
     ),
     "module": listed(values.CLASS_NAME).says("Class name of the module that runs the layer."),
     "blocks": values.ENDS.says("In the first or last repeated blocks of the model, of every stack of them."),
+    "steps": values.STEP_RANGE.says(
+        "In these training steps: first, last with of (the steps of the run), or from with until."
+    ),
     "min_m": values.POSITIVE.says("Least number of tokens of the forward GEMM."),
     "min_n": values.POSITIVE.says("Least number of output features."),
     "min_k": values.POSITIVE.says("Least number of input features."),

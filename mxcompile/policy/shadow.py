@@ -71,6 +71,7 @@ class _Known:
             (not known.role or role in known.role)
             and (not known.module or module in known.module)
             and (known.blocks is None or _within(ends, known.blocks))
+            and (known.steps is None or (later.steps is not None and later.steps.within(known.steps)))
             and all(_allows(known, later, letter) for letter in "mnk")
             and (not self.names or self._has(name))
         )

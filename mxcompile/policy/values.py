@@ -15,11 +15,12 @@ from typing import Any
 from mxcompile.errors import not_allowed, shown
 from mxcompile.formats import NO_HADAMARD, PRECISIONS, Amax, AmaxKind, Precision
 from mxcompile.formats.four_over_six import BOUNDS, BlockError, FourOverSix
-from mxcompile.policy.model import Ends
+from mxcompile.policy.model import Ends, StepRange
 from mxcompile.policy.presets import PRESETS
 
 VERSION = 1
 BLOCKS = ("first", "last")
+STEPS = ("first", "last", "of", "from", "until")
 
 
 class Invalid(ValueError):  # noqa: N818 - a signal inside this package, not an error users see
@@ -133,6 +134,67 @@ def _ends(value: Any) -> Ends:
     return Ends(**numbers)
 
 
+def _share(value: Any, total: int | None, key: str) -> int:
+    """Returns a number of steps: a positive integer, or the text of a percentage of `total`."""
+    percent = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", value) if isinstance(value, str) else None
+    if percent is None:
+        steps = _inside(key, value, _positive)
+        if total is not None and steps > total:
+            raise Invalid(f"a run of {total} steps has no {steps}", key)
+        return steps
+    if total is None:
+        raise Invalid(f"{value!r} needs the number of steps of the whole run: add 'of: 10000'", key)
+    if not 0 < float(percent[1]) <= 100:
+        raise Invalid(f"expected more than 0 % and at most 100 %, found {value!r}", key)
+    return round(total * float(percent[1]) / 100)
+
+
+def _inside(key: str, value: Any, reader: Callable[[Any], int]) -> int:
+    """Returns `reader(value)`. An `Invalid` names `key`."""
+    try:
+        return reader(value)
+    except Invalid as error:
+        raise Invalid(str(error), key) from None
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise Invalid(f"expected a step, an integer from 0, found {shown(value)}")
+    return value
+
+
+_RANGES = ({"first"}, {"first", "of"}, {"last"}, {"last", "of"}, {"from"}, {"from", "until"})
+
+
+def _steps(value: Any) -> StepRange:
+    for key in value if isinstance(value, dict) else ():
+        if key not in STEPS:
+            raise Invalid(not_allowed("key", key, STEPS), key)
+    if not isinstance(value, dict) or set(value) not in _RANGES:
+        raise Invalid(
+            "expected {first: 100}, {last: 10 %, of: 10000} or {from: 100, until: 200},"
+            f" found {shown(value)}"
+        )
+    total = _inside("of", value["of"], _positive) if "of" in value else None
+    if "first" in value:
+        return StepRange(stop=_share(value["first"], total, "first"))
+    if "last" in value:
+        if total is None:
+            raise Invalid("'last' needs the number of steps of the whole run: add 'of: 10000'")
+        return StepRange(start=total - _share(value["last"], total, "last"))
+    start = _inside("from", value["from"], _whole)
+    stop = _inside("until", value["until"], _whole) if "until" in value else None
+    if stop is not None and stop <= start:
+        raise Invalid(f"no step is at least {start} and less than {stop}", "until")
+    return StepRange(start=start, stop=stop)
+
+
+def _raw_steps(steps: StepRange) -> dict[str, int]:
+    if not steps.start and steps.stop is not None:
+        return {"first": steps.stop}
+    return {"from": steps.start} | ({} if steps.stop is None else {"until": steps.stop})
+
+
 def _version(value: Any) -> int:
     if type(value) is not int or value != VERSION:
         raise Invalid(f"this mxcompile reads policy version {VERSION}, found {shown(value)}")
@@ -230,6 +292,32 @@ ENDS = Value(
         "additionalProperties": False,
     },
     lambda ends: {key: getattr(ends, key) for key in BLOCKS if getattr(ends, key)},
+)
+
+
+def _object(properties: dict[str, Any], *required: str) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": [*required],
+        "additionalProperties": False,
+    }
+
+
+_PERCENT = {"type": "string", "pattern": r"^\d+(\.\d+)? ?%$"}
+_SHARE = {"anyOf": [POSITIVE.json, _PERCENT]}
+_STEP = {"type": "integer", "minimum": 0}
+STEP_RANGE = Value(
+    _steps,
+    {
+        "anyOf": [
+            _object({"first": POSITIVE.json, "of": POSITIVE.json}, "first"),
+            _object({"first": _PERCENT, "of": POSITIVE.json}, "first", "of"),
+            _object({"last": _SHARE, "of": POSITIVE.json}, "last", "of"),
+            _object({"from": _STEP, "until": _STEP}, "from"),
+        ]
+    },
+    _raw_steps,
 )
 BLOCK = Value(_block, {"enum": [int(word) for word in _BLOCKS]}, int)
 MARGIN = Value(_margin, {"type": "integer", "minimum": -16, "maximum": 16}, int)

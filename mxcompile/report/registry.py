@@ -32,8 +32,9 @@ class Ledger:
     """One compile of one frame: its parts, one per graph, and the path of its report file.
 
     group: key of the compile options. model: model that the frame belongs to, if known; the frames of one
-    model and group form one report. frame: key of the compiled code, set by the registry. path: path with the
-    rank substituted for ``{rank}``, None on ranks that do not write the file.
+    model and group form one report. phase: training steps of the policy, as text. frame: key of the compiled
+    code, set by the registry. path: path with the rank substituted for ``{rank}``, None on ranks that do not
+    write the file.
     """
 
     def __init__(
@@ -41,12 +42,14 @@ class Ledger:
         *,
         target: str,
         policy: str,
+        phase: str = "",
         path: Path | None = None,
         group: str = "",
         model: nn.Module | None = None,
     ) -> None:
         self.target = target
         self.policy = policy
+        self.phase = phase
         self.path = of_rank(path) if path is not None and is_mine(path) else None
         self.group = group
         self.model = None if model is None else _reference(model)
@@ -55,7 +58,9 @@ class Ledger:
 
     def for_model(self, model: nn.Module) -> Ledger:
         """Returns an empty ledger of the same compile for `model`."""
-        other = Ledger(target=self.target, policy=self.policy, group=self.group, model=model)
+        other = Ledger(
+            target=self.target, policy=self.policy, phase=self.phase, group=self.group, model=model
+        )
         other.frame, other.path = self.frame, self.path
         return other
 
@@ -152,6 +157,8 @@ class Registry:
     def _write(self, path: Path) -> None:
         """Writes the report of all ledgers with the report file `path`. Logs a warning on failure."""
         same = [ledger for ledger in self._ledgers.values() if ledger.path == path]
+        phase = next((ledger.phase for ledger in reversed(same) if ledger.phase), "")
+        same = [ledger for ledger in same if ledger.phase in ("", phase)]
         self._stale.discard(path)
         start = time.monotonic()
         try:

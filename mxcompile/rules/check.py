@@ -39,7 +39,7 @@ def mistakes(policy: Policy, layers: Sequence[Layer], tables: Sequence[Layer] = 
             looked_up = [table.name for table in tables if fit.rule.match.fits(table)]
             sentences.append(_no_product(policy, fit, looked_up) or _unused(policy, fit, layers))
             continue
-        if not fit.decides:
+        if not fit.decides and fit.rule.match.in_force:
             sentences.append(_overtaken(policy, fit))
         sentences += _typos(policy, fit, layers)
     return sentences

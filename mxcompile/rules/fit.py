@@ -17,8 +17,9 @@ class RuleFit:
     """One rule and the layers that it concerns, in model order.
 
     number: number of the rule, from 1. decides: layers that the rule decides for. taken: matching layers that
-    an earlier rule decides for. missed: layers that only a size limit excludes. near: layers of `missed` just
-    outside the limit, without another deciding rule, for which the preset decides differently.
+    an earlier rule decides for, or that the rule decides for in other training steps. missed: layers that
+    only a size limit excludes. near: layers of `missed` just outside the limit, without another deciding
+    rule, for which the preset decides differently.
     """
 
     number: int
@@ -41,7 +42,8 @@ def fits(policy: Policy, layers: Sequence[Layer]) -> tuple[RuleFit, ...]:
     """
     deciding = [deciding_rule(policy, layer) for layer in layers]
     results = []
-    for index, rule in enumerate(policy.rules):
+    for index, written in enumerate(policy.rules):
+        rule = in_force(written)
         about = [
             (layer, by) for layer, by in zip(layers, deciding, strict=True) if _matches_but_size(rule, layer)
         ]
@@ -49,7 +51,7 @@ def fits(policy: Policy, layers: Sequence[Layer]) -> tuple[RuleFit, ...]:
         results.append(
             RuleFit(
                 number=index + 1,
-                rule=rule,
+                rule=written,
                 decides=tuple(layer for layer, by in about if by == index),
                 taken=tuple(layer for layer, by in about if by != index and rule.match.missed(layer) is None),
                 missed=tuple(layer for layer, _ in missed),
@@ -59,6 +61,12 @@ def fits(policy: Policy, layers: Sequence[Layer]) -> tuple[RuleFit, ...]:
             )
         )
     return tuple(results)
+
+
+def in_force(rule: Rule) -> Rule:
+    """Returns `rule` for a training step that it is for."""
+    steps = rule.match.steps
+    return rule if steps is None else dataclasses.replace(rule, match=rule.match.at(steps.start))
 
 
 def deciding_rule(policy: Policy, layer: Layer) -> int | None:

@@ -23,6 +23,8 @@ def matches(policy: Policy, layers: Sequence[Layer]) -> str:
     lines = []
     for fit, written in zip(fits(policy, layers), policy.to_dict()["rules"], strict=True):
         taken = f", {len(fit.taken)} more went to earlier rules" if fit.taken else ""
+        if not fit.rule.match.in_force:
+            taken = f" now, {len(fit.taken)} in {fit.rule.match.steps}"
         rule = f"rule {fit.number}: {_flow(written['match'])} → {_flow(written['use'])}"
         lines += [f"{rule}: {_layers(fit.decides)}{taken}", *_names(fit.decides)]
     rest = [

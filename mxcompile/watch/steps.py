@@ -33,6 +33,11 @@ class Steps:
         self._models: WeakSet[nn.Module] = WeakSet()
         self._known: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
 
+    @property
+    def next(self) -> int:
+        """Number of the step of a forward that begins now."""
+        return self.number + (self._has_stepped and not in_backward())
+
     def follow(self, model: nn.Module | None) -> None:
         """Counts the steps of optimizers of `model`, or of all optimizers if it is None."""
         if model is not None:

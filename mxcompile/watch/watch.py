@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor, nn
 
 from mxcompile.errors import NonFiniteError, OptionError, not_allowed, shown
@@ -109,6 +110,8 @@ class Watch:
         self._losses: dict[int, list[float]] = {}
         self._about: Record = {}
         self._is_begun = False
+        self._policy = Policy()
+        self._phases: set[tuple[bool, ...]] = set()
         self._recorder.steps.listen()
 
     def __repr__(self) -> str:
@@ -118,6 +121,11 @@ class Watch:
     def current_step(self) -> int:
         """Number of the current step."""
         return self._recorder.steps.number
+
+    @property
+    def next_step(self) -> int:
+        """Number of the step of a forward that begins now."""
+        return self._recorder.steps.next
 
     def step(self) -> None:
         """Ends a step. Call it in training loops without an optimizer of ``torch.optim``."""
@@ -159,6 +167,14 @@ class Watch:
             rule.do == "dump" and rule.covers(reader.layer, reader.role, reader.gemm) for rule in self._rules
         )
 
+    def enter(self, policy: Policy) -> tuple[bool, ...]:
+        """Returns which rules of `policy` are in force in the next step, and makes room for their code."""
+        in_force = policy.in_force(self.next_step)
+        if self._phases and in_force not in self._phases:
+            torch._dynamo.config.recompile_limit += 1  # this recompile must not use up the user's limit
+        self._phases.add(in_force)
+        return in_force
+
     def over(self, policy: Policy) -> Policy:
         """Returns `policy` with the GEMMs that rules moved to BF16."""
         return self._fallbacks.over(policy)
@@ -179,6 +195,7 @@ class Watch:
             self._ranks.start()
         self._fallbacks.learn(policy, layers)
         self._about = self._about | about | {"policy": policy.label}
+        self._policy = policy
         return self._recorder
 
     def _place(self, action: str, option: str, given: str | Path | None, suffix: str) -> Path | None:
@@ -229,7 +246,9 @@ class Watch:
             self._is_begun = True
         losses = self._losses.pop(step, [])
         mean = sum(losses) / len(losses) if losses else math.nan
-        noted = {"loss": mean if math.isfinite(mean) else None} if losses else {}
+        noted: Record = {"loss": mean if math.isfinite(mean) else None} if losses else {}
+        if self._policy.has_steps:
+            noted["phase"] = self._policy.at(step).phase
         self._send(_record("sample", step=step, ranks=ranks, **noted, rows=rows))
 
     def _warn_of_idle_rules(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -197,6 +197,23 @@ TYPES = {
     "a word for the last blocks": Broken(
         match("{blocks: {last: all}}"), 3, "blocks.last: expected a positive integer, found 'all'"
     ),
+    "number for steps": Broken(match("{steps: 100}"), 3, "expected {first: 100}, {last: 10 %, of: 10000} or"),
+    "empty steps": Broken(match("{steps: {}}"), 3, "found {}"),
+    "steps from both ends": Broken(match("{steps: {first: 1, last: 2, of: 9}}"), 3, "expected {first: 100}"),
+    "steps without a begin": Broken(match("{steps: {until: 9}}"), 3, "expected {first: 100}"),
+    "typo in steps": Broken(
+        match("{steps: {frist: 2}}"), 3, "rules[0].match.steps.frist: unknown key 'frist'", "first"
+    ),
+    "no first steps": Broken(
+        match("{steps: {first: 0}}"), 3, "steps.first: expected a positive integer, found 0"
+    ),
+    "a share of an unknown run": Broken(
+        match("{steps: {first: 10 %}}"), 3, "steps.first: '10 %' needs the number of steps of the whole run"
+    ),
+    "last steps of an unknown run": Broken(
+        match("{steps: {last: 10}}"), 3, "'last' needs the number of steps of the whole run: add 'of: 10000'"
+    ),
+    "a negative step": Broken(match("{steps: {from: -1}}"), 3, "steps.from: expected a step, an integer"),
     "min_k of 5,000 digits": Broken(match(f"{{min_k: {'1' * 5000}}}"), 3, "cannot read '1111"),
     "bool for a GEMM": Broken(use("{fprop: true}"), 3, "unknown precision True"),
     "list for an element type": Broken(use("{elem_dtype: [e4m3]}"), 3, "element type", "e4m3"),
@@ -221,6 +238,15 @@ MEANING = {
         use("{fprop: mxfp8, dgrad: mxfp8, backward: dequantized}"),
         3,
         "use.dgrad: 'backward: dequantized' leaves dgrad and wgrad in the model's dtype: remove dgrad",
+    ),
+    "more than the run": Broken(
+        match("{steps: {last: 10, of: 5}}"), 3, "steps.last: a run of 5 steps has no 10"
+    ),
+    "more than all steps": Broken(
+        match("{steps: {last: 101 %, of: 5}}"), 3, "steps.last: expected more than 0 % and at most 100 %"
+    ),
+    "an empty range of steps": Broken(
+        match("{steps: {from: 9, until: 9}}"), 3, "steps.until: no step is at least 9 and less than 9"
     ),
     "no size between": Broken(
         match("{min_k: 65, max_k: 64}"), 3, "match.max_k: no size is at least min_k 65 and at most max_k 64"
@@ -299,6 +325,8 @@ SHADOWED = {
     "by a rule without blocks": Broken(
         shadowed("{role: qkv}", "{role: qkv, blocks: {last: 1}}"), 4, "rule 1"
     ),
+    "by more steps": Broken(shadowed("{steps: {first: 9}}", "{steps: {first: 5}, role: qkv}"), 4, "rule 1"),
+    "by all steps": Broken(shadowed("{role: qkv}", "{role: qkv, steps: {from: 5}}"), 4, "rule 1"),
     "by a larger max_n": Broken(shadowed("{max_n: 64}", "{max_n: 64, min_n: 8}"), 4, "by rule 1"),
     "by its own anchor": Broken(
         rules("&rule {match: {role: qkv}, use: bf16}", "*rule"), 4, "rules[1]: rule 2 can never"
@@ -428,6 +456,8 @@ VALID = {
     "more blocks later": (shadowed("{blocks: {first: 1}}", "{blocks: {first: 2}}"), 2),
     "one end, then both": (shadowed("{blocks: {first: 2}}", "{blocks: {first: 2, last: 1}}"), 2),
     "blocks, then all": (shadowed("{blocks: {first: 99, last: 99}}", "{name: '*'}"), 2),
+    "more steps later": (shadowed("{steps: {first: 5}}", "{steps: {first: 6}}"), 2),
+    "some steps, then all": (shadowed("{steps: {from: 0}}", "{name: '*'}"), 2),
     "a larger max_k later": (shadowed("{max_k: 64}", "{max_k: 65}"), 2),
     "a largest size, then any": (shadowed("{max_m: 64}", "{role: qkv}"), 2),
     "the least is the largest": (match("{min_k: 64, max_k: 64}"), 1),

@@ -162,6 +162,40 @@ def test_blocks_are_counted_from_the_ends(ends: dict[str, int], total: int, numb
 
 
 @pytest.mark.parametrize(
+    ("steps", "numbers"),
+    [
+        ({"first": 2}, {0, 1}),
+        ({"first": "25 %", "of": 10}, {0, 1}),
+        ({"last": 2, "of": 10}, {8, 9}),
+        ({"last": "20%", "of": 10}, {8, 9}),
+        ({"from": 3, "until": 5}, {3, 4}),
+        ({"from": 7}, {7, 8, 9}),
+    ],
+)
+def test_a_rule_with_steps_decides_only_in_these_steps(steps: dict[str, Any], numbers: set[int]):
+    data = {"version": 1, "rules": [{"match": {"steps": steps}, "use": "bf16"}]}
+    policy, subject = Policy.from_dict(data), layer()
+    assert {step for step in range(10) if policy.at(step).rule_for(subject) == 0} == numbers
+    assert policy.rule_for(subject) is None  # without a step
+    assert Policy.from_dict(policy.at(5).to_dict()) == policy
+
+
+def test_the_phase_of_a_policy_names_all_steps_with_the_same_rules():
+    ends = [{"first": 2}, {"from": 4, "until": 6}]
+    data = {"version": 1, "rules": [{"match": {"steps": steps}, "use": "bf16"} for steps in ends]}
+    policy = Policy.from_dict(data, label="ends.yaml")
+    assert [policy.at(step).phase for step in (0, 2, 4, 1000)] == [
+        "steps 0 to 1",
+        "steps 2 to 3, from step 6",
+        "steps 4 to 5",
+        "steps 2 to 3, from step 6",
+    ]
+    assert policy.at(2).title == "ends.yaml, steps 2 to 3, from step 6"
+    assert len({policy.at(step).fingerprint() for step in range(10)}) == 3
+    assert Policy.preset("nvidia").at(7) == Policy.preset("nvidia")
+
+
+@pytest.mark.parametrize(
     ("pattern", "name", "fits"),
     [
         ("model.layers.0.mlp.up_proj", "model.layers.0.mlp.up_proj", True),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mxcompile.errors import PolicyError
 from mxcompile.formats import E4M3, E5M2, NO_HADAMARD, PRECISIONS, Rounding, Tile
 from mxcompile.formats.elements import INT8
-from mxcompile.policy import ATTENTION_PRODUCTS, Ends, Match, Policy, Role, Rule, Saved, Use
+from mxcompile.policy import ATTENTION_PRODUCTS, Ends, Match, Policy, Role, Rule, Saved, StepRange, Use
 from mxcompile.policy.presets import PRESETS
 from mxcompile.policy.schema import keys_of
 from mxcompile.policy.shadow import Shadows
@@ -109,6 +109,7 @@ MATCHES = st.builds(
     max_n=st.sampled_from([0, 2, 3]),
     max_k=st.sampled_from([0, 2, 3]),
     blocks=st.none() | st.builds(Ends, first=st.integers(0, 2), last=st.integers(1, 2)),
+    steps=st.none() | st.builds(StepRange, start=st.integers(0, 9), stop=st.none() | st.integers(10, 12)),
 ).filter(lambda match: match != Match())
 
 

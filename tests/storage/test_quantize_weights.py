@@ -179,7 +179,9 @@ def test_a_rule_for_tied_weights_says_what_became_of_them(case, caplog):
 @pytest.mark.parametrize("policy", ["fp8_rowwise", "fp8_tensor", "fp8_block", "fp8_delayed"])
 def test_a_policy_without_mxfp8_stores_nothing_and_says_so(policy):
     model = Model()
-    with pytest.raises(PolicyError, match=f"preset {policy} stores no weight: stored weights have a scale for 32 elements"):
+    with pytest.raises(
+        PolicyError, match=f"preset {policy} stores no weight: stored weights have a scale for 32 elements"
+    ):
         quantized(model, policy)
     assert not stored_names(model)
     _, table = quantized(policy="bf16")  # which asks for none

@@ -69,7 +69,7 @@ def explain(
     parts = some_or_all(
         model, lambda leave_out: Explainer(model, options, training, leave_out).run(args, named)
     )
-    report = Report.from_parts(parts, target=options.target, policy=options.policy.label)
+    report = Report.from_parts(parts, target=options.target, policy=options.policy.title)
     check_mistakes(options.policy, report.gemms, strict=options.strict)
     return advised(estimate(_with_memory(report, model, training=training)))
 

@@ -183,7 +183,7 @@ def _rank_report(
         rank, parts = tracing(options)
         here.check(sends=any(rank.collectives()))
         plan = rank.whole(here.plain, here.args, here.kwargs)
-        report = Report.from_parts(parts, target=options.target, policy=options.policy.label)
+        report = Report.from_parts(parts, target=options.target, policy=options.policy.title)
         memories = rank.memories(here.model)
         numbers, slowest, step = range(len(memories)), len(memories) - 1, None
         if speeds is not None:

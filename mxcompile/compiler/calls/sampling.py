@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,21 +55,34 @@ def sampling(
 
 
 def follow(options: Options, capture: Capture) -> Options:
-    """Returns `options` with the policy as the rules of their watch have changed it by now.
+    """Returns `options` with the policy for the next step, as the rules of their watch have changed it.
 
-    A Dynamo guard recompiles the code when a rule changes this part of the policy. Code that Dynamo shares
-    between modules without a guard keeps the original policy.
+    Dynamo guards recompile the code when other rules of the policy come into force, and when a rule of the
+    watch changes this part of the policy. Code that Dynamo shares between modules without a guard ignores the
+    rules of the watch.
     """
-    watch, context = options.watch, TracingContext.try_get()
-    if watch is None or not watch.can_change or context is None or capture.backward:
+    watch, context, policy = options.watch, TracingContext.try_get(), options.policy
+    if watch is None or context is None or capture.backward:
         return options
+    if policy.has_steps:
+        in_force = watch.enter(policy)
+        add_guard(
+            context, lambda _: policy.in_force(watch.next_step) == in_force, None, "steps of the policy"
+        )
+    return _follow_rules(options, watch, capture, context)
+
+
+def _follow_rules(options: Options, watch: Watch, capture: Capture, context: TracingContext) -> Options:
+    """Returns the options of `follow`, and guards the code against changes by rules of the watch."""
+    if not watch.can_change:
+        return options.now()
     if capture.prefix and capture.owner is None:
         log.warning(
             "watch: rules with do: bf16 have no effect in %s, because other modules of its class share its"
             " code; compile the model with mxcompile.compile(model, watch=…)",
             capture.prefix,
         )
-        return options
+        return replace(options, policy=options.policy.at(watch.next_step))
     paths, prefix, expected = capture.tree.by_identity, capture.prefix, watch.below(capture.prefix)
 
     def holds(module: object) -> bool:

@@ -105,7 +105,8 @@ def check_call(
         object(),
         Ledger(
             target=resolve(options.target, device).name,
-            policy=options.policy.label,
+            policy=options.policy.title,
+            phase=options.policy.phase,
             path=options.report,
             group=options.group,
             model=root,

@@ -108,7 +108,8 @@ class _Entry:
         options, capture = compilation.options, compilation.capture
         fresh = Ledger(
             target=compilation.target.name,
-            policy=options.policy.label,
+            policy=options.policy.title,
+            phase=options.policy.phase,
             path=options.report,
             group=options.group,
             model=capture.root,

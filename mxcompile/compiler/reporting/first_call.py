@@ -34,7 +34,7 @@ def look_at(root: nn.Module, options: Options, parts: Mapping[str, nn.Module]) -
         with _calls_noted(parts) as called:
             result = root(*args, **kwargs)
         try:
-            check_call(root, options, args, kwargs, parts={path: path in called for path in parts})
+            check_call(root, options.now(), args, kwargs, parts={path: path in called for path in parts})
         finally:
             REGISTRY.flush()
         return result

@@ -37,7 +37,7 @@ class Options:
     policy: policy with the watch's changes. report: file of the report. target: "auto" or a name in
     `lowering.targets.TARGETS`. strict: whether to raise instead of a fallback, and for rules without effect.
     mode: mode of Inductor. inductor: overrides of ``torch._inductor.config``. watch: the `Watch` of training
-    steps, if any. given: the user's policy, if the watch has changed it.
+    steps, if any. given: the user's policy for the step, before the watch changed it.
     """
 
     policy: Policy = field(default_factory=Policy)
@@ -73,14 +73,17 @@ class Options:
         target = raw.get("target", AUTO)
         if not isinstance(target, str):
             raise OptionError(f"option 'target' must be a name, found {target!r}")
+        policy, watch = Policy.resolve(raw.get("policy")), resolve(raw.get("watch"))
+        if watch is None and policy.has_steps:
+            watch = Watch(every=None)  # counts the steps
         return cls(
-            policy=Policy.resolve(raw.get("policy")),
+            policy=policy,
             report=_report(raw.get("report")),
             target=check(target),
             strict=strict,
             mode=_mode(mode),
             inductor=_inductor(raw.get("inductor")),
-            watch=resolve(raw.get("watch")),
+            watch=watch,
         )
 
     def fingerprint(self) -> str:
@@ -96,10 +99,11 @@ class Options:
         return repr((policy.fingerprint(), self.target, self.strict, self.mode, self.inductor))
 
     def now(self) -> Options:
-        """Returns these options with the policy as the watch's rules have changed it by now."""
+        """Returns these options with the policy for the next step, as the watch's rules have changed it."""
         if self.watch is None:
             return self
-        return replace(self, policy=self.watch.over(self.policy), given=self.policy)
+        policy = self.policy.at(self.watch.next_step)
+        return replace(self, policy=self.watch.over(policy), given=policy)
 
 
 def _report(value: Any) -> Path | None:

@@ -1,0 +1,148 @@
+"""Rules for some training steps: each phase of a run computes as its own policy would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.eager_backend import EagerBackend
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import mxcompile
+from mxcompile.policy import Policy
+
+STEPS = 7
+ENDS: dict[str, Any] = {
+    "version": 1,
+    "preset": "ocp",
+    "rules": [
+        {"match": {"steps": {"first": 2}}, "use": "bf16"},
+        {"match": {"steps": {"last": 1, "of": STEPS - 1}, "name": "*.down"}, "use": "bf16"},
+    ],
+}
+PHASES = ["bf16", "bf16", "ocp", "ocp", "ocp", "last", "last"]
+POLICIES: dict[str, Any] = {
+    "bf16": "bf16",
+    "ocp": "ocp",
+    "last": {"version": 1, "preset": "ocp", "rules": [{"match": {"name": "*.down"}, "use": "bf16"}]},
+}
+Step = Callable[[int], Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+def made() -> nn.Module:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    mxcompile.clear_reports()
+    counters.clear()
+    return nn.Sequential(Block(), Block())
+
+
+def trained(model: nn.Module, call_of: Callable[[int], Any], steps: range) -> list[Tensor]:
+    """Trains with two micro-batches and a validation in each step. Returns the weights after each step."""
+    optimizer, weights = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in steps:
+        torch.manual_seed(step)
+        for _ in range(2):
+            call_of(step)(torch.randn(16, 32)).square().mean().backward()
+        with torch.no_grad():
+            call_of(step)(torch.randn(16, 32))
+        optimizer.step()
+        optimizer.zero_grad()
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    return weights
+
+
+def by_hand(steps: range) -> list[Tensor]:
+    """Returns the weights of a run that changes to another compiled model in each phase."""
+    model = made()
+    calls = {
+        name: torch.compile(model, backend=EagerBackend(policy=Policy.resolve(policy)))
+        for name, policy in POLICIES.items()
+    }
+    return trained(model, lambda step: calls[PHASES[step]], steps)
+
+
+def test_weights_are_those_of_a_run_that_changes_its_policy_by_hand():
+    expected, model = by_hand(range(STEPS)), made()
+    call = torch.compile(model, backend=EagerBackend(policy=Policy.from_dict(ENDS)))
+    for found, wanted in zip(trained(model, lambda _: call, range(STEPS)), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    assert counters["stats"]["unique_graphs"] == 6  # three phases, each with and without gradients
+
+
+def test_a_report_for_each_phase_names_its_steps(tmp_path: Path):
+    model = made()
+    backend = EagerBackend(policy=Policy.from_dict(ENDS), report=tmp_path / "report.json")
+    call = torch.compile(model, backend=backend)
+    trained(model, lambda _: call, range(STEPS))
+    assert [report.summary.policy for report in mxcompile.reports()] == [
+        "policy, steps 0 to 1", "policy, steps 2 to 4", "policy, from step 5",
+    ]  # fmt: skip
+    shares = [report.summary.flop_share for report in mxcompile.reports()]
+    assert shares == pytest.approx([0, 1, 0.5])
+    last = mxcompile.Report.load(tmp_path / "report.json")
+    assert last.summary.policy == "policy, from step 5"
+    assert {gemm.reason for gemm in last.gemms if gemm.precision != "mxfp8"} == {"policy: rule 2"}
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_is_in_the_phase_of_its_step():
+    model = made()
+    watch = mxcompile.Watch(every=None, first=4)
+    backend = EagerBackend(policy=Policy.from_dict(ENDS), watch=watch)
+    call = torch.compile(model, backend=backend)
+    found = trained(model, lambda _: call, range(4, STEPS))
+    model = made()
+    calls = {
+        name: torch.compile(model, backend=EagerBackend(policy=POLICIES[name])) for name in ("ocp", "last")
+    }
+    expected = trained(model, lambda step: calls[PHASES[step]], range(4, STEPS))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_samples_of_steps_with_casts_name_the_phase(tmp_path: Path):
+    model = made()
+    watch = mxcompile.Watch(tmp_path / "run.jsonl", every=2)
+    call = torch.compile(model, backend=EagerBackend(policy=Policy.from_dict(ENDS), watch=watch))
+    trained(model, lambda _: call, range(STEPS))
+    watch.close()
+    samples = [
+        record for record in mxcompile.watch.read(tmp_path / "run.jsonl") if record["kind"] == "sample"
+    ]
+    assert [(record["step"], record["phase"]) for record in samples] == [
+        (2, "steps 2 to 4"), (4, "steps 2 to 4"), (6, "from step 5"),
+    ]  # fmt: skip
+
+
+def test_blocks_that_are_compiled_alone_change_together(caplog: pytest.LogCaptureFixture):
+    model = mxcompile.compile(made(), policy=ENDS)
+    with caplog.at_level("WARNING", logger="mxcompile"):
+        trained(model, lambda _: model, range(3))
+    assert [report.summary.policy for report in mxcompile.reports()] == [
+        "policy, steps 0 to 1", "policy, steps 2 to 4",
+    ]  # fmt: skip
+    assert [report.summary.flop_share for report in mxcompile.reports()] == pytest.approx([0, 1])
+    assert not [record for record in caplog.records if record.name.startswith("mxcompile")]
+
+
+def test_strict_accepts_rules_of_other_steps_and_refuses_rules_without_layers():
+    data = {
+        **ENDS,
+        "rules": [*ENDS["rules"], {"match": {"steps": {"from": 9}, "name": "*.gone"}, "use": "bf16"}],
+    }
+    torch.compile(made(), backend=EagerBackend(policy=ENDS, strict=True))(torch.randn(16, 32))
+    with pytest.raises(Exception, match="rule 3 matched no layer"):
+        torch.compile(made(), backend=EagerBackend(policy=data, strict=True))(torch.randn(16, 32))
