@@ -86,7 +86,7 @@ class Point:
         return self.measured_us / self.estimate_us
 
     @property
-    def met(self) -> bool:
+    def is_near(self) -> bool:
         """Whether the estimate is near enough."""
         return LOW <= self.ratio <= HIGH
 
@@ -321,7 +321,7 @@ def page(found: list[Point]) -> str:
         {
             "class": kind,
             "points": len(same),
-            "within 0.75–1.33": sum(point.met for point in same),
+            "within 0.75–1.33": sum(point.is_near for point in same),
             "measured ÷ estimate": f"{_spread(same)}",
             "median": f"{statistics.median(point.ratio for point in same):.2f}",
         }
@@ -341,7 +341,7 @@ def page(found: list[Point]) -> str:
         }
         for point in found
     ]
-    met = sum(point.met for point in found)
+    met = sum(point.is_near for point in found)
     tables = [
         tabulate(each, headers="keys", tablefmt="github", disable_numparse=True) for each in (classes, rows)
     ]
@@ -365,11 +365,11 @@ def draw(found: list[Point], output: Path) -> None:
         same = [point for point in found if point.kind == kind]
         axes.scatter(
             [point.measured_us for point in same], [point.ratio for point in same],
-            label=f"{kind}, {sum(point.met for point in same)} of {len(same)}",
+            label=f"{kind}, {sum(point.is_near for point in same)} of {len(same)}",
             marker=marker, s=30, alpha=0.85,
         )  # fmt: skip
     for point in found:
-        if not point.met:
+        if not point.is_near:
             axes.annotate(
                 f"{point.kernel.partition(',')[0]}, {point.chip}, {point.shape}",
                 (point.measured_us, point.ratio), xytext=(6, 4 if point.ratio > 1 else -9),

@@ -111,11 +111,11 @@ def ways(context: int, layers: int) -> dict[str, Way]:
         [each[i : i + TOGETHER] for i in range(0, layers, TOGETHER)] for each in (dense, wide, stored)
     )
     forms, caches = (_repeated, _packed), (bf16, fp32)
-    baselines = [(_each(form), cache, "inductor") for cache in caches for form in forms]
+    baselines = [(_in_each_layer(form), cache, "inductor") for cache in caches for form in forms]
     made = {
         **dict(zip(BASELINES, baselines, strict=True)),
-        "mxfp8, dequantized": (_each(_stored), mxfp8, "inductor"),
-        "mxfp8": (_each(_stored), mxfp8, "mxfp8"),
+        "mxfp8, dequantized": (_in_each_layer(_stored), mxfp8, "inductor"),
+        "mxfp8": (_in_each_layer(_stored), mxfp8, "mxfp8"),
     }
     return {
         name: Way(
@@ -132,7 +132,7 @@ def _cast(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes.view(torch.uint8), scales
 
 
-def _each(attend: Callable[..., Tensor]) -> Callable[..., list[Tensor]]:
+def _in_each_layer(attend: Callable[..., Tensor]) -> Callable[..., list[Tensor]]:
     return lambda q, layers, mask: [attend(q, layer, mask) for layer in layers]
 
 

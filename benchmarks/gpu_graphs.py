@@ -26,7 +26,7 @@ from mxcompile.lowering.targets import Target
 
 E4M3, ROUNDING, BF16 = torch.float8_e4m3fn, "rceil", torch.bfloat16
 TENSOR, CHANNEL, BLOCKS = (f"e4m3 {extent} nearest" for extent in ("tensor", "channel", "1x128"))
-KNOWN = f"{TENSOR} delayed:1024:0"
+DELAYED = f"{TENSOR} delayed:1024:0"
 """FP8 formats, the last of a scale that is known before."""
 
 BOTH = ("-1 elements", "-1 scales", "-2 elements transposed", "-2 scales")
@@ -106,21 +106,24 @@ def casts(m: int, n: int, target: Target) -> Iterator[Graph]:
     chosen: list[tuple[str, Cast, Sequence[str]]] = []
     if target.native:
         layout = str(target.scale_layout)
-        chosen += [("rows", _each(_mx((-1,), layout)), alone), ("columns", _each(_mx((-2,), layout)), alone)]
-        chosen += [("both", _each(_mx((-1, -2), layout)), every)]
+        chosen += [
+            ("rows", _of_each_matrix(_mx((-1,), layout)), alone),
+            ("columns", _of_each_matrix(_mx((-2,), layout)), alone),
+        ]
+        chosen += [("both", _of_each_matrix(_mx((-1, -2), layout)), every)]
     else:
         chosen += [("value in rows", _operands("values", "none"), alone)]
         chosen += [("value in columns", _operands("none", "values"), alone)]
         chosen += [("both values", _operands("values", "values"), (*alone, *every[-1:]))]
         chosen += [("value and codes", _operands("values", "codes"), every[:-1])]
     if target.fp8_tiles:
-        chosen += [("FP8, largest", _each(_fp8(TENSOR, "-1 largest")), alone)]
+        chosen += [("FP8, largest", _of_each_matrix(_fp8(TENSOR, "-1 largest")), alone)]
         chosen += [
-            ("FP8, a known scale", _each(_known), every),
-            ("FP8, channels", _each(_fp8(CHANNEL, *BOTH)), alone),
+            ("FP8, a known scale", _of_each_matrix(_with_delayed_scale), every),
+            ("FP8, channels", _of_each_matrix(_fp8(CHANNEL, *BOTH)), alone),
         ]
     if "1x128" in target.fp8_tiles:
-        chosen += [("FP8, blocks", _each(_fp8(BLOCKS, *BOTH)), every)]
+        chosen += [("FP8, blocks", _of_each_matrix(_fp8(BLOCKS, *BOTH)), every)]
     for cast_name, cast, producers in chosen:
         for name in producers:
             full = f"{name}, {cast_name}" if name else cast_name
@@ -148,7 +151,7 @@ def _producers(m: int, n: int) -> dict[str, Producer]:
     }
 
 
-def _each(one: Callable[[Tensor, Tensor], Iterable[Tensor]]) -> Cast:
+def _of_each_matrix(one: Callable[[Tensor, Tensor], Iterable[Tensor]]) -> Cast:
     return lambda matrices, scale: [copied for x in matrices for copied in one(x, scale)]
 
 
@@ -177,8 +180,8 @@ def _fp8(form: str, *copies: str) -> Callable[[Tensor, Tensor], Iterable[Tensor]
     return lambda x, _: ops.cast(x, words)
 
 
-def _known(x: Tensor, scale: Tensor) -> Iterable[Tensor]:
-    copies = [f"{KNOWN} @{copy}" for copy in (BOTH[0], BOTH[2], "-1 largest")]
+def _with_delayed_scale(x: Tensor, scale: Tensor) -> Iterable[Tensor]:
+    copies = [f"{DELAYED} @{copy}" for copy in (BOTH[0], BOTH[2], "-1 largest")]
     made: list[Tensor] = ops.cast(x, copies, None, 0, [scale, scale, None])
     return made
 

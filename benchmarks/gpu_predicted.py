@@ -82,7 +82,7 @@ class CompiledProgram(Program):
         result = self.code(chip)
         launches = [(each.kind, each.kernel, each.work) for each in result.launches if each.work]
         launches += [("rest", "beside", self.beside)] if self.beside else []
-        own = [kernel.binary for kernel in result.kernels if kernel.own]
+        own = [kernel.binary for kernel in result.kernels if kernel.is_template]
         return {
             "target": result.target,
             **self.about,

@@ -64,7 +64,7 @@ def fp8(extent: str, peak: Peak, time: Time) -> Iterator[float]:
         a, b = (_matrix(rows, k).to(torch.float8_e4m3fn) for rows in (m, n))
         blocks = (k // BLOCK, m), (n // BLOCK, k // BLOCK)
         sizes = {"tensor": ((), ()), "channel": ((1, m), (n, 1)), "block": blocks}[extent]
-        scales = [torch.ones(size, device=gpu_common.DEVICE).mT if size else _one() for size in sizes]
+        scales = [torch.ones(size, device=gpu_common.DEVICE).mT if size else _unit_scale() for size in sizes]
         call = functools.partial(torch._scaled_mm, a, b.t(), *scales, out_dtype=torch.bfloat16)
         yield _share(time(call), (m, n, k), peak.fp8_tflops)
 
@@ -131,7 +131,7 @@ def _captured(run: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-def _one() -> torch.Tensor:
+def _unit_scale() -> torch.Tensor:
     return torch.ones((), device=gpu_common.DEVICE)
 
 

@@ -313,7 +313,7 @@ def speeds() -> str:
             "÷": f"{tps / row['speeds'][policy][1]:.2f}",
             "source": run.source,
         }
-        for run, row in _kept()
+        for run, row in _estimated_runs()
         for policy, tps in run.tps.items()
         if tps
     ]
@@ -323,7 +323,7 @@ def speeds() -> str:
 def ratios() -> str:
     """Speed over that of BF16, measured and estimated."""
     rows = []
-    for run, row in _kept():
+    for run, row in _estimated_runs():
         if run.ratio is not None:
             measured = "–".join(f"{end:.2f}" for end in run.ratio)
         elif len(run.tps) > 1:
@@ -342,7 +342,7 @@ def ratios() -> str:
     return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
 
 
-def _kept() -> Iterator[tuple[Run, dict[str, Any]]]:
+def _estimated_runs() -> Iterator[tuple[Run, dict[str, Any]]]:
     """The runs with their newest estimates."""
     newest = {row["run"]: row for row in common.read("mesh_runs")}
     return ((run, newest[run.name]) for run in RUNS if run.name in newest)

@@ -63,7 +63,7 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
 
 def measure(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One row per way of serving the model called `name`, the baseline first."""
-    wanted = [way for way in all_ways(language=name == "gemma") if _asked(way, options.ways)]
+    wanted = [way for way in all_ways(language=name == "gemma") if _is_selected(way, options.ways)]
     with quiet(), torch.no_grad():
         score = Language(options.windows, options.length) if name == "gemma" else Encoder()
         for way in (bar := tqdm([BASELINE, *wanted], desc=name, leave=False)):
@@ -82,7 +82,7 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield {"model": name, "text": score.text, **about, **figures, "seconds": took}
 
 
-def _asked(way: Way, words: Sequence[str] | None) -> bool:
+def _is_selected(way: Way, words: Sequence[str] | None) -> bool:
     name = f"{way.library}/{way.label}/{way.what}"
     return words is None or any(fnmatch.fnmatchcase(name, word) for word in words)
 
@@ -146,14 +146,14 @@ class Encoder:
         self._model, tokenizer = models.minilm()
         pairs = models.sentence_pairs()
         sentences = [*(question for question, _ in pairs), *(passage for _, passage in pairs)]
-        self._given = tokenizer(sentences, padding=True, return_tensors="pt")
+        self._tokens = tokenizer(sentences, padding=True, return_tensors="pt")
         self._count = len(pairs)
         self._expected: Tensor | None = None  # FP32's embeddings
-        self.text = f"{len(pairs)} pairs, {models.fingerprint(self._given.input_ids)}"
+        self.text = f"{len(pairs)} pairs, {models.fingerprint(self._tokens.input_ids)}"
 
     def __call__(self, way: Way) -> dict[str, Any]:
         """Returns the figures of `way`, of which the first is the baseline."""
-        vectors = embeddings(way.prepare(self._model), self._given)
+        vectors = embeddings(way.prepare(self._model), self._tokens)
         if self._expected is None:
             self._expected = vectors
         cosines = F.cosine_similarity(vectors, self._expected).double()

@@ -53,7 +53,7 @@ WAYS: dict[str, tuple[dict[str, str], bool]] = {
 """By name: what the rule says, and whether FSDP2 gathers in MXFP8."""
 
 
-_GIVEN = ("input_tensor", "input", "tensor")
+_INPUT_NAMES = ("input_tensor", "input", "tensor")
 """What collectives call the tensor that a rank gives."""
 
 
@@ -123,7 +123,7 @@ def measure(name: str, options: argparse.Namespace, rank: int) -> list[dict[str,
     for way in (BASELINE, *options.ways):
         try:
             with _casts_of_gathers() as gathered:
-                subjects[way] = made(way, model, batches[0])
+                subjects[way] = prepared(way, model, batches[0])
                 counts[way] = counted(way, subjects[way], batches, gathered)
         except Exception as error:  # a row of the table says what another library cannot do
             if way != TORCHAO:
@@ -154,7 +154,7 @@ def _timed(way: str, times: dict[str, list[float]]) -> dict[str, Any]:
     }
 
 
-def made(way: str, model: nn.Module, tokens: Tensor) -> Subject:
+def prepared(way: str, model: nn.Module, tokens: Tensor) -> Subject:
     """The model of one way, before its first call."""
     from torch.distributed.fsdp import fully_shard
 
@@ -228,7 +228,7 @@ def _sent() -> Iterator[list[float]]:
 
             def call(*args: Any, original: Any = original, factor: float = factor, **kwargs: Any) -> Any:
                 given = inspect.signature(original).bind(*args, **kwargs).arguments
-                found.append(given[next(key for key in _GIVEN if key in given)].nbytes * factor)
+                found.append(given[next(key for key in _INPUT_NAMES if key in given)].nbytes * factor)
                 return original(*args, **kwargs)
 
             stack.enter_context(mock.patch.object(dist, name, call))

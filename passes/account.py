@@ -10,7 +10,7 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.formats import E4M3, E5M2, Tile
-from mxcompile.graph.casts import made_by
+from mxcompile.graph.casts import producing_call
 from mxcompile.graph.opsets import COLLECTIVES, argument, packet
 from mxcompile.graph.tags import PASS_KEY, GemmTag, Kind, bytes_of, numel, tag_of, tensor, value_of
 from mxcompile.graph.transpose import untransposed
@@ -56,7 +56,7 @@ def _per_byte(tag: GemmTag) -> int:
 def stored_weight(node: fx.Node, side: int) -> fx.Node | None:
     """Returns the tensor that stores a forward GEMM's weight, before casts and views."""
     if packet(node) in ops.PRODUCTS:
-        maker, _ = made_by(Product.read(node).sides[side][0])
+        maker, _ = producing_call(Product.read(node).sides[side][0])
         return stored(argument(maker) if packet(maker) in ops.CASTS else maker)
     matrices = [
         arg for arg in node.args if isinstance(arg, fx.Node) and (v := tensor(arg)) is not None and v.ndim > 1

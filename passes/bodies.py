@@ -17,7 +17,7 @@ from typing import ClassVar
 from torch import fx
 
 from mxcompile.graph.bodies import CALLS_KEY, OWNER_KEY, flattened, hides_products
-from mxcompile.graph.tags import GemmTag, Kind, known, set_tag, tags_of
+from mxcompile.graph.tags import GemmTag, Kind, set_tag, size_or_none, tags_of
 from mxcompile.passes.classify import Classify
 from mxcompile.passes.find import Find, number
 from mxcompile.passes.split import Split
@@ -67,7 +67,7 @@ def _name(node: fx.Node) -> str:
 
 def _hidden(tag: GemmTag, node: fx.Node) -> GemmTag:
     """Returns the tag of `node`, a product in a body, for the node that calls the body."""
-    calls = known(node.meta[CALLS_KEY])
+    calls = size_or_none(node.meta[CALLS_KEY])
     return replace(
         tag,
         kind=Kind.OPAQUE,

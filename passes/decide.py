@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from mxcompile.errors import UnsupportedError
-from mxcompile.formats import KEPT, labels
+from mxcompile.formats import UNQUANTIZED, labels
 from mxcompile.graph.bodies import bodies
 from mxcompile.graph.convolutions import convolution_words
 from mxcompile.graph.opsets import CONVOLUTIONS, aten, called_packet, is_grouped, packet
@@ -72,10 +72,10 @@ def keep_products(graph: fx.Graph) -> None:
     for node in graph.nodes:
         for tag in tags_of(node):
             if not tag.is_layer:
-                change_tag(node, tag, replace(tag, choice=_kept(node, tag)))
+                change_tag(node, tag, replace(tag, choice=_unquantized(node, tag)))
 
 
-def _kept(node: fx.Node, tag: GemmTag) -> Choice:
+def _unquantized(node: fx.Node, tag: GemmTag) -> Choice:
     """Returns the choice for a product that is not a layer, with the reason why it stays as it is."""
     match tag.kind:
         case Kind.OPAQUE:
@@ -90,7 +90,7 @@ def _kept(node: fx.Node, tag: GemmTag) -> Choice:
             reason = Reason(Code.NO_PARAMETER)
         case _:
             reason = Reason(Code.ROLE, tag.role)
-    return Choice(precision=KEPT.name, reason=reason)
+    return Choice(precision=UNQUANTIZED.name, reason=reason)
 
 
 def decided(tag: GemmTag, decision: Decision, reason: Reason | None) -> GemmTag:
@@ -101,7 +101,7 @@ def decided(tag: GemmTag, decision: Decision, reason: Reason | None) -> GemmTag:
     choice = decision.choice(tag.gemm)
     formats = None
     if reason is not None and (choice.formats is not None or tag.kind is Kind.OPAQUE):
-        choice = Choice(precision=KEPT.name, reason=reason)
+        choice = Choice(precision=UNQUANTIZED.name, reason=reason)
     elif choice.formats is not None:
         is_wgrad = tag.gemm is Gemm.WGRAD
         left, right = (choice.formats.operand_format(name, wgrad=is_wgrad) for name in tag.tensors)

@@ -29,7 +29,7 @@ from mxcompile.graph.opsets import (
     packet,
 )
 from mxcompile.graph.shapes import attention_sizes, matmul_sizes, operands
-from mxcompile.graph.tags import GemmTag, Kind, Sizes, known, set_tag, tags_of, value_of
+from mxcompile.graph.tags import GemmTag, Kind, Sizes, set_tag, size_or_none, tags_of, value_of
 from mxcompile.models.blocks import Blocks
 from mxcompile.models.names import GraphInput, HeldBy, layer_name, module_of, parametrized, source_of
 from mxcompile.passes.gradients import Gradients
@@ -164,7 +164,7 @@ class _Finder:
             weights *= len(sizes)
         tags: list[GemmTag] = []
         for weight, size in zip(weights, sizes, strict=True):
-            n, k = map(known, value_of(weight).shape[-2:])
+            n, k = map(size_or_none, value_of(weight).shape[-2:])
             source = self._weight_input(weight)
             layer = replace(
                 _sized(tag, size),
@@ -239,5 +239,5 @@ def _per_product(tag: GemmTag, sizes: list[Sizes]) -> list[GemmTag]:
 
 
 def _sized(tag: GemmTag, sizes: Sizes) -> GemmTag:
-    batch, m, n, k = map(known, sizes)
+    batch, m, n, k = map(size_or_none, sizes)
     return replace(tag, batch=batch, m=m, n=n, k=k)

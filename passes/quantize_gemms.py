@@ -88,7 +88,7 @@ class _GemmWriter:
         self._state_amaxes: dict[Quantized, fx.Node] = {}
         self._state: tuple[fx.Node, str] | None = None
         self._ends: set[tuple[fx.Node, fx.Node]] = set()
-        self._kept: dict[tuple[fx.Node, int, fx.Node], fx.Node] = {}
+        self._masked: dict[tuple[fx.Node, int, fx.Node], fx.Node] = {}
 
     def record_ends(self, tagged: Sequence[tuple[fx.Node, GemmTag]]) -> None:
         """Records (tensor, offsets) of operands of grouped wgrads: they have rows past the last group."""
@@ -239,12 +239,12 @@ class _GemmWriter:
         """Returns `side` with 0 past the last of its groups, which are along `dim` (−1 or −2)."""
         base, swapped = untransposed(side)
         dim = -3 - dim if swapped else dim
-        if (base, dim, offs) not in self._kept:
-            self._kept[base, dim, offs] = self._kept_rows(base, dim, offs, node)
-        kept = self._kept[base, dim, offs]
+        if (base, dim, offs) not in self._masked:
+            self._masked[base, dim, offs] = self._rows_of_groups(base, dim, offs, node)
+        kept = self._masked[base, dim, offs]
         return transpose(kept, self._build) if swapped else kept
 
-    def _kept_rows(self, base: fx.Node, dim: int, offs: fx.Node, node: fx.Node) -> fx.Node:
+    def _rows_of_groups(self, base: fx.Node, dim: int, offs: fx.Node, node: fx.Node) -> fx.Node:
         value = value_of(base)
         call = self._build.call
         length = self._build.size(base, dim % 2, like=node)

@@ -29,7 +29,7 @@ from mxcompile.errors import PolicyError
 from mxcompile.formats import BLOCK, Tile
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
-from mxcompile.graph.casts import made_by
+from mxcompile.graph.casts import producing_call
 from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.tags import numel, set_tag, tags_of, value_of
 from mxcompile.graph.transpose import transpose, untransposed
@@ -117,7 +117,7 @@ def _set_recast(product: fx.Node) -> None:
         return
     sides = Product.read(product).sides
     of_weights = [sides[tag.tensors.index("w")][0] for tag in tags]
-    recast = [made_by(qdata)[0].target is ops.cast for qdata in of_weights]
+    recast = [producing_call(qdata)[0].target is ops.cast for qdata in of_weights]
     set_tag(product, *(replace(tag, recast=is_recast) for tag, is_recast in zip(tags, recast, strict=True)))
 
 

@@ -22,13 +22,13 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.graph.build import Builder
-from mxcompile.graph.casts import made_by
+from mxcompile.graph.casts import producing_call
 from mxcompile.graph.opsets import packet
 from mxcompile.graph.tags import GemmTag, tag_of, value_of
 from mxcompile.ops.view import Cast, Product, results_of
 from mxcompile.policy import Gemm
 
-KEPT = 1 << 16
+MAX_COMPARED = 1 << 16
 """Number of elements of a weight's cast that are compared from sample to sample."""
 
 DUMPED = 1 << 16
@@ -113,7 +113,7 @@ def _operands(graph: fx.Graph) -> Iterator[tuple[GemmTag, str, fx.Node | None]]:
         tag = tag_of(node)
         if tag is not None and packet(node) in ops.PRODUCTS:
             for operand, (qdata, _) in zip(tag.tensors, Product.read(node).sides, strict=True):
-                cast, _ = made_by(qdata)
+                cast, _ = producing_call(qdata)
                 yield tag, operand, cast if Cast.from_node(cast) is not None else None
             if tag.gemm in RESULTS:
                 yield tag, RESULTS[tag.gemm], node
@@ -190,7 +190,7 @@ class _Writer:
         inputs = self._graph.find_nodes(op="placeholder")
         after = inputs[-1] if last.op == "placeholder" else last
         with self._graph.inserting_after(after):
-            arguments = source, site.dim, site.fmt, _kept(source, site), seed, site.stream, scale
+            arguments = source, site.dim, site.fmt, _num_compared(source, site), seed, site.stream, scale
             call = self._build.call(ops.cast_statistics, *arguments, like=source)
         with self._graph.inserting_after(call):
             results = [self._build.pick(call, index, f"{call.name}_{index}") for index in (1, 0)][::-1]
@@ -232,8 +232,8 @@ class _Writer:
         return True
 
 
-def _kept(source: fx.Node, site: Site) -> int:
+def _num_compared(source: fx.Node, site: Site) -> int:
     sizes = value_of(source).shape
     if not site.is_weight or not all(isinstance(size, int) for size in sizes):
         return 0
-    return min(KEPT, int(sizes.numel()))
+    return min(MAX_COMPARED, int(sizes.numel()))

@@ -238,7 +238,7 @@ def test_the_page_has_the_points_that_are_kept(monkeypatch):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     said = re.search(r"Of (\d+) kernels that others\s+timed, (\d+) took", readme)
     assert said is not None
-    same(said.groups(), [len(points), sum(point.met for point in points)])
+    same(said.groups(), [len(points), sum(point.is_near for point in points)])
 
 
 def test_the_page_has_the_whole_steps(monkeypatch):

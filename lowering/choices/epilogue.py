@@ -65,7 +65,9 @@ def _is_cast(node: fx.Node) -> bool:
     cast = Casts.from_node(node)
     if cast is None:
         return node.target is ops.quantize_mm
-    return all(copy.is_mx or (copy.format.packed and copy.part is CopyPart.CODES) for copy in cast.each)
+    return all(
+        copy.is_mx or (copy.format.packed and copy.part is CopyPart.CODES) for copy in cast.parsed_copies
+    )
 
 
 def _source(node: fx.Node) -> fx.Node:

@@ -46,7 +46,7 @@ def lower_attention(
     def body(words: CppNames) -> str:
         operands = [words.pointer(name) for name in list(given)[:5]]
         operands.append(words.pointer("mask") if mask is not None else "static_cast<const float*>(nullptr)")
-        sizes = words.given(batch, heads, kv_heads, queries, length, dim, *strides)
+        sizes = words.size_arguments(batch, heads, kv_heads, queries, length, dim, *strides)
         problem = f"mxcompile::Attention{{{sizes}, static_cast<float>({float(factor)!r})}}"
         arguments = ", ".join([*operands, problem, words.threads, words.pointer("out")])
         return f"mxcompile::attention<{elem}>({arguments});"

@@ -29,7 +29,7 @@ from mxcompile.ops.view import Cast
 _FLOATS = frozenset({torch.bfloat16, torch.float32})
 _RESULTS = ("values", "codes", "scales")
 
-Made = list[ir.TensorBox]
+Results = list[ir.TensorBox]
 """The results of one operator."""
 
 
@@ -54,7 +54,7 @@ class _Progress:
     """Casts of one graph. seen: casts with results. early: results of nodes that are not lowered yet."""
 
     seen: set[fx.Node] = field(default_factory=set)
-    early: dict[fx.Node, Made] = field(default_factory=dict)
+    early: dict[fx.Node, Results] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,14 +90,14 @@ class StoredBuffers:
         """Returns the weight as a C++ expression of class ``Weight``."""
         codes, scales = words.pointer("codes"), words.pointer("scales")
         whole = f", {words.pointer('whole')}, {int(self.rows)}" if "whole" in self.buffers else ""
-        return f"mxcompile::Weight<{self.elem}>{{{codes}, {scales}, {words.given(self.k)}{whole}}}"
+        return f"mxcompile::Weight<{self.elem}>{{{codes}, {scales}, {words.size_arguments(self.k)}{whole}}}"
 
 
 _PROGRESS: WeakKeyDictionary[Any, _Progress] = WeakKeyDictionary()
 """Progress by Inductor's graph."""
 
 
-def cast(x: ir.TensorBox, copy: Copy) -> Made | None:
+def cast(x: ir.TensorBox, copy: Copy) -> Results | None:
     """Returns the tensors of `copy` of `x`, in MXFP8; None if Inductor's loops make them."""
     device = x.get_device_or_error()
     if device.type != "cpu" or x.get_dtype() not in _FLOATS or not _has_kernel(copy) or not kernel.usable():
@@ -165,13 +165,13 @@ def _body(shape: list[Any], source: torch.dtype, copies: Sequence[Copy], words: 
     x, threads = words.pointer("x"), words.threads
     dim = min(each.dim for each in copies)  # the columnwise copy, if there are two
     if dim == -1 and not copy.is_square:
-        sizes = words.given(math.prod(shape[:-1]), shape[-1])
+        sizes = words.size_arguments(math.prod(shape[:-1]), shape[-1])
         return f"{function}::rows({x}, {sizes}, {threads}, {pointers(-1, *_RESULTS)});"
     down, along = pointers(dim, *_RESULTS), pointers(-1, *_RESULTS) if len(copies) > 1 else pointers(-1)
     if dim == -1:  # for square tiles, `down` takes the elements and `along` the scales
         down, along, dim = pointers(-1, "values", "codes"), pointers(-1, "scales"), -2
     place = dim % len(shape)
-    sizes = words.given(math.prod(shape[:place]), shape[place], math.prod(shape[place + 1 :]))
+    sizes = words.size_arguments(math.prod(shape[:place]), shape[place], math.prod(shape[place + 1 :]))
     square = str(copy.is_square).lower()
     return f"{function}::matrices<{square}>({x}, {sizes}, {threads}, {down}, {along});"
 
@@ -215,7 +215,7 @@ def decoded(
     inputs = {"codes": kernel.stored(qdata), "scales": kernel.stored(scale)}
 
     def body(words: CppNames) -> str:
-        sizes = words.given(math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :]))
+        sizes = words.size_arguments(math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :]))
         pointers = f"{words.pointer('codes')}, {words.pointer('scales')}"
         function = f"mxcompile::dequantize_columns<{elem}>"
         return f"{function}({pointers}, {sizes}, {words.threads}, {words.pointer('values')});"
@@ -230,9 +230,9 @@ def dequantize_part(
     """Returns `count` rows of `weight` from row `first`, in `shape` if given; all parts share one kernel."""
 
     def body(words: CppNames) -> str:
-        part = f"{weight.words(words)}.from({words.given(first)})"
+        part = f"{weight.words(words)}.from({words.size_arguments(first)})"
         return (
-            f"mxcompile::dequantize_rows({part}, {words.given(count)}, {words.threads},"
+            f"mxcompile::dequantize_rows({part}, {words.size_arguments(count)}, {words.threads},"
             f" {words.pointer('values')});"
         )
 

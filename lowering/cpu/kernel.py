@@ -75,7 +75,7 @@ class CppNames:
         """Returns sizes, which may be symbolic, as arguments."""
         return ", ".join(self._written(value) for value in values)
 
-    def given(self, *values: Any) -> str:
+    def size_arguments(self, *values: Any) -> str:
         """Returns sizes as arguments that the kernel's caller passes, so that shapes share compiled code."""
         return ", ".join(
             self._parameter(int(value)) if isinstance(value, (int, sympy.Integer)) else self._written(value)

@@ -42,11 +42,11 @@ def _body(shape: list[Any], dtype: torch.dtype, dim: int, form: Format, keep: in
     elem = f"mxcompile::{form.elem.name.upper()}, mxcompile::Rounding::{form.rounding}"
     function = f"mxcompile::Statistics<{elem}, {C_TYPES[dtype]}>"
     out = f"reinterpret_cast<double*>({words.pointer('statistics')})"
-    results = f"{words.threads}, {out}, {words.given(keep)}, {words.pointer('kept')}"
+    results = f"{words.threads}, {out}, {words.size_arguments(keep)}, {words.pointer('kept')}"
     last, square = len(shape) - 1, form.tile == Tile.SQUARE
     if dim == last and not square:
-        sizes = words.given(math.prod(shape[:-1]), shape[-1])
+        sizes = words.size_arguments(math.prod(shape[:-1]), shape[-1])
         return f"{function}::rows({words.pointer('x')}, {sizes}, {results});"
     dim = min(dim, last - 1)
-    sizes = words.given(math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :]))
+    sizes = words.size_arguments(math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :]))
     return f"{function}::matrices<{str(square).lower()}>({words.pointer('x')}, {sizes}, {results});"

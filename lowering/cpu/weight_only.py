@@ -56,7 +56,7 @@ def product(
         added = words.pointer("bias") if inside else no_bias
         return (
             f"mxcompile::weight_only_mm({words.pointer('x')}, {weight.words(words)}, {added},"
-            f" {words.given(m, n)}, {words.threads}, {words.pointer('out')});"
+            f" {words.size_arguments(m, n)}, {words.threads}, {words.pointer('out')});"
         )
 
     code = CppBody(header="weight_only_mm.h", body=body)

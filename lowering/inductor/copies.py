@@ -22,7 +22,7 @@ _CLONE = lowerings[torch.ops.aten.clone.default]
 
 Results = Sequence[ir.TensorBox]
 
-Known = Sequence[ir.TensorBox | None]
+OptionalTensors = Sequence[ir.TensorBox | None]
 """A tensor for each copy, or None."""
 
 
@@ -34,8 +34,8 @@ class CastCall:
     copies: Sequence[Copy]
     seed: ir.TensorBox | None
     stream: int
-    scales: Known
-    amaxes: Known
+    scales: OptionalTensors
+    amaxes: OptionalTensors
     y: ir.TensorBox | None
 
 
@@ -49,8 +49,8 @@ def lower_cast(
     names: Sequence[str],
     seed: ir.TensorBox | None = None,
     stream: int = 0,
-    scales: Known | None = None,
-    amaxes: Known | None = None,
+    scales: OptionalTensors | None = None,
+    amaxes: OptionalTensors | None = None,
     y: ir.TensorBox | None = None,
 ) -> Results:
     """Lowers ``mx.cast``: the tensors of the copies of x, then of y."""

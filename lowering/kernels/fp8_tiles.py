@@ -114,7 +114,7 @@ def as_stored(codes, STORED: tl.constexpr):
 
 
 @triton.jit
-def held(codes):
+def barrier(codes):
     """Returns `codes` through a loop with one iteration, so that the compiler does not compute them again.
 
     Triton before 3.7 converts their inputs to the layout of the transposed copy, and computes the codes a

@@ -34,7 +34,7 @@ from mxcompile.lowering.inductor.copies import TEMPLATES, CastCall
 from mxcompile.lowering.inductor.tiling import tiled_size
 from mxcompile.lowering.targets import Target, of_device
 from mxcompile.lowering.templates import call
-from mxcompile.lowering.templates.matrix import MASKS, PLACE, empty, load
+from mxcompile.lowering.templates.matrix import MASKS, TILE_INDICES, empty, load
 from mxcompile.lowering.templates.producers import ProducingTemplate, leaves_room
 
 _IMPORTS = r"""
@@ -43,8 +43,8 @@ from mxcompile.lowering.kernels import packed, scale_bytes, tiles
 {% set how = "ELEM, ROUNDING" if PACKED else "ELEM, ROUNDING, NATIVE, SATURATES" %}
 """
 
-_PLACE = (
-    PLACE
+_TILE_INDICES = (
+    TILE_INDICES
     + r"""{% if ENTRY %}
     padded = (ENTRY + 31) // 32 * 32
     end_m = M // ENTRY * padded
@@ -78,7 +78,7 @@ _SOURCE = (
 {{def_kernel("X", "SCALE")}}
 {% endif %}
 """
-    + _PLACE
+    + _TILE_INDICES
     + load("X")
     + r"{% if ROWWISE and COLUMNWISE %}"
     + _BOTH
@@ -100,7 +100,7 @@ _SOURCE_OF_TWO = (
 {{def_kernel("X", "Y", "ROW_SCALE", "COLUMN", "COLUMN_SCALE",
              "Y_ROW", "Y_ROW_SCALE", "Y_COLUMN", "Y_COLUMN_SCALE")}}
 """
-    + _PLACE
+    + _TILE_INDICES
     + load("X")
     + load("Y")
     + _BOTH

@@ -35,7 +35,7 @@ from mxcompile.lowering.inductor.copies import TEMPLATES, CastCall
 from mxcompile.lowering.inductor.general import fp32_scale_of
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import call
-from mxcompile.lowering.templates.matrix import PLACE, empty, grid
+from mxcompile.lowering.templates.matrix import TILE_INDICES, empty, grid
 from mxcompile.lowering.templates.producers import ProducingTemplate
 
 _F32 = torch.float32
@@ -48,8 +48,8 @@ BLOCK = 128
 PERM = 4
 """Neighbouring rows that a thread has (see `fp8_tiles.order`)."""
 
-_PLACE = (
-    PLACE.replace("tl.arange(0, BLOCK_M)", "fp8_tiles.order(BLOCK_M, PERM)")
+_TILE_INDICES = (
+    TILE_INDICES.replace("tl.arange(0, BLOCK_M)", "fp8_tiles.order(BLOCK_M, PERM)")
     + r"""    idx_m = rm[:, None].to(INDEX_DTYPE)
     idx_n = rn[None, :].to(INDEX_DTYPE)
     mask_m = idx_m < M
@@ -70,7 +70,7 @@ from mxcompile.lowering.kernels import fp8_tiles, tiles
 {{def_kernel("X")}}
 {% endif %}
 """
-    + _PLACE
+    + _TILE_INDICES
     + r"""
     bits = tiles.magnitude_bits(x)
 {% if ROWS and COLUMNS %}
@@ -118,7 +118,7 @@ from mxcompile.lowering.kernels import fp8_tiles, tiles
 {% endif %}
 {{def_kernel(*names)}}
 """
-    + _PLACE
+    + _TILE_INDICES
     + r"""
 {% if SEEN %}
     seen = tl.max(tl.max(tiles.magnitude_bits(x), 1), 0).to(tl.float32, bitcast=True)
@@ -143,7 +143,7 @@ from mxcompile.lowering.kernels import fp8_tiles, tiles
 {% endif %}
 {% if COLUMNS %}
 {% if SAME %}
-    column_codes = fp8_tiles.held(codes)
+    column_codes = fp8_tiles.barrier(codes)
 {% else %}
 {% if OWN %}
     column_scale = fp8_tiles.scale_of(fp8_tiles.column_amax(x), ELEM, POW2)

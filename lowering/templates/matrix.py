@@ -10,7 +10,7 @@ from torch._inductor import ir
 from torch._inductor.lowering import empty_strided
 from torch._inductor.select_algorithm import SymbolicGridFn
 
-PLACE = r"""
+TILE_INDICES = r"""
     M = {{size("X", 0)}}
     N = {{size("X", 1)}}
     pid_m = tl.program_id(0)
@@ -28,7 +28,7 @@ MASKS = r"""    idx_m = rm[:, None].to(INDEX_DTYPE)
     blocks_m = pid_m * (BLOCK_M // 32) + tl.arange(0, BLOCK_M // 32)
     blocks_n = pid_n * (BLOCK_N // 32) + tl.arange(0, BLOCK_N // 32)
 """
-"""Source behind `PLACE`: indices, masks, and the blocks of 32 along both dimensions."""
+"""Source behind `TILE_INDICES`: indices, masks, and the blocks of 32 along both dimensions."""
 
 
 def load(source: str) -> str:

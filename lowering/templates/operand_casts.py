@@ -33,7 +33,7 @@ from mxcompile.lowering.inductor import elements
 from mxcompile.lowering.inductor.copies import TEMPLATES, CastCall
 from mxcompile.lowering.targets import Target, of_device
 from mxcompile.lowering.templates import call
-from mxcompile.lowering.templates.matrix import MASKS, PLACE, empty, grid, load
+from mxcompile.lowering.templates.matrix import MASKS, TILE_INDICES, empty, grid, load
 from mxcompile.lowering.templates.producers import ProducingTemplate, leaves_room
 
 _SOURCES = ("X", "Y")
@@ -70,7 +70,7 @@ _SOURCE = "".join(
         "from mxcompile.lowering.kernels import packed, scale_bytes, tiles\n\n",
         '{% set how = "NATIVE" if PACKED else "NATIVE, SATURATES" %}',
         "{{def_kernel(*NAMES)}}",
-        PLACE,
+        TILE_INDICES,
         MASKS,
         "    place = idx_m.to(INDEX) * N + idx_n\n",
         load("X"),

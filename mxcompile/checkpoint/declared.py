@@ -21,7 +21,7 @@ from mxcompile.storage.weights import StoredWeight
 HF_QUANT_CONFIG = "hf_quant_config.json"
 
 _FP8 = frozenset({FP8_BLOCKS, FP8_CHANNELS})
-_ONE = {form: frozenset({form}) for form in (MXFP8, MXINT8, MXFP4, NVFP4)}
+_SINGLE = {form: frozenset({form}) for form in (MXFP8, MXINT8, MXFP4, NVFP4)}
 
 Forms = frozenset[Format]
 
@@ -132,7 +132,7 @@ def _fp8(source: str, about: Mapping[str, Any]) -> Declared:
     if word not in scales:
         raise CheckpointError(f"{source}: {not_allowed('scale_fmt', str(word), map(str, scales))}")
     experts = _allowed(source, "expert_dtype", about.get("expert_dtype"), _EXPERTS)
-    forms = _FP8 | _ONE[MXFP8] if scales[word] is None else _ONE[MXFP8]
+    forms = _FP8 | _SINGLE[MXFP8] if scales[word] is None else _SINGLE[MXFP8]
     return Declared(
         source=source, forms=forms | experts, kept=_skipped(about), tile=tile, scale_type=scales[word]
     )
@@ -155,7 +155,7 @@ def _mxfp8(source: str, about: Mapping[str, Any]) -> Declared:
     """Reads MXFP8 of MiniMax and SGLang; experts may be NVFP4."""
     tile = _tile(source, about.get("weight_block_size"))
     experts = _allowed(source, "moe_quant_algo", about.get("moe_quant_algo"), _ALGORITHMS | _NOTHING)
-    return Declared(source=source, forms=_ONE[MXFP8] | experts, kept=_skipped(about), tile=tile)
+    return Declared(source=source, forms=_SINGLE[MXFP8] | experts, kept=_skipped(about), tile=tile)
 
 
 def _modelopt(source: str, about: Mapping[str, Any]) -> Declared:
@@ -205,28 +205,28 @@ def _compressed_tensors(source: str, about: Mapping[str, Any]) -> Declared:
 
 _MIXED, _PACKING, _MOST_BITS = "MIXED_PRECISION", "auto_round:llm_compressor", 8
 _NOTHING: dict[Any, Forms] = {None: frozenset()}
-_EXPERTS: dict[Any, Forms] = {**_NOTHING, "fp8": frozenset(), "fp4": _ONE[MXFP4]}
+_EXPERTS: dict[Any, Forms] = {**_NOTHING, "fp8": frozenset(), "fp4": _SINGLE[MXFP4]}
 
 _ALGORITHMS: dict[Any, Forms] = {
-    "MXFP8": _ONE[MXFP8],
-    **dict.fromkeys(("NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8"), _ONE[NVFP4]),
-    **dict.fromkeys(("W4A8_MXFP4_FP8", "MXFP4"), _ONE[MXFP4]),
+    "MXFP8": _SINGLE[MXFP8],
+    **dict.fromkeys(("NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8"), _SINGLE[NVFP4]),
+    **dict.fromkeys(("W4A8_MXFP4_FP8", "MXFP4"), _SINGLE[MXFP4]),
     **dict.fromkeys(("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "fp8_pb_wo", "FP8_PB_WO"), _FP8),
 }
 """Formats by ModelOpt's quant_algo. Others, as NVFP4_AWQ, also change the inputs of layers."""
 
 _DATA_TYPES: dict[Any, Forms] = {
-    ("mx_fp", 8): _ONE[MXFP8],
-    ("mx_fp", 4): _ONE[MXFP4],
-    ("nv_fp", 4): _ONE[NVFP4],
+    ("mx_fp", 8): _SINGLE[MXFP8],
+    ("mx_fp", 4): _SINGLE[MXFP4],
+    ("nv_fp", 4): _SINGLE[NVFP4],
 }
 """Formats by AutoRound's data_type and bits."""
 
 COMPRESSED_FORMATS: dict[Any, Forms] = {
-    "mxfp8-quantized": _ONE[MXFP8],
-    "mxint8-quantized": _ONE[MXINT8],
-    "mxfp4-pack-quantized": _ONE[MXFP4],
-    "nvfp4-pack-quantized": _ONE[NVFP4],
+    "mxfp8-quantized": _SINGLE[MXFP8],
+    "mxint8-quantized": _SINGLE[MXINT8],
+    "mxfp4-pack-quantized": _SINGLE[MXFP4],
+    "nvfp4-pack-quantized": _SINGLE[NVFP4],
     "float-quantized": _FP8,
 }
 """Formats by their names in compressed-tensors."""

@@ -26,7 +26,7 @@ from mxcompile.lowering.inductor import (
     casts as casts,  # registers Inductor's dequantize, also for AOTInductor packages
 )
 from mxcompile.models.names import joined, user_path
-from mxcompile.models.wrappers import users_own
+from mxcompile.models.wrappers import user_model
 from mxcompile.storage import MXTensor
 
 _EXTRA_STATE = "_extra_state"
@@ -66,7 +66,7 @@ def load_quantized(
         )
     if model is not None:
         reading = readers(checkpoint, dtype or _common_dtype(checkpoint))
-        _assign(checkpoint.path, users_own(model), reading)
+        _assign(checkpoint.path, user_model(model), reading)
         return model
     directory = Path(path)
     if not directory.is_dir():

@@ -16,7 +16,7 @@ from mxcompile.checkpoint.publish import new_directory, write_json, write_tensor
 from mxcompile.errors import CheckpointError
 from mxcompile.formats import stored_labels
 from mxcompile.models.names import user_path
-from mxcompile.models.wrappers import users_own
+from mxcompile.models.wrappers import user_model
 from mxcompile.storage import MXTensor
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def save_quantized(
         >>> mxcompile.save_quantized(model, "Llama-3-8B-MXFP8")
     """
     form = layout_of(layout)
-    model, target = users_own(model), Path(directory).absolute()
+    model, target = user_model(model), Path(directory).absolute()
     if target.exists():
         raise CheckpointError(f"{target}: exists already")
     state = published(model, {name: value.detach() for name, value in state_of(model).items()})

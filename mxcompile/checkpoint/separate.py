@@ -66,12 +66,12 @@ def _stored(entries: Mapping[str, Entry], about: Declared) -> list[StoredWeight]
         if name in parts:
             continue  # scales of another weight in E4M3 or bytes
         entry = entries[name]
-        scales = _found(entries, _scale_names(base))
+        scales = _present(entries, _scale_names(base))
         if not scales and entry.dtype not in FP8 and base == name:
             continue  # bytes of another meaning
         if base + _ZERO_POINT in entries:
             raise CheckpointError(f"{entry.file}: {name!r} has zero points, which are not read")
-        wholes = _found(entries, (base + GLOBAL, base + MULTIPLIER))
+        wholes = _present(entries, (base + GLOBAL, base + MULTIPLIER))
         for several in (scales, wholes):
             if len(several) > 1:
                 names = " and ".join(repr(each.name) for each in several)
@@ -91,7 +91,7 @@ def _scale_names(base: str) -> tuple[str, ...]:
     return (base + SUFFIX, f"{base}{SUFFIX}_inv", *own)
 
 
-def _found(entries: Mapping[str, Entry], names: tuple[str, ...]) -> list[Entry]:
+def _present(entries: Mapping[str, Entry], names: tuple[str, ...]) -> list[Entry]:
     return [entries[name] for name in names if name in entries]
 
 

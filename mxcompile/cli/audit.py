@@ -61,7 +61,7 @@ def measured(options: argparse.Namespace) -> Iterator[LoadedModel]:
         loaded = dataclasses.replace(loaded, made_up="inputs" if loaded.made_up else "")
     args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(place), (loaded.args, loaded.kwargs))
     loaded = dataclasses.replace(loaded, model=loaded.model.to(place), args=args, kwargs=kwargs)
-    if note := made_up(loaded):
+    if note := random_note(loaded):
         print(note, file=sys.stderr)
     if options.inference:
         loaded.model.eval()
@@ -81,19 +81,19 @@ def opened_weights(path: Path) -> Checkpoint:
         ) from None
 
 
-def made_up(loaded: LoadedModel) -> str:
+def random_note(loaded: LoadedModel) -> str:
     """Returns a note about random inputs or weights; "" if nothing is random."""
     if not loaded.made_up:
         return ""
     return (
         f"random {loaded.made_up}: the loss and its gap mean little for {loaded.name}; name a factory,"
-        " package.module:factory, that returns real {loaded.made_up}"
+        f" package.module:factory, that returns real {loaded.made_up}"
     )
 
 
 def noted(result: Any, loaded: LoadedModel) -> Any:
-    """Returns `result` with the note of `made_up`, if any."""
-    note = made_up(loaded)
+    """Returns `result` with the note of `random_note`, if any."""
+    note = random_note(loaded)
     return result.with_note(note) if note else result
 
 

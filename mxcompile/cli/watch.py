@@ -38,21 +38,21 @@ def run(options: argparse.Namespace) -> int:
     """Runs the command. Returns the exit status, 1 if a sample has NaN or Inf."""
     from mxcompile.report.files import form_of, save
     from mxcompile.watch import Dump
-    from mxcompile.watch.summary import Look, lines
+    from mxcompile.watch.summary import SampleFile, lines
 
     if options.file.suffix == ".pt":
         print("\n".join(Dump.load(options.file).lines()))
         return 0
 
     check_output(options, lambda path: form_of(path, {".html": None}, "page"))
-    look = Look.load(options.file)
+    file = SampleFile.load(options.file)
     while True:
         if options.output is not None:
-            save(options.output, look.page(), "page")
-            print(f"{len(look.samples)} samples; written to {options.output}", flush=True)
+            save(options.output, file.page(), "page")
+            print(f"{len(file.samples)} samples; written to {options.output}", flush=True)
         else:
-            print("\n".join(lines(look, options.top, options.back)), flush=True)
+            print("\n".join(lines(file, options.top, options.back)), flush=True)
         if not options.follow:
-            return 1 if look.findings else 0
-        while not look.has_grown():
+            return 1 if file.findings else 0
+        while not file.has_grown():
             time.sleep(_POLL_S)

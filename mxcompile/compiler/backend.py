@@ -31,7 +31,7 @@ from mxcompile.compiler.reading import read_early
 from mxcompile.compiler.reporting import sharing
 from mxcompile.compiler.reporting.attempts import watch_attempts
 from mxcompile.compiler.reporting.checks import check_plan
-from mxcompile.compiler.reporting.entry import publish, recall
+from mxcompile.compiler.reporting.entry import publish, stored_part
 from mxcompile.compiler.session.decompositions import table
 from mxcompile.compiler.session.options import Options
 from mxcompile.compiler.session.session import session_of
@@ -39,7 +39,7 @@ from mxcompile.errors import OptionError
 from mxcompile.lowering.targets import AUTO, resolve
 from mxcompile.models.blocks import Blocks
 from mxcompile.models.tree import path_in
-from mxcompile.models.wrappers import users_own
+from mxcompile.models.wrappers import user_model
 from mxcompile.policy import Policy
 from mxcompile.rules import name_signature
 from mxcompile.versions import warn_once
@@ -167,7 +167,7 @@ def compile_graph(
     capture = captured(gm, example_inputs, root)
     options = follow(options, capture)
     if capture.root is not None:
-        session_of(users_own(capture.root)).policies[options.group] = options.policy
+        session_of(user_model(capture.root)).policies[options.group] = options.policy
     tapped = delayed_scales.tap(gm, example_inputs, capture, options.policy)
     compilation = Compilation(
         options,
@@ -189,7 +189,9 @@ def compile_graph(
         code = compile_fx(graph, example_inputs, config_patches=patches, decompositions=known, **region)
         return cast(Compiled, code)
 
-    stored = recall(compilation)  # before the compile, because it sets the token in Inductor's cache keys
+    stored = stored_part(
+        compilation
+    )  # before the compile, because it sets the token in Inductor's cache keys
     return CompiledGraph(
         compiled(gm, compilation),
         attribution=publish(compilation, stored),

@@ -21,14 +21,14 @@ import torch
 from torch import nn
 
 from mxcompile.compiler.backend import Backend
-from mxcompile.compiler.reporting.first_call import look_at
+from mxcompile.compiler.reporting.first_call import check_first_call
 from mxcompile.compiler.reporting.unplanned import matrices
 from mxcompile.errors import OptionError, nearest, not_allowed, shown
 from mxcompile.lowering.targets import AUTO
 from mxcompile.models.arguments import check_module
 from mxcompile.models.names import joined, user_path
 from mxcompile.models.tree import Tree
-from mxcompile.models.wrappers import plain_class, users_own
+from mxcompile.models.wrappers import plain_class, user_model
 from mxcompile.policy import Policy
 from mxcompile.watch import Watch
 
@@ -83,7 +83,7 @@ def compile(  # noqa: A001 - the name of `torch.compile`
         >>> model = mxcompile.compile(model, policy="ocp", report="report.html")
     """
     check_module("compile", model)
-    root = users_own(model)
+    root = user_model(model)
     if any(getattr(module, "_fsdp_use_orig_params", True) is False for module in root.modules()):
         raise OptionError(
             "Dynamo does not compile an FSDP1 model with use_orig_params=False: set use_orig_params=True"
@@ -103,7 +103,7 @@ def compile(  # noqa: A001 - the name of `torch.compile`
     )
     for part in chosen.values():
         _compile(part, backend)
-    look_at(root, backend.options, chosen)
+    check_first_call(root, backend.options, chosen)
     return model
 
 
@@ -153,9 +153,9 @@ def _stacked(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yields the members of stacks. Only the outermost of nested stacks counts."""
     if isinstance(module, _STACKS):
         members = {name: child for name, child in _children(module) if any(True for _ in child.children())}
-        kinds = Counter(plain_class(users_own(child)) for child in members.values())
+        kinds = Counter(plain_class(user_model(child)) for child in members.values())
         for name, child in members.items():
-            if _is_called(child) and kinds[plain_class(users_own(child))] > 1:
+            if _is_called(child) and kinds[plain_class(user_model(child))] > 1:
                 yield joined(path, name), child
             else:
                 yield from _stacked(joined(path, name), child)

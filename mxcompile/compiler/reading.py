@@ -27,14 +27,14 @@ def read_early(is_ours: Callable[[Any], bool]) -> None:
     except ImportError:
         return
 
-    def keep(wrapper: Any, arguments: dict[str, Any]) -> None:
+    def record(wrapper: Any, arguments: dict[str, Any]) -> None:
         if is_ours(vars(wrapper).get("compiler_fn")):
             given, arguments = arguments, _Arguments()
             for key, value in given.items():
                 arguments[key] = value
         vars(wrapper)["kwargs"] = arguments
 
-    _TorchCompileWrapper.kwargs = property(lambda wrapper: vars(wrapper)["kwargs"], keep)  # type: ignore[assignment]
+    _TorchCompileWrapper.kwargs = property(lambda wrapper: vars(wrapper)["kwargs"], record)  # type: ignore[assignment]
 
 
 class _Arguments(dict[str, Any]):

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from mxcompile.compiler.parameter_uses import uses
-from mxcompile.distributed.states import keep_plain
+from mxcompile.distributed.states import register_state_hooks
 from mxcompile.distributed.table import GatheredWeight, QuantizedGathers
 from mxcompile.distributed.tensors import MasterWeight, TileCast, local, uneven, with_local
 from mxcompile.errors import ModelError, OptionError
 from mxcompile.formats import num_blocks
 from mxcompile.models.example_inputs import example_inputs
 from mxcompile.models.names import Owner, owners
-from mxcompile.models.wrappers import users_own
+from mxcompile.models.wrappers import user_model
 from mxcompile.passes.squares import TileUse, tile_uses
 from mxcompile.policy import Policy
 
@@ -68,7 +68,7 @@ def quantize_gathers_(
         >>> print(quantize_gathers_(model, "policy.yaml", mesh=mesh, args=(tokens,)))
         >>> fully_shard(model, mesh=mesh)
     """
-    model = users_own(model)
+    model = user_model(model)
     ranks = _ranks(mesh)
     _refuse_sharded(model)
     if not args and not kwargs:
@@ -163,4 +163,4 @@ def _put(places: Sequence[Owner], cast: TileCast) -> None:
     vars(master).update(vars(parameter))
     for module, name in places:
         module._parameters[name] = master
-        keep_plain(module)
+        register_state_hooks(module)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mxcompile.distributed.tensors import MasterWeight, local, with_local
 
 
-def keep_plain(module: nn.Module) -> None:
+def register_state_hooks(module: nn.Module) -> None:
     """Registers the state dict hooks on `module`. A second call changes nothing."""
     if _after_saving not in module._state_dict_hooks.values():
         module.register_state_dict_post_hook(_after_saving)

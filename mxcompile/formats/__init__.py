@@ -15,9 +15,9 @@ from mxcompile.formats.elements import ElemType as ElemType
 from mxcompile.formats.elements import elem_named as elem_named
 from mxcompile.formats.elements import elem_type as elem_type
 from mxcompile.formats.elements import stored_elem as stored_elem
-from mxcompile.formats.precisions import KEPT as KEPT
 from mxcompile.formats.precisions import NO_HADAMARD as NO_HADAMARD
 from mxcompile.formats.precisions import PRECISIONS as PRECISIONS
+from mxcompile.formats.precisions import UNQUANTIZED as UNQUANTIZED
 from mxcompile.formats.precisions import Choices as Choices
 from mxcompile.formats.precisions import Operands as Operands
 from mxcompile.formats.precisions import Precision as Precision

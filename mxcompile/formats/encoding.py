@@ -163,7 +163,7 @@ def _scales(tiles: Tensor, x: Tensor, block_dim: int, fmt: Format, amax: Tensor 
         reached = _percentile(x, block_dim, fmt)
         tile_amax = torch.where(tile_amax.isfinite(), reached, tile_amax)
     if fmt.two_level:
-        return _two_level_scale(tiles, tile_amax, _given(amax, fmt), block_dim, fmt)
+        return _two_level_scale(tiles, tile_amax, _required_amax(amax, fmt), block_dim, fmt)
     if fmt.rounding is not None:
         return scale_bytes(tile_amax, fmt.elem, fmt.rounding).to(torch.uint8)
     return fp32_scale(tile_amax, fmt)
@@ -188,7 +188,7 @@ def _two_level_scale(tiles: Tensor, tile_amax: Tensor, amax: Tensor, block_dim: 
     return better(tile_amax, amax, fmt, error)
 
 
-def _given(amax: Tensor | None, fmt: Format) -> Tensor:
+def _required_amax(amax: Tensor | None, fmt: Format) -> Tensor:
     if amax is None:
         raise FormatError(f"a cast to {fmt} needs the largest magnitude of the tensor: pass amax")
     return amax
@@ -240,7 +240,7 @@ def _elements(
 ) -> Tensor:
     """Returns the elements of a tensor of `shape` that `_tiles` has split into `tiles`."""
     if fmt.two_level:
-        over = tiles * _spread(inverse_e4m3_scale(scale, _given(amax, fmt), fmt))
+        over = tiles * _spread(inverse_e4m3_scale(scale, _required_amax(amax, fmt), fmt))
     elif fmt.rounding is not None:
         over = tiles * _spread(inverse_scale_value(scale.to(torch.int32)))
     else:

@@ -189,7 +189,7 @@ NO_HADAMARD = -1
 HISTORY = 1024
 """Default length of amax histories, in calls."""
 
-KEPT = Precision(name="bf16", label="BF16")
+UNQUANTIZED = Precision(name="bf16", label="BF16")
 """The row of GEMMs that stay in the model's own dtype."""
 
 PRECISIONS: dict[str, Precision] = {
@@ -235,7 +235,7 @@ PRECISIONS: dict[str, Precision] = {
             tiles=_along(16),
             weight_blocks=(Tile(1, 16), Tile(16, 16)),
         ),
-        KEPT,
+        UNQUANTIZED,
     )
 }
 """All rows, by name."""
@@ -262,7 +262,7 @@ def add(row: Precision) -> None:
 
 def is_quantized(word: str) -> bool:
     """Whether a GEMM with the precision named `word` in its record is quantized."""
-    return word != KEPT.name
+    return word != UNQUANTIZED.name
 
 
 def label(word: str) -> str:

@@ -16,7 +16,7 @@ from mxcompile.ops.view import result_of
 _STEPS = VIEWS | COPIES | PICKS
 
 
-def made_by(part: fx.Node) -> tuple[fx.Node, Chain]:
+def producing_call(part: fx.Node) -> tuple[fx.Node, Chain]:
     """Returns the call that produces `part` (an operand's qdata or scales), and the steps to `part`."""
     steps: list[fx.Node] = []
     while packet(part) in _STEPS and part.target is not aten.view.dtype:

@@ -168,11 +168,11 @@ def set_tag(node: fx.Node, *tags: GemmTag) -> None:
 
 def add_fallback(node: fx.Node, reason: str) -> None:
     """Adds the reason why a preferred kernel does not run the GEMM to the tags of `node`, once."""
-    known = (
+    size_or_none = (
         tag if reason in tag.fallbacks else replace(tag, fallbacks=(*tag.fallbacks, reason))
         for tag in tags_of(node)
     )
-    set_tag(node, *known)
+    set_tag(node, *size_or_none)
 
 
 def change_tag(node: fx.Node, old: GemmTag, new: GemmTag) -> None:
@@ -215,7 +215,7 @@ def is_empty(sizes: Iterable[Any]) -> bool:
     return any(isinstance(size, int) and size == 0 for size in sizes)
 
 
-def known(size: Any) -> int | None:
+def size_or_none(size: Any) -> int | None:
     """Returns a size as an int, a symbolic size by its hint; None for a data-dependent size. Adds no guard.
 
     Data-dependent sizes can have override hints (``mark_unbacked``, the pass `hint_expert_splits`).
@@ -229,8 +229,8 @@ def known(size: Any) -> int | None:
 
 
 def hint(size: Any) -> int:
-    """Returns `known` of `size`, or 1 if it is unknown, for estimates that need a number."""
-    value = known(size)
+    """Returns `size_or_none` of `size`, or 1 if it is unknown, for estimates that need a number."""
+    value = size_or_none(size)
     return 1 if value is None else value
 
 

@@ -99,7 +99,7 @@ class _Walk:
 
     def __init__(self, groups: Sequence[FSDPGroup], graphs: Sequence[tuple[GraphLiveness, int]]) -> None:
         self._groups = {group.path: group for group in groups}
-        self._kept = sum(weight_bytes(group) for group in groups if group.again is None)
+        self._ungathered_bytes = sum(weight_bytes(group) for group in groups if group.again is None)
         self._graphs = graphs
 
     def forward(self) -> Iterator[MemoryBreakdown]:
@@ -108,7 +108,7 @@ class _Walk:
         for graph, times in self._graphs:
             for moment in graph.forward:
                 group = self._groups.get(self._path(moment.path))
-                gathered = self._kept + self._gathered(group, group, 1)
+                gathered = self._ungathered_bytes + self._gathered(group, group, 1)
                 saved = before + (times - 1) * graph.saved + moment.saved
                 yield MemoryBreakdown(gathered=gathered, saved=saved, working=moment.working)
             before += times * graph.saved
@@ -117,7 +117,7 @@ class _Walk:
         """Returns the memory after the loss has computed the gradient of the results."""
         saved = sum(times * graph.saved for graph, times in self._graphs)
         results = sum(graph.results for graph, _ in self._graphs[-1:])
-        return MemoryBreakdown(gathered=self._kept, saved=saved, working=2 * results)
+        return MemoryBreakdown(gathered=self._ungathered_bytes, saved=saved, working=2 * results)
 
     def backward(self) -> Iterator[MemoryBreakdown]:
         """Yields the memory at each node of backward, and at each FSDP2 reduction."""
@@ -139,7 +139,7 @@ class _Walk:
         rests = reduction.rests(moments)
         for place, (moment, group, ahead) in enumerate(zip(moments, groups, following, strict=True)):
             reduction.take(moment)
-            gathered = self._kept + self._gathered(group, ahead, moment.times)
+            gathered = self._ungathered_bytes + self._gathered(group, ahead, moment.times)
             for saved, rest in ((moment.saved, 0), (moment.last, rests.get(moment.layer, 0))):
                 yield MemoryBreakdown(
                     gradients=reduction.done + rest,
@@ -152,7 +152,7 @@ class _Walk:
                 reduction.finish(group)
                 yield MemoryBreakdown(
                     gradients=reduction.done + rests.get(moment.layer, 0),
-                    gathered=self._kept
+                    gathered=self._ungathered_bytes
                     - own
                     + reduction.reducing
                     + (0 if ahead is None else weight_bytes(ahead)),

@@ -42,8 +42,8 @@ def split(blocks: int, stages: int) -> tuple[int, ...]:
 class Stages:
     """The stages of a model. sizes: number of blocks in each stage. blocks: blocks of the model.
 
-    `look` fills two fields. before: modules outside of blocks that run before them. sent: (bytes, dtype) of
-    tensors that a block passes to another block.
+    `record_forward` fills two fields. before: modules outside of blocks that run before them. sent: (bytes,
+    dtype) of tensors that a block passes to another block.
     """
 
     schedule: Schedule
@@ -60,7 +60,7 @@ class Stages:
             raise ModelError(f"a pipeline needs a model with one stack of blocks, found {len(stacks)}")
         return Stages(schedule=schedule, sizes=split(len(blocks.places), schedule.stages), blocks=blocks)
 
-    def look(self, forward: fx.Graph) -> None:
+    def record_forward(self, forward: fx.Graph) -> None:
         """Records which modules of `forward` run before the blocks, and the tensors passed between blocks."""
         paths = {node: module_of(node)[0] for node in forward.nodes if node.op == "call_function"}
         inside = {node: self.blocks.place(path) for node, path in paths.items()}

@@ -66,7 +66,7 @@ class RankWork:
         around = {"FSDP's copies": self._copied(), "loss": batches * loss_bytes(self.logits)}
         around |= update_bytes(self.gradients)
         activations = sum(self._activations_us(phase, links, rates) for phase in PHASES)
-        again = batches - 1 if self._gathers_again else 0
+        again = batches - 1 if self._gathers_in_backward else 0
         return {
             **{kind: batches * us for kind, us in by_kind.items()},
             **{
@@ -81,7 +81,7 @@ class RankWork:
         }
 
     @property
-    def _gathers_again(self) -> bool:
+    def _gathers_in_backward(self) -> bool:
         """Whether FSDP2 frees weights after forward, so every micro-batch gathers them again."""
         return any(one.kind == "all-gather" for one in self._of_fsdp(BACKWARD))
 
@@ -99,13 +99,13 @@ class RankWork:
         """The collectives of a step, each repeated as often as it runs."""
         return tuple(one for one in self.collectives for _ in range(self.times(one)))
 
-    def given(self, one: Collective) -> int:
+    def contributed_bytes(self, one: Collective) -> int:
         """Returns the bytes that the rank contributes to a collective."""
         return one.num_bytes if self.wire else one.without_bytes
 
     def hidden_us(self, links: Links, rates: Rates) -> float:
         """Returns the µs of collectives that overlap with kernels."""
-        everything = sum(links.us(one, self.given(one), rates) for one in self.sent)
+        everything = sum(links.us(one, self.contributed_bytes(one), rates) for one in self.sent)
         exposed = sum(us for part, us in self.parts(links, rates).items() if "exposed" in part)
         return max(everything - exposed, 0.0)
 
@@ -115,12 +115,12 @@ class RankWork:
         for one in self._of_fsdp():
             if one.kind in ("all-gather", "reduce-scatter"):
                 whole = one.ranks if one.kind == "all-gather" else 1
-                total += 2 * self.times(one) * self.given(one) * whole
+                total += 2 * self.times(one) * self.contributed_bytes(one) * whole
         return total
 
     def times(self, one: Collective) -> int:
         """Returns how often a step runs a collective; activations and freed weights: per micro-batch."""
-        every = not _is_fsdp(one) or (one.what == "weights" and self._gathers_again)
+        every = not _is_fsdp(one) or (one.what == "weights" and self._gathers_in_backward)
         return self.microbatches if every else 1
 
     def _of_fsdp(self, phase: str | None = None) -> list[Collective]:
@@ -128,7 +128,7 @@ class RankWork:
 
     def _activations_us(self, phase: str, links: Links, rates: Rates, *, link: str | None = None) -> float:
         return sum(
-            links.us(one, self.given(one), rates)
+            links.us(one, self.contributed_bytes(one), rates)
             for one in self.collectives
             if not _is_fsdp(one) and one.kind != SEND and one.phase == phase
             if link in (None, links.link(one))
@@ -141,7 +141,7 @@ class RankWork:
         first = list(dict.fromkeys(one.name for one in sent if one.kind == kind))[:_ALONE]
         alone = shared = 0.0
         for one in sent:
-            us = links.us(one, self.given(one), rates)
+            us = links.us(one, self.contributed_bytes(one), rates)
             if one.name in first and (phase == FORWARD or one.kind != "all-gather"):
                 alone += us
             else:
@@ -253,7 +253,7 @@ class StepTime:
         for one in work.collectives:
             where = self.links.link(one)
             key = (one.kind, one.what, f"{one.axis} ({one.ranks})", where)
-            us = self.links.us(one, work.given(one), self.rates)
+            us = self.links.us(one, work.contributed_bytes(one), self.rates)
             sums.setdefault(key, []).extend([us] * work.times(one))
         rows = [[*key, str(len(each)), _ms(sum(each))] for key, each in sums.items()]
         return [["collective", "of", "axis", "link", "times", "ms"], *rows]

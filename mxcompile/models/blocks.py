@@ -55,10 +55,10 @@ def _children(module: nn.Module) -> Iterator[_Named]:
         yield ("" if wrapped else name), child
 
 
-def _own(module: nn.Module) -> nn.Module:
+def _unwrapped(module: nn.Module) -> nn.Module:
     """Returns the module inside wrappers."""
     inside = dict(_children(module)).get("")
-    return module if inside is None else _own(inside)
+    return module if inside is None else _unwrapped(inside)
 
 
 def _blocks(module: nn.Module) -> list[_Named]:
@@ -67,7 +67,7 @@ def _blocks(module: nn.Module) -> list[_Named]:
         return []
     if isinstance(module, nn.ModuleDict) and not all(name[-1:].isdecimal() for name in module):
         return []
-    members = [(name, _own(child)) for name, child in _children(module)]
+    members = [(name, _unwrapped(child)) for name, child in _children(module)]
     members = [(name, member) for name, member in members if _is_composite(member)]
     kinds = Counter(type(member) for _, member in members)
     if isinstance(module, nn.Sequential):

@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 
 from mxcompile.models.fake_copy import fake_copy
 from mxcompile.models.names import user_path
-from mxcompile.models.wrappers import STATE_HOOKS, users_own
+from mxcompile.models.wrappers import STATE_HOOKS, user_model
 
 
 def checkpointed_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
@@ -22,7 +22,7 @@ def checkpointed_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
 def rewrapped(copied: nn.Module, model: nn.Module) -> nn.Module:
     """Wraps in `copied`, an unwrapped copy of `model`, every module that `model` checkpoints."""
-    for path, wrapper in users_own(model).named_modules():
+    for path, wrapper in user_model(model).named_modules():
         if not isinstance(wrapper, CheckpointWrapper):
             continue
         parent, _, name = user_path(path).rpartition(".")

@@ -29,7 +29,7 @@ from mxcompile.models.wrappers import (
     is_distributed,
     plain_class,
     unwrapped,
-    users_own,
+    user_model,
 )
 
 _COMPILED = "_compiled_call_impl"
@@ -49,7 +49,7 @@ def fake_copy(
     fake: converts a tensor to a fake of `mode`. Default: a fake of the whole tensor. drops: whether to leave
     out a hook. Objects that cannot be copied (process groups, locks) are shared with the model.
     """
-    model = users_own(model)
+    model = user_model(model)
     modules, fake = [m for m in model.modules() if unwrapped(m) is m], fake or Faker(mode)
     memo: dict[int, Any] = {
         id(module): plain_class(module).__new__(plain_class(module)) for module in modules

@@ -48,7 +48,7 @@ class Faker:
         with self._mode.plain():
             fake = self._empty(tensor)
         few = tensor.numel() == 1 or not isinstance(tensor, nn.Parameter)
-        return self._mode.know(fake, tensor) if few else fake
+        return self._mode.track(fake, tensor) if few else fake
 
     def _empty(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, MXTensor):

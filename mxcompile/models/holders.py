@@ -16,11 +16,11 @@ class Holders:
     """Weak references to the modules of parameters, so that the model can be freed."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
+        self._references: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
 
     def holder(self, tensor: Tensor) -> tuple[nn.Module, str] | None:
         """Returns (module, name) for `tensor`, or None if no registered module holds it."""
-        reference, name = self._known.get(id(tensor), (None, ""))
+        reference, name = self._references.get(id(tensor), (None, ""))
         module = None if reference is None else reference()
         if module is None or module._parameters.get(name) is not tensor:
             return None  # a new tensor may have the id of a freed or replaced one
@@ -34,5 +34,5 @@ class Holders:
             for name, parameter in module._parameters.items()
             if parameter is not None and (only is None or parameter is only)
         }
-        self._known.update(holders)
+        self._references.update(holders)
         return bool(holders)

@@ -79,7 +79,7 @@ def load_model(
 def _load(spec: str, read: ReadWeights | None, batch: int, length: int | None) -> LoadedModel:
     path = Path(spec.removeprefix("hf:"))
     if spec.startswith("hf:") or path.is_dir() or path.suffix == ".json":
-        with _place(read):
+        with _device(read):
             return _from_config(spec, path, read, batch, length)
     if ":" in spec:
         return _from_factory(spec, read)
@@ -102,7 +102,7 @@ def factory_of(spec: str) -> Callable[..., Any] | None:
         raise ModelError(f"model {spec!r}: {type(error).__name__}: {error}") from error
 
 
-def _place(read: ReadWeights | None) -> AbstractContextManager[Any]:
+def _device(read: ReadWeights | None) -> AbstractContextManager[Any]:
     """Creates tensors on the meta device unless `read` loads their values."""
     return torch.device("meta") if read is None else nullcontext()
 
@@ -133,7 +133,7 @@ def _from_factory(spec: str, read: ReadWeights | None) -> LoadedModel:
     try:
         factory = _attribute(module_name, attribute)
         try:
-            with _place(read):
+            with _device(read):
                 result = factory()
         except Exception as error:
             if read is not None or "meta" not in str(error):

@@ -57,7 +57,7 @@ class Rebinder:
             if id(one) in self._children:
                 continue
             self._values[id(one)] = one
-            self._children[id(one)] = children = tuple(c for c in _held(one) if type(c) not in _ATOMS)
+            self._children[id(one)] = children = tuple(c for c in _referents(one) if type(c) not in _ATOMS)
             for child in children:
                 holders[id(child)].append(id(one))
                 if id(child) in self._targets or id(child) in self._leading:
@@ -125,16 +125,18 @@ class Rebinder:
         for cell, own in zip(cells, function.__closure__ or (), strict=True):
             for held in content(own):
                 cell.cell_contents = self._copied(held) if self._leads(held) else held
-        function_copy.__defaults__ = self._kept(function.__defaults__)
-        function_copy.__kwdefaults__ = self._kept(function.__kwdefaults__)
+        function_copy.__defaults__ = self._rebound_if_needed(function.__defaults__)
+        function_copy.__kwdefaults__ = self._rebound_if_needed(function.__kwdefaults__)
         function_copy.__qualname__, function_copy.__module__ = function.__qualname__, function.__module__
-        vars(function_copy).update((name, self._kept(one)) for name, one in vars(function).items())
+        vars(function_copy).update(
+            (name, self._rebound_if_needed(one)) for name, one in vars(function).items()
+        )
         return function_copy
 
     def _leads(self, value: Any) -> bool:
         return id(value) in self._targets or id(value) in self._leading
 
-    def _kept(self, value: Any) -> Any:
+    def _rebound_if_needed(self, value: Any) -> Any:
         """Returns the copy of a value that refers to the model, and any other value unchanged."""
         return self._copied(value) if self._leads(value) else value
 
@@ -149,7 +151,7 @@ def _is_disabled(function: FunctionType) -> bool:
     return bool(getattr(function, "_torchdynamo_disable", False))
 
 
-def _held(value: Any) -> Iterable[Any]:
+def _referents(value: Any) -> Iterable[Any]:
     """Yields the values that `value` refers to and that a copy would have to copy."""
     match value:
         case FunctionType() if (inner := _compiled(value)) is not None:

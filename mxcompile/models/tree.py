@@ -29,7 +29,7 @@ _DEPTH = 3
 """Most containers between a module and an object, because one may hold a whole trainer."""
 _MEMBERS = 10_000
 """Most members of a container that are searched, because one may be a data set."""
-_OWN = frozenset(vars(nn.Module()))
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """Attributes of a plain `nn.Module`."""
 _FUNCTIONS = FunctionType, MethodType, functools.partial
 
@@ -45,7 +45,7 @@ class Tree:
         self.modules: dict[str, nn.Module] = {}
         self.tensors: set[str] = set()
         self.by_identity: defaultdict[int, list[str]] = defaultdict(list)
-        self._held: dict[int, str] = {}
+        self._unregistered: dict[int, str] = {}
         self._unread = root
         if root is None:
             return
@@ -63,22 +63,22 @@ class Tree:
             self._search()
         return self.by_identity.get(id(value), ())
 
-    def held_at(self, tensor: Tensor) -> str:
+    def unregistered_path(self, tensor: Tensor) -> str:
         """Returns the path of `tensor` if the program holds it without registering it, else ""."""
         self._search()
-        return self._held.get(id(tensor), "")
+        return self._unregistered.get(id(tensor), "")
 
     def _search(self) -> None:
         """Searches the unregistered modules and tensors, once."""
         root, self._unread = self._unread, None
-        for path, value in held(root) if root is not None else ():
+        for path, value in unregistered_objects(root) if root is not None else ():
             if isinstance(value, nn.Module):
                 self.by_identity[id(value)].append(path)
                 self.modules.setdefault(path, value)
                 for raw, tensor in _tensors(value):
                     self.by_identity[id(tensor)].append(joined(path, user_path(raw)))
             else:
-                self._held.setdefault(id(value), path)
+                self._unregistered.setdefault(id(value), path)
 
 
 def path_in(root: nn.Module, module: nn.Module | None) -> str | None:
@@ -94,7 +94,7 @@ def unregistered(argument: Tensor) -> HeldBy:
     return HeldBy.LEAF if is_leaf else HeldBy.ARGUMENT
 
 
-def held(root: nn.Module) -> Iterator[tuple[str, nn.Module | Tensor]]:
+def unregistered_objects(root: nn.Module) -> Iterator[tuple[str, nn.Module | Tensor]]:
     """Yields (path, object) for modules and tensors that `root` uses without registering them.
 
     They are attributes of its modules, variables of the modules' methods and hooks, or globals of forwards.
@@ -122,7 +122,10 @@ def _attributes(module: nn.Module) -> Mapping[str, Any]:
     ]
     scopes = (*map(vars, reversed(kinds)), vars(module))
     own = {
-        key: value for scope in scopes for key, value in scope.items() if key not in _OWN and key[:2] != "__"
+        key: value
+        for scope in scopes
+        for key, value in scope.items()
+        if key not in _MODULE_ATTRIBUTES and key[:2] != "__"
     }
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     called = (hook if isinstance(hook, _FUNCTIONS) else type(hook).__call__.__get__(hook) for hook in hooks)

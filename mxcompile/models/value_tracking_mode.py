@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from mxcompile.models.names import user_path
 from mxcompile.models.outside import Outside
 from mxcompile.models.places import where
-from mxcompile.models.tree import held
+from mxcompile.models.tree import unregistered_objects
 
 aten = torch.ops.aten
 
@@ -93,13 +93,13 @@ class ValueTrackingMode(FakeTensorMode):
         """Sets the model whose paths appear in notes and in the records of products."""
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._classes = {path: type(module).__qualname__ for path, module in model.named_modules()}
-        for path, value in (*model.named_parameters(remove_duplicate=False), *held(model)):
+        for path, value in (*model.named_parameters(remove_duplicate=False), *unregistered_objects(model)):
             if isinstance(value, Tensor):
                 self.outside.add(value, user_path(path))
             else:
                 self._paths[id(value)], self._classes[path] = path, type(value).__qualname__
 
-    def know(self, fake: Tensor, real: Tensor) -> Tensor:
+    def track(self, fake: Tensor, real: Tensor) -> Tensor:
         """Returns `fake` with the values of `real`, if `real` is tracked, or is a small tensor on the CPU."""
         if isinstance(real, FakeTensor):
             value = real.fake_mode._value(real) if isinstance(real.fake_mode, ValueTrackingMode) else None
@@ -170,7 +170,7 @@ class ValueTrackingMode(FakeTensorMode):
             result = super().dispatch(func, types, args, kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
             self._note(assumed)
-            return self._made_from(self._run(func, args, kwargs), assumed)
+            return self._fakes_of(self._run(func, args, kwargs), assumed)
         if all(leaf.numel() <= LIMIT for leaf in tree_leaves(result) if isinstance(leaf, Tensor)):
             self._remember(result, self._run(func, args, kwargs), assumed)
         elif func._schema.is_mutable:
@@ -182,7 +182,7 @@ class ValueTrackingMode(FakeTensorMode):
         result, given = self._on_fakes(func, types, args, kwargs), args[0]
         value = self._value(given) if func is _COLLECTIVES.all_to_all_single.default else None
         if value is not None and result.shape == given.shape:
-            text = f"all_to_all_single: other ranks send the same values as this rank ({self._place()})"
+            text = f"all_to_all_single: other ranks send the same values as this rank ({self._location()})"
             setattr(result, _VALUE, _Value(value.tensor, value.assumed | {text}))
         return result
 
@@ -197,10 +197,10 @@ class ValueTrackingMode(FakeTensorMode):
             result = super().dispatch(func, types, picked, kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
             note = f"{_name(func)} of computed values: true for every element"
-            self._note(frozenset({f"{note} ({self._place()})"}))
+            self._note(frozenset({f"{note} ({self._location()})"}))
             standing = tree_map(lambda leaf: self._stand_in(leaf) if isinstance(leaf, Tensor) else leaf, args)
             result = func(*standing, **kwargs)
-            return self._made_from(result, frozenset())
+            return self._fakes_of(result, frozenset())
         if func in _CHOICES:
             self._spread(func, args, result)
         return result
@@ -246,7 +246,7 @@ class ValueTrackingMode(FakeTensorMode):
             if fake.shape == real.shape:
                 setattr(fake, _VALUE, _Value(real, assumed))
 
-    def _made_from(self, reals: Any, assumed: frozenset[str]) -> Any:
+    def _fakes_of(self, reals: Any, assumed: frozenset[str]) -> Any:
         """Returns fakes of `reals` with tracked values."""
 
         def fake(leaf: Any) -> Any:
@@ -278,7 +278,7 @@ class ValueTrackingMode(FakeTensorMode):
         if value is None:
             taken = fake.dtype is not torch.bool
             text = f"computed values that the code reads: all {int(taken) if taken else False}"
-            self._note(frozenset({f"{text} ({self._place()})"}))
+            self._note(frozenset({f"{text} ({self._location()})"}))
             return torch.full(fake.shape, taken, dtype=fake.dtype)
         self._note(value.assumed)
         return value.tensor
@@ -289,7 +289,7 @@ class ValueTrackingMode(FakeTensorMode):
         if value is not None:
             self._note(value.assumed)
             return value.tensor.item()
-        place = self._place()
+        place = self._location()
         self._state.answers[place] += 1
         if tensor.dtype is torch.bool:
             answer: Any = self._state.answers[place] % _PATIENCE == 0
@@ -313,13 +313,13 @@ class ValueTrackingMode(FakeTensorMode):
             if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
                 value = self._value(index)
                 if value is None:
-                    self._note(frozenset({f"a computed mask: true everywhere ({self._place()})"}))
+                    self._note(frozenset({f"a computed mask: true everywhere ({self._location()})"}))
                     mask = torch.ones(index.shape, dtype=torch.bool)
                 else:
                     self._note(value.assumed)
                     mask = value.tensor.bool()
                 assumed = frozenset() if value is None else value.assumed
-                indices += self._made_from(mask.nonzero(as_tuple=True), assumed)
+                indices += self._fakes_of(mask.nonzero(as_tuple=True), assumed)
             else:
                 indices.append(index)
         return (args[0], indices, *args[2:])
@@ -345,14 +345,14 @@ class ValueTrackingMode(FakeTensorMode):
             values = torch.arange(indices.numel()).remainder(size).view(last)
         if values.shape != indices.shape:
             values = values.movedim(-1, dim or 0)
-        place = self._place()
+        place = self._location()
         text = f"{_name(func)} of computed values: spread evenly over its {size} choices ({place})"
         setattr(indices, _VALUE, _Value(values.contiguous(), frozenset({text})))
 
     def _note(self, sentences: frozenset[str]) -> None:
         self._state.notes.update(dict.fromkeys(sorted(sentences)))
 
-    def _place(self) -> str:
+    def _location(self) -> str:
         path, source = where(sys._getframe(1), self._paths)
         return ", ".join(part for part in (path, source) if part)
 

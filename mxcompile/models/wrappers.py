@@ -32,7 +32,7 @@ FSDP1 = "_fsdp_wrapped_module"
 """Attribute with the module that FSDP1 wraps."""
 
 
-def users_own(model: nn.Module) -> nn.Module:
+def user_model(model: nn.Module) -> nn.Module:
     """Returns the model inside wrappers that hold it whole: compiled or data parallel."""
     while True:
         if isinstance(inner := model._modules.get("_orig_mod"), nn.Module):

@@ -181,7 +181,7 @@ def _driven(
 
 def _with_spills(report: Report, kernels: Iterable[Kernel]) -> Report:
     """Returns `report` with a warning for each of mxcompile's kernels that spills registers."""
-    spills = tuple(kernel.spill for kernel in kernels if kernel.own and kernel.binary.spill_bytes)
+    spills = tuple(kernel.spill for kernel in kernels if kernel.is_template and kernel.binary.spill_bytes)
     summary = dataclasses.replace(report.summary, warnings=report.summary.warnings + spills)
     return dataclasses.replace(report, summary=summary)
 

@@ -66,12 +66,12 @@ class Kernel:
     binary: Binary
 
     @property
-    def own(self) -> bool:
+    def is_template(self) -> bool:
         """Whether it is a template of mxcompile, not a kernel of Inductor."""
         return _KERNELS in self.source
 
     @property
     def spill(self) -> str:
         """A sentence about its register spills."""
-        whose = "mxcompile's" if self.own else "Inductor's own"
+        whose = "mxcompile's" if self.is_template else "Inductor's own"
         return f"{self.phase} {self.name} ({whose}) spills {self.binary.spill_bytes} bytes a thread"

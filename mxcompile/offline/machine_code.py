@@ -64,7 +64,7 @@ class Instruction:
         return self.opcode.startswith(_LOADS)
 
     @property
-    def left(self) -> int | None:
+    def in_flight(self) -> int | None:
         """For a wait for copies into shared memory, the number of groups left in flight; else None."""
         match = _WAIT_FOR_COPIES.match(self.operands) if self.opcode.startswith("DEPBAR") else None
         return int(match[1], 16) if match else None
@@ -151,12 +151,12 @@ class MachineCode:
     def _copies(self) -> Iterator[tuple[int, int]]:
         """Yields (position, age of the awaited copies in iterations) for each wait for copies."""
         for position, instruction in enumerate(self.instructions):
-            if instruction.left is None:
+            if instruction.in_flight is None:
                 continue
             loop = next(reversed(self.inner(position)), None)
             groups = sum(each.opcode == _COPIED for _, each in self._within(loop))
             if groups:
-                yield position, instruction.left // groups + 1
+                yield position, instruction.in_flight // groups + 1
 
     def _within(self, loop: Loop | None) -> Iterator[tuple[int, Instruction]]:
         first, last = (loop.first, loop.last) if loop else (0, len(self.instructions))

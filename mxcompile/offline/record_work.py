@@ -44,7 +44,7 @@ def estimate(report: Report) -> Report:
     for gemm in report.gemms:
         if gemm.is_known:
             times = _Times(gemm, rates, siblings[_siblings(gemm)], 1 + (gemm.name in trained))
-            gemm = dataclasses.replace(gemm, estimate_bf16_us=times.own, estimate_us=times.quantized)
+            gemm = dataclasses.replace(gemm, estimate_bf16_us=times.is_template, estimate_us=times.quantized)
         gemms.append(gemm)
     summary = dataclasses.replace(
         report.summary,
@@ -81,7 +81,7 @@ class _Times:
     copies: int
 
     @property
-    def own(self) -> float:
+    def is_template(self) -> float:
         """The time without quantization, in the GEMM's own dtype."""
         gemm, target = self.gemm, self.rates.target
         sizes = _elements(gemm)
@@ -97,7 +97,7 @@ class _Times:
         """The time under the policy, with casts."""
         gemm = self.gemm
         if not is_quantized(gemm.precision):
-            return self.own
+            return self.is_template
         a, b, out = _elements(gemm)
         forms = [_format(operand) for operand in gemm.formats]
         kind = self._kind(forms, self.rates.target)
@@ -110,7 +110,7 @@ class _Times:
                 casts += self._cast(numel, held if kind else self._width, form, operand)
             elif not kind:
                 casts += self._streamed((held + self._width) * numel)  # a stored weight is dequantized
-        return casts + (self._product(product_bytes + self._width * out, kind) if kind else self.own)
+        return casts + (self._product(product_bytes + self._width * out, kind) if kind else self.is_template)
 
     def _kind(self, forms: list[Format], target: Target) -> str:
         """Returns the kind of the product's rate in `rates`, "" if the chip does not multiply `forms`."""

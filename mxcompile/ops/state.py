@@ -60,22 +60,22 @@ def _spec_mean(state: Tensor, row: int, amax: Tensor, fmt: str) -> list[Spec]:
     return [((1,), torch.float32)]
 
 
-def _known_scale(state: Tensor, row: int, fmt: str, ndim: int) -> Tensor:
+def _scale_of_row(state: Tensor, row: int, fmt: str, ndim: int) -> Tensor:
     form = Format.parse(fmt)
     margin = 2.0**form.amax.margin if form.amax.kind is AmaxKind.DELAYED else 1.0
-    return fp32_scale(state[row] * margin, form).reshape(_known_shape(state, ndim))
+    return fp32_scale(state[row] * margin, form).reshape(_shape_of_row(state, ndim))
 
 
-def _known_shape(state: Tensor, ndim: int) -> list[Any]:
+def _shape_of_row(state: Tensor, ndim: int) -> list[Any]:
     """Returns the shape of a row of `state`, with sizes of 1 in front up to `ndim` dimensions."""
     return [1] * (ndim - state.ndim + 1) + list(state.shape[1:])
 
 
 def _spec_known_scale(state: Tensor, row: int, fmt: str, ndim: int) -> list[Spec]:
-    return [(_known_shape(state, ndim), torch.float32)]
+    return [(_shape_of_row(state, ndim), torch.float32)]
 
 
-def _keep_state(ctx: Any, inputs: Any, output: Any) -> None:
+def _save_state(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(inputs[1])
 
 
@@ -87,11 +87,11 @@ slot = define("slot(Tensor state) -> Tensor", _slot, _spec_slot)
 largest = define("largest(Tensor x, int? dim=None) -> Tensor", tensor_amax, _spec_largest)
 mean = define("mean(Tensor state, int row, Tensor amax, str fmt) -> Tensor", _mean, _spec_mean)
 known_scale = define(
-    "known_scale(Tensor state, int row, str fmt, int ndim) -> Tensor", _known_scale, _spec_known_scale
+    "known_scale(Tensor state, int row, str fmt, int ndim) -> Tensor", _scale_of_row, _spec_known_scale
 )
 
 LIBRARY.define("tapped(Tensor w, Tensor state) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
 LIBRARY.impl("tapped", _tapped, "CompositeExplicitAutograd")
 torch.library.register_fake("mx::tapped", _fake_tapped, lib=LIBRARY)
-torch.library.register_autograd("mx::tapped", _gradients, setup_context=_keep_state, lib=LIBRARY)
+torch.library.register_autograd("mx::tapped", _gradients, setup_context=_save_state, lib=LIBRARY)
 tapped = torch.ops.mx.tapped.default

@@ -106,7 +106,7 @@ class Casts(View):
     operators: ClassVar[frozenset[Any]] = frozenset({cast})
 
     @property
-    def each(self) -> list[Copy]:
+    def parsed_copies(self) -> list[Copy]:
         """The copies, parsed."""
         return [Copy.parse(word) for word in self.copies]
 

@@ -80,7 +80,7 @@ def _cast_statistics(
         smallest = torch.minimum(sums[1], part[1])
         sums = torch.cat([largest.reshape(1), smallest.reshape(1), sums[2:] + part[2:]])
     has_values = not fmt or Format.parse(fmt).pow2 or Format.parse(fmt).scale is ScaleType.E8M0
-    return torch.cat([sums, histogram]), _kept(value if has_values else stored, keep)
+    return torch.cat([sums, histogram]), _spaced_elements(value if has_values else stored, keep)
 
 
 def _cast(
@@ -135,7 +135,7 @@ def scale_histogram(scale: Tensor) -> Tensor:
     return counts.index_add_(0, places, torch.ones_like(places, dtype=torch.float64))
 
 
-def _kept(values: Tensor, keep: int) -> Tensor:
+def _spaced_elements(values: Tensor, keep: int) -> Tensor:
     """Returns `keep` elements of `values`, evenly spaced."""
     if not keep:
         return values.new_zeros(0)

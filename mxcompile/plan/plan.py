@@ -34,7 +34,7 @@ from mxcompile.models.fake_copy import fake_copy, fake_values
 from mxcompile.models.fakes import quiet
 from mxcompile.models.isolated import ChildError, isolated
 from mxcompile.models.value_tracking_mode import ValueTrackingMode
-from mxcompile.models.wrappers import is_wrapped, users_own
+from mxcompile.models.wrappers import is_wrapped, user_model
 from mxcompile.passes.bodies import Bodies
 from mxcompile.passes.classify import Classify
 from mxcompile.passes.decide import decided, keep_products, obstacle
@@ -136,7 +136,7 @@ def make_plan(
     Raises:
         ModelError: The forward cannot be recorded, or the child process crashed or hung.
     """
-    model, given = users_own(model), (tuple(args), dict(kwargs))
+    model, given = user_model(model), (tuple(args), dict(kwargs))
     failures: list[ModelError] = []
     for way in (way for way in _WAYS if way.leave_out is keep_all or not whole):
         try:
@@ -229,7 +229,7 @@ def _note_gradients(graph: fx.Graph) -> None:
             needs = [True, True]
         elif tags[0].tensors == ("w", "x"):
             needs.reverse()
-        again = by[node] is Differentiated.AGAIN
+        again = by[node] is Differentiated.RECOMPUTED
         set_tag(node, *(replace(tag, gradients=(needs[0], needs[1]), again=again) for tag in tags))
 
 

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from mxcompile.models.names import GraphInput, HeldBy
-from mxcompile.models.tree import held, unregistered
+from mxcompile.models.tree import unregistered, unregistered_objects
 
 _KEY, _CUSTOM = "mx_differentiated", "custom"
 """`_KEY` within ``meta[_CUSTOM]``, which torch copies from node to node unchanged."""
@@ -44,7 +44,7 @@ class Differentiated(Enum):
     NO = auto()  # no operand needs one, or gradients are turned off
     YES = auto()
     BY_FUNCTION = auto()  # the node is in the forward of an autograd.Function with its own backward
-    AGAIN = auto()  # the node is in the forward of a reentrant checkpoint, whose backward recomputes it
+    RECOMPUTED = auto()  # the node is in the forward of a reentrant checkpoint, whose backward recomputes it
 
 
 def record(
@@ -91,7 +91,7 @@ def record(
     for node, value, about in zip(placeholders, [*state.values(), *data], inputs, strict=True):
         node.meta["desc"] = about
         node.meta[_CUSTOM] = {_KEY: Differentiated.YES if value.requires_grad else Differentiated.NO}
-    for node, path in _held(graph, model):
+    for node, path in _unregistered(graph, model):
         node.meta["desc"] = GraphInput(path=path, unregistered=HeldBy.HELD)
     return graph
 
@@ -100,10 +100,10 @@ def _stored(path: str, others: Sequence[str], is_parameter: bool) -> GraphInput:
     return GraphInput(path=path, others=tuple(others), static=True, is_parameter=is_parameter)
 
 
-def _held(graph: fx.Graph, model: nn.Module) -> Iterator[tuple[fx.Node, str]]:
+def _unregistered(graph: fx.Graph, model: nn.Module) -> Iterator[tuple[fx.Node, str]]:
     """Yields (node, path) for the constants of `graph` that are unregistered tensors of `model`."""
     read = graph.find_nodes(op="get_attr")
-    paths = {id(value): path for path, value in held(model)} if read else {}
+    paths = {id(value): path for path, value in unregistered_objects(model)} if read else {}
     for node in read:
         path = paths.get(id(getattr(graph.owning_module, str(node.target), None)))
         if path is not None:
@@ -115,7 +115,7 @@ def differentiated(graph: fx.Graph) -> dict[fx.Node, Differentiated]:
     by: dict[fx.Node, Differentiated] = {}
     for node in graph.nodes:
         by[node] = node.meta.get(_CUSTOM, {}).get(_KEY, Differentiated.NO)
-        if by[node] in (Differentiated.BY_FUNCTION, Differentiated.AGAIN):  # gradients were off
+        if by[node] in (Differentiated.BY_FUNCTION, Differentiated.RECOMPUTED):  # gradients were off
             needed = any(by[given] is not Differentiated.NO for given in node.all_input_nodes)
             by[node] = by[node] if needed else Differentiated.NO
         if not _is_floating(node):
@@ -165,7 +165,7 @@ def _inside_function() -> Differentiated:
     frame, functions = sys._getframe(2), 0
     while frame is not None and frame.f_code is not record.__code__:
         if frame.f_code.co_filename.endswith(_CHECKPOINT):
-            return Differentiated.AGAIN
+            return Differentiated.RECOMPUTED
         functions += frame.f_code is _apply.__code__
         frame = frame.f_back  # type: ignore[assignment]
     return Differentiated.BY_FUNCTION if functions else Differentiated.NO
@@ -192,7 +192,9 @@ def _modules_noted(model: nn.Module) -> Iterator[None]:
     """Records the path and class of the running module in the metadata of each new node."""
     stack: list[Any] = []
     handles = []
-    unregistered = ((path, module) for path, module in held(model) if isinstance(module, nn.Module))
+    unregistered = (
+        (path, module) for path, module in unregistered_objects(model) if isinstance(module, nn.Module)
+    )
     for path, module in (*model.named_modules(), *unregistered):
         entry = {"": (path, type(module).__qualname__)}
 

@@ -33,7 +33,7 @@ Named = TypeVar("Named", GemmRecord, GemmTag)
 
 _INDEX = re.compile(r"(idx|index|layer_id|layer_num(ber)?|block_id|block_num(ber)?)$")
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-_OWN = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
+_MODULE_DICTS = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 _PARALLEL = "torch.distributed.tensor"
 _STYLES = f"{_PARALLEL}.parallel.style"
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), type, torch.dtype, torch.device, torch.Size)
@@ -157,7 +157,7 @@ def _described(layer: nn.Module, index: int, owners: dict[int, int]) -> Iterator
         for key, value in sorted(vars(module).items()):
             if key in HOOKS:
                 yield key, tuple(_hook(module, number, hook) for number, hook in value.items())
-            elif key not in _OWN | HOOK_OPTIONS:
+            elif key not in _MODULE_DICTS | HOOK_OPTIONS:
                 yield key, value - index if _is_index(key, value) else _setting(value)
 
 

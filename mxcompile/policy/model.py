@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
-from mxcompile.formats import BLOCK, KEPT, Choices, Operands, Precision
+from mxcompile.formats import BLOCK, UNQUANTIZED, Choices, Operands, Precision
 from mxcompile.policy.reason import Reason
 from mxcompile.policy.roles import Role
 
@@ -87,7 +87,7 @@ class Ends:
     first: int = 0
     last: int = 0
 
-    def hold(self, block: Block | None) -> bool:
+    def contains(self, block: Block | None) -> bool:
         """Whether `block` is among these blocks."""
         return block is not None and (block.number < self.first or block.number >= block.total - self.last)
 
@@ -127,7 +127,7 @@ class Limit(NamedTuple):
     size: int | None
 
     @property
-    def kept(self) -> bool:
+    def is_satisfied(self) -> bool:
         """Whether the size is allowed. An unknown size counts as large: it passes minimums, not maximums."""
         if self.size is None:
             return not self.upper
@@ -178,7 +178,7 @@ class Match:
 
     def places(self, name: str, block: Block | None) -> bool:
         """Whether the conditions on name and block match."""
-        return self.names(name) and (self.blocks is None or self.blocks.hold(block))
+        return self.names(name) and (self.blocks is None or self.blocks.contains(block))
 
     def limits(self, layer: Layer) -> tuple[Limit, ...]:
         """Returns every size limit of the rule with the size of `layer`."""
@@ -206,7 +206,7 @@ class Match:
 
     def missed(self, layer: Layer) -> Limit | None:
         """Returns the first size limit that `layer` violates, or None."""
-        return next((limit for limit in self.limits(layer) if not limit.kept), None)
+        return next((limit for limit in self.limits(layer) if not limit.is_satisfied), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -223,7 +223,7 @@ class Use(Choices):
     def wants(self, gemm: Gemm) -> Precision | None:
         """Returns the precision that the rule gives `gemm`, or None."""
         if self.backward is Backward.DEQUANTIZED and gemm is not Gemm.FPROP:
-            return KEPT
+            return UNQUANTIZED
         return {Gemm.FPROP: self.fprop, Gemm.DGRAD: self.dgrad, Gemm.WGRAD: self.wgrad}[gemm]
 
     @property

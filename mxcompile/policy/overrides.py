@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mxcompile.formats import KEPT
+from mxcompile.formats import UNQUANTIZED
 from mxcompile.policy.model import Gemm, Layer, Match, Rule, Use
 from mxcompile.policy.patterns import literal
 from mxcompile.policy.policy import Policy
@@ -35,6 +35,6 @@ def _rule(policy: Policy, layer: Layer, why: Mapping[Gemm, str]) -> Rule:
     use = Use() if index is None else policy.rules[index].use
     if set(why) == set(Gemm):
         use = Use()
-    own: dict[str, Any] = {gemm.value: KEPT for gemm in why}
+    own: dict[str, Any] = {gemm.value: UNQUANTIZED for gemm in why}
     use = replace(use, **own)
     return Rule(match=Match(name=(literal(layer.name),)), use=use, kept=tuple(why.items()))

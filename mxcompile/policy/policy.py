@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from mxcompile.errors import PolicyError, not_allowed
-from mxcompile.formats import KEPT, Choices, Precision
+from mxcompile.formats import UNQUANTIZED, Choices, Precision
 from mxcompile.policy import schema
 from mxcompile.policy.model import Choice, Decision, Gemm, Layer, Limit, Preset, Rule, StepRange, Use
 from mxcompile.policy.parse import Origin, load_yaml, parse_data, read_file
@@ -178,13 +178,13 @@ class Policy:
         if wanted is not None:
             reason = self._of_rule(index or 0, gemm)
         elif not self.base.gemms:
-            wanted, reason = KEPT, Reason(Code.PRESET, self.base.name)
+            wanted, reason = UNQUANTIZED, Reason(Code.PRESET, self.base.name)
         elif not layer.role.row.quantized:
-            wanted, reason = KEPT, Reason(Code.ROLE, layer.role)
+            wanted, reason = UNQUANTIZED, Reason(Code.ROLE, layer.role)
         elif gemm not in self.base.gemms:
-            wanted, reason = KEPT, Reason(Code.PRESET_GEMM, self.base.name, gemm)
+            wanted, reason = UNQUANTIZED, Reason(Code.PRESET_GEMM, self.base.name, gemm)
         elif small := self._small_side(layer):
-            wanted = KEPT
+            wanted = UNQUANTIZED
             reason = Reason(Code.SMALL_SIDE, self.base.name, self.base.least_side, small)
         else:
             wanted = self.base.precision

@@ -26,14 +26,14 @@ class Shadows:
     """Finds rules that never decide, because earlier rules match all of their layers."""
 
     def __init__(self) -> None:
-        self._earlier: list[_Known] = []
+        self._earlier: list[_Earlier] = []
         self._steps = 0
 
     def add(self, match: Match) -> tuple[int, ...]:
         """Adds `match`. Returns the numbers (from 1) of earlier rules that together cover it, if any."""
         covering = self._covering(match)
         if not covering:
-            self._earlier.append(_Known(match))
+            self._earlier.append(_Earlier(match))
         return tuple(sorted(covering))
 
     def _covering(self, match: Match) -> set[int]:
@@ -55,7 +55,7 @@ class Shadows:
         return covering
 
 
-class _Known:
+class _Earlier:
     """An earlier condition. names: its name patterns. patterns: name patterns that fit several layers."""
 
     __slots__ = ("match", "names", "patterns")

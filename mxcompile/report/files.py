@@ -46,7 +46,7 @@ def load(path: str | Path, what: str, read: Callable[[str], _T]) -> _T:
         raise OptionError(f"{what} {str(path)!r}: {error}") from None
 
 
-def check_place(path: Path) -> None:
+def check_writable(path: Path) -> None:
     """Raises `OptionError` if `path` cannot be written. Leaves no file."""
     path = of_rank(path)
     try:

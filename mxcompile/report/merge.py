@@ -181,7 +181,7 @@ def merge(
     Of equal records the first is kept, compiled before planned. contents: records and outlines of each
     report. Raises `OptionError` if targets or policies differ.
     """
-    _check_alike(summaries)
+    _check_same_model(summaries)
     compiled = {
         (gemm.name, gemm.gemm) for gemms, _ in contents for gemm in gemms if gemm.kernel != NOT_COMPILED
     }
@@ -204,7 +204,7 @@ def merge(
     return gemms, _sum(counted, gemms), graphs
 
 
-def _check_alike(summaries: Sequence[Summary]) -> None:
+def _check_same_model(summaries: Sequence[Summary]) -> None:
     if not summaries:
         raise OptionError("nothing to merge: give at least one report")
     for what in ("target", "policy"):

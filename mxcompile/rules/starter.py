@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from mxcompile.errors import printable
-from mxcompile.formats import KEPT, is_quantized
+from mxcompile.formats import UNQUANTIZED, is_quantized
 from mxcompile.policy import ATTENTION_PRODUCTS, Gemm, Layer, Policy, Role
 from mxcompile.policy.presets import PRESETS
 from mxcompile.policy.values import VERSION
@@ -54,7 +54,7 @@ def _rule(policy: Policy, role: Role, layers: Sequence[Layer]) -> list[str]:
     is_small = any(side is not None and side < least for side in sides)
     sizes = f", min_n: {least}, min_k: {least}" if is_small else ""
     if not sent:
-        use = KEPT.name
+        use = UNQUANTIZED.name
     elif len(set(words.values())) == 1:
         use = words[Gemm.FPROP]
     else:
@@ -72,7 +72,7 @@ def _rule(policy: Policy, role: Role, layers: Sequence[Layer]) -> list[str]:
 
 def _role_precision(words: Iterable[str]) -> str:
     """Returns the first word of a quantized precision in `words`, else the word for BF16."""
-    return next(filter(is_quantized, words), KEPT.name)
+    return next(filter(is_quantized, words), UNQUANTIZED.name)
 
 
 def _ends(layers: Iterable[Layer]) -> list[str]:
@@ -82,5 +82,5 @@ def _ends(layers: Iterable[Layer]) -> list[str]:
     return [
         "  # The first and the last block in BF16, as many recipes have it:",
         "  # - match: {blocks: {first: 1, last: 1}}",
-        f"  #   use: {KEPT}",
+        f"  #   use: {UNQUANTIZED}",
     ]

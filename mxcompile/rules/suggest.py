@@ -21,7 +21,7 @@ _NEAR = 0.65
 
 def meant(pattern: str, names: Sequence[str]) -> str:
     """Returns ``" (did you mean 'x'?)"`` with the best guess among `names`, or an empty string."""
-    for guess in (respelled, _other_case, _left_open, _most_like):
+    for guess in (respelled, _other_case, _with_wildcards, _most_like):
         meaning = guess(pattern, names)
         if meaning is not None:
             return f" (did you mean {meaning!r}?)"
@@ -47,7 +47,7 @@ def _other_case(pattern: str, names: Sequence[str]) -> str | None:
     return next((name for name in names if expression.fullmatch(name)), None)
 
 
-def _left_open(pattern: str, names: Sequence[str]) -> str | None:
+def _with_wildcards(pattern: str, names: Sequence[str]) -> str | None:
     """Returns `pattern` with wildcards at its ends if that matches; a plain pattern covers the whole path."""
     if pattern.startswith("re:"):
         inside = re.compile(_expression(pattern))

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from mxcompile.formats import stored_precision
 from mxcompile.models.arguments import check_module
 from mxcompile.models.names import Owner, owners
-from mxcompile.models.wrappers import users_own
+from mxcompile.models.wrappers import user_model
 from mxcompile.policy import Policy
 from mxcompile.serving.plan import TABLE, planned_weights
 from mxcompile.storage import MXTensor
@@ -69,7 +69,7 @@ def quantize_weights_(
         >>> compiled = torch.compile(model, backend="mxfp8")
     """
     check_module("quantize_weights_", model)
-    model = users_own(model)
+    model = user_model(model)
     plan = planned_weights(model, policy, args, kwargs)
     places = owners(model)
     weights = [weight for path, weight in plan.items() if path in places]

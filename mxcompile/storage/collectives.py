@@ -19,7 +19,7 @@ from mxcompile.storage.tensor import MXTensor
 
 def _broadcast(func: Any, tensors: Sequence[MXTensor], *args: Any, **kwargs: Any) -> Any:
     """Copies the tensors of one rank to all other ranks."""
-    return tensors, _each(tensors, lambda place: func(_parts(tensors, place), *args, **kwargs))
+    return tensors, _send_parts(tensors, lambda place: func(_parts(tensors, place), *args, **kwargs))
 
 
 def _scatter(
@@ -34,10 +34,10 @@ def _scatter(
     def send(place: int) -> Any:
         return func(_parts(outputs, place), [_parts(row, place) for row in inputs], *args, **kwargs)
 
-    return outputs, _each(outputs, send)
+    return outputs, _send_parts(outputs, send)
 
 
-def _each(tensors: Sequence[Any], send: Callable[[int], Any]) -> Any:
+def _send_parts(tensors: Sequence[Any], send: Callable[[int], Any]) -> Any:
     """Calls `send` with the index of each part in sequence. Returns the work handle of the last part."""
     last = max((len(tensor.parts) for tensor in tensors if isinstance(tensor, MXTensor)), default=2) - 1
     for place in range(last):

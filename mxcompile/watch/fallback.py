@@ -31,7 +31,7 @@ class Fallbacks:
         self._why: dict[str, dict[Gemm, str]] = {}
         self._policy: Policy | None = None
 
-    def learn(self, policy: Policy, layers: Iterable[Layer]) -> None:
+    def register(self, policy: Policy, layers: Iterable[Layer]) -> None:
         """Stores the `layers` of a model and the user's `policy` that they are compiled with."""
         self._policy = policy
         for layer in layers:

@@ -24,7 +24,7 @@ from mxcompile.watch.actions import Fired
 from mxcompile.watch.tally import Sample, Tally, join
 
 _PREFIX = "mxcompile_watch"
-_TOLD = f"{_PREFIX}/told"
+_RECORDS = f"{_PREFIX}/told"
 _WAIT_S = 60.0
 _CLOSE_S = 120.0
 _POLL_S = 0.02
@@ -50,18 +50,18 @@ class Ranks:
         self._warn = warn
         self._send = send
         self._judge = judge
-        self._heard = 0
+        self._received = 0
         self._queue: queue.Queue[tuple[int, Sample] | None] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._silent: set[int] = set()
-        self._told = ""
+        self._published_key = ""
 
     def gather(self, step: int, sample: Sample) -> list[Fired]:
         """Joins `sample` with the samples of the other ranks. Rank 0 writes the result.
 
         Returns the rules that fire in it, the same on all ranks.
         """
-        rank, count = _place()
+        rank, count = _rank_and_size()
         if count == 1:
             if sample:
                 self._write(step, sample, 1)
@@ -69,7 +69,7 @@ class Ranks:
         try:
             if rank:
                 _store().set(_key(step, rank), _packed(sample))
-                return self._hear(step) if self._judge is not None else []
+                return self._receive_rules(step) if self._judge is not None else []
             if self._judge is not None:
                 return self._rule(step, sample, self._judge)
             self.start()
@@ -78,15 +78,15 @@ class Ranks:
             self._warn("a sample did not reach the first rank", error)
         return []
 
-    def tell(self, record: Record) -> None:
+    def send_to_first(self, record: Record) -> None:
         """Sends `record` to rank 0, which writes it."""
-        rank, _ = _place()
+        rank, _ = _rank_and_size()
         if not rank:
             self._send(record)
             return
         try:
-            number = _store().add(_TOLD, 1)
-            _store().set(f"{_TOLD}/{number}", json.dumps(record))
+            number = _store().add(_RECORDS, 1)
+            _store().set(f"{_RECORDS}/{number}", json.dumps(record))
         except Exception as error:
             self._warn(f"a {record['kind']} record did not reach the first rank", error)
 
@@ -100,7 +100,7 @@ class Ranks:
 
     def start(self) -> None:
         """Starts the thread that polls for records of other ranks, on rank 0 of several."""
-        rank, count = _place()
+        rank, count = _rank_and_size()
         if rank == 0 and count > 1 and self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="mxcompile-watch", daemon=True)
             self._thread.start()
@@ -127,10 +127,10 @@ class Ranks:
     def _collect(self) -> None:
         """Writes the records that other ranks sent since the last call."""
         store = _store()
-        last = store.add(_TOLD, 0)
-        while self._heard < last and store.check([f"{_TOLD}/{self._heard + 1}"]):
-            self._heard += 1
-            key = f"{_TOLD}/{self._heard}"
+        last = store.add(_RECORDS, 0)
+        while self._received < last and store.check([f"{_RECORDS}/{self._received + 1}"]):
+            self._received += 1
+            key = f"{_RECORDS}/{self._received}"
             self._send(json.loads(store.get(key)))
             store.delete_key(key)
 
@@ -142,13 +142,15 @@ class Ranks:
             self._write(step, sample, sent)
             rules = judge(sample)
         finally:
-            if self._told and not self._silent:  # every rank has sent a later sample, so has read this
-                _store().delete_key(self._told)
-            self._told = _verdict(step)
-            _store().set(self._told, json.dumps(rules))
+            if (
+                self._published_key and not self._silent
+            ):  # every rank has sent a later sample, so has read this
+                _store().delete_key(self._published_key)
+            self._published_key = _verdict(step)
+            _store().set(self._published_key, json.dumps(rules))
         return rules
 
-    def _hear(self, step: int) -> list[Fired]:
+    def _receive_rules(self, step: int) -> list[Fired]:
         """Returns the rules that fire on rank 0 in the joined sample. Raises `TimeoutError`."""
         store, key, end = _store(), _verdict(step), time.monotonic() + 2 * _WAIT_S
         while not store.check([key]):
@@ -159,7 +161,7 @@ class Ranks:
 
     def _join(self, step: int, sample: Sample) -> int:
         """Adds the samples of other ranks to `sample`. Returns the number of ranks in it."""
-        _, count = _place()
+        _, count = _rank_and_size()
         store, end, sent = _store(), time.monotonic() + _WAIT_S, 1
         self._silent = {rank for rank in self._silent if not store.check([_key(step, rank)])}
         waiting = set(range(1, count)) - self._silent
@@ -178,7 +180,7 @@ class Ranks:
         return sent
 
 
-def _place() -> tuple[int, int]:
+def _rank_and_size() -> tuple[int, int]:
     """Returns rank and world size of the default process group."""
     from torch import distributed
 

@@ -60,7 +60,7 @@ class Recorder:
         self._tripped = tripped
         self._pending: list[Delivery] = []
         self._counted: set[tuple[str, int]] = set()
-        self._kept: dict[Key, Tensor] = {}
+        self._previous: dict[Key, Tensor] = {}
         self._warned: set[str] = set()
         self._ended = -1
         self._lock = threading.Lock()
@@ -161,9 +161,9 @@ class Recorder:
 
     def _compare(self, key: Key, tally: Tally, part: Tensor) -> None:
         """Counts the elements of `part`, of a weight's cast, that differ from the previous sample."""
-        before = self._kept.get(key)
+        before = self._previous.get(key)
         if part.numel():
-            self._kept[key] = part
+            self._previous[key] = part
         if before is not None and before.shape == part.shape:
             tally.compared = part.numel()
             differs = (part != before) & ~(part.isnan() & before.isnan())
@@ -192,7 +192,7 @@ def _key(call: Call, reader: dict[str, str]) -> Key:
     return call.named(reader["layer"]), reader["gemm"], reader["operand"]
 
 
-def _heard(values: Sequence[Tensor], words: Sequence[str]) -> None:
+def _on_values(values: Sequence[Tensor], words: Sequence[str]) -> None:
     call, has_been_counted = call_context.current()
     if call is None or has_been_counted:
         return
@@ -202,4 +202,4 @@ def _heard(values: Sequence[Tensor], words: Sequence[str]) -> None:
         call.recorder.warn("statistics were lost", error)
 
 
-listen(_heard)
+listen(_on_values)

@@ -68,7 +68,7 @@ class Rule:
     gemms: tuple[str, ...]
     operands: tuple[str, ...]
     do: str
-    _held: dict[Key, int] = field(default_factory=dict, compare=False)
+    _streaks: dict[Key, int] = field(default_factory=dict, compare=False)
 
     @classmethod
     def from_mapping(cls, given: Mapping[str, Any]) -> Rule:
@@ -116,8 +116,8 @@ class Rule:
         key = row["layer"], row["gemm"], row["operand"]
         if not self.looks_at(row):
             return False
-        held = self._held.get(key, 0) + 1 if all(each.holds(row) for each in self.conditions) else 0
-        self._held[key] = held
+        held = self._streaks.get(key, 0) + 1 if all(each.holds(row) for each in self.conditions) else 0
+        self._streaks[key] = held
         return held == self.over
 
     def sentence(self, step: int, row: Mapping[str, Any]) -> str:

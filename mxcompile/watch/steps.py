@@ -31,7 +31,7 @@ class Steps:
         self._has_stepped = False
         self.is_open = False
         self._models: WeakSet[nn.Module] = WeakSet()
-        self._known: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+        self._counted: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
 
     @property
     def next(self) -> int:
@@ -42,7 +42,7 @@ class Steps:
         """Counts the steps of optimizers of `model`, or of all optimizers if it is None."""
         if model is not None:
             self._models.add(model)
-        self._known.clear()
+        self._counted.clear()
 
     def listen(self) -> None:
         """Registers the hook on optimizer steps, until the process ends."""
@@ -87,11 +87,11 @@ class Steps:
             self._ends()
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
-        known = self._known.get(optimizer)
+        known = self._counted.get(optimizer)
         if known is None:
             owned = {id(parameter) for model in self._models for parameter in model.parameters()}
             stepped = (id(each) for group in optimizer.param_groups for each in group["params"])
-            known = self._known[optimizer] = not owned or any(each in owned for each in stepped)
+            known = self._counted[optimizer] = not owned or any(each in owned for each in stepped)
         return known
 
 

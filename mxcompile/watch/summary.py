@@ -27,7 +27,7 @@ _DATA = "/*data*/null"
 
 
 @dataclass(kw_only=True, slots=True)
-class Look:
+class SampleFile:
     """The content of a file of samples.
 
     samples: rows of operands by step; a repeated step replaces the earlier one. losses: losses by step, where
@@ -42,18 +42,18 @@ class Look:
     end: int = 0
 
     @classmethod
-    def load(cls, path: Path) -> Look:
+    def load(cls, path: Path) -> SampleFile:
         """Returns the records of the file `path`. Raises `OptionError` if it has none or cannot be read."""
-        look = cls(path=path)
+        file = cls(path=path)
         try:
-            look._read_on()
+            file._read_on()
         except OSError as error:
             raise OptionError(f"samples {str(path)!r} cannot be read: {error.strerror or error}") from None
-        if not look.samples and not look.findings:
+        if not file.samples and not file.findings:
             raise OptionError(
                 f"samples {str(path)!r}: the file has no sample; Watch({str(path)!r}) writes them"
             )
-        return look
+        return file
 
     def has_grown(self) -> bool:
         """Whether the file had new records, which are now read. A missing file counts as unchanged."""
@@ -146,22 +146,22 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
-def lines(look: Look, limit: int, back: int) -> Iterable[str]:
-    """Yields the lines of `look` for a terminal."""
-    steps = [*look.samples]
+def lines(file: SampleFile, limit: int, back: int) -> Iterable[str]:
+    """Yields the lines of `file` for a terminal."""
+    steps = [*file.samples]
     if steps:
         yield (
-            f"{look.path.name}: {len(steps)} samples, steps {steps[0]:,} to {steps[-1]:,},"
-            f" {len(look.samples[steps[-1]])} operands, {look.about.get('policy', 'unknown policy')}"
+            f"{file.path.name}: {len(steps)} samples, steps {steps[0]:,} to {steps[-1]:,},"
+            f" {len(file.samples[steps[-1]])} operands, {file.about.get('policy', 'unknown policy')}"
         )
-    for finding in look.findings[-limit:]:
+    for finding in file.findings[-limit:]:
         place = f"{finding['operand']} of {finding['layer']} {finding['gemm']}"
         yield f"step {finding['step']:,}: NaN or Inf in {place}, {finding['origin']}"
     if not steps:
         return
     yield ""
-    yield from _table(f"worst at step {steps[-1]:,}", [(key, None, row) for key, row in look.worst(limit)])
-    moved = look.moved(limit, back)
+    yield from _table(f"worst at step {steps[-1]:,}", [(key, None, row) for key, row in file.worst(limit)])
+    moved = file.moved(limit, back)
     if moved:
         yield ""
         start = steps[max(0, len(steps) - 1 - back)]

@@ -104,9 +104,11 @@ class Watch:
         self._recorder = Recorder(_number("first", first), self._is_sampled, self._finish, tripped)
         judge = functools.partial(fired, self._rules) if self._rules else None
         self._ranks = Ranks(self._write, self._recorder.warn, self._send, judge)
-        self._fallbacks = Fallbacks(self._place("bf16", "policy", policy, ".policy.yaml"))
-        self._dumps = Dumps(self._place("dump", "dump", dump, ".dump"))
-        self._actions = Actions(self._rules, self._fallbacks, self._dumps, self._tell, self._recorder.warn)
+        self._fallbacks = Fallbacks(self._output_path("bf16", "policy", policy, ".policy.yaml"))
+        self._dumps = Dumps(self._output_path("dump", "dump", dump, ".dump"))
+        self._actions = Actions(
+            self._rules, self._fallbacks, self._dumps, self._write_record, self._recorder.warn
+        )
         self._losses: dict[int, list[float]] = {}
         self._about: Record = {}
         self._is_begun = False
@@ -193,12 +195,12 @@ class Watch:
         self._recorder.steps.follow(model)
         if self.nonfinite:
             self._ranks.start()
-        self._fallbacks.learn(policy, layers)
+        self._fallbacks.register(policy, layers)
         self._about = self._about | about | {"policy": policy.label}
         self._policy = policy
         return self._recorder
 
-    def _place(self, action: str, option: str, given: str | Path | None, suffix: str) -> Path | None:
+    def _output_path(self, action: str, option: str, given: str | Path | None, suffix: str) -> Path | None:
         """Returns the output path of rules with `action`; None without rules. Raises `OptionError`."""
         if not any(rule.do == action for rule in self._rules):
             return None
@@ -228,7 +230,7 @@ class Watch:
     def _trip(self, step: int, counts: list[Count]) -> None:
         facts = finding(counts)
         message = sentence(step, facts)
-        self._ranks.tell(_record("nonfinite", step=step, rank=rank() or 0, **facts))
+        self._ranks.send_to_first(_record("nonfinite", step=step, rank=rank() or 0, **facts))
         if self.nonfinite == "stop":
             raise NonFiniteError(message)
         log.warning("%s", message)
@@ -241,7 +243,7 @@ class Watch:
         """Writes the joined `sample` of `step`. ranks: number of ranks in it."""
         rows = [row(key, tally, self.stats) for key, tally in sample.items()]
         if not self._is_begun:
-            self._send(_record("run", **self._about, left_out=_left_out(self._recorder)))
+            self._send(_record("run", **self._about, left_out=_unmeasured(self._recorder)))
             self._warn_of_idle_rules(step, rows)
             self._is_begun = True
         losses = self._losses.pop(step, [])
@@ -256,7 +258,7 @@ class Watch:
             if not any(map(rule.looks_at, rows)):
                 log.warning("watch: rule %d matches no operand that step %d measures", place + 1, step)
 
-    def _tell(self, kind: str, **values: Any) -> None:
+    def _write_record(self, kind: str, **values: Any) -> None:
         self._send(_record(kind, **values))
 
     def _send(self, record: Record) -> None:
@@ -271,7 +273,7 @@ def _record(kind: str, **values: Any) -> Record:
     return {"schema": SCHEMA, "kind": kind, "time": time.time(), **values}
 
 
-def _left_out(recorder: Recorder) -> list[dict[str, str]]:
+def _unmeasured(recorder: Recorder) -> list[dict[str, str]]:
     """Returns the operands that are not measured, and why."""
     names = "layer", "gemm", "operand"
     missing = list(recorder.left_out.items())  # graphs of other threads may add some

@@ -31,7 +31,7 @@ from mxcompile.passes.roles.sources import (
     GROUP,
     SOFTMAXED,
     WHOLE,
-    Made,
+    Marks,
     Origins,
     Source,
 )
@@ -50,7 +50,7 @@ from mxcompile.passes.roles.traits import (
 
 MIXERS = frozenset({Source.PRODUCT, Source.SCAN})
 
-_NOTHING: Made = {}
+_NOTHING: Marks = {}
 _NO_STREAMS: frozenset[int] = frozenset()
 _MOST_STREAMS = 16
 
@@ -67,7 +67,7 @@ class Feeds(Origins):
     groups are multiplied by each other.
     """
 
-    before: dict[fx.Node, Made] = field(default_factory=dict)
+    before: dict[fx.Node, Marks] = field(default_factory=dict)
     streams: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
     chosen: set[fx.Node] = field(default_factory=set)
     pooled: set[fx.Node] = field(default_factory=set)
@@ -115,12 +115,12 @@ class _FeedsSweep:
         feeds = self.feeds
         arguments = node.all_input_nodes
         feeds.streams[node] = self._union_streams(arguments)
-        origins = self._made(node, arguments)
+        origins = self._traced(node, arguments)
         if node in self._streams.joins or node in self._streams.skips:
             origins = self._enter_stream(node, origins)
         feeds.made[node] = origins
 
-    def _made(self, node: fx.Node, arguments: list[fx.Node]) -> Made:
+    def _traced(self, node: fx.Node, arguments: list[fx.Node]) -> Marks:
         if node.op == "placeholder":
             return self._input(node)
         traits = self._traits[node]
@@ -156,17 +156,17 @@ class _FeedsSweep:
         origins = self.feeds.made[rows] if isinstance(rows, fx.Node) else _NOTHING
         return bool(origins) and all(self.feeds.kind[source] is Source.LAYER for source in origins)
 
-    def _input(self, node: fx.Node) -> Made:
+    def _input(self, node: fx.Node) -> Marks:
         value = tensor(node)
         if value is None or not value.is_floating_point() or Depends.DATA not in self._depends[node]:
             return _NOTHING
         return self._source(node, Source.CUT if node in self._cut else Source.INPUT)
 
-    def _source(self, node: fx.Node, kind: Source) -> Made:
+    def _source(self, node: fx.Node, kind: Source) -> Marks:
         self.feeds.kind[node] = kind
         return {node: WHOLE}
 
-    def _enter_stream(self, node: fx.Node, origins: Made) -> Made:
+    def _enter_stream(self, node: fx.Node, origins: Marks) -> Marks:
         """Makes `node`, a sum or a skip of a stream, a source of its own, and returns this source."""
         self.feeds.before[node] = origins
         self.feeds.chosen.discard(node)
@@ -190,7 +190,7 @@ class _FeedsSweep:
                 merged = _latest(merged | other) if merged else other
         return merged
 
-    def _merged(self, arguments: list[fx.Node]) -> Made:
+    def _merged(self, arguments: list[fx.Node]) -> Marks:
         merged = _NOTHING
         for argument in arguments:
             other = self.feeds.made[argument]
@@ -202,7 +202,7 @@ class _FeedsSweep:
                     merged[source] = merged.get(source, 0) | marks
         return merged
 
-    def _marked(self, node: fx.Node, traits: int, origins: Made) -> Made:
+    def _marked(self, node: fx.Node, traits: int, origins: Marks) -> Marks:
         added, kept = 0, ~0
         if traits & ACTIVATION:
             added |= ACTIVATED
@@ -228,7 +228,7 @@ class _FeedsSweep:
             source: ((marks | added) if marks & WHOLE else marks) & kept for source, marks in origins.items()
         }
 
-    def _selects_group(self, node: fx.Node, origins: Made) -> bool:
+    def _selects_group(self, node: fx.Node, origins: Marks) -> bool:
         """Whether `node` selects one of several groups of output features of the layers in `origins`."""
         source, dim = node.all_input_nodes[0], argument_of(node, "dim")
         if any(self.feeds.kind[each] is not Source.LAYER for each in origins):
@@ -267,7 +267,7 @@ class _FeedsSweep:
             marks & WHOLE and self.feeds.kind[source] in _MULTIPLIED for source, marks in origins.items()
         )
 
-    def _matmul(self, node: fx.Node, kind: Kind) -> Made:
+    def _matmul(self, node: fx.Node, kind: Kind) -> Marks:
         feeds = self.feeds
         match kind:
             case Kind.LINEAR:
@@ -282,7 +282,7 @@ class _FeedsSweep:
             case _:
                 return self._source(node, Source.OPAQUE)
 
-    def _linear(self, node: fx.Node) -> Made:
+    def _linear(self, node: fx.Node) -> Marks:
         feeds, data = self.feeds, data_operand(node)
         origins = feeds.made.get(data, _NOTHING)
         scores = feeds.sources(origins, Source.PRODUCT)
@@ -291,7 +291,7 @@ class _FeedsSweep:
         feeds.layers.append(node)
         return self._source(node, Source.LAYER)
 
-    def _product(self, node: fx.Node) -> Made:
+    def _product(self, node: fx.Node) -> Marks:
         feeds = self.feeds
         pair = [arg for arg in operands(node) if isinstance(arg, fx.Node)]
         origins = [feeds.made[arg] for arg in pair]

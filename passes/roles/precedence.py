@@ -48,7 +48,7 @@ def role_of(site: Site) -> tuple[Role, Evidence]:
     """Returns the role of the layer at `site`, and its evidence. Layers that follow must have roles."""
     nearest: tuple[int, Role, Answer] | None = None
     for statement in STATEMENTS:
-        answer = statement.ask(site)
+        answer = statement.evaluate(site)
         if answer.holds:
             return statement.role, Evidence(holds=answer.says, nearest=_words(nearest))
         if answer.clauses and (nearest is None or answer.clauses > nearest[0]):

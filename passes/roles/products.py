@@ -28,7 +28,7 @@ from mxcompile.graph.tags import tag_of, tags_of
 from mxcompile.ops.view import argument_of, arguments_of
 from mxcompile.passes.roles.axes import BATCH, COLUMN, ROW, axes, contracted, data_operand, features
 from mxcompile.passes.roles.flow import origin
-from mxcompile.passes.roles.sources import Made, Origins, Source
+from mxcompile.passes.roles.sources import Marks, Origins, Source
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +73,7 @@ class Products:
                 self.biases.add(bias)
                 self._positions(origins.made.get(bias, {}), read, origins)
 
-    def is_attention(self, node: fx.Node, weights: Made, values: fx.Node, origins: Origins) -> bool:
+    def is_attention(self, node: fx.Node, weights: Marks, values: fx.Node, origins: Origins) -> bool:
         """Whether `node`, a product of `values` and a softmax of `weights`, is softmax(q·kᵀ)·v."""
         kinds = origins.kind
         scores = [source for source in weights if tags_of(source) and kinds[source] is Source.PRODUCT]
@@ -112,7 +112,7 @@ class Products:
             for query in attention.queries:
                 self.no_layer[query] = "a query: softmax along its rows, the keys, and a product with values"
 
-    def _positions(self, weights: Made, read: Sequence[Any], origins: Origins) -> None:
+    def _positions(self, weights: Marks, read: Sequence[Any], origins: Origins) -> None:
         """Records products of an attention's operand and a parameter among the sources of its scores."""
         known = {source for arg in read if isinstance(arg, fx.Node) for source in origins.made.get(arg, ())}
         for source in weights:

@@ -19,16 +19,16 @@ from mxcompile.graph.tags import Kind, tag_of
 from mxcompile.ops.view import argument_of, result_of
 from mxcompile.passes.roles.axes import COLUMN, ROW, axes
 
-_Place = tuple[fx.Node, int]
+_Selection = tuple[fx.Node, int]
 
 
 class Recurrences:
     """The selections that every visited value is computed from, and the recurrences that they form."""
 
     def __init__(self) -> None:
-        self._taken: dict[fx.Node, dict[_Place, Any]] = {}
-        self._first: dict[_Place, fx.Node] = {}
-        self._over_rows: dict[_Place, bool] = {}
+        self._taken: dict[fx.Node, dict[_Selection, Any]] = {}
+        self._first: dict[_Selection, fx.Node] = {}
+        self._over_rows: dict[_Selection, bool] = {}
 
     def visit(self, node: fx.Node, arguments: Sequence[fx.Node], sources: Iterable[fx.Node]) -> list[fx.Node]:
         """Returns the first steps of the recurrences that `node` is a step of, a node for each recurrence.
@@ -42,7 +42,7 @@ class Recurrences:
             return []
         if self._taken.keys().isdisjoint(arguments):
             return []
-        merged: dict[_Place, Any] = {}
+        merged: dict[_Selection, Any] = {}
         layers: dict[fx.Node, None] = {}
         for read in arguments:
             for key, index in self._taken.get(read, merged).items():
@@ -53,7 +53,7 @@ class Recurrences:
             self._taken[node] = merged
         return list(layers)
 
-    def _is_over_rows(self, key: _Place, sources: Iterable[fx.Node]) -> bool:
+    def _is_over_rows(self, key: _Selection, sources: Iterable[fx.Node]) -> bool:
         if key not in self._over_rows:
             layers = [node for node in sources if (tag := tag_of(node)) and tag.kind is Kind.LINEAR]
             sides = [axes(*key, layer) for layer in layers]

@@ -16,7 +16,7 @@ from mxcompile.ops.view import argument_of
 from mxcompile.passes.roles.axes import data_operand
 from mxcompile.passes.roles.feeds import Feeds
 from mxcompile.passes.roles.flow import stored
-from mxcompile.passes.roles.sources import BENT, Made, Source
+from mxcompile.passes.roles.sources import BENT, Marks, Source
 from mxcompile.passes.roles.uses import CUT
 from mxcompile.policy import Role
 
@@ -52,7 +52,7 @@ class Model:
     followers: dict[fx.Node, list[Follower]]
     reads: dict[fx.Node, list[int]]
     joined: dict[fx.Node, int]
-    together: dict[fx.Node, Made]
+    together: dict[fx.Node, Marks]
     has_streams: bool
     is_cut: bool
     roles: dict[fx.Node, Role] = field(default_factory=dict)
@@ -99,8 +99,8 @@ class Site:
     node: fx.Node
     tag: GemmTag
     model: Model
-    made: Made
-    beyond: Made
+    made: Marks
+    beyond: Marks
 
     @classmethod
     def at(cls, node: fx.Node, model: Model) -> Site:
@@ -189,14 +189,14 @@ def _summed(product: fx.Node, side: int) -> frozenset[int]:
     return dims if node.op in ("placeholder", "get_attr") else frozenset()
 
 
-def _beyond(origins: Made, feeds: Feeds) -> Made:
+def _beyond(origins: Marks, feeds: Feeds) -> Marks:
     for _ in range(_CHAIN):
         linear = bool(origins) and all(
             feeds.kind[source] is Source.LAYER and not marks & BENT for source, marks in origins.items()
         )
         if not linear:
             break
-        inner: Made = {}
+        inner: Marks = {}
         for source in origins:
             for other, marks in feeds.made.get(data_operand(source), {}).items():
                 inner[other] = inner.get(other, 0) | marks

@@ -28,7 +28,7 @@ ACTIVATED, GATED, SOFTMAXED, WHOLE, FILTERED, BESIDE, GROUP = 1, 2, 4, 8, 16, 32
 reduction or one selected element remains; a convolution that keeps channels apart; a concatenation with
 features of another origin; a selection of one of several groups of its features."""
 
-Made = dict[fx.Node, int]
+Marks = dict[fx.Node, int]
 """Sources of a value, and the marks of the way from each source."""
 
 BENT = ACTIVATED | GATED
@@ -42,9 +42,9 @@ class Origins:
     made: sources of every value. kind: kind of every source.
     """
 
-    made: dict[fx.Node, Made] = field(default_factory=dict)
+    made: dict[fx.Node, Marks] = field(default_factory=dict)
     kind: dict[fx.Node, Source] = field(default_factory=dict)
 
-    def sources(self, origins: Made, *kinds: Source) -> list[fx.Node]:
+    def sources(self, origins: Marks, *kinds: Source) -> list[fx.Node]:
         """Returns the sources in `origins` that are of one of `kinds`."""
         return [source for source in origins if self.kind[source] in kinds]

@@ -48,7 +48,7 @@ class Statement:
     role: Role
     clauses: tuple[Clause, ...]
 
-    def ask(self, site: Site) -> Answer:
+    def evaluate(self, site: Site) -> Answer:
         """Returns whether the layer at `site` has the role, and the reason."""
         sentences: list[str] = []
         for count, clause in enumerate(self.clauses):

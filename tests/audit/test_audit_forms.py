@@ -291,6 +291,7 @@ def test_a_config_gets_random_inputs(tmp_path: Path, capsys: pytest.CaptureFixtu
     (note,) = Audit.load(out).numerics.notes  # whoever opens the file is told too
     assert note.startswith("random weights and inputs: the loss and its gap mean little for ")
     assert str(tmp_path) in note
+    assert note.endswith("that returns real weights and inputs")
     assert "note: random weights and inputs: " in printed.out
     policy = tmp_path / "policy.yaml"
     assert main(["tune", str(tmp_path), "--length", "40", "--min-sqnr", "1", "-o", str(policy)]) == 0

@@ -23,12 +23,12 @@ def calibration(monkeypatch):
 def test_four_of_five_points_are_met(calibration):
     found = calibration.points()
     assert len(found) >= 55
-    met = sum(point.met for point in found)
+    met = sum(point.is_near for point in found)
     assert met >= 0.8 * len(found), f"{met} of {len(found)}"
 
 
 def test_what_is_missed_is_of_a_class_that_is_known_to_be_worse(calibration):
-    missed = [point for point in calibration.points() if not point.met]
+    missed = [point for point in calibration.points() if not point.is_near]
     unknown = [point for point in missed if point.kind not in calibration.KNOWN_BAD]
     assert not unknown, [(point.kernel, point.chip, point.shape, round(point.ratio, 2)) for point in unknown]
 

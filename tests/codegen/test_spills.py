@@ -71,15 +71,15 @@ def generated(build: Callable[[], nn.Module], target: str, word: str = "mxfp8") 
 )
 def test_gemmas_widths(build: Any, target: str):
     result = generated(build, target)
-    assert any(kernel.own for kernel in result.kernels)
-    assert [kernel.spill for kernel in result.spilling if kernel.own] == []
+    assert any(kernel.is_template for kernel in result.kernels)
+    assert [kernel.spill for kernel in result.spilling if kernel.is_template] == []
 
 
 @pytest.mark.parametrize(("target", "word"), [("sm_100", "mxfp4"), ("sm_120", "nvfp4"), ("gfx950", "mxfp4")])
 def test_casts_to_fp4_beside_their_producer(target: str, word: str):
     """A copy has half as many bytes as its source has elements; other kernels read that source too."""
     result = generated(SwiGLU, target, word)
-    assert [kernel.spill for kernel in result.spilling if kernel.own] == []
+    assert [kernel.spill for kernel in result.spilling if kernel.is_template] == []
     assert {gemm.precision for gemm in result.report.gemms} == {word}
     assert sum("mx.matmul.default" in launch.operators for launch in result.launches) == 9
 
@@ -159,6 +159,6 @@ def test_no_kernel_of_ours_spills_in_a_real_model(name: str, target: str):
     model, inputs = _real(name)
     result = codegen(model, target=target, kwargs=inputs)
     assert result.problems == ()
-    assert [kernel.spill for kernel in result.spilling if kernel.own] == []
+    assert [kernel.spill for kernel in result.spilling if kernel.is_template] == []
     named = [line.strip() for line in str(result).splitlines() if " spills " in line]
     assert named == [kernel.spill for kernel in result.spilling]

@@ -18,7 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import mxcompile
 from mxcompile import ops
 from mxcompile.compiler.capture.gathers import Gathers, gathers_of
-from mxcompile.distributed.states import keep_plain
+from mxcompile.distributed.states import register_state_hooks
 from mxcompile.distributed.tensors import MasterWeight, TileCast, TiledWeight
 from mxcompile.errors import FormatError, ModelError, OptionError, PolicyError
 from mxcompile.formats import elem_type
@@ -218,7 +218,7 @@ def wrapped() -> model_of.Model:
     model = model_of.build()
     q = model.blocks[0].q
     q.weight = nn.Parameter(MasterWeight(q.weight.detach(), cast()))
-    keep_plain(q)
+    register_state_hooks(q)
     return model
 
 

@@ -31,7 +31,7 @@ from mxcompile.compiler.session.options import Options
 from mxcompile.compiler.session.session import session_of
 from mxcompile.graph.printer import print_ir
 from mxcompile.lowering.targets import TARGETS
-from mxcompile.models.wrappers import users_own
+from mxcompile.models.wrappers import user_model
 
 
 class EagerBackend:
@@ -65,7 +65,7 @@ class EagerBackend:
         found = captured(gm, example_inputs, self.root)
         options = follow(self.options, found)
         if found.root is not None:
-            session_of(users_own(found.root)).policies[options.group] = options.policy
+            session_of(user_model(found.root)).policies[options.group] = options.policy
         tapped = delayed_scales.tap(gm, example_inputs, found, options.policy)
         compilation = Compilation(
             options, found, gm, TARGETS["cpu"], tapped=delayed_scales.needed(options.policy)

@@ -20,7 +20,7 @@ from mxcompile.ranks.shape import MeshShape, fake_ranks
 
 RANKS, STEPS = 2, 8
 BACKWARD = "backward of the step"
-Case = tuple[Callable[[DeviceMesh], meshed.Made], str, str]
+Case = tuple[Callable[[DeviceMesh], meshed.Prepared], str, str]
 """A factory, its mesh in words, and a policy."""
 
 
@@ -48,15 +48,15 @@ class Shape:
     length: int
     depth: int
 
-    def plain(self) -> meshed.Made:
+    def plain(self) -> meshed.Prepared:
         return Tall(self.depth), (torch.zeros(self.batch, self.length, dtype=torch.int64),), {}
 
-    def fsdp(self, mesh: DeviceMesh) -> meshed.Made:
+    def fsdp(self, mesh: DeviceMesh) -> meshed.Prepared:
         made = self.plain()
         meshed.fully_shard_(made[0], mesh["dp"], mp_policy=meshed.MIXED)
         return made
 
-    def sp(self, mesh: DeviceMesh) -> meshed.Made:
+    def sp(self, mesh: DeviceMesh) -> meshed.Prepared:
         made = self.plain()
         meshed.sequence_parallel_(made[0], mesh["tp"])
         return made

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from helpers.eager_backend import EagerBackend
 from helpers.ranks import on_ranks
-from meshed import Made, fsdp, fsdp_sp, hsdp
+from meshed import Prepared, fsdp, fsdp_sp, hsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.profiler import ProfilerActivity, profile
@@ -27,7 +27,7 @@ Seen = tuple[dict[str, int], dict[str, int]]
 """How often each collective was seen: by its kind and elements, and, where the trace has it, by dtype too."""
 REDUCED = (fsdp, hsdp, fsdp_sp)
 """Factories after whose backward no gradient is a partial sum, which AdamW could not take."""
-Case = tuple[Callable[[DeviceMesh], Made], str, dict[str, Any]]
+Case = tuple[Callable[[DeviceMesh], Prepared], str, dict[str, Any]]
 """A factory, its mesh in words, and options of the backend."""
 
 

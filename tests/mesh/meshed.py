@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import mxcompile
 
 WORDS, WIDTH, HEAD, FFN, TOKENS = 96, 128, 32, 160, 32
-Made = tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]
+Prepared = tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]
 
 
 class Attention(nn.Module):
@@ -70,7 +70,7 @@ class Llama(nn.Module):
         return self.output(self.norm(x))
 
 
-def plain(depth: int = 2) -> Made:
+def plain(depth: int = 2) -> Prepared:
     """The model as it is before anything is distributed."""
     return Llama(depth), (torch.zeros(1, TOKENS, dtype=torch.int64),), {}
 
@@ -113,7 +113,7 @@ def fully_shard_(model: nn.Module, along: DeviceMesh, **settings: Any) -> None:
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def fsdp(mesh: DeviceMesh) -> Made:
+def fsdp(mesh: DeviceMesh) -> Prepared:
     made = plain()
     fully_shard_(made[0], mesh["dp"], mp_policy=MIXED)
     return made
@@ -122,34 +122,34 @@ def fsdp(mesh: DeviceMesh) -> Made:
 TILES = {"version": 1, "rules": [{"match": {"name": "*"}, "use": {"weight_block": "32x32"}}]}
 
 
-def gathers(mesh: DeviceMesh) -> Made:
+def gathers(mesh: DeviceMesh) -> Prepared:
     made = plain()
     mxcompile.quantize_gathers_(made[0], TILES, mesh=mesh["dp"], args=made[1])
     fully_shard_(made[0], mesh["dp"], mp_policy=MIXED)
     return made
 
 
-def hsdp(mesh: DeviceMesh) -> Made:
+def hsdp(mesh: DeviceMesh) -> Prepared:
     made = plain()
     made[0].output.weight.requires_grad_(False)
     fully_shard_(made[0], mesh["copies", "shards"], reshard_after_forward=False)
     return made
 
 
-def sp(mesh: DeviceMesh) -> Made:
+def sp(mesh: DeviceMesh) -> Prepared:
     made = plain()
     sequence_parallel_(made[0], mesh["tp"])
     return made
 
 
-def fsdp_sp(mesh: DeviceMesh) -> Made:
+def fsdp_sp(mesh: DeviceMesh) -> Prepared:
     made = plain()
     sequence_parallel_(made[0], mesh["tp"])
     fully_shard_(made[0], mesh["dp"], mp_policy=MIXED)
     return made
 
 
-def deep(mesh: DeviceMesh) -> Made:
+def deep(mesh: DeviceMesh) -> Prepared:
     """Deep enough for equal layers to be traced once."""
     made = plain(6)
     sequence_parallel_(made[0], mesh["tp"])

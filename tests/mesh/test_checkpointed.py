@@ -19,7 +19,7 @@ from mxcompile.policy import Policy
 DEPTH = 5
 
 
-def wrapped(mesh: DeviceMesh) -> meshed.Made:
+def wrapped(mesh: DeviceMesh) -> meshed.Prepared:
     made = meshed.plain(DEPTH)
     for index, block in enumerate(made[0].layers):
         made[0].layers[index] = checkpoint_wrapper(block)
@@ -27,7 +27,7 @@ def wrapped(mesh: DeviceMesh) -> meshed.Made:
     return made
 
 
-def kept(mesh: DeviceMesh) -> meshed.Made:
+def kept(mesh: DeviceMesh) -> meshed.Prepared:
     made = meshed.plain(DEPTH)
     meshed.fully_shard_(made[0], mesh["dp"], mp_policy=meshed.MIXED)
     return made
@@ -83,7 +83,7 @@ def test_ways_by_name_keep_the_wrappers():
     assert mxcompile.explain_rank(model, *args, parallel="fsdp", **SETTINGS).memory.saved < 0.6 * before
 
 
-def checkpointed(mesh: DeviceMesh) -> meshed.Made:
+def checkpointed(mesh: DeviceMesh) -> meshed.Prepared:
     """A model that is checkpointed as a whole."""
     model, args, kwargs = meshed.plain()
     wrapped = checkpoint_wrapper(model)

@@ -32,7 +32,7 @@ class Attention(meshed.Attention):
         return self.wo(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2))
 
 
-def gathering(mesh: DeviceMesh) -> meshed.Made:
+def gathering(mesh: DeviceMesh) -> meshed.Prepared:
     made = meshed.plain()
     for block in made[0].layers:
         block.attention.__class__, block.attention.group = Attention, mesh["cp"].get_group()
@@ -75,7 +75,7 @@ class Sharing(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 def test_the_context_of_pytorch_is_an_error_that_says_why():
-    def factory(mesh: DeviceMesh) -> meshed.Made:
+    def factory(mesh: DeviceMesh) -> meshed.Prepared:
         return Sharing(mesh["cp"]), meshed.plain()[1], {}
 
     with pytest.raises(ModelError, match="context_parallel splits attentions on GPUs only"):

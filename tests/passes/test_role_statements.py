@@ -378,15 +378,15 @@ def _neighbours() -> Iterator[tuple[nn.Module, torch.Tensor]]:
 
 
 def test_every_statement_holds_of_some_layer_and_says_why_not_of_another(monkeypatch):
-    ask, seen = Statement.ask, defaultdict(set)
+    evaluate, seen = Statement.evaluate, defaultdict(set)
 
-    def noted(statement, site):
-        answer = ask(statement, site)
+    def recorded(statement, site):
+        answer = evaluate(statement, site)
         assert answer.says
         seen[statement].add(answer.holds)
         return answer
 
-    monkeypatch.setattr(Statement, "ask", noted)
+    monkeypatch.setattr(Statement, "evaluate", recorded)
     for model, x in _neighbours():
         roles(model, x)
     assert seen == {one: {True, False} for one in STATEMENTS}

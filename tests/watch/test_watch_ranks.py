@@ -84,7 +84,7 @@ class Place:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rank, store = 0, dist.HashStore()
-        monkeypatch.setattr(ranks, "_place", lambda: (self.rank, RANKS))
+        monkeypatch.setattr(ranks, "_rank_and_size", lambda: (self.rank, RANKS))
         monkeypatch.setattr(ranks, "_store", lambda: store)
         monkeypatch.setattr(ranks, "_WAIT_S", 0.5)
 
@@ -101,7 +101,7 @@ def test_the_first_rank_joins_what_the_others_send(monkeypatch: pytest.MonkeyPat
         ranks.Ranks(lambda *of: written.append(of), lambda *of: warned.append(of), told.append) for _ in "ab"
     )
     place.rank = 1
-    second.tell({"kind": "nonfinite", "rank": 1})
+    second.send_to_first({"kind": "nonfinite", "rank": 1})
     for step in range(3):
         if step < 1:
             place.rank = 1
@@ -133,14 +133,14 @@ def test_all_ranks_hear_what_rules_find(monkeypatch: pytest.MonkeyPatch):
         ranks.Ranks(lambda *of: None, lambda *of: warned.append(of), print, judged) for _ in "ab"
     )
     assert first.gather(0, sample(3.0)) == [(0, {"amax": 3.0})]
-    monkeypatch.setattr(second, "_hear", lambda step: [])
+    monkeypatch.setattr(second, "_receive_rules", lambda step: [])
     place.rank = 1
     second.gather(1, sample(7.0))
     place.rank = 0
     assert first.gather(1, sample(3.0)) == [(0, {"amax": 7.0})]
-    monkeypatch.delattr(second, "_hear")
+    monkeypatch.delattr(second, "_receive_rules")
     place.rank = 1
-    assert second._hear(1) == [(0, {"amax": 7.0})]
+    assert second._receive_rules(1) == [(0, {"amax": 7.0})]
     assert len(warned) == 1
 
 

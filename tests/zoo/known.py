@@ -20,7 +20,7 @@ def _lines() -> tuple[tuple[str, frozenset[str], Misfit], ...]:
     return tuple(entries)
 
 
-def known(animal: str, disguise: str) -> set[Misfit]:
+def known_misfits(animal: str, disguise: str) -> set[Misfit]:
     """The misfits of `animal` in `disguise` that are listed; ``*`` stands for every disguise."""
     return {misfit for name, where, misfit in _lines() if name == animal and where & {disguise, "*"}}
 

@@ -1,7 +1,7 @@
 """How many of the zoo's projections and feed-forward layers go to MXFP8, by count.
 
 Counted are the linear layers that a plain eager run calls and whose expectation says MXFP8. Left out are
-those that `known` lists, and all of an animal that `explain` does not get through.
+those that `known_misfits` lists, and all of an animal that `explain` does not get through.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from animal import QUANTIZED, Animal, Build, expectation
 from checks import fold
 from disguise import PLAIN
 from eager_run import eager_run
-from known import known
+from known_misfits import known_misfits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +32,7 @@ def share_of(animal: Animal) -> Share:
         model, args, kwargs = animal.make(Build(attention=animal.attentions[0]))
         layers = eager_run(model.eval(), args, kwargs).layers
     ours = [name for name in layers if (e := expectation(name, animal.expectations)) and e.quantized]
-    listed = known(animal.name, PLAIN)
+    listed = known_misfits(animal.name, PLAIN)
     if any(misfit.layer == "explain" for misfit in listed):
         return Share(layers=len(ours), left_out=len(ours))
     out = {misfit.layer for misfit in listed if misfit.what not in QUANTIZED}

@@ -18,7 +18,7 @@ from mxcompile.formats import precisions
 from mxcompile.graph.tags import hint
 from mxcompile.policy import Gemm
 from mxcompile.report import GemmNumerics, GemmRecord, Numerics, ParameterNumerics, TensorNumerics
-from mxcompile.report.forms.words import own_dtype
+from mxcompile.report.forms.words import main_dtype
 from mxcompile.rules import unused_rules
 
 
@@ -34,7 +34,7 @@ def numerics(
         gemms=tuple(_gemm(products[index], stats, changes) for index, stats in sorted(run.products.items())),
         parameters=tuple(parameters(session.report().gemms, reference, outcome)),
         precision=precisions.labels(gemm.precision for gemm in session.report().gemms),
-        own_dtype=own_dtype(session.report().gemms),
+        own_dtype=main_dtype(session.report().gemms),
         policy=session.options.policy.label,
         gradients=outcome.gradients is not None,
         loss=outcome.loss,

@@ -54,20 +54,20 @@ class AuditDifference:
         return max((one.worse for one in self.moved if one.unit), default=0.0)
 
     def __str__(self) -> str:
-        parts = [str(self.report), "\n".join(wrapped(self._said()))]
+        parts = [str(self.report), "\n".join(wrapped(self._sentences()))]
         if self.moved:
             parts.append(drawn(fitted(self._table(), ("layer",))))
         return "\n\n".join(parts)
 
     def to_markdown(self) -> str:
         """Returns the changes as Markdown, for a pull request."""
-        headline, *facts = self._said()
+        headline, *facts = self._sentences()
         parts = [self.report.to_markdown().rstrip(), f"### {markdown(headline)}", bullets(facts)]
         if self.moved:
             parts.append(markdown_table(self._table()))
         return "\n\n".join(part for part in parts if part) + "\n"
 
-    def _said(self) -> list[str]:
+    def _sentences(self) -> list[str]:
         worse = sum(one.worse > 0 for one in self.moved)
         left_out = len(self.moved) - _ROWS
         more = [f"{left_out} with smaller changes are not listed"] if left_out > 0 else []

@@ -54,7 +54,7 @@ def _gemms(figure: Any, numerics: Numerics) -> None:
     by_depth = grid(numerics.gemms)
     if by_depth is not None:
         _draw_by_depth(figure, by_depth, title)
-        _leaves_out(figure, [_without_place(numerics.gemms)])
+        _leaves_out(figure, [_unplotted(numerics.gemms)])
         return
     layers: dict[str, list[GemmNumerics]] = {}
     for gemm in numerics.worst_gemms():
@@ -67,7 +67,7 @@ def _gemms(figure: Any, numerics: Numerics) -> None:
         _marks(axes, points, which)
     axes.set_xlabel("SQNR of the output against FP32, dB")
     axes.set_title(title)
-    _leaves_out(figure, [_without_place(numerics.gemms), _unlabelled(len(layers), "layers")])
+    _leaves_out(figure, [_unplotted(numerics.gemms), _unlabelled(len(layers), "layers")])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,7 +141,7 @@ def _tensors(figure: Any, numerics: Numerics) -> None:
     right.set_xlabel("share of elements (cast to zero: share of the nonzero elements), %")
     right.legend()
     figure.suptitle("Cast tensors")
-    _leaves_out(figure, [_without_place(tensors), _beyond(numerics.tensors)])
+    _leaves_out(figure, [_unplotted(tensors), _beyond(numerics.tensors)])
 
 
 def _scales(figure: Any, numerics: Numerics) -> None:
@@ -172,7 +172,7 @@ def _leaves_out(figure: Any, omissions: Sequence[str]) -> None:
         figure.supxlabel(f"not drawn: {text}", fontsize=8, color="#555555")
 
 
-def _without_place(measured: Sequence[GemmNumerics | TensorNumerics]) -> str:
+def _unplotted(measured: Sequence[GemmNumerics | TensorNumerics]) -> str:
     """Returns the number of items whose SQNR is infinite or NaN, as text."""
     exact = sum(math.isinf(one.sqnr_db) for one in measured)
     missing = sum(math.isnan(one.sqnr_db) for one in measured)

@@ -81,7 +81,7 @@ def blame(
         plan = _plan(trials, max_runs, repeats)
         bar.total = plan.runs
         trials.repeat(plan.repeats)
-        measure = _measure(trials.own, of)
+        measure = _measure(trials.self_effect, of)
         findings, notes = _findings(trials, plan, measure, remove, tell)
     policy, comments = trials.without(frozenset(findings.worst)) if findings.worst else (asked, ())
     return Blamed(
@@ -101,7 +101,7 @@ def _findings(
     trials: BlameTrials, plan: RunPlan, measure: str, remove: float, tell: Callable[[str], object]
 ) -> tuple[Findings, list[str]]:
     """Returns the findings of a search, empty if nothing can be found, and notes."""
-    findings, notes = Findings(whole=trials.own, left=trials.own), trials.obstacles(measure)
+    findings, notes = Findings(whole=trials.self_effect, left=trials.self_effect), trials.obstacles(measure)
     if not notes:
         tell(f"blame: {plan}")
         findings, notes = Search(trials, plan, measure, remove).findings(), trials.notes()

@@ -59,12 +59,12 @@ class Search:
         self._trials, self._plan, self._measure = trials, plan, measure
         self._keys = frozenset(trials.keys)
         self._whole = trials.effect(self._keys, "all together")
-        self._kept = 1 - remove
+        self._tolerated_share = 1 - remove
 
     def findings(self) -> Findings:
         """Returns the result of the search."""
         if self._size(self._whole) == 0:
-            return Findings(whole=self._whole, left=self._trials.own)
+            return Findings(whole=self._whole, left=self._trials.self_effect)
         alone = self._groups(_Step(self._trials, self._plan.alone), self._alone, self._size)
         parts = [
             BlamedPart(layers=names, gemms=self._kinds(names), alone=effect)
@@ -90,7 +90,7 @@ class Search:
     def _is_enough(self, left: Effect) -> bool:
         """Whether the effect `left` is small enough. If the whole is not finite, any finite effect is."""
         whole, size = self._size(self._whole), self._size(left)
-        return math.isfinite(size) and (math.isinf(whole) or size <= self._kept * whole)
+        return math.isfinite(size) and (math.isinf(whole) or size <= self._tolerated_share * whole)
 
     def _of(self, names: Iterable[str]) -> Keys:
         """Returns the differing GEMMs of the layers `names`."""
@@ -157,7 +157,7 @@ class Search:
         The remaining effect is within the target. Excluding all parts always suffices.
         """
         step = _Step(self._trials, self._plan.worst)
-        fails, does, result = 0, len(parts), (self._keys, self._trials.own)
+        fails, does, result = 0, len(parts), (self._keys, self._trials.self_effect)
         guess = self._guess(parts)
         while does - fails > 1:
             number = guess if fails < guess < does else (fails + does) // 2
@@ -178,7 +178,8 @@ class Search:
         whole = math.hypot(*filter(math.isfinite, sizes))
         rests = (math.hypot(*sizes[number:]) for number in range(1, len(parts)))
         return next(
-            (number for number, rest in enumerate(rests, 1) if rest <= self._kept * whole), len(parts)
+            (number for number, rest in enumerate(rests, 1) if rest <= self._tolerated_share * whole),
+            len(parts),
         )
 
     # GEMMs --------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ class BlameTrials:
         self._effects[frozenset()] = effect_of(self.study.gemms, pairs)
 
     @property
-    def own(self) -> Effect:
+    def self_effect(self) -> Effect:
         """Effect of the reference on itself: 0 if it is finite."""
         return self._effects[frozenset()]
 
@@ -116,7 +116,7 @@ class BlameTrials:
         asked, against = self._policy.label, self._against.label
         if not self.keys:
             return [f"nothing differs: {asked} treats all GEMMs of this run as {against} does"]
-        if math.isinf(self.own.on(measure).mean):
+        if math.isinf(self.self_effect.on(measure).mean):
             verb = "are" if measure == "gradients" else "is"
             return [
                 f"the {measure} {verb} not finite under {against} either: quantization by {asked} is not the"

@@ -15,7 +15,7 @@ from mxcompile.offline.record_work import estimate, is_emulated
 from mxcompile.policy.presets import PRESETS
 from mxcompile.report import GemmRecord, Report
 from mxcompile.report.data.fold import fold
-from mxcompile.report.forms.words import own_dtype, speedup, tokens_of
+from mxcompile.report.forms.words import main_dtype, speedup, tokens_of
 
 _MANY = 1 << 20
 """Number of tokens above which speedups no longer change."""
@@ -36,7 +36,7 @@ def advised(report: Report) -> Report:
 def _of_fp32(report: Report) -> list[str]:
     """Returns a warning if the model is FP32, which is unusual for training on a GPU."""
     peak = TARGETS[report.summary.target].peak
-    if own_dtype(report.gemms) != "FP32" or peak is None:
+    if main_dtype(report.gemms) != "FP32" or peak is None:
         return []
     return [
         f"this model is FP32: its products are estimated at the {peak.fp32_tflops:g} TFLOP/s of FP32, where"
@@ -50,7 +50,7 @@ def _slower(report: Report) -> list[str]:
         return []
     words = labels(gemm.precision for gemm in report.gemms)
     return [
-        f"{report.summary.target} is estimated slower with {words} than in {own_dtype(report.gemms)}"
+        f"{report.summary.target} is estimated slower with {words} than in {main_dtype(report.gemms)}"
         f" ({_ratio(report):.2f}×): {_help(report)}"
     ]
 
@@ -72,7 +72,7 @@ def _why_never(report: Report) -> str:
     emulated = _emulated(report)
     if not emulated:
         return "casts cost more than products gain, at any number of tokens"
-    words, own = labels(gemm.precision for gemm in emulated), own_dtype(report.gemms)
+    words, own = labels(gemm.precision for gemm in emulated), main_dtype(report.gemms)
     return f"the chip multiplies {words} in {own}, and casts come on top{_with_fp8(report)}"
 
 

@@ -66,16 +66,16 @@ class RankTracer(Explainer):
     def after(self, capture: Capture, graph: fx.Graph) -> None:
         """Records an inference graph. A joint graph is recorded after it is partitioned."""
         if self.stages is not None and not self.training:
-            self.stages.look(graph)
-        self._keep(capture, graph)
+            self.stages.record_forward(graph)
+        self._record_capture(capture, graph)
 
     def parted(self, capture: Capture, forward: fx.Graph, backward: fx.Graph) -> None:
         """Records the forward and the backward graph."""
         if self.stages is not None:
-            self.stages.look(forward)
-        self._keep(capture, forward, backward)
+            self.stages.record_forward(forward)
+        self._record_capture(capture, forward, backward)
 
-    def _keep(self, capture: Capture, forward: fx.Graph, backward: fx.Graph | None = None) -> None:
+    def _record_capture(self, capture: Capture, forward: fx.Graph, backward: fx.Graph | None = None) -> None:
         sides = {FORWARD: forward} if backward is None else {FORWARD: forward, BACKWARD: backward}
         sent = (of_graph(graph, self._axes, phase, self.repeats.others) for phase, graph in sides.items())
         self._sent[id(capture)] = capture, tuple(itertools.chain.from_iterable(sent))

@@ -21,7 +21,7 @@ from mxcompile.compiler.capture.capture import Capture
 from mxcompile.compiler.rehearsal import Rehearsal
 from mxcompile.compiler.session.options import Options
 from mxcompile.compiler.session.plans import no_plan, planned
-from mxcompile.formats import KEPT
+from mxcompile.formats import UNQUANTIZED
 from mxcompile.graph.opsets import packet
 from mxcompile.graph.tags import GemmTag, gradient_tags, set_tag, tags_of
 from mxcompile.lowering.targets import AUTO, of_device
@@ -131,7 +131,7 @@ def _eager_records(
     Find(blocks=blocks).apply(graph)
     Classify(cut_inputs=True, cut_outputs=True).apply(graph)
     ApplyPlan(planned=planned).apply(graph)
-    kept = Choice(precision=KEPT.name, reason=Reason(Code.NOT_COMPILED))
+    kept = Choice(precision=UNQUANTIZED.name, reason=Reason(Code.NOT_COMPILED))
     for node in graph.nodes:
         kernel = str(packet(node))
         set_tag(node, *(dataclasses.replace(tag, choice=kept, kernel=kernel) for tag in tags_of(node)))

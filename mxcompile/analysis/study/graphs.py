@@ -21,7 +21,7 @@ from torch._guards import TracingContext
 
 from mxcompile.analysis.study.interpreter import Interpreter, Run
 from mxcompile.analysis.study.sites import Sites, mark
-from mxcompile.analysis.study.state_guard import Kept
+from mxcompile.analysis.study.state_guard import SavedState
 from mxcompile.compiler.capture.capture import captured
 from mxcompile.compiler.hooks.compilation import Compilation
 from mxcompile.compiler.session.decompositions import table
@@ -42,10 +42,10 @@ class Graphs:
         self.target = AUTO
         self._model = weakref.ref(model)
         self._options = options
-        self._now: tuple[Run, Kept] | None = None
+        self._now: tuple[Run, SavedState] | None = None
 
     @contextmanager
-    def during(self, run: Run, kept: Kept) -> Iterator[None]:
+    def during(self, run: Run, kept: SavedState) -> Iterator[None]:
         """Runs the graphs as in `run` in this context. `kept` saves inputs before a graph writes to them."""
         self._now = run, kept
         try:
@@ -53,7 +53,7 @@ class Graphs:
         finally:
             self._now = None
 
-    def _running(self) -> tuple[Run, Kept]:
+    def _running(self) -> tuple[Run, SavedState]:
         assert self._now is not None
         return self._now
 

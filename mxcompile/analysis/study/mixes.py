@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from mxcompile.errors import OptionError, not_allowed
-from mxcompile.formats import KEPT, PRECISIONS, Choices, Precision
+from mxcompile.formats import PRECISIONS, UNQUANTIZED, Choices, Precision
 from mxcompile.policy import Gemm, Layer, Match, Policy, Rule, Use
 from mxcompile.policy.patterns import literal
 from mxcompile.policy.presets import PRESETS
 from mxcompile.policy.schema import USE, keys_of
 
 GEMMS = tuple(map(str, Gemm))
-_NOTHING = Use(fprop=KEPT, dgrad=KEPT, wgrad=KEPT)
+_NOTHING = Use(fprop=UNQUANTIZED, dgrad=UNQUANTIZED, wgrad=UNQUANTIZED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +71,7 @@ def _stated(policy: Policy, layer: Layer, under: Choices) -> Use:
 
 def _use(row: Precision, gemms: frozenset[Gemm], choices: Choices, under: Choices) -> Use:
     """Returns a rule that quantizes `gemms` in the precision `row` with `choices`, whatever `under` sets."""
-    keys: dict[str, Any] = {str(gemm): row if gemm in gemms else KEPT for gemm in Gemm}
+    keys: dict[str, Any] = {str(gemm): row if gemm in gemms else UNQUANTIZED for gemm in Gemm}
     for key in keys_of(row):
         keys[key] = getattr(choices, key)
         needed, word = USE[key].needs or (key, None)
@@ -117,7 +117,7 @@ class Mixes:
                 index = self.start.rule_for(layer)
                 use = Use() if index is None else self.start.rules[index].use
             if use is not None:
-                kept: dict[str, Any] = dict.fromkeys(option.kept, KEPT)
+                kept: dict[str, Any] = dict.fromkeys(option.kept, UNQUANTIZED)
                 names.setdefault(dataclasses.replace(use, **kept), []).append(name)
         return names
 

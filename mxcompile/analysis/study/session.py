@@ -26,10 +26,10 @@ from tqdm import tqdm
 from mxcompile.analysis.study.graphs import Graphs
 from mxcompile.analysis.study.interpreter import Key, Run
 from mxcompile.analysis.study.sites import Sites
-from mxcompile.analysis.study.state_guard import Kept, drawing, fresh, uncompiled
+from mxcompile.analysis.study.state_guard import SavedState, drawing, fresh, uncompiled
 from mxcompile.compiler.session.options import Options
 from mxcompile.errors import ModelError, MXCompileError
-from mxcompile.formats import KEPT, is_quantized
+from mxcompile.formats import UNQUANTIZED, is_quantized
 from mxcompile.models.fakes import apart_from_others
 from mxcompile.models.names import user_path
 from mxcompile.policy import Layer, Policy
@@ -119,9 +119,9 @@ class Session:
         return Report.from_parts(graphs.parts, target=graphs.target, policy=self.options.policy.label)
 
     @contextmanager
-    def _untouched(self, run: Run) -> Iterator[Kept]:
+    def _untouched(self, run: Run) -> Iterator[SavedState]:
         """Runs the graphs as in `run` inside this context, and restores the model at its end."""
-        kept = Kept(self.model)
+        kept = SavedState(self.model)
         try:
             with uncompiled(self.model), apart_from_others(), self._graphs.during(run, kept):
                 yield kept
@@ -206,7 +206,7 @@ class Study:
 
     def flop_share(self, removed: Keys = frozenset()) -> float:
         """Returns the quantized share of the FLOPs of all GEMMs with `removed` unquantized."""
-        own = KEPT.name
+        own = UNQUANTIZED.name
         return flop_share(
             dataclasses.replace(gemm, precision=own) if (gemm.name, gemm.gemm) in removed else gemm
             for gemm in self.gemms

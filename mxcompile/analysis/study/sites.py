@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from mxcompile import ops
 from mxcompile.formats import Format
 from mxcompile.graph.build import Builder
-from mxcompile.graph.casts import made_by
+from mxcompile.graph.casts import producing_call
 from mxcompile.graph.opsets import argument, packet
 from mxcompile.graph.reshapes import retaken
 from mxcompile.graph.tags import GemmTag, tag_of, value_of
@@ -129,7 +129,7 @@ class _Marker:
 
     def _operand(self, qdata: fx.Node, site: ProductSite, side: int) -> fx.Node | None:
         """Returns the operand `side` before its cast, and marks the cast; None if the graph has no cast."""
-        cast, steps = made_by(qdata)
+        cast, steps = producing_call(qdata)
         if Cast.from_node(cast) is None:
             return None
         mark = self._cast_site(cast)
@@ -137,7 +137,7 @@ class _Marker:
         mark.needed_by.add(site.key)
         source = argument(cast)
         if source.target is ops.decode:  # the columnwise copy is cast from the rowwise one
-            first, _ = made_by(argument(source))
+            first, _ = producing_call(argument(source))
             if Cast.from_node(first) is None:
                 return None
             self._cast_site(first).needed_by.add(site.key)

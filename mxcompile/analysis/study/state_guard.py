@@ -59,7 +59,7 @@ def drawing(seed: int | None) -> Iterator[None]:
         before.restore()
 
 
-class Kept:
+class SavedState:
     """The state of `model` and of the generators at construction. generators: the generators' state."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -75,10 +75,10 @@ def _make_room(root: nn.Module, state: Mapping[str, Any], prefix: str, *_rest: o
         weight = module._parameters.get(name.removesuffix(SUFFIX)) if module is not None else None
         if module is not None and weight is not None and name not in module._buffers:
             module.register_buffer(name, torch.zeros_like(value, device=weight.device))
-            _keep_apart(root, key.removeprefix(prefix))
+            _exclude_from_ddp(root, key.removeprefix(prefix))
 
 
-def _keep_apart(root: nn.Module, name: str) -> None:
+def _exclude_from_ddp(root: nn.Module, name: str) -> None:
     """Excludes buffer `name` from DDP, which would overwrite it with rank 0's in every forward."""
     ignored: list[str] = list(getattr(root, _DDP_IGNORES, ()))
     setattr(root, _DDP_IGNORES, [*ignored, name])
@@ -213,7 +213,9 @@ class DelayedScales:
         results = code(*args, *states.unbind(0))
         outputs, seen = results[: self._outputs], results[self._outputs :]
         if states.requires_grad and not again:
-            _move_on({index: seen[index].detach() for index in histories}, histories, rows=slice(0, 2))
+            _shift_histories(
+                {index: seen[index].detach() for index in histories}, histories, rows=slice(0, 2)
+            )
         return outputs
 
     def _states(
@@ -237,7 +239,9 @@ class DelayedScales:
             torch.stack(rows, out=states)
         if keeps:
             states.requires_grad_()
-            states.register_hook(lambda seen: _move_on(dict(enumerate(seen)), histories, rows=slice(2, 3)))
+            states.register_hook(
+                lambda seen: _shift_histories(dict(enumerate(seen)), histories, rows=slice(2, 3))
+            )
         return states
 
     def _owner(self, index: int, weight: Tensor) -> _Owner:
@@ -287,7 +291,7 @@ def _largest(histories: Mapping[int, Tensor]) -> dict[int, Tensor]:
 
 
 @torch.no_grad()
-def _move_on(seen: Mapping[int, Tensor], histories: Mapping[int, Tensor], rows: slice) -> None:
+def _shift_histories(seen: Mapping[int, Tensor], histories: Mapping[int, Tensor], rows: slice) -> None:
     """Shifts `rows` of the histories by one column and inserts the amax values of `seen` at the front."""
     for group in _same_shapes(histories):
         chosen = [history[rows] for history in group.values()]

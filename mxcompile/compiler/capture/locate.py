@@ -127,7 +127,7 @@ class Located:
         if source is None or not isinstance(value, Tensor):
             return GraphInput()
         is_held = self._is_held(source)
-        path = self.tree.held_at(value) if is_held or len(_way(source)) > 1 else ""
+        path = self.tree.unregistered_path(value) if is_held or len(_way(source)) > 1 else ""
         where = HeldBy.HELD if is_held or path else unregistered(value)
         return GraphInput(path=path or self._named(source), unregistered=where)
 

@@ -83,7 +83,7 @@ class _Inliner:
                     copies[node] = copy = gm.graph.node_copy(node, copies.__getitem__)
                     _rebase(copy, heads)
                     if copy.op == "get_attr":
-                        copy.target = _adopt(gm, body, str(node.target))
+                        copy.target = _add_attribute(gm, body, str(node.target))
         for user in [*call.users]:
             assert user.target is operator.getitem, f"{user} reads all results of {call}"
             user.replace_all_uses_with(results[user.args[1]])
@@ -100,7 +100,7 @@ def _path(operand: Any, paths: Paths) -> str:
     return paths.get(operand, "") if isinstance(operand, fx.Node) else ""
 
 
-def _adopt(gm: fx.GraphModule, body: fx.GraphModule, name: str) -> str:
+def _add_attribute(gm: fx.GraphModule, body: fx.GraphModule, name: str) -> str:
     """Returns the name in `gm` for attribute `name` of `body`, after adding the attribute if necessary."""
     value: Any = operator.attrgetter(name)(body)
     fresh, number = name.replace(".", "_"), 0

@@ -15,7 +15,7 @@ from torch._inductor import config, list_mode_options
 
 from mxcompile.compiler.capture.capture import Capture
 from mxcompile.compiler.capture.gathers import Gathers
-from mxcompile.compiler.hooks.compiled_autograd import Adopted, mark, marks, token
+from mxcompile.compiler.hooks.compiled_autograd import OwnedGemms, mark, marks, token
 from mxcompile.compiler.hooks.inductor import (
     GraphModules,
     GraphPass,
@@ -71,7 +71,7 @@ class Compilation:
         self.capture = capture
         self.target = target
         mode = list_mode_options(options.mode) if options.mode else {}
-        self._asked, warnings = with_needed({**mode, **dict(options.inductor)})
+        self._settings, warnings = with_needed({**mode, **dict(options.inductor)})
         self.part = dataclasses.replace(_empty(gm), warnings=warnings)
         self._counted: tuple[int, ...] = (0, 0, 0)
         self.traced = False
@@ -87,7 +87,7 @@ class Compilation:
         self._marked: object = None
         self._products = marks(gm.graph) if capture.backward else ()
         self.owners = token(self._products)
-        self._adopted = Adopted()
+        self._owned_gemms = OwnedGemms()
 
     def use_code_of(self, token: str) -> None:
         """Limits cache hits to code with this `token` (see `store`). Call it before compiling."""
@@ -130,7 +130,7 @@ class Compilation:
 
     def config_patches(self) -> dict[str, Any]:
         """Returns Inductor's configuration for this compile."""
-        asked, base = dict(self._asked), f"{self.identity} {self.part.token}"
+        asked, base = dict(self._settings), f"{self.identity} {self.part.token}"
         if self._watch is not None:
             base = f"{base} watch {self._watch.identity} {self._only_nonfinite}"
             asked["triton.cudagraphs"] = False  # CUDA graphs cannot replay Python callbacks
@@ -166,7 +166,7 @@ class Compilation:
         """Runs the passes on a joint or inference graph."""
         if self.capture.backward:  # the passes have run on its joint graph already
             self.traced = True
-            self._adopted.adopt(graph, self._products)
+            self._owned_gemms.set_tags(graph, self._products)
             return
         plan = self.capture.planned.plan
         context = passes.Context(
@@ -267,7 +267,7 @@ class Compilation:
     def name_kernels(self, kernels: Mapping[int, str]) -> None:
         """Records the kernels of GEMMs by index, after the lowering and after autotuning."""
         if self.capture.backward:
-            self._adopted.name_kernels(kernels)
+            self._owned_gemms.name_kernels(kernels)
             return
         gemms = enumerate(self.part.gemms)
         named = (dataclasses.replace(gemm, kernel=kernels.get(index, gemm.kernel)) for index, gemm in gemms)

@@ -1,6 +1,6 @@
 """Compiled autograd: maps the GEMMs of its graph to the graphs whose backward it compiles.
 
-    joint graph ─ mark ─▶ backward ─ compiled autograd ─ Dynamo ─ marks ─▶ AOTAutograd ─ adopt ─▶ lowering
+    joint graph ─ mark ─▶ backward ─ compiled autograd ─ Dynamo ─ marks ─▶ AOTAutograd ─ set_tags ─▶ lowering
 
 Compiled autograd copies the backward of every compiled graph into one graph with the rest of autograd's work.
 Dynamo keeps the ``custom`` metadata of the nodes. AOTAutograd drops it, but keeps the products in order. The
@@ -87,13 +87,13 @@ def _mark(node: fx.Node) -> Mark:
     return Mark(target=node.target, marked=_MARKED.get(key), indices=tuple(indices))
 
 
-class Adopted:
+class OwnedGemms:
     """The GEMMs of a compiled autograd graph, with their owners."""
 
     def __init__(self) -> None:
         self._owners: list[tuple[Owner, int]] = []
 
-    def adopt(self, graph: fx.Graph, products: Iterable[Mark]) -> None:
+    def set_tags(self, graph: fx.Graph, products: Iterable[Mark]) -> None:
         """Sets the tags of `products` on the products of `graph`, if both sequences agree."""
         nodes, known = list(_products(graph)), list(products)
         if [node.target for node in nodes] != [product.target for product in known]:

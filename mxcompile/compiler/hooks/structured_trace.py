@@ -24,7 +24,7 @@ log = logging.getLogger("mxcompile.report")
 
 def trace_graph(graph: fx.Graph, when: str) -> None:
     """Writes `graph`. when: "before" or "after" the passes."""
-    _tell(f"mxcompile_{when}_passes", lambda: print_ir(graph))
+    _add_artifact(f"mxcompile_{when}_passes", lambda: print_ir(graph))
 
 
 def trace_gemms(gemms: Sequence[GemmRecord]) -> None:
@@ -32,10 +32,10 @@ def trace_gemms(gemms: Sequence[GemmRecord]) -> None:
     if log.isEnabledFor(logging.DEBUG):
         for gemm in gemms:
             log.debug("%s", _line(gemm))
-    _tell("mxcompile_report", lambda: "\n".join(_line(gemm) for gemm in gemms))
+    _add_artifact("mxcompile_report", lambda: "\n".join(_line(gemm) for gemm in gemms))
 
 
-def _tell(name: str, text: Callable[[], str]) -> None:
+def _add_artifact(name: str, text: Callable[[], str]) -> None:
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from mxcompile.compiler.hooks.exporting import innermost
-from mxcompile.compiler.reporting.checks import check_call, check_modules, tell_left
+from mxcompile.compiler.reporting.checks import check_call, check_modules, report_uncompiled
 from mxcompile.compiler.reporting.shared_code import Runs
 from mxcompile.compiler.session.frames import TORCH, Frame, Running, frames, is_call_of, is_wrapper
 from mxcompile.compiler.session.options import Options
@@ -55,8 +55,8 @@ def watch_attempts(options_of: Callable[[Any, Mapping[str, Any]], Options | None
             reached = f"{limit} ({getattr(torch._dynamo.config, limit)})" if exceeded and not is_error else ""
             root = getattr(backend, "root", None)
             attempt = _Attempt.from_code(compiling["code"], compile_id.frame_id, root, reached)
-            attempt.tell_limit(options)
-            _look_at_end(attempt, options)
+            attempt.report_limit(options)
+            _check_at_end(attempt, options)
         return exceeded, limit
 
     convert_frame.exceeds_recompile_limit = exceeds  # type: ignore[attr-defined]
@@ -109,13 +109,13 @@ class _Attempt:
             return type(self.root).__name__
         return f"{self.code.co_qualname} ({file}:{self.code.co_firstlineno})"
 
-    def tell_limit(self, options: Options) -> None:
+    def report_limit(self, options: Options) -> None:
         """Reports, past a limit, that calls without matching code run as Python."""
         message = f"{self.limit} reached by {self._where}: calls of other kinds run outside of compiled code"
         if self.limit:
-            tell_left(message, options, root=self.root, frame=self.frame_id, path=self.path)
+            report_uncompiled(message, options, root=self.root, frame=self.frame_id, path=self.path)
 
-    def tell_failure(self, options: Options) -> bool:
+    def report_failure(self, options: Options) -> bool:
         """Reports that a frame with compiled code runs as Python from now on.
 
         Returns whether this is in the report, now or from an earlier call.
@@ -126,7 +126,7 @@ class _Attempt:
             f"Dynamo left {self._where} to Python in a call that it could not compile (see"
             " TORCH_LOGS=graph_breaks): since then its calls run outside of compiled code"
         )
-        return tell_left(message, options, root=self.root, frame=self.frame_id)
+        return report_uncompiled(message, options, root=self.root, frame=self.frame_id)
 
 
 def _num_codes(code: CodeType) -> int:
@@ -161,7 +161,7 @@ class _End:
     def _check(self) -> None:
         root, call, options = self.root, self._call, self._options
         failed = [attempt for attempt in self.attempts if attempt.has_failed]
-        told = [attempt.tell_failure(options) for attempt in failed]
+        told = [attempt.report_failure(options) for attempt in failed]
         if root is None or call is None:
             return
         if self._is_whole and (failed or REGISTRY.knows(root, options.group)):
@@ -172,7 +172,7 @@ class _End:
             check_modules(root, options, call.args, call.kwargs, modules, self._runs.layers)
 
 
-def _look_at_end(attempt: _Attempt, options: Options) -> None:
+def _check_at_end(attempt: _Attempt, options: Options) -> None:
     """Registers `attempt` for a check at the end of its call."""
     wrapper, is_whole = _wrapper(attempt.root)
     endings = None if wrapper is None else wrapper.f_locals.get("cleanups")

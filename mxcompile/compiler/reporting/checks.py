@@ -27,7 +27,7 @@ from mxcompile.rules import check_layers, complaints, spelled
 
 log = logging.getLogger(__name__)
 
-_SEE = "(see TORCH_LOGS=graph_breaks)"
+_HINT = "(see TORCH_LOGS=graph_breaks)"
 
 
 def check_plan(compilation: Compilation, parts: Sequence[str] | None = None) -> None:
@@ -145,12 +145,12 @@ def check_modules(
     missing &= (layers_of_call(root, args, kwargs) or set()) if missing else set()
     if missing:
         names = spelled([layer for layer in plan.layers if layer.name in missing])
-        message = f"a call ran layers outside of compiled code that other calls compile {_SEE}: {names}"
+        message = f"a call ran layers outside of compiled code that other calls compile {_HINT}: {names}"
         _report_or_raise(message, options)
         REGISTRY.note(message, options.group, model=root, frame=None)
 
 
-def tell_left(
+def report_uncompiled(
     message: str, options: Options, *, root: nn.Module | None, frame: int, path: str | None = None
 ) -> bool:
     """Reports `message` about a frame that runs as Python from now on. Returns whether it reported it.
@@ -197,7 +197,7 @@ def _check_ran(
     """
     session = session_of(root)
     for places in session.places:
-        places.settle(options.group)
+        places.restrict_twins(options.group)
     checked = session.ran
     if checked.get(options.group) is plan:
         return
@@ -234,13 +234,13 @@ def _missing_message(missing: Mapping[str, set[str]], options: Options, plan: Pl
     if not is_sure:
         return (
             f"{options.policy.label} quantizes layers that no compiled graph contains; they may not have"
-            f" run, or ran uncompiled {_SEE}: {spelled([*forward, *backward])}"
+            f" run, or ran uncompiled {_HINT}: {spelled([*forward, *backward])}"
         )
     texts = []
     if backward:
-        texts.append(f"gradients that no compiled graph contains {_SEE}: {spelled(backward)}")
+        texts.append(f"gradients that no compiled graph contains {_HINT}: {spelled(backward)}")
     if forward:
-        texts.append(f"layers that ran outside of compiled code {_SEE}: {spelled(forward)}")
+        texts.append(f"layers that ran outside of compiled code {_HINT}: {spelled(forward)}")
     return f"{options.policy.label} quantizes {', and '.join(texts)}"
 
 

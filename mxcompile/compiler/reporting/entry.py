@@ -32,7 +32,7 @@ from mxcompile.watch.steps import in_backward
 log = logging.getLogger(__name__)
 
 
-def recall(compilation: Compilation) -> Part | None:
+def stored_part(compilation: Compilation) -> Part | None:
     """Returns the stored part of the graph of `compilation` before it is compiled, or None.
 
     Restricts hits in Inductor's caches to the code that this part describes (see `store`).
@@ -51,8 +51,8 @@ def recall(compilation: Compilation) -> Part | None:
 def publish(compilation: Compilation, stored: Part | None) -> Attribution | None:
     """Completes and publishes the report of `compilation` after its code is compiled.
 
-    stored: result of `recall`. Returns the attribution to further models that run the code, if needed. Raises
-    `UnsupportedError` in strict mode if Inductor ran no hook.
+    stored: result of `stored_part`. Returns the attribution to further models that run the code, if
+    needed. Raises `UnsupportedError` in strict mode if Inductor ran no hook.
     """
     if compilation.capture.backward:
         return None
@@ -60,21 +60,21 @@ def publish(compilation: Compilation, stored: Part | None) -> Attribution | None
     if stored is not None:
         compilation.complete(stored)
     elif not compilation.traced:
-        _tell_unseen(compilation)
+        _report_without_hooks(compilation)
     entry.put()
     unplanned.check_function(compilation.capture, compilation.options, compilation.part, entry.ledger.frame)
     for warning in compilation.part.warnings:
         log.warning("%s", warning)
     log.info("%s", _line(compilation))
     trace_gemms(compilation.part.gemms)
-    compilation.changed = entry.hear
+    compilation.changed = entry.publish_kernels
     if compilation.capture.planned.plan is None and not (entry.is_broken or compilation.capture.prefix):
         layers = layers_of(REGISTRY.layers(entry.ledger.group))
         check_layers(compilation.options.policy, layers, strict=compilation.options.strict)
     return attribution(compilation.capture, entry.places)
 
 
-def _tell_unseen(compilation: Compilation) -> None:
+def _report_without_hooks(compilation: Compilation) -> None:
     """Adds a warning about a graph compiled without the hooks, or raises in strict mode."""
     path = compilation.capture.module or "the model"
     message = (
@@ -139,7 +139,7 @@ class _Entry:
             unplanned.check(capture, self._compilation.options, path)
             self.put()
 
-    def hear(self) -> None:
+    def publish_kernels(self) -> None:
         """Publishes kernel names that arrive after the graph was published."""
         self.put()
         if in_backward():

@@ -19,7 +19,7 @@ from mxcompile.compiler.session.options import Options
 from mxcompile.report import REGISTRY
 
 
-def look_at(root: nn.Module, options: Options, parts: Mapping[str, nn.Module]) -> None:
+def check_first_call(root: nn.Module, options: Options, parts: Mapping[str, nn.Module]) -> None:
     """Checks the first call of `root`, whose modules `parts` are compiled with `options`.
 
     The call warns, or raises `UnsupportedError` in strict mode, about layers that the policy quantizes and

@@ -22,7 +22,7 @@ from mxcompile.compiler.session.publication import Places
 from mxcompile.models.holders import Holders
 from mxcompile.models.names import joined, user_path
 from mxcompile.models.tree import path_in
-from mxcompile.models.wrappers import plain_class, users_own
+from mxcompile.models.wrappers import plain_class, user_model
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class Attribution:
 
     def _layers(self, parameter: nn.Parameter | None) -> set[str]:
         """Returns the layers of the graph, under the path of the running module with `parameter`."""
-        callers = [users_own(module) for module in running()]
+        callers = [user_model(module) for module in running()]
         models = dict.fromkeys([self._root(), *reversed(callers)])
         alike = (model for model in models if model is not None and plain_class(model) is self._kind)
         paths = (self._path_in(model, parameter) for model in alike)
@@ -128,13 +128,13 @@ class Attribution:
         if root is not None and self._owns(root, parameter):
             self._places.note(None if self._is_shared else self._path_in(root, parameter))
             return
-        callers = [users_own(module) for module in running()]
+        callers = [user_model(module) for module in running()]
         owners = [each for each in callers if each is not root and self._owns(each, parameter)]
         model = next((module for module in reversed(owners) if plain_class(module) is self._kind), None)
         if model is not None and _sizes(model) == self._sizes:
             if (reference := weakref.ref(model)) not in self._models:
                 self._models.add(reference)
-                self._places.adopt(model)
+                self._places.add_model(model)
         elif owners and (reference := weakref.ref(owners[-1])) not in self._models:
             self._models.add(reference)
             log.warning(

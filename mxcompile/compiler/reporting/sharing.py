@@ -32,7 +32,7 @@ def twins(capture: Capture, policy: Policy) -> tuple[tuple[str, tuple[int, int] 
     """
     if capture.root is None or not capture.prefix or capture.planned.plan is None:
         return ()
-    known = dict(_alike(capture, policy))
+    known = dict(_of_same_class(capture, policy))
     mine = known[capture.prefix]
     others = (path for path, other in known.items() if other == mine and path != capture.prefix)
     return tuple((path, capture.blocks.place(path)) for path in others)
@@ -47,7 +47,7 @@ def guard(capture: Capture, policy: Policy, *, unlimited: bool = False) -> None:
     context = TracingContext.try_get()
     if capture.root is None or not capture.prefix or context is None:
         return
-    known = dict(_alike(capture, policy))
+    known = dict(_of_same_class(capture, policy))
     kinds = set(known.values())
     if len(kinds) < 2:
         return
@@ -87,7 +87,7 @@ def add_guard(
     context.guards_context.dynamo_guards.add(Guard(source or GlobalStateSource(), install))
 
 
-def _alike(capture: Capture, policy: Policy) -> Iterator[tuple[str, Signature]]:
+def _of_same_class(capture: Capture, policy: Policy) -> Iterator[tuple[str, Signature]]:
     """Yields (path, decisions) of every module with the class of the captured module."""
     module = capture.tree.modules[capture.prefix]
     below = _decided(capture, policy)

@@ -16,7 +16,7 @@ from mxcompile.compiler.session.options import Options
 from mxcompile.compiler.session.plans import no_plan
 from mxcompile.compiler.session.session import session_of
 from mxcompile.errors import UnsupportedError
-from mxcompile.formats import KEPT
+from mxcompile.formats import UNQUANTIZED
 from mxcompile.models.names import joined, layer_name, user_path
 from mxcompile.policy import Code, Gemm, Reason, Role
 from mxcompile.report import REGISTRY, GemmRecord, Part
@@ -90,7 +90,7 @@ def records(root: nn.Module, read: Collection[str] = ()) -> Iterator[GemmRecord]
                 n=n,
                 k=k,
                 batch=math.prod(batch),
-                precision=KEPT.name,
+                precision=UNQUANTIZED.name,
                 reason=str(reason),
                 code=str(reason.code),
                 module=type(module).__name__,

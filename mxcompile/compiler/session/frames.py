@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from mxcompile.models.wrappers import users_own
+from mxcompile.models.wrappers import user_model
 
 _CALLS = frozenset({"__call__", "_call_impl", "_wrapped_call_impl"})
 _WRAPPER, _WRAPPER_FILE = "compile_wrapper", "_dynamo/eval_frame.py"
@@ -103,9 +103,9 @@ class Frame:
     def root(self, known: nn.Module | None) -> nn.Module | None:
         """Returns the user's model: `known`, the compiled module, or the model around a compiled block."""
         if known is not None:
-            return users_own(known)
-        compiled = next((own for one in self.running if (own := _own_if_compiled(one.module))), None)
-        outer = next((users_own(one.module) for one in reversed(self.running)), None)
+            return user_model(known)
+        compiled = next((own for one in self.running if (own := _unwrapped_if_compiled(one.module))), None)
+        outer = next((user_model(one.module) for one in reversed(self.running)), None)
         if compiled is None or outer is None or outer is compiled:
             return compiled or outer
         return outer if _is_block(compiled, outer) else compiled
@@ -113,7 +113,7 @@ class Frame:
     def call_of(self, root: nn.Module) -> Running | None:
         """Returns the outermost running call of `root`."""
         calls = (one for one in reversed(self.running) if one.is_call)
-        return next((one for one in calls if users_own(one.module) is root), None)
+        return next((one for one in calls if user_model(one.module) is root), None)
 
     @property
     def is_resumed(self) -> bool:
@@ -140,7 +140,7 @@ class Frame:
         if root is None or not self.running:
             return ""
         innermost = self.running[0]
-        if users_own(innermost.module) is root and innermost.directly:
+        if user_model(innermost.module) is root and innermost.directly:
             return ""
         return f"a frame inside {type(root).__name__}"
 
@@ -155,7 +155,7 @@ def running() -> Iterator[nn.Module]:
 
 def is_running(root: nn.Module) -> bool:
     """Whether a call of `root` is running in this thread."""
-    return any(users_own(module) is root for module in running())
+    return any(user_model(module) is root for module in running())
 
 
 def frames() -> Iterator[FrameType]:
@@ -179,7 +179,7 @@ def is_call_of(root: nn.Module | None, frame: FrameType | None) -> bool:
     if frame.f_code.co_name != "_call_impl" and (method is None or not _is_forward(method)):
         return False
     module = _module_of(frame)  # for torch's own classes only the wrapper is here
-    return module is not None and users_own(module) is root
+    return module is not None and user_model(module) is root
 
 
 def _method(frame: FrameType) -> MethodType | None:
@@ -243,18 +243,18 @@ def _add(running: list[Running], module: nn.Module, frame: FrameType, directly: 
     running.append(Running(module=module, args=args, kwargs=kwargs, directly=directly, is_call=is_call))
 
 
-def _own_if_compiled(module: nn.Module) -> nn.Module | None:
+def _unwrapped_if_compiled(module: nn.Module) -> nn.Module | None:
     if "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None:
-        return users_own(module)
+        return user_model(module)
     return None
 
 
 def _is_block(part: nn.Module, whole: nn.Module) -> bool:
     """Whether `part` is one of several compiled modules in `whole`, or a member of a module list."""
-    compiled = {id(own) for module in whole.modules() if (own := _own_if_compiled(module))}
+    compiled = {id(own) for module in whole.modules() if (own := _unwrapped_if_compiled(module))}
     lists = (nn.ModuleList, nn.ModuleDict)
     members = {
-        id(users_own(child))
+        id(user_model(child))
         for module in whole.modules()
         if isinstance(module, lists)
         for child in module.children()

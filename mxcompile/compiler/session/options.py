@@ -12,7 +12,7 @@ from mxcompile.errors import OptionError, nearest, not_allowed, shown
 from mxcompile.lowering.targets import AUTO, check
 from mxcompile.policy import Policy
 from mxcompile.report import form_of
-from mxcompile.report.files import RANK, check_place
+from mxcompile.report.files import RANK, check_writable
 from mxcompile.watch import Watch, resolve
 
 NEEDED = {
@@ -116,7 +116,7 @@ def _report(value: Any) -> Path | None:
         if word != RANK:
             raise OptionError(f"report {str(value)!r}: {not_allowed('placeholder', word, (RANK,))}")
     path = Path(value).absolute()
-    check_place(path)
+    check_writable(path)
     return path
 
 
@@ -146,11 +146,11 @@ def _inductor(value: Any) -> tuple[tuple[str, Any], ...]:
             raise OptionError(f"unknown Inductor setting {shown(key)}{near}; torch._inductor.config has them")
         if value[key] != NEEDED.get(key, value[key]):
             raise OptionError(f"mxcompile needs Inductor's {key}={NEEDED[key]}: leave the setting out")
-    return tuple((key, _own(value[key])) for key in sorted(value))
+    return tuple((key, _copied(value[key])) for key in sorted(value))
 
 
-def _own(value: Any) -> Any:
+def _copied(value: Any) -> Any:
     """Returns a copy of a setting, so that later changes by the user have no effect."""
     if isinstance(value, dict):
-        return {key: _own(inner) for key, inner in value.items()}
-    return type(value)(map(_own, value)) if type(value) in (list, tuple, set) else value
+        return {key: _copied(inner) for key, inner in value.items()}
+    return type(value)(map(_copied, value)) if type(value) in (list, tuple, set) else value

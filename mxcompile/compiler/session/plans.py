@@ -40,7 +40,7 @@ def plan_of(root: nn.Module | None, frame: Frame, matrices: Iterable[str]) -> Pl
         return known or Planned(missing=f"this graph is not called from a call of {type(root).__name__}")
     if known is None or known.plan is None:
         return planned(root, call.args, call.kwargs)
-    more, plan = _made(root, call.args, call.kwargs).plan, known.plan
+    more, plan = _new_plan(root, call.args, call.kwargs).plan, known.plan
     # the base is the plan with gradients, whose tags include the GEMMs of the backward
     if more is not None and not plan.differentiated:
         more, plan = plan, more
@@ -66,7 +66,7 @@ def no_plan(root: nn.Module, missing: str) -> str:
 def planned(root: nn.Module, args: Any, kwargs: Any) -> Planned:
     """Returns the plan of `root` called with `args` and `kwargs`; creates it if necessary."""
     session = session_of(root)
-    session.planned = session.planned or _made(root, args, kwargs)
+    session.planned = session.planned or _new_plan(root, args, kwargs)
     return session.planned
 
 
@@ -80,7 +80,7 @@ def layers_of_call(root: nn.Module, args: Any, kwargs: Any) -> frozenset[str] | 
     return None if plan.guess else frozenset(plan.by_name)
 
 
-def _made(root: nn.Module, args: Any, kwargs: Any) -> Planned:
+def _new_plan(root: nn.Module, args: Any, kwargs: Any) -> Planned:
     start = time.perf_counter()
     try:
         plan = make_plan(root, args, kwargs, table())

@@ -1,7 +1,7 @@
 """Keeps the entries of compiled parts in the registry up to date, for each model that runs their code.
 
 A part belongs to a module and its twins, which are expected to share its code. A call of the model shows
-whether they do: `settle` removes the twins that did not run it.
+whether they do: `restrict_twins` removes the twins that did not run it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Places:
         self._part: Part | None = None
         self._places: list[tuple[Ledger, int | None]] = [(ledger, None)]
         self._ran: set[str] = set()
-        self._settled = self._is_sure = False
+        self._is_restricted = self._is_sure = False
 
     @property
     def part(self) -> Part:
@@ -43,11 +43,11 @@ class Places:
     def put(self, part: Part) -> None:
         """Publishes `part` in all entries."""
         self._part = part
-        if self._settled:
+        if self._is_restricted:
             part = dataclasses.replace(part, twins=tuple(twin for twin in part.twins if twin[0] in self._ran))
         self._places = [(ledger, REGISTRY.put(ledger, index, part)) for ledger, index in self._places]
 
-    def adopt(self, model: nn.Module) -> None:
+    def add_model(self, model: nn.Module) -> None:
         """Adds an entry for `model`, another instance with the same module names that runs the code."""
         assert self._part is not None
         fresh = self._places[0][0].for_model(model)
@@ -63,13 +63,13 @@ class Places:
         if path and self._ran and path not in self._ran:
             self._on_other_module(path)
         self._ran.add(path or "")
-        if self._settled and self._part is not None:
+        if self._is_restricted and self._part is not None:
             self.put(self._part)
             REGISTRY.flush()
 
-    def settle(self, group: str) -> None:
+    def restrict_twins(self, group: str) -> None:
         """Restricts the twins in reports of `group` to the modules that have run the code."""
-        if self._is_sure and not self._settled and self._places[0][0].group == group:
-            self._settled = True
+        if self._is_sure and not self._is_restricted and self._places[0][0].group == group:
+            self._is_restricted = True
             if self._part is not None:
                 self.put(self._part)

@@ -9,7 +9,7 @@ from torch import nn
 
 from mxcompile.compiler.session.publication import Places
 from mxcompile.errors import ModelError
-from mxcompile.models.wrappers import users_own
+from mxcompile.models.wrappers import user_model
 from mxcompile.plan.plan import Plan
 from mxcompile.policy import Policy
 
@@ -67,7 +67,7 @@ def session_of(root: nn.Module) -> ModelSession:
 
 def compiled_policy(model: nn.Module) -> Policy:
     """Returns the policy of the compiled `model`. Raises `ModelError` for none or several policies."""
-    own = users_own(model)
+    own = user_model(model)
     policies = [*session_of(own).policies.values()]
     if len(policies) == 1:
         return policies[0]

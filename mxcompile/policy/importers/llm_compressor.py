@@ -23,7 +23,7 @@ PRESET = "bf16"
 _QUANTIZES = frozenset({"QuantizationModifier", "GPTQModifier", "AWQModifier", "AutoRoundModifier"})
 _SETS = ("scheme", "config_groups", "kv_cache_scheme", "targets", "ignore")
 _SEND = {"fprop": "mxfp8"}
-_KEEP = "bf16"
+_UNQUANTIZED = "bf16"
 
 _WEIGHT_ONLY = "quantizes weights only: here the activations are quantized too"
 _SCALES = "has scales of another shape: here one per 32 elements"
@@ -103,7 +103,9 @@ def _note_different_ignores(modifiers: list[tuple[str, dict[str, Any], Path]], d
 
 def _modifier(name: str, settings: dict[str, Any], path: Path, draft: Draft) -> None:
     ignored = _texts(settings.get("ignore") or [], (*path, "ignore"), draft)
-    _rules([(target, _KEEP) for target in _ordered(ignored)], (*path, "ignore"), f"{name}: ignore", draft)
+    _rules(
+        [(target, _UNQUANTIZED) for target in _ordered(ignored)], (*path, "ignore"), f"{name}: ignore", draft
+    )
     if settings.get("kv_cache_scheme"):
         draft.note((*path, "kv_cache_scheme"), "a policy does not set the format of the KV cache")
     uses: dict[str, Any] = {}
@@ -179,7 +181,7 @@ def _preset(name: str, path: Path, draft: Draft) -> Any:
     """Returns the `use` of the named scheme."""
     upper = name.upper()
     if upper == "UNQUANTIZED":
-        return _KEEP
+        return _UNQUANTIZED
     if upper in _FLOAT8:
         if upper == "FP8":
             draft.note(path, f"{name} {_STATIC}")
@@ -190,7 +192,7 @@ def _preset(name: str, path: Path, draft: Draft) -> Any:
             draft.note(path, f"{name} {_WEIGHT_ONLY}")
         return _SEND
     draft.note(path, f"{shown(name)} is not an 8-bit float: its layers stay in BF16")
-    return _KEEP
+    return _UNQUANTIZED
 
 
 def _scheme(scheme: dict[str, Any], path: Path, draft: Draft) -> Any:
@@ -200,7 +202,7 @@ def _scheme(scheme: dict[str, Any], path: Path, draft: Draft) -> Any:
         draft.note((*path, "output_activations"), "outputs of a layer are not quantized")
     if not isinstance(weights, dict):
         draft.note(path, "quantizes no weights: its layers stay in BF16")
-        return _KEEP
+        return _UNQUANTIZED
     for tensor in (weights, activations or weights):
         if (
             not isinstance(tensor, dict)
@@ -208,7 +210,7 @@ def _scheme(scheme: dict[str, Any], path: Path, draft: Draft) -> Any:
             or tensor.get("type", "int") != "float"
         ):
             draft.note(path, "is not an 8-bit float: its layers stay in BF16")
-            return _KEEP
+            return _UNQUANTIZED
     both = (weights, activations or weights)
     if activations is None:
         draft.note(path, _WEIGHT_ONLY)

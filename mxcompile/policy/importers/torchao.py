@@ -39,7 +39,7 @@ _NVFP4 = {
 _SCALINGS = {"PerTensor": "tensor", "PerRow": "channel"}
 _BLOCKS = ([1, 128], [128, 128])
 _ELEMS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
-_KEEP = "bf16"
+_UNQUANTIZED = "bf16"
 
 _Named = tuple[str, dict[str, Any]]
 """A key of the map, and the condition of its rule."""
@@ -101,7 +101,7 @@ def _excluded(names: Any, path: Path, draft: Draft) -> None:
         raise draft.source.error(path, f"expected a list of names, found {shown(names)}")
     for name in names:
         patterns = [starting(rf"(?:{name})(?:(?<=\.)|(?=\.|$))"), f"*{literal(name)}"]
-        draft.rule({"name": patterns}, _KEEP, path, f"modules_to_not_convert: {name}")
+        draft.rule({"name": patterns}, _UNQUANTIZED, path, f"modules_to_not_convert: {name}")
 
 
 def _exact(names: list[str], path: Path, draft: Draft) -> list[_Named]:
@@ -161,7 +161,7 @@ def _over_weights(expression: str) -> list[str]:
 def _use(config: Any, path: Path, draft: Draft) -> dict[str, str] | str:
     """Returns the `use` of `config`."""
     if config is None:
-        return _KEEP
+        return _UNQUANTIZED
     kind, data = config.get("_type"), config.get("_data")
     if not isinstance(kind, str) or not isinstance(data, dict | None):
         raise draft.source.error(
@@ -174,7 +174,7 @@ def _use(config: Any, path: Path, draft: Draft) -> dict[str, str] | str:
     if kind in _NVFP4:
         return _nvfp4(kind, data or {}, path, draft)
     draft.note(path, f"{kind} is not an 8-bit float: the layer stays in BF16")
-    return _KEEP
+    return _UNQUANTIZED
 
 
 def _float8(kind: str, data: dict[str, Any], path: Path, draft: Draft) -> dict[str, str] | str:
@@ -224,7 +224,7 @@ def _mx(kind: str, data: dict[str, Any], path: Path, draft: Draft) -> dict[str, 
         draft.note(
             path, f"{kind} with elements that are not FP8, or blocks of {block}: the layer stays in BF16"
         )
-        return _KEEP
+        return _UNQUANTIZED
     use = {"fprop": "mxfp8", "elem_dtype": str(elems.pop())}
     scaling = _word(
         data.get("scaling_mode"), "RCEIL" if kind == "MXDynamicActivationMXWeightConfig" else "FLOOR"

@@ -123,15 +123,15 @@ def read(owner: type[_T], data: Any, place: str = "$") -> _T:
         result: _T = _read_object(owner, data)
         return result
     except _FaultError as fault:
-        raise OptionError(f"{place}{fault.where}: {fault.what}") from None
+        raise OptionError(f"{place}{fault.where}: {fault.message}") from None
 
 
 class _FaultError(Exception):
     """A fault in the data. While it propagates, each reader prepends its step of the JSON path."""
 
-    def __init__(self, what: str) -> None:
-        super().__init__(what)
-        self.what = what
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
         self.where = ""
 
     def inside(self, step: str) -> _FaultError:

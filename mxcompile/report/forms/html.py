@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from mxcompile.formats import KEPT, PRECISIONS, is_quantized, labels, precisions
+from mxcompile.formats import PRECISIONS, UNQUANTIZED, is_quantized, labels, precisions
 from mxcompile.policy import Role
 from mxcompile.report.data.fold import Row, fold, spelled
 from mxcompile.report.data.numerics import Numerics
@@ -23,9 +23,9 @@ from mxcompile.report.data.outline import PHASES, OutlineNode
 from mxcompile.report.data.record import GemmRecord, ReportData, Summary
 from mxcompile.report.forms.figures import Card, cards
 from mxcompile.report.forms.html_numerics import FILTERS, numerics_values
-from mxcompile.report.forms.kept import kept_sentences
 from mxcompile.report.forms.picture import picture
 from mxcompile.report.forms.text import slower
+from mxcompile.report.forms.unquantized import unquantized_sentences
 from mxcompile.report.forms.words import (
     count,
     duration,
@@ -54,14 +54,14 @@ def to_html(report: ReportData, numerics: Numerics | None = None) -> str:
             words=words,
             summary=report.summary,
             figures=list(_figures(report, rows)),
-            sentences=kept_sentences(report.gemms, report.summary),
+            sentences=unquantized_sentences(report.gemms, report.summary),
             estimates=_estimates(report.summary, words),
             slower=sorted(slower(rows), key=lambda pair: pair[1]),
             rows=rows,
             gemms=report.gemms,
             total_flops=sum(gemm.flops for gemm in report.gemms) or 1,
             timed=any(speedup(row.gemms) is not None for row in rows),
-            precisions=[word for word in PRECISIONS if word in present] or [KEPT.name],
+            precisions=[word for word in PRECISIONS if word in present] or [UNQUANTIZED.name],
             letters=_LETTERS,
             graphs=list(_graphs(report)),
             num_graphs=len(report.graph),

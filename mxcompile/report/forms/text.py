@@ -9,15 +9,15 @@ from mxcompile.policy import Code, Reason
 from mxcompile.report.data.fold import Row, fold
 from mxcompile.report.data.record import GemmRecord, OperandFormat, ReportData, Summary
 from mxcompile.report.forms.figures import cards
-from mxcompile.report.forms.kept import kept_sentences, unknown_words
 from mxcompile.report.forms.tables import Table, bullets, drawn, fitted, markdown, markdown_table, wrapped
+from mxcompile.report.forms.unquantized import unknown_words, unquantized_sentences
 from mxcompile.report.forms.words import (
     count,
     duration,
     flop_count,
     formats,
     is_stored,
-    own_dtype,
+    main_dtype,
     precision_word,
     size,
     speedup,
@@ -40,27 +40,27 @@ def to_text(report: ReportData) -> str:
 
 def to_summary(report: ReportData) -> str:
     """Returns the facts and warnings of `report` for a terminal, without tables."""
-    return "\n".join(wrapped([headline(report), *_said(report, fold(report.gemms))]))
+    return "\n".join(wrapped([headline(report), *_sentences(report, fold(report.gemms))]))
 
 
 def to_markdown(report: ReportData) -> str:
     """Returns `report` as Markdown for a pull request."""
     rows = fold(report.gemms)
-    parts = [f"### {markdown(headline(report))}", bullets(_said(report, rows))]
+    parts = [f"### {markdown(headline(report))}", bullets(_sentences(report, rows))]
     if rows:
         parts += [markdown_table(table) for table in (_layer_table(rows), _kernel_table(report.gemms))]
     return "\n\n".join(parts) + "\n"
 
 
-def _said(report: ReportData, rows: Sequence[Row]) -> list[str]:
-    return [*kept_sentences(report.gemms, report.summary), *facts(report.summary, rows)]
+def _sentences(report: ReportData, rows: Sequence[Row]) -> list[str]:
+    return [*unquantized_sentences(report.gemms, report.summary), *facts(report.summary, rows)]
 
 
 def headline(report: ReportData) -> str:
     """Returns the report in one line."""
     summary = report.summary
     words = labels(gemm.precision for gemm in report.gemms)
-    own, unknown = own_dtype(report.gemms), unknown_words(report.gemms)
+    own, unknown = main_dtype(report.gemms), unknown_words(report.gemms)
     model = f", model in {own}" if own != "BF16" else ""
     return (
         f"{words} report: {summary.flop_share:.1%} of {'known ' if unknown else ''}matmul FLOPs in"
@@ -80,7 +80,7 @@ def amounts(gemms: Sequence[GemmRecord]) -> str:
 
 def facts(summary: Summary, rows: Sequence[Row] = ()) -> list[str]:
     """Returns the facts and warnings that the table of layers does not show, one sentence each."""
-    own = own_dtype(gemm for row in rows for gemm in row.gemms)
+    own = main_dtype(gemm for row in rows for gemm in row.gemms)
     sentences = [str(card) for card in cards(summary, rows)]
     if (summary.saved_bytes or 0) > (summary.saved_bytes_bf16 or 0) > 0:
         sentences.append(

@@ -69,7 +69,7 @@ def dtype_label(dtype: str) -> str:
     return _DTYPES.get(dtype, "BF16")
 
 
-def own_dtype(gemms: Iterable[GemmRecord]) -> str:
+def main_dtype(gemms: Iterable[GemmRecord]) -> str:
     """Returns the display name of the dtype with most FLOPs of `gemms`: the dtype of unquantized GEMMs."""
     flops: Counter[str] = Counter()
     for gemm in gemms:

@@ -12,7 +12,7 @@ import pytest
 
 from mxcompile.cli.main import main
 from mxcompile.errors import OptionError
-from mxcompile.watch.summary import Look
+from mxcompile.watch.summary import SampleFile
 from mxcompile.watch.writers import SCHEMA, JsonLines
 
 ROOT = Path(__file__).parents[2]
@@ -48,9 +48,9 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_worst_and_moved(file: Path):
-    look = Look.load(file)
-    assert [key for key, _ in look.worst(2)] == [("c", "fprop", "w"), ("b", "fprop", "x")]
-    ((key, before, now),) = look.moved(3, back=1)
+    content = SampleFile.load(file)
+    assert [key for key, _ in content.worst(2)] == [("c", "fprop", "w"), ("b", "fprop", "x")]
+    ((key, before, now),) = content.moved(3, back=1)
     assert (key, before["underflow"], now["underflow"]) == (("b", "fprop", "x"), 0.1, 0.2)
 
 
@@ -63,19 +63,19 @@ def test_the_terminal(file: Path, capsys: pytest.CaptureFixture[str]):
 
 
 def test_a_file_that_grows_is_read_from_where_it_ended(file: Path):
-    look = Look.load(file)
-    assert not look.has_grown()
+    content = SampleFile.load(file)
+    assert not content.has_grown()
     text = file.read_text()
     file.write_text(text.replace("0.03", "9.03"))  # of the same length, and not read again
     with file.open("a") as cut:
         cut.write('{"schema": 1, "kind": "sam')
-    assert not look.has_grown()
+    assert not content.has_grown()
     file.write_text(file.read_text().rpartition("\n")[0] + "\n")
     JsonLines(file)({"schema": SCHEMA, "kind": "sample", "step": 50, "rows": [row("b", "x", 0.5)]})
-    assert look.has_grown()
-    assert [*look.samples] == [0, 50, 100, 200]
-    assert look.samples[0]["b", "fprop", "x"]["error"] == 0.03
-    assert not look.has_grown()
+    assert content.has_grown()
+    assert [*content.samples] == [0, 50, 100, 200]
+    assert content.samples[0]["b", "fprop", "x"]["error"] == 0.03
+    assert not content.has_grown()
 
 
 def test_following_a_file_that_is_rotated_away(
@@ -124,7 +124,7 @@ def test_the_page_has_losses_where_they_were_noted(tmp_path: Path):
     write = JsonLines(tmp_path / "run.jsonl")
     for step, noted in ((0, {"loss": 2.5}), (10, {}), (20, {"loss": None})):
         write({"schema": SCHEMA, "kind": "sample", "step": step, **noted, "rows": [row("a", "x", 0.02)]})
-    (data,) = re.findall(r"^const data = (.*);$", Look.load(write.path).page(), re.MULTILINE)
+    (data,) = re.findall(r"^const data = (.*);$", SampleFile.load(write.path).page(), re.MULTILINE)
     assert json.loads(data)["losses"] == [2.5, None, None]
 
 
@@ -139,7 +139,7 @@ def test_the_page_in_the_docs_is_of_this_template(tmp_path: Path):
 def test_a_file_without_samples(text: str, tmp_path: Path):
     (tmp_path / "run.jsonl").write_text(text, encoding="utf-8")
     with pytest.raises(OptionError, match="the file has no sample"):
-        Look.load(tmp_path / "run.jsonl")
+        SampleFile.load(tmp_path / "run.jsonl")
 
 
 def test_misuse(file: Path, capsys: pytest.CaptureFixture[str]):

@@ -15,7 +15,7 @@ from mxcompile.formats import (
 )
 from mxcompile.policy import ATTENTION_PRODUCTS, Code
 from mxcompile.report.data.record import NOT_COMPILED, GemmRecord, OperandFormat, Summary
-from mxcompile.report.forms.words import count, is_stored, own_dtype
+from mxcompile.report.forms.words import count, is_stored, main_dtype
 
 LITTLE = 0.5
 """If the quantized share of the FLOPs is lower, the report lists the reasons."""
@@ -24,7 +24,7 @@ _READS_CODES = "weight_only"
 """Part of the names of kernels that read the qdata of a stored weight."""
 
 
-def kept_sentences(gemms: Sequence[GemmRecord], summary: Summary) -> list[str]:
+def unquantized_sentences(gemms: Sequence[GemmRecord], summary: Summary) -> list[str]:
     """Returns the reasons for a low quantized share and the products it leaves out; may be empty."""
     if not gemms:
         graphs = "a graph without matrix products" if summary.graphs else "nothing, as no graph was captured"
@@ -94,7 +94,7 @@ def _reasons(gemms: Sequence[GemmRecord], share: float) -> list[str]:
     if not total:
         return []
     named = _listed(f"{flops / total:.1%} {reason}" for reason, flops in by_reason.most_common() if flops)
-    return [f"{1 - share:.1%} of the FLOPs stay in {own_dtype(gemms)}: {named}"]
+    return [f"{1 - share:.1%} of the FLOPs stay in {main_dtype(gemms)}: {named}"]
 
 
 def _listed(words: Iterable[str]) -> str:
