@@ -102,8 +102,8 @@ def minilm() -> Case:
         return F.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
 
     def loss(output: Any) -> Tensor:
-        asked, answers = embedded(output.last_hidden_state).chunk(2)
-        return F.cross_entropy(asked @ answers.T * 20, torch.arange(len(asked)))
+        vectors, answers = embedded(output.last_hidden_state).chunk(2)
+        return F.cross_entropy(vectors @ answers.T * 20, torch.arange(len(vectors)))
 
     def distance(reference: Tensor, output: Tensor) -> float:
         return float((embedded(reference) - embedded(output)).double().square().sum(-1).mean())

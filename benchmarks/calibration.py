@@ -315,7 +315,7 @@ def points() -> list[Point]:
     ]
 
 
-def page(found: list[Point]) -> str:
+def page(measured: list[Point]) -> str:
     """The tables of the page: classes, then every point."""
     classes = [
         {
@@ -325,8 +325,8 @@ def page(found: list[Point]) -> str:
             "measured ÷ estimate": f"{_spread(same)}",
             "median": f"{statistics.median(point.ratio for point in same):.2f}",
         }
-        for kind in dict.fromkeys(point.kind for point in found)
-        if (same := [point for point in found if point.kind == kind])
+        for kind in dict.fromkeys(point.kind for point in measured)
+        if (same := [point for point in measured if point.kind == kind])
     ]
     rows = [
         {
@@ -339,13 +339,13 @@ def page(found: list[Point]) -> str:
             "÷": f"{point.ratio:.2f}",
             "source": point.source,
         }
-        for point in found
+        for point in measured
     ]
-    met = sum(point.is_near for point in found)
+    near = sum(point.is_near for point in measured)
     tables = [
         tabulate(each, headers="keys", tablefmt="github", disable_numparse=True) for each in (classes, rows)
     ]
-    return f"{met} of {len(found)} points lie within {LOW}–{HIGH}.\n\n{tables[0]}\n\n{tables[1]}"
+    return f"{near} of {len(measured)} points lie within {LOW}–{HIGH}.\n\n{tables[0]}\n\n{tables[1]}"
 
 
 def _spread(same: list[Point]) -> str:
@@ -353,7 +353,7 @@ def _spread(same: list[Point]) -> str:
     return f"{ratios[0]:.2f}–{ratios[-1]:.2f}"
 
 
-def draw(found: list[Point], output: Path) -> None:
+def draw(measured: list[Point], output: Path) -> None:
     """Measured over estimate of every point, by its measured time; those that are missed have their names."""
     from matplotlib.figure import Figure
 
@@ -361,14 +361,14 @@ def draw(found: list[Point], output: Path) -> None:
     axes = figure.subplots()
     axes.axhspan(LOW, HIGH, color="#e8eef7", zorder=0)
     axes.axhline(1, color="#8a8f98", linewidth=0.8, zorder=1)
-    for kind, marker in zip(dict.fromkeys(point.kind for point in found), "osDv^P*X", strict=True):
-        same = [point for point in found if point.kind == kind]
+    for kind, marker in zip(dict.fromkeys(point.kind for point in measured), "osDv^P*X", strict=True):
+        same = [point for point in measured if point.kind == kind]
         axes.scatter(
             [point.measured_us for point in same], [point.ratio for point in same],
             label=f"{kind}, {sum(point.is_near for point in same)} of {len(same)}",
             marker=marker, s=30, alpha=0.85,
         )  # fmt: skip
-    for point in found:
+    for point in measured:
         if not point.is_near:
             axes.annotate(
                 f"{point.kernel.partition(',')[0]}, {point.chip}, {point.shape}",
@@ -385,11 +385,11 @@ def draw(found: list[Point], output: Path) -> None:
     figure.savefig(output)
 
 
-def replaced(text: str, made: Callable[[], str]) -> str:
+def replaced(text: str, table: Callable[[], str]) -> str:
     """`text` with what is between the marks made anew."""
     before, begin, rest = text.partition(BEGIN)
     assert begin, "the page has the marks"
-    return f"{before}{BEGIN}\n{made()}\n{END}{rest.partition(END)[2]}"
+    return f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"
 
 
 def main() -> None:
@@ -401,12 +401,12 @@ def main() -> None:
     options = parser.parse_args()
     if options.compile:
         write([*compiled()])
-    found = points()
-    print(page(found))
+    measured = points()
+    print(page(measured))
     if options.write:
-        text = replaced(PAGE.read_text(encoding="utf-8"), lambda: page(found))
+        text = replaced(PAGE.read_text(encoding="utf-8"), lambda: page(measured))
         PAGE.write_text(text, encoding="utf-8")
-        draw(found, PICTURE)
+        draw(measured, PICTURE)
 
 
 if __name__ == "__main__":

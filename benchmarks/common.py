@@ -106,17 +106,17 @@ def median_ratio(times: Mapping[str, Sequence[float]], name: str, baseline: str)
     return statistics.median(a / b for a, b in zip(times[name], times[baseline], strict=True))
 
 
-def saved_bytes(forward: Callable[[], torch.Tensor], given: Iterable[torch.Tensor]) -> int:
-    """Bytes that `forward` leaves autograd to keep, each storage once, those of `given` tensors not.
+def saved_bytes(forward: Callable[[], torch.Tensor], inputs: Iterable[torch.Tensor]) -> int:
+    """Bytes that `forward` leaves autograd to keep, each storage once, those of `inputs` tensors not.
 
     Runs its backward too.
     """
     kept: dict[int, torch.UntypedStorage] = {}
-    known = {tensor.untyped_storage().data_ptr() for tensor in given}
+    excluded = {tensor.untyped_storage().data_ptr() for tensor in inputs}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
+        if storage.data_ptr() not in excluded:
             kept[storage._cdata] = storage
         return tensor
 
@@ -167,9 +167,9 @@ def _commit() -> str:
 
 def folder() -> Path:
     """Where rows are written: ``$OUT``, if a machine keeps nothing else, or ``results``."""
-    made = Path(os.environ.get("OUT") or RESULTS)
-    made.mkdir(parents=True, exist_ok=True)
-    return made
+    path = Path(os.environ.get("OUT") or RESULTS)
+    path.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def write(name: str, rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -86,19 +86,24 @@ def measure(context: int, queries: int, repeats: int) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     q = torch.randn(1, HEADS, queries, DIM).bfloat16()
     mask = torch.arange(context)[None] <= torch.arange(context - queries, context)[:, None]
-    made = ways(context, layers)
-    queries_of = {name: q.float() if "fp32" in name else q for name in made}
-    check({name: way.attend(queries_of[name], way.caches[0], mask[None, None]) for name, way in made.items()})
-    times: dict[str, list[float]] = {name: [] for name in made}
+    functions = ways(context, layers)
+    queries_of = {name: q.float() if "fp32" in name else q for name in functions}
+    check(
+        {
+            name: way.attend(queries_of[name], way.caches[0], mask[None, None])
+            for name, way in functions.items()
+        }
+    )
+    times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in tqdm(range(repeats), desc=f"{context}", leave=False):
-        for name, way in made.items():
+        for name, way in functions.items():
             time.sleep(PAUSE_S)
             way.attend(queries_of[name], way.caches[0], mask[None, None])  # wakes the threads
             start = time.perf_counter()
             for caches in way.caches:
                 way.attend(queries_of[name], caches, mask[None, None])
             times[name].append((time.perf_counter() - start) * 1e3 / layers)
-    return [_row(context, queries, name, way, times) for name, way in made.items()]
+    return [_row(context, queries, name, way, times) for name, way in functions.items()]
 
 
 def ways(context: int, layers: int) -> dict[str, Way]:
@@ -108,11 +113,11 @@ def ways(context: int, layers: int) -> dict[str, Way]:
     stored = [tuple(part for x in layer for part in _cast(x)) for layer in dense]
     wide = [tuple(x.float() for x in layer) for layer in dense]
     bf16, fp32, mxfp8 = (
-        [each[i : i + TOGETHER] for i in range(0, layers, TOGETHER)] for each in (dense, wide, stored)
+        [tensors[i : i + TOGETHER] for i in range(0, layers, TOGETHER)] for tensors in (dense, wide, stored)
     )
     forms, caches = (_repeated, _packed), (bf16, fp32)
     baselines = [(_in_each_layer(form), cache, "inductor") for cache in caches for form in forms]
-    made = {
+    functions = {
         **dict(zip(BASELINES, baselines, strict=True)),
         "mxfp8, dequantized": (_in_each_layer(_stored), mxfp8, "inductor"),
         "mxfp8": (_in_each_layer(_stored), mxfp8, "mxfp8"),
@@ -123,7 +128,7 @@ def ways(context: int, layers: int) -> dict[str, Way]:
             caches=caches,
             num_bytes=sum(part.nbytes for part in caches[0][0]),
         )
-        for name, (attend, caches, backend) in made.items()
+        for name, (attend, caches, backend) in functions.items()
     }
 
 
@@ -158,10 +163,10 @@ def _stored(q: Tensor, layer: tuple[Tensor, ...], mask: Tensor) -> Tensor:
     return _repeated(q, (k, v), mask)
 
 
-def check(found: dict[str, list[Tensor]]) -> None:
+def check(by_name: dict[str, list[Tensor]]) -> None:
     """All ways give one result, those over MXFP8 within what its elements lose. Raises `SystemExit`."""
-    right = found[BASELINES[0]][0].float()
-    for name, results in found.items():
+    right = by_name[BASELINES[0]][0].float()
+    for name, results in by_name.items():
         gap = float((results[0].float() - right).norm() / right.norm())
         if not gap <= (0.05 if "mxfp8" in name else 0.01):
             raise SystemExit(f"{name} is {gap:.3f} away from {BASELINES[0]}")

@@ -110,9 +110,9 @@ class Outcome:
 
 def folder() -> Path:
     """Where rows and logs go."""
-    made = Path(os.environ.get("OUT") or BENCHMARKS / "results")
-    made.mkdir(parents=True, exist_ok=True)
-    return made
+    path = Path(os.environ.get("OUT") or BENCHMARKS / "results")
+    path.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def environment() -> dict[str, str]:
@@ -144,10 +144,10 @@ def run(part: Part, limit_s: float, more: Sequence[str] = ()) -> Outcome:
             _end(process)
     text = log.read_text(encoding="utf-8", errors="replace")
     rows = [*_rows(_lines(part)[len(before) :])]
-    found = Outcome(part=part.name, word="", rows=rows, counts=_counts(text))
-    word, why = _word(code, found, text)
+    outcome = Outcome(part=part.name, word="", rows=rows, counts=_counts(text))
+    word, why = _word(code, outcome, text)
     seconds = time.monotonic() - start
-    return Outcome(part=part.name, word=word, seconds=seconds, rows=rows, counts=found.counts, why=why)
+    return Outcome(part=part.name, word=word, seconds=seconds, rows=rows, counts=outcome.counts, why=why)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -190,16 +190,16 @@ def _counts(text: str) -> dict[str, int]:
     return {word: words.count(word) for word in dict.fromkeys(words)}
 
 
-def _word(code: int | None, found: Outcome, text: str) -> tuple[str, str]:
+def _word(code: int | None, outcome: Outcome, text: str) -> tuple[str, str]:
     """How a part ended, and why if that is not said by its rows."""
     if code is None:
         return STOPPED, "at its limit"
-    if found.wrong or found.counts.get("FAILED") or found.counts.get("ERROR"):
+    if outcome.wrong or outcome.counts.get("FAILED") or outcome.counts.get("ERROR"):
         return WRONG, ""
     if code:
         last = (text.strip().splitlines() or [""])[-1]
         return FAILED, f"status {code}, {last[:80]}"
-    if NO_DEVICE in text and not found.rows and not found.counts.get("PASSED"):
+    if NO_DEVICE in text and not outcome.rows and not outcome.counts.get("PASSED"):
         return NO_DEVICE, ""
     return RIGHT, ""
 

@@ -46,13 +46,15 @@ class WrongError(Exception):
 
 def parser(doc: str | None, **options: Any) -> argparse.ArgumentParser:
     """What every benchmark takes. options: beside ``--repeats``, defaults by name."""
-    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--repeats", type=int, default=10, help="timed rounds")
-    made.add_argument("--rates", help="a file of gpu_rates.py, by which estimates are reckoned")
-    made.add_argument("--compile", metavar="CHIP", help="time nothing; compile for h100, sm_90, … without it")
-    made.add_argument("--small", action="store_true", help="few, small sizes: to try the script")
-    made.set_defaults(**options)
-    return made
+    result = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result.add_argument("--repeats", type=int, default=10, help="timed rounds")
+    result.add_argument("--rates", help="a file of gpu_rates.py, by which estimates are reckoned")
+    result.add_argument(
+        "--compile", metavar="CHIP", help="time nothing; compile for h100, sm_90, … without it"
+    )
+    result.add_argument("--small", action="store_true", help="few, small sizes: to try the script")
+    result.set_defaults(**options)
+    return result
 
 
 def run(name: str, options: argparse.Namespace, programs: Callable[[str], Iterable[Program]]) -> None:
@@ -63,10 +65,10 @@ def run(name: str, options: argparse.Namespace, programs: Callable[[str], Iterab
     """
     if options.compile:
         chip = options.compile
-        made = (
-            attempt(each, lambda each=each: [each.compiled(chip)])
-            for each in programs(targets.check(chip))
-            if isinstance(each, CompiledProgram)
+        table = (
+            attempt(program, lambda program=program: [program.compiled(chip)])
+            for program in programs(targets.check(chip))
+            if isinstance(program, CompiledProgram)
         )
         name = gpu_predicted.NAME
     elif not torch.cuda.is_available():
@@ -75,12 +77,12 @@ def run(name: str, options: argparse.Namespace, programs: Callable[[str], Iterab
     else:
         register()
         rates = Rates.for_target(here(), options.rates)
-        made = (
-            attempt(each, lambda each=each: each.measure(rates, options.repeats))
-            for each in programs(rates.target.name)
+        table = (
+            attempt(program, lambda program=program: program.measure(rates, options.repeats))
+            for program in programs(rates.target.name)
         )
     about = {} if options.compile else device()
-    rows = common.write(name, (row | about for of_program in made for row in of_program))
+    rows = common.write(name, (row | about for of_program in table for row in of_program))
     common.show([{key: value for key, value in row.items() if key not in _NOT_SHOWN} for row in rows])
     if any("wrong" in row for row in rows):
         sys.exit(1)
@@ -150,9 +152,9 @@ def copies_for(num_bytes: int) -> int:
     return max(2, min(16, _L2_BYTES // max(num_bytes, 1)))
 
 
-def check_bits(found: Tensor, wanted: Tensor, what: str) -> None:
+def check_bits(result: Tensor, wanted: Tensor, what: str) -> None:
     """Casts have no tolerance."""
-    if not torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)):
+    if not torch.equal(result.view(torch.uint8), wanted.view(torch.uint8)):
         raise WrongError(f"{what}: differs from the reference")
 
 
@@ -175,8 +177,8 @@ def quantized(rows: int, k: int, count: int, scales: ScaleLayout) -> tuple[list[
 
 def values(operand: Operand) -> Tensor:
     """FP64 [rows, K]."""
-    found: Tensor = ops.decode(*operand, -1, "e4m3 1x32 rceil", torch.float64)
-    return found
+    result: Tensor = ops.decode(*operand, -1, "e4m3 1x32 rceil", torch.float64)
+    return result
 
 
 def row(about: Row, times: Mapping[str, float], baseline: str) -> Row:

@@ -45,7 +45,7 @@ class CurveProgram(CompiledProgram):
         """The curve."""
         run, base = curve(self.kernel, self.settings), curve(BF16, self.settings)
         gap = run.final / base.final - 1
-        found = {
+        curves = {
             **self.about,
             "time_us": round(run.step_ms * 1e3),
             "validation": {step: round(loss, 4) for step, loss in run.validation.items()},
@@ -53,7 +53,7 @@ class CurveProgram(CompiledProgram):
             "gap": round(gap, 5),
         }
         wrong = {} if abs(gap) <= MOST else {"wrong": f"the loss lies {gap:+.2%} from BF16's"}
-        yield {**found, **wrong}
+        yield {**curves, **wrong}
 
 
 @functools.cache

@@ -64,9 +64,9 @@ class GemmProgram(CompiledProgram):
 
     def measure(self, rates: Rates, repeats: int) -> Iterator[Row]:
         """Yields a row for each kernel; mxcompile's layers have their estimate beside them."""
-        for made in self.rows(rates.target, repeats):
-            known = self.part != "products" and made["kernel"] == _OURS
-            yield made | (self.expected(made["time_us"], rates) if known else {})
+        for measured in self.rows(rates.target, repeats):
+            has_rate = self.part != "products" and measured["kernel"] == _OURS
+            yield measured | (self.expected(measured["time_us"], rates) if has_rate else {})
 
 
 def products(n: int, k: int, target: Target, repeats: int) -> Iterator[Row]:
@@ -132,9 +132,7 @@ def _generated(xs: list[Tensor], pairs: list[Operands]) -> tuple[dict[str, list[
     for form in _FORMS if xs[0].shape[0] > _FEW else ():
         with gpu_graphs.on_form(form):
             forms[f"mx_scaled_mm {form}"] = gpu_graphs.generated(product, *pairs[0])
-    runs = {
-        name: [lambda given=given, run=run: run(*given) for given in pairs] for name, run in forms.items()
-    }
+    runs = {name: [lambda pair=pair, run=run: run(*pair) for pair in pairs] for name, run in forms.items()}
     if xs[0].shape[0] <= _CHECKED:
         fused = gpu_graphs.generated(gpu_graphs.quantize_mm, xs[0], *pairs[0][2:])
         sources = zip(xs, pairs, strict=True)
@@ -160,7 +158,7 @@ def _vendor(pairs: list[Operands], target: Target) -> dict[str, list[Call]]:
             print(f"{name}: left out for {tuple(arguments[0][0].shape)}: {str(error).splitlines()[0]}")
             continue
         runs[name] = [
-            lambda given=given: torch._scaled_mm(*given, out_dtype=torch.bfloat16) for given in arguments
+            lambda pair=pair: torch._scaled_mm(*pair, out_dtype=torch.bfloat16) for pair in arguments
         ]
     return runs
 
@@ -196,18 +194,18 @@ def _compiled(layer: nn.Module, target: Target) -> dict[str, Callable[..., Tenso
 
 def _others(layer: nn.Module, target: Target) -> dict[str, Callable[..., Tensor]]:
     """Other libraries' layers, where they are installed and run."""
-    made: dict[str, Callable[..., Tensor]] = {}
+    functions: dict[str, Callable[..., Tensor]] = {}
     try:
         converted = torchao_model(layer, emulated=not target.native)
-        made["torchao" if target.native else "torchao (emulated)"] = torch.compile(converted)
+        functions["torchao" if target.native else "torchao (emulated)"] = torch.compile(converted)
     except ImportError as error:
         print(f"torchao left out: {error}")
     try:
         recipe = "mxfp8" if target.native else "fp8"
-        made[f"transformer engine {recipe}"] = transformer_engine_linear(layer[0], native=target.native)  # type: ignore[index]
+        functions[f"transformer engine {recipe}"] = transformer_engine_linear(layer[0], native=target.native)  # type: ignore[index]
     except ImportError as error:
         print(f"Transformer Engine left out: {error}")
-    return made
+    return functions
 
 
 class Experts(nn.Module):

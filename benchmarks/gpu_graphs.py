@@ -73,19 +73,19 @@ class Graph:
 
     def compute(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """The copies of what the producer makes of all inputs but the last, a scale."""
-        made = self.cast(self.producer.compute(*inputs[:-1]), inputs[-1])
-        return tuple(copied for copied in made if copied.numel())
+        results = self.cast(self.producer.compute(*inputs[:-1]), inputs[-1])
+        return tuple(copied for copied in results if copied.numel())
 
     def plain(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """The same without casts; of a cast alone a copy."""
-        made = self.producer.compute(*inputs[:-1])
-        return tuple(map(torch.clone, made)) if self.exact else made
+        results = self.producer.compute(*inputs[:-1])
+        return tuple(map(torch.clone, results)) if self.exact else results
 
     def inputs(self) -> list[Tensor]:
         """Random, rows of them binades apart, and a scale."""
-        made = [torch.randn(shape, device=DEVICE) for shape in self.producer.shapes]
-        rows = [torch.randint(-6, 6, (*x.shape[:-1], 1), device=DEVICE) for x in made]
-        sources = [(x * torch.exp2(row)).bfloat16() for x, row in zip(made, rows, strict=True)]
+        tensors = [torch.randn(shape, device=DEVICE) for shape in self.producer.shapes]
+        rows = [torch.randint(-6, 6, (*x.shape[:-1], 1), device=DEVICE) for x in tensors]
+        sources = [(x * torch.exp2(row)).bfloat16() for x, row in zip(tensors, rows, strict=True)]
         return [*sources, torch.full((1, 1), 0.5, device=DEVICE)]
 
     def compiled(self) -> Callable[..., Any]:
@@ -169,8 +169,8 @@ def _operands(rows: str, columns: str) -> Cast:
 
     def cast(matrices: Sequence[Tensor], _: Tensor) -> Iterable[Tensor]:
         x, y = (*matrices, None)[:2]
-        made: list[Tensor] = ops.cast(x, copies, None, 0, None, None, y)
-        return made
+        copies_of_x: list[Tensor] = ops.cast(x, copies, None, 0, None, None, y)
+        return copies_of_x
 
     return cast
 
@@ -182,8 +182,8 @@ def _fp8(form: str, *copies: str) -> Callable[[Tensor, Tensor], Iterable[Tensor]
 
 def _with_delayed_scale(x: Tensor, scale: Tensor) -> Iterable[Tensor]:
     copies = [f"{DELAYED} @{copy}" for copy in (BOTH[0], BOTH[2], "-1 largest")]
-    made: list[Tensor] = ops.cast(x, copies, None, 0, [scale, scale, None])
-    return made
+    results: list[Tensor] = ops.cast(x, copies, None, 0, [scale, scale, None])
+    return results
 
 
 def scaled_mm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> Tensor:
@@ -206,10 +206,10 @@ def on_form(form: str) -> Iterator[None]:
 def generated(function: Callable[..., Tensor], *inputs: Tensor, **options: Any) -> Callable[..., Tensor]:
     """Inductor's code for `function` of such tensors, made anew: no cache knows which form was asked for."""
     graph = make_fx(function, tracing_mode="fake")(*inputs)
-    made: Callable[..., Any] = torch._inductor.compile(
+    compiled: Callable[..., Any] = torch._inductor.compile(
         graph, list(inputs), options={"force_disable_caches": True, **options}
     )
-    return made
+    return compiled
 
 
 def quantize_mm(x: Tensor, b: Tensor, scale_b: Tensor) -> Tensor:

@@ -55,11 +55,11 @@ class CastProgram(CompiledProgram):
         inputs = [graph.inputs() for _ in range(copies_for(int(num_bytes)))]
         compiled, plain = graph.compiled(), torch.compile(gpu_graphs.Module(graph.plain), dynamic=False)
         if graph.exact:
-            for found, wanted in zip(compiled(*inputs[0]), graph.compute(*inputs[0]), strict=True):
-                check_bits(found, wanted, graph.name)
+            for result, wanted in zip(compiled(*inputs[0]), graph.compute(*inputs[0]), strict=True):
+                check_bits(result, wanted, graph.name)
         runs: dict[str, Sequence[Call]] = {
-            self.kernel: [lambda given=given: compiled(*given) for given in inputs],
-            "baseline": [lambda given=given: plain(*given) for given in inputs],
+            self.kernel: [lambda arguments=arguments: compiled(*arguments) for arguments in inputs],
+            "baseline": [lambda arguments=arguments: plain(*arguments) for arguments in inputs],
         }
         times = gpu_common.graph_times(runs, repeats)
         time = times[self.kernel]
@@ -127,8 +127,8 @@ class Layers(nn.Module):
 
     def __init__(self, number: int, small: bool) -> None:
         super().__init__()
-        made = [predicted.Layer(small) for _ in range(number)]
-        self.layers, self.width, self.head = nn.ModuleList(made), made[0].width, made[0].head
+        layers = [predicted.Layer(small) for _ in range(number)]
+        self.layers, self.width, self.head = nn.ModuleList(layers), layers[0].width, layers[0].head
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x: [tokens, 1, width], each token a sequence of its own."""

@@ -42,13 +42,16 @@ def compare(
     taken: defaultdict[str, float] = defaultdict(float)
     for kernel, us in measured.items():
         taken[family(kernel)] += us
-    found: defaultdict[str, list[LaunchWork]] = defaultdict(list)
+    launches: defaultdict[str, list[LaunchWork]] = defaultdict(list)
     for launch in works:
-        found[family(launch.kernel)].append(launch)
+        launches[family(launch.kernel)].append(launch)
     rows = []
-    for name in sorted({*found, *taken}, key=lambda name: -taken[name]):
-        estimates = [launch.work.estimate(rates) for launch in found[name]]
-        us, num_bytes = sum(each.us for each in estimates), sum(each.work.num_bytes for each in found[name])
+    for name in sorted({*launches, *taken}, key=lambda name: -taken[name]):
+        estimates = [launch.work.estimate(rates) for launch in launches[name]]
+        us, num_bytes = (
+            sum(each.us for each in estimates),
+            sum(each.work.num_bytes for each in launches[name]),
+        )
         rows.append(
             {
                 "part": "kernels",

@@ -80,7 +80,7 @@ class CompiledProgram(Program):
     def compiled(self, chip: str) -> Row:
         """Its code for `chip`, as a row: the work of each launch, and what could go wrong with a kernel."""
         result = self.code(chip)
-        launches = [(each.kind, each.kernel, each.work) for each in result.launches if each.work]
+        launches = [(launch.kind, launch.kernel, launch.work) for launch in result.launches if launch.work]
         launches += [("rest", "beside", self.beside)] if self.beside else []
         own = [kernel.binary for kernel in result.kernels if kernel.is_template]
         return {
@@ -100,7 +100,7 @@ class CompiledProgram(Program):
 
     def expected(self, time_us: float, rates: Rates) -> Row:
         """The estimate beside a measured time."""
-        works = [each.work for each in self.works(rates)]
+        works = [work.work for work in self.works(rates)]
         estimate = Range.from_rates(lambda moved: total(works, moved), rates)
         return {
             "predicted_us": round(estimate.centre, 2),
@@ -110,7 +110,7 @@ class CompiledProgram(Program):
 
     def num_bytes(self, rates: Rates) -> float:
         """What its launches move at least."""
-        return sum(each.work.num_bytes for each in self.works(rates))
+        return sum(work.work.num_bytes for work in self.works(rates))
 
 
 def installed() -> Stack:
@@ -138,30 +138,30 @@ def written() -> dict[tuple[Any, ...], Row]:
 
 def layers() -> dict[tuple[Stack, str], dict[str, list[Work]]]:
     """By versions and target, the work of a layer under each policy."""
-    found: dict[tuple[Stack, str], dict[str, list[Work]]] = {}
+    works: dict[tuple[Stack, str], dict[str, list[Work]]] = {}
     for (stack, target, part, policy, _), row in written().items():
         if part == LAYER:
-            found.setdefault((stack, target), {})[policy] = [each.work for each in works_of(row)]
-    return found
+            works.setdefault((stack, target), {})[policy] = [each.work for each in works_of(row)]
+    return works
 
 
 def layer_table() -> Iterator[dict[str, str]]:
     """Steps of a layer over BF16's, by policy and chip, for each pair of versions."""
-    made = {key: works for key, works in layers().items() if BF16 in works}
-    policies = dict.fromkeys(policy for works in made.values() for policy in works)
+    with_bf16 = {key: works for key, works in layers().items() if BF16 in works}
+    policies = dict.fromkeys(policy for works in with_bf16.values() for policy in works)
     for policy in policies:
         row = {"policy": f"`{policy}`"}
-        for name, key, rates in _columns(made):
-            row[name] = _over(made[key], policy, rates) if policy in made[key] else ""
+        for name, key, rates in _columns(with_bf16):
+            row[name] = _over(with_bf16[key], policy, rates) if policy in with_bf16[key] else ""
         yield row
 
 
 def _columns(keys: Iterable[tuple[Stack, str]]) -> Iterator[tuple[str, tuple[Stack, str], Rates]]:
     """Columns by chip, then by versions: the head, the key of the rows and the rates of the chip."""
-    found = sorted(set(keys))
+    columns = sorted(set(keys))
     for chip in CHIPS:
         rates = Rates.for_target(of_chip(chip))
-        for (torch_version, triton_version), target in found:
+        for (torch_version, triton_version), target in columns:
             if target == rates.target.name:
                 head = f"{chip.upper()}, torch {torch_version}, Triton {triton_version}"
                 yield head, ((torch_version, triton_version), target), rates

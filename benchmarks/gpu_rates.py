@@ -194,13 +194,13 @@ class RateProgram(Program):
             return
         ends = values[::-1] if kind.endswith("_us") else values
         centre, source = statistics.median(values), "measured by gpu_rates.py"
-        self.found[kind] = found = Rate(low=ends[0], centre=centre, high=ends[-1], source=source)
+        self.found[kind] = rate = Rate(low=ends[0], centre=centre, high=ends[-1], source=source)
         save(target, self.found)
         table = rates.table[kind]
         yield {
             **self.about,
-            "rate": round(found.centre, 3),
-            "range": [round(found.low, 3), round(found.high, 3)],
+            "rate": round(rate.centre, 3),
+            "range": [round(rate.low, 3), round(rate.high, 3)],
             "predicted": table.centre,
             "predicted_range": [table.low, table.high],
         }
@@ -211,10 +211,10 @@ def timer(repeats: int) -> Time:
     return lambda run: gpu_common.alternate({"run": run}, repeats)["run"]
 
 
-def save(target: Target, found: dict[str, Rate]) -> None:
-    """Keep `found` as a file that ``--rates`` takes."""
+def save(target: Target, rates: dict[str, Rate]) -> None:
+    """Keep `rates` as a file that ``--rates`` takes."""
     path = common.folder() / f"rates_{target.name}.json"
-    data = as_data(target.name, found, **gpu_common.device(), **common.environment())
+    data = as_data(target.name, rates, **gpu_common.device(), **common.environment())
     path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
@@ -225,10 +225,10 @@ def main() -> None:
         return
 
     def programs(name: str) -> Iterator[RateProgram]:
-        found: dict[str, Rate] = {}
+        rates: dict[str, Rate] = {}
         for kind in KINDS:
             if runs_on(kind, TARGETS[name]):
-                yield RateProgram(part="rates", kernel=kind, shape="", found=found)
+                yield RateProgram(part="rates", kernel=kind, shape="", found=rates)
 
     gpu_common.run("gpu_rates", options, programs)
 

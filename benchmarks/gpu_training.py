@@ -66,8 +66,8 @@ class TrainingProgram(CompiledProgram):
         """What `target` would launch, but for the optimizer."""
         with torch.device("meta"):
             model, tokens = self.size.model(), self.size.tokens()
-        given = {"input_ids": tokens, "labels": tokens}
-        return mxcompile.codegen(model, target=target, policy=self.kernel, kwargs=given)
+        batch = {"input_ids": tokens, "labels": tokens}
+        return mxcompile.codegen(model, target=target, policy=self.kernel, kwargs=batch)
 
     def measure(self, rates: Rates, repeats: int) -> Iterator[Row]:
         """The step beside BF16's."""

@@ -53,15 +53,18 @@ def times(run: mesh_runs.Run) -> Iterator[dict[str, Any]]:
     """A row for each way: ms of the step, and of what is exposed of backward's FSDP collectives."""
     step = mesh_runs.step(run)
     work = step.works[0]
-    reduced = [one for one in work.collectives if one.kind == "reduce-scatter"]
+    reduced = [collective for collective in work.collectives if collective.kind == "reduce-scatter"]
     for way, (kind, share) in WAYS.items():
-        sent = [replace(one, kind=kind, num_bytes=round(share * one.num_bytes)) for one in reduced]
-        others = [one for one in work.collectives if one.kind != "reduce-scatter"]
+        sent = [
+            replace(collective, kind=kind, num_bytes=round(share * collective.num_bytes))
+            for collective in reduced
+        ]
+        others = [collective for collective in work.collectives if collective.kind != "reduce-scatter"]
         parts = replace(work, collectives=(*others, *sent)).parts(step.links, step.rates)
         yield {
             "run": run.name,
             "gradients in": way,
-            "GB sent": sum(one.num_bytes for one in sent) / 1e9,
+            "GB sent": sum(collective.num_bytes for collective in sent) / 1e9,
             "exposed in backward, ms": parts["exposed, FSDP backward"] / 1e3,
             "step, ms": sum(parts.values()) / 1e3,
         }
@@ -91,10 +94,10 @@ def gradients(steps: int, ranks: int) -> list[list[Tensor]]:
     return results
 
 
-def _ring(given: list[Tensor]) -> Tensor:
+def _ring(of_ranks: list[Tensor]) -> Tensor:
     """The sum in BF16, rounded after every rank."""
-    total = given[0].bfloat16()
-    for each in given[1:]:
+    total = of_ranks[0].bfloat16()
+    for each in of_ranks[1:]:
         total = total + each.bfloat16()
     return total
 
@@ -102,9 +105,9 @@ def _ring(given: list[Tensor]) -> Tensor:
 def _cast(fmt: Format, seed: int) -> Callable[[list[Tensor]], Tensor]:
     """The FP32 sum of what ranks have cast to `fmt`, each with numbers of its own."""
 
-    def summed(given: list[Tensor]) -> Tensor:
-        total = torch.zeros_like(given[0])
-        for rank, each in enumerate(given):
+    def summed(of_ranks: list[Tensor]) -> Tensor:
+        total = torch.zeros_like(of_ranks[0])
+        for rank, each in enumerate(of_ranks):
             drawn = torch.tensor([seed]) if fmt.stochastic else None
             qdata, scale = encode_tensors(each, -1, fmt, drawn, rank)
             total += decode_tensors(qdata, scale, -1, fmt, torch.float32)
@@ -117,7 +120,7 @@ def errors(by_rank: list[list[Tensor]], draws: int) -> Iterator[dict[str, Any]]:
     """A row for each way to sum the gradients of all ranks."""
     of_weights = [list(each) for each in zip(*by_rank, strict=True)]
     number = len(of_weights)
-    exact = [torch.stack(given).double().sum(0) for given in of_weights]
+    exact = [torch.stack(of_ranks).double().sum(0) for of_ranks in of_weights]
 
     def error(sums: list[Tensor]) -> float:
         away = sum((a.double() - b).square().sum().item() for a, b in zip(sums, exact, strict=True))
@@ -126,13 +129,13 @@ def errors(by_rank: list[list[Tensor]], draws: int) -> Iterator[dict[str, Any]]:
     def row(way: str, **figures: float) -> dict[str, Any]:
         return {"ranks": len(by_rank), "gradients in": way, **figures}
 
-    yield row("FP32", error=error([torch.stack(given).sum(0) for given in of_weights]))
-    yield row("BF16, ring", error=error([_ring(given) for given in of_weights]))
-    yield row("MXFP8, nearest", error=error([_cast(_NEAREST, 0)(given) for given in of_weights]))
+    yield row("FP32", error=error([torch.stack(of_ranks).sum(0) for of_ranks in of_weights]))
+    yield row("BF16, ring", error=error([_ring(of_ranks) for of_ranks in of_weights]))
+    yield row("MXFP8, nearest", error=error([_cast(_NEAREST, 0)(of_ranks) for of_ranks in of_weights]))
     single, mean = 0.0, [torch.zeros_like(each) for each in exact]
     for draw in range(draws):
         seeds = range(1 + draw * number, 1 + (draw + 1) * number)
-        sums = [_cast(_STOCHASTIC, seed)(given) for seed, given in zip(seeds, of_weights, strict=True)]
+        sums = [_cast(_STOCHASTIC, seed)(of_ranks) for seed, of_ranks in zip(seeds, of_weights, strict=True)]
         single += error(sums) / draws
         mean = [total + each.double() / draws for total, each in zip(mean, sums, strict=True)]
     yield row(
@@ -151,8 +154,8 @@ def main() -> None:
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     if not options.time:
-        given = gradients(options.steps, max(RANKS))
-        rows += [row for ranks in RANKS for row in errors(given[:ranks], options.draws)]
+        of_ranks = gradients(options.steps, max(RANKS))
+        rows += [row for ranks in RANKS for row in errors(of_ranks[:ranks], options.draws)]
         common.show(rows)
     if not options.error:
         of_time = [row for run in RUNS for row in times(run)]

@@ -49,9 +49,9 @@ def main() -> None:
         rows += [apart("planning", str(layers)) for layers in options.planning]
         common.show(rows)
     if options.only != "planning":
-        found = cold(options.repeats)
-        common.show(found)
-        rows += found
+        times = cold(options.repeats)
+        common.show(times)
+        rows += times
     common.write("large_models", rows)
 
 
@@ -99,11 +99,11 @@ def cold(repeats: int) -> list[dict[str, Any]]:
     rounds = [{way: apart("compile", way) for way in WAYS} for _ in tqdm(range(repeats), desc="rounds")]
 
     def middle(way: str, what: str) -> float:
-        return round(statistics.median(one[way][what] for one in rounds), 1)
+        return round(statistics.median(run[way][what] for run in rounds), 1)
 
     def ratio(way: str) -> str:
         peer = PEERS.get(way, way)
-        return f"{statistics.median(one[way]['cpu_s'] / one[peer]['cpu_s'] for one in rounds):.2f}"
+        return f"{statistics.median(run[way]['cpu_s'] / run[peer]['cpu_s'] for run in rounds):.2f}"
 
     return [
         {

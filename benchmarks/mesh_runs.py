@@ -363,11 +363,11 @@ def main() -> None:
     for run in () if options.table else RUNS:
         if not options.only or run.name in options.only:
             common.write("mesh_runs", [figures(run)])
-    made = f"{speeds()}\n\n{ratios()}"
-    print(made)
+    tables = f"{speeds()}\n\n{ratios()}"
+    print(tables)
     if options.write:
         before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n{made}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+        PAGE.write_text(f"{before}{BEGIN}\n{tables}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
 
 
 if __name__ == "__main__":

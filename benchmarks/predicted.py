@@ -131,10 +131,10 @@ def main() -> None:
     for target in [] if options.table else options.targets:
         for policy in options.policies or policies(target):
             common.write("predicted", [predict(target, policy, options.tokens)])
-    for page, made in PAGES.items() if options.write else ():
+    for page, table_of in PAGES.items() if options.write else ():
         before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
         after = rest.partition(END)[2]
-        page.write_text(f"{before}{BEGIN}\n{made()}\n{END}{after}", encoding="utf-8")
+        page.write_text(f"{before}{BEGIN}\n{table_of()}\n{END}{after}", encoding="utf-8")
     common.show(formats(options.tokens))
 
 
@@ -177,15 +177,16 @@ def table(tokens: int = TOKENS) -> list[dict[str, str]]:
         {
             "chip": _chip(target),
             "policy": policy,
-            "step, µs ≈": step_us(found).text(",.0f"),
+            "step, µs ≈": step_us(layer_works).text(",.0f"),
             "of BF16's": _over_bf16(rows, target, policy),
             **{
-                f"{kind}s": f"{step_us(found, kind).centre:,.0f}" for kind in ("product", "cast", "attention")
+                f"{kind}s": f"{step_us(layer_works, kind).centre:,.0f}"
+                for kind in ("product", "cast", "attention")
             },
-            "MB": f"{found['mb']:,}",
-            "casts ÷ memory": casts_over_memory(found),
+            "MB": f"{layer_works['mb']:,}",
+            "casts ÷ memory": casts_over_memory(layer_works),
         }
-        for (target, policy), found in rows.items()
+        for (target, policy), layer_works in rows.items()
         if policy in (BF16, MXFP8)
     ]
 
@@ -197,13 +198,13 @@ def formats(tokens: int = TOKENS) -> list[dict[str, str]]:
         {
             "chip": _chip(target),
             "policy": f"`{policy}`",
-            "products": _products(policy, found["kernels"]),
-            "products MB": f"{found['mb_by_kind'].get('product', 0):,}",
-            "casts MB": f"{found['mb_by_kind'].get('cast', 0):,}",
-            "step, µs ≈": f"{step_us(found).centre:,.0f}",
+            "products": _products(policy, layer_works["kernels"]),
+            "products MB": f"{layer_works['mb_by_kind'].get('product', 0):,}",
+            "casts MB": f"{layer_works['mb_by_kind'].get('cast', 0):,}",
+            "step, µs ≈": f"{step_us(layer_works).centre:,.0f}",
             "of BF16's": _over_bf16(rows, target, policy),
         }
-        for (target, policy), found in rows.items()
+        for (target, policy), layer_works in rows.items()
     ]
 
 
@@ -233,7 +234,7 @@ def _fastest(rows: dict[tuple[str, str], dict[str, Any]], target: str) -> str:
     alike = [
         policy
         for policy in steps
-        if policy != best and (found := over(rows, target, policy, best)).low <= 1.0 <= found.high
+        if policy != best and (step_ratio := over(rows, target, policy, best)).low <= 1.0 <= step_ratio.high
     ]
     names = ", ".join(_name(policy) for policy in alike)
     first = _name(best) if best in (BF16, MXFP8) else f"{_name(best)}, {_over_bf16(rows, target, best)}"

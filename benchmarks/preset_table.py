@@ -29,12 +29,12 @@ def main() -> None:
     )
     parser.add_argument("--write", action="store_true", help="put it into docs/formats.md")
     options = parser.parse_args()
-    made = table(results())
+    text = table(results())
     if options.write:
         before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
         _, _, after = rest.partition(END)
-        PAGE.write_text(f"{before}{BEGIN}\n{made}\n{END}{after}", encoding="utf-8")
-    print(made)
+        PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+    print(text)
 
 
 def results() -> list[dict[str, Any]]:
@@ -59,11 +59,11 @@ def _sqnr(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _gap(rows: list[dict[str, Any]]) -> list[str]:
-    found = [row for row in rows if row["what"] == "gap"]
-    if not found:
+    matching = [row for row in rows if row["what"] == "gap"]
+    if not matching:
         return ["", ""]
-    steps = max(row["steps"] for row in found)
-    gaps = list({row["seed"]: row["gap"] for row in found if row["steps"] == steps}.values())
+    steps = max(row["steps"] for row in matching)
+    gaps = list({row["seed"]: row["gap"] for row in matching if row["steps"] == steps}.values())
     spread = f" ± {statistics.stdev(gaps) / len(gaps) ** 0.5:.2%}" if len(gaps) > 1 else ""
     return [f"{statistics.mean(gaps):+.2%}{spread}", f"{len(gaps)} × {steps}"]
 

@@ -51,11 +51,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     options = parser.parse_args()
     measure = {"sqnr": sqnr, "gap": gaps, "step": steps}[options.what]
-    found = []
+    results = []
     for row in measure(options):
         common.write("presets", [{"what": options.what, **row}])
-        found.append({key: value for key, value in row.items() if key != "times_ms"})
-    common.show(found)
+        results.append({key: value for key, value in row.items() if key != "times_ms"})
+    common.show(results)
 
 
 def sqnr(options: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -121,10 +121,10 @@ class Language:
 
 def _logits(served: Any, window: Tensor, *, cached: bool) -> Tensor:
     """FP32 [length - 1, vocabulary]: of every token of `window` but the last, in one call."""
-    given: dict[str, Any] = {"use_cache": False}
+    arguments: dict[str, Any] = {"use_cache": False}
     if cached:
-        given = {"cache": mxcompile.static_cache(served, len(window))}
-    logits: Tensor = served(input_ids=window[None, :-1], **given).logits[0]
+        arguments = {"cache": mxcompile.static_cache(served, len(window))}
+    logits: Tensor = served(input_ids=window[None, :-1], **arguments).logits[0]
     return logits.float()
 
 
@@ -132,9 +132,9 @@ def _scores(logits: Tensor, expected: Tensor, targets: Tensor) -> tuple[Tensor, 
     """The loss, the divergence from `expected` in nats, and whether the likeliest token is the same."""
     losses, divergence, same = [], [], []
     for ours, theirs, target in zip(logits.split(64), expected.split(64), targets.split(64), strict=True):
-        found, wanted = ours.log_softmax(-1), theirs.log_softmax(-1)
-        losses.append(-found.gather(-1, target[:, None])[:, 0].double())
-        divergence.append((wanted.exp() * (wanted - found)).sum(-1).double())
+        result, wanted = ours.log_softmax(-1), theirs.log_softmax(-1)
+        losses.append(-result.gather(-1, target[:, None])[:, 0].double())
+        divergence.append((wanted.exp() * (wanted - result)).sum(-1).double())
         same.append((ours.argmax(-1) == theirs.argmax(-1)).double())
     return torch.cat(losses), torch.cat(divergence), torch.cat(same)
 
@@ -167,10 +167,10 @@ class Encoder:
         }
 
 
-def embeddings(model: nn.Module, given: Any) -> Tensor:
+def embeddings(model: nn.Module, tokens: Any) -> Tensor:
     """Unit vectors, the mean over a sentence's tokens, FP32 [sentences, width]."""
-    hidden = model(**given).last_hidden_state.float()
-    mask = given.attention_mask[..., None].float()
+    hidden = model(**tokens).last_hidden_state.float()
+    mask = tokens.attention_mask[..., None].float()
     return F.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
 
 

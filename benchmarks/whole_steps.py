@@ -289,10 +289,10 @@ def estimates(run: Run, rows: dict[tuple[str, str], dict[str, Any]]) -> Estimate
     )
 
 
-def _scaled(found: LayerWork, *, tokens: float, length: float) -> LayerWork:
+def _scaled(work: LayerWork, *, tokens: float, length: float) -> LayerWork:
     return LayerWork(
-        forward=scaled(found.forward, tokens=tokens, length=length),
-        backward=scaled(found.backward, tokens=tokens, length=length),
+        forward=scaled(work.forward, tokens=tokens, length=length),
+        backward=scaled(work.backward, tokens=tokens, length=length),
     )
 
 
@@ -322,12 +322,12 @@ def main() -> None:
     )
     parser.add_argument("--write", action="store_true", help="put the table into its page")
     options = parser.parse_args()
-    made = table()
-    print(made)
+    text = table()
+    print(text)
     if options.write:
         page = calibration.PAGE
         before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-        page.write_text(f"{before}{BEGIN}\n{made}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+        page.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
 
 
 if __name__ == "__main__":

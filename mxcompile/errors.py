@@ -63,7 +63,7 @@ def shown(value: object) -> str:
 
 def nearest(word: str, allowed: Iterable[str]) -> str:
     """Returns ``" (did you mean 'x'?)"`` for the allowed word closest to `word`, or ""."""
-    by_lower = {known.lower(): known for known in allowed}
+    by_lower = {name.lower(): name for name in allowed}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
     return f" (did you mean {by_lower[close[0]]!r}?)" if close else ""
 

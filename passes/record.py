@@ -64,7 +64,7 @@ def record_of(tag: GemmTag) -> GemmRecord:
 
 
 def _formats(tag: GemmTag) -> tuple[OperandFormat, ...]:
-    """Returns the formats of both operands, of a stored weight alone, or none."""
+    """Returns the formats of both operands, or of a stored weight if only the weight is quantized, or ()."""
     formats = tuple(
         _operand_format(tag, operand, fmt)
         for operand, fmt in zip(tag.tensors, tag.formats or (), strict=False)

@@ -78,7 +78,7 @@ def _origins(graph: fx.Graph, inputs: Sequence[GraphInput]) -> dict[fx.Node, _Or
 def _reached(
     layer: fx.Node, values: Collection[fx.Node], seen: set[tuple[fx.Node, bool, bool]], *, behind: bool
 ) -> Iterable[fx.Node]:
-    """Yields the `values` that `layer` is computed from: up to other layers if `behind`, else the nearest."""
+    """Yields `values` that `layer` is computed from: the nearest, or with `behind` all up to other layers."""
     pending = [(arg, True) for arg in layer.all_input_nodes]
     while pending:
         node, counts = pending.pop()

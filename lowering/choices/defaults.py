@@ -78,7 +78,7 @@ def precision_of(forms: Sequence[Format]) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableRow:
-    """The form of products of a kind and of `precisions` for which `holds`. when: the condition in words."""
+    """The default form of products of `kind` in `precisions` if `holds` is true. when: `holds` in words."""
 
     kind: str
     when: str

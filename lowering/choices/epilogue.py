@@ -65,9 +65,7 @@ def _is_cast(node: fx.Node) -> bool:
     cast = Casts.from_node(node)
     if cast is None:
         return node.target is ops.quantize_mm
-    return all(
-        copy.is_mx or (copy.format.packed and copy.part is CopyPart.CODES) for copy in cast.parsed_copies
-    )
+    return all(copy.is_mx or (copy.format.packed and copy.part is CopyPart.CODES) for copy in cast.parsed)
 
 
 def _source(node: fx.Node) -> fx.Node:

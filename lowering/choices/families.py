@@ -44,7 +44,7 @@ class Family(StrEnum):
 class FamilyRow:
     """The conditions of a family: on operand formats, on a chip, and on formats on such a chip.
 
-    reason: why a chip that has the family lacks it for formats, for records.
+    reason: text for a record: why the chip has no kernel of the family for these formats.
     """
 
     takes: Callable[[Forms], bool] = lambda forms: True

@@ -111,7 +111,7 @@ def _takes_another(cast: fx.Node) -> bool:
     view = Casts.from_node(cast)
     if view is None or view.y is not None:
         return False
-    return len(view.copies) == 2 and all(copy.is_mx for copy in view.parsed_copies)
+    return len(view.copies) == 2 and all(copy.is_mx for copy in view.parsed)
 
 
 def _elementwise(node: fx.Node) -> bool:

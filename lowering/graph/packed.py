@@ -181,8 +181,8 @@ class _PackedOperands:
             if value_of(scale).dtype is not torch.uint8:
                 bytes_ = self.build.call(aten.view.dtype, scale, torch.uint8, like=scale)
             if layout is ScaleLayout.TILED_128X4:
-                given = bytes_, codes.qdata, -1, codes.fmt, str(layout)
-                bytes_ = self.build.call(ops.scale_bytes, *given, like=scale)
+                arguments = bytes_, codes.qdata, -1, codes.fmt, str(layout)
+                bytes_ = self.build.call(ops.scale_bytes, *arguments, like=scale)
             self._scales[key] = bytes_
         return self._scales[key]
 

@@ -137,8 +137,8 @@ class _Copies:
         matrix = self.rows(matrix if swapped else base)
         if not self.fnuz:
             return matrix
-        given = matrix, None, -1, str(form), FNUZ[form.elem.dtype]
-        return self._once((matrix, ops.decode), lambda: self.build.call(ops.decode, *given, like=matrix))
+        arguments = matrix, None, -1, str(form), FNUZ[form.elem.dtype]
+        return self._once((matrix, ops.decode), lambda: self.build.call(ops.decode, *arguments, like=matrix))
 
     def transposed(self, matrix: fx.Node) -> fx.Node | None:
         """Returns a separate cast's copy of `matrix` if that is a transposed result of a cast, or None."""

@@ -142,5 +142,5 @@ class ScaleBlocks:
 
     @property
     def across_rows(self) -> bool:
-        """Whether neighbours on a CPU have different scales: to load them is faster than to recompute."""
+        """Whether scales of neighbours differ on a CPU, where loading scales is faster than computing them."""
         return self.device.type == "cpu" and self.extents[-1] == 1

@@ -74,7 +74,7 @@ def decoded(codes, PLACE: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def times(codes, factors, PLACE: tl.constexpr, PTX: tl.constexpr):
-    """Returns values of the codes in bytes times `factors`, BF16, rounded once. PLACE: as in `decoded`."""
+    """Returns decoded `codes` times `factors` in BF16, rounded once. PLACE: as in `decoded`."""
     if PTX:
         args = [codes, factors]
         return tl.inline_asm_elementwise(

@@ -240,7 +240,7 @@ def span_of(offs_ptr, group, NUM_GROUPS: tl.constexpr, POWER: tl.constexpr):
 
 @triton.jit
 def scale_tile_of(offs_ptr, tile, NUM_GROUPS: tl.constexpr, POWER: tl.constexpr):
-    """Returns first and end block of scale tile number `tile` of groups of K; no block past the last tile."""
+    """Returns first and end block of scale tile number `tile` along K; 0 and 0 past the last tile."""
     first, last, tile_ends = blocks_of(offs_ptr, NUM_GROUPS, POWER)
     index = tl.arange(0, POWER)
     group = tl.sum((tile_ends <= tile).to(tl.int32), 0)

@@ -96,8 +96,8 @@ def _fields(
     back = tiles.scale_value(byte) * in_units
     if not CLEAN:
         back = tl.where(back < float("inf"), back, 0.0)  # of blocks whose elements are all 0 now
-    known = x * in_units
-    noise = element * back[:, None, :, None] - known
+    finite = x * in_units
+    noise = element * back[:, None, :, None] - finite
     below = (bits - 1).to(tl.uint32, bitcast=True)  # of 0 the largest, and the only one with bit 31
     zeros = tl.sum((below >> 31).to(tl.int32))
     underflow = tl.sum(lost.to(tl.int32))
@@ -112,7 +112,7 @@ def _fields(
     smallest = tl.where(least == 0, _INF_BITS, least).to(tl.float32, bitcast=True)
     square = tiles.scale_value(unit).to(tl.float64)
     square *= square
-    signal, lost_signal = tl.sum(known * known).to(tl.float64), tl.sum(noise * noise).to(tl.float64)
+    signal, lost_signal = tl.sum(finite * finite).to(tl.float64), tl.sum(noise * noise).to(tl.float64)
     nonzero = 0 - zeros + bits.numel
     counts = nonzero, underflow, saturated, nan, inf, poisoned
     return amax, smallest, counts, signal * square, lost_signal * square
@@ -146,7 +146,7 @@ def _store_fields_of_any(
         x, inside = _load(x_ptr, first_m, first, M, N, stride_m, stride_n, TILE_M, PART, HEIGHT, WIDTH)
         byte = tiles.scale_byte(_largest_bits(x), ELEM, ROUNDING)
         part = tl.minimum(M - first_m, TILE_M) * tl.maximum(tl.minimum(N - first, PART), 0)
-        most, least, counts, known, lost = _fields(x, inside, byte, none, part, ELEM, ROUNDING, False)
+        most, least, counts, finite, lost = _fields(x, inside, byte, none, part, ELEM, ROUNDING, False)
         amax, smallest = tl.maximum(amax, most), tl.minimum(smallest, least)
         nonzero += counts[0]
         underflow += counts[1]
@@ -154,7 +154,7 @@ def _store_fields_of_any(
         nan += counts[3]
         inf += counts[4]
         poisoned += counts[5]
-        signal += known
+        signal += finite
         noise += lost
     whole = nonzero, underflow, saturated, nan, inf, poisoned
     _store_fields(row_ptr, elements, amax, smallest, whole, signal, noise)

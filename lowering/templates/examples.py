@@ -46,7 +46,7 @@ def dense(operands: Sequence[Any], coding: Coding) -> dict[int, Make]:
 
 
 def stored(operands: Sequence[Any]) -> dict[int, Make]:
-    """Returns makers of the examples of b and its scale, by position. Operand 0 is not cast yet."""
+    """Returns functions that make examples of b and its scale, by position. Operand 0 is not cast yet."""
     return dict.fromkeys(range(1, len(operands[:3])), _side)
 
 

@@ -262,7 +262,7 @@ def _is_stored(x: ir.TensorBox) -> bool:
 
 
 def _largest(x: ir.TensorBox, signs: int) -> Results:
-    """Returns the largest magnitude of `x`, [1], and with signs also of its transform."""
+    """Returns the amax of `x`, [1]; with `signs` also the amax of its Hadamard transform."""
     *batch, m, n = x.get_size()
     x, number = _matrices(x), 2 if signs else 1
     device = x.get_device_or_error()

@@ -160,7 +160,7 @@ class Separate(SubgraphChoiceCaller):
         self._product = product
 
     def output_node(self) -> ir.TensorBox:
-        """Returns the product of the cast in the graph."""
+        """Returns the graph's product node that reads the cast."""
         out: ir.TensorBox = lowerings[ops.matmul](*self._product)
         return out
 

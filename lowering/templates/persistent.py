@@ -39,7 +39,7 @@ class _Kernel(ProductKernel):
     """A kernel that makes descriptors. Its launch needs an allocator in the context that runs it."""
 
     def call_kernel(self, *args: Any, **keywords: Any) -> None:
-        """Writes the launch behind a call that sets the allocator; the C++ wrapper has its own allocator."""
+        """Writes a call that sets Triton's allocator, then the launch. The C++ wrapper needs no such call."""
         if not V.graph.cpp_wrapper:
             V.graph.wrapper_code.add_import_once(f"from {scratch.__name__} import provide as provide_scratch")
             V.graph.wrapper_code.writeline("provide_scratch()")

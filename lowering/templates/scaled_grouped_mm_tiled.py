@@ -139,7 +139,7 @@ K_TEMPLATE = Descriptors(name="mx_scaled_grouped_mm_k_tiled", grid=_k_grid, sour
 
 
 def arguments(tile: TiledConfig, groups: int) -> dict[str, Any]:
-    """Returns the arguments of both templates for `tile`, except a coding's."""
+    """Returns the arguments of both templates for `tile`, without the arguments of a `Coding`."""
     return {
         **persistent.arguments(tile),
         "NUM_GROUPS": groups,

@@ -115,7 +115,7 @@ def index_type(*extents: Any) -> str:
 
 
 def _extent(operand: Any) -> Any:
-    """Returns the number of elements that a matrix of `operand` and a tile past its end extend over."""
+    """Returns a bound on the offsets in a tile of `operand`, which may reach past the matrix."""
     pairs = zip(operand.get_size()[-2:], operand.get_stride()[-2:], strict=True)
     return sum((size + _SPARE) * stride for size, stride in pairs)
 

@@ -164,11 +164,11 @@ def _modelopt(source: str, about: Mapping[str, Any]) -> Declared:
     if algorithm != _MIXED:
         forms = _allowed(source, "quant_algo", algorithm, _ALGORITHMS | {_MIXED: frozenset()})
         return Declared(source=source, forms=forms, kept=kept)
-    if not isinstance(layers, dict) or not all(isinstance(each, dict) for each in layers.values()):
+    if not isinstance(layers, dict) or not all(isinstance(settings, dict) for settings in layers.values()):
         raise CheckpointError(f"{source}: quant_algo is {_MIXED} without quantized_layers")
     by_module = {
-        name: _allowed(source, f"quant_algo of {name}", each.get("quant_algo"), _ALGORITHMS)
-        for name, each in layers.items()
+        name: _allowed(source, f"quant_algo of {name}", settings.get("quant_algo"), _ALGORITHMS)
+        for name, settings in layers.items()
     }
     return Declared(source=source, by_module=by_module, kept=kept)
 

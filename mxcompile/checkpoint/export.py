@@ -98,7 +98,7 @@ def export_weights(
     if not args and not kwargs:
         kwargs = example_inputs(model)
     uses_by_path = uses(model, resolved, args, kwargs or {}, weight_uses, training=False).by_path
-    exported = ExportedWeights(model, form, {path: common_cast(each) for path, each in uses_by_path.items()})
+    exported = ExportedWeights(model, form, {path: common_cast(use) for path, use in uses_by_path.items()})
     _check_complete(model, resolved, exported.weights)
     if not any(weight.stored for weight in exported.weights.weights):
         raise ModelError(f"no weight would be exported in {stored_labels()}\n{exported.weights}")

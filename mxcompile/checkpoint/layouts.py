@@ -112,7 +112,7 @@ class FileLayout:
 
 def layout_of(name: str) -> FileLayout:
     """Returns the layout called `name`, to write it. Raises `CheckpointError` if there is none."""
-    written = [each.name for each in LAYOUTS.values() if each.forms]
+    written = [layout.name for layout in LAYOUTS.values() if layout.forms]
     if name not in written:
         raise CheckpointError(not_allowed("layout", name, written))
     return LAYOUTS[name]

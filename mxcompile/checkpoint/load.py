@@ -207,18 +207,18 @@ def architecture(path: Path, raw: dict[str, Any]) -> tuple[Any, Any]:
 def _assign(path: Path, model: nn.Module, reading: Mapping[str, Callable[[], Tensor]]) -> None:
     """Replaces each parameter and buffer of `model`, wherever it is shared, by its tensor in `reading`."""
     places: defaultdict[int, list[tuple[dict[str, Any], str]]] = defaultdict(list)
-    known: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for prefix, module in model.named_modules():
         for owned in (module._parameters, module._buffers):
             for attribute, value in owned.items():
                 if value is not None and attribute not in module._non_persistent_buffers_set:
-                    known[user_path(joined(prefix, attribute))] = value
+                    tensors[user_path(joined(prefix, attribute))] = value
                     places[id(value)].append((owned, attribute))
     extra = _extra_states(model)
     parameters = {name: read for name, read in reading.items() if name not in extra}
-    _check_names(path, parameters, known)
+    _check_names(path, parameters, tensors)
     for name, read in tqdm(parameters.items(), desc="load", unit="tensor", disable=None, leave=False):
-        value, old = read(), known[name]
+        value, old = read(), tensors[name]
         if value.shape != old.shape:
             shapes = f"shape {tuple(value.shape)}, the model's {tuple(old.shape)}"
             raise CheckpointError(f"{path}: {name!r} has {shapes}")

@@ -159,7 +159,7 @@ def _checked(entry: Entry, path: str, shapes: Mapping[str, tuple[int, ...]]) -> 
 
 def _lost(converters: Sequence[Any], rank: int) -> str:
     """Returns why tensors that go through `converters` cannot be stored, "" if they can."""
-    for step in (step for each in converters for step in each.operations):
+    for step in (step for converter in converters for step in converter.operations):
         kind = type(step).__name__
         if kind not in _KEEPS_BLOCKS or (kind == "Concatenate" and step.dim % max(rank, 1) == rank - 1):
             return f"the model reads it through {kind}, which does not keep blocks"

@@ -75,10 +75,10 @@ def stored_weight(
     shape = list(entry.shape)
     for dim in range(-1, -len(shape) - 1, -1):
         whole = [*shape[:dim], shape[dim] * form.elem.per_byte, *shape[len(shape) + dim + 1 :]]
-        for each in _tiles(form, dim, tile):
-            if _fits(scale, scale_shape(whole, dim, each)):
+        for tile_size in _tiles(form, dim, tile):
+            if _fits(scale, scale_shape(whole, dim, tile_size)):
                 parts = [entry, scale] if global_scale is None else [entry, scale, global_scale]
-                is_whole = form.scale is ScaleType.FP32 and each.along == WHOLE
+                is_whole = form.scale is ScaleType.FP32 and tile_size.along == WHOLE
                 return StoredWeight(
                     name=name,
                     shape=tuple(whole),
@@ -86,7 +86,7 @@ def stored_weight(
                     form=replace(form, tile=Tile.CHANNEL) if is_whole else form,
                     block_dim=dim,
                     tensors=tuple(part.name for part in parts),
-                    file_tile=each,
+                    file_tile=tile_size,
                 )
     blocks = f", in blocks of {tile} by config.json" if tile is not None else ""
     raise CheckpointError(f"{what} has shape {entry.shape}{blocks}, which scales of {scale.shape} do not fit")

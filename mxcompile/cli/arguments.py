@@ -175,7 +175,7 @@ def _check_writable(path: Path) -> None:
     """Raises `OptionError` if no file can be created in the folder `path`, or else next to `path`."""
     folder = path if path.is_dir() else path.absolute().parent
     if not folder.is_dir():
-        there = next(each for each in (folder, *folder.parents) if each.exists())
+        there = next(parent for parent in (folder, *folder.parents) if parent.exists())
         reason = f"there is no folder {folder}" if there.is_dir() else f"{there} is a file"
         raise OptionError(f"{path} cannot be written: {reason}")
     try:
@@ -203,12 +203,12 @@ def check_picture(path: Path) -> None:
     figure()
 
 
-def device(asked: str | None) -> str:
-    """Returns the device `asked`, or the accelerator, or the CPU. Raises `OptionError` if it is missing."""
+def device(name: str | None) -> str:
+    """Returns the device `name`, or the accelerator, or the CPU. Raises `OptionError` if it is missing."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     present = [*(["cuda"] if count else []), *(f"cuda:{index}" for index in range(count)), "cpu"]
-    if asked is not None and asked not in present:
-        raise OptionError(not_allowed("device", asked, present))
-    return asked or present[0]
+    if name is not None and name not in present:
+        raise OptionError(not_allowed("device", name, present))
+    return name or present[0]

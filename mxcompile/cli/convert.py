@@ -50,10 +50,10 @@ def run(options: argparse.Namespace) -> int:
 
     layout = layout_of(options.layout)  # before the model is built, to fail early
     with quiet():
-        given = None if options.model is None else load_model(options.model)
+        model = None if options.model is None else load_model(options.model)
         if options.dry_run:
             checkpoint = Checkpoint.open(options.source)
-            weights, _ = plan_conversion(checkpoint, options.policy, layout, given)
+            weights, _ = plan_conversion(checkpoint, options.policy, layout, model)
             before = after = checkpoint.num_bytes
             for name, weight in weights.items():
                 after += weight.num_bytes - checkpoint.entries[name].num_bytes
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
             print(f"{table}\n\n{_sizes(options, before, after)}")
             return 0
         table = convert(
-            options.source, options.target, policy=options.policy, layout=options.layout, model=given
+            options.source, options.target, policy=options.policy, layout=options.layout, model=model
         )
     before, after = (Checkpoint.open(path).num_bytes for path in (options.source, options.target))
     print(f"{table}\n\nwritten: {_sizes(options, before, after)}")

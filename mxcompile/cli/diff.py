@@ -45,11 +45,11 @@ _CONDITIONS: dict[str, Callable[[str], float] | None] = {
 
 def condition(text: str) -> FailCondition:
     """Returns the condition of the text ``fallback``, ``share-drop=1%`` or ``sqnr-drop=1dB``."""
-    word, given, limit = text.partition("=")
+    word, equals, limit = text.partition("=")
     if word not in _CONDITIONS:
         raise argparse.ArgumentTypeError(not_allowed("condition", word, _CONDITIONS))
     read = _CONDITIONS[word]
-    if (read is None) == bool(given):
+    if (read is None) == bool(equals):
         usage = f"{word} takes no limit" if read is None else f"{word} needs a limit, such as {word}=1"
         raise argparse.ArgumentTypeError(usage)
     return FailCondition(word=word, limit=0.0 if read is None else read(limit))

@@ -85,15 +85,15 @@ def run(options: argparse.Namespace) -> int:
     policies = None if options.compare is None else policies_of(options.compare)
     with quiet(), working(f"tracing {options.model}"):
         model, args, kwargs = loaded(options)
-        asked: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "target": options.target,
             "training": not options.inference,
             "kwargs": kwargs,
         }
         if policies is not None:
-            compared = estimates(model, *args, policies=policies, **asked)
+            compared = estimates(model, *args, policies=policies, **arguments)
         else:
-            report = explain(model, *args, policy=options.policy, **asked)
+            report = explain(model, *args, policy=options.policy, **arguments)
     if policies is not None:
         print(compared)
         return 0

@@ -42,8 +42,8 @@ class Parser(argparse.ArgumentParser):
         """Parses like argparse, but unknown arguments are errors of this command, not of its parent."""
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            known = self._option_string_actions
-            words = (f"{word}{nearest(word.partition('=')[0], known)}" for word in unknown)
+            flags = self._option_string_actions
+            words = (f"{word}{nearest(word.partition('=')[0], flags)}" for word in unknown)
             self.error(f"unrecognized arguments: {' '.join(words)}")
         return options, unknown
 

@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
     from mxcompile.cli.quiet import quiet, working
     from mxcompile.mesh.report import form_of
 
-    asked: dict[str, Any] = {
+    named: dict[str, Any] = {
         "policy": options.policy,
         "target": options.target,
         "training": not options.inference,
@@ -90,10 +90,10 @@ def run(options: argparse.Namespace) -> int:
             options, "a memory limit selects among the meshes of RANKS, and this is one mesh", "memory_gb"
         )
         check_output(options, form_of)
-        asked |= {"mesh": options.mesh, "schedule": options.schedule, "microbatches": options.microbatches}
+        named |= {"mesh": options.mesh, "schedule": options.schedule, "microbatches": options.microbatches}
         with quiet(), working(f"tracing {options.model} on one rank of {options.mesh}"):
             model, args, kwargs = of_ranks(options)
-            report = explain_rank(model, *args, kwargs=kwargs, **asked)
+            report = explain_rank(model, *args, kwargs=kwargs, **named)
         show(report, options)
         return 0
     if options.links is None:
@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
     with quiet():
         model, args, kwargs = of_ranks(options)
         swept = sweep_meshes(
-            model, *args, kwargs=kwargs, ranks=int(options.mesh), memory_gb=options.memory_gb, **asked
+            model, *args, kwargs=kwargs, ranks=int(options.mesh), memory_gb=options.memory_gb, **named
         )
     print(swept)
     if options.output is not None and swept.fitting:

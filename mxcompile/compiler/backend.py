@@ -93,8 +93,8 @@ class Backend:
         parts: tuple[str, ...] | None = None,
         **unknown: Never,
     ) -> None:
-        given = {"policy": policy, "report": report, "target": target, "strict": strict, "inductor": inductor}
-        self.options = Options.parse(mode, {**given, "watch": watch, **unknown})
+        named = {"policy": policy, "report": report, "target": target, "strict": strict, "inductor": inductor}
+        self.options = Options.parse(mode, {**named, "watch": watch, **unknown})
         self.root = root
         self.parts = parts
         if root is not None and delayed_scales.needed(self.options.policy):
@@ -185,13 +185,11 @@ def compile_graph(
     region: dict[str, Any] = {} if name is None else {"compile_region_name": name}
 
     def compiled(graph: fx.GraphModule, one: Compilation) -> Compiled:
-        patches, known = one.config_patches(), table()
-        code = compile_fx(graph, example_inputs, config_patches=patches, decompositions=known, **region)
+        patches, rules = one.config_patches(), table()
+        code = compile_fx(graph, example_inputs, config_patches=patches, decompositions=rules, **region)
         return cast(Compiled, code)
 
-    stored = stored_part(
-        compilation
-    )  # before the compile, because it sets the token in Inductor's cache keys
+    stored = stored_part(compilation)  # before the compile: it sets the token in Inductor's cache keys
     return CompiledGraph(
         compiled(gm, compilation),
         attribution=publish(compilation, stored),

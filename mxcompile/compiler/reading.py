@@ -29,8 +29,8 @@ def read_early(is_ours: Callable[[Any], bool]) -> None:
 
     def record(wrapper: Any, arguments: dict[str, Any]) -> None:
         if is_ours(vars(wrapper).get("compiler_fn")):
-            given, arguments = arguments, _Arguments()
-            for key, value in given.items():
+            items, arguments = arguments, _Arguments()
+            for key, value in items.items():
                 arguments[key] = value
         vars(wrapper)["kwargs"] = arguments
 

@@ -76,7 +76,7 @@ def quantize_gathers_(
     layers = uses(model, Policy.resolve(policy), args, kwargs or {}, tile_uses, training=True).by_path
     places = owners(model)
     casts = {
-        path: _cast(path, places[path][0], each, ranks) for path, each in layers.items() if path in places
+        path: _cast(path, places[path][0], layer, ranks) for path, layer in layers.items() if path in places
     }
     result = QuantizedGathers(
         weights=tuple(_row(path, places[path][0], layers[path], cast) for path, cast in casts.items())

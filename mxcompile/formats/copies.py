@@ -256,8 +256,8 @@ def _copy_of(word: str) -> Copy:
     parts = [each for each in words if each in list(CopyPart)]
     dtypes = [each for each in words if isinstance(getattr(torch, each, None), torch.dtype)]
     turned, halved = ([each for each in words if each == word] for word in (_TRANSPOSED, _FNUZ))
-    known = form and dim.removeprefix("-").isdecimal() and (parts or dtypes)
-    if not known or [*parts[:1], *dtypes[:1], *turned[:1], *halved[:1], *layouts[:1]] != words:
+    is_valid = form and dim.removeprefix("-").isdecimal() and (parts or dtypes)
+    if not is_valid or [*parts[:1], *dtypes[:1], *turned[:1], *halved[:1], *layouts[:1]] != words:
         raise FormatError(
             f"{word!r} is not a copy: expected a format, @ and a dimension, {', '.join(CopyPart)} or a dtype"
         )

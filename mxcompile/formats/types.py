@@ -349,11 +349,11 @@ def _format_of(word: str) -> Format:
     roundings = [part for part in rest if part in list(ElemRounding)]
     transforms = [part for part in rest if part.startswith(f"{HADAMARD}:")]
     choices = [part for part in rest if part.startswith(f"{FOUR_OVER_SIX}:")]
-    packed, row_scaled = ([part for part in rest if part == each] for each in (PACKED, ROW_SCALED))
-    known = (roundings, transforms, choices, row_scaled, packed)
-    amaxes = [part for part in rest if not any(part in parts for parts in known)]
+    packed, row_scaled = ([part for part in rest if part == name] for name in (PACKED, ROW_SCALED))
+    options = (roundings, transforms, choices, row_scaled, packed)
+    amaxes = [part for part in rest if not any(part in parts for parts in options)]
     signs = [part.partition(":")[2] for part in transforms]
-    if any(len(parts) > 1 for parts in (*known, amaxes)) or not all(map(str.isdecimal, signs)):
+    if any(len(parts) > 1 for parts in (*options, amaxes)) or not all(map(str.isdecimal, signs)):
         raise FormatError(
             f"{word!r} is not a format: expected element type, tile and derivation of the scale, then at most"
             f" one of each: {' or '.join(ElemRounding)}; an amax such as percentile:99.9; {HADAMARD}: and a"

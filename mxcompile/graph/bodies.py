@@ -62,8 +62,8 @@ def operands_of(node: fx.Node, body: fx.GraphModule) -> dict[fx.Node, Any]:
     Higher-order operators pass their last arguments to the body.
     """
     inputs = body.graph.find_nodes(op="placeholder")
-    given = tree_leaves(node.args)[-len(inputs) :] if inputs else []
-    return dict(zip(inputs, [None] * (len(inputs) - len(given)) + given, strict=True))
+    operands = tree_leaves(node.args)[-len(inputs) :] if inputs else []
+    return dict(zip(inputs, [None] * (len(inputs) - len(operands)) + operands, strict=True))
 
 
 def flattened(graph: fx.Graph) -> fx.Graph:
@@ -90,20 +90,20 @@ class _Flattening:
         self._owner = owner
         self._calls = calls
 
-    def copy(self, graph: fx.Graph, known: dict[fx.Node, fx.Node]) -> list[Any]:
-        """Copies `graph`, whose inputs map to `known`. Returns the results if `graph` is a body."""
+    def copy(self, graph: fx.Graph, copies: dict[fx.Node, fx.Node]) -> list[Any]:
+        """Copies `graph`, whose inputs map to `copies`. Returns the results if `graph` is a body."""
         returned: dict[fx.Node, list[list[Any]]] = {}
         for node in graph.nodes:
             if node.op == "output" and self._owner is not None:
-                return [known.get(one) for one in tree_leaves(node.args[0])]
+                return [copies.get(one) for one in tree_leaves(node.args[0])]
             if called := _with_products(node):
-                returned[node] = [self._body(node, body, known) for body in called]
-            if node not in known:
+                returned[node] = [self._body(node, body, copies) for body in called]
+            if node not in copies:
                 result = self._result(node, returned)
-                known[node] = result or self._noted(self._flat.node_copy(node, known.__getitem__), node)
+                copies[node] = result or self._noted(self._flat.node_copy(node, copies.__getitem__), node)
         return []
 
-    def _body(self, node: fx.Node, body: fx.GraphModule, known: dict[fx.Node, fx.Node]) -> list[Any]:
+    def _body(self, node: fx.Node, body: fx.GraphModule, copies: dict[fx.Node, fx.Node]) -> list[Any]:
         """Copies `body`, which `node` calls. Returns its results."""
         inside: dict[fx.Node, fx.Node] = {}
         calls, carried = self._calls, _carried(node)
@@ -112,9 +112,9 @@ class _Flattening:
             if value is None or tensor(inner) is None or outer in carried:
                 continue
             if _shape(inner) == _shape(outer):
-                inside[inner] = known[outer]
+                inside[inner] = copies[outer]
             elif _shape(inner) == _shape(outer)[1:]:
-                inside[inner] = self._slice(known[outer], inner)
+                inside[inner] = self._slice(copies[outer], inner)
                 calls = value.shape[0] * self._calls
         return _Flattening(self._flat, self._owner or node, calls).copy(body.graph, inside)
 

@@ -72,10 +72,10 @@ class Builder:
 
     def _filled(self, node: fx.Node, like: fx.Node) -> fx.Node:
         target: Any = node.target
-        given: Any = node.args, node.kwargs
+        arguments: Any = node.args, node.kwargs
         node.meta.update({key: like.meta[key] for key in _INHERITED if key in like.meta})
         node.meta[PASS_KEY] = self.made_by
-        positional, keywords = fx.node.map_arg(given, lambda n: n.meta["val"])
+        positional, keywords = fx.node.map_arg(arguments, lambda n: n.meta["val"])
         if target is operator.getitem and isinstance(positional[0], list | tuple):
             node.meta["val"] = operator.getitem(*positional)
         elif target in ops.SPECS and self._fake is not None:
@@ -118,8 +118,8 @@ class Builder:
         for node in self.graph.find_nodes(op="placeholder"):
             value = None if node in self.leaving else node.meta.get("val")
             if isinstance(value, torch.SymInt) and value.node.expr == wanted:
-                given: fx.Node = node
-                return given
+                same: fx.Node = node
+                return same
             for dim, length in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
                 if isinstance(length, torch.SymInt) and length.node.expr == wanted:
                     return self.call(torch.ops.aten.sym_size.int, node, dim, like=like)

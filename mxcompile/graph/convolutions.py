@@ -22,9 +22,9 @@ _SETTINGS = ("stride", "padding", "dilation", "transposed", "output_padding", "g
 
 def _parts(node: fx.Node) -> tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Any, ...]]:
     """Returns input, weight, result (or its gradient) and `_SETTINGS` of a convolution or its backward."""
-    given = arguments_of(node)
-    result = given["grad_output"] if packet(node) in CONVOLUTION_BACKWARD else node
-    return tensor(given["input"]), tensor(given["weight"]), tensor(result), tuple(map(given.get, _SETTINGS))
+    named = arguments_of(node)
+    result = named["grad_output"] if packet(node) in CONVOLUTION_BACKWARD else node
+    return tensor(named["input"]), tensor(named["weight"]), tensor(result), tuple(map(named.get, _SETTINGS))
 
 
 def convolution_sizes(node: fx.Node) -> Sizes:

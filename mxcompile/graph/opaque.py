@@ -97,20 +97,20 @@ def _value(argument: Any) -> Any:
 
 def _trilinear_sizes(node: fx.Node) -> Sizes:
     """Returns Σ a·b·c as a product: k is the number of summed elements, m the number of results."""
-    given = arguments_of(node)
+    arguments = arguments_of(node)
     shapes = []
     for number in "123":
-        value = tensor(given[f"i{number}"])
+        value = tensor(arguments[f"i{number}"])
         if value is None:
             return UNKNOWN
         shape = list(value.shape)
-        for dim in sorted(given[f"expand{number}"]):
+        for dim in sorted(arguments[f"expand{number}"]):
             shape.insert(dim, 1)
         shapes.append(shape)
     m, k = 1, 1
     for dim, lengths in enumerate(zip(*shapes, strict=True)):
         length = next((size for size in lengths if not isinstance(size, int) or size != 1), 1)
-        if dim in given["sumdim"]:
+        if dim in arguments["sumdim"]:
             k = k * length
         else:
             m = m * length
@@ -127,12 +127,12 @@ def weights_sizes(target: Any, args: Sequence[Any]) -> list[Sizes]:
     if schema is None or not isinstance(x, Tensor) or x.ndim < 2:
         return []
     named = zip(schema.arguments, args, strict=False)
-    given = [value for argument, value in named if "weight" in argument.name or argument.name == "params"]
-    matrices = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and leaf.ndim == 2]
+    weights = [value for argument, value in named if "weight" in argument.name or argument.name == "params"]
+    matrices = [leaf for leaf in tree_leaves(weights) if isinstance(leaf, Tensor) and leaf.ndim == 2]
     rows = math.prod(x.shape[:-1])
     sizes: list[Sizes] = [(1, rows, matrix.shape[0], matrix.shape[1]) for matrix in matrices]
     if "backward" in schema.name:
-        return [product for each in sizes for product in gradient_sizes(each)]
+        return [product for size in sizes for product in gradient_sizes(size)]
     if x.ndim == 3 and ("encoder_layer" in schema.name or "attention" in schema.name):
         batch, length, width = x.shape
         sizes += [(batch, length, length, width), (batch, length, width, length)]

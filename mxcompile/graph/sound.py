@@ -27,15 +27,15 @@ def _is_sound(graph: fx.Graph) -> bool:
     Nodes belong to `graph` and its side table, read only earlier nodes, have unique names and call callables.
     Returns False for any graph that calls methods or modules.
     """
-    known: set[fx.Node] = set()
+    defined: set[fx.Node] = set()
     alike: dict[object, list[fx.Node]] = {}
     for node in graph.nodes:
-        if node.graph is not graph or not known.issuperset(node.all_input_nodes):
+        if node.graph is not graph or not defined.issuperset(node.all_input_nodes):
             return False
-        known.add(node)
+        defined.add(node)
         kind = id(node.target) if node.op == "call_function" else node.op
         alike.setdefault(kind, []).append(node)
-    if len({node.name for node in known}) != len(known):
+    if len({node.name for node in defined}) != len(defined):
         return False
     return all(_are_legal(nodes) and _are_filed(nodes) for nodes in alike.values())
 

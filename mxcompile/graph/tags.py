@@ -182,12 +182,12 @@ def change_tag(node: fx.Node, old: GemmTag, new: GemmTag) -> None:
 
 def layers(graph: fx.Graph) -> dict[str, list[tuple[fx.Node, GemmTag]]]:
     """Returns the (node, tag) pairs of the linear layers of `graph` by layer, in graph order."""
-    found: dict[str, list[tuple[fx.Node, GemmTag]]] = {}
+    by_name: dict[str, list[tuple[fx.Node, GemmTag]]] = {}
     for node in graph.nodes:
         for tag in tags_of(node):
             if tag.is_layer:
-                found.setdefault(tag.layer, []).append((node, tag))
-    return found
+                by_name.setdefault(tag.layer, []).append((node, tag))
+    return by_name
 
 
 def tensor(node: Any) -> torch.Tensor | None:

@@ -107,16 +107,16 @@ def of_groups(groups: Iterable[FSDPGroup], axes: Axes, *, training: bool) -> Ite
 
 def _gather(group: FSDPGroup, axes: Axes, along: Any, phase: str) -> Collective:
     """Returns the all-gather of `group` in `phase`; over fewer ranks, each sends a larger share."""
-    dtypes = {one.dtype for one in group.parameters if not one.is_mx}
-    bytes_alone = any(one.is_mx for one in group.parameters) or len(dtypes) > 1
+    dtypes = {parameter.dtype for parameter in group.parameters if not parameter.is_mx}
+    bytes_alone = any(parameter.is_mx for parameter in group.parameters) or len(dtypes) > 1
     share = group.ranks // along.size()
     return Collective(
         kind="all-gather",
         what="weights",
         name=group.path,
         dtype="uint8" if bytes_alone else _word(dtypes.pop()),
-        num_bytes=share * sum(one.travels for one in group.parameters),
-        without_bytes=share * sum(one.numel * one.dtype.itemsize for one in group.parameters),
+        num_bytes=share * sum(p.travels for p in group.parameters),
+        without_bytes=share * sum(p.numel * p.dtype.itemsize for p in group.parameters),
         axis=axes(along),
         ranks=along.size(),
         stride=stride(along),
@@ -129,7 +129,7 @@ def _reductions(group: FSDPGroup, axes: Axes) -> Iterator[Collective]:
     dtype = group.reduced
     if dtype is None:
         return
-    shard_bytes = dtype.itemsize * sum(one.numel for one in group.parameters if one.parameter.requires_grad)
+    shard_bytes = dtype.itemsize * sum(p.numel for p in group.parameters if p.parameter.requires_grad)
     ways = (("reduce-scatter", group.shards, group.ranks), ("all-reduce", group.replicates, 1))
     for kind, along, times in ways:
         if along is not None and along.size() > 1:

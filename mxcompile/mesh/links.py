@@ -96,24 +96,24 @@ class Links:
         )
         if None in words:
             raise OptionError(f"cannot read links {shown(text)}: expected {_FORM}")
-        given: dict[str, float] = {}
+        rates: dict[str, float] = {}
         for word in words:
             assert word is not None
             name, speed = word[1], float(word[2])
             if name not in (NVLINK, NET):
                 raise OptionError(not_allowed("link", name, (NVLINK, NET)))
-            if name in given:
+            if name in rates:
                 raise OptionError(f"links {shown(text)} name {name} twice")
             if not speed:
                 raise OptionError(f"links {shown(text)}: the speed of {name} must be above 0")
-            given[name] = speed
+            rates[name] = speed
         if not isinstance(node, int) or node < 1:
             raise OptionError(f"`node` must be a whole number of at least 1, found {shown(node)}")
-        return Links(**given, node=node)
+        return Links(**rates, node=node)
 
     def __str__(self) -> str:
-        known = {NVLINK: self.nvlink, NET: self.net}
-        words = [f"{name}={speed:g}" for name, speed in known.items() if speed is not None]
+        rates = {NVLINK: self.nvlink, NET: self.net}
+        words = [f"{name}={speed:g}" for name, speed in rates.items() if speed is not None]
         return f"{','.join(words)}, nodes of {self.node}"
 
     def rates(self, rates: Rates) -> Rates:
@@ -121,51 +121,51 @@ class Links:
         centres = {kind: rate.centre for kind, rate in _RATES.items()}
         return dataclasses.replace(rates, table={**rates.table, **_RATES}, values={**rates.values, **centres})
 
-    def in_node(self, one: Collective) -> int:
+    def in_node(self, collective: Collective) -> int:
         """Returns the number of the collective's ranks that are in one node."""
-        return min(one.ranks, max(1, self.node // one.stride))
+        return min(collective.ranks, max(1, self.node // collective.stride))
 
-    def link(self, one: Collective) -> str:
+    def link(self, collective: Collective) -> str:
         """Returns "nvlink" if all ranks of the collective are in one node, else "net"."""
-        return NVLINK if self.in_node(one) == one.ranks else NET
+        return NVLINK if self.in_node(collective) == collective.ranks else NET
 
-    def check(self, one: Collective) -> None:
+    def check(self, collective: Collective) -> None:
         """Raises `OptionError` if the speed of the link that a collective uses is unknown."""
-        link = self.link(one)
+        link = self.link(collective)
         if getattr(self, link) is None:
             where = "within nodes" if link == NVLINK else "between nodes"
             raise OptionError(
-                f"ranks of {one.axis} ({one.ranks}) send {where} of {self.node} GPUs: give the speed of"
-                f" {link}, as in {_FORM.rpartition(' ')[2]}"
+                f"ranks of {collective.axis} ({collective.ranks}) send {where} of {self.node} GPUs: give the"
+                f" speed of {link}, as in {_FORM.rpartition(' ')[2]}"
             )
 
-    def us(self, one: Collective, num_bytes: int, rates: Rates) -> float:
+    def us(self, collective: Collective, num_bytes: int, rates: Rates) -> float:
         """Returns the µs of a collective to which each rank contributes `num_bytes`."""
-        ranks, near = one.ranks, self.in_node(one)
+        ranks, near = collective.ranks, self.in_node(collective)
         nodes = ranks / near
-        rounds = 2 if one.kind == "all-reduce" else 1
+        rounds = 2 if collective.kind == "all-reduce" else 1
         leaving = {"all-gather": ranks - 1, "broadcast": 1.0, SEND: 1.0}
-        sent = num_bytes * leaving.get(one.kind, rounds * (ranks - 1) / ranks)
+        sent = num_bytes * leaving.get(collective.kind, rounds * (ranks - 1) / ranks)
         between = rounds * (nodes - 1)
         within = rounds * (ranks - 1) - between
-        if one.kind == "all-reduce" and nodes > 2:  # NCCL then uses a tree, which has fewer steps
+        if collective.kind == "all-reduce" and nodes > 2:  # NCCL then uses a tree, which has fewer steps
             within, between = rounds * (near - 1), rounds * math.log2(nodes)
-        sent_us = sent / (self._gbs(one, near, rates) * 1e3)
+        sent_us = sent / (self._gbs(collective, near, rates) * 1e3)
         return min(
             (way.start_us + within * way.nvlink_us + between * way.net_us) / rates["steps"]
             + sent_us / (way.alone if near == 1 else way.share)
             for way in _PROTOCOLS
         )
 
-    def _gbs(self, one: Collective, near: int, rates: Rates) -> float:
+    def _gbs(self, collective: Collective, near: int, rates: Rates) -> float:
         """Returns the 10⁹ bytes per second that leave a rank. near: number of ranks in a node."""
         within = (self.nvlink or math.inf) * rates[
-            "nvlink_all_reduce" if one.kind == "all-reduce" and near == one.ranks else "nvlink"
+            "nvlink_all_reduce" if collective.kind == "all-reduce" and near == collective.ranks else "nvlink"
         ]
-        if near == one.ranks:
+        if near == collective.ranks:
             return within
         port = (self.net or math.inf) * rates["net"]
-        if one.kind == "all-to-all":
-            outside = (one.ranks - near) / (one.ranks - 1)
+        if collective.kind == "all-to-all":
+            outside = (collective.ranks - near) / (collective.ranks - 1)
             return min(within, port / outside)
         return min(within, near * port)

@@ -149,7 +149,7 @@ def _of_backward(
     repeats: Repeats,
 ) -> Iterator[LivenessPoint]:
     buffers = _buffers(graph, given=True)
-    born = dict(_gradients(graph, inputs))
+    gradients = dict(_gradients(graph, inputs))
     alive, dead = _Sum(), _Sum()
     ends: defaultdict[int, list[_Buffer]] = defaultdict(list)
     for node in graph.find_nodes(op="placeholder"):
@@ -159,7 +159,7 @@ def _of_backward(
             ends[held.death].append(buffer)
         elif held is not None and "tangents" in node.name:
             buffers[node] = held
-    working = _changes(buffer for node, buffer in buffers.items() if node not in born)
+    working = _changes(buffer for node, buffer in buffers.items() if node not in gradients)
     held_bytes = 0
     for place, node in enumerate(graph.nodes):
         held_bytes += working.get(place, 0)
@@ -173,7 +173,7 @@ def _of_backward(
             working=held_bytes,
             times=repeats.count(path),
             layer=own,
-            born=born.get(node, ()),
+            born=gradients.get(node, ()),
         )
         for buffer in ends.get(place, ()):
             alive.add(buffer, -1)
@@ -187,9 +187,9 @@ def _gradients(
     (outputs,) = graph.find_nodes(op="output")
     written: defaultdict[fx.Node, list[tuple[str, int]]] = defaultdict(list)
     for value, about in zip(outputs.args[0], outputs.meta.get("desc") or (), strict=False):
-        known = input_of(getattr(plain_descriptor(about), "grad_of", None), inputs)
-        if isinstance(value, fx.Node) and known is not None and known.static:
-            written[_storage(value)].append((known.path, bytes_of(value.meta.get("val"))))
+        graph_input = input_of(getattr(plain_descriptor(about), "grad_of", None), inputs)
+        if isinstance(value, fx.Node) and graph_input is not None and graph_input.static:
+            written[_storage(value)].append((graph_input.path, bytes_of(value.meta.get("val"))))
     for node, gradients in written.items():
         yield node, tuple(gradients)
 

@@ -87,7 +87,7 @@ def memory(
         parameters=sum(map(local_bytes, (*model.parameters(), *model.buffers()))),
         gradients=trained,
         optimizer=2 * trained,
-        saved=sum(one.saved * times for one, times in graphs),
+        saved=sum(graph.saved * times for graph, times in graphs),
         forward=max(step.forward(), key=lambda held: held.total, default=MemoryBreakdown()),
         loss=step.loss(),
         backward=max(step.backward(), key=lambda held: held.total, default=MemoryBreakdown()),
@@ -193,9 +193,9 @@ class _Reduction:
     """
 
     def __init__(self, groups: Mapping[str, FSDPGroup]) -> None:
-        self._owners = {one.path: group for group in groups.values() for one in group.parameters}
+        self._owners = {parameter.path: group for group in groups.values() for parameter in group.parameters}
         self._shards = {
-            one.path: local_bytes(one.parameter) for group in groups.values() for one in group.parameters
+            p.path: local_bytes(p.parameter) for group in groups.values() for p in group.parameters
         }
         self._whole: defaultdict[int, int] = defaultdict(int)
         self._arrived: defaultdict[int, int] = defaultdict(int)
@@ -237,12 +237,12 @@ class _Reduction:
 
 def weight_bytes(group: FSDPGroup) -> int:
     """Returns the bytes of the unsharded weights of `group`."""
-    return group.ranks * sum(one.travels for one in group.parameters)
+    return group.ranks * sum(parameter.travels for parameter in group.parameters)
 
 
 def reduced_bytes(group: FSDPGroup) -> int:
     """Returns the bytes of the buffer in which FSDP2 reduces the gradients of `group`."""
     if group.reduced is None:
         return 0
-    trained = [one for one in group.parameters if one.parameter.requires_grad]
-    return group.ranks * group.reduced.itemsize * sum(one.numel for one in trained)
+    trained = [parameter for parameter in group.parameters if parameter.parameter.requires_grad]
+    return group.ranks * group.reduced.itemsize * sum(parameter.numel for parameter in trained)

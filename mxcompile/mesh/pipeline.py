@@ -101,7 +101,8 @@ def rank_memory(
 ) -> Memory:
     """Returns the memory of `rank` of a pipeline.
 
-    groups: the FSDP2 groups on this rank. layers: by stage, counts the layers that a module path represents.
+    groups: the FSDP2 groups on this rank. layers: by stage, a function from a module path
+    to the number of layers it represents.
 
     FSDP2 keeps whole gradients in the reduction dtype until the last micro-batch.
     """

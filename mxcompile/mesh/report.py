@@ -56,7 +56,7 @@ class RankReport:
     @property
     def wire_bytes(self) -> int:
         """Bytes that this rank contributes to the collectives of a step."""
-        return sum(one.num_bytes for one in self.collectives)
+        return sum(collective.num_bytes for collective in self.collectives)
 
     def __str__(self) -> str:
         title = f"one rank of {self.mesh} ({count(self.ranks, 'rank')})"
@@ -105,12 +105,12 @@ class RankReport:
             return "this rank sends nothing in a step"
         head = ["collective", "of", "modules", "phase", "axis", "dtype", "each", "times", "total"]
         alike: defaultdict[tuple[object, ...], list[Collective]] = defaultdict(list)
-        for one in self.collectives:
-            alike[one.kind, one.what, one.phase, one.axis, one.ranks, one.dtype, one.num_bytes].append(one)
+        for c in self.collectives:
+            alike[c.kind, c.what, c.phase, c.axis, c.ranks, c.dtype, c.num_bytes].append(c)
         rows = [
             [
                 *(same[0].kind, same[0].what),
-                spelled(dict.fromkeys(one.name or "(root)" for one in same)),
+                spelled(dict.fromkeys(collective.name or "(root)" for collective in same)),
                 *(same[0].phase, f"{same[0].axis} ({same[0].ranks})", same[0].dtype),
                 *(byte_count(same[0].num_bytes), str(len(same)), byte_count(_total(same))),
             ]
@@ -123,8 +123,8 @@ class RankReport:
 
     def _sums(self) -> Table:
         by_kind: defaultdict[tuple[str, str, str], list[Collective]] = defaultdict(list)
-        for one in self.collectives:
-            by_kind[one.kind, one.what, one.axis].append(one)
+        for collective in self.collectives:
+            by_kind[collective.kind, collective.what, collective.axis].append(collective)
         rows = [[*kind, str(len(same)), _beside(same)] for kind, same in sorted(by_kind.items())]
         return [["collective", "of", "axis", "times", "this rank gives"], *rows]
 
@@ -138,7 +138,7 @@ class RankReport:
             "warnings": self.warnings,
             "memory": {**dataclasses.asdict(self.memory), "total": self.memory.total},
             "shards": [dataclasses.asdict(shard) for shard in self.shards],
-            "collectives": [dataclasses.asdict(one) for one in self.collectives],
+            "collectives": [dataclasses.asdict(collective) for collective in self.collectives],
             **({} if self.time is None else {"time": self.time.as_data()}),
             **({} if self.pipeline is None else {"pipeline": self.pipeline.as_data()}),
             "report": json.loads(self.report.to_json()),
@@ -169,12 +169,12 @@ def form_of(path: str | Path) -> Callable[[RankReport], str]:
 
 
 def _total(collectives: Iterable[Collective]) -> int:
-    return sum(one.num_bytes for one in collectives)
+    return sum(collective.num_bytes for collective in collectives)
 
 
 def _beside(collectives: Iterable[Collective]) -> str:
     """Returns the bytes of `collectives`, and the bytes without mxcompile if they differ."""
     same = tuple(collectives)
-    total, without = _total(same), sum(one.without_bytes for one in same)
+    total, without = _total(same), sum(collective.without_bytes for collective in same)
     more = "" if total == without else f", without mxcompile {byte_count(without)} ({total / without:.0%})"
     return f"{byte_count(total)}{more}"

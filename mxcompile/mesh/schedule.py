@@ -46,19 +46,19 @@ class Schedule:
 
         Raises `OptionError` for an unknown name or an unsupported number of micro-batches.
         """
-        known = {each.lower(): each for each in SCHEDULES}
-        asked = ONE_F_ONE_B if name is None else known.get(name.lower())
-        if asked is None:
+        by_lower = {each.lower(): each for each in SCHEDULES}
+        chosen = ONE_F_ONE_B if name is None else by_lower.get(name.lower())
+        if chosen is None:
             raise OptionError(not_allowed("schedule", name, SCHEDULES))
         count = ranks if microbatches is None else microbatches
         if not isinstance(count, int) or count < 1:
             raise OptionError(f"`microbatches` must be a whole number of at least 1, found {shown(count)}")
         rounds = max(1, count // ranks)
-        if asked == INTERLEAVED and count % rounds:
+        if chosen == INTERLEAVED and count % rounds:
             raise OptionError(
-                f"`microbatches` must be a multiple of {rounds} for {asked} on {ranks} ranks, found {count}"
+                f"`microbatches` must be a multiple of {rounds} for {chosen} on {ranks} ranks, found {count}"
             )
-        return Schedule(name=asked, ranks=ranks, microbatches=count)
+        return Schedule(name=chosen, ranks=ranks, microbatches=count)
 
     @property
     def stages(self) -> int:
@@ -112,7 +112,7 @@ class Schedule:
     def run(
         self, forward_us: Sequence[float], backward_us: Sequence[float], send_us: float = 0.0
     ) -> Timeline:
-        """Simulates micro-batches whose passes take these µs by stage, and transfers that take `send_us`."""
+        """Simulates a step. Each pass takes the µs of its stage, and each transfer takes `send_us`."""
         pending = [self.order(rank) for rank in range(self.ranks)]
         free, busy = [0.0] * self.ranks, [0.0] * self.ranks
         ends: dict[Action, float] = {}

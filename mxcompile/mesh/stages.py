@@ -108,7 +108,7 @@ class Stages:
     def groups(self, groups: Iterable[FSDPGroup], rank: int) -> tuple[FSDPGroup, ...]:
         """Returns the FSDP2 `groups`, restricted to the parameters on pipeline rank `rank`."""
         parts = (
-            replace(group, parameters=tuple(one for one in group.parameters if self.has(rank, one.path)))
+            replace(group, parameters=tuple(p for p in group.parameters if self.has(rank, p.path)))
             for group in groups
         )
         return tuple(part for part in parts if part.parameters)

@@ -66,7 +66,7 @@ class RankWork:
         around = {"FSDP's copies": self._copied(), "loss": batches * loss_bytes(self.logits)}
         around |= update_bytes(self.gradients)
         activations = sum(self._activations_us(phase, links, rates) for phase in PHASES)
-        again = batches - 1 if self._gathers_in_backward else 0
+        repeats = batches - 1 if self._gathers_in_backward else 0
         return {
             **{kind: batches * us for kind, us in by_kind.items()},
             **{
@@ -74,16 +74,16 @@ class RankWork:
                 for part, size in around.items()
             },
             "exposed, activations": batches * activations,
-            "exposed, FSDP forward": (1 + again) * self._exposed_us(FORWARD, links, rates),
+            "exposed, FSDP forward": (1 + repeats) * self._exposed_us(FORWARD, links, rates),
             "exposed, FSDP backward": self._exposed_us(BACKWARD, links, rates)
-            + again * self._exposed_us(BACKWARD, links, rates, kinds=("all-gather",)),
+            + repeats * self._exposed_us(BACKWARD, links, rates, kinds=("all-gather",)),
             **({} if self.waits is None else {"bubble": self.waits.us(links, rates)}),
         }
 
     @property
     def _gathers_in_backward(self) -> bool:
         """Whether FSDP2 frees weights after forward, so every micro-batch gathers them again."""
-        return any(one.kind == "all-gather" for one in self._of_fsdp(BACKWARD))
+        return any(collective.kind == "all-gather" for collective in self._of_fsdp(BACKWARD))
 
     def pass_us(self, phase: str, links: Links, rates: Rates) -> float:
         """Returns the µs of one micro-batch in `phase`: kernels and collectives of activations."""
@@ -97,56 +97,56 @@ class RankWork:
     @property
     def sent(self) -> tuple[Collective, ...]:
         """The collectives of a step, each repeated as often as it runs."""
-        return tuple(one for one in self.collectives for _ in range(self.times(one)))
+        return tuple(collective for collective in self.collectives for _ in range(self.times(collective)))
 
-    def contributed_bytes(self, one: Collective) -> int:
+    def contributed_bytes(self, collective: Collective) -> int:
         """Returns the bytes that the rank contributes to a collective."""
-        return one.num_bytes if self.wire else one.without_bytes
+        return collective.num_bytes if self.wire else collective.without_bytes
 
     def hidden_us(self, links: Links, rates: Rates) -> float:
         """Returns the µs of collectives that overlap with kernels."""
-        everything = sum(links.us(one, self.contributed_bytes(one), rates) for one in self.sent)
+        everything = sum(links.us(c, self.contributed_bytes(c), rates) for c in self.sent)
         exposed = sum(us for part, us in self.parts(links, rates).items() if "exposed" in part)
         return max(everything - exposed, 0.0)
 
     def _copied(self) -> int:
         """Returns the bytes of FSDP2's copies out of gather buffers and into reduction buffers."""
         total = 0
-        for one in self._of_fsdp():
-            if one.kind in ("all-gather", "reduce-scatter"):
-                whole = one.ranks if one.kind == "all-gather" else 1
-                total += 2 * self.times(one) * self.contributed_bytes(one) * whole
+        for collective in self._of_fsdp():
+            if collective.kind in ("all-gather", "reduce-scatter"):
+                whole = collective.ranks if collective.kind == "all-gather" else 1
+                total += 2 * self.times(collective) * self.contributed_bytes(collective) * whole
         return total
 
-    def times(self, one: Collective) -> int:
+    def times(self, collective: Collective) -> int:
         """Returns how often a step runs a collective; activations and freed weights: per micro-batch."""
-        every = not _is_fsdp(one) or (one.what == "weights" and self._gathers_in_backward)
+        every = not _is_fsdp(collective) or (collective.what == "weights" and self._gathers_in_backward)
         return self.microbatches if every else 1
 
     def _of_fsdp(self, phase: str | None = None) -> list[Collective]:
-        return [one for one in self.collectives if _is_fsdp(one) and phase in (None, one.phase)]
+        return [c for c in self.collectives if _is_fsdp(c) and phase in (None, c.phase)]
 
     def _activations_us(self, phase: str, links: Links, rates: Rates, *, link: str | None = None) -> float:
         return sum(
-            links.us(one, self.contributed_bytes(one), rates)
-            for one in self.collectives
-            if not _is_fsdp(one) and one.kind != SEND and one.phase == phase
-            if link in (None, links.link(one))
+            links.us(collective, self.contributed_bytes(collective), rates)
+            for collective in self.collectives
+            if not _is_fsdp(collective) and collective.kind != SEND and collective.phase == phase
+            if link in (None, links.link(collective))
         )
 
     def _exposed_us(self, phase: str, links: Links, rates: Rates, *, kinds: Sequence[str] = ()) -> float:
         """Returns the µs of FSDP2's collectives in `phase` without overlap; `kinds` restricts them."""
-        sent = [one for one in self._of_fsdp(phase) if not kinds or one.kind in kinds]
+        sent = [collective for collective in self._of_fsdp(phase) if not kinds or collective.kind in kinds]
         kind = "all-gather" if phase == FORWARD else "reduce-scatter"
-        first = list(dict.fromkeys(one.name for one in sent if one.kind == kind))[:_ALONE]
+        first = list(dict.fromkeys(c.name for c in sent if c.kind == kind))[:_ALONE]
         alone = shared = 0.0
-        for one in sent:
-            us = links.us(one, self.contributed_bytes(one), rates)
-            if one.name in first and (phase == FORWARD or one.kind != "all-gather"):
+        for collective in sent:
+            us = links.us(collective, self.contributed_bytes(collective), rates)
+            if collective.name in first and (phase == FORWARD or collective.kind != "all-gather"):
                 alone += us
             else:
                 shared += us
-        used = {links.link(one) for one in sent}
+        used = {links.link(collective) for collective in sent}
         window = sum(_by_kind(self.works.get(phase, Works()), rates).values())
         window += sum(
             self._activations_us(phase, links, rates, link=link) for link in (NVLINK, NET) if link not in used
@@ -154,8 +154,8 @@ class RankWork:
         return alone + max(shared - window, 0.0)
 
 
-def _is_fsdp(one: Collective) -> bool:
-    return one.what in ("weights", "gradients")
+def _is_fsdp(collective: Collective) -> bool:
+    return collective.what in ("weights", "gradients")
 
 
 def _by_kind(works: Works, rates: Rates) -> dict[str, float]:
@@ -179,7 +179,7 @@ class Waits:
 
     def us(self, links: Links, rates: Rates) -> float:
         """Returns the µs of the bubble."""
-        forward, backward = ([one.pass_us(phase, links, rates) for one in self.stages] for phase in PHASES)
+        forward, backward = ([c.pass_us(phase, links, rates) for c in self.stages] for phase in PHASES)
         run = self.schedule.run(forward, backward, links.us(self.send, self.send.num_bytes, rates))
         return run.us - run.busy[self.rank]
 
@@ -198,8 +198,8 @@ class StepTime:
     @staticmethod
     def from_works(works: Sequence[RankWork], links: Links, target: Target) -> StepTime:
         """Returns the step time by the rates of `target`. Raises `OptionError` if a link speed is missing."""
-        for one in works[0].collectives:
-            links.check(one)
+        for collective in works[0].collectives:
+            links.check(collective)
         return StepTime(works=tuple(works), links=links, rates=links.rates(Rates.for_target(target)))
 
     def range(self, work: RankWork) -> Range:
@@ -250,11 +250,11 @@ class StepTime:
         """Returns a table with a row for each kind of collective under the first policy."""
         work = self.works[0]
         sums: dict[tuple[str, ...], list[float]] = {}
-        for one in work.collectives:
-            where = self.links.link(one)
-            key = (one.kind, one.what, f"{one.axis} ({one.ranks})", where)
-            us = self.links.us(one, work.contributed_bytes(one), self.rates)
-            sums.setdefault(key, []).extend([us] * work.times(one))
+        for collective in work.collectives:
+            where = self.links.link(collective)
+            key = (collective.kind, collective.what, f"{collective.axis} ({collective.ranks})", where)
+            us = self.links.us(collective, work.contributed_bytes(collective), self.rates)
+            sums.setdefault(key, []).extend([us] * work.times(collective))
         rows = [[*key, str(len(each)), _ms(sum(each))] for key, each in sums.items()]
         return [["collective", "of", "axis", "link", "times", "ms"], *rows]
 

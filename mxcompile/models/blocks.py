@@ -89,7 +89,7 @@ def _are_stages(members: list[nn.Module]) -> bool:
     first: dict[type[nn.Module], dict[str, object]] = {}
     for member in members:
         shapes: dict[str, object] = {name: tuple(p.shape) for name, p in member.named_parameters()}
-        known = first.setdefault(type(member), shapes)
-        if any(known.get(name, shape) != shape for name, shape in shapes.items()):
+        expected = first.setdefault(type(member), shapes)
+        if any(expected.get(name, shape) != shape for name, shape in shapes.items()):
             return any(_blocks(inner) for one in members for inner in one.modules())
     return False

@@ -57,8 +57,8 @@ def _launch_nothing(patches: ExitStack) -> None:
 def _unless_fake(run: Any) -> Any:
     @_disable_dynamo
     def launch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        given = (*args, *kwargs.values())
-        is_fake = any(isinstance(value, FakeTensor | FunctionalTensor) for value in given)
+        arguments = (*args, *kwargs.values())
+        is_fake = any(isinstance(value, FakeTensor | FunctionalTensor) for value in arguments)
         return None if is_fake else run(kernel, *args, **kwargs)
 
     return launch

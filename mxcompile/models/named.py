@@ -67,13 +67,13 @@ def load_model(
     loaded = _load(spec, read, batch, length)
     if dtype is None:
         return loaded
-    asked = DTYPES[dtype]
+    requested = DTYPES[dtype]
     args, kwargs = tree_map_only(
         torch.Tensor,
-        lambda tensor: tensor.to(asked) if tensor.is_floating_point() else tensor,
+        lambda tensor: tensor.to(requested) if tensor.is_floating_point() else tensor,
         (loaded.args, loaded.kwargs),
     )
-    return replace(loaded, model=loaded.model.to(asked), args=args, kwargs=kwargs)
+    return replace(loaded, model=loaded.model.to(requested), args=args, kwargs=kwargs)
 
 
 def _load(spec: str, read: ReadWeights | None, batch: int, length: int | None) -> LoadedModel:

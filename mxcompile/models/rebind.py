@@ -115,28 +115,26 @@ class Rebinder:
 
     def _function(self, function: FunctionType) -> FunctionType:
         cells = tuple(CellType() for _ in function.__closure__ or ())
-        named = {name: one for name, one in _globals(function) if self._leads(one)}
+        named = {name: inner for name, inner in _globals(function) if self._leads(inner)}
         scope = function.__globals__
         if named:  # else Dynamo reads the module of this `__name__` instead
-            scope = {name: one for name, one in scope.items() if name != "__name__"}
+            scope = {name: inner for name, inner in scope.items() if name != "__name__"}
         function_copy = FunctionType(function.__code__, scope, function.__name__, None, cells)
         self._memo[id(function)] = function_copy
-        scope.update((name, self._copied(one)) for name, one in named.items())
+        scope.update((name, self._copied(inner)) for name, inner in named.items())
         for cell, own in zip(cells, function.__closure__ or (), strict=True):
             for held in content(own):
                 cell.cell_contents = self._copied(held) if self._leads(held) else held
-        function_copy.__defaults__ = self._rebound_if_needed(function.__defaults__)
-        function_copy.__kwdefaults__ = self._rebound_if_needed(function.__kwdefaults__)
+        function_copy.__defaults__ = self._updated(function.__defaults__)
+        function_copy.__kwdefaults__ = self._updated(function.__kwdefaults__)
         function_copy.__qualname__, function_copy.__module__ = function.__qualname__, function.__module__
-        vars(function_copy).update(
-            (name, self._rebound_if_needed(one)) for name, one in vars(function).items()
-        )
+        vars(function_copy).update((name, self._updated(inner)) for name, inner in vars(function).items())
         return function_copy
 
     def _leads(self, value: Any) -> bool:
         return id(value) in self._targets or id(value) in self._leading
 
-    def _rebound_if_needed(self, value: Any) -> Any:
+    def _updated(self, value: Any) -> Any:
         """Returns the copy of a value that refers to the model, and any other value unchanged."""
         return self._copied(value) if self._leads(value) else value
 
@@ -174,9 +172,9 @@ def _of_function(function: FunctionType) -> Iterator[Any]:
         return  # both, because functools.wraps copies `__module__`: a user's closure may have torch's
     for cell in function.__closure__ or ():
         yield from content(cell)
-    yield from (one for one in (function.__defaults__, function.__kwdefaults__) if one)
+    yield from (inner for inner in (function.__defaults__, function.__kwdefaults__) if inner)
     yield from vars(function).values()
-    yield from (one for _, one in _globals(function))
+    yield from (inner for _, inner in _globals(function))
 
 
 def is_torchs(module: Any) -> bool:

@@ -29,7 +29,7 @@ _DEPTH = 3
 """Most containers between a module and an object, because one may hold a whole trainer."""
 _MEMBERS = 10_000
 """Most members of a container that are searched, because one may be a data set."""
-_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+_BASE = frozenset(vars(nn.Module()))
 """Attributes of a plain `nn.Module`."""
 _FUNCTIONS = FunctionType, MethodType, functools.partial
 
@@ -71,7 +71,7 @@ class Tree:
     def _search(self) -> None:
         """Searches the unregistered modules and tensors, once."""
         root, self._unread = self._unread, None
-        for path, value in unregistered_objects(root) if root is not None else ():
+        for path, value in strays(root) if root is not None else ():
             if isinstance(value, nn.Module):
                 self.by_identity[id(value)].append(path)
                 self.modules.setdefault(path, value)
@@ -94,7 +94,7 @@ def unregistered(argument: Tensor) -> HeldBy:
     return HeldBy.LEAF if is_leaf else HeldBy.ARGUMENT
 
 
-def unregistered_objects(root: nn.Module) -> Iterator[tuple[str, nn.Module | Tensor]]:
+def strays(root: nn.Module) -> Iterator[tuple[str, nn.Module | Tensor]]:
     """Yields (path, object) for modules and tensors that `root` uses without registering them.
 
     They are attributes of its modules, variables of the modules' methods and hooks, or globals of forwards.
@@ -122,10 +122,7 @@ def _attributes(module: nn.Module) -> Mapping[str, Any]:
     ]
     scopes = (*map(vars, reversed(kinds)), vars(module))
     own = {
-        key: value
-        for scope in scopes
-        for key, value in scope.items()
-        if key not in _MODULE_ATTRIBUTES and key[:2] != "__"
+        key: value for scope in scopes for key, value in scope.items() if key not in _BASE and key[:2] != "__"
     }
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     called = (hook if isinstance(hook, _FUNCTIONS) else type(hook).__call__.__get__(hook) for hook in hooks)

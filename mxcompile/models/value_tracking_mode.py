@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from mxcompile.models.names import user_path
 from mxcompile.models.outside import Outside
 from mxcompile.models.places import where
-from mxcompile.models.tree import unregistered_objects
+from mxcompile.models.tree import strays
 
 aten = torch.ops.aten
 
@@ -93,7 +93,7 @@ class ValueTrackingMode(FakeTensorMode):
         """Sets the model whose paths appear in notes and in the records of products."""
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._classes = {path: type(module).__qualname__ for path, module in model.named_modules()}
-        for path, value in (*model.named_parameters(remove_duplicate=False), *unregistered_objects(model)):
+        for path, value in (*model.named_parameters(remove_duplicate=False), *strays(model)):
             if isinstance(value, Tensor):
                 self.outside.add(value, user_path(path))
             else:
@@ -146,11 +146,11 @@ class ValueTrackingMode(FakeTensorMode):
         Torch registers fake rules under `FakeTensorMode` itself and does not find them for a subclass.
         """
         rules: Any = func.python_key_table
-        known: Any = registered_hop_fake_fns
+        fake_functions: Any = registered_hop_fake_fns
         before = self.shape_env
         self.shape_env = before or ShapeEnv()  # for sizes that a loop decides
         try:
-            if FakeTensorMode in rules and func not in known:
+            if FakeTensorMode in rules and func not in fake_functions:
                 return rules[FakeTensorMode](self, *args, **kwargs)
             return super().dispatch(func, (), args, kwargs)  # type: ignore[arg-type]
         finally:
@@ -158,13 +158,13 @@ class ValueTrackingMode(FakeTensorMode):
 
     def _answered(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         values = [self._value(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        known = all(value is not None for value in values)
+        has_values = all(value is not None for value in values)
         assumed = frozenset[str]().union(*(value.assumed for value in values if value is not None))
         if func is aten._local_scalar_dense.default:
             return self.scalar(args[0])
         if func.namespace == _COLLECTIVES.name and func is not _COLLECTIVES.wait_tensor.default:
             return self._received(func, types, args, kwargs)
-        if not known or torch.Tag.nondeterministic_seeded in func.tags:
+        if not has_values or torch.Tag.nondeterministic_seeded in func.tags:
             return self._on_fakes(func, types, args, kwargs)
         try:
             result = super().dispatch(func, types, args, kwargs)
@@ -179,9 +179,9 @@ class ValueTrackingMode(FakeTensorMode):
 
     def _received(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Runs a collective. An all-to-all returns the values that this rank sends."""
-        result, given = self._on_fakes(func, types, args, kwargs), args[0]
-        value = self._value(given) if func is _COLLECTIVES.all_to_all_single.default else None
-        if value is not None and result.shape == given.shape:
+        result, output = self._on_fakes(func, types, args, kwargs), args[0]
+        value = self._value(output) if func is _COLLECTIVES.all_to_all_single.default else None
+        if value is not None and result.shape == output.shape:
             text = f"all_to_all_single: other ranks send the same values as this rank ({self._location()})"
             setattr(result, _VALUE, _Value(value.tensor, value.assumed | {text}))
         return result
@@ -265,8 +265,8 @@ class ValueTrackingMode(FakeTensorMode):
         for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
-            given = args[position] if position < len(args) else kwargs.get(argument.name)
-            for leaf in tree_leaves(given):
+            operand = args[position] if position < len(args) else kwargs.get(argument.name)
+            for leaf in tree_leaves(operand):
                 value = self._value(leaf) if isinstance(leaf, Tensor) else None
                 if value is not None:
                     storage = value.tensor.untyped_storage()
@@ -302,14 +302,14 @@ class ValueTrackingMode(FakeTensorMode):
         """Returns the arguments of `func` with boolean masks converted to index tensors."""
         if func not in (aten.index.Tensor, aten.masked_select.default):
             return args
-        given = args[1]
+        numbers = args[1]
         if func is aten.masked_select.default:
             args = torch.broadcast_tensors(*args[:2])
-            given = [args[1]]
-        if not any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in given):
+            numbers = [args[1]]
+        if not any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in numbers):
             return args
         indices: list[Any] = []
-        for index in given:
+        for index in numbers:
             if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
                 value = self._value(index)
                 if value is None:

@@ -117,8 +117,8 @@ def _compiled(name: str, tuner: Any, config: Any, target: Target) -> Binary:
     )
 
 
-def read_binary(asm: Mapping[str, Any], metadata: Any, target: Target, **known: Any) -> Binary:
-    """Returns the `Binary` of Triton's output. known: further fields of `Binary`."""
+def read_binary(asm: Mapping[str, Any], metadata: Any, target: Target, **fields: Any) -> Binary:
+    """Returns the `Binary` of Triton's output. fields: further fields of `Binary`."""
     text = {suffix: str(asm[suffix]) for suffix in _TEXT if suffix in asm}
     image = {suffix: bytes(asm[suffix]) for suffix in _BINARY if suffix in asm}
     registers = spill_bytes = 0
@@ -142,7 +142,7 @@ def read_binary(asm: Mapping[str, Any], metadata: Any, target: Target, **known: 
         text=text,
         image=image,
         problems=(*_problems(int(metadata.shared), tmem, target), *unread),
-        **known,
+        **fields,
     )
 
 

@@ -40,13 +40,13 @@ CUDNN, FLASH = "cudnn", "flash"
 _CUDNN_HEAD = 128
 
 
-def attention_backend(target: Target, asked: str = "auto") -> str:
+def attention_backend(target: Target, name: str = "auto") -> str:
     """Returns the requested backend of attention, by default PyTorch's choice. Raises `OptionError`."""
     allowed = ("auto", FLASH, *([] if isinstance(target.arch, str) else [CUDNN]))
-    if asked not in allowed:
-        raise OptionError(not_allowed("attention", asked, allowed))
-    if asked != "auto":
-        return asked
+    if name not in allowed:
+        raise OptionError(not_allowed("attention", name, allowed))
+    if name != "auto":
+        return name
     return CUDNN if target.prefers_cudnn else FLASH
 
 
@@ -66,9 +66,9 @@ def move(graph: fx.Graph, device: torch.device, attention: str = FLASH) -> None:
 def attention_flops(node: fx.Node) -> float:
     """Returns the FLOPs of an attention kernel: half of each product if causal; scores again in backward."""
     tags = tags_of(node)
-    again = 1.25 if packet(node) in ATTENTION_BACKWARD else 1.0
+    factor = 1.25 if packet(node) in ATTENTION_BACKWARD else 1.0
     half = 0.5 if arguments_of(node).get("is_causal") else 1.0
-    return half * again * sum(tag.flops for tag in tags)
+    return half * factor * sum(tag.flops for tag in tags)
 
 
 class _Mover:

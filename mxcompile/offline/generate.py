@@ -109,20 +109,20 @@ def codegen(
         raise TargetError(f"code is generated for a GPU, found target {target!r}; allowed: {gpus}")
     target = chip.name
     options = Options.parse(None, {"policy": policy, "target": target, "watch": watch})
-    known = Rates.for_target(chip, rates)
+    chip_rates = Rates.for_target(chip, rates)
     backend = attention_backend(chip, attention)
     driven = partial(_driven, model, args, named, mesh, parallel, options, training, backend)
     parts, generated = apart(driven)
     report = Report.from_parts(parts, target=target, policy=options.policy.label)
     wide = {f"{gemm.name} {gemm.gemm}" for gemm in report.gemms if gemm.dtype in WIDE}
-    launches, kernels = _cross_compiled(generated, chip, known, wide)
+    launches, kernels = _cross_compiled(generated, chip, chip_rates, wide)
     result = CodegenResult(
         target=target,
         launches=tuple(launches),
         kernels=tuple(kernels),
         wrappers={phase: graph.source for phase, graph in _named(generated)},
         report=_with_spills(estimate(report), kernels),
-        rates=known,
+        rates=chip_rates,
     )
     if out_dir is not None:
         result.save(out_dir)
@@ -130,18 +130,18 @@ def codegen(
 
 
 def _cross_compiled(
-    generated: Sequence[Generated], chip: Target, known: Rates, wide: Container[str]
+    generated: Sequence[Generated], chip: Target, rates: Rates, wide: Container[str]
 ) -> tuple[list[Launch], list[Kernel]]:
     """Returns the launches of the generated graphs, in order, and their kernels, each compiled once.
 
-    known: rates of the chip. wide: GEMMs in dtypes wider than 16 bits.
+    rates: rates of the chip. wide: GEMMs in dtypes wider than 16 bits.
     """
     kernels: dict[tuple[str, str], Kernel] = {}
     launches: list[Launch] = []
     for phase, graph in _named(generated):
         module = read(graph.source, graph.input_bytes)
         for launch, call in zip(_launches(phase, module, graph), module.calls, strict=True):
-            worker = _Worker(launch, call, module.kernels.get(call.kernel, ""), known, wide)
+            worker = _Worker(launch, call, module.kernels.get(call.kernel, ""), rates, wide)
             if call.generated and (phase, call.kernel) not in kernels:
                 with stand_in(chip):
                     binary = cross_compile(call.kernel, worker.source, chip, worker.time)
@@ -213,8 +213,8 @@ class _Worker:
 
     def time(self, binary: Binary) -> float:
         """Returns the estimate in µs for `binary`; 0 for a chip without known peaks."""
-        known = self.rates.target.peak is not None
-        return self._facts(binary).work.estimate(self.rates).us if known else 0.0
+        has_peak = self.rates.target.peak is not None
+        return self._facts(binary).work.estimate(self.rates).us if has_peak else 0.0
 
     def _facts(self, binary: Binary) -> kernel_work.Facts:
         return kernel_work.read(

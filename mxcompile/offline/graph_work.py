@@ -106,7 +106,7 @@ class _Reader:
             is_matrix = not product.is_grouped and node.meta["val"].ndim == 2
             return product_kind(Family.PACKED, product.forms[0], self.target, by_library=is_matrix)
         if tag.formats is not None:
-            usual = (each for each in families(tag.formats, self.target) if each is not Family.PACKED)
+            usual = (family for family in families(tag.formats, self.target) if family is not Family.PACKED)
             return product_kind(next(usual), tag.formats[0], self.target) or "bf16"
         value = node.meta.get("val")
         return "fp32" if isinstance(value, Tensor) and value.element_size() > 2 else "bf16"
@@ -123,14 +123,14 @@ class _Reader:
         return (kind, Work(num_bytes=float(moved))) if moved else None
 
     def _read(self, members: list[fx.Node], inside: set[fx.Node]) -> int:
-        """Returns the bytes read from outside `inside`; views limit the bytes of a tensor."""
+        """Returns the bytes that `inside` reads from other nodes; through a view, the bytes of the view."""
         views: defaultdict[fx.Node, dict[fx.Node, int]] = defaultdict(dict)
         for node in members:
-            for given in node.all_input_nodes:
-                source = base(given)
+            for producer in node.all_input_nodes:
+                source = base(producer)
                 if _producer(source) not in inside:
-                    shown = self._bytes(node if packet(node) in LOOKUPS else given)
-                    views[source][given] = shown
+                    shown = self._bytes(node if packet(node) in LOOKUPS else producer)
+                    views[source][producer] = shown
         return sum(min(self._bytes(source), sum(shown.values())) for source, shown in views.items())
 
     def _bytes(self, node: fx.Node) -> int:
@@ -144,12 +144,12 @@ def _launches(graph: fx.Graph) -> Iterable[list[fx.Node]]:
     joined = UnionFind(levels)
     casts: dict[tuple[fx.Node, int], fx.Node] = {}
     for node, level in levels.items():
-        for given in map(base, node.all_input_nodes):
-            given = _producer(given)
-            if levels.get(given) == level:
-                joined.union(node, given)
+        for source in map(base, node.all_input_nodes):
+            source = _producer(source)
+            if levels.get(source) == level:
+                joined.union(node, source)
             elif packet(node) in ops.CASTS:
-                joined.union(node, casts.setdefault((given, level), node))
+                joined.union(node, casts.setdefault((source, level), node))
     place = {node: index for index, node in enumerate(levels)}
     return [sorted(group, key=place.__getitem__) for group in joined.to_sets()]
 
@@ -196,8 +196,8 @@ def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
     """
     early: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        given = node.all_input_nodes
-        early[node] = max((early[each] + _is_border(each) for each in given), default=0)
+        sources = node.all_input_nodes
+        early[node] = max((early[source] + _is_border(source) for source in sources), default=0)
     late: dict[fx.Node, int] = {}
     for node in reversed(graph.nodes):
         users = [late[user] for user in node.users if user.op != "output"]
@@ -217,8 +217,8 @@ def _reads_again(members: list[fx.Node], *, is_cast: bool) -> bool:
     rows = columns = False
     for node in members:
         if packet(node) in REDUCTIONS and node.all_input_nodes:
-            given, value = node.all_input_nodes[0].meta.get("val"), node.meta.get("val")
-            if isinstance(given, Tensor) and isinstance(value, Tensor) and given.ndim > 1:
-                whole = value.ndim and value.shape[-1] == given.shape[-1]
+            source, value = node.all_input_nodes[0].meta.get("val"), node.meta.get("val")
+            if isinstance(source, Tensor) and isinstance(value, Tensor) and source.ndim > 1:
+                whole = value.ndim and value.shape[-1] == source.shape[-1]
                 rows, columns = rows or bool(whole), columns or not whole
     return rows or (columns and is_cast)

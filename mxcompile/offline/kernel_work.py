@@ -191,16 +191,16 @@ class _Launched:
     def trips(self) -> dict[Loop, float]:
         """Trip counts of the loops, if known."""
         products = self.code.product_loops
-        known: dict[Loop, float] = {products[-1]: max(self.steps - self.peeled, 0)} if products else {}
+        by_loop: dict[Loop, float] = {products[-1]: max(self.steps - self.peeled, 0)} if products else {}
         if self.around is not None:
-            known[self.around] = math.ceil(self.tiles / self.programs)
+            by_loop[self.around] = math.ceil(self.tiles / self.programs)
         if self.specialized and self.around is not None:
-            return known | self._trips_of_warps(known[self.around])
+            return by_loop | self._trips_of_warps(by_loop[self.around])
         rounds = self._rounds()
         if rounds is not None:
             rounds /= self._written_out
-            known |= {loop: rounds for loop in self.code.loops if loop.depth == 0 and loop not in known}
-        return known
+            by_loop |= {loop: rounds for loop in self.code.loops if loop.depth == 0 and loop not in by_loop}
+        return by_loop
 
     def _trips_of_warps(self, tiles: float) -> dict[Loop, float]:
         """Returns trip counts under warp specialization.
@@ -242,7 +242,7 @@ class _Launched:
 
     @cached_property
     def issue_us(self) -> float:
-        """µs of issuing with every slot in use."""
+        """Time in µs to issue all instructions if every issue slot is in use."""
         slots = self.target.issue_rate * self.target.processors
         return self.programs * self.warps * self.instructions / (slots * _cycles_of_us(self.target))
 
@@ -354,7 +354,7 @@ class _Launched:
     @cached_property
     def per_element(self) -> float | None:
         elements = self.sizes.get("M", 0) * self.sizes.get("N", 0)
-        casts = "BLOCK_M" in self.sizes and not any(each.multiplies for each in self.code.instructions)
+        casts = "BLOCK_M" in self.sizes and not any(op.multiplies for op in self.code.instructions)
         threads = self.programs * self.warps * self.target.warp_size
         return self.instructions * threads / elements if elements and casts else None
 

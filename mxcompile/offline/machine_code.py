@@ -113,7 +113,7 @@ class MachineCode:
     @cached_property
     def loads_in_loops(self) -> int:
         """Number of load instructions in loop bodies."""
-        return sum(each.loads and bool(self.inner(at)) for at, each in enumerate(self.instructions))
+        return sum(op.loads and bool(self.inner(at)) for at, op in enumerate(self.instructions))
 
     def barriers(self, within: Loop | None = None) -> int:
         """Returns the number of barriers in the body of `within`, or in all."""
@@ -160,7 +160,7 @@ class MachineCode:
 
     def _within(self, loop: Loop | None) -> Iterator[tuple[int, Instruction]]:
         first, last = (loop.first, loop.last) if loop else (0, len(self.instructions))
-        return ((at, each) for at, each in enumerate(self.instructions) if first <= at <= last)
+        return ((at, instruction) for at, instruction in enumerate(self.instructions) if first <= at <= last)
 
     def _times(self, position: int, trips: Mapping[Loop, float]) -> float:
         times = 1.0
@@ -225,7 +225,7 @@ def _loops(instructions: tuple[Instruction, ...], labels: Mapping[str, int]) -> 
 
 def _is_wait(body: Iterable[Instruction]) -> bool:
     body = list(body)
-    return len(body) <= _WAIT_LENGTH and any(each.opcode.startswith(_WAITS) for each in body)
+    return len(body) <= _WAIT_LENGTH and any(instruction.opcode.startswith(_WAITS) for instruction in body)
 
 
 def _registers(operands: str) -> Iterator[int]:

@@ -198,11 +198,11 @@ def _table(result: CodegenResult, launches: Sequence[Launch]) -> str:
 
 def _estimates(launches: Sequence[Launch], rates: Rates) -> tuple[str, str]:
     """Returns the sum of the launches' estimates with its range, and the longest launch's largest part."""
-    known = [launch.estimate for launch in launches if launch.estimate is not None]
-    if not known:
+    estimates = [launch.estimate for launch in launches if launch.estimate is not None]
+    if not estimates:
         return "", ""
     us = Step.from_launches(launches, rates).range.text(",.0f")
-    return us, max(known, key=lambda each: each.us).by
+    return us, max(estimates, key=lambda each: each.us).by
 
 
 def _computed(launches: Sequence[Launch]) -> str:

@@ -190,11 +190,11 @@ def stand_in(target: Target) -> Iterator[None]:
         enter(mock.patch.object(torch.version, "hip", _HIP if _is_amd(target) else None))
         both = {"cuda": interface, "cuda:0": interface}
         enter(mock.patch.dict(device_interface.device_interfaces, both))
-        for known in (
+        for module in (
             device_interface.caching_worker_device_properties,
             device_interface.caching_worker_current_devices,
         ):
-            enter(mock.patch.dict(known))
+            enter(mock.patch.dict(module))
         enter(mock.patch.object(triton_helpers, "set_driver_to_gpu", _always(None)))
         enter(mock.patch.object(fake_tensor, "init_gpu_context", _always(None)))
         enter(mock.patch.object(triton.runtime.driver, "_active", _Driver(target)))

@@ -39,11 +39,11 @@ class Step:
     @classmethod
     def from_launches(cls, launches: Iterable[Launch], rates: Rates) -> Step:
         """Returns the sum over `launches`; zeros if no launch has an estimate."""
-        known = [launch for launch in launches if launch.work is not None]
+        estimated = [launch for launch in launches if launch.work is not None]
         by_kind: defaultdict[str, float] = defaultdict(float)
         by_reason: defaultdict[str, float] = defaultdict(float)
         cast_memory_us = 0.0
-        for launch in known:
+        for launch in estimated:
             assert launch.estimate is not None
             by_kind[launch.kind] += launch.estimate.us
             by_reason[launch.estimate.by] += launch.estimate.us
@@ -52,11 +52,11 @@ class Step:
             us=sum(by_kind.values()),
             by_kind=dict(by_kind),
             by_reason=dict(by_reason),
-            num_bytes=sum(launch.num_bytes for launch in known),
+            num_bytes=sum(launch.num_bytes for launch in estimated),
             cast_memory_us=cast_memory_us,
-            launches=len(known),
-            unclear=sum(launch.facts is not None and not launch.facts.understood for launch in known),
-            works=tuple(launch.work for launch in known if launch.work is not None),
+            launches=len(estimated),
+            unclear=sum(launch.facts is not None and not launch.facts.understood for launch in estimated),
+            works=tuple(launch.work for launch in estimated if launch.work is not None),
             rates=rates,
         )
 

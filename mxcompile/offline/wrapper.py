@@ -59,7 +59,7 @@ def read(source: str, input_bytes: dict[str, int]) -> Module:
 
 
 def _runs(function: ast.FunctionDef) -> bool:
-    """Whether the function is part of a run, not of a benchmark."""
+    """Whether the wrapper's function runs the model, not a benchmark of it."""
     return function.name == "call" or function.name.startswith(("partition_", "subgraph_"))
 
 
@@ -120,9 +120,9 @@ class _ModuleReader:
 
     def _alias(self, name: str, other: str) -> None:
         tables: tuple[dict[str, Any], ...] = (self._bytes, self._itemsize, self._root)
-        for known in tables:
-            if other in known:
-                known[name] = known[other]
+        for table in tables:
+            if other in table:
+                table[name] = table[other]
 
     def _size(self, arguments: list[ast.expr]) -> None:
         """Sets the size of a library result, which only an assertion contains, assuming 16-bit elements."""
@@ -152,7 +152,7 @@ class _ModuleReader:
             self._add(kernel, call, [name for name in arguments if name not in new], written, True)
         elif target.startswith(("extern_kernels.", "torch.ops.")):
             arguments = [name for argument in call.args for name in _names(argument)]
-            given = [name for word in call.keywords if word.arg != "out" for name in _names(word.value)]
+            names = [name for word in call.keywords if word.arg != "out" for name in _names(word.value)]
             written = [name for word in call.keywords if word.arg == "out" for name in _names(word.value)]
             if result is not None:
                 self._root[result] = result
@@ -160,10 +160,10 @@ class _ModuleReader:
                 written.append(result)
             texts = map(ast.unparse, call.args)  # a random operator with a saved state is an argument
             target = next((text for text in texts if text.startswith("torch.ops.")), target)
-            self._add(target, call, arguments + given, written, False)
+            self._add(target, call, arguments + names, written, False)
 
     def _add(self, kernel: str, call: ast.Call, reads: list[str], writes: list[str], generated: bool) -> None:
-        known = self._bytes
+        sizes = self._bytes
         moved = [*dict.fromkeys(reads), *dict.fromkeys(writes)]
         self._new.difference_update(moved)
         self.calls.append(
@@ -171,10 +171,10 @@ class _ModuleReader:
                 kernel=kernel,
                 generated=generated,
                 handle=self._handle(call.lineno),
-                reads=tuple(dict.fromkeys(self._root[name] for name in reads if name in known)),
-                writes=tuple(dict.fromkeys(self._root[name] for name in writes if name in known)),
+                reads=tuple(dict.fromkeys(self._root[name] for name in reads if name in sizes)),
+                writes=tuple(dict.fromkeys(self._root[name] for name in writes if name in sizes)),
                 numbers=tuple(_numbers(call)),
-                num_bytes=sum(known.get(name, 0) for name in moved),
+                num_bytes=sum(sizes.get(name, 0) for name in moved),
             )
         )
 

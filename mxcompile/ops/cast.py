@@ -39,12 +39,12 @@ def _cast(
     y: Tensor | None = None,
 ) -> list[Tensor]:
     none = [None] * len(copies)
-    known = list(zip(copies, scales or none, amaxes or none, strict=True))
+    requested = list(zip(copies, scales or none, amaxes or none, strict=True))
     return [
         tensor
-        for each in _sources(x, y)
-        for word, scale, amax in known
-        for tensor in Copy.parse(word).tensors(each, seed, stream, scale, amax)
+        for source in _sources(x, y)
+        for word, scale, amax in requested
+        for tensor in Copy.parse(word).tensors(source, seed, stream, scale, amax)
     ]
 
 
@@ -61,7 +61,7 @@ def _spec_cast(
     amaxes: Sequence[Tensor | None] | None = None,
     y: Tensor | None = None,
 ) -> list[Spec]:
-    return [spec for each in _sources(x, y) for word in copies for spec in Copy.parse(word).specs(each)]
+    return [spec for source in _sources(x, y) for word in copies for spec in Copy.parse(word).specs(source)]
 
 
 def decoded(

@@ -25,8 +25,8 @@ from mxcompile.ops.general import grouped_matmul, matmul
 def _schema(target: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
     """Returns the argument names of an operator, in order, and the defaults by name."""
     arguments = target._schema.arguments
-    defaults = {each.name: each.default_value for each in arguments if each.has_default_value()}
-    return tuple(each.name for each in arguments), defaults
+    defaults = {arg.name: arg.default_value for arg in arguments if arg.has_default_value()}
+    return tuple(arg.name for arg in arguments), defaults
 
 
 def call_of(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
@@ -45,8 +45,8 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
     """Returns the arguments of `node`, a call of an operator, by name, in order, with defaults."""
     called, args = call_of(node)
     names, defaults = _schema(called)
-    given = {**defaults, **dict(zip(names, args, strict=False)), **node.kwargs}
-    return {name: given[name] for name in names}
+    arguments = {**defaults, **dict(zip(names, args, strict=False)), **node.kwargs}
+    return {name: arguments[name] for name in names}
 
 
 def argument_of(node: fx.Node, name: str) -> Any:
@@ -71,9 +71,9 @@ class View:
         """Returns the view of `node`, or None if it does not call an operator of `operators`."""
         if not isinstance(node, fx.Node) or node.target not in cls.operators:
             return None
-        given = arguments_of(node)
-        known = {field.name: given[field.name] for field in fields(cls) if field.name in given}
-        return cls(node=node, **known)
+        arguments = arguments_of(node)
+        values = {field.name: arguments[field.name] for field in fields(cls) if field.name in arguments}
+        return cls(node=node, **values)
 
     @classmethod
     def read(cls, node: fx.Node) -> Self:
@@ -106,7 +106,7 @@ class Casts(View):
     operators: ClassVar[frozenset[Any]] = frozenset({cast})
 
     @property
-    def parsed_copies(self) -> list[Copy]:
+    def parsed(self) -> list[Copy]:
         """The copies, parsed."""
         return [Copy.parse(word) for word in self.copies]
 

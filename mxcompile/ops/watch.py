@@ -104,14 +104,14 @@ def _sums(x: Tensor, value: Tensor, stored: Tensor, limit: float) -> Tensor:
     size, lost, cut = losses(x, value, stored, limit)
     nonzero, both = size != 0, finite & exact
     error = torch.where(both, value.to(torch.float64) - x, 0.0)
-    known = torch.where(both, x, 0.0)
+    finite_x = torch.where(both, x, 0.0)
     counts = torch.ones_like(finite), nonzero, lost, cut, x.isnan(), x.isinf(), finite & ~exact
     return torch.stack(
         [
             size.max(),
             torch.where(nonzero, size, math.inf).min(),
             *(count.sum(dtype=torch.float64) for count in counts),
-            known.dot(known),
+            finite_x.dot(finite_x),
             error.dot(error),
         ]
     )

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from mxcompile.models.names import GraphInput, HeldBy
-from mxcompile.models.tree import unregistered, unregistered_objects
+from mxcompile.models.tree import strays, unregistered
 
 _KEY, _CUSTOM = "mx_differentiated", "custom"
 """`_KEY` within ``meta[_CUSTOM]``, which torch copies from node to node unchanged."""
@@ -103,7 +103,7 @@ def _stored(path: str, others: Sequence[str], is_parameter: bool) -> GraphInput:
 def _unregistered(graph: fx.Graph, model: nn.Module) -> Iterator[tuple[fx.Node, str]]:
     """Yields (node, path) for the constants of `graph` that are unregistered tensors of `model`."""
     read = graph.find_nodes(op="get_attr")
-    paths = {id(value): path for path, value in unregistered_objects(model)} if read else {}
+    paths = {id(value): path for path, value in strays(model)} if read else {}
     for node in read:
         path = paths.get(id(getattr(graph.owning_module, str(node.target), None)))
         if path is not None:
@@ -192,9 +192,7 @@ def _modules_noted(model: nn.Module) -> Iterator[None]:
     """Records the path and class of the running module in the metadata of each new node."""
     stack: list[Any] = []
     handles = []
-    unregistered = (
-        (path, module) for path, module in unregistered_objects(model) if isinstance(module, nn.Module)
-    )
+    unregistered = ((path, module) for path, module in strays(model) if isinstance(module, nn.Module))
     for path, module in (*model.named_modules(), *unregistered):
         entry = {"": (path, type(module).__qualname__)}
 

@@ -177,26 +177,26 @@ def _parse_use(raw: Any, path: Path, source: Origin) -> Use:
             )
         precision = values.pop("precision")
         values |= {"fprop": precision, "dgrad": precision, "wgrad": precision}
-    given = [gemm for gemm in gemms if gemm != "fprop"]
-    if given and values.get("backward") is Backward.DEQUANTIZED:
+    others = [gemm for gemm in gemms if gemm != "fprop"]
+    if others and values.get("backward") is Backward.DEQUANTIZED:
         raise source.error(
-            (*path, given[0]),
-            f"'backward: dequantized' leaves dgrad and wgrad in the model's dtype: remove {_words(given)}",
+            (*path, others[0]),
+            f"'backward: dequantized' leaves dgrad and wgrad in the model's dtype: remove {_words(others)}",
         )
     return Use(**values)
 
 
 def _check_choices(raw: Any, use: Use, preset: Preset, path: Path, source: Origin) -> None:
     """Raises `PolicyError` for a choice that has no meaning in any precision the rule may lead to."""
-    asked = [row for row in (use.fprop, use.dgrad, use.wgrad) if row is not None]
-    rows = {row.name: row for row in asked if row.quantizes} or {preset.precision.name: preset.precision}
-    given = raw if isinstance(raw, dict) else {}
+    chosen = [row for row in (use.fprop, use.dgrad, use.wgrad) if row is not None]
+    rows = {row.name: row for row in chosen if row.quantizes} or {preset.precision.name: preset.precision}
+    settings = raw if isinstance(raw, dict) else {}
     means = frozenset[str]().union(*map(schema.keys_of, rows.values()))
-    for key in given:
+    for key in settings:
         if schema.USE[key].means is not None and key not in means:
             has = f"it has {_words(sorted(means))}" if means else "it has no choices"
             raise source.error((*path, key), f"{key!r} does not belong to {_words(rows)}: {has}")
-    for key in given:
+    for key in settings:
         needed, word = schema.USE[key].needs or ("", "")
         if needed and getattr(use, needed) != word:
             raise source.error((*path, key), f"{key!r} needs {needed}: {word}")
@@ -211,7 +211,7 @@ def _check_choices(raw: Any, use: Use, preset: Preset, path: Path, source: Origi
         raise source.error(
             (*path, "amax"), "'ema' needs one scale a tensor (precision: fp8, scaling: tensor)"
         )
-    for key in given:
+    for key in settings:
         allowed = schema.USE[key].allowed
         choices = [] if allowed is None else [value for row in rows.values() for value in allowed(row)]
         if choices and (choice := getattr(use, key)) not in choices:

@@ -246,7 +246,7 @@ def _is_file(path: Path) -> bool:
 
 def _rule_to_dict(rule: Rule) -> dict[str, Any]:
     match = {
-        key: value.write(given) for key, value in schema.MATCH.items() if (given := getattr(rule.match, key))
+        key: value.write(entry) for key, value in schema.MATCH.items() if (entry := getattr(rule.match, key))
     }
     return {"match": match, "use": _use(rule.use)}
 
@@ -254,9 +254,9 @@ def _rule_to_dict(rule: Rule) -> dict[str, Any]:
 def _use(use: Use) -> dict[str, Any] | str:
     """Returns `use` in its shortest form: one key for three equal precisions, a bare word if it is all."""
     plain = {
-        key: value.write(given)
+        key: value.write(setting)
         for key, value in schema.USE.items()
-        if key != "precision" and (given := getattr(use, key)) is not None
+        if key != "precision" and (setting := getattr(use, key)) is not None
     }
     if use.fprop is None or not use.fprop == use.dgrad == use.wgrad:
         return plain

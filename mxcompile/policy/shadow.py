@@ -43,11 +43,11 @@ class Shadows:
             match.name or (_ANY,), match.role or _LINEAR, match.module or (None,), _ends(match.blocks)
         )
         for name, role, module, ends in cases:
-            for number, known in enumerate(self._earlier, 1):
-                self._steps += 1 + len(known.patterns)
+            for number, earlier in enumerate(self._earlier, 1):
+                self._steps += 1 + len(earlier.patterns)
                 if self._steps > MAX_STEPS:
                     return set()
-                if known.covers(name, role, module, ends, match):
+                if earlier.covers(name, role, module, ends, match):
                     covering.add(number)
                     break
             else:
@@ -66,13 +66,13 @@ class _Earlier:
         self.patterns = tuple(name for name in match.name if is_pattern(name))
 
     def covers(self, name: str, role: Role, module: str | None, ends: Ends | None, later: Match) -> bool:
-        known = self.match
+        earlier = self.match
         return (
-            (not known.role or role in known.role)
-            and (not known.module or module in known.module)
-            and (known.blocks is None or _within(ends, known.blocks))
-            and (known.steps is None or (later.steps is not None and later.steps.within(known.steps)))
-            and all(_allows(known, later, letter) for letter in "mnk")
+            (not earlier.role or role in earlier.role)
+            and (not earlier.module or module in earlier.module)
+            and (earlier.blocks is None or _within(ends, earlier.blocks))
+            and (earlier.steps is None or (later.steps is not None and later.steps.within(earlier.steps)))
+            and all(_allows(earlier, later, letter) for letter in "mnk")
             and (not self.names or self._has(name))
         )
 
@@ -88,32 +88,32 @@ def _ends(blocks: Ends | None) -> tuple[Ends | None, ...]:
     return tuple(ends for ends in one_by_one if ends != Ends())
 
 
-def _within(later: Ends | None, known: Ends) -> bool:
-    """Whether all blocks of `later` are blocks of `known`. None stands for every layer."""
-    return later is not None and later.first <= known.first and later.last <= known.last
+def _within(later: Ends | None, earlier: Ends) -> bool:
+    """Whether all blocks of `later` are blocks of `earlier`. None stands for every layer."""
+    return later is not None and later.first <= earlier.first and later.last <= earlier.last
 
 
-def _allows(known: Match, later: Match, letter: str) -> bool:
-    """Whether `known` allows every size `letter` that `later` allows. A maximum of 0 means no limit."""
-    largest, of_later = getattr(known, f"max_{letter}"), getattr(later, f"max_{letter}")
-    at_least = getattr(known, f"min_{letter}") <= getattr(later, f"min_{letter}")
+def _allows(earlier: Match, later: Match, letter: str) -> bool:
+    """Whether `earlier` allows every size `letter` that `later` allows. A maximum of 0 means no limit."""
+    largest, of_later = getattr(earlier, f"max_{letter}"), getattr(later, f"max_{letter}")
+    at_least = getattr(earlier, f"min_{letter}") <= getattr(later, f"min_{letter}")
     return bool(at_least and (not largest or 0 < of_later <= largest))
 
 
-def _pattern_covers(known: str, later: str) -> bool:
-    """Whether `known` matches every name that `later` matches."""
-    if known == _ANY:
+def _pattern_covers(earlier: str, later: str) -> bool:
+    """Whether `earlier` matches every name that `later` matches."""
+    if earlier == _ANY:
         return True
-    if known.startswith("re:"):
-        expression = known.removeprefix("re:")
+    if earlier.startswith("re:"):
+        expression = earlier.removeprefix("re:")
         return not is_pattern(later) and _is_quick(expression) and bool(re.fullmatch(expression, later))
     if later.startswith("re:"):
         return False
     # The text of the later pattern is matched like a name. A '*' in it stands for anything, and only a '*'
     # of the known pattern matches it. With '?' or '[' in either pattern this would be unsound.
-    if any(sign in known or sign in later for sign in "?["):
-        return not is_pattern(later) and fnmatch.fnmatchcase(later, known)
-    return fnmatch.fnmatchcase(later, known)
+    if any(sign in earlier or sign in later for sign in "?["):
+        return not is_pattern(later) and fnmatch.fnmatchcase(later, earlier)
+    return fnmatch.fnmatchcase(later, earlier)
 
 
 def _is_quick(expression: str) -> bool:

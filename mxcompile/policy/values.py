@@ -257,20 +257,20 @@ _Choices = tuple[tuple[str, FourOverSix], ...]
 
 
 def _four_over_six(value: Any) -> _Choices:
-    given = dict(value) if isinstance(value, dict) else {}
-    error = given.pop("error", str(BlockError.MAE))
-    if not given:
+    sides = dict(value) if isinstance(value, dict) else {}
+    error = sides.pop("error", str(BlockError.MAE))
+    if not sides:
         raise Invalid(
             f"expected operands and largest scales, such as {{x: 256, w: 256}}, found {shown(value)}"
         )
     if error not in list(BlockError):
         raise Invalid(not_allowed("error", error, list(BlockError)), "error")
-    for operand, bound in given.items():
+    for operand, bound in sides.items():
         if operand not in _OPERANDS:
             raise Invalid(not_allowed("key", operand, (*_OPERANDS, "error")), operand)
         if isinstance(bound, bool) or bound not in BOUNDS:
             raise Invalid(not_allowed("largest scale", bound, map(str, BOUNDS)), operand)
-    choices = {operand: FourOverSix(bound=bound, error=BlockError(error)) for operand, bound in given.items()}
+    choices = {operand: FourOverSix(bound=bound, error=BlockError(error)) for operand, bound in sides.items()}
     return tuple((operand, choices[operand]) for operand in _OPERANDS if operand in choices)
 
 

@@ -53,7 +53,7 @@ class RankModel:
 
     @property
     def experts(self) -> dict[str, tuple[int, int]]:
-        """Pairs (experts on this rank, all experts) by parameter path, for experts spread over ranks."""
+        """Numbers of experts (on this rank, in total) by path, of parameters spread over ranks."""
         gathered = {one.path: one.size for group in self.groups for one in group.parameters}
         wholes = {user_path(path): parameter for path, parameter in self.plain.named_parameters()}
         numbers = {}

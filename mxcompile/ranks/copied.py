@@ -46,7 +46,7 @@ class _Shards(Faker):
     def __init__(self, mode: ValueTrackingMode, groups: tuple[FSDPGroup, ...]) -> None:
         super().__init__(mode)
         self._assuming = mode
-        self._gathered = {id(one.parameter): (one, group) for group in groups for one in group.parameters}
+        self._gathered = {id(p.parameter): (p, group) for group in groups for p in group.parameters}
 
     def __call__(self, tensor: Tensor) -> Tensor:
         from torch.distributed.tensor import DTensor

@@ -96,7 +96,7 @@ def _groups(model: nn.Module) -> Iterator[FSDPGroup]:
 
 
 def _group(path: str, group: Any, held: list[tuple[str, Any]], mixed: Any, *, freed: bool) -> FSDPGroup:
-    mesh, again = group.mesh_info, group.post_forward_mesh_info if freed else None
+    mesh, resharded_to = group.mesh_info, group.post_forward_mesh_info if freed else None
     parameters = tuple(_sharded(place, parameter) for place, parameter in held)
     trained = [one for one in parameters if one.parameter.requires_grad]
     return FSDPGroup(
@@ -104,7 +104,7 @@ def _group(path: str, group: Any, held: list[tuple[str, Any]], mixed: Any, *, fr
         parameters=parameters,
         shards=getattr(mesh, "shard_process_group", None),
         replicates=getattr(mesh, "replicate_process_group", None),
-        again=None if again is None else again.shard_process_group,
+        again=None if resharded_to is None else resharded_to.shard_process_group,
         reduced=(mixed.reduce_dtype or _unset(trained[0])) if trained else None,
         inputs=mixed.param_dtype if mixed.cast_forward_inputs else None,
         outputs=mixed.output_dtype,

@@ -44,17 +44,17 @@ def parallelised(model: nn.Module, words: str, mesh: DeviceMesh) -> nn.Module:
     words: names from `WAYS`, separated by commas. Raises `OptionError` for an unknown name, for a mesh
     without the required axis, and for a model that a method does not support.
     """
-    asked = [word.strip() for word in words.split(",")]
-    for word in asked:
+    requested = [word.strip() for word in words.split(",")]
+    for word in requested:
         if word not in WAYS:
             raise OptionError(not_allowed("way to parallelise", word, WAYS))
     copied = fake_copy(model, ValueTrackingMode(), fake=_on_meta)
-    if {EXPERTS, "tp=llama"} <= {*asked}:
+    if {EXPERTS, "tp=llama"} <= {*requested}:
         raise OptionError(
             "ep and tp=llama cannot be combined: parallelise the model in a factory that takes the mesh"
         )
     for word, way in WAYS.items():
-        if word in asked:
+        if word in requested:
             way(copied, mesh)
     return rewrapped(copied, model)
 
@@ -170,12 +170,12 @@ def _check_whole(model: nn.Module, styles: Mapping[str, Any], ranks: int) -> Non
 def _shared_parameters(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:
     """Returns (first owner, further owner) of shared parameters, which `parallelize_module` separates."""
     first: dict[int, tuple[nn.Module, str]] = {}
-    again = []
+    repeated = []
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and first.setdefault(id(parameter), (module, name)) != (module, name):
-                again.append((first[id(parameter)], (module, name)))
-    return again
+                repeated.append((first[id(parameter)], (module, name)))
+    return repeated
 
 
 WAYS: dict[str, Callable[[nn.Module, Any], None]] = {

@@ -47,11 +47,11 @@ def latest(compiles: Sequence[tuple[object, Sequence[Part]]]) -> tuple[Part, ...
     compiles: (frame, parts) pairs, oldest first; frame is None if unknown. Parts whose records were all
     removed are left out. If a watch moved a GEMM to BF16, its earlier records are removed too.
     """
-    known: dict[object, set[_Key]] = {}
+    keys_of: dict[object, set[_Key]] = {}
     fallen: set[tuple[str, str]] = set()
     kept: list[Part] = []
     for frame, parts in reversed(compiles):
-        later = known.setdefault(frame, set())
+        later = keys_of.setdefault(frame, set())
         for part in reversed(parts):
             stands = tuple(
                 gemm
@@ -185,7 +185,7 @@ def merge(
     compiled = {
         (gemm.name, gemm.gemm) for gemms, _ in contents for gemm in gemms if gemm.kernel != NOT_COMPILED
     }
-    known: set[_Key] = set()
+    keys: set[_Key] = set()
     gemms: list[GemmRecord] = []
     graphs: list[Outline] = []
     counted: list[Summary] = []
@@ -193,10 +193,10 @@ def merge(
         stands = [
             gemm
             for gemm in records
-            if _record_key(gemm) not in known
+            if _record_key(gemm) not in keys
             and (gemm.kernel != NOT_COMPILED or (gemm.name, gemm.gemm) not in compiled)
         ]
-        known.update(map(_record_key, stands))
+        keys.update(map(_record_key, stands))
         if stands or not records:
             gemms += [dataclasses.replace(gemm, graph=gemm.graph + len(graphs)) for gemm in stands]
             graphs += outlines
@@ -220,7 +220,7 @@ def _sum(summaries: Sequence[Summary], gemms: Sequence[GemmRecord]) -> Summary:
     """Returns one summary for the records `gemms`. Figures that do not follow from them are added up."""
     first = summaries[0]
     warnings = dict.fromkeys(w for s in summaries for w in s.warnings if not w.startswith(_OUTSIDE))
-    known: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "target": first.target,
         "policy": first.policy,
         "num_gemms": len(gemms),
@@ -230,14 +230,14 @@ def _sum(summaries: Sequence[Summary], gemms: Sequence[GemmRecord]) -> Summary:
         "estimate_us": total(gemm.estimate_us for gemm in gemms),
         "estimate_bf16_us": total(gemm.estimate_bf16_us for gemm in gemms),
     }
-    figures = {field.name for field in dataclasses.fields(Summary)} - known.keys()
-    return Summary(**known | {name: total(getattr(s, name) for s in summaries) for name in figures})
+    figures = {field.name for field in dataclasses.fields(Summary)} - fields.keys()
+    return Summary(**fields | {name: total(getattr(s, name) for s in summaries) for name in figures})
 
 
 def total(values: Iterable[_Number | None]) -> _Number | None:
     """Returns the sum of the values that are not None; None if all are."""
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) if numbers else None
 
 
 def together(states: Iterable[str]) -> str:

@@ -82,8 +82,8 @@ class Report(ReportData):
         Raises:
             OptionError: if `reports` is empty, or if targets or policies differ.
         """
-        contents = [(one.gemms, one.graph) for one in reports]
-        gemms, summary, graph = merge([one.summary for one in reports], contents)
+        contents = [(report.gemms, report.graph) for report in reports]
+        gemms, summary, graph = merge([report.summary for report in reports], contents)
         return cls(gemms=tuple(gemms), summary=summary, graph=tuple(graph))
 
     def __str__(self) -> str:

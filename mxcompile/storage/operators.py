@@ -217,13 +217,11 @@ def _joined(func: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
         return NotImplemented
     elements = func([x.qdata for x in tensors], at)
     scales = func([x.scale_bytes for x in tensors], at)
-    whole = (
-        None if first.global_scale is None else func(_expanded_scales(tensors, None if stacks else at), at)
-    )
+    whole = None if first.global_scale is None else func(_wholes(tensors, None if stacks else at), at)
     return first.of_parts(elements, scales, block + (stacks and at <= block), whole)
 
 
-def _expanded_scales(tensors: Sequence[MXTensor], at: int | None) -> list[Tensor]:
+def _wholes(tensors: Sequence[MXTensor], at: int | None) -> list[Tensor]:
     """Returns the global scales of `tensors` in one shape; along `at`, with the length of each tensor."""
     wholes = [x.global_scale for x in tensors if x.global_scale is not None]
     shape = [max(sizes) for sizes in zip(*(whole.shape for whole in wholes), strict=True)]
@@ -256,4 +254,4 @@ def _holds(x: MXTensor, source: MXTensor) -> bool:
     if source.form != x.form or source.block_dim % x.ndim != x.block_dim % x.ndim:
         return False
     pairs = zip(x.parts, source.parts, strict=True)
-    return all(one in (1, n) for own, part in pairs for n, one in zip(own.shape, part.shape, strict=True))
+    return all(size in (1, n) for own, part in pairs for n, size in zip(own.shape, part.shape, strict=True))

@@ -62,12 +62,12 @@ class Actions:
         for place, numbers in fired:
             rule = self._rules[place]
             message = rule.sentence(step, numbers)
-            told = self._done(rule.do, step, message, numbers, excerpts)
+            fields = self._done(rule.do, step, message, numbers, excerpts)
             if not rank():
                 where = {name: numbers[name] for name in ("layer", "gemm", "operand")}
-                self._send("rule", step=step, do=rule.do, message=message, **where, **told)
+                self._send("rule", step=step, do=rule.do, message=message, **where, **fields)
                 if rule.do != "stop":
-                    log.warning("%s", "; ".join([message, *told.values()]))
+                    log.warning("%s", "; ".join([message, *fields.values()]))
             if rule.do == "stop":
                 stops = stops or message
         if stops:

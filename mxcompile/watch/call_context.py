@@ -84,8 +84,8 @@ def follow(call: Call, results: Any) -> None:
 
 def _node(results: Any) -> Any:
     """Returns the compiled function's node in the autograd graph; None if no gradient flows through it."""
-    given: Sequence[Any] = results if isinstance(results, list | tuple) else [results]
-    nodes = [each.grad_fn for each in given if isinstance(each, Tensor) and each.grad_fn is not None]
+    outputs: Sequence[Any] = results if isinstance(results, list | tuple) else [results]
+    nodes = [x.grad_fn for x in outputs if isinstance(x, Tensor) and x.grad_fn is not None]
     for _ in range(_DEPTH):
         for node in nodes:
             if _NODE in node.name():

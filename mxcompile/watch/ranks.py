@@ -54,7 +54,7 @@ class Ranks:
         self._queue: queue.Queue[tuple[int, Sample] | None] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._silent: set[int] = set()
-        self._published_key = ""
+        self._sent_key = ""
 
     def gather(self, step: int, sample: Sample) -> list[Fired]:
         """Joins `sample` with the samples of the other ranks. Rank 0 writes the result.
@@ -142,12 +142,10 @@ class Ranks:
             self._write(step, sample, sent)
             rules = judge(sample)
         finally:
-            if (
-                self._published_key and not self._silent
-            ):  # every rank has sent a later sample, so has read this
-                _store().delete_key(self._published_key)
-            self._published_key = _verdict(step)
-            _store().set(self._published_key, json.dumps(rules))
+            if self._sent_key and not self._silent:  # every rank has sent a later sample, so has read this
+                _store().delete_key(self._sent_key)
+            self._sent_key = _verdict(step)
+            _store().set(self._sent_key, json.dumps(rules))
         return rules
 
     def _receive_rules(self, step: int) -> list[Fired]:

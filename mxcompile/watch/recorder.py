@@ -92,20 +92,20 @@ class Recorder:
 
     def take(self, call: Call, values: Sequence[Tensor], words: Sequence[str]) -> None:
         """Stores the statistics of one run of a graph. words: a JSON object per cast. values: its tensors."""
-        sites, given = [json.loads(word) for word in words], iter(values)
+        sites, remaining = [json.loads(word) for word in words], iter(values)
         measured: list[Tensor] = []
         kept: list[Tensor] = []
         excerpts: list[Excerpt | None] = []
         for site in sites:
-            first = next(given, None)
+            first = next(remaining, None)
             if first is None:
                 for reader in site["readers"]:
                     self.left_out.setdefault(_key(call, reader), site["missing"])
                 continue
             measured.append(first)
             if call.is_sampled:
-                kept.append(next(given).clone())
-                excerpts.append((next(given), next(given), site) if site["sizes"] else None)
+                kept.append(next(remaining).clone())
+                excerpts.append((next(remaining), next(remaining), site) if site["sizes"] else None)
         if measured:
             delivery = call, sites[: len(measured)], torch.stack(measured), kept, excerpts
             with self._lock:

@@ -71,14 +71,14 @@ class Rule:
     _streaks: dict[Key, int] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def from_mapping(cls, given: Mapping[str, Any]) -> Rule:
-        """Returns the rule that the mapping `given` describes. Raises `OptionError` if it is invalid."""
-        if not isinstance(given, Mapping):
-            raise OptionError(f"a watch rule must be a mapping, found {shown(given)}")
-        for key in given:
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> Rule:
+        """Returns the rule that the mapping `mapping` describes. Raises `OptionError` if it is invalid."""
+        if not isinstance(mapping, Mapping):
+            raise OptionError(f"a watch rule must be a mapping, found {shown(mapping)}")
+        for key in mapping:
             if key not in _KEYS:
                 raise OptionError(not_allowed("key of a watch rule", key, _KEYS))
-        when = given.get("when")
+        when = mapping.get("when")
         if not isinstance(when, Mapping) or not when.keys() - {"over"}:
             raise OptionError(
                 "watch rule: 'when' must name a statistic and its limit, such as {'underflow': '> 0.3'}"
@@ -86,10 +86,10 @@ class Rule:
         over = when.get("over", 1)
         if isinstance(over, bool) or not isinstance(over, int) or over < 1:
             raise OptionError(f"watch rule: over must be a number of samples, found {shown(over)}")
-        do = given.get("do", "warn")
+        do = mapping.get("do", "warn")
         if do not in ACTIONS:
             raise OptionError(not_allowed("action of a watch rule", do, ACTIONS))
-        where = {key: words_of(key, _WHERE[key], given[key]) if key in given else () for key in _WHERE}
+        where = {key: words_of(key, _WHERE[key], mapping[key]) if key in mapping else () for key in _WHERE}
         return cls(
             conditions=tuple(
                 _condition(name, text, where["operand"]) for name, text in when.items() if name != "over"
@@ -104,7 +104,7 @@ class Rule:
     def covers(self, layer: str, role: str, gemm: str) -> bool:
         """Whether the rule applies to `gemm` of the layer named `layer` with `role`."""
         where = (self.match.role, role), (self.gemms, gemm)
-        return self.match.names(layer) and all(not words or given in words for words, given in where)
+        return self.match.names(layer) and all(not words or value in words for words, value in where)
 
     def looks_at(self, row: Mapping[str, Any]) -> bool:
         """Whether the rule applies to the operand of `row`."""
@@ -116,21 +116,21 @@ class Rule:
         key = row["layer"], row["gemm"], row["operand"]
         if not self.looks_at(row):
             return False
-        held = self._streaks.get(key, 0) + 1 if all(each.holds(row) for each in self.conditions) else 0
+        held = self._streaks.get(key, 0) + 1 if all(c.holds(row) for c in self.conditions) else 0
         self._streaks[key] = held
         return held == self.over
 
     def sentence(self, step: int, row: Mapping[str, Any]) -> str:
         """Returns the message of the rule for `row`."""
-        conditions = ", ".join(f"{each} ({row[each.name]:.4g})" for each in self.conditions)
+        conditions = ", ".join(f"{condition} ({row[condition.name]:.4g})" for condition in self.conditions)
         times = f" in {self.over} samples" if self.over > 1 else ""
         return f"step {step}: {row['operand']} of {row['layer']} {row['gemm']}: {conditions}{times}"
 
 
-def words_of(option: str, allowed: Value, given: Any) -> tuple[Any, ...]:
-    """Returns the words of `given`, a word or a list. Raises `OptionError` for words not `allowed`."""
+def words_of(option: str, allowed: Value, value: Any) -> tuple[Any, ...]:
+    """Returns the words of `value`, a word or a list. Raises `OptionError` for words not `allowed`."""
     try:
-        words: tuple[Any, ...] = allowed.read(list(given) if isinstance(given, tuple) else given)
+        words: tuple[Any, ...] = allowed.read(list(value) if isinstance(value, tuple) else value)
     except Invalid as error:
         raise OptionError(f"watch: {option}: {error}") from None
     return words

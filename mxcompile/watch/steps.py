@@ -87,12 +87,12 @@ class Steps:
             self._ends()
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
-        known = self._counted.get(optimizer)
-        if known is None:
+        counted = self._counted.get(optimizer)
+        if counted is None:
             owned = {id(parameter) for model in self._models for parameter in model.parameters()}
             stepped = (id(each) for group in optimizer.param_groups for each in group["params"])
-            known = self._counted[optimizer] = not owned or any(each in owned for each in stepped)
-        return known
+            counted = self._counted[optimizer] = not owned or any(each in owned for each in stepped)
+        return counted
 
 
 def in_backward() -> bool:

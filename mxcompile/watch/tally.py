@@ -97,13 +97,13 @@ class Tally:
 
     def _scales(self) -> dict[str, int | None]:
         """Returns the smallest, median and largest scale byte, without the byte of NaN."""
-        known = sorted((byte, count) for byte, count in self.histogram.items() if byte != NUM_BYTES - 1)
-        half, reached, median = sum(count for _, count in known) / 2, 0.0, None
-        for byte, count in known:
+        bins = sorted((byte, count) for byte, count in self.histogram.items() if byte != NUM_BYTES - 1)
+        half, reached, median = sum(count for _, count in bins) / 2, 0.0, None
+        for byte, count in bins:
             reached += count
             if median is None and reached >= half:
                 median = byte
-        least, largest = (known[0][0], known[-1][0]) if known else (None, None)
+        least, largest = (bins[0][0], bins[-1][0]) if bins else (None, None)
         return {"scale_min": least, "scale_median": median, "scale_max": largest}
 
     def packed(self) -> list[Any]:
@@ -116,12 +116,12 @@ class Tally:
     def unpacked(cls, packed: list[Any]) -> Tally:
         """Returns the tally that `packed` wrote."""
         role, fmt, calls, sums, counted, compared, changed = packed
-        given = zip(FIELDS, sums, strict=True)
+        pairs = zip(FIELDS, sums, strict=True)
         return cls(
             role=role,
             format=fmt,
             calls=calls,
-            sums={name: math.inf if value is None else value for name, value in given},
+            sums={name: math.inf if value is None else value for name, value in pairs},
             histogram=dict(map(tuple, counted)),
             compared=compared,
             changed=changed,

@@ -104,11 +104,9 @@ class Watch:
         self._recorder = Recorder(_number("first", first), self._is_sampled, self._finish, tripped)
         judge = functools.partial(fired, self._rules) if self._rules else None
         self._ranks = Ranks(self._write, self._recorder.warn, self._send, judge)
-        self._fallbacks = Fallbacks(self._output_path("bf16", "policy", policy, ".policy.yaml"))
-        self._dumps = Dumps(self._output_path("dump", "dump", dump, ".dump"))
-        self._actions = Actions(
-            self._rules, self._fallbacks, self._dumps, self._write_record, self._recorder.warn
-        )
+        self._fallbacks = Fallbacks(self._path_of("bf16", "policy", policy, ".policy.yaml"))
+        self._dumps = Dumps(self._path_of("dump", "dump", dump, ".dump"))
+        self._actions = Actions(self._rules, self._fallbacks, self._dumps, self._report, self._recorder.warn)
         self._losses: dict[int, list[float]] = {}
         self._about: Record = {}
         self._is_begun = False
@@ -200,12 +198,12 @@ class Watch:
         self._policy = policy
         return self._recorder
 
-    def _output_path(self, action: str, option: str, given: str | Path | None, suffix: str) -> Path | None:
+    def _path_of(self, action: str, option: str, choice: str | Path | None, suffix: str) -> Path | None:
         """Returns the output path of rules with `action`; None without rules. Raises `OptionError`."""
         if not any(rule.do == action for rule in self._rules):
             return None
         files = (writer.path.with_suffix(suffix) for writer in self._writers if isinstance(writer, JsonLines))
-        path = next(files, None) if given is None else Path(given).absolute()
+        path = next(files, None) if choice is None else Path(choice).absolute()
         if path is None:
             raise OptionError(
                 f"a watch rule with do: {action} writes a file: name it, as in Watch({option}='run{suffix}')"
@@ -258,7 +256,7 @@ class Watch:
             if not any(map(rule.looks_at, rows)):
                 log.warning("watch: rule %d matches no operand that step %d measures", place + 1, step)
 
-    def _write_record(self, kind: str, **values: Any) -> None:
+    def _report(self, kind: str, **values: Any) -> None:
         self._send(_record(kind, **values))
 
     def _send(self, record: Record) -> None:
@@ -301,8 +299,8 @@ def _number(name: str, value: Any, least: int = 0) -> int:
     return value
 
 
-def _words(what: str, given: Sequence[str], allowed: Sequence[str]) -> Iterable[str]:
-    for word in [given] if isinstance(given, str) else given:
+def _words(what: str, words: Sequence[str], allowed: Sequence[str]) -> Iterable[str]:
+    for word in [words] if isinstance(words, str) else words:
         if word not in allowed:
             raise OptionError(not_allowed(what, word, allowed))
         yield word

@@ -231,7 +231,7 @@ class _FeedsSweep:
     def _selects_group(self, node: fx.Node, origins: Marks) -> bool:
         """Whether `node` selects one of several groups of output features of the layers in `origins`."""
         source, dim = node.all_input_nodes[0], argument_of(node, "dim")
-        if any(self.feeds.kind[each] is not Source.LAYER for each in origins):
+        if any(self.feeds.kind[origin] is not Source.LAYER for origin in origins):
             return False
         if any(axes(source, dim, layer) != features(layer) for layer in origins):
             return False

@@ -34,7 +34,7 @@ def _is_mixed(site: Site) -> Holds | Fails:
 
 
 def is_filter(marks: int) -> bool:
-    """Whether a filter over tokens and a gate lie in between, but no activation."""
+    """Whether a filter over tokens and a gate are between the layers, and no activation is."""
     return bool(marks & FILTERED and marks & GATED and not marks & ACTIVATED)
 
 

@@ -114,13 +114,13 @@ class Products:
 
     def _positions(self, weights: Marks, read: Sequence[Any], origins: Origins) -> None:
         """Records products of an attention's operand and a parameter among the sources of its scores."""
-        known = {source for arg in read if isinstance(arg, fx.Node) for source in origins.made.get(arg, ())}
+        sources = {source for arg in read if isinstance(arg, fx.Node) for source in origins.made.get(arg, ())}
         for source in weights:
             tag = tag_of(source)
             if tag is None or "w" not in tag.tensors or source in self.over_rows:
                 continue
             data = origins.made.get(data_operand(source), {})
-            if data and set(data) <= known and not origins.sources(data, Source.STREAM):
+            if data and set(data) <= sources and not origins.sources(data, Source.STREAM):
                 self.no_layer[source] = "scores: a query of the attention whose scores it is added to"
 
     def mixes_heads(self, node: fx.Node, data: fx.Node, scores: Sequence[fx.Node]) -> bool:

@@ -56,8 +56,8 @@ class Statement:
                 case Holds(says):
                     sentences += [says] if says else []
                 case Fails(says):
-                    known = f"{'; '.join(sentences)}; but " if sentences else ""
-                    return Answer(holds=False, clauses=count, says=f"{known}{says}")
+                    prefix = f"{'; '.join(sentences)}; but " if sentences else ""
+                    return Answer(holds=False, clauses=count, says=f"{prefix}{says}")
         return Answer(holds=True, clauses=len(self.clauses), says="; ".join(sentences))
 
 

@@ -101,16 +101,12 @@ class _Sweep:
                 [dropped] if isinstance(dropped, fx.Node) and packet(dropped) is aten.native_dropout else []
             )
         if traits & FACTOR:
-            return (
-                [arg for arg in node.args[:2] if self._is_value(arg)][:2]
-                if self._reads_one_value(node)
-                else []
-            )
+            return [arg for arg in node.args[:2] if self._is_value(arg)][:2] if self._is_unary(node) else []
         if traits & SUM and not forked:
             return list(node.args[:2])
         return []
 
-    def _reads_one_value(self, node: fx.Node) -> bool:
+    def _is_unary(self, node: fx.Node) -> bool:
         return sum(map(self._is_value, node.args[:2])) == 1
 
     def _is_value(self, argument: Any) -> bool:

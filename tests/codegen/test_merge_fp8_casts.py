@@ -38,10 +38,7 @@ def lowered(function, *inputs, chip):
 
 def made(module) -> list[list[Copy]]:
     """The copies of each cast."""
-    return [
-        Casts.read(node).parsed_copies
-        for node in module.graph.find_nodes(op="call_function", target=ops.cast)
-    ]
+    return [Casts.read(node).parsed for node in module.graph.find_nodes(op="call_function", target=ops.cast)]
 
 
 def parts(copies: list[Copy]) -> list[str]:

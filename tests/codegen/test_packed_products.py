@@ -93,7 +93,7 @@ def layouts(module: torch.fx.GraphModule) -> set[str]:
 
 def copies_of(module: torch.fx.GraphModule) -> list[Copy]:
     """The copies that casts make."""
-    return [copy for node in calls(module, ops.cast) for copy in Casts.read(node).parsed_copies]
+    return [copy for node in calls(module, ops.cast) for copy in Casts.read(node).parsed]
 
 
 def all_packed(module: torch.fx.GraphModule) -> bool:

@@ -289,8 +289,8 @@ def launches(weights: int) -> int:
     seen = {index: torch.rand(3) for index in kept}
     with Kernels() as kernels:
         delayed_scales._largest(kept)
-        delayed_scales._shift_histories(seen, kept, rows=slice(0, 2))
-        delayed_scales._shift_histories(seen, kept, rows=slice(2, 3))
+        delayed_scales._shift(seen, kept, rows=slice(0, 2))
+        delayed_scales._shift(seen, kept, rows=slice(2, 3))
     for index, history in kept.items():
         assert torch.equal(history[:, 0], seen[index])
     return kernels.count

@@ -34,9 +34,7 @@ def copies(graph: fx.Graph) -> set[Any]:
     for node in graph.nodes:
         if node.target is ops.cast:
             cast = Casts.read(node)
-            dims = [
-                copy.dim for copy in cast.parsed_copies if copy.part in (CopyPart.CODES, CopyPart.ELEMENTS)
-            ]
+            dims = [copy.dim for copy in cast.parsed if copy.part in (CopyPart.CODES, CopyPart.ELEMENTS)]
             made |= {(each, dim % 2) for each in (cast.x, cast.y) if each is not None for dim in dims}
         elif node.target is ops.quantize_mm:
             made.add((node.args[0], 1))

@@ -51,7 +51,7 @@ class AuditDifference:
     @property
     def sqnr_drop(self) -> float:
         """Largest decrease of the SQNR of a GEMM in dB; 0 if all are below `LEAST_DB`, inf for a new NaN."""
-        return max((one.worse for one in self.moved if one.unit), default=0.0)
+        return max((change.worse for change in self.moved if change.unit), default=0.0)
 
     def __str__(self) -> str:
         parts = [str(self.report), "\n".join(wrapped(self._sentences()))]
@@ -68,7 +68,7 @@ class AuditDifference:
         return "\n\n".join(part for part in parts if part) + "\n"
 
     def _sentences(self) -> list[str]:
-        worse = sum(one.worse > 0 for one in self.moved)
+        worse = sum(change.worse > 0 for change in self.moved)
         left_out = len(self.moved) - _ROWS
         more = [f"{left_out} with smaller changes are not listed"] if left_out > 0 else []
         counted = "numerics: no change is larger than chance"
@@ -81,10 +81,10 @@ class AuditDifference:
     def _table(self) -> Table:
         rows = [
             [
-                *(one.name or "(root)", one.what, "SQNR, dB" if one.unit else "to 0"),
-                *map(decibels if one.unit else percent, (one.before, one.after)),
+                *(change.name or "(root)", change.what, "SQNR, dB" if change.unit else "to 0"),
+                *map(decibels if change.unit else percent, (change.before, change.after)),
             ]
-            for one in self.moved[:_ROWS]
+            for change in self.moved[:_ROWS]
         ]
         return [["layer", "GEMM or cast", "measure", "before", "after"], *rows]
 
@@ -109,11 +109,11 @@ def _moved(
     measure: Callable[[_Measured, _Measured, str], Moved | None],
 ) -> Iterator[Moved]:
     waiting: dict[tuple[str, str], list[_Measured]] = {}
-    for one in old:
-        waiting.setdefault(key(one), []).append(one)
-    for one in new:
-        same = waiting.get(key(one))
-        if same and (change := measure(same.pop(0), one, key(one)[1])) is not None:
+    for item in old:
+        waiting.setdefault(key(item), []).append(item)
+    for item in new:
+        same = waiting.get(key(item))
+        if same and (change := measure(same.pop(0), item, key(item)[1])) is not None:
             yield change
 
 

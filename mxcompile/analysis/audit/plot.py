@@ -174,8 +174,8 @@ def _leaves_out(figure: Any, omissions: Sequence[str]) -> None:
 
 def _unplotted(measured: Sequence[GemmNumerics | TensorNumerics]) -> str:
     """Returns the number of items whose SQNR is infinite or NaN, as text."""
-    exact = sum(math.isinf(one.sqnr_db) for one in measured)
-    missing = sum(math.isnan(one.sqnr_db) for one in measured)
+    exact = sum(math.isinf(item.sqnr_db) for item in measured)
+    missing = sum(math.isnan(item.sqnr_db) for item in measured)
     words = [(exact, "without any error"), (missing, "with NaN")]
     return ", ".join(f"{number} {word}" for number, word in words if number)
 

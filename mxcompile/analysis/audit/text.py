@@ -111,13 +111,13 @@ def _facts(numerics: Numerics) -> list[str]:
 
 def _tables(numerics: Numerics) -> list[tuple[str, Table]]:
     """Returns titles and tables, headers first."""
-    flops = sum(one.flops for one in numerics.parameters) or 1
+    flops = sum(parameter.flops for parameter in numerics.parameters) or 1
     tables: list[tuple[str, Table]] = [
         _gemms(numerics),
         (_TENSOR_TITLE, [_TENSOR_HEADERS, *map(_tensor, numerics.worst_tensors())]),
         (
             _PARAMETER_TITLE,
-            [_PARAMETER_HEADERS, *(_parameter(one, flops) for one in numerics.worst_parameters())],
+            [_PARAMETER_HEADERS, *(_parameter(row, flops) for row in numerics.worst_parameters())],
         ),
     ]
     return [(title, table) for title, table in tables if len(table) > 1]
@@ -161,12 +161,12 @@ def _tensor(tensor: TensorNumerics) -> list[str]:
     ]
 
 
-def _parameter(one: ParameterNumerics, flops: int) -> list[str]:
-    return [one.name, one.role, f"{one.flops / flops:.1%}", *_errors(one)]
+def _parameter(parameter: ParameterNumerics, flops: int) -> list[str]:
+    return [parameter.name, parameter.role, f"{parameter.flops / flops:.1%}", *_errors(parameter)]
 
 
-def _errors(one: GemmNumerics | ParameterNumerics) -> list[str]:
-    return [decibels(one.sqnr_db), f"{one.cosine:.5f}", f"{one.mse:.1e}", percent(one.rel_error)]
+def _errors(row: GemmNumerics | ParameterNumerics) -> list[str]:
+    return [decibels(row.sqnr_db), f"{row.cosine:.5f}", f"{row.mse:.1e}", percent(row.rel_error)]
 
 
 def _groups(by: str, groups: Sequence[Group]) -> Table:

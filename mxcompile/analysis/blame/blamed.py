@@ -46,7 +46,7 @@ class Findings:
 
 @dataclass(frozen=True, kw_only=True)
 class Blamed(MeasuredPolicy, Findings):
-    """The result of `blame`. Its policy is the examined policy, with the `worst` as in the reference policy.
+    """The result of `blame`. Its policy is the examined policy, with `worst` as in the reference.
 
     `asked`, against: names of the examined and the reference policy. measure: measure of the search. remove:
     requested share of the effect to remove.

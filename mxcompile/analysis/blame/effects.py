@@ -74,9 +74,9 @@ def effect_of(gemms: Sequence[GemmRecord], pairs: Iterable[tuple[Outcome, Outcom
     values = [_distances(gemms, reference, outcome) for reference, outcome in pairs]
     return Effect(
         **{
-            measure: Spread.from_values([each[measure] for each in values])
+            measure: Spread.from_values([value[measure] for value in values])
             for measure in MEASURES
-            if all(measure in each for each in values)
+            if all(measure in value for value in values)
         }
     )
 
@@ -84,9 +84,9 @@ def effect_of(gemms: Sequence[GemmRecord], pairs: Iterable[tuple[Outcome, Outcom
 def _distances(gemms: Sequence[GemmRecord], reference: Outcome, outcome: Outcome) -> Mapping[str, float]:
     distances: dict[str, float] = {}
     errors = list(parameters(gemms, reference, outcome))
-    errors = [one for one in errors if one.flops] or errors
+    errors = [error for error in errors if error.flops] or errors
     if errors:
-        harm, flops = sum(one.harm for one in errors), sum(max(one.flops, 1) for one in errors)
+        harm, flops = sum(error.harm for error in errors), sum(max(error.flops, 1) for error in errors)
         distances["gradients"] = math.sqrt(harm / flops)
     if (gap := loss_gap(outcome.loss, reference.loss)) is not None:
         distances["loss"] = gap if math.isfinite(reference.loss or 0.0) else math.nan

@@ -70,27 +70,27 @@ def blame(
     plans.check(max_runs, repeats, remove)
     if of is not None and of not in MEASURES:
         raise OptionError(f"of: {not_allowed('measure', of, MEASURES)}")
-    asked, reference = Policy.resolve(policy), Policy.resolve(against)
-    plans.check_different(asked, reference)
-    tell = announce or (lambda _: None)
-    tell(f"blame: at most {max_runs} runs of the model")
-    session = Session(model, args, named, policy=asked, loss_fn=loss_fn)
+    requested, reference = Policy.resolve(policy), Policy.resolve(against)
+    plans.check_different(requested, reference)
+    announced = announce or (lambda _: None)
+    announced(f"blame: at most {max_runs} runs of the model")
+    session = Session(model, args, named, policy=requested, loss_fn=loss_fn)
     with tqdm(desc="blame: tracing", unit="run", disable=None, leave=False) as bar:
         study, backward = Study(session, bar, "blame"), of in (None, "gradients")
-        trials = BlameTrials(study, asked, reference, backward)
+        trials = BlameTrials(study, requested, reference, backward)
         plan = _plan(trials, max_runs, repeats)
         bar.total = plan.runs
         trials.repeat(plan.repeats)
         measure = _measure(trials.self_effect, of)
-        findings, notes = _findings(trials, plan, measure, remove, tell)
-    policy, comments = trials.without(frozenset(findings.worst)) if findings.worst else (asked, ())
+        findings, notes = _findings(trials, plan, measure, remove, announced)
+    policy, comments = trials.without(frozenset(findings.worst)) if findings.worst else (requested, ())
     return Blamed(
         **vars(findings),
         **_counted(trials, plan, findings.worst),
         policy=policy,
         comments=comments,
         notes=tuple(notes),
-        asked=asked.label,
+        asked=requested.label,
         against=reference.label,
         measure=measure,
         remove=remove,
@@ -98,12 +98,12 @@ def blame(
 
 
 def _findings(
-    trials: BlameTrials, plan: RunPlan, measure: str, remove: float, tell: Callable[[str], object]
+    trials: BlameTrials, plan: RunPlan, measure: str, remove: float, announce: Callable[[str], object]
 ) -> tuple[Findings, list[str]]:
     """Returns the findings of a search, empty if nothing can be found, and notes."""
     findings, notes = Findings(whole=trials.self_effect, left=trials.self_effect), trials.obstacles(measure)
     if not notes:
-        tell(f"blame: {plan}")
+        announce(f"blame: {plan}")
         findings, notes = Search(trials, plan, measure, remove).findings(), trials.notes()
         if not findings.parts:
             notes.insert(0, f"the policies differ, but not in the {measure} of this run")

@@ -62,18 +62,18 @@ class RunPlan:
         return self.repeats * (2 + parts) + self.more
 
     def __str__(self) -> str:
-        again = f", each {self.repeats} times" if self.repeats > 1 else ""
+        repeated = f", each {self.repeats} times" if self.repeats > 1 else ""
         return (
             f"at most {count(self.runs, 'run')} of the model: the reference and all together,"
             f" {self.alone} of layers alone, {self.left_out} of layers left out, {self.kinds + self.gemms} of"
-            f" GEMMs alone, {self.worst} without the worst{again}"
+            f" GEMMs alone, {self.worst} without the worst{repeated}"
         )
 
 
-def repeats_of(asked: int | None, drew: bool, max_runs: int) -> int:
-    """Returns the repeats of each effect: `asked`, or else several if the model `drew` random numbers."""
-    if asked is not None:
-        return asked
+def repeats_of(repeats: int | None, drew: bool, max_runs: int) -> int:
+    """Returns the repeats of each effect: `repeats`, or else several if the model `drew` random numbers."""
+    if repeats is not None:
+        return repeats
     return min(REPEATS, max_runs // LEAST) if drew else 1
 
 

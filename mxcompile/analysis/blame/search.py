@@ -59,7 +59,7 @@ class Search:
         self._trials, self._plan, self._measure = trials, plan, measure
         self._keys = frozenset(trials.keys)
         self._whole = trials.effect(self._keys, "all together")
-        self._tolerated_share = 1 - remove
+        self._tolerated = 1 - remove
 
     def findings(self) -> Findings:
         """Returns the result of the search."""
@@ -90,7 +90,7 @@ class Search:
     def _is_enough(self, left: Effect) -> bool:
         """Whether the effect `left` is small enough. If the whole is not finite, any finite effect is."""
         whole, size = self._size(self._whole), self._size(left)
-        return math.isfinite(size) and (math.isinf(whole) or size <= self._tolerated_share * whole)
+        return math.isfinite(size) and (math.isinf(whole) or size <= self._tolerated * whole)
 
     def _of(self, names: Iterable[str]) -> Keys:
         """Returns the differing GEMMs of the layers `names`."""
@@ -128,14 +128,14 @@ class Search:
         return step.effect(self._keys - self._of(names), f"all but {spelled(names)}")
 
     def _with_left_out(self, parts: Sequence[BlamedPart]) -> list[BlamedPart]:
-        """Returns `parts` with the effects of leaving them out, and further groups with these effects."""
+        """Returns `parts` and further groups, each with the effect of leaving it out."""
         rests = self._groups(_Step(self._trials, self._plan.left_out), self._rest, self._drop)
-        known = {part.layers: part for part in parts}
+        by_layers = {part.layers: part for part in parts}
         both = [dataclasses.replace(part, left_out=rests.get(part.layers)) for part in parts]
         more = [
             BlamedPart(layers=names, gemms=self._kinds(names), left_out=effect)
             for names, effect in rests.items()
-            if names not in known and len(rests) > 1
+            if names not in by_layers and len(rests) > 1
         ]
         return both + more
 
@@ -178,8 +178,7 @@ class Search:
         whole = math.hypot(*filter(math.isfinite, sizes))
         rests = (math.hypot(*sizes[number:]) for number in range(1, len(parts)))
         return next(
-            (number for number, rest in enumerate(rests, 1) if rest <= self._tolerated_share * whole),
-            len(parts),
+            (number for number, rest in enumerate(rests, 1) if rest <= self._tolerated * whole), len(parts)
         )
 
     # GEMMs --------------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ class BlameTrials:
         while len(self._references) < count:
             seed = len(self._references)
             self._references.append(self._outcome(frozenset(), seed, "the reference"))
-        pairs = ((each, each) for each in self._references)
+        pairs = ((reference, reference) for reference in self._references)
         self._effects[frozenset()] = effect_of(self.study.gemms, pairs)
 
     @property
@@ -113,13 +113,13 @@ class BlameTrials:
 
     def obstacles(self, measure: str) -> list[str]:
         """Returns the reasons against a search for an effect on `measure`; empty if a search is possible."""
-        asked, against = self._policy.label, self._against.label
+        label, against = self._policy.label, self._against.label
         if not self.keys:
-            return [f"nothing differs: {asked} treats all GEMMs of this run as {against} does"]
+            return [f"nothing differs: {label} treats all GEMMs of this run as {against} does"]
         if math.isinf(self.self_effect.on(measure).mean):
             verb = "are" if measure == "gradients" else "is"
             return [
-                f"the {measure} {verb} not finite under {against} either: quantization by {asked} is not the"
+                f"the {measure} {verb} not finite under {against} either: quantization by {label} is not the"
                 " cause"
             ]
         return []

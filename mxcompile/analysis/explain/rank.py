@@ -95,8 +95,8 @@ def explain_rank(
     options = options_for(model, policy=policy, target=target, strict=strict)
     speeds = None if links is None and node is None else _links(links, node, options.target)
     order = _schedule(shape, schedule, microbatches)
-    given = model, args, named, shape, parallel
-    return apart(partial(_rank_report, given, options, speeds, order, training=training))
+    arguments = model, args, named, shape, parallel
+    return apart(partial(_rank_report, arguments, options, speeds, order, training=training))
 
 
 def sweep_meshes(
@@ -144,9 +144,9 @@ def sweep_meshes(
     speeds = _links(links, node, options.target)
 
     def point(candidate: MeshCandidate) -> MeshPoint:
-        given = model, args, kwargs or {}, MeshShape.parse(candidate.mesh), candidate.parallel
+        arguments = model, args, kwargs or {}, MeshShape.parse(candidate.mesh), candidate.parallel
         try:
-            rank = apart(partial(_rank_report, given, options, speeds, others=(BF16,), training=training))
+            rank = apart(partial(_rank_report, arguments, options, speeds, others=(BF16,), training=training))
         except MXCompileError as error:
             return MeshPoint(candidate=candidate, reason=str(error))
         return MeshPoint(candidate=candidate, rank=rank)
@@ -158,7 +158,7 @@ def sweep_meshes(
 
 
 def _rank_report(
-    given: RankArguments,
+    arguments: RankArguments,
     options: Options,
     speeds: Links | None,
     order: Schedule | None = None,
@@ -170,7 +170,7 @@ def _rank_report(
 
     others: further policies in the estimate of the time.
     """
-    with rank_model(*given) as here:
+    with rank_model(*arguments) as here:
         axes = Axes(here.mesh)
 
         def tracing(options: Options) -> tuple[RankTracer, list[Part]]:
@@ -196,7 +196,7 @@ def _rank_report(
             step = StepTime.from_works([each[slowest] for each in works], speeds, chip)
         sent = rank.work(slowest).sent
     check_mistakes(options.policy, plan.records(options.policy), strict=options.strict)
-    shape = given[3]
+    shape = arguments[3]
     return RankReport(
         mesh=str(shape),
         ranks=shape.ranks,
@@ -237,6 +237,6 @@ def _links(links: str | None, node: int | None, target: str) -> Links:
         raise OptionError("`node` needs the speeds of links: give `links`, such as nvlink=900,net=50")
     chip = TARGETS.get(target)
     if chip is None or chip.peak is None:
-        known = ", ".join(name for name, row in TARGETS.items() if row.peak is not None)
-        raise OptionError(f"`links` needs a target with a data sheet, found {target}; allowed: {known}")
+        names = ", ".join(name for name, row in TARGETS.items() if row.peak is not None)
+        raise OptionError(f"`links` needs a target with a data sheet, found {target}; allowed: {names}")
     return Links.parse(links, node=NODE if node is None else node)

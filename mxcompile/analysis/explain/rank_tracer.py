@@ -162,7 +162,7 @@ class RankTracer(Explainer):
             works={phase: sum((self._work(stage, phase) for stage in own), Works()) for phase in PHASES},
             collectives=(
                 *of_groups(groups, self._axes, training=self.training),
-                *(one for stage in own for one in self._activations(stage)),
+                *(activation for stage in own for activation in self._activations(stage)),
                 *sends,
             ),
             wire=self.options.policy.label != BF16.label,
@@ -182,7 +182,7 @@ class RankTracer(Explainer):
     def _activations(self, stage: int) -> list[Collective]:
         """Returns the collectives of the graphs in `stage`."""
         stages = self.stages
-        return [one for one in self.collectives() if stages is None or stages.stage(one.name) == stage]
+        return [c for c in self.collectives() if stages is None or stages.stage(c.name) == stage]
 
     @cached_property
     def _stage_works(self) -> tuple[RankWork, ...]:
@@ -200,7 +200,7 @@ class RankTracer(Explainer):
 
     def unreduced(self) -> Iterator[str]:
         """Yields a warning about partial gradients that FSDP2 does not reduce."""
-        gathered = {one.path for group in self._groups for one in group.parameters}
+        gathered = {parameter.path for group in self._groups for parameter in group.parameters}
         paths = [path for path, _ in partial_parameters(self.model) if path not in gathered]
         if paths:
             yield (

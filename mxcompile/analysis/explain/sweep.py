@@ -99,7 +99,7 @@ def sweep(report: Report, tokens: Sequence[int] = TOKENS) -> Sweep:
         )
     if not tokens_of(report.gemms):
         raise OptionError("a sweep over tokens needs linear layers that read tokens, and this model has none")
-    summaries = [(each, at_tokens(report, each).summary) for each in tokens]
+    summaries = [(token, at_tokens(report, token).summary) for token in tokens]
     return Sweep(
         points=tuple(
             Point(tokens=n, estimate_us=s.estimate_us or 0.0, estimate_bf16_us=s.estimate_bf16_us or 0.0)

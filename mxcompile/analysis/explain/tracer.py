@@ -39,9 +39,9 @@ from mxcompile.policy import Choice, Code, Reason
 from mxcompile.report import GemmRecord, Part
 
 
-def options_for(model: object, **given: Any) -> Options:
-    """Returns the options `given`. The target "auto" becomes the accelerator of `model`, else the CPU."""
-    options = Options.parse(None, given)
+def options_for(model: object, **settings: Any) -> Options:
+    """Returns the options `settings`. The target "auto" becomes the accelerator of `model`, else the CPU."""
+    options = Options.parse(None, settings)
     if options.target != AUTO:
         return options
     devices = (parameter.device for parameter in model.parameters()) if isinstance(model, nn.Module) else ()
@@ -83,8 +83,8 @@ class Explainer(Rehearsal[ValueTrackingMode]):
         if not graph.nodes:
             return ()
         plan = planned(self.model, args, kwargs).plan
-        known = {} if plan is None else plan.by_name
-        return _eager_records(graph, known, self.repeats.blocks, training=self.training)
+        by_name = {} if plan is None else plan.by_name
+        return _eager_records(graph, by_name, self.repeats.blocks, training=self.training)
 
     def graph(
         self, capture: Capture, gm: fx.GraphModule, example_inputs: Sequence[Any]
@@ -108,8 +108,8 @@ class Explainer(Rehearsal[ValueTrackingMode]):
         def run(*inputs: Any) -> Any:
             if next(calls) > 0:  # the same code runs for another layer, or again
                 heads = moves(first, self._owners(inputs, self.mode.module()))
-                again = tuple(dataclasses.replace(gemm, name=moved(gemm.name, heads)) for gemm in gemms)
-                self._parts.append(self.repeats.expand(Part(gemms=again)))
+                repeated = tuple(dataclasses.replace(gemm, name=moved(gemm.name, heads)) for gemm in gemms)
+                self._parts.append(self.repeats.expand(Part(gemms=repeated)))
             with self.mode.outside.paused():
                 return gm.forward(*inputs)
 

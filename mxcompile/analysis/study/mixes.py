@@ -57,7 +57,7 @@ class Candidate:
 
 
 def _stated(policy: Policy, layer: Layer, under: Choices) -> Use:
-    """Returns the decision of `policy` for `layer` as a rule. under: formats of the preset below it."""
+    """Returns the decision of `policy` for `layer` as a rule. under: formats that its preset sets."""
     decision, index = policy.decide(layer), policy.rule_for(layer)
     rows = {str(gemm): PRECISIONS[decision.choice(gemm).precision] for gemm in Gemm}
     quantizing = next((row for row in rows.values() if row.quantizes), None)
@@ -65,7 +65,7 @@ def _stated(policy: Policy, layer: Layer, under: Choices) -> Use:
         return _NOTHING
     use = Use() if index is None else policy.rules[index].use
     full = _use(quantizing, frozenset(Gemm), use.over(policy.base.formats), under)
-    own = {each.name: getattr(use, each.name) for each in dataclasses.fields(use)}
+    own = {field.name: getattr(use, field.name) for field in dataclasses.fields(use)}
     return dataclasses.replace(full, **{key: value for key, value in own.items() if value is not None} | rows)
 
 

@@ -61,7 +61,7 @@ class Sensitivity:
     def _dy_reader(self, sites: Sites, layer: str) -> Gemm:
         """Returns the backward GEMM whose dy is used. dgrad and wgrad both read dy, which must count once."""
         if not self._with_dgrad:
-            self._with_dgrad = {each.tag.name for each in sites.products if each.tag.gemm == Gemm.DGRAD}
+            self._with_dgrad = {p.tag.name for p in sites.products if p.tag.gemm == Gemm.DGRAD}
         return Gemm.DGRAD if layer in self._with_dgrad else Gemm.WGRAD
 
 

@@ -148,10 +148,10 @@ class Session:
     def _gradients(self, loss: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
         """Returns the gradients of parameters, as a training step computes them."""
         named = {user_path(name): p for name, p in self.model.named_parameters() if p.requires_grad}
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        leaves = [*named.values(), *(tensor for tensor in given if tensor.requires_grad)]
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        leaves = [*named.values(), *(tensor for tensor in inputs if tensor.requires_grad)]
         gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
-        return {name: each for name, each in zip(named, gradients, strict=False) if each is not None}
+        return {name: grad for name, grad in zip(named, gradients, strict=False) if grad is not None}
 
 
 class Study:

@@ -123,9 +123,9 @@ class _Marker:
         with self._graph.inserting_before(node):
             left, right = (self._operand(product.sides[side][0], site, side) for side in (0, 1))
         (qa, sa), (qb, sb) = product.sides
-        given = qa, sa, qb, sb, product.extra, product.out_dtype, product.tensors
+        arguments = qa, sa, qb, sb, product.extra, product.out_dtype, product.tensors
         node.target = observed
-        node.args = (*given, left, right, len(self._sites.products) - 1)
+        node.args = (*arguments, left, right, len(self._sites.products) - 1)
 
     def _operand(self, qdata: fx.Node, site: ProductSite, side: int) -> fx.Node | None:
         """Returns the operand `side` before its cast, and marks the cast; None if the graph has no cast."""

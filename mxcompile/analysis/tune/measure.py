@@ -60,7 +60,7 @@ class Trials:
         return self._exclude(index, lowest_by(sqnr))
 
     def _exclude(self, index: int, sqnr: Mapping[Key, float]) -> bool:
-        """Keeps the GEMMs below the bound in BF16 under candidate `index`. Returns whether there were any."""
+        """Leaves GEMMs in BF16 that miss the SQNR bound under candidate `index`. Returns whether any did."""
         failing = {key: value for key, value in sqnr.items() if not self._bounds.allows_sqnr(value)}
         # NaN propagates to all later GEMMs, so only the first is known to be the cause
         finite = {key: value for key, value in failing.items() if not math.isnan(value)}

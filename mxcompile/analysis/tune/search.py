@@ -150,9 +150,9 @@ class _Search:
         for layer in sorted(
             changed, key=lambda each: self._more(each, cheapest[each], mix[each]), reverse=True
         ):
-            again = {**mix, layer: cheapest[layer]}
-            if self._allowed(again):
-                mix = again
+            trial = {**mix, layer: cheapest[layer]}
+            if self._allowed(trial):
+                mix = trial
         return mix
 
     def _options(self, layer: str) -> list[Option]:

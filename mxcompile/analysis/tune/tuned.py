@@ -76,7 +76,7 @@ class Tuned(MeasuredPolicy):
         if not self.chosen or not self.target:
             return []
         us, bf16 = (
-            sum(each or 0.0 for each in times)
+            sum(time or 0.0 for time in times)
             for times in zip(*((c.estimate_us, c.estimate_bf16_us) for c in self.chosen), strict=True)
         )
         return [f"estimated on {self.target}: {us / bf16:.2f} of BF16's time of these layers"]

@@ -113,7 +113,7 @@ def tap(gm: fx.GraphModule, values: Sequence[Any], capture: Capture, policy: Pol
     """Returns a copy of `gm` with scale-state inputs for its weights, or None if `policy` needs none."""
     if capture.backward or not needed(policy):
         return None
-    weights = [index for index, given in enumerate(capture.inputs) if given.static and given.path]
+    weights = [index for index, entry in enumerate(capture.inputs) if entry.static and entry.path]
     return Tapped.from_graph(gm, values, weights)
 
 
@@ -208,18 +208,16 @@ class DelayedScales:
         histories = {
             index: _history(*owners[index], weights[index], length) for index, length in self._lengths.items()
         }
-        again = in_backward() and all(name in self._read.get(module, ()) for module, name in owners.values())
-        states = self._states(weights, owners, histories, again=again)
+        rerun = in_backward() and all(name in self._read.get(module, ()) for module, name in owners.values())
+        states = self._states(weights, owners, histories, rerun=rerun)
         results = code(*args, *states.unbind(0))
         outputs, seen = results[: self._outputs], results[self._outputs :]
-        if states.requires_grad and not again:
-            _shift_histories(
-                {index: seen[index].detach() for index in histories}, histories, rows=slice(0, 2)
-            )
+        if states.requires_grad and not rerun:
+            _shift({index: seen[index].detach() for index in histories}, histories, rows=slice(0, 2))
         return outputs
 
     def _states(
-        self, weights: list[Tensor], owners: dict[int, _Owner], histories: dict[int, Tensor], *, again: bool
+        self, weights: list[Tensor], owners: dict[int, _Owner], histories: dict[int, Tensor], *, rerun: bool
     ) -> Tensor:
         """Returns the largest amax of each history, FP32 [weights, 3]. Its hook records dy's amax.
 
@@ -229,19 +227,17 @@ class DelayedScales:
         with torch.no_grad():
             states = torch.empty(len(weights), 4, dtype=torch.float32, device=weights[0].device)[:, :3]
             rows = [states.new_zeros(3)] * len(weights)
-            figures = {} if again else _largest(histories)
+            figures = {} if rerun else _largest(histories)
             for index in histories:
                 module, name = owners[index]
-                amax = self._read[module].pop(name) if again else figures[index]
+                amax = self._read[module].pop(name) if rerun else figures[index]
                 rows[index] = amax.to(weights[index].device)
                 if keeps and not in_backward():
                     self._read.setdefault(module, {})[name] = rows[index]
             torch.stack(rows, out=states)
         if keeps:
             states.requires_grad_()
-            states.register_hook(
-                lambda seen: _shift_histories(dict(enumerate(seen)), histories, rows=slice(2, 3))
-            )
+            states.register_hook(lambda seen: _shift(dict(enumerate(seen)), histories, rows=slice(2, 3)))
         return states
 
     def _owner(self, index: int, weight: Tensor) -> _Owner:
@@ -291,7 +287,7 @@ def _largest(histories: Mapping[int, Tensor]) -> dict[int, Tensor]:
 
 
 @torch.no_grad()
-def _shift_histories(seen: Mapping[int, Tensor], histories: Mapping[int, Tensor], rows: slice) -> None:
+def _shift(seen: Mapping[int, Tensor], histories: Mapping[int, Tensor], rows: slice) -> None:
     """Shifts `rows` of the histories by one column and inserts the amax values of `seen` at the front."""
     for group in _same_shapes(histories):
         chosen = [history[rows] for history in group.values()]

@@ -103,8 +103,8 @@ def _is_watched(compilation: Compilation, example_inputs: Sequence[Any]) -> bool
     """Whether calls of the code compute gradients. Backward graphs of compiled autograd do not count."""
     if compilation.capture.backward:
         return False
-    given = (value for value in example_inputs if isinstance(value, Tensor))
-    return torch.is_grad_enabled() and any(value.requires_grad for value in given)
+    tensors = (value for value in example_inputs if isinstance(value, Tensor))
+    return torch.is_grad_enabled() and any(value.requires_grad for value in tensors)
 
 
 class Sampling:
@@ -143,6 +143,6 @@ class Sampling:
         root = self._root() if self._root is not None else None
         if root is None or not self._compiled:
             return self._compiled
-        module = next((each for each in running() if plain_class(each) is self._class), None)
+        module = next((call for call in running() if plain_class(call) is self._class), None)
         path = path_in(root, module)
         return self._compiled if path is None else path

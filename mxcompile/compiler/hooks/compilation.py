@@ -99,7 +99,7 @@ class Compilation:
             self.part = dataclasses.replace(stored, cache="hit", graph_breaks=self.part.graph_breaks)
             return
         pairs = enumerate(zip(self.part.gemms, stored.gemms, strict=False))
-        missing = {index: known.kernel for index, (own, known) in pairs if not own.kernel}
+        missing = {index: other.kernel for index, (own, other) in pairs if not own.kernel}
         if missing:
             self.name_kernels(missing)
             self._update(cache=self.part.cache if self.lowered else "hit")
@@ -130,20 +130,20 @@ class Compilation:
 
     def config_patches(self) -> dict[str, Any]:
         """Returns Inductor's configuration for this compile."""
-        asked, base = dict(self._settings), f"{self.identity} {self.part.token}"
+        patches, base = dict(self._settings), f"{self.identity} {self.part.token}"
         if self._watch is not None:
             base = f"{base} watch {self._watch.identity} {self._only_nonfinite}"
-            asked["triton.cudagraphs"] = False  # CUDA graphs cannot replay Python callbacks
+            patches["triton.cudagraphs"] = False  # CUDA graphs cannot replay Python callbacks
 
         def users(key: str) -> Any:
-            return asked.get(key, getattr(config, key))
+            return patches.get(key, getattr(config, key))
 
         return {
-            **asked,
+            **patches,
             "joint_custom_pre_pass": GraphPass(self.run_joint, base, users("joint_custom_pre_pass")),
             "post_grad_custom_pre_pass": GraphPass(self.lower, base, users("post_grad_custom_pre_pass")),
             "custom_partitioner_fn": Partitioner(self.count_saved, base, users("custom_partitioner_fn")),
-            **lowering.config_patches(self.target, base, self.name_kernels, asked),
+            **lowering.config_patches(self.target, base, self.name_kernels, patches),
         }
 
     def run_joint(self, graph: fx.Graph) -> None:
@@ -223,8 +223,8 @@ class Compilation:
         if self.capture.cut:
             return error
         tags = [tag for node in graph.nodes for tag in tags_of(node) if tag.gemm is Gemm.FPROP]
-        known = (*layers_of(self.part.gemms), *(tag.as_layer() for tag in tags))
-        return with_complaints(error, self.options.policy, known)
+        layers = (*layers_of(self.part.gemms), *(tag.as_layer() for tag in tags))
+        return with_complaints(error, self.options.policy, layers)
 
     def count_saved(self, graphs: GraphModules, num_forward_outputs: int) -> None:
         """Compresses, counts and flattens the tensors that forward saves for backward."""

@@ -53,7 +53,7 @@ _MARKED: WeakValueDictionary[str, _Marked] = WeakValueDictionary()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mark:
-    """A product in Dynamo's graph. marked: the backward of its origin, or None. indices: its GEMMs there."""
+    """A product in Dynamo's graph. marked: the backward it comes from, or None. indices: its GEMMs there."""
 
     target: Any
     marked: _Marked | None
@@ -74,7 +74,7 @@ def mark(backward: fx.Graph, owner: Owner) -> object:
 
 def token(products: Iterable[Mark]) -> str:
     """Returns the token (see `store`) of a graph with `products`: the tokens of their owners."""
-    return " ".join(sorted({each.marked.owner.part.token for each in products if each.marked is not None}))
+    return " ".join(sorted({p.marked.owner.part.token for p in products if p.marked is not None}))
 
 
 def marks(graph: fx.Graph) -> tuple[Mark, ...]:
@@ -95,14 +95,14 @@ class OwnedGemms:
 
     def set_tags(self, graph: fx.Graph, products: Iterable[Mark]) -> None:
         """Sets the tags of `products` on the products of `graph`, if both sequences agree."""
-        nodes, known = list(_products(graph)), list(products)
-        if [node.target for node in nodes] != [product.target for product in known]:
+        nodes, new_marks = list(_products(graph)), list(products)
+        if [node.target for node in nodes] != [product.target for product in new_marks]:
             log.info(
                 "the graph of compiled autograd has other products than its forwards: reports do not list"
                 " them"
             )
             return
-        for node, product in zip(nodes, known, strict=True):
+        for node, product in zip(nodes, new_marks, strict=True):
             if product.marked is not None:
                 set_tag(node, *self._tags(product.marked, product.indices))
 

@@ -54,18 +54,18 @@ def sources_hash() -> str:
 
 def settings() -> str:
     """Returns the configuration of Inductor and AOTAutograd as text that is equal in all processes."""
-    return repr([sorted(each.save_config_portable().items()) for each in (config, functorch_config)])
+    return repr([sorted(module.save_config_portable().items()) for module in (config, functorch_config)])
 
 
-def with_needed(asked: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Returns `asked` with the `NEEDED` settings, and a warning that lists the changed settings."""
+def with_needed(requested: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Returns `requested` with the `NEEDED` settings, and a warning that lists the changed settings."""
     needed = {key: value for key, value in NEEDED.items() if hasattr(config, key)}
-    changed = [key for key, value in needed.items() if asked.get(key, getattr(config, key)) != value]
+    changed = [key for key, value in needed.items() if requested.get(key, getattr(config, key)) != value]
     if not changed:
-        return {**asked, **needed}, ()
+        return {**requested, **needed}, ()
     words = ", ".join(f"{key}={needed[key]}" for key in changed)
     warning = f"Inductor's settings are changed for graphs that mxcompile compiles, which needs {words}"
-    return {**asked, **needed}, (warning,)
+    return {**requested, **needed}, (warning,)
 
 
 class GraphPass(CustomGraphPass):
@@ -128,8 +128,8 @@ def _tag_wrapped(joint: fx.Graph, part: fx.Graph) -> None:
             wrapper = wrapped[_call(node)]
             for result in wrapper.users:
                 result.meta.pop(KEY, None)
-            known = {key: value for key, value in node.meta.items() if key not in ("val", "tensor_meta")}
-            wrapper.meta |= known
+            meta = {key: value for key, value in node.meta.items() if key not in ("val", "tensor_meta")}
+            wrapper.meta |= meta
 
 
 def _call(node: fx.Node) -> str:

@@ -82,10 +82,10 @@ class _Attempt:
     limit: str
 
     @classmethod
-    def from_code(cls, code: CodeType, frame_id: int, known: nn.Module | None, limit: str) -> _Attempt:
-        """Returns the current attempt. known: the model, if the user has named it."""
+    def from_code(cls, code: CodeType, frame_id: int, module: nn.Module | None, limit: str) -> _Attempt:
+        """Returns the current attempt. module: the model, if the user has named it."""
         frame = Frame.from_stack()
-        root = frame.root(known)
+        root = frame.root(module)
         return cls(
             code=code,
             frame_id=frame_id,
@@ -136,8 +136,8 @@ def _num_codes(code: CodeType) -> int:
 class _End:
     """Runs at the end of a call in which Dynamo tries to compile frames.
 
-    root: the model. call: the running call of `root`. is_whole: whether the end is the end of this call, not
-    of a part of it.
+    root: the model. call: the running call of `root`. is_whole: False if this
+    is the end of a part of the call.
     """
 
     def __init__(
@@ -161,12 +161,12 @@ class _End:
     def _check(self) -> None:
         root, call, options = self.root, self._call, self._options
         failed = [attempt for attempt in self.attempts if attempt.has_failed]
-        told = [attempt.report_failure(options) for attempt in failed]
+        reported = [attempt.report_failure(options) for attempt in failed]
         if root is None or call is None:
             return
         if self._is_whole and (failed or REGISTRY.knows(root, options.group)):
             check_call(root, options, call.args, call.kwargs)
-        if not any(told):
+        if not any(reported):
             starts = [attempt.path for attempt in self.attempts if not attempt.is_resumed]
             modules = [path for path in starts if path is not None]
             check_modules(root, options, call.args, call.kwargs, modules, self._runs.layers)

@@ -162,8 +162,8 @@ def report_uncompiled(
     gemms = [gemm for part in parts for gemm in part.gemms]
     if root is not None and path is not None and not gemms:
         is_cut = not parts or any(part.graph_breaks for part in parts)
-        known = REGISTRY.parts(options.group, model=root) if is_cut else ()
-        own = (gemm for part in known for gemm in part.gemms)
+        published = REGISTRY.parts(options.group, model=root) if is_cut else ()
+        own = (gemm for part in published for gemm in part.gemms)
         gemms = [gemm for gemm in own if _is_in(gemm.name, [path])]
     is_reported = any(is_quantized(gemm.precision) for gemm in gemms)
     if is_reported:
@@ -218,10 +218,10 @@ def _missing(root: nn.Module, options: Options, plan: Plan) -> dict[str, set[str
 
     Leaves out gradients of checkpointed layers, because they may be compiled during backward.
     """
-    again = {tag.name for tag in plan.tags if tag.again}
+    recomputed = {tag.name for tag in plan.tags if tag.again}
     missing: dict[str, set[str]] = {}
     for gemm in REGISTRY.pending(root, options.group):
-        if is_quantized(gemm.precision) and (gemm.gemm == Gemm.FPROP or gemm.name not in again):
+        if is_quantized(gemm.precision) and (gemm.gemm == Gemm.FPROP or gemm.name not in recomputed):
             missing.setdefault(gemm.name, set()).add(gemm.gemm)
     return missing
 

@@ -37,7 +37,7 @@ def attribution(capture: Capture, places: Places) -> Attribution | None:
     modules, named = capture.root.modules(), capture.root.named_parameters(remove_duplicate=False)
     number = Counter(id(own) for module in modules for own in module._parameters.values())
     holders = {user_path(raw): number[id(own)] for raw, own in named}
-    own = [at for at, given in enumerate(capture.inputs) if given.static and given.path in holders]
+    own = [at for at, entry in enumerate(capture.inputs) if entry.static and entry.path in holders]
     # a parameter with a single holder identifies the module that runs
     position = min(own, key=lambda index: holders[capture.inputs[index].path], default=None)
     if position is None and not places.part.gemms:
@@ -87,8 +87,8 @@ class Attribution:
 
     def note(self, args: Sequence[Any]) -> None:
         """Records a call of the code with `args`."""
-        given = None if self._position is None else args[self._position]
-        parameter = given if isinstance(given, nn.Parameter) else None
+        argument = None if self._position is None else args[self._position]
+        parameter = argument if isinstance(argument, nn.Parameter) else None
         if parameter is not None and self._holders.holder(parameter) is None:
             self._register_model(parameter)
         if _OPEN:
@@ -129,7 +129,7 @@ class Attribution:
             self._places.note(None if self._is_shared else self._path_in(root, parameter))
             return
         callers = [user_model(module) for module in running()]
-        owners = [each for each in callers if each is not root and self._owns(each, parameter)]
+        owners = [caller for caller in callers if caller is not root and self._owns(caller, parameter)]
         model = next((module for module in reversed(owners) if plain_class(module) is self._kind), None)
         if model is not None and _sizes(model) == self._sizes:
             if (reference := weakref.ref(model)) not in self._models:

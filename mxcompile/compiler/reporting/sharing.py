@@ -32,9 +32,9 @@ def twins(capture: Capture, policy: Policy) -> tuple[tuple[str, tuple[int, int] 
     """
     if capture.root is None or not capture.prefix or capture.planned.plan is None:
         return ()
-    known = dict(_of_same_class(capture, policy))
-    mine = known[capture.prefix]
-    others = (path for path, other in known.items() if other == mine and path != capture.prefix)
+    decisions = dict(_of_same_class(capture, policy))
+    mine = decisions[capture.prefix]
+    others = (path for path, other in decisions.items() if other == mine and path != capture.prefix)
     return tuple((path, capture.blocks.place(path)) for path in others)
 
 
@@ -47,8 +47,8 @@ def guard(capture: Capture, policy: Policy, *, unlimited: bool = False) -> None:
     context = TracingContext.try_get()
     if capture.root is None or not capture.prefix or context is None:
         return
-    known = dict(_of_same_class(capture, policy))
-    kinds = set(known.values())
+    decisions = dict(_of_same_class(capture, policy))
+    kinds = set(decisions.values())
     if len(kinds) < 2:
         return
     limit = torch._dynamo.config.recompile_limit
@@ -65,12 +65,12 @@ def guard(capture: Capture, policy: Policy, *, unlimited: bool = False) -> None:
             f"{policy.label} treats {capture.prefix} differently from other modules of its class, but Dynamo"
             " would run its code for all of them; compile the model with mxcompile.compile(model, policy=…)"
         )
-    paths, expected = capture.tree.by_identity, known[capture.prefix]
+    paths, expected = capture.tree.by_identity, decisions[capture.prefix]
     alive = weakref.ref(capture.root)  # ids of its modules can be reused after it is freed
 
     def holds(module: object) -> bool:
         path = next(iter(paths.get(id(module), ())), None)
-        return alive() is not None and path is not None and known.get(path) == expected
+        return alive() is not None and path is not None and decisions.get(path) == expected
 
     add_guard(context, holds, capture.owner, f"decisions of {capture.owner.name}")
 

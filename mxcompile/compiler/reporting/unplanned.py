@@ -41,11 +41,11 @@ def check(capture: Capture, options: Options, twin: str = "") -> None:
     message = no_plan(root, missing)
     if options.strict and any(matrices(module) for module in root.modules()):
         raise UnsupportedError(f"strict: {message}; {_UNSEEN}")
-    known = session_of(root).read
-    if options.group not in known:
+    names_read = session_of(root).read
+    if options.group not in names_read:
         log.warning("%s", message)
-    read = known.setdefault(options.group, set())
-    paths = [given.path for given in capture.inputs if given.static]
+    read = names_read.setdefault(options.group, set())
+    paths = [graph_input.path for graph_input in capture.inputs if graph_input.static]
     read.update(twin + path.removeprefix(capture.prefix) if twin else path for path in paths)
     REGISTRY.plan(root, options.group, tuple(records(root, read)), note=f"{message}; {_UNSEEN}")
 

@@ -100,20 +100,20 @@ class Frame:
         except Exception:  # Dynamo's own names; a property may raise anything
             return None
 
-    def root(self, known: nn.Module | None) -> nn.Module | None:
-        """Returns the user's model: `known`, the compiled module, or the model around a compiled block."""
-        if known is not None:
-            return user_model(known)
-        compiled = next((own for one in self.running if (own := _unwrapped_if_compiled(one.module))), None)
-        outer = next((user_model(one.module) for one in reversed(self.running)), None)
+    def root(self, module: nn.Module | None) -> nn.Module | None:
+        """Returns the user's model: `module`, the compiled module, or the model around a compiled block."""
+        if module is not None:
+            return user_model(module)
+        compiled = next((own for call in self.running if (own := _unwrapped_if_compiled(call.module))), None)
+        outer = next((user_model(call.module) for call in reversed(self.running)), None)
         if compiled is None or outer is None or outer is compiled:
             return compiled or outer
         return outer if _is_block(compiled, outer) else compiled
 
     def call_of(self, root: nn.Module) -> Running | None:
         """Returns the outermost running call of `root`."""
-        calls = (one for one in reversed(self.running) if one.is_call)
-        return next((one for one in calls if user_model(one.module) is root), None)
+        calls = (call for call in reversed(self.running) if call.is_call)
+        return next((call for call in calls if user_model(call.module) is root), None)
 
     @property
     def is_resumed(self) -> bool:

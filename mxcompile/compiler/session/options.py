@@ -125,9 +125,9 @@ def _mode(mode: Any) -> str | None:
 
     if mode is None or mode == "default":
         return None
-    known = [*list_mode_options()]
-    if mode not in known:
-        raise OptionError(not_allowed("mode", mode, known))
+    modes = [*list_mode_options()]
+    if mode not in modes:
+        raise OptionError(not_allowed("mode", mode, modes))
     return str(mode)
 
 
@@ -139,10 +139,10 @@ def _inductor(value: Any) -> tuple[tuple[str, Any], ...]:
         return ()
     if not isinstance(value, Mapping):
         raise OptionError(f"option 'inductor' must be a dict of Inductor settings, found {value!r}")
-    known = config.get_config_copy()
+    settings = config.get_config_copy()
     for key in value:
-        if key not in known:
-            near = nearest(str(key), known)
+        if key not in settings:
+            near = nearest(str(key), settings)
             raise OptionError(f"unknown Inductor setting {shown(key)}{near}; torch._inductor.config has them")
         if value[key] != NEEDED.get(key, value[key]):
             raise OptionError(f"mxcompile needs Inductor's {key}={NEEDED[key]}: leave the setting out")

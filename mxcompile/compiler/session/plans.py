@@ -32,15 +32,15 @@ def plan_of(root: nn.Module | None, frame: Frame, matrices: Iterable[str]) -> Pl
     if root is None:
         return Planned(missing="not part of a module")
     session = session_of(root)
-    known = session.planned
-    if known is not None and (known.plan is None or not _lacks(known.plan, root, matrices)):
-        return known
+    plans = session.planned
+    if plans is not None and (plans.plan is None or not _lacks(plans.plan, root, matrices)):
+        return plans
     call = frame.call_of(root)
     if call is None:
-        return known or Planned(missing=f"this graph is not called from a call of {type(root).__name__}")
-    if known is None or known.plan is None:
+        return plans or Planned(missing=f"this graph is not called from a call of {type(root).__name__}")
+    if plans is None or plans.plan is None:
         return planned(root, call.args, call.kwargs)
-    more, plan = _new_plan(root, call.args, call.kwargs).plan, known.plan
+    more, plan = _new_plan(root, call.args, call.kwargs).plan, plans.plan
     # the base is the plan with gradients, whose tags include the GEMMs of the backward
     if more is not None and not plan.differentiated:
         more, plan = plan, more

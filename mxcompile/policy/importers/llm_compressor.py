@@ -23,7 +23,7 @@ PRESET = "bf16"
 _QUANTIZES = frozenset({"QuantizationModifier", "GPTQModifier", "AWQModifier", "AutoRoundModifier"})
 _SETS = ("scheme", "config_groups", "kv_cache_scheme", "targets", "ignore")
 _SEND = {"fprop": "mxfp8"}
-_UNQUANTIZED = "bf16"
+_BF16 = "bf16"
 
 _WEIGHT_ONLY = "quantizes weights only: here the activations are quantized too"
 _SCALES = "has scales of another shape: here one per 32 elements"
@@ -90,8 +90,8 @@ def _modifiers(data: Any, draft: Draft) -> Iterable[tuple[str, dict[str, Any], P
 
 
 def _note_different_ignores(modifiers: list[tuple[str, dict[str, Any], Path]], draft: Draft) -> None:
-    given = [settings.get("ignore") for _, settings, _ in modifiers]
-    sets = [frozenset(map(str, names)) if isinstance(names, list) else frozenset() for names in given]
+    ignores = [settings.get("ignore") for _, settings, _ in modifiers]
+    sets = [frozenset(map(str, names)) if isinstance(names, list) else frozenset() for names in ignores]
     for (_, _, path), names in zip(modifiers, sets, strict=True):
         alone = sorted(names - frozenset.intersection(*sets))
         if alone:
@@ -103,9 +103,7 @@ def _note_different_ignores(modifiers: list[tuple[str, dict[str, Any], Path]], d
 
 def _modifier(name: str, settings: dict[str, Any], path: Path, draft: Draft) -> None:
     ignored = _texts(settings.get("ignore") or [], (*path, "ignore"), draft)
-    _rules(
-        [(target, _UNQUANTIZED) for target in _ordered(ignored)], (*path, "ignore"), f"{name}: ignore", draft
-    )
+    _rules([(target, _BF16) for target in _ordered(ignored)], (*path, "ignore"), f"{name}: ignore", draft)
     if settings.get("kv_cache_scheme"):
         draft.note((*path, "kv_cache_scheme"), "a policy does not set the format of the KV cache")
     uses: dict[str, Any] = {}
@@ -181,7 +179,7 @@ def _preset(name: str, path: Path, draft: Draft) -> Any:
     """Returns the `use` of the named scheme."""
     upper = name.upper()
     if upper == "UNQUANTIZED":
-        return _UNQUANTIZED
+        return _BF16
     if upper in _FLOAT8:
         if upper == "FP8":
             draft.note(path, f"{name} {_STATIC}")
@@ -192,7 +190,7 @@ def _preset(name: str, path: Path, draft: Draft) -> Any:
             draft.note(path, f"{name} {_WEIGHT_ONLY}")
         return _SEND
     draft.note(path, f"{shown(name)} is not an 8-bit float: its layers stay in BF16")
-    return _UNQUANTIZED
+    return _BF16
 
 
 def _scheme(scheme: dict[str, Any], path: Path, draft: Draft) -> Any:
@@ -202,7 +200,7 @@ def _scheme(scheme: dict[str, Any], path: Path, draft: Draft) -> Any:
         draft.note((*path, "output_activations"), "outputs of a layer are not quantized")
     if not isinstance(weights, dict):
         draft.note(path, "quantizes no weights: its layers stay in BF16")
-        return _UNQUANTIZED
+        return _BF16
     for tensor in (weights, activations or weights):
         if (
             not isinstance(tensor, dict)
@@ -210,7 +208,7 @@ def _scheme(scheme: dict[str, Any], path: Path, draft: Draft) -> Any:
             or tensor.get("type", "int") != "float"
         ):
             draft.note(path, "is not an 8-bit float: its layers stay in BF16")
-            return _UNQUANTIZED
+            return _BF16
     both = (weights, activations or weights)
     if activations is None:
         draft.note(path, _WEIGHT_ONLY)

@@ -50,8 +50,8 @@ def convert(data: Any, draft: Draft) -> None:
         if key in fields or key in _COMMON:
             continue
         if key not in _WITHOUT:
-            known = [*sorted(fields | _COMMON), *sorted(_WITHOUT)]
-            raise draft.source.error((key,), not_allowed(f"field of {name}", key, known))
+            allowed = [*sorted(fields | _COMMON), *sorted(_WITHOUT)]
+            raise draft.source.error((key,), not_allowed(f"field of {name}", key, allowed))
         if value not in (False, None):
             draft.note((key,), "has no counterpart here")
     use |= _overridden(data, draft)
@@ -92,9 +92,9 @@ def _mxfp8(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
 
 def _nvfp4(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
     for key, usual in (("fp4_format", "E2M1"), ("fp8_format", "E4M3")):
-        given = data.get(key, usual)
-        if not isinstance(given, str) or given.rpartition(".")[2] != usual:
-            raise draft.source.error((key,), not_allowed("format", given, [usual]))
+        field_value = data.get(key, usual)
+        if not isinstance(field_value, str) or field_value.rpartition(".")[2] != usual:
+            raise draft.source.error((key,), not_allowed("format", field_value, [usual]))
     use = {key: value for flag, (key, value) in _NVFP4_PARTS.items() if data.get(flag)}
     if data.get("row_scaled_activation"):
         use["row_scaled"] = "x"
@@ -110,11 +110,11 @@ def _four_over_six(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
             raise draft.source.error((key,), not_allowed("scope", scope, _SCOPES))
         scopes.append(_SCOPES[scope])
     chosen, narrow = scopes
-    given = data.get("nvfp4_4over6_err_mode", "MAE")
-    error = str(given).lower()
+    value = data.get("nvfp4_4over6_err_mode", "MAE")
+    error = str(value).lower()
     if error not in list(BlockError):
         allowed = [str(each).upper() for each in BlockError]
-        raise draft.source.error(("nvfp4_4over6_err_mode",), not_allowed("error", given, allowed))
+        raise draft.source.error(("nvfp4_4over6_err_mode",), not_allowed("error", value, allowed))
     if not chosen:
         return {}
     bounds: dict[str, Any] = {
@@ -138,19 +138,19 @@ def _rowwise_hp(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
 
 def _gradient(data: dict[str, Any], usual: str, draft: Draft) -> dict[str, Any]:
     """Returns the element type of gradients; inputs and weights are E4M3."""
-    given = data.get("fp8_format", usual)
-    word = given.rpartition(".")[2] if isinstance(given, str) else given
+    value = data.get("fp8_format", usual)
+    word = value.rpartition(".")[2] if isinstance(value, str) else value
     if not isinstance(word, str) or word not in _GRADIENTS:
-        raise draft.source.error(("fp8_format",), not_allowed("format", given, _GRADIENTS))
+        raise draft.source.error(("fp8_format",), not_allowed("format", value, _GRADIENTS))
     return {} if word == usual else {"grad_dtype": _GRADIENTS[word]}
 
 
 def _overridden(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
     """Returns the GEMMs that a recipe leaves in high precision, or the key for a dequantized backward."""
-    given = data.get("override_linear_precision", [False, False, False])
-    if not isinstance(given, list) or len(given) != 3 or not all(isinstance(one, bool) for one in given):
+    value = data.get("override_linear_precision", [False, False, False])
+    if not isinstance(value, list) or len(value) != 3 or not all(isinstance(one, bool) for one in value):
         raise draft.source.error(
-            ("override_linear_precision",), f"expected three of true and false, found {shown(given)}"
+            ("override_linear_precision",), f"expected three of true and false, found {shown(value)}"
         )
     backward = data.get("backward_override")
     if backward not in _BACKWARD:
@@ -158,9 +158,9 @@ def _overridden(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
             ("backward_override",), not_allowed("override", backward, map(str, _BACKWARD))
         )
     if backward == Backward.DEQUANTIZED:
-        return {"backward": str(backward)} | ({"fprop": "bf16"} if given[0] else {})
+        return {"backward": str(backward)} | ({"fprop": "bf16"} if value[0] else {})
     high = [False, backward is not None, backward is not None]
-    return {str(g): "bf16" for g, *kept in zip(Gemm, given, high, strict=True) if any(kept)}
+    return {str(g): "bf16" for g, *kept in zip(Gemm, value, high, strict=True) if any(kept)}
 
 
 _POW2 = "round_scales_to_power_of_2"

@@ -76,14 +76,14 @@ def _names(layers: Any, path: Path, draft: Draft) -> list[str]:
     """Returns patterns for the layers of a section. As in the tool, the first selector decides."""
     if not isinstance(layers, dict) or not any(key in layers for key in _SELECTORS):
         raise draft.source.error(path, f"expected one of {', '.join(_SELECTORS)}, found {shown(layers)}")
-    given = [key for key in _SELECTORS if key in layers]
+    selectors = [key for key in _SELECTORS if key in layers]
     together = {"layer_types", "layer_numbers"}
     for key in layers:
         if key not in _SELECTORS:
             draft.note((*path, key), "is an unknown selector, and selects nothing")
-        elif key != given[0] and not {key, given[0]} <= together:
-            draft.note((*path, key), f"selects nothing beside {given[0]}")
-    match given[0]:
+        elif key != selectors[0] and not {key, selectors[0]} <= together:
+            draft.note((*path, key), f"selects nothing beside {selectors[0]}")
+    match selectors[0]:
         case "exact_layer_names":
             return [literal(name) for name in _words(layers, "exact_layer_names", path, draft)]
         case "layer_name_regex_pattern":
@@ -134,15 +134,15 @@ def _words(layers: dict[str, Any], key: str, path: Path, draft: Draft) -> list[s
 
 def _features(section: dict[str, Any], path: Path, draft: Draft) -> _Uses:
     """Returns the `use` of a section's features. Features that quantize follow those that exclude."""
-    given: list[tuple[str, dict[str, Any], Path]] = []
+    features: list[tuple[str, dict[str, Any], Path]] = []
     for key, value in section.items():
         if key == _NAMESPACE and isinstance(value, dict):
-            given += [(name, config, (*path, key, name)) for name, config in value.items()]
+            features += [(name, config, (*path, key, name)) for name, config in value.items()]
         elif key not in ("enabled", "layers"):
-            given.append((key, value, (*path, key)))
+            features.append((key, value, (*path, key)))
     use: _Uses = {}
     later: list[tuple[dict[str, Any], Path]] = []
-    for name, config, at in given:
+    for name, config, at in features:
         if not isinstance(config, dict):
             raise draft.source.error(at, f"a feature must be a mapping, found {shown(config)}")
         if not config.get("enabled", True):
@@ -195,8 +195,8 @@ def _fake_quant(config: dict[str, Any], path: Path, draft: Draft, use: _Uses) ->
             use.update({gemm: "mxfp8", **elems})
             continue
         use[gemm] = "bf16"
-        given = ", ".join(f"{tensor} in {form}" for tensor, form in operands.items())
-        draft.note(at, f"{gemm} of {given} is not an MXFP8 GEMM: it stays in BF16")
+        listed = ", ".join(f"{tensor} in {form}" for tensor, form in operands.items())
+        draft.note(at, f"{gemm} of {listed} is not an MXFP8 GEMM: it stays in BF16")
 
 
 def _common_elems(operands: dict[str, str]) -> _Uses | None:

@@ -176,9 +176,9 @@ class Numerics:
 
     def harm_of_gemms(self) -> Callable[[GemmNumerics], float]:
         """Returns a function that computes the harm of a GEMM, see the module."""
-        known = [gemm for gemm in self.gemms if gemm.output_change is not None]
-        squares = sum((gemm.output_change or 0.0) ** 2 for gemm in known)
-        share = sum(gemm.harm for gemm in known) / squares if squares else math.nan
+        measured = [gemm for gemm in self.gemms if gemm.output_change is not None]
+        squares = sum((gemm.output_change or 0.0) ** 2 for gemm in measured)
+        share = sum(gemm.harm for gemm in measured) / squares if squares else math.nan
         if not math.isfinite(share):
             return lambda gemm: gemm.harm
         return lambda gemm: gemm.harm if gemm.output_change is None else share * gemm.output_change**2
@@ -195,16 +195,16 @@ class Numerics:
     @property
     def gradient_error(self) -> float | None:
         """Mean of the parameters' `rel_error`, weighted by FLOPs; None without gradients of weights."""
-        return self._weighted(lambda one: one.rel_error)
+        return self._weighted(lambda parameter: parameter.rel_error)
 
     @property
     def gradient_cosine(self) -> float | None:
         """Mean of the parameters' `cosine`, weighted by FLOPs; None without gradients of weights."""
-        return self._weighted(lambda one: one.cosine)
+        return self._weighted(lambda parameter: parameter.cosine)
 
     def _weighted(self, measure: Callable[[ParameterNumerics], float]) -> float | None:
-        total = sum(one.flops for one in self.parameters)
-        weighed = (one.flops * measure(one) for one in self.parameters if one.flops)
+        total = sum(parameter.flops for parameter in self.parameters)
+        weighed = (parameter.flops * measure(parameter) for parameter in self.parameters if parameter.flops)
         return sum(weighed) / total if total else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -226,10 +226,10 @@ def lowest(values: Iterable[float]) -> float:
 
 
 def _worst_first(
-    measured: Iterable[_Measured], weight: Callable[[_Measured], float] = lambda one: one.harm
+    measured: Iterable[_Measured], weight: Callable[[_Measured], float] = lambda parameter: parameter.harm
 ) -> tuple[_Measured, ...]:
-    def key(one: _Measured) -> float:
-        return -math.inf if math.isnan(one.sqnr_db) or math.isnan(weight(one)) else -weight(one)
+    def key(row: _Measured) -> float:
+        return -math.inf if math.isnan(row.sqnr_db) or math.isnan(weight(row)) else -weight(row)
 
     return tuple(sorted(measured, key=key))
 

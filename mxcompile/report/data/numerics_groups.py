@@ -42,12 +42,12 @@ class _Members:
 
 def by_role(numerics: Numerics) -> list[Group]:
     """Returns a group for each role, sorted by harm, largest first."""
-    return sorted(_grouped(numerics, lambda one: one.role), key=_harm, reverse=True)
+    return sorted(_grouped(numerics, lambda gemm: gemm.role), key=_harm, reverse=True)
 
 
 def by_block(numerics: Numerics) -> list[Group]:
     """Returns a group for each repeated block, in the order of the model."""
-    return _grouped(numerics, lambda one: inner_block(one.name) or OUTSIDE)
+    return _grouped(numerics, lambda gemm: inner_block(gemm.name) or OUTSIDE)
 
 
 def _harm(group: Group) -> float:

@@ -23,8 +23,8 @@ STORED = "stored"
 
 def flops_of(*sizes: int | None) -> int:
     """Returns the floating-point operations of a product, two per multiply-add; 0 if a size is None."""
-    known = [size for size in sizes if size is not None]
-    return 2 * math.prod(known) if len(known) == len(sizes) else 0
+    factors = [size for size in sizes if size is not None]
+    return 2 * math.prod(factors) if len(factors) == len(sizes) else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

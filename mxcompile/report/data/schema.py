@@ -208,9 +208,9 @@ def _read_items(readers: Sequence[_Reader], data: Any) -> tuple[Any, ...]:
     if len(data) != len(readers):
         raise _FaultError(f"expected {len(readers)} items, found {len(data)}")
     values = []
-    for index, (read_item, one) in enumerate(zip(readers, data, strict=True)):
+    for index, (read_item, item) in enumerate(zip(readers, data, strict=True)):
         try:
-            values.append(read_item(one))
+            values.append(read_item(item))
         except _FaultError as fault:
             raise fault.inside(f"[{index}]") from None
     return tuple(values)
@@ -222,8 +222,8 @@ def _read_scalar(hint: Any, choices: tuple[str, ...] | None, data: Any) -> Any:
     if hint in (int, float) and not 0 <= data <= _LARGEST:
         raise _FaultError(f"expected {_WORDS[hint]} from 0 to 2⁶³ − 1, found {shown(data)}")
     if choices is not None and data not in choices:
-        known = ", ".join(choices)
-        raise _FaultError(f"unknown word {shown(data)}{nearest(data, choices)}; allowed: {known}")
+        allowed = ", ".join(choices)
+        raise _FaultError(f"unknown word {shown(data)}{nearest(data, choices)}; allowed: {allowed}")
     return float(data) if hint is float else data
 
 

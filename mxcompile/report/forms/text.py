@@ -75,7 +75,7 @@ def amounts(gemms: Sequence[GemmRecord]) -> str:
     flops, tokens = sum(gemm.flops for gemm in gemms), tokens_of(gemms)
     texts = [flop_count(flops)] if flops else []
     texts += [f"{tokens:,} tokens"] if tokens else []
-    return "".join(f", {each}" for each in texts)
+    return "".join(f", {text}" for text in texts)
 
 
 def facts(summary: Summary, rows: Sequence[Row] = ()) -> list[str]:
