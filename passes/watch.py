@@ -145,7 +145,7 @@ def _site(cast: fx.Node, readers: Sequence[Reader], is_dumped: bool) -> Site:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Watch:
-    """Inserts operators that measure `sites` of the joint graph. only_nonfinite: to detect NaN and Inf alone."""
+    """Inserts operators that measure `sites` of the joint graph. only_nonfinite: count NaN and Inf alone."""
 
     name: ClassVar[str] = "watch"
     sites: Sequence[Site] = field(default_factory=list)

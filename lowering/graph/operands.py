@@ -1,7 +1,7 @@
 """operands: the dequantized operands of a product, as BF16 or FP32 matrices.
 
-    decode(cast(x))         → cast(x) to values          if the cast is in the same graph (for other formats
-                                                         than MXFP8: with the scales that it makes)
+    decode(cast(x))         → cast(x) to values          if the cast is in the same graph (casts to formats
+                                                         other than MXFP8 also return their scales)
     decode(q, s)                                         if the operand is an input, as a stored weight is
     decode(codes of p, s)   → decode(p, s)               if its codes are packed
 

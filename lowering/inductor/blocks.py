@@ -142,5 +142,5 @@ class ScaleBlocks:
 
     @property
     def across_rows(self) -> bool:
-        """Whether scales of neighbours differ on a CPU, where loading scales is faster than computing them."""
+        """Whether neighbours have different scales, on a CPU: it loads scales faster than it computes them."""
         return self.device.type == "cpu" and self.extents[-1] == 1

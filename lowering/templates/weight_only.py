@@ -5,9 +5,9 @@
     out       = epilogue(acc)                                 K whole: the template's own epilogue
     out       = epilogue(Σ_part acc[part, m, n] (+ bias[n]))  K split: a generated kernel sums in fixed order
 
-The weight is read as it is stored. The form with a dot reads it once for all rows of x. `kernels.weight_only_mm` has the device
-functions that sum. Sizes may be anything; offsets into weights have 64 bits. `inductor.dequantized` lowers
-all other products, which dequantize the weight.
+The weight is read as it is stored. The form with a dot reads it once for all rows of x. Device functions are
+in `kernels.weight_only_mm`. All sizes are supported; offsets into weights have 64 bits. All other products
+dequantize the weight; `inductor.dequantized` lowers them.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Fallbacks:
         return head + comments + self.over(policy).to_yaml()
 
     def over(self, policy: Policy) -> Policy:
-        """Returns `policy` with the GEMMs in BF16."""
+        """Returns `policy` with rules that leave the GEMMs of `add` in BF16."""
         if not self._why:
             return policy
         kept = {self._layers[name]: why for name, why in self._why.items()}

@@ -238,7 +238,7 @@ class _Search:
                 yield moved
 
     def _dearer(self, layer: str, option: Option) -> Iterator[str]:
-        """Yields the time of the cheapest quantized option of `layer`, if the layer stays in BF16 instead."""
+        """Yields the time of the cheapest quantized option of `layer` if BF16 takes longer."""
         rest = [each for each in self._options(layer) if each != BF16] if option == BF16 else []
         bf16 = self._costs(layer, BF16)[0]
         if rest and self._costs.estimated and bf16:
