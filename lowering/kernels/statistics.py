@@ -168,7 +168,7 @@ def measure(
 ):  # fmt: skip
     """Stores the row, FP64, of the tile of `x_ptr` [M, N] at (`first_m`, `first_n`).
 
-    Returns the tile's scale bytes, uint8 [TILE_M / HEIGHT, TILE_N / WIDTH], and the mask of scale tiles inside [M, N].
+    Returns the tile's scale bytes, uint8 [TILE_M / HEIGHT, TILE_N / WIDTH], and a mask: scales inside [M, N].
     """
     x, inside = _load(x_ptr, first_m, first_n, M, N, stride_m, stride_n, TILE_M, TILE_N, HEIGHT, WIDTH)
     largest = _largest_bits(x)

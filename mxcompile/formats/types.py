@@ -264,7 +264,7 @@ class Format:
 
     @property
     def largest(self) -> float:
-        """Largest magnitude at an FP32 scale of 1: max element; in two levels, max element · max E4M3 scale."""
+        """Largest value at an FP32 scale of 1: max element; in two levels, max element · max E4M3 scale."""
         if self.four_over_six is not None:
             return self.elem.max * self.four_over_six.bound
         return self.elem.max * (E4M3.max if self.two_level else 1.0)

@@ -214,7 +214,7 @@ class _Reduction:
                 self._arrived[id(owner)] += self._shards[path]
 
     def rests(self, moments: Sequence[LivenessPoint]) -> dict[str, int]:
-        """Returns, by representing layer, the gradient bytes of the other equal layers."""
+        """Returns the gradient bytes of all other equal layers by the layer that represents them."""
         rests: defaultdict[str, int] = defaultdict(int)
         for moment in moments:
             if moment.layer:

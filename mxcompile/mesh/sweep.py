@@ -99,7 +99,7 @@ class MeshPoint:
 
     @property
     def memory(self) -> int:
-        """Bytes that a rank of a mesh that ran holds."""
+        """Bytes that a rank holds, for a mesh that could be traced."""
         assert self.rank is not None, "a mesh that ran"
         return self.rank.memory.total
 

@@ -325,7 +325,7 @@ class ValueTrackingMode(FakeTensorMode):
         return (args[0], indices, *args[2:])
 
     def _stand_in(self, leaf: Tensor) -> Tensor:
-        """Returns the values of `leaf`, or 1 expanded without memory."""
+        """Returns the tracked values of `leaf`, else a scalar 1 expanded to its shape."""
         value = self._value(leaf)
         return value.tensor if value is not None else torch.ones((), dtype=leaf.dtype).expand(leaf.shape)
 

@@ -48,7 +48,7 @@ def _other_case(pattern: str, names: Sequence[str]) -> str | None:
 
 
 def _with_wildcards(pattern: str, names: Sequence[str]) -> str | None:
-    """Returns `pattern` with wildcards at its ends if that matches; a plain pattern covers the whole path."""
+    """Returns `pattern` with wildcards added at its ends, if that matches a name, else None."""
     if pattern.startswith("re:"):
         inside = re.compile(_expression(pattern))
         match = any(inside.search(name) for name in names)

@@ -35,7 +35,7 @@ def test_what_is_said_of_a_version(version: str, said: str, monkeypatch: pytest.
     assert versions.untested("torch") == said
 
 
-def test_env_and_the_backend_say_so(
+def test_env_prints_and_the_backend_logs_an_untested_version(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr(versions, "installed", lambda name: "9.1.0")

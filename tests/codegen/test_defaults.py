@@ -81,7 +81,7 @@ ALL = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
     ],
     ids=str,
 )
-def test_the_table(product, runs, form):
+def test_default_row_of_each_product_has_a_reason(product, runs, form):
     row = defaults.default(product, SM_100, runs)
     assert (row.kind, row.form) == (product.kind, form)
     assert row.reason

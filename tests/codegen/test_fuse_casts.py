@@ -146,6 +146,6 @@ def test_few_rows_or_a_narrow_result_that_is_timed(autotune, rows, columns, fuse
     assert ("quantize_mm" in _operators(module)) is fuses
 
 
-def test_what_is_dequantized_stays():
+def test_casts_of_dequantized_products_are_not_fused():
     assert "quantize_mm" not in _operators(_fused(_product, X, W, native=False))
     assert "quantize_mm" not in _operators(_fused(_product, X, W, target="sm_90"))

@@ -45,7 +45,7 @@ def _all() -> list:
 
 @pytest.mark.parametrize(("target", "rows", "swap", "tile"), _all())
 @pytest.mark.parametrize(("k", "n"), mostly_slow([(1000, 500), (250, 130)], (250, 130), rows=True))
-def test_a_tile(target, rows, swap, tile, k, n):
+def test_fused_tile_compiles_for_sizes_it_does_not_divide(target, rows, swap, tile, k, n):
     """Sizes of which neither a tile nor 32 is a divisor, so that everything is masked."""
     block_m, block_n = (tile.block_n, tile.block_m) if swap else (tile.block_m, tile.block_n)
     wanted = {

@@ -156,7 +156,7 @@ CODE = ("one_query", "queries_of_many_heads", "wide_heads", "by_integers", "amd_
 
 
 @pytest.mark.parametrize("name", mostly_slow(CODE, "one_query"))
-def test_what_is_generated(name: str):
+def test_attention_reads_the_cache_in_one_kernel_without_spills(name: str):
     """One kernel reads the codes, nothing is dequantized to memory, nothing spills."""
     case = CASES[name]
     result, _, _ = generate(case)

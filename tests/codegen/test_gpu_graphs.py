@@ -74,7 +74,7 @@ def test_a_cast_of_hopper_is_the_template(casts, name):
 
 
 @pytest.mark.parametrize("name", ["both", "SwiGLU's gradients, both", "FP8, channels", "value and codes"])
-def test_what_is_compared(casts, name):
+def test_cast_and_plain_graph_read_the_same_tensors(casts, name):
     """Both ways read the same, and what is copied has the shape of its source."""
     graph = {**casts(SM_90), **casts(SM_100)}[name]
     inputs = graph.inputs()
@@ -125,7 +125,7 @@ def test_fused_and_weight_only_products_are_the_templates(module):
     assert "weight_only.dot_sums" in stored
 
 
-def test_a_row(module, casts, monkeypatch):
+def test_row_of_a_graph_has_both_times(module, casts, monkeypatch):
     """Of times that are made up: ratios, bandwidth and its share, the measured over the predicted."""
     kernels, common, predicted = map(module, ("gpu_kernels", "gpu_common", "gpu_predicted"))
     graph, rates = casts(SM_90)["both values"], Rates.for_target(SM_90)

@@ -96,7 +96,7 @@ def test_rows_of_earlier_runs_do_not_count(gpu: Any, tmp_path: Path):
     assert gpu.run(part, 60).rows == []
 
 
-def test_a_row_that_was_cut_off_is_none(gpu: Any):
+def test_a_truncated_row_is_left_out(gpu: Any):
     assert [*gpu._rows(['{"a": 1}', '{"a": 2'])] == [{"a": 1}]
 
 

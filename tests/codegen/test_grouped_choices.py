@@ -120,7 +120,7 @@ def test_backward_has_it_too(offered):
 
 
 @pytest.mark.slow
-def test_not_of_e5m2(offered):
+def test_e5m2_experts_have_no_vendor_choice(offered):
     _generate(Experts(96, 272), 300, policy=_policy(elem_dtype="e5m2"))
     assert [_has_vendor(choices) for choices in offered] == [False]
 

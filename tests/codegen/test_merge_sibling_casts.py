@@ -82,7 +82,7 @@ def made_of_the_first(a, b, c, d):
 @pytest.mark.parametrize(
     "function", [four_tensors, little_in_common, another_rounding, one_is_read_elsewhere, made_of_the_first]
 )
-def test_others_stay(function):
+def test_casts_without_the_same_inputs_stay_separate(function):
     _, casts = _coupled(function, *_inputs(4))
     assert casts == [1, 1]
 
@@ -129,7 +129,7 @@ def test_a_gated_layers_gradients_are_one_kernel(target):
 
 
 @pytest.mark.slow
-def test_what_it_computes(tmp_path):
+def test_merged_casts_give_the_gradients_of_the_reference(tmp_path):
     """Tokens and widths that are no multiples of a tile: the gradients are those of the reference's casts."""
     from helpers.eager import NVIDIA, product
     from helpers.reference import sqnr_db

@@ -93,7 +93,7 @@ def nothing_in_it(x):
 
 
 @pytest.mark.parametrize("function", [blocks_across_matrices, nothing_in_it])
-def test_others_stay(function):
+def test_casts_across_matrices_and_of_empty_tensors_stay_separate(function):
     _, casts = _collected(function, torch.randn(70, 96).to(BF16))
     assert casts == [1, 1]
 

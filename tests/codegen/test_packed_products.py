@@ -376,7 +376,7 @@ def test_what_is_left_has_a_reason(function, shape: tuple[int, int], reason: str
         ("sm_100", (MXFP4, "e2m3 1x32 rceil"), False),
     ],
 )
-def test_which_chips(target: str, words: tuple[str, str], runs: bool):
+def test_packed_products_run_on_chips_with_the_format(target: str, words: tuple[str, str], runs: bool):
     module, reasons = applied(
         lambda x, w: product(x, w, words), spread(32, 64), spread(64, 32), target=target
     )

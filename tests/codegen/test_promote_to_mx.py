@@ -143,7 +143,7 @@ def test_groups_and_batches_have_the_same_values():
 
 
 @pytest.mark.parametrize("words", [("e4m3 1x128 nearest", "e4m3 128x128 nearest"), ("e4m3 1x16 rceil",) * 2])
-def test_others_stay(words: tuple[str, str]):
+def test_formats_that_mxfp8_cannot_hold_are_not_promoted(words: tuple[str, str]):
     def function(x: Tensor, w: Tensor) -> Tensor:
         (a, sa), (b, sb) = encode(x, -1, words[0]), encode(w, -2, words[1])
         return ops.matmul(a, sa, b, sb, None, torch.float32, *words)

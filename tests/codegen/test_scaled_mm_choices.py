@@ -84,7 +84,7 @@ def _forms(choices) -> list[str]:
         (4096, 512, 1024, "sm_120", {"mx_scaled_mm"}),
     ],
 )
-def test_what_is_offered(choose, tokens, k, n, target, expected):
+def test_choices_of_a_linear_layer_by_target_and_shape(choose, tokens, k, n, target, expected):
     offered = choose(0)
     _generate(_linear(k, n), tokens, target=target)
     (choices,) = offered

@@ -290,7 +290,7 @@ def test_reason_names_powers_of_two_where_an_mx_gemm_multiplies_them(target: str
     assert ("multiplies powers of two" in reason) == others
 
 
-def test_other_formats_have_none():
+def test_mx_products_have_no_reason_against_the_vendor_gemm():
     _, reasons = applied(
         lambda x, w: product(x, w, "e2m1 1x32 rceil"), torch.randn(40, 64), torch.randn(64, 48)
     )

@@ -80,7 +80,7 @@ def _separate(name: str, said: dict[str, str]) -> bool:
         (_separate, "mx_scaled_mm 128x32x256 swapped"),
     ],
 )
-def test_fused_or_separate(choice, kernel):
+def test_few_row_product_records_the_winning_fused_or_separate_kernel(choice, kernel):
     """Few rows: the cast and the product that would run without the fused form compete with its tiles."""
     result = _generate(16, choice)
     assert _recorded(result) == dict.fromkeys(("up fprop", "down fprop"), f"{kernel} {MMA}")
@@ -131,7 +131,7 @@ def test_a_template_of_inductor():
     assert _recorded(result) == {name: f"{k} (bfloat16, dequantized)" for name, k in launched.items()}
 
 
-def test_the_library():
+def test_winning_library_product_is_recorded():
     result = _generate(300, lambda name, _: "triton" not in name, "sm_90", behind=lambda *_: False)
     assert _launched(result)["down fprop"] == "extern_kernels.mm"
     assert _recorded(result)["down fprop"] == "aten.mm (bfloat16, dequantized)"

@@ -111,7 +111,7 @@ def test_of_another_length_the_newest_stay(length: int):
     torch.testing.assert_close(model.weight_amax_history, torch.tensor(kept), rtol=1e-6, atol=0)
 
 
-def test_the_front_door_makes_room_too():
+def test_compile_registers_history_buffers_before_a_state_dict_loads():
     saved = {"0.weight": torch.ones(8, 8), "0.weight_amax_history": torch.ones(3, 1024)}
     model = nn.Sequential(nn.Linear(8, 8, bias=False))
     mxcompile.compile(model, policy="fp8_delayed", blocks=["0"])

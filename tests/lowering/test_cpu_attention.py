@@ -128,7 +128,9 @@ def causal(queries: int, keys: int, used: int, dtype: torch.dtype = BF16) -> Ten
         (1, 1, 1, 1, 3000, 128),
     ],
 )
-def test_attends(attend: Attend, batch, heads, kv_heads, queries, keys, dim, dtype, elem):
+def test_cpu_attention_matches_the_reference_for_any_sizes(
+    attend: Attend, batch, heads, kv_heads, queries, keys, dim, dtype, elem
+):
     """Any sizes, with and without a mask, one thread or more: parts of the keys are put together."""
     torch.manual_seed(0)
     q = torch.randn(batch, heads, queries, dim).to(dtype)

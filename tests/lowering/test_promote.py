@@ -149,7 +149,7 @@ def test_dequantized_operands_are_dequantized_to_fp32():
     assert made.meta["val"].dtype is FP32
 
 
-def test_records_say_so():
+def test_promoted_products_have_the_fp32_kernel_in_their_record():
     graph_module = captured(torch.mm, randn(5, 70), randn(70, 9))
     pipeline.run(graph_module.graph, SLOW, torch.device("cpu"))
     (product,) = (node for node in graph_module.graph.nodes if tags_of(node))

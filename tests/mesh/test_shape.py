@@ -29,7 +29,7 @@ def test_axes_are_read_in_order():
         ("dp=0", "has an axis of size 0"),
     ],
 )
-def test_other_words_are_errors(text: str, fault: str):
+def test_invalid_mesh_shapes_raise(text: str, fault: str):
     with pytest.raises(OptionError, match=fault):
         MeshShape.parse(text)
 

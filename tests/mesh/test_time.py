@@ -128,7 +128,7 @@ def test_a_rank_has_a_step_beside_fp8_and_bf16(rank: RankReport):
     assert fp8["cast"] > 0
 
 
-def test_bf16_stands_alone():
+def test_bf16_policy_has_no_second_bf16_estimate():
     rank = mxcompile.explain_rank(
         meshed.fsdp_sp, mesh="dp=64,tp=2", target="b200", links="nvlink=900,net=50", policy="bf16"
     )

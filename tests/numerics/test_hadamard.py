@@ -29,7 +29,7 @@ def test_the_signs_of_transformer_engine():
 @pytest.mark.parametrize("signs", [0, SIGNS, 0xFFFF, 12345])
 @pytest.mark.parametrize("dim", [-1, -2, 0])
 @pytest.mark.parametrize("shape", [(32, 48), (5, 33), (0, 4), (4, 0), (2, 40, 70)], ids=str)
-def test_it_is_the_product_with_the_matrix(shape: tuple[int, ...], dim: int, signs: int):
+def test_transform_equals_the_product_with_the_hadamard_matrix(shape: tuple[int, ...], dim: int, signs: int):
     x = torch.randint(-64, 65, shape).to(torch.float32)  # whose sums are exact
     padded = torch.nn.functional.pad(x.movedim(dim, -1), (0, -shape[dim] % WIDTH)).double()
     wanted = (padded.unflatten(-1, (-1, WIDTH)) if shape[dim] else padded.unflatten(-1, (0, WIDTH))) @ matrix(

@@ -78,7 +78,7 @@ def test_blocks_that_are_not_numbers_and_blocks_of_zeros():
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (3, 0), (5, 2), (1, 70), (2, 3, 96)], ids=str)
-def test_any_even_length(shape: tuple[int, ...]):
+def test_quantize_packs_any_even_length(shape: tuple[int, ...]):
     x = torch.randn(shape)
     weight = mxcompile.quantize(x, elem_dtype=torch.float4_e2m1fn_x2)
     codes, scales = encode_tensors(x, -1, Format(elem=E2M1))

@@ -117,7 +117,7 @@ def by_rows(*symbolic: int) -> tuple[fx.Graph, fx.Graph]:
     return forward.output(y, h), backward.output(codes, backward.call(aten.mul.Tensor, end, 3))
 
 
-def test_the_cast_of_rows_is_what_is_kept():
+def test_a_rowwise_cast_is_saved_for_backward():
     graphs = by_rows()
     assert Compress(num_outputs=1, inputs=INPUTS).apply(*graphs)
     _, *saved = run(graphs[0], X.view(5, 8, 64), W)

@@ -46,7 +46,7 @@ def test_a_vector_is_multiplied_and_summed_in_fp32():
     torch.testing.assert_close(result.double(), m.double() @ v.double(), rtol=2**-8, atol=1e-6)
 
 
-def test_others_stay():
+def test_other_contractions_formats_and_dtypes_are_not_decomposed():
     """A contraction of two, one that is quantized, and two dtypes."""
     hand = Hand()
     x, w = hand.input("x", 5, 2), hand.input("w", 2, 3)

@@ -61,7 +61,7 @@ def test_what_is_stored_is_read(dim: int, transposed: bool, between: torch.dtype
     ],
     ids=["another dimension", "other elements", "floor", "FP16 between", "the other side of a transpose"],
 )  # fmt: skip
-def test_other_casts_stay(graph: fx.Graph):
+def test_casts_that_differ_from_the_stored_weight_stay(graph: fx.Graph):
     before = str(graph)
     Reuse().apply(graph)
     assert str(graph) == before

@@ -51,7 +51,7 @@ def test_equal_casts_of_equal_views_are_one():
     ],
     ids=["along another dimension", "another rounding", "in squares"],
 )
-def test_others_are_two(other: Cast):
+def test_casts_with_different_arguments_are_not_shared(other: Cast):
     graph = twice(cast, other)
     Share().apply(graph)
     assert len(calls(graph, ops.cast)) == 2

@@ -352,5 +352,5 @@ def test_saved_form(saved: Saved):
     assert policy(rule({"saved": str(saved)}, role="ffn_in")).decide(layer()).saved is saved
 
 
-def test_saved_columnwise_unless_told():
+def test_inputs_are_saved_columnwise_by_default():
     assert Policy.preset("nvidia").decide(layer()).saved is Saved.COLUMNWISE

@@ -96,7 +96,7 @@ def test_a_layer_whose_role_changed_with_its_precision_fell_back():
         ),
     ],
 )
-def test_what_else_changes(change: dict[str, object], what: str, before: str, after: str):
+def test_each_changed_field_is_a_change(change: dict[str, object], what: str, before: str, after: str):
     old = record("a", kernel="a")
     found = changed(report(old), report(replace(old, **change)))
     assert found == [("changed", ("a",), ("fprop",), what, before, after)]

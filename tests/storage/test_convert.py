@@ -249,7 +249,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("how", REFUSED)
-def test_what_is_refused(source, tmp_path, how, capsys):
+def test_invalid_checkpoints_and_targets_are_refused(source, tmp_path, how, capsys):
     first = sorted(source.glob("*.safetensors"))[0]
     target = tmp_path / "out"
     match how:

@@ -273,7 +273,7 @@ def test_shared_modules_and_parameters_stay_shared():
     assert model[1].down.weight is model[0].down.weight
 
 
-def test_twice_is_once():
+def test_quantizing_twice_keeps_the_stored_weights():
     model, _ = quantized()
     before = {name: id(value) for name, value in model.named_parameters()}
     _, table = quantized(model)

@@ -101,7 +101,7 @@ def test_every_field(fmt: str, shape: tuple[int, ...], dim: int, seed: int, dtyp
 
 @pytest.mark.parametrize("elem", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("rounding", ["rceil", "floor", "ceil", "even"])
-def test_against_the_standard(elem: str, rounding: str):
+def test_statistics_equal_a_reference_by_the_ocp_standard(elem: str, rounding: str):
     """The reference that was written from the standard, on integers, counts the same."""
     x = drawn((9, 70), 3, torch.float32, odd=True)
     elements, scales = quantize(x.numpy(), elem, rounding)

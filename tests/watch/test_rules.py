@@ -36,7 +36,7 @@ def test_it_fires_once_after_enough_samples():
     assert [rule.fires(row(value)) for value in values] == [False] * 3 + [True] + [False] * 3 + [True]
 
 
-def test_where_it_looks():
+def test_rule_fires_only_for_its_layer_operand_and_role():
     rule = Rule.from_mapping(
         {"when": {"underflow": ">= 0.5"}, "layer": "*.up", "operand": "dy", "role": "ffn_in"}
     )
