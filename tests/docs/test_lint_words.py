@@ -37,6 +37,13 @@ def test_prose_is_paragraphs_items_and_cells():
     assert [text for _, text in lint_words.prose(page)] == ["One CODE two.", "Item QUOTE.", "head", "cell"]
 
 
+@pytest.mark.parametrize(
+    ("name", "faults"), [("_tell_limit", 1), ("adopt", 1), ("knowledge", 0), ("is_known", 0)]
+)
+def test_functions_have_common_verbs(name: str, faults: int):
+    assert len(list(lint_words.variables("f.py", ast.parse(f"def {name}(): pass")))) == faults
+
+
 def test_code_has_nouns_and_docstrings_that_say_what_is_returned():
     source = 'def f(found):\n    """What it is."""\n    made = found\n\n\nclass C:\n    made: int\n'
     tree = ast.parse(source)
