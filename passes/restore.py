@@ -89,7 +89,7 @@ def _traced(node: fx.Node, rules: _Rules) -> fx.Graph | None:
         return function(*args, **kwargs)
 
     values = [operand.meta["val"] for operand in node.all_input_nodes]
-    with torch.no_grad(), torch._C._DisableAutocast():
+    with torch.no_grad(), torch._C._DisableAutocast():  # the dtypes of the graph are final
         if called(rule, *values) is NotImplemented:
             return None
         target: Any = node.target

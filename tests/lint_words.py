@@ -157,7 +157,7 @@ def _broken(
 
 
 def variables(path: str, tree: ast.Module) -> Iterator[str]:
-    """Yields a line for each variable that is called by a participle, and function that is called by `NO_VERBS`."""
+    """Yields a line for each variable of `NO_NOUNS`, except fields, and each function of `NO_VERBS`."""
     fields = {id(node.target) for node in ast.walk(tree) if isinstance(node, ast.AnnAssign)}
     for node in ast.walk(tree):
         is_written = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and id(node) not in fields

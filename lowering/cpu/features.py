@@ -108,9 +108,9 @@ def features_of(capabilities: Mapping[str, Any], max_isa: str = "") -> Features:
 
 
 def _capabilities() -> Mapping[str, Any]:
-    asked = getattr(torch.cpu, "get_capabilities", None)
-    if asked is not None:
-        known: Mapping[str, Any] = asked()
+    query = getattr(torch.cpu, "get_capabilities", None)
+    if query is not None:
+        known: Mapping[str, Any] = query()
         return known
     return {  # older versions of PyTorch
         "avx2": torch.cpu._is_avx2_supported(),

@@ -81,8 +81,8 @@ def scale_byte(amax: Any, elem: ElemType, mode: Rounding) -> Any:
 def _power(byte: Any, bits: Any, edge: int) -> Any:
     """Returns the FP32 power of two with exponent field `bits`; 2^−127 for byte `edge`, NaN for 255."""
     bits = inductor.bitwise_left_shift(bits, i32(23))
-    bits = inductor.where(inductor.eq(byte, i32(edge)), i32(0x00400000), bits)
-    bits = inductor.where(inductor.eq(byte, i32(SCALE_NAN)), i32(0x7FC00000), bits)
+    bits = inductor.where(inductor.eq(byte, i32(edge)), i32(0x00400000), bits)  # 2^−127 is subnormal
+    bits = inductor.where(inductor.eq(byte, i32(SCALE_NAN)), i32(0x7FC00000), bits)  # the canonical NaN
     return inductor.to_dtype_bitcast(bits, _F32, _I32)
 
 

@@ -289,7 +289,7 @@ def _code(value):
     bits = value.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     small = tl.where(magnitude == 0, 0, 1)  # 0.5 is the only value below 1
-    code = tl.where(magnitude < 0x3F800000, small, (magnitude >> 22) - 252)
+    code = tl.where(magnitude < 0x3F800000, small, (magnitude >> 22) - 252)  # exponent and a mantissa bit
     return tl.where(magnitude > _INF_BITS, 0, code | ((bits >> 28) & 8))
 
 

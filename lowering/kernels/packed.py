@@ -167,7 +167,7 @@ def scale_pairs(largest, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
     special = tl.inline_asm_elementwise(SPECIAL, "=r,r", [largest], dtype=tl.int32, is_pure=True, pack=1)
     exponent = larger((largest + UP) & EXPONENT, tl.full(largest.shape, EMAX, tl.int32))
     inverse = (MOST - exponent) | special
-    return (((exponent - EMAX) >> 7) | special) & 0x00FF00FF, inverse
+    return (((exponent - EMAX) >> 7) | special) & 0x00FF00FF, inverse  # BF16's exponent fields as bytes
 
 
 @triton.jit
@@ -189,7 +189,7 @@ def _halves(pairs, R: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def scale_value_pairs(byte):
     """Returns BF16 bits of 2^(byte − 127) of two scale bytes each, from `scale_pairs`; undefined for 255."""
-    return larger(byte << 7, tl.full(byte.shape, 0x00400040, tl.int32))
+    return larger(byte << 7, tl.full(byte.shape, 0x00400040, tl.int32))  # 2^−127 is subnormal
 
 
 @triton.jit

@@ -132,7 +132,7 @@ def inverse_scale(byte):
 def scale_value(byte):
     """Returns 2^(byte − 127), FP32; NaN for 255. byte: int32 or uint8."""
     byte = byte.to(tl.int32)
-    bits = tl.where(byte == 0, 0x00400000, byte << 23)
+    bits = tl.where(byte == 0, 0x00400000, byte << 23)  # 2^−127 is subnormal
     return tl.where(byte == _SCALE_NAN, _NAN_BITS, bits).to(tl.float32, bitcast=True)
 
 

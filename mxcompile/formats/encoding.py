@@ -347,8 +347,8 @@ def to_elements(y: Tensor, elem: ElemType) -> Tensor:
     if not elem.is_coded:
         return y.to(elem.dtype)
     magnitude = y.abs().nan_to_num(0.0)
-    exponent = ((magnitude.view(torch.int32) >> 23) - 127).clamp(min=elem.min_exponent)
-    ulp = ((exponent - elem.mantissa_bits + 127) << 23).view(torch.float32)
+    exponent = ((magnitude.view(torch.int32) >> 23) - 127).clamp(min=elem.min_exponent)  # subnormals
+    ulp = ((exponent - elem.mantissa_bits + 127) << 23).view(torch.float32)  # a power of two, by its bits
     steps = torch.round(magnitude / ulp).to(torch.int32)  # to even; up to 2^(mantissa_bits + 1)
     field = exponent - elem.min_exponent
     code = (field << elem.mantissa_bits) + steps  # the leading bit of a normal adds 1 to the exponent field

@@ -50,7 +50,7 @@ def added_to_amax(elem: ElemType, mode: Rounding) -> int:
             mantissa = elem.max / 2.0**elem.emax - 1.0
             return (1 << 23) - 1 - int(mantissa * (1 << 23))
         case Rounding.EVEN:
-            return 1 << (22 - elem.mantissa_bits)
+            return 1 << (22 - elem.mantissa_bits)  # half of the last kept mantissa bit
         case Rounding.CEIL:
             return (1 << 23) - 1
         case Rounding.FLOOR:
@@ -59,13 +59,13 @@ def added_to_amax(elem: ElemType, mode: Rounding) -> int:
 
 def scale_value(byte: Tensor) -> Tensor:
     """Returns 2^(byte − 127) in FP32 for int32 bytes; NaN for 255."""
-    bits = torch.where(byte == 0, 0x00400000, byte << 23)
+    bits = torch.where(byte == 0, 0x00400000, byte << 23)  # 2^−127 is subnormal
     return torch.where(byte == SCALE_NAN, _NAN_BITS, bits).view(torch.float32)
 
 
 def inverse_scale_value(byte: Tensor) -> Tensor:
     """Returns 2^(127 − byte) in FP32 for int32 bytes; NaN for 255."""
-    bits = torch.where(byte == 254, 0x00400000, (254 - byte) << 23)
+    bits = torch.where(byte == 254, 0x00400000, (254 - byte) << 23)  # 2^−127 is subnormal
     return torch.where(byte == SCALE_NAN, _NAN_BITS, bits).view(torch.float32)
 
 

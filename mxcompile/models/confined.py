@@ -104,7 +104,7 @@ def confine(before: Before, sink: int, *, tools: bool) -> None:
     random.setstate(before.random)
     for name, answer in before.cuda.items():
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
-    vars(fake_tensor)["init_gpu_context"] = lambda _: None
+    vars(fake_tensor)["init_gpu_context"] = lambda _: None  # CUDA cannot start in a fork
 
 
 def _limit(kind: int, most: int) -> None:
@@ -142,7 +142,7 @@ def _copy_shared_memory(libc: ctypes.CDLL) -> None:
             continue
         start, end = (int(bound, 16) for bound in region.split("-"))
         address, size = ctypes.c_void_p(start), ctypes.c_size_t(end - start)
-        if size.value > _COPIED_BYTES:
+        if size.value > _COPIED_BYTES:  # too large to copy: a write ends the child
             libc.mprotect(address, size, PROT_READ)
             continue
         content = ctypes.string_at(start, size.value)

@@ -166,9 +166,9 @@ def quiet(*, compiling: bool = True) -> Iterator[None]:
     """
     flag = torch.compiler._is_compiling_flag
     with (
-        torch.compiler.set_stance("force_eager"),
-        torch._guards.tracing(None),
-        unset_fake_temporarily(),
+        torch.compiler.set_stance("force_eager"),  # compiled parts of the model would hide their operators
+        torch._guards.tracing(None),  # an outer trace must not collect guards of this one
+        unset_fake_temporarily(),  # an outer fake mode would take over the tensors
         _without_function_modes(),
         values_read(),
         gpu_operators(),

@@ -37,7 +37,7 @@ def values_read() -> Iterator[None]:
         yield
     finally:
         for (kind, name), own in zip(places, before, strict=True):
-            if own is None:
+            if own is None:  # the class had inherited it
                 delattr(kind, name)
             else:
                 setattr(kind, name, own)

@@ -195,8 +195,8 @@ def stand_in(target: Target) -> Iterator[None]:
             device_interface.caching_worker_current_devices,
         ):
             enter(mock.patch.dict(module))
-        enter(mock.patch.object(triton_helpers, "set_driver_to_gpu", _always(None)))
-        enter(mock.patch.object(fake_tensor, "init_gpu_context", _always(None)))
+        enter(mock.patch.object(triton_helpers, "set_driver_to_gpu", _always(None)))  # it searches for a GPU
+        enter(mock.patch.object(fake_tensor, "init_gpu_context", _always(None)))  # it starts CUDA
         enter(mock.patch.object(triton.runtime.driver, "_active", _Driver(target)))
         enter(operators_of_fake_gpu_tensors())
         _forget()

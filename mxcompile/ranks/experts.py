@@ -59,7 +59,7 @@ def spread_(module: nn.Module, mesh: DeviceMesh, path: str = "") -> None:
         part = parameter.detach()[first : first + own].clone()
         setattr(module, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
     kind: Any = type(module)
-    module.__class__ = _on_ranks(kind)
+    module.__class__ = _on_ranks(kind)  # the object stays, so references and hooks stay valid
     assert isinstance(module, _OnRanks)
     module.num_experts, module.ep_group = own, mesh.get_group()
 

@@ -85,7 +85,7 @@ class MXStaticLayer(StaticLayer):  # type: ignore[no-untyped-call, misc, unused-
         self.is_initialized = True
         if not torch.compiler.is_compiling():
             for buffer in (*self._buffers(), self.cumulative_length):
-                torch._dynamo.mark_static_address(buffer)
+                torch._dynamo.mark_static_address(buffer)  # CUDA graphs then read it in place
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Stores the next rows, [batch, heads, rows, head_dim]. Returns all keys and values, dequantized.

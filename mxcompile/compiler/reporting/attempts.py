@@ -45,7 +45,7 @@ def watch_attempts(options_of: Callable[[Any, Mapping[str, Any]], Options | None
     @functools.wraps(exceeds_recompile_limit)
     def exceeds(cache_size: Any, compile_id: Any) -> tuple[bool, str]:
         exceeded, limit = exceeds_recompile_limit(cache_size, compile_id)
-        compiling = sys._getframe(1).f_locals
+        compiling = sys._getframe(1).f_locals  # Dynamo passes these values to no hook
         backend, keywords = innermost(compiling.get("compiler_fn"))
         given = options_of(backend, keywords)
         if given is not None:
