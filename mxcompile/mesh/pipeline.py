@@ -101,8 +101,7 @@ def rank_memory(
 ) -> Memory:
     """Returns the memory of `rank` of a pipeline.
 
-    groups: the FSDP2 groups on this rank. layers: by stage, a function from a module path
-    to the number of layers it represents.
+    groups: the FSDP2 groups on this rank. layers: by stage, the number of layers of a path.
 
     FSDP2 keeps whole gradients in the reduction dtype until the last micro-batch.
     """

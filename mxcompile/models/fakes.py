@@ -167,7 +167,7 @@ def quiet(*, compiling: bool = True) -> Iterator[None]:
     flag = torch.compiler._is_compiling_flag
     with (
         torch.compiler.set_stance("force_eager"),  # compiled parts of the model would hide their operators
-        torch._guards.tracing(None),  # an outer trace must not collect guards of this one
+        torch._guards.tracing(None),  # guards belong to no outer trace
         unset_fake_temporarily(),  # an outer fake mode would take over the tensors
         _without_function_modes(),
         values_read(),
