@@ -110,7 +110,7 @@ def _pattern_covers(earlier: str, later: str) -> bool:
     if later.startswith("re:"):
         return False
     # The text of the later pattern is matched like a name. A '*' in it stands for anything, and only a '*'
-    # of the known pattern matches it. With '?' or '[' in either pattern this would be unsound.
+    # of the earlier pattern matches it. With '?' or '[' in either pattern this would be unsound.
     if any(sign in earlier or sign in later for sign in "?["):
         return not is_pattern(later) and fnmatch.fnmatchcase(later, earlier)
     return fnmatch.fnmatchcase(later, earlier)
