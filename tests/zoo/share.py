@@ -14,7 +14,7 @@ from animal import QUANTIZED, Animal, Build, expectation
 from checks import fold
 from disguise import PLAIN
 from eager_run import eager_run
-from known_misfits import known_misfits
+from known import known_misfits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,8 +20,8 @@ from animals import ALL_ANIMALS
 from checks import Misfit, misfits
 from disguise import DISGUISES, PLAIN, Disguise, scramble, spelled_attention, to_bf16
 from eager_run import eager_run
-from known_misfits import FILE, known_misfits
-from known_misfits import animals as known_animals
+from known import FILE, known_misfits
+from known import animals as known_animals
 from share import share_of
 
 import mxcompile
