@@ -2,8 +2,8 @@
 
 Parts run in the order of information per minute: correct values, then the layer, casts, decoding, training,
 loss curves, the rates of estimates, products of libraries. If a part fails, or is stopped at its limit, the
-others still run. A part writes each row when it is measured, to ``$OUT`` or ``benchmarks/results``, and its
-output to a log in the same folder. At the end a summary lists right, wrong and missing results, and measured
+others still run. All parts append to ``gpu.jsonl``, a row when it is measured, and to ``gpu.log``, both in
+``$OUT`` or ``benchmarks/results``. At the end a summary lists right, wrong and missing results, and measured
 times beside their estimates.
 
 It needs a checkout, PyTorch, Triton, transformers and pytest, but no installed mxcompile, no network and no
@@ -18,6 +18,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -30,6 +31,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 NO_DEVICE = "no CUDA or ROCm device"
+ROWS = "gpu"
+"""The file of rows, and of the log, of all parts: a machine that is lent may give back few files."""
+
 RIGHT, WRONG, FAILED, STOPPED, NOT_REACHED = "right", "wrong", "failed", "stopped", "not reached"
 _LEAST_S = 10.0
 """No part starts with less time than that."""
@@ -52,7 +56,7 @@ class Part:
 
 def _script(name: str, seconds: float, script: str, *arguments: str) -> Part:
     command = str(BENCHMARKS / f"{script}.py"), *arguments
-    return Part(name=name, command=command, seconds=seconds, rows=script)
+    return Part(name=name, command=command, seconds=seconds, rows=ROWS)
 
 
 def _tests() -> Part:
@@ -115,6 +119,11 @@ def folder() -> Path:
     return path
 
 
+def log_file() -> Path:
+    """The output of all parts."""
+    return folder() / f"{ROWS}.log"
+
+
 def environment() -> dict[str, str]:
     """What a part runs with: the checkout on its path, no network, its output as it comes."""
     paths = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
@@ -130,9 +139,11 @@ def environment() -> dict[str, str]:
 def run(part: Part, limit_s: float, more: Sequence[str] = ()) -> Outcome:
     """Run `part`, at most `limit_s`. more: arguments of scripts, not of tests."""
     command = [sys.executable, *part.command, *(more if part.rows else ())]
-    log, start = folder() / f"gpu_{part.name}.log", time.monotonic()
-    before = _lines(part)
-    with log.open("w", encoding="utf-8") as output:
+    start, before = time.monotonic(), _lines(part)
+    with log_file().open("ab") as output:
+        output.write(f"\n== {part.name}: {shlex.join(command)}\n".encode())
+        output.flush()
+        begin = output.tell()
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
         )
@@ -142,7 +153,7 @@ def run(part: Part, limit_s: float, more: Sequence[str] = ()) -> Outcome:
             code = None
         finally:
             _end(process)
-    text = log.read_text(encoding="utf-8", errors="replace")
+    text = log_file().read_bytes()[begin:].decode(errors="replace")
     rows = [*_rows(_lines(part)[len(before) :])]
     outcome = Outcome(part=part.name, word="", rows=rows, counts=_counts(text))
     word, why = _word(code, outcome, text)
@@ -164,8 +175,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _lines(part: Part) -> list[str]:
+    """The lines of the file of rows. Ends a row that was cut off, so that the next row has its own line."""
     path = folder() / f"{part.rows}.jsonl"
-    return path.read_text(encoding="utf-8").splitlines() if part.rows and path.exists() else []
+    text = path.read_text(encoding="utf-8") if part.rows and path.exists() else ""
+    if text and not text.endswith("\n"):
+        with path.open("a", encoding="utf-8") as file:
+            file.write("\n")
+    return text.splitlines()
 
 
 def _rows(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -270,6 +286,7 @@ def main() -> None:
     for name in ("rates", "compile"):
         if value := getattr(options, name):
             more += [f"--{name}", value]
+    log_file().unlink(missing_ok=True)
     outcomes = run_all(chosen, options.minutes, more)
     print(f"\nrows and logs are in {folder()}")
     for outcome in outcomes:

@@ -14,6 +14,7 @@ from typing import Any
 import common
 import gpu_predicted
 import torch
+from gpu import NO_DEVICE, ROWS
 from gpu_predicted import CompiledProgram, Program, Row
 from torch import Tensor
 
@@ -26,7 +27,6 @@ from mxcompile.lowering.targets import Target
 from mxcompile.offline import Rates
 
 DEVICE = "cuda"
-NO_DEVICE = "no CUDA or ROCm device"
 LAYERS = {
     "llama-8b": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
     "llama-70b": ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)),
@@ -57,7 +57,7 @@ def parser(doc: str | None, **options: Any) -> argparse.ArgumentParser:
     return result
 
 
-def run(name: str, options: argparse.Namespace, programs: Callable[[str], Iterable[Program]]) -> None:
+def run(options: argparse.Namespace, programs: Callable[[str], Iterable[Program]]) -> None:
     """Write a row for each measurement of `programs`, or of their code for a chip that is not here.
 
     programs: of a target. Where there is neither, it says so. What goes wrong with a program is its row, and
@@ -72,9 +72,10 @@ def run(name: str, options: argparse.Namespace, programs: Callable[[str], Iterab
         )
         name = gpu_predicted.NAME
     elif not torch.cuda.is_available():
-        print(f"{name}: skipped, {NO_DEVICE} here; nothing was measured")
+        print(f"skipped, {NO_DEVICE} here; nothing was measured")
         return
     else:
+        name = ROWS
         register()
         rates = Rates.for_target(here(), options.rates)
         table = (

@@ -289,7 +289,7 @@ def main() -> None:
                 rows, code = (functools.partial(each, n, k) for each in PARTS[part])
                 yield GemmProgram(part=part, kernel="mxfp8", shape=f"{n}x{k}", rows=rows, generated=code)
 
-    gpu_common.run("gpu_gemms", options, programs)
+    gpu_common.run(options, programs)
 
 
 if __name__ == "__main__":

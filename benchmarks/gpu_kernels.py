@@ -210,7 +210,7 @@ def main() -> None:
         for part in options.part:
             yield from PARTS[part](target, options.small)
 
-    gpu_common.run("gpu_kernels", options, programs)
+    gpu_common.run(options, programs)
 
 
 if __name__ == "__main__":

@@ -144,7 +144,7 @@ def main() -> None:
                 small=options.small,
             )
 
-    gpu_common.run("gpu_layer", options, programs)
+    gpu_common.run(options, programs)
 
 
 if __name__ == "__main__":

@@ -230,7 +230,7 @@ def main() -> None:
             if runs_on(kind, TARGETS[name]):
                 yield RateProgram(part="rates", kernel=kind, shape="", found=rates)
 
-    gpu_common.run("gpu_rates", options, programs)
+    gpu_common.run(options, programs)
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ def main() -> None:
                 size=size,
             )
 
-    gpu_common.run("gpu_training", options, programs)
+    gpu_common.run(options, programs)
 
 
 if __name__ == "__main__":

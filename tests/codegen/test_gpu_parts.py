@@ -61,10 +61,14 @@ def ended(pid: int) -> bool:
 
 def test_a_part_that_is_killed_keeps_the_rows_it_wrote(gpu: Any, tmp_path: Path):
     """It loses the row that it was making, and the next part runs."""
-    command = script(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
-    slow = gpu.Part(name="slow", command=command, seconds=300, rows="slow")
-    first, second = gpu.run_all([slow, gpu.Part(name="quick", command=("-c", ""), seconds=60)], None, [])
+    cut = "(common.folder() / 'slow.jsonl').open('a').write('{'); os.kill(os.getpid(), signal.SIGKILL)"
+    killed = gpu.Part(name="slow", command=script(tmp_path, cut), seconds=300, rows="slow")
+    row = "import os; open(os.environ['OUT'] + '/slow.jsonl', 'a').write('{\"kernel\": 3}\\n')"
+    first, second = gpu.run_all(
+        [killed, gpu.Part(name="next", command=("-c", row), seconds=60, rows="slow")], None, []
+    )
     assert [row["kernel"] for row in first.rows] == ["first", "second"]
+    assert [row["kernel"] for row in second.rows] == [3]
     assert {row["torch"].partition("+")[0] for row in first.rows} == {torch.__version__.partition("+")[0]}
     assert (first.word, second.word) == (gpu.WRONG, gpu.RIGHT)
     assert first.summary()["wrong"] == first.summary()["right"] == 1
@@ -76,7 +80,7 @@ def test_a_part_is_stopped_at_its_limit_with_all_that_it_started(gpu: Any, tmp_p
     command = "-c", f"{start}; print(p.pid, flush=True); {sleep}"
     found = gpu.run(gpu.Part(name="hangs", command=command, seconds=600), 3)
     assert found.word == gpu.STOPPED
-    child = int((tmp_path / "gpu_hangs.log").read_text(encoding="utf-8"))
+    child = int((tmp_path / "gpu.log").read_text(encoding="utf-8").split()[-1])
     assert ended(child), "its child runs"
 
 
@@ -179,7 +183,7 @@ def test_without_a_device_every_part_is_reached_and_says_so(gpu: Any, tmp_path: 
 def test_for_a_chip_that_is_not_here_a_part_compiles_what_it_would_time(part: str, tmp_path: Path):
     """The stand-in of offline codegen takes the place of the GPU; every kernel could run."""
     done = started("--compile", "h100", "--small", part, out=tmp_path)
-    log = (tmp_path / f"gpu_{part}.log").read_text(encoding="utf-8")
+    log = (tmp_path / "gpu.log").read_text(encoding="utf-8")
     assert done.returncode == 0, log[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "gpu_predicted.jsonl").read_text("utf-8").splitlines()]
     assert rows
