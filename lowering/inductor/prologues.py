@@ -6,7 +6,7 @@ A producer is a pointwise node whose result only the cast reads: a norm's second
 transpose behind an attention. Inductor's scheduler would fuse it with the node before it (a norm's row
 statistic, the GEMM of one of SwiGLU's factors) and store x. So this pass runs before the scheduler fuses
 nodes. It skips a producer that reads more than two tensors of x's size, because storing x is then cheaper.
-The two producers of a cast of two tensors may read three.
+The two producers of a cast of two tensors may read three. It also skips functions of angles (`_LONG`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from mxcompile.graph.tags import tags_of
 from mxcompile.lowering.inductor.scheduling import Nodes, SchedulerPass
 
 _MOST_READS = 2.25  # in units of x's size: two tensors and small tensors; 1 more for a second x
+_LONG = ("sin", "cos", "tan")  # their code for large arguments needs the registers of the cast, which spills
 
 
 class Prologues(SchedulerPass):
@@ -69,7 +70,8 @@ def _producers(cast: BaseSchedulerNode, producers: dict[str, BaseSchedulerNode])
         if producer is None:
             continue
         (output,) = producer.get_outputs()
-        if [user.node for user in output.users] == [cast]:
+        long = any(map(producer._body.has_op, _LONG))
+        if [user.node for user in output.users] == [cast] and not long:
             inlined.append(producer)
     return inlined if inlined and _reads(inlined) <= _most_reads(inlined) else []
 
