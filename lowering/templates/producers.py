@@ -22,12 +22,15 @@ from mxcompile.lowering.choices import configs
 from mxcompile.lowering.targets import of_device
 
 _LOAD = re.compile(r"tl\.load\((\w+) \+ \(tl\.broadcast_to\(([^\[\]]*), \[BLOCK_M, BLOCK_N\]\)\), mask\b")
-_SILU = re.compile(
+_SIGMOID = re.compile(
     r"(?P<negative>\w+) = -(?P<x>\w+)\n"
     r"\s*(?P<power>\w+) = libdevice\.exp\((?P=negative)\)\n"
     r"\s*(?P<one>\w+) = tl\.full\(\[1\], 1\.0, tl\.float32\)\n"
     r"\s*(?P<sum>\w+) = (?P=power) \+ (?P=one)\n"
-    r"\s*(?P<result>\w+) = \((?P=x) / (?P=sum)\)\n"
+    r"(?:\s*(?P<silu>\w+) = \((?P=x) / (?P=sum)\)\n"
+    r"|\s*(?P<number>\w+) = tl\.full\(\[1\], 1, tl\.int32\)\n"
+    r"\s*(?P<inverse>\w+) = \((?P=number) / (?P=sum)\)\n"
+    r"\s*(?P<sigmoid>\w+) = (?P=inverse) \* (?P=one)\n)"
 )
 _CAST = re.compile(r"packed\.(?:quantize|round)_")
 _ROUNDED = re.compile(r"\b([xy]) = (.+)\.to\(tl\.bfloat16\)\.broadcast_to\(xindex\.shape\)")
@@ -96,16 +99,17 @@ def approximated(source: str) -> str:
     stays as it is.
     """
 
-    def replacement(silu: re.Match[str]) -> str:
-        *lines, last = silu[0].rstrip("\n").split("\n")
+    def replacement(found: re.Match[str]) -> str:
+        *lines, last = found[0].rstrip("\n").split("\n")
         indent = last[: len(last) - len(last.lstrip())]
-        product = f"{indent}{silu['result']} = {silu['x']} * packed.sigmoid({silu['x']})"
+        factor = f"{found['x']} * " if found["silu"] else ""
+        product = f"{indent}{found['silu'] or found['sigmoid']} = {factor}packed.sigmoid({found['x']})"
         return "\n".join([*lines, product]) + "\n"
 
     cast = _CAST.search(source)
     end = cast.start() if cast else len(source)
     before, behind = source[:end], source[end:]
-    before = _SILU.sub(replacement, before).replace("tl.sigmoid(", "packed.sigmoid(")
+    before = _SIGMOID.sub(replacement, before).replace("tl.sigmoid(", "packed.sigmoid(")
     before = _ROUNDED_BEFORE.sub(
         r"\1 = \2.to(tl.bfloat16)\n\3\4 = \2.to(tl.bfloat16).broadcast_to(xindex.shape)\n", before
     )

@@ -47,6 +47,17 @@ def test_silu_has_another_last_line():
     assert found == SILU.format("tmp5").replace("(tmp1 / tmp5)", "tmp1 * packed.sigmoid(tmp1)")
 
 
+def test_a_sigmoid_that_is_written_as_an_inverse_has_another_last_line():
+    """As PyTorch 2.11 writes it in the gradient of SiLU."""
+    written = SILU.format("tmp5").replace(
+        "    tmp6 = (tmp1 / tmp5)\n    tmp7 = tmp6 * tmp4\n",
+        "    tmp6 = tl.full([1], 1, tl.int32)\n    tmp7 = (tmp6 / tmp5)\n    tmp8 = tmp7 * tmp4\n",
+    )
+    assert approximated(written) == written.replace("tmp8 = tmp7 * tmp4", "tmp8 = packed.sigmoid(tmp1)")
+    other = written.replace("tmp7 * tmp4", "tmp7 * tmp1")
+    assert approximated(other) == other
+
+
 def test_another_division_stays():
     """Only a denominator of 1 and more is known to have an inverse that the chip approximates well."""
     assert approximated(SILU.format("tmp9")) == SILU.format("tmp9")
