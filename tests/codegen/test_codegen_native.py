@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.casts import casts_both
+from helpers.needs import ADDED_RESIDUALS, PAIRS_OF_BF16
 from helpers.paces import mostly_slow
 
 import mxcompile
@@ -65,6 +66,7 @@ def test_casts_of_the_forward_are_in_their_producers(generated):
     assert (len(norms), len(fused)) == (2, 3), "two norms and SwiGLU"
 
 
+@ADDED_RESIDUALS
 def test_launches_of_the_forward(generated):
     """Nothing is launched beside what a block needs: no transposition, no swizzle of scales, no BF16 copy."""
     result = generated("sm_100", True)
@@ -95,12 +97,14 @@ def test_a_norm_is_cast_without_being_stored(generated):
     assert first.num_bytes == read + written
 
 
+@ADDED_RESIDUALS
 def test_residuals_are_added_by_the_gemm(generated):
     forward = generated("sm_100", True).phase("forward")
     (down,) = (launch for launch in forward if launch.gemms == ("ffn.down fprop",))
     assert "aten.add.Tensor" in down.operators
 
 
+@PAIRS_OF_BF16
 def test_gradients_are_read_once_for_both_layouts(generated):
     """Every activation gradient has casts along both dimensions in one kernel; SwiGLU's two share one."""
     result = generated("sm_100", True)

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from mxcompile.lowering.choices import packing
 from mxcompile.lowering.choices.configs import tiled_configs
 from mxcompile.lowering.targets import TARGETS
 
 SPECIALIZED_WARPS = pytest.mark.skipif(
     not any(config.warp_specialize for config in tiled_configs(TARGETS["sm_100"])),
     reason="this Triton does not compile specialised warps",
+)
+
+ADDED_RESIDUALS = pytest.mark.skipif(
+    torch.torch_version.TorchVersion(torch.__version__) < (2, 12),
+    reason="this PyTorch adds no residual in a product on sm_100",
+)
+
+PAIRS_OF_BF16 = pytest.mark.skipif(
+    not packing.converts(TARGETS["sm_100"]),
+    reason="this Triton's assembler does not convert pairs of BF16: the gradients have two kernels",
 )
