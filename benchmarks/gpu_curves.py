@@ -56,8 +56,8 @@ class CurveProgram(CompiledProgram):
             Autocast(build_model(settings)), target=target, policy=self.kernel, kwargs={"input_ids": tokens}
         )
 
-    def measure(self, _: Rates, __: int) -> Iterator[Row]:
-        """The curve."""
+    def measure(self, rates: Rates, _: int) -> Iterator[Row]:
+        """The curve, and a step beside its estimate, which has no optimizer and no time of the host."""
         run, base = curve(self.kernel, self.settings), curve(BF16, self.settings)
         gap = run.final / base.final - 1
         curves = {
@@ -66,6 +66,7 @@ class CurveProgram(CompiledProgram):
             "validation": {step: round(loss, 4) for step, loss in run.validation.items()},
             "first_losses": [round(loss, 4) for loss in run.train[:10]],
             "gap": round(gap, 5),
+            **self.expected(run.step_ms * 1e3, rates),
         }
         wrong = {} if abs(gap) <= MOST else {"wrong": f"the loss lies {gap:+.2%} from BF16's"}
         yield {**curves, **wrong}
