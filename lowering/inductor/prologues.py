@@ -11,7 +11,7 @@ The two producers of a cast of two tensors may read three. It also skips functio
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch._inductor import ir
 from torch._inductor.scheduler import BaseSchedulerNode, SchedulerNode
@@ -42,7 +42,7 @@ class Prologues(SchedulerPass):
         return result
 
 
-def _is_pointwise(node: BaseSchedulerNode) -> bool:
+def _is_pointwise(node: BaseSchedulerNode) -> TypeGuard[SchedulerNode]:
     return (
         isinstance(node, SchedulerNode)
         and isinstance(node.node, ir.ComputedBuffer)
@@ -60,7 +60,7 @@ def _is_cast(node: BaseSchedulerNode) -> bool:
     return casts and not any(map(tags_of, buffer.origins))
 
 
-def _producers(cast: BaseSchedulerNode, producers: dict[str, BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+def _producers(cast: BaseSchedulerNode, producers: dict[str, SchedulerNode]) -> list[SchedulerNode]:
     """Returns the producers of the inputs of `cast` that only it reads; [] if they read too much."""
     assert isinstance(cast.node, ir.TritonTemplateBuffer)
     inlined = []
@@ -76,12 +76,12 @@ def _producers(cast: BaseSchedulerNode, producers: dict[str, BaseSchedulerNode])
     return inlined if inlined and _reads(inlined) <= _most_reads(inlined) else []
 
 
-def _most_reads(producers: list[BaseSchedulerNode]) -> float:
+def _most_reads(producers: list[SchedulerNode]) -> float:
     (output,) = producers[0].get_outputs()
     return (_MOST_READS + len(producers) - 1) * _size(output.node)
 
 
-def _reads(producers: list[BaseSchedulerNode]) -> float:
+def _reads(producers: list[SchedulerNode]) -> float:
     """Returns the number of elements that `producers` read; overlapping reads of a tensor count once."""
     read: dict[str, float] = {}
     for dependency in {dep for producer in producers for dep in producer.read_writes.reads}:

@@ -99,11 +99,11 @@ def approximated(source: str) -> str:
     stays as it is.
     """
 
-    def replacement(found: re.Match[str]) -> str:
-        *lines, last = found[0].rstrip("\n").split("\n")
+    def replacement(match: re.Match[str]) -> str:
+        *lines, last = match[0].rstrip("\n").split("\n")
         indent = last[: len(last) - len(last.lstrip())]
-        factor = f"{found['x']} * " if found["silu"] else ""
-        product = f"{indent}{found['silu'] or found['sigmoid']} = {factor}packed.sigmoid({found['x']})"
+        factor = f"{match['x']} * " if match["silu"] else ""
+        product = f"{indent}{match['silu'] or match['sigmoid']} = {factor}packed.sigmoid({match['x']})"
         return "\n".join([*lines, product]) + "\n"
 
     cast = _CAST.search(source)
