@@ -28,7 +28,14 @@ from mxcompile.graph.tags import Kind, tag_of, value_of
 from mxcompile.models.names import HeldBy
 from mxcompile.passes.classify import Classify
 from mxcompile.passes.find import Find
-from mxcompile.passes.roles.flow import WEIGHT_KEY, Depends, dependencies, graph_input, stored
+from mxcompile.passes.roles.flow import (
+    WEIGHT_KEY,
+    Depends,
+    calls_linear,
+    dependencies,
+    graph_input,
+    stored,
+)
 from mxcompile.policy import ATTENTION_PRODUCTS, Gemm
 
 
@@ -109,8 +116,7 @@ def _data(layer: fx.Node) -> fx.Node:
 
 def _is_call(node: fx.Node) -> bool:
     """Whether `node` comes from a call of `F.linear` or a convolution, which takes a weight as an operand."""
-    call = (node.meta.get("source_fn_stack") or [("", "")])[-1][1]
-    named = getattr(call, "__name__", call) == "linear" or packet(node) in CONVOLUTIONS
+    named = calls_linear(node) or packet(node) in CONVOLUTIONS
     return named and stored(operands(node)[0]) is not stored(operands(node)[1])
 
 

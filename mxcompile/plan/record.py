@@ -27,6 +27,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -35,6 +36,7 @@ from mxcompile.models.tree import strays, unregistered
 
 _KEY, _CUSTOM = "mx_differentiated", "custom"
 """`_KEY` within ``meta[_CUSTOM]``, which torch copies from node to node unchanged."""
+_CALL = "source_fn_stack"
 _CHECKPOINT, _METHOD = "torch/utils/checkpoint.py", "apply"
 
 
@@ -75,7 +77,7 @@ def record(
         positional, named = tree_unflatten(leaves, shape)
         marks = _Gradients()  # type: ignore[no-untyped-call]
         weights = _reparametrize_module(model, stored, tie_weights=True)
-        with weights, _modules_noted(model), _functions_noted(), marks:
+        with weights, _modules_noted(model), _functions_noted(), _Calls(), marks:
             results = model(*positional, **named)
         return [_plain(result) for result in _tensors(results)]
 
@@ -146,6 +148,19 @@ class _Gradients(TorchDispatchMode):
         finally:
             del meta[_CUSTOM]
             meta.update(before)
+
+
+class _Calls(TorchFunctionMode):
+    """Records calls of ``F.linear`` in the metadata of their nodes, as Dynamo does."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not nn.functional.linear:
+            return func(*args, **(kwargs or {}))
+        traceback.current_meta[_CALL] = [(func.__name__, func)]
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            traceback.current_meta.pop(_CALL, None)
 
 
 def _autograd_of(func: Any, args: Any, kwargs: Any) -> Differentiated:

@@ -8,7 +8,7 @@ from enum import Flag, auto
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from mxcompile import ops
 from mxcompile.formats import Format
@@ -49,8 +49,8 @@ def dependencies(
     that the pass `unregistered` marked.
 
     The result of a layer that reads only parameters is data (a query repeated for each sample, positions),
-    but a product of parameters may also be a weight (a low-rank update). It is a layer if it has a bias, or
-    if its input is repeated.
+    but a product of parameters may also be a weight (a low-rank update). It is a layer if the model calls
+    ``F.linear``, if it has a bias, or if its input is repeated.
     """
     marks: dict[fx.Node, int] = {}
     kinds: dict[int, int] = {}
@@ -97,12 +97,20 @@ def _kind(node: fx.Node) -> int:
 
 
 def _is_layer(node: fx.Node, repeated: set[fx.Node]) -> bool:
-    """Whether `node`, a product of parameters, is a layer: x·w + b, or x·w with x repeated."""
+    """Whether `node`, a product of parameters, is a layer: ``F.linear``, x·w + b, or x·w with x repeated."""
     biased = packet(node) in BIASED
     x, w = node.args[biased], node.args[biased + 1]
     if not isinstance(x, fx.Node) or not isinstance(w, fx.Node) or w in repeated:
         return False
-    return is_stored(w) and (biased or x in repeated)
+    return is_stored(w) and (biased or x in repeated or calls_linear(node))
+
+
+def calls_linear(node: fx.Node) -> bool:
+    """Whether `node` comes from a call of ``F.linear``, directly or in `nn.Linear`."""
+    call = (node.meta.get("source_fn_stack") or [("", "")])[-1][1]
+    if isinstance(call, type):
+        return issubclass(call, nn.Linear)
+    return bool(getattr(call, "__name__", call) == "linear")
 
 
 def is_stored(node: fx.Node) -> bool:

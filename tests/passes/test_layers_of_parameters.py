@@ -1,0 +1,67 @@
+"""Layers whose input is a constant, a buffer or a parameter: layers that rules reach, with or without a bias."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers.eager_backend import EagerBackend
+from torch import Tensor, nn
+
+import mxcompile
+
+WIDTH, WIDE = 64, 96
+ALL = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
+
+
+class Positions(nn.Module):
+    """Adds positions that `place` makes to a layer. broken: whether a graph break cuts the model."""
+
+    def __init__(self, call: Callable[[Positions], Tensor], *, broken: bool = False) -> None:
+        super().__init__()
+        self.up, self.place = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDE, WIDTH, bias=False)
+        self.register_buffer("grid", torch.randn(8, WIDE))
+        self.query = nn.Parameter(torch.randn(8, WIDE))
+        self.call, self.broken = call, broken
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        if self.broken:
+            torch._dynamo.graph_break()
+        return y + self.call(self)
+
+
+CALLS: dict[str, Callable[[Positions], Tensor]] = {
+    "buffer": lambda model: model.place(model.grid),
+    "parameter": lambda model: model.place(model.query),
+    "constant": lambda model: model.place(torch.arange(8.0 * WIDE).view(8, WIDE) / WIDE),
+    "function": lambda model: nn.functional.linear(model.query, model.place.weight),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("broken", [False, True], ids=["whole", "broken"])
+def test_layer_of_a_fixed_input_is_quantized_by_a_rule(call: str, *, broken: bool) -> None:
+    model, x = Positions(CALLS[call], broken=broken), torch.randn(8, WIDTH)
+    torch.compile(model, backend=EagerBackend(policy=ALL, strict=True))(x).sum().backward()
+    (report,) = mxcompile.reports()
+    found = {(gemm.name, gemm.gemm) for gemm in report.gemms if gemm.precision == "mxfp8"}
+    assert {("place", "fprop"), ("place", "wgrad")} <= found
+    assert ("place", "dgrad") in found or call not in ("parameter", "function")
+
+
+def test_weight_update_of_two_parameters_stays_a_weight() -> None:
+    class Updated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(WIDTH, WIDTH)
+            self.a, self.b = nn.Parameter(torch.randn(32, WIDTH)), nn.Parameter(torch.randn(WIDTH, 32))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, self.up.weight + self.b @ self.a)
+
+    torch.compile(Updated(), backend=EagerBackend(policy=ALL, strict=True))(torch.randn(8, WIDTH))
+    (report,) = mxcompile.reports()
+    found = [(gemm.gemm, gemm.precision) for gemm in report.gemms if gemm.name == "up"]
+    assert found == [("fprop", "mxfp8"), ("wgrad", "mxfp8")]
