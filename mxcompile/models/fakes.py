@@ -96,7 +96,7 @@ def call(
         _without_function_modes(),
         values_read(),
         gpu_operators(),
-        _unlogged(),
+        unlogged(),
         mode,
         gradients,
     ):
@@ -109,15 +109,20 @@ def call(
             if isinstance(inner, MXCompileError):
                 raise inner from None
             log.debug("cannot trace the model", exc_info=True)
-            raise ModelError(_message(error, inner, model, mode)) from None
+            raise ModelError(_message(error, model, mode)) from None
 
 
-def _message(error: Exception, inner: BaseException, model: nn.Module, mode: FakeTensorMode) -> str:
-    """Returns the message for `error`, which Dynamo raised for `inner` while tracing `model`."""
-    cause = _cause(inner)
+def failure(aim: str, error: Exception, model: nn.Module) -> str:
+    """Returns the message for `error`, which Dynamo raised for `model`. aim: "trace" or "run"."""
+    cause = _cause(getattr(error, "inner_exception", error))
     what = str(cause).strip().partition("\n")[0]
-    message = f"cannot trace the model{where_failed(error, model)}: {type(cause).__name__}: {what}"
-    if _SPLITS_GPUS in what and "_for_cpu" in what:
+    return f"cannot {aim} the model{where_failed(error, model)}: {type(cause).__name__}: {what}"
+
+
+def _message(error: Exception, model: nn.Module, mode: FakeTensorMode) -> str:
+    """Returns the message for `error`, which Dynamo raised while tracing `model`, with advice."""
+    message, cause = failure("trace", error, model), _cause(getattr(error, "inner_exception", error))
+    if _SPLITS_GPUS in message and "_for_cpu" in message:
         return (
             f"{message}\n  PyTorch's context_parallel splits attentions on GPUs only, and this is traced on"
             " a CPU: gather keys and values in your own code"
@@ -146,7 +151,7 @@ def _is_of_tracing(error: BaseException) -> bool:
 
 
 @contextmanager
-def _unlogged() -> Iterator[None]:
+def unlogged() -> Iterator[None]:
     """Suppresses torch's log of a failing operator, because the raised error has the same text."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.level

@@ -30,7 +30,7 @@ from mxcompile.analysis.study.state_guard import SavedState, drawing, fresh, unc
 from mxcompile.compiler.session.options import Options
 from mxcompile.errors import ModelError, MXCompileError
 from mxcompile.formats import UNQUANTIZED, is_quantized
-from mxcompile.models.fakes import apart_from_others
+from mxcompile.models.fakes import apart_from_others, failure, unlogged
 from mxcompile.models.names import user_path
 from mxcompile.policy import Layer, Policy
 from mxcompile.report import GemmRecord, Report
@@ -130,14 +130,15 @@ class Session:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            return self._compiled(*args, **kwargs)
+            with unlogged():
+                return self._compiled(*args, **kwargs)
         except MXCompileError:
             raise
         except Exception as error:  # any error of the user's model or of tracing it
             inner = getattr(error, "inner_exception", error)
             if isinstance(inner, MXCompileError):
                 raise inner from None
-            raise ModelError(f"cannot run the model: {type(error).__name__}: {error}") from error
+            raise ModelError(failure("run", error, self.model)) from error
 
     def _loss(self, output: Any) -> Tensor | None:
         loss = self._loss_fn(output) if self._loss_fn is not None else loss_of(output)
