@@ -15,7 +15,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from types import FunctionType, MethodType, SimpleNamespace
+from types import FunctionType, MappingProxyType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from mxcompile.models.names import HeldBy, joined, user_path
 from mxcompile.models.rebind import content, is_plain, is_torchs
-from mxcompile.models.wrappers import plain_class
+from mxcompile.models.wrappers import plain_class, user_model
 
 _DEPTH = 3
 """Most containers between a module and an object, because one may hold a whole trainer."""
@@ -37,25 +37,29 @@ _FUNCTIONS = FunctionType, MethodType, functools.partial
 class Tree:
     """The modules, parameters and buffers of a model, by path and by identity.
 
-    modules: modules by their first path; a wrapper's path gives the module inside. tensors: all paths of
-    parameters and buffers. by_identity: the path of each module and all paths of each tensor, by ``id``.
+    root: the model. models: instead of `root`, the models of a function by their paths (see `models_of`).
+    roots: the models by path. modules: modules by their first path; a wrapper's path gives the module inside.
+    tensors: all paths of parameters and buffers. by_identity: the path of each module and all paths of each
+    tensor, by ``id``.
     """
 
-    def __init__(self, root: nn.Module | None) -> None:
+    def __init__(
+        self, root: nn.Module | None, models: Mapping[str, nn.Module] = MappingProxyType({})
+    ) -> None:
         self.modules: dict[str, nn.Module] = {}
         self.tensors: set[str] = set()
         self.by_identity: defaultdict[int, list[str]] = defaultdict(list)
         self._unregistered: dict[int, str] = {}
         self._unread = root
-        if root is None:
-            return
-        # a module with two paths has the first, however it is reached
-        for raw, module in root.named_modules():
-            self.modules[user_path(raw)] = module
-            self.by_identity[id(module)].append(user_path(raw))
-        for raw, value in _tensors(root):
-            self.by_identity[id(value)].append(user_path(raw))
-            self.tensors.add(user_path(raw))
+        self.roots = {**models} if root is None else {"": root}
+        for outer, model in self.roots.items():
+            # a module with two paths has the first, however it is reached
+            for raw, module in model.named_modules():
+                self.modules[joined(outer, user_path(raw))] = module
+                self.by_identity[id(module)].append(joined(outer, user_path(raw)))
+            for raw, value in _tensors(model):
+                self.by_identity[id(value)].append(joined(outer, user_path(raw)))
+                self.tensors.add(joined(outer, user_path(raw)))
 
     def paths(self, value: object) -> Sequence[str]:
         """Returns all paths of `value`, or () outside the model. Searches unregistered modules on demand."""
@@ -79,6 +83,28 @@ class Tree:
                     self.by_identity[id(tensor)].append(joined(path, user_path(raw)))
             else:
                 self._unregistered.setdefault(id(value), path)
+
+
+def models_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, nn.Module]:
+    """Returns the models with parameters that the code of `function` names, by path.
+
+    args, kwargs: arguments of the call. Modules inside of other models are left out.
+    """
+    plain, owner = getattr(function, "__func__", function), getattr(function, "__self__", None)
+    if not isinstance(plain, FunctionType):
+        return {}
+    code = plain.__code__
+    names = code.co_varnames[owner is not None : code.co_argcount]
+    scopes = plain.__globals__, vars(owner) if is_plain(owner) else {}
+    values = [*zip(names, args, strict=False), *kwargs.items()]
+    values += [(name, scope[name]) for scope in scopes for name in code.co_names if name in scope]
+    values += [(name, value) for name, value in _variables(plain) if name in code.co_freevars]
+    models: dict[int, tuple[str, nn.Module]] = {}
+    for path, value in _parts("", values, _DEPTH):
+        if isinstance(value, nn.Module) and any(True for _ in value.parameters()):
+            models.setdefault(id(user_model(value)), (path, user_model(value)))
+    inner = {id(part) for _, model in models.values() for part in model.modules() if part is not model}
+    return {path: model for key, (path, model) in models.items() if key not in inner}
 
 
 def path_in(root: nn.Module, module: nn.Module | None) -> str | None:

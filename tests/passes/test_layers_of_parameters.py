@@ -1,4 +1,4 @@
-"""Layers whose input is a constant, a buffer or a parameter: layers that rules reach, with or without a bias."""
+"""Layers whose input is a constant, a buffer or a parameter: rules reach them without a bias too."""
 
 from __future__ import annotations
 

@@ -58,11 +58,11 @@ def steps_of(source: str) -> tuple[str, ...]:
 class Located:
     """The inputs and modules of the graph `gm` of `root`, called with `values`.
 
-    tree: tree of the model. inputs: description of each input. matrices: paths of the parameters and buffers
-    with two or more dimensions. holder: for a graph without root, the only module that holds its parameters
-    or that it calls, else None. prefix: path of the module with most of the parameters. owner: Dynamo's
-    source of the module at `prefix`, or None for the model itself. module: path of the module whose code is
-    compiled.
+    tree: tree of the model, or of the models of a function that graph breaks cut. inputs: description of each
+    input. matrices: paths of the parameters and buffers with two or more dimensions. holder: for a graph
+    without root, the only module that holds its parameters or that it calls, else None. prefix: path of the
+    module with most of the parameters. owner: Dynamo's source of the module at `prefix`, or None for the
+    model itself. module: path of the module whose code is compiled.
     """
 
     def __init__(
@@ -78,7 +78,8 @@ class Located:
                     self._objects[name] = frame.evaluate(name)
         ways = [[self._objects[name_of(each)] for each in _way(source)] for source, _ in given]
         self.holder = _one_module(ways) or _one_module(_called(gm, frame))
-        self.tree = Tree(root or self.holder)
+        models = frame.models if len(frame.models) > 1 else {}
+        self.tree = Tree(root or (None if models else self.holder), models)
         known = {name: self.tree.paths(value) for name, value in self._objects.items()}
         self._known = {steps_of(name): paths for name, paths in known.items() if paths}
         paths = [self._path(source, value) for source, value in given]

@@ -45,7 +45,7 @@ def guard(capture: Capture, policy: Policy, *, unlimited: bool = False) -> None:
     more codes than the limit, or if Dynamo gives no source to guard.
     """
     context = TracingContext.try_get()
-    if capture.root is None or not capture.prefix or context is None:
+    if not capture.prefix or context is None:
         return
     decisions = dict(_of_same_class(capture, policy))
     kinds = set(decisions.values())
@@ -66,11 +66,12 @@ def guard(capture: Capture, policy: Policy, *, unlimited: bool = False) -> None:
             " would run its code for all of them; compile the model with mxcompile.compile(model, policy=…)"
         )
     paths, expected = capture.tree.by_identity, decisions[capture.prefix]
-    alive = weakref.ref(capture.root)  # ids of its modules can be reused after it is freed
+    alive = [weakref.ref(root) for root in capture.tree.roots.values()]  # ids of freed modules are reused
 
     def holds(module: object) -> bool:
         path = next(iter(paths.get(id(module), ())), None)
-        return alive() is not None and path is not None and decisions.get(path) == expected
+        is_alive = all(root() is not None for root in alive)
+        return is_alive and path is not None and decisions.get(path) == expected
 
     add_guard(context, holds, capture.owner, f"decisions of {capture.owner.name}")
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from mxcompile.models.tree import models_of
 from mxcompile.models.wrappers import user_model
 
 _CALLS = frozenset({"__call__", "_call_impl", "_wrapped_call_impl"})
@@ -53,7 +54,8 @@ class Frame:
 
     locals, globals: scopes for the names of graph inputs. running: running modules above the frame, innermost
     first. backward: whether compiled autograd compiles the backward of earlier graphs. parts: reasons why the
-    graph covers only a part of the code.
+    graph covers only a part of the code. models: the models of a
+    compiled function that graph breaks cut, by path.
     """
 
     locals: Mapping[str, Any] = field(default_factory=dict)
@@ -61,6 +63,7 @@ class Frame:
     running: tuple[Running, ...] = ()
     parts: tuple[str, ...] = ()
     backward: bool = False
+    models: Mapping[str, nn.Module] = field(default_factory=dict)
 
     @classmethod
     def from_stack(cls, gm: fx.GraphModule | None = None) -> Frame:
@@ -69,6 +72,7 @@ class Frame:
         parts = [*_broken(gm)]
         scope: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
         directly, backward = True, False
+        call: FrameType | None = None
         for frame in frames():
             compiled = _compiled(frame)
             if compiled is not None and scope is None:
@@ -79,6 +83,8 @@ class Frame:
                 running, directly = [], True
             parts += _split(frame)
             backward |= frame.f_code.co_filename.endswith(_COMPILED_AUTOGRAD)
+            if scope is not None and call is None and is_wrapper(frame):
+                call = frame
             module = _module_of(frame)
             if module is not None:
                 _add(running, module, frame, directly)
@@ -91,6 +97,7 @@ class Frame:
             running=tuple(running),
             parts=tuple(dict.fromkeys(parts)),
             backward=backward,
+            models=_models(call) if parts and call is not None and not running else {},
         )
 
     def evaluate(self, source: str) -> Any:
@@ -229,6 +236,12 @@ def _split(frame: FrameType) -> Iterator[str]:
         yield "a bucket of DistributedDataParallel"
     if "_PipelineStageBase" in names and not (owner.is_first and owner.is_last):  # type: ignore[union-attr]
         yield STAGE
+
+
+def _models(call: FrameType) -> Mapping[str, nn.Module]:
+    """Returns the models of the function that `call`, torch's wrapper, calls."""
+    function, args, kwargs = (call.f_locals.get(name) for name in ("fn", "args", "kwargs"))
+    return models_of(function, args or (), kwargs or {})
 
 
 def _add(running: list[Running], module: nn.Module, frame: FrameType, directly: bool) -> None:

@@ -1,0 +1,118 @@
+"""Functions with several models and graph breaks: names begin with the model, as without the breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.eager_backend import EagerBackend
+from torch import Tensor, nn
+
+import mxcompile
+
+WIDTH, WIDE = 64, 96
+ALL = {"match": {"name": "*"}, "use": "mxfp8"}
+STUDENT = {"version": 1, "rules": [{"match": {"name": "student.*"}, "use": "bf16"}, ALL]}
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDE), nn.GELU(), nn.Linear(WIDE, WIDTH))
+
+
+def cut() -> None:
+    torch._dynamo.graph_break()
+
+
+def whole() -> None:
+    pass
+
+
+def of_arguments(between: Callable[[], None]) -> Callable[[Tensor], Tensor]:
+    def step(teacher: nn.Module, student: nn.Module, x: Tensor) -> Tensor:
+        y = teacher(x)
+        between()
+        return y + student(x)
+
+    models = mlp(), mlp()
+    compiled = torch.compile(step, backend=EagerBackend(policy=STUDENT))
+    return lambda x: compiled(*models, x)
+
+
+def of_a_closure(between: Callable[[], None]) -> Callable[[Tensor], Tensor]:
+    teacher, student = mlp(), mlp()
+
+    def step(x: Tensor) -> Tensor:
+        y = teacher(x)
+        between()
+        return y + student(x)
+
+    compiled: Any = torch.compile(step, backend=EagerBackend(policy=STUDENT))
+    return compiled  # type: ignore[no-any-return]
+
+
+class Trainer:
+    """Two models in attributes of an object."""
+
+    def __init__(self, between: Callable[[], None]) -> None:
+        self.teacher, self.student, self.between = mlp(), mlp(), between
+
+    def step(self, x: Tensor) -> Tensor:
+        y: Tensor = self.teacher(x)
+        self.between()
+        return y + self.student(x)
+
+
+def of_attributes(between: Callable[[], None]) -> Callable[[Tensor], Tensor]:
+    compiled: Any = torch.compile(Trainer(between).step, backend=EagerBackend(policy=STUDENT))
+    return compiled  # type: ignore[no-any-return]
+
+
+def precisions() -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for report in mxcompile.reports():
+        for gemm in report.gemms:
+            found.setdefault(gemm.name, set()).add(gemm.precision)
+    return found
+
+
+@pytest.mark.parametrize("between", [whole, cut])
+@pytest.mark.parametrize("make", [of_arguments, of_a_closure, of_attributes])
+def test_rule_by_model_name_matches_with_and_without_a_graph_break(
+    make: Callable[[Callable[[], None]], Callable[[Tensor], Tensor]], between: Callable[[], None]
+) -> None:
+    torch.manual_seed(0)
+    make(between)(torch.randn(8, WIDTH)).sum().backward()
+    expected = {"teacher.0": {"mxfp8"}, "teacher.2": {"mxfp8"}, "student.0": {"bf16"}, "student.2": {"bf16"}}
+    assert precisions() == expected
+
+
+def test_only_model_of_a_function_keeps_its_own_names() -> None:
+    def step(model: nn.Module, loss: nn.Module, x: Tensor) -> Tensor:
+        y = model(x)
+        cut()
+        return loss(y, x)  # type: ignore[no-any-return]
+
+    policy = {"version": 1, "rules": [ALL]}
+    torch.compile(step, backend=EagerBackend(policy=policy))(mlp(), nn.MSELoss(), torch.randn(8, WIDTH))
+    assert precisions().keys() == {"0", "2"}
+
+
+def test_code_after_a_break_is_not_shared_by_models_with_other_rules() -> None:
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def chosen(models: list[nn.Module], order: list[int]) -> nn.Module:
+        return models[order.pop()]
+
+    def step(models: list[nn.Module], order: list[int], x: Tensor) -> Tensor:
+        model = chosen(models, order)
+        return model(x)  # type: ignore[no-any-return]
+
+    second = {"match": {"name": "models.1.*"}, "use": "mxfp8"}
+    policy = {"version": 1, "rules": [second, {"match": {"name": "*"}, "use": "bf16"}]}
+    models, order, x = [mlp(), mlp()], [1, 0], torch.randn(8, WIDTH)
+    compiled = torch.compile(step, backend=EagerBackend(policy=policy))
+    torch.testing.assert_close(compiled(models, order, x), models[0](x))
+    assert (compiled(models, order, x) - models[1](x)).abs().max() > 1e-3
+    assert precisions()["models.0.0"] == {"bf16"}
+    assert precisions()["models.1.0"] == {"mxfp8"}
