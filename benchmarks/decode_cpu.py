@@ -10,7 +10,7 @@ file of their own.
     bf16 inductor            torch.compile of `F.linear`
     fp32 inductor            the same with weight and activations in FP32
     bf16 inductor, frozen    in BF16 with Inductor's freezing, which packs the weight for oneDNN
-    mxcompile mxfp8, mxfp4, nvfp4   in BF16 with the weight stored, under backend="mxfp8"
+    mxcompile mxfp8, mxint8, mxfp4, nvfp4   in BF16 with the weight stored, under backend="mxfp8"
     torchao int8             int8 weight-only, compiled
     llama.cpp q8_0, q4_0 …   where --llama names the program made of llama_cpp.cpp; FP32 activations; with
                              repack the weight lies in the order that llama.cpp gives it when it loads a model
@@ -47,13 +47,14 @@ LLAMA = "llama.cpp "
 LLAMA_TYPES = ("q8_0", "q4_0", "q4_0 repack", "mxfp4", "mxfp4 repack")
 BASELINES = ("bf16 inductor", "fp32 inductor")
 BYTES = {
-    "bf16": 2.0, "fp32": 4.0, "mxfp8": 33 / 32, "mxfp4": 17 / 32, "nvfp4": 9 / 16, "int8": 1.0,
+    "bf16": 2.0, "fp32": 4.0, "mxfp8": 33 / 32, "mxint8": 33 / 32, "mxfp4": 17 / 32, "nvfp4": 9 / 16, "int8": 1.0,
     "q8_0": 34 / 32, "q4_0": 18 / 32,
 }  # fmt: skip
 """Of a weight, for each value; int8 has a scale for each row beside."""
 
 STORED: dict[str, dict[str, Any]] = {
     "mxfp8": {"elem_dtype": torch.float8_e4m3fn},
+    "mxint8": {"elem_dtype": torch.int8},
     "mxfp4": {"elem_dtype": torch.float4_e2m1fn_x2},
     "nvfp4": {"elem_dtype": torch.float4_e2m1fn_x2, "rounding": "two-level"},
 }

@@ -43,7 +43,7 @@ struct Bf16Dot {
         numbers[i] = _mm512_permutexvar_epi16(i ? _mm512_srli_epi16(codes, 4 * i) : codes, words);
       });
     else
-      decoder.unpack(codes, numbers);
+      decoder.template unpack<Elem::integer>(codes, numbers);
   }
 
   // Where `unpack` leaves number i of a step.

@@ -224,30 +224,20 @@ inline bool dequantize_pair([[maybe_unused]] Weight<Elem> here, [[maybe_unused]]
   const uint8_t *codes = here.codes, *scales = here.scales;
   for (int64_t i = 0; i < 2; i++)
     if (scales[i] < least_byte || scales[i] > most_byte) return false;
-  if constexpr (Elem::integer) {  // exact in BF16, the upper half of FP32
-    for (int64_t at = 0; at < PAIR; at += 16) {
-      const __m512i some = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + at)));
-      const __m512 scale = _mm512_set1_ps(scale_value(scales[at / BLOCK]) / 64);
-      const __m512i bits = _mm512_castps_si512(_mm512_mul_ps(_mm512_cvtepi32_ps(some), scale));
-      const __m256i upper = _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(values + at), upper);
-    }
-    return true;
-  } else {
-    constexpr char not_finite = Elem::not_finite, sizes = (1 << (Elem::bits - 1)) - 1;
-    const __m512i lower = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0), upper = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
-    __m512i code = load_codes<Elem>(codes, 2 * BLOCK), unpacked[2];
-    Decoder(tables<Elem>()).unpack(code, unpacked);
-    __m512i size = _mm512_and_si512(code, _mm512_set1_epi8(sizes));
-    __mmask64 scaled = _mm512_test_epi8_mask(size, size) & _mm512_cmplt_epu8_mask(size, _mm512_set1_epi8(not_finite));
-    for (int64_t i = 0; i < 2; i++) {
-      __m512i value = _mm512_permutex2var_epi64(unpacked[0], i ? upper : lower, unpacked[1]);  // in order again
-      __m512i exponent = _mm512_set1_epi16(static_cast<int16_t>((scales[i] - 127) * 128));
-      value = _mm512_mask_add_epi16(value, static_cast<__mmask32>(scaled >> (32 * i)), value, exponent);
-      _mm512_storeu_si512(values + i * BLOCK, value);
-    }
-    return true;
+  constexpr char sizes = (1 << (Elem::bits - 1)) - 1;
+  const __m512i lower = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0), upper = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
+  __m512i code = load_codes<Elem>(codes, 2 * BLOCK), unpacked[2];
+  Decoder(tables<Elem>()).template unpack<Elem::integer>(code, unpacked);
+  __m512i size = _mm512_and_si512(code, _mm512_set1_epi8(Elem::integer ? -1 : sizes));
+  __mmask64 scaled = _mm512_test_epi8_mask(size, size);
+  if constexpr (!Elem::integer) scaled &= _mm512_cmplt_epu8_mask(size, _mm512_set1_epi8(Elem::not_finite));
+  for (int64_t i = 0; i < 2; i++) {
+    __m512i value = _mm512_permutex2var_epi64(unpacked[0], i ? upper : lower, unpacked[1]);  // in order again
+    __m512i exponent = _mm512_set1_epi16(static_cast<int16_t>((scales[i] - 127) * 128));
+    value = _mm512_mask_add_epi16(value, static_cast<__mmask32>(scaled >> (32 * i)), value, exponent);
+    _mm512_storeu_si512(values + i * BLOCK, value);
   }
+  return true;
 #else
   return false;
 #endif

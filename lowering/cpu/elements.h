@@ -231,7 +231,8 @@ inline const Tables& tables() {
   static const Tables made = [] {
     Tables t;
     for (int code = 0; code < 128; code++) {  // of fewer bits with the sign
-      uint32_t bits = as_bits(decode<Elem>(static_cast<uint8_t>(code)));
+      const uint32_t most = Elem::integer && !code ? 128 : 0;  // the low 7 bits of the largest magnitude are zero
+      uint32_t bits = as_bits(decode<Elem>(static_cast<uint8_t>(code | most))) & (Elem::integer ? MAGNITUDE : ~0u);
       t.high[code] = static_cast<uint8_t>(bits >> 24);
       t.low[code] = static_cast<uint8_t>(bits >> 16);
     }
@@ -260,10 +261,13 @@ struct Decoder {
       : h0(_mm512_load_si512(t.high)), h1(_mm512_load_si512(t.high + 64)),
         l0(_mm512_load_si512(t.low)), l1(_mm512_load_si512(t.low + 64)) {}
 
-  // of each 16 codes the first eights, then the second ones
+  // of each 16 codes the first eights, then the second ones; of integers by their magnitudes
+  template <bool integer = false>
   void unpack(__m512i codes, __m512i* out) const {
-    __m512i high = _mm512_permutex2var_epi8(h0, codes, h1);  // by the low 7 bits of each byte
-    __m512i low = _mm512_permutex2var_epi8(l0, codes, l1);
+    const __m512i place = integer ? _mm512_abs_epi8(codes) : codes;
+    const __mmask64 some = integer ? _mm512_test_epi8_mask(codes, codes) : ~0ull;
+    __m512i high = _mm512_maskz_permutex2var_epi8(some, h0, place, h1);  // by the low 7 bits of each byte
+    __m512i low = _mm512_permutex2var_epi8(l0, place, l1);
     high = _mm512_or_si512(high, _mm512_and_si512(codes, _mm512_set1_epi8(static_cast<char>(0x80))));
     out[0] = _mm512_unpacklo_epi8(low, high);
     out[1] = _mm512_unpackhi_epi8(low, high);

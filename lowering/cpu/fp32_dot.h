@@ -15,6 +15,21 @@ MXCOMPILE_VECTORIZED
 
 namespace mxcompile {
 
+#ifdef MXCOMPILE_LANES
+struct Fp32Numbers {
+  using Number = Lanes;
+
+  // Sums, in lanes, of products of `count` registers, which are at `at` of a block of 32, with block `index` of a row of x.
+  template <int count>
+  static inline __attribute__((always_inline)) Lanes dot(const Number* number, const float* x, int64_t, int64_t index, int at) {
+    const float* row = x + index * BLOCK + at * WIDTH;
+    Lanes dot = product(number[0], load(row));
+    for (int i = 1; i < count; i++) dot = added(number[i], load(row + i * WIDTH), dot);
+    return dot;
+  }
+};
+#endif
+
 #if MXCOMPILE_LANES == 8
 // FP32 flushes no subnormal numbers while there is one of these, whatever the thread was told.
 struct Subnormals {
@@ -29,7 +44,7 @@ struct Subnormals {
 };
 
 template <class Elem>
-struct Dot {
+struct Dot : Fp32Numbers {
   using Codes = __m256i;
   static constexpr int parts = 4, low = Elem::emax == 8 ? 120 : 112, up = 64;
   static constexpr int shift = 7 - Elem::mantissa_bits;
@@ -58,11 +73,29 @@ struct Dot {
     return !_mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_max_epu8(most, limit), most));
   }
 };
+
+template <>
+struct Dot<INT8> : Fp32Numbers {
+  struct Codes {};  // all are finite
+  static constexpr int parts = 4, low = -INT8::mantissa_bits, up = low;
+
+  static int64_t place(int64_t i) { return i; }
+
+  static inline __attribute__((always_inline)) void unpack(const uint8_t* codes, Codes&, Lanes* out) {
+    for (int i = 0; i < parts; i++) {
+      const __m128i eight = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + i * WIDTH));
+      out[i] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eight));
+    }
+  }
+
+  static Codes none() { return {}; }
+  static bool finite(Codes) { return true; }
+};
 #elif MXCOMPILE_LANES == 4
 struct Subnormals {};  // FP16 is converted exactly in any mode
 
 template <class Elem>
-struct Dot {
+struct Dot : Fp32Numbers {
   using Codes = uint8x16_t;
   static constexpr int parts = 8, low = raised<Elem>, up = 0;
 
@@ -84,34 +117,34 @@ struct Dot {
 constexpr int64_t LONG = 1024;  // numbers whose sums in FP32 may lose 2^-14
 
 // How x lies in memory, and its products with rows of the weight. E2M1 on AVX2 has its own (`integer_dot.h`).
-template <class Elem>
+template <class Elem, class Numbers = Dot<Elem>>
 struct InLanes {
   using Element = Elem;
 
-  // Whether the sums are right for such x.
+  // Whether the sums are right for such x, rows of any length.
   template <class X>
-  static bool takes(const X* x, int64_t count) {
+  static bool takes(const X* x, int64_t count, int64_t) {
     return ordinary(x, count);
   }
 
   // `up` and the order of codes for one row of x, padded with zeros to `padded`, whole blocks.
   template <class X>
   static void arrange(const X* x, int64_t k, int64_t padded, float* out) {
-    const float factor = scale_value(127 + Dot<Elem>::up);
+    const float factor = scale_value(127 + Numbers::up);
     for (int64_t at = 0; at < padded; at += BLOCK) {
       float block[BLOCK] = {};
       const int64_t count = k - at < BLOCK ? (k > at ? k - at : 0) : BLOCK;
 #pragma omp simd
       for (int64_t i = 0; i < count; i++) block[i] = widen(x[at + i]) * factor;
-      for (int64_t i = 0; i < BLOCK; i++) out[at + Dot<Elem>::place(i)] = block[i];
+      for (int64_t i = 0; i < BLOCK; i++) out[at + Numbers::place(i)] = block[i];
     }
   }
 
   // Back from there.
   static void arrange_back(const float* x, int64_t padded, float* out) {
-    const float factor = scale_value(127 - Dot<Elem>::up);
+    const float factor = scale_value(127 - Numbers::up);
     for (int64_t at = 0; at < padded; at += BLOCK)
-      for (int64_t i = 0; i < BLOCK; i++) out[at + i] = x[at + Dot<Elem>::place(i)] * factor;
+      for (int64_t i = 0; i < BLOCK; i++) out[at + i] = x[at + Numbers::place(i)] * factor;
   }
 
   // `rows` of x, `padded` apart, times `weights` rows of the weight, whose sums are `stride` apart. Returns false where
@@ -121,26 +154,25 @@ struct InLanes {
     constexpr std::make_integer_sequence<int, rows> all_rows{};
     constexpr std::make_integer_sequence<int, weights> all_weights{};
     constexpr int64_t bytes = row_bytes<Elem>(BLOCK), scales = BLOCK / Elem::block;
-    constexpr int share = Dot<Elem>::parts / scales;  // numbers that share a scale
-    const auto& powers = Scales<Dot<Elem>::low - Dot<Elem>::up, Elem::two_level>::all();
+    constexpr int share = Numbers::parts / scales;  // numbers that share a scale
+    const auto& powers = Scales<Numbers::low - Numbers::up, Elem::two_level>::all();
     const int64_t blocks = weight.blocks(), whole = weight.k / BLOCK, width = weight.width(), between = weight.between;
     for (int w = 0; w < weights; w++)
       if (largest(weight.scales + w * between * blocks, blocks) > powers.most) return false;
     [[maybe_unused]] const Subnormals subnormals;
-    auto most = Dot<Elem>::none();
+    auto most = Numbers::none();
     Lanes total[weights * rows];
     for (int i = 0; i < weights * rows; i++) total[i] = zeros();
     auto block = [&](const uint8_t* first, int64_t step, int64_t index) __attribute__((always_inline)) {
       each(all_weights, [&](auto w) __attribute__((always_inline)) {
-        Lanes part[Dot<Elem>::parts];
-        Dot<Elem>::unpack(first + w * step, most, part);
+        typename Numbers::Number part[Numbers::parts];
+        Numbers::unpack(first + w * step, most, part);
         each(std::make_integer_sequence<int, scales>(), [&](auto s) __attribute__((always_inline)) {
           const int64_t own = index * scales + s;
           const Lanes scale = everywhere(powers.value[weight.scales[w * between * blocks + (own < blocks ? own : 0)]]);
           each(all_rows, [&](auto m) __attribute__((always_inline)) {
-            const float* row = x + m * padded + index * BLOCK + s * share * WIDTH;
-            Lanes dot = product(part[s * share], load(row));
-            for (int i = 1; i < share; i++) dot = added(part[s * share + i], load(row + i * WIDTH), dot);
+            const float* row = x + m * padded;
+            const Lanes dot = Numbers::template dot<share>(part + s * share, row, padded, index, s * share);
             total[w * rows + m] = added(dot, scale, total[w * rows + m]);
           });
         });
@@ -163,7 +195,7 @@ struct InLanes {
     each(all_weights, [&](auto w) __attribute__((always_inline)) {
       each(all_rows, [&](auto m) __attribute__((always_inline)) { sums[w * stride + m] = sum(total[w * rows + m]); });
     });
-    return Dot<Elem>::finite(most);
+    return Numbers::finite(most);
   }
 };
 

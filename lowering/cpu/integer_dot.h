@@ -39,7 +39,7 @@ struct Integers {
 
   // Infinities and NaN are no integers.
   template <class X>
-  static bool takes(const X* x, int64_t count) {
+  static bool takes(const X* x, int64_t count, int64_t) {
     return ordinary(x, count, ~0u);
   }
 

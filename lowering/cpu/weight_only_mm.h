@@ -4,11 +4,13 @@
 //   out[m, n] = Σ_k x[m, k] · w[n, k] · s[n, k/16] / whole[n] (+ bias[n])         NVFP4, s in E4M3
 //
 // x is [M, K], w [N, K] codes, of E2M1 two a byte, s a byte for each block, out [M, N]. Threads share rows of w, which each
-// is read once for every ROWS of x. Four forms, the same sums in another order:
+// is read once for every ROWS of x. Five forms, the same sums in another order:
 //
-//   loops      any x and ISA: the weight's values in FP32 times x in FP32; all products of MXINT8
+//   loops      any x and ISA: the weight's values in FP32 times x in FP32
 //   fp32 dot   AVX2 and NEON: 32 codes become FP32 by shifts, one FMA applies the scale to their sum (`fp32_dot.h`); for x
 //              of ordinary exponents. Rows of a weight with NaN in it, or with extreme scales, are left to the loops.
+//   int16      AVX2, INT8: 32 codes times integers of 16 bits (`int16_dot.h`); for x of BF16 and long rows, or that are
+//              such integers, as all of MXINT8 are.
 //   integers   AVX2, E2M1: 64 codes become bytes by a table, a number of x is two or three (`integer_dot.h`); x as above.
 //   bf16 dot   AVX-512 with BF16 and byte permutations: codes become BF16 by a table (`bf16_dot.h`); for x of BF16,
 //              of ordinary exponents.
@@ -16,6 +18,7 @@
 #define MXCOMPILE_WEIGHT_ONLY_MM_H
 
 #include "bf16_dot.h"
+#include "int16_dot.h"
 #include "integer_dot.h"
 #include <memory>
 
@@ -199,18 +202,20 @@ inline void in_bf16(const Bfloat16* x, Weight<Elem> weight, const Bias* bias, in
 template <class X, class Elem, class Bias, class Out>
 inline void weight_only_mm(const X* x, Weight<Elem> weight, const Bias* bias, int64_t m, int64_t n, int threads, Out* out) {
   [[maybe_unused]] const int64_t count = m * weight.k;
-  if constexpr (!Elem::integer) {
 #ifdef MXCOMPILE_BF16_DOT
-    if constexpr (std::is_same_v<X, Bfloat16>)
-      if (ordinary(x, count)) return in_bf16(x, weight, bias, m, n, threads, out);
+  if constexpr (std::is_same_v<X, Bfloat16>)
+    if (ordinary(x, count)) return in_bf16(x, weight, bias, m, n, threads, out);
+#endif
+#if MXCOMPILE_LANES == 8
+  if constexpr (Elem::integer)
+    if (Int16Dot::takes(x, count, weight.k)) return in_lanes<Int16Dot>(x, weight, bias, m, n, threads, out);
 #endif
 #ifdef MXCOMPILE_LANES
-    if (InLanes<Elem>::takes(x, count)) {
-      if (weight.k < LONG) return in_lanes<InLanes<Elem>>(x, weight, bias, m, n, threads, out);
-      return in_lanes<typename ForLongRows<Elem, X>::Form>(x, weight, bias, m, n, threads, out);
-    }
-#endif
+  if (InLanes<Elem>::takes(x, count, weight.k)) {
+    if (weight.k < LONG) return in_lanes<InLanes<Elem>>(x, weight, bias, m, n, threads, out);
+    return in_lanes<typename ForLongRows<Elem, X>::Form>(x, weight, bias, m, n, threads, out);
   }
+#endif
   by_loops(x, weight, bias, m, n, threads, out);
 }
 

@@ -158,6 +158,18 @@ def test_sums(product: Product, m: int, n: int, k: int, dtype: torch.dtype, elem
         )
 
 
+@pytest.mark.parametrize("dtype", TYPES.values(), ids=str)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 9, 70), (3, 5, 1100), (16, 17, 64)])
+def test_sums_of_integers_are_exact(product: Product, m: int, n: int, k: int, dtype: torch.dtype):
+    """Both operands in MXINT8, under scales that differ by so little that FP32 has every sum."""
+    torch.manual_seed(0)
+    x = torch.randint(-127, 128, (m, k)) * 2.0 ** torch.randint(-1, 2, (m, -(-k // 32))).repeat_interleave(32, 1)[:, :k]
+    codes = torch.randint(-128, 128, (n, k), dtype=torch.int8)
+    scales = torch.randint(126, 128, (n, -(-k // 32)), dtype=torch.uint8)
+    exact = x.double() @ values(codes, scales, "INT8", torch.float64).t()
+    assert torch.equal(product(x.to(dtype), codes, scales, None, "INT8", F32).double(), exact)
+
+
 def test_a_nan_block_and_a_short_last_block(product: Product):
     """NaN stays in its row; what lies behind the end of a row counts for nothing."""
     qdata, scales = quantize(torch.ones(3, 70), -1, torch.float8_e4m3fn, "rceil")
