@@ -47,8 +47,8 @@ LLAMA = "llama.cpp "
 LLAMA_TYPES = ("q8_0", "q4_0", "q4_0 repack", "mxfp4", "mxfp4 repack")
 BASELINES = ("bf16 inductor", "fp32 inductor")
 BYTES = {
-    "bf16": 2.0, "fp32": 4.0, "mxfp8": 33 / 32, "mxint8": 33 / 32, "mxfp4": 17 / 32, "nvfp4": 9 / 16, "int8": 1.0,
-    "q8_0": 34 / 32, "q4_0": 18 / 32,
+    "bf16": 2.0, "fp32": 4.0, "mxfp8": 33 / 32, "mxint8": 33 / 32, "mxfp4": 17 / 32, "nvfp4": 9 / 16,
+    "int8": 1.0, "q8_0": 34 / 32, "q4_0": 18 / 32,
 }  # fmt: skip
 """Of a weight, for each value; int8 has a scale for each row beside."""
 

@@ -163,7 +163,8 @@ def test_sums(product: Product, m: int, n: int, k: int, dtype: torch.dtype, elem
 def test_sums_of_integers_are_exact(product: Product, m: int, n: int, k: int, dtype: torch.dtype):
     """Both operands in MXINT8, under scales that differ by so little that FP32 has every sum."""
     torch.manual_seed(0)
-    x = torch.randint(-127, 128, (m, k)) * 2.0 ** torch.randint(-1, 2, (m, -(-k // 32))).repeat_interleave(32, 1)[:, :k]
+    blocks = torch.exp2(torch.randint(-1, 2, (m, -(-k // 32))).float()).repeat_interleave(32, 1)
+    x = torch.randint(-127, 128, (m, k)) * blocks[:, :k]
     codes = torch.randint(-128, 128, (n, k), dtype=torch.int8)
     scales = torch.randint(126, 128, (n, -(-k // 32)), dtype=torch.uint8)
     exact = x.double() @ values(codes, scales, "INT8", torch.float64).t()
