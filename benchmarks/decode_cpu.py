@@ -11,6 +11,7 @@ file of their own.
     fp32 inductor            the same with weight and activations in FP32
     bf16 inductor, frozen    in BF16 with Inductor's freezing, which packs the weight for oneDNN
     mxcompile mxfp8, mxint8, mxfp4, nvfp4   in BF16 with the weight stored, under backend="mxfp8"
+    mxcompile mxint8, activations too   both operands in MXINT8
     torchao int8             int8 weight-only, compiled
     llama.cpp q8_0, q4_0 …   where --llama names the program made of llama_cpp.cpp; FP32 activations; with
                              repack the weight lies in the order that llama.cpp gives it when it loads a model
@@ -59,6 +60,13 @@ STORED: dict[str, dict[str, Any]] = {
     "nvfp4": {"elem_dtype": torch.float4_e2m1fn_x2, "rounding": "two-level"},
 }
 """What `mxcompile.quantize` is told."""
+
+INTEGERS = {
+    "version": 1,
+    "preset": "inference",
+    "rules": [{"match": {"name": "*"}, "use": "mxint8"}],
+}
+"""A policy that casts activations to MXINT8."""
 
 PEERS = {
     "bf16 inductor": "bf16", "fp32 inductor": "fp32", "mxcompile mxfp8": "mxfp8", "torchao int8": "int8",
@@ -149,6 +157,9 @@ def layers(shape: str, *, with_torchao: bool) -> dict[str, Callable[..., Any]]:
             for word, how in STORED.items()
         },
     }
+    made["mxcompile mxint8, activations too"] = torch.compile(
+        _stored(weight, STORED["mxint8"]), backend="mxfp8", dynamic=False, options={"policy": INTEGERS}
+    )
     if with_torchao:
         made["torchao int8"] = torch.compile(_int8(weight), dynamic=False)
     return made

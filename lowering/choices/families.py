@@ -5,6 +5,7 @@
     PACKED        E2M1 in blocks of 32 with E8M0 scales, of 16 with E4M3 ones   an FP4 instruction
     MX            MXFP8 in blocks of 32                                         an MX instruction
     AS_MX         power-of-two scales that whole blocks of 32 share             an MX instruction
+    INTEGER       MXINT8 in blocks of 32, many rows                             a CPU with VNNI, without AMX
     WEIGHT_ONLY   a weight stored in MXFP8, MXINT8 or packed FP4, few rows      a CPU, or a GPU with Triton
     EMULATED      all
 
@@ -19,7 +20,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from mxcompile.formats import BLOCK, Format, ScaleType
-from mxcompile.formats.elements import E2M1, E4M3
+from mxcompile.formats.elements import E2M1, E4M3, INT8
 from mxcompile.lowering.chips.target import BLOCKS, WEIGHTS, Target
 
 NO_CAST = "no kernel casts to FP4 with a choice of scales, or with a scale for each row"
@@ -36,6 +37,7 @@ class Family(StrEnum):
     PACKED = "FP4 GEMM"
     MX = "MX GEMM"
     AS_MX = "as MXFP8"
+    INTEGER = "integer"
     WEIGHT_ONLY = "weight-only"
     EMULATED = "emulated"
 
@@ -107,6 +109,10 @@ def _no_mx_gemm(forms: Forms, _: Target) -> str:
     return f"no kernel multiplies {name.upper()} under E8M0 scales"
 
 
+def _are_integers(forms: Forms) -> bool:
+    return all(form.elem is INT8 and form.lies_stored and not form.packed for form in forms)
+
+
 def _is_readable(forms: Forms) -> bool:
     return forms[1].lies_stored
 
@@ -128,6 +134,7 @@ TABLE: dict[Family, FamilyRow] = {
         fits=lambda forms, chip: _are_convertible(forms),
         reason=_no_mx_gemm,
     ),
+    Family.INTEGER: FamilyRow(takes=_are_integers, on=lambda chip: bool(chip.integers)),
     Family.WEIGHT_ONLY: FamilyRow(
         takes=_is_readable, on=lambda chip: chip.device == "cpu" or bool(chip.arch)
     ),

@@ -36,6 +36,7 @@ _FP16 = {
     "avx10_2": ("AVX10.2", "AVX10_2_512"),
     "avx512_fp16": ("AVX-512 FP16", "AVX10_1_512"),
 }
+_INT8 = {"i8mm": ("I8MM", ""), "avx512_vnni": ("AVX-512 VNNI", "AVX512_CORE_VNNI")}
 _VECTORS = {
     "avx512_f": ("AVX-512", "AVX512_CORE"),
     "avx2": ("AVX2", "AVX2"),
@@ -50,7 +51,7 @@ class Features:
     """The instructions that a CPU has.
 
     vectors: widest vector instructions, such as "AVX2". bf16, fp16: instructions that multiply matrices or
-    vectors of BF16 or FP16, "" if there are none. int8: instructions that multiply bytes on ARM ("I8MM").
+    vectors of BF16 or FP16, "" if there are none. int8: instructions that multiply bytes, such as "I8MM".
     """
 
     vectors: str
@@ -63,6 +64,11 @@ class Features:
         """The dtypes whose products this CPU computes faster in FP32."""
         pairs = ((torch.bfloat16, self.bf16), (torch.float16, self.fp16))
         return frozenset(dtype for dtype, instructions in pairs if not instructions)
+
+    @property
+    def integers(self) -> str:
+        """The instructions by which bytes are multiplied faster than numbers of any dtype, or ""."""
+        return self.int8 if self.int8 == "AVX-512 VNNI" and self.bf16 in ("", "AVX-512 BF16") else ""
 
     @property
     def name(self) -> str:
@@ -103,7 +109,7 @@ def features_of(capabilities: Mapping[str, Any], max_isa: str = "") -> Features:
         vectors=first(_VECTORS) or "no vectors",
         bf16=first(_BF16),
         fp16=first(_FP16),
-        int8="I8MM" if capabilities.get("i8mm") else "",
+        int8=first(_INT8),
     )
 
 

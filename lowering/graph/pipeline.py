@@ -19,9 +19,11 @@ from mxcompile.graph.printer import Printed
 from mxcompile.graph.tags import add_fallback
 from mxcompile.lowering import optional
 from mxcompile.lowering.cpu import attention as attention  # registers the lowering of attention
+from mxcompile.lowering.cpu import integer_mm as integer_mm  # registers products in integers
 from mxcompile.lowering.graph.cached_attention import CachedAttention
 from mxcompile.lowering.graph.expand import Expand
 from mxcompile.lowering.graph.fuse import Fuse
+from mxcompile.lowering.graph.integer import Integer
 from mxcompile.lowering.graph.lowering_pass import LoweringPass
 from mxcompile.lowering.graph.merge_casts import MergeCasts
 from mxcompile.lowering.graph.merge_sibling_casts import MergeSiblingCasts
@@ -53,6 +55,7 @@ LOWERING: tuple[type[LoweringPass], ...] = (
     Native,
     Fuse,
     CachedAttention,
+    Integer,
     WeightOnly,
     VendorFP8,
     Expand,

@@ -27,6 +27,7 @@ from mxcompile import ops
 from mxcompile.lowering.chips.tiles import MatmulConfig
 from mxcompile.lowering.choices import configs, defaults
 from mxcompile.lowering.choices.epilogue import has_epilogue
+from mxcompile.lowering.cpu import integer_mm
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import call, examples, scaled_bmm, scaled_mm_tiled, vendor
 from mxcompile.lowering.templates.coding import GAIN, HEAD, Coding
@@ -163,6 +164,8 @@ def lower_matmul(
     tensors: Sequence[ir.TensorBox] | None = None,
 ) -> ir.TensorBox:
     """Returns a [M, K] · b [K, N] (+ bias), or a batch of products, that `graph.native` left in the graph."""
+    if a.get_device_or_error().type == "cpu":
+        return integer_mm.lower_matmul(a, scale_a, b, scale_b, bias, out_dtype, format_a, format_b, tensors)
     size = [*a.get_size()[:-1], b.get_size()[-1]]
     return lower(
         [a, scale_a, b, scale_b], bias, out_dtype, Coding.from_operands(a, b, format_a, tensors, size)

@@ -48,5 +48,21 @@ def test_this_machine_decides_the_target():
     assert (torch.bfloat16 in TARGETS["cpu"].slow_dtypes) != has_bf16
 
 
+@pytest.mark.parametrize(
+    ("capabilities", "max_isa", "instructions"),
+    [
+        (X86, "", ""),
+        (AVX512, "", "AVX-512 VNNI"),
+        (GENOA, "", "AVX-512 VNNI"),
+        (GENOA, "AVX512_CORE", ""),
+        (SAPPHIRE_RAPIDS, "", ""),
+        (SAPPHIRE_RAPIDS, "AVX512_CORE_BF16", "AVX-512 VNNI"),
+        (GRAVITON3, "", ""),
+    ],
+)
+def test_bytes_are_multiplied_where_no_dtype_is_faster(capabilities, max_isa: str, instructions: str):
+    assert features_of(capabilities, max_isa).integers == instructions
+
+
 def test_vectors_follow_the_mask():
     assert features_of(GENOA, "AVX2").vectors == "AVX2"

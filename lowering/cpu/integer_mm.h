@@ -1,0 +1,242 @@
+// Products of two matrices in MXINT8, in integers:
+//
+//   out[m, n] = Σ_blocks 2^(s[m, block] + t[n, block] − 254) · 2^-12 · Σ_k x[m, k] · w[n, k] (+ bias[n])
+//
+// x [M, K], w [N, K] codes, s and t bytes for each 32 of them. The sum of a block is exact; it is scaled and added in FP32.
+// A panel of PANEL rows of w is packed for the instruction, multiplied by all rows of x, and forgotten: no second copy
+// of a weight stays in memory. Rows of x are packed some at a time, and multiplied TILE at a time.
+//
+//   lanes    AVX-512 with VNNI: four products a lane, of w + 128, which is unsigned, with x; less 128 · Σ x of the block
+//   loops    other ISAs, and extreme scales: one sum after the other, scaled in FP64
+#ifndef MXCOMPILE_INTEGER_MM_H
+#define MXCOMPILE_INTEGER_MM_H
+
+#include "weight_rows.h"
+#include <memory>
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#include <immintrin.h>
+#define MXCOMPILE_INTEGER_LANES 1
+#endif
+
+MXCOMPILE_VECTORIZED
+
+namespace mxcompile {
+
+constexpr int64_t TILE = 6, PANEL = 32;  // rows of x and of w whose sums stay in registers
+constexpr int64_t CHUNK = 1024;  // about how many rows of x share the packing of a panel
+constexpr int64_t STRETCH = 32;  // blocks of K of which operands stay in the first-level cache
+constexpr int64_t SMALL = 1 << 20;  // products that are not worth waking threads for
+constexpr int LEAST_BYTE = 10, MOST_BYTE = 227;  // of scales whose products with sums are normal numbers
+
+// Rows of codes and scales.
+struct Codes {
+  const uint8_t *codes, *scales;
+  int64_t rows, k;
+
+  int64_t blocks() const { return num_blocks(k); }
+
+  // The codes of a block of `count` ≤ 32 rows from `first` on, `apart` bytes from one to the next. What is not there is
+  // zero, in `buffer`.
+  const int8_t* block(int64_t first, int64_t count, int64_t index, int8_t* buffer, int64_t& apart) const {
+    const int64_t start = index * BLOCK, length = k - start < BLOCK ? k - start : BLOCK;
+    const int8_t* here = reinterpret_cast<const int8_t*>(codes) + first * k + start;
+    apart = k;
+    if (length == BLOCK && first + count <= rows) return here;
+    std::memset(buffer, 0, count * BLOCK);
+    for (int64_t r = 0; r < count && first + r < rows; r++) std::memcpy(buffer + r * BLOCK, here + r * k, length);
+    apart = BLOCK;
+    return buffer;
+  }
+};
+
+// Rows of codes, TILE or PANEL of them together, a block after the other. scale: 2^-6 of its value, 0 of blocks of zeros.
+// less: the sum of the codes of a block, times −128.
+struct Packed {
+  std::unique_ptr<uint8_t[]> memory;
+  int8_t* codes;
+  float* scale;
+  int32_t* less;
+
+  Packed(int64_t rows, int64_t blocks) {
+    const int64_t numbers = rows * blocks;
+    memory.reset(new uint8_t[numbers * (BLOCK + sizeof(float) + sizeof(int32_t)) + 3 * LINE_BYTES]);
+    codes = on_a_line<int8_t>(memory.get());
+    scale = on_a_line<float>(codes + numbers * BLOCK);
+    less = reinterpret_cast<int32_t*>(scale + numbers);
+  }
+
+  // Returns whether the scale is extreme.
+  bool set_scale(int64_t at, bool some, uint8_t byte) {
+    scale[at] = (some || byte == SCALE_NAN ? scale_value(byte) : 0.0f) * (1.0f / 64);
+    return some && byte != SCALE_NAN && (byte < LEAST_BYTE || byte > MOST_BYTE);
+  }
+};
+
+#ifdef MXCOMPILE_INTEGER_LANES
+// TILE rows of x from `first` on, those of a block one behind the other, to place `at`. Returns whether a scale is extreme.
+inline bool pack_tile(Codes from, int64_t first, int64_t at, Packed& to) {
+  bool extreme = false;
+  for (int64_t index = 0; index < from.blocks(); index++) {
+    int8_t buffer[TILE * BLOCK];
+    int64_t apart;
+    const int8_t* here = from.block(first, TILE, index, buffer, apart);
+    for (int64_t r = 0; r < TILE; r++, at++) {
+      int32_t sum = 0, some = 0;
+#pragma omp simd reduction(+ : sum) reduction(| : some)
+      for (int64_t i = 0; i < BLOCK; i++) sum += here[r * apart + i], some |= here[r * apart + i];
+      std::memcpy(to.codes + at * BLOCK, here + r * apart, BLOCK);
+      to.less[at] = -128 * sum;
+      extreme |= to.set_scale(at, some, first + r < from.rows ? from.scales[(first + r) * from.blocks() + index] : 0);
+    }
+  }
+  return extreme;
+}
+
+// PANEL rows of w from `first` on: four codes of each plus 128, then the next four of each.
+inline bool pack_panel(Codes from, int64_t first, Packed& to) {
+  constexpr int64_t part = 16;  // rows
+  bool extreme = false;
+  for (int64_t index = 0; index < from.blocks(); index++)
+    for (int64_t start = 0; start < PANEL; start += part) {
+      int8_t buffer[part * BLOCK];
+      int64_t apart;
+      const int8_t* here = from.block(first + start, part, index, buffer, apart);
+      const __m512i steps = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+      const __m512i rows = _mm512_mullo_epi32(steps, _mm512_set1_epi32(static_cast<int>(apart)));
+      const __m512i flip = _mm512_set1_epi8(-128);
+      __m512i all = _mm512_setzero_si512();
+      for (int64_t i = 0; i < BLOCK / 4; i++) {
+        const __m512i four = _mm512_i32gather_epi32(rows, here + 4 * i, 1);
+        all = _mm512_or_si512(all, four);
+        _mm512_store_si512(to.codes + (index * BLOCK + 4 * i) * PANEL + start * 4, _mm512_xor_si512(four, flip));
+      }
+      const __mmask16 some = _mm512_test_epi32_mask(all, all);
+      for (int64_t r = 0; r < part; r++) {
+        const int64_t row = first + start + r;
+        const uint8_t byte = row < from.rows ? from.scales[row * from.blocks() + index] : 0;
+        extreme |= to.set_scale(index * PANEL + start + r, some >> r & 1, byte);
+      }
+    }
+  return extreme;
+}
+
+// Adds to `out`, TILE × PANEL sums, those of `blocks` blocks.
+inline void add_tile(const int8_t* x, const float* s, const int32_t* less, const int8_t* w, const float* t, int64_t blocks,
+                 float* out) {
+  constexpr std::make_integer_sequence<int, TILE> all_rows{};
+  __m512 total[TILE][2];
+  each(all_rows, [&](auto m) __attribute__((always_inline)) {
+    total[m][0] = _mm512_loadu_ps(out + m * PANEL), total[m][1] = _mm512_loadu_ps(out + m * PANEL + 16);
+  });
+  for (int64_t block = 0; block < blocks; block++) {
+    __m512i sum[TILE][2];
+    each(all_rows, [&](auto m) __attribute__((always_inline)) {
+      sum[m][0] = sum[m][1] = _mm512_set1_epi32(less[block * TILE + m]);
+    });
+    each(std::make_integer_sequence<int, BLOCK / 4>(), [&](auto i) __attribute__((always_inline)) {
+      const __m512i first = _mm512_load_si512(w + block * BLOCK * PANEL + i * 128);
+      const __m512i second = _mm512_load_si512(w + block * BLOCK * PANEL + i * 128 + 64);
+      each(all_rows, [&](auto m) __attribute__((always_inline)) {
+        int32_t four;
+        std::memcpy(&four, x + (block * TILE + m) * BLOCK + 4 * i, 4);
+        const __m512i own = _mm512_set1_epi32(four);
+        sum[m][0] = _mm512_dpbusd_epi32(sum[m][0], first, own);
+        sum[m][1] = _mm512_dpbusd_epi32(sum[m][1], second, own);
+      });
+    });
+    const __m512 left = _mm512_loadu_ps(t + block * PANEL), right = _mm512_loadu_ps(t + block * PANEL + 16);
+    each(all_rows, [&](auto m) __attribute__((always_inline)) {
+      const __m512 own = _mm512_set1_ps(s[block * TILE + m]);
+      total[m][0] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(sum[m][0]), left), own, total[m][0]);
+      total[m][1] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(sum[m][1]), right), own, total[m][1]);
+    });
+  }
+  each(all_rows, [&](auto m) __attribute__((always_inline)) {
+    _mm512_storeu_ps(out + m * PANEL, total[m][0]);
+    _mm512_storeu_ps(out + m * PANEL + 16, total[m][1]);
+  });
+}
+
+// `tiles` tiles of x times PANEL rows of w from `first` on, in `total`. Returns false if a scale of w is extreme.
+inline bool panel_sums(const Packed& x, int64_t tiles, Codes w, int64_t first, Packed& panel, float* total) {
+  if (pack_panel(w, first, panel)) return false;
+  const int64_t blocks = w.blocks();
+  std::memset(total, 0, tiles * TILE * PANEL * sizeof(float));
+  for (int64_t start = 0; start < blocks; start += STRETCH) {
+    const int64_t count = blocks - start < STRETCH ? blocks - start : STRETCH, its = start * PANEL;
+    for (int64_t tile = 0; tile < tiles; tile++) {
+      const int64_t own = (tile * blocks + start) * TILE;
+      add_tile(x.codes + own * BLOCK, x.scale + own, x.less + own, panel.codes + its * BLOCK, panel.scale + its, count,
+               total + tile * TILE * PANEL);
+    }
+  }
+  return true;
+}
+
+// Returns false if a scale is extreme.
+template <class Bias, class Out>
+inline bool integer_mm_in_lanes(Codes x, Codes w, const Bias* bias, int threads, Out* out) {
+  const int64_t blocks = x.blocks(), chunks = (x.rows + CHUNK - 1) / CHUNK;
+  const int64_t most = chunks ? (x.rows + chunks * TILE - 1) / (chunks * TILE) : 0;  // tiles that are packed together
+  bool extreme = false;
+  Packed packed(most * TILE, blocks);
+  for (int64_t above = 0; above < x.rows && !extreme; above += most * TILE) {
+    const int64_t left = (x.rows - above + TILE - 1) / TILE, tiles = left < most ? left : most;
+    const int64_t rows = x.rows - above < tiles * TILE ? x.rows - above : tiles * TILE;
+#pragma omp parallel num_threads(threads) reduction(| : extreme) if (x.rows * w.rows * x.k > SMALL)
+    {
+#pragma omp for
+      for (int64_t tile = 0; tile < tiles; tile++)
+        extreme |= pack_tile(x, above + tile * TILE, tile * TILE * blocks, packed);
+      Packed panel(PANEL, blocks);
+      std::unique_ptr<float[]> total(new float[tiles * TILE * PANEL]);
+#pragma omp for schedule(dynamic)
+      for (int64_t first = 0; first < w.rows; first += PANEL) {
+        if (extreme) continue;
+        extreme |= !panel_sums(packed, tiles, w, first, panel, total.get());
+        const int64_t columns = w.rows - first < PANEL ? w.rows - first : PANEL;
+        for (int64_t r = 0; r < rows; r++)
+          for (int64_t c = 0; c < columns; c++) {
+            const float sum = total[r * PANEL + c];
+            narrow(bias ? sum + widen(bias[first + c]) : sum, out[(above + r) * w.rows + first + c]);
+          }
+      }
+    }
+  }
+  return !extreme;
+}
+#endif
+
+template <class Bias, class Out>
+inline void integer_mm_by_loops(Codes x, Codes w, const Bias* bias, int threads, Out* out) {
+  const int64_t blocks = x.blocks();
+#pragma omp parallel for num_threads(threads)
+  for (int64_t n = 0; n < w.rows; n++)
+    for (int64_t m = 0; m < x.rows; m++) {
+      float total = bias ? widen(bias[n]) : 0.0f;
+      for (int64_t index = 0; index < blocks; index++) {
+        const int64_t start = index * BLOCK, count = x.k - start < BLOCK ? x.k - start : BLOCK;
+        int32_t sum = 0;
+        for (int64_t i = start; i < start + count; i++)
+          sum += static_cast<int8_t>(x.codes[m * x.k + i]) * static_cast<int8_t>(w.codes[n * w.k + i]);
+        const double scale = static_cast<double>(scale_value(x.scales[m * blocks + index])) / 4096;
+        total += static_cast<float>(sum * scale * scale_value(w.scales[n * blocks + index]));
+      }
+      narrow(total, out[m * w.rows + n]);
+    }
+}
+
+// x [M, K] times the transpose of w [N, K]
+template <class Bias, class Out>
+inline void integer_mm(Codes x, Codes w, const Bias* bias, int threads, Out* out) {
+#ifdef MXCOMPILE_INTEGER_LANES
+  if (integer_mm_in_lanes(x, w, bias, threads, out)) return;
+#endif
+  integer_mm_by_loops(x, w, bias, threads, out);
+}
+
+}  // namespace mxcompile
+
+MXCOMPILE_VECTORIZED_END
+
+#endif

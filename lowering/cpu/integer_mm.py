@@ -1,0 +1,65 @@
+"""``mx.matmul`` of two matrices in MXINT8 on CPU: the kernel of ``integer_mm.h``.
+
+    out = a [M, K] · b [K, N] (+ bias)        codes of both lie along K in memory
+
+`graph.integer` chooses these products. A bias that is not a vector is added after the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._inductor import ir
+from torch._inductor.lowering import fallback_handler, lowerings, register_lowering, to_dtype
+
+from mxcompile import ops
+from mxcompile.lowering.cpu import kernel
+from mxcompile.lowering.cpu.kernel import CppBody, CppNames
+
+_CALL = fallback_handler(ops.matmul, add_to_fallback_set=False)
+_ADD = lowerings[torch.ops.aten.add.Tensor]
+_EXPAND = lowerings[torch.ops.aten.expand.default]
+_PERMUTE = lowerings[torch.ops.aten.permute.default]
+
+
+@register_lowering(ops.matmul, type_promotion_kind=None)
+def lower_matmul(
+    a: ir.TensorBox,
+    scale_a: ir.TensorBox,
+    b: ir.TensorBox,
+    scale_b: ir.TensorBox,
+    bias: ir.TensorBox | None,
+    out_dtype: torch.dtype,
+    format_a: str,
+    format_b: str,
+    tensors: Sequence[ir.TensorBox] | None = None,
+) -> ir.TensorBox:
+    """Returns the product that `graph.integer` left in the graph; a call of the operator on other devices."""
+    if a.get_device_or_error().type != "cpu":
+        called: ir.TensorBox = _CALL(a, scale_a, b, scale_b, bias, out_dtype, format_a, format_b, tensors)
+        return called
+    (m, k), n = a.get_size(), b.get_size()[1]
+    parts = {"x": a, "s": scale_a, "w": _PERMUTE(b, [1, 0]), "t": _PERMUTE(scale_b, [1, 0])}
+    vector = bias is not None and len(bias.get_size()) == 1
+    if bias is not None and vector:
+        parts["bias"] = _EXPAND(bias, [n])
+    inputs = {name: kernel.stored(part) for name, part in parts.items()}
+    made_dtype = out_dtype if bias is None or vector else torch.float32
+
+    def body(words: CppNames) -> str:
+        x, s, w, t = (words.pointer(name) for name in ("x", "s", "w", "t"))
+        added = words.pointer("bias") if vector else "static_cast<const float*>(nullptr)"
+        left = f"mxcompile::Codes{{{x}, {s}, {words.size_arguments(m, k)}}}"
+        right = f"mxcompile::Codes{{{w}, {t}, {words.size_arguments(n, k)}}}"
+        return f"mxcompile::integer_mm({left}, {right}, {added}, {words.threads}, {words.pointer('out')});"
+
+    code = CppBody(header="integer_mm.h", body=body)
+    outputs = {"out": ([m, n], made_dtype)}
+    (matrix,) = kernel.call(code, inputs, outputs, a.get_device_or_error())
+    if bias is None or vector:
+        return matrix
+    total: Any = _ADD(matrix, bias)
+    result: ir.TensorBox = to_dtype(total, out_dtype)
+    return result

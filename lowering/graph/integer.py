@@ -1,0 +1,60 @@
+"""integer: multiply MXINT8 matrices of many rows in integers, on CPUs that multiply bytes fastest.
+
+`cpu.integer_mm` lowers these products, which stay in the graph. Its kernel packs operands as it goes, so
+that no second copy of a stored weight exists. `weight_only` and `expand` take products of few rows, and
+operands that do not lie along K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import fx
+
+from mxcompile import ops
+from mxcompile.graph.tags import hint, is_empty, set_tag, tags_of, tensor
+from mxcompile.lowering.choices.families import Family, runs
+from mxcompile.lowering.cpu import MOST_ROWS, kernel
+from mxcompile.lowering.cpu.kernel import C_TYPES
+from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
+from mxcompile.ops.view import Product
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Integer(LoweringPass):
+    """Chooses the products that run in integers."""
+
+    name: ClassVar[str] = "integer"
+    family: ClassVar[Family] = Family.INTEGER
+
+    @property
+    def obstacle(self) -> str:
+        """The reason why the kernel cannot be used, or ""."""
+        return kernel.obstacle()
+
+    def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
+        """Returns the products of `graph` that the kernel supports."""
+        return (node for node in graph.nodes if node.target is ops.matmul and self._takes(node))
+
+    def apply(self, graph: fx.Graph) -> Reasons:
+        """Names the kernel in the tags of the candidates."""
+        for node in self.candidates(graph):
+            kernel_name = f"mx_integer_mm C++ ({self.target.integers})"
+            set_tag(node, *(replace(tag, kernel=kernel_name) for tag in tags_of(node)))
+        return NO_REASONS
+
+    def _takes(self, node: fx.Node) -> bool:
+        product = Product.read(node)
+        if product.tensors or not runs(self.family, product.forms, self.target):
+            return False
+        out, a, b = map(tensor, (node, product.a, product.b))
+        if out is None or a is None or b is None or out.ndim != 2 or out.device.type != self.device:
+            return False
+        bias = tensor(product.bias)
+        if not {out.dtype, out.dtype if bias is None else bias.dtype} <= C_TYPES.keys():
+            return False
+        if is_empty((*out.shape, a.shape[1])) or hint(out.shape[0]) <= MOST_ROWS:
+            return False
+        return a.is_contiguous() and b.t().is_contiguous()

@@ -1,0 +1,122 @@
+"""The C++ product of matrices in MXINT8, in every form this machine can run, against FP64; and its choice."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from cpp_forms import PARAMS, integer, library, pointer
+from helpers.stored_weights import FeedForward
+from torch import Tensor
+
+import mxcompile
+from mxcompile.lowering import targets
+
+BF16 = torch.bfloat16
+TYPES = {torch.float32: "float", BF16: "Bfloat16"}
+POLICY = {"version": 1, "preset": "inference", "rules": [{"match": {"name": "*"}, "use": "mxint8"}]}
+SOURCE = """#include "integer_mm.h"
+using namespace mxcompile;
+""" + "\n".join(
+    f'extern "C" void mm_{word}(const uint8_t* x, const uint8_t* s, const uint8_t* w, const uint8_t* t,'
+    f" const {word}* bias, int64_t m, int64_t n, int64_t k, {word}* out)"
+    " { integer_mm(Codes{x, s, m, k}, Codes{w, t, n, k}, bias, 2, out); }"
+    for word in TYPES.values()
+)
+
+Product = Callable[..., Tensor]
+"""Codes and scales of both sides, bias, dtype → result."""
+
+
+@pytest.fixture(scope="module", params=PARAMS)
+def product(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Product:
+    functions: ctypes.CDLL = library(request.param, SOURCE, tmp_path_factory.mktemp("forms"))
+
+    def call(x: Tensor, s: Tensor, w: Tensor, t: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        out = torch.full((len(x), len(w)), 3.0, dtype=dtype)
+        sizes = map(integer, (len(x), len(w), x.shape[1]))
+        tensors = map(pointer, (x.view(torch.uint8), s, w.view(torch.uint8), t, bias))
+        getattr(functions, f"mm_{TYPES[dtype]}")(*tensors, *sizes, pointer(out))
+        return out
+
+    return call
+
+
+def operand(rows: int, k: int, least: int, most: int) -> tuple[Tensor, Tensor]:
+    """Codes, −128 among them, and scale bytes from `least` to `most`."""
+    codes = torch.randint(-128, 128, (rows, k), dtype=torch.int8)
+    return codes, torch.randint(least, most + 1, (rows, -(-k // 32)), dtype=torch.uint8)
+
+
+def values(codes: Tensor, scales: Tensor) -> Tensor:
+    numbers = torch.where(scales == 255, torch.nan, torch.exp2(scales.double() - 133))
+    return codes.double() * numbers.repeat_interleave(32, 1)[:, : codes.shape[1]]
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("scales", [(117, 137), (0, 254)], ids=str)
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(17, 33, 96), (7, 1, 31), (40, 70, 1100), (1, 5, 64), (1100, 3, 40)]
+)
+def test_sums_are_within_the_rounding_of_fp32(
+    product: Product, m: int, n: int, k: int, scales: tuple[int, int], dtype: torch.dtype
+):
+    torch.manual_seed(0)
+    x, w = operand(m, k, *scales), operand(n, k, *scales)
+    bias = torch.randn(n).to(dtype)
+    left, right = values(*x), values(*w)
+    exact = left @ right.t() + bias.double()
+    most = left.abs() @ right.abs().t() + bias.double().abs()
+    found = product(*x, *w, bias, dtype).double()
+    rounding = 2.0**-8 if dtype is BF16 else 2.0**-24
+    inside = exact.abs() < 3e38
+    error = (found - exact).abs() - rounding * exact.abs() - (k / 32 + 3) * 2.0**-24 * most
+    assert bool((error <= 2.0**-126)[inside & (most < 3e38)].all())
+    assert not found[~inside & (exact.abs() > 4e38)].isfinite().any()
+
+
+def test_sums_of_blocks_are_exact(product: Product):
+    """Under one scale FP32 has every sum, so that nothing may be lost."""
+    torch.manual_seed(0)
+    (x, _), (w, _) = operand(20, 480, 127, 127), operand(37, 480, 127, 127)
+    one = torch.full((37, 15), 127, dtype=torch.uint8)
+    assert torch.equal(
+        product(x, one[:20], w, one, None, torch.float32).double(), values(x, one[:20]) @ values(w, one).t()
+    )
+
+
+def test_nan_and_zero_blocks_stay_in_their_row(product: Product):
+    x, s = torch.ones(18, 64, dtype=torch.int8), torch.full((18, 2), 133, dtype=torch.uint8)
+    w, t = torch.ones(40, 64, dtype=torch.int8), torch.full((40, 2), 133, dtype=torch.uint8)
+    s[3, 1], t[35, 0] = 255, 255
+    x[5, :32], s[5, 0] = 0, 0  # what a cast gives zeros
+    found = product(x, s, w, t, None, torch.float32)
+    expected = torch.full((18, 40), 64.0)
+    expected[5] = 32
+    expected[3], expected[:, 35] = torch.nan, torch.nan
+    assert torch.equal(found.nan_to_num(-1), expected.nan_to_num(-1))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_many_rows_of_a_stored_weight_run_in_integers(dynamic: bool, monkeypatch: pytest.MonkeyPatch):
+    """The model's values are those of the products of dequantized operands; few rows read the codes alone."""
+    torch.manual_seed(0)
+    model = FeedForward(160, 330).bfloat16()
+    rows = (70, 41) if dynamic else (70,)
+    xs = [torch.randn(count, 160, dtype=BF16) for count in rows]
+    mxcompile.quantize_weights_(model, POLICY, args=(xs[0],))
+    found = {}
+    for integers in ("", "AVX-512 VNNI"):
+        monkeypatch.setitem(targets.TARGETS, "cpu", replace(targets.TARGETS["cpu"], integers=integers))
+        torch._dynamo.reset()
+        with torch.no_grad():
+            compiled = torch.compile(model, backend="mxfp8", dynamic=dynamic, options={"policy": POLICY})
+            found[integers] = [compiled(x).float() for x in xs]
+        name = f"mx_integer_mm C++ ({integers})" if integers else "aten."
+        kernels = [gemm.kernel for gemm in mxcompile.reports()[-1].gemms]
+        assert all(kernel.startswith(name) for kernel in kernels), kernels
+    for plain, ours in zip(*found.values(), strict=True):
+        assert (plain - ours).norm() < 1e-2 * plain.norm()
