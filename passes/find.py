@@ -26,6 +26,7 @@ from mxcompile.graph.opsets import (
     is_matmul,
     is_matmul_like,
     is_opaque,
+    matrices_in_code,
     packet,
 )
 from mxcompile.graph.shapes import attention_sizes, matmul_sizes, operands
@@ -157,7 +158,8 @@ class _Finder:
         weights = [operand for operand in node.all_input_nodes if self._weights.is_weight(operand)]
         sizes = opaque_sizes(node)
         if not weights or packet(node) in OPAQUE:
-            return [_sized(replace(tag, tensors=("x", "w" if weights else "x")), size) for size in sizes]
+            is_layer = weights or matrices_in_code(node.target)
+            return [_sized(replace(tag, tensors=("x", "w" if is_layer else "x")), size) for size in sizes]
         if len(sizes) == 1 or len(weights) > 1:
             sizes = sizes_by_weight(sizes, [value_of(weight) for weight in weights])
         else:  # a fused head and loss, with its gradients: all products read one weight

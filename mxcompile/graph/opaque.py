@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
-from mxcompile.graph.opsets import OPAQUE, aten, packet
+from mxcompile.graph.opsets import OPAQUE, aten, matrices_in_code, packet
 from mxcompile.graph.shapes import gradient_sizes
 from mxcompile.graph.tags import UNKNOWN, Sizes, tensor
 from mxcompile.ops.view import arguments_of
@@ -69,8 +69,9 @@ def _head_with_loss(node: fx.Node) -> list[Sizes]:
 
 
 def _matrices(node: fx.Node) -> list[list[Any]]:
-    """Returns the shapes of the floating-point operands of `node` with more than one dimension."""
+    """Returns the shapes of floating-point operands with more than one dimension, and of matrices in code."""
     values = [value for value in map(tensor, node.all_input_nodes) if value is not None]
+    values += matrices_in_code(node.target)
     return [list(value.shape) for value in values if value.is_floating_point() and value.ndim > 1]
 
 

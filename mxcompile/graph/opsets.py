@@ -7,15 +7,27 @@ Attention operators are rows of `attention`. The data flow treats an operator ou
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
+from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
+
+try:
+    from torch._library.custom_ops import OPDEFS
+except ImportError:  # a private name; code of custom operators is not read then
+    OPDEFS = {}  # type: ignore[assignment]
 
 from mxcompile.graph.attention import ATTENTIONS
 from mxcompile.graph.tags import tensor
 from mxcompile.ops.view import argument_of, call_of
+
+_DEFINITIONS: Mapping[str, Any] = OPDEFS
+"""Custom operators with Python code, by qualified name."""
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -89,7 +101,8 @@ def is_matmul(node: fx.Node) -> bool:
 def is_foreign(node: fx.Node) -> bool:
     """Whether `node` calls an operator of another library that may contain matrix products.
 
-    An operator may if it has two or more floating-point operands that are matrices.
+    An operator may if it has two or more floating-point operands that are matrices, or one and matrices in
+    its code.
     """
     if node.op != "call_function":
         return False
@@ -101,7 +114,24 @@ def is_foreign(node: fx.Node) -> bool:
     if not foreign:
         return False
     values = [tensor(argument) for argument in node.all_input_nodes]
-    return sum(value is not None and value.is_floating_point() and value.ndim > 1 for value in values) > 1
+    operands = sum(value is not None and value.is_floating_point() and value.ndim > 1 for value in values)
+    return operands > 1 or (operands == 1 and bool(matrices_in_code(called)))
+
+
+def matrices_in_code(called: Any) -> list[Tensor]:
+    """Returns the floating-point matrices in closures and globals of the Python code of a custom operator."""
+    name = str(getattr(called, "_schema", "")).partition("(")[0].partition(".")[0]
+    definition = _DEFINITIONS.get(name)
+    if definition is None:
+        return []
+    try:
+        variables = inspect.getclosurevars(definition._init_fn)
+    except (TypeError, ValueError):  # no Python function, or a variable of it without a value
+        return []
+    values = tree_leaves([variables.nonlocals, variables.globals])
+    modules = (value.parameters() for value in values if isinstance(value, nn.Module))
+    tensors = (value for value in [*values, *chain.from_iterable(modules)] if isinstance(value, Tensor))
+    return [value for value in tensors if value.is_floating_point() and value.ndim > 1]
 
 
 def may_be_product(target: Any) -> bool:

@@ -85,6 +85,17 @@ def product_into(out: Tensor, x: Tensor, w: Tensor) -> None:
     out.copy_(x @ w.t())
 
 
+def closed_over(held: Any) -> Callable[[Tensor], Tensor]:
+    """Returns a custom operator that multiplies its input by a weight in its closure."""
+
+    @torch.library.custom_op("mx_opaque::closed", mutates_args=())
+    def closed(x: Tensor) -> Tensor:
+        return x @ (held.weight if isinstance(held, nn.Module) else held["w"]).t()
+
+    closed.register_fake(lambda x: x.new_empty(*x.shape[:-1], WIDE))
+    return closed
+
+
 class Model(nn.Module):
     """A layer in sight, and one or two whose weights an operator reads."""
 
@@ -155,6 +166,20 @@ def test_operator_raises_under_strict_if_a_rule_quantizes_its_layer(case: str) -
     kept = {"version": 1, "preset": "bf16", "rules": [{"match": {"name": "seen"}, "use": "mxfp8"}]}
     with torch.no_grad():
         torch.compile(model, backend=EagerBackend(policy=kept, strict=True), fullgraph=True)(x)
+
+
+@pytest.mark.parametrize("held", [nn.Linear(WIDTH, WIDE), {"w": torch.randn(WIDE, WIDTH)}], ids=type)
+def test_operator_that_closes_over_its_weight_is_recorded_and_raises_under_strict(held: Any) -> None:
+    model, x = Model(closed_over(held)), torch.randn(ROWS, WIDTH)
+    with torch.no_grad():
+        torch.compile(model, backend=EagerBackend(policy=ALL), fullgraph=True)(x)
+    (report,) = mxcompile.reports()
+    (hidden,) = (gemm for gemm in report.gemms if gemm.name != "seen")
+    assert (hidden.m, hidden.n, hidden.k, hidden.precision) == (ROWS, WIDE, WIDTH, "bf16")
+    assert hidden.reason.startswith("opaque operator mx_opaque.closed")
+    torch._dynamo.reset()
+    with torch.no_grad(), pytest.raises(BackendCompilerFailed, match="fprop: opaque operator mx_opaque"):
+        torch.compile(model, backend=EagerBackend(policy=ALL, strict=True), fullgraph=True)(x)
 
 
 def test_operator_of_the_backward_is_of_the_layer_too() -> None:
