@@ -103,7 +103,7 @@ class StepRange:
     stop: int | None = None
     is_now: bool = False
 
-    def hold(self, step: int) -> bool:
+    def contains(self, step: int) -> bool:
         """Whether the range includes `step`."""
         return self.start <= step and (self.stop is None or step < self.stop)
 
@@ -113,9 +113,10 @@ class StepRange:
         return other.start <= self.start and ends
 
     def __str__(self) -> str:
-        return (
-            f"from step {self.start:,}" if self.stop is None else f"steps {self.start:,} to {self.stop - 1:,}"
-        )
+        if self.stop is None:
+            return f"from step {self.start:,}"
+        last = self.stop - 1
+        return f"step {last:,}" if self.start == last else f"steps {self.start:,} to {last:,}"
 
 
 class Limit(NamedTuple):
@@ -198,7 +199,7 @@ class Match:
         """Returns the condition for training step `step`."""
         if self.steps is None:
             return self
-        return replace(self, steps=replace(self.steps, is_now=self.steps.hold(step)))
+        return replace(self, steps=replace(self.steps, is_now=self.steps.contains(step)))
 
     def of_any_size(self) -> Match:
         """Returns the condition without size limits."""

@@ -137,7 +137,8 @@ class Policy:
 
     def in_force(self, step: int) -> tuple[bool, ...]:
         """Returns for each rule whether it is in force in training step `step`."""
-        return tuple(rule.match.at(step).in_force for rule in self.rules)
+        ranges = (rule.match.steps for rule in self.rules)  # a guard calls it often
+        return tuple(steps is None or steps.contains(step) for steps in ranges)
 
     @property
     def phase(self) -> str:

@@ -22,9 +22,13 @@ log = logging.getLogger("mxcompile.rules")
 
 
 def unused_rules(policy: Policy, gemms: Iterable[GemmRecord]) -> list[str]:
-    """Returns a sentence for every rule of `policy` that matches no layer of `gemms`, with a suggestion."""
+    """Returns a sentence for every rule of `policy` that decides nothing for `gemms` by itself.
+
+    Such a rule matches no layer, which gets a suggestion, or is for other training steps.
+    """
     layers = layers_of(gemms)
-    return [_unused(policy, fit, layers) for fit in fits(policy, layers) if fit.unused]
+    unused = [_unused(policy, fit, layers) for fit in fits(policy, layers) if fit.unused]
+    return unused + _of_other_steps(policy)
 
 
 def mistakes(policy: Policy, layers: Sequence[Layer], tables: Sequence[Layer] = ()) -> list[str]:
@@ -72,12 +76,12 @@ def check_layers(policy: Policy, layers: Sequence[Layer], *, strict: bool) -> No
 def check_mistakes(
     policy: Policy, gemms: Iterable[GemmRecord], *, strict: bool, tables: Sequence[Layer] = ()
 ) -> None:
-    """Logs near misses, and logs `mistakes` or raises them as one `PolicyError` if `strict`.
+    """Logs near misses and rules for other steps; logs `mistakes`, or raises a `PolicyError` if `strict`.
 
     For reports about a model: a near miss does not make a report wrong. tables: see `mistakes`.
     """
     layers = layers_of(gemms)
-    _say(near_misses(policy, layers), strict=False)
+    _say(near_misses(policy, layers) + _of_other_steps(policy), strict=False)
     _say(mistakes(policy, layers, tables), strict)
 
 
@@ -91,6 +95,15 @@ def _say(sentences: list[str], strict: bool) -> None:
         raise PolicyError("\n".join(sentences))
     for sentence in sentences:
         log.warning("%s", sentence)
+
+
+def _of_other_steps(policy: Policy) -> list[str]:
+    """Returns a sentence for every rule of `policy` for training steps without the present one."""
+    return [
+        f"{policy.label}: rule {number} decides nothing here: it is limited to {rule.match.steps} of training"
+        for number, rule in enumerate(policy.rules, 1)
+        if not rule.match.in_force
+    ]
 
 
 def _no_product(policy: Policy, fit: RuleFit, tables: Sequence[str]) -> str:

@@ -146,3 +146,15 @@ def test_strict_accepts_rules_of_other_steps_and_refuses_rules_without_layers():
     torch.compile(made(), backend=EagerBackend(policy=ENDS, strict=True))(torch.randn(16, 32))
     with pytest.raises(Exception, match="rule 3 matched no layer"):
         torch.compile(made(), backend=EagerBackend(policy=data, strict=True))(torch.randn(16, 32))
+
+
+def test_commands_without_a_run_name_the_rules_of_other_steps(caplog: pytest.LogCaptureFixture):
+    rules = [{"match": {"steps": {"first": 1}}, "use": "bf16"}, {"match": {"name": "*"}, "use": "mxfp8"}]
+    data, x = {"version": 1, "preset": "inference", "rules": rules}, torch.randn(16, 32)
+    expected = "policy: rule 1 decides nothing here: it is limited to step 0 of training"
+    assert expected in mxcompile.audit(made(), x, policy=data, loss_fn=torch.sum).numerics.notes
+    with caplog.at_level("WARNING", logger="mxcompile"):
+        assert mxcompile.explain(made(), x, policy=data).summary.policy == "policy, from step 1"
+        stored = mxcompile.quantize_weights_(made(), data, args=(x,), progress=False)
+    assert {weight.reason for weight in stored.weights} == {"policy: rule 2"}
+    assert caplog.messages.count(expected) == 2  # of `explain` and of this call

@@ -35,7 +35,7 @@ def numerics(
         parameters=tuple(parameters(session.report().gemms, reference, outcome)),
         precision=precisions.labels(gemm.precision for gemm in session.report().gemms),
         own_dtype=main_dtype(session.report().gemms),
-        policy=session.options.policy.label,
+        policy=session.options.policy.title,
         gradients=outcome.gradients is not None,
         loss=outcome.loss,
         loss_reference=reference.loss,

@@ -116,7 +116,7 @@ class Session:
     def report(self) -> Report:
         """Returns the report of the passes over every graph."""
         graphs = self._graphs
-        return Report.from_parts(graphs.parts, target=graphs.target, policy=self.options.policy.label)
+        return Report.from_parts(graphs.parts, target=graphs.target, policy=self.options.policy.title)
 
     @contextmanager
     def _untouched(self, run: Run) -> Iterator[SavedState]:
