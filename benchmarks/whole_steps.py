@@ -251,7 +251,7 @@ def graph_layer(bf16: LayerWork, graph: Graph, tokens: int, rates: Rates) -> Lay
     return LayerWork(
         forward=(*forward, *casts),
         backward=(*backward, *gradients, *columns),
-        again=(*others, *products[:-1], *casts) if graph.opaque else None,
+        recomputed=(*others, *products[:-1], *casts) if graph.opaque else None,
     )
 
 

@@ -38,7 +38,7 @@ def uses_of(tree: ast.Module) -> Iterator[tuple[str, str]]:
     left out.
     """
     bound: dict[str, tuple[str, str]] = {library: (library, "") for library in _LIBRARIES}
-    tried = {id(each) for node in ast.walk(tree) if isinstance(node, ast.Try) for each in node.body}
+    tried = {id(statement) for node in ast.walk(tree) if isinstance(node, ast.Try) for statement in node.body}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in _LIBRARIES:
             for alias in node.names:

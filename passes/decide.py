@@ -104,8 +104,8 @@ def decided(tag: GemmTag, decision: Decision, reason: Reason | None) -> GemmTag:
         choice = Choice(precision=UNQUANTIZED.name, reason=reason)
     elif choice.formats is not None:
         is_wgrad = tag.gemm is Gemm.WGRAD
-        left, right = (choice.formats.operand_format(name, wgrad=is_wgrad) for name in tag.tensors)
-        formats = left, right
+        lhs, rhs = (choice.formats.operand_format(name, wgrad=is_wgrad) for name in tag.tensors)
+        formats = lhs, rhs
     forward, of_fprop = None, decision.fprop.formats
     if decision.backward is Backward.DEQUANTIZED and tag.gemm is not Gemm.FPROP and of_fprop is not None:
         forward = of_fprop.x, of_fprop.w

@@ -149,7 +149,7 @@ class _Finder:
             tensors=tensors,
             stored=held_as,
             argument=source is not None and source.unregistered is HeldBy.ARGUMENT,
-            block=self._options.blocks.place(path),
+            block=self._options.blocks.position(path),
         )
         set_tag(node, *(self._hidden(node, tag) if kind is Kind.OPAQUE else _per_product(tag, sizes)))
 
@@ -179,15 +179,15 @@ class _Finder:
         return tags
 
     def _kind_of_matmul(self, node: fx.Node) -> tuple[Kind, tuple[str, str]]:
-        left, right = operands(node)
+        lhs, rhs = operands(node)
         if packet(node) in CONVOLUTIONS and not is_pointwise(node):
             return Kind.CONVOLUTION, ("x", "w")
-        weights = self._weights.is_weight(left), self._weights.is_weight(right)
+        weights = self._weights.is_weight(lhs), self._weights.is_weight(rhs)
         if weights[1] and self._weights.makes_layer_of_parameters(node):
             return Kind.LINEAR, ("x", "w")
-        if weights == (False, True) and self._weights.makes_layer(node, left, right):
+        if weights == (False, True) and self._weights.makes_layer(node, lhs, rhs):
             return Kind.LINEAR, ("x", "w")
-        if weights == (True, False) and self._weights.makes_layer(node, right, left):
+        if weights == (True, False) and self._weights.makes_layer(node, rhs, lhs):
             return Kind.LINEAR, ("w", "x")
         return Kind.PRODUCT, ("x", "x")
 

@@ -94,18 +94,18 @@ class Gradients:
             is_wgrad = tag.kind is Kind.CONVOLUTION and gradient_index(node) == 1
             return Gradient(forward=forward, gemm=Gemm.WGRAD if is_wgrad else Gemm.DGRAD, tensors=("x", "x"))
         x, w = (_source(operands(forward)[tag.tensors.index(name)]) for name in "xw")
-        left, right = map(_source, operands(node))
-        gemm, other, kept = (Gemm.DGRAD, "w", w) if w in (left, right) else (Gemm.WGRAD, "x", x)
-        if (left is kept) != (right is kept):
-            dy_is_left = right is kept
-        elif (left in self._by_dy) != (right in self._by_dy):
-            dy_is_left = left in self._by_dy
+        lhs, rhs = map(_source, operands(node))
+        gemm, other, kept = (Gemm.DGRAD, "w", w) if w in (lhs, rhs) else (Gemm.WGRAD, "x", x)
+        if (lhs is kept) != (rhs is kept):
+            dy_is_lhs = rhs is kept
+        elif (lhs in self._by_dy) != (rhs in self._by_dy):
+            dy_is_lhs = lhs in self._by_dy
         else:
-            dy_is_left = Depends.GRADIENT in self._depends[operands(node)[0]]
+            dy_is_lhs = Depends.GRADIENT in self._depends[operands(node)[0]]
         if gemm is Gemm.DGRAD:
-            self._by_dy[left if dy_is_left else right].append((node, forward))
+            self._by_dy[lhs if dy_is_lhs else rhs].append((node, forward))
         self._matched.add((forward, gemm))
-        return Gradient(forward=forward, gemm=gemm, tensors=("dy", other) if dy_is_left else (other, "dy"))
+        return Gradient(forward=forward, gemm=gemm, tensors=("dy", other) if dy_is_lhs else (other, "dy"))
 
 
 def _number(node: fx.Node) -> int:

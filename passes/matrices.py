@@ -29,20 +29,20 @@ from mxcompile.graph.transpose import transpose
 
 def matrices(node: fx.Node, build: Builder) -> tuple[fx.Node, fx.Node]:
     """Returns the two operands of the GEMM `node` as a[…, M, K] and b[…, K, N]."""
-    left, right = operands(node)
+    lhs, rhs = operands(node)
     op = packet(node)
     if op in CONVOLUTIONS:
         weight_or_rows = op in CONVOLUTION_BACKWARD and gradient_index(node) == 1
         if weight_or_rows:
-            return transpose(_rows(left, build, node), build), _rows(right, build, node)
-        weight = build.call(aten.view.default, right, list(right.meta["val"].shape[:2]), like=node)
+            return transpose(_rows(lhs, build, node), build), _rows(rhs, build, node)
+        weight = build.call(aten.view.default, rhs, list(rhs.meta["val"].shape[:2]), like=node)
         weight = weight if op in CONVOLUTION_BACKWARD else transpose(weight, build)
-        return _rows(left, build, node), weight
+        return _rows(lhs, build, node), weight
     if str(op) == GROUPED_FALLBACK_BACKWARD:
         if gradient_index(node) == 0:
-            return left, transpose(right, build)
-        return transpose(left, build), right
-    return _matrix(left, build, node), _matrix(right, build, node)
+            return lhs, transpose(rhs, build)
+        return transpose(lhs, build), rhs
+    return _matrix(lhs, build, node), _matrix(rhs, build, node)
 
 
 def _matrix(operand: fx.Node, build: Builder, node: fx.Node) -> fx.Node:

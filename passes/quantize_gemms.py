@@ -100,22 +100,22 @@ class _GemmWriter:
     def rewrite(self, node: fx.Node, tag: GemmTag, formats: tuple[Format, Format]) -> None:
         """Replaces `node`, a GEMM, by mx operators."""
         with self._graph.inserting_before(node):
-            left, right = matrices(node, self._build)
+            lhs, rhs = matrices(node, self._build)
             if is_grouped(node) and any(fmt.hadamard is not None for fmt in formats):
                 formats = formats[0].untransformed, formats[1].untransformed
                 tag = replace(tag, formats=formats).with_reason(Reason(Code.NO_TRANSFORM))
                 set_tag(node, tag)
-            state = None if is_grouped(node) else self.states.state_of(tag, (left, right))
+            state = None if is_grouped(node) else self.states.state_of(tag, (lhs, rhs))
             if state is None and self._tapped and any(fmt.amax.stateful for fmt in formats):
                 tag = tag.with_reason(Reason(Code.NO_HISTORY))
                 set_tag(node, tag)
             if is_grouped(node):
-                result = self._grouped(node, tag, left, right, formats)
+                result = self._grouped(node, tag, lhs, rhs, formats)
             else:
                 self._state = None if state is None else (state, tag.tensors[0])
-                a = self._quantize(left, -1, tag, node)
+                a = self._quantize(lhs, -1, tag, node)
                 self._state = None if state is None else (state, tag.tensors[1])
-                b = self._quantize(right, -2, tag, node)
+                b = self._quantize(rhs, -2, tag, node)
                 self._state = None
                 result = self._product(node, a, b, formats)
         if HALF in node.meta:  # `node` returns a tuple, and its user is the result
@@ -136,12 +136,12 @@ class _GemmWriter:
             node.args = tuple(values if arg is operand else arg for arg in node.args)
 
     def _dequantized(
-        self, operand: fx.Node, forward: _Formats, place: int, dim: int, node: fx.Node
+        self, operand: fx.Node, forward: _Formats, side: int, dim: int, node: fx.Node
     ) -> fx.Node | None:
         """Returns the values of fprop's cast of `operand` along `dim`; None if there is no such cast."""
         source, swapped = untransposed(widest(operand, self._build, self._products))
         dim = -3 - dim if swapped else dim
-        fmt, mx = forward[place], _are_mx(forward)
+        fmt, mx = forward[side], _are_mx(forward)
         dim = -1 if fmt.tile.is_square else dim
         copy = Copy.for_product(fmt, dim) if mx else Copy(format=fmt, dim=dim)
         cast = self._rowwise.get((_same(source), copy)) if dim == -1 else self._casts.get((source, copy))
@@ -185,33 +185,33 @@ class _GemmWriter:
         self,
         node: fx.Node,
         tag: GemmTag,
-        left: fx.Node,
-        right: fx.Node,
+        lhs: fx.Node,
+        rhs: fx.Node,
         formats: _Formats,
     ) -> fx.Node:
         out, offs = _result(node), offsets(node)
         assert isinstance(offs, fx.Node)
         if tag.gemm is Gemm.WGRAD:  # rows past the last group are undefined: keep them out of amaxes
-            left = self._zero_past_end(left, -1, offs, node)
-            right = self._zero_past_end(right, -2, offs, node)
+            lhs = self._zero_past_end(lhs, -1, offs, node)
+            rhs = self._zero_past_end(rhs, -2, offs, node)
         elif any(fmt.of_tensor for fmt in formats) or (
             tag.gemm is Gemm.DGRAD and tag.sent is Sent.MXFP8
         ):  # these rows count in the amax of the tensor, or in the copy that wgrad's copy is made from
-            if value_of(left).ndim == 2:
-                left = self._zero_past_end(left, -2, offs, node)
-            elif value_of(right).ndim == 2:
-                right = self._zero_past_end(right, -1, offs, node)
+            if value_of(lhs).ndim == 2:
+                lhs = self._zero_past_end(lhs, -2, offs, node)
+            elif value_of(rhs).ndim == 2:
+                rhs = self._zero_past_end(rhs, -1, offs, node)
         elif tag.gemm is Gemm.FPROP:
             # wgrad casts the masked tensor: fprop casts it too, so that one kernel reads it once for both.
             # dgrad does not: routing, mask and two casts of a gradient in one kernel spill registers.
-            left, right = (
+            lhs, rhs = (
                 self._zero_past_end(side, rows, offs, node)
                 if (untransposed(side)[0], offs) in self._ends
                 else side
-                for side, rows in ((left, -2), (right, -1))
+                for side, rows in ((lhs, -2), (rhs, -1))
             )
-        a = self._quantize(left, -1, tag, node)
-        b = self._quantize(right, -2, tag, node)
+        a = self._quantize(lhs, -1, tag, node)
+        b = self._quantize(rhs, -2, tag, node)
         args = *_operands(a, b), offs, out.dtype, *self._format_args(a, b, formats, node)
         result = self._build.call(ops.grouped_matmul, *args, like=node)
         set_tag(result, tag)

@@ -66,13 +66,13 @@ class Unregistered:
             group = self._inputs(graph, kind)
             depends = dependencies(graph, self.find.inputs, group | weights)
             for node in products:
-                left, right = operands(node)
-                alone = kind is HeldBy.LEAF and depends[left] != Depends.PARAMETER
-                by_form = not only_calls and _is_matrix(right) and (alone or _is_batch(left))
-                sources = (_sources(right) & group) - data
-                if depends[right] == Depends.PARAMETER and (_is_call(node) or by_form):
+                lhs, rhs = operands(node)
+                alone = kind is HeldBy.LEAF and depends[lhs] != Depends.PARAMETER
+                by_form = not only_calls and _is_matrix(rhs) and (alone or _is_batch(lhs))
+                sources = (_sources(rhs) & group) - data
+                if depends[rhs] == Depends.PARAMETER and (_is_call(node) or by_form):
                     weights |= sources
-                    data |= _sources(left, is_matmul) if sources else set()
+                    data |= _sources(lhs, is_matmul) if sources else set()
         for node in weights:
             node.meta[WEIGHT_KEY] = True
         if weights:
@@ -85,12 +85,12 @@ class Unregistered:
         depends = dependencies(graph, self.find.inputs, group) if group else {}
         weights: set[fx.Node] = set()
         for node in products if group else ():
-            left, right = operands(node)
-            fixed = [side for side in (left, right) if depends[side] == Depends.PARAMETER]
+            lhs, rhs = operands(node)
+            fixed = [side for side in (lhs, rhs) if depends[side] == Depends.PARAMETER]
             if len(fixed) == 1:
                 weights |= _sources(fixed[0])
-            elif fixed and (_is_call(node) or (_is_matrix(right) and _is_batch(left))):
-                weights |= _sources(right)
+            elif fixed and (_is_call(node) or (_is_matrix(rhs) and _is_batch(lhs))):
+                weights |= _sources(rhs)
         return weights & group
 
     def _inputs(self, graph: fx.Graph, kind: HeldBy) -> set[fx.Node]:

@@ -60,9 +60,9 @@ def _are_fp8(forms: Forms) -> bool:
 
 
 def _takes_granularity(forms: Forms, target: Target) -> bool:
-    left, right = (str(form.tile) for form in forms)
-    alike = left == right != WEIGHTS or (left, right) == (BLOCKS, WEIGHTS)
-    return alike and {left, right} <= target.fp8_tiles
+    lhs, rhs = (str(form.tile) for form in forms)
+    alike = lhs == rhs != WEIGHTS or (lhs, rhs) == (BLOCKS, WEIGHTS)
+    return alike and {lhs, rhs} <= target.fp8_tiles
 
 
 def _no_fp8_gemm(forms: Forms, target: Target) -> str:

@@ -37,18 +37,24 @@ def lower_attention(
         return called
     batch, heads, queries, dim = q.get_size()
     kv_heads, length = keys.get_size()[1:3]
-    given = {"q": q, "keys": keys, "key_scales": key_scales, "values": values, "value_scales": value_scales}
-    given |= {} if mask is None else {"mask": mask}
-    inputs = {name: kernel.stored(value) for name, value in given.items()}
+    operands = {
+        "q": q,
+        "keys": keys,
+        "key_scales": key_scales,
+        "values": values,
+        "value_scales": value_scales,
+    }
+    operands |= {} if mask is None else {"mask": mask}
+    inputs = {name: kernel.stored(value) for name, value in operands.items()}
     elem = f"mxcompile::{Format.parse(fmt).elem.name.upper()}"
     strides = (0, 0, 0) if mask is None else _strides(mask.get_size())
 
     def body(words: CppNames) -> str:
-        operands = [words.pointer(name) for name in list(given)[:5]]
-        operands.append(words.pointer("mask") if mask is not None else "static_cast<const float*>(nullptr)")
+        pointers = [words.pointer(name) for name in list(operands)[:5]]
+        pointers.append(words.pointer("mask") if mask is not None else "static_cast<const float*>(nullptr)")
         sizes = words.size_arguments(batch, heads, kv_heads, queries, length, dim, *strides)
         problem = f"mxcompile::Attention{{{sizes}, static_cast<float>({float(factor)!r})}}"
-        arguments = ", ".join([*operands, problem, words.threads, words.pointer("out")])
+        arguments = ", ".join([*pointers, problem, words.threads, words.pointer("out")])
         return f"mxcompile::attention<{elem}>({arguments});"
 
     code = CppBody(header="attention.h", body=body)

@@ -154,7 +154,7 @@ def _emit(x: ir.TensorBox, copies: Sequence[Copy]) -> list[ir.TensorBox]:
 
 def _body(shape: list[Any], source: torch.dtype, copies: Sequence[Copy], words: CppNames) -> str:
     """Returns the call of ``Cast<…>::rows`` or ``matrices``."""
-    copy = next((each for each in copies if each.dtype), copies[0])
+    copy = next((high for high in copies if high.dtype), copies[0])
     results = f"mxcompile::Results<{C_TYPES[copy.dtype or source]}>"
     function = _function(copy, source)
 
@@ -163,15 +163,15 @@ def _body(shape: list[Any], source: torch.dtype, copies: Sequence[Copy], words: 
         return f"{results}{{{', '.join(wanted)}}}"
 
     x, threads = words.pointer("x"), words.threads
-    dim = min(each.dim for each in copies)  # the columnwise copy, if there are two
+    dim = min(member.dim for member in copies)  # the columnwise copy, if there are two
     if dim == -1 and not copy.is_square:
         sizes = words.size_arguments(math.prod(shape[:-1]), shape[-1])
         return f"{function}::rows({x}, {sizes}, {threads}, {pointers(-1, *_RESULTS)});"
     down, along = pointers(dim, *_RESULTS), pointers(-1, *_RESULTS) if len(copies) > 1 else pointers(-1)
     if dim == -1:  # for square tiles, `down` takes the elements and `along` the scales
         down, along, dim = pointers(-1, "values", "codes"), pointers(-1, "scales"), -2
-    place = dim % len(shape)
-    sizes = words.size_arguments(math.prod(shape[:place]), shape[place], math.prod(shape[place + 1 :]))
+    axis = dim % len(shape)
+    sizes = words.size_arguments(math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :]))
     square = str(copy.is_square).lower()
     return f"{function}::matrices<{square}>({x}, {sizes}, {threads}, {down}, {along});"
 

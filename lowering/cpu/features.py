@@ -80,7 +80,7 @@ class Features:
         """One line about the dtypes in which products run on this CPU."""
         matrices = ", ".join(filter(None, (self.bf16, self.fp16, self.int8)))
         has = f"{self.vectors}, {matrices}" if matrices else self.vectors
-        slow = [word for word, own in (("BF16", self.bf16), ("FP16", self.fp16)) if not own]
+        slow = [word for word, is_native in (("BF16", self.bf16), ("FP16", self.fp16)) if not is_native]
         if not slow:
             return f"{has}: products run in the model's dtype"
         return f"{has}: no instructions for {' and '.join(slow)} products, which run in FP32"
@@ -97,8 +97,8 @@ def features_of(capabilities: Mapping[str, Any], max_isa: str = "") -> Features:
 
     max_isa: value of ``ONEDNN_MAX_CPU_ISA``; "" or an unknown value limits nothing.
     """
-    known = max_isa.upper() in _ISA
-    allowed = ("", *_ISA[: _ISA.index(max_isa.upper()) + 1]) if known else ("", *_ISA)
+    is_isa = max_isa.upper() in _ISA
+    allowed = ("", *_ISA[: _ISA.index(max_isa.upper()) + 1]) if is_isa else ("", *_ISA)
 
     def first(table: Mapping[str, tuple[str, str]]) -> str:
         """Returns the name of the first instructions of `table` that the CPU has and oneDNN may use."""
@@ -116,8 +116,8 @@ def features_of(capabilities: Mapping[str, Any], max_isa: str = "") -> Features:
 def _capabilities() -> Mapping[str, Any]:
     query = getattr(torch.cpu, "get_capabilities", None)
     if query is not None:
-        known: Mapping[str, Any] = query()
-        return known
+        capabilities: Mapping[str, Any] = query()
+        return capabilities
     return {  # older versions of PyTorch
         "avx2": torch.cpu._is_avx2_supported(),
         "avx512_f": torch.cpu._is_avx512_supported(),

@@ -51,9 +51,9 @@ def lower_matmul(
     def body(words: CppNames) -> str:
         x, s, w, t = (words.pointer(name) for name in ("x", "s", "w", "t"))
         added = words.pointer("bias") if vector else "static_cast<const float*>(nullptr)"
-        left = f"mxcompile::Codes{{{x}, {s}, {words.size_arguments(m, k)}}}"
-        right = f"mxcompile::Codes{{{w}, {t}, {words.size_arguments(n, k)}}}"
-        return f"mxcompile::integer_mm({left}, {right}, {added}, {words.threads}, {words.pointer('out')});"
+        lhs = f"mxcompile::Codes{{{x}, {s}, {words.size_arguments(m, k)}}}"
+        rhs = f"mxcompile::Codes{{{w}, {t}, {words.size_arguments(n, k)}}}"
+        return f"mxcompile::integer_mm({lhs}, {rhs}, {added}, {words.threads}, {words.pointer('out')});"
 
     code = CppBody(header="integer_mm.h", body=body)
     outputs = {"out": ([m, n], made_dtype)}

@@ -32,29 +32,29 @@ _BLOCKS_SINCE = (12, 9)
 class Problem:
     """A product of FP8 operands with FP32 scales.
 
-    left, right: formats of the operands. device: device type of the target's tensors.
+    lhs, rhs: formats of the operands. device: device type of the target's tensors.
     """
 
     out: Tensor
     a: Tensor
     b: Tensor
     bias: Tensor | None
-    left: Format
-    right: Format
+    lhs: Format
+    rhs: Format
     device: str
 
     @staticmethod
     def from_node(node: fx.Node, device: str) -> Problem:
         """Returns the problem of `node`, a ``matmul``."""
         product = Product.read(node)
-        left, right = product.forms
+        lhs, rhs = product.forms
         return Problem(
             out=value_of(node),
             a=value_of(product.a),
             b=value_of(product.b),
             bias=tensor(product.bias),
-            left=left,
-            right=right,
+            lhs=lhs,
+            rhs=rhs,
             device=device,
         )
 
@@ -72,12 +72,12 @@ class Problem:
     @property
     def in_blocks(self) -> bool:
         """Whether the left operand has several scales along the contraction."""
-        return self.left.tile.along != WHOLE
+        return self.lhs.tile.along != WHOLE
 
     @property
     def num_blocks(self) -> Any:
         """The number of blocks of the right operand along the contraction."""
-        return -(-self.a.shape[1] // self.right.tile.along)
+        return -(-self.a.shape[1] // self.rhs.tile.along)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +99,8 @@ def _no_multiples(problem: Problem) -> str:
 
 
 def _takes_elements(problem: Problem) -> bool:
-    both = problem.left.elem == problem.right.elem == E5M2
-    return not both and not (problem.left.tile == Tile.CHANNEL and problem.right.elem == E5M2)
+    both = problem.lhs.elem == problem.rhs.elem == E5M2
+    return not both and not (problem.lhs.tile == Tile.CHANNEL and problem.rhs.elem == E5M2)
 
 
 def _takes_bias(problem: Problem) -> bool:
@@ -119,7 +119,7 @@ REQUIREMENTS = (
     Requirement(lambda p: not p.odd and not p.is_empty, _no_multiples),
     Requirement(_takes_elements, lambda _: "the FP8 GEMM takes no E5M2 on the right"),
     Requirement(
-        lambda p: p.left.tile != Tile.CHANNEL or p.out.dtype is torch.bfloat16,
+        lambda p: p.lhs.tile != Tile.CHANNEL or p.out.dtype is torch.bfloat16,
         lambda _: "the FP8 GEMM with a scale per channel gives BF16",
     ),
     Requirement(
@@ -131,7 +131,7 @@ REQUIREMENTS = (
         lambda p: f"the FP8 GEMM with block scales takes multiples of {_ALIGNED} rows (m={p.a.shape[0]})",
     ),
     Requirement(
-        lambda p: not p.in_blocks or p.right.tile.across == 1 or p.num_blocks % _ALIGNED == 0,
+        lambda p: not p.in_blocks or p.rhs.tile.across == 1 or p.num_blocks % _ALIGNED == 0,
         lambda p: f"the FP8 GEMM takes multiples of {_ALIGNED} blocks along k ({p.num_blocks})",
     ),
     Requirement(_takes_bias, lambda _: "the FP8 GEMM takes a vector bias in its result's half precision"),

@@ -43,8 +43,8 @@ def unmet(a: fx.Node, b: fx.Node) -> str:
 
 def in_order(a: fx.Node, b: fx.Node, build: Builder) -> Pair:
     """Returns both operands in a memory order that the product takes. Requires that `unmet` is ""."""
-    left, right = _innermost(value_of(a), value_of(b))
-    return _ordered(a, left, build), _ordered(b, right, build)
+    lhs, rhs = _innermost(value_of(a), value_of(b))
+    return _ordered(a, lhs, build), _ordered(b, rhs, build)
 
 
 def _innermost(a: Tensor, b: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -93,8 +93,8 @@ class Native(NativePass):
         """Returns the tiles of the tiled form for `node`, [] if it does not fit."""
         if _is_grouped(node):
             return self._tiled_groups(node)
-        left, right = Product.read(node).sides
-        out, a, scale_a, b, scale_b = map(tensor, (node, *left, *right))
+        lhs, rhs = Product.read(node).sides
+        out, a, scale_a, b, scale_b = map(tensor, (node, *lhs, *rhs))
         if out is None or a is None or b is None or out.ndim != 2:
             return []
         if any(scale is None or scale.ndim != 1 for scale in (scale_a, scale_b)):

@@ -83,11 +83,11 @@ def _replace(product: Product, copies: _Copies) -> None:
     node, forms, build = product.node, product.forms, copies.build
     with build.graph.inserting_before(node):
         operands = zip((product.a, transpose(product.b, build)), forms, strict=True)
-        left, right = (copies.elements(matrix, form) for matrix, form in operands)
+        lhs, rhs = (copies.elements(matrix, form) for matrix, form in operands)
         scale_a, scale_b = _scales(product.scale_a, product.scale_b, forms, copies)
         if copies.fnuz:
             scale_a, scale_b = (build.call(aten.mul.Scalar, s, 2.0, like=node) for s in (scale_a, scale_b))
-        args = (left, transpose(right, build), scale_a, scale_b, product.bias, None, product.out_dtype, False)
+        args = (lhs, transpose(rhs, build), scale_a, scale_b, product.bias, None, product.out_dtype, False)
         result = build.call(aten._scaled_mm.default, *args, like=node)
     tiles = " and ".join(dict.fromkeys(str(form.tile) for form in forms))
     set_tag(result, *(replace(tag, kernel=f"aten._scaled_mm ({tiles} scales)") for tag in tags_of(node)))
@@ -98,26 +98,26 @@ def _along_k(product: Product, copies: _Copies) -> None:
     """Makes `product`, which the MX GEMM will run, read K-major copies where separate casts write them."""
     a, b = product.a, product.b
     with copies.build.graph.inserting_before(product.node):
-        left, right = copies.transposed(a), copies.transposed(transpose(b, copies.build))
-        right = None if right is None else transpose(right, copies.build)
-    product.node.args = product.arguments(a=left or a, b=right or b)
+        lhs, rhs = copies.transposed(a), copies.transposed(transpose(b, copies.build))
+        rhs = None if rhs is None else transpose(rhs, copies.build)
+    product.node.args = product.arguments(a=lhs or a, b=rhs or b)
 
 
 def _scales(
-    left: fx.Node, right: fx.Node, forms: tuple[Format, ...], copies: _Copies
+    lhs: fx.Node, rhs: fx.Node, forms: tuple[Format, ...], copies: _Copies
 ) -> tuple[fx.Node, fx.Node]:
     """Returns both scales in the shapes and layouts that the GEMM takes."""
     build = copies.build
     if forms[0].tile == Tile.CHANNEL:  # views of vectors, so that strides are 1 also for transposed operands
-        views = zip((left, right), ([-1, 1], [1, -1]), strict=True)
+        views = zip((lhs, rhs), ([-1, 1], [1, -1]), strict=True)
         vectors = (build.call(aten.view.default, untransposed(s)[0], to, like=s) for s, to in views)
         return next(vectors), next(vectors)
     if forms[0].tile.along == WHOLE:
-        return left, right
-    left = transpose(copies.rows(transpose(left, build)), build)
+        return lhs, rhs
+    lhs = transpose(copies.rows(transpose(lhs, build)), build)
     if forms[1].tile.across > 1:
-        return left, transpose(copies.rows(transpose(right, build)), build)
-    return left, copies.rows(right)
+        return lhs, transpose(copies.rows(transpose(rhs, build)), build)
+    return lhs, copies.rows(rhs)
 
 
 class _Copies:

@@ -31,7 +31,7 @@ def outer_loader(outer: ir.TensorBox) -> Load:
     def loaded(tile: Index) -> Any:
         if len(sizes) < len(tile):
             return load([sympy.S.Zero])
-        return load([sympy.S.Zero if size == 1 else place for place, size in zip(tile, sizes, strict=True)])
+        return load([sympy.S.Zero if size == 1 else index for index, size in zip(tile, sizes, strict=True)])
 
     return loaded
 
@@ -116,8 +116,8 @@ class _Choice:
             *tile, row = index
             factor = encoding_factor(scale(tile), self._gain(tile))
             total = f32(0.0)
-            for place in range(self._form.tile.along):
-                total = inductor.add(total, self._error(tile, row, place, scale(tile), factor))
+            for offset in range(self._form.tile.along):
+                total = inductor.add(total, self._error(tile, row, offset, scale(tile), factor))
             return total
 
         ranges = [*self._blocks.scale_shape, sympy.Integer(self._form.tile.across)]
@@ -127,10 +127,10 @@ class _Choice:
         result.realize()
         return result
 
-    def _error(self, tile: Index, row: Any, place: int, scale: Any, factor: Any) -> Any:
+    def _error(self, tile: Index, row: Any, offset: int, scale: Any, factor: Any) -> Any:
         """Returns the error of one element of `tile`."""
         form, index = self._form, list(tile)
-        index[self._along] = tile[self._along] * form.tile.along + place
+        index[self._along] = tile[self._along] * form.tile.along + offset
         if self._across != self._along:
             index[self._across] = tile[self._across] * form.tile.across + row
         value = self._blocks.guarded(index, lambda: self._load(index))

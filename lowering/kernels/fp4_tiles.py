@@ -294,15 +294,15 @@ def _code(value):
 
 
 @triton.jit
-def random_pairs(place, stream, seed, COLUMNS: tl.constexpr, PTX: tl.constexpr):
+def random_pairs(counter, stream, seed, COLUMNS: tl.constexpr, PTX: tl.constexpr):
     """Returns int32 with 16 random bits for each of two neighbours along K, the first in the low half.
 
-    place: number of a group of four elements as in `formats.stochastic`, uint32 [R, G, C / 4], or
+    counter: number of a group of four elements as in `formats.stochastic`, uint32 [R, G, C / 4], or
     [R / 4, G, W] if COLUMNS.
     """
-    left = place.to(tl.uint32)
-    right = tl.full(place.shape, 0, tl.uint32) + stream.to(tl.uint32)
-    key = tl.full(place.shape, 0, tl.uint32) + seed.to(tl.uint32)
+    left = counter.to(tl.uint32)
+    right = tl.full(counter.shape, 0, tl.uint32) + stream.to(tl.uint32)
+    key = tl.full(counter.shape, 0, tl.uint32) + seed.to(tl.uint32)
     if PTX:
         args = [left, right, key]
         left, right = tl.inline_asm_elementwise(
@@ -315,9 +315,9 @@ def random_pairs(place, stream, seed, COLUMNS: tl.constexpr, PTX: tl.constexpr):
             right = product.to(tl.uint32)
             key = key + _WEYL
         left, right = left.to(tl.int32, bitcast=True), right.to(tl.int32, bitcast=True)
-    R: tl.constexpr = place.shape[0]
-    G: tl.constexpr = place.shape[1]
-    W: tl.constexpr = place.shape[2]
+    R: tl.constexpr = counter.shape[0]
+    G: tl.constexpr = counter.shape[1]
+    W: tl.constexpr = counter.shape[2]
     words = tl.join(left, right)
     if COLUMNS:
         pairs = tl.reshape(tl.permute(words, (0, 3, 1, 2)), (2 * R, G, W))

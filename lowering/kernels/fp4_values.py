@@ -23,16 +23,16 @@ _PAIR = """
 _BYTES = ("0x1404", "0x3424")
 
 
-def _fp16_asm(place: int) -> str:
-    """Returns PTX of 2^-14 · value in FP16 of four codes. place: 0 for low halves of bytes, 1 for high."""
+def _fp16_asm(half: int) -> str:
+    """Returns PTX of 2^-14 · value in FP16 of four codes. half: 0 for low halves of bytes, 1 for high."""
     pairs = (
         _PAIR.format(bytes=selector, shift=3, mask="0x0E000E00", result=result)
         for selector, result in zip(_BYTES, ("$0", "$1"), strict=True)
     )
-    return f"{{\n    .reg .b32 word, pair, size;\n    shl.b32 word, $2, {4 - 4 * place};{''.join(pairs)}\n}}"
+    return f"{{\n    .reg .b32 word, pair, size;\n    shl.b32 word, $2, {4 - 4 * half};{''.join(pairs)}\n}}"
 
 
-def _bf16_asm(place: int) -> str:
+def _bf16_asm(half: int) -> str:
     """Returns PTX of four values times four BF16 factors, in BF16, from 2^-126 · value."""
     product = """
     fma.rn.bf16x2 pair, pair, up, none;
@@ -44,21 +44,21 @@ def _bf16_asm(place: int) -> str:
     )
     constants = "    mov.b32 up, 0x7E807E80;\n    mov.b32 none, 0x80008000;"  # 2^126; −0, to add nothing
     head = f"    .reg .b32 word, pair, size, up, none;\n{constants}"
-    return f"{{\n{head}\n    shl.b32 word, $2, {4 - 4 * place};{''.join(pairs)}\n}}"
+    return f"{{\n{head}\n    shl.b32 word, $2, {4 - 4 * half};{''.join(pairs)}\n}}"
 
 
 DECODED, SCALED = (tuple(map(asm, (0, 1))) for asm in (_fp16_asm, _bf16_asm))
-"""PTX of `decoded` and of `times`, by place."""
+"""PTX of `decoded` and of `times`, by half of the byte."""
 
 
 @triton.constexpr_function
-def _decoded_asm(place):
-    return DECODED[place]
+def _decoded_asm(half):
+    return DECODED[half]
 
 
 @triton.constexpr_function
-def _scaled_asm(place):
-    return SCALED[place]
+def _scaled_asm(half):
+    return SCALED[half]
 
 
 @triton.jit

@@ -121,10 +121,10 @@ def barrier(codes):
     second time there.
     """
     result = tl.zeros(codes.shape, codes.dtype)
-    left = 1
-    while left > 0:
+    remaining = 1
+    while remaining > 0:
         result = codes
-        left -= 1
+        remaining -= 1
     return result
 
 

@@ -82,8 +82,8 @@ def load_words(
     first = step * BLOCKS
     row = tl.arange(0, ROWS)
     ptr += ((first_row // 128).to(tl.int64) * across + first // 4) * 512
-    place = tiles.swizzled_offset(first_row % 128 + row, 0, across * 4) // 4
-    words = ptr.to(tl.pointer_type(tl.int32)) + place
+    index = tiles.swizzled_offset(first_row % 128 + row, 0, across * 4) // 4
+    words = ptr.to(tl.pointer_type(tl.int32)) + index
     inside = first_row + row < tl.cdiv(rows, 128) * 128
     if BLOCKS <= 4:
         four = tl.load(words) if EVEN else tl.load(words, mask=inside & (first // 4 < across), other=0)
@@ -123,14 +123,14 @@ def load_tiled(
     elif ROWS % 128 == 0 and BLOCKS % 4 == 0:
         DOWN: tl.constexpr = ROWS // 128
         ACROSS: tl.constexpr = BLOCKS // 4
-        down, place = first_row // 128, tl.arange(0, ACROSS * 512)
+        down, byte = first_row // 128, tl.arange(0, ACROSS * 512)
         ptr = typed(ptr, BLOCK) + down.to(tl.int64) * across * 512 + step * (ACROSS * 512)
-        offset = tl.arange(0, DOWN)[:, None] * across * 512 + place[None, :]
+        offset = tl.arange(0, DOWN)[:, None] * across * 512 + byte[None, :]
         if EVEN or (DOWN == 1 and ACROSS == 1):
             tiled = tl.load(ptr + offset)
         else:
             in_rows = (down + tl.arange(0, DOWN) < tl.cdiv(rows, 128))[:, None]
-            in_blocks = (step * ACROSS + place // 512 < across)[None, :]
+            in_blocks = (step * ACROSS + byte // 512 < across)[None, :]
             tiled = tl.load(ptr + offset, mask=in_rows & in_blocks, other=0.0)
         scale = from_tiles(tiled, DOWN, ACROSS)
     else:

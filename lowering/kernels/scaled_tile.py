@@ -122,9 +122,9 @@ def tile_product(
         a_scales += BLOCKS * stride_ask
         b_scales += BLOCKS * stride_bsk
     if CHUNKS:
-        place, block, bits = _ends(begin, end, BLOCK)
-        in_k, in_block = (bits > 0) & (place < length), (block >= 0) & (block * BLOCK < length)
-        k, block = place.to(row.dtype), block.to(row.dtype)
+        byte, block, bits = _ends(begin, end, BLOCK)
+        in_k, in_block = (bits > 0) & (byte < length), (block >= 0) & (block * BLOCK < length)
+        k, block = byte.to(row.dtype), block.to(row.dtype)
         a_ptrs = a_ptr + row[:, None] * stride_am + k[None, :] * stride_ak
         b_ptrs = b_ptr + k[:, None] * stride_bk + column[None, :] * stride_bn
         a_scales = a_scale_ptr + row[:, None] * stride_asm + block[None, :] * stride_ask
@@ -166,12 +166,12 @@ def _ends(begin, end, BLOCK: tl.constexpr):
 
     Returns their bytes, their blocks (−1 if a chunk does not exist), and masks of the codes in the range.
     """
-    place, block = tl.arange(0, 2 * CHUNK), tl.arange(0, 2 * CHUNK // BLOCK)
+    position, block = tl.arange(0, 2 * CHUNK), tl.arange(0, 2 * CHUNK // BLOCK)
     head, tail = begin // (2 * CHUNK), end // (2 * CHUNK)
     has_head = (begin % (2 * CHUNK) > 0) & (begin < end)
     has_tail = (end % (2 * CHUNK) > 0) & ((tail != head) | (begin % (2 * CHUNK) == 0)) & (begin < end)
-    byte = tl.where(place < CHUNK, head * CHUNK + place, tail * CHUNK + place - CHUNK)
-    there = tl.where(place < CHUNK, has_head, has_tail)
+    byte = tl.where(position < CHUNK, head * CHUNK + position, tail * CHUNK + position - CHUNK)
+    there = tl.where(position < CHUNK, has_head, has_tail)
     low, high = 2 * byte, 2 * byte + 1
     bits = tl.where((low >= begin) & (low < end), 0x0F, 0) | tl.where((high >= begin) & (high < end), 0xF0, 0)
     PER: tl.constexpr = CHUNK // BLOCK

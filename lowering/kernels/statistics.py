@@ -123,8 +123,8 @@ def _store_fields(row_ptr, elements, amax, smallest, counts, signal, noise):
     tl.store(row_ptr, amax.to(tl.float64))
     tl.store(row_ptr + 1, -smallest.to(tl.float64))
     tl.store(row_ptr + 2, elements.to(tl.float64))
-    for place in tl.static_range(len(counts)):
-        tl.store(row_ptr + 3 + place, counts[place].to(tl.float64))
+    for index in tl.static_range(len(counts)):
+        tl.store(row_ptr + 3 + index, counts[index].to(tl.float64))
     tl.store(row_ptr + 9, signal)
     tl.store(row_ptr + 10, noise)
 

@@ -70,8 +70,8 @@ class Coding:
         a, b = map(repr, self.elems)
         arguments: dict[str, Any] = {"ELEM_A": a, "ELEM_B": b, "BLOCK": self.block, "TWO_LEVEL": False}
         if self.tensors:
-            left, right = self.tensors
-            arguments |= {"TWO_LEVEL": True, "SHARED_A": _is_0(left, -2), "SHARED_B": _is_0(right, -1)}
+            lhs, rhs = self.tensors
+            arguments |= {"TWO_LEVEL": True, "SHARED_A": _is_0(lhs, -2), "SHARED_B": _is_0(rhs, -1)}
         return arguments
 
 

@@ -109,9 +109,9 @@ def _packed_mm(
     out_dtype: torch.dtype,
 ) -> Tensor:
     swizzle = [F.SwizzleType.SWIZZLE_32_4_4.value, F.SwizzleType.NO_SWIZZLE.value][: len(recipe)]
-    left, right = a.view(torch.float4_e2m1fn_x2), b.t().view(torch.float4_e2m1fn_x2).t()
+    lhs, rhs = a.view(torch.float4_e2m1fn_x2), b.t().view(torch.float4_e2m1fn_x2).t()
     product: Tensor = torch.ops.aten._scaled_mm_v2(
-        left, right, scales[0], recipe, swizzle, scales[1], recipe, swizzle, bias, out_dtype
+        lhs, rhs, scales[0], recipe, swizzle, scales[1], recipe, swizzle, bias, out_dtype
     )
     return product
 

@@ -43,7 +43,7 @@ class Comparison:
 
     def with_note(self, note: str) -> Comparison:
         """Returns a copy with `note` as the first note of every audit."""
-        return dataclasses.replace(self, audits=tuple(each.with_note(note) for each in self.audits))
+        return dataclasses.replace(self, audits=tuple(result.with_note(note) for result in self.audits))
 
     def __str__(self) -> str:
         table = drawn(fitted(self._policies(), ("policy",)))
@@ -67,15 +67,15 @@ class Comparison:
         """Returns a row for each policy, without columns that are empty for all."""
         rows = [_of_report(report) for report in self.reports]
         if self.audits:
-            rows = [_start(each.report) | _of_numerics(each.numerics) for each in self.audits]
+            rows = [_start(result.report) | _of_numerics(result.numerics) for result in self.audits]
         filled = [head for index, head in enumerate(rows[0]) if index < 2 or any(row[head] for row in rows)]
         return [filled, *([row[head] for head in filled] for row in rows)]
 
     def _layers(self) -> Table:
         """Returns headers, and a row for every layer and GEMM that any policy quantizes."""
         measured = [
-            lowest_by(((gemm.name, gemm.gemm), gemm.sqnr_db) for gemm in each.numerics.gemms)
-            for each in self.audits
+            lowest_by(((gemm.name, gemm.gemm), gemm.sqnr_db) for gemm in result.numerics.gemms)
+            for result in self.audits
         ]
         least = lowest_by(item for by_gemm in measured for item in by_gemm.items())
         worst = sorted(least, key=lambda key: -math.inf if math.isnan(least[key]) else least[key])
@@ -83,15 +83,15 @@ class Comparison:
             [
                 name or "(root)",
                 gemm,
-                *(decibels(each[name, gemm]) if (name, gemm) in each else "" for each in measured),
+                *(decibels(by_gemm[name, gemm]) if (name, gemm) in by_gemm else "" for by_gemm in measured),
             ]
             for name, gemm in worst
         ]
-        return [["layer", "GEMM", *(_name(each.report) for each in self.audits)], *rows]
+        return [["layer", "GEMM", *(_name(result.report) for result in self.audits)], *rows]
 
     def _notes(self) -> list[str]:
         """Returns the notes that all audits share, then the notes of single audits."""
-        every = [each.numerics for each in self.audits]
+        every = [result.numerics for result in self.audits]
         shared = [note for note in every[0].notes if all(note in numerics.notes for numerics in every)]
         return [f"note: {note}" for note in shared] + [
             f"note, {numerics.policy}: {note}"
@@ -167,7 +167,7 @@ def compare(
     audits = tuple(
         audit(model, *args, policy=policy, loss_fn=loss_fn, kwargs=kwargs) for policy in _resolved(policies)
     )
-    return Comparison(reports=tuple(each.report for each in audits), audits=audits)
+    return Comparison(reports=tuple(result.report for result in audits), audits=audits)
 
 
 def estimates(

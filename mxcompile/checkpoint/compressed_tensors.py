@@ -40,7 +40,7 @@ def config_entry(ignored: Iterable[str], stored_modules: Mapping[str, Format]) -
     forms = [form for form in _FORMATS if form in stored_modules.values()] or [MXFP8]
     groups: dict[str, Any] = {}
     for number, form in enumerate(forms):
-        of_form = sorted(name for name, each in stored_modules.items() if each == form)
+        of_form = sorted(name for name, stored in stored_modules.items() if stored == form)
         scale_dtype = str(form.scale.dtype)
         groups[f"group_{number}"] = {
             "targets": ["Linear"] if len(forms) == 1 else of_form,

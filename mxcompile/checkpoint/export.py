@@ -234,10 +234,10 @@ def _gathered(like: Any, part: Tensor, width: int) -> Tensor:
 
     shape = torch.Size((*like.shape[:-1], width))
     stride = torch.empty(shape, device="meta").stride()
-    held = DTensor.from_local(
+    sharded = DTensor.from_local(
         part.contiguous(), like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride
     )
-    whole: Tensor = held.full_tensor()
+    whole: Tensor = sharded.full_tensor()
     return whole
 
 

@@ -154,13 +154,13 @@ def weights_in(checkpoint: Checkpoint) -> tuple[str, list[StoredWeight]]:
     if any(gpt_oss.is_blocks(entry) for entry in checkpoint.entries.values()):
         return GPT_OSS, [*gpt_oss.read(checkpoint)]
     marks = {key for metadata in checkpoint.metadata for key in metadata} - {""}
-    layout = next((each for each in LAYOUTS.values() if each.mark in marks), None)
+    layout = next((candidate for candidate in LAYOUTS.values() if candidate.mark in marks), None)
     if layout is None:
         source, about = quantization_config(checkpoint)
         method = about.get("quant_method", COMPRESSED_TENSORS)
         layout = LAYOUTS.get(method)
         if layout is None or layout.mark:
-            names = [each.name for each in LAYOUTS.values() if not each.mark]
+            names = [candidate.name for candidate in LAYOUTS.values() if not candidate.mark]
             raise CheckpointError(f"{source}: {not_allowed('quant_method', str(method), names)}")
     weights = [*layout.read(checkpoint)]
     return layout.name if any(weight.stored for weight in weights) else NO_LAYOUT, weights

@@ -37,7 +37,7 @@ def plan_conversion(
     checkpoint: Checkpoint,
     policy: Policy | str | dict[str, Any] | None,
     layout: FileLayout,
-    given: LoadedModel | None,
+    loaded: LoadedModel | None,
 ) -> tuple[dict[str, StoredWeight], dict[str, Any]]:
     """Returns the weights of a converted checkpoint, and its config.json.
 
@@ -45,7 +45,7 @@ def plan_conversion(
         checkpoint: The checkpoint to convert.
         policy: The policy that decides.
         layout: Layout of the result.
-        given: The model; None if the checkpoint has a Hugging Face config.json.
+        loaded: The model; None if the checkpoint has a Hugging Face config.json.
 
     Returns:
         Every weight of a linear layer or embedding, by its name in the checkpoint; and the config.json, empty
@@ -65,14 +65,14 @@ def plan_conversion(
     config = read_json(source / "config.json") if (source / "config.json").is_file() else {}
     if "quantization_config" in config:
         raise CheckpointError(f"{source / 'config.json'}: has a quantization_config; it is quantized already")
-    if given is None:
+    if loaded is None:
         if not config:
             raise CheckpointError(
                 f"{source}: it has no config.json: pass the model of these weights, --model NAME"
             )
-        given = _of_config(source, config)
-    decided = planned_weights(given.model, policy, given.args, given.kwargs)
-    places = _places(given.model, checkpoint)
+        loaded = _of_config(source, config)
+    decided = planned_weights(loaded.model, policy, loaded.args, loaded.kwargs)
+    places = _places(loaded.model, checkpoint)
     weights = {
         name: _for_file(checkpoint.entries[name], decided[path], reason, layout)
         for name, (path, reason) in places.items()
@@ -85,7 +85,7 @@ def plan_conversion(
     if config and layout.config is not None:
         state = {name: blank(entry, weights.get(name)) for name, entry in checkpoint.entries.items()}
         stored = {places[name][0]: state[name] for name, weight in weights.items() if weight.stored}
-        modules = _modules(given.model, stored)
+        modules = _modules(loaded.model, stored)
         config["quantization_config"] = quantization_config(layout.config, state, modules)
     return weights, config
 
@@ -101,18 +101,20 @@ def _modules(model: nn.Module, stored: Mapping[str, Tensor]) -> dict[str, Tensor
     """Returns the weights of the modules of `model`; tensors of `stored` replace its parameters."""
     parameters = model.named_parameters(remove_duplicate=False)
     by_identity = {id(value): stored[path] for path, value in parameters if path in stored}
-    linears = ((name, each) for name, each in model.named_modules() if isinstance(each, nn.Linear))
+    linears = ((name, linear) for name, linear in model.named_modules() if isinstance(linear, nn.Linear))
     return {
         **{path.removesuffix(".weight"): value for path, value in stored.items()},
-        **{name: by_identity.get(id(each.weight), each.weight) for name, each in linears},
+        **{name: by_identity.get(id(linear.weight), linear.weight) for name, linear in linears},
     }
 
 
 def _reasons(weights: Mapping[str, StoredWeight], decided: Mapping[str, StoredWeight]) -> str:
     """Returns why no tensor is stored: limits of the layout, or else the reasons of the policy."""
-    wanted = any(each.stored for each in decided.values())
-    policies = {each.reason for each in decided.values()}
-    reasons = Counter(each.reason for each in weights.values() if not wanted or each.reason not in policies)
+    wanted = any(weight.stored for weight in decided.values())
+    policies = {weight.reason for weight in decided.values()}
+    reasons = Counter(
+        weight.reason for weight in weights.values() if not wanted or weight.reason not in policies
+    )
     return (
         "; ".join(f"{reason} ({number} of them)" for reason, number in reasons.most_common(3)) or "no matrix"
     )
@@ -134,8 +136,8 @@ def _places(model: nn.Module, checkpoint: Checkpoint) -> dict[str, tuple[str, st
 
     owner: Any = model
     transforms = get_model_conversion_mapping(owner)
-    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
-    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    renamings = [step for step in transforms if isinstance(step, WeightRenaming)]
+    converters = [step for step in transforms if isinstance(step, WeightConverter)]
     places = {}
     for name, entry in checkpoint.entries.items():
         path, pattern = rename_source_key(
@@ -144,7 +146,7 @@ def _places(model: nn.Module, checkpoint: Checkpoint) -> dict[str, tuple[str, st
         if pattern is None:
             places[name] = _checked(entry, path, shapes)
         else:
-            used = [each for each in converters if pattern in each.source_patterns]
+            used = [step for step in converters if pattern in step.source_patterns]
             places[name] = path, _lost(used, len(shapes.get(path, ())))
     return places
 
@@ -168,13 +170,13 @@ def _lost(converters: Sequence[Any], rank: int) -> str:
 
 def _for_file(entry: Entry, weight: StoredWeight, lost: str, layout: FileLayout) -> StoredWeight:
     """Returns the decision for a tensor of a file that becomes the parameter `weight`, or a part of it."""
-    own = replace(weight, name=entry.name, shape=entry.shape, dtype=entry.dtype, keeps_table=False)
+    in_file = replace(weight, name=entry.name, shape=entry.shape, dtype=entry.dtype, keeps_table=False)
     if weight.form is None:
-        return own
+        return in_file
     reason = lost
     if weight.keeps_table:  # a checkpoint has one tensor for table and layer
         reason = f"{weight.reason.partition(';')[0]}, but {TABLE}"
     if entry.dtype not in _SOURCES:
         reason = f"its dtype is {str(entry.dtype).removeprefix('torch.')}"
-    reason = reason or layout.obstacle(own)
-    return replace(own, form=None, reason=reason) if reason else replace(own, block_dim=-1)
+    reason = reason or layout.obstacle(in_file)
+    return replace(in_file, form=None, reason=reason) if reason else replace(in_file, block_dim=-1)

@@ -110,7 +110,7 @@ def write_index(directory: Path) -> None:
 
 def packed(weights: Mapping[str, Tensor], layout: FileLayout) -> dict[str, Tensor]:
     """Returns the tensors of a file for `weights`."""
-    return {key: part for name, each in weights.items() for key, part in layout.pack(name, each).items()}
+    return {key: part for name, weight in weights.items() for key, part in layout.pack(name, weight).items()}
 
 
 def _shards(state: Mapping[str, Tensor], limit: int) -> Iterator[list[str]]:
@@ -118,12 +118,12 @@ def _shards(state: Mapping[str, Tensor], limit: int) -> Iterator[list[str]]:
     names: list[str] = []
     size = 0
     for name, value in state.items():
-        own = value.stored_bytes if isinstance(value, MXTensor) else value.nbytes
-        if names and size + own > limit:
+        value_bytes = value.stored_bytes if isinstance(value, MXTensor) else value.nbytes
+        if names and size + value_bytes > limit:
             yield names
             names, size = [], 0
         names.append(name)
-        size += own
+        size += value_bytes
     if names:
         yield names
 
@@ -140,8 +140,8 @@ def _write_configs(
     if raw.get("tie_word_embeddings", True) and _are_apart(model):
         raw["tie_word_embeddings"] = False
     if layout.config is not None:
-        linears = ((name, each) for name, each in model.named_modules() if isinstance(each, nn.Linear))
-        modules = {user_path(name): each.weight for name, each in linears}
+        linears = ((name, linear) for name, linear in model.named_modules() if isinstance(linear, nn.Linear))
+        modules = {user_path(name): linear.weight for name, linear in linears}
         raw["quantization_config"] = quantization_config(layout.config, state, modules)
     write_json(directory / "config.json", raw)
     generation = getattr(model, "generation_config", None)

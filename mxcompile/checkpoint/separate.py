@@ -58,7 +58,7 @@ def read(checkpoint: Checkpoint) -> Iterator[StoredWeight]:
 def _stored(entries: Mapping[str, Entry], about: Declared) -> list[StoredWeight]:
     """Returns the weights that are stored quantized, checked."""
     bases = {
-        name.removesuffix(PACKED): name for name, each in entries.items() if each.dtype in (*FP8, *BYTES)
+        name.removesuffix(PACKED): name for name, entry in entries.items() if entry.dtype in (*FP8, *BYTES)
     }
     parts = {part for base in bases for part in _scale_names(base)}
     weights = []
@@ -74,9 +74,9 @@ def _stored(entries: Mapping[str, Entry], about: Declared) -> list[StoredWeight]
         wholes = _present(entries, (base + GLOBAL, base + MULTIPLIER))
         for several in (scales, wholes):
             if len(several) > 1:
-                names = " and ".join(repr(each.name) for each in several)
+                names = " and ".join(repr(part.name) for part in several)
                 raise CheckpointError(f"{entry.file}: {name!r} has several scales: {names}")
-        scale, whole = (next(iter(each), None) for each in (scales, wholes))
+        scale, whole = (next(iter(several), None) for several in (scales, wholes))
         tile = about.tile if entry.dtype in FP8 else None
         weights.append(
             stored_weight(base, entry, scale, global_scale=whole, tile=tile, scale_type=about.scale_type)
@@ -87,8 +87,8 @@ def _stored(entries: Mapping[str, Entry], about: Declared) -> list[StoredWeight]
 def _scale_names(base: str) -> tuple[str, ...]:
     """Returns the names that the scales of the weight `base` may have."""
     module, dot, attribute = base.rpartition(".")
-    own = (f"{module}{dot}scale",) if attribute == _WEIGHT else ()
-    return (base + SUFFIX, f"{base}{SUFFIX}_inv", *own)
+    of_module = (f"{module}{dot}scale",) if attribute == _WEIGHT else ()
+    return (base + SUFFIX, f"{base}{SUFFIX}_inv", *of_module)
 
 
 def _present(entries: Mapping[str, Entry], names: tuple[str, ...]) -> list[Entry]:

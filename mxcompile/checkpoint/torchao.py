@@ -41,7 +41,9 @@ def _entry(weight: Tensor) -> dict[str, Any]:
     if not isinstance(weight, MXTensor):
         return {"_type": "Tensor"}
     dtypes = weight.form.elem.stored_dtype, weight.dtype
-    elem, dtype = ({"_type": "torch.dtype", "_data": str(each).removeprefix("torch.")} for each in dtypes)
+    elem, dtype = (
+        {"_type": "torch.dtype", "_data": str(torch_dtype).removeprefix("torch.")} for torch_dtype in dtypes
+    )
     data = {
         "elem_dtype": elem,
         "block_size": BLOCK,

@@ -63,8 +63,8 @@ def parser() -> argparse.ArgumentParser:
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND", help="the command")
     for command in COMMANDS:
         command.add_to(commands)
-    for each in every(root):
-        each.epilog = EXIT_STATUS
+    for subparser in every(root):
+        subparser.epilog = EXIT_STATUS
     return root
 
 
@@ -79,8 +79,8 @@ def every(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
 
 def _in_flags(message: str, root: argparse.ArgumentParser, command: str) -> str:
     """Returns `message` with flags of `command` in place of Python arguments in backquotes."""
-    parsers = (each for each in every(root) if each.prog.split()[1:2] == [command])
-    actions = (action for each in parsers for action in each._actions if action.option_strings)
+    parsers = (candidate for candidate in every(root) if candidate.prog.split()[1:2] == [command])
+    actions = (action for candidate in parsers for action in candidate._actions if action.option_strings)
     flags = {action.dest: max(action.option_strings, key=len) for action in actions}
     return re.sub(r"`(\w+)`", lambda name: flags.get(name[1], name[0]), message)
 

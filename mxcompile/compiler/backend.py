@@ -184,8 +184,8 @@ def compile_graph(
 
     region: dict[str, Any] = {} if name is None else {"compile_region_name": name}
 
-    def compiled(graph: fx.GraphModule, one: Compilation) -> Compiled:
-        patches, rules = one.config_patches(), table()
+    def compiled(graph: fx.GraphModule, part: Compilation) -> Compiled:
+        patches, rules = part.config_patches(), table()
         code = compile_fx(graph, example_inputs, config_patches=patches, decompositions=rules, **region)
         return cast(Compiled, code)
 
@@ -193,7 +193,7 @@ def compile_graph(
     return CompiledGraph(
         compiled(gm, compilation),
         attribution=publish(compilation, stored),
-        sampling=sampling(compilation, example_inputs, lambda one: compiled(copied(gm), one)),
+        sampling=sampling(compilation, example_inputs, lambda part: compiled(copied(gm), part)),
         scales=DelayedScales(tapped, dict(compilation.part.histories), capture.root) if tapped else None,
         references=weak_references(),
     )

@@ -83,8 +83,8 @@ class _UseReader(Rehearsal[FakeTensorMode], Generic[Use]):
 
     def after(self, capture: Capture, graph: fx.Graph) -> None:
         for use in self._read(graph, capture.inputs):
-            for each in (use.path, *self.repeats.others(use.path)):
-                self._uses[each].append(use)
+            for path in (use.path, *self.repeats.others(use.path)):
+                self._uses[path].append(use)
 
     def traced(self, capture: Capture, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Compilation:
         compilation = super().traced(capture, gm, example_inputs)

@@ -30,7 +30,7 @@ def _after_saving(
         value = state_dict.get(prefix + name)
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):  # it is with keep_vars=True
             state_dict[prefix + name] = with_local(
-                value, lambda held: held.master if isinstance(held, MasterWeight) else held
+                value, lambda tensor: tensor.master if isinstance(tensor, MasterWeight) else tensor
             )
 
 
@@ -41,7 +41,7 @@ def _before_loading(
         return
     for name, parameter in module._parameters.items():
         value = state_dict.get(prefix + name)
-        held = None if parameter is None else local(parameter)
-        if isinstance(held, MasterWeight) and isinstance(value, Tensor):
-            wrap = functools.partial(MasterWeight, cast=held.cast)
+        shard = None if parameter is None else local(parameter)
+        if isinstance(shard, MasterWeight) and isinstance(value, Tensor):
+            wrap = functools.partial(MasterWeight, cast=shard.cast)
             state_dict[prefix + name] = with_local(value.detach(), wrap)

@@ -186,8 +186,8 @@ _MOVES = frozenset({
 
 def local(x: Tensor) -> Tensor:
     """Returns the local tensor of a DTensor, or `x` itself."""
-    held: Tensor = getattr(x, "_local_tensor", x)
-    return held
+    shard: Tensor = getattr(x, "_local_tensor", x)
+    return shard
 
 
 def local_bytes(x: Tensor) -> int:
@@ -202,9 +202,9 @@ def with_local(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     assert isinstance(x, DTensor)
-    held = change(x._local_tensor)
+    shard = change(x._local_tensor)
     result: Tensor = DTensor.from_local(
-        held, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+        shard, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
     )
     return result
 

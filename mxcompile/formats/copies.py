@@ -252,10 +252,10 @@ def _swapped(shape: Sequence[Any]) -> list[Any]:
 def _copy_of(word: str) -> Copy:
     form, _, rest = word.rpartition(" @")
     dim, *words = rest.split() or [""]
-    layouts = [each for each in words if each in list(ScaleLayout)]
-    parts = [each for each in words if each in list(CopyPart)]
-    dtypes = [each for each in words if isinstance(getattr(torch, each, None), torch.dtype)]
-    turned, halved = ([each for each in words if each == word] for word in (_TRANSPOSED, _FNUZ))
+    layouts = [part for part in words if part in list(ScaleLayout)]
+    parts = [part for part in words if part in list(CopyPart)]
+    dtypes = [part for part in words if isinstance(getattr(torch, part, None), torch.dtype)]
+    turned, halved = ([part for part in words if part == word] for word in (_TRANSPOSED, _FNUZ))
     is_valid = form and dim.removeprefix("-").isdecimal() and (parts or dtypes)
     if not is_valid or [*parts[:1], *dtypes[:1], *turned[:1], *halved[:1], *layouts[:1]] != words:
         raise FormatError(

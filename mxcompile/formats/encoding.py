@@ -198,16 +198,16 @@ def _percentile(x: Tensor, block_dim: int, fmt: Format) -> Tensor:
     """Returns for each tile the smallest magnitude that `fmt.amax.value` % of its elements do not exceed."""
     every = extents(x.ndim, block_dim, fmt.tile)
     magnitudes = _tiled(x.to(torch.float32).abs(), every)
-    held = _tiled(torch.ones_like(x, dtype=torch.bool), every)  # False for padding
+    is_element = _tiled(torch.ones_like(x, dtype=torch.bool), every)  # False for padding
     outer, inside = list(range(0, magnitudes.ndim, 2)), list(range(1, magnitudes.ndim, 2))
     shape = [magnitudes.shape[dim] for dim in outer]
-    rows = magnitudes.masked_fill(~held, -1.0).permute(*outer, *inside).flatten(len(shape))
-    counts = held.permute(*outer, *inside).flatten(len(shape)).sum(-1)
+    rows = magnitudes.masked_fill(~is_element, -1.0).permute(*outer, *inside).flatten(len(shape))
+    counts = is_element.permute(*outer, *inside).flatten(len(shape)).sum(-1)
     if rows.numel() == 0:
         return torch.zeros(shape, device=x.device)
     rank = (counts.to(torch.float64) * (fmt.amax.value / 100)).ceil().to(torch.int64).clamp(min=1)
-    place = (rows.shape[-1] - counts + rank - 1).clamp(0, rows.shape[-1] - 1)
-    return rows.sort(-1).values.gather(-1, place.unsqueeze(-1)).squeeze(-1).clamp(min=0.0)
+    index = (rows.shape[-1] - counts + rank - 1).clamp(0, rows.shape[-1] - 1)
+    return rows.sort(-1).values.gather(-1, index.unsqueeze(-1)).squeeze(-1).clamp(min=0.0)
 
 
 def encode_with(
@@ -303,15 +303,15 @@ def pack(codes: Tensor, dim: int, elem: ElemType) -> Tensor:
     at = dim % codes.ndim
     parts = codes.unflatten(at, (codes.shape[at] // elem.per_byte, elem.per_byte)).unbind(at + 1)
     packed: Tensor = parts[0].clone(memory_format=torch.contiguous_format)
-    for place, part in enumerate(parts[1:], 1):
-        packed |= part << (place * elem.bits)
+    for index, part in enumerate(parts[1:], 1):
+        packed |= part << (index * elem.bits)
     return packed
 
 
 def unpack(packed: Tensor, dim: int, elem: ElemType) -> Tensor:
     """Returns the codes that `pack` has packed, one per byte; contiguous."""
     at, mask = dim % packed.ndim, (1 << elem.bits) - 1
-    parts = [(packed >> (place * elem.bits)) & mask for place in range(elem.per_byte)]
+    parts = [(packed >> (index * elem.bits)) & mask for index in range(elem.per_byte)]
     codes: Tensor = torch.stack(parts, at + 1).flatten(at, at + 1)
     return codes
 

@@ -37,7 +37,7 @@ def transformed(x: Tensor, dim: int, signs: int) -> Tensor:
     missing = num_transformed(length) - length
     y = F.pad(x.to(torch.float32), (0, 0) * (x.ndim - 1 - at) + (0, missing))
     y = y.movedim(at, -1).unflatten(-1, (num_transformed(length) // WIDTH, WIDTH))
-    y = y * torch.tensor([-1.0 if signs >> place & 1 else 1.0 for place in range(WIDTH)], device=x.device)
+    y = y * torch.tensor([-1.0 if signs >> bit & 1 else 1.0 for bit in range(WIDTH)], device=x.device)
     for stage in range(STAGES):
         pairs = y.unflatten(-1, (WIDTH >> (stage + 1), 2, 1 << stage))
         low, high = pairs.unbind(-2)

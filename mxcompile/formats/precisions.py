@@ -61,8 +61,8 @@ class Choices:
 
     def over(self, other: Choices) -> Choices:
         """Returns these choices, completed by the choices of `other`."""
-        own = {each.name: getattr(self, each.name) for each in fields(Choices)}
-        return replace(other, **{key: value for key, value in own.items() if value is not None})
+        choices = {key.name: getattr(self, key.name) for key in fields(Choices)}
+        return replace(other, **{key: value for key, value in choices.items() if value is not None})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -38,12 +38,12 @@ NEIGHBOURS = 4
 _LOW = 0xFFFFFFFF
 
 
-def philox(place: Tensor, stream: int, seed: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the two words of Philox2x32-7, 0 to 2^32 − 1 in int64, for each counter (`place`, `stream`).
+def philox(index: Tensor, stream: int, seed: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the two words of Philox2x32-7, 0 to 2^32 − 1 in int64, for each counter (`index`, `stream`).
 
-    place: int64, not negative; only its low 32 bits count. seed: int64, 0 to 2^32 − 1, broadcast.
+    index: int64, not negative; only its low 32 bits count. seed: int64, 0 to 2^32 − 1, broadcast.
     """
-    left, right, key = place & _LOW, torch.full_like(place, stream & _LOW), seed & _LOW
+    left, right, key = index & _LOW, torch.full_like(index, stream & _LOW), seed & _LOW
     for _ in range(ROUNDS):
         part = left * (MULTIPLIER - SEEDS)  # product − left · 2^32 fits into int64
         left, right = (((part >> 32) + left) & _LOW) ^ key ^ right, part & _LOW

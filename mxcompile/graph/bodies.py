@@ -95,7 +95,7 @@ class _Flattening:
         returned: dict[fx.Node, list[list[Any]]] = {}
         for node in graph.nodes:
             if node.op == "output" and self._owner is not None:
-                return [copies.get(one) for one in tree_leaves(node.args[0])]
+                return [copies.get(value) for value in tree_leaves(node.args[0])]
             if called := _with_products(node):
                 returned[node] = [self._body(node, body, copies) for body in called]
             if node not in copies:
@@ -133,8 +133,8 @@ class _Flattening:
         """Returns the value of `node` if it is a result of a call in `returned`, else None."""
         if node.target is not operator.getitem or (call := argument(node)) not in returned:
             return None
-        place: Any = node.args[1]
-        results = [values[place] for values in returned[call] if place < len(values)]
+        index: Any = node.args[1]
+        results = [values[index] for values in returned[call] if index < len(values)]
         results = [result for result in results if tensor(result) is not None]
         whole = [result for result in results if _shape(result) == _shape(node)]
         if whole:

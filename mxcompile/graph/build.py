@@ -60,8 +60,8 @@ class Builder:
 
     def results(self, several: fx.Node) -> list[fx.Node]:
         """Inserts getitem nodes for all results of `several` at the current insertion point."""
-        places = range(len(several.meta["val"]))
-        return [self.call(operator.getitem, several, place, like=several) for place in places]
+        indices = range(len(several.meta["val"]))
+        return [self.call(operator.getitem, several, index, like=several) for index in indices]
 
     def converted(self, node: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
         """Returns `node` converted to `dtype`, or `node` itself if it already has the dtype."""
@@ -138,8 +138,8 @@ class Builder:
 
     def replace_results(self, old: fx.Node, new: Sequence[fx.Node]) -> None:
         """Replaces the results of `old` by `new` and erases `old`."""
-        for place, result in list(results_of(old)):
-            self.replace(result, new[place])
+        for index, result in list(results_of(old)):
+            self.replace(result, new[index])
         self.graph.erase_node(old)
 
     @contextmanager

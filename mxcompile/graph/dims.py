@@ -60,21 +60,23 @@ _FOLLOW: dict[Any, Callable[[Sequence[Any], int, frozenset[int]], frozenset[int]
 def _through_reshape(old: list[int], new: list[int], dims: frozenset[int]) -> frozenset[int]:
     """Returns the dimensions of shape `old` that hold the elements of dimensions `dims` of shape `new`."""
     result: set[int] = set()
-    left = right = 0
-    while left < len(old) and right < len(new):
-        start_left, start_right = left, right
-        size_left, size_right = old[left], new[right]
-        left, right = left + 1, right + 1
-        while size_left != size_right:
-            if size_left < size_right and left < len(old):
-                size_left *= old[left]
-                left += 1
-            elif size_left > size_right and right < len(new):
-                size_right *= new[right]
-                right += 1
+    old_dim = new_dim = 0
+    while old_dim < len(old) and new_dim < len(new):
+        old_start, new_start = old_dim, new_dim
+        old_size, new_size = old[old_dim], new[new_dim]
+        old_dim, new_dim = old_dim + 1, new_dim + 1
+        while old_size != new_size:
+            if old_size < new_size and old_dim < len(old):
+                old_size *= old[old_dim]
+                old_dim += 1
+            elif old_size > new_size and new_dim < len(new):
+                new_size *= new[new_dim]
+                new_dim += 1
             else:
                 return frozenset()
-        group = range(start_right, right)
+        group = range(new_start, new_dim)
         if any(dim in dims and new[dim] != 1 for dim in group) or (len(group) == 1 and group[0] in dims):
-            result.update(dim for dim in range(start_left, left) if old[dim] != 1 or left - start_left == 1)
+            result.update(
+                dim for dim in range(old_start, old_dim) if old[dim] != 1 or old_dim - old_start == 1
+            )
     return frozenset(result)

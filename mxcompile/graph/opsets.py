@@ -285,8 +285,8 @@ def permutation(node: fx.Node) -> list[int] | None:
         case aten.permute:
             return [dim % rank for dim in argument_of(node, "dims")]
         case aten.transpose:
-            one, other = (argument_of(node, name) % rank for name in ("dim0", "dim1"))
-            order[one], order[other] = order[other], order[one]
+            dim0, dim1 = (argument_of(node, name) % rank for name in ("dim0", "dim1"))
+            order[dim0], order[dim1] = order[dim1], order[dim0]
             return order
         case aten.t:
             return order[::-1]

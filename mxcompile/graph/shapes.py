@@ -48,10 +48,10 @@ def matmul_sizes(node: fx.Node) -> Sizes:
     """Returns the sizes of a matmul node's product; a vector counts as a matrix with one column or row."""
     if packet(node) in CONVOLUTIONS:
         return convolution_sizes(node)
-    left, right = (tensor(operand) for operand in operands(node))
-    if left is None or right is None:
+    lhs, rhs = (tensor(operand) for operand in operands(node))
+    if lhs is None or rhs is None:
         return UNKNOWN
-    a, b = list(left.shape), list(right.shape)
+    a, b = list(lhs.shape), list(rhs.shape)
     if is_grouped(node):
         if str(packet(node)) == GROUPED_FALLBACK_BACKWARD:  # one operand is read transposed
             transposed = b if gradient_index(node) == 0 else a

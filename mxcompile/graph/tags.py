@@ -69,7 +69,7 @@ class GemmTag:
     quantized. forward: formats of x and w of a GEMM of backward that reads them dequantized, else None.
     kernel, fallbacks: results of the lowering; reasons why preferred kernels do not run the GEMM.
     gradients: for a forward GEMM in a plan, whether its first and second operand need gradients.
-    again: whether activation checkpointing recomputes this GEMM in backward.
+    recomputed: whether activation checkpointing recomputes this GEMM in backward.
     """
 
     layer: str
@@ -99,7 +99,7 @@ class GemmTag:
     kernel: str = ""
     fallbacks: tuple[str, ...] = ()
     gradients: tuple[bool, bool] = (False, False)
-    again: bool = False
+    recomputed: bool = False
 
     @property
     def flops(self) -> int:

@@ -100,8 +100,8 @@ def of_groups(groups: Iterable[FSDPGroup], axes: Axes, *, training: bool) -> Ite
             yield _gather(group, axes, group.shards, "forward")
         if not training:
             continue
-        if group.again is not None and group.again.size() > 1:
-            yield _gather(group, axes, group.again, "backward")
+        if group.backward is not None and group.backward.size() > 1:
+            yield _gather(group, axes, group.backward, "backward")
         yield from _reductions(group, axes)
 
 
@@ -156,7 +156,7 @@ def of_graph(
         first = node.args[0]
         value = tensor(first[0] if isinstance(first, list | tuple) else first)
         group = next(arg for arg in reversed(node.args) if isinstance(arg, str))
-        one = Collective(
+        collective = Collective(
             kind=next(kind for start, kind in _KINDS.items() if operator.startswith(start)),
             what="activations",
             name=path,
@@ -168,9 +168,9 @@ def of_graph(
             stride=stride(group),
             phase=phase,
         )
-        yield one
+        yield collective
         for other in others(path):
-            yield dataclasses.replace(one, name=other)
+            yield dataclasses.replace(collective, name=other)
 
 
 def _word(dtype: Any) -> str:

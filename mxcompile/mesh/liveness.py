@@ -34,8 +34,8 @@ class LivenessPoint:
 
     path: module path of the node. saved, last: saved bytes during the first and the last of the equal layers
     that the module represents. working: working bytes. times: number of equal layers. layer: path of the
-    representing layer, "" outside of folded layers. born: (parameter path, bytes) of each gradient that this
-    node completes.
+    representing layer, "" outside of folded layers. gradients: (parameter path, bytes) of each gradient that
+    this node completes.
     """
 
     path: str
@@ -44,7 +44,7 @@ class LivenessPoint:
     working: int
     times: int = 1
     layer: str = ""
-    born: tuple[tuple[str, int], ...] = ()
+    gradients: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,16 +130,16 @@ def _of_forward(
     for buffer in saved.values():
         after.add(buffer)
     working = _changes(buffer for node, buffer in buffers.items() if node not in saved)
-    held = 0
-    for place, node in enumerate(graph.nodes):
-        held += working.get(place, 0)
-        own = saved.get(node)
-        if own is not None:
-            before.add(own)
-            after.add(own, -1)
+    working_bytes = 0
+    for index, node in enumerate(graph.nodes):
+        working_bytes += working.get(index, 0)
+        saved_buffer = saved.get(node)
+        if saved_buffer is not None:
+            before.add(saved_buffer)
+            after.add(saved_buffer, -1)
         path = module_of(node)[0]
         now = before.all + after.others[repeats.keeper(path) or ""]
-        yield LivenessPoint(path=path, saved=now, last=now, working=held)
+        yield LivenessPoint(path=path, saved=now, last=now, working=working_bytes)
 
 
 def _of_backward(
@@ -148,34 +148,34 @@ def _of_backward(
     inputs: tuple[GraphInput, ...],
     repeats: Repeats,
 ) -> Iterator[LivenessPoint]:
-    buffers = _buffers(graph, given=True)
+    buffers = _buffers(graph, placeholders=True)
     gradients = dict(_gradients(graph, inputs))
     alive, dead = _Sum(), _Sum()
     ends: defaultdict[int, list[_Buffer]] = defaultdict(list)
     for node in graph.find_nodes(op="placeholder"):
-        buffer, held = kept.get(node.name), buffers.pop(node, None)
-        if buffer is not None and held is not None:
+        buffer, received = kept.get(node.name), buffers.pop(node, None)
+        if buffer is not None and received is not None:
             alive.add(buffer)
-            ends[held.death].append(buffer)
-        elif held is not None and "tangents" in node.name:
-            buffers[node] = held
+            ends[received.death].append(buffer)
+        elif received is not None and "tangents" in node.name:
+            buffers[node] = received
     working = _changes(buffer for node, buffer in buffers.items() if node not in gradients)
     held_bytes = 0
-    for place, node in enumerate(graph.nodes):
-        held_bytes += working.get(place, 0)
+    for index, node in enumerate(graph.nodes):
+        held_bytes += working.get(index, 0)
         path = module_of(node)[0]
-        own = repeats.keeper(path) or ""
-        first, last = alive.all + dead.others[own], alive.all - alive.others[own]
+        layer = repeats.keeper(path) or ""
+        first, last = alive.all + dead.others[layer], alive.all - alive.others[layer]
         yield LivenessPoint(
             path=path,
             saved=first,
             last=last,
             working=held_bytes,
             times=repeats.count(path),
-            layer=own,
-            born=gradients.get(node, ()),
+            layer=layer,
+            gradients=gradients.get(node, ()),
         )
-        for buffer in ends.get(place, ()):
+        for buffer in ends.get(index, ()):
             alive.add(buffer, -1)
             dead.add(buffer)
 
@@ -194,10 +194,10 @@ def _gradients(
         yield node, tuple(gradients)
 
 
-def _buffers(graph: fx.Graph, *, given: bool = False) -> dict[fx.Node, _Buffer]:
-    """Returns the tensors that the nodes of `graph` write. given: whether to include its inputs."""
+def _buffers(graph: fx.Graph, *, placeholders: bool = False) -> dict[fx.Node, _Buffer]:
+    """Returns the tensors that the nodes of `graph` write. placeholders: whether to include its inputs."""
     skipped = unwritten(graph)
-    places = {node: place for place, node in enumerate(graph.nodes)}
+    places = {node: index for index, node in enumerate(graph.nodes)}
     last = dict(places)
     for node in reversed(graph.nodes):
         until = last[node] if node in skipped or _storage(node) is not node else places[node]
@@ -206,7 +206,7 @@ def _buffers(graph: fx.Graph, *, given: bool = False) -> dict[fx.Node, _Buffer]:
     return {
         node: _Buffer(size=size, birth=places[node], death=last[node])
         for node in graph.nodes
-        if (node.op == "call_function" or (given and node.op == "placeholder"))
+        if (node.op == "call_function" or (placeholders and node.op == "placeholder"))
         and node not in skipped
         and _storage(node) is node
         and (size := bytes_of(node.meta.get("val")))

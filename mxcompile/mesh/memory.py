@@ -66,8 +66,8 @@ class Memory:
     @property
     def total(self) -> int:
         """Bytes at the peak of the step."""
-        held = (self.forward, self.loss, self.backward, self.update)
-        return self.parameters + self.optimizer + max(each.total for each in held)
+        phases = (self.forward, self.loss, self.backward, self.update)
+        return self.parameters + self.optimizer + max(phase.total for phase in phases)
 
 
 def memory(
@@ -88,9 +88,9 @@ def memory(
         gradients=trained,
         optimizer=2 * trained,
         saved=sum(graph.saved * times for graph, times in graphs),
-        forward=max(step.forward(), key=lambda held: held.total, default=MemoryBreakdown()),
+        forward=max(step.forward(), key=lambda breakdown: breakdown.total, default=MemoryBreakdown()),
         loss=step.loss(),
-        backward=max(step.backward(), key=lambda held: held.total, default=MemoryBreakdown()),
+        backward=max(step.backward(), key=lambda breakdown: breakdown.total, default=MemoryBreakdown()),
     )
 
 
@@ -99,7 +99,7 @@ class _Walk:
 
     def __init__(self, groups: Sequence[FSDPGroup], graphs: Sequence[tuple[GraphLiveness, int]]) -> None:
         self._groups = {group.path: group for group in groups}
-        self._ungathered_bytes = sum(weight_bytes(group) for group in groups if group.again is None)
+        self._ungathered_bytes = sum(weight_bytes(group) for group in groups if group.backward is None)
         self._graphs = graphs
 
     def forward(self) -> Iterator[MemoryBreakdown]:
@@ -134,10 +134,10 @@ class _Walk:
         moments = graph.backward
         following = self._following(moments)
         groups = [self._groups.get(self._path(moment.path)) for moment in moments]
-        ends = {id(group): place for place, group in enumerate(groups)}
-        layers = {moment.layer: place for place, moment in enumerate(moments) if moment.layer}
+        ends = {id(group): index for index, group in enumerate(groups)}
+        layers = {moment.layer: index for index, moment in enumerate(moments) if moment.layer}
         rests = reduction.rests(moments)
-        for place, (moment, group, ahead) in enumerate(zip(moments, groups, following, strict=True)):
+        for index, (moment, group, ahead) in enumerate(zip(moments, groups, following, strict=True)):
             reduction.take(moment)
             gathered = self._ungathered_bytes + self._gathered(group, ahead, moment.times)
             for saved, rest in ((moment.saved, 0), (moment.last, rests.get(moment.layer, 0))):
@@ -147,19 +147,19 @@ class _Walk:
                     saved=others + saved,
                     working=moment.working,
                 )
-            if group is not None and ends[id(group)] == place:
-                own = weight_bytes(group) if group.again is None else 0
+            if group is not None and ends[id(group)] == index:
+                freed = weight_bytes(group) if group.backward is None else 0
                 reduction.finish(group)
                 yield MemoryBreakdown(
                     gradients=reduction.done + rests.get(moment.layer, 0),
                     gathered=self._ungathered_bytes
-                    - own
+                    - freed
                     + reduction.reducing
                     + (0 if ahead is None else weight_bytes(ahead)),
                     saved=others + moment.last,
                     working=moment.working,
                 )
-            if layers.get(moment.layer) == place:
+            if layers.get(moment.layer) == index:
                 reduction.done += rests.get(moment.layer, 0)
 
     def _path(self, path: str) -> str:
@@ -174,14 +174,14 @@ class _Walk:
         ahead = now = None
         for moment in reversed(moments):
             group = self._groups.get(self._path(moment.path))
-            if group is not None and group.again is not None and group is not now:
+            if group is not None and group.backward is not None and group is not now:
                 ahead, now = now, group
             result.append(ahead if group is now else now)
         return result[::-1]
 
     def _gathered(self, group: FSDPGroup | None, ahead: FSDPGroup | None, times: int) -> int:
         """Returns the weight bytes of the active group, if FSDP2 frees it, and of the next group."""
-        if group is None or group.again is None:
+        if group is None or group.backward is None:
             return 0 if ahead is None else weight_bytes(ahead)
         return weight_bytes(group) + weight_bytes(group if times > 1 or ahead is None else ahead)
 
@@ -205,7 +205,7 @@ class _Reduction:
 
     def take(self, moment: LivenessPoint) -> None:
         """Adds the gradients that `moment` completes, for one of the equal layers."""
-        for path, size in moment.born:
+        for path, size in moment.gradients:
             owner = self._owners.get(path)
             if owner is None:
                 self.done += size
@@ -218,8 +218,8 @@ class _Reduction:
         rests: defaultdict[str, int] = defaultdict(int)
         for moment in moments:
             if moment.layer:
-                each = sum(self._shards.get(path, size) for path, size in moment.born)
-                rests[moment.layer] += (moment.times - 1) * each
+                per_layer = sum(self._shards.get(path, size) for path, size in moment.gradients)
+                rests[moment.layer] += (moment.times - 1) * per_layer
         return rests
 
     def buffers(self, before: FSDPGroup | None = None) -> int:

@@ -105,8 +105,8 @@ def rank_memory(
 
     FSDP2 keeps whole gradients in the reduction dtype until the last micro-batch.
     """
-    own = [(path, p) for path, p in model.named_parameters() if stages.has(rank, user_path(path))]
-    trained = sum(local_bytes(p) for _, p in own if p.requires_grad) if training else 0
+    parameters = [(path, p) for path, p in model.named_parameters() if stages.has(rank, user_path(path))]
+    trained = sum(local_bytes(p) for _, p in parameters if p.requires_grad) if training else 0
     flights = stages.schedule.in_flight(rank) if training else {}
     saved = sum(
         times * size * layers[stage](path)
@@ -119,16 +119,16 @@ def rank_memory(
         (m.working for m in moments if stages.stage(m.path) in stages.schedule.of_rank(rank)), default=0
     )
     weights = [weight_bytes(group) for group in groups]
-    freed = sorted((weight_bytes(group) for group in groups if group.again is not None), reverse=True)
+    freed = sorted((weight_bytes(group) for group in groups if group.backward is not None), reverse=True)
     gathered = sum(weights) - sum(freed[2:])
-    held = MemoryBreakdown(
+    breakdown = MemoryBreakdown(
         gathered=gathered + (sum(map(reduced_bytes, groups)) if training else 0), saved=saved, working=working
     )
     return Memory(
-        parameters=sum(local_bytes(p) for _, p in own) + sum(map(local_bytes, model.buffers())),
+        parameters=sum(local_bytes(p) for _, p in parameters) + sum(map(local_bytes, model.buffers())),
         gradients=trained,
         optimizer=2 * trained,
         saved=saved,
-        backward=held if training else MemoryBreakdown(),
-        forward=MemoryBreakdown() if training else held,
+        backward=breakdown if training else MemoryBreakdown(),
+        forward=MemoryBreakdown() if training else breakdown,
     )

@@ -60,9 +60,9 @@ class RankReport:
 
     def __str__(self) -> str:
         title = f"one rank of {self.mesh} ({count(self.ranks, 'rank')})"
-        notes = wrapped(f"warning: {each}" for each in self.warnings)
+        notes = wrapped(f"warning: {warning}" for warning in self.warnings)
         parts = str(self.report), self._shards(), self._collectives(), self._memory()
-        step = (str(each) for each in (self.pipeline, self.time) if each is not None)
+        step = (str(part) for part in (self.pipeline, self.time) if part is not None)
         return "\n\n".join(["\n".join([title, *notes]), *parts, *step])
 
     def _memory(self) -> str:
@@ -74,13 +74,18 @@ class RankReport:
             "backward": memory.backward,
             "optimizer's step": memory.update,
         }
-        peaks = {phase: held for phase, held in phases.items() if held.total}
+        peaks = {phase: breakdown for phase, breakdown in phases.items() if breakdown.total}
         rows = [[name, *[byte_count(size)] * len(peaks)] for name, size in always.items()]
         rows += [
-            [field.name, *(byte_count(getattr(held, field.name)) for held in peaks.values())]
+            [field.name, *(byte_count(getattr(breakdown, field.name)) for breakdown in peaks.values())]
             for field in dataclasses.fields(MemoryBreakdown)
         ]
-        rows += [["together", *(byte_count(sum(always.values()) + held.total) for held in peaks.values())]]
+        rows += [
+            [
+                "together",
+                *(byte_count(sum(always.values()) + breakdown.total) for breakdown in peaks.values()),
+            ]
+        ]
         table = drawn([["this rank holds at most", *peaks], *rows])
         return f"{table}\noptimizer: as AdamW, in the dtypes of the parameters"
 

@@ -46,7 +46,7 @@ class Schedule:
 
         Raises `OptionError` for an unknown name or an unsupported number of micro-batches.
         """
-        by_lower = {each.lower(): each for each in SCHEDULES}
+        by_lower = {schedule.lower(): schedule for schedule in SCHEDULES}
         chosen = ONE_F_ONE_B if name is None else by_lower.get(name.lower())
         if chosen is None:
             raise OptionError(not_allowed("schedule", name, SCHEDULES))
@@ -75,7 +75,7 @@ class Schedule:
         warmup = min(self._warmup(rank), steps)
         forwards = list(self._passes(rank, "F"))
         backwards = list(self._passes(rank, "B"))
-        steady = [one for pair in zip(forwards[warmup:], backwards, strict=False) for one in pair]
+        steady = [action for pair in zip(forwards[warmup:], backwards, strict=False) for action in pair]
         return [*forwards[:warmup], *steady, *backwards[steps - warmup :]]
 
     def _warmup(self, rank: int) -> int:
@@ -94,10 +94,10 @@ class Schedule:
 
     def _passes(self, rank: int, kind: str) -> Iterator[Action]:
         """Yields the forwards or the backwards of `rank` in order."""
-        own = list(self.of_rank(rank))
-        own = own if kind == "F" else own[::-1]
+        stages = list(self.of_rank(rank))
+        stages = stages if kind == "F" else stages[::-1]
         for first in range(0, self.microbatches, self._round):
-            for stage in own:
+            for stage in stages:
                 yield from ((kind, stage, first + index) for index in range(self._round))
 
     def in_flight(self, rank: int) -> dict[int, int]:

@@ -27,8 +27,8 @@ _ENDS = 2
 
 def split(blocks: int, stages: int) -> tuple[int, ...]:
     """Returns the number of blocks in each of `stages` ≥ 2. Raises `OptionError` if one would be empty."""
-    each, more = divmod(blocks + _ENDS, stages)
-    sizes = [each + (stage < more) for stage in range(stages)]
+    per_stage, more = divmod(blocks + _ENDS, stages)
+    sizes = [per_stage + (stage < more) for stage in range(stages)]
     sizes[0] -= 1
     sizes[-1] -= 1
     if min(sizes) < 1:
@@ -63,7 +63,7 @@ class Stages:
     def record_forward(self, forward: fx.Graph) -> None:
         """Records which modules of `forward` run before the blocks, and the tensors passed between blocks."""
         paths = {node: module_of(node)[0] for node in forward.nodes if node.op == "call_function"}
-        inside = {node: self.blocks.place(path) for node, path in paths.items()}
+        inside = {node: self.blocks.position(path) for node, path in paths.items()}
         if not self.sent:
             head = itertools.takewhile(lambda node: inside[node] is None, paths)
             self.before.update(paths[node] for node in head if paths[node])
@@ -96,14 +96,14 @@ class Stages:
 
     def stage(self, path: str) -> int:
         """Returns the stage of the module at `path`."""
-        block = self.blocks.place(path)
+        block = self.blocks.position(path)
         if block is None:
             return 0 if path in self.before else len(self.sizes) - 1
         return bisect_right(list(itertools.accumulate(self.sizes)), block.number)
 
     def counting(self, stage: int, others: Callable[[str], Iterable[str]]) -> Callable[[str], int]:
         """Returns a function that counts the layers of `stage` among a path and its `others`."""
-        return lambda path: sum(self.stage(each) == stage for each in (path, *others(path)))
+        return lambda path: sum(self.stage(copy) == stage for copy in (path, *others(path)))
 
     def groups(self, groups: Iterable[FSDPGroup], rank: int) -> tuple[FSDPGroup, ...]:
         """Returns the FSDP2 `groups`, restricted to the parameters on pipeline rank `rank`."""

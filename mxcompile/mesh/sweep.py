@@ -106,8 +106,8 @@ class MeshPoint:
     def speed(self, tokens: int) -> Range:
         """Returns tokens per second and GPU for calls of `tokens` tokens."""
         us = self.step.us
-        each = tokens / self.candidate.tp * 1e6
-        return Range(each / us.high, each / us.centre, each / us.low)
+        scaled_tokens = tokens / self.candidate.tp * 1e6
+        return Range(scaled_tokens / us.high, scaled_tokens / us.centre, scaled_tokens / us.low)
 
     def over(self, other: MeshPoint) -> Range:
         """Returns the ratio of the µs per token and GPU to another mesh's."""

@@ -227,7 +227,9 @@ class StepTime:
         head = ["ms", *(work.policy for work in self.works)]
         parts = [work.parts(self.links, self.rates) for work in self.works]
         rows = [
-            [part, *(_ms(each[part]) for each in parts)] for part in parts[0] if any(e[part] for e in parts)
+            [part, *(_ms(by_part[part]) for by_part in parts)]
+            for part in parts[0]
+            if any(e[part] for e in parts)
         ]
         steps = [self.range(work) for work in self.works]
         rows.append(["step", *(Range(s.low / 1e3, s.centre / 1e3, s.high / 1e3).text(",.1f") for s in steps)])
@@ -255,7 +257,7 @@ class StepTime:
             key = (collective.kind, collective.what, f"{collective.axis} ({collective.ranks})", where)
             us = self.links.us(collective, work.contributed_bytes(collective), self.rates)
             sums.setdefault(key, []).extend([us] * work.times(collective))
-        rows = [[*key, str(len(each)), _ms(sum(each))] for key, each in sums.items()]
+        rows = [[*key, str(len(times)), _ms(sum(times))] for key, times in sums.items()]
         return [["collective", "of", "axis", "link", "times", "ms"], *rows]
 
     def as_data(self) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class Blocks:
             pending += [(joined(path, name), child) for name, child in _children(module) if name not in names]
         return cls(places)
 
-    def place(self, name: str) -> Block | None:
+    def position(self, name: str) -> Block | None:
         """Returns the block of the layer `name`, or None outside of blocks."""
         steps = name.split(".") if self.places else []
         heads = (".".join(steps[:end]) for end in range(1, len(steps) + 1))
@@ -91,5 +91,5 @@ def _are_stages(members: list[nn.Module]) -> bool:
         shapes: dict[str, object] = {name: tuple(p.shape) for name, p in member.named_parameters()}
         expected = first.setdefault(type(member), shapes)
         if any(expected.get(name, shape) != shape for name, shape in shapes.items()):
-            return any(_blocks(inner) for one in members for inner in one.modules())
+            return any(_blocks(inner) for stage in members for inner in stage.modules())
     return False

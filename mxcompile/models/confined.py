@@ -118,15 +118,15 @@ def _replace_descriptors(sink: int) -> None:
     for descriptor in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
         if descriptor in (sink, null):
             continue
-        own = null
+        replacement = null
         with suppress(OSError):
             is_read = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY
             if is_read and descriptor > 2 and _is_on_disk(os.fstat(descriptor).st_mode):
-                own = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
-                os.lseek(own, os.lseek(descriptor, 0, os.SEEK_CUR), os.SEEK_SET)
-        os.dup2(own, descriptor)
-        if own != null:
-            os.close(own)
+                replacement = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
+                os.lseek(replacement, os.lseek(descriptor, 0, os.SEEK_CUR), os.SEEK_SET)
+        os.dup2(replacement, descriptor)
+        if replacement != null:
+            os.close(replacement)
 
 
 def _is_on_disk(mode: int) -> bool:

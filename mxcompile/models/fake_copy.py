@@ -95,8 +95,8 @@ def _fill(
         if key == _COMPILED:
             copied_module.__dict__[key] = None
         elif key in HOOKS | STATE_HOOKS:
-            own = {number: hook for number, hook in value.items() if not drops(hook)}
-            copied_module.__dict__[key] = type(value)(copied(own))
+            hooks = {number: hook for number, hook in value.items() if not drops(hook)}
+            copied_module.__dict__[key] = type(value)(copied(hooks))
         elif key == "_modules":
             copied_module.__dict__[key] = {
                 name: None if child is None else memo[id(child)] for name, child in value.items()

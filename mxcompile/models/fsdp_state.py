@@ -27,14 +27,14 @@ def states(root: nn.Module) -> Iterator[tuple[str, Any, list[Group]]]:
 
 def groups(root: nn.Module) -> Iterator[Group]:
     """Returns the parameter groups of all states."""
-    return (group for *_, own in states(root) for group in own)
+    return (group for *_, state_groups in states(root) for group in state_groups)
 
 
 def _parameters(group: Any, paths: dict[int, str]) -> Iterator[tuple[str, Any]]:
     for parameter in group.fsdp_params:
-        place = parameter._module_info
-        if id(place.module) in paths:
-            yield user_path(joined(paths[id(place.module)], place.param_name)), parameter
+        info = parameter._module_info
+        if id(info.module) in paths:
+            yield user_path(joined(paths[id(info.module)], info.param_name)), parameter
 
 
 def _groups(state: Any) -> list[Any]:
@@ -42,5 +42,5 @@ def _groups(state: Any) -> list[Any]:
     several = getattr(state, "_fsdp_param_groups", None)
     if several is not None:
         return list(several)
-    one = getattr(state, "_fsdp_param_group", None)
-    return [] if one is None else [one]
+    single = getattr(state, "_fsdp_param_group", None)
+    return [] if single is None else [single]

@@ -132,7 +132,7 @@ def owners(model: nn.Module) -> dict[str, list[Owner]]:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 by_identity[id(parameter)].append((user_path(joined(prefix, name)), (module, name)))
-    return {path: [owner for _, owner in held] for held in by_identity.values() for path, _ in held}
+    return {path: [owner for _, owner in entries] for entries in by_identity.values() for path, _ in entries}
 
 
 def source_of(node: fx.Node) -> str:

@@ -45,6 +45,6 @@ def where_failed(error: BaseException, model: nn.Module) -> str:
         traceback = traceback.tb_next
     lines = _USER_CODE.findall(str(error))
     if lines:  # Dynamo's message lists the model's frames, which the traceback lacks
-        own = [line for line in lines if not line[0].startswith(_OUTSIDE)]
-        source = ":".join((own or lines)[-1])
+        user_lines = [line for line in lines if not line[0].startswith(_OUTSIDE)]
+        source = ":".join((user_lines or lines)[-1])
     return "".join((f" in {path}" if path else "", f" ({source})" if source else ""))

@@ -36,11 +36,11 @@ def values_read() -> Iterator[None]:
     try:
         yield
     finally:
-        for (kind, name), own in zip(places, before, strict=True):
-            if own is None:  # the class had inherited it
+        for (kind, name), old in zip(places, before, strict=True):
+            if old is None:  # the class had inherited it
                 delattr(kind, name)
             else:
-                setattr(kind, name, own)
+                setattr(kind, name, old)
 
 
 def _answering(tensor: Tensor) -> FakeTensor | None:

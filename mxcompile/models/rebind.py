@@ -53,15 +53,17 @@ class Rebinder:
         holders: defaultdict[int, list[int]] = defaultdict(list)
         pending, reached = [value], []
         while pending and len(self._values) < _LIMIT:
-            one = pending.pop()
-            if id(one) in self._children:
+            current = pending.pop()
+            if id(current) in self._children:
                 continue
-            self._values[id(one)] = one
-            self._children[id(one)] = children = tuple(c for c in _referents(one) if type(c) not in _ATOMS)
+            self._values[id(current)] = current
+            self._children[id(current)] = children = tuple(
+                c for c in _referents(current) if type(c) not in _ATOMS
+            )
             for child in children:
-                holders[id(child)].append(id(one))
+                holders[id(child)].append(id(current))
                 if id(child) in self._targets or id(child) in self._leading:
-                    reached.append(id(one))
+                    reached.append(id(current))
                 else:
                     pending.append(child)
         while reached:
@@ -93,7 +95,7 @@ class Rebinder:
             case MethodType():
                 return MethodType(self._copied(value.__func__), self._copied(value.__self__))
             case functools.partial():
-                named = {name: self._copied(one) for name, one in value.keywords.items()}
+                named = {name: self._copied(item) for name, item in value.keywords.items()}
                 return type(value)(self._copied(value.func), *map(self._copied, value.args), **named)
             case weakref.ref():
                 return weakref.ref(self._copied(value()))
@@ -107,10 +109,10 @@ class Rebinder:
                 result.update(map(self._copied, value))
             case dict():
                 result = self._memo[id(value)] = type(value)()
-                result.update((self._copied(key), self._copied(one)) for key, one in value.items())
+                result.update((self._copied(key), self._copied(item)) for key, item in value.items())
             case _:
                 result = self._memo[id(value)] = object.__new__(type(value))
-                vars(result).update((name, self._copied(one)) for name, one in vars(value).items())
+                vars(result).update((name, self._copied(item)) for name, item in vars(value).items())
         return result
 
     def _function(self, function: FunctionType) -> FunctionType:
@@ -122,9 +124,9 @@ class Rebinder:
         function_copy = FunctionType(function.__code__, scope, function.__name__, None, cells)
         self._memo[id(function)] = function_copy
         scope.update((name, self._copied(inner)) for name, inner in named.items())
-        for cell, own in zip(cells, function.__closure__ or (), strict=True):
-            for held in content(own):
-                cell.cell_contents = self._copied(held) if self._leads(held) else held
+        for cell, source in zip(cells, function.__closure__ or (), strict=True):
+            for value in content(source):
+                cell.cell_contents = self._copied(value) if self._leads(value) else value
         function_copy.__defaults__ = self._updated(function.__defaults__)
         function_copy.__kwdefaults__ = self._updated(function.__kwdefaults__)
         function_copy.__qualname__, function_copy.__module__ = function.__qualname__, function.__module__

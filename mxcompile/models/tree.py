@@ -109,7 +109,7 @@ def models_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 def path_in(root: nn.Module, module: nn.Module | None) -> str | None:
     """Returns the path of `module` in `root`, or None if it is not registered there."""
-    return next((user_path(raw) for raw, each in root.named_modules() if each is module), None)
+    return next((user_path(raw) for raw, candidate in root.named_modules() if candidate is module), None)
 
 
 def unregistered(argument: Tensor) -> HeldBy:
@@ -134,11 +134,17 @@ def strays(root: nn.Module) -> Iterator[tuple[str, nn.Module | Tensor]]:
                 continue
             members = [("", value)]
             if isinstance(value, nn.Module):
-                inner = [(raw, each) for raw, each in value.named_modules() if id(each) not in seen]
-                pending += [(joined(inside, user_path(raw)), _attributes(each)) for raw, each in inner]
+                inner = [
+                    (raw, inner_module)
+                    for raw, inner_module in value.named_modules()
+                    if id(inner_module) not in seen
+                ]
+                pending += [
+                    (joined(inside, user_path(raw)), _attributes(inner_module)) for raw, inner_module in inner
+                ]
                 members = [*inner, *_tensors(value)]
-            seen |= {id(each) for _, each in members}
-            yield from ((joined(inside, user_path(raw)), each) for raw, each in members)
+            seen |= {id(inner_module) for _, inner_module in members}
+            yield from ((joined(inside, user_path(raw)), inner_module) for raw, inner_module in members)
 
 
 def _attributes(module: nn.Module) -> Mapping[str, Any]:
@@ -147,12 +153,12 @@ def _attributes(module: nn.Module) -> Mapping[str, Any]:
         kind for kind in plain_class(module).__mro__ if not kind.__module__.startswith(("torch.", "builtins"))
     ]
     scopes = (*map(vars, reversed(kinds)), vars(module))
-    own = {
+    attributes = {
         key: value for scope in scopes for key, value in scope.items() if key not in _BASE and key[:2] != "__"
     }
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     called = (hook if isinstance(hook, _FUNCTIONS) else type(hook).__call__.__get__(hook) for hook in hooks)
-    return own | {f"hook {index}": function for index, function in enumerate(called)}
+    return attributes | {f"hook {index}": function for index, function in enumerate(called)}
 
 
 def _scopes(root: nn.Module) -> Iterator[Mapping[str, Any]]:
@@ -169,8 +175,8 @@ def _parts(
     path: str, values: Iterable[tuple[Any, Any]], depth: int
 ) -> Iterator[tuple[str, nn.Module | Tensor]]:
     """Yields (path, object) for the modules and tensors in `values` and in its containers."""
-    for key, one in values:
-        value = one() if isinstance(one, weakref.ref) else one
+    for key, item in values:
+        value = item() if isinstance(item, weakref.ref) else item
         if isinstance(value, _FUNCTIONS):
             yield from _parts(path, _variables(value), depth - 1) if depth else ()
             continue

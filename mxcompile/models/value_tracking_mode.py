@@ -289,13 +289,13 @@ class ValueTrackingMode(FakeTensorMode):
         if value is not None:
             self._note(value.assumed)
             return value.tensor.item()
-        place = self._location()
-        self._state.answers[place] += 1
+        location = self._location()
+        self._state.answers[location] += 1
         if tensor.dtype is torch.bool:
-            answer: Any = self._state.answers[place] % _PATIENCE == 0
+            answer: Any = self._state.answers[location] % _PATIENCE == 0
         else:
             answer = 1.0 if tensor.dtype.is_floating_point else 1
-        self._note(frozenset({f"a computed value that the code reads: {answer} ({place})"}))
+        self._note(frozenset({f"a computed value that the code reads: {answer} ({location})"}))
         return answer
 
     def _with_numbers(self, func: Any, args: Any) -> Any:
@@ -345,8 +345,8 @@ class ValueTrackingMode(FakeTensorMode):
             values = torch.arange(indices.numel()).remainder(size).view(last)
         if values.shape != indices.shape:
             values = values.movedim(-1, dim or 0)
-        place = self._location()
-        text = f"{_name(func)} of computed values: spread evenly over its {size} choices ({place})"
+        location = self._location()
+        text = f"{_name(func)} of computed values: spread evenly over its {size} choices ({location})"
         setattr(indices, _VALUE, _Value(values.contiguous(), frozenset({text})))
 
     def _note(self, sentences: frozenset[str]) -> None:

@@ -76,8 +76,8 @@ def method_of(value: Any) -> Any:
 def unwrapped(module: nn.Module) -> nn.Module:
     """Returns the module inside the wrappers around `module`."""
     while True:
-        held = (module._modules.get(name) for name in WRAPPERS)
-        inner = next((one for one in held if one is not None), None)
+        children = (module._modules.get(name) for name in WRAPPERS)
+        inner = next((child for child in children if child is not None), None)
         if inner is None:
             return module
         module = inner

@@ -238,7 +238,7 @@ class _Worker:
         """Returns the kind of rate for a library's products."""
         name = self.launch.kernel
         if self.launch.kind == "attention":
-            backend = next((each for each in ("cudnn", "efficient") if each in name), "flash")
+            backend = next((candidate for candidate in ("cudnn", "efficient") if candidate in name), "flash")
             return f"{backend}_backward" if "_backward" in name else backend
         if "mx_vendor" in name:
             return "fp4" if "fp4" in name else "mxfp8"

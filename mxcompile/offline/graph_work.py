@@ -84,7 +84,7 @@ class _Reader:
 
     def product(self, node: fx.Node, tags: tuple[GemmTag, ...]) -> tuple[str, Work]:
         """Returns kind and work of a node that multiplies matrices."""
-        moved = sum(self._bytes(base(each)) for each in dict.fromkeys(node.all_input_nodes))
+        moved = sum(self._bytes(base(operand)) for operand in dict.fromkeys(node.all_input_nodes))
         moved += self._bytes(node) or sum(map(self._bytes, node.users))
         if called_packet(node) in ATTENTIONS:
             kind = self._attention(node)
@@ -150,8 +150,8 @@ def _launches(graph: fx.Graph) -> Iterable[list[fx.Node]]:
                 joined.union(node, source)
             elif packet(node) in ops.CASTS:
                 joined.union(node, casts.setdefault((source, level), node))
-    place = {node: index for index, node in enumerate(levels)}
-    return [sorted(group, key=place.__getitem__) for group in joined.to_sets()]
+    position = {node: index for index, node in enumerate(levels)}
+    return [sorted(group, key=position.__getitem__) for group in joined.to_sets()]
 
 
 def _is_read_outside(result: fx.Node, inside: set[fx.Node]) -> bool:

@@ -292,7 +292,7 @@ class _Launched:
     @property
     def _packed(self) -> int:
         """Elements per byte of the operands."""
-        return 2 if any(each in name for name in self.binary.mma for each in _FP4) else 1
+        return 2 if any(shape in name for name in self.binary.mma for shape in _FP4) else 1
 
     @property
     def _tflops(self) -> float:

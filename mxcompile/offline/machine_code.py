@@ -154,7 +154,7 @@ class MachineCode:
             if instruction.in_flight is None:
                 continue
             loop = next(reversed(self.inner(position)), None)
-            groups = sum(each.opcode == _COPIED for _, each in self._within(loop))
+            groups = sum(line.opcode == _COPIED for _, line in self._within(loop))
             if groups:
                 yield position, instruction.in_flight // groups + 1
 

@@ -59,8 +59,8 @@ def operand_bytes(gemm: GemmRecord) -> tuple[float, float]:
     a, b, _ = _elements(gemm)
     if not is_quantized(gemm.precision):
         return _BF16 * (a + b), _BF16 * (a + b)
-    held = (_format(fmt).bytes_per_element for fmt in gemm.formats)
-    return sum(size * numel for size, numel in zip(held, (a, b), strict=True)), _BF16 * (a + b)
+    sizes = (_format(fmt).bytes_per_element for fmt in gemm.formats)
+    return sum(size * numel for size, numel in zip(sizes, (a, b), strict=True)), _BF16 * (a + b)
 
 
 def is_emulated(gemm: GemmRecord, target: Target) -> bool:
@@ -104,12 +104,14 @@ class _Times:
         casts = product_bytes = 0.0
         for numel, form, operand in zip((a, b), forms, gemm.formats, strict=True):
             as_mx = kind in ("mxfp8", "own_mxfp8") and form.mx_elem is not None
-            held = _MXFP8 if form.is_mx or as_mx else form.bytes_per_element
-            product_bytes += held * numel
+            element_bytes = _MXFP8 if form.is_mx or as_mx else form.bytes_per_element
+            product_bytes += element_bytes * numel
             if operand.rounding != STORED:
-                casts += self._cast(numel, held if kind else self._width, form, operand)
+                casts += self._cast(numel, element_bytes if kind else self._width, form, operand)
             elif not kind:
-                casts += self._streamed((held + self._width) * numel)  # a stored weight is dequantized
+                casts += self._streamed(
+                    (element_bytes + self._width) * numel
+                )  # a stored weight is dequantized
         return casts + (self._product(product_bytes + self._width * out, kind) if kind else self.is_template)
 
     def _kind(self, forms: list[Format], target: Target) -> str:
@@ -117,10 +119,10 @@ class _Times:
         family = families(forms, target)[0]
         return product_kind(family, forms[0], target, by_library=self.gemm.batch == 1)
 
-    def _cast(self, numel: int, held: float, form: Format, operand: OperandFormat) -> float:
-        """Returns the GEMM's share of the launch that casts an operand to `held` bytes an element."""
+    def _cast(self, numel: int, element_bytes: float, form: Format, operand: OperandFormat) -> float:
+        """Returns the GEMM's share of the launch that casts an operand. element_bytes: bytes of a result."""
         reads = 2 if form.of_tensor and form.amax.kind is not AmaxKind.DELAYED else 1
-        launch = self._streamed((reads * self._width + self.copies * held) * numel)
+        launch = self._streamed((reads * self._width + self.copies * element_bytes) * numel)
         return launch / self.copies / (self.siblings if operand.operand == "x" else 1)
 
     def _product(self, num_bytes: float, kind: str) -> float:

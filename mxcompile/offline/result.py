@@ -202,7 +202,7 @@ def _estimates(launches: Sequence[Launch], rates: Rates) -> tuple[str, str]:
     if not estimates:
         return "", ""
     us = Step.from_launches(launches, rates).range.text(",.0f")
-    return us, max(estimates, key=lambda each: each.us).by
+    return us, max(estimates, key=lambda estimate: estimate.us).by
 
 
 def _computed(launches: Sequence[Launch]) -> str:
@@ -284,7 +284,7 @@ def _indistinguishable(steps: Mapping[str, Step]) -> list[str]:
     """Returns a sentence for each pair of policies whose order the estimates leave open."""
     pairs = itertools.combinations((name for name, step in steps.items() if step.us), 2)
     return [
-        f"{one} and {other}: {INDISTINGUISHABLE}"
-        for one, other in pairs
-        if (ratio := steps[one].over(steps[other])).low <= 1.0 <= ratio.high
+        f"{first} and {second}: {INDISTINGUISHABLE}"
+        for first, second in pairs
+        if (ratio := steps[first].over(steps[second])).low <= 1.0 <= ratio.high
     ]

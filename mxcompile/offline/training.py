@@ -35,20 +35,20 @@ _ACCUMULATE_BYTES = 2 + 8
 class LayerWork:
     """The work of a layer for the tokens of a micro-batch, as (kind of launch, work) pairs.
 
-    again: work of selective recomputation; None for torchtitan's selection.
+    recomputed: work of selective recomputation; None for torchtitan's selection.
     """
 
     forward: tuple[tuple[str, Work], ...]
     backward: tuple[tuple[str, Work], ...]
-    again: tuple[tuple[str, Work], ...] | None = None
+    recomputed: tuple[tuple[str, Work], ...] | None = None
 
     @property
     def selected(self) -> tuple[tuple[str, Work], ...]:
         """The work that selective recomputation repeats; by default no attention and every second product."""
-        if self.again is not None:
-            return self.again
-        products = [each for each in self.forward if each[0] == "product"]
-        others = [each for each in self.forward if each[0] not in ("product", "attention")]
+        if self.recomputed is not None:
+            return self.recomputed
+        products = [part for part in self.forward if part[0] == "product"]
+        others = [part for part in self.forward if part[0] not in ("product", "attention")]
         return (*others, *products[1::2])
 
 
@@ -127,8 +127,8 @@ class TrainingStep:
         """µs of a micro-batch's collectives: weights gathered twice, gradients reduced."""
         if self.gpus == 1 or self.link_gbs is None:
             return 0.0
-        each = 2 * 2 + self.reduce_bytes
-        return each * self.parameters * (self.gpus - 1) / self.gpus / (self.link_gbs * 1e3)
+        parameter_bytes = 2 * 2 + self.reduce_bytes
+        return parameter_bytes * self.parameters * (self.gpus - 1) / self.gpus / (self.link_gbs * 1e3)
 
     def _recomputed_us(self, layer: LayerWork, rates: Rates) -> float:
         if self.recompute == "none":

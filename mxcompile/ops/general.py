@@ -61,9 +61,9 @@ def _scale_bytes(scale: Tensor, qdata: Tensor, block_dim: int, fmt: str, scale_l
 def _block_bytes(scale: Tensor, qdata: Tensor, dim: int, form: Format) -> Tensor:
     """Returns power-of-two scales as E8M0 bytes, one for each block of 32 in each row."""
     bytes_ = scale if form.rounding is not None else (scale.view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
-    for each, extent in enumerate(extents(qdata.ndim, dim, form.tile)):
-        per, size = (BLOCK, num_blocks(qdata.shape[each])) if each == dim else (1, qdata.shape[each])
-        bytes_ = bytes_.repeat_interleave(extent // per, each).narrow(each, 0, size)
+    for axis, extent in enumerate(extents(qdata.ndim, dim, form.tile)):
+        per, size = (BLOCK, num_blocks(qdata.shape[axis])) if axis == dim else (1, qdata.shape[axis])
+        bytes_ = bytes_.repeat_interleave(extent // per, axis).narrow(axis, 0, size)
     return bytes_
 
 

@@ -74,8 +74,8 @@ def _quantize_mm(
     scale: Tensor | None = None,
 ) -> Tensor:
     """Multiplies `x`, cast along K, by `b`. qdata, scale: the cast, for kernels that read it instead of x."""
-    left = decoded(*encode_tensors(x, -1, Format.parse(format_x)), -1, format_x, torch.float32)
-    return product(left, decoded(b, scale_b, -2, format_b, torch.float32), bias, out_dtype)
+    values = decoded(*encode_tensors(x, -1, Format.parse(format_x)), -1, format_x, torch.float32)
+    return product(values, decoded(b, scale_b, -2, format_b, torch.float32), bias, out_dtype)
 
 
 def _spec_quantize_mm(

@@ -35,9 +35,9 @@ def call_of(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     If `node` calls a higher-order operator around another, as `auto_functionalized`, returns the inner call.
     """
     if isinstance(node.target, torch._ops.HigherOrderOperator):
-        for place, value in enumerate(node.args):
+        for index, value in enumerate(node.args):
             if isinstance(value, torch._ops.OpOverload):
-                return value, node.args[place + 1 :]
+                return value, node.args[index + 1 :]
     return node.target, node.args
 
 
@@ -261,14 +261,14 @@ def results_of(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:
     """Yields (index, node) for each node that picks a result of `node`, a call with several results."""
     for user in node.users:
         if user.target is operator.getitem:
-            place: Any = user.args[1]
-            yield place, user
+            index: Any = user.args[1]
+            yield index, user
 
 
 def result_of(node: Any) -> tuple[fx.Node | None, int]:
     """Returns (call, index) if `node` picks the result `index` of `call`, else (None, −1)."""
     if isinstance(node, fx.Node) and node.target is operator.getitem:
-        call, place = node.args
-        if isinstance(call, fx.Node) and isinstance(place, int):
-            return call, place
+        call, index = node.args
+        if isinstance(call, fx.Node) and isinstance(index, int):
+            return call, index
     return None, -1

@@ -136,11 +136,11 @@ def make_plan(
     Raises:
         ModelError: The forward cannot be recorded, or the child process crashed or hung.
     """
-    model, given = user_model(model), (tuple(args), dict(kwargs))
+    model, inputs = user_model(model), (tuple(args), dict(kwargs))
     failures: list[ModelError] = []
     for way in (way for way in _WAYS if way.leave_out is keep_all or not whole):
         try:
-            return isolated(partial(_planned, model, given, decompositions, way))
+            return isolated(partial(_planned, model, inputs, decompositions, way))
         except ChildError:
             raise
         except ModelError as error:
@@ -177,7 +177,7 @@ _WAYS = (
 
 def _planned(
     model: nn.Module,
-    given: Any,
+    inputs: Any,
     decompositions: Decompositions,
     way: _Way,
 ) -> Plan:
@@ -185,7 +185,7 @@ def _planned(
         mode = way.mode()
         copied = fake_copy(model, mode)
         repeats = way.leave_out(copied, Policy())
-        fakes = fake_values(given, mode)
+        fakes = fake_values(inputs, mode)
         if is_wrapped(model):
             fakes = _in_dtype(fakes, copied)
         graph = record(copied, *fakes, mode=mode, decompositions=decompositions)
@@ -229,16 +229,16 @@ def _note_gradients(graph: fx.Graph) -> None:
             needs = [True, True]
         elif tags[0].tensors == ("w", "x"):
             needs.reverse()
-        again = by[node] is Differentiated.RECOMPUTED
-        set_tag(node, *(replace(tag, gradients=(needs[0], needs[1]), again=again) for tag in tags))
+        recomputed = by[node] is Differentiated.RECOMPUTED
+        set_tag(node, *(replace(tag, gradients=(needs[0], needs[1]), recomputed=recomputed) for tag in tags))
 
 
 def _check_apart(graph: fx.Graph, model: nn.Module) -> None:
     """Raises `ModelError` if `graph`, recorded from a copy, reads parameters of `model` itself."""
-    held = vars(graph.owning_module or fx.GraphModule({}, graph))
-    constants = {**held, **held["_parameters"], **held["_buffers"]}
-    own = {id(parameter) for parameter in model.parameters()}
-    if any(id(constants.get(node.target)) in own for node in graph.find_nodes(op="get_attr")):
+    attributes = vars(graph.owning_module or fx.GraphModule({}, graph))
+    constants = {**attributes, **attributes["_parameters"], **attributes["_buffers"]}
+    parameters = {id(parameter) for parameter in model.parameters()}
+    if any(id(constants.get(node.target)) in parameters for node in graph.find_nodes(op="get_attr")):
         raise ModelError(
             f"cannot plan the model: the forward of {type(model).__name__} reaches the model itself from its"
             " copy, through an object that refuses to be copied: define __deepcopy__ on the object"
@@ -248,18 +248,18 @@ def _check_apart(graph: fx.Graph, model: nn.Module) -> None:
 def _read(graph: fx.Graph, repeats: Repeats) -> Iterator[str]:
     """Yields the paths of the parameters and buffers that `graph` reads, folded layers included."""
     for node in graph.find_nodes(op="placeholder"):
-        given = node.meta["desc"]
-        if given.static and node.users:
-            yield given.path
-            yield from repeats.others(given.path)
+        entry = node.meta["desc"]
+        if entry.static and node.users:
+            yield entry.path
+            yield from repeats.others(entry.path)
 
 
-def _in_dtype(given: Any, model: nn.Module) -> Any:
-    """Returns `given` with floats in the dtype of the parameters, as mixed precision casts them."""
+def _in_dtype(inputs: Any, model: nn.Module) -> Any:
+    """Returns `inputs` with floats in the dtype of the parameters, as mixed precision casts them."""
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
     if dtype is None:
-        return given
-    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, given)
+        return inputs
+    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
 
 
 def _without_saved_tensors_hooks() -> AbstractContextManager[Any]:

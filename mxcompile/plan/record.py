@@ -66,14 +66,14 @@ def record(
     paths: defaultdict[int, list[str]] = defaultdict(list)
     for path, value in model.named_parameters(remove_duplicate=False):
         paths[id(value)].append(path)
-    given, shape = tree_flatten((tuple(args), dict(kwargs)))
-    places = [index for index, leaf in enumerate(given) if isinstance(leaf, Tensor)]
+    inputs_flat, shape = tree_flatten((tuple(args), dict(kwargs)))
+    indices = [index for index, leaf in enumerate(inputs_flat) if isinstance(leaf, Tensor)]
 
     def forward(values: list[Tensor], data: list[Tensor]) -> list[Tensor]:
         stored: dict[str, Tensor] = dict(zip(state, map(FunctionalTensor.to_functional, values), strict=True))
-        leaves = list(given)
-        for place, value in zip(places, data, strict=True):
-            leaves[place] = FunctionalTensor.to_functional(value)
+        leaves = list(inputs_flat)
+        for index, value in zip(indices, data, strict=True):
+            leaves[index] = FunctionalTensor.to_functional(value)
         positional, named = tree_unflatten(leaves, shape)
         marks = _Gradients()  # type: ignore[no-untyped-call]
         weights = _reparametrize_module(model, stored, tie_weights=True)
@@ -83,8 +83,8 @@ def record(
 
     with mode, enable_python_dispatcher(), FunctionalTensorMode(), traceback.preserve_node_meta():
         trace = make_fx(forward, decomposition_table=dict(decompositions), _allow_non_fake_inputs=True)
-        graph = trace(list(state.values()), [given[place] for place in places]).graph
-    data = [given[place] for place in places]
+        graph = trace(list(state.values()), [inputs_flat[index] for index in indices]).graph
+    data = [inputs_flat[index] for index in indices]
     inputs = [
         *(_stored(path, paths[id(value)][1:], path in parameters) for path, value in state.items()),
         *(GraphInput(unregistered=unregistered(value)) for value in data),
@@ -118,7 +118,7 @@ def differentiated(graph: fx.Graph) -> dict[fx.Node, Differentiated]:
     for node in graph.nodes:
         by[node] = node.meta.get(_CUSTOM, {}).get(_KEY, Differentiated.NO)
         if by[node] in (Differentiated.BY_FUNCTION, Differentiated.RECOMPUTED):  # gradients were off
-            needed = any(by[given] is not Differentiated.NO for given in node.all_input_nodes)
+            needed = any(by[operand] is not Differentiated.NO for operand in node.all_input_nodes)
             by[node] = by[node] if needed else Differentiated.NO
         if not _is_floating(node):
             by[node] = Differentiated.NO

@@ -67,17 +67,17 @@ class Repeats:
 
     def expanded(self, entries: Iterable[Named]) -> Iterator[Named]:
         """Yields `entries` (records or tags of kept layers), with copies for the removed layers."""
-        for keeper, group in itertools.groupby(entries, key=lambda one: self.keeper(one.name)):
+        for keeper, group in itertools.groupby(entries, key=lambda entry: self.keeper(entry.name)):
             run = list(group)
             yield from run
             for path in self.standing_for[keeper] if keeper is not None else ():
-                for one in run:
-                    yield self._moved(one, str(keeper), path)
+                for entry in run:
+                    yield self._moved(entry, str(keeper), path)
 
-    def _moved(self, one: Named, keeper: str, path: str) -> Named:
-        """Returns the entry `one` of the kept layer at `keeper`, renamed for the removed layer at `path`."""
-        name = path + one.name.removeprefix(keeper)
-        moved = dataclasses.replace(one, name=name, block=self.blocks.place(name))
+    def _moved(self, entry: Named, keeper: str, path: str) -> Named:
+        """Returns `entry` of the kept layer at `keeper`, renamed for the removed layer at `path`."""
+        name = path + entry.name.removeprefix(keeper)
+        moved = dataclasses.replace(entry, name=name, block=self.blocks.position(name))
         if isinstance(moved, GemmTag):
             return moved
         changes = {
@@ -134,8 +134,11 @@ def _fold_container(
     kinds: dict[Any, list[str]] = {}
     for index, (name, layer) in enumerate(container._modules.items()):
         if layer is not None:
-            own = joined(path, name)
-            kind = (repr(tuple(_described(layer, index, owners))), name_signature(policy, layer, own, blocks))
+            layer_path = joined(path, name)
+            kind = (
+                repr(tuple(_described(layer, index, owners))),
+                name_signature(policy, layer, layer_path, blocks),
+            )
             kinds.setdefault(kind, []).append(name)
     result = {}
     for names in kinds.values():

@@ -35,6 +35,6 @@ def _rule(policy: Policy, layer: Layer, why: Mapping[Gemm, str]) -> Rule:
     use = Use() if index is None else policy.rules[index].use
     if set(why) == set(Gemm):
         use = Use()
-    own: dict[str, Any] = {gemm.value: UNQUANTIZED for gemm in why}
-    use = replace(use, **own)
+    by_gemm: dict[str, Any] = {gemm.value: UNQUANTIZED for gemm in why}
+    use = replace(use, **by_gemm)
     return Rule(match=Match(name=(literal(layer.name),)), use=use, kept=tuple(why.items()))

@@ -27,8 +27,8 @@ class Origin:
     def error(self, path: Path, message: str) -> PolicyError:
         """Returns a `PolicyError` that names `path` and, for a file, its line."""
         line = self.line(path)
-        place = f"{self.label}:{line}" if line else self.label
-        return PolicyError(f"{place}: {_dotted(path)}{message}")
+        location = f"{self.label}:{line}" if line else self.label
+        return PolicyError(f"{location}: {_dotted(path)}{message}")
 
     def sentence(self, path: Path, message: str) -> str:
         """Returns `message` with `path` and, for a file, its line."""
@@ -65,8 +65,8 @@ def load_yaml(raw: bytes, label: str) -> tuple[Any, Origin]:
     try:
         data, lines = load(raw)
     except YamlProblem as problem:
-        place = f"{label}:{problem.line}" if problem.line else label
-        raise PolicyError(f"{place}: {problem}") from None
+        location = f"{label}:{problem.line}" if problem.line else label
+        raise PolicyError(f"{location}: {problem}") from None
     return data, Origin(label, lines)
 
 
@@ -108,8 +108,8 @@ def parse_data(data: Any, source: Origin) -> tuple[str, tuple[Rule, ...]]:
 def _named_rules(numbers: tuple[int, ...], source: Origin) -> str:
     """Returns the rules as text: ``rule 1 (line 3)`` or ``rules 1, 3 (lines 3, 9)``."""
     lines = [str(line) for number in numbers if (line := source.line(("rules", number - 1)))]
-    place = f" (line{'s' * (len(numbers) > 1)} {', '.join(lines)})" if lines else ""
-    return f"{rule_words(numbers)}{place}"
+    where = f" (line{'s' * (len(numbers) > 1)} {', '.join(lines)})" if lines else ""
+    return f"{rule_words(numbers)}{where}"
 
 
 def rule_words(numbers: Sequence[int]) -> str:

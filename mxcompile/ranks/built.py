@@ -54,13 +54,13 @@ class RankModel:
     @property
     def experts(self) -> dict[str, tuple[int, int]]:
         """Numbers of experts (on this rank, in total) by path, of parameters spread over ranks."""
-        gathered = {one.path: one.size for group in self.groups for one in group.parameters}
+        gathered = {entry.path: entry.size for group in self.groups for entry in group.parameters}
         wholes = {user_path(path): parameter for path, parameter in self.plain.named_parameters()}
         numbers = {}
         for path, parameter in ((user_path(path), p) for path, p in self.model.named_parameters()):
-            own, whole = gathered.get(path, local(parameter).shape), wholes[path].shape
-            if len(own) == _EXPERTS_NDIM and own[0] != whole[0]:
-                numbers[path] = own[0], whole[0]
+            shard, whole = gathered.get(path, local(parameter).shape), wholes[path].shape
+            if len(shard) == _EXPERTS_NDIM and shard[0] != whole[0]:
+                numbers[path] = shard[0], whole[0]
         return numbers
 
 

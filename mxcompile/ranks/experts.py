@@ -53,15 +53,15 @@ def spread_(module: nn.Module, mesh: DeviceMesh, path: str = "") -> None:
     ranks, number = mesh.size(), int(module.num_experts)  # type: ignore[arg-type]
     if number % ranks:
         raise OptionError(f"ep cannot spread {path}: {number} experts are not a multiple of {ranks} ranks")
-    own = number // ranks
-    first = mesh.get_local_rank() * own
+    per_rank = number // ranks
+    first = mesh.get_local_rank() * per_rank
     for name, parameter in module.named_parameters(recurse=False):
-        part = parameter.detach()[first : first + own].clone()
+        part = parameter.detach()[first : first + per_rank].clone()
         setattr(module, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
     kind: Any = type(module)
     module.__class__ = _on_ranks(kind)  # the object stays, so references and hooks stay valid
     assert isinstance(module, _OnRanks)
-    module.num_experts, module.ep_group = own, mesh.get_group()
+    module.num_experts, module.ep_group = per_rank, mesh.get_group()
 
 
 def is_spread(module: nn.Module) -> bool:
@@ -85,15 +85,15 @@ class _OnRanks(nn.Module):
 
         top_k_index, top_k_weights: [tokens, top_k], the chosen experts and the router's weights.
         """
-        group, own, top_k = self.ep_group, self.num_experts, top_k_index.shape[-1]
+        group, per_rank, top_k = self.ep_group, self.num_experts, top_k_index.shape[-1]
         choices = top_k_index.flatten()
         order = choices.argsort(stable=True)
-        counts = choices.new_zeros(group.size() * own).scatter_add(0, choices, torch.ones_like(choices))
-        counts = counts.view(-1, own)
+        counts = choices.new_zeros(group.size() * per_rank).scatter_add(0, choices, torch.ones_like(choices))
+        counts = counts.view(-1, per_rank)
         received = all_to_all_single(counts, None, None, group)  # row counts, [ranks, own]
         to_ranks, from_ranks = counts.sum(1).tolist(), received.sum(1).tolist()
         rows = all_to_all_single_autograd(hidden_states[order // top_k], from_ranks, to_ranks, group)
-        experts = torch.arange(own, device=choices.device).repeat(group.size())
+        experts = torch.arange(per_rank, device=choices.device).repeat(group.size())
         experts = experts.repeat_interleave(received.flatten(), output_size=rows.shape[0]).unsqueeze(-1)
         once = torch.ones_like(experts, dtype=top_k_weights.dtype)
         results = super().forward(rows, experts, once)

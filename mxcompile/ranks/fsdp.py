@@ -56,8 +56,8 @@ class FSDPGroup:
     """Parameters that one collective gathers.
 
     path: path of the module with the group. shards, replicates: process groups of the shard axis and of the
-    replicate axis, or None without that axis. again: process group of the gather in backward, or None if the
-    weights stay gathered after forward. reduced: dtype of the gradient reduction, or None if nothing is
+    replicate axis, or None without that axis. backward: process group of the gather in backward, or None if
+    the weights stay gathered after forward. reduced: dtype of the gradient reduction, or None if nothing is
     trained. inputs, outputs: dtypes that the module's floating-point inputs and outputs are cast to, or None
     without a cast.
     """
@@ -66,7 +66,7 @@ class FSDPGroup:
     parameters: tuple[Sharded, ...]
     shards: Any
     replicates: Any
-    again: Any
+    backward: Any
     reduced: torch.dtype | None
     inputs: torch.dtype | None
     outputs: torch.dtype | None
@@ -87,24 +87,26 @@ def groups(model: nn.Module) -> tuple[FSDPGroup, ...]:
 
 def _groups(model: nn.Module) -> Iterator[FSDPGroup]:
     roots: set[str] = set()
-    for path, state, own in states(model):
+    for path, state, state_groups in states(model):
         is_root = not any(path.startswith(f"{root}.") or not root for root in roots)
         roots |= {path} if is_root else set()
         freed = not (is_root and state._auto_reshard_after_forward)
         mixed = state._mp_policy
-        yield from (_group(user_path(path), group, held, mixed, freed=freed) for group, held in own)
+        yield from (
+            _group(user_path(path), group, entries, mixed, freed=freed) for group, entries in state_groups
+        )
 
 
-def _group(path: str, group: Any, held: list[tuple[str, Any]], mixed: Any, *, freed: bool) -> FSDPGroup:
+def _group(path: str, group: Any, entries: list[tuple[str, Any]], mixed: Any, *, freed: bool) -> FSDPGroup:
     mesh, resharded_to = group.mesh_info, group.post_forward_mesh_info if freed else None
-    parameters = tuple(_sharded(place, parameter) for place, parameter in held)
-    trained = [one for one in parameters if one.parameter.requires_grad]
+    parameters = tuple(_sharded(name, parameter) for name, parameter in entries)
+    trained = [entry for entry in parameters if entry.parameter.requires_grad]
     return FSDPGroup(
         path=path,
         parameters=parameters,
         shards=getattr(mesh, "shard_process_group", None),
         replicates=getattr(mesh, "replicate_process_group", None),
-        again=None if resharded_to is None else resharded_to.shard_process_group,
+        backward=None if resharded_to is None else resharded_to.shard_process_group,
         reduced=(mixed.reduce_dtype or _unset(trained[0])) if trained else None,
         inputs=mixed.param_dtype if mixed.cast_forward_inputs else None,
         outputs=mixed.output_dtype,
@@ -117,24 +119,24 @@ def _unset(parameter: Sharded) -> torch.dtype:
 
 
 def _sharded(path: str, parameter: Any) -> Sharded:
-    held = parameter.sharded_param
-    dtype = parameter.mp_policy.param_dtype if held.dtype.is_floating_point else None
+    shard = parameter.sharded_param
+    dtype = parameter.mp_policy.param_dtype if shard.dtype.is_floating_point else None
     numel = parameter.padded_sharded_param_size.numel()
-    dtype = dtype or held.dtype
+    dtype = dtype or shard.dtype
     return Sharded(
         path=path,
-        parameter=held,
+        parameter=shard,
         size=parameter._orig_size,
         spec=next((spec for name in _SPECS if (spec := getattr(parameter, name, None)) is not None), None),
         dtype=dtype,
         numel=numel,
-        travels=_travels(held, parameter.padded_sharded_param_size, dtype),
+        travels=_travels(shard, parameter.padded_sharded_param_size, dtype),
     )
 
 
-def _travels(held: Tensor, shard: torch.Size, dtype: torch.dtype) -> int:
+def _travels(tensor: Tensor, shard: torch.Size, dtype: torch.dtype) -> int:
     """Returns the bytes that one shard sends: MXFP8 sends qdata and one scale byte per 32×32 tile."""
-    cast = getattr(getattr(held, "_local_tensor", held), "fsdp_pre_all_gather", None)
+    cast = getattr(getattr(tensor, "_local_tensor", tensor), "fsdp_pre_all_gather", None)
     if cast is None:
         return shard.numel() * dtype.itemsize
     return shard.numel() + shard[:-2].numel() * num_blocks(shard[-2]) * num_blocks(shard[-1])

@@ -67,12 +67,12 @@ def latest(compiles: Sequence[tuple[object, Sequence[Part]]]) -> tuple[Part, ...
     return tuple(reversed(kept))
 
 
-def of_twins(parts: Sequence[Part], own: Iterable[GemmRecord]) -> Iterator[GemmRecord]:
+def of_twins(parts: Sequence[Part], gemms: Iterable[GemmRecord]) -> Iterator[GemmRecord]:
     """Yields the records of modules that run code compiled for another module, from the last compile.
 
     If a layer has records of its own for its forward or its backward, they replace the twin's.
     """
-    compiled, covered = {_direction_key(gemm) for gemm in own}, set[tuple[str, str, bool]]()
+    compiled, covered = {_direction_key(gemm) for gemm in gemms}, set[tuple[str, str, bool]]()
     for index, part in reversed([*enumerate(parts)]):
         copies = [
             dataclasses.replace(
@@ -101,7 +101,7 @@ def figures_of(parts: Sequence[Part]) -> dict[str, Any]:
         for path in paths:
             weights |= {path + name.removeprefix(part.prefix): sizes for name, *sizes in part.weights}
     figures: dict[str, Any] = {
-        "weight_bytes": sum(held for held, _ in weights.values()),
+        "weight_bytes": sum(size for size, _ in weights.values()),
         "weight_bytes_bf16": sum(in_bf16 for _, in_bf16 in weights.values()),
     }
     for field in dataclasses.fields(Figures):
@@ -119,7 +119,7 @@ def _running(parts: Sequence[Part], *, every: bool = False) -> Iterator[tuple[Pa
     A layer counts for the last part that computes it, and for its own part before another module's. `every`
     lists all modules of each part instead.
     """
-    own = {gemm.name for part in parts for gemm in part.gemms}
+    all_names = {gemm.name for part in parts for gemm in part.gemms}
     covered: set[str] = set()
     for part in reversed(parts):
         names = {gemm.name for gemm in part.gemms}
@@ -128,7 +128,7 @@ def _running(parts: Sequence[Part], *, every: bool = False) -> Iterator[tuple[Pa
         covered |= names
         for path, _block in part.twins:
             moved = {path + name.removeprefix(part.prefix) for name in names}
-            if not moved & own and (moved if every else moved - covered):
+            if not moved & all_names and (moved if every else moved - covered):
                 paths.append(path)
                 covered |= moved
         yield part, paths
@@ -148,8 +148,8 @@ def with_plan(
     compiled = {_direction_key(gemm) for gemm in gemms}
     missing = (gemm for gemm in planned if _direction_key(gemm) not in compiled)
     pending = tuple(dataclasses.replace(gemm, kernel=NOT_COMPILED, graph=graph) for gemm in missing)
-    place = {name: index for index, name in enumerate(dict.fromkeys(gemm.name for gemm in planned))}
-    return tuple(sorted((*gemms, *pending), key=lambda gemm: place.get(gemm.name, len(place))))
+    order = {name: index for index, name in enumerate(dict.fromkeys(gemm.name for gemm in planned))}
+    return tuple(sorted((*gemms, *pending), key=lambda gemm: order.get(gemm.name, len(order))))
 
 
 def outside(gemms: Iterable[GemmRecord]) -> tuple[str, ...]:

@@ -20,5 +20,5 @@ def name_signature(
     inner = [name for name, _ in module.named_modules()]
     inner += [name for name, _ in module.named_parameters()]
     full = [user_path(joined(path, name)) for name in inner]
-    places = [(name, blocks.place(name)) for name in full]
-    return tuple(tuple(rule.match.places(*place) for rule in policy.rules) for place in places)
+    layers = [(name, blocks.position(name)) for name in full]
+    return tuple(tuple(rule.match.places(*layer) for rule in policy.rules) for layer in layers)

@@ -34,9 +34,9 @@ def respelled(pattern: str, names: Sequence[str]) -> str | None:
         return None
     words = dict.fromkeys(word for name in names for word in _WORD.findall(name))
     tokens = _TOKEN.findall(pattern)
-    for place, token in enumerate(tokens):
+    for index, token in enumerate(tokens):
         for word in difflib.get_close_matches(token, words, cutoff=_NEAR) if _WORD.match(token) else ():
-            guess = "".join([*tokens[:place], word, *tokens[place + 1 :]])
+            guess = "".join([*tokens[:index], word, *tokens[index + 1 :]])
             if fnmatch.filter(names, guess):
                 return guess
     return None

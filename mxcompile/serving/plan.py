@@ -61,7 +61,9 @@ def planned_weights(
     policy = Policy.resolve("inference" if policy is None else policy)
     model_uses = uses(model, policy, args, kwargs or {}, weight_uses, training=False)
     by_path = model_uses.by_path
-    tables = {path: _table(path) for path, each in by_path.items() if any(use.is_lookup for use in each)}
+    tables = {
+        path: _table(path) for path, path_uses in by_path.items() if any(use.is_lookup for use in path_uses)
+    }
     check_mistakes(policy, model_uses.gemms, strict=False, tables=[*tables.values()])
     named = chain(model.named_buffers(), model.named_parameters(remove_duplicate=False))
     values = {user_path(name): value for name, value in named}
@@ -151,7 +153,7 @@ def _planned(path: str, value: Tensor, own_uses: Sequence[WeightUse], asking: st
     if keeps_table and use.form is not None:
         reason += "; the embedding keeps its table"
     elif use in own_uses and use.form is None:  # this use prevents storing; another use may cast the weight
-        wanted = asking or next((each.reason for each in own_uses if each.form is not None), "")
+        wanted = asking or next((path_use.reason for path_use in own_uses if path_use.form is not None), "")
         if wanted:
             reason = f"{wanted}, but {TABLE if use.is_lookup else f'{use.layer} keeps it'}"
     return replace(

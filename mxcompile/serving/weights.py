@@ -77,9 +77,9 @@ def quantize_weights_(
     return StoredWeights(weights=tuple(_store(weight, places[weight.name]) for weight in bar))
 
 
-def _store(weight: StoredWeight, places: Sequence[Owner]) -> StoredWeight:
+def _store(weight: StoredWeight, holders: Sequence[Owner]) -> StoredWeight:
     """Stores one parameter as planned, if possible. Returns the outcome."""
-    parameter = getattr(*places[0])
+    parameter = getattr(*holders[0])
     if isinstance(parameter, MXTensor):
         return replace(
             weight,
@@ -91,8 +91,8 @@ def _store(weight: StoredWeight, places: Sequence[Owner]) -> StoredWeight:
         )
     if weight.form is None:
         return weight
-    tables = [place for place in places if weight.keeps_table and isinstance(place[0], nn.Embedding)]
-    layers = [place for place in places if place not in tables]
+    tables = [holder for holder in holders if weight.keeps_table and isinstance(holder[0], nn.Embedding)]
+    layers = [holder for holder in holders if holder not in tables]
     if reason := TABLE if weight.keeps_table and not (tables and layers) else _obstacle(parameter, weight):
         return replace(weight, form=None, keeps_table=False, reason=reason)
     stored = nn.Parameter(cast(parameter.detach(), weight.block_dim, weight.form), requires_grad=False)

@@ -19,7 +19,7 @@ from mxcompile.storage.tensor import MXTensor
 
 def _broadcast(func: Any, tensors: Sequence[MXTensor], *args: Any, **kwargs: Any) -> Any:
     """Copies the tensors of one rank to all other ranks."""
-    return tensors, _send_parts(tensors, lambda place: func(_parts(tensors, place), *args, **kwargs))
+    return tensors, _send_parts(tensors, lambda index: func(_parts(tensors, index), *args, **kwargs))
 
 
 def _scatter(
@@ -31,8 +31,8 @@ def _scatter(
 ) -> Any:
     """Copies one of several tensors of one rank to each other rank."""
 
-    def send(place: int) -> Any:
-        return func(_parts(outputs, place), [_parts(row, place) for row in inputs], *args, **kwargs)
+    def send(index: int) -> Any:
+        return func(_parts(outputs, index), [_parts(row, index) for row in inputs], *args, **kwargs)
 
     return outputs, _send_parts(outputs, send)
 
@@ -40,18 +40,18 @@ def _scatter(
 def _send_parts(tensors: Sequence[Any], send: Callable[[int], Any]) -> Any:
     """Calls `send` with the index of each part in sequence. Returns the work handle of the last part."""
     last = max((len(tensor.parts) for tensor in tensors if isinstance(tensor, MXTensor)), default=2) - 1
-    for place in range(last):
-        send(place)[1].wait()
+    for index in range(last):
+        send(index)[1].wait()
     return send(last)[1]
 
 
-def _parts(tensors: Sequence[Any], place: int) -> list[Tensor]:
-    """Returns part number `place` of each tensor, FP8 as bytes."""
+def _parts(tensors: Sequence[Any], index: int) -> list[Tensor]:
+    """Returns part number `index` of each tensor, FP8 as bytes."""
     if not all(isinstance(tensor, MXTensor) for tensor in tensors):
         raise FormatError(
             "a collective got tensors in MXFP8 together with others: send them in separate collectives"
         )
-    parts = [tensor.parts[place] for tensor in tensors]
+    parts = [tensor.parts[index] for tensor in tensors]
     return [part if part.dtype is torch.float32 else part.view(torch.uint8) for part in parts]
 
 

@@ -157,8 +157,8 @@ def _reshaped(func: Any, x: MXTensor, shape: Sequence[int], **kwargs: Any) -> An
     is_last = x.block_dim % x.ndim == x.ndim - 1
     if not is_last or not shape or shape[-1] not in (x.shape[-1], -1):
         return NotImplemented
-    held = shape if shape[-1] == -1 else [*shape[:-1], x.qdata.shape[-1]]
-    elements = func(x.qdata, held, **kwargs)
+    qdata_shape = shape if shape[-1] == -1 else [*shape[:-1], x.qdata.shape[-1]]
+    elements = func(x.qdata, qdata_shape, **kwargs)
     if elements.shape[-1] != x.qdata.shape[-1]:
         return NotImplemented
     blocks = [*elements.shape[:-1], x.scale_bytes.shape[-1]]
@@ -244,8 +244,8 @@ def _copy(func: Any, x: Any, source: Any, non_blocking: bool = False) -> Any:
         high = dense(source) if isinstance(source, MXTensor) else source
         encoded = encode_stored(high, x.block_dim, x.form)
         parts = tuple(part for part in encoded if part is not None)
-    for own, part in zip(x.parts, parts, strict=True):
-        func(own, part, non_blocking)
+    for target, part in zip(x.parts, parts, strict=True):
+        func(target, part, non_blocking)
     return x
 
 
@@ -254,4 +254,6 @@ def _holds(x: MXTensor, source: MXTensor) -> bool:
     if source.form != x.form or source.block_dim % x.ndim != x.block_dim % x.ndim:
         return False
     pairs = zip(x.parts, source.parts, strict=True)
-    return all(size in (1, n) for own, part in pairs for n, size in zip(own.shape, part.shape, strict=True))
+    return all(
+        size in (1, n) for target, part in pairs for n, size in zip(target.shape, part.shape, strict=True)
+    )

@@ -51,7 +51,7 @@ def _check_global(global_scale: Tensor, qdata: Tensor, block_dim: int) -> None:
     whole = list(qdata.shape)
     whole[block_dim] = 1
     fits = global_scale.ndim == qdata.ndim and all(
-        own in (1, size) for own, size in zip(global_scale.shape, whole, strict=True)
+        size_there in (1, size) for size_there, size in zip(global_scale.shape, whole, strict=True)
     )
     if not fits:
         raise FormatError(

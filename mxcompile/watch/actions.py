@@ -29,7 +29,7 @@ def fired(rules: Sequence[Rule], sample: Sample) -> list[Fired]:
     """Returns the rules that fire in `sample`. Call it once per sample: rules count consecutive samples."""
     every = frozenset(STATS)
     rows = [row(key, tally, every) for key, tally in sample.items()]
-    return [(place, each) for each in rows for place, rule in enumerate(rules) if rule.fires(each)]
+    return [(index, numbers) for numbers in rows for index, rule in enumerate(rules) if rule.fires(numbers)]
 
 
 class Actions:
@@ -59,8 +59,8 @@ class Actions:
         Raises `WatchError` if a rule stops the run.
         """
         stops = ""
-        for place, numbers in fired:
-            rule = self._rules[place]
+        for index, numbers in fired:
+            rule = self._rules[index]
             message = rule.sentence(step, numbers)
             fields = self._done(rule.do, step, message, numbers, excerpts)
             if not rank():
@@ -86,9 +86,9 @@ class Actions:
                 effect = f"{layer} {gemm} is in BF16 from the next step, in this run alone"
             return {"effect": effect, "policy": str(self._fallbacks.path)}
         if do == "dump":
-            own = {key[2]: excerpt for key, excerpt in excerpts.items() if key[:2] == (layer, gemm)}
+            of_gemm = {key[2]: excerpt for key, excerpt in excerpts.items() if key[:2] == (layer, gemm)}
             try:
-                return {"dump": self._dumps.write(step, layer, gemm, message, own)}
+                return {"dump": self._dumps.write(step, layer, gemm, message, of_gemm)}
             except (OSError, RuntimeError) as error:
                 self._warn(f"cannot write operands to {self._dumps.folder}", error)
                 return {"dump": "no file"}

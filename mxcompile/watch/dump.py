@@ -47,9 +47,9 @@ class Dumps:
         if self._written >= FILES:
             return f"a run writes at most {FILES} files"
         self._written += 1
-        own = f"-rank{rank()}" if rank() is not None else ""
+        rank_suffix = f"-rank{rank()}" if rank() is not None else ""
         name = re.sub(r"[^\w.-]", "_", f"step-{step}-{layer}-{gemm}")[:200]
-        path = self.folder / f"{name}{own}.pt"
+        path = self.folder / f"{name}{rank_suffix}.pt"
         operands = {
             name: {key: cast[key] for key in ("format", "dim", "sizes")}
             for name, (*_, cast) in excerpts.items()

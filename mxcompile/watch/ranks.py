@@ -155,7 +155,7 @@ class Ranks:
             if time.monotonic() > end:
                 raise TimeoutError(f"the first rank did not send the results of its rules for step {step}")
             time.sleep(_POLL_S)
-        return [(place, row) for place, row in json.loads(store.get(key))]
+        return [(index, row) for index, row in json.loads(store.get(key))]
 
     def _join(self, step: int, sample: Sample) -> int:
         """Adds the samples of other ranks to `sample`. Returns the number of ranks in it."""

@@ -116,9 +116,9 @@ class Rule:
         key = row["layer"], row["gemm"], row["operand"]
         if not self.looks_at(row):
             return False
-        held = self._streaks.get(key, 0) + 1 if all(c.holds(row) for c in self.conditions) else 0
-        self._streaks[key] = held
-        return held == self.over
+        streak = self._streaks.get(key, 0) + 1 if all(c.holds(row) for c in self.conditions) else 0
+        self._streaks[key] = streak
+        return streak == self.over
 
     def sentence(self, step: int, row: Mapping[str, Any]) -> str:
         """Returns the message of the rule for `row`."""

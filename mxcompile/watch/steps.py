@@ -90,8 +90,8 @@ class Steps:
         counted = self._counted.get(optimizer)
         if counted is None:
             owned = {id(parameter) for model in self._models for parameter in model.parameters()}
-            stepped = (id(each) for group in optimizer.param_groups for each in group["params"])
-            counted = self._counted[optimizer] = not owned or any(each in owned for each in stepped)
+            stepped = (id(item) for group in optimizer.param_groups for item in group["params"])
+            counted = self._counted[optimizer] = not owned or any(item in owned for item in stepped)
         return counted
 
 

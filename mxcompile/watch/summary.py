@@ -155,8 +155,8 @@ def lines(file: SampleFile, limit: int, back: int) -> Iterable[str]:
             f" {len(file.samples[steps[-1]])} operands, {file.about.get('policy', 'unknown policy')}"
         )
     for finding in file.findings[-limit:]:
-        place = f"{finding['operand']} of {finding['layer']} {finding['gemm']}"
-        yield f"step {finding['step']:,}: NaN or Inf in {place}, {finding['origin']}"
+        operand = f"{finding['operand']} of {finding['layer']} {finding['gemm']}"
+        yield f"step {finding['step']:,}: NaN or Inf in {operand}, {finding['origin']}"
     if not steps:
         return
     yield ""

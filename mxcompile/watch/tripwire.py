@@ -18,7 +18,7 @@ from mxcompile.watch.recorder import Count
 
 def finding(counts: Sequence[Count]) -> dict[str, Any]:
     """Returns the first nonzero entry of `counts`: layer, gemm, operand, count, origin, later operands."""
-    index = next(place for place, (_, count) in enumerate(counts) if count)
+    index = next(position for position, (_, count) in enumerate(counts) if count)
     (layer, gemm, operand), count = counts[index]
     later = {key for key, more in counts[index + 1 :] if more and key[0] != layer}
     return {

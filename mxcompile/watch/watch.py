@@ -99,7 +99,7 @@ class Watch:
                 )
         self.stats = frozenset(_words("statistic", stats, STATS))
         self._match = Match(name=self.layers)
-        self._writers = [_writer(each) for each in _listed(to)]
+        self._writers = [_writer(writer) for writer in _listed(to)]
         tripped = self._trip if nonfinite else None
         self._recorder = Recorder(_number("first", first), self._is_sampled, self._finish, tripped)
         judge = functools.partial(fired, self._rules) if self._rules else None
@@ -252,9 +252,9 @@ class Watch:
         self._send(_record("sample", step=step, ranks=ranks, **noted, rows=rows))
 
     def _warn_of_idle_rules(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        for place, rule in enumerate(self._rules):
+        for index, rule in enumerate(self._rules):
             if not any(map(rule.looks_at, rows)):
-                log.warning("watch: rule %d matches no operand that step %d measures", place + 1, step)
+                log.warning("watch: rule %d matches no operand that step %d measures", index + 1, step)
 
     def _report(self, kind: str, **values: Any) -> None:
         self._send(_record(kind, **values))

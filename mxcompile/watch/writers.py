@@ -60,10 +60,10 @@ class TensorBoard:
     def __call__(self, record: Record) -> None:
         """Adds `record` if it is a sample."""
         for row in record.get("rows", ()):
-            place = f"{row['layer']}/{row['gemm']}/{row['operand']}"
+            tag = f"{row['layer']}/{row['gemm']}/{row['operand']}"
             numbers = ((name, row[name]) for name in NUMBERS if row.get(name) is not None)
             for name, value in numbers:
-                self._writer.add_scalar(f"{place}/{name}", value, record["step"])
+                self._writer.add_scalar(f"{tag}/{name}", value, record["step"])
 
     def __repr__(self) -> str:
         return repr(self._writer)

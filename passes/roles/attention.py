@@ -51,7 +51,7 @@ def _is_no_expert(site: Site) -> Holds | Fails:
 
 
 def _is_first(site: Site) -> Holds | Fails:
-    straight = site.model.feeds.sources(site.made, Source.ATTENTION)
+    straight = site.model.feeds.sources(site.origins, Source.ATTENTION)
     if not straight and not site.used(BRANCH):
         return Fails("another layer stands in between, and its result joins no residual stream")
     return Holds("")

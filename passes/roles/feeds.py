@@ -118,7 +118,7 @@ class _FeedsSweep:
         origins = self._traced(node, arguments)
         if node in self._streams.joins or node in self._streams.skips:
             origins = self._enter_stream(node, origins)
-        feeds.made[node] = origins
+        feeds.of_value[node] = origins
 
     def _traced(self, node: fx.Node, arguments: list[fx.Node]) -> Marks:
         if node.op == "placeholder":
@@ -153,7 +153,7 @@ class _FeedsSweep:
         """Whether `node` puts results of layers back at the tokens that a top-k chose for them."""
         name = _PUTS.get(packet(node))
         rows = None if name is None else argument_of(node, name)
-        origins = self.feeds.made[rows] if isinstance(rows, fx.Node) else _NOTHING
+        origins = self.feeds.of_value[rows] if isinstance(rows, fx.Node) else _NOTHING
         return bool(origins) and all(self.feeds.kind[source] is Source.LAYER for source in origins)
 
     def _input(self, node: fx.Node) -> Marks:
@@ -193,7 +193,7 @@ class _FeedsSweep:
     def _merged(self, arguments: list[fx.Node]) -> Marks:
         merged = _NOTHING
         for argument in arguments:
-            other = self.feeds.made[argument]
+            other = self.feeds.of_value[argument]
             if not merged:
                 merged = other
             elif other and other is not merged:
@@ -240,9 +240,9 @@ class _FeedsSweep:
 
     def _note_groups(self, gate: fx.Node) -> None:
         """Records the layers whose groups of output features `gate` multiplies by each other."""
-        one, other = (self.feeds.made[arg] for arg in gate.args[:2] if isinstance(arg, fx.Node))
-        for layer, marks in one.items():
-            if marks & other.get(layer, 0) & GROUP:
+        first, second = (self.feeds.of_value[arg] for arg in gate.args[:2] if isinstance(arg, fx.Node))
+        for layer, marks in first.items():
+            if marks & second.get(layer, 0) & GROUP:
                 self.feeds.groups[layer] = self._selected[layer]
 
     def _adds_features(self, node: fx.Node) -> bool:
@@ -251,7 +251,7 @@ class _FeedsSweep:
         value = tensor(node)
         if value is None or dim not in (-1, value.ndim - 1):
             return False
-        first, *others = (self.feeds.made.get(piece, _NOTHING) for piece in pieces)
+        first, *others = (self.feeds.of_value.get(piece, _NOTHING) for piece in pieces)
         return any(other.keys() != first.keys() for other in others)
 
     def _is_gate(self, node: fx.Node) -> bool:
@@ -261,9 +261,9 @@ class _FeedsSweep:
 
     def _can_gate(self, node: fx.Node) -> bool:
         value = tensor(node)
-        origins = self.feeds.made.get(node, _NOTHING)
-        one = value is None or not value.ndim or value.shape[-1] == 1
-        return not one and any(
+        origins = self.feeds.of_value.get(node, _NOTHING)
+        is_single = value is None or not value.ndim or value.shape[-1] == 1
+        return not is_single and any(
             marks & WHOLE and self.feeds.kind[source] in _MULTIPLIED for source, marks in origins.items()
         )
 
@@ -284,7 +284,7 @@ class _FeedsSweep:
 
     def _linear(self, node: fx.Node) -> Marks:
         feeds, data = self.feeds, data_operand(node)
-        origins = feeds.made.get(data, _NOTHING)
+        origins = feeds.of_value.get(data, _NOTHING)
         scores = feeds.sources(origins, Source.PRODUCT)
         if origins and len(scores) == len(origins) and feeds.products.mixes_heads(node, data, scores):
             return origins
@@ -294,7 +294,7 @@ class _FeedsSweep:
     def _product(self, node: fx.Node) -> Marks:
         feeds = self.feeds
         pair = [arg for arg in operands(node) if isinstance(arg, fx.Node)]
-        origins = [feeds.made[arg] for arg in pair]
+        origins = [feeds.of_value[arg] for arg in pair]
         dispatched = [arg in feeds.chosen for arg in pair]
         if any(dispatched):
             feeds.chosen.add(node)

@@ -43,7 +43,7 @@ def _is_no_part_of_the_body(site: Site) -> Holds | Fails:
 def _has_body_before_it(site: Site) -> Holds | Fails:
     if site.streams:
         return _is_last_behind_stream(site)
-    if not site.made or site.sources(Source.INPUT, Source.CUT):
+    if not site.origins or site.sources(Source.INPUT, Source.CUT):
         return Fails("it reads the model's inputs")
     attentions = site.sources(Source.ATTENTION)
     if attentions and site.model.feeds.pooled.issuperset(attentions):
@@ -56,7 +56,7 @@ def _has_body_before_it(site: Site) -> Holds | Fails:
 
 
 def _is_last_behind_stream(site: Site) -> Holds | Fails:
-    behind_attention = site.model.feeds.sources(site.made, Source.ATTENTION)
+    behind_attention = site.model.feeds.sources(site.origins, Source.ATTENTION)
     if behind_attention and not site.used(RESULT):
         return Fails("it is the first layer behind an attention")
     return Holds("it stands behind the residual stream")

@@ -71,7 +71,7 @@ class Products:
         for bias in (*node.args, *node.kwargs.values()):
             if isinstance(bias, fx.Node) and bias not in read:
                 self.biases.add(bias)
-                self._positions(origins.made.get(bias, {}), read, origins)
+                self._positions(origins.of_value.get(bias, {}), read, origins)
 
     def is_attention(self, node: fx.Node, weights: Marks, values: fx.Node, origins: Origins) -> bool:
         """Whether `node`, a product of `values` and a softmax of `weights`, is softmax(q·kᵀ)·v."""
@@ -79,7 +79,7 @@ class Products:
         scores = [source for source in weights if tags_of(source) and kinds[source] is Source.PRODUCT]
         queries = [source for source in weights if source in self.over_rows]
         layers = [source for source in weights if kinds[source] is Source.LAYER]
-        onto_product = any(kinds[source] is Source.PRODUCT for source in origins.made[values])
+        onto_product = any(kinds[source] is Source.PRODUCT for source in origins.of_value[values])
         if not scores and (onto_product or not (queries or layers)):
             return False
         if not scores and not queries:
@@ -114,12 +114,14 @@ class Products:
 
     def _positions(self, weights: Marks, read: Sequence[Any], origins: Origins) -> None:
         """Records products of an attention's operand and a parameter among the sources of its scores."""
-        sources = {source for arg in read if isinstance(arg, fx.Node) for source in origins.made.get(arg, ())}
+        sources = {
+            source for arg in read if isinstance(arg, fx.Node) for source in origins.of_value.get(arg, ())
+        }
         for source in weights:
             tag = tag_of(source)
             if tag is None or "w" not in tag.tensors or source in self.over_rows:
                 continue
-            data = origins.made.get(data_operand(source), {})
+            data = origins.of_value.get(data_operand(source), {})
             if data and set(data) <= sources and not origins.sources(data, Source.STREAM):
                 self.no_layer[source] = "scores: a query of the attention whose scores it is added to"
 

@@ -35,9 +35,9 @@ class Recurrences:
 
         sources: sources of `node`.
         """
-        place = _selection(node)
-        if place is not None:
-            source, dim, index = place
+        selection = _selection(node)
+        if selection is not None:
+            source, dim, index = selection
             self._taken[node] = {(source, dim): index}
             return []
         if self._taken.keys().isdisjoint(arguments):

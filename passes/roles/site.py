@@ -64,7 +64,7 @@ class Model:
         followers: dict[fx.Node, list[Follower]] = {layer: [] for layer in feeds.layers}
         reads: dict[fx.Node, list[int]] = {}
         for layer in feeds.layers:
-            for source, marks in feeds.made.get(data_operand(layer), {}).items():
+            for source, marks in feeds.of_value.get(data_operand(layer), {}).items():
                 if feeds.kind[source] is Source.STREAM:
                     reads.setdefault(layer, []).append(feeds.number[source])
                 elif source in followers:
@@ -92,14 +92,14 @@ class Model:
 class Site:
     """A layer, as the statements of roles read it.
 
-    made: the layers and inputs from which its input is computed. beyond: `made`, in which the sources of an
-    earlier layer replace the layer if no nonlinearity follows it, as in a low-rank pair.
+    origins: the layers and inputs from which its input is computed. beyond: `origins`, in which the sources
+    of an earlier layer replace the layer if no nonlinearity follows it, as in a low-rank pair.
     """
 
     node: fx.Node
     tag: GemmTag
     model: Model
-    made: Marks
+    origins: Marks
     beyond: Marks
 
     @classmethod
@@ -107,8 +107,8 @@ class Site:
         """Returns the site of the layer `node` of `model`."""
         tag = tag_of(node)
         assert tag is not None
-        origins = model.feeds.made.get(data_operand(node), {})
-        return cls(node=node, tag=tag, model=model, made=origins, beyond=_beyond(origins, model.feeds))
+        origins = model.feeds.of_value.get(data_operand(node), {})
+        return cls(node=node, tag=tag, model=model, origins=origins, beyond=_beyond(origins, model.feeds))
 
     def used(self, marks: int) -> bool:
         """Whether its result has one of the uses `marks`."""
@@ -198,7 +198,7 @@ def _beyond(origins: Marks, feeds: Feeds) -> Marks:
             break
         inner: Marks = {}
         for source in origins:
-            for other, marks in feeds.made.get(data_operand(source), {}).items():
+            for other, marks in feeds.of_value.get(data_operand(source), {}).items():
                 inner[other] = inner.get(other, 0) | marks
         origins = inner
     return origins

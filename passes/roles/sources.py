@@ -39,10 +39,10 @@ BENT = ACTIVATED | GATED
 class Origins:
     """The sources of the values of a forward.
 
-    made: sources of every value. kind: kind of every source.
+    of_value: sources of every value. kind: kind of every source.
     """
 
-    made: dict[fx.Node, Marks] = field(default_factory=dict)
+    of_value: dict[fx.Node, Marks] = field(default_factory=dict)
     kind: dict[fx.Node, Source] = field(default_factory=dict)
 
     def sources(self, origins: Marks, *kinds: Source) -> list[fx.Node]:

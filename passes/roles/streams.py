@@ -67,9 +67,9 @@ class _Sweep:
         self._last: dict[fx.Node, int] = {}
         for index, node in enumerate(nodes):
             if traits[node] & SUM and len(node.args) > 1:
-                left, right = (self._bases_of(arg) for arg in node.args[:2])
-                self._bases[node] = left, right
-                self._last.update(dict.fromkeys([*left, *right], index))
+                lhs, rhs = (self._bases_of(arg) for arg in node.args[:2])
+                self._bases[node] = lhs, rhs
+                self._last.update(dict.fromkeys([*lhs, *rhs], index))
 
     def _num_uses(self, node: fx.Node) -> int:
         return sum(1 for user in node.users if user in self._position) if len(node.users) > 1 else 0

@@ -144,7 +144,7 @@ class _UsesSweep:
             if beyond and there & ONWARD and not beyond <= self._feeds.streams[node]:
                 marks |= SHIFTS
             if packet(user) is aten.mul:
-                apart = self._feeds.made[other].keys().isdisjoint(self._feeds.made[node])
+                apart = self._feeds.of_value[other].keys().isdisjoint(self._feeds.of_value[node])
                 if beyond and apart and _size(other) > _size(node):  # a norm's factor is not apart
                     marks |= SCALES
                 if other in self._feeds.chosen:
@@ -167,16 +167,16 @@ def _endings(feeds: Feeds, streams: Streams) -> frozenset[int]:
             elif feeds.kind[source] not in (Source.STREAM, Source.CONVOLUTION):
                 behind.discard(number)
     for layer in feeds.layers:
-        origins = feeds.made.get(data_operand(layer), {})
+        origins = feeds.of_value.get(data_operand(layer), {})
         behind -= {n for n in map(feeds.number.get, origins) if n is not None and (layer, n) not in steps}
     for operand in feeds.products.read:
-        behind -= {feeds.number[source] for source in feeds.sources(feeds.made[operand], Source.STREAM)}
+        behind -= {feeds.number[source] for source in feeds.sources(feeds.of_value[operand], Source.STREAM)}
     return frozenset(behind)
 
 
 def _reads(layer: fx.Node, feeds: Feeds) -> list[int | None]:
     """Returns the number of the stream that `layer` reads directly; [] if its input has other sources."""
-    origins = feeds.made.get(data_operand(layer), {})
+    origins = feeds.of_value.get(data_operand(layer), {})
     if len(origins) != 1 or any(marks & BENT for marks in origins.values()):
         return []
     return [feeds.number.get(source) for source in origins]

@@ -68,7 +68,7 @@ def test_the_casts_of_a_library_by_hand(whole_steps):
     assert casts[:2] == pytest.approx([4.096 * 0.73, 4.096 * 1.94])
     assert len(casts) == 2 * 4 + 2 * 7, "inputs and weights"
     assert len(layer.backward) == 2 * 7, "gradients"
-    assert [kind for kind, _ in layer.again].count("product") == 2, "all but the last"
+    assert [kind for kind, _ in layer.recomputed].count("product") == 2, "all but the last"
     assert casts[-1] == pytest.approx(4096 * 14336 / 1e6 * 4.24)
 
 

@@ -52,7 +52,7 @@ def test_recomputation(recompute, again):
     attention = ("attention", PRODUCT)
     layer = LayerWork(forward=(*LAYER.forward, ("product", PRODUCT), attention), backward=LAYER.backward)
     assert step.parts(layer, RATES)["recompute"] == pytest.approx(4 * again)
-    other = dataclasses.replace(layer, again=(attention,) * 3)
+    other = dataclasses.replace(layer, recomputed=(attention,) * 3)
     chosen = 3 * PRODUCT_US if recompute == "selective" else again
     assert step.parts(other, RATES)["recompute"] == pytest.approx(4 * chosen)
 

@@ -45,12 +45,29 @@ def test_functions_have_common_verbs(name: str, faults: int):
 
 
 def test_code_has_nouns_and_docstrings_that_say_what_is_returned():
-    source = 'def f(found):\n    """What it is."""\n    made = found\n\n\nclass C:\n    made: int\n'
+    source = 'def f(found):\n    """What it is."""\n    left_dim = found\n\n\nclass C:\n    made: int\n'
     tree = ast.parse(source)
     assert list(lint_words.variables("f.py", tree)) == [
-        "f.py:1: found is not a noun", "f.py:3: made is not a noun",
+        "f.py:1: found is not a noun of the field", "f.py:7: made is not a noun of the field",
     ]  # fmt: skip
     assert list(lint_words.docstrings("f.py", tree)) == ["f.py:1: has no subject: What it is."]
+
+
+@pytest.mark.parametrize(
+    ("statement", "faults"),
+    [
+        ("left, right = sides", 1),
+        ("self._held = sizes", 1),
+        ("sizes = [one for one in x]", 1),
+        ("def place(x): pass", 1),
+        ("lhs, rhs = sides", 0),
+        ("x = left", 0),
+    ],
+)
+def test_names_that_hold_values_are_nouns_of_the_field(statement: str, faults: int):
+    assert len(list(lint_words.variables("f.py", ast.parse(statement)))) == faults
+    picture = "mxcompile/report/forms/picture.py"
+    assert not list(lint_words.variables(picture, ast.parse("left = 1"))), "an edge of a picture"
 
 
 @pytest.mark.parametrize(

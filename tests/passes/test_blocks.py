@@ -113,8 +113,8 @@ def test_which_blocks_there_are(name: str):
 
 def test_a_wrapper_around_a_stack_leaves_names_alone():
     assert places(Wrapped(Model(2))) == stack("layers", 2)
-    assert Blocks.from_model(Wrapped(Model(2))).place("layers.1.up") == (1, 2)
-    assert Blocks.from_model(Model(2)).place("head") is None
+    assert Blocks.from_model(Wrapped(Model(2))).position("layers.1.up") == (1, 2)
+    assert Blocks.from_model(Model(2)).position("head") is None
 
 
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}

@@ -91,7 +91,7 @@ def test_gradients_have_the_sizes_of_their_products():
 
 
 def test_only_a_reentrant_checkpoint_runs_products_again():
-    again = {way: any(tag.again for tag in plan_of(own).tags) for way, (own, _) in WAYS.items()}
+    again = {way: any(tag.recomputed for tag in plan_of(own).tags) for way, (own, _) in WAYS.items()}
     assert [way for way, runs_again in again.items() if runs_again] == ["of a reentrant checkpoint"]
 
 

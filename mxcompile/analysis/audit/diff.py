@@ -96,7 +96,7 @@ def compare_audits(old: Audit, new: Audit) -> AuditDifference:
         *_moved(before.gemms, after.gemms, lambda g: (g.name, g.gemm), _sqnr),
         *_moved(before.tensors, after.tensors, lambda t: (t.name, f"{t.operand} {t.layout}"), _underflow),
     ]
-    moved.sort(key=lambda one: one.worse / (LEAST_DB if one.unit else LEAST_UNDERFLOW), reverse=True)
+    moved.sort(key=lambda move: move.worse / (LEAST_DB if move.unit else LEAST_UNDERFLOW), reverse=True)
     return AuditDifference(
         report=compare(old.report, new.report), moved=tuple(moved), facts=tuple(_facts(before, after))
     )

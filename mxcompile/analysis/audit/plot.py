@@ -123,23 +123,23 @@ def _tensors(figure: Any, numerics: Numerics) -> None:
     """Draws the SQNR of casts on the left, the shares of elements cast to zero or saturated on the right."""
     tensors = numerics.worst_tensors()[:_MOST_ROWS]
     labels = [_label(tensor) for tensor in tensors]
-    left = _rows(figure, labels, "casts, most harm first", columns=2)
+    sqnr_axes = _rows(figure, labels, "casts, most harm first", columns=2)
     for which in ("x", "w", "dy"):
-        _marks(left, [(t.sqnr_db, row) for row, t in enumerate(tensors) if t.operand == which], which)
-    left.set_xlabel("SQNR, dB")
-    right = figure.add_subplot(1, 2, 2, sharey=left)
+        _marks(sqnr_axes, [(t.sqnr_db, row) for row, t in enumerate(tensors) if t.operand == which], which)
+    sqnr_axes.set_xlabel("SQNR, dB")
+    underflow_axes = figure.add_subplot(1, 2, 2, sharey=sqnr_axes)
     rows = range(len(tensors))
-    right.barh(rows, [100 * t.underflow for t in tensors], color="#7f8c8d", label="cast to zero")
-    right.barh(
+    underflow_axes.barh(rows, [100 * t.underflow for t in tensors], color="#7f8c8d", label="cast to zero")
+    underflow_axes.barh(
         rows,
         [100 * t.saturation for t in tensors],
         left=[100 * t.underflow for t in tensors],
         color="#c0392b",
         label="saturated",
     )
-    right.tick_params(labelleft=False)
-    right.set_xlabel("share of elements (cast to zero: share of the nonzero elements), %")
-    right.legend()
+    underflow_axes.tick_params(labelleft=False)
+    underflow_axes.set_xlabel("share of elements (cast to zero: share of the nonzero elements), %")
+    underflow_axes.legend()
     figure.suptitle("Cast tensors")
     _leaves_out(figure, [_unplotted(tensors), _beyond(numerics.tensors)])
 

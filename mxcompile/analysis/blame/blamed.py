@@ -85,11 +85,11 @@ class Blamed(MeasuredPolicy, Findings):
         return [*facts, *self._interplay(), *self._policy(), *self._chance()]
 
     def _policy(self) -> Iterator[str]:
-        whole, left = self.whole.on(self.measure), self.left.on(self.measure)
+        whole, remaining = self.whole.on(self.measure), self.left.on(self.measure)
         names = list(dict.fromkeys(name for name, _ in self.worst))
         alone = f"{count(len(self.worst), 'GEMM')} of {count(len(names), 'layer')} as in {self.against}"
         yield (
-            f"the policy: {alone} leave {left} of {whole}, and"
+            f"the policy: {alone} leave {remaining} of {whole}, and"
             f" {self.flop_share:.1%} of the matmul FLOPs quantized, {self.flop_share_before:.1%} before"
         )
         if self.num_layers > 3 and 2 * len(names) > self.num_layers:
@@ -132,8 +132,8 @@ class Blamed(MeasuredPolicy, Findings):
 
     def _table(self) -> Table:
         """Returns headers, then rows for all GEMMs, each kind of GEMM, and the parts with their GEMMs."""
-        measures = [self.measure, *(each for each in MEASURES if each != self.measure)]
-        measures = [each for each in measures if getattr(self.whole, each) is not None]
+        measures = [self.measure, *(measure for measure in MEASURES if measure != self.measure)]
+        measures = [measure for measure in measures if getattr(self.whole, measure) is not None]
         left_out = any(part.left_out for part in self.parts)
         everything = BlamedPart(layers=(), gemms=("all",), alone=self.whole)
         of_layers: dict[tuple[str, ...], list[BlamedPart]] = {}
@@ -142,7 +142,7 @@ class Blamed(MeasuredPolicy, Findings):
         rows = [("(all)", everything), *(("(all)", kind) for kind in self.kinds)]
         for part in self.parts:
             name = spelled(part.layers) or "(root)"
-            rows += [(name, each) for each in (part, *of_layers.get(part.layers, ()))]
+            rows += [(name, row) for row in (part, *of_layers.get(part.layers, ()))]
         headers = ["layer", "GEMMs", "of all", *measures, *(["without"] if left_out else [])]
         rows = rows if self.parts else []
         return [headers, *(self._row(name, part, measures, left_out) for name, part in rows)]

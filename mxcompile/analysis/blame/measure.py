@@ -139,9 +139,9 @@ def _counted(trials: BlameTrials, plan: RunPlan, worst: Iterable[Key]) -> dict[s
     }
 
 
-def _measure(own: Effect, of: str | None) -> str:
+def _measure(effect: Effect, of: str | None) -> str:
     """Returns the measure of the search. Raises `ModelError` if the model lacks it."""
-    present = [measure for measure in MEASURES if getattr(own, measure) is not None]
+    present = [measure for measure in MEASURES if getattr(effect, measure) is not None]
     if of is None:
         order = ("gradients", "output", "loss")
         of = next((measure for measure in order if measure in present), "output")

@@ -39,16 +39,16 @@ class RunPlan:
 
         max_runs: limit, at least `LEAST` per repeat. more: runs of the reference in addition to its repeats.
         """
-        left = (max_runs - more) // repeats - 2
-        kinds = gemms if gemms > 1 and left >= 4 * gemms else 0
-        singles = min(10 if layers > 1 else 1, left // 4) if gemms > 1 else 0
-        worst = min(2 * math.ceil(math.log2(layers + 1)) + 1, max(1, left // 4))
-        left -= kinds + singles + worst
-        alone = layers if layers <= left else left * 3 // 4
+        remaining = (max_runs - more) // repeats - 2
+        kinds = gemms if gemms > 1 and remaining >= 4 * gemms else 0
+        singles = min(10 if layers > 1 else 1, remaining // 4) if gemms > 1 else 0
+        worst = min(2 * math.ceil(math.log2(layers + 1)) + 1, max(1, remaining // 4))
+        remaining -= kinds + singles + worst
+        alone = layers if layers <= remaining else remaining * 3 // 4
         return cls(
             repeats=repeats,
             alone=alone,
-            left_out=min(layers, left - alone),
+            left_out=min(layers, remaining - alone),
             worst=worst,
             kinds=kinds,
             gemms=singles,
@@ -83,9 +83,9 @@ def check(max_runs: object, repeats: object, remove: object) -> None:
         raise OptionError(f"`repeats` must be a whole number of at least 1, found {shown(repeats)}")
     least = LEAST * (repeats if isinstance(repeats, int) else 1)
     if not _is_whole(max_runs, least):
-        each = f" for {repeats} repeats" if repeats is not None else ""
+        purpose = f" for {repeats} repeats" if repeats is not None else ""
         raise OptionError(
-            f"`max_runs` must be a whole number of at least {least}{each}, found {shown(max_runs)}"
+            f"`max_runs` must be a whole number of at least {least}{purpose}, found {shown(max_runs)}"
         )
     if isinstance(remove, bool) or not isinstance(remove, int | float) or not 0 < remove <= 1:
         raise OptionError(f"`remove` must be a share above 0 and at most 1, found {shown(remove)}")

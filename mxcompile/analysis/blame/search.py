@@ -36,19 +36,19 @@ Names = tuple[str, ...]
 
 
 class _Step:
-    """The budget of one step of a search. left: number of effects that it may still measure."""
+    """The budget of one step of a search. remaining: number of effects that it may still measure."""
 
     def __init__(self, trials: BlameTrials, effects: int) -> None:
         self._trials = trials
-        self.left = effects
+        self.remaining = effects
 
     def allows(self, keys: Keys) -> bool:
         """Whether the effect of `keys` is known or may be measured."""
-        return self.left > 0 or self._trials.knows(keys)
+        return self.remaining > 0 or self._trials.knows(keys)
 
     def effect(self, keys: Keys, what: str) -> Effect:
         """Returns the effect of `keys`."""
-        self.left -= not self._trials.knows(keys)
+        self.remaining -= not self._trials.knows(keys)
         return self._trials.effect(keys, what)
 
 
@@ -73,23 +73,23 @@ class Search:
         if exceeds(self._whole.on(self._measure), together(self._measure, alone.values())):
             parts = self._with_left_out(parts)
         parts.sort(key=self._harm, reverse=True)
-        worst, left = self._worst(parts)
+        worst, remaining = self._worst(parts)
         kinds = tuple(self._single(self._trials.layers, _Step(self._trials, self._plan.kinds)))
         step = _Step(self._trials, self._plan.gemms - 1)
         of_worst = (part for part in parts if self._of(part.layers) <= worst)
         gemms = tuple(gemm for part in of_worst for gemm in self._single(part.layers, step))
-        worst, left = self._narrowed(worst, left, gemms)
+        worst, remaining = self._narrowed(worst, remaining, gemms)
         ordered = tuple(key for key in self._trials.keys if key in worst)
         return Findings(
-            whole=self._whole, kinds=kinds, parts=tuple(parts), gemms=gemms, worst=ordered, left=left
+            whole=self._whole, kinds=kinds, parts=tuple(parts), gemms=gemms, worst=ordered, left=remaining
         )
 
     def _size(self, effect: Effect) -> float:
         return effect.on(self._measure).size
 
-    def _is_enough(self, left: Effect) -> bool:
-        """Whether the effect `left` is small enough. If the whole is not finite, any finite effect is."""
-        whole, size = self._size(self._whole), self._size(left)
+    def _is_enough(self, remaining: Effect) -> bool:
+        """Whether the effect `remaining` is small enough; any finite effect is if the whole is not finite."""
+        whole, size = self._size(self._whole), self._size(remaining)
         return math.isfinite(size) and (math.isinf(whole) or size <= self._tolerated * whole)
 
     def _of(self, names: Iterable[str]) -> Keys:
@@ -110,9 +110,13 @@ class Search:
 
         size: returns the size of an effect, by which the next group to halve is chosen.
         """
-        count = len(self._trials.layers) if len(self._trials.layers) <= step.left else max(1, step.left // 2)
+        count = (
+            len(self._trials.layers)
+            if len(self._trials.layers) <= step.remaining
+            else max(1, step.remaining // 2)
+        )
         effects = {names: effect(step, names) for names in _pieces(self._trials.layers, count)}
-        while step.left >= 2:
+        while step.remaining >= 2:
             wide = [names for names in effects if len(names) > 1]
             most = max(wide, key=lambda names: size(effects[names]), default=())
             if not most or size(effects[most]) <= _NOTHING_MORE * self._size(self._whole):
@@ -165,9 +169,9 @@ class Search:
             rest = self._keys - first
             if not step.allows(rest):
                 break
-            left = step.effect(rest, f"without the worst {number}")
-            if self._is_enough(left):
-                does, result, guess = number, (first, left), number - 1
+            remaining = step.effect(rest, f"without the worst {number}")
+            if self._is_enough(remaining):
+                does, result, guess = number, (first, remaining), number - 1
             else:
                 fails, guess = number, number + 1
         return result
@@ -189,13 +193,13 @@ class Search:
             gemm: frozenset(key for key in self._of(names) if key[1] == gemm) for gemm in self._kinds(names)
         }
         new = sum(not self._trials.knows(keys) for keys in kinds.values())
-        if len(kinds) < 2 or not self._trials.switched or step.left < new:
+        if len(kinds) < 2 or not self._trials.switched or step.remaining < new:
             return
         for gemm, keys in kinds.items():
             effect = step.effect(keys, f"{gemm} of {spelled(names)} alone")
             yield BlamedPart(layers=names, gemms=(gemm,), alone=effect)
 
-    def _narrowed(self, worst: Keys, left: Effect, gemms: Sequence[BlamedPart]) -> tuple[Keys, Effect]:
+    def _narrowed(self, worst: Keys, remaining: Effect, gemms: Sequence[BlamedPart]) -> tuple[Keys, Effect]:
         """Returns `worst` without GEMMs of little effect if the others suffice, and the remaining effect."""
         small: set[tuple[str, str]] = set()
         most: dict[Names, float] = {}
@@ -205,10 +209,10 @@ class Search:
             if self._harm(part) < _SMALL * most[part.layers]:
                 small |= {key for key in worst if key[0] in part.layers and key[1] in part.gemms}
         if not small:
-            return worst, left
+            return worst, remaining
         fewer = worst - small
         rest = _Step(self._trials, 1).effect(self._keys - fewer, "without the worst GEMMs")
-        return (fewer, rest) if self._is_enough(rest) else (worst, left)
+        return (fewer, rest) if self._is_enough(rest) else (worst, remaining)
 
 
 def _pieces(names: Names, number: int) -> Iterator[Names]:

@@ -42,8 +42,8 @@ class BlameTrials:
         self.keys, self.switched = self._differences()
         self.layers = tuple(dict.fromkeys(name for name, _ in self.keys))
         self._effects: dict[Keys, Effect] = {}
-        own = {site.key for site in study.session.sites.products if site.tag.gemm in self._kinds}
-        self._same = frozenset(own) - frozenset(self.keys)
+        of_kinds = {site.key for site in study.session.sites.products if site.tag.gemm in self._kinds}
+        self._same = frozenset(of_kinds) - frozenset(self.keys)
         self._references = [first] if self.switched and not self._same else []
 
     def _differences(self) -> tuple[tuple[Key, ...], bool]:

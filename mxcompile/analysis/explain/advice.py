@@ -72,8 +72,8 @@ def _why_never(report: Report) -> str:
     emulated = _emulated(report)
     if not emulated:
         return "casts cost more than products gain, at any number of tokens"
-    words, own = labels(gemm.precision for gemm in emulated), main_dtype(report.gemms)
-    return f"the chip multiplies {words} in {own}, and casts come on top{_with_fp8(report)}"
+    words, model_dtype = labels(gemm.precision for gemm in emulated), main_dtype(report.gemms)
+    return f"the chip multiplies {words} in {model_dtype}, and casts come on top{_with_fp8(report)}"
 
 
 def _emulated(report: Report) -> list[GemmRecord]:

@@ -153,7 +153,10 @@ def sweep_meshes(
 
     meshes = list(candidates(ranks, parallel, speeds.node))
     points = tuple(map(point, tqdm(meshes, desc="meshes", unit="mesh", disable=None, leave=False)))
-    tokens = max((tokens_of(each.rank.report.gemms) for each in points if each.rank is not None), default=0)
+    tokens = max(
+        (tokens_of(mesh_point.rank.report.gemms) for mesh_point in points if mesh_point.rank is not None),
+        default=0,
+    )
     return MeshSweep(points=points, ranks=ranks, tokens=tokens, memory_gb=memory_gb)
 
 
@@ -189,11 +192,13 @@ def _rank_report(
         if speeds is not None:
             chip = TARGETS[options.target]
             beside = _beside(options.policy, others, chip)
-            traced = (rank, *(tracing(replace(options, policy=each))[0] for each in beside))
-            works = [[one.work(number, memories[number].gradients) for number in numbers] for one in traced]
+            traced = (rank, *(tracing(replace(options, policy=other))[0] for other in beside))
+            works = [
+                [tracer.work(number, memories[number].gradients) for number in numbers] for tracer in traced
+            ]
             rates = speeds.rates(Rates.for_target(chip))
             slowest = max(numbers, key=lambda number: works[0][number].us(speeds, rates))
-            step = StepTime.from_works([each[slowest] for each in works], speeds, chip)
+            step = StepTime.from_works([by_rank[slowest] for by_rank in works], speeds, chip)
         sent = rank.work(slowest).sent
     check_mistakes(options.policy, plan.records(options.policy), strict=options.strict)
     shape = arguments[3]
@@ -214,8 +219,8 @@ def _beside(policy: Policy, others: Sequence[Policy], chip: Target) -> list[Poli
     """Returns the policies of `others` to compare with `policy`; FP8 only if `chip` has an FP8 GEMM."""
     if policy.label == BF16.label:
         return []
-    runs = (each for each in others if not each.quantizes or chip.fp8_tiles)
-    return [each for each in runs if each.label != policy.label]
+    runs = (other for other in others if not other.quantizes or chip.fp8_tiles)
+    return [other for other in runs if other.label != policy.label]
 
 
 def _schedule(shape: MeshShape, name: str | None, microbatches: int | None) -> Schedule | None:

@@ -119,18 +119,18 @@ class RankTracer(Explainer):
 
     def collectives(self) -> Iterator[Collective]:
         """Yields the collectives of every call of a graph, and of partial gradients that FSDP2 reduces."""
-        gathered = {one.path for group in self._groups for one in group.parameters}
-        for one in of_partial_gradients(self.model, self._axes):
-            for path in (one.name, *self.repeats.others(one.name)):
+        gathered = {entry.path for group in self._groups for entry in group.parameters}
+        for reduction in of_partial_gradients(self.model, self._axes):
+            for path in (reduction.name, *self.repeats.others(reduction.name)):
                 if path in gathered:
-                    yield replace(one, name=path)
+                    yield replace(reduction, name=path)
         for key, (_, sent) in self._sent.items():
             for _ in range(max(1, self._calls[key])):
                 yield from sent
 
     def memories(self, model: nn.Module) -> list[Memory]:
         """Returns the memory of each pipeline rank with its part of `model`; one entry without a pipeline."""
-        graphs = [(held, max(1, self._calls[key])) for key, held in self._live.items()]
+        graphs = [(graph, max(1, self._calls[key])) for key, graph in self._live.items()]
         stages = self.stages
         if stages is None:
             return [memory(model, self._groups, graphs, training=self.training)]
@@ -139,7 +139,7 @@ class RankTracer(Explainer):
                 "a pipeline needs blocks that are traced in one graph, found graph breaks: remove them"
                 " (TORCH_LOGS=graph_breaks shows them)"
             )
-        lives = [held for held, _ in graphs]
+        lives = [graph for graph, _ in graphs]
         return [
             rank_memory(
                 model, stages.groups(self._groups, rank), lives, stages, rank, self._layers, self.training
@@ -150,19 +150,21 @@ class RankTracer(Explainer):
     def work(self, rank: int = 0, gradients: int = 0) -> RankWork:
         """Returns the work of pipeline rank `rank`. gradients: bytes of gradients on this rank."""
         stages = self.stages
-        own = (0,) if stages is None else stages.schedule.of_rank(rank)
+        rank_stages = (0,) if stages is None else stages.schedule.of_rank(rank)
         groups = self._groups if stages is None else stages.groups(self._groups, rank)
         sends = [] if stages is None else list(stages.sends(rank, self._axes.stride(PIPELINE), self.training))
-        last, waits = stages is None or stages.schedule.stages - 1 in own, None
+        last, waits = stages is None or stages.schedule.stages - 1 in rank_stages, None
         if stages is not None:
             send = next(iter(stages.sends(0, self._axes.stride(PIPELINE), self.training)))
             waits = Waits(schedule=stages.schedule, rank=rank, stages=self._stage_works, send=send)
         return RankWork(
             policy=self.options.policy.label,
-            works={phase: sum((self._work(stage, phase) for stage in own), Works()) for phase in PHASES},
+            works={
+                phase: sum((self._work(stage, phase) for stage in rank_stages), Works()) for phase in PHASES
+            },
             collectives=(
                 *of_groups(groups, self._axes, training=self.training),
-                *(activation for stage in own for activation in self._activations(stage)),
+                *(activation for stage in rank_stages for activation in self._activations(stage)),
                 *sends,
             ),
             wire=self.options.policy.label != BF16.label,
@@ -218,5 +220,6 @@ class RankTracer(Explainer):
             raise ModelError(no_plan(plain, planning.missing))
         tags = self.repeats.expanded(planning.plan.tags)
         return replace(
-            planning.plan, tags=tuple(replace(tag, block=self.repeats.blocks.place(tag.name)) for tag in tags)
+            planning.plan,
+            tags=tuple(replace(tag, block=self.repeats.blocks.position(tag.name)) for tag in tags),
         )

@@ -71,16 +71,20 @@ class Sweep:
     def plot(self, path: str | Path) -> None:
         """Draws both times and their ratio over the tokens. Raises `OptionError` without matplotlib."""
         figure = plots.figure(figsize=(9, 3.8))
-        left, right = figure.subplots(1, 2)
+        time_axes, speedup_axes = figure.subplots(1, 2)
         tokens = [point.tokens for point in self.points]
-        left.plot(tokens, [p.estimate_bf16_us for p in self.points], "s--", color="#8a8f98", label="BF16")
-        left.plot(tokens, [p.estimate_us for p in self.points], "o-", color="#2a6f97", label=self.words)
-        left.set(xscale="log", yscale="log", xlabel="tokens", ylabel="µs", title="matmuls and casts")
-        left.legend()
-        right.axhline(1, color="#8a8f98", linestyle="--")
-        right.plot(tokens, [p.speedup for p in self.points], "o-", color="#2a6f97")
-        right.set(xscale="log", xlabel="tokens", title=f"BF16's time ÷ {self.words}'s: above 1 is faster")
-        for axes in (left, right):
+        time_axes.plot(
+            tokens, [p.estimate_bf16_us for p in self.points], "s--", color="#8a8f98", label="BF16"
+        )
+        time_axes.plot(tokens, [p.estimate_us for p in self.points], "o-", color="#2a6f97", label=self.words)
+        time_axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="µs", title="matmuls and casts")
+        time_axes.legend()
+        speedup_axes.axhline(1, color="#8a8f98", linestyle="--")
+        speedup_axes.plot(tokens, [p.speedup for p in self.points], "o-", color="#2a6f97")
+        speedup_axes.set(
+            xscale="log", xlabel="tokens", title=f"BF16's time ÷ {self.words}'s: above 1 is faster"
+        )
+        for axes in (time_axes, speedup_axes):
             axes.grid(alpha=0.3)
         figure.suptitle(f"{self._title()} (estimates, not measured)", fontsize=10)
         figure.savefig(path)

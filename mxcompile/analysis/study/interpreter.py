@@ -42,23 +42,23 @@ class Run:
 
     def product(self, sites: Sites, args: tuple[Any, ...]) -> Tensor:
         """Returns the result of `observed(*args)`."""
-        *operands, extra, out_dtype, _, left, right, index = args
+        *operands, extra, out_dtype, _, lhs, rhs, index = args
         site = sites.products[index]
         self.on_product()
         if not self.quantized(site.key):
-            plain = _plain(site, operands, extra, out_dtype, left, right)
+            plain = _plain(site, operands, extra, out_dtype, lhs, rhs)
             if self.reach is not None:
-                self.reach.product(sites, site, plain, (left, right), lambda: _quantized(site, args))
+                self.reach.product(sites, site, plain, (lhs, rhs), lambda: _quantized(site, args))
             return plain
         out = _quantized(site, args)
         if self.observe:
             stats = self.products.setdefault(index, ProductStats())
-            left, right = _sources(site, operands, left, right, torch.float32)
+            lhs, rhs = _sources(site, operands, lhs, rhs, torch.float32)
             with exact_fp32():
                 if site.grouped:
-                    stats.add_grouped(out, left, right, extra)
+                    stats.add_grouped(out, lhs, rhs, extra)
                 else:
-                    stats.add(out, left, right, extra)
+                    stats.add(out, lhs, rhs, extra)
         return out
 
     def cast(self, op: Any, index: int, site: CastSite, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
@@ -102,23 +102,23 @@ def _quantized(site: ProductSite, args: tuple[Any, ...]) -> Tensor:
 
 
 def _sources(
-    site: ProductSite, operands: list[Any], left: Any, right: Any, dtype: torch.dtype
+    site: ProductSite, operands: list[Any], lhs: Any, rhs: Any, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Returns both operands before their casts; operands that the model stores quantized are dequantized."""
     a, scale_a, b, scale_b = operands
-    if left is None:
-        left = site.decoded(a, scale_a, 0, dtype)
-    if right is None:
-        right = site.decoded(b, scale_b, 1, dtype)
-    return left, right
+    if lhs is None:
+        lhs = site.decoded(a, scale_a, 0, dtype)
+    if rhs is None:
+        rhs = site.decoded(b, scale_b, 1, dtype)
+    return lhs, rhs
 
 
 def _plain(
-    site: ProductSite, operands: list[Any], extra: Any, dtype: torch.dtype, left: Any, right: Any
+    site: ProductSite, operands: list[Any], extra: Any, dtype: torch.dtype, lhs: Any, rhs: Any
 ) -> Tensor:
     """Returns the result of the GEMM as in the model."""
     aten = torch.ops.aten
-    a, b = (source.to(dtype) for source in _sources(site, operands, left, right, dtype))
+    a, b = (source.to(dtype) for source in _sources(site, operands, lhs, rhs, dtype))
     if site.grouped:
         result: Tensor = aten._grouped_mm.default(a, b, extra)
     elif a.ndim == 2:

@@ -65,8 +65,10 @@ def _stated(policy: Policy, layer: Layer, under: Choices) -> Use:
         return _NOTHING
     use = Use() if index is None else policy.rules[index].use
     full = _use(quantizing, frozenset(Gemm), use.over(policy.base.formats), under)
-    own = {field.name: getattr(use, field.name) for field in dataclasses.fields(use)}
-    return dataclasses.replace(full, **{key: value for key, value in own.items() if value is not None} | rows)
+    fields = {field.name: getattr(use, field.name) for field in dataclasses.fields(use)}
+    return dataclasses.replace(
+        full, **{key: value for key, value in fields.items() if value is not None} | rows
+    )
 
 
 def _use(row: Precision, gemms: frozenset[Gemm], choices: Choices, under: Choices) -> Use:
@@ -128,8 +130,8 @@ class Mixes:
         changed = {name for names in uses.values() for name in names}
         others = (layer for name, layer in self.layers.items() if name not in changed)
         idle = _deciding(start, self.layers.values()) - _deciding(start, others)
-        left = tuple(rule for index, rule in enumerate(start.rules) if index not in idle)
-        return dataclasses.replace(start, rules=rules + left, label=self.label)
+        start_rules = tuple(rule for index, rule in enumerate(start.rules) if index not in idle)
+        return dataclasses.replace(start, rules=rules + start_rules, label=self.label)
 
 
 def _deciding(policy: Policy, layers: Iterable[Layer]) -> set[int | None]:

@@ -207,9 +207,9 @@ class Study:
 
     def flop_share(self, removed: Keys = frozenset()) -> float:
         """Returns the quantized share of the FLOPs of all GEMMs with `removed` unquantized."""
-        own = UNQUANTIZED.name
+        unquantized = UNQUANTIZED.name
         return flop_share(
-            dataclasses.replace(gemm, precision=own) if (gemm.name, gemm.gemm) in removed else gemm
+            dataclasses.replace(gemm, precision=unquantized) if (gemm.name, gemm.gemm) in removed else gemm
             for gemm in self.gemms
         )
 

@@ -88,14 +88,14 @@ def observed(
     extra: Tensor | None,
     out_dtype: Any,
     tensors: Sequence[Tensor] | None,
-    left: Tensor | None,
-    right: Tensor | None,
+    lhs: Tensor | None,
+    rhs: Tensor | None,
     site: int,
 ) -> Tensor:
     """Represents a GEMM in a marked graph. Only the interpreter can run it.
 
     a, scale_a, b, scale_b, extra (bias or offsets), out_dtype, tensors: arguments of one of `ops.PRODUCTS`.
-    left, right: the operands before their casts, None if they have no cast.
+    lhs, rhs: the operands before their casts, None if they have no cast.
     """
     raise AssertionError("a marked graph was run without its interpreter")
 
@@ -121,11 +121,11 @@ class _Marker:
         site = ProductSite(tag=tag, op=node.target, words=product.words)
         self._sites.products.append(site)
         with self._graph.inserting_before(node):
-            left, right = (self._operand(product.sides[side][0], site, side) for side in (0, 1))
+            lhs, rhs = (self._operand(product.sides[side][0], site, side) for side in (0, 1))
         (qa, sa), (qb, sb) = product.sides
         arguments = qa, sa, qb, sb, product.extra, product.out_dtype, product.tensors
         node.target = observed
-        node.args = (*arguments, left, right, len(self._sites.products) - 1)
+        node.args = (*arguments, lhs, rhs, len(self._sites.products) - 1)
 
     def _operand(self, qdata: fx.Node, site: ProductSite, side: int) -> fx.Node | None:
         """Returns the operand `side` before its cast, and marks the cast; None if the graph has no cast."""

@@ -64,9 +64,9 @@ class SavedState:
 
     def __init__(self, model: nn.Module) -> None:
         self._names = [
-            (held, dict(held))
+            (attributes, dict(attributes))
             for module in model.modules()
-            for held in (vars(module), module._parameters, module._buffers, module._modules)
+            for attributes in (vars(module), module._parameters, module._buffers, module._modules)
         ]
         self._values: dict[int, tuple[Tensor, Tensor]] = {}
         for _, names in self._names:
@@ -82,10 +82,12 @@ class SavedState:
 
     def restore(self) -> None:
         """Restores everything. Unchanged tensors are not written to."""
-        for held, names in self._names:
-            for name in [name for name in held if name not in names]:
-                del held[name]
-            held.update({name: value for name, value in names.items() if held.get(name) is not value})
+        for attributes, names in self._names:
+            for name in [name for name in attributes if name not in names]:
+                del attributes[name]
+            attributes.update(
+                {name: value for name, value in names.items() if attributes.get(name) is not value}
+            )
         for tensor, values in self._values.values():
             if not torch.equal(tensor.detach(), values):
                 tensor.data.copy_(values)

@@ -131,11 +131,11 @@ class ProductStats:
     sums: Sums = field(default_factory=Sums)
     calls: int = 0
 
-    def add(self, out: Tensor, left: Tensor, right: Tensor, bias: Tensor | None) -> None:
+    def add(self, out: Tensor, lhs: Tensor, rhs: Tensor, bias: Tensor | None) -> None:
         """Adds one call with the result `out`, against left[…, m, k] · right[…, k, n] + bias in FP32."""
         self.calls += 1
         added = None if bias is None else _as_batch(bias.expand(out.shape))
-        batches = map(_as_batch, (out, left, right))
+        batches = map(_as_batch, (out, lhs, rhs))
         for index, (y, a, b) in enumerate(zip(*batches, strict=True)):
             b32 = b.to(torch.float32)
             step = max(1, PIECE // max(1, *b.shape))
@@ -146,10 +146,10 @@ class ProductStats:
                     reference = reference + added[index, rows]
                 self.sums.add(reference, y[rows])
 
-    def add_grouped(self, out: Tensor, left: Tensor, right: Tensor, offs: Tensor) -> None:
+    def add_grouped(self, out: Tensor, lhs: Tensor, rhs: Tensor, offs: Tensor) -> None:
         """Adds one call with the result `out`, against an FP32 product per group as in `aten._grouped_mm`."""
         self.calls += 1
-        self.sums.add(grouped_product(left.to(torch.float32), right.to(torch.float32), offs), out)
+        self.sums.add(grouped_product(lhs.to(torch.float32), rhs.to(torch.float32), offs), out)
 
 
 def _as_batch(matrices: Tensor) -> Tensor:
@@ -162,4 +162,4 @@ def lowest_by(pairs: Iterable[tuple[_T, float]]) -> dict[_T, float]:
     values: dict[_T, list[float]] = {}
     for key, value in pairs:
         values.setdefault(key, []).append(value)
-    return {key: lowest(each) for key, each in values.items()}
+    return {key: lowest(group) for key, group in values.items()}

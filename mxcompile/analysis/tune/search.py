@@ -148,7 +148,7 @@ class _Search:
             mix[layer] = self._options(layer)[0]
         changed = [layer for layer in mix if mix[layer] != cheapest[layer]]
         for layer in sorted(
-            changed, key=lambda each: self._more(each, cheapest[each], mix[each]), reverse=True
+            changed, key=lambda name: self._more(name, cheapest[name], mix[name]), reverse=True
         ):
             trial = {**mix, layer: cheapest[layer]}
             if self._allowed(trial):
@@ -169,8 +169,8 @@ class _Search:
                 for form in forms
                 if quantized - form
             ]
-        left = [option for option in options if (layer, option) not in self._failed]
-        return sorted(left, key=lambda option: self._costs(layer, option))
+        untried = [option for option in options if (layer, option) not in self._failed]
+        return sorted(untried, key=lambda option: self._costs(layer, option))
 
     def _is_dearer(self, mix: Mix) -> bool:
         """Whether `mix` leaves a layer in BF16 that could be quantized, because that would cost more."""
@@ -178,14 +178,14 @@ class _Search:
 
     def _next(self, mix: Mix) -> str | None:
         """Returns the layer with the largest change of the loss per extra cost of its next option."""
-        left = {
+        moves = {
             layer: option for layer, option in mix.items() if option != BF16 and "fprop" not in option.kept
         }
-        unknown = [layer for layer, option in left.items() if (layer, option) not in self._moves]
+        unknown = [layer for layer, option in moves.items() if (layer, option) not in self._moves]
         self._bar.total = self._bar.n + len(unknown) + 2
         for layer in unknown:
-            alone = {layer: left[layer]}
-            self._moves[layer, left[layer]] = self._trials.gap(alone, f"the loss with {layer} alone")
+            alone = {layer: moves[layer]}
+            self._moves[layer, moves[layer]] = self._trials.gap(alone, f"the loss with {layer} alone")
 
         def worth(layer: str) -> float:
             move = abs(self._moves[layer, mix[layer]])
@@ -194,7 +194,7 @@ class _Search:
             more = us if self._costs.estimated else size
             return math.inf if math.isnan(move) or more <= 0 else move / more
 
-        return max(left, key=worth, default=None)
+        return max(moves, key=worth, default=None)
 
     def _more(self, layer: str, cheap: Option, dear: Option) -> Cost:
         """Returns the cost of the option `dear` minus the cost of `cheap`."""
@@ -239,7 +239,7 @@ class _Search:
 
     def _dearer(self, layer: str, option: Option) -> Iterator[str]:
         """Yields the time of the cheapest quantized option of `layer` if BF16 takes longer."""
-        rest = [each for each in self._options(layer) if each != BF16] if option == BF16 else []
+        rest = [other for other in self._options(layer) if other != BF16] if option == BF16 else []
         bf16 = self._costs(layer, BF16)[0]
         if rest and self._costs.estimated and bf16:
             us = self._costs(layer, rest[0])[0]
@@ -247,19 +247,19 @@ class _Search:
 
     def _comments(self, mix: Mix, chosen: Sequence[Chosen]) -> Iterator[str]:
         """Yields a comment for every rule, in order."""
-        by_name = {each.name: each for each in chosen}
+        by_name = {layer.name: layer for layer in chosen}
         for names in self._mixes.uses(mix).values():
             layers = [by_name[name] for name in names]
-            values = [each.sqnr_db for each in layers if each.sqnr_db is not None]
+            values = [layer.sqnr_db for layer in layers if layer.sqnr_db is not None]
             measured = f", lowest SQNR {decibels(lowest(values))} dB" if values else ""
             by_reason: dict[str, list[str]] = {}
-            for each in layers:
-                by_reason.setdefault(each.reason, []).append(each.name)
+            for layer in layers:
+                by_reason.setdefault(layer.reason, []).append(layer.name)
             reasons = "; ".join(f"{spelled(same)}: {reason}" for reason, same in by_reason.items() if reason)
             yield f"{layers[0].use}: {count(len(layers), 'layer')}{measured}. {reasons}".strip()
 
 
 def _quantizes(report: Report, bounds: Bounds) -> bool:
     """Whether `report` has quantized GEMMs to which the bounds apply."""
-    left = {gemm.gemm for gemm in report.gemms if is_quantized(gemm.precision)}
-    return "fprop" in left if bounds.max_loss_gap is not None else bool(left)
+    quantized = {gemm.gemm for gemm in report.gemms if is_quantized(gemm.precision)}
+    return "fprop" in quantized if bounds.max_loss_gap is not None else bool(quantized)

@@ -283,7 +283,7 @@ def _same_shapes(histories: Mapping[int, Tensor]) -> Iterable[dict[int, Tensor]]
 def _largest(histories: Mapping[int, Tensor]) -> dict[int, Tensor]:
     """Returns the largest amax of each operand, [3], by history."""
     groups = ((group, torch.stack([*group.values()]).amax(-1)) for group in _same_shapes(histories))
-    return {index: one for group, each in groups for index, one in zip(group, each.unbind(0), strict=True)}
+    return {index: row for group, rows in groups for index, row in zip(group, rows.unbind(0), strict=True)}
 
 
 @torch.no_grad()

@@ -119,7 +119,7 @@ class Sampling:
         options, plan = compilation.options, capture.planned.plan
         self._recorder = watch.attach(
             capture.root,
-            options.given or options.policy,
+            options.user_policy or options.policy,
             layers_of(compilation.part.gemms) if plan is None else plan.layers,
             target=compilation.target.name,
             torch=torch.__version__,

@@ -36,7 +36,7 @@ def gathers_of(root: nn.Module | None, inputs: Iterable[GraphInput]) -> Gathers:
     """Returns the bytes for the weights among the `inputs` of a graph of the model `root`."""
     if root is None:
         return Gathers()
-    read = {path for given in inputs if given.static for path in (given.path, *given.others)}
+    read = {path for entry in inputs if entry.static for path in (entry.path, *entry.others)}
     try:
         gathers = [gathered for name, gathered in _parameters(root) if name in read]
     except AttributeError as error:
@@ -44,12 +44,12 @@ def gathers_of(root: nn.Module | None, inputs: Iterable[GraphInput]) -> Gathers:
             "reports do not count the bytes that FSDP2 of torch %s gathers: %s", torch.__version__, error
         )
         return Gathers()
-    again = [gathered for gathered in gathers if gathered[2]]
+    backward = [gathered for gathered in gathers if gathered[2]]
     return Gathers(
         forward=sum(sent for sent, _, _ in gathers),
         forward_without=sum(without for _, without, _ in gathers),
-        backward=sum(sent for sent, _, _ in again),
-        backward_without=sum(without for _, without, _ in again),
+        backward=sum(sent for sent, _, _ in backward),
+        backward_without=sum(without for _, without, _ in backward),
     )
 
 

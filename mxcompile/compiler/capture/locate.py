@@ -69,27 +69,27 @@ class Located:
         self, gm: fx.GraphModule, values: Sequence[Any], root: nn.Module | None, frame: Frame
     ) -> None:
         placeholders = gm.graph.find_nodes(op="placeholder")
-        given = list(zip(map(source_of_input, placeholders), values, strict=False))
+        pairs = list(zip(map(source_of_input, placeholders), values, strict=False))
         self._objects: dict[str, Any] = {}
-        for source, _ in given:
-            for each in _way(source):
-                name = name_of(each)
+        for source, _ in pairs:
+            for step in _way(source):
+                name = name_of(step)
                 if name not in self._objects:
                     self._objects[name] = frame.evaluate(name)
-        ways = [[self._objects[name_of(each)] for each in _way(source)] for source, _ in given]
+        ways = [[self._objects[name_of(step)] for step in _way(source)] for source, _ in pairs]
         self.holder = _one_module(ways) or _one_module(_called(gm, frame))
         models = frame.models if len(frame.models) > 1 else {}
         self.tree = Tree(root or (None if models else self.holder), models)
-        known = {name: self.tree.paths(value) for name, value in self._objects.items()}
-        self._known = {steps_of(name): paths for name, paths in known.items() if paths}
-        paths = [self._path(source, value) for source, value in given]
-        self.inputs = tuple(map(self._input, paths, *zip(*given, strict=True))) if given else ()
+        paths_by_name = {name: self.tree.paths(value) for name, value in self._objects.items()}
+        self._paths_by_name = {steps_of(name): paths for name, paths in paths_by_name.items() if paths}
+        paths = [self._path(source, value) for source, value in pairs]
+        self.inputs = tuple(map(self._input, paths, *zip(*pairs, strict=True))) if pairs else ()
         self.matrices = tuple(
             path
-            for path, (_, value) in zip(paths, given, strict=True)
+            for path, (_, value) in zip(paths, pairs, strict=True)
             if path and isinstance(value, Tensor) and value.ndim > 1
         )
-        owners = [self._owner(source) for path, (source, _) in zip(paths, given, strict=True) if path]
+        owners = [self._owner(source) for path, (source, _) in zip(paths, pairs, strict=True) if path]
         counted = Counter(path for _, path in owners if path is not None)
         self.prefix = counted.most_common(1)[0][0] if counted else ""
         self.owner = next((source for source, path in owners if path == self.prefix != ""), None)
@@ -99,9 +99,9 @@ class Located:
 
     def _running(self, frame: Frame) -> nn.Module | None:
         """Returns the module of the tree whose code `frame` runs."""
-        called = [one.module for one in frame.running[:1] if one.directly]
+        called = [call.module for call in frame.running[:1] if call.directly]
         candidates = (frame.locals.get("self"), *called, self._objects.get(name_of(self.owner)))
-        return next((one for one in candidates if _is_module(one) and self.tree.paths(one)), None)
+        return next((module for module in candidates if _is_module(module) and self.tree.paths(module)), None)
 
     def _name_modules(self, gm: fx.GraphModule, running: nn.Module | None) -> None:
         """Replaces the paths in ``nn_module_stack`` of all nodes by the user's paths."""
@@ -122,7 +122,7 @@ class Located:
     def _input(self, path: str | None, source: Any, value: Any) -> GraphInput:
         """Returns the description of input `value`, a parameter or buffer if it has a `path`."""
         if path is not None:
-            others = tuple(each for each in self.tree.paths(value) if path and each != path)
+            others = tuple(other for other in self.tree.paths(value) if path and other != path)
             is_parameter = isinstance(value, nn.Parameter)
             return GraphInput(path=path, others=others, static=True, is_parameter=is_parameter)
         if source is None or not isinstance(value, Tensor):
@@ -134,7 +134,7 @@ class Located:
 
     def _named(self, source: Any) -> str:
         """Returns the path of an unregistered tensor; in a closure it begins with the variable."""
-        cells = [each for each in _way(source) if getattr(each, "freevar_name", "")]
+        cells = [step for step in _way(source) if getattr(step, "freevar_name", "")]
         if not cells or self._owner(source)[1] is not None:
             return self._path_of(name_of(source))
         cell = cells[-1]
@@ -144,18 +144,18 @@ class Located:
     def _is_held(self, source: Any) -> bool:
         """Whether the program holds the tensor at `source`, beside the call's arguments."""
         variable, *way = _way(source)
-        objects = (self._objects[name_of(each)] for each in way[:-1])
+        objects = (self._objects[name_of(step)] for step in way[:-1])
         return (
             name_of(variable).startswith(("G[", "L['self']"))
             or getattr(variable, "is_derefed_cell_contents", False)
-            or any(isinstance(each, _PROGRAM) for each in (self._objects[name_of(variable)], *objects))
+            or any(isinstance(value, _PROGRAM) for value in (self._objects[name_of(variable)], *objects))
         )
 
     def _path_of(self, name: str) -> str:
         """Returns the path for a source name of Dynamo."""
         path, steps = None, steps_of(name)
         for end, step in enumerate(steps, 1):
-            paths = self._known.get(steps[:end], ())
+            paths = self._paths_by_name.get(steps[:end], ())
             longer = None if path is None else joined(path, step)
             path = paths[0] if paths and longer not in paths else longer
         return joined(*_spelled(steps)) if path is None else path
@@ -166,7 +166,7 @@ class Located:
         path, paths = self._path_of(raw), self.tree.paths(value)
         if paths:
             return path if path in paths else paths[0]
-        if self._known.get(steps_of(raw)) or isinstance(value, nn.Parameter):
+        if self._paths_by_name.get(steps_of(raw)) or isinstance(value, nn.Parameter):
             return path
         if "_parameters[" in raw or "_buffers[" in raw:
             return path
@@ -180,16 +180,16 @@ class Located:
 
     def _owner(self, source: Any) -> tuple[Any, str | None]:
         """Returns (source, path) of the outermost module of the model along `source`."""
-        for each in _way(source):
-            value = self._objects[name_of(each)]
+        for step in _way(source):
+            value = self._objects[name_of(step)]
             if _is_module(value) and (paths := self.tree.paths(value)):
-                return each, paths[0]
+                return step, paths[0]
         return None, None
 
 
 def _one_module(ways: Iterable[Iterable[object]]) -> nn.Module | None:
     """Returns the outermost module along all `ways`, or None if they differ."""
-    outermost = [next((each for each in way if isinstance(each, nn.Module)), None) for way in ways]
+    outermost = [next((value for value in way if isinstance(value, nn.Module)), None) for way in ways]
     modules = {id(module): module for module in outermost if module is not None}
     return next(iter(modules.values())) if len(modules) == 1 else None
 

@@ -34,8 +34,8 @@ def inline_regions(gm: fx.GraphModule, inputs: Sequence[GraphInput]) -> None:
     inputs: descriptions of the inputs of `gm`, whose nodes must have the user's module paths already.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
-    known = zip(placeholders, inputs, strict=False)
-    paths = {node: given.path for node, given in known if given.static}
+    pairs = zip(placeholders, inputs, strict=False)
+    paths = {node: entry.path for node, entry in pairs if entry.static}
     _Inliner().inline(gm, paths)
 
 
@@ -57,8 +57,8 @@ class _Inliner:
                 changed = True
                 continue
             for body in called:
-                given = operands_of(node, body)
-                self.inline(body, {inner: _path(outer, paths) for inner, outer in given.items()})
+                operands = operands_of(node, body)
+                self.inline(body, {inner: _path(outer, paths) for inner, outer in operands.items()})
         if changed:
             for node in gm.graph.find_nodes(op="get_attr"):
                 if not node.users:
@@ -70,10 +70,10 @@ class _Inliner:
         self, gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule, paths: Paths
     ) -> list[fx.Node]:
         """Replaces `call` by the nodes of `body`. Returns the new nodes."""
-        given = operands_of(call, body)
-        here = [_path(outer, paths) for outer in given.values()]
+        operands = operands_of(call, body)
+        here = [_path(outer, paths) for outer in operands.values()]
         heads = moves(self._firsts.setdefault(body, here), here)
-        copies: dict[fx.Node, Any] = dict(given)
+        copies: dict[fx.Node, Any] = dict(operands)
         results: Any = ()
         with gm.graph.inserting_before(call):
             for node in body.graph.nodes:

@@ -99,7 +99,7 @@ class Compilation:
             self.part = dataclasses.replace(stored, cache="hit", graph_breaks=self.part.graph_breaks)
             return
         pairs = enumerate(zip(self.part.gemms, stored.gemms, strict=False))
-        missing = {index: other.kernel for index, (own, other) in pairs if not own.kernel}
+        missing = {index: other.kernel for index, (gemm, other) in pairs if not gemm.kernel}
         if missing:
             self.name_kernels(missing)
             self._update(cache=self.part.cache if self.lowered else "hit")
@@ -210,7 +210,7 @@ class Compilation:
         """Replaces the counts of casts and sent bytes of a joint graph by those in `graphs`."""
         casts = sum(num_casts(graph, self._count) for graph in graphs)
         sent = [wire_bytes(graph, self._count) for graph in graphs]
-        counted = casts, sum(own for own, _ in sent), sum(without for _, without in sent)
+        counted = casts, sum(sent_bytes for sent_bytes, _ in sent), sum(without for _, without in sent)
         part, before, self._counted = self.part, self._counted, counted
         self._update(
             casts=part.casts + counted[0] - before[0],

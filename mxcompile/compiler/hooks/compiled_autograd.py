@@ -116,8 +116,8 @@ class OwnedGemms:
         """Passes kernel names to the owners of the GEMMs."""
         named: defaultdict[Owner, dict[int, str]] = defaultdict(dict)
         for index, kernel in kernels.items():
-            owner, own = self._owners[index]
-            named[owner][own] = kernel
+            owner, index_there = self._owners[index]
+            named[owner][index_there] = kernel
         for owner, theirs in named.items():
             owner.name_kernels(theirs)
 

@@ -47,9 +47,9 @@ def watch_attempts(options_of: Callable[[Any, Mapping[str, Any]], Options | None
         exceeded, limit = exceeds_recompile_limit(cache_size, compile_id)
         compiling = sys._getframe(1).f_locals  # Dynamo passes these values to no hook
         backend, keywords = innermost(compiling.get("compiler_fn"))
-        given = options_of(backend, keywords)
-        if given is not None:
-            options = given.now()
+        backend_options = options_of(backend, keywords)
+        if backend_options is not None:
+            options = backend_options.now()
             # torch itself raises at the limit under these settings
             is_error = compiling.get("one_graph") or torch._dynamo.config.fail_on_recompile_limit_hit
             reached = f"{limit} ({getattr(torch._dynamo.config, limit)})" if exceeded and not is_error else ""

@@ -163,8 +163,8 @@ def report_uncompiled(
     if root is not None and path is not None and not gemms:
         is_cut = not parts or any(part.graph_breaks for part in parts)
         published = REGISTRY.parts(options.group, model=root) if is_cut else ()
-        own = (gemm for part in published for gemm in part.gemms)
-        gemms = [gemm for gemm in own if _is_in(gemm.name, [path])]
+        gemms_of_parts = (gemm for part in published for gemm in part.gemms)
+        gemms = [gemm for gemm in gemms_of_parts if _is_in(gemm.name, [path])]
     is_reported = any(is_quantized(gemm.precision) for gemm in gemms)
     if is_reported:
         _report_or_raise(message, options)
@@ -218,7 +218,7 @@ def _missing(root: nn.Module, options: Options, plan: Plan) -> dict[str, set[str
 
     Leaves out gradients of checkpointed layers, because they may be compiled during backward.
     """
-    recomputed = {tag.name for tag in plan.tags if tag.again}
+    recomputed = {tag.name for tag in plan.tags if tag.recomputed}
     missing: dict[str, set[str]] = {}
     for gemm in REGISTRY.pending(root, options.group):
         if is_quantized(gemm.precision) and (gemm.gemm == Gemm.FPROP or gemm.name not in recomputed):

@@ -91,12 +91,12 @@ def _line(compilation: Compilation) -> str:
     part, label = compilation.part, compilation.options.policy.label
     words = labels(gemm.precision for gemm in part.gemms)
     kept = Counter(gemm.reason for gemm in part.gemms if not is_quantized(gemm.precision))
-    left = ", ".join(f"{number} by {reason}" for reason, number in kept.most_common())
+    skipped = ", ".join(f"{number} by {reason}" for reason, number in kept.most_common())
     return (
         f"compiled {compilation.capture.module or 'the model'} for {compilation.target.name}, {label}:"
         f" {flop_share(part.gemms):.1%} of matmul FLOPs in {words}"
         f" ({len(part.gemms) - kept.total()} of {count(len(part.gemms), 'GEMM')}),"
-        f" {count(part.casts, 'cast')}, left as they are: {left or 'none'}; Inductor cache {part.cache}"
+        f" {count(part.casts, 'cast')}, left as they are: {skipped or 'none'}; Inductor cache {part.cache}"
     )
 
 
@@ -135,7 +135,7 @@ class _Entry:
         """Adds the module at `path`, which runs the code without being planned as a twin."""
         capture = self._compilation.capture
         if capture.planned.plan is None and path != capture.prefix:
-            self._twins = (*self._twins, (path, capture.blocks.place(path)))
+            self._twins = (*self._twins, (path, capture.blocks.position(path)))
             unplanned.check(capture, self._compilation.options, path)
             self.put()
 

@@ -35,11 +35,11 @@ def attribution(capture: Capture, places: Places) -> Attribution | None:
     if capture.root is None:
         return None
     modules, named = capture.root.modules(), capture.root.named_parameters(remove_duplicate=False)
-    number = Counter(id(own) for module in modules for own in module._parameters.values())
-    holders = {user_path(raw): number[id(own)] for raw, own in named}
-    own = [at for at, entry in enumerate(capture.inputs) if entry.static and entry.path in holders]
+    number = Counter(id(value) for module in modules for value in module._parameters.values())
+    holders = {user_path(raw): number[id(value)] for raw, value in named}
+    candidates = [at for at, entry in enumerate(capture.inputs) if entry.static and entry.path in holders]
     # a parameter with a single holder identifies the module that runs
-    position = min(own, key=lambda index: holders[capture.inputs[index].path], default=None)
+    position = min(candidates, key=lambda index: holders[capture.inputs[index].path], default=None)
     if position is None and not places.part.gemms:
         return None
     is_shared = position is not None and holders[capture.inputs[position].path] > 1
@@ -109,8 +109,10 @@ class Attribution:
     def _path_in(self, model: nn.Module, parameter: nn.Parameter | None) -> str | None:
         """Returns the path in `model` of the module that runs the code, or None if it is unknown."""
         alike = (module for module in running() if plain_class(module) is self._part)
-        own = next((each for each in alike if parameter is None or self._is_in(each, parameter)), None)
-        path = path_in(model, own)
+        runner = next(
+            (candidate for candidate in alike if parameter is None or self._is_in(candidate, parameter)), None
+        )
+        path = path_in(model, runner)
         if path is not None or parameter is None or (holder := self._holders.holder(parameter)) is None:
             return path
         module, name = holder  # Dynamo may have inlined the module's call
@@ -120,7 +122,7 @@ class Attribution:
     def _is_in(self, module: nn.Module, parameter: nn.Parameter) -> bool:
         """Whether `module` holds `parameter` under the same name as the graph's own module."""
         named = module.named_parameters(remove_duplicate=False)
-        return any(each is parameter and user_path(raw) == self._name for raw, each in named)
+        return any(value is parameter and user_path(raw) == self._name for raw, value in named)
 
     def _register_model(self, parameter: nn.Parameter) -> None:
         """Finds the model of the new `parameter`, and adds the graph to its report."""
@@ -150,4 +152,7 @@ class Attribution:
 
 
 def _sizes(model: nn.Module) -> Mapping[str, Any]:
-    return {user_path(raw): (tuple(own.shape), own.dtype) for raw, own in model.named_parameters()}
+    return {
+        user_path(raw): (tuple(parameter.shape), parameter.dtype)
+        for raw, parameter in model.named_parameters()
+    }

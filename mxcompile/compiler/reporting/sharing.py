@@ -35,7 +35,7 @@ def twins(capture: Capture, policy: Policy) -> tuple[tuple[str, tuple[int, int] 
     decisions = dict(_of_same_class(capture, policy))
     mine = decisions[capture.prefix]
     others = (path for path, other in decisions.items() if other == mine and path != capture.prefix)
-    return tuple((path, capture.blocks.place(path)) for path in others)
+    return tuple((path, capture.blocks.position(path)) for path in others)
 
 
 def guard(capture: Capture, policy: Policy, *, unlimited: bool = False) -> None:

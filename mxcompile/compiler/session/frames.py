@@ -111,7 +111,9 @@ class Frame:
         """Returns the user's model: `module`, the compiled module, or the model around a compiled block."""
         if module is not None:
             return user_model(module)
-        compiled = next((own for call in self.running if (own := _unwrapped_if_compiled(call.module))), None)
+        compiled = next(
+            (model for call in self.running if (model := _unwrapped_if_compiled(call.module))), None
+        )
         outer = next((user_model(call.module) for call in reversed(self.running)), None)
         if compiled is None or outer is None or outer is compiled:
             return compiled or outer
@@ -264,7 +266,7 @@ def _unwrapped_if_compiled(module: nn.Module) -> nn.Module | None:
 
 def _is_block(part: nn.Module, whole: nn.Module) -> bool:
     """Whether `part` is one of several compiled modules in `whole`, or a member of a module list."""
-    compiled = {id(own) for module in whole.modules() if (own := _unwrapped_if_compiled(module))}
+    compiled = {id(model) for module in whole.modules() if (model := _unwrapped_if_compiled(module))}
     lists = (nn.ModuleList, nn.ModuleDict)
     members = {
         id(user_model(child))

@@ -37,7 +37,7 @@ class Options:
     policy: policy with the watch's changes. report: file of the report. target: "auto" or a name in
     `lowering.targets.TARGETS`. strict: whether to raise instead of a fallback, and for rules without effect.
     mode: mode of Inductor. inductor: overrides of ``torch._inductor.config``. watch: the `Watch` of training
-    steps, if any. given: the user's policy for the step, before the watch changed it.
+    steps, if any. user_policy: the user's policy for the step, before the watch changed it.
     """
 
     policy: Policy = field(default_factory=Policy)
@@ -47,7 +47,7 @@ class Options:
     mode: str | None = None
     inductor: tuple[tuple[str, Any], ...] = ()
     watch: Watch | None = None
-    given: Policy | None = None
+    user_policy: Policy | None = None
 
     def __deepcopy__(self, memo: object) -> Options:
         """Returns itself, so that copies of a compiled model share the `watch`."""
@@ -93,7 +93,7 @@ class Options:
     @property
     def group(self) -> str:
         """Key of a report: the fingerprint with the user's policy, before the watch changed it."""
-        return self._fingerprint(self.given or self.policy)
+        return self._fingerprint(self.user_policy or self.policy)
 
     def _fingerprint(self, policy: Policy) -> str:
         return repr((policy.fingerprint(), self.target, self.strict, self.mode, self.inductor))
@@ -103,7 +103,7 @@ class Options:
         if self.watch is None:
             return self
         policy = self.policy.at(self.watch.next_step)
-        return replace(self, policy=self.watch.over(policy), given=policy)
+        return replace(self, policy=self.watch.over(policy), user_policy=policy)
 
 
 def _report(value: Any) -> Path | None:

@@ -67,11 +67,11 @@ def session_of(root: nn.Module) -> ModelSession:
 
 def compiled_policy(model: nn.Module) -> Policy:
     """Returns the policy of the compiled `model`. Raises `ModelError` for none or several policies."""
-    own = user_model(model)
-    policies = [*session_of(own).policies.values()]
+    root = user_model(model)
+    policies = [*session_of(root).policies.values()]
     if len(policies) == 1:
         return policies[0]
-    name = type(own).__name__
+    name = type(root).__name__
     if not policies:
         raise ModelError(
             f"no graph of this {name} was compiled in this process: call it once, or pass policy=…, the"

@@ -154,9 +154,9 @@ def _groups(settings: dict[str, Any], path: Path, draft: Draft) -> Iterable[tupl
     elif isinstance(scheme, dict) and ("weights" in scheme or "input_activations" in scheme):
         yield targets, _scheme(scheme, (*path, "scheme"), draft)
     elif isinstance(scheme, dict):
-        for name, own in scheme.items():
+        for name, group_targets in scheme.items():
             at = (*path, "scheme", name)
-            yield _texts(own, at, draft), _preset(str(name), at, draft)
+            yield _texts(group_targets, at, draft), _preset(str(name), at, draft)
     elif isinstance(groups, dict):
         for name, group in groups.items():
             at = (*path, "config_groups", name)

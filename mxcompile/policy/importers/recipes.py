@@ -113,7 +113,7 @@ def _four_over_six(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
     value = data.get("nvfp4_4over6_err_mode", "MAE")
     error = str(value).lower()
     if error not in list(BlockError):
-        allowed = [str(each).upper() for each in BlockError]
+        allowed = [str(kind).upper() for kind in BlockError]
         raise draft.source.error(("nvfp4_4over6_err_mode",), not_allowed("error", value, allowed))
     if not chosen:
         return {}
@@ -148,7 +148,7 @@ def _gradient(data: dict[str, Any], usual: str, draft: Draft) -> dict[str, Any]:
 def _overridden(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
     """Returns the GEMMs that a recipe leaves in high precision, or the key for a dequantized backward."""
     value = data.get("override_linear_precision", [False, False, False])
-    if not isinstance(value, list) or len(value) != 3 or not all(isinstance(one, bool) for one in value):
+    if not isinstance(value, list) or len(value) != 3 or not all(isinstance(flag, bool) for flag in value):
         raise draft.source.error(
             ("override_linear_precision",), f"expected three of true and false, found {shown(value)}"
         )

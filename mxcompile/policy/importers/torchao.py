@@ -207,9 +207,9 @@ def _nvfp4(kind: str, data: dict[str, Any], path: Path, draft: Draft) -> dict[st
 def _scaling(granularity: Any) -> str | None:
     """Returns the `scaling` key for a granularity or an (activation, weight) pair; None if unsupported."""
     both = granularity if isinstance(granularity, list) else [granularity, granularity]
-    kinds = [each.get("_type") if isinstance(each, dict) else None for each in both]
+    kinds = [entry.get("_type") if isinstance(entry, dict) else None for entry in both]
     if kinds == ["PerBlock", "PerBlock"]:
-        blocks = tuple((each.get("_data") or {}).get("block_size") for each in both)
+        blocks = tuple((entry.get("_data") or {}).get("block_size") for entry in both)
         return "block" if blocks == _BLOCKS else None
     return _SCALINGS.get(str(kinds[0])) if len(kinds) == 2 and kinds[0] == kinds[1] else None
 

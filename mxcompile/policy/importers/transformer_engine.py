@@ -99,9 +99,9 @@ def _by_parts(layers: dict[str, Any], path: Path, draft: Draft) -> list[str]:
     everything = "all" in types
     if numbers is None:
         return ["*"] if everything else [f"*{literal(text)}*" for text in types]
-    held = "" if everything else f"(?=.*(?:{'|'.join(map(re.escape, types))}))"
+    lookahead = "" if everything else f"(?=.*(?:{'|'.join(map(re.escape, types))}))"
     apart = r"(?:\D|(?<=fc)\d)*"  # the digit of 'fc1' is not a layer number
-    return [f"re:{held}{apart}(?:{'|'.join(map(str, numbers))}){apart}"]
+    return [f"re:{lookahead}{apart}(?:{'|'.join(map(str, numbers))}){apart}"]
 
 
 def _numbers(value: Any, path: Path, draft: Draft) -> list[int] | None:
@@ -170,8 +170,8 @@ def _disable_layer(config: dict[str, Any], path: Path, draft: Draft, use: _Uses)
 
 def _per_tensor(config: dict[str, Any], path: Path, draft: Draft, use: _Uses) -> None:
     """Adds FP8 with one scale per tensor for both operands of a GEMM. The feature implies E4M3."""
-    for gemm, own, at in _gemms(config, path, draft):
-        tensors = own.get("tensors") or ([own["tensor"]] if "tensor" in own else [])
+    for gemm, settings, at in _gemms(config, path, draft):
+        tensors = settings.get("tensors") or ([settings["tensor"]] if "tensor" in settings else [])
         if set(_OPERANDS[gemm]) <= {str(tensor) for tensor in tensors}:
             use.update({gemm: "fp8", "scaling": "tensor"})
         else:
@@ -184,8 +184,8 @@ def _observe(config: dict[str, Any], path: Path, draft: Draft, use: _Uses) -> No
 
 def _fake_quant(config: dict[str, Any], path: Path, draft: Draft, use: _Uses) -> None:
     """Adds a GEMM in high precision on quantized operands: MXFP8 if both operands have MXFP8 formats."""
-    for gemm, own, at in _gemms(config, path, draft):
-        formats = _tensors(own, at, draft)
+    for gemm, settings, at in _gemms(config, path, draft):
+        formats = _tensors(settings, at, draft)
         for tensor in formats:
             if not any(tensor in pair for pair in _OPERANDS.values()):
                 draft.note(at, f"quantizes {tensor}, which is not an operand of a GEMM")

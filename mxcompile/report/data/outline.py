@@ -87,7 +87,7 @@ class Outline:
             self,
             nodes=tuple(
                 dataclasses.replace(
-                    node, names=tuple(one for name in node.names for one in (name, *copies(name)))
+                    node, names=tuple(copy for name in node.names for copy in (name, *copies(name)))
                 )
                 for node in self.nodes
             ),
@@ -101,16 +101,16 @@ def folded(outline: Outline) -> Outline:
     for node, key in zip(outline.nodes, keys, strict=True):
         members.setdefault(key, []).append(node)
     room = Counter(dict.fromkeys(PHASES, MAX_NODES))
-    place: dict[Any, int] = {}
+    index: dict[Any, int] = {}
     for key, nodes in members.items():
         if room[nodes[0].phase]:
             room[nodes[0].phase] -= 1
-            place[key] = len(place)
+            index[key] = len(index)
     ends = ((keys[a], keys[b]) for a, b in outline.edges)
     return Outline(
-        nodes=tuple(_joined(members[key]) for key in place),
-        edges=tuple(sorted({(place[a], place[b]) for a, b in ends if a in place and b in place})),
-        omitted=outline.omitted + len(members) - len(place),
+        nodes=tuple(_joined(members[key]) for key in index),
+        edges=tuple(sorted({(index[a], index[b]) for a, b in ends if a in index and b in index})),
+        omitted=outline.omitted + len(members) - len(index),
     )
 
 
@@ -161,7 +161,7 @@ def _likeness(node: OutlineNode, block: str) -> tuple[str, ...]:
 
 
 def inner_block(path: str) -> str:
-    """Returns `path` up to its first number, "" without one: ``layers.7.mlp.up`` → ``layers.7``."""
+    """Returns `path` up to its first number, "" without a number: ``layers.7.mlp.up`` → ``layers.7``."""
     steps = path.split(".")
     numbers = (position for position, step in enumerate(steps) if step.isdecimal())
     return ".".join(steps[: next(numbers, -1) + 1])

@@ -114,16 +114,16 @@ def _not_json(word: str) -> Any:
     raise OptionError(f"not JSON: {word} is not a JSON number")
 
 
-def read(owner: type[_T], data: Any, place: str = "$") -> _T:
+def read(owner: type[_T], data: Any, path: str = "$") -> _T:
     """Returns a dataclass `owner` with the parsed JSON `data`. Raises `OptionError` at the first fault.
 
-    place: JSON path of `data` in its file, a prefix of the path in the error.
+    path: JSON path of `data` in its file, a prefix of the path in the error.
     """
     try:
         result: _T = _read_object(owner, data)
         return result
     except _FaultError as fault:
-        raise OptionError(f"{place}{fault.where}: {fault.message}") from None
+        raise OptionError(f"{path}{fault.where}: {fault.message}") from None
 
 
 class _FaultError(Exception):
@@ -284,8 +284,8 @@ def _type_schema(hint: Any, definitions: dict[str, Any], choices: tuple[str, ...
         count = len(arguments)
         items = [_type_schema(argument, definitions, None) for argument in arguments]
         same = all(item == items[0] for item in items)
-        each: dict[str, Any] = {"items": items[0]} if same else {"prefixItems": items}
-        return {"type": "array", **each, "minItems": count, "maxItems": count}
+        members: dict[str, Any] = {"items": items[0]} if same else {"prefixItems": items}
+        return {"type": "array", **members, "minItems": count, "maxItems": count}
     if dataclasses.is_dataclass(hint):
         name = typing.cast("type[Any]", hint).__name__
         if name not in definitions:

@@ -68,8 +68,8 @@ def _broken(name: str, width: int) -> str:
     """Returns `name` in lines: one per listed name; long names break after dots and spaces if possible."""
     names = name.split(", ")
     if len(names) > 1 and len(name) > width:
-        listed = [f"{each}," for each in names[:-1]] + names[-1:]
-        return "\n".join(_broken(each, width) for each in listed)
+        listed = [f"{item}," for item in names[:-1]] + names[-1:]
+        return "\n".join(_broken(item, width) for item in listed)
     lines = [""]
     for step in re.findall(r".*?[., ]+|.+$", name):
         if lines[-1] and len(lines[-1]) + len(step.rstrip()) > width:

@@ -60,8 +60,8 @@ def headline(report: ReportData) -> str:
     """Returns the report in one line."""
     summary = report.summary
     words = labels(gemm.precision for gemm in report.gemms)
-    own, unknown = main_dtype(report.gemms), unknown_words(report.gemms)
-    model = f", model in {own}" if own != "BF16" else ""
+    model_dtype, unknown = main_dtype(report.gemms), unknown_words(report.gemms)
+    model = f", model in {model_dtype}" if model_dtype != "BF16" else ""
     return (
         f"{words} report: {summary.flop_share:.1%} of {'known ' if unknown else ''}matmul FLOPs in"
         f" {words}{unknown}"
@@ -80,17 +80,17 @@ def amounts(gemms: Sequence[GemmRecord]) -> str:
 
 def facts(summary: Summary, rows: Sequence[Row] = ()) -> list[str]:
     """Returns the facts and warnings that the table of layers does not show, one sentence each."""
-    own = main_dtype(gemm for row in rows for gemm in row.gemms)
+    model_dtype = main_dtype(gemm for row in rows for gemm in row.gemms)
     sentences = [str(card) for card in cards(summary, rows)]
     if (summary.saved_bytes or 0) > (summary.saved_bytes_bf16 or 0) > 0:
         sentences.append(
-            f"warning: more is kept for backward than in {own}: the copies for backward come on top of"
-            " tensors that the model keeps anyway; `saved: bf16` in the policy keeps as much as BF16"
+            f"warning: more is kept for backward than in {model_dtype}: the copies for backward come on top"
+            " of tensors that the model keeps anyway; `saved: bf16` in the policy keeps as much as BF16"
         )
     if summary.estimate_us and summary.estimate_bf16_us:
         sentences.append(
             f"estimate, not measured: matmuls and casts {duration(summary.estimate_us)},"
-            f" {duration(summary.estimate_bf16_us)} in {own}"
+            f" {duration(summary.estimate_bf16_us)} in {model_dtype}"
             f" ({summary.estimate_bf16_us / summary.estimate_us:.2f}×)"
         )
     sentences.append(
@@ -100,7 +100,7 @@ def facts(summary: Summary, rows: Sequence[Row] = ()) -> list[str]:
     slow = [f"{row.name or '(root)'} ({ratio:.2f}×)" for row, ratio in slower(rows)]
     if slow:
         more = f" and {len(slow) - _NAMED} more" if len(slow) > _NAMED else ""
-        sentences.append(f"warning: estimated slower than in {own}: {', '.join(slow[:_NAMED])}{more}")
+        sentences.append(f"warning: estimated slower than in {model_dtype}: {', '.join(slow[:_NAMED])}{more}")
     return sentences + [f"warning: {' '.join(warning.split())}" for warning in summary.warnings]
 
 

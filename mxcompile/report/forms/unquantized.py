@@ -65,7 +65,7 @@ def _stored_in(form: OperandFormat) -> Precision:
     """Returns the precision of a stored weight, by its element type and scale granularity."""
     dtype = elem_named(form.elem).stored_dtype
     assert dtype is not None
-    return stored_precision(next(each for each in stored_forms(dtype) if str(each.tile) == form.block))
+    return stored_precision(next(stored for stored in stored_forms(dtype) if str(stored.tile) == form.block))
 
 
 def _weight(gemm: GemmRecord) -> int:
