@@ -55,7 +55,7 @@ def same(shown: Sequence[str], measured: Sequence[float]) -> None:
         assert abs(float(text.replace(",", "")) - value) <= 0.5001 * 10**-digits, (text, value)
 
 
-def test_training_steps():
+def test_figures_of_training_steps_equal_results():
     rows = newest("training_step", "model", "run")
     runs = ("bf16 inductor", "mxcompile mxfp8", "saved: mxfp8", "torchao mxfp8 (emulated)")
     for name, model in (("2 layers × 512", "llama 2×512"), ("4 layers × 1024", "llama 4×1024")):
@@ -79,7 +79,7 @@ def test_training_steps_without_bf16():
         same(measured(workload, "AVX2")[:1], [rows["llama 2×512", run][ratio]])
 
 
-def test_speeds_without_bf16():
+def test_figures_of_cpus_without_bf16_equal_results():
     shown = {name.partition(", 4×")[0]: numbers for name, numbers in table("docs/cpu.md", "workload").items()}
     steps = newest("training_step", "model", "run", cpu="AVX2")
     for width in (256, 512):
@@ -109,7 +109,7 @@ def test_speeds_without_bf16():
     same(figures, [attentions[4096, run]["median_us"] / 1000 for run in runs])
 
 
-def test_losses():
+def test_figures_of_losses_equal_results():
     rows = newest("parity", "steps", "policy", "seed")
     saved = "benchmarks/saved_mxfp8.yaml"
     of = {
@@ -129,7 +129,7 @@ def test_losses():
     same(numbers, [100 * rows[steps, "nvidia", seed]["gap"] for steps in (500, 2000) for seed in (0, 1)])
 
 
-def test_training_with_less():
+def test_figures_of_training_with_less_equal_results():
     rows = [row for row in newest("training_less", "run").values() if row["median_ms"] is not None]
     shown = list(table("docs/training.md", "weights' shard").values())
     assert len(shown) == len(rows)
@@ -138,7 +138,7 @@ def test_training_with_less():
         same(numbers[-5:], [*megabytes, row["casts"], row["ratio_to_bf16"]])
 
 
-def test_serving():
+def test_figures_of_serving_equal_results():
     rows = newest("serving", "what", "run")
     names = {
         "torchao int8 weight-only": "torchao int8",
@@ -156,7 +156,7 @@ def test_serving():
     same(shown, [rows["speed", run]["tokens_over_bf16"] for run in ("stored weights", "torchao int8")])
 
 
-def test_one_layer_decoding():
+def test_figures_of_decoding_layers_equal_results():
     rows = newest("decode_cpu", "weight", "rows", "run")
     page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
     shown = re.findall(
@@ -190,7 +190,7 @@ def test_attention_over_a_cache():
         same(numbers, [packed["median_us"], ours["median_us"], ours["packed_over_this"]])
 
 
-def test_compile_times():
+def test_figures_of_compile_times_equal_results():
     rows = newest("large_models", "measure", "way")
     page = (ROOT / "docs/large.md").read_text(encoding="utf-8").replace("\n", " ")
     sentence = r"took ([\d.]+) times the processor time .*? Compiled block by block, it took ([\d.]+) times\."

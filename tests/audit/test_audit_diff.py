@@ -62,7 +62,7 @@ def test_what_moved_is_listed_the_worst_first():
     assert "| b" in found.to_markdown()
 
 
-def test_equal_audits():
+def test_comparison_of_equal_audits_has_no_moved_layers():
     found = compare_audits(OLD, OLD)
     assert found.moved == ()
     assert str(found) == "the same for every layer\n\nnumerics: no change is larger than chance"
@@ -75,7 +75,7 @@ def saved(folder: Path, **audits: Audit | Report) -> list[str]:
 
 
 @pytest.mark.parametrize(("condition", "status"), [("sqnr-drop=2dB", 1), ("sqnr-drop=4", 0), ("fallback", 0)])
-def test_conditions(condition: str, status: int, tmp_path: Path):
+def test_fail_on_condition_sets_exit_status(condition: str, status: int, tmp_path: Path):
     new = audit({"a": 28.0, "b": 25.0, "c": 20.0, "d": 28.0}, {"a": 0.0, "b": 0.1})
     assert main(["diff", *saved(tmp_path, old=OLD, new=new), "--fail-on", condition]) == status
 

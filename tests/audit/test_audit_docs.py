@@ -38,7 +38,7 @@ def test_the_python_examples_run(
     assert Policy.load(tmp_path / "policy.yaml") == names["tuned"].policy
 
 
-def test_the_commands_exist() -> None:
+def test_commands_on_the_audit_page_parse() -> None:
     lines = [line for block in blocks("") for line in block.splitlines()]
     commands = [line.split()[1:] for line in lines if line.startswith("mxcompile ")]
     assert [command[0] for command in commands] == ["audit", "audit", "tune", "tune"]

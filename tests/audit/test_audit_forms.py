@@ -77,7 +77,7 @@ def test_gradients_of_parameters_are_those_of_training(result: Audit) -> None:
     assert not any("norm" in one.name for one in weights)
 
 
-def test_views(result: Audit) -> None:
+def test_view_groups_rows_by_role_block_or_underflow(result: Audit) -> None:
     roles = result.view("role").splitlines()
     assert {"qkv", "attn_out", "ffn_in", "ffn_out"} == {line.split()[0] for line in roles[-4:]}
     blocks = result.view("block").splitlines()
@@ -119,7 +119,7 @@ def test_other_precisions_are_called_by_their_names(tmp_path: Path) -> None:
     assert "MXFP8" not in page
 
 
-def test_files_hold_everything(result: Audit, tmp_path: Path) -> None:
+def test_saved_audit_has_all_layers_in_every_form(result: Audit, tmp_path: Path) -> None:
     for suffix in (".txt", ".md", ".json", ".html"):
         result.save(tmp_path / "new" / f"audit{suffix}")
     text, markdown, page = ((tmp_path / "new" / f"audit{s}").read_text() for s in (".txt", ".md", ".html"))
@@ -172,7 +172,7 @@ def test_values_that_are_no_numbers_are_said_by_name() -> None:
     assert last.split()[-4:] == ["exact", "1.00000", "0.0e+00", "0"]
 
 
-def test_pictures(result: Audit, tmp_path: Path) -> None:
+def test_plot_writes_three_png_files(result: Audit, tmp_path: Path) -> None:
     written = result.plot(tmp_path / "plots")
     assert [path.name for path in written] == ["gemms.png", "tensors.png", "scales.png"]
     for path in written:
@@ -312,7 +312,7 @@ def test_a_checkpoint_is_audited_with_its_weights(tmp_path: Path, capsys: pytest
     assert "\nrandom inputs: " in printed.err
 
 
-def test_public_names() -> None:
+def test_package_exports_audit_function_and_class() -> None:
     assert mxcompile.audit is audit
     assert mxcompile.Audit is Audit
 

@@ -61,7 +61,7 @@ class Broken(nn.Module):
         return self.second(x)
 
 
-def test_several_graphs() -> None:
+def test_audit_with_graph_break_measures_both_graphs() -> None:
     result = audit(Loss(Broken()), features(2, 9, WIDTH), policy=EVERYTHING)
     assert result.report.summary.graphs >= 2
     assert len({gemm.graph for gemm in result.report.gemms}) == 2

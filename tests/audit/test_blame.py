@@ -336,7 +336,9 @@ def test_values_that_are_not_finite_come_before_all() -> None:
         ({"of": "output"}, ModelError, "blame of 'output' needs a floating-point tensor as its main output"),
     ],
 )
-def test_mistakes_are_sentences(options: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_blame_refuses_wrong_options_with_a_sentence(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
     model, args = branches()
     with pytest.raises(error, match=message):
         blame(model, *args, **options)

@@ -70,7 +70,7 @@ def test_an_output_that_cannot_be_written(command: str, case: str, capsys: pytes
     assert Path("there.json").read_text(encoding="utf-8") == "mine"
 
 
-def test_force_overwrites(capsys: pytest.CaptureFixture[str]):
+def test_force_flag_overwrites_an_existing_file(capsys: pytest.CaptureFixture[str]):
     assert main(["explain", HERE, "-o", "there.json", "--force"]) == 0
     assert json.loads(Path("there.json").read_text(encoding="utf-8"))["schema"] == 1
 
@@ -105,7 +105,7 @@ def test_other_things_that_cannot_be(case: str, capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize("option", ["--length", "--batch"])
 @pytest.mark.parametrize("value", ["-3", "0", "x", "1.5"])
-def test_sizes_are_positive(option: str, value: str, capsys: pytest.CaptureFixture[str]):
+def test_size_flags_refuse_numbers_below_one(option: str, value: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as exit_:
         main(["explain", HERE, f"{option}={value}"])
     assert exit_.value.code == 2

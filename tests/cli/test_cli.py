@@ -45,14 +45,14 @@ def test_env_says_no_without_a_compiler(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "the CPU backend of torch.compile needs one" in capsys.readouterr().out
 
 
-def test_a_valid_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_policy_check_accepts_a_valid_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "policy.yaml"
     Policy.preset("ocp").dump(path)
     assert main(["policy", "check", str(path)]) == 0
     assert "valid; preset ocp, 0 rules" in capsys.readouterr().out
 
 
-def test_a_broken_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_policy_check_names_line_and_nearest_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "policy.yaml"
     path.write_text("version: 1\nrules:\n  - match: {role: qvk}\n    use: mxfp8\n", encoding="utf-8")
     assert main(["policy", "check", str(path)]) == 1
@@ -73,7 +73,7 @@ MISUSE = [
 
 
 @pytest.mark.parametrize("arguments", MISUSE, ids=" ".join)
-def test_misuse(arguments: list[str], capsys: pytest.CaptureFixture[str]):
+def test_wrong_arguments_exit_with_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as exit_:
         main(arguments)
     assert exit_.value.code == 2
@@ -111,7 +111,7 @@ def test_an_error_of_ours_is_misuse(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize("name", ["", *NAMES])
-def test_help(name: str, capsys: pytest.CaptureFixture[str]):
+def test_help_flag_shows_usage_of_each_command(name: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as exit_:
         main([*name.split(), "--help"])
     assert exit_.value.code == 0
@@ -121,7 +121,7 @@ def test_help(name: str, capsys: pytest.CaptureFixture[str]):
         assert all(f"\n    {command} " in said for command in NAMES)
 
 
-def test_version_and_module():
+def test_running_the_module_prints_the_version():
     """``python -m mxcompile`` is the same command."""
     done = subprocess.run(
         [sys.executable, "-m", "mxcompile", "--version"], capture_output=True, text=True, check=False

@@ -22,7 +22,7 @@ def why(
     return status, streams.out, streams.err
 
 
-def test_reasons_are_printed(tmp_path, monkeypatch, capsys):
+def test_why_flag_prints_decision_and_evidence_of_layers(tmp_path, monkeypatch, capsys):
     status, out, _ = why(["--why", "*.experts.*"], tmp_path, monkeypatch, capsys)
     assert status == 0
     lines = out.splitlines()

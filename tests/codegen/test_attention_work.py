@@ -37,7 +37,7 @@ def _launches(target, *, causal=True, mask=None, head=HEAD, wrap=lambda model: m
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_operations(causal):
+def test_attention_flops_halve_under_causal_mask(causal):
     """Two products forward, five backward, which computes the scores again; half of each under the mask."""
     forward, backward = _launches("sm_80", causal=causal)
     half = 0.5 if causal else 1.0
@@ -73,7 +73,7 @@ def test_the_rate_is_attentions_in_bf16():
         ("sm_100", {"head": 72 + 128}, "flash"),
     ],
 )
-def test_the_backend(target, options, operator):
+def test_attention_takes_the_backend_of_pytorch(target, options, operator):
     forward, backward = _launches(target, **options)
     name = f"torch.ops.aten._scaled_dot_product_{operator}_attention"
     assert forward.kernel.startswith(name)
@@ -81,7 +81,7 @@ def test_the_backend(target, options, operator):
     assert (forward.work.product, backward.work.product) == (operator, f"{operator}_backward")
 
 
-def test_with_a_mask():
+def test_attention_with_mask_takes_the_efficient_backend():
     mask = torch.empty(LENGTH, LENGTH, device="meta", dtype=torch.bfloat16)
     forward, _ = _launches("sm_100", causal=False, mask=mask)
     assert forward.work.product == "efficient"

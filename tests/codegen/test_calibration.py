@@ -39,7 +39,7 @@ def test_the_page_names_every_known_class(calibration):
         assert f"- **{kind}**" in page
 
 
-def test_ratios_by_hand(calibration):
+def test_calibration_ratio_equals_bytes_over_bandwidth(calibration):
     """By bytes alone, on a chip that is a variant of its target's."""
     (point,) = [point for point in calibration.points() if point.source == "triton #11644"]
     us = 32768**2 * (3 + 1 / 32) / (0.89 * 3350e3) + 3

@@ -15,7 +15,7 @@ def factory():
     return torch.nn.Linear(64, 96), (torch.empty(32, 64),), {}
 
 
-def test_a_factory(capsys, tmp_path):
+def test_codegen_command_takes_a_factory_of_models(capsys, tmp_path):
     status = main(["codegen", f"{__name__}:factory", "--target", "sm_90", "--inference", "-o", str(tmp_path)])
     assert status == 0
     assert "code for sm_90, generated and compiled without it" in capsys.readouterr().out

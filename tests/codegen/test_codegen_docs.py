@@ -8,7 +8,7 @@ from pathlib import Path
 PAGE = Path(__file__).parents[2] / "docs" / "codegen.md"
 
 
-def test_example(capsys):
+def test_example_on_the_codegen_page_runs(capsys):
     (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     exec(compile(example, PAGE, "exec"), {})
     *launches, instruction = capsys.readouterr().out.splitlines()

@@ -52,7 +52,7 @@ def test_kernels_are_compiled_for_the_target(generated, target):
 
 
 @pytest.mark.parametrize("target", mostly_slow(["sm_80", "sm_89", "gfx942"], "gfx942"))
-def test_casts_round_once(generated, target):
+def test_emulated_casts_round_on_bits_without_fp16(generated, target):
     """Where Triton goes through FP16 to FP8, elements are rounded on their bits instead."""
     result = generated(target, target == "sm_80")
     casts = [result.kernel(launch) for launch in result.launches if CASTS in launch.operators]
@@ -104,7 +104,7 @@ def test_result_prints_within_120_columns(generated):
     assert "estimate without machine code (not measured)" in text
 
 
-def test_files(generated, tmp_path):
+def test_save_writes_code_of_every_kernel(generated, tmp_path):
     result = generated("sm_90", False)
     result.save(tmp_path / "out")
     assert (tmp_path / "out" / "inference.py").read_text() == result.wrappers["inference"]

@@ -142,7 +142,7 @@ def test_a_training_step_without_rows():
 
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
-def test_groups_without_rows(target):
+def test_grouped_product_without_rows_is_dequantized_with_reason(target):
     """PyTorch's grouped product, which emulation calls, does not take them; the record says so, once."""
 
     class Experts(torch.nn.Module):

@@ -38,7 +38,7 @@ def _state():
     )
 
 
-def test_nothing_stays_changed(generated):
+def test_codegen_restores_the_state_of_torch(generated):
     generated("sm_90", False)  # whatever torch sets up once is set up
     before = _state()
     model, x = block()

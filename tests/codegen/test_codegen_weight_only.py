@@ -110,7 +110,7 @@ def result_parts(result: CodegenResult, name: str) -> int:
 
 
 @pytest.mark.parametrize(("target", "tokens"), DECODE)
-def test_nothing_spills(target, tokens):
+def test_weight_only_kernels_spill_no_registers(target, tokens):
     result = generate(target, tokens)
     assert result.problems == ()
     multiplying = {launch.kernel for launch in products(result).values()}

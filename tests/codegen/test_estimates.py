@@ -78,7 +78,7 @@ def test_loops_of_nvidia_code():
     assert code.issued({OUTER: 2, INNER: 8}) == 3 + 2 * (7 + 8 * 3) + 2
 
 
-def test_waits_for_memory():
+def test_round_trips_count_waits_per_loop_round():
     """Two loads and one use are one wait; the load of the outer loop is one each round."""
     code = parse(NVIDIA)
     assert code.round_trips({}) == 2
@@ -364,7 +364,7 @@ SPECIALIZED = """
 
 
 @pytest.mark.parametrize(("block_n", "hidden"), [(128, True), (256, False)])
-def test_warps_that_specialise(block_n, hidden):
+def test_specialised_warps_hide_stores_behind_a_second_accumulator(block_n, hidden):
     """One multiplies, one loads, the others store; of 256 columns there is no second accumulator."""
     source = f"""
     'grid_type': 'FixedGrid'

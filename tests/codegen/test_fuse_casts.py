@@ -127,7 +127,7 @@ def test_a_result_read_twice_over_stays():
     assert "quantize_mm" not in _operators(module)
 
 
-def test_batches_stay():
+def test_cast_of_a_batch_is_not_fused():
     assert "quantize_mm" not in _operators(_fused(_product, torch.randn(2, 40, 70), torch.randn(2, 70, 30)))
 
 

@@ -60,14 +60,14 @@ def _spread(rows: int, columns: int) -> Tensor:
         rows=True,
     ),
 )
-def test_few_rows(producer, dtype, shape, m, n, tmp_path):
+def test_fused_product_of_few_rows_has_the_reference_values(producer, dtype, shape, m, n, tmp_path):
     """Swapped. Nothing beside the weight's cast, and a kernel of the producer if Inductor stores that."""
     launches = _check(Down(producer, Tensor.numel(torch.empty(shape)) // m, n).to(dtype), shape, m, tmp_path)
     assert launches[-1].gemms == ("down fprop",)
     assert len(launches) <= 3
 
 
-def test_many_rows(tmp_path):
+def test_fused_product_of_many_rows_has_the_reference_values(tmp_path):
     """Where the fused form has won the timing."""
     with fastest(lambda name, _: "mx_quantize_mm" in name):
         _check(Down(F.relu, 200, 140).to(torch.bfloat16), (150, 200), 150, tmp_path)

@@ -131,7 +131,7 @@ VALUES = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VALUES)
-def test_values(name: str, tmp_path: Path):
+def test_generated_attention_is_within_bf16_rounding(name: str, tmp_path: Path):
     """Within BF16's rounding of each e^s and of the result, 2⁻⁸ of either, and FP32's of the sums."""
     case = CASES[name]
     result, model, given = generate(case, tmp_path)
@@ -177,7 +177,7 @@ def as_is(**changes: Any) -> set[str]:
 
 
 @pytest.mark.slow
-def test_what_stays_dequantized():
+def test_attention_beyond_kernel_limits_stays_dequantized_with_reason():
     reason = "keys and values dequantized: "
     assert as_is(queries=17) == {f"{reason}17 queries, the kernel takes up to 16"}
     assert as_is(dim=288, keys=33) == {f"{reason}head_dim 288, the kernel takes up to 256"}

@@ -116,7 +116,7 @@ def _check(folder, expected: Tensor, inputs: list[Tensor]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("word", RECIPES)
 @pytest.mark.parametrize("tokens", [70, 3])
-def test_batched_experts(tmp_path, tokens: int, word: str):
+def test_batched_experts_run_native_batched_products(tmp_path, tokens: int, word: str):
     model, x = Batched(3, 72, 104), _spread(3, tokens, 72).requires_grad_()
     result = codegen(model, x, target="sm_100", policy=policy(word), out_dir=tmp_path)
     _native(result, "sm_100", 6, word)
@@ -127,7 +127,7 @@ def test_batched_experts(tmp_path, tokens: int, word: str):
 @pytest.mark.slow
 @pytest.mark.parametrize("word", RECIPES)
 @pytest.mark.parametrize("ends", [(1, 2, 2, 40), (70, 70, 271, 300)], ids=str)
-def test_grouped_experts(tmp_path, ends: tuple[int, ...], word: str):
+def test_grouped_experts_run_native_grouped_products(tmp_path, ends: tuple[int, ...], word: str):
     model, x = Grouped(4, 72, 104), _spread(max(307, ends[-1]), 72).requires_grad_()
     offs = torch.tensor(ends, dtype=torch.int32)
     result = codegen(model, x, offs, target="sm_100", policy=policy(word), out_dir=tmp_path)
@@ -254,7 +254,9 @@ class Columns(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("hidden", "width", "ends"), [(104, 72, (41, 41, 80)), (144, 96, (131, 131, 208))])
-def test_groups_of_columns(tmp_path, hidden: int, width: int, ends: tuple[int, ...]):
+def test_groups_of_columns_run_native_grouped_products(
+    tmp_path, hidden: int, width: int, ends: tuple[int, ...]
+):
     model, x = Columns(3, width, hidden), _spread(ends[-1], width).requires_grad_()
     offs = torch.tensor(ends, dtype=torch.int32)
     result = codegen(model, x, offs, target="sm_100", policy=ALL, out_dir=tmp_path)
@@ -284,7 +286,7 @@ def test_experts_on_other_chips(target: str, word: str, form: type[nn.Module]):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings(r"ignore:\s*Online softmax is disabled")  # torch 2.11, of the router's
-def test_mixtral():
+def test_mixtral_experts_run_native_grouped_products():
     """As transformers writes it: tokens sorted by expert, grouped products, in a block with attention."""
     case = mixtral(1)
     result = codegen(case.model, target="sm_100", **case.kwargs)

@@ -60,7 +60,9 @@ def spread(m: int, n: int) -> Tensor:
         ("e2m1 1x32 floor stochastic", "sm_100", (64, 96), torch.float32),
     ],
 )
-def test_casts(word: str, target: str, shape: tuple[int, int], dtype: torch.dtype, tmp_path: Path):
+def test_generated_fp4_casts_equal_the_reference(
+    word: str, target: str, shape: tuple[int, int], dtype: torch.dtype, tmp_path: Path
+):
     model, seed = Casts(word), torch.tensor([123456789])
     x = spread(*shape).clamp(-6e4, 6e4).to(dtype)
     wanted = model(x, seed)

@@ -70,7 +70,9 @@ def check(word: str, target: str, shape: tuple[int, int], dtype: torch.dtype, fo
         ("e4m3 tensor nearest delayed:4:0", "sm_100", (72, 144), torch.bfloat16),
     ],
 )
-def test_casts(word: str, target: str, shape: tuple[int, int], dtype: torch.dtype, tmp_path: Path):
+def test_generated_fp8_casts_equal_the_reference(
+    word: str, target: str, shape: tuple[int, int], dtype: torch.dtype, tmp_path: Path
+):
     check(word, target, shape, dtype, tmp_path)
 
 

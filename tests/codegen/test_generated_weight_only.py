@@ -57,7 +57,7 @@ def generate(model: nn.Module, x: Tensor, target: str, elem: str, folder: Path) 
 
 
 @pytest.mark.parametrize("name", mostly_slow(CASES, "one_row", "rows_in_fp32"))
-def test_a_layer(name, tmp_path):
+def test_generated_weight_only_layer_matches_fp64(name, tmp_path):
     case = CASES[name]
     linear = nn.Linear(case.k, case.n, bias=case.bias)
     with torch.no_grad():

@@ -46,7 +46,7 @@ def _kernel(result, matches) -> str:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_golden(generated, name):
+def test_generated_kernel_equals_its_golden_file(generated, name):
     """Skipped where this torch has no golden files at all; one that is missing among others is a failure."""
     if not (ACCEPT or FOLDER.exists()):
         pytest.skip(f"no golden files for torch {VERSION}; MXCOMPILE_ACCEPT=1 writes them")

@@ -107,7 +107,7 @@ FORMS = {
 
 @pytest.mark.parametrize("chip", [HOPPER, FNUZ], ids=["hopper", "fnuz"])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_layer(form: str, chip):
+def test_merged_casts_of_a_layer_have_the_same_bits(form: str, chip):
     """One cast a matrix that writes all its layouts; operands and scales bit for bit as without."""
     if form == "block" and chip is FNUZ:
         pytest.skip("no such product there")
@@ -204,7 +204,7 @@ def test_casts_that_something_else_reads_stay():
 
 
 @pytest.mark.parametrize("word", ["e4m3 tensor nearest", "e4m3 channel nearest", "e5m2 1x128 nearest"])
-def test_operators_pass_opcheck(word: str):
+def test_transposed_fp8_casts_pass_opcheck(word: str):
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     x = torch.randn(40, 144)
     row, column = ops.cast(x, [f"{word} @{dim} scales" for dim in (-1, -2)])

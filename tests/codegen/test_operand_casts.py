@@ -159,7 +159,7 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_generated_casts(case, tmp_path: Path):
+def test_generated_operand_casts_equal_the_operator(case, tmp_path: Path):
     """Bit for bit those of the operator, for each emulated chip."""
     target, dtype, shape = case
     how = CASES[case]

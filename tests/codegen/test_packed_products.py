@@ -111,7 +111,9 @@ def all_packed(module: torch.fx.GraphModule) -> bool:
 )
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("shape", [(70, 96, 48), (33, 47, 25)])
-def test_one_product(shape: tuple[int, int, int], has_bias: bool, target: str, words: tuple[str, str]):
+def test_packed_matrix_product_equals_codes_per_byte(
+    shape: tuple[int, int, int], has_bias: bool, target: str, words: tuple[str, str]
+):
     """Of odd sizes too, in any dtype; on a chip that reads rows, casts write rows."""
     m, k, n = shape
     x, w = spread(m, k), spread(k, n)
@@ -138,7 +140,7 @@ def test_one_product(shape: tuple[int, int, int], has_bias: bool, target: str, w
 
 
 @pytest.mark.parametrize("words", [(NVFP4, SQUARE), (MXFP4, MXFP4)])
-def test_batches(words: tuple[str, str]):
+def test_packed_batched_product_equals_codes_per_byte(words: tuple[str, str]):
     x, w, bias = spread(3, 20, 47), spread(3, 47, 18), spread(3, 1, 18)
 
     def function(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
@@ -159,7 +161,7 @@ GROUPS = {
 
 @pytest.mark.parametrize("kind", GROUPS)
 @pytest.mark.parametrize("word", [NVFP4, MXFP4])
-def test_groups(word: str, kind: str):
+def test_packed_grouped_product_equals_codes_per_byte(word: str, kind: str):
     """Of rows, columns and K, whose groups end inside bytes."""
     left, right = GROUPS[kind]
     x, w, offs = spread(*left), spread(*right), torch.tensor([10, 10, 31, 46], dtype=torch.int32)
@@ -175,7 +177,7 @@ def test_groups(word: str, kind: str):
     torch.testing.assert_close(values, reference, rtol=0, atol=atol)
 
 
-def test_dynamic_sizes():
+def test_packed_product_with_symbolic_sizes_equals_codes_per_byte():
     """Any of them, also the contraction's."""
 
     def function(x: Tensor, w: Tensor) -> Tensor:
@@ -426,7 +428,7 @@ def test_pytorch_takes_the_layout(word: str):
 
 @pytest.mark.parametrize("word", [NVFP4, SQUARE, MXFP4])
 @pytest.mark.parametrize("shape", [(70, 96), (130, 33), (3, 17, 31)])
-def test_operators_pass_opcheck(shape: tuple[int, ...], word: str):
+def test_packed_casts_and_products_pass_opcheck(shape: tuple[int, ...], word: str):
     *batch, _, k = shape
     x, w = spread(*shape), spread(*batch, k, 48)
     amax = ops.largest(x) if Format.parse(word).two_level else None

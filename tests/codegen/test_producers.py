@@ -58,7 +58,7 @@ def test_a_sigmoid_that_is_written_as_an_inverse_has_another_last_line():
     assert approximated(other) == other
 
 
-def test_another_division_stays():
+def test_division_by_other_denominators_is_not_approximated():
     """Only a denominator of 1 and more is known to have an inverse that the chip approximates well."""
     assert approximated(SILU.format("tmp9")) == SILU.format("tmp9")
 
@@ -81,7 +81,7 @@ def test_rounding_is_of_pairs():
     assert approximated(line.replace("bfloat16", "float16")) == line.replace("bfloat16", "float16")
 
 
-def test_extremes_are_comparisons():
+def test_maximum_with_nan_becomes_a_comparison():
     """Whichever of their forms an Inductor writes; what does not propagate NaN stays."""
     assert compared("tmp3 = tl.maximum(tmp1, tmp2, tl.PropagateNan.ALL)") == "tmp3 = tiles.larger(tmp1, tmp2)"
     assert compared("tmp3 = triton_helpers.minimum(tmp1, tmp2)") == "tmp3 = tiles.smaller(tmp1, tmp2)"

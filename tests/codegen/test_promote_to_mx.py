@@ -190,7 +190,7 @@ def test_products_of_two_levels_stay_with_the_reason():
 @pytest.mark.parametrize("layout", ["row-major", "128x4"])
 @pytest.mark.parametrize("word", [BLOCKS[1], "e4m3 1x64 rceil", "e2m1 1x32 rceil"])
 @pytest.mark.parametrize("shape", [(40, 70), (300, 130), (1, 1)])
-def test_bytes_pass_opcheck(shape: tuple[int, int], word: str, layout: str):
+def test_scale_bytes_operator_passes_opcheck(shape: tuple[int, int], word: str, layout: str):
     for dim in (-1, -2):
         qdata, scale = encode(torch.randn(shape), dim, word)
         opcheck(ops.scale_bytes, (scale, qdata.view(torch.uint8), dim, word, layout))
@@ -214,7 +214,7 @@ USES: dict[str, Any] = {
         ("gfx950", "mxfp6", "v_mfma_scale"),
     ],
 )
-def test_generated_products(target: str, name: str, mma: str, tmp_path: Path):
+def test_promoted_products_run_the_native_instruction(target: str, name: str, mma: str, tmp_path: Path):
     """On the chip's own instruction, without spills; what is quick to interpret computes the same."""
     rules = [{"match": {"name": "*"}, "use": USES[name]}]
     policy = mxcompile.Policy.from_dict({"version": 1, "preset": "bf16", "rules": rules})

@@ -20,12 +20,12 @@ def read(asm: dict[str, Any], target: str = "sm_90") -> binary.Binary:
     return binary.read_binary(asm, METADATA, TARGETS[target])
 
 
-def test_a_damaged_cubin():
+def test_damaged_cubin_is_a_problem_with_reason():
     (problem,) = read({"cubin": b"damaged", "ptx": ""}).problems
     assert problem.startswith("nvdisasm does not read the kernel: nvdisasm fatal")
 
 
-def test_a_missing_tool(monkeypatch: pytest.MonkeyPatch):
+def test_missing_cuobjdump_is_a_problem_with_reason(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(binary, "disassemble", lambda _: "")
     monkeypatch.setattr(binary, "_CUOBJDUMP", "/no/cuobjdump")
     (problem,) = read({"cubin": b"x", "ptx": ""}).problems
@@ -74,7 +74,7 @@ def test_of_kernels_that_compile_meanwhile_the_own_is_read(monkeypatch: pytest.M
     assert binary._compiled("kernel", Tuner(), config, TARGETS["sm_90"]).text["ttir"] == "own"
 
 
-def test_assembly_of_amd():
+def test_amd_assembly_gives_registers_and_spills():
     whole = ".vgpr_count: 64\n.vgpr_spill_count: 3\n"
     assert (read({"amdgcn": whole}, "gfx950").registers, read({"amdgcn": whole}, "gfx950").spill_bytes) == (
         64,

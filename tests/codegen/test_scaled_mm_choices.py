@@ -140,7 +140,7 @@ def test_every_choice_compiles_clean(choose, number):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_vendors_call(choose, bias):
+def test_vendor_call_takes_tiled_scales_without_copies(choose, bias):
     """Elements and tiled scale bytes as the casts wrote them, the weight transposed by its strides."""
     choose(100)
     result = _generate(_linear(512, 1024, bias=bias), 300)
@@ -196,7 +196,7 @@ def test_torch_accepts_the_vendors_arguments(monkeypatch):
 
 
 @pytest.mark.parametrize("number", mostly_slow([0, 1, NUM_TILED, NUM_TILED + 1], 0))
-def test_values(choose, number, tmp_path):
+def test_scaled_mm_of_other_configs_has_the_reference_values(choose, number, tmp_path):
     """Configs that are not the default, in the interpreter, at sizes that end inside every tile."""
     model = torch.nn.Linear(288, 272).to(BF16)
     x = torch.randn(300, 288).mul_(torch.exp2(torch.randint(-8, 8, (300, 1)))).to(BF16)

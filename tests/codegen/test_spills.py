@@ -69,7 +69,7 @@ def generated(build: Callable[[], nn.Module], target: str, word: str = "mxfp8") 
     [(lambda: Heads(4, 256), "sm_100"), (Gelu, "sm_90")],
     ids=["norm of heads", "gelu"],
 )
-def test_gemmas_widths(build: Any, target: str):
+def test_templates_do_not_spill_at_widths_of_gemma(build: Any, target: str):
     result = generated(build, target)
     assert any(kernel.is_template for kernel in result.kernels)
     assert [kernel.spill for kernel in result.spilling if kernel.is_template] == []

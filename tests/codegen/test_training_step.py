@@ -27,7 +27,7 @@ STEP = TrainingStep(layers=4, width=1024, vocabulary=32000, parameters=10**9, to
 PRODUCT_US, CAST_US = 1e12 / (2250e6 * 0.67) + LAUNCH, 1e9 / BANDWIDTH + LAUNCH
 
 
-def test_parts_by_hand():
+def test_parts_of_a_step_equal_sums_by_hand():
     parts = STEP.parts(LAYER, RATES)
     assert list(parts) == [
         *("layers", "recompute", "head", "loss", "embedding", "accumulate", "clip", "optimizer", "exposed")
@@ -46,7 +46,7 @@ def test_parts_by_hand():
     ("recompute", "again"),
     [("none", 0), ("full", 3 * PRODUCT_US + 2 * CAST_US), ("selective", PRODUCT_US + 2 * CAST_US)],
 )
-def test_recomputation(recompute, again):
+def test_recompute_part_counts_the_selected_launches(recompute, again):
     """Selected are the second of two products and what multiplies nothing, or what the layer says."""
     step = dataclasses.replace(STEP, recompute=recompute)
     attention = ("attention", PRODUCT)
@@ -83,7 +83,7 @@ def test_steps_that_are_none(fields, words):
         dataclasses.replace(STEP, **fields)
 
 
-def test_more_tokens():
+def test_scaled_work_grows_with_tokens_and_attention_with_length():
     """Attention grows with the length as well; what is launched does not."""
     attention = dataclasses.replace(PRODUCT, num_bytes=1e6)
     (kind, product), (_, scores) = scaled(

@@ -110,7 +110,7 @@ CHANNEL = pytest.param(
 @pytest.mark.parametrize("right_swapped", [False, True])
 @pytest.mark.parametrize("left_swapped", [False, True])
 @pytest.mark.parametrize("word", ["e4m3 tensor nearest", CHANNEL])
-def test_values_and_layouts(word: str, left_swapped: bool, right_swapped: bool):
+def test_vendor_fp8_product_keeps_values_in_every_layout(word: str, left_swapped: bool, right_swapped: bool):
     gen = torch.Generator().manual_seed(1)
     x = torch.randn(40, 64, generator=gen) * torch.exp2(torch.randint(-9, 9, (40, 1), generator=gen).float())
     w = torch.randn(64, 48, generator=gen) * torch.exp2(torch.randint(-9, 9, (1, 48), generator=gen).float())

@@ -60,7 +60,7 @@ class Layer(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_sampled_step():
+def test_sampled_step_measures_six_casts_on_the_gpu():
     """Six casts are measured, and what is measured is handed over in forward and in backward."""
     with torch.device("meta"):
         model, x = Layer().to(BF16), torch.empty(64, 128, dtype=BF16, requires_grad=True)

@@ -118,7 +118,7 @@ def test_what_is_fused_behind_may_change_the_winner():
     assert _recorded(result) == {name: f"{kernel} {MMA}" for name, kernel in launched.items()}
 
 
-def test_the_vendors_product():
+def test_record_names_the_vendor_kernel_that_won():
     result = _generate(304, lambda name, _: "vendor" in name)
     assert _launched(result)["up fprop"] == "extern_kernels.mx_vendor_scaled_mm"
     assert _recorded(result)["up fprop"] == "torch._scaled_mm"

@@ -96,7 +96,7 @@ def test_four_ranks_from_meta_with_shards_that_cut_tiles(four: Any):
     assert "16 of its 64 rows" in four[0]["loaded"][0]["stays"]["blocks.0.k.weight"]
 
 
-def test_tensor_parallel_shards(four: Any):
+def test_gathers_of_tensor_parallel_shards_are_quantized(four: Any):
     check(four, "two_dimensions", {"head.weight", "blocks.0.k.weight", "blocks.0.v.weight"})
 
 

@@ -208,7 +208,7 @@ def test_a_dgrad_in_bf16_needs_the_weight():
     assert "reads it too" in up.reason
 
 
-def test_needs_a_mesh():
+def test_quantize_gathers_without_mesh_raises():
     with pytest.raises(OptionError, match="mesh"):
         mxcompile.quantize_gathers_(model_of.build(), model_of.POLICY, args=IDS)
 
@@ -222,7 +222,7 @@ def wrapped() -> model_of.Model:
     return model
 
 
-def test_states_are_plain():
+def test_state_dict_of_master_weights_has_plain_tensors():
     model = wrapped()
     expected = model_of.build().state_dict()
     state = model.state_dict()
@@ -237,7 +237,7 @@ def test_states_are_plain():
     assert torch.equal(model.blocks[0].q.weight.detach(), expected["blocks.0.q.weight"] + 1)
 
 
-def test_pickles_are_plain():
+def test_pickled_master_weight_is_a_plain_parameter():
     model = wrapped()
     held = model.blocks[0].q.weight
     for value in (held, held.detach()):

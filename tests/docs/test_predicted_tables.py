@@ -55,7 +55,7 @@ def test_emulation_moves_little_more_than_its_casts_must(predicted):
         assert mxfp8["problems"] <= bf16["problems"], chip
 
 
-def test_rows_by_hand(predicted, monkeypatch):
+def test_predicted_table_shows_fastest_preset_and_its_equals(predicted, monkeypatch):
     """The newest line counts; the fastest preset stands with what the rates do not tell from it."""
     scaled, emulated = "aten._scaled_mm (channel scales)", "aten.mm (bfloat16, scaled after)"
     row = {"target": "sm_90", "tokens": 7, "mb": 1}

@@ -17,7 +17,7 @@ def script():
     return module
 
 
-def test_rows_by_hand():
+def test_preset_table_shows_newest_gap_and_lowest_sqnr():
     gap = {"what": "gap", "preset": "p", "steps": 500}
     rows = [
         {"what": "gap", "preset": "p", "seed": 0, "steps": 250, "gap": 9.0},

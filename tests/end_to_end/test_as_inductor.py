@@ -172,7 +172,7 @@ def samples(operator: Any) -> Iterator[tuple[Any, Any]]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of operators that are deprecated, and of Dynamo about them
 @pytest.mark.parametrize("name", NAMES)
-def test_operators_of_pytorch(name: str):
+def test_bf16_policy_equals_inductor_on_samples_of_operators(name: str):
     count, known = 0, operators()
     if name in NOT_EVERYWHERE - known.keys():
         pytest.skip("this PyTorch has no samples of it")
@@ -242,7 +242,7 @@ SHAPES = {
     ],
     ids=str,
 )
-def test_degenerate_products(dtype: torch.dtype, dynamic: bool | None):
+def test_bf16_policy_equals_inductor_on_empty_and_small_products(dtype: torch.dtype, dynamic: bool | None):
     """In one graph, with bias and scalars."""
     torch.manual_seed(0)
     given = {

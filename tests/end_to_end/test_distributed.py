@@ -121,7 +121,9 @@ def merged(reports: list[mxcompile.Report]) -> mxcompile.Report:
 @pytest.mark.parametrize(
     "run", mostly_slow([data_parallel, fully_sharded], fully_sharded), ids=lambda run: run.__name__
 )
-def test_data_parallel(run: Callable[[int], Any], tmp_path: Path):
+def test_data_parallel_step_has_outputs_and_mean_gradients_of_one_process(
+    run: Callable[[int], Any], tmp_path: Path
+):
     """Each rank's output is that of its own batch, the gradients are the mean over ranks."""
     found = two_ranks(run, tmp_path)
     _, x = build()
@@ -153,7 +155,7 @@ def sharded(model: Model, x: Tensor) -> Tensor:
     return x
 
 
-def test_tensor_parallel(tmp_path: Path):
+def test_tensor_parallel_step_quantizes_shards_under_whole_names(tmp_path: Path):
     """Each rank quantizes the shard it has; names are those of the whole layers."""
     found = two_ranks(tensor_parallel, tmp_path)
     model, x = build()

@@ -221,11 +221,11 @@ def check(forms: dict[str, Form], backend: Any) -> None:
 
 
 @pytest.mark.parametrize("forms", [FORMS, SIZES], ids=["forms", "sizes"])
-def test_passes(forms: dict[str, Form]):
+def test_every_form_of_linear_layer_equals_reference_after_passes(forms: dict[str, Form]):
     check(forms, EagerBackend(policy=ALL))
 
 
-def test_compiled():
+def test_forms_with_views_and_strides_equal_reference_compiled():
     """The forms whose views, strides or sizes Inductor could trip over."""
     names = ("linear_4d", "one_in", "no_token", "at_vector", "weight_left_3d", "addmm_factors", "bmm",
              "strided", "expanded")  # fmt: skip
@@ -248,7 +248,7 @@ class Grouped(nn.Module):
 
 
 @pytest.mark.parametrize("ends", [(5, 5, 38, 45), (45, 45, 45, 45)], ids=str)
-def test_grouped(ends: tuple[int, ...]):
+def test_grouped_product_equals_reference_for_groups_of_any_length(ends: tuple[int, ...]):
     """Groups of any length, empty ones too."""
     model, x = Grouped(), torch.randn(45, 48).bfloat16().requires_grad_()
     offs = torch.tensor(ends, dtype=torch.int32)

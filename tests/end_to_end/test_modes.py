@@ -57,7 +57,7 @@ DTYPES = {
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch, of a norm in autocast
 @pytest.mark.parametrize("name", DTYPES)
-def test_dtypes(name: str):
+def test_training_in_each_dtype_quantizes_all_linear_layers(name: str):
     """All linear layers in MXFP8 whatever the dtype; against the reference, to that dtype's rounding."""
     stored, cast, output_db, gradient_db = DTYPES[name]
     model = block().to(stored)
@@ -91,7 +91,7 @@ def test_fp64_is_a_recorded_fallback():
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_inference(mode: Any):
+def test_inference_quantizes_forward_and_saves_nothing(mode: Any):
     model, x = block().eval(), features(2, 9, WIDTH)
     with mode():
         y = torch.compile(model, backend=EagerBackend(), fullgraph=True)(x)
@@ -117,7 +117,7 @@ class Checkpointed(nn.Module):
         return x
 
 
-def test_activation_checkpointing():
+def test_activation_checkpointing_saves_less_with_equal_numbers():
     """The same numbers, less kept, and every GEMM recorded once."""
     model, x = Checkpointed(), features(2, 9, WIDTH)
     plain = nn.Sequential(copy.deepcopy(model.first), copy.deepcopy(model.second))
@@ -140,7 +140,7 @@ def _names(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
 
 
-def test_gradient_accumulation():
+def test_gradient_accumulation_adds_microbatches_after_one_compile():
     """Two microbatches add up, and are compiled once."""
     model, backend = block(), EagerBackend()
     compiled = torch.compile(model, backend=backend)
@@ -156,7 +156,7 @@ def test_gradient_accumulation():
     assert len(backend.graphs) == 2
 
 
-def test_max_autotune():
+def test_max_autotune_works_as_mode_and_in_backend():
     """As a mode of ``torch.compile``, which takes no options beside it, and of a Backend."""
     mode = "max-autotune-no-cudagraphs"
     model, x = nn.Sequential(nn.Linear(WIDTH, 40), nn.GELU(), nn.Linear(40, WIDTH)), features(5, WIDTH)
@@ -176,7 +176,7 @@ def test_max_autotune():
     "mode",
     ["lite", *(pytest.param(each, marks=pytest.mark.slow) for each in list_mode_options() if each != "lite")],
 )
-def test_every_mode_quantizes(mode: str):
+def test_every_mode_of_inductor_quantizes_the_model(mode: str):
     """Also the one that turns Inductor's passes off, of which the report then says that they ran."""
     model, x = nn.Sequential(nn.Linear(WIDTH, 40), nn.GELU(), nn.Linear(40, WIDTH)), features(5, WIDTH)
     eager = copy.deepcopy(model)
@@ -278,7 +278,7 @@ class Flex(nn.Module):
         return x + self.out(flex_attention(q, k, v, score_mod=causal).transpose(1, 2).flatten(2))
 
 
-def test_flex_attention():
+def test_layers_around_flex_attention_are_quantized_in_inference():
     """In inference: on a CPU it has no backward."""
     model, x = Flex(), features(2, 37, WIDTH)
     with torch.no_grad():
@@ -319,7 +319,7 @@ MASKS = {
 
 @pytest.mark.parametrize("masks", MASKS)
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_encoder_in_inference(norm_first: bool, masks: str):
+def test_fused_encoder_layer_is_decomposed_and_quantized_in_inference(norm_first: bool, masks: str):
     """nn.TransformerEncoder then runs one fused operator a layer, which is taken apart."""
     layer = nn.TransformerEncoderLayer(
         WIDTH, 4, 96, dropout=0.0, batch_first=True, norm_first=norm_first, activation="gelu"

@@ -65,7 +65,7 @@ def test_compiled_gradients_are_those_of_the_reference(use: dict[str, Any]):
     assert stochastic == {"dy"}
 
 
-def test_gradients_are_unbiased():
+def test_mean_of_stochastic_gradients_is_unbiased():
     """Of a single layer, so that nothing but dy's cast is random: the mean of n runs errs less by √n."""
     torch.manual_seed(0)
     model, x = nn.Linear(40, 24, bias=False), torch.randn(64, 40)

@@ -20,7 +20,7 @@ def code(section: str) -> str:
 @pytest.mark.parametrize(
     "section", SECTIONS[1:], ids=[section.partition("\n")[0] for section in SECTIONS[1:]]
 )
-def test_the_example_runs(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_example_of_each_trainer_runs(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "example"}
     with warnings.catch_warnings():

@@ -25,7 +25,7 @@ import mxcompile
     ],
     ids=["policy", "device", "folder"],
 )
-def test_misuse(
+def test_demo_refuses_wrong_arguments_with_a_message(
     arguments: list[str],
     message: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -39,7 +39,9 @@ def test_misuse(
     assert not list(tmp_path.iterdir())
 
 
-def test_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_demo_trains_and_writes_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     """Two steps of a smaller model, its graphs run without machine code: all that is said and written."""
     compile_ = torch.compile
 
@@ -115,7 +117,7 @@ def test_gaps_are_to_the_same_seed():
         (2.0, 2, 1, "gap +0.050%: the runs are too short to tell"),
     ],
 )
-def test_conclusion(
+def test_demo_conclusion_depends_on_gap_and_control(
     control: float, seeds: int, status: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     base = (2.0, 2.1)

@@ -41,7 +41,7 @@ WIDE = demo.Wide(
 
 
 @pytest.mark.slow
-def test_the_command(
+def test_demo_serve_command_writes_its_files(
     without_machine_code: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -75,7 +75,7 @@ def test_what_it_has_no_use_for_is_refused(flag: list[str], capsys: pytest.Captu
     assert f"{flag[0]} is for training" in capsys.readouterr().err
 
 
-def test_what_quality_measures():
+def test_quality_measures_perplexity_and_gap_of_stored_values():
     """Perplexity and gap of the dense model of the stored values, from their definitions."""
     text = demo.Text(train=torch.arange(600) % 251, validation=torch.arange(700) * 7 % 253)
     model = demo.wide(WIDE)

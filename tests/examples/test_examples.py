@@ -15,7 +15,7 @@ SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py") if path.name != "tiny
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_it_runs(script: str, tmp_path: Path):
+def test_example_script_runs_without_error(script: str, tmp_path: Path):
     """Each script asserts what it shows."""
     environment = {**os.environ, "PYTHONPATH": str(FOLDER.parent), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(

@@ -136,7 +136,7 @@ def test_rules_by_tokens_are_said_to_stay(tmp_path: Path, capsys: pytest.Capture
     assert "rules with min_m or max_m were matched at the tokens of the inputs" in capsys.readouterr().out
 
 
-def test_nothing_to_sweep():
+def test_sweep_without_linear_layers_raises():
     report = explained(256, 1)
     attention = tuple(gemm for gemm in report.gemms if gemm.role.startswith("attn_s"))
     with pytest.raises(OptionError, match="needs linear layers"):

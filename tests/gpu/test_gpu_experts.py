@@ -56,7 +56,7 @@ def _step(model: Any, experts: Experts, x: Tensor, *arguments: Any) -> list[Tens
 
 
 @pytest.mark.parametrize("ends", [None, (70, 70, 271, 300), (300, 300, 300, 300)], ids=str)
-def test_experts(ends: tuple[int, ...] | None):
+def test_compiled_experts_match_reference_on_the_gpu(ends: tuple[int, ...] | None):
     """Groups that end inside blocks, empty ones; entries of which 32 is no divisor of the rows."""
     generator = torch.Generator().manual_seed(3)
     shape = (EXPERTS, 70, WIDTH) if ends is None else (300, WIDTH)

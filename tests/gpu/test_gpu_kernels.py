@@ -74,7 +74,7 @@ CASTS = {
 @pytest.mark.parametrize("layout", CASTS)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("shape", [(128, 160), (4096, 4096), (333, 1031)], ids=str)
-def test_quantize(shape, dtype, layout, scales, chip):
+def test_generated_mx_casts_equal_reference_on_the_gpu(shape, dtype, layout, scales, chip):
     kinds = [(elem.dtype, str(rounding)) for elem in ELEM_TYPES.values() for rounding in Rounding]
 
     def every(x):
@@ -112,7 +112,9 @@ FORMS = [
 def test_casts_of_emulated_products(shape, dtype, forms, chip):
     """What products that are emulated read and keep, every element type and rounding."""
     if chip.native:
-        pytest.skip(f"{chip.name} has an MX GEMM: its casts are those of test_quantize")
+        pytest.skip(
+            f"{chip.name} has an MX GEMM: its casts are those of test_generated_mx_casts_equal_reference_on_the_gpu"
+        )
     kinds = [(elem.dtype, str(rounding)) for elem in ELEM_TYPES.values() for rounding in Rounding]
 
     def every(x):
@@ -125,7 +127,9 @@ def test_casts_of_emulated_products(shape, dtype, forms, chip):
 
 def test_casts_of_two_matrices_are_those_of_each(chip):
     if chip.native:
-        pytest.skip(f"{chip.name} has an MX GEMM: its casts are those of test_quantize")
+        pytest.skip(
+            f"{chip.name} has an MX GEMM: its casts are those of test_generated_mx_casts_equal_reference_on_the_gpu"
+        )
     how = torch.float8_e4m3fn, "rceil", BF16, "values", "codes"
 
     def both(x, y):
@@ -144,7 +148,7 @@ FP8_WORDS = [
 @pytest.mark.parametrize("word", FP8_WORDS)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("shape", [(128, 256), (2048, 4096), (333, 1040)], ids=str)
-def test_fp8_casts(shape, dtype, word, chip):
+def test_generated_fp8_casts_equal_reference_on_the_gpu(shape, dtype, word, chip):
     """Elements in both layouts, their scales, and the largest magnitude, of casts with FP32 scales."""
     if not chip.fp8_tiles:
         pytest.skip(f"{chip.name} has no FP8 GEMM")
@@ -164,7 +168,7 @@ def test_fp8_casts(shape, dtype, word, chip):
 @pytest.mark.parametrize("majorness", [(True, True), (True, False), (False, False)], ids=str)
 @pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_scaled_mm(shape, tiled, majorness, chip, monkeypatch):
+def test_generated_scaled_mm_matches_fp64_on_the_gpu(shape, tiled, majorness, chip, monkeypatch):
     native(chip)
     monkeypatch.setattr(scaled_mm_tiled, "fits", lambda _: False)
     monkeypatch.setattr(vendor, "fits", lambda *_: False)
@@ -177,7 +181,7 @@ def test_scaled_mm(shape, tiled, majorness, chip, monkeypatch):
 
 @pytest.mark.parametrize("majorness", [(True, True), (True, False), (False, False)], ids=str)
 @pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
-def test_scaled_mm_tiled(shape, majorness, chip, monkeypatch):
+def test_every_tiled_config_matches_fp64_on_the_gpu(shape, majorness, chip, monkeypatch):
     """Every config, of operands that the accelerator can read; the pointer form else."""
     if isinstance(row := chip.tiles.scaled_mm_tiled, Unsupported):
         pytest.skip(f"scaled_mm_tiled is not for {chip.name}: {row.reason}")
@@ -190,7 +194,7 @@ def test_scaled_mm_tiled(shape, majorness, chip, monkeypatch):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_quantize_mm(shape, chip):
+def test_generated_quantize_mm_matches_fp64_on_the_gpu(shape, chip):
     native(chip)
     m, n, k = shape
     x, w, how = spread(m, k).to(BF16), operand(n, k, spread=20), (torch.float8_e4m3fn, "rceil")
@@ -200,7 +204,7 @@ def test_quantize_mm(shape, chip):
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_weight_only_mm(shape, dtype, chip):
+def test_weight_only_mm_is_exact_and_reproducible_on_the_gpu(shape, dtype, chip):
     m, n, k = shape
     x, w = torch.randn(m, k).to(dtype), operand(n, k)
     out = generated(ops.weight_only_mm, x, *w.left, None, F32, "e4m3 1x32 rceil")

@@ -104,7 +104,7 @@ def count(module: fx.GraphModule) -> int:
 
 @pytest.mark.parametrize("queries", [1, 16])
 @pytest.mark.parametrize("function", [attend, unmasked, additive])
-def test_reads_the_cache(function, queries: int):
+def test_attention_over_mx_cache_reads_quantized_values(function, queries: int):
     given = inputs(queries, heads=2 if function is additive else 6, dtype=torch.float32)
     module, reasons = lowered(function, given)
     assert (count(module), reasons) == (1, [])

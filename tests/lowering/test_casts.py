@@ -131,7 +131,7 @@ def test_casts_of_computed_values_use_the_rounded_value():
 
 
 @pytest.mark.parametrize("shape", [(40, 96), (64, 96), (17, 96)])
-def test_dynamic_token_counts(shape: tuple[int, int]):
+def test_compiled_casts_of_dynamic_shapes_equal_reference(shape: tuple[int, int]):
     def casts(x: torch.Tensor) -> Any:
         return (
             *quantize_both(x, E4M3, "rceil"),

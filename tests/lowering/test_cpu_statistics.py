@@ -71,7 +71,7 @@ def test_statistics_of_every_form(forms, source: str, fmt: str):
 @pytest.mark.parametrize(
     ("fmt", "dim"), [("e4m3 1x32 rceil", -1), ("e4m3 1x32 rceil", 1), ("e5m2 32x32 floor", -1)]
 )
-def test_compiled(fmt: str, dim: int, keep: int):
+def test_compiled_statistics_call_the_kernel_once(fmt: str, dim: int, keep: int):
     """Inductor runs the kernel, once for each call of the operator."""
     x = torch.randn(3, 40, 72)
     x[1, 2, 3], x[2, 0, 5] = math.nan, math.inf

@@ -135,7 +135,9 @@ def test_every_code_under_every_scale(product: Product, elem: str):
         (0, 3, 64),
     ],
 )
-def test_sums(product: Product, m: int, n: int, k: int, dtype: torch.dtype, elem: str):
+def test_weight_only_sums_are_within_fp32_accumulation(
+    product: Product, m: int, n: int, k: int, dtype: torch.dtype, elem: str
+):
     """Within what FP32 accumulation may lose, whatever the exponents; a bias before the one rounding."""
     torch.manual_seed(0)
     k += k % ELEMS[elem].per_byte

@@ -34,7 +34,9 @@ def every_amax() -> Tensor:
         pytest.param("int8 1x32 rceil stochastic", -1, None, marks=pytest.mark.slow),
     ],
 )
-def test_casts(word: str, dim: int, target: str | None, monkeypatch: pytest.MonkeyPatch):
+def test_compiled_integer_casts_equal_reference(
+    word: str, dim: int, target: str | None, monkeypatch: pytest.MonkeyPatch
+):
     if target is not None:
         monkeypatch.setattr(general, "of_device", lambda device: TARGETS[target])
 

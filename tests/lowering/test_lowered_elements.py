@@ -45,7 +45,9 @@ def code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 @pytest.mark.parametrize(
     ("rounding", "shape"), [("rceil", (33, 70)), ("floor", (64, 128)), ("even", (64, 128))], ids=str
 )
-def test_casts(code: Any, shape: tuple[int, int], elem: torch.dtype, rounding: str):
+def test_casts_without_fp8_conversion_equal_reference(
+    code: Any, shape: tuple[int, int], elem: torch.dtype, rounding: str
+):
     word = str(Format.mx(elem_type(elem)))
 
     def function(x: Tensor) -> tuple[Tensor, ...]:
@@ -59,7 +61,7 @@ def test_casts(code: Any, shape: tuple[int, int], elem: torch.dtype, rounding: s
 
 
 @pytest.mark.parametrize("elem", [E4M3, E5M2], ids=str)
-def test_every_bf16_element(code: Any, elem: torch.dtype):
+def test_every_bf16_value_is_rounded_as_the_reference(code: Any, elem: torch.dtype):
     """All finite values, also below a leader that makes subnormals of them."""
 
     def function(x: Tensor) -> tuple[Tensor, ...]:
@@ -76,7 +78,7 @@ def test_every_bf16_element(code: Any, elem: torch.dtype):
 
 
 @pytest.mark.parametrize("elem", [E4M3, E5M2], ids=str)
-def test_every_code(code: Any, elem: torch.dtype):
+def test_every_stored_code_is_decoded_as_the_reference(code: Any, elem: torch.dtype):
     """Stored elements as they may come from elsewhere: NaN and Inf too."""
 
     word = str(Format.mx(elem_type(elem)))

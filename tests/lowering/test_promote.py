@@ -99,7 +99,7 @@ def test_a_product_is_rounded_once(name: str, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("shapes", [((16, 40), (3, 40, 16)), ((40, 16), (16, 24))], ids=["rows", "K"])
-def test_groups(shapes: tuple[tuple[int, ...], ...]):
+def test_grouped_products_in_slow_dtype_run_in_fp32(shapes: tuple[tuple[int, ...], ...]):
     """Experts' products: of groups of rows, and of their gradient's groups along K."""
     a, b = (randn(*shape) for shape in shapes)
     ends = torch.tensor([3, 3, 16], dtype=torch.int32)
@@ -117,14 +117,14 @@ def test_groups(shapes: tuple[tuple[int, ...], ...]):
 
 
 @pytest.mark.parametrize("target", [FAST, TARGETS["sm_100"]], ids=lambda target: target.name)
-def test_fast_dtypes_stay(target: Any):
+def test_products_in_fast_dtypes_are_not_promoted(target: Any):
     graph_module = captured(torch.mm, randn(5, 70), randn(70, 9))
     before = str(graph_module.graph)
     Promote(target=target, device="cpu").apply(graph_module.graph)
     assert str(graph_module.graph) == before
 
 
-def test_fp32_products_stay():
+def test_products_in_fp32_are_not_promoted():
     graph_module = captured(torch.mm, randn(5, 70, dtype=FP32), randn(70, 9, dtype=FP32))
     before = str(graph_module.graph)
     Promote(target=SLOW, device="cpu").apply(graph_module.graph)

@@ -21,7 +21,9 @@ from mxcompile import ops
         pytest.param("e2m1 1x32 floor stochastic", (33, 70), -2, torch.bfloat16, marks=pytest.mark.slow),
     ],
 )
-def test_casts(word: str, shape: tuple[int, int], dim: int, dtype: torch.dtype):
+def test_compiled_stochastic_casts_equal_reference(
+    word: str, shape: tuple[int, int], dim: int, dtype: torch.dtype
+):
     def function(x: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
         amax = ops.largest(x) if "two-level" in word else None
         qdata, scale = encode(x, dim, word, seed, 3, None, amax)

@@ -143,7 +143,7 @@ def test_a_weight_cast_in_the_graph_stays():
     assert operators(module) == ["cast.default", "cast.default", "matmul.default"]
 
 
-def test_batches_stay():
+def test_batched_weights_are_not_weight_only_products():
     def function(x: Tensor, qdata: Tensor, scale: Tensor) -> Tensor:
         return scaled_mm(*quantized(x), qdata.mT, scale.mT, None, x.dtype)
 

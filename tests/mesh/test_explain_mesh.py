@@ -156,7 +156,7 @@ def test_plain_models_are_parallelised_by_name():
     assert type(model.output.weight) is nn.Parameter
 
 
-def test_inference_gathers_once():
+def test_inference_gathers_weights_in_forward_only():
     rank = mxcompile.explain_rank(meshed.fsdp, mesh="dp=8", training=False, **NAMED)
     assert {one.phase for one in rank.collectives} == {"forward"}
 
@@ -186,7 +186,9 @@ def own_group(mesh: Any):
         (nn.Linear(4, 4), {"parallel": "tp=llama", "mesh": "tp=2"}, OptionError, "finds no layer of a Llama"),
     ],
 )
-def test_mistakes(given: Any, settings: dict[str, Any], error: type[Exception], words: str):
+def test_explain_rank_refuses_wrong_arguments(
+    given: Any, settings: dict[str, Any], error: type[Exception], words: str
+):
     with pytest.raises(error, match=words):
         mxcompile.explain_rank(given, **{"mesh": "dp=8", **settings})
     assert not dist.is_initialized()
@@ -232,7 +234,9 @@ def test_mistakes_of_the_command(
     assert words in capsys.readouterr().err
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
+def test_mesh_command_writes_one_rank_as_json(
+    capsys: pytest.CaptureFixture[str], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.syspath_prepend(meshed.__file__.rpartition("/")[0])
     file = tmp_path / "rank.json"
     assert main(["mesh", "meshed:sp", "tp=2", "--target", "cpu", "-o", str(file)]) == 0

@@ -89,7 +89,7 @@ def test_the_range_is_of_the_links_rates():
         (900, "expected names with speeds"),
     ],
 )
-def test_mistakes(text: str, words: str):
+def test_links_refuse_text_that_does_not_parse(text: str, words: str):
     with pytest.raises(OptionError, match=words):
         Links.parse(text)
 

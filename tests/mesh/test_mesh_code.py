@@ -42,7 +42,7 @@ def test_code_of_a_rank_is_that_of_its_shards():
         ({"parallel": "fsdp", "mesh": "ep=2"}, "needs a mesh with the axis"),
     ],
 )
-def test_mistakes(given: dict[str, str], words: str):
+def test_codegen_of_a_mesh_refuses_wrong_arguments(given: dict[str, str], words: str):
     model, args, _ = meshed.plain()
     with pytest.raises(OptionError, match=words):
         mxcompile.codegen(model, *args, **given)

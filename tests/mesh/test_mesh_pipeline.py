@@ -105,7 +105,7 @@ def test_the_report_has_the_pipeline(staged: RankReport):
         ({"mesh": "pp=8,dp=8"}, "needs at least a block for each"),
     ],
 )
-def test_mistakes(given: dict[str, Any], words: str):
+def test_pipeline_refuses_wrong_microbatches_and_stages(given: dict[str, Any], words: str):
     with pytest.raises(OptionError, match=words):
         explained(**given)
 

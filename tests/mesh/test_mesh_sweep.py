@@ -100,7 +100,7 @@ def test_equal_ones_are_not_distinguishable():
     assert f"dp=4: {INDISTINGUISHABLE_LINE}" in str(swept)
 
 
-def test_nothing_fits():
+def test_sweep_without_fitting_mesh_reports_it():
     swept = MeshSweep(points=(point("dp=8", ms=1, gigabytes=200),), ranks=8, tokens=1, memory_gb=180)
     assert "no mesh fits" in str(swept)
 
@@ -124,7 +124,7 @@ def test_a_picture_has_a_bar_for_each_mesh_that_fits(tmp_path: Path):
         ({"ranks": 8, "target": "cpu"}, "target cpu has no data sheet with its memory"),
     ],
 )
-def test_mistakes(given: dict[str, Any], words: str):
+def test_sweep_meshes_refuses_wrong_arguments(given: dict[str, Any], words: str):
     model, args, _ = meshed.plain()
     with pytest.raises(OptionError, match=words):
         mxcompile.sweep_meshes(
@@ -132,7 +132,9 @@ def test_mistakes(given: dict[str, Any], words: str):
         )
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_mesh_command_with_rank_count_prints_all_meshes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.syspath_prepend(meshed.__file__.rpartition("/")[0])
     command = ["mesh", "meshed:plain", "2", "--target", "b200"]
     assert main([*command, "--parallel", "fsdp,tp=llama", "--links", "nvlink=900"]) == 0

@@ -85,6 +85,6 @@ def test_sending_delays_the_next_stage():
         ("Interleaved1F1B", 9, "must be a multiple of"),
     ],
 )
-def test_mistakes(name: str, microbatches: int, words: str):
+def test_schedule_refuses_unknown_names_and_microbatches(name: str, microbatches: int, words: str):
     with pytest.raises(OptionError, match=words):
         Schedule.parse(name, 4, microbatches)

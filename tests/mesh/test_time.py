@@ -53,7 +53,7 @@ def parts(time: StepTime) -> dict[str, float]:
     return time.works[0].parts(time.links, time.rates)
 
 
-def test_activations_wait():
+def test_collectives_of_activations_are_never_hidden():
     one = sent("all-reduce", "activations", "layers.0.mlp", "forward")
     busy, idle = (parts(step(one, compute_gb=size)) for size in (100.0, 0.0))
     assert busy["exposed, activations"] == idle["exposed, activations"] > 0
@@ -152,6 +152,6 @@ def test_the_report_has_the_time(rank: RankReport):
         ({"mesh": "dp=8", "parallel": "fsdp", "links": "ib=50", "target": "b200"}, "unknown link"),
     ],
 )
-def test_mistakes(given: dict[str, Any], words: str):
+def test_time_of_a_rank_refuses_wrong_arguments(given: dict[str, Any], words: str):
     with pytest.raises(OptionError, match=words):
         mxcompile.explain_rank(nn.Linear(4, 4), **given)

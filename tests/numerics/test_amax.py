@@ -61,14 +61,14 @@ def test_what_is_not_finite_surfaces_under_a_percentile(bad: float):
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (2, 3, 40)])
-def test_shapes(shape: tuple[int, ...]):
+def test_percentile_casts_keep_shapes_of_tensors(shape: tuple[int, ...]):
     fmt = Format.parse("e4m3 1x32 rceil percentile:90")
     qdata, scale = encode_tensors(torch.ones(shape), -1, fmt)
     assert qdata.shape == shape
     assert scale.shape == (*shape[:-1], -(-shape[-1] // 32))
 
 
-def test_operators_pass_opcheck():
+def test_operators_of_scale_states_pass_opcheck():
     state, x = torch.tensor([1.0, 0.0, 3.0]), torch.randn(20, 30)
     delayed, ema = "e4m3 tensor nearest delayed:4:1", "e5m2 tensor nearest ema:0.5"
     opcheck(ops.largest, (x,))
@@ -91,7 +91,7 @@ def test_scales_that_states_give():
     assert math.isnan(found[2])
 
 
-def test_words():
+def test_amax_text_parses_and_prints():
     assert str(Amax(kind=AmaxKind.DELAYED, value=1024, margin=-2)) == "delayed:1024:-2"
     assert Amax.parse("delayed:1024:-2").history == 1024
     assert Amax.parse("ema:0.9").history == 1

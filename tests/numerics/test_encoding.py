@@ -217,7 +217,7 @@ def test_powers_of_two_are_those_of_torchao():
 @pytest.mark.parametrize("shape", [(1, 1), (5, 33), (130, 257), (0, 4), (4, 0), (2, 40, 70)], ids=str)
 @pytest.mark.parametrize("dim", [-1, -2])
 @pytest.mark.parametrize("word", FORMATS)
-def test_tiles_by_hand(word: str, dim: int, shape: tuple[int, ...]):
+def test_tiles_cast_alone_equal_the_whole_cast(word: str, dim: int, shape: tuple[int, ...]):
     """Cut in Python into the tiles of the format; each is cast for itself."""
     fmt = Format.parse(word)
     gen = torch.Generator().manual_seed(len(word))

@@ -199,7 +199,7 @@ def test_words_are_read_back_and_weights_are_stored_as_plain_nvfp4():
 
 
 @pytest.mark.parametrize("dim", [-1, -2])
-def test_operators_pass_opcheck(dim: int):
+def test_row_scaled_casts_pass_opcheck(dim: int):
     fmt = "e2m1 1x16 two-level 4over6:256:mae row-scaled"
     x = torch.randn(2, 20, 40)
     torch.library.opcheck(ops.largest, (x, dim))

@@ -17,7 +17,7 @@ WITHOUT_SCHEMA = ("test_autograd_registration", "test_faketensor", "test_aot_dis
 
 @pytest.mark.parametrize("shape", [(40, 70), (64, 64), (0, 5), (3, 0), (2, 33, 65)])
 @pytest.mark.parametrize("square", [False, True])
-def test_casts_pass_opcheck(shape: tuple[int, ...], square: bool):
+def test_mx_casts_and_decode_pass_opcheck(shape: tuple[int, ...], square: bool):
     x = torch.randn(shape, dtype=BF16)
     for dim in (-1, -2):
         opcheck(ops.cast, (x, mx(dim, E4M3, "rceil", square)))
@@ -33,7 +33,7 @@ def test_casts_pass_opcheck(shape: tuple[int, ...], square: bool):
 
 @pytest.mark.parametrize("batch", [(), (3,)])
 @pytest.mark.parametrize("bias", [None, 30])
-def test_products_pass_opcheck(batch: tuple[int, ...], bias: int | None):
+def test_matmul_with_and_without_bias_passes_opcheck(batch: tuple[int, ...], bias: int | None):
     a, scale_a = quantize(torch.randn(*batch, 40, 70), -1, E4M3, "rceil")
     b, scale_b = quantize(torch.randn(*batch, 70, 30), -2, E5M2, "rceil")
     added = None if bias is None else torch.randn(bias)
@@ -58,7 +58,7 @@ def test_grouped_products_pass_opcheck(kind: str, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("shape", [(40, 70), (300, 128), (128, 513), (1, 1), (0, 5)])
-def test_tiled_scales(shape: tuple[int, int]):
+def test_tiled_scales_equal_row_major_scales_with_zero_padding(shape: tuple[int, int]):
     """The elements are the same, the scales say the same; the padding is zero."""
     x = torch.randn(shape).mul_(torch.exp2(torch.randint(-40, 40, shape)))
     for dim in (-1, -2, 0, 1):

@@ -112,7 +112,7 @@ def test_others_read_this_packing():
     assert torch.equal(pack_fp4_to_uint8(values), EVERY.view(16, 16))
 
 
-def test_operators_pass_opcheck():
+def test_decode_and_products_of_packed_weights_pass_opcheck():
     packed, scales, _ = encode_stored(torch.randn(6, 70), -1, Format(elem=E2M1))
     word = f"{WORD} packed"
     opcheck(ops.decode, (packed, None, -1, word, torch.uint8))

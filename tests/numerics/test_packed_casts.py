@@ -65,7 +65,7 @@ def test_it_is_the_cast_of_a_code_a_byte(dim: int, word: str, shape: tuple[int, 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("dim", "word"), CASTS)
-def test_opcheck(dim: int, word: str, shape: tuple[int, ...]):
+def test_packed_fp4_casts_pass_opcheck(dim: int, word: str, shape: tuple[int, ...]):
     x = spread(shape)
     for layout in ("row-major", "128x4") if x.ndim == 2 else ["row-major"]:
         seed, stream, amax = arguments(x, dim, word)

@@ -21,7 +21,7 @@ def bytes_of(amax: torch.Tensor, elem: str, rounding: str) -> np.ndarray:
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("elem", FP8)
-def test_every_bf16_amax(elem: str, rounding: str):
+def test_scale_byte_of_every_bf16_amax_equals_reference(elem: str, rounding: str):
     values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     found = bytes_of(values, elem, rounding)
     expected = [scale_byte(abs(v), elem, rounding) for v in values.to(torch.float64).tolist()]
@@ -44,7 +44,7 @@ def test_fp32_amax_around_steps(elem: str, rounding: str):
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_random_fp32_bits(rounding: str):
+def test_scale_byte_of_random_fp32_equals_reference(rounding: str):
     bits = np.random.default_rng(0).integers(0, 1 << 32, 20_000, dtype=np.uint32)
     values = bits.view(np.float32)
     found = bytes_of(torch.from_numpy(values.copy()), "e4m3", rounding)

@@ -168,7 +168,7 @@ def test_nan_and_inf_surface(word: str):
 
 
 @pytest.mark.parametrize("word", [*FORMATS, TWO_LEVEL])
-def test_operators_pass_opcheck(word: str):
+def test_stochastic_casts_pass_opcheck(word: str):
     fmt = Format.parse(word)
     checked = {} if fmt.elem.is_coded and not fmt.two_level else {
         "test_utils": ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")

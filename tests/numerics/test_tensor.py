@@ -64,7 +64,7 @@ def test_defaults_and_round_trip():
         (lambda: mxcompile.quantize(torch.ones(32), elem_dtype=torch.float8_e5m2fnuz), "e5m2"),
     ],
 )
-def test_mistakes_are_named(call, message: str):
+def test_quantize_refuses_wrong_arguments_with_format_error(call, message: str):
     with pytest.raises(FormatError, match=message) as caught:
         call()
     assert isinstance(caught.value, MXCompileError)

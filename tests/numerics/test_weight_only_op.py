@@ -20,7 +20,7 @@ WITHOUT_SCHEMA = ("test_autograd_registration", "test_faketensor", "test_aot_dis
 @pytest.mark.parametrize("bias", [None, 30])
 @pytest.mark.parametrize("rows", [0, 1, 5])
 @pytest.mark.parametrize("elem", [E4M3, E5M2], ids=str)
-def test_passes_opcheck(elem: torch.dtype, rows: int, bias: int | None):
+def test_weight_only_mm_passes_opcheck(elem: torch.dtype, rows: int, bias: int | None):
     qdata, scale = quantize(torch.randn(30, 70), -1, elem, "rceil")
     added = None if bias is None else torch.randn(bias)
     word = str(Format.mx(elem_type(elem)))

@@ -36,7 +36,7 @@ def kept() -> Iterator[Kept]:
     trace_log.setLevel(level)
 
 
-def test_artifacts(kept: Kept, caplog: pytest.LogCaptureFixture):
+def test_structured_trace_has_graphs_and_report(kept: Kept, caplog: pytest.LogCaptureFixture):
     """The log of the report has the same lines."""
     caplog.set_level(logging.DEBUG, "mxcompile.report")
     model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))

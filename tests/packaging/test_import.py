@@ -88,7 +88,7 @@ def test_a_checkout_that_is_not_installed_has_the_backend_once_it_is_imported(be
 
 
 @installed
-def test_import_changes_nothing():
+def test_import_leaves_python_and_torch_unchanged():
     """Neither how Python imports nor what the package is; torch is as without it, whichever comes first."""
     lines = ("import sys", "before = [*sys.meta_path]", "import mxcompile", "print(before == sys.meta_path)")
     assert python(*lines, "print(type(mxcompile).__name__)") == ["True", "module"]

@@ -102,13 +102,13 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_blocks(name: str):
+def test_roles_of_each_kind_of_block(name: str):
     build, expected = MODELS[name]
     assert roles_of(build(), features(2, 9, WIDTH)) == expected
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_language_model(tied: bool):
+def test_language_model_has_blocks_and_a_head(tied: bool):
     expected = {**within("b", BLOCK), "c": "head"}
     assert roles_of(Language(tied), torch.randint(0, 100, (2, 9))) == expected
 

@@ -159,7 +159,7 @@ def test_graph_breaks_change_nothing(name: str, draw: int, uncut: Any):
 
 
 @pytest.mark.slow
-def test_pieces_change_nothing(name: str, way: str, uncut: Any, alone: None):
+def test_model_in_pieces_has_the_decisions_of_the_whole(name: str, way: str, uncut: Any, alone: None):
     known, family = uncut(name), build(name)
     with around(way):
         computed = values(family, WAYS[way](family.model, policy=known.policy))

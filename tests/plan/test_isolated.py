@@ -129,7 +129,7 @@ def test_files_that_are_open_stay_where_they_are(tmp_path: Path):
     assert path.stat().st_size == 70_004
 
 
-def test_nothing_is_written(tmp_path: Path):
+def test_isolated_function_cannot_write_files(tmp_path: Path):
     kept = tmp_path / "kept"
     kept.write_text("old")
 

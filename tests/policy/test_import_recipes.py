@@ -72,7 +72,7 @@ def formats(policy, gemm: Gemm = Gemm.DGRAD) -> dict[str, str]:
         ),
     ],
 )  # fmt: skip
-def test_formats(tmp_path: Path, text: str, x: str, w: str, dy: str):
+def test_recipe_sets_formats_of_each_tensor(tmp_path: Path, text: str, x: str, w: str, dy: str):
     made = imported(text, tmp_path)
     assert formats(made.policy) == {"x": x, "w": w, "dy": dy}
     kept = formats(made.policy, Gemm.WGRAD) == {}
@@ -200,6 +200,6 @@ def test_what_a_policy_cannot_say_is_said(tmp_path: Path):
         ("recipe: NVFP4BlockScaling\nnvfp4_4over6: all\nnvfp4_4over6_err_mode: MAX\n", "unknown error 'MAX'"),
     ],
 )
-def test_errors(tmp_path: Path, text: str, said: str):
+def test_recipe_with_wrong_value_raises_policy_error(tmp_path: Path, text: str, said: str):
     with pytest.raises(PolicyError, match=said):
         imported(text, tmp_path)

@@ -140,7 +140,7 @@ def test_fp8_keeps_its_granularity(granularity: str | None, x: str, w: str, tmp_
     assert made.notes == ()
 
 
-def test_nvfp4_is_nvfp4(tmp_path: Path):
+def test_nvfp4_configs_of_torchao_become_nvfp4(tmp_path: Path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torchao.prototype.mx_formats import (

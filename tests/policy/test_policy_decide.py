@@ -55,7 +55,7 @@ def matches(match: dict[str, Any], **facts: Any) -> bool:
     return policy(rule(**match)).rule_for(layer(**facts)) == 0
 
 
-def test_first_match_wins():
+def test_first_matching_rule_decides_the_layer():
     found = policy(rule("bf16", name="*.0.*"), rule("mxfp8", role="ffn_in"))
     first = found.decide(layer("model.layers.0.mlp.up_proj"))
     second = found.decide(layer("model.layers.1.mlp.up_proj"))
@@ -348,7 +348,7 @@ def test_weight_block_is_of_the_weight():
 
 
 @pytest.mark.parametrize("saved", Saved)
-def test_saved_form(saved: Saved):
+def test_rule_sets_the_form_of_saved_activations(saved: Saved):
     assert policy(rule({"saved": str(saved)}, role="ffn_in")).decide(layer()).saved is saved
 
 

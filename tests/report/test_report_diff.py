@@ -26,7 +26,7 @@ def changed(old: Report, new: Report) -> list[tuple[str, tuple[str, ...], tuple[
     return [(c.kind, c.names, c.gemms, c.what, c.before, c.after) for c in compare(old, new).changes]
 
 
-def test_nothing_changed():
+def test_equal_reports_have_no_changes():
     found = compare(OLD, OLD)
     assert found.changes == ()
     assert found.fell_back == ()
@@ -122,7 +122,7 @@ def test_a_layer_that_runs_twice_is_compared_run_by_run():
     assert new.since(old).fell_back == ("a",)
 
 
-def test_warnings_and_settings():
+def test_diff_shows_changed_settings_and_warnings():
     new = replace(OLD, summary=replace(OLD.summary, policy="b.yaml", graph_breaks=2, warnings=("w",)))
     text = str(new.since(OLD))
     assert "policy: preset nvidia → b.yaml" in text

@@ -26,7 +26,9 @@ def shown(text: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_examples_on_the_report_page_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     Path("report_examples.py").write_text("\n".join(blocks("python")), encoding="utf-8")

@@ -229,7 +229,7 @@ def test_reports_of_different_things_are_not_merged():
         Report.merged([])
 
 
-def test_the_command(tmp_path: Path, capsys):
+def test_merge_command_writes_or_prints_one_report(tmp_path: Path, capsys):
     from mxcompile.cli import main
 
     paths = [tmp_path / f"mx_{i}.json" for i in range(2)]

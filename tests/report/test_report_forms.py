@@ -153,7 +153,7 @@ def test_the_root_module_and_kernels_to_come_have_words():
     assert "not lowered" in text
 
 
-def test_an_empty_report():
+def test_report_without_graphs_prints_zero_gemms():
     assert str(Report.from_parts([], target="cpu", policy="preset nvidia")) == (
         "MXFP8 report: 0.0% of matmul FLOPs in MXFP8 (0 GEMMs, target cpu, policy preset nvidia)\n"
         "no matrix product was captured; compiled: nothing, as no graph was captured\n"

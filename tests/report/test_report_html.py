@@ -112,7 +112,7 @@ def test_every_gemm_of_every_layer_is_in_it():
     assert len([text for text in page.texts("td") if text in ("fprop", "dgrad", "wgrad")]) == 3 + 3 + 1 + 1
 
 
-def test_names_are_data():
+def test_html_escapes_names_from_the_model():
     outline = picture()
     nodes = tuple(
         dataclasses.replace(

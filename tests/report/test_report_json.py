@@ -32,7 +32,7 @@ def as_json() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("found", REPORTS)
-def test_json_round_trip(found: Report):
+def test_report_read_from_json_equals_the_written(found: Report):
     again = Report.from_json(found.to_json())
     assert again == found
     assert hash(again) == hash(found)

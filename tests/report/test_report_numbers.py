@@ -38,7 +38,7 @@ def merged(*parts: Part) -> Summary:
     return Report.from_parts(parts, target="sm_100", policy="p.yaml").summary
 
 
-def test_parts_add_up():
+def test_figures_of_parts_add_up_in_the_summary():
     part = Part(
         gemms=(record(),),
         saved_bytes=1,
@@ -104,7 +104,7 @@ def test_modules_that_share_code_have_the_records_of_every_part_that_they_run():
             assert sorted(of_layer) == [("dgrad", 64), *expected, ("fprop", 64), ("wgrad", 64)]
 
 
-def test_work_in_words():
+def test_text_shows_casts_and_sent_bytes():
     casts = {"casts": 44, "saved_bytes": 1, "saved_bytes_bf16": 2}
     assert "\ncasts per run: 44\n" in str(report(record(), **casts))
     sent = str(report(record(), wire_bytes=33, wire_bytes_bf16=64))
@@ -153,7 +153,7 @@ def test_graphs_that_run_without_gradients_do_not_count_as_saving_nothing():
         (3 << 50, "3072.0 TiB"),
     ],
 )
-def test_bytes_in_words(num_bytes: int, words: str):
+def test_text_shows_weight_bytes_with_a_unit(num_bytes: int, words: str):
     text = str(report(weights=(("up", num_bytes, num_bytes),)))
     assert f"weights of linear layers: {words}\n" in text
 

@@ -184,7 +184,7 @@ def llama_state(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
-def test_the_command(source, tmp_path, capsys):
+def test_convert_command_writes_what_the_dry_run_announces(source, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["convert", str(source), str(out), "--dry-run"]) == 0
     foreseen = capsys.readouterr().out

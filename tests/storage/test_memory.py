@@ -70,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def test_storing_weights(folder: Path):
+def test_storing_weights_needs_memory_of_one_layer(folder: Path):
     """Beside the model a layer of it; and at the end it takes what it says."""
     most, left = printed(
         folder,
@@ -86,7 +86,7 @@ def test_storing_weights(folder: Path):
     assert left <= 1.1 * QUANTIZED
 
 
-def test_converting_and_loading(folder: Path):
+def test_converting_needs_memory_of_a_few_layers(folder: Path):
     """Of one file as large as the model; what is loaded is read to its end."""
     (most,) = printed(
         folder,

@@ -225,7 +225,7 @@ def test_it_is_a_parameter_of_a_module(how):
 
 
 @ALL_FORMATS
-def test_copies_and_pickles(how):
+def test_copied_and_pickled_mxtensor_keeps_values(how):
     stored, dense = stored_linear(how=how)
     x = torch.randn(3, 100, dtype=BF16)
     copied = copy.deepcopy(stored)
@@ -287,7 +287,7 @@ def test_tied_weights_stay_tied():
 
 
 @ALL_FORMATS
-def test_fake_and_meta(how):
+def test_fake_and_meta_mxtensors_have_shapes(how):
     w = mxcompile.quantize(spread(6, 100), **how)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = mode.from_tensor(w)
@@ -310,7 +310,7 @@ def test_compiled_graphs_have_codes_and_scales(backend, how):
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.export copies its own
 @ALL_FORMATS
-def test_exports(how):
+def test_exported_program_with_stored_weights_has_equal_outputs(how):
     stored, dense = stored_linear(how=how)
     x = torch.randn(3, 100, dtype=BF16)
     program = torch.export.export(stored, (x,))
@@ -319,7 +319,7 @@ def test_exports(how):
     assert any("mx.decode" in str(node.target) for node in lowered.graph.nodes)
 
 
-def test_prints():
+def test_text_of_mxtensor_names_format_and_bytes():
     w = mxcompile.quantize(spread(6, 100))
     assert str(w) == "MXTensor((6, 100), mxfp8 e4m3, block_dim=-1, dtype=torch.bfloat16)"
     assert w.stored_bytes == 6 * 100 + 6 * 4

@@ -153,7 +153,7 @@ def test_the_config_entry_is_that_of_compressed_tensors_scheme():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_experts_round_trip(tmp_path):
+def test_saved_stack_of_experts_loads_with_equal_values(tmp_path):
     """A stack has one global scale for all experts when it is stored here; each its own when it is read."""
     model = store_blocks(mixtral(layers=1))
     mxcompile.save_quantized(model, tmp_path / "out")

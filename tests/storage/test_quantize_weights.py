@@ -135,7 +135,7 @@ def test_stored_weights_are_not_cast_again(monkeypatch):
     assert all(kernel.startswith("mx_weight_only_mm") for kernel in found["sm_90 kernels"][:6])
 
 
-def test_a_policy_chooses():
+def test_policy_rule_keeps_weights_of_a_block_dense():
     rules = [{"match": {"name": "blocks.0.*"}, "use": "bf16"}]
     model, table = quantized(policy={"version": 1, "preset": "inference", "rules": rules})
     assert stored_names(model) == {f"blocks.1.{name}.weight" for name in ("gate", "up", "down")}
@@ -251,7 +251,7 @@ class Experts(nn.Module):
         return torch.bmm(hidden, self.down).sum(0)
 
 
-def test_stacks_of_experts():
+def test_stacked_experts_are_stored_along_their_contraction():
     model, x = Experts(), torch.randn(3, 64, dtype=BF16)
     mxcompile.quantize_weights_(model, ALL, args=(x,), progress=False)
     assert [value.block_dim for value in model.parameters()] == [-1, -2]

@@ -35,7 +35,7 @@ def test_generates_what_the_dense_model_of_its_values_generates(cache):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_generates_compiled(cache):
+def test_generate_with_stored_weights_equals_dense_compiled(cache):
     """Prefill and decode are graphs of their own; every record says that the weights are stored."""
     stored, dense = pair()
     options = {**GREEDY, "cache_implementation": cache, "disable_compile": True}

@@ -140,7 +140,7 @@ def by_length(tokens: Tensor, scores: Tensor) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [llama, gpt2])
-def test_generates_compiled(make):
+def test_generate_with_mx_cache_equals_reference_compiled(make):
     """Prompts of two lengths; decode runs on the kernel in every layer, prefill says why it does not."""
     model, prompts = make(), PROMPT.repeat(2, 1)
     shorter = torch.ones_like(prompts)

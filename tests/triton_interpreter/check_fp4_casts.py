@@ -68,7 +68,7 @@ def check(cases: list[tuple[str, str, Tensor]], target: str) -> None:
 
 
 @pytest.mark.parametrize("target", ["sm_100", "sm_120", "gfx950"])
-def test_shapes(target):
+def test_packed_fp4_casts_of_odd_shapes_equal_reference(target):
     """Odd lengths, matrices that end inside blocks and tiles, and batches."""
     shapes = [(1, 3), (33, 47), (70, 96), (130, 257), (3, 33, 47), (2, 2, 16, 130)]
     words = [MXFP4] if target == "gfx950" else [MXFP4, NVFP4]
@@ -85,7 +85,7 @@ def test_shapes(target):
 
 @pytest.mark.parametrize("shape", [(70, 96), (3, 33, 71)], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
-def test_formats(dtype, shape):
+def test_packed_fp4_casts_of_every_rounding_equal_reference(dtype, shape):
     """Squares, roundings, random numbers and transforms."""
     words = ["e2m1 16x16 two-level", "e2m1 32x32 even", "e2m1 1x32 floor stochastic"]
     words += [f"{NVFP4} stochastic", f"{NVFP4} hadamard:55272", f"{NVFP4} stochastic hadamard:9"]
@@ -102,7 +102,7 @@ def every_amax(block: int) -> Tensor:
 
 
 @pytest.mark.parametrize("word", [NVFP4, f"{NVFP4} stochastic", MXFP4, f"{MXFP4} stochastic"])
-def test_every_amax(word):
+def test_packed_fp4_casts_of_every_amax_equal_reference(word):
     """Under the largest tensor scale there is, under one, and under the smallest: most scales are then 0."""
     x = every_amax(Format.parse(word).tile.along)
     amaxes = [torch.tensor([amax]) for amax in (3.3e38, 1.0, 1e-36)] if "two-level" in word else [None]

@@ -75,7 +75,7 @@ def same(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 @ELEM
 @pytest.mark.parametrize("native", [True, False])
-def test_every_bf16_value(elem: str, native: bool):
+def test_fp8_cast_of_every_bf16_value_equals_reference(elem: str, native: bool):
     """Under scales that a tensor which holds it may have: quotients are at most the largest element."""
     fmt, scale = Format.parse(f"{elem} channel nearest"), scales(8)[::10]
     x = all_bf16().repeat(len(scale), 1)
@@ -100,7 +100,7 @@ def test_quotients_beside_what_fp8_rounds_at(elem: str, dtype: torch.dtype):
 
 
 @ELEM
-def test_scales_known_before(elem: str):
+def test_fp8_cast_with_delayed_scale_saturates_as_reference(elem: str):
     """What is larger saturates, what is not finite becomes NaN: every BF16 value under every scale."""
     fmt = Format.parse(f"{elem} tensor nearest delayed:4:0")
     scale = torch.cat([scales(8)[:-1:20], torch.tensor([torch.nan])])
@@ -123,7 +123,7 @@ def test_elements_of_half_the_value(elem: str, native: bool):
 
 @ELEM
 @pytest.mark.parametrize("derivation", ["nearest", "pow2"])
-def test_scales_of_amax(elem: str, derivation: str):
+def test_fp32_scale_of_every_amax_equals_reference(elem: str, derivation: str):
     amax = torch.cat([all_bf16().float().abs(), torch.tensor([0.0, 2.0**-149, 3.4e38])])
     amax = torch.nn.functional.pad(amax, (0, (1 << 17) - len(amax)))
     out = torch.empty_like(amax)
@@ -134,13 +134,13 @@ def test_scales_of_amax(elem: str, derivation: str):
 
 
 @pytest.mark.parametrize("perm", [1, 4, 8])
-def test_transposed(perm: int):
+def test_transposed_tile_equals_transposed_tensor(perm: int):
     x, out = torch.randint(0, 256, (64, 32), dtype=torch.uint8), torch.empty(32, 64, dtype=torch.uint8)
     transpose_kernel[(1,)](x, out, R=64, C=32, PERM=perm)
     assert torch.equal(out, x.t())
 
 
-def test_largest_magnitudes():
+def test_amax_of_rows_columns_and_tile_propagates_nan():
     x = torch.randn(16, 128)
     x[3, 5], x[4, 6], x[5, 7] = torch.nan, torch.inf, -7.0
     found = torch.empty(16 + 128 + 1)

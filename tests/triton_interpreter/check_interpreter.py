@@ -76,7 +76,7 @@ def as_numpy(x: torch.Tensor, kind) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("source", "target"), list(itertools.permutations(DTYPES, 2)), ids=str)
-def test_cast(source, target):
+def test_interpreter_casts_every_value_as_numpy(source, target):
     x = all_values(source)
     out = torch.empty(x.shape, dtype=DTYPES[target][0])
     cast_kernel[(1,)](x, out, x.numel())
@@ -91,7 +91,7 @@ def test_cast(source, target):
     np.testing.assert_array_equal(found.view(bits)[~is_nan], wanted.view(bits)[~is_nan])
 
 
-def test_bf16_arithmetic():
+def test_interpreter_rounds_bf16_arithmetic_once():
     x, y = torch.randn(2, 1024, dtype=torch.float64).exp().to(torch.bfloat16)
     x[::3] *= -1
     out, less = torch.empty(3, 1024, dtype=torch.bfloat16), torch.empty(1024, dtype=torch.bool)
@@ -103,7 +103,7 @@ def test_bf16_arithmetic():
     assert torch.equal(less, wide_x < wide_y)
 
 
-def test_bf16_dot():
+def test_interpreter_dot_of_bf16_matches_fp64():
     a, b = torch.randn(2, 32, 32).to(torch.bfloat16)
     out = torch.empty(32, 32)
     dot_kernel[(1,)](a, b, out, 32)
@@ -112,7 +112,7 @@ def test_bf16_dot():
 
 @pytest.mark.parametrize("fmt_a", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("fmt_b", ["e4m3", "e5m2"])
-def test_dot_scaled(fmt_a, fmt_b):
+def test_interpreter_dot_scaled_of_fp8_matches_fp64(fmt_a, fmt_b):
     dtypes = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
     a, b = torch.randn(64, 64).to(dtypes[fmt_a]), torch.randn(64, 64).to(dtypes[fmt_b])
     a_scale, b_scale = torch.randint(110, 144, (2, 64, 2), dtype=torch.uint8)
@@ -153,7 +153,7 @@ def packed_dot_kernel(
 
 
 @pytest.mark.parametrize("word", [MXFP4, NVFP4])
-def test_packed_dot_scaled(word):
+def test_interpreter_dot_scaled_of_packed_fp4_matches_fp64(word):
     """Every byte of codes, each half in its place; scales of both types, the largest and NaN among them."""
     along, size = ALONG[word], 64
     sides = []
@@ -180,7 +180,7 @@ def fma_kernel(x_ptr, y_ptr, z_ptr, out_ptr, SIZE: tl.constexpr):
     tl.store(out_ptr + at, tl.fma(tl.load(x_ptr + at), tl.load(y_ptr + at), tl.load(z_ptr + at)))
 
 
-def test_fma_rounds_once():
+def test_interpreter_fma_rounds_as_rational_arithmetic():
     """Against rational arithmetic, with sums that cancel and sums that are nearly halfway between numbers."""
     size = 4096
     x, y = torch.randn(2, size)

@@ -78,7 +78,7 @@ def every_amax():
 
 @ELEM
 @ROUNDING
-def test_every_amax(elem, rounding):
+def test_packed_cast_of_every_amax_equals_fp32_cast(elem, rounding):
     """Of the codes, some by integers."""
     x = every_amax()
     codes, byte = cast(x, elem, rounding, "packed rows")
@@ -97,7 +97,7 @@ def test_every_amax(elem, rounding):
 @ELEM
 @ROUNDING
 @pytest.mark.parametrize("side", ["rows", "columns"])
-def test_as_tiles(elem, rounding, side):
+def test_packed_cast_of_special_values_equals_fp32_cast(elem, rounding, side):
     """The bits of FP32's form, also of zeros of both signs, of subnormals and of blocks of NaN and Inf."""
     exponents = torch.randint(-133, 128, (2, 4)).repeat_interleave(32, 0).repeat_interleave(32, 1)
     x = (torch.randn(64, 128) * torch.exp2(exponents.float())).bfloat16()
@@ -115,7 +115,7 @@ def test_as_tiles(elem, rounding, side):
 
 @ELEM
 @ROUNDING
-def test_values(elem, rounding):
+def test_packed_values_equal_the_integer_reference(elem, rounding):
     """Those of codes, held to the integer reference; and with them, to the bit, those that are never FP8.
 
     Every amax of BF16, the ends of its range too: values are rounded to BF16 once.
@@ -139,7 +139,7 @@ def test_values(elem, rounding):
         assert torch.equal(found[side][~is_nan].view(torch.int16), rounded.view(torch.int16))
 
 
-def test_producers():
+def test_producer_rounds_to_bf16_and_bounds_the_sigmoid():
     """BF16 of every FP32 near a tie; a sigmoid within its bound of the exact one."""
     high = torch.arange(65536, dtype=torch.int32) << 16
     x = (high[:, None] | torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x4000, 0xC000])).flatten()

@@ -54,7 +54,7 @@ def check(calls: list[Call], word: str, dtype: torch.dtype, target) -> None:
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize(("target", "word"), CHIPS)
-def test_shapes(target, word, tiled, dtype, monkeypatch):
+def test_packed_mm_of_odd_shapes_matches_fp64(target, word, tiled, dtype, monkeypatch):
     """Odd and short K, few rows, tails of every tile, a bias of another dtype; whole steps and tiles."""
     monkeypatch.setattr(scaled_mm_tiled, "fits", lambda _: False)
     shapes = [(1, 2, 3), (5, 130, 96), (70, 33, 1001), (131, 129, 40), (300, 20, 288), (128, 256, 512)]
@@ -74,7 +74,7 @@ def test_tiled_on_one_side(word):
     check(calls, word, BF16, "sm_100")
 
 
-def test_half_precision():
+def test_packed_mm_with_fp16_result_matches_fp64():
     calls = [
         (packed_operand(m, 130, MXFP4, spread=2), packed_operand(70, 130, MXFP4, spread=2), None)
         for m in (9, 99)
@@ -86,7 +86,7 @@ def test_half_precision():
 @pytest.mark.parametrize(
     "config", tiled_configs(TARGETS["sm_100"]), ids=lambda c: f"{c.block_n}{'ws' * c.warp_specialize}"
 )
-def test_through_the_accelerator(config, word, monkeypatch):
+def test_packed_mm_through_the_accelerator_matches_fp64(config, word, monkeypatch):
     """Every configuration: several steps of K, tails, and second tiles of a program."""
     monkeypatch.setattr(configs, "tiled_products", lambda *_: [config])
     shapes = [(256, 384, 768), (150, 264, 96), (129, 520, 800), (300, 600, 64)]
@@ -127,7 +127,7 @@ def test_a_scale_for_every_column(target):
 
 
 @pytest.mark.parametrize(("target", "word"), CHIPS)
-def test_batches(target, word):
+def test_packed_mm_of_batches_matches_fp64(target, word):
     """Odd sizes; an operand that all entries share; a bias for each."""
     calls, sides = [], []
     for m, n, k in ((40, 70, 96), (3, 33, 131)):
@@ -157,7 +157,7 @@ def grouped(a: PackedOperand, b: PackedOperand, ends: tuple[int, ...], word: str
 @pytest.mark.parametrize(("target", "word"), CHIPS)
 @pytest.mark.parametrize(("n", "k"), [(104, 73), (272, 256)], ids=["pointers", "tiled"])
 @pytest.mark.parametrize("ends", ENDS[:2], ids=str)
-def test_groups_of_rows(ends, n, k, target, word):
+def test_packed_mm_of_row_groups_matches_fp64(ends, n, k, target, word):
     m = max(307, ends[-1])
     a = packed_operand(m, k, word, spread=20)
     a = replace(a, codes=a.codes.clone(memory_format=torch.contiguous_format))  # for TMA
@@ -170,7 +170,7 @@ def test_groups_of_rows(ends, n, k, target, word):
 
 @pytest.mark.parametrize("word", [MXFP4, NVFP4])
 @pytest.mark.parametrize(("n", "k"), [(104, 73), (272, 256)], ids=["pointers", "tiled"])
-def test_groups_of_columns(n, k, word):
+def test_packed_mm_of_column_groups_matches_fp64(n, k, word):
     ends = (41, 41, 80)
     b = packed_operand(ends[-1], k, word, spread=20)
     a = packed_operand(n, k, word, batch=(len(ends),), spread=20)
@@ -181,7 +181,7 @@ def test_groups_of_columns(n, k, word):
 
 @pytest.mark.parametrize(("target", "word"), CHIPS)
 @pytest.mark.parametrize("ends", ENDS, ids=str)
-def test_groups_of_k(ends, target, word):
+def test_packed_mm_of_k_groups_matches_fp64(ends, target, word):
     """Groups begin and end inside blocks and bytes; the scale of a block is the one of the whole matrix."""
     k = max(307, ends[-1])
     a, b = packed_operand(72, k, word, spread=20), packed_operand(104, k, word, spread=20)

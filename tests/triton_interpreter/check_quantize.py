@@ -49,7 +49,7 @@ def check(operator, calls, target) -> None:
     ("target", "scales"),
     [("sm_100", TILED), ("sm_100", ROW_MAJOR), ("gfx950", ROW_MAJOR)],
 )
-def test_shapes(target, scales):
+def test_mx_casts_of_odd_shapes_equal_reference(target, scales):
     """Also of batches, whose entries end inside blocks."""
     check(quantize_both, [(spread(*shape), *PLAIN, str(scales)) for shape in SHAPES], target)
     if scales is ROW_MAJOR:
@@ -60,7 +60,7 @@ def test_shapes(target, scales):
     ("target", "dtype"),
     [("sm_100", F32), ("sm_100", BF16), ("sm_100", F16), ("sm_80", F32)],
 )
-def test_formats(target, dtype):
+def test_mx_casts_of_every_format_equal_reference(target, dtype):
     """Each layout in each format, with NaN, Inf, −0, the smallest and the largest values."""
     x = spread(96, 96, dtype=dtype)
     x[0, 5], x[40, 50], x[70, 70] = float("nan"), float("inf"), -float("inf")
@@ -73,7 +73,7 @@ def test_formats(target, dtype):
 
 
 @pytest.mark.parametrize("target", ["sm_100", "sm_90"])
-def test_integer_reference(target):
+def test_mx_casts_equal_the_integer_reference(target):
     sources = []
     for fmt in FORMATS:
         largest = fmt.elem.max
@@ -90,16 +90,16 @@ def test_integer_reference(target):
         np.testing.assert_array_equal(qdata.to(torch.float64).numpy(), values)
 
 
-def test_emulated_shapes():
+def test_emulated_mx_casts_of_odd_shapes_equal_reference():
     check(quantize_both, [(spread(*shape), *PLAIN) for shape in ((1, 1), (33, 65), (70, 31))], "sm_80")
 
 
-def test_square():
+def test_mx_casts_of_square_tiles_equal_reference():
     scales = [(-1, ROW_MAJOR), (-2, TILED)]
     check(quantize, [(spread(40, 70), dim, *PLAIN, True, str(scale)) for dim, scale in scales], "sm_100")
 
 
-def test_strides():
+def test_mx_casts_of_strided_tensors_equal_reference():
     wide = spread(64, 300)
     sources = [wide.t(), wide[:, ::3], wide[::2, 7:], wide[:1].expand(40, 300)]
     check(quantize_both, [(x, *PLAIN) for x in sources], "sm_100")
@@ -112,12 +112,12 @@ def test_two_of_one_shape():
 
 
 @pytest.mark.parametrize("scales", [ROW_MAJOR, TILED])
-def test_empty(scales):
+def test_mx_casts_of_empty_tensors_equal_reference(scales):
     shapes = [(0, 64), (64, 0), (0, 0)]
     check(quantize_both, [(torch.empty(shape), *PLAIN, str(scales)) for shape in shapes], "sm_100")
 
 
-def test_swizzle_formula():
+def test_tiled_scales_follow_the_formula_of_cublas():
     """The reference's tiling is the formula of cuBLAS's documentation, byte by byte."""
     scale = torch.randint(1, 255, (200, 7), dtype=torch.uint8)
     flat = tile_scale(scale)

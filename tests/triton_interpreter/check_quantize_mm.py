@@ -53,7 +53,7 @@ def check(calls, target) -> None:
 
 @pytest.mark.parametrize("target", NATIVE)
 @pytest.mark.parametrize("tiled", [False, True])
-def test_shapes(tiled, target):
+def test_quantize_mm_of_odd_shapes_matches_fp64(tiled, target):
     shapes = [(1, 130, 96), (40, 70, 288), (150, 140, 250)]
     biases = [torch.randn(n).to(BF16) for _, n, _ in shapes]
     weights = [operand(n, k, spread=20, tiled=tiled) for _, n, k in shapes]
@@ -62,13 +62,13 @@ def test_shapes(tiled, target):
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-def test_formats(dtype):
+def test_quantize_mm_of_every_format_matches_fp64(dtype):
     w, x = operand(40, 128, spread=20), activation(20, 128, dtype)
     casts = [(elem.dtype, str(rounding)) for elem in ELEM_TYPES.values() for rounding in Rounding]
     check([(x, w, None, cast, F32) for cast in casts], "sm_100")
 
 
-def test_strides():
+def test_quantize_mm_of_strided_activations_matches_fp64():
     w = operand(40, 256, spread=20, k_major=False)
     check([(activation(256, m).t(), w, None, (E5M2.dtype, "rceil"), F32) for m in (20, 130)], "sm_100")
 

@@ -36,7 +36,7 @@ def spans(ends: tuple[int, ...]) -> list[slice]:
 
 
 @pytest.mark.parametrize("target", ["sm_100", "sm_120"])
-def test_batches(target):
+def test_scaled_mm_of_batches_matches_fp64(target):
     """K-major and MN-major; an operand that all entries share; a bias for each."""
     calls, sides = [], []
     for m, n, k, k_major in ((40, 70, 96, True), (3, 33, 130, False)):
@@ -54,7 +54,7 @@ def test_batches(target):
 
 @pytest.mark.parametrize(("n", "k"), [(104, 72), (272, 128)], ids=["pointers", "tiled"])
 @pytest.mark.parametrize("ends", ENDS, ids=str)
-def test_groups_of_rows(ends, n, k):
+def test_scaled_mm_of_row_groups_matches_fp64(ends, n, k):
     m = max(307, ends[-1])
     a, weights = operand(m, k, spread=20), stacked(len(ends), n, k)
     a = Operand(qdata=a.qdata.clone(memory_format=torch.contiguous_format), scale=a.scale)  # for TMA
@@ -66,7 +66,7 @@ def test_groups_of_rows(ends, n, k):
 
 
 @pytest.mark.parametrize(("n", "k"), [(104, 72), (272, 128)], ids=["pointers", "tiled"])
-def test_groups_of_columns(n, k):
+def test_scaled_mm_of_column_groups_matches_fp64(n, k):
     ends = (41, 41, 80)
     b, weights = operand(ends[-1], k, spread=20), stacked(len(ends), n, k)
     offs = torch.tensor(ends, dtype=torch.int32)
@@ -76,7 +76,7 @@ def test_groups_of_columns(n, k):
 
 
 @pytest.mark.parametrize("ends", ENDS, ids=str)
-def test_groups_of_k(ends):
+def test_scaled_mm_of_k_groups_matches_fp64(ends):
     """Groups begin and end inside blocks, whose scale then is the one of the whole matrix."""
     k = max(307, ends[-1])
     a, b = operand(72, k, spread=20, k_major=False), operand(104, k, spread=20, k_major=False)

@@ -31,7 +31,7 @@ def check(calls: list[Call], out_dtype: torch.dtype, target: str) -> None:
 
 
 @pytest.mark.parametrize("target", NATIVE)
-def test_majorness(target):
+def test_scaled_mm_of_every_majorness_matches_fp64(target):
     sides = [(operand(160, 256, k_major=a), operand(144, 256, k_major=b)) for a, b in MAJORNESS]
     check([(*side, None) for side in sides], F32, target)
 
@@ -47,14 +47,14 @@ def test_tiled_scales_as_words():
 
 @pytest.mark.parametrize("target", ["sm_100", "sm_120"])
 @pytest.mark.parametrize("tiled", [False, True])
-def test_shapes(tiled, target, monkeypatch):
+def test_scaled_mm_of_odd_shapes_matches_fp64(tiled, target, monkeypatch):
     monkeypatch.setattr(scaled_mm_tiled, "fits", lambda _: False)
     shapes = [(1, 2, 1), (5, 130, 96), (70, 33, 1000), (131, 129, 40), (300, 20, 288)]
     sides = [(operand(m, k, tiled=tiled), operand(n, k, tiled=tiled)) for m, n, k in shapes]
     check([(*side, torch.randn(side[1].qdata.shape[0]).to(BF16)) for side in sides], BF16, target)
 
 
-def test_formats():
+def test_scaled_mm_of_every_format_pair_matches_fp64():
     pairs = [(a, b) for a in (E4M3, E5M2) for b in (E4M3, E5M2)]
     sides = [(operand(m, 128, a), operand(96, 128, b), torch.randn(96)) for m in (16, 130) for a, b in pairs]
     check(sides, F32, "sm_100")

@@ -37,7 +37,7 @@ def check(sides: list[tuple[Operand, Operand]], bias, out_dtype, target: Target 
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.block_n}{'ws' * c.warp_specialize}")
-def test_configs(config, force):
+def test_tiled_mm_of_every_config_matches_fp64(config, force):
     force(config)
     layouts = [(True, True), (True, False), (False, False)]
     shape = {"k": 384, "tiled": True}
@@ -45,7 +45,7 @@ def test_configs(config, force):
     check(sides, torch.randn(384).to(BF16), BF16)
 
 
-def test_tails(force):
+def test_tiled_mm_of_partial_tiles_matches_fp64(force):
     force(CONFIGS[0])
     shapes = [(16, 8, 16), (150, 264, 96), (129, 520, 400), (1, 16, 288)]
     check([(operand(m, k, tiled=True), operand(n, k, E5M2, tiled=True)) for m, n, k in shapes], None, F32)
@@ -58,7 +58,7 @@ def test_more_tiles_than_processors(force):
     check(sides, None, F32, replace(SM_100, processors=4))
 
 
-def test_after_the_cast(force):
+def test_tiled_wgrad_of_columnwise_copies_matches_fp64(force):
     """wgrad from the columnwise copies as the cast writes them: dyᵀ · x, both MN-major."""
     force(CONFIGS[0])
     dy, x = torch.randn(160, 48).to(BF16), torch.randn(160, 80).to(BF16)

@@ -53,19 +53,19 @@ def test_the_row_has_the_fields():
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
-def test_formats(dtype: torch.dtype):
+def test_statistics_of_every_format_equal_the_operator(dtype: torch.dtype):
     """Every format of MXFP8, both ways; tiles of which some are finite."""
     formats = [f"{elem} 1x32 {rounding}" for elem in ELEM_TYPES for rounding in Rounding]
     x = special(40, 70, dtype=dtype)
     check([(x, dim, fmt, 0) for fmt in formats for dim in (-1, -2)])
 
 
-def test_squares_and_fp16():
+def test_statistics_of_square_tiles_and_fp16_equal_the_operator():
     x = special(70, 300, dtype=F16)
     check([(x, -1, "e4m3 32x32 rceil", 9), (x.float(), -2, "e5m2 32x32 even", 0), (x, -1, PLAIN, 0)])
 
 
-def test_shapes():
+def test_statistics_of_odd_shapes_equal_the_operator():
     """Odd sizes, several tiles, batches, vectors, views."""
     whole = spread(4, 66, 300)
     sources = [spread(1, 1), spread(33, 513), whole, whole.transpose(1, 2), whole[1, 1:, 3:], spread(45)]
@@ -73,7 +73,7 @@ def test_shapes():
     check([*calls, (whole, 0, PLAIN, 0)])
 
 
-def test_extremes():
+def test_statistics_of_extreme_values_equal_the_operator():
     """Nothing but zeros, the largest and the smallest values, blocks far apart, one NaN in many tiles."""
     zeros = torch.zeros(40, 70)
     largest, smallest = zeros + torch.finfo(F32).max, torch.full((40, 70), 1e-45)
@@ -84,10 +84,10 @@ def test_extremes():
 
 
 @pytest.mark.parametrize("target", ["sm_80", "gfx950"])
-def test_other_chips(target: str):
+def test_statistics_on_other_chips_equal_the_operator(target: str):
     check([(special(40, 300), -1, PLAIN, 16)], target)
 
 
-def test_the_kept_part():
+def test_kept_excerpt_equals_that_of_the_operator():
     """Places that divide the tensor evenly and others; values of blocks that are NaN, or that are cut."""
     check([(special(40, 300), -1, PLAIN, 100), (spread(33, 77), -2, SMALL, 100)])

@@ -65,7 +65,7 @@ def around(values: torch.Tensor) -> torch.Tensor:
 
 @ELEM
 @pytest.mark.parametrize("rounding", Rounding)
-def test_scale_byte(elem, rounding):
+def test_scale_byte_of_every_amax_equals_integer_reference(elem, rounding):
     mantissas = torch.tensor([1.0, 1.5, 1.75, 1.875, 1.9375])
     edges = around((mantissas[:, None] * torch.exp2(torch.arange(-120, 126).float())).flatten())
     subnormal = torch.arange(1, 1 << 23, 8191, dtype=torch.int32).view(torch.float32)
@@ -80,7 +80,7 @@ def test_scale_byte(elem, rounding):
     np.testing.assert_array_equal(inverse.numpy().astype(np.float64), exact)
 
 
-def test_scale_values():
+def test_value_of_every_scale_byte_is_its_power():
     byte = torch.arange(256, dtype=torch.int32).to(torch.uint8)
     value = torch.empty(256)
     value_kernel[(1,)](byte, value)
@@ -91,7 +91,7 @@ def test_scale_values():
 
 @ELEM
 @NATIVE
-def test_encode(elem, native):
+def test_encode_of_every_code_and_tie_equals_ml_dtypes(elem, native):
     """Every BF16 value, and FP32 values around every code and every tie between two codes."""
     codes = np.arange(255, dtype=np.uint8).view(NUMPY[elem]).astype(np.float32)
     finite = np.unique(codes[np.isfinite(codes)])
@@ -110,7 +110,7 @@ def test_encode(elem, native):
 
 @ELEM
 @NATIVE
-def test_decode(elem, native):
+def test_decode_of_every_code_equals_ml_dtypes(elem, native):
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
     out = torch.empty(256)
     decode_kernel[(1,)](codes, out, elem, native)
@@ -118,7 +118,7 @@ def test_decode(elem, native):
 
 
 @ELEM
-def test_dequantize(elem):
+def test_dequantize_multiplies_codes_by_their_scale(elem):
     codes = torch.randint(0, 0x7B, (64, 64), dtype=torch.uint8) | (torch.randint(0, 2, (64, 64)) << 7).to(
         torch.uint8
     )

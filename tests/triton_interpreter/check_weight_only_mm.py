@@ -41,19 +41,19 @@ def check(calls, target) -> None:
 
 
 @pytest.mark.parametrize("target", SMALL)
-def test_shapes(target):
+def test_weight_only_mm_of_odd_shapes_matches_fp64(target):
     shapes = [(1, 200, 1056), (2, 130, 300), (3, 70, 96), (20, 130, 260), (5, 1, 1), (1, 1, 40)]
     sides = [(activation(m, k), operand(n, k), torch.randn(n).to(BF16)) for m, n, k in shapes]
     check([(*side, BF16) for side in sides], SMALL[target])
 
 
-def test_split_k():
+def test_weight_only_mm_with_split_k_matches_fp64():
     """Parts of K are summed by a second kernel."""
     sides = [(activation(m, 4100), operand(24, 4100), torch.randn(24)) for m in (1, 17)]
     check([(*side, BF16) for side in sides], TARGETS["sm_90"])
 
 
-def test_other_activations():
+def test_weight_only_mm_of_fp16_and_fp32_matches_fp64():
     sides = [(activation(m, 200, dtype), operand(40, 200, E5M2)) for m in (1, 9) for dtype in (F16, F32)]
     check([(*side, None, F32) for side in sides], SMALL["sm_90"])
 
@@ -65,7 +65,7 @@ def test_scales_at_both_ends():
     check([(activation(1, 64) * 2.0**-30, w, None, F32)], SMALL["sm_90"])
 
 
-def test_weight_strides():
+def test_weight_only_mm_of_strided_weight_matches_fp64():
     calls = [(activation(m, 160), operand(70, 160, k_major=False), None, BF16) for m in (2, 16)]
     check(calls, SMALL["sm_90"])
 
@@ -131,7 +131,7 @@ def check_packed(calls, target, bound: int = 2) -> None:
 
 @pytest.mark.parametrize("target", [*SMALL, "gfx942"])
 @pytest.mark.parametrize("two_level", [False, True])
-def test_packed_weights(two_level: bool, target: str):
+def test_weight_only_mm_of_packed_weights_matches_fp64(two_level: bool, target: str):
     """One row and several, of BF16 and FP32, any sizes; chips whose codes PTX decodes, and one without."""
     chip = SMALL.get(target) or replace(TARGETS[target], processors=4)
     shapes = [(1, 200, 1056), (2, 130, 300), (3, 70, 96), (20, 130, 260), (5, 2, 2), (1, 3, 40)]

@@ -15,7 +15,7 @@ from mxcompile.errors import OptionError
 from mxcompile.watch import Watch, for_lightning, for_transformers
 
 
-def test_transformers(tmp_path: Path):
+def test_callback_for_transformers_numbers_steps_and_closes(tmp_path: Path):
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
     model, watch = Model(), Watch(tmp_path / "run.jsonl", every=1)
@@ -30,7 +30,7 @@ def test_transformers(tmp_path: Path):
     assert [*samples(tmp_path / "run.jsonl")] == [7]
 
 
-def test_lightning(monkeypatch: pytest.MonkeyPatch):
+def test_callback_for_lightning_numbers_steps_and_closes(monkeypatch: pytest.MonkeyPatch):
     """Its callbacks derive from its class and know the trainer's step."""
     library = ModuleType("pytorch_lightning")
     library.Callback = type("Callback", (), {})

@@ -84,7 +84,9 @@ def measured(x: Tensor, dim: int, fmt: str) -> Tally:
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     odd=st.booleans(),
 )
-def test_every_field(fmt: str, shape: tuple[int, ...], dim: int, seed: int, dtype: torch.dtype, odd: bool):
+def test_every_statistic_equals_a_count_by_hand(
+    fmt: str, shape: tuple[int, ...], dim: int, seed: int, dtype: torch.dtype, odd: bool
+):
     """Of every format, for both layouts, matrices and batches of them, with NaN and Inf."""
     x, form = drawn(shape, seed, dtype, odd), Format.parse(fmt)
     amax = ops.largest(x) if form.two_level else None
@@ -138,7 +140,7 @@ def test_parts_join_to_the_whole():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_without_a_cast(dtype: torch.dtype):
+def test_statistics_without_cast_lose_nothing(dtype: torch.dtype):
     """Results of products are not cast: what is in them is counted, and nothing is lost."""
     x = drawn((9, 70), 3, dtype, odd=True)
     tally = measured(x, -1, "")
@@ -149,14 +151,14 @@ def test_without_a_cast(dtype: torch.dtype):
     }
 
 
-def test_nothing_but_zeros():
+def test_statistics_of_zeros_have_no_sqnr():
     found = measured(torch.zeros(4, 40), -1, "e4m3 1x32 rceil").statistics()
     assert (found["amax"], found["smallest"], found["underflow"], found["error"], found["sqnr"]) == (
         0.0, None, 0.0, 0.0, None,
     )  # fmt: skip
 
 
-def test_no_elements():
+def test_statistics_of_empty_tensor_are_zero():
     found = measured(torch.zeros(0, 40), -1, "e4m3 1x32 rceil").statistics()
     assert (found["amax"], found["scale_median"], found["nan"]) == (0.0, None, 0)
 

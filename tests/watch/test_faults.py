@@ -39,7 +39,7 @@ def found(path: Path) -> set[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_one_rank(fault: str, tmp_path: Path):
+def test_watch_names_the_fault_on_one_rank(fault: str, tmp_path: Path):
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, path = Model(), tmp_path / "run.jsonl"
@@ -152,7 +152,7 @@ WRAPS = {"fsdp2": fully_sharded, "tp": tensor_parallel, "pp": pipeline}
     ("wrap", "ranks"), [("fsdp2", 2), ("fsdp2", 4), ("tp", 2), ("tp", 4), ("pp", 2), ("pp", 4)], ids=str
 )
 @pytest.mark.parametrize("fault", FAULTS)
-def test_many_ranks(wrap: str, fault: str, ranks: int, tmp_path: Path):
+def test_watch_names_the_fault_on_many_ranks(wrap: str, fault: str, ranks: int, tmp_path: Path):
     on_ranks(ranks, tmp_path, train, WRAPS[wrap], fault, apart=True)
     path = tmp_path / "run.jsonl"
     assert found(path) == FAULTS[fault].places

@@ -100,7 +100,7 @@ def test_a_warning_and_a_check(caplog: pytest.LogCaptureFixture, tmp_path: Any):
     assert [*samples(tmp_path / "run.jsonl")] == [0, 2]
 
 
-def test_scales_and_values():
+def test_nonfinite_counts_nan_in_scales_and_values():
     assert ops.nonfinite(torch.tensor([0, 255, 254, 255], dtype=torch.uint8)).tolist() == [2]
     assert ops.nonfinite(torch.tensor([0.0, math.nan, -math.inf])).tolist() == [2]
 

@@ -46,7 +46,7 @@ def test_rule_fires_only_for_its_layer_operand_and_role():
     assert not rule.fires(row(0.5, role="qkv"))
 
 
-def test_all_conditions_hold():
+def test_rule_fires_only_if_all_conditions_hold():
     rule = Rule.from_mapping({"when": {"underflow": "> 0.1", "sqnr": "<2e1"}})
     assert not rule.fires(row(0.5, sqnr=25.0))
     assert rule.fires(row(0.5, sqnr=15.0))
@@ -74,7 +74,7 @@ def test_all_conditions_hold():
         ("stop", "a watch rule must be a mapping, found 'stop'"),
     ],
 )
-def test_mistakes(given: Any, message: str):
+def test_watch_refuses_rules_that_do_not_parse(given: Any, message: str):
     with pytest.raises(OptionError, match=message):
         Watch(print, rules=[given])
 

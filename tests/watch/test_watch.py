@@ -243,7 +243,7 @@ def test_a_stored_weight_is_left_out_with_a_reason(tmp_path: Path):
     assert {*first["left_out"][0]} == {"layer", "gemm", "operand", "why"}
 
 
-def test_results_of_products(tmp_path: Path):
+def test_watched_results_are_outputs_and_weight_gradients(tmp_path: Path):
     """Y and dw, where they are asked for, are those that the model gives and its parameters get."""
     model = nn.Sequential(nn.Linear(WIDTH, FFN, bias=False), nn.GELU(), nn.Linear(FFN, WIDTH, bias=False))
     watch = Watch(tmp_path / "run.jsonl", every=1, operands=["y", "dw"])
@@ -313,7 +313,7 @@ def test_compiled_code_is_the_same(front: str, operands: str, tmp_path: Path):
         ({"to": ""}, "expected a path, a callable or a SummaryWriter"),
     ],
 )
-def test_mistakes(arguments: dict[str, Any], message: str):
+def test_watch_refuses_wrong_arguments(arguments: dict[str, Any], message: str):
     with pytest.raises(OptionError, match=message):
         Watch(**{"to": "run.jsonl", **arguments})
 

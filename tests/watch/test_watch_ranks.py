@@ -146,7 +146,7 @@ def test_all_ranks_hear_what_rules_find(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrap", [data_parallel, fully_sharded], ids=lambda wrap: wrap.__name__)
-def test_data_parallel(wrap: Any, tmp_path: Path):
+def test_data_parallel_sample_counts_tokens_of_both_ranks(wrap: Any, tmp_path: Path):
     """Rows count the tokens of both ranks; the file is one rank's."""
     found = two_ranks(wrap, tmp_path)
     assert [*found] == [0, 2]
@@ -164,7 +164,7 @@ def test_data_parallel(wrap: Any, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_tensor_parallel(tmp_path: Path):
+def test_tensor_parallel_sample_counts_shards_as_one_weight(tmp_path: Path):
     """A weight's shards are one weight, under the name of the whole layer."""
     found = two_ranks(tensor_parallel, tmp_path)
     torch.manual_seed(0)

@@ -47,14 +47,14 @@ def file(tmp_path: Path) -> Path:
     return write.path
 
 
-def test_worst_and_moved(file: Path):
+def test_sample_file_finds_worst_and_moved_operands(file: Path):
     content = SampleFile.load(file)
     assert [key for key, _ in content.worst(2)] == [("c", "fprop", "w"), ("b", "fprop", "x")]
     ((key, before, now),) = content.moved(3, back=1)
     assert (key, before["underflow"], now["underflow"]) == (("b", "fprop", "x"), 0.1, 0.2)
 
 
-def test_the_terminal(file: Path, capsys: pytest.CaptureFixture[str]):
+def test_watch_command_prints_worst_and_moved_operands(file: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["watch", str(file), "--top", "1", "--back", "2"]) == 0
     text = capsys.readouterr().out
     assert "3 samples, steps 0 to 200, 3 operands, preset nvidia" in text
@@ -142,7 +142,7 @@ def test_a_file_without_samples(text: str, tmp_path: Path):
         SampleFile.load(tmp_path / "run.jsonl")
 
 
-def test_misuse(file: Path, capsys: pytest.CaptureFixture[str]):
+def test_watch_command_refuses_missing_file_and_suffix(file: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["watch", "nowhere.jsonl"]) == 2
     assert main(["watch", str(file), "-o", "page.pdf"]) == 2
     assert "unknown suffix '.pdf'" in capsys.readouterr().err

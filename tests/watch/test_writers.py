@@ -131,7 +131,7 @@ def test_a_cut_line_is_left_out_and_the_next_run_goes_on(tmp_path: Path):
     assert [record.get("step") for record in read(path)] == [None, 7]
 
 
-def test_folders_are_made(tmp_path: Path):
+def test_writer_creates_missing_folders(tmp_path: Path):
     path = tmp_path / "a" / "b" / "run.jsonl"
     JsonLines(path)({"schema": SCHEMA, "kind": "run"})
     assert path.is_file()
@@ -158,7 +158,7 @@ def test_a_writer_that_raises_is_told_once(caplog: pytest.LogCaptureFixture):
     assert all(line.endswith("training goes on") for line in told)
 
 
-def test_tensorboard_gets_numbers():
+def test_tensorboard_writer_sends_only_numbers():
     class Board:
         def __init__(self) -> None:
             self.scalars: dict[tuple[str, int], float] = {}

@@ -79,7 +79,7 @@ def _first_words(error: MXCompileError) -> str:
     return re.split(r" in |:| \(", str(error))[0]
 
 
-def test_roles(name, disguise, request):
+def test_every_layer_has_the_expected_role(name, disguise, request):
     found = look(ZOO[name], DISGUISES[disguise], run=disguise == PLAIN)
     if file := request.config.getoption("--zoo-misfits"):
         with Path(file).open("a") as lines:

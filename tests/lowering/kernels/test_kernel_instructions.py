@@ -101,7 +101,7 @@ def casts(scales: ScaleLayout) -> dict:
 
 @pytest.mark.parametrize("target", mostly_slow(NATIVE, "sm_100", "gfx950"))
 @pytest.mark.parametrize("layout", ["rowwise", "columnwise", "both"])
-def test_casts(layout, target):
+def test_mx_casts_compile_to_wide_accesses_and_one_rounding(layout, target):
     for scales in {ScaleLayout.ROW_MAJOR, TARGETS[target].scale_layout}:
         _, text = kernel(casts(scales)[layout], [meta(4096, 4096, dtype=BF16)], target)
         assert re.search(WIDE_LOAD, text)
@@ -114,7 +114,7 @@ def test_casts(layout, target):
 @pytest.mark.parametrize("target", ["sm_100", "gfx950"])
 @pytest.mark.parametrize("rounding", Rounding)
 @pytest.mark.parametrize("elem", ELEM_TYPES.values(), ids=lambda elem: elem.name)
-def test_cast_formats(elem, rounding, target):
+def test_mx_casts_of_fp32_compile_in_every_format(elem, rounding, target):
     """Of FP32, which takes the most registers."""
     x = meta(4096, 4096, dtype=F32)
     kernel(lambda x: quantize_both(x, elem.dtype, str(rounding)), [x], target)
@@ -126,7 +126,7 @@ FP4 = ["sm_100", "sm_103", "sm_120", "gfx950"]
 @pytest.mark.parametrize("target", mostly_slow(FP4, "sm_100", "gfx950"))
 @pytest.mark.parametrize("shape", [(4096, 4096), (8, 1000, 1001)], ids=str)
 @pytest.mark.parametrize("dim", [-1, -2])
-def test_fp4_casts(dim, shape, target):
+def test_packed_fp4_casts_compile_to_the_chips_conversion(dim, shape, target):
     """Also of batches of odd matrices, whose elements are read one by one."""
     layout = ScaleLayout.ROW_MAJOR if len(shape) == 3 else TARGETS[target].scale_layout
     word = "e2m1 1x32 rceil" if target == "gfx950" else "e2m1 1x16 two-level"
@@ -154,7 +154,7 @@ def on_the_mx_instruction(operands: list[Tensor], target: str, *, wide: bool = T
 @pytest.mark.parametrize(
     ("tokens", "form"), [(FEW, "fprop"), (MANY, "fprop"), (MANY, "dgrad"), (MANY, "wgrad")]
 )
-def test_scaled_mm(tokens, form, target):
+def test_scaled_mm_compiles_to_the_mx_instruction(tokens, form, target):
     scales, (a_k_major, b_k_major) = TARGETS[target].scale_layout, FORMS[form]
     a = side(tokens, 4096, scales, k_major=a_k_major)
     b = side(4096, 4096, scales, k_major=b_k_major)
@@ -223,7 +223,7 @@ def on_the_fp4_instruction(a, b, word: str, target: str, *, offs: Tensor | None 
 
 @pytest.mark.parametrize(("target", "word"), PACKED)
 @pytest.mark.parametrize("tokens", [FEW, MANY])
-def test_packed_mm(tokens, target, word):
+def test_packed_mm_compiles_to_the_fp4_instruction(tokens, target, word):
     """By pointers, scales as casts write them; rows of whole steps, and rows that end inside of one."""
     tiled = TARGETS[target].scale_layout is ScaleLayout.TILED_128X4
     for k in (4096, 4128):
@@ -251,7 +251,7 @@ def test_packed_mm_of_a_stored_weight(tokens, word):
 
 @pytest.mark.parametrize("word", [MXFP4, NVFP4])
 @pytest.mark.parametrize("config", tiled_configs(TARGETS["sm_100"]), ids=str)
-def test_packed_mm_tiled(config, word, monkeypatch):
+def test_packed_mm_tiled_copies_scales_into_tensor_memory(config, word, monkeypatch):
     monkeypatch.setattr(choices, "tiled_products", lambda *_: [config])
     a, b = (packed_side(4096, 4096, word, tiled=True) for _ in range(2))
     _, text = on_the_fp4_instruction(a, b, word, "sm_100")
@@ -261,14 +261,14 @@ def test_packed_mm_tiled(config, word, monkeypatch):
 
 
 @pytest.mark.parametrize(("target", "word"), PACKED)
-def test_packed_batches(target, word):
+def test_packed_batched_mm_compiles_to_the_fp4_instruction(target, word):
     a, b = (packed_side(512, 1024, word, batch=(8,)) for _ in range(2))
     on_the_fp4_instruction(a, b, word, target)
 
 
 @pytest.mark.parametrize(("target", "word"), PACKED)
 @pytest.mark.parametrize("kind", ["rows", "few rows", "K"])
-def test_packed_groups(kind, target, word, monkeypatch):
+def test_packed_grouped_mm_compiles_to_the_fp4_instruction(kind, target, word, monkeypatch):
     """By pointers; of K, whose groups end anywhere, too by loads of 16 bytes."""
     monkeypatch.setattr(scaled_grouped_mm_tiled, "tiles", lambda *_: [])
     offs, m = meta(8, dtype=torch.int32), 64 if kind == "few rows" else MANY
@@ -281,7 +281,7 @@ def test_packed_groups(kind, target, word, monkeypatch):
 
 @pytest.mark.parametrize("config", tiled_configs(TARGETS["sm_100"]), ids=str)
 @pytest.mark.parametrize("form", ["dgrad", "wgrad"])
-def test_scaled_mm_tiled(form, config, monkeypatch):
+def test_scaled_mm_tiled_copies_scales_into_tensor_memory(form, config, monkeypatch):
     """Each config on operands that are MN-major; ``test_scaled_mm_choices`` has those of fprop."""
     monkeypatch.setattr(choices, "tiled_products", lambda *_: [config])
     tiled = ScaleLayout.TILED_128X4

@@ -17,7 +17,7 @@ CHECKS = sorted(FOLDER.glob("check_*.py"))
 
 
 @pytest.mark.slow
-def test_in_interpreter():
+def test_value_checks_pass_in_the_interpreter():
     plugins = ["-p", "exact_interpreter", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *plugins, "--tb=short", *map(str, CHECKS)],

@@ -101,7 +101,7 @@ def test_k_is_split_until_the_chip_is_busy(target):
             assert programs >= 1.5 * chip.processors or form.parts >= longest * 0.5, (n, k, rows, str(form))
 
 
-def test_words():
+def test_text_of_a_form_names_tile_split_and_choices():
     (form,) = forms(1, 4096, 4096, BF16, TARGETS["sm_90"])
     assert str(form) == "gemv 1x8x512"
     (form,) = forms(1, 1024, 4096, BF16, TARGETS["sm_90"])
