@@ -88,7 +88,7 @@ def config_patches(
         for key, value in _EXACT.items():
             if _setting(key, options) != value:
                 log.warning(
-                    "config.%s is %r in graphs that mxfp8 compiles, whose casts round by exact additions",
+                    "mxfp8 sets config.%s to %r for its graphs, because their casts round by exact additions",
                     key,
                     value,
                 )

@@ -65,7 +65,7 @@ def convert(
     form, checkpoint = layout_of(layout), Checkpoint.open(source)
     weights, config = plan_conversion(checkpoint, policy, form, model)
     if source.is_dir() and source.resolve() in (target.resolve(), *target.resolve().parents):
-        raise CheckpointError(f"{target}: lies in the input, which is not touched")
+        raise CheckpointError(f"{target}: lies in the input, which must not change: name another directory")
     with new_directory(target) as partial:
         steps = 2 * len(checkpoint.entries)  # every tensor is written, then measured
         hidden = None if progress else True

@@ -134,7 +134,7 @@ def _shards(path: Path) -> tuple[Path, ...]:
         raise CheckpointError(
             f"{path}: holds pickles ({pickles[0]}), which are never loaded, and no safetensors"
         )
-    raise CheckpointError(f"{path}: holds no safetensors")
+    raise CheckpointError(f"{path}: holds no safetensors: name a directory with *.safetensors files")
 
 
 def _weight_map(path: Path) -> dict[str, str]:

@@ -95,7 +95,7 @@ class FileLayout:
         weight = StoredWeight(name=name, shape=tuple(value.shape), form=value.form, block_dim=value.block_dim)
         if reason := self.obstacle(weight):
             raise CheckpointError(
-                f"{name}: {reason}; quantize_weights_ can leave it as it is by a policy rule"
+                f"{name}: {reason}; add a policy rule, so that quantize_weights_ leaves it as it is"
             )
         scale = value.scale if value.form.two_level else value.scale.view(self.scale_dtype)
         tensors = [value.qdata.contiguous(), scale.contiguous()]

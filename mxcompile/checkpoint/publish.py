@@ -39,13 +39,15 @@ def new_directory(target: Path) -> Iterator[Path]:
         CheckpointError: `target` exists, or the file system reports an error.
     """
     if target.exists():
-        raise CheckpointError(f"{target}: exists already")
+        raise CheckpointError(f"{target}: exists already: name another directory")
     name = target.name[:100]
     partial = target.with_name(f".{name}.{uuid.uuid4().hex}.partial")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         for path in target.parent.glob(f".{glob.escape(name)}.{'?' * 32}.partial"):
-            log.warning("%s: remove it, unless a process is still writing it", path)
+            log.warning(
+                "%s is from an interrupted run: remove it, unless a process is still writing it", path
+            )
         partial.mkdir()
         try:
             yield partial

@@ -53,7 +53,7 @@ def save_quantized(
     form = layout_of(layout)
     model, target = user_model(model), Path(directory).absolute()
     if target.exists():
-        raise CheckpointError(f"{target}: exists already")
+        raise CheckpointError(f"{target}: exists already: name another directory")
     state = published(model, {name: value.detach() for name, value in state_of(model).items()})
     if not any(isinstance(value, MXTensor) for value in state.values()):
         raise CheckpointError(

@@ -74,7 +74,9 @@ def _weight(checkpoint: Checkpoint, name: str, about: Mapping[str, Any]) -> Stor
     if about.get("_type") != "MXTensor" or data.get("block_size") != BLOCK:
         raise CheckpointError(f"{what} is a torchao {about.get('_type')}, not MXFP8 or MXFP4")
     if data.get("is_swizzled_scales"):
-        raise CheckpointError(f"{what} has swizzled scales, which are not read")
+        raise CheckpointError(
+            f"{what} has swizzled scales, which are not read: save it with row-major scales"
+        )
     elements, scales = map(checkpoint.entries.get, parts(name, MXFP8))
     word = (data.get("elem_dtype") or {}).get("_data")
     is_packed = elements is not None and elements.dtype is torch.uint8 and word == _E2M1_WORD

@@ -93,7 +93,7 @@ ELEMENTS: dict[str, ElemType] = {}
 def register(elem: ElemType) -> ElemType:
     """Registers `elem`, so that formats can name it. Raises `FormatError` if another type has its name."""
     if ELEMENTS.setdefault(elem.name, elem) != elem:
-        raise FormatError(f"there is another element type {elem.name!r} already")
+        raise FormatError(f"there is another element type {elem.name!r} already: choose another name")
     return elem
 
 

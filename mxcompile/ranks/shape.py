@@ -45,7 +45,7 @@ class MeshShape:
         names = tuple(axis[1] for axis in axes if axis)
         sizes = tuple(int(axis[2]) for axis in axes if axis)
         if len(set(names)) < len(names):
-            raise OptionError(f"mesh {shown(text)} names an axis twice")
+            raise OptionError(f"mesh {shown(text)} names an axis twice: give each axis one size")
         if 0 in sizes:
             raise OptionError(f"mesh {shown(text)} has an axis of size 0: a size must be at least 1")
         return MeshShape(names=names, sizes=sizes)

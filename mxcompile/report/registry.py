@@ -165,7 +165,7 @@ class Registry:
             self._report(same).save(path)
         except Exception as error:  # no failure of a report may stop compilation or training
             if path not in self._failing:
-                log.warning("cannot write the report, and the model goes on without it: %s", error)
+                log.warning("cannot write the report: %s; the model runs without a report", error)
             self._failing.add(path)
         else:
             self._failing.discard(path)

@@ -150,7 +150,7 @@ class MXStaticLayer(StaticLayer):  # type: ignore[no-untyped-call, misc, unused-
 
     def _nothing(self, value: object) -> None:
         if value is not None:
-            raise AttributeError("keys and values are written by `update` alone")
+            raise AttributeError("keys and values cannot be set: call `update` to write them")
 
 
 class MXStaticCache(StaticCache):  # type: ignore[misc, unused-ignore]

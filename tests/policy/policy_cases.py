@@ -307,7 +307,7 @@ SHADOWED = {
     "by several rules together": Broken(
         shadowed("{role: qkv}", "{name: a}", "{role: head}", "{role: [qkv, head], min_n: 2}"),
         6,
-        "rule 4 can never fire: all that it matches is decided before by rules 1, 3 (lines 3, 5); move it up",
+        "rule 4 can never fire, because earlier rules decide all its layers: rules 1, 3 (lines 3, 5); move it up",
     ),
     "by names and roles of several rules": Broken(
         shadowed("{name: 'a*'}", "{name: 'b*', role: qkv}", "{name: [ab, bc], role: qkv}"),

@@ -333,7 +333,9 @@ def test_the_directory_of_a_killed_conversion_stays_and_is_named(source, tmp_pat
         (folder / "model.safetensors").touch()
     convert(source, tmp_path / "out[{}]", progress=False)
     assert sorted(tmp_path.iterdir()) == sorted([left, other, source, tmp_path / "out[{}]"])
-    assert caplog.messages == [f"{left}: remove it, unless a process is still writing it"]
+    assert caplog.messages == [
+        f"{left} is from an interrupted run: remove it, unless a process is still writing it"
+    ]
     assert "model.safetensors" not in {file.name for file in (tmp_path / "out[{}]").iterdir()}
 
 

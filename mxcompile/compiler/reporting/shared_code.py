@@ -140,8 +140,8 @@ class Attribution:
         elif owners and (reference := weakref.ref(owners[-1])) not in self._models:
             self._models.add(reference)
             log.warning(
-                "code compiled for a %s runs for a %s too, whose report lacks it: torch._dynamo.reset()"
-                " between the two keeps them apart",
+                "code compiled for %s also runs for %s, whose report lacks these layers: call"
+                " torch._dynamo.reset() between the two",
                 self._kind.__name__,
                 type(owners[-1]).__name__,
             )
