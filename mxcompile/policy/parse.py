@@ -98,7 +98,7 @@ def parse_data(data: Any, source: Origin) -> tuple[str, tuple[Rule, ...]]:
         if earlier:
             raise source.error(
                 ("rules", index),
-                f"rule {index + 1} can never fire, because earlier rules decide all its layers:"
+                f"rule {index + 1} can never fire, because all its layers are decided by"
                 f" {_named_rules(earlier, source)}; move it up or remove it",
             )
         rules.append(rule)

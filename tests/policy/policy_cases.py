@@ -283,7 +283,7 @@ MEANING = {
 
 SHADOWED = {
     "by '*'": Broken(
-        shadowed("{name: '*'}", "{role: qkv}"), 4, "decided before by rule 1 (line 3); move it up"
+        shadowed("{name: '*'}", "{role: qkv}"), 4, "all its layers are decided by rule 1 (line 3); move it up"
     ),
     "by a glob": Broken(shadowed("{name: 'model.*'}", "{name: 'model.layers.*'}"), 4, "by rule 1"),
     "by a glob that has its name": Broken(shadowed("{name: 'a.?'}", "{name: a.b}"), 4, "by rule 1"),
@@ -307,7 +307,7 @@ SHADOWED = {
     "by several rules together": Broken(
         shadowed("{role: qkv}", "{name: a}", "{role: head}", "{role: [qkv, head], min_n: 2}"),
         6,
-        "rule 4 can never fire, because earlier rules decide all its layers: rules 1, 3 (lines 3, 5); move it up",
+        "rule 4 can never fire, because all its layers are decided by rules 1, 3 (lines 3, 5); move it up",
     ),
     "by names and roles of several rules": Broken(
         shadowed("{name: 'a*'}", "{name: 'b*', role: qkv}", "{name: [ab, bc], role: qkv}"),
