@@ -4,9 +4,9 @@
 
 AOTAutograd numbers operators: a gradient has the number of its forward product, and shares an operand with
 it. Derivatives that the compiled code takes itself (``torch.func.grad``) and bodies of other operators have
-no numbers. There, dx is the product that reads W along its other dimension. dW is the product of the size of
-W that reads the dy of a dx, or x. If several layers fit, the last layer of the forward comes first, because
-backward runs in reverse.
+no numbers. There, dx is the product that reads W along its other dimension. dW is the product with a result
+of the size of W that reads x, or the dy of such a dx. If several layers fit, the last layer of the forward
+comes first, because backward runs in reverse.
 """
 
 from __future__ import annotations

@@ -376,7 +376,7 @@ def _result(node: fx.Node) -> torch.Tensor:
 
 
 def _is_better_picked_later(source: fx.Node, fmt: Format) -> bool:
-    """Whether `source` picks from a stack of matrices that is no larger than its picks."""
+    """Whether to cast a whole stack before `source` picks matrices, because it has no more elements."""
     stack, value = picked_stack(source), tensor(source)
     if stack is None or value is None or not fmt.is_mx or fmt.tile == Tile.SQUARE:
         return False

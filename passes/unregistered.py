@@ -94,7 +94,7 @@ class Unregistered:
         return weights & group
 
     def _inputs(self, graph: fx.Graph, kind: HeldBy) -> set[fx.Node]:
-        """Returns the inputs of `kind`."""
+        """Returns the inputs of `graph` that the program holds in the way `kind`."""
         pairs = ((node, graph_input(node, self.find.inputs)) for node in graph.find_nodes(op="placeholder"))
         return {node for node, captured in pairs if captured is not None and captured.unregistered is kind}
 

@@ -1,7 +1,7 @@
 """The tiles of the templates on each chip: from the chip's table, and more tiles for autotuning.
 
-A chip without a row comes here only if a user names another chip as the target. It runs a tile that fits any
-chip.
+A chip without a row runs a tile that fits any chip. This happens only if the user names a target that is not
+the machine's chip.
 """
 
 from __future__ import annotations

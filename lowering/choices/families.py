@@ -154,6 +154,6 @@ def runs(family: Family, forms: Forms, target: Target) -> bool:
 
 
 def lacking(family: Family, forms: Forms, target: Target) -> str:
-    """Returns the reason why `target`, which has `family`, lacks it for `forms`, which it takes; or ""."""
+    """Returns why `target` has kernels of `family`, but none for `forms`; "" if it has one."""
     row = TABLE[family]
     return "" if row.fits(forms, target) else row.reason(forms, target)

@@ -36,7 +36,7 @@ def lower_matmul(
     format_b: str,
     tensors: Sequence[ir.TensorBox] | None = None,
 ) -> ir.TensorBox:
-    """Returns the product that `graph.integer` left in the graph; a call of the operator on other devices."""
+    """Lowers a product that `graph.integer` chose to the C++ kernel; elsewhere to a call of the operator."""
     if a.get_device_or_error().type != "cpu":
         called: ir.TensorBox = _CALL(a, scale_a, b, scale_b, bias, out_dtype, format_a, format_b, tensors)
         return called

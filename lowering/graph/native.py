@@ -168,7 +168,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _rows(node: fx.Node) -> int:
-    """Returns the number of rows of each product of `node`; the average if groups are of rows or columns."""
+    """Returns the number of rows of each product of `node`; for groups of rows or columns their average."""
     product = Product.read(node)
     out, a, b = map(tensor, (node, product.a, product.b))
     assert out is not None

@@ -144,7 +144,7 @@ def _winner(node: BaseSchedulerNode, buffer: ir.TritonTemplateBuffer) -> ir.Choi
 
 
 def renamed(kernel: str, winner: ir.ChoiceCaller) -> str:
-    """Returns `kernel`, the name before the choice, with the winner's name and tile instead."""
+    """Returns the kernel's name for a record, with the winner's tile. kernel: name before the choice."""
     match = re.fullmatch(r"(.*?)((?: \(|; ).*)?", kernel, re.DOTALL)
     assert match is not None
     before, remark = match.groups(default="")

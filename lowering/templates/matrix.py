@@ -1,4 +1,4 @@
-"""The parts of a template over tiles of a matrix: place · load, before a body for each copy and its store."""
+"""Parts that templates over tiles of a matrix share: indices, masks and loads; the grid; extra buffers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MASKS = r"""    idx_m = rm[:, None].to(INDEX_DTYPE)
 
 
 def load(source: str) -> str:
-    """Returns the source that loads, or computes, the tile of the input `source`, by its small letter."""
+    """Returns code that loads or computes the tile of the input `source` into its lower-case variable."""
     return r"""
     {{load_input("<X>", "<x>", ("idx_m", "idx_n"), mask="mask", indent_width=4,
                  index_shape=("BLOCK_M", "BLOCK_N"))}}
@@ -42,12 +42,12 @@ def load(source: str) -> str:
 
 @SymbolicGridFn
 def grid(m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, Any, int]:
-    """Returns a program for each tile."""
+    """Returns the grid: one program per tile."""
     return cdiv(m, meta["BLOCK_M"]), cdiv(n, meta["BLOCK_N"]), 1
 
 
 def empty(x: Any, shape: Sequence[Any], dtype: torch.dtype) -> ir.TensorBox:
-    """Returns memory on the device of `x` that a kernel writes beside its result."""
+    """Returns an empty buffer on the device of `x`, for a kernel that writes more than its result."""
     result: ir.TensorBox = empty_strided(list(shape), None, dtype=dtype, device=x.get_device_or_error())
     result.realize()
     return result

@@ -47,7 +47,7 @@ class _Kernel(ProductKernel):
 
 
 class Descriptors(TritonTemplate):
-    """A template whose kernel makes descriptors on the device."""
+    """A template whose kernel creates TMA descriptors on the device."""
 
     kernel_type = _Kernel
 

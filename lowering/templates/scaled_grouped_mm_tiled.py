@@ -5,8 +5,8 @@
 
 Persistent, with a program per multiprocessor, as `scaled_mm_tiled`. `group_scales` makes tiles of the scales
 of each group. A tile of rows begins at any row; it reads rows past its group's end, but does not store them.
-The accelerator reads zeros outside of `a` and `b`. The matrices of `b` are stacked: K-major, they have zeros
-past K; N-major, the next matrix follows, and K must be whole steps.
+The accelerator reads zeros outside of `a` and `b`. The matrices of `b` are stacked. If they are K-major, the
+accelerator reads zeros past K. If they are N-major, it reads the next matrix, so K must be whole steps.
 
 Along K a group may begin and end inside blocks of 32 that it shares. Its descriptors cover its rows alone,
 and its steps begin at its first block's start, so that the accelerator reads zeros before the group's first

@@ -13,8 +13,8 @@ class AttentionOp:
     """An attention operator, whose first arguments are q, k and v.
 
     before_q: number of arguments before q, k and v in its backward. tokens: dimension of tokens in q, k and
-    v.
-    device, backend: where `scaled_dot_product_attention` dispatches to it, and PyTorch's name of the backend.
+    v. device, backend: where `scaled_dot_product_attention` dispatches to it, and PyTorch's name of the
+    backend.
     """
 
     name: str

@@ -71,8 +71,8 @@ def flattened(graph: fx.Graph) -> fx.Graph:
 
     The copy shows which parameters those products read and where their results go. It is for analysis only,
     because its values are approximate: the call's argument or its first slice replaces a body's input, and
-    the result of any body with products replaces the call's result. An input that one run of a body gives the
-    next stays an input if the first run gets a constant.
+    the result of any body with products replaces the call's result. If one run of a body passes a
+    value to the next run, and the first run gets a constant, the value stays an input.
     """
     flat = fx.Graph()
     _Flattening(flat, None, 1).copy(graph, {})

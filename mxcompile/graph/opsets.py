@@ -101,8 +101,8 @@ def is_matmul(node: fx.Node) -> bool:
 def is_foreign(node: fx.Node) -> bool:
     """Whether `node` calls an operator of another library that may contain matrix products.
 
-    An operator may if it has two or more floating-point operands that are matrices, or one and matrices in
-    its code.
+    An operator may contain a product if it has two floating-point matrices as operands, or a single matrix as
+    operand and another matrix in its code.
     """
     if node.op != "call_function":
         return False

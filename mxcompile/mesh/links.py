@@ -8,7 +8,7 @@
 
 Ranks of a mesh are numbered with the innermost axis fastest. Each `node` consecutive ranks form a node,
 connected by NVLink; network ports connect the nodes. A ring with g ranks in each node uses all g ports. Link
-bandwidths come from data sheets; published measurements give the fraction of it that NCCL reaches. The model
+bandwidths come from data sheets; published measurements give the fraction that NCCL reaches. The model
 takes the fastest of NCCL's three protocols. It leaves out: other traffic on the link, oversubscribed
 switches, and slow ranks.
 """

@@ -6,7 +6,7 @@
     shared memory      a private copy; a large region becomes read-only
     CUDA, threads      cached answers of CUDA from before the fork; one thread
 
-Native code that opens files itself is the limit: its writes fail, but an empty file may remain. Needs /proc,
+Native code that opens files itself is not caught: its writes fail, but an empty file may remain. Needs /proc,
 and therefore Linux.
 """
 

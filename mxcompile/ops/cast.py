@@ -1,17 +1,19 @@
 """The cast of a tensor to copies, and its reverse.
 
     cast      x → the tensors of each copy of x, then of each copy of y        copies: words (`Copy.parse`)
-    decode    qdata, scale → values. Without scale: elements. In uint8: codes of packed elements. In MI300's
-              types (`FNUZ`): elements of half the value
+    decode    qdata, scale → values
+              qdata        → elements; as uint8, the codes of packed elements; in MI300's types (`FNUZ`),
+                             elements of half the value
 
-Arguments of `cast`. y: a second tensor that gets the same copies; if x and y are computed from the same
-inputs, a kernel can read these once. seed, stream: see `encode_with`. scales: for each copy, scales from
-earlier calls (delayed scaling, see `state`), or None. amaxes: for each copy in a two-level format, the amax
-of the tensor (`largest`), FP32 [1], or of its rows along the contraction, else None.
+Arguments of `cast`. y: a second tensor that gets the same copies. A kernel can then read the common inputs of
+x and y once. seed, stream: see `encode_with`. scales: for each copy, scales from earlier calls (delayed
+scaling, see `state`), or None. amaxes: for each copy in a two-level format, the amax of the tensor
+(`largest`), FP32 [1], or of its rows along the contraction, else None.
 
-Arguments of `decode`. scale: may be tiled, for matrices (see `scale_tiles`). amax: amax of a tensor that was
-cast to two levels, or of its rows. global_scale: divides the scales of the blocks of a weight stored in two
-levels. Without both, the values lack the scale of the tensor.
+Arguments of `decode`. scale: row-major, or tiled for matrices (see `scale_tiles`). amax: amax of a tensor
+that was cast to two levels, or of its rows. global_scale: divides the scales of the blocks of a weight stored
+in two levels. Without `amax` and `global_scale`, two-level values are not multiplied by the scale of the
+tensor.
 """
 
 from __future__ import annotations

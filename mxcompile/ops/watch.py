@@ -99,7 +99,7 @@ def _cast(
 
 
 def _sums(x: Tensor, value: Tensor, stored: Tensor, limit: float) -> Tensor:
-    """Returns the fields of a piece, FP64; all tensors have one dimension. Other arguments: see `losses`."""
+    """Returns the `FIELDS` of `x`, a slice of the flat tensor, in FP64. Other arguments: see `losses`."""
     finite, exact = x.isfinite(), value.isfinite()
     size, lost, cut = losses(x, value, stored, limit)
     nonzero, both = size != 0, finite & exact

@@ -165,9 +165,10 @@ def _described(layer: nn.Module, index: int, owners: dict[int, int]) -> Iterator
 
 
 def _hook(module: nn.Module, number: int, hook: Any) -> Any:
-    """Returns a comparable description of a hook.
+    """Returns a description of a hook, equal for equal hooks.
 
-    A method can depend on any state of its object, so only its number identifies it.
+    number: the hook's key in the module. A bound method equals only the method with the same number, because
+    it can depend on any state of its object.
     """
     inner = hook.func if isinstance(hook, functools.partial) else hook
     options = tuple(sorted(key for key in HOOK_OPTIONS if number in vars(module).get(key, ())))

@@ -56,7 +56,7 @@ class Value:
 
 
 def word(what: str, table: dict[str, Any]) -> Value:
-    """Returns the `Value` of a key whose words are the keys of `table`; it reads to the table's entry."""
+    """Returns the `Value` of a key: its words are the keys of `table`, and mean the entries of `table`."""
 
     def read(value: Any) -> Any:
         if not isinstance(value, str) or value not in table:
@@ -67,7 +67,7 @@ def word(what: str, table: dict[str, Any]) -> Value:
 
 
 def listed(single: Value) -> Value:
-    """Returns the `Value` for one raw value or a list of them; it reads to a tuple without duplicates."""
+    """Returns the `Value` of a raw value or a list of raw values, read as a tuple without duplicates."""
 
     def read(value: Any) -> Any:
         if not isinstance(value, list):

@@ -117,7 +117,7 @@ class Partitioner(CustomPartitionerFn):
 
 
 def _tag_wrapped(joint: fx.Graph, part: fx.Graph) -> None:
-    """Gives wrapped random operators in `part` the metadata, but for values, that they have in `joint`.
+    """Copies the metadata of random operators from `joint` to their wrappers in `part`, except their values.
 
     The partitioner wraps a random operator, such as an attention, that also runs in backward, and drops its
     metadata.

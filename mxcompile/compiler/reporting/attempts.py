@@ -136,8 +136,8 @@ def _num_codes(code: CodeType) -> int:
 class _End:
     """Runs at the end of a call in which Dynamo tries to compile frames.
 
-    root: the model. call: the running call of `root`. is_whole: False if this
-    is the end of a part of the call.
+    root: the model. call: the running call of `root`. is_whole: False if this is the end of a part of the
+    call.
     """
 
     def __init__(

@@ -54,8 +54,8 @@ class Frame:
 
     locals, globals: scopes for the names of graph inputs. running: running modules above the frame, innermost
     first. backward: whether compiled autograd compiles the backward of earlier graphs. parts: reasons why the
-    graph covers only a part of the code. models: the models of a
-    compiled function that graph breaks cut, by path.
+    graph covers only a part of the code. models: for a compiled function that graph breaks cut, its models by
+    path.
     """
 
     locals: Mapping[str, Any] = field(default_factory=dict)

@@ -58,7 +58,7 @@ class Places:
         REGISTRY.flush()  # a call that compiles nothing has no other end
 
     def note(self, path: str | None) -> None:
-        """Records that the module at `path` of the first model runs the code; None if it is unknown."""
+        """Records that a module of the first model runs the code. path: the module's path, or None."""
         self._is_sure = path is not None and (self._is_sure or not self._ran)
         if path and self._ran and path not in self._ran:
             self._on_other_module(path)

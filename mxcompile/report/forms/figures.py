@@ -38,7 +38,7 @@ def cards(summary: Summary, rows: Sequence[Row] = ()) -> Iterator[Card]:
 
 
 def differences(old: Summary, new: Summary) -> Iterator[str]:
-    """Yields a line for each figure of `old` that is another in `new`."""
+    """Yields a line for each figure that differs between `old` and `new`."""
     for name, figure in FIGURES.items():
         before, after = (
             "none" if value is None else UNITS[figure.unit](value)
