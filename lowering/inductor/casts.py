@@ -170,7 +170,7 @@ def decoded(qdata: ir.TensorBox, scale: ir.TensorBox, block_dim: int, dtype: tor
 
 @register_lowering(ops.flatten, type_promotion_kind=None)
 def lower_flatten(x: ir.TensorBox) -> ir.TensorBox:
-    """Lowers ``mx.flatten`` to a view of the stored `x`: of other tensors Inductor would compare sizes."""
+    """Lowers ``mx.flatten`` to a view of `x`, stored first: otherwise Inductor would compare sizes."""
     x.realize()
     whole: ir.TensorBox = _VIEW(x, [sympy.prod(x.get_size())])
     return whole
