@@ -4,10 +4,9 @@ Under autocast a GEMM reads a cast of a tensor. Quantization skips that cast: an
 quantized from FP32. Casts that the model writes itself stay, and so does the final rounding of a decomposed
 operator (a norm, an activation): its FP32 result exists only in registers.
 
-Autocast casts inside of the call that it serves, so a cast is autocast's if the same call of the model's code
-made a product; a cast in the model is a separate call. In backward, a cast belongs to the call whose
-derivative it is part of. The values of a weight that was gathered in tiles count as an input, whatever call
-reads them first.
+Autocast casts inside of an operator's call. So autocast made a cast if one call in the model's code produced
+both the cast and a product; a cast in the model is a call without a product. In backward, a cast belongs to
+the call whose derivative it is part of. The values of a weight that was gathered in tiles count as an input.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def outline(graph: fx.Graph, inputs: Sequence[GraphInput] = ()) -> Outline:
 
 @dataclass(kw_only=True, slots=True)
 class _Draft:
-    """A node before folding. position: depth and step. operators: names of glue's operators, in order."""
+    """A node before folding. position: depth and step. operators: for glue, its operators in graph order."""
 
     node: OutlineNode
     position: tuple[int, int]
@@ -90,7 +90,7 @@ class _Drawing:
             self._link(node, sources, self._join_glue(node, sources))
 
     def drafts(self) -> list[_Draft]:
-        """Returns all drafts, completed by titles of glue, and by names of casts that several blocks read."""
+        """Returns all drafts. Sets the labels of glue, and the names of casts that several blocks read."""
         for draft in self._drafts:
             if draft.node.kind == "glue":
                 names = list(draft.operators)

@@ -124,7 +124,7 @@ def is_native(node: fx.Node) -> bool:
 
 
 def _is_stored(use: fx.Node) -> bool:
-    """Whether `use` and the elementwise operators after it have more readers than casts, but no reduction."""
+    """Whether a node other than a cast reads `use` or elementwise operators after it, and no reduction does."""
     pending, seen, stored = [use], {use}, False
     while pending:
         for user, _ in readers(pending.pop(), _is_whole_view):

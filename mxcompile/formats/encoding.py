@@ -117,7 +117,7 @@ def scale_factors(
     """Returns the FP32 factors by which decoding multiplies elements with scales `scale`.
 
     amax: `outer_amax`, for two-level formats. global_scale: G of a stored two-level weight, FP32, broadcast
-    to `scale`. Without both, the factors of two levels lack the outer scale.
+    to `scale`. Without both, two-level factors are not multiplied by the outer scale.
     """
     if fmt.rounding is not None:
         return scale_value(scale.to(torch.int32))

@@ -200,7 +200,7 @@ def _without_function_modes() -> Iterator[None]:
 
 @contextmanager
 def apart_from_others() -> Iterator[None]:
-    """Separates a trace from the process's earlier compiles: recompile limits and sizes seen."""
+    """Lets a trace ignore earlier compiles of the process: their sizes, and recompile limits they reached."""
     with torch._dynamo.config.patch(
         recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16, automatic_dynamic_shapes=False
     ):

@@ -26,7 +26,7 @@ _NAMED = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Follower:
-    """A layer that reads another layer's result, and the marks of the way."""
+    """A layer that reads another layer's result, and the marks of the operators between them."""
 
     layer: fx.Node
     marks: int

@@ -153,9 +153,10 @@ class _UsesSweep:
 
 
 def _endings(feeds: Feeds, streams: Streams) -> frozenset[int]:
-    """Returns the streams that end a model: they follow other streams, and are linear in their first value.
+    """Returns the numbers of the streams at the end of a model.
 
-    Only convolutions and layers that read the stream itself join it, and no other node reads it.
+    Such a stream begins behind another stream. Only convolutions, and layers that read this stream linearly,
+    add to it; no other layer or product reads it.
     """
     behind = {feeds.number[node] for node in streams.skips if len(feeds.streams[node]) > 1}
     steps: set[tuple[fx.Node, int]] = set()
