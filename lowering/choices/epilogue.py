@@ -124,7 +124,7 @@ def is_native(node: fx.Node) -> bool:
 
 
 def _is_stored(use: fx.Node) -> bool:
-    """Whether a node other than a cast reads `use` or elementwise operators after it, and no reduction does."""
+    """Whether a node except casts reads `use` or elementwise operators after it; False for reductions."""
     pending, seen, stored = [use], {use}, False
     while pending:
         for user, _ in readers(pending.pop(), _is_whole_view):

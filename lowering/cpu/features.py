@@ -67,7 +67,7 @@ class Features:
 
     @property
     def integers(self) -> str:
-        """The instructions by which bytes are multiplied faster than numbers of any dtype, or ""."""
+        """The instructions that multiply bytes faster than the CPU multiplies any other dtype, or ""."""
         return self.int8 if self.int8 == "AVX-512 VNNI" and self.bf16 in ("", "AVX-512 BF16") else ""
 
     @property

@@ -142,5 +142,5 @@ class ScaleBlocks:
 
     @property
     def across_rows(self) -> bool:
-        """Whether neighbours have different scales, on a CPU: it loads them faster than it computes them."""
+        """Whether neighbours have different scales, which a CPU loads faster than it computes them."""
         return self.device.type == "cpu" and self.extents[-1] == 1
