@@ -67,7 +67,7 @@ def test_figures_of_training_steps_equal_results():
         same(numbers, [row[key] for row in found for key in ("ratio_to_bf16", "saved_to_bf16")])
 
 
-def test_training_steps_without_bf16():
+def test_figures_of_training_steps_without_bf16_equal_results():
     rows = newest("training_step", "model", "run", cpu="AVX2")
     own, of_fp32 = "mxcompile mxfp8", "mxcompile mxfp8, fp32 model"
     shown = {
@@ -183,7 +183,7 @@ def test_decoding_by_one_and_by_two_threads():
             same(numbers, [timed[weight.replace("×", "x"), run]["median_ms"] for run in runs])
 
 
-def test_attention_over_a_cache():
+def test_figures_of_attention_over_a_cache_equal_results():
     rows = newest("decode_attention", "context", "run")
     for tokens, numbers in table("docs/serving.md", "tokens in the cache").items():
         packed, ours = (rows[int(tokens.replace(",", "")), run] for run in ("sdpa bf16, packed", "mxfp8"))
@@ -279,7 +279,7 @@ def test_the_order_of_an_audit():
         same(match.groups(), [rows[model,][figure] for model in ("minilm", "gemma")])
 
 
-def test_the_shares_of_layers():
+def test_figures_of_shares_of_layers_equal_results():
     row = newest("audit_ranks", "model", cpu="AVX2")["gemma",]
     page = (ROOT / "docs" / "real-models.md").read_text(encoding="utf-8").replace("\n", " ")
     shares = re.search(r"Gemma's (\d+) layers has ([\d.]+) of the whole .*? add up to ([\d.]+) of it", page)

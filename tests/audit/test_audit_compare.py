@@ -58,7 +58,7 @@ def test_rows_are_those_of_audit():
     assert all(float(row[2]) > float(row[3]) for row in table)  # eight bits lose less than four
 
 
-def test_on_the_command_line(capsys: pytest.CaptureFixture[str]):
+def test_audit_command_compares_several_policies(capsys: pytest.CaptureFixture[str]):
     assert main(["audit", f"{__name__}:made", "--compare", "nvidia, fp8_tensor"]) == 0
     said = capsys.readouterr().out
     assert [line.split()[0] for line in said.splitlines()[2:4]] == ["nvidia", "fp8_tensor"]

@@ -103,6 +103,6 @@ def test_an_audit_and_a_report_are_not_compared(tmp_path: Path, capsys: pytest.C
     assert "this is an mxcompile audit, where an mxcompile report was expected" in capsys.readouterr().err
 
 
-def test_a_file_comes_back(tmp_path: Path):
+def test_saved_audit_loads_with_equal_values(tmp_path: Path):
     (path,) = saved(tmp_path, old=OLD)
     assert Audit.load(path) == OLD

@@ -46,7 +46,7 @@ def test_commands_on_the_audit_page_parse() -> None:
         assert callable(parser().parse_args(command).run)
 
 
-def test_the_policy_is_one(tmp_path: Path) -> None:
+def test_policy_on_the_audit_page_loads(tmp_path: Path) -> None:
     (text,) = blocks("yaml")
     (tmp_path / "policy.yaml").write_text(text)
     (rule,) = Policy.load(tmp_path / "policy.yaml").rules

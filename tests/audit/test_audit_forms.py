@@ -262,7 +262,7 @@ def made() -> tuple[nn.Module, tuple[torch.Tensor], dict[str, object]]:
     return TwoLayers(), (torch.randn(40, 64),), {}
 
 
-def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_audit_command_writes_file_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "audit.json"
     model = f"{__name__}:made"
     assert main(["audit", model, "-o", str(out), "--plots", str(tmp_path), "--policy", "ocp"]) == 0

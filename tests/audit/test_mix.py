@@ -167,7 +167,7 @@ def test_presets_are_whole_under_another_preset():
     assert {form.partition(":")[2] for form in formats} == {"e4m3 channel nearest"}
 
 
-def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_tune_command_writes_a_mix_of_precisions(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "mixed.yaml"
     start = tmp_path / "start.yaml"
     start.write_text("version: 1\nrules:\n- match: {name: '*'}\n  use: mxfp8\n")
@@ -182,6 +182,6 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "for a mix of precisions: name them in --among" in capsys.readouterr().err
 
 
-def test_words_that_are_none():
+def test_mix_of_unknown_precision_raises():
     with pytest.raises(OptionError, match="unknown precision or preset 'bf16'"):
         tune(nn.Linear(3, 3), torch.randn(2, 3), among=["bf16"], min_sqnr=1.0)

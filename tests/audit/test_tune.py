@@ -153,7 +153,7 @@ def test_rules_that_no_longer_decide_are_left_out() -> None:
         ({"max_loss_gap": 0.0}, "`max_loss_gap` must be a positive share"),
     ],
 )
-def test_bounds_that_are_none(bounds: dict[str, float], message: str) -> None:
+def test_tune_with_invalid_bound_raises(bounds: dict[str, float], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         tune(nn.Linear(3, 3), torch.randn(2, 3), **bounds)  # type: ignore[arg-type]
 
@@ -205,7 +205,7 @@ def made() -> tuple[nn.Module, tuple[Tensor, Tensor], dict[str, object]]:
     return model, args, {}
 
 
-def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_command_writes_a_valid_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, start = tmp_path / "tuned.yaml", tmp_path / "start.yaml"
     start.write_text("version: 1\nrules:\n- match: {name: '*'}\n  use: {precision: mxfp8, rounding: floor}\n")
     command = ["tune", f"{__name__}:made", "--policy", str(start)]

@@ -25,7 +25,7 @@ def test_every_gemm_of_the_report_is_launched_once(generated):
         assert computed.count(gemm) == 1, gemm
 
 
-def test_gemms_are_the_vendors(generated):
+def test_emulated_products_run_on_the_vendor_gemm(generated):
     result = generated("sm_90", True)
     launched = [launch for launch in result.launches if launch.kernel == "extern_kernels.mm"]
     assert len(launched) == 3 * 7

@@ -49,7 +49,7 @@ def test_the_instruction_is_native_and_nothing_spills(target):
             assert binary.spill_bytes == 0
 
 
-def test_records_name_the_kernel():
+def test_records_of_few_tokens_name_the_fused_kernel():
     kernels = {f"{gemm.name} {gemm.gemm}": gemm.kernel for gemm in _generate("sm_100").report.gemms}
     for name, kernel in kernels.items():
         if name in FUSED:

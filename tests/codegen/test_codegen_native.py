@@ -67,7 +67,7 @@ def test_casts_of_the_forward_are_in_their_producers(generated):
 
 
 @ADDED_RESIDUALS
-def test_launches_of_the_forward(generated):
+def test_forward_of_a_block_has_no_extra_launches(generated):
     """Nothing is launched beside what a block needs: no transposition, no swizzle of scales, no BF16 copy."""
     result = generated("sm_100", True)
     forward = result.phase("forward")

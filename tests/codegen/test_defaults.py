@@ -210,5 +210,5 @@ CODES, SCALE = torch.zeros(64, 64).to(E4M3), torch.zeros(2, 64, dtype=torch.uint
         (lambda mm, x: (lambda y: (y + x, mm(y + x)))(mm(x)), [True, False]),
     ],
 )
-def test_what_is_an_epilogue(forward, expected):
+def test_operators_behind_a_product_are_its_epilogue(forward, expected):
     assert _products(forward) == expected

@@ -67,7 +67,7 @@ kernel:
 """
 
 
-def test_loops_of_nvidia_code():
+def test_loops_and_barriers_of_nvidia_code_are_counted():
     """Waits for an event are no loops, and what lies behind the end is not counted."""
     code = parse(NVIDIA)
     assert code.loops == (OUTER, INNER)
@@ -118,7 +118,7 @@ SCALES = """
     ],
     ids=["two steps ahead", "of the same step", "scales loaded where they are used"],
 )
-def test_copies_into_shared_memory(text, each_step, waits):
+def test_copies_into_shared_memory_wait_once_per_step(text, each_step, waits):
     """They fill no registers: the address that two have in common waits for none of them.
 
     A program alone on its processor multiplies nothing while it waits for what its step has begun to load.
@@ -144,7 +144,7 @@ def test_copies_into_shared_memory(text, each_step, waits):
     assert alone.work.estimate(PLAIN).mma_us == pytest.approx(2 * (tile + between + 4 * waits * 0.7))
 
 
-def test_loops_of_amd_code():
+def test_loops_and_waits_of_amd_code_are_counted():
     """The scalar unit issues beside the vector units."""
     code = parse(AMD)
     (loop,) = code.product_loops

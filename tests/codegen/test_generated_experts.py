@@ -276,7 +276,7 @@ def test_groups_of_columns_run_native_grouped_products(
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("form", [Batched, Grouped])
-def test_experts_on_other_chips(target: str, word: str, form: type[nn.Module]):
+def test_experts_on_other_chips_run_native_products(target: str, word: str, form: type[nn.Module]):
     experts, width, hidden = 4, 256, 384
     x = torch.empty(experts, 200, width, dtype=torch.bfloat16, requires_grad=True)
     inputs = [x] if form is Batched else [x[0], torch.empty(experts, dtype=torch.int32)]

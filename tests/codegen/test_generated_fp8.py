@@ -77,7 +77,7 @@ def test_generated_fp8_casts_equal_the_reference(
 
 
 @pytest.mark.slow
-def test_what_is_not_finite(tmp_path: Path):
+def test_generated_fp8_cast_keeps_nan_in_its_row(tmp_path: Path):
     """A row and a column that hold NaN or Inf are NaN, the rest is as it was."""
     x = torch.randn(16, 64).to(torch.bfloat16)
     x[3, 5], x[6, 9] = torch.nan, -torch.inf

@@ -54,7 +54,7 @@ def _linear(x: Tensor, weight: Tensor) -> Tensor:
         ((150, 160, 272), "mx_scaled_mm_tiled 128x128x128"),
     ],
 )
-def test_a_feed_forward_layer(sizes, form, tmp_path):
+def test_generated_feed_forward_layer_of_odd_sizes_matches_reference(sizes, form, tmp_path):
     """Tokens and widths that are no multiples of 32, of a tile or of the other layout's blocks."""
     tokens, width, hidden = sizes
     model = FeedForward(width, hidden).to(torch.bfloat16)

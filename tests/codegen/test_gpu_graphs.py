@@ -87,7 +87,7 @@ def test_cast_and_plain_graph_read_the_same_tensors(casts, name):
 
 
 @pytest.mark.parametrize("layout", ["fprop", "dgrad", "wgrad"])
-def test_products_are_the_template(module, layout):
+def test_benchmark_products_are_the_template_in_every_layout(module, layout):
     """In every layout; the operands are those of one product however they are stored."""
     gemms, graphs, common = map(module, ("gpu_gemms", "gpu_graphs", "gpu_common"))
     (x,), (a,) = common.quantized(256, 512, 1, SM_100.scale_layout)

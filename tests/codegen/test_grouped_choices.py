@@ -92,7 +92,7 @@ def _has_vendor(choices: list) -> bool:
         rows=True,
     ),
 )
-def test_where_it_is_offered(offered, k, n, rows, k_major, expected):
+def test_vendor_grouped_product_is_offered_for_supported_sizes(offered, k, n, rows, k_major, expected):
     result = _generate(Experts(k, n, k_major=k_major), rows)
     assert [_has_vendor(choices) for choices in offered] == [*expected]
     kernel = result.report.gemms[0].kernel
@@ -113,7 +113,7 @@ def test_large_ones_run_on_it_unmeasured():
 
 
 @pytest.mark.slow
-def test_backward_has_it_too(offered):
+def test_vendor_grouped_product_is_offered_in_backward(offered):
     """Gradients of tokens contract N, along which weights that are stored N-major are K-major."""
     _generate(Experts(128, 256, k_major=False), 300, training=True)
     assert [_has_vendor(choices) for choices in offered] == [False, True]
@@ -125,7 +125,7 @@ def test_e5m2_experts_have_no_vendor_choice(offered):
     assert [_has_vendor(choices) for choices in offered] == [False]
 
 
-def test_torch_accepts_its_arguments(monkeypatch):
+def test_torch_accepts_arguments_of_the_vendor_grouped_product(monkeypatch):
     """By its own checks of layouts, sizes and scales."""
     monkeypatch.setattr(vendor, "zero_rows", lambda *_: None)
     with stand_in(TARGETS["sm_100"]), FakeTensorMode():
@@ -142,7 +142,7 @@ def test_torch_accepts_its_arguments(monkeypatch):
 
 
 @pytest.mark.parametrize("ends", [(70, 70, 271, 300)], ids=str)
-def test_what_its_arguments_mean(offered, tmp_path, ends):
+def test_vendor_grouped_product_has_the_reference_values(offered, tmp_path, ends):
     """The generated code with a stand-in that reads them as documented; rows past the last group are 0."""
     model = Experts(160, 144)
     x = torch.randn(307, 160).mul_(torch.exp2(torch.randint(-8, 8, (307, 1)))).to(BF16)

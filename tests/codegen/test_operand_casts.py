@@ -98,7 +98,7 @@ def test_casts_across_matrices_and_of_empty_tensors_stay_separate(function):
     assert casts == [1, 1]
 
 
-def test_a_single_element_stays():
+def test_casts_of_a_single_element_stay_separate():
     _, casts = _collected(both_values, torch.randn(1, 1).to(BF16))
     assert casts == [1, 1]
 
@@ -113,7 +113,7 @@ def gradients(gradient, gate, up):
     return _value(first, -1), _value(second, -1), _value(first, -2), _value(second, -2)
 
 
-def test_a_couple_is_one():
+def test_casts_of_two_gradients_become_one_kernel():
     """What a gated activation gives back: one kernel reads what both are computed from."""
     inputs = [torch.randn(70, 96).to(BF16) for _ in range(3)]
     module, casts = _collected(gradients, *inputs)

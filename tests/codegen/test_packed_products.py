@@ -409,7 +409,7 @@ def test_a_result_in_fp64_stays():
 
 
 @pytest.mark.parametrize("word", [NVFP4, MXFP4])
-def test_pytorch_takes_the_layout(word: str):
+def test_pytorch_accepts_packed_operands_and_tiled_scales(word: str):
     """By the checks of its operator for shapes, dtypes and lengths of scales, without a GPU."""
     pytest.importorskip("triton")
     from mxcompile.lowering.templates import vendor

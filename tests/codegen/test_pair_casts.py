@@ -53,7 +53,7 @@ def test_a_pair_is_merged_and_means_the_same(dims):
         ((-1, E4M3, "rceil", True), (-2, E4M3, "rceil", True)),
     ],
 )
-def test_casts_that_differ_stay(first, second):
+def test_casts_of_different_formats_stay_separate(first, second):
     module = _graph(lambda x: (*quantize(x, *first), *quantize(x, *second)), torch.randn(64, 64))
     MergeCasts(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
     assert _casts(module) == [1, 1]

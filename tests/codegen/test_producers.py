@@ -71,7 +71,7 @@ def test_what_is_stored_behind_the_cast_stays():
     assert approximated(source) == source.replace("tmp1 = tl.", "tmp1 = packed.")
 
 
-def test_rounding_is_of_pairs():
+def test_rounding_to_bf16_becomes_rounding_of_pairs():
     line = "    x = tl.where(mask, tmp9, 0.0).to(tl.bfloat16).broadcast_to(xindex.shape)\n"
     expected = "    x = packed.rounded((tl.where(mask, tmp9, 0.0)).broadcast_to(xindex.shape))\n"
     assert approximated(line) == expected

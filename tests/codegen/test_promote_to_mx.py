@@ -64,7 +64,7 @@ def test_which_elements_are_values_of_which():
         ("e4m3 tensor pow2", None),
     ],
 )
-def test_which_formats_can_be(word: str, elem: ElemType | None):
+def test_format_with_power_of_two_scales_has_an_mx_element(word: str, elem: ElemType | None):
     assert Format.parse(word).mx_elem is elem
 
 

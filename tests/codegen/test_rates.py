@@ -31,7 +31,7 @@ def test_every_chip_has_every_rate_with_its_source(target):
         assert rates[kind] == rate.centre
 
 
-def test_a_range_by_hand():
+def test_range_adds_changes_of_rates_in_squares():
     """Two rates move one time each; moves are added as squares."""
     work = Work(num_bytes=8e9 * 0.78)
     rates = Rates.for_target(B200)

@@ -41,7 +41,7 @@ def test_a_tool_whose_words_are_others(monkeypatch: pytest.MonkeyPatch):
     assert problem.startswith("cannot read a kernel's registers")
 
 
-def test_an_assembler_that_fails(monkeypatch: pytest.MonkeyPatch):
+def test_failing_assembler_is_a_problem_with_reason(monkeypatch: pytest.MonkeyPatch):
     """The dump says that the kernel has a stack; whether it is of spills, the assembler would say."""
     monkeypatch.setattr(binary, "disassemble", lambda _: "")
     run_tool = binary.run_tool

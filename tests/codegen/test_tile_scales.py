@@ -65,7 +65,7 @@ def test_not_where_the_chip_reads_rows(target):
     assert not TileScales(target=TARGETS[target], device="cpu").applies
 
 
-def test_lengths_of_symbolic_sizes():
+def test_tiled_scales_of_symbolic_sizes_add_no_guards():
     """A scale is a number of whole tiles for any token count, and nothing is asked of the sizes."""
     matrices = _matrices((150, 72), (40, 72), (150, 40))
     module = make_fx(_step, tracing_mode="symbolic")(*matrices)

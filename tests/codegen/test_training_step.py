@@ -78,7 +78,7 @@ def test_collectives_show_where_layers_do_not_cover_them():
     ("fields", "words"),
     [({"recompute": "some"}, "unknown recompute 'some'"), ({"gpus": 8}, "need link_gbs")],
 )
-def test_steps_that_are_none(fields, words):
+def test_training_step_with_invalid_field_raises(fields, words):
     with pytest.raises(OptionError, match=words):
         dataclasses.replace(STEP, **fields)
 
@@ -93,7 +93,7 @@ def test_scaled_work_grows_with_tokens_and_attention_with_length():
     assert (scores.mma_us, scores.num_bytes) == (2 * PRODUCT.mma_us, 8e6)
 
 
-def test_a_ratio_of_steps():
+def test_ratio_of_steps_is_nearer_to_one_than_of_layers():
     """What stands beside the layers brings it nearer to 1."""
     faster = LayerWork(forward=LAYER.forward[:1], backward=LAYER.backward)
     found = STEP.over(faster, LAYER, RATES)

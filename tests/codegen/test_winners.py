@@ -124,7 +124,7 @@ def test_record_names_the_vendor_kernel_that_won():
     assert _recorded(result)["up fprop"] == "torch._scaled_mm"
 
 
-def test_a_template_of_inductor():
+def test_record_names_the_inductor_template_that_won():
     result = _generate(300, lambda name, said: "triton_mm" in name, "sm_90")
     launched = _launched(result)
     assert all(kernel.startswith("triton_mm ") for kernel in launched.values())

@@ -20,7 +20,7 @@ def predicted(monkeypatch):
     return importlib.import_module("predicted")
 
 
-def test_a_ratio_by_hand(predicted):
+def test_predicted_ratio_equals_newest_rows_at_current_rates(predicted):
     """Of the newest lines of a chip, by the rates of today."""
     lines = [json.loads(line) for line in (BENCHMARKS / "results/predicted.jsonl").read_text().splitlines()]
     newest = {line["policy"]: line for line in lines if line["target"] == "sm_100"}

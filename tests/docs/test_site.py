@@ -39,7 +39,7 @@ def test_every_public_name_is_in_the_reference_once():
 
 
 @pytest.mark.parametrize("page", ["README.md", "examples/README.md"])
-def test_links_of_the_readmes(page: str):
+def test_links_of_the_readmes_exist(page: str):
     text = (ROOT / page).read_text(encoding="utf-8")
     links = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in link]
     assert links

@@ -131,7 +131,7 @@ def test_layers_in_every_precision_train_together_as_the_reference_does():
 
 @pytest.mark.parametrize("kind", ["matrix", "batch", "groups"])
 @pytest.mark.parametrize("name", ["mxfp8 32", "fp8 channel", "nvfp4 hadamard"])
-def test_a_batch_without_rows(name: str, kind: str):
+def test_product_without_rows_has_zero_gradients(name: str, kind: str):
     """Experts that no token chose give nothing and have gradients of 0."""
     dtype, offs = torch.bfloat16, torch.zeros(2, dtype=torch.int32)
     functions: dict[str, Any] = {

@@ -337,7 +337,7 @@ def test_fused_encoder_layer_is_decomposed_and_quantized_in_inference(norm_first
     assert sqnr_db(expected, y) > 100
 
 
-def test_multihead_attention_in_inference():
+def test_multihead_attention_in_inference_is_quantized():
     model, x = nn.MultiheadAttention(WIDTH, 4, batch_first=True).eval(), features(3, 9, WIDTH)
     with torch.no_grad():
         y, weights = torch.compile(model, backend=EagerBackend(), fullgraph=True)(x, x, x)

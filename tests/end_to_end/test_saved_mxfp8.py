@@ -230,7 +230,7 @@ class Written(nn.Module):
         return x + self.o((scores.float() + mask).softmax(-1).to(x.dtype) @ self.v(x))
 
 
-def test_what_is_exponentiated_stays():
+def test_inputs_of_an_exponential_are_saved_unquantized():
     """Of a written-out attention scores, mask and statistics; its weights, q, k and v are copies."""
     torch.manual_seed(0)
     subject = nn.Sequential(Written(), Written()).bfloat16()

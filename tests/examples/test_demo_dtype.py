@@ -16,7 +16,7 @@ from mxcompile.lowering.targets import TARGETS
     ("target", "dtype", "baseline"),
     [("cpu_fp32", torch.float32, "fp32"), ("cpu_bf16", torch.bfloat16, "bf16")],
 )
-def test_settings_follow_the_cpu(
+def test_demo_settings_use_the_fast_dtype_of_the_cpu(
     target: str, dtype: torch.dtype, baseline: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(compare, "of_device", lambda device: TARGETS[target])
@@ -28,7 +28,7 @@ def test_settings_follow_the_cpu(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_products_have_that_dtype(dtype: torch.dtype):
+def test_demo_products_run_in_the_chosen_dtype(dtype: torch.dtype):
     settings = demo.Settings(layers=1, width=32, feed_forward=64, heads=2, length=16, batch=2, steps=1)
     text = demo.Text(train=torch.arange(600) % 251, validation=torch.arange(700) * 7 % 253)
     dtypes = []

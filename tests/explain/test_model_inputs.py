@@ -42,12 +42,12 @@ FUNCTIONS = [
 
 
 @pytest.mark.parametrize("function", FUNCTIONS[:3])
-def test_kwargs_take_any_name(function):
+def test_kwargs_may_have_names_of_options(function):
     found = function(Loss(), X, kwargs={"target": Y, "policy": None, "training": True})
     assert found is not None
 
 
-def test_the_models_argument_arrives():
+def test_argument_in_kwargs_reaches_the_model():
     model = Loss()
     found = mxcompile.audit(model, X, kwargs={"target": Y}).numerics.loss_reference
     assert found == pytest.approx(float(model(X, Y).detach()), rel=1e-2)
@@ -89,7 +89,7 @@ def test_an_argument_of_the_model_goes_through():
     assert mxcompile.explain(Open(), X, scale=2.0).gemms
 
 
-def test_twice_is_an_error():
+def test_argument_as_keyword_and_in_kwargs_raises():
     with pytest.raises(OptionError, match="both a keyword and a key of kwargs"):
         mxcompile.explain(Loss(), X, scale=2.0, kwargs={"scale": 3.0})
 

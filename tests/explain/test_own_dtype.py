@@ -51,7 +51,7 @@ def test_fp32_is_called_fp32_and_takes_its_time():
     assert not re.search(r"\bbf16 +(policy|role|other)", text)
 
 
-def test_bf16_is_as_before():
+def test_estimate_of_a_bf16_model_uses_bf16_rates():
     report = explained(torch.bfloat16)
     assert {gemm.dtype for gemm in report.gemms} == {"bfloat16"}
     for gemm in report.gemms:

@@ -112,7 +112,7 @@ def made():
     return Block(512).bfloat16(), (torch.empty(1, 128, 512, dtype=torch.bfloat16),), {}
 
 
-def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_sweep_flag_prints_and_draws_token_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     plot = tmp_path / "sweep.png"
     arguments = ["explain", f"{__name__}:made", "--target", "b200"]
     assert main([*arguments, "--sweep", "65536,128", "-o", str(plot)]) == 0

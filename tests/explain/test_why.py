@@ -77,7 +77,7 @@ def test_the_text_has_role_precision_reason_evidence_and_the_nearest(report):
     assert rest[1:] == ([f"  nearest  {out.nearest}"] if out.nearest else [])
 
 
-def test_records_say_the_same(report):
+def test_records_have_the_evidence_of_the_reasons(report):
     for gemm in report.gemms:
         (found,) = [r for r in report.why(gemm.name) if r.role == gemm.role]
         assert (found.reason, found.evidence, found.nearest) == (gemm.reason, gemm.evidence, gemm.nearest)

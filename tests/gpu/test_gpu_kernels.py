@@ -109,7 +109,7 @@ FORMS = [
 @pytest.mark.parametrize("forms", FORMS, ids="/".join)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("shape", [(128, 160), (2048, 4096), (333, 1031)], ids=str)
-def test_casts_of_emulated_products(shape, dtype, forms, chip):
+def test_casts_of_emulated_products_equal_reference_on_the_gpu(shape, dtype, forms, chip):
     """What products that are emulated read and keep, every element type and rounding."""
     if chip.native:
         pytest.skip(f"{chip.name} has an MX GEMM: another test has its casts")
@@ -224,7 +224,7 @@ def test_weight_only_mm_of_packed_codes(m, dtype, rounding, chip):
 
 @pytest.mark.parametrize("word", [NVFP4, MXFP4])
 @pytest.mark.parametrize("shape", [(33, 64, 48), (70, 131, 77), (300, 4096, 512)])
-def test_fp4_casts_and_products(chip, shape, word):
+def test_fp4_casts_and_products_match_reference_on_the_gpu(chip, shape, word):
     """Ours; of NVFP4 the vendor's too, where it takes the sizes."""
     if Format.parse(word).scale not in chip.fp4_scales:
         pytest.skip(f"{chip.name} does not multiply {word}")

@@ -141,7 +141,7 @@ def test_without_a_compiler_says_so(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_operator_passes_opcheck(masked: bool):
+def test_attention_operator_with_mask_passes_opcheck(masked: bool):
     q, *cache, mask = inputs(queries=3)
     added = torch.where(mask, 0.0, -torch.inf) if masked else None
     opcheck(ops.attention, (q, *cache, added, 0.1, "e4m3 1x32 rceil"), test_utils=WITHOUT_SCHEMA)

@@ -139,7 +139,9 @@ def check(made: tuple[Tensor, Tensor, Tensor], x: Tensor, dim: int, elem: str, r
 @pytest.mark.parametrize("rounding", list(Rounding))
 @pytest.mark.parametrize("elem", ELEMS)
 @pytest.mark.parametrize("dtype", SOURCES.values(), ids=str)
-def test_casts_of_every_form(forms: _Forms, dtype: torch.dtype, elem: str, rounding: str):
+def test_casts_of_every_instruction_set_equal_reference(
+    forms: _Forms, dtype: torch.dtype, elem: str, rounding: str
+):
     for x in sources(dtype):
         down, along = forms.cast("both", x, elem, rounding)
         check(down, x, -2, elem, rounding, False)
@@ -225,7 +227,7 @@ def test_both_layouts_of_a_matrix_are_one_kernel(cpp_wrapper: bool):
             assert same_bits(one, expected)
 
 
-def test_shapes_share_the_code():
+def test_casts_of_several_shapes_share_one_kernel():
     """Sizes that are known are arguments too: casts that differ in nothing else are one kernel."""
 
     def casts(*xs: Tensor) -> list[Tensor]:

@@ -34,7 +34,7 @@ MACHINES = {
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_what_follows_from_capabilities(name: str):
+def test_capabilities_decide_name_and_slow_dtypes(name: str):
     capabilities, max_isa, class_name, slow = MACHINES[name]
     found = features_of(capabilities, max_isa)
     assert found.name == class_name

@@ -53,7 +53,7 @@ def check(found: Tensor, kept: Tensor, x: Tensor, dim: int, fmt: str):
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("source", SOURCES)
-def test_statistics_of_every_form(forms, source: str, fmt: str):
+def test_statistics_of_every_instruction_set_equal_the_operator(forms, source: str, fmt: str):
     """Of all magnitudes, NaN and Inf among them, in both layouts."""
     for x in sources(SOURCES[source]):
         for way, dim in (("columns", -2), ("rows", -1)):

@@ -184,7 +184,9 @@ def test_a_nan_block_and_a_short_last_block(product: Product):
 
 @pytest.mark.parametrize("elem", ELEMS)
 @pytest.mark.parametrize("dtype", TYPES.values(), ids=str)
-def test_rows_that_end_anywhere(functions: ctypes.CDLL, product: Product, dtype: torch.dtype, elem: str):
+def test_weight_rows_of_every_length_have_exact_sums(
+    functions: ctypes.CDLL, product: Product, dtype: torch.dtype, elem: str
+):
     """A row of any length beside others, for every length that a step of the kernel may leave over."""
     torch.manual_seed(0)
     step, most = ELEMS[elem].per_byte, 520 * ELEMS[elem].per_byte

@@ -100,7 +100,7 @@ NATIVE = {"promote_to_mx", "native", "fuse", "merge_casts"}
         ),
     ],
 )
-def test_passes_of_a_target(monkeypatch, target: str, joint: list[str], others: set[str]):
+def test_pipeline_runs_the_passes_of_a_target(monkeypatch, target: str, joint: list[str], others: set[str]):
     monkeypatch.setattr(packing, "converts", lambda chip: chip.name.startswith("sm_1"))
     chip = TARGETS[target]
     names, before = (

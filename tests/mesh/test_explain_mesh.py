@@ -226,7 +226,7 @@ def test_explain_names_the_function_and_the_command_for_a_rank(capsys: pytest.Ca
         (["tp"], "expected axes with their sizes, such as dp=128,tp=8"),
     ],
 )
-def test_mistakes_of_the_command(
+def test_mesh_command_refuses_wrong_flags(
     flags: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.syspath_prepend(meshed.__file__.rpartition("/")[0])

@@ -61,7 +61,7 @@ def test_equal_stages_of_torchs_orders_have_the_known_bubble(name: str, each: in
     assert 1 - ran.busy[0] / ran.us == pytest.approx(3 / (each * 16 + 3))
 
 
-def test_micro_batches_in_flight():
+def test_schedule_counts_micro_batches_in_flight():
     assert Schedule.parse("gpipe", 4, 16).in_flight(0) == {0: 16}
     assert [Schedule.parse("1f1b", 4, 16).in_flight(rank) for rank in range(4)] == [
         {0: 4},

@@ -20,7 +20,7 @@ from mxcompile.formats.encoding import decode_tensors, encode_tensors
     ("word", "rows", "columns"),
     [("e4m3 tensor nearest", 60, 70), ("e5m2 channel nearest", 1, 70), ("e4m3 1x128 nearest", 1, 128)],
 )
-def test_a_percentile_by_hand(word: str, rows: int, columns: int, percent: float):
+def test_percentile_scale_equals_sorting_by_hand(word: str, rows: int, columns: int, percent: float):
     """The smallest magnitude that so many percent of a tile do not exceed; larger elements saturate."""
     fmt = Format.parse(f"{word} percentile:{percent:g}")
     assert Format.parse(str(fmt)) == fmt
@@ -84,7 +84,7 @@ def test_operators_of_scale_states_pass_opcheck():
     ))  # fmt: skip
 
 
-def test_scales_that_states_give():
+def test_known_scale_follows_from_the_state():
     state = torch.tensor([448.0, 0.0, torch.inf])
     found = [float(ops.known_scale(state, row, "e4m3 tensor nearest delayed:4:1", 2)) for row in range(3)]
     assert found[:2] == [2.0, 1.0]

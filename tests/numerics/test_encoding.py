@@ -55,7 +55,7 @@ BF16 = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloa
 
 
 @pytest.mark.parametrize("name", ELEMS)
-def test_elements_are_the_nearest(name: str):
+def test_elements_are_the_nearest_of_the_grid(name: str):
     """Every BF16 value in range, and FP32 values around every midpoint of two elements."""
     elem = ELEMS[name]
     grid = element_values(torch.arange(1 << elem.bits, dtype=torch.uint8).view(elem.dtype), elem)
@@ -255,7 +255,7 @@ def test_tiles_cast_alone_equal_the_whole_cast(word: str, dim: int, shape: tuple
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("word", FORMATS)
-def test_nan_and_inf_surface(word: str, bad: float):
+def test_nan_and_inf_fill_their_tile(word: str, bad: float):
     fmt = Format.parse(word)
     x = torch.ones(256, 256)
     x[3, 200] = bad

@@ -53,7 +53,7 @@ def test_an_outlier_is_spread_over_its_block():
     assert not transformed(x, -1, SIGNS)[0, :16].any()
 
 
-def test_the_operator_passes_opcheck():
+def test_hadamard_operator_passes_opcheck_for_odd_shapes():
     for shape in ((40, 70), (0, 5), (2, 33, 65)):
         opcheck(ops.hadamard, (torch.randn(shape), -2, SIGNS))
 

@@ -100,7 +100,7 @@ def test_an_odd_length_is_an_error():
         stored_elem(torch.uint8)
 
 
-def test_others_read_this_packing():
+def test_torchao_and_compressed_tensors_read_this_packing():
     from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8, unpack_fp4_from_uint8
     from torchao.prototype.mx_formats.kernels import pack_uint4, unpack_uint4
 

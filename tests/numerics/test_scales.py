@@ -30,7 +30,7 @@ def test_scale_byte_of_every_bf16_amax_equals_reference(elem: str, rounding: str
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("elem", FP8)
-def test_fp32_amax_around_steps(elem: str, rounding: str):
+def test_scale_byte_around_its_steps_equals_reference(elem: str, rounding: str):
     """largest·2^k, 2^k and the thresholds of EVEN, with the 4 FP32 neighbours on each side."""
     largest, emax, mantissa_bits = FP8[elem]
     steps = [largest / 2.0**emax, 1.0, 2.0 - 2.0 ** -(mantissa_bits + 1)]

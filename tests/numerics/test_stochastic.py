@@ -33,7 +33,9 @@ SEED = torch.tensor([20260101])
         ((0x243F6A88, 0x85A308D3), 0x13198A2E, (0xBEDBBE6B, 0xE4C770B3)),
     ],
 )
-def test_known_answers_of_random123(counter: tuple[int, int], key: int, words: tuple[int, int]):
+def test_philox_has_the_known_answers_of_random123(
+    counter: tuple[int, int], key: int, words: tuple[int, int]
+):
     """Lines "philox2x32 7" of the library's kat_vectors."""
     left, right = philox(torch.tensor([counter[0]]), counter[1], torch.tensor([key]))
     assert (int(left), int(right)) == words
@@ -137,7 +139,7 @@ def test_neighbouring_elements_streams_and_seeds_are_independent():
 
 @pytest.mark.parametrize("word", FORMATS)
 @pytest.mark.parametrize("dim", [-1, -2])
-def test_a_tensor_in_expectation(word: str, dim: int):
+def test_mean_of_stochastic_casts_approaches_the_tensor(word: str, dim: int):
     """The mean of many casts comes closer to the tensor as independent errors do; nearest does not."""
     gen = torch.Generator().manual_seed(0)
     x = torch.randn(64, 96, generator=gen) * torch.exp2(torch.randint(-9, 9, (64, 1), generator=gen).float())
@@ -155,7 +157,7 @@ def test_a_tensor_in_expectation(word: str, dim: int):
 
 
 @pytest.mark.parametrize("word", [*FORMATS, TWO_LEVEL])
-def test_nan_and_inf_surface(word: str):
+def test_nan_and_inf_survive_stochastic_casts(word: str):
     fmt = Format.parse(word)
     for bad in (float("nan"), float("inf"), -float("inf")):
         x = torch.ones(4, 64)
@@ -192,7 +194,7 @@ def test_a_cast_without_its_seed_is_an_error():
         encode(torch.ones(2, 2), -1, "e5m2 tensor nearest stochastic")
 
 
-def test_elements_that_exist_stay():
+def test_stochastic_rounding_keeps_values_of_the_grid():
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e5m2)
     values = codes.float()[codes.float().isfinite()]
     found = rounded(values, E5M2, halves(values.shape, -1, 0, SEED))

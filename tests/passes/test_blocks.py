@@ -106,7 +106,7 @@ MADE: dict[str, tuple[Any, dict[str, tuple[int, int]]]] = {
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_which_blocks_there_are(name: str):
+def test_repeated_members_of_lists_are_blocks(name: str):
     make, expected = MADE[name]
     assert places(make()) == expected
 

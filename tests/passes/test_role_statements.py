@@ -155,7 +155,7 @@ def test_evidence_names_the_layers_it_rests_on():
 
 
 @pytest.mark.parametrize("size", [1, 5])
-def test_sizes_do_not_matter(size: int):
+def test_roles_do_not_depend_on_sizes(size: int):
     assert roles(Attention(1), tokens(size, size, WIDTH)) == ATTENTION
 
 

@@ -237,7 +237,7 @@ class Recomputing(nn.Module):
         return self.head(x)
 
 
-def test_checkpoints_around_compiled_blocks():
+def test_checkpoints_around_compiled_blocks_run_backward():
     """Checkpoints count the tensors that a forward saves: those of the plan's trace are not among them."""
     model = Recomputing()
     for block in model.blocks:
@@ -265,7 +265,7 @@ def hugging() -> Family:
 
 
 @pytest.mark.slow
-def test_a_model_of_transformers():
+def test_hugging_face_model_in_pieces_has_the_decisions_of_the_whole():
     known = _uncut(hugging())
     for way in ("graph breaks", "front_door", "buckets"):
         torch._dynamo.reset()

@@ -63,7 +63,7 @@ def check(found: list[dict[str, Any]], name: str, alone: Any, close: float) -> N
 
 
 @pytest.mark.parametrize("name", [way.__name__ for way in EXACT])
-def test_as_in_one_process(name: str, two: Any, alone: Any):
+def test_two_ranks_compute_the_step_of_one_process(name: str, two: Any, alone: Any):
     check(two, name, alone, 1e-5)
 
 

@@ -80,7 +80,7 @@ def test_recipe_sets_formats_of_each_tensor(tmp_path: Path, text: str, x: str, w
 
 
 @pytest.mark.parametrize(("flag", "signs"), [("", 0xD7E8), ("disable_rht: true\n", None)])
-def test_the_transform_of_nvfp4(tmp_path: Path, flag: str, signs: int | None):
+def test_nvfp4_recipe_sets_the_transform_of_wgrad(tmp_path: Path, flag: str, signs: int | None):
     made = imported(f"recipe: NVFP4BlockScaling\n{flag}", tmp_path)
     chosen = made.policy.decide(layer("model.layers.0.self_attn.q_proj")).wgrad.formats
     assert chosen is not None

@@ -161,7 +161,7 @@ def test_a_section_is_of_the_layers_it_is_of_there(layers: dict[str, Any], tmp_p
     assert len(made.notes) == (0 if together else len(layers) - 1)
 
 
-def test_ranges_of_layer_numbers(tmp_path: Path):
+def test_layer_numbers_accept_ranges_and_single_numbers(tmp_path: Path):
     text = DEBUG.replace("layer_types: [fc1, fc2]", "layer_numbers: ['2-11', 23]")
     kept = [
         name

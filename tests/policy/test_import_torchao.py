@@ -220,7 +220,7 @@ def test_one_configuration_for_all_linear_layers(tmp_path: Path):
     assert in_mxfp8(made.policy, layer("anything", "Conv1D")) == set()
 
 
-def test_a_map_in_yaml(tmp_path: Path):
+def test_yaml_map_of_configurations_is_imported(tmp_path: Path):
     data = {"head": None, "_default": {"_type": "MXFPInferenceConfig", "_data": {"block_size": 32}}}
     made = imported(yaml.safe_dump(data), tmp_path)
     assert in_mxfp8(made.policy, layer("head")) == set()

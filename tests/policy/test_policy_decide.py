@@ -317,7 +317,7 @@ def formats(use: Any, preset: str = "nvidia") -> tuple[Format, Format, Format]:
         ("inference", E4M3, Rounding.RCEIL),
     ],
 )
-def test_formats_of_the_presets(preset: str, gradient, rounding: Rounding):
+def test_presets_set_elements_and_rounding(preset: str, gradient, rounding: Rounding):
     both = Format(elem=E4M3, rounding=rounding)
     expected = (both, both, Format(elem=gradient, rounding=rounding))
     assert formats("mxfp8", preset) == expected

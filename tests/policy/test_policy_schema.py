@@ -49,7 +49,7 @@ STRUCTURE = {
 }
 
 
-def test_the_schema_is_one():
+def test_policy_schema_is_valid_json_schema():
     jsonschema.Draft202012Validator.check_schema(VALIDATOR.schema)
 
 
@@ -57,7 +57,7 @@ def test_the_file_is_what_the_tables_say():
     assert json_schema.PATH.read_text(encoding="utf-8") == json_schema.text()
 
 
-def test_the_command_prints_it(capsys):
+def test_policy_schema_command_prints_the_schema(capsys):
     assert main(["policy", "schema"]) == 0
     assert capsys.readouterr().out == json_schema.text()
 

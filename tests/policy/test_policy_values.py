@@ -31,13 +31,13 @@ def test_none_is_the_default_preset():
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_by_name(name: str):
+def test_name_of_a_preset_resolves_to_it(name: str):
     found = Policy.resolve(name)
     assert found == Policy.preset(name) == policy(preset=name)
     assert found.label == f"preset {name}"
 
 
-def test_a_policy_stays_itself():
+def test_resolved_policy_is_the_same_object():
     found = policy(rule(role="head"))
     assert Policy.resolve(found) is found
 

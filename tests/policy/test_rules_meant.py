@@ -38,7 +38,7 @@ NAMES = [
         ("model.layer.3.up_proj", "model.layers.3.mlp.up_proj"),
     ],
 )
-def test_the_nearest_is_meant(pattern: str, guess: str):
+def test_mistyped_pattern_suggests_the_nearest_name(pattern: str, guess: str):
     assert meant(pattern, NAMES) == f" (did you mean {guess!r}?)"
 
 

@@ -264,7 +264,7 @@ def write(rules: list[dict[str, Any]], preset: str = "nvidia") -> str:
     return "p.yaml"
 
 
-def test_init_check_and_show(model: str, capsys):
+def test_policy_from_init_passes_check_and_show(model: str, capsys):
     assert main(["policy", "init", model, "-o", "start.yaml"]) == 0
     assert capsys.readouterr().out == "written to start.yaml\n"
     assert "#   0-2.down  m=8 n=64 k=250\n" in Path("start.yaml").read_text()

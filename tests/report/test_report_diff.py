@@ -193,7 +193,7 @@ CONDITIONS = [
 
 
 @pytest.mark.parametrize(("conditions", "status"), CONDITIONS)
-def test_what_fails_is_chosen(conditions: list[str], status: int, tmp_path: Path):
+def test_fail_on_flag_chooses_the_failing_conditions(conditions: list[str], status: int, tmp_path: Path):
     """One of 25 equal GEMMs falls back: 4 % of the FLOPs."""
     lost = report(*LAYERS[:-1], to_bf16(LAYERS[-1]), kept())
     paths = files(tmp_path, OLD, lost)
@@ -210,7 +210,9 @@ def test_what_fails_is_chosen(conditions: list[str], status: int, tmp_path: Path
         ("sqnr-drip=1", "unknown condition 'sqnr-drip' (did you mean 'sqnr-drop'?)"),
     ],
 )
-def test_conditions_that_are_none(condition: str, message: str, capsys: pytest.CaptureFixture[str]):
+def test_unknown_fail_on_condition_exits_with_status_2(
+    condition: str, message: str, capsys: pytest.CaptureFixture[str]
+):
     with pytest.raises(SystemExit) as caught:
         main(["diff", "a.json", "b.json", "--fail-on", condition])
     assert caught.value.code == 2

@@ -166,7 +166,7 @@ def test_equal_ranks_are_one_report():
     assert Report.merged([one, one, one]) == one
 
 
-def test_stages_are_put_together():
+def test_merged_report_has_the_layers_of_all_stages():
     first = report(*training("layers.0.up", k=64), saved_bytes=10, saved_bytes_bf16=20, warnings=("a",))
     second = report(*training("layers.1.up"), kept(), saved_bytes=3, saved_bytes_bf16=4, warnings=("a", "b"))
     both = Report.merged([first, second])

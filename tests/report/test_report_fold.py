@@ -29,7 +29,7 @@ def test_equal_layers_become_one_row():
     assert layers(*paths) == {"model.layers.0-31.mlp.up_proj": 32}
 
 
-def test_a_gap_is_shown():
+def test_folded_name_shows_a_gap_of_numbers():
     assert layers("h.0.fc", "h.1.fc", "h.2.fc", "h.5.fc") == {"h.0-2,5.fc": 4}
 
 

@@ -172,7 +172,7 @@ def test_a_picture_that_cannot_be_drawn_is_a_fault(part: str, value: Any, messag
 
 
 @pytest.mark.parametrize("path", ["schema", "gemms", "summary"])
-def test_what_must_be_there(path: str):
+def test_json_without_a_required_key_raises(path: str):
     data = as_json()
     del data[path]
     assert not VALIDATOR.is_valid(data)
@@ -217,7 +217,7 @@ def test_a_byte_order_mark_is_no_fault(tmp_path: Path):
     assert Report.load(tmp_path / "bom.json") == whole_report()
 
 
-def test_arrays_of_different_things():
+def test_json_arrays_are_checked_item_by_item():
     """A part keeps names beside numbers, and blocks that may be missing; each item is read as what it is."""
     part = Part(
         weights=(("fc.weight", 4096, 2),), twins=(("h.1", (1, 12)), ("h.2", None)), histories=((3, 16),)

@@ -86,13 +86,13 @@ def test_a_picture_has_a_limit_in_each_phase():
     assert all(0 <= end < len(outline.nodes) for edge in outline.edges for end in edge)
 
 
-def test_outlines_side_by_side():
+def test_sum_of_outlines_shifts_the_edges():
     one = chain(node("gemm", "a"), node("gemm", "b"))
     assert (one + one).edges == ((0, 1), (2, 3))
     assert Outline() + one == one
 
 
-def test_copies_join_the_names():
+def test_widened_outline_has_names_of_copies():
     outline = chain(node("gemm", "layers.1.up"), node("gemm", "head"))
     wide = outline.widened(lambda name: ["layers.2.up"] if name.startswith("layers") else [])
     assert names(wide) == [("layers.1.up", "layers.2.up"), ("head",)]

@@ -45,5 +45,5 @@ def test_headline_says_what_is_not_in_the_share():
     assert sentence in " ".join(str(made).split())
 
 
-def test_nothing_seen_is_said():
+def test_report_without_products_states_it():
     assert "no matrix product was captured" in str(report())

@@ -80,7 +80,7 @@ def test_round_trip_into_a_model_on_the_meta_device(tmp_path, layout, shard, ele
     assert [*tmp_path.iterdir()] == [tmp_path / "out"]
 
 
-def test_what_safetensors_alone_reads(tmp_path):
+def test_safetensors_reads_codes_and_scales_without_mxcompile(tmp_path):
     model = stored()
     mxcompile.save_quantized(model, tmp_path / "out")
     found = load_file(tmp_path / "out/model.safetensors")
@@ -455,7 +455,7 @@ def test_a_model_of_compiled_blocks_has_the_names_of_the_plain_model_in_files(tm
     assert same(mxcompile.load_quantized(tmp_path / "out", fresh), model)
 
 
-def test_an_existing_directory_stays(tmp_path):
+def test_save_into_an_existing_directory_raises(tmp_path):
     folder = saved(tmp_path)
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
     with pytest.raises(CheckpointError, match="exists already"):

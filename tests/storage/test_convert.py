@@ -149,7 +149,7 @@ def test_the_bar_counts_tensors(source, tmp_path, monkeypatch):
     assert len(bar.seen) == bar.total == 2 * entries
 
 
-def test_weights_in_two_precisions(source, tmp_path, capsys):
+def test_convert_with_two_precisions_names_both(source, tmp_path, capsys):
     """A dry run foresees the bytes; what is read back is what `quantize` makes; the config names both."""
     policy = tmp_path / "policy.yaml"
     policy.write_text("version: 1\npreset: inference\nrules:\n  - {match: {name: '*.mlp.*'}, use: mxfp4}\n")

@@ -204,7 +204,7 @@ def test_inspect_counts_the_scales_too(tmp_path):
     assert {group.shape for group in packed} == {(64, 64), (32, 64), (96, 64), (64, 96)}
 
 
-def test_a_checkpoint_is_converted(tmp_path, capsys):
+def test_convert_command_writes_an_nvfp4_checkpoint(tmp_path, capsys):
     llama().save_pretrained(tmp_path / "in")
     policy = tmp_path / "policy.yaml"
     policy.write_text(json.dumps(NVFP4))

@@ -281,7 +281,7 @@ def test_quantizing_twice_keeps_the_stored_weights():
     assert {w.reason for w in table.weights if w.stored} == {"stored in mxfp8 already"}
 
 
-def test_on_the_meta_device():
+def test_quantize_weights_works_on_the_meta_device():
     with torch.device("meta"):
         model = Model()
     quantized(model)

@@ -111,7 +111,7 @@ def test_a_precision_in_which_no_keys_are_stored_is_an_error():
 
 
 @pytest.mark.parametrize("precision", ["mxfp8", "mxint8"])
-def test_takes_half_the_bytes(precision: str):
+def test_quantized_cache_takes_half_the_bytes(precision: str):
     """33 of 64 where head_dim is whole blocks: the codes, and a byte for 32 of them."""
     model = llama()
     cache = mxcompile.static_cache(model, ROOM, precision=precision)

@@ -66,7 +66,7 @@ def test_packed_mm_of_odd_shapes_matches_fp64(target, word, tiled, dtype, monkey
 
 
 @pytest.mark.parametrize("word", [MXFP4, NVFP4])
-def test_tiled_on_one_side(word):
+def test_packed_mm_with_tiled_scales_on_one_side_matches_fp64(word):
     """As where a weight is stored, whose scales lie in rows."""
     calls = [
         (packed_operand(m, 416, word, tiled=True), packed_operand(272, 416, word), None) for m in (16, 300)

@@ -106,7 +106,7 @@ def test_mx_casts_of_strided_tensors_equal_reference():
     check(quantize, [(x, dim, *PLAIN) for x in sources for dim in (-1, -2)], "sm_100")
 
 
-def test_two_of_one_shape():
+def test_cast_of_two_tensors_equals_reference():
     shapes = [(33, 65), (130, 256)]
     check(quantize_two, [(spread(*s), spread(*s), *PLAIN, str(TILED)) for s in shapes], "sm_100")
 

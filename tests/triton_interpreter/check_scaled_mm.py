@@ -36,7 +36,7 @@ def test_scaled_mm_of_every_majorness_matches_fp64(target):
     check([(*side, None) for side in sides], F32, target)
 
 
-def test_tiled_scales_as_words():
+def test_scaled_mm_with_tiled_scales_as_words_matches_fp64():
     """Whole tiles, whose loads have no masks, two steps of K to a word."""
     sides = [
         (operand(128, 256, k_major=a, tiled=True), operand(256, 256, k_major=b, tiled=True))

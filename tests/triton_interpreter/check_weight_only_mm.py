@@ -58,7 +58,7 @@ def test_weight_only_mm_of_fp16_and_fp32_matches_fp64():
     check([(*side, None, F32) for side in sides], SMALL["sm_90"])
 
 
-def test_scales_at_both_ends():
+def test_weight_only_mm_with_extreme_scales_matches_fp64():
     """In FP32 every weight is exact, also with the smallest scale and the largest of a finite value."""
     w = operand(16, 64)
     w.scale[:8], w.scale[8:] = 0, 246

@@ -115,7 +115,7 @@ def test_statistics_equal_a_reference_by_the_ocp_standard(elem: str, rounding: s
     assert tally.histogram == dict(Counter(scales.flatten().tolist()))
 
 
-def test_statistics_of_a_tally():
+def test_statistics_follow_from_the_sums_of_a_tally():
     x = drawn((64, 64), 5, torch.float32, odd=False)
     value = round_trip(x, -1)
     found = measured(x, -1, "e4m3 1x32 rceil").statistics()

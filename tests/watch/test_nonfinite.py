@@ -45,7 +45,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", mostly_slow(FAULTS, "weight", "loss"))
-def test_the_first_is_named(fault: str):
+def test_nonfinite_stop_names_the_first_operand(fault: str):
     """Of a weight, the input, an overflow and the loss; the optimizer has not stepped."""
     inject, place, origin = FAULTS[fault]
     torch.manual_seed(0)
@@ -68,7 +68,7 @@ def test_the_first_is_named(fault: str):
     assert (record["kind"], record["step"], record["rank"]) == ("nonfinite", 1, 0)
 
 
-def test_a_product_that_overflows():
+def test_overflow_of_a_watched_product_is_named():
     """Its operands are finite, its result, if it is watched, is not."""
     torch.manual_seed(0)
     model, records = Model(), []
@@ -105,7 +105,7 @@ def test_nonfinite_counts_nan_in_scales_and_values():
     assert ops.nonfinite(torch.tensor([0.0, math.nan, -math.inf])).tolist() == [2]
 
 
-def test_what_a_finding_counts():
+def test_finding_counts_operands_after_the_first():
     x, y = ("a", "fprop", "x"), ("b", "fprop", "x")
     found = finding(
         [(x, 0), (("a", "fprop", "w"), 0), (y, 3), (("c", "fprop", "x"), 1), (("c", "wgrad", "x"), 1)]

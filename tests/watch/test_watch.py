@@ -179,7 +179,7 @@ def test_calls_without_gradients_are_not_watched(tmp_path: Path):
     assert not (tmp_path / "run.jsonl").exists()
 
 
-def test_losses_are_in_samples(tmp_path: Path):
+def test_samples_have_the_mean_loss_of_a_step(tmp_path: Path):
     """The mean of a step's micro-batches; null if it is not finite."""
     model, watch = Model(), Watch(tmp_path / "run.jsonl", every=2)
     compiled = torch.compile(model, backend=EagerBackend(root=model, watch=watch))

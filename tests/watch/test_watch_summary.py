@@ -136,7 +136,7 @@ def test_the_page_in_the_docs_is_of_this_template(tmp_path: Path):
 
 
 @pytest.mark.parametrize("text", ["", "{}\n", '{"schema": 1, "kind": "run"}\n'])
-def test_a_file_without_samples(text: str, tmp_path: Path):
+def test_file_without_samples_raises_on_load(text: str, tmp_path: Path):
     (tmp_path / "run.jsonl").write_text(text, encoding="utf-8")
     with pytest.raises(OptionError, match="the file has no sample"):
         SampleFile.load(tmp_path / "run.jsonl")

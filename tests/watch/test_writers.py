@@ -82,7 +82,7 @@ def kill_again_and_again(
 
 
 @pytest.mark.slow
-def test_fifty_kills_at_random(tmp_path: Path):
+def test_killed_writer_keeps_every_written_record(tmp_path: Path):
     """Every record that was written is in the file, and each run goes on in it."""
     path, processes = tmp_path / "run.jsonl", multiprocessing.get_context("fork")
     pauses = [random.Random(kill).uniform(0.0, 0.05) for kill in range(50)]

@@ -319,6 +319,6 @@ def test_a_chip_without_a_row_is_refused():
 
 
 @pytest.mark.parametrize("name", [name for name in GPUS if name not in NATIVE])
-def test_absent_targets_say_why(name):
+def test_unsupported_target_raises_with_its_reason(name):
     with pytest.raises(TargetError, match=rf"scaled_mm does not run on {name}: \w+"):
         chosen(TARGETS[name].tiles.scaled_mm, "scaled_mm", TARGETS[name])

@@ -49,7 +49,7 @@ def generated(form: WeightOnlyForm, rows: int, dtype: torch.dtype, target: str, 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rows", "dtype"), [(1, BF16), (8, BF16), (32, BF16), (4, F32)])
 @pytest.mark.parametrize("target", EMULATED)
-def test_what_autotuning_tries_runs(target, rows, dtype, monkeypatch):
+def test_every_autotuned_form_compiles_for_its_chip(target, rows, dtype, monkeypatch):
     with config.patch(max_autotune=True):
         tried = forms(rows, 1024, 4096, dtype, TARGETS[target])
     assert len(tried) == len({form.tile for form in tried}) == 3
@@ -110,7 +110,7 @@ def test_text_of_a_form_names_tile_split_and_choices():
     assert form.one_of(3) == "gemv autotuned of 3 split 3"
 
 
-def test_limits_are_the_tables():
+def test_row_limits_equal_the_table_of_the_chip():
     assert most_rows(TARGETS["sm_90"], BF16) == WEIGHT_ONLY.dot_rows
     assert most_rows(TARGETS["sm_90"], F32) == WEIGHT_ONLY.gemv_rows
     assert most_rows(TARGETS["cpu"], BF16) == 0
