@@ -37,20 +37,14 @@ def lower_attention(
         return called
     batch, heads, queries, dim = q.get_size()
     kv_heads, length = keys.get_size()[1:3]
-    operands = {
-        "q": q,
-        "keys": keys,
-        "key_scales": key_scales,
-        "values": values,
-        "value_scales": value_scales,
-    }
-    operands |= {} if mask is None else {"mask": mask}
-    inputs = {name: kernel.stored(value) for name, value in operands.items()}
+    parts = {"q": q, "keys": keys, "key_scales": key_scales, "values": values, "value_scales": value_scales}
+    parts |= {} if mask is None else {"mask": mask}
+    inputs = {name: kernel.stored(value) for name, value in parts.items()}
     elem = f"mxcompile::{Format.parse(fmt).elem.name.upper()}"
     strides = (0, 0, 0) if mask is None else _strides(mask.get_size())
 
     def body(words: CppNames) -> str:
-        pointers = [words.pointer(name) for name in list(operands)[:5]]
+        pointers = [words.pointer(name) for name in list(parts)[:5]]
         pointers.append(words.pointer("mask") if mask is not None else "static_cast<const float*>(nullptr)")
         sizes = words.size_arguments(batch, heads, kv_heads, queries, length, dim, *strides)
         problem = f"mxcompile::Attention{{{sizes}, static_cast<float>({float(factor)!r})}}"

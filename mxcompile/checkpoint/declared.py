@@ -165,9 +165,7 @@ def _modelopt(source: str, about: Mapping[str, Any]) -> Declared:
         forms = _allowed(source, "quant_algo", algorithm, _ALGORITHMS | {_MIXED: frozenset()})
         return Declared(source=source, forms=forms, kept=kept)
     if not isinstance(layers, dict) or not all(isinstance(settings, dict) for settings in layers.values()):
-        raise CheckpointError(
-            f"{source}: quant_algo is {_MIXED} without quantized_layers: add the list of layers"
-        )
+        raise CheckpointError(f"{source}: quant_algo is {_MIXED} without quantized_layers: add this list")
     by_module = {
         name: _allowed(source, f"quant_algo of {name}", settings.get("quant_algo"), _ALGORITHMS)
         for name, settings in layers.items()

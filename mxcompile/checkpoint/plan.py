@@ -112,9 +112,7 @@ def _reasons(weights: Mapping[str, StoredWeight], decided: Mapping[str, StoredWe
     """Returns why no tensor is stored: limits of the layout, or else the reasons of the policy."""
     wanted = any(weight.stored for weight in decided.values())
     policies = {weight.reason for weight in decided.values()}
-    reasons = Counter(
-        weight.reason for weight in weights.values() if not wanted or weight.reason not in policies
-    )
+    reasons = Counter(w.reason for w in weights.values() if not wanted or w.reason not in policies)
     return (
         "; ".join(f"{reason} ({number} of them)" for reason, number in reasons.most_common(3)) or "no matrix"
     )

@@ -45,9 +45,7 @@ def new_directory(target: Path) -> Iterator[Path]:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         for path in target.parent.glob(f".{glob.escape(name)}.{'?' * 32}.partial"):
-            log.warning(
-                "%s is from an interrupted run: remove it, unless a process is still writing it", path
-            )
+            log.warning("%s is from an interrupted run: remove it, unless a process still writes it", path)
         partial.mkdir()
         try:
             yield partial

@@ -70,9 +70,7 @@ def _stored(entries: Mapping[str, Entry], about: Declared) -> list[StoredWeight]
         if not scales and entry.dtype not in FP8 and base == name:
             continue  # bytes of another meaning
         if base + _ZERO_POINT in entries:
-            raise CheckpointError(
-                f"{entry.file}: {name!r} has zero points, which are not read: only symmetric formats are"
-            )
+            raise CheckpointError(f"{entry.file}: {name!r} has zero points, which are not read")
         wholes = _present(entries, (base + GLOBAL, base + MULTIPLIER))
         for several in (scales, wholes):
             if len(several) > 1:

@@ -41,9 +41,7 @@ def _entry(weight: Tensor) -> dict[str, Any]:
     if not isinstance(weight, MXTensor):
         return {"_type": "Tensor"}
     dtypes = weight.form.elem.stored_dtype, weight.dtype
-    elem, dtype = (
-        {"_type": "torch.dtype", "_data": str(torch_dtype).removeprefix("torch.")} for torch_dtype in dtypes
-    )
+    elem, dtype = ({"_type": "torch.dtype", "_data": str(kind).removeprefix("torch.")} for kind in dtypes)
     data = {
         "elem_dtype": elem,
         "block_size": BLOCK,
@@ -74,9 +72,7 @@ def _weight(checkpoint: Checkpoint, name: str, about: Mapping[str, Any]) -> Stor
     if about.get("_type") != "MXTensor" or data.get("block_size") != BLOCK:
         raise CheckpointError(f"{what} is a torchao {about.get('_type')}, not MXFP8 or MXFP4")
     if data.get("is_swizzled_scales"):
-        raise CheckpointError(
-            f"{what} has swizzled scales, which are not read: save it with row-major scales"
-        )
+        raise CheckpointError(f"{what} has swizzled scales: save it with row-major scales")
     elements, scales = map(checkpoint.entries.get, parts(name, MXFP8))
     word = (data.get("elem_dtype") or {}).get("_data")
     is_packed = elements is not None and elements.dtype is torch.uint8 and word == _E2M1_WORD

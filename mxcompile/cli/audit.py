@@ -52,17 +52,15 @@ def measured(options: argparse.Namespace) -> Iterator[LoadedModel]:
     from mxcompile.checkpoint.load import from_directory, load_weights
     from mxcompile.models.named import load_model
 
-    target_device = device(options.device)
+    where = device(options.device)
     checkpoint = None if options.weights is None else opened_weights(options.weights)
     torch.manual_seed(options.seed)
     loaded = load_model(options.model, from_directory, **sizes(options))
     if checkpoint is not None:
         load_weights(loaded.model, checkpoint)
         loaded = dataclasses.replace(loaded, made_up="inputs" if loaded.made_up else "")
-    args, kwargs = tree_map_only(
-        torch.Tensor, lambda tensor: tensor.to(target_device), (loaded.args, loaded.kwargs)
-    )
-    loaded = dataclasses.replace(loaded, model=loaded.model.to(target_device), args=args, kwargs=kwargs)
+    args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(where), (loaded.args, loaded.kwargs))
+    loaded = dataclasses.replace(loaded, model=loaded.model.to(where), args=args, kwargs=kwargs)
     if note := random_note(loaded):
         print(note, file=sys.stderr)
     if options.inference:

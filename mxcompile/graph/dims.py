@@ -60,23 +60,21 @@ _FOLLOW: dict[Any, Callable[[Sequence[Any], int, frozenset[int]], frozenset[int]
 def _through_reshape(old: list[int], new: list[int], dims: frozenset[int]) -> frozenset[int]:
     """Returns the dimensions of shape `old` that hold the elements of dimensions `dims` of shape `new`."""
     result: set[int] = set()
-    old_dim = new_dim = 0
-    while old_dim < len(old) and new_dim < len(new):
-        old_start, new_start = old_dim, new_dim
-        old_size, new_size = old[old_dim], new[new_dim]
-        old_dim, new_dim = old_dim + 1, new_dim + 1
+    i = j = 0
+    while i < len(old) and j < len(new):
+        old_start, new_start = i, j
+        old_size, new_size = old[i], new[j]
+        i, j = i + 1, j + 1
         while old_size != new_size:
-            if old_size < new_size and old_dim < len(old):
-                old_size *= old[old_dim]
-                old_dim += 1
-            elif old_size > new_size and new_dim < len(new):
-                new_size *= new[new_dim]
-                new_dim += 1
+            if old_size < new_size and i < len(old):
+                old_size *= old[i]
+                i += 1
+            elif old_size > new_size and j < len(new):
+                new_size *= new[j]
+                j += 1
             else:
                 return frozenset()
-        group = range(new_start, new_dim)
+        group = range(new_start, j)
         if any(dim in dims and new[dim] != 1 for dim in group) or (len(group) == 1 and group[0] in dims):
-            result.update(
-                dim for dim in range(old_start, old_dim) if old[dim] != 1 or old_dim - old_start == 1
-            )
+            result.update(dim for dim in range(old_start, i) if old[dim] != 1 or i - old_start == 1)
     return frozenset(result)

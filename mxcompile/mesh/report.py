@@ -74,18 +74,13 @@ class RankReport:
             "backward": memory.backward,
             "optimizer's step": memory.update,
         }
-        peaks = {phase: breakdown for phase, breakdown in phases.items() if breakdown.total}
+        peaks = {phase: peak for phase, peak in phases.items() if peak.total}
         rows = [[name, *[byte_count(size)] * len(peaks)] for name, size in always.items()]
         rows += [
-            [field.name, *(byte_count(getattr(breakdown, field.name)) for breakdown in peaks.values())]
+            [field.name, *(byte_count(getattr(peak, field.name)) for peak in peaks.values())]
             for field in dataclasses.fields(MemoryBreakdown)
         ]
-        rows += [
-            [
-                "together",
-                *(byte_count(sum(always.values()) + breakdown.total) for breakdown in peaks.values()),
-            ]
-        ]
+        rows += [["together", *(byte_count(sum(always.values()) + peak.total) for peak in peaks.values())]]
         table = drawn([["this rank holds at most", *peaks], *rows])
         return f"{table}\noptimizer: as AdamW, in the dtypes of the parameters"
 

@@ -164,9 +164,7 @@ class MeshSweep:
         """
         fitting = self.fitting
         if not fitting:
-            raise OptionError(
-                "no mesh fits in memory, so there is no picture: give more ranks or `memory_gb`"
-            )
+            raise OptionError("no mesh fits in memory, so there is no picture: give more ranks")
         figure = plots.figure(figsize=(9, 1.6 + 0.42 * len(fitting)))
         axes = figure.subplots()
         names = [point.candidate.mesh for point in fitting]

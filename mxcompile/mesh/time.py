@@ -227,9 +227,7 @@ class StepTime:
         head = ["ms", *(work.policy for work in self.works)]
         parts = [work.parts(self.links, self.rates) for work in self.works]
         rows = [
-            [part, *(_ms(by_part[part]) for by_part in parts)]
-            for part in parts[0]
-            if any(e[part] for e in parts)
+            [part, *(_ms(us[part]) for us in parts)] for part in parts[0] if any(us[part] for us in parts)
         ]
         steps = [self.range(work) for work in self.works]
         rows.append(["step", *(Range(s.low / 1e3, s.centre / 1e3, s.high / 1e3).text(",.1f") for s in steps)])

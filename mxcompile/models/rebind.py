@@ -53,17 +53,15 @@ class Rebinder:
         holders: defaultdict[int, list[int]] = defaultdict(list)
         pending, reached = [value], []
         while pending and len(self._values) < _LIMIT:
-            current = pending.pop()
-            if id(current) in self._children:
+            node = pending.pop()
+            if id(node) in self._children:
                 continue
-            self._values[id(current)] = current
-            self._children[id(current)] = children = tuple(
-                c for c in _referents(current) if type(c) not in _ATOMS
-            )
+            self._values[id(node)] = node
+            self._children[id(node)] = children = tuple(c for c in _referents(node) if type(c) not in _ATOMS)
             for child in children:
-                holders[id(child)].append(id(current))
+                holders[id(child)].append(id(node))
                 if id(child) in self._targets or id(child) in self._leading:
-                    reached.append(id(current))
+                    reached.append(id(node))
                 else:
                     pending.append(child)
         while reached:

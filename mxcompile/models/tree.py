@@ -134,17 +134,11 @@ def strays(root: nn.Module) -> Iterator[tuple[str, nn.Module | Tensor]]:
                 continue
             members = [("", value)]
             if isinstance(value, nn.Module):
-                inner = [
-                    (raw, inner_module)
-                    for raw, inner_module in value.named_modules()
-                    if id(inner_module) not in seen
-                ]
-                pending += [
-                    (joined(inside, user_path(raw)), _attributes(inner_module)) for raw, inner_module in inner
-                ]
+                inner = [(raw, part) for raw, part in value.named_modules() if id(part) not in seen]
+                pending += [(joined(inside, user_path(raw)), _attributes(part)) for raw, part in inner]
                 members = [*inner, *_tensors(value)]
-            seen |= {id(inner_module) for _, inner_module in members}
-            yield from ((joined(inside, user_path(raw)), inner_module) for raw, inner_module in members)
+            seen |= {id(part) for _, part in members}
+            yield from ((joined(inside, user_path(raw)), part) for raw, part in members)
 
 
 def _attributes(module: nn.Module) -> Mapping[str, Any]:

@@ -104,14 +104,12 @@ class _Times:
         casts = product_bytes = 0.0
         for numel, form, operand in zip((a, b), forms, gemm.formats, strict=True):
             as_mx = kind in ("mxfp8", "own_mxfp8") and form.mx_elem is not None
-            element_bytes = _MXFP8 if form.is_mx or as_mx else form.bytes_per_element
-            product_bytes += element_bytes * numel
+            width = _MXFP8 if form.is_mx or as_mx else form.bytes_per_element
+            product_bytes += width * numel
             if operand.rounding != STORED:
-                casts += self._cast(numel, element_bytes if kind else self._width, form, operand)
+                casts += self._cast(numel, width if kind else self._width, form, operand)
             elif not kind:
-                casts += self._streamed(
-                    (element_bytes + self._width) * numel
-                )  # a stored weight is dequantized
+                casts += self._streamed((width + self._width) * numel)  # a stored weight is dequantized
         return casts + (self._product(product_bytes + self._width * out, kind) if kind else self.is_template)
 
     def _kind(self, forms: list[Format], target: Target) -> str:
@@ -119,10 +117,10 @@ class _Times:
         family = families(forms, target)[0]
         return product_kind(family, forms[0], target, by_library=self.gemm.batch == 1)
 
-    def _cast(self, numel: int, element_bytes: float, form: Format, operand: OperandFormat) -> float:
-        """Returns the GEMM's share of the launch that casts an operand. element_bytes: bytes of a result."""
+    def _cast(self, numel: int, width: float, form: Format, operand: OperandFormat) -> float:
+        """Returns the GEMM's share of the launch that casts an operand. width: bytes of a result."""
         reads = 2 if form.of_tensor and form.amax.kind is not AmaxKind.DELAYED else 1
-        launch = self._streamed((reads * self._width + self.copies * element_bytes) * numel)
+        launch = self._streamed((reads * self._width + self.copies * width) * numel)
         return launch / self.copies / (self.siblings if operand.operand == "x" else 1)
 
     def _product(self, num_bytes: float, kind: str) -> float:

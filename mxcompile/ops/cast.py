@@ -1,9 +1,8 @@
 """The cast of a tensor to copies, and its reverse.
 
     cast      x → the tensors of each copy of x, then of each copy of y        copies: words (`Copy.parse`)
-    decode    qdata, scale → values
-              qdata        → elements; as uint8, the codes of packed elements; in MI300's types (`FNUZ`),
-                             elements of half the value
+    decode    qdata, scale → values; qdata alone → elements, in uint8 codes of packed elements, or in MI300's
+              types (`FNUZ`) elements of half the value
 
 Arguments of `cast`. y: a second tensor that gets the same copies. A kernel can then read the common inputs of
 x and y once. seed, stream: see `encode_with`. scales: for each copy, scales from earlier calls (delayed

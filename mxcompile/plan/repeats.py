@@ -134,11 +134,8 @@ def _fold_container(
     kinds: dict[Any, list[str]] = {}
     for index, (name, layer) in enumerate(container._modules.items()):
         if layer is not None:
-            layer_path = joined(path, name)
-            kind = (
-                repr(tuple(_described(layer, index, owners))),
-                name_signature(policy, layer, layer_path, blocks),
-            )
+            at = joined(path, name)
+            kind = (repr(tuple(_described(layer, index, owners))), name_signature(policy, layer, at, blocks))
             kinds.setdefault(kind, []).append(name)
     result = {}
     for names in kinds.values():
@@ -167,8 +164,7 @@ def _described(layer: nn.Module, index: int, owners: dict[int, int]) -> Iterator
 def _hook(module: nn.Module, number: int, hook: Any) -> Any:
     """Returns a description of a hook, equal for equal hooks.
 
-    number: the hook's key in the module. A bound method equals only the method with the same number, because
-    it can depend on any state of its object.
+    number: its key in the module, which alone identifies a bound method: it can depend on its object's state.
     """
     inner = hook.func if isinstance(hook, functools.partial) else hook
     options = tuple(sorted(key for key in HOOK_OPTIONS if number in vars(module).get(key, ())))

@@ -87,14 +87,12 @@ def groups(model: nn.Module) -> tuple[FSDPGroup, ...]:
 
 def _groups(model: nn.Module) -> Iterator[FSDPGroup]:
     roots: set[str] = set()
-    for path, state, state_groups in states(model):
+    for path, state, members in states(model):
         is_root = not any(path.startswith(f"{root}.") or not root for root in roots)
         roots |= {path} if is_root else set()
         freed = not (is_root and state._auto_reshard_after_forward)
         mixed = state._mp_policy
-        yield from (
-            _group(user_path(path), group, entries, mixed, freed=freed) for group, entries in state_groups
-        )
+        yield from (_group(user_path(path), *member, mixed, freed=freed) for member in members)
 
 
 def _group(path: str, group: Any, entries: list[tuple[str, Any]], mixed: Any, *, freed: bool) -> FSDPGroup:

@@ -265,7 +265,6 @@ def gather_reports() -> list[Report]:
     distributed.all_gather_object(texts, [report.to_json() for report in mine])
     most = max(map(len, texts))
     by_position = [
-        [Report.from_json(rank_texts[index]) for rank_texts in texts if index < len(rank_texts)]
-        for index in range(most)
+        [Report.from_json(text[index]) for text in texts if index < len(text)] for index in range(most)
     ]
     return [Report.merged(same) for same in by_position]

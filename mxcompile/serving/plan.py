@@ -61,9 +61,7 @@ def planned_weights(
     policy = Policy.resolve("inference" if policy is None else policy)
     model_uses = uses(model, policy, args, kwargs or {}, weight_uses, training=False)
     by_path = model_uses.by_path
-    tables = {
-        path: _table(path) for path, path_uses in by_path.items() if any(use.is_lookup for use in path_uses)
-    }
+    tables = {path: _table(path) for path, of_path in by_path.items() if any(u.is_lookup for u in of_path)}
     check_mistakes(policy, model_uses.gemms, strict=False, tables=[*tables.values()])
     named = chain(model.named_buffers(), model.named_parameters(remove_duplicate=False))
     values = {user_path(name): value for name, value in named}

@@ -254,6 +254,4 @@ def _holds(x: MXTensor, source: MXTensor) -> bool:
     if source.form != x.form or source.block_dim % x.ndim != x.block_dim % x.ndim:
         return False
     pairs = zip(x.parts, source.parts, strict=True)
-    return all(
-        size in (1, n) for target, part in pairs for n, size in zip(target.shape, part.shape, strict=True)
-    )
+    return all(size in (1, n) for to, part in pairs for n, size in zip(to.shape, part.shape, strict=True))

@@ -174,9 +174,7 @@ class Ranks:
                 time.sleep(_POLL_S)
         if waiting:
             self._silent |= waiting
-            self._warn(
-                "samples continue without some ranks", TimeoutError(f"ranks {sorted(waiting)} sent nothing")
-            )
+            self._warn("samples lack some ranks", TimeoutError(f"ranks {sorted(waiting)} sent nothing"))
         return sent
 
 

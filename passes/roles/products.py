@@ -114,9 +114,7 @@ class Products:
 
     def _positions(self, weights: Marks, read: Sequence[Any], origins: Origins) -> None:
         """Records products of an attention's operand and a parameter among the sources of its scores."""
-        sources = {
-            source for arg in read if isinstance(arg, fx.Node) for source in origins.of_value.get(arg, ())
-        }
+        sources = {s for arg in read if isinstance(arg, fx.Node) for s in origins.of_value.get(arg, ())}
         for source in weights:
             tag = tag_of(source)
             if tag is None or "w" not in tag.tensors or source in self.over_rows:

@@ -155,8 +155,7 @@ class _UsesSweep:
 def _endings(feeds: Feeds, streams: Streams) -> frozenset[int]:
     """Returns the numbers of the streams at the end of a model.
 
-    Such a stream begins behind another stream. Only convolutions, and layers that read this stream linearly,
-    add to it; no other layer or product reads it.
+    It begins behind another stream. Only convolutions and layers that read it linearly add to or read it.
     """
     behind = {feeds.number[node] for node in streams.skips if len(feeds.streams[node]) > 1}
     steps: set[tuple[fx.Node, int]] = set()

@@ -334,7 +334,7 @@ def test_the_directory_of_a_killed_conversion_stays_and_is_named(source, tmp_pat
     convert(source, tmp_path / "out[{}]", progress=False)
     assert sorted(tmp_path.iterdir()) == sorted([left, other, source, tmp_path / "out[{}]"])
     assert caplog.messages == [
-        f"{left} is from an interrupted run: remove it, unless a process is still writing it"
+        f"{left} is from an interrupted run: remove it, unless a process still writes it"
     ]
     assert "model.safetensors" not in {file.name for file in (tmp_path / "out[{}]").iterdir()}
 

@@ -118,7 +118,7 @@ def test_the_first_rank_joins_what_the_others_send(monkeypatch: pytest.MonkeyPat
         8,
     )
     ((what, error),) = warned
-    assert (what, str(error)) == ("samples continue without some ranks", "ranks [1] sent nothing")
+    assert (what, str(error)) == ("samples lack some ranks", "ranks [1] sent nothing")
     assert told == [{"kind": "nonfinite", "rank": 1}]
 
 

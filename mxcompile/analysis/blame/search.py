@@ -36,19 +36,19 @@ Names = tuple[str, ...]
 
 
 class _Step:
-    """The budget of one step of a search. remaining: number of effects that it may still measure."""
+    """The budget of one step of a search. runs: number of effects that it may still measure."""
 
     def __init__(self, trials: BlameTrials, effects: int) -> None:
         self._trials = trials
-        self.remaining = effects
+        self.runs = effects
 
     def allows(self, keys: Keys) -> bool:
         """Whether the effect of `keys` is known or may be measured."""
-        return self.remaining > 0 or self._trials.knows(keys)
+        return self.runs > 0 or self._trials.knows(keys)
 
     def effect(self, keys: Keys, what: str) -> Effect:
         """Returns the effect of `keys`."""
-        self.remaining -= not self._trials.knows(keys)
+        self.runs -= not self._trials.knows(keys)
         return self._trials.effect(keys, what)
 
 
@@ -110,13 +110,9 @@ class Search:
 
         size: returns the size of an effect, by which the next group to halve is chosen.
         """
-        count = (
-            len(self._trials.layers)
-            if len(self._trials.layers) <= step.remaining
-            else max(1, step.remaining // 2)
-        )
+        count = len(self._trials.layers) if len(self._trials.layers) <= step.runs else max(1, step.runs // 2)
         effects = {names: effect(step, names) for names in _pieces(self._trials.layers, count)}
-        while step.remaining >= 2:
+        while step.runs >= 2:
             wide = [names for names in effects if len(names) > 1]
             most = max(wide, key=lambda names: size(effects[names]), default=())
             if not most or size(effects[most]) <= _NOTHING_MORE * self._size(self._whole):
@@ -193,7 +189,7 @@ class Search:
             gemm: frozenset(key for key in self._of(names) if key[1] == gemm) for gemm in self._kinds(names)
         }
         new = sum(not self._trials.knows(keys) for keys in kinds.values())
-        if len(kinds) < 2 or not self._trials.switched or step.remaining < new:
+        if len(kinds) < 2 or not self._trials.switched or step.runs < new:
             return
         for gemm, keys in kinds.items():
             effect = step.effect(keys, f"{gemm} of {spelled(names)} alone")

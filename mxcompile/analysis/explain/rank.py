@@ -153,10 +153,7 @@ def sweep_meshes(
 
     meshes = list(candidates(ranks, parallel, speeds.node))
     points = tuple(map(point, tqdm(meshes, desc="meshes", unit="mesh", disable=None, leave=False)))
-    tokens = max(
-        (tokens_of(mesh_point.rank.report.gemms) for mesh_point in points if mesh_point.rank is not None),
-        default=0,
-    )
+    tokens = max((tokens_of(p.rank.report.gemms) for p in points if p.rank is not None), default=0)
     return MeshSweep(points=points, ranks=ranks, tokens=tokens, memory_gb=memory_gb)
 
 
@@ -193,9 +190,7 @@ def _rank_report(
             chip = TARGETS[options.target]
             beside = _beside(options.policy, others, chip)
             traced = (rank, *(tracing(replace(options, policy=other))[0] for other in beside))
-            works = [
-                [tracer.work(number, memories[number].gradients) for number in numbers] for tracer in traced
-            ]
+            works = [[run.work(number, memories[number].gradients) for number in numbers] for run in traced]
             rates = speeds.rates(Rates.for_target(chip))
             slowest = max(numbers, key=lambda number: works[0][number].us(speeds, rates))
             step = StepTime.from_works([by_rank[slowest] for by_rank in works], speeds, chip)

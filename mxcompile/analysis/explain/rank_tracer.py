@@ -150,21 +150,19 @@ class RankTracer(Explainer):
     def work(self, rank: int = 0, gradients: int = 0) -> RankWork:
         """Returns the work of pipeline rank `rank`. gradients: bytes of gradients on this rank."""
         stages = self.stages
-        rank_stages = (0,) if stages is None else stages.schedule.of_rank(rank)
+        stage_ids = (0,) if stages is None else stages.schedule.of_rank(rank)
         groups = self._groups if stages is None else stages.groups(self._groups, rank)
         sends = [] if stages is None else list(stages.sends(rank, self._axes.stride(PIPELINE), self.training))
-        last, waits = stages is None or stages.schedule.stages - 1 in rank_stages, None
+        last, waits = stages is None or stages.schedule.stages - 1 in stage_ids, None
         if stages is not None:
             send = next(iter(stages.sends(0, self._axes.stride(PIPELINE), self.training)))
             waits = Waits(schedule=stages.schedule, rank=rank, stages=self._stage_works, send=send)
         return RankWork(
             policy=self.options.policy.label,
-            works={
-                phase: sum((self._work(stage, phase) for stage in rank_stages), Works()) for phase in PHASES
-            },
+            works={phase: sum((self._work(i, phase) for i in stage_ids), Works()) for phase in PHASES},
             collectives=(
                 *of_groups(groups, self._axes, training=self.training),
-                *(activation for stage in rank_stages for activation in self._activations(stage)),
+                *(activation for stage in stage_ids for activation in self._activations(stage)),
                 *sends,
             ),
             wire=self.options.policy.label != BF16.label,
@@ -219,7 +217,5 @@ class RankTracer(Explainer):
         if planning.plan is None:
             raise ModelError(no_plan(plain, planning.missing))
         tags = self.repeats.expanded(planning.plan.tags)
-        return replace(
-            planning.plan,
-            tags=tuple(replace(tag, block=self.repeats.blocks.position(tag.name)) for tag in tags),
-        )
+        blocks = self.repeats.blocks
+        return replace(planning.plan, tags=tuple(replace(t, block=blocks.position(t.name)) for t in tags))

@@ -71,20 +71,16 @@ class Sweep:
     def plot(self, path: str | Path) -> None:
         """Draws both times and their ratio over the tokens. Raises `OptionError` without matplotlib."""
         figure = plots.figure(figsize=(9, 3.8))
-        time_axes, speedup_axes = figure.subplots(1, 2)
+        times, gains = figure.subplots(1, 2)
         tokens = [point.tokens for point in self.points]
-        time_axes.plot(
-            tokens, [p.estimate_bf16_us for p in self.points], "s--", color="#8a8f98", label="BF16"
-        )
-        time_axes.plot(tokens, [p.estimate_us for p in self.points], "o-", color="#2a6f97", label=self.words)
-        time_axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="µs", title="matmuls and casts")
-        time_axes.legend()
-        speedup_axes.axhline(1, color="#8a8f98", linestyle="--")
-        speedup_axes.plot(tokens, [p.speedup for p in self.points], "o-", color="#2a6f97")
-        speedup_axes.set(
-            xscale="log", xlabel="tokens", title=f"BF16's time ÷ {self.words}'s: above 1 is faster"
-        )
-        for axes in (time_axes, speedup_axes):
+        times.plot(tokens, [p.estimate_bf16_us for p in self.points], "s--", color="#8a8f98", label="BF16")
+        times.plot(tokens, [p.estimate_us for p in self.points], "o-", color="#2a6f97", label=self.words)
+        times.set(xscale="log", yscale="log", xlabel="tokens", ylabel="µs", title="matmuls and casts")
+        times.legend()
+        gains.axhline(1, color="#8a8f98", linestyle="--")
+        gains.plot(tokens, [p.speedup for p in self.points], "o-", color="#2a6f97")
+        gains.set(xscale="log", xlabel="tokens", title=f"BF16's time ÷ {self.words}'s: above 1 is faster")
+        for axes in (times, gains):
             axes.grid(alpha=0.3)
         figure.suptitle(f"{self._title()} (estimates, not measured)", fontsize=10)
         figure.savefig(path)

@@ -65,10 +65,8 @@ def _stated(policy: Policy, layer: Layer, under: Choices) -> Use:
         return _NOTHING
     use = Use() if index is None else policy.rules[index].use
     full = _use(quantizing, frozenset(Gemm), use.over(policy.base.formats), under)
-    fields = {field.name: getattr(use, field.name) for field in dataclasses.fields(use)}
-    return dataclasses.replace(
-        full, **{key: value for key, value in fields.items() if value is not None} | rows
-    )
+    values = {key.name: getattr(use, key.name) for key in dataclasses.fields(use)}
+    return dataclasses.replace(full, **{name: v for name, v in values.items() if v is not None} | rows)
 
 
 def _use(row: Precision, gemms: frozenset[Gemm], choices: Choices, under: Choices) -> Use:

@@ -64,9 +64,9 @@ class SavedState:
 
     def __init__(self, model: nn.Module) -> None:
         self._names = [
-            (attributes, dict(attributes))
+            (slots, dict(slots))
             for module in model.modules()
-            for attributes in (vars(module), module._parameters, module._buffers, module._modules)
+            for slots in (vars(module), module._parameters, module._buffers, module._modules)
         ]
         self._values: dict[int, tuple[Tensor, Tensor]] = {}
         for _, names in self._names:
@@ -82,12 +82,10 @@ class SavedState:
 
     def restore(self) -> None:
         """Restores everything. Unchanged tensors are not written to."""
-        for attributes, names in self._names:
-            for name in [name for name in attributes if name not in names]:
-                del attributes[name]
-            attributes.update(
-                {name: value for name, value in names.items() if attributes.get(name) is not value}
-            )
+        for slots, names in self._names:
+            for name in [name for name in slots if name not in names]:
+                del slots[name]
+            slots.update({name: value for name, value in names.items() if slots.get(name) is not value})
         for tensor, values in self._values.values():
             if not torch.equal(tensor.detach(), values):
                 tensor.data.copy_(values)
@@ -119,9 +117,9 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
         if (plain := None if name == "_compiled_call_impl" else method_of(value)) is not value
     ]
     try:
-        for attributes, name, _, plain in compiled:
-            attributes[name] = plain
+        for slots, name, _, plain in compiled:
+            slots[name] = plain
         yield
     finally:
-        for attributes, name, value, _ in compiled:
-            attributes[name] = value
+        for slots, name, value, _ in compiled:
+            slots[name] = value

@@ -109,9 +109,7 @@ class Attribution:
     def _path_in(self, model: nn.Module, parameter: nn.Parameter | None) -> str | None:
         """Returns the path in `model` of the module that runs the code, or None if it is unknown."""
         alike = (module for module in running() if plain_class(module) is self._part)
-        runner = next(
-            (candidate for candidate in alike if parameter is None or self._is_in(candidate, parameter)), None
-        )
+        runner = next((part for part in alike if parameter is None or self._is_in(part, parameter)), None)
         path = path_in(model, runner)
         if path is not None or parameter is None or (holder := self._holders.holder(parameter)) is None:
             return path
@@ -152,7 +150,4 @@ class Attribution:
 
 
 def _sizes(model: nn.Module) -> Mapping[str, Any]:
-    return {
-        user_path(raw): (tuple(parameter.shape), parameter.dtype)
-        for raw, parameter in model.named_parameters()
-    }
+    return {user_path(raw): (tuple(value.shape), value.dtype) for raw, value in model.named_parameters()}

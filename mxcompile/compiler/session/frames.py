@@ -111,9 +111,7 @@ class Frame:
         """Returns the user's model: `module`, the compiled module, or the model around a compiled block."""
         if module is not None:
             return user_model(module)
-        compiled = next(
-            (model for call in self.running if (model := _unwrapped_if_compiled(call.module))), None
-        )
+        compiled = next((top for call in self.running if (top := _unwrapped_if_compiled(call.module))), None)
         outer = next((user_model(call.module) for call in reversed(self.running)), None)
         if compiled is None or outer is None or outer is compiled:
             return compiled or outer
