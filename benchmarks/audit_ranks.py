@@ -154,7 +154,7 @@ def correlations(layers: Sequence[dict[str, Any]]) -> dict[str, float]:
         ranks[f"ranks_{key}"] = round(spearman([layer[key] for layer in layers], effects), 3)
     first = min(10, len(layers))
     by_effect, by_output = (
-        {layer["layer"] for layer in sorted(layers, key=lambda each: each[key], reverse=True)[:first]}
+        {layer["layer"] for layer in sorted(layers, key=lambda row: row[key], reverse=True)[:first]}
         for key in ("effect", "output")
     )
     return {**ranks, "of_first_ten": len(by_effect & by_output)}

@@ -193,11 +193,11 @@ def _norms() -> Iterator[Point]:
                 layer = module(width).bfloat16()
                 x = torch.empty(rows, width, dtype=torch.bfloat16, requires_grad=True)
             works = _generated(layer, x, on)
-            for phase, each in zip(("forward", "backward"), times, strict=True):
+            for phase, measured in zip(("forward", "backward"), times, strict=True):
                 yield Point(
                     kind=STREAM if phase == "forward" and kind != SMALL else kind,
                     kernel=f"{name} {phase} of Inductor", source=_CUDNN, chip=on, shape=f"{rows}×{width}",
-                    measured_us=each[on], plus=works[phase],
+                    measured_us=measured[on], plus=works[phase],
                 )  # fmt: skip
 
 
@@ -240,11 +240,11 @@ def _casts() -> Iterator[Point]:
     yield _by_bytes("MXFP8 to FP16", "triton #11644", "H100", 32768**2, cast, 1281)
 
 
-def _by_bytes(kernel: str, source: str, on: str, elements: int, each: float, us: float) -> Point:
+def _by_bytes(kernel: str, source: str, on: str, elements: int, width: float, us: float) -> Point:
     side = round(elements**0.5)
     return Point(
         kind=STREAM, kernel=kernel, source=source, chip=on, shape=f"{side}²", measured_us=us,
-        plus=(Work(num_bytes=elements * each),),
+        plus=(Work(num_bytes=elements * width),),
     )  # fmt: skip
 
 
@@ -282,7 +282,7 @@ def _generated_casts() -> Iterator[Point]:
         measured_us=206.8, plus=(kernels.cast_to_nvfp4(size).work(chip("B200")),),
     )  # fmt: skip
     target, rates = chip("GB200"), rates_of("GB200")
-    works = [each.work(target) for each in kernels.casts_of_weights(2048, 28672, target.processors)]
+    works = [kernel.work(target) for kernel in kernels.casts_of_weights(2048, 28672, target.processors)]
     yield Point(
         kind=TILES, kernel="NVFP4 cast of 16×16, both layouts", source=_AO_FP4, chip="GB200",
         shape="2048×28672", measured_us=232.2, plus=(min(works, key=lambda work: work.estimate(rates).us),),
@@ -343,7 +343,7 @@ def page(measured: list[Point]) -> str:
     ]
     near = sum(point.is_near for point in measured)
     tables = [
-        tabulate(each, headers="keys", tablefmt="github", disable_numparse=True) for each in (classes, rows)
+        tabulate(lines, headers="keys", tablefmt="github", disable_numparse=True) for lines in (classes, rows)
     ]
     return f"{near} of {len(measured)} points lie within {LOW}–{HIGH}.\n\n{tables[0]}\n\n{tables[1]}"
 

@@ -132,9 +132,9 @@ def product(
     b_at = b_ptr + k[:, None] * k_stride + (columns % N)[None, :] * n_stride
     sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for step in range(tl.cdiv(K, BLOCK_K)):
-        left = K - step * BLOCK_K
-        a = tl.load(a_at, mask=k[None, :] < left, other=0.0)
-        b = tl.load(b_at, mask=k[:, None] < left, other=0.0)
+        remaining = K - step * BLOCK_K
+        a = tl.load(a_at, mask=k[None, :] < remaining, other=0.0)
+        b = tl.load(b_at, mask=k[:, None] < remaining, other=0.0)
         sums = tl.dot(a, b, sums)
         a_at += BLOCK_K
         b_at += BLOCK_K * k_stride

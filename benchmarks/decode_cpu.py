@@ -129,12 +129,12 @@ def main() -> None:
     print(f"class of CPU: {features().name}")
     rows: list[dict[str, Any]] = []
     for shape in options.shapes:
-        made = layers(shape, with_torchao=not options.no_torchao)
-        made = {name: made[name] for name in made if not options.only or name.startswith((*options.only,))}
+        ways = layers(shape, with_torchao=not options.no_torchao)
+        ways = {name: ways[name] for name in ways if not options.only or name.startswith((*options.only,))}
         for m in options.rows:
             repeats = options.repeats if m <= 16 else max(1, options.repeats // 3)
             llama = {kind: (options.llama, kind) for kind in options.llama_types if options.llama}
-            rows += measure(shape, made, m, repeats, llama)
+            rows += measure(shape, ways, m, repeats, llama)
     common.show([{k: v for k, v in row.items() if k != "times_ms"} for row in rows])
     if not options.dry:
         common.write("decode_cpu" if torch.get_num_threads() > 1 else "decode_cpu_one_thread", rows)
@@ -146,7 +146,7 @@ def layers(shape: str, *, with_torchao: bool) -> dict[str, Callable[..., Any]]:
     n, k = map(int, shape.split("x"))
     torch.manual_seed(0)
     weight = torch.randn(n, k).bfloat16()
-    made: dict[str, Callable[..., Any]] = {
+    ways: dict[str, Callable[..., Any]] = {
         BASELINES[0]: torch.compile(_dense(weight), dynamic=False),
         BASELINES[1]: torch.compile(_dense(weight.float()), dynamic=False),
         "bf16 inductor, frozen": torch.compile(_dense(weight), dynamic=False, options={"freezing": True}),
@@ -157,24 +157,24 @@ def layers(shape: str, *, with_torchao: bool) -> dict[str, Callable[..., Any]]:
             for word, how in STORED.items()
         },
     }
-    made["mxcompile mxint8, activations too"] = torch.compile(
+    ways["mxcompile mxint8, activations too"] = torch.compile(
         _stored(weight, STORED["mxint8"]), backend="mxfp8", dynamic=False, options={"policy": INTEGERS}
     )
     if with_torchao:
-        made["torchao int8"] = torch.compile(_int8(weight), dynamic=False)
-    return made
+        ways["torchao int8"] = torch.compile(_int8(weight), dynamic=False)
+    return ways
 
 
 @torch.no_grad()
 def measure(
-    shape: str, made: dict[str, Callable[..., Any]], m: int, repeats: int, llama: dict[str, tuple[str, str]]
+    shape: str, ways: dict[str, Callable[..., Any]], m: int, repeats: int, llama: dict[str, tuple[str, str]]
 ) -> list[dict[str, Any]]:
     """One row per way of multiplying `m` rows by a weight of `shape`. llama: program and type, by name."""
     torch._dynamo.reset()
     n, k = map(int, shape.split("x"))
     x = torch.randn(m, k).bfloat16()
-    inputs = {name: x.float() if "fp32" in name else x for name in made}
-    turns = {name: (lambda layer=layer, x=inputs[name]: _turn(layer, x)) for name, layer in made.items()}
+    inputs = {name: x.float() if "fp32" in name else x for name in ways}
+    turns = {name: (lambda layer=layer, x=inputs[name]: _turn(layer, x)) for name, layer in ways.items()}
     with ExitStack() as stack:
         for name, (program, kind) in llama.items():
             turns[LLAMA + name] = stack.enter_context(LlamaCpp(program, n, k, m, kind))

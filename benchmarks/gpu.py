@@ -224,11 +224,11 @@ def run_all(parts: Sequence[Part], minutes: float | None, more: Sequence[str]) -
     """Run `parts` one after the other, as many as fit."""
     start, outcomes = time.monotonic(), []
     for part in parts:
-        left = float("inf") if minutes is None else minutes * 60 - (time.monotonic() - start) - _GRACE_S
-        if left < _LEAST_S:
+        rest_s = float("inf") if minutes is None else minutes * 60 - (time.monotonic() - start) - _GRACE_S
+        if rest_s < _LEAST_S:
             outcomes.append(Outcome(part=part.name, word=NOT_REACHED))
             continue
-        outcomes.append(run(part, min(left, part.seconds), more))
+        outcomes.append(run(part, min(rest_s, part.seconds), more))
         line = outcomes[-1].summary()
         print(f"{line['part']}: {line['outcome']}, {line['right']} right, {line['wrong']} wrong", flush=True)
     return outcomes

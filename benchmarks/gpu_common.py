@@ -161,8 +161,8 @@ def check_bits(result: Tensor, wanted: Tensor, what: str) -> None:
 
 def check_product(out: Tensor, a: Tensor, b: Tensor, what: str) -> None:
     """A product of `a` [M, K] and `b` [N, K], exact values: FP32 accumulation and one rounding."""
-    left, right, k = a.double(), b.double().t(), a.shape[1]
-    exact, magnitude = left @ right, left.abs() @ right.abs()
+    lhs, rhs, k = a.double(), b.double().t(), a.shape[1]
+    exact, magnitude = lhs @ rhs, lhs.abs() @ rhs.abs()
     bound = (k + 2) * 2.0**-24 * magnitude + torch.finfo(out.dtype).eps / 2 * exact.abs()
     worst = ((out.double() - exact).abs() / bound.clamp(min=1e-300)).max().item()
     if not worst <= 1.0:

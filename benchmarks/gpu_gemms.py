@@ -142,9 +142,9 @@ def _generated(xs: list[Tensor], pairs: list[Operands]) -> tuple[dict[str, list[
 
 def _vendor(pairs: list[Operands], target: Target) -> dict[str, list[Call]]:
     """torch._scaled_mm on the same elements: FP8 with one scale a tensor; MX where it takes such scales."""
-    one, e8m0 = torch.ones((), device=gpu_common.DEVICE), torch.float8_e8m0fnu
+    unit, e8m0 = torch.ones((), device=gpu_common.DEVICE), torch.float8_e8m0fnu
     candidates = {
-        "torch._scaled_mm (fp8, a scale a tensor)": [(a, b, one, one) for a, _, b, _ in pairs],
+        "torch._scaled_mm (fp8, a scale a tensor)": [(a, b, unit, unit) for a, _, b, _ in pairs],
     }
     if target.scale_layout is ScaleLayout.TILED_128X4:
         candidates["torch._scaled_mm (mxfp8)"] = [
@@ -286,7 +286,7 @@ def main() -> None:
                 EXPERT_SIZES if part == "experts" else [n_k for name in options.model for n_k in LAYERS[name]]
             )
             for n, k in sizes[:1] if options.small else sizes:
-                rows, code = (functools.partial(each, n, k) for each in PARTS[part])
+                rows, code = (functools.partial(function, n, k) for function in PARTS[part])
                 yield GemmProgram(part=part, kernel="mxfp8", shape=f"{n}x{k}", rows=rows, generated=code)
 
     gpu_common.run(options, programs)

@@ -151,8 +151,8 @@ def _producers(m: int, n: int) -> dict[str, Producer]:
     }
 
 
-def _of_each_matrix(one: Callable[[Tensor, Tensor], Iterable[Tensor]]) -> Cast:
-    return lambda matrices, scale: [copied for x in matrices for copied in one(x, scale)]
+def _of_each_matrix(cast: Callable[[Tensor, Tensor], Iterable[Tensor]]) -> Cast:
+    return lambda matrices, scale: [copied for x in matrices for copied in cast(x, scale)]
 
 
 def _mx(dims: Sequence[int], layout: str) -> Callable[[Tensor, Tensor], Iterable[Tensor]]:

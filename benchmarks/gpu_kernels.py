@@ -197,7 +197,7 @@ def stored(small: bool) -> Iterator[StoredProgram]:
 
 PARTS: dict[str, Callable[[str, bool], Iterator[Any]]] = {
     "casts": casts,
-    "decode": lambda _, small: (each for made in (stored(small), products(small)) for each in made),
+    "decode": lambda _, small: (program for part in (stored(small), products(small)) for program in part),
 }
 
 

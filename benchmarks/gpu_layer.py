@@ -49,8 +49,8 @@ def compare(
     for name in sorted({*launches, *taken}, key=lambda name: -taken[name]):
         estimates = [launch.work.estimate(rates) for launch in launches[name]]
         us, num_bytes = (
-            sum(each.us for each in estimates),
-            sum(each.work.num_bytes for each in launches[name]),
+            sum(estimate.us for estimate in estimates),
+            sum(launch.work.num_bytes for launch in launches[name]),
         )
         rows.append(
             {
@@ -60,7 +60,7 @@ def compare(
                 "time_us": round(taken[name], 1),
                 "predicted_us": round(us, 1),
                 "over_predicted": round(taken[name] / us, 2) if us else None,
-                "bound_by": max(estimates, key=lambda each: each.us).by if estimates else "",
+                "bound_by": max(estimates, key=lambda estimate: estimate.us).by if estimates else "",
                 **(gpu_common.bandwidth(taken[name], rates.target.peak, num_bytes) if taken[name] else {}),
             }
         )

@@ -82,14 +82,14 @@ class CompiledProgram(Program):
         result = self.code(chip)
         launches = [(launch.kind, launch.kernel, launch.work) for launch in result.launches if launch.work]
         launches += [("rest", "beside", self.beside)] if self.beside else []
-        own = [kernel.binary for kernel in result.kernels if kernel.is_template]
+        binaries = [kernel.binary for kernel in result.kernels if kernel.is_template]
         return {
             "target": result.target,
             **self.about,
             "launches": len(launches),
             "problems": list(result.problems),
-            "spill_bytes": max((binary.spill_bytes for binary in own), default=0),
-            "registers": max((binary.registers for binary in own), default=0),
+            "spill_bytes": max((binary.spill_bytes for binary in binaries), default=0),
+            "registers": max((binary.registers for binary in binaries), default=0),
             "works": [[kind, kernel, work.as_data()] for kind, kernel, work in launches],
         }
 
@@ -141,7 +141,7 @@ def layers() -> dict[tuple[Stack, str], dict[str, list[Work]]]:
     works: dict[tuple[Stack, str], dict[str, list[Work]]] = {}
     for (stack, target, part, policy, _), row in written().items():
         if part == LAYER:
-            works.setdefault((stack, target), {})[policy] = [each.work for each in works_of(row)]
+            works.setdefault((stack, target), {})[policy] = [work.work for work in works_of(row)]
     return works
 
 
@@ -185,7 +185,7 @@ def other_table() -> Iterator[dict[str, str]]:
     columns = list(_columns(key[:2] for key in rows))
     for program in programs:
         times = {
-            name: _time([each.work for each in works_of(rows[*key, *program])], rates)
+            name: _time([work.work for work in works_of(rows[*key, *program])], rates)
             for name, key, rates in columns
             if (*key, *program) in rows
         }

@@ -83,12 +83,12 @@ def fp4(peak: Peak, time: Time) -> Iterator[float]:
     """The product of NVFP4 operands, packed, with scales of two levels."""
     from mxcompile.lowering.templates.vendor import mx_vendor_nvfp4_mm  # needs Triton
 
-    form, one = Format.parse("e2m1 1x16 two-level"), torch.ones(1, device=gpu_common.DEVICE)
+    form, unit = Format.parse("e2m1 1x16 two-level"), torch.ones(1, device=gpu_common.DEVICE)
     copy = str(Copy.packed(form, -1, ScaleLayout.TILED_128X4))
     for m, n, k in SHAPES:
         matrices = [_matrix(rows, k) for rows in (m, n)]
         a, (b, scale) = (ops.cast(x, [copy], None, 0, None, [ops.largest(x)]) for x in matrices)
-        call = functools.partial(mx_vendor_nvfp4_mm, *a, b.t(), scale, one, one, out_dtype=torch.bfloat16)
+        call = functools.partial(mx_vendor_nvfp4_mm, *a, b.t(), scale, unit, unit, out_dtype=torch.bfloat16)
         yield _share(time(call), (m, n, k), peak.fp4_tflops)
 
 
@@ -178,9 +178,9 @@ def runs_on(kind: str, target: Target) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RateProgram(Program):
-    """A kind of rate. found: those that were measured before."""
+    """A kind of rate. measured: rates that were measured before."""
 
-    found: dict[str, Rate]
+    measured: dict[str, Rate]
 
     def measure(self, rates: Rates, repeats: int) -> Iterator[Row]:
         """The rate beside the table's; the file of rates has it from then on."""
@@ -194,8 +194,8 @@ class RateProgram(Program):
             return
         ends = values[::-1] if kind.endswith("_us") else values
         centre, source = statistics.median(values), "measured by gpu_rates.py"
-        self.found[kind] = rate = Rate(low=ends[0], centre=centre, high=ends[-1], source=source)
-        save(target, self.found)
+        self.measured[kind] = rate = Rate(low=ends[0], centre=centre, high=ends[-1], source=source)
+        save(target, self.measured)
         table = rates.table[kind]
         yield {
             **self.about,
@@ -228,7 +228,7 @@ def main() -> None:
         rates: dict[str, Rate] = {}
         for kind in KINDS:
             if runs_on(kind, TARGETS[name]):
-                yield RateProgram(part="rates", kernel=kind, shape="", found=rates)
+                yield RateProgram(part="rates", kernel=kind, shape="", measured=rates)
 
     gpu_common.run(options, programs)
 

@@ -85,7 +85,7 @@ class TrainingProgram(CompiledProgram):
 @functools.lru_cache(maxsize=2)
 def step(kernel: str, size: Size) -> tuple[Step, float]:
     """A step, and the GiB that it takes at most, weights, gradients and the optimizer's state included."""
-    held = torch.cuda.memory_allocated()
+    before = torch.cuda.memory_allocated()
     with torch.device(gpu_common.DEVICE):
         model, tokens = size.model(), size.tokens()
     if kernel == TORCHAO:
@@ -104,7 +104,7 @@ def step(kernel: str, size: Size) -> tuple[Step, float]:
     for _ in range(2):  # compiles, and makes the optimizer's state
         torch.cuda.reset_peak_memory_stats()
         run()
-    return run, (torch.cuda.max_memory_allocated() - held) / 2**30
+    return run, (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
 def main() -> None:

@@ -97,8 +97,8 @@ def gradients(steps: int, ranks: int) -> list[list[Tensor]]:
 def _ring(of_ranks: list[Tensor]) -> Tensor:
     """The sum in BF16, rounded after every rank."""
     total = of_ranks[0].bfloat16()
-    for each in of_ranks[1:]:
-        total = total + each.bfloat16()
+    for part in of_ranks[1:]:
+        total = total + part.bfloat16()
     return total
 
 
@@ -107,9 +107,9 @@ def _cast(fmt: Format, seed: int) -> Callable[[list[Tensor]], Tensor]:
 
     def summed(of_ranks: list[Tensor]) -> Tensor:
         total = torch.zeros_like(of_ranks[0])
-        for rank, each in enumerate(of_ranks):
+        for rank, part in enumerate(of_ranks):
             drawn = torch.tensor([seed]) if fmt.stochastic else None
-            qdata, scale = encode_tensors(each, -1, fmt, drawn, rank)
+            qdata, scale = encode_tensors(part, -1, fmt, drawn, rank)
             total += decode_tensors(qdata, scale, -1, fmt, torch.float32)
         return total
 
@@ -118,7 +118,7 @@ def _cast(fmt: Format, seed: int) -> Callable[[list[Tensor]], Tensor]:
 
 def errors(by_rank: list[list[Tensor]], draws: int) -> Iterator[dict[str, Any]]:
     """A row for each way to sum the gradients of all ranks."""
-    of_weights = [list(each) for each in zip(*by_rank, strict=True)]
+    of_weights = [list(tensor) for tensor in zip(*by_rank, strict=True)]
     number = len(of_weights)
     exact = [torch.stack(of_ranks).double().sum(0) for of_ranks in of_weights]
 
@@ -132,12 +132,12 @@ def errors(by_rank: list[list[Tensor]], draws: int) -> Iterator[dict[str, Any]]:
     yield row("FP32", error=error([torch.stack(of_ranks).sum(0) for of_ranks in of_weights]))
     yield row("BF16, ring", error=error([_ring(of_ranks) for of_ranks in of_weights]))
     yield row("MXFP8, nearest", error=error([_cast(_NEAREST, 0)(of_ranks) for of_ranks in of_weights]))
-    single, mean = 0.0, [torch.zeros_like(each) for each in exact]
+    single, mean = 0.0, [torch.zeros_like(tensor) for tensor in exact]
     for draw in range(draws):
         seeds = range(1 + draw * number, 1 + (draw + 1) * number)
         sums = [_cast(_STOCHASTIC, seed)(of_ranks) for seed, of_ranks in zip(seeds, of_weights, strict=True)]
         single += error(sums) / draws
-        mean = [total + each.double() / draws for total, each in zip(mean, sums, strict=True)]
+        mean = [total + tensor.double() / draws for total, tensor in zip(mean, sums, strict=True)]
     yield row(
         "MXFP8, stochastic", error=single, error_of_mean=error(mean), without_bias=single / math.sqrt(draws)
     )

@@ -160,8 +160,8 @@ def compiled(way: str) -> dict[str, Any]:
     parts = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
     before, kernels = [_processor_s(part) for part in parts], _cpp_kernels()
     run(input_ids=ids, labels=ids).loss.backward()
-    own, compilers = (_processor_s(part) - start for part, start in zip(parts, before, strict=True))
-    seconds = {"cpu_s": own + compilers, "of_which_compilers_s": compilers}
+    process_s, compilers = (_processor_s(part) - start for part, start in zip(parts, before, strict=True))
+    seconds = {"cpu_s": process_s + compilers, "of_which_compilers_s": compilers}
     return {"way": way, **seconds, "cpp_kernels": _cpp_kernels() - kernels}
 
 

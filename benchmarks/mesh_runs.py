@@ -206,8 +206,8 @@ class Attention(nn.Module):
         """x: [batch, length, width]; cos, sin: [length, head]."""
         q, k, v = (part(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for part in (self.wq, self.wk, self.wv))
         q, k = (
-            each * cos + torch.cat((-each[..., HEAD // 2 :], each[..., : HEAD // 2]), -1) * sin
-            for each in (q, k)
+            heads * cos + torch.cat((-heads[..., HEAD // 2 :], heads[..., : HEAD // 2]), -1) * sin
+            for heads in (q, k)
         )
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         result: Tensor = self.wo(mixed.transpose(1, 2).flatten(-2))

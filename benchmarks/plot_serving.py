@@ -54,7 +54,7 @@ def draw(layers: list[dict[str, Any]], models: list[dict[str, Any]], output: Pat
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 8), layout="constrained", dpi=120)
-    (one, many), (speed, quality) = figure.subplots(2, 2)
+    (single, many), (speed, quality) = figure.subplots(2, 2)
     shapes = list(dict.fromkeys(line["weight"] for line in layers))
     for index, (run, colour) in enumerate(LAYERS.items()):
         width, style = 0.84 / len(LAYERS), {"color": colour, "label": run}
@@ -63,22 +63,22 @@ def draw(layers: list[dict[str, Any]], models: list[dict[str, Any]], output: Pat
         }
         heights = [ratios.get((shape, 1), 0) for shape in shapes]
         places = [at + (index - (len(LAYERS) - 1) / 2) * width for at in range(len(shapes))]
-        one.bar_label(one.bar(places, heights, width * 0.9, **style), fmt="%.1f", fontsize=8)
+        single.bar_label(single.bar(places, heights, width * 0.9, **style), fmt="%.1f", fontsize=8)
         rows = sorted(m for shape, m in ratios if shape == shapes[0])
         if len(rows) > 1:
             many.plot(rows, [ratios[shapes[0], m] for m in rows], marker="o", **style)
-    one.set_xticks(range(len(shapes)), shapes)
-    one.set(title="One row times a weight (N×K)", ylabel="speed over BF16")
+    single.set_xticks(range(len(shapes)), shapes)
+    single.set(title="One row times a weight (N×K)", ylabel="speed over BF16")
     many.set(title=f"Rows times a weight of {shapes[0]}", xlabel="rows", ylabel="speed over BF16")
     many.set_xscale("log", base=2)
     many.xaxis.set_major_formatter("{x:g}")
     _bars(speed, [m for m in models if m["what"] == "speed"], ("tokens_over_bf16", "bf16_prefill_over_this"))
     speed.set(title="Two blocks of a Llama 3 8B, `generate`", ylabel="speed over BF16")
     _quality(quality, [m for m in models if m["what"] == "quality"])
-    for axes, room in ((one, 0.5), (many, 0.05), (speed, 0.3)):  # for the legend
+    for axes, room in ((single, 0.5), (many, 0.05), (speed, 0.3)):  # for the legend
         axes.margins(y=room)
         axes.axhline(1, color="#8a8f98", linewidth=1)
-        axes.legend(fontsize=8, ncols=2 if axes is one else 1)
+        axes.legend(fontsize=8, ncols=2 if axes is single else 1)
     last = layers[-1]
     figure.suptitle(f"{last['device']}, {last['threads']} threads, torch {last['torch']}, {last['date']}")
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -149,7 +149,7 @@ def newest(tokens: int) -> dict[tuple[str, str], dict[str, Any]]:
 
 def works(row: dict[str, Any], kind: str | None = None) -> list[Work]:
     """What the launches of a row have to do, or those of one kind."""
-    return [Work(**work) for each, work in row["works"] if kind in (None, each)]
+    return [Work(**work) for name, work in row["works"] if kind in (None, name)]
 
 
 def step_us(row: dict[str, Any], kind: str | None = None) -> Range:

@@ -208,14 +208,14 @@ def windows(tokenizer: Any, count: int, length: int, sources: tuple[str, ...] = 
     result: list[Tensor] = []
     tokens = {source: torch.tensor(tokenizer(prose(source)).input_ids[1:]) for source in sources}
     for index in range(count):
-        own = tokens[sources[index % len(sources)]]
+        text = tokens[sources[index % len(sources)]]
         share = -(-count // len(sources))
-        step = len(own) // share
+        step = len(text) // share
         if step < length:
-            raise ValueError(f"{share} windows of {length} tokens do not fit in {len(own)}")
+            raise ValueError(f"{share} windows of {length} tokens do not fit in {len(text)}")
         start = index // len(sources) * step
         first = torch.tensor([tokenizer.bos_token_id])
-        result.append(torch.cat([first, own[start : start + length - 1]]))
+        result.append(torch.cat([first, text[start : start + length - 1]]))
     return torch.stack(result)
 
 

@@ -244,9 +244,9 @@ def q8_0_file(folder: Path = models.CACHE) -> Path:
     reader: Any = gguf.GGUFReader(models.gemma_file(folder))
     partial = target.with_suffix(".partial")
     writer = gguf.GGUFWriter(partial, "gemma3")
-    own = {"general.architecture", "general.file_type", "general.quantization_version"}
+    generated = {"general.architecture", "general.file_type", "general.quantization_version"}
     for field in reader.fields.values():
-        if field.name.startswith("GGUF.") or field.name in own:
+        if field.name.startswith("GGUF.") or field.name in generated:
             continue
         kinds = [*field.types, None]
         writer.add_key_value(field.name, field.contents(), kinds[0], sub_type=kinds[1])

@@ -90,7 +90,7 @@ def _cell(name: str, value: Any) -> str:
     """The text of a figure; losses of several seeds are a list."""
     if isinstance(value, str):
         return value
-    return ", ".join(f"{each:g}" for each in value) if name == "loss" else _figure(value)
+    return ", ".join(f"{item:g}" for item in value) if name == "loss" else _figure(value)
 
 
 def table(model: str) -> str:

@@ -174,8 +174,8 @@ def summary(results: Results, baseline: Results) -> dict[str, Any]:
     error = statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else 0.0
     pairs = ((gradient, baseline.gradients[name]) for name, gradient in results.gradients.items())
     cosines = [
-        float(F.cosine_similarity(own.ravel().double(), right.ravel().double(), 0))
-        for own, right in pairs
+        float(F.cosine_similarity(measured.ravel().double(), right.ravel().double(), 0))
+        for measured, right in pairs
         if right.any()
     ]
     return {

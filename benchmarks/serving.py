@@ -107,7 +107,7 @@ def peers(model: nn.Module) -> tuple[Way, ...]:
 
 def _from(model: nn.Module, change: Callable[[nn.Linear], None]) -> Callable[[nn.Module], None]:
     """What gives the layers of the blocks their weights of now back, then does `change` with each."""
-    now = {name: each.weight.detach() for name, each in _blocks_layers(model)}
+    now = {name: module.weight.detach() for name, module in _blocks_layers(model)}
 
     def prepare(served: nn.Module) -> None:
         for name, layer in _blocks_layers(served):

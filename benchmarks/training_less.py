@@ -102,8 +102,8 @@ def main() -> None:
 
 def _rank(rank: int, options: argparse.Namespace, name: str, folder: str) -> None:
     torch.set_num_threads(1)
-    place = f"file://{folder}/rendezvous"
-    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=options.ranks)
+    address = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=options.ranks)
     try:
         rows = measure(name, options, rank)
         if rank == 0:
@@ -133,7 +133,7 @@ def measure(name: str, options: argparse.Namespace, rank: int) -> list[dict[str,
     if TORCHAO in subjects:
         counts[TORCHAO]["casts"] = torchao_casts(model, batches)
     runs: dict[str, Callable[[], None]] = {
-        way: lambda own=own: own.step(batches) for way, own in subjects.items()
+        way: lambda subject=subject: subject.step(batches) for way, subject in subjects.items()
     }
     times = common.alternate(runs, repeats=options.repeats)
     about = {
@@ -158,54 +158,54 @@ def prepared(way: str, model: nn.Module, tokens: Tensor) -> Subject:
     """The model of one way, before its first call."""
     from torch.distributed.fsdp import fully_shard
 
-    own = common.torchao_model(model, emulated=True) if way == TORCHAO else copy.deepcopy(model)
+    model_copy = common.torchao_model(model, emulated=True) if way == TORCHAO else copy.deepcopy(model)
     use, gathers = WAYS.get(way, ({}, False))
     policy = {"version": 1, "rules": [{"match": {"role": ROLES}, "use": use}] if use else []}
     if gathers:
-        mxcompile.quantize_gathers_(own, policy, kwargs={"input_ids": tokens, "labels": tokens})
-    for layer in own.model.layers:
+        mxcompile.quantize_gathers_(model_copy, policy, kwargs={"input_ids": tokens, "labels": tokens})
+    for layer in model_copy.model.layers:
         fully_shard(layer, reshard_after_forward=True)
-    fully_shard(own, reshard_after_forward=True)
+    fully_shard(model_copy, reshard_after_forward=True)
     torch._dynamo.reset()
     mxcompile.clear_reports()
     if way in WAYS:
-        call = torch.compile(own, backend="mxfp8", options={"policy": policy})
+        call = torch.compile(model_copy, backend="mxfp8", options={"policy": policy})
     else:
-        call = torch.compile(own)
-    return Subject(model=own, call=call, optimizer=torch.optim.AdamW(own.parameters(), lr=1e-4))
+        call = torch.compile(model_copy)
+    return Subject(model=model_copy, call=call, optimizer=torch.optim.AdamW(model_copy.parameters(), lr=1e-4))
 
 
-def counted(way: str, own: Subject, batches: list[Tensor], gathered: list[int]) -> dict[str, Any]:
-    """The columns that are counted, in the third step of `own`: nothing is compiled any more."""
-    own.step(batches)
-    own.step(batches)
+def counted(way: str, subject: Subject, batches: list[Tensor], gathered: list[int]) -> dict[str, Any]:
+    """The columns that are counted, in the third step of `subject`: nothing is compiled any more."""
+    subject.step(batches)
+    subject.step(batches)
     gathers = gathered[0]
     with _sent() as sent:
-        own.step(batches)
+        subject.step(batches)
     casts = gathered[0] - gathers
     if way in WAYS:
         (report,) = mxcompile.reports()
         casts += report.summary.casts * len(batches)
-    parameters = sum(_local(p).numel() * p.element_size() for p in own.model.parameters())
+    parameters = sum(_local(p).numel() * p.element_size() for p in subject.model.parameters())
     return {
-        "saved_bytes": saved_bytes(own, batches[0]),
+        "saved_bytes": saved_bytes(subject, batches[0]),
         "weight_bytes": parameters,
         "sent_bytes": sum(sent),
         "casts": casts,
     }
 
 
-def saved_bytes(own: Subject, tokens: Tensor) -> int:
+def saved_bytes(subject: Subject, tokens: Tensor) -> int:
     """What a forward gives autograd to keep. Gathered weights are free again by its end."""
-    inputs = map(_local, [tokens, *own.model.parameters()])
-    total = common.saved_bytes(lambda: own.micro_batch(tokens), inputs)
-    own.optimizer.zero_grad()
+    inputs = map(_local, [tokens, *subject.model.parameters()])
+    total = common.saved_bytes(lambda: subject.micro_batch(tokens), inputs)
+    subject.optimizer.zero_grad()
     return total
 
 
 def _local(value: Any) -> Tensor:
-    held = value.to_local() if hasattr(value, "to_local") else value
-    local: Tensor = getattr(held, "master", held)
+    shard = value.to_local() if hasattr(value, "to_local") else value
+    local: Tensor = getattr(shard, "master", shard)
     return local
 
 
@@ -260,9 +260,9 @@ def torchao_casts(model: nn.Module, batches: list[Tensor]) -> int:
         count[0] += 1
         return original(*args, **kwargs)
 
-    own = common.torchao_model(model, emulated=True)
+    quantized = common.torchao_model(model, emulated=True)
     with mock.patch.object(MXTensor, "to_mx", staticmethod(call)):
-        own(input_ids=batches[0], labels=batches[0]).loss.backward()
+        quantized(input_ids=batches[0], labels=batches[0]).loss.backward()
     return count[0] * len(batches)
 
 

@@ -246,8 +246,8 @@ def graph_layer(bf16: LayerWork, graph: Graph, tokens: int, rates: Rates) -> Lay
     casts = (*_casts(graph.inputs, inputs, rates), *_casts(graph.weights, weights, rates))
     gradients = _casts(graph.gradients, [tokens * n for n, _ in LINEAR], rates)
     columns = _casts(graph.columns, [*inputs, *weights], rates)
-    others = tuple(each for each in forward if each[0] == "rest")
-    products = [each for each in forward if each[0] == "product"]
+    others = tuple(launch for launch in forward if launch[0] == "rest")
+    products = [launch for launch in forward if launch[0] == "product"]
     return LayerWork(
         forward=(*forward, *casts),
         backward=(*backward, *gradients, *columns),

@@ -1,8 +1,8 @@
 """The rules of words in docs/CONTRIBUTING.md that a program can check: `python tests/lint_words.py`.
 
 Reads README.md, the pages of docs/ and examples/, and docstrings, comments, messages and variables of the
-product. Prints a line for each fault and exits with status 1 if there is one. Code, quotes, headings and
-generated tables are left out. Names of tests have four words or more.
+product. Reads the variables of benchmarks/ and examples/ and the names of tests too. Prints a line for each
+fault and exits with status 1 if there is one. Code, quotes, headings and generated tables are left out.
 """
 
 from __future__ import annotations
@@ -95,6 +95,10 @@ def main() -> int:
     for path, tree in sources():
         faults += [*docstrings(path, tree), *variables(path, tree), *messages(path, tree)]
         faults += strict(path, (ROOT / path).read_text(encoding="utf-8"))
+    for file in [
+        file for folder in ("benchmarks", "examples") for file in sorted((ROOT / folder).rglob("*.py"))
+    ]:
+        faults += variables(str(file.relative_to(ROOT)), ast.parse(file.read_text(encoding="utf-8")))
     for file in sorted((ROOT / "tests").rglob("*.py")):
         faults += tests(str(file.relative_to(ROOT)), ast.parse(file.read_text(encoding="utf-8")))
     for fault in faults:

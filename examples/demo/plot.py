@@ -16,24 +16,24 @@ def plot(comparison: SeedComparison, path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.4), layout="constrained", dpi=130)
-    left, right = figure.subplots(1, 2)
+    loss_axes, gap_axes = figure.subplots(1, 2)
     for index, label in enumerate(comparison.labels):
         style = _style(label, index, comparison.baseline)
         for number, run in enumerate(comparison.of(label)):
             named = label if number == 0 else None
             steps = sorted(run.validation)
-            left.plot(steps, [run.validation[step] for step in steps], label=named, **style)
+            loss_axes.plot(steps, [run.validation[step] for step in steps], label=named, **style)
             if label != comparison.baseline:
                 gaps = [100 * comparison.gaps(label, step)[number] for step in steps]
-                right.plot(steps, gaps, label=named, **style)
-    left.set(xlabel="step", ylabel="nats per byte", title="Validation loss, a line for each seed")
+                gap_axes.plot(steps, gaps, label=named, **style)
+    loss_axes.set(xlabel="step", ylabel="nats per byte", title="Validation loss, a line for each seed")
     limit = 100 * GAP_LIMIT
-    right.axhspan(-limit, limit, color="#8a8f98", alpha=0.2, label=f"±{limit:.2g} %")
-    right.axhline(0, color="#8a8f98", linewidth=1)
-    right.set_yscale("symlog", linthresh=_LINEAR)
-    right.yaxis.set_major_formatter("{x:g}")
-    right.set(xlabel="step", ylabel="%", title=f"Gap to {comparison.baseline} with the same seed")
-    for axes in (left, right):
+    gap_axes.axhspan(-limit, limit, color="#8a8f98", alpha=0.2, label=f"±{limit:.2g} %")
+    gap_axes.axhline(0, color="#8a8f98", linewidth=1)
+    gap_axes.set_yscale("symlog", linthresh=_LINEAR)
+    gap_axes.yaxis.set_major_formatter("{x:g}")
+    gap_axes.set(xlabel="step", ylabel="%", title=f"Gap to {comparison.baseline} with the same seed")
+    for axes in (loss_axes, gap_axes):
         axes.grid(alpha=0.3)
         axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -194,15 +194,15 @@ def quality(
     The weights of `model` are what the last way made of them.
     """
     windows = batches(text.validation, replace(settings, batch=_WINDOWS), seed=1)
-    given = [next(windows) for _ in range(count)]
+    samples = [next(windows) for _ in range(count)]
     expected: list[Tensor] = []
     for way in ways:
         with _Served(model, way):
-            logits = [_logits(model, each[:, :-1], cached=way.cached) for each in given]
+            logits = [_logits(model, sample[:, :-1], cached=way.cached) for sample in samples]
         expected = expected or logits
         yield Quality(
             label=way.label,
-            perplexity=math.exp(_loss(logits, given)),
+            perplexity=math.exp(_loss(logits, samples)),
             logits_gap=_gap(logits, expected),
             weight_bytes=weight_bytes(model),
             report=next(iter(reports()), None),
@@ -259,15 +259,15 @@ def _bytes(x: Any) -> int:
 
 def _logits(model: Any, tokens: Tensor, *, cached: bool) -> Tensor:
     """Of one call; where keys and values are cached, attention reads them from there."""
-    given = {"cache": static_cache(model, tokens.shape[1])} if cached else {}
-    logits: Tensor = model(input_ids=tokens, **given).logits.float()
+    cache = {"cache": static_cache(model, tokens.shape[1])} if cached else {}
+    logits: Tensor = model(input_ids=tokens, **cache).logits.float()
     return logits
 
 
-def _loss(logits: Sequence[Tensor], given: Sequence[Tensor]) -> float:
+def _loss(logits: Sequence[Tensor], samples: Sequence[Tensor]) -> float:
     losses = [
-        nn.functional.cross_entropy(scores.flatten(0, 1), each[:, 1:].flatten())
-        for scores, each in zip(logits, given, strict=True)
+        nn.functional.cross_entropy(scores.flatten(0, 1), sample[:, 1:].flatten())
+        for scores, sample in zip(logits, samples, strict=True)
     ]
     return float(torch.stack(losses).mean())
 

@@ -76,8 +76,8 @@ def _print_quality(qualities: list[Quality], settings: Any) -> None:
         " on Python source; on files held out."
     )
     rows = [
-        [each.label, f"{each.perplexity:.4f}", f"{each.logits_gap:.2%}", _bytes(each, qualities[0])]
-        for each in qualities
+        [way.label, f"{way.perplexity:.4f}", f"{way.logits_gap:.2%}", _bytes(way, qualities[0])]
+        for way in qualities
     ]
     headers = ["served", "perplexity a byte", "logits' gap", "all weights"]
     print(drawn([headers, *rows]))
@@ -90,24 +90,24 @@ def _print_speed(speeds: list[Speed], size: Any) -> None:
     )
     rows = [
         [
-            each.label,
-            f"{each.prefill_ms:.0f} ms",
-            f"{each.tokens_per_s:.1f}",
-            f"{each.tokens_per_s / speeds[0].tokens_per_s:.2f}×",
-            _bytes(each, speeds[0]),
+            speed.label,
+            f"{speed.prefill_ms:.0f} ms",
+            f"{speed.tokens_per_s:.1f}",
+            f"{speed.tokens_per_s / speeds[0].tokens_per_s:.2f}×",
+            _bytes(speed, speeds[0]),
         ]
-        for each in speeds
+        for speed in speeds
     ]
     headers = ["served", "prefill", "tokens/s", f"over {speeds[0].label}", "all weights"]
     print(drawn([headers, *rows]))
 
 
-def _bytes(each: Any, first: Any) -> str:
-    return f"{each.weight_bytes / 1e6:.1f} MB ({each.weight_bytes / first.weight_bytes:.0%})"
+def _bytes(result: Any, first: Any) -> str:
+    return f"{result.weight_bytes / 1e6:.1f} MB ({result.weight_bytes / first.weight_bytes:.0%})"
 
 
 def _write(out: Path, qualities: list[Quality], fast: list[Speed]) -> None:
-    rows = {"quality": [_row(each) for each in qualities], "speed": [_row(each) for each in fast]}
+    rows = {"quality": [_row(result) for result in qualities], "speed": [_row(result) for result in fast]}
     out.mkdir(parents=True, exist_ok=True)
     (out / "serving.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     written = ["serving.json"]
@@ -118,6 +118,6 @@ def _write(out: Path, qualities: list[Quality], fast: list[Speed]) -> None:
     print(f"\nwritten to {out}/: {', '.join(written)}")
 
 
-def _row(each: Quality | Speed) -> dict[str, Any]:
-    names = (field.name for field in dataclasses.fields(each) if field.name != "report")
-    return {name: getattr(each, name) for name in names}
+def _row(result: Quality | Speed) -> dict[str, Any]:
+    names = (field.name for field in dataclasses.fields(result) if field.name != "report")
+    return {name: getattr(result, name) for name in names}

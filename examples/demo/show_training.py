@@ -50,14 +50,14 @@ def train_all(options: argparse.Namespace, bar: Any) -> SeedComparison:
         for variant in plan:
             bar.set_description(f"{variant.label}, compiling")
             bar.set_postfix_str("")
-            backend, given = variant.backend
+            backend, backend_options = variant.backend
             torch._dynamo.reset()
             trainee = demo.Trainee(
                 variant.label,
                 settings,
                 text,
-                lambda model, backend=backend, given=given: torch.compile(  # type: ignore[misc]
-                    model, backend=backend, options=given
+                lambda model, backend=backend, backend_options=backend_options: torch.compile(  # type: ignore[misc]
+                    model, backend=backend, options=backend_options
                 ),
             )
             for seed in range(seeds):

@@ -107,7 +107,7 @@ def test_rates_are_measured_in_the_same_form(monkeypatch, tmp_path):
     monkeypatch.setattr(torch, "_scaled_mm", _refused)
     rates: dict[str, Rate] = {}
     kinds = [kind for kind in gpu_rates.KINDS if gpu_rates.runs_on(kind, B200)]
-    programs = [gpu_rates.RateProgram(part="rates", kernel=kind, shape="", found=rates) for kind in kinds]
+    programs = [gpu_rates.RateProgram(part="rates", kernel=kind, shape="", measured=rates) for kind in kinds]
     rows = [row for program in programs for row in program.measure(Rates.for_target(B200), 1)]
     left_out = {row["kernel"]: row["left_out"] for row in rows if "left_out" in row}
     assert list(left_out.values()).count("not on this chip") == 3, "FP8 and MXFP8"
