@@ -73,7 +73,7 @@ class Gradients:
         return self._gradient(node, fitting[-1]) if fitting else None
 
     def _fitting(self, node: fx.Node, near: list[fx.Node], *, of_data: bool) -> list[fx.Node]:
-        """Returns the products that `node` can be a gradient of; products without that gradient come last.
+        """Returns the products that `node` can be a gradient of; products that still lack it come last.
 
         near: the forward products that share an operand with `node`.
         """

@@ -100,7 +100,7 @@ def _are_convertible(forms: Forms) -> bool:
 
 
 def _is_beyond(form: Format) -> bool:
-    """Whether E4M3 lacks values of these elements under E8M0 scales: no MX instruction multiplies them."""
+    """Whether elements under E8M0 scales have values that E4M3 lacks, so that no MX instruction applies."""
     return form.scale is ScaleType.E8M0 and form.elem.is_coded and not form.elem.is_in(E4M3)
 
 

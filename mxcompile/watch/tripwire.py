@@ -2,8 +2,8 @@
 
     casts in the order of execution:   finite … finite  FIRST  later operands
 
-Later operands inherit the values from the first. In x and dy the values arise between the last GEMM before,
-whose operands are finite, and the first operand's cast; in a weight from an update or the loaded model; in a
+Later operands inherit the values from the first. The values in x and dy arise between the last GEMM with
+finite operands and the cast of the first operand; in a weight from an update or the loaded model; in a
 result from its GEMM.
 """
 

@@ -125,7 +125,7 @@ class _UsesSweep:
         return MIXED
 
     def _passing_marks(self, node: fx.Node) -> int:
-        """Returns the marks of uses that propagate backward through `node`, a residual sum or its skip."""
+        """Returns the marks of uses that also hold for the inputs of `node`, a residual sum or its skip."""
         return _PAST_SUMS | RESULT if self._feeds.number[node] in self._endings else _PAST_SUMS
 
     def _starts_stream(self, skip: fx.Node) -> bool:
