@@ -1,4 +1,4 @@
-"""Training step on this machine: MXFP8, with and without ``saved: mxfp8``, beside Inductor and torchao.
+"""Training step on this machine: MXFP8, with and without ``saved: mxfp8``, and MXINT8, beside Inductor and torchao.
 
 All variants train copies of one Llama on the same tokens: forward and backward, without the optimizer, which
 is the same for all. They alternate in one process. A row has the time, the bytes of parameters, and the bytes
@@ -30,6 +30,7 @@ MODELS = {
 }
 BATCH, LENGTH = 4, 256
 BASELINE, FP32 = "bf16 inductor", "fp32 inductor"
+MXINT8 = "mxcompile mxint8"
 SAVED = {
     "saved: mxfp8": ["qkv", "ffn_in", "ffn_out"],
     "saved: mxfp8, with attention": ["qkv", "ffn_in", "ffn_out", "attn_out"],
@@ -61,9 +62,13 @@ def measure(name: str, repeats: int, length: int, *, with_torchao: bool) -> list
         rule = {"match": {"role": SAVED[way]}, "use": {"saved": "mxfp8"}} if way in SAVED else None
         options = {"policy": {"version": 1, "rules": [rule] if rule else []}}
         models[way] = torch.compile(copy.deepcopy(model), backend="mxfp8", options=options)
+    models[MXINT8] = torch.compile(copy.deepcopy(model), backend="mxfp8", options={"policy": "mxint8"})
     if torch.bfloat16 in features().slow_dtypes:
         models[FP32] = torch.compile(copy.deepcopy(model).float())
-        models["mxcompile mxfp8, fp32 model"] = torch.compile(copy.deepcopy(model).float(), backend="mxfp8")
+        for way, policy in (("mxcompile mxfp8", "nvidia"), (MXINT8, "mxint8")):
+            model_fp32 = copy.deepcopy(model).float()
+            options = {"policy": policy}
+            models[f"{way}, fp32 model"] = torch.compile(model_fp32, backend="mxfp8", options=options)
     if with_torchao:
         models["torchao mxfp8 (emulated)"] = torch.compile(common.torchao_model(model, emulated=True))
     runs = {way: step(way_model, tokens) for way, way_model in models.items()}

@@ -2,7 +2,7 @@
 //
 //   out[m, n] = Σ_blocks 2^(s[m, block] + t[n, block] − 254) · 2^-12 · Σ_k x[m, k] · w[n, k] (+ bias[n])
 //
-// x [M, K], w [N, K] codes, s and t bytes for each 32 of them. The sum of a block is exact; it is scaled and added in FP32.
+// x [M, K], w [N, K] codes, s and t bytes for each 32 of them; either matrix may lie transposed in memory. The sum of a block is exact; it is scaled and added in FP32.
 // A panel of PANEL rows of w is packed for the instruction, multiplied by all rows of x, and forgotten: no second copy
 // of a weight stays in memory. Rows of x are packed some at a time, and multiplied TILE at a time.
 //
@@ -28,17 +28,32 @@ constexpr int64_t STRETCH = 32;  // blocks of K of which operands stay in the fi
 constexpr int64_t SMALL = 1 << 20;  // products that are not worth waking threads for
 constexpr int LEAST_BYTE = 10, MOST_BYTE = 227;  // of scales whose products with sums are normal numbers
 
-// Rows of codes and scales.
+// Rows of codes and scales. across: memory holds the transposed matrices, as a cast along the first dimension writes them.
 struct Codes {
   const uint8_t *codes, *scales;
   int64_t rows, k;
+  bool across;
 
   int64_t blocks() const { return num_blocks(k); }
 
-  // The codes of a block of `count` ≤ 32 rows from `first` on, `apart` bytes from one to the next. What is not there is
-  // zero, in `buffer`.
+  int8_t code(int64_t row, int64_t i) const { return static_cast<int8_t>(codes[across ? i * rows + row : row * k + i]); }
+  uint8_t scale(int64_t row, int64_t index) const {
+    return scales[across ? index * rows + row : row * blocks() + index];
+  }
+
+  // The codes of a block of `count` ≤ 32 rows from `first` on, `apart` bytes from one to the next. Transposed codes and
+  // zeros for what is not there are in `buffer`.
   const int8_t* block(int64_t first, int64_t count, int64_t index, int8_t* buffer, int64_t& apart) const {
     const int64_t start = index * BLOCK, length = k - start < BLOCK ? k - start : BLOCK;
+    if (across) {
+      const int64_t there = rows - first < count ? rows - first : count;
+      if (length < BLOCK || there < count) std::memset(buffer, 0, count * BLOCK);
+      const int8_t* here = reinterpret_cast<const int8_t*>(codes) + start * rows + first;
+      for (int64_t i = 0; i < length; i++)
+        for (int64_t r = 0; r < there; r++) buffer[r * BLOCK + i] = here[i * rows + r];
+      apart = BLOCK;
+      return buffer;
+    }
     const int8_t* here = reinterpret_cast<const int8_t*>(codes) + first * k + start;
     apart = k;
     if (length == BLOCK && first + count <= rows) return here;
@@ -86,7 +101,7 @@ inline bool pack_tile(Codes from, int64_t first, int64_t at, Packed& to) {
       for (int64_t i = 0; i < BLOCK; i++) sum += here[r * apart + i], some |= here[r * apart + i];
       std::memcpy(to.codes + at * BLOCK, here + r * apart, BLOCK);
       to.less[at] = -128 * sum;
-      extreme |= to.set_scale(at, some, first + r < from.rows ? from.scales[(first + r) * from.blocks() + index] : 0);
+      extreme |= to.set_scale(at, some, first + r < from.rows ? from.scale(first + r, index) : 0);
     }
   }
   return extreme;
@@ -113,7 +128,7 @@ inline bool pack_panel(Codes from, int64_t first, Packed& to) {
       const __mmask16 some = _mm512_test_epi32_mask(all, all);
       for (int64_t r = 0; r < part; r++) {
         const int64_t row = first + start + r;
-        const uint8_t byte = row < from.rows ? from.scales[row * from.blocks() + index] : 0;
+        const uint8_t byte = row < from.rows ? from.scale(row, index) : 0;
         extreme |= to.set_scale(index * PANEL + start + r, some >> r & 1, byte);
       }
     }
@@ -218,9 +233,9 @@ inline void integer_mm_by_loops(Codes x, Codes w, const Bias* bias, int threads,
         const int64_t start = index * BLOCK, count = x.k - start < BLOCK ? x.k - start : BLOCK;
         int32_t sum = 0;
         for (int64_t i = start; i < start + count; i++)
-          sum += static_cast<int8_t>(x.codes[m * x.k + i]) * static_cast<int8_t>(w.codes[n * w.k + i]);
-        const double scale = static_cast<double>(scale_value(x.scales[m * blocks + index])) / 4096;
-        total += static_cast<float>(sum * scale * scale_value(w.scales[n * blocks + index]));
+          sum += x.code(m, i) * w.code(n, i);
+        const double scale = static_cast<double>(scale_value(x.scale(m, index))) / 4096;
+        total += static_cast<float>(sum * scale * scale_value(w.scale(n, index)));
       }
       narrow(total, out[m * w.rows + n]);
     }

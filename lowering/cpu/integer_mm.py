@@ -1,7 +1,8 @@
 """``mx.matmul`` of two matrices in MXINT8 on CPU: the kernel of ``integer_mm.h``.
 
-    out = a [M, K] · b [K, N] (+ bias)        codes of both lie along K in memory
+    out = a [M, K] · b [K, N] (+ bias)
 
+Each operand is contiguous, or its transpose is. The graph says which, because Inductor may not know it yet.
 `graph.integer` chooses these products. A bias that is not a vector is added after the kernel.
 """
 
@@ -11,12 +12,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import fx
 from torch._inductor import ir
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering, to_dtype
+from torch._inductor.virtualized import V
 
 from mxcompile import ops
+from mxcompile.graph.tags import value_of
 from mxcompile.lowering.cpu import kernel
 from mxcompile.lowering.cpu.kernel import CppBody, CppNames
+from mxcompile.ops.view import Product
 
 _CALL = fallback_handler(ops.matmul, add_to_fallback_set=False)
 _ADD = lowerings[torch.ops.aten.add.Tensor]
@@ -41,7 +46,9 @@ def lower_matmul(
         called: ir.TensorBox = _CALL(a, scale_a, b, scale_b, bias, out_dtype, format_a, format_b, tensors)
         return called
     (m, k), n = a.get_size(), b.get_size()[1]
-    parts = {"x": a, "s": scale_a, "w": _PERMUTE(b, [1, 0]), "t": _PERMUTE(scale_b, [1, 0])}
+    across = layouts_across(V.graph.current_node)
+    parts = dict(zip("xs", _laid_out((a, scale_a), transposed=across[0]), strict=True))
+    parts |= dict(zip("wt", _laid_out((b, scale_b), transposed=not across[1]), strict=True))
     vector = bias is not None and len(bias.get_size()) == 1
     if bias is not None and vector:
         parts["bias"] = _EXPAND(bias, [n])
@@ -51,9 +58,12 @@ def lower_matmul(
     def body(words: CppNames) -> str:
         x, s, w, t = (words.pointer(name) for name in ("x", "s", "w", "t"))
         added = words.pointer("bias") if vector else "static_cast<const float*>(nullptr)"
-        lhs = f"mxcompile::Codes{{{x}, {s}, {words.size_arguments(m, k)}}}"
-        rhs = f"mxcompile::Codes{{{w}, {t}, {words.size_arguments(n, k)}}}"
-        return f"mxcompile::integer_mm({lhs}, {rhs}, {added}, {words.threads}, {words.pointer('out')});"
+        sides = zip((x, w), (s, t), (m, n), across, strict=True)
+        rows = (
+            f"mxcompile::Codes{{{codes}, {scales}, {words.size_arguments(size, k)}, {str(is_across).lower()}}}"
+            for codes, scales, size, is_across in sides
+        )
+        return f"mxcompile::integer_mm({', '.join(rows)}, {added}, {words.threads}, {words.pointer('out')});"
 
     code = CppBody(header="integer_mm.h", body=body)
     outputs = {"out": ([m, n], made_dtype)}
@@ -63,3 +73,14 @@ def lower_matmul(
     total: Any = _ADD(matrix, bias)
     result: ir.TensorBox = to_dtype(total, out_dtype)
     return result
+
+
+def layouts_across(node: fx.Node) -> tuple[bool, bool]:
+    """Returns for each operand of the product `node` whether its blocks of K lie across its rows in memory."""
+    product = Product.read(node)
+    return not value_of(product.a).is_contiguous(), value_of(product.b).is_contiguous()
+
+
+def _laid_out(side: Sequence[ir.TensorBox], *, transposed: bool) -> Sequence[ir.TensorBox]:
+    """Returns codes and scales, or their transposes."""
+    return [_PERMUTE(part, [1, 0]) for part in side] if transposed else side

@@ -1,8 +1,7 @@
 """integer: multiply MXINT8 matrices of many rows in integers, on CPUs that multiply bytes fastest.
 
 `cpu.integer_mm` lowers these products, which stay in the graph. Its kernel packs operands as it goes, so
-that no second copy of a stored weight exists. `weight_only` and `expand` take products of few rows, and
-operands that do not lie along K.
+that no second copy of a stored weight exists. `weight_only` and `expand` take products of few rows.
 """
 
 from __future__ import annotations
@@ -57,4 +56,4 @@ class Integer(LoweringPass):
             return False
         if is_empty((*out.shape, a.shape[1])) or hint(out.shape[0]) <= MOST_ROWS:
             return False
-        return a.is_contiguous() and b.t().is_contiguous()
+        return all(side.is_contiguous() or side.t().is_contiguous() for side in (a, b))

@@ -22,24 +22,41 @@ SOURCE = """#include "integer_mm.h"
 using namespace mxcompile;
 """ + "\n".join(
     f'extern "C" void mm_{word}(const uint8_t* x, const uint8_t* s, const uint8_t* w, const uint8_t* t,'
-    f" const {word}* bias, int64_t m, int64_t n, int64_t k, {word}* out)"
-    " { integer_mm(Codes{x, s, m, k}, Codes{w, t, n, k}, bias, 2, out); }"
+    f" const {word}* bias, int64_t m, int64_t n, int64_t k, bool x_across, bool w_across, {word}* out)"
+    " { integer_mm(Codes{x, s, m, k, x_across}, Codes{w, t, n, k, w_across}, bias, 2, out); }"
     for word in TYPES.values()
 )
 
 Product = Callable[..., Tensor]
 """Codes and scales of both sides, bias, dtype → result."""
 
+ROWS, ACROSS = (False, False), [(False, True), (True, False), (True, True)]
+"""Whether x and w lie transposed in memory; of the products of training these are fprop, dgrad, and wgrad."""
+
 
 @pytest.fixture(scope="module", params=PARAMS)
 def product(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Product:
     functions: ctypes.CDLL = library(request.param, SOURCE, tmp_path_factory.mktemp("forms"))
 
-    def call(x: Tensor, s: Tensor, w: Tensor, t: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def call(
+        x: Tensor,
+        s: Tensor,
+        w: Tensor,
+        t: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        across: tuple[bool, bool] = ROWS,
+    ) -> Tensor:
         out = torch.full((len(x), len(w)), 3.0, dtype=dtype)
-        sizes = map(integer, (len(x), len(w), x.shape[1]))
-        tensors = map(pointer, (x.view(torch.uint8), s, w.view(torch.uint8), t, bias))
-        getattr(functions, f"mm_{TYPES[dtype]}")(*tensors, *sizes, pointer(out))
+        sizes = [integer(size) for size in (len(x), len(w), x.shape[1])]
+        parts = [x.view(torch.uint8), s, w.view(torch.uint8), t]
+        laid_out = [
+            part.t().contiguous() if is_across else part
+            for part, is_across in zip(parts, (across[0], *across, across[1]), strict=True)
+        ]
+        pointers = [pointer(tensor) for tensor in (*laid_out, bias)]
+        flags = [ctypes.c_bool(is_across) for is_across in across]
+        getattr(functions, f"mm_{TYPES[dtype]}")(*pointers, *sizes, *flags, pointer(out))
         return out
 
     return call
@@ -88,6 +105,18 @@ def test_sums_of_blocks_are_exact(product: Product):
     )
 
 
+@pytest.mark.parametrize("across", ACROSS, ids=str)
+@pytest.mark.parametrize("scales", [(117, 137), (0, 254)], ids=str)
+@pytest.mark.parametrize(("m", "n", "k"), [(17, 33, 96), (7, 1, 31), (40, 70, 1100), (1100, 3, 40)])
+def test_transposed_operands_give_the_same_bits(
+    product: Product, m: int, n: int, k: int, scales: tuple[int, int], across: tuple[bool, bool]
+):
+    torch.manual_seed(0)
+    x, w = operand(m, k, *scales), operand(n, k, *scales)
+    rows, transposed = (product(*x, *w, None, torch.float32, layout) for layout in (ROWS, across))
+    assert torch.equal(rows.view(torch.int32), transposed.view(torch.int32))
+
+
 def test_nan_and_zero_blocks_stay_in_their_row(product: Product):
     x, s = torch.ones(18, 64, dtype=torch.int8), torch.full((18, 2), 133, dtype=torch.uint8)
     w, t = torch.ones(40, 64, dtype=torch.int8), torch.full((40, 2), 133, dtype=torch.uint8)
@@ -119,4 +148,26 @@ def test_many_rows_of_a_stored_weight_run_in_integers(dynamic: bool, monkeypatch
         kernels = [gemm.kernel for gemm in mxcompile.reports()[-1].gemms]
         assert all(kernel.startswith(name) for kernel in kernels), kernels
     for plain, ours in zip(*found.values(), strict=True):
+        assert (plain - ours).norm() < 1e-2 * plain.norm()
+
+
+def test_all_products_of_training_run_in_integers(monkeypatch: pytest.MonkeyPatch):
+    """Gradients and outputs are those of the products of dequantized operands."""
+    torch.manual_seed(0)
+    model, x = FeedForward(160, 330).bfloat16(), torch.randn(70, 160, dtype=BF16)
+    results = {}
+    for integers in ("", "AVX-512 VNNI"):
+        monkeypatch.setitem(targets.TARGETS, "cpu", replace(targets.TARGETS["cpu"], integers=integers))
+        torch._dynamo.reset()
+        model.zero_grad()
+        x = x.detach().requires_grad_()
+        out = torch.compile(model, backend="mxfp8", options={"policy": "mxint8"})(x)
+        out.square().mean().backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        results[integers] = [tensor.float() for tensor in (out.detach(), x.grad, *gradients)]
+        kernels = {gemm.gemm: gemm.kernel for gemm in mxcompile.reports()[-1].gemms}
+        name = "mx_integer_mm C++" if integers else "aten."
+        assert set(kernels) == {"fprop", "dgrad", "wgrad"}
+        assert all(kernel.startswith(name) for kernel in kernels.values()), kernels
+    for plain, ours in zip(*results.values(), strict=True):
         assert (plain - ours).norm() < 1e-2 * plain.norm()
