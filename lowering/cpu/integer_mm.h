@@ -13,7 +13,7 @@
 
 #include "weight_rows.h"
 #include <memory>
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #include <immintrin.h>
 #define MXCOMPILE_INTEGER_LANES 1
 #endif
@@ -107,26 +107,55 @@ inline bool pack_tile(Codes from, int64_t first, int64_t at, Packed& to) {
   return extreme;
 }
 
-// PANEL rows of w from `first` on: four codes of each plus 128, then the next four of each.
+// Four codes of each of PART rows plus 128, then the next four of each, at distances of PANEL rows. Returns what is not 0 of
+// each row.
+constexpr int64_t PART = 16;
+inline __m512i store_flipped(__m512i four, int8_t* to) {
+  _mm512_store_si512(to, _mm512_xor_si512(four, _mm512_set1_epi8(-128)));
+  return four;
+}
+
+inline __m512i flip_rows(Codes from, int64_t first, int64_t index, int8_t* to) {
+  int8_t buffer[PART * BLOCK];
+  int64_t apart;
+  const int8_t* here = from.block(first, PART, index, buffer, apart);
+  const __m512i steps = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i rows = _mm512_mullo_epi32(steps, _mm512_set1_epi32(static_cast<int>(apart)));
+  __m512i all = _mm512_setzero_si512();
+  for (int64_t i = 0; i < BLOCK; i += 4)
+    all = _mm512_or_si512(all, store_flipped(_mm512_i32gather_epi32(rows, here + i, 1), to + i * PANEL));
+  return all;
+}
+
+inline __m512i flip_across(Codes from, int64_t first, int64_t index, int8_t* to) {
+  const int64_t there = from.rows - first < PART ? from.rows - first : PART;
+  const __mmask16 inside = there > 0 ? static_cast<__mmask16>((1 << there) - 1) : 0;
+  const int8_t* here = reinterpret_cast<const int8_t*>(from.codes) + first;
+  const auto codes = [&](int64_t i) {  // the i-th of each row, in the lowest byte of a lane
+    const __mmask16 mask = i < from.k ? inside : 0;
+    return _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask, mask ? here + i * from.rows : here));
+  };
+  __m512i all = _mm512_setzero_si512();
+  for (int64_t i = 0; i < BLOCK; i += 4) {
+    const int64_t at = index * BLOCK + i;
+    const __m512i low = _mm512_or_si512(codes(at), _mm512_slli_epi32(codes(at + 1), 8));
+    const __m512i high = _mm512_or_si512(codes(at + 2), _mm512_slli_epi32(codes(at + 3), 8));
+    const __m512i four = _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+    all = _mm512_or_si512(all, store_flipped(four, to + i * PANEL));
+  }
+  return all;
+}
+
+// PANEL rows of w from `first` on, as `store_flipped` has them. Returns whether a scale is extreme.
 inline bool pack_panel(Codes from, int64_t first, Packed& to) {
-  constexpr int64_t part = 16;  // rows
   bool extreme = false;
   for (int64_t index = 0; index < from.blocks(); index++)
-    for (int64_t start = 0; start < PANEL; start += part) {
-      int8_t buffer[part * BLOCK];
-      int64_t apart;
-      const int8_t* here = from.block(first + start, part, index, buffer, apart);
-      const __m512i steps = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-      const __m512i rows = _mm512_mullo_epi32(steps, _mm512_set1_epi32(static_cast<int>(apart)));
-      const __m512i flip = _mm512_set1_epi8(-128);
-      __m512i all = _mm512_setzero_si512();
-      for (int64_t i = 0; i < BLOCK / 4; i++) {
-        const __m512i four = _mm512_i32gather_epi32(rows, here + 4 * i, 1);
-        all = _mm512_or_si512(all, four);
-        _mm512_store_si512(to.codes + (index * BLOCK + 4 * i) * PANEL + start * 4, _mm512_xor_si512(four, flip));
-      }
+    for (int64_t start = 0; start < PANEL; start += PART) {
+      int8_t* to_block = to.codes + index * BLOCK * PANEL + start * 4;
+      const __m512i all = from.across ? flip_across(from, first + start, index, to_block)
+                                      : flip_rows(from, first + start, index, to_block);
       const __mmask16 some = _mm512_test_epi32_mask(all, all);
-      for (int64_t r = 0; r < part; r++) {
+      for (int64_t r = 0; r < PART; r++) {
         const int64_t row = first + start + r;
         const uint8_t byte = row < from.rows ? from.scale(row, index) : 0;
         extreme |= to.set_scale(index * PANEL + start + r, some >> r & 1, byte);

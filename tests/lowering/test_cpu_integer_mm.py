@@ -22,8 +22,8 @@ SOURCE = """#include "integer_mm.h"
 using namespace mxcompile;
 """ + "\n".join(
     f'extern "C" void mm_{word}(const uint8_t* x, const uint8_t* s, const uint8_t* w, const uint8_t* t,'
-    f" const {word}* bias, int64_t m, int64_t n, int64_t k, bool x_across, bool w_across, {word}* out)"
-    " { integer_mm(Codes{x, s, m, k, x_across}, Codes{w, t, n, k, w_across}, bias, 2, out); }"
+    f" const {word}* bias, int64_t m, int64_t n, int64_t k, int64_t x_across, int64_t w_across, {word}* out)"
+    " { integer_mm(Codes{x, s, m, k, x_across != 0}, Codes{w, t, n, k, w_across != 0}, bias, 2, out); }"
     for word in TYPES.values()
 )
 
@@ -55,7 +55,7 @@ def product(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             for part, is_across in zip(parts, (across[0], *across, across[1]), strict=True)
         ]
         pointers = [pointer(tensor) for tensor in (*laid_out, bias)]
-        flags = [ctypes.c_bool(is_across) for is_across in across]
+        flags = [integer(int(is_across)) for is_across in across]
         getattr(functions, f"mm_{TYPES[dtype]}")(*pointers, *sizes, *flags, pointer(out))
         return out
 
