@@ -1,4 +1,4 @@
-"""Training step on this machine: MXFP8, with and without ``saved: mxfp8``, and MXINT8, beside Inductor and torchao.
+"""Training step on this machine: MXFP8 (with and without ``saved: mxfp8``), MXINT8, Inductor and torchao.
 
 All variants train copies of one Llama on the same tokens: forward and backward, without the optimizer, which
 is the same for all. They alternate in one process. A row has the time, the bytes of parameters, and the bytes

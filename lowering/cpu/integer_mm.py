@@ -2,7 +2,8 @@
 
     out = a [M, K] · b [K, N] (+ bias)
 
-Each operand is contiguous, or its transpose is. The graph says which, because Inductor may not know it yet.
+Each operand is contiguous, or its transpose is. The strides of the graph's fake tensors
+are read, because Inductor may not have chosen strides yet.
 `graph.integer` chooses these products. A bias that is not a vector is added after the kernel.
 """
 
@@ -46,7 +47,7 @@ def lower_matmul(
         called: ir.TensorBox = _CALL(a, scale_a, b, scale_b, bias, out_dtype, format_a, format_b, tensors)
         return called
     (m, k), n = a.get_size(), b.get_size()[1]
-    across = layouts_across(V.graph.current_node)
+    across = _across(V.graph.current_node)
     parts = dict(zip("xs", _laid_out((a, scale_a), transposed=across[0]), strict=True))
     parts |= dict(zip("wt", _laid_out((b, scale_b), transposed=not across[1]), strict=True))
     vector = bias is not None and len(bias.get_size()) == 1
@@ -60,8 +61,8 @@ def lower_matmul(
         added = words.pointer("bias") if vector else "static_cast<const float*>(nullptr)"
         sides = zip((x, w), (s, t), (m, n), across, strict=True)
         rows = (
-            f"mxcompile::Codes{{{codes}, {scales}, {words.size_arguments(size, k)}, {str(is_across).lower()}}}"
-            for codes, scales, size, is_across in sides
+            f"mxcompile::Codes{{{codes}, {scales}, {words.size_arguments(size, k)}, {int(strided)} != 0}}"
+            for codes, scales, size, strided in sides
         )
         return f"mxcompile::integer_mm({', '.join(rows)}, {added}, {words.threads}, {words.pointer('out')});"
 
@@ -75,8 +76,8 @@ def lower_matmul(
     return result
 
 
-def layouts_across(node: fx.Node) -> tuple[bool, bool]:
-    """Returns for each operand of the product `node` whether its blocks of K lie across its rows in memory."""
+def _across(node: fx.Node) -> tuple[bool, bool]:
+    """Returns for each operand of the product `node` whether codes along K are strided in memory."""
     product = Product.read(node)
     return not value_of(product.a).is_contiguous(), value_of(product.b).is_contiguous()
 
