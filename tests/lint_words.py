@@ -198,11 +198,13 @@ def variables(path: str, tree: ast.Module) -> Iterator[str]:
 
 
 def tests(path: str, tree: ast.Module) -> Iterator[str]:
-    """Yields a line for each test whose name is too short to hold subject, condition and result."""
+    """Yields a line for each test whose name is too short for a condition and a result, or has "is no"."""
     for node in ast.walk(tree):
         name = node.name if isinstance(node, ast.FunctionDef) else ""
         if name.startswith("test_") and name.count("_") < SHORTEST_TEST:
             yield f"{path}:{node.lineno}: {name} needs a subject, a condition and a result"
+        if name.startswith("test_") and IS_NO.search(name.replace("_", " ")):
+            yield f'{path}:{node.lineno}: say "is not a": {name}'
 
 
 def faults_of(sentence: str, defined: set[str]) -> Iterator[str]:

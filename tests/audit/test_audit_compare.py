@@ -73,7 +73,7 @@ class NoLoss(Net):
         return self.down(nn.functional.gelu(self.up(x)))
 
 
-def test_without_a_loss_there_are_no_empty_columns_and_one_note():
+def test_comparison_without_loss_omits_empty_columns_and_adds_a_note():
     torch.manual_seed(0)
     found = compare(NoLoss(), torch.randn(32, 64), policies=[everything("mxfp8"), everything("bf16")])
     lines = str(found).splitlines()
@@ -87,11 +87,11 @@ def test_without_a_loss_there_are_no_empty_columns_and_one_note():
     assert "note, policy: policy quantizes no GEMM of this model" in text
 
 
-def test_it_has_a_name_in_the_package():
+def test_package_exports_the_compare_function():
     assert mxcompile.compare is compare
 
 
-def test_what_is_no_policy_is_an_error():
+def test_compare_with_invalid_policies_raises():
     model, args, _ = made()
     with pytest.raises(OptionError, match=r"policies must be a list, found 'nvidia': write \['nvidia'\]"):
         mxcompile.compare(model, *args, policies="nvidia")

@@ -155,7 +155,7 @@ def test_other_json_is_refused(text: str, message: str) -> None:
         Audit.from_json(text)
 
 
-def test_values_that_are_no_numbers_are_said_by_name() -> None:
+def test_nan_and_inf_are_written_by_name() -> None:
     gemm = GemmNumerics(
         name="a" * 200, role="qkv", gemm="fprop", m=1, n=2, k=3, batch=4, calls=5,
         sqnr_db=float("nan"), cosine=float("nan"), mse=float("nan"), rel_error=float("nan"),

@@ -92,13 +92,13 @@ def x() -> Tensor:
 
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("use", [{}, {"dgrad": "bf16"}], ids=["both", "wgrad alone"])
-def test_it_is_what_autograd_gives(x: Tensor, use: dict[str, str], times: int):
+def test_output_change_equals_autograd(x: Tensor, use: dict[str, str], times: int):
     model = Layers(times)
     found = changes(mxcompile.audit(model, x, policy=policy(**use)))
     assert found == pytest.approx(expected(model, x.detach()), rel=1e-3)
 
 
-def test_it_estimates_what_the_layer_alone_does(x: Tensor):
+def test_output_change_estimates_the_layer_quantized_alone(x: Tensor):
     model = Layers()
     found = changes(mxcompile.audit(model, x, policy=policy()))
     with torch.no_grad():

@@ -123,7 +123,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_no_model_gets_a_sentence(name: str, capsys: pytest.CaptureFixture[str]):
+def test_wrong_model_argument_exits_with_a_sentence(name: str, capsys: pytest.CaptureFixture[str]):
     Path("settings.toml").write_text("[model]\n", encoding="utf-8")
     Path("mine.py").write_text("", encoding="utf-8")
     Path("gemma").mkdir()

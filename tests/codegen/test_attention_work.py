@@ -87,7 +87,7 @@ def test_attention_with_mask_takes_the_efficient_backend():
     assert forward.work.product == "efficient"
 
 
-def test_what_prepares_a_mask_is_no_attention():
+def test_kernel_that_prepares_a_mask_is_not_attention():
     """A kernel of Inductor has the name of the operator that it works for."""
     length = LENGTH - 2
     q = torch.empty(1, HEADS, length, HEAD, device="meta", dtype=torch.bfloat16, requires_grad=True)
@@ -98,7 +98,7 @@ def test_what_prepares_a_mask_is_no_attention():
     assert [launch.kind for launch in named if launch.generated] == ["rest"]
 
 
-def test_a_backend_that_is_none():
+def test_unknown_attention_backend_raises():
     with pytest.raises(OptionError, match="unknown attention 'fa4'; allowed: auto, flash, cudnn"):
         attention_backend(TARGETS["sm_100"], "fa4")
     with pytest.raises(OptionError, match="allowed: auto, flash"):

@@ -25,6 +25,6 @@ def test_codegen_command_takes_a_factory_of_models(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("target", ["cpu", "sm_42"])
-def test_a_target_that_is_none(capsys, target):
+def test_codegen_command_refuses_unknown_targets(capsys, target):
     assert main(["codegen", f"{__name__}:factory", "--target", target]) == 2
     assert "target" in capsys.readouterr().err

@@ -78,7 +78,7 @@ def test_a_compile_for_this_machine_works_afterwards(generated):
 
 
 @pytest.mark.parametrize("target", ["cpu", "auto"])
-def test_a_target_that_is_no_gpu_is_an_error(target):
+def test_codegen_for_a_cpu_target_raises(target):
     with pytest.raises(mxcompile.errors.TargetError, match=r"code is generated for a GPU.*sm_100"):
         mxcompile.codegen(torch.nn.Linear(4, 4), torch.empty(2, 4), target=target)
 

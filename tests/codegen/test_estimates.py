@@ -154,7 +154,7 @@ def test_loops_and_waits_of_amd_code_are_counted():
 
 
 @pytest.mark.parametrize("text", ["", "no code at all"])
-def test_no_code_is_no_program(text):
+def test_empty_text_parses_to_no_instructions(text):
     assert parse(text).instructions == ()
 
 

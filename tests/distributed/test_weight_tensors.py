@@ -100,7 +100,7 @@ def test_on_one_rank_codes_and_scales_are_one_tensor():
         (3, (96, 22), "a rank has a shard of 96×22, not 32×64"),
     ],
 )
-def test_shards_that_are_no_tiles_are_refused(ranks: int, shard: tuple[int, int], said: str):
+def test_gather_of_shards_that_cut_tiles_raises(ranks: int, shard: tuple[int, int], said: str):
     with pytest.raises(ModelError, match=said):
         MasterWeight(torch.zeros(shard), cast()).fsdp_pre_all_gather(
             mesh(ranks), torch.Size((96, 64)), (64, 1), None, MIXED

@@ -71,9 +71,15 @@ def test_names_that_hold_values_are_nouns_of_the_field(statement: str, faults: i
 
 
 @pytest.mark.parametrize(
-    ("name", "faults"), [("test_errors", 1), ("test_others_stay", 1), ("test_rule_without_match_raises", 0)]
+    ("name", "faults"),
+    [
+        ("test_errors", 1),
+        ("test_others_stay", 1),
+        ("test_a_text_is_no_policy", 1),
+        ("test_rule_without_match_raises", 0),
+    ],
 )
-def test_short_name_of_a_test_is_a_fault(name: str, faults: int):
+def test_short_or_odd_name_of_a_test_is_a_fault(name: str, faults: int):
     assert len(list(lint_words.tests("f.py", ast.parse(f"def {name}(): pass")))) == faults
 
 

@@ -51,7 +51,7 @@ def test_a_line_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch):
     assert not stream.lines
 
 
-def test_what_is_no_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch):
+def test_progress_without_a_terminal_prints_lines(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "stderr", Stream(wanted=1))
     with progress_bar("starting") as bar:
         assert isinstance(bar, progress.Lines)

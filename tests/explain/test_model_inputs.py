@@ -79,7 +79,7 @@ def test_a_tensor_as_any_option_is_an_error(name):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_what_is_no_model_is_an_error(function):
+def test_function_in_place_of_a_module_raises(function):
     with pytest.raises(ModelError, match=r"takes a torch\.nn\.Module, found function"):
         function(lambda x: x, X)
 

@@ -63,7 +63,7 @@ def test_groups_begin_at_rows_in_memory(form: str, transposed: bool, word: str):
 
 
 @pytest.mark.parametrize("form", SHAPES)
-def test_sizes_that_are_no_multiple_run_another_way(form: str):
+def test_grouped_product_of_unaligned_sizes_avoids_the_aten_operator(form: str):
     shapes = [[60 if size == 64 else size for size in shape] for shape in SHAPES[form]]
     graph = lowered(shapes, transposed=False)
     assert not any(packet(node) is aten._grouped_mm for node in graph.nodes)

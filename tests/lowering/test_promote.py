@@ -204,6 +204,6 @@ def test_a_policy_that_quantizes_nothing_is_inductor_bit_for_bit():
     assert not any("float32" in record.kernel for record in records)
 
 
-def test_it_can_be_asked_for():
+def test_target_cpu_fp32_runs_products_in_fp32():
     _, _, records = compiled("cpu_fp32", "bf16")
     assert all(record.kernel.endswith("(float32)") for record in records)

@@ -54,7 +54,7 @@ def test_every_byte_under_every_scale(dim: int, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("rounding", list(Rounding))
-def test_it_is_the_cast_of_the_precision(rounding: str):
+def test_stored_mxfp4_weight_equals_the_cast_of_the_precision(rounding: str):
     """All BF16 values, in blocks of neighbours and of strangers, with NaN and zeros of both signs."""
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(BF16)
     form = Format(elem=E2M1, rounding=Rounding(rounding))

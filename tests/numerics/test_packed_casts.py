@@ -41,7 +41,7 @@ CASTS = [(dim, word) for word in WORDS for dim in (-1, -2) if dim == -2 or "hada
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("dim", "word"), CASTS)
-def test_it_is_the_cast_of_a_code_a_byte(dim: int, word: str, shape: tuple[int, ...]):
+def test_packed_cast_equals_packed_codes_of_the_plain_cast(dim: int, word: str, shape: tuple[int, ...]):
     x, form = spread(shape), Format.parse(word)
     seed, stream, amax = arguments(x, dim, word)
     packed, scale = encode_packed(x, dim, word, seed, stream, amax, "row-major")

@@ -166,7 +166,7 @@ run(torch.zeros(4, 64))
 
 
 @pytest.mark.slow
-def test_the_first_call_of_a_process_is_no_exception(tmp_path: Path):
+def test_options_are_read_early_in_the_first_call_of_a_process(tmp_path: Path):
     """It loads the backend, too."""
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "policy.yaml")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

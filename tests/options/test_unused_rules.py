@@ -158,7 +158,7 @@ def test_strict_raises_everything_at_once():
     ],
     ids=["well under", "a later rule decides", "the preset decides the same", "a name like no other"],
 )
-def test_what_is_no_near_miss_is_not_mentioned(rules: list[dict[str, Any]], warnings):
+def test_rules_without_near_miss_give_no_warning(rules: list[dict[str, Any]], warnings):
     run(*rules, strict=True)
     assert warnings() == []
 

@@ -134,7 +134,7 @@ class Distances(nn.Module):
 
 
 @pytest.mark.parametrize("spelled", [False, True])
-def test_distances_to_a_parameter_are_no_layer(spelled: bool) -> None:
+def test_distances_to_a_parameter_are_not_a_layer(spelled: bool) -> None:
     """Of x equal to a code, the distance is a small difference of large terms."""
     model = Distances(spelled)
     x = model.codes.detach().repeat(2, 1) + 1e-2

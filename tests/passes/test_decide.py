@@ -53,7 +53,7 @@ def test_each_operand_has_the_format_of_its_tensor():
 
 
 @pytest.mark.parametrize("kind", [Kind.PRODUCT, Kind.ATTENTION])
-def test_no_policy_decides_what_is_no_layer(kind: Kind):
+def test_attention_product_stays_in_bf16_under_any_policy(kind: Kind):
     graph, node = product(kind=kind, role=Role.ATTN_SCORES)
     Decide(policy=policy(precision="mxfp8")).apply(graph)
     assert tag(node).formats is None

@@ -47,7 +47,7 @@ def test_the_three_products_of_a_layer():
         assert [tag.index for tag in found] == [0, 1, 2]
 
 
-def test_a_product_of_two_activations_is_no_layer():
+def test_product_of_two_activations_is_not_a_layer():
     hand = Hand()
     x, y = hand.input("x", ROWS, K), hand.input("y", K, N)
     product = hand.call(aten.mm.default, x, y)

@@ -66,7 +66,7 @@ def test_layer_in_a_checkpoint_says_so() -> None:
     assert ("b", "fprop") in said(Island(checkpointed), autocast=True, training=True)
 
 
-def test_nothing_is_said_where_there_is_no_autocast() -> None:
+def test_disabled_autocast_without_outer_autocast_has_no_note() -> None:
     assert said(Island(as_it_is), autocast=False) == set()
 
 

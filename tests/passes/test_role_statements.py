@@ -55,7 +55,7 @@ def test_attention_however_it_is_spelled(heads: int, eager: bool):
 
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_a_bias_that_all_layers_share_is_no_residual_stream(eager: bool):
+def test_bias_shared_by_all_layers_is_not_a_residual_stream(eager: bool):
     found = roles(Biased(eager), tokens(), torch.arange(LENGTH))
     assert found == {k: v for i in range(3) for k, v in below(f"blocks.{i}", ATTENTION).items()}
 
@@ -88,7 +88,7 @@ def test_a_network_on_the_stream_that_makes_the_result_is_a_head():
     }
 
 
-def test_the_same_network_that_joins_the_stream_is_none():
+def test_layer_that_joins_the_stream_is_not_a_head():
     assert roles(Headed(True), tokens()) == {
         **below("body"),
         "mlp.0": "ffn_in",
@@ -176,7 +176,7 @@ def test_a_layer_that_reads_no_data_is_what_it_is_elsewhere(zeros: bool):
     assert roles(Queried(zeros), tokens()) == {"to_q": "qkv", "a.0": "qkv", "a.1": "qkv", "a.2": "attn_out"}
 
 
-def test_a_product_of_parameters_that_makes_a_weight_is_no_layer():
+def test_product_of_parameters_that_makes_a_weight_is_not_a_layer():
     found = tags(Updated(), tokens())
     assert {str(tag.role) for name, tag in found.items() if tag.k == 4} == {"other"}
     assert {str(tag.kind) for name, tag in found.items() if tag.k == 4} == {"Kind.PRODUCT"}

@@ -118,7 +118,7 @@ def test_patch_projection_is_an_embedding():
     assert roles_of(Patches(), features(2, 9, 48)) == expected
 
 
-def test_projection_of_a_condition_is_no_part_of_the_layers_it_modulates():
+def test_projection_of_a_condition_has_a_role_apart_from_modulated_layers():
     expected = {"a": "conditioning", **ATTENTION, "c": "ffn_in", "d": "ffn_out"}
     assert roles_of(Modulated(), features(2, 9, WIDTH), features(2, 32)) == expected
 

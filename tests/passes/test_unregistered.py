@@ -368,7 +368,7 @@ def test_parts_of_a_plain_argument_are_an_error_under_strict(way: str) -> None:
     assert f"w fprop: {REASON}" in str(caught.value.inner_exception)
 
 
-def test_plain_argument_that_the_policy_leaves_is_no_error_under_strict() -> None:
+def test_plain_argument_left_in_bf16_passes_strict_mode() -> None:
     policy = {"version": 1, "preset": "bf16"}
     assert layers(feed_forward, data(), *weights(), policy=policy) == {"up": {"bf16"}, "down": {"bf16"}}
 
@@ -388,7 +388,7 @@ def aggregated(x: Tensor, adjacency: Tensor, _: Tensor) -> Tensor:
 @pytest.mark.parametrize("call", [attention, linear_attention, aggregated])
 @pytest.mark.parametrize("shape", [(ROWS, ROWS), (2, 4, ROWS, ROWS)])
 @pytest.mark.parametrize("gradients", [False, True])
-def test_products_of_activations_are_no_layers(call: Any, shape: tuple[int, ...], gradients: bool) -> None:
+def test_products_of_activations_are_not_layers(call: Any, shape: tuple[int, ...], gradients: bool) -> None:
     policy = {"version": 1, "preset": "nvidia"}
     arguments = [torch.randn(shape, requires_grad=gradients and call is attention) for _ in range(3)]
     assert set().union(*layers(call, *arguments, policy=policy).values()) == {"bf16"}

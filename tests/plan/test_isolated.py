@@ -76,7 +76,7 @@ def test_a_child_that_computes_forever_is_killed(monkeypatch):
         isolated(spin)
 
 
-def test_without_a_fork_there_is_no_child_and_a_rehearsal_runs_here_with_a_warning(monkeypatch, caplog):
+def test_rehearsal_without_fork_runs_in_the_process_with_a_warning(monkeypatch, caplog):
     def fork() -> int:
         raise BlockingIOError("no more processes")
 

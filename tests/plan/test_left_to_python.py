@@ -135,7 +135,7 @@ class Again(Around):
 
 
 @pytest.mark.parametrize(("make", "way"), [(lambda: Teacher(Multiply), whole), (Again, front_door)])
-def test_backwards_that_are_compiled_or_do_not_run_are_no_error(make: Any, way: Any, said: Any):
+def test_compiled_or_unused_backwards_pass_strict_mode(make: Any, way: Any, said: Any):
     step(way(make(), policy=POLICY, strict=True), batch())
     assert pending() == set()
     assert said() == []

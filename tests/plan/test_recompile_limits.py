@@ -100,7 +100,7 @@ class WithHelper(nn.Module):
         return self.multiply(x)
 
 
-def test_limit_of_a_function_without_products_is_no_error(said: Any):
+def test_recompile_limit_of_a_function_without_products_passes_strict_mode(said: Any):
     few = torch._dynamo.config.patch(recompile_limit=2, specialize_float=True)
     with few, torch.no_grad():
         whole(WithHelper(), policy=POLICY, strict=True)(batch())

@@ -70,7 +70,7 @@ def test_layer_that_did_not_run_is_not_said_to_have_run(drop: str, said: Any):
 
 
 @pytest.mark.parametrize("way", [whole, front_door], ids=lambda way: way.__name__)
-def test_calls_of_other_sizes_that_are_compiled_again_are_no_error(way: Any, said: Any):
+def test_recompiled_calls_of_other_sizes_pass_strict_mode(way: Any, said: Any):
     call = way(Dropping(broken=True), policy=POLICY, strict=True)
     for rows, kept in ((4, (0, 1, 2)), (6, (0, 1, 2)), (9, (0, 2)), (1, (0, 1, 2, 3))):
         step(call, batch(rows), kept)
@@ -127,7 +127,7 @@ class CutBlocks(nn.Module):
 
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize("way", [whole, front_door], ids=lambda way: way.__name__)
-def test_blocks_that_run_the_same_codes_are_no_error(way: Any, tied: bool, said: Any):
+def test_blocks_that_share_codes_pass_strict_mode(way: Any, tied: bool, said: Any):
     call = way(CutBlocks(tied=tied), policy=POLICY, strict=True)
     for rows in (4, 6):
         step(call, batch(rows))

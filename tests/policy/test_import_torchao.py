@@ -162,7 +162,7 @@ def test_nvfp4_configs_of_torchao_become_nvfp4(tmp_path: Path):
     ]
 
 
-def test_what_is_no_mxfp8_is_said(tmp_path: Path):
+def test_configurations_other_than_mxfp8_are_noted(tmp_path: Path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torchao.quantization import (

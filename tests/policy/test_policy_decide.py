@@ -297,7 +297,7 @@ def test_what_is_not_a_near_miss(rules: list[dict[str, Any]]):
     assert all("min_k" not in reason for reason in reasons(policy(*rules).decide(layer(k=48))))
 
 
-def test_a_near_miss_is_no_reason_where_the_preset_sends_to_mxfp8():
+def test_near_miss_is_not_a_reason_if_the_preset_quantizes():
     found = policy(rule(role="ffn_in", min_k=256), preset="nvidia").decide(layer(k=48))
     assert reasons(found) == ["preset nvidia: role ffn_in"] * 3
 

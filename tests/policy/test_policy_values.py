@@ -83,7 +83,7 @@ def test_a_file_does_not_hide_a_preset(tmp_path: Path, monkeypatch):
         ({"version": 1, ("a", "b"): 1}, "unknown key ('a', 'b')"),
     ],
 )
-def test_what_is_no_policy_is_an_error(value: Any, piece: str, tmp_path: Path, monkeypatch):
+def test_value_that_is_not_a_policy_raises(value: Any, piece: str, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(PolicyError) as caught:
         Policy.resolve(value)

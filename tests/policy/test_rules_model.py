@@ -202,7 +202,7 @@ def test_blocks_that_match_nothing_are_told_what_there_is():
     ]
 
 
-def test_a_starter_for_names_that_are_no_yaml():
+def test_starter_escapes_names_that_are_not_plain_yaml():
     odd = [layer(f'a[*]"#: {i}\u2028.{i}.q\n', "qkv", 32, 32) for i in range(4)]
     odd += [layer(f"blocks: [.{i}.x", "qkv", 32, 32) for i in range(4)]
     made = yaml.safe_load(starter("nvidia", odd, "m\nversion: 2"))
@@ -294,7 +294,7 @@ def test_init_overwrites_only_when_told(model: str, capsys):
     assert Policy.load("start.yaml").base.name == "bf16"
 
 
-def test_init_says_what_is_no_preset_and_where_it_cannot_write(model: str, capsys):
+def test_policy_init_refuses_unknown_presets_and_missing_folders(model: str, capsys):
     assert main(["policy", "init", model, "--preset", "nvida"]) == 2
     assert "did you mean 'nvidia'?" in capsys.readouterr().err
     assert main(["policy", "init", model, "-o", "no/such/folder.yaml"]) == 2

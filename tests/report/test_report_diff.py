@@ -173,7 +173,9 @@ def test_markdown_for_a_pull_request(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert sum(line.startswith("|") for line in lines) == 3
 
 
-def test_a_file_that_is_no_report_is_misuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_diff_of_a_file_that_is_not_a_report_exits_with_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     OLD.save(tmp_path / "old.json")
     (tmp_path / "broken.json").write_text("{}")
     assert main(["diff", str(tmp_path / "old.json"), str(tmp_path / "broken.json")]) == 2

@@ -127,7 +127,7 @@ def test_processes_that_write_one_file_do_not_spoil_it(tmp_path: Path):
     assert [p.name for p in tmp_path.iterdir()] == ["mx.json"]
 
 
-def test_a_text_that_is_no_utf8_leaves_no_file(tmp_path: Path):
+def test_publish_of_text_that_is_not_utf8_leaves_no_file(tmp_path: Path):
     with pytest.raises(UnicodeEncodeError):
         publish(tmp_path / "mx.txt", "module \udc80")
     assert not list(tmp_path.iterdir())

@@ -273,7 +273,7 @@ NAMES_WITH_SIGNS = [
 
 
 @pytest.mark.parametrize("name", NAMES_WITH_SIGNS)
-def test_a_name_is_no_markup_in_markdown(name: str):
+def test_markdown_escapes_names_from_the_model(name: str):
     """Held to a parser of Markdown: what a reader sees is the name."""
     found = Report.from_parts([Part(gemms=(record(name),), warnings=(name,))], target="cpu", policy=name)
     page = MarkdownIt("commonmark").enable(["table", "strikethrough"]).render(to_markdown(found))

@@ -197,7 +197,7 @@ def test_json_without_a_required_key_raises(path: str):
         (f'{{"schema": 1, "gemms": [], "summary": {{"graphs": {"9" * 5000}}}}}', "not JSON"),
     ],
 )
-def test_what_is_no_report_is_an_error(text: str, piece: str):
+def test_text_that_is_not_a_report_raises(text: str, piece: str):
     with pytest.raises(OptionError, match=re.escape(piece)):
         Report.from_json(text)
 
@@ -212,7 +212,7 @@ def test_files_that_cannot_be_read(tmp_path: Path):
         Report.load(tmp_path / "binary.json")
 
 
-def test_a_byte_order_mark_is_no_fault(tmp_path: Path):
+def test_json_with_a_byte_order_mark_loads(tmp_path: Path):
     (tmp_path / "bom.json").write_text(whole_report().to_json(), encoding="utf-8-sig")
     assert Report.load(tmp_path / "bom.json") == whole_report()
 

@@ -208,7 +208,7 @@ def test_the_input_of_a_layer_has_a_gradient():
 
 
 @ALL_FORMATS
-def test_it_is_a_parameter_of_a_module(how):
+def test_mxtensor_is_a_frozen_parameter_of_its_module(how):
     stored, _ = stored_linear(how=how)
     assert isinstance(stored.weight, nn.Parameter)
     assert dict(stored.named_parameters())["weight"] is stored.weight

@@ -202,7 +202,7 @@ def test_auto_round_has_its_values(tmp_path, bits, data_type):
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu])
-def test_mxfp8_of_sglang_is_no_fp8(tmp_path, dtype):
+def test_mxfp8_of_sglang_is_not_read_as_fp8(tmp_path, dtype):
     """``mxfp8`` contains the word ``fp8``; uint8 scales are exponents, not factors."""
     scale = torch.randint(110, 130, (N, K // 32), dtype=torch.uint8)
     about = {"quant_method": "mxfp8", "weight_block_size": [1, 32], "ignored_layers": ["lm_head"]}
@@ -314,7 +314,7 @@ class WithExtraState(nn.Linear):
         self.taken = state
 
 
-def test_an_extra_state_is_no_weight(tmp_path, caplog):
+def test_extra_state_of_a_module_is_not_a_weight(tmp_path, caplog):
     from mxcompile.checkpoint.load import load_weights
 
     model = nn.Sequential(WithExtraState(64, 32))

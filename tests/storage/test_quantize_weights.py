@@ -70,7 +70,7 @@ def test_a_rule_of_blocks_counts_those_that_are_not_traced_too():
     assert {name.split(".")[1] for name in stored_names(model)} == {"4", "5", "6", "7"}
 
 
-def test_it_computes_with_the_values_of_its_weights():
+def test_model_with_stored_weights_computes_with_their_values():
     model, _ = quantized()
     dense = dense_copy(model)
     with torch.no_grad():

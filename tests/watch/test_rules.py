@@ -30,7 +30,7 @@ def row(underflow: float | None, layer: str = "a.up", **more: Any) -> dict[str, 
     }
 
 
-def test_it_fires_once_after_enough_samples():
+def test_rule_fires_once_after_enough_samples():
     rule = Rule.from_mapping({"when": {"underflow": "> 0.3", "over": 2}})
     values = [0.4, 0.2, 0.4, 0.5, 0.6, None, 0.4, 0.4]
     assert [rule.fires(row(value)) for value in values] == [False] * 3 + [True] + [False] * 3 + [True]
@@ -79,7 +79,7 @@ def test_watch_refuses_rules_that_do_not_parse(given: Any, message: str):
         Watch(print, rules=[given])
 
 
-def test_it_looks_at_one_or_several():
+def test_rule_selects_operands_and_roles_by_words_or_lists():
     rule = Rule.from_mapping(
         {"when": {"underflow": ">= 0.5"}, "operand": ["x", "dy"], "role": ("qkv", "ffn_in")}
     )
@@ -95,7 +95,7 @@ def test_an_operand_that_is_not_measured_is_a_mistake():
     Watch(print, rules=rules, operands=["dw"])
 
 
-def test_layers_that_are_no_pattern_are_a_mistake():
+def test_watch_with_invalid_layer_expression_raises():
     with pytest.raises(OptionError, match="is not a regular expression"):
         Watch(print, layers="re:(")
 
