@@ -1,4 +1,4 @@
-"""Speed of generating text with Gemma 3 270M: FP32, BF16, stored MXFP8, torchao's int8, llama.cpp's Q8_0.
+"""Speed of generating text with Gemma 3 270M: FP32, BF16, stored MXFP8 and MXINT8, int8, llama.cpp's Q8_0.
 
 Every way is a process of its own, so that start-up time and memory are its own; each peak holds Python with
 torch. The processes take turns, with equal numbers of threads. Prefill counts to the first token. Tokens are
@@ -31,7 +31,8 @@ from tqdm import tqdm
 PROMPTS, TOKENS = (128, 512), 64
 ROOM = 640
 """Tokens that a cache has room for."""
-HEAD = {"version": 1, "preset": "inference", "rules": [{"match": {"role": "head"}, "use": "mxfp8"}]}
+PRESETS = {"mxfp8": "inference", "mxint8": "mxint8"}
+"""By precision, the preset that stores the weights of the blocks in it."""
 LLAMA_CPP = "llama.cpp q8_0"
 
 
@@ -166,9 +167,12 @@ def by_torch(
     prepare: Callable[[Any], object] = lambda model: None,
     *,
     backend: str = "inductor",
-    cached: bool = False,
+    cached: str = "",
 ) -> Callable[[int], tuple[Generate, int]]:
-    """Returns what loads the model in `dtype`, changes its weights by `prepare`, and compiles its forward."""
+    """Returns what loads the model in `dtype`, changes its weights by `prepare`, and compiles its forward.
+
+    cached: the precision of stored keys and values, "" if they stay in `dtype`.
+    """
 
     def load(threads: int) -> tuple[Generate, int]:
         import torch
@@ -184,7 +188,9 @@ def by_torch(
         text = models.windows(tokenizer, 1, max(PROMPTS))
         options: Any = {"policy": "bf16"} if backend == "mxfp8" else None
         model.forward = torch.compile(model.forward, backend=backend, options=options)
-        cache: Any = mxcompile.static_cache(model, ROOM) if cached else StaticCache(model.config, ROOM)
+        cache: Any = StaticCache(model.config, ROOM)
+        if cached:
+            cache = mxcompile.static_cache(model, ROOM, precision=cached)
 
         def generate(prompt: int, count: int) -> object:
             cache.reset()
@@ -213,16 +219,31 @@ def _weight_bytes(model: Any) -> int:
     return sum(part.nbytes for part in parts)
 
 
-def _stored(model: Any) -> None:
-    import mxcompile
+def _stored(precision: str, *, head: bool = True) -> Callable[[Any], object]:
+    """Returns what stores the weights of a model in `precision`, with or without the head's."""
+    rules = [{"match": {"role": "head"}, "use": precision}] if head else []
+    policy = {"version": 1, "preset": PRESETS[precision], "rules": rules}
 
-    mxcompile.quantize_weights_(model, HEAD, progress=False)
+    def prepare(model: Any) -> object:
+        import mxcompile
+
+        return mxcompile.quantize_weights_(model, policy, progress=False)
+
+    return prepare
 
 
-def _stored_but_the_head(model: Any) -> None:
-    import mxcompile
-
-    mxcompile.quantize_weights_(model, progress=False)
+def by_storing(precision: str) -> dict[str, Callable[[int], tuple[Generate, int]]]:
+    """Returns the ways that store weights in `precision`, by name."""
+    whole = _stored(precision)
+    blocks = _stored(precision, head=False)
+    return {
+        f"{precision} stored": by_torch(prepare=blocks, backend="mxfp8"),
+        f"{precision} stored, head too": by_torch(prepare=whole, backend="mxfp8"),
+        f"{precision} stored, head too, keys and values": by_torch(
+            prepare=whole, backend="mxfp8", cached=precision
+        ),
+        f"bf16, {precision} stored, head too": by_torch("bfloat16", whole, backend="mxfp8"),
+    }
 
 
 def _int8(model: Any) -> None:
@@ -296,9 +317,8 @@ def by_llama_cpp(threads: int) -> tuple[Generate, int]:
 WAYS: dict[str, Callable[[int], tuple[Generate, int]]] = {
     "fp32 inductor": by_torch(),
     "bf16 inductor": by_torch("bfloat16"),
-    "mxfp8 stored": by_torch(prepare=_stored_but_the_head, backend="mxfp8"),
-    "mxfp8 stored, head too": by_torch(prepare=_stored, backend="mxfp8"),
-    "mxfp8 stored, head too, keys and values": by_torch(prepare=_stored, backend="mxfp8", cached=True),
+    **by_storing("mxfp8"),
+    **by_storing("mxint8"),
     "torchao int8": by_torch(prepare=_int8),
     LLAMA_CPP: by_llama_cpp,
 }
