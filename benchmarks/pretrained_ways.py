@@ -78,13 +78,21 @@ def stored_eager(model: nn.Module) -> nn.Module:
     return served
 
 
-def with_values(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], nn.Module]:
-    """Replaces the weights of the blocks by what `change` makes of them; products stay in FP32."""
+def with_values(
+    change: Callable[[Tensor], Tensor], *, head: bool = False
+) -> Callable[[nn.Module], nn.Module]:
+    """Replaces the weights of the blocks by what `change` makes of them; products stay in FP32.
+
+    head: whether the head's weight, which the embedding shares, is replaced too.
+    """
 
     def prepare(model: nn.Module) -> nn.Module:
-        served = sharing(model)
+        served: Any = sharing(model)
         for _, layer in block_linears(served):
             layer.weight = nn.Parameter(change(layer.weight.detach()), requires_grad=False)
+        if head:
+            table = nn.Parameter(change(served.lm_head.weight.detach()), requires_grad=False)
+            served.lm_head.weight = served.get_input_embeddings().weight = table
         return served
 
     return prepare
@@ -190,8 +198,17 @@ def stored_ways() -> Iterator[Way]:
     yield Way(label="bf16", library="torch", what=WEIGHTS, prepare=with_values(_rounded))
 
 
-def cache_ways() -> Iterator[Way]:
-    """Keys and values in MXFP8."""
+def language_ways() -> Iterator[Way]:
+    """Keys and values in MXFP8, and the weight that head and embedding share."""
+    for library, label, change in (
+        (
+            "mxcompile",
+            "mxint8, head and embedding too",
+            functools.partial(in_format, weight_format("mxint8")),
+        ),
+        ("llama.cpp", "Q8_0, head and embedding too (its values)", functools.partial(gguf_values, "Q8_0")),
+    ):
+        yield Way(label=label, library=library, what=WEIGHTS, prepare=with_values(change, head=True))
     yield Way(label="mxfp8", library="mxcompile", what=CACHE, prepare=sharing, cached=True)
     yield Way(
         label="mxfp8 stored", library="mxcompile", what=WEIGHTS_CACHE, prepare=stored_eager, cached=True
@@ -219,5 +236,5 @@ def _rounded(weight: Tensor) -> Tensor:
 
 
 def all_ways(*, language: bool) -> list[Way]:
-    """Every way. language: whether the model is a causal one, which has a cache."""
-    return [*presets(), *stored_ways(), *(cache_ways() if language else ()), *peers()]
+    """Every way. language: whether the model is a causal one, with a cache and a head."""
+    return [*presets(), *stored_ways(), *(language_ways() if language else ()), *peers()]

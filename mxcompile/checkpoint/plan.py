@@ -21,6 +21,7 @@ from mxcompile.checkpoint.files import Checkpoint, Entry, read_json
 from mxcompile.checkpoint.layouts import FileLayout, weights_in
 from mxcompile.checkpoint.load import architecture
 from mxcompile.checkpoint.save import quantization_config
+from mxcompile.checkpoint.weight_entries import MXINT8
 from mxcompile.errors import CheckpointError
 from mxcompile.formats import stored_labels, stored_precision
 from mxcompile.models.named import LoadedModel
@@ -172,7 +173,8 @@ def _for_file(entry: Entry, weight: StoredWeight, lost: str, layout: FileLayout)
     if weight.form is None:
         return in_file
     reason = lost
-    if weight.keeps_table:  # a checkpoint has one tensor for table and layer
+    if weight.keeps_table or (weight.is_table and weight.form.stored != MXINT8):
+        # a checkpoint has one tensor for table and layer, and other tools read the rows as values
         reason = f"{weight.reason.partition(';')[0]}, but {TABLE}"
     if entry.dtype not in _SOURCES:
         reason = f"its dtype is {str(entry.dtype).removeprefix('torch.')}"

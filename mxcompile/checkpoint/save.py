@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mxcompile.checkpoint.files import INDEX, Checkpoint
 from mxcompile.checkpoint.layouts import COMPRESSED_TENSORS, Config, FileLayout, layout_of
 from mxcompile.checkpoint.publish import new_directory, write_json, write_tensors
+from mxcompile.checkpoint.weight_entries import MXINT8
 from mxcompile.errors import CheckpointError
 from mxcompile.formats import stored_labels
 from mxcompile.models.names import user_path
@@ -63,9 +64,22 @@ def save_quantized(
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             log.warning("%s is a %s, which no checkpoint contains", name, type(value).__name__)
+    _warn_of_tables(model)
     with new_directory(target) as partial:
         _write_shards(partial, state, form, max_shard_bytes)
         _write_configs(partial, model, state, form)
+
+
+def _warn_of_tables(model: nn.Module) -> None:
+    """Warns about stored embeddings in formats of other tools, which read codes for layers alone."""
+    tables = ((name, each.weight) for name, each in model.named_modules() if isinstance(each, nn.Embedding))
+    for name, weight in tables:
+        if isinstance(weight, MXTensor) and weight.form.stored != MXINT8:
+            log.warning(
+                "%s is an embedding, whose codes mxcompile.load_quantized reads. Other tools take them for"
+                " values. A policy rule can keep its table: match role embedding, use bf16",
+                user_path(name),
+            )
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:

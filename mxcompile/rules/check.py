@@ -31,17 +31,16 @@ def unused_rules(policy: Policy, gemms: Iterable[GemmRecord]) -> list[str]:
     return unused + _of_other_steps(policy)
 
 
-def mistakes(policy: Policy, layers: Sequence[Layer], tables: Sequence[Layer] = ()) -> list[str]:
+def mistakes(policy: Policy, layers: Sequence[Layer]) -> list[str]:
     """Returns a sentence for everything in `policy` that has no effect on `layers`.
 
     Covers rules that match no layer, rules whose layers all go to earlier rules, and patterns in a list with
-    a misspelt word. tables: embeddings, which no rule quantizes.
+    a misspelt word.
     """
     sentences: list[str] = []
     for fit in fits(policy, layers):
         if fit.unused:
-            looked_up = [table.name for table in tables if fit.rule.match.fits(table)]
-            sentences.append(_no_product(policy, fit, looked_up) or _unused(policy, fit, layers))
+            sentences.append(_unused(policy, fit, layers))
             continue
         if not fit.decides and fit.rule.match.in_force:
             sentences.append(_overtaken(policy, fit))
@@ -78,11 +77,12 @@ def check_mistakes(
 ) -> None:
     """Logs near misses and rules for other steps; logs `mistakes`, or raises a `PolicyError` if `strict`.
 
-    For reports about a model: a near miss does not make a report wrong. tables: see `mistakes`.
+    For reports about a model: a near miss does not make a report wrong. tables: embeddings whose rows rules
+    can store.
     """
     layers = layers_of(gemms)
     _say(near_misses(policy, layers) + _of_other_steps(policy), strict=False)
-    _say(mistakes(policy, layers, tables), strict)
+    _say(mistakes(policy, [*layers, *tables]), strict)
 
 
 def with_complaints(error: UnsupportedError, policy: Policy, layers: Sequence[Layer]) -> UnsupportedError:
@@ -104,16 +104,6 @@ def _of_other_steps(policy: Policy) -> list[str]:
         for number, rule in enumerate(policy.rules, 1)
         if not rule.match.in_force
     ]
-
-
-def _no_product(policy: Policy, fit: RuleFit, tables: Sequence[str]) -> str:
-    """Returns the complaint about a rule that matches only the embeddings `tables`, "" without embeddings."""
-    if not tables:
-        return ""
-    return (
-        f"{policy.label}: rule {fit.number} matched embeddings alone ({', '.join(tables)}), whose rows are"
-        " looked up and not multiplied: they stay as they are"
-    )
 
 
 def _unused(policy: Policy, fit: RuleFit, layers: Sequence[Layer]) -> str:

@@ -60,16 +60,12 @@ def planned_weights(
         kwargs = example_inputs(model)
     policy = Policy.resolve("inference" if policy is None else policy)
     model_uses = uses(model, policy, args, kwargs or {}, weight_uses, training=False)
-    by_path = model_uses.by_path
-    tables = {path: _table(path) for path, of_path in by_path.items() if any(u.is_lookup for u in of_path)}
-    check_mistakes(policy, model_uses.gemms, strict=False, tables=[*tables.values()])
     named = chain(model.named_buffers(), model.named_parameters(remove_duplicate=False))
     values = {user_path(name): value for name, value in named}
-    weights = {
-        path: _planned(path, values[path], own_uses, _embedding_rule(policy, tables.get(path)))
-        for path, own_uses in by_path.items()
-        if path in values
-    }
+    by_path = {path: own_uses for path, own_uses in model_uses.by_path.items() if path in values}
+    tables = [_table(path, values[path]) for path, own_uses in by_path.items() if any(u.is_lookup for u in own_uses)]
+    check_mistakes(policy, model_uses.gemms, strict=False, tables=tables)
+    weights = {path: _planned(path, values[path], own_uses, policy) for path, own_uses in by_path.items()}
     if not any(weight.stored for weight in weights.values()):
         precisions = {gemm.precision for gemm in model_uses.gemms if is_quantized(gemm.precision)}
         others = {OTHER_FORMAT.format(word) for word in precisions}
@@ -118,45 +114,51 @@ def _refuse_sharded(model: nn.Module) -> None:
             )
 
 
-def _table(path: str) -> Layer:
-    """Returns an embedding as a layer for policy rules; its GEMM sizes are dummies."""
+def _table(path: str, value: Tensor) -> Layer:
+    """Returns the embedding with the weight `value` at `path` as a layer, for policy rules."""
     name = path.rpartition(".")[0]
-    return Layer(name=name, role=Role.EMBEDDING, module="Embedding", m=1, n=1, k=1)
+    return Layer(
+        name=name, role=Role.EMBEDDING, module="Embedding", m=None, n=value.shape[0], k=value.shape[-1]
+    )
 
 
-def _embedding_rule(policy: Policy, table: Layer | None) -> str:
-    """Returns the reason text for the rule that quantizes the embedding `table`; "" if none does."""
-    if table is None:
-        return ""
-    index = next((i for i, rule in enumerate(policy.rules) if rule.match.fits(table)), None)
-    return "" if index is None or not policy.rules[index].use.quantizes else f"policy: rule {index + 1}"
-
-
-def _planned(path: str, value: Tensor, own_uses: Sequence[WeightUse], asking: str) -> StoredWeight:
+def _planned(path: str, value: Tensor, own_uses: Sequence[WeightUse], policy: Policy) -> StoredWeight:
     """Returns the decision for one weight. It is stored if all its readers make the same cast.
 
-    Args:
-        path: Path of the weight.
-        value: The weight.
-        own_uses: All uses of the weight.
-        asking: The rule that quantizes the weight as an embedding, "" if none does.
+    An embedding reads rows of the weight that is stored for layers, unless a rule keeps its table.
     """
-    own_uses = [_along_rows(use) for use in own_uses]
-    layers = [use for use in own_uses if not use.is_lookup]
-    keeps_table = 0 < len(layers) < len(own_uses) and not asking and all(use.form for use in layers)
-    if keeps_table:
-        own_uses = layers
-    use = common_cast(own_uses)
-    reason = use.reason
-    if keeps_table and use.form is not None:
-        reason += "; the embedding keeps its table"
-    elif use in own_uses and use.form is None:  # this use prevents storing; another use may cast the weight
-        wanted = asking or next((path_use.reason for path_use in own_uses if path_use.form is not None), "")
+    layers = [_along_rows(use) for use in own_uses if not use.is_lookup]
+    lookup = next((use for use in own_uses if use.is_lookup), None)
+    ruled = None if lookup is None else _ruled(lookup, value, policy)
+    readers = layers
+    if lookup is not None and (not layers or (ruled is not None and ruled.form is not None)):
+        readers = [*layers, ruled or lookup]
+    use = common_cast(readers)
+    reason, keeps_table = use.reason, False
+    if use.form is not None and layers and lookup is not None:
+        keeps_table = use.block_dim != use.rank - 1 or (ruled is not None and ruled.form is None)
+        rule = f" ({ruled.reason})" if keeps_table and ruled is not None else ""
+        reason += f"; the embedding {'keeps its table' if keeps_table else 'reads its rows'}{rule}"
+    elif use in readers and use.form is None:  # this use prevents storing; another use may cast the weight
+        wanted = next((reader.reason for reader in readers if reader.form is not None), "")
         if wanted:
-            reason = f"{wanted}, but {TABLE if use.is_lookup else f'{use.layer} keeps it'}"
-    return replace(
-        weight_of(path, value, use), reason=reason, keeps_table=keeps_table and use.form is not None
-    )
+            reason = f"{wanted}, but {use.layer} keeps it"
+    is_table = lookup is not None and not keeps_table
+    return replace(weight_of(path, value, use), reason=reason, is_table=is_table, keeps_table=keeps_table)
+
+
+def _ruled(lookup: WeightUse, value: Tensor, policy: Policy) -> WeightUse | None:
+    """Returns `lookup` in the format of the rule of `policy` for the embedding; None without a rule."""
+    table = _table(lookup.path, value)
+    if policy.rule_for(table) is None:
+        return None
+    choice = policy.decide(table).fprop
+    if choice.formats is None:
+        return replace(lookup, reason=choice.reason)
+    if not choice.formats.w.storable:
+        return replace(lookup, reason=OTHER_FORMAT.format(choice.precision))
+    rank = value.ndim
+    return replace(lookup, reason=choice.reason, form=choice.formats.w, block_dim=rank - 1, rank=rank)
 
 
 def _along_rows(use: WeightUse) -> WeightUse:

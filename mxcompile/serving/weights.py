@@ -3,9 +3,9 @@
     parameter w of a layer that the policy quantizes in forward  →  MXTensor, quantize(w along K)
 
 All other parameters stay: embeddings, heads, norms, routers, biases, and weights that other operators also
-read. A parameter that several modules share stays shared. If a rule stores a head that shares its weight with
-an embedding, the embedding keeps the original. Weights are cast one by one, in chunks of rows, so the extra
-memory is one stored copy.
+read. A parameter that several modules share stays shared: if a rule stores a head that shares its weight with
+an embedding, the embedding reads rows of the stored tensor. Weights are cast one by one, in chunks of rows,
+so the extra memory is one stored copy.
 """
 
 from __future__ import annotations

@@ -198,10 +198,15 @@ def _index(func: Any, x: MXTensor, indices: Sequence[Tensor | None]) -> Any:
 
 @handles(aten.embedding.default)
 def _embedding(func: Any, x: MXTensor, indices: Tensor, *_: Any, **__: Any) -> Any:
+    """Returns the values of rows; their codes and scales are gathered first."""
     if x.block_dim % x.ndim != 1:
         return NotImplemented
-    rows = _index(aten.index.Tensor, x, [indices])
-    return rows.dequantize(x.dtype)
+
+    def of_whole(whole: Tensor) -> Tensor:
+        rows: Tensor = func(whole.expand(x.shape[0], 1), indices)
+        return rows
+
+    return x.with_parts(lambda part: func(part, indices), -1, of_whole).dequantize(x.dtype)
 
 
 @handles(aten.cat.default, aten.stack.default)

@@ -10,7 +10,7 @@ scale before the cast, as in compressed-tensors' checkpoints, so their values lo
 An `MXTensor` has the shape and dtype of the dense tensor of its values. An operator without a handler (see
 `operators`) gets that dense tensor. Autograd, FakeTensor, torch.compile and torch.export trace through it:
 qdata and scale bytes are the inputs of a graph. It is storage for inference: gradients are never added to it,
-and only `copy_` writes to it.
+and only `copy_` and an assignment to `data` write to it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from mxcompile import ops
 from mxcompile.errors import FormatError
 from mxcompile.formats import Format, ScaleType, stored_precision
+from mxcompile.formats.encoding import encode_stored
 from mxcompile.storage.parts import as_bytes, checked_form, unpacked_layout
 
 log = logging.getLogger(__name__)
 
 _PARTS = ("qdata", "scale_bytes", "global_scale")
+_DATA: Any = torch.Tensor.data
 
 HANDLERS: dict[Any, Callable[..., Any]] = {}
 """Handlers that act on an `MXTensor` without dequantizing it, by operator (see `operators`)."""
@@ -124,6 +126,26 @@ class MXTensor(Tensor):
             _warn_of_eager()
         dense_args, dense_kwargs = tree_map_only(MXTensor, dense, (tuple(args), kwargs))
         return func(*dense_args, **dense_kwargs)
+
+    @property
+    def data(self) -> Tensor:
+        """This tensor without autograd. An assigned tensor of any shape is stored in this tensor's format."""
+        data: Tensor = _DATA.__get__(self)
+        return data
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        if not isinstance(values, MXTensor):
+            qdata, scale_bytes, whole = encode_stored(values.detach(), self.block_dim, self.form)
+            scale = scale_bytes.view(self.form.scale.stored_dtype)
+            values = MXTensor(qdata.view(self.elem_dtype), scale, self.block_dim, values.dtype, whole)
+        _DATA.__set__(self, values)
+        self.qdata, self.scale_bytes, self.global_scale = (
+            values.qdata,
+            values.scale_bytes,
+            values.global_scale,
+        )
+        self.block_dim, self.form = values.block_dim, values.form
 
     @property
     def scale(self) -> Tensor:

@@ -29,6 +29,7 @@ class StoredWeight:
         reason: Why the weight is stored quantized, or why not.
         form: Format of qdata and scales; None for a weight that is not quantized.
         block_dim: Negative dimension of the values along which blocks run.
+        is_table: Whether an embedding reads its rows.
         keeps_table: Whether the parameter stays beside the stored copy, because an embedding reads it.
         num_global_scales: Number of global scales, if the format has them; each expert can have its own.
         sqnr_db: Measured signal-to-quantization-noise ratio in dB, or None.
@@ -44,6 +45,7 @@ class StoredWeight:
     reason: str = ""
     form: Format | None = None
     block_dim: int = -1
+    is_table: bool = False
     keeps_table: bool = False
     num_global_scales: int = 1
     sqnr_db: float | None = None

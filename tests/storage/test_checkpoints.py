@@ -198,15 +198,18 @@ def llama(tied: bool = False):
     return LlamaForCausalLM._from_config(config, dtype=BF16).eval()
 
 
-def test_a_tied_head_that_a_rule_stores_is_a_weight_of_its_own(tmp_path):
-    """The embedding keeps its table; what is saved and loaded again has both."""
+def test_a_tied_head_whose_embedding_keeps_its_table_is_a_weight_of_its_own(tmp_path):
+    """What is saved and loaded again has both."""
     model, tokens = llama(tied=True), torch.arange(8)[None]
     table = model.model.embed_tokens.weight
-    rules = [{"match": {"role": "head"}, "use": "mxfp8"}]
+    rules = [
+        {"match": {"role": "head"}, "use": "mxfp8"},
+        {"match": {"role": "embedding"}, "use": "bf16"},
+    ]
     stored = mxcompile.quantize_weights_(model, {"version": 1, "preset": "inference", "rules": rules})
     (row,) = (row for row in stored.weights if row.shape == (64, 64) and "embed" in row.reason)
     assert row.stored
-    assert row.reason == "policy: rule 1; the embedding keeps its table"
+    assert row.reason == "policy: rule 1; the embedding keeps its table (policy: rule 2)"
     assert row.num_bytes == 64 * 64 * 2 + 64 * 66
     assert model.model.embed_tokens.weight is table
     assert torch.equal(model.lm_head.weight.dequantize(), mxcompile.quantize(table).dequantize())

@@ -39,7 +39,7 @@ def test_blocks_are_stored_and_the_rest_is_not():
             assert torch.equal(value, expected[name])
     assert table.num_bytes <= 0.52 * table.bytes_bf16
     by_name = {weight.name: weight for weight in table.weights}
-    assert by_name["embed.weight"].reason == "role embedding"
+    assert by_name["embed.weight"].reason == "role head"
     assert model.head.weight is model.embed.weight
     assert "6 of 7 weights in MXFP8" in str(table)
     long = tuple(dataclasses.replace(each, name=f"decoder.{each.name}." * 9) for each in table.weights)
@@ -142,24 +142,14 @@ def test_policy_rule_keeps_weights_of_a_block_dense():
     assert {w.reason for w in table.weights if w.name.startswith("blocks.0")} == {"policy: rule 1"}
 
 
-def test_a_weight_that_an_embedding_reads_stays():
-    model, table = quantized(policy=ALL)
-    assert "embed.weight" not in stored_names(model)
-    (embedding,) = (weight for weight in table.weights if weight.name == "embed.weight")
-    assert embedding.reason == "policy: rule 1, but it is the table of an embedding"
-
-
 RULES = {
-    "head": ({"name": "head"}, "policy: rule 1; the embedding keeps its table", []),
-    "both": ({"role": ["head", "embedding"]}, "policy: rule 1, but it is the table of an embedding", []),
-    "table": (
-        {"name": "embed"},
-        "policy: rule 1, but it is the table of an embedding",
-        ["policy: rule 1 matched embeddings alone (embed), whose rows are looked up and not multiplied"],
-    ),
+    "head": ({"name": "head"}, "policy: rule 1; the embedding reads its rows", []),
+    "both": ({"role": ["head", "embedding"]}, "policy: rule 1; the embedding reads its rows", []),
+    "all": ({"name": "*"}, "policy: rule 1; the embedding reads its rows", []),
+    "table": ({"name": "embed"}, "policy: rule 1, but head keeps it", []),
     "typo": (
         {"name": "blocks.*.dwon"},
-        "role embedding",
+        "role head",
         ["policy: rule 1 matched no layer: 'blocks.*.dwon' (did you mean 'blocks.*.down'?)"],
     ),
 }
