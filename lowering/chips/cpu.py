@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from mxcompile.lowering.chips.target import Target
 from mxcompile.lowering.cpu.features import features
 
 
-def _cpu(name: str, chips: str, slow_dtypes: frozenset[torch.dtype], integers: str = "") -> Target:
-    return Target(
-        name=name, device="cpu", chips=chips, stores_fp8=True, slow_dtypes=slow_dtypes, integers=integers
-    )
+def _cpu(name: str, chips: str, slow_dtypes: frozenset[torch.dtype], **columns: Any) -> Target:
+    return Target(name=name, device="cpu", chips=chips, stores_fp8=True, slow_dtypes=slow_dtypes, **columns)
 
 
 TARGETS = (
-    _cpu("cpu", "this machine's CPU", features().slow_dtypes, features().integers),
+    _cpu(
+        "cpu",
+        "this machine's CPU",
+        features().slow_dtypes,
+        integers=features().integers,
+        no_integers=features().no_integers,
+    ),
     _cpu("cpu_bf16", "a CPU, its products in BF16", frozenset()),
     _cpu("cpu_fp32", "a CPU, its products in FP32", frozenset({torch.bfloat16, torch.float16})),
 )

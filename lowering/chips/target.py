@@ -34,7 +34,8 @@ class Target:
     fp4_scales: types of block scales with which the chip multiplies packed FP4. library_fp4: types of block
     scales that the vendor's FP4 GEMM takes through PyTorch. scale_layout: layout of scales that the chip's MX
     GEMM reads fastest. slow_dtypes: dtypes whose products the vendor's library computes faster in FP32.
-    integers: instructions of a CPU by which products of bytes are faster than in any other dtype, or "".
+    integers: instructions of a CPU by which products of bytes are faster than in FP32, or "". no_integers: by
+    dtype, why products that would run in it do not run in integers.
     long_k: from this K on, the library's NVFP4 GEMM and a separate epilogue kernel are faster than our GEMM
     with its epilogue; 0: always. groups_in_library: whether the vendor's library has a grouped MXFP8 GEMM.
     prefers_cudnn: whether PyTorch selects cuDNN's attention. tiles: configs of the kernel families. peak:
@@ -65,6 +66,7 @@ class Target:
     scale_layout: ScaleLayout = ScaleLayout.ROW_MAJOR
     slow_dtypes: frozenset[torch.dtype] = frozenset()
     integers: str = ""
+    no_integers: Mapping[torch.dtype, str] = field(default_factory=dict, hash=False)
     long_k: int = 0
     groups_in_library: bool = False
     prefers_cudnn: bool = False

@@ -1,4 +1,4 @@
-"""integer: multiply MXINT8 matrices of many rows in integers, on CPUs that multiply bytes fastest.
+"""integer: multiply MXINT8 matrices of many rows in integers, on CPUs where this is fastest.
 
 `cpu.integer_mm` lowers these products, which stay in the graph. Its kernel packs operands as it goes, so
 that no second copy of a stored weight exists. `weight_only` and `expand` take products of few rows.
@@ -13,11 +13,12 @@ from typing import ClassVar
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.graph.tags import hint, is_empty, set_tag, tags_of, tensor
-from mxcompile.lowering.choices.families import Family, runs
+from mxcompile.graph.tags import hint, is_empty, set_tag, tags_of, tensor, value_of
+from mxcompile.lowering.choices.families import TABLE, Family
 from mxcompile.lowering.cpu import MOST_ROWS, kernel
 from mxcompile.lowering.cpu.kernel import C_TYPES
-from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
+from mxcompile.lowering.graph.expand import working_dtype
+from mxcompile.lowering.graph.lowering_pass import LoweringPass, Reasons
 from mxcompile.ops.view import Product
 
 
@@ -38,15 +39,20 @@ class Integer(LoweringPass):
         return (node for node in graph.nodes if node.target is ops.matmul and self._takes(node))
 
     def apply(self, graph: fx.Graph) -> Reasons:
-        """Names the kernel in the tags of the candidates."""
+        """Names the kernel in the tags of the candidates, unless another kernel is faster on this CPU."""
+        reasons: dict[fx.Node, str] = {}
         for node in self.candidates(graph):
+            reason = self.target.no_integers.get(working_dtype(value_of(node).dtype, self.target), "")
+            if reason or not self.target.integers:
+                reasons[node] = reason or f"no product in integers of {self.target.chips}"
+                continue
             kernel_name = f"mx_integer_mm C++ ({self.target.integers})"
             set_tag(node, *(replace(tag, kernel=kernel_name) for tag in tags_of(node)))
-        return NO_REASONS
+        return reasons
 
     def _takes(self, node: fx.Node) -> bool:
         product = Product.read(node)
-        if product.tensors or not runs(self.family, product.forms, self.target):
+        if product.tensors or not TABLE[self.family].takes(product.forms):
             return False
         out, a, b = map(tensor, (node, product.a, product.b))
         if out is None or a is None or b is None or out.ndim != 2 or out.device.type != self.device:

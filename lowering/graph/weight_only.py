@@ -195,7 +195,7 @@ class WeightOnly(LoweringPass):
         shape = stored_weight.shape if stored_weight.swapped else value_of(weight).shape
         form_name = self._form(hint(out.shape[0]), shape, x_value.dtype, packed=form.packed)
         kernel_name = f"mx_weight_only_mm {form_name}"
-        set_tag(result, *(replace(tag, kernel=kernel_name) for tag in tags_of(node)))
+        set_tag(result, *(replace(tag, kernel=tag.with_fallbacks(kernel_name)) for tag in tags_of(node)))
         return result
 
     def _form(self, rows: int, shape: Sequence[Any], dtype: torch.dtype, *, packed: bool) -> str:

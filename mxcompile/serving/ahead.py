@@ -44,7 +44,7 @@ def aoti_configs(target: str = "auto") -> dict[str, Any]:
         >>> torch._inductor.aoti_compile_and_package(program, inductor_configs=aoti_configs())
     """
     targets.check(target)
-    uuid = f"{sources_hash()} ahead of time {target} {features().name} {features().integers}"
+    uuid = f"{sources_hash()} ahead of time {target} {features().name} {features().no_integers}"
     chosen = GraphPass(lambda graph: _lower(graph, target), uuid, config.post_grad_custom_pre_pass)
     return {"post_grad_custom_pre_pass": chosen}
 

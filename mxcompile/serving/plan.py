@@ -63,7 +63,8 @@ def planned_weights(
     named = chain(model.named_buffers(), model.named_parameters(remove_duplicate=False))
     values = {user_path(name): value for name, value in named}
     by_path = {path: own_uses for path, own_uses in model_uses.by_path.items() if path in values}
-    tables = [_table(path, values[path]) for path, own_uses in by_path.items() if any(u.is_lookup for u in own_uses)]
+    lookups = [path for path, own_uses in by_path.items() if any(use.is_lookup for use in own_uses)]
+    tables = [_table(path, values[path]) for path in lookups]
     check_mistakes(policy, model_uses.gemms, strict=False, tables=tables)
     weights = {path: _planned(path, values[path], own_uses, policy) for path, own_uses in by_path.items()}
     if not any(weight.stored for weight in weights.values()):

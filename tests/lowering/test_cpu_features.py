@@ -55,14 +55,30 @@ def test_this_machine_decides_the_target():
         (AVX512, "", "AVX-512 VNNI"),
         (GENOA, "", "AVX-512 VNNI"),
         (GENOA, "AVX512_CORE", ""),
-        (SAPPHIRE_RAPIDS, "", ""),
+        (SAPPHIRE_RAPIDS, "", "AVX-512 VNNI"),
         (SAPPHIRE_RAPIDS, "AVX512_CORE_BF16", "AVX-512 VNNI"),
         (GRAVITON3, "", ""),
     ],
 )
-def test_bytes_are_multiplied_where_no_dtype_is_faster(capabilities, max_isa: str, instructions: str):
+def test_bytes_are_multiplied_where_they_are_faster_than_fp32(capabilities, max_isa: str, instructions: str):
     assert features_of(capabilities, max_isa).integers == instructions
 
 
 def test_vectors_follow_the_mask():
     assert features_of(GENOA, "AVX2").vectors == "AVX2"
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "max_isa", "reasons"),
+    [
+        (X86, "", {torch.bfloat16: "AVX2 takes as many steps", torch.float32: "AVX2 takes as many steps"}),
+        (GENOA, "", {}),
+        (SAPPHIRE_RAPIDS, "", {torch.bfloat16: "BF16 by AMX is faster"}),
+        (SAPPHIRE_RAPIDS, "AVX512_CORE_BF16", {}),
+        (ARM, "", dict.fromkeys((torch.bfloat16, torch.float32), "no kernel multiplies bytes on NEON")),
+    ],
+)
+def test_products_that_do_not_run_in_integers_have_a_reason(capabilities, max_isa: str, reasons: dict):
+    found = features_of(capabilities, max_isa).no_integers
+    assert found.keys() == reasons.keys()
+    assert all(found[dtype].startswith(words) for dtype, words in reasons.items())
