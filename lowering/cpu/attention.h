@@ -1,8 +1,8 @@
-// Attention of few queries over keys and values that are stored in MXFP8, decoded in registers:
+// Attention of few queries over keys and values in MXFP8 or MXINT8, decoded in registers, or in FP32 or BF16:
 //
 //   s[t] = factor · Σ_d q[d] · k[t, d] (+ mask[t])     out[d] = Σ_t e^s[t] · v[t, d] / Σ_t e^s[t]          in FP32
 //
-// q is [B, H, Q, D]; the codes of k and v [B, KV, T, D], their scales [B, KV, T, ⌈D/32⌉] bytes; out [B, Q, H, D], rounded
+// q is [B, H, Q, D]; elements of k and v [B, KV, T, D], scales of codes [B, KV, T, ⌈D/32⌉] bytes; out [B, Q, H, D], rounded
 // once. H/KV heads share a head of keys and values, of which every byte is read once for all their queries, TILE keys at a
 // time, with a running maximum. Tiles that the mask excludes for all of them (−∞) are not read. Without a key that takes
 // part the result is 0. Threads share heads, and parts of the keys where there are few heads.
@@ -12,6 +12,7 @@
 //              extreme scales are left to the loops
 //   Registers  AVX-512 with byte permutations: 64 codes at a time become FP32 by a table; scales multiply partial sums of
 //              keys and the weights of values, so that elements need no scaling
+//   Dense      AVX2 and NEON: FP32 or BF16 elements, which have no scales
 #ifndef MXCOMPILE_ATTENTION_H
 #define MXCOMPILE_ATTENTION_H
 
@@ -37,7 +38,14 @@ struct Attention {
   int64_t blocks() const { return (dim + BLOCK - 1) / BLOCK; }
 };
 
-struct Rows {  // of keys or values: `count` of them
+template <class Elem>
+constexpr int64_t element_bytes = 1;
+template <>
+constexpr int64_t element_bytes<float> = 4;
+template <>
+constexpr int64_t element_bytes<Bfloat16> = 2;
+
+struct Rows {  // of keys or values: `count` of them. codes: bytes of their elements
   const uint8_t *codes, *scales;
   int64_t count;
 };
@@ -67,6 +75,16 @@ struct Loops {
   static int64_t place(int64_t d) { return d; }  // where a query's element d lies, and a result's
 
   static void decode_row(const Attention& a, const Rows& from, int64_t row, float* out) {
+    if constexpr (element_bytes<Elem> > 1) {
+      const Elem* elements = reinterpret_cast<const Elem*>(from.codes) + row * a.dim;
+#pragma omp simd
+      for (int64_t d = 0; d < a.dim; d++) out[d] = widen(elements[d]);
+    } else {
+      decode_codes(a, from, row, out);
+    }
+  }
+
+  static void decode_codes(const Attention& a, const Rows& from, int64_t row, float* out) {
     const uint8_t *codes = from.codes + row * a.dim, *scales = from.scales + row * a.blocks();
     for (int64_t block = 0; block < a.blocks(); block++) {
       float scale = scale_value(scales[block]);
@@ -307,6 +325,68 @@ struct InOrder : Loops<Elem> {
 };
 #endif
 
+#ifdef MXCOMPILE_LANES
+template <class Elem>
+struct Dense : Loops<Elem> {
+  static constexpr int CHUNK = CODES / WIDTH;
+  static constexpr int64_t LINE = 64 / element_bytes<Elem>;  // elements of a cache line
+
+  static const Elem* elements(const Rows& rows) { return reinterpret_cast<const Elem*>(rows.codes); }
+
+  template <int rows>
+  static void scores_of(const Attention& a, const float* q, const Rows& keys, const uint8_t* soon, float* out) {
+    const Elem* row = elements(keys);
+    for (int64_t key = 0; key < keys.count; key++, row += a.dim) {
+      Lanes total[rows];
+      for (int r = 0; r < rows; r++) total[r] = zeros();
+      for (int64_t d = 0; d < a.dim; d += WIDTH) {
+        if (d % LINE == 0) fetch(soon + (key * a.dim + d) * element_bytes<Elem>);
+        const Lanes part = load(row + d);
+        for (int r = 0; r < rows; r++) total[r] = added(part, load(q + r * a.padded() + d), total[r]);
+      }
+      for (int r = 0; r < rows; r++) out[r * TILE + key] = sum(total[r]);
+    }
+  }
+
+  template <int rows>
+  static void add_of(const Attention& a, const float* weights, const Rows& values, const uint8_t* soon, float* totals) {
+    for (int64_t d = 0; d < a.dim; d += CODES) {
+      Lanes sums[rows][CHUNK];
+      for (int r = 0; r < rows; r++)
+        for (int i = 0; i < CHUNK; i++) sums[r][i] = load(totals + r * a.padded() + d + i * WIDTH);
+      const Elem* row = elements(values) + d;
+      for (int64_t key = 0; key < values.count; key++, row += a.dim) {
+        if (d % LINE == 0) fetch(soon + (key * a.dim + d) * element_bytes<Elem>);
+        Lanes part[CHUNK];
+        for (int i = 0; i < CHUNK; i++) part[i] = load(row + i * WIDTH);
+        for (int r = 0; r < rows; r++) {
+          const Lanes weight = everywhere(weights[r * TILE + key]);
+          for (int i = 0; i < CHUNK; i++) sums[r][i] = added(part[i], weight, sums[r][i]);
+        }
+      }
+      for (int r = 0; r < rows; r++)
+        for (int i = 0; i < CHUNK; i++) store(totals + r * a.padded() + d + i * WIDTH, sums[r][i]);
+    }
+  }
+
+  static void scores(const Attention& a, const float* q, int64_t rows, const Rows& keys, const uint8_t* soon,
+                     float* out) {
+    if (a.dim % CODES) return Loops<Elem>::scores(a, q, rows, keys, soon, out);
+    using Scores = void (*)(const Attention&, const float*, const Rows&, const uint8_t*, float*);
+    constexpr Scores of_rows[] = {scores_of<1>, scores_of<2>, scores_of<3>, scores_of<4>};
+    of_rows[rows - 1](a, q, keys, soon, out);
+  }
+
+  static void add(const Attention& a, const float* weights, int64_t rows, const Rows& values, const uint8_t* soon,
+                  float* totals) {
+    if (a.dim % CODES) return Loops<Elem>::add(a, weights, rows, values, soon, totals);
+    using Add = void (*)(const Attention&, const float*, const Rows&, const uint8_t*, float*);
+    constexpr Add of_rows[] = {add_of<1>, add_of<2>, add_of<3>, add_of<4>};
+    of_rows[rows - 1](a, weights, values, soon, totals);
+  }
+};
+#endif
+
 struct Running {  // softmax so far of one query
   float most, sum;
 };
@@ -353,6 +433,7 @@ struct Part {
   const Attention& a;
   const float* q;    // [rows, padded], as the form places elements, times the factor
   Rows keys, values;  // all of the head
+  int64_t element;    // bytes of an element
   const Mask* mask;  // of its first head; null without one
   Running* running;
   float* totals;     // [rows, padded]
@@ -381,8 +462,8 @@ struct Part {
     for (int64_t tile = first_tile; tile < last_tile; tile++) {
       int64_t first = tile * TILE, count = keys.count - first < TILE ? keys.count - first : TILE;
       if (!masked(first, count, added.get())) continue;
-      Rows k{keys.codes + first * a.dim, keys.scales + first * a.blocks(), count};
-      Rows v{values.codes + first * a.dim, values.scales + first * a.blocks(), count};
+      Rows k{keys.codes + first * a.dim * element, keys.scales + first * a.blocks(), count};
+      Rows v{values.codes + first * a.dim * element, values.scales + first * a.blocks(), count};
       for (int64_t r = 0; r < a.rows(); r += TOGETHER) {
         int64_t some = a.rows() - r < TOGETHER ? a.rows() - r : TOGETHER;
         float *s = scores + r * TILE, *total = totals + r * a.padded();
@@ -393,7 +474,7 @@ struct Part {
           for (int64_t t = 0; t < TILE; t++) s[i * TILE + t] = t < count ? s[i * TILE + t] + extra[t] : extra[t];
           weigh(s + i * TILE, running[r + i], total + i * a.padded(), a.padded());
         }
-        Form::add(a, s, some, v, k.codes + TILE * a.dim, total);
+        Form::add(a, s, some, v, k.codes + TILE * a.dim * element, total);
       }
     }
   }
@@ -425,8 +506,8 @@ inline void merge(const Attention& a, int64_t group, int64_t splits, const Runni
 }
 
 template <class Form, class Query, class Mask, class Out>
-inline void attention_by(const Query* q, Rows keys, Rows values, const Mask* mask, const Attention& a, int threads,
-                         Out* out) {
+inline void attention_by(const Query* q, Rows keys, Rows values, int64_t element, const Mask* mask, const Attention& a,
+                         int threads, Out* out) {
   int64_t groups = a.batch * a.kv_heads, rows = a.rows(), tiles = (a.keys + TILE - 1) / TILE;
   if (groups * rows == 0) return;
   int64_t wanted = (SHARES * threads + groups - 1) / groups, splits = wanted < tiles ? wanted : tiles ? tiles : 1;
@@ -439,13 +520,14 @@ inline void attention_by(const Query* q, Rows keys, Rows values, const Mask* mas
   {
 #pragma omp for schedule(dynamic, 1)
     for (int64_t task = 0; task < groups * splits; task++) {
-      int64_t group = task / splits, split = task % splits, codes = group * a.keys * a.dim;
+      int64_t group = task / splits, split = task % splits, codes = group * a.keys * a.dim * element;
       int64_t scales = group * a.keys * a.blocks(), head = group % a.kv_heads * (a.heads / a.kv_heads);
       const Mask* its = mask ? mask + group / a.kv_heads * a.mask_batch + head * a.mask_head : nullptr;
       Part<Form, Mask> part{a,
                             wide.get() + group * rows * a.padded(),
                             {keys.codes + codes, keys.scales + scales, a.keys},
                             {values.codes + codes, values.scales + scales, a.keys},
+                            element,
                             its,
                             running.get() + task * rows,
                             totals.get() + task * rows * a.padded()};
@@ -458,19 +540,32 @@ inline void attention_by(const Query* q, Rows keys, Rows values, const Mask* mas
   }
 }
 
+// FP32 or BF16 keys and values.
+template <class Elem, class Query, class Mask, class Out>
+inline void dense_attention(const Query* q, const Elem* keys, const Elem* values, const Mask* mask, const Attention& a,
+                            int threads, Out* out) {
+  const uint8_t *k = reinterpret_cast<const uint8_t*>(keys), *v = reinterpret_cast<const uint8_t*>(values);
+  Rows all_keys{k, k, a.keys}, all_values{v, v, a.keys};  // nothing reads the scales
+#ifdef MXCOMPILE_LANES
+  attention_by<Dense<Elem>>(q, all_keys, all_values, element_bytes<Elem>, mask, a, threads, out);
+#else
+  attention_by<Loops<Elem>>(q, all_keys, all_values, element_bytes<Elem>, mask, a, threads, out);
+#endif
+}
+
 template <class Elem, class Query, class Mask, class Out>
 inline void attention(const Query* q, const uint8_t* keys, const uint8_t* key_scales, const uint8_t* values,
                       const uint8_t* value_scales, const Mask* mask, const Attention& a, int threads, Out* out) {
   Rows k{keys, key_scales, a.keys}, v{values, value_scales, a.keys};
 #ifdef MXCOMPILE_BYTE_TABLES
   if constexpr (!Elem::integer)
-    attention_by<Registers<Elem>>(q, k, v, mask, a, threads, out);
+    attention_by<Registers<Elem>>(q, k, v, 1, mask, a, threads, out);
   else
 #endif
 #ifdef MXCOMPILE_LANES
-  attention_by<InOrder<Elem>>(q, k, v, mask, a, threads, out);
+  attention_by<InOrder<Elem>>(q, k, v, 1, mask, a, threads, out);
 #else
-  attention_by<Loops<Elem>>(q, k, v, mask, a, threads, out);
+  attention_by<Loops<Elem>>(q, k, v, 1, mask, a, threads, out);
 #endif
 }
 

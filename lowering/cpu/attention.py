@@ -1,6 +1,6 @@
 """Lowers ``mx.attention`` on CPU to the kernel of ``attention.h``, or else to a call of the operator.
 
-out [B, Q, H, D] = softmax(factor · q · kᵀ + mask) · v     BF16 or FP32 q; k and v as they are stored
+out [B, Q, H, D] = softmax(factor · q · kᵀ + mask) · v     BF16 or FP32 q; k and v stored, or in q's dtype
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _CALL = fallback_handler(ops.attention, add_to_fallback_set=False)
 def lower_attention(
     q: ir.TensorBox,
     keys: ir.TensorBox,
-    key_scales: ir.TensorBox,
+    key_scales: ir.TensorBox | None,
     values: ir.TensorBox,
-    value_scales: ir.TensorBox,
+    value_scales: ir.TensorBox | None,
     mask: ir.TensorBox | None,
     factor: float,
     fmt: str,
@@ -38,18 +38,22 @@ def lower_attention(
     batch, heads, queries, dim = q.get_size()
     kv_heads, length = keys.get_size()[1:3]
     parts = {"q": q, "keys": keys, "key_scales": key_scales, "values": values, "value_scales": value_scales}
-    parts |= {} if mask is None else {"mask": mask}
-    inputs = {name: kernel.stored(value) for name, value in parts.items()}
-    elem = f"mxcompile::{Format.parse(fmt).elem.name.upper()}"
+    if not fmt:
+        parts = {"q": q, "keys": keys, "values": values}
+    inputs = {
+        name: kernel.stored(value) for name, value in (parts | {"mask": mask}).items() if value is not None
+    }
+    elem = f"mxcompile::{Format.parse(fmt).elem.name.upper()}" if fmt else C_TYPES[q.get_dtype()]
+    function = f"{'attention' if fmt else 'dense_attention'}<{elem}>"
     strides = (0, 0, 0) if mask is None else _strides(mask.get_size())
 
     def body(words: CppNames) -> str:
-        pointers = [words.pointer(name) for name in list(parts)[:5]]
+        pointers = [words.pointer(name) for name in parts]
         pointers.append(words.pointer("mask") if mask is not None else "static_cast<const float*>(nullptr)")
         sizes = words.size_arguments(batch, heads, kv_heads, queries, length, dim, *strides)
         problem = f"mxcompile::Attention{{{sizes}, static_cast<float>({float(factor)!r})}}"
         arguments = ", ".join([*pointers, problem, words.threads, words.pointer("out")])
-        return f"mxcompile::attention<{elem}>({arguments});"
+        return f"mxcompile::{function}({arguments});"
 
     code = CppBody(header="attention.h", body=body)
     return kernel.call(code, inputs, {"out": ([batch, queries, heads, dim], q.get_dtype())}, device)[0]

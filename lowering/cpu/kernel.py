@@ -173,8 +173,9 @@ def _render(
     def render() -> str:
         head = kernel.def_kernel(inputs=dict(inputs), outputs=results)
         body = code.body(CppNames(kernel, {**inputs, **results}))
-        profile = kernel.maybe_codegen_profile()
-        source = f'{text(code.header)}\nextern "C" {head}\n{{\n{profile}\n{body}\n}}\n'
+        profile = kernel.maybe_codegen_profile().replace(str(Placeholder.KERNEL_NAME), Path(code.header).stem)
+        profiler = "#include <torch/csrc/inductor/aoti_runtime/utils.h>\n" if profile else ""
+        source = f'{profiler}{text(code.header)}\nextern "C" {head}\n{{\n{profile}\n{body}\n}}\n'
         return str(PartialRender(source, kernel.render_hooks).finalize_all())
 
     return kernel, render

@@ -81,6 +81,10 @@ using Lanes = __m256;
 inline Lanes zeros() { return _mm256_setzero_ps(); }
 inline Lanes everywhere(float x) { return _mm256_set1_ps(x); }
 inline Lanes load(const float* from) { return _mm256_loadu_ps(from); }
+inline Lanes load(const Bfloat16* from) {
+  const __m128i eight = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(eight), 16));
+}
 inline void store(float* to, Lanes x) { _mm256_storeu_ps(to, x); }
 inline Lanes product(Lanes a, Lanes b) { return _mm256_mul_ps(a, b); }
 inline Lanes added(Lanes a, Lanes b, Lanes sum) { return _mm256_fmadd_ps(a, b, sum); }
@@ -134,6 +138,9 @@ using Lanes = float32x4_t;
 inline Lanes zeros() { return vdupq_n_f32(0); }
 inline Lanes everywhere(float x) { return vdupq_n_f32(x); }
 inline Lanes load(const float* from) { return vld1q_f32(from); }
+inline Lanes load(const Bfloat16* from) {
+  return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(reinterpret_cast<const uint16_t*>(from)), 16));
+}
 inline void store(float* to, Lanes x) { vst1q_f32(to, x); }
 inline Lanes product(Lanes a, Lanes b) { return vmulq_f32(a, b); }
 inline Lanes added(Lanes a, Lanes b, Lanes sum) { return vfmaq_f32(sum, a, b); }

@@ -1,11 +1,13 @@
-"""cached_attention: attention of few queries reads the codes and scales of an MXFP8 cache.
+"""cached_attention: attention of few queries reads a cache as it is stored: MXFP8, MXINT8, BF16, FP32.
 
     attention(q, decode(k, sk), decode(v, sv), mask)  → permute(mx.attention(q, k, sk, v, sv, mask))
+    attention(q, k, v, mask), on CPUs                 → permute(mx.attention(q, k, None, v, None, mask))
 
 The pass also matches k and v that were repeated for the heads that share them. Such an attention takes as
 long as reading k and v. So the kernel reads their codes, half the bytes of BF16, once, and decodes them in
 registers (`cpu.attention`, `templates.cached_attention`). For more queries and in other forms of attention k
-and v are dequantized, and the record has the reason.
+and v are dequantized, and the record has the reason. On CPUs the kernel also takes attention of few queries
+over many keys in their own dtype: PyTorch's kernel reads copies of a head that others share.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from mxcompile.graph import dead
 from mxcompile.graph.attention import ATTENTION_FORWARD
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import SIZED_VIEWS, TRANSPARENT, argument, aten, packet
-from mxcompile.graph.tags import Kind, hint, set_tag, tags_of, tensor
+from mxcompile.graph.tags import Kind, hint, set_tag, tags_of, tensor, value_of
 from mxcompile.lowering import optional
 from mxcompile.lowering.choices.attention_forms import MOST_DIMS, form
 from mxcompile.lowering.cpu import MOST_ROWS, kernel
@@ -32,6 +34,8 @@ from mxcompile.ops.view import Dequantize, argument_of, arguments_of
 
 _FLOATS = (torch.bfloat16, torch.float32)
 _DEQUANTIZED = "keys and values dequantized"
+_LEAST_KEYS = 64
+"""Least number of keys in FP32 or BF16 for which the CPU kernel replaces PyTorch's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,8 +76,22 @@ class CachedAttention(LoweringPass):
                 reasons[node] = f"{_DEQUANTIZED}: {reason}"
             else:
                 _replace(node, build, self._kernel)
+        for node in [node for node in graph.nodes if self._takes_plain(node)]:
+            _replace(node, build, self._kernel)
         dead.eliminate(graph)
         return reasons
+
+    def _takes_plain(self, node: fx.Node) -> bool:
+        """Whether the CPU kernel runs `node`, whose keys and values have the dtype of its queries."""
+        if self.target.device != "cpu" or packet(node) not in ATTENTION_FORWARD:
+            return False
+        if any(value_of(argument(node, index)).ndim != 4 for index in range(3)) or self._reason(node):
+            return False
+        query, sides = value_of(argument(node, 0)), [value_of(part[0]) for part in _parts(node) or ()]
+        return all(
+            side.dtype is query.dtype and side.is_contiguous() and hint(side.shape[2]) >= _LEAST_KEYS
+            for side in sides
+        )
 
     def _reason(self, node: fx.Node) -> str:
         """Returns the reason why the kernel does not support `node`, an attention over a cache, or ""."""
@@ -95,7 +113,8 @@ class CachedAttention(LoweringPass):
 
     def _kernel(self, query: torch.Tensor, keys: torch.Tensor, fmt: str) -> str:
         """Returns the name of the kernel for `query` over `keys` in the format `fmt`."""
-        stored = f"(keys and values {stored_precision(Format.parse(fmt))})"
+        dtype = str(keys.dtype).removeprefix("torch.")
+        stored = f"(keys and values {stored_precision(Format.parse(fmt)) if fmt else dtype})"
         if self.target.device == "cpu":
             return f"mx_attention C++ {stored}"
         batch, heads, queries, dim = map(hint, query.shape)
@@ -111,10 +130,10 @@ def _form_obstacle(node: fx.Node, query: torch.Tensor) -> str:
         return "it has dropout" if arguments.get("dropout_p") else "it is causal without a mask"
     if any(user.users and user.args[1:] != (0,) for user in node.users):
         return "more than its first result is read"
-    parts = [_cached_parts(argument(node, index)) for index in (1, 2)]
-    if None in parts:
+    parts = _parts(node)
+    if parts is None:
         return "it reads a part of the cache, or values computed from it"
-    shapes = [value.shape for part in parts if part is not None and (value := tensor(part[0])) is not None]
+    shapes = [value_of(part[0]).shape for part in parts]
     if shapes[0] != shapes[1] or shapes[0][3] != query.shape[3] or hint(shapes[0][2]) == 0:
         return "sizes of keys, values and queries differ"
     mask = _mask(node)
@@ -130,7 +149,9 @@ def _replace(
     node: fx.Node, build: Builder, kernel_of: Callable[[torch.Tensor, torch.Tensor, str], str]
 ) -> None:
     query = argument(node, 0)
-    (keys, key_scales, fmt), (values, value_scales, _) = (_part(argument(node, index)) for index in (1, 2))
+    parts = _parts(node)
+    assert parts is not None
+    (keys, key_scales, fmt), (values, value_scales, _) = parts
     query_value, codes = tensor(query), tensor(keys)
     assert query_value is not None
     assert codes is not None
@@ -149,14 +170,17 @@ def _replace(
     build.graph.erase_node(node)  # attention may have dropout, so dead code elimination would keep it
 
 
-_Parts = tuple[fx.Node, fx.Node, str]
-"""Codes (possibly as bytes), scales, and the name of their format."""
+_Parts = tuple[fx.Node, fx.Node | None, str]
+"""Codes (possibly as bytes), scales, and the name of their format; or values, None and ""."""
 
 
-def _part(node: fx.Node) -> _Parts:
-    entry = _cached_parts(node)
-    assert entry is not None
-    return entry
+def _parts(node: fx.Node) -> list[_Parts] | None:
+    """Returns the parts of the keys and of the values of `node`; None if they have other forms."""
+    sides = [argument(node, index) for index in (1, 2)]
+    if not any(map(_cached, sides)):
+        return [(_unrepeated(side), None, "") for side in sides]
+    cached = [part for side in sides if (part := _cached_parts(side)) is not None]
+    return cached if len(cached) == 2 else None
 
 
 def _cached_parts(node: fx.Node) -> _Parts | None:

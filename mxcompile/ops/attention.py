@@ -1,4 +1,4 @@
-"""Attention over keys and values that are stored as MX data.
+"""Attention over keys and values that are stored as MX data, or as numbers.
 
     attention    softmax(factor · q · kᵀ + mask) · v        in FP32, after a decode of k and v
 
@@ -20,25 +20,28 @@ from mxcompile.ops.define import Spec, define
 def _attention(
     q: Tensor,
     keys: Tensor,
-    key_scales: Tensor,
+    key_scales: Tensor | None,
     values: Tensor,
-    value_scales: Tensor,
+    value_scales: Tensor | None,
     mask: Tensor | None,
     factor: float,
     fmt: str,
 ) -> Tensor:
     repeats = q.shape[1] // keys.shape[1]
-    k, v = (
-        decoded(codes.view(Format.parse(fmt).elem.dtype), scales, -1, fmt, torch.float32).repeat_interleave(
-            repeats, 1
-        )
-        for codes, scales in ((keys, key_scales), (values, value_scales))
-    )
+    sides = (keys, key_scales), (values, value_scales)
+    k, v = (_numbers(*side, fmt).repeat_interleave(repeats, 1) for side in sides)
     scores = q.to(torch.float32) @ k.transpose(-1, -2) * factor
     scores = scores if mask is None else scores + mask
     nothing = (scores == -torch.inf).all(-1, keepdim=True)
     weights = torch.where(nothing, 0, scores.softmax(-1))
     return (weights @ v).transpose(1, 2).contiguous().to(q.dtype)
+
+
+def _numbers(elements: Tensor, scales: Tensor | None, fmt: str) -> Tensor:
+    """Returns keys or values in FP32."""
+    if scales is None:
+        return elements.to(torch.float32)
+    return decoded(elements.view(Format.parse(fmt).elem.dtype), scales, -1, fmt, torch.float32)
 
 
 def _spec_attention(q: Tensor, *_: Any) -> list[Spec]:
@@ -47,7 +50,7 @@ def _spec_attention(q: Tensor, *_: Any) -> list[Spec]:
 
 
 attention = define(
-    "attention(Tensor q, Tensor keys, Tensor key_scales, Tensor values, Tensor value_scales, Tensor? mask,"
+    "attention(Tensor q, Tensor keys, Tensor? key_scales, Tensor values, Tensor? value_scales, Tensor? mask,"
     " float factor, str fmt) -> Tensor",
     _attention,
     _spec_attention,
@@ -56,5 +59,6 @@ attention = define(
 
 keys, values: elements or their bytes, [B, KV, T, D]. key_scales, value_scales: [B, KV, T, ⌈D/32⌉]. H is a
 multiple of KV, and neighbouring heads of q share a head of keys and values. mask: added to the scores,
-broadcast to [B, H, Q, T]. fmt: format of keys and values. A query whose scores are all −∞ gets 0.
+broadcast to [B, H, Q, T]. fmt: format of keys and values; "" without scales, where they are numbers of
+q's dtype. A query whose scores are all −∞ gets 0.
 """

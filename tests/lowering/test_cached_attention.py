@@ -1,4 +1,4 @@
-"""Which attentions read a cache in MXFP8 as it is, what the others say, and that both mean the same."""
+"""Which attentions read a cache as it is, what the others say, and that both mean the same."""
 
 from __future__ import annotations
 
@@ -128,9 +128,42 @@ def test_leaves_what_the_kernel_is_not_for(function, changes, target: str, reaso
     assert (count(module), set(reasons)) == (0, {f"keys and values dequantized: {reason}"})
 
 
-def test_leaves_attention_without_a_cache():
-    plain = [torch.randn(1, 2, 3, 64) for _ in range(3)]
-    module, reasons = lowered(F.scaled_dot_product_attention, plain)
+def shared_heads(q, k, v, mask) -> Tensor:
+    keys, vals = (repeated(each, q.shape[1]) for each in (k, v))
+    return F.scaled_dot_product_attention(q, keys, vals, attn_mask=mask, scale=0.2)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+def test_few_queries_read_many_keys_in_their_own_dtype(dtype: torch.dtype):
+    """Shared heads are read once, not copied."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, n, 64).to(dtype) for heads, n in ((6, 1), (2, 100), (2, 100)))
+    mask = (torch.arange(100) < 80)[None, None, None].expand(2, 1, 1, 100)
+    module, reasons = lowered(shared_heads, [q, k, v, mask])
+    assert (count(module), reasons) == (1, [])
+    (node,) = module.graph.find_nodes(op="call_function", target=ops.attention)
+    assert [value.meta["val"].shape for value in (node.args[1], node.args[3])] == [k.shape, v.shape]
+    rounding = {"rtol": 0.01, "atol": 0.01} if dtype is BF16 else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(module(q, k, v, mask), shared_heads(q, k, v, mask), **rounding)
+
+
+PLAIN = {
+    "few keys": {"keys": 63},
+    "many queries": {"queries": 17},
+    "strided keys": {"strided": True},
+    "FP16": {"dtype": torch.float16},
+    "GPU": {"target": "sm_90"},
+}
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_leaves_other_attention_without_a_stored_cache(case: str):
+    changes = {"keys": 64, "queries": 1, "dtype": BF16, "strided": False, "target": "cpu"} | PLAIN[case]
+    q = torch.randn(1, 2, changes["queries"], 64).to(changes["dtype"])
+    k = torch.randn(1, 2, changes["keys"], 64).to(changes["dtype"])
+    if changes["strided"]:
+        k = k.transpose(1, 2).contiguous().transpose(1, 2)
+    module, reasons = lowered(F.scaled_dot_product_attention, [q, k, k.clone()], changes["target"])
     assert (count(module), reasons) == (0, [])
 
 

@@ -1,4 +1,4 @@
-"""The C++ attention over a cache in MXFP8, in every form this machine can run, against FP64."""
+"""The C++ attention over a cache, stored or not, in every form this machine can run, against FP64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ TYPES = {"Bfloat16": torch.bfloat16, "float": torch.float32}
 BF16, F32 = torch.bfloat16, torch.float32
 
 Attend = Callable[..., Tensor]
-"""q, (codes, scales) of keys and of values, mask, element type, threads → [B, Q, H, D]."""
+"""q, (codes, scales) of keys and of values, mask, element type, threads → [B, Q, H, D].
+
+Keys and values in q's dtype have no scales.
+"""
 
 
 def _source() -> str:
@@ -35,6 +38,11 @@ def _source() -> str:
                 )
                 body = f"attention<{elem}>(q, k, ks, v, vs, m, {problem}, threads, out);"
                 lines.append(f'extern "C" void attend_{elem}_{x}_{mask}({arguments}) {{ {body} }}')
+    for x in TYPES:
+        for mask in TYPES:
+            arguments = f"const {x}* q, const {x}* k, const {x}* v, const {mask}* m, {sizes}, float factor"
+            body = f"dense_attention(q, k, v, m, {problem}, threads, out);"
+            lines.append(f'extern "C" void dense_{x}_{mask}({arguments}, int threads, {x}* out) {{ {body} }}')
     lines.append(
         'extern "C" void exps(const float* x, int64_t n, float* out) {'
         " for (int64_t i = 0; i < n; i++) out[i] = exp_of(x[i]); }"
@@ -59,8 +67,10 @@ def attend(functions: ctypes.CDLL) -> Attend:
             strides = [0 if n == 1 else s for n, s in zip(mask.shape[:3], mask.stride()[:3], strict=True)]
         out = torch.full((batch, queries, heads, dim), 3.0, dtype=q.dtype)
         mask_word = "float" if mask is None else words[mask.dtype]
-        function = getattr(functions, f"attend_{elem}_{words[q.dtype]}_{mask_word}")
-        tensors = [t if t.dtype is torch.uint8 else t.view(torch.uint8) for t in (*keys, *values)]
+        kind = f"attend_{elem}" if keys[1] is not None else "dense"
+        function = getattr(functions, f"{kind}_{words[q.dtype]}_{mask_word}")
+        parts = [part for part in (*keys, *values) if part is not None]
+        tensors = [t if t.dtype is torch.uint8 else t.view(torch.uint8) for t in parts]
         sizes = map(integer, (batch, heads, kv_heads, queries, length, dim, *strides))
         factor = ctypes.c_float(dim**-0.5)
         function(*map(pointer, (q, *tensors, mask)), *sizes, factor, ctypes.c_int(threads), pointer(out))
@@ -77,12 +87,7 @@ def exact(q: Tensor, keys, values, mask: Tensor | None) -> tuple[Tensor, Tensor]
     and denominator are off adds up.
     """
     repeats = q.shape[1] // keys[0].shape[1]
-    k, v = (
-        decode_tensors(codes, scales, -1, stored_form(codes.dtype), torch.float64).repeat_interleave(
-            repeats, 1
-        )
-        for codes, scales in (keys, values)
-    )
+    k, v = (_numbers(*side).repeat_interleave(repeats, 1) for side in (keys, values))
     factor = float(torch.tensor(q.shape[3] ** -0.5, dtype=F32))
     scores = q.double() @ k.transpose(-1, -2) * factor
     most = q.double().abs() @ k.abs().transpose(-1, -2) * factor
@@ -94,6 +99,12 @@ def exact(q: Tensor, keys, values, mask: Tensor | None) -> tuple[Tensor, Tensor]
     off = torch.where(weights > 0, off, 0).amax(-1, keepdim=True)
     relative = 2 * (off + (k.shape[2] + 10) * 2.0**-24)
     return (weights @ v).transpose(1, 2), (relative * (weights @ v.abs()) + 1e-35).transpose(1, 2)
+
+
+def _numbers(codes: Tensor, scales: Tensor | None) -> Tensor:
+    if scales is None:
+        return codes.double()
+    return decode_tensors(codes, scales, -1, stored_form(codes.dtype), torch.float64)
 
 
 def check(found: Tensor, q: Tensor, keys, values, mask: Tensor | None) -> None:
@@ -141,6 +152,28 @@ def test_cpu_attention_matches_the_reference_for_any_sizes(
     for mask in masks:
         check(attend(q, k, v, mask, elem), q, k, v, mask)
     check(attend(q, k, v, per_head, elem, threads=1), q, k, v, per_head)
+
+
+@pytest.mark.parametrize("dtype", TYPES.values(), ids=str)
+@pytest.mark.parametrize(
+    ("batch", "heads", "kv_heads", "queries", "keys", "dim"),
+    [(1, 4, 1, 1, 640, 256), (2, 6, 2, 1, 200, 80), (1, 3, 1, 16, 129, 33), (1, 2, 2, 5, 1, 16)],
+)
+def test_attention_over_keys_in_the_dtype_of_queries_matches_the_reference(
+    attend: Attend, batch, heads, kv_heads, queries, keys, dim, dtype
+):
+    torch.manual_seed(2)
+    q = torch.randn(batch, heads, queries, dim).to(dtype)
+    k, v = ((torch.randn(batch, kv_heads, keys, dim).to(dtype), None) for _ in range(2))
+    per_head = torch.randn(batch, heads, queries, keys).to(dtype)
+    for mask in (None, causal(queries, keys, keys * 2 // 3, F32) if keys > queries else None, per_head):
+        for threads in (1, 2):
+            check(attend(q, k, v, mask, threads=threads), q, k, v, mask)
+    k[0][:, 0, keys // 2] = math.nan
+    found = attend(q, k, v, None)
+    first = heads // kv_heads
+    assert found[:, :, :first].isnan().all()
+    assert found[:, :, first:].isfinite().all()
 
 
 def test_a_wide_range_of_scores_and_values(attend: Attend):
