@@ -261,6 +261,19 @@ def test_a_compiled_model_decodes_its_stored_weights(dynamic: bool):
     assert kernels == ["mx_weight_only_mm C++"] * 3
 
 
+@pytest.mark.slow
+def test_a_profile_of_kernels_names_those_in_cpp():
+    """Inductor's setting writes a record into every kernel."""
+    model, x = with_stored_weights(FeedForward(160, 330).bfloat16()), torch.randn(3, 160, dtype=BF16)
+    with torch._inductor.config.patch({"cpp.enable_kernel_profile": True}), torch.no_grad():
+        compiled = torch.compile(model, backend="mxfp8", dynamic=False)
+        compiled(x)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            compiled(x)
+    counts = [each.count for each in profile.key_averages() if each.key.endswith("_weight_only_mm")]
+    assert counts == [3]
+
+
 def test_large_weights_are_dequantized_in_parts(monkeypatch: pytest.MonkeyPatch):
     """For many rows, by one kernel for all parts; the last part is a short one."""
     torch.manual_seed(0)

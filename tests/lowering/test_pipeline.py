@@ -90,7 +90,7 @@ NATIVE = {"promote_to_mx", "native", "fuse", "merge_casts"}
     ("target", "joint", "others"),
     [
         ("cpu_bf16", [], {"integer"}),
-        ("cpu_fp32", [], {"promote"}),
+        ("cpu_fp32", [], {"integer", "promote"}),
         ("sm_80", [], {"merge_casts", "merge_sibling_casts"}),
         ("gfx950", ["vendor_fp8", "packed"], NATIVE | {"vendor_fp8", "packed"}),
         (
