@@ -72,9 +72,9 @@ def save_quantized(
 
 def _warn_of_tables(model: nn.Module) -> None:
     """Warns about stored embeddings in formats of other tools, which read codes for layers alone."""
-    tables = ((name, each.weight) for name, each in model.named_modules() if isinstance(each, nn.Embedding))
-    for name, weight in tables:
-        if isinstance(weight, MXTensor) and weight.form.stored != MXINT8:
+    embeddings = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Embedding))
+    for name, embedding in embeddings:
+        if isinstance(embedding.weight, MXTensor) and embedding.weight.form.stored != MXINT8:
             log.warning(
                 "%s is an embedding, whose codes mxcompile.load_quantized reads. Other tools take them for"
                 " values. A policy rule can keep its table: match role embedding, use bf16",

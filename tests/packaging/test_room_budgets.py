@@ -42,7 +42,7 @@ BUDGETS = {
     "mxcompile/mesh": 2_076,
     "mxcompile/models": 2_818,
     "mxcompile/offline": 3_376,
-    "mxcompile/ops": 1_173,
+    "mxcompile/ops": 1_174,
     "mxcompile/plan": 733,
     "mxcompile/policy": 2_035,
     "mxcompile/policy/importers": 1_135,
