@@ -44,7 +44,7 @@ class Integer(LoweringPass):
         for node in self.candidates(graph):
             reason = self.target.no_integers.get(working_dtype(value_of(node).dtype, self.target), "")
             if reason or not self.target.integers:
-                reasons[node] = reason or f"no product in integers of {self.target.chips}"
+                reasons[node] = reason or f"target {self.target.name} has no products in integers"
                 continue
             kernel_name = f"mx_integer_mm C++ ({self.target.integers})"
             set_tag(node, *(replace(tag, kernel=kernel_name) for tag in tags_of(node)))

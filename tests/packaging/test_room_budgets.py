@@ -16,7 +16,7 @@ BUDGETS = {
     "lowering": 167,
     "lowering/chips": 982,
     "lowering/choices": 1_026,
-    "lowering/cpu": 910,
+    "lowering/cpu": 901,
     "lowering/graph": 2_784,
     "lowering/inductor": 1_905,
     "lowering/kernels": 2_374,
