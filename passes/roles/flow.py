@@ -106,10 +106,10 @@ def _is_layer(node: fx.Node, repeated: set[fx.Node]) -> bool:
 
 
 def calls_linear(node: fx.Node) -> bool:
-    """Whether `node` comes from a call of ``F.linear``, directly or in `nn.Linear`."""
-    call = (node.meta.get("source_fn_stack") or [("", "")])[-1][1]
+    """Whether `node` comes from a call of ``F.linear``, directly or in `nn.Linear` beside calls of hooks."""
+    name, call = (node.meta.get("source_fn_stack") or [("", "")])[-1]
     if isinstance(call, type):
-        return issubclass(call, nn.Linear)
+        return issubclass(call, nn.Linear) and str(name).startswith("linear")
     return bool(getattr(call, "__name__", call) == "linear")
 
 

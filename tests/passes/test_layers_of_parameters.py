@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -65,3 +66,18 @@ def test_weight_update_of_two_parameters_stays_a_weight() -> None:
     (report,) = mxcompile.reports()
     found = [(gemm.gemm, gemm.precision) for gemm in report.gemms if gemm.name == "up"]
     assert found == [("fprop", "mxfp8"), ("wgrad", "mxfp8")]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.spectral_norm`")
+@pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
+def test_layer_whose_hook_normalizes_its_weight_is_quantized(norm: Any) -> None:
+    model = nn.Sequential(norm(nn.Linear(WIDTH, WIDE)), nn.Linear(WIDE, WIDTH))
+    torch.compile(model, backend=EagerBackend(policy=ALL, strict=True))(
+        torch.randn(8, WIDTH)
+    ).sum().backward()
+    (report,) = mxcompile.reports()
+    layers = [
+        (gemm.gemm, gemm.precision) for gemm in report.gemms if (gemm.m, gemm.n) in ((8, WIDE), (WIDE, WIDTH))
+    ]
+    assert layers.count(("fprop", "mxfp8")) == layers.count(("wgrad", "mxfp8")) == 1
+    assert {gemm.precision for gemm in report.gemms if 1 in (gemm.m, gemm.n)} == {"bf16"}, "power iterations"
