@@ -138,7 +138,7 @@ def _parts(root: nn.Module, blocks: str | Sequence[str]) -> Iterator[tuple[str, 
 
 
 def _named(root: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
-    modules = Tree(root).modules
+    modules = Tree({"": root}).modules
     for pattern in patterns:
         matching = [path for path in modules if path and fnmatch.fnmatchcase(path, pattern)]
         if not matching:

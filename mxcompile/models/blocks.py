@@ -28,10 +28,15 @@ class Blocks:
     places: Mapping[str, Block] = field(default_factory=dict)
 
     @classmethod
-    def from_model(cls, root: nn.Module | None) -> Blocks:
-        """Returns the blocks of `root`, or no blocks for None."""
+    def from_model(cls, root: nn.Module) -> Blocks:
+        """Returns the blocks of `root`."""
+        return cls.from_models({"": root})
+
+    @classmethod
+    def from_models(cls, models: Mapping[str, nn.Module]) -> Blocks:
+        """Returns the blocks of `models`, by the path of each."""
         places: dict[str, Block] = {}
-        pending = [("", root)] if root is not None else []
+        pending = [*models.items()]
         while pending:
             path, module = pending.pop()
             blocks = _blocks(module)

@@ -62,6 +62,16 @@ def joined(*steps: str) -> str:
     return ".".join(step for step in steps if step)
 
 
+def within(path: str, module_path: str) -> bool:
+    """Whether `path` is the path of the module at `module_path`, or of a part of it."""
+    return not module_path or f"{path}.".startswith(f"{module_path}.")
+
+
+def rebased(path: str, old: str, new: str) -> str:
+    """Returns `path`, a path in the module at `old`, if the module is at `new`."""
+    return joined(new, path.removeprefix(old).removeprefix("."))
+
+
 def moves(first: Sequence[str], here: Sequence[str]) -> dict[str, str]:
     """Returns by which prefixes the parameter paths of two calls of one code differ, old to new.
 

@@ -15,7 +15,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from types import FunctionType, MappingProxyType, MethodType, SimpleNamespace
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,24 +35,20 @@ _FUNCTIONS = FunctionType, MethodType, functools.partial
 
 
 class Tree:
-    """The modules, parameters and buffers of a model, by path and by identity.
+    """The modules, parameters and buffers of models, by path and by identity.
 
-    root: the model. models: instead of `root`, the models of a function by their paths (see `models_of`).
-    roots: the models by path. modules: modules by their first path; a wrapper's path gives the module inside.
-    tensors: all paths of parameters and buffers. by_identity: the path of each module and all paths of each
-    tensor, by ``id``.
+    roots: the models by path: "" for a single model, else the models of a function (see `models_of`).
+    modules: modules by their first path; a wrapper's path gives the module inside. tensors: all paths of
+    parameters and buffers. by_identity: the path of each module and all paths of each tensor, by ``id``.
     """
 
-    def __init__(
-        self, root: nn.Module | None, models: Mapping[str, nn.Module] = MappingProxyType({})
-    ) -> None:
+    def __init__(self, roots: Mapping[str, nn.Module]) -> None:
         self.modules: dict[str, nn.Module] = {}
         self.tensors: set[str] = set()
         self.by_identity: defaultdict[int, list[str]] = defaultdict(list)
         self._unregistered: dict[int, str] = {}
-        self._unread = root
-        self.roots = {**models} if root is None else {"": root}
-        for outer, model in self.roots.items():
+        self.roots = self._unread = {**roots}
+        for outer, model in roots.items():
             # a module with two paths has the first, however it is reached
             for raw, module in model.named_modules():
                 self.modules[joined(outer, user_path(raw))] = module
@@ -74,8 +70,12 @@ class Tree:
 
     def _search(self) -> None:
         """Searches the unregistered modules and tensors, once."""
-        root, self._unread = self._unread, None
-        for path, value in strays(root) if root is not None else ():
+        unread, self._unread = self._unread, {}
+        pairs = ((outer, stray) for outer, root in unread.items() for stray in strays(root))
+        for outer, (inside, value) in pairs:
+            path = joined(outer, inside)
+            if id(value) in self.by_identity:
+                continue
             if isinstance(value, nn.Module):
                 self.by_identity[id(value)].append(path)
                 self.modules.setdefault(path, value)
@@ -90,13 +90,16 @@ def models_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
     args, kwargs: arguments of the call. Modules inside of other models are left out.
     """
-    plain, owner = getattr(function, "__func__", function), getattr(function, "__self__", None)
-    if not isinstance(plain, FunctionType):
+    owner = getattr(function, "__self__", None)
+    plain = inspect.unwrap(getattr(function, "__func__", function))
+    if not isinstance(plain, FunctionType) or isinstance(owner, nn.Module):
         return {}
     code = plain.__code__
     names = code.co_varnames[owner is not None : code.co_argcount]
     scopes = plain.__globals__, vars(owner) if is_plain(owner) else {}
     values = [*zip(names, args, strict=False), *kwargs.items()]
+    if code.co_flags & inspect.CO_VARARGS:
+        values.append((code.co_varnames[code.co_argcount + code.co_kwonlyargcount], args[len(names) :]))
     values += [(name, scope[name]) for scope in scopes for name in code.co_names if name in scope]
     values += [(name, value) for name, value in _variables(plain) if name in code.co_freevars]
     models: dict[int, tuple[str, nn.Module]] = {}

@@ -33,6 +33,7 @@ from mxcompile.graph.tags import GemmTag, Kind, gradient_tags, set_tag, tags_of
 from mxcompile.models.fake_copy import fake_copy, fake_values
 from mxcompile.models.fakes import quiet
 from mxcompile.models.isolated import ChildError, isolated
+from mxcompile.models.names import rebased
 from mxcompile.models.value_tracking_mode import ValueTrackingMode
 from mxcompile.models.wrappers import is_wrapped, user_model
 from mxcompile.passes.bodies import Bodies
@@ -95,6 +96,17 @@ class Plan:
             return
         decision, obstacle = policy.decide(forward.as_layer()), self.obstacles.get(forward.name)
         yield from (decided(tag, decision, obstacle) for tag in tags)
+
+    def moved(self, old: str, new: str) -> Plan:
+        """Returns the plan with names that begin with the model's path `new` instead of `old`."""
+        if old == new:
+            return self
+        return replace(
+            self,
+            tags=tuple(replace(tag, name=rebased(tag.name, old, new)) for tag in self.tags),
+            obstacles={rebased(name, old, new): reason for name, reason in self.obstacles.items()},
+            read=frozenset(rebased(path, old, new) for path in self.read),
+        )
 
     def with_more(self, other: Plan | None, read: Iterable[str]) -> Plan:
         """Returns this plan with the further layers of `other`, the plan of another call.

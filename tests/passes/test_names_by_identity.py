@@ -380,7 +380,7 @@ def test_dynamo_still_says_which_module_an_entry_of_a_stack_is() -> None:
 def test_tree_has_what_modules_hold_in_containers_once_a_module_is_missed() -> None:
     model = Unregistered()
     model.deep = {"a": [(nn.Linear(4, 4),)]}  # type: ignore[assignment]
-    tree = Tree(model)
+    tree = Tree({"": model})
     assert "blocks.0" not in tree.modules
     assert list(tree.paths(model.deep["a"][0][0])) == ["deep.a.0.0"]
     assert {"blocks.0", "blocks.0.up", "blocks.1.down", "deep.a.0.0"} <= set(tree.modules)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from helpers.eager_backend import EagerBackend
 from torch import Tensor, nn
 
 import mxcompile
+from mxcompile.report.data.record import NOT_COMPILED
 
 WIDTH, WIDE = 64, 96
 ALL = {"match": {"name": "*"}, "use": "mxfp8"}
@@ -116,3 +118,81 @@ def test_code_after_a_break_is_not_shared_by_models_with_other_rules() -> None:
     assert (compiled(models, order, x) - models[1](x)).abs().max() > 1e-3
     assert precisions()["models.0.0"] == {"bf16"}
     assert precisions()["models.1.0"] == {"mxfp8"}
+
+
+class Broken(nn.Module):
+    """Breaks the graph inside its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDE), nn.Linear(WIDE, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x).relu()
+        cut()
+        y: Tensor = self.down(x)
+        return y
+
+
+def of_a_decorated_function(teacher: nn.Module, student: nn.Module) -> Callable[[Tensor], Tensor]:
+    def decorated(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Tensor:
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    @decorated
+    def step(teacher: nn.Module, student: nn.Module, x: Tensor) -> Tensor:
+        y: Tensor = teacher(x) + student(x)
+        return y
+
+    compiled = torch.compile(step, backend=EagerBackend(policy=STUDENT, strict=True))
+    return lambda x: compiled(teacher, student, x)
+
+
+def of_cells(teacher: nn.Module, student: nn.Module) -> Callable[[Tensor], Tensor]:
+    def step(x: Tensor) -> Tensor:
+        y: Tensor = teacher(x) + student(x)
+        return y
+
+    compiled: Any = torch.compile(step, backend=EagerBackend(policy=STUDENT, strict=True))
+    return compiled  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("of", [of_cells, of_a_decorated_function])
+@pytest.mark.parametrize("make", [mlp, Broken])
+def test_models_that_break_their_own_graph_are_named_by_the_function(
+    make: Callable[[], nn.Module], of: Callable[..., Callable[[Tensor], Tensor]]
+) -> None:
+    teacher, student = make(), make()
+    of(teacher, student)(torch.randn(8, WIDTH)).sum().backward()
+    layers = [path for path, module in teacher.named_modules() if isinstance(module, nn.Linear)]
+    expected = {f"teacher.{path}": {"mxfp8"} for path in layers}
+    assert precisions() == expected | {f"student.{path}": {"bf16"} for path in layers}
+    assert {gemm.kernel for report in mxcompile.reports() for gemm in report.gemms}.isdisjoint({NOT_COMPILED})
+
+
+def test_equal_models_in_a_loop_have_records_each() -> None:
+    models = [Broken() for _ in range(4)]
+
+    def step(models: list[nn.Module], x: Tensor) -> Tensor:
+        for model in models:
+            x = model(x)
+        return x
+
+    rule = {"match": {"name": "models.2.up"}, "use": "bf16"}
+    backend = EagerBackend(policy={"version": 1, "rules": [rule, ALL]}, strict=True)
+    torch.compile(step, backend=backend)(models, torch.randn(8, WIDTH)).sum().backward()
+    names = {f"models.{index}.{layer}" for index in range(4) for layer in ("up", "down")}
+    assert precisions() == {name: {"bf16" if name == "models.2.up" else "mxfp8"} for name in names}
+
+
+def test_model_compiled_alone_after_a_function_has_its_own_names() -> None:
+    teacher, student = Broken(), Broken()
+    of_cells(teacher, student)(torch.randn(8, WIDTH))
+    torch._dynamo.reset()
+    mxcompile.clear_reports()
+    alone = {"version": 1, "rules": [{"match": {"name": "up"}, "use": "bf16"}, ALL]}
+    torch.compile(student, backend=EagerBackend(policy=alone, strict=True))(torch.randn(8, WIDTH))
+    assert precisions() == {"up": {"bf16"}, "down": {"mxfp8"}}

@@ -25,7 +25,7 @@ from mxcompile.compiler.hooks.compilation import Compilation
 from mxcompile.compiler.reporting.sharing import add_guard
 from mxcompile.compiler.session.frames import running
 from mxcompile.compiler.session.options import Options
-from mxcompile.models.tree import path_in
+from mxcompile.compiler.session.session import path_of
 from mxcompile.models.wrappers import plain_class
 from mxcompile.rules import layers_of
 from mxcompile.watch import Watch, call_context
@@ -144,5 +144,5 @@ class Sampling:
         if root is None or not self._compiled:
             return self._compiled
         module = next((call for call in running() if plain_class(call) is self._class), None)
-        path = path_in(root, module)
+        path = path_of(root, module)
         return self._compiled if path is None else path

@@ -16,7 +16,7 @@ from mxcompile.compiler.capture.marks import mark
 from mxcompile.compiler.capture.regions import inline_regions
 from mxcompile.compiler.session.frames import Frame
 from mxcompile.compiler.session.plans import plan_of
-from mxcompile.compiler.session.session import Planned
+from mxcompile.compiler.session.session import Planned, session_of
 from mxcompile.models.blocks import Blocks
 from mxcompile.models.names import GraphInput, module_of, source_of
 from mxcompile.models.tree import Tree
@@ -65,8 +65,10 @@ def captured(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module 
     mark(gm)
     sharded = "shards of tensor parallelism" if any(map(_is_shard, example_inputs)) else ""
     cut = frame.cut(root, _called(gm, located)) or sharded
+    if root is not None:
+        session_of(root).rename(frame.name_of(root))
     planned = plan_of(root, frame, located.matrices) if cut else Planned()
-    blocks = Blocks.from_model(root)
+    blocks = Blocks.from_models(located.tree.roots)
     gathers = gathers_of(root, located.inputs)
     about = (blocks, located.prefix, cut, planned.below(located.prefix), located.inputs, _rank(gm))
     return Capture(

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from mxcompile.compiler.session.session import session_of
 from mxcompile.models.fsdp_state import groups
-from mxcompile.models.names import GraphInput
+from mxcompile.models.names import GraphInput, joined
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,8 @@ def gathers_of(root: nn.Module | None, inputs: Iterable[GraphInput]) -> Gathers:
         return Gathers()
     read = {path for entry in inputs if entry.static for path in (entry.path, *entry.others)}
     try:
-        gathers = [gathered for name, gathered in _parameters(root) if name in read]
+        named = ((joined(session_of(root).name, path), gathered) for path, gathered in _parameters(root))
+        gathers = [gathered for path, gathered in named if path in read]
     except AttributeError as error:
         log.warning(
             "reports do not count the bytes that FSDP2 of torch %s gathers: %s", torch.__version__, error

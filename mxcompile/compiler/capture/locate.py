@@ -58,11 +58,11 @@ def steps_of(source: str) -> tuple[str, ...]:
 class Located:
     """The inputs and modules of the graph `gm` of `root`, called with `values`.
 
-    tree: tree of the model, or of the models of a function that graph breaks cut. inputs: description of each
-    input. matrices: paths of the parameters and buffers with two or more dimensions. holder: for a graph
-    without root, the only module that holds its parameters or that it calls, else None. prefix: path of the
-    module with most of the parameters. owner: Dynamo's source of the module at `prefix`, or None for the
-    model itself. module: path of the module whose code is compiled.
+    tree: tree of the model, or of the models of a function. inputs: description of each input. matrices:
+    paths of the parameters and buffers with two or more dimensions. holder: for a graph without root, the
+    only module that holds its parameters or that it calls, else None. prefix: path of the module with most of
+    the parameters. owner: Dynamo's source of the module at `prefix`, or None for the model itself. module:
+    path of the module whose code is compiled.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class Located:
                     self._objects[name] = frame.evaluate(name)
         ways = [[self._objects[name_of(step)] for step in _way(source)] for source, _ in pairs]
         self.holder = _one_module(ways) or _one_module(_called(gm, frame))
-        models = frame.models if len(frame.models) > 1 else {}
-        self.tree = Tree(root or (None if models else self.holder), models)
+        name, one = frame.name_of(root), root or (None if frame.models and frame.parts else self.holder)
+        self.tree = Tree(frame.models if name or one is None else {"": one})
         paths_by_name = {name: self.tree.paths(value) for name, value in self._objects.items()}
         self._paths_by_name = {steps_of(name): paths for name, paths in paths_by_name.items() if paths}
         paths = [self._path(source, value) for source, value in pairs]
@@ -91,7 +91,7 @@ class Located:
         )
         owners = [self._owner(source) for path, (source, _) in zip(paths, pairs, strict=True) if path]
         counted = Counter(path for _, path in owners if path is not None)
-        self.prefix = counted.most_common(1)[0][0] if counted else ""
+        self.prefix = counted.most_common(1)[0][0] if counted else name
         self.owner = next((source for source, path in owners if path == self.prefix != ""), None)
         running = self._running(frame)
         self.module = self.tree.paths(running)[0] if running is not None else self.prefix

@@ -27,7 +27,7 @@ from mxcompile.compiler.reporting.checks import check_call, check_modules, repor
 from mxcompile.compiler.reporting.shared_code import Runs
 from mxcompile.compiler.session.frames import TORCH, Frame, Running, frames, is_call_of, is_wrapper
 from mxcompile.compiler.session.options import Options
-from mxcompile.models.tree import path_in
+from mxcompile.compiler.session.session import path_of, session_of
 from mxcompile.report import REGISTRY
 
 
@@ -86,12 +86,14 @@ class _Attempt:
         """Returns the current attempt. module: the model, if the user has named it."""
         frame = Frame.from_stack()
         root = frame.root(module)
+        if root is not None:
+            session_of(root).rename(frame.name_of(root))
         return cls(
             code=code,
             frame_id=frame_id,
             num_codes=_num_codes(code),
             root=root,
-            path=None if root is None else path_in(root, frame.locals.get("self")),
+            path=None if root is None else path_of(root, frame.locals.get("self")),
             is_resumed=frame.is_resumed,
             call=None if root is None else frame.call_of(root),
             limit=limit,

@@ -20,6 +20,7 @@ from mxcompile.errors import UnsupportedError
 from mxcompile.formats import is_quantized
 from mxcompile.graph.tags import GemmTag
 from mxcompile.lowering.targets import resolve
+from mxcompile.models.names import within
 from mxcompile.plan.plan import Plan
 from mxcompile.policy import Gemm
 from mxcompile.report import REGISTRY, Ledger
@@ -53,7 +54,8 @@ def check_plan(compilation: Compilation, parts: Sequence[str] | None = None) -> 
     refused = [*_refused(plan, options), *outside] if options.strict else []
     for layer in outside if not options.strict else ():
         log.warning("%s; add a module that contains it to blocks=…", layer)
-    layers = () if compilation.capture.stage else plan.layers  # rules may be for other stages
+    is_part = compilation.capture.stage or session_of(root).name
+    layers = () if is_part else plan.layers  # rules may be for other stages, or other models of a function
     if refused:
         message = (
             "strict: the policy quantizes these GEMMs to MXFP8, but that is not possible;"
@@ -246,7 +248,7 @@ def _missing_message(missing: Mapping[str, set[str]], options: Options, plan: Pl
 
 def _is_in(name: str, parts: Iterable[str]) -> bool:
     """Whether the layer `name` is in one of the modules at `parts`."""
-    return any(not part or f"{name}.".startswith(f"{part}.") for part in parts)
+    return any(within(name, part) for part in parts)
 
 
 def _refused(plan: Plan, options: Options) -> list[str]:

@@ -8,6 +8,7 @@ code is shared.
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections import Counter
@@ -19,8 +20,9 @@ from torch import Tensor, nn
 from mxcompile.compiler.capture.capture import Capture
 from mxcompile.compiler.session.frames import running
 from mxcompile.compiler.session.publication import Places
+from mxcompile.compiler.session.session import session_of
 from mxcompile.models.holders import Holders
-from mxcompile.models.names import joined, user_path
+from mxcompile.models.names import joined, rebased, user_path
 from mxcompile.models.tree import path_in
 from mxcompile.models.wrappers import plain_class, user_model
 
@@ -36,7 +38,8 @@ def attribution(capture: Capture, places: Places) -> Attribution | None:
         return None
     modules, named = capture.root.modules(), capture.root.named_parameters(remove_duplicate=False)
     number = Counter(id(value) for module in modules for value in module._parameters.values())
-    holders = {user_path(raw): number[id(value)] for raw, value in named}
+    name = session_of(capture.root).name
+    holders = {joined(name, user_path(raw)): number[id(value)] for raw, value in named}
     candidates = [at for at, entry in enumerate(capture.inputs) if entry.static and entry.path in holders]
     # a parameter with a single holder identifies the module that runs
     position = min(candidates, key=lambda index: holders[capture.inputs[index].path], default=None)
@@ -79,7 +82,8 @@ class Attribution:
         self._places = places
         self._prefix = prefix
         self._part = plain_class(capture.tree.modules[prefix])
-        self._root = weakref.ref(root)
+        self._root, self._outer = weakref.ref(root), session_of(root).name
+        self._outers = {weakref.ref(model): path for path, model in capture.tree.roots.items()}
         self._kind = plain_class(root)
         self._sizes = _sizes(root)
         self._holders = Holders()
@@ -110,12 +114,20 @@ class Attribution:
         """Returns the path in `model` of the module that runs the code, or None if it is unknown."""
         alike = (module for module in running() if plain_class(module) is self._part)
         runner = next((part for part in alike if parameter is None or self._is_in(part, parameter)), None)
-        path = path_in(model, runner)
+        path = self._path_of(model, runner)
         if path is not None or parameter is None or (holder := self._holders.holder(parameter)) is None:
             return path
         module, name = holder  # Dynamo may have inlined the module's call
-        path = joined(path_in(model, module) or "", name)
+        path = joined(self._path_of(model, module) or self._outer_of(model), name)
         return path.removesuffix(self._name).rstrip(".") if path.endswith(self._name) else None
+
+    def _outer_of(self, model: nn.Module) -> str:
+        """Returns the path of `model` in the function that is compiled."""
+        return self._outers.get(weakref.ref(model), self._outer)
+
+    def _path_of(self, model: nn.Module, module: nn.Module | None) -> str | None:
+        path = path_in(model, module)
+        return None if path is None else joined(self._outer_of(model), path)
 
     def _is_in(self, module: nn.Module, parameter: nn.Parameter) -> bool:
         """Whether `module` holds `parameter` under the same name as the graph's own module."""
@@ -134,7 +146,8 @@ class Attribution:
         if model is not None and _sizes(model) == self._sizes:
             if (reference := weakref.ref(model)) not in self._models:
                 self._models.add(reference)
-                self._places.add_model(model)
+                path = functools.partial(rebased, old=self._outer, new=self._outer_of(model))
+                self._places.add_model(model, path)
         elif owners and (reference := weakref.ref(owners[-1])) not in self._models:
             self._models.add(reference)
             log.warning(

@@ -7,6 +7,7 @@ for its module. If the policy treats all modules of the class equally, no guard 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,8 +17,10 @@ from torch._dynamo.source import GlobalStateSource
 from torch._guards import Guard, Source, TracingContext
 
 from mxcompile.compiler.capture.capture import Capture
+from mxcompile.compiler.session.session import session_of
 from mxcompile.errors import PolicyError
 from mxcompile.graph.tags import Kind
+from mxcompile.models.names import rebased, within
 from mxcompile.models.wrappers import plain_class
 from mxcompile.policy import Policy
 from mxcompile.rules import name_signature
@@ -32,10 +35,10 @@ def twins(capture: Capture, policy: Policy) -> tuple[tuple[str, tuple[int, int] 
     """
     if capture.root is None or not capture.prefix or capture.planned.plan is None:
         return ()
-    decisions = dict(_of_same_class(capture, policy))
+    decisions, name = dict(_of_same_class(capture, policy)), session_of(capture.root).name
     mine = decisions[capture.prefix]
     others = (path for path, other in decisions.items() if other == mine and path != capture.prefix)
-    return tuple((path, capture.blocks.position(path)) for path in others)
+    return tuple((path, capture.blocks.position(path)) for path in others if within(path, name))
 
 
 def guard(capture: Capture, policy: Policy, *, unlimited: bool = False) -> None:
@@ -89,12 +92,30 @@ def add_guard(
 
 
 def _of_same_class(capture: Capture, policy: Policy) -> Iterator[tuple[str, Signature]]:
-    """Yields (path, decisions) of every module with the class of the captured module."""
-    module = capture.tree.modules[capture.prefix]
+    """Yields (path, decisions) of every module with the class of the captured module.
+
+    A module of another model of the function has the decisions of its counterpart in a model of its class, if
+    rules by name and block select both alike.
+    """
+    modules, root = capture.tree.modules, capture.root
+    name = "" if root is None else session_of(root).name
     below = _decided(capture, policy)
-    for path, other in capture.tree.modules.items():
-        if plain_class(other) is plain_class(module):
+    by_name = functools.partial(name_signature, policy, blocks=capture.blocks)
+    for path, module in modules.items():
+        if plain_class(module) is not plain_class(modules[capture.prefix]):
+            continue
+        outer = next(other for other in capture.tree.roots if within(path, other))
+        counterpart = rebased(path, outer, name)
+        if root is None or outer == name:
             yield path, below(path)
+        elif (
+            plain_class(modules[outer]) is plain_class(root)
+            and counterpart in modules
+            and by_name(module, path) == by_name(modules[counterpart], counterpart)
+        ):
+            yield path, below(counterpart)
+        else:
+            yield path, (outer,)
 
 
 def _decided(capture: Capture, policy: Policy) -> Callable[[str], Signature]:

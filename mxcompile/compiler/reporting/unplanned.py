@@ -76,14 +76,15 @@ def matrices(module: nn.Module) -> dict[str, nn.Parameter]:
 def records(root: nn.Module, read: Collection[str] = ()) -> Iterator[GemmRecord]:
     """Yields records for the weights of `root` whose paths are not in `read`."""
     for raw, module in root.named_modules():
+        inside = joined(session_of(root).name, user_path(raw))
         for name, weight in matrices(module).items():
-            path = joined(user_path(raw), name)
+            path = joined(inside, name)
             if path in read:
                 continue
             *batch, n, k = weight.shape
             reason = Reason(Code.NO_PLAN)
             yield GemmRecord(
-                name=layer_name(user_path(raw), path),
+                name=layer_name(inside, path),
                 role=str(Role.OTHER),
                 gemm=str(Gemm.FPROP),
                 m=None,

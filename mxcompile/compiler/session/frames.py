@@ -54,8 +54,8 @@ class Frame:
 
     locals, globals: scopes for the names of graph inputs. running: running modules above the frame, innermost
     first. backward: whether compiled autograd compiles the backward of earlier graphs. parts: reasons why the
-    graph covers only a part of the code. models: for a compiled function that graph breaks cut, its models by
-    path.
+    graph covers only a part of the code. models: the models of the compiled function by path, if there are
+    several.
     """
 
     locals: Mapping[str, Any] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class Frame:
             running=tuple(running),
             parts=tuple(dict.fromkeys(parts)),
             backward=backward,
-            models=_models(call) if parts and call is not None and not running else {},
+            models=_models(call) if call is not None else {},
         )
 
     def evaluate(self, source: str) -> Any:
@@ -116,6 +116,10 @@ class Frame:
         if compiled is None or outer is None or outer is compiled:
             return compiled or outer
         return outer if _is_block(compiled, outer) else compiled
+
+    def name_of(self, root: nn.Module | None) -> str:
+        """Returns the path of the model `root` among `models`, or ""."""
+        return next((path for path, model in self.models.items() if model is root), "")
 
     def call_of(self, root: nn.Module) -> Running | None:
         """Returns the outermost running call of `root`."""
@@ -239,9 +243,10 @@ def _split(frame: FrameType) -> Iterator[str]:
 
 
 def _models(call: FrameType) -> Mapping[str, nn.Module]:
-    """Returns the models of the function that `call`, torch's wrapper, calls."""
+    """Returns the models of the function that `call`, torch's wrapper, calls, if there are several."""
     function, args, kwargs = (call.f_locals.get(name) for name in ("fn", "args", "kwargs"))
-    return models_of(function, args or (), kwargs or {})
+    models = models_of(function, args or (), kwargs or {})
+    return models if len(models) > 1 else {}
 
 
 def _add(running: list[Running], module: nn.Module, frame: FrameType, directly: bool) -> None:

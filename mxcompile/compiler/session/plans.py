@@ -17,7 +17,7 @@ from mxcompile.compiler.session.decompositions import table
 from mxcompile.compiler.session.frames import Frame
 from mxcompile.compiler.session.session import Planned, session_of
 from mxcompile.errors import ModelError
-from mxcompile.models.names import user_path
+from mxcompile.models.names import joined, user_path
 from mxcompile.plan.plan import Plan, make_plan
 
 log = logging.getLogger(__name__)
@@ -50,12 +50,10 @@ def plan_of(root: nn.Module | None, frame: Frame, matrices: Iterable[str]) -> Pl
 
 def _lacks(plan: Plan, root: nn.Module, matrices: Iterable[str]) -> bool:
     """Whether a call of `root` shows more than `plan`: other parameters, or a backward."""
-    return bool(_owned(root, set(matrices) - plan.read)) or torch.is_grad_enabled() > plan.differentiated
-
-
-def _owned(root: nn.Module, paths: set[str]) -> set[str]:
-    """Returns the `paths` that a plan of `root` may contain: one path for each shared parameter."""
-    return paths.intersection(user_path(raw) for raw, _ in root.named_parameters()) if paths else paths
+    unread, name = set(matrices) - plan.read, session_of(root).name
+    # a plan contains one path of a shared parameter
+    owned = unread and any(joined(name, user_path(raw)) in unread for raw, _ in root.named_parameters())
+    return bool(owned) or torch.is_grad_enabled() > plan.differentiated
 
 
 def no_plan(root: nn.Module, missing: str) -> str:
@@ -73,7 +71,7 @@ def planned(root: nn.Module, args: Any, kwargs: Any) -> Planned:
 def layers_of_call(root: nn.Module, args: Any, kwargs: Any) -> frozenset[str] | None:
     """Returns the layers that a call of `root` runs, or None if that depends on tensor values."""
     try:
-        plan = make_plan(root, args, kwargs, table(), whole=True)
+        plan = make_plan(root, args, kwargs, table(), whole=True).moved("", session_of(root).name)
     except ModelError as error:
         log.info("cannot find the layers that %s runs: %s", type(root).__name__, error)
         return None
@@ -83,7 +81,7 @@ def layers_of_call(root: nn.Module, args: Any, kwargs: Any) -> frozenset[str] | 
 def _new_plan(root: nn.Module, args: Any, kwargs: Any) -> Planned:
     start = time.perf_counter()
     try:
-        plan = make_plan(root, args, kwargs, table())
+        plan = make_plan(root, args, kwargs, table()).moved("", session_of(root).name)
     except ModelError as error:
         return Planned(missing=str(error))
     took_s = time.perf_counter() - start

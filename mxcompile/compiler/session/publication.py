@@ -7,7 +7,7 @@ whether they do: `restrict_twins` removes the twins that did not run it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torch import nn
 
@@ -31,7 +31,7 @@ class Places:
         self._gemms = gemms
         self._on_other_module = on_other_module
         self._part: Part | None = None
-        self._places: list[tuple[Ledger, int | None]] = [(ledger, None)]
+        self._places: list[tuple[Ledger, int | None, Callable[[str], str]]] = [(ledger, None, str)]
         self._ran: set[str] = set()
         self._is_restricted = self._is_sure = False
 
@@ -45,16 +45,22 @@ class Places:
         self._part = part
         if self._is_restricted:
             part = dataclasses.replace(part, twins=tuple(twin for twin in part.twins if twin[0] in self._ran))
-        self._places = [(ledger, REGISTRY.put(ledger, index, part)) for ledger, index in self._places]
+        self._places = [
+            (ledger, REGISTRY.put(ledger, index, _moved(part, path)), path)
+            for ledger, index, path in self._places
+        ]
 
-    def add_model(self, model: nn.Module) -> None:
-        """Adds an entry for `model`, another instance with the same module names that runs the code."""
+    def add_model(self, model: nn.Module, path: Callable[[str], str]) -> None:
+        """Adds an entry for `model`, another instance with the same module names that runs the code.
+
+        path: returns the path in `model` for a path in the first model.
+        """
         assert self._part is not None
         fresh = self._places[0][0].for_model(model)
         ledger = REGISTRY.open((self._key, fresh.model), fresh)
-        self._places.append((ledger, REGISTRY.put(ledger, None, self._part)))
+        self._places.append((ledger, REGISTRY.put(ledger, None, _moved(self._part, path)), path))
         if self._gemms:
-            REGISTRY.plan(model, ledger.group, self._gemms)
+            REGISTRY.plan(model, ledger.group, _renamed(self._gemms, path))
         REGISTRY.flush()  # a call that compiles nothing has no other end
 
     def note(self, path: str | None) -> None:
@@ -73,3 +79,20 @@ class Places:
             self._is_restricted = True
             if self._part is not None:
                 self.put(self._part)
+
+
+def _renamed(gemms: Iterable[GemmRecord], path: Callable[[str], str]) -> tuple[GemmRecord, ...]:
+    return tuple(dataclasses.replace(gemm, name=path(gemm.name)) for gemm in gemms)
+
+
+def _moved(part: Part, path: Callable[[str], str]) -> Part:
+    """Returns `part` with `path` of each path in it."""
+    nodes = (dataclasses.replace(node, names=tuple(map(path, node.names))) for node in part.outline.nodes)
+    return dataclasses.replace(
+        part,
+        gemms=_renamed(part.gemms, path),
+        weights=tuple((path(name), held, in_bf16) for name, held, in_bf16 in part.weights),
+        outline=dataclasses.replace(part.outline, nodes=tuple(nodes)),
+        prefix=path(part.prefix),
+        twins=tuple((path(twin), block) for twin, block in part.twins),
+    )

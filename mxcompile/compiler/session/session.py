@@ -9,6 +9,8 @@ from torch import nn
 
 from mxcompile.compiler.session.publication import Places
 from mxcompile.errors import ModelError
+from mxcompile.models.names import joined, within
+from mxcompile.models.tree import path_in
 from mxcompile.models.wrappers import user_model
 from mxcompile.plan.plan import Plan
 from mxcompile.policy import Policy
@@ -26,22 +28,24 @@ class Planned:
         if self.plan is None:
             return (self.missing,)
         tags = self.plan.tags
-        inside = (t for t in tags if not prefix or t.name == prefix or t.name.startswith(f"{prefix}."))
-        return tuple((t.name, str(t.role), t.module, t.n, t.k) for t in inside)
+        inside = (tag for tag in tags if within(tag.name, prefix))
+        return tuple((tag.name, str(tag.role), tag.module, tag.n, tag.k) for tag in inside)
 
 
 @dataclass(kw_only=True, slots=True)
 class ModelSession:
     """The plan, policies and checks of one model. Dictionary keys are fingerprints of options.
 
-    planned: plan, or why there is none; None before the first part is compiled. policies: the
-    policies of compiles, in order of first use; a policy that a watch changed replaces the original.
+    name: path of the model in the function that is compiled, "" if it has no other model. planned: plan, or
+    why there is none; None before the first part is compiled. policies: the policies of compiles, in order
+    of first use; a policy that a watch changed replaces the original.
     checked: plan when it was last compared with the policy. ran: plan when it was last compared with the
     layers that ran. read: parameters that compiled graphs read, for a model without a plan. places:
     registry entries of the compiled parts. loads_histories: whether the model can load state dicts with
     amax histories.
     """
 
+    name: str = ""
     planned: Planned | None = None
     policies: dict[str, Policy] = field(default_factory=dict)
     checked: dict[str, Plan] = field(default_factory=dict)
@@ -56,6 +60,12 @@ class ModelSession:
         """The plan of the model, if there is one."""
         return None if self.planned is None else self.planned.plan
 
+    def rename(self, name: str) -> None:
+        """Sets the name of the model, with which the names in its plan begin."""
+        if name != self.name and self.planned is not None and self.planned.plan is not None:
+            self.planned = Planned(plan=self.planned.plan.moved(self.name, name))
+        self.name = name
+
 
 _SESSIONS: WeakKeyDictionary[nn.Module, ModelSession] = WeakKeyDictionary()
 
@@ -63,6 +73,12 @@ _SESSIONS: WeakKeyDictionary[nn.Module, ModelSession] = WeakKeyDictionary()
 def session_of(root: nn.Module) -> ModelSession:
     """Returns the session of the model `root`."""
     return _SESSIONS.setdefault(root, ModelSession())
+
+
+def path_of(root: nn.Module, module: nn.Module | None) -> str | None:
+    """Returns the path of `module` under the name of the model `root`, or None if it is not in the model."""
+    path = path_in(root, module)
+    return None if path is None else joined(session_of(root).name, path)
 
 
 def compiled_policy(model: nn.Module) -> Policy:
