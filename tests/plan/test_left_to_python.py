@@ -268,6 +268,14 @@ def test_graph_break_in_a_container_of_torch_raises():
     assert "nothing of Sequential was compiled" in raised(layers, batch())
 
 
+def test_code_without_graphs_around_a_recurrent_layer_raises():
+    layers = nn.Sequential(nn.GRU(WIDTH, WIDTH))
+    with torch.no_grad():
+        whole(layers, policy=POLICY)(batch())
+    assert {gemm.kernel for gemm in report_of_all().gemms} == {NOT_COMPILED}
+    assert "nothing of Sequential was compiled" in raised(layers, batch())
+
+
 class FailingBackend(EagerBackend):
     def __call__(self, *_: Any) -> Any:
         raise RuntimeError

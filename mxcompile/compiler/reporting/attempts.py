@@ -166,7 +166,8 @@ class _End:
         reported = [attempt.report_failure(options) for attempt in failed]
         if root is None or call is None:
             return
-        if self._is_whole and (failed or REGISTRY.knows(root, options.group)):
+        has_code = not failed and bool(session_of(root).places)  # else all of its code may lack graphs
+        if self._is_whole and (REGISTRY.knows(root, options.group) or not has_code):
             check_call(root, options, call.args, call.kwargs)
         if not any(reported):
             starts = [attempt.path for attempt in self.attempts if not attempt.is_resumed]
