@@ -149,6 +149,18 @@ def closure() -> Callable[[Tensor], Tensor]:
     return forward
 
 
+class InADefault(nn.Module):
+    def forward(self, x: Tensor, up: Tensor = UP, *, down: Tensor = DOWN[0]) -> Tensor:
+        return feed_forward(x, up, down)
+
+
+def defaults() -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor, up: Tensor = UP, *, down: Tensor = DOWN[0]) -> Tensor:
+        return feed_forward(x, up, down)
+
+    return forward
+
+
 HOLDERS: list[tuple[Callable[[], Any], set[str]]] = [
     (Attributes, {"up", "rest.down.0"}),
     (OfAnObject, {"held.weights.up", "held.down"}),
@@ -159,6 +171,8 @@ HOLDERS: list[tuple[Callable[[], Any], set[str]]] = [
     (OfItsClass, {"UP", "DOWN.0"}),
     (closure, {"up", "down"}),
     (global_tuple, {"PAIR.0", "PAIR.1"}),
+    (InADefault, {"up", "down"}),
+    (defaults, {"up", "down"}),
     (partial, {"fn.args.0", "fn.keywords.last"}),
 ]
 

@@ -71,6 +71,7 @@ class Located:
         placeholders = gm.graph.find_nodes(op="placeholder")
         pairs = list(zip(map(source_of_input, placeholders), values, strict=False))
         self._objects: dict[str, Any] = {}
+        self._defaults = frame.defaults
         for source, _ in pairs:
             for step in _way(source):
                 name = name_of(step)
@@ -146,7 +147,8 @@ class Located:
         variable, *way = _way(source)
         objects = (self._objects[name_of(step)] for step in way[:-1])
         return (
-            name_of(variable).startswith(("G[", "L['self']"))
+            any(self._objects[name_of(variable)] is default for default in self._defaults)
+            or name_of(variable).startswith(("G[", "L['self']"))
             or getattr(variable, "is_derefed_cell_contents", False)
             or any(isinstance(value, _PROGRAM) for value in (self._objects[name_of(variable)], *objects))
         )

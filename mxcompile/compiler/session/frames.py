@@ -10,7 +10,7 @@ model.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType, MethodType
 from typing import Any
@@ -55,7 +55,7 @@ class Frame:
     locals, globals: scopes for the names of graph inputs. running: running modules above the frame, innermost
     first. backward: whether compiled autograd compiles the backward of earlier graphs. parts: reasons why the
     graph covers only a part of the code. models: the models of the compiled function by path, if there are
-    several.
+    several. defaults: default values of arguments of the function, and of the running module's forward.
     """
 
     locals: Mapping[str, Any] = field(default_factory=dict)
@@ -64,6 +64,7 @@ class Frame:
     parts: tuple[str, ...] = ()
     backward: bool = False
     models: Mapping[str, nn.Module] = field(default_factory=dict)
+    defaults: tuple[Any, ...] = ()
 
     @classmethod
     def from_stack(cls, gm: fx.GraphModule | None = None) -> Frame:
@@ -98,6 +99,7 @@ class Frame:
             parts=tuple(dict.fromkeys(parts)),
             backward=backward,
             models=_models(call) if call is not None else {},
+            defaults=tuple(_defaults(call, running)),
         )
 
     def evaluate(self, source: str) -> Any:
@@ -247,6 +249,15 @@ def _models(call: FrameType) -> Mapping[str, nn.Module]:
     function, args, kwargs = (call.f_locals.get(name) for name in ("fn", "args", "kwargs"))
     models = models_of(function, args or (), kwargs or {})
     return models if len(models) > 1 else {}
+
+
+def _defaults(call: FrameType | None, running: Sequence[Running]) -> Iterator[Any]:
+    """Yields the default values of the function that torch's wrapper `call` calls, and of a forward."""
+    functions = [one.module.forward for one in running[:1]]
+    functions += [] if call is None else [call.f_locals.get("fn")]
+    for function in (getattr(each, "__func__", each) for each in functions):
+        yield from getattr(function, "__defaults__", None) or ()
+        yield from (getattr(function, "__kwdefaults__", None) or {}).values()
 
 
 def _add(running: list[Running], module: nn.Module, frame: FrameType, directly: bool) -> None:
