@@ -253,7 +253,7 @@ def _models(call: FrameType) -> Mapping[str, nn.Module]:
 
 def _defaults(call: FrameType | None, running: Sequence[Running]) -> Iterator[Any]:
     """Yields the default values of the function that torch's wrapper `call` calls, and of a forward."""
-    functions = [one.module.forward for one in running[:1]]
+    functions: list[Any] = [one.module.forward for one in running[:1]]
     functions += [] if call is None else [call.f_locals.get("fn")]
     for function in (getattr(each, "__func__", each) for each in functions):
         yield from getattr(function, "__defaults__", None) or ()
