@@ -21,6 +21,7 @@ from torch._inductor.compile_fx import compile_fx
 from mxcompile.compiler.calls import delayed_scales
 from mxcompile.compiler.calls.compiled_graph import CompiledGraph
 from mxcompile.compiler.calls.delayed_scales import DelayedScales
+from mxcompile.compiler.calls.hidden_products import hidden_products
 from mxcompile.compiler.calls.sampling import follow, guard, sampling
 from mxcompile.compiler.capture.capture import captured
 from mxcompile.compiler.capture.weak_references import weak_references
@@ -196,6 +197,7 @@ def compile_graph(
         sampling=sampling(compilation, example_inputs, lambda part: compiled(copied(gm), part)),
         scales=DelayedScales(tapped, dict(compilation.part.histories), capture.root) if tapped else None,
         references=weak_references(),
+        hidden=hidden_products(compilation, gm),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -107,13 +107,19 @@ def is_foreign(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     called, _ = call_of(node)
-    if isinstance(called, torch._ops.OpOverload):
-        foreign = called.namespace not in _KNOWN_LIBRARIES
-    else:
-        foreign = getattr(called, "__name__", "") in _FOREIGN_HIGHER_ORDER
-    if not foreign:
+    if not is_of_other_library(called) and getattr(called, "__name__", "") not in _FOREIGN_HIGHER_ORDER:
         return False
-    values = [tensor(argument) for argument in node.all_input_nodes]
+    return is_foreign_call(called, map(tensor, node.all_input_nodes))
+
+
+def is_of_other_library(called: Any) -> bool:
+    """Whether `called` is an operator of a library whose products this module does not list."""
+    is_operator = isinstance(called, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
+    return is_operator and str(called).partition(".")[0] not in _KNOWN_LIBRARIES
+
+
+def is_foreign_call(called: Any, values: Iterable[Tensor | None]) -> bool:
+    """Whether the arguments `values` and the code of the operator `called` show that it may be a product."""
     operands = sum(value is not None and value.is_floating_point() and value.ndim > 1 for value in values)
     return operands > 1 or (operands == 1 and bool(matrices_in_code(called)))
 
@@ -137,7 +143,7 @@ def matrices_in_code(called: Any) -> list[Tensor]:
 def may_be_product(target: Any) -> bool:
     """Whether a call of the overload `target` may be matmul-like, as far as the operator alone decides it."""
     what = target._overloadpacket
-    return what in _MATMUL_LIKE or what in CONVOLUTIONS or str(what).partition(".")[0] not in _KNOWN_LIBRARIES
+    return what in _MATMUL_LIKE or what in CONVOLUTIONS or is_of_other_library(target)
 
 
 @functools.cache

@@ -18,6 +18,7 @@ import mxcompile.compiler.backend  # noqa: F401  watches what Dynamo leaves to P
 from mxcompile.compiler.calls import delayed_scales
 from mxcompile.compiler.calls.compiled_graph import CompiledGraph
 from mxcompile.compiler.calls.delayed_scales import DelayedScales
+from mxcompile.compiler.calls.hidden_products import hidden_products
 from mxcompile.compiler.calls.sampling import follow, guard, sampling
 from mxcompile.compiler.capture.capture import captured
 from mxcompile.compiler.capture.weak_references import weak_references
@@ -84,6 +85,7 @@ class EagerBackend:
             ),
             scales=DelayedScales(tapped, dict(compilation.part.histories), found.root) if tapped else None,
             references=weak_references(),
+            hidden=hidden_products(compilation, gm),
         )
 
     def _compiled(self, gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: Compilation) -> Any:

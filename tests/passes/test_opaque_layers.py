@@ -13,6 +13,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.flop_counter import register_flop_formula
 
 import mxcompile
+from mxcompile.errors import UnsupportedError
 
 ROWS, WIDTH, WIDE = 40, 64, 96
 ALL = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
@@ -180,6 +181,71 @@ def test_operator_that_closes_over_its_weight_is_recorded_and_raises_under_stric
     torch._dynamo.reset()
     with torch.no_grad(), pytest.raises(BackendCompilerFailed, match="fprop: opaque operator mx_opaque"):
         torch.compile(model, backend=EagerBackend(policy=ALL, strict=True), fullgraph=True)(x)
+
+
+LIBRARY = torch.library.Library("mx_opaque_kernels", "DEF")
+"""Operators whose kernels no Python code shows, as those in C++."""
+HELD: dict[str, Tensor] = {}
+
+
+def _define(name: str, arguments: str, kernel: Callable[..., Tensor]) -> None:
+    LIBRARY.define(f"{name}({arguments}) -> Tensor")
+    LIBRARY.impl(name, kernel, "CPU")
+    LIBRARY.impl(name, lambda x, *_: x.new_empty(x.shape[0], WIDE), "Meta")
+
+
+_define("held", "Tensor x", lambda x: nn.functional.linear(x, HELD["w"]))
+_define("flat", "Tensor x, Tensor w", lambda x, w: x @ w.view(WIDE, -1).t())
+_define("codes", "Tensor x, Tensor w", lambda x, w: x @ (w.float() / 8).t())
+_define("padded", "Tensor x", lambda x: nn.functional.pad(x, (0, WIDE - WIDTH)))
+_define("gram", "Tensor x", lambda x: nn.functional.pad(x @ x.t() @ x, (0, WIDE - WIDTH)))
+
+
+class Calling(nn.Module):
+    """Calls an operator with its input, and with a parameter that is no matrix, or codes."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.seen, self.name = nn.Linear(WIDTH, WIDTH), name
+        self.up = nn.Linear(WIDTH, WIDE, bias=False)
+        if name == "flat":
+            self.up.weight = nn.Parameter(torch.randn(WIDE * WIDTH))
+        elif name == "codes":
+            del self.up.weight
+            self.up.register_buffer("weight", torch.randint(-8, 8, (WIDE, WIDTH), dtype=torch.int8))
+        HELD["w"] = self.up.weight.detach() if name == "held" else torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        more = (self.up.weight,) if self.name in ("flat", "codes") else ()
+        result: Tensor = getattr(torch.ops.mx_opaque_kernels, self.name)(self.seen(x), *more)
+        return result
+
+
+@pytest.mark.parametrize("name", ["held", "flat", "codes"])
+@torch.no_grad()
+def test_kernel_that_multiplies_by_a_weight_is_recorded_and_raises_under_strict(name: str) -> None:
+    model, x = Calling(name), torch.randn(ROWS, WIDTH)
+    call = torch.compile(model, backend=EagerBackend(policy=ALL), fullgraph=True)
+    assert torch.equal(call(x), call(x))
+    (report,) = mxcompile.reports()
+    hidden = [gemm for gemm in report.gemms if gemm.name != "seen"]
+    assert [(g.name, g.m, g.n, g.k, g.precision) for g in hidden] == [("up", ROWS, WIDE, WIDTH, "bf16")]
+    assert hidden[0].reason == f"opaque operator mx_opaque_kernels.{name}.default"
+    torch._dynamo.reset()
+    strict = torch.compile(model, backend=EagerBackend(policy=ALL, strict=True), fullgraph=True)
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=f"up fprop: opaque operator mx_opaque_kernels.{name}"):
+            strict(x)
+
+
+@pytest.mark.parametrize(("name", "products"), [("padded", 0), ("gram", 2)])
+def test_kernel_without_a_weight_passes_strict(name: str, products: int) -> None:
+    with torch.no_grad():
+        torch.compile(Calling(name), backend=EagerBackend(policy=ALL, strict=True), fullgraph=True)(
+            torch.randn(ROWS, WIDTH)
+        )
+    (report,) = mxcompile.reports()
+    assert [gemm.precision for gemm in report.gemms] == ["mxfp8"] + ["bf16"] * products
 
 
 def test_operator_of_the_backward_is_of_the_layer_too() -> None:

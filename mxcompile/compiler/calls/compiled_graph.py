@@ -15,6 +15,7 @@ from typing import Any
 from torch._guards import TracingContext
 
 from mxcompile.compiler.calls.delayed_scales import DelayedScales
+from mxcompile.compiler.calls.hidden_products import HiddenProducts
 from mxcompile.compiler.calls.sampling import Sampling
 from mxcompile.compiler.capture.weak_references import Tables
 from mxcompile.compiler.reporting.shared_code import Attribution
@@ -31,12 +32,14 @@ class CompiledGraph:
         sampling: Sampling | None,
         scales: DelayedScales | None,
         references: Tables,
+        hidden: HiddenProducts | None = None,
     ) -> None:
         self._code = code
         self._attribution = attribution
         self._sampling = sampling
         self._scales = scales
         self._references = references
+        self._hidden = hidden
 
     def __call__(self, *args: Any) -> Any:
         """Runs the code."""
@@ -49,6 +52,15 @@ class CompiledGraph:
             self._references = ()
         if self._attribution is not None:
             self._attribution.note(args)
+        if self._hidden is None or TracingContext.try_get() is not None:
+            return self._call(args)
+        with self._hidden:
+            result = self._call(args)
+        self._hidden.report()
+        self._hidden = None
+        return result
+
+    def _call(self, args: Any) -> Any:
         return self._code(*args) if self._sampling is None else self._sampling.run(self._code, args)
 
     def __getattr__(self, name: str) -> Any:

@@ -7,7 +7,8 @@ import dataclasses
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import fx
@@ -41,7 +42,7 @@ from mxcompile.passes.record import records
 from mxcompile.passes.watch import Site, sites
 from mxcompile.passes.watch import Watch as Watching
 from mxcompile.policy import Gemm
-from mxcompile.report import Part
+from mxcompile.report import GemmRecord, Part
 from mxcompile.rules import layers_of, with_complaints
 from mxcompile.watch import Watch
 
@@ -273,6 +274,12 @@ class Compilation:
         named = (dataclasses.replace(gemm, kernel=kernels.get(index, gemm.kernel)) for index, gemm in gemms)
         self._update(gemms=tuple(named))
         self.changed()
+
+    def add(self, gemms: Iterable[GemmRecord]) -> None:
+        """Adds records of products that the passes did not see to the part."""
+        if more := tuple((Counter(gemms) - Counter(self.part.gemms)).elements()):  # a stored part has them
+            self._update(gemms=self.part.gemms + more)
+            self.changed()
 
     def _update(self, **changes: Any) -> None:
         self.part = dataclasses.replace(self.part, **changes)

@@ -1,0 +1,138 @@
+"""Finds the matrix products inside of operators of other libraries, in the first call of compiled code.
+
+    library.op(x) ─▶ its kernel, under a dispatch mode ─▶ aten.mm(x, w)    w: not computed from x
+
+The passes read only the arguments of such an operator. A weight that it holds is seen when its kernel runs. A
+kernel that multiplies without PyTorch's operators stays unseen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mxcompile.compiler.hooks.compilation import Compilation
+from mxcompile.errors import UnsupportedError
+from mxcompile.formats import UNQUANTIZED
+from mxcompile.graph.opsets import BIASED, MATMULS, is_foreign_call, is_of_other_library
+from mxcompile.models.names import joined, layer_name, user_path
+from mxcompile.policy import Code, Gemm, Layer, Reason, Role
+from mxcompile.report import GemmRecord
+
+_has_kernel = torch._C._dispatch_has_computed_kernel_for_dispatch_key
+
+
+def hidden_products(compilation: Compilation, gm: fx.GraphModule) -> HiddenProducts | None:
+    """Returns the search for hidden products, or None if `gm` calls no operator of another library."""
+    graphs = (module.graph for module in gm.modules() if isinstance(module, fx.GraphModule))
+    calls = any(is_of_other_library(node.target) for graph in graphs for node in graph.nodes)
+    return HiddenProducts(compilation) if calls and not compilation.capture.backward else None
+
+
+class HiddenProducts(TorchDispatchMode):
+    """Records the products inside of operators that have no record."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, compilation: Compilation) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._compilation = compilation
+        self._operator: Any = None
+        self._derived: set[int] = set()
+        self._paths: dict[int, str] = {}
+        self._alive: list[Any] = []  # the identity of freed memory is used again
+        self._records: list[GemmRecord] = []
+        self._refused: dict[str, None] = {}
+        self._weights = {
+            _storage(value): joined(outer, user_path(raw))
+            for outer, root in compilation.capture.tree.roots.items()
+            for raw, value in chain(root.named_parameters(), root.named_buffers())
+        }
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs `func`. Runs the kernel of an operator of another library under this mode."""
+        kwargs, given = kwargs or {}, _tensors((args, kwargs))
+        if self._operator is None or not isinstance(func, torch._ops.OpOverload):
+            return self._run(func, args, kwargs, given)
+        with self:
+            result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        result = func(*args, **kwargs)
+        if func._overloadpacket in MATMULS:
+            self._note(*args[func._overloadpacket in BIASED :][:2])
+        self._alive.append(result)
+        read, results = [*map(_storage, given)], [*map(_storage, _tensors(result))]
+        if not self._derived.isdisjoint(read):
+            self._derived.update(results)
+        elif path := next((self._paths[place] for place in read if place in self._paths), ""):
+            self._paths |= dict.fromkeys(results, path)
+        return result
+
+    def _run(self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor]) -> Any:
+        key = given[0].device.type.upper() if given else ""
+        is_known = not is_of_other_library(func) or is_foreign_call(func, given)
+        if is_known or key not in ("CPU", "CUDA") or not _has_kernel(func.name(), key):
+            return func(*args, **kwargs)
+        self._operator, self._paths = func, {**self._weights}
+        self._derived = {_storage(value) for value in given} - self._weights.keys()
+        try:
+            with self:
+                return func.redispatch(
+                    torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)), *args, **kwargs
+                )
+        finally:
+            self._operator = None
+            self._alive.clear()
+
+    def _note(self, left: Tensor, right: Tensor) -> None:
+        """Records the product of `left` and `right`. A matrix that no argument gives is a weight."""
+        held = [_storage(value) for value in (left, right) if _storage(value) not in self._derived]
+        name = next((layer_name("", self._paths[place]) for place in held if place in self._paths), "")
+        *batch, m, k = left.shape
+        n = right.shape[-1] if right.ndim > 1 else 1
+        reason, options = Reason(Code.OPAQUE, self._operator), self._compilation.options
+        decision = options.policy.decide(Layer(name=name, role=Role.OTHER, module="", m=m, n=n, k=k))
+        if len(held) == 1 and decision.fprop.formats is not None:
+            self._refused[f"{name} {Gemm.FPROP}: {reason}".strip()] = None
+        record = GemmRecord(
+            name=name,
+            role=str(Role.OTHER),
+            gemm=str(Gemm.FPROP),
+            batch=batch[0] if batch else 1,
+            m=m,
+            n=n,
+            k=k,
+            precision=UNQUANTIZED.name,
+            reason=str(reason),
+            code=str(reason.code),
+            facts=reason.facts,
+            dtype=str(left.dtype).removeprefix("torch."),
+            kernel=str(self._operator),
+        )
+        self._records.append(record)
+
+    def report(self) -> None:
+        """Adds the products of a call to the report. Raises `UnsupportedError` in strict mode."""
+        self._compilation.add(self._records)
+        self._records.clear()
+        if self._refused and self._compilation.options.strict:
+            raise UnsupportedError(
+                "strict: the policy quantizes these GEMMs, but that is not possible; change the policy, or"
+                " turn strict off:\n  " + "\n  ".join(self._refused)
+            )
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _storage(value: Tensor) -> int:
+    """Returns the identity of the memory of `value`, which its views share; 0 for sparse tensors."""
+    return value.untyped_storage()._cdata if value.layout is torch.strided else 0
