@@ -31,7 +31,7 @@ BUDGETS = {
     "mxcompile/checkpoint": 2_282,
     "mxcompile/cli": 1_584,
     "mxcompile/compiler": 676,
-    "mxcompile/compiler/calls": 653,
+    "mxcompile/compiler/calls": 655,
     "mxcompile/compiler/capture": 713,
     "mxcompile/compiler/hooks": 766,
     "mxcompile/compiler/reporting": 1_132,

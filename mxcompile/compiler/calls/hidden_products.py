@@ -57,9 +57,9 @@ class HiddenProducts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs `func`. Runs the kernel of an operator of another library under this mode."""
-        kwargs, given = kwargs or {}, _tensors((args, kwargs))
+        kwargs, tensors = kwargs or {}, _tensors((args, kwargs))
         if self._operator is None or not isinstance(func, torch._ops.OpOverload):
-            return self._run(func, args, kwargs, given)
+            return self._run(func, args, kwargs, tensors)
         with self:
             result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
@@ -68,20 +68,20 @@ class HiddenProducts(TorchDispatchMode):
         if func._overloadpacket in MATMULS:
             self._note(*args[func._overloadpacket in BIASED :][:2])
         self._alive.append(result)
-        read, results = [*map(_storage, given)], [*map(_storage, _tensors(result))]
+        read, results = [*map(_storage, tensors)], [*map(_storage, _tensors(result))]
         if not self._derived.isdisjoint(read):
             self._derived.update(results)
-        elif path := next((self._paths[place] for place in read if place in self._paths), ""):
+        elif path := next((self._paths[storage] for storage in read if storage in self._paths), ""):
             self._paths |= dict.fromkeys(results, path)
         return result
 
-    def _run(self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor]) -> Any:
-        key = given[0].device.type.upper() if given else ""
-        is_known = not is_of_other_library(func) or is_foreign_call(func, given)
+    def _run(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
+        key = tensors[0].device.type.upper() if tensors else ""
+        is_known = not is_of_other_library(func) or is_foreign_call(func, tensors)
         if is_known or key not in ("CPU", "CUDA") or not _has_kernel(func.name(), key):
             return func(*args, **kwargs)
         self._operator, self._paths = func, {**self._weights}
-        self._derived = {_storage(value) for value in given} - self._weights.keys()
+        self._derived = {_storage(value) for value in tensors} - self._weights.keys()
         try:
             with self:
                 return func.redispatch(
@@ -91,15 +91,17 @@ class HiddenProducts(TorchDispatchMode):
             self._operator = None
             self._alive.clear()
 
-    def _note(self, left: Tensor, right: Tensor) -> None:
-        """Records the product of `left` and `right`. A matrix that no argument gives is a weight."""
-        held = [_storage(value) for value in (left, right) if _storage(value) not in self._derived]
-        name = next((layer_name("", self._paths[place]) for place in held if place in self._paths), "")
-        *batch, m, k = left.shape
-        n = right.shape[-1] if right.ndim > 1 else 1
+    def _note(self, a: Tensor, b: Tensor) -> None:
+        """Records the product of `a` and `b`. A matrix that no argument gives is a weight."""
+        weights = [_storage(value) for value in (a, b) if _storage(value) not in self._derived]
+        name = next(
+            (layer_name("", self._paths[storage]) for storage in weights if storage in self._paths), ""
+        )
+        *batch, m, k = a.shape
+        n = b.shape[-1] if b.ndim > 1 else 1
         reason, options = Reason(Code.OPAQUE, self._operator), self._compilation.options
         decision = options.policy.decide(Layer(name=name, role=Role.OTHER, module="", m=m, n=n, k=k))
-        if len(held) == 1 and decision.fprop.formats is not None:
+        if len(weights) == 1 and decision.fprop.formats is not None:
             self._refused[f"{name} {Gemm.FPROP}: {reason}".strip()] = None
         record = GemmRecord(
             name=name,
@@ -113,7 +115,7 @@ class HiddenProducts(TorchDispatchMode):
             reason=str(reason),
             code=str(reason.code),
             facts=reason.facts,
-            dtype=str(left.dtype).removeprefix("torch."),
+            dtype=str(a.dtype).removeprefix("torch."),
             kernel=str(self._operator),
         )
         self._records.append(record)

@@ -79,8 +79,8 @@ class Located:
                     self._objects[name] = frame.evaluate(name)
         ways = [[self._objects[name_of(step)] for step in _way(source)] for source, _ in pairs]
         self.holder = _one_module(ways) or _one_module(_called(gm, frame))
-        name, one = frame.name_of(root), root or (None if frame.models and frame.parts else self.holder)
-        self.tree = Tree(frame.models if name or one is None else {"": one})
+        name, model = frame.name_of(root), root or (None if frame.models and frame.parts else self.holder)
+        self.tree = Tree(frame.models if name or model is None else {"": model})
         paths_by_name = {name: self.tree.paths(value) for name, value in self._objects.items()}
         self._paths_by_name = {steps_of(name): paths for name, paths in paths_by_name.items() if paths}
         paths = [self._path(source, value) for source, value in pairs]

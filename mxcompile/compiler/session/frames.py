@@ -253,9 +253,9 @@ def _models(call: FrameType) -> Mapping[str, nn.Module]:
 
 def _defaults(call: FrameType | None, running: Sequence[Running]) -> Iterator[Any]:
     """Yields the default values of the function that torch's wrapper `call` calls, and of a forward."""
-    functions: list[Any] = [one.module.forward for one in running[:1]]
+    functions: list[Any] = [runner.module.forward for runner in running[:1]]
     functions += [] if call is None else [call.f_locals.get("fn")]
-    for function in (getattr(each, "__func__", each) for each in functions):
+    for function in (getattr(value, "__func__", value) for value in functions):
         yield from getattr(function, "__defaults__", None) or ()
         yield from (getattr(function, "__kwdefaults__", None) or {}).values()
 
