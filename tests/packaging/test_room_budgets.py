@@ -43,7 +43,7 @@ BUDGETS = {
     "mxcompile/models": 2_836,
     "mxcompile/offline": 3_376,
     "mxcompile/ops": 1_174,
-    "mxcompile/plan": 733,
+    "mxcompile/plan": 745,
     "mxcompile/policy": 2_035,
     "mxcompile/policy/importers": 1_135,
     "mxcompile/ranks": 759,
