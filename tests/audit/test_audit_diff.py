@@ -46,7 +46,7 @@ def audit(gemms: dict[str, float], casts: dict[str, float], precision: str = "mx
 OLD = audit({"a": 28.0, "b": 28.0, "c": 20.0, "d": 28.0}, {"a": 0.0, "b": 0.1})
 
 
-def test_what_moved_is_listed_the_worst_first():
+def test_audit_diff_lists_changed_layers_worst_first():
     new = audit({"a": 27.7, "b": 25.0, "c": 24.0, "d": math.nan}, {"a": 0.2, "b": 0.1})
     found = compare_audits(OLD, new)
     assert [(one.name, one.before, one.after) for one in found.moved] == [

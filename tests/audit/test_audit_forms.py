@@ -183,7 +183,9 @@ def test_plot_writes_three_png_files(result: Audit, tmp_path: Path) -> None:
         assert height > 300
 
 
-def test_pictures_say_what_they_leave_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_note_layers_and_casts_that_are_not_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cast = TensorNumerics(
         name="a", role="qkv", operand="x", layout="rowwise", gemms=("fprop",), elem="e4m3", rounding="rceil",
         numel=64, amax=1.0, sqnr_db=30.0, cosine=1.0, mse=0.0, rel_error=0.1, underflow=0.0, saturation=0.0,

@@ -82,7 +82,7 @@ def test_symbolic_shapes_are_measured_at_their_value() -> None:
 @pytest.mark.parametrize(
     ("saved", "weight_block"), [("transcode", "1x32"), ("bf16", "1x32"), ("columnwise", "32x32")]
 )
-def test_wgrad_is_held_to_the_source_whatever_is_saved(saved: str, weight_block: str) -> None:
+def test_wgrad_is_audited_against_the_source_for_every_saved_form(saved: str, weight_block: str) -> None:
     use = {"precision": "mxfp8", "saved": saved, "weight_block": weight_block}
     policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": use}]}
     result = audit(Loss(SwiGLU()), features(70, WIDTH).requires_grad_(), policy=policy)
@@ -151,7 +151,7 @@ def test_shared_casts_are_measured_once_with_all_their_readers() -> None:
 
 
 @pytest.mark.parametrize("how", ["no_grad", "frozen", "no loss"])
-def test_without_gradients_the_forward_is_audited_and_a_note_says_why(how: str) -> None:
+def test_audit_without_gradients_measures_fprop_and_notes_the_reason(how: str) -> None:
     model, x = Loss(SwiGLU()), features(40, WIDTH)
     if how == "frozen":
         model.requires_grad_(False)
@@ -194,7 +194,7 @@ def test_a_model_compiled_in_place(attribute: str) -> None:
     assert vars(model)[attribute] is before
 
 
-def test_mistakes_are_told_from_defects() -> None:
+def test_user_mistakes_raise_model_or_policy_errors() -> None:
     x = features(40, WIDTH)
     with pytest.raises(ModelError, match=r"audit takes a torch\.nn\.Module, found function"):
         audit(lambda x: x, x)  # type: ignore[arg-type]

@@ -99,7 +99,7 @@ def test_training_goes_on_as_without_the_audit() -> None:
 
 
 @pytest.mark.parametrize("architecture", mostly_slow([models.llama, models.mixtral], models.llama))
-def test_observers_do_not_change_what_they_observe(architecture: Any) -> None:
+def test_observers_leave_outputs_and_gradients_unchanged(architecture: Any) -> None:
     """Outputs and gradients are those of the same graphs run by torch alone."""
     case = architecture(1)
     gradients: dict[str, Tensor] = {}
@@ -130,7 +130,7 @@ def test_observers_do_not_change_what_they_observe(architecture: Any) -> None:
     assert len(runs["ocp, observed"].products) == len(session.sites.products)
 
 
-def test_what_is_audited_is_what_a_compile_computes() -> None:
+def test_audited_output_equals_compiled_output_within_rounding() -> None:
     """To the rounding of fused operators and the order of sums: far above what the casts cost."""
     model, x = SwiGLU(), features(40, WIDTH)
     with torch.no_grad():

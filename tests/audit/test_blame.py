@@ -93,7 +93,7 @@ def test_the_policy_is_read_back_and_takes_the_difference_away(found: Blamed, tm
         found.dump(tmp_path)
 
 
-def test_the_text_says_what_was_found(found: Blamed) -> None:
+def test_blame_text_has_heading_and_rows_of_layers(found: Blamed) -> None:
     said = str(found)
     assert max(map(len, said.splitlines())) <= 120
     heading = (
@@ -151,7 +151,7 @@ class Product(nn.Module):
         return 1e-3 * self.c(x) + 1e4 * (self.a(x) - of_a) * (self.b(x) - of_b) + 1
 
 
-def test_an_effect_of_two_layers_together_is_said() -> None:
+def test_blame_reports_an_effect_of_two_layers_together() -> None:
     torch.manual_seed(2)
     model, x = Product(), torch.randn(64, 64)
     with torch.no_grad():
@@ -182,7 +182,7 @@ class Difference(nn.Module):
         return self.a(x) - self.b(x) + self.c(x) / 10
 
 
-def test_effects_that_cancel_are_said() -> None:
+def test_blame_reports_effects_of_layers_that_cancel() -> None:
     torch.manual_seed(3)
     found = blame(Difference(), torch.randn(64, 64), policy=ALL, of="output")
     assert "THE SUM OF THE PARTS IS NOT THE WHOLE" in " ".join(str(found).split())
@@ -276,7 +276,7 @@ def _mean_square(output: Tensor) -> Tensor:
     return output.square().mean()
 
 
-def test_only_what_differs_is_blamed() -> None:
+def test_blame_tries_only_gemms_whose_decisions_differ() -> None:
     model, args = branches()
     use = {"fprop": "bf16", "dgrad": "mxfp8", "wgrad": "mxfp8"}
     other = {**ALL, "rules": [{"match": {"name": ["layers.0", "layers.3"]}, "use": use}, *ALL["rules"]]}

@@ -85,7 +85,9 @@ def test_every_layer_has_the_fewest_bytes_that_meet_the_bound(tmp_path: Path):
     ("target", "quick"),
     [("sm_90", {"fp8_tensor"}), ("sm_100", {"mxfp8"}), ("sm_80", set())],
 )
-def test_the_target_decides_what_is_cheap(target: str, quick: set[str], monkeypatch: pytest.MonkeyPatch):
+def test_mix_avoids_formats_that_the_target_emulates(
+    target: str, quick: set[str], monkeypatch: pytest.MonkeyPatch
+):
     """What is emulated costs more than BF16, so a chip gets what it multiplies itself, or nothing."""
     chip = TARGETS[target]
     assert chip.peak is not None

@@ -69,7 +69,7 @@ def test_an_error_counts_by_the_arithmetic_it_gets_into() -> None:
     assert [one.name for one in Numerics(gemms=(small, large)).worst_gemms()] == ["large", "small"]
 
 
-def test_a_cast_that_loses_elements_is_worse_than_sqnr_says() -> None:
+def test_cast_with_underflow_ranks_worst_despite_high_sqnr() -> None:
     """Half of the elements become zero, and SQNR is as good as any. Noise that becomes zero does no harm."""
     usual, lost, noise = (
         measured(name, scale, small)

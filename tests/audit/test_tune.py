@@ -163,7 +163,7 @@ def test_a_loss_bound_needs_a_loss() -> None:
         tune(nn.Linear(40, 40), torch.randn(2, 40), policy=FLOOR, max_loss_gap=0.01)
 
 
-def test_what_is_not_finite_is_within_no_bound() -> None:
+def test_tune_rejects_nonfinite_results_under_every_bound() -> None:
     model, args = side_by_side(2)
     with torch.no_grad():
         model.branches[1].weight[3, 3] = float("nan")  # type: ignore[index, union-attr]
@@ -193,7 +193,7 @@ def test_names_with_pattern_signs_match_themselves_only() -> None:
     assert Policy.from_dict(policy.to_dict()) == policy
 
 
-def test_what_is_left_of_a_layer_stays_under_the_rule_of_its_blocks() -> None:
+def test_gemms_not_kept_in_bf16_follow_the_rule_of_their_blocks() -> None:
     use = {"precision": "mxfp8", "rounding": "floor"}
     policy = Policy.from_dict({"version": 1, "rules": [{"match": {"blocks": {"first": 1}}, "use": use}]})
     rule, *_ = kept_in_bf16(policy, layer("h.0.up", Block(0, 4)), ("dgrad",)).rules
@@ -224,7 +224,7 @@ def test_tune_command_writes_a_valid_policy(tmp_path: Path, capsys: pytest.Captu
     assert "is not a share, such as 0.002" in capsys.readouterr().err
 
 
-def test_the_bar_says_what_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_bar_of_tune_describes_each_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     bars = recorded_bars(monkeypatch, "mxcompile.analysis.tune.search")
     model, inputs, _ = made()
     tune(model, *inputs, policy=FLOOR, min_sqnr=200.0)

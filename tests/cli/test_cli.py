@@ -24,7 +24,7 @@ from mxcompile.policy import Policy
 NAMES = [command.__name__.rpartition(".")[2] for command in COMMANDS]
 
 
-def test_env_says_what_this_machine_can_do(capsys: pytest.CaptureFixture[str]):
+def test_env_lists_versions_and_kernels_of_each_target(capsys: pytest.CaptureFixture[str]):
     assert main(["env"]) == 0
     said = capsys.readouterr().out
     for name in ("python", "torch", "triton", "torchao", "C++ compiler"):
@@ -37,7 +37,9 @@ def test_env_says_what_this_machine_can_do(capsys: pytest.CaptureFixture[str]):
         assert f"the vendor's {dtype} GEMM" in rows[name]
 
 
-def test_env_says_no_without_a_compiler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_env_exits_with_1_without_gpu_and_compiler(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     """On a machine without a GPU nothing can be compiled then."""
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -133,7 +135,7 @@ def small_model() -> tuple[torch.nn.Module, tuple[torch.Tensor], dict[str, Any]]
     return torch.nn.Sequential(torch.nn.Linear(64, 64)), (torch.randn(32, 64),), {}
 
 
-def test_explain_into_a_file_says_what_matters(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_explain_into_a_file_prints_summary_and_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     command = ["explain", f"{__name__}:small_model", "--policy", "bf16", "--target", "b200"]
     assert main(command) == 0
     whole = capsys.readouterr()

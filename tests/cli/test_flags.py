@@ -50,7 +50,7 @@ def test_a_flag_means_the_same_everywhere():
 
 
 @pytest.mark.parametrize("name", PARSERS)
-def test_every_help_says_the_exit_statuses(name: str):
+def test_help_of_every_command_lists_exit_statuses(name: str):
     said = " ".join(PARSERS[name].format_help().split())
     assert EXIT_STATUS in said
     for action in PARSERS[name]._actions:

@@ -30,7 +30,9 @@ def test_pyproject_asks_for_the_oldest():
         ("2.9.1", "older than supported: torch 2.11 to 2.15"),
     ],
 )
-def test_what_is_said_of_a_version(version: str, said: str, monkeypatch: pytest.MonkeyPatch):
+def test_untested_compares_the_installed_torch_version(
+    version: str, said: str, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(versions, "installed", lambda name: version)
     assert versions.untested("torch") == said
 

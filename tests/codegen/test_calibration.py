@@ -27,7 +27,7 @@ def test_four_of_five_points_are_met(calibration):
     assert met >= 0.8 * len(found), f"{met} of {len(found)}"
 
 
-def test_what_is_missed_is_of_a_class_that_is_known_to_be_worse(calibration):
+def test_points_far_from_estimates_are_of_known_bad_kinds(calibration):
     missed = [point for point in calibration.points() if not point.is_near]
     unknown = [point for point in missed if point.kind not in calibration.KNOWN_BAD]
     assert not unknown, [(point.kernel, point.chip, point.shape, round(point.ratio, 2)) for point in unknown]

@@ -35,7 +35,7 @@ def test_every_gpu_has_a_data_sheet_and_a_name():
 
 
 @pytest.mark.parametrize(("gib", "chip"), [(79.1, "H100"), (93.1, "H100"), (139.8, "H200")])
-def test_the_memory_of_a_device_tells_its_chip(gib: float, chip: str, monkeypatch: pytest.MonkeyPatch):
+def test_chip_of_device_follows_from_total_memory(gib: float, chip: str, monkeypatch: pytest.MonkeyPatch):
     with stand_in(TARGETS["sm_90"]):
         properties = torch.cuda.get_device_properties(0)
         monkeypatch.setattr(properties, "total_memory", int(gib * 2**30))

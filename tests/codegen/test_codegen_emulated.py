@@ -80,7 +80,7 @@ def test_one_read_makes_all_that_is_made_of_a_tensor(generated):
     assert two.num_bytes <= elements * 2 * (3 + 4) * 1.01
 
 
-def test_what_an_emulated_cast_spends_an_element(generated):
+def test_emulated_casts_spend_few_instructions_per_element(generated):
     """In instructions; an H200's memory leaves 17 to one value, 26 to both, 62 to SwiGLU's gradients."""
     result = generated("sm_90", True)
     casts = [launch for launch in result.launches if CASTS in launch.operators]

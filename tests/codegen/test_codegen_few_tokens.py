@@ -58,7 +58,7 @@ def test_records_of_few_tokens_name_the_fused_kernel():
             assert kernel.startswith("mx_scaled_mm ")
 
 
-def test_what_follows_is_fused_behind():
+def test_epilogues_are_fused_into_products_of_few_tokens():
     """The residual is added by the kernel, and SwiGLU computed by the one before it."""
     result = _generate("sm_100")
     (down,) = (launch for launch in result.launches if launch.gemms == ("ffn.down fprop",))

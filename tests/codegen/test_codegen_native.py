@@ -165,7 +165,7 @@ def test_grouped_product_without_rows_is_dequantized_with_reason(target):
     ("tokens", "features", "reason"), [(0, 96, "a dimension is empty"), (1, 1, "its result is one element")]
 )
 @pytest.mark.parametrize("precision", ["mxfp8", "mxfp4", "nvfp4"])
-def test_a_product_that_cannot_is_dequantized_and_says_so(tokens, features, reason, precision):
+def test_empty_or_single_element_product_is_dequantized_with_reason(tokens, features, reason, precision):
     """The record names the kernel that runs instead, and says why."""
     layer = torch.nn.Linear(64, features, bias=False, device="meta", dtype=torch.bfloat16)
     x = torch.empty(tokens, 64, device="meta", dtype=torch.bfloat16)
@@ -204,7 +204,7 @@ def test_odd_sizes_stay_native(target, widths, tokens, kernel):
     assert not [kernel.name for kernel in result.kernels if kernel.binary.spill_bytes]
 
 
-def test_without_templates_operands_are_dequantized_and_the_record_says_why(monkeypatch):
+def test_operands_without_templates_are_dequantized_with_recorded_reason(monkeypatch):
     monkeypatch.setattr(optional, "_missing", lambda module: f"no {module} with torch 1.0: too old")
     policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
     layer = torch.nn.Linear(64, 64, device="meta")

@@ -57,7 +57,7 @@ def test_nothing_stays_changed_after_an_error():
     assert _state() == before
 
 
-def test_what_was_found_out_about_the_stand_in_is_forgotten():
+def test_device_properties_of_stand_in_are_cleared_from_cache():
     here = torch.cuda.is_available()
     with stand_in(TARGETS["sm_100"]):
         made = DeviceProperties.create(torch.device("cuda", 0))

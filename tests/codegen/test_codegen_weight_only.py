@@ -93,7 +93,7 @@ def launched(result: CodegenResult, name: str) -> str:
 
 
 @pytest.mark.parametrize(("tokens", "columns"), mostly_slow([(1, "16"), (8, "32")], (1, "16"), rows=True))
-def test_the_record_names_what_autotuning_chose(tokens, columns):
+def test_record_names_the_kernel_that_autotuning_chose(tokens, columns):
     with fastest(lambda name, constants: constants.get("BLOCK_N") == columns) as timed:
         result = generate.__wrapped__("sm_90", tokens)
     assert len([name for name in timed if "mx_weight_only_mm" in name]) >= 3
@@ -120,7 +120,7 @@ def test_weight_only_kernels_spill_no_registers(target, tokens):
             assert kernel.binary.registers > 0, f"{kernel.name} does not compile"
 
 
-def test_what_follows_is_in_the_product():
+def test_epilogues_are_fused_into_weight_only_products_of_single_tokens():
     """One token: K is whole, so that sums are computed where the product is, and the gate in its cast."""
     launches = products(generate("sm_90", 1))
     assert "aten.add.Tensor" in launches["ffn.down"].operators
@@ -153,7 +153,7 @@ def test_native_targets_multiply_natively():
     assert all("block_scale" in kernel for kernel in kernels), kernels
 
 
-def test_without_the_template_weights_are_dequantized_and_the_record_says_why(monkeypatch):
+def test_weights_without_template_are_dequantized_with_recorded_reason(monkeypatch):
     lacking = {"templates.weight_only": "no weight-only template with torch 1.0"}
     monkeypatch.setattr(optional, "_missing", lambda module: lacking.get(module, ""))
     with torch.device("meta"):

@@ -123,7 +123,7 @@ def test_where_the_library_of_nvfp4_overtakes_an_epilogue(target, ours):
     assert activation < TARGETS[target].long_k < residual
 
 
-def test_every_kind_ends_with_what_runs_anything():
+def test_last_row_of_every_kind_accepts_every_precision():
     last = {row.kind: row for row in defaults.TABLE}
     assert {(row.form, row.precisions) for row in last.values()} == {(POINTERS, defaults.EVERY)}
     assert set(last) == {DENSE, BATCHED, ROWS, ALONG_K}

@@ -408,14 +408,14 @@ def test_a_step_that_the_compiler_wrote_out_is_none_between_tiles():
     assert written_out.work.estimate(PLAIN).mma_us == pytest.approx(plain.work.estimate(PLAIN).mma_us)
 
 
-def test_other_programs_fill_what_lies_between_tiles():
+def test_time_between_tiles_is_zero_where_other_programs_fit():
     small = Binary(
         settings={"num_warps": 4}, registers=64, shared_bytes=1000, mma=("x",), text={"sass": NVIDIA}
     )
     assert _facts(binary=small).between == 0.0
 
 
-def test_what_is_not_known_is_said():
+def test_estimate_marks_unreadable_kernels_as_not_understood():
     """A loop without products over nothing that the source names, and a grid that nobody can read."""
     code = parse(NVIDIA.replace("UTCQMMA", "FFMA"))
     assert code.product_loops == ()
@@ -450,7 +450,7 @@ def test_every_launch_of_a_block_is_understood(generated):
 
 
 @pytest.mark.slow
-def test_what_a_cast_spends_an_element(generated):
+def test_native_casts_spend_few_instructions_per_element(generated):
     """Instructions by elements: seven terabytes a second leave about 12 to both copies, 18 to SwiGLU's."""
     result = generated("sm_100", True)
     launches = result.launches

@@ -71,7 +71,7 @@ def test_one_operator_that_means_the_same(bias):
     torch.testing.assert_close(module(*inputs), _product(*inputs), rtol=0, atol=0)
 
 
-def test_what_may_be_timed_reads_the_cast_too():
+def test_autotuned_quantize_mm_also_reads_the_separate_cast():
     with config.patch(max_autotune_gemm=True):
         module = _fused(_product, X, W)
     assert _operators(module) == ["cast", "cast", "quantize_mm"]
@@ -110,7 +110,7 @@ def _with_a_matrix(x: Tensor, w: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "function", [_of_several, _kept, _in_both_layouts, _columnwise, _square, _with_a_matrix]
 )
-def test_what_others_need_or_the_kernel_cannot_stays(function):
+def test_casts_with_other_users_or_unsupported_forms_are_not_fused(function):
     assert "quantize_mm" not in _operators(_fused(function, X, W))
 
 

@@ -224,7 +224,7 @@ def test_tokens_come_into_the_order_of_experts_by_their_cast(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_is_not_finite_reaches_experts_that_share_its_block_alone(tmp_path):
+def test_nonfinite_element_reaches_only_experts_of_its_block(tmp_path):
     """Of wgrad: an element in a block of 32 tokens that two experts share, and in one that is one's."""
     ends = (140, 300, 300, 535, 600)
     model = Up(5, 128, 144)

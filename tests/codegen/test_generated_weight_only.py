@@ -161,7 +161,7 @@ def test_codes_of_nvfp4_meet_activations_of_nvfp4(tmp_path):
 
 
 @pytest.mark.parametrize("rows", mostly_slow([1, 7], 1))
-def test_what_follows_is_fused_and_right(rows, tmp_path):
+def test_fused_weight_only_feed_forward_matches_the_reference(rows, tmp_path):
     model = with_stored_weights(FeedForward(88, 650).to(BF16))
     x = binades(rows, 88).to(BF16)
     result = generate(model, x, "sm_90", "e4m3", tmp_path)

@@ -232,7 +232,7 @@ def test_a_layers_measured_time_has_its_estimate(module, monkeypatch):
     assert found == {"baseline": None, "mxcompile": 4.0, "mxcompile fp8": None}
 
 
-def test_what_fails_is_a_row_and_ends_nothing(module):
+def test_failed_measurement_is_recorded_as_a_row(module):
     common, predicted = module("gpu_common"), module("gpu_predicted")
     program = uncompiled(predicted, part="casts", kernel="one", shape="1x1")
 

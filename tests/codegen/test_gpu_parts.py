@@ -84,7 +84,7 @@ def test_a_part_is_stopped_at_its_limit_with_all_that_it_started(gpu: Any, tmp_p
     assert ended(child), "its child runs"
 
 
-def test_a_part_that_fails_says_how(gpu: Any, tmp_path: Path):
+def test_summary_of_a_failed_part_has_status_and_message(gpu: Any, tmp_path: Path):
     command = script(tmp_path, "raise SystemExit('no such chip')")
     part = gpu.Part(name="slow", command=command, seconds=100, rows="slow")
     found = gpu.run(part, 100)
@@ -169,7 +169,7 @@ def started(*arguments: str, out: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_without_a_device_every_part_is_reached_and_says_so(gpu: Any, tmp_path: Path):
+def test_every_part_reports_a_missing_device_without_a_gpu(gpu: Any, tmp_path: Path):
     done = started(out=tmp_path)
     assert done.returncode == 0, done.stdout
     summary = done.stdout.rpartition("\n\n")[2].splitlines()[1:]
@@ -180,7 +180,7 @@ def test_without_a_device_every_part_is_reached_and_says_so(gpu: Any, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["layer", "casts", "decode", "training", "curves", "gemms"])
-def test_for_a_chip_that_is_not_here_a_part_compiles_what_it_would_time(part: str, tmp_path: Path):
+def test_part_compiles_its_kernels_for_an_absent_chip(part: str, tmp_path: Path):
     """The stand-in of offline codegen takes the place of the GPU; every kernel could run."""
     done = started("--compile", "h100", "--small", part, out=tmp_path)
     log = (tmp_path / "gpu.log").read_text(encoding="utf-8")

@@ -90,7 +90,7 @@ def test_emulated_products_run_at_the_rate_of_bf16():
 
 
 @pytest.mark.parametrize("operator", sorted(map(str, ops.CAST_WORK)))
-def test_what_is_computed_for_casts_alone_is_a_cast(operator: str):
+def test_launch_computed_only_for_casts_is_of_kind_cast(operator: str):
     """Also the largest magnitude of a transformed tensor, which formats of two levels ask for."""
     launch = Launch(
         phase="forward", kernel="k", generated=True, operators=("aten.add", f"{operator}.default")

@@ -357,7 +357,7 @@ def several_scales(x: Tensor, w: Tensor) -> Tensor:
         (lambda x, w: product(x, w, (f"{NVFP4} row-scaled", NVFP4)), (32, 64), NO_CAST),
     ],
 )
-def test_what_is_left_has_a_reason(function, shape: tuple[int, int], reason: str):
+def test_products_not_packed_have_a_recorded_reason(function, shape: tuple[int, int], reason: str):
     module, reasons = applied(function, spread(*shape), spread(64 if shape[0] > 1 else 2, 32))
     assert reasons == [reason]
     assert not products(module)

@@ -25,19 +25,19 @@ SILU = """    tmp2 = -tmp1
 ROWS, COLUMNS = "    mask_m = idx_m < M\n", "    mask_n = idx_n < N\n"
 
 
-def test_what_varies_along_one_dimension_is_loaded_along_it():
+def test_load_varying_along_one_dimension_is_narrowed():
     found = narrowed(ROWS + LOAD.format("idx_m"))
     assert found == f"{ROWS}tmp3 = tl.load(in_ptr5 + (idx_m), mask_m, eviction_policy='evict_last')"
     assert "in_ptr5 + (2*idx_n + 7), mask_n," in narrowed(COLUMNS + LOAD.format("2*idx_n + 7"))
 
 
-def test_what_varies_along_both_stays():
+def test_load_varying_along_both_dimensions_stays():
     for index in ("xindex", "idx_n + 4096*idx_m", "ks0", "((xindex // 32) % 7)"):
         source = ROWS + COLUMNS + LOAD.format(index)
         assert narrowed(source) == source
 
 
-def test_what_has_no_mask_of_its_dimension_stays():
+def test_load_without_mask_of_its_dimension_stays():
     assert narrowed(ROWS + LOAD.format("idx_n")) == ROWS + LOAD.format("idx_n")
 
 
@@ -63,7 +63,7 @@ def test_division_by_other_denominators_is_not_approximated():
     assert approximated(SILU.format("tmp9")) == SILU.format("tmp9")
 
 
-def test_what_is_stored_behind_the_cast_stays():
+def test_operation_stored_behind_the_cast_is_not_approximated():
     """It may be FP32."""
     source = (
         "    tmp1 = tl.sigmoid(tmp0)\n    codes = packed.quantize_rowwise(x)\n    tmp2 = tl.sigmoid(tmp0)\n"

@@ -43,7 +43,7 @@ def test_range_adds_changes_of_rates_in_squares():
     assert found.text(",.0f") == "1,003 (966–1,057)"
 
 
-def test_a_ratio_moves_by_what_its_sides_do_not_share():
+def test_range_of_ratio_covers_only_work_that_sides_do_not_share():
     memory = [Work(num_bytes=1e9)]
     same = ratio(memory * 3, memory, Rates.for_target(B200))
     assert (same.low, same.high) == (pytest.approx(3.0), pytest.approx(3.0))
@@ -129,7 +129,7 @@ def test_rates_are_measured_in_the_same_form(monkeypatch, tmp_path):
         ("sm_120", {"tensor"}),
     ],
 )
-def test_what_a_chip_can_measure(monkeypatch, name, fp8):
+def test_measured_kinds_match_the_fp8_scales_of_each_chip(monkeypatch, name, fp8):
     """Scales of each extent where the vendor's product takes them, each matrix with as many as it wants."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     gpu_rates = importlib.import_module("gpu_rates")

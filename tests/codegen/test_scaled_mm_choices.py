@@ -155,7 +155,7 @@ def test_vendor_call_takes_tiled_scales_without_copies(choose, bias):
 @pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3)])
 @pytest.mark.parametrize("shape", [(300, 272, 96), (2, 16, 32), (128, 128, 512)])
 @pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
-def test_what_the_vendors_arguments_mean(monkeypatch, shape, dtypes, gemm):
+def test_vendor_arguments_read_as_documented_equal_scaled_mm(monkeypatch, shape, dtypes, gemm):
     """A stand-in that reads them as documented gives what the operator means."""
     m, n, k = shape
     bias = torch.randn(n).to(BF16)

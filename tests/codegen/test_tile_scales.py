@@ -106,7 +106,7 @@ def test_a_scale_that_the_model_returns_stays():
     assert _tiled(step, *_matrices((64, 64), (64, 96)))[1] == [2, 1]
 
 
-def test_squares_batches_and_what_is_empty_stay():
+def test_scales_of_squares_batches_and_empty_operands_are_not_tiled():
     def squares(x, w):
         return scaled_mm(*_quantize(x, -1), *_t(_quantize(w, -1, True)), None, BF16)
 
@@ -136,7 +136,7 @@ def test_another_device_than_the_targets_stays():
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_what_is_not_native_after_all_is_dequantized(transposed):
+def test_backward_product_with_tiled_scales_is_dequantized(transposed):
     """A backward graph holds tiled scales it was given, and dequantizes them."""
 
     def backward(a, scale_a, b, scale_b):

@@ -194,7 +194,7 @@ def test_elements_with_the_other_bias(word: str, swapped: bool):
     torch.testing.assert_close(CheckedFnuz(module).run(x, w), function(x, w), rtol=2**-7, atol=1e-4)
 
 
-def test_what_is_not_finite_surfaces_with_the_other_bias():
+def test_nonfinite_elements_surface_in_fnuz_formats():
     """In elements, under a scale that does not know of it, NaN has a code of its own."""
     form = "e4m3 tensor nearest delayed:1:0"
     scale = torch.ones(1, 1)
@@ -248,7 +248,7 @@ def test_scales_of_blocks_need_a_cuda_that_has_them(monkeypatch: pytest.MonkeyPa
         ((40, 128, 128), "e4m3 1x128 nearest", torch.bfloat16, "no FP8 GEMM of cpu for scales 1x128"),
     ],
 )
-def test_what_it_does_not_take_has_a_reason(shape, word: str, dtype: torch.dtype, said: str):
+def test_products_unsupported_by_the_vendor_have_a_reason(shape, word: str, dtype: torch.dtype, said: str):
     m, k, n = shape
     module, (reason,) = applied(
         lambda x, w: product(x, w, word, dtype=dtype), torch.randn(m, k), torch.randn(k, n)

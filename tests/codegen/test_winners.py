@@ -107,7 +107,7 @@ def test_a_tile_of_the_product(tiled, n, k):
     assert set(_launched(result).values()) == {kernel}
 
 
-def test_what_is_fused_behind_may_change_the_winner():
+def test_fused_epilogue_may_change_the_autotuned_kernel():
     def columns(n: str) -> Choice:
         return lambda _, said: (said.get("WARP_SPECIALIZE"), said.get("BLOCK_N")) == (None, n)
 

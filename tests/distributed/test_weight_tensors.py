@@ -107,7 +107,7 @@ def test_gather_of_shards_that_cut_tiles_raises(ranks: int, shard: tuple[int, in
         )
 
 
-def test_a_master_is_what_it_holds():
+def test_master_weight_operates_like_its_plain_tensor():
     """In-place and out-of-place arithmetic, gradients and copies, as of the plain tensor."""
     plain = torch.randn(64, 32)
     p = nn.Parameter(MasterWeight(plain.clone(), cast()))
@@ -146,7 +146,7 @@ def test_tiles_answer_with_their_values():
         w.detach().zero_()
 
 
-def test_what_travels_and_what_does_not():
+def test_only_weights_with_aligned_shards_are_gathered_in_mxfp8():
     model = model_of.build()
     result = mxcompile.quantize_gathers_(model, model_of.POLICY, mesh=mesh(4), args=IDS)
     found = {weight.name: weight for weight in result.weights}
@@ -194,7 +194,7 @@ def test_weights_that_something_else_reads_stay():
     assert "reads it too" in reasons["model.blocks.0.up.weight"]
 
 
-def test_a_policy_of_rows_is_told_what_to_ask_for():
+def test_policy_without_square_blocks_raises_error_naming_weight_block():
     with pytest.raises(ModelError, match=r"weight_block: 32x32"):
         mxcompile.quantize_gathers_(model_of.build(), "nvidia", mesh=mesh(2), args=IDS)
 

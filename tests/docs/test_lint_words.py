@@ -44,7 +44,7 @@ def test_functions_have_common_verbs(name: str, faults: int):
     assert len(list(lint_words.variables("f.py", ast.parse(f"def {name}(): pass")))) == faults
 
 
-def test_code_has_nouns_and_docstrings_that_say_what_is_returned():
+def test_lint_reports_variables_without_noun_and_docstrings_without_subject():
     source = 'def f(found):\n    """What it is."""\n    left_dim = found\n\n\nclass C:\n    made: int\n'
     tree = ast.parse(source)
     assert list(lint_words.variables("f.py", tree)) == [
