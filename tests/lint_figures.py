@@ -210,7 +210,7 @@ def test_figures_of_compile_times_equal_results():
     assert max(growth) <= 1.1 * float(said[3])
 
 
-def test_the_pages_have_what_was_predicted(monkeypatch):
+def test_pages_have_the_tables_of_predicted_figures(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     predicted = importlib.import_module("predicted")
     for page, markdown in predicted.PAGES.items():

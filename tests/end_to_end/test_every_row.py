@@ -63,7 +63,7 @@ def linear() -> nn.Linear:
 
 
 @pytest.mark.parametrize("name", USES)
-def test_sizes_change_in_one_graph_and_what_is_not_finite_surfaces(name: str):
+def test_sizes_change_in_one_graph_and_nonfinite_values_surface(name: str):
     use, layer, counter = USES[name], linear(), CompileCounter()
     backend = EagerBackend(policy=policy(use))
 

@@ -135,7 +135,7 @@ def test_only_calls_that_train_move_histories_on():
     assert not torch.equal(model.weight_amax_history[0], before[0])
 
 
-def test_what_is_not_finite_surfaces_and_leaves_no_mark():
+def test_nonfinite_step_surfaces_and_leaves_the_history_finite():
     model = linear()
     call = compiled(model, policy())
     x, dy = steps(1)[0]
@@ -196,7 +196,7 @@ def test_blocks_that_share_code_have_histories_of_their_own():
 
 
 @pytest.mark.parametrize("outside", [True, False], ids=["around code", "inside code"])
-def test_what_is_recomputed_reads_what_it_read(outside: bool):
+def test_recomputed_blocks_read_the_scales_of_the_first_forward(outside: bool):
     plain, model = Blocks(), Blocks(recompute=True, reentrant=outside)
     expected = gradients(plain, compiled(plain, policy()))
     if outside:
@@ -250,7 +250,7 @@ def test_layers_that_read_one_tensor_share_its_cast():
     assert model.q.weight_amax_history[0, 0] > 0
 
 
-def test_a_weight_that_is_computed_takes_the_amax_at_hand_and_the_record_says_so():
+def test_computed_weight_uses_its_current_amax_with_recorded_reason():
     class Computed(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -142,7 +142,7 @@ def by_hand() -> tuple[list[list[tuple[Tensor, Tensor]]], list[ByHand]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_a_rank_has_the_history_of_what_it_saw(ranks: list[dict[str, Any]], way: str):
+def test_history_of_each_rank_holds_the_amax_of_its_tensors(ranks: list[dict[str, Any]], way: str):
     """Its own batch, the weight as it multiplies it (whole under FSDP2) and its own gradient."""
     steps, hands = by_hand()
     for rank, (found, hand) in enumerate(zip(ranks, hands, strict=True)):

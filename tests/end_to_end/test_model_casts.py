@@ -60,7 +60,7 @@ def test_a_cast_behind_a_layer_rounds_its_gradient(dtype):
         assert torch.equal(got, wanted)
 
 
-def test_what_overflows_in_the_models_cast_is_not_saved():
+def test_overflow_in_a_cast_of_the_model_stays_nonfinite():
     model = Narrowed(torch.float16, "before")
     x = torch.full((32, 64), 98304.0)
     with torch.no_grad():

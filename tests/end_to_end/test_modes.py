@@ -224,7 +224,7 @@ def test_a_setting_that_takes_other_ways_through_inductor_quantizes(setting: str
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_graph_without_the_passes_is_said(strict: bool, monkeypatch: pytest.MonkeyPatch):
+def test_graph_without_passes_warns_or_raises_under_strict(strict: bool, monkeypatch: pytest.MonkeyPatch):
     """As it would be under a setting of a later release that turns them off."""
     monkeypatch.setattr(inductor, "NEEDED", {})
     compiled = torch.compile(nn.Linear(8, 8), backend=Backend(mode="lite", policy=ALL, strict=strict))

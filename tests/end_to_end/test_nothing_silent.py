@@ -180,7 +180,7 @@ def test_a_call_past_dynamos_limit_is_an_error_in_strict_mode():
             call(x, kinds[2])
 
 
-def test_a_layer_that_did_not_run_is_not_said_to_have_run(caplog):
+def test_skipped_layer_is_not_reported_as_run_outside(caplog):
     model = mxcompile.compile(Dropped().eval(), policy=EVERYTHING)
     with torch.no_grad(), caplog.at_level(logging.INFO, logger="mxcompile"):
         for kept in ((True, True, True, False), (True, False, True, True)):

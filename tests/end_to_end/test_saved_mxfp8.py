@@ -256,7 +256,7 @@ def test_inputs_of_an_exponential_are_saved_unquantized():
     assert all(p.grad is not None and p.grad.isfinite().all() for p in subject.parameters())
 
 
-def test_what_a_product_in_bf16_reads_stays():
+def test_weight_gradient_of_bf16_layer_is_equal_under_saved_mxfp8():
     torch.manual_seed(0)
     subject, x = Blocks().bfloat16(), torch.randn(2, 64, WIDTH).bfloat16()
     kept = {"match": {"name": "*.up"}, "use": "bf16"}

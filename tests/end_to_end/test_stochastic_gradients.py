@@ -104,7 +104,7 @@ def test_nothing_compiles_again_and_nothing_breaks():
 
 
 @pytest.mark.slow
-def test_what_is_recomputed_reads_the_same_numbers():
+def test_recomputed_layer_reads_the_same_random_numbers():
     class Checkpointed(Mlp):
         def forward(self, x: Tensor) -> Tensor:
             return checkpoint(super().forward, x, use_reentrant=False)

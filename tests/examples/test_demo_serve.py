@@ -70,7 +70,7 @@ def test_demo_serve_command_writes_its_files(
 
 
 @pytest.mark.parametrize("flag", [["--policy", "ocp"], ["--seeds", "3"]], ids=lambda flag: flag[0])
-def test_what_it_has_no_use_for_is_refused(flag: list[str], capsys: pytest.CaptureFixture[str]):
+def test_serve_refuses_flags_that_are_for_training(flag: list[str], capsys: pytest.CaptureFixture[str]):
     assert command.main(["--serve", *flag]) == 2
     assert f"{flag[0]} is for training" in capsys.readouterr().err
 

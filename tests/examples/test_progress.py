@@ -38,7 +38,7 @@ def test_lines_come_while_nothing_advances(monkeypatch: pytest.MonkeyPatch):
     assert all(line.endswith("s  fp32, compiling: 0%") for line in stream.lines)
 
 
-def test_a_line_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch):
+def test_progress_line_shows_description_share_and_postfix(monkeypatch: pytest.MonkeyPatch):
     stream = Stream(wanted=1)
     monkeypatch.setattr(sys, "stderr", stream)
     with Lines("starting", interval_s=1000) as bar:

@@ -34,7 +34,7 @@ class Expert(nn.Module):
         return x + result
 
 
-def test_a_loop_over_experts_is_counted_as_balanced_and_said():
+def test_loop_over_experts_is_counted_as_balanced_with_a_warning():
     model, tokens = nn.Sequential(Expert(), Expert()), 32
     report = mxcompile.explain(model, torch.randn(tokens, WIDTH), training=False)
     experts = [gemm for gemm in report.gemms if not gemm.name.endswith("router")]
@@ -222,7 +222,7 @@ class Thresholded(nn.Module):
         return self.head(kept)
 
 
-def test_computed_masks_are_assumed_to_hold_and_said():
+def test_computed_masks_are_assumed_true_with_a_warning():
     report = mxcompile.explain(Thresholded(), torch.randn(48, WIDTH), training=False)
     (head,) = [gemm for gemm in report.gemms if gemm.name == "head"]
     assert head.m == 48

@@ -192,7 +192,7 @@ def test_kernels_are_those_of_the_target(target, instruction):
     assert all(instruction in kernel for kernel in kernels), kernels
 
 
-def test_a_model_that_cannot_be_traced_says_why():
+def test_model_that_cannot_be_traced_raises_model_error():
     class Broken(nn.Module):
         def forward(self, x):
             return x @ torch.ones(5, 5)
@@ -253,7 +253,7 @@ def test_a_model_that_recasts_a_module_of_its_own_in_forward():
     assert {name: value.dtype for name, value in model.state_dict().items()} == before
 
 
-def test_a_jagged_input_is_an_error_that_says_what_to_give():
+def test_jagged_input_raises_error_that_suggests_strided():
     jagged = torch.nested.nested_tensor([torch.randn(rows, 40) for rows in (5, 9)], layout=torch.jagged)
     with pytest.raises(ModelError, match=r"layout torch\.jagged: give a strided one"):
         mxcompile.explain(nn.Linear(40, 8), jagged)

@@ -61,7 +61,7 @@ def test_a_misspelt_option_is_an_error(function, model):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_a_tensor_as_an_option_says_where_it_goes(function):
+def test_tensor_passed_as_option_raises_error_naming_kwargs(function):
     with pytest.raises(OptionError, match=r"to pass the model an argument of that name, write kwargs="):
         function(Loss(), X, policy=Y)
 

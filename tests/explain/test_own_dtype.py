@@ -60,14 +60,14 @@ def test_estimate_of_a_bf16_model_uses_bf16_rates():
     assert "FP32" not in str(report)
 
 
-def test_autocast_decides_what_products_are_in():
+def test_dtype_of_products_is_the_dtype_of_autocast():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         report = mxcompile.explain(model(), torch.randn(64, 512), target="sm_100")
     assert {gemm.dtype for gemm in report.gemms if gemm.gemm == "fprop"} == {"bfloat16"}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_an_audit_says_what_it_is_held_to(dtype: str):
+def test_audit_names_the_dtype_of_its_reference(dtype: str):
     wide = getattr(torch, dtype)
     net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(wide)
     found = audit(net, torch.randn(32, 64, dtype=wide), policy=EVERYTHING)
@@ -83,7 +83,7 @@ def test_the_command_line_looks_at_another_dtype(capsys: pytest.CaptureFixture[s
     assert "FP32" not in capsys.readouterr().out
 
 
-def test_advice_is_only_what_is_estimated_to_be_faster():
+def test_advice_names_a_policy_only_if_estimated_faster():
     """Few tokens: no policy helps, so none is named. Many tokens, wide layers: one does."""
 
     def warned(tokens: int, width: int) -> str:

@@ -42,7 +42,7 @@ def explained(
     return mxcompile.explain(model, x, target=target, training=training, policy=policy)
 
 
-def test_other_numbers_of_tokens_are_what_tracing_them_gives():
+def test_estimates_at_more_tokens_match_a_trace_of_a_larger_batch():
     """Held to a trace of the larger batch, GEMM by GEMM."""
     few, many = explained(256, 2), explained(256, 32)
     scaled = at_tokens(few, tokens_of(many.gemms))
@@ -53,7 +53,7 @@ def test_other_numbers_of_tokens_are_what_tracing_them_gives():
         assert ours.estimate_bf16_us == pytest.approx(traced.estimate_bf16_us)
 
 
-def test_tokens_arithmetic_and_memory_are_said():
+def test_summary_of_flops_and_memory_matches_counts_by_hand():
     """Counted by hand: 12 width² weights, six FLOPs for each and every token."""
     width, batch = 256, 2
     report = explained(width, batch)
@@ -78,7 +78,7 @@ def advice(report: mxcompile.Report) -> str:
     return " ".join(warning for warning in report.summary.warnings if "is estimated slower with" in warning)
 
 
-def test_few_tokens_are_said_to_be_few_and_how_many_would_do():
+def test_advice_for_few_tokens_names_a_sufficient_number():
     report = explained(4096, 1)
     sentence = r"\((0\.\d+)×\): 128 tokens are few; with about ([\d,]+) \(a larger batch, .*\) it is as fast"
     found = re.search(sentence, advice(report))
@@ -96,13 +96,13 @@ def test_narrow_layers_are_named():
     assert "up" in said
 
 
-def test_a_chip_without_the_format_is_said_to_be_one():
+def test_advice_for_chip_without_the_format_names_another_policy():
     said = advice(explained(4096, 64, target="sm_90"))
     assert said.startswith("sm_90 is estimated slower with MXFP8 than in BF16 (0.")
     assert "the chip multiplies MXFP8 in BF16, and casts come on top (the policy fp8_rowwise, on" in said
 
 
-def test_a_format_without_a_kernel_is_said_to_be_one():
+def test_advice_for_format_without_kernel_names_products_in_bf16():
     said = advice(explained(4096, 64, policy="mxint8"))
     assert "the chip multiplies MXINT8 in BF16, and casts come on top" in said
     assert "narrow" not in said
@@ -128,7 +128,7 @@ def test_sweep_flag_prints_and_draws_token_counts(tmp_path: Path, capsys: pytest
         main([*arguments, "--sweep", "12,x"])
 
 
-def test_rules_by_tokens_are_said_to_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_sweep_notes_that_rules_by_tokens_are_fixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     policy = tmp_path / "policy.yaml"
     policy.write_text("version: 1\nrules:\n  - match: {role: ffn_in, min_m: 64}\n    use: mxfp8\n")
     arguments = ["explain", f"{__name__}:made", "--target", "b200", "--policy", str(policy), "--sweep", "128"]

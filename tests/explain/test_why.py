@@ -17,7 +17,7 @@ def report():
     return mxcompile.explain(model, *args, policy=policy, training=False, target="cpu")
 
 
-def test_a_quantized_layer_says_what_was_found(report):
+def test_why_of_a_quantized_layer_has_role_and_evidence(report):
     (found,) = report.why("blocks.0.attn.qkv")
     assert (found.name, found.names) == ("blocks.0.attn.qkv", ("blocks.0.attn.qkv",))
     assert (found.role, found.precision) == ("qkv", "mxfp8")
@@ -31,7 +31,7 @@ def test_a_layer_that_a_rule_keeps_has_its_role_and_the_rule(report):
     assert "rule 1" in found.reason
 
 
-def test_a_layer_that_is_not_quantized_says_what_came_nearest_and_what_that_lacked(report):
+def test_why_of_an_unquantized_layer_has_nearest_role_and_obstacle(report):
     (found,) = report.why("blocks.0.experts.router")
     assert (found.role, found.precision, found.reason) == ("router", "bf16", "role router")
     assert "top-k" in found.evidence

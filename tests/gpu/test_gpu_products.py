@@ -56,7 +56,7 @@ def test_a_linear_layer_equals_the_one_by_hand(name: str, sizes: tuple[int, int]
         assert all("_scaled_mm" in kernel for kernel in kernels), kernels
 
 
-def test_delayed_scales_follow_what_was_seen():
+def test_delayed_scales_follow_the_amax_of_earlier_steps():
     """Four steps, each larger than the one before; the histories are those by hand."""
     k, n = SIZES[0]
     use = {"precision": "fp8", "scaling": "delayed", "history": 3, "grad_dtype": "e5m2"}

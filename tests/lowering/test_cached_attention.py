@@ -123,7 +123,7 @@ def test_attention_over_mx_cache_reads_quantized_values(function, queries: int):
         (capped, {}, "cpu", "scores and values are separate products"),
     ],
 )
-def test_leaves_what_the_kernel_is_not_for(function, changes, target: str, reason: str):
+def test_unsupported_attention_dequantizes_keys_and_values(function, changes, target: str, reason: str):
     module, reasons = lowered(function, inputs(**changes), target)
     assert (count(module), set(reasons)) == (0, {f"keys and values dequantized: {reason}"})
 
@@ -167,7 +167,7 @@ def test_leaves_other_attention_without_a_stored_cache(case: str):
     assert (count(module), reasons) == (0, [])
 
 
-def test_without_a_compiler_says_so(monkeypatch: pytest.MonkeyPatch):
+def test_attention_without_compiler_records_the_reason(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(kernel, "_no_compiler", lambda: "no C++ compiler: none is found")
     module, reasons = lowered(attend, inputs())
     assert (count(module), reasons) == (0, ["keys and values dequantized: no C++ compiler: none is found"])
@@ -182,7 +182,7 @@ def test_attention_operator_with_mask_passes_opcheck(masked: bool):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_a_compiled_attention_records_what_ran(dynamic: bool):
+def test_compiled_attention_records_the_kernel_that_ran(dynamic: bool):
     mxcompile.clear_reports()
     compiled = torch.compile(attend, backend="mxfp8", dynamic=dynamic)
     for queries, kernel_name in ((3, KERNEL), (5, KERNEL), (20, "20 queries, the kernel takes up to 16")):

@@ -253,7 +253,7 @@ def test_where_there_can_be_no_kernels(monkeypatch: pytest.MonkeyPatch):
     assert kernel.obstacle() == "no C++ compiler: /nowhere/g++ is not found"
 
 
-def test_compilers_are_not_to_take_out_what_rounds(caplog: pytest.LogCaptureFixture):
+def test_unsafe_math_flags_are_disabled_with_a_message(caplog: pytest.LogCaptureFixture):
     asked = {"cpp.enable_unsafe_math_opt_flag": True}
     with config.patch(asked), config.patch(pipeline.config_patches(TARGETS["cpu"], "", print, asked)):
         flags = cpp_builder._get_ffast_math_flags()
@@ -265,7 +265,7 @@ def test_compilers_are_not_to_take_out_what_rounds(caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.slow
-def test_a_compile_rounds_whatever_compilers_may_do():
+def test_compiled_casts_round_exactly_under_unsafe_math_option():
     """In FP16, for which Inductor's loops cast."""
     torch.manual_seed(0)
     layer, x = nn.Linear(40, 24, bias=False).half(), torch.randn(33, 40).half()

@@ -290,7 +290,7 @@ def test_large_weights_are_dequantized_in_parts(monkeypatch: pytest.MonkeyPatch)
     assert len(set(re.findall(r"cpp_fused_\w+(?=\()", code))) < 6
 
 
-def test_without_a_compiler_the_record_says_so(monkeypatch: pytest.MonkeyPatch):
+def test_weight_only_product_without_compiler_records_the_reason(monkeypatch: pytest.MonkeyPatch):
     from mxcompile.lowering.cpu import kernel
 
     monkeypatch.setattr(kernel, "obstacle", lambda: "no C++ compiler: none is found")

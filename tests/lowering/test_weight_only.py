@@ -188,7 +188,7 @@ def test_casting_a_stored_block_again_keeps_its_values(dtype, elem):
     assert again[255].isnan().all()
 
 
-def test_a_product_not_taken_says_why():
+def test_rejected_weight_only_product_records_the_reason():
     arguments = inputs(3)
     module = make_fx(lambda *arguments: linear(*arguments), tracing_mode="fake")(*arguments)
     (node,) = (node for node in module.graph.nodes if node.target is ops.matmul)
