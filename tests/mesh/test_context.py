@@ -74,7 +74,7 @@ class Sharing(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
-def test_the_context_of_pytorch_is_an_error_that_says_why():
+def test_context_parallel_of_pytorch_raises_error_naming_gpus():
     def factory(mesh: DeviceMesh) -> meshed.Prepared:
         return Sharing(mesh["cp"]), meshed.plain()[1], {}
 

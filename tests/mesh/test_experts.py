@@ -59,7 +59,7 @@ def test_the_exchange_of_a_factory_is_among_its_collectives():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_exchange_what_is_predicted(ranks: int, tmp_path: Path):
+def test_bytes_exchanged_by_ranks_match_the_prediction(ranks: int, tmp_path: Path):
     """All together; what one rank gives back depends on the choices of others."""
     results = run_on(ranks, tmp_path, POLICIES)
     for name, policy in POLICIES.items():

@@ -127,7 +127,7 @@ def test_memory_is_that_of_shards_and_of_gathered_groups():
     assert memory.saved == rank.report.summary.saved_bytes
 
 
-def test_what_folded_layers_keep_is_what_the_report_says(deep: RankReport):
+def test_saved_bytes_of_folded_layers_match_the_report(deep: RankReport):
     """Six layers, of which three are traced: all are there at the begin of backward, or their gradients."""
     assert deep.memory.saved == deep.memory.loss.saved == deep.report.summary.saved_bytes
     assert 0.9 * deep.memory.saved < max(deep.memory.forward.saved, deep.memory.backward.saved)

@@ -42,7 +42,7 @@ def collective(kind: str, ranks: int, stride: int = 1) -> Collective:
         (2, 8, 4, "net", 1),
     ],
 )
-def test_the_order_of_ranks_tells_the_link(ranks: int, stride: int, node: int, link: str, near: int):
+def test_link_of_collective_follows_from_rank_order(ranks: int, stride: int, node: int, link: str, near: int):
     links = Links(nvlink=900, net=50, node=node)
     one = collective("all-gather", ranks, stride)
     assert (links.link(one), links.in_node(one)) == (link, near)

@@ -45,7 +45,7 @@ def parts(rank: RankReport) -> dict[str, float]:
     return rank.time.works[0].parts(rank.time.links, rank.time.rates)
 
 
-def test_stages_compute_what_the_model_does(staged: RankReport, whole: RankReport):
+def test_pipeline_stages_compute_the_work_of_the_whole_model(staged: RankReport, whole: RankReport):
     """A step has 4 micro-batches of what a step without stages computes; a stage has one of them."""
     assert staged.pipeline is not None
     assert staged.time is not None

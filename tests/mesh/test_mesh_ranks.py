@@ -46,10 +46,10 @@ def check(cases: list[Any], ranks: int, folder: Path, *, by_block: bool) -> None
 
 
 @pytest.mark.slow
-def test_two_ranks_send_what_is_predicted(tmp_path: Path):
+def test_traffic_of_two_ranks_matches_the_prediction(tmp_path: Path):
     check(TWO, 2, tmp_path, by_block=False)
 
 
 @pytest.mark.slow
-def test_four_ranks_send_what_is_predicted(tmp_path: Path):
+def test_traffic_of_four_ranks_matches_the_prediction(tmp_path: Path):
     check(FOUR, 4, tmp_path, by_block=True)

@@ -69,7 +69,7 @@ def point(mesh: str, *, ms: float, gigabytes: float, tp: int = 1) -> MeshPoint:
     return MeshPoint(candidate=MeshCandidate(mesh=mesh, parallel="fsdp", tp=tp), rank=rank)
 
 
-def test_the_fastest_token_is_first_and_what_does_not_fit_is_said():
+def test_sweep_lists_fastest_mesh_first_and_meshes_that_do_not_fit():
     swept = MeshSweep(
         points=(
             point("dp=8", ms=100, gigabytes=200),

@@ -38,7 +38,7 @@ def test_percentile_scale_equals_sorting_by_hand(word: str, rows: int, columns: 
             np.testing.assert_array_equal(value[top : top + rows, left : left + columns].numpy(), expected)
 
 
-def test_a_percentile_of_mx_blocks_saturates_what_lies_above():
+def test_percentile_of_mx_blocks_saturates_elements_above_it():
     x = torch.ones(2, 32)
     x[0, 7] = 1000.0
     plain, robust = (Format.parse(f"e2m1 1x32 rceil{rest}") for rest in ("", " percentile:90"))
@@ -51,7 +51,7 @@ def test_a_percentile_of_mx_blocks_saturates_what_lies_above():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_surfaces_under_a_percentile(bad: float):
+def test_nonfinite_elements_surface_under_a_percentile(bad: float):
     fmt = Format.parse("e4m3 channel nearest percentile:50")
     x = torch.ones(3, 16)
     x[1, 4] = bad

@@ -123,7 +123,7 @@ def test_grouped_product_passes_opcheck():
     opcheck(ops.grouped_matmul, (*arguments, *operand_words(E4M3, E4M3)), test_utils=WITHOUT_SCHEMA)
 
 
-def test_scaled_mm_is_the_product_of_what_its_operands_stand_for():
+def test_scaled_mm_equals_the_product_of_decoded_operands():
     x, w, bias = torch.randn(48, 100), torch.randn(100, 72), torch.randn(72)
     a, b = quantize(x, -1, E4M3, "rceil"), quantize(w, -2, E4M3, "rceil")
     exact = round_trip(x, 1).double() @ round_trip(w, 0).double() + bias.double()

@@ -144,7 +144,7 @@ def test_two_levels_are_the_cast_of_the_precision_over_its_factor(dim: int, dtyp
     assert (weight.dequantize(torch.float32) - x).norm() < 0.12 * x.norm()
 
 
-def test_two_levels_of_zeros_and_of_what_is_not_finite():
+def test_two_level_scales_decode_zeros_and_nonfinite_values():
     how = {"elem_dtype": torch.float4_e2m1fn_x2, "rounding": "two-level"}
     assert torch.equal(
         mxcompile.quantize(torch.zeros(2, 32), **how).dequantize(), torch.zeros(2, 32).to(BF16)

@@ -98,7 +98,7 @@ def test_every_value_goes_to_a_neighbour(elem: ElemType):
 
 
 @pytest.mark.parametrize("elem", ELEMS, ids=str)
-def test_a_value_of_the_format_stays_whatever_the_bits(elem: ElemType):
+def test_stochastic_rounding_keeps_representable_values_for_all_bits(elem: ElemType):
     values = element_values(torch.arange(1 << elem.bits, dtype=torch.uint8).view(elem.dtype), elem)
     values = values[values.isfinite()]
     for half in (0, 0xFFFF):

@@ -28,14 +28,14 @@ def test_weight_only_mm_passes_opcheck(elem: torch.dtype, rows: int, bias: int |
     opcheck(ops.weight_only_mm, arguments, test_utils=WITHOUT_SCHEMA)
 
 
-def test_is_the_product_with_what_the_weight_stands_for():
+def test_weight_only_mm_equals_the_product_with_decoded_weight():
     x, w, bias = torch.randn(6, 100), torch.randn(72, 100), torch.randn(72)
     exact = x.double() @ round_trip(w, 1).double().t() + bias.double()
     found = ops.weight_only_mm(x, *quantize(w, -1, E4M3, "rceil"), bias, torch.float32, MX)
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-4)
 
 
-def test_a_quantized_activation_gives_what_two_mx_operands_give():
+def test_weight_only_mm_of_quantized_activation_equals_scaled_mm():
     x, w = torch.randn(6, 100), torch.randn(72, 100)
     a, (qdata, scale) = quantize(x, -1, E4M3, "rceil"), quantize(w, -1, E4M3, "rceil")
     both = scaled_mm(*a, qdata.t(), scale.t(), None, torch.float32)

@@ -31,7 +31,7 @@ COMPILED = {
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("how", COMPILED)
-def test_exporting_a_compiled_module_says_what_to_do(how: str, strict: bool):
+def test_exporting_a_compiled_module_raises_error_with_remedy(how: str, strict: bool):
     compiled = COMPILED[how]()
     with pytest.raises(ModelError, match=r"drops the quantization of the model.*exported\.module\(\)"):
         torch.export.export(compiled, (torch.randn(4, 64),), strict=strict)
@@ -53,7 +53,7 @@ def test_other_modules_are_exported_as_ever():
         torch.testing.assert_close(exported.module()(x), module(x))
 
 
-def test_what_the_error_says_works():
+def test_exported_module_compiles_to_the_same_result():
     x = torch.randn(4, 64)
     exported = torch.export.export(model(), (x,))
     with torch.no_grad():

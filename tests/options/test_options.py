@@ -133,7 +133,7 @@ def test_none_is_as_not_given():
     assert Options.parse(None, {"policy": None, "report": None, "inductor": None}) == Options()
 
 
-def test_what_is_given_is_kept(tmp_path: Path, monkeypatch):
+def test_parse_keeps_all_given_options(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     given = {
         "policy": "hybrid",
@@ -173,7 +173,7 @@ def test_all_that_can_change_the_code_is_in_the_fingerprint():
     assert len(fingerprints) == 1 + len(CHANGES)
 
 
-def test_what_cannot_change_the_code_is_not_in_the_fingerprint(tmp_path: Path):
+def test_fingerprint_ignores_options_that_do_not_change_code(tmp_path: Path):
     path = tmp_path / "policy.yaml"
     Policy.preset("nvidia").dump(path)
     plain = Options().fingerprint()
@@ -209,7 +209,7 @@ def test_a_backend_equals_nothing_else():
     assert Backend() != "mxfp8"
 
 
-def test_a_backend_says_what_it_is():
+def test_repr_of_backend_names_policy_and_target():
     assert repr(Backend(policy="ocp", target="cpu")) == "Backend(policy='preset ocp', target='cpu')"
 
 
@@ -282,7 +282,7 @@ def test_a_mistake_in_a_backend_is_an_error_at_once(settings: dict[str, Any], me
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_what_copies_the_arguments_of_a_compile_copies_no_model(monkeypatch):
+def test_deep_copy_of_compile_arguments_copies_no_model(monkeypatch):
     """Lightning deep-copies them: a backend that knows its model, what `explain` compiles with."""
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     copied = copy.deepcopy({"backend": mxcompile.Backend(root=model)})

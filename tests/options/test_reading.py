@@ -140,7 +140,7 @@ def test_a_backend_has_options_of_its_own():
         value(torch.fx.symbolic_trace(nn.Identity()), [X], options={"strict": True})
 
 
-def test_other_backends_get_what_they_are_given():
+def test_other_backends_receive_their_options_unchanged():
     given: list[Any] = []
 
     def other(gm: Any, _: Any, **arguments: Any) -> Any:

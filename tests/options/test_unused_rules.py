@@ -130,7 +130,7 @@ NEAR = {
 
 
 @pytest.mark.parametrize("name", NEAR)
-def test_what_nearly_happened_is_said(name: str, warnings):
+def test_warning_names_the_near_miss_of_an_unused_rule(name: str, warnings):
     rules, sentence = NEAR[name]
     run(*rules)
     assert warnings() == [sentence]
@@ -262,6 +262,6 @@ def test_in_strict_mode_rules_and_refused_layers_are_raised_together():
     ]
 
 
-def test_strict_mode_lets_pass_what_the_policy_keeps():
+def test_strict_mode_accepts_layers_that_policy_keeps_in_bf16():
     run(rule("bf16", name="*"), dtype=torch.float64, strict=True)
     assert {gemm.precision for gemm in gemms()} == {"bf16"}

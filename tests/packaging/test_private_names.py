@@ -66,7 +66,7 @@ def test_the_installed_versions_have_them(capsys):
     assert re.search(r"private names .* all \d+ found", capsys.readouterr().out)
 
 
-def test_what_is_missing_is_said(monkeypatch, capsys):
+def test_missing_private_names_are_listed_by_env(monkeypatch, capsys):
     """Names of modules, modules, and methods that a class of ours overrides."""
     monkeypatch.delattr(torch._inductor.utils, "triton_type")
     monkeypatch.delattr(torch._inductor.select_algorithm.TritonTemplateKernel, "render")
