@@ -48,7 +48,7 @@ def test_a_layer_and_its_gradient_have_the_role_of_the_whole():
         assert (tag(node).role, tag(node).whole, tag(node).module) == (Role.FFN_IN, (16, 4), "Whole")
 
 
-def test_what_the_plan_does_not_know_keeps_its_role():
+def test_layer_missing_in_the_plan_keeps_its_role():
     (node,), graph = layers("b", role=Role.HEAD)
     ApplyPlan(planned={"a": (known("a", Role.FFN_IN, 8, 4),)}).apply(graph)
     assert (tag(node).role, tag(node).whole) == (Role.HEAD, None)

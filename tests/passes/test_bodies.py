@@ -199,7 +199,7 @@ def test_body_without_products_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("model", [Branches, Nested, Mapped])
-def test_explain_says_what_a_compile_says(model: Callable[[], nn.Module]) -> None:
+def test_explain_and_compile_agree_on_gemm_records(model: Callable[[], nn.Module]) -> None:
     module = model()
     found = compiled(module, training=False).gemms
     said = mxcompile.explain(module, torch.randn(ROWS, WIDTH), policy=ALL, training=False).gemms

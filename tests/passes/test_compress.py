@@ -64,7 +64,7 @@ def test_backward_reads_the_copy_in_the_place_of_the_value():
     assert torch.equal(gradient, round_trip(2 * X, 1) * DY)
 
 
-def test_the_cast_of_backward_is_what_is_kept():
+def test_cast_of_backward_is_saved_in_place_of_its_source():
     pair = Pair()
     cast = pair.backward.quantize(pair.end, 0, E4M3, "floor")
     elements = pair.backward.call(operator.getitem, cast, 0)
@@ -90,7 +90,7 @@ def test_others_are_saved_as_they_are(facts: dict[str, Any]):
     assert not pair.compress(pair.backward.call(aten.mul.Tensor, pair.end, pair.dy))
 
 
-def test_what_a_product_in_full_precision_reads_is_saved_as_it_is():
+def test_input_of_a_full_precision_product_is_not_compressed():
     pair = Pair()
     view = pair.backward.call(aten.permute.default, pair.end, [1, 0])
     product = pair.backward.gemm(aten.mm.default, view, pair.dy)

@@ -252,7 +252,7 @@ def test_grouped_products_with_fp32_weights_are_quantized_forward_and_backward()
     }  # fmt: skip
 
 
-def test_what_stays_is_the_operator_it_was() -> None:
+def test_unquantized_grouped_mm_keeps_its_backward_operator() -> None:
     model, x = Grouped(), torch.randn(50, 64)
     backend = EagerBackend(policy="bf16")
     torch.compile(model, backend=backend)(x.requires_grad_()).sum().backward()

@@ -136,7 +136,7 @@ def test_every_product_is_counted(kind: str, layouts: Any, sizes: tuple[int, ...
     assert layer.precision == ("bf16" if layer.reason == OUTSIDE else "mxfp8")
 
 
-def test_operators_of_which_nothing_can_be_said_are_said_to_be_unknown() -> None:
+def test_opaque_operator_is_recorded_with_unknown_flops() -> None:
     """Two matrices of one shape, and a result of the same: no product has these."""
 
     class Fused(nn.Module):

@@ -69,7 +69,7 @@ def test_a_dtype_that_is_not_cast_stays_with_the_reason_and_is_an_error_if_stric
         Decide(policy=policy(precision="mxfp8"), strict=True).apply(product(torch.float64, name="up")[0])
 
 
-def test_what_a_cut_may_have_hidden_is_said():
+def test_reason_names_the_cut_only_where_whole_size_is_unknown():
     for whole, said in [(None, True), ((64, 64), False)]:
         graph, node = product(whole=whole)
         Decide(policy=policy(precision="mxfp8"), cut="a graph break").apply(graph)

@@ -142,7 +142,7 @@ def check_bytes(way: Way, before: list[tuple[str, int]], after: list[tuple[str, 
     assert not of("unsigned char", after)
 
 
-def test_a_layer_whose_gradient_travels_as_it_is_says_so(run: Callable[[int], list[Any]]):
+def test_reason_notes_a_gradient_that_ranks_send_unquantized(run: Callable[[int], list[Any]]):
     reasons = {
         (gemm.gemm, gemm.name): gemm.reason
         for gemm in run(2)[0][0]["sent, other formats"]["report"].gemms

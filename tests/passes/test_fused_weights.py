@@ -131,7 +131,7 @@ def test_latent_attention_alone_has_all_roles(rotary: int) -> None:
     assert set(found.values()) == {"qkv"}
 
 
-def test_gradients_of_a_complex_layer_are_told_apart() -> None:
+def test_gradients_of_a_complex_layer_are_dgrad_and_wgrad() -> None:
     layer = nn.Linear(WIDTH, WIDE, dtype=torch.complex64)
     x = torch.randn(40, WIDTH, dtype=torch.complex64, requires_grad=True)
     y = torch.compile(layer, backend=EagerBackend(policy="bf16"), fullgraph=True)(x)

@@ -53,16 +53,16 @@ def said(model: nn.Module, *, autocast: bool, training: bool = False) -> set[tup
     return {(gemm.name, gemm.gemm) for gemm in report.gemms if SAYS in gemm.reason}
 
 
-def test_quantized_layer_says_that_autocast_is_turned_off() -> None:
+def test_quantized_layer_in_disabled_autocast_is_reported() -> None:
     assert said(Island(as_it_is), autocast=True) == {("b", "fprop")}
 
 
-def test_gradients_of_the_layer_say_so_too() -> None:
+def test_gradients_of_layer_in_disabled_autocast_are_reported() -> None:
     expected = {("b", "fprop"), ("b", "dgrad"), ("b", "wgrad")}
     assert said(Island(as_it_is), autocast=True, training=True) == expected
 
 
-def test_layer_in_a_checkpoint_says_so() -> None:
+def test_checkpointed_layer_in_disabled_autocast_is_reported() -> None:
     assert ("b", "fprop") in said(Island(checkpointed), autocast=True, training=True)
 
 

@@ -76,7 +76,7 @@ def paths(model: nn.Module) -> set[str]:
 
 @pytest.mark.parametrize("outer", [Around, AroundLooking])
 @pytest.mark.parametrize("inner", [Keyed, Looking])
-def test_every_layer_is_called_what_the_model_calls_it(outer: type[Around], inner: type[Keyed]) -> None:
+def test_names_of_layers_match_module_paths_of_the_model(outer: type[Around], inner: type[Keyed]) -> None:
     model = outer(inner())
     report = mxcompile.explain(model, torch.randn(32, 64))
     names = {gemm.name for gemm in report.gemms}

@@ -291,7 +291,7 @@ def hook_of(way: str, side: Any) -> Callable[..., Tensor]:
 
 @pytest.mark.parametrize("way", ["closure", "partial", "object", "method"])
 @pytest.mark.parametrize("kind", ["module", "tensor"])
-def test_what_a_hook_holds_is_named_by_the_module_and_the_variable(way: str, kind: str, breaks: bool) -> None:
+def test_layer_held_by_a_hook_is_named_by_module_and_variable(way: str, kind: str, breaks: bool) -> None:
     if (way, kind, breaks) == ("partial", "tensor", True):
         pytest.skip("for the frame of the hook its tensor is an argument")
     model = Hooked()
@@ -364,7 +364,7 @@ def test_function_of_one_model_behind_a_decorator_names_layers_by_the_model() ->
     assert {gemm.name for report in mxcompile.reports() for gemm in report.gemms} == linears(model)
 
 
-def test_dynamo_still_says_which_module_an_entry_of_a_stack_is() -> None:
+def test_module_stack_of_dynamo_has_the_id_of_each_module() -> None:
     """The key of an entry is the module's ``id``: without it, names would follow from Dynamo's text alone."""
     model, stacks = decorated("positional"), []
 
@@ -377,7 +377,7 @@ def test_dynamo_still_says_which_module_an_entry_of_a_stack_is() -> None:
     assert innermost >= {str(id(module)) for module in model.modules() if isinstance(module, nn.Linear)}
 
 
-def test_tree_has_what_modules_hold_in_containers_once_a_module_is_missed() -> None:
+def test_tree_reads_containers_after_a_lookup_misses_a_module() -> None:
     model = Unregistered()
     model.deep = {"a": [(nn.Linear(4, 4),)]}  # type: ignore[assignment]
     tree = Tree({"": model})

@@ -61,7 +61,7 @@ def test_arguments_of_aten_are_read_by_name():
         view.argument_of(sliced, "index")
 
 
-def test_an_operator_lacks_what_others_have():
+def test_product_view_reads_matmul_and_grouped_matmul():
     product = view.Product.read(call(ops.matmul, "a", "b", "c", "d", None, BF16, WORD, OTHER))
     assert (product.words, product.extra, product.is_grouped) == ((WORD, OTHER), None, False)
     assert not product.is_mx

@@ -91,7 +91,7 @@ def test_q_k_and_v_read_one_cast_and_backward_another():
     ],
     ids=["e5m2", "square", "transcode"],
 )
-def test_casts_say_what_they_are(use: dict[str, str], labels: list[str]):
+def test_labels_of_casts_name_elements_and_layout(use: dict[str, str], labels: list[str]):
     policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": use}]}
     found, _ = picture(nn.Sequential(nn.Linear(WIDTH, WIDTH)), features(40, WIDTH), policy=policy)
     assert [node.label for node in of_kind(found, "cast")] == labels
@@ -174,7 +174,7 @@ def test_the_picture_is_kept_with_the_cache():
     assert Report.from_json(report.to_json()).graph == (found,)
 
 
-def test_what_cannot_be_kept_leaves_nothing_behind(monkeypatch):
+def test_failed_save_leaves_no_file_in_the_cache(monkeypatch):
     def full(*_):
         raise OSError("no space left")
 

@@ -104,7 +104,7 @@ def test_weights_are_cast_in_backward_not_saved():
 
 
 @pytest.mark.parametrize("saved", ["columnwise", "transcode", "bf16"])
-def test_what_is_saved_of_an_input(saved: str):
+def test_input_of_a_layer_is_saved_once_in_the_form_of_the_policy(saved: str):
     """The input of a layer that nothing else in backward needs: one copy, in the form asked for."""
 
     class Doubled(nn.Module):

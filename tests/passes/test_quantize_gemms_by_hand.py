@@ -83,7 +83,7 @@ def test_one_copy_of_a_weight_in_squares_serves_two_products():
     assert len(calls(graph, ops.cast)) == 5
 
 
-def test_wgrad_casts_the_rowwise_copy_where_that_is_what_is_kept():
+def test_wgrad_casts_the_rowwise_copy_under_transcode():
     graph = layer(saved=Saved.TRANSCODE)
     QuantizeGemms().apply(graph)
     check(run(graph, X, W, DY)[2], round_trip(DY, 0).T, round_trip(round_trip(X, 1), 0))
@@ -102,7 +102,7 @@ def test_a_scale_of_the_whole_tensor():
 
 
 @pytest.mark.parametrize(("alpha", "beta"), [(1, 1), (2, 1), (1, 0), (3, 2)])
-def test_what_is_added_to_a_product(alpha: int, beta: int):
+def test_bias_of_addmm_is_scaled_by_alpha_and_beta(alpha: int, beta: int):
     hand = Hand()
     bias, x, w = hand.input("bias", N), hand.input("x", ROWS, K), hand.input("w", K, N)
     product = hand.gemm(aten.addmm.default, bias, x, w, formats=(MX, MX))
@@ -114,7 +114,7 @@ def test_what_is_added_to_a_product(alpha: int, beta: int):
     check((result - beta * added) / alpha, round_trip(X, 1), round_trip(W.T, 0))
 
 
-def test_what_is_not_quantized_stays():
+def test_gemm_without_formats_is_left_unchanged():
     hand = Hand()
     graph = hand.output(hand.gemm(aten.mm.default, hand.input("x", ROWS, K), hand.input("w", K, N)))
     before = str(graph)

@@ -88,7 +88,7 @@ def test_names_are_the_users_across_a_graph_break():
     assert sum(report.summary.graph_breaks for report in mxcompile.reports()) == 1
 
 
-def test_blocks_that_a_policy_tells_apart_have_code_of_their_own():
+def test_blocks_with_different_decisions_are_compiled_separately():
     """A break in a loop makes Dynamo compile the blocks' frames, one for all that guard equal."""
 
     class Looped(nn.Module):

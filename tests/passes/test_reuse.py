@@ -42,7 +42,7 @@ def stored() -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("between", [FP32, torch.bfloat16])
 @pytest.mark.parametrize(("dim", "transposed"), [(-1, False), (0, True)])
-def test_what_is_stored_is_read(dim: int, transposed: bool, between: torch.dtype):
+def test_stored_parts_replace_casts_of_decoded_values(dim: int, transposed: bool, between: torch.dtype):
     graph = recast(dim, transposed=transposed, between=between)
     Reuse().apply(graph)
     assert not calls(graph, ops.cast)

@@ -77,7 +77,7 @@ def test_no_rule_reaches_queries_and_mixes_of_scores(model: nn.Module, names: li
     assert all("no linear layer but" in found[name].evidence.holds for name in names)
 
 
-def test_talking_heads_leave_the_attention_what_it_is():
+def test_talking_heads_keep_the_roles_of_the_attention():
     assert roles(Talking(), tokens()) == {**ATTENTION, "before": "attn_scores", "after": "attn_scores"}
 
 
@@ -117,7 +117,7 @@ def test_layers_between_a_table_and_the_stream_are_embeddings():
     assert roles(model, torch.arange(LENGTH)[None]) == {"1": "embedding", "3": "embedding", **below("4")}
 
 
-def test_what_scales_and_gates_from_outside_is_conditioning():
+def test_scales_and_gates_from_outside_have_role_conditioning():
     made = dict.fromkeys(("time.0", "time.1", "own"), "conditioning")
     found = roles(Modulated(), tokens(), tokens(2, WIDTH))
     assert found == {**below("body"), **made, "a": "ffn_in", "b": "ffn_out"}
@@ -130,7 +130,7 @@ def test_a_gate_is_conditioning_where_it_is_broadcast(pooled: bool):
 
 
 @pytest.mark.parametrize("kind", ["product", "cumsum", "recurrence"])
-def test_what_mixes_tokens_without_a_softmax(kind: str):
+def test_layers_that_mix_tokens_without_softmax_have_mixer_roles(kind: str):
     found = roles(Mixer(kind), tokens())
     assert found == {"a.0": "mixer_in", "a.1": "mixer_in", "a.2": "mixer_in", "a.3": "mixer_out"}
 
@@ -172,7 +172,7 @@ def test_parallel_layers_onto_nothing_are_other():
 
 
 @pytest.mark.parametrize("zeros", [False, True])
-def test_a_layer_that_reads_no_data_is_what_it_is_elsewhere(zeros: bool):
+def test_query_layer_without_data_input_has_role_qkv(zeros: bool):
     assert roles(Queried(zeros), tokens()) == {"to_q": "qkv", "a.0": "qkv", "a.1": "qkv", "a.2": "attn_out"}
 
 
@@ -216,7 +216,7 @@ def test_classes_behind_a_pool_are_a_head_without_a_body_too():
     assert roles(Alone(), tokens()) == expected
 
 
-def test_what_a_filter_keeps_for_the_next_step_makes_no_head():
+def test_filter_state_for_the_next_step_is_not_a_head():
     found = roles(Cached(), tokens())
     assert {name: found[name] for name in ("a", "b")} == {"a": "mixer_in", "b": "mixer_out"}
 
@@ -233,12 +233,12 @@ def test_experts_among_whom_a_softmax_divides_tokens():
     assert {name: found[name] for name in ("a", "b")} == {"a": "expert_in", "b": "expert_out"}
 
 
-def test_layers_whose_results_nothing_reads_are_what_they_are():
+def test_layers_with_unused_results_keep_their_roles():
     assert roles(Tower(), tokens()) == {**below("body.0"), **below("body.1")}
 
 
 @pytest.mark.parametrize(("streams", "role"), [(True, "embedding"), (False, "conditioning")])
-def test_what_starts_a_stream_conditions_none(streams: bool, role: str):
+def test_layer_that_starts_a_stream_has_role_embedding_not_conditioning(streams: bool, role: str):
     assert roles(Meeting(streams), tokens(), tokens())["start"] == role
 
 
@@ -377,7 +377,7 @@ def _neighbours() -> Iterator[tuple[nn.Module, torch.Tensor]]:
     yield nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, WIDTH), Body()), ids
 
 
-def test_every_statement_holds_of_some_layer_and_says_why_not_of_another(monkeypatch):
+def test_every_statement_is_true_of_some_layer_and_false_of_another(monkeypatch):
     evaluate, seen = Statement.evaluate, defaultdict(set)
 
     def recorded(statement, site):

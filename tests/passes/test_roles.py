@@ -123,7 +123,7 @@ def test_projection_of_a_condition_has_a_role_apart_from_modulated_layers():
     assert roles_of(Modulated(), features(2, 9, WIDTH), features(2, 32)) == expected
 
 
-def test_explicit_attention_products_are_told_apart():
+def test_explicit_attention_products_have_scores_and_values_roles():
     torch.compile(Explicit(), backend=EagerBackend())(features(2, 9, WIDTH)).mean().backward()
     (report,) = mxcompile.reports()
     products = Counter(g.role for g in report.gemms if g.role in ("attn_scores", "attn_values"))

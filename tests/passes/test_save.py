@@ -44,14 +44,14 @@ def is_made_again(cast: fx.Node) -> bool:
 
 
 @pytest.mark.parametrize(("saved", "again"), [("columnwise", False), ("mxfp8", False), ("bf16", True)])
-def test_only_what_is_saved_as_its_source_is_cast_in_backward(saved: str, again: bool):
+def test_only_inputs_saved_as_source_are_cast_in_backward(saved: str, again: bool):
     hand = Hand()
     cast = wgrad(hand, hand.input("x", 96, 32), Saved(saved))
     Save().apply(hand.output())
     assert is_made_again(cast) is again
 
 
-def test_the_values_of_the_rowwise_copy_are_made_again_where_that_is_what_is_kept():
+def test_values_of_the_rowwise_copy_are_recomputed_under_transcode():
     hand = Hand()
     x = hand.input("x", 96, 32)
     _, qdata, scale = quantized(hand, x, -1)

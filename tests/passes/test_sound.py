@@ -82,7 +82,7 @@ FAULTS: list[Callable[[fx.Graph], None]] = [
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_what_lint_says_it_is(fault: Callable[[fx.Graph], None]):
+def test_soundness_check_raises_the_error_of_graph_lint(fault: Callable[[fx.Graph], None]):
     broken = graph()
     fault(broken)
     with pytest.raises((RuntimeError, ValueError)) as expected:

@@ -73,7 +73,7 @@ def test_least_size_does_not_refuse_an_unknown_one() -> None:
     assert by_name["expert.up"].precision == by_name["dense.up"].precision == "mxfp8"
 
 
-def test_largest_size_refuses_an_unknown_one_and_says_so() -> None:
+def test_rule_with_max_m_refuses_an_unknown_size() -> None:
     by_name = {g.name: g for g in mixed(rule(name="*", max_m=1000)).gemms}
     assert by_name["dense.up"].precision == "mxfp8"
     assert (by_name["expert.up"].precision, by_name["expert.up"].reason) == (

@@ -260,7 +260,7 @@ def test_a_forward_that_cannot_be_copied_is_not_planned(caplog):
     assert {"blocks.0.up", "head"} <= {row[0] for row in rows(report_of_all())}
 
 
-def test_planning_leaves_what_the_forward_leads_to_as_it_is():
+def test_plan_leaves_the_owner_of_a_replaced_forward_unchanged():
     family = build()
     runner = Runner(family.model)
     family.model.forward = runner.run

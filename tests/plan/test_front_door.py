@@ -152,7 +152,7 @@ def test_layers_outside_of_compiled_code_are_in_the_report_as_such():
     assert report.summary.flop_share == pytest.approx(compiled / (compiled + uncompiled))
 
 
-def test_the_first_backward_says_what_ran_outside(caplog: pytest.LogCaptureFixture):
+def test_first_backward_warns_of_layers_run_outside(caplog: pytest.LogCaptureFixture):
     family = looped()
     with caplog.at_level(logging.WARNING, "mxcompile"):
         values(family, torch.compile(family.model, backend=mxcompile.Backend(policy=LOOP)))
@@ -160,7 +160,7 @@ def test_the_first_backward_says_what_ran_outside(caplog: pytest.LogCaptureFixtu
     assert len(said) == 1
 
 
-def test_strict_raises_for_what_ran_outside():
+def test_strict_backend_raises_for_layers_run_outside():
     family = looped()
     run = torch.compile(family.model, backend=mxcompile.Backend(policy=LOOP, strict=True))
     with pytest.raises(Exception, match=OUTSIDE) as raised:

@@ -58,7 +58,7 @@ def test_errors_keep_their_class_and_text_or_become_model_errors():
         isolated(threading.Lock)
 
 
-def test_a_child_that_ends_itself_is_an_error_that_says_how():
+def test_child_that_ends_itself_raises_error_with_code_or_signal():
     with pytest.raises(ChildError, match="exit code 0"):
         isolated(lambda: os._exit(0))
     with pytest.raises(ChildError, match="killed by SIGABRT"):
@@ -153,7 +153,7 @@ def test_isolated_function_cannot_write_files(tmp_path: Path):
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"kept": "old"}
 
 
-def test_what_libc_writes_is_refused(tmp_path: Path):
+def test_write_through_libc_is_refused_in_a_child(tmp_path: Path):
     kept = tmp_path / "kept"
     kept.write_text("old")
 

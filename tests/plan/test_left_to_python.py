@@ -191,7 +191,7 @@ class Modes(nn.Module):
         return self.layer(x)
 
 
-def test_nothing_compiled_is_said_and_raises(said: Any, tmp_path: Path):
+def test_model_without_compiled_code_warns_and_raises_under_strict(said: Any, tmp_path: Path):
     with torch.no_grad():
         whole(Modes(), policy=POLICY, report=tmp_path / "report.txt")(batch(), 2)
     assert NOT_COMPILED in (tmp_path / "report.txt").read_text()

@@ -177,7 +177,7 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 @pytest.mark.parametrize("shape", LEFT)
-def test_what_is_not_compiled_is_told(shape: str, caplog: pytest.LogCaptureFixture):
+def test_uncompiled_model_warns_once_and_raises_under_strict(shape: str, caplog: pytest.LogCaptureFixture):
     make, said = LEFT[shape]
     with pytest.raises(UnsupportedError, match=said):
         step(front_door(make(), policy=POLICY, strict=True))

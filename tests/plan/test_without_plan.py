@@ -92,7 +92,7 @@ def test_a_model_that_is_neither_compiled_nor_planned_has_records_of_its_weights
     assert report.summary.flop_share == 0
 
 
-def test_every_form_says_what_is_not_known():
+def test_every_report_form_notes_a_missing_plan():
     whole(Cut(), policy=POLICY)(batch())
     report = report_of_all()
     for suffix, form in FORMS.items():
@@ -134,7 +134,7 @@ def functions() -> tuple[Any, Any]:
     return lambda **options: torch.compile(both, backend=EagerBackend(policy=POLICY, **options)), both
 
 
-def test_cut_function_says_that_it_has_no_plan():
+def test_cut_function_without_module_notes_a_missing_plan():
     compiled, _ = functions()
     compiled()(batch())
     notes = [note for report in mxcompile.reports() for note in report.summary.warnings]
