@@ -35,7 +35,7 @@ def test_there_is_a_file_for_every_format():
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_the_format_is_told_by_the_content(name: str, tmp_path: Path):
+def test_import_detects_the_format_from_the_content(name: str, tmp_path: Path):
     text = yaml.safe_dump(FILES[name])
     assert imported(text, tmp_path).tool == FORMATS[name].TOOL
     assert imported(text, tmp_path) == imported(text, tmp_path, name)
@@ -43,7 +43,7 @@ def test_the_format_is_told_by_the_content(name: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("text", ["version: 1\nrules: []\n", "[]", "5", "", "{}", '{"a": {"b": 1}}'])
-def test_what_is_of_no_format_is_an_error(text: str, tmp_path: Path):
+def test_import_of_unknown_format_raises_policy_error(text: str, tmp_path: Path):
     with pytest.raises(PolicyError, match="neither of te, llm-compressor, torchao"):
         imported(text, tmp_path)
 
@@ -83,7 +83,7 @@ def test_a_missing_file_and_an_unknown_format_are_errors(tmp_path: Path):
         import_policy(tmp_path / "none.yaml", "llmcompressor")
 
 
-def test_comments_hold_whatever_the_file_says(tmp_path: Path):
+def test_comments_with_newlines_of_the_source_file_stay_comments(tmp_path: Path):
     section = {**FILES["te"]["s"], "Odd\nversion: 2\n": {"enabled": True}}
     made = imported(yaml.safe_dump({"s\n# \u2028rules: 5": section}), tmp_path)
     assert Policy.load(tmp_path / "written.yaml").to_dict()["version"] == 1
@@ -100,7 +100,7 @@ def test_a_rule_that_others_leave_nothing_is_listed(tmp_path: Path):
     )
 
 
-def test_the_command_writes_the_policy_and_lists_what_it_lacks(tmp_path: Path, monkeypatch, capsys):
+def test_import_command_writes_policy_and_lists_entries_left_out(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("debug.yaml").write_text(yaml.safe_dump(FILES["te"]))
     assert main(["policy", "import", "debug.yaml"]) == 0

@@ -110,7 +110,9 @@ def test_targets_match_in_the_order_of_compressed_tensors(one, other, ignore, tm
         ("UNQUANTIZED", False, []),
     ],
 )
-def test_every_scheme_is_sent_or_said_to_stay(scheme: str, sent: bool, notes: list[str], tmp_path: Path):
+def test_every_imported_scheme_becomes_a_rule_or_a_note(
+    scheme: str, sent: bool, notes: list[str], tmp_path: Path
+):
     settings = {"targets": ["re:.*q_proj"], "scheme": scheme}
     made = imported(yaml.safe_dump({"q_stage": {"q_modifiers": {"GPTQModifier": settings}}}), tmp_path)
     assert in_mxfp8(made.policy, layer("q_proj")) == ({"fprop"} if sent else set())
@@ -169,7 +171,7 @@ def test_the_config_of_a_compressed_model(tmp_path: Path):
     ]
 
 
-def test_the_last_modifier_wins_and_different_ignores_are_said(tmp_path: Path):
+def test_last_modifier_wins_and_different_ignores_are_noted(tmp_path: Path):
     modifiers = {
         "QuantizationModifier": {
             "targets": ["re:.*proj"],
@@ -187,7 +189,7 @@ def test_the_last_modifier_wins_and_different_ignores_are_said(tmp_path: Path):
     assert any("a.o_proj: ignored by this modifier alone" in note for note in made.notes)
 
 
-def test_embeddings_are_said_not_to_be_gemms(tmp_path: Path):
+def test_imported_embedding_targets_are_noted_as_not_gemms(tmp_path: Path):
     settings = {"targets": ["Linear", "Embedding"], "scheme": "MXFP8"}
     made = imported(
         yaml.safe_dump({"q_stage": {"q_modifiers": {"QuantizationModifier": settings}}}), tmp_path

@@ -137,13 +137,13 @@ def test_a_backward_in_high_precision(tmp_path: Path):
     assert not made.notes
 
 
-def test_what_is_off_asks_for_nothing(tmp_path: Path):
+def test_disabled_settings_of_a_recipe_add_no_notes(tmp_path: Path):
     off = "fp8_dpa: false\nfp8_mha: false\nbackward_override: null\nuse_power_2_scales: false\n"
     assert not imported(f"recipe: Float8CurrentScaling\n{off}", tmp_path).notes
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
-def test_recipes_of_torchao_are_what_torchao_makes_of_them(tmp_path: Path, name: str):
+def test_imported_torchao_recipes_match_torchao_configurations(tmp_path: Path, name: str):
     """Elements, extents and products in high precision of the installed torchao's own configuration."""
     config = pytest.importorskip("torchao.float8.config")
     theirs = config.Float8LinearConfig.from_recipe_name(name)
@@ -171,7 +171,7 @@ def test_recipes_of_torchao_are_what_torchao_makes_of_them(tmp_path: Path, name:
         assert differs == ("the weight has one scale in dgrad there" in " ".join(made.notes)) or not differs
 
 
-def test_what_a_policy_cannot_say_is_said(tmp_path: Path):
+def test_recipe_settings_without_counterpart_are_noted(tmp_path: Path):
     made = imported("recipe: DelayedScaling\nfp8_dpa: true\namax_compute_algo: mine\n", tmp_path)
     said = " ".join(made.notes)
     assert "fp8_dpa: has no counterpart here" in said

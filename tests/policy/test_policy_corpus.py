@@ -90,7 +90,7 @@ def test_an_expression_that_backtracks_for_ever_is_not_tried_when_a_file_is_read
         ("/dev/zero", "at most 262,144 bytes"),
     ],
 )
-def test_what_is_not_a_file_is_one_clear_error(name: str, piece: str, tmp_path: Path):
+def test_policy_path_that_is_not_a_file_raises_policy_error(name: str, piece: str, tmp_path: Path):
     (tmp_path / "folder").mkdir()
     path = tmp_path / name
     with pytest.raises(PolicyError) as caught:

@@ -63,7 +63,7 @@ def test_first_matching_rule_decides_the_layer():
     assert (precisions(second), reasons(second)) == (["mxfp8"] * 3, ["policy: rule 2"] * 3)
 
 
-def test_what_no_rule_matches_follows_the_preset():
+def test_layer_without_matching_rule_follows_the_preset():
     found = policy(rule("bf16", role="head"), preset="nvidia").decide(layer(role="qkv"))
     assert precisions(found) == ["mxfp8"] * 3
     assert reasons(found) == ["preset nvidia: role qkv"] * 3
@@ -269,14 +269,14 @@ def test_a_rule_missed_by_size_is_the_reason_for_bf16(limit, sizes, reason: str)
     assert (precisions(found), reasons(found)) == (["bf16"] * 3, [reason] * 3)
 
 
-def test_the_first_near_miss_is_told_also_where_a_later_rule_keeps_bf16():
+def test_first_near_miss_is_reported_despite_a_later_bf16_rule():
     found = policy(
         rule(role="ffn_in", min_k=256), rule(role="ffn_in", min_k=128), rule("bf16", name="*")
     ).decide(layer(k=48))
     assert reasons(found) == ["policy: min_k 256 (k=48)"] * 3
 
 
-def test_a_near_miss_is_told_only_for_the_gemms_the_rule_would_send():
+def test_near_miss_is_reported_only_for_gemms_that_rule_would_send():
     sent = {"fprop": "mxfp8", "wgrad": "bf16"}
     found = policy(rule(sent, role="other", min_k=256), preset="nvidia")
     assert reasons(found.decide(layer(role="other", k=48))) == [
@@ -293,7 +293,7 @@ def test_a_near_miss_is_told_only_for_the_gemms_the_rule_would_send():
     ],
     ids=["another role", "a rule for BF16", "after the deciding rule"],
 )
-def test_what_is_not_a_near_miss(rules: list[dict[str, Any]]):
+def test_rules_without_near_miss_give_no_min_k_reason(rules: list[dict[str, Any]]):
     assert all("min_k" not in reason for reason in reasons(policy(*rules).decide(layer(k=48))))
 
 

@@ -77,7 +77,7 @@ def write_if_named(text: str) -> bool:
 
 
 @pytest.mark.slow
-def test_the_page_does_what_it_says(folder: Path):
+def test_code_blocks_of_the_policy_page_run_as_written(folder: Path):
     accepted = PAGE.read_text(encoding="utf-8")
     for kind, text in blocks():
         match kind:
@@ -136,7 +136,7 @@ def test_the_page_has_every_word_of_the_language(word: str):
     assert f"`{word}`" in PAGE.read_text(encoding="utf-8")
 
 
-def test_the_pages_of_names_match_what_they_say():
+def test_name_patterns_of_the_policy_page_match_as_documented():
     rows = re.findall(r"^\| `([^`]+)` \| ([^|]+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     patterns = {pattern.replace(r"\|", "|"): said for pattern, said in rows}
     facts = {

@@ -53,7 +53,7 @@ def test_policy_schema_is_valid_json_schema():
     jsonschema.Draft202012Validator.check_schema(VALIDATOR.schema)
 
 
-def test_the_file_is_what_the_tables_say():
+def test_schema_file_equals_the_generated_schema():
     assert json_schema.PATH.read_text(encoding="utf-8") == json_schema.text()
 
 

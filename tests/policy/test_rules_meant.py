@@ -43,7 +43,7 @@ def test_mistyped_pattern_suggests_the_nearest_name(pattern: str, guess: str):
 
 
 @pytest.mark.parametrize("pattern", ["transformer.h.*", "re:.*up_prj", "*.x", "zzz"])
-def test_what_is_like_no_name_has_no_guess(pattern: str):
+def test_pattern_unlike_every_name_has_no_guess(pattern: str):
     assert meant(pattern, NAMES) == ""
 
 

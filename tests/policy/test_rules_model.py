@@ -99,7 +99,7 @@ def test_just_under_one_limit_and_far_under_another_is_not_near():
     assert fit.near == ()
 
 
-def test_just_under_is_only_said_where_it_changes_something():
+def test_near_miss_is_reported_only_where_it_changes_the_decision():
     def near(use: Any, preset: str) -> int:
         (fit,) = fits(policy(rule(use, role="ffn_out", min_k=250), preset=preset), decoder(1))
         return len(fit.near)
@@ -110,7 +110,7 @@ def test_just_under_is_only_said_where_it_changes_something():
     assert near({"rounding": "floor"}, "ocp") == 0
 
 
-def test_everything_is_said_by_name():
+def test_each_complaint_names_its_rule_and_pattern():
     found = policy(
         rule("bf16", name=["model.layers.0.*", "model.layrs.3.*"]),
         rule("bf16", name="*.qkv"),
@@ -132,7 +132,7 @@ def test_everything_is_said_by_name():
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_starter_decides_what_the_preset_does(preset: str, tmp_path: Path):
+def test_starter_policy_decides_as_its_preset(preset: str, tmp_path: Path):
     layers = decoder()
     path = tmp_path / "policy.yaml"
     path.write_text(starter(preset, layers, "a model"), encoding="utf-8")
@@ -188,7 +188,7 @@ def test_just_over_is_within_ten_percent_too():
     ]
 
 
-def test_blocks_that_match_nothing_are_told_what_there_is():
+def test_complaint_of_unmatched_blocks_describes_the_blocks_of_the_model():
     found = policy(
         rule("bf16", blocks={"first": 2}, name="head"), rule("bf16", blocks={"last": 1}, role="qkv")
     )
@@ -285,7 +285,7 @@ def test_policy_from_init_passes_check_and_show(model: str, capsys):
     assert max(map(len, printed.splitlines())) <= 120
 
 
-def test_init_overwrites_only_when_told(model: str, capsys):
+def test_init_overwrites_a_file_only_with_force(model: str, capsys):
     Path("start.yaml").write_text("mine")
     assert main(["policy", "init", model, "-o", "start.yaml"]) == 2
     assert Path("start.yaml").read_text() == "mine"
@@ -301,7 +301,7 @@ def test_policy_init_refuses_unknown_presets_and_missing_folders(model: str, cap
     assert "no/such/folder.yaml cannot be written: there is no folder" in capsys.readouterr().err
 
 
-def test_check_with_a_model_fails_on_what_matches_nothing(model: str, capsys):
+def test_check_with_a_model_fails_on_unmatched_rules(model: str, capsys):
     file = write(
         [rule(name=["0.*", "1.upp"]), rule("bf16", name="9.*"), rule(role="ffn_out", min_k=256)], "bf16"
     )
@@ -315,7 +315,7 @@ def test_check_with_a_model_fails_on_what_matches_nothing(model: str, capsys):
     ]
 
 
-def test_show_says_why_a_layer_cannot_go():
+def test_show_gives_the_reason_of_unsupported_layers():
     gemms = [
         GemmRecord(name=f"{i}.a", role="ffn_in", gemm=gemm, m=1, n=2, k=3, precision=precision, reason=reason)
         for i in range(2)

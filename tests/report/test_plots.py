@@ -11,7 +11,7 @@ from mxcompile.errors import OptionError
 from mxcompile.report.forms import plots
 
 
-def test_a_figure_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+def test_figure_without_matplotlib_raises_error_with_install_command(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(OptionError, match="plots need matplotlib: pip install matplotlib"):
         plots.figure()
@@ -25,7 +25,7 @@ def test_a_figure_without_matplotlib_says_what_to_install(monkeypatch: pytest.Mo
         ["audit", "absent:made", "--plots", "plots"],
     ],
 )
-def test_commands_without_matplotlib_say_so_before_a_model_is_made(
+def test_commands_without_matplotlib_fail_before_making_a_model(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

@@ -111,7 +111,7 @@ def test_new_and_removed_layers_did_not_fall_back():
     assert new.since(old).fell_back == ()
 
 
-def test_the_products_of_an_attention_are_told_apart():
+def test_diff_separates_the_two_products_of_an_attention():
     scores, values = kept("a", role="attn_scores"), kept("a", role="attn_values", kernel="k")
     assert changed(report(scores, values), report(values, scores)) == []
 
@@ -154,7 +154,7 @@ def files(folder: Path, old: Report, new: Report) -> list[str]:
     return [str(folder / "old.json"), str(folder / "new.json")]
 
 
-def test_the_exit_status_says_whether_a_layer_fell_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_exit_status_of_diff_is_1_if_a_layer_fell_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     lost = report(*LAYERS[:-1], to_bf16(LAYERS[-1]), kept())
     paths = files(tmp_path, OLD, lost)
     assert main(["diff", *paths]) == 1
@@ -231,7 +231,7 @@ def test_reports_without_a_layer_in_common_fail(tmp_path: Path, capsys: pytest.C
         assert "fell back" not in said
 
 
-def test_a_share_that_drops_fails_unless_told_otherwise(tmp_path: Path):
+def test_diff_fails_on_lower_share_unless_limited_to_fallback(tmp_path: Path):
     """A large layer is new and in BF16: none fell back."""
     new = report(*LAYERS, kept(), replace(kept("new"), n=1 << 16))
     assert new.since(OLD).fell_back == ()

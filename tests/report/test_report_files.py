@@ -199,7 +199,7 @@ def test_every_figure_of_a_merged_report_is_a_sum():
     assert {name: getattr(merged, name) for name in figures} == {name: 2 * n for name, n in figures.items()}
 
 
-def test_what_one_rank_compiled_wins_over_what_another_planned():
+def test_compiled_records_of_a_rank_replace_planned_records_of_another():
     plan = [*training("0.up"), *training("1.up")]
     stages = [
         Report.from_parts(
@@ -352,7 +352,7 @@ def test_a_slow_report_file_is_complete_after_a_call_and_after_a_backward(tmp_pa
     assert {gemm.gemm for gemm in report.gemms if gemm.kernel} == {"fprop", "dgrad", "wgrad"}
 
 
-def test_gathering_without_ranks_is_what_this_process_has():
+def test_gather_reports_without_ranks_returns_local_reports():
     step()
     assert mxcompile.gather_reports() == mxcompile.reports()
 

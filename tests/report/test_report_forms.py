@@ -51,7 +51,7 @@ def test_a_long_name_is_whole_on_several_lines():
     assert len(first) > 2
 
 
-def test_what_fits_is_shown_whole():
+def test_names_and_kernels_that_fit_are_shown_in_full():
     name = "model.language_model.layers.0.mlp.up_proj"
     why = {"reason": "preset nvidia: role ffn_in", "code": "preset and role", "facts": ("nvidia", "ffn_in")}
     text = str(report(record(name, **why, kernel="k" * 50)))
@@ -80,7 +80,7 @@ def test_kernels_whose_formats_do_not_agree_are_rows_of_their_own():
     assert "x: e5m2 1x32 rceil; w: e4m3 1x32 rceil" in text
 
 
-def test_estimates_are_said_to_be_estimates():
+def test_estimates_are_labelled_as_not_measured():
     gemms = [
         record("a", estimate_us=2.0, estimate_bf16_us=3.0),
         record("b", estimate_us=4.0, estimate_bf16_us=3.0),
@@ -129,12 +129,12 @@ def test_text_of_a_training_report():
     ]
 
 
-def test_operands_of_different_formats_are_told_apart():
+def test_operands_of_different_formats_are_listed_separately():
     gemm = record(formats=(replace(DY, elem="e5m2"), replace(W, block="32x32")))
     assert "w: e4m3 32x32 rceil; dy: e5m2 1x32 rceil" in str(report(gemm))
 
 
-def test_a_layer_run_in_two_precisions_says_both():
+def test_layer_run_in_two_precisions_lists_both():
     gemms = [
         record(source="a.py:1"),
         record(source="a.py:1", precision="bf16", reason="role other"),
@@ -143,7 +143,7 @@ def test_a_layer_run_in_two_precisions_says_both():
     assert "policy: rule 1; role other" in str(report(*gemms))
 
 
-def test_a_batched_product_says_so():
+def test_batched_product_is_shown_with_its_batch_size():
     assert "8·64×96×32" in str(report(record(batch=8)))
 
 
@@ -224,7 +224,7 @@ def test_a_report_is_saved_in_the_form_of_its_suffix(suffix: str, tmp_path: Path
     assert text.endswith("\n")
 
 
-def test_text_and_json_files_hold_what_python_shows(tmp_path: Path):
+def test_text_and_json_files_equal_the_forms_in_python(tmp_path: Path):
     found = whole_report()
     found.save(str(tmp_path / "report.txt"))
     found.save(str(tmp_path / "report.json"))
@@ -250,7 +250,7 @@ def test_an_unknown_suffix_is_an_error_that_writes_nothing(name: str, piece: str
     assert [*tmp_path.iterdir()] == []
 
 
-def test_what_the_weights_would_take_stored():
+def test_report_estimates_the_bytes_of_weights_when_stored():
     """Of 96·32 elements in BF16 to one byte each and one a block of 32."""
     said = str(report(*training("up"), weights=(("up", 2 * 96 * 32, 2 * 96 * 32),)))
     assert "weights of linear layers: 6.0 KiB (3.1 KiB as quantize_weights_ would store them)\n" in said
@@ -260,7 +260,7 @@ def test_what_the_weights_would_take_stored():
     assert "weights of linear layers: 6.0 KiB\n" in said
 
 
-def test_more_saved_than_in_bf16_is_said():
+def test_more_saved_bytes_than_in_bf16_give_a_warning():
     said = str(report(*training("up"), saved_bytes=106, saved_bytes_bf16=100))
     assert "warning: more is kept for backward than in BF16" in said
     assert "warning: more is kept" not in str(report(*training("up"), saved_bytes=99, saved_bytes_bf16=100))

@@ -172,7 +172,7 @@ def test_the_line_of_source_is_shown(tmp_path: Path):
     assert "nowhere.py:x" in html
 
 
-def test_sections_are_there_when_there_is_something_to_say():
+def test_html_sections_appear_only_with_content():
     bare = to_html(report(kept()))
     assert 'id="graph"' not in bare
     assert 'id="numerics"' not in bare

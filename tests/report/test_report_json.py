@@ -84,7 +84,7 @@ def test_the_published_schema_is_a_schema():
 
 
 @pytest.mark.parametrize("found", REPORTS)
-def test_what_is_written_is_as_the_schema_says(found: Report):
+def test_written_report_validates_against_the_schema(found: Report):
     VALIDATOR.validate(json.loads(found.to_json()))
 
 
@@ -142,12 +142,12 @@ def test_keys_of_later_versions_are_passed_over():
     assert Report.from_json(json.dumps(data)) == whole_report()
 
 
-def test_a_form_of_a_later_version_is_said_to_be_one():
+def test_report_of_a_later_schema_raises_option_error():
     with pytest.raises(OptionError, match=r"2 is not 1, which .* a newer mxcompile wrote it"):
         Report.from_json(json.dumps({**as_json(), "schema": 2}))
 
 
-def test_files_from_before_they_said_their_kind():
+def test_report_file_without_kind_is_still_read():
     data = as_json()
     del data["kind"]
     assert Report.from_json(json.dumps(data)) == whole_report()

@@ -62,7 +62,7 @@ def test_an_edge_past_a_row_goes_round_its_node():
     assert abs(x - middle.x) > middle.width / 2
 
 
-def test_a_block_starts_below_what_came_before():
+def test_block_is_placed_below_earlier_blocks():
     names = ("in", "layers.0.a", "layers.0.b", "layers.1.a", "out")
     layout = placed(outline_of(*names, edges=((0, 1), (1, 2), (0, 3), (3, 4))))
     assert [layout.rows[i] for i in range(5)] == [0, 1, 2, 3, 4]

@@ -132,7 +132,7 @@ def test_cache_state_of_several_graphs(states: list[str], state: str):
     assert merged(*(Part(cache=cache) for cache in states)).cache == state
 
 
-def test_inference_saves_nothing_and_says_nothing_of_it():
+def test_inference_report_has_no_saved_bytes():
     assert merged(Part(), Part()).saved_bytes is None
     assert "saved for backward" not in str(report(record()))
 

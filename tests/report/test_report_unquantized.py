@@ -33,7 +33,7 @@ def test_much_in_mxfp8_needs_no_reasons():
     assert "unknown" not in text
 
 
-def test_headline_says_what_is_not_in_the_share():
+def test_headline_counts_products_of_unknown_flops():
     reason = Reason(Code.UNCOUNTED, "lib.attention")
     unknown = kept("attn", reason=str(reason), code=str(reason.code), facts=reason.facts, **OPAQUE)
     made = report(record(), unknown, unknown)
