@@ -326,7 +326,7 @@ def test_experts_of_gpt_oss_without_their_scales_are_refused(tmp_path):
 @pytest.mark.filterwarnings("ignore")  # Transformers and compressed-tensors comment on themselves
 @pytest.mark.parametrize("make", [llama, lambda: llama(tied=True), llava], ids=["llama", "tied", "llava"])
 @pytest.mark.parametrize("elems", [(FP8, FP8), (FP4, FP4), (FP8, FP4)], ids=["mxfp8", "mxfp4", "both"])
-def test_transformers_loads_what_we_write(tmp_path, make, elems):
+def test_transformers_loads_saved_quantized_checkpoints(tmp_path, make, elems):
     """Every layer that is not stored is named in `ignore`, or Transformers makes up scales for it."""
     model = store_blocks(make(), *elems)
     mxcompile.save_quantized(model, tmp_path / "out")
@@ -340,7 +340,7 @@ def test_transformers_loads_what_we_write(tmp_path, make, elems):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_a_layout_cannot_hold_is_refused(tmp_path, layout):
+def test_weight_unsupported_by_the_layout_is_refused(tmp_path, layout):
     model = nn.Sequential(nn.Linear(70, 32))
     model[0].weight = nn.Parameter(mxcompile.quantize(model[0].weight), requires_grad=False)
     with pytest.raises(CheckpointError, match=r"0.weight: .* whole blocks of 32 only \(k=70\)"):
@@ -468,7 +468,7 @@ def test_save_into_an_existing_directory_raises(tmp_path):
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_what_holds_no_mxfp8_is_refused(tmp_path, whole):
+def test_model_or_folder_without_quantized_weights_is_refused(tmp_path, whole):
     """Both ways, for a model of Hugging Face and any other: neither is silently something else."""
     model = llama() if whole else small()
     with pytest.raises(

@@ -52,7 +52,7 @@ def source(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("layout", ["compressed-tensors", "torchao"])
-def test_the_result_is_what_quantize_weights_makes(source, tmp_path, layout):
+def test_convert_makes_the_weights_of_quantize_weights(source, tmp_path, layout):
     before = digests(source)
     table = convert(source, tmp_path / "out", layout=layout, progress=False)
     assert digests(source) == before
@@ -184,7 +184,7 @@ def llama_state(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
-def test_convert_command_writes_what_the_dry_run_announces(source, tmp_path, capsys):
+def test_convert_command_writes_the_weights_that_dry_run_lists(source, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["convert", str(source), str(out), "--dry-run"]) == 0
     foreseen = capsys.readouterr().out
@@ -226,7 +226,7 @@ def test_a_checkpoint_that_is_quantized_in_part_is_refused(tmp_path: Path, layou
     assert not (tmp_path / "out").exists()
 
 
-def test_who_loads_other_dtypes_than_bf16_is_told(source, tmp_path, capsys):
+def test_convert_of_fp32_model_prints_the_dtype_for_loading(source, tmp_path, capsys):
     """Layers that compressed-tensors decompresses, always to BF16, failed beside FP32 ones."""
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
@@ -288,7 +288,7 @@ def test_invalid_checkpoints_and_targets_are_refused(source, tmp_path, how, caps
 
 
 @pytest.mark.slow
-def test_what_cannot_be_written_is_one_line_and_leaves_nothing(source, tmp_path, monkeypatch, capsys):
+def test_failed_convert_prints_a_line_and_leaves_no_files(source, tmp_path, monkeypatch, capsys):
     """A file system that takes no more, and places that are none."""
     chosen_once(monkeypatch, source)
     (tmp_path / "file").touch()

@@ -65,13 +65,13 @@ def trained_and_served(compiled: Callable[..., Any], policy: Any, dtype: torch.d
     assert not torch.equal(seen[0], seen[2])
 
 
-def test_what_each_step_exports_gives_the_logits_of_its_forward():
+def test_weights_exported_each_step_give_logits_of_eager_forward():
     trained_and_served(eager, "nvidia", torch.bfloat16, "inference")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["nvidia", "ocp"])
-def test_what_each_step_exports_gives_the_logits_of_its_compiled_forward(policy):
+def test_weights_exported_each_step_give_logits_of_compiled_forward(policy):
     trained_and_served(inductor, policy, torch.float32, policy)
 
 
@@ -129,7 +129,7 @@ def test_weights_in_mxfp4_are_packed(layout):
         }  # fmt: skip
 
 
-def test_a_weight_that_the_layout_cannot_hold_keeps_its_dtype_and_says_why():
+def test_weight_unsupported_by_the_layout_keeps_dtype_with_reason():
     policy = {
         "version": 1,
         "rules": [

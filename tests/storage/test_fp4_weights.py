@@ -48,7 +48,7 @@ def test_weights_in_mxfp4_take_a_quarter_and_are_those_of_the_precision():
     }  # fmt: skip
 
 
-def test_an_odd_length_stays_and_says_why():
+def test_weight_of_odd_length_is_not_stored_with_reason():
     policy = {"version": 1, "preset": "inference", "rules": [{"match": {"name": "*"}, "use": "mxfp4"}]}
     model = nn.Sequential(nn.Linear(97, 64, dtype=BF16), nn.ReLU(), nn.Linear(64, 64, dtype=BF16))
     table = mxcompile.quantize_weights_(model, policy, args=(torch.randn(2, 97, dtype=BF16),), progress=False)
@@ -168,7 +168,7 @@ def test_a_product_takes_the_codes_of_nvfp4_weights_as_they_are():
 
 
 @pytest.mark.parametrize("policy", ["bf16", "nvfp4"])
-def test_experts_in_nvfp4_are_decoded_or_cast_again_and_the_record_says_which(policy):
+def test_nvfp4_experts_are_decoded_or_recast_as_recorded(policy):
     """A stack whose experts have a global scale each, as checkpoints do."""
     rule = {"version": 1, "rules": [{"match": {"name": "*"}, "use": policy}]}
 

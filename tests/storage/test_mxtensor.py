@@ -98,7 +98,7 @@ DENSE = {
 
 @ALL_FORMATS
 @pytest.mark.parametrize("name", KEEPING)
-def test_what_keeps_blocks_whole_stays_stored(name, how):
+def test_operations_that_keep_whole_blocks_return_mxtensors(name, how):
     w = mxcompile.quantize(spread(6, 100), **how)
     found, dense = KEEPING[name](w), KEEPING[name](w.dequantize(BF16))
     assert isinstance(found, MXTensor)
@@ -243,7 +243,7 @@ def test_is_shared_between_processes():
     assert equal(stored.weight, dense.weight)
 
 
-def test_who_writes_safetensors_is_told_what_can():
+def test_save_model_of_safetensors_raises_error_naming_save_quantized():
     """`save_pretrained` comes here too; it said that data pointers are accessed."""
     stored, _ = stored_linear()
     with pytest.raises(FormatError, match="save_quantized"):

@@ -91,7 +91,7 @@ def test_values_are_those_that_compressed_tensors_decompresses(tmp_path, seed):
     assert torch.equal(decompressed(ours), model["m"].weight.dequantize())
 
 
-def test_what_is_read_is_written_again_byte_for_byte(tmp_path):
+def test_loaded_nvfp4_checkpoint_is_saved_byte_for_byte(tmp_path):
     folder = write(tmp_path / "in", theirs(torch.randn(96, 64, dtype=BF16), factor=0.7))
     model = mxcompile.load_quantized(folder, layer())
     mxcompile.save_quantized(model, tmp_path / "out")
@@ -124,7 +124,7 @@ def store_blocks(model: nn.Module, attention: str = "two-level") -> nn.Module:
 
 @pytest.mark.filterwarnings("ignore")  # Transformers and compressed-tensors comment on themselves
 @pytest.mark.parametrize("attention", ["two-level", "rceil"], ids=["nvfp4", "beside mxfp4"])
-def test_transformers_loads_what_we_write(tmp_path, attention):
+def test_transformers_loads_saved_nvfp4_checkpoints(tmp_path, attention):
     model = store_blocks(llama(), attention)
     mxcompile.save_quantized(model, tmp_path / "out")
     loaded, info = type(model).from_pretrained(tmp_path / "out", dtype=BF16, output_loading_info=True)
@@ -180,7 +180,7 @@ def test_saved_stack_of_experts_loads_with_equal_values(tmp_path):
     assert all(torch.equal(files[name].view(torch.uint8), last[name].view(torch.uint8)) for name in files)
 
 
-def test_scales_of_activations_are_left_out_and_said(tmp_path, caplog, capsys):
+def test_scales_of_activations_are_not_read_with_a_warning(tmp_path, caplog, capsys):
     """As W4A4 checkpoints have them."""
     parts = theirs(torch.randn(96, 64, dtype=BF16)) | {"input_global_scale": torch.ones(1)}
     folder = write(tmp_path / "in", parts)
@@ -267,7 +267,7 @@ def test_groups_in_other_formats_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("k", "message"), [(40, r"whole blocks of 16 only \(k=40\)"), (64, "torchao has MXFP8 e4m3, .* only")]
 )
-def test_what_a_layout_cannot_hold_is_refused(tmp_path, k, message):
+def test_nvfp4_weight_unsupported_by_the_layout_is_refused(tmp_path, k, message):
     model = layer(96, k)
     model["m"].weight = nn.Parameter(quantize(model["m"].weight), requires_grad=False)
     with pytest.raises(CheckpointError, match=message):

@@ -227,7 +227,7 @@ def test_tiles_that_the_weight_cuts_are_read(tmp_path):
         assert torch.equal(weight.dequantize(), wanted.to(BF16))
 
 
-def test_powers_of_two_in_fp32_are_mxfp8_if_the_config_says_so(tmp_path):
+def test_fp32_powers_of_two_load_as_mxfp8_under_ue8m0_config(tmp_path):
     codes, scale = e4m3(N, K), torch.exp2(torch.randint(-9, 2, (2, 3)).float())
     about = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
     weight = loaded(write(tmp_path / "in", {"m.weight": codes, "m.weight_scale_inv": scale}, about))

@@ -96,7 +96,7 @@ def test_compiled_with_mxfp8_it_is_the_model_of_dense_weights_bit_for_bit():
     assert bytes_[0] < bytes_[1] - 0.9 * blocks
 
 
-def test_records_say_that_weights_are_stored():
+def test_gemm_records_have_the_stored_format_of_weights():
     model, _ = quantized()
     for policy, precision in (("inference", "mxfp8"), ("bf16", "bf16")):
         report = mxcompile.explain(model, TOKENS, policy=policy, training=False)
@@ -156,7 +156,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("case", RULES)
-def test_a_rule_for_tied_weights_says_what_became_of_them(case, caplog):
+def test_rule_for_tied_weights_gives_reason_and_warnings(case, caplog):
     match, reason, warnings = RULES[case]
     policy = {"version": 1, "preset": "inference", "rules": [{"match": match, "use": "mxfp8"}]}
     with caplog.at_level("WARNING", logger="mxcompile"):
@@ -167,7 +167,7 @@ def test_a_rule_for_tied_weights_says_what_became_of_them(case, caplog):
 
 
 @pytest.mark.parametrize("policy", ["fp8_rowwise", "fp8_tensor", "fp8_block", "fp8_delayed"])
-def test_a_policy_without_mxfp8_stores_nothing_and_says_so(policy):
+def test_policy_without_mxfp8_stores_no_weights(policy):
     model = Model()
     with pytest.raises(
         PolicyError, match=f"preset {policy} stores no weight: stored weights have a scale for 32 elements"
@@ -195,7 +195,7 @@ def test_of_several_formats_those_of_32_elements_are_stored():
     assert "this mxfp6_e2m3 has other scales" in reasons["gate"]
 
 
-def test_the_headline_counts_what_stays_as_it_was():
+def test_headline_of_the_table_counts_weights_left_unquantized():
     model, table = quantized()
     every = sum(getattr(p, "stored_bytes", p.nbytes) for p in model.parameters() if p.ndim > 1)
     bf16 = 2 * sum(p.numel() for p in model.parameters() if p.ndim > 1)
@@ -218,7 +218,7 @@ class Transposed(nn.Module):
         return x @ self.both @ self.both.t()
 
 
-def test_blocks_run_along_what_is_contracted():
+def test_blocks_run_along_the_contracted_dimension():
     model = Transposed()
     dense = [value.detach().clone() for value in model.parameters()]
     table = mxcompile.quantize_weights_(model, ALL, args=(torch.randn(3, 64, dtype=BF16),), progress=False)
@@ -331,7 +331,7 @@ def test_sharded_parameters_are_refused():
         torch.distributed.destroy_process_group()
 
 
-def test_a_report_says_how_stored_weights_are_read():
+def test_report_counts_stored_weights_read_as_codes_or_dequantized():
     model, _ = quantized()
     report = mxcompile.explain(model, TOKENS, policy="bf16", training=False)
     text = " ".join(str(report).split())

@@ -27,7 +27,7 @@ def pair():
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_generates_what_the_dense_model_of_its_values_generates(cache):
+def test_stored_model_generates_the_tokens_of_its_dense_values(cache):
     stored, dense = pair()
     options = {**GREEDY, "cache_implementation": cache}
     assert torch.equal(stored.generate(PROMPT, **options), dense.generate(PROMPT, **options))

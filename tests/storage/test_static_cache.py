@@ -58,7 +58,7 @@ def reference_cache(model: nn.Module) -> StaticCache:
 
 @pytest.mark.parametrize("head_dim", [64, 80, 7])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_layer_gives_what_was_written_cast_once(head_dim: int, dtype: torch.dtype):
+def test_cache_layer_returns_written_values_cast_once(head_dim: int, dtype: torch.dtype):
     torch.manual_seed(0)
     layer, rows = MXStaticLayer(max_cache_len=9), torch.randn(2, 3, 7, head_dim).to(dtype)
     assert layer.keys is None
@@ -92,7 +92,7 @@ def test_a_layer_is_reset_reordered_and_moved():
     assert torch.equal(layer.keys, before)
 
 
-def test_a_layer_of_integers_gives_what_was_written_cast_once():
+def test_integer_cache_layer_returns_written_values_cast_once():
     """k/64 times a power of two, by numpy in FP64."""
     torch.manual_seed(0)
     layer, rows = MXStaticLayer(max_cache_len=7, form=stored_form(torch.int8)), torch.randn(2, 3, 7, 64)
@@ -125,7 +125,7 @@ def test_quantized_cache_takes_half_the_bytes(precision: str):
 
 
 @pytest.mark.parametrize("make", [llama, gpt2])
-def test_generates_what_the_reference_cast_generates(make):
+def test_generation_with_mx_cache_equals_the_reference_cache(make):
     model = make()
     found = model.generate(PROMPT, cache=mxcompile.static_cache(model, ROOM), **GREEDY)
     assert torch.equal(found, model.generate(PROMPT, cache=reference_cache(model), **GREEDY))
@@ -177,7 +177,7 @@ def test_layers_with_a_window_stay_as_they_are(caplog: pytest.LogCaptureFixture)
     assert "2 of 4 layers keep their keys and values as they are: a layer with a sliding" in caplog.text
 
 
-def test_refuses_what_has_nothing_to_store():
+def test_static_cache_refuses_models_without_storable_layers():
     from transformers import MistralConfig
 
     with pytest.raises(MXCompileError, match=r"no layer of MistralConfig .* sliding window"):

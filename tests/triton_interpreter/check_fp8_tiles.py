@@ -86,7 +86,7 @@ def test_fp8_cast_of_every_bf16_value_equals_reference(elem: str, native: bool):
 
 @ELEM
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_quotients_beside_what_fp8_rounds_at(elem: str, dtype: torch.dtype):
+def test_quotients_near_rounding_midpoints_match_the_reference(elem: str, dtype: torch.dtype):
     """x next to s · m, for every m halfway between two elements."""
     fmt, scale = Format.parse(f"{elem} channel nearest"), scales(32)
     codes = torch.arange(0, 0x7E if elem == "e4m3" else 0x7B, dtype=torch.uint8)

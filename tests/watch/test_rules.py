@@ -100,7 +100,7 @@ def test_watch_with_invalid_layer_expression_raises():
         Watch(print, layers="re:(")
 
 
-def test_a_rule_for_nothing_is_told_once(caplog: pytest.LogCaptureFixture):
+def test_unmatched_watch_rule_gives_a_single_warning(caplog: pytest.LogCaptureFixture):
     model = Model()
     rules = [{"when": {"amax": "> 1e9"}, "layer": layer} for layer in ("blocks.0.up", "block.0.up")]
     with caplog.at_level(logging.WARNING, "mxcompile.watch"):

@@ -94,7 +94,7 @@ def sample(amax: float) -> ranks.Sample:
     return {("up", "fprop", "x"): Tally.from_numbers("ffn_in", "e4m3 1x32 rceil", numbers)}
 
 
-def test_the_first_rank_joins_what_the_others_send(monkeypatch: pytest.MonkeyPatch):
+def test_first_rank_joins_samples_of_all_other_ranks(monkeypatch: pytest.MonkeyPatch):
     """Sums and maxima of two ranks; one that sends nothing is left out, with one warning."""
     place, written, warned, told = Place(monkeypatch), [], [], []
     first, second = (
@@ -122,7 +122,7 @@ def test_the_first_rank_joins_what_the_others_send(monkeypatch: pytest.MonkeyPat
     assert told == [{"kind": "nonfinite", "rank": 1}]
 
 
-def test_all_ranks_hear_what_rules_find(monkeypatch: pytest.MonkeyPatch):
+def test_all_ranks_receive_the_rules_that_fired(monkeypatch: pytest.MonkeyPatch):
     """Of the joined sample; a rank that was silent is heard when it sends again."""
     place, warned = Place(monkeypatch), []
 

@@ -35,7 +35,7 @@ for step in range(1_000_000):
 """
 
 
-def test_a_killed_writer_leaves_what_it_has_written(tmp_path: Path):
+def test_killed_writer_leaves_complete_records_in_the_file(tmp_path: Path):
     path = tmp_path / "run.jsonl"
     with subprocess.Popen(
         [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True
@@ -137,7 +137,7 @@ def test_writer_creates_missing_folders(tmp_path: Path):
     assert path.is_file()
 
 
-def test_a_writer_that_raises_is_told_once(caplog: pytest.LogCaptureFixture):
+def test_each_failing_writer_gives_a_single_warning(caplog: pytest.LogCaptureFixture):
     """Training goes on, and other writers get their records."""
 
     def broken(record: object) -> None:
