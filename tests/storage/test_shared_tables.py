@@ -91,7 +91,7 @@ def test_rules_of_two_formats_store_no_shared_weight():
     assert (row.stored, row.reason) == (False, "its GEMMs cast it in different ways")
 
 
-def test_a_table_in_a_format_without_stored_weights_says_so():
+def test_a_table_in_a_format_without_stored_weights_raises():
     model = Model()
     model.head = nn.Linear(96, 64, bias=False, dtype=torch.bfloat16)
     _, table = quantized(model, {"version": 1, "rules": [{"match": {"name": "embed"}, "use": "mxfp6_e2m3"}]})
