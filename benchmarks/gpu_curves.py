@@ -29,7 +29,7 @@ MOST = 0.01
 
 
 class Autocast(nn.Module):
-    """The model as the demo calls it, its products in BF16. Graphs are traced on the CPU, also for a GPU."""
+    """The model as the demo calls it, its products in BF16."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Autocast(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits, [batch, length, vocabulary]."""
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cuda", torch.bfloat16):
             logits: Tensor = self.model(input_ids=input_ids).logits
         return logits
 

@@ -61,9 +61,8 @@ class Rehearsal(Generic[Mode]):
 
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Traces the model called with `args` and `kwargs`. Returns its fake result. Raises `ModelError`."""
-        return call(
-            self.model, args, dict(kwargs), mode=self.mode, backend=self._backend, training=self.training
-        )
+        fakes: dict[str, Any] = {"mode": self.mode, "device": self.target.device}
+        return call(self.model, args, dict(kwargs), backend=self._backend, training=self.training, **fakes)
 
     def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         current = dataclasses.replace(captured(gm, example_inputs, self.model), blocks=self.repeats.blocks)

@@ -19,7 +19,7 @@ from torch.overrides import _pop_mode, _push_mode
 from torch.utils._pytree import tree_map_only
 
 from mxcompile.errors import ModelError, MXCompileError
-from mxcompile.models.gpu_operators import gpu_operators
+from mxcompile.models.gpu_operators import gpu_autocast, gpu_operators
 from mxcompile.models.places import where_failed
 from mxcompile.models.reading import values_read
 from mxcompile.models.value_tracking_mode import ValueTrackingMode
@@ -78,11 +78,12 @@ def call(
     mode: FakeTensorMode,
     backend: Callable[..., Any],
     training: bool,
+    device: str,
 ) -> Any:
     """Compiles `model`, a copy on fakes of `mode`, with `backend` by calling it on `args` and `kwargs`.
 
-    Returns the model's result. Raises `ModelError` with the error of the model, Dynamo or the backend and its
-    source line; the traceback goes to the debug log.
+    device: type of the device that the fakes stand for. Returns the model's result. Raises `ModelError` with
+    the error of the model, Dynamo or the backend and its source line; the traceback goes to the debug log.
     """
     arguments = tree_map_only(Tensor, Faker(mode), (tuple(args), dict(kwargs)))
 
@@ -96,6 +97,7 @@ def call(
         _without_function_modes(),
         values_read(),
         gpu_operators(),
+        nullcontext() if device == "cpu" else gpu_autocast(),
         unlogged(),
         mode,
         gradients,

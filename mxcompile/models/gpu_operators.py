@@ -2,13 +2,14 @@
 
 `torch.histc` of integers, which torchtitan uses to count the tokens of each expert, has no CPU kernel. Dynamo
 captures the Triton kernels of a model's own code as on a GPU; launched outside of Dynamo on fakes they do
-nothing.
+nothing. ``torch.autocast("cuda")`` acts on the fakes: PyTorch turns it off on a machine without a GPU.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -31,6 +32,24 @@ def gpu_operators() -> Iterator[None]:
         patches.enter_context(mock.patch.dict(fake_impls.op_implementations_dict, {_HISTC: _histc}))
         if _triton.has_triton_package():
             _launch_nothing(patches)
+        yield
+
+
+@contextmanager
+def gpu_autocast() -> Iterator[None]:
+    """Lets a GPU's autocast act on fake CPU tensors, within the context and from around it."""
+    create = torch.autocast.__init__
+
+    @functools.wraps(create)  # Dynamo reads the signature
+    def on_cpu(self: Any, device_type: str, dtype: Any = None, *options: Any, **named: Any) -> None:
+        current = "cpu" if torch.is_autocast_enabled("cpu") else device_type
+        create(self, "cpu", dtype or torch.get_autocast_dtype(current), *options, **named)
+
+    around = torch.is_autocast_enabled("cuda")
+    with (
+        mock.patch.object(torch.autocast, "__init__", on_cpu),
+        torch.autocast("cuda") if around else nullcontext(),
+    ):
         yield
 
 

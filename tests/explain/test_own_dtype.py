@@ -66,6 +66,29 @@ def test_dtype_of_products_is_the_dtype_of_autocast():
     assert {gemm.dtype for gemm in report.gemms if gemm.gemm == "fprop"} == {"bfloat16"}
 
 
+class Autocasting(nn.Module):
+    """Layers a and b under a GPU's autocast, and layer c between them, where it is turned off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            y = self.a(x)
+            with torch.autocast("cuda", enabled=False):
+                y = self.c(y.float())
+            with torch.autocast("cuda"):
+                return self.b(y)
+
+
+def test_autocast_of_a_gpu_acts_on_a_model_that_is_explained_for_it():
+    report = mxcompile.explain(Autocasting(), torch.randn(64, 64), target="sm_100", policy="bf16")
+    found = {(gemm.name, gemm.dtype) for gemm in report.gemms}
+    assert found == {("a", "bfloat16"), ("b", "bfloat16"), ("c", "float32")}
+    assert not torch.is_autocast_enabled("cpu")
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_audit_names_the_dtype_of_its_reference(dtype: str):
     wide = getattr(torch, dtype)
