@@ -6,8 +6,15 @@ import itertools
 import os
 import random
 import tempfile
+import traceback
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
+
+import mxcompile
+
+PRODUCT = Path(mxcompile.__file__).parent
 
 _caches = tempfile.TemporaryDirectory(prefix="mxcompile-tests-", ignore_cleanup_errors=True)
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = _caches.name
@@ -56,6 +63,23 @@ def pytest_collection_modifyitems(config, items):
         left_out |= {item for index, item in enumerate(group) if index not in chosen and len(group) > most}
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
+
+
+OPTIONAL = ("compressed_tensors", "expecttest", "jsonschema", "torchao")
+"""Packages for tests that a machine with a GPU may lack."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Skip a test that imports one of these packages if it is not installed; imports of the product fail."""
+    try:
+        return (yield)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+        if package not in OPTIONAL or find_spec(package) or any(PRODUCT in file.parents for file in files):
+            raise
+        pytest.skip(f"{package} is not installed")
 
 
 @pytest.fixture(autouse=True)
