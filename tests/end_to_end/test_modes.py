@@ -11,6 +11,7 @@ import torch
 from helpers.blocks import WIDTH, block, features
 from helpers.eager import reference_linears
 from helpers.eager_backend import EagerBackend
+from helpers.needs import VIEWS_OF_ONE_BUFFER
 from helpers.reference import sqnr_db
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
@@ -278,6 +279,7 @@ class Flex(nn.Module):
         return x + self.out(flex_attention(q, k, v, score_mod=causal).transpose(1, 2).flatten(2))
 
 
+@VIEWS_OF_ONE_BUFFER
 def test_layers_around_flex_attention_are_quantized_in_inference():
     """In inference: on a CPU it has no backward."""
     model, x = Flex(), features(2, 37, WIDTH)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._inductor.kernel.flex import flex_cpu
 
 from mxcompile.lowering.choices import packing
 from mxcompile.lowering.choices.configs import tiled_configs
@@ -22,4 +23,9 @@ ADDED_RESIDUALS = pytest.mark.skipif(
 PAIRS_OF_BF16 = pytest.mark.skipif(
     not packing.converts(TARGETS["sm_100"]),
     reason="this Triton's assembler does not convert pairs of BF16: the gradients have two kernels",
+)
+
+VIEWS_OF_ONE_BUFFER = pytest.mark.skipif(
+    not hasattr(flex_cpu, "_realize_duplicate_buffer_inputs"),
+    reason="this PyTorch's flex attention on a CPU refuses queries, keys and values that share a buffer",
 )
