@@ -13,6 +13,7 @@ import torch
 from helpers.eager import reference_linears
 from helpers.eager_backend import EagerBackend
 from helpers.models import CASES, Case
+from helpers.needs import skip_without_backward_of_fp32_experts
 from helpers.paces import mostly_slow
 from helpers.reference import sqnr_db
 
@@ -82,6 +83,7 @@ def test_the_passes_change_nothing_but_the_casts(name: str):
 
 def test_experts_with_fp32_weights_are_layers_too():
     """In FP32 transformers runs them in an operator of its own: two layers, two products, three GEMMs."""
+    skip_without_backward_of_fp32_experts()
     case = CASES["mixtral"]()
     eager = copy.deepcopy(case.model.float())
     step = run(torch.compile(case.model, backend=EagerBackend(), fullgraph=True), case)

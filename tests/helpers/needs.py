@@ -29,3 +29,10 @@ VIEWS_OF_ONE_BUFFER = pytest.mark.skipif(
     not hasattr(flex_cpu, "_realize_duplicate_buffer_inputs"),
     reason="this PyTorch's flex attention on a CPU refuses queries, keys and values that share a buffer",
 )
+
+
+def skip_without_backward_of_fp32_experts() -> None:
+    """Skips a test that trains experts in FP32 if transformers has no operator for their backward."""
+    moe = pytest.importorskip("transformers.integrations.moe")
+    if not hasattr(moe, "_grouped_mm_fallback_backward_fake"):
+        pytest.skip("this transformers has no operator for the backward of experts in FP32")
