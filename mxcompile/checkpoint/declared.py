@@ -46,6 +46,11 @@ class Declared:
     tile: Tile | None = None
     scale_type: ScaleType | None = None
 
+    @property
+    def packs_int8(self) -> bool:
+        """Whether int8 is a byte of two FP4 elements, and not an element of MXINT8."""
+        return MXFP4 in self.forms and MXINT8 not in self.forms
+
     def check(self, weight: StoredWeight) -> None:
         """Raises `CheckpointError` if `weight` contradicts the configuration."""
         module = weight.name.removesuffix(".weight")
@@ -71,11 +76,16 @@ def _labels(forms: Forms) -> str:
 
 
 def quantization_config(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]]:
-    """Returns the quantization_config of a checkpoint and its place; empty without one."""
+    """Returns the quantization_config of a checkpoint and its place; empty without one.
+
+    DeepSeek-V4 has expert_dtype beside it, V4.1 in it.
+    """
     file = checkpoint.path / "config.json"
-    about = read_json(file).get("quantization_config") if file.is_file() else None
+    raw = read_json(file) if file.is_file() else {}
+    about = raw.get("quantization_config")
     if isinstance(about, dict):
-        return f"{file}: quantization_config", about
+        beside = {key: raw[key] for key in ("expert_dtype",) if key in raw}
+        return f"{file}: quantization_config", beside | about
     file = checkpoint.path / HF_QUANT_CONFIG
     if not file.is_file():
         return "", {}

@@ -1,6 +1,7 @@
 """Reads layouts whose weights are separate tensors: elements, scales, and a global scale.
 
-    elements        x in FP8 or, for MXINT8, in int8; x or x_packed in bytes of two E2M1
+    elements        x in FP8 or, for MXINT8, in int8; x or x_packed in bytes of two E2M1, which DeepSeek-V4
+                    has as int8
     scales          x_scale, x_scale_inv, or m.scale for x = m.weight
     global scale    x_global_scale divides the scales, x_scale_2 multiplies them
 
@@ -14,6 +15,9 @@ transformers.integrations.finegrained_fp8 (5.24).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
 
 from mxcompile.checkpoint.declared import Declared, declared, quantization_config
 from mxcompile.checkpoint.files import Checkpoint, Entry
@@ -66,6 +70,8 @@ def _stored(entries: Mapping[str, Entry], about: Declared) -> list[StoredWeight]
         if name in parts:
             continue  # scales of another weight in E4M3 or bytes
         entry = entries[name]
+        if about.packs_int8 and entry.dtype is torch.int8:
+            entry = replace(entry, dtype=torch.uint8)
         scales = _present(entries, _scale_names(base))
         if not scales and entry.dtype not in FP8 and base == name:
             continue  # bytes of another meaning

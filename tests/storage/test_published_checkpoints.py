@@ -238,6 +238,50 @@ def test_fp32_powers_of_two_load_as_mxfp8_under_ue8m0_config(tmp_path):
         loaded(write(tmp_path / "bad", bad, about))
 
 
+@pytest.mark.filterwarnings("ignore")  # Transformers comments on itself
+@pytest.mark.parametrize("beside", [True, False], ids=["V4", "V4.1"])
+def test_deepseek_v4_has_the_values_of_transformers(tmp_path, beside):
+    """Experts are two FP4 in a byte of int8; other matrices are FP8 under E8M0 scales of 128×128."""
+    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
+
+    config = DeepseekV4Config(
+        vocab_size=64, hidden_size=128, moe_intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
+        head_dim=64, q_lora_rank=128, n_routed_experts=4, num_experts_per_tok=2, o_groups=2, o_lora_rank=128,
+        max_position_embeddings=64, layer_types=["sliding_attention"], mlp_layer_types=["moe"],
+        hc_mult=2, dtype="bfloat16",
+    )  # fmt: skip
+    model = DeepseekV4ForCausalLM._from_config(config, dtype=BF16).eval()
+    state: dict[str, Tensor] = {}
+    for name, value in revert_weight_conversion(model, {**model.state_dict()}).items():
+        base = name.removesuffix(".weight")
+        if ".experts." in name:
+            codes, _ = packed(*value.shape)
+            scale = torch.randint(110, 130, (value.shape[0], value.shape[1] // 32), dtype=torch.uint8)
+            state |= {name: codes.view(torch.int8), f"{base}.scale": scale.view(torch.float8_e8m0fnu)}
+        elif ".attn.w" in name or "shared_experts" in name:
+            scale = torch.randint(
+                110, 130, (-(-value.shape[0] // 128), value.shape[1] // 128), dtype=torch.uint8
+            )
+            state |= {name: e4m3(*value.shape), f"{base}.scale": scale.view(torch.float8_e8m0fnu)}
+        else:
+            state[name] = value
+    folder = write(tmp_path / "in", state, None)
+    raw = json.loads(model.config.to_json_string()) | {"architectures": ["DeepseekV4ForCausalLM"]}
+    experts = {"expert_dtype": "fp4"}
+    entry = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0", "fmt": "e4m3"}
+    raw |= {"quantization_config": entry} | experts if beside else {"quantization_config": entry | experts}
+    (folder / "config.json").write_text(json.dumps(raw))
+    ours = mxcompile.load_quantized(folder)
+    theirs = type(model).from_pretrained(folder, dtype=BF16)
+    seen = set()
+    for name, value in ours.named_parameters():
+        dense = value.dequantize() if isinstance(value, MXTensor) else value
+        assert torch.equal(dense, theirs.get_parameter(name)), name
+        seen |= {f"{value.form.elem}"} if isinstance(value, MXTensor) else set()
+    assert seen == {"e2m1", "e4m3"}
+
+
 FP8 = {"m.weight": torch.zeros(N, K).to(E4M3), "m.weight_scale_inv": torch.ones(2, 3)}
 CONTRADICTIONS = {
     "tile": (FP8, {"weight_block_size": [64, 64]}, r"'m.weight' has shape .* blocks of 64x64 by config.json"),
