@@ -1,14 +1,15 @@
 """`convert`: stores the weights of a checkpoint in the policy's formats, shard by shard.
 
-    header ─▶ plan;  for each file: read a tensor, cast it, write the file, read it back, measure;  publish
+    header ─▶ plan;  for each file: read a weight, cast it, write the file, read it back, measure;  publish
 
-The input is only read. The output is written to a temporary directory, which is renamed at the end.
+A weight that is stored in the wanted format already keeps its codes and scales. The input is only read. The
+output is written to a temporary directory, which is renamed at the end.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from mxcompile.checkpoint.declared import HF_QUANT_CONFIG
 from mxcompile.checkpoint.files import INDEX, PICKLES, Checkpoint
 from mxcompile.checkpoint.layouts import COMPRESSED_TENSORS, FileLayout, layout_of, readers
-from mxcompile.checkpoint.plan import blank, plan_conversion
+from mxcompile.checkpoint.plan import Conversion, blank, plan_conversion
 from mxcompile.checkpoint.publish import new_directory, write_json, write_tensors
 from mxcompile.checkpoint.save import packed, write_index
 from mxcompile.errors import CheckpointError
@@ -31,6 +33,7 @@ from mxcompile.storage.weights import StoredWeight, StoredWeights
 
 REPORT = "mxfp8_weights.json"
 _SKIPPED = PICKLES | {".safetensors", ".part"}
+_REPLACED = frozenset({"config.json", HF_QUANT_CONFIG, INDEX, REPORT})
 
 
 def convert(
@@ -48,7 +51,8 @@ def convert(
     file; ``mxfp8_weights.json`` in the directory has the table.
 
     Args:
-        source: A directory of safetensors with a Hugging Face config.json, or any safetensors of `model`.
+        source: A directory of safetensors with a Hugging Face config.json, or any safetensors of `model`. Its
+            weights may be quantized already, in a layout that `load_quantized` reads.
         target: The directory to write, which must not exist.
         policy: A preset, file, dict or `Policy`; by default the preset ``inference``.
         layout: As for `save_quantized`.
@@ -59,60 +63,69 @@ def convert(
         The decision for every weight.
 
     Raises:
-        CheckpointError: The input is damaged or already quantized, or `target` exists or cannot be written.
+        CheckpointError: The input is damaged, or has a quantized weight that would not be stored; or `target`
+            exists or cannot be written.
     """
     source, target = Path(source), Path(target).absolute()
     form, checkpoint = layout_of(layout), Checkpoint.open(source)
-    weights, config = plan_conversion(checkpoint, policy, form, model)
+    plan = plan_conversion(checkpoint, policy, form, model)
+    reading = readers(checkpoint, plan.dtype)
     if source.is_dir() and source.resolve() in (target.resolve(), *target.resolve().parents):
         raise CheckpointError(f"{target}: lies in the input, which must not change: name another directory")
     with new_directory(target) as partial:
-        steps = 2 * len(checkpoint.entries)  # every tensor is written, then measured
+        steps = 2 * len(plan.sources)  # every weight is written, then measured
         hidden = None if progress else True
         with tqdm(desc="convert", total=steps, unit="tensor", disable=hidden, leave=False) as bar:
             rows: list[StoredWeight] = []
             for file in checkpoint.files:
                 bar.set_description(f"convert {file.name}")
-                output = partial / file.name
-                rows += _convert_file(checkpoint, file, output, weights, form, bar.update)
+                names = [
+                    name
+                    for name, weight in plan.sources.items()
+                    if checkpoint.entries[weight.tensors[0]].file == file
+                ]
+                if names:  # a file can have scales only
+                    rows += _convert_file(names, reading, partial / file.name, plan, form, bar.update)
         write_index(partial)
         for file in sorted(source.iterdir()) if source.is_dir() else ():
-            skipped = file.suffix in _SKIPPED or file.name in ("config.json", INDEX)
+            skipped = file.suffix in _SKIPPED or file.name in _REPLACED
             if file.is_file() and not file.name.startswith(".") and not skipped:
                 shutil.copyfile(file, partial / file.name)
-        if config:
-            write_json(partial / "config.json", config)
+        if plan.config:
+            write_json(partial / "config.json", plan.config)
         write_json(partial / REPORT, [row.to_dict() for row in rows])
     return StoredWeights(weights=tuple(rows))
 
 
 def _convert_file(
-    checkpoint: Checkpoint,
-    file: Path,
+    names: Iterable[str],
+    reading: Mapping[str, Callable[[], Tensor]],
     output: Path,
-    weights: Mapping[str, StoredWeight],
+    plan: Conversion,
     layout: FileLayout,
     on_tensor: Callable[[], object],
 ) -> Iterator[StoredWeight]:
-    """Writes `file`, converted, to `output`. Yields its weights, with SQNR measured on `output`."""
-    entries = [entry for entry in checkpoint.entries.values() if entry.file == file]
-    state = {entry.name: blank(entry, weights.get(entry.name)) for entry in entries}
+    """Writes the weights `names`, converted, to `output`. Yields them, with SQNR measured on `output`."""
+    weights = plan.weights
+    state = {name: blank(plan.sources[name], weights.get(name)) for name in names}
 
     def parts() -> Iterator[tuple[str, Tensor]]:
         for name, result in state.items():
-            value = checkpoint.read(name)
-            if isinstance(result, MXTensor):
-                value = cast(value, result.block_dim, result.form)
+            value = reading[name]()
+            if isinstance(result, MXTensor) and not (
+                isinstance(value, MXTensor) and value.form == result.form
+            ):
+                value = cast(value, -1, weights[name].form or result.form)
             yield from layout.pack(name, value).items()
             on_tensor()
 
     write_tensors(output, packed(state, layout), parts(), layout.metadata(state))
-    reading = readers(Checkpoint.open(output), torch.float32)
+    written = readers(Checkpoint.open(output), torch.float32)
     for name, result in state.items():
         on_tensor()
         if name in weights and isinstance(result, MXTensor):
-            value = reading[name]()
+            value = written[name]()
             assert isinstance(value, MXTensor)
-            yield replace(weights[name], sqnr_db=sqnr_db(checkpoint.read(name), value))
+            yield replace(weights[name], sqnr_db=sqnr_db(reading[name](), value))
         elif name in weights:
             yield weights[name]

@@ -65,21 +65,30 @@ def load_quantized(
             " an ordinary checkpoint is read by from_pretrained or load_state_dict"
         )
     if model is not None:
-        reading = readers(checkpoint, dtype or _common_dtype(checkpoint))
+        reading = readers(checkpoint, dtype or value_dtype(checkpoint, {}))
         _assign(checkpoint.path, user_model(model), reading)
         return model
     directory = Path(path)
     if not directory.is_dir():
         raise CheckpointError(f"{path}: a single file does not name its model: pass model=")
     raw = read_json(directory / "config.json")
+    return _huggingface(checkpoint, directory, raw, dtype or value_dtype(checkpoint, raw))
+
+
+def value_dtype(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> torch.dtype:
+    """Returns the dtype of the values of stored weights, if the checkpoint does not contain it.
+
+    Args:
+        checkpoint: The checkpoint.
+        raw: Its config.json, or an empty mapping.
+
+    Returns:
+        The dtype in `raw`, else the dtype of all floating-point weights that are not quantized; BF16 if
+        there are several.
+    """
     of_config = getattr(torch, str(raw.get("dtype") or raw.get("torch_dtype")), None)
-    if dtype is None and isinstance(of_config, torch.dtype) and of_config.is_floating_point:
-        dtype = of_config
-    return _huggingface(checkpoint, directory, raw, dtype or _common_dtype(checkpoint))
-
-
-def _common_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """Returns the dtype of all floating-point weights that are not quantized; BF16 if there are several."""
+    if isinstance(of_config, torch.dtype) and of_config.is_floating_point:
+        return of_config
     plain = (weight for weight in weights_in(checkpoint)[1] if weight.is_read and not weight.stored)
     dtypes = {weight.dtype for weight in plain if weight.dtype in _VALUES}
     return dtypes.pop() if len(dtypes) == 1 else torch.bfloat16

@@ -1,25 +1,26 @@
 """The plan of a checkpoint's conversion, derived from the model before any tensor is read.
 
-    tensor of the file ─▶ parameter of the model, by Transformers' own renamings ─▶ the policy's decision
+    weight of the file ─▶ parameter of the model, by Transformers' own renamings ─▶ the policy's decision
 
-A tensor that the model reads through a conversion (single experts, stacked at load) is stored if the
-conversion keeps blocks of the last dimension whole.
+A weight that the model reads through a conversion (single experts, stacked at load) is stored if the
+conversion keeps blocks of the last dimension whole. A weight that the checkpoint stores quantized stays
+quantized: it keeps its codes if the policy decides its format, and is cast from its values otherwise.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mxcompile.checkpoint.files import Checkpoint, Entry, read_json
+from mxcompile.checkpoint.files import Checkpoint, read_json
 from mxcompile.checkpoint.layouts import FileLayout, weights_in
-from mxcompile.checkpoint.load import architecture
+from mxcompile.checkpoint.load import architecture, value_dtype
 from mxcompile.checkpoint.save import quantization_config
 from mxcompile.checkpoint.weight_entries import MXINT8
 from mxcompile.errors import CheckpointError
@@ -34,13 +35,30 @@ _SOURCES = (torch.float32, torch.bfloat16, torch.float16)
 _KEEPS_BLOCKS = frozenset({"MergeModulelist", "Concatenate"})
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversion:
+    """The plan of a conversion.
+
+    Attributes:
+        sources: The weights of the checkpoint by name.
+        weights: The decision for each weight of a linear layer or embedding, by the same name.
+        config: The config.json of the result, empty if the checkpoint has none.
+        dtype: Dtype of the values of weights that the checkpoint stores quantized.
+    """
+
+    sources: Mapping[str, StoredWeight]
+    weights: Mapping[str, StoredWeight]
+    config: dict[str, Any]
+    dtype: torch.dtype
+
+
 def plan_conversion(
     checkpoint: Checkpoint,
     policy: Policy | str | dict[str, Any] | None,
     layout: FileLayout,
     loaded: LoadedModel | None,
-) -> tuple[dict[str, StoredWeight], dict[str, Any]]:
-    """Returns the weights of a converted checkpoint, and its config.json.
+) -> Conversion:
+    """Returns the plan of the conversion of a checkpoint.
 
     Args:
         checkpoint: The checkpoint to convert.
@@ -48,34 +66,26 @@ def plan_conversion(
         layout: Layout of the result.
         loaded: The model; None if the checkpoint has a Hugging Face config.json.
 
-    Returns:
-        Every weight of a linear layer or embedding, by its name in the checkpoint; and the config.json, empty
-        if the checkpoint has none.
-
     Raises:
-        CheckpointError: The checkpoint is quantized already, does not fit the model, or has no weight that
-            can be stored.
+        CheckpointError: The checkpoint does not fit the model, has no weight that can be stored, or has a
+            quantized weight that would not be stored.
         ModelError: The model cannot be traced.
         PolicyError: The policy stores no weight.
     """
     source = checkpoint.path
-    for weight in weights_in(checkpoint)[1]:
-        if weight.form is not None:
-            label = stored_precision(weight.form).label
-            raise CheckpointError(f"{source}: {weight.name!r} is stored in {label} already")
+    sources = {weight.name: weight for weight in weights_in(checkpoint)[1] if weight.is_read}
     config = read_json(source / "config.json") if (source / "config.json").is_file() else {}
-    if "quantization_config" in config:
-        raise CheckpointError(f"{source / 'config.json'}: has a quantization_config; it is quantized already")
     if loaded is None:
         if not config:
             raise CheckpointError(
                 f"{source}: it has no config.json: pass the model of these weights, --model NAME"
             )
         loaded = _of_config(source, config)
+    dtype = value_dtype(checkpoint, config)
     decided = planned_weights(loaded.model, policy, loaded.args, loaded.kwargs)
-    places = _places(loaded.model, checkpoint)
+    places = _places(loaded.model, checkpoint, sources)
     weights = {
-        name: _for_file(checkpoint.entries[name], decided[path], reason, layout)
+        name: _for_file(sources[name], decided[path], reason, layout, dtype)
         for name, (path, reason) in places.items()
         if path in decided
     }
@@ -83,19 +93,36 @@ def plan_conversion(
         raise CheckpointError(
             f"{source}: none of its weights can be stored in {stored_labels()}: {_reasons(weights, decided)}"
         )
+    _check_stay_quantized(source, sources, weights)
+    config.pop("quantization_config", None)
     if config and layout.config is not None:
-        state = {name: blank(entry, weights.get(name)) for name, entry in checkpoint.entries.items()}
+        state = {name: blank(weight, weights.get(name)) for name, weight in sources.items()}
         stored = {places[name][0]: state[name] for name, weight in weights.items() if weight.stored}
         modules = _modules(loaded.model, stored)
         config["quantization_config"] = quantization_config(layout.config, state, modules)
-    return weights, config
+    return Conversion(sources=sources, weights=weights, config=config, dtype=dtype)
 
 
-def blank(entry: Entry, weight: StoredWeight | None) -> Tensor:
-    """Returns the converted tensor of `entry` on the meta device, which has shape and format only."""
+def blank(source: StoredWeight, weight: StoredWeight | None) -> Tensor:
+    """Returns the converted tensor of `source` on the meta device, which has shape and format only."""
     if weight is None or weight.form is None:
-        return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-    return empty(entry.shape, weight.block_dim, weight.form, entry.dtype, "meta")
+        return torch.empty(source.shape, dtype=source.dtype, device="meta")
+    return empty(source.shape, weight.block_dim, weight.form, weight.dtype or torch.bfloat16, "meta")
+
+
+def _check_stay_quantized(
+    path: Path, sources: Mapping[str, StoredWeight], weights: Mapping[str, StoredWeight]
+) -> None:
+    """Raises `CheckpointError` if a quantized weight would not be stored: it would take more bytes."""
+    for name, source in sources.items():
+        weight = weights.get(name)
+        if source.form is not None and (weight is None or weight.form is None):
+            label = stored_precision(source.form).label
+            reason = "no layer of the model reads it" if weight is None else weight.reason
+            raise CheckpointError(
+                f"{path}: {name!r} is in {label}, and the result would not have it quantized ({reason}):"
+                " add a rule that stores it, or choose another layout"
+            )
 
 
 def _modules(model: nn.Module, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -125,11 +152,13 @@ def _of_config(source: Path, raw: dict[str, Any]) -> LoadedModel:
         return LoadedModel(name=str(source), model=owner(config).to(torch.bfloat16))
 
 
-def _places(model: nn.Module, checkpoint: Checkpoint) -> dict[str, tuple[str, str]]:
-    """Returns for each tensor of `checkpoint` its parameter, and why loading it breaks blocks, or ""."""
+def _places(
+    model: nn.Module, checkpoint: Checkpoint, sources: Mapping[str, StoredWeight]
+) -> dict[str, tuple[str, str]]:
+    """Returns for each weight of `checkpoint` its parameter, and why loading it breaks blocks, or ""."""
     shapes = {name: tuple(value.shape) for name, value in model.named_parameters(remove_duplicate=False)}
     if not hasattr(getattr(model, "config", None), "model_type"):
-        return {name: _checked(entry, name, shapes) for name, entry in checkpoint.entries.items()}
+        return {name: _checked(checkpoint, each, name, shapes) for name, each in sources.items()}
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -138,23 +167,24 @@ def _places(model: nn.Module, checkpoint: Checkpoint) -> dict[str, tuple[str, st
     renamings = [step for step in transforms if isinstance(step, WeightRenaming)]
     converters = [step for step in transforms if isinstance(step, WeightConverter)]
     places = {}
-    for name, entry in checkpoint.entries.items():
+    for name, source in sources.items():
         path, pattern = rename_source_key(
             name, renamings, converters, owner.base_model_prefix, owner.state_dict()
         )
         if pattern is None:
-            places[name] = _checked(entry, path, shapes)
+            places[name] = _checked(checkpoint, source, path, shapes)
         else:
             used = [step for step in converters if pattern in step.source_patterns]
             places[name] = path, _lost(used, len(shapes.get(path, ())))
     return places
 
 
-def _checked(entry: Entry, path: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str]:
-    if path in shapes and shapes[path] != entry.shape:
-        raise CheckpointError(
-            f"{entry.file}: {entry.name!r} has shape {entry.shape}, the model's {shapes[path]}"
-        )
+def _checked(
+    checkpoint: Checkpoint, source: StoredWeight, path: str, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[str, str]:
+    if path in shapes and shapes[path] != source.shape:
+        file = checkpoint.entries[source.tensors[0]].file
+        raise CheckpointError(f"{file}: {source.name!r} has shape {source.shape}, the model's {shapes[path]}")
     return path, ""
 
 
@@ -167,16 +197,19 @@ def _lost(converters: Sequence[Any], rank: int) -> str:
     return ""
 
 
-def _for_file(entry: Entry, weight: StoredWeight, lost: str, layout: FileLayout) -> StoredWeight:
-    """Returns the decision for a tensor of a file that becomes the parameter `weight`, or a part of it."""
-    in_file = replace(weight, name=entry.name, shape=entry.shape, dtype=entry.dtype, keeps_table=False)
+def _for_file(
+    source: StoredWeight, weight: StoredWeight, lost: str, layout: FileLayout, dtype: torch.dtype
+) -> StoredWeight:
+    """Returns the decision for a weight of a file that becomes the parameter `weight`, or a part of it."""
+    dtype = source.dtype or dtype
+    in_file = replace(weight, name=source.name, shape=source.shape, dtype=dtype, keeps_table=False)
     if weight.form is None:
         return in_file
     reason = lost
     if weight.keeps_table or (weight.is_table and weight.form.stored != MXINT8):
         # a checkpoint has one tensor for table and layer, and other tools read the rows as values
         reason = f"{weight.reason.partition(';')[0]}, but {TABLE}"
-    if entry.dtype not in _SOURCES:
-        reason = f"its dtype is {str(entry.dtype).removeprefix('torch.')}"
+    if dtype not in _SOURCES:
+        reason = f"its dtype is {str(dtype).removeprefix('torch.')}"
     reason = reason or layout.obstacle(in_file)
     return replace(in_file, form=None, reason=reason) if reason else replace(in_file, block_dim=-1)

@@ -53,11 +53,11 @@ def run(options: argparse.Namespace) -> int:
         model = None if options.model is None else load_model(options.model)
         if options.dry_run:
             checkpoint = Checkpoint.open(options.source)
-            weights, _ = plan_conversion(checkpoint, options.policy, layout, model)
-            before = after = checkpoint.num_bytes
-            for name, weight in weights.items():
-                after += weight.num_bytes - checkpoint.entries[name].num_bytes
-            table = StoredWeights(weights=tuple(weights.values()))
+            plan = plan_conversion(checkpoint, options.policy, layout, model)
+            before = checkpoint.num_bytes
+            kept = (each.num_bytes for name, each in plan.sources.items() if name not in plan.weights)
+            after = sum(kept) + sum(each.num_bytes for each in plan.weights.values())
+            table = StoredWeights(weights=tuple(plan.weights.values()))
             print(f"{table}\n\n{_sizes(options, before, after)}")
             return 0
         table = convert(

@@ -59,15 +59,18 @@ def quantize(
 
 
 def cast(x: Tensor, block_dim: int, form: Format) -> MXTensor:
-    """Returns `x` in `form`, bit-identical to `quantize`, with temporaries for a few rows only."""
+    """Returns `x` in `form`, bit-identical to `quantize`, with temporaries for a few rows only.
+
+    If `x` is an `MXTensor`, its values in FP32 are cast.
+    """
     dim = block_dim % x.ndim
     result = empty(x.shape, dim, form, x.dtype, x.device)
     amax = None
     if form.two_level:
-        largest = [tensor_amax(x[rows]) for rows in pieces(x, dim)] or [tensor_amax(x)]
+        largest = [tensor_amax(_values(x, rows)) for rows in pieces(x, dim)] or [tensor_amax(_values(x, ()))]
         amax = torch.cat(largest).amax().reshape(1)
     for rows in pieces(x, dim):
-        encoded = encode_stored(x[rows], dim, form, amax)
+        encoded = encode_stored(_values(x, rows), dim, form, amax)
         result.qdata[rows] = encoded.elements
         result.scale_bytes[rows] = encoded.scale_bytes
     if result.global_scale is not None and amax is not None:
@@ -98,12 +101,17 @@ def pieces(x: Tensor, dim: int) -> Iterator[tuple[slice, ...]]:
         yield (*[slice(None)] * other, slice(start, start + step))
 
 
+def _values(x: Tensor, rows: tuple[slice, ...]) -> Tensor:
+    """Returns `rows` of `x`; of an `MXTensor`, their values in FP32."""
+    part: Any = x[rows]
+    return part.dequantize(torch.float32) if isinstance(part, MXTensor) else part
+
+
 def sqnr_db(x: Tensor, stored: MXTensor) -> float | None:
     """Returns the signal-to-quantization-noise ratio of `stored` against `x` in dB; None if exact."""
     signal = error = 0.0
     for rows in pieces(x, stored.block_dim % x.ndim):
-        source = x[rows].double()
-        part: Any = stored[rows]
+        source = _values(x, rows).double()
         signal += source.square().sum().item()
-        error += (source - part.dequantize(torch.float32)).square().sum().item()
+        error += (source - _values(stored, rows)).square().sum().item()
     return 10 * math.log10(signal / error) if error > 0 and signal > 0 else None

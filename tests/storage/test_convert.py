@@ -209,21 +209,41 @@ def test_convert_command_writes_the_weights_that_dry_run_lists(source, tmp_path,
     assert "mxfp8 e4m3" in said
     assert main(["convert", str(source), str(out)]) == 2
     assert "exists already" in capsys.readouterr().err
-    assert main(["convert", str(out), str(tmp_path / "again")]) == 2
-    assert "already" in capsys.readouterr().err
+    assert main(["convert", str(out), str(tmp_path / "again")]) == 0
+    assert digests(tmp_path / "again") == digests(out) | {
+        "mxfp8_weights.json": digests(tmp_path / "again")["mxfp8_weights.json"]  # SQNR against other values
+    }
 
 
 @pytest.mark.parametrize("layout", ["torchao", "compressed-tensors"])
 @pytest.mark.parametrize("precision", ["mxfp4", "mxfp8"])
-def test_a_checkpoint_that_is_quantized_in_part_is_refused(tmp_path: Path, layout: str, precision: str):
-    """Its packed parts are bytes; the marks of the file were lost, so that nothing could load the result."""
+def test_a_checkpoint_that_is_quantized_in_part_is_converted(tmp_path: Path, layout: str, precision: str):
+    """MXFP8 weights keep their bytes; MXFP4 weights are cast from their values, which MXFP8 holds."""
     rules = [{"match": {"name": "blocks.0.*"}, "use": {"fprop": precision}}]
     model, _ = quantized(policy={"version": 1, "preset": "bf16", "rules": rules})
     mxcompile.save_quantized(model, tmp_path / "part", layout=layout)
     given = LoadedModel(name="model", model=Model(), args=(torch.arange(12).view(2, 6),))
-    with pytest.raises(CheckpointError, match=f"'blocks.0.*' is stored in {precision.upper()} already"):
-        convert(tmp_path / "part", tmp_path / "out", model=given, progress=False)
-    assert not (tmp_path / "out").exists()
+    table = convert(tmp_path / "part", tmp_path / "out", model=given, progress=False)
+    rows = {row.name: row for row in table.weights if row.stored}
+    assert set(rows) == {f"blocks.{n}.{name}.weight" for n in range(2) for name in ("gate", "up", "down")}
+    loaded = mxcompile.load_quantized(tmp_path / "out", Model())
+    for name, row in rows.items():
+        before, after = model.get_parameter(name), loaded.get_parameter(name)
+        if name.startswith("blocks.0"):
+            assert row.sqnr_db is None
+            assert torch.equal(after.dequantize(), before.dequantize())
+            if precision == "mxfp8":
+                assert torch.equal(after.qdata.view(torch.uint8), before.qdata.view(torch.uint8))
+        else:
+            assert torch.equal(after.dequantize(), mxcompile.quantize(before).dequantize())
+
+
+def test_a_rounding_of_the_policy_is_the_rounding_of_the_result(source, tmp_path):
+    convert(source, tmp_path / "out", policy="ocp", progress=False)
+    loaded = mxcompile.load_quantized(tmp_path / "out")
+    name = "model.layers.0.mlp.up_proj.weight"
+    expected = mxcompile.quantize(llama_state(source)[name], rounding="floor")
+    assert torch.equal(loaded.get_parameter(name).qdata.view(torch.uint8), expected.qdata.view(torch.uint8))
 
 
 def test_convert_of_fp32_model_prints_the_dtype_for_loading(source, tmp_path, capsys):

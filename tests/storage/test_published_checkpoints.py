@@ -20,9 +20,13 @@ from torch import Tensor, nn
 import mxcompile
 from mxcompile import MXTensor
 from mxcompile.checkpoint.contents import contents
+from mxcompile.checkpoint.convert import convert
 from mxcompile.checkpoint.files import Checkpoint
 from mxcompile.cli.main import main
 from mxcompile.errors import CheckpointError
+from mxcompile.formats import stored_form
+from mxcompile.models.named import LoadedModel
+from mxcompile.storage.weights import StoredWeight
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 N, K = 256, 384
@@ -236,6 +240,98 @@ def test_fp32_powers_of_two_load_as_mxfp8_under_ue8m0_config(tmp_path):
     bad = {"m.weight": codes, "m.weight_scale_inv": scale * 1.5}
     with pytest.raises(CheckpointError, match=r"m\.weight_scale_inv' has scales other than powers of two"):
         loaded(write(tmp_path / "bad", bad, about))
+
+
+def feed_forward() -> Any:
+    """A model with a layer that presets store, and one that they do not."""
+    layers = {"up": nn.Linear(K, N, bias=False, dtype=BF16), "down": nn.Linear(N, K, bias=False, dtype=BF16)}
+    return FeedForward(layers)
+
+
+class FeedForward(nn.ModuleDict):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self["down"](torch.relu(self["up"](x)))
+
+
+def published(about: str) -> tuple[dict[str, Tensor], Tensor]:
+    """Tensors of `up` in a layout, and its values in FP32, by the arithmetic of the layout."""
+    codes = e4m3(N, K)
+    bytes_ = torch.randint(110, 130, (N, K // 32), dtype=torch.uint8)
+    match about:
+        case "fp8":
+            scale = torch.rand(2, 3) + 0.01
+            return {"up.weight": codes, "up.weight_scale_inv": scale}, codes.float() * tiled(scale, 128, 128)
+        case "modelopt MXFP8":
+            factors = tiled(torch.exp2(bytes_.float() - 127), 1, 32)
+            return {"up.weight": codes, "up.weight_scale": bytes_}, codes.float() * factors
+        case "modelopt NVFP4":
+            elements, values = packed(N, K)
+            scale, whole = (torch.rand(N, K // 16) * 400 + 1).to(E4M3), torch.tensor(2.0**-11)
+            tensors = {"up.weight": elements, "up.weight_scale": scale, "up.weight_scale_2": whole}
+            return tensors, values * tiled(scale.float() * whole, 1, 16)
+        case _:
+            elements, values = packed(N, K)
+            factors = tiled(torch.exp2(bytes_.float() - 127), 1, 32)
+            return {"up.weight_packed": elements, "up.weight_scale": bytes_}, values * factors
+
+
+ENTRIES: dict[str, dict[str, Any]] = {
+    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "modelopt MXFP8": {"quant_method": "modelopt", "quant_algo": "MXFP8"},
+    "modelopt NVFP4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    "compressed-tensors MXFP4": {
+        "quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": {}}},
+    },
+}  # fmt: skip
+KEPT = {"modelopt MXFP8": "mxfp8", "modelopt NVFP4": "nvfp4", "compressed-tensors MXFP4": "mxfp4"}
+
+
+@pytest.mark.parametrize("to", ["mxfp8", "mxint8", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("name", ENTRIES)
+def test_published_checkpoints_are_converted_from_their_values(tmp_path, monkeypatch, name, to):
+    """Codes stay as they are if the format stays; else the result is the cast of the values in FP32."""
+    tensors, values = published(name)
+    down = torch.randn(K, N, dtype=BF16)
+    source = write(tmp_path / "in", tensors | {"down.weight": down}, ENTRIES[name])
+    (source / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    elem = {"mxint8": torch.int8, "mxfp8": E4M3}.get(to, torch.float4_e2m1fn_x2)
+    rounding = "two-level" if to == "nvfp4" else "rceil"
+    model = feed_forward()
+    decided = {
+        path: StoredWeight(name=path, shape=tuple(each.shape), dtype=BF16, form=stored_form(elem, rounding))
+        for path, each in model.named_parameters()
+    }
+    monkeypatch.setattr("mxcompile.checkpoint.plan.planned_weights", lambda *_: decided)  # needs a trace
+    given = LoadedModel(name="model", model=model)
+    table = convert(source, tmp_path / "out", model=given, progress=False)
+    assert {row.name: row.precision for row in table.weights} == {"up.weight": to, "down.weight": to}
+    assert not (tmp_path / "out/hf_quant_config.json").exists()
+    after = mxcompile.load_quantized(tmp_path / "out", feed_forward())
+    before = mxcompile.load_quantized(source, feed_forward())
+    up, cast_down = (after[layer].weight for layer in ("up", "down"))
+    if KEPT.get(name) == to:
+        for own, other in zip(up.parts, before["up"].weight.parts, strict=True):
+            assert torch.equal(own.view(torch.uint8), other.view(torch.uint8))
+    else:
+        expected = mxcompile.quantize(values, elem_dtype=elem, rounding=rounding)
+        assert torch.equal(up.qdata.view(torch.uint8), expected.qdata.view(torch.uint8))
+        assert torch.equal(up.scale_bytes, expected.scale_bytes)
+    assert str(cast_down.form) == str(up.form)
+
+
+def test_a_quantized_weight_that_the_policy_keeps_is_refused_by_name(tmp_path, capsys):
+    """It would take twice the bytes, and BF16 does not hold products with FP32 scales."""
+    tensors, _ = published("fp8")
+    source = write(tmp_path / "in", tensors | {"down.weight": torch.randn(K, N, dtype=BF16)}, ENTRIES["fp8"])
+    policy = {"version": 1, "rules": [{"match": {"name": "up"}, "use": "bf16"}]}
+    given = LoadedModel(name="model", model=feed_forward(), args=(torch.randn(4, K, dtype=BF16),))
+    message = (
+        r"'up\.weight' is in FP8, and the result would not have it quantized \(policy: rule 1\): add a rule"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        convert(source, tmp_path / "out", policy=policy, model=given, progress=False)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.filterwarnings("ignore")  # Transformers comments on itself
