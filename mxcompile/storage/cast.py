@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,7 +102,7 @@ def pieces(x: Tensor, dim: int) -> Iterator[tuple[slice, ...]]:
 
 def _values(x: Tensor, rows: tuple[slice, ...]) -> Tensor:
     """Returns `rows` of `x`, for an `MXTensor` their values in FP32."""
-    part: Any = x[rows]
+    part = x[rows]
     return part.dequantize(torch.float32) if isinstance(part, MXTensor) else part
 
 
