@@ -158,7 +158,7 @@ def _places(
     """Returns for each weight of `checkpoint` its parameter, and why loading it breaks blocks, or ""."""
     shapes = {name: tuple(value.shape) for name, value in model.named_parameters(remove_duplicate=False)}
     if not hasattr(getattr(model, "config", None), "model_type"):
-        return {name: _checked(checkpoint, each, name, shapes) for name, each in sources.items()}
+        return {name: _checked(checkpoint, source, name, shapes) for name, source in sources.items()}
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 

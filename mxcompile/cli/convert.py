@@ -55,8 +55,8 @@ def run(options: argparse.Namespace) -> int:
             checkpoint = Checkpoint.open(options.source)
             plan = plan_conversion(checkpoint, options.policy, layout, model)
             before = checkpoint.num_bytes
-            kept = (each.num_bytes for name, each in plan.sources.items() if name not in plan.weights)
-            after = sum(kept) + sum(each.num_bytes for each in plan.weights.values())
+            kept = (source.num_bytes for name, source in plan.sources.items() if name not in plan.weights)
+            after = sum(kept) + sum(weight.num_bytes for weight in plan.weights.values())
             table = StoredWeights(weights=tuple(plan.weights.values()))
             print(f"{table}\n\n{_sizes(options, before, after)}")
             return 0
