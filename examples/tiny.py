@@ -38,12 +38,16 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(depth))
         self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Returns the mean loss of predicting tokens [batch, LENGTH + 1] from those before them."""
-        x = self.embed(tokens[:, :-1])
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Returns the logits of the token after each of `tokens`, [batch, length, VOCABULARY]."""
+        x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens[:, 1:].flatten())
+        return self.head(self.norm(x))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Returns the mean loss of predicting tokens [batch, LENGTH + 1] from those before them."""
+        return F.cross_entropy(self.logits(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def batch() -> Tensor:
