@@ -107,3 +107,55 @@ def test_converting_needs_memory_of_a_few_layers(folder: Path):
     )
     assert held == QUANTIZED + 9 * 2 * 2048
     assert most <= 1.1 * QUANTIZED + LAYER
+
+
+EXPERTS = """
+import json
+from safetensors.torch import save_file
+from transformers import MixtralConfig, MixtralForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+
+def write_mixtral(folder, layers, width):
+    config = MixtralConfig(
+        vocab_size=256, hidden_size=width, intermediate_size=width, num_hidden_layers=layers,
+        num_attention_heads=8, num_key_value_heads=8, head_dim=8, num_local_experts=8, dtype="bfloat16",
+    )
+    with torch.device("meta"):
+        model = MixtralForCausalLM(config)
+    tensors = {}
+    for name, value in revert_weight_conversion(model, dict(model.state_dict())).items():
+        if ".experts." in name:
+            tensors[name] = torch.zeros(value.shape).to(torch.float8_e4m3fn)
+            tensors[name + "_scale"] = torch.full((value.shape[0], value.shape[1] // 32), 127).byte()
+        else:
+            tensors[name] = torch.zeros(value.shape, dtype=torch.bfloat16)
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    raw = json.loads(config.to_json_string()) | {"architectures": ["MixtralForCausalLM"]}
+    raw["quantization_config"] = {"quant_method": "compressed-tensors", "format": "mxfp8-quantized"}
+    (folder / "config.json").write_text(json.dumps(raw))
+"""
+
+
+def test_loading_experts_needs_memory_of_one_stack(tmp_path: Path):
+    """Files have single experts; the model has one tensor for all experts of a layer."""
+    printed(
+        tmp_path,
+        EXPERTS,
+        "write_mixtral(folder / 'small', 1, 64)",
+        "write_mixtral(folder / 'large', 8, 1024)",
+        "print(0)",
+    )
+    most, held, largest = printed(
+        tmp_path,
+        "mxcompile.load_quantized(folder / 'small')",
+        "before = settle()",
+        "ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: freed tensors leave the process",
+        "model = mxcompile.load_quantized(folder / 'large')",
+        "for parameter in model.parameters():",
+        "    getattr(parameter, 'qdata', parameter).view(torch.uint8).max()",
+        "sizes = [getattr(p, 'stored_bytes', p.nbytes) for p in model.parameters()]",
+        "print(status('VmHWM') - before, sum(sizes), max(sizes))",
+    )
+    assert held > 10 * largest
+    assert most <= 1.1 * held + largest
