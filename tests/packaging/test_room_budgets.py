@@ -52,7 +52,7 @@ BUDGETS = {
     "mxcompile/report/forms": 1_370,
     "mxcompile/rules": 639,
     "mxcompile/serving": 607,
-    "mxcompile/storage": 995,
+    "mxcompile/storage": 994,
     "mxcompile/watch": 1_952,
     "passes": 4_270,
     "passes/roles": 2_329,
