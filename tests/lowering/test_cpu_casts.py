@@ -259,8 +259,8 @@ def test_unsafe_math_flags_are_disabled_with_a_message(caplog: pytest.LogCapture
         flags = cpp_builder._get_ffast_math_flags()
     assert {"fno-unsafe-math-optimizations", "ffp-contract=off"} <= {*flags}
     assert caplog.messages == [
-        "config.cpp.enable_unsafe_math_opt_flag is False in graphs that mxfp8 compiles, whose casts round by"
-        " exact additions"
+        "mxfp8 sets config.cpp.enable_unsafe_math_opt_flag to False for its graphs, because their casts round"
+        " by exact additions"
     ]
 
 

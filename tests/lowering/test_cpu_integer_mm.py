@@ -129,6 +129,13 @@ def test_nan_and_zero_blocks_stay_in_their_row(product: Product):
     assert torch.equal(found.nan_to_num(-1), expected.nan_to_num(-1))
 
 
+def set_target(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    """Makes this machine a CPU that multiplies MXINT8 in integers, or for `reason` does not."""
+    reasons = {BF16: reason} if reason else {}
+    changes = {"integers": "AVX-512 VNNI", "no_integers": reasons, "slow_dtypes": frozenset()}
+    monkeypatch.setitem(targets.TARGETS, "cpu", replace(targets.TARGETS["cpu"], **changes))
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_many_rows_of_a_stored_weight_run_in_integers(dynamic: bool, monkeypatch: pytest.MonkeyPatch):
     """The model's values are those of the products of dequantized operands; few rows read the codes alone."""
@@ -139,10 +146,7 @@ def test_many_rows_of_a_stored_weight_run_in_integers(dynamic: bool, monkeypatch
     mxcompile.quantize_weights_(model, POLICY, args=(xs[0],))
     found = {}
     for reason in ("another is faster", ""):
-        reasons = {BF16: reason} if reason else {}
-        changes = {"integers": "AVX-512 VNNI", "no_integers": reasons, "slow_dtypes": frozenset()}
-        target = replace(targets.TARGETS["cpu"], **changes)
-        monkeypatch.setitem(targets.TARGETS, "cpu", target)
+        set_target(monkeypatch, reason)
         torch._dynamo.reset()
         with torch.no_grad():
             compiled = torch.compile(model, backend="mxfp8", dynamic=dynamic, options={"policy": POLICY})
@@ -159,17 +163,17 @@ def test_all_products_of_training_run_in_integers(monkeypatch: pytest.MonkeyPatc
     torch.manual_seed(0)
     model, x = FeedForward(160, 330).bfloat16(), torch.randn(70, 160, dtype=BF16)
     results = {}
-    for integers in ("", "AVX-512 VNNI"):
-        monkeypatch.setitem(targets.TARGETS, "cpu", replace(targets.TARGETS["cpu"], integers=integers))
+    for reason in ("another is faster", ""):
+        set_target(monkeypatch, reason)
         torch._dynamo.reset()
         model.zero_grad()
         x = x.detach().requires_grad_()
         out = torch.compile(model, backend="mxfp8", options={"policy": "mxint8"})(x)
         out.square().mean().backward()
         gradients = [parameter.grad for parameter in model.parameters()]
-        results[integers] = [tensor.float() for tensor in (out.detach(), x.grad, *gradients)]
+        results[reason] = [tensor.float() for tensor in (out.detach(), x.grad, *gradients)]
         kernels = {gemm.gemm: gemm.kernel for gemm in mxcompile.reports()[-1].gemms}
-        name = "mx_integer_mm C++" if integers else "aten."
+        name = "aten." if reason else "mx_integer_mm C++"
         assert set(kernels) == {"fprop", "dgrad", "wgrad"}
         assert all(kernel.startswith(name) for kernel in kernels.values()), kernels
     for plain, ours in zip(*results.values(), strict=True):
