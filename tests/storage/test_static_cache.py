@@ -192,5 +192,5 @@ def test_refuses_gradients_and_writes_past_it():
     layer, rows = MXStaticLayer(max_cache_len=4), torch.randn(1, 1, 2, 32, requires_grad=True)
     with pytest.raises(MXCompileError, match="no gradients"):
         layer.update(rows, rows)
-    with pytest.raises(AttributeError, match="`update` alone"):
+    with pytest.raises(AttributeError, match="call `update` to write them"):
         layer.keys = rows
