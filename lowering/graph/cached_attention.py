@@ -7,7 +7,8 @@ The pass also matches k and v that were repeated for the heads that share them. 
 long as reading k and v. So the kernel reads their codes, half the bytes of BF16, once, and decodes them in
 registers (`cpu.attention`, `templates.cached_attention`). For more queries and in other forms of attention k
 and v are dequantized, and the record has the reason. On CPUs the kernel also takes attention of few queries
-over many keys in their own dtype: PyTorch's kernel reads copies of a head that others share.
+over many keys in their own dtype, in graphs with quantized operands: PyTorch's kernel reads copies of a head
+that others share.
 """
 
 from __future__ import annotations
@@ -76,8 +77,11 @@ class CachedAttention(LoweringPass):
                 reasons[node] = f"{_DEQUANTIZED}: {reason}"
             else:
                 _replace(node, build, self._kernel)
-        for node in [node for node in graph.nodes if self._takes_plain(node)]:
-            _replace(node, build, self._kernel)
+        if any(
+            packet(node) in ops.CASTS | ops.PRODUCTS for node in graph.nodes
+        ):  # else it is Inductor's, to the bit
+            for node in [node for node in graph.nodes if self._takes_plain(node)]:
+                _replace(node, build, self._kernel)
         dead.eliminate(graph)
         return reasons
 
