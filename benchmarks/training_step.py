@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS)[1:])
     parser.add_argument("--length", type=int, default=LENGTH, help="tokens of a sequence")
     options = parser.parse_args()
+    torch._dynamo.config.recompile_limit = 64  # the variants of all models share the code of one decorator
     rows: list[dict[str, Any]] = []
     for name in options.models:
         rows += measure(name, options.repeats, options.length, with_torchao=not options.no_torchao)

@@ -61,6 +61,9 @@ def test_figures_of_training_steps_equal_results():
     for name, model in (("2 layers × 512", "llama 2×512"), ("4 layers × 1024", "llama 4×1024")):
         shown = measured(f"training step, Llama {name}, time")
         same(shown, [rows[model, run]["ratio_to_bf16"] for run in (runs[1], runs[3])])
+    mxint8 = [rows[model, "mxcompile mxint8"]["ratio_to_bf16"] for model in ("llama 2×512", "llama 4×1024")]
+    same(measured("training step under `mxint8`, Llama 4 layers × 1024, time"), mxint8[1:])
+    same(table("docs/cpu.md", "| preset | Llama 2×512 |")["`mxint8`"], mxint8)
     policies = list(table("docs/training.md", "Llama 2×512: step, kept").values())
     for numbers, run in zip(policies, (*runs[1:3], "saved: mxfp8, with attention"), strict=True):
         found = [rows[model, run] for model in ("llama 2×512", "llama 4×1024")]
