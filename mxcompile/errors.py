@@ -30,6 +30,19 @@ class PolicyError(MXCompileError, ValueError):
 class UnsupportedError(MXCompileError, RuntimeError):
     """MXFP8 does not support the request: a layer under strict mode, or gradients of an MXFP8 cache."""
 
+    @classmethod
+    def from_refused(cls, refused: Iterable[str], precisions: str) -> UnsupportedError:
+        """Returns the error of strict mode for GEMMs that stay unquantized.
+
+        Args:
+            refused: A line for each GEMM, with its name and the reason.
+            precisions: The labels of the precisions that the policy gives them.
+        """
+        return cls(
+            f"strict: the policy quantizes these GEMMs to {precisions}, but that is not possible;"
+            " change the policy, or turn strict off:\n  " + "\n  ".join(refused)
+        )
+
 
 class ModelError(MXCompileError, ValueError):
     """A model named on the command line cannot be built, or a model passed to a function cannot be traced."""

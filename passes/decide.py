@@ -53,10 +53,7 @@ class Decide:
                     refused.append(f"{tag.name} {tag.gemm}: {reason}")
                     wanted.add(choice.precision)
         if refused and self.strict:
-            raise UnsupportedError(
-                f"strict: the policy quantizes these GEMMs to {labels(wanted)}, but that is not possible;"
-                " change the policy, or turn strict off:\n  " + "\n  ".join(refused)
-            )
+            raise UnsupportedError.from_refused(refused, labels(wanted))
 
     def _explained(self, node: fx.Node, tag: GemmTag) -> GemmTag:
         """Returns `tag` with the reasons "cut graph" and "the model turned autocast off", if they apply."""

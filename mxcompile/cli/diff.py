@@ -87,13 +87,15 @@ def run(options: argparse.Namespace) -> int:
     """Runs the command. Returns the exit status."""
     of_model, of_numerics = _compared(options.old, options.new)
     conditions = options.fail_on or DEFAULT
-    if of_numerics is None and any(fail_on.word == "sqnr-drop" for fail_on in conditions):
+    if of_numerics is None and any(condition.word == "sqnr-drop" for condition in conditions):
         raise OptionError(
             "--fail-on sqnr-drop compares audits, and these files are reports: mxcompile audit writes audits"
         )
     changes = of_numerics or of_model
     print(changes.to_markdown() if options.format == "markdown" else changes)
-    failed = of_model.is_unrelated or any(_happened(fail_on, of_model, of_numerics) for fail_on in conditions)
+    failed = of_model.is_unrelated or any(
+        _happened(condition, of_model, of_numerics) for condition in conditions
+    )
     return 1 if failed else 0
 
 
@@ -117,9 +119,9 @@ def _compared(old: Path, new: Path) -> tuple[Difference, AuditDifference | None]
     return changes.report, changes
 
 
-def _happened(fail_on: FailCondition, of_model: Difference, of_numerics: AuditDifference | None) -> bool:
-    if fail_on.word == "fallback":
+def _happened(condition: FailCondition, of_model: Difference, of_numerics: AuditDifference | None) -> bool:
+    if condition.word == "fallback":
         return bool(of_model.fell_back)
-    if fail_on.word == "share-drop":
-        return of_model.share_drop > fail_on.limit
-    return of_numerics is not None and of_numerics.sqnr_drop > fail_on.limit
+    if condition.word == "share-drop":
+        return of_model.share_drop > condition.limit
+    return of_numerics is not None and of_numerics.sqnr_drop > condition.limit

@@ -188,6 +188,16 @@ LIBRARY = torch.library.Library("mx_opaque_kernels", "DEF")
 HELD: dict[str, Tensor] = {}
 
 
+FAILURES: list[str] = []
+"""What the operator `failing` raises in its next calls."""
+
+
+def _failed_once(result: Tensor) -> Tensor:
+    if FAILURES:
+        raise ValueError(FAILURES.pop())
+    return result
+
+
 def _define(name: str, arguments: str, kernel: Callable[..., Tensor]) -> None:
     LIBRARY.define(f"{name}({arguments}) -> Tensor")
     LIBRARY.impl(name, kernel, "CPU")
@@ -197,6 +207,7 @@ def _define(name: str, arguments: str, kernel: Callable[..., Tensor]) -> None:
 _define("held", "Tensor x", lambda x: nn.functional.linear(x, HELD["w"]))
 _define("flat", "Tensor x, Tensor w", lambda x, w: x @ w.view(WIDE, -1).t())
 _define("codes", "Tensor x, Tensor w", lambda x, w: x @ (w.float() / 8).t())
+_define("failing", "Tensor x", lambda x: _failed_once(nn.functional.linear(x, HELD["w"])))
 _define("padded", "Tensor x", lambda x: nn.functional.pad(x, (0, WIDE - WIDTH)))
 _define("gram", "Tensor x", lambda x: nn.functional.pad(x @ x.t() @ x, (0, WIDE - WIDTH)))
 
@@ -213,7 +224,7 @@ class Calling(nn.Module):
         elif name == "codes":
             del self.up.weight
             self.up.register_buffer("weight", torch.randint(-8, 8, (WIDE, WIDTH), dtype=torch.int8))
-        HELD["w"] = self.up.weight.detach() if name == "held" else torch.empty(0)
+        HELD["w"] = self.up.weight.detach() if name in ("held", "failing") else torch.empty(0)
 
     def forward(self, x: Tensor) -> Tensor:
         more = (self.up.weight,) if self.name in ("flat", "codes") else ()
@@ -236,6 +247,17 @@ def test_kernel_that_multiplies_by_a_weight_is_recorded_and_raises_under_strict(
     for _ in range(2):
         with pytest.raises(UnsupportedError, match=f"up fprop: opaque operator mx_opaque_kernels.{name}"):
             strict(x)
+
+
+@torch.no_grad()
+def test_products_of_a_call_that_failed_are_not_recorded_twice() -> None:
+    call = torch.compile(Calling("failing"), backend=EagerBackend(policy=ALL), fullgraph=True)
+    FAILURES.append("the first call fails after its product")
+    with pytest.raises(ValueError, match="the first call fails"):
+        call(torch.randn(ROWS, WIDTH))
+    call(torch.randn(ROWS, WIDTH))
+    (report,) = mxcompile.reports()
+    assert [gemm.name for gemm in report.gemms] == ["seen", "up"]
 
 
 @pytest.mark.parametrize(("name", "products"), [("padded", 0), ("gram", 2)])

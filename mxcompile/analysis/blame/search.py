@@ -88,7 +88,7 @@ class Search:
         return effect.on(self._measure).size
 
     def _is_enough(self, remaining: Effect) -> bool:
-        """Whether the effect `remaining` is small enough; any finite effect is if the whole is not finite."""
+        """Whether the effect `remaining` is within the bound, or finite where the whole effect is not."""
         whole, size = self._size(self._whole), self._size(remaining)
         return math.isfinite(size) and (math.isinf(whole) or size <= self._tolerated * whole)
 

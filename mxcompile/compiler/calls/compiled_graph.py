@@ -54,9 +54,7 @@ class CompiledGraph:
             self._attribution.note(args)
         if self._hidden is None or TracingContext.try_get() is not None:
             return self._call(args)
-        with self._hidden:
-            result = self._call(args)
-        self._hidden.report()
+        result = self._hidden.run(lambda: self._call(args))
         self._hidden = None
         return result
 

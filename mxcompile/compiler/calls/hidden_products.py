@@ -8,7 +8,7 @@ kernel that multiplies without PyTorch's operators stays unseen.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from mxcompile.compiler.hooks.compilation import Compilation
 from mxcompile.errors import UnsupportedError
-from mxcompile.formats import UNQUANTIZED
+from mxcompile.formats import UNQUANTIZED, labels
 from mxcompile.graph.opsets import BIASED, MATMULS, is_foreign_call, is_of_other_library
 from mxcompile.models.names import joined, layer_name, user_path
 from mxcompile.policy import Code, Gemm, Layer, Reason, Role
@@ -48,7 +48,7 @@ class HiddenProducts(TorchDispatchMode):
         self._paths: dict[int, str] = {}
         self._alive: list[Any] = []  # the identity of freed memory is used again
         self._records: list[GemmRecord] = []
-        self._refused: dict[str, None] = {}
+        self._refused: dict[str, str] = {}  # line of the error: precision by the policy
         self._weights = {
             _storage(value): joined(outer, user_path(raw))
             for outer, root in compilation.capture.tree.roots.items()
@@ -102,7 +102,7 @@ class HiddenProducts(TorchDispatchMode):
         reason, options = Reason(Code.OPAQUE, self._operator), self._compilation.options
         decision = options.policy.decide(Layer(name=name, role=Role.OTHER, module="", m=m, n=n, k=k))
         if len(weights) == 1 and decision.fprop.formats is not None:
-            self._refused[f"{name} {Gemm.FPROP}: {reason}".strip()] = None
+            self._refused[f"{name} {Gemm.FPROP}: {reason}".strip()] = decision.fprop.precision
         record = GemmRecord(
             name=name,
             role=str(Role.OTHER),
@@ -120,15 +120,18 @@ class HiddenProducts(TorchDispatchMode):
         )
         self._records.append(record)
 
-    def report(self) -> None:
-        """Adds the products of a call to the report. Raises `UnsupportedError` in strict mode."""
+    def run(self, call: Callable[[], Any]) -> Any:
+        """Returns the result of `call`, whose products are added to the report.
+
+        Raises `UnsupportedError` in strict mode if the policy quantizes one of them.
+        """
+        self._records.clear()  # of a call that failed
+        with self:
+            result = call()
         self._compilation.add(self._records)
-        self._records.clear()
         if self._refused and self._compilation.options.strict:
-            raise UnsupportedError(
-                "strict: the policy quantizes these GEMMs, but that is not possible; change the policy, or"
-                " turn strict off:\n  " + "\n  ".join(self._refused)
-            )
+            raise UnsupportedError.from_refused(self._refused, labels(self._refused.values()))
+        return result
 
 
 def _tensors(values: Any) -> list[Tensor]:

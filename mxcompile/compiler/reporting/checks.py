@@ -17,7 +17,7 @@ from mxcompile.compiler.session.options import Options
 from mxcompile.compiler.session.plans import layers_of_call, planned
 from mxcompile.compiler.session.session import session_of
 from mxcompile.errors import UnsupportedError
-from mxcompile.formats import is_quantized
+from mxcompile.formats import is_quantized, labels
 from mxcompile.graph.tags import GemmTag
 from mxcompile.lowering.targets import resolve
 from mxcompile.models.names import within
@@ -57,10 +57,12 @@ def check_plan(compilation: Compilation, parts: Sequence[str] | None = None) -> 
     is_part = compilation.capture.stage or session_of(root).name
     layers = () if is_part else plan.layers  # rules may be for other stages, or other models of a function
     if refused:
-        message = (
-            "strict: the policy quantizes these GEMMs to MXFP8, but that is not possible;"
-            " change the policy, or turn strict off:\n  " + "\n  ".join(refused)
+        wanted = (
+            options.policy.decide(tag.as_layer()).fprop.precision
+            for tag in _quantized(plan, options)
+            if tag.name in plan.obstacles or (parts is not None and not _is_in(tag.name, parts))
         )
+        message = str(UnsupportedError.from_refused(refused, labels(wanted)))
         raise UnsupportedError("\n".join([message, *(complaints(options.policy, layers) if layers else ())]))
     if layers:
         check_layers(options.policy, layers, strict=options.strict)
