@@ -14,12 +14,13 @@ from __future__ import annotations
 import argparse
 import copy
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import common
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mxcompile.lowering.cpu.features import features
 
@@ -107,14 +108,23 @@ def step(model: Any, tokens: Tensor) -> Callable[[], None]:
     return run
 
 
+def plain(tensor: Any) -> Iterator[Tensor]:
+    """Yields the tensors that `tensor` consists of: itself, or those inside a wrapper as torchao's."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from plain(getattr(tensor, name))
+
+
 def saved_bytes(model: Any, tokens: Tensor) -> int:
     """Bytes that a forward of `model` keeps for backward, of each storage once."""
-    inputs = {t.untyped_storage().data_ptr() for t in [tokens, *model.parameters()]}
+    inputs = {t.untyped_storage().data_ptr() for value in [tokens, *model.parameters()] for t in plain(value)}
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
+        storages = (part.untyped_storage() for part in plain(tensor))
+        kept.update({storage.data_ptr(): storage.nbytes() for storage in storages})
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
