@@ -153,20 +153,20 @@ def copies_for(num_bytes: int) -> int:
     return max(2, min(16, _L2_BYTES // max(num_bytes, 1)))
 
 
-def check_bits(result: Tensor, wanted: Tensor, what: str) -> None:
+def check_bits(result: Tensor, wanted: Tensor, label: str) -> None:
     """Casts have no tolerance."""
     if not torch.equal(result.view(torch.uint8), wanted.view(torch.uint8)):
-        raise WrongError(f"{what}: differs from the reference")
+        raise WrongError(f"{label}: differs from the reference")
 
 
-def check_product(out: Tensor, a: Tensor, b: Tensor, what: str) -> None:
+def check_product(out: Tensor, a: Tensor, b: Tensor, label: str) -> None:
     """A product of `a` [M, K] and `b` [N, K], exact values: FP32 accumulation and one rounding."""
     lhs, rhs, k = a.double(), b.double().t(), a.shape[1]
     exact, magnitude = lhs @ rhs, lhs.abs() @ rhs.abs()
     bound = (k + 2) * 2.0**-24 * magnitude + torch.finfo(out.dtype).eps / 2 * exact.abs()
     worst = ((out.double() - exact).abs() / bound.clamp(min=1e-300)).max().item()
     if not worst <= 1.0:
-        raise WrongError(f"{what}: error is {worst:.3g} times what accumulation explains")
+        raise WrongError(f"{label}: error is {worst:.3g} times what accumulation explains")
 
 
 def quantized(rows: int, k: int, count: int, scales: ScaleLayout) -> tuple[list[Tensor], list[Operand]]:

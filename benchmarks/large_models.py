@@ -41,8 +41,8 @@ def main() -> None:
     parser.add_argument("--child", nargs=2, metavar=("WHAT", "WHICH"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        what, which = options.child
-        print(json.dumps(planned(int(which)) if what == "planning" else compiled(which)))
+        task, which = options.child
+        print(json.dumps(planned(int(which)) if task == "planning" else compiled(which)))
         return
     rows = []
     if options.only != "compile":
@@ -55,11 +55,11 @@ def main() -> None:
     common.write("large_models", rows)
 
 
-def apart(what: str, which: str) -> dict[str, Any]:
+def apart(task: str, which: str) -> dict[str, Any]:
     """One measurement, in a process and with caches of its own."""
     with tempfile.TemporaryDirectory() as cache:
         surroundings = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        command = [sys.executable, "-W", "ignore", __file__, "--child", what, which]
+        command = [sys.executable, "-W", "ignore", __file__, "--child", task, which]
         done = subprocess.run(command, env=surroundings, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr)
@@ -98,8 +98,8 @@ def cold(repeats: int) -> list[dict[str, Any]]:
     """Medians of processor seconds, and of their ratio to Inductor's for the same pieces, round by round."""
     rounds = [{way: apart("compile", way) for way in WAYS} for _ in tqdm(range(repeats), desc="rounds")]
 
-    def middle(way: str, what: str) -> float:
-        return round(statistics.median(run[way][what] for run in rounds), 1)
+    def middle(way: str, figure: str) -> float:
+        return round(statistics.median(run[way][figure] for run in rounds), 1)
 
     def ratio(way: str) -> str:
         peer = PEERS.get(way, way)

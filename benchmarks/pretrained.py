@@ -32,7 +32,7 @@ from tqdm import tqdm
 import mxcompile
 from mxcompile.cli.quiet import quiet
 
-BASELINE = Way(label="fp32", library="torch", what="", prepare=lambda model: model)
+BASELINE = Way(label="fp32", library="torch", quantized="", prepare=lambda model: model)
 RESAMPLES = 1000
 
 
@@ -70,7 +70,7 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             bar.set_postfix_str(f"{way.library} {way.label}")
             torch._dynamo.reset()
             mxcompile.clear_reports()
-            about = {"library": way.library, "way": way.label, "quantized": way.what}
+            about = {"library": way.library, "way": way.label, "quantized": way.quantized}
             start = time.perf_counter()
             try:
                 figures = score(way)
@@ -83,7 +83,7 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _is_selected(way: Way, words: Sequence[str] | None) -> bool:
-    name = f"{way.library}/{way.label}/{way.what}"
+    name = f"{way.library}/{way.label}/{way.quantized}"
     return words is None or any(fnmatch.fnmatchcase(name, word) for word in words)
 
 

@@ -34,13 +34,13 @@ ROLES = ["qkv", "attn_out", "ffn_in", "ffn_out"]
 class Way:
     """How a model is served.
 
-    label: what stands in tables. library: whose. what: is quantized. prepare: gives what is called in the
+    label: in tables. library: whose. quantized: the tensors. prepare: gives the callable that stands in the
     model's place. cached: whether keys and values are stored in MXFP8.
     """
 
     label: str
     library: str
-    what: str
+    quantized: str
     prepare: Callable[[nn.Module], nn.Module]
     cached: bool = False
 
@@ -175,12 +175,12 @@ def presets() -> Iterator[Way]:
         "nvfp4 4 over 6, row-scaled": use(precision="nvfp4", four_over_six=_BOUNDS, row_scaled="x"),
     }
     for label, policy in policies.items():
-        yield Way(label=label, library="mxcompile", what=BOTH, prepare=under(policy))
+        yield Way(label=label, library="mxcompile", quantized=BOTH, prepare=under(policy))
 
 
 def stored_ways() -> Iterator[Way]:
     """Stored weights, the cache, and the values of weights in other formats."""
-    yield Way(label="mxfp8 stored", library="mxcompile", what=WEIGHTS, prepare=stored)
+    yield Way(label="mxfp8 stored", library="mxcompile", quantized=WEIGHTS, prepare=stored)
     formats = {
         "mxfp8 floor": weight_format("mxfp8", rounding=Rounding.FLOOR),
         "fp8 rowwise": weight_format("fp8", scaling="channel"),
@@ -194,8 +194,8 @@ def stored_ways() -> Iterator[Way]:
     }
     for label, form in formats.items():
         prepare = with_values(functools.partial(in_format, form))
-        yield Way(label=label, library="mxcompile", what=WEIGHTS, prepare=prepare)
-    yield Way(label="bf16", library="torch", what=WEIGHTS, prepare=with_values(_rounded))
+        yield Way(label=label, library="mxcompile", quantized=WEIGHTS, prepare=prepare)
+    yield Way(label="bf16", library="torch", quantized=WEIGHTS, prepare=with_values(_rounded))
 
 
 def language_ways() -> Iterator[Way]:
@@ -208,10 +208,10 @@ def language_ways() -> Iterator[Way]:
         ),
         ("llama.cpp", "Q8_0, head and embedding too (its values)", functools.partial(gguf_values, "Q8_0")),
     ):
-        yield Way(label=label, library=library, what=WEIGHTS, prepare=with_values(change, head=True))
-    yield Way(label="mxfp8", library="mxcompile", what=CACHE, prepare=sharing, cached=True)
+        yield Way(label=label, library=library, quantized=WEIGHTS, prepare=with_values(change, head=True))
+    yield Way(label="mxfp8", library="mxcompile", quantized=CACHE, prepare=sharing, cached=True)
     yield Way(
-        label="mxfp8 stored", library="mxcompile", what=WEIGHTS_CACHE, prepare=stored_eager, cached=True
+        label="mxfp8 stored", library="mxcompile", quantized=WEIGHTS_CACHE, prepare=stored_eager, cached=True
     )
 
 
@@ -224,11 +224,11 @@ def peers() -> Iterator[Way]:
         "fp8 rowwise": ("Float8DynamicActivationFloat8WeightConfig", BOTH),
         "mxfp8": ("MXDynamicActivationMXWeightConfig", BOTH),
     }
-    for label, (name, what) in torchao.items():
-        yield Way(label=label, library="torchao", what=what, prepare=by_torchao(name))
+    for label, (name, quantized) in torchao.items():
+        yield Way(label=label, library="torchao", quantized=quantized, prepare=by_torchao(name))
     for kind in ("Q8_0", "Q4_0"):
         prepare = with_values(functools.partial(gguf_values, kind))
-        yield Way(label=f"{kind} (its values)", library="llama.cpp", what=WEIGHTS, prepare=prepare)
+        yield Way(label=f"{kind} (its values)", library="llama.cpp", quantized=WEIGHTS, prepare=prepare)
 
 
 def _rounded(weight: Tensor) -> Tensor:

@@ -81,14 +81,14 @@ def nearest(word: str, allowed: Iterable[str]) -> str:
     return f" (did you mean {by_lower[close[0]]!r}?)" if close else ""
 
 
-def not_allowed(what: str, value: object, allowed: Iterable[str]) -> str:
-    """Returns "unknown `what` `value` (did you mean …?); allowed: …".
+def not_allowed(noun: str, value: object, allowed: Iterable[str]) -> str:
+    """Returns "unknown `noun` `value` (did you mean …?); allowed: …".
 
     Non-ASCII letters are shown by their code point, because a Cyrillic е in a key looks like a Latin e.
     """
     words = [str(word) for word in allowed]
     named = "".join(_by_code(sign) for sign in shown(value))
-    return f"unknown {what} {named}{nearest(str(value), words)}; allowed: {', '.join(words)}"
+    return f"unknown {noun} {named}{nearest(str(value), words)}; allowed: {', '.join(words)}"
 
 
 def printable(text: str) -> str:

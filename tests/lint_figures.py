@@ -31,13 +31,13 @@ def table(page: str, head: str) -> dict[str, list[str]]:
     """First cell → numbers of the others, of the table of `page` whose first line has `head`."""
     lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
     (start,) = (number for number, line in enumerate(lines) if line.startswith("|") and head in line)
-    found = {}
+    rows = {}
     for line in lines[start + 2 :]:
         if not line.startswith("|"):
             break
         first, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-        found[first] = [text for cell in cells for text in NUMBER.findall(cell)]
-    return found
+        rows[first] = [text for cell in cells for text in NUMBER.findall(cell)]
+    return rows
 
 
 def measured(workload: str, cpu: str = BF16_CPU) -> list[str]:
@@ -66,16 +66,16 @@ def test_figures_of_training_steps_equal_results():
     same(table("docs/cpu.md", "| preset | Llama 2×512 |")["`mxint8`"], mxint8)
     policies = list(table("docs/training.md", "Llama 2×512: step, kept").values())
     for numbers, run in zip(policies, (*runs[1:3], "saved: mxfp8, with attention"), strict=True):
-        found = [rows[model, run] for model in ("llama 2×512", "llama 4×1024")]
-        same(numbers, [row[key] for row in found for key in ("ratio_to_bf16", "saved_to_bf16")])
+        steps = [rows[model, run] for model in ("llama 2×512", "llama 4×1024")]
+        same(numbers, [row[key] for row in steps for key in ("ratio_to_bf16", "saved_to_bf16")])
 
 
 def test_figures_of_training_steps_without_bf16_equal_results():
     rows = newest("training_step", "model", "run", cpu="AVX2")
-    own, of_fp32 = "mxcompile mxfp8", "mxcompile mxfp8, fp32 model"
+    product_run, of_fp32 = "mxcompile mxfp8", "mxcompile mxfp8, fp32 model"
     shown = {
-        "training step of a BF16 model, Llama 2 layers × 512, time": (own, "ratio_to_bf16"),
-        "the same ÷ a step of the FP32 model under Inductor": (own, "ratio_to_fp32"),
+        "training step of a BF16 model, Llama 2 layers × 512, time": (product_run, "ratio_to_bf16"),
+        "the same ÷ a step of the FP32 model under Inductor": (product_run, "ratio_to_fp32"),
         "training step of an FP32 model ÷ Inductor's in FP32": (of_fp32, "ratio_to_fp32"),
     }
     for workload, (run, ratio) in shown.items():
@@ -86,11 +86,11 @@ def test_figures_of_cpus_without_bf16_equal_results():
     shown = {name.partition(", 4×")[0]: numbers for name, numbers in table("docs/cpu.md", "workload").items()}
     steps = newest("training_step", "model", "run", cpu="AVX2")
     for width in (256, 512):
-        own, in_fp32, bf16, fp32 = (
+        mxfp8, in_fp32, bf16, fp32 = (
             steps[f"llama 2×{width}", run]["median_ms"]
             for run in ("mxcompile mxfp8", "mxcompile mxfp8, fp32 model", "bf16 inductor", "fp32 inductor")
         )
-        same(shown[f"training step of a BF16 Llama, 2 layers × {width}"], [own, bf16, fp32])
+        same(shown[f"training step of a BF16 Llama, 2 layers × {width}"], [mxfp8, bf16, fp32])
         same(shown[f"training step of an FP32 Llama, 2 layers × {width}"], [in_fp32, fp32])
     products = newest("decode_cpu", "weight", "rows", "run", cpu="AVX2")
     runs = ("mxcompile mxfp8", "bf16 inductor", "fp32 inductor", "torchao int8", "llama.cpp q8_0")
@@ -126,9 +126,11 @@ def test_figures_of_losses_equal_results():
         first, second = (100 * rows[2000, policy, seed][key] for seed in (0, 1))
         same(shown[name], [first, second, (first + second) / 2, abs(first - second) / 2])
     page = (ROOT / "docs/training.md").read_text(encoding="utf-8").replace("\n", " ")
-    said = re.search(r"After 500 steps, MXFP8's loss was (.*? %).*?After 2,000 steps it was (.*? %)", page)
-    assert said is not None
-    numbers = NUMBER.findall(f"{said[1]} {said[2]}")
+    sentence = re.search(
+        r"After 500 steps, MXFP8's loss was (.*? %).*?After 2,000 steps it was (.*? %)", page
+    )
+    assert sentence is not None
+    numbers = NUMBER.findall(f"{sentence[1]} {sentence[2]}")
     same(numbers, [100 * rows[steps, "nvidia", seed]["gap"] for steps in (500, 2000) for seed in (0, 1)])
 
 
@@ -175,13 +177,13 @@ def test_figures_of_decoding_layers_equal_results():
 
 
 def test_decoding_by_one_and_by_two_threads():
-    one = newest("decode_cpu_one_thread", "weight", "run")
+    single = newest("decode_cpu_one_thread", "weight", "run")
     rows = newest("decode_cpu", "weight", "rows", "run")
     two = {(weight, run): row for (weight, count, run), row in rows.items() if count == 1}
     runs = ("mxcompile mxfp8", "mxcompile mxfp4", "mxcompile nvfp4", "torchao int8")
     types = ("q8_0", "q4_0", "q4_0 repack", "mxfp4", "mxfp4 repack")
-    runs += tuple(f"llama.cpp {each}" for each in types)
-    for head, timed in {"weight, one thread": one, "weight, two threads": two}.items():
+    runs += tuple(f"llama.cpp {elem}" for elem in types)
+    for head, timed in {"weight, one thread": single, "weight, two threads": two}.items():
         for weight, numbers in table("docs/cpu.md", head).items():
             same(numbers, [timed[weight.replace("×", "x"), run]["median_ms"] for run in runs])
 
@@ -197,20 +199,20 @@ def test_figures_of_compile_times_equal_results():
     rows = newest("large_models", "measure", "way")
     page = (ROOT / "docs/large.md").read_text(encoding="utf-8").replace("\n", " ")
     sentence = r"took ([\d.]+) times the processor time .*? Compiled block by block, it took ([\d.]+) times\."
-    said = re.search(sentence, page)
-    assert said is not None
+    figures = re.search(sentence, page)
+    assert figures is not None
     ways = ("mxfp8 whole", "mxcompile.compile")
-    same(said.groups(), [float(rows["cold compile", way]["to_inductor"]) for way in ways])
+    same(figures.groups(), [float(rows["cold compile", way]["to_inductor"]) for way in ways])
     rows = newest("compile_time", "measure", "model", "nodes", cpu="AVX2")
     shares = sorted(float(row["share"].rstrip("%")) for row in rows.values() if "share" in row)
     readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("\n", " ")
-    said = re.search(
+    figures = re.search(
         r"On AVX2 the passes take ([\d.]+) to ([\d.]+) % of a cold compile: ([\d.]+) ms a node", readme
     )
-    assert said is not None
-    same(said.groups()[:2], [shares[0], shares[-1]])
+    assert figures is not None
+    same(figures.groups()[:2], [shares[0], shares[-1]])
     growth = [row["us_per_node"] / 1e3 for row in rows.values() if row.get("nodes", 1e9) <= 21112]
-    assert max(growth) <= 1.1 * float(said[3])
+    assert max(growth) <= 1.1 * float(figures[3])
 
 
 def test_pages_have_the_tables_of_predicted_figures(monkeypatch):
@@ -239,9 +241,9 @@ def test_the_page_has_the_points_that_are_kept(monkeypatch):
     )
     points = calibration.points()
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    said = re.search(r"Of (\d+) kernels that others\s+timed, (\d+) took", readme)
-    assert said is not None
-    same(said.groups(), [len(points), sum(point.is_near for point in points)])
+    match = re.search(r"Of (\d+) kernels that others\s+timed, (\d+) took", readme)
+    assert match is not None
+    same(match.groups(), [len(points), sum(point.is_near for point in points)])
 
 
 def test_the_page_has_the_whole_steps(monkeypatch):
@@ -297,9 +299,9 @@ def test_fine_tuning_of_a_pretrained_model():
     )
     page = (ROOT / "docs/real-models.md").read_text(encoding="utf-8").replace("\n", " ")
     sentence = r"loss that is ([\d.]+) higher\. After (\d+) steps the difference is ([\d.]+) ± ([\d.]+)\."
-    said = re.search(sentence, page)
-    assert said is not None
-    same(said.groups(), [mxfp8["before"] - fp32["before"], mxfp8["steps"], *mxfp8["over_fp32"]])
+    figures = re.search(sentence, page)
+    assert figures is not None
+    same(figures.groups(), [mxfp8["before"] - fp32["before"], mxfp8["steps"], *mxfp8["over_fp32"]])
     assert "keeps two thirds of FP32's bytes" in page
     assert round(saved["saved_mb"] / fp32["saved_mb"], 2) == 0.67
 

@@ -55,12 +55,12 @@ def serve(options: argparse.Namespace, bar: Any) -> None:
     _write(options.output, qualities, fast)
 
 
-def _shown(bar: Any, what: str, ways: Sequence[Way], measured: Iterator[Any]) -> Iterator[Any]:
+def _shown(bar: Any, stage: str, ways: Sequence[Way], measured: Iterator[Any]) -> Iterator[Any]:
     """Yields the measurements, with their progress: a step for each way of serving."""
     bar.reset(total=len(ways))
     bar.set_postfix_str("")
     for way in ways:
-        bar.set_description(f"{what}, {way.label}"[:30])
+        bar.set_description(f"{stage}, {way.label}"[:30])
         yield next(measured)
         bar.update()
 

@@ -39,6 +39,10 @@ class Entry:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
+    def __str__(self) -> str:
+        """Returns the file and the name, for messages."""
+        return f"{self.file}: {self.name!r}"
+
     @property
     def num_bytes(self) -> int:
         """Size of the tensor in bytes."""

@@ -34,9 +34,7 @@ def read(checkpoint: Checkpoint) -> Iterator[StoredWeight]:
         if is_blocks(entry):
             scale = entries.get(base + _SCALES)
             if scale is None or scale.dtype is not torch.uint8 or scale.shape != entry.shape[:3]:
-                raise CheckpointError(
-                    f"{entry.file}: {name!r} has no scales of its blocks: {base + _SCALES!r}"
-                )
+                raise CheckpointError(f"{entry} has no scales of its blocks: {base + _SCALES!r}")
             experts, n, blocks, _ = entry.shape
             yield StoredWeight(
                 name=base,

@@ -177,8 +177,7 @@ def _read(checkpoint: Checkpoint, weight: StoredWeight, dtype: torch.dtype) -> T
     if whole is not None and not (whole.isfinite() & (whole > 0)).all():  # the scale is a divisor
         name = weight.tensors[-1]
         raise CheckpointError(
-            f"{checkpoint.entries[name].file}: {name!r} is {whole.item()}, not a positive number:"
-            " not an NVFP4 weight"
+            f"{checkpoint.entries[name]} is {whole.item()}, not a positive number: not an NVFP4 weight"
         )
     if whole is not None and weight.tensors[-1].endswith(separate.MULTIPLIER):
         whole = divisor(whole.reshape(1), weight.dtype or dtype)

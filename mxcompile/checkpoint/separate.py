@@ -51,7 +51,7 @@ def read(checkpoint: Checkpoint) -> Iterator[StoredWeight]:
             module, _, attribute = name.rpartition(".")
             of_inputs = attribute in _ACTIVATIONS and module in modules
             if not of_inputs and (base := _scaled(checkpoint.entries, name)):
-                raise CheckpointError(f"{entry.file}: {name!r} is a scale, but {base} is not a stored weight")
+                raise CheckpointError(f"{entry} is a scale, but {base} is not a stored weight")
             weight = plain_weight(entry, is_read=not of_inputs)
         elif name != weight.tensors[0]:
             continue
@@ -76,12 +76,12 @@ def _stored(entries: Mapping[str, Entry], about: Declared) -> list[StoredWeight]
         if not scales and entry.dtype not in FP8 and base == name:
             continue  # bytes of another meaning
         if base + _ZERO_POINT in entries:
-            raise CheckpointError(f"{entry.file}: {name!r} has zero points, which are not read")
+            raise CheckpointError(f"{entry} has zero points, which are not read")
         wholes = _present(entries, (base + GLOBAL, base + MULTIPLIER))
         for several in (scales, wholes):
             if len(several) > 1:
                 names = " and ".join(repr(part.name) for part in several)
-                raise CheckpointError(f"{entry.file}: {name!r} has several scales: {names}")
+                raise CheckpointError(f"{entry} has several scales: {names}")
         scale, whole = (next(iter(several), None) for several in (scales, wholes))
         tile = about.tile if entry.dtype in FP8 else None
         weights.append(

@@ -68,22 +68,22 @@ def read(checkpoint: Checkpoint) -> Iterator[StoredWeight]:
 
 def _weight(checkpoint: Checkpoint, name: str, about: Mapping[str, Any]) -> StoredWeight:
     data = about.get("_data") or {}
-    what = f"{checkpoint.path}: {name!r}"
+    source = f"{checkpoint.path}: {name!r}"
     if about.get("_type") != "MXTensor" or data.get("block_size") != BLOCK:
-        raise CheckpointError(f"{what} is a torchao {about.get('_type')}, not MXFP8 or MXFP4")
+        raise CheckpointError(f"{source} is a torchao {about.get('_type')}, not MXFP8 or MXFP4")
     if data.get("is_swizzled_scales"):
-        raise CheckpointError(f"{what} has swizzled scales: save it with row-major scales")
+        raise CheckpointError(f"{source} has swizzled scales: save it with row-major scales")
     elements, scales = map(checkpoint.entries.get, parts(name, MXFP8))
     word = (data.get("elem_dtype") or {}).get("_data")
     is_packed = elements is not None and elements.dtype is torch.uint8 and word == _E2M1_WORD
     if elements is None or scales is None or not (elements.dtype in FP8 or is_packed):
-        raise CheckpointError(f"{what} has no FP8 or packed FP4 elements with scales")
+        raise CheckpointError(f"{source} has no FP8 or packed FP4 elements with scales")
     dtype = getattr(torch, str((data.get("orig_dtype") or {}).get("_data")), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise CheckpointError(f"{what} has no floating-point dtype")
+        raise CheckpointError(f"{source} has no floating-point dtype")
     weight = stored_weight(name, elements, scales, dtype)
     if weight.form is None or weight.form.scale is not ScaleType.E8M0:
-        raise CheckpointError(f"{what} has scales of {scales.dtype}, not E8M0 bytes")
+        raise CheckpointError(f"{source} has scales of {scales.dtype}, not E8M0 bytes")
     return weight
 
 

@@ -66,12 +66,11 @@ def stored_weight(
     Raises:
         CheckpointError: The tensors are inconsistent.
     """
-    what = f"{entry.file}: {entry.name!r}"
     if scale is None:
         kind, label = ("packed", "MXFP4 or NVFP4") if entry.dtype in BYTES else ("FP8", "MXFP8 or FP8")
-        raise CheckpointError(f"{what} is {kind} but {name + SUFFIX!r} is missing: not an {label} weight")
+        raise CheckpointError(f"{entry} is {kind} but {name + SUFFIX!r} is missing: not an {label} weight")
     is_packed = entry.dtype in BYTES and (entry.dtype is torch.uint8 or entry.name != name)
-    form = _form(entry, scale, what, global_scale, scale_type, is_packed=is_packed)
+    form = _form(entry, scale, global_scale, scale_type, is_packed=is_packed)
     shape = list(entry.shape)
     for dim in range(-1, -len(shape) - 1, -1):
         whole = [*shape[:dim], shape[dim] * form.elem.per_byte, *shape[len(shape) + dim + 1 :]]
@@ -89,13 +88,14 @@ def stored_weight(
                     file_tile=tile_size,
                 )
     blocks = f", in blocks of {tile} by config.json" if tile is not None else ""
-    raise CheckpointError(f"{what} has shape {entry.shape}{blocks}, which scales of {scale.shape} do not fit")
+    raise CheckpointError(
+        f"{entry} has shape {entry.shape}{blocks}, which scales of {scale.shape} do not fit"
+    )
 
 
 def _form(
     entry: Entry,
     scale: Entry,
-    what: str,
     global_scale: Entry | None,
     scale_type: ScaleType | None,
     *,
@@ -103,20 +103,22 @@ def _form(
 ) -> Format:
     """Returns the format of elements and scales. Raises `CheckpointError`.
 
-    what: name for the message. is_packed: whether a byte has two elements; else int8 is an element of MXINT8.
+    is_packed: whether a byte has two elements; else int8 is an element of MXINT8.
     """
     if is_packed and (global_scale is not None or scale.dtype is E4M3):
         if scale.dtype is not E4M3:
-            raise CheckpointError(f"{what} has scales of {scale.dtype}, not E4M3: not an NVFP4 weight")
-        _check_global(global_scale, what)
+            raise CheckpointError(f"{entry} has scales of {scale.dtype}, not E4M3: not an NVFP4 weight")
+        _check_global(entry, global_scale)
         return NVFP4
     if global_scale is not None:
-        raise CheckpointError(f"{what} is {entry.dtype}, but {global_scale.name!r} is a scale of FP4 weights")
+        raise CheckpointError(
+            f"{entry} is {entry.dtype}, but {global_scale.name!r} is a scale of FP4 weights"
+        )
     if scale.dtype in _E8M0 or (scale_type is ScaleType.E8M0 and scale.dtype is torch.float32):
         return MXFP4 if is_packed else stored_form(entry.dtype)
     if entry.dtype not in FP8 or scale.dtype not in _FLOATS:
         label = "MXFP4" if is_packed else stored_precision(stored_form(entry.dtype)).label
-        raise CheckpointError(f"{what} has scales of {scale.dtype}, not E8M0 bytes: not an {label} weight")
+        raise CheckpointError(f"{entry} has scales of {scale.dtype}, not E8M0 bytes: not an {label} weight")
     return fp8_form(entry.dtype, STORED_FP8_TILES[0])
 
 
@@ -185,13 +187,13 @@ def divisor(multiplier: Tensor, dtype: torch.dtype) -> Tensor:
     return near[best].reshape(1)
 
 
-def _check_global(global_scale: Entry | None, what: str) -> None:
-    """Raises `CheckpointError` if an NVFP4 weight lacks its global scale; what: name for the message."""
+def _check_global(entry: Entry, global_scale: Entry | None) -> None:
+    """Raises `CheckpointError` if `entry`, the elements of an NVFP4 weight, lacks its global scale."""
     if global_scale is None:
-        raise CheckpointError(f"{what} has E4M3 scales but no global scale: not an NVFP4 weight")
+        raise CheckpointError(f"{entry} has E4M3 scales but no global scale: not an NVFP4 weight")
     if global_scale.dtype is not torch.float32 or torch.Size(global_scale.shape).numel() != 1:
         raise CheckpointError(
-            f"{what}: {global_scale.name!r} is {global_scale.dtype} of shape {global_scale.shape}, not one"
+            f"{entry}: {global_scale.name!r} is {global_scale.dtype} of shape {global_scale.shape}, not one"
             " FP32 number: not an NVFP4 weight"
         )
 

@@ -109,15 +109,15 @@ def policies_of(words: str) -> list[Policy]:
     return [Policy.resolve(word.strip()) for word in words.split(",")]
 
 
-def add_output(command: argparse.ArgumentParser, what: str) -> None:
-    """Adds the flags for the output file. what: its help text."""
-    command.add_argument("-o", "--output", type=Path, metavar="FILE", help=what)
+def add_output(command: argparse.ArgumentParser, help_text: str) -> None:
+    """Adds the flags for the output file."""
+    command.add_argument("-o", "--output", type=Path, metavar="FILE", help=help_text)
     command.add_argument("--force", action="store_true", help="overwrite the output file")
 
 
-def add_folder(command: argparse.ArgumentParser, what: str, default: Path | None = None) -> None:
-    """Adds the flag for the output folder, whose files are overwritten. what: its help text."""
-    command.add_argument("-o", "--output", "--out", type=Path, default=default, metavar="DIR", help=what)
+def add_folder(command: argparse.ArgumentParser, help_text: str, default: Path | None = None) -> None:
+    """Adds the flag for the output folder, whose files are overwritten."""
+    command.add_argument("-o", "--output", "--out", type=Path, default=default, metavar="DIR", help=help_text)
 
 
 def check_output(options: argparse.Namespace, form_of: Callable[[Path], object] | None = None) -> None:

@@ -49,8 +49,8 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            what = action.metavar if isinstance(action.metavar, str) else "value"
-            raise argparse.ArgumentError(action, not_allowed(what.lower(), value, action.choices))
+            noun = action.metavar if isinstance(action.metavar, str) else "value"
+            raise argparse.ArgumentError(action, not_allowed(noun.lower(), value, action.choices))
 
 
 def parser() -> argparse.ArgumentParser:

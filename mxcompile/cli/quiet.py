@@ -27,12 +27,12 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def working(what: str) -> Iterator[None]:
-    """Shows the text `what` and the elapsed time on a terminal, for work of unknown length."""
+def working(label: str) -> Iterator[None]:
+    """Shows the text `label` and the elapsed time on a terminal, for work of unknown length."""
     from tqdm import tqdm
 
     done = threading.Event()
-    with tqdm(desc=what, disable=None, leave=False, bar_format="{desc} {elapsed}") as bar:
+    with tqdm(desc=label, disable=None, leave=False, bar_format="{desc} {elapsed}") as bar:
 
         def tick() -> None:
             while not done.wait(0.5):

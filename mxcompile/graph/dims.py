@@ -26,15 +26,15 @@ def before(node: fx.Node, source: fx.Node, dims: frozenset[int]) -> frozenset[in
     old, new = tensor(source), tensor(node)
     if old is None or new is None:
         return dims
-    what = packet(node)
-    if what in _REGROUPED:
+    op_packet = packet(node)
+    if op_packet in _REGROUPED:
         return _through_reshape(list(map(hint, old.shape)), list(map(hint, new.shape)), dims)
     order = permutation(node)
     if order is not None:
         return frozenset(order[dim] for dim in dims if dim < len(order))
-    if what is aten.as_strided and old.shape != new.shape:
+    if op_packet is aten.as_strided and old.shape != new.shape:
         return frozenset()
-    follow = _FOLLOW.get(what)
+    follow = _FOLLOW.get(op_packet)
     if follow is not None:
         return follow(node.args, old.ndim, dims)
     shift = new.ndim - old.ndim  # elementwise: aligned at the end

@@ -27,12 +27,12 @@ from mxcompile.ops.view import arguments_of
 
 def opaque_sizes(node: fx.Node) -> list[Sizes]:
     """Returns the sizes of the products inside an opaque operator; `UNKNOWN` if they cannot be derived."""
-    what = packet(node)
-    if what is aten._trilinear:
+    op_packet = packet(node)
+    if op_packet is aten._trilinear:
         return [_trilinear_sizes(node)]
-    if what in OPAQUE:
+    if op_packet in OPAQUE:
         return weights_sizes(node.target, tree_map(_value, node.args)) or [UNKNOWN]
-    formula = flop_registry.get(what)
+    formula = flop_registry.get(op_packet)
     if formula is None:
         return _head_with_loss(node) or [_by_shapes(node)]
     args, kwargs = tree_map(_value, (node.args, node.kwargs))

@@ -86,16 +86,16 @@ _MATMUL_LIKE = MATMULS.union(QUANTIZED_MATMULS, ATTENTIONS, OPAQUE)
 
 def is_grouped(node: fx.Node) -> bool:
     """Whether `node` is a grouped product or its gradients."""
-    what = packet(node)
-    return what is aten._grouped_mm or str(what) in (GROUPED_FALLBACK, GROUPED_FALLBACK_BACKWARD)
+    op_packet = packet(node)
+    return op_packet is aten._grouped_mm or str(op_packet) in (GROUPED_FALLBACK, GROUPED_FALLBACK_BACKWARD)
 
 
 def is_matmul(node: fx.Node) -> bool:
     """Whether `node` is one matrix product: a matmul, a convolution, or one gradient of either."""
-    what = packet(node)
-    if what in CONVOLUTION_BACKWARD:
+    op_packet = packet(node)
+    if op_packet in CONVOLUTION_BACKWARD:
         return any(argument_of(node, "output_mask")[:2])
-    return what in MATMULS or what in CONVOLUTIONS or is_grouped(node)
+    return op_packet in MATMULS or op_packet in CONVOLUTIONS or is_grouped(node)
 
 
 def is_foreign(node: fx.Node) -> bool:
@@ -142,8 +142,8 @@ def matrices_in_code(called: Any) -> list[Tensor]:
 
 def may_be_product(target: Any) -> bool:
     """Whether a call of the overload `target` may be matmul-like, as far as the operator alone decides it."""
-    what = target._overloadpacket
-    return what in _MATMUL_LIKE or what in CONVOLUTIONS or is_of_other_library(target)
+    op_packet = target._overloadpacket
+    return op_packet in _MATMUL_LIKE or op_packet in CONVOLUTIONS or is_of_other_library(target)
 
 
 @functools.cache

@@ -27,8 +27,8 @@ def print_ir(graph: fx.Graph) -> str:
 
 
 def _line(node: fx.Node) -> str:
-    what = node.target if node.op == "call_function" else node.op
-    text = f"%{node.name}{_type(node.meta.get('val'))} = {what}"
+    target = node.target if node.op == "call_function" else node.op
+    text = f"%{node.name}{_type(node.meta.get('val'))} = {target}"
     arguments = ", ".join(
         [*map(_argument, node.args), *(f"{k}={_argument(v)}" for k, v in node.kwargs.items())]
     )

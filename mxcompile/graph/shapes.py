@@ -29,13 +29,13 @@ def operands(node: fx.Node) -> tuple[Any, Any]:
     A node that computes one of several gradients (see `passes/split`) has the result's gradient and the other
     factor as operands, in the order of the product.
     """
-    what = packet(node)
-    if what in CONVOLUTION_BACKWARD:
+    op_packet = packet(node)
+    if op_packet in CONVOLUTION_BACKWARD:
         return node.args[0], node.args[2 - gradient_index(node)]
-    if str(what) == GROUPED_FALLBACK_BACKWARD:
+    if str(op_packet) == GROUPED_FALLBACK_BACKWARD:
         x, w, _, dy = node.args
         return (dy, w) if gradient_index(node) == 0 else (x, dy)
-    first = 1 if what in BIASED else 0
+    first = 1 if op_packet in BIASED else 0
     return node.args[first], node.args[first + 1]
 
 
@@ -92,13 +92,13 @@ def attention_sizes(node: fx.Node) -> list[Sizes]:
 
     Forward has two products, q·kᵀ and softmax·v; backward has four: dQ and dK, dP and dV.
     """
-    what, scores, values = packet(node), UNKNOWN, UNKNOWN
+    op_packet, scores, values = packet(node), UNKNOWN, UNKNOWN
     q, k, v = map(tensor, qkv(node))
     if q is not None and k is not None and v is not None and q.ndim > 2:
-        tokens = ATTENTIONS[what].tokens
+        tokens = ATTENTIONS[op_packet].tokens
         others = [*q.shape[:-1]]
         queries, keys, batch = others.pop(tokens + 1), k.shape[tokens], math.prod(others)
         scores, values = (batch, queries, keys, q.shape[-1]), (batch, queries, v.shape[-1], keys)
-    if what in ATTENTION_FORWARD:
+    if op_packet in ATTENTION_FORWARD:
         return [scores, values]
     return [*gradient_sizes(scores), *gradient_sizes(values)]

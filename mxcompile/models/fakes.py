@@ -117,8 +117,8 @@ def call(
 def failure(aim: str, error: Exception, model: nn.Module) -> str:
     """Returns the message for `error`, which Dynamo raised for `model`. aim: "trace" or "run"."""
     cause = _cause(getattr(error, "inner_exception", error))
-    what = str(cause).strip().partition("\n")[0]
-    return f"cannot {aim} the model{where_failed(error, model)}: {type(cause).__name__}: {what}"
+    first_line = str(cause).strip().partition("\n")[0]
+    return f"cannot {aim} the model{where_failed(error, model)}: {type(cause).__name__}: {first_line}"
 
 
 def _message(error: Exception, model: nn.Module, mode: FakeTensorMode) -> str:

@@ -168,8 +168,8 @@ def _as_own_error(error: BaseException) -> MXCompileError:
     if isinstance(error, MXCompileError):
         return error
     log.debug("cannot run the model on fake tensors", exc_info=error)
-    what = str(error).strip().partition("\n")[0]
-    return ModelError(f"cannot run the model on fake tensors: {type(error).__name__}: {what}")
+    first_line = str(error).strip().partition("\n")[0]
+    return ModelError(f"cannot run the model on fake tensors: {type(error).__name__}: {first_line}")
 
 
 def _collect_logs(messages: Messages, *, tools: bool) -> None:

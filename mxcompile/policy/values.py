@@ -55,12 +55,12 @@ class Value:
         return replace(self, json={"description": description, **self.json}, **facts)
 
 
-def word(what: str, table: dict[str, Any]) -> Value:
+def word(noun: str, table: dict[str, Any]) -> Value:
     """Returns the `Value` of a key: its words are the keys of `table`, and mean the entries of `table`."""
 
     def read(value: Any) -> Any:
         if not isinstance(value, str) or value not in table:
-            raise Invalid(not_allowed(what, value, table))
+            raise Invalid(not_allowed(noun, value, table))
         return table[value]
 
     return Value(read, {"enum": list(table)})

@@ -48,13 +48,13 @@ def compare(old: ReportData, new: ReportData) -> Difference:
             names=tuple(names),
             role=role,
             gemms=gemms,
-            what=what,
+            what=field,
             before=a,
             after=b,
             code=code,
-            reason=_joined(sentences[role, kind, what, a, b, code]),
+            reason=_joined(sentences[role, kind, field, a, b, code]),
         )
-        for (role, kind, what, a, b, code), layers in groups.items()
+        for (role, kind, field, a, b, code), layers in groups.items()
         for gemms, names in _by_gemms(layers)
     ]
     first = {name: position for position, name in reversed([*enumerate(key[0] for key in (*after, *before))])}
@@ -109,10 +109,10 @@ def _changes(old: GemmRecord | None, new: GemmRecord | None) -> Iterator[tuple[s
         kind = "changed" if before and after else "gained" if after else "fell back"
         yield new.role, kind, "precision", old.precision, new.precision, _code(new)
     else:
-        for what, value in _FIELDS.items():
+        for field, value in _FIELDS.items():
             if value(old) != value(new):
-                code = "" if what == "reason" else _code(new)
-                yield new.role, "changed", what, value(old), value(new), code
+                code = "" if field == "reason" else _code(new)
+                yield new.role, "changed", field, value(old), value(new), code
 
 
 def _code(gemm: GemmRecord) -> str:

@@ -18,32 +18,32 @@ RANK = "{rank}"
 """Placeholder for the rank of the process in the path of a report."""
 
 
-def save(path: str | Path, text: str, what: str) -> None:
-    """Writes `text` to `path` atomically. Raises `OptionError` with `what` and the path if that fails."""
+def save(path: str | Path, text: str, noun: str) -> None:
+    """Writes `text` to `path` atomically. Raises `OptionError` with `noun` and the path if that fails."""
     try:
         publish(Path(path), text)
     except OSError as error:
-        raise OptionError(f"{what} {str(path)!r} cannot be written: {error.strerror or error}") from None
+        raise OptionError(f"{noun} {str(path)!r} cannot be written: {error.strerror or error}") from None
 
 
-def form_of(path: str | Path, forms: Mapping[str, _T], what: str) -> _T:
+def form_of(path: str | Path, forms: Mapping[str, _T], noun: str) -> _T:
     """Returns the entry of `forms` for the suffix of `path`. Raises `OptionError` for an unknown suffix."""
     suffix = Path(path).suffix
     if suffix not in forms:
-        raise OptionError(f"{what} {str(path)!r}: {not_allowed('suffix', suffix, forms)}")
+        raise OptionError(f"{noun} {str(path)!r}: {not_allowed('suffix', suffix, forms)}")
     return forms[suffix]
 
 
-def load(path: str | Path, what: str, read: Callable[[str], _T]) -> _T:
-    """Returns `read` applied to the text of `path`. Raises `OptionError` with `what` and the path."""
+def load(path: str | Path, noun: str, read: Callable[[str], _T]) -> _T:
+    """Returns `read` applied to the text of `path`. Raises `OptionError` with `noun` and the path."""
     try:
         return read(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise OptionError(f"{what} {str(path)!r} cannot be read: {error.strerror}") from None
+        raise OptionError(f"{noun} {str(path)!r} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise OptionError(f"{what} {str(path)!r} is not UTF-8 text: byte {error.start}") from None
+        raise OptionError(f"{noun} {str(path)!r} is not UTF-8 text: byte {error.start}") from None
     except OptionError as error:
-        raise OptionError(f"{what} {str(path)!r}: {error}") from None
+        raise OptionError(f"{noun} {str(path)!r}: {error}") from None
 
 
 def check_writable(path: Path) -> None:

@@ -207,11 +207,11 @@ def merge(
 def _check_same_model(summaries: Sequence[Summary]) -> None:
     if not summaries:
         raise OptionError("nothing to merge: give at least one report")
-    for what in ("target", "policy"):
-        values = list(dict.fromkeys(getattr(summary, what) for summary in summaries))
+    for field in ("target", "policy"):
+        values = list(dict.fromkeys(getattr(summary, field) for summary in summaries))
         if len(values) > 1:
             raise OptionError(
-                f"these reports cannot be merged: reports of one model have one {what}, found"
+                f"these reports cannot be merged: reports of one model have one {field}, found"
                 f" {', '.join(map(repr, values))}"
             )
 

@@ -81,5 +81,5 @@ def _no_match_message(pattern: str, names: Sequence[str]) -> str:
             return f"{message}; {wider!r} matches {fitting[0]!r}{more}"
     near = difflib.get_close_matches(pattern.removeprefix("re:"), names, n=_MOST, cutoff=_NEAR)
     rows = [row for row in near if row] or [name for name in names if name][:_MOST]
-    what = "nearest" if near else "its layers are"
-    return f"{message}; {what}: {', '.join(map(repr, rows))}"
+    heading = "nearest" if near else "its layers are"
+    return f"{message}; {heading}: {', '.join(map(repr, rows))}"

@@ -22,8 +22,8 @@ def checked_form(
         has_blocks = scale.ndim == qdata.ndim and scale.shape[block_dim] > 1
         form = fp8_form(qdata.dtype, STORED_FP8_TILES[0] if has_blocks else Tile.CHANNEL)
     if scale.dtype is not form.scale.stored_dtype:
-        what = "without" if global_scale is None else "beside"
-        raise FormatError(f"scale must be {form.scale.stored_dtype} {what} a global scale, not {scale.dtype}")
+        word = "without" if global_scale is None else "beside"
+        raise FormatError(f"scale must be {form.scale.stored_dtype} {word} a global scale, not {scale.dtype}")
     if not -qdata.ndim <= block_dim < qdata.ndim:
         raise FormatError(f"block_dim {block_dim} is outside qdata of {qdata.ndim} dimensions")
     shape = list(qdata.shape)

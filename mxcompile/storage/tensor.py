@@ -274,9 +274,9 @@ class MXTensor(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         elem = f"{stored_precision(self.form)} {self.form.elem}"
-        what = f"{tuple(self.shape)}, {elem}, block_dim={self.block_dim}, dtype={self.dtype}"
+        properties = f"{tuple(self.shape)}, {elem}, block_dim={self.block_dim}, dtype={self.dtype}"
         where = "" if self.device.type == "cpu" else f", device={str(self.device)!r}"
-        return f"MXTensor({what}{where})"
+        return f"MXTensor({properties}{where})"
 
 
 def _rebuild(

@@ -111,9 +111,9 @@ class Recorder:
             with self._lock:
                 self._pending.append(delivery)
 
-    def warn(self, what: str, error: Exception) -> None:
+    def warn(self, event: str, error: Exception) -> None:
         """Logs `error` as a warning, once per kind."""
-        reason = f"watch: {what}: {type(error).__name__}: {error}"
+        reason = f"watch: {event}: {type(error).__name__}: {error}"
         if reason not in self._warned:
             self._warned.add(reason)
             log.warning("%s; training goes on", reason)

@@ -299,10 +299,10 @@ def _number(name: str, value: Any, least: int = 0) -> int:
     return value
 
 
-def _words(what: str, words: Sequence[str], allowed: Sequence[str]) -> Iterable[str]:
+def _words(noun: str, words: Sequence[str], allowed: Sequence[str]) -> Iterable[str]:
     for word in [words] if isinstance(words, str) else words:
         if word not in allowed:
-            raise OptionError(not_allowed(what, word, allowed))
+            raise OptionError(not_allowed(noun, word, allowed))
         yield word
 
 

@@ -67,8 +67,8 @@ def traits_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
         key = id(node.target)
         traits = by_operator.get(key)
         if traits is None:
-            what = packet(node)
-            traits = CALL | sum(trait for trait, members in _SETS if what in members)
+            op_packet = packet(node)
+            traits = CALL | sum(trait for trait, members in _SETS if op_packet in members)
             by_operator[key] = traits
         marks[node] = traits | MATMUL if KEY in node.meta else traits
     seconds = [node for node in marks if packet(node) is operator.getitem and node.args[1] == 1]

@@ -1,4 +1,4 @@
-"""Progress bars that write nowhere and remember what they said."""
+"""Progress bars that write nowhere and keep their descriptions."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from tqdm import tqdm
 
 
 def recorded_bars(monkeypatch: pytest.MonkeyPatch, module: str) -> list[Any]:
-    """The bars that `module` makes from here on; `said` has their descriptions, oldest first."""
+    """The bars that `module` makes from here on; `descriptions` has their descriptions, oldest first."""
     bars: list[Any] = []
 
     class Bar(tqdm):  # type: ignore[type-arg]
         def __init__(self, **settings: Any) -> None:
             super().__init__(**{**settings, "disable": False, "file": io.StringIO()})
-            self.said = [self.desc]
+            self.descriptions = [self.desc]
             bars.append(self)
 
         def set_description(self, desc: str | None = None, refresh: bool | None = True) -> None:
             super().set_description(desc, refresh)
-            self.said.append(self.desc)
+            self.descriptions.append(self.desc)
 
     monkeypatch.setattr(importlib.import_module(module), "tqdm", Bar)
     return bars

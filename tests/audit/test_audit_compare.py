@@ -26,7 +26,7 @@ class Net(nn.Module):
         return (self.down(nn.functional.gelu(self.up(x))) - target).square().mean()
 
 
-def made() -> tuple[nn.Module, tuple[Tensor, Tensor], dict[str, Any]]:
+def example() -> tuple[nn.Module, tuple[Tensor, Tensor], dict[str, Any]]:
     torch.manual_seed(0)
     return Net(), (torch.randn(32, 64), torch.randn(32, 64)), {}
 
@@ -36,12 +36,12 @@ def everything(use: Any) -> dict[str, Any]:
 
 
 def test_rows_are_those_of_audit():
-    model, args, _ = made()
+    model, args, _ = example()
     policies = [everything("mxfp8"), everything("mxfp4"), everything("bf16")]
-    found = compare(model, *args, policies=policies)
+    comparison = compare(model, *args, policies=policies)
     alone = [audit(model, *args, policy=policy).numerics for policy in policies]
-    assert [each.numerics.gemms for each in found.audits] == [each.gemms for each in alone]
-    policies_said, gemms_said = str(found).split("SQNR of GEMMs against FP32")
+    assert [result.numerics.gemms for result in comparison.audits] == [result.gemms for result in alone]
+    policies_said, gemms_said = str(comparison).split("SQNR of GEMMs against FP32")
     rows = [line.split() for line in policies_said.splitlines()[2:5]]
     assert [row[1] for row in rows] == ["100.0%", "100.0%", "0.0%"]
     assert [row[2] for row in rows[:2]] == ["mxfp8", "mxfp4"]
@@ -59,12 +59,12 @@ def test_rows_are_those_of_audit():
 
 
 def test_audit_command_compares_several_policies(capsys: pytest.CaptureFixture[str]):
-    assert main(["audit", f"{__name__}:made", "--compare", "nvidia, fp8_tensor"]) == 0
-    said = capsys.readouterr().out
-    assert [line.split()[0] for line in said.splitlines()[2:4]] == ["nvidia", "fp8_tensor"]
-    assert main(["audit", f"{__name__}:made", "--compare", "nvidia,fp8", "--seed", "1"]) == 2
+    assert main(["audit", f"{__name__}:example", "--compare", "nvidia, fp8_tensor"]) == 0
+    output = capsys.readouterr().out
+    assert [line.split()[0] for line in output.splitlines()[2:4]] == ["nvidia", "fp8_tensor"]
+    assert main(["audit", f"{__name__}:example", "--compare", "nvidia,fp8", "--seed", "1"]) == 2
     assert "unknown preset 'fp8'" in capsys.readouterr().err
-    assert main(["audit", f"{__name__}:made", "--compare", "nvidia", "--by", "role"]) == 2
+    assert main(["audit", f"{__name__}:example", "--compare", "nvidia", "--by", "role"]) == 2
     assert "leave out --by" in capsys.readouterr().err
 
 
@@ -75,13 +75,13 @@ class NoLoss(Net):
 
 def test_comparison_without_loss_omits_empty_columns_and_adds_a_note():
     torch.manual_seed(0)
-    found = compare(NoLoss(), torch.randn(32, 64), policies=[everything("mxfp8"), everything("bf16")])
-    lines = str(found).splitlines()
+    comparison = compare(NoLoss(), torch.randn(32, 64), policies=[everything("mxfp8"), everything("bf16")])
+    lines = str(comparison).splitlines()
     assert lines[0].split("  ")[-1].strip() == "output dB"
     assert lines[0].split() == ["policy", "quantized", "fprop", "≥", "dB", "output", "dB"]
-    logits = [each.numerics.logits_sqnr_db for each in found.audits]
+    logits = [result.numerics.logits_sqnr_db for result in comparison.audits]
     assert [line.split()[-1] for line in lines[2:4]] == [f"{logits[0]:.2f}", "exact"]
-    text = " ".join(str(found).split())
+    text = " ".join(str(comparison).split())
     assert text.count("gradients were not audited") == 1
     assert "note: gradients were not audited" in text
     assert "note, policy: policy quantizes no GEMM of this model" in text
@@ -92,7 +92,7 @@ def test_package_exports_the_compare_function():
 
 
 def test_compare_with_invalid_policies_raises():
-    model, args, _ = made()
+    model, args, _ = example()
     with pytest.raises(OptionError, match=r"policies must be a list, found 'nvidia': write \['nvidia'\]"):
         mxcompile.compare(model, *args, policies="nvidia")
     with pytest.raises(PolicyError, match="fp8_row"):

@@ -36,8 +36,8 @@ def audit(gemms: dict[str, float], casts: dict[str, float], precision: str = "mx
         for n in gemms
     )
     numerics = Numerics(
-        gemms=tuple(gemm(*one) for one in gemms.items()),
-        tensors=tuple(cast(*one) for one in casts.items()),
+        gemms=tuple(gemm(*row) for row in gemms.items()),
+        tensors=tuple(cast(*row) for row in casts.items()),
         loss_gap=0.01 * len(casts),
     )
     return Audit(report=Report.from_parts([Part(gemms=records)], target="cpu", policy="p"), numerics=numerics)
@@ -48,29 +48,29 @@ OLD = audit({"a": 28.0, "b": 28.0, "c": 20.0, "d": 28.0}, {"a": 0.0, "b": 0.1})
 
 def test_audit_diff_lists_changed_layers_worst_first():
     new = audit({"a": 27.7, "b": 25.0, "c": 24.0, "d": math.nan}, {"a": 0.2, "b": 0.1})
-    found = compare_audits(OLD, new)
-    assert [(one.name, one.before, one.after) for one in found.moved] == [
+    diff = compare_audits(OLD, new)
+    assert [(layer.name, layer.before, layer.after) for layer in diff.moved] == [
         ("d", 28.0, pytest.approx(math.nan, nan_ok=True)),
         ("a", 0.0, 0.2),
         ("b", 28.0, 25.0),
         ("c", 20.0, 24.0),
     ]
-    assert found.sqnr_drop == math.inf
-    text = str(found)
+    assert diff.sqnr_drop == math.inf
+    text = str(diff)
     assert "numerics: 3 worse, 1 better" in text
     assert max(map(len, text.splitlines())) <= 120
-    assert "| b" in found.to_markdown()
+    assert "| b" in diff.to_markdown()
 
 
 def test_comparison_of_equal_audits_has_no_moved_layers():
-    found = compare_audits(OLD, OLD)
-    assert found.moved == ()
-    assert str(found) == "the same for every layer\n\nnumerics: no change is larger than chance"
+    diff = compare_audits(OLD, OLD)
+    assert diff.moved == ()
+    assert str(diff) == "the same for every layer\n\nnumerics: no change is larger than chance"
 
 
 def saved(folder: Path, **audits: Audit | Report) -> list[str]:
-    for name, one in audits.items():
-        one.save(folder / f"{name}.json")
+    for name, result in audits.items():
+        result.save(folder / f"{name}.json")
     return [str(folder / f"{name}.json") for name in audits]
 
 
@@ -89,16 +89,16 @@ def test_layers_that_fell_back_fail_too(tmp_path: Path, capsys: pytest.CaptureFi
 def test_audits_without_a_layer_in_common(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     new = audit({"x": 28.0, "y": 28.0}, {"x": 0.0})
     assert main(["diff", *saved(tmp_path, old=OLD, new=new)]) == 1
-    said = capsys.readouterr().out
-    assert said.startswith("no layer in common: ")
-    assert "numerics: not compared, as the audits have no layer in common" in said
+    output = capsys.readouterr().out
+    assert output.startswith("no layer in common: ")
+    assert "numerics: not compared, as the audits have no layer in common" in output
 
 
 def test_an_audit_and_a_report_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     paths = saved(tmp_path, old=OLD, new=OLD.report)
     assert main(["diff", *paths]) == 2
-    assert "old.json is of kind audit, " in (said := capsys.readouterr().err)
-    assert "new.json of kind report: compare two reports or two audits" in said
+    assert "old.json is of kind audit, " in (error := capsys.readouterr().err)
+    assert "new.json of kind report: compare two reports or two audits" in error
     assert main(["merge", paths[0]]) == 2
     assert "this is an mxcompile audit, where an mxcompile report was expected" in capsys.readouterr().err
 

@@ -64,17 +64,17 @@ def test_gradients_of_parameters_are_those_of_training(result: Audit) -> None:
     case = models.llama(2)
     case.model(**case.kwargs).loss.backward()
     expected = {name: p.grad for name, p in case.model.named_parameters() if p.grad is not None}
-    measured = {one.name: one for one in result.numerics.parameters}
+    measured = {parameter.name: parameter for parameter in result.numerics.parameters}
     assert set(measured) == set(expected)
-    for name, one in measured.items():
-        assert one.numel == expected[name].numel()
-        assert 0.5 < one.cosine < 1.00001
+    for name, parameter in measured.items():
+        assert parameter.numel == expected[name].numel()
+        assert 0.5 < parameter.cosine < 1.00001
         # Σ error² / numel over rel_error² is the mean square of the reference
         mean_square = float(expected[name].double().square().mean())
-        assert one.mse / one.rel_error**2 == pytest.approx(mean_square, rel=0.05)
-    weights = [one for one in measured.values() if one.flops]
-    assert {one.role for one in weights} >= {"qkv", "attn_out", "ffn_in", "ffn_out", "head"}
-    assert not any("norm" in one.name for one in weights)
+        assert parameter.mse / parameter.rel_error**2 == pytest.approx(mean_square, rel=0.05)
+    weights = [parameter for parameter in measured.values() if parameter.flops]
+    assert {parameter.role for parameter in weights} >= {"qkv", "attn_out", "ffn_in", "ffn_out", "head"}
+    assert not any("norm" in parameter.name for parameter in weights)
 
 
 def test_view_groups_rows_by_role_block_or_underflow(result: Audit) -> None:
@@ -101,21 +101,21 @@ def test_the_bar_is_there_before_the_model_runs(monkeypatch: pytest.MonkeyPatch)
         return run(session, *args, **kwargs)
 
     monkeypatch.setattr(Session, "run", watched)
-    found = audit(TwoLayers(), torch.randn(40, 64))
+    audited = audit(TwoLayers(), torch.randn(40, 64))
     (bar,) = bars
     assert seen == [1, 1]
-    assert bar.n == bar.total == 2 * len(found.numerics.gemms)
+    assert bar.n == bar.total == 2 * len(audited.numerics.gemms)
     words = ["audit: tracing", "audit: unquantized: ", "audit: quantized, measured: "]
-    assert list(dict.fromkeys(bar.said)) == words
+    assert list(dict.fromkeys(bar.descriptions)) == words
 
 
 def test_other_precisions_are_called_by_their_names(tmp_path: Path) -> None:
-    found = audit(TwoLayers(), torch.randn(40, 64), policy="fp8_rowwise")
-    found.save(tmp_path / "audit.html")
+    audited = audit(TwoLayers(), torch.randn(40, 64), policy="fp8_rowwise")
+    audited.save(tmp_path / "audit.html")
     page = (tmp_path / "audit.html").read_text()
-    assert str(found).startswith("FP8 audit, policy preset fp8_rowwise: ")
+    assert str(audited).startswith("FP8 audit, policy preset fp8_rowwise: ")
     assert "Output of each FP8 GEMM against FP32" in page
-    assert "MXFP8" not in str(found)
+    assert "MXFP8" not in str(audited)
     assert "MXFP8" not in page
 
 
@@ -126,7 +126,7 @@ def test_saved_audit_has_all_layers_in_every_form(result: Audit, tmp_path: Path)
     assert max(map(len, text.splitlines())) <= 120
     assert "less harm" not in text
     assert "MXFP8 report: " in text
-    parameters = sum(one.name.startswith("model.layers.") for one in result.numerics.parameters)
+    parameters = sum(parameter.name.startswith("model.layers.") for parameter in result.numerics.parameters)
     rows = [line.replace("\\", "") for line in markdown.splitlines()]
     assert sum(line.startswith("| model.layers.") for line in rows) == 42 + 72 + parameters
     back = Audit.from_json((tmp_path / "new" / "audit.json").read_text())
@@ -197,19 +197,19 @@ def test_pictures_note_layers_and_casts_that_are_not_drawn(
     casts = [replace(cast, name=f"layers.{i}") for i in range(62)]
     gemms = [replace(gemm, name=f"layer_{i}") for i in range(62)]
     casts[5], gemms[5] = replace(casts[5], sqnr_db=math.nan), replace(gemms[5], sqnr_db=math.inf)
-    said: dict[str, str] = {}
+    notes: dict[str, str] = {}
     monkeypatch.setattr(
-        Figure, "savefig", lambda figure, path: said.update({path.name: figure.get_supxlabel()})
+        Figure, "savefig", lambda figure, path: notes.update({path.name: figure.get_supxlabel()})
     )
     plot(Numerics(tensors=tuple(casts), gemms=tuple(gemms)), tmp_path)
-    assert said == {
+    assert notes == {
         "gemms.png": "not drawn: 1 without any error; names of 31 of 62 layers",
         "tensors.png": "not drawn: 1 with NaN; 2 of 62 casts, with less harm",
         "scales.png": "not drawn: 180 blocks of zeros or NaN; 2 of 62 casts, with less harm",
     }
-    said.clear()
+    notes.clear()
     plot(Numerics(gemms=(gemm,)), tmp_path)
-    assert said == {"gemms.png": ""}
+    assert notes == {"gemms.png": ""}
 
 
 def test_gemms_of_blocks_are_drawn_by_depth(
@@ -260,13 +260,13 @@ class TwoLayers(nn.Module):
         return (x + self.down(torch.relu(self.up(x)))).square().mean()
 
 
-def made() -> tuple[nn.Module, tuple[torch.Tensor], dict[str, object]]:
+def example() -> tuple[nn.Module, tuple[torch.Tensor], dict[str, object]]:
     return TwoLayers(), (torch.randn(40, 64),), {}
 
 
 def test_audit_command_writes_file_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "audit.json"
-    model = f"{__name__}:made"
+    model = f"{__name__}:example"
     assert main(["audit", model, "-o", str(out), "--plots", str(tmp_path), "--policy", "ocp"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("MXFP8 audit, policy preset ocp: 5 GEMMs, 10 cast tensors")
@@ -332,6 +332,6 @@ def test_the_bar_ends_at_its_end(with_loss: bool, monkeypatch: pytest.MonkeyPatc
 
 
 def test_at_a_prompt_an_audit_is_one_line() -> None:
-    found = audit(torch.nn.Linear(64, 64), torch.randn(32, 64))
-    assert repr([found]) == f"[<{str(found).splitlines()[0]}>]"
-    assert found._repr_html_().startswith("<iframe srcdoc=")
+    audited = audit(torch.nn.Linear(64, 64), torch.randn(32, 64))
+    assert repr([audited]) == f"[<{str(audited).splitlines()[0]}>]"
+    assert audited._repr_html_().startswith("<iframe srcdoc=")

@@ -47,8 +47,8 @@ class Busy(nn.Module):
 
 
 def bits(model: nn.Module) -> dict[str, Tensor]:
-    found = {**model.state_dict(), **{f"{n}.grad": p.grad for n, p in model.named_parameters()}}
-    return {name: value.clone() for name, value in found.items() if value is not None}
+    state = {**model.state_dict(), **{f"{n}.grad": p.grad for n, p in model.named_parameters()}}
+    return {name: value.clone() for name, value in state.items() if value is not None}
 
 
 def test_nothing_a_model_changes_stays_changed() -> None:
@@ -95,7 +95,7 @@ def test_training_goes_on_as_without_the_audit() -> None:
         case = models.llama(1, attention_dropout=0.2)
         runs.append(train(case.model, case.kwargs, audited))
     assert len(runs[0]) > 10
-    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
+    assert all(torch.equal(tensor, other) for tensor, other in zip(*runs, strict=True))
 
 
 @pytest.mark.parametrize("architecture", mostly_slow([models.llama, models.mixtral], models.llama))
@@ -121,11 +121,11 @@ def test_observers_leave_outputs_and_gradients_unchanged(architecture: Any) -> N
         output = torch.compile(case.model, backend=EagerBackend(policy=policy))(**case.kwargs)
         case.loss(output).backward()
         for label in (label for label in runs if label.startswith(policy)):
-            logits, found = seen[label]
+            logits, gradients_seen = seen[label]
             assert logits is not None
             assert torch.equal(case.logits(output), logits), label
-            assert found.keys() == gradients.keys()
-            assert all(torch.equal(gradients[name], grad) for name, grad in found.items()), label
+            assert gradients_seen.keys() == gradients.keys()
+            assert all(torch.equal(gradients[name], grad) for name, grad in gradients_seen.items()), label
     assert not torch.equal(seen["ocp"][0], seen["bf16"][0])
     assert len(runs["ocp, observed"].products) == len(session.sites.products)
 
@@ -150,7 +150,7 @@ def test_the_model_is_not_kept_alive() -> None:
     alive = weakref.ref(model), weakref.ref(x)
     del model, x
     gc.collect()
-    assert [one() for one in alive] == [None, None]
+    assert [reference() for reference in alive] == [None, None]
 
 
 def test_no_report_is_left_behind() -> None:

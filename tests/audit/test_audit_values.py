@@ -53,13 +53,13 @@ def layer(bias: bool = True) -> tuple[Linear, Tensor]:
 
 
 def tensor(result: Audit, operand: str, layout: str) -> TensorNumerics:
-    (found,) = (t for t in result.numerics.tensors if (t.operand, t.layout) == (operand, layout))
-    return found
+    (row,) = (t for t in result.numerics.tensors if (t.operand, t.layout) == (operand, layout))
+    return row
 
 
 def gemm(result: Audit, which: str) -> GemmNumerics:
-    (found,) = (g for g in result.numerics.gemms if g.gemm == which)
-    return found
+    (row,) = (g for g in result.numerics.gemms if g.gemm == which)
+    return row
 
 
 def expected(x: Tensor, elem: str, rounding: str) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def test_a_row_of_rounding_noise_does_not_lead() -> None:
     noisy = tensor(result, "dy", "columnwise")
     assert noisy.underflow > 0.01
     assert noisy.lost < 1e-6
-    others = [one.harm / one.flops for one in result.numerics.tensors if one is not noisy]
+    others = [row.harm / row.flops for row in result.numerics.tensors if row is not noisy]
     assert noisy.harm / noisy.flops == pytest.approx(sum(others) / len(others), rel=0.3)
 
 
@@ -107,12 +107,12 @@ def test_every_cast_is_measured(elem: str, rounding: str) -> None:
     assert len(result.numerics.tensors) == 6
     for operand, value in (("x", x), ("w", w), ("dy", dy)):
         for layout, stored in (("rowwise", value), ("columnwise", value.T)):
-            found = tensor(result, operand, layout)
+            row = tensor(result, operand, layout)
             measures = expected(stored, elem, rounding)
-            assert found.scale_histogram == measures.pop("scale_histogram")
+            assert row.scale_histogram == measures.pop("scale_histogram")
             for name, number in measures.items():
-                assert getattr(found, name) == pytest.approx(number, rel=1e-9), (operand, layout, name)
-            assert (found.elem, found.rounding, found.calls, found.name) == (elem, rounding, 1, "lin")
+                assert getattr(row, name) == pytest.approx(number, rel=1e-9), (operand, layout, name)
+            assert (row.elem, row.rounding, row.calls, row.name) == (elem, rounding, 1, "lin")
     if rounding == "floor":
         assert tensor(result, "w", "rowwise").saturation > 0
     assert tensor(result, "x", "rowwise").underflow > 0
@@ -132,10 +132,10 @@ def test_every_gemm_is_held_to_its_operands_before_the_casts(bias: bool) -> None
         left = reference.round_trip(a, -1, rounding="floor").double()
         right = reference.round_trip(b, -2, rounding="floor").double()
         cast = left @ right + constant
-        found = gemm(result, which)
-        assert found.sqnr_db == pytest.approx(reference.sqnr_db(exact, cast), abs=1e-3)
-        assert found.mse == pytest.approx(float((exact - cast).square().mean()), rel=1e-3)
-        assert (found.m, found.n, found.k) == (a.shape[0], b.shape[1], a.shape[1])
+        row = gemm(result, which)
+        assert row.sqnr_db == pytest.approx(reference.sqnr_db(exact, cast), abs=1e-3)
+        assert row.mse == pytest.approx(float((exact - cast).square().mean()), rel=1e-3)
+        assert (row.m, row.n, row.k) == (a.shape[0], b.shape[1], a.shape[1])
 
 
 class Experts(nn.Module):
@@ -157,14 +157,14 @@ def test_the_error_of_a_matrix_that_is_picked_from_a_stack_counts(transposed: bo
     chosen = torch.tensor([3, 0, 1, 2, 0, 3])
     result = audit(model, x, chosen, policy=everything(rounding="floor"))
     stack = model.stack.detach().mT if transposed else model.stack.detach()
-    assert {found.operand for found in result.numerics.tensors} == {"x", "w"}
-    cast = torch.stack([reference.round_trip(each, -2, rounding="floor") for each in stack])
-    (weight,) = (found for found in result.numerics.tensors if found.operand == "w")
+    assert {row.operand for row in result.numerics.tensors} == {"x", "w"}
+    cast = torch.stack([reference.round_trip(matrix, -2, rounding="floor") for matrix in stack])
+    (weight,) = (row for row in result.numerics.tensors if row.operand == "w")
     assert weight.numel == stack.numel()
     assert weight.sqnr_db == pytest.approx(reference.sqnr_db(stack.double(), cast.double()), abs=1e-9)
-    left = torch.stack([reference.round_trip(each, -1, rounding="floor") for each in x])
-    exact, actual = x.double() @ stack.double()[chosen], left.double() @ cast.double()[chosen]
-    (product,) = (found for found in result.numerics.gemms if found.name == "stack")
+    x_cast = torch.stack([reference.round_trip(row_cast, -1, rounding="floor") for row_cast in x])
+    exact, actual = x.double() @ stack.double()[chosen], x_cast.double() @ cast.double()[chosen]
+    (product,) = (row for row in result.numerics.gemms if row.name == "stack")
     assert product.sqnr_db == pytest.approx(reference.sqnr_db(exact, actual), abs=1e-3)
     assert result.numerics.logits_sqnr_db == pytest.approx(product.sqnr_db, abs=1e-2)
 
@@ -172,12 +172,12 @@ def test_the_error_of_a_matrix_that_is_picked_from_a_stack_counts(transposed: bo
 def test_the_loss_is_held_to_the_models_own() -> None:
     model, x = layer()
     result = audit(model, x, policy=everything()).numerics
-    own = float(model(x).detach())
-    assert result.loss_reference == pytest.approx(own, rel=1e-6)
+    eager_loss = float(model(x).detach())
+    assert result.loss_reference == pytest.approx(eager_loss, rel=1e-6)
     product = reference.round_trip(x, -1).double() @ reference.round_trip(model.lin.weight.T, -2).double()
     loss = float(((product + model.lin.bias) * model.direction).sum().detach())
     assert result.loss == pytest.approx(loss, rel=1e-5)
-    assert result.loss_gap == pytest.approx(loss / own - 1, rel=1e-3)
+    assert result.loss_gap == pytest.approx(loss / eager_loss - 1, rel=1e-3)
 
 
 def test_nan_in_the_input_is_reported_and_does_not_hide_the_rest() -> None:
@@ -185,10 +185,10 @@ def test_nan_in_the_input_is_reported_and_does_not_hide_the_rest() -> None:
     with torch.no_grad():
         x[2, 7] = float("nan")
     result = audit(model, x, policy=everything())
-    found = tensor(result, "x", "rowwise")
-    assert math.isnan(found.sqnr_db)
-    assert found.not_finite == 32  # the whole block
-    assert dict(found.scale_histogram)[255] == 1
+    row = tensor(result, "x", "rowwise")
+    assert math.isnan(row.sqnr_db)
+    assert row.not_finite == 32  # the whole block
+    assert dict(row.scale_histogram)[255] == 1
     assert result.numerics.worst_tensors()[0].operand == "x"
     assert math.isfinite(tensor(result, "w", "rowwise").sqnr_db)
     assert math.isfinite(gemm(result, "dgrad").sqnr_db)

@@ -54,57 +54,59 @@ NAMES = ["front", *(f"layers.{index}" for index in range(5))]
 
 
 @pytest.fixture(scope="module")
-def found() -> Blamed:
+def blamed() -> Blamed:
     model, args = branches()
     return blame(model, *args, policy=ALL, kwargs=None)
 
 
 def gradient_effect(model: nn.Module, args: Any, policy: Policy) -> float:
     """As the module of effects says, from an audit."""
-    measured = [one for one in audit(model, *args, policy=policy).numerics.parameters if one.flops]
-    return math.sqrt(sum(one.harm for one in measured) / sum(one.flops for one in measured))
-
-
-def test_the_layer_that_was_planted_comes_first(found: Blamed) -> None:
-    assert found.measure == "gradients"
-    assert (found.num_layers, found.num_gemms) == (6, 17)  # the first layer's input needs no gradient
-    assert found.parts[0].layers == ("layers.3",)
-    assert sorted(part.layers for part in found.parts) == [(name,) for name in NAMES]
-    first, second = (part.alone.on("gradients").size for part in found.parts[:2])
-    assert first > 3 * second
-    assert {layer for layer, _ in found.worst} == {"layers.3"}
-    assert [kind.gemms for kind in found.kinds] == [("fprop",), ("dgrad",), ("wgrad",)]
-    assert found.repeats == 1
-    assert found.whole.on("gradients").error is None
-
-
-def test_the_policy_is_read_back_and_takes_the_difference_away(found: Blamed, tmp_path: Path) -> None:
-    found.dump(tmp_path / "policy.yaml")
-    policy = Policy.load(tmp_path / "policy.yaml")
-    assert policy == found.policy
-    model, args = branches()
-    assert gradient_effect(model, args, Policy.resolve(ALL)) == found.whole.on("gradients").mean
-    left = gradient_effect(model, args, policy)
-    assert left == found.left.on("gradients").mean
-    assert left <= found.whole.on("gradients").mean / 2
-    assert found.flop_share < found.flop_share_before == 1
-    assert audit(model, *args, policy=policy).report.summary.flop_share == pytest.approx(found.flop_share)
-    with pytest.raises(OptionError, match="cannot be written"):
-        found.dump(tmp_path)
-
-
-def test_blame_text_has_heading_and_rows_of_layers(found: Blamed) -> None:
-    said = str(found)
-    assert max(map(len, said.splitlines())) <= 120
-    heading = (
-        f"blame: effect of policy against preset bf16 on the gradients: 6 layers, 17 GEMMs; {found.runs} runs"
+    measured = [
+        parameter for parameter in audit(model, *args, policy=policy).numerics.parameters if parameter.flops
+    ]
+    return math.sqrt(
+        sum(parameter.harm for parameter in measured) / sum(parameter.flops for parameter in measured)
     )
-    assert said.startswith(heading)
-    rows = [line.split() for line in said.splitlines()]
+
+
+def test_the_layer_that_was_planted_comes_first(blamed: Blamed) -> None:
+    assert blamed.measure == "gradients"
+    assert (blamed.num_layers, blamed.num_gemms) == (6, 17)  # the first layer's input needs no gradient
+    assert blamed.parts[0].layers == ("layers.3",)
+    assert sorted(part.layers for part in blamed.parts) == [(name,) for name in NAMES]
+    first, second = (part.alone.on("gradients").size for part in blamed.parts[:2])
+    assert first > 3 * second
+    assert {layer for layer, _ in blamed.worst} == {"layers.3"}
+    assert [kind.gemms for kind in blamed.kinds] == [("fprop",), ("dgrad",), ("wgrad",)]
+    assert blamed.repeats == 1
+    assert blamed.whole.on("gradients").error is None
+
+
+def test_the_policy_is_read_back_and_takes_the_difference_away(blamed: Blamed, tmp_path: Path) -> None:
+    blamed.dump(tmp_path / "policy.yaml")
+    policy = Policy.load(tmp_path / "policy.yaml")
+    assert policy == blamed.policy
+    model, args = branches()
+    assert gradient_effect(model, args, Policy.resolve(ALL)) == blamed.whole.on("gradients").mean
+    remaining = gradient_effect(model, args, policy)
+    assert remaining == blamed.left.on("gradients").mean
+    assert remaining <= blamed.whole.on("gradients").mean / 2
+    assert blamed.flop_share < blamed.flop_share_before == 1
+    assert audit(model, *args, policy=policy).report.summary.flop_share == pytest.approx(blamed.flop_share)
+    with pytest.raises(OptionError, match="cannot be written"):
+        blamed.dump(tmp_path)
+
+
+def test_blame_text_has_heading_and_rows_of_layers(blamed: Blamed) -> None:
+    text = str(blamed)
+    assert max(map(len, text.splitlines())) <= 120
+    effect = "effect of policy against preset bf16 on the gradients"
+    assert text.startswith(f"blame: {effect}: 6 layers, 17 GEMMs; {blamed.runs} runs")
+    rows = [line.split() for line in text.splitlines()]
     start = next(index for index, row in enumerate(rows) if row[:3] == ["layer", "GEMMs", "of"]) + 2
     assert [row[0] for row in rows[start : start + 5]] == ["(all)"] * 4 + ["layers.3"]
-    assert "layers.3: " in found.to_yaml()
-    assert found.to_yaml().startswith("# blame: effect of policy against preset bf16")
+    assert "layers.3: " in blamed.to_yaml()
+    assert blamed.to_yaml().startswith("# blame: effect of policy against preset bf16")
 
 
 class Weighted(nn.Module):
@@ -129,15 +131,15 @@ def weighted() -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 def test_the_gemm_that_was_planted_is_named() -> None:
     model, args = weighted()
-    found = blame(model, *args, policy=ALL)
-    assert found.worst == (("b", "wgrad"),)
-    by_gemm = {part.gemms: part.alone.on("gradients").size for part in found.gemms if part.layers == ("b",)}
+    result = blame(model, *args, policy=ALL)
+    assert result.worst == (("b", "wgrad"),)
+    by_gemm = {part.gemms: part.alone.on("gradients").size for part in result.gemms if part.layers == ("b",)}
     assert by_gemm["wgrad",] > 10 * by_gemm["fprop",]
-    (rule,) = (rule for rule in found.policy.rules if rule.match.name == ("b",))
+    (rule,) = (rule for rule in result.policy.rules if rule.match.name == ("b",))
     assert str(rule.use.wgrad) == "bf16"
     assert rule.use.fprop is not None
     assert rule.use.fprop.quantizes
-    assert gradient_effect(model, args, found.policy) == found.left.on("gradients").mean
+    assert gradient_effect(model, args, result.policy) == result.left.on("gradients").mean
 
 
 class Product(nn.Module):
@@ -156,18 +158,18 @@ def test_blame_reports_an_effect_of_two_layers_together() -> None:
     model, x = Product(), torch.randn(64, 64)
     with torch.no_grad():
         args = x, model.a(x), model.b(x)
-    found = blame(model, *args, policy=ALL)
-    assert found.measure == "output"
-    assert "THE SUM OF THE PARTS IS NOT THE WHOLE" in " ".join(str(found).split())
-    assert "THE SUM OF THE PARTS IS NOT THE WHOLE: together they do more" in " ".join(str(found).split())
-    left_out = {part.layers: part.left_out.on("output").size for part in found.parts}
-    whole = found.whole.on("output").size
+    result = blame(model, *args, policy=ALL)
+    assert result.measure == "output"
+    assert "THE SUM OF THE PARTS IS NOT THE WHOLE" in " ".join(str(result).split())
+    assert "THE SUM OF THE PARTS IS NOT THE WHOLE: together they do more" in " ".join(str(result).split())
+    left_out = {part.layers: part.left_out.on("output").size for part in result.parts}
+    whole = result.whole.on("output").size
     assert left_out["a",] < whole / 100
     assert left_out["b",] < whole / 100
     assert left_out["c",] > whole / 2
-    assert len(found.worst) == 1  # without either there is no product
-    assert found.worst[0][0] in "ab"
-    assert found.left.on("output").size < whole / 100
+    assert len(result.worst) == 1  # without either there is no product
+    assert result.worst[0][0] in "ab"
+    assert result.left.on("output").size < whole / 100
 
 
 class Difference(nn.Module):
@@ -184,26 +186,26 @@ class Difference(nn.Module):
 
 def test_blame_reports_effects_of_layers_that_cancel() -> None:
     torch.manual_seed(3)
-    found = blame(Difference(), torch.randn(64, 64), policy=ALL, of="output")
-    assert "THE SUM OF THE PARTS IS NOT THE WHOLE" in " ".join(str(found).split())
-    assert "together they do less" in str(found)
-    assert [part.layers for part in found.parts][2] == ("c",)
+    result = blame(Difference(), torch.randn(64, 64), policy=ALL, of="output")
+    assert "THE SUM OF THE PARTS IS NOT THE WHOLE" in " ".join(str(result).split())
+    assert "together they do less" in str(result)
+    assert [part.layers for part in result.parts][2] == ("c",)
 
 
 def test_dropout_gives_an_error_bar_and_leaves_the_generators() -> None:
     model, args = branches(dropout=0.2)
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    found = blame(model, *args, policy=ALL, max_runs=40)
+    result = blame(model, *args, policy=ALL, max_runs=40)
     assert torch.equal(torch.get_rng_state(), before)
-    assert found.repeats == 3
-    assert found.runs <= found.max_runs <= 40
-    assert found.parts[0].layers == ("layers.3",)
-    spread = found.parts[0].alone.on("gradients")
+    assert result.repeats == 3
+    assert result.runs <= result.max_runs <= 40
+    assert result.parts[0].layers == ("layers.3",)
+    spread = result.parts[0].alone.on("gradients")
     assert spread.error is not None
     assert 0 < spread.error < spread.size
-    assert f"gradients {spread}".split()[-1] in str(found)
-    assert "± is the standard error of the mean of 3 repeats" in " ".join(str(found).split())
+    assert f"gradients {spread}".split()[-1] in str(result)
+    assert "± is the standard error of the mean of 3 repeats" in " ".join(str(result).split())
 
 
 def test_stochastic_rounding_is_repeated_and_dropout_of_evaluation_is_not() -> None:
@@ -242,15 +244,15 @@ def test_no_more_runs_than_announced(max_runs: int, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Session, "run", counted)
     model, args = branches()
     announced: list[str] = []
-    found = blame(model, *args, policy=ALL, max_runs=max_runs, announce=announced.append)
+    result = blame(model, *args, policy=ALL, max_runs=max_runs, announce=announced.append)
     first, second = announced
     assert first == f"blame: at most {max_runs} runs of the model"
     limit = int(re.match(r"blame: at most (\d+) runs of the model: ", second)[1])
-    assert len(runs) == found.runs <= limit == found.max_runs <= max_runs
-    alone = sorted(name for part in found.parts for name in part.layers if part.alone)
+    assert len(runs) == result.runs <= limit == result.max_runs <= max_runs
+    alone = sorted(name for part in result.parts for name in part.layers if part.alone)
     assert alone == NAMES  # all of them, in groups if need be
-    assert "layers.3" in found.parts[0].layers
-    assert found.left.on("gradients").size <= found.whole.on("gradients").size / 2
+    assert "layers.3" in result.parts[0].layers
+    assert result.left.on("gradients").size <= result.whole.on("gradients").size / 2
 
 
 def test_two_policies_that_both_quantize() -> None:
@@ -258,18 +260,18 @@ def test_two_policies_that_both_quantize() -> None:
     model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), torch.randn(64, 64)
     use = {"precision": "fp8", "scaling": "tensor"}
     tensor = {**ALL, "rules": [{"match": {"name": "*"}, "use": use}]}
-    found = blame(model, x, policy=tensor, against=ALL, max_runs=8, loss_fn=_mean_square, of="loss")
-    assert (found.num_layers, found.num_gemms) == (2, 2)
-    assert found.runs <= 8
-    assert any("every run traced the model anew" in note for note in found.notes)
+    result = blame(model, x, policy=tensor, against=ALL, max_runs=8, loss_fn=_mean_square, of="loss")
+    assert (result.num_layers, result.num_gemms) == (2, 2)
+    assert result.runs <= 8
+    assert any("every run traced the model anew" in note for note in result.notes)
     losses = [
         audit(model, x, policy=policy, loss_fn=_mean_square).numerics.loss
-        for policy in (ALL, tensor, found.policy)
+        for policy in (ALL, tensor, result.policy)
     ]
-    assert found.whole.on("loss").mean == losses[1] / losses[0] - 1
-    assert found.left.on("loss").mean == losses[2] / losses[0] - 1
-    assert found.left.on("loss").size <= found.whole.on("loss").size / 2
-    assert Policy.from_dict(found.policy.to_dict()) == found.policy
+    assert result.whole.on("loss").mean == losses[1] / losses[0] - 1
+    assert result.left.on("loss").mean == losses[2] / losses[0] - 1
+    assert result.left.on("loss").size <= result.whole.on("loss").size / 2
+    assert Policy.from_dict(result.policy.to_dict()) == result.policy
 
 
 def _mean_square(output: Tensor) -> Tensor:
@@ -280,8 +282,8 @@ def test_blame_tries_only_gemms_whose_decisions_differ() -> None:
     model, args = branches()
     use = {"fprop": "bf16", "dgrad": "mxfp8", "wgrad": "mxfp8"}
     other = {**ALL, "rules": [{"match": {"name": ["layers.0", "layers.3"]}, "use": use}, *ALL["rules"]]}
-    found = blame(model, *args, policy=ALL, against=other)
-    assert {key for part in found.parts for key in itertools.product(part.layers, part.gemms)} == {
+    result = blame(model, *args, policy=ALL, against=other)
+    assert {key for part in result.parts for key in itertools.product(part.layers, part.gemms)} == {
         ("layers.0", "fprop"),
         ("layers.3", "fprop"),
     }
@@ -297,12 +299,12 @@ def test_a_reference_that_is_not_finite_is_not_the_policys_fault() -> None:
     model, args = branches()
     with torch.no_grad():
         model.layers[2].bias[0] = math.nan
-    found = blame(model, *args, policy=ALL)
-    assert found.parts == ()
-    assert found.notes == (
+    result = blame(model, *args, policy=ALL)
+    assert result.parts == ()
+    assert result.notes == (
         "the gradients are not finite under preset bf16 either: quantization by policy is not the cause",
     )
-    assert found.policy == Policy.resolve(ALL)
+    assert result.policy == Policy.resolve(ALL)
 
 
 def test_values_that_are_not_finite_come_before_all() -> None:
@@ -348,14 +350,14 @@ def test_a_difference_of_the_loss_needs_one() -> None:
     model = nn.Sequential(nn.Linear(64, 64))
     with pytest.raises(ModelError, match=r"blame of 'loss' needs a loss: .*; this run has output"):
         blame(model, torch.randn(32, 64), of="loss", policy=ALL)
-    found = blame(
+    result = blame(
         model, torch.randn(32, 64), of="loss", policy=ALL, loss_fn=lambda output: output.square().mean()
     )
-    assert [part.layers for part in found.parts] == [("0",)]
-    assert found.num_gemms == 1  # of backward there is none
+    assert [part.layers for part in result.parts] == [("0",)]
+    assert result.num_gemms == 1  # of backward there is none
 
 
-def made() -> tuple[nn.Module, tuple[Tensor, Tensor], dict[str, Any]]:
+def example() -> tuple[nn.Module, tuple[Tensor, Tensor], dict[str, Any]]:
     return Branches(culprit=0), branches()[1], {}
 
 
@@ -365,7 +367,7 @@ def test_the_command_reads_the_weights_of_a_run(tmp_path: Path, capsys: pytest.C
     (tmp_path / "all.yaml").write_text("version: 1\nrules:\n  - match: {name: '*'}\n    use: mxfp8\n")
     weights = {f"_orig_mod.{name}": value.bfloat16() for name, value in branches()[0].state_dict().items()}
     save_file(weights, tmp_path / "run.safetensors")
-    command = ["blame", f"{__name__}:made", "--policy", str(tmp_path / "all.yaml"), "--max-runs", "40"]
+    command = ["blame", f"{__name__}:example", "--policy", str(tmp_path / "all.yaml"), "--max-runs", "40"]
     output = ["--weights", str(tmp_path / "run.safetensors"), "-o", str(tmp_path / "policy.yaml")]
     assert main([*command, *output]) == 0
     streams = capsys.readouterr()
@@ -387,16 +389,16 @@ def test_weights_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
     save_file({"other": torch.ones(2)}, tmp_path / "other.safetensors")
     (tmp_path / "run.pt").write_bytes(b"")
-    for file, said in {
+    for file, reason in {
         "other.safetensors": "the checkpoint has 'other', which the model lacks",
         "run.pt": "run.pt: a pickle, which is never loaded; a factory, package.module:factory, can read",
         "nowhere": "nowhere: no such file or directory",
     }.items():
-        assert main(["blame", f"{__name__}:made", "--weights", str(tmp_path / file)]) == 2
+        assert main(["blame", f"{__name__}:example", "--weights", str(tmp_path / file)]) == 2
         error = capsys.readouterr().err
-        assert said in error
+        assert reason in error
     save_file(nn.Linear(2, 2).state_dict(), tmp_path / "part.safetensors")
-    assert main(["audit", f"{__name__}:made", "--weights", str(tmp_path / "part.safetensors")]) == 2
+    assert main(["audit", f"{__name__}:example", "--weights", str(tmp_path / "part.safetensors")]) == 2
     assert "part.safetensors: the checkpoint has 'bias', which the model lacks" in capsys.readouterr().err
 
 

@@ -34,9 +34,9 @@ WORDS = [name for name, preset in PRESETS.items() if preset.gemms] + [
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("word", WORDS)
 def test_candidate_has_its_own_formats_over_every_base(word, base):
-    own = PRESETS[word].formats if word in PRESETS else Choices()
+    choices = PRESETS[word].formats if word in PRESETS else Choices()
     row = PRESETS[word].precision if word in PRESETS else PRECISIONS[word]
     use = Candidate.parse(word, BASES[base]).use
     assert use is not None
-    assert row.formats(use.over(BASES[base])) == row.formats(own)
+    assert row.formats(use.over(BASES[base])) == row.formats(choices)
     assert use.history is None or use.scaling == "delayed", "a policy file has a history of these alone"

@@ -39,7 +39,7 @@ class Net(nn.Module):
         return sum(part.square().mean() for part in parts)  # type: ignore[return-value]
 
 
-def made() -> tuple[nn.Module, tuple[Tensor, Tensor], dict[str, Any]]:
+def example() -> tuple[nn.Module, tuple[Tensor, Tensor], dict[str, Any]]:
     torch.manual_seed(0)
     return Net(), (torch.randn(48, 64), torch.randint(-6, 7, (48, 64)).float().clamp(-4, 4)), {}
 
@@ -49,7 +49,7 @@ def everything(use: Any) -> dict[str, Any]:
 
 
 def measured(use: Any) -> dict[tuple[str, str], float]:
-    model, args, _ = made()
+    model, args, _ = example()
     return {(g.name, g.gemm): g.sqnr_db for g in audit(model, *args, policy=everything(use)).numerics.gemms}
 
 
@@ -59,10 +59,10 @@ def test_every_layer_has_the_fewest_bytes_that_meet_the_bound(tmp_path: Path):
     tensor = {"precision": "fp8", "grad_dtype": "e5m2"}
     alone = {"mxfp4": measured("mxfp4"), "mxfp8": measured("mxfp8"), "fp8_tensor": measured(tensor)}
     size = {"mxfp4": 4 + 8 / 32, "fp8_tensor": 8, "mxfp8": 8 + 8 / 32, "bf16": 16}  # bits an element
-    model, args, _ = made()
-    found = tune(model, *args, policy=everything("mxfp8"), among=WORDS, min_sqnr=26.0)
-    assert found.met
-    for chosen in found.chosen:
+    model, args, _ = example()
+    result = tune(model, *args, policy=everything("mxfp8"), among=WORDS, min_sqnr=26.0)
+    assert result.met
+    for chosen in result.chosen:
         gemms = [gemm for name, gemm in alone["mxfp8"] if name == chosen.name]
         cost = {
             word: sum(size[word if alone[word][chosen.name, gemm] >= 26 else "bf16"] for gemm in gemms)
@@ -71,13 +71,13 @@ def test_every_layer_has_the_fewest_bytes_that_meet_the_bound(tmp_path: Path):
         assert chosen.use == min(cost, key=lambda word: cost[word])
         failing = [gemm for gemm in gemms if alone[chosen.use][chosen.name, gemm] < 26]
         assert list(chosen.kept) == failing
-    assert [chosen.use for chosen in found.chosen] == ["mxfp4", "fp8_tensor", "fp8_tensor"]
-    assert all(g.sqnr_db >= 26 for g in found.audit.numerics.gemms)
-    found.dump(tmp_path / "mixed.yaml")
-    assert Policy.load(tmp_path / "mixed.yaml") == found.policy
+    assert [chosen.use for chosen in result.chosen] == ["mxfp4", "fp8_tensor", "fp8_tensor"]
+    assert all(g.sqnr_db >= 26 for g in result.audit.numerics.gemms)
+    result.dump(tmp_path / "mixed.yaml")
+    assert Policy.load(tmp_path / "mixed.yaml") == result.policy
     text = (tmp_path / "mixed.yaml").read_text()
     assert "chosen by bytes of operands" in text
-    for chosen in found.chosen:
+    for chosen in result.chosen:
         assert chosen.reason in " ".join(line.strip(" #") for line in text.splitlines())
 
 
@@ -106,21 +106,21 @@ def test_mix_avoids_formats_that_the_target_emulates(
 
     torch.manual_seed(0)
     x = torch.randn(256, 256)
-    found = tune(
+    result = tune(
         Wide(), x, policy=everything("mxfp8"), among=["mxfp8", "fp8_tensor"], target=target, min_sqnr=20.0
     )
-    words = {gemm.precision for gemm in found.audit.report.gemms}
-    assert {chosen.use for chosen in found.chosen} == (quick or {"bf16"})
+    words = {gemm.precision for gemm in result.audit.report.gemms}
+    assert {chosen.use for chosen in result.chosen} == (quick or {"bf16"})
     assert words == {"fp8" if word == "fp8_tensor" else word for word in quick or {"bf16"}}
-    assert found.met
-    said = " ".join(str(found).split())
-    assert f"estimated on {target}" in said
+    assert result.met
+    text = " ".join(str(result).split())
+    assert f"estimated on {target}" in text
     if not quick:
-        assert f"everything in BF16, which is estimated to be fastest on {target}" in said
-        (chosen,) = found.chosen
+        assert f"everything in BF16, which is estimated to be fastest on {target}" in text
+        (chosen,) = result.chosen
         (least,) = re.findall(r"(?:mxfp8|fp8_tensor) would take (\S+) of BF16's time", chosen.reason)
         assert float(least) > 1
-        assert chosen.reason in " ".join(line.strip(" #") for line in found.to_yaml().splitlines())
+        assert chosen.reason in " ".join(line.strip(" #") for line in result.to_yaml().splitlines())
 
 
 def test_a_bound_that_nothing_meets_is_not_met_by_bf16():
@@ -133,15 +133,15 @@ def test_a_bound_that_nothing_meets_is_not_met_by_bf16():
             return self.up(x).square().mean()
 
     torch.manual_seed(0)
-    found = tune(Plain(), torch.randn(48, 64), policy=everything("mxfp8"), among=WORDS, min_sqnr=200.0)
-    assert {chosen.use for chosen in found.chosen} == {"bf16"}
-    assert not found.met
-    assert "CANNOT BE FULFILLED" in str(found)
+    result = tune(Plain(), torch.randn(48, 64), policy=everything("mxfp8"), among=WORDS, min_sqnr=200.0)
+    assert {chosen.use for chosen in result.chosen} == {"bf16"}
+    assert not result.met
+    assert "CANNOT BE FULFILLED" in str(result)
 
 
 @pytest.mark.slow
 def test_a_bound_on_the_loss_gives_up_as_little_as_it_can():
-    model, args, _ = made()
+    model, args, _ = example()
     words = ("mxfp4", "mxfp8")
     bits = {"mxfp4": 4 + 8 / 32, "mxfp8": 8 + 8 / 32, "bf16": 16}
     names = [name for name, _ in model.named_children()]
@@ -152,9 +152,9 @@ def test_a_bound_on_the_loss_gives_up_as_little_as_it_can():
             gap = audit(model, *args, policy={"version": 1, "rules": rules}).numerics.loss_gap
             gaps[uses] = abs(gap or 0.0)
     bound = gaps["mxfp4", "mxfp4", "mxfp4"] / 3
-    found = tune(model, *args, policy=everything("mxfp8"), among=words, max_loss_gap=bound)
-    assert found.met
-    uses = tuple(chosen.use for chosen in found.chosen)
+    result = tune(model, *args, policy=everything("mxfp8"), among=words, max_loss_gap=bound)
+    assert result.met
+    uses = tuple(chosen.use for chosen in result.chosen)
     assert gaps[uses] <= bound
     for index, use in enumerate(uses):  # no layer could have been cheaper, the others as they are
         for cheaper in (word for word in bits if bits[word] < bits[use]):
@@ -162,10 +162,10 @@ def test_a_bound_on_the_loss_gives_up_as_little_as_it_can():
 
 
 def test_presets_are_whole_under_another_preset():
-    model, args, _ = made()
+    model, args, _ = example()
     start = {**everything("mxfp8"), "preset": "fp8_delayed"}
-    found = tune(model, *args, policy=start, among=["fp8_rowwise"], min_sqnr=-300.0)
-    formats = {str(form) for gemm in found.audit.report.gemms for form in gemm.formats}
+    result = tune(model, *args, policy=start, among=["fp8_rowwise"], min_sqnr=-300.0)
+    formats = {str(form) for gemm in result.audit.report.gemms for form in gemm.formats}
     assert {form.partition(":")[2] for form in formats} == {"e4m3 channel nearest"}
 
 
@@ -173,7 +173,7 @@ def test_tune_command_writes_a_mix_of_precisions(tmp_path: Path, capsys: pytest.
     out = tmp_path / "mixed.yaml"
     start = tmp_path / "start.yaml"
     start.write_text("version: 1\nrules:\n- match: {name: '*'}\n  use: mxfp8\n")
-    command = ["tune", f"{__name__}:made", "--policy", str(start), "--min-sqnr", "26"]
+    command = ["tune", f"{__name__}:example", "--policy", str(start), "--min-sqnr", "26"]
     assert main([*command, "--among", "mxfp4, mxfp8", "-o", str(out)]) == 0
     assert "coarse" in capsys.readouterr().out
     assert main(["policy", "check", str(out)]) == 0

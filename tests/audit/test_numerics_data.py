@@ -60,13 +60,13 @@ def test_nan_comes_back_as_nan() -> None:
 
 def test_most_harm_first_with_nan_before_all() -> None:
     values = (0.03, 0.0, math.nan, 0.2)
-    found = Numerics(gemms=tuple(gemm(rel_error=v) for v in values)).worst_gemms()
-    assert [str(one.rel_error) for one in found] == ["nan", "0.2", "0.03", "0.0"]
+    worst = Numerics(gemms=tuple(gemm(rel_error=v) for v in values)).worst_gemms()
+    assert [str(row.rel_error) for row in worst] == ["nan", "0.2", "0.03", "0.0"]
 
 
 def test_an_error_counts_by_the_arithmetic_it_gets_into() -> None:
     small, large = gemm(name="small", rel_error=0.1), gemm(name="large", m=800, rel_error=0.03)
-    assert [one.name for one in Numerics(gemms=(small, large)).worst_gemms()] == ["large", "small"]
+    assert [row.name for row in Numerics(gemms=(small, large)).worst_gemms()] == ["large", "small"]
 
 
 def test_cast_with_underflow_ranks_worst_despite_high_sqnr() -> None:
@@ -79,7 +79,7 @@ def test_cast_with_underflow_ranks_worst_despite_high_sqnr() -> None:
     assert lost.underflow == noise.underflow == 0.5
     assert lost.sqnr_db > usual.sqnr_db
     worst = Numerics(tensors=(noise, usual, lost)).worst_tensors()
-    assert [one.name for one in worst] == ["lost", "usual", "noise"]
+    assert [row.name for row in worst] == ["lost", "usual", "noise"]
 
 
 def measured(name: str, scale: float, small: float) -> TensorNumerics:
@@ -105,18 +105,18 @@ def test_gradients_are_weighted_by_flops() -> None:
             name=name, flops=flops, numel=1, sqnr_db=1.0, cosine=cosine, mse=0.0, rel_error=error
         )
 
-    found = Numerics(
+    numerics = Numerics(
         parameters=(parameter("a", 3, 0.1, 0.9), parameter("b", 1, 0.5, 0.5), parameter("norm", 0, 9.0, 0.0))
     )
-    assert found.gradient_error == pytest.approx(0.2)
-    assert found.gradient_cosine == pytest.approx(0.8)
+    assert numerics.gradient_error == pytest.approx(0.2)
+    assert numerics.gradient_cosine == pytest.approx(0.8)
     assert Numerics().gradient_error is None
 
 
 def test_keys_of_later_versions_are_passed_over() -> None:
     data = sample().to_dict()
-    for place in (data, data["tensors"][0], data["gemms"][0]):
-        place["of_a_later_version"] = [1]
+    for level in (data, data["tensors"][0], data["gemms"][0]):
+        level["of_a_later_version"] = [1]
     assert Numerics.from_dict(data) == sample()
 
 

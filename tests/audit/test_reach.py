@@ -54,7 +54,9 @@ def expected(model: Layers, x: Tensor) -> dict[str, float]:
 
     def hook(name: str, layer: nn.Linear) -> Any:
         def seen(_: Any, args: tuple[Tensor], out: Tensor) -> None:
-            operands = (reference.round_trip(each.detach(), -1).double() for each in (args[0], layer.weight))
+            operands = (
+                reference.round_trip(operand.detach(), -1).double() for operand in (args[0], layer.weight)
+            )
             exact = args[0].detach().double() @ layer.weight.detach().double().T
             left, right = operands
             error = left @ right.T - exact
@@ -94,13 +96,13 @@ def x() -> Tensor:
 @pytest.mark.parametrize("use", [{}, {"dgrad": "bf16"}], ids=["both", "wgrad alone"])
 def test_output_change_equals_autograd(x: Tensor, use: dict[str, str], times: int):
     model = Layers(times)
-    found = changes(mxcompile.audit(model, x, policy=policy(**use)))
-    assert found == pytest.approx(expected(model, x.detach()), rel=1e-3)
+    changed = changes(mxcompile.audit(model, x, policy=policy(**use)))
+    assert changed == pytest.approx(expected(model, x.detach()), rel=1e-3)
 
 
 def test_output_change_estimates_the_layer_quantized_alone(x: Tensor):
     model = Layers()
-    found = changes(mxcompile.audit(model, x, policy=policy()))
+    changed = changes(mxcompile.audit(model, x, policy=policy()))
     with torch.no_grad():
         exact = model(x)
         for name in ("up", "down"):
@@ -113,7 +115,7 @@ def test_output_change_estimates_the_layer_quantized_alone(x: Tensor):
             )
             alone = float((model(x) - exact).norm() / exact.norm())
             handle.remove()
-            assert found[name] == pytest.approx(alone, rel=0.25)
+            assert changed[name] == pytest.approx(alone, rel=0.25)
 
 
 def test_a_layer_whose_error_is_damped_comes_last(x: Tensor):

@@ -43,19 +43,19 @@ def test_a_planted_outlier_layer_is_found_and_nothing_else(tmp_path: Path) -> No
     failing = [(g.name, g.gemm) for g in before.numerics.gemms if g.sqnr_db < 25]
     assert {layer for layer, _ in failing} == {name}
 
-    found = tune(model, policy="ocp", min_sqnr=25, **kwargs)
-    assert found.met
-    assert in_bf16(found) == failing
-    kept = {(g.name, g.gemm) for g in found.audit.report.gemms if g.precision == "mxfp8"}
+    result = tune(model, policy="ocp", min_sqnr=25, **kwargs)
+    assert result.met
+    assert in_bf16(result) == failing
+    kept = {(g.name, g.gemm) for g in result.audit.report.gemms if g.precision == "mxfp8"}
     start = {(g.name, g.gemm) for g in before.report.gemms if g.precision == "mxfp8"}
     assert kept == start - set(failing)
-    assert min(g.sqnr_db for g in found.audit.numerics.gemms) >= 25
+    assert min(g.sqnr_db for g in result.audit.numerics.gemms) >= 25
 
-    found.dump(tmp_path / "policy.yaml")
+    result.dump(tmp_path / "policy.yaml")
     with pytest.raises(OptionError, match="cannot be written"):
-        found.dump(tmp_path)
+        result.dump(tmp_path)
     text = (tmp_path / "policy.yaml").read_text()
-    assert Policy.load(tmp_path / "policy.yaml") == found.policy
+    assert Policy.load(tmp_path / "policy.yaml") == result.policy
     lines = text.splitlines()
     (rule,) = (i for i, line in enumerate(lines) if line.endswith(f"name: {name}"))
     comment = next(line for line in reversed(lines[:rule]) if line.strip().startswith("#"))
@@ -100,38 +100,40 @@ def test_a_bound_on_the_loss_exempts_the_layer_that_moves_it() -> None:
         alone[index] = audit(model, *args, policy=policy).numerics.loss_gap
     assert alone[2] > 100 * max(alone[i] for i in (0, 1, 3))
 
-    found = tune(model, *args, policy=FLOOR, max_loss_gap=0.01)
-    assert found.met
-    assert in_bf16(found) == [("branches.2", "fprop")]
-    assert found.chosen[0].reason == f"policy alone moves the loss by {alone[2]:+.4%}"
-    assert abs(found.audit.numerics.loss_gap or 1) <= 0.01
-    assert found.flop_share_before == 1.0
-    assert found.audit.report.summary.flop_share == pytest.approx(
+    result = tune(model, *args, policy=FLOOR, max_loss_gap=0.01)
+    assert result.met
+    assert in_bf16(result) == [("branches.2", "fprop")]
+    assert result.chosen[0].reason == f"policy alone moves the loss by {alone[2]:+.4%}"
+    assert abs(result.audit.numerics.loss_gap or 1) <= 0.01
+    assert result.flop_share_before == 1.0
+    assert result.audit.report.summary.flop_share == pytest.approx(
         7 / 8
     )  # of four forward and four weight GEMMs
-    formats = {g.formats for g in found.audit.report.gemms if g.name == "branches.2" and g.gemm == "wgrad"}
+    formats = {g.formats for g in result.audit.report.gemms if g.name == "branches.2" and g.gemm == "wgrad"}
     assert {form.rounding for group in formats for form in group} == {"floor"}  # as the rule it stands before
-    assert "bound: loss within 0.01 of BF16 (1.0000%): fulfilled" in str(found)
+    assert "bound: loss within 0.01 of BF16 (1.0000%): fulfilled" in str(result)
 
 
 def test_no_exception_where_none_is_needed() -> None:
     model, args = side_by_side(2)
-    found = tune(
+    result = tune(
         model, *args, policy={**FLOOR, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}, min_sqnr=10
     )
-    assert found.met
-    assert found.chosen == ()
-    assert len(found.policy.rules) == 1
+    assert result.met
+    assert result.chosen == ()
+    assert len(result.policy.rules) == 1
 
 
 def test_a_bound_that_nothing_meets() -> None:
     model, args = side_by_side(2)
-    found = tune(model, *args, policy=FLOOR, min_sqnr=200)
-    assert not found.met
-    assert "CANNOT BE FULFILLED" in str(found)
-    assert "nothing is left quantized" in str(found)
-    assert [(each.name, each.use) for each in found.chosen] == [(f"branches.{i}", "bf16") for i in range(4)]
-    assert all("use: bf16" in str(rule) or rule["use"] == "bf16" for rule in found.policy.to_dict()["rules"])
+    result = tune(model, *args, policy=FLOOR, min_sqnr=200)
+    assert not result.met
+    assert "CANNOT BE FULFILLED" in str(result)
+    assert "nothing is left quantized" in str(result)
+    assert [(choice.name, choice.use) for choice in result.chosen] == [
+        (f"branches.{i}", "bf16") for i in range(4)
+    ]
+    assert all("use: bf16" in str(rule) or rule["use"] == "bf16" for rule in result.policy.to_dict()["rules"])
 
 
 def test_rules_that_no_longer_decide_are_left_out() -> None:
@@ -140,9 +142,9 @@ def test_rules_that_no_longer_decide_are_left_out() -> None:
         **FLOOR,
         "rules": [{"match": {"name": "branches.2"}, "use": {**FLOOR["rules"][0]["use"]}}, *FLOOR["rules"]],
     }
-    found = tune(model, *args, policy=policy, max_loss_gap=0.01)
-    assert [rule.match.name for rule in found.policy.rules] == [("branches.2",), ("*",)]
-    assert Policy.from_dict(found.policy.to_dict()) == found.policy
+    result = tune(model, *args, policy=policy, max_loss_gap=0.01)
+    assert [rule.match.name for rule in result.policy.rules] == [("branches.2",), ("*",)]
+    assert Policy.from_dict(result.policy.to_dict()) == result.policy
 
 
 @pytest.mark.parametrize(
@@ -167,10 +169,10 @@ def test_tune_rejects_nonfinite_results_under_every_bound() -> None:
     model, args = side_by_side(2)
     with torch.no_grad():
         model.branches[1].weight[3, 3] = float("nan")  # type: ignore[index, union-attr]
-    found = tune(model, *args, policy=FLOOR, max_loss_gap=0.01)
-    assert not found.met
-    found = tune(model, *args, policy=FLOOR, min_sqnr=10)
-    reasons = {each.name: each.reason for each in found.chosen}
+    result = tune(model, *args, policy=FLOOR, max_loss_gap=0.01)
+    assert not result.met
+    result = tune(model, *args, policy=FLOOR, min_sqnr=10)
+    reasons = {choice.name: choice.reason for choice in result.chosen}
     assert [name for name, reason in reasons.items() if "fprop" in reason] == ["branches.1"]
     assert "fprop NaN dB in policy" in reasons["branches.1"]
 
@@ -200,7 +202,7 @@ def test_gemms_not_kept_in_bf16_follow_the_rule_of_their_blocks() -> None:
     assert (str(rule.use.fprop), str(rule.use.dgrad), rule.use.rounding) == ("mxfp8", "bf16", "floor")
 
 
-def made() -> tuple[nn.Module, tuple[Tensor, Tensor], dict[str, object]]:
+def example() -> tuple[nn.Module, tuple[Tensor, Tensor], dict[str, object]]:
     model, args = side_by_side(2)
     return model, args, {}
 
@@ -208,7 +210,7 @@ def made() -> tuple[nn.Module, tuple[Tensor, Tensor], dict[str, object]]:
 def test_tune_command_writes_a_valid_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, start = tmp_path / "tuned.yaml", tmp_path / "start.yaml"
     start.write_text("version: 1\nrules:\n- match: {name: '*'}\n  use: {precision: mxfp8, rounding: floor}\n")
-    command = ["tune", f"{__name__}:made", "--policy", str(start)]
+    command = ["tune", f"{__name__}:example", "--policy", str(start)]
     assert main([*command, "--max-loss-gap", "1%", "-o", str(out)]) == 0
     assert "branches.2" in capsys.readouterr().out
     assert [rule.match.name for rule in Policy.load(out).rules] == [("branches.2",), ("*",)]
@@ -226,10 +228,10 @@ def test_tune_command_writes_a_valid_policy(tmp_path: Path, capsys: pytest.Captu
 
 def test_progress_bar_of_tune_describes_each_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     bars = recorded_bars(monkeypatch, "mxcompile.analysis.tune.search")
-    model, inputs, _ = made()
+    model, inputs, _ = example()
     tune(model, *inputs, policy=FLOOR, min_sqnr=200.0)
     (bar,) = bars
-    assert list(dict.fromkeys(bar.said)) == [
+    assert list(dict.fromkeys(bar.descriptions)) == [
         "tune: tracing",
         "tune: everything in policy: ",
         "tune: the rest in policy: ",
@@ -237,5 +239,5 @@ def test_progress_bar_of_tune_describes_each_trial(monkeypatch: pytest.MonkeyPat
     ]
     tune(model, *inputs, policy=FLOOR, max_loss_gap=0.01)
     (_, bar) = bars
-    alone = [words for words in bar.said if words.endswith("alone: ")]
+    alone = [words for words in bar.descriptions if words.endswith("alone: ")]
     assert alone == [f"tune: the loss with branches.{branch} alone: " for branch in range(4)]

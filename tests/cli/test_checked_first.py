@@ -16,11 +16,11 @@ from torch import nn
 
 from mxcompile.cli import main
 
-HERE = f"{__name__}:made"
+HERE = f"{__name__}:example"
 MODELS_MADE: list[str] = []
 
 
-def made():
+def example():
     MODELS_MADE.append("made")
     return nn.Sequential(nn.Linear(64, 64)), (torch.randn(32, 64),), {}
 
@@ -59,12 +59,12 @@ COMMANDS = {
 @pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_output_that_cannot_be_written(command: str, case: str, capsys: pytest.CaptureFixture[str]):
-    output, *said = REFUSED[case]
+    output, *parts = REFUSED[case]
     assert main([*COMMANDS[command], *output]) == 2
     error = capsys.readouterr().err
     assert error.startswith("mxcompile: ")
     assert error.count("\n") == 1
-    assert all(part in error for part in said)
+    assert all(part in error for part in parts)
     assert MODELS_MADE == []
     assert not Path("reprots").exists()
     assert Path("there.json").read_text(encoding="utf-8") == "mine"
@@ -97,9 +97,9 @@ OTHERS = {
 
 @pytest.mark.parametrize("case", OTHERS)
 def test_other_things_that_cannot_be(case: str, capsys: pytest.CaptureFixture[str]):
-    arguments, said = OTHERS[case]
+    arguments, reason = OTHERS[case]
     assert main(arguments) == 2
-    assert said in capsys.readouterr().err
+    assert reason in capsys.readouterr().err
     assert MODELS_MADE == []
 
 
@@ -136,7 +136,7 @@ def test_wrong_model_argument_exits_with_a_sentence(name: str, capsys: pytest.Ca
 
 def reading():
     """What ``from_pretrained`` does: it needs memory."""
-    model, args, kwargs = made()
+    model, args, kwargs = example()
     assert torch.ones(()).item() == 1
     return model, args, kwargs
 
@@ -186,9 +186,9 @@ CLIP = {
 def test_a_pair_of_encoders_gets_both_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder = config(tmp_path, **CLIP)
     assert main(["explain", folder, "--inference"]) == 0
-    said = capsys.readouterr().out
-    assert "vision_model" in said
-    assert "text_model" in said
+    output = capsys.readouterr().out
+    assert "vision_model" in output
+    assert "text_model" in output
 
 
 def test_a_length_beyond_the_positions(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -206,7 +206,7 @@ def test_inputs_that_are_not_known(tmp_path: Path, capsys: pytest.CaptureFixture
 
 SLEEPER = """
 import time
-def made():
+def example():
     print("making", flush=True)
     time.sleep(60)
 """
@@ -214,7 +214,7 @@ def made():
 
 def test_ctrl_c_is_one_line(tmp_path: Path):
     (tmp_path / "sleeper.py").write_text(SLEEPER, encoding="utf-8")
-    command = [sys.executable, "-m", "mxcompile", "explain", "sleeper:made"]
+    command = [sys.executable, "-m", "mxcompile", "explain", "sleeper:example"]
     running = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

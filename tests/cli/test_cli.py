@@ -26,10 +26,10 @@ NAMES = [command.__name__.rpartition(".")[2] for command in COMMANDS]
 
 def test_env_lists_versions_and_kernels_of_each_target(capsys: pytest.CaptureFixture[str]):
     assert main(["env"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for name in ("python", "torch", "triton", "torchao", "C++ compiler"):
-        assert f"\n{name}" in f"\n{said}"
-    rows = {line.split()[0]: line for line in said.splitlines() if line.strip()}
+        assert f"\n{name}" in f"\n{output}"
+    rows = {line.split()[0]: line for line in output.splitlines() if line.strip()}
     assert set(TARGETS) <= set(rows)
     assert rows["cpu"].rstrip().endswith("cpu")
     multiplied = {"cpu_bf16": "BF16", "cpu_fp32": "FP32", "cpu": "BF16" if features().bf16 else "FP32"}
@@ -117,10 +117,10 @@ def test_help_flag_shows_usage_of_each_command(name: str, capsys: pytest.Capture
     with pytest.raises(SystemExit) as exit_:
         main([*name.split(), "--help"])
     assert exit_.value.code == 0
-    said = capsys.readouterr().out
-    assert said.startswith(f"usage: mxcompile {name}".rstrip())
+    output = capsys.readouterr().out
+    assert output.startswith(f"usage: mxcompile {name}".rstrip())
     if not name:
-        assert all(f"\n    {command} " in said for command in NAMES)
+        assert all(f"\n    {command} " in output for command in NAMES)
 
 
 def test_running_the_module_prints_the_version():

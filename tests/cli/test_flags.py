@@ -9,8 +9,10 @@ import pytest
 
 from mxcompile.cli.main import EXIT_STATUS, every, parser
 
-PARSERS = {each.prog.removeprefix("mxcompile").strip() or "mxcompile": each for each in every(parser())}
-LEAVES = {name: each for name, each in PARSERS.items() if each.get_default("run")}
+PARSERS = {
+    command.prog.removeprefix("mxcompile").strip() or "mxcompile": command for command in every(parser())
+}
+LEAVES = {name: command for name, command in PARSERS.items() if command.get_default("run")}
 WRITES_NOTHING = {"env", "diff", "inspect", "policy check", "policy show", "policy schema"}
 NAMES_ITS_OUTPUT = {"convert"}
 
@@ -27,15 +29,15 @@ def test_the_walk_finds_all_commands():
 @pytest.mark.parametrize("name", LEAVES)
 def test_output_is_asked_for_alike(name: str):
     """A file is written with -o/--output, and overwritten with --force only."""
-    found = {flag: action for action in options(name) for flag in action.option_strings}
-    assert ("-o" in found) == ("--output" in found) == (name not in WRITES_NOTHING | NAMES_ITS_OUTPUT)
-    if "-o" not in found:
-        assert "--force" not in found
+    actions = {flag: action for action in options(name) for flag in action.option_strings}
+    assert ("-o" in actions) == ("--output" in actions) == (name not in WRITES_NOTHING | NAMES_ITS_OUTPUT)
+    if "-o" not in actions:
+        assert "--force" not in actions
         return
-    output = found["-o"]
-    assert output is found["--output"]
+    output = actions["-o"]
+    assert output is actions["--output"]
     assert output.metavar in ("FILE", "DIR")
-    assert ("--force" in found) == (output.metavar == "FILE")
+    assert ("--force" in actions) == (output.metavar == "FILE")
 
 
 def test_a_flag_means_the_same_everywhere():
@@ -46,12 +48,12 @@ def test_a_flag_means_the_same_everywhere():
             metavar = None if action.dest == "output" else action.metavar  # a file, or a folder of files
             for flag in action.option_strings:
                 meanings[flag][action.dest, action.type, metavar, action.nargs].append(name)
-    assert {flag: dict(found) for flag, found in meanings.items() if len(found) > 1} == {}
+    assert {flag: dict(values) for flag, values in meanings.items() if len(values) > 1} == {}
 
 
 @pytest.mark.parametrize("name", PARSERS)
 def test_help_of_every_command_lists_exit_statuses(name: str):
-    said = " ".join(PARSERS[name].format_help().split())
-    assert EXIT_STATUS in said
+    text = " ".join(PARSERS[name].format_help().split())
+    assert EXIT_STATUS in text
     for action in PARSERS[name]._actions:
         assert action.help, (name, action.dest)

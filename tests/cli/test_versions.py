@@ -21,7 +21,7 @@ def test_pyproject_asks_for_the_oldest():
 
 
 @pytest.mark.parametrize(
-    ("version", "said"),
+    ("version", "warning"),
     [
         ("2.13.0+cpu", ""),
         ("2.11.0", ""),
@@ -31,10 +31,10 @@ def test_pyproject_asks_for_the_oldest():
     ],
 )
 def test_untested_compares_the_installed_torch_version(
-    version: str, said: str, monkeypatch: pytest.MonkeyPatch
+    version: str, warning: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(versions, "installed", lambda name: version)
-    assert versions.untested("torch") == said
+    assert versions.untested("torch") == warning
 
 
 def test_env_prints_and_the_backend_logs_an_untested_version(

@@ -42,8 +42,8 @@ def fastest(prefers: Prefers, behind: Prefers | None = None) -> Iterator[list[st
 
     def fused(_: Any, module: Any, device: Any) -> tuple[float, str]:
         source = Path(module.__file__).read_text(encoding="utf-8")
-        found = dict(re.findall(r"(\w+) : tl\.constexpr = ([\w.]+)", source))
-        return _time((behind or prefers)("", found), 2.0 if behind is None else 99.0), ""
+        constants = dict(re.findall(r"(\w+) : tl\.constexpr = ([\w.]+)", source))
+        return _time((behind or prefers)("", constants), 2.0 if behind is None else 99.0), ""
 
     with (
         patch.dict(driver._CONFIG, _ON),

@@ -31,8 +31,8 @@ class Attention(nn.Module):
 
 def _launches(target, *, causal=True, mask=None, head=HEAD, wrap=lambda model: model, **options):
     q = torch.empty(1, HEADS, LENGTH, head, device="meta", dtype=torch.bfloat16, requires_grad=True)
-    given = () if mask is None else (mask,)
-    result = mxcompile.codegen(wrap(Attention(causal)), q, *given, target=target, policy="bf16", **options)
+    masks = () if mask is None else (mask,)
+    result = mxcompile.codegen(wrap(Attention(causal)), q, *masks, target=target, policy="bf16", **options)
     return [launch for launch in result.launches if launch.kind == "attention"]
 
 
@@ -45,9 +45,13 @@ def test_attention_flops_halve_under_causal_mask(causal):
 
 
 def test_a_checkpointed_attention_runs_again_in_backward():
-    forward, again, backward = _launches("sm_100", wrap=checkpoint_wrapper)
-    assert (again.phase, backward.phase) == ("backward", "backward")
-    assert (again.kernel, again.flops, again.work.product) == (forward.kernel, forward.flops, "cudnn")
+    forward, recomputed, backward = _launches("sm_100", wrap=checkpoint_wrapper)
+    assert (recomputed.phase, backward.phase) == ("backward", "backward")
+    assert (recomputed.kernel, recomputed.flops, recomputed.work.product) == (
+        forward.kernel,
+        forward.flops,
+        "cudnn",
+    )
     assert backward.work.product == "cudnn_backward"
 
 

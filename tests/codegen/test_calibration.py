@@ -21,10 +21,10 @@ def calibration(monkeypatch):
 
 
 def test_four_of_five_points_are_met(calibration):
-    found = calibration.points()
-    assert len(found) >= 55
-    met = sum(point.is_near for point in found)
-    assert met >= 0.8 * len(found), f"{met} of {len(found)}"
+    points = calibration.points()
+    assert len(points) >= 55
+    near = sum(point.is_near for point in points)
+    assert near >= 0.8 * len(points), f"{near} of {len(points)}"
 
 
 def test_points_far_from_estimates_are_of_known_bad_kinds(calibration):

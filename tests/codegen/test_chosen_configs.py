@@ -38,7 +38,7 @@ def compiled(monkeypatch):
                 problems=("too large",) if config.kwargs["lacks"] and config.kwargs["NUM_STAGES"] > 1 else (),
             ),
         )
-        return binary.cross_compile("kernel", "", TARGETS["sm_100"], lambda found: found.settings["time"])
+        return binary.cross_compile("kernel", "", TARGETS["sm_100"], lambda program: program.settings["time"])
 
     return compile_all
 

@@ -73,7 +73,7 @@ def check_casts(result, target: str) -> None:
     """All are templates, which store what products read; nothing is copied, no element is divided."""
     assert not any("*fp8" in kernel.source for kernel in result.kernels if not kernel.is_template)
     generated = [launch for launch in result.launches if launch.generated]
-    casts = [one for one in generated if "fp8_tiles.quotient" in result.kernel(one).source]
+    casts = [name for name in generated if "fp8_tiles.quotient" in result.kernel(name).source]
     assert len(casts) >= 5  # of x, w and dy of two layers
     for launch in casts:
         assert launch.kind == "cast"

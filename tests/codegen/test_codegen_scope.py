@@ -60,11 +60,11 @@ def test_nothing_stays_changed_after_an_error():
 def test_device_properties_of_stand_in_are_cleared_from_cache():
     here = torch.cuda.is_available()
     with stand_in(TARGETS["sm_100"]):
-        made = DeviceProperties.create(torch.device("cuda", 0))
-        assert (made.type, made.cc, made.multi_processor_count) == ("cuda", 100, 148)
+        properties = DeviceProperties.create(torch.device("cuda", 0))
+        assert (properties.type, properties.cc, properties.multi_processor_count) == ("cuda", 100, 148)
     with stand_in(TARGETS["gfx950"]):
-        made = DeviceProperties.create(torch.device("cuda", 0))
-        assert (made.type, made.cc, made.warp_size) == ("hip", "gfx950", 64)
+        properties = DeviceProperties.create(torch.device("cuda", 0))
+        assert (properties.type, properties.cc, properties.warp_size) == ("hip", "gfx950", 64)
     assert torch.cuda.is_available() is here
     assert DeviceProperties.create.__func__.cache_info().currsize == 0
 

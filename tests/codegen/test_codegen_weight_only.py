@@ -47,8 +47,8 @@ def generate(target: str, tokens: int) -> CodegenResult:
 
 def products(result: CodegenResult):
     """The launch of every layer's product, by the layer's name."""
-    found = [(launch.gemms, launch) for launch in result.launches if "attention" not in launch.kernel]
-    return {gemm.removesuffix(" fprop"): launch for gemms, launch in found for gemm in gemms}
+    launches = [(launch.gemms, launch) for launch in result.launches if "attention" not in launch.kernel]
+    return {gemm.removesuffix(" fprop"): launch for gemms, launch in launches for gemm in gemms}
 
 
 @pytest.mark.parametrize(("target", "tokens"), DECODE)
@@ -85,10 +85,10 @@ def test_no_dequantized_weight_is_stored(target, tokens):
 def launched(result: CodegenResult, name: str) -> str:
     """The kernel of a layer as its record should name it, by the constants in its source."""
     source = result.kernel(products(result)[name]).source
-    said = dict(re.findall(r"(\w+) : tl\.constexpr = (\w+)", source))
-    form = "dot" if said["ON_TENSOR_CORES"] == "True" else "gemv"
-    tile = "x".join(said[f"BLOCK_{side}"] for side in "MNK")
-    parts = f" split {said['PARTS']}" if said["PARTS"] != "1" else ""
+    constants = dict(re.findall(r"(\w+) : tl\.constexpr = (\w+)", source))
+    form = "dot" if constants["ON_TENSOR_CORES"] == "True" else "gemv"
+    tile = "x".join(constants[f"BLOCK_{side}"] for side in "MNK")
+    parts = f" split {constants['PARTS']}" if constants["PARTS"] != "1" else ""
     return f"mx_weight_only_mm {form} {tile}{parts}"
 
 

@@ -185,7 +185,7 @@ def _facts(**changed):
         mma=("tcgen05.mma.block_scale",),
         text={"sass": NVIDIA},
     )
-    given = {
+    values = {
         "num_bytes": 7_000_000,
         "flops": 2.0 * 1024**2 * 512,
         "source": SOURCE + "    K = 512\n",
@@ -193,7 +193,7 @@ def _facts(**changed):
         "binary": binary,
         "target": TARGETS["sm_100"],
     }
-    return kernel_work.read(**given | changed)
+    return kernel_work.read(**values | changed)
 
 
 @pytest.mark.parametrize(("registers", "blocks"), [(40, 6), (41, 5), (255, 1)])
@@ -253,10 +253,10 @@ def test_each_part_of_k_takes_its_share_of_the_steps(products):
     text = NVIDIA if products else ROWS
     binary = Binary(settings={"num_warps": 8}, registers=64, text={"sass": text})
     flops = 2.0 * 1024**2 * 512 if products else 0.0
-    given = {"binary": binary, "flops": flops}
+    values = {"binary": binary, "flops": flops}
     source = SOURCE + "    K = 512\n"
-    whole = _facts(source=source, numbers=(32, 1, 1), **given)
-    parts = _facts(source=source + "    PARTS : tl.constexpr = 4\n", numbers=(32, 4, 1), **given)
+    whole = _facts(source=source, numbers=(32, 1, 1), **values)
+    parts = _facts(source=source + "    PARTS : tl.constexpr = 4\n", numbers=(32, 4, 1), **values)
     assert parts.understood
     assert whole.instructions - parts.instructions == 3 * (3 if products else 5), "three steps less"
     assert parts.programs == 4 * whole.programs
@@ -473,8 +473,8 @@ def test_barriers_of_a_step_of_a_product(generated):
     result = generated("sm_100", True)
     launches = result.launches
     steps = {launch.facts.barriers for launch in launches if launch.kind == "product" and launch.facts}
-    known = {9, 10} if NEWER else {3, 4, 5}
-    assert steps - {None} <= known, "None is a product of so few steps that they make no loop"
+    expected = {9, 10} if NEWER else {3, 4, 5}
+    assert steps - {None} <= expected, "None is a product of so few steps that they make no loop"
     assert steps != {None}
 
 

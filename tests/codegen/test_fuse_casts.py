@@ -30,7 +30,7 @@ def _product(x: Tensor, w: Tensor, bias: Tensor | None = None, dim: int = -1, sq
 
 def _marked(function: Callable, *inputs: Tensor, native: bool = True) -> fx.GraphModule:
     """`function` on fake `inputs`, its products marked as the native ones are."""
-    module = make_fx(lambda *given: function(*given), tracing_mode="fake")(*inputs)
+    module = make_fx(lambda *args: function(*args), tracing_mode="fake")(*inputs)
     for index, node in enumerate(module.graph.find_nodes(op="call_function", target=ops.matmul)):
         tag = GemmTag(
             layer=node.name, name="layer", module="Linear", source="", gemm=Gemm.FPROP,
@@ -120,8 +120,8 @@ def test_a_result_read_twice_over_stays():
     cast = module.graph.find_nodes(op="call_function", target=ops.cast)[0]
     (output,) = module.graph.find_nodes(op="output")
     with module.graph.inserting_before(output):
-        again = module.graph.call_function(operator.getitem, (cast, 1))
-    output.args = ((*module.graph.output_node().all_input_nodes, again),)
+        getitem = module.graph.call_function(operator.getitem, (cast, 1))
+    output.args = ((*module.graph.output_node().all_input_nodes, getitem),)
     Fuse(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
     module.graph.lint()
     assert "quantize_mm" not in _operators(module)

@@ -56,7 +56,7 @@ def test_fused_tile_compiles_for_sizes_it_does_not_divide(target, rows, swap, ti
     }
     model = Layer(k, n).to("meta", torch.bfloat16)
     x, y = (torch.empty(rows, width, device="meta", dtype=torch.bfloat16) for width in (k, n))
-    with fastest(lambda name, said: "quantize_mm" in name and wanted.items() <= said.items()):
+    with fastest(lambda name, constants: "quantize_mm" in name and wanted.items() <= constants.items()):
         result = codegen(model, x, y, target=target, training=False, policy=POLICY)
     (launch,) = (launch for launch in result.launches if launch.gemms)
     kernel = result.kernel(launch)

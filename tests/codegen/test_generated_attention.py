@@ -102,12 +102,12 @@ def inputs(case: Case) -> list[Tensor]:
 
 def generate(case: Case, folder: Path | None = None) -> tuple[CodegenResult, Attention, list[Tensor]]:
     torch.manual_seed(0)
-    model, given = Attention(case), inputs(case)
+    model, arguments = Attention(case), inputs(case)
     target = TARGETS[case.target]
     changed = dataclasses.replace(target, processors=case.processors or target.processors)
     with mock.patch.dict(TARGETS, {case.target: changed}):
-        result = codegen(model, *given, target=case.target, training=False, policy="bf16", out_dir=folder)
-    return result, model, given
+        result = codegen(model, *arguments, target=case.target, training=False, policy="bf16", out_dir=folder)
+    return result, model, arguments
 
 
 def exact(model: Attention, q: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -134,16 +134,16 @@ VALUES = (
 def test_generated_attention_is_within_bf16_rounding(name: str, tmp_path: Path):
     """Within BF16's rounding of each e^s and of the result, 2⁻⁸ of either, and FP32's of the sums."""
     case = CASES[name]
-    result, model, given = generate(case, tmp_path)
+    result, model, arguments = generate(case, tmp_path)
     assert {gemm.kernel for gemm in result.report.gemms} == {
         f"mx_attention {case.form} (keys and values mxfp8)"
     }
     (tmp_path / "inference.py").rename(tmp_path / "forward.py")
     buffers = dict(model.named_buffers())
-    (found,) = interpret(tmp_path, [*_in_order(case, buffers, *given)])
-    wanted, magnitude = exact(model, *given)
+    (output,) = interpret(tmp_path, [*_in_order(case, buffers, *arguments)])
+    wanted, magnitude = exact(model, *arguments)
     bound = (2.0**-8 + case.dim * 2.0**-20) * magnitude + 2.0**-8 * wanted.abs() + 2.0**-40
-    worst = ((found.double() - wanted).abs() / bound).max()
+    worst = ((output.double() - wanted).abs() / bound).max()
     assert worst <= 1, f"error {worst:.3g} times the bound"
 
 

@@ -94,7 +94,7 @@ def _native(result, target: str, gemms: int, word: str = "mxfp8") -> None:
         names = result.kernel(launch).binary.mma if launch.generated else ()
         assert names, launch.kernel
         assert all(BLOCK_SCALED[target] in name for name in names), (launch.kernel, names)
-        packed = all(any(each in name for each in FP4_MMA) for name in names)
+        packed = all(any(instruction in name for instruction in FP4_MMA) for name in names)
         assert packed == (word != "mxfp8"), (launch.kernel, names)
     assert result.problems == ()
     assert not [kernel.name for kernel in result.kernels if kernel.binary.spill_bytes > SPILLED]
@@ -108,8 +108,8 @@ def _check(folder, expected: Tensor, inputs: list[Tensor]) -> None:
     )
     out, *gradients = interpret(folder, inputs, gradient)
     assert sqnr_db(expected, out) > 50  # sums in another order, then rounded to BF16
-    found = [gradient for gradient in gradients if gradient is not None]
-    for computed, reference in zip(found, wanted, strict=True):
+    weight_gradients = [gradient for gradient in gradients if gradient is not None]
+    for computed, reference in zip(weight_gradients, wanted, strict=True):
         assert sqnr_db(reference, computed) > 40
 
 
@@ -153,14 +153,14 @@ def test_one_scale_for_all_experts_is_of_the_rows_in_groups(tmp_path):
     result = codegen(model, x.requires_grad_(), offs, target="sm_90", policy=policy, out_dir=tmp_path)
     assert result.problems == ()
     assert {gemm.precision for gemm in result.report.gemms} == {"fp8"}
-    gradient, found = torch.randn_like(x), []
+    gradient, outputs = torch.randn_like(x), []
     for left_over in (0.0, 1e30):
         rows, above = x.detach().clone(), gradient.clone()
         rows[150:] = above[150:] = left_over
         out, *gradients = interpret(tmp_path, [model.up, rows.requires_grad_(), offs, model.down], above)
         up, dx, _, down = gradients
-        found.append((out[:150], up, dx[:150], down))
-    for clean, other in zip(*found, strict=True):
+        outputs.append((out[:150], up, dx[:150], down))
+    for clean, other in zip(*outputs, strict=True):
         assert clean.isfinite().all()
         assert torch.equal(clean, other)
 

@@ -31,8 +31,8 @@ class Casts(nn.Module):
                 results.append(amax)
             elif form.two_level:
                 amax = ops.largest(x)
-            given = (seed, 5) if form.stochastic else (None, 0)
-            results += encode_packed(x, dim, str(its), *given, amax)
+            randomness = (seed, 5) if form.stochastic else (None, 0)
+            results += encode_packed(x, dim, str(its), *randomness, amax)
         return tuple(results)
 
 
@@ -69,7 +69,7 @@ def test_generated_fp4_casts_equal_the_reference(
     result = codegen(model, x, seed, target=target, training=False, out_dir=tmp_path)
     assert not result.problems
     assert not any(kernel.binary.spill_bytes for kernel in result.kernels)
-    given = [x, seed] if Format.parse(word).stochastic else [x]
-    for found, reference in zip(interpret(tmp_path, given), wanted, strict=True):
-        assert found.shape == reference.shape
-        assert torch.equal(found, reference)
+    arguments = [x, seed] if Format.parse(word).stochastic else [x]
+    for computed, reference in zip(interpret(tmp_path, arguments), wanted, strict=True):
+        assert computed.shape == reference.shape
+        assert torch.equal(computed, reference)

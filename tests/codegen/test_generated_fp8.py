@@ -28,14 +28,14 @@ class Casts(nn.Module):
         self.largest = f"{word} @-1 largest"
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        made = *CAST(x, self.rows + self.columns), *CAST(x, self.rows), *CAST(x, self.columns)
+        results = *CAST(x, self.rows + self.columns), *CAST(x, self.rows), *CAST(x, self.columns)
         if "128" in self.largest:  # whose tiles make their scales
-            return made
+            return results
         row, column = CAST(x, [self.rows[1], self.columns[1]])
         copies = [self.rows[0], self.columns[0], self.largest]
         codes, down, largest = CAST(x, copies, None, 0, [row, column, None])
         (down_alone,) = CAST(x, copies[1:2], None, 0, [column])
-        return *made, row, column, codes, down, largest, down_alone, *CAST(x, copies[2:])
+        return *results, row, column, codes, down, largest, down_alone, *CAST(x, copies[2:])
 
 
 def spread(m: int, n: int) -> Tensor:
@@ -53,10 +53,10 @@ def check(word: str, target: str, shape: tuple[int, int], dtype: torch.dtype, fo
     result = codegen(model, x, target=target, training=False, out_dir=folder)
     assert not result.problems
     assert not any(kernel.binary.spill_bytes for kernel in result.kernels)
-    for found, reference in zip(interpret(folder, [x]), wanted, strict=True):
-        assert found.shape == reference.shape
+    for computed, reference in zip(interpret(folder, [x]), wanted, strict=True):
+        assert computed.shape == reference.shape
         bits = torch.uint8 if reference.element_size() == 1 else torch.int32
-        assert torch.equal(found.view(bits), reference.view(bits))
+        assert torch.equal(computed.view(bits), reference.view(bits))
 
 
 @pytest.mark.slow

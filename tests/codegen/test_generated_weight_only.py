@@ -135,7 +135,7 @@ def test_packed_weights_are_multiplied_as_they_are(target, word, rows, tmp_path)
     (gemm,) = result.report.gemms
     assert (gemm.precision, gemm.kernel.split()[0]) == (word, "mx_scaled_mm")
     assert {form.rounding for form in gemm.formats if form.operand == "w"} == {"stored"}
-    assert not any(name.startswith("mx.decode") for each in result.launches for name in each.operators)
+    assert not any(name.startswith("mx.decode") for launch in result.launches for name in launch.operators)
     (tmp_path / "inference.py").rename(tmp_path / "forward.py")
     (out,) = interpret(tmp_path, [*stored.parts, layer.bias, x])
     cast = rounded_tensors(x.float(), -1, Format.parse(FP4[word]))

@@ -51,16 +51,16 @@ def test_generated_kernel_equals_its_golden_file(generated, name):
     if not (ACCEPT or FOLDER.exists()):
         pytest.skip(f"no golden files for torch {VERSION}; MXCOMPILE_ACCEPT=1 writes them")
     target, matches = CASES[name]
-    found = _kernel(generated(target, True), matches)
+    source = _kernel(generated(target, True), matches)
     path = FOLDER / f"{name}.txt"
     if ACCEPT:
         FOLDER.mkdir(parents=True, exist_ok=True)
-        path.write_text(found, encoding="utf-8")
+        path.write_text(source, encoding="utf-8")
     golden = path.read_text(encoding="utf-8")
     difference = difflib.unified_diff(
-        golden.splitlines(), found.splitlines(), "golden", "generated", "", "", 3
+        golden.splitlines(), source.splitlines(), "golden", "generated", "", "", 3
     )
-    assert found == golden, "\n".join(["MXCOMPILE_ACCEPT=1 accepts", *difference])
+    assert source == golden, "\n".join(["MXCOMPILE_ACCEPT=1 accepts", *difference])
 
 
 def test_no_golden_file_is_left_over():

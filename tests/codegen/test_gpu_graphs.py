@@ -68,8 +68,10 @@ def test_a_cast_of_hopper_is_the_template(casts, name):
     """Not Inductor's own loops."""
     result = casts(SM_90)[name].code("h100")
     device_functions = ("fp8_tiles.encode(", "packed.quantize_", "packed.round_")
-    (own,) = [kernel for kernel in result.kernels if any(each in kernel.source for each in device_functions)]
-    assert not own.binary.problems
+    (cast_kernel,) = [
+        kernel for kernel in result.kernels if any(call in kernel.source for call in device_functions)
+    ]
+    assert not cast_kernel.binary.problems
     assert result.rates.target.peak.chip == "H100"
 
 
@@ -78,8 +80,8 @@ def test_cast_and_plain_graph_read_the_same_tensors(casts, name):
     """Both ways read the same, and what is copied has the shape of its source."""
     graph = {**casts(SM_90), **casts(SM_100)}[name]
     inputs = graph.inputs()
-    made, plain = graph.compute(*inputs), graph.plain(*inputs)
-    copies = [copied for copied in made if copied.ndim == 2 and copied.numel() == 256 * 512]
+    results, plain = graph.compute(*inputs), graph.plain(*inputs)
+    copies = [copied for copied in results if copied.ndim == 2 and copied.numel() == 256 * 512]
     assert len(copies) == 2 * len(plain)
     for source in plain:
         assert source.shape == (256, 512)
@@ -93,9 +95,9 @@ def test_benchmark_products_are_the_template_in_every_layout(module, layout):
     (x,), (a,) = common.quantized(256, 512, 1, SM_100.scale_layout)
     _, (b,) = common.quantized(128, 512, 1, SM_100.scale_layout)
     operands = (*gemms._stored(a, layout, 0), *gemms._turned(gemms._stored(b, layout, 1)))
-    source = rendered(lambda *given: [graphs.scaled_mm(*given)], operands, SM_100)
+    source = rendered(lambda *args: [graphs.scaled_mm(*args)], operands, SM_100)
     with graphs.on_form("pointers"):
-        assert "A_K_MAJOR" not in rendered(lambda *given: [graphs.scaled_mm(*given)], operands, SM_100)
+        assert "A_K_MAJOR" not in rendered(lambda *args: [graphs.scaled_mm(*args)], operands, SM_100)
     k_major = layout != "wgrad", layout == "fprop"
     assert "tma_tile.tile_product(" in source
     assert f"A_K_MAJOR : tl.constexpr = {k_major[0]}" in source
@@ -109,7 +111,7 @@ def test_products_of_specialized_warps_are_the_template(module):
     gemms, graphs, common = map(module, ("gpu_gemms", "gpu_graphs", "gpu_common"))
     (_, (a,)), (_, (b,)) = (common.quantized(rows, 512, 1, SM_100.scale_layout) for rows in (256, 128))
     with graphs.on_form("specialized"):
-        source = rendered(lambda *given: [graphs.scaled_mm(*given)], (*a, *gemms._turned(b)), SM_100)
+        source = rendered(lambda *args: [graphs.scaled_mm(*args)], (*a, *gemms._turned(b)), SM_100)
     assert "WARP_SPECIALIZE : tl.constexpr = True" in source
 
 
@@ -117,11 +119,11 @@ def test_fused_and_weight_only_products_are_the_templates(module):
     graphs, common = map(module, ("gpu_graphs", "gpu_common"))
     (x,), _ = common.quantized(16, 512, 1, SM_100.scale_layout)
     _, (w,) = common.quantized(128, 512, 1, SM_100.scale_layout)
-    fused = rendered(lambda *given: [graphs.quantize_mm(*given)], (x, w[0].t(), w[1]), SM_100)
+    fused = rendered(lambda *args: [graphs.quantize_mm(*args)], (x, w[0].t(), w[1]), SM_100)
     assert "tl.dot_scaled" in fused
     assert "quantize_rowwise" in fused
     _, (w,) = common.quantized(128, 512, 1, TARGETS["sm_90"].scale_layout)
-    stored = rendered(lambda *given: [graphs.weight_only(*given)], (x, *w), TARGETS["sm_90"])
+    stored = rendered(lambda *args: [graphs.weight_only(*args)], (x, *w), TARGETS["sm_90"])
     assert "weight_only.dot_sums" in stored
 
 
@@ -206,11 +208,11 @@ def test_a_program_has_one_line_with_a_column_for_each_chip_and_pair_of_versions
     ]
     monkeypatch.setattr(predicted.common, "read", lambda _: rows)
     predicted.written.cache_clear()
-    one, two = predicted.other_table()
+    row, two = predicted.other_table()
     chips = ("H100", "H200")
     stacks = ("torch 2.11.0, Triton 3.6.0", "torch 2.13.0, Triton 3.7.1")
-    assert list(one) == ["part", "what", "shape", *(f"{chip}, {stack}" for chip in chips for stack in stacks)]
-    first, second = (one[f"H200, {stack}"].split()[0] for stack in stacks)
+    assert list(row) == ["part", "what", "shape", *(f"{chip}, {stack}" for chip in chips for stack in stacks)]
+    first, second = (row[f"H200, {stack}"].split()[0] for stack in stacks)
     assert (first, second) == ("5.0", "4.0"), "2 µs at 3,840 GB/s, 1 µs, and a launch of 3 µs"
     assert (two["what"], two["H200, torch 2.13.0, Triton 3.7.1"]) == ("two", "")
     predicted.written.cache_clear()
@@ -228,8 +230,10 @@ def test_a_layers_measured_time_has_its_estimate(module, monkeypatch):
         part="linears", kernel="mxfp8", shape="1x1", rows=rows, generated=lambda _: None
     )
     monkeypatch.setattr(gemms.GemmProgram, "expected", lambda self, time, rates: {"predicted_us": time / 2})
-    found = {row["kernel"]: row.get("predicted_us") for row in program.measure(Rates.for_target(SM_90), 1)}
-    assert found == {"baseline": None, "mxcompile": 4.0, "mxcompile fp8": None}
+    estimates = {
+        row["kernel"]: row.get("predicted_us") for row in program.measure(Rates.for_target(SM_90), 1)
+    }
+    assert estimates == {"baseline": None, "mxcompile": 4.0, "mxcompile fp8": None}
 
 
 def test_failed_measurement_is_recorded_as_a_row(module):

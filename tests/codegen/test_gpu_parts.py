@@ -78,8 +78,8 @@ def test_a_part_is_stopped_at_its_limit_with_all_that_it_started(gpu: Any, tmp_p
     sleep = "import time; time.sleep(600)"
     start = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', '{sleep}'])"
     command = "-c", f"{start}; print(p.pid, flush=True); {sleep}"
-    found = gpu.run(gpu.Part(name="hangs", command=command, seconds=600), 3)
-    assert found.word == gpu.STOPPED
+    outcome = gpu.run(gpu.Part(name="hangs", command=command, seconds=600), 3)
+    assert outcome.word == gpu.STOPPED
     child = int((tmp_path / "gpu.log").read_text(encoding="utf-8").split()[-1])
     assert ended(child), "its child runs"
 
@@ -87,9 +87,9 @@ def test_a_part_is_stopped_at_its_limit_with_all_that_it_started(gpu: Any, tmp_p
 def test_summary_of_a_failed_part_has_status_and_message(gpu: Any, tmp_path: Path):
     command = script(tmp_path, "raise SystemExit('no such chip')")
     part = gpu.Part(name="slow", command=command, seconds=100, rows="slow")
-    found = gpu.run(part, 100)
-    assert found.word == gpu.WRONG
-    assert found.wrong == ["second  3 of 4 differ"]
+    outcome = gpu.run(part, 100)
+    assert outcome.word == gpu.WRONG
+    assert outcome.wrong == ["second  3 of 4 differ"]
     lost = gpu.Part(name="lost", command=("-c", "raise SystemExit('no such chip')"), seconds=60)
     assert gpu.run(lost, 60).summary()["outcome"] == "failed: status 1, no such chip"
 
@@ -106,8 +106,8 @@ def test_a_truncated_row_is_left_out(gpu: Any):
 
 def test_parts_that_no_time_is_left_for_are_not_reached(gpu: Any):
     part = gpu.Part(name="any", command=("-c", "print()"), seconds=60)
-    (found,) = gpu.run_all([part], 0.1, [])
-    assert found.word == gpu.NOT_REACHED
+    (outcome,) = gpu.run_all([part], 0.1, [])
+    assert outcome.word == gpu.NOT_REACHED
 
 
 @pytest.mark.parametrize(
@@ -124,9 +124,11 @@ def test_outcomes_of_tests_are_counted_once(gpu: Any, log: str, counts: dict[str
 
 def test_measured_times_stand_beside_their_estimates(gpu: Any):
     row = {"part": "layer", "kernel": "nvidia", "shape": "8192 tokens", "time_us": 20.0, "ratio": 0.5}
-    known = {**row, "predicted_us": 19.0, "predicted_range_us": [18.0, 21.5]}
-    found = gpu.Outcome(part="layer", word=gpu.RIGHT, rows=[row, known, {**known, "part": "kernels"}])
-    (line,) = gpu.beside([found])
+    estimated = {**row, "predicted_us": 19.0, "predicted_range_us": [18.0, 21.5]}
+    outcome = gpu.Outcome(
+        part="layer", word=gpu.RIGHT, rows=[row, estimated, {**estimated, "part": "kernels"}]
+    )
+    (line,) = gpu.beside([outcome])
     assert list(line.values()) == ["layer", "nvidia 8192 tokens", 20.0, 19.0, "18–21.5", "2.000"]
 
 

@@ -104,8 +104,8 @@ def test_the_largest_of_an_input_is_a_cast():
     largest = graph.call_function(ops.largest, (x,))
     graph.output((largest,))
     x.meta["val"], largest.meta["val"] = torch.empty(M, K), torch.empty(1)
-    (found,) = works(graph, TARGETS["sm_100"], lambda _: 1)
-    assert found == ("cast", Work(num_bytes=4.0 * (M * K + 1)))
+    (cast_work,) = works(graph, TARGETS["sm_100"], lambda _: 1)
+    assert cast_work == ("cast", Work(num_bytes=4.0 * (M * K + 1)))
 
 
 @pytest.mark.slow

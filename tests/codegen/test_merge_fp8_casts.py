@@ -36,7 +36,7 @@ def lowered(function, *inputs, chip):
     return module, reasons
 
 
-def made(module) -> list[list[Copy]]:
+def copies_of_casts(module) -> list[list[Copy]]:
     """The copies of each cast."""
     return [Casts.read(node).parsed for node in module.graph.find_nodes(op="call_function", target=ops.cast)]
 
@@ -49,9 +49,9 @@ def parts(copies: list[Copy]) -> list[str]:
 def merged(module) -> list[list[str]]:
     """What is made by each cast of which a loop is not as good."""
     return [
-        found
-        for found in map(parts, made(module))
-        if len(found) > 1 or found[0] not in ("elements", "scales")
+        kinds
+        for kinds in map(parts, copies_of_casts(module))
+        if len(kinds) > 1 or kinds[0] not in ("elements", "scales")
     ]
 
 
@@ -70,13 +70,13 @@ def step(words: dict[str, str]):
     """Forward and both gradients of a layer: x[M, K], w[N, K], dy[M, N], each cast for each product."""
 
     def function(x: Tensor, w: Tensor, dy: Tensor):
-        values, made = {"x": x, "w": w, "dy": dy}, {}
+        values, casts = {"x": x, "w": w, "dy": dy}, {}
 
         def cast(operand: str, dim: int):
             dim = -1 if Format.parse(words[operand]).tile.is_square else dim
-            if (operand, dim) not in made:
-                made[operand, dim] = encode(values[operand], dim, words[operand])
-            return made[operand, dim]
+            if (operand, dim) not in casts:
+                casts[operand, dim] = encode(values[operand], dim, words[operand])
+            return casts[operand, dim]
 
         def product(a, b, left, right):
             return ops.matmul(*a, *b, None, torch.bfloat16, words[left], words[right])
@@ -124,17 +124,17 @@ def test_merged_casts_of_a_layer_have_the_same_bits(form: str, chip):
     halved = " fnuz" if chip is FNUZ else ""
     down = f"elements transposed{halved}"
     both = [f"elements{halved}", "scales", down]
-    assert [parts(copies)[:3] for copies in made(module)] == [both] * 3
-    assert [len(copies) for copies in made(module)] == scales
+    assert [parts(copies)[:3] for copies in copies_of_casts(module)] == [both] * 3
+    assert [len(copies) for copies in copies_of_casts(module)] == scales
     assert not module.graph.find_nodes(op="call_function", target=ops.decode)
     plain = make_fx(function, tracing_mode="fake")(*inputs)
     for node in plain.graph.find_nodes(op="call_function", target=ops.matmul):
         set_tag(node, TAG)
     with mock.patch.object(optional, "obstacle", return_value="no templates"):
         VendorFP8(target=chip, device="cpu").apply(plain.graph)
-    for found, wanted in zip(Operands(module).run(*inputs), Operands(plain).run(*inputs), strict=True):
-        for one, other in zip(found, wanted, strict=True):
-            assert torch.equal(one, other)
+    for computed, wanted in zip(Operands(module).run(*inputs), Operands(plain).run(*inputs), strict=True):
+        for tensor, other in zip(computed, wanted, strict=True):
+            assert torch.equal(tensor, other)
 
 
 def test_a_known_scale_is_read_and_the_largest_found_beside():
@@ -166,10 +166,10 @@ def test_scales_of_blocks_that_are_read_alone_stay():
     module, reasons = lowered(function, *inputs, chip=HOPPER)
     assert not reasons
     assert merged(module) == [["elements", "scales"], ["elements transposed", "scales"]]
-    assert len(made(module)) == 4
-    found = Operands(module).run(*inputs)[1:]
-    for one, other in zip(found, function(*inputs)[1:], strict=True):
-        assert torch.equal(one, other)
+    assert len(copies_of_casts(module)) == 4
+    outputs = Operands(module).run(*inputs)[1:]
+    for tensor, other in zip(outputs, function(*inputs)[1:], strict=True):
+        assert torch.equal(tensor, other)
 
 
 @pytest.mark.parametrize("word", ["e4m3 channel nearest", "e4m3 tensor nearest", "e4m3 128x128 nearest"])
@@ -182,22 +182,22 @@ def test_elements_beside_values_of_an_emulated_product_stay(word: str):
 
     module, reasons = lowered(function, torch.randn(16, 40), torch.randn(40, 32), chip=CHIP)
     assert reasons
-    assert all(len(copies) == 1 for copies in made(module))
+    assert all(len(copies) == 1 for copies in copies_of_casts(module))
 
 
 def test_casts_that_something_else_reads_stay():
     """Of an emulated product, of a batch, of a sorted amax."""
 
     def function(x: Tensor, w: Tensor):
-        made = []
+        results = []
         for a, b, word in (
             (x, w, "e4m3 channel nearest"),  # k is no multiple of 16
             (x[None], w[None], "e4m3 channel nearest"),
             (x, w, "e4m3 tensor nearest percentile:99"),
         ):
             casts = *encode(a, -1, word), *encode(b, -2, word)
-            made.append(ops.matmul(*casts, None, torch.bfloat16, word, word))
-        return made
+            results.append(ops.matmul(*casts, None, torch.bfloat16, word, word))
+        return results
 
     module, _ = lowered(function, torch.randn(16, 40), torch.randn(40, 32), chip=CHIP)
     assert merged(module) == [["elements bfloat16"]] * 6

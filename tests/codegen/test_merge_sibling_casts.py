@@ -117,7 +117,7 @@ def test_a_gated_layers_gradients_are_one_kernel(target):
     tokens, hidden = 1024, 512
     model, x = Gated(256, hidden).bfloat16(), torch.empty(tokens, 256, dtype=torch.bfloat16)
     result = codegen(model, x.requires_grad_(), target=target)
-    (launch,) = [each for each in result.launches if casts_both(result, each, 2)]
+    (launch,) = [launch for launch in result.launches if casts_both(result, launch, 2)]
     elements = tokens * hidden
     assert launch.num_bytes <= elements * (3 * 2 + 4 * (1 + 1 / 32)) * 1.01
     assert launch.facts is not None

@@ -130,9 +130,9 @@ class Casts(nn.Module):
         self.how = how
 
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        made = quantize_operands(x, y, *self.how)
+        casts = quantize_operands(x, y, *self.how)
         single = quantize_operands(x + y, None, *self.how)
-        return *made, *single
+        return *casts, *single
 
 
 def _spread(*shape: int) -> Tensor:
@@ -170,9 +170,9 @@ def test_generated_operand_casts_equal_the_operator(case, tmp_path: Path):
     assert not any(kernel.binary.spill_bytes for kernel in result.kernels)
     casts = [launch for launch in result.launches if "mx.cast.default" in launch.operators]
     assert len(casts) == 2
-    found = interpret(tmp_path, [x, y])
-    assert len(found) == len(wanted)
-    for got, reference in zip(found, wanted, strict=True):
+    outputs = interpret(tmp_path, [x, y])
+    assert len(outputs) == len(wanted)
+    for got, reference in zip(outputs, wanted, strict=True):
         is_nan = reference.float().isnan()
         assert torch.equal(got.float().isnan(), is_nan)
         bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[reference.element_size()]
@@ -185,8 +185,8 @@ class Rotated(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         half = x.shape[1] // 2
         turned = torch.cat((-x[:, half:], x[:, :half]), 1)
-        made = quantize_operands(x * cos + turned * sin, None, *VALUES_AND_CODES)
-        return tuple(made)
+        casts = quantize_operands(x * cos + turned * sin, None, *VALUES_AND_CODES)
+        return tuple(casts)
 
 
 @pytest.mark.slow

@@ -128,7 +128,7 @@ def test_packed_matrix_product_equals_codes_per_byte(
     assert all_packed(module)
     (node,) = products(module)
     assert tags_of(node)[0].name == "l"
-    a, b = (each.meta["val"] for each in node.args[:4:2])
+    a, b = (argument.meta["val"] for argument in node.args[:4:2])
     assert (a.dtype, tuple(a.shape), a.is_contiguous()) == (torch.uint8, (m, (k + 1) // 2), True)
     assert (b.dtype, tuple(b.shape), b.t().is_contiguous()) == (torch.uint8, ((k + 1) // 2, n), True)
     assert layouts(module) == {ROW_MAJOR if target == "gfx950" else TILED}
@@ -218,7 +218,7 @@ def test_stochastic_casts_keep_their_numbers():
     def function(x: Tensor, w: Tensor, seed: Tensor) -> Tensor:
         amax, other = ops.largest(x), ops.largest(w)
         a, b = encode(x, -1, word, seed, 3, None, amax), encode(w, -2, word, seed, 4, None, other)
-        tensors = [ops.known_scale(each, 0, word, 1) for each in (amax, other)]
+        tensors = [ops.known_scale(state, 0, word, 1) for state in (amax, other)]
         return ops.matmul(*a, *b, None, torch.bfloat16, word, word, tensors)
 
     module, reasons = applied(function, x, w, seed)
@@ -291,7 +291,7 @@ def test_a_large_product_has_the_scales_of_its_weight_tiled(target: str, word: s
     function, parts = stored_product(word)
     wide = [torch.empty(8192, *part.shape[1:], dtype=part.dtype) if part.ndim > 1 else part for part in parts]
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fakes = [mode.from_tensor(each) for each in (torch.empty(8192, 64), *wide[:2], *parts[2:])]
+        fakes = [mode.from_tensor(tensor) for tensor in (torch.empty(8192, 64), *wide[:2], *parts[2:])]
         module, reasons = applied(function, *fakes, target=target)
     assert reasons == []
     assert count(module, ops.scale_bytes) == tiled
@@ -322,7 +322,10 @@ def given_codes(x: Tensor, w: Tensor) -> Tensor:
 
 def given_alpha(x: Tensor, w: Tensor) -> Tensor:
     """Nothing tells the scale of one tensor from the other's."""
-    a, b = (encode(each, dim, NVFP4, None, 0, None, ops.largest(each)) for each, dim in ((x, -1), (w, -2)))
+    a, b = (
+        encode(operand, dim, NVFP4, None, 0, None, ops.largest(operand))
+        for operand, dim in ((x, -1), (w, -2))
+    )
     return ops.matmul(*a, *b, None, torch.bfloat16, NVFP4, NVFP4, [x[0, :1]])
 
 
@@ -417,7 +420,9 @@ def test_pytorch_accepts_packed_operands_and_tiled_scales(word: str):
     with FakeTensorMode(allow_non_fake_inputs=True):
         x, w = torch.empty(200, 96, device="cuda"), torch.empty(96, 48, device="cuda")
         amax = torch.ones(1, device="cuda") if Format.parse(word).two_level else None
-        (a, sa), (b, sb) = (encode_packed(each, dim, word, None, 0, amax) for each, dim in ((x, -1), (w, -2)))
+        (a, sa), (b, sb) = (
+            encode_packed(operand, dim, word, None, 0, amax) for operand, dim in ((x, -1), (w, -2))
+        )
         if amax is None:
             result = vendor.mx_vendor_mxfp4_mm(a, sa, b.t(), sb, out_dtype=torch.bfloat16)
         else:
@@ -434,7 +439,7 @@ def test_packed_casts_and_products_pass_opcheck(shape: tuple[int, ...], word: st
     amax = ops.largest(x) if Format.parse(word).two_level else None
     for layout in (TILED, ROW_MAJOR) if not batch else (ROW_MAJOR,):
         (a, sa), (b, sb) = (
-            encode_packed(each, dim, word, None, 0, amax, layout) for each, dim in ((x, -1), (w, -2))
+            encode_packed(operand, dim, word, None, 0, amax, layout) for operand, dim in ((x, -1), (w, -2))
         )
         right = b.mT, sb if sb.ndim == 1 else sb.mT
         copies = [*packed(-1, word, layout), *packed(-2, word, layout)]

@@ -26,8 +26,8 @@ ROWS, COLUMNS = "    mask_m = idx_m < M\n", "    mask_n = idx_n < N\n"
 
 
 def test_load_varying_along_one_dimension_is_narrowed():
-    found = narrowed(ROWS + LOAD.format("idx_m"))
-    assert found == f"{ROWS}tmp3 = tl.load(in_ptr5 + (idx_m), mask_m, eviction_policy='evict_last')"
+    source = narrowed(ROWS + LOAD.format("idx_m"))
+    assert source == f"{ROWS}tmp3 = tl.load(in_ptr5 + (idx_m), mask_m, eviction_policy='evict_last')"
     assert "in_ptr5 + (2*idx_n + 7), mask_n," in narrowed(COLUMNS + LOAD.format("2*idx_n + 7"))
 
 
@@ -43,8 +43,8 @@ def test_load_without_mask_of_its_dimension_stays():
 
 def test_silu_has_another_last_line():
     """What else reads its parts still finds them."""
-    found = approximated(SILU.format("tmp5"))
-    assert found == SILU.format("tmp5").replace("(tmp1 / tmp5)", "tmp1 * packed.sigmoid(tmp1)")
+    source = approximated(SILU.format("tmp5"))
+    assert source == SILU.format("tmp5").replace("(tmp1 / tmp5)", "tmp1 * packed.sigmoid(tmp1)")
 
 
 def test_a_sigmoid_that_is_written_as_an_inverse_has_another_last_line():

@@ -46,9 +46,9 @@ def values(elem: ElemType) -> set[float]:
 
 def test_which_elements_are_values_of_which():
     elems = [E4M3, E5M2, E3M2, E2M3, E2M1, INT8]
-    for one in elems:
+    for elem in elems:
         for other in elems:
-            assert one.is_in(other) == (values(one) <= values(other)), (one, other)
+            assert elem.is_in(other) == (values(elem) <= values(other)), (elem, other)
 
 
 @pytest.mark.parametrize(
@@ -117,9 +117,9 @@ def test_products_have_the_same_values(words: tuple[str, str], swapped: bool, ta
     assert {node.meta["val"].ndim for node in (product.args[1], product.args[3])} == {
         1 if target == "sm_100" else 2
     }
-    found, wanted = module(x, w), function(x, w)
+    computed, wanted = module(x, w), function(x, w)
     assert wanted[3].isnan().all()
-    assert torch.equal(found.nan_to_num(7.0), wanted.nan_to_num(7.0))
+    assert torch.equal(computed.nan_to_num(7.0), wanted.nan_to_num(7.0))
 
 
 def test_groups_and_batches_have_the_same_values():
@@ -220,14 +220,14 @@ def test_promoted_products_run_the_native_instruction(target: str, name: str, mm
     policy = mxcompile.Policy.from_dict({"version": 1, "preset": "bf16", "rules": rules})
     layer = nn.Linear(144, 80, dtype=torch.bfloat16)
     w, bias, x = layer.weight.detach(), layer.bias.detach(), spread(48, 144, along=1).to(torch.bfloat16)
-    given = x.clone().requires_grad_()
-    result = mxcompile.codegen(layer, given, target=target, policy=policy, out_dir=tmp_path)
+    x_leaf = x.clone().requires_grad_()
+    result = mxcompile.codegen(layer, x_leaf, target=target, policy=policy, out_dir=tmp_path)
     assert not result.problems
     products = [result.kernel(launch) for launch in result.launches if launch.gemms]
     assert len(products) == len(result.report.gemms) == 3
     for kernel in products:
-        assert any(each.startswith(mma) for each in kernel.binary.mma)
-        assert not any(each.endswith("kind::f16") for each in kernel.binary.mma)
+        assert any(instruction.startswith(mma) for instruction in kernel.binary.mma)
+        assert not any(instruction.endswith("kind::f16") for instruction in kernel.binary.mma)
         assert kernel.binary.spill_bytes == 0
     assert all(TARGETS[target].mma in gemm.kernel for gemm in result.report.gemms)
     if name != "blocks":
@@ -251,6 +251,6 @@ def test_promoted_products_run_the_native_instruction(target: str, name: str, mm
         dy.float().sum(0),
         product(dy, w, forms.dy, forms.w),
     )
-    found = interpret(tmp_path, [w, bias, x], dy)
-    for each, one in zip(wanted, found, strict=True):
-        assert sqnr_db(each, one) > 45  # rounded to BF16
+    gradients = interpret(tmp_path, [w, bias, x], dy)
+    for expected, computed in zip(wanted, gradients, strict=True):
+        assert sqnr_db(expected, computed) > 45  # rounded to BF16

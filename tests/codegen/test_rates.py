@@ -35,12 +35,12 @@ def test_range_adds_changes_of_rates_in_squares():
     """Two rates move one time each; moves are added as squares."""
     work = Work(num_bytes=8e9 * 0.78)
     rates = Rates.for_target(B200)
-    found = Range.from_rates(lambda moved: work.estimate(moved).us, rates)
-    assert found.centre == pytest.approx(1000 + 3)
+    sum_of_works = Range.from_rates(lambda moved: work.estimate(moved).us, rates)
+    assert sum_of_works.centre == pytest.approx(1000 + 3)
     low, high = 1000 - 0.78 / 0.81 * 1000, 0.78 / 0.74 * 1000 - 1000
-    assert found.low == pytest.approx(1003 - (low**2 + 1.5**2) ** 0.5)
-    assert found.high == pytest.approx(1003 + (high**2 + 1.5**2) ** 0.5)
-    assert found.text(",.0f") == "1,003 (966–1,057)"
+    assert sum_of_works.low == pytest.approx(1003 - (low**2 + 1.5**2) ** 0.5)
+    assert sum_of_works.high == pytest.approx(1003 + (high**2 + 1.5**2) ** 0.5)
+    assert sum_of_works.text(",.0f") == "1,003 (966–1,057)"
 
 
 def test_range_of_ratio_covers_only_work_that_sides_do_not_share():
@@ -50,8 +50,8 @@ def test_range_of_ratio_covers_only_work_that_sides_do_not_share():
     bf16, mxfp8 = (
         [library_work(num_bytes=0.0, flops=1e12, product=kind, target=B200)] for kind in ("bf16", "mxfp8")
     )
-    found = ratio(mxfp8, bf16, Rates.for_target(B200))
-    assert found.low < 0.67 / 0.60 / 2 < found.high
+    ratio_range = ratio(mxfp8, bf16, Rates.for_target(B200))
+    assert ratio_range.low < 0.67 / 0.60 / 2 < ratio_range.high
     assert total(mxfp8, Rates.for_target(B200)) == pytest.approx(1e12 / (4500e6 * 0.60) + 3)
 
 

@@ -49,7 +49,7 @@ def test_failing_assembler_is_a_problem_with_reason(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         binary,
         "run_tool",
-        lambda tool, *_, **given: dumped if "dump" in str(tool) else run_tool(tool, *_, **given),
+        lambda tool, *_, **options: dumped if "dump" in str(tool) else run_tool(tool, *_, **options),
     )
     (problem,) = read({"cubin": b"x", "ptx": "damaged"}).problems
     assert re.match(r"(ptxas\S*) does not read the kernel: \1", problem)  # Triton has one for Blackwell

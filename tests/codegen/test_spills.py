@@ -107,7 +107,7 @@ def _real(name: str) -> tuple[nn.Module, dict[str, Any]]:
     import transformers as hf
 
     decoder = {"num_hidden_layers": 1, "use_cache": False}
-    known: dict[str, tuple[Any, Any]] = {
+    models: dict[str, tuple[Any, Any]] = {
         "Gemma 3 270M": (
             hf.Gemma3ForCausalLM,
             hf.Gemma3TextConfig(
@@ -139,7 +139,7 @@ def _real(name: str) -> tuple[nn.Module, dict[str, Any]]:
         "GPT-2": (hf.GPT2LMHeadModel, hf.GPT2Config(n_layer=1, use_cache=False)),
         "ViT-B": (hf.ViTForImageClassification, hf.ViTConfig(num_hidden_layers=1, num_labels=1000)),
     }  # fmt: skip
-    build, config = known[name]
+    build, config = models[name]
     with torch.device("meta"):
         model = build(config).to(torch.bfloat16)
         if name == "ViT-B":

@@ -53,8 +53,8 @@ def test_all_casts_of_a_layer_and_the_same_results():
     matrices = _matrices((150, 72), (40, 72), (150, 40))
     module, ranks = _tiled(_step, *matrices)
     assert ranks == [1] * 6
-    for found, expected in zip(module(*matrices), _step(*matrices), strict=True):
-        assert torch.equal(found, expected)
+    for computed, expected in zip(module(*matrices), _step(*matrices), strict=True):
+        assert torch.equal(computed, expected)
     assert not [
         n for n in module.graph.nodes if str(n.target) == "aten.t.default" and n.meta["val"].ndim == 1
     ]
@@ -78,17 +78,17 @@ def test_tiled_scales_of_symbolic_sizes_add_no_guards():
     assert len(lengths) == 6
     assert all(length.node.expr % 512 == 0 for length in lengths)
     others = _matrices((300, 72), (40, 72), (300, 40))
-    for found, expected in zip(module(*others), _step(*others), strict=True):
-        assert torch.equal(found, expected)
+    for computed, expected in zip(module(*others), _step(*others), strict=True):
+        assert torch.equal(computed, expected)
 
 
 def test_a_scale_that_something_else_reads_stays():
     def step(x, w):
         rowwise = _quantize(x, -1)
-        again = ops.decode(
+        decoded = ops.decode(
             *rowwise, -1, "e4m3 1x32 rceil", torch.float32
         )  # one copy kept, the other made from it
-        columnwise, weight = _quantize(again, -2), _quantize(w, -2)
+        columnwise, weight = _quantize(decoded, -2), _quantize(w, -2)
         return (
             scaled_mm(*rowwise, *weight, None, BF16),
             scaled_mm(*_t(columnwise), *weight, None, BF16),

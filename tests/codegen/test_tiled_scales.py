@@ -55,16 +55,16 @@ def test_scratch_memory_in_any_thread_and_context(monkeypatch):
     """As Triton's driver asks for it; an allocator of the user's stays."""
     monkeypatch.setattr(scratch, "_allocate", lambda size, *_: torch.empty(size, dtype=torch.int8))
 
-    def ask():
+    def allocated_bytes():
         return _allocation._allocator.get()(640, 128, None).numel()
 
     def provided():
         scratch.provide()
-        return ask()
+        return allocated_bytes()
 
     with ThreadPoolExecutor(1) as pool:
         with pytest.raises(RuntimeError, match="no allocator was set"):
-            pool.submit(ask).result()
+            pool.submit(allocated_bytes).result()
         assert pool.submit(provided).result() == 640
     assert contextvars.Context().run(provided) == 640
 
@@ -87,10 +87,12 @@ def test_casts_write_whole_tiles(generated):
         assert all(len(shape) == 1 and shape[0] % 512 == 0 for shape in shapes), shapes
     returned = result.wrappers["forward"].rpartition("return (")[2]
     saved = re.findall(r"\w+", returned)
-    made = re.findall(
+    buffers = re.findall(
         r"(\w+) = empty_strided_cuda\(\(\d+, \), \(1, \), torch\.uint8\)", result.wrappers["forward"]
     )
-    assert len(set(saved) & set(made)) == 3, "x of QKV, of gate and up, of down; attention keeps its result"
+    assert len(set(saved) & set(buffers)) == 3, (
+        "x of QKV, of gate and up, of down; attention keeps its result"
+    )
 
 
 def test_nothing_lies_between_a_saved_cast_and_wgrad(generated):

@@ -54,7 +54,7 @@ def test_examples_are_as_real_ones(groups):
     ]
     before = torch.get_rng_state()
     with V.set_graph_handler(GraphLowering(fx.symbolic_trace(nn.Identity()))):
-        operands = [_buffer(*each) for each in shapes]
+        operands = [_buffer(*shape) for shape in shapes]
         make = examples.grouped(operands, 1000, Coding(precision="mxfp8", elems=("e4m3", "e5m2")))
         a, scale_a, b, _, ends = (make[at](node) for at, node in enumerate(operands))
     assert torch.equal(torch.get_rng_state(), before)
@@ -86,13 +86,13 @@ def test_examples_of_packed_codes_are_any_codes():
 @pytest.mark.parametrize("fused_ones_timed", [True, False])
 def test_autotuning_times_dense_products_on_them(monkeypatch, fused_ones_timed):
     """Also where the choice is put off until it is known what is fused behind, and what times that."""
-    given: list[dict] = []
+    example_inputs: list[dict] = []
     put_off: list[bool] = []
     written: list[str] = []
     plain = AlgorithmSelectorCache.do_autotuning
 
     def timings(cache, name, operands, layout, examples, *others, **keywords):
-        given.append(dict(examples or {}))
+        example_inputs.append(dict(examples or {}))
         return plain(cache, name, operands, layout, examples, *others, **keywords)
 
     def fused(_, module, device):
@@ -117,7 +117,7 @@ def test_autotuning_times_dense_products_on_them(monkeypatch, fused_ones_timed):
         model = nn.Sequential(layer, nn.GELU()) if fused_ones_timed else layer
         mxcompile.codegen(model, x, target="sm_100", training=False, policy=POLICY)
     assert put_off == [fused_ones_timed]
-    assert [set(each) for each in given] == [{0, 1, 2, 3}]
+    assert [set(example) for example in example_inputs] == [{0, 1, 2, 3}]
     for source in written:
         assert source.count("dtype=torch.uint8).random_(115, 127)") == 2
         assert source.count("dtype=torch.uint8)") == 2
@@ -127,11 +127,11 @@ def test_autotuning_times_dense_products_on_them(monkeypatch, fused_ones_timed):
 @pytest.mark.slow
 def test_autotuning_times_experts_on_them(monkeypatch):
     """Every product of experts, forward and backward."""
-    given: dict[str, list[set[int]]] = {}
+    example_sizes: dict[str, list[set[int]]] = {}
     plain = winners.autotune_select_algorithm
 
     def select(name, choices, operands, layout, **keywords):
-        given.setdefault(name, []).append({*(keywords["input_gen_fns"] or {})})
+        example_sizes.setdefault(name, []).append({*(keywords["input_gen_fns"] or {})})
         return plain(name, choices, operands, layout, **keywords)
 
     monkeypatch.setattr(winners, "autotune_select_algorithm", select)
@@ -143,4 +143,4 @@ def test_autotuning_times_experts_on_them(monkeypatch):
     with fastest(lambda *_: True):
         mxcompile.codegen(model, x, ends, target="sm_100", training=True, policy=POLICY)
     for name in ("mx_scaled_grouped_mm", "mx_scaled_grouped_mm_k_tiled"):
-        assert given[name] == [{0, 1, 2, 3, 4}] * len(given[name])
+        assert example_sizes[name] == [{0, 1, 2, 3, 4}] * len(example_sizes[name])

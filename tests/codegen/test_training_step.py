@@ -43,24 +43,24 @@ def test_parts_of_a_step_equal_sums_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("recompute", "again"),
+    ("recompute", "selected"),
     [("none", 0), ("full", 3 * PRODUCT_US + 2 * CAST_US), ("selective", PRODUCT_US + 2 * CAST_US)],
 )
-def test_recompute_part_counts_the_selected_launches(recompute, again):
+def test_recompute_part_counts_the_selected_launches(recompute, selected):
     """Selected are the second of two products and what multiplies nothing, or what the layer says."""
     step = dataclasses.replace(STEP, recompute=recompute)
     attention = ("attention", PRODUCT)
     layer = LayerWork(forward=(*LAYER.forward, ("product", PRODUCT), attention), backward=LAYER.backward)
-    assert step.parts(layer, RATES)["recompute"] == pytest.approx(4 * again)
+    assert step.parts(layer, RATES)["recompute"] == pytest.approx(4 * selected)
     other = dataclasses.replace(layer, recomputed=(attention,) * 3)
-    chosen = 3 * PRODUCT_US if recompute == "selective" else again
+    chosen = 3 * PRODUCT_US if recompute == "selective" else selected
     assert step.parts(other, RATES)["recompute"] == pytest.approx(4 * chosen)
 
 
 def test_micro_batches_share_an_optimizer():
-    one, three = STEP.parts(LAYER, RATES), dataclasses.replace(STEP, micro_batches=3).parts(LAYER, RATES)
-    assert three["layers"] == pytest.approx(3 * one["layers"])
-    assert three["optimizer"] == one["optimizer"]
+    single, three = STEP.parts(LAYER, RATES), dataclasses.replace(STEP, micro_batches=3).parts(LAYER, RATES)
+    assert three["layers"] == pytest.approx(3 * single["layers"])
+    assert three["optimizer"] == single["optimizer"]
     assert three["accumulate"] == pytest.approx(2 * 10e9 / BANDWIDTH + LAUNCH)
 
 
@@ -96,7 +96,7 @@ def test_scaled_work_grows_with_tokens_and_attention_with_length():
 def test_ratio_of_steps_is_nearer_to_one_than_of_layers():
     """What stands beside the layers brings it nearer to 1."""
     faster = LayerWork(forward=LAYER.forward[:1], backward=LAYER.backward)
-    found = STEP.over(faster, LAYER, RATES)
+    ratio = STEP.over(faster, LAYER, RATES)
     layers = 2 * PRODUCT_US / (2 * PRODUCT_US + 2 * CAST_US)
-    assert layers < found.centre < 1
-    assert found.low < found.centre < found.high
+    assert layers < ratio.centre < 1
+    assert ratio.low < ratio.centre < ratio.high

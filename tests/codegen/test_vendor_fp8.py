@@ -136,8 +136,8 @@ def test_rows_that_begin_between_multiples_of_16_bytes_are_copied(right: bool):
 
     def function(x, whole, scale):
         part = whole[:, :64]
-        own, own_scale = encode(x, -1, word)
-        sides = (own, own_scale, part.t(), scale) if right else (part, scale, own.t(), own_scale.t())
+        x_codes, own_scale = encode(x, -1, word)
+        sides = (x_codes, own_scale, part.t(), scale) if right else (part, scale, x_codes.t(), own_scale.t())
         return ops.matmul(*sides, None, torch.bfloat16, word, word)
 
     inputs = torch.randn(32, 64), whole, half
@@ -207,23 +207,23 @@ def test_nonfinite_elements_surface_in_fnuz_formats():
 
     module, reasons = applied(function, x, w, scale, chip=FNUZ)
     assert reasons == []
-    found = CheckedFnuz(module).run(x, w, scale)
-    assert found.isnan().all(1).nonzero().flatten().tolist() == [3, 5]
-    assert (found[[0, 1, 2, 4]] == 32).all()
+    outputs = CheckedFnuz(module).run(x, w, scale)
+    assert outputs.isnan().all(1).nonzero().flatten().tolist() == [3, 5]
+    assert (outputs[[0, 1, 2, 4]] == 32).all()
 
 
 @pytest.mark.parametrize(
-    ("m", "k", "right", "said"),
+    ("m", "k", "right", "cause"),
     [
         (34, 512, "1x128", "takes multiples of 4 rows (m=34)"),
         (36, 256, "128x128", "multiples of 4 blocks along k (2)"),
     ],
 )
-def test_scales_of_blocks_that_it_does_not_take(m: int, k: int, right: str, said: str):
+def test_scales_of_blocks_that_it_does_not_take(m: int, k: int, right: str, cause: str):
     words = "e4m3 1x128 nearest", f"e4m3 {right} nearest"
     inputs = torch.randn(m, k), torch.randn(k, 256)
     _, (reason,) = applied(lambda x, w: product(x, w, words), *inputs, chip=HOPPER)
-    assert said in reason
+    assert cause in reason
 
 
 def test_scales_of_blocks_need_a_cuda_that_has_them(monkeypatch: pytest.MonkeyPatch):
@@ -238,7 +238,7 @@ def test_scales_of_blocks_need_a_cuda_that_has_them(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("shape", "word", "dtype", "said"),
+    ("shape", "word", "dtype", "cause"),
     [
         ((40, 60, 48), "e4m3 tensor nearest", torch.bfloat16, "takes multiples of 16 (k=60)"),
         ((40, 64, 50), "e4m3 channel nearest", torch.bfloat16, "takes multiples of 16 (n=50)"),
@@ -248,12 +248,12 @@ def test_scales_of_blocks_need_a_cuda_that_has_them(monkeypatch: pytest.MonkeyPa
         ((40, 128, 128), "e4m3 1x128 nearest", torch.bfloat16, "no FP8 GEMM of cpu for scales 1x128"),
     ],
 )
-def test_products_unsupported_by_the_vendor_have_a_reason(shape, word: str, dtype: torch.dtype, said: str):
+def test_products_unsupported_by_the_vendor_have_a_reason(shape, word: str, dtype: torch.dtype, cause: str):
     m, k, n = shape
     module, (reason,) = applied(
         lambda x, w: product(x, w, word, dtype=dtype), torch.randn(m, k), torch.randn(k, n)
     )
-    assert said in reason
+    assert cause in reason
     assert module.graph.find_nodes(op="call_function", target=ops.matmul)
 
 

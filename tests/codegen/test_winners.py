@@ -46,18 +46,18 @@ def _generate(
 
 def _launched(result: mxcompile.offline.CodegenResult) -> dict[str, str]:
     """What the generated code launches for each product, by the constants in its kernels."""
-    found = {}
+    kernels = {}
     for launch in result.launches:
         for gemm in launch.gemms:
             source = result.kernel(launch).source if launch.generated else ""
-            said = dict(re.findall(r"(\w+) : tl\.constexpr = (\w+)", source))
-            name = "mx_scaled_mm_tiled" if "WARP_SPECIALIZE" in said else "mx_scaled_mm"
+            constants = dict(re.findall(r"(\w+) : tl\.constexpr = (\w+)", source))
+            name = "mx_scaled_mm_tiled" if "WARP_SPECIALIZE" in constants else "mx_scaled_mm"
             name = "mx_quantize_mm" if "quantize_rowwise" in source else name
             name = name if "dot_scaled" in source or "tile_product" in source else "triton_mm"
-            m, n, k = (said.get(f"BLOCK_{side}") for side in "MNK")
-            tile = f"{n}x{m}x{k} swapped" if said.get("SWAP") == "True" else f"{m}x{n}x{k}"
-            found[gemm] = f"{name} {tile}" if launch.generated else launch.kernel
-    return found
+            m, n, k = (constants.get(f"BLOCK_{side}") for side in "MNK")
+            tile = f"{n}x{m}x{k} swapped" if constants.get("SWAP") == "True" else f"{m}x{n}x{k}"
+            kernels[gemm] = f"{name} {tile}" if launch.generated else launch.kernel
+    return kernels
 
 
 def _recorded(result: mxcompile.offline.CodegenResult) -> dict[str, str]:
@@ -65,10 +65,10 @@ def _recorded(result: mxcompile.offline.CodegenResult) -> dict[str, str]:
 
 
 def _quantizes(tile: str) -> Choice:
-    return lambda name, said: "quantize_mm" in name and said["BLOCK_M"] == tile
+    return lambda name, constants: "quantize_mm" in name and constants["BLOCK_M"] == tile
 
 
-def _separate(name: str, said: dict[str, str]) -> bool:
+def _separate(name: str, constants: dict[str, str]) -> bool:
     return "then_scaled_mm" in name
 
 
@@ -98,8 +98,12 @@ def test_few_row_product_records_the_winning_fused_or_separate_kernel(choice, ke
 def test_a_tile_of_the_product(tiled, n, k):
     """Many rows: timed alone, and for one of them with what is fused behind."""
 
-    def choice(_: str, said: dict[str, str]) -> bool:
-        return ("WARP_SPECIALIZE" in said, said.get("BLOCK_N"), said.get("BLOCK_K")) == (tiled, n, k)
+    def choice(_: str, constants: dict[str, str]) -> bool:
+        return ("WARP_SPECIALIZE" in constants, constants.get("BLOCK_N"), constants.get("BLOCK_K")) == (
+            tiled,
+            n,
+            k,
+        )
 
     result = _generate(300, choice)
     kernel = f"mx_scaled_mm{'_tiled' if tiled else ''} 128x{n}x{k}"
@@ -109,7 +113,7 @@ def test_a_tile_of_the_product(tiled, n, k):
 
 def test_fused_epilogue_may_change_the_autotuned_kernel():
     def columns(n: str) -> Choice:
-        return lambda _, said: (said.get("WARP_SPECIALIZE"), said.get("BLOCK_N")) == (None, n)
+        return lambda _, constants: (constants.get("WARP_SPECIALIZE"), constants.get("BLOCK_N")) == (None, n)
 
     result = _generate(300, columns("64"), behind=columns("128"))
     launched = _launched(result)
@@ -125,7 +129,7 @@ def test_record_names_the_vendor_kernel_that_won():
 
 
 def test_record_names_the_inductor_template_that_won():
-    result = _generate(300, lambda name, said: "triton_mm" in name, "sm_90")
+    result = _generate(300, lambda name, constants: "triton_mm" in name, "sm_90")
     launched = _launched(result)
     assert all(kernel.startswith("triton_mm ") for kernel in launched.values())
     assert _recorded(result) == {name: f"{k} (bfloat16, dequantized)" for name, k in launched.items()}
@@ -139,31 +143,31 @@ def test_winning_library_product_is_recorded():
 
 def _train(kernel: str, monkeypatch: pytest.MonkeyPatch) -> tuple[mxcompile.Report, list[Compilation]]:
     """A compile in which Inductor chooses `kernel` for the first product; its report."""
-    made: list[Compilation] = []
+    compilations: list[Compilation] = []
 
     class Chosen(Compilation):
         def lower(self, graph: torch.fx.Graph) -> None:
             super().lower(graph)
             self.name_kernels({0: kernel})
-            made.append(self)
+            compilations.append(self)
 
     monkeypatch.setattr(backend, "Compilation", Chosen)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(48, 80), nn.GELU(), nn.Linear(80, 48))
     torch.compile(model, backend="mxfp8", options={"policy": POLICY})(torch.randn(21, 48)).sum().backward()
-    return mxcompile.reports()[-1], made
+    return mxcompile.reports()[-1], compilations
 
 
 @pytest.mark.slow
 def test_the_report_and_the_one_kept_for_warm_caches(monkeypatch):
-    first, made = _train("chosen 1x2x3", monkeypatch)
+    first, compilations = _train("chosen 1x2x3", monkeypatch)
     assert first.gemms[0].kernel == "chosen 1x2x3"
-    made[0].name_kernels({1: "chosen later"})  # as for a backward, lowered when the report is out
+    compilations[0].name_kernels({1: "chosen later"})  # as for a backward, lowered when the report is out
     assert [gemm.kernel for gemm in mxcompile.reports()[-1].gemms[:2]] == ["chosen 1x2x3", "chosen later"]
     torch._dynamo.reset()
-    again, made = _train("not asked", monkeypatch)
-    assert (again.summary.cache, made) == ("hit", [])
-    assert [gemm.kernel for gemm in again.gemms[:2]] == ["chosen 1x2x3", "chosen later"]
+    cached, compilations = _train("not asked", monkeypatch)
+    assert (cached.summary.cache, compilations) == ("hit", [])
+    assert [gemm.kernel for gemm in cached.gemms[:2]] == ["chosen 1x2x3", "chosen later"]
 
 
 def test_setting_of_fused_timing_has_the_name_of_this_torch():

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers.ranks import each, on_ranks
+from helpers.ranks import on_ranks, results_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -64,10 +64,10 @@ def run(way: Callable[[Model], tuple[nn.Module, Any]]) -> list[dict[str, Any]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     steps = []
     for _ in range(2):
-        found = {name: (codes, scales) for name, codes, scales, _ in exported}
+        parts = {name: (codes, scales) for name, codes, scales, _ in exported}
         whole = {name: plain(value) for name, value in model.state_dict().items()}
         reasons = {row.name: row.reason for row in exported.weights.weights if not row.stored}
-        steps.append({"exported": found, "whole": whole, "reasons": reasons})
+        steps.append({"exported": parts, "whole": whole, "reasons": reasons})
         loss(call(IDS)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -81,4 +81,4 @@ def plain(value: Any) -> Tensor:
 
 def launch(ways: list[Callable[..., Any]], ranks: int, folder: Path) -> list[dict[str, Any]]:
     """What `ways` gave on every rank."""
-    return on_ranks(ranks, folder, each, run, ways)
+    return on_ranks(ranks, folder, results_of, run, ways)

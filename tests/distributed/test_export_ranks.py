@@ -16,7 +16,7 @@ BLOCK = {f"blocks.0.{layer}.weight" for layer in ("q", "k", "v", "o", "gate", "u
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def exports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     ways = [ranks.fsdp, ranks.tensor_parallel, ranks.gathered_in_mxfp8]
     return ranks.launch(ways, 4, tmp_path_factory.mktemp("four"))
 
@@ -54,13 +54,13 @@ def check(step: dict[str, Any], dtype: torch.dtype, squares: tuple[str, ...]) ->
         ),
     ],
 )
-def test_every_rank_exports_the_cast_of_the_whole_weight(name, dtype, squares, kept, found):
-    for rank in found:
+def test_every_rank_exports_the_cast_of_the_whole_weight(name, dtype, squares, kept, exports):
+    for rank in exports:
         assert not isinstance(rank[name], str), rank[name]
         for step in rank[name]:
             reasons = step["reasons"]
             assert {name: why for name, why in reasons.items() if "blocks" in name} == kept
             assert {"embed.weight", "head.weight"} <= reasons.keys()
             check(step, dtype, squares)
-    codes = [step["exported"]["blocks.0.q.weight"][0].view(torch.uint8) for step in found[0][name]]
+    codes = [step["exported"]["blocks.0.q.weight"][0].view(torch.uint8) for step in exports[0][name]]
     assert not torch.equal(*codes)

@@ -53,8 +53,8 @@ def test_writes_into_one_of_a_list_are_refused():
 @pytest.mark.slow
 def test_a_sharded_model_is_the_whole_one(tmp_path: Path):
     """In FP32 sums of another order, and of other blocks where a part cuts them, which then holds values."""
-    for rank, found in enumerate(on_ranks(stored_ranks.RANKS, tmp_path, stored_ranks.outputs)):
-        for hidden, result in found.items():
+    for rank, outputs in enumerate(on_ranks(stored_ranks.RANKS, tmp_path, stored_ranks.outputs)):
+        for hidden, result in outputs.items():
             cut = hidden // stored_ranks.RANKS % 32 > 0
             kinds = {"gate": "MXTensor", "up": "MXTensor", "down": "Tensor" if cut else "MXTensor"}
             assert {name: result["kinds"][f"{name}.weight"] for name in kinds} == kinds

@@ -26,15 +26,15 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return ranks.launch(FOUR, 4, tmp_path_factory.mktemp("four"))
 
 
-def check(found: list[dict[str, Any]], name: str, stay: set[str]) -> None:
-    for rank in found:
+def check(rank_results: list[dict[str, Any]], name: str, stay: set[str]) -> None:
+    for rank in rank_results:
         assert not isinstance(rank[name], str), rank[name]
         before, after = rank[name]
         assert before["losses"] == after["losses"]
         assert before["losses"][0] != before["losses"][1]
-        for what in ("gradients", "state"):
-            assert before[what].keys() == after[what].keys()
-            assert all(torch.equal(before[what][key], value) for key, value in after[what].items())
+        for entry in ("gradients", "state"):
+            assert before[entry].keys() == after[entry].keys()
+            assert all(torch.equal(before[entry][key], value) for key, value in after[entry].items())
         assert len(before["gradients"]) >= 12
         assert before["types"] == before["moments"] == {"Tensor"}  # others can read what is saved
         assert set(before["stays"]) == stay
@@ -56,7 +56,7 @@ def reported(before: dict[str, Any], after: dict[str, Any], name: str) -> None:
     assert (others > 0) == (name == "two_dimensions")
     assert theirs.wire_bytes == theirs.wire_bytes_bf16 == ours.wire_bytes_bf16
     sent = [re.search(r"^sent by each rank: .*$", way["report"], re.MULTILINE) for way in (before, after)]
-    assert [found is not None and "without mxcompile" in found[0] for found in sent] == [True, False]
+    assert [reason is not None and "without mxcompile" in reason[0] for reason in sent] == [True, False]
 
 
 def sent(before: list[tuple[str, int]], after: list[tuple[str, int]], all_of_them: bool) -> None:

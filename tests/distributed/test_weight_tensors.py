@@ -86,22 +86,22 @@ def test_on_one_rank_codes_and_scales_are_one_tensor():
     w = MasterWeight(x, cast())
     sent, metadata = w.fsdp_pre_all_gather(mesh(1), x.shape, x.stride(), None, MIXED)
     (buffer,) = sent
-    made, inner = w.fsdp_post_all_gather((buffer.view(-1).clone(),), metadata, torch.bfloat16)
+    gathered, inner = w.fsdp_post_all_gather((buffer.view(-1).clone(),), metadata, torch.bfloat16)
     qdata, scale = cast()(x.bfloat16())
-    assert torch.equal(made + 0, ops.decode(qdata, scale, -1, "e4m3 32x32 rceil", torch.bfloat16))
+    assert torch.equal(gathered + 0, ops.decode(qdata, scale, -1, "e4m3 32x32 rceil", torch.bfloat16))
     assert inner == ()
 
 
 @pytest.mark.parametrize(
-    ("ranks", "shard", "said"),
+    ("ranks", "shard", "message"),
     [
         (2, (48, 64), "48 of its 96 rows on each of 2 ranks are not a multiple of 32"),
         (5, (20, 64), "its 96 rows do not come in equal shards on 5 ranks"),
         (3, (96, 22), "a rank has a shard of 96×22, not 32×64"),
     ],
 )
-def test_gather_of_shards_that_cut_tiles_raises(ranks: int, shard: tuple[int, int], said: str):
-    with pytest.raises(ModelError, match=said):
+def test_gather_of_shards_that_cut_tiles_raises(ranks: int, shard: tuple[int, int], message: str):
+    with pytest.raises(ModelError, match=message):
         MasterWeight(torch.zeros(shard), cast()).fsdp_pre_all_gather(
             mesh(ranks), torch.Size((96, 64)), (64, 1), None, MIXED
         )
@@ -123,12 +123,12 @@ def test_master_weight_operates_like_its_plain_tensor():
     assert type(p + 1) is Tensor
     assert isinstance(p.to(torch.bfloat16), MasterWeight)
     assert isinstance(nn.Parameter(p.detach()), MasterWeight)
-    again = copy.deepcopy(p)
-    assert isinstance(again, MasterWeight)
-    assert isinstance(again, nn.Parameter)
+    copied = copy.deepcopy(p)
+    assert isinstance(copied, MasterWeight)
+    assert isinstance(copied, nn.Parameter)
     nn.init.zeros_(p)
     assert not p.any()
-    assert again.any()
+    assert copied.any()
 
 
 def test_tiles_answer_with_their_values():
@@ -149,13 +149,13 @@ def test_tiles_answer_with_their_values():
 def test_only_weights_with_aligned_shards_are_gathered_in_mxfp8():
     model = model_of.build()
     result = mxcompile.quantize_gathers_(model, model_of.POLICY, mesh=mesh(4), args=IDS)
-    found = {weight.name: weight for weight in result.weights}
-    assert {name for name, weight in found.items() if weight.travels} == {
+    weights = {weight.name: weight for weight in result.weights}
+    assert {name for name, weight in weights.items() if weight.travels} == {
         f"blocks.0.{name}.weight" for name in ("q", "o", "gate", "up", "down")
     }
-    assert found["head.weight"].reason == "role head"
+    assert weights["head.weight"].reason == "role head"
     assert (
-        found["blocks.0.k.weight"].reason == "16 of its 64 rows on each of 4 ranks are not a multiple of 32"
+        weights["blocks.0.k.weight"].reason == "16 of its 64 rows on each of 4 ranks are not a multiple of 32"
     )
     assert isinstance(model.blocks[0].q.weight, MasterWeight)
     assert model.blocks[0].gate.weight.cast == cast_of(model, "gate", E5M2, "rceil")
@@ -239,18 +239,18 @@ def test_state_dict_of_master_weights_has_plain_tensors():
 
 def test_pickled_master_weight_is_a_plain_parameter():
     model = wrapped()
-    held = model.blocks[0].q.weight
-    for value in (held, held.detach()):
+    weight = model.blocks[0].q.weight
+    for value in (weight, weight.detach()):
         data = pickle.dumps(value)
         assert b"mxcompile" not in data
-        again = pickle.loads(data)
-        assert isinstance(again, nn.Parameter) == isinstance(value, nn.Parameter)
-        assert not isinstance(again, MasterWeight)
-        assert torch.equal(again, held)
+        restored = pickle.loads(data)
+        assert isinstance(restored, nn.Parameter) == isinstance(value, nn.Parameter)
+        assert not isinstance(restored, MasterWeight)
+        assert torch.equal(restored, weight)
     file = io.BytesIO()
-    torch.save({"w": held.detach()}, file)
+    torch.save({"w": weight.detach()}, file)
     file.seek(0)
-    assert torch.equal(torch.load(file, weights_only=True)["w"], held)
+    assert torch.equal(torch.load(file, weights_only=True)["w"], weight)
 
 
 def test_another_policy_at_compile_time_is_an_error():
@@ -281,9 +281,9 @@ def test_gathers_of_modules_that_share_a_state_count_once():
     for layer in layers:
         layer._get_fsdp_state = lambda: state
     inputs = [GraphInput(path=f"{index}.weight", static=True) for index in range(2)]
-    given = 2 * 16 * 32 * 2
+    num_bytes = 2 * 16 * 32 * 2
     assert gathers_of(layers, inputs) == Gathers(
-        forward=given, forward_without=given, backward=given, backward_without=given
+        forward=num_bytes, forward_without=num_bytes, backward=num_bytes, backward_without=num_bytes
     )
 
 

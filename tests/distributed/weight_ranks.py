@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers.eager_backend import EagerBackend
-from helpers.ranks import each, on_ranks
+from helpers.ranks import on_ranks, results_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -191,7 +191,7 @@ def hybrid(model: Model, gather: Gather) -> tuple[nn.Module, Step]:
     def run(step: int) -> Tensor:
         if step == 1:
             state = model.state_dict()
-            known = {name: value.to_local().clone() for name, value in state.items()}
+            shards = {name: value.to_local().clone() for name, value in state.items()}
             if quantized:  # what is loaded into the model that gathers no MXFP8 too
                 dcp.save(state, checkpoint_id="checkpoint")
             with torch.no_grad():
@@ -200,7 +200,7 @@ def hybrid(model: Model, gather: Gather) -> tuple[nn.Module, Step]:
             dcp.load(state, checkpoint_id="checkpoint")
             model.load_state_dict(state)
             assert all(
-                torch.equal(value.to_local(), known[name]) for name, value in model.state_dict().items()
+                torch.equal(value.to_local(), shards[name]) for name, value in model.state_dict().items()
             )
         return loss(call(ids(step)))
 
@@ -238,30 +238,30 @@ def train(way: Callable[..., tuple[nn.Module, Step]], first: bool) -> dict[str, 
 
     model, step = way(build(), prepare)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=True)
-    found: dict[str, Any] = {"losses": [], "sent": []}
-    with counted(found["sent"]):
+    results: dict[str, Any] = {"losses": [], "sent": []}
+    with counted(results["sent"]):
         for number in range(2):
-            before = len(found["sent"])
+            before = len(results["sent"])
             value = step(number)
             value.backward()
-            found["losses"].append(value.item())
+            results["losses"].append(value.item())
             gradients = {
                 name: p.grad.to_local().clone() for name, p in model.named_parameters() if p.grad is not None
             }
             optimizer.step()
             optimizer.zero_grad()
-    found["last"] = [num_bytes for _, num_bytes in found["sent"][before:]]
-    found["gradients"] = gradients
-    found["state"] = {name: value.to_local().clone() for name, value in model.state_dict().items()}
-    found["types"] = {type(value.to_local()).__name__ for value in model.state_dict().values()}
-    found["moments"] = {
+    results["last"] = [num_bytes for _, num_bytes in results["sent"][before:]]
+    results["gradients"] = gradients
+    results["state"] = {name: value.to_local().clone() for name, value in model.state_dict().items()}
+    results["types"] = {type(value.to_local()).__name__ for value in model.state_dict().values()}
+    results["moments"] = {
         type(m.to_local()).__name__ for s in optimizer.state.values() for m in s.values() if m.ndim
     }
-    found["travels"] = {row.name: row.reason for row in table[0].weights if row.travels} if first else {}
-    found["stays"] = {row.name: row.reason for row in table[0].weights if not row.travels} if first else {}
+    results["travels"] = {row.name: row.reason for row in table[0].weights if row.travels} if first else {}
+    results["stays"] = {row.name: row.reason for row in table[0].weights if not row.travels} if first else {}
     (report,) = mxcompile.reports()
-    found["report"], found["summary"] = str(report), report.summary
-    return found
+    results["report"], results["summary"] = str(report), report.summary
+    return results
 
 
 def both(way: Callable[..., Any]) -> list[dict[str, Any]]:
@@ -271,4 +271,4 @@ def both(way: Callable[..., Any]) -> list[dict[str, Any]]:
 
 def launch(ways: list[Callable[..., Any]], ranks: int, folder: Path) -> list[dict[str, Any]]:
     """What `ways` gave on every rank."""
-    return on_ranks(ranks, folder, each, both, ways)
+    return on_ranks(ranks, folder, results_of, both, ways)

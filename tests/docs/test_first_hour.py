@@ -38,15 +38,15 @@ def commands(*, real: bool = False) -> list[list[str]]:
 
 @pytest.mark.slow
 def test_every_command_of_the_page(folder: Path, capsys: pytest.CaptureFixture[str]):
-    said = {}
+    outputs = {}
     for command in commands():
         assert main(command) == 0, command
-        said[" ".join(command)] = capsys.readouterr().out
+        outputs[" ".join(command)] = capsys.readouterr().out
         if command[:2] == ["policy", "init"]:
             (folder / "policy.yaml").write_text(files()["policy.yaml"], encoding="utf-8")
     assert "is estimated slower with MXFP8 than in BF16" in (folder / "mine.html").read_text(encoding="utf-8")
-    assert "because" in said["explain mine:small --why *.up"]
-    blocks = said["audit mine:small --policy policy.yaml --by block"]
+    assert "because" in outputs["explain mine:small --why *.up"]
+    blocks = outputs["audit mine:small --policy policy.yaml --by block"]
     assert re.findall(r"^blocks\.\d", blocks, re.MULTILINE) == ["blocks.1", "blocks.2", "blocks.3"]
     assert (folder / "audit.html").is_file()
 

@@ -28,17 +28,17 @@ def rows() -> tuple[list[str], list[list[str]]]:
     return cells(head)[1:], [cells(line) for line in lines]
 
 
-def made(use: str, target: str) -> Family:
+def family_of(use: str, target: str) -> Family:
     """The first family for all GEMMs of a layer under the rule `use` whose weight is not stored."""
     rule = {"match": {"name": "*"}, "use": yaml.safe_load(use)}
     decision = Policy.from_dict({"version": 1, "rules": [rule]}).decide(LAYER)
-    found = set()
+    names = set()
     for gemm, operands in {Gemm.FPROP: "xw", Gemm.DGRAD: ("dy", "w"), Gemm.WGRAD: ("dy", "x")}.items():
         formats = decision.choice(gemm).formats
         assert formats is not None
-        every = families([formats.operand_format(each).as_read for each in operands], TARGETS[target])
-        found.add(next(family for family in every if family is not Family.WEIGHT_ONLY))
-    (family,) = found
+        every = families([formats.operand_format(operand).as_read for operand in operands], TARGETS[target])
+        names.add(next(family for family in every if family is not Family.WEIGHT_ONLY))
+    (family,) = names
     return family
 
 
@@ -49,4 +49,4 @@ def test_table_has_every_gpu():
 @pytest.mark.parametrize("row", rows()[1], ids=lambda row: row[0])
 def test_table_names_the_family(row: list[str]):
     use, *named = row
-    assert named == [str(made(use, target)) for target in rows()[0]]
+    assert named == [str(family_of(use, target)) for target in rows()[0]]

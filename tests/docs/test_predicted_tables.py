@@ -36,12 +36,12 @@ def test_predicted_ratio_equals_newest_rows_at_current_rates(predicted):
 
 def test_every_chip_has_its_presets(predicted):
     """BF16, MXFP8, and delayed scales where a library multiplies FP8; nothing that the chip does not run."""
-    found = predicted.newest(predicted.TOKENS)
+    rows = predicted.newest(predicted.TOKENS)
     for chip in predicted.CHIPS:
-        policies = [policy for at, policy in found if at == chip]
+        policies = [policy for at, policy in rows if at == chip]
         wanted = ["bf16", "nvidia", *(["fp8_delayed"] if TARGETS[chip].fp8_tiles else [])]
         assert set(wanted) <= set(policies) <= set(predicted.policies(chip)), chip
-    assert not any(row["unclear"] for row in found.values())
+    assert not any(row["unclear"] for row in rows.values())
 
 
 def test_emulation_moves_little_more_than_its_casts_must(predicted):

@@ -53,12 +53,12 @@ def both(case: Case, backend: Any) -> tuple[Step, Step]:
 
 def worst_gradient(reference: Step, step: Step, smallest: float) -> tuple[float, str]:
     """SQNR in dB and name of the worst gradient, of those at least `smallest` of the largest in size."""
-    expected, found = reference[2], step[2]
-    assert found.keys() == expected.keys()
+    expected, computed = reference[2], step[2]
+    assert computed.keys() == expected.keys()
     size = {name: value.double().square().mean().sqrt() for name, value in expected.items()}
     real = [name for name in size if size[name] > smallest * max(size.values())]
     assert len(real) > 0.8 * len(size)
-    return min((sqnr_db(expected[name], found[name]), name) for name in real)
+    return min((sqnr_db(expected[name], computed[name]), name) for name in real)
 
 
 COMPILED = [

@@ -113,8 +113,8 @@ def operators() -> dict[str, Any]:
         warnings.simplefilter("ignore")
         from torch.testing._internal.common_methods_invocations import op_db
 
-    chosen = (each for each in op_db if torch.float32 in each.supported_dtypes("cpu"))
-    return {".".join(filter(None, [each.name, each.variant_test_name])): each for each in chosen}
+    chosen = (info for info in op_db if torch.float32 in info.supported_dtypes("cpu"))
+    return {".".join(filter(None, [info.name, info.variant_test_name])): info for info in chosen}
 
 
 class Products(TorchDispatchMode):
@@ -131,57 +131,57 @@ class Products(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def call(function: Any, given: Any) -> list[Tensor]:
-    """Outputs and gradients of `function` with copies of the arguments `given`."""
+def call(function: Any, arguments: Any) -> list[Tensor]:
+    """Outputs and gradients of `function` with copies of `arguments`."""
     torch.manual_seed(0)
-    given = tree_map_only(Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), given)
-    outputs = [value for value in tree_leaves(function(given)) if isinstance(value, Tensor)]
+    arguments = tree_map_only(Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), arguments)
+    outputs = [value for value in tree_leaves(function(arguments)) if isinstance(value, Tensor)]
     summed = [value for value in outputs if value.requires_grad and value.is_floating_point()]
     if summed:
         torch.autograd.backward(summed, [torch.ones_like(value) for value in summed])
-    gradients = [value.grad for value in tree_leaves(given) if isinstance(value, Tensor)]
+    gradients = [value.grad for value in tree_leaves(arguments) if isinstance(value, Tensor)]
     return [value.detach() for value in [*outputs, *gradients] if value is not None]
 
 
-def compiled(function: Any, given: Any, **settings: Any) -> list[Tensor]:
+def compiled(function: Any, arguments: Any, **settings: Any) -> list[Tensor]:
     torch._dynamo.reset()
-    return call(torch.compile(function, **settings), given)
+    return call(torch.compile(function, **settings), arguments)
 
 
-def check(function: Any, given: Any, expected: list[Tensor], **settings: Any) -> None:
-    found = compiled(function, given, backend="mxfp8", options={"policy": "bf16"}, **settings)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+def check(function: Any, arguments: Any, expected: list[Tensor], **settings: Any) -> None:
+    computed = compiled(function, arguments, backend="mxfp8", options={"policy": "bf16"}, **settings)
+    torch.testing.assert_close(computed, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def samples(operator: Any) -> Iterator[tuple[Any, Any]]:
     """Calls with the samples of `operator`, those whose products no sample before had."""
 
-    def function(given: Any) -> Any:
-        return operator(given[0], *given[1], **given[2])
+    def function(arguments: Any) -> Any:
+        return operator(arguments[0], *arguments[1], **arguments[2])
 
-    known: set[str] = set()
+    targets: set[str] = set()
     for sample in operator.sample_inputs("cpu", torch.float32, requires_grad=operator.supports_autograd):
-        given = sample.input, sample.args, sample.kwargs
+        arguments = sample.input, sample.args, sample.kwargs
         with Products() as products:
-            call(function, given)
-        if products.seen - known:
-            known |= products.seen
-            yield function, given
+            call(function, arguments)
+        if products.seen - targets:
+            targets |= products.seen
+            yield function, arguments
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of operators that are deprecated, and of Dynamo about them
 @pytest.mark.parametrize("name", NAMES)
 def test_bf16_policy_equals_inductor_on_samples_of_operators(name: str):
-    count, known = 0, operators()
-    if name in NOT_EVERYWHERE - known.keys():
+    count, infos = 0, operators()
+    if name in NOT_EVERYWHERE - infos.keys():
         pytest.skip("this PyTorch has no samples of it")
-    for function, given in samples(known[name]):
+    for function, arguments in samples(infos[name]):
         try:
-            expected = compiled(function, given, backend="inductor")
+            expected = compiled(function, arguments, backend="inductor")
         except Exception:  # Inductor does not compile the sample
             continue
-        check(function, given, expected)
+        check(function, arguments, expected)
         count += 1
     assert count
 
@@ -189,18 +189,18 @@ def test_bf16_policy_equals_inductor_on_samples_of_operators(name: str):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_operators_without_a_product_are_left_out():
-    known = operators()
-    assert set(NAMES) - set(known) <= NOT_EVERYWHERE
-    for name in known.keys() - set(NAMES):
-        assert not [*_products(known[name])], name
+    infos = operators()
+    assert set(NAMES) - set(infos) <= NOT_EVERYWHERE
+    for name in infos.keys() - set(NAMES):
+        assert not [*_products(infos[name])], name
 
 
 def _products(operator: Any) -> Iterator[str]:
     """The products that the samples of `operator` run."""
     try:
-        for function, given in samples(operator):
+        for function, arguments in samples(operator):
             with Products() as products:
-                call(function, given)
+                call(function, arguments)
             yield from products.seen
     except Exception:  # a sample that raises, as some do to be caught
         return
@@ -245,18 +245,18 @@ SHAPES = {
 def test_bf16_policy_equals_inductor_on_empty_and_small_products(dtype: torch.dtype, dynamic: bool | None):
     """In one graph, with bias and scalars."""
     torch.manual_seed(0)
-    given = {
-        name: [[torch.randn(shape, dtype=dtype, requires_grad=True) for shape in each] for each in cases]
+    arguments = {
+        name: [[torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes] for shapes in cases]
         for name, cases in SHAPES.items()
     }
 
-    def function(given: Any) -> list[Tensor]:
+    def function(arguments: Any) -> list[Tensor]:
         scalars = {"alpha": 0.7, "beta": 1.3}
         return [
             getattr(torch, name)(*operands, **(scalars if name.startswith(("add", "badd")) else {}))
-            for name, cases in given.items()
+            for name, cases in arguments.items()
             for operands in cases
         ]
 
     settings: dict[str, Any] = {"dynamic": dynamic, "fullgraph": True}
-    check(function, given, compiled(function, given, backend="inductor", **settings), **settings)
+    check(function, arguments, compiled(function, arguments, backend="inductor", **settings), **settings)

@@ -72,10 +72,10 @@ class Shared:
         """Report and results of `process`."""
         written, errors = process.communicate()
         assert process.returncode == 0, errors
-        found = json.loads(written.splitlines()[-1])
-        report = mxcompile.Report.from_json(found.pop("report"))
-        assert found["db"] > 60
-        return report, found
+        data = json.loads(written.splitlines()[-1])
+        report = mxcompile.Report.from_json(data.pop("report"))
+        assert data["db"] > 60
+        return report, data
 
 
 def lasting(report: mxcompile.Report) -> mxcompile.Report:
@@ -97,10 +97,10 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Shared, mxcompile.
 @pytest.mark.slow
 def test_an_unchanged_policy_hits_and_reports_the_same(shared: tuple[Shared, Any, Any]):
     directory, first, computed = shared
-    again, same = directory.run(ALL)
-    assert (first.summary.cache, again.summary.cache) == ("miss", "hit")
-    assert lasting(again) == lasting(first)
-    assert all(gemm.kernel for gemm in again.gemms)
+    second, same = directory.run(ALL)
+    assert (first.summary.cache, second.summary.cache) == ("miss", "hit")
+    assert lasting(second) == lasting(first)
+    assert all(gemm.kernel for gemm in second.gemms)
     assert same == computed
 
 

@@ -34,13 +34,13 @@ class Straight(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, use: dict[str, Any], dtype: torch.dtype) -> Tensor:
-        x, w = (cast(each, -1, name, use).to(dtype) for each, name in ((x, "x"), (w, "w")))
+        x, w = (cast(tensor, -1, name, use).to(dtype) for tensor, name in ((x, "x"), (w, "w")))
         ctx.save_for_backward(x, w)
         return x.double() @ w.double().t()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, w = (each.double() for each in ctx.saved_tensors)
+        x, w = (tensor.double() for tensor in ctx.saved_tensors)
         return dy.double() @ w, dy.double().t() @ x, None, None
 
 
@@ -56,13 +56,13 @@ def test_gradients_are_those_of_the_operands_of_fprop(name: str, dtype: torch.dt
     call = torch.compile(layer, backend=backend, dynamic=True, fullgraph=True)
     for tokens in (17, 130):
         x, dy = torch.randn(tokens, K, dtype=dtype), torch.randn(tokens, N, dtype=dtype)
-        found = run(call, layer.weight, x, dy)
+        outputs = run(call, layer.weight, x, dy)
         x, w = x.clone().requires_grad_(), layer.weight.detach().clone().requires_grad_()
         y = Straight.apply(x, w, use, dtype)
         dx, dw = torch.autograd.grad(y, (x, w), dy.double())
         least = 100 if dtype is torch.float32 else 40
-        for one, other in zip(found, (y.detach(), dx, dw), strict=True):
-            assert sqnr_db(other.double(), one.double()) > least
+        for tensor, other in zip(outputs, (y.detach(), dx, dw), strict=True):
+            assert sqnr_db(other.double(), tensor.double()) > least
     reasons = {gemm.gemm: gemm.reason for gemm in mxcompile.reports()[-1].gemms}
     assert "its w is the dequantized operand of fprop" in reasons["dgrad"]
     assert "its x is the dequantized operand of fprop" in reasons["wgrad"]
@@ -123,6 +123,6 @@ def test_an_operand_that_fprop_casts_otherwise_is_noted():
 
 def test_the_key_is_written_and_read():
     data = policy({"precision": "nvfp4", "backward": "dequantized"})
-    again = Policy.from_dict(Policy.from_dict(data).to_dict())
-    assert again == Policy.from_dict(data)
-    assert again.to_dict()["rules"][0]["use"] == {"precision": "nvfp4", "backward": "dequantized"}
+    restored = Policy.from_dict(Policy.from_dict(data).to_dict())
+    assert restored == Policy.from_dict(data)
+    assert restored.to_dict()["rules"][0]["use"] == {"precision": "nvfp4", "backward": "dequantized"}

@@ -125,10 +125,10 @@ def test_data_parallel_step_has_outputs_and_mean_gradients_of_one_process(
     run: Callable[[int], Any], tmp_path: Path
 ):
     """Each rank's output is that of its own batch, the gradients are the mean over ranks."""
-    found = two_ranks(run, tmp_path)
+    ranks = two_ranks(run, tmp_path)
     _, x = build()
-    outputs, gradients = reference(merged(found[0][2]), list(x))
-    for (y, grads, reports), expected in zip(found, outputs, strict=True):
+    outputs, gradients = reference(merged(ranks[0][2]), list(x))
+    for (y, grads, reports), expected in zip(ranks, outputs, strict=True):
         assert {gemm.name for gemm in gemms(reports)} == NAMES
         assert {gemm.precision for gemm in gemms(reports)} == {"mxfp8"}
         assert sqnr_db(expected, y) > 90
@@ -157,11 +157,11 @@ def sharded(model: Model, x: Tensor) -> Tensor:
 
 def test_tensor_parallel_step_quantizes_shards_under_whole_names(tmp_path: Path):
     """Each rank quantizes the shard it has; names are those of the whole layers."""
-    found = two_ranks(tensor_parallel, tmp_path)
+    ranks = two_ranks(tensor_parallel, tmp_path)
     model, x = build()
     expected = step(lambda batch: sharded(model, batch), x[0])
     gradients = {name: p.grad for name, p in model.named_parameters()}
-    for y, grads, reports in found:
+    for y, grads, reports in ranks:
         assert {gemm.name for gemm in gemms(reports)} == NAMES
         assert {gemm.precision for gemm in gemms(reports)} == {"mxfp8"}
         widths = {gemm.n for gemm in gemms(reports) if gemm.gemm == "fprop" and gemm.role == "ffn_in"}

@@ -63,13 +63,13 @@ def steps(model: nn.Module, backend: Any, shapes: list[tuple[int, int]], dynamic
     mxcompile.clear_reports()
     counters.clear()
     compiled = torch.compile(model, backend=backend, dynamic=dynamic)
-    found = [step(compiled, model, shape) for shape in shapes]
+    results = [step(compiled, model, shape) for shape in shapes]
     counted = {
         "graphs": counters["stats"]["unique_graphs"],
         "frames": counters["frames"]["ok"],
         "breaks": sum(counters["graph_break"].values()),
     }
-    return found, counted
+    return results, counted
 
 
 def step(run: Any, model: nn.Module, shape: tuple[int, int]) -> list[Tensor]:
@@ -79,15 +79,17 @@ def step(run: Any, model: nn.Module, shape: tuple[int, int]) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])]
 
 
-def assert_right(model: nn.Module, found: list[list[Tensor]], shapes: list[Any], at_least_db: float) -> None:
-    """`found` equals the reference at each shape, with the casts all reports tell of."""
+def assert_right(
+    model: nn.Module, results: list[list[Tensor]], shapes: list[Any], at_least_db: float
+) -> None:
+    """`results` equal the reference at each shape, with the casts all reports tell of."""
     reports = mxcompile.reports()
     gemms = tuple(gemm for report in reports for gemm in report.gemms)
     linears = [gemm for gemm in gemms if not gemm.role.startswith("attn_") or gemm.role == "attn_out"]
     assert {gemm.precision for gemm in linears} == {"mxfp8"}
     eager = copy.deepcopy(model)
     with reference_linears(eager, mxcompile.Report(gemms=gemms, summary=reports[0].summary)) as replaced:
-        for shape, values in zip(shapes, found, strict=True):
+        for shape, values in zip(shapes, results, strict=True):
             for expected, value in zip(step(eager, eager, shape), values, strict=True):
                 assert sqnr_db(expected, value) > at_least_db, shape
     assert replaced.used == {gemm.name for gemm in linears}
@@ -101,10 +103,10 @@ def test_the_passes_add_no_graph(broken: bool, dynamic: bool | None):
     """Against AOTAutograd without passes, on many shapes."""
     model = Block(broken)
     _, expected = steps(model, "aot_eager_decomp_partition", SHAPES, dynamic)
-    found, counted = steps(model, EagerBackend(), SHAPES, dynamic)
+    results, counted = steps(model, EagerBackend(), SHAPES, dynamic)
     assert counted == expected
     assert (counted["breaks"] > 0) == broken
-    assert_right(model, found, SHAPES, 90)
+    assert_right(model, results, SHAPES, 90)
 
 
 @pytest.mark.parametrize("broken", [False, True], ids=["whole", "broken"])
@@ -112,11 +114,11 @@ def test_compiling_adds_no_graph(broken: bool):
     """Against Inductor, whose code generation sets guards of its own."""
     shapes, model = SHAPES[:4], FeedForward(broken)
     _, expected = steps(model, "inductor", shapes, dynamic=True)
-    found, counted = steps(model, mxcompile.Backend(policy=ALL), shapes, dynamic=True)
+    results, counted = steps(model, mxcompile.Backend(policy=ALL), shapes, dynamic=True)
     assert counted == expected
     assert counted["breaks"] == int(broken)
     assert counted["graphs"] == 1 + int(broken)
-    assert_right(model, found, shapes, 60)
+    assert_right(model, results, shapes, 60)
 
 
 def test_scales_are_saved_flat_where_a_guard_would_be_set():

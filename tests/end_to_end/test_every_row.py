@@ -75,13 +75,13 @@ def test_sizes_change_in_one_graph_and_nonfinite_values_surface(name: str):
     call = torch.compile(layer, backend=count, dynamic=True, fullgraph=True)
     for tokens in (17, 5, 130):
         x, dy = torch.randn(tokens, K), torch.randn(tokens, N)
-        found = run(call, layer.weight, x, dy)
+        results = run(call, layer.weight, x, dy)
         if "stochastic" in name:
             use = {"precision": "mxfp8"}
-            assert sqnr_db(expected(x, layer.weight.detach(), dy, use)[0], found[0]) > 100
+            assert sqnr_db(expected(x, layer.weight.detach(), dy, use)[0], results[0]) > 100
             continue
-        for one, other in zip(found, expected(x, layer.weight.detach(), dy, use), strict=True):
-            assert sqnr_db(other, one) > 100
+        for tensor, other in zip(results, expected(x, layer.weight.detach(), dy, use), strict=True):
+            assert sqnr_db(other, tensor) > 100
     for bad in (torch.nan, torch.inf):
         x = torch.randn(9, K)
         x[3, 5] = bad
@@ -100,9 +100,9 @@ def test_compiled_code_gives_the_same(name: str):
     call = torch.compile(layer, backend="mxfp8", dynamic=True, options={"policy": policy(use)})
     for tokens in (17, 130):
         x, dy = torch.randn(tokens, K), torch.randn(tokens, N)
-        found = run(call, layer.weight, x, dy)
-        for one, other in zip(found, expected(x, layer.weight.detach(), dy, use), strict=True):
-            assert sqnr_db(other, one) > 100
+        results = run(call, layer.weight, x, dy)
+        for tensor, other in zip(results, expected(x, layer.weight.detach(), dy, use), strict=True):
+            assert sqnr_db(other, tensor) > 100
     (report,) = mxcompile.reports()
     assert {gemm.precision for gemm in report.gemms} == {use["precision"]}
     assert report.summary.graph_breaks == 0
@@ -115,17 +115,17 @@ def test_layers_in_every_precision_train_together_as_the_reference_does():
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in rows))
     rules = [{"match": {"name": str(index)}, "use": name} for index, name in enumerate(rows)]
     options = {"policy": {"version": 1, "rules": rules}}
-    x, found = torch.randn(40, 64), []
-    for backend, given in (("mxfp8", options), (EagerBackend(**options), None)):
+    x, steps = torch.randn(40, 64), []
+    for backend, arguments in (("mxfp8", options), (EagerBackend(**options), None)):
         torch._dynamo.reset()
         mxcompile.clear_reports()
         model.zero_grad()
-        y = torch.compile(model, backend=backend, options=given)(x)
+        y = torch.compile(model, backend=backend, options=arguments)(x)
         y.square().sum().backward()
-        found.append([y.detach(), *(parameter.grad for parameter in model.parameters())])
+        steps.append([y.detach(), *(parameter.grad for parameter in model.parameters())])
         (report,) = mxcompile.reports()
         assert {gemm.precision for gemm in report.gemms} == set(rows)
-    for compiled, reference in zip(*found, strict=True):
+    for compiled, reference in zip(*steps, strict=True):
         assert sqnr_db(reference, compiled) > 40
 
 
@@ -174,8 +174,8 @@ def test_the_scale_of_experts_tokens_is_of_those_in_groups():
     assert "no Hadamard transform: groups of tokens may end" in reasons["wgrad"]
     assert "no Hadamard transform" not in reasons["fprop"]
     x[12:] = dy[12:] = 1e30
-    for one, other in zip(run(call, weight, x, dy), clean, strict=True):
-        assert torch.equal(one[:12], other[:12])
+    for tensor, other in zip(run(call, weight, x, dy), clean, strict=True):
+        assert torch.equal(tensor[:12], other[:12])
 
 
 @pytest.mark.parametrize("left_over", [1e30, torch.nan])
@@ -191,14 +191,14 @@ def test_rows_past_the_last_group_change_nothing(use, left_over):
     call = torch.compile(
         lambda x: torch._grouped_mm(x, weight, offs), backend=EagerBackend(policy=policy(use)), fullgraph=True
     )
-    found = []
+    steps = []
     for rest in (0.0, left_over):
         x[70:] = dy[70:] = rest
         torch.manual_seed(1)
         y, dx, dw = run(call, weight, x, dy)
         with torch.no_grad():
-            found.append((y[:70], dx[:70], dw, call(x)[:70]))
-    for clean, other in zip(*found, strict=True):
+            steps.append((y[:70], dx[:70], dw, call(x)[:70]))
+    for clean, other in zip(*steps, strict=True):
         assert torch.equal(clean, other)
 
 
@@ -214,5 +214,5 @@ def test_batched_products_have_one_scale_for_all_matrices():
         cast(dy, -1, "dy", use) @ cast(w, -1, "w", use).mT,
         cast(x, -2, "x", use).mT @ cast(dy, -2, "dy", use),
     )
-    for one, other in zip(run(call, weight, x, dy), expected, strict=True):
-        assert sqnr_db(other, one) > 100
+    for tensor, other in zip(run(call, weight, x, dy), expected, strict=True):
+        assert sqnr_db(other, tensor) > 100

@@ -203,11 +203,11 @@ def check(forms: dict[str, Form], backend: Any) -> None:
     """All `forms` in one graph: all GEMMs in MXFP8, and what they compute."""
     model = Forms(forms)
     inputs = {name: torch.randn(form.x).requires_grad_() for name, form in forms.items()}
-    found = step(torch.compile(model, backend=backend, fullgraph=True)(inputs), inputs, model)
+    results = step(torch.compile(model, backend=backend, fullgraph=True)(inputs), inputs, model)
     reference = step(
         [model.apply_form(name, inputs[name], form.reference) for name, form in forms.items()], inputs, model
     )
-    for name, value in found.items():
+    for name, value in results.items():
         assert value.shape == reference[name].shape, name
         assert sqnr_db(reference[name], value) > 110, name
     (report,) = mxcompile.reports()
@@ -215,7 +215,7 @@ def check(forms: dict[str, Form], backend: Any) -> None:
     for record in report.gemms:
         assert record.precision == "mxfp8", record
         gemms[record.name].append(record.gemm)
-    assert {name: sorted(found) for name, found in gemms.items()} == {
+    assert {name: sorted(kinds) for name, kinds in gemms.items()} == {
         name: sorted(["fprop", "dgrad", "wgrad"][: form.gemms]) for name, form in forms.items()
     }
 
@@ -257,11 +257,11 @@ def test_grouped_product_equals_reference_for_groups_of_any_length(ends: tuple[i
         return grouped_product(x, w, offs, NVIDIA)
 
     compiled = torch.compile(model, backend=EagerBackend(policy=ALL), fullgraph=True)
-    found = step([compiled(x, offs)], {"": x}, model)
+    results = step([compiled(x, offs)], {"": x}, model)
     expected = step([model(x, offs, reference)], {"": x}, model)
     (report,) = mxcompile.reports()
     assert [gemm.precision for gemm in report.gemms] == ["mxfp8"] * 6
-    for name, value in found.items():
+    for name, value in results.items():
         assert sqnr_db(expected[name], value) > 40, name
 
 
@@ -277,9 +277,9 @@ def test_groups_of_any_rows_train_compiled(ends: tuple[int, ...]):
         return grouped_product(x, w, offs, NVIDIA)
 
     compiled = torch.compile(model, backend=Backend(policy=ALL, target="cpu_bf16"), fullgraph=True)
-    found = step([compiled(x, offs)], {"": x}, model)
+    results = step([compiled(x, offs)], {"": x}, model)
     expected = step([model(x, offs, reference)], {"": x}, model)
     (report,) = mxcompile.reports()
     assert {gemm.kernel for gemm in report.gemms} == {"aten._grouped_mm (bfloat16, dequantized)"}
-    for name, value in found.items():
+    for name, value in results.items():
         assert sqnr_db(expected[name], value) > 40, name

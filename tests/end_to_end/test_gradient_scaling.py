@@ -44,8 +44,8 @@ def test_a_scaled_loss_gives_the_same_gradients(grad_dtype: str, use: dict[str, 
     scaler.scale(loss(call, x)).backward()
     assert not torch.equal(model[0].weight.grad, expected[0])
     scaler.unscale_(optimizer)
-    for found, one in zip(gradients(model), expected, strict=True):
-        assert torch.equal(found, one)
+    for gradient, expected_gradient in zip(gradients(model), expected, strict=True):
+        assert torch.equal(gradient, expected_gradient)
 
 
 @pytest.mark.parametrize("grad_dtype", GRADIENTS)
@@ -78,7 +78,7 @@ def test_micro_batches_add_up_in_fp32(grad_dtype: str):
     model.zero_grad()
     for x in batches:
         loss(call, x).backward()
-    for index, found in enumerate(gradients(model)):
-        assert found.dtype is torch.float32
-        exact = sum(each[index].double() for each in apart)
-        torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-7 * float(exact.abs().max()))
+    for index, gradient in enumerate(gradients(model)):
+        assert gradient.dtype is torch.float32
+        exact = sum(gradients_of_part[index].double() for gradients_of_part in apart)
+        torch.testing.assert_close(gradient.double(), exact, rtol=1e-6, atol=1e-7 * float(exact.abs().max()))

@@ -63,9 +63,9 @@ def test_six_steps_are_those_by_hand(backend: str, use: dict[str, Any]):
     by_hand = ByHand(model.weight, use.get("history", 1), use.get("margin", 0), decay)
     call = compiled(model, policy(**use), backend)
     for x, dy in steps(6):
-        found, expected = run(call, model.weight, x, dy), by_hand.step(x, dy)
-        for one, other in zip(found, expected, strict=True):
-            assert sqnr_db(other, one) > 100
+        results, expected = run(call, model.weight, x, dy), by_hand.step(x, dy)
+        for tensor, other in zip(results, expected, strict=True):
+            assert sqnr_db(other, tensor) > 100
     kept = model.weight_amax_history
     assert kept.shape == (3, use.get("history", 1))
     for row, name in zip(kept, ("x", "w", "dy"), strict=True):
@@ -87,9 +87,9 @@ def test_a_saved_model_goes_on_where_it_was():
     fresh.load_state_dict(saved)  # strict: the model has no histories yet, and makes room
     assert torch.equal(fresh.weight_amax_history, saved["weight_amax_history"])
     assert backend.options.policy.rules
-    again = run(compiled(fresh, policy()), fresh.weight, x, dy)
-    for one, other in zip(again, expected, strict=True):
-        assert torch.equal(one, other)
+    resumed = run(compiled(fresh, policy()), fresh.weight, x, dy)
+    for tensor, other in zip(resumed, expected, strict=True):
+        assert torch.equal(tensor, other)
     cold = linear()
     assert not torch.equal(run(compiled(cold, policy()), cold.weight, x, dy)[0], expected[0])
 
@@ -105,8 +105,8 @@ def test_of_another_length_the_newest_stay(length: int):
     by_hand.seen = {name: seen[:length] for name, seen in by_hand.seen.items()}
     call = compiled(model, policy(scaling="delayed", history=length))
     x, dy = steps(4)[3]
-    for one, other in zip(run(call, model.weight, x, dy), by_hand.step(x, dy), strict=True):
-        assert sqnr_db(other, one) > 100
+    for tensor, other in zip(run(call, model.weight, x, dy), by_hand.step(x, dy), strict=True):
+        assert sqnr_db(other, tensor) > 100
     kept = [seen + [0.0] * (length - len(seen)) for seen in by_hand.seen.values()]
     torch.testing.assert_close(model.weight_amax_history, torch.tensor(kept), rtol=1e-6, atol=0)
 
@@ -186,9 +186,9 @@ def test_blocks_that_share_code_have_histories_of_their_own():
     backend = EagerBackend(policy=policy(), root=parts)
     for block in parts.blocks:
         block.compile(backend=backend)
-    found = gradients(parts, parts)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
+    computed = gradients(parts, parts)
+    for gradient, other in zip(computed, expected, strict=True):
+        torch.testing.assert_close(gradient, other)
     for name, kept in whole.named_buffers():
         torch.testing.assert_close(parts.get_buffer(name), kept)
     first, second = (block.up.weight_amax_history for block in parts.blocks)
@@ -204,11 +204,11 @@ def test_recomputed_blocks_read_the_scales_of_the_first_forward(outside: bool):
         backend = EagerBackend(policy=policy(), root=model)
         for block in model.blocks:
             block.compile(backend=backend)
-        found = gradients(model, model)
+        computed = gradients(model, model)
     else:
-        found = gradients(model, compiled(model, policy()))
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
+        computed = gradients(model, compiled(model, policy()))
+    for gradient, other in zip(computed, expected, strict=True):
+        torch.testing.assert_close(gradient, other)
     for name, kept in plain.named_buffers():
         torch.testing.assert_close(model.get_buffer(name), kept)
 

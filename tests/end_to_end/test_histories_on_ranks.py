@@ -79,10 +79,10 @@ def trained(way: str, rank: int) -> dict[str, Any]:
     torch._dynamo.reset()
     call = torch.compile(WAYS[way](layer), backend=EagerBackend(policy=use))
     inputs = [every[rank] for every in batches()]
-    found = {"steps": [step(call, layer, batch) for batch in inputs[:STEPS]]}
-    found["history"] = layer.linear.weight_amax_history.clone()
+    results = {"steps": [step(call, layer, batch) for batch in inputs[:STEPS]]}
+    results["history"] = layer.linear.weight_amax_history.clone()
     saved = copy.deepcopy(layer.state_dict())
-    found["fourth"] = step(call, layer, inputs[STEPS])
+    results["fourth"] = step(call, layer, inputs[STEPS])
 
     fresh = Layer()
     mxcompile.Backend(policy=use, root=fresh)
@@ -92,12 +92,12 @@ def trained(way: str, rank: int) -> dict[str, Any]:
     if way != "data parallel":
         fresh.load_state_dict(saved)
     torch._dynamo.reset()
-    again = torch.compile(sharded, backend=EagerBackend(policy=use))
-    found["loaded"] = step(again, fresh, inputs[STEPS])
-    found["moved on"] = (layer.linear.weight_amax_history.clone(), fresh.linear.weight_amax_history.clone())
+    resumed = torch.compile(sharded, backend=EagerBackend(policy=use))
+    results["loaded"] = step(resumed, fresh, inputs[STEPS])
+    results["moved on"] = (layer.linear.weight_amax_history.clone(), fresh.linear.weight_amax_history.clone())
     mxcompile.reduce_histories(layer)
-    found["agreed"] = layer.linear.weight_amax_history.clone()
-    return found
+    results["agreed"] = layer.linear.weight_amax_history.clone()
+    return results
 
 
 def tensor_parallel(rank: int) -> tuple[Tensor, list[str], list[str]]:
@@ -116,13 +116,13 @@ def tensor_parallel(rank: int) -> tuple[Tensor, list[str], list[str]]:
 
 
 def every_way(rank: int) -> tuple[Tensor, dict[str, Any]]:
-    found: dict[str, Any] = {way: trained(way, rank) for way in WAYS}
-    return torch.zeros(1), {**found, "tensor parallel": tensor_parallel(rank)}
+    results: dict[str, Any] = {way: trained(way, rank) for way in WAYS}
+    return torch.zeros(1), {**results, "tensor parallel": tensor_parallel(rank)}
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return [found for _, found, _ in two_ranks(every_way, tmp_path_factory.mktemp("ranks"))]
+    return [results for _, results, _ in two_ranks(every_way, tmp_path_factory.mktemp("ranks"))]
 
 
 def by_hand() -> tuple[list[list[tuple[Tensor, Tensor]]], list[ByHand]]:
@@ -131,12 +131,12 @@ def by_hand() -> tuple[list[list[tuple[Tensor, Tensor]]], list[ByHand]]:
     hands = [ByHand(weight, HISTORY) for _ in range(RANKS)]
     steps = []
     for every in batches()[:STEPS]:
-        found = []
+        rank_steps = []
         for rank, hand in enumerate(hands):
             x, dy = every[rank]
             y, _, dw = hand.step(x.double(), dy.double())
-            found.append((y, dw))
-        steps.append(found)
+            rank_steps.append((y, dw))
+        steps.append(rank_steps)
     return steps, hands
 
 
@@ -145,36 +145,36 @@ def by_hand() -> tuple[list[list[tuple[Tensor, Tensor]]], list[ByHand]]:
 def test_history_of_each_rank_holds_the_amax_of_its_tensors(ranks: list[dict[str, Any]], way: str):
     """Its own batch, the weight as it multiplies it (whole under FSDP2) and its own gradient."""
     steps, hands = by_hand()
-    for rank, (found, hand) in enumerate(zip(ranks, hands, strict=True)):
-        for row, name in zip(found[way]["history"], ("x", "w", "dy"), strict=True):
+    for rank, (results, hand) in enumerate(zip(ranks, hands, strict=True)):
+        for row, name in zip(results[way]["history"], ("x", "w", "dy"), strict=True):
             torch.testing.assert_close(row, torch.tensor(hand.seen[name]), rtol=1e-6, atol=0)
-        for (y, dw), expected in zip(found[way]["steps"], steps, strict=True):
+        for (y, dw), expected in zip(results[way]["steps"], steps, strict=True):
             assert sqnr_db(expected[rank][0], y) > 100
-            assert sqnr_db(sum(each for _, each in expected) / RANKS, dw) > 100
+            assert sqnr_db(sum(gradient for _, gradient in expected) / RANKS, dw) > 100
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_saved_model_goes_on_where_it_was(ranks: list[dict[str, Any]], way: str):
-    for found in ranks:
-        for one, other in zip(found[way]["fourth"], found[way]["loaded"], strict=True):
-            assert torch.equal(one, other)
-        assert torch.equal(*found[way]["moved on"])
+    for results in ranks:
+        for tensor, other in zip(results[way]["fourth"], results[way]["loaded"], strict=True):
+            assert torch.equal(tensor, other)
+        assert torch.equal(*results[way]["moved on"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_ranks_agree_on_the_largest_when_asked(ranks: list[dict[str, Any]], way: str):
-    first, second = (found[way]["moved on"][0] for found in ranks)
+    first, second = (results[way]["moved on"][0] for results in ranks)
     assert not torch.equal(first, second)
-    for found in ranks:
-        assert torch.equal(found[way]["agreed"], torch.maximum(first, second))
+    for results in ranks:
+        assert torch.equal(results[way]["agreed"], torch.maximum(first, second))
 
 
 @pytest.mark.slow
 def test_a_shard_of_tensor_parallelism_takes_the_amax_at_hand(ranks: list[dict[str, Any]]):
     weight, x = Layer().linear.weight.detach(), batches()[0][0][0]
-    for rank, (y, reasons, buffers) in enumerate(found["tensor parallel"] for found in ranks):
+    for rank, (y, reasons, buffers) in enumerate(results["tensor parallel"] for results in ranks):
         shard = weight.chunk(RANKS, 0)[rank]
         x8, w8 = (value / (value.abs().max() / 448) for value in (x, shard))
         values = [v.to(torch.float8_e4m3fn).double() for v in (x8, w8)]

@@ -41,12 +41,12 @@ def test_a_cast_before_a_layer_rounds_its_input(dtype):
     torch.manual_seed(0)
     model = Narrowed(dtype, "before")
     x, weights = torch.randn(40, 64), torch.randn(40, 48)
-    found = run(model, x, weights)
+    results = run(model, x, weights)
     expected = run(model.fc, x.to(dtype).float(), weights)
-    assert torch.equal(found[0], expected[0])
-    for got, wanted in zip(found[2:], expected[2:], strict=True):
+    assert torch.equal(results[0], expected[0])
+    for got, wanted in zip(results[2:], expected[2:], strict=True):
         assert torch.equal(got, wanted)
-    assert torch.equal(found[1], expected[1].to(dtype).float())
+    assert torch.equal(results[1], expected[1].to(dtype).float())
 
 
 @pytest.mark.parametrize("dtype", NARROW)
@@ -54,9 +54,9 @@ def test_a_cast_behind_a_layer_rounds_its_gradient(dtype):
     torch.manual_seed(0)
     model = Narrowed(dtype, "behind")
     x, weights = torch.randn(40, 64), torch.randn(40, 48)
-    found = run(model, x, weights)
+    results = run(model, x, weights)
     expected = run(model.fc, x, weights.to(dtype).float())
-    for got, wanted in zip(found[1:], expected[1:], strict=True):
+    for got, wanted in zip(results[1:], expected[1:], strict=True):
         assert torch.equal(got, wanted)
 
 
@@ -72,6 +72,6 @@ def test_casts_of_the_model_count_under_autocast_too():
     model = Narrowed(torch.bfloat16, "before")
     x = torch.randn(40, 64)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        found = torch.compile(model, backend=EagerBackend(policy=EVERYTHING))(x)
+        output = torch.compile(model, backend=EagerBackend(policy=EVERYTHING))(x)
         expected = torch.compile(model.fc, backend=EagerBackend(policy=EVERYTHING))(x.bfloat16().float())
-    assert torch.equal(found, expected)
+    assert torch.equal(output, expected)

@@ -42,9 +42,9 @@ def linears(report: mxcompile.Report) -> list[mxcompile.GemmRecord]:
     return [gemm for gemm in report.gemms if gemm.role not in ("attn_scores", "attn_values")]
 
 
-def worst(expected: Grads, found: Grads) -> tuple[float, str]:
-    assert found.keys() == expected.keys()
-    return min((sqnr_db(expected[name], found[name]), name) for name in expected)
+def worst(expected: Grads, computed: Grads) -> tuple[float, str]:
+    assert computed.keys() == expected.keys()
+    return min((sqnr_db(expected[name], computed[name]), name) for name in expected)
 
 
 DTYPES = {
@@ -175,7 +175,7 @@ def test_max_autotune_works_as_mode_and_in_backend():
 
 @pytest.mark.parametrize(
     "mode",
-    ["lite", *(pytest.param(each, marks=pytest.mark.slow) for each in list_mode_options() if each != "lite")],
+    ["lite", *(pytest.param(mode, marks=pytest.mark.slow) for mode in list_mode_options() if mode != "lite")],
 )
 def test_every_mode_of_inductor_quantizes_the_model(mode: str):
     """Also the one that turns Inductor's passes off, of which the report then says that they ran."""
@@ -259,9 +259,9 @@ def test_passes_of_the_user_run_wherever_they_are_set():
         passes = {key: Counting() for key in keys}
         torch._dynamo.reset()
         with torch.no_grad(), config.patch({} if among_options else passes):
-            given = passes if among_options else {}
-            torch.compile(model, backend="mxfp8", options={"policy": ALL, "inductor": given})(x)
-        assert [each.graphs for each in passes.values()] == [1, 1]
+            options = passes if among_options else {}
+            torch.compile(model, backend="mxfp8", options={"policy": ALL, "inductor": options})(x)
+        assert [user_pass.graphs for user_pass in passes.values()] == [1, 1]
 
 
 class Flex(nn.Module):

@@ -59,15 +59,15 @@ def text() -> str:
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right, self.out = (nn.Linear(64, 64) for _ in range(3))
+        self.first, self.second, self.out = (nn.Linear(64, 64) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        branches = (lambda y: self.left(y).relu()), (lambda y: self.right(y).tanh())
+        branches = (lambda y: self.first(y).relu()), (lambda y: self.second(y).tanh())
         return self.out(torch.cond(x.sum() > 0, *branches, (x,)))
 
 
 def test_layers_in_branches_of_a_condition_are_an_error_in_strict_mode():
-    with pytest.raises(REFUSED, match=r"(?s)left.*right"):
+    with pytest.raises(REFUSED, match=r"(?s)first.*second"):
         compiled(Branches())(torch.randn(40, 64)).sum().backward()
 
 
@@ -75,7 +75,7 @@ def test_layers_in_branches_of_a_condition_have_records_with_the_cause():
     with torch.no_grad():
         compiled(Branches(), strict=False)(torch.randn(40, 64))
     reasons = {gemm.name: gemm.reason for gemm in gemms() if gemm.precision != "mxfp8"}
-    assert reasons.keys() == {"left", "right"}
+    assert reasons.keys() == {"first", "second"}
     assert all("cond" in reason for reason in reasons.values())
     assert 0 < mxcompile.reports()[-1].summary.flop_share < 1
 
@@ -140,22 +140,26 @@ class Own(torch.autograd.Function):
 class WithOwn(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.own, self.last = nn.Linear(64, 64), nn.Linear(64, 96, bias=False), nn.Linear(96, 64)
+        self.first, self.inner, self.last = (
+            nn.Linear(64, 64),
+            nn.Linear(64, 96, bias=False),
+            nn.Linear(96, 64),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(F.relu(Own.apply(self.first(x), self.own.weight)))
+        return self.last(F.relu(Own.apply(self.first(x), self.inner.weight)))
 
 
 def test_gradients_that_ran_in_python_are_an_error_in_strict_mode():
-    with pytest.raises(REFUSED, match="own"):
+    with pytest.raises(REFUSED, match="inner"):
         compiled(WithOwn())(torch.randn(40, 64)).square().mean().backward()
 
 
 def test_gradients_that_ran_in_python_are_pending_in_the_report(caplog):
     with caplog.at_level(logging.WARNING, logger="mxcompile"):
         compiled(WithOwn(), strict=False)(torch.randn(40, 64)).square().mean().backward()
-    assert "own" in caplog.text
-    kinds = {gemm.gemm for gemm in gemms() if gemm.name == "own"}
+    assert "inner" in caplog.text
+    kinds = {gemm.gemm for gemm in gemms() if gemm.name == "inner"}
     assert kinds == {"fprop", "dgrad", "wgrad"}
     assert mxcompile.reports()[-1].summary.flop_share < 1
 
@@ -165,14 +169,14 @@ def test_calls_past_dynamos_limit_are_in_the_report(caplog):
     call, x = compiled(Dropped().eval(), strict=False), torch.randn(40, 64)
     with torch.no_grad(), caplog.at_level(logging.WARNING, logger="mxcompile"):
         for index in range(4):
-            call(x, tuple(each == index for each in range(4)))
+            call(x, tuple(number == index for number in range(4)))
     assert "recompile_limit" in text()
 
 
 @torch._dynamo.config.patch(recompile_limit=2)
 def test_a_call_past_dynamos_limit_is_an_error_in_strict_mode():
     call, x = compiled(Dropped().eval()), torch.randn(40, 64)
-    kinds = [tuple(each == index for each in range(4)) for index in range(3)]
+    kinds = [tuple(number == index for number in range(4)) for index in range(3)]
     with torch.no_grad():
         for kept in kinds[:2]:
             call(x, kept)

@@ -48,16 +48,18 @@ def test_a_compiled_layer_reaches_the_bars(dtype: torch.dtype):
     """The bias gradient is no GEMM: the sum of dy in FP32, rounded once to the layer's dtype."""
     model, x, dy = layer(dtype)
     compiled = torch.compile(model, backend=mxcompile.Backend(policy=POLICY))
-    found, reference = step(compiled, model, x, dy), exact(model, x, dy)
+    computed, reference = step(compiled, model, x, dy), exact(model, x, dy)
     (report,) = mxcompile.reports()
     assert [gemm.precision for gemm in report.gemms] == ["mxfp8"] * 3
     for gemm in ("fprop", "dgrad", "wgrad"):
-        assert BAR_DB <= sqnr_db(reference[gemm], found[gemm]) < 60, gemm
-    assert {value.dtype for value in found.values()} == {dtype}
+        assert BAR_DB <= sqnr_db(reference[gemm], computed[gemm]) < 60, gemm
+    assert {value.dtype for value in computed.values()} == {dtype}
     if dtype is torch.float32:
-        assert sqnr_db(reference["bias"], found["bias"]) > 120
+        assert sqnr_db(reference["bias"], computed["bias"]) > 120
     else:
         rounded = reference["bias"].to(torch.bfloat16)
-        assert (found["bias"] == rounded).double().mean() > 0.98  # or FP32 put it on the other side of a tie
+        assert (
+            computed["bias"] == rounded
+        ).double().mean() > 0.98  # or FP32 put it on the other side of a tie
         bound = reference["bias"].abs() * 2**-8 + 1e-4
-        assert bool(((found["bias"].double() - reference["bias"]).abs() <= bound).all())
+        assert bool(((computed["bias"].double() - reference["bias"]).abs() <= bound).all())

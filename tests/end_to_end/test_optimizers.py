@@ -42,7 +42,7 @@ def by_torchao(name: str, model: nn.Module) -> Optimizer:
     return getattr(optimizers, name)(matrices_of(model), lr=0.01, block_size=64)
 
 
-def made() -> nn.Module:
+def build() -> nn.Module:
     torch._dynamo.reset()
     mxcompile.clear_reports()
     torch.manual_seed(0)
@@ -65,23 +65,23 @@ def trained(model: nn.Module, call: Any, step: Callable[[], object]) -> tuple[li
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_an_optimizer_moves_weights_as_with_the_passes_alone(name: str):
-    model = made()
+    model = build()
     call = torch.compile(model, backend="mxfp8", options={"strict": True})
     losses, weights = trained(model, call, MAKERS[name](model).step)
     (report,) = mxcompile.reports()
     assert (len(report.gemms), report.summary.flop_share) == (12, 1.0)
     assert losses == sorted(losses, reverse=True)
-    model = made()
+    model = build()
     expected, moved = trained(model, torch.compile(model, backend=EagerBackend()), MAKERS[name](model).step)
     assert losses == pytest.approx(expected, rel=1e-3)
     assert (weights - moved).norm() < 1e-2 * (
-        moved - torch.cat([m.flatten() for m in matrices_of(made())])
+        moved - torch.cat([m.flatten() for m in matrices_of(build())])
     ).norm()
 
 
 def moved_by_compiled_muon(**compiler: Any) -> list[Tensor]:
     """Returns the matrices after one step of Muon, whose step function is compiled."""
-    model = made()
+    model = build()
     step = torch.compile(MAKERS["Muon"](model).step, **compiler)
     model(torch.randn(64, 64)).square().mean().backward()
     step()
@@ -90,8 +90,8 @@ def moved_by_compiled_muon(**compiler: Any) -> list[Tensor]:
 
 def test_products_of_a_compiled_muon_stay_as_inductor_has_them():
     policy = {"version": 1, "preset": "bf16", "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
-    found = moved_by_compiled_muon(backend="mxfp8", options={"policy": policy, "strict": True})
+    matrices = moved_by_compiled_muon(backend="mxfp8", options={"policy": policy, "strict": True})
     (report,) = mxcompile.reports()
     assert {(gemm.role, gemm.precision) for gemm in report.gemms} == {("other", "bf16")}
-    for matrix, expected in zip(found, moved_by_compiled_muon(backend="inductor"), strict=True):
+    for matrix, expected in zip(matrices, moved_by_compiled_muon(backend="inductor"), strict=True):
         torch.testing.assert_close(matrix, expected, rtol=0, atol=0)

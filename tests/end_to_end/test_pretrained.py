@@ -23,6 +23,6 @@ def test_gemma_keeps_its_perplexity_in_mxfp8(monkeypatch):
     score(pretrained.BASELINE)
     over, error = {}, {}
     for label, policy in {"mxfp8": "nvidia", "mxfp4": use(precision="mxfp4")}.items():
-        way = Way(label=label, library="mxcompile", what=BOTH, prepare=under(policy))
+        way = Way(label=label, library="mxcompile", quantized=BOTH, prepare=under(policy))
         over[label], error[label] = score(way)["over_fp32_percent"]
     assert over["mxfp8"] - error["mxfp8"] < 2.5 < over["mxfp4"] - error["mxfp4"]

@@ -57,8 +57,8 @@ def test_a_counter_outside_of_the_model_counts_as_in_eager_mode():
         with torch.no_grad():
             outputs[backend] = [call(torch.ones(40, 64)) for _ in range(4)]
         assert STATE["calls"] == 4
-    for eager, own in zip(outputs["eager"], outputs["mxfp8"], strict=True):
-        assert torch.allclose(own, eager, atol=1e-5)
+    for eager, output in zip(outputs["eager"], outputs["mxfp8"], strict=True):
+        assert torch.allclose(output, eager, atol=1e-5)
     assert not torch.allclose(*outputs["eager"][:2], atol=1e-2), "the count does not change outputs"
 
 

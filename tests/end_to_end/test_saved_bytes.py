@@ -25,7 +25,7 @@ def forward(model: nn.Module, x: Tensor, policy: str) -> tuple[mxcompile.Report,
     torch._dynamo.reset()
     mxcompile.clear_reports()
     compiled = torch.compile(model, backend=EagerBackend(policy=policy), fullgraph=True)
-    given = {t.untyped_storage().data_ptr() for t in [x, *model.parameters()]}
+    input_pointers = {t.untyped_storage().data_ptr() for t in [x, *model.parameters()]}
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def forward(model: nn.Module, x: Tensor, policy: str) -> tuple[mxcompile.Report,
         output = compiled(x)
     assert output.requires_grad
     (report,) = mxcompile.reports()
-    return report, sum(size for address, size in kept.items() if address not in given)
+    return report, sum(size for address, size in kept.items() if address not in input_pointers)
 
 
 MODELS: dict[str, Any] = {"mlp": mlp, "block": block}

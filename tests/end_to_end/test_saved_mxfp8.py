@@ -97,14 +97,14 @@ class Run:
         assert len(self.backend.graphs) == 2, "compiled again"
 
     def step(self, number: int, x: Tensor) -> None:
-        given = {t.untyped_storage().data_ptr() for t in [x, *self.subject.parameters()]}
+        input_pointers = {t.untyped_storage().data_ptr() for t in [x, *self.subject.parameters()]}
         self.subject.zero_grad(set_to_none=True)
         self.saved_bytes.append(0)
         turn = iter(range(1000))
 
         def pack(tensor: Tensor) -> Tensor:
             node = self.saved[next(turn)]
-            if tensor.untyped_storage().data_ptr() in given:
+            if tensor.untyped_storage().data_ptr() in input_pointers:
                 return tensor
             self.saved_bytes[-1] += tensor.numel() * tensor.element_size()
             return self.cast(node, tensor)
@@ -170,11 +170,11 @@ def test_backward_reads_the_values_of_mx_copies(case: str, roles: list[str]):
     build, how = CASES[case]
     batches = [tokens(2, 48), tokens(3, 20)] if "dynamic" in how else [tokens(2, 48)]
     compressed = Run(build(), *batches, policy=policy(roles), **how)
-    left = {node.name for node in compressed.saved}
+    names = {node.name for node in compressed.saved}
     cast: list[str] = []
 
     def reference(node: fx.Node, tensor: Tensor) -> Tensor:
-        if node.name in left:
+        if node.name in names:
             return tensor
         cast.append(node.name)
         return own_cast(tensor, is_attention_result(node))

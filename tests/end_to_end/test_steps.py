@@ -43,7 +43,7 @@ class Block(nn.Module):
         return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
 
 
-def made() -> nn.Module:
+def build() -> nn.Module:
     torch.manual_seed(0)
     torch._dynamo.reset()
     mxcompile.clear_reports()
@@ -68,7 +68,7 @@ def trained(model: nn.Module, call_of: Callable[[int], Any], steps: range) -> li
 
 def by_hand(steps: range) -> list[Tensor]:
     """Returns the weights of a run that changes to another compiled model in each phase."""
-    model = made()
+    model = build()
     calls = {
         name: torch.compile(model, backend=EagerBackend(policy=Policy.resolve(policy)))
         for name, policy in POLICIES.items()
@@ -77,15 +77,15 @@ def by_hand(steps: range) -> list[Tensor]:
 
 
 def test_weights_are_those_of_a_run_that_changes_its_policy_by_hand():
-    expected, model = by_hand(range(STEPS)), made()
+    expected, model = by_hand(range(STEPS)), build()
     call = torch.compile(model, backend=EagerBackend(policy=Policy.from_dict(ENDS)))
-    for found, wanted in zip(trained(model, lambda _: call, range(STEPS)), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    for weight, wanted in zip(trained(model, lambda _: call, range(STEPS)), expected, strict=True):
+        torch.testing.assert_close(weight, wanted, rtol=0, atol=0)
     assert counters["stats"]["unique_graphs"] == 6  # three phases, each with and without gradients
 
 
 def test_a_report_for_each_phase_names_its_steps(tmp_path: Path):
-    model = made()
+    model = build()
     backend = EagerBackend(policy=Policy.from_dict(ENDS), report=tmp_path / "report.json")
     call = torch.compile(model, backend=backend)
     trained(model, lambda _: call, range(STEPS))
@@ -100,21 +100,21 @@ def test_a_report_for_each_phase_names_its_steps(tmp_path: Path):
 
 
 def test_a_run_that_goes_on_from_a_checkpoint_is_in_the_phase_of_its_step():
-    model = made()
+    model = build()
     watch = mxcompile.Watch(every=None, first=4)
     backend = EagerBackend(policy=Policy.from_dict(ENDS), watch=watch)
     call = torch.compile(model, backend=backend)
-    found = trained(model, lambda _: call, range(4, STEPS))
-    model = made()
+    weights = trained(model, lambda _: call, range(4, STEPS))
+    model = build()
     calls = {
         name: torch.compile(model, backend=EagerBackend(policy=POLICIES[name])) for name in ("ocp", "last")
     }
     expected = trained(model, lambda step: calls[PHASES[step]], range(4, STEPS))
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(weights, expected, rtol=0, atol=0)
 
 
 def test_samples_of_steps_with_casts_name_the_phase(tmp_path: Path):
-    model = made()
+    model = build()
     watch = mxcompile.Watch(tmp_path / "run.jsonl", every=2)
     call = torch.compile(model, backend=EagerBackend(policy=Policy.from_dict(ENDS), watch=watch))
     trained(model, lambda _: call, range(STEPS))
@@ -128,7 +128,7 @@ def test_samples_of_steps_with_casts_name_the_phase(tmp_path: Path):
 
 
 def test_blocks_that_are_compiled_alone_change_together(caplog: pytest.LogCaptureFixture):
-    model = mxcompile.compile(made(), policy=ENDS)
+    model = mxcompile.compile(build(), policy=ENDS)
     with caplog.at_level("WARNING", logger="mxcompile"):
         trained(model, lambda _: model, range(3))
     assert [report.summary.policy for report in mxcompile.reports()] == [
@@ -143,18 +143,18 @@ def test_strict_accepts_rules_of_other_steps_and_refuses_rules_without_layers():
         **ENDS,
         "rules": [*ENDS["rules"], {"match": {"steps": {"from": 9}, "name": "*.gone"}, "use": "bf16"}],
     }
-    torch.compile(made(), backend=EagerBackend(policy=ENDS, strict=True))(torch.randn(16, 32))
+    torch.compile(build(), backend=EagerBackend(policy=ENDS, strict=True))(torch.randn(16, 32))
     with pytest.raises(Exception, match="rule 3 matched no layer"):
-        torch.compile(made(), backend=EagerBackend(policy=data, strict=True))(torch.randn(16, 32))
+        torch.compile(build(), backend=EagerBackend(policy=data, strict=True))(torch.randn(16, 32))
 
 
 def test_commands_without_a_run_name_the_rules_of_other_steps(caplog: pytest.LogCaptureFixture):
     rules = [{"match": {"steps": {"first": 1}}, "use": "bf16"}, {"match": {"name": "*"}, "use": "mxfp8"}]
     data, x = {"version": 1, "preset": "inference", "rules": rules}, torch.randn(16, 32)
     expected = "policy: rule 1 decides nothing here: it is limited to step 0 of training"
-    assert expected in mxcompile.audit(made(), x, policy=data, loss_fn=torch.sum).numerics.notes
+    assert expected in mxcompile.audit(build(), x, policy=data, loss_fn=torch.sum).numerics.notes
     with caplog.at_level("WARNING", logger="mxcompile"):
-        assert mxcompile.explain(made(), x, policy=data).summary.policy == "policy, from step 1"
-        stored = mxcompile.quantize_weights_(made(), data, args=(x,), progress=False)
+        assert mxcompile.explain(build(), x, policy=data).summary.policy == "policy, from step 1"
+        stored = mxcompile.quantize_weights_(build(), data, args=(x,), progress=False)
     assert {weight.reason for weight in stored.weights} == {"policy: rule 2"}
     assert caplog.messages.count(expected) == 2  # of `explain` and of this call

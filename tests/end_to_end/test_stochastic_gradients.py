@@ -50,15 +50,15 @@ def test_compiled_gradients_are_those_of_the_reference(use: dict[str, Any]):
     x = torch.randn(50, 40)
     model = Mlp()
     compiled = torch.compile(model, backend="mxfp8", options={"policy": policy(use)}, fullgraph=True)
-    found = gradients(compiled, x, 1)
-    for one, again in zip(found, gradients(compiled, x, 1), strict=True):
-        assert torch.equal(one, again)
-    for one, other in zip(found, gradients(compiled, x, 2), strict=True):
-        assert not torch.equal(one, other)
+    gradient = gradients(compiled, x, 1)
+    for value, repeated in zip(gradient, gradients(compiled, x, 1), strict=True):
+        assert torch.equal(value, repeated)
+    for value, other in zip(gradient, gradients(compiled, x, 2), strict=True):
+        assert not torch.equal(value, other)
     torch._dynamo.reset()
     reference = torch.compile(model, backend=EagerBackend(policy=policy(use)))
-    for one, expected in zip(found, gradients(reference, x, 1), strict=True):
-        torch.testing.assert_close(one, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
+    for value, expected in zip(gradient, gradients(reference, x, 1), strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
     stochastic = {
         f.operand for g in mxcompile.reports()[-1].gemms for f in g.formats if f.elements == "stochastic"
     }
@@ -78,8 +78,8 @@ def test_mean_of_stochastic_gradients_is_unbiased():
 
     def grad(seed: int) -> Tensor:
         torch.manual_seed(seed)
-        (found,) = torch.autograd.grad(compiled(x), [model.weight], dy)
-        return found.double() - exact
+        (gradient,) = torch.autograd.grad(compiled(x), [model.weight], dy)
+        return gradient.double() - exact
 
     errors = [grad(seed) for seed in range(144)]
     assert (sum(errors) / 144).norm() < 1.2 * errors[0].norm() / 12
@@ -112,6 +112,6 @@ def test_recomputed_layer_reads_the_same_random_numbers():
     x = torch.randn(50, 40)
     options = {"policy": policy({"precision": "fp8", "grad_dtype": "e5m2"})}
     plain = gradients(torch.compile(Mlp(), backend="mxfp8", options=options), x, 3)
-    again = gradients(torch.compile(Checkpointed(), backend="mxfp8", options=options), x, 3)
-    for one, other in zip(plain, again, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6 * float(one.abs().max()))
+    recomputed = gradients(torch.compile(Checkpointed(), backend="mxfp8", options=options), x, 3)
+    for gradient, other in zip(plain, recomputed, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-5, atol=1e-6 * float(gradient.abs().max()))

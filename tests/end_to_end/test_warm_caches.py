@@ -84,33 +84,37 @@ def model(folder: Path, body: str, *, lines: int = 0) -> nn.Module:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     torch.manual_seed(0)
-    made: nn.Module = module.Model()
-    return made
+    built: nn.Module = module.Model()
+    return built
 
 
 Results = list[list[Tensor]]
 
 
-def run(made: nn.Module, calls: list[tuple[Any, ...]], **options: Any) -> tuple[Results, mxcompile.Report]:
+def run(network: nn.Module, calls: list[tuple[Any, ...]], **options: Any) -> tuple[Results, mxcompile.Report]:
     """Outputs and gradients of each of `calls` in a process that has compiled nothing, and the report."""
     torch._dynamo.reset()
     mxcompile.clear_reports()
     options = {"policy": ALL, "strict": True, **options}
-    compiled = torch.compile(made, backend="mxfp8", options=options)
+    compiled = torch.compile(network, backend="mxfp8", options=options)
     results = []
     for args in calls:
-        made.zero_grad()
+        network.zero_grad()
         output = compiled(*args)
         values = output.values() if output.is_nested else output
         values.square().mean().backward()
-        results.append([values.detach(), *(p.grad.clone() for p in made.parameters() if p.grad is not None)])
+        results.append(
+            [values.detach(), *(p.grad.clone() for p in network.parameters() if p.grad is not None)]
+        )
     (report,) = mxcompile.reports()
     return results, report
 
 
 def same(first: Results, second: Results) -> bool:
-    pairs = [pair for one, two in zip(first, second, strict=True) for pair in zip(one, two, strict=True)]
-    return all(torch.equal(one, two) for one, two in pairs)
+    pairs = [
+        pair for output, two in zip(first, second, strict=True) for pair in zip(output, two, strict=True)
+    ]
+    return all(torch.equal(output, two) for output, two in pairs)
 
 
 def lasting(report: mxcompile.Report, moved: int = 0) -> Any:
@@ -132,10 +136,10 @@ def test_a_moved_file_changes_lines_alone(name: str, tmp_path: Path):
     after_move, moved = run(model(tmp_path, body, lines=LINES), calls())
     assert same(after_move, results)
     assert lasting(moved, LINES) == lasting(report)
-    again, known = run(model(tmp_path, body, lines=LINES), calls())
-    assert same(again, results)
-    assert lasting(known) == lasting(moved)
-    assert known.summary.cache == "hit"
+    results_of_rerun, rerun = run(model(tmp_path, body, lines=LINES), calls())
+    assert same(results_of_rerun, results)
+    assert lasting(rerun) == lasting(moved)
+    assert rerun.summary.cache == "hit"
 
 
 def _stored() -> Path:
@@ -165,54 +169,54 @@ SPOILED: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("name", slow_but("reports gone", SPOILED))
 def test_a_spoiled_cache_gives_a_first_compile(name: str, tmp_path: Path):
-    made, calls = model(tmp_path, GELU), [(rows(),)]
-    results, report = run(made, calls)
+    gelu, calls = model(tmp_path, GELU), [(rows(),)]
+    results, report = run(gelu, calls)
     SPOILED[name]()
     try:
-        again, anew = run(made, calls)
-        assert same(again, results)
+        rerun_results, anew = run(gelu, calls)
+        assert same(rerun_results, results)
         assert lasting(anew) == lasting(report)
         assert anew.summary.cache == ("hit" if name == "codes of AOTAutograd gone" else "miss")
-        once_more, known = run(made, calls)
+        once_more, rerun = run(gelu, calls)
         assert same(once_more, results)
-        assert lasting(known) == lasting(report)
-        assert known.summary.cache == ("hit" if _stored().is_dir() else "miss")
+        assert lasting(rerun) == lasting(report)
+        assert rerun.summary.cache == ("hit" if _stored().is_dir() else "miss")
     finally:
         _stored().unlink() if _stored().is_file() else None
 
 
 def test_sizes_in_a_report_are_of_its_own_call(tmp_path: Path):
     """One graph for all numbers of rows: the cache has it from a call with others."""
-    made = model(tmp_path, GELU)
+    gelu = model(tmp_path, GELU)
     for count in (40, 70):
         x = rows(count)
         torch._dynamo.mark_dynamic(x, 0)
-        _, report = run(made, [(x,)])
+        _, report = run(gelu, [(x,)])
         assert {gemm.m for gemm in report.gemms if gemm.gemm == "fprop"} == {count}
 
 
 @pytest.mark.slow
 def test_a_backward_that_was_never_compiled_is_named_when_it_is(tmp_path: Path):
     """The first process stops after a forward."""
-    made, calls = model(tmp_path, GELU), [(rows(),)]
-    torch.compile(made, backend="mxfp8", options={"policy": ALL, "strict": True})(rows())
+    gelu, calls = model(tmp_path, GELU), [(rows(),)]
+    torch.compile(gelu, backend="mxfp8", options={"policy": ALL, "strict": True})(rows())
     (stopped,) = mxcompile.reports()
     assert {gemm.kernel for gemm in stopped.gemms if gemm.gemm != "fprop"} == {""}
-    _, report = run(made, calls)
+    _, report = run(gelu, calls)
     assert all(gemm.kernel for gemm in report.gemms)
-    _, known = run(made, calls)
-    assert lasting(known) == lasting(report)
+    _, rerun = run(gelu, calls)
+    assert lasting(rerun) == lasting(report)
 
 
 @pytest.mark.slow
 def test_kernels_of_a_backward_are_named_if_the_cache_of_autograd_is_off(tmp_path: Path):
-    made, calls = model(tmp_path, GELU), [(rows(),)]
+    gelu, calls = model(tmp_path, GELU), [(rows(),)]
     with torch._functorch.config.patch(enable_autograd_cache=False):
-        results, report = run(made, calls)
-        again, known = run(made, calls)
-    assert same(again, results)
-    assert lasting(known) == lasting(report)
-    assert (report.summary.cache, known.summary.cache) == ("miss", "hit")
+        results, report = run(gelu, calls)
+        rerun_results, rerun = run(gelu, calls)
+    assert same(rerun_results, results)
+    assert lasting(rerun) == lasting(report)
+    assert (report.summary.cache, rerun.summary.cache) == ("miss", "hit")
 
 
 @pytest.mark.slow
@@ -226,10 +230,10 @@ def test_code_that_does_more_is_known_by_the_same_report(options: dict[str, Any]
     after, anew = run(model(tmp_path, GELU), calls, **options)
     assert same(after, results)
     assert lasting(anew) == lasting(report)
-    again, known = run(model(tmp_path, GELU), calls, **options)
-    assert same(again, results)
-    assert lasting(known) == lasting(report)
-    assert (anew.summary.cache, known.summary.cache) == ("miss", "hit")
+    rerun_results, rerun = run(model(tmp_path, GELU), calls, **options)
+    assert same(rerun_results, results)
+    assert lasting(rerun) == lasting(report)
+    assert (anew.summary.cache, rerun.summary.cache) == ("miss", "hit")
 
 
 @pytest.mark.slow

@@ -73,7 +73,7 @@ def test_demo_trains_and_writes_its_files(
     losses = json.loads((out / "losses.json").read_text(encoding="utf-8"))
     labels = ["bf16", "policy nvidia", "control: mxfp4"]
     assert [(run["run"], run["seed"]) for run in losses] == [
-        (each, seed) for each in labels for seed in (0, 1)
+        (label, seed) for label in labels for seed in (0, 1)
     ]
     assert all(len(run["train"]) == 2 and 0 < run["train"][-1] < 8 for run in losses)
     firsts = {run["seed"]: run["train"][0] for run in losses if run["run"] == "bf16"}
@@ -81,10 +81,10 @@ def test_demo_trains_and_writes_its_files(
     for run in losses:  # and one seed the same in every precision
         assert run["train"][0] == pytest.approx(firsts[run["seed"]], rel=0.01)
     assert (out / "losses.png").read_bytes().startswith(b"\x89PNG")
-    said = capsys.readouterr().out
-    assert (out / "report.txt").read_text(encoding="utf-8").strip() in said
-    assert "mean validation gap" in said
-    assert said.rstrip().endswith(f"open {Path('out') / 'report.html'} in a browser")
+    output = capsys.readouterr().out
+    assert (out / "report.txt").read_text(encoding="utf-8").strip() in output
+    assert "mean validation gap" in output
+    assert output.rstrip().endswith(f"open {Path('out') / 'report.html'} in a browser")
 
 
 def made_run(label: str, seed: int, *losses: float) -> demo.TrainingRun:
@@ -92,23 +92,23 @@ def made_run(label: str, seed: int, *losses: float) -> demo.TrainingRun:
 
 
 def test_gaps_are_to_the_same_seed():
-    found = demo.SeedComparison(
+    comparison = demo.SeedComparison(
         runs=(
             made_run("bf16", 0, 3.0, 2.0), made_run("bf16", 1, 3.0, 2.1),
             made_run("policy nvidia", 0, 3.0, 2.02), made_run("policy nvidia", 1, 3.0, 2.1),
             made_run(demo.CONTROL, 0, 3.3, 2.2), made_run(demo.CONTROL, 1, 3.3, 2.31),
         )
     )  # fmt: skip
-    assert found.policies == ["policy nvidia"]
-    assert found.gaps("policy nvidia") == pytest.approx([0.01, 0.0])
-    assert found.gap("policy nvidia") == pytest.approx(0.005)
-    assert found.gaps(demo.CONTROL) == pytest.approx([0.1, 0.1])
-    assert found.gaps(demo.CONTROL, step=0) == pytest.approx([0.1, 0.1])
-    assert found.spread == pytest.approx(0.1 / 2.05)
+    assert comparison.policies == ["policy nvidia"]
+    assert comparison.gaps("policy nvidia") == pytest.approx([0.01, 0.0])
+    assert comparison.gap("policy nvidia") == pytest.approx(0.005)
+    assert comparison.gaps(demo.CONTROL) == pytest.approx([0.1, 0.1])
+    assert comparison.gaps(demo.CONTROL, step=0) == pytest.approx([0.1, 0.1])
+    assert comparison.spread == pytest.approx(0.1 / 2.05)
 
 
 @pytest.mark.parametrize(
-    ("control", "seeds", "status", "said"),
+    ("control", "seeds", "status", "conclusion"),
     [
         (2.2, 2, 0, "BF16 itself moves by 4.88% from seed to seed;"),
         (2.2, 2, 0, "gap +0.050%: within 0.25% of BF16"),
@@ -118,10 +118,15 @@ def test_gaps_are_to_the_same_seed():
     ],
 )
 def test_demo_conclusion_depends_on_gap_and_control(
-    control: float, seeds: int, status: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    control: float,
+    seeds: int,
+    status: int,
+    conclusion: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ):
     base = (2.0, 2.1)
     labels = {"bf16": 1.0, "policy nvidia": 1.0005, demo.CONTROL: control / 2}
     runs = [made_run(label, i, base[i] * by) for label, by in labels.items() for i in range(seeds)]
     assert show_training.conclude(demo.SeedComparison(runs=tuple(runs)), tmp_path) == status
-    assert said in capsys.readouterr().out
+    assert conclusion in capsys.readouterr().out

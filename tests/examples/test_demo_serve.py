@@ -52,21 +52,21 @@ def test_demo_serve_command_writes_its_files(
     monkeypatch.chdir(tmp_path)
     assert command.main(["--serve", "--out", "out"]) == 0
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["serving.html", "serving.json"]
-    found = json.loads((tmp_path / "out/serving.json").read_text(encoding="utf-8"))
-    said = capsys.readouterr().out
-    assert said.startswith("What ran with stored weights alone: ")
-    for rows in found.values():
+    data = json.loads((tmp_path / "out/serving.json").read_text(encoding="utf-8"))
+    output = capsys.readouterr().out
+    assert output.startswith("What ran with stored weights alone: ")
+    for rows in data.values():
         assert [row["label"] for row in rows] == LABELS
         assert rows[1]["weight_bytes"] == rows[2]["weight_bytes"] < 0.9 * rows[0]["weight_bytes"]
-    gaps = [row["logits_gap"] for row in found["quality"]]
+    gaps = [row["logits_gap"] for row in data["quality"]]
     assert gaps[0] == 0 < gaps[1] < gaps[2] < 0.1
-    for row in found["quality"]:
-        assert f"{row['perplexity']:.4f}" in said
+    for row in data["quality"]:
+        assert f"{row['perplexity']:.4f}" in output
         assert 1 < row["perplexity"] < 2 * 256
-    for row in found["speed"]:  # of milliseconds, whose difference a busy machine may turn round
+    for row in data["speed"]:  # of milliseconds, whose difference a busy machine may turn round
         assert row["prefill_ms"] > 0
         assert math.isfinite(row["tokens_per_s"])
-    assert "w: e4m3 1x32 stored" in said
+    assert "w: e4m3 1x32 stored" in output
 
 
 @pytest.mark.parametrize("flag", [["--policy", "ocp"], ["--seeds", "3"]], ids=lambda flag: flag[0])
@@ -92,9 +92,9 @@ def test_quality_measures_perplexity_and_gap_of_stored_values():
         model = demo.wide(WIDE)
     stored, dense = logits
     assert after.logits_gap == pytest.approx(float((stored - dense).norm() / dense.norm()), rel=1e-3)
-    for found, each in ((before, dense), (after, stored)):
-        chances = each.softmax(-1).gather(-1, window[:, 1:, None])
-        assert found.perplexity == pytest.approx(math.exp(-chances.log().mean()), rel=1e-4)
+    for quality, side_logits in ((before, dense), (after, stored)):
+        chances = side_logits.softmax(-1).gather(-1, window[:, 1:, None])
+        assert quality.perplexity == pytest.approx(math.exp(-chances.log().mean()), rel=1e-4)
 
 
 def test_a_cache_in_mxfp8_is_measured():
@@ -117,5 +117,5 @@ def test_a_cache_in_mxfp8_is_measured():
 def _store(model: Any, names: tuple[str, ...]) -> None:
     for name in names:
         layer = getattr(model.model.layers[0].mlp, name)
-        made = mxcompile.quantize(layer.weight.detach())
-        layer.weight = torch.nn.Parameter(made, requires_grad=False)
+        weight = mxcompile.quantize(layer.weight.detach())
+        layer.weight = torch.nn.Parameter(weight, requires_grad=False)

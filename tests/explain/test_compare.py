@@ -20,13 +20,13 @@ def test_rows_are_those_of_explain():
     with torch.device("meta"):
         wide, x = model(4096), torch.empty(8192, 4096, dtype=torch.bfloat16)
     names = ["nvidia", "fp8_rowwise", "bf16"]
-    found = estimates(wide, x, policies=names, target="sm_90")
+    comparison = estimates(wide, x, policies=names, target="sm_90")
     alone = [mxcompile.explain(wide, x, policy=name, target="sm_90").summary for name in names]
-    summaries = [report.summary for report in found.reports]
+    summaries = [report.summary for report in comparison.reports]
     assert [s.estimate_us for s in summaries] == [s.estimate_us for s in alone]
     mx, fp8, plain = (s.estimate_us or 0 for s in summaries)
     assert fp8 < plain < mx  # an FP8 GEMM; the model's own; one that is emulated
-    lines = str(found).splitlines()
+    lines = str(comparison).splitlines()
     assert lines[0] == "target sm_90, estimated"
     assert [line.split()[:2] for line in lines[-3:]] == [
         ["nvidia", "100.0%"], ["fp8_rowwise", "100.0%"], ["bf16", "0.0%"]

@@ -27,10 +27,10 @@ class Expert(nn.Module):
         mask = F.one_hot(chosen, self.up.shape[0]).permute(2, 1, 0)
         result = torch.zeros_like(x)
         for expert in (mask.sum((1, 2)) > 0).nonzero():
-            place, token = torch.where(mask[expert[0]])
+            position, token = torch.where(mask[expert[0]])
             hidden = F.silu(F.linear(x[token], self.up[expert[0]]))
             hidden = F.linear(hidden, self.down[expert[0]])
-            result.index_add_(0, token, hidden * weights[token, place, None])
+            result.index_add_(0, token, hidden * weights[token, position, None])
         return x + result
 
 
@@ -99,7 +99,7 @@ class Counted(nn.Module):
 @pytest.mark.parametrize(("kind", "expert"), [(Named, "experts.expert_{}"), (Counted, "experts.{}")])
 def test_python_reads_values_of_fakes_and_experts_compiled_alone_have_their_roles(kind, expert):
     report = mxcompile.explain(nn.Sequential(kind(), kind()), torch.randn(32, WIDTH), training=False)
-    found = {gemm.name: (gemm.role, gemm.precision, gemm.m) for gemm in report.gemms}
+    records = {gemm.name: (gemm.role, gemm.precision, gemm.m) for gemm in report.gemms}
     inside = {
         f"{block}.{expert.format(i)}.{name}": (role, "mxfp8", 32 // 4)
         for block in (0, 1)
@@ -107,7 +107,7 @@ def test_python_reads_values_of_fakes_and_experts_compiled_alone_have_their_role
         for name, role in (("up", "expert_in"), ("down", "expert_out"))
     }
     routers = {f"{block}.router": ("router", "bf16", 32) for block in (0, 1)}
-    assert found == {**inside, **routers}
+    assert records == {**inside, **routers}
 
 
 class Sliced(nn.Module):

@@ -120,9 +120,9 @@ def test_the_report_is_the_compiled_models():
     expected = mxcompile.explain(model, TOKENS)
     mxcompile.clear_reports()
     torch.compile(model, backend="mxfp8")(TOKENS).sum().backward()
-    (found,) = mxcompile.reports()
-    assert by_name(found) == by_name(expected)
-    assert found.summary.saved_bytes == expected.summary.saved_bytes
+    (compiled_report,) = mxcompile.reports()
+    assert by_name(compiled_report) == by_name(expected)
+    assert compiled_report.summary.saved_bytes == expected.summary.saved_bytes
 
 
 def test_nothing_is_run_changed_or_remembered():
@@ -211,7 +211,7 @@ class Layered(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("model", "args", "said"),
+    ("model", "args", "cause"),
     [
         (
             Layered(),
@@ -222,11 +222,11 @@ class Layered(nn.Module):
         (Layered(), (), "missing 1 required positional argument: 'x'"),
     ],
 )
-def test_a_wrong_call_is_one_line_with_its_cause(model, args, said, capfd):
+def test_a_wrong_call_is_one_line_with_its_cause(model, args, cause, capfd):
     with pytest.raises(ModelError) as caught:
         mxcompile.explain(model, *args)
     message = str(caught.value)
-    assert said in message
+    assert cause in message
     assert "\n" not in message
     assert caught.value.__cause__ is None
     assert caught.value.__context__ is None or caught.value.__suppress_context__

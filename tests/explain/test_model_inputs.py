@@ -43,14 +43,14 @@ FUNCTIONS = [
 
 @pytest.mark.parametrize("function", FUNCTIONS[:3])
 def test_kwargs_may_have_names_of_options(function):
-    found = function(Loss(), X, kwargs={"target": Y, "policy": None, "training": True})
-    assert found is not None
+    result = function(Loss(), X, kwargs={"target": Y, "policy": None, "training": True})
+    assert result is not None
 
 
 def test_argument_in_kwargs_reaches_the_model():
     model = Loss()
-    found = mxcompile.audit(model, X, kwargs={"target": Y}).numerics.loss_reference
-    assert found == pytest.approx(float(model(X, Y).detach()), rel=1e-2)
+    loss = mxcompile.audit(model, X, kwargs={"target": Y}).numerics.loss_reference
+    assert loss == pytest.approx(float(model(X, Y).detach()), rel=1e-2)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -70,7 +70,11 @@ def test_tensor_passed_as_option_raises_error_naming_kwargs(function):
 def test_a_tensor_as_any_option_is_an_error(name):
     function = getattr(mxcompile, name)
     parameters = inspect.signature(function).parameters.values()
-    options = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.name != "kwargs"]
+    options = [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.name != "kwargs"
+    ]
     needed = {"mesh": "dp=2"} if name == "explain_rank" else {}
     assert "policy" in options
     for name in options:
@@ -121,8 +125,8 @@ def test_a_type_checker_sees_slips(tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "mypy", "--no-error-summary", "--hide-error-context", str(script)]
-    found = subprocess.run(
+    process = subprocess.run(
         command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False
     )
-    lines = {int(line.split(":")[1]) for line in found.stdout.splitlines() if line.startswith(str(script))}
-    assert lines == {9, 10, 11, 12, 13, 14}, found.stdout
+    lines = {int(line.split(":")[1]) for line in process.stdout.splitlines() if line.startswith(str(script))}
+    assert lines == {9, 10, 11, 12, 13, 14}, process.stdout

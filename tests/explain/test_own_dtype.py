@@ -27,7 +27,7 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(512, 512, bias=False), nn.GELU(), nn.Linear(512, 2048, bias=False))
 
 
-def made():
+def network():
     return model(), (torch.randn(4096, 512),), {}
 
 
@@ -84,8 +84,8 @@ class Autocasting(nn.Module):
 
 def test_autocast_of_a_gpu_acts_on_a_model_that_is_explained_for_it():
     report = mxcompile.explain(Autocasting(), torch.randn(64, 64), target="sm_100", policy="bf16")
-    found = {(gemm.name, gemm.dtype) for gemm in report.gemms}
-    assert found == {("a", "bfloat16"), ("b", "bfloat16"), ("c", "float32")}
+    dtypes = {(gemm.name, gemm.dtype) for gemm in report.gemms}
+    assert dtypes == {("a", "bfloat16"), ("b", "bfloat16"), ("c", "float32")}
     assert not torch.is_autocast_enabled("cpu")
 
 
@@ -93,13 +93,13 @@ def test_autocast_of_a_gpu_acts_on_a_model_that_is_explained_for_it():
 def test_audit_names_the_dtype_of_its_reference(dtype: str):
     wide = getattr(torch, dtype)
     net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(wide)
-    found = audit(net, torch.randn(32, 64, dtype=wide), policy=EVERYTHING)
+    result = audit(net, torch.randn(32, 64, dtype=wide), policy=EVERYTHING)
     word = {"float32": "FP32", "float16": "FP16"}[dtype]
-    assert f"main output against {word}: SQNR" in str(found)
+    assert f"main output against {word}: SQNR" in str(result)
 
 
 def test_the_command_line_looks_at_another_dtype(capsys: pytest.CaptureFixture[str]):
-    command = ["explain", f"{__name__}:made", "--target", "b200"]
+    command = ["explain", f"{__name__}:network", "--target", "b200"]
     assert main(command) == 0
     assert "this model is FP32" in " ".join(capsys.readouterr().out.split())
     assert main([*command, "--dtype", "bf16"]) == 0
@@ -113,10 +113,10 @@ def test_advice_names_a_policy_only_if_estimated_faster():
         net = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width)).to(torch.bfloat16)
         policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
         x = torch.empty(tokens, width, dtype=torch.bfloat16, device="meta")
-        (said,) = mxcompile.explain(net.to("meta"), x, policy=policy, target="sm_90").summary.warnings
-        return said
+        (warning,) = mxcompile.explain(net.to("meta"), x, policy=policy, target="sm_90").summary.warnings
+        return warning
 
     assert "fp8_rowwise" not in warned(64, 256)
-    found = re.search(r"the policy fp8_rowwise, .*, is estimated at (\S+)×", warned(8192, 4096))
-    assert found
-    assert float(found[1]) > 1
+    advice = re.search(r"the policy fp8_rowwise, .*, is estimated at (\S+)×", warned(8192, 4096))
+    assert advice
+    assert float(advice[1]) > 1

@@ -81,9 +81,9 @@ def advice(report: mxcompile.Report) -> str:
 def test_advice_for_few_tokens_names_a_sufficient_number():
     report = explained(4096, 1)
     sentence = r"\((0\.\d+)×\): 128 tokens are few; with about ([\d,]+) \(a larger batch, .*\) it is as fast"
-    found = re.search(sentence, advice(report))
-    assert found is not None
-    enough = int(found[2].replace(",", ""))
+    match = re.search(sentence, advice(report))
+    assert match is not None
+    enough = int(match[2].replace(",", ""))
     faster, slower = (at_tokens(report, n).summary for n in (enough, enough // 2))
     assert faster.estimate_us <= faster.estimate_bf16_us
     assert slower.estimate_us > slower.estimate_bf16_us
@@ -91,30 +91,30 @@ def test_advice_for_few_tokens_names_a_sufficient_number():
 
 
 def test_narrow_layers_are_named():
-    said = advice(explained(64, 1))
-    assert "casts cost more than products gain, at any number of tokens; narrow layers" in said
-    assert "up" in said
+    text = advice(explained(64, 1))
+    assert "casts cost more than products gain, at any number of tokens; narrow layers" in text
+    assert "up" in text
 
 
 def test_advice_for_chip_without_the_format_names_another_policy():
-    said = advice(explained(4096, 64, target="sm_90"))
-    assert said.startswith("sm_90 is estimated slower with MXFP8 than in BF16 (0.")
-    assert "the chip multiplies MXFP8 in BF16, and casts come on top (the policy fp8_rowwise, on" in said
+    text = advice(explained(4096, 64, target="sm_90"))
+    assert text.startswith("sm_90 is estimated slower with MXFP8 than in BF16 (0.")
+    assert "the chip multiplies MXFP8 in BF16, and casts come on top (the policy fp8_rowwise, on" in text
 
 
 def test_advice_for_format_without_kernel_names_products_in_bf16():
-    said = advice(explained(4096, 64, policy="mxint8"))
-    assert "the chip multiplies MXINT8 in BF16, and casts come on top" in said
-    assert "narrow" not in said
+    text = advice(explained(4096, 64, policy="mxint8"))
+    assert "the chip multiplies MXINT8 in BF16, and casts come on top" in text
+    assert "narrow" not in text
 
 
-def made():
+def example():
     return Block(512).bfloat16(), (torch.empty(1, 128, 512, dtype=torch.bfloat16),), {}
 
 
 def test_sweep_flag_prints_and_draws_token_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     plot = tmp_path / "sweep.png"
-    arguments = ["explain", f"{__name__}:made", "--target", "b200"]
+    arguments = ["explain", f"{__name__}:example", "--target", "b200"]
     assert main([*arguments, "--sweep", "65536,128", "-o", str(plot)]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if re.match(r"[\d,]+ ", line)]
     assert [row[0] for row in rows] == ["128", "65,536"]
@@ -122,7 +122,7 @@ def test_sweep_flag_prints_and_draws_token_counts(tmp_path: Path, capsys: pytest
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert main([*arguments, "--sweep", "-o", str(tmp_path / "sweep.html")]) == 2
     assert "unknown suffix '.html'" in capsys.readouterr().err
-    assert main(["explain", f"{__name__}:made", "--target", "cpu", "--sweep"]) == 2
+    assert main(["explain", f"{__name__}:example", "--target", "cpu", "--sweep"]) == 2
     assert "target cpu has no data sheet to estimate from: name a chip as --target" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([*arguments, "--sweep", "12,x"])
@@ -131,7 +131,7 @@ def test_sweep_flag_prints_and_draws_token_counts(tmp_path: Path, capsys: pytest
 def test_sweep_notes_that_rules_by_tokens_are_fixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     policy = tmp_path / "policy.yaml"
     policy.write_text("version: 1\nrules:\n  - match: {role: ffn_in, min_m: 64}\n    use: mxfp8\n")
-    arguments = ["explain", f"{__name__}:made", "--target", "b200", "--policy", str(policy), "--sweep", "128"]
+    arguments = f"explain {__name__}:example --target b200 --policy {policy} --sweep 128".split()
     assert main(arguments) == 0
     assert "rules with min_m or max_m were matched at the tokens of the inputs" in capsys.readouterr().out
 

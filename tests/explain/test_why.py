@@ -18,23 +18,23 @@ def report():
 
 
 def test_why_of_a_quantized_layer_has_role_and_evidence(report):
-    (found,) = report.why("blocks.0.attn.qkv")
-    assert (found.name, found.names) == ("blocks.0.attn.qkv", ("blocks.0.attn.qkv",))
-    assert (found.role, found.precision) == ("qkv", "mxfp8")
-    assert found.reason == "preset nvidia: role qkv"
-    assert found.evidence == "its result is q, k or v of an attention"
+    (reasons,) = report.why("blocks.0.attn.qkv")
+    assert (reasons.name, reasons.names) == ("blocks.0.attn.qkv", ("blocks.0.attn.qkv",))
+    assert (reasons.role, reasons.precision) == ("qkv", "mxfp8")
+    assert reasons.reason == "preset nvidia: role qkv"
+    assert reasons.evidence == "its result is q, k or v of an attention"
 
 
 def test_a_layer_that_a_rule_keeps_has_its_role_and_the_rule(report):
-    (found,) = report.why("blocks.1.attn.qkv")
-    assert (found.role, found.precision) == ("qkv", "bf16")
-    assert "rule 1" in found.reason
+    (reasons,) = report.why("blocks.1.attn.qkv")
+    assert (reasons.role, reasons.precision) == ("qkv", "bf16")
+    assert "rule 1" in reasons.reason
 
 
 def test_why_of_an_unquantized_layer_has_nearest_role_and_obstacle(report):
-    (found,) = report.why("blocks.0.experts.router")
-    assert (found.role, found.precision, found.reason) == ("router", "bf16", "role router")
-    assert "top-k" in found.evidence
+    (reasons,) = report.why("blocks.0.experts.router")
+    assert (reasons.role, reasons.precision, reasons.reason) == ("router", "bf16", "role router")
+    assert "top-k" in reasons.evidence
     (head,) = report.why("head")
     assert (head.role, head.precision) == ("head", "bf16")
     assert "it stands behind the residual stream" in head.evidence
@@ -47,15 +47,15 @@ def test_why_of_an_unquantized_layer_has_nearest_role_and_obstacle(report):
 
 
 def test_experts_and_products_of_an_attention_have_reasons_too(report):
-    found = {(reasons.name, reasons.role): reasons for reasons in report.why("blocks.*")}
+    layers = {(reasons.name, reasons.role): reasons for reasons in report.why("blocks.*")}
     up, down = (
-        found[f"blocks.0-1.experts.{name}", f"expert_{end}"] for name, end in (("up", "in"), ("down", "out"))
+        layers[f"blocks.0-1.experts.{name}", f"expert_{end}"] for name, end in (("up", "in"), ("down", "out"))
     )
     assert up.names == ("blocks.0.experts.up", "blocks.1.experts.up")
     assert (up.precision, down.precision) == ("mxfp8", "mxfp8")
     assert "blocks.0.experts.down" in up.evidence
     assert "weights from a top-k" in down.evidence or "stack of matrices" in down.evidence
-    scores = found["blocks.0-1.attn", "attn_scores"]
+    scores = layers["blocks.0-1.attn", "attn_scores"]
     assert scores.evidence == "inside an attention operator"
 
 
@@ -79,12 +79,16 @@ def test_the_text_has_role_precision_reason_evidence_and_the_nearest(report):
 
 def test_records_have_the_evidence_of_the_reasons(report):
     for gemm in report.gemms:
-        (found,) = [r for r in report.why(gemm.name) if r.role == gemm.role]
-        assert (found.reason, found.evidence, found.nearest) == (gemm.reason, gemm.evidence, gemm.nearest)
+        (reasons,) = [r for r in report.why(gemm.name) if r.role == gemm.role]
+        assert (reasons.reason, reasons.evidence, reasons.nearest) == (
+            gemm.reason,
+            gemm.evidence,
+            gemm.nearest,
+        )
 
 
 @pytest.mark.parametrize(
-    ("pattern", "said"),
+    ("pattern", "hint"),
     [
         ("blocks.0.attn.qvk", "nearest: 'blocks.0.attn.qkv'"),
         ("blocks.0.experts", "'blocks.0.experts.*' matches 'blocks.0.experts.router' and 2 more"),
@@ -96,8 +100,8 @@ def test_records_have_the_evidence_of_the_reasons(report):
         ("re:a{99999999999}", "is not a regular expression"),
     ],
 )
-def test_a_name_that_fits_no_layer_is_an_error_with_those_that_come_near(report, pattern, said):
+def test_a_name_that_fits_no_layer_is_an_error_with_those_that_come_near(report, pattern, hint):
     with pytest.raises(OptionError) as error:
         report.why(pattern)
-    assert said in str(error.value)
+    assert hint in str(error.value)
     assert repr(pattern) in str(error.value)

@@ -44,8 +44,10 @@ def check(case: Drawn) -> None:
     """Raise what is wrong with `case`."""
     before = _surroundings()
     _check(case)
-    left = {name: (value, before[name]) for name, value in _surroundings().items() if value != before[name]}
-    assert not left, f"left behind by the case (now, before): {left}"
+    residue = {
+        name: (value, before[name]) for name, value in _surroundings().items() if value != before[name]
+    }
+    assert not residue, f"left behind by the case (now, before): {residue}"
 
 
 def _surroundings() -> dict[str, Any]:
@@ -67,7 +69,7 @@ def _check(case: Drawn) -> None:
     torch._dynamo.reset()
     mxcompile.clear_reports()
     model, x = build(case)
-    found = _run(case, model, x, _backend(case, policy=case.policy))
+    results = _run(case, model, x, _backend(case, policy=case.policy))
     (report,) = mxcompile.reports()
     model.wrapper = "none"
     with _Products() as products, _without_fast_path():
@@ -81,7 +83,7 @@ def _check(case: Drawn) -> None:
     for name, value in expected.items():
         if name.endswith(".k.bias"):  # softmax does not feel it: its gradient is nothing but rounding
             continue
-        got = _db(value.float(), found[name].float(), largest)
+        got = _db(value.float(), results[name].float(), largest)
         if got <= LEAST_DB[case.dtype] and case.dtype != "float32":
             check(dataclasses.replace(case, dtype="float32"))
             break
@@ -92,9 +94,9 @@ def _check(case: Drawn) -> None:
         _check_bf16(case)
 
 
-def _db(expected: Tensor, found: Tensor, largest: float) -> float:
+def _db(expected: Tensor, computed: Tensor, largest: float) -> float:
     """Signal to noise; less than 1e-4 of the `largest` is noise, as is the gradient of a lone key's score."""
-    noise = (expected - found).norm().item()
+    noise = (expected - computed).norm().item()
     return 20 * math.log10(max(expected.norm().item(), 1e-4 * largest) / noise) if noise else math.inf
 
 
@@ -198,8 +200,8 @@ class _Products(TorchDispatchMode):
         self.sizes: Counter[int] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = _MATMULS.get(func.overloadpacket)
-        if found is not None:
-            a, b = (args[index] for index in found)
+        product = _MATMULS.get(func.overloadpacket)
+        if product is not None:
+            a, b = (args[index] for index in product)
             self.sizes[a.numel() * b.shape[-1]] += 1
         return func(*args, **(kwargs or {}))

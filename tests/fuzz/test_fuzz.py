@@ -25,4 +25,4 @@ def test_drawn_cases_pass_under_a_fixed_seed(first: int):
             check(draw(SEED, number))
         except Exception:  # whatever it is: all of the chunk's are told
             failed[f"tests/fuzz/run.py --seed {SEED} --case {number}"] = traceback.format_exc()
-    assert not failed, "\n".join(f"{case}\n{what}" for case, what in failed.items())
+    assert not failed, "\n".join(f"{case}\n{error}" for case, error in failed.items())

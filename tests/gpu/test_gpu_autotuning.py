@@ -60,15 +60,15 @@ def test_the_winner_equals_the_reference_and_is_named(tokens, width, hidden):
     kernels = [gemm.kernel for gemm in report.gemms]
     assert not any("autotuned of" in kernel for kernel in kernels), kernels
     if of_device(torch.device("cuda")).native:
-        known = ("mx_quantize_mm ", "mx_scaled_mm", "torch._scaled_mm")
-        assert all(kernel.startswith(known) for kernel in kernels), kernels
+        prefixes = ("mx_quantize_mm ", "mx_scaled_mm", "torch._scaled_mm")
+        assert all(kernel.startswith(prefixes) for kernel in kernels), kernels
 
 
 def test_a_warm_cache_names_the_same():
     model, x = Layers(512, 1024).to(torch.bfloat16), torch.randn(300, 512).to(torch.bfloat16)
     first, report = _compiled(model, x)
     torch._dynamo.reset()
-    again, same = _compiled(model, x)
+    second, same = _compiled(model, x)
     assert same.summary.cache == "hit"
     assert [gemm.kernel for gemm in same.gemms] == [gemm.kernel for gemm in report.gemms]
-    assert torch.equal(first, again)
+    assert torch.equal(first, second)

@@ -44,7 +44,7 @@ def _grouped(x: Tensor, w: Tensor, offs: Tensor | None) -> Tensor:
 def _reference(x: Tensor, w: Tensor, offs: Tensor | None) -> Tensor:
     if offs is not None:
         return grouped_product(x, w, offs, NVIDIA)
-    return torch.stack([product(one, other, NVIDIA, x.dtype) for one, other in zip(x, w, strict=True)])
+    return torch.stack([product(rows, other, NVIDIA, x.dtype) for rows, other in zip(x, w, strict=True)])
 
 
 def _step(model: Any, experts: Experts, x: Tensor, *arguments: Any) -> list[Tensor]:
@@ -67,9 +67,9 @@ def test_compiled_experts_match_reference_on_the_gpu(ends: tuple[int, ...] | Non
     there, x = Experts().cuda(), x.detach().cuda().requires_grad_()
     compiled = torch.compile(there, backend="mxfp8", options={"policy": ALL}, fullgraph=True)
     multiply = _batched if ends is None else _grouped
-    found = _step(compiled, there, x, multiply, None if offs is None else offs.cuda())
+    results = _step(compiled, there, x, multiply, None if offs is None else offs.cuda())
     report = mxcompile.reports()[-1]
     assert [gemm.precision for gemm in report.gemms] == ["mxfp8"] * 6
     assert all(gemm.kernel for gemm in report.gemms)
-    for wanted, computed in zip(expected, found, strict=True):
+    for wanted, computed in zip(expected, results, strict=True):
         assert sqnr_db(wanted, computed) > 40

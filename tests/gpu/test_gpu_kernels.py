@@ -44,7 +44,7 @@ def native(chip: Target) -> None:
 def generated(operator, *arguments):
     """What Inductor's code for one operator gives."""
     torch._dynamo.reset()
-    return torch.compile(lambda *given: operator(*given), dynamic=False, fullgraph=True)(*arguments)
+    return torch.compile(lambda *arguments: operator(*arguments), dynamic=False, fullgraph=True)(*arguments)
 
 
 def spread(m: int, n: int) -> torch.Tensor:
@@ -87,9 +87,9 @@ def test_generated_mx_casts_equal_reference_on_the_gpu(shape, dtype, layout, sca
         assert ((tensor.view(torch.uint8) == reference.view(torch.uint8)) | is_nan).all()
 
 
-def assert_same_bits(found, wanted):
+def assert_same_bits(computed, wanted):
     """Results of casts, NaN where the other is NaN; those that were not asked for are empty."""
-    for tensor, reference in zip(found, wanted, strict=True):
+    for tensor, reference in zip(computed, wanted, strict=True):
         assert (tensor.shape, tensor.dtype) == (reference.shape, reference.dtype)
         is_nan = reference.to(F32).isnan()
         assert torch.equal(tensor.cpu().to(F32).isnan(), is_nan)
@@ -116,8 +116,8 @@ def test_casts_of_emulated_products_equal_reference_on_the_gpu(shape, dtype, for
     kinds = [(elem.dtype, str(rounding)) for elem in ELEM_TYPES.values() for rounding in Rounding]
 
     def every(x):
-        made = [part for kind in kinds for part in quantize_operands(x, None, *kind, dtype, *forms)]
-        return [part for part in made if part.numel()]
+        casts = [part for kind in kinds for part in quantize_operands(x, None, *kind, dtype, *forms)]
+        return [part for part in casts if part.numel()]
 
     x = special(spread(*shape)).to(dtype)
     assert_same_bits(generated(every, x), every(x.cpu()))
@@ -205,8 +205,8 @@ def test_weight_only_mm_is_exact_and_reproducible_on_the_gpu(shape, dtype, chip)
     x, w = torch.randn(m, k).to(dtype), operand(n, k)
     out = generated(ops.weight_only_mm, x, *w.left, None, F32, "e4m3 1x32 rceil")
     assert_within(out, *product(x, w.values), k)
-    again = generated(ops.weight_only_mm, x, *w.left, None, F32, "e4m3 1x32 rceil")
-    assert torch.equal(out, again)  # the parts of a split K are summed in one order
+    second = generated(ops.weight_only_mm, x, *w.left, None, F32, "e4m3 1x32 rceil")
+    assert torch.equal(out, second)  # the parts of a split K are summed in one order
 
 
 @pytest.mark.parametrize("rounding", ["rceil", "two-level"])
@@ -244,13 +244,13 @@ def test_fp4_casts_and_products_match_reference_on_the_gpu(chip, shape, word):
         sides.append(cast)
         tensors += [ops.known_scale(ops.largest(x), 0, word, 1)] if word == NVFP4 else []
     (a, scale_a), (b, scale_b) = sides
-    given = a, scale_a, b.t(), scale_b if scale_b.ndim == 1 else scale_b.t()
-    on_cpu = [each.cpu() for each in (*given, *tensors)]
+    operands = a, scale_a, b.t(), scale_b if scale_b.ndim == 1 else scale_b.t()
+    on_cpu = [tensor.cpu() for tensor in (*operands, *tensors)]
     words, several = (f"{word} packed",) * 2, on_cpu[4:] or None
     expected = ops.matmul(*on_cpu[:4], None, F32, *words, several)
     bound = {"rtol": 2**-7, "atol": 1e-3 * float(expected.abs().max())}
-    out = generated(ops.matmul, *given, None, BF16, *words, tensors or None)
+    out = generated(ops.matmul, *operands, None, BF16, *words, tensors or None)
     torch.testing.assert_close(out.cpu().float(), expected, **bound)
     if word == NVFP4 and ScaleType.E4M3 in chip.library_fp4 and k % 32 == n % 16 == 0:
-        result = vendor.mx_vendor_nvfp4_mm(*given, *tensors, out_dtype=BF16)
+        result = vendor.mx_vendor_nvfp4_mm(*operands, *tensors, out_dtype=BF16)
         torch.testing.assert_close(result.cpu().float(), expected, **bound)

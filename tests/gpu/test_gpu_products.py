@@ -31,8 +31,8 @@ def layer(k: int, n: int) -> nn.Linear:
     return nn.Linear(k, n, bias=False).bfloat16()
 
 
-def on_device(made: nn.Linear, use: dict[str, Any]) -> tuple[nn.Linear, Any]:
-    moved = layer(made.in_features, made.out_features).to("cuda")
+def on_device(master: nn.Linear, use: dict[str, Any]) -> tuple[nn.Linear, Any]:
+    moved = layer(master.in_features, master.out_features).to("cuda")
     return moved, torch.compile(moved, backend="mxfp8", options={"policy": policy(use)})
 
 
@@ -44,13 +44,13 @@ def step(call: Any, weight: Tensor, x: Tensor, dy: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("name", FP8)
 def test_a_linear_layer_equals_the_one_by_hand(name: str, sizes: tuple[int, int]):
     k, n = sizes
-    use, made = FP8[name], layer(k, n)
-    moved, call = on_device(made, use)
+    use, master = FP8[name], layer(k, n)
+    moved, call = on_device(master, use)
     for tokens in (256, 33):
         x, dy = torch.randn(tokens, k).bfloat16(), torch.randn(tokens, n).bfloat16()
-        found = step(call, moved.weight, x, dy)
-        for one, other in zip(found, expected(x, made.weight.detach(), dy, use), strict=True):
-            assert sqnr_db(other, one) > 45
+        results = step(call, moved.weight, x, dy)
+        for tensor, other in zip(results, expected(x, master.weight.detach(), dy, use), strict=True):
+            assert sqnr_db(other, tensor) > 45
     kernels = [gemm.kernel for gemm in mxcompile.reports()[-1].gemms]
     if of_device(torch.device("cuda")).fp8_tiles and name == "tensor" and k % 16 == 0:
         assert all("_scaled_mm" in kernel for kernel in kernels), kernels
@@ -60,13 +60,13 @@ def test_delayed_scales_follow_the_amax_of_earlier_steps():
     """Four steps, each larger than the one before; the histories are those by hand."""
     k, n = SIZES[0]
     use = {"precision": "fp8", "scaling": "delayed", "history": 3, "grad_dtype": "e5m2"}
-    made = layer(k, n)
-    moved, call = on_device(made, use)
-    by_hand = ByHand(made.weight, 3)
+    master = layer(k, n)
+    moved, call = on_device(master, use)
+    by_hand = ByHand(master.weight, 3)
     for number in range(4):
         x, dy = (2.0**number * torch.randn(64, size).bfloat16() for size in (k, n))
-        found = step(call, moved.weight, x, dy / 64)
-        for one, other in zip(found, by_hand.step(x, dy / 64), strict=True):
-            assert sqnr_db(other, one) > 45
+        results = step(call, moved.weight, x, dy / 64)
+        for tensor, other in zip(results, by_hand.step(x, dy / 64), strict=True):
+            assert sqnr_db(other, tensor) > 45
     seen = torch.tensor([by_hand.seen[name] for name in ("x", "w", "dy")])
     torch.testing.assert_close(moved.weight_amax_history.cpu(), seen, rtol=1e-6, atol=0)

@@ -29,12 +29,12 @@ def documented(a, b, scale_a, scale_b, offs, *, out_dtype):
     assert scale_b.shape == (groups, -(-n // 128) * across * 512)
     assert offs.dtype is torch.int32
     out = torch.full((a.shape[0], n), torch.nan, dtype=out_dtype)
-    begin = place = 0
+    begin = scale_begin = 0
     for group, end in enumerate(offs.tolist()):
         length = -(-(end - begin) // 128) * across * 512
-        rows = _values(a[begin:end], scale_a.flatten()[place : place + length])
+        rows = _values(a[begin:end], scale_a.flatten()[scale_begin : scale_begin + length])
         out[begin:end] = (rows @ _values(b[group].t(), scale_b[group]).t()).to(out_dtype)
-        begin, place = end, place + length
+        begin, scale_begin = end, scale_begin + length
     return out
 
 

@@ -63,27 +63,29 @@ class EagerBackend:
         self.graphs: list[fx.GraphModule] = []
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        found = captured(gm, example_inputs, self.root)
-        options = follow(self.options, found)
-        if found.root is not None:
-            session_of(user_model(found.root)).policies[options.group] = options.policy
-        tapped = delayed_scales.tap(gm, example_inputs, found, options.policy)
+        graph = captured(gm, example_inputs, self.root)
+        options = follow(self.options, graph)
+        if graph.root is not None:
+            session_of(user_model(graph.root)).policies[options.group] = options.policy
+        tapped = delayed_scales.tap(gm, example_inputs, graph, options.policy)
         compilation = Compilation(
-            options, found, gm, TARGETS["cpu"], tapped=delayed_scales.needed(options.policy)
+            options, graph, gm, TARGETS["cpu"], tapped=delayed_scales.needed(options.policy)
         )
         if tapped is not None:
             gm, example_inputs = tapped.gm, [*example_inputs, *tapped.states]
         check_plan(compilation, self.parts)
-        sharing.guard(found, options.policy, unlimited=self.parts is not None)
+        sharing.guard(graph, options.policy, unlimited=self.parts is not None)
 
         guard(compilation, example_inputs)
         return CompiledGraph(
             self._compiled(gm, example_inputs, compilation),
             attribution=publish(compilation, None),
             sampling=sampling(
-                compilation, example_inputs, lambda one: self._compiled(copied(gm), example_inputs, one)
+                compilation,
+                example_inputs,
+                lambda sampled: self._compiled(copied(gm), example_inputs, sampled),
             ),
-            scales=DelayedScales(tapped, dict(compilation.part.histories), found.root) if tapped else None,
+            scales=DelayedScales(tapped, dict(compilation.part.histories), graph.root) if tapped else None,
             references=weak_references(),
             hidden=hidden_products(compilation, gm),
         )

@@ -31,15 +31,15 @@ def results(ranks: int, folder: Path) -> list[Any]:
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
-def each(run: Callable[[Any], Any], ways: Iterable[Callable[..., Any]]) -> dict[str, Any]:
+def results_of(run: Callable[[Any], Any], ways: Iterable[Callable[..., Any]]) -> dict[str, Any]:
     """What `run` gives of each of `ways`, by its name; or the traceback of one that fails."""
-    found: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     for way in ways:
         try:
-            found[way.__name__] = run(way)
+            outcomes[way.__name__] = run(way)
         except Exception:  # whatever it is: the test shows it
-            found[way.__name__] = traceback.format_exc()
-    return found
+            outcomes[way.__name__] = traceback.format_exc()
+    return outcomes
 
 
 def _rank(

@@ -40,7 +40,7 @@ def rendered(function: Function, inputs: Sequence[Tensor], target: Target) -> st
     assert not pipeline.obstacles(target)
     with FakeTensorMode(allow_non_fake_inputs=True):
         fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu") for x in inputs]
-        graph = make_fx(lambda *given: tuple(function(*given)), table())(*fakes)
+        graph = make_fx(lambda *tensors: tuple(function(*tensors)), table())(*fakes)
     move(graph.graph, DEVICE)
     moved = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     written: list[str] = []

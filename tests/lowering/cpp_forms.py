@@ -89,20 +89,20 @@ _TENSORS: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 
 
 def pointer(x: Tensor | None) -> _Pointer:
-    made = _Pointer(None if x is None else x.data_ptr())
-    made.tensor = x
+    struct = _Pointer(None if x is None else x.data_ptr())
+    struct.tensor = x
     if x is not None:
         _TENSORS[x.data_ptr()] = x
-    return made
+    return struct
 
 
 def integer(value: int) -> ctypes.c_int64:
     return ctypes.c_int64(value)
 
 
-def same_bits(found: Tensor, expected: Tensor) -> bool:
+def same_bits(computed: Tensor, expected: Tensor) -> bool:
     """Equal bit for bit, but for what a NaN carries."""
     nan = expected.float().isnan()
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[expected.element_size()]
-    equal = found.view(bits) == expected.view(bits)
-    return torch.equal(found.float().isnan(), nan) and bool((equal | nan).all())
+    equal = computed.view(bits) == expected.view(bits)
+    return torch.equal(computed.float().isnan(), nan) and bool((equal | nan).all())

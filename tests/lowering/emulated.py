@@ -102,8 +102,8 @@ class Library:
             at = 8
             for tensor in tensors:
                 if tensor.nbytes:
-                    found = bytearray(done.stdout[at : at + tensor.nbytes])
-                    tensor.reshape(-1).view(torch.uint8).copy_(torch.frombuffer(found, dtype=torch.uint8))
+                    data = bytearray(done.stdout[at : at + tensor.nbytes])
+                    tensor.reshape(-1).view(torch.uint8).copy_(torch.frombuffer(data, dtype=torch.uint8))
                 at += tensor.nbytes
             assert at == len(done.stdout)
             result: int = struct.unpack_from("<q", done.stdout)[0]

@@ -111,10 +111,10 @@ def main() -> int:
             functions = library(form, source, Path(folder))
             for elem in ELEMS:
                 bar = tqdm(options.scales, desc=f"{form}, {elem}", leave=False)
-                found = sum(differing(functions, elem, scale) for scale in bar)
-                wrong += found
+                wrong_products = sum(differing(functions, elem, scale) for scale in bar)
+                wrong += wrong_products
                 count = len(options.scales) << 24
-                sys.stdout.write(f"{form}, {elem}: {found} of {count:,} products differ\n")
+                sys.stdout.write(f"{form}, {elem}: {wrong_products} of {count:,} products differ\n")
                 sys.stdout.flush()
     return int(wrong > 0)
 

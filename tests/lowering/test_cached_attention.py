@@ -51,7 +51,7 @@ def repeated(x: Tensor, heads: int) -> Tensor:
 
 
 def attend(q, k, ks, v, vs, mask) -> Tensor:
-    keys, vals = (repeated(values(*each, q.dtype), q.shape[1]) for each in ((k, ks), (v, vs)))
+    keys, vals = (repeated(values(*copies, q.dtype), q.shape[1]) for copies in ((k, ks), (v, vs)))
     return F.scaled_dot_product_attention(q, keys, vals, attn_mask=mask)
 
 
@@ -62,30 +62,30 @@ def unmasked(q, k, ks, v, vs, mask) -> Tensor:
 def additive(q, k, ks, v, vs, mask) -> Tensor:
     bias = torch.where(mask, torch.arange(mask.shape[-1]) / -8, -math.inf).to(q.dtype)
     return F.scaled_dot_product_attention(
-        q, *(values(*each, q.dtype) for each in ((k, ks), (v, vs))), attn_mask=bias, scale=0.3
+        q, *(values(*copies, q.dtype) for copies in ((k, ks), (v, vs))), attn_mask=bias, scale=0.3
     )
 
 
 def sliced(q, k, ks, v, vs, mask) -> Tensor:
-    keys, vals = (repeated(values(*each), q.shape[1])[:, :, :20] for each in ((k, ks), (v, vs)))
+    keys, vals = (repeated(values(*copies), q.shape[1])[:, :, :20] for copies in ((k, ks), (v, vs)))
     return F.scaled_dot_product_attention(q, keys, vals)
 
 
 def causal(q, k, ks, v, vs, mask) -> Tensor:
-    keys, vals = (repeated(values(*each), q.shape[1]) for each in ((k, ks), (v, vs)))
+    keys, vals = (repeated(values(*copies), q.shape[1]) for copies in ((k, ks), (v, vs)))
     return F.scaled_dot_product_attention(q, keys, vals, is_causal=True)
 
 
 def capped(q, k, ks, v, vs, mask) -> Tensor:
-    keys, vals = (repeated(values(*each), q.shape[1]) for each in ((k, ks), (v, vs)))
+    keys, vals = (repeated(values(*copies), q.shape[1]) for copies in ((k, ks), (v, vs)))
     scores = 5 * torch.tanh(q @ keys.transpose(-1, -2) / 40)
     return scores.masked_fill(~mask, -math.inf).softmax(-1) @ vals
 
 
-def lowered(function, given: list[Tensor], target: str = "cpu") -> tuple[fx.GraphModule, list[str]]:
+def lowered(function, example_inputs: list[Tensor], target: str = "cpu") -> tuple[fx.GraphModule, list[str]]:
     """`function` as a graph after the pass, and the reasons it gives."""
     with torch.no_grad():
-        module = make_fx(lambda *arguments: function(*arguments), tracing_mode="fake")(*given)
+        module = make_fx(lambda *arguments: function(*arguments), tracing_mode="fake")(*example_inputs)
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.bmm.default):
         set_tag(node, TAG)  # as `find` does
     chip = TARGETS[target]
@@ -105,11 +105,11 @@ def count(module: fx.GraphModule) -> int:
 @pytest.mark.parametrize("queries", [1, 16])
 @pytest.mark.parametrize("function", [attend, unmasked, additive])
 def test_attention_over_mx_cache_reads_quantized_values(function, queries: int):
-    given = inputs(queries, heads=2 if function is additive else 6, dtype=torch.float32)
-    module, reasons = lowered(function, given)
+    example_inputs = inputs(queries, heads=2 if function is additive else 6, dtype=torch.float32)
+    module, reasons = lowered(function, example_inputs)
     assert (count(module), reasons) == (1, [])
     assert not module.graph.find_nodes(op="call_function", target=ops.decode)
-    torch.testing.assert_close(module(*given), function(*given), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(module(*example_inputs), function(*example_inputs), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_unsupported_attention_dequantizes_keys_and_values(function, changes, ta
 
 
 def shared_heads(q, k, v, mask) -> Tensor:
-    keys, vals = (repeated(each, q.shape[1]) for each in (k, v))
+    keys, vals = (repeated(tensor, q.shape[1]) for tensor in (k, v))
     return F.scaled_dot_product_attention(q, keys, vals, attn_mask=mask, scale=0.2)
 
 
@@ -198,11 +198,11 @@ def test_compiled_attention_records_the_kernel_that_ran(dynamic: bool):
     mxcompile.clear_reports()
     compiled = torch.compile(attend, backend="mxfp8", dynamic=dynamic)
     for queries, kernel_name in ((3, KERNEL), (5, KERNEL), (20, "20 queries, the kernel takes up to 16")):
-        given = inputs(queries)
+        example_inputs = inputs(queries)
         with torch.no_grad():
-            found = compiled(*given)
-            right = attend(*(x.float() if x.dtype is BF16 else x for x in given))
-        torch.testing.assert_close(found.float(), right, rtol=0.01, atol=0.01)
+            output = compiled(*example_inputs)
+            right = attend(*(x.float() if x.dtype is BF16 else x for x in example_inputs))
+        torch.testing.assert_close(output.float(), right, rtol=0.01, atol=0.01)
         if not dynamic:  # where the number of queries varies, that of the first call chose
             assert all(gemm.kernel.endswith(kernel_name) for gemm in mxcompile.reports()[-1].gemms)
     assert {gemm.kernel for gemm in mxcompile.reports()[0].gemms} >= {KERNEL}

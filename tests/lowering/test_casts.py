@@ -15,17 +15,17 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
 
 
-def assert_same_bits(found: Any, expected: Any) -> None:
+def assert_same_bits(computed: Any, expected: Any) -> None:
     if isinstance(expected, list | tuple):
-        for one, other in zip(found, expected, strict=True):
-            assert_same_bits(one, other)
+        for tensor, other in zip(computed, expected, strict=True):
+            assert_same_bits(tensor, other)
         return
-    assert found.dtype is expected.dtype
-    assert found.shape == expected.shape
+    assert computed.dtype is expected.dtype
+    assert computed.shape == expected.shape
     nan = expected.float().isnan()
-    assert torch.equal(found.float().isnan(), nan)
+    assert torch.equal(computed.float().isnan(), nan)
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[expected.element_size()]
-    assert torch.equal(found.contiguous().view(integer)[~nan], expected.contiguous().view(integer)[~nan])
+    assert torch.equal(computed.contiguous().view(integer)[~nan], expected.contiguous().view(integer)[~nan])
 
 
 def check(function: Callable[..., Any], *arguments: torch.Tensor, dynamic: bool = False) -> None:

@@ -107,10 +107,10 @@ def _numbers(codes: Tensor, scales: Tensor | None) -> Tensor:
     return decode_tensors(codes, scales, -1, stored_form(codes.dtype), torch.float64)
 
 
-def check(found: Tensor, q: Tensor, keys, values, mask: Tensor | None) -> None:
+def check(computed: Tensor, q: Tensor, keys, values, mask: Tensor | None) -> None:
     right, off = exact(q, keys, values, mask)
-    rounding = 2.0**-8 if found.dtype is BF16 else 2.0**-24
-    error = (found.double() - right).abs()
+    rounding = 2.0**-8 if computed.dtype is BF16 else 2.0**-24
+    error = (computed.double() - right).abs()
     assert bool((error <= off + rounding * (right.abs() + off)).all()), float((error - off).max())
 
 
@@ -170,10 +170,10 @@ def test_attention_over_keys_in_the_dtype_of_queries_matches_the_reference(
         for threads in (1, 2):
             check(attend(q, k, v, mask, threads=threads), q, k, v, mask)
     k[0][:, 0, keys // 2] = math.nan
-    found = attend(q, k, v, None)
+    output = attend(q, k, v, None)
     first = heads // kv_heads
-    assert found[:, :, :first].isnan().all()
-    assert found[:, :, first:].isfinite().all()
+    assert output[:, :, :first].isnan().all()
+    assert output[:, :, first:].isfinite().all()
 
 
 def test_a_wide_range_of_scores_and_values(attend: Attend):
@@ -198,9 +198,9 @@ def test_keys_that_a_mask_excludes_are_not_read(attend: Attend):
     clean = (k[0], torch.where(k[1] == 255, 0, k[1]).to(torch.uint8))
     check(attend(q, k, values, mask), q, clean, values, mask)
     mask[..., 1, :] = -torch.inf
-    found = attend(q, k, values, mask)
-    assert found[:, 0].count_nonzero() > 0
-    assert found[:, 1].count_nonzero() == 0
+    output = attend(q, k, values, mask)
+    assert output[:, 0].count_nonzero() > 0
+    assert output[:, 1].count_nonzero() == 0
 
 
 @pytest.mark.parametrize("where", ["query", "key", "value", "infinite"])
@@ -213,10 +213,10 @@ def test_nan_stays_with_its_head(attend: Attend, where: str):
         q[0, 2, 0, 5] = math.inf
     else:
         (k if where == "key" else v)[1][0, 1, 70, 0] = 255
-    found = attend(q, k, v, None)[0, 0]
-    assert found[:2].isfinite().all()
-    assert found[2].isnan().any()
-    assert where != "key" or found[2].isnan().all()
+    output = attend(q, k, v, None)[0, 0]
+    assert output[:2].isfinite().all()
+    assert output[2].isnan().any()
+    assert where != "key" or output[2].isnan().all()
 
 
 def test_exponential_is_within_two_units_of_fp64(functions: ctypes.CDLL):

@@ -54,8 +54,8 @@ def _source() -> str:
                 lines.append(f'extern "C" void rows_{name}({arguments}) {{ {body} }}')
     for elem in (*STORED, "E2M1", "NVFP4"):
         for source in SOURCES:
-            given = "const uint8_t* q, const uint8_t* s, const float* g"
-            back = f"{given}, int64_t number, int64_t m, int64_t n, {source}* v"
+            weight_parameters = "const uint8_t* q, const uint8_t* s, const float* g"
+            back = f"{weight_parameters}, int64_t number, int64_t m, int64_t n, {source}* v"
             body = f"dequantize_rows(Weight<{elem}>{{q, s, n, g, 1}}, number * m, 2, v);"
             lines.append(f'extern "C" void rows_back_{elem}_{source}({back}) {{ {body} }}')
             if elem != "NVFP4":
@@ -74,16 +74,16 @@ class _Forms:
         """Values, codes and scales along columns, then along rows."""
         number, m, n = x.shape
         source = next(word for word, dtype in SOURCES.items() if dtype is x.dtype)
-        made = []
+        copies = []
         for shape in ((number, -(-m // 32), n), (number, m, -(-n // 32))):
             codes = torch.zeros_like(x, dtype=torch.uint8)
-            made.append((torch.zeros_like(x), codes, torch.zeros(shape, dtype=torch.uint8)))
-        structs = [_Results(*map(pointer, each)) for each in made]
+            copies.append((torch.zeros_like(x), codes, torch.zeros(shape, dtype=torch.uint8)))
+        structs = [_Results(*map(pointer, pointers)) for pointers in copies]
         if name == "square":
-            structs[1] = _Results(pointer(None), pointer(None), pointer(made[1][2]))
+            structs[1] = _Results(pointer(None), pointer(None), pointer(copies[1][2]))
         function = getattr(self._library, f"{name}_{elem}_{source}_{rounding}")
         function(pointer(x), *map(integer, x.shape), *structs)
-        return made
+        return copies
 
     def back(
         self,
@@ -95,7 +95,7 @@ class _Forms:
         shape: tuple[int, ...] = (),
         whole: Tensor | None = None,
     ) -> Tensor:
-        source = next(word for word, each in SOURCES.items() if each is dtype)
+        source = next(word for word, source_dtype in SOURCES.items() if source_dtype is dtype)
         values = torch.zeros(shape or codes.shape, dtype=dtype)
         function = getattr(self._library, f"{form}_back_{elem}_{source}")
         parts = map(pointer, (codes, scales, whole))
@@ -128,8 +128,8 @@ def sources(dtype: torch.dtype) -> Iterator[Tensor]:
     yield (torch.randn(1, 1, 31) * torch.tensor([0.0, -0.0, 1.0])[torch.randint(3, (1, 1, 31))]).to(dtype)
 
 
-def check(made: tuple[Tensor, Tensor, Tensor], x: Tensor, dim: int, elem: str, rounding: str, square: bool):
-    values, codes, scales = made
+def check(copies: tuple[Tensor, Tensor, Tensor], x: Tensor, dim: int, elem: str, rounding: str, square: bool):
+    values, codes, scales = copies
     qdata, expected = quantize_tensors(x, dim, ELEMS[elem], rounding, square)
     assert torch.equal(scales, expected)
     assert same_bits(codes.view(ELEMS[elem]), qdata)
@@ -190,10 +190,12 @@ def test_every_pair_of_packed_codes_under_every_scale_of_two_levels(
     scales = every[None, :, None].expand(1, 256, -(-width // 16)).contiguous()
     for power in (0, 7, -120, 120, 127):
         whole = torch.full((256, 1), 1.7 * 2.0**power)
-        given = scales[0].view(torch.float8_e4m3fn)
-        expected = ops.decode(codes[0], given, -1, "e2m1 1x16 two-level packed", dtype, None, whole)[None]
-        found = forms.back("rows", codes, scales, "NVFP4", dtype, tuple(expected.shape), whole)
-        assert same_bits(found, expected)
+        block_scales = scales[0].view(torch.float8_e4m3fn)
+        expected = ops.decode(codes[0], block_scales, -1, "e2m1 1x16 two-level packed", dtype, None, whole)[
+            None
+        ]
+        read_back = forms.back("rows", codes, scales, "NVFP4", dtype, tuple(expected.shape), whole)
+        assert same_bits(read_back, expected)
 
 
 @pytest.mark.parametrize("width", [64, 200])
@@ -223,8 +225,8 @@ def test_both_layouts_of_a_matrix_are_one_kernel(cpp_wrapper: bool):
     assert len(re.findall(r"Cast<.*>::matrices<false>\(re", code)) == 1
     assert not re.search(r"Cast<.*>::rows\(re", code)
     for other in (x, torch.randn(65, 100, dtype=torch.bfloat16)):
-        for one, expected in zip(compiled(other), casts(other), strict=True):
-            assert same_bits(one, expected)
+        for tensor, expected in zip(compiled(other), casts(other), strict=True):
+            assert same_bits(tensor, expected)
 
 
 def test_casts_of_several_shapes_share_one_kernel():
@@ -236,10 +238,10 @@ def test_casts_of_several_shapes_share_one_kernel():
 
     xs = [torch.randn(*shape).bfloat16() for shape in ((33, 70), (64, 64), (70, 33), (2, 40, 100))]
     compiled = torch.compile(casts, fullgraph=True, dynamic=False)
-    made, (code,) = run_and_get_code(compiled, *xs)
+    outputs, (code,) = run_and_get_code(compiled, *xs)
     assert len(re.findall(r"Cast<.*>::matrices<false>\(re", code)) == 1
-    for one, expected in zip(made, casts(*xs), strict=True):
-        assert same_bits(one, expected)
+    for tensor, expected in zip(outputs, casts(*xs), strict=True):
+        assert same_bits(tensor, expected)
 
 
 def test_where_there_can_be_no_kernels(monkeypatch: pytest.MonkeyPatch):
@@ -254,8 +256,8 @@ def test_where_there_can_be_no_kernels(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_unsafe_math_flags_are_disabled_with_a_message(caplog: pytest.LogCaptureFixture):
-    asked = {"cpp.enable_unsafe_math_opt_flag": True}
-    with config.patch(asked), config.patch(pipeline.config_patches(TARGETS["cpu"], "", print, asked)):
+    settings = {"cpp.enable_unsafe_math_opt_flag": True}
+    with config.patch(settings), config.patch(pipeline.config_patches(TARGETS["cpu"], "", print, settings)):
         flags = cpp_builder._get_ffast_math_flags()
     assert {"fno-unsafe-math-optimizations", "ffp-contract=off"} <= {*flags}
     assert caplog.messages == [
@@ -272,6 +274,6 @@ def test_compiled_casts_round_exactly_under_unsafe_math_option():
     policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
     options = {"policy": policy, "inductor": {"cpp.enable_unsafe_math_opt_flag": True}}
     with torch.no_grad():
-        found = torch.compile(layer, backend="mxfp8", options=options)(x)
-        rows = [mxcompile.quantize(each).dequantize(torch.float32) for each in (x, layer.weight)]
-    torch.testing.assert_close(found, (rows[0] @ rows[1].t()).half(), rtol=2**-10, atol=2**-12)
+        output = torch.compile(layer, backend="mxfp8", options=options)(x)
+        rows = [mxcompile.quantize(tensor).dequantize(torch.float32) for tensor in (x, layer.weight)]
+    torch.testing.assert_close(output, (rows[0] @ rows[1].t()).half(), rtol=2**-10, atol=2**-12)

@@ -36,10 +36,10 @@ MACHINES = {
 @pytest.mark.parametrize("name", MACHINES)
 def test_capabilities_decide_name_and_slow_dtypes(name: str):
     capabilities, max_isa, class_name, slow = MACHINES[name]
-    found = features_of(capabilities, max_isa)
-    assert found.name == class_name
-    assert found.slow_dtypes == slow
-    assert ("run in FP32" in found.consequence) == bool(slow)
+    cpu = features_of(capabilities, max_isa)
+    assert cpu.name == class_name
+    assert cpu.slow_dtypes == slow
+    assert ("run in FP32" in cpu.consequence) == bool(slow)
 
 
 def test_this_machine_decides_the_target():
@@ -79,6 +79,6 @@ def test_vectors_follow_the_mask():
     ],
 )
 def test_products_that_do_not_run_in_integers_have_a_reason(capabilities, max_isa: str, reasons: dict):
-    found = features_of(capabilities, max_isa).no_integers
-    assert found.keys() == reasons.keys()
-    assert all(found[dtype].startswith(words) for dtype, words in reasons.items())
+    reasons_by_dtype = features_of(capabilities, max_isa).no_integers
+    assert reasons_by_dtype.keys() == reasons.keys()
+    assert all(reasons_by_dtype[dtype].startswith(words) for dtype, words in reasons.items())

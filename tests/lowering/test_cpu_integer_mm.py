@@ -87,21 +87,22 @@ def test_sums_are_within_the_rounding_of_fp32(
     left, right = values(*x), values(*w)
     exact = left @ right.t() + bias.double()
     most = left.abs() @ right.abs().t() + bias.double().abs()
-    found = product(*x, *w, bias, dtype).double()
+    sums = product(*x, *w, bias, dtype).double()
     rounding = 2.0**-8 if dtype is BF16 else 2.0**-24
     inside = exact.abs() < 3e38
-    error = (found - exact).abs() - rounding * exact.abs() - (k / 32 + 3) * 2.0**-24 * most
+    error = (sums - exact).abs() - rounding * exact.abs() - (k / 32 + 3) * 2.0**-24 * most
     assert bool((error <= 2.0**-126)[inside & (most < 3e38)].all())
-    assert not found[~inside & (exact.abs() > 4e38)].isfinite().any()
+    assert not sums[~inside & (exact.abs() > 4e38)].isfinite().any()
 
 
 def test_sums_of_blocks_are_exact(product: Product):
     """Under one scale FP32 has every sum, so that nothing may be lost."""
     torch.manual_seed(0)
     (x, _), (w, _) = operand(20, 480, 127, 127), operand(37, 480, 127, 127)
-    one = torch.full((37, 15), 127, dtype=torch.uint8)
+    ones = torch.full((37, 15), 127, dtype=torch.uint8)
     assert torch.equal(
-        product(x, one[:20], w, one, None, torch.float32).double(), values(x, one[:20]) @ values(w, one).t()
+        product(x, ones[:20], w, ones, None, torch.float32).double(),
+        values(x, ones[:20]) @ values(w, ones).t(),
     )
 
 
@@ -122,11 +123,11 @@ def test_nan_and_zero_blocks_stay_in_their_row(product: Product):
     w, t = torch.ones(40, 64, dtype=torch.int8), torch.full((40, 2), 133, dtype=torch.uint8)
     s[3, 1], t[35, 0] = 255, 255
     x[5, :32], s[5, 0] = 0, 0  # what a cast gives zeros
-    found = product(x, s, w, t, None, torch.float32)
+    output = product(x, s, w, t, None, torch.float32)
     expected = torch.full((18, 40), 64.0)
     expected[5] = 32
     expected[3], expected[:, 35] = torch.nan, torch.nan
-    assert torch.equal(found.nan_to_num(-1), expected.nan_to_num(-1))
+    assert torch.equal(output.nan_to_num(-1), expected.nan_to_num(-1))
 
 
 def set_target(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
@@ -144,17 +145,17 @@ def test_many_rows_of_a_stored_weight_run_in_integers(dynamic: bool, monkeypatch
     rows = (70, 41) if dynamic else (70,)
     xs = [torch.randn(count, 160, dtype=BF16) for count in rows]
     mxcompile.quantize_weights_(model, POLICY, args=(xs[0],))
-    found = {}
+    outputs = {}
     for reason in ("another is faster", ""):
         set_target(monkeypatch, reason)
         torch._dynamo.reset()
         with torch.no_grad():
             compiled = torch.compile(model, backend="mxfp8", dynamic=dynamic, options={"policy": POLICY})
-            found[reason] = [compiled(x).float() for x in xs]
+            outputs[reason] = [compiled(x).float() for x in xs]
         kernels = {gemm.kernel.removeprefix("aten.") for gemm in mxcompile.reports()[-1].gemms}
         dequantized = {f"{name} (bfloat16, dequantized); another is faster" for name in ("mm", "addmm")}
         assert kernels == (dequantized if reason else {"mx_integer_mm C++ (AVX-512 VNNI)"})
-    for plain, ours in zip(*found.values(), strict=True):
+    for plain, ours in zip(*outputs.values(), strict=True):
         assert (plain - ours).norm() < 1e-2 * plain.norm()
 
 

@@ -42,12 +42,12 @@ def forms(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return library(request.param, _source(), tmp_path_factory.mktemp("forms"))
 
 
-def check(found: Tensor, kept: Tensor, x: Tensor, dim: int, fmt: str):
+def check(computed: Tensor, kept: Tensor, x: Tensor, dim: int, fmt: str):
     expected, part = ops.cast_statistics(x, dim, fmt, len(kept))
     sums = FIELDS.index("signal"), len(FIELDS)
-    assert torch.equal(found[: sums[0]], expected[: sums[0]])
-    assert torch.equal(found[sums[1] :], expected[sums[1] :])
-    assert found[slice(*sums)].tolist() == pytest.approx(expected[slice(*sums)].tolist(), rel=1e-12)
+    assert torch.equal(computed[: sums[0]], expected[: sums[0]])
+    assert torch.equal(computed[sums[1] :], expected[sums[1] :])
+    assert computed[slice(*sums)].tolist() == pytest.approx(expected[slice(*sums)].tolist(), rel=1e-12)
     assert torch.equal(kept.nan_to_num(7e30), part.nan_to_num(7e30))
 
 
@@ -80,9 +80,9 @@ def test_compiled_statistics_call_the_kernel_once(fmt: str, dim: int, keep: int)
         return ops.cast_statistics(x, dim, fmt, keep)
 
     torch._dynamo.reset()
-    (found, kept), (code,) = run_and_get_code(torch.compile(measure, fullgraph=True), x)
+    (counted, kept), (code,) = run_and_get_code(torch.compile(measure, fullgraph=True), x)
     assert code.count("mxcompile::Statistics<mxcompile::E") == 1
-    check(found, kept, x, dim, fmt)
+    check(counted, kept, x, dim, fmt)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +98,8 @@ def test_compiled_statistics_call_the_kernel_once(fmt: str, dim: int, keep: int)
 def test_others_are_measured_as_they_are_defined(fmt: str, dtype: torch.dtype, dim: int):
     x = torch.randn(40, 3, 72, dtype=dtype)
     torch._dynamo.reset()
-    (found, kept), (code,) = run_and_get_code(torch.compile(lambda x: ops.cast_statistics(x, dim, fmt, 9)), x)
+    (counted, kept), (code,) = run_and_get_code(
+        torch.compile(lambda x: ops.cast_statistics(x, dim, fmt, 9)), x
+    )
     assert "mxcompile::Statistics" not in code
-    check(found, kept, x, dim, fmt)
+    check(counted, kept, x, dim, fmt)

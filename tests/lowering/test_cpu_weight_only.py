@@ -86,12 +86,12 @@ def values(codes: Tensor, scales: Tensor, elem: str, dtype: torch.dtype) -> Tens
 def check_single_products(product: Product, x: Tensor, codes: Tensor, scales: Tensor, elem: str):
     """Rows of one activation times columns of one byte: nothing is summed, so nothing may be lost."""
     rows = torch.stack([x, *[torch.zeros_like(x)] * (ELEMS[elem].per_byte - 1)], 1)
-    found = product(rows, codes[:, None].contiguous(), scales[:, None].contiguous(), None, elem, F32)
+    products = product(rows, codes[:, None].contiguous(), scales[:, None].contiguous(), None, elem, F32)
     weight = element_values(first_codes(codes, elem), ELEMS[elem]).double() * scale_numbers(scales, elem)
     exact = (x.double()[:, None] * weight).float()
     # the reference's weight is infinite where FP32 has no such number, and so may the kernel's be
     beyond = ~weight.float().isfinite() & weight.isfinite()
-    same = (found == exact) | (found.isnan() & exact.isnan()) | (beyond & ~found.isfinite())
+    same = (products == exact) | (products.isnan() & exact.isnan()) | (beyond & ~products.isfinite())
     assert bool(same.all())
 
 
@@ -151,10 +151,10 @@ def test_weight_only_sums_are_within_fp32_accumulation(
         x = (binades(m, k) * magnitude).to(dtype)
         exact = x.double() @ weight.t()
         most = x.double().abs() @ weight.abs().t()
-        found = product(x, qdata, scales, None, elem, F32, whole)
-        assert bool(((found.double() - exact).abs() <= (k + 2) * 2.0**-24 * most).all())
-        found = product(x, qdata, scales, bias, elem, BF16, whole)
-        error = (found.double() - (exact + bias)).abs()
+        sums = product(x, qdata, scales, None, elem, F32, whole)
+        assert bool(((sums.double() - exact).abs() <= (k + 2) * 2.0**-24 * most).all())
+        sums = product(x, qdata, scales, bias, elem, BF16, whole)
+        error = (sums.double() - (exact + bias)).abs()
         assert bool(
             (error <= 2.0**-8 * (exact + bias).abs() + (k + 3) * 2.0**-24 * (most + bias.abs())).all()
         )
@@ -177,9 +177,9 @@ def test_a_nan_block_and_a_short_last_block(product: Product):
     """NaN stays in its row; what lies behind the end of a row counts for nothing."""
     qdata, scales = quantize(torch.ones(3, 70), -1, torch.float8_e4m3fn, "rceil")
     scales[1, 2] = 255
-    found = product(torch.ones(1, 70, dtype=BF16), qdata, scales, None, "E4M3", F32)
-    assert found[0, [0, 2]].tolist() == [70.0, 70.0]
-    assert found[0, 1].isnan()
+    row_sums = product(torch.ones(1, 70, dtype=BF16), qdata, scales, None, "E4M3", F32)
+    assert row_sums[0, [0, 2]].tolist() == [70.0, 70.0]
+    assert row_sums[0, 1].isnan()
 
 
 @pytest.mark.parametrize("elem", ELEMS)
@@ -194,9 +194,9 @@ def test_weight_rows_of_every_length_have_exact_sums(
         qdata, scales, _ = encode_stored(torch.randint(-2, 3, (9, k)).float(), -1, FORMATS[elem])
         x = torch.randint(-8, 9, (2, k)).to(dtype)
         exact = x.double() @ values(qdata, scales, elem, torch.float64).t()
-        found = product(x, qdata, scales.view(torch.uint8), None, elem, F32)
+        sums = product(x, qdata, scales.view(torch.uint8), None, elem, F32)
         rounded = 2.0**-20 if FORMATS[elem].two_level else 0.0  # other scales leave integers
-        assert bool(((found - exact).abs() <= rounded * exact.abs().max()).all())
+        assert bool(((sums - exact).abs() <= rounded * exact.abs().max()).all())
 
 
 def test_one_global_scale_divides_exactly_once(product: Product):
@@ -204,15 +204,15 @@ def test_one_global_scale_divides_exactly_once(product: Product):
     codes, scales = every_byte("NVFP4").repeat(256), EVERY.repeat_interleave(256)
     rows = torch.tensor([[1.5, 0.0], [-(2.0**20), 0.0]], dtype=BF16)
     whole = torch.full((len(codes), 1), 2688 / 3.7)
-    found = product(
+    products = product(
         rows, codes[:, None].contiguous(), scales[:, None].contiguous(), None, "NVFP4", F32, whole
     )
     weight = element_values(first_codes(codes, "NVFP4"), ELEMS["NVFP4"]).double() * scale_numbers(
         scales, "NVFP4"
     )
     exact = rows[:, :1].double() * weight / whole[0].double()
-    near = (found - exact).abs() <= 2.0**-23 * exact.abs()
-    assert bool((near | (found.isnan() & exact.isnan())).all())
+    near = (products - exact).abs() <= 2.0**-23 * exact.abs()
+    assert bool((near | (products.isnan() & exact.isnan())).all())
 
 
 @pytest.mark.parametrize("elem", ELEMS)
@@ -228,9 +228,9 @@ def test_every_code_at_every_place(functions: ctypes.CDLL, product: Product, row
     for column in range(0, 100, 11 if isinstance(functions, Library) else 1):
         x = torch.zeros(rows, 100, dtype=BF16)
         x[:, column] = 3.0
-        found = product(x, codes, scales, None, elem, F32)
-        assert torch.equal(found[:, finite], (3 * weight[finite, column]).expand(rows, -1))
-        assert not found[:, ~finite].isfinite().any()
+        products = product(x, codes, scales, None, elem, F32)
+        assert torch.equal(products[:, finite], (3 * weight[finite, column]).expand(rows, -1))
+        assert not products[:, ~finite].isfinite().any()
 
 
 def test_subnormal_elements_where_threads_flush_them(functions: ctypes.CDLL, product: Product):
@@ -241,10 +241,10 @@ def test_subnormal_elements_where_threads_flush_them(functions: ctypes.CDLL, pro
     x = torch.tensor([[1.0, 4.0, 64.0]], dtype=BF16)
     assert torch.set_flush_denormal(True)
     try:
-        found = product(x, codes, scales, None, "E4M3", F32)
+        output = product(x, codes, scales, None, "E4M3", F32)
     finally:
         torch.set_flush_denormal(False)
-    assert found.item() == 2.0**-9 * (1 + 8 - 3 * 64)
+    assert output.item() == 2.0**-9 * (1 + 8 - 3 * 64)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -255,8 +255,8 @@ def test_a_compiled_model_decodes_its_stored_weights(dynamic: bool):
     with torch.no_grad():
         for rows in (3, 5) if dynamic else (3,):
             x = torch.randn(rows, 160, dtype=BF16)
-            found, right = compiled(x).float(), expected(model, x).float()
-            assert 20 * torch.log10(right.norm() / (found - right).norm()) >= LEAST_DB
+            output, right = compiled(x).float(), expected(model, x).float()
+            assert 20 * torch.log10(right.norm() / (output - right).norm()) >= LEAST_DB
     kernels = [gemm.kernel for gemm in mxcompile.reports()[-1].gemms]
     assert kernels == ["mx_weight_only_mm C++"] * 3
 
@@ -270,7 +270,7 @@ def test_a_profile_of_kernels_names_those_in_cpp():
         compiled(x)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             compiled(x)
-    counts = [each.count for each in profile.key_averages() if each.key.endswith("_weight_only_mm")]
+    counts = [event.count for event in profile.key_averages() if event.key.endswith("_weight_only_mm")]
     assert counts == [3]
 
 
@@ -281,9 +281,9 @@ def test_large_weights_are_dequantized_in_parts(monkeypatch: pytest.MonkeyPatch)
     model = with_stored_weights(FeedForward(160, 330).bfloat16())
     x = torch.randn(40, 160, dtype=BF16)
     with torch.no_grad():
-        found, (code,) = run_and_get_code(torch.compile(model, backend="mxfp8", dynamic=False), x)
+        output, (code,) = run_and_get_code(torch.compile(model, backend="mxfp8", dynamic=False), x)
         right = expected(model, x).float()
-    assert 20 * torch.log10(right.norm() / (found.float() - right).norm()) >= LEAST_DB
+    assert 20 * torch.log10(right.norm() / (output.float() - right).norm()) >= LEAST_DB
     kernels = [gemm.kernel for gemm in mxcompile.reports()[-1].gemms]
     assert kernels == [f"mx_weight_only_mm dequantized in {parts} parts, mm" for parts in (6, 6, 3)]
     FileCheck().check_count("extern_kernels.mm(", 6 + 6 + 3, exactly=True).run(code)

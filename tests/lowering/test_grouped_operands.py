@@ -33,8 +33,8 @@ def lowered(shapes, transposed: bool, word: str = "e4m3 1x32 rceil") -> fx.Graph
 
     def cast(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
         dim = -3 - dim if transposed else dim
-        made = encode(x, dim, word)
-        return tuple(side.mT for side in made) if transposed else made
+        encoded = encode(x, dim, word)
+        return tuple(side.mT for side in encoded) if transposed else encoded
 
     def function(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
         sides = *cast(a, -1), *cast(b, -2)

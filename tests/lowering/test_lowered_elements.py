@@ -51,10 +51,10 @@ def test_casts_without_fp8_conversion_equal_reference(
     word = str(Format.mx(elem_type(elem)))
 
     def function(x: Tensor) -> tuple[Tensor, ...]:
-        made: tuple[Tensor, ...] = quantize_both(x, elem, rounding)
-        rowwise, scale, *_ = made
+        copies: tuple[Tensor, ...] = quantize_both(x, elem, rounding)
+        rowwise, scale, *_ = copies
         value = ops.decode(rowwise, scale, -1, word, torch.bfloat16)
-        return *made, value, values(x, -2, elem, rounding, False, torch.float32)
+        return *copies, value, values(x, -2, elem, rounding, False, torch.float32)
 
     x = wild(*shape, dtype=torch.float32)
     assert_same_bits(code(function, x), function(x))

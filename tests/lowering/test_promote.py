@@ -144,9 +144,9 @@ def test_dequantized_operands_are_dequantized_to_fp32():
         lambda x, q, s: x @ ops.decode(q, s, -1, "e4m3 1x32 rceil", BF16).t(), randn(5, 70), codes, scales
     )
     Promote(target=SLOW, device="cpu", promotes=False).apply(graph_module.graph)
-    (made,) = graph_module.graph.find_nodes(op="call_function", target=ops.decode)
-    assert Decode.read(made).dtype is FP32
-    assert made.meta["val"].dtype is FP32
+    (decode,) = graph_module.graph.find_nodes(op="call_function", target=ops.decode)
+    assert Decode.read(decode).dtype is FP32
+    assert decode.meta["val"].dtype is FP32
 
 
 def test_promoted_products_have_the_fp32_kernel_in_their_record():

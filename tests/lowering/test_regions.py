@@ -24,7 +24,7 @@ def test_a_trace_names_layers(marked: bool):
         compiled(torch.randn(40, 64).requires_grad_()).sum().backward()
 
     _, code = run_and_get_code(step)
-    assert any("mx_region" in each for each in code) == marked
+    assert any("mx_region" in line for line in code) == marked
     # PyTorch 2.11 warns where events do not accumulate
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as trace:
         step()

@@ -36,8 +36,8 @@ def linear(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None = None) 
 
 def recast(x: Tensor, qdata: Tensor, scale: Tensor, rounding: str = "rceil") -> Tensor:
     """As `quantize_gemms` leaves a product with a weight that the model dequantizes."""
-    again = quantized(ops.decode(qdata, scale, -1, "e4m3 1x32 rceil", x.dtype), rounding)
-    return scaled_mm(*quantized(x), again[0].t(), again[1].t(), None, x.dtype)
+    recoded = quantized(ops.decode(qdata, scale, -1, "e4m3 1x32 rceil", x.dtype), rounding)
+    return scaled_mm(*quantized(x), recoded[0].t(), recoded[1].t(), None, x.dtype)
 
 
 def lowered(function, *inputs: Tensor, target: str = "sm_90", mode: str = "fake") -> fx.GraphModule:
@@ -178,14 +178,14 @@ def test_casting_a_stored_block_again_keeps_its_values(dtype, elem):
     scale = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, qdata.shape[1] // 32).contiguous()
     word = str(Format.mx(elem_type(elem)))
     value = ops.decode(qdata, scale, -1, word, dtype)
-    again = ops.decode(*quantize(value, -1, elem, "rceil"), -1, word, F32)
+    recoded = ops.decode(*quantize(value, -1, elem, "rceil"), -1, word, F32)
     exact = ops.decode(qdata, scale, -1, word, torch.float64)
     exists = (value.double() == exact) & (exact.abs() < 2.0**127)
     inside = exists.unflatten(1, (-1, 32)).all(-1)
     assert inside.float().mean() > 0.8
     inside = inside.repeat_interleave(32, 1)
-    assert torch.equal(again.double()[inside], exact[inside])
-    assert again[255].isnan().all()
+    assert torch.equal(recoded.double()[inside], exact[inside])
+    assert recoded[255].isnan().all()
 
 
 def test_rejected_weight_only_product_records_the_reason():
@@ -207,7 +207,7 @@ def test_the_operator_compiles_where_it_has_no_kernel(dtype, bias):
     def function(x: Tensor) -> Tensor:
         return ops.weight_only_mm(x, qdata, scale, added, dtype, "e4m3 1x32 rceil").relu()
 
-    found = torch.compile(function, backend="inductor", fullgraph=True)(x)
+    products = torch.compile(function, backend="inductor", fullgraph=True)(x)
     expected = ops.weight_only_mm(x, qdata, scale, added, F32, "e4m3 1x32 rceil").relu()
     tolerance = 2 * torch.finfo(dtype).eps if dtype is not F32 else 1e-5
-    torch.testing.assert_close(found.float(), expected, rtol=tolerance, atol=10 * tolerance)
+    torch.testing.assert_close(products.float(), expected, rtol=tolerance, atol=10 * tolerance)

@@ -38,9 +38,9 @@ class Layer(nn.Module):
 
     def __init__(self, group: Any) -> None:
         super().__init__()
-        given = example()
-        self.before = nn.Linear(given.WIDTH, given.WIDTH, bias=False)
-        self.moe = given.MixtureOfExperts(group)
+        sizes = example()
+        self.before = nn.Linear(sizes.WIDTH, sizes.WIDTH, bias=False)
+        self.moe = sizes.MixtureOfExperts(group)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.moe(self.before(x))
@@ -60,12 +60,12 @@ def sent_by(rank: int, mesh: DeviceMesh, policy: Any) -> dict[str, int]:
     compiled = torch.compile(model, backend=EagerBackend(policy=policy), fullgraph=True)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as seen:
         compiled(x).float().square().sum().backward()
-    given: Counter[str] = Counter()
+    num_bytes: Counter[str] = Counter()
     for event in seen.profiler.kineto_results.events():
         if event.name() == "gloo:all_to_all":
             dtype, size = ITEMS[event.dtypes()[0]]
-            given[dtype] += math.prod(event.shapes()[0]) * size
-    return dict(given)
+            num_bytes[dtype] += math.prod(event.shapes()[0]) * size
+    return dict(num_bytes)
 
 
 def spread_and_plain(rank: int, mesh: DeviceMesh) -> list[tuple[Tensor, Tensor]]:
@@ -84,14 +84,14 @@ def spread_and_plain(rank: int, mesh: DeviceMesh) -> list[tuple[Tensor, Tensor]]
     weights = torch.rand(TOKENS, TOP_K)
     pairs = []
     for module in (plain, spread):
-        given = x.clone().requires_grad_(), weights.clone().requires_grad_()
-        y = module(given[0], choices, given[1])
+        leaves = x.clone().requires_grad_(), weights.clone().requires_grad_()
+        y = module(leaves[0], choices, leaves[1])
         y.square().sum().backward()
-        pairs.append((y.detach(), *(each.grad for each in given)))
-    own = NUMBER // mesh.size()
+        pairs.append((y.detach(), *(leaf.grad for leaf in leaves)))
+    local = NUMBER // mesh.size()
     for parameter in plain.parameters():
         dist.all_reduce(parameter.grad)
-    mine = slice(rank * own, (rank + 1) * own)
+    mine = slice(rank * local, (rank + 1) * local)
     gradients = [(q.grad, p.grad[mine]) for p, q in zip(plain.parameters(), spread.parameters(), strict=True)]
     return [*zip(*reversed(pairs), strict=True), *gradients]
 

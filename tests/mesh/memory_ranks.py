@@ -52,14 +52,14 @@ class Shape:
         return Tall(self.depth), (torch.zeros(self.batch, self.length, dtype=torch.int64),), {}
 
     def fsdp(self, mesh: DeviceMesh) -> meshed.Prepared:
-        made = self.plain()
-        meshed.fully_shard_(made[0], mesh["dp"], mp_policy=meshed.MIXED)
-        return made
+        example = self.plain()
+        meshed.fully_shard_(example[0], mesh["dp"], mp_policy=meshed.MIXED)
+        return example
 
     def sp(self, mesh: DeviceMesh) -> meshed.Prepared:
-        made = self.plain()
-        meshed.sequence_parallel_(made[0], mesh["tp"])
-        return made
+        example = self.plain()
+        meshed.sequence_parallel_(example[0], mesh["tp"])
+        return example
 
 
 def compile_(model: Any, backend: Any, **settings: Any) -> None:

@@ -44,8 +44,8 @@ def seen_in(trace: Path) -> Seen:
         kind = next((kind for start, kind in KINDS.items() if name.lstrip("_").startswith(start)), None)
         if kind is None or room not in ("c10d", "_c10d_functional"):
             continue
-        place = int(room == "c10d" and kind != "all-reduce")  # results come first
-        shape, dtype = (event["args"][key][place] for key in ("Input Dims", "Input type"))
+        index = int(room == "c10d" and kind != "all-reduce")  # results come first
+        shape, dtype = (event["args"][key][index] for key in ("Input Dims", "Input type"))
         if room == "c10d":
             shapes = shape if shape and isinstance(shape[0], list) else [shape]
             elements[f"{kind} {sum(map(math.prod, shapes))}"] += 1
@@ -54,7 +54,7 @@ def seen_in(trace: Path) -> Seen:
     return dict(elements), dict(typed)
 
 
-def held(model: nn.Module) -> dict[str, int]:
+def state_bytes(model: nn.Module) -> dict[str, int]:
     """Bytes of the parameters on this rank, of their gradients, and of what AdamW makes of both."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, foreach=False)
@@ -85,7 +85,7 @@ def step(case: Case, trace: Path, *, by_block: bool) -> None:
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
         run(*args, **kwargs).float().square().mean().backward()
     profiled.export_chrome_trace(str(trace))
-    trace.with_suffix(".held").write_text(json.dumps(held(model) if factory in REDUCED else {}))
+    trace.with_suffix(".held").write_text(json.dumps(state_bytes(model) if factory in REDUCED else {}))
 
 
 def steps(cases: list[Case], by_block: bool) -> None:

@@ -114,44 +114,44 @@ MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.floa
 
 
 def fsdp(mesh: DeviceMesh) -> Prepared:
-    made = plain()
-    fully_shard_(made[0], mesh["dp"], mp_policy=MIXED)
-    return made
+    example = plain()
+    fully_shard_(example[0], mesh["dp"], mp_policy=MIXED)
+    return example
 
 
 TILES = {"version": 1, "rules": [{"match": {"name": "*"}, "use": {"weight_block": "32x32"}}]}
 
 
 def gathers(mesh: DeviceMesh) -> Prepared:
-    made = plain()
-    mxcompile.quantize_gathers_(made[0], TILES, mesh=mesh["dp"], args=made[1])
-    fully_shard_(made[0], mesh["dp"], mp_policy=MIXED)
-    return made
+    example = plain()
+    mxcompile.quantize_gathers_(example[0], TILES, mesh=mesh["dp"], args=example[1])
+    fully_shard_(example[0], mesh["dp"], mp_policy=MIXED)
+    return example
 
 
 def hsdp(mesh: DeviceMesh) -> Prepared:
-    made = plain()
-    made[0].output.weight.requires_grad_(False)
-    fully_shard_(made[0], mesh["copies", "shards"], reshard_after_forward=False)
-    return made
+    example = plain()
+    example[0].output.weight.requires_grad_(False)
+    fully_shard_(example[0], mesh["copies", "shards"], reshard_after_forward=False)
+    return example
 
 
 def sp(mesh: DeviceMesh) -> Prepared:
-    made = plain()
-    sequence_parallel_(made[0], mesh["tp"])
-    return made
+    example = plain()
+    sequence_parallel_(example[0], mesh["tp"])
+    return example
 
 
 def fsdp_sp(mesh: DeviceMesh) -> Prepared:
-    made = plain()
-    sequence_parallel_(made[0], mesh["tp"])
-    fully_shard_(made[0], mesh["dp"], mp_policy=MIXED)
-    return made
+    example = plain()
+    sequence_parallel_(example[0], mesh["tp"])
+    fully_shard_(example[0], mesh["dp"], mp_policy=MIXED)
+    return example
 
 
 def deep(mesh: DeviceMesh) -> Prepared:
     """Deep enough for equal layers to be traced once."""
-    made = plain(6)
-    sequence_parallel_(made[0], mesh["tp"])
-    fully_shard_(made[0], mesh["dp"])
-    return made
+    example = plain(6)
+    sequence_parallel_(example[0], mesh["tp"])
+    fully_shard_(example[0], mesh["dp"])
+    return example

@@ -20,17 +20,17 @@ DEPTH = 5
 
 
 def wrapped(mesh: DeviceMesh) -> meshed.Prepared:
-    made = meshed.plain(DEPTH)
-    for index, block in enumerate(made[0].layers):
-        made[0].layers[index] = checkpoint_wrapper(block)
-    meshed.fully_shard_(made[0], mesh["dp"], mp_policy=meshed.MIXED)
-    return made
+    example = meshed.plain(DEPTH)
+    for index, block in enumerate(example[0].layers):
+        example[0].layers[index] = checkpoint_wrapper(block)
+    meshed.fully_shard_(example[0], mesh["dp"], mp_policy=meshed.MIXED)
+    return example
 
 
 def kept(mesh: DeviceMesh) -> meshed.Prepared:
-    made = meshed.plain(DEPTH)
-    meshed.fully_shard_(made[0], mesh["dp"], mp_policy=meshed.MIXED)
-    return made
+    example = meshed.plain(DEPTH)
+    meshed.fully_shard_(example[0], mesh["dp"], mp_policy=meshed.MIXED)
+    return example
 
 
 SETTINGS = {"mesh": "dp=8", "target": "b200", "links": "nvlink=900", "policy": "bf16"}
@@ -58,13 +58,13 @@ def test_wrapped_blocks_keep_less_and_compute_again():
 
     A block saves its input, which is the result of the block before. Nothing saves the last block's.
     """
-    again, once = explained(wrapped), explained(kept)
-    assert again.memory.saved < 0.5 * once.memory.saved
-    run_again = products(again) - products(once)
+    checkpointed_rank, once = explained(wrapped), explained(kept)
+    assert checkpointed_rank.memory.saved < 0.5 * once.memory.saved
+    run_again = products(checkpointed_rank) - products(once)
     assert run_again == Counter(product=DEPTH * 6 + 1, attention=DEPTH)
-    assert not re.search("checkpoint", str(again))
-    assert set(decisions(again)) == set(decisions(once))
-    assert Counter(again.collectives) == Counter(once.collectives)
+    assert not re.search("checkpoint", str(checkpointed_rank))
+    assert set(decisions(checkpointed_rank)) == set(decisions(once))
+    assert Counter(checkpointed_rank.collectives) == Counter(once.collectives)
 
 
 def test_wrapped_blocks_are_traced_once():
@@ -92,9 +92,9 @@ def checkpointed(mesh: DeviceMesh) -> meshed.Prepared:
 
 
 def test_a_model_in_a_wrapper_keeps_it():
-    again, once = explained(checkpointed), explained(meshed.fsdp)
-    assert again.memory.saved < 0.2 * once.memory.saved
-    assert set(decisions(again)) == set(decisions(once))
+    wrapped_rank, once = explained(checkpointed), explained(meshed.fsdp)
+    assert wrapped_rank.memory.saved < 0.2 * once.memory.saved
+    assert set(decisions(wrapped_rank)) == set(decisions(once))
 
 
 def test_explain_without_a_mesh_keeps_the_wrappers():

@@ -28,15 +28,15 @@ class Attention(meshed.Attention):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (p(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for p in (self.wq, self.wk, self.wv))
-        k, v = (all_gather_tensor_autograd(each.contiguous(), 2, self.group) for each in (k, v))
+        k, v = (all_gather_tensor_autograd(tensor.contiguous(), 2, self.group) for tensor in (k, v))
         return self.wo(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2))
 
 
 def gathering(mesh: DeviceMesh) -> meshed.Prepared:
-    made = meshed.plain()
-    for block in made[0].layers:
+    example = meshed.plain()
+    for block in example[0].layers:
         block.attention.__class__, block.attention.group = Attention, mesh["cp"].get_group()
-    return made
+    return example
 
 
 def test_names_and_decisions_are_those_of_the_whole():
@@ -55,7 +55,7 @@ def test_names_and_decisions_are_those_of_the_whole():
 def test_keys_and_values_are_exchanged():
     rank = mxcompile.explain_rank(gathering, mesh=f"cp={RANKS}", **NAMED)
     part = 4 * TOKENS * WIDTH
-    assert Counter((one.kind, one.phase, one.axis, one.num_bytes) for one in rank.collectives) == {
+    assert Counter((c.kind, c.phase, c.axis, c.num_bytes) for c in rank.collectives) == {
         ("all-gather", "forward", "cp", part): 2 * 2,
         ("reduce-scatter", "backward", "cp", RANKS * part): 2 * 2,
     }

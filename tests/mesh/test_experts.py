@@ -36,9 +36,9 @@ def test_the_exchange_of_a_factory_is_among_its_collectives():
     rank = explained(4, POLICIES["sent"])
     rows, width = TOKENS * TOP_K, 64
     exchanges = [
-        (one.phase, one.dtype, one.num_bytes, one.without_bytes, one.axis, one.ranks)
-        for one in rank.collectives
-        if one.kind == "all-to-all"
+        (c.phase, c.dtype, c.num_bytes, c.without_bytes, c.axis, c.ranks)
+        for c in rank.collectives
+        if c.kind == "all-to-all"
     ]
     whole = rows * width * 2
     assert exchanges == [
@@ -64,8 +64,8 @@ def test_bytes_exchanged_by_ranks_match_the_prediction(ranks: int, tmp_path: Pat
     results = run_on(ranks, tmp_path, POLICIES)
     for name, policy in POLICIES.items():
         predicted: Counter[str] = Counter()
-        for one in explained(ranks, policy).collectives:
-            predicted[one.dtype] += ranks * one.num_bytes
+        for collective in explained(ranks, policy).collectives:
+            predicted[collective.dtype] += ranks * collective.num_bytes
         seen = sum((Counter(sent[name]) for sent, _ in results), Counter[str]())
         assert seen == predicted, name
     for _, pairs in results:

@@ -136,16 +136,16 @@ def test_saved_bytes_of_folded_layers_match_the_report(deep: RankReport):
 def test_weights_that_travel_in_mxfp8_are_counted_beside_bf16():
     """Two ranks have 80 rows of w1 and w3, which are not whole tiles."""
     rank = mxcompile.explain_rank(meshed.gathers, mesh="dp=2", policy=meshed.TILES, target="cpu")
-    blocks = [one for one in rank.collectives if one.kind == "all-gather" and one.name]
+    blocks = [c for c in rank.collectives if c.kind == "all-gather" and c.name]
     tiles, rest = (4 * WIDTH * WIDTH + FFN * WIDTH) // 2, FFN * WIDTH + WIDTH
-    assert {(one.dtype, one.without_bytes) for one in blocks} == {("uint8", 2 * (tiles + rest))}
-    assert {one.num_bytes for one in blocks} == {tiles + tiles // 1024 + 2 * rest}
+    assert {(c.dtype, c.without_bytes) for c in blocks} == {("uint8", 2 * (tiles + rest))}
+    assert {c.num_bytes for c in blocks} == {tiles + tiles // 1024 + 2 * rest}
 
 
 def test_plain_models_are_parallelised_by_name():
     model, args, _ = meshed.plain()
     rank = mxcompile.explain_rank(model, *args, mesh="dp=4,tp=2", parallel="fsdp,tp=llama", **NAMED)
-    kinds = Counter((one.kind, one.what, one.axis, one.phase) for one in rank.collectives)
+    kinds = Counter((c.kind, c.what, c.axis, c.phase) for c in rank.collectives)
     assert kinds["all-reduce", "activations", "tp", "forward"] == 2 * 2 + 1
     assert kinds["all-gather", "weights", "dp", "forward"] == 3
     assert {shard.name for shard in rank.shards if shard.gemm == "fprop"} == {
@@ -158,7 +158,7 @@ def test_plain_models_are_parallelised_by_name():
 
 def test_inference_gathers_weights_in_forward_only():
     rank = mxcompile.explain_rank(meshed.fsdp, mesh="dp=8", training=False, **NAMED)
-    assert {one.phase for one in rank.collectives} == {"forward"}
+    assert {c.phase for c in rank.collectives} == {"forward"}
 
 
 def own_mesh():
@@ -173,7 +173,7 @@ def own_group(mesh: Any):
 
 
 @pytest.mark.parametrize(
-    ("given", "settings", "error", "words"),
+    ("model", "settings", "error", "words"),
     [
         (meshed.plain, {}, ModelError, "is not parallelised"),
         (lambda mesh: meshed.plain()[0], {}, ModelError, "returned Llama"),
@@ -187,16 +187,16 @@ def own_group(mesh: Any):
     ],
 )
 def test_explain_rank_refuses_wrong_arguments(
-    given: Any, settings: dict[str, Any], error: type[Exception], words: str
+    model: Any, settings: dict[str, Any], error: type[Exception], words: str
 ):
     with pytest.raises(error, match=words):
-        mxcompile.explain_rank(given, **{"mesh": "dp=8", **settings})
+        mxcompile.explain_rank(model, **{"mesh": "dp=8", **settings})
     assert not dist.is_initialized()
 
 
 def test_a_factory_may_make_its_mesh():
     rank = mxcompile.explain_rank(own_mesh, mesh="dp=8", **NAMED)
-    assert {one.ranks for one in rank.collectives} == {8}
+    assert {c.ranks for c in rank.collectives} == {8}
 
 
 def test_explain_names_the_function_and_the_command_for_a_rank(capsys: pytest.CaptureFixture[str]):

@@ -44,8 +44,8 @@ def collective(kind: str, ranks: int, stride: int = 1) -> Collective:
 )
 def test_link_of_collective_follows_from_rank_order(ranks: int, stride: int, node: int, link: str, near: int):
     links = Links(nvlink=900, net=50, node=node)
-    one = collective("all-gather", ranks, stride)
-    assert (links.link(one), links.in_node(one)) == (link, near)
+    gather = collective("all-gather", ranks, stride)
+    assert (links.link(gather), links.in_node(gather)) == (link, near)
 
 
 @pytest.mark.parametrize(
@@ -72,8 +72,8 @@ def test_few_bytes_wait_for_steps():
 
 
 def test_the_range_is_of_the_links_rates():
-    one = collective("all-gather", 16, 8)
-    span = Range.from_rates(lambda rates: LINKS.us(one, LARGE, rates), RATES)
+    gather = collective("all-gather", 16, 8)
+    span = Range.from_rates(lambda rates: LINKS.us(gather, LARGE, rates), RATES)
     assert span.low == pytest.approx(span.centre * 0.85 / 0.95, rel=0.01)
     assert span.high == pytest.approx(span.centre * 0.85 / 0.50, rel=0.01)
 

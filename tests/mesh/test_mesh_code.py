@@ -28,24 +28,24 @@ def test_code_of_a_rank_is_that_of_its_shards():
         for launch in code.launches
         if launch.kind == "collective"
     )
-    in_graphs = Counter(one.kind for one in rank.collectives if one.what == "activations")
+    in_graphs = Counter(c.kind for c in rank.collectives if c.what == "activations")
     assert sends["all_gather_into_tensor"] == in_graphs["all-gather"]
     assert sends["reduce_scatter_tensor"] == in_graphs["reduce-scatter"]
     assert all(launch.estimate is None for launch in code.launches if launch.kind == "collective")
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("settings", "words"),
     [
         ({"parallel": "fsdp"}, "give `mesh`"),
         ({"parallel": "fsdp", "mesh": "pp=2,dp=2"}, "leave the axis pp out"),
         ({"parallel": "fsdp", "mesh": "ep=2"}, "needs a mesh with the axis"),
     ],
 )
-def test_codegen_of_a_mesh_refuses_wrong_arguments(given: dict[str, str], words: str):
+def test_codegen_of_a_mesh_refuses_wrong_arguments(settings: dict[str, str], words: str):
     model, args, _ = meshed.plain()
     with pytest.raises(OptionError, match=words):
-        mxcompile.codegen(model, *args, **given)
+        mxcompile.codegen(model, *args, **settings)
 
 
 def test_the_command_takes_no_sizes_for_a_factory(

@@ -52,20 +52,20 @@ def checked(name: str, layers: int, mesh: str, parallel: str) -> RankReport:
     local, whole_bytes = 0.0, 0.0
     for path, p in model.named_parameters():
         spread = ep > 1 and ".experts." in path and p.ndim == 3
-        own, ranks = (p.shape[0] // ep, shards) if spread else (p.shape[0], shards * ep)
-        whole_experts = spread and own < ranks  # then each expert is split, and nothing padded
-        rows = own / ranks if whole_experts else -(-own // ranks)
+        height, ranks = (p.shape[0] // ep, shards) if spread else (p.shape[0], shards * ep)
+        whole_experts = spread and height < ranks  # then each expert is split, and nothing padded
+        rows = height / ranks if whole_experts else -(-height // ranks)
         local += rows * p[0].numel() / tp
         whole_bytes += 2 * rows * ranks * p[0].numel() / tp
-    held = rank.memory.parameters - sum(buffer.nbytes for buffer in model.buffers())
-    assert held == pytest.approx(4 * local, rel=0.05)
-    exchanges = [one for one in rank.collectives if one.kind == "all-to-all" and one.dtype != "int64"]
-    assert len({one.name for one in exchanges}) * 4 == len(exchanges)
+    parameter_bytes = rank.memory.parameters - sum(buffer.nbytes for buffer in model.buffers())
+    assert parameter_bytes == pytest.approx(4 * local, rel=0.05)
+    exchanges = [c for c in rank.collectives if c.kind == "all-to-all" and c.dtype != "int64"]
+    assert len({c.name for c in exchanges}) * 4 == len(exchanges)
     spread_layers = {shard.name.rpartition(".")[0] for shard in rank.shards if shard.experts is not None}
-    assert {one.name for one in exchanges} == spread_layers
+    assert {c.name for c in exchanges} == spread_layers
     assert bool(exchanges) == (ep > 1)
-    gathered = [one for one in rank.collectives if one.kind == "all-gather" and one.what == "weights"]
-    forward = sum(one.num_bytes * one.ranks for one in gathered if one.phase == "forward")
+    gathered = [c for c in rank.collectives if c.kind == "all-gather" and c.what == "weights"]
+    forward = sum(c.num_bytes * c.ranks for c in gathered if c.phase == "forward")
     assert forward == pytest.approx(whole_bytes, rel=0.05)
     assert rank.time is not None
     assert 0 < rank.time.us.low < rank.time.us.centre < rank.time.us.high
@@ -101,7 +101,7 @@ def test_a_model_on_a_mesh(name: str, layers: int, mesh: str, parallel: str):
 def test_405b_on_a_thousand_ranks():
     """Equal layers are folded under FSDP2 and tensor parallelism too: 126 cost what 3 cost."""
     rank = checked("llama", ALL, "dp=128,tp=8", BOTH)
-    reduced = [one for one in rank.collectives if one.kind == "reduce-scatter" and one.axis == "dp"]
-    assert {one.name for one in reduced} == {"", *(f"model.layers.{index}" for index in range(ALL))}
+    reduced = [c for c in rank.collectives if c.kind == "reduce-scatter" and c.axis == "dp"]
+    assert {c.name for c in reduced} == {"", *(f"model.layers.{index}" for index in range(ALL))}
     split = {shard.name for shard in rank.shards if shard.gemm == "fprop"}
     assert len(split) == 7 * ALL + 1

@@ -68,14 +68,14 @@ def test_the_bubble_shrinks_with_more_micro_batches_and_with_more_stages(staged:
 
 
 def test_stages_send_activations_and_gather_once(staged: RankReport):
-    sent = [one for one in staged.collectives if one.kind == "send"]
-    assert {(one.phase, one.axis, one.stride, one.dtype, one.num_bytes) for one in sent} == {
+    sent = [c for c in staged.collectives if c.kind == "send"]
+    assert {(c.phase, c.axis, c.stride, c.dtype, c.num_bytes) for c in sent} == {
         ("backward", "pp", 8, "bfloat16", 2 * meshed.TOKENS * meshed.WIDTH)
     }
     assert len(sent) == 4
-    gathers = [one.name for one in staged.collectives if one.kind == "all-gather"]
+    gathers = [c.name for c in staged.collectives if c.kind == "all-gather"]
     assert sorted(gathers) == ["", "layers.3", "layers.4", "layers.5"]
-    reductions = [one.name for one in staged.collectives if one.kind == "reduce-scatter"]
+    reductions = [c.name for c in staged.collectives if c.kind == "reduce-scatter"]
     assert sorted(reductions) == sorted(gathers)
 
 
@@ -98,16 +98,16 @@ def test_the_report_has_the_pipeline(staged: RankReport):
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("settings", "words"),
     [
         ({"mesh": "dp=8", "microbatches": 4}, "`microbatches` needs a pipeline"),
         ({"mesh": "pp=2,dp=8", "schedule": "zb"}, "unknown schedule"),
         ({"mesh": "pp=8,dp=8"}, "needs at least a block for each"),
     ],
 )
-def test_pipeline_refuses_wrong_microbatches_and_stages(given: dict[str, Any], words: str):
+def test_pipeline_refuses_wrong_microbatches_and_stages(settings: dict[str, Any], words: str):
     with pytest.raises(OptionError, match=words):
-        explained(**given)
+        explained(**settings)
 
 
 def test_a_model_without_one_stack_has_no_stages():

@@ -26,9 +26,9 @@ FOUR = [(fsdp_sp, "dp=2,tp=2", {}), (hsdp, "copies=2,shards=2", {})]
 
 
 def predicted(rank: RankReport) -> Seen:
-    sent = [(one, one.num_bytes // getattr(torch, one.dtype).itemsize) for one in rank.collectives]
-    elements = Counter(f"{one.kind} {numel}" for one, numel in sent)
-    return dict(elements), dict(Counter(f"{one.kind} {one.dtype} {numel}" for one, numel in sent))
+    sent = [(c, c.num_bytes // getattr(torch, c.dtype).itemsize) for c in rank.collectives]
+    elements = Counter(f"{c.kind} {numel}" for c, numel in sent)
+    return dict(elements), dict(Counter(f"{c.kind} {c.dtype} {numel}" for c, numel in sent))
 
 
 def check(cases: list[Any], ranks: int, folder: Path, *, by_block: bool) -> None:
@@ -38,11 +38,11 @@ def check(cases: list[Any], ranks: int, folder: Path, *, by_block: bool) -> None
         rank = mxcompile.explain_rank(factory, mesh=mesh, target="cpu", **options)
         elements, typed = predicted(rank)
         assert elements
-        for (seen_elements, seen_typed), held in every_rank:
+        for (seen_elements, seen_typed), state_bytes in every_rank:
             assert seen_elements == elements, factory.__name__
             assert seen_typed, factory.__name__
             assert seen_typed.items() <= typed.items(), factory.__name__
-            assert held.items() <= asdict(rank.memory).items(), factory.__name__
+            assert state_bytes.items() <= asdict(rank.memory).items(), factory.__name__
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ LINKS = Links.parse("nvlink=900,net=50")
 
 
 def meshes(*args: Any) -> list[tuple[str, str | None]]:
-    return [(each.mesh, each.parallel) for each in candidates(*args)]
+    return [(candidate.mesh, candidate.parallel) for candidate in candidates(*args)]
 
 
 def test_plain_models_take_every_split_of_a_node():
@@ -83,7 +83,7 @@ def test_sweep_lists_fastest_mesh_first_and_meshes_that_do_not_fit():
         tokens=8000,
         memory_gb=180,
     )
-    assert [each.candidate.mesh for each in swept.fitting] == ["dp=2,tp=4", "dp=4,tp=2"]
+    assert [time.candidate.mesh for time in swept.fitting] == ["dp=2,tp=4", "dp=4,tp=2"]
     assert swept.fitting[0].speed(8000).centre == pytest.approx(8000 / 4 / 20e-3, rel=0.01)
     text = str(swept)
     assert "dp=8 does not fit: 186.3 GiB" in text
@@ -117,18 +117,18 @@ def test_a_picture_has_a_bar_for_each_mesh_that_fits(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("settings", "words"),
     [
         ({"ranks": 1}, "needs 2 ranks or more"),
         ({"ranks": 8, "links": "ib=50"}, "unknown link"),
         ({"ranks": 8, "target": "cpu"}, "target cpu has no data sheet with its memory"),
     ],
 )
-def test_sweep_meshes_refuses_wrong_arguments(given: dict[str, Any], words: str):
+def test_sweep_meshes_refuses_wrong_arguments(settings: dict[str, Any], words: str):
     model, args, _ = meshed.plain()
     with pytest.raises(OptionError, match=words):
         mxcompile.sweep_meshes(
-            model, *args, **{"links": "nvlink=900", "target": "b200", "parallel": "fsdp", **given}
+            model, *args, **{"links": "nvlink=900", "target": "b200", "parallel": "fsdp", **settings}
         )
 
 

@@ -15,7 +15,7 @@ from mxcompile.mesh.schedule import GPIPE, INTERLEAVED, ONE_F_ONE_B, SCHEDULES, 
 def order_of_torch(schedule: Schedule) -> dict[int, list[Any]]:
     """What PyTorch's class runs on each rank, made without ranks."""
     kind = torchs.get_schedule_class(schedule.name)
-    own: Any = SimpleNamespace(
+    schedule_of_torch: Any = SimpleNamespace(
         _num_stages=schedule.stages,
         _n_microbatches=schedule.microbatches,
         pp_group_size=schedule.ranks,
@@ -23,13 +23,16 @@ def order_of_torch(schedule: Schedule) -> dict[int, list[Any]]:
         microbatches_per_round=schedule.microbatches // max(1, schedule.microbatches // schedule.ranks),
     )
     if schedule.name == INTERLEAVED:
-        return {rank: kind._calculate_single_rank_operations(own, rank) for rank in range(schedule.ranks)}
-    order = kind._get_pipeline_order(own)
+        return {
+            rank: kind._calculate_single_rank_operations(schedule_of_torch, rank)
+            for rank in range(schedule.ranks)
+        }
+    order = kind._get_pipeline_order(schedule_of_torch)
     if schedule.name == ONE_F_ONE_B:  # PyTorch counts the last rank's forwards from 1
         last = order[schedule.ranks - 1]
         last[:] = [
-            one._replace(microbatch_index=one.microbatch_index - 1) if is_forward(one) else one
-            for one in last
+            action._replace(microbatch_index=action.microbatch_index - 1) if is_forward(action) else action
+            for action in last
         ]
     return order
 
@@ -45,20 +48,20 @@ CASES = [(name, ranks, batches) for name in SCHEDULES for ranks, batches in ((2,
 def test_orders_are_those_of_torch(name: str, ranks: int, microbatches: int):
     schedule = Schedule.parse(name, ranks, microbatches)
     for rank, actions in order_of_torch(schedule).items():
-        known = {"F": torchs.FORWARD, "B": torchs.FULL_BACKWARD}
+        kinds = {"F": torchs.FORWARD, "B": torchs.FULL_BACKWARD}
         expected = [
-            (one.computation_type, one.stage_index, one.microbatch_index)
-            for one in actions
-            if one is not None and one.computation_type in known.values()
+            (action.computation_type, action.stage_index, action.microbatch_index)
+            for action in actions
+            if action is not None and action.computation_type in kinds.values()
         ]
-        assert [(known[kind], *rest) for kind, *rest in schedule.order(rank)] == expected
+        assert [(kinds[kind], *rest) for kind, *rest in schedule.order(rank)] == expected
 
 
-@pytest.mark.parametrize(("name", "each"), [(GPIPE, 1), (ONE_F_ONE_B, 1), (INTERLEAVED, 2)])
-def test_equal_stages_of_torchs_orders_have_the_known_bubble(name: str, each: int):
+@pytest.mark.parametrize(("name", "groups"), [(GPIPE, 1), (ONE_F_ONE_B, 1), (INTERLEAVED, 2)])
+def test_equal_stages_of_torchs_orders_have_the_known_bubble(name: str, groups: int):
     schedule = Schedule.parse(name, 4, 16)
     ran = schedule.run([1.0] * schedule.stages, [2.0] * schedule.stages)
-    assert 1 - ran.busy[0] / ran.us == pytest.approx(3 / (each * 16 + 3))
+    assert 1 - ran.busy[0] / ran.us == pytest.approx(3 / (groups * 16 + 3))
 
 
 def test_schedule_counts_micro_batches_in_flight():

@@ -23,11 +23,11 @@ MB = 10**6
 
 
 def sent(
-    kind: str, what: str, name: str, phase: str, *, stride: int = 1, without: int = 64 * MB
+    kind: str, payload: str, name: str, phase: str, *, stride: int = 1, without: int = 64 * MB
 ) -> Collective:
     return Collective(
         kind=kind,
-        what=what,
+        what=payload,
         name=name,
         dtype="bfloat16",
         num_bytes=64 * MB,
@@ -54,19 +54,19 @@ def parts(time: StepTime) -> dict[str, float]:
 
 
 def test_collectives_of_activations_are_never_hidden():
-    one = sent("all-reduce", "activations", "layers.0.mlp", "forward")
-    busy, idle = (parts(step(one, compute_gb=size)) for size in (100.0, 0.0))
+    collective = sent("all-reduce", "activations", "layers.0.mlp", "forward")
+    busy, idle = (parts(step(collective, compute_gb=size)) for size in (100.0, 0.0))
     assert busy["exposed, activations"] == idle["exposed, activations"] > 0
-    assert busy["exposed, activations"] == LINKS.us(one, 64 * MB, step().rates)
+    assert busy["exposed, activations"] == LINKS.us(collective, 64 * MB, step().rates)
 
 
 def test_the_first_two_gathers_wait_and_others_hide():
     gathers = [sent("all-gather", "weights", f"layers.{i}", "forward") for i in range(6)]
-    each = LINKS.us(gathers[0], 64 * MB, step().rates)
-    assert parts(step(*gathers))["exposed, FSDP forward"] == pytest.approx(6 * each)
+    gather_us = LINKS.us(gathers[0], 64 * MB, step().rates)
+    assert parts(step(*gathers))["exposed, FSDP forward"] == pytest.approx(6 * gather_us)
     hidden = step(*gathers, compute_gb=100.0)
-    assert parts(hidden)["exposed, FSDP forward"] == pytest.approx(2 * each)
-    assert hidden.works[0].hidden_us(LINKS, hidden.rates) == pytest.approx(4 * each)
+    assert parts(hidden)["exposed, FSDP forward"] == pytest.approx(2 * gather_us)
+    assert hidden.works[0].hidden_us(LINKS, hidden.rates) == pytest.approx(4 * gather_us)
 
 
 def test_the_last_reductions_wait_and_gathers_of_backward_hide():
@@ -90,13 +90,13 @@ def test_gathers_between_nodes_hide_beside_activations_within_them():
 
 
 def test_without_mxcompile_its_bytes_travel():
-    one = sent("all-gather", "weights", "layers.0", "forward", without=128 * MB)
-    assert step(one, wire=False).us.centre > step(one).us.centre
+    collective = sent("all-gather", "weights", "layers.0", "forward", without=128 * MB)
+    assert step(collective, wire=False).us.centre > step(collective).us.centre
 
 
 def test_equal_steps_are_not_distinguishable():
-    one = sent("all-reduce", "activations", "layers.0", "forward", stride=8)
-    works = [RankWork(policy=name, works={}, collectives=(one,)) for name in ("mine", "theirs")]
+    collective = sent("all-reduce", "activations", "layers.0", "forward", stride=8)
+    works = [RankWork(policy=name, works={}, collectives=(collective,)) for name in ("mine", "theirs")]
     time = StepTime.from_works(works, LINKS, TARGETS["sm_100"])
     assert "mine and theirs: not distinguishable" in str(time)
     assert time.over(*works).text(".2f") == "1.00 (1.00–1.00)"
@@ -145,13 +145,13 @@ def test_the_report_has_the_time(rank: RankReport):
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("settings", "words"),
     [
         ({"mesh": "dp=8", "parallel": "fsdp", "links": "net=50", "target": "cpu"}, "`links` needs a target"),
         ({"mesh": "dp=8", "parallel": "fsdp", "node": 4}, "`node` needs the speeds of links"),
         ({"mesh": "dp=8", "parallel": "fsdp", "links": "ib=50", "target": "b200"}, "unknown link"),
     ],
 )
-def test_time_of_a_rank_refuses_wrong_arguments(given: dict[str, Any], words: str):
+def test_time_of_a_rank_refuses_wrong_arguments(settings: dict[str, Any], words: str):
     with pytest.raises(OptionError, match=words):
-        mxcompile.explain_rank(nn.Linear(4, 4), **given)
+        mxcompile.explain_rank(nn.Linear(4, 4), **settings)

@@ -29,13 +29,15 @@ def test_percentile_scale_equals_sorting_by_hand(word: str, rows: int, columns: 
     value = decode_tensors(*encode_tensors(x, -1, fmt), -1, fmt, torch.float32)
     dtype = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}[fmt.elem.name]
     for top in range(0, 60, rows):
-        for left in range(0, 70, columns):
-            tile = x[top : top + rows, left : left + columns].numpy()
+        for column in range(0, 70, columns):
+            tile = x[top : top + rows, column : column + columns].numpy()
             reached = np.sort(np.abs(tile).ravel())[math.ceil(tile.size * percent / 100) - 1]
             scale = np.float32(reached) / np.float32(fmt.elem.max)
             over = np.clip(tile / scale, -fmt.elem.max, fmt.elem.max)
             expected = over.astype(dtype).astype(np.float32) * scale
-            np.testing.assert_array_equal(value[top : top + rows, left : left + columns].numpy(), expected)
+            np.testing.assert_array_equal(
+                value[top : top + rows, column : column + columns].numpy(), expected
+            )
 
 
 def test_percentile_of_mx_blocks_saturates_elements_above_it():
@@ -78,17 +80,17 @@ def test_operators_of_scale_states_pass_opcheck():
     opcheck(ops.slot, (state,))
     w = torch.randn(8, 8, requires_grad=True)
     opcheck(ops.tapped, (w, state.clone().requires_grad_()))
-    given = torch.full((1, 1), 0.25)
-    opcheck(ops.cast, (x, codes(-1, "e4m3 tensor nearest delayed:4:0"), None, 0, [given]), test_utils=(
+    scale = torch.full((1, 1), 0.25)
+    opcheck(ops.cast, (x, codes(-1, "e4m3 tensor nearest delayed:4:0"), None, 0, [scale]), test_utils=(
         "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic",
     ))  # fmt: skip
 
 
 def test_known_scale_follows_from_the_state():
     state = torch.tensor([448.0, 0.0, torch.inf])
-    found = [float(ops.known_scale(state, row, "e4m3 tensor nearest delayed:4:1", 2)) for row in range(3)]
-    assert found[:2] == [2.0, 1.0]
-    assert math.isnan(found[2])
+    scales = [float(ops.known_scale(state, row, "e4m3 tensor nearest delayed:4:1", 2)) for row in range(3)]
+    assert scales[:2] == [2.0, 1.0]
+    assert math.isnan(scales[2])
 
 
 def test_amax_text_parses_and_prints():

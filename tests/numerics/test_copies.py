@@ -25,12 +25,14 @@ def test_parts_of_a_copy_are_those_of_the_whole(word: str, dim: int):
     x = torch.randn(40, 96, generator=torch.Generator().manual_seed(0))
     amax = x.abs().amax().reshape(1) if "two-level" in word else None
 
-    def known(tensor: torch.Tensor | None) -> list[torch.Tensor] | None:
+    def optional(tensor: torch.Tensor | None) -> list[torch.Tensor] | None:
         return None if tensor is None else [tensor]
 
     def cast(part: str, scale: torch.Tensor | None = None) -> list[torch.Tensor]:
-        made: list[torch.Tensor] = ops.cast(x, [f"{word} @{dim} {part}"], None, 0, known(scale), known(amax))
-        return made
+        parts: list[torch.Tensor] = ops.cast(
+            x, [f"{word} @{dim} {part}"], None, 0, optional(scale), optional(amax)
+        )
+        return parts
 
     qdata, scale = cast("codes")
     (scales,) = cast("scales")

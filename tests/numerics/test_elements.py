@@ -32,8 +32,8 @@ def test_every_bf16_element_under_every_scale(elem: str):
         quantized = mxcompile.quantize(blocks, elem_dtype=TORCH[elem])
         assert (quantized.scale.view(torch.uint8) == byte).all()
         scaled = blocks.double().numpy() * 2.0 ** (127 - byte)
-        found = quantized.qdata.view(torch.uint8).numpy()
-        np.testing.assert_array_equal(found, element_codes(scaled, elem))
+        codes = quantized.qdata.view(torch.uint8).numpy()
+        np.testing.assert_array_equal(codes, element_codes(scaled, elem))
         seen.add(byte)
     assert seen == set(range(max(seen) + 1))
     assert max(seen) == 254 - emax
@@ -45,7 +45,7 @@ def test_every_code_under_every_scale_dequantizes(elem: str, dtype: torch.dtype)
     codes = torch.arange(256, dtype=torch.uint8)
     qdata = codes.view(TORCH[elem]).view(8, 32).repeat(1, 256)
     scale = codes.expand(8, 256).contiguous()
-    found = MXTensor(qdata, scale.view(torch.float8_e8m0fnu)).dequantize(dtype)
+    values = MXTensor(qdata, scale.view(torch.float8_e8m0fnu)).dequantize(dtype)
     elements = element_values(codes.numpy(), elem).reshape(8, 1, 32)
     scales = 2.0 ** (np.arange(256.0) - 127)
     scales[255] = np.nan
@@ -58,8 +58,8 @@ def test_every_code_under_every_scale_dequantizes(elem: str, dtype: torch.dtype)
             torch.float16: rounded.astype(np.float16),
             torch.bfloat16: rounded.astype(ml_dtypes.bfloat16).astype(np.float32),
         }[dtype]
-    found = found.float() if dtype is torch.bfloat16 else found
-    np.testing.assert_array_equal(found.numpy(), expected)
+    values = values.float() if dtype is torch.bfloat16 else values
+    np.testing.assert_array_equal(values.numpy(), expected)
 
 
 def test_ties_round_to_even_and_values_saturate():
@@ -103,8 +103,8 @@ def test_the_code_of_minus_two_is_read_and_never_written(rounding: str):
     """It is −128 in two's complement, which the standard lets an implementation leave out."""
     around = torch.tensor([127.0, 127.4, 127.5, 127.6, 127.99, 128.0, 128.5, 255.0]) / 64
     blocks = torch.stack([-around, around]).flatten()[:, None].expand(-1, 32).contiguous()
-    found = mxcompile.quantize(blocks, elem_dtype=torch.int8, rounding=rounding)
-    assert found.qdata.min() >= -127
+    quantized = mxcompile.quantize(blocks, elem_dtype=torch.int8, rounding=rounding)
+    assert quantized.qdata.min() >= -127
     scale = torch.full((1, 1), 128, dtype=torch.uint8).view(torch.float8_e8m0fnu)
     read = MXTensor(torch.full((1, 32), -128, dtype=torch.int8), scale).dequantize(torch.float32)
     assert (read == -4.0).all()
@@ -128,6 +128,6 @@ def test_torchao_agrees_where_it_is_right():
         mode = config.ScaleCalculationMode(rounding)
         for elem in FP8:
             scale, qdata = mx.to_mx(x, TORCH[elem], 32, mode)
-            found = mxcompile.quantize(x, elem_dtype=TORCH[elem], rounding=rounding)
-            assert torch.equal(found.scale.view(torch.uint8), scale.view(torch.uint8).view(512, 8))
-            assert torch.equal(found.qdata.view(torch.uint8), qdata.view(torch.uint8))
+            quantized = mxcompile.quantize(x, elem_dtype=TORCH[elem], rounding=rounding)
+            assert torch.equal(quantized.scale.view(torch.uint8), scale.view(torch.uint8).view(512, 8))
+            assert torch.equal(quantized.qdata.view(torch.uint8), qdata.view(torch.uint8))

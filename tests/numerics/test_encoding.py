@@ -66,9 +66,9 @@ def test_elements_are_the_nearest_of_the_grid(name: str):
     values = torch.cat([plain, around])
     values = values[values.abs() <= elem.max]
     codes, expected = nearest(values.numpy(), name)
-    found = to_elements(values, elem)
-    np.testing.assert_array_equal(found.view(torch.uint8).numpy(), codes)
-    np.testing.assert_array_equal(element_values(found, elem).numpy(), expected)
+    elements = to_elements(values, elem)
+    np.testing.assert_array_equal(elements.view(torch.uint8).numpy(), codes)
+    np.testing.assert_array_equal(element_values(elements, elem).numpy(), expected)
 
 
 @pytest.mark.parametrize("rounding", Rounding)
@@ -78,10 +78,10 @@ def test_e8m0_scales_of_every_bf16_amax(name: str, rounding: Rounding):
     fmt = Format(elem=elem, rounding=rounding)
     blocks = torch.zeros(BF16.numel(), 32)
     blocks[:, 9] = BF16.to(torch.float32)
-    _, found = encode_tensors(blocks, -1, fmt)
+    _, scale = encode_tensors(blocks, -1, fmt)
     parts = (elem.max, elem.emax, elem.mantissa_bits)
     expected = [scale_byte_of(abs(v), *parts, str(rounding)) for v in BF16.to(torch.float64).tolist()]
-    np.testing.assert_array_equal(found.squeeze(1).numpy(), expected)
+    np.testing.assert_array_equal(scale.squeeze(1).numpy(), expected)
 
 
 def fp32_reference(tile: np.ndarray, largest: float, dtype: type) -> tuple[np.float32, np.ndarray]:
@@ -142,10 +142,10 @@ def test_two_levels_of_every_bf16_amax(largest: float):
     blocks[:, :5] = values[:, None] * torch.tensor([0.31, 1.0, -0.7, 0.013, -0.0])
     blocks[:, 5:9] = values[:, None] * torch.tensor([0.25, 0.75, 1.25, 2.5]) / 6
     qdata, scale = encode_tensors(blocks, -1, fmt, amax=amax)
-    found = decode_tensors(qdata, scale, -1, fmt, torch.float32, amax)
+    decoded = decode_tensors(qdata, scale, -1, fmt, torch.float32, amax)
     scales, expected = two_level_reference(blocks.numpy(), amax.numpy()[0], DTYPES["e2m1"])
     np.testing.assert_array_equal(scale.squeeze(1).to(torch.float32).numpy(), scales)
-    np.testing.assert_array_equal(found.numpy(), expected)
+    np.testing.assert_array_equal(decoded.numpy(), expected)
 
 
 def test_two_levels_are_those_of_torchao():
@@ -165,8 +165,8 @@ def test_two_levels_are_those_of_torchao():
         qdata, scale = encode_tensors(x, -1, fmt, amax=amax)
         assert torch.equal(scale.to(torch.float32), theirs.scale.to(torch.float32))
         assert torch.equal(pack(qdata, -1, fmt.elem), theirs.qdata)
-        found = decode_tensors(qdata, scale, -1, fmt, torch.float32, amax)
-        assert torch.equal(found, theirs.dequantize(torch.float32))
+        values = decode_tensors(qdata, scale, -1, fmt, torch.float32, amax)
+        assert torch.equal(values, theirs.dequantize(torch.float32))
 
 
 def test_a_cast_to_two_levels_without_the_amax_is_an_error():
@@ -229,13 +229,13 @@ def test_tiles_cast_alone_equal_the_whole_cast(word: str, dim: int, shape: tuple
     rows, columns = (across, along) if dim == -1 else (along, across)
     whole = fmt.tile == Tile.TENSOR
     batches = [(x, value)] if whole or x.ndim == 2 else list(zip(x, value, strict=True))
-    for source, found in batches:
+    for source, cast in batches:
         flat = source if source.ndim == 2 else source.reshape(1, -1)
-        got = found if found.ndim == 2 else found.reshape(1, -1)
+        got = cast if cast.ndim == 2 else cast.reshape(1, -1)
         for top in range(0, flat.shape[0], rows):
-            for left in range(0, flat.shape[1], columns):
-                tile = flat[top : top + rows, left : left + columns].numpy()
-                part = got[top : top + rows, left : left + columns].numpy()
+            for column in range(0, flat.shape[1], columns):
+                tile = flat[top : top + rows, column : column + columns].numpy()
+                part = got[top : top + rows, column : column + columns].numpy()
                 if fmt.two_level:
                     flat_tile = tile.reshape(1, -1)
                     _, flat_values = two_level_reference(
@@ -278,5 +278,5 @@ def test_sub_byte_values_are_those_of_torchao(word: str):
     names = {"e3m2": "fp6_e3m2", "e2m3": "fp6_e2m3", "e2m1": torch.float4_e2m1fn_x2}
     scale, packed = mx.to_mx(x, names[fmt.elem.name], 32, mx.ScaleCalculationMode.FLOOR)
     wanted = mx.to_dtype(packed, scale, names[fmt.elem.name], 32, torch.float32)
-    found = decode_tensors(*encode_tensors(x, -1, fmt), -1, fmt, torch.float32)
-    assert torch.equal(found, wanted)
+    values = decode_tensors(*encode_tensors(x, -1, fmt), -1, fmt, torch.float32)
+    assert torch.equal(values, wanted)

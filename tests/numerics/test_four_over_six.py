@@ -38,10 +38,10 @@ def candidate(
     elements = elements.astype(ml_dtypes.float4_e2m1fn).astype(F32)
     values = elements * scale[:, None, None] * amax[:, None, None] / F32(bound * 6)
     difference = values - tiles
-    each = difference * difference if squared else np.abs(difference)
+    cost = difference * difference if squared else np.abs(difference)
     rows = np.zeros(tiles.shape[:2], F32)
-    for place in range(tiles.shape[2]):
-        rows = rows + each[:, :, place]
+    for index in range(tiles.shape[2]):
+        rows = rows + cost[:, :, index]
     while rows.shape[1] > 1:
         half = rows.shape[1] // 2
         rows = rows[:, :half] + rows[:, half:]
@@ -93,13 +93,13 @@ def test_tiles_of_any_shape_are_those_of_the_reference(
     x = torch.randn(shape, generator=gen) * torch.exp2(torch.randint(-9, 9, shape, generator=gen).float() / 3)
     amax = outer_amax(x, dim, fmt)
     qdata, scale = encode_tensors(x, dim, fmt, amax=amax)
-    found = decode_tensors(qdata, scale, dim, fmt, torch.float32, amax)
-    assert found.shape == x.shape
+    values = decode_tensors(qdata, scale, dim, fmt, torch.float32, amax)
+    assert values.shape == x.shape
     across = fmt.tile.across
-    for source, got, limits in matrices(x, found, amax, dim):
+    for source, got, limits in matrices(x, values, amax, dim):
         for top in range(0, source.shape[0], across):
-            for left in range(0, source.shape[1], 16):
-                part = source[top : top + across, left : left + 16]
+            for column in range(0, source.shape[1], 16):
+                part = source[top : top + across, column : column + 16]
                 padded = np.zeros((1, across, 16), F32)
                 padded[0, : part.shape[0], : part.shape[1]] = part
                 outer = limits[top if fmt.row_scaled else 0]
@@ -107,18 +107,18 @@ def test_tiles_of_any_shape_are_those_of_the_reference(
                 with np.errstate(all="ignore"):
                     wanted = elements[0] * (scales[0] * (F32(outer) / F32(6 * choice.bound)))
                 np.testing.assert_array_equal(
-                    got[top : top + across, left : left + 16], wanted[: part.shape[0], : part.shape[1]]
+                    got[top : top + across, column : column + 16], wanted[: part.shape[0], : part.shape[1]]
                 )
 
 
-def matrices(x: torch.Tensor, found: torch.Tensor, amax: torch.Tensor, dim: int):
+def matrices(x: torch.Tensor, values: torch.Tensor, amax: torch.Tensor, dim: int):
     """The matrices of `x`, their values and amaxes, with the contraction along the columns."""
     if dim == -2:
-        x, found = x.mT, found.mT
+        x, values = x.mT, values.mT
         amax = amax.mT if amax.ndim > 1 else amax
     for index in range(len(x)) if x.ndim > 2 else [...]:
         limits = amax[index] if amax.ndim > 2 else amax
-        yield x[index].numpy(), found[index].numpy(), limits.flatten().numpy()
+        yield x[index].numpy(), values[index].numpy(), limits.flatten().numpy()
 
 
 def test_a_scale_for_each_row_equals_the_cast_of_each_row_alone():
@@ -127,12 +127,12 @@ def test_a_scale_for_each_row_equals_the_cast_of_each_row_alone():
     for dim, rows in ((-1, x), (-2, x.T.contiguous())):
         amax = outer_amax(rows, dim, fmt)
         qdata, scale = encode_tensors(rows, dim, fmt, amax=amax)
-        found = decode_tensors(qdata, scale, dim, fmt, torch.float32, amax)
+        values = decode_tensors(qdata, scale, dim, fmt, torch.float32, amax)
         for index, row in enumerate(x):
             row_amax = tensor_amax(row)
             row_parts = encode_tensors(row[None], -1, alone, amax=row_amax)
             wanted = decode_tensors(*row_parts, -1, alone, torch.float32, row_amax)
-            assert torch.equal(found[index] if dim == -1 else found[:, index], wanted[0])
+            assert torch.equal(values[index] if dim == -1 else values[:, index], wanted[0])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -151,14 +151,14 @@ def test_nan_and_inf_make_the_tensor_nan_or_their_row(word: str, bad: float):
             values.append(
                 decode_tensors(*encode_tensors(source, dim, fmt, amax=amax), dim, fmt, torch.float32, amax)
             )
-        clean, found = values
+        clean, injected = values
         affected = torch.zeros(64, 64, dtype=torch.bool)
         affected[(3 if dim == -1 else slice(None)) if fmt.row_scaled else slice(None)] = True
         if fmt.row_scaled and dim == -2:
             affected[:] = False
             affected[:, 40] = True
-        assert found[affected].isnan().all()
-        assert torch.equal(found[~affected], clean[~affected])
+        assert injected[affected].isnan().all()
+        assert torch.equal(injected[~affected], clean[~affected])
 
 
 def test_equal_errors_take_the_scale_of_six():
@@ -234,5 +234,5 @@ def test_compiled_casts_have_the_bits_of_the_reference():
 
     x = torch.randn(37, 90, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(3))
     torch._dynamo.reset()
-    for found, wanted in zip(torch.compile(casts)(x), casts(x), strict=True):
-        assert torch.equal(found, wanted)
+    for computed, wanted in zip(torch.compile(casts)(x), casts(x), strict=True):
+        assert torch.equal(computed, wanted)

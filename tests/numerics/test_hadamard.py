@@ -16,14 +16,14 @@ def matrix(signs: int) -> torch.Tensor:
     h = torch.ones(1, 1, dtype=torch.float64)
     while len(h) < WIDTH:
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
-    diagonal = torch.tensor([-1.0 if signs & 2**place else 1.0 for place in range(WIDTH)])
+    diagonal = torch.tensor([-1.0 if signs & 2**index else 1.0 for index in range(WIDTH)])
     return h * diagonal / 4
 
 
 def test_the_signs_of_transformer_engine():
     """`get_wgrad_sign_vector` of its quantizer."""
     theirs = [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]
-    assert [-1 if SIGNS >> place & 1 else 1 for place in range(WIDTH)] == theirs
+    assert [-1 if SIGNS >> index & 1 else 1 for index in range(WIDTH)] == theirs
 
 
 @pytest.mark.parametrize("signs", [0, SIGNS, 0xFFFF, 12345])
@@ -35,15 +35,15 @@ def test_transform_equals_the_product_with_the_hadamard_matrix(shape: tuple[int,
     wanted = (padded.unflatten(-1, (-1, WIDTH)) if shape[dim] else padded.unflatten(-1, (0, WIDTH))) @ matrix(
         signs
     ).t()
-    found = transformed(x, dim, signs)
-    assert found.is_contiguous()
-    assert torch.equal(found.double(), wanted.flatten(-2).movedim(-1, dim))
+    rows = transformed(x, dim, signs)
+    assert rows.is_contiguous()
+    assert torch.equal(rows.double(), wanted.flatten(-2).movedim(-1, dim))
 
 
 def test_a_product_of_two_transformed_operands_is_theirs():
     x, dy = torch.randn(37, 45), torch.randn(37, 29)
-    found = transformed(dy, 0, SIGNS).t() @ transformed(x, -2, SIGNS)
-    assert sqnr_db(dy.t().double() @ x.double(), found) > 120
+    product = transformed(dy, 0, SIGNS).t() @ transformed(x, -2, SIGNS)
+    assert sqnr_db(dy.t().double() @ x.double(), product) > 120
 
 
 def test_an_outlier_is_spread_over_its_block():

@@ -72,8 +72,8 @@ def test_tiled_scales_equal_row_major_scales_with_zero_padding(shape: tuple[int,
         assert torch.equal(tiled[places], rows)
         assert int(tiled.long().sum()) == int(rows.long().sum())
         opcheck(ops.decode, (qdata, tiled, dim, "e4m3 1x32 rceil", BF16), test_utils=WITHOUT_SCHEMA)
-        found = ops.decode(qdata, tiled, dim, "e4m3 1x32 rceil", torch.float32)
-        assert torch.equal(found, ops.decode(qdata, scale, dim, "e4m3 1x32 rceil", torch.float32))
+        decoded = ops.decode(qdata, tiled, dim, "e4m3 1x32 rceil", torch.float32)
+        assert torch.equal(decoded, ops.decode(qdata, scale, dim, "e4m3 1x32 rceil", torch.float32))
     opcheck(ops.cast, (x, both(E4M3, "even", "128x4"), None, 0, None, None, x + 1))
 
 
@@ -127,9 +127,9 @@ def test_scaled_mm_equals_the_product_of_decoded_operands():
     x, w, bias = torch.randn(48, 100), torch.randn(100, 72), torch.randn(72)
     a, b = quantize(x, -1, E4M3, "rceil"), quantize(w, -2, E4M3, "rceil")
     exact = round_trip(x, 1).double() @ round_trip(w, 0).double() + bias.double()
-    found = scaled_mm(*a, *b, bias, torch.float32)
-    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-4)
-    assert torch.equal(scaled_mm(*a, *b, bias, BF16), found.to(BF16))
+    output = scaled_mm(*a, *b, bias, torch.float32)
+    torch.testing.assert_close(output.double(), exact, rtol=1e-5, atol=1e-4)
+    assert torch.equal(scaled_mm(*a, *b, bias, BF16), output.to(BF16))
 
 
 def test_square_tiles_share_their_scale_in_both_layouts():
@@ -140,15 +140,15 @@ def test_square_tiles_share_their_scale_in_both_layouts():
     tiles = row_scale[::32]
     assert torch.equal(row_scale, tiles.repeat_interleave(32, 0)[:70])
     assert torch.equal(col_scale, tiles.repeat_interleave(32, 1)[:, :100])
-    found = ops.decode(rowwise, row_scale, -1, "e4m3 1x32 rceil", torch.float32)
-    assert torch.equal(found, round_trip(x, 1, square=True))
+    decoded = ops.decode(rowwise, row_scale, -1, "e4m3 1x32 rceil", torch.float32)
+    assert torch.equal(decoded, round_trip(x, 1, square=True))
 
 
 def test_grouped_reference_is_one_product_per_group():
     x, w = torch.randn(40, 64), torch.randn(3, 64, 32)
     offs = torch.tensor([10, 10, 40], dtype=torch.int32)
     a, b = quantize(x, -1, E4M3, "rceil"), quantize(w, -2, E4M3, "rceil")
-    found = scaled_grouped_mm(*a, *b, offs, torch.float32)
-    one = scaled_mm(a[0][:10], a[1][:10], b[0][0], b[1][0], None, torch.float32)
+    output = scaled_grouped_mm(*a, *b, offs, torch.float32)
+    first_group = scaled_mm(a[0][:10], a[1][:10], b[0][0], b[1][0], None, torch.float32)
     three = scaled_mm(a[0][10:], a[1][10:], b[0][2], b[1][2], None, torch.float32)
-    torch.testing.assert_close(found, torch.cat([one, three]))
+    torch.testing.assert_close(output, torch.cat([first_group, three]))

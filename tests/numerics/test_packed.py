@@ -26,12 +26,12 @@ WORD = str(Format(elem=E2M1))
 EVERY = torch.arange(256, dtype=torch.uint8)
 
 
-def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def same(computed: torch.Tensor, expected: torch.Tensor) -> bool:
     """Equal values, and signs of zeros, but for what a NaN carries."""
     nan = expected.isnan()
     bits = {2: torch.int16, 4: torch.int32}[expected.element_size()]
-    alike = found.view(bits) == expected.view(bits)
-    return torch.equal(found.isnan(), nan) and bool((alike | nan).all())
+    alike = computed.view(bits) == expected.view(bits)
+    return torch.equal(computed.isnan(), nan) and bool((alike | nan).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])

@@ -50,10 +50,10 @@ def test_four_neighbours_along_the_contraction_share_a_call(dim: int):
         torch.arange(3 * 6 * 2).reshape(3, 6, 2) if dim == -1 else torch.arange(3 * 2 * 5).reshape(3, 2, 5)
     )
     words = [word.movedim(dim, -1) for word in philox(groups, 9, SEED)]
-    for place in np.ndindex(*bits.shape):
-        *row, at = place
+    for position in np.ndindex(*bits.shape):
+        *row, at = position
         word = int(words[at % 4 // 2][(*row, at // 4)])
-        assert int(bits[place]) == (word >> 16 if at % 2 else word & 0xFFFF)
+        assert int(bits[position]) == (word >> 16 if at % 2 else word & 0xFFFF)
 
 
 @pytest.mark.parametrize("elem", ELEMS, ids=str)
@@ -66,8 +66,8 @@ def test_the_definition_in_rational_numbers(elem: ElemType):
     for value, bits, result in zip(y.tolist(), half.tolist(), rounded(y, elem, half).tolist(), strict=True):
         exact = abs(Fraction(value))
         if exact < least:  # FP32's last place of what lies between `least` and twice that
-            place = least / 2**23
-            exact = round(exact / place) * place
+            ulp_of_fp32 = least / 2**23
+            exact = round(exact / ulp_of_fp32) * ulp_of_fp32
         exponent = max(math.frexp(float(exact))[1] - 1, elem.min_exponent)
         ulp = Fraction(2) ** (exponent - elem.mantissa_bits)
         steps = math.floor(exact / ulp + Fraction(bits | 1, 1 << 16))
@@ -88,13 +88,13 @@ def neighbours(y: np.ndarray, elem: ElemType) -> tuple[np.ndarray, np.ndarray]:
 def test_every_value_goes_to_a_neighbour(elem: ElemType):
     y = torch.linspace(-elem.max, elem.max, 4096)
     y = torch.cat([y, y * 2.0**-6, y * 2.0**-16, torch.tensor([0.0, -0.0, elem.max, -elem.max])])
-    found = rounded(y, elem, halves(y.shape, -1, 0, SEED))
+    results = rounded(y, elem, halves(y.shape, -1, 0, SEED))
     below, above = neighbours(y.double().numpy(), elem)
-    values = found.double().numpy()
+    values = results.double().numpy()
     assert ((values == below) | (values == above)).all()
     assert ((values == below) & (values < y.double().numpy())).any()
     assert ((values == above) & (values > y.double().numpy())).any()
-    assert torch.equal(found.signbit(), y.signbit())
+    assert torch.equal(results.signbit(), y.signbit())
 
 
 @pytest.mark.parametrize("elem", ELEMS, ids=str)
@@ -107,11 +107,11 @@ def test_stochastic_rounding_keeps_representable_values_for_all_bits(elem: ElemT
 
 @pytest.mark.parametrize("elem", ELEMS, ids=str)
 @pytest.mark.parametrize("share", [0.03, 0.25, 0.5, 0.9])
-@pytest.mark.parametrize("place", ["normal", "subnormal"])
-def test_the_expectation_is_the_value(elem: ElemType, share: float, place: str):
+@pytest.mark.parametrize("interval", ["normal", "subnormal"])
+def test_the_expectation_is_the_value(elem: ElemType, share: float, interval: str):
     """Up as often as `share` says, to five standard deviations; rounding to nearest is far outside."""
     low = 2.0 ** (elem.min_exponent - elem.mantissa_bits)  # the smallest subnormal, then 1.0 and what follows
-    below, above = (low, 2 * low) if place == "subnormal" else (1.0, 1.0 + 2.0**-elem.mantissa_bits)
+    below, above = (low, 2 * low) if interval == "subnormal" else (1.0, 1.0 + 2.0**-elem.mantissa_bits)
     count = 1 << 18
     y = torch.full((count,), below + share * (above - below))
     exact = (float(y[0]) - below) / (above - below)
@@ -197,6 +197,6 @@ def test_a_cast_without_its_seed_is_an_error():
 def test_stochastic_rounding_keeps_values_of_the_grid():
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e5m2)
     values = codes.float()[codes.float().isfinite()]
-    found = rounded(values, E5M2, halves(values.shape, -1, 0, SEED))
+    results = rounded(values, E5M2, halves(values.shape, -1, 0, SEED))
     expected = values.numpy().astype(ml_dtypes.float8_e5m2).astype(np.float32)
-    np.testing.assert_array_equal(found.numpy(), expected)
+    np.testing.assert_array_equal(results.numpy(), expected)

@@ -28,12 +28,12 @@ def cast_by_hand(x: torch.Tensor, rows: int) -> torch.Tensor:
     grid = torch.tensor(sorted({*grid, *(s * q / 4 for s in (1, -1) for q in range(4))}), dtype=torch.float64)
     out = torch.zeros_like(x, dtype=torch.float64)
     for top in range(0, x.shape[0], rows):
-        for left in range(0, x.shape[1], 8):
-            tile = x[top : top + rows, left : left + 8].double()
+        for column in range(0, x.shape[1], 8):
+            tile = x[top : top + rows, column : column + 8].double()
             exponent = torch.frexp(tile.abs().max() / 7.0).exponent
             scale = 2.0 ** (int(exponent) - (tile.abs().max() / 7.0 == 2.0 ** (int(exponent) - 1)).int())
             nearest = (tile[..., None] / scale - grid).abs().argmin(-1)
-            out[top : top + rows, left : left + 8] = grid[nearest] * scale
+            out[top : top + rows, column : column + 8] = grid[nearest] * scale
     return out
 
 
@@ -66,7 +66,7 @@ def test_a_word_is_taken_once(toy: Precision):
 
 
 @pytest.mark.parametrize(
-    ("use", "said"),
+    ("use", "message"),
     [
         ({"precision": "fp8_rowwise"}, "is a preset.*{precision: fp8, scaling: channel}"),
         ({"wgrad": "fp8_tensor"}, "is a preset.*{precision: fp8, grad_dtype: e5m2}"),
@@ -113,8 +113,8 @@ def test_a_word_is_taken_once(toy: Precision):
         ({"precision": "mxfp8", "amax": 99}, "expected {percentile: 99.99}"),
     ],
 )
-def test_choices_a_precision_does_not_have_are_errors(use: dict[str, object], said: str):
-    with pytest.raises(PolicyError, match=said):
+def test_choices_a_precision_does_not_have_are_errors(use: dict[str, object], message: str):
+    with pytest.raises(PolicyError, match=message):
         Policy.from_dict({"version": 1, "rules": [{"match": {"role": "qkv"}, "use": use}]})
 
 

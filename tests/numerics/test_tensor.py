@@ -27,17 +27,17 @@ def test_any_shape_dim_dtype_format(data: st.DataObject):
     x = torch.from_numpy(raw).to(dtype)
     if data.draw(st.booleans()) and x.ndim > 1:
         x = x.transpose(0, -1).contiguous().transpose(0, -1)
-    found = mxcompile.quantize(x, block_dim=dim, elem_dtype=TORCH[elem], rounding=rounding)
+    quantized = mxcompile.quantize(x, block_dim=dim, elem_dtype=TORCH[elem], rounding=rounding)
 
-    assert found.qdata.shape == x.shape
-    assert found.qdata.is_contiguous()
+    assert quantized.qdata.shape == x.shape
+    assert quantized.qdata.is_contiguous()
     rows = x.float().movedim(dim, -1)
     if rows.numel() == 0:
         return
     values, scales = quantize(rows.reshape(-1, rows.shape[-1]).numpy(), elem, rounding)
-    moved = found.qdata.float().movedim(dim, -1).reshape(values.shape)
+    moved = quantized.qdata.float().movedim(dim, -1).reshape(values.shape)
     np.testing.assert_array_equal(moved.numpy(), values.astype(np.float32))
-    bytes_ = found.scale.view(torch.uint8).movedim(dim, -1).reshape(scales.shape)
+    bytes_ = quantized.scale.view(torch.uint8).movedim(dim, -1).reshape(scales.shape)
     np.testing.assert_array_equal(bytes_.numpy(), scales)
 
 
@@ -48,8 +48,8 @@ def test_defaults_and_round_trip():
     assert q.scale.dtype is torch.float8_e8m0fnu
     assert q.scale.shape == (4, 3)
     assert q.dequantize().dtype is torch.bfloat16
-    again = mxcompile.quantize(q.dequantize(torch.float32))
-    assert torch.equal(again.dequantize(torch.float32), q.dequantize(torch.float32))
+    second = mxcompile.quantize(q.dequantize(torch.float32))
+    assert torch.equal(second.dequantize(torch.float32), q.dequantize(torch.float32))
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,8 @@ def test_flushed_denormals_become_zero_and_nothing_else_changes():
         pytest.skip("this processor does not flush denormals")
     try:
         assert not mxcompile.quantize(tiny).dequantize(torch.float32).any()
-        found = mxcompile.quantize(ordinary)
+        quantized = mxcompile.quantize(ordinary)
     finally:
         torch.set_flush_denormal(False)
-    assert torch.equal(found.qdata.view(torch.uint8), expected.qdata.view(torch.uint8))
-    assert torch.equal(found.dequantize(torch.float32), expected.dequantize(torch.float32))
+    assert torch.equal(quantized.qdata.view(torch.uint8), expected.qdata.view(torch.uint8))
+    assert torch.equal(quantized.dequantize(torch.float32), expected.dequantize(torch.float32))

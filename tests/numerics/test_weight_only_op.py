@@ -31,15 +31,15 @@ def test_weight_only_mm_passes_opcheck(elem: torch.dtype, rows: int, bias: int |
 def test_weight_only_mm_equals_the_product_with_decoded_weight():
     x, w, bias = torch.randn(6, 100), torch.randn(72, 100), torch.randn(72)
     exact = x.double() @ round_trip(w, 1).double().t() + bias.double()
-    found = ops.weight_only_mm(x, *quantize(w, -1, E4M3, "rceil"), bias, torch.float32, MX)
-    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-4)
+    output = ops.weight_only_mm(x, *quantize(w, -1, E4M3, "rceil"), bias, torch.float32, MX)
+    torch.testing.assert_close(output.double(), exact, rtol=1e-5, atol=1e-4)
 
 
 def test_weight_only_mm_of_quantized_activation_equals_scaled_mm():
     x, w = torch.randn(6, 100), torch.randn(72, 100)
     a, (qdata, scale) = quantize(x, -1, E4M3, "rceil"), quantize(w, -1, E4M3, "rceil")
     both = scaled_mm(*a, qdata.t(), scale.t(), None, torch.float32)
-    one = ops.weight_only_mm(
+    weight_only = ops.weight_only_mm(
         ops.decode(*a, -1, MX, torch.bfloat16), qdata, scale, None, torch.float32, MX
     )  # E4M3 times a power of two is exact in BF16
-    torch.testing.assert_close(one, both)
+    torch.testing.assert_close(weight_only, both)

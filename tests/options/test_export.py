@@ -16,9 +16,9 @@ def model() -> nn.Sequential:
 
 
 def compiled_in_place() -> nn.Module:
-    made = model()
-    made.compile(backend="mxfp8")
-    return made
+    compiled = model()
+    compiled.compile(backend="mxfp8")
+    return compiled
 
 
 COMPILED = {

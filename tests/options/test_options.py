@@ -135,14 +135,14 @@ def test_none_is_as_not_given():
 
 def test_parse_keeps_all_given_options(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    given = {
+    options = {
         "policy": "hybrid",
         "report": "out/mx_report.md",
         "target": "sm_100",
         "strict": True,
         "inductor": {"max_autotune": True, "epilogue_fusion": False},
     }
-    assert Options.parse("reduce-overhead", given) == Options(
+    assert Options.parse("reduce-overhead", options) == Options(
         policy=Policy.preset("hybrid"),
         report=tmp_path / "out" / "mx_report.md",
         target="sm_100",
@@ -287,16 +287,16 @@ def test_deep_copy_of_compile_arguments_copies_no_model(monkeypatch):
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     copied = copy.deepcopy({"backend": mxcompile.Backend(root=model)})
     assert copied["backend"].root is model
-    plain, given = torch.compile, []
+    plain, calls = torch.compile, []
 
     def copying(*args, **keywords):
-        given.append((keywords, copy.deepcopy(keywords)))
+        calls.append((keywords, copy.deepcopy(keywords)))
         return plain(*args, **keywords)
 
     monkeypatch.setattr(torch, "compile", copying)
     mxcompile.explain(model, torch.randn(4, 64))
-    assert given
-    assert all(made["backend"] is own["backend"] for own, made in given)
+    assert calls
+    assert all(copied["backend"] is original["backend"] for original, copied in calls)
 
 
 def test_a_copy_of_inductors_configuration_in_a_compile_copies_no_model():

@@ -34,17 +34,17 @@ class Mlp(nn.Module):
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
+def received(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
     """The options of each graph that Dynamo asks the backend to compile; none is."""
-    found: list[Options] = []
+    received_options: list[Options] = []
 
     def kept(gm: Any, _: Any, options: Options, *_others: Any, **_names: Any) -> Any:
-        found.append(options)
+        received_options.append(options)
         return gm.forward
 
     monkeypatch.setattr(backend, "compile_graph", kept)
     monkeypatch.setattr(attempts, "check_call", lambda *_: None)  # it reports that nothing was compiled
-    return found
+    return received_options
 
 
 def compiled(options: Any, **settings: Any) -> Any:
@@ -54,28 +54,28 @@ def compiled(options: Any, **settings: Any) -> Any:
 X = torch.zeros(4, 64)
 
 
-def presets(found: list[Options]) -> list[str]:
-    return [options.policy.base.name for options in found]
+def presets(received: list[Options]) -> list[str]:
+    return [options.policy.base.name for options in received]
 
 
-def test_an_edited_policy_file_is_a_new_policy(asked: list[Options], tmp_path: Path):
+def test_an_edited_policy_file_is_a_new_policy(received: list[Options], tmp_path: Path):
     """Of the same name, for a model of the same class; what it says twice is compiled once."""
     path = tmp_path / "policy.yaml"
     for text in (QUANTIZED, KEPT, KEPT, QUANTIZED):
         path.write_text(text, encoding="utf-8")
         compiled({"policy": str(path)})(X)
-    assert presets(asked) == ["nvidia", "bf16"]
+    assert presets(received) == ["nvidia", "bf16"]
 
 
-def test_a_policy_file_is_read_before_the_first_call(asked: list[Options], tmp_path: Path):
+def test_a_policy_file_is_read_before_the_first_call(received: list[Options], tmp_path: Path):
     path = tmp_path / "policy.yaml"
     path.write_text(QUANTIZED, encoding="utf-8")
     run = compiled({"policy": path})
     path.write_text("no policy", encoding="utf-8")
     run(X)
     run(torch.zeros(7, 64))
-    assert set(presets(asked)) == {"nvidia"}
-    assert len(asked) == 2  # for another number of rows
+    assert set(presets(received)) == {"nvidia"}
+    assert len(received) == 2  # for another number of rows
 
 
 def _set_preset(options: dict[str, Any]) -> None:
@@ -95,7 +95,7 @@ def _set_inductor(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("change", [_set_preset, _set_rule, _set_option, _set_inductor])
-def test_a_changed_dict_is_for_later_models(change: Callable[[Any], None], asked: list[Options]):
+def test_a_changed_dict_is_for_later_models(change: Callable[[Any], None], received: list[Options]):
     rule = {"match": {"name": "up"}, "use": {"fprop": "mxfp8"}}
     options = {
         "policy": {"version": 1, "preset": "nvidia", "rules": [rule]},
@@ -106,25 +106,25 @@ def test_a_changed_dict_is_for_later_models(change: Callable[[Any], None], asked
     change(options)
     before(X)
     compiled(options)(X)
-    assert asked == [expected, Options.parse(None, options)]
-    assert asked[0] != asked[1]
+    assert received == [expected, Options.parse(None, options)]
+    assert received[0] != received[1]
 
 
-def test_models_with_equal_options_share_code(asked: list[Options], tmp_path: Path):
+def test_models_with_equal_options_share_code(received: list[Options], tmp_path: Path):
     """By content, from wherever it comes."""
     path = tmp_path / "policy.yaml"
     path.write_text(QUANTIZED, encoding="utf-8")
     for policy in (path, str(path), "nvidia", {"version": 1, "preset": "nvidia"}):
         compiled({"policy": policy})(X)
-    assert len(asked) == 1
+    assert len(received) == 1
 
 
-def test_a_copy_of_a_compiled_model_has_its_options(asked: list[Options]):
+def test_a_copy_of_a_compiled_model_has_its_options(received: list[Options]):
     policy = {"version": 1, "preset": "hybrid"}
     run = compiled({"policy": policy})
     policy["preset"] = "bf16"
     copy.deepcopy(run)(X)
-    assert presets(asked) == ["hybrid"]
+    assert presets(received) == ["hybrid"]
 
 
 @pytest.mark.parametrize("settings", [{"options": {"polcy": "nvidia"}}, {"mode": "max-autotun"}], ids=str)
@@ -143,15 +143,15 @@ def test_a_backend_has_options_of_its_own():
 
 
 def test_other_backends_receive_their_options_unchanged():
-    given: list[Any] = []
+    calls: list[Any] = []
 
     def other(gm: Any, _: Any, **arguments: Any) -> Any:
-        given.append(arguments)
+        calls.append(arguments)
         return gm.forward
 
     options = {"policy": "of its own"}
     torch.compile(Mlp(), backend=other, options=options)(X)
-    assert given[0]["options"] is options
+    assert calls[0]["options"] is options
 
 
 PROGRAM = """

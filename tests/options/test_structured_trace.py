@@ -17,12 +17,12 @@ class Kept(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
-        self.found: dict[str, str] = {}
+        self.artifacts: dict[str, str] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
         name = getattr(record, "metadata", {}).get("artifact", {}).get("name", "")
         if name.startswith("mxcompile"):
-            self.found[name] = record.payload  # type: ignore[attr-defined]
+            self.artifacts[name] = record.payload  # type: ignore[attr-defined]
 
 
 @pytest.fixture
@@ -41,10 +41,10 @@ def test_structured_trace_has_graphs_and_report(kept: Kept, caplog: pytest.LogCa
     caplog.set_level(logging.DEBUG, "mxcompile.report")
     model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
     torch.compile(model, backend=EagerBackend(root=model))(torch.randn(40, 64)).sum().backward()
-    assert {*kept.found} == {"mxcompile_before_passes", "mxcompile_after_passes", "mxcompile_report"}
-    assert "mx.matmul" in kept.found["mxcompile_after_passes"]
-    assert "mx.matmul" not in kept.found["mxcompile_before_passes"]
-    lines = kept.found["mxcompile_report"].splitlines()
+    assert {*kept.artifacts} == {"mxcompile_before_passes", "mxcompile_after_passes", "mxcompile_report"}
+    assert "mx.matmul" in kept.artifacts["mxcompile_after_passes"]
+    assert "mx.matmul" not in kept.artifacts["mxcompile_before_passes"]
+    lines = kept.artifacts["mxcompile_report"].splitlines()
     assert [message for message in caplog.messages if message in lines] == lines
     assert [line.split(":")[0] for line in lines if line.startswith("2 wgrad")] == [
         "2 wgrad [ffn_out] 64x96x40 mxfp8 -"

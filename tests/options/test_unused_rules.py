@@ -137,7 +137,7 @@ def test_warning_names_the_near_miss_of_an_unused_rule(name: str, warnings):
 
 
 def test_strict_raises_everything_at_once():
-    rules = [rule(name="x.y"), *(found for rules, _ in NEAR.values() for found in rules[:1])]
+    rules = [rule(name="x.y"), *(near_miss for rules, _ in NEAR.values() for near_miss in rules[:1])]
     with pytest.raises(BackendCompilerFailed) as caught:
         run(*rules, strict=True)
     assert str(caught.value.inner_exception).splitlines() == [

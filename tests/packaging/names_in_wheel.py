@@ -18,19 +18,19 @@ def absent(wheel: str) -> list[str]:
     """Names of `used` that `wheel` has the package for and does not define."""
     with zipfile.ZipFile(wheel) as archive:
         files = {*archive.namelist()}
-        found = []
+        missing = []
         for module, names in used().items():
             path = module.replace(".", "/")
             if f"{module.split('.')[0]}/__init__.py" not in files or module in ("torch", "torch._C"):
                 continue
-            source = next((each for each in (f"{path}.py", f"{path}/__init__.py") if each in files), None)
+            source = next((file for file in (f"{path}.py", f"{path}/__init__.py") if file in files), None)
             defined = _defined(archive.read(source).decode()) if source else set()
             for name in names:
                 first = name.split(".")[0]
                 inner = {f"{path}/{first}.py", f"{path}/{first}/__init__.py"}
                 if first not in defined and not inner & files:
-                    found.append(f"{module}.{name}")
-        return found
+                    missing.append(f"{module}.{name}")
+        return missing
 
 
 def _defined(source: str) -> set[str]:

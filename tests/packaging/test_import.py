@@ -47,10 +47,10 @@ UNINSTALL = (
 @installed
 def test_import_loads_nothing_else():
     """Not even torch, which a user of the command line's help does not wait for."""
-    found = python(
+    output = python(
         "import sys", "before = set(sys.modules)", "import mxcompile", "print(*set(sys.modules) - before)"
     )
-    loaded = found[0].split()
+    loaded = output[0].split()
     assert "mxcompile" in loaded
     assert [name for name in loaded if name.startswith("mxcompile.")] == []
     assert [name for name in loaded if name.startswith(("torch", *HEAVY))] == []
@@ -83,8 +83,8 @@ def test_a_checkout_that_is_not_installed_has_the_backend_once_it_is_imported(be
     """Also where Dynamo has already looked for entry points."""
     ask = "print('mxfp8' in torch._dynamo.list_backends())"
     lookup = "print(torch._dynamo.lookup_backend('mxfp8').__module__)"
-    found = python(*UNINSTALL, "import torch._dynamo", before, "import mxcompile", ask, lookup)
-    assert found == ["True", "mxcompile.compiler.backend"]
+    output = python(*UNINSTALL, "import torch._dynamo", before, "import mxcompile", ask, lookup)
+    assert output == ["True", "mxcompile.compiler.backend"]
 
 
 @installed

@@ -17,7 +17,7 @@ TREES = {
 
 
 def modules() -> dict[str, Path]:
-    found = {}
+    files = {}
     for root, folder in TREES.items():
         for path in folder.rglob("*.py"):
             if path.is_relative_to(ROOT / "mxcompile" / root.rpartition(".")[2]) and root != "mxcompile":
@@ -25,8 +25,8 @@ def modules() -> dict[str, Path]:
             steps = path.relative_to(folder).with_suffix("").parts
             if root == "mxcompile" and steps[0] in ("passes", "lowering"):
                 continue
-            found[".".join((root, *steps)).removesuffix(".__init__")] = path
-    return found
+            files[".".join((root, *steps)).removesuffix(".__init__")] = path
+    return files
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
@@ -40,13 +40,13 @@ def imported(tree: ast.Module) -> Iterator[str]:
 
 
 def test_no_module_is_in_a_circle():
-    known = modules()
-    assert len(known) > 150
+    files = modules()
+    assert len(files) > 150
     graph: nx.DiGraph[str] = nx.DiGraph()
-    for name, path in known.items():
+    for name, path in files.items():
         for target in imported(ast.parse(path.read_text(encoding="utf-8"))):
-            needed = target if target in known else target.rpartition(".")[0]
-            if needed in known and needed != name:
+            needed = target if target in files else target.rpartition(".")[0]
+            if needed in files and needed != name:
                 graph.add_edge(name, needed)
     assert graph.number_of_edges() > 300
     circles = [sorted(part) for part in nx.strongly_connected_components(graph) if len(part) > 1]
@@ -55,12 +55,12 @@ def test_no_module_is_in_a_circle():
 
 def circles() -> list[list[str]]:
     """The folders that import each other, directly or through others; all import those beside `errors`."""
-    known = modules()
+    files = modules()
     rooms: nx.DiGraph[str] = nx.DiGraph()
-    for path in known.values():
+    for path in files.values():
         room = str(path.parent.relative_to(ROOT))
         for target in imported(ast.parse(path.read_text(encoding="utf-8"))):
-            needed = known.get(target) or known.get(target.rpartition(".")[0])
+            needed = files.get(target) or files.get(target.rpartition(".")[0])
             if needed is not None and needed.parent not in (path.parent, ROOT / "mxcompile"):
                 rooms.add_edge(room, str(needed.parent.relative_to(ROOT)))
     return [sorted(circle) for circle in nx.strongly_connected_components(rooms) if len(circle) > 1]
@@ -82,21 +82,21 @@ LEVELS = (
 def test_rooms_use_rooms_of_lower_levels():
     rank = {room: rank for rank, rooms in enumerate(LEVELS) for room in rooms.split()}
     above = {"mxcompile", "mxcompile.__main__", "mxcompile.analysis"}
-    known = modules()
+    files = modules()
 
     def room(name: str) -> str:
         first, second = [*name.split("."), ""][1:3]
         return f"{first}.{second}" if first == "analysis" else first
 
-    assert {room(name) for name in known.keys() - above} == rank.keys()
+    assert {room(name) for name in files.keys() - above} == rank.keys()
     wrong = set()
-    for name in known.keys() - above:
-        for target in imported(ast.parse(known[name].read_text(encoding="utf-8"))):
-            needed = target if target in known else target.rpartition(".")[0]
-            if needed not in known.keys() - above:
+    for name in files.keys() - above:
+        for target in imported(ast.parse(files[name].read_text(encoding="utf-8"))):
+            needed = target if target in files else target.rpartition(".")[0]
+            if needed not in files.keys() - above:
                 continue
-            own, other = room(name), room(needed)
-            if own != other and rank[own] <= rank[other]:
+            user_room, other = room(name), room(needed)
+            if user_room != other and rank[user_room] <= rank[other]:
                 wrong.add((name, needed))
     assert not wrong
 
@@ -106,14 +106,14 @@ FLOORS = ["session", "capture", "hooks", "reporting", "calls"]
 
 
 def test_folders_of_the_compiler_use_lower_ones():
-    known = modules()
-    folder = {name: name.split(".")[2] for name in known if name.startswith("mxcompile.compiler.")}
+    files = modules()
+    folder = {name: name.split(".")[2] for name in files if name.startswith("mxcompile.compiler.")}
     assert set(FLOORS) <= set(folder.values())
     wrong = set()
-    for name, own in folder.items():
-        for target in imported(ast.parse(known[name].read_text(encoding="utf-8"))):
+    for name, user_folder in folder.items():
+        for target in imported(ast.parse(files[name].read_text(encoding="utf-8"))):
             other = folder.get(target) or folder.get(target.rpartition(".")[0])
-            if own in FLOORS and other in FLOORS and FLOORS.index(own) < FLOORS.index(other):
+            if user_folder in FLOORS and other in FLOORS and FLOORS.index(user_folder) < FLOORS.index(other):
                 wrong.add((name, target))
     assert not wrong
 

@@ -21,13 +21,13 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 def on_disk() -> set[str]:
     """The packages of the tree, by their installed name."""
-    found = set()
+    packages = set()
     for name, folder in TREES.items():
         for init in (ROOT / folder).rglob("__init__.py"):
             inner = init.parent.relative_to(ROOT / folder).parts
             if not (name == "mxcompile" and inner[:1] in (("passes",), ("lowering",))):
-                found.add(".".join((name, *inner)))
-    return found
+                packages.add(".".join((name, *inner)))
+    return packages
 
 
 def test_pyproject_lists_the_packages_on_disk():

@@ -80,10 +80,10 @@ def test_every_colour_is_a_variable_of_the_page():
 def test_key_is_named_by_three_files(key: str):
     uses = re.compile(rf'"{key}"|^    {key}: |\b(use|choices|under)\.{key}\b', re.MULTILINE)
     folders = (POLICY, "mxcompile/formats/precisions.py", "mxcompile/analysis/tune/")
-    found = {name for name in files_with(key, folders=folders) if uses.search(PRODUCT[name])}
+    files = {name for name in files_with(key, folders=folders) if uses.search(PRODUCT[name])}
     field = POLICY + "model.py" if key in ("saved", "sent", "backward") else "mxcompile/formats/precisions.py"
-    found = {name for name in found if not name.startswith((POLICY + "presets", POLICY + "importers"))}
-    assert found - KEY_READERS.get(key, set()) == {POLICY + "schema.py", SCHEMA, field}
+    files = {name for name in files if not name.startswith((POLICY + "presets", POLICY + "importers"))}
+    assert files - KEY_READERS.get(key, set()) == {POLICY + "schema.py", SCHEMA, field}
 
 
 @pytest.mark.parametrize("row", ATTENTION_FORWARD.values(), ids=lambda row: row.name)

@@ -47,9 +47,9 @@ class Hand:
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A call of `target`."""
         node = self.graph.call_function(target, args, kwargs)
-        given = fx.node.map_arg((args, kwargs), lambda argument: argument.meta["val"])
+        values = fx.node.map_arg((args, kwargs), lambda argument: argument.meta["val"])
         with self.mode:
-            node.meta["val"] = target(*given[0], **given[1])
+            node.meta["val"] = target(*values[0], **values[1])
         return node
 
     def quantize(self, x: fx.Node, dim: int, *how: Any) -> fx.Node:
@@ -60,9 +60,9 @@ class Hand:
     def gemm(self, target: Any, *args: Any, kind: Kind = Kind.LINEAR, **facts: Any) -> fx.Node:
         """A call that is a GEMM. facts: of its tag; its layer is itself unless they say another."""
         node = self.call(target, *args)
-        known: dict[str, Any] = {"layer": node.name, "name": node.name, "module": "Linear", "source": ""}
-        known |= {"gemm": Gemm.FPROP, "kind": kind, "tensors": ("x", "w")}
-        set_tag(node, GemmTag(**(known | facts)))
+        defaults: dict[str, Any] = {"layer": node.name, "name": node.name, "module": "Linear", "source": ""}
+        defaults |= {"gemm": Gemm.FPROP, "kind": kind, "tensors": ("x", "w")}
+        set_tag(node, GemmTag(**(defaults | facts)))
         return node
 
     def output(self, *nodes: fx.Node) -> fx.Graph:

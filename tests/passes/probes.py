@@ -61,8 +61,8 @@ def tags(model: nn.Module, *args: Tensor, policy: Any = None, **cuts: bool) -> d
 
 def roles(model: nn.Module, *args: Tensor) -> dict[str, str]:
     """Layer → role, of the layers that have a name."""
-    found = tags(model, *args)
-    return {name: str(tag.role) for name, tag in found.items() if name not in PRODUCTS}
+    tag_by_name = tags(model, *args)
+    return {name: str(tag.role) for name, tag in tag_by_name.items() if name not in PRODUCTS}
 
 
 def tokens(*shape: int) -> Tensor:
@@ -87,8 +87,8 @@ class Body(nn.Module):
 BODY = {"a": "ffn_in", "b": "ffn_out"}
 
 
-def below(prefix: str, found: dict[str, str] = BODY) -> dict[str, str]:
-    return {f"{prefix}.{name}": role for name, role in found.items()}
+def below(prefix: str, roles_of_body: dict[str, str] = BODY) -> dict[str, str]:
+    return {f"{prefix}.{name}": role for name, role in roles_of_body.items()}
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, heads: int, eager: bool, bias: Tensor | None = None) -> Tensor:
@@ -169,12 +169,12 @@ class Modulated(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.time, self.own, self.body = linear(2), nn.Linear(WIDTH, 2 * WIDTH), Body()
+        self.time, self.inner, self.body = linear(2), nn.Linear(WIDTH, 2 * WIDTH), Body()
         self.a, self.b = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
         first, second = self.time
-        scale, gate = self.own(F.silu(second(F.silu(first(time.cos()))))).unsqueeze(1).chunk(2, -1)
+        scale, gate = self.inner(F.silu(second(F.silu(first(time.cos()))))).unsqueeze(1).chunk(2, -1)
         x = self.body(x)
         return x + gate * self.b(F.gelu(self.a(F.rms_norm(x, (WIDTH,)) * (1 + scale))))
 
@@ -369,9 +369,9 @@ class SoftMixture(nn.Module):
         x = self.body(x)
         scores = (x @ self.slots.flatten(1)).unflatten(-1, (2, 3))
         taken = torch.einsum("bnd,bnes->ebsd", x, scores.softmax(1)).flatten(1, 2)
-        made = torch.bmm(F.gelu(torch.bmm(taken, self.a)), self.b).unflatten(1, (x.shape[0], 3))
+        experts = torch.bmm(F.gelu(torch.bmm(taken, self.a)), self.b).unflatten(1, (x.shape[0], 3))
         weights = scores.flatten(2).softmax(-1).unflatten(-1, (2, 3))
-        return x + torch.einsum("ebsd,bnes->bnd", made, weights)
+        return x + torch.einsum("ebsd,bnes->bnd", experts, weights)
 
 
 class Tower(nn.Module):

@@ -14,12 +14,12 @@ from mxcompile.policy import Gemm, Role
 
 
 def tag(node: fx.Node) -> GemmTag:
-    found = tag_of(node)
-    assert found is not None
-    return found
+    result = tag_of(node)
+    assert result is not None
+    return result
 
 
-def known(name: str, role: Role, n: int, k: int, kind: Kind = Kind.LINEAR) -> GemmTag:
+def planned_tag(name: str, role: Role, n: int, k: int, kind: Kind = Kind.LINEAR) -> GemmTag:
     """A forward GEMM of the plan."""
     return GemmTag(
         layer=name, name=name, module="Whole", source="", gemm=Gemm.FPROP, kind=kind, tensors=("x", "w"),
@@ -43,26 +43,26 @@ def test_a_layer_and_its_gradient_have_the_role_of_the_whole():
     dgrad = hand.gemm(
         aten.mm.default, dy, transposed, name="a.up", layer=fprop.name, gemm=Gemm.DGRAD, role=Role.HEAD
     )
-    ApplyPlan(planned={"a.up": (known("a.up", Role.FFN_IN, 16, 4),)}).apply(hand.output(fprop, dgrad))
+    ApplyPlan(planned={"a.up": (planned_tag("a.up", Role.FFN_IN, 16, 4),)}).apply(hand.output(fprop, dgrad))
     for node in (fprop, dgrad):
         assert (tag(node).role, tag(node).whole, tag(node).module) == (Role.FFN_IN, (16, 4), "Whole")
 
 
 def test_layer_missing_in_the_plan_keeps_its_role():
     (node,), graph = layers("b", role=Role.HEAD)
-    ApplyPlan(planned={"a": (known("a", Role.FFN_IN, 8, 4),)}).apply(graph)
+    ApplyPlan(planned={"a": (planned_tag("a", Role.FFN_IN, 8, 4),)}).apply(graph)
     assert (tag(node).role, tag(node).whole) == (Role.HEAD, None)
 
 
 def test_each_run_of_a_layer_has_its_own_if_all_are_here():
-    plan = (known("a", Role.QKV, 8, 4), known("a", Role.ATTN_OUT, 8, 4))
+    plan = (planned_tag("a", Role.QKV, 8, 4), planned_tag("a", Role.ATTN_OUT, 8, 4))
     both, graph = layers("a", "a")
     ApplyPlan(planned={"a": plan}).apply(graph)
     assert [tag(node).role for node in both] == [Role.QKV, Role.ATTN_OUT]
 
 
 def test_one_run_of_several_has_the_first_of_its_sizes():
-    plan = (known("a", Role.QKV, 9, 4), known("a", Role.ATTN_OUT, 8, 4))
+    plan = (planned_tag("a", Role.QKV, 9, 4), planned_tag("a", Role.ATTN_OUT, 8, 4))
     (node,), graph = layers("a")
     ApplyPlan(planned={"a": plan}).apply(graph)
     assert tag(node).role is Role.ATTN_OUT
@@ -70,8 +70,11 @@ def test_one_run_of_several_has_the_first_of_its_sizes():
 
 def test_a_product_is_found_by_its_module_where_sizes_leave_no_choice():
     """The weight of an expert was taken from the stack of all in front of the cut."""
-    stack = known("moe.experts.up", Role.EXPERT_IN, 8, 4), known("moe.experts.down", Role.EXPERT_OUT, 4, 8)
-    plan = {each.name: (each,) for each in stack}
+    stack = (
+        planned_tag("moe.experts.up", Role.EXPERT_IN, 8, 4),
+        planned_tag("moe.experts.down", Role.EXPERT_OUT, 4, 8),
+    )
+    plan = {layer.name: (layer,) for layer in stack}
     (node,), graph = layers("moe.experts", kind=Kind.PRODUCT)
     ApplyPlan(planned=plan).apply(graph)
     assert tag(node).role is Role.EXPERT_IN

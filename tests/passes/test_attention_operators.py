@@ -45,14 +45,14 @@ def test_operators_of_the_table_are_those_of_this_torch():
 
 
 @pytest.mark.parametrize(
-    "operator", [what for what, row in ATTENTIONS.items() if row.library is aten], ids=name
+    "operator", [operator for operator, row in ATTENTIONS.items() if row.library is aten], ids=name
 )
 def test_q_k_and_v_are_the_arguments_that_the_schema_names_so(operator):
     overload = getattr(operator, operator.overloads()[0])
     hand = Hand()
-    inputs = tuple(hand.graph.placeholder(each.name) for each in overload._schema.arguments)
-    found = qkv(hand.graph.call_function(overload, inputs))
-    assert [node.target for node in found] == ["query", "key", "value"]
+    inputs = tuple(hand.graph.placeholder(argument.name) for argument in overload._schema.arguments)
+    operands = qkv(hand.graph.call_function(overload, inputs))
+    assert [node.target for node in operands] == ["query", "key", "value"]
 
 
 @pytest.mark.parametrize("operator", ATTENTION_FORWARD, ids=name)

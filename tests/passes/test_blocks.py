@@ -143,11 +143,11 @@ def test_the_blocks_of_real_models(name: str):
     config, expected = CONFIGS[name]
     with torch.device("meta"):
         model = transformers.AutoModel.from_config(config)
-    found = places(model)
+    block_places = places(model)
     if isinstance(expected, int):
-        assert {*found.values()} == {(i, expected) for i in range(expected)}
+        assert {*block_places.values()} == {(i, expected) for i in range(expected)}
     else:
-        assert found == expected
+        assert block_places == expected
 
 
 ENDS = {"version": 1, "rules": [{"match": {"blocks": {"first": 2, "last": 1}}, "use": "bf16"}]}
@@ -204,7 +204,7 @@ def test_a_compile_of_another_depth_has_its_own_code():
         mxcompile.clear_reports()
         model = Model(depth)
         torch.compile(model, backend="mxfp8", options={"policy": policy})(ids)
-        found = decided(mxcompile.reports()[-1])
-        assert {int(n.split(".")[1]) for n, (p, _) in found.items() if p == "bf16" and n != "head"} == {
+        decisions = decided(mxcompile.reports()[-1])
+        assert {int(n.split(".")[1]) for n, (p, _) in decisions.items() if p == "bf16" and n != "head"} == {
             depth - 1
         }

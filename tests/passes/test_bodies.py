@@ -81,11 +81,11 @@ class Recurrent(nn.Module):
         self.step, self.turn = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        def one(h: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        def step(h: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
             h = torch.tanh(self.step(h) + row)
             return h, h.clone()
 
-        h, rows = scan(one, torch.zeros(ROWS // 5, WIDTH), x.view(5, ROWS // 5, WIDTH))
+        h, rows = scan(step, torch.zeros(ROWS // 5, WIDTH), x.view(5, ROWS // 5, WIDTH))
         start = torch.zeros((), dtype=torch.int64), torch.ones(ROWS // 5, WIDTH)
         _, turned = while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, self.turn(y).tanh()), start)
         return rows + h * turned
@@ -96,10 +96,10 @@ class Mapped(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.each = nn.Linear(WIDTH, WIDTH)
+        self.layer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = map_over(lambda slice_: self.each(slice_).tanh(), x.view(5, ROWS // 5, WIDTH))
+        y: Tensor = map_over(lambda slice_: self.layer(slice_).tanh(), x.view(5, ROWS // 5, WIDTH))
         return y
 
 
@@ -135,7 +135,7 @@ def compiled(model: nn.Module, *, training: bool, **options: Any) -> mxcompile.R
         (Nested, "b", "other", (1, ROWS, WIDTH, WIDTH)),
         (Loop, "step", "other", (1, ROWS, WIDTH, WIDTH)),
         (Layers, "stack", "other", (6, ROWS, WIDTH, WIDTH)),
-        (Mapped, "each", "other", (5, ROWS // 5, WIDTH, WIDTH)),
+        (Mapped, "layer", "other", (5, ROWS // 5, WIDTH, WIDTH)),
     ],
 )
 def test_product_in_a_body_has_name_role_and_size(
@@ -201,10 +201,10 @@ def test_body_without_products_changes_nothing() -> None:
 @pytest.mark.parametrize("model", [Branches, Nested, Mapped])
 def test_explain_and_compile_agree_on_gemm_records(model: Callable[[], nn.Module]) -> None:
     module = model()
-    found = compiled(module, training=False).gemms
-    said = mxcompile.explain(module, torch.randn(ROWS, WIDTH), policy=ALL, training=False).gemms
-    assert [(g.name, g.role, g.m, g.n, g.k, g.precision, g.reason) for g in said] == [
-        (g.name, g.role, g.m, g.n, g.k, g.precision, g.reason) for g in found
+    compiled_gemms = compiled(module, training=False).gemms
+    explained_gemms = mxcompile.explain(module, torch.randn(ROWS, WIDTH), policy=ALL, training=False).gemms
+    assert [(g.name, g.role, g.m, g.n, g.k, g.precision, g.reason) for g in explained_gemms] == [
+        (g.name, g.role, g.m, g.n, g.k, g.precision, g.reason) for g in compiled_gemms
     ]
 
 

@@ -36,7 +36,7 @@ def test_values_are_those_of_the_call(name: str, device: str):
     target, args = CALLS[name]
     mode = FakeTensorMode()
     graph = fx.Graph()
-    given: list[Any] = []
+    arguments: list[Any] = []
     for index, arg in enumerate(args):
         if isinstance(arg, Tensor):
             node = graph.placeholder(f"x{index}")
@@ -44,19 +44,19 @@ def test_values_are_those_of_the_call(name: str, device: str):
             meta = whole.to("meta").as_strided(arg.shape, arg.stride(), arg.storage_offset())
             converter = mode.fake_tensor_converter
             node.meta["val"] = converter.from_meta_and_device(mode, meta, torch.device(device))
-            given.append(node)
+            arguments.append(node)
         else:
-            given.append(arg)
-    found = Builder(graph, "test").call(target, *given, like=given[0]).meta["val"]
-    values = [node.meta["val"] if isinstance(node, fx.Node) else node for node in given]
+            arguments.append(arg)
+    result = Builder(graph, "test").call(target, *arguments, like=arguments[0]).meta["val"]
+    values = [node.meta["val"] if isinstance(node, fx.Node) else node for node in arguments]
     with mode:
         expected = target(*values)
-    assert type(found) is type(expected)
-    assert (found.shape, found.stride(), found.storage_offset()) == (
+    assert type(result) is type(expected)
+    assert (result.shape, result.stride(), result.storage_offset()) == (
         expected.shape,
         expected.stride(),
         expected.storage_offset(),
     )
-    assert (found.dtype, found.device, found.fake_mode) == (expected.dtype, expected.device, mode)
+    assert (result.dtype, result.device, result.fake_mode) == (expected.dtype, expected.device, mode)
     shares = [value.untyped_storage()._cdata for value in values if isinstance(value, Tensor)]
-    assert (found.untyped_storage()._cdata in shares) == (expected.untyped_storage()._cdata in shares)
+    assert (result.untyped_storage()._cdata in shares) == (expected.untyped_storage()._cdata in shares)

@@ -31,8 +31,8 @@ class Pair:
         x = self.forward.input("x", 40, width, dtype=dtype)
         w = self.forward.input("w", width, 48, dtype=dtype)
         self.h = self.forward.call(aten.mul.Tensor, x, 2)
-        known = {"role": Role.QKV, "saved": Saved.MXFP8, "formats": MX} | facts
-        self.y = self.forward.gemm(aten.mm.default, self.h, w, **known)
+        facts_of_gemm = {"role": Role.QKV, "saved": Saved.MXFP8, "formats": MX} | facts
+        self.y = self.forward.gemm(aten.mm.default, self.h, w, **facts_of_gemm)
         self.backward = Hand(self.forward.mode)
         self.end = self.backward.graph.placeholder(self.h.name)
         self.end.meta["val"] = self.h.meta["val"]

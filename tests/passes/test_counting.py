@@ -61,13 +61,13 @@ def test_a_pointwise_convolution_is_the_linear_layer_it_is(layout: torch.memory_
     model = Pointwise()
     same = AsLinear(model.mix)
     x = torch.randn(2, 64, 5, 7).contiguous(memory_format=layout)
-    found, report = run(model, x)
+    results, report = run(model, x)
     expected, _ = run(same, x)
     eager = model(x)
-    assert found[0].stride() == eager.stride()
-    assert not torch.equal(found[0], eager)
-    for left, right in zip(found, expected, strict=True):
-        torch.testing.assert_close(left.reshape(right.shape), right, rtol=1e-5, atol=1e-5)
+    assert results[0].stride() == eager.stride()
+    assert not torch.equal(results[0], eager)
+    for computed, right in zip(results, expected, strict=True):
+        torch.testing.assert_close(computed.reshape(right.shape), right, rtol=1e-5, atol=1e-5)
     assert {g.precision for g in report.gemms} == {"mxfp8"}
     assert by_gemm(report, "mix") == {
         "fprop": (1, 70, 96, 64), "dgrad": (1, 70, 64, 96), "wgrad": (1, 96, 64, 70)
@@ -192,10 +192,10 @@ class Stacked(nn.Module):
 @pytest.mark.parametrize("num_rows", [4, 40], ids=["weights_picked_first", "codes_picked"])
 def test_experts_picked_from_a_stack_are_layers_with_that_stack_as_weight(num_rows: int) -> None:
     model, x = Picked(num_rows), torch.randn(num_rows, 64)
-    found, report = run(model, x)
+    results, report = run(model, x)
     expected, _ = run(Stacked(model), x)
-    for left, right in zip(found[:2], expected[:2], strict=True):  # dW of one row has blocks of its own
-        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)
+    for computed, right in zip(results[:2], expected[:2], strict=True):  # dW of one row has blocks of its own
+        torch.testing.assert_close(computed, right, rtol=1e-5, atol=1e-5)
     assert {(g.name, g.precision) for g in report.gemms} == {("experts", "mxfp8")}
     assert by_gemm(report, "experts")["fprop"] == (num_rows, 1, 96, 64)
     assert report.summary.weight_bytes == model.experts.numel() * 4
@@ -239,16 +239,16 @@ class Looped(nn.Module):
 def test_grouped_products_with_fp32_weights_are_quantized_forward_and_backward() -> None:
     model = Grouped()
     x = torch.randn(50, 64)
-    found, report = run(model, x)
+    results, report = run(model, x)
     expected, _ = run(Looped(model), x)
-    for left, right in zip(found[:2], expected[:2], strict=True):
-        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)
+    for computed, right in zip(results[:2], expected[:2], strict=True):
+        torch.testing.assert_close(computed, right, rtol=1e-5, atol=1e-5)
     reference = copy.deepcopy(model)
     torch.manual_seed(1)
     y = reference(x)
     y.backward(torch.randn(y.shape))
     dw = reference.experts.grad
-    error = (found[2] - dw).double().pow(2).sum() / dw.double().pow(2).sum()
+    error = (results[2] - dw).double().pow(2).sum() / dw.double().pow(2).sum()
     assert 0 < error < 10**-2.75
     assert by_gemm(report, "experts") == {
         "fprop": (1, 50, 96, 64), "dgrad": (1, 50, 64, 96), "wgrad": (1, 64, 96, 50)
@@ -304,5 +304,5 @@ def test_operators_of_other_libraries_count_by_their_operands() -> None:
     with torch.no_grad():
         torch.compile(Foreign(), backend=EagerBackend())(torch.randn(32, 64))
     (report,) = mxcompile.reports()
-    found = {g.reason: g.flops for g in report.gemms}
-    assert found["opaque operator mx_test.product"] == 2 * 32 * 64 * 64
+    flops = {g.reason: g.flops for g in report.gemms}
+    assert flops["opaque operator mx_test.product"] == 2 * 32 * 64 * 64

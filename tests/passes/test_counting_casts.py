@@ -30,15 +30,17 @@ class Mlp(nn.Module):
 
 def copies(graph: fx.Graph) -> set[Any]:
     """Which copies `graph`, a lowered one, makes: of which tensor, along which dimension or lying how."""
-    made: set[Any] = set()
+    copies_of_tensors: set[Any] = set()
     for node in graph.nodes:
         if node.target is ops.cast:
             cast = Casts.read(node)
             dims = [copy.dim for copy in cast.parsed if copy.part in (CopyPart.CODES, CopyPart.ELEMENTS)]
-            made |= {(each, dim % 2) for each in (cast.x, cast.y) if each is not None for dim in dims}
+            copies_of_tensors |= {
+                (tensor, dim % 2) for tensor in (cast.x, cast.y) if tensor is not None for dim in dims
+            }
         elif node.target is ops.quantize_mm:
-            made.add((node.args[0], 1))
-    return made
+            copies_of_tensors.add((node.args[0], 1))
+    return copies_of_tensors
 
 
 FAST = {("nvidia", "sm_100"), ("fp8_tensor", "sm_90"), ("fp8_block", "sm_90"), ("fp8_delayed", "cpu")}

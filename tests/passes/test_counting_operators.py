@@ -73,8 +73,8 @@ class Model(nn.Module):
         return torch.baddbmm(y.new_zeros(4, 8, WIDE), y.view(4, 8, WIDTH), self.w)
 
     def _scaled_mm(self, y: Tensor) -> Tensor:
-        left = y.to(torch.float8_e4m3fn)
-        return torch._scaled_mm(left, self.codes.t(), self.one, self.one, out_dtype=torch.bfloat16)
+        codes = y.to(torch.float8_e4m3fn)
+        return torch._scaled_mm(codes, self.codes.t(), self.one, self.one, out_dtype=torch.bfloat16)
 
     def _sparse_mm(self, y: Tensor, graph: Tensor) -> Tensor:
         return torch.sparse.mm(graph, y)
@@ -124,14 +124,14 @@ def test_every_product_is_counted(kind: str, layouts: Any, sizes: tuple[int, ...
         Model(kind), torch.randn(ROWS, WIDTH), *others, policy=EVERYTHING, training=False, strict=False
     )
     (layer,) = [g for g in report.gemms if g.name == "fc"]
-    (found,) = [g for g in report.gemms if g.name != "fc"]
+    (gemm,) = [g for g in report.gemms if g.name != "fc"]
     assert layer.flops == LAYER
-    assert (found.batch, found.m, found.n, found.k) == sizes
+    assert (gemm.batch, gemm.m, gemm.n, gemm.k) == sizes
     batch, m, n, k = sizes
     flops = 2 * batch * m * n * k
-    assert found.flops == flops
-    assert (found.precision, found.reason) == (("bf16", reason) if reason else ("mxfp8", found.reason))
-    quantized = sum(g.flops for g in (layer, found) if g.precision == "mxfp8")
+    assert gemm.flops == flops
+    assert (gemm.precision, gemm.reason) == (("bf16", reason) if reason else ("mxfp8", gemm.reason))
+    quantized = sum(g.flops for g in (layer, gemm) if g.precision == "mxfp8")
     assert report.summary.flop_share == pytest.approx(quantized / (LAYER + flops))
     assert layer.precision == ("bf16" if layer.reason == OUTSIDE else "mxfp8")
 
@@ -145,8 +145,8 @@ def test_opaque_operator_is_recorded_with_unknown_flops() -> None:
             return z
 
     report = mxcompile.explain(Fused(), torch.randn(32, 64), torch.randn(32, 64), training=False)
-    (found,) = report.gemms
-    assert (found.flops, found.reason) == (0, "opaque operator mx_counting.norm, unknown FLOPs")
+    (gemm,) = report.gemms
+    assert (gemm.flops, gemm.reason) == (0, "opaque operator mx_counting.norm, unknown FLOPs")
 
 
 class TitanExperts(nn.Module):

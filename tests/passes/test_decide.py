@@ -22,9 +22,9 @@ def policy(**use: Any) -> Policy:
 
 
 def tag(node: fx.Node) -> GemmTag:
-    found = tag_of(node)
-    assert found is not None
-    return found
+    result = tag_of(node)
+    assert result is not None
+    return result
 
 
 def product(dtype: torch.dtype = torch.float32, **facts: Any) -> tuple[fx.Graph, fx.Node]:
@@ -70,7 +70,7 @@ def test_a_dtype_that_is_not_cast_stays_with_the_reason_and_is_an_error_if_stric
 
 
 def test_reason_names_the_cut_only_where_whole_size_is_unknown():
-    for whole, said in [(None, True), ((64, 64), False)]:
+    for whole, is_cut in [(None, True), ((64, 64), False)]:
         graph, node = product(whole=whole)
         Decide(policy=policy(precision="mxfp8"), cut="a graph break").apply(graph)
-        assert ("a graph break" in str(tag(node).choice.reason)) is said
+        assert ("a graph break" in str(tag(node).choice.reason)) is is_cut

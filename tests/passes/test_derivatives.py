@@ -67,7 +67,7 @@ def recorded(call: Callable[..., Any], *args: Any, policy: Any = "nvidia") -> li
 
 
 def pulled_back(loss: Callable[..., Tensor], params: Params, tokens: Tensor) -> Any:
-    value, pull = vjp(lambda given: loss(given, tokens), params)
+    value, pull = vjp(lambda parameters: loss(parameters, tokens), params)
     return pull(torch.ones_like(value))
 
 
@@ -76,14 +76,14 @@ def test_train_step_by_torch_func_has_the_records_of_a_backward(way: str) -> Non
     model, tokens = Model(), torch.randint(0, 97, (2, 20))
     params = {name: value.detach() for name, value in model.named_parameters()}
 
-    def loss(given: Params, tokens: Tensor) -> Tensor:
-        value: Tensor = functional_call(model, given, (tokens,))
+    def loss(parameters: Params, tokens: Tensor) -> Tensor:
+        value: Tensor = functional_call(model, parameters, (tokens,))
         return value
 
     ways: dict[str, Callable[[Params, Tensor], Any]] = {
         "grad": grad(loss),
         "grad_and_value": grad_and_value(loss),
-        "vjp": lambda given, tokens: pulled_back(loss, given, tokens),
+        "vjp": lambda parameters, tokens: pulled_back(loss, parameters, tokens),
     }
     expected = recorded(model, tokens)
     assert Counter(gemm for _, gemm, *_ in expected)["wgrad"] == 13
@@ -106,12 +106,12 @@ def test_gradients_of_each_sample_are_gradients_of_layers() -> None:
     model = Mlp()
     params = {name: value.detach() for name, value in model.named_parameters()}
 
-    def loss(given: Params, x: Tensor) -> Tensor:
-        value: Tensor = functional_call(model, given, (x,)).square().mean()
+    def loss(parameters: Params, x: Tensor) -> Tensor:
+        value: Tensor = functional_call(model, parameters, (x,)).square().mean()
         return value
 
-    found = recorded(vmap(grad(loss), (None, 0)), params, torch.randn(5, 8, 64), policy=ONE_KIND)
-    kinds = [(name, gemm, precision) for name, gemm, *_, precision in found]
+    records = recorded(vmap(grad(loss), (None, 0)), params, torch.randn(5, 8, 64), policy=ONE_KIND)
+    kinds = [(name, gemm, precision) for name, gemm, *_, precision in records]
     assert kinds == [
         ("down", "dgrad", "bf16"),
         ("down", "fprop", "mxfp8"),
@@ -125,8 +125,8 @@ def test_jacobian_takes_many_gradients_in_one_product() -> None:
     model = nn.Linear(64, 96)
     params = {name: value.detach() for name, value in model.named_parameters()}
 
-    def outputs(given: Params, x: Tensor) -> Tensor:
-        value: Tensor = functional_call(model, given, (x,))
+    def outputs(parameters: Params, x: Tensor) -> Tensor:
+        value: Tensor = functional_call(model, parameters, (x,))
         return value.tanh()
 
     x = torch.randn(64)
@@ -135,7 +135,9 @@ def test_jacobian_takes_many_gradients_in_one_product() -> None:
         ("dgrad", 96 * 64 * 96),
         ("fprop", 64 * 96),
     ]
-    of_weight = recorded(lambda given: jacrev(outputs)(given, x[None])["weight"], params, policy=ONE_KIND)
+    of_weight = recorded(
+        lambda parameters: jacrev(outputs)(parameters, x[None])["weight"], params, policy=ONE_KIND
+    )
     assert [(gemm, precision) for _, gemm, *_, precision in of_weight] == [
         ("fprop", "mxfp8"),
         ("wgrad", "bf16"),
@@ -166,19 +168,19 @@ def test_tangents_stay_as_they_are() -> None:
 def test_jvp_is_that_of_eager_code() -> None:
     model, x, tangent = Mlp(), torch.randn(40, 64), torch.randn(40, 64)
     with torch.no_grad():
-        found = torch.compile(
+        output = torch.compile(
             lambda x, t: jvp(model, (x,), (t,)), backend="mxfp8", options={"policy": "bf16"}
         )(x, tangent)
         expected = jvp(model, (x,), (tangent,))
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(output, expected)
 
 
 def test_hessian_quantizes_nothing_but_the_forward() -> None:
     model = Mlp()
     with torch.no_grad():
-        found = recorded(hessian(lambda x: model(x).square().sum()), torch.randn(64), policy=ONE_KIND)
-    assert [(name, gemm) for name, gemm, *_, precision in found if precision == "mxfp8"] == [
+        records = recorded(hessian(lambda x: model(x).square().sum()), torch.randn(64), policy=ONE_KIND)
+    assert [(name, gemm) for name, gemm, *_, precision in records if precision == "mxfp8"] == [
         ("down", "fprop"),
         ("up", "fprop"),
     ]
-    assert len(found) > 4
+    assert len(records) > 4

@@ -35,7 +35,7 @@ def changing(view: Callable[[Tensor], Tensor], dim: int) -> set[int]:
     numbers = view(torch.arange(torch.Size(SHAPE).numel()).view(SHAPE)).movedim(dim, 0)
     numbers = numbers.reshape(len(numbers), -1)
     indices = np.array(np.unravel_index(numbers.numpy(), SHAPE))
-    return {place for place in range(len(SHAPE)) if (indices[place] != indices[place][:1]).any()}
+    return {index for index in range(len(SHAPE)) if (indices[index] != indices[index][:1]).any()}
 
 
 @pytest.mark.parametrize("name", VIEWS)
@@ -46,5 +46,5 @@ def test_a_dimension_is_made_of_those_whose_index_changes_along_it(name: str) ->
     source = node.all_input_nodes[0]
     assert len([n for n in graph.nodes if n.op == "call_function"]) == 1
     for dim, size in enumerate(node.meta["val"].shape):
-        found = before(node, source, frozenset({dim}))
-        assert {place for place in found if SHAPE[place] > 1} == changing(VIEWS[name], dim) or size == 1
+        dims = before(node, source, frozenset({dim}))
+        assert {index for index in dims if SHAPE[index] > 1} == changing(VIEWS[name], dim) or size == 1

@@ -35,16 +35,16 @@ def tags(nodes: list[fx.Node]) -> list[GemmTag]:
 
 def test_the_three_products_of_a_layer():
     for nodes in (layer(), layer(numbered=False)):
-        found = tags(nodes)
-        assert [(tag.gemm, tag.tensors, tag.m, tag.n, tag.k) for tag in found] == [
+        gemm_tags = tags(nodes)
+        assert [(tag.gemm, tag.tensors, tag.m, tag.n, tag.k) for tag in gemm_tags] == [
             (Gemm.FPROP, ("x", "w"), ROWS, N, K),
             (Gemm.DGRAD, ("dy", "w"), ROWS, K, N),
             (Gemm.WGRAD, ("dy", "x"), N, K, ROWS),
         ]
-        assert {(tag.name, tag.module, tag.layer, tag.kind) for tag in found} == {
+        assert {(tag.name, tag.module, tag.layer, tag.kind) for tag in gemm_tags} == {
             ("model.layers.0.up", "Linear", nodes[0].name, Kind.LINEAR)
         }
-        assert [tag.index for tag in found] == [0, 1, 2]
+        assert [tag.index for tag in gemm_tags] == [0, 1, 2]
 
 
 def test_product_of_two_activations_is_not_a_layer():

@@ -51,8 +51,8 @@ GATED: dict[str, tuple[tuple[int, ...], str, Callable[[Tensor], Any]]] = {
 
 @pytest.mark.parametrize("case", GATED)
 def test_gate_and_up_in_one_weight_are_the_input_of_the_network(case: str) -> None:
-    found = roles(nn.Sequential(Gated(*GATED[case]), Gated(*GATED[case])), torch.randn(2, 20, WIDTH))
-    assert found == {"0.into": "ffn_in", "0.out": "ffn_out", "1.into": "ffn_in", "1.out": "ffn_out"}
+    layer_roles = roles(nn.Sequential(Gated(*GATED[case]), Gated(*GATED[case])), torch.randn(2, 20, WIDTH))
+    assert layer_roles == {"0.into": "ffn_in", "0.out": "ffn_out", "1.into": "ffn_in", "1.out": "ffn_out"}
 
 
 class Fused(nn.Module):
@@ -100,8 +100,8 @@ class Experts(nn.Module):
 
 
 def test_stack_whose_results_do_not_gate_each_other_is_one_of_experts() -> None:
-    found = roles(Experts(), torch.randn(40, WIDTH))
-    assert (found["into"], found["out"]) == ("expert_in", "expert_out")
+    layer_roles = roles(Experts(), torch.randn(40, WIDTH))
+    assert (layer_roles["into"], layer_roles["out"]) == ("expert_in", "expert_out")
 
 
 class Latent(nn.Module):
@@ -126,9 +126,9 @@ class Latent(nn.Module):
 
 @pytest.mark.parametrize("rotary", [8, 16])
 def test_latent_attention_alone_has_all_roles(rotary: int) -> None:
-    found = roles(Latent(rotary=rotary), torch.randn(2, 20, WIDTH))
-    assert found.pop("o") == "attn_out"
-    assert set(found.values()) == {"qkv"}
+    layer_roles = roles(Latent(rotary=rotary), torch.randn(2, 20, WIDTH))
+    assert layer_roles.pop("o") == "attn_out"
+    assert set(layer_roles.values()) == {"qkv"}
 
 
 def test_gradients_of_a_complex_layer_are_dgrad_and_wgrad() -> None:

@@ -125,7 +125,7 @@ def step(way: Way) -> dict[str, Any]:
         how = {"backend": "mxfp8", "options": {"policy": policy}}
     compiled = torch.compile(model, fullgraph=True, dynamic=len({*way.lengths}) > 1, **how)
     generator = torch.Generator().manual_seed(dist.get_rank())
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for number, tokens in enumerate(way.lengths):
         x = torch.randn(BATCH, tokens, WIDTH, generator=generator)
         x = (x if way.autocast or way.converts else x.bfloat16()).requires_grad_()
@@ -135,11 +135,11 @@ def step(way: Way) -> dict[str, Any]:
         with sends("all_gather", sent) if last else nullcontext(), autocast:
             y = compiled(x)
             y.float().square().sum().backward()
-        found |= {f"y{number}": y.detach(), f"x{number}": x.grad}
-    found |= {name: p.grad.to_local() for name, p in model.named_parameters() if p.grad is not None}
+        results |= {f"y{number}": y.detach(), f"x{number}": x.grad}
+    results |= {name: p.grad.to_local() for name, p in model.named_parameters() if p.grad is not None}
     (report,) = mxcompile.reports()
     assert str(report).count("sent by each rank") == 1
-    return {"numbers": found, "sent": sent, "summary": report.summary}
+    return {"numbers": results, "sent": sent, "summary": report.summary}
 
 
 def steps() -> dict[str, Any]:
@@ -155,7 +155,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 def test_mx_bytes_travel_and_nothing_else_changes(name: str, ranks: list[Any]):
     way = WAYS[name]
     for rank in ranks:
-        before, after = (found[name] for found in rank)
+        before, after = (results[name] for results in rank)
         assert before["numbers"].keys() == after["numbers"].keys()
         assert len(before["numbers"]) == 2 * len(way.lengths) + (4 if way.train else 1)
         for key, value in before["numbers"].items():

@@ -159,7 +159,7 @@ def result(graph: fx.Graph, dtype: torch.dtype) -> tuple[list[Tensor], int]:
     x = torch.randn(4, 10, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     graph.lint()
     ranks = Ranks(fx.GraphModule(nn.Module(), graph))
-    return [each.view(torch.uint8) for each in ranks.run(x)], ranks.sent
+    return [tensor.view(torch.uint8) for tensor in ranks.run(x)], ranks.sent
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,11 @@ ALL = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 
 
 class Positions(nn.Module):
-    """Adds positions that `place` makes to a layer. broken: whether a graph break cuts the model."""
+    """Adds positions that `embed` makes to a layer. broken: whether a graph break cuts the model."""
 
     def __init__(self, call: Callable[[Positions], Tensor], *, broken: bool = False) -> None:
         super().__init__()
-        self.up, self.place = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDE, WIDTH, bias=False)
+        self.up, self.embed = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDE, WIDTH, bias=False)
         self.register_buffer("grid", torch.randn(8, WIDE))
         self.query = nn.Parameter(torch.randn(8, WIDE))
         self.call, self.broken = call, broken
@@ -34,10 +34,10 @@ class Positions(nn.Module):
 
 
 CALLS: dict[str, Callable[[Positions], Tensor]] = {
-    "buffer": lambda model: model.place(model.grid),
-    "parameter": lambda model: model.place(model.query),
-    "constant": lambda model: model.place(torch.arange(8.0 * WIDE).view(8, WIDE) / WIDE),
-    "function": lambda model: nn.functional.linear(model.query, model.place.weight),
+    "buffer": lambda model: model.embed(model.grid),
+    "parameter": lambda model: model.embed(model.query),
+    "constant": lambda model: model.embed(torch.arange(8.0 * WIDE).view(8, WIDE) / WIDE),
+    "function": lambda model: nn.functional.linear(model.query, model.embed.weight),
 }
 
 
@@ -47,9 +47,9 @@ def test_layer_of_a_fixed_input_is_quantized_by_a_rule(call: str, *, broken: boo
     model, x = Positions(CALLS[call], broken=broken), torch.randn(8, WIDTH)
     torch.compile(model, backend=EagerBackend(policy=ALL, strict=True))(x).sum().backward()
     (report,) = mxcompile.reports()
-    found = {(gemm.name, gemm.gemm) for gemm in report.gemms if gemm.precision == "mxfp8"}
-    assert {("place", "fprop"), ("place", "wgrad")} <= found
-    assert ("place", "dgrad") in found or call not in ("parameter", "function")
+    gemms = {(gemm.name, gemm.gemm) for gemm in report.gemms if gemm.precision == "mxfp8"}
+    assert {("embed", "fprop"), ("embed", "wgrad")} <= gemms
+    assert ("embed", "dgrad") in gemms or call not in ("parameter", "function")
 
 
 def test_weight_update_of_two_parameters_stays_a_weight() -> None:
@@ -64,8 +64,8 @@ def test_weight_update_of_two_parameters_stays_a_weight() -> None:
 
     torch.compile(Updated(), backend=EagerBackend(policy=ALL, strict=True))(torch.randn(8, WIDTH))
     (report,) = mxcompile.reports()
-    found = [(gemm.gemm, gemm.precision) for gemm in report.gemms if gemm.name == "up"]
-    assert found == [("fprop", "mxfp8"), ("wgrad", "mxfp8")]
+    gemms = [(gemm.gemm, gemm.precision) for gemm in report.gemms if gemm.name == "up"]
+    assert gemms == [("fprop", "mxfp8"), ("wgrad", "mxfp8")]
 
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.spectral_norm`")

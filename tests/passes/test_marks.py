@@ -38,7 +38,9 @@ class Island(nn.Module):
             return self.call(lambda z: self.c(self.b(z)), y.float())
 
 
-def said(model: nn.Module, *, autocast: bool, training: bool = False) -> set[tuple[str, str]]:
+def records_without_autocast(
+    model: nn.Module, *, autocast: bool, training: bool = False
+) -> set[tuple[str, str]]:
     """Layer and kind of the records that say that autocast is turned off."""
     torch._dynamo.reset()
     mxcompile.clear_reports()
@@ -54,20 +56,20 @@ def said(model: nn.Module, *, autocast: bool, training: bool = False) -> set[tup
 
 
 def test_quantized_layer_in_disabled_autocast_is_reported() -> None:
-    assert said(Island(as_it_is), autocast=True) == {("b", "fprop")}
+    assert records_without_autocast(Island(as_it_is), autocast=True) == {("b", "fprop")}
 
 
 def test_gradients_of_layer_in_disabled_autocast_are_reported() -> None:
     expected = {("b", "fprop"), ("b", "dgrad"), ("b", "wgrad")}
-    assert said(Island(as_it_is), autocast=True, training=True) == expected
+    assert records_without_autocast(Island(as_it_is), autocast=True, training=True) == expected
 
 
 def test_checkpointed_layer_in_disabled_autocast_is_reported() -> None:
-    assert ("b", "fprop") in said(Island(checkpointed), autocast=True, training=True)
+    assert ("b", "fprop") in records_without_autocast(Island(checkpointed), autocast=True, training=True)
 
 
 def test_disabled_autocast_without_outer_autocast_has_no_note() -> None:
-    assert said(Island(as_it_is), autocast=False) == set()
+    assert records_without_autocast(Island(as_it_is), autocast=False) == set()
 
 
 def test_autocast_inside_of_the_model_counts() -> None:
@@ -76,4 +78,4 @@ def test_autocast_inside_of_the_model_counts() -> None:
             with torch.autocast("cpu", torch.bfloat16):
                 return super().forward(x)
 
-    assert said(Inside(as_it_is), autocast=False) == {("b", "fprop")}
+    assert records_without_autocast(Inside(as_it_is), autocast=False) == {("b", "fprop")}

@@ -25,8 +25,8 @@ from mxcompile.compiler.capture.locate import steps_of
     ],
 )
 def test_source_has_the_steps_behind_its_variable(source: str, steps: str) -> None:
-    variable, *found = steps_of(source)
-    assert ".".join(found) == steps
+    variable, *path = steps_of(source)
+    assert ".".join(path) == steps
     assert variable in source
 
 

@@ -41,8 +41,8 @@ def by_keyword(forward: Forward) -> Forward:
 def from_list(forward: Forward) -> Forward:
     @functools.wraps(forward)
     def wrapper(*args: Any) -> Any:
-        held = [list(args)]
-        return forward(*held[0])
+        positionals = [list(args)]
+        return forward(*positionals[0])
 
     return wrapper
 
@@ -159,8 +159,8 @@ def test_method_that_is_compiled_alone_names_layers_by_its_model(method: str, br
     model = Encoder()
     run = torch.compile(getattr(model, method), backend=EagerBackend(policy=policy))
     run(torch.randn(32, WIDTH)).sum().backward()
-    found = {(gemm.name, gemm.precision) for report in mxcompile.reports() for gemm in report.gemms}
-    assert found == {(path, "bf16" if path == "second.up" else "mxfp8") for path in linears(model)}
+    precisions = {(gemm.name, gemm.precision) for report in mxcompile.reports() for gemm in report.gemms}
+    assert precisions == {(path, "bf16" if path == "second.up" else "mxfp8") for path in linears(model)}
 
 
 class Replaced(Stack):
@@ -347,8 +347,8 @@ def test_function_of_two_models_names_layers_by_its_variables() -> None:
         return out
 
     step(torch.randn(32, WIDTH), encoder)
-    found = {gemm.name for report in mxcompile.reports() for gemm in report.gemms}
-    assert found == {"encoder.up", "encoder.down", "decoder.up", "decoder.down"}
+    names = {gemm.name for report in mxcompile.reports() for gemm in report.gemms}
+    assert names == {"encoder.up", "encoder.down", "decoder.up", "decoder.down"}
 
 
 def test_function_of_one_model_behind_a_decorator_names_layers_by_the_model() -> None:
@@ -356,8 +356,8 @@ def test_function_of_one_model_behind_a_decorator_names_layers_by_the_model() ->
 
     @torch.compile(backend=EagerBackend())
     @positional
-    def step(held: dict[str, Any], x: Tensor) -> Tensor:
-        out: Tensor = held["models"][0](x)
+    def step(containers: dict[str, Any], x: Tensor) -> Tensor:
+        out: Tensor = containers["models"][0](x)
         return out
 
     step({"models": (model,)}, torch.randn(32, WIDTH))

@@ -90,18 +90,18 @@ def step(regions: bool, checkpoints: bool, training: bool) -> tuple[list[Any], l
         if training:
             y.square().sum().backward()
     (report,) = mxcompile.reports()
-    found = [(g.name, g.gemm, g.role, g.m, g.n, g.k, g.precision, g.reason) for g in report.gemms]
+    records = [(g.name, g.gemm, g.role, g.m, g.n, g.k, g.precision, g.reason) for g in report.gemms]
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    return found, [y.detach(), *gradients, *model.buffers()]
+    return records, [y.detach(), *gradients, *model.buffers()]
 
 
 @pytest.mark.parametrize("checkpoints", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 def test_region_has_the_records_and_results_of_the_plain_model(checkpoints: bool, training: bool) -> None:
     plain, values = step(False, checkpoints, training)
-    found, others = step(True, checkpoints, training)
-    assert found == plain
-    assert {name for name, *_ in found} == {
+    records, others = step(True, checkpoints, training)
+    assert records == plain
+    assert {name for name, *_ in records} == {
         *(f"layers.{i}.{part}" for i in range(3) for part in ("up", "down", "inner.0.fc", "inner.1.fc")),
         "head",
     }

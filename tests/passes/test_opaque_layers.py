@@ -86,12 +86,12 @@ def product_into(out: Tensor, x: Tensor, w: Tensor) -> None:
     out.copy_(x @ w.t())
 
 
-def closed_over(held: Any) -> Callable[[Tensor], Tensor]:
+def closed_over(weight: Any) -> Callable[[Tensor], Tensor]:
     """Returns a custom operator that multiplies its input by a weight in its closure."""
 
     @torch.library.custom_op("mx_opaque::closed", mutates_args=())
     def closed(x: Tensor) -> Tensor:
-        return x @ (held.weight if isinstance(held, nn.Module) else held["w"]).t()
+        return x @ (weight.weight if isinstance(weight, nn.Module) else weight["w"]).t()
 
     closed.register_fake(lambda x: x.new_empty(*x.shape[:-1], WIDE))
     return closed
@@ -169,9 +169,9 @@ def test_operator_raises_under_strict_if_a_rule_quantizes_its_layer(case: str) -
         torch.compile(model, backend=EagerBackend(policy=kept, strict=True), fullgraph=True)(x)
 
 
-@pytest.mark.parametrize("held", [nn.Linear(WIDTH, WIDE), {"w": torch.randn(WIDE, WIDTH)}], ids=type)
-def test_operator_that_closes_over_its_weight_is_recorded_and_raises_under_strict(held: Any) -> None:
-    model, x = Model(closed_over(held)), torch.randn(ROWS, WIDTH)
+@pytest.mark.parametrize("weight", [nn.Linear(WIDTH, WIDE), {"w": torch.randn(WIDE, WIDTH)}], ids=type)
+def test_operator_that_closes_over_its_weight_is_recorded_and_raises_under_strict(weight: Any) -> None:
+    model, x = Model(closed_over(weight)), torch.randn(ROWS, WIDTH)
     with torch.no_grad():
         torch.compile(model, backend=EagerBackend(policy=ALL), fullgraph=True)(x)
     (report,) = mxcompile.reports()

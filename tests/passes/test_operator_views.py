@@ -34,13 +34,13 @@ def call(target, *arguments, **named) -> fx.Node:
     graph = fx.Graph()
     nodes = {name: graph.placeholder(name) for name in "abcdefgh"}
 
-    def given(each: Any) -> Any:
-        if isinstance(each, list):
-            return [given(part) for part in each]
-        return nodes.get(each, each) if isinstance(each, str) else each
+    def as_node(argument: Any) -> Any:
+        if isinstance(argument, list):
+            return [as_node(part) for part in argument]
+        return nodes.get(argument, argument) if isinstance(argument, str) else argument
 
-    args = tuple(map(given, arguments))
-    return graph.call_function(target, args, {name: given(each) for name, each in named.items()})
+    args = tuple(map(as_node, arguments))
+    return graph.call_function(target, args, {name: as_node(argument) for name, argument in named.items()})
 
 
 def test_defaults_and_keywords_are_read():
@@ -81,8 +81,8 @@ def test_other_calls_have_no_view():
 def test_a_call_is_made_again_with_changes():
     cast = view.Cast.read(call(ops.cast, "a", COPIES, None, 0))
     assert cast.arguments() == (cast.x, COPIES)
-    known = view.Cast.read(call(ops.cast, "a", COPIES, None, 0, ["b"]))
-    assert known.arguments(stream=3) == (known.x, COPIES, None, 3, [known.scale])
+    scaled = view.Cast.read(call(ops.cast, "a", COPIES, None, 0, ["b"]))
+    assert scaled.arguments(stream=3) == (scaled.x, COPIES, None, 3, [scaled.scale])
     with pytest.raises(AssertionError, match="has no argument"):
         cast.arguments(square=True)
 
@@ -90,9 +90,9 @@ def test_a_call_is_made_again_with_changes():
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_fields_are_arguments_of_the_operators(kind: type[view.View]):
     """Every argument of an operator is a field, and every field is an argument of some operator."""
-    known = [{each.name for each in op._schema.arguments} for op in kind.operators]
+    arguments = [{argument.name for argument in op._schema.arguments} for op in kind.operators]
     names = {field.name for field in fields(kind) if field.name != "node"}
-    assert names == set().union(*known)
+    assert names == set().union(*arguments)
 
 
 def test_results_and_who_made_them():
@@ -109,7 +109,7 @@ def test_readers_look_through_transposes():
         return y.t() * 2, y.t().t() * 3, y * 4
 
     module = make_fx(function, tracing_mode="fake")(torch.randn(4, 64))
-    (made,) = module.graph.find_nodes(op="call_function", target=aten.add.Tensor)
-    found = list(readers(made))
-    assert sorted(reader.args[1] for reader, _ in found) == [2, 3, 4]
-    assert all(read in reader.all_input_nodes for reader, read in found)
+    (addition,) = module.graph.find_nodes(op="call_function", target=aten.add.Tensor)
+    uses = list(readers(addition))
+    assert sorted(reader.args[1] for reader, _ in uses) == [2, 3, 4]
+    assert all(read in reader.all_input_nodes for reader, read in uses)

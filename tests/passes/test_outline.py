@@ -29,17 +29,17 @@ def picture(model: nn.Module, *args: Tensor, training: bool = True, **options: A
         if training:
             result.float().mean().backward()
     (report,) = mxcompile.reports()
-    (found,) = report.graph
-    return found, report
+    (graph,) = report.graph
+    return graph, report
 
 
-def of_kind(found: Outline, kind: str, phase: str = "forward") -> list[OutlineNode]:
-    return [node for node in found.nodes if node.kind == kind and node.phase == phase]
+def of_kind(graph: Outline, kind: str, phase: str = "forward") -> list[OutlineNode]:
+    return [node for node in graph.nodes if node.kind == kind and node.phase == phase]
 
 
-def readers(found: Outline, node: OutlineNode) -> Iterator[OutlineNode]:
-    index = found.nodes.index(node)
-    return (found.nodes[b] for a, b in found.edges if a == index)
+def readers(graph: Outline, node: OutlineNode) -> Iterator[OutlineNode]:
+    index = graph.nodes.index(node)
+    return (graph.nodes[b] for a, b in graph.edges if a == index)
 
 
 @pytest.mark.parametrize(
@@ -53,14 +53,14 @@ def readers(found: Outline, node: OutlineNode) -> Iterator[OutlineNode]:
     ids=["block", "explicit", "experts", "language"],
 )
 def test_the_matmuls_are_those_of_the_report(make: Any, x: Tensor):
-    found, report = picture(make(), x)
+    graph, report = picture(make(), x)
     drawn = {
         (name, node.role, node.gemm, node.precision)
-        for node in found.nodes
+        for node in graph.nodes
         if node.kind == "gemm"
         for name in node.names
     }
-    attended = {name for node in found.nodes if node.kind == "attention" for name in node.names}
+    attended = {name for node in graph.nodes if node.kind == "attention" for name in node.names}
     recorded = {(g.name, g.role, g.gemm, g.precision) for g in report.gemms}
     assert drawn <= recorded
     assert {gemm[0] for gemm in recorded - drawn} <= attended
@@ -68,13 +68,13 @@ def test_the_matmuls_are_those_of_the_report(make: Any, x: Tensor):
 
 
 def test_q_k_and_v_read_one_cast_and_backward_another():
-    found, _ = picture(block(), features(2, 9, WIDTH))
-    shared = [[r.names for r in readers(found, cast)] for cast in of_kind(found, "cast")]
+    graph, _ = picture(block(), features(2, 9, WIDTH))
+    shared = [[r.names for r in readers(graph, cast)] for cast in of_kind(graph, "cast")]
     assert [("0.b.a",), ("0.b.b",), ("0.b.c",)] in shared
-    first, second = of_kind(found, "cast")[:2]
+    first, second = of_kind(graph, "cast")[:2]
     assert (first.label, second.label) == ("e4m3 rowwise", "e4m3 columnwise")
-    assert not found.only_backward(found.nodes.index(first))
-    assert found.only_backward(found.nodes.index(second))
+    assert not graph.only_backward(graph.nodes.index(first))
+    assert graph.only_backward(graph.nodes.index(second))
     assert first.detail == "e4m3 1x32 rceil, rowwise"
     assert first.shape == "18×64"
 
@@ -93,36 +93,36 @@ def test_q_k_and_v_read_one_cast_and_backward_another():
 )
 def test_labels_of_casts_name_elements_and_layout(use: dict[str, str], labels: list[str]):
     policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": use}]}
-    found, _ = picture(nn.Sequential(nn.Linear(WIDTH, WIDTH)), features(40, WIDTH), policy=policy)
-    assert [node.label for node in of_kind(found, "cast")] == labels
+    graph, _ = picture(nn.Sequential(nn.Linear(WIDTH, WIDTH)), features(40, WIDTH), policy=policy)
+    assert [node.label for node in of_kind(graph, "cast")] == labels
 
 
 def test_the_flow_of_a_block():
-    found, _ = picture(block(), features(2, 9, WIDTH))
-    forward = [i for i, node in enumerate(found.nodes) if node.phase == "forward"]
-    flow = nx.DiGraph([(a, b) for a, b in found.edges if a in forward and b in forward])
+    graph, _ = picture(block(), features(2, 9, WIDTH))
+    forward = [i for i, node in enumerate(graph.nodes) if node.phase == "forward"]
+    flow = nx.DiGraph([(a, b) for a, b in graph.edges if a in forward and b in forward])
     assert nx.is_directed_acyclic_graph(flow)
-    at = {node.names[0]: i for i, node in enumerate(found.nodes) if node.kind == "gemm" and i in forward}
+    at = {node.names[0]: i for i, node in enumerate(graph.nodes) if node.kind == "gemm" and i in forward}
     assert nx.has_path(flow, at["0.b.a"], at["0.b.d"])
     assert nx.has_path(flow, at["0.b.d"], at["1.b.a"])
     assert nx.has_path(flow, at["1.b.b"], at["1.b.c"])
     assert not nx.has_path(flow, at["1.b.a"], at["1.b.b"])
     assert not nx.has_path(flow, at["1.b.c"], at["0.b.a"])
-    labels = [node.label for node in of_kind(found, "glue")]
+    labels = [node.label for node in of_kind(graph, "glue")]
     assert labels.count("add") == 2
     assert "LayerNorm" in labels
 
 
 def test_equal_layers_are_drawn_once_and_one_that_differs_by_itself():
     model, x = nn.Sequential(*(block() for _ in range(5))), features(2, 9, WIDTH)
-    found, _ = picture(model, x)
-    ups = [node.names for node in of_kind(found, "gemm") if node.names[0].endswith("1.b.a")]
+    graph, _ = picture(model, x)
+    ups = [node.names for node in of_kind(graph, "gemm") if node.names[0].endswith("1.b.a")]
     assert ups == [tuple(f"{i}.1.b.a" for i in range(5))]
-    assert any(b < a for a, b in found.edges)
+    assert any(b < a for a, b in graph.edges)
 
     policy = {"version": 1, "rules": [{"match": {"name": "2.1.b.a"}, "use": "bf16"}]}
-    found, _ = picture(model, x, policy=policy)
-    ups = [(node.names, node.precision) for node in of_kind(found, "gemm") if node.names[0].endswith("1.b.a")]
+    graph, _ = picture(model, x, policy=policy)
+    ups = [(node.names, node.precision) for node in of_kind(graph, "gemm") if node.names[0].endswith("1.b.a")]
     assert ups == [(("0.1.b.a", "1.1.b.a", "3.1.b.a", "4.1.b.a"), "mxfp8"), (("2.1.b.a",), "bf16")]
 
 
@@ -137,14 +137,14 @@ def test_masks_and_positions_are_left_out():
             positions = torch.arange(x.shape[0], device=x.device).float().cos() + self.scale.sum()
             return self.b(self.a(x) * positions[:, None])
 
-    found, _ = picture(Masked(), features(9, WIDTH))
-    assert [node.detail for node in of_kind(found, "glue")] == ["mul"]
+    graph, _ = picture(Masked(), features(9, WIDTH))
+    assert [node.detail for node in of_kind(graph, "glue")] == ["mul"]
 
 
 def test_inference_has_no_backward():
-    found, _ = picture(block(), features(2, 9, WIDTH), training=False)
-    assert {node.phase for node in found.nodes} == {"forward"}
-    assert {node.label for node in of_kind(found, "cast")} == {"e4m3 rowwise"}
+    graph, _ = picture(block(), features(2, 9, WIDTH), training=False)
+    assert {node.phase for node in graph.nodes} == {"forward"}
+    assert {node.label for node in of_kind(graph, "cast")} == {"e4m3 rowwise"}
 
 
 def test_a_graph_break_makes_two_pictures():
@@ -167,11 +167,11 @@ def test_a_graph_break_makes_two_pictures():
 
 
 def test_the_picture_is_kept_with_the_cache():
-    found, report = picture(block(), features(2, 9, WIDTH))
-    part = Part(gemms=report.gemms, outline=found)
+    graph, report = picture(block(), features(2, 9, WIDTH))
+    part = Part(gemms=report.gemms, outline=graph)
     store.save("picture", part)
     assert store.load("picture") == part
-    assert Report.from_json(report.to_json()).graph == (found,)
+    assert Report.from_json(report.to_json()).graph == (graph,)
 
 
 def test_failed_save_leaves_no_file_in_the_cache(monkeypatch):

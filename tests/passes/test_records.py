@@ -40,7 +40,7 @@ def test_three_gemms_a_layer_in_training_one_in_inference():
         if gemm.role not in ("attn_scores", "attn_values"):
             layers.setdefault(gemm.name, []).append(gemm.gemm)
     assert len(layers) == 7
-    assert all(sorted(found) == ["dgrad", "fprop", "wgrad"] for found in layers.values())
+    assert all(sorted(kinds) == ["dgrad", "fprop", "wgrad"] for kinds in layers.values())
 
     torch._dynamo.reset()
     mxcompile.clear_reports()
@@ -57,8 +57,8 @@ def test_attention_counts_both_products_fused_or_not():
         torch._dynamo.reset()
         mxcompile.clear_reports()
         report = step(model, features(2, 9, WIDTH))
-        found = [(g.role, g.gemm) for g in report.gemms if g.role in ("attn_scores", "attn_values")]
-        assert sorted(found) == sorted(
+        gemms = [(g.role, g.gemm) for g in report.gemms if g.role in ("attn_scores", "attn_values")]
+        assert sorted(gemms) == sorted(
             [("attn_scores", "fprop"), ("attn_values", "fprop")]
             + [("attn_scores", "dgrad"), ("attn_values", "dgrad")] * 2
         )
@@ -108,8 +108,8 @@ def test_blocks_with_different_decisions_are_compiled_separately():
         mxcompile.clear_reports()
         torch.compile(Looped(), backend=EagerBackend(policy=policy))(features(2, WIDTH))
         (report,) = mxcompile.reports()
-        found = {(gemm.name.split(".")[1], gemm.precision) for gemm in report.gemms}
-        assert found == {("0", expected), ("1", "mxfp8")}
+        precisions = {(gemm.name.split(".")[1], gemm.precision) for gemm in report.gemms}
+        assert precisions == {("0", expected), ("1", "mxfp8")}
         assert report.summary.warnings == ()
 
 
@@ -193,7 +193,7 @@ def test_ir_is_printed_after_every_pass(capfd: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize(
-    ("x", "alpha", "said"),
+    ("x", "alpha", "cause"),
     [
         (torch.ones(4, 64), 2.0, None),
         (torch.ones(4, 64, dtype=torch.float64), 1, "unsupported dtype float64: use FP32, BF16 or FP16"),
@@ -202,7 +202,7 @@ def test_ir_is_printed_after_every_pass(capfd: pytest.CaptureFixture[str]):
     ],
     ids=["taken", "float64", "sparse", "symbolic factor"],
 )
-def test_operands_that_no_cast_reads_have_a_reason(x: Tensor, alpha: Any, said: str | None):
+def test_operands_that_no_cast_reads_have_a_reason(x: Tensor, alpha: Any, cause: str | None):
     """alpha: a number, or the name of an input."""
     graph = fx.Graph()
     inputs = [graph.placeholder(name) for name in ("bias", "x", "w")]
@@ -210,4 +210,4 @@ def test_operands_that_no_cast_reads_have_a_reason(x: Tensor, alpha: Any, said: 
         node.meta["val"] = value
     factor = graph.placeholder(alpha) if isinstance(alpha, str) else alpha
     product = graph.call_function(torch.ops.aten.addmm.default, tuple(inputs), {"alpha": factor})
-    assert obstacle(product) == said
+    assert obstacle(product) == cause

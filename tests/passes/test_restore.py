@@ -50,8 +50,8 @@ def test_other_contractions_formats_and_dtypes_are_not_decomposed():
     """A contraction of two, one that is quantized, and two dtypes."""
     hand = Hand()
     x, w = hand.input("x", 5, 2), hand.input("w", 2, 3)
-    one, row = hand.input("one", 5, 1), hand.input("row", 1, 3)
-    kept = hand.gemm(aten.mm.default, x, w), hand.gemm(aten.mm.default, one, row, formats=MX)
+    column, row = hand.input("one", 5, 1), hand.input("row", 1, 3)
+    kept = hand.gemm(aten.mm.default, x, w), hand.gemm(aten.mm.default, column, row, formats=MX)
     graph = hand.output(*kept)
     Restore().apply(graph)
     assert calls(graph, aten.mm.default) == [*kept]

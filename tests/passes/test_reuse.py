@@ -82,18 +82,20 @@ def two_level(
     whole = hand.input("whole", *global_shape)
     x = hand.input("x", 32, 64)
     values = hand.call(ops.decode, packed, scales, -1, f"{stored_form} packed", FP32, None, whole)
-    sides, known = [], []
+    sides, global_scales = [], []
     for source, along, word in ((x, -1, stored_form), (values, dim, form)):
         amax = hand.call(ops.largest, source)
         cast = hand.call(ops.cast, source, codes(along, word), None, 0, None, [amax])
         parts = [hand.call(operator.getitem, cast, part) for part in (0, 1)]
-        known.append(hand.call(ops.known_scale, amax, 0, word, 1))
+        global_scales.append(hand.call(ops.known_scale, amax, 0, word, 1))
         sides += parts
     sides[2:] = [hand.call(aten.transpose.int, part, -1, -2) for part in sides[2:]]
     ends = hand.input("ends", groups, dtype=torch.int32) if groups else None
-    what = ops.grouped_matmul if groups else ops.matmul
+    gemm_operator = ops.grouped_matmul if groups else ops.matmul
     stored = Format.parse(stored_form)
-    return hand.output(hand.gemm(what, *sides, ends, FP32, stored_form, form, known, stored=stored))
+    return hand.output(
+        hand.gemm(gemm_operator, *sides, ends, FP32, stored_form, form, global_scales, stored=stored)
+    )
 
 
 @pytest.mark.parametrize(
@@ -117,10 +119,10 @@ def test_codes_of_two_levels_are_read_as_they_are(global_shape: tuple[int, ...],
     packed = torch.randint(4, (48, 32), dtype=torch.uint8) * 0x11
     scales, whole = torch.rand(48, 4).to(E4M3), torch.rand(global_shape) + 1
     x = torch.randn(32, 64)
-    (found,) = run(graph, packed, scales, whole, x)
+    (output,) = run(graph, packed, scales, whole, x)
     values = mxcompile.quantize(x, elem_dtype=torch.float4_e2m1fn_x2, rounding="two-level").dequantize(FP32)
     weight = ops.decode(packed, scales, -1, "e2m1 1x16 two-level packed", FP32, None, whole)
-    assert torch.allclose(found, values @ weight.t(), rtol=1e-5, atol=1e-5)
+    assert torch.allclose(output, values @ weight.t(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

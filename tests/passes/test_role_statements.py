@@ -56,25 +56,25 @@ def test_attention_however_it_is_spelled(heads: int, eager: bool):
 
 @pytest.mark.parametrize("eager", [False, True])
 def test_bias_shared_by_all_layers_is_not_a_residual_stream(eager: bool):
-    found = roles(Biased(eager), tokens(), torch.arange(LENGTH))
-    assert found == {k: v for i in range(3) for k, v in below(f"blocks.{i}", ATTENTION).items()}
+    layer_roles = roles(Biased(eager), tokens(), torch.arange(LENGTH))
+    assert layer_roles == {k: v for i in range(3) for k, v in below(f"blocks.{i}", ATTENTION).items()}
 
 
 @pytest.mark.parametrize("projected", [False, True])
 def test_classes_straight_behind_an_attention_are_a_head(projected: bool):
-    found = roles(Pooled(projected), tokens())
+    layer_roles = roles(Pooled(projected), tokens())
     keys = {"kv.0": "qkv", "kv.1": "qkv"} if projected else {}
-    assert found == {**below("body"), **keys, "query": "attn_scores", "classes": "head"}
+    assert layer_roles == {**below("body"), **keys, "query": "attn_scores", "classes": "head"}
 
 
 @pytest.mark.parametrize(("model", "names"), [(Pooled(True), ["query"]), (Talking(), ["before", "after"])])
 def test_no_rule_reaches_queries_and_mixes_of_scores(model: nn.Module, names: list[str]):
-    found = tags(model, tokens(), policy=EVERYTHING)
-    for name, tag in found.items():
+    layer_tags = tags(model, tokens(), policy=EVERYTHING)
+    for name, tag in layer_tags.items():
         assert tag.choice is not None
         quantized = str(tag.choice.precision) == "mxfp8"
         assert quantized == (name not in names and name not in PRODUCTS), name
-    assert all("no linear layer but" in found[name].evidence.holds for name in names)
+    assert all("no linear layer but" in layer_tags[name].evidence.holds for name in names)
 
 
 def test_talking_heads_keep_the_roles_of_the_attention():
@@ -98,18 +98,18 @@ def test_layer_that_joins_the_stream_is_not_a_head():
 
 
 def test_a_head_is_never_inferred_from_a_cut():
-    found = tags(Headed(False), tokens(), cut_outputs=True)
-    assert {str(found[f"mlp.{i}"].role) for i in range(3)} == {"other"}
-    assert "the graph is cut" in found["mlp.2"].evidence.holds
-    assert {name: str(found[name].role) for name in below("body")} == below("body")
+    layer_tags = tags(Headed(False), tokens(), cut_outputs=True)
+    assert {str(layer_tags[f"mlp.{i}"].role) for i in range(3)} == {"other"}
+    assert "the graph is cut" in layer_tags["mlp.2"].evidence.holds
+    assert {name: str(layer_tags[name].role) for name in below("body")} == below("body")
 
 
 def test_an_embedding_is_never_inferred_from_a_cut():
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Body())
     assert roles(model, tokens()) == {"0": "embedding", **below("1")}
-    found = tags(model, tokens(), cut_inputs=True)
-    assert (str(found["0"].role), str(found["1.a"].role)) == ("other", "ffn_in")
-    assert "the graph is cut" in found["0"].evidence.holds
+    layer_tags = tags(model, tokens(), cut_inputs=True)
+    assert (str(layer_tags["0"].role), str(layer_tags["1.a"].role)) == ("other", "ffn_in")
+    assert "the graph is cut" in layer_tags["0"].evidence.holds
 
 
 def test_layers_between_a_table_and_the_stream_are_embeddings():
@@ -118,40 +118,40 @@ def test_layers_between_a_table_and_the_stream_are_embeddings():
 
 
 def test_scales_and_gates_from_outside_have_role_conditioning():
-    made = dict.fromkeys(("time.0", "time.1", "own"), "conditioning")
-    found = roles(Modulated(), tokens(), tokens(2, WIDTH))
-    assert found == {**below("body"), **made, "a": "ffn_in", "b": "ffn_out"}
+    conditioning = dict.fromkeys(("time.0", "time.1", "inner"), "conditioning")
+    layer_roles = roles(Modulated(), tokens(), tokens(2, WIDTH))
+    assert layer_roles == {**below("body"), **conditioning, "a": "ffn_in", "b": "ffn_out"}
 
 
 @pytest.mark.parametrize("pooled", [True, False])
 def test_a_gate_is_conditioning_where_it_is_broadcast(pooled: bool):
-    found = roles(Squeezed(pooled), tokens())
-    assert (found["gate.1"] == "conditioning") is pooled
+    layer_roles = roles(Squeezed(pooled), tokens())
+    assert (layer_roles["gate.1"] == "conditioning") is pooled
 
 
 @pytest.mark.parametrize("kind", ["product", "cumsum", "recurrence"])
 def test_layers_that_mix_tokens_without_softmax_have_mixer_roles(kind: str):
-    found = roles(Mixer(kind), tokens())
-    assert found == {"a.0": "mixer_in", "a.1": "mixer_in", "a.2": "mixer_in", "a.3": "mixer_out"}
+    layer_roles = roles(Mixer(kind), tokens())
+    assert layer_roles == {"a.0": "mixer_in", "a.1": "mixer_in", "a.2": "mixer_in", "a.3": "mixer_out"}
 
 
 def test_a_top_k_makes_a_router_where_its_choice_is_used():
     assert roles(Routed(True), tokens())["scores"] == "router"
     assert roles(Routed(True), tokens())["a"] == "expert_in"
-    found = tags(Routed(False), tokens())["scores"]
-    assert str(found.role) == "head"
+    tag = tags(Routed(False), tokens())["scores"]
+    assert str(tag.role) == "head"
     assert (
-        found.evidence.nearest
+        tag.evidence.nearest
         == "router: its result enters a top-k; but no later layer uses the choice of the top-k"
     )
 
 
 def test_evidence_names_the_layers_it_rests_on():
-    found = tags(Body(), tokens())
-    assert found["b"].evidence.holds == (
+    layer_tags = tags(Body(), tokens())
+    assert layer_tags["b"].evidence.holds == (
         "it reads a through an activation or a gate; its result joins the residual stream"
     )
-    assert found["a"].evidence.holds == "b reads its result through an activation or a gate"
+    assert layer_tags["a"].evidence.holds == "b reads its result through an activation or a gate"
 
 
 @pytest.mark.parametrize("size", [1, 5])
@@ -177,17 +177,17 @@ def test_query_layer_without_data_input_has_role_qkv(zeros: bool):
 
 
 def test_product_of_parameters_that_makes_a_weight_is_not_a_layer():
-    found = tags(Updated(), tokens())
-    assert {str(tag.role) for name, tag in found.items() if tag.k == 4} == {"other"}
-    assert {str(tag.kind) for name, tag in found.items() if tag.k == 4} == {"Kind.PRODUCT"}
-    assert [str(tag.role) for tag in found.values() if tag.k != 4] == ["ffn_in", "ffn_out"]
+    layer_tags = tags(Updated(), tokens())
+    assert {str(tag.role) for name, tag in layer_tags.items() if tag.k == 4} == {"other"}
+    assert {str(tag.kind) for name, tag in layer_tags.items() if tag.k == 4} == {"Kind.PRODUCT"}
+    assert [str(tag.role) for tag in layer_tags.values() if tag.k != 4] == ["ffn_in", "ffn_out"]
 
 
 @pytest.mark.parametrize(("how", "role"), [("alone", "qkv"), ("times", "other"), ("beside", "other")])
 def test_the_first_step_of_two_is_one_only_where_nothing_else_comes_in(how: str, role: str):
-    found = roles(Scaled(how), tokens(), tokens())
-    assert found["a.0"] == role
-    assert {name: found[name] for name in ("b", "a.1", "a.2", "a.3")} == {
+    layer_roles = roles(Scaled(how), tokens(), tokens())
+    assert layer_roles["a.0"] == role
+    assert {name: layer_roles[name] for name in ("b", "a.1", "a.2", "a.3")} == {
         **dict.fromkeys(("b", "a.1", "a.2"), "qkv"),
         "a.3": "attn_out",
     }
@@ -217,20 +217,20 @@ def test_classes_behind_a_pool_are_a_head_without_a_body_too():
 
 
 def test_filter_state_for_the_next_step_is_not_a_head():
-    found = roles(Cached(), tokens())
-    assert {name: found[name] for name in ("a", "b")} == {"a": "mixer_in", "b": "mixer_out"}
+    layer_roles = roles(Cached(), tokens())
+    assert {name: layer_roles[name] for name in ("a", "b")} == {"a": "mixer_in", "b": "mixer_out"}
 
 
 @pytest.mark.parametrize(("activated", "role"), [(True, "ffn_in"), (False, "other")])
 def test_a_gate_on_a_network_belongs_to_it(activated: bool, role: str):
-    found = roles(Receptive(activated), tokens())
-    assert found["gate"] == role
-    assert (found["b"] == "ffn_out") is activated
+    layer_roles = roles(Receptive(activated), tokens())
+    assert layer_roles["gate"] == role
+    assert (layer_roles["b"] == "ffn_out") is activated
 
 
 def test_experts_among_whom_a_softmax_divides_tokens():
-    found = roles(SoftMixture(), tokens())
-    assert {name: found[name] for name in ("a", "b")} == {"a": "expert_in", "b": "expert_out"}
+    layer_roles = roles(SoftMixture(), tokens())
+    assert {name: layer_roles[name] for name in ("a", "b")} == {"a": "expert_in", "b": "expert_out"}
 
 
 def test_layers_with_unused_results_keep_their_roles():
@@ -271,17 +271,17 @@ class _Best(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.body(x)
         rows = x.reshape(-1, WIDTH, 1)
-        best, place = self.scores(rows.squeeze(-1)).max(-1)
-        chosen = place if self.picks else torch.arange(len(rows)) % 4
+        best, index = self.scores(rows.squeeze(-1)).max(-1)
+        chosen = index if self.picks else torch.arange(len(rows)) % 4
         y = torch.bmm(self.down[chosen], torch.nn.functional.silu(torch.bmm(self.up[chosen], rows)))
         return x + (y * torch.sigmoid(best).view(-1, 1, 1)).view_as(x)
 
 
 @pytest.mark.parametrize("picks", [False, True])
 def test_the_place_of_a_maximum_routes_and_its_value_does_not(picks: bool):
-    found = roles(_Best(picks), tokens())
-    assert (found["scores"] == "router") == picks
-    assert (found["up"], found["down"]) == ("expert_in", "expert_out")
+    layer_roles = roles(_Best(picks), tokens())
+    assert (layer_roles["scores"] == "router") == picks
+    assert (layer_roles["up"], layer_roles["down"]) == ("expert_in", "expert_out")
 
 
 class _Divided(nn.Module):
@@ -295,18 +295,18 @@ class _Divided(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.body(x)
         rows = x.reshape(-1, WIDTH)
-        weight, place = torch.softmax(self.scores(rows), -1).topk(1)
-        order = place.squeeze(-1).argsort()
-        made = self.q(rows[order]) * weight[order]
-        q = torch.zeros_like(rows).index_add(0, order, made).view_as(x)
+        weight, index = torch.softmax(self.scores(rows), -1).topk(1)
+        order = index.squeeze(-1).argsort()
+        mixed = self.q(rows[order]) * weight[order]
+        q = torch.zeros_like(rows).index_add(0, order, mixed).view_as(x)
         return x + self.out(attend(q, self.k(x), self.v(x), 4, self.eager))
 
 
 @pytest.mark.parametrize("eager", [False, True])
 def test_queries_of_chosen_tokens_attend_however_that_is_spelled(eager: bool):
-    found = roles(_Divided(eager), tokens())
+    layer_roles = roles(_Divided(eager), tokens())
     attention = {"q": "qkv", "k": "qkv", "v": "qkv", "out": "attn_out"}
-    assert found == {**below("body"), "scores": "router", **attention}
+    assert layer_roles == {**below("body"), "scores": "router", **attention}
 
 
 class _Smoothed(nn.Module):
@@ -325,14 +325,14 @@ class _Smoothed(nn.Module):
 
 @pytest.mark.parametrize("taps", [1, 3])
 def test_a_convolution_behind_the_last_layer_is_how_the_model_ends(taps: int):
-    found = roles(_Smoothed(False, taps), tokens())
-    assert {**below("body"), "a": "head"}.items() <= found.items()
+    layer_roles = roles(_Smoothed(False, taps), tokens())
+    assert {**below("body"), "a": "head"}.items() <= layer_roles.items()
 
 
 @pytest.mark.parametrize("taps", [1, 3])
 def test_a_layer_behind_convolutions_is_the_head_instead(taps: int):
-    found = roles(_Smoothed(True, taps), tokens())
-    assert (found["a"], found["b"]) == ("embedding", "head")
+    layer_roles = roles(_Smoothed(True, taps), tokens())
+    assert (layer_roles["a"], layer_roles["b"]) == ("embedding", "head")
 
 
 class _Shifted(nn.Module):
@@ -389,4 +389,4 @@ def test_every_statement_is_true_of_some_layer_and_false_of_another(monkeypatch)
     monkeypatch.setattr(Statement, "evaluate", recorded)
     for model, x in _neighbours():
         roles(model, x)
-    assert seen == {one: {True, False} for one in STATEMENTS}
+    assert seen == {statement: {True, False} for statement in STATEMENTS}

@@ -43,12 +43,12 @@ def is_made_again(cast: fx.Node) -> bool:
     return cast.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE
 
 
-@pytest.mark.parametrize(("saved", "again"), [("columnwise", False), ("mxfp8", False), ("bf16", True)])
-def test_only_inputs_saved_as_source_are_cast_in_backward(saved: str, again: bool):
+@pytest.mark.parametrize(("saved", "recomputed"), [("columnwise", False), ("mxfp8", False), ("bf16", True)])
+def test_only_inputs_saved_as_source_are_cast_in_backward(saved: str, recomputed: bool):
     hand = Hand()
     cast = wgrad(hand, hand.input("x", 96, 32), Saved(saved))
     Save().apply(hand.output())
-    assert is_made_again(cast) is again
+    assert is_made_again(cast) is recomputed
 
 
 def test_values_of_the_rowwise_copy_are_recomputed_under_transcode():
@@ -68,8 +68,8 @@ def test_a_cast_that_forward_reads_too_is_made_there():
     x = hand.input("x", 96, 32)
     cast = wgrad(hand, x, Saved.BF16)
     qdata, scale = cast.users
-    left, left_scale = (hand.call(aten.permute.default, node, [1, 0]) for node in (qdata, scale))
+    x_codes, x_scale = (hand.call(aten.permute.default, node, [1, 0]) for node in (qdata, scale))
     _, w, w_scale = quantized(hand, hand.input("w", 96, 64), 0)
-    hand.gemm(ops.matmul, left, left_scale, w, w_scale, None, FP32, *WORDS, formats=(Format(), Format()))
+    hand.gemm(ops.matmul, x_codes, x_scale, w, w_scale, None, FP32, *WORDS, formats=(Format(), Format()))
     Save().apply(hand.output())
     assert not is_made_again(cast)

@@ -26,7 +26,7 @@ def test_each_random_cast_has_a_stream_of_one_seed():
     Seed().apply(graph)
     (seed,) = calls(graph, ops.draw_seed)
     first, plain, second = (Cast.read(node) for node in calls(graph, ops.cast))
-    assert [(each.seed, each.stream) for each in (first, plain, second)] == [(seed, 0), (None, 0), (seed, 1)]
+    assert [(cast.seed, cast.stream) for cast in (first, plain, second)] == [(seed, 0), (None, 0), (seed, 1)]
     assert result_of(seed) == (None, -1)
 
 
@@ -55,14 +55,14 @@ def test_runs_differ_but_for_the_seed_of_torch():
     Seed().apply(graph)
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
     torch.manual_seed(7)
-    (one, scales), (other, _) = run(graph, x)
-    (again, _), _ = run(graph, x)
+    (first, scales), (other, _) = run(graph, x)
+    (reseeded, _), _ = run(graph, x)
     torch.manual_seed(7)
     (repeated, _), _ = run(graph, x)
-    assert torch.equal(one.view(torch.uint8), repeated.view(torch.uint8))
-    assert not torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-    assert not torch.equal(one.view(torch.uint8), again.view(torch.uint8))
-    values = one.double() * (scales.double() - 127).exp2().repeat_interleave(32, 1)
+    assert torch.equal(first.view(torch.uint8), repeated.view(torch.uint8))
+    assert not torch.equal(first.view(torch.uint8), other.view(torch.uint8))
+    assert not torch.equal(first.view(torch.uint8), reseeded.view(torch.uint8))
+    values = first.double() * (scales.double() - 127).exp2().repeat_interleave(32, 1)
     step = 2.0**-3 * x.double().abs().log2().floor().exp2()  # of elements of 3 bits of mantissa, normal ones
     assert ((values - x).abs() <= step.clamp(min=2.0**-9 * (scales.double().amax() - 127).exp2())).all()
 

@@ -28,7 +28,7 @@ def twice(first: Cast, second: Cast) -> fx.Graph:
     hand = Hand()
     x = hand.input("x", 2, 4, 64)
     both = [first(hand, x), second(hand, x)]
-    return hand.output(*(hand.call(operator.getitem, each, part) for each in both for part in (0, 1)))
+    return hand.output(*(hand.call(operator.getitem, node, part) for node in both for part in (0, 1)))
 
 
 def test_equal_casts_of_equal_views_are_one():
@@ -37,9 +37,9 @@ def test_equal_casts_of_equal_views_are_one():
     assert len(calls(graph, ops.cast)) == len(calls(graph, aten.view.default)) == 1
     assert len(calls(graph, operator.getitem)) == 2
     x = torch.randn(2, 4, 64)
-    codes, scales, *again = run(graph, x)
-    assert again[0] is codes
-    assert again[1] is scales
+    codes, scales, *duplicates = run(graph, x)
+    assert duplicates[0] is codes
+    assert duplicates[1] is scales
 
 
 @pytest.mark.parametrize(
@@ -57,13 +57,13 @@ def test_casts_with_different_arguments_are_not_shared(other: Cast):
     assert len(calls(graph, ops.cast)) == 2
 
 
-@pytest.mark.parametrize(("regions", "left"), [((1, 1), 1), ((1, 2), 2)])
-def test_checkpointed_regions_keep_their_own(regions: tuple[int, int], left: int):
+@pytest.mark.parametrize(("regions", "count"), [((1, 1), 1), ((1, 2), 2)])
+def test_checkpointed_regions_keep_their_own(regions: tuple[int, int], count: int):
     graph = twice(cast, cast)
     for node, region in zip(calls(graph, ops.cast), regions, strict=True):
         node.meta["ac_graph_id"] = region
     Share().apply(graph)
-    assert len(calls(graph, ops.cast)) == left
+    assert len(calls(graph, ops.cast)) == count
 
 
 def test_operators_that_no_pass_made_and_gemms_stay():

@@ -32,7 +32,7 @@ def graph() -> fx.Graph:
 
 
 def node(graph: fx.Graph, op: str, index: int = 0) -> fx.Node:
-    return [each for each in graph.nodes if each.op == op][index]
+    return [candidate for candidate in graph.nodes if candidate.op == op][index]
 
 
 def late(graph: fx.Graph) -> None:

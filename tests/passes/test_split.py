@@ -34,7 +34,7 @@ def test_every_gradient_that_is_read_is_a_node(read: tuple[int, ...]):
     expected = run(gradients(*read), *VALUES)
     Split().apply(graph)
     masks = [node.args[-1] for node in calls(graph, BACKWARD)]
-    assert masks == [[place == index for place in range(3)] for index in sorted(read)]
+    assert masks == [[number == index for number in range(3)] for index in sorted(read)]
     for result, whole in zip(run(graph, *VALUES), expected, strict=True):
         torch.testing.assert_close(result, whole)
 

@@ -64,10 +64,10 @@ class OfAnObject(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         up, down = weights()
-        self.held = SimpleNamespace(weights={"up": up}, down=down)
+        self.layers = SimpleNamespace(weights={"up": up}, down=down)
 
     def forward(self, x: Tensor) -> Tensor:
-        return feed_forward(x, self.held.weights["up"], self.held.down)
+        return feed_forward(x, self.layers.weights["up"], self.layers.down)
 
 
 class OfItsClass(nn.Module):
@@ -137,7 +137,7 @@ def global_tuple() -> Callable[[Tensor], Tensor]:
 
 def partial() -> Callable[[Tensor], Tensor]:
     up, down = weights()
-    return functools.partial(lambda given, x, *, last: feed_forward(x, given, last), up, last=down)
+    return functools.partial(lambda layer, x, *, last: feed_forward(x, layer, last), up, last=down)
 
 
 def closure() -> Callable[[Tensor], Tensor]:
@@ -189,10 +189,10 @@ def layers(
 
 def named() -> dict[str, set[str]]:
     """Precisions of the GEMMs of every layer in the reports."""
-    found: dict[str, set[str]] = {}
+    precisions: dict[str, set[str]] = {}
     for gemm in (gemm for report in mxcompile.reports() for gemm in report.gemms):
-        found.setdefault(gemm.name, set()).add(gemm.precision)
-    return found
+        precisions.setdefault(gemm.name, set()).add(gemm.precision)
+    return precisions
 
 
 @pytest.mark.parametrize(("holder", "names"), HOLDERS)
@@ -337,8 +337,8 @@ def test_arguments_that_need_gradients_are_weights(gradient_of_x: bool) -> None:
 
 
 def test_arguments_in_containers_are_named_by_the_way_to_them() -> None:
-    def forward(x: Tensor, given: dict[str, list[Tensor]]) -> Tensor:
-        return feed_forward(x, *given["layers"])
+    def forward(x: Tensor, arguments: dict[str, list[Tensor]]) -> Tensor:
+        return feed_forward(x, *arguments["layers"])
 
     names = {"given.layers.0": {"mxfp8"}, "given.layers.1": {"mxfp8"}}
     assert layers(forward, data(), {"layers": [*needing_gradients()]}) == names
@@ -439,8 +439,8 @@ PRODUCTS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
 @pytest.mark.parametrize("gradients", [False, True])
 def test_arguments_of_a_model_are_activations(product: str, gradients: bool) -> None:
     call, shapes = PRODUCTS[product]
-    given = [torch.randn(shape, requires_grad=gradients) for shape in shapes]
-    assert layers(Beside(call), *given) == {"layer": {"mxfp8"}, "": {"bf16"}}
+    leaves = [torch.randn(shape, requires_grad=gradients) for shape in shapes]
+    assert layers(Beside(call), *leaves) == {"layer": {"mxfp8"}, "": {"bf16"}}
 
 
 class Recurrent(nn.Module):

@@ -9,7 +9,7 @@ import pytest
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+def messages(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """Returns the messages of mxcompile so far; Dynamo's own warnings are turned off, as users do."""
     caplog.set_level(logging.ERROR, "torch._dynamo")
     caplog.set_level(logging.WARNING, "mxcompile")  # the last level is that of the handler too

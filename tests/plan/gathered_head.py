@@ -71,14 +71,14 @@ def gradients(way: str, sequence: bool) -> dict[str, Tensor]:
         x = x.chunk(dist.get_world_size(), 1)[dist.get_rank()].clone()
     y = call(x)
     (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return {"output": y.detach(), **{name: local(grad) for name, grad in found.items()}}
+    gradients_by_name = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {"output": y.detach(), **{name: local(grad) for name, grad in gradients_by_name.items()}}
 
 
 def local(grad: Any) -> Tensor:
     return grad.to_local() if hasattr(grad, "to_local") else grad
 
 
-def found() -> dict[tuple[str, bool], dict[str, Tensor]]:
+def gradients_of_ways() -> dict[tuple[str, bool], dict[str, Tensor]]:
     """The results of this rank."""
     return {(way, sequence): gradients(way, sequence) for way in WAYS for sequence in (False, True)}

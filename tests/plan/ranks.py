@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from families import LAYERS, WORDS, Attention, Block, Decoder, FeedForward, _rms
-from helpers.ranks import each, on_ranks, results
+from helpers.ranks import on_ranks, results, results_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
@@ -230,13 +230,13 @@ def checkpointed_run(model: nn.Module) -> Call:
             for parameter in model.parameters():
                 parameter.data.zero_()
             fresh = build()
-            again = fsdp2_before(fresh)
+            sharded = fsdp2_before(fresh)
             for parameter in fresh.parameters():
                 parameter.data.zero_()
             state = {"model": get_model_state_dict(fresh)}
             checkpoint.load(state, checkpoint_id=folder)
             set_model_state_dict(fresh, state["model"])
-            return again(ids)
+            return sharded(ids)
         return run(ids)
 
     return call
@@ -265,4 +265,4 @@ def launch_once(ways: list[Callable[[nn.Module], Call]], ranks: int, folder: Pat
 
 def launch(ways: list[Callable[[nn.Module], Call]], ranks: int, folder: Path) -> list[dict[str, Any]]:
     """What `ways` gave on every rank."""
-    return on_ranks(ranks, folder, each, trained, ways)
+    return on_ranks(ranks, folder, results_of, trained, ways)

@@ -68,14 +68,14 @@ class Uncut:
 
 @pytest.fixture(scope="module")
 def uncut() -> Iterator[Any]:
-    known: dict[str, Uncut] = {}
+    cache: dict[str, Uncut] = {}
 
     def of(name: str) -> Uncut:
-        if name not in known:
-            known[name] = _uncut(build(name))
+        if name not in cache:
+            cache[name] = _uncut(build(name))
             torch._dynamo.reset()
             mxcompile.clear_reports()
-        return known[name]
+        return cache[name]
 
     return of
 
@@ -96,22 +96,22 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def follows(known: Uncut, computed: dict[str, Tensor], what: Any) -> None:
+def follows(whole_model: Uncut, computed: dict[str, Tensor], case: Any) -> None:
     """What was compiled is as `explain` has it; what was not is in the report, and in BF16 anyway."""
     report = report_of_all()
     compiled, waiting = rows(report), pending(report)
-    assert compiled <= known.rows, f"{what}: {sorted(compiled - known.rows)[:3]}"
-    assert waiting <= known.rows, f"{what}: {sorted(waiting - known.rows)[:3]}"
-    assert {row[0] for row in known.rows - compiled} == {row[0] for row in waiting}, what
-    assert {row[3] for row in waiting} <= {"bf16"}, what
-    largest = max(value.norm().item() for value in known.values.values())
-    worst = min((_db(known.values[name], computed[name], largest), name) for name in known.values)
-    assert worst[0] > LEAST_DB, f"{what}: {worst}"
+    assert compiled <= whole_model.rows, f"{case}: {sorted(compiled - whole_model.rows)[:3]}"
+    assert waiting <= whole_model.rows, f"{case}: {sorted(waiting - whole_model.rows)[:3]}"
+    assert {row[0] for row in whole_model.rows - compiled} == {row[0] for row in waiting}, case
+    assert {row[3] for row in waiting} <= {"bf16"}, case
+    largest = max(value.norm().item() for value in whole_model.values.values())
+    worst = min((_db(whole_model.values[name], computed[name], largest), name) for name in whole_model.values)
+    assert worst[0] > LEAST_DB, f"{case}: {worst}"
 
 
-def _db(expected: Tensor, found: Tensor, largest: float) -> float:
+def _db(expected: Tensor, computed: Tensor, largest: float) -> float:
     """Signal to noise; less than 1e-4 of the `largest` is noise, as is the gradient of a key's bias."""
-    noise = (expected - found).norm().item()
+    noise = (expected - computed).norm().item()
     return 20 * math.log10(max(expected.norm().item(), 1e-4 * largest) / noise) if noise else math.inf
 
 
@@ -146,7 +146,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_graph_breaks_change_nothing(name: str, draw: int, uncut: Any):
-    known = uncut(name)
+    whole_model = uncut(name)
     with torch._dynamo.config.patch(recompile_limit=64):
         for paths, points in cuts(build(name), random.Random(f"{name}/{draw}")):
             assert paths or points
@@ -154,20 +154,20 @@ def test_graph_breaks_change_nothing(name: str, draw: int, uncut: Any):
             mxcompile.clear_reports()
             family = build(name)
             with broken(family.model, paths, points):
-                computed = values(family, whole(family.model, policy=known.policy))
-            follows(known, computed, (paths, points))
+                computed = values(family, whole(family.model, policy=whole_model.policy))
+            follows(whole_model, computed, (paths, points))
 
 
 @pytest.mark.slow
 def test_model_in_pieces_has_the_decisions_of_the_whole(name: str, way: str, uncut: Any, alone: None):
-    known, family = uncut(name), build(name)
+    whole_model, family = uncut(name), build(name)
     with around(way):
-        computed = values(family, WAYS[way](family.model, policy=known.policy))
+        computed = values(family, WAYS[way](family.model, policy=whole_model.policy))
     if way in HEADLESS:
-        inside = {row for row in known.rows if any(part.isdecimal() for part in row[0].split("."))}
-        assert rows(report_of_all()) <= known.rows
+        inside = {row for row in whole_model.rows if any(part.isdecimal() for part in row[0].split("."))}
+        assert rows(report_of_all()) <= whole_model.rows
         assert inside - rows(report_of_all()) == set()
-    follows(known, computed, way)
+    follows(whole_model, computed, way)
 
 
 @pytest.mark.slow
@@ -186,17 +186,17 @@ def test_flat_parameters_are_refused(alone: None):
 
 def test_a_training_step_that_breaks_around_the_model(uncut: Any):
     """PyTorch's pattern for compiled autograd: the step is a function, and ``backward`` breaks its graph."""
-    known, family = uncut("llama"), build("llama")
+    whole_model, family = uncut("llama"), build("llama")
     model = family.model
 
-    @torch.compile(backend=EagerBackend(policy=known.policy))
+    @torch.compile(backend=EagerBackend(policy=whole_model.policy))
     def step() -> None:
         torch._dynamo.graph_break()
         model(*family.inputs).square().mean().backward()
 
     with torch._dynamo.config.patch(compiled_autograd=True):
         step()
-    assert rows(report_of_all()) == known.rows
+    assert rows(report_of_all()) == whole_model.rows
 
 
 @pytest.mark.parametrize("compiled", [front_door, whole], ids=["mxcompile.compile", "torch.compile"])
@@ -266,12 +266,12 @@ def hugging() -> Family:
 
 @pytest.mark.slow
 def test_hugging_face_model_in_pieces_has_the_decisions_of_the_whole():
-    known = _uncut(hugging())
+    whole_model = _uncut(hugging())
     for way in ("graph breaks", "front_door", "buckets"):
         torch._dynamo.reset()
         mxcompile.clear_reports()
         family = hugging()
         paths = set() if way in WAYS else {"model.model.layers.1.mlp", "model.model.layers.2"}
         with torch._dynamo.config.patch(recompile_limit=64), broken(family.model, paths, set()):
-            computed = values(family, WAYS.get(way, whole)(family.model, policy=known.policy))
-        follows(known, computed, (way, paths))
+            computed = values(family, WAYS.get(way, whole)(family.model, policy=whole_model.policy))
+        follows(whole_model, computed, (way, paths))

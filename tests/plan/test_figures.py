@@ -20,10 +20,10 @@ def model(blocks: int) -> nn.Module:
 
 def figures(way: Any, blocks: int) -> Any:
     step(way(model(blocks), policy=POLICY))
-    found = report_of_all().summary
+    summary = report_of_all().summary
     torch._dynamo.reset()
     mxcompile.clear_reports()
-    return found
+    return summary
 
 
 def test_blocks_that_share_code_count_each():

@@ -143,8 +143,8 @@ def method_of_another(model: nn.Module) -> None:
 
 
 def weak_reference(model: nn.Module) -> None:
-    held = weakref.ref(model)
-    model.forward = lambda *a: type(held()).forward(held(), *a)
+    module = weakref.ref(model)
+    model.forward = lambda *a: type(module()).forward(module(), *a)
 
 
 def global_of_the_file(model: nn.Module) -> None:
@@ -218,10 +218,10 @@ def test_a_plan_knows_the_model_behind_any_forward(replaced: Any):
 def _as_written() -> tuple[Tensor, set[Row]]:
     """Output and report of the model with the forward of its class."""
     family = build()
-    found = values(family, front_door(family.model, policy=POLICY))["output"], rows(report_of_all())
+    results = values(family, front_door(family.model, policy=POLICY))["output"], rows(report_of_all())
     torch._dynamo.reset()
     mxcompile.clear_reports()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["replaced before", "replaced after"])
@@ -234,12 +234,12 @@ def test_any_forward_is_compiled_as_its_model_is(replaced: Any, before: bool, ca
     run = front_door(family.model, policy=POLICY, strict=True)
     replaced(family.model) if not before else None
     with caplog.at_level(logging.WARNING):
-        found = values(family, run)["output"]
+        output = values(family, run)["output"]
     assert not [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert torch._dynamo.config.recompile_limit == limit
     assert rows(report_of_all()) == of_plain
     assert pending(report_of_all()) == set()
-    assert torch.equal(found, expected)
+    assert torch.equal(output, expected)
 
 
 class Stubborn(Runner):
@@ -272,5 +272,5 @@ def test_plan_leaves_the_owner_of_a_replaced_forward_unchanged():
 def test_a_model_behind_a_closure_is_explained_as_it_is():
     plain, family = build(), build()
     closure(family.model)
-    said = [mxcompile.explain(one.model, *one.inputs, target="cpu") for one in (plain, family)]
-    assert rows(said[0]) == rows(said[1])
+    reports = [mxcompile.explain(outputs.model, *outputs.inputs, target="cpu") for outputs in (plain, family)]
+    assert rows(reports[0]) == rows(reports[1])

@@ -71,13 +71,13 @@ def test_the_front_door_compiles_all_of_it_and_each_kind_once(monkeypatch: pytes
     expected = explained(family, decided)
     compiled: list[Any] = []
     run = front_door(family.model, policy=decided, before=compiled.append)
-    found = values(family, run)
+    outputs = values(family, run)
     assert rows(report_of_all()) == expected
     assert len(compiled) == 4  # three kinds of block, the head
     values(family, run)
     assert len(compiled) == 4
     other = deep(6, monkeypatch)
-    assert torch.allclose(found["output"], values(other, whole(other.model, policy=decided))["output"])
+    assert torch.allclose(outputs["output"], values(other, whole(other.model, policy=decided))["output"])
 
 
 @pytest.mark.slow
@@ -103,10 +103,10 @@ STRICT = {
 @pytest.mark.parametrize("name", STRICT)
 @pytest.mark.parametrize("way", [by_block, front_door, whole], ids=lambda way: way.__name__)
 def test_strict_holds_before_the_first_step(name: str, way: Any, llama: Family):
-    match, said = STRICT[name]
+    match, message = STRICT[name]
     decided = {"version": 1, "rules": [{"match": match, "use": "bf16"}]}
     run = way(llama.model, policy=decided, strict=True)
-    with broken(llama.model, {"blocks.1"}, set()), pytest.raises(BackendCompilerFailed, match=said):
+    with broken(llama.model, {"blocks.1"}, set()), pytest.raises(BackendCompilerFailed, match=message):
         values(llama, run)
     assert mxcompile.reports() == []
 
@@ -156,8 +156,8 @@ def test_first_backward_warns_of_layers_run_outside(caplog: pytest.LogCaptureFix
     family = looped()
     with caplog.at_level(logging.WARNING, "mxcompile"):
         values(family, torch.compile(family.model, backend=mxcompile.Backend(policy=LOOP)))
-    said = [r.getMessage() for r in caplog.records if "outside of compiled code" in r.getMessage()]
-    assert len(said) == 1
+    messages = [r.getMessage() for r in caplog.records if "outside of compiled code" in r.getMessage()]
+    assert len(messages) == 1
 
 
 def test_strict_backend_raises_for_layers_run_outside():
@@ -189,13 +189,13 @@ def test_another_call_adds_its_layers_to_the_plan():
     torch.manual_seed(0)
     model = TwoCalls()
     compiled = torch.compile(model, backend=EagerBackend())
-    said = {
+    reports = {
         valued: mxcompile.explain(model, ids, kwargs={"valued": valued}, target="cpu")
         for valued in (False, True)
     }
     compiled(ids).sum().backward()
-    assert rows(report_of_all()) == rows(said[False])
+    assert rows(report_of_all()) == rows(reports[False])
     compiled(ids, valued=True).sum().backward()
-    assert rows(report_of_all()) == rows(said[False]) | rows(said[True])
+    assert rows(report_of_all()) == rows(reports[False]) | rows(reports[True])
     assert not any("decided on a part of the model" in gemm.reason for gemm in report_of_all().gemms)
     assert pending(report_of_all()) == set()

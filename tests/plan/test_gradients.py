@@ -33,21 +33,21 @@ class Multiply(torch.autograd.Function):
 
 
 class Model(nn.Module):
-    """Applies `own` to a hidden state, whose gradient the first layer needs."""
+    """Applies `function` to a hidden state, whose gradient the first layer needs."""
 
-    def __init__(self, own: Any) -> None:
+    def __init__(self, function: Any) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
         self.layer = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
-        self.__dict__["own"] = own
+        self.__dict__["inner"] = function
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
-        return hidden.sum() + self.own(self.layer, hidden).sum()
+        return hidden.sum() + self.inner(self.layer, hidden).sum()
 
 
-def plan_of(own: Any, *, frozen: bool = False) -> Plan:
-    model = Model(own)
+def plan_of(function: Any, *, frozen: bool = False) -> Plan:
+    model = Model(function)
     model.layer.requires_grad_(not frozen)
     return make_plan(model, (torch.randn(3, WIDTH),), {}, table())
 
@@ -73,10 +73,10 @@ WAYS: dict[str, tuple[Any, set[str]]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 def test_plan_has_the_gradients_that_a_backward_computes(way: str, frozen: bool):
-    own, expected = WAYS[way]
-    records = plan_of(own, frozen=frozen).records(EVERY)
-    found = {gemm.gemm for gemm in records if gemm.name == "layer"}
-    assert found == {"fprop"} | (expected - {"wgrad"} if frozen else expected)
+    function, expected = WAYS[way]
+    records = plan_of(function, frozen=frozen).records(EVERY)
+    gemms = {gemm.gemm for gemm in records if gemm.name == "layer"}
+    assert gemms == {"fprop"} | (expected - {"wgrad"} if frozen else expected)
     assert {gemm.gemm for gemm in records if gemm.name == "first"} == {"fprop", "wgrad"}
     assert {gemm.precision for gemm in records} == {"mxfp8"}
 
@@ -91,8 +91,10 @@ def test_gradients_have_the_sizes_of_their_products():
 
 
 def test_only_a_reentrant_checkpoint_runs_products_again():
-    again = {way: any(tag.recomputed for tag in plan_of(own).tags) for way, (own, _) in WAYS.items()}
-    assert [way for way, runs_again in again.items() if runs_again] == ["of a reentrant checkpoint"]
+    recomputed = {
+        way: any(tag.recomputed for tag in plan_of(function).tags) for way, (function, _) in WAYS.items()
+    }
+    assert [way for way, runs_again in recomputed.items() if runs_again] == ["of a reentrant checkpoint"]
 
 
 def test_attention_has_two_gradients_for_each_product():

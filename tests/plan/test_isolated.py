@@ -213,11 +213,11 @@ def test_cuda_is_not_touched_and_answers_as_before_the_fork(monkeypatch):
     parent = os.getpid()
 
     def answer(value: Any) -> Callable[..., Any]:
-        def asked(*_: Any) -> Any:
+        def value_in_parent(*_: Any) -> Any:
             assert os.getpid() == parent, "CUDA does not work after a fork"
             return value
 
-        return asked
+        return value_in_parent
 
     monkeypatch.setattr(torch.cuda, "is_initialized", answer(True))
     for name in confined._CUDA:

@@ -21,7 +21,7 @@ WIDTH = 8
 POLICY = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 OUTSIDE = "ran outside of compiled code"
 
-pytestmark = pytest.mark.usefixtures("said")
+pytestmark = pytest.mark.usefixtures("messages")
 
 
 def batch(rows: int = 4) -> Tensor:
@@ -66,30 +66,30 @@ class Around(nn.Module):
         super().__init__()
         self.function = function
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.own = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.inner = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.function.apply(self.first(x), self.own.weight).relu())
+        return self.last(self.function.apply(self.first(x), self.inner.weight).relu())
 
 
 class Alone(Around):
     """Nothing but the product."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.function.apply(x, self.own.weight)
+        return self.function.apply(x, self.inner.weight)
 
 
 @pytest.mark.parametrize("way", [whole, front_door], ids=lambda way: way.__name__)
 @pytest.mark.parametrize("function", [WithJvp, DisabledBackward])
-def test_own_backward_left_to_python_is_in_the_report(function: Any, way: Any, said: Any):
+def test_own_backward_left_to_python_is_in_the_report(function: Any, way: Any, messages: Any):
     step(way(Around(function), policy=POLICY), batch())
-    assert pending() == {("own", "dgrad"), ("own", "wgrad")}
-    products = {("first", 2), ("own", 3), ("last", 3)}
-    sizes = {"first": WIDTH, "own": 2 * WIDTH, "last": 2 * WIDTH}
+    assert pending() == {("inner", "dgrad"), ("inner", "wgrad")}
+    products = {("first", 2), ("inner", 3), ("last", 3)}
+    sizes = {"first": WIDTH, "inner": 2 * WIDTH, "last": 2 * WIDTH}
     flops = {name: number * sizes[name] for name, number in products}
-    assert report_of_all().summary.flop_share == pytest.approx(1 - 2 * sizes["own"] / sum(flops.values()))
-    assert any("own (dgrad, wgrad)" in warning for warning in report_of_all().summary.warnings)
-    assert [message.endswith(": own") for message in said()] == [True]
+    assert report_of_all().summary.flop_share == pytest.approx(1 - 2 * sizes["inner"] / sum(flops.values()))
+    assert any("inner (dgrad, wgrad)" in warning for warning in report_of_all().summary.warnings)
+    assert [message.endswith(": inner") for message in messages()] == [True]
     assert "gradients" in raised(Around(function), batch(), way=way, train=True)
 
 
@@ -107,7 +107,7 @@ def test_training_after_a_call_without_gradients_has_its_backward(first: Any):
         call(batch())
     assert pending() == set()
     step(call, batch())
-    assert pending() == {("own", "dgrad"), ("own", "wgrad")}
+    assert pending() == {("inner", "dgrad"), ("inner", "wgrad")}
 
 
 class Teacher(Around):
@@ -115,7 +115,7 @@ class Teacher(Around):
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            x = self.own(self.first(x))
+            x = self.inner(self.first(x))
         torch._dynamo.graph_break()
         return self.last(x)
 
@@ -135,10 +135,10 @@ class Again(Around):
 
 
 @pytest.mark.parametrize(("make", "way"), [(lambda: Teacher(Multiply), whole), (Again, front_door)])
-def test_compiled_or_unused_backwards_pass_strict_mode(make: Any, way: Any, said: Any):
+def test_compiled_or_unused_backwards_pass_strict_mode(make: Any, way: Any, messages: Any):
     step(way(make(), policy=POLICY, strict=True), batch())
     assert pending() == set()
-    assert said() == []
+    assert messages() == []
 
 
 class Tail(nn.Module):
@@ -167,13 +167,13 @@ def forward_alone(model: nn.Module, **options: Any) -> Call:
 
 
 @pytest.mark.parametrize("way", [whole, in_place, forward_alone], ids=lambda way: way.__name__)
-def test_layers_that_ran_outside_raise_without_a_backward(way: Any, said: Any):
+def test_layers_that_ran_outside_raise_without_a_backward(way: Any, messages: Any):
     with torch.no_grad():
         way(Tail(), policy=POLICY)(batch())
     assert pending() == {("head", "fprop")}
-    assert len(said()) == 1
-    assert said()[0].endswith(": head")
-    assert OUTSIDE in said()[0]
+    assert len(messages()) == 1
+    assert messages()[0].endswith(": head")
+    assert OUTSIDE in messages()[0]
     assert OUTSIDE in raised(Tail(), batch(), way=way)
 
 
@@ -191,18 +191,18 @@ class Modes(nn.Module):
         return self.layer(x)
 
 
-def test_model_without_compiled_code_warns_and_raises_under_strict(said: Any, tmp_path: Path):
+def test_model_without_compiled_code_warns_and_raises_under_strict(messages: Any, tmp_path: Path):
     with torch.no_grad():
         whole(Modes(), policy=POLICY, report=tmp_path / "report.txt")(batch(), 2)
     assert NOT_COMPILED in (tmp_path / "report.txt").read_text()
     assert pending() == {("layer", "fprop")}
     assert report_of_all().summary.flop_share == 0
-    assert [message.startswith("nothing of Modes was compiled") for message in said()] == [True]
+    assert [message.startswith("nothing of Modes was compiled") for message in messages()] == [True]
     assert "nothing of Modes was compiled" in raised(Modes(), batch(), 2)
 
 
 @pytest.mark.parametrize("way", [whole, front_door], ids=lambda way: way.__name__)
-def test_frame_given_up_later_is_in_the_report(way: Any, said: Any):
+def test_frame_given_up_later_is_in_the_report(way: Any, messages: Any):
     call = way(Modes(), policy=POLICY)
     with torch.no_grad():
         call(batch())
@@ -210,7 +210,7 @@ def test_frame_given_up_later_is_in_the_report(way: Any, said: Any):
         call(batch(), 2)
     (warning,) = report_of_all().summary.warnings
     assert "left Modes.forward" in warning
-    assert warning in said()
+    assert warning in messages()
     torch._dynamo.reset()
     strict = way(Modes(), policy=POLICY, strict=True)
     with torch.no_grad():
@@ -237,7 +237,7 @@ class Debugged(nn.Module):
 
 
 @pytest.mark.parametrize("way", [whole, front_door], ids=lambda way: way.__name__)
-def test_layer_that_another_call_runs_outside_is_in_the_report(way: Any, said: Any):
+def test_layer_that_another_call_runs_outside_is_in_the_report(way: Any, messages: Any):
     call = way(Debugged(), policy=POLICY)
     with torch.no_grad():
         call(batch())
@@ -246,7 +246,7 @@ def test_layer_that_another_call_runs_outside_is_in_the_report(way: Any, said: A
         call(batch(), debug=True)
     (warning,) = report_of_all().summary.warnings
     assert warning.endswith(": layers.1")
-    assert said() == [warning]
+    assert messages() == [warning]
     torch._dynamo.reset()
     strict = way(Debugged(), policy=POLICY, strict=True)
     with torch.no_grad():

@@ -72,11 +72,11 @@ def of_attributes(between: Callable[[], None]) -> Callable[[Tensor], Tensor]:
 
 
 def precisions() -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {}
+    precisions_of_layers: dict[str, set[str]] = {}
     for report in mxcompile.reports():
         for gemm in report.gemms:
-            found.setdefault(gemm.name, set()).add(gemm.precision)
-    return found
+            precisions_of_layers.setdefault(gemm.name, set()).add(gemm.precision)
+    return precisions_of_layers
 
 
 @pytest.mark.parametrize("between", [whole, cut])

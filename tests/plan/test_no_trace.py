@@ -143,9 +143,9 @@ def test_a_plan_that_ends_its_process_does_not_end_the_compile(monkeypatch, capl
             return self.second(x)
 
     @torch.compiler.disable
-    def in_child(what):
+    def in_child(function):
         if os.getpid() != parent:
-            what()
+            function()
 
     model, x = Ending(), torch.randn(32, 64)
     with caplog.at_level(logging.WARNING, logger="mxcompile"), torch.no_grad():

@@ -78,11 +78,11 @@ class Apart(nn.Module):
 class OfApart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.held = Apart()
+        self.layers = Apart()
         self.blocks = nn.ModuleList([Block(), Block()])
 
     def forward(self, x: Tensor) -> Tensor:
-        return run(self.blocks, self.held.second(self.held.first(x)))
+        return run(self.blocks, self.layers.second(self.layers.first(x)))
 
 
 class OwnMatrix(nn.Module):
@@ -138,8 +138,8 @@ def test_a_model_of_any_shape_is_compiled(shape: str, caplog: pytest.LogCaptureF
     expected = rows(mxcompile.explain(model, torch.randn(4, WIDTH), policy=POLICY, target="cpu"))
     plain = step(model)
     with caplog.at_level(logging.WARNING, "mxcompile"):
-        found = step(front_door(model, policy=POLICY, strict=True))
-    assert not torch.equal(found, plain), "the values are those of MXFP8"
+        output = step(front_door(model, policy=POLICY, strict=True))
+    assert not torch.equal(output, plain), "the values are those of MXFP8"
     assert rows(report_of_all()) == expected
     assert not pending(report_of_all())
     assert not [record for record in caplog.records if record.name.startswith("mxcompile")]
@@ -178,8 +178,8 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 @pytest.mark.parametrize("shape", LEFT)
 def test_uncompiled_model_warns_once_and_raises_under_strict(shape: str, caplog: pytest.LogCaptureFixture):
-    make, said = LEFT[shape]
-    with pytest.raises(UnsupportedError, match=said):
+    make, message = LEFT[shape]
+    with pytest.raises(UnsupportedError, match=message):
         step(front_door(make(), policy=POLICY, strict=True))
     torch._dynamo.reset()
     mxcompile.clear_reports()
@@ -187,16 +187,16 @@ def test_uncompiled_model_warns_once_and_raises_under_strict(shape: str, caplog:
     with caplog.at_level(logging.WARNING, "mxcompile"):
         step(call)
         step(call)
-    told = [record.getMessage() for record in caplog.records if record.name.startswith("mxcompile")]
-    assert len(told) == 1
-    assert re.search(said, told[0])
+    warnings = [record.getMessage() for record in caplog.records if record.name.startswith("mxcompile")]
+    assert len(warnings) == 1
+    assert re.search(message, warnings[0])
     assert "not compiled yet" in report_of_all().summary.warnings[0]
 
 
-@pytest.mark.parametrize("what", [lambda x: x, Block().forward], ids=["function", "method"])
-def test_only_modules_are_compiled_in_place(what: Any):
+@pytest.mark.parametrize("callable_", [lambda x: x, Block().forward], ids=["function", "method"])
+def test_only_modules_are_compiled_in_place(callable_: Any):
     with pytest.raises(ModelError, match=r"compile takes a .*Module"):
-        mxcompile.compile(what)
+        mxcompile.compile(callable_)
 
 
 def test_functions_and_methods_are_compiled_by_torch_compile():

@@ -46,20 +46,20 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return ranks.launch_once([*EXACT, *SPLIT, *PIPELINES], 2, shared / "two")
 
 
-def result(found: dict[str, Any], name: str) -> Any:
-    assert not isinstance(found[name], str), found[name]
-    return found[name]
+def result(results: dict[str, Any], name: str) -> Any:
+    assert not isinstance(results[name], str), results[name]
+    return results[name]
 
 
-def check(found: list[dict[str, Any]], name: str, alone: Any, close: float) -> None:
+def check(results: list[dict[str, Any]], name: str, alone: Any, close: float) -> None:
     losses, expected = alone
-    for rank in found:
-        own, compiled, waiting = result(rank, name)
+    for rank in results:
+        rank_losses, compiled, waiting = result(rank, name)
         assert compiled <= expected, sorted(compiled - expected)[:3]
         assert {row[0] for row in expected - compiled} == {row[0] for row in waiting}
         assert waiting <= expected
         assert {row[3] for row in waiting} <= {"bf16"}
-        assert own == pytest.approx(losses, rel=close)
+        assert rank_losses == pytest.approx(losses, rel=close)
 
 
 @pytest.mark.parametrize("name", [way.__name__ for way in EXACT])
@@ -89,6 +89,6 @@ def test_context_parallelism_needs_a_gpu():
     """Why it is not tested here, for as long as torch's ring attention has no operator of the CPU."""
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
-    known = {str(operator) for operator in _attention.custom_ops}
-    assert "aten._scaled_dot_product_flash_attention.default" in known
-    assert not any("for_cpu" in operator or "math" in operator for operator in known)
+    operators = {str(operator) for operator in _attention.custom_ops}
+    assert "aten._scaled_dot_product_flash_attention.default" in operators
+    assert not any("for_cpu" in operator or "math" in operator for operator in operators)

@@ -17,7 +17,7 @@ import mxcompile
 from mxcompile.errors import UnsupportedError
 from mxcompile.report.data.record import NOT_COMPILED
 
-pytestmark = pytest.mark.usefixtures("said")
+pytestmark = pytest.mark.usefixtures("messages")
 
 
 def scaled(model: nn.Module) -> nn.Module:
@@ -38,7 +38,7 @@ LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 
 
 @pytest.mark.parametrize("limit", LIMITS)
-def test_calls_past_a_limit_are_in_the_report(limit: str, said: Any, tmp_path: Path):
+def test_calls_past_a_limit_are_in_the_report(limit: str, messages: Any, tmp_path: Path):
     file = tmp_path / "report.json"
     call = whole(scaled(nn.Linear(WIDTH, WIDTH)), policy=POLICY, report=file)
     few = torch._dynamo.config.patch({limit: 2, "specialize_float": True})
@@ -51,7 +51,7 @@ def test_calls_past_a_limit_are_in_the_report(limit: str, said: Any, tmp_path: P
     (warning,) = report_of_all().summary.warnings
     assert warning.startswith(f"{limit} (2) reached by")
     assert "Scaled.forward" in warning
-    assert warning in said()
+    assert warning in messages()
     assert json.loads(file.read_text())["summary"]["warnings"] == [warning]
 
 
@@ -100,23 +100,23 @@ class WithHelper(nn.Module):
         return self.multiply(x)
 
 
-def test_recompile_limit_of_a_function_without_products_passes_strict_mode(said: Any):
+def test_recompile_limit_of_a_function_without_products_passes_strict_mode(messages: Any):
     few = torch._dynamo.config.patch(recompile_limit=2, specialize_float=True)
     with few, torch.no_grad():
         whole(WithHelper(), policy=POLICY, strict=True)(batch())
     assert report_of_all().summary.warnings == ()
-    assert said() == []
+    assert messages() == []
 
 
-def test_second_model_past_the_limit_has_a_report_of_its_own(said: Any):
+def test_second_model_past_the_limit_has_a_report_of_its_own(messages: Any):
     first, second = (whole(scaled(nn.Linear(WIDTH, WIDTH)), policy=POLICY) for _ in range(2))
     few = torch._dynamo.config.patch(recompile_limit=2, specialize_float=True)
     with few, torch.no_grad():
         for scale in (1.0, 2.0):
             first(batch(), scale)
         second(batch(), 3.0)
-    assert [message.partition(" ")[0] for message in said()] == ["recompile_limit", "nothing"]
-    compiled, left = mxcompile.reports()
+    assert [message.partition(" ")[0] for message in messages()] == ["recompile_limit", "nothing"]
+    compiled, other = mxcompile.reports()
     assert not compiled.summary.warnings
-    assert {gemm.kernel for gemm in left.gemms} == {NOT_COMPILED}
-    assert said()[0] in left.summary.warnings
+    assert {gemm.kernel for gemm in other.gemms} == {NOT_COMPILED}
+    assert messages()[0] in other.summary.warnings

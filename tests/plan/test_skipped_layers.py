@@ -10,7 +10,7 @@ from test_left_to_python import OUTSIDE, POLICY, WIDTH, batch, pending, step
 from torch import Tensor, nn
 from ways import front_door, whole
 
-pytestmark = pytest.mark.usefixtures("said")
+pytestmark = pytest.mark.usefixtures("messages")
 
 
 class Block(nn.Module):
@@ -59,22 +59,22 @@ DROPS = {
 
 
 @pytest.mark.parametrize("drop", DROPS)
-def test_skipped_layer_is_not_reported_as_run_outside(drop: str, said: Any):
+def test_skipped_layer_is_not_reported_as_run_outside(drop: str, messages: Any):
     make, way = DROPS[drop]
     call = way(make(), policy=POLICY, strict=True)
     for kept in ((0, 1, 2, 4, 5), (0, 2, 3, 4, 5)):
         step(call, batch(), kept)
-    assert said() == []
+    assert messages() == []
     layers = {name.rpartition(".")[0] for name, _ in pending()}
     assert layers <= {"layers.3", "layers.1"}, "the other layers have run in compiled code"
 
 
 @pytest.mark.parametrize("way", [whole, front_door], ids=lambda way: way.__name__)
-def test_recompiled_calls_of_other_sizes_pass_strict_mode(way: Any, said: Any):
+def test_recompiled_calls_of_other_sizes_pass_strict_mode(way: Any, messages: Any):
     call = way(Dropping(broken=True), policy=POLICY, strict=True)
     for rows, kept in ((4, (0, 1, 2)), (6, (0, 1, 2)), (9, (0, 2)), (1, (0, 1, 2, 3))):
         step(call, batch(rows), kept)
-    assert said() == []
+    assert messages() == []
 
 
 class DroppingTail(Dropping):
@@ -89,10 +89,10 @@ class DroppingTail(Dropping):
 
 
 @pytest.mark.parametrize("way", [whole, front_door], ids=lambda way: way.__name__)
-def test_layer_run_outside_is_reported_without_skipped_layers(way: Any, said: Any):
+def test_layer_run_outside_is_reported_without_skipped_layers(way: Any, messages: Any):
     with torch.no_grad():
         way(DroppingTail(), policy=POLICY)(batch(), (0, 1))
-    (message,) = said()
+    (message,) = messages()
     assert OUTSIDE in message
     assert message.endswith(": layers.5.up, layers.5.down")
 
@@ -127,9 +127,9 @@ class CutBlocks(nn.Module):
 
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize("way", [whole, front_door], ids=lambda way: way.__name__)
-def test_blocks_that_share_codes_pass_strict_mode(way: Any, tied: bool, said: Any):
+def test_blocks_that_share_codes_pass_strict_mode(way: Any, tied: bool, messages: Any):
     call = way(CutBlocks(tied=tied), policy=POLICY, strict=True)
     for rows in (4, 6):
         step(call, batch(rows))
     assert pending() == set()
-    assert said() == []
+    assert messages() == []

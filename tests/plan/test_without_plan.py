@@ -64,9 +64,9 @@ def batch() -> Tensor:
 
 def unknown(report: Report) -> dict[str, str]:
     """The sizes of the records that have no compiled code, as the text shows them, by name."""
-    found = {g.name: (g.m, g.n, g.k) for g in report.gemms if g.kernel == NOT_COMPILED}
+    sizes = {g.name: (g.m, g.n, g.k) for g in report.gemms if g.kernel == NOT_COMPILED}
     assert {g.code for g in report.gemms if g.kernel == NOT_COMPILED} <= {"no plan"}
-    return found
+    return sizes
 
 
 def test_weights_that_no_graph_reads_are_in_the_report(caplog: pytest.LogCaptureFixture):

@@ -74,13 +74,13 @@ def values(family: Family, call: Call) -> dict[str, Tensor]:
     y = call(*family.inputs)
     weights = torch.linspace(-1, 1, y.numel()).view_as(y)
     (y * weights).sum().backward()
-    found = {"output": y.detach().clone()}
+    results = {"output": y.detach().clone()}
     for name, parameter in family.model.named_parameters():
         gradient = parameter.grad
         if gradient is not None:
             whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-            found[name.removeprefix("module.").replace("_orig_mod.", "")] = whole.clone()
-    return found
+            results[name.removeprefix("module.").replace("_orig_mod.", "")] = whole.clone()
+    return results
 
 
 def whole(model: nn.Module, **options: Any) -> Call:

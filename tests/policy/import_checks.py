@@ -12,26 +12,26 @@ def imported(text: str, folder: Path, tool: str | None = None, name: str = "conf
     """What is made of the file `text`; the file that would be written reads back as the same policy."""
     path = folder / name
     path.write_text(text, encoding="utf-8")
-    made = import_policy(path, tool)
+    result = import_policy(path, tool)
     written = folder / "written.yaml"
-    written.write_text(made.text(), encoding="utf-8")
-    assert Policy.load(written) == made.policy
-    for note in made.notes:
-        assert " ".join(note.split()) in " ".join(made.text().replace("#", " ").split()) or "#" in note
-    return made
+    written.write_text(result.text(), encoding="utf-8")
+    assert Policy.load(written) == result.policy
+    for note in result.notes:
+        assert " ".join(note.split()) in " ".join(result.text().replace("#", " ").split()) or "#" in note
+    return result
 
 
 def layer(name: str, module: str = "Linear", role: str = "qkv") -> Layer:
     return Layer(name=name, role=Role(role), module=module, m=64, n=64, k=64)
 
 
-def sent(policy: Policy, one: Layer) -> dict[str, str]:
-    """The GEMMs of the layer `one` that `policy` quantizes, and the format of its input in each."""
-    chosen = {str(gemm): policy.decide(one).choice(gemm).formats for gemm in Gemm}
+def sent(policy: Policy, target: Layer) -> dict[str, str]:
+    """The GEMMs of the layer `target` that `policy` quantizes, and the format of its input in each."""
+    chosen = {str(gemm): policy.decide(target).choice(gemm).formats for gemm in Gemm}
     return {gemm: str(formats.x) for gemm, formats in chosen.items() if formats is not None}
 
 
-def in_mxfp8(policy: Policy, one: Layer) -> set[str]:
-    """The GEMMs of the layer `one` that `policy` sends to MXFP8."""
-    decision = policy.decide(one)
+def in_mxfp8(policy: Policy, target: Layer) -> set[str]:
+    """The GEMMs of the layer `target` that `policy` sends to MXFP8."""
+    decision = policy.decide(target)
     return {str(gemm) for gemm in Gemm if decision.choice(gemm).precision == "mxfp8"}

@@ -85,18 +85,18 @@ def test_a_missing_file_and_an_unknown_format_are_errors(tmp_path: Path):
 
 def test_comments_with_newlines_of_the_source_file_stay_comments(tmp_path: Path):
     section = {**FILES["te"]["s"], "Odd\nversion: 2\n": {"enabled": True}}
-    made = imported(yaml.safe_dump({"s\n# \u2028rules: 5": section}), tmp_path)
+    result = imported(yaml.safe_dump({"s\n# \u2028rules: 5": section}), tmp_path)
     assert Policy.load(tmp_path / "written.yaml").to_dict()["version"] == 1
-    assert any("is an unknown feature, and is left out" in note for note in made.notes)
+    assert any("is an unknown feature, and is left out" in note for note in result.notes)
 
 
 def test_a_rule_that_others_leave_nothing_is_listed(tmp_path: Path):
     second = {**FILES["te"]["s"], "layers": {"layer_types": ["fc1_proj"]}}
-    made = imported(yaml.safe_dump({**FILES["te"], "t": second}), tmp_path)
-    assert len(made.policy.rules) == 1
+    result = imported(yaml.safe_dump({**FILES["te"], "t": second}), tmp_path)
+    assert len(result.policy.rules) == 1
     assert any(
         "t.layers: never reached: rule 1 of the policy matched all its layers before" in note
-        for note in made.notes
+        for note in result.notes
     )
 
 

@@ -43,22 +43,22 @@ quant_stage:
 
 
 def test_a_recipe_as_people_have_them(tmp_path: Path):
-    made = imported(RECIPE, tmp_path)
-    assert made.policy.base.name == "bf16"
+    result = imported(RECIPE, tmp_path)
+    assert result.policy.base.name == "bf16"
     for name, module in MODULES:
         kept = name == "lm_head" or "gate" in name or "vision" in name or module == "Conv1D"
         scales = "1x32 rceil" if "_proj" in name and "attn" in name else "channel nearest"
-        found = sent(made.policy, layer(name, module))
-        assert found == ({} if kept else {"fprop": f"e4m3 {scales}"}), name
-    place = "quant_stage.quant_modifiers.QuantizationModifier"
-    assert list(made.notes) == [
+        formats = sent(result.policy, layer(name, module))
+        assert formats == ({} if kept else {"fprop": f"e4m3 {scales}"}), name
+    modifier_path = "quant_stage.quant_modifiers.QuantizationModifier"
+    assert list(result.notes) == [
         "line 4: quant_stage.quant_modifiers.SmoothQuantModifier: changes weights, not formats",
-        f"line 7: {place}.ignore: Conv1D: classes derived from it are not matched, add their names",
-        f"line 9: {place}.config_groups.attention: rounds MXFP8 scales in another way: here RCEIL",
-        f"line 13: {place}.config_groups.gates: is not an 8-bit float: its layers stay in BF16",
-        f"line 16: {place}.config_groups.rest: quantizes weights only: here the activations are"
+        f"line 7: {modifier_path}.ignore: Conv1D: classes derived from it are not matched, add their names",
+        f"line 9: {modifier_path}.config_groups.attention: rounds MXFP8 scales in another way: here RCEIL",
+        f"line 13: {modifier_path}.config_groups.gates: is not an 8-bit float: its layers stay in BF16",
+        f"line 16: {modifier_path}.config_groups.rest: quantizes weights only: here the activations are"
         " quantized too",
-        f"line 6: {place}: Linear: classes derived from it are not matched, add their names",
+        f"line 6: {modifier_path}: Linear: classes derived from it are not matched, add their names",
     ]
 
 
@@ -89,13 +89,13 @@ LISTS = st.lists(TARGETS, max_size=4, unique=True)
 
 
 @settings(max_examples=150, deadline=None)
-@given(one=LISTS, other=LISTS, ignore=LISTS)
-def test_targets_match_in_the_order_of_compressed_tensors(one, other, ignore, tmp_path_factory):
-    schemes = {"MXFP8": one, "W4A16": other}
+@given(scheme=LISTS, other=LISTS, ignore=LISTS)
+def test_targets_match_in_the_order_of_compressed_tensors(scheme, other, ignore, tmp_path_factory):
+    schemes = {"MXFP8": scheme, "W4A16": other}
     recipe = {"s_stage": {"s_modifiers": {"QuantizationModifier": {"ignore": ignore, "scheme": schemes}}}}
-    made = imported(yaml.safe_dump(recipe), tmp_path_factory.getbasetemp())
+    result = imported(yaml.safe_dump(recipe), tmp_path_factory.getbasetemp())
     for name, module in MODULES:
-        sent = in_mxfp8(made.policy, layer(name, module)) == {"fprop"}
+        sent = in_mxfp8(result.policy, layer(name, module)) == {"fprop"}
         assert sent == (scheme_of(name, module, schemes, ignore) == "MXFP8"), name
 
 
@@ -114,10 +114,10 @@ def test_every_imported_scheme_becomes_a_rule_or_a_note(
     scheme: str, sent: bool, notes: list[str], tmp_path: Path
 ):
     settings = {"targets": ["re:.*q_proj"], "scheme": scheme}
-    made = imported(yaml.safe_dump({"q_stage": {"q_modifiers": {"GPTQModifier": settings}}}), tmp_path)
-    assert in_mxfp8(made.policy, layer("q_proj")) == ({"fprop"} if sent else set())
-    assert len(made.notes) == len(notes)
-    for note, piece in zip(made.notes, notes, strict=True):
+    result = imported(yaml.safe_dump({"q_stage": {"q_modifiers": {"GPTQModifier": settings}}}), tmp_path)
+    assert in_mxfp8(result.policy, layer("q_proj")) == ({"fprop"} if sent else set())
+    assert len(result.notes) == len(notes)
+    for note, piece in zip(result.notes, notes, strict=True):
         assert piece in note
 
 
@@ -127,18 +127,18 @@ def test_every_imported_scheme_becomes_a_rule_or_a_note(
 )
 def test_fp8_schemes_keep_their_scales(scheme: str, x: str, notes: list[str], tmp_path: Path):
     settings = {"targets": ["re:.*q_proj"], "scheme": scheme}
-    made = imported(yaml.safe_dump({"q_stage": {"q_modifiers": {"GPTQModifier": settings}}}), tmp_path)
-    assert sent(made.policy, layer("q_proj")) == {"fprop": f"e4m3 {x} nearest"}
-    assert len(made.notes) == len(notes)
-    assert all(piece in note for note, piece in zip(made.notes, notes, strict=True))
+    result = imported(yaml.safe_dump({"q_stage": {"q_modifiers": {"GPTQModifier": settings}}}), tmp_path)
+    assert sent(result.policy, layer("q_proj")) == {"fprop": f"e4m3 {x} nearest"}
+    assert len(result.notes) == len(notes)
+    assert all(piece in note for note, piece in zip(result.notes, notes, strict=True))
 
 
 def test_scales_that_fp8_does_not_have_become_those_of_mxfp8(tmp_path: Path):
     scales = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 64}
     group = {"weights": scales, "input_activations": scales, "targets": ["Linear"]}
-    made = imported(json.dumps({"config_groups": {"group_0": group}}), tmp_path, name="config.json")
-    assert sent(made.policy, layer("q_proj")) == {"fprop": "e4m3 1x32 rceil"}
-    assert any("has scales of another shape: here one per 32 elements" in note for note in made.notes)
+    result = imported(json.dumps({"config_groups": {"group_0": group}}), tmp_path, name="config.json")
+    assert sent(result.policy, layer("q_proj")) == {"fprop": "e4m3 1x32 rceil"}
+    assert any("has scales of another shape: here one per 32 elements" in note for note in result.notes)
 
 
 def test_the_config_of_a_compressed_model(tmp_path: Path):
@@ -157,13 +157,13 @@ def test_the_config_of_a_compressed_model(tmp_path: Path):
             "kv_cache_scheme": {"num_bits": 8, "type": "float"},
         },
     }
-    made = imported(json.dumps(config, indent="\t"), tmp_path, name="config.json")
-    taken = {name for name, module in MODULES if sent(made.policy, layer(name, module))}
-    left = {"lm_head", "model.layers.0.mlp.gate", "model.extra"}
-    assert taken == {name for name, _ in MODULES} - left
-    formats = made.policy.decide(layer("model.extra.up")).fprop.formats
+    result = imported(json.dumps(config, indent="\t"), tmp_path, name="config.json")
+    taken = {name for name, module in MODULES if sent(result.policy, layer(name, module))}
+    ignored = {"lm_head", "model.layers.0.mlp.gate", "model.extra"}
+    assert taken == {name for name, _ in MODULES} - ignored
+    formats = result.policy.decide(layer("model.extra.up")).fprop.formats
     assert (str(formats.x), str(formats.w)) == ("e4m3 1x128 nearest", "e4m3 128x128 nearest")
-    assert [note.partition(": ")[2] for note in made.notes] == [
+    assert [note.partition(": ")[2] for note in result.notes] == [
         "a policy does not set the format of the KV cache",
         "outputs of a layer are not quantized",
         "has static scales: here they are computed from the current tensor",
@@ -181,21 +181,21 @@ def test_last_modifier_wins_and_different_ignores_are_noted(tmp_path: Path):
         "GPTQModifier": {"targets": ["re:.*q_proj"], "scheme": "W4A16", "ignore": ["lm_head"]},
         "AWQModifier": {"duo_scaling": True},
     }
-    made = imported(yaml.safe_dump({"q_stage": {"q_modifiers": modifiers}}, sort_keys=False), tmp_path)
-    assert in_mxfp8(made.policy, layer("a.v_proj")) == {"fprop"}
+    result = imported(yaml.safe_dump({"q_stage": {"q_modifiers": modifiers}}, sort_keys=False), tmp_path)
+    assert in_mxfp8(result.policy, layer("a.v_proj")) == {"fprop"}
     for name in ("a.q_proj", "a.o_proj", "lm_head"):
-        assert in_mxfp8(made.policy, layer(name)) == set()
-    assert any("AWQModifier: changes weights, not formats" in note for note in made.notes)
-    assert any("a.o_proj: ignored by this modifier alone" in note for note in made.notes)
+        assert in_mxfp8(result.policy, layer(name)) == set()
+    assert any("AWQModifier: changes weights, not formats" in note for note in result.notes)
+    assert any("a.o_proj: ignored by this modifier alone" in note for note in result.notes)
 
 
 def test_imported_embedding_targets_are_noted_as_not_gemms(tmp_path: Path):
     settings = {"targets": ["Linear", "Embedding"], "scheme": "MXFP8"}
-    made = imported(
+    result = imported(
         yaml.safe_dump({"q_stage": {"q_modifiers": {"QuantizationModifier": settings}}}), tmp_path
     )
-    assert any("Embedding: a table lookup is not a GEMM" in note for note in made.notes)
-    assert made.policy.rules[0].match.module == ("Linear",)
+    assert any("Embedding: a table lookup is not a GEMM" in note for note in result.notes)
+    assert result.policy.rules[0].match.module == ("Linear",)
 
 
 BROKEN: dict[str, tuple[Any, str]] = {

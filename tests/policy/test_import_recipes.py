@@ -73,16 +73,16 @@ def formats(policy, gemm: Gemm = Gemm.DGRAD) -> dict[str, str]:
     ],
 )  # fmt: skip
 def test_recipe_sets_formats_of_each_tensor(tmp_path: Path, text: str, x: str, w: str, dy: str):
-    made = imported(text, tmp_path)
-    assert formats(made.policy) == {"x": x, "w": w, "dy": dy}
-    kept = formats(made.policy, Gemm.WGRAD) == {}
+    result = imported(text, tmp_path)
+    assert formats(result.policy) == {"x": x, "w": w, "dy": dy}
+    kept = formats(result.policy, Gemm.WGRAD) == {}
     assert kept == ("gw_hp" in text)
 
 
 @pytest.mark.parametrize(("flag", "signs"), [("", 0xD7E8), ("disable_rht: true\n", None)])
 def test_nvfp4_recipe_sets_the_transform_of_wgrad(tmp_path: Path, flag: str, signs: int | None):
-    made = imported(f"recipe: NVFP4BlockScaling\n{flag}", tmp_path)
-    chosen = made.policy.decide(layer("model.layers.0.self_attn.q_proj")).wgrad.formats
+    result = imported(f"recipe: NVFP4BlockScaling\n{flag}", tmp_path)
+    chosen = result.policy.decide(layer("model.layers.0.self_attn.q_proj")).wgrad.formats
     assert chosen is not None
     assert {chosen.operand_format(name, wgrad=True).hadamard for name in ("x", "dy")} == {signs}
     assert chosen.operand_format("x").hadamard is None
@@ -112,29 +112,31 @@ PLAIN, TILES = "e2m1 1x16 two-level", "e2m1 16x16 two-level"
 )
 def test_choices_of_scales_of_nvfp4(tmp_path: Path, fields: str, x: str, w: str):
     """Of inputs and weights; gradients have neither."""
-    made = imported(f"recipe: NVFP4BlockScaling\n{fields}", tmp_path)
-    assert formats(made.policy) == {"x": x, "w": w, "dy": f"{PLAIN} stochastic"}
-    assert not made.notes
+    result = imported(f"recipe: NVFP4BlockScaling\n{fields}", tmp_path)
+    assert formats(result.policy) == {"x": x, "w": w, "dy": f"{PLAIN} stochastic"}
+    assert not result.notes
 
 
 def test_gemms_in_high_precision_stay(tmp_path: Path):
-    made = imported("recipe: Float8BlockScaling\noverride_linear_precision: [false, false, true]\n", tmp_path)
-    assert formats(made.policy)
-    assert not formats(made.policy, Gemm.WGRAD)
+    result = imported(
+        "recipe: Float8BlockScaling\noverride_linear_precision: [false, false, true]\n", tmp_path
+    )
+    assert formats(result.policy)
+    assert not formats(result.policy, Gemm.WGRAD)
 
 
 def test_a_backward_in_high_precision(tmp_path: Path):
     """What newer recipes say of dgrad and wgrad."""
-    made = imported("recipe: MXFP8BlockScaling\nbackward_override: high_precision\n", tmp_path)
-    assert formats(made.policy, Gemm.FPROP)
-    assert not formats(made.policy, Gemm.DGRAD)
-    assert not formats(made.policy, Gemm.WGRAD)
-    assert not made.notes
-    made = imported("recipe: Float8CurrentScaling\nbackward_override: dequantized\n", tmp_path)
-    assert formats(made.policy, Gemm.FPROP)
-    assert not formats(made.policy)
-    assert made.policy.decide(layer("model.layers.0.self_attn.q_proj")).backward is Backward.DEQUANTIZED
-    assert not made.notes
+    result = imported("recipe: MXFP8BlockScaling\nbackward_override: high_precision\n", tmp_path)
+    assert formats(result.policy, Gemm.FPROP)
+    assert not formats(result.policy, Gemm.DGRAD)
+    assert not formats(result.policy, Gemm.WGRAD)
+    assert not result.notes
+    result = imported("recipe: Float8CurrentScaling\nbackward_override: dequantized\n", tmp_path)
+    assert formats(result.policy, Gemm.FPROP)
+    assert not formats(result.policy)
+    assert result.policy.decide(layer("model.layers.0.self_attn.q_proj")).backward is Backward.DEQUANTIZED
+    assert not result.notes
 
 
 def test_disabled_settings_of_a_recipe_add_no_notes(tmp_path: Path):
@@ -147,7 +149,7 @@ def test_imported_torchao_recipes_match_torchao_configurations(tmp_path: Path, n
     """Elements, extents and products in high precision of the installed torchao's own configuration."""
     config = pytest.importorskip("torchao.float8.config")
     theirs = config.Float8LinearConfig.from_recipe_name(name)
-    made = imported(f"recipe: {name}\n", tmp_path)
+    result = imported(f"recipe: {name}\n", tmp_path)
     operands = {
         (Gemm.FPROP, "x"): theirs.cast_config_input,
         (Gemm.FPROP, "w"): theirs.cast_config_weight,
@@ -159,30 +161,30 @@ def test_imported_torchao_recipes_match_torchao_configurations(tmp_path: Path, n
     tiles = {"TENSORWISE": "tensor", "AXISWISE": "channel"}
     elems = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
     for (gemm, operand), cast in operands.items():
-        found = formats(made.policy, gemm)
+        operand_formats = formats(result.policy, gemm)
         if cast.scaling_type is config.ScalingType.DISABLED:
-            assert not found
+            assert not operand_formats
             continue
-        elem, tile, derivation, *_ = found[operand].split()
+        elem, tile, derivation, *_ = operand_formats[operand].split()
         assert (derivation == "pow2") == theirs.round_scales_to_power_of_2
         assert elem == elems[cast.target_dtype]
         differs = name == "rowwise_with_gw_hp" and (gemm, operand) == (Gemm.DGRAD, "w")
         assert (tile == tiles[cast.scaling_granularity.name]) == (not differs)
-        assert differs == ("the weight has one scale in dgrad there" in " ".join(made.notes)) or not differs
+        assert differs == ("the weight has one scale in dgrad there" in " ".join(result.notes)) or not differs
 
 
 def test_recipe_settings_without_counterpart_are_noted(tmp_path: Path):
-    made = imported("recipe: DelayedScaling\nfp8_dpa: true\namax_compute_algo: mine\n", tmp_path)
-    said = " ".join(made.notes)
-    assert "fp8_dpa: has no counterpart here" in said
-    assert "'mine' is not in the policy language" in said
-    assert "every rank has a separate history" in said
+    result = imported("recipe: DelayedScaling\nfp8_dpa: true\namax_compute_algo: mine\n", tmp_path)
+    notes = " ".join(result.notes)
+    assert "fp8_dpa: has no counterpart here" in notes
+    assert "'mine' is not in the policy language" in notes
+    assert "every rank has a separate history" in notes
     assert not imported("recipe: Float8BlockScaling\n", tmp_path).notes
     assert not imported("recipe: Float8BlockScaling\nuse_f32_scales: true\n", tmp_path).notes
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("recipe: DelayedScalin\n", "DelayedScaling"),
         ("recipe: DelayedScaling\nfp8_format: E5M2\n", "unknown format 'E5M2'"),
@@ -200,6 +202,6 @@ def test_recipe_settings_without_counterpart_are_noted(tmp_path: Path):
         ("recipe: NVFP4BlockScaling\nnvfp4_4over6: all\nnvfp4_4over6_err_mode: MAX\n", "unknown error 'MAX'"),
     ],
 )
-def test_recipe_with_wrong_value_raises_policy_error(tmp_path: Path, text: str, said: str):
-    with pytest.raises(PolicyError, match=said):
+def test_recipe_with_wrong_value_raises_policy_error(tmp_path: Path, text: str, message: str):
+    with pytest.raises(PolicyError, match=message):
         imported(text, tmp_path)

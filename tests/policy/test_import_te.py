@@ -83,8 +83,8 @@ unused:
 
 
 def test_a_file_as_people_have_them(tmp_path: Path):
-    made = imported(DEBUG, tmp_path)
-    assert made.policy.base.name == "nvidia"
+    result = imported(DEBUG, tmp_path)
+    assert result.policy.base.name == "nvidia"
     for name in LAYERS:
         expected = ALL
         if "fc1" in name or "fc2" in name:
@@ -95,14 +95,14 @@ def test_a_file_as_people_have_them(tmp_path: Path):
             expected = {"fprop", "dgrad"}
         elif "proj" in name:
             expected = {"dgrad", "wgrad"}
-            assert sent(made.policy, layer(name))["fprop"] == "e4m3 tensor nearest"
-        assert in_mxfp8(made.policy, layer(name)) == expected, name
-    emulated = made.policy.decide(layer("transformer_layer.3.inter_attn.layernorm_q")).fprop.formats
+            assert sent(result.policy, layer(name))["fprop"] == "e4m3 tensor nearest"
+        assert in_mxfp8(result.policy, layer(name)) == expected, name
+    emulated = result.policy.decide(layer("transformer_layer.3.inter_attn.layernorm_q")).fprop.formats
     assert (emulated.x.elem, emulated.w.elem, emulated.dy.elem) == (E4M3, E4M3, E5M2)
     sections = ("wgrad_of_the_mlp", "first_layers", "emulated", "per_tensor")
-    assert made.origins == tuple(f"section {name}" for name in sections)
+    assert result.origins == tuple(f"section {name}" for name in sections)
     inner = "transformer_engine"
-    assert list(made.notes) == [
+    assert list(result.notes) == [
         f"line 11: wgrad_of_the_mlp.{inner}.LogFp8TensorStats: only collects statistics:"
         " see 'mxcompile audit'",
         f"line 41: emulated.{inner}.FakeQuant.gemms_struct[2]: quantizes output, which is not an operand of"
@@ -124,9 +124,11 @@ def selects(layers: dict[str, Any], name: str) -> bool:
     if "layer_name_regex_pattern" in layers:
         return re.search(layers["layer_name_regex_pattern"], name) is not None
     types, numbers = layers.get("layer_types"), layers.get("layer_numbers")
-    held = types is None or "all" in types or any(text in name for text in types)
-    found = [int(number) for number in re.findall(r"(?<!fc)\d+", name)]
-    return held and (numbers is None or "all" in numbers or (len(found) == 1 and found[0] in numbers))
+    type_matches = types is None or "all" in types or any(text in name for text in types)
+    numbers_of_name = [int(number) for number in re.findall(r"(?<!fc)\d+", name)]
+    return type_matches and (
+        numbers is None or "all" in numbers or (len(numbers_of_name) == 1 and numbers_of_name[0] in numbers)
+    )
 
 
 SELECTORS: list[dict[str, Any]] = [
@@ -154,11 +156,11 @@ SELECTORS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("layers", SELECTORS, ids=str)
 def test_a_section_is_of_the_layers_it_is_of_there(layers: dict[str, Any], tmp_path: Path):
     features = {"transformer_engine": {"DisableFP8Layer": {"enabled": True}}}
-    made = imported(yaml.safe_dump({"s": {"enabled": True, "layers": layers, **features}}), tmp_path)
+    result = imported(yaml.safe_dump({"s": {"enabled": True, "layers": layers, **features}}), tmp_path)
     for name in LAYERS:
-        assert (in_mxfp8(made.policy, layer(name)) == set()) == selects(layers, name), name
+        assert (in_mxfp8(result.policy, layer(name)) == set()) == selects(layers, name), name
     together = {*layers} <= {"layer_types", "layer_numbers"}
-    assert len(made.notes) == (0 if together else len(layers) - 1)
+    assert len(result.notes) == (0 if together else len(layers) - 1)
 
 
 def test_layer_numbers_accept_ranges_and_single_numbers(tmp_path: Path):
@@ -194,9 +196,9 @@ def test_emulated_quantization_is_mxfp8_where_both_operands_are(
         {"DisableFP8GEMM": off, "FakeQuantFp8": fake},
     ):
         section = {"enabled": True, "layers": {"layer_types": ["fc1"]}, "transformer_engine": features}
-        made = imported(yaml.safe_dump({"s": section}), tmp_path)
-        assert in_mxfp8(made.policy, layer("fc1")) == sent
-        assert len(made.notes) == (not sent)
+        result = imported(yaml.safe_dump({"s": section}), tmp_path)
+        assert in_mxfp8(result.policy, layer("fc1")) == sent
+        assert len(result.notes) == (not sent)
 
 
 def test_two_sections_that_disagree_on_a_format_are_kept_apart(tmp_path: Path):
@@ -205,10 +207,10 @@ def test_two_sections_that_disagree_on_a_format_are_kept_apart(tmp_path: Path):
         {"gemm": "dgrad", "tensors": ["gradient", "weight"], "quant_format": "MXFP8E5M2"},
     ]}  # fmt: skip
     section = {"enabled": True, "layers": {"layer_types": ["fc1"]}, "transformer_engine": {"FakeQuant": fake}}
-    made = imported(yaml.safe_dump({"s": section}), tmp_path)
-    assert in_mxfp8(made.policy, layer("fc1")) == {"fprop", "wgrad"}
-    assert len(made.notes) == 1
-    assert "dgrad of gradient in MXFP8E5M2, weight in MXFP8E5M2" in made.notes[0]
+    result = imported(yaml.safe_dump({"s": section}), tmp_path)
+    assert in_mxfp8(result.policy, layer("fc1")) == {"fprop", "wgrad"}
+    assert len(result.notes) == 1
+    assert "dgrad of gradient in MXFP8E5M2, weight in MXFP8E5M2" in result.notes[0]
 
 
 ON = "s:\n  enabled: True\n"

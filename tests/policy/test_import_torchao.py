@@ -88,8 +88,8 @@ MAPS: list[dict[str, bool]] = [
 @pytest.mark.parametrize("configs", MAPS, ids=str)
 def test_the_layers_are_those_that_torchao_quantizes(configs: dict[str, bool], tmp_path: Path):
     text = written({name: mx() if on else None for name, on in configs.items()})
-    made = imported(text, tmp_path, name="config.json")
-    assert {name for name in NAMES if in_mxfp8(made.policy, layer(name)) == {"fprop"}} == quantized(configs)
+    result = imported(text, tmp_path, name="config.json")
+    assert {name for name in NAMES if in_mxfp8(result.policy, layer(name)) == {"fprop"}} == quantized(configs)
 
 
 @pytest.mark.parametrize(
@@ -106,11 +106,11 @@ def test_formats_are_those_of_the_mx_configuration(settings: dict[str, Any], ele
         from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode
 
         settings = {"scaling_mode": ScaleCalculationMode[settings["mode"]]}
-    made = imported(written({"head": mx(**settings)}), tmp_path, name="config.json")
-    decision = made.policy.decide(layer("head")).fprop.formats
+    result = imported(written({"head": mx(**settings)}), tmp_path, name="config.json")
+    decision = result.policy.decide(layer("head")).fprop.formats
     assert (decision.x.elem, decision.w.elem) == (elem, elem)
     assert decision.x.rounding is decision.w.rounding is rounding
-    assert made.notes == ()
+    assert result.notes == ()
 
 
 @pytest.mark.parametrize(
@@ -127,17 +127,17 @@ def test_fp8_keeps_its_granularity(granularity: str | None, x: str, w: str, tmp_
         warnings.simplefilter("ignore")
         from torchao.quantization import Float8DynamicActivationFloat8WeightConfig
         from torchao.quantization import granularity as kinds
-    given: Any = None if granularity is None else getattr(kinds, granularity)
+    granularity_type: Any = None if granularity is None else getattr(kinds, granularity)
     if granularity == "PerBlock":
-        given = [given([1, 128]), given([128, 128])]
+        granularity_type = [granularity_type([1, 128]), granularity_type([128, 128])]
     elif granularity is not None:
-        given = given()
-    config = Float8DynamicActivationFloat8WeightConfig(granularity=given)
-    made = imported(written({"head": config}), tmp_path, name="config.json")
-    formats = made.policy.decide(layer("head")).fprop.formats
+        granularity_type = granularity_type()
+    config = Float8DynamicActivationFloat8WeightConfig(granularity=granularity_type)
+    result = imported(written({"head": config}), tmp_path, name="config.json")
+    formats = result.policy.decide(layer("head")).fprop.formats
     assert (str(formats.x), str(formats.w)) == (f"e4m3 {x} nearest", f"e4m3 {w} nearest")
-    assert sent(made.policy, layer("head")).keys() == {"fprop"}
-    assert made.notes == ()
+    assert sent(result.policy, layer("head")).keys() == {"fprop"}
+    assert result.notes == ()
 
 
 def test_nvfp4_configs_of_torchao_become_nvfp4(tmp_path: Path):
@@ -152,13 +152,13 @@ def test_nvfp4_configs_of_torchao_become_nvfp4(tmp_path: Path):
             "a": NVFP4DynamicActivationNVFP4WeightConfig(),
             "b": NVFP4WeightOnlyConfig(use_dynamic_per_tensor_scale=False),
         }
-    made = imported(written(configs), tmp_path, name="config.json")
+    result = imported(written(configs), tmp_path, name="config.json")
     for name in configs:
-        assert sent(made.policy, layer(name)) == {"fprop": "e2m1 1x16 two-level"}
-    place = "_data.fqn_to_config.b"
-    assert list(made.notes) == [
-        f"{place}: NVFP4WeightOnlyConfig: the activations are quantized too",
-        f"{place}._data.use_dynamic_per_tensor_scale: a tensor always has an FP32 scale here",
+        assert sent(result.policy, layer(name)) == {"fprop": "e2m1 1x16 two-level"}
+    config_path = "_data.fqn_to_config.b"
+    assert list(result.notes) == [
+        f"{config_path}: NVFP4WeightOnlyConfig: the activations are quantized too",
+        f"{config_path}._data.use_dynamic_per_tensor_scale: a tensor always has an FP32 scale here",
     ]
 
 
@@ -178,17 +178,17 @@ def test_configurations_other_than_mxfp8_are_noted(tmp_path: Path):
             "d": mx(activation_dtype=torch.float4_e2m1fn_x2, weight_dtype=torch.float4_e2m1fn_x2),
             "e.bias": mx(),
         }
-    made = imported(written(configs), tmp_path, name="config.json")
-    assert {name: found for name in "abcde" if (found := sent(made.policy, layer(name)))} == {
+    result = imported(written(configs), tmp_path, name="config.json")
+    assert {name: formats for name in "abcde" if (formats := sent(result.policy, layer(name)))} == {
         "a": {"fprop": "e4m3 tensor nearest"},
         "b": {"fprop": "e4m3 channel nearest"},
     }
-    place = "_data.fqn_to_config"
-    assert list(made.notes) == [
-        f"{place}['e.bias']: a bias is not quantized",
-        f"{place}.b: Float8WeightOnlyConfig: the activations are quantized too",
-        f"{place}.c: Int8WeightOnlyConfig is not an 8-bit float: the layer stays in BF16",
-        f"{place}.d: MXDynamicActivationMXWeightConfig with elements that are not FP8, or blocks of 32:"
+    config_path = "_data.fqn_to_config"
+    assert list(result.notes) == [
+        f"{config_path}['e.bias']: a bias is not quantized",
+        f"{config_path}.b: Float8WeightOnlyConfig: the activations are quantized too",
+        f"{config_path}.c: Int8WeightOnlyConfig is not an 8-bit float: the layer stays in BF16",
+        f"{config_path}.d: MXDynamicActivationMXWeightConfig with elements that are not FP8, or blocks of 32:"
         " the layer stays in BF16",
     ]
 
@@ -203,10 +203,10 @@ def test_the_config_of_a_model_that_transformers_wrote(tmp_path: Path):
             FqnToConfig(OrderedDict({"re:.*": mx()})), modules_to_not_convert=["layers.1", "head"]
         )
         data = json.loads(config.to_json_string(use_diff=False))
-    made = imported(
+    result = imported(
         json.dumps({"model_type": "x", "quantization_config": data}), tmp_path, name="config.json"
     )
-    sent = {name for name in [*NAMES, "layers.11.up", "lm_head"] if in_mxfp8(made.policy, layer(name))}
+    sent = {name for name in [*NAMES, "layers.11.up", "lm_head"] if in_mxfp8(result.policy, layer(name))}
     kept = {"layers.1.q_proj", "layers.1.k_proj", "layers.1.up", "head", "lm_head"}
     assert sent == {*NAMES, "layers.11.up"} - kept
 
@@ -215,16 +215,16 @@ def test_one_configuration_for_all_linear_layers(tmp_path: Path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torchao.core.config import config_to_dict
-    made = imported(json.dumps(config_to_dict(mx())), tmp_path, "torchao", name="config.json")
-    assert in_mxfp8(made.policy, layer("anything")) == {"fprop"}
-    assert in_mxfp8(made.policy, layer("anything", "Conv1D")) == set()
+    result = imported(json.dumps(config_to_dict(mx())), tmp_path, "torchao", name="config.json")
+    assert in_mxfp8(result.policy, layer("anything")) == {"fprop"}
+    assert in_mxfp8(result.policy, layer("anything", "Conv1D")) == set()
 
 
 def test_yaml_map_of_configurations_is_imported(tmp_path: Path):
     data = {"head": None, "_default": {"_type": "MXFPInferenceConfig", "_data": {"block_size": 32}}}
-    made = imported(yaml.safe_dump(data), tmp_path)
-    assert in_mxfp8(made.policy, layer("head")) == set()
-    assert in_mxfp8(made.policy, layer("up")) == {"fprop"}
+    result = imported(yaml.safe_dump(data), tmp_path)
+    assert in_mxfp8(result.policy, layer("head")) == set()
+    assert in_mxfp8(result.policy, layer("up")) == {"fprop"}
 
 
 BROKEN: dict[str, tuple[Any, str]] = {

@@ -37,16 +37,16 @@ def test_a_broken_policy_is_one_clear_error(name: str, tmp_path: Path, monkeypat
     assert time.process_time() - start < ENDLESS_S
     error, message = caught.value, str(caught.value)
 
-    place = f"{path}: " if broken.line is None else f"{path}:{broken.line}: "
-    assert message.startswith(place)
-    said = message.removeprefix(place)
-    assert broken.piece in said
-    assert len(said.splitlines()) == 1
-    assert len(said) < 400
+    prefix = f"{path}: " if broken.line is None else f"{path}:{broken.line}: "
+    assert message.startswith(prefix)
+    text = message.removeprefix(prefix)
+    assert broken.piece in text
+    assert len(text.splitlines()) == 1
+    assert len(text) < 400
     if broken.nearest is not None:
-        assert f"(did you mean {broken.nearest!r}?)" in said
+        assert f"(did you mean {broken.nearest!r}?)" in text
     else:
-        assert "did you mean" not in said
+        assert "did you mean" not in text
     assert error.__cause__ is None
     assert error.__context__ is None or error.__suppress_context__
     assert [*tmp_path.iterdir()] == [path]

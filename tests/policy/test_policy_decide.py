@@ -56,28 +56,28 @@ def matches(match: dict[str, Any], **facts: Any) -> bool:
 
 
 def test_first_matching_rule_decides_the_layer():
-    found = policy(rule("bf16", name="*.0.*"), rule("mxfp8", role="ffn_in"))
-    first = found.decide(layer("model.layers.0.mlp.up_proj"))
-    second = found.decide(layer("model.layers.1.mlp.up_proj"))
+    rules = policy(rule("bf16", name="*.0.*"), rule("mxfp8", role="ffn_in"))
+    first = rules.decide(layer("model.layers.0.mlp.up_proj"))
+    second = rules.decide(layer("model.layers.1.mlp.up_proj"))
     assert (precisions(first), reasons(first)) == (["bf16"] * 3, ["policy: rule 1"] * 3)
     assert (precisions(second), reasons(second)) == (["mxfp8"] * 3, ["policy: rule 2"] * 3)
 
 
 def test_layer_without_matching_rule_follows_the_preset():
-    found = policy(rule("bf16", role="head"), preset="nvidia").decide(layer(role="qkv"))
-    assert precisions(found) == ["mxfp8"] * 3
-    assert reasons(found) == ["preset nvidia: role qkv"] * 3
+    decision = policy(rule("bf16", role="head"), preset="nvidia").decide(layer(role="qkv"))
+    assert precisions(decision) == ["mxfp8"] * 3
+    assert reasons(decision) == ["preset nvidia: role qkv"] * 3
 
 
 def test_a_gemm_the_rule_does_not_name_follows_the_preset():
-    found = policy(rule({"wgrad": "bf16"}, role="ffn_in"), preset="nvidia").decide(layer())
-    assert precisions(found) == ["mxfp8", "mxfp8", "bf16"]
-    assert reasons(found) == ["preset nvidia: role ffn_in"] * 2 + ["policy: rule 1"]
+    decision = policy(rule({"wgrad": "bf16"}, role="ffn_in"), preset="nvidia").decide(layer())
+    assert precisions(decision) == ["mxfp8", "mxfp8", "bf16"]
+    assert reasons(decision) == ["preset nvidia: role ffn_in"] * 2 + ["policy: rule 1"]
 
 
 def test_a_rule_that_decided_hides_later_ones_for_every_gemm():
-    found = policy(rule({"wgrad": "bf16"}, role="ffn_in"), rule("mxfp8", name="*"))
-    assert precisions(found.decide(layer())) == ["bf16"] * 3
+    rules = policy(rule({"wgrad": "bf16"}, role="ffn_in"), rule("mxfp8", name="*"))
+    assert precisions(rules.decide(layer())) == ["bf16"] * 3
 
 
 @pytest.mark.parametrize(
@@ -100,13 +100,13 @@ def test_a_rule_that_decided_hides_later_ones_for_every_gemm():
 )
 def test_presets_decide_by_role(preset: str, mxfp8: list[str], reason: list[str]):
     for role in QUANTIZED_ROLES:
-        found = Policy.preset(preset).decide(layer(role=role))
-        assert precisions(found) == mxfp8
-        assert reasons(found) == [text.format(role=role) for text in reason]
+        decision = Policy.preset(preset).decide(layer(role=role))
+        assert precisions(decision) == mxfp8
+        assert reasons(decision) == [text.format(role=role) for text in reason]
     for role in KEPT_ROLES:
-        found = Policy.preset(preset).decide(layer(role=role))
-        assert precisions(found) == ["bf16"] * 3
-        assert reasons(found) == ["preset bf16" if preset == "bf16" else f"role {role}"] * 3
+        decision = Policy.preset(preset).decide(layer(role=role))
+        assert precisions(decision) == ["bf16"] * 3
+        assert reasons(decision) == ["preset bf16" if preset == "bf16" else f"role {role}"] * 3
 
 
 def test_every_role_of_a_linear_layer_is_decided_above():
@@ -130,8 +130,8 @@ def test_presets_set_no_limit_on_tokens_and_none_above_a_block(preset: str):
     ],
 )
 def test_presets_leave_a_matrix_with_a_small_side_alone(sizes: dict[str, int], reason: str):
-    found = Policy.preset("nvidia").decide(layer(**sizes))
-    assert (precisions(found), reasons(found)) == (["bf16"] * 3, [reason] * 3)
+    decision = Policy.preset("nvidia").decide(layer(**sizes))
+    assert (precisions(decision), reasons(decision)) == (["bf16"] * 3, [reason] * 3)
     assert reasons(Policy.preset("bf16").decide(layer(**sizes))) == ["preset bf16"] * 3
     head = layer(**sizes, role="head")
     assert reasons(Policy.preset("nvidia").decide(head)) == ["role head"] * 3
@@ -156,8 +156,8 @@ def test_a_rule_sends_a_matrix_with_a_small_side():
     ],
 )
 def test_blocks_are_counted_from_the_ends(ends: dict[str, int], total: int, numbers: set[int]):
-    found = [i for i in range(total) if matches({"blocks": ends}, block=Block(i, total))]
-    assert {*found} == numbers
+    indices = [i for i in range(total) if matches({"blocks": ends}, block=Block(i, total))]
+    assert {*indices} == numbers
     assert not matches({"blocks": ends}, block=None)
 
 
@@ -265,21 +265,21 @@ def test_every_key_of_a_match_must_hold(match: dict[str, Any], facts: dict[str, 
     ],
 )
 def test_a_rule_missed_by_size_is_the_reason_for_bf16(limit, sizes, reason: str):
-    found = policy(rule(role="ffn_in", **limit)).decide(layer(**sizes))
-    assert (precisions(found), reasons(found)) == (["bf16"] * 3, [reason] * 3)
+    decision = policy(rule(role="ffn_in", **limit)).decide(layer(**sizes))
+    assert (precisions(decision), reasons(decision)) == (["bf16"] * 3, [reason] * 3)
 
 
 def test_first_near_miss_is_reported_despite_a_later_bf16_rule():
-    found = policy(
+    decision = policy(
         rule(role="ffn_in", min_k=256), rule(role="ffn_in", min_k=128), rule("bf16", name="*")
     ).decide(layer(k=48))
-    assert reasons(found) == ["policy: min_k 256 (k=48)"] * 3
+    assert reasons(decision) == ["policy: min_k 256 (k=48)"] * 3
 
 
 def test_near_miss_is_reported_only_for_gemms_that_rule_would_send():
     sent = {"fprop": "mxfp8", "wgrad": "bf16"}
-    found = policy(rule(sent, role="other", min_k=256), preset="nvidia")
-    assert reasons(found.decide(layer(role="other", k=48))) == [
+    rules = policy(rule(sent, role="other", min_k=256), preset="nvidia")
+    assert reasons(rules.decide(layer(role="other", k=48))) == [
         "policy: min_k 256 (k=48)", "role other", "role other",
     ]  # fmt: skip
 
@@ -298,14 +298,14 @@ def test_rules_without_near_miss_give_no_min_k_reason(rules: list[dict[str, Any]
 
 
 def test_near_miss_is_not_a_reason_if_the_preset_quantizes():
-    found = policy(rule(role="ffn_in", min_k=256), preset="nvidia").decide(layer(k=48))
-    assert reasons(found) == ["preset nvidia: role ffn_in"] * 3
+    decision = policy(rule(role="ffn_in", min_k=256), preset="nvidia").decide(layer(k=48))
+    assert reasons(decision) == ["preset nvidia: role ffn_in"] * 3
 
 
 def formats(use: Any, preset: str = "nvidia") -> tuple[Format, Format, Format]:
-    found = policy(rule(use, role="ffn_in"), preset=preset).decide(layer()).fprop.formats
-    assert found is not None
-    return found.x, found.w, found.dy
+    formats_ = policy(rule(use, role="ffn_in"), preset=preset).decide(layer()).fprop.formats
+    assert formats_ is not None
+    return formats_.x, formats_.w, formats_.dy
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def test_the_page_has_every_word_of_the_language(word: str):
 
 def test_name_patterns_of_the_policy_page_match_as_documented():
     rows = re.findall(r"^\| `([^`]+)` \| ([^|]+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    patterns = {pattern.replace(r"\|", "|"): said for pattern, said in rows}
+    patterns = {pattern.replace(r"\|", "|"): names for pattern, names in rows}
     facts = {
         "lm_head": (["lm_head"], ["lm_head.x", "x.lm_head", "LM_head"]),
         "model.layers.0.*": (["model.layers.0.mlp.up_proj"], ["model.layers.01.x", "model.layers.0"]),
@@ -159,9 +159,9 @@ def test_name_patterns_of_the_policy_page_match_as_documented():
 @pytest.mark.parametrize("page", ["README.md", "docs/training.md", "docs/audit.md", "docs/first-hour.md"])
 def test_policies_of_other_pages_are_valid(page: str, tmp_path: Path):
     text = (PAGE.parents[1] / page).read_text(encoding="utf-8")
-    found = re.findall(r"^```yaml.*?\n(.*?version: 1.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    assert found
-    for number, yaml in enumerate(found):
+    policies = re.findall(r"^```yaml.*?\n(.*?version: 1.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    assert policies
+    for number, yaml in enumerate(policies):
         file = tmp_path / f"{number}.yaml"
         file.write_text(yaml, encoding="utf-8")
         assert Policy.load(file).rules

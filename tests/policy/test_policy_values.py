@@ -32,21 +32,21 @@ def test_none_is_the_default_preset():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_name_of_a_preset_resolves_to_it(name: str):
-    found = Policy.resolve(name)
-    assert found == Policy.preset(name) == policy(preset=name)
-    assert found.label == f"preset {name}"
+    resolved = Policy.resolve(name)
+    assert resolved == Policy.preset(name) == policy(preset=name)
+    assert resolved.label == f"preset {name}"
 
 
 def test_resolved_policy_is_the_same_object():
-    found = policy(rule(role="head"))
-    assert Policy.resolve(found) is found
+    original = policy(rule(role="head"))
+    assert Policy.resolve(original) is original
 
 
 def test_a_dict_is_read_as_a_file_is(tmp_path: Path):
-    found = policy(rule({"fprop": "mxfp8", "rounding": "even"}, name=["a", "b.*"], min_k=32))
+    original = policy(rule({"fprop": "mxfp8", "rounding": "even"}, name=["a", "b.*"], min_k=32))
     path = tmp_path / "policy.yaml"
-    found.dump(path)
-    assert Policy.resolve(found.to_dict()) == Policy.resolve(path) == Policy.resolve(str(path)) == found
+    original.dump(path)
+    assert Policy.resolve(original.to_dict()) == Policy.resolve(path) == Policy.resolve(str(path)) == original
     assert Policy.resolve(path).label == str(path)
 
 
@@ -119,14 +119,14 @@ def means_something(use: Use) -> bool:
     keys = set().union(*map(keys_of, rows))
     if not rows:
         keys = frozenset.intersection(*(keys_of(preset.precision) for preset in PRESETS.values()))
-    given = {
+    choices = {
         key
         for key in ("elem_dtype", "grad_dtype", "rounding", "weight_block", "hadamard")
         if getattr(use, key) is not None
     }
     blocks = {None, *(block for row in rows for block in row.weight_blocks)}
     grads = {None, *(elem for row in rows for elem in row.grad_elems)}
-    return given <= keys and use.weight_block in blocks and use.grad_dtype in grads
+    return choices <= keys and use.weight_block in blocks and use.grad_dtype in grads
 
 
 USES = st.builds(
@@ -162,25 +162,25 @@ POLICIES = st.builds(
 
 
 @settings(max_examples=150, deadline=None)
-@given(found=POLICIES)
-def test_a_policy_survives_being_written_and_read(found: Policy, tmp_path_factory):
+@given(original=POLICIES)
+def test_a_policy_survives_being_written_and_read(original: Policy, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "round_trip.yaml"
-    found.dump(path)
-    again = Policy.load(path)
-    assert again == found
-    assert again.to_dict() == found.to_dict() == Policy.from_dict(found.to_dict()).to_dict()
+    original.dump(path)
+    reloaded = Policy.load(path)
+    assert reloaded == original
+    assert reloaded.to_dict() == original.to_dict() == Policy.from_dict(original.to_dict()).to_dict()
 
 
 @settings(max_examples=150, deadline=None)
-@given(one=POLICIES, other=POLICIES)
-def test_fingerprints_are_equal_as_policies_are(one: Policy, other: Policy):
-    assert (one.fingerprint() == other.fingerprint()) == (one == other)
+@given(first=POLICIES, other=POLICIES)
+def test_fingerprints_are_equal_as_policies_are(first: Policy, other: Policy):
+    assert (first.fingerprint() == other.fingerprint()) == (first == other)
 
 
 @settings(max_examples=50, deadline=None)
-@given(found=POLICIES)
-def test_a_fingerprint_does_not_depend_on_where_the_policy_came_from(found: Policy):
-    assert Policy.from_dict(found.to_dict(), label="elsewhere").fingerprint() == found.fingerprint()
+@given(original=POLICIES)
+def test_a_fingerprint_does_not_depend_on_where_the_policy_came_from(original: Policy):
+    assert Policy.from_dict(original.to_dict(), label="elsewhere").fingerprint() == original.fingerprint()
 
 
 @pytest.mark.parametrize(
@@ -202,8 +202,8 @@ def test_a_fingerprint_does_not_depend_on_where_the_policy_came_from(found: Poli
     ],
 )
 def test_a_use_is_written_in_its_shortest_form(written: Any, shortest: Any):
-    (found,) = policy(rule(written, role="qkv")).to_dict()["rules"]
-    assert found == {"match": {"role": "qkv"}, "use": shortest}
+    (written_rule,) = policy(rule(written, role="qkv")).to_dict()["rules"]
+    assert written_rule == {"match": {"role": "qkv"}, "use": shortest}
 
 
 def test_a_dumped_file_reads_as_a_person_would_write_it(tmp_path: Path):

@@ -30,8 +30,8 @@ def test_a_further_reason_leaves_code_and_facts():
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda reason: pickle.loads(pickle.dumps(reason))])
 def test_copied_reason_keeps_code_and_facts(copied):
     reason = Reason(Code.LIMIT, "min_k 256 (k=48)").also(Reason(Code.CUT, "x"))
-    again = copied(reason)
-    assert (again, again.code, again.facts) == (reason, reason.code, reason.facts)
+    restored = copied(reason)
+    assert (restored, restored.code, restored.facts) == (reason, reason.code, reason.facts)
 
 
 def test_decision_of_a_policy_has_a_code():

@@ -54,8 +54,8 @@ def rule(use: Any = "mxfp8", **match: Any) -> dict[str, Any]:
     return {"match": match, "use": use}
 
 
-def outcome(decider: Policy, one: Layer) -> tuple[object, ...]:
-    decision = decider.decide(one)
+def outcome(decider: Policy, target: Layer) -> tuple[object, ...]:
+    decision = decider.decide(target)
     return (
         *(decision.choice(gemm).precision for gemm in Gemm),
         *(decision.choice(gemm).formats for gemm in Gemm),
@@ -65,15 +65,15 @@ def outcome(decider: Policy, one: Layer) -> tuple[object, ...]:
 
 def test_every_layer_is_of_one_rule_or_of_the_preset():
     layers = decoder()
-    found = fits(
+    rule_fits = fits(
         policy(rule("bf16", name="model.layers.0.*"), rule(role="ffn_out"), rule(name="*.up")), layers
     )
-    assert [[x.name for x in fit.decides] for fit in found] == [
+    assert [[x.name for x in fit.decides] for fit in rule_fits] == [
         [f"model.layers.0.{x}" for x in ("attn.qkv", "attn.out", "mlp.up", "mlp.down", "gate")],
         [f"model.layers.{i}.mlp.down" for i in (1, 2, 3)],
         [f"model.layers.{i}.mlp.up" for i in (1, 2, 3)],
     ]
-    assert [[x.name for x in fit.taken] for fit in found] == [
+    assert [[x.name for x in fit.taken] for fit in rule_fits] == [
         [], ["model.layers.0.mlp.down"], ["model.layers.0.mlp.up"],
     ]  # fmt: skip
 
@@ -111,7 +111,7 @@ def test_near_miss_is_reported_only_where_it_changes_the_decision():
 
 
 def test_each_complaint_names_its_rule_and_pattern():
-    found = policy(
+    layer_rules = policy(
         rule("bf16", name=["model.layers.0.*", "model.layrs.3.*"]),
         rule("bf16", name="*.qkv"),
         rule(role="ffn_out", min_k=250),
@@ -121,7 +121,7 @@ def test_each_complaint_names_its_rule_and_pattern():
         rule(role="embedding"),
         preset="bf16",
     )
-    assert complaints(found, decoder()) == [
+    assert complaints(layer_rules, decoder()) == [
         "policy: rule 1: 'model.layrs.3.*' matched no layer (did you mean 'model.layers.3.*'?)",
         "policy: rule 3 matched no layer: model.layers.0-3.mlp.down below min_k 250 (k=240)",
         "policy: rule 4 matched no layer: 'lm_head' (did you mean 'head'?)",
@@ -136,12 +136,14 @@ def test_starter_policy_decides_as_its_preset(preset: str, tmp_path: Path):
     layers = decoder()
     path = tmp_path / "policy.yaml"
     path.write_text(starter(preset, layers, "a model"), encoding="utf-8")
-    made, plain = Policy.load(path), Policy.preset(preset)
-    linear = [one for one in layers if one.role not in ATTENTION_PRODUCTS]
-    assert made.base == plain.base
-    assert [outcome(made, one) for one in linear] == [outcome(plain, one) for one in linear]
-    assert complaints(made, layers) == []
-    assert all(made.rule_for(one) is not None for one in linear)
+    starter_policy, plain = Policy.load(path), Policy.preset(preset)
+    linear = [target for target in layers if target.role not in ATTENTION_PRODUCTS]
+    assert starter_policy.base == plain.base
+    assert [outcome(starter_policy, target) for target in linear] == [
+        outcome(plain, target) for target in linear
+    ]
+    assert complaints(starter_policy, layers) == []
+    assert all(starter_policy.rule_for(target) is not None for target in linear)
 
 
 def test_the_starter_names_every_layer_and_size():
@@ -161,24 +163,26 @@ def test_the_suggestion_of_the_starter_is_a_rule_when_its_comment_is_taken_away(
         starter("nvidia", decoder(), "m").replace("  # - match", "  - match").replace("  #   use", "    use")
     )
     assert "\n  - match: {blocks: {first: 1, last: 1}}\n" in text
-    made = Policy.from_dict(yaml.safe_load(text))
-    assert complaints(made, decoder()) == []
-    kept = {one.name for one in decoder() if made.rule_for(one) == 0}
+    starter_policy = Policy.from_dict(yaml.safe_load(text))
+    assert complaints(starter_policy, decoder()) == []
+    kept = {target.name for target in decoder() if starter_policy.rule_for(target) == 0}
     assert kept == {
-        one.name for one in decoder() if one.name.startswith(("model.layers.0.", "model.layers.3."))
+        target.name for target in decoder() if target.name.startswith(("model.layers.0.", "model.layers.3."))
     }
 
 
 def test_a_starter_leaves_small_matrices_where_the_preset_leaves_them():
     mixed = [layer("a", "qkv", 64, 64), layer("a.lora_A", "qkv", 8, 64), layer("b.gate", "ffn_in", 4, 64)]
-    made = Policy.from_dict(yaml.safe_load(starter("nvidia", mixed, "m")))
+    starter_policy = Policy.from_dict(yaml.safe_load(starter("nvidia", mixed, "m")))
     preset = Policy.preset("nvidia")
-    assert [outcome(made, one) for one in mixed] == [outcome(preset, one) for one in mixed]
+    assert [outcome(starter_policy, target) for target in mixed] == [
+        outcome(preset, target) for target in mixed
+    ]
 
 
 def test_just_over_is_within_ten_percent_too():
-    found = policy(rule(role="ffn_out", max_k=220), preset="bf16")
-    assert complaints(found, decoder(1)) == [
+    layer_rules = policy(rule(role="ffn_out", max_k=220), preset="bf16")
+    assert complaints(layer_rules, decoder(1)) == [
         "policy: rule 1 matched no layer: model.layers.0.mlp.down above max_k 220 (k=240)"
     ]
     near = policy(rule(role=["ffn_out", "qkv"], max_k=220), preset="bf16")
@@ -189,10 +193,10 @@ def test_just_over_is_within_ten_percent_too():
 
 
 def test_complaint_of_unmatched_blocks_describes_the_blocks_of_the_model():
-    found = policy(
+    layer_rules = policy(
         rule("bf16", blocks={"first": 2}, name="head"), rule("bf16", blocks={"last": 1}, role="qkv")
     )
-    assert complaints(found, decoder()) == [
+    assert complaints(layer_rules, decoder()) == [
         "policy: rule 1 matched no layer: other matches are in other blocks or in none (head)"
     ]
     flat = [layer("a", "qkv", 64, 64), layer("b", "head", 64, 64)]
@@ -205,8 +209,8 @@ def test_complaint_of_unmatched_blocks_describes_the_blocks_of_the_model():
 def test_starter_escapes_names_that_are_not_plain_yaml():
     odd = [layer(f'a[*]"#: {i}\u2028.{i}.q\n', "qkv", 32, 32) for i in range(4)]
     odd += [layer(f"blocks: [.{i}.x", "qkv", 32, 32) for i in range(4)]
-    made = yaml.safe_load(starter("nvidia", odd, "m\nversion: 2"))
-    assert made == {"version": 1, "preset": "nvidia", "rules": [{"match": {"role": "qkv"}, "use": "mxfp8"}]}
+    data = yaml.safe_load(starter("nvidia", odd, "m\nversion: 2"))
+    assert data == {"version": 1, "preset": "nvidia", "rules": [{"match": {"role": "qkv"}, "use": "mxfp8"}]}
 
 
 def test_a_starter_for_a_model_without_linear_layers():
@@ -214,8 +218,8 @@ def test_a_starter_for_a_model_without_linear_layers():
 
 
 def test_matches_lists_every_layer_once():
-    found = policy(rule("bf16", name="model.layers.0.*"), rule({"wgrad": "bf16"}, role="ffn_out"))
-    assert matches(found, decoder()).splitlines() == [
+    layer_rules = policy(rule("bf16", name="model.layers.0.*"), rule({"wgrad": "bf16"}, role="ffn_out"))
+    assert matches(layer_rules, decoder()).splitlines() == [
         "rule 1: {name: model.layers.0.*} → bf16: 5 layers",
         "    model.layers.0.attn.qkv  qkv  m=128 n=192 k=64",
         "    model.layers.0.attn.out  attn_out  m=128 n=64 k=64",
@@ -324,8 +328,8 @@ def test_show_gives_the_reason_of_unsupported_layers():
             ("dgrad", "mxfp8", "policy: rule 1"),
         )
     ]
-    given = OperandFormat(operand="dy", elem="e5m2", block="1x32", rounding="even")
-    text = decisions(policy(), [*gemms[:1], GemmRecord(**{**fields(gemms[1]), "formats": (given,)})])
+    operand = OperandFormat(operand="dy", elem="e5m2", block="1x32", rounding="even")
+    text = decisions(policy(), [*gemms[:1], GemmRecord(**{**fields(gemms[1]), "formats": (operand,)})])
     assert "e5m2 1x32 even" in text
     assert "fprop: unsupported dtype" in text
     assert "×2" in decisions(policy(), gemms)

@@ -20,9 +20,9 @@ def test_figure_without_matplotlib_raises_error_with_install_command(monkeypatch
 @pytest.mark.parametrize(
     "command",
     [
-        ["explain", "absent:made", "--sweep", "-o", "plot.svg"],
-        ["mesh", "absent:made", "8", "--links", "net=50", "-o", "plot.svg"],
-        ["audit", "absent:made", "--plots", "plots"],
+        ["explain", "absent:example", "--sweep", "-o", "plot.svg"],
+        ["mesh", "absent:example", "8", "--links", "net=50", "-o", "plot.svg"],
+        ["audit", "absent:example", "--plots", "plots"],
     ],
 )
 def test_commands_without_matplotlib_fail_before_making_a_model(

@@ -27,10 +27,10 @@ def changed(old: Report, new: Report) -> list[tuple[str, tuple[str, ...], tuple[
 
 
 def test_equal_reports_have_no_changes():
-    found = compare(OLD, OLD)
-    assert found.changes == ()
-    assert found.fell_back == ()
-    assert str(found) == "the same for every layer"
+    diff = compare(OLD, OLD)
+    assert diff.changes == ()
+    assert diff.fell_back == ()
+    assert str(diff) == "the same for every layer"
 
 
 def test_layers_that_fell_back_alike_are_one_change():
@@ -64,8 +64,8 @@ def test_layers_that_fell_back_for_reasons_of_one_code_are_one_change():
         why = reasons.get(gemm.name)
         return gemm if why is None else replace(to_bf16(gemm, str(why)), code=str(why.code), facts=why.facts)
 
-    found = compare(OLD, report(*map(now, LAYERS), kept()))
-    assert [(change.names, change.code, change.reason) for change in found.changes] == [
+    diff = compare(OLD, report(*map(now, LAYERS), kept()))
+    assert [(change.names, change.code, change.reason) for change in diff.changes] == [
         (("layers.2.up", "layers.3.up", "layers.5.up"), "size limit", "policy: min_k 256 (k=2) and 2 more"),
         (("layers.4.up",), "dtype", "unsupported dtype int8: use FP32, BF16 or FP16"),
     ]
@@ -82,7 +82,7 @@ def test_a_layer_whose_role_changed_with_its_precision_fell_back():
 
 
 @pytest.mark.parametrize(
-    ("change", "what", "before", "after"),
+    ("change", "field", "before", "after"),
     [
         ({"kernel": "b"}, "kernel", "a", "b"),
         ({"m": 65}, "size", "64×96×32", "65×96×32"),
@@ -96,10 +96,10 @@ def test_a_layer_whose_role_changed_with_its_precision_fell_back():
         ),
     ],
 )
-def test_each_changed_field_is_a_change(change: dict[str, object], what: str, before: str, after: str):
+def test_each_changed_field_is_a_change(change: dict[str, object], field: str, before: str, after: str):
     old = record("a", kernel="a")
-    found = changed(report(old), report(replace(old, **change)))
-    assert found == [("changed", ("a",), ("fprop",), what, before, after)]
+    changes = changed(report(old), report(replace(old, **change)))
+    assert changes == [("changed", ("a",), ("fprop",), field, before, after)]
 
 
 def test_new_and_removed_layers_did_not_fall_back():
@@ -226,9 +226,9 @@ def test_reports_without_a_layer_in_common_fail(tmp_path: Path, capsys: pytest.C
     new = report(*training("blocks.0.up", kernel="a"))
     for more in ([], ["--fail-on", "share-drop=99%"]):
         assert main(["diff", *files(tmp_path, OLD, new), *more]) == 1
-        said = capsys.readouterr().out
-        assert said.splitlines()[0].startswith("no layer in common: ")
-        assert "fell back" not in said
+        output = capsys.readouterr().out
+        assert output.splitlines()[0].startswith("no layer in common: ")
+        assert "fell back" not in output
 
 
 def test_diff_fails_on_lower_share_unless_limited_to_fallback(tmp_path: Path):

@@ -77,9 +77,9 @@ def test_a_disk_that_fills_up_is_a_warning_and_the_old_file_stays(tmp_path: Path
 
     with caplog.at_level(logging.WARNING, "mxcompile.report"), mock.patch.object(Path, "write_bytes", full):
         step(path)
-    said = [r.message for r in caplog.records if r.name == "mxcompile.report"]
-    assert len(said) == 1
-    assert "No space left on device" in said[0]
+    warnings = [r.message for r in caplog.records if r.name == "mxcompile.report"]
+    assert len(warnings) == 1
+    assert "No space left on device" in warnings[0]
     assert path.read_text() == before
     assert [p.name for p in tmp_path.iterdir()] == ["mx.json"]
 
@@ -103,9 +103,9 @@ def test_a_file_behind_a_link_is_written_and_the_link_stays(tmp_path: Path):
 
 
 def _write(path: Path, name: str, times: int) -> None:
-    made = report(*(record(f"{name}.{i}") for i in range(300)))
+    saved = report(*(record(f"{name}.{i}") for i in range(300)))
     for _ in range(times):
-        made.save(path)
+        saved.save(path)
 
 
 def test_processes_that_write_one_file_do_not_spoil_it(tmp_path: Path):
@@ -117,8 +117,8 @@ def test_processes_that_write_one_file_do_not_spoil_it(tmp_path: Path):
         writer.start()
     reads = 0
     while any(writer.is_alive() for writer in writers):
-        found = {gemm.name.split(".")[0] for gemm in Report.load(path).gemms}
-        assert len(found) == 1
+        prefixes = {gemm.name.split(".")[0] for gemm in Report.load(path).gemms}
+        assert len(prefixes) == 1
         reads += 1
     for writer in writers:
         writer.join()
@@ -144,12 +144,12 @@ def test_a_full_disk_leaves_the_old_policy(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_rank_writes_its_own_file_or_none(tmp_path: Path, monkeypatch):
-    own, common = tmp_path / "{rank}" / "mx_{rank}.json", tmp_path / "mx.json"
-    assert files.of_rank(own) == tmp_path / "0" / "mx_0.json"
+    rank_path, common = tmp_path / "{rank}" / "mx_{rank}.json", tmp_path / "mx.json"
+    assert files.of_rank(rank_path) == tmp_path / "0" / "mx_0.json"
     for rank in ("0", "3"):
         monkeypatch.setenv("RANK", rank)
-        assert files.of_rank(own) == tmp_path / rank / f"mx_{rank}.json"
-        assert Ledger(target="", policy="", path=own).path == tmp_path / rank / f"mx_{rank}.json"
+        assert files.of_rank(rank_path) == tmp_path / rank / f"mx_{rank}.json"
+        assert Ledger(target="", policy="", path=rank_path).path == tmp_path / rank / f"mx_{rank}.json"
         assert Ledger(target="", policy="", path=common).path == (common if rank == "0" else None)
 
 
@@ -162,8 +162,8 @@ def test_a_compile_on_a_rank(tmp_path: Path, monkeypatch):
 
 
 def test_equal_ranks_are_one_report():
-    one = report(*training("layers.0.up"), kept(), saved_bytes=10, saved_bytes_bf16=20, graph_breaks=1)
-    assert Report.merged([one, one, one]) == one
+    single = report(*training("layers.0.up"), kept(), saved_bytes=10, saved_bytes_bf16=20, graph_breaks=1)
+    assert Report.merged([single, single, single]) == single
 
 
 def test_merged_report_has_the_layers_of_all_stages():
@@ -189,13 +189,13 @@ def test_merged_report_has_the_layers_of_all_stages():
 
 def test_every_figure_of_a_merged_report_is_a_sum():
     """Also those that explain alone has: they were left out."""
-    given = {field.name: field.type for field in dataclasses.fields(Summary)}
+    types = {field.name: field.type for field in dataclasses.fields(Summary)}
     of_records = {"num_gemms", "flop_share", "estimate_us", "estimate_bf16_us"}
-    names = [name for name, kind in given.items() if "int" in kind or "float" in kind]
-    figures = {name: place + 1 for place, name in enumerate(names) if name not in of_records}
+    names = [name for name, kind in types.items() if "int" in kind or "float" in kind]
+    figures = {name: index + 1 for index, name in enumerate(names) if name not in of_records}
     assert {"peak_bytes", "parameter_bytes", "gradient_bytes", "saved_bytes"} <= figures.keys()
-    one, other = (Report(gemms=(*training(name),), summary=Summary(**figures)) for name in ("a", "b"))
-    merged = Report.merged([one, other]).summary
+    first, other = (Report(gemms=(*training(name),), summary=Summary(**figures)) for name in ("a", "b"))
+    merged = Report.merged([first, other]).summary
     assert {name: getattr(merged, name) for name in figures} == {name: 2 * n for name, n in figures.items()}
 
 
@@ -221,10 +221,10 @@ def test_compiled_records_of_a_rank_replace_planned_records_of_another():
 
 
 def test_reports_of_different_things_are_not_merged():
-    one = report(*training("a"))
+    first = report(*training("a"))
     other = Report.from_parts([Part()], target="sm_100", policy="preset nvidia")
     with pytest.raises(OptionError, match="have one target, found 'cpu', 'sm_100'"):
-        Report.merged([one, other])
+        Report.merged([first, other])
     with pytest.raises(OptionError, match="nothing to merge"):
         Report.merged([])
 
@@ -264,10 +264,10 @@ def counts(report: Report) -> dict[str, int]:
 def test_the_frames_of_a_model_are_one_report():
     model = Broken()
     torch.compile(model, backend=EagerBackend())(torch.randn(4, 64)).sum().backward()
-    (found,) = mxcompile.reports()
-    assert counts(found) == {"a": 1, "both": 2, "b": 1}
-    assert found.summary.graphs == len(found.graph) == 2
-    assert found.summary.graph_breaks == 1
+    (merged,) = mxcompile.reports()
+    assert counts(merged) == {"a": 1, "both": 2, "b": 1}
+    assert merged.summary.graphs == len(merged.graph) == 2
+    assert merged.summary.graph_breaks == 1
 
 
 def test_a_graph_compiled_again_is_counted_once():
@@ -275,10 +275,10 @@ def test_a_graph_compiled_again_is_counted_once():
     compiled = torch.compile(model, backend=EagerBackend(), dynamic=False)
     for rows in (4, 5, 6):
         compiled(torch.randn(rows, 64)).sum().backward()
-    (found,) = mxcompile.reports()
-    assert counts(found) == {"a": 1, "both": 2, "b": 1}
-    assert {g.m for g in found.gemms if g.gemm == "fprop"} == {6}
-    assert found.summary.graphs == 2
+    (merged,) = mxcompile.reports()
+    assert counts(merged) == {"a": 1, "both": 2, "b": 1}
+    assert {g.m for g in merged.gemms if g.gemm == "fprop"} == {6}
+    assert merged.summary.graphs == 2
 
 
 def test_one_row_stands_beside_many_and_another_precision_beside_the_first():
@@ -291,8 +291,8 @@ def test_one_row_stands_beside_many_and_another_precision_beside_the_first():
     with torch.no_grad():
         for rows in (8, 9, 3, 1):
             compiled(torch.randn(rows, 64))
-    (found,) = mxcompile.reports()
-    assert [(g.m, g.precision) for g in found.gemms if g.name == "a"] == [
+    (merged,) = mxcompile.reports()
+    assert [(g.m, g.precision) for g in merged.gemms if g.name == "a"] == [
         (9, "mxfp8"),
         (3, "bf16"),
         (1, "bf16"),
@@ -313,8 +313,8 @@ def test_the_plan_of_a_model_is_in_its_report():
     ledger = registry.open("frame", Ledger(target="cpu", policy="p", group="g", model=model))
     registry.plan(model, "g", [record("0"), record("1")])
     registry.put(ledger, None, Part(gemms=(record("1", kernel="mm"),)))
-    (found,) = registry.reports()
-    assert [(g.name, g.kernel) for g in found.gemms] == [("0", "not compiled yet"), ("1", "mm")]
+    (planned,) = registry.reports()
+    assert [(g.name, g.kernel) for g in planned.gemms] == [("0", "not compiled yet"), ("1", "mm")]
 
 
 def test_a_report_that_takes_long_to_write_is_written_once_a_call(tmp_path: Path, monkeypatch):
@@ -364,8 +364,8 @@ def _stage(rank: int, folder: Path) -> None:
     mxcompile.clear_reports()
     ledger = REGISTRY.open(object(), Ledger(target="cpu", policy="p", path=folder / "mx_{rank}.json"))
     REGISTRY.put(ledger, None, Part(gemms=(*training(f"layers.{rank}.up"),)))
-    (found,) = mxcompile.gather_reports()
-    found.save(folder / f"merged_{rank}.json")
+    (gathered,) = mxcompile.gather_reports()
+    gathered.save(folder / f"merged_{rank}.json")
     dist.destroy_process_group()
 
 
@@ -377,7 +377,7 @@ def test_two_ranks_gather_one_report(tmp_path: Path):
     for rank in ranks:
         rank.join()
         assert rank.exitcode == 0
-    own = [Report.load(tmp_path / f"mx_{rank}.json") for rank in range(2)]
+    of_ranks = [Report.load(tmp_path / f"mx_{rank}.json") for rank in range(2)]
     first, second = (Report.load(tmp_path / f"merged_{rank}.json") for rank in range(2))
-    assert first == second == Report.merged(own)
+    assert first == second == Report.merged(of_ranks)
     assert [g.name for g in first.gemms] == ["layers.0.up"] * 3 + ["layers.1.up"] * 3

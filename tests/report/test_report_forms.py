@@ -85,9 +85,9 @@ def test_estimates_are_labelled_as_not_measured():
         record("a", estimate_us=2.0, estimate_bf16_us=3.0),
         record("b", estimate_us=4.0, estimate_bf16_us=3.0),
     ]
-    found = report(*gemms, kept(estimate_us=1.0, estimate_bf16_us=1.0))
-    summary = replace(found.summary, estimate_us=7000.0, estimate_bf16_us=7700.0)
-    text = str(replace(found, summary=summary))
+    base = report(*gemms, kept(estimate_us=1.0, estimate_bf16_us=1.0))
+    summary = replace(base.summary, estimate_us=7000.0, estimate_bf16_us=7700.0)
+    text = str(replace(base, summary=summary))
     assert "estimate, not measured: matmuls and casts 7 ms, 7.7 ms in BF16 (1.10×)" in text
     assert "warning: estimated slower than in BF16: b (0.75×)\n" in text
     assert re.search(r"^a .* 1\.50×", text, re.MULTILINE)
@@ -177,8 +177,8 @@ def tables(markdown: str) -> list[list[list[str]]]:
     return [[cells(line) for i, line in enumerate(block) if i != 1] for block in blocks]
 
 
-def markdown(found: Report) -> str:
-    return form_of("report.md")(found)
+def markdown(subject: Report) -> str:
+    return form_of("report.md")(subject)
 
 
 def test_markdown_is_github_tables_of_whole_cells():
@@ -225,11 +225,11 @@ def test_a_report_is_saved_in_the_form_of_its_suffix(suffix: str, tmp_path: Path
 
 
 def test_text_and_json_files_equal_the_forms_in_python(tmp_path: Path):
-    found = whole_report()
-    found.save(str(tmp_path / "report.txt"))
-    found.save(str(tmp_path / "report.json"))
-    assert (tmp_path / "report.txt").read_text() == f"{found}\n"
-    assert Report.from_json((tmp_path / "report.json").read_text()) == found
+    original = whole_report()
+    original.save(str(tmp_path / "report.txt"))
+    original.save(str(tmp_path / "report.json"))
+    assert (tmp_path / "report.txt").read_text() == f"{original}\n"
+    assert Report.from_json((tmp_path / "report.json").read_text()) == original
 
 
 @pytest.mark.parametrize(
@@ -252,17 +252,17 @@ def test_an_unknown_suffix_is_an_error_that_writes_nothing(name: str, piece: str
 
 def test_report_estimates_the_bytes_of_weights_when_stored():
     """Of 96·32 elements in BF16 to one byte each and one a block of 32."""
-    said = str(report(*training("up"), weights=(("up", 2 * 96 * 32, 2 * 96 * 32),)))
-    assert "weights of linear layers: 6.0 KiB (3.1 KiB as quantize_weights_ would store them)\n" in said
+    text = str(report(*training("up"), weights=(("up", 2 * 96 * 32, 2 * 96 * 32),)))
+    assert "weights of linear layers: 6.0 KiB (3.1 KiB as quantize_weights_ would store them)\n" in text
     page = to_html(report(*training("up"), weights=(("up", 2 * 96 * 32, 2 * 96 * 32),)))
     assert "3.1 KiB as quantize_weights_ would store them" in page
-    said = str(report(kept(), weights=(("up", 2 * 96 * 32, 2 * 96 * 32),)))
-    assert "weights of linear layers: 6.0 KiB\n" in said
+    text = str(report(kept(), weights=(("up", 2 * 96 * 32, 2 * 96 * 32),)))
+    assert "weights of linear layers: 6.0 KiB\n" in text
 
 
 def test_more_saved_bytes_than_in_bf16_give_a_warning():
-    said = str(report(*training("up"), saved_bytes=106, saved_bytes_bf16=100))
-    assert "warning: more is kept for backward than in BF16" in said
+    text = str(report(*training("up"), saved_bytes=106, saved_bytes_bf16=100))
+    assert "warning: more is kept for backward than in BF16" in text
     assert "warning: more is kept" not in str(report(*training("up"), saved_bytes=99, saved_bytes_bf16=100))
 
 
@@ -275,8 +275,8 @@ NAMES_WITH_SIGNS = [
 @pytest.mark.parametrize("name", NAMES_WITH_SIGNS)
 def test_markdown_escapes_names_from_the_model(name: str):
     """Held to a parser of Markdown: what a reader sees is the name."""
-    found = Report.from_parts([Part(gemms=(record(name),), warnings=(name,))], target="cpu", policy=name)
-    page = MarkdownIt("commonmark").enable(["table", "strikethrough"]).render(to_markdown(found))
+    original = Report.from_parts([Part(gemms=(record(name),), warnings=(name,))], target="cpu", policy=name)
+    page = MarkdownIt("commonmark").enable(["table", "strikethrough"]).render(to_markdown(original))
     shown = [html.unescape(re.sub(r"<[^>]*>", "", line)) for line in page.splitlines()]
     expected = " ".join(name.split())
     assert expected in shown
@@ -285,9 +285,9 @@ def test_markdown_escapes_names_from_the_model(name: str):
 
 
 def test_at_a_prompt_a_report_is_one_line():
-    found = report(*training("layers.0.up"), kept())
-    assert repr([found]) == f"[<{str(found).splitlines()[0]}>]"
-    page = found._repr_html_()
+    original = report(*training("layers.0.up"), kept())
+    assert repr([original]) == f"[<{str(original).splitlines()[0]}>]"
+    page = original._repr_html_()
     assert page.startswith('<iframe srcdoc="&lt;!doctype html&gt;')
     assert page.endswith("</iframe>")
     assert "<script" not in page

@@ -50,10 +50,10 @@ class Page(HTMLParser):
             self.text.append((self.stack[-1], data.strip()))
 
     def of(self, tag: str) -> list[dict[str, str | None]]:
-        return [attrs for found, attrs in self.elements if found == tag]
+        return [attrs for name, attrs in self.elements if name == tag]
 
     def texts(self, tag: str) -> list[str]:
-        return [text for found, text in self.text if found == tag and text]
+        return [text for name, text in self.text if name == tag and text]
 
 
 def numerics(name: str = "layers.0.up") -> Numerics:
@@ -80,10 +80,10 @@ def numerics(name: str = "layers.0.up") -> Numerics:
 
 
 @pytest.mark.parametrize(
-    "found", [whole_report(), report(kept()), Report.from_parts([], target="", policy="")]
+    "original", [whole_report(), report(kept()), Report.from_parts([], target="", policy="")]
 )
-def test_the_page_is_well_formed_and_asks_for_nothing(found: Report):
-    html = to_html(found, numerics())
+def test_the_page_is_well_formed_and_asks_for_nothing(original: Report):
+    html = to_html(original, numerics())
     page = Page(html)
     assert not re.search(r"(?i)https?:|//\w+\.|url\((?!#)|@import|\bfetch\(|XMLHttp|import\(", html)
     for _, attributes in page.elements:

@@ -26,16 +26,16 @@ VALIDATOR = jsonschema.Draft202012Validator(json.loads(SCHEMA_FILE.read_text(enc
 
 
 def as_json() -> dict[str, Any]:
-    found = json.loads(whole_report().to_json())
-    assert isinstance(found, dict)
-    return found
+    data = json.loads(whole_report().to_json())
+    assert isinstance(data, dict)
+    return data
 
 
-@pytest.mark.parametrize("found", REPORTS)
-def test_report_read_from_json_equals_the_written(found: Report):
-    again = Report.from_json(found.to_json())
-    assert again == found
-    assert hash(again) == hash(found)
+@pytest.mark.parametrize("original", REPORTS)
+def test_report_read_from_json_equals_the_written(original: Report):
+    restored = Report.from_json(original.to_json())
+    assert restored == original
+    assert hash(restored) == hash(original)
 
 
 def test_json_carries_its_schema():
@@ -66,14 +66,14 @@ def test_the_words_are_those_of_policies():
     }
     rows = [row for row in PRECISIONS.values() if row.quantizes]
     blocks = {None, *(tile for row in rows for tile in row.weight_blocks)}
-    made = [
+    operand_formats = [
         row.formats(Choices(elem_dtype=elem, block=word, scaling=word, weight_block=block))
         for row in rows
         for elem in row.elems
         for word in row.tiles
         for block in blocks
     ]
-    formats = [fmt for operands in made for fmt in (operands.x, operands.w, operands.dy)]
+    formats = [fmt for operands in operand_formats for fmt in (operands.x, operands.w, operands.dy)]
     assert set(CHOICES["OperandFormat", "block"]) == {str(fmt.tile) for fmt in formats}
     assert set(CHOICES["OperandFormat", "elem"]) == {fmt.elem.name for fmt in formats}
     assert {fmt.derivation for fmt in formats} <= set(CHOICES["OperandFormat", "rounding"])
@@ -83,9 +83,9 @@ def test_the_published_schema_is_a_schema():
     jsonschema.Draft202012Validator.check_schema(VALIDATOR.schema)
 
 
-@pytest.mark.parametrize("found", REPORTS)
-def test_written_report_validates_against_the_schema(found: Report):
-    VALIDATOR.validate(json.loads(found.to_json()))
+@pytest.mark.parametrize("original", REPORTS)
+def test_written_report_validates_against_the_schema(original: Report):
+    VALIDATOR.validate(json.loads(original.to_json()))
 
 
 BROKEN: dict[str, tuple[tuple[Any, ...], Any, str]] = {
@@ -136,8 +136,8 @@ def test_a_fault_is_one_error_with_its_place(case: str, tmp_path: Path):
 def test_keys_of_later_versions_are_passed_over():
     """A new field does not break the readers there are."""
     data = as_json()
-    for place in (data, data["summary"], data["gemms"][0], data["gemms"][0]["formats"][0], data["graph"][0]):
-        place["of_a_later_version"] = {"deep": [1, None]}
+    for level in (data, data["summary"], data["gemms"][0], data["gemms"][0]["formats"][0], data["graph"][0]):
+        level["of_a_later_version"] = {"deep": [1, None]}
     VALIDATOR.validate(data)
     assert Report.from_json(json.dumps(data)) == whole_report()
 

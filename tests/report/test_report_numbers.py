@@ -85,8 +85,8 @@ def test_work_is_that_of_training_and_of_all_that_run_the_code():
     assert merged(evaluation).casts == 2
     shared = replace(block, twins=(("layers.1", None), ("layers.2", None)))
     assert (merged(shared).casts, merged(shared).wire_bytes) == (18, 99)
-    own = replace(block, gemms=(record("layers.2.up"),), prefix="layers.2")
-    assert merged(shared, own).casts == 18
+    block_of_other = replace(block, gemms=(record("layers.2.up"),), prefix="layers.2")
+    assert merged(shared, block_of_other).casts == 18
 
 
 def test_modules_that_share_code_have_the_records_of_every_part_that_they_run():
@@ -114,8 +114,8 @@ def test_text_shows_casts_and_sent_bytes():
 
 def test_records_know_their_graph():
     parts = [Part(gemms=(record("a"), record("b"))), Part(gemms=()), Part(gemms=(record("c"),))]
-    found = Report.from_parts(parts, target="cpu", policy="p").gemms
-    assert [(gemm.name, gemm.graph) for gemm in found] == [("a", 0), ("b", 0), ("c", 2)]
+    gemms = Report.from_parts(parts, target="cpu", policy="p").gemms
+    assert [(gemm.name, gemm.graph) for gemm in gemms] == [("a", 0), ("b", 0), ("c", 2)]
 
 
 @pytest.mark.parametrize(
@@ -166,5 +166,5 @@ def test_a_graph_without_products_stands():
 
 def test_one_row_stands_beside_many():
     """Decode beside prefill, of which Dynamo makes two graphs; another length says the same again."""
-    one, few, many = (Part(gemms=(record(m=rows),)) for rows in (1, 8, 16))
-    assert latest([("frame", [few]), ("frame", [one]), ("frame", [many])]) == (one, many)
+    single, few, many = (Part(gemms=(record(m=rows),)) for rows in (1, 8, 16))
+    assert latest([("frame", [few]), ("frame", [single]), ("frame", [many])]) == (single, many)

@@ -20,7 +20,7 @@ def block(number: int, **changes: str) -> list[OutlineNode]:
 
 
 def names(outline: Outline) -> list[tuple[str, ...]]:
-    return [found.names for found in outline.nodes]
+    return [outline_node.names for outline_node in outline.nodes]
 
 
 def test_equal_blocks_become_one_and_an_edge_leads_back():
@@ -52,7 +52,7 @@ def test_blocks_of_another_container_stay_apart():
 def test_equal_blocks_inside_blocks_become_one():
     experts = [node("gemm", f"layers.{i}.experts.{j}.up") for i in range(2) for j in range(3)]
     outline = folded(Outline(nodes=tuple(experts), edges=()))
-    assert [len(found.names) for found in outline.nodes] == [6]
+    assert [len(outline_node.names) for outline_node in outline.nodes] == [6]
 
 
 def test_different_blocks_inside_a_block_stay_apart():
@@ -87,9 +87,9 @@ def test_a_picture_has_a_limit_in_each_phase():
 
 
 def test_sum_of_outlines_shifts_the_edges():
-    one = chain(node("gemm", "a"), node("gemm", "b"))
-    assert (one + one).edges == ((0, 1), (2, 3))
-    assert Outline() + one == one
+    outline = chain(node("gemm", "a"), node("gemm", "b"))
+    assert (outline + outline).edges == ((0, 1), (2, 3))
+    assert Outline() + outline == outline
 
 
 def test_widened_outline_has_names_of_copies():

@@ -36,13 +36,13 @@ def test_much_in_mxfp8_needs_no_reasons():
 def test_headline_counts_products_of_unknown_flops():
     reason = Reason(Code.UNCOUNTED, "lib.attention")
     unknown = kept("attn", reason=str(reason), code=str(reason.code), facts=reason.facts, **OPAQUE)
-    made = report(record(), unknown, unknown)
-    first = str(made).splitlines()[0]
+    summary_report = report(record(), unknown, unknown)
+    first = str(summary_report).splitlines()[0]
     assert "100.0% of known matmul FLOPs in MXFP8, 2 products of unknown FLOPs not in it" in first
-    made_html = to_html(made)
+    made_html = to_html(summary_report)
     sentence = "not in the share, since their FLOPs are unknown: opaque operator lib.attention (×2)"
     assert sentence in made_html
-    assert sentence in " ".join(str(made).split())
+    assert sentence in " ".join(str(summary_report).split())
 
 
 def test_report_without_products_states_it():

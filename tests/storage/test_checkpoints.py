@@ -83,11 +83,11 @@ def test_round_trip_into_a_model_on_the_meta_device(tmp_path, layout, shard, ele
 def test_safetensors_reads_codes_and_scales_without_mxcompile(tmp_path):
     model = stored()
     mxcompile.save_quantized(model, tmp_path / "out")
-    found = load_file(tmp_path / "out/model.safetensors")
-    assert torch.equal(found["0.weight"].view(torch.uint8), model[0].weight.qdata.view(torch.uint8))
-    assert found["0.weight_scale"].dtype is torch.uint8
-    assert torch.equal(found["0.weight_scale"], model[0].weight.scale_bytes)
-    assert "tied.weight" not in found
+    tensors = load_file(tmp_path / "out/model.safetensors")
+    assert torch.equal(tensors["0.weight"].view(torch.uint8), model[0].weight.qdata.view(torch.uint8))
+    assert tensors["0.weight_scale"].dtype is torch.uint8
+    assert torch.equal(tensors["0.weight_scale"], model[0].weight.scale_bytes)
+    assert "tied.weight" not in tensors
 
 
 @ELEMS
@@ -103,19 +103,19 @@ def test_torchao_reads_and_writes_its_layout(tmp_path, elem):
     mxcompile.save_quantized(model, tmp_path / "ours", layout="torchao")
     file = tmp_path / "ours/model.safetensors"
     with safe_open(str(file), framework="pt") as handle:
-        theirs, left = unflatten_tensor_state_dict(load_file(file), handle.metadata())
-    assert not left
+        theirs, remainder = unflatten_tensor_state_dict(load_file(file), handle.metadata())
+    assert not remainder
     assert torch.equal(theirs["0.weight"].dequantize(), model[0].weight.dequantize())
     assert torch.equal(theirs["1.bias"], model[1].bias)
 
     dense = {"m.weight": spread(64, 96), "m.bias": spread(64)}
-    made = TheirTensor.to_mx(dense["m.weight"], elem, 32)
-    tensors, metadata = flatten_tensor_state_dict({"m.weight": made, "m.bias": dense["m.bias"]})
+    theirs_mx = TheirTensor.to_mx(dense["m.weight"], elem, 32)
+    tensors, metadata = flatten_tensor_state_dict({"m.weight": theirs_mx, "m.bias": dense["m.bias"]})
     save_file(tensors, tmp_path / "theirs.safetensors", metadata=metadata)
     target = nn.ModuleDict({"m": nn.Linear(96, 64, dtype=BF16)})
     mxcompile.load_quantized(tmp_path / "theirs.safetensors", target)
     assert isinstance(target["m"].weight, MXTensor)
-    assert torch.equal(target["m"].weight.dequantize(), made.dequantize())
+    assert torch.equal(target["m"].weight.dequantize(), theirs_mx.dequantize())
 
 
 def their_scheme(elem: torch.dtype = FP8):
@@ -132,21 +132,21 @@ def test_compressed_tensors_reads_and_writes_its_layout(tmp_path, elem):
     theirs = MXFP8QuantizationCompressor if elem is FP8 else MXFP4PackedCompressor
     model = stored(elem)
     mxcompile.save_quantized(model, tmp_path / "ours")
-    found = load_file(tmp_path / "ours/model.safetensors")
-    parts = {name: found[f"0.{name}"] for name in theirs.compression_param_names(their_scheme(elem))}
+    stored_tensors = load_file(tmp_path / "ours/model.safetensors")
+    parts = {name: stored_tensors[f"0.{name}"] for name in theirs.compression_param_names(their_scheme(elem))}
     dense = theirs.decompress(parts, their_scheme(elem))["weight"]
     assert torch.equal(dense.to(BF16), model[0].weight.dequantize())
 
     weight = model[2].weight
     scale = torch.exp2(weight.scale_bytes.float() - 127)
-    made = theirs.compress({"weight": weight.dequantize(), "weight_scale": scale}, their_scheme(elem))
-    assert {name: value.dtype for name, value in made.items()} == {n: v.dtype for n, v in parts.items()}
+    compressed = theirs.compress({"weight": weight.dequantize(), "weight_scale": scale}, their_scheme(elem))
+    assert {name: value.dtype for name, value in compressed.items()} == {n: v.dtype for n, v in parts.items()}
     if elem is FP4:
-        codes = unpack(found["2.weight_packed"], -1, E2M1)
+        codes = unpack(stored_tensors["2.weight_packed"], -1, E2M1)
         unsigned = pack(torch.where(codes == 8, 0, codes), -1, E2M1)  # their cast has no negative zeros
-        assert torch.equal(made["weight_packed"], unsigned)
-        assert torch.equal(made["weight_scale"], found["2.weight_scale"])
-    tensors = {f"m.{name}": value for name, value in made.items()}
+        assert torch.equal(compressed["weight_packed"], unsigned)
+        assert torch.equal(compressed["weight_scale"], stored_tensors["2.weight_scale"])
+    tensors = {f"m.{name}": value for name, value in compressed.items()}
     save_file(tensors, tmp_path / "theirs.safetensors")
     target = nn.ModuleDict({"m": nn.Linear(96, 64, bias=False, dtype=BF16)})
     mxcompile.load_quantized(tmp_path / "theirs.safetensors", target)
@@ -240,8 +240,8 @@ def store_blocks(model: nn.Module, attention: torch.dtype = FP8, others: torch.d
             owner = model.get_submodule(name.rpartition(".")[0])
             elem = attention if "_attn." in name else others
             weight = mxcompile.quantize(parameter.detach(), elem_dtype=elem)
-            made = nn.Parameter(weight, requires_grad=False)
-            setattr(owner, name.rpartition(".")[2], made)
+            quantized = nn.Parameter(weight, requires_grad=False)
+            setattr(owner, name.rpartition(".")[2], quantized)
     return model
 
 
@@ -451,8 +451,8 @@ def test_a_compiled_model_is_saved_and_loaded_as_itself(tmp_path):
 def test_a_model_of_compiled_blocks_has_the_names_of_the_plain_model_in_files(tmp_path):
     plain, fresh = stored(), small("meta")
     model = copy.deepcopy(plain)
-    for each in (model, fresh):
-        each[0] = torch.compile(each[0], backend="eager")
+    for target in (model, fresh):
+        target[0] = torch.compile(target[0], backend="eager")
     mxcompile.save_quantized(model, tmp_path / "out")
     assert same(mxcompile.load_quantized(tmp_path / "out", small("meta")), plain)
     assert same(mxcompile.load_quantized(tmp_path / "out", fresh), model)

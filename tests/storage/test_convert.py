@@ -64,12 +64,14 @@ def test_convert_makes_the_weights_of_quantize_weights(source, tmp_path, layout)
     from transformers import LlamaForCausalLM
 
     expected = LlamaForCausalLM.from_pretrained(source, dtype=BF16).eval()
-    said = mxcompile.quantize_weights_(expected, progress=False)
+    table_in_memory = mxcompile.quantize_weights_(expected, progress=False)
     loaded = mxcompile.load_quantized(tmp_path / "out")
     with torch.no_grad():
         assert torch.equal(loaded(TOKENS).logits, expected(TOKENS).logits)
-    assert {w.name for w in table.weights if w.stored} == {w.name for w in said.weights if w.stored}
-    assert table.num_bytes == said.num_bytes
+    assert {w.name for w in table.weights if w.stored} == {
+        w.name for w in table_in_memory.weights if w.stored
+    }
+    assert table.num_bytes == table_in_memory.num_bytes
     assert all(25 < w.sqnr_db < 40 for w in table.weights if w.stored)
     assert len(json.loads((tmp_path / "out/mxfp8_weights.json").read_text())) == len(table.weights)
     config = json.loads((tmp_path / "out/config.json").read_text())
@@ -85,8 +87,8 @@ def test_experts_that_are_stacked_when_loaded(tmp_path):
     experts = loaded.model.layers[1].mlp.experts.gate_up_proj
     assert isinstance(experts, MXTensor)
     files = load_file(source / "model.safetensors")
-    one = files["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
-    assert torch.equal(experts[2, 96:].dequantize(), mxcompile.quantize(one).dequantize())
+    third = files["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
+    assert torch.equal(experts[2, 96:].dequantize(), mxcompile.quantize(third).dequantize())
     routers = [w for w in table.weights if w.role == "router"]
     assert len(routers) == 2
     assert not any(w.stored for w in routers)
@@ -112,12 +114,12 @@ def test_transposed_layers_are_refused_with_the_layouts_reason(tmp_path, capsys)
     sizes = {"vocab_size": 64, "n_positions": 32, "n_embd": 64, "n_layer": 1, "n_head": 2}
     source = written(GPT2LMHeadModel(GPT2Config(**sizes)), tmp_path / "in")
     assert main(["convert", str(source), str(tmp_path / "out")]) == 2
-    said = capsys.readouterr().err.splitlines()
-    assert "compressed-tensors has blocks along the last dimension only (4 of them)" in said[-1]
+    lines = capsys.readouterr().err.splitlines()
+    assert "compressed-tensors has blocks along the last dimension only (4 of them)" in lines[-1]
 
 
 def _tensor_bytes(folder: Path) -> int:
-    return sum(each.nbytes for file in folder.glob("*.safetensors") for each in load_file(file).values())
+    return sum(tensor.nbytes for file in folder.glob("*.safetensors") for tensor in load_file(file).values())
 
 
 @pytest.mark.parametrize("policy", ["fp8_rowwise", "fp8_delayed"])
@@ -201,12 +203,12 @@ def test_convert_command_writes_the_weights_that_dry_run_lists(source, tmp_path,
     assert sizes in foreseen
     assert "from_pretrained" not in printed
     assert main(["inspect", str(out)]) == 0
-    said = capsys.readouterr().out
-    assert "layout: compressed-tensors" in said
-    assert max(map(len, said.splitlines())) <= 120
+    output = capsys.readouterr().out
+    assert "layout: compressed-tensors" in output
+    assert max(map(len, output.splitlines())) <= 120
     names = {f"model.layers.0-1.mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
-    assert names <= set(said.replace(",", " ").split())  # each name whole on one line
-    assert "mxfp8 e4m3" in said
+    assert names <= set(output.replace(",", " ").split())  # each name whole on one line
+    assert "mxfp8 e4m3" in output
     assert main(["convert", str(source), str(out)]) == 2
     assert "exists already" in capsys.readouterr().err
     assert main(["convert", str(out), str(tmp_path / "again")]) == 0
@@ -222,8 +224,8 @@ def test_a_checkpoint_that_is_quantized_in_part_is_converted(tmp_path: Path, lay
     rules = [{"match": {"name": "blocks.0.*"}, "use": {"fprop": precision}}]
     model, _ = quantized(policy={"version": 1, "preset": "bf16", "rules": rules})
     mxcompile.save_quantized(model, tmp_path / "part", layout=layout)
-    given = LoadedModel(name="model", model=Model(), args=(torch.arange(12).view(2, 6),))
-    table = convert(tmp_path / "part", tmp_path / "out", model=given, progress=False)
+    partly_quantized = LoadedModel(name="model", model=Model(), args=(torch.arange(12).view(2, 6),))
+    table = convert(tmp_path / "part", tmp_path / "out", model=partly_quantized, progress=False)
     rows = {row.name: row for row in table.weights if row.stored}
     assert set(rows) == {f"blocks.{n}.{name}.weight" for n in range(2) for name in ("gate", "up", "down")}
     loaded = mxcompile.load_quantized(tmp_path / "out", Model())
@@ -300,9 +302,9 @@ def test_invalid_checkpoints_and_targets_are_refused(source, tmp_path, how, caps
             target = source / "out"
     before = digests(source)
     assert main(["convert", str(source), str(target)]) == 2
-    said = capsys.readouterr().err
-    assert REFUSED[how] in said
-    assert len(said.splitlines()) == 1
+    errors = capsys.readouterr().err
+    assert REFUSED[how] in errors
+    assert len(errors.splitlines()) == 1
     assert digests(source) == before
     assert not target.exists()
 
@@ -327,9 +329,9 @@ def test_failed_convert_prints_a_line_and_leaves_no_files(source, tmp_path, monk
             ("/", "exists"),
         ):
             assert main(["convert", str(source), str(tmp_path / target)]) == 2
-            said = capsys.readouterr().err.splitlines()
-            assert reason in said[-1]
-            assert "Traceback" not in said
+            lines = capsys.readouterr().err.splitlines()
+            assert reason in lines[-1]
+            assert "Traceback" not in lines
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "in"]
@@ -347,14 +349,14 @@ def test_the_directory_of_a_killed_conversion_stays_and_is_named(source, tmp_pat
     """A process on another machine may still write it."""
     chosen_once(monkeypatch, source)
     mark = 16 * "0f"
-    left, other = (tmp_path / f".{name}.{mark}.partial" for name in ("out[{}]", "out[{}].2"))
-    for folder in (left, other):
+    partial, other = (tmp_path / f".{name}.{mark}.partial" for name in ("out[{}]", "out[{}].2"))
+    for folder in (partial, other):
         folder.mkdir()
         (folder / "model.safetensors").touch()
     convert(source, tmp_path / "out[{}]", progress=False)
-    assert sorted(tmp_path.iterdir()) == sorted([left, other, source, tmp_path / "out[{}]"])
+    assert sorted(tmp_path.iterdir()) == sorted([partial, other, source, tmp_path / "out[{}]"])
     assert caplog.messages == [
-        f"{left} is from an interrupted run: remove it, unless a process still writes it"
+        f"{partial} is from an interrupted run: remove it, unless a process still writes it"
     ]
     assert "model.safetensors" not in {file.name for file in (tmp_path / "out[{}]").iterdir()}
 

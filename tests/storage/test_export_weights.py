@@ -115,10 +115,10 @@ def test_a_policy_is_never_guessed():
 def test_weights_in_mxfp4_are_packed(layout):
     model, policy = small(), {"version": 1, "rules": [{"match": {"name": "2"}, "use": "mxfp4"}]}
     exported = mxcompile.export_weights(model, layout, policy=policy, args=(ROWS,))
-    found = {each.name: each for each in exported}["2.weight"]
+    weight = {export.name: export for export in exported}["2.weight"]
     expected = mxcompile.quantize(model[2].weight.detach(), elem_dtype=torch.float4_e2m1fn_x2)
-    assert torch.equal(found.codes, expected.qdata)
-    assert torch.equal(found.scales.view(torch.uint8), expected.scale_bytes)
+    assert torch.equal(weight.codes, expected.qdata)
+    assert torch.equal(weight.scales.view(torch.uint8), expected.scale_bytes)
     rows = {row.name: row for row in exported.weights.weights}
     assert {name: row.precision for name, row in rows.items()} == {"0.weight": "mxfp8", "2.weight": "mxfp4"}
     assert rows["2.weight"].num_bytes == expected.stored_bytes
@@ -143,8 +143,9 @@ def test_weight_unsupported_by_the_layout_keeps_dtype_with_reason():
     assert not first.stored
     assert first.reason == "compressed-tensors has MXFP8 e4m3, MXINT8 int8, MXFP4 e2m1 and NVFP4 e2m1 only"
     assert exported.quantization_config()["ignore"] == ["0"]
-    found = {
-        each.name: each for each in mxcompile.export_weights(small(), "torchao", policy=policy, args=(ROWS,))
+    by_name = {
+        export.name: export
+        for export in mxcompile.export_weights(small(), "torchao", policy=policy, args=(ROWS,))
     }
-    assert found["0.weight"].codes.dtype is torch.float8_e5m2
-    assert found["2.weight"].scales.dtype is torch.float8_e8m0fnu
+    assert by_name["0.weight"].codes.dtype is torch.float8_e5m2
+    assert by_name["2.weight"].scales.dtype is torch.float8_e8m0fnu

@@ -42,8 +42,8 @@ def test_weights_in_mxfp4_take_a_quarter_and_are_those_of_the_precision():
         "gate": "mxfp8", "up": "mxfp4", "down": "mxfp4",
     }  # fmt: skip
     assert table.num_bytes == sum(w.stored_bytes for w in model.parameters() if isinstance(w, MXTensor))
-    _, again = quantized(model, policy)
-    assert {w.reason for w in again.weights if w.stored} == {
+    _, second_table = quantized(model, policy)
+    assert {w.reason for w in second_table.weights if w.stored} == {
         "stored in mxfp8 already", "stored in mxfp4 already",
     }  # fmt: skip
 
@@ -78,10 +78,10 @@ def test_compiled_with_weights_in_mxfp4_it_is_the_model_of_dense_weights(policy)
     assert "weights stored in MXFP4: 6 of 7 layers" in " ".join(str(report).split())
     options = {"policy": "bf16" if policy == "bf16" else wanted}
     with torch.no_grad():
-        found = torch.compile(model, backend="mxfp8", options=options, fullgraph=True)(TOKENS)
+        output = torch.compile(model, backend="mxfp8", options=options, fullgraph=True)(TOKENS)
         torch._dynamo.reset()
         expected = torch.compile(dense, backend="mxfp8", options=options, fullgraph=True)(TOKENS)
-    error = (found - expected).float().norm() / expected.float().norm()
+    error = (output - expected).float().norm() / expected.float().norm()
     assert error < 1e-2
 
 
@@ -89,13 +89,13 @@ def test_many_rows_of_weights_in_mxfp4_are_those_of_dense_weights():
     """No kernel reads the packed codes for so many: they are decoded, and the vendor's GEMM multiplies."""
     policy = {"version": 1, "preset": "inference", "rules": [{"match": {"name": "blocks.*"}, "use": "mxfp4"}]}
     model, _ = quantized(policy=policy)
-    found, expected = (
-        torch.compile(each, backend="mxfp8", options={"policy": policy})(TOKENS.repeat(1, 40)).detach()
-        for each in (model, dense_copy(model))
+    output, expected = (
+        torch.compile(candidate, backend="mxfp8", options={"policy": policy})(TOKENS.repeat(1, 40)).detach()
+        for candidate in (model, dense_copy(model))
     )
     kernels = {gemm.kernel for report in mxcompile.reports() for gemm in report.gemms if gemm.name != "head"}
     assert not any("weight_only" in kernel for kernel in kernels)
-    assert (found - expected).float().norm() < 1e-2 * expected.float().norm()
+    assert (output - expected).float().norm() < 1e-2 * expected.float().norm()
 
 
 NVFP4 = {"version": 1, "preset": "inference", "rules": [{"match": {"name": "blocks.*"}, "use": "nvfp4"}]}
@@ -115,8 +115,8 @@ def test_weights_in_nvfp4_are_those_of_the_precision():
         assert torch.equal(weight.global_scale, expected.global_scale)
         assert weight.stored_bytes == weight.numel() // 2 + weight.numel() // 16 + 4
     assert table.num_bytes == sum(w.stored_bytes for w in model.parameters() if isinstance(w, MXTensor))
-    _, again = quantized(model, NVFP4)
-    assert {w.reason for w in again.weights if w.stored} == {"stored in nvfp4 already"}
+    _, second_table = quantized(model, NVFP4)
+    assert {w.reason for w in second_table.weights if w.stored} == {"stored in nvfp4 already"}
     squares = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "nvfp4"}], "preset": "nvfp4"}
     squares["rules"][0]["use"] = {"precision": "nvfp4", "weight_block": "16x16"}
     with pytest.raises(PolicyError, match=r"or for 16 \(NVFP4\): this nvfp4 has other scales"):
@@ -140,10 +140,10 @@ def test_compiled_with_weights_in_nvfp4_it_is_the_model_of_dense_weights(policy)
     dense = dense_copy(model)
     options = {"policy": chosen}
     with torch.no_grad():
-        found = torch.compile(model, backend="mxfp8", options=options, fullgraph=True)(TOKENS)
+        output = torch.compile(model, backend="mxfp8", options=options, fullgraph=True)(TOKENS)
         torch._dynamo.reset()
         expected = torch.compile(dense, backend="mxfp8", options=options, fullgraph=True)(TOKENS)
-    error = (found - expected).float().norm() / expected.float().norm()
+    error = (output - expected).float().norm() / expected.float().norm()
     assert error < (1e-2 if policy == "bf16" else 5e-2)
 
 
@@ -158,12 +158,12 @@ def test_a_product_takes_the_codes_of_nvfp4_weights_as_they_are():
     weight = MXTensor(codes.view(FP4), scale, -1, torch.float32, torch.tensor(3.7))
     layer.weight = nn.Parameter(weight, requires_grad=False)
     with torch.no_grad():
-        found = torch.compile(layer, backend="mxfp8", options={"policy": rule}, fullgraph=True)(x)
+        output = torch.compile(layer, backend="mxfp8", options={"policy": rule}, fullgraph=True)(x)
     values = mxcompile.quantize(x, elem_dtype=FP4, rounding="two-level").dequantize(torch.float64)
     exact = values @ weight.dequantize(torch.float64).t() + layer.bias
-    again = mxcompile.quantize(weight.dequantize(torch.float32), elem_dtype=FP4, rounding="two-level")
-    recast = values @ again.dequantize(torch.float64).t() + layer.bias
-    assert (found - exact).abs().max() < 1e-5 * exact.abs().max()
+    recast_weight = mxcompile.quantize(weight.dequantize(torch.float32), elem_dtype=FP4, rounding="two-level")
+    recast = values @ recast_weight.dequantize(torch.float64).t() + layer.bias
+    assert (output - exact).abs().max() < 1e-5 * exact.abs().max()
     assert (recast - exact).abs().max() > 1e-3 * exact.abs().max()
 
 
@@ -175,8 +175,8 @@ def test_nvfp4_experts_are_decoded_or_recast_as_recorded(policy):
     class Experts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            each = [torch.randn(48, 64, dtype=BF16) * 4**i for i in range(3)]
-            stored = [mxcompile.quantize(w, elem_dtype=FP4, rounding="two-level") for w in each]
+            weights = [torch.randn(48, 64, dtype=BF16) * 4**i for i in range(3)]
+            stored = [mxcompile.quantize(w, elem_dtype=FP4, rounding="two-level") for w in weights]
             self.weight = nn.Parameter(torch.stack(stored), requires_grad=False)
 
         def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ def test_nvfp4_experts_are_decoded_or_recast_as_recorded(policy):
     dense.weight = nn.Parameter(model.weight.dequantize(), requires_grad=False)
     options = {"policy": rule}
     with torch.no_grad():
-        found = torch.compile(model, backend="mxfp8", options=options, fullgraph=True)(*inputs)
+        output = torch.compile(model, backend="mxfp8", options=options, fullgraph=True)(*inputs)
         torch._dynamo.reset()
         expected = torch.compile(dense, backend="mxfp8", options=options, fullgraph=True)(*inputs)
-    assert (found - expected).float().norm() < 1e-2 * expected.float().norm()
+    assert (output - expected).float().norm() < 1e-2 * expected.float().norm()

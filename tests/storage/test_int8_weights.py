@@ -52,11 +52,11 @@ def test_compiled_with_weights_in_mxint8_it_is_the_model_of_dense_weights(policy
     options = {"policy": "bf16" if policy == "bf16" else POLICY}
     mxcompile.clear_reports()
     with torch.no_grad():
-        found = torch.compile(model, backend="mxfp8", options=options, fullgraph=True)(tokens)
+        output = torch.compile(model, backend="mxfp8", options=options, fullgraph=True)(tokens)
         (report,) = mxcompile.reports()
         torch._dynamo.reset()
         expected = torch.compile(dense, backend="mxfp8", options=options, fullgraph=True)(tokens)
-    assert (found - expected).float().norm() < 1e-2 * expected.float().norm()
+    assert (output - expected).float().norm() < 1e-2 * expected.float().norm()
     record = next(gemm for gemm in report.gemms if gemm.name == "blocks.1.down")
     assert next(str(form) for form in record.formats if form.operand == "w") == "w:int8 1x32 stored"
     assert record.precision == policy

@@ -60,19 +60,19 @@ def printed(folder: Path, *lines: str) -> list[int]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints in BF16, one file each: ``small`` and ``large``."""
-    made = tmp_path_factory.mktemp("memory")
+    directory = tmp_path_factory.mktemp("memory")
     printed(
-        made,
+        directory,
         "for name, size in sizes.items():",
         "    demo.wide(size).save_pretrained(folder / name, max_shard_size='10GB')",
         "print(0)",
     )
-    return made
+    return directory
 
 
 def test_storing_weights_needs_memory_of_one_layer(folder: Path):
     """Beside the model a layer of it; and at the end it takes what it says."""
-    most, left = printed(
+    most, remaining = printed(
         folder,
         "mxcompile.quantize_weights_(demo.wide(sizes['small']), progress=False)",
         "without = settle()",
@@ -83,7 +83,7 @@ def test_storing_weights_needs_memory_of_one_layer(folder: Path):
         "print(most, settle() - without)",
     )
     assert most <= 0.1 * QUANTIZED + LAYER
-    assert left <= 1.1 * QUANTIZED
+    assert remaining <= 1.1 * QUANTIZED
 
 
 def test_converting_needs_memory_of_a_few_layers(folder: Path):
@@ -96,7 +96,7 @@ def test_converting_needs_memory_of_a_few_layers(folder: Path):
         "print(status('VmHWM') - before)",
     )
     assert most <= 3 * LAYER + 60e6  # the file is written as it is made
-    most, held = printed(
+    most, resident = printed(
         folder,
         "mxcompile.load_quantized(folder / 'small out')",
         "before = settle()",
@@ -105,7 +105,7 @@ def test_converting_needs_memory_of_a_few_layers(folder: Path):
         "    getattr(parameter, 'qdata', parameter).view(torch.uint8).max()",
         "print(status('VmHWM') - before, demo.serving.weight_bytes(model))",
     )
-    assert held == QUANTIZED + 9 * 2 * 2048
+    assert resident == QUANTIZED + 9 * 2 * 2048
     assert most <= 1.1 * QUANTIZED + LAYER
 
 
@@ -146,7 +146,7 @@ def test_loading_experts_needs_memory_of_one_stack(tmp_path: Path):
         "write_mixtral(folder / 'large', 8, 1024)",
         "print(0)",
     )
-    most, held, largest = printed(
+    most, resident, largest = printed(
         tmp_path,
         "mxcompile.load_quantized(folder / 'small')",
         "before = settle()",
@@ -157,5 +157,5 @@ def test_loading_experts_needs_memory_of_one_stack(tmp_path: Path):
         "sizes = [getattr(p, 'stored_bytes', p.nbytes) for p in model.parameters()]",
         "print(status('VmHWM') - before, sum(sizes), max(sizes))",
     )
-    assert held > 10 * largest
-    assert most <= 1.1 * held + largest
+    assert resident > 10 * largest
+    assert most <= 1.1 * resident + largest

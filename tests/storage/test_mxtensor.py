@@ -37,8 +37,8 @@ def spread(*shape: int) -> Tensor:
     return (torch.randn(shape) * torch.exp2(torch.randint(-9, 9, shape).float())).to(BF16)
 
 
-def equal(found: Tensor, expected: Tensor) -> bool:
-    dense = found.dequantize(found.dtype) if isinstance(found, MXTensor) else found
+def equal(tensor: Tensor, expected: Tensor) -> bool:
+    dense = tensor.dequantize(tensor.dtype) if isinstance(tensor, MXTensor) else tensor
     return dense.dtype is expected.dtype and torch.equal(dense, expected)
 
 
@@ -100,22 +100,22 @@ DENSE = {
 @pytest.mark.parametrize("name", KEEPING)
 def test_operations_that_keep_whole_blocks_return_mxtensors(name, how):
     w = mxcompile.quantize(spread(6, 100), **how)
-    found, dense = KEEPING[name](w), KEEPING[name](w.dequantize(BF16))
-    assert isinstance(found, MXTensor)
-    assert equal(found, dense)
-    assert found.form == w.form
-    assert found.stride() == (dense.stride() if how else found.qdata.stride())
-    qdata, whole = found.qdata.view(found.elem_dtype), found.global_scale
-    MXTensor(qdata, found.scale, found.block_dim, global_scale=whole)  # the parts belong together
+    result, dense = KEEPING[name](w), KEEPING[name](w.dequantize(BF16))
+    assert isinstance(result, MXTensor)
+    assert equal(result, dense)
+    assert result.form == w.form
+    assert result.stride() == (dense.stride() if how else result.qdata.stride())
+    qdata, whole = result.qdata.view(result.elem_dtype), result.global_scale
+    MXTensor(qdata, result.scale, result.block_dim, global_scale=whole)  # the parts belong together
 
 
 @ALL_FORMATS
 @pytest.mark.parametrize("name", DENSE)
 def test_everything_else_sees_the_values(name, how):
     w = mxcompile.quantize(spread(6, 100), **how)
-    found = DENSE[name](w)
-    assert not isinstance(found, MXTensor)
-    assert equal(found, DENSE[name](w.dequantize(BF16)))
+    result = DENSE[name](w)
+    assert not isinstance(result, MXTensor)
+    assert equal(result, DENSE[name](w.dequantize(BF16)))
 
 
 @pytest.mark.parametrize("shape", [(2, 40, 70), (1, 64, 32), (3, 1, 5)], ids=str)
@@ -231,9 +231,9 @@ def test_copied_and_pickled_mxtensor_keeps_values(how):
     copied = copy.deepcopy(stored)
     assert torch.equal(copied(x), dense(x))
     assert copied.weight.qdata.data_ptr() != stored.weight.qdata.data_ptr()
-    again = pickle.loads(pickle.dumps(stored.weight))
-    assert isinstance(again, nn.Parameter)
-    assert equal(again, dense.weight)
+    restored = pickle.loads(pickle.dumps(stored.weight))
+    assert isinstance(restored, nn.Parameter)
+    assert equal(restored, dense.weight)
 
 
 def test_is_shared_between_processes():
@@ -362,19 +362,19 @@ def test_rows_keep_the_global_scale_that_they_came_with(name):
     joined = torch.cat([first, second])
     assert joined.global_scale.shape == (12, 1)
     assert torch.equal(joined.dequantize(), torch.cat([first.dequantize(), second.dequantize()]))
-    found = MOVES[name](joined)
-    assert equal(found, MOVES[name](joined.dequantize()))
-    if isinstance(found, MXTensor):
-        qdata, whole = found.qdata.view(found.elem_dtype), found.global_scale
-        MXTensor(qdata, found.scale, found.block_dim, global_scale=whole)
+    result = MOVES[name](joined)
+    assert equal(result, MOVES[name](joined.dequantize()))
+    if isinstance(result, MXTensor):
+        qdata, whole = result.qdata.view(result.elem_dtype), result.global_scale
+        MXTensor(qdata, result.scale, result.block_dim, global_scale=whole)
 
 
 def test_a_global_scale_of_one_number_stays_one():
     w = mxcompile.quantize(spread(6, 100), **FORMATS["nvfp4"])
     stack = torch.stack([w, w])
-    for found in (w[1:3], w.t(), w.view(2, 3, 100), w[torch.tensor([1])], w.split(2)[1], stack, stack[0]):
-        assert found.global_scale.numel() == (2 if found is stack else 1)
-        assert found.global_scale.ndim == found.ndim
+    for result in (w[1:3], w.t(), w.view(2, 3, 100), w[torch.tensor([1])], w.split(2)[1], stack, stack[0]):
+        assert result.global_scale.numel() == (2 if result is stack else 1)
+        assert result.global_scale.ndim == result.ndim
 
 
 def _nvfp4(**changes):

@@ -83,8 +83,8 @@ def test_values_are_those_that_compressed_tensors_decompresses(tmp_path, seed):
 
     model["m"].weight = nn.Parameter(quantize(dense), requires_grad=False)
     mxcompile.save_quantized(model, tmp_path / "ours")
-    found = load_file(tmp_path / "ours/model.safetensors")
-    ours = {name.removeprefix("m."): value for name, value in found.items()}
+    tensors = load_file(tmp_path / "ours/model.safetensors")
+    ours = {name.removeprefix("m."): value for name, value in tensors.items()}
     assert {name: (v.dtype, v.shape) for name, v in ours.items()} == {
         name: (v.dtype, v.shape) for name, v in parts.items()
     }
@@ -95,7 +95,7 @@ def test_loaded_nvfp4_checkpoint_is_saved_byte_for_byte(tmp_path):
     folder = write(tmp_path / "in", theirs(torch.randn(96, 64, dtype=BF16), factor=0.7))
     model = mxcompile.load_quantized(folder, layer())
     mxcompile.save_quantized(model, tmp_path / "out")
-    before, after = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "out"))
+    before, after = (load_file(directory / "model.safetensors") for directory in (folder, tmp_path / "out"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8)) for name in before)
 
@@ -159,9 +159,9 @@ def test_saved_stack_of_experts_loads_with_equal_values(tmp_path):
     mxcompile.save_quantized(model, tmp_path / "out")
     loaded = mxcompile.load_quantized(tmp_path / "out")
     for name, value in model.named_parameters():
-        found = loaded.get_parameter(name)
-        assert isinstance(found, MXTensor) == isinstance(value, MXTensor)
-        assert torch.equal(found + 0, value + 0)
+        restored = loaded.get_parameter(name)
+        assert isinstance(restored, MXTensor) == isinstance(value, MXTensor)
+        assert torch.equal(restored + 0, value + 0)
     with torch.no_grad():
         assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
     files = load_file(tmp_path / "out/model.safetensors")
@@ -169,12 +169,12 @@ def test_saved_stack_of_experts_loads_with_equal_values(tmp_path):
         if name.endswith("0.block_sparse_moe.experts.2.w3.weight_global_scale"):
             files[name] = value * 2
     save_file(files, tmp_path / "out/model.safetensors", metadata={"format": "pt"})
-    again = mxcompile.load_quantized(tmp_path / "out")
-    experts = again.model.layers[0].mlp.experts.gate_up_proj
+    resaved = mxcompile.load_quantized(tmp_path / "out")
+    experts = resaved.model.layers[0].mlp.experts.gate_up_proj
     before = loaded.model.layers[0].mlp.experts.gate_up_proj
     assert torch.equal(experts[2, 96:].dequantize() * 2, before[2, 96:].dequantize())
     assert torch.equal(experts[2, :96].dequantize(), before[2, :96].dequantize())
-    mxcompile.save_quantized(again, tmp_path / "again")
+    mxcompile.save_quantized(resaved, tmp_path / "again")
     last = load_file(tmp_path / "again/model.safetensors")
     assert files.keys() == last.keys()
     assert all(torch.equal(files[name].view(torch.uint8), last[name].view(torch.uint8)) for name in files)
@@ -281,8 +281,8 @@ def test_torchaos_own_tensors_are_refused(tmp_path):
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 
-    made = NVFP4Tensor.to_nvfp4(torch.randn(64, 64, dtype=BF16))
-    tensors, metadata = flatten_tensor_state_dict({"m.weight": made})
+    nvfp4 = NVFP4Tensor.to_nvfp4(torch.randn(64, 64, dtype=BF16))
+    tensors, metadata = flatten_tensor_state_dict({"m.weight": nvfp4})
     save_file(tensors, tmp_path / "theirs.safetensors", metadata=metadata)
     with pytest.raises(CheckpointError, match=r"'m\.weight' is a torchao NVFP4Tensor"):
         mxcompile.load_quantized(tmp_path / "theirs.safetensors", layer(64, 64))
@@ -299,22 +299,22 @@ def test_weights_in_training_are_exported_as_its_forward_casts_them(tile):
     rules = [{"match": {"name": "0"}, "use": use}, {"match": {"name": "2"}, "use": "bf16"}]
     policy = {"version": 1, "rules": rules}
     exported = mxcompile.export_weights(model, policy=policy, args=(torch.randn(16, 64, dtype=BF16),))
-    found = {each.name: each for each in exported}["0.weight"]
+    exported_weight = {export.name: export for export in exported}["0.weight"]
     weight = model[0].weight.detach()
-    assert torch.equal(found.global_scale, 2688 / weight.float().abs().max().reshape(1))
+    assert torch.equal(exported_weight.global_scale, 2688 / weight.float().abs().max().reshape(1))
     if tile == "1x16":
         expected = quantize(weight)
-        assert torch.equal(found.codes, expected.qdata)
-        assert torch.equal(found.scales.view(torch.uint8), expected.scale_bytes)
+        assert torch.equal(exported_weight.codes, expected.qdata)
+        assert torch.equal(exported_weight.scales.view(torch.uint8), expected.scale_bytes)
     else:
-        scales = found.scales.float()
+        scales = exported_weight.scales.float()
         assert torch.equal(scales[:16], scales[:1].expand(16, -1))
         assert not torch.equal(scales[15], scales[16])
         largest = weight[32:].float().abs().unflatten(1, (4, 16)).amax((0, 2))
-        wanted = (largest * (found.global_scale * (1 / 6))).clamp(max=448).to(torch.float8_e4m3fn)
+        wanted = (largest * (exported_weight.global_scale * (1 / 6))).clamp(max=448).to(torch.float8_e4m3fn)
         assert torch.equal(scales[32], wanted.float())
     names = ("weight_packed", "weight_scale", "weight_global_scale")
-    parts = dict(zip(names, found[1:], strict=True))
+    parts = dict(zip(names, exported_weight[1:], strict=True))
     error = (decompressed(parts) - weight).float().norm() / weight.float().norm()
     assert error < 0.15
     (row,) = (row for row in exported.weights.weights if row.name == "0.weight")

@@ -299,20 +299,20 @@ def test_published_checkpoints_are_converted_from_their_values(tmp_path, monkeyp
     rounding = "two-level" if to == "nvfp4" else "rceil"
     model = feed_forward()
     decided = {
-        path: StoredWeight(name=path, shape=tuple(each.shape), dtype=BF16, form=stored_form(elem, rounding))
-        for path, each in model.named_parameters()
+        path: StoredWeight(name=path, shape=tuple(tensor.shape), dtype=BF16, form=stored_form(elem, rounding))
+        for path, tensor in model.named_parameters()
     }
     monkeypatch.setattr("mxcompile.checkpoint.plan.planned_weights", lambda *_: decided)  # needs a trace
-    given = LoadedModel(name="model", model=model)
-    table = convert(source, tmp_path / "out", model=given, progress=False)
+    whole_model = LoadedModel(name="model", model=model)
+    table = convert(source, tmp_path / "out", model=whole_model, progress=False)
     assert {row.name: row.precision for row in table.weights} == {"up.weight": to, "down.weight": to}
     assert not (tmp_path / "out/hf_quant_config.json").exists()
     after = mxcompile.load_quantized(tmp_path / "out", feed_forward())
     before = mxcompile.load_quantized(source, feed_forward())
     up, cast_down = (after[layer].weight for layer in ("up", "down"))
     if KEPT.get(name) == to:
-        for own, other in zip(up.parts, before["up"].weight.parts, strict=True):
-            assert torch.equal(own.view(torch.uint8), other.view(torch.uint8))
+        for part, other in zip(up.parts, before["up"].weight.parts, strict=True):
+            assert torch.equal(part.view(torch.uint8), other.view(torch.uint8))
     else:
         expected = mxcompile.quantize(values, elem_dtype=elem, rounding=rounding)
         assert torch.equal(up.qdata.view(torch.uint8), expected.qdata.view(torch.uint8))
@@ -325,12 +325,12 @@ def test_a_quantized_weight_that_the_policy_keeps_is_refused_by_name(tmp_path, c
     tensors, _ = published("fp8")
     source = write(tmp_path / "in", tensors | {"down.weight": torch.randn(K, N, dtype=BF16)}, ENTRIES["fp8"])
     policy = {"version": 1, "rules": [{"match": {"name": "up"}, "use": "bf16"}]}
-    given = LoadedModel(name="model", model=feed_forward(), args=(torch.randn(4, K, dtype=BF16),))
+    whole_model = LoadedModel(name="model", model=feed_forward(), args=(torch.randn(4, K, dtype=BF16),))
     message = (
         r"'up\.weight' is in FP8, and the result would not have it quantized \(policy: rule 1\): add a rule"
     )
     with pytest.raises(CheckpointError, match=message):
-        convert(source, tmp_path / "out", policy=policy, model=given, progress=False)
+        convert(source, tmp_path / "out", policy=policy, model=whole_model, progress=False)
     assert not (tmp_path / "out").exists()
 
 
@@ -426,10 +426,10 @@ def test_stored_fp8_moves_slices_and_pickles(tmp_path):
     weight = loaded(write(tmp_path / "in", tensors, None))
     values = weight.dequantize()
     torch.save(weight, tmp_path / "weight.pt")
-    again = torch.load(tmp_path / "weight.pt")
+    restored = torch.load(tmp_path / "weight.pt")
     for ours, wanted in (
         (weight[3:70], values[3:70]), (weight.t(), values.t()), (weight[:, 128:], values[:, 128:]),
-        (torch.stack([weight, weight]), torch.stack([values, values])), (again, values),
+        (torch.stack([weight, weight]), torch.stack([values, values])), (restored, values),
         (torch.cat([weight, weight]), torch.cat([values, values])), (weight.clone(), values),
     ):  # fmt: skip
         assert isinstance(ours, MXTensor)

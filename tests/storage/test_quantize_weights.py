@@ -42,7 +42,7 @@ def test_blocks_are_stored_and_the_rest_is_not():
     assert by_name["embed.weight"].reason == "role head"
     assert model.head.weight is model.embed.weight
     assert "6 of 7 weights in MXFP8" in str(table)
-    long = tuple(dataclasses.replace(each, name=f"decoder.{each.name}." * 9) for each in table.weights)
+    long = tuple(dataclasses.replace(weight, name=f"decoder.{weight.name}." * 9) for weight in table.weights)
     lines = str(mxcompile.StoredWeights(weights=long)).splitlines()
     assert max(map(len, lines)) <= 120
 
@@ -85,10 +85,10 @@ def test_compiled_with_mxfp8_it_is_the_model_of_dense_weights_bit_for_bit():
     results, bytes_ = [], []
     options = {"policy": "inference", "target": "cpu_bf16"}  # sums of BF16 values in one order
     with torch.no_grad():
-        for each in (model, dense):
+        for variant in (model, dense):
             torch._dynamo.reset()
             mxcompile.clear_reports()
-            compiled = torch.compile(each, backend="mxfp8", options=options, fullgraph=True)
+            compiled = torch.compile(variant, backend="mxfp8", options=options, fullgraph=True)
             results.append(compiled(TOKENS))
             bytes_.append(mxcompile.reports()[-1].summary.weight_bytes)
     assert torch.equal(*results)
@@ -113,26 +113,28 @@ def test_stored_weights_are_not_cast_again(monkeypatch):
     """Neither for the chip's own MX GEMM nor for an emulated one, and a few rows read the codes."""
     from mxcompile.compiler.hooks import compilation
 
-    found: dict[str, list[str]] = {}
+    casts_of_target: dict[str, list[str]] = {}
 
     def look(graph, target, device, **_) -> None:
         if target.name == "sm_90":
             WeightOnly(target=TARGETS["sm_90"], device="cpu").apply(graph)
-        found[target.name] = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+        casts_of_target[target.name] = [
+            str(node.target) for node in graph.nodes if node.op == "call_function"
+        ]
         kernels = [tag.kernel for node in graph.nodes for tag in tags_of(node)]
-        found[f"{target.name} kernels"] = kernels
+        casts_of_target[f"{target.name} kernels"] = kernels
 
     monkeypatch.setattr(compilation.lowering, "run", look)
     model, _ = quantized()
     for target in ("sm_90", "sm_100"):
         mxcompile.explain(model, TOKENS[:1], policy="inference", training=False, target=target)
-        casts = [name for name in found[target] if "mx.cast" in name]
+        casts = [name for name in casts_of_target[target] if "mx.cast" in name]
         assert len(casts) == 4, "two activations of each block"
-        assert "mx.decode.default" not in found[target]
+        assert "mx.decode.default" not in casts_of_target[target]
     mxcompile.explain(model, TOKENS[:1], policy="bf16", training=False, target="sm_90")
-    assert found["sm_90"].count("mx.weight_only_mm.default") == 6
-    assert "mx.decode.default" not in found["sm_90"]
-    assert all(kernel.startswith("mx_weight_only_mm") for kernel in found["sm_90 kernels"][:6])
+    assert casts_of_target["sm_90"].count("mx.weight_only_mm.default") == 6
+    assert "mx.decode.default" not in casts_of_target["sm_90"]
+    assert all(kernel.startswith("mx_weight_only_mm") for kernel in casts_of_target["sm_90 kernels"][:6])
 
 
 def test_policy_rule_keeps_weights_of_a_block_dense():
@@ -294,10 +296,10 @@ def test_a_large_weight_is_cast_inpieces(how):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cast, "_CHUNK", 1000)
             assert len(list(cast.pieces(x, dim))) > pieces
-            found = cast.cast(x[:4], dim, expected.form)
-        assert torch.equal(found.qdata.view(torch.uint8), expected.qdata.view(torch.uint8))
-        assert torch.equal(found.scale_bytes, expected.scale_bytes)
-        assert torch.equal(found.dequantize(), expected.dequantize())
+            part = cast.cast(x[:4], dim, expected.form)
+        assert torch.equal(part.qdata.view(torch.uint8), expected.qdata.view(torch.uint8))
+        assert torch.equal(part.scale_bytes, expected.scale_bytes)
+        assert torch.equal(part.dequantize(), expected.dequantize())
 
 
 def test_a_weight_that_is_not_seen_is_named():
@@ -356,5 +358,5 @@ def test_running_uncompiled_is_warned_about_once(caplog):
         assert not any(record.name == tensor.log.name for record in caplog.records)
         model(TOKENS)
         model(TOKENS)
-    (said,) = (record.getMessage() for record in caplog.records if record.name == tensor.log.name)
-    assert said.startswith("a product with a stored weight runs uncompiled")
+    (warning,) = (record.getMessage() for record in caplog.records if record.name == tensor.log.name)
+    assert warning.startswith("a product with a stored weight runs uncompiled")

@@ -86,9 +86,9 @@ def test_an_artefact_of_aotinductor_runs_without_mxcompile(tmp_path):
     assert done.returncode == 0, done.stderr
     calls = {name: products(tmp_path / f"{name}.pt2") for name in ("stored", "decoding")}
     assert calls == {"stored": 0, "decoding": 14}
-    held = {name: constants(tmp_path / f"{name}.pt2") for name in ("stored", "dense")}
+    sizes = {name: constants(tmp_path / f"{name}.pt2") for name in ("stored", "dense")}
     values = sum(p.numel() for p in stored.parameters() if isinstance(p, mxcompile.MXTensor))
-    assert held["dense"] - held["stored"] == values * 2 - values * 33 // 32
+    assert sizes["dense"] - sizes["stored"] == values * 2 - values * 33 // 32
 
 
 def packaged(model: nn.Module, path, configs: dict[str, Any] | None = None) -> str:

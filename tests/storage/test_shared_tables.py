@@ -114,12 +114,12 @@ def test_a_compiled_lookup_decodes_the_rows_alone(precision: str, monkeypatch):
     with torch.no_grad():
         expected = model(TOKENS)
         mxcompile.clear_reports()
-        found = torch.compile(model, backend="mxfp8", options={"policy": "bf16"}, fullgraph=True)(TOKENS)
+        output = torch.compile(model, backend="mxfp8", options={"policy": "bf16"}, fullgraph=True)(TOKENS)
     (report,) = mxcompile.reports()
     head = next(gemm for gemm in report.gemms if gemm.n == 64)
     assert (head.role, head.kernel) == ("head", "mx_weight_only_mm C++")
     assert decoded == [(2, 6, 96)]
-    assert (found - expected).float().norm() < 1e-2 * expected.float().norm()
+    assert (output - expected).float().norm() < 1e-2 * expected.float().norm()
 
 
 def test_a_file_has_the_shared_tensor_once(tmp_path):
@@ -134,15 +134,15 @@ def test_a_file_has_the_shared_tensor_once(tmp_path):
     into = mxcompile.load_quantized(tmp_path / "out", llama(tied=True))
     assert into.lm_head.weight is into.model.embed_tokens.weight
     with torch.no_grad():
-        for each in (loaded, into):
-            assert torch.equal(each(input_ids=PROMPT).logits, model(input_ids=PROMPT).logits)
+        for target in (loaded, into):
+            assert torch.equal(target(input_ids=PROMPT).logits, model(input_ids=PROMPT).logits)
 
 
 def test_a_state_dict_loads_into_models_with_and_without_stored_weights(tmp_path):
     model = shared()
     torch.save(model.state_dict(), tmp_path / "state.pt")
     codes = 64 * 64 + 64 * 2
-    assert sum(each.nbytes for each in model.lm_head.weight.parts) == codes
+    assert sum(part.nbytes for part in model.lm_head.weight.parts) == codes
     state = torch.load(tmp_path / "state.pt")
     plain, stored = llama(tied=True).requires_grad_(False), shared()
     plain.load_state_dict(state)

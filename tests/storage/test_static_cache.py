@@ -67,9 +67,9 @@ def test_cache_layer_returns_written_values_cast_once(head_dim: int, dtype: torc
         layer.update(rows[:, :, :5], -rows[:, :, :5])
         keys, values = layer.update(rows[:, :, 5:], -rows[:, :, 5:])
     expected = torch.cat([round_trip(rows, 3), torch.zeros(2, 3, 2, head_dim)], 2).to(dtype)
-    for found, wanted in ((keys, expected), (values, -expected), (layer.keys, keys), (layer.values, values)):
-        assert found.dtype is dtype
-        assert torch.equal(found, wanted)
+    for actual, wanted in ((keys, expected), (values, -expected), (layer.keys, keys), (layer.values, values)):
+        assert actual.dtype is dtype
+        assert torch.equal(actual, wanted)
     assert int(layer.get_seq_length()) == 7
     assert layer.stored_bytes == 2 * 2 * 3 * 9 * (head_dim + -(-head_dim // 32))
 
@@ -127,8 +127,8 @@ def test_quantized_cache_takes_half_the_bytes(precision: str):
 @pytest.mark.parametrize("make", [llama, gpt2])
 def test_generation_with_mx_cache_equals_the_reference_cache(make):
     model = make()
-    found = model.generate(PROMPT, cache=mxcompile.static_cache(model, ROOM), **GREEDY)
-    assert torch.equal(found, model.generate(PROMPT, cache=reference_cache(model), **GREEDY))
+    tokens = model.generate(PROMPT, cache=mxcompile.static_cache(model, ROOM), **GREEDY)
+    assert torch.equal(tokens, model.generate(PROMPT, cache=reference_cache(model), **GREEDY))
 
 
 def by_length(tokens: Tensor, scores: Tensor) -> Tensor:
@@ -151,10 +151,10 @@ def test_generate_with_mx_cache_equals_reference_compiled(make):
     mxcompile.clear_reports()
     model.forward = torch.compile(model.forward, backend="mxfp8", options={"policy": "bf16"})
     cache = mxcompile.static_cache(model, ROOM)
-    found = model.generate(prompts, cache=cache, disable_compile=True, **options)
-    assert torch.equal(found.sequences, right.sequences)
-    found, right = torch.stack(found.logits).double(), torch.stack(right.logits).double()
-    assert (found - right).norm() / right.norm() < 0.02
+    generated = model.generate(prompts, cache=cache, disable_compile=True, **options)
+    assert torch.equal(generated.sequences, right.sequences)
+    generated, right = torch.stack(generated.logits).double(), torch.stack(right.logits).double()
+    assert (generated - right).norm() / right.norm() < 0.02
     gemms = [gemm for report in mxcompile.reports() for gemm in report.gemms]
     attentions = [gemm for gemm in gemms if gemm.role in ("attn_scores", "attn_values")]
     assert {g.kernel for g in attentions if g.m == 1} == {"mx_attention C++ (keys and values mxfp8)"}

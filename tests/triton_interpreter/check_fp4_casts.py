@@ -35,18 +35,18 @@ def spread(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 def casts(word: str, layout: str, x: Tensor, seed: Tensor) -> list[Tensor]:
     """Each copy of `x` by itself, then both of what is not random, and the amax that they need."""
     form, results = Format.parse(word), []
-    given = (seed, 5) if form.stochastic else (None, 0)
+    randomness = (seed, 5) if form.stochastic else (None, 0)
     plain, others = ops.largest(x) if form.two_level else None, []
     for dim in (-1, -2):
         amax, its = plain, form
         if form.hadamard is not None and dim == -2:
             words = f"{form.untransformed} packed @-1", f"{word} packed @-2"
-            again, amax = ops.cast(x, [f"{each} largest" for each in words])
-            results += [again, amax]
+            rowwise_amax, amax = ops.cast(x, [f"{copy} largest" for copy in words])
+            results += [rowwise_amax, amax]
         elif dim == -1:
             its = form.untransformed
         others.append(amax)
-        results += encode_packed(x, dim, str(its), *given, amax, layout)
+        results += encode_packed(x, dim, str(its), *randomness, amax, layout)
     if form.stochastic:
         return results
     rows = str(form.untransformed)
@@ -58,11 +58,11 @@ def check(cases: list[tuple[str, str, Tensor]], target: str) -> None:
 
     def function(seed: Tensor, *inputs: Tensor) -> list[Tensor]:
         pairs = zip(cases, inputs, strict=True)
-        return [each for (word, layout, _), x in pairs for each in casts(word, layout, x, seed)]
+        return [copy for (word, layout, _), x in pairs for copy in casts(word, layout, x, seed)]
 
     sources = [x for *_, x in cases]
-    found, wanted = run(function, SEED, *sources, target=target), function(SEED, *sources)
-    for number, (result, reference) in enumerate(zip(found, wanted, strict=True)):
+    computed, wanted = run(function, SEED, *sources, target=target), function(SEED, *sources)
+    for number, (result, reference) in enumerate(zip(computed, wanted, strict=True)):
         assert result.shape == reference.shape
         assert torch.equal(result, reference), (number, target)
 
@@ -108,13 +108,13 @@ def test_packed_fp4_casts_of_every_amax_equal_reference(word):
     amaxes = [torch.tensor([amax]) for amax in (3.3e38, 1.0, 1e-36)] if "two-level" in word else [None]
 
     def function(x: Tensor, seed: Tensor, *amaxes: Tensor) -> list[Tensor]:
-        given = (seed, 5) if "stochastic" in word else (None, 0)
-        casts = (encode_packed(x, -1, word, *given, amax, ROW_MAJOR) for amax in amaxes or (None,))
+        randomness = (seed, 5) if "stochastic" in word else (None, 0)
+        casts = (encode_packed(x, -1, word, *randomness, amax, ROW_MAJOR) for amax in amaxes or (None,))
         return [result for cast in casts for result in cast]
 
     inputs = x, SEED, *(amax for amax in amaxes if amax is not None)
-    for found, reference in zip(run(function, *inputs, target="sm_100"), function(*inputs), strict=True):
-        assert torch.equal(found, reference)
+    for computed, reference in zip(run(function, *inputs, target="sm_100"), function(*inputs), strict=True):
+        assert torch.equal(computed, reference)
 
 
 @pytest.mark.parametrize("layout", [TILED, ROW_MAJOR])
@@ -127,8 +127,8 @@ def test_nan_is_its_blocks_or_its_tensors(layout):
             run(lambda x, seed, word=word: casts(word, layout, x, seed), x, SEED, target="sm_100"),
             casts(word, layout, x, SEED),
         ]
-        for found, reference in zip(*(each[1::2] for each in results), strict=True):
-            assert torch.equal(found, reference)
+        for computed, reference in zip(*(cast[1::2] for cast in results), strict=True):
+            assert torch.equal(computed, reference)
             assert (reference == (255 if word == MXFP4 else 0x7F)).any()
 
 
@@ -142,5 +142,5 @@ def test_a_producer_is_part_of_the_cast():
         )
 
     inputs = spread(3, 33, 47, dtype=F32), torch.randn(3, 1, 1), torch.randn(47)
-    for found, reference in zip(run(function, *inputs, target="sm_100"), function(*inputs), strict=True):
-        assert torch.equal(found, reference)
+    for computed, reference in zip(run(function, *inputs, target="sm_100"), function(*inputs), strict=True):
+        assert torch.equal(computed, reference)

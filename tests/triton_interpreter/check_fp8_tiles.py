@@ -51,10 +51,10 @@ def scales(count: int) -> torch.Tensor:
     any_of_them = torch.randint(1 << 23, 1 << 24, (count,))
     significands = torch.cat([hard, any_of_them])
     exponents = torch.randint(-149, 97, significands.shape)
-    made = torch.ldexp(significands.double(), exponents.double()).float()
+    factors = torch.ldexp(significands.double(), exponents.double()).float()
     subnormal = torch.randint(1, 1 << 23, (16,), dtype=torch.int32).view(torch.float32)
     return torch.cat(
-        [made[made.isfinite() & (made > 0)], subnormal, torch.tensor([2.0**-149, 1.0, torch.nan])]
+        [factors[factors.isfinite() & (factors > 0)], subnormal, torch.tensor([2.0**-149, 1.0, torch.nan])]
     )
 
 
@@ -67,10 +67,10 @@ def cast(x: torch.Tensor, scale: torch.Tensor, elem: str, *, stateful=False, nat
     return out
 
 
-def same(found: torch.Tensor, wanted: torch.Tensor) -> None:
+def same(computed: torch.Tensor, wanted: torch.Tensor) -> None:
     nan = wanted.float().isnan()
-    assert torch.equal(found.view(wanted.dtype).float().isnan(), nan)
-    assert torch.equal(found[~nan], wanted.view(torch.uint8)[~nan])
+    assert torch.equal(computed.view(wanted.dtype).float().isnan(), nan)
+    assert torch.equal(computed[~nan], wanted.view(torch.uint8)[~nan])
 
 
 @ELEM
@@ -79,8 +79,8 @@ def test_fp8_cast_of_every_bf16_value_equals_reference(elem: str, native: bool):
     """Under scales that a tensor which holds it may have: quotients are at most the largest element."""
     fmt, scale = Format.parse(f"{elem} channel nearest"), scales(8)[::10]
     x = all_bf16().repeat(len(scale), 1)
-    held = x.isfinite() & (x.double().abs() <= scale.double().unsqueeze(1) * fmt.elem.max * 1.01)
-    x = torch.where(held | scale.isnan().unsqueeze(1), x, 0.0).to(torch.bfloat16)
+    in_range = x.isfinite() & (x.double().abs() <= scale.double().unsqueeze(1) * fmt.elem.max * 1.01)
+    x = torch.where(in_range | scale.isnan().unsqueeze(1), x, 0.0).to(torch.bfloat16)
     same(cast(x, scale, elem, native=native), encode_with(x, scale.unsqueeze(1), -1, fmt))
 
 
@@ -143,10 +143,10 @@ def test_transposed_tile_equals_transposed_tensor(perm: int):
 def test_amax_of_rows_columns_and_tile_propagates_nan():
     x = torch.randn(16, 128)
     x[3, 5], x[4, 6], x[5, 7] = torch.nan, torch.inf, -7.0
-    found = torch.empty(16 + 128 + 1)
-    amax_kernel[(1,)](x, found)
+    largest = torch.empty(16 + 128 + 1)
+    amax_kernel[(1,)](x, largest)
     wanted = torch.cat([x.abs().amax(1), x.abs().amax(0), x.abs().amax().reshape(1)])
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(largest, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 @triton.jit

@@ -84,11 +84,11 @@ def test_interpreter_casts_every_value_as_numpy(source, target):
     if target in LARGEST:
         wanted = np.where(np.isnan(wanted), wanted, np.clip(wanted, -LARGEST[target], LARGEST[target]))
     wanted = wanted.astype(np.float32).astype(DTYPES[target][1])
-    found = as_numpy(out, target)
+    computed = as_numpy(out, target)
     is_nan = np.isnan(wanted.astype(np.float32))
-    np.testing.assert_array_equal(np.isnan(found.astype(np.float32)), is_nan)
-    bits = f"uint{8 * found.dtype.itemsize}"
-    np.testing.assert_array_equal(found.view(bits)[~is_nan], wanted.view(bits)[~is_nan])
+    np.testing.assert_array_equal(np.isnan(computed.astype(np.float32)), is_nan)
+    bits = f"uint{8 * computed.dtype.itemsize}"
+    np.testing.assert_array_equal(computed.view(bits)[~is_nan], wanted.view(bits)[~is_nan])
 
 
 def test_interpreter_rounds_bf16_arithmetic_once():

@@ -122,8 +122,8 @@ def test_packed_values_equal_the_integer_reference(elem, rounding):
     """
     x = every_amax()
     values = torch.empty(2, *x.shape)
-    found = torch.empty(2, *x.shape, dtype=torch.bfloat16)
-    value_kernel[(1,)](x, found, values, x.shape[1], elem, rounding)
+    computed = torch.empty(2, *x.shape, dtype=torch.bfloat16)
+    value_kernel[(1,)](x, computed, values, x.shape[1], elem, rounding)
     for side, (way, dim) in enumerate((("rows", 1), ("columns", 0))):
         codes, byte = cast(x, elem, rounding, way)
         exponents = byte.double().sub(127).masked_fill(byte == 255, float("nan"))
@@ -134,9 +134,9 @@ def test_packed_values_equal_the_integer_reference(elem, rounding):
         assert torch.equal(values[side][~is_nan], wanted[~is_nan])
         zeros = wanted == 0
         assert torch.equal(values[side].signbit()[zeros], wanted.signbit()[zeros])
-        assert torch.equal(found[side].isnan(), is_nan)
+        assert torch.equal(computed[side].isnan(), is_nan)
         rounded = wanted.bfloat16()[~is_nan]
-        assert torch.equal(found[side][~is_nan].view(torch.int16), rounded.view(torch.int16))
+        assert torch.equal(computed[side][~is_nan].view(torch.int16), rounded.view(torch.int16))
 
 
 def test_producer_rounds_to_bf16_and_bounds_the_sigmoid():

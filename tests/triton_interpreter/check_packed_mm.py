@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.operands import assert_within, product
 from helpers.packed_operands import ALONG, MXFP4, NAN, NVFP4, PackedOperand, packed_operand, tensors
-from modules import each
+from modules import results_of_calls
 from torch import Tensor
 
 from mxcompile import ops
@@ -44,8 +44,8 @@ def ours(monkeypatch):
 
 def check(calls: list[Call], word: str, dtype: torch.dtype, target) -> None:
     """Each product within the bound of FP32 accumulation."""
-    given = [(*a.left, *b.right, bias, dtype, *words(word), tensors(a, b)) for a, b, bias in calls]
-    for out, (a, b, bias) in zip(each(ops.matmul, given, target=target), calls, strict=True):
+    arguments = [(*a.left, *b.right, bias, dtype, *words(word), tensors(a, b)) for a, b, bias in calls]
+    for out, (a, b, bias) in zip(results_of_calls(ops.matmul, arguments, target=target), calls, strict=True):
         assert out.dtype is dtype
         # the scales of both tensors are multiplied in FP32, and then what is accumulated
         assert_within(out, *product(a.values, b.values, bias), a.values.shape[1] + 4)
@@ -106,8 +106,8 @@ def test_nan_reaches_its_row_only(target, word):
     calls = [(packed_operand(m, 96, word), packed_operand(64, 96, word), None) for m in (7, 200)]
     for a, b, _ in calls:
         a.scale[3, 1], b.scale[50, 2] = NAN[word], NAN[word]
-    given = [(*a.left, *b.right, None, BF16, *words(word), tensors(a, b)) for a, b, _ in calls]
-    for out in each(ops.matmul, given, target=target):
+    arguments = [(*a.left, *b.right, None, BF16, *words(word), tensors(a, b)) for a, b, _ in calls]
+    for out in results_of_calls(ops.matmul, arguments, target=target):
         wanted = torch.zeros(out.shape, dtype=torch.bool)
         wanted[3], wanted[:, 50] = True, True
         assert torch.equal(out.isnan(), wanted)
@@ -119,8 +119,8 @@ def test_a_scale_for_every_column(target):
     m, n, k = 40, 70, 96
     a, b = packed_operand(m, k, NVFP4), packed_operand(n, k, NVFP4)
     several = torch.exp2(torch.randn(1, n) * 3)
-    given = [(*a.left, *b.right, None, F32, *words(NVFP4), [a.tensor, several])]
-    (out,) = each(ops.matmul, given, target=target)
+    arguments = [(*a.left, *b.right, None, F32, *words(NVFP4), [a.tensor, several])]
+    (out,) = results_of_calls(ops.matmul, arguments, target=target)
     assert b.tensor is not None
     exact = b.values / b.tensor.double() * several.double().t()
     assert_within(out, *product(a.values, exact), k + 4)
@@ -136,12 +136,12 @@ def test_packed_mm_of_batches_matches_fp64(target, word):
         calls.append((*a.left, *b.right, bias, F32, *words(word), tensors(a, b)))
         sides.append((a.values, b.values, bias))
     a, b = packed_operand(17, 64, word, batch=(2,)), packed_operand(24, 64, word)
-    shared = [each_.expand(2, *each_.shape) for each_ in b.right]
+    shared = [side.expand(2, *side.shape) for side in b.right]
     calls.append((*a.left, *shared, None, F32, *words(word), tensors(a, b)))
     sides.append((a.values, [b.values, b.values], [None, None]))
-    for out, given in zip(each(ops.matmul, calls, target=target), sides, strict=True):
-        for found, left, right, bias in zip(out, *given, strict=True):
-            assert_within(found, *product(left, right, bias), left.shape[1] + 4)
+    for out, operands in zip(results_of_calls(ops.matmul, calls, target=target), sides, strict=True):
+        for computed, left, right, bias in zip(out, *operands, strict=True):
+            assert_within(computed, *product(left, right, bias), left.shape[1] + 4)
 
 
 def spans(ends: tuple[int, ...]) -> list[slice]:
@@ -149,8 +149,8 @@ def spans(ends: tuple[int, ...]) -> list[slice]:
 
 
 def grouped(a: PackedOperand, b: PackedOperand, ends: tuple[int, ...], word: str, target: str) -> Tensor:
-    given = (*a.left, *b.right, torch.tensor(ends, dtype=torch.int32), F32, *words(word), tensors(a, b))
-    (out,) = each(ops.grouped_matmul, [given], target=target)
+    arguments = (*a.left, *b.right, torch.tensor(ends, dtype=torch.int32), F32, *words(word), tensors(a, b))
+    (out,) = results_of_calls(ops.grouped_matmul, [arguments], target=target)
     return out
 
 
@@ -186,5 +186,5 @@ def test_packed_mm_of_k_groups_matches_fp64(ends, target, word):
     k = max(307, ends[-1])
     a, b = packed_operand(72, k, word, spread=20), packed_operand(104, k, word, spread=20)
     out = grouped(a, b, ends, word, target)
-    for found, span in zip(out, spans(ends), strict=True):
-        assert_within(found, *product(a.values[:, span], b.values[:, span]), k + ALONG[word])
+    for computed, span in zip(out, spans(ends), strict=True):
+        assert_within(computed, *product(a.values[:, span], b.values[:, span]), k + ALONG[word])

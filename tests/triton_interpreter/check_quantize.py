@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import reference as integer_reference
 from helpers.casts import quantize, quantize_both, quantize_operands, quantize_two
-from modules import each, run
+from modules import results_of_calls, run
 
 from mxcompile.formats import ELEM_TYPES, Format, Rounding, ScaleLayout
 from mxcompile.formats.scale_tiles import tile_scale
@@ -34,11 +34,11 @@ def spread(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 def check(operator, calls, target) -> None:
     """What is generated gives the bits of the operator's reference; NaN of any."""
     wanted = [operator(*arguments) for arguments in calls]
-    for number, (found, expected) in enumerate(
-        zip(each(operator, calls, target=target), wanted, strict=True)
+    for number, (computed, expected) in enumerate(
+        zip(results_of_calls(operator, calls, target=target), wanted, strict=True)
     ):
-        assert len(found) == len(expected)
-        for tensor, reference in zip(found, expected, strict=True):
+        assert len(computed) == len(expected)
+        for tensor, reference in zip(computed, expected, strict=True):
             is_nan = reference.to(F32).isnan()
             assert torch.equal(tensor.to(F32).isnan(), is_nan), (number, target)
             bits, right = tensor.view(torch.uint8), reference.view(torch.uint8)
@@ -84,7 +84,9 @@ def test_mx_casts_equal_the_integer_reference(target):
         x[4:6, 32:] = torch.nextafter(torch.tensor(largest), torch.tensor([0.0, 1e9]))[:, None] * 2.0**20
         sources.append(x)
     calls = [(x, -1, fmt.elem.dtype, str(fmt.rounding)) for x, fmt in zip(sources, FORMATS, strict=True)]
-    for (qdata, scale), x, fmt in zip(each(quantize, calls, target=target), sources, FORMATS, strict=True):
+    for (qdata, scale), x, fmt in zip(
+        results_of_calls(quantize, calls, target=target), sources, FORMATS, strict=True
+    ):
         values, scales = integer_reference.quantize(x.numpy(), fmt.elem.name, fmt.rounding)
         np.testing.assert_array_equal(scale.numpy(), scales)
         np.testing.assert_array_equal(qdata.to(torch.float64).numpy(), values)

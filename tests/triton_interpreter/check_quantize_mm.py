@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.operands import assert_within, embedded, operand, product, values
-from modules import each
+from modules import results_of_calls
 
 from mxcompile import ops
 from mxcompile.formats import E4M3, E5M2, ELEM_TYPES, Format, Rounding, elem_type, rounding
@@ -37,18 +37,18 @@ def activation(m: int, k: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 def products(calls, target) -> list[torch.Tensor]:
     """calls: x, w, bias, element type and rounding, dtype of the result."""
-    given = []
+    arguments = []
     for x, w, bias, (elem, mode), out_dtype in calls:
         words = Format(elem=elem_type(elem), rounding=rounding(mode)), Format.mx(elem_type(w.right[0].dtype))
-        given.append((x, *w.right, bias, out_dtype, *map(str, words)))
-    found: list[torch.Tensor] = each(ops.quantize_mm, given, target=target)
-    return found
+        arguments.append((x, *w.right, bias, out_dtype, *map(str, words)))
+    outputs: list[torch.Tensor] = results_of_calls(ops.quantize_mm, arguments, target=target)
+    return outputs
 
 
 def check(calls, target) -> None:
     for out, (x, w, bias, cast, _) in zip(products(calls, target), calls, strict=True):
-        left = values(*quantize_tensors(x, -1, *cast))
-        assert_within(out, *product(left, w.values, bias), x.shape[1])
+        x_values = values(*quantize_tensors(x, -1, *cast))
+        assert_within(out, *product(x_values, w.values, bias), x.shape[1])
 
 
 @pytest.mark.parametrize("target", NATIVE)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.casts import scaled_grouped_mm, scaled_mm
 from helpers.operands import Operand, assert_within, operand, product
-from modules import each
+from modules import results_of_calls
 from torch import Tensor
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -24,7 +24,7 @@ def together(sides: list[Operand]) -> tuple[Tensor, Tensor]:
     codes, scales = ([getattr(side, name) for side in sides] for name in ("qdata", "scale"))
     if k_major:
         return torch.stack(codes), torch.stack(scales)
-    return torch.stack([each.t() for each in codes]).mT, torch.stack([each.t() for each in scales]).mT
+    return torch.stack([matrix.t() for matrix in codes]).mT, torch.stack([matrix.t() for matrix in scales]).mT
 
 
 def turned(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,9 +47,9 @@ def test_scaled_mm_of_batches_matches_fp64(target):
     shared = [side.expand(2, *side.shape) for side in b.left]
     calls.append((*together(a), *turned(*shared), None, F32))
     sides.append((a, [b, b], [None, None]))
-    for out, given in zip(each(scaled_mm, calls, target=target), sides, strict=True):
-        for found, a, b, bias in zip(out, *given, strict=True):
-            assert_within(found, *product(a.values, b.values, bias), a.qdata.shape[1])
+    for out, operands in zip(results_of_calls(scaled_mm, calls, target=target), sides, strict=True):
+        for computed, a, b, bias in zip(out, *operands, strict=True):
+            assert_within(computed, *product(a.values, b.values, bias), a.qdata.shape[1])
 
 
 @pytest.mark.parametrize(("n", "k"), [(104, 72), (272, 128)], ids=["pointers", "tiled"])
@@ -59,7 +59,9 @@ def test_scaled_mm_of_row_groups_matches_fp64(ends, n, k):
     a, weights = operand(m, k, spread=20), stacked(len(ends), n, k)
     a = Operand(qdata=a.qdata.clone(memory_format=torch.contiguous_format), scale=a.scale)  # for TMA
     offs = torch.tensor(ends, dtype=torch.int32)
-    (out,) = each(scaled_grouped_mm, [(*a.left, *turned(*together(weights)), offs, F32)], target="sm_100")
+    (out,) = results_of_calls(
+        scaled_grouped_mm, [(*a.left, *turned(*together(weights)), offs, F32)], target="sm_100"
+    )
     for span, w in zip(spans(ends), weights, strict=True):
         assert_within(out[span], *product(a.values[span], w.values), k)
     assert not out[ends[-1] :].any()
@@ -70,7 +72,7 @@ def test_scaled_mm_of_column_groups_matches_fp64(n, k):
     ends = (41, 41, 80)
     b, weights = operand(ends[-1], k, spread=20), stacked(len(ends), n, k)
     offs = torch.tensor(ends, dtype=torch.int32)
-    (out,) = each(scaled_grouped_mm, [(*together(weights), *b.right, offs, F32)], target="sm_100")
+    (out,) = results_of_calls(scaled_grouped_mm, [(*together(weights), *b.right, offs, F32)], target="sm_100")
     for span, w in zip(spans(ends), weights, strict=True):
         assert_within(out[:, span], *product(w.values, b.values[span]), k)
 
@@ -81,6 +83,6 @@ def test_scaled_mm_of_k_groups_matches_fp64(ends):
     k = max(307, ends[-1])
     a, b = operand(72, k, spread=20, k_major=False), operand(104, k, spread=20, k_major=False)
     offs = torch.tensor(ends, dtype=torch.int32)
-    (out,) = each(scaled_grouped_mm, [(*a.left, *b.right, offs, F32)], target="sm_100")
-    for found, span in zip(out, spans(ends), strict=True):
-        assert_within(found, *product(a.values[:, span], b.values[:, span]), k)
+    (out,) = results_of_calls(scaled_grouped_mm, [(*a.left, *b.right, offs, F32)], target="sm_100")
+    for computed, span in zip(out, spans(ends), strict=True):
+        assert_within(computed, *product(a.values[:, span], b.values[:, span]), k)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.casts import scaled_mm
 from helpers.operands import Operand, assert_within, operand, product
-from modules import each
+from modules import results_of_calls
 
 from mxcompile.formats import E4M3, E5M2
 from mxcompile.lowering.targets import TARGETS
@@ -19,9 +19,9 @@ Call = tuple[Operand, Operand, torch.Tensor | None]
 
 
 def products(calls: list[Call], out_dtype: torch.dtype, target: str) -> list[torch.Tensor]:
-    given = [(*a.left, *b.right, bias, out_dtype) for a, b, bias in calls]
-    found: list[torch.Tensor] = each(scaled_mm, given, target=target)
-    return found
+    arguments = [(*a.left, *b.right, bias, out_dtype) for a, b, bias in calls]
+    outputs: list[torch.Tensor] = results_of_calls(scaled_mm, arguments, target=target)
+    return outputs
 
 
 def check(calls: list[Call], out_dtype: torch.dtype, target: str) -> None:

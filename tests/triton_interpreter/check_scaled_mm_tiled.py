@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.casts import quantize, scaled_mm
 from helpers.operands import Operand, assert_within, operand, product
-from modules import each, run
+from modules import results_of_calls, run
 
 from mxcompile.formats import E5M2
 from mxcompile.lowering.choices import configs
@@ -32,7 +32,7 @@ def force(monkeypatch):
 
 def check(sides: list[tuple[Operand, Operand]], bias, out_dtype, target: Target = SM_100) -> None:
     calls = [(*a.left, *b.right, bias, out_dtype) for a, b in sides]
-    for out, (a, b) in zip(each(scaled_mm, calls, target=target), sides, strict=True):
+    for out, (a, b) in zip(results_of_calls(scaled_mm, calls, target=target), sides, strict=True):
         assert_within(out, *product(a.values, b.values, bias), a.qdata.shape[1])
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from modules import each
+from modules import results_of_calls
 from torch import Tensor
 
 from mxcompile import ops
@@ -39,8 +39,8 @@ def special(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 def check(calls: list[tuple[object, ...]], target: str = "sm_100") -> None:
     wanted = [ops.cast_statistics(*arguments) for arguments in calls]
-    found = each(ops.cast_statistics, calls, target=target)
-    for arguments, (numbers, kept), (expected, part) in zip(calls, found, wanted, strict=True):
+    results = results_of_calls(ops.cast_statistics, calls, target=target)
+    for arguments, (numbers, kept), (expected, part) in zip(calls, results, wanted, strict=True):
         about = arguments[1:]
         assert numbers[: SUMS.start].tolist() == expected[: SUMS.start].tolist(), about
         assert numbers[SUMS.stop :].tolist() == expected[SUMS.stop :].tolist(), about
@@ -78,9 +78,9 @@ def test_statistics_of_extreme_values_equal_the_operator():
     zeros = torch.zeros(40, 70)
     largest, smallest = zeros + torch.finfo(F32).max, torch.full((40, 70), 1e-45)
     apart = spread(40, 70, dtype=F32) * torch.tensor([1e30, 1e-36]).repeat(35)
-    one = spread(64, 600)
-    one[40, 500] = math.nan
-    check([(x, -1, fmt, 0) for fmt in (PLAIN, SMALL) for x in (zeros, largest, smallest, apart, one)])
+    wide = spread(64, 600)
+    wide[40, 500] = math.nan
+    check([(x, -1, fmt, 0) for fmt in (PLAIN, SMALL) for x in (zeros, largest, smallest, apart, wide)])
 
 
 @pytest.mark.parametrize("target", ["sm_80", "gfx950"])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from helpers.operands import Operand, assert_within, embedded, operand, product
-from modules import each
+from modules import results_of_calls
 
 from mxcompile import ops
 from mxcompile.formats import E5M2, Format, elem_type
@@ -26,12 +26,12 @@ def activation(m: int, k: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 def products(calls, target) -> list[torch.Tensor]:
     """calls: x, w, bias, dtype of the result."""
-    given = [
+    arguments = [
         (x, *w.left, bias, out_dtype, str(Format.mx(elem_type(w.qdata.dtype))))
         for x, w, bias, out_dtype in calls
     ]
-    found: list[torch.Tensor] = each(ops.weight_only_mm, given, target=target)
-    return found
+    outputs: list[torch.Tensor] = results_of_calls(ops.weight_only_mm, arguments, target=target)
+    return outputs
 
 
 def check(calls, target) -> None:
@@ -115,16 +115,16 @@ def stored(n: int, k: int, *, two_level: bool, whole: int = 0) -> Packed:
         scale = embedded(torch.randint(87, 167, (n, -(-k // 32)), dtype=torch.uint8), 255)
         return Packed(codes=codes, scale=scale, word="e2m1 1x32 rceil packed")
     scale = embedded(torch.randint(1, 0x7F, (n, -(-k // 16)), dtype=torch.uint8), 0x7F)
-    given = (torch.rand(whole, 1) + 0.5,) if whole else ()
+    global_scale = (torch.rand(whole, 1) + 0.5,) if whole else ()
     scale = scale.view(torch.float8_e4m3fn)
-    return Packed(codes=codes, scale=scale, word="e2m1 1x16 two-level packed", whole=given)
+    return Packed(codes=codes, scale=scale, word="e2m1 1x16 two-level packed", whole=global_scale)
 
 
 def check_packed(calls, target, bound: int = 2) -> None:
     """calls: x, w, bias, dtype of the result. bound: roundings of a product beside those of its sum."""
     for x, w, bias, out_dtype in calls:
-        given = (x, w.codes, w.scale, bias, out_dtype, w.word, *w.whole)
-        (out,) = each(ops.weight_only_mm, [given], target=target)
+        arguments = (x, w.codes, w.scale, bias, out_dtype, w.word, *w.whole)
+        (out,) = results_of_calls(ops.weight_only_mm, [arguments], target=target)
         assert out.dtype is out_dtype
         assert_within(out, *product(x, w.values, bias), x.shape[1] + bound)
 
@@ -153,8 +153,8 @@ def test_nan_scales_of_two_levels():
     for m in (1, 16):
         w = stored(32, 64, two_level=True)
         w.scale.view(torch.uint8)[4, 1] = 0x7F
-        given = (activation(m, 64), w.codes, w.scale, None, F32, w.word)
-        (out,) = each(ops.weight_only_mm, [given], target=SMALL["sm_90"])
+        arguments = (activation(m, 64), w.codes, w.scale, None, F32, w.word)
+        (out,) = results_of_calls(ops.weight_only_mm, [arguments], target=SMALL["sm_90"])
         wanted = torch.zeros(out.shape, dtype=torch.bool)
         wanted[:, 4] = True
         assert torch.equal(out.isnan(), wanted)

@@ -244,21 +244,21 @@ def _pairs(low, high):
     return (codes[0] | codes[1] << 4).astype(np.uint8)
 
 
-def _decoded(place):
+def _decoded(nibble):
     """Code s·e·m in FP16, whose exponent it shares but for the bias: a shift, as the PTX does."""
 
     def decode(codes):
-        code = (codes >> (4 * place) & 15).astype(np.uint16)
+        code = (codes >> (4 * nibble) & 15).astype(np.uint16)
         return ((code & 8) << 12 | (code & 7) << 9).astype(np.uint16).view(np.float16)
 
     return decode
 
 
-def _times(place):
+def _times(nibble):
     """`fma.rn.bf16x2` with −0 twice: by 2^126, which is exact, and by the factor."""
 
     def times(codes, factors):
-        value = (codes >> (4 * place) & 15).astype(np.uint8).view(np.dtype(ml_dtypes.float4_e2m1fn))
+        value = (codes >> (4 * nibble) & 15).astype(np.uint8).view(np.dtype(ml_dtypes.float4_e2m1fn))
         return (
             (value.astype(np.float32) * _bf16(factors).astype(np.float32))
             .astype(NUMPY[tl.bfloat16])
@@ -291,10 +291,10 @@ def _reciprocal(x):
     return np.where(small, np.float32(np.nan), np.float32(1.0) / x).astype(np.float32)
 
 
-def _philox(place, stream, key):
+def _philox(counter, stream, key):
     """Each instruction of `fp4_ptx.PHILOX`."""
     left, right, key = (
-        np.ascontiguousarray(each).view(np.uint32).astype(np.uint64) for each in (place, stream, key)
+        np.ascontiguousarray(operand).view(np.uint32).astype(np.uint64) for operand in (counter, stream, key)
     )
     for _ in range(ROUNDS):
         product = left * np.uint64(MULTIPLIER)
@@ -320,8 +320,8 @@ _PTX = {
     packed.SPECIAL.value: (tl.int32, _special),
     packed.ROUND.value: (tl.bfloat16, _rounded),
     packed.SIGMOID.value: (tl.float32, _sigmoid),
-    **{asm: (tl.float16, _decoded(place)) for place, asm in enumerate(fp4_values.DECODED)},
-    **{asm: (tl.bfloat16, _times(place)) for place, asm in enumerate(fp4_values.SCALED)},
+    **{asm: (tl.float16, _decoded(nibble)) for nibble, asm in enumerate(fp4_values.DECODED)},
+    **{asm: (tl.bfloat16, _times(nibble)) for nibble, asm in enumerate(fp4_values.SCALED)},
     fp4_ptx.PAIRS.value: (tl.uint8, _pairs),
     fp4_ptx.ADD.value: (tl.float32, _of_pairs(np.add)),
     fp4_ptx.SUBTRACT.value: (tl.float32, _of_pairs(np.subtract)),
@@ -361,12 +361,12 @@ def _reduce(self, tensors):
     """`combine_fn` of whole slices, first to last; Triton's own goes element by element."""
     data = [np.moveaxis(tensor.handle.data, self.axis, 0) for tensor in tensors]
 
-    def slices(place):
-        return [self.to_tensor(each[place], tensor.dtype) for each, tensor in zip(data, tensors, strict=True)]
+    def slices(index):
+        return [self.to_tensor(part[index], tensor.dtype) for part, tensor in zip(data, tensors, strict=True)]
 
     result = tuple(slices(0))
-    for place in range(1, len(data[0])):
-        combined = self.combine_fn.fn(*result, *slices(place))
+    for index in range(1, len(data[0])):
+        combined = self.combine_fn.fn(*result, *slices(index))
         result = combined if isinstance(combined, tuple) else (combined,)
     assert not self.keep_dims
     return list(result)

@@ -1,7 +1,7 @@
 """Modules that Inductor wrote for a GPU, run on CPU tensors, their kernels in Triton's interpreter.
 
     run(function, *inputs, target=...)     what the code generated for the function gives
-    each(operator, calls, target=...)      the same of one module with all the calls of an operator
+    results_of_calls(operator, calls, ...)  the same of one module with all the calls of an operator
     load(source)                           ``call`` of a module at hand
 
 A kernel is launched with the grid that Inductor launches it with, for its first configuration. New memory
@@ -43,19 +43,19 @@ class _Memory:
     """What a module allocates."""
 
     def __init__(self) -> None:
-        self._made: list[Tensor] = []
+        self._allocations: list[Tensor] = []
 
     def new(self, size, stride, dtype) -> Tensor:
         """Poisoned memory between guards."""
         elements = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if 0 not in size else 0
         whole = torch.full((elements * dtype.itemsize + 2 * _GUARD,), 0xFF, dtype=torch.uint8)
         whole[:_GUARD] = whole[-_GUARD:] = _POISON
-        self._made.append(whole)
+        self._allocations.append(whole)
         return whole[_GUARD:-_GUARD].view(dtype).as_strided(size, stride)
 
     def check(self) -> None:
         """Nothing beside what was asked for has been written."""
-        for whole in self._made:
+        for whole in self._allocations:
             assert (whole[:_GUARD] == _POISON).all()
             assert (whole[-_GUARD:] == _POISON).all()
 
@@ -136,18 +136,20 @@ def run(function: Callable[..., Any], *inputs: Tensor, target: str | Target) -> 
     return load(rendered(function, inputs, chip))(list(inputs))
 
 
-def each(operator: Callable[..., Any], calls: Sequence[Sequence[Any]], *, target: str | Target) -> list[Any]:
+def results_of_calls(
+    operator: Callable[..., Any], calls: Sequence[Sequence[Any]], *, target: str | Target
+) -> list[Any]:
     """The result of each of `calls`, arguments of `operator`, whose tensors are the module's inputs."""
     leaves, tree = tree_flatten(list(calls))
     results: list[Any] = []
 
-    def function(*given: Tensor) -> list[Tensor]:
-        tensors = iter(given)
+    def function(*inputs: Tensor) -> list[Tensor]:
+        tensors = iter(inputs)
         filled = [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         flat, shape = tree_flatten([operator(*arguments) for arguments in tree_unflatten(filled, tree)])
         results[:] = [shape]
         return flat
 
-    made = run(function, *(leaf for leaf in leaves if isinstance(leaf, Tensor)), target=target)
-    found: list[Any] = tree_unflatten(list(made), results[0])
-    return found
+    flat_results = run(function, *(leaf for leaf in leaves if isinstance(leaf, Tensor)), target=target)
+    outputs: list[Any] = tree_unflatten(list(flat_results), results[0])
+    return outputs

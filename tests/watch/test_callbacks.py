@@ -22,11 +22,11 @@ def test_callback_for_transformers_numbers_steps_and_closes(tmp_path: Path):
     compiled = torch.compile(model, backend=EagerBackend(root=model, watch=watch))
     callback = for_transformers(watch)
     assert isinstance(callback, TrainerCallback)
-    told = TrainingArguments(str(tmp_path), use_cpu=True), TrainerState(global_step=7), TrainerControl()
-    callback.on_train_begin(*told)
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True), TrainerState(global_step=7), TrainerControl()
+    callback.on_train_begin(*arguments)
     compiled(batch(0)).sum().backward()
     assert watch.current_step == 7
-    callback.on_train_end(*told)
+    callback.on_train_end(*arguments)
     assert [*samples(tmp_path / "run.jsonl")] == [7]
 
 

@@ -45,25 +45,27 @@ def drawn(shape: tuple[int, ...], seed: int, dtype: torch.dtype, odd: bool) -> T
 
 def counted(x: Tensor, value: Tensor, stored: Tensor, limit: float) -> dict[str, float]:
     """Every field, one element after the other."""
-    found: dict[str, float] = dict.fromkeys(ops.watch.FIELDS, 0.0)
-    found["smallest"] = math.inf
-    for one, cast, element in zip(*(t.double().flatten().tolist() for t in (x, value, stored)), strict=True):
-        found["elements"] += 1
-        if not math.isfinite(one):
-            found["nan" if math.isnan(one) else "inf"] += 1
+    statistics: dict[str, float] = dict.fromkeys(ops.watch.FIELDS, 0.0)
+    statistics["smallest"] = math.inf
+    for number, cast, element in zip(
+        *(t.double().flatten().tolist() for t in (x, value, stored)), strict=True
+    ):
+        statistics["elements"] += 1
+        if not math.isfinite(number):
+            statistics["nan" if math.isnan(number) else "inf"] += 1
             continue
-        found["amax"] = max(found["amax"], abs(one))
-        if one != 0:
-            found["nonzero"] += 1
-            found["smallest"] = min(found["smallest"], abs(one))
+        statistics["amax"] = max(statistics["amax"], abs(number))
+        if number != 0:
+            statistics["nonzero"] += 1
+            statistics["smallest"] = min(statistics["smallest"], abs(number))
         if not math.isfinite(cast):
-            found["poisoned"] += 1
+            statistics["poisoned"] += 1
             continue
-        found["underflow"] += one != 0 and cast == 0
-        found["saturated"] += abs(element) == limit and abs(one) > abs(cast)
-        found["signal"] += one * one
-        found["noise"] += (cast - one) ** 2
-    return found
+        statistics["underflow"] += number != 0 and cast == 0
+        statistics["saturated"] += abs(element) == limit and abs(number) > abs(cast)
+        statistics["signal"] += number * number
+        statistics["noise"] += (cast - number) ** 2
+    return statistics
 
 
 def seeds(fmt: str) -> list[Tensor]:
@@ -118,13 +120,13 @@ def test_statistics_equal_a_reference_by_the_ocp_standard(elem: str, rounding: s
 def test_statistics_follow_from_the_sums_of_a_tally():
     x = drawn((64, 64), 5, torch.float32, odd=False)
     value = round_trip(x, -1)
-    found = measured(x, -1, "e4m3 1x32 rceil").statistics()
+    statistics = measured(x, -1, "e4m3 1x32 rceil").statistics()
     error = (value.double() - x.double()).norm() / x.double().norm()
-    assert found["error"] == pytest.approx(float(error), rel=1e-9)
-    assert found["sqnr"] == pytest.approx(-20 * math.log10(error), rel=1e-9)
-    assert found["underflow"] == float(((value == 0) & (x != 0)).sum() / (x != 0).sum().double())
-    assert found["amax"] == float(x.abs().max())
-    assert found["scale_min"] < found["scale_median"] < found["scale_max"]
+    assert statistics["error"] == pytest.approx(float(error), rel=1e-9)
+    assert statistics["sqnr"] == pytest.approx(-20 * math.log10(error), rel=1e-9)
+    assert statistics["underflow"] == float(((value == 0) & (x != 0)).sum() / (x != 0).sum().double())
+    assert statistics["amax"] == float(x.abs().max())
+    assert statistics["scale_min"] < statistics["scale_median"] < statistics["scale_max"]
 
 
 def test_parts_join_to_the_whole():
@@ -152,15 +154,14 @@ def test_statistics_without_cast_lose_nothing(dtype: torch.dtype):
 
 
 def test_statistics_of_zeros_have_no_sqnr():
-    found = measured(torch.zeros(4, 40), -1, "e4m3 1x32 rceil").statistics()
-    assert (found["amax"], found["smallest"], found["underflow"], found["error"], found["sqnr"]) == (
-        0.0, None, 0.0, 0.0, None,
-    )  # fmt: skip
+    statistics = measured(torch.zeros(4, 40), -1, "e4m3 1x32 rceil").statistics()
+    expected = {"amax": 0.0, "smallest": None, "underflow": 0.0, "error": 0.0, "sqnr": None}
+    assert {name: statistics[name] for name in expected} == expected
 
 
 def test_statistics_of_empty_tensor_are_zero():
-    found = measured(torch.zeros(0, 40), -1, "e4m3 1x32 rceil").statistics()
-    assert (found["amax"], found["scale_median"], found["nan"]) == (0.0, None, 0)
+    statistics = measured(torch.zeros(0, 40), -1, "e4m3 1x32 rceil").statistics()
+    assert (statistics["amax"], statistics["scale_median"], statistics["nan"]) == (0.0, None, 0)
 
 
 def test_the_kept_part_is_spread_evenly():

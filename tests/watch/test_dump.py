@@ -47,11 +47,11 @@ def test_the_operator_keeps_its_word(sizes: tuple[int, ...], dim: int):
     torch.library.opcheck(ops.excerpt, (torch.randn(sizes), dim, 8))
 
 
-def run(path: Any, steps: int = 2, **given: Any) -> tuple[nn.Module, list[Tensor]]:
+def run(path: Any, steps: int = 2, **options: Any) -> tuple[nn.Module, list[Tensor]]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, results = nn.Sequential(nn.Linear(40, 72), nn.GELU(), nn.Linear(72, 40)), []
-    watch = Watch(path, every=1, **given)
+    watch = Watch(path, every=1, **options)
     backend = EagerBackend(root=model, watch=watch, policy=EVERYTHING)
     compiled = torch.compile(model, backend=backend)
     for step in range(steps):
@@ -77,10 +77,10 @@ def test_operands_of_the_product_are_in_the_file(tmp_path: Path, caplog: pytest.
     dump = Dump.load(file)
     assert (dump.step, dump.layer, dump.gemm) == (0, "0", "fprop")
     assert {*dump.operands} == {"x", "w"}
-    values, rows, said = dump.operands["x"]
+    values, rows, facts = dump.operands["x"]
     assert rows.tolist() == [*range(24)]
     assert torch.equal(values, batch(0))
-    assert said == {"format": "e4m3 1x32 rceil", "dim": -1, "sizes": [24, 40]}
+    assert facts == {"format": "e4m3 1x32 rceil", "dim": -1, "sizes": [24, 40]}
     assert torch.equal(dump.operands["w"][0], model[0].weight)
     (sample, *_) = (record for record in read(path) if record["kind"] == "sample")
     (row,) = (
@@ -95,8 +95,8 @@ def test_files_are_small_and_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(dumps, "FILES", 2)
     rule = {"when": {"amax": "> 0"}, "operand": "w", "do": "dump"}
     run(tmp_path / "run.jsonl", rules=[rule], dump=tmp_path / "here")
-    told = [record["dump"] for record in read(tmp_path / "run.jsonl") if record["kind"] == "rule"]
-    assert told[2:] == ["a run writes at most 2 files"] * 2
+    reports = [record["dump"] for record in read(tmp_path / "run.jsonl") if record["kind"] == "rule"]
+    assert reports[2:] == ["a run writes at most 2 files"] * 2
     assert len([*(tmp_path / "here").iterdir()]) == 2
 
 

@@ -31,7 +31,7 @@ def compiled(model: nn.Module, watch: Watch) -> nn.Module:
     return model
 
 
-def found(path: Path) -> set[tuple[str, str, str]]:
+def reported_places(path: Path) -> set[tuple[str, str, str]]:
     """What rules have told in the file at `path`."""
     records = [record for record in read(path) if record["kind"] == "rule"]
     assert len({(record["step"], record["message"]) for record in records}) == len(records)
@@ -51,10 +51,10 @@ def test_watch_names_the_fault_on_one_rank(fault: str, tmp_path: Path):
         (model(batch(step).requires_grad_()) * direction()).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert found(path) == FAULTS[fault].places
+    assert reported_places(path) == FAULTS[fault].places
     first = [record for record in read(path) if record["kind"] == "nonfinite"][:1]
-    told = [(record["step"], record["layer"], record["operand"]) for record in first]
-    assert told == ([(0, f"blocks.{FAULTY}.up", "w")] if fault == "inf" else [])
+    places = [(record["step"], record["layer"], record["operand"]) for record in first]
+    assert places == ([(0, f"blocks.{FAULTY}.up", "w")] if fault == "inf" else [])
 
 
 def test_an_inf_in_one_expert(tmp_path: Path):
@@ -155,9 +155,9 @@ WRAPS = {"fsdp2": fully_sharded, "tp": tensor_parallel, "pp": pipeline}
 def test_watch_names_the_fault_on_many_ranks(wrap: str, fault: str, ranks: int, tmp_path: Path):
     on_ranks(ranks, tmp_path, train, WRAPS[wrap], fault, apart=True)
     path = tmp_path / "run.jsonl"
-    assert found(path) == FAULTS[fault].places
+    assert reported_places(path) == FAULTS[fault].places
     assert {record["ranks"] for record in read(path) if record["kind"] == "sample"} == {ranks}
-    told = [record for record in read(path) if record["kind"] == "nonfinite" and record["step"] == 0]
+    records = [record for record in read(path) if record["kind"] == "nonfinite" and record["step"] == 0]
     if fault == "inf":
-        assert {record["rank"] for record in told} >= ({1} if wrap == "pp" else {0})
-        assert {(record["layer"], record["operand"]) for record in told} >= {(f"blocks.{FAULTY}.up", "w")}
+        assert {record["rank"] for record in records} >= ({1} if wrap == "pp" else {0})
+        assert {(record["layer"], record["operand"]) for record in records} >= {(f"blocks.{FAULTY}.up", "w")}

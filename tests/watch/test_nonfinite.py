@@ -24,7 +24,7 @@ def weight(model: Model) -> Tensor:
     return batch(0)
 
 
-def given(model: Model) -> Tensor:
+def poison_input(model: Model) -> Tensor:
     x = batch(0)
     x[2, 3] = math.nan
     return x
@@ -38,7 +38,7 @@ def outlier(model: Model) -> Tensor:
 
 FAULTS = {
     "weight": (weight, ("blocks.1.up", "fprop", "w"), "first in the weight"),
-    "input": (given, ("blocks.0.up", "fprop", "x"), "first in the model's input"),
+    "input": (poison_input, ("blocks.0.up", "fprop", "x"), "first in the model's input"),
     "overflow": (outlier, ("blocks.1.up", "fprop", "x"), "first after blocks.0.down fprop"),
     "loss": (None, ("blocks.1.down", "dgrad", "dy"), "first in the loss"),
 }
@@ -47,7 +47,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", mostly_slow(FAULTS, "weight", "loss"))
 def test_nonfinite_stop_names_the_first_operand(fault: str):
     """Of a weight, the input, an overflow and the loss; the optimizer has not stepped."""
-    inject, place, origin = FAULTS[fault]
+    inject, operand, origin = FAULTS[fault]
     torch.manual_seed(0)
     model, records = Model(), []
     watch = Watch(records.append, every=None, nonfinite="stop")
@@ -59,12 +59,12 @@ def test_nonfinite_stop_names_the_first_operand(fault: str):
     (compiled(x.requires_grad_()).sum() * (math.inf if inject is None else 1.0)).backward()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     with pytest.raises(
-        NonFiniteError, match=f"step 1: NaN or Inf in {place[2]} of {place[0]} {place[1]}.*{origin}"
+        NonFiniteError, match=f"step 1: NaN or Inf in {operand[2]} of {operand[0]} {operand[1]}.*{origin}"
     ):
         optimizer.step()
     assert all(map(torch.equal, before, model.parameters()))
     (record,) = records
-    assert (record["layer"], record["gemm"], record["operand"]) == place
+    assert (record["layer"], record["gemm"], record["operand"]) == operand
     assert (record["kind"], record["step"], record["rank"]) == ("nonfinite", 1, 0)
 
 
@@ -77,8 +77,8 @@ def test_overflow_of_a_watched_product_is_named():
     compiled(outlier(model).requires_grad_()).sum().backward()
     watch.close()
     (record,) = records
-    place = record["layer"], record["gemm"], record["operand"]
-    assert place == ("blocks.0.down", "fprop", "y")
+    operand = record["layer"], record["gemm"], record["operand"]
+    assert operand == ("blocks.0.down", "fprop", "y")
     assert record["origin"] == "first in the product, whose operands are finite"
 
 
@@ -107,10 +107,10 @@ def test_nonfinite_counts_nan_in_scales_and_values():
 
 def test_finding_counts_operands_after_the_first():
     x, y = ("a", "fprop", "x"), ("b", "fprop", "x")
-    found = finding(
+    result = finding(
         [(x, 0), (("a", "fprop", "w"), 0), (y, 3), (("c", "fprop", "x"), 1), (("c", "wgrad", "x"), 1)]
     )
-    assert found == {
+    assert result == {
         "layer": "b",
         "gemm": "fprop",
         "operand": "x",

@@ -53,7 +53,7 @@ def test_rule_fires_only_if_all_conditions_hold():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("text", "message"),
     [
         ({}, "'when' must name a statistic"),
         ({"when": {"underflw": "> 1"}}, "did you mean 'underflow'"),
@@ -74,9 +74,9 @@ def test_rule_fires_only_if_all_conditions_hold():
         ("stop", "a watch rule must be a mapping, found 'stop'"),
     ],
 )
-def test_watch_refuses_rules_that_do_not_parse(given: Any, message: str):
+def test_watch_refuses_rules_that_do_not_parse(text: Any, message: str):
     with pytest.raises(OptionError, match=message):
-        Watch(print, rules=[given])
+        Watch(print, rules=[text])
 
 
 def test_rule_selects_operands_and_roles_by_words_or_lists():
@@ -142,17 +142,17 @@ def test_a_run_warns_and_stops(caplog: pytest.LogCaptureFixture):
     assert kinds == [("run", None), ("sample", 0), ("sample", 1), ("rule", 1), ("sample", 2), ("rule", 2)]
 
 
-def fallback_run(model: Model, steps: int, **given: Any) -> list[Tensor]:
+def fallback_run(model: Model, steps: int, **options: Any) -> list[Tensor]:
     """Gradients of a run whose second step has a large output gradient."""
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend=EagerBackend(root=model, **given))
-    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.0), []
+    compiled = torch.compile(model, backend=EagerBackend(root=model, **options))
+    optimizer, results = torch.optim.SGD(model.parameters(), lr=0.0), []
     for step in range(steps):
         (compiled(batch(step)) * (1e3 if step == 1 else 1.0)).sum().backward()
         optimizer.step()
-        found += [parameter.grad.clone() for parameter in model.parameters()]
+        results += [parameter.grad.clone() for parameter in model.parameters()]
         optimizer.zero_grad()
-    return found
+    return results
 
 
 LARGE = {"when": {"amax": "> 100"}, "layer": "blocks.1.down", "gemm": "dgrad", "operand": "dy", "do": "bf16"}
@@ -174,7 +174,7 @@ def test_a_rule_puts_a_gemm_into_bf16(tmp_path: Path, caplog: pytest.LogCaptureF
     backend_compiles = torch._dynamo.utils.counters["stats"]
     before = backend_compiles["unique_graphs"]
     with caplog.at_level(logging.WARNING, "mxcompile.watch"):
-        found = fallback_run(model, 4, watch=watch, policy=POLICY)
+        results = fallback_run(model, 4, watch=watch, policy=POLICY)
     assert backend_compiles["unique_graphs"] - before == 2
     (report,) = mxcompile.reports()
     precisions = {(gemm.name, gemm.gemm): gemm.precision for gemm in report.gemms}
@@ -197,12 +197,12 @@ def test_a_rule_puts_a_gemm_into_bf16(tmp_path: Path, caplog: pytest.LogCaptureF
     assert ("blocks.1.down", "wgrad") in keys
     assert len(caplog.messages) == 1
     policy = mxcompile.Policy.load(tmp_path / "run.policy.yaml")
-    again = fallback_run(model, 4, policy=policy)
+    restarted = fallback_run(model, 4, policy=policy)
     plain = fallback_run(model, 4, policy=POLICY)
-    count = len(found) // 4
-    assert all(map(torch.equal, found[: 2 * count], plain[: 2 * count]))
-    assert all(map(torch.equal, found[2 * count :], again[2 * count :]))
-    assert not all(map(torch.equal, found[2 * count :], plain[2 * count :]))
+    count = len(results) // 4
+    assert all(map(torch.equal, results[: 2 * count], plain[: 2 * count]))
+    assert all(map(torch.equal, results[2 * count :], restarted[2 * count :]))
+    assert not all(map(torch.equal, results[2 * count :], plain[2 * count :]))
 
 
 def test_blocks_compiled_one_by_one(tmp_path: Path):

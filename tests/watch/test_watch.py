@@ -34,16 +34,16 @@ def run(
     if blocks:
         for block in model.blocks:
             block.compile(backend=backend)
-        found = train(model, model, **how)
+        results = train(model, model, **how)
     else:
-        found = train(torch.compile(model, backend=backend), model, **how)
+        results = train(torch.compile(model, backend=backend), model, **how)
     if watch is not None:
         watch.close()
-    return found
+    return results
 
 
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
+def same(results: list[Tensor], other: list[Tensor]) -> bool:
+    return len(results) == len(other) and all(map(torch.equal, results, other))
 
 
 EVERYTHING = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
@@ -63,9 +63,9 @@ def test_the_run_is_the_same(way: str, tmp_path: Path):
     """Losses and gradients are equal bits, and every operand is counted once a call."""
     how = WAYS[way]
     assert same(run(None, **how), run(tmp_path / "run.jsonl", **how))
-    found = samples(tmp_path / "run.jsonl")
-    assert [*found] == [0, 2]
-    for rows in found.values():
+    sampled = samples(tmp_path / "run.jsonl")
+    assert [*sampled] == [0, 2]
+    for rows in sampled.values():
         assert {*rows} == {*keys()}
         assert {row["calls"] for row in rows.values()} == {how.get("micro", 1)}
         for (_, _, operand), row in rows.items():
@@ -201,7 +201,7 @@ def test_samples_have_the_mean_loss_of_a_step(tmp_path: Path):
 
 def test_optimizers_of_other_models_end_no_step(tmp_path: Path):
     model, other, watch = Model(), nn.Linear(3, 3), Watch(tmp_path / "run.jsonl", every=1)
-    mine, others = (torch.optim.SGD(each.parameters(), lr=0.0) for each in (model, other))
+    mine, others = (torch.optim.SGD(target.parameters(), lr=0.0) for target in (model, other))
     compiled = torch.compile(model, backend=EagerBackend(root=model, watch=watch))
     for _ in range(2):
         compiled(batch(0)).sum().backward()
@@ -219,15 +219,15 @@ def test_optimizers_that_step_within_the_backward(tmp_path: Path):
     model, watch = Model(), Watch(tmp_path / "run.jsonl", every=1)
     compiled = torch.compile(model, backend=EagerBackend(root=model, watch=watch))
     for parameter in model.parameters():
-        own = torch.optim.SGD([parameter], lr=0.1)
-        parameter.register_post_accumulate_grad_hook(lambda _, own=own: own.step())
-        parameter.register_post_accumulate_grad_hook(lambda _, own=own: own.zero_grad())
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+        parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.zero_grad())
     for step in range(3):
         compiled(batch(step).requires_grad_()).sum().backward()
-        found = samples(tmp_path / "run.jsonl")
-        assert [*found] == [*range(step + 1)]
-        assert {*found[step]} == {*keys()}
-        assert {row["calls"] for row in found[step].values()} == {1}
+        sampled = samples(tmp_path / "run.jsonl")
+        assert [*sampled] == [*range(step + 1)]
+        assert {*sampled[step]} == {*keys()}
+        assert {row["calls"] for row in sampled[step].values()} == {1}
 
 
 def test_a_stored_weight_is_left_out_with_a_reason(tmp_path: Path):
@@ -238,7 +238,7 @@ def test_a_stored_weight_is_left_out_with_a_reason(tmp_path: Path):
     compiled(batch(0).requires_grad_()).sum().backward()
     watch.close()
     first = next(iter(read(tmp_path / "run.jsonl")))
-    left_out = {(each["layer"], each["operand"]) for each in first["left_out"]}
+    left_out = {(row["layer"], row["operand"]) for row in first["left_out"]}
     assert left_out == {(layer, "w") for layer in LAYERS}
     assert {*first["left_out"][0]} == {"layer", "gemm", "operand", "why"}
 
@@ -253,7 +253,7 @@ def test_watched_results_are_outputs_and_weight_gradients(tmp_path: Path):
     y = y.detach()
     watch.close()
     (rows,) = samples(tmp_path / "run.jsonl").values()
-    assert {*rows} == {(layer, *each) for layer in "02" for each in (("fprop", "y"), ("wgrad", "dw"))}
+    assert {*rows} == {(layer, *row) for layer in "02" for row in (("fprop", "y"), ("wgrad", "dw"))}
     cases = {("2", "fprop", "y"): y, ("0", "wgrad", "dw"): model[0].weight.grad}
     for key, value in cases.items():
         assert rows[key]["elements"] == value.numel()
@@ -291,15 +291,15 @@ def test_compiled_code_is_the_same(front: str, operands: str, tmp_path: Path):
         ):
             result, code = run_and_get_code(lambda: train(compiled, model, steps=3))  # noqa: B023
         results.append(result)
-        codes.append([re.sub(r"AOT ID: \['\d+_", "", each) for each in code])  # counts in a process
+        codes.append([re.sub(r"AOT ID: \['\d+_", "", text) for text in code])  # counts in a process
     assert same(*results)
     plain, watched = codes
     assert all("cast_statistics" not in code for code in plain)
     assert {*plain} <= {*watched}
     assert any("cast_statistics" in code for code in {*watched} - {*plain})
     assert len(watched) == 2 * len(plain)
-    found = {key for key in samples(tmp_path / "run.jsonl")[2] if key[2] not in ("y", "dw")}
-    assert found == {*keys()}
+    sampled = {key for key in samples(tmp_path / "run.jsonl")[2] if key[2] not in ("y", "dw")}
+    assert sampled == {*keys()}
     assert torch._dynamo.utils.counters["graph_break"] == {}
 
 

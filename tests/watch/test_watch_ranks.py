@@ -96,17 +96,18 @@ def sample(amax: float) -> ranks.Sample:
 
 def test_first_rank_joins_samples_of_all_other_ranks(monkeypatch: pytest.MonkeyPatch):
     """Sums and maxima of two ranks; one that sends nothing is left out, with one warning."""
-    place, written, warned, told = Place(monkeypatch), [], [], []
+    rank, written, warned, reports = Place(monkeypatch), [], [], []
     first, second = (
-        ranks.Ranks(lambda *of: written.append(of), lambda *of: warned.append(of), told.append) for _ in "ab"
+        ranks.Ranks(lambda *of: written.append(of), lambda *of: warned.append(of), reports.append)
+        for _ in "ab"
     )
-    place.rank = 1
+    rank.rank = 1
     second.send_to_first({"kind": "nonfinite", "rank": 1})
     for step in range(3):
         if step < 1:
-            place.rank = 1
+            rank.rank = 1
             second.gather(step, sample(7.0))
-        place.rank = 0
+        rank.rank = 0
         first.gather(step, sample(3.0))
     first.close()
     assert [(step, sent) for step, _, sent in written] == [(0, 2), (1, 1), (2, 1)]
@@ -117,14 +118,14 @@ def test_first_rank_joins_samples_of_all_other_ranks(monkeypatch: pytest.MonkeyP
         3,
         8,
     )
-    ((what, error),) = warned
-    assert (what, str(error)) == ("samples lack some ranks", "ranks [1] sent nothing")
-    assert told == [{"kind": "nonfinite", "rank": 1}]
+    ((warning, error),) = warned
+    assert (warning, str(error)) == ("samples lack some ranks", "ranks [1] sent nothing")
+    assert reports == [{"kind": "nonfinite", "rank": 1}]
 
 
 def test_all_ranks_receive_the_rules_that_fired(monkeypatch: pytest.MonkeyPatch):
     """Of the joined sample; a rank that was silent is heard when it sends again."""
-    place, warned = Place(monkeypatch), []
+    rank, warned = Place(monkeypatch), []
 
     def judged(sample: ranks.Sample) -> list[Any]:
         return [(0, {"amax": tally.sums["amax"]}) for tally in sample.values()]
@@ -134,12 +135,12 @@ def test_all_ranks_receive_the_rules_that_fired(monkeypatch: pytest.MonkeyPatch)
     )
     assert first.gather(0, sample(3.0)) == [(0, {"amax": 3.0})]
     monkeypatch.setattr(second, "_receive_rules", lambda step: [])
-    place.rank = 1
+    rank.rank = 1
     second.gather(1, sample(7.0))
-    place.rank = 0
+    rank.rank = 0
     assert first.gather(1, sample(3.0)) == [(0, {"amax": 7.0})]
     monkeypatch.delattr(second, "_receive_rules")
-    place.rank = 1
+    rank.rank = 1
     assert second._receive_rules(1) == [(0, {"amax": 7.0})]
     assert len(warned) == 1
 
@@ -148,35 +149,35 @@ def test_all_ranks_receive_the_rules_that_fired(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("wrap", [data_parallel, fully_sharded], ids=lambda wrap: wrap.__name__)
 def test_data_parallel_sample_counts_tokens_of_both_ranks(wrap: Any, tmp_path: Path):
     """Rows count the tokens of both ranks; the file is one rank's."""
-    found = two_ranks(wrap, tmp_path)
-    assert [*found] == [0, 2]
-    assert {*found[0]} == {*keys()}
+    sampled = two_ranks(wrap, tmp_path)
+    assert [*sampled] == [0, 2]
+    assert {*sampled[0]} == {*keys()}
     assert senders(tmp_path) == {RANKS}
     torch.manual_seed(0)
     model = Model()
     both = torch.cat([model.blocks[0].norm(batch(rank)) for rank in range(RANKS)]).detach()
-    row = found[0]["blocks.0.up", "fprop", "x"]
+    row = sampled[0]["blocks.0.up", "fprop", "x"]
     assert (row["elements"], row["calls"]) == (RANKS * ROWS * WIDTH, RANKS)
     assert row["amax"] == pytest.approx(float(both.abs().max()), rel=1e-5)
-    weight = found[0]["blocks.0.up", "fprop", "w"]
+    weight = sampled[0]["blocks.0.up", "fprop", "w"]
     assert weight["amax"] == float(model.blocks[0].up.weight.detach().abs().max())
-    assert 0 < found[2]["blocks.0.up", "fprop", "w"]["changed"] <= 1
+    assert 0 < sampled[2]["blocks.0.up", "fprop", "w"]["changed"] <= 1
 
 
 @pytest.mark.slow
 def test_tensor_parallel_sample_counts_shards_as_one_weight(tmp_path: Path):
     """A weight's shards are one weight, under the name of the whole layer."""
-    found = two_ranks(tensor_parallel, tmp_path)
+    sampled = two_ranks(tensor_parallel, tmp_path)
     torch.manual_seed(0)
     weight = Model().blocks[0].up.weight.detach()
-    row = found[0]["blocks.0.up", "fprop", "w"]
+    row = sampled[0]["blocks.0.up", "fprop", "w"]
     assert row["elements"] == weight.numel()
     assert row["amax"] == float(weight.abs().max())
-    assert found[0]["blocks.0.down", "fprop", "x"]["elements"] == ROWS * FFN
+    assert sampled[0]["blocks.0.down", "fprop", "x"]["elements"] == ROWS * FFN
 
 
 @pytest.mark.slow
 def test_a_rank_without_layers_is_not_waited_for_twice(tmp_path: Path):
-    found = two_ranks(one_rank_alone, tmp_path)
-    assert [*found] == [0, 2]
+    sampled = two_ranks(one_rank_alone, tmp_path)
+    assert [*sampled] == [0, 2]
     assert senders(tmp_path) == {1}

@@ -114,10 +114,10 @@ def test_the_page_holds_all_numbers(file: Path, tmp_path: Path):
     assert "://" not in text
     assert text.count("</script>") == 1
     (data,) = re.findall(r"^const data = (.*);$", text, re.MULTILINE)
-    found = json.loads(data)
-    assert found["steps"] == [0, 100, 200]
-    place = found["operands"].index(["b", "fprop", "x"])
-    assert found["numbers"]["underflow"][place] == [0.0, 0.1, 0.2]
+    page_data = json.loads(data)
+    assert page_data["steps"] == [0, 100, 200]
+    index = page_data["operands"].index(["b", "fprop", "x"])
+    assert page_data["numbers"]["underflow"][index] == [0.0, 0.1, 0.2]
 
 
 def test_the_page_has_losses_where_they_were_noted(tmp_path: Path):

@@ -41,44 +41,44 @@ def test_killed_writer_leaves_complete_records_in_the_file(tmp_path: Path):
         [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
-        told = [int(process.stdout.readline()) for _ in range(20)]
+        acknowledged = [int(process.stdout.readline()) for _ in range(20)]
         time.sleep(0.05)
         os.kill(process.pid, signal.SIGKILL)
-        told += [int(line) for line in process.stdout.read().split("\n")[:-1] if line]
+        acknowledged += [int(line) for line in process.stdout.read().split("\n")[:-1] if line]
     assert process.returncode == -signal.SIGKILL
     steps = [record["step"] for record in read(path)]
     assert steps == [*range(len(steps))]
-    assert len(steps) >= len(told)
+    assert len(steps) >= len(acknowledged)
 
 
-def write_until_killed(path: Path, first: int, told: Any) -> None:
+def write_until_killed(path: Path, first: int, connection: Any) -> None:
     """Tells the number of each record when it is written."""
     write = JsonLines(path)
     for step in itertools.count(first):
         rows = [{"layer": "x" * 100}] * (step % 300)
         write({"schema": SCHEMA, "kind": "sample", "step": step, "rows": rows})
-        told.send(step)
+        connection.send(step)
 
 
 def kill_again_and_again(
     context: Any, work: Callable[..., None], path: Path, pauses: Iterable[float]
 ) -> Iterator[list[int]]:
     """Yields the steps told so far after each kill, which follows the first step and a pause in seconds."""
-    told: list[int] = []
+    acknowledged: list[int] = []
     for pause in pauses:
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=work, args=(path, max(told, default=-1000) + 1000, sender))
+        process = context.Process(target=work, args=(path, max(acknowledged, default=-1000) + 1000, sender))
         process.start()
         sender.close()
-        told.append(receiver.recv())
+        acknowledged.append(receiver.recv())
         time.sleep(pause)
         os.kill(process.pid, signal.SIGKILL)
         process.join()
         assert process.exitcode == -signal.SIGKILL
         with contextlib.suppress(EOFError, OSError):
             while True:
-                told.append(receiver.recv())
-        yield told
+                acknowledged.append(receiver.recv())
+        yield acknowledged
 
 
 @pytest.mark.slow
@@ -86,9 +86,9 @@ def test_killed_writer_keeps_every_written_record(tmp_path: Path):
     """Every record that was written is in the file, and each run goes on in it."""
     path, processes = tmp_path / "run.jsonl", multiprocessing.get_context("fork")
     pauses = [random.Random(kill).uniform(0.0, 0.05) for kill in range(50)]
-    for told in kill_again_and_again(processes, write_until_killed, path, pauses):
+    for acknowledged in kill_again_and_again(processes, write_until_killed, path, pauses):
         steps = [record["step"] for record in read(path)]
-        assert {*told} <= {*steps}
+        assert {*acknowledged} <= {*steps}
         assert steps == sorted(steps)
 
 
@@ -96,7 +96,7 @@ KILLS = 4
 """Of a training process, which takes seconds to start."""
 
 
-def train_until_killed(path: Path, first: int, told: Any) -> None:
+def train_until_killed(path: Path, first: int, connection: Any) -> None:
     """Tells the number of each step when its optimizer has stepped."""
     torch.set_num_threads(1)
     model = Model()
@@ -107,7 +107,7 @@ def train_until_killed(path: Path, first: int, told: Any) -> None:
         compiled(batch(step).requires_grad_()).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        told.send(step)
+        connection.send(step)
 
 
 @pytest.mark.slow
@@ -115,9 +115,9 @@ def test_training_that_is_killed_at_random(tmp_path: Path):
     """The sample of every step that was made is in the file, complete, and each run goes on in it."""
     path, processes = tmp_path / "run.jsonl", multiprocessing.get_context("spawn")
     pauses = [random.Random(kill).uniform(0.0, 0.3) for kill in range(KILLS)]
-    for told in kill_again_and_again(processes, train_until_killed, path, pauses):
+    for acknowledged in kill_again_and_again(processes, train_until_killed, path, pauses):
         written = samples(path)
-        assert {*told} <= {*written}
+        assert {*acknowledged} <= {*written}
         assert all({*rows} == {*keys()} for rows in written.values())
 
 
@@ -151,11 +151,11 @@ def test_each_failing_writer_gives_a_single_warning(caplog: pytest.LogCaptureFix
             compiled(batch(index)).sum().backward()
             watch.step()
     assert [record.get("step") for record in records] == [None, 0, 1, 2]
-    told = [record.message for record in caplog.records]
-    assert sum("no space" in line and "sample" in line for line in told) == 1
-    assert sum("/proc/nowhere" in line and "sample" in line for line in told) == 1
-    assert sum("/dev/full" in line and "No space left" in line and "sample" in line for line in told) == 1
-    assert all(line.endswith("training goes on") for line in told)
+    warnings = [record.message for record in caplog.records]
+    assert sum("no space" in line and "sample" in line for line in warnings) == 1
+    assert sum("/proc/nowhere" in line and "sample" in line for line in warnings) == 1
+    assert sum("/dev/full" in line and "No space left" in line and "sample" in line for line in warnings) == 1
+    assert all(line.endswith("training goes on") for line in warnings)
 
 
 def test_tensorboard_writer_sends_only_numbers():

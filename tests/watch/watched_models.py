@@ -16,7 +16,7 @@ from mxcompile.watch import read
 WIDTH, FFN = 40, 72
 LAYERS = {f"blocks.{i}.{name}" for i in range(2) for name in ("up", "down")}
 OPERANDS = {(gemm, operand) for gemm, both in (("fprop", "xw"), ("dgrad", "dw"), ("wgrad", "dx"))
-            for operand in (each.replace("d", "dy") for each in both)}  # fmt: skip
+            for operand in (letter.replace("d", "dy") for letter in both)}  # fmt: skip
 
 
 class Block(nn.Module):
@@ -64,16 +64,16 @@ def train(
     rate: float = 0.1,
 ) -> list[Tensor]:
     """Losses of all calls and gradients of all steps."""
-    optimizer, found = torch.optim.SGD(model.parameters(), lr=rate), []
+    optimizer, results = torch.optim.SGD(model.parameters(), lr=rate), []
     for step in range(steps):
         for part in range(micro):
             loss = (compiled(batch(step * micro + part, dtype).requires_grad_()) * direction(dtype)).sum()
             loss.backward()
-            found.append(loss.detach())
-        found += [parameter.grad.clone() for parameter in model.parameters()]
+            results.append(loss.detach())
+        results += [parameter.grad.clone() for parameter in model.parameters()]
         optimizer.step()
         optimizer.zero_grad()
-    return found
+    return results
 
 
 def samples(path: Path) -> dict[int, dict[tuple[str, str, str], dict[str, Any]]]:

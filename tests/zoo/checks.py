@@ -22,13 +22,13 @@ ATTENTION = frozenset({"attn_scores", "attn_values"})
 
 @dataclass(frozen=True, order=True, kw_only=True, slots=True)
 class Misfit:
-    """One thing that is not as expected. layer: its path, positions folded to N. what: is wrong."""
+    """One thing that is not as expected. layer: its path, positions folded to N. problem: the difference."""
 
     layer: str
-    what: str
+    problem: str
 
     def __str__(self) -> str:
-        return f"{self.layer}: {self.what}"
+        return f"{self.layer}: {self.problem}"
 
 
 def fold(name: str) -> str:
@@ -53,18 +53,18 @@ def misfits(
 ) -> set[Misfit]:
     """All that is wrong with `report` of `model`. run: what a plain eager run saw, if one was made."""
     layers = roles_of(report, lambda name: _plain_name(name, old_names))
-    found = set(_wrong_roles(animal, layers, _convolutions(model, old_names)))
-    found |= {_misfit(name, "no such layer in the model") for name in layers if not _exists(name, old_names)}
+    faults = set(_wrong_roles(animal, layers, _convolutions(model, old_names)))
+    faults |= {_misfit(name, "no such layer in the model") for name in layers if not _exists(name, old_names)}
     if run is not None:
-        found |= {
+        faults |= {
             _misfit(name, "no record") for name in run.layers if name not in layers and not dead(animal, name)
         }
-        found |= set(_wrong_flops(animal, report, run))
-    return found
+        faults |= set(_wrong_flops(animal, report, run))
+    return faults
 
 
-def _misfit(name: str, what: str) -> Misfit:
-    return Misfit(layer=fold(name), what=what)
+def _misfit(name: str, problem: str) -> Misfit:
+    return Misfit(layer=fold(name), problem=problem)
 
 
 def _plain_name(name: str, old_names: Mapping[str, str]) -> str:
@@ -74,8 +74,8 @@ def _plain_name(name: str, old_names: Mapping[str, str]) -> str:
 
 
 def _exists(name: str, old_names: Mapping[str, str]) -> bool:
-    known = set(old_names.values())
-    return any(name + suffix in known for suffix in WEIGHT)
+    names = set(old_names.values())
+    return any(name + suffix in names for suffix in WEIGHT)
 
 
 def dead(animal: Animal, name: str) -> bool:
@@ -115,10 +115,10 @@ def _wrong_roles(
             if gemm.gemm == "fprop" and (gemm.precision == "mxfp8") != wanted:
                 yield _misfit(name, f"{gemm.role} in {gemm.precision}")
     for missing in (e for e in expected if e not in used and not e.optional):
-        yield Misfit(layer=missing.pattern.pattern.removeprefix("(?:.*\\.)?"), what="fits no layer")
+        yield Misfit(layer=missing.pattern.pattern.removeprefix("(?:.*\\.)?"), problem="fits no layer")
     everywhere = {gemm.role for records in layers.values() for gemm in records}
     for role in {role for e in expected if e.optional and e.certain for role in e.roles} - everywhere:
-        yield Misfit(layer="somewhere", what=f"nothing is {role}")
+        yield Misfit(layer="somewhere", problem=f"nothing is {role}")
 
 
 def _wrong_flops(animal: Animal, report: Report, run: EagerRun) -> Iterator[Misfit]:
@@ -127,4 +127,4 @@ def _wrong_flops(animal: Animal, report: Report, run: EagerRun) -> Iterator[Misf
     expected = run.flops - sum(flops for name, flops in run.layers.items() if dead(animal, name))
     if abs(counted - expected) > animal.flops_tolerance * expected:
         more = "fewer" if counted < expected else "more"
-        yield Misfit(layer="FLOPs", what=f"{more} counted than an eager run has")
+        yield Misfit(layer="FLOPs", problem=f"{more} counted than an eager run has")

@@ -62,8 +62,8 @@ def scramble(model: nn.Module) -> dict[str, str]:
         old = paths[id(module)]
         names[path] = old
         for name in module._parameters:
-            own = attributes[id(module)].get(name, name)
-            names[f"{path}.{name}".strip(".")] = f"{old}.{own}".strip(".")
+            last = attributes[id(module)].get(name, name)
+            names[f"{path}.{name}".strip(".")] = f"{old}.{last}".strip(".")
     return names
 
 

@@ -15,8 +15,8 @@ def _lines() -> tuple[tuple[str, frozenset[str], Misfit], ...]:
     entries = []
     for line in FILE.read_text().splitlines():
         if line.count(" | ") == 3 and not line.startswith("|"):
-            animal, disguises, layer, what = (part.strip() for part in line.split(" | "))
-            entries.append((animal, frozenset(disguises.split(",")), Misfit(layer=layer, what=what)))
+            animal, disguises, layer, problem = (part.strip() for part in line.split(" | "))
+            entries.append((animal, frozenset(disguises.split(",")), Misfit(layer=layer, problem=problem)))
     return tuple(entries)
 
 

@@ -35,5 +35,5 @@ def share_of(animal: Animal) -> Share:
     listed = known_misfits(animal.name, PLAIN)
     if any(misfit.layer == "explain" for misfit in listed):
         return Share(layers=len(ours), left_out=len(ours))
-    out = {misfit.layer for misfit in listed if misfit.what not in QUANTIZED}
+    out = {misfit.layer for misfit in listed if misfit.problem not in QUANTIZED}
     return Share(layers=len(ours), left_out=sum(fold(name) in out for name in ours))

@@ -70,7 +70,7 @@ def look(animal: Animal, disguise: Disguise, *, run: bool) -> set[Misfit]:
                     model, *args, training=disguise.training and animal.training, **kwargs
                 )
         except MXCompileError as error:
-            return {Misfit(layer="explain", what=f"{type(error).__name__}: {_first_words(error)}")}
+            return {Misfit(layer="explain", problem=f"{type(error).__name__}: {_first_words(error)}")}
     return misfits(animal, model, report, names, seen)
 
 
@@ -80,12 +80,14 @@ def _first_words(error: MXCompileError) -> str:
 
 
 def test_every_layer_has_the_expected_role(name, disguise, request):
-    found = look(ZOO[name], DISGUISES[disguise], run=disguise == PLAIN)
+    faults = look(ZOO[name], DISGUISES[disguise], run=disguise == PLAIN)
     if file := request.config.getoption("--zoo-misfits"):
         with Path(file).open("a") as lines:
-            lines.writelines(f"{name} | {disguise} | {misfit.layer} | {misfit.what}\n" for misfit in found)
+            lines.writelines(
+                f"{name} | {disguise} | {misfit.layer} | {misfit.problem}\n" for misfit in faults
+            )
     expected = known_misfits(name, disguise)
-    new, gone = sorted(map(str, found - expected)), sorted(map(str, expected - found))
+    new, gone = sorted(map(str, faults - expected)), sorted(map(str, expected - faults))
     assert not new, "\n".join([f"{name} in {disguise}:", *new])
     assert not gone, "\n".join([f"{name} in {disguise}, no longer so; take out of docs/zoo.md:", *gone])
 

@@ -117,21 +117,21 @@ def _moved(
             yield change
 
 
-def _sqnr(old: GemmNumerics, new: GemmNumerics, what: str) -> Moved | None:
+def _sqnr(old: GemmNumerics, new: GemmNumerics, subject: str) -> Moved | None:
     a, b = old.sqnr_db, new.sqnr_db
     if a == b or (math.isnan(a) and math.isnan(b)):
         return None
     worse = math.inf if math.isnan(b) else -math.inf if math.isnan(a) else a - b
     if abs(worse) < LEAST_DB:
         return None
-    return Moved(name=new.name, what=what, before=a, after=b, unit="dB", worse=worse)
+    return Moved(name=new.name, what=subject, before=a, after=b, unit="dB", worse=worse)
 
 
-def _underflow(old: TensorNumerics, new: TensorNumerics, what: str) -> Moved | None:
+def _underflow(old: TensorNumerics, new: TensorNumerics, subject: str) -> Moved | None:
     worse = new.underflow - old.underflow
     if abs(worse) < LEAST_UNDERFLOW:
         return None
-    return Moved(name=new.name, what=what, before=old.underflow, after=new.underflow, unit="", worse=worse)
+    return Moved(name=new.name, what=subject, before=old.underflow, after=new.underflow, unit="", worse=worse)
 
 
 def _facts(old: Numerics, new: Numerics) -> Iterator[str]:
@@ -140,7 +140,7 @@ def _facts(old: Numerics, new: Numerics) -> Iterator[str]:
         ("SQNR of the main output, dB", old.logits_sqnr_db, new.logits_sqnr_db, "{:.2f}"),
         ("relative error of parameter gradients", old.gradient_error, new.gradient_error, "{:.3%}"),
     )
-    for what, before, after, form in pairs:
+    for label, before, after, form in pairs:
         texts = ["none" if value is None else form.format(value) for value in (before, after)]
         if texts[0] != texts[1]:
-            yield f"{what}: {texts[0]} → {texts[1]}"
+            yield f"{label}: {texts[0]} → {texts[1]}"

@@ -186,10 +186,10 @@ def audited(session: Session) -> Audit:
         counted: list[int] = []
         runs = 2
 
-        def step(what: str) -> None:
+        def step(stage: str) -> None:
             expected = counted[0] if counted else len(session.sites.products)
             bar.total = max(runs * expected, bar.n + 1)
-            bar.set_description(f"audit: {what}", refresh=False)
+            bar.set_description(f"audit: {stage}", refresh=False)
             bar.update()
 
         plain = Run(quantized=lambda _: False, on_product=lambda: step("unquantized"))

@@ -180,9 +180,9 @@ def _unplotted(measured: Sequence[GemmNumerics | TensorNumerics]) -> str:
     return ", ".join(f"{number} {word}" for number, word in words if number)
 
 
-def _unlabelled(number: int, what: str) -> str:
+def _unlabelled(number: int, noun: str) -> str:
     every = math.ceil(number / _MOST_ROWS)
-    return f"names of {number - len(range(0, number, every))} of {number} {what}" if every > 1 else ""
+    return f"names of {number - len(range(0, number, every))} of {number} {noun}" if every > 1 else ""
 
 
 def _beyond(tensors: Sequence[TensorNumerics]) -> str:

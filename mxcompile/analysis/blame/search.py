@@ -46,10 +46,10 @@ class _Step:
         """Whether the effect of `keys` is known or may be measured."""
         return self.runs > 0 or self._trials.knows(keys)
 
-    def effect(self, keys: Keys, what: str) -> Effect:
+    def effect(self, keys: Keys, description: str) -> Effect:
         """Returns the effect of `keys`."""
         self.runs -= not self._trials.knows(keys)
-        return self._trials.effect(keys, what)
+        return self._trials.effect(keys, description)
 
 
 class Search:

@@ -86,11 +86,11 @@ class BlameTrials:
         """Effect of the reference on itself: 0 if it is finite."""
         return self._effects[frozenset()]
 
-    def effect(self, keys: Keys, what: str) -> Effect:
-        """Returns the effect of quantizing only `keys`. what: their name in the progress bar."""
+    def effect(self, keys: Keys, description: str) -> Effect:
+        """Returns the effect of quantizing only `keys`. description: their name in the progress bar."""
         if keys not in self._effects:
             pairs = (
-                (reference, self._outcome(keys, seed, what))
+                (reference, self._outcome(keys, seed, description))
                 for seed, reference in enumerate(self._references)
             )
             self._effects[keys] = effect_of(self.study.gemms, pairs)
@@ -150,12 +150,12 @@ class BlameTrials:
         cast = {gemm for layer, gemm in self.study.quantized if layer == name}
         return BF16 if cast <= set(gemms) else Option(candidate=0, kept=tuple(gemms))
 
-    def _outcome(self, keys: Keys, seed: int, what: str) -> Outcome:
+    def _outcome(self, keys: Keys, seed: int, description: str) -> Outcome:
         """Returns the outcome of a run with `keys` as in the policy and other GEMMs as in the reference.
 
         seed: number of the repeat, which seeds the generators; 0 keeps their state.
         """
-        run = partial(self.study.run, what=what, backward=self._backward, seed=seed or None)
+        run = partial(self.study.run, description=description, backward=self._backward, seed=seed or None)
         session, different = self.study.session, frozenset(self.keys)
         if self.switched:
             return run(session, (keys | self._same).__contains__)[1]

@@ -185,7 +185,7 @@ class Study:
         self,
         session: Session,
         quantized: Callable[[Key], bool] = lambda _: True,
-        what: str = "",
+        description: str = "",
         *,
         observe: bool = False,
         backward: bool = False,
@@ -193,11 +193,11 @@ class Study:
     ) -> tuple[Run, Outcome]:
         """Runs the model once in `session`. Raises `ModelError` if it cannot be traced or fails.
 
-        quantized, observe: see `Run`. what: description of the run in the progress bar; "" keeps the last.
+        quantized, observe: see `Run`. description: text in the progress bar; "" keeps the last.
         backward: whether to run backward. seed: seed of the random numbers; None keeps their state.
         """
-        if what:
-            self.bar.set_description(f"{self.title}: {what}")
+        if description:
+            self.bar.set_description(f"{self.title}: {description}")
         run = Run(quantized=quantized, observe=observe)
         with drawing(seed):
             outcome = session.run(run, backward=backward)

@@ -41,19 +41,19 @@ class Trials:
             session = session.under(
                 self.mixes.policy(dict.fromkeys(self.mixes.layers, Option(candidate=index)))
             )
-        what = f"everything in {candidate.word}"
+        description = f"everything in {candidate.word}"
         if self._bounds.min_sqnr is None:
-            self.study.run(session, lambda _: False, what)  # captures the graphs
+            self.study.run(session, lambda _: False, description)  # captures the graphs
             return session
-        while self._fails_in(session, index, what):
-            what = f"the rest in {candidate.word}"
+        while self._fails_in(session, index, description):
+            description = f"the rest in {candidate.word}"
         return session
 
-    def _fails_in(self, session: Session, index: int, what: str) -> bool:
+    def _fails_in(self, session: Session, index: int, description: str) -> bool:
         """Whether a GEMM is below the bound with all others in candidate `index`. It is then excluded."""
         below = self.below[index]
         run, _ = self.study.run(
-            session, lambda key: key[1] not in below.get(key[0], ()), what, observe=True, backward=True
+            session, lambda key: key[1] not in below.get(key[0], ()), description, observe=True, backward=True
         )
         products = session.sites.products
         sqnr = ((products[site].key, stats.sums.sqnr_db) for site, stats in run.products.items())
@@ -82,16 +82,16 @@ class Trials:
             failing |= self._exclude(index, sqnr)
         return final, failing
 
-    def gap(self, mix: Mix, what: str) -> float:
+    def gap(self, mix: Mix, description: str) -> float:
         """Returns the relative difference of the loss of `mix` from BF16's. Layers not in `mix` are BF16."""
         used = {option.candidate for option in mix.values() if option != BF16}
         if len(used) > 1:
             whole = self.mixes.policy(dict.fromkeys(self.mixes.layers, BF16) | dict(mix))
-            _, outcome = self.study.run(self.study.session.under(whole), what=what)
+            _, outcome = self.study.run(self.study.session.under(whole), description=description)
         else:
             session = self.sessions[max(used, default=0)]
             _, outcome = self.study.run(
-                session, lambda key: key[1] not in mix.get(key[0], BF16).kept, what=what
+                session, lambda key: key[1] not in mix.get(key[0], BF16).kept, description=description
             )
         gap = loss_gap(outcome.loss, self._loss)
         return math.nan if gap is None else gap

@@ -56,7 +56,7 @@ def _facts(changes: Changes) -> list[str]:
 def _table(changes: Iterable[Change]) -> Table:
     table = [["", "layer", "", "role", "GEMMs", "change", "reason"]]
     for change in changes:
-        what = f"{change.what}: " if change.kind == "changed" else ""
+        field = f"{change.what}: " if change.kind == "changed" else ""
         arrow = " → " if change.before and change.after else ""
         empty = "" if change.before or change.after else "–"
         table.append(
@@ -66,7 +66,7 @@ def _table(changes: Iterable[Change]) -> Table:
                 f"×{len(change.names)}" if len(change.names) > 1 else "",
                 change.role,
                 "all" if len(change.gemms) == 3 else ", ".join(change.gemms),
-                f"{what}{change.before}{arrow}{change.after}{empty}",
+                f"{field}{change.before}{arrow}{change.after}{empty}",
                 change.reason,
             ]
         )

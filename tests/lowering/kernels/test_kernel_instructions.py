@@ -207,7 +207,7 @@ def on_the_fp4_instruction(a, b, word: str, target: str, *, offs: Tensor | None 
     tensors = [meta(1, dtype=F32)] * 2 if word == NVFP4 else []
     (codes, scale), operator = b, ops.matmul if offs is None else ops.grouped_matmul
     bias = meta(codes.shape[-2], dtype=BF16) if offs is None and codes.ndim == 2 else None
-    extra = [each for each in (offs, bias) if each is not None]
+    extra = [tensor for tensor in (offs, bias) if tensor is not None]
 
     def function(a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, *rest: Tensor) -> list[Tensor]:
         third, *scales = rest if extra else (None, *rest)

@@ -55,10 +55,10 @@ def hf(
         values = dict(settings)
         for key, name in (sub or {}).items():
             values[key] = getattr(transformers, name)(**values[key])
-        made = (getattr(transformers, config) if config else kind.config_class)(**values)
-        made._attn_implementation = build.attention
+        hf_config = (getattr(transformers, config) if config else kind.config_class)(**values)
+        hf_config._attn_implementation = build.attention
         if build.experts:
-            made._experts_implementation = build.experts
-        return kind(made), (), inputs()
+            hf_config._experts_implementation = build.experts
+        return kind(hf_config), (), inputs()
 
     return make

@@ -45,7 +45,7 @@ def seq2seq(name: str, model: str, expect: dict[str, str], inputs=both, **settin
     )
 
 
-def heard():
+def speech():
     """A spectrogram in, text out."""
     return {"input_features": image(2, 20, 48), "decoder_input_ids": ids(2, 13)}
 
@@ -66,7 +66,7 @@ SEQ2SEQ = (
     seq2seq("led", "LEDForConditionalGeneration", {"query_global|key_global|value_global|query|key|value": "qkv", r"self_attn\.output": "attn_out", **BART}, **{k: v for k, v in BART_SIZES.items() if k != "max_position_embeddings"}, max_encoder_position_embeddings=64, max_decoder_position_embeddings=61, attention_window=8, attentions=("eager",)),
     seq2seq("fsmt", "FSMTForConditionalGeneration", {**QKV, "out_proj": "attn_out", **FC, "output_projection": "head"}, **{k: v for k, v in BART_SIZES.items() if k != "vocab_size"}, langs=["en", "de"], src_vocab_size=517, tgt_vocab_size=523, attentions=("eager",)),
     seq2seq("prophetnet", "ProphetNetForConditionalGeneration", {"query_proj|key_proj|value_proj": "qkv", "out_proj": "attn_out", r"feed_forward\.intermediate": "ffn_in", r"feed_forward\.output": "ffn_out", "relative_pos_embeddings": "qkv|bf16", **HEAD}, hidden_size=96, encoder_ffn_dim=208, decoder_ffn_dim=176, num_encoder_layers=2, num_decoder_layers=2, num_encoder_attention_heads=6, num_decoder_attention_heads=6, vocab_size=517, max_position_embeddings=61, attentions=("eager",)),
-    seq2seq("whisper", "WhisperForConditionalGeneration", {**QKV, "out_proj": "attn_out", **FC, "proj_out": "head"}, heard, **{k: v for k, v in BART_SIZES.items() if k != "max_position_embeddings"}, num_mel_bins=20, max_source_positions=24, max_target_positions=61, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1),
+    seq2seq("whisper", "WhisperForConditionalGeneration", {**QKV, "out_proj": "attn_out", **FC, "proj_out": "head"}, speech, **{k: v for k, v in BART_SIZES.items() if k != "max_position_embeddings"}, num_mel_bins=20, max_source_positions=24, max_target_positions=61, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1),
     seq2seq("moonshine", "MoonshineForConditionalGeneration", {**QKV, "o_proj": "attn_out", **FC, "proj_out": "head"}, lambda: {"input_values": image(2, 4000), "decoder_input_ids": ids(2, 13)}, hidden_size=96, intermediate_size=208, encoder_num_hidden_layers=2, decoder_num_hidden_layers=2, encoder_num_attention_heads=6, decoder_num_attention_heads=6, vocab_size=517, pad_token_id=0),
     seq2seq("speech_to_text", "Speech2TextForConditionalGeneration", BART, lambda: {"input_features": image(2, 48, 20), "decoder_input_ids": ids(2, 13)}, **{k: v for k, v in BART_SIZES.items() if k != "max_position_embeddings"}, input_feat_per_channel=20, conv_channels=40, max_source_positions=61, max_target_positions=61, attentions=("eager",)),
 )  # fmt: skip

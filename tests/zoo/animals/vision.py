@@ -37,8 +37,8 @@ def seeing(name: str, model: str, expect: dict[str, str], inputs=None, **setting
     """A model of transformers that sees."""
     kept = ("attentions", "bf16", "flops_tolerance", "dead", "training")
     keep = {key: settings.pop(key) for key in kept if key in settings}
-    made = hf(model, inputs or pixels(), **settings)
-    return Animal(name=name, make=made, expect=expect, **{"attentions": ("sdpa", "eager"), **keep})
+    make = hf(model, inputs or pixels(), **settings)
+    return Animal(name=name, make=make, expect=expect, **{"attentions": ("sdpa", "eager"), **keep})
 
 
 def both():
