@@ -163,7 +163,7 @@ def defaults() -> Callable[[Tensor], Tensor]:
 
 HOLDERS: list[tuple[Callable[[], Any], set[str]]] = [
     (Attributes, {"up", "rest.down.0"}),
-    (OfAnObject, {"held.weights.up", "held.down"}),
+    (OfAnObject, {"layers.weights.up", "layers.down"}),
     (Globals, {"UP", "DOWN.0"}),
     (Masked, {"up", "down"}),
     (MaskedFirst, {"up", "down"}),
@@ -340,7 +340,7 @@ def test_arguments_in_containers_are_named_by_the_way_to_them() -> None:
     def forward(x: Tensor, arguments: dict[str, list[Tensor]]) -> Tensor:
         return feed_forward(x, *arguments["layers"])
 
-    names = {"given.layers.0": {"mxfp8"}, "given.layers.1": {"mxfp8"}}
+    names = {"arguments.layers.0": {"mxfp8"}, "arguments.layers.1": {"mxfp8"}}
     assert layers(forward, data(), {"layers": [*needing_gradients()]}) == names
 
 
