@@ -38,7 +38,7 @@ class _Origin(IntEnum):
 def upstream(
     graph: fx.Graph, inputs: Sequence[GraphInput], kept: Collection[fx.Node]
 ) -> dict[fx.Node, GemmTag]:
-    """Returns the nodes of `kept`, saved values of `graph`, that layers reach, with the first layer's tag."""
+    """Returns the saved values of `kept` that layers reach, each with the tag of the first such layer."""
     origins = _origins(graph, inputs)
     by_value: dict[fx.Node, list[fx.Node]] = {}
     for node in kept:

@@ -220,13 +220,13 @@ def lower_decode(
 
 
 def _multiplied(times: Load, amax: ir.TensorBox, form: Format) -> Load:
-    """Returns a loader of each block's factor: `times`, multiplied by the scale of the tensor."""
+    """Returns a loader of each block's factor: `times`, multiplied by the FP32 scale that `amax` gives."""
     load = two_level.outer_loader(amax)
     return lambda block: inductor.mul(times(block), fp32_scale_of(load(block), form))
 
 
 def _divided(times: Load, global_scale: ir.TensorBox) -> Load:
-    """Returns a loader of each block's factor: `times`, divided by the tensor's `global_scale`."""
+    """Returns a loader of each block's factor: `times`, divided by `global_scale`."""
     load = two_level.outer_loader(global_scale)
     return lambda block: elements.quotient(times(block), load(block))
 

@@ -3,7 +3,8 @@
     weight of a layer in MXFP8, MXFP4, NVFP4  →  qdata and scales of the forward's cast
     any other tensor of the state         →  its values, without scales
 
-A server that multiplies this qdata computes what training computes, so samples come from the trained policy.
+A server that multiplies this qdata computes the same as training. In reinforcement learning, samples come
+from the trained model itself.
 Tensors are created lazily, one at a time. Under FSDP2 and tensor parallelism, every rank casts its shard and
 qdata is gathered; with whole blocks per shard, this equals the cast of the gathered weight bit for bit.
 """

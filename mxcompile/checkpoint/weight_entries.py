@@ -94,12 +94,7 @@ def stored_weight(
 
 
 def _form(
-    entry: Entry,
-    scale: Entry,
-    global_scale: Entry | None,
-    scale_type: ScaleType | None,
-    *,
-    is_packed: bool,
+    entry: Entry, scale: Entry, global_scale: Entry | None, scale_type: ScaleType | None, *, is_packed: bool
 ) -> Format:
     """Returns the format of elements and scales. Raises `CheckpointError`.
 

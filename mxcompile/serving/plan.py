@@ -126,7 +126,8 @@ def _table(path: str, value: Tensor) -> Layer:
 def _planned(path: str, value: Tensor, own_uses: Sequence[WeightUse], policy: Policy) -> StoredWeight:
     """Returns the decision for one weight. It is stored if all its readers make the same cast.
 
-    An embedding reads rows of the weight that is stored for layers, unless a rule keeps its table.
+    A table that an embedding shares with layers is stored as the layers need it. The embedding reads its
+    rows, unless a rule keeps the embedding in BF16.
     """
     layers = [_along_rows(use) for use in own_uses if not use.is_lookup]
     lookup = next((use for use in own_uses if use.is_lookup), None)

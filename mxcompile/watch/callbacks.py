@@ -1,4 +1,4 @@
-"""Callbacks for trainers of other libraries. They take over the step number and close the watch at the end.
+"""Callbacks for trainers of other libraries: the watch takes their step number, and closes at the end.
 
     Trainer(…, callbacks=[mxcompile.watch.for_transformers(watch)])
     lightning.Trainer(…, callbacks=[mxcompile.watch.for_lightning(watch)])

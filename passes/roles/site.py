@@ -159,9 +159,9 @@ class Site:
 
     @property
     def stacked(self) -> bool:
-        """Whether its weight is a stack of matrices, not a matrix whose inputs or outputs have several axes.
+        """Whether its weight is a stack of matrices, as experts have; one matrix may have several axes too.
 
-        If a group of its output features gates another group, the axis of the groups is an output axis.
+        If groups of its output features gate each other, their axis counts as an output axis.
         """
         weight = tensor(self.weight) if packet(self.node) is not aten.convolution else None
         if weight is None or weight.ndim < 3:

@@ -30,7 +30,7 @@ class Generators:
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def moved(self) -> bool:
-        """Whether random numbers were drawn since."""
+        """Whether random numbers were drawn since construction."""
         cuda = torch.cuda.get_rng_state_all() if self._cuda else []
         return (
             random.getstate() != self._random

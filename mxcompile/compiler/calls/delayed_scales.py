@@ -13,8 +13,8 @@ of pipelines or experts, which call layers at different times, would deadlock. `
 them on request.
 
 Buffers are registered when a graph with delayed scales is compiled; they are saved and moved with the model.
-A state dict with histories loads before that only with `mxcompile.compile` or `Backend(root=…)`, which get
-the model earlier.
+To load a state dict with histories before the first call, use `mxcompile.compile` or `Backend(root=…)`: both
+get the model before it runs, and prepare it (`expect`).
 """
 
 from __future__ import annotations
