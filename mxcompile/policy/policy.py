@@ -13,7 +13,7 @@ from mxcompile.errors import PolicyError, not_allowed
 from mxcompile.formats import UNQUANTIZED, Choices, Precision
 from mxcompile.policy import schema
 from mxcompile.policy.model import Choice, Decision, Gemm, Layer, Limit, Preset, Rule, StepRange, Use
-from mxcompile.policy.parse import Origin, load_yaml, parse_data, read_file
+from mxcompile.policy.parse import Location, load_yaml, parse_data, read_file
 from mxcompile.policy.presets import DEFAULT, PRESETS
 from mxcompile.policy.reason import Code, Reason
 from mxcompile.policy.values import VERSION
@@ -74,7 +74,7 @@ class Policy:
         Raises:
             PolicyError: with the key of the mistake.
         """
-        return cls._of(*parse_data(data, Origin(label)), label=label)
+        return cls._of(*parse_data(data, Location(label)), label=label)
 
     @classmethod
     def resolve(cls, value: str | Path | dict[str, Any] | Policy | None) -> Policy:

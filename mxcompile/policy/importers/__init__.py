@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mxcompile.errors import PolicyError, not_allowed
 from mxcompile.policy.importers import llm_compressor, recipes, torchao, transformer_engine
-from mxcompile.policy.importers.draft import Draft, Imported
+from mxcompile.policy.importers.draft import Draft, Imported, Setting
 from mxcompile.policy.importers.foreign import read
 
 FORMATS = {module.NAME: module for module in (transformer_engine, llm_compressor, torchao, recipes)}
@@ -31,10 +31,9 @@ def import_policy(path: str | Path, format: str | None = None) -> Imported:  # n
         format = next((name for name, module in FORMATS.items() if module.recognises(data)), None)  # noqa: A001
     if format is None:
         raise source.error(
-            (),
-            f"neither of {', '.join(FORMATS)}: name the tool with --from if it is one, or check the file",
+            f"neither of {', '.join(FORMATS)}: name the tool with --from if it is one, or check the file"
         )
     module = FORMATS[format]
-    draft = Draft(source=source, preset=module.PRESET, tool=module.TOOL)
-    module.convert(data, draft)
-    return draft.finish()
+    draft = Draft(preset=module.PRESET)
+    module.convert(data, Setting(draft, source))
+    return draft.finish(source.label, module.TOOL)

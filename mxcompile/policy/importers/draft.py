@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import re
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 
-from mxcompile.errors import PolicyError, printable
-from mxcompile.policy.parse import Origin, parse_data, rule_words
+from mxcompile.errors import PolicyError, printable, shown
+from mxcompile.policy.parse import Location, parse_data, rule_words
 from mxcompile.policy.policy import Policy
 from mxcompile.policy.shadow import Shadows
 from mxcompile.policy.values import VERSION
-from mxcompile.policy.yaml_data import Path
 
 _OWN_PATH = re.compile(r"^: rules\[0\][\w.\[\]]*: ")
 """Path inside the generated rule. It is removed from errors, because the user has only the imported file."""
@@ -48,55 +47,67 @@ class Imported:
         return "\n".join(lines) + "\n"
 
 
+@dataclass(kw_only=True, slots=True)
 class Draft:
     """A policy under construction. preset: preset that corresponds to the tool's defaults."""
 
-    def __init__(self, *, source: Origin, preset: str, tool: str) -> None:
-        self.source = source
-        self._preset = preset
-        self._tool = tool
-        self._rules: list[dict[str, Any]] = []
-        self._origins: list[str] = []
-        self._notes: list[str] = []
-        self._shadows = Shadows()
+    preset: str
+    rules: list[dict[str, Any]] = field(default_factory=list)
+    origins: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    shadows: Shadows = field(default_factory=Shadows)
 
-    def stands_for(self, preset: str) -> None:
-        """Sets the preset that corresponds to the tool's defaults, if the file names them."""
-        self._preset = preset
-
-    def rule(self, match: dict[str, Any], use: dict[str, Any] | str, path: Path, origin: str) -> None:
-        """Adds a rule for the settings at `path`. Raises `PolicyError` if they contain an invalid pattern."""
-        raw = {"match": match, "use": use}
-        try:
-            _, (rule,) = parse_data({"version": VERSION, "preset": self._preset, "rules": [raw]}, Origin(""))
-        except PolicyError as error:
-            raise self.source.error(path, _OWN_PATH.sub("", str(error))) from None
-        if raw in self._rules:
-            return
-        earlier = self._shadows.add(rule.match)
-        if earlier:
-            self.note(
-                path, f"never reached: {rule_words(earlier)} of the policy matched all its layers before"
-            )
-            return
-        self._rules.append(raw)
-        self._origins.append(origin)
-
-    def note(self, path: Path, sentence: str) -> None:
-        """Adds a note that the policy omits or changes the setting at `path`."""
-        self._notes.append(self.source.sentence(path, sentence))
-
-    def finish(self) -> Imported:
+    def finish(self, source: str, tool: str) -> Imported:
         """Returns the policy and its notes."""
-        label = f"{self.source.label} (imported)"
-        data = {"version": VERSION, "preset": self._preset, "rules": self._rules}
+        data = {"version": VERSION, "preset": self.preset, "rules": self.rules}
         return Imported(
-            policy=Policy.from_dict(data, label),
-            origins=tuple(self._origins),
-            notes=tuple(dict.fromkeys(self._notes)),
-            source=self.source.label,
-            tool=self._tool,
+            policy=Policy.from_dict(data, f"{source} (imported)"),
+            origins=tuple(self.origins),
+            notes=tuple(dict.fromkeys(self.notes)),
+            source=source,
+            tool=tool,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A setting in another tool's file: its location, and the draft that has its rules and notes."""
+
+    draft: Draft
+    location: Location
+
+    def at(self, *steps: Any) -> Setting:
+        """Returns the setting at a path inside this setting."""
+        return Setting(self.draft, self.location.at(*steps))
+
+    def error(self, message: str) -> PolicyError:
+        """Returns an error that names the location."""
+        return self.location.error(message)
+
+    def expected(self, what: str, value: object) -> PolicyError:
+        """Returns an error for `value`, where `what` was expected."""
+        return self.error(f"expected {what}, found {shown(value)}")
+
+    def note(self, sentence: str) -> None:
+        """Adds a note that the policy omits or changes the setting."""
+        self.draft.notes.append(self.location.sentence(sentence))
+
+    def rule(self, match: dict[str, Any], use: dict[str, Any] | str, origin: str) -> None:
+        """Adds a rule for the setting. Raises `PolicyError` if it contains an invalid pattern."""
+        draft, raw = self.draft, {"match": match, "use": use}
+        data = {"version": VERSION, "preset": draft.preset, "rules": [raw]}
+        try:
+            _, (rule,) = parse_data(data, Location(""))
+        except PolicyError as error:
+            raise self.error(_OWN_PATH.sub("", str(error))) from None
+        if raw in draft.rules:
+            return
+        earlier = draft.shadows.add(rule.match)
+        if earlier:
+            self.note(f"never reached: {rule_words(earlier)} of the policy matched all its layers before")
+            return
+        draft.rules.append(raw)
+        draft.origins.append(origin)
 
 
 def _wrapped(text: str) -> list[str]:

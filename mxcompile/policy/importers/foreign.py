@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from mxcompile.errors import PolicyError, shown
-from mxcompile.policy.parse import Origin, load_yaml, read_file
+from mxcompile.policy.parse import Location, load_yaml, read_file
 from mxcompile.policy.yaml_data import MAX_BYTES
 
 
-def read(path: Path) -> tuple[Any, Origin]:
-    """Returns the data of the file `path` and its origin. Raises `PolicyError`."""
+def read(path: Path) -> tuple[Any, Location]:
+    """Returns the data of the file `path` and its location. Raises `PolicyError`."""
     label = str(path)
     raw = read_file(path)
     if len(raw) <= MAX_BYTES and raw.lstrip()[:1] in (b"{", b"["):
         try:
-            return json.loads(raw, object_pairs_hook=lambda pairs: _unique(pairs, label)), Origin(label)
+            return json.loads(raw, object_pairs_hook=lambda pairs: _unique(pairs, label)), Location(label)
         except PolicyError:
             raise
         except (ValueError, RecursionError):

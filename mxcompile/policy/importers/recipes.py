@@ -15,7 +15,7 @@ from typing import Any
 
 from mxcompile.errors import not_allowed, shown
 from mxcompile.formats.four_over_six import BOUNDS, BlockError
-from mxcompile.policy.importers.draft import Draft
+from mxcompile.policy.importers.draft import Setting
 from mxcompile.policy.model import Backward, Gemm
 
 NAME = "recipe"
@@ -34,87 +34,84 @@ def recognises(data: Any) -> bool:
     return isinstance(data, dict) and isinstance(data.get(_KEY), str)
 
 
-def convert(data: Any, draft: Draft) -> None:
-    """Sets the preset of `draft` and adds a rule for the fields that differ from it."""
+def convert(data: Any, setting: Setting) -> None:
+    """Sets the preset of the draft and adds a rule for the fields that differ from it."""
     if not isinstance(data, dict) or _KEY not in data:
-        raise draft.source.error(
-            (), f"a recipe must be a mapping with the key {_KEY!r} and the recipe's fields"
-        )
+        raise setting.error(f"a recipe must be a mapping with the key {_KEY!r} and the recipe's fields")
     name = data[_KEY]
     if not isinstance(name, str) or name not in _RECIPES:
-        raise draft.source.error((_KEY,), not_allowed("recipe", name, _RECIPES))
+        raise setting.at(_KEY).error(not_allowed("recipe", name, _RECIPES))
     preset, fields, read = _RECIPES[name]
-    draft.stands_for(preset)
-    use = read(data, draft)
+    setting.draft.preset = preset
+    use = read(data, setting)
     for key, value in data.items():
         if key in fields or key in _COMMON:
             continue
         if key not in _WITHOUT:
             allowed = [*sorted(fields | _COMMON), *sorted(_WITHOUT)]
-            raise draft.source.error((key,), not_allowed(f"field of {name}", key, allowed))
+            raise setting.at(key).error(not_allowed(f"field of {name}", key, allowed))
         if value not in (False, None):
-            draft.note((key,), "has no counterpart here")
-    use |= _overridden(data, draft)
+            setting.at(key).note("has no counterpart here")
+    use |= _overridden(data, setting)
     if use:
-        draft.rule(_EVERY, use, (_KEY,), f"recipe {name}")
+        setting.at(_KEY).rule(_EVERY, use, f"recipe {name}")
 
 
-def _delayed(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
+def _delayed(data: dict[str, Any], setting: Setting) -> dict[str, Any]:
     algorithm = data.get("amax_compute_algo", "max")
     if algorithm not in ("max", "most_recent"):
-        draft.note(
-            ("amax_compute_algo",),
+        setting.at("amax_compute_algo").note(
             f"{shown(algorithm)} is not in the policy language: the largest of the history is used",
         )
     history = 1 if algorithm == "most_recent" else data.get("amax_history_len", 1024)
     use = {"scaling": "delayed", "history": history, "margin": data.get("margin", 0)}
     if data.get("reduce_amax", True) is not False:
-        draft.note((_KEY,), "amax is reduced over ranks there; here every rank has a separate history")
-    return {**use, **_gradient(data, "HYBRID", draft)}
+        setting.at(_KEY).note("amax is reduced over ranks there; here every rank has a separate history")
+    return {**use, **_gradient(data, "HYBRID", setting)}
 
 
-def _current(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
+def _current(data: dict[str, Any], setting: Setting) -> dict[str, Any]:
     scale = {"scale": "pow2"} if data.get("use_power_2_scales") else {}
-    return {**scale, **_gradient(data, "HYBRID", draft)}
+    return {**scale, **_gradient(data, "HYBRID", setting)}
 
 
-def _block(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
+def _block(data: dict[str, Any], setting: Setting) -> dict[str, Any]:
     scale = {} if data.get("use_f32_scales") is True else {"scale": "pow2"}
     for key, usual in _BLOCK_DIMS.items():
         if data.get(key, usual) != usual:
-            draft.note((key,), f"{shown(data[key])} is not supported: it is {usual} here")
-    return {**scale, **_gradient(data, "E4M3", draft)}
+            setting.at(key).note(f"{shown(data[key])} is not supported: it is {usual} here")
+    return {**scale, **_gradient(data, "E4M3", setting)}
 
 
-def _mxfp8(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
-    return _gradient(data, "E4M3", draft)
+def _mxfp8(data: dict[str, Any], setting: Setting) -> dict[str, Any]:
+    return _gradient(data, "E4M3", setting)
 
 
-def _nvfp4(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
+def _nvfp4(data: dict[str, Any], setting: Setting) -> dict[str, Any]:
     for key, usual in (("fp4_format", "E2M1"), ("fp8_format", "E4M3")):
         field_value = data.get(key, usual)
         if not isinstance(field_value, str) or field_value.rpartition(".")[2] != usual:
-            raise draft.source.error((key,), not_allowed("format", field_value, [usual]))
+            raise setting.at(key).error(not_allowed("format", field_value, [usual]))
     use = {key: value for flag, (key, value) in _NVFP4_PARTS.items() if data.get(flag)}
     if data.get("row_scaled_activation"):
         use["row_scaled"] = "x"
-    return use | _four_over_six(data, draft)
+    return use | _four_over_six(data, setting)
 
 
-def _four_over_six(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
+def _four_over_six(data: dict[str, Any], setting: Setting) -> dict[str, Any]:
     """Returns the choice of scales of the operands that a recipe selects, which are never gradients."""
     scopes = []
     for key, usual in (("nvfp4_4over6", "none"), ("nvfp4_4over6_e4m3_use_256", "all")):
         scope = data.get(key, usual)
         if scope not in _SCOPES:
-            raise draft.source.error((key,), not_allowed("scope", scope, _SCOPES))
+            raise setting.at(key).error(not_allowed("scope", scope, _SCOPES))
         scopes.append(_SCOPES[scope])
     chosen, narrow = scopes
     value = data.get("nvfp4_4over6_err_mode", "MAE")
     error = str(value).lower()
     if error not in list(BlockError):
         allowed = [str(kind).upper() for kind in BlockError]
-        raise draft.source.error(("nvfp4_4over6_err_mode",), not_allowed("error", value, allowed))
+        raise setting.at("nvfp4_4over6_err_mode").error(not_allowed("error", value, allowed))
     if not chosen:
         return {}
     bounds: dict[str, Any] = {
@@ -123,40 +120,36 @@ def _four_over_six(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
     return {"four_over_six": bounds if error == BlockError.MAE else {**bounds, "error": error}}
 
 
-def _tensorwise(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
+def _tensorwise(data: dict[str, Any], setting: Setting) -> dict[str, Any]:
     return {"scale": "pow2"} if data.get(_POW2) else {}
 
 
-def _rowwise(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
+def _rowwise(data: dict[str, Any], setting: Setting) -> dict[str, Any]:
     return {} if data.get(_POW2) is False else {"scale": "pow2"}
 
 
-def _rowwise_hp(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
-    draft.note((_KEY,), "the weight has one scale in dgrad there; here it has one per channel")
-    return _rowwise(data, draft)
+def _rowwise_hp(data: dict[str, Any], setting: Setting) -> dict[str, Any]:
+    setting.at(_KEY).note("the weight has one scale in dgrad there; here it has one per channel")
+    return _rowwise(data, setting)
 
 
-def _gradient(data: dict[str, Any], usual: str, draft: Draft) -> dict[str, Any]:
+def _gradient(data: dict[str, Any], usual: str, setting: Setting) -> dict[str, Any]:
     """Returns the element type of gradients; inputs and weights are E4M3."""
     value = data.get("fp8_format", usual)
     word = value.rpartition(".")[2] if isinstance(value, str) else value
     if not isinstance(word, str) or word not in _GRADIENTS:
-        raise draft.source.error(("fp8_format",), not_allowed("format", value, _GRADIENTS))
+        raise setting.at("fp8_format").error(not_allowed("format", value, _GRADIENTS))
     return {} if word == usual else {"grad_dtype": _GRADIENTS[word]}
 
 
-def _overridden(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
+def _overridden(data: dict[str, Any], setting: Setting) -> dict[str, Any]:
     """Returns the GEMMs that a recipe leaves in high precision, or the key for a dequantized backward."""
     value = data.get("override_linear_precision", [False, False, False])
     if not isinstance(value, list) or len(value) != 3 or not all(isinstance(flag, bool) for flag in value):
-        raise draft.source.error(
-            ("override_linear_precision",), f"expected three of true and false, found {shown(value)}"
-        )
+        raise setting.at("override_linear_precision").expected("three of true and false", value)
     backward = data.get("backward_override")
     if backward not in _BACKWARD:
-        raise draft.source.error(
-            ("backward_override",), not_allowed("override", backward, map(str, _BACKWARD))
-        )
+        raise setting.at("backward_override").error(not_allowed("override", backward, map(str, _BACKWARD)))
     if backward == Backward.DEQUANTIZED:
         return {"backward": str(backward)} | ({"fprop": "bf16"} if value[0] else {})
     high = [False, backward is not None, backward is not None]
@@ -194,7 +187,7 @@ _NVFP4_MORE = frozenset(
         "nvfp4_4over6_err_mode",
     }
 )
-_Read = Callable[[dict[str, Any], Draft], dict[str, Any]]
+_Read = Callable[[dict[str, Any], Setting], dict[str, Any]]
 _RECIPES: dict[str, tuple[str, frozenset[str], _Read]] = {
     "DelayedScaling": ("fp8_delayed", _HISTORY, _delayed),
     "Float8CurrentScaling": ("fp8_tensor", frozenset({"use_power_2_scales"}), _current),

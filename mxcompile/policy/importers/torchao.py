@@ -10,11 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from mxcompile.errors import shown
 from mxcompile.formats import Rounding
-from mxcompile.policy.importers.draft import Draft
+from mxcompile.policy.importers.draft import Setting
 from mxcompile.policy.patterns import literal, splits, starting
-from mxcompile.policy.yaml_data import Path
 
 NAME = "torchao"
 TOOL = "a torchao FqnToConfig: forward GEMMs only, all others stay in BF16"
@@ -62,49 +60,49 @@ def recognises(data: Any) -> bool:
     return bool(configs) and all(isinstance(value, dict) and "_type" in value for value in configs)
 
 
-def convert(data: Any, draft: Draft) -> None:
-    """Adds a rule for every name to `draft`, in the order in which torchao tries them."""
-    configs, path = _unwrapped(data, draft)
+def convert(data: Any, setting: Setting) -> None:
+    """Adds a rule for every name, in the order in which torchao tries them."""
+    configs, mapping = _unwrapped(data, setting)
     if not isinstance(configs, dict) or not all(isinstance(value, dict | None) for value in configs.values()):
-        raise draft.source.error(path, "expected a mapping of names to configurations or null")
+        raise mapping.error("expected a mapping of names to configurations or null")
     names = [str(name) for name in configs]
-    for name, match in (*_exact(names, path, draft), *_expressions(names), *_default(names, path, draft)):
-        at = (*path, name)
-        draft.rule(match, _use(configs[name], at, draft), at, name)
+    for name, match in (*_exact(names, mapping), *_expressions(names), *_default(names, mapping)):
+        entry = mapping.at(name)
+        entry.rule(match, _use(configs[name], entry), name)
 
 
-def _unwrapped(data: Any, draft: Draft) -> tuple[Any, Path]:
-    """Returns the map in `data`, without the wrappers of torchao and transformers, and its path."""
-    path: Path = ()
+def _unwrapped(data: Any, setting: Setting) -> tuple[Any, Setting]:
+    """Returns the map in `data`, without the wrappers of torchao and transformers, and its location."""
+    step = None
     while isinstance(data, dict):
         if "modules_to_not_convert" in data:
-            _excluded(data["modules_to_not_convert"], (*path, "modules_to_not_convert"), draft)
-        steps = ("quantization_config", "quant_type", *_FIELDS)
-        step = next((key for key in steps if isinstance(data.get(key), dict) and data[key]), None)
-        if step is None and path[-1:] == ("quant_type",) and "default" in data:
+            _excluded(data["modules_to_not_convert"], setting.at("modules_to_not_convert"))
+        keys, outer = ("quantization_config", "quant_type", *_FIELDS), step
+        step = next((key for key in keys if isinstance(data.get(key), dict) and data[key]), None)
+        if step is None and outer == "quant_type" and "default" in data:
             step = "default"
         if step is None and data.get("_type") in _MAPS:
             step = "_data"
         elif step is None and isinstance(data.get("_type"), str):
-            return {_DEFAULT: data}, path  # one configuration for all
+            return {_DEFAULT: data}, setting  # one configuration for all
         if step is None:
             break
-        data, path = data.get(step), (*path, step)
-    return data, path
+        data, setting = data.get(step), setting.at(step)
+    return data, setting
 
 
-def _excluded(names: Any, path: Path, draft: Draft) -> None:
+def _excluded(names: Any, setting: Setting) -> None:
     """Excludes the names that transformers skips: a match up to a dot or the end, or a suffix of the path."""
     if names is None:
         return
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-        raise draft.source.error(path, f"expected a list of names, found {shown(names)}")
+        raise setting.expected("a list of names", names)
     for name in names:
         patterns = [starting(rf"(?:{name})(?:(?<=\.)|(?=\.|$))"), f"*{literal(name)}"]
-        draft.rule({"name": patterns}, _UNQUANTIZED, path, f"modules_to_not_convert: {name}")
+        setting.rule({"name": patterns}, _UNQUANTIZED, f"modules_to_not_convert: {name}")
 
 
-def _exact(names: list[str], path: Path, draft: Draft) -> list[_Named]:
+def _exact(names: list[str], setting: Setting) -> list[_Named]:
     """Returns the rules of exact names, parameters before modules. A layer is the owner of its weight."""
     parameters: list[_Named] = []
     modules: list[_Named] = []
@@ -113,7 +111,7 @@ def _exact(names: list[str], path: Path, draft: Draft) -> list[_Named]:
         if name == _DEFAULT or name.startswith("re:"):
             continue
         if last == "bias":
-            draft.note((*path, name), "a bias is not quantized")
+            setting.at(name).note("a bias is not quantized")
         elif last == "weight" and owner:
             parameters.append((name, {"name": literal(owner)}))
         else:
@@ -130,12 +128,10 @@ def _expressions(names: list[str]) -> list[_Named]:
     return [*weights, *modules]
 
 
-def _default(names: list[str], path: Path, draft: Draft) -> list[_Named]:
+def _default(names: list[str], setting: Setting) -> list[_Named]:
     if _DEFAULT not in names:
         return []
-    draft.note(
-        (*path, _DEFAULT), "is for nn.Linear and classes derived from it: here Linear, add their names"
-    )
+    setting.at(_DEFAULT).note("is for nn.Linear and classes derived from it: here Linear, add their names")
     return [(_DEFAULT, {"module": "Linear"})]
 
 
@@ -158,49 +154,45 @@ def _over_weights(expression: str) -> list[str]:
     return []
 
 
-def _use(config: Any, path: Path, draft: Draft) -> dict[str, str] | str:
+def _use(config: Any, setting: Setting) -> dict[str, str] | str:
     """Returns the `use` of `config`."""
     if config is None:
         return _UNQUANTIZED
     kind, data = config.get("_type"), config.get("_data")
     if not isinstance(kind, str) or not isinstance(data, dict | None):
-        raise draft.source.error(
-            path, f"expected null or a configuration with '_type', found {shown(config)}"
-        )
+        raise setting.expected("null or a configuration with '_type'", config)
     if kind in _MX:
-        return _mx(kind, data or {}, path, draft)
+        return _mx(kind, data or {}, setting)
     if kind in _FLOAT8:
-        return _float8(kind, data or {}, path, draft)
+        return _float8(kind, data or {}, setting)
     if kind in _NVFP4:
-        return _nvfp4(kind, data or {}, path, draft)
-    draft.note(path, f"{kind} is not an 8-bit float: the layer stays in BF16")
+        return _nvfp4(kind, data or {}, setting)
+    setting.note(f"{kind} is not an 8-bit float: the layer stays in BF16")
     return _UNQUANTIZED
 
 
-def _float8(kind: str, data: dict[str, Any], path: Path, draft: Draft) -> dict[str, str] | str:
+def _float8(kind: str, data: dict[str, Any], setting: Setting) -> dict[str, str] | str:
     """Returns the `use` of an FP8 configuration with FP32 scales."""
     usual, differs = _FLOAT8[kind]
     if differs:
-        draft.note(path, f"{kind}: {differs}")
+        setting.note(f"{kind}: {differs}")
     for key in ("activation_value_lb", "activation_value_ub"):
         if data.get(key) is not None:
-            draft.note((*path, "_data", key), "bounds of a scale are not supported")
-    elems = {
-        _ELEMS.get(_word(data.get(key), "float8_e4m3fn")) for key in ("activation_dtype", "weight_dtype")
-    }
+            setting.at("_data", key).note("bounds of a scale are not supported")
+    elems = _elems(data)
     scaling = _scaling(data.get("granularity") or {"_type": usual})
     if scaling is None or None in elems or len(elems) > 1:
-        draft.note(path, f"{kind} with scales or elements that fp8 lacks: here MXFP8")
+        setting.note(f"{kind} with scales or elements that fp8 lacks: here MXFP8")
         return {"fprop": "mxfp8"}
     return {"fprop": "fp8", "scaling": scaling, "elem_dtype": str(elems.pop())}
 
 
-def _nvfp4(kind: str, data: dict[str, Any], path: Path, draft: Draft) -> dict[str, str]:
+def _nvfp4(kind: str, data: dict[str, Any], setting: Setting) -> dict[str, str]:
     """Returns the `use` of an NVFP4 configuration."""
     if _NVFP4[kind]:
-        draft.note(path, f"{kind}: {_NVFP4[kind]}")
+        setting.note(f"{kind}: {_NVFP4[kind]}")
     if data.get("use_dynamic_per_tensor_scale", True) is False:
-        draft.note((*path, "_data", "use_dynamic_per_tensor_scale"), "a tensor always has an FP32 scale here")
+        setting.at("_data", "use_dynamic_per_tensor_scale").note("a tensor always has an FP32 scale here")
     return {"fprop": "nvfp4"}
 
 
@@ -214,16 +206,12 @@ def _scaling(granularity: Any) -> str | None:
     return _SCALINGS.get(str(kinds[0])) if len(kinds) == 2 and kinds[0] == kinds[1] else None
 
 
-def _mx(kind: str, data: dict[str, Any], path: Path, draft: Draft) -> dict[str, str] | str:
+def _mx(kind: str, data: dict[str, Any], setting: Setting) -> dict[str, str] | str:
     """Returns the `use` of an MX configuration: MXFP8 for FP8 elements in blocks of 32."""
-    elems = {
-        _ELEMS.get(_word(data.get(key), "float8_e4m3fn")) for key in ("activation_dtype", "weight_dtype")
-    }
+    elems = _elems(data)
     block = data.get("block_size", 32)
     if None in elems or len(elems) > 1 or block != 32:
-        draft.note(
-            path, f"{kind} with elements that are not FP8, or blocks of {block}: the layer stays in BF16"
-        )
+        setting.note(f"{kind} with elements that are not FP8, or blocks of {block}: the layer stays in BF16")
         return _UNQUANTIZED
     use = {"fprop": "mxfp8", "elem_dtype": str(elems.pop())}
     scaling = _word(
@@ -231,8 +219,14 @@ def _mx(kind: str, data: dict[str, Any], path: Path, draft: Draft) -> dict[str, 
     )
     if scaling.lower() in tuple(Rounding):
         return {**use, "rounding": scaling.lower()}
-    draft.note(path, f"unknown scaling mode {scaling}: here RCEIL")
+    setting.note(f"unknown scaling mode {scaling}: here RCEIL")
     return use
+
+
+def _elems(data: dict[str, Any]) -> set[str | None]:
+    """Returns the element types of the activation and of the weight; None stands for others than FP8."""
+    keys = ("activation_dtype", "weight_dtype")
+    return {_ELEMS.get(_word(data.get(key), "float8_e4m3fn")) for key in keys}
 
 
 def _word(value: Any, default: str) -> str:

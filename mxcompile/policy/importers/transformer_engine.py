@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from mxcompile.errors import not_allowed, shown
-from mxcompile.policy.importers.draft import Draft
+from mxcompile.policy.importers.draft import Setting
 from mxcompile.policy.model import Gemm
 from mxcompile.policy.patterns import literal, searching
-from mxcompile.policy.yaml_data import Path
 
 NAME = "te"
 TOOL = "a Transformer Engine debug file; names are of its layers, and the preset stands for MXFP8BlockScaling"
@@ -45,57 +44,51 @@ def recognises(data: Any) -> bool:
     )
 
 
-def convert(data: Any, draft: Draft) -> None:
-    """Adds the rules of every enabled section to `draft`."""
+def convert(data: Any, setting: Setting) -> None:
+    """Adds the rules of every enabled section."""
     if not isinstance(data, dict):
-        raise draft.source.error((), "a debug file must be a mapping of sections")
+        raise setting.error("a debug file must be a mapping of sections")
     for name, section in data.items():
-        path: Path = (name,)
+        inner = setting.at(name)
         if not isinstance(section, dict):
-            raise draft.source.error(
-                path, "a section must be a mapping with the keys enabled, layers and features"
-            )
+            raise inner.error("a section must be a mapping with the keys enabled, layers and features")
         if "enabled" not in section:
-            raise draft.source.error(path, "the key 'enabled' is missing: add 'enabled: True'")
+            raise inner.error("the key 'enabled' is missing: add 'enabled: True'")
         if not section["enabled"]:
-            draft.note(path, "is disabled there")
+            inner.note("is disabled there")
             continue
-        names = _names(section.get("layers"), (*path, "layers"), draft)
-        use = _features(section, path, draft)
+        names = _names(section.get("layers"), inner.at("layers"))
+        use = _features(section, inner)
         if use:
-            draft.rule({"name": names}, _shortest(use), (*path, "layers"), f"section {name}")
+            words = set(use.values())
+            shortest = words.pop() if len(words) == 1 and set(use) == set(_GEMMS) else use
+            inner.at("layers").rule({"name": names}, shortest, f"section {name}")
 
 
-def _shortest(use: _Uses) -> _Uses | str:
-    """Returns one word if all three GEMMs have the same precision and nothing else is set."""
-    words = {use[gemm] for gemm in _GEMMS if gemm in use}
-    return words.pop() if len(words) == 1 and set(use) == set(_GEMMS) else use
-
-
-def _names(layers: Any, path: Path, draft: Draft) -> list[str]:
+def _names(layers: Any, setting: Setting) -> list[str]:
     """Returns patterns for the layers of a section. As in the tool, the first selector decides."""
     if not isinstance(layers, dict) or not any(key in layers for key in _SELECTORS):
-        raise draft.source.error(path, f"expected one of {', '.join(_SELECTORS)}, found {shown(layers)}")
+        raise setting.expected(f"one of {', '.join(_SELECTORS)}", layers)
     selectors = [key for key in _SELECTORS if key in layers]
     together = {"layer_types", "layer_numbers"}
     for key in layers:
         if key not in _SELECTORS:
-            draft.note((*path, key), "is an unknown selector, and selects nothing")
+            setting.at(key).note("is an unknown selector, and selects nothing")
         elif key != selectors[0] and not {key, selectors[0]} <= together:
-            draft.note((*path, key), f"selects nothing beside {selectors[0]}")
+            setting.at(key).note(f"selects nothing beside {selectors[0]}")
     match selectors[0]:
         case "exact_layer_names":
-            return [literal(name) for name in _words(layers, "exact_layer_names", path, draft)]
+            return [literal(name) for name in _words(layers, "exact_layer_names", setting)]
         case "layer_name_regex_pattern":
-            (expression,) = _words(layers, "layer_name_regex_pattern", path, draft)
+            (expression,) = _words(layers, "layer_name_regex_pattern", setting)
             return [searching(expression)]
-    return _by_parts(layers, path, draft)
+    return _by_parts(layers, setting)
 
 
-def _by_parts(layers: dict[str, Any], path: Path, draft: Draft) -> list[str]:
+def _by_parts(layers: dict[str, Any], setting: Setting) -> list[str]:
     """Returns patterns for ``layer_types``, texts in a name, and ``layer_numbers``, the only number in it."""
-    types = _words(layers, "layer_types", path, draft) if "layer_types" in layers else ["all"]
-    numbers = _numbers(layers.get("layer_numbers", "all"), (*path, "layer_numbers"), draft)
+    types = _words(layers, "layer_types", setting) if "layer_types" in layers else ["all"]
+    numbers = _numbers(layers.get("layer_numbers", "all"), setting.at("layer_numbers"))
     everything = "all" in types
     if numbers is None:
         return ["*"] if everything else [f"*{literal(text)}*" for text in types]
@@ -104,7 +97,7 @@ def _by_parts(layers: dict[str, Any], path: Path, draft: Draft) -> list[str]:
     return [f"re:{lookahead}{apart}(?:{'|'.join(map(str, numbers))}){apart}"]
 
 
-def _numbers(value: Any, path: Path, draft: Draft) -> list[int] | None:
+def _numbers(value: Any, setting: Setting) -> list[int] | None:
     """Returns the sorted numbers in `value`; None for all."""
     items = value if isinstance(value, list) else [value]
     if any(isinstance(item, str) and item.lower() == "all" for item in items):
@@ -117,78 +110,76 @@ def _numbers(value: Any, path: Path, draft: Draft) -> list[int] | None:
         elif isinstance(item, int) and not isinstance(item, bool):
             numbers.add(item)
         else:
-            raise draft.source.error(path, f"expected numbers and ranges such as '3-7', found {shown(item)}")
+            raise setting.expected("numbers and ranges such as '3-7'", item)
     return sorted(numbers)
 
 
-def _words(layers: dict[str, Any], key: str, path: Path, draft: Draft) -> list[str]:
+def _words(layers: dict[str, Any], key: str, setting: Setting) -> list[str]:
     """Returns the text or the list of texts under `key` as a list."""
     value = layers[key]
     items = value if isinstance(value, list) else [value]
     if not items or not all(isinstance(item, str) and item for item in items):
-        raise draft.source.error((*path, key), f"expected a text or a list of texts, found {shown(value)}")
+        raise setting.at(key).expected("a text or a list of texts", value)
     if key == "layer_name_regex_pattern" and len(items) != 1:
-        raise draft.source.error((*path, key), f"expected one regular expression, found {shown(value)}")
+        raise setting.at(key).expected("one regular expression", value)
     return items
 
 
-def _features(section: dict[str, Any], path: Path, draft: Draft) -> _Uses:
+def _features(section: dict[str, Any], setting: Setting) -> _Uses:
     """Returns the `use` of a section's features. Features that quantize follow those that exclude."""
-    features: list[tuple[str, dict[str, Any], Path]] = []
+    features: list[tuple[str, dict[str, Any], Setting]] = []
     for key, value in section.items():
         if key == _NAMESPACE and isinstance(value, dict):
-            features += [(name, config, (*path, key, name)) for name, config in value.items()]
+            features += [(name, config, setting.at(key, name)) for name, config in value.items()]
         elif key not in ("enabled", "layers"):
-            features.append((key, value, (*path, key)))
+            features.append((key, value, setting.at(key)))
     use: _Uses = {}
-    later: list[tuple[dict[str, Any], Path]] = []
+    later: list[tuple[dict[str, Any], Setting]] = []
     for name, config, at in features:
         if not isinstance(config, dict):
-            raise draft.source.error(at, f"a feature must be a mapping, found {shown(config)}")
+            raise at.error(f"a feature must be a mapping, found {shown(config)}")
         if not config.get("enabled", True):
-            draft.note(at, "is disabled there")
+            at.note("is disabled there")
         elif name.lower() in _FAKE_QUANT:
             later.append((config, at))
         elif name.lower() in _FEATURES:
-            _FEATURES[name.lower()](config, at, draft, use)
+            _FEATURES[name.lower()](config, at, use)
         else:
-            draft.note(at, "is an unknown feature, and is left out")
+            at.note("is an unknown feature, and is left out")
     for config, at in later:
-        _fake_quant(config, at, draft, use)
+        _fake_quant(config, at, use)
     return use
 
 
-def _disable_gemms(config: dict[str, Any], path: Path, draft: Draft, use: _Uses) -> None:
-    for gemm, _, _ in _gemms(config, path, draft):
-        use[gemm] = "bf16"
+def _disable_gemms(config: dict[str, Any], setting: Setting, use: _Uses) -> None:
+    use.update(dict.fromkeys((gemm for gemm, _, _ in _gemms(config, setting)), "bf16"))
 
 
-def _disable_layer(config: dict[str, Any], path: Path, draft: Draft, use: _Uses) -> None:
-    for gemm in _GEMMS:
-        use[gemm] = "bf16"
+def _disable_layer(config: dict[str, Any], setting: Setting, use: _Uses) -> None:
+    use.update(dict.fromkeys(_GEMMS, "bf16"))
 
 
-def _per_tensor(config: dict[str, Any], path: Path, draft: Draft, use: _Uses) -> None:
+def _per_tensor(config: dict[str, Any], setting: Setting, use: _Uses) -> None:
     """Adds FP8 with one scale per tensor for both operands of a GEMM. The feature implies E4M3."""
-    for gemm, settings, at in _gemms(config, path, draft):
+    for gemm, settings, at in _gemms(config, setting):
         tensors = settings.get("tensors") or ([settings["tensor"]] if "tensor" in settings else [])
         if set(_OPERANDS[gemm]) <= {str(tensor) for tensor in tensors}:
             use.update({gemm: "fp8", "scaling": "tensor"})
         else:
-            draft.note(at, f"one scale per tensor for one operand of {gemm}: it stays as in the preset")
+            at.note(f"one scale per tensor for one operand of {gemm}: it stays as in the preset")
 
 
-def _observe(config: dict[str, Any], path: Path, draft: Draft, use: _Uses) -> None:
-    draft.note(path, "only collects statistics: see 'mxcompile audit'")
+def _observe(config: dict[str, Any], setting: Setting, use: _Uses) -> None:
+    setting.note("only collects statistics: see 'mxcompile audit'")
 
 
-def _fake_quant(config: dict[str, Any], path: Path, draft: Draft, use: _Uses) -> None:
+def _fake_quant(config: dict[str, Any], setting: Setting, use: _Uses) -> None:
     """Adds a GEMM in high precision on quantized operands: MXFP8 if both operands have MXFP8 formats."""
-    for gemm, settings, at in _gemms(config, path, draft):
-        formats = _tensors(settings, at, draft)
+    for gemm, settings, at in _gemms(config, setting):
+        formats = _tensors(settings, at)
         for tensor in formats:
             if not any(tensor in pair for pair in _OPERANDS.values()):
-                draft.note(at, f"quantizes {tensor}, which is not an operand of a GEMM")
+                at.note(f"quantizes {tensor}, which is not an operand of a GEMM")
         operands = {tensor: formats.get(tensor, "BF16") for tensor in _OPERANDS[gemm]}
         elems = _common_elems(operands)
         if elems is not None and all(use.get(key, elem) == elem for key, elem in elems.items()):
@@ -196,7 +187,7 @@ def _fake_quant(config: dict[str, Any], path: Path, draft: Draft, use: _Uses) ->
             continue
         use[gemm] = "bf16"
         listed = ", ".join(f"{tensor} in {form}" for tensor, form in operands.items())
-        draft.note(at, f"{gemm} of {listed} is not an MXFP8 GEMM: it stays in BF16")
+        at.note(f"{gemm} of {listed} is not an MXFP8 GEMM: it stays in BF16")
 
 
 def _common_elems(operands: dict[str, str]) -> _Uses | None:
@@ -204,52 +195,47 @@ def _common_elems(operands: dict[str, str]) -> _Uses | None:
     elems: _Uses = {}
     for tensor, form in operands.items():
         elem = _ELEMS.get(form)
-        if elem is None or elems.setdefault(_key(tensor), elem) != elem:
+        key = "grad_dtype" if tensor == "gradient" else "elem_dtype"
+        if elem is None or elems.setdefault(key, elem) != elem:
             return None
     return elems
 
 
-def _key(tensor: str) -> str:
-    return "grad_dtype" if tensor == "gradient" else "elem_dtype"
-
-
-def _gemms(config: dict[str, Any], path: Path, draft: Draft) -> list[tuple[str, dict[str, Any], Path]]:
+def _gemms(config: dict[str, Any], setting: Setting) -> list[tuple[str, dict[str, Any], Setting]]:
     """Returns the GEMMs of a feature with its settings, and with own settings from ``gemms_struct``."""
     if "gemms_struct" in config:
         shared = {key: value for key, value in config.items() if key != "gemms_struct"}
-        items = _mappings(config["gemms_struct"], "gemm", (*path, "gemms_struct"), draft)
+        items = _mappings(config["gemms_struct"], "gemm", setting.at("gemms_struct"))
         gemms = [(item["gemm"], {**shared, **item}, at) for item, at in items]
     elif isinstance(config.get("gemms"), list):
-        gemms = [(gemm, config, path) for gemm in config["gemms"]]
+        gemms = [(gemm, config, setting) for gemm in config["gemms"]]
     else:
-        raise draft.source.error(path, f"expected 'gemms', a list of {', '.join(_GEMMS)}, or 'gemms_struct'")
+        raise setting.error(f"expected 'gemms', a list of {', '.join(_GEMMS)}, or 'gemms_struct'")
     for gemm, _, at in gemms:
         if gemm not in _GEMMS:
-            raise draft.source.error(at, not_allowed("GEMM", gemm, _GEMMS))
+            raise at.error(not_allowed("GEMM", gemm, _GEMMS))
     return gemms
 
 
-def _tensors(config: dict[str, Any], path: Path, draft: Draft) -> dict[str, str]:
+def _tensors(config: dict[str, Any], setting: Setting) -> dict[str, str]:
     """Returns the format of each tensor."""
     shared = config.get("quant_format")
     if "tensors_struct" in config:
-        items = _mappings(config["tensors_struct"], "tensor", (*path, "tensors_struct"), draft)
+        items = _mappings(config["tensors_struct"], "tensor", setting.at("tensors_struct"))
         return {str(item["tensor"]): str(item.get("quant_format", shared)) for item, _ in items}
     tensors: Iterable[Any] = config.get("tensors") or ()
     return {str(tensor): str(shared) for tensor in tensors}
 
 
-def _mappings(value: Any, key: str, path: Path, draft: Draft) -> list[tuple[dict[str, Any], Path]]:
+def _mappings(value: Any, key: str, setting: Setting) -> list[tuple[dict[str, Any], Setting]]:
     """Returns the items of a list of mappings that all have `key`, with their paths."""
     if not isinstance(value, list) or not all(isinstance(item, dict) and key in item for item in value):
-        raise draft.source.error(
-            path, f"expected a list of mappings with the key {key!r}, found {shown(value)}"
-        )
-    return [(item, (*path, index)) for index, item in enumerate(value)]
+        raise setting.expected(f"a list of mappings with the key {key!r}", value)
+    return [(item, setting.at(index)) for index, item in enumerate(value)]
 
 
 _FAKE_QUANT = frozenset({"fakequant", "fakequantfp8"})
-_FEATURES: dict[str, Callable[[dict[str, Any], Path, Draft, _Uses], None]] = {
+_FEATURES: dict[str, Callable[[dict[str, Any], Setting, _Uses], None]] = {
     "disablefp8gemm": _disable_gemms,
     "disablequantizationgemm": _disable_gemms,
     "disablefp8layer": _disable_layer,
