@@ -32,7 +32,7 @@ from tqdm import tqdm
 from mxcompile.analysis.audit import audit
 from mxcompile.analysis.study.interpreter import Run
 from mxcompile.analysis.study.session import Session
-from mxcompile.cli.quiet import quiet
+from mxcompile.cli.arguments import quiet
 from mxcompile.policy import Gemm
 from mxcompile.report import GemmNumerics
 

@@ -25,7 +25,7 @@ from mxcompile.formats import ScaleType
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.offline import CodegenResult, Range, Rates, Work, codegen
 from mxcompile.offline.estimate import ratio, total
-from mxcompile.offline.step import INDISTINGUISHABLE
+from mxcompile.offline.launch import INDISTINGUISHABLE
 
 BF16, MXFP8, MXFP4, NVFP4 = "bf16", "nvidia", "mxfp4", "nvfp4"
 FP8 = ["fp8_tensor", "fp8_delayed", "fp8_rowwise", "fp8_block"]

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 import mxcompile
-from mxcompile.cli.quiet import quiet
+from mxcompile.cli.arguments import quiet
 
 BASELINE = Way(label="fp32", library="torch", quantized="", prepare=lambda model: model)
 RESAMPLES = 1000

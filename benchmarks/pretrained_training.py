@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 import mxcompile
-from mxcompile.cli.quiet import quiet
+from mxcompile.cli.arguments import quiet
 
 BASELINE = "fp32"
 WAYS: dict[str, Any] = {

@@ -23,7 +23,7 @@ from demo.serving import Way
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from mxcompile.cli.quiet import quiet
+from mxcompile.cli.arguments import quiet
 
 Q8_0 = "llama.cpp q8_0 (values)"
 

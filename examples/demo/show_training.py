@@ -17,7 +17,7 @@ import demo
 from demo.compare import CONTROL, GAP_LIMIT, SeedComparison, variants
 from demo.training import TrainingRun
 from mxcompile.cli.arguments import device
-from mxcompile.cli.quiet import quiet
+from mxcompile.cli.arguments import quiet
 from mxcompile.policy import Policy
 from mxcompile.report.forms.tables import drawn
 

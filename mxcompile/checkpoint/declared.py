@@ -1,4 +1,4 @@
-"""The formats of stored weights that a checkpoint's configuration declares, and their check.
+"""The formats of stored weights in a checkpoint's configuration: read, checked and written.
 
     config.json: quantization_config      else, of ModelOpt: hf_quant_config.json
 
@@ -24,6 +24,14 @@ _FP8 = frozenset({FP8_BLOCKS, FP8_CHANNELS})
 _SINGLE = {form: frozenset({form}) for form in (MXFP8, MXINT8, MXFP4, NVFP4)}
 
 Forms = frozenset[Format]
+
+_FORMATS = {
+    MXFP8: "mxfp8-quantized",
+    MXINT8: "mxint8-quantized",
+    MXFP4: "mxfp4-pack-quantized",
+    NVFP4: "nvfp4-pack-quantized",
+}
+"""Names of formats in compressed-tensors, which lacks MXINT8."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,6 +156,35 @@ def _fp8(source: str, about: Mapping[str, Any]) -> Declared:
     )
 
 
+def compressed_tensors_config(ignored: Iterable[str], stored_modules: Mapping[str, Format]) -> dict[str, Any]:
+    """Returns the quantization_config of compressed-tensors. ignored: modules not quantized.
+
+    stored_modules: format of the weights of each other module. Formats of activations are not written,
+    because the policy decides how activations are cast. Source: compressed_tensors.compressors (0.20).
+    """
+    forms = [form for form in _FORMATS if form in stored_modules.values()] or [MXFP8]
+    groups: dict[str, Any] = {}
+    for number, form in enumerate(forms):
+        of_form = sorted(name for name, stored in stored_modules.items() if stored == form)
+        scale_dtype = str(form.scale.dtype)
+        groups[f"group_{number}"] = {
+            "targets": ["Linear"] if len(forms) == 1 else of_form,
+            "weights": {
+                "num_bits": form.elem.bits, "type": "int" if form.elem.is_integer else "float",
+                "strategy": "tensor_group" if form.two_level else "group", "group_size": form.tile.along,
+                "symmetric": True, "dynamic": False, "scale_dtype": scale_dtype, "zp_dtype": scale_dtype,
+            },
+            "input_activations": None, "output_activations": None, "format": _FORMATS[form],
+        }  # fmt: skip
+    return {
+        "quant_method": "compressed-tensors",
+        "format": _FORMATS[forms[0]] if len(forms) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": sorted(set(ignored)),
+    }
+
+
 def mxfp8_config(ignored: Iterable[str], _: Mapping[str, Format]) -> dict[str, Any]:
     """Returns the quantization_config of MXFP8 in SGLang's layout. ignored: modules not quantized."""
     return {
@@ -232,13 +269,8 @@ _DATA_TYPES: dict[Any, Forms] = {
 }
 """Formats by AutoRound's data_type and bits."""
 
-COMPRESSED_FORMATS: dict[Any, Forms] = {
-    "mxfp8-quantized": _SINGLE[MXFP8],
-    "mxint8-quantized": _SINGLE[MXINT8],
-    "mxfp4-pack-quantized": _SINGLE[MXFP4],
-    "nvfp4-pack-quantized": _SINGLE[NVFP4],
-    "float-quantized": _FP8,
-}
+COMPRESSED_FORMATS: dict[Any, Forms] = {word: _SINGLE[form] for form, word in _FORMATS.items()}
+COMPRESSED_FORMATS["float-quantized"] = _FP8
 """Formats by their names in compressed-tensors."""
 
 METHODS: dict[str, Callable[[str, Mapping[str, Any]], Declared]] = {

@@ -1,4 +1,4 @@
-"""The layouts of stored weights in checkpoints.
+"""The layouts of stored weights in checkpoints, and the contents of a checkpoint.
 
 All are written with whole blocks along the last dimension only.
 """
@@ -14,8 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxcompile.checkpoint import compressed_tensors, gpt_oss, separate, torchao
-from mxcompile.checkpoint.declared import modelopt_config, mxfp8_config, quantization_config
+from mxcompile.checkpoint import separate, torchao
+from mxcompile.checkpoint.declared import (
+    compressed_tensors_config,
+    modelopt_config,
+    mxfp8_config,
+    quantization_config,
+)
 from mxcompile.checkpoint.files import Checkpoint
 from mxcompile.checkpoint.weight_entries import (
     MXFP4,
@@ -29,6 +34,7 @@ from mxcompile.checkpoint.weight_entries import (
 )
 from mxcompile.errors import CheckpointError, not_allowed
 from mxcompile.formats import Format, stored_precision
+from mxcompile.report.data.fold import spelled
 from mxcompile.storage import MXTensor
 from mxcompile.storage.weights import StoredWeight
 
@@ -151,8 +157,8 @@ def weights_in(checkpoint: Checkpoint) -> tuple[str, list[StoredWeight]]:
     Raises:
         CheckpointError: Tensors are inconsistent.
     """
-    if any(gpt_oss.is_blocks(entry) for entry in checkpoint.entries.values()):
-        return GPT_OSS, [*gpt_oss.read(checkpoint)]
+    if any(separate.is_gpt_oss(entry) for entry in checkpoint.entries.values()):
+        return GPT_OSS, [*separate.read_gpt_oss(checkpoint)]
     marks = {key for metadata in checkpoint.metadata for key in metadata} - {""}
     layout = next((candidate for candidate in LAYOUTS.values() if candidate.mark in marks), None)
     if layout is None:
@@ -164,6 +170,56 @@ def weights_in(checkpoint: Checkpoint) -> tuple[str, list[StoredWeight]]:
             raise CheckpointError(f"{source}: {not_allowed('quant_method', str(method), names)}")
     weights = [*layout.read(checkpoint)]
     return layout.name if any(weight.stored for weight in weights) else NO_LAYOUT, weights
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorGroup:
+    """Tensors with the same kind and shape.
+
+    Attributes:
+        name: Names of all tensors, folded.
+        kind: Dtype, or precision and element format of stored weights.
+        shape: Shape of the values of each tensor.
+        count: Number of tensors.
+        num_bytes: Bytes of all tensors together.
+        precision: Precision of stored weights, "" for other tensors.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    count: int
+    num_bytes: int
+    precision: str = ""
+
+
+def contents(checkpoint: Checkpoint) -> tuple[str, list[TensorGroup]]:
+    """Returns the layout of stored weights ("none" without any), and all tensors of a checkpoint.
+
+    Raises:
+        CheckpointError: Tensors are inconsistent.
+    """
+    alike: dict[tuple[str, str, tuple[int, ...]], list[tuple[str, int]]] = {}
+    layout, weights = weights_in(checkpoint)
+    for weight in weights:
+        kind = str(checkpoint.entries[weight.tensors[0]].dtype).removeprefix("torch.")
+        if not weight.is_read:
+            kind += ", not read"
+        if weight.form is not None:
+            kind = f"{weight.precision} {weight.form.elem}"
+        size = sum(checkpoint.entries[name].num_bytes for name in weight.tensors)
+        alike.setdefault((weight.precision, kind, weight.shape), []).append((weight.name, size))
+    return layout, [
+        TensorGroup(
+            name=spelled(name for name, _ in members),
+            kind=kind,
+            shape=shape,
+            count=len(members),
+            num_bytes=sum(size for _, size in members),
+            precision=precision,
+        )
+        for (precision, kind, shape), members in alike.items()
+    ]
 
 
 def _read(checkpoint: Checkpoint, weight: StoredWeight, dtype: torch.dtype) -> Tensor:
@@ -192,7 +248,7 @@ LAYOUTS = {
         FileLayout(
             name=COMPRESSED_TENSORS,
             forms=(MXFP8, MXINT8, MXFP4, NVFP4),
-            config=compressed_tensors.config_entry,
+            config=compressed_tensors_config,
         ),
         FileLayout(
             name=TORCHAO,

@@ -4,12 +4,14 @@
                     has as int8
     scales          x_scale, x_scale_inv, or m.scale for x = m.weight
     global scale    x_global_scale divides the scales, x_scale_2 multiplies them
+    GPT-OSS         x_blocks (bytes of two E2M1, [E, N, K/32, 16]), x_scales (uint8, [E, N, K/32]) of experts,
+                    x [E, K, N] in models
 
 The format follows from dtypes and shapes; the configuration (`declared`) is checked against them. Formats of
 activations are not read, because the policy decides how activations are cast.
 
 Source: compressed_tensors.compressors (0.20), modelopt.torch.export (0.47), auto_round.export (0.16),
-transformers.integrations.finegrained_fp8 (5.24).
+transformers.integrations.finegrained_fp8 and .mxfp4 (5.24).
 """
 
 from __future__ import annotations
@@ -21,13 +23,14 @@ import torch
 
 from mxcompile.checkpoint.declared import Declared, declared, quantization_config
 from mxcompile.checkpoint.files import Checkpoint, Entry
-from mxcompile.checkpoint.weight_entries import BYTES, FP8, SUFFIX, plain_weight, stored_weight
+from mxcompile.checkpoint.weight_entries import BYTES, FP8, MXFP4, SUFFIX, plain_weight, stored_weight
 from mxcompile.errors import CheckpointError
-from mxcompile.formats import Format
+from mxcompile.formats import BLOCK, Format
 from mxcompile.storage.weights import StoredWeight
 
 PACKED, GLOBAL, MULTIPLIER = "_packed", "_global_scale", "_scale_2"
 _WEIGHT, _ZERO_POINT = "weight", "_zero_point"
+_BLOCKS, _SCALES = "_blocks", "_scales"
 
 _ACTIVATIONS = frozenset({f"input{GLOBAL}", "input_scale", "activation_scale", "k_scale", "v_scale"})
 """Names of scales of activations in a module."""
@@ -108,3 +111,30 @@ def _scaled(entries: Mapping[str, Entry], name: str) -> str:
         if base != name and (base in entries or base.endswith(f".{_WEIGHT}")):
             return repr(base)
     return ""
+
+
+def is_gpt_oss(entry: Entry) -> bool:
+    """Whether `entry` has elements of experts in GPT-OSS's layout."""
+    bytes_ = BLOCK // MXFP4.elem.per_byte
+    return entry.name.endswith(_BLOCKS) and entry.dtype is torch.uint8 and entry.shape[3:] == (bytes_,)
+
+
+def read_gpt_oss(checkpoint: Checkpoint) -> Iterator[StoredWeight]:
+    """Yields the weights of `checkpoint`, whose experts are GPT-OSS's. Raises `CheckpointError`."""
+    entries = checkpoint.entries
+    for name, entry in entries.items():
+        base = name.removesuffix(_BLOCKS)
+        if is_gpt_oss(entry):
+            scale = entries.get(base + _SCALES)
+            if scale is None or scale.dtype is not torch.uint8 or scale.shape != entry.shape[:3]:
+                raise CheckpointError(f"{entry} has no scales of its blocks: {base + _SCALES!r}")
+            experts, n, blocks, _ = entry.shape
+            yield StoredWeight(
+                name=base,
+                shape=(experts, blocks * BLOCK, n),
+                form=MXFP4,
+                block_dim=-2,
+                tensors=(name, scale.name),
+            )
+        elif not (name.endswith(_SCALES) and name.removesuffix(_SCALES) + _BLOCKS in entries):
+            yield plain_weight(entry)

@@ -19,6 +19,7 @@ from mxcompile.cli.arguments import (
     device,
     leave_out,
     policies_of,
+    quiet,
     sizes,
 )
 from mxcompile.errors import CheckpointError
@@ -126,7 +127,6 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs the command. Returns the exit status."""
     from mxcompile.analysis.audit import audit, form_of
-    from mxcompile.cli.quiet import quiet
 
     if options.compare is not None:
         return _compare(options)
@@ -147,7 +147,6 @@ def run(options: argparse.Namespace) -> int:
 def _compare(options: argparse.Namespace) -> int:
     """Prints the policies side by side."""
     from mxcompile.analysis.compare import compare
-    from mxcompile.cli.quiet import quiet
 
     leave_out(options, "--compare prints its tables and nothing else", "output", "by", "plots")
     policies = policies_of(options.compare)

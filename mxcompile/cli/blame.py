@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from mxcompile.cli.arguments import add_output, check_output, positive, share, show_policy
+from mxcompile.cli.arguments import add_output, check_output, positive, quiet, share, show_policy
 from mxcompile.cli.audit import add_measured, measured, noted
 
 
@@ -51,7 +51,6 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs the command. Returns the exit status, 1 if no GEMM makes a difference."""
     from mxcompile.analysis.blame import blame, check, check_different
-    from mxcompile.cli.quiet import quiet
     from mxcompile.policy import Policy
 
     check_output(options)

@@ -14,6 +14,8 @@ from mxcompile.cli.arguments import (
     loaded,
     of_ranks,
     policies_of,
+    quiet,
+    working,
 )
 
 
@@ -50,7 +52,6 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command. Returns the exit status, 1 if a kernel could not run."""
-    from mxcompile.cli.quiet import quiet, working
     from mxcompile.offline import codegen, side_by_side
 
     check_folder(options.output)

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from mxcompile.cli.arguments import quiet
+
 
 def add_to(commands: Any) -> None:
     """Adds the command to the parser."""
@@ -44,7 +46,6 @@ def run(options: argparse.Namespace) -> int:
     from mxcompile.checkpoint.files import Checkpoint
     from mxcompile.checkpoint.layouts import COMPRESSED_TENSORS, layout_of
     from mxcompile.checkpoint.plan import plan_conversion
-    from mxcompile.cli.quiet import quiet
     from mxcompile.models.named import load_model
     from mxcompile.storage.weights import StoredWeights
 

@@ -15,7 +15,9 @@ from mxcompile.cli.arguments import (
     loaded,
     policies_of,
     positive,
+    quiet,
     show,
+    working,
 )
 
 if TYPE_CHECKING:
@@ -72,7 +74,6 @@ def run(options: argparse.Namespace) -> int:
     """Runs the command. Returns the exit status."""
     from mxcompile.analysis.compare import estimates
     from mxcompile.analysis.explain.explainer import explain
-    from mxcompile.cli.quiet import quiet, working
     from mxcompile.report import form_of
     from mxcompile.report.forms.text import to_summary
 

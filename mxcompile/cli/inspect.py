@@ -22,8 +22,8 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command. Returns the exit status."""
-    from mxcompile.checkpoint.contents import contents
     from mxcompile.checkpoint.files import Checkpoint
+    from mxcompile.checkpoint.layouts import contents
     from mxcompile.formats import labels
     from mxcompile.report.forms.tables import drawn, fitted
     from mxcompile.report.forms.words import byte_count, count

@@ -15,7 +15,9 @@ from mxcompile.cli.arguments import (
     leave_out,
     of_ranks,
     positive,
+    quiet,
     show,
+    working,
 )
 from mxcompile.errors import OptionError
 
@@ -74,7 +76,6 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs the command. Returns the exit status, 1 if no mesh of the given number of ranks fits."""
     from mxcompile.analysis.explain.rank import explain_rank, sweep_meshes
-    from mxcompile.cli.quiet import quiet, working
     from mxcompile.mesh.report import form_of
 
     named: dict[str, Any] = {

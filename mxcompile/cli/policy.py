@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mxcompile.cli.arguments import add_model, add_output, check_output, loaded
+from mxcompile.cli.arguments import add_model, add_output, check_output, loaded, quiet, working
 from mxcompile.errors import OptionError
 
 
@@ -152,7 +152,6 @@ def run_schema(options: argparse.Namespace) -> int:
 def _report(options: argparse.Namespace, policy: Any, training: bool = True) -> Any:
     """Returns the report of the model in `options` under `policy`."""
     from mxcompile.analysis.explain.explainer import explain
-    from mxcompile.cli.quiet import quiet, working
 
     with quiet(), working(f"tracing {options.model}"):
         model, args, kwargs = loaded(options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mxcompile.cli.arguments import add_output, check_output, share, show_policy
+from mxcompile.cli.arguments import add_output, check_output, quiet, share, show_policy
 from mxcompile.cli.audit import add_measured, measured, noted
 
 
@@ -50,7 +50,6 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs the command. Returns the exit status, 1 if no policy is within the bound."""
     from mxcompile.analysis.tune import Bounds, check_mix, tune
-    from mxcompile.cli.quiet import quiet
 
     check_output(options)
     bounds = Bounds(min_sqnr=options.min_sqnr, max_loss_gap=options.max_loss_gap)

@@ -2,6 +2,8 @@
 
     FSDP2                gathers of weights, reductions of gradients        from its parameter groups
     tensor parallelism   activations and their gradients                    from the partitioned graphs
+    partial gradients    each tensor-parallel rank has one summand, e.g. for a norm over its own tokens;
+                         backward leaves them partial, and FSDP2 reduces them one by one before its reduction
 
 `num_bytes` is the size of a collective's input on one rank: 1/p of the output for an all-gather over p
 ranks, the whole unreduced tensor for a reduce-scatter.
@@ -14,11 +16,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
+from mxcompile.distributed.tensors import local_bytes
 from mxcompile.graph.opsets import packet
 from mxcompile.graph.tags import tensor
-from mxcompile.models.names import module_of
+from mxcompile.models.names import module_of, user_path
 from mxcompile.passes.account import sent
 from mxcompile.ranks.fsdp import FSDPGroup
 
@@ -75,6 +80,17 @@ class Axes:
         name = group if isinstance(group, str) else group.group_name
         return self._names.get(name) or f"{len(_ranks(group))} ranks"
 
+    def collective(self, group: Any, num_bytes: int, *, dtype: Any, **fields: Any) -> Collective:
+        """Returns a collective of a process group. fields: by default it sends as much without mxcompile."""
+        return Collective(
+            axis=self(group),
+            ranks=len(_ranks(group)),
+            stride=stride(group),
+            dtype=str(dtype).removeprefix("torch."),
+            num_bytes=num_bytes,
+            **{"without_bytes": num_bytes} | fields,
+        )
+
 
 def _ranks(group: Any) -> list[int]:
     """Returns the rank numbers of a process group or group name."""
@@ -110,16 +126,14 @@ def _gather(group: FSDPGroup, axes: Axes, along: Any, phase: str) -> Collective:
     dtypes = {parameter.dtype for parameter in group.parameters if not parameter.is_mx}
     bytes_alone = any(parameter.is_mx for parameter in group.parameters) or len(dtypes) > 1
     share = group.ranks // along.size()
-    return Collective(
+    return axes.collective(
+        along,
+        share * sum(p.travels for p in group.parameters),
+        without_bytes=share * sum(p.numel * p.dtype.itemsize for p in group.parameters),
         kind="all-gather",
         what="weights",
         name=group.path,
-        dtype="uint8" if bytes_alone else _word(dtypes.pop()),
-        num_bytes=share * sum(p.travels for p in group.parameters),
-        without_bytes=share * sum(p.numel * p.dtype.itemsize for p in group.parameters),
-        axis=axes(along),
-        ranks=along.size(),
-        stride=stride(along),
+        dtype="uint8" if bytes_alone else dtypes.pop(),
         phase=phase,
     )
 
@@ -133,16 +147,13 @@ def _reductions(group: FSDPGroup, axes: Axes) -> Iterator[Collective]:
     ways = (("reduce-scatter", group.shards, group.ranks), ("all-reduce", group.replicates, 1))
     for kind, along, times in ways:
         if along is not None and along.size() > 1:
-            yield Collective(
+            yield axes.collective(
+                along,
+                times * shard_bytes,
                 kind=kind,
                 what="gradients",
                 name=group.path,
-                dtype=_word(dtype),
-                num_bytes=times * shard_bytes,
-                without_bytes=times * shard_bytes,
-                axis=axes(along),
-                ranks=along.size(),
-                stride=stride(along),
+                dtype=dtype,
                 phase="backward",
             )
 
@@ -156,16 +167,14 @@ def of_graph(
         first = node.args[0]
         value = tensor(first[0] if isinstance(first, list | tuple) else first)
         group = next(arg for arg in reversed(node.args) if isinstance(arg, str))
-        collective = Collective(
+        collective = axes.collective(
+            group,
+            num_bytes,
+            without_bytes=without_bytes,
             kind=next(kind for start, kind in _KINDS.items() if operator.startswith(start)),
             what="activations",
             name=path,
-            dtype="" if value is None else _word(value.dtype),
-            num_bytes=num_bytes,
-            without_bytes=without_bytes,
-            axis=axes(group),
-            ranks=len(_ranks(group)),
-            stride=stride(group),
+            dtype="" if value is None else value.dtype,
             phase=phase,
         )
         yield collective
@@ -173,5 +182,43 @@ def of_graph(
             yield dataclasses.replace(collective, name=other)
 
 
-def _word(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
+def backward(output: Any) -> None:
+    """Runs backward from all differentiable tensors in `output`, which are fake."""
+    if results := _differentiable(output):
+        torch.autograd.backward([value.sum() for value in results])
+
+
+def result_bytes(output: Any) -> int:
+    """Returns the bytes of this rank's part of the differentiable tensors in `output`."""
+    return sum(map(local_bytes, _differentiable(output)))
+
+
+def _differentiable(output: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(output) if isinstance(value, Tensor) and value.requires_grad]
+
+
+def partial_parameters(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yields (path, parameter) for each parameter of `model` whose gradient is partial."""
+    for path, parameter in model.named_parameters():
+        placements = getattr(parameter.grad, "placements", ())
+        if any(placement.is_partial() for placement in placements):
+            yield user_path(path), parameter
+
+
+def of_partial_gradients(model: nn.Module, axes: Axes) -> Iterator[Collective]:
+    """Yields the collectives that reduce the partial gradients of `model`."""
+    for path, parameter in partial_parameters(model):
+        gradient = parameter.grad.to_local()
+        num_bytes = gradient.numel() * gradient.element_size()
+        for axis, placement in enumerate(parameter.grad.placements):
+            if placement.is_partial():
+                replicated = parameter.placements[axis].is_replicate()
+                yield axes.collective(
+                    parameter.grad.device_mesh.get_group(axis),
+                    num_bytes,
+                    kind="all-reduce" if replicated else "reduce-scatter",
+                    what="gradients",
+                    name=path,
+                    dtype=gradient.dtype,
+                    phase="backward",
+                )

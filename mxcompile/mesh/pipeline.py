@@ -11,8 +11,7 @@ from torch import nn
 from mxcompile.distributed.tensors import local_bytes
 from mxcompile.mesh.liveness import GraphLiveness
 from mxcompile.mesh.memory import Memory, MemoryBreakdown, reduced_bytes, weight_bytes
-from mxcompile.mesh.schedule import Schedule
-from mxcompile.mesh.stages import Stages
+from mxcompile.mesh.schedule import Schedule, Stages
 from mxcompile.models.names import user_path
 from mxcompile.ranks.fsdp import FSDPGroup
 from mxcompile.report.forms.tables import drawn

@@ -18,8 +18,8 @@ from mxcompile.errors import OptionError, shown
 from mxcompile.mesh.links import NODE
 from mxcompile.mesh.report import RankReport
 from mxcompile.mesh.time import StepTime
+from mxcompile.offline.launch import INDISTINGUISHABLE
 from mxcompile.offline.rates import Range
-from mxcompile.offline.step import INDISTINGUISHABLE
 from mxcompile.ranks.experts import EXPERTS
 from mxcompile.report.forms import plots
 from mxcompile.report.forms.tables import Table, drawn, wrapped

@@ -25,8 +25,8 @@ from mxcompile.mesh.links import NET, NVLINK, Links
 from mxcompile.mesh.schedule import Schedule
 from mxcompile.offline.estimate import Work
 from mxcompile.offline.graph_work import Works
+from mxcompile.offline.launch import INDISTINGUISHABLE, KINDS
 from mxcompile.offline.rates import Range, Rates
-from mxcompile.offline.step import INDISTINGUISHABLE, KINDS
 from mxcompile.offline.training import loss_bytes, update_bytes
 from mxcompile.report.forms.tables import Table, drawn
 

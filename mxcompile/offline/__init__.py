@@ -2,10 +2,9 @@
 
 from mxcompile.offline.estimate import Estimate, Work
 from mxcompile.offline.generate import codegen
-from mxcompile.offline.launch import Kernel, Launch
+from mxcompile.offline.launch import Kernel, Launch, Step
 from mxcompile.offline.rates import Range, Rates
 from mxcompile.offline.result import CodegenResult, side_by_side
-from mxcompile.offline.step import Step
 
 __all__ = [
     "CodegenResult",

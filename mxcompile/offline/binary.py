@@ -181,16 +181,13 @@ def _numbers(pattern: str, text: str) -> list[int]:
     return numbers
 
 
-def _architecture(arch: int) -> str:
-    return f"sm_{arch}a" if arch >= 90 else f"sm_{arch}"
-
-
 def _spilled(ptx: str, arch: int) -> int:
     """Returns the bytes that the assembler spills. Raises `TargetError`.
 
     The stack size does not measure spills, because the stack also holds arrays, e.g. for sine's slow
     path.
     """
-    options = "-v", "--regAllocOptLevel=2", f"--gpu-name={_architecture(arch)}", "-o", "/dev/null"
+    gpu = f"sm_{arch}a" if arch >= 90 else f"sm_{arch}"
+    options = "-v", "--regAllocOptLevel=2", f"--gpu-name={gpu}", "-o", "/dev/null"
     log = run_tool(get_ptxas(arch).path, *options, content=ptx.encode(), suffix=".ptx").stderr
     return sum(_numbers(r"(\d+) bytes spill stores", log))

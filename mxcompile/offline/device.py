@@ -140,14 +140,11 @@ class _Attention:
         set_tag(new, *tags_of(node))
         for user in list(node.users):
             if user.target is operator.getitem:
-                self._swap_result(user, new)
+                with self._graph.inserting_before(user):
+                    item = self._call(operator.getitem, new, user.args[1], like=user)
+                user.replace_all_uses_with(item)
+                self._graph.erase_node(user)
         self._forwards[node] = new
-
-    def _swap_result(self, user: fx.Node, new: fx.Node) -> None:
-        with self._graph.inserting_before(user):
-            item = self._call(operator.getitem, new, user.args[1], like=user)
-        user.replace_all_uses_with(item)
-        self._graph.erase_node(user)
 
     def _bias(self, q: fx.Node, k: fx.Node, mask: fx.Node, like: fx.Node) -> fx.Node:
         """Returns the mask as the kernel needs it: floating point, expanded, with aligned rows."""
@@ -168,7 +165,9 @@ class _Attention:
 
     def _replace_backward(self, node: fx.Node) -> None:
         grad, q, k, v, out, logsumexp, dropout, causal = node.args[:8]
-        forward = _origin(out)
+        forward: Any = out
+        while packet(forward) not in ATTENTION_FORWARD:  # `out` is a view of its first result
+            forward = argument(forward)
         scale = node.kwargs.get("scale")
         row = ATTENTION_FORWARD[packet(forward)]
         saved = self._saved(forward, range(2, 4) if row.backend == "efficient" else range(2, 8))
@@ -213,13 +212,6 @@ def _fits_cudnn(q: fx.Node) -> bool:
     head = value.shape[-1]
     halves = (torch.bfloat16, torch.float16)
     return value.dtype in halves and isinstance(head, int) and head <= _CUDNN_HEAD and head % 8 == 0
-
-
-def _origin(result: Any) -> fx.Node:
-    """Returns the attention node that computes `result`, looking through views."""
-    while packet(result) not in ATTENTION_FORWARD:
-        result = argument(result)
-    return result  # type: ignore[no-any-return]
 
 
 _FORWARD_ARGUMENTS = ("query", "key", "value", "dropout_p", "is_causal", "attn_mask", "scale")

@@ -62,7 +62,7 @@ class Work:
             mma_us = max(self.mma_us / rates[self.product], self.shared_us)
             mma_us += self.between_issue_us / rates["issue"] + self.between_us + self.waits * latency_us
         return Estimate(
-            memory_us=self.num_bytes / (rates["memory"] * _peak(rates.target).bandwidth_gbs * 1e3),
+            memory_us=self.num_bytes / (rates["memory"] * peak_of(rates.target).bandwidth_gbs * 1e3),
             issue_us=self.issue_us / rates["issue"],
             mma_us=mma_us,
             latency_us=self.round_trips * latency_us,
@@ -119,7 +119,7 @@ class Estimate:
 
 def library_work(*, num_bytes: float, flops: float, product: str, target: Target) -> Work:
     """Returns the work of a library kernel. product: kind of its products in `rates`."""
-    peak = _peak(target)
+    peak = peak_of(target)
     tflops = {
         "fp32": peak.fp32_tflops,
         "mxfp8": peak.mxfp8_tflops,
@@ -160,6 +160,7 @@ def ratio(works: Sequence[Work], others: Sequence[Work], rates: Rates) -> Range:
     return Range.from_rates(lambda moved: total(works, moved) / total(others, moved), rates)
 
 
-def _peak(target: Target) -> Peak:
+def peak_of(target: Target) -> Peak:
+    """Returns the data sheet of `target`, which must have one."""
     assert target.peak is not None, f"{target.name} has no peaks"
     return target.peak

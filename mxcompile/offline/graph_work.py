@@ -87,17 +87,14 @@ class _Reader:
         moved = sum(self._bytes(base(operand)) for operand in dict.fromkeys(node.all_input_nodes))
         moved += self._bytes(node) or sum(map(self._bytes, node.users))
         if called_packet(node) in ATTENTIONS:
-            kind = self._attention(node)
+            masked = arguments_of(node).get("attn_mask") is not None
+            kind = "efficient" if masked else attention_backend(self.target)
+            kind += "_backward" if packet(node) in ATTENTION_BACKWARD else ""
             return "attention", self._library(moved, attention_flops(node), kind)
         return "product", self._library(moved, sum(tag.flops for tag in tags), self._rate(node, tags[0]))
 
     def _library(self, num_bytes: float, flops: float, kind: str) -> Work:
         return library_work(num_bytes=num_bytes, flops=flops, product=kind, target=self.target)
-
-    def _attention(self, node: fx.Node) -> str:
-        masked = arguments_of(node).get("attn_mask") is not None
-        backend = "efficient" if masked else attention_backend(self.target)
-        return f"{backend}_backward" if packet(node) in ATTENTION_BACKWARD else backend
 
     def _rate(self, node: fx.Node, tag: GemmTag) -> str:
         """Returns the kind of rate for a product."""

@@ -29,10 +29,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mxcompile.formats import BLOCK
-from mxcompile.lowering.chips.peak import Peak
 from mxcompile.lowering.targets import Target
 from mxcompile.offline.binary import Binary
-from mxcompile.offline.estimate import Work
+from mxcompile.offline.estimate import Work, peak_of
 from mxcompile.offline.machine_code import Loop, MachineCode, parse
 
 _SUSTAINED_ISSUE, _SUSTAINED_MMA = 0.6, 0.8
@@ -111,7 +110,7 @@ def read(
         between=launched.between_cycles / launched.busy_cycles if launched.steady else None,
         barriers=code.barriers(launched.steady) if launched.steady else None,
         waits=code.waits(launched.steady) if launched.steady else None,
-        understood=launched.understood,
+        understood=all(loop in launched.trips for loop in code.loops),
     )
 
 
@@ -225,10 +224,6 @@ class _Launched:
         return max(1, self.code.loads_in_loops // before) if before else 1
 
     @cached_property
-    def understood(self) -> bool:
-        return all(loop in self.trips for loop in self.code.loops)
-
-    @cached_property
     def serial(self) -> bool:
         """Whether blocks, few per SM, synchronize in every iteration of a loop without products."""
         loops = [loop for loop in self.code.loops if self.trips.get(loop, 1) > 1]
@@ -296,7 +291,7 @@ class _Launched:
 
     @property
     def _tflops(self) -> float:
-        peak = _peak(self.target)
+        peak = peak_of(self.target)
         if self._packed > 1:
             return peak.fp4_tflops
         return peak.mxfp8_tflops if self._scaled else peak.bf16_tflops
@@ -375,10 +370,5 @@ def _programs(source: str, sizes: Mapping[str, int], numbers: tuple[int, ...]) -
     return 0
 
 
-def _peak(target: Target) -> Peak:
-    assert target.peak is not None, f"{target.name} has no peaks"
-    return target.peak
-
-
 def _cycles_of_us(target: Target) -> float:
-    return _peak(target).clock_ghz * 1e3
+    return peak_of(target).clock_ghz * 1e3

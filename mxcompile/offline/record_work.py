@@ -100,7 +100,8 @@ class _Times:
             return self.is_template
         a, b, out = _elements(gemm)
         forms = [_format(operand) for operand in gemm.formats]
-        kind = self._kind(forms, self.rates.target)
+        family = families(forms, self.rates.target)[0]
+        kind = product_kind(family, forms[0], self.rates.target, by_library=gemm.batch == 1)
         casts = product_bytes = 0.0
         for numel, form, operand in zip((a, b), forms, gemm.formats, strict=True):
             as_mx = kind in ("mxfp8", "own_mxfp8") and form.mx_elem is not None
@@ -111,11 +112,6 @@ class _Times:
             elif not kind:
                 casts += self._streamed((width + self._width) * numel)  # a stored weight is dequantized
         return casts + (self._product(product_bytes + self._width * out, kind) if kind else self.is_template)
-
-    def _kind(self, forms: list[Format], target: Target) -> str:
-        """Returns the kind of the product's rate in `rates`, "" if the chip does not multiply `forms`."""
-        family = families(forms, target)[0]
-        return product_kind(family, forms[0], target, by_library=self.gemm.batch == 1)
 
     def _cast(self, numel: int, width: float, form: Format, operand: OperandFormat) -> float:
         """Returns the GEMM's share of the launch that casts an operand. width: bytes of a result."""

@@ -16,9 +16,8 @@ from tabulate import tabulate
 
 from mxcompile.offline.binary import Binary
 from mxcompile.offline.estimate import Estimate
-from mxcompile.offline.launch import Kernel, Launch
+from mxcompile.offline.launch import INDISTINGUISHABLE, KINDS, Kernel, Launch, Step
 from mxcompile.offline.rates import Rates
-from mxcompile.offline.step import INDISTINGUISHABLE, KINDS, Step
 from mxcompile.report import Report
 
 
@@ -73,7 +72,11 @@ class CodegenResult:
         return tuple(kernel for kernel in self.kernels if kernel.binary.spill_bytes)
 
     def __str__(self) -> str:
-        return "\n".join(_lines(self))
+        lines = [f"code for {self.target}, generated and compiled without it"]
+        for phase in self.wrappers:
+            launches = self.phase(phase)
+            lines += ["", f"{phase}: {_totals(launches)}", _table(self, launches)]
+        return "\n".join([*lines, "", *_summary(self)])
 
     def save(self, folder: str | Path) -> None:
         """Writes wrappers, kernels, assembly, binaries and a summary.
@@ -102,18 +105,16 @@ class CodegenResult:
 
 
 def _as_data(result: CodegenResult) -> dict[str, Any]:
+    step = result.step
+    names = ("us", "by_kind", "by_reason", "num_bytes", "cast_memory_us", "launches", "unclear", "cast_ratio")
     return {
         "schema": 1,
         "target": result.target,
         "launches": [
-            {
-                **dataclasses.asdict(launch),
-                "kind": launch.kind,
-                "estimate": _estimate_as_data(launch.estimate),
-            }
+            dataclasses.asdict(launch) | {"kind": launch.kind, "estimate": _estimate_as_data(launch.estimate)}
             for launch in result.launches
         ],
-        "step": {**_step_as_data(result.step), "cast_ratio": result.step.cast_ratio},
+        "step": {name: getattr(step, name) for name in names} | {"range_us": dataclasses.asdict(step.range)},
         "kernels": [
             {
                 "phase": kernel.phase,
@@ -138,19 +139,6 @@ def _estimate_as_data(estimate: Estimate | None) -> dict[str, Any] | None:
     return (
         None if estimate is None else {"us": estimate.us, "by": estimate.by, **dataclasses.asdict(estimate)}
     )
-
-
-def _step_as_data(step: Step) -> dict[str, Any]:
-    names = ("us", "by_kind", "by_reason", "num_bytes", "cast_memory_us", "launches", "unclear")
-    return {name: getattr(step, name) for name in names} | {"range_us": dataclasses.asdict(step.range)}
-
-
-def _lines(result: CodegenResult) -> list[str]:
-    lines = [f"code for {result.target}, generated and compiled without it"]
-    for phase in result.wrappers:
-        launches = result.phase(phase)
-        lines += ["", f"{phase}: {_totals(launches)}", _table(result, launches)]
-    return [*lines, "", *_summary(result)]
 
 
 def _totals(launches: Sequence[Launch]) -> str:
@@ -207,16 +195,11 @@ def _estimates(launches: Sequence[Launch], rates: Rates) -> tuple[str, str]:
 
 def _computed(launches: Sequence[Launch]) -> str:
     """Returns the GEMMs of some launches, shortened; without GEMMs, the source of their casts."""
-    gemms = list(dict.fromkeys(_short_name(gemm) for launch in launches for gemm in launch.gemms))
-    if gemms:
+    paths = [gemm.split(".") for launch in launches for gemm in launch.gemms]  # the last part has the GEMM
+    if gemms := list(dict.fromkeys(".".join(path[-2:]) for path in paths)):
         return gemms[0] if len(gemms) == 1 else f"{gemms[0]} +{len(gemms) - 1}"
     kinds = {launch.cast for launch in launches}
     return f"cast of {_ORIGINS[kinds.pop()]}" if len(kinds) == 1 and kinds != {""} else ""
-
-
-def _short_name(gemm: str) -> str:
-    """Returns the last two steps of a layer's path, and the GEMM."""
-    return ".".join(gemm.split(".")[-2:])
 
 
 def _instruction(binary: Binary) -> str:

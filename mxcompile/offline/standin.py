@@ -9,6 +9,10 @@ Patched inside the context, and restored at its end, also after errors:
 
 Nothing is allocated on or sent to a device, so a real GPU is not disturbed. A lock serializes compiles,
 because other threads would see the patches, too.
+
+Some Python operators of torch, ``~x``, ``x[…]`` and ``x.copy_``, enter the device of `x` before they
+dispatch, which fails without a GPU. Their replacements dispatch directly or compute the shape on the meta
+device.
 """
 
 from __future__ import annotations
@@ -24,15 +28,18 @@ from unittest import mock
 
 import torch
 import triton
+from torch import Tensor
 from torch._dynamo import device_interface
 from torch._inductor.codegen.common import init_backend_registration
 from torch._inductor.runtime import triton_helpers
 from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _triton
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_map_only
 from triton.backends.compiler import GPUTarget
 
 from mxcompile.lowering.targets import Target
-from mxcompile.offline.fake_gpu import operators_of_fake_gpu_tensors
 
 DEVICE = torch.device("cuda", 0)
 """Device of the stand-in."""
@@ -174,6 +181,37 @@ def _torch_cuda(properties: SimpleNamespace) -> dict[str, Any]:
     }
 
 
+def _getitem(x: FakeTensor, index: Any) -> Any:
+    if x.device.type != "cuda":
+        return Tensor.__getitem__(x, index)
+    with no_dispatch():
+        element = _meta(x)[tree_map_only(Tensor, _meta, index)]
+    with x.fake_mode:
+        return torch.empty_strided(element.shape, element.stride(), dtype=x.dtype, device=x.device)
+
+
+def _copy(x: FakeTensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    if x.device.type != "cuda":
+        return Tensor.copy_(x, source, non_blocking)
+    source.expand(x.shape)  # raises if the shape does not fit
+    return x
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+@contextmanager
+def _operators_of_fake_gpu_tensors() -> Iterator[None]:
+    """Patches operators that enter the device of a tensor."""
+    with (
+        mock.patch.object(FakeTensor, "__invert__", lambda x: torch.bitwise_not(x), create=True),
+        mock.patch.object(FakeTensor, "__getitem__", _getitem, create=True),
+        mock.patch.object(FakeTensor, "copy_", _copy, create=True),
+    ):
+        yield
+
+
 @contextmanager
 def stand_in(target: Target) -> Iterator[None]:
     """Patches torch and Triton to compile for `target`, a GPU, on any machine."""
@@ -198,7 +236,7 @@ def stand_in(target: Target) -> Iterator[None]:
         enter(mock.patch.object(triton_helpers, "set_driver_to_gpu", _always(None)))  # it searches for a GPU
         enter(mock.patch.object(fake_tensor, "init_gpu_context", _always(None)))  # it starts CUDA
         enter(mock.patch.object(triton.runtime.driver, "_active", _Driver(target)))
-        enter(operators_of_fake_gpu_tensors())
+        enter(_operators_of_fake_gpu_tensors())
         _forget()
         yield
 
@@ -217,9 +255,5 @@ def _caches(module: ModuleType) -> Iterator[Any]:
     for owner in (module, *(item for item in vars(module).values() if isinstance(item, type))):
         for value in vars(owner).values():
             function = value.__func__ if isinstance(value, classmethod | staticmethod) else value
-            if isinstance(function, functools._lru_cache_wrapper) and _is_of(function, module):
+            if isinstance(function, functools._lru_cache_wrapper) and function.__module__ == module.__name__:
                 yield function
-
-
-def _is_of(function: Any, module: ModuleType) -> bool:
-    return bool(function.__module__ == module.__name__)

@@ -17,6 +17,7 @@ import torch
 
 _HANDLE = re.compile(r"# \[Provenance debug handles\] (\S+)")
 _MUTATED = re.compile(r"'mutated_arg_names': (\[[^\]]*\])")
+_RUNS = re.compile(r"call$|partition_|subgraph_")  # functions that run the model; others benchmark it
 _ALLOCATORS = re.compile(r"empty_strided_\w+$")
 _AS_DTYPE = "torch.ops.aten.view.dtype"  # a view of the same memory
 
@@ -53,14 +54,9 @@ def read(source: str, input_bytes: dict[str, int]) -> Module:
     kernels = dict(_kernels(tree))
     reader = _ModuleReader(source, kernels, input_bytes)
     for function in ast.walk(tree):
-        if isinstance(function, ast.FunctionDef) and _runs(function):
+        if isinstance(function, ast.FunctionDef) and _RUNS.match(function.name):
             reader.read(function)
     return Module(kernels=kernels, calls=tuple(reader.calls))
-
-
-def _runs(function: ast.FunctionDef) -> bool:
-    """Whether the wrapper's function runs the model, not a benchmark of it."""
-    return function.name == "call" or function.name.startswith(("partition_", "subgraph_"))
 
 
 def _kernels(tree: ast.Module) -> Iterator[tuple[str, str]]:
@@ -95,8 +91,11 @@ class _ModuleReader:
                     self._assign(name, value)
                     if self._lines[statement.lineno - 1].endswith("# reuse"):
                         self._new.add(name)
-                case ast.Expr(value=ast.Call(func=ast.Name(id="assert_size_stride"), args=args)):
-                    self._size(args)
+                case ast.Expr(
+                    value=ast.Call(func=ast.Name(id="assert_size_stride"), args=[ast.Name(id=name), size, *_])
+                ):
+                    if name in self._root and not self._bytes.get(name):
+                        self._bytes[name] = 2 * _elements(size)  # a library's result, assumed to be 16 bits
                 case ast.Expr(value=ast.Call() as call):
                     self._launch(call, result=None)
 
@@ -107,7 +106,8 @@ class _ModuleReader:
             case ast.Call(func=function, args=[ast.Name(id=other), _]) if ast.unparse(function) == _AS_DTYPE:
                 self._alias(name, other)
             case ast.Call(func=ast.Name(id=allocator), args=[size, _, dtype]) if _ALLOCATORS.match(allocator):
-                self._itemsize[name] = itemsize = _dtype(dtype).itemsize
+                torch_dtype = getattr(torch, ast.unparse(dtype).removeprefix("torch."))
+                self._itemsize[name] = itemsize = torch_dtype.itemsize
                 self._bytes[name] = _elements(size) * itemsize
                 self._root[name] = name
                 self._new.add(name)
@@ -123,12 +123,6 @@ class _ModuleReader:
         for table in tables:
             if other in table:
                 table[name] = table[other]
-
-    def _size(self, arguments: list[ast.expr]) -> None:
-        """Sets the size of a library result, which only an assertion contains, assuming 16-bit elements."""
-        match arguments:
-            case [ast.Name(id=name), size, *_] if name in self._root and not self._bytes.get(name):
-                self._bytes[name] = _elements(size) * 2
 
     def _launch(self, call: ast.Call, result: str | None) -> None:
         target = ast.unparse(call.func)
@@ -173,7 +167,11 @@ class _ModuleReader:
                 handle=self._handle(call.lineno),
                 reads=tuple(dict.fromkeys(self._root[name] for name in reads if name in sizes)),
                 writes=tuple(dict.fromkeys(self._root[name] for name in writes if name in sizes)),
-                numbers=tuple(_numbers(call)),
+                numbers=tuple(
+                    argument.value
+                    for argument in call.args
+                    if isinstance(argument, ast.Constant) and isinstance(argument.value, int)
+                ),
                 num_bytes=sum(sizes.get(name, 0) for name in moved),
             )
         )
@@ -215,19 +213,9 @@ def _names(expression: ast.expr) -> Iterator[str]:
             yield node.id
 
 
-def _numbers(call: ast.Call) -> Iterator[int]:
-    for argument in call.args:
-        if isinstance(argument, ast.Constant) and isinstance(argument.value, int):
-            yield argument.value
-
-
 def _elements(size: ast.expr) -> int:
     """Returns the number of elements of a literal shape tuple; 0 if it contains symbols."""
     try:
         return math.prod(ast.literal_eval(size))
     except ValueError:
         return 0
-
-
-def _dtype(expression: ast.expr) -> Any:
-    return getattr(torch, ast.unparse(expression).removeprefix("torch."))

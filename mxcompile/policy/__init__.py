@@ -16,8 +16,7 @@ from mxcompile.policy.model import (
     StepRange,
     Use,
 )
-from mxcompile.policy.overrides import keeping
-from mxcompile.policy.policy import Policy
+from mxcompile.policy.policy import Policy, keeping
 from mxcompile.policy.reason import Code, Reason
 from mxcompile.policy.roles import ATTENTION_PRODUCTS, Role
 

@@ -1,8 +1,9 @@
-"""`Policy`: a preset and rules, and the decision for a layer."""
+"""`Policy`: a preset and rules, and the decision for a layer. `keeping` moves single GEMMs back."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ import yaml
 from mxcompile.errors import PolicyError, not_allowed
 from mxcompile.formats import UNQUANTIZED, Choices, Precision
 from mxcompile.policy import schema
-from mxcompile.policy.model import Choice, Decision, Gemm, Layer, Limit, Preset, Rule, StepRange, Use
+from mxcompile.policy.model import Choice, Decision, Gemm, Layer, Limit, Match, Preset, Rule, StepRange, Use
 from mxcompile.policy.parse import Location, load_yaml, parse_data, read_file
+from mxcompile.policy.patterns import literal
 from mxcompile.policy.presets import DEFAULT, PRESETS
 from mxcompile.policy.reason import Code, Reason
+from mxcompile.policy.shadow import Shadows
 from mxcompile.policy.values import VERSION
 from mxcompile.publish import publish
 
@@ -263,3 +266,28 @@ def _use(use: Use) -> dict[str, Any] | str:
         return plain
     rest = {key: value for key, value in plain.items() if key not in tuple(Gemm)}
     return {"precision": str(use.fprop), **rest} if rest else str(use.fprop)
+
+
+def keeping(policy: Policy, kept: Mapping[Layer, Mapping[Gemm, str]], label: str) -> Policy:
+    """Returns `policy` with some GEMMs not quantized, as a watch does during a run.
+
+    The result has a rule for each of their layers, whose other GEMMs keep their decision, then the rules of
+    `policy` that can still fire. kept: reasons by layer and GEMM. label: name of the result, which can be
+    saved and loaded like any policy.
+    """
+    shadows = Shadows()
+    rules = [_kept_rule(policy, layer, why) for layer, why in kept.items()]
+    for rule in rules:
+        shadows.add(rule.match)
+    rules += (rule for rule in policy.rules if not shadows.add(rule.match))
+    return replace(policy, rules=tuple(rules), label=label)
+
+
+def _kept_rule(policy: Policy, layer: Layer, why: Mapping[Gemm, str]) -> Rule:
+    index = policy.rule_for(layer)
+    use = Use() if index is None else policy.rules[index].use
+    if set(why) == set(Gemm):
+        use = Use()
+    by_gemm: dict[str, Any] = {gemm.value: UNQUANTIZED for gemm in why}
+    use = replace(use, **by_gemm)
+    return Rule(match=Match(name=(literal(layer.name),)), use=use, kept=tuple(why.items()))

@@ -12,24 +12,101 @@ from dataclasses import dataclass
 
 from mxcompile.formats import is_quantized, labels
 from mxcompile.policy import ATTENTION_PRODUCTS
-from mxcompile.report.data.change import KINDS, Change, Changes
-from mxcompile.report.data.record import GemmRecord, ReportData
-from mxcompile.report.forms.changes import to_markdown, to_text
-from mxcompile.report.forms.words import formats, size
+from mxcompile.report.data.fold import spelled
+from mxcompile.report.data.record import GemmRecord, ReportData, Summary
+from mxcompile.report.forms.figures import differences
+from mxcompile.report.forms.tables import Table, bullets, drawn, fitted, markdown, markdown_table, wrapped
+from mxcompile.report.forms.words import count, formats, size
 
-_Key = tuple[str, str, str, int]
+KINDS = ("fell back", "gained", "changed", "new", "removed")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Difference(Changes):
-    """All changes between two reports, and their forms: ``str(difference)`` is the text."""
+class Change:
+    """One change that several layers share.
+
+    kind: see `KINDS`. names: full module paths. role: role of the layers in the new report. gemms: "fprop",
+    "dgrad", "wgrad", the GEMMs that changed. what: the changed field (precision, role, formats, kernel,
+    reason or size), "" for new and removed layers. before, after: values of the field, "" where a report
+    lacks it. code: code of the reason for the new precision (see `mxcompile.policy.Reason`). reason: the
+    reason of the first layer, and the number of layers with other reasons.
+    """
+
+    kind: str
+    names: tuple[str, ...]
+    role: str
+    gemms: tuple[str, ...]
+    what: str
+    before: str
+    after: str
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """All changes between two reports, and their forms: ``str(difference)`` is the text.
+
+    changes: changes of layers, sorted by kind. words: names of the precisions in both reports, for texts.
+    old, new: the summaries. is_unrelated: whether both reports have layers but share none.
+    """
+
+    changes: tuple[Change, ...]
+    words: str
+    old: Summary
+    new: Summary
+    is_unrelated: bool = False
+
+    @property
+    def fell_back(self) -> tuple[str, ...]:
+        """Names of layers with a GEMM that was quantized in the old report and is BF16 in the new report."""
+        names = (name for change in self.changes if change.kind == "fell back" for name in change.names)
+        return tuple(dict.fromkeys(names))
+
+    @property
+    def share_drop(self) -> float:
+        """Decrease of the quantized share of the FLOPs, −1 to 1; negative if the share rose."""
+        return self.old.flop_share - self.new.flop_share
 
     def __str__(self) -> str:
-        return to_text(self)
+        lines = wrapped([self._headline, *self._facts()])
+        if self.changes:
+            lines += ["", drawn(fitted(_table(self.changes), ("layer", "change", "reason")))]
+        return "\n".join(lines)
 
     def to_markdown(self) -> str:
         """Returns the changes as Markdown, for a pull request."""
-        return to_markdown(self)
+        parts = [f"### {markdown(self._headline)}", bullets(self._facts())]
+        if self.changes:
+            parts.append(markdown_table(_table(self.changes)))
+        return "\n\n".join(part for part in parts if part) + "\n"
+
+    @property
+    def _headline(self) -> str:
+        if self.is_unrelated:
+            return "no layer in common: these reports are of different models, or all modules have new names"
+        if lost := len(self.fell_back):
+            return f"{count(lost, 'layer')} fell back from {self.words}"
+        return f"no layer fell back from {self.words}" if self.changes else "the same for every layer"
+
+    def _facts(self) -> list[str]:
+        """Returns a line for each figure of the summary that changed, and each new or removed warning."""
+        old, new = self.old, self.new
+        pairs = [
+            ("target", old.target, new.target),
+            ("policy", old.policy, new.policy),
+            (f"matmul FLOPs in {self.words}", f"{old.flop_share:.1%}", f"{new.flop_share:.1%}"),
+            ("GEMMs", str(old.num_gemms), str(new.num_gemms)),
+        ]
+        return [
+            *(f"{word}: {before} → {after}" for word, before, after in pairs if before != after),
+            *differences(old, new),
+            *(f"new warning: {warning}" for warning in new.warnings if warning not in old.warnings),
+            *(f"no longer warned: {warning}" for warning in old.warnings if warning not in new.warnings),
+        ]
+
+
+_Key = tuple[str, str, str, int]
 
 
 def compare(old: ReportData, new: ReportData) -> Difference:
@@ -39,9 +116,11 @@ def compare(old: ReportData, new: ReportData) -> Difference:
     sentences: dict[tuple[str, ...], dict[str, None]] = {}
     for key in dict.fromkeys((*after, *before)):
         name, _, kind, _ = key
-        for alike in _changes(before.get(key), after.get(key)):
+        now = after.get(key)
+        for alike in _changes(before.get(key), now):
             groups.setdefault(alike, {}).setdefault(name, set()).add(kind)
-            sentences.setdefault(alike, {})[_sentence(after.get(key), alike)] = None
+            reason = now.reason if now is not None and alike[-1] else ""  # "" if it is the field that changed
+            sentences.setdefault(alike, {})[reason] = None
     changes = [
         Change(
             kind=kind,
@@ -120,11 +199,26 @@ def _code(gemm: GemmRecord) -> str:
     return gemm.code or gemm.reason
 
 
-def _sentence(gemm: GemmRecord | None, alike: tuple[str, ...]) -> str:
-    """Returns the reason of `gemm`; "" if the reason is the field that changed."""
-    return "" if gemm is None or not alike[-1] else gemm.reason
-
-
 def _joined(sentences: Iterable[str]) -> str:
     first, *others = sentences
     return f"{first} and {len(others)} more" if others else first
+
+
+def _table(changes: Iterable[Change]) -> Table:
+    table = [["", "layer", "", "role", "GEMMs", "change", "reason"]]
+    for change in changes:
+        field = f"{change.what}: " if change.kind == "changed" else ""
+        arrow = " → " if change.before and change.after else ""
+        empty = "" if change.before or change.after else "–"
+        table.append(
+            [
+                change.kind,
+                spelled(change.names) or "(root)",
+                f"×{len(change.names)}" if len(change.names) > 1 else "",
+                change.role,
+                "all" if len(change.gemms) == 3 else ", ".join(change.gemms),
+                f"{field}{change.before}{arrow}{change.after}{empty}",
+                change.reason,
+            ]
+        )
+    return table

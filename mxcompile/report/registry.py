@@ -82,8 +82,7 @@ class Registry:
 
     def __init__(self) -> None:
         self._ledgers: dict[object, Ledger] = {}
-        self._planned: dict[tuple[weakref.ref[nn.Module], str], tuple[GemmRecord, ...]] = {}
-        self._plan_notes: dict[tuple[weakref.ref[nn.Module], str], str] = {}
+        self._plans: dict[tuple[weakref.ref[nn.Module], str], tuple[tuple[GemmRecord, ...], str]] = {}
         self._notes: dict[tuple[object, str], dict[str, None]] = {}
         self._failing: set[Path] = set()
         self._stale: set[Path] = set()
@@ -103,8 +102,7 @@ class Registry:
         group: key of the compile options. note: a warning for the report.
         """
         with self._lock:
-            self._planned[_reference(model), group] = tuple(gemms)
-            self._plan_notes[_reference(model), group] = note
+            self._plans[_reference(model), group] = tuple(gemms), note
             self._rewrite(self._same(group, model=model))
 
     def note(self, text: str, group: str, *, model: nn.Module | None, frame: object) -> None:
@@ -175,9 +173,10 @@ class Registry:
     def _report(self, ledgers: Sequence[Ledger]) -> Report:
         """Returns the report of `ledgers`, which share target and policy."""
         last = ledgers[-1]
-        plans = [(ledger.model, ledger.group) for ledger in ledgers if ledger.model is not None]
-        planned = dict.fromkeys(gemm for key in plans for gemm in self._planned.get(key, ()))
-        notes = dict.fromkeys(self._plan_notes.get(key, "") for key in plans)
+        keys = [(ledger.model, ledger.group) for ledger in ledgers if ledger.model is not None]
+        plans = [self._plans[key] for key in keys if key in self._plans]
+        planned = dict.fromkeys(gemm for gemms, _ in plans for gemm in gemms)
+        notes = dict.fromkeys(note for _, note in plans)
         for ledger in ledgers:
             notes |= self._notes.get((ledger.model or ledger.frame, ledger.group), {})
         return Report.from_parts(
@@ -220,8 +219,7 @@ class Registry:
         with self._lock:
             self._ledgers.clear()
             self._notes.clear()
-            self._planned = {key: gemms for key, gemms in self._planned.items() if key[0]() is not None}
-            self._plan_notes = {key: self._plan_notes[key] for key in self._planned}
+            self._plans = {key: plan for key, plan in self._plans.items() if key[0]() is not None}
             self._failing.clear()
             self._stale.clear()
 

@@ -13,8 +13,7 @@ from mxcompile.report.data import schema
 from mxcompile.report.data.outline import Outline
 from mxcompile.report.data.record import SCHEMA, GemmRecord, Part, ReportData, Summary, flop_share
 from mxcompile.report.diff import Difference, compare
-from mxcompile.report.forms import FORMS, framed
-from mxcompile.report.forms.json import to_json
+from mxcompile.report.forms import FORMS, framed, to_json
 from mxcompile.report.forms.text import headline, to_text
 from mxcompile.report.merge import figures_of, merge, of_twins, outside, together, with_plan
 from mxcompile.report.reasons import Reasons, reasons

@@ -1,7 +1,8 @@
 """The actions of rules that fire. All ranks act in the same step; rank 0 writes the records.
 
 warn     logs a warning
-bf16     runs the GEMM of the operand in BF16 from the next step on (see `fallback`)
+bf16     runs the GEMM of the operand in BF16 from the next step on, after graphs of its layer are recompiled;
+         it never returns, and a restarted run with the policy file continues in the same state
 dump     writes an excerpt of the GEMM's operands, on each rank that has them (see `dump`)
 stop     raises `WatchError`, after the other rules of the step have acted
 """
@@ -9,13 +10,18 @@ stop     raises `WatchError`, after the other rules of the step have acted
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from mxcompile.errors import WatchError
+import torch
+
+from mxcompile.errors import WatchError, printable
+from mxcompile.policy import Gemm, Layer, Policy, keeping
+from mxcompile.publish import publish
 from mxcompile.report.files import rank
 from mxcompile.watch.dump import Dumps, Excerpt
-from mxcompile.watch.fallback import Fallbacks
 from mxcompile.watch.rules import Rule
 from mxcompile.watch.tally import STATS, Key, Sample, row
 
@@ -23,6 +29,64 @@ log = logging.getLogger(__name__)
 
 Fired = tuple[int, dict[str, Any]]
 """Index of a rule, and the operand that it fired for, as a row of a sample."""
+
+Below = frozenset[tuple[str, str]]
+"""Pairs of a layer, by its path below a module, and a GEMM."""
+
+
+class Fallbacks:
+    """The GEMMs that one watch moved to BF16. path: path of the policy file, None if no rule moves any."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._layers: dict[str, Layer] = {}
+        self._why: dict[str, dict[Gemm, str]] = {}
+        self._policy: Policy | None = None
+
+    def register(self, policy: Policy, layers: Iterable[Layer]) -> None:
+        """Stores the `layers` of a model and the user's `policy` that they are compiled with."""
+        self._policy = policy
+        for layer in layers:
+            self._layers.setdefault(layer.name, layer)
+
+    def add(self, layer: str, gemm: str, why: str) -> str:
+        """Moves `gemm` of the layer named `layer` to BF16. Returns the effect as text.
+
+        Raises `OSError` if the file cannot be written; the GEMM moves to BF16 nevertheless.
+        """
+        if layer not in self._layers:
+            return f"{layer} is not a layer of the plan, and is not changed"
+        gemms = self._why.setdefault(layer, {})
+        if Gemm(gemm) in gemms:
+            return f"{layer} {gemm} is set to BF16 already"
+        gemms[Gemm(gemm)] = why
+        torch._dynamo.config.recompile_limit += 1  # this recompile must not use up the user's limit
+        if self.path is not None and self._policy is not None and not rank():
+            publish(self.path, self._text(self._policy))
+        return f"{layer} {gemm} is in BF16 from the next step"
+
+    def _text(self, policy: Policy) -> str:
+        reasons = (why for gemms in self._why.values() for why in gemms.values())
+        comments = "".join(f"# {printable(why)}\n" for why in reasons)
+        head = f"# {printable(policy.label)}, with GEMMs that rules of a watch put into BF16:\n"
+        return head + comments + self.over(policy).to_yaml()
+
+    def over(self, policy: Policy) -> Policy:
+        """Returns `policy` with rules that leave the GEMMs of `add` in BF16."""
+        if not self._why:
+            return policy
+        kept = {self._layers[name]: why for name, why in self._why.items()}
+        return keeping(policy, kept, f"{policy.label}, changed by a watch: {self.path}")
+
+    def below(self, path: str) -> Below:
+        """Returns the GEMMs in BF16 below the module at `path`; "" stands for the whole model."""
+        start = f"{path}." if path else ""
+        return frozenset(
+            (name.removeprefix(path), gemm.value)
+            for name, gemms in self._why.items()
+            if name == path or name.startswith(start)
+            for gemm in gemms
+        )
 
 
 def fired(rules: Sequence[Rule], sample: Sample) -> list[Fired]:
@@ -32,6 +96,7 @@ def fired(rules: Sequence[Rule], sample: Sample) -> list[Fired]:
     return [(index, numbers) for numbers in rows for index, rule in enumerate(rules) if rule.fires(numbers)]
 
 
+@dataclass(frozen=True, slots=True)
 class Actions:
     """The actions of the rules of one watch.
 
@@ -39,19 +104,11 @@ class Actions:
     error.
     """
 
-    def __init__(
-        self,
-        rules: Sequence[Rule],
-        fallbacks: Fallbacks,
-        dumps: Dumps,
-        send: Callable[..., None],
-        warn: Callable[[str, Exception], None],
-    ) -> None:
-        self._rules = rules
-        self._fallbacks = fallbacks
-        self._dumps = dumps
-        self._send = send
-        self._warn = warn
+    rules: Sequence[Rule]
+    fallbacks: Fallbacks
+    dumps: Dumps
+    send: Callable[..., None]
+    warn: Callable[[str, Exception], None]
 
     def act(self, step: int, fired: Sequence[Fired], excerpts: Mapping[Key, Excerpt]) -> None:
         """Runs the actions of the rules that `fired`. excerpts: excerpts of operands on this rank.
@@ -60,12 +117,12 @@ class Actions:
         """
         stops = ""
         for index, numbers in fired:
-            rule = self._rules[index]
+            rule = self.rules[index]
             message = rule.sentence(step, numbers)
             fields = self._done(rule.do, step, message, numbers, excerpts)
             if not rank():
                 where = {name: numbers[name] for name in ("layer", "gemm", "operand")}
-                self._send("rule", step=step, do=rule.do, message=message, **where, **fields)
+                self.send("rule", step=step, do=rule.do, message=message, **where, **fields)
                 if rule.do != "stop":
                     log.warning("%s", "; ".join([message, *fields.values()]))
             if rule.do == "stop":
@@ -80,16 +137,16 @@ class Actions:
         layer, gemm = numbers["layer"], numbers["gemm"]
         if do == "bf16":
             try:
-                effect = self._fallbacks.add(layer, gemm, message)
+                effect = self.fallbacks.add(layer, gemm, message)
             except OSError as error:
-                self._warn(f"cannot write the policy to {self._fallbacks.path}", error)
+                self.warn(f"cannot write the policy to {self.fallbacks.path}", error)
                 effect = f"{layer} {gemm} is in BF16 from the next step, in this run alone"
-            return {"effect": effect, "policy": str(self._fallbacks.path)}
+            return {"effect": effect, "policy": str(self.fallbacks.path)}
         if do == "dump":
             of_gemm = {key[2]: excerpt for key, excerpt in excerpts.items() if key[:2] == (layer, gemm)}
             try:
-                return {"dump": self._dumps.write(step, layer, gemm, message, of_gemm)}
+                return {"dump": self.dumps.write(step, layer, gemm, message, of_gemm)}
             except (OSError, RuntimeError) as error:
-                self._warn(f"cannot write operands to {self._dumps.folder}", error)
+                self.warn(f"cannot write operands to {self.dumps.folder}", error)
                 return {"dump": "no file"}
         return {}

@@ -19,14 +19,12 @@ from mxcompile.passes.watch import OPERANDS, Reader
 from mxcompile.policy import Layer, Match, Policy
 from mxcompile.policy.schema import MATCH
 from mxcompile.report.files import rank
-from mxcompile.watch.actions import Actions, fired
+from mxcompile.watch.actions import Actions, Below, Fallbacks, fired
 from mxcompile.watch.dump import Dumps
-from mxcompile.watch.fallback import Below, Fallbacks
 from mxcompile.watch.ranks import Ranks
-from mxcompile.watch.recorder import Count, Recorder
+from mxcompile.watch.recorder import Count, Recorder, finding, sentence
 from mxcompile.watch.rules import Rule, words_of
 from mxcompile.watch.tally import STATS, Sample, row
-from mxcompile.watch.tripwire import finding, sentence
 from mxcompile.watch.writers import SCHEMA, JsonLines, Record, TensorBoard, Writer
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import torch
 from mxcompile.analysis.study.stats import Sums
 from mxcompile.errors import OptionError
 from mxcompile.report import GemmNumerics, Numerics, ParameterNumerics, TensorNumerics
-from mxcompile.report.data.numerics_groups import by_block, by_role
+from mxcompile.report.data.numerics import by_block, by_role
 
 
 def tensor(**changes: Any) -> TensorNumerics:

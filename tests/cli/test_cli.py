@@ -15,8 +15,8 @@ import torch
 
 import mxcompile
 from mxcompile.cli import main
+from mxcompile.cli.arguments import working
 from mxcompile.cli.main import COMMANDS
-from mxcompile.cli.quiet import working
 from mxcompile.lowering.cpu.features import features
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.policy import Policy

@@ -16,9 +16,9 @@ from mxcompile.lowering.targets import TARGETS
 from mxcompile.offline import kernel_work
 from mxcompile.offline.binary import Binary
 from mxcompile.offline.estimate import library_work, total
+from mxcompile.offline.launch import KINDS
 from mxcompile.offline.machine_code import Loop, parse
 from mxcompile.offline.rates import Rates
-from mxcompile.offline.step import KINDS
 from mxcompile.versions import newer
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from torch import nn
 import mxcompile
 from mxcompile.errors import ModelError, OptionError
 from mxcompile.mesh import RankReport
-from mxcompile.mesh.stages import split
+from mxcompile.mesh.schedule import split
 
 DEPTH = 6
 MODEL, ARGS, _ = meshed.plain(DEPTH)

@@ -162,10 +162,10 @@ def config_of(raw: dict):
 
 @ELEMS
 def test_the_config_entry_is_one_that_compressed_tensors_knows(elem):
-    from mxcompile.checkpoint.compressed_tensors import config_entry
+    from mxcompile.checkpoint.declared import compressed_tensors_config
 
     form = stored_form(elem)
-    config = config_of(config_entry(["lm_head"], {"a": form, "b": form}))
+    config = config_of(compressed_tensors_config(["lm_head"], {"a": form, "b": form}))
     group = config.config_groups["group_0"]
     assert group.targets == ["Linear"]
     assert group.weights.model_dump() == their_scheme(elem).weights.model_dump()
@@ -175,10 +175,10 @@ def test_the_config_entry_is_one_that_compressed_tensors_knows(elem):
 
 
 def test_of_two_formats_each_has_its_group():
-    from mxcompile.checkpoint.compressed_tensors import config_entry
+    from mxcompile.checkpoint.declared import compressed_tensors_config
 
     mxfp8, mxfp4 = stored_form(FP8), stored_form(FP4)
-    config = config_of(config_entry([], {"a": mxfp4, "b": mxfp8, "c": mxfp4}))
+    config = config_of(compressed_tensors_config([], {"a": mxfp4, "b": mxfp8, "c": mxfp4}))
     groups = config.config_groups
     assert config.format == "mixed-precision"
     assert {name: group.targets for name, group in groups.items()} == {
@@ -295,7 +295,7 @@ def gpt_oss(folder) -> nn.Module:
 @pytest.mark.filterwarnings("ignore")  # Transformers comments on itself
 def test_experts_of_gpt_oss_stay_in_their_mxfp4(tmp_path):
     """Their values are those that Transformers decodes, and the model computes with them."""
-    from mxcompile.checkpoint.contents import contents
+    from mxcompile.checkpoint.layouts import contents
 
     model = gpt_oss(tmp_path / "out")
     loaded = mxcompile.load_quantized(tmp_path / "out")

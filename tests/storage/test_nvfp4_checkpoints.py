@@ -14,9 +14,9 @@ from torch import nn
 
 import mxcompile
 from mxcompile import MXTensor
-from mxcompile.checkpoint.contents import contents
 from mxcompile.checkpoint.convert import convert
 from mxcompile.checkpoint.files import Checkpoint
+from mxcompile.checkpoint.layouts import contents
 from mxcompile.cli import main
 from mxcompile.errors import CheckpointError
 
@@ -142,9 +142,9 @@ def test_transformers_loads_saved_nvfp4_checkpoints(tmp_path, attention):
 def test_the_config_entry_is_that_of_compressed_tensors_scheme():
     from compressed_tensors.quantization import QuantizationConfig
 
-    from mxcompile.checkpoint.compressed_tensors import config_entry
+    from mxcompile.checkpoint.declared import compressed_tensors_config
 
-    raw = config_entry(["lm_head"], {"a": quantize(torch.ones(2, 32)).form})
+    raw = compressed_tensors_config(["lm_head"], {"a": quantize(torch.ones(2, 32)).form})
     config = QuantizationConfig.model_validate({k: v for k, v in raw.items() if k != "quant_method"})
     group = config.config_groups["group_0"]
     assert config.format == group.format == "nvfp4-pack-quantized"

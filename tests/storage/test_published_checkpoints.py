@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 import mxcompile
 from mxcompile import MXTensor
-from mxcompile.checkpoint.contents import contents
 from mxcompile.checkpoint.convert import convert
 from mxcompile.checkpoint.files import Checkpoint
+from mxcompile.checkpoint.layouts import contents
 from mxcompile.cli.main import main
 from mxcompile.errors import CheckpointError
 from mxcompile.formats import stored_form

@@ -16,7 +16,7 @@ from watched_models import Model, batch, samples, train
 from mxcompile import ops
 from mxcompile.errors import NonFiniteError
 from mxcompile.watch import Watch
-from mxcompile.watch.tripwire import finding
+from mxcompile.watch.recorder import finding
 
 
 def weight(model: Model) -> Tensor:

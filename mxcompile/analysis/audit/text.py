@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from mxcompile.errors import OptionError, not_allowed
 from mxcompile.report import GemmNumerics, Numerics, ParameterNumerics, TensorNumerics
-from mxcompile.report.data.numerics_groups import Group, by_block, by_role
+from mxcompile.report.data.numerics import Group, by_block, by_role
 from mxcompile.report.forms.tables import (
     NAMES,
     Table,

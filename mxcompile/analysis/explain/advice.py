@@ -15,7 +15,7 @@ from mxcompile.offline.record_work import estimate, is_emulated
 from mxcompile.policy.presets import PRESETS
 from mxcompile.report import GemmRecord, Report
 from mxcompile.report.data.fold import fold
-from mxcompile.report.forms.words import main_dtype, speedup, tokens_of
+from mxcompile.report.forms.words import listed, main_dtype, speedup, tokens_of
 
 _MANY = 1 << 20
 """Number of tokens above which speedups no longer change."""
@@ -120,9 +120,8 @@ def _width_advice(many: Report) -> list[str]:
     ]
     if not slow or _emulated(many):
         return []
-    more = f" and {len(slow) - _NAMED} more" if len(slow) > _NAMED else ""
-    names = ", ".join(row.name or "(root)" for row in slow[:_NAMED])
-    return [f"narrow layers, which a rule can leave in BF16: {names}{more}"]
+    names = listed([row.name or "(root)" for row in slow], _NAMED)
+    return [f"narrow layers, which a rule can leave in BF16: {names}"]
 
 
 def _ratio(report: Report) -> float:

@@ -19,13 +19,20 @@ from mxcompile.compiler.capture.capture import Capture
 from mxcompile.compiler.session.options import Options
 from mxcompile.compiler.session.plans import no_plan, planned
 from mxcompile.errors import ModelError
-from mxcompile.mesh.collectives import Axes, Collective, of_graph, of_groups
+from mxcompile.mesh.collectives import (
+    Axes,
+    Collective,
+    backward,
+    of_graph,
+    of_groups,
+    of_partial_gradients,
+    partial_parameters,
+    result_bytes,
+)
 from mxcompile.mesh.liveness import GraphLiveness, live
 from mxcompile.mesh.memory import Memory, memory
-from mxcompile.mesh.partial import backward, of_partial_gradients, partial_parameters, result_bytes
 from mxcompile.mesh.pipeline import rank_memory
-from mxcompile.mesh.schedule import Schedule
-from mxcompile.mesh.stages import Stages
+from mxcompile.mesh.schedule import Schedule, Stages
 from mxcompile.mesh.time import BACKWARD, FORWARD, PHASES, RankWork, Waits
 from mxcompile.offline.graph_work import Works, works
 from mxcompile.plan.plan import Plan

@@ -12,7 +12,7 @@ from mxcompile.analysis.study.interpreter import Key
 from mxcompile.analysis.study.mixes import BF16, Candidate, Mix, Mixes, Option
 from mxcompile.analysis.study.session import Session, Study
 from mxcompile.analysis.study.stats import lowest_by
-from mxcompile.analysis.tune.bounds import Bounds
+from mxcompile.analysis.tune.tuned import Bounds
 from mxcompile.policy import Policy
 
 

@@ -1,6 +1,7 @@
 """`tune`: finds for every layer the cheapest of several precisions within an error bound, by measurement.
 
-    cost     estimated time of a layer's GEMMs and casts on a target, then the bytes of their operands
+    cost     estimated time of a layer's GEMMs and casts on a target (see `offline/record_work.py`), 0 if the
+             target has no data sheet, then the bytes of their operands
     SQNR     the model runs under each precision; a GEMM below the bound stays in BF16 under this precision
     loss     each layer runs alone in its option; the layer with the largest change of the loss per extra
              cost of its next option gets that option, until the loss of all layers together is within the
@@ -25,19 +26,59 @@ from mxcompile.analysis.audit.text import decibels
 from mxcompile.analysis.study.mixes import BF16, GEMMS, Candidate, Mix, Option
 from mxcompile.analysis.study.session import LossFunction, Session, Study
 from mxcompile.analysis.study.stats import lowest_by
-from mxcompile.analysis.tune.bounds import Bounds
-from mxcompile.analysis.tune.costs import Cost, Costs
 from mxcompile.analysis.tune.measure import Trials
-from mxcompile.analysis.tune.tuned import Chosen, Tuned
+from mxcompile.analysis.tune.tuned import Bounds, Chosen, Tuned
 from mxcompile.errors import OptionError
 from mxcompile.formats import is_quantized
 from mxcompile.lowering.targets import AUTO, check
 from mxcompile.models.arguments import ModelInput, keywords
+from mxcompile.offline.record_work import estimate, operand_bytes
 from mxcompile.policy import Gemm, Policy
-from mxcompile.report import Report
+from mxcompile.report import GemmRecord, Report
 from mxcompile.report.data.fold import spelled
 from mxcompile.report.data.numerics import lowest
 from mxcompile.report.forms.words import count
+
+Cost = tuple[float, float]
+"""Estimated time in µs, bytes of the operands."""
+
+
+class Costs:
+    """The costs of options, from the reports of all candidates, which have the same GEMMs."""
+
+    def __init__(self, reports: Sequence[Report], target: str) -> None:
+        self._of: dict[tuple[str, int, str], Cost] = {}
+        self._quantized: set[tuple[str, int, str]] = set()
+        self.estimated = False
+        for index, report in enumerate(reports):
+            aimed = dataclasses.replace(report.summary, target=target)
+            estimated = estimate(dataclasses.replace(report, summary=aimed))
+            self.estimated = estimated.summary.estimate_us is not None
+            for gemm in estimated.gemms:
+                quantized, bf16 = operand_bytes(gemm)
+                self._add(gemm, index, gemm.estimate_us, quantized)
+                if not index:
+                    self._add(gemm, BF16.candidate, gemm.estimate_bf16_us, bf16)
+
+    def _add(self, gemm: GemmRecord, candidate: int, us: float | None, num_bytes: float) -> None:
+        key = gemm.name, candidate, gemm.gemm
+        before = self._of.get(key, (0.0, 0.0))
+        self._of[key] = before[0] + (us or 0.0), before[1] + num_bytes
+        if is_quantized(gemm.precision):
+            self._quantized.add(key)
+
+    def __call__(self, layer: str, option: Option) -> Cost:
+        """Returns the cost of `layer` with `option`."""
+        costs = [
+            self._of.get((layer, BF16.candidate if gemm in option.kept else option.candidate, gemm), (0, 0))
+            for gemm in GEMMS
+        ]
+        return round(sum(us for us, _ in costs), 6), sum(size for _, size in costs)
+
+    def quantized(self, layer: str, candidate: int) -> frozenset[str]:
+        """Returns the kinds of GEMMs of `layer` that the candidate quantizes."""
+        return frozenset(gemm for gemm in GEMMS if (layer, candidate, gemm) in self._quantized)
+
 
 _BY_BYTES = "chosen by bytes of operands: no target with a data sheet was named"
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from mxcompile.errors import PolicyError, not_allowed
 from mxcompile.policy.importers import llm_compressor, recipes, torchao, transformer_engine
-from mxcompile.policy.importers.draft import Draft, Imported, Setting
-from mxcompile.policy.importers.foreign import read
+from mxcompile.policy.importers.draft import Draft, Imported, Setting, read
 
 FORMATS = {module.NAME: module for module in (transformer_engine, llm_compressor, torchao, recipes)}
 """Importers by name: modules with `recognises`, `TOOL`, `PRESET` and `convert`."""

@@ -157,9 +157,8 @@ def _fields(owner: Any) -> dict[str, tuple[Any, bool]]:
 
 @functools.cache
 def _readers(owner: Any) -> dict[str, _Reader]:
-    return {
-        name: _reader(hint, CHOICES.get((owner.__name__, name))) for name, (hint, _) in _fields(owner).items()
-    }
+    fields = _fields(owner).items()
+    return {name: _reader(hint, CHOICES.get((owner.__name__, name))) for name, (hint, _) in fields}
 
 
 def _reader(hint: Any, choices: tuple[str, ...] | None) -> _Reader:
@@ -170,7 +169,7 @@ def _reader(hint: Any, choices: tuple[str, ...] | None) -> _Reader:
         return lambda data: None if data is None else inner(data)
     if origin is tuple:
         if arguments[-1] is Ellipsis:
-            return functools.partial(_read_array, _reader(arguments[0], None))
+            return functools.partial(_read_items, _reader(arguments[0], None))
         return functools.partial(_read_items, [_reader(argument, None) for argument in arguments])
     if dataclasses.is_dataclass(hint):
         return functools.partial(_read_object, hint)
@@ -196,15 +195,11 @@ def _read_object(owner: Any, data: Any) -> Any:
     return owner(**values)
 
 
-def _read_array(item: _Reader, data: Any) -> tuple[Any, ...]:
+def _read_items(readers: Sequence[_Reader] | _Reader, data: Any) -> tuple[Any, ...]:
+    """Reads an array: each item with its reader, or all with one."""
     if not isinstance(data, list):
         raise _FaultError(f"expected an array, found {_kind(data)}")
-    return _read_items([item] * len(data), data)
-
-
-def _read_items(readers: Sequence[_Reader], data: Any) -> tuple[Any, ...]:
-    if not isinstance(data, list):
-        raise _FaultError(f"expected an array, found {_kind(data)}")
+    readers = [readers] * len(data) if callable(readers) else readers
     if len(data) != len(readers):
         raise _FaultError(f"expected {len(readers)} items, found {len(data)}")
     values = []

@@ -6,12 +6,28 @@ imported on first use.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Callable
 from html import escape
+from typing import Any
 
-from mxcompile.report.data.record import ReportData
-from mxcompile.report.forms.json import to_json
+from mxcompile.report.data.record import SCHEMA, ReportData
 from mxcompile.report.forms.text import to_markdown, to_text
+
+
+def to_json(report: ReportData) -> str:
+    """Returns `report` as JSON, a record per line. `report.data.schema` reads it."""
+    records = ",\n  ".join(_json(gemm) for gemm in report.gemms)
+    outlines = ",\n  ".join(_json(outline) for outline in report.graph)
+    return (
+        f'{{"schema": {SCHEMA},\n "kind": "report",\n "summary": {_json(report.summary)},\n'
+        f' "gemms": [\n  {records}],\n "graph": [\n  {outlines}]}}\n'
+    )
+
+
+def _json(value: Any) -> str:
+    return json.dumps(dataclasses.asdict(value), ensure_ascii=False)
 
 
 def _text(report: ReportData) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import linecache
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,10 @@ from markupsafe import Markup
 from mxcompile.formats import PRECISIONS, UNQUANTIZED, is_quantized, labels, precisions
 from mxcompile.policy import Role
 from mxcompile.report.data.fold import Row, fold, spelled
-from mxcompile.report.data.numerics import Numerics
+from mxcompile.report.data.numerics import Numerics, by_block, by_role
 from mxcompile.report.data.outline import PHASES, OutlineNode
 from mxcompile.report.data.record import GemmRecord, ReportData, Summary
 from mxcompile.report.forms.figures import Card, cards
-from mxcompile.report.forms.html_numerics import FILTERS, numerics_values
 from mxcompile.report.forms.picture import picture
 from mxcompile.report.forms.text import slower
 from mxcompile.report.forms.unquantized import unquantized_sentences
@@ -40,6 +40,9 @@ from mxcompile.report.forms.words import (
 _LETTERS = {"fprop": "F", "dgrad": "D", "wgrad": "W"}
 _KINDS = {"gemm": "matmul", "cast": "cast", "glue": "left as it is", "input": "of the graph"}
 _MOST_GRAPHS = 12
+_FULL_DB = 60.0
+_GOOD_DB = {"MXFP8": 27.5}
+"""SQNR of a layer on normally distributed data, by precision, where it is known."""
 
 
 def to_html(report: ReportData, numerics: Numerics | None = None) -> str:
@@ -70,7 +73,7 @@ def to_html(report: ReportData, numerics: Numerics | None = None) -> str:
             graph_roles=dict.fromkeys(node.role for o in report.graph for node in o.nodes if node.role),
             kinds=_KINDS,
             numerics=numerics,
-            **(numerics_values(numerics) if numerics is not None else {}),
+            **(_numerics_values(numerics) if numerics is not None else {}),
         )
     )
 
@@ -97,7 +100,10 @@ def _environment() -> Environment:
         "speedup": speedup,
         "ordered": _ordered,
         "code_at": _code_at,
-        **FILTERS,
+        "order": lambda value: 1e300 if math.isnan(value) else value,  # a sort key: NaN precedes all
+        "db": _db,
+        "bar": _bar,
+        "histogram": _histogram,
     }
     return environment
 
@@ -158,3 +164,67 @@ def _code_at(source: str) -> str:
     """Returns the source line at ``file:line`` if it is a Python file on this machine, else ""."""
     file, _, line = source.rpartition(":")
     return linecache.getline(file, int(line)).strip() if file.endswith(".py") and line.isdecimal() else ""
+
+
+def _numerics_values(numerics: Numerics) -> dict[str, Any]:
+    """Returns the variables of the template's numerics section."""
+    blocks = by_block(numerics)
+    return {
+        "good": _GOOD_DB.get(numerics.precision),
+        "gemm_harm": numerics.harm_of_gemms(),
+        "measured": list(_measured_figures(numerics)),
+        "groups": [("role", by_role(numerics)), ("block", blocks if len(blocks) > 1 else [])],
+        "operands": {"x": "input", "w": "weight", "dy": "gradient"},
+        "counted": {
+            *("GEMMs", "FLOPs", "cosine", "rel. error"),
+            *("underflow", "saturation", "harm", "output change"),
+        },
+    }
+
+
+def _measured_figures(numerics: Numerics) -> Iterator[tuple[str, str, str, None]]:
+    if numerics.loss is not None and numerics.loss_reference is not None:
+        gap = (
+            ""
+            if numerics.loss_gap is None
+            else f"{numerics.loss_gap:+.3%} of {numerics.loss_reference:.4f} in {numerics.own_dtype}"
+        )
+        yield "loss", f"{numerics.loss:.4f}", gap, None
+    if numerics.logits_sqnr_db is not None:
+        yield f"output against {numerics.own_dtype}", _db(numerics.logits_sqnr_db), "", None
+    if numerics.gradient_error is not None and numerics.gradient_cosine is not None:
+        note = f"relative error; cosine {numerics.gradient_cosine:.5f}"
+        yield "parameter gradients, by FLOPs", f"{numerics.gradient_error:.2%}", note, None
+    yield "casts measured", f"{len(numerics.tensors):,}", "", None
+    yield "GEMMs measured", f"{len(numerics.gemms):,}", "", None
+
+
+def _db(value: float) -> str:
+    return "not finite" if math.isnan(value) else "exact" if value == math.inf else f"{value:.1f} dB"
+
+
+def _bar(value: float, precision: str) -> dict[str, float | bool]:
+    """Returns the length of an SQNR's bar, whether it is low for `precision`, and its cell's sort key."""
+    if math.isnan(value):
+        return {"share": 0.0, "low": True, "order": -1e300}
+    return {
+        "share": min(max(value / _FULL_DB, 0.0), 1.0),
+        "low": value < _GOOD_DB.get(precision, -math.inf) - 0.05,
+        "order": min(max(value, -1e299), 1e299),
+    }
+
+
+def _histogram(pairs: Sequence[tuple[int, int]]) -> dict[str, Any] | None:
+    """Returns the blocks per scale exponent as bars, smallest exponent first; None without finite scales."""
+    finite = [(byte, number) for byte, number in pairs if byte != 255]
+    if not finite:
+        return None
+    low, high = finite[0][0], finite[-1][0]
+    most = max(number for _, number in finite)
+    return {
+        "low": low - 127,
+        "high": high - 127,
+        "said": f"exponents {low - 127} to {high - 127}",
+        "width": (high - low) * 4 + 3,
+        "bars": [(4 * (byte - low), 18 * number / most) for byte, number in finite],
+    }

@@ -17,6 +17,7 @@ from mxcompile.report.forms.words import (
     flop_count,
     formats,
     is_stored,
+    listed,
     main_dtype,
     precision_word,
     size,
@@ -99,8 +100,7 @@ def facts(summary: Summary, rows: Sequence[Row] = ()) -> list[str]:
     )
     slow = [f"{row.name or '(root)'} ({ratio:.2f}×)" for row, ratio in slower(rows)]
     if slow:
-        more = f" and {len(slow) - _NAMED} more" if len(slow) > _NAMED else ""
-        sentences.append(f"warning: estimated slower than in {model_dtype}: {', '.join(slow[:_NAMED])}{more}")
+        sentences.append(f"warning: estimated slower than in {model_dtype}: {listed(slow, _NAMED)}")
     return sentences + [f"warning: {' '.join(warning.split())}" for warning in summary.warnings]
 
 

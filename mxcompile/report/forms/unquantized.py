@@ -15,7 +15,7 @@ from mxcompile.formats import (
 )
 from mxcompile.policy import ATTENTION_PRODUCTS, Code
 from mxcompile.report.data.record import NOT_COMPILED, GemmRecord, OperandFormat, Summary
-from mxcompile.report.forms.words import count, is_stored, main_dtype
+from mxcompile.report.forms.words import count, is_stored, listed, main_dtype
 
 LITTLE = 0.5
 """If the quantized share of the FLOPs is lower, the report lists the reasons."""
@@ -34,10 +34,8 @@ def unquantized_sentences(gemms: Sequence[GemmRecord], summary: Summary) -> list
         sentences += _reasons(gemms, summary.flop_share)
     unknown = Counter(_unknown_name(gemm) for gemm in gemms if is_unknown(gemm))
     if unknown:
-        named = _listed(
-            f"{name} (×{number})" if number > 1 else name for name, number in unknown.most_common()
-        )
-        sentences.append(f"not in the share, since their FLOPs are unknown: {named}")
+        names = [f"{name} (×{number})" if number > 1 else name for name, number in unknown.most_common()]
+        sentences.append(f"not in the share, since their FLOPs are unknown: {listed(names, _NAMED)}")
     return sentences
 
 
@@ -93,11 +91,5 @@ def _reasons(gemms: Sequence[GemmRecord], share: float) -> list[str]:
             by_reason[NOT_COMPILED] += gemm.flops
     if not total:
         return []
-    named = _listed(f"{flops / total:.1%} {reason}" for reason, flops in by_reason.most_common() if flops)
-    return [f"{1 - share:.1%} of the FLOPs stay in {main_dtype(gemms)}: {named}"]
-
-
-def _listed(words: Iterable[str]) -> str:
-    words = [*words]
-    more = f" and {len(words) - _NAMED} more" if len(words) > _NAMED else ""
-    return f"{', '.join(words[:_NAMED])}{more}"
+    shares = [f"{flops / total:.1%} {reason}" for reason, flops in by_reason.most_common() if flops]
+    return [f"{1 - share:.1%} of the FLOPs stay in {main_dtype(gemms)}: {listed(shares, _NAMED)}"]

@@ -32,6 +32,12 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def listed(names: Sequence[str], most: int) -> str:
+    """Returns the first `most` of `names` as text, and the number of the others."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
+
+
 def _decimal(value: float, *units: str) -> str:
     value, unit = _scaled(value, 1000, units)
     return f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
