@@ -11,8 +11,7 @@ from typing import Any
 
 import demo
 from demo import Quality, Speed, Way
-from mxcompile.cli.arguments import device
-from mxcompile.cli.arguments import quiet
+from mxcompile.cli.arguments import device, quiet
 from mxcompile.errors import OptionError
 from mxcompile.report.forms.tables import drawn
 

@@ -16,8 +16,7 @@ import torch
 import demo
 from demo.compare import CONTROL, GAP_LIMIT, SeedComparison, variants
 from demo.training import TrainingRun
-from mxcompile.cli.arguments import device
-from mxcompile.cli.arguments import quiet
+from mxcompile.cli.arguments import device, quiet
 from mxcompile.policy import Policy
 from mxcompile.report.forms.tables import drawn
 
