@@ -44,7 +44,7 @@ KEPT_NOUNS = {
     "mxcompile/analysis/blame/blamed.py": {"asked", "left"},  # public fields of `blame`'s result
     "mxcompile/analysis/tune/tuned.py": {"met"},  # public field of `tune`'s result
     "mxcompile/mesh/collectives.py": {"what"},  # public field of `explain_rank`'s result
-    "mxcompile/report/data/change.py": {"what"},  # public field of `compare`'s result
+    "mxcompile/report/diff.py": {"what"},  # public field of `compare`'s result
     "mxcompile/report/forms/layout.py": {"left"},  # left edge of a picture
     "mxcompile/report/forms/picture.py": {"left"},
 }

@@ -114,9 +114,9 @@ class Setting:
         """Returns an error that names the location."""
         return self.location.error(message)
 
-    def expected(self, what: str, value: object) -> PolicyError:
-        """Returns an error for `value`, where `what` was expected."""
-        return self.error(f"expected {what}, found {shown(value)}")
+    def expected(self, form: str, value: object) -> PolicyError:
+        """Returns an error for `value`, where `form` was expected."""
+        return self.error(f"expected {form}, found {shown(value)}")
 
     def note(self, sentence: str) -> None:
         """Adds a note that the policy omits or changes the setting."""
