@@ -50,6 +50,10 @@ struct Rows {  // of keys or values: `count` of them. codes: bytes of their elem
   int64_t count;
 };
 
+// Scores of keys, or totals of values: a function for each number of queries that share one decoding.
+using ByQueries = void (*[TOGETHER])(const Attention&, const float*, const Rows&, const uint8_t*, float*);
+static_assert(TOGETHER == 4, "tables of this type have four functions");
+
 // e^x for −87 ≤ x ≤ 0, within 2 units in the last place; NaN stays.
 // x = n·ln 2 + f, e^f by Cephes' polynomial (S. Moshier, expf), ln 2 in two parts so that f is exact.
 inline float ordinary_exp(float x) {
@@ -307,9 +311,7 @@ struct InOrder : Loops<Elem> {
   static void scores(const Attention& a, const float* q, int64_t rows, const Rows& keys, const uint8_t* soon,
                      float* out) {
     if (!usual(a, keys)) return Loops<Elem>::scores(a, q, rows, keys, soon, out);
-    static_assert(TOGETHER == 4, "one function for each number of queries");
-    using Scores = void (*)(const Attention&, const float*, const Rows&, const uint8_t*, float*);
-    constexpr Scores of_rows[][4] = {{scores_of<1, false>, scores_of<2, false>, scores_of<3, false>, scores_of<4, false>},
+    constexpr ByQueries of_rows[] = {{scores_of<1, false>, scores_of<2, false>, scores_of<3, false>, scores_of<4, false>},
                                      {scores_of<1, true>, scores_of<2, true>, scores_of<3, true>, scores_of<4, true>}};
     of_rows[a.dim % BLOCK == 0][rows - 1](a, q, keys, soon, out);
   }
@@ -317,9 +319,8 @@ struct InOrder : Loops<Elem> {
   static void add(const Attention& a, const float* weights, int64_t rows, const Rows& values, const uint8_t* soon,
                   float* totals) {
     if (!usual(a, values)) return Loops<Elem>::add(a, weights, rows, values, soon, totals);
-    using Add = void (*)(const Attention&, const float*, const Rows&, const uint8_t*, float*);
-    constexpr Add of_rows[][4] = {{add_of<1, false>, add_of<2, false>, add_of<3, false>, add_of<4, false>},
-                                  {add_of<1, true>, add_of<2, true>, add_of<3, true>, add_of<4, true>}};
+    constexpr ByQueries of_rows[] = {{add_of<1, false>, add_of<2, false>, add_of<3, false>, add_of<4, false>},
+                                     {add_of<1, true>, add_of<2, true>, add_of<3, true>, add_of<4, true>}};
     of_rows[a.dim % BLOCK == 0][rows - 1](a, weights, values, soon, totals);
   }
 };
@@ -372,16 +373,14 @@ struct Dense : Loops<Elem> {
   static void scores(const Attention& a, const float* q, int64_t rows, const Rows& keys, const uint8_t* soon,
                      float* out) {
     if (a.dim % CODES) return Loops<Elem>::scores(a, q, rows, keys, soon, out);
-    using Scores = void (*)(const Attention&, const float*, const Rows&, const uint8_t*, float*);
-    constexpr Scores of_rows[] = {scores_of<1>, scores_of<2>, scores_of<3>, scores_of<4>};
+    constexpr ByQueries of_rows = {scores_of<1>, scores_of<2>, scores_of<3>, scores_of<4>};
     of_rows[rows - 1](a, q, keys, soon, out);
   }
 
   static void add(const Attention& a, const float* weights, int64_t rows, const Rows& values, const uint8_t* soon,
                   float* totals) {
     if (a.dim % CODES) return Loops<Elem>::add(a, weights, rows, values, soon, totals);
-    using Add = void (*)(const Attention&, const float*, const Rows&, const uint8_t*, float*);
-    constexpr Add of_rows[] = {add_of<1>, add_of<2>, add_of<3>, add_of<4>};
+    constexpr ByQueries of_rows = {add_of<1>, add_of<2>, add_of<3>, add_of<4>};
     of_rows[rows - 1](a, weights, values, soon, totals);
   }
 };

@@ -1,4 +1,4 @@
-"""Lowers ``mx.attention`` on CPU to the kernel of ``attention.h``, or else to a call of the operator.
+"""``mx.attention`` on CPU: the kernel of ``attention.h``.
 
 out [B, Q, H, D] = softmax(factor · q · kᵀ + mask) · v     BF16 or FP32 q; k and v stored, or in q's dtype
 """
@@ -9,17 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch._inductor import ir
-from torch._inductor.lowering import fallback_handler, register_lowering
 
-from mxcompile import ops
 from mxcompile.formats import Format
 from mxcompile.lowering.cpu import kernel
 from mxcompile.lowering.cpu.kernel import C_TYPES, CppBody, CppNames
 
-_CALL = fallback_handler(ops.attention, add_to_fallback_set=False)
 
-
-@register_lowering(ops.attention, type_promotion_kind=None)
 def lower_attention(
     q: ir.TensorBox,
     keys: ir.TensorBox,
@@ -29,12 +24,11 @@ def lower_attention(
     mask: ir.TensorBox | None,
     factor: float,
     fmt: str,
-) -> ir.TensorBox:
-    """Returns the result of ``mx.attention``."""
+) -> ir.TensorBox | None:
+    """Returns the result of ``mx.attention``; None for other devices and dtypes."""
     device, dtypes = q.get_device_or_error(), [x.get_dtype() for x in (q, mask) if x is not None]
     if device.type != "cpu" or kernel.obstacle() or not all(dtype in C_TYPES for dtype in dtypes):
-        called: ir.TensorBox = _CALL(q, keys, key_scales, values, value_scales, mask, factor, fmt)
-        return called
+        return None
     batch, heads, queries, dim = q.get_size()
     kv_heads, length = keys.get_size()[1:3]
     parts = {"q": q, "keys": keys, "key_scales": key_scales, "values": values, "value_scales": value_scales}

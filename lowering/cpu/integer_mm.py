@@ -15,22 +15,19 @@ from typing import Any
 import torch
 from torch import fx
 from torch._inductor import ir
-from torch._inductor.lowering import fallback_handler, lowerings, register_lowering, to_dtype
+from torch._inductor.lowering import lowerings, to_dtype
 from torch._inductor.virtualized import V
 
-from mxcompile import ops
 from mxcompile.graph.tags import value_of
 from mxcompile.lowering.cpu import kernel
 from mxcompile.lowering.cpu.kernel import CppBody, CppNames
 from mxcompile.ops.view import Product
 
-_CALL = fallback_handler(ops.matmul, add_to_fallback_set=False)
 _ADD = lowerings[torch.ops.aten.add.Tensor]
 _EXPAND = lowerings[torch.ops.aten.expand.default]
 _PERMUTE = lowerings[torch.ops.aten.permute.default]
 
 
-@register_lowering(ops.matmul, type_promotion_kind=None)
 def lower_matmul(
     a: ir.TensorBox,
     scale_a: ir.TensorBox,
@@ -41,11 +38,10 @@ def lower_matmul(
     format_a: str,
     format_b: str,
     tensors: Sequence[ir.TensorBox] | None = None,
-) -> ir.TensorBox:
-    """Lowers a product that `graph.integer` chose to the C++ kernel; elsewhere to a call of the operator."""
+) -> ir.TensorBox | None:
+    """Lowers a product on CPU, which `graph.integer` chose, to the C++ kernel."""
     if a.get_device_or_error().type != "cpu":
-        called: ir.TensorBox = _CALL(a, scale_a, b, scale_b, bias, out_dtype, format_a, format_b, tensors)
-        return called
+        return None
     (m, k), n = a.get_size(), b.get_size()[1]
     across = _across(V.graph.current_node)
     parts = dict(zip("xs", _laid_out((a, scale_a), transposed=across[0]), strict=True))

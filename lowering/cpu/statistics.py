@@ -17,14 +17,14 @@ from mxcompile.lowering.cpu.kernel import C_TYPES, CppBody, CppNames
 from mxcompile.ops.watch import LENGTH
 
 
-def cast_statistics(
+def lower_cast_statistics(
     x: ir.TensorBox, block_dim: int, form: Format, keep: int
 ) -> tuple[ir.TensorBox, ir.TensorBox | None] | None:
     """Returns FP64 statistics of a cast to MXFP8, and `keep` of its values in FP32, None if `keep` is 0.
 
     Returns None if the kernel does not support this tensor.
     """
-    if x.get_dtype() not in C_TYPES or not kernel.usable():
+    if x.get_device_or_error().type != "cpu" or x.get_dtype() not in C_TYPES or not kernel.usable():
         return None
     shape, device = list(x.get_size()), x.get_device_or_error()
     source = kernel.stored(x)

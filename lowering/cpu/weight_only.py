@@ -24,13 +24,13 @@ from mxcompile.lowering.cpu.kernel import C_TYPES, CppBody, CppNames
 _ADD = lowerings[torch.ops.aten.add.Tensor]
 
 
-def product(
+def lower_weight_only_mm(
     x: ir.TensorBox,
     qdata: ir.TensorBox,
     scale: ir.TensorBox,
     bias: ir.TensorBox | None,
     out_dtype: torch.dtype,
-    form: Format,
+    fmt: str,
     global_scale: ir.TensorBox | None = None,
 ) -> ir.TensorBox | None:
     """Returns the result of the operator; None if the kernel does not support it, or x has many rows."""
@@ -44,7 +44,7 @@ def product(
     if V.graph.sizevars.optimization_hint(m) > MOST_ROWS:
         return None
     inside = bias is not None and len(bias.get_size()) == 1
-    weight = StoredBuffers.from_tensors(qdata, scale, form, global_scale)
+    weight = StoredBuffers.from_tensors(qdata, scale, Format.parse(fmt), global_scale)
     inputs = {"x": kernel.stored(x), **weight.buffers}
     if bias is not None and inside:
         inputs["bias"] = kernel.stored(_expanded(bias, n))

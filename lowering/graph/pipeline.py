@@ -17,9 +17,7 @@ from torch._inductor import config
 from mxcompile.graph import sound
 from mxcompile.graph.printer import Printed
 from mxcompile.graph.tags import add_fallback
-from mxcompile.lowering import optional
-from mxcompile.lowering.cpu import attention as attention  # registers the lowering of attention
-from mxcompile.lowering.cpu import integer_mm as integer_mm  # registers products in integers
+from mxcompile.lowering import candidates, optional
 from mxcompile.lowering.graph.cached_attention import CachedAttention
 from mxcompile.lowering.graph.expand import Expand
 from mxcompile.lowering.graph.fuse import Fuse
@@ -37,7 +35,6 @@ from mxcompile.lowering.graph.tile_scales import TileScales
 from mxcompile.lowering.graph.vendor_fp8 import JointVendorFP8, VendorFP8
 from mxcompile.lowering.graph.weight_only import WeightOnly
 from mxcompile.lowering.inductor import copies as copies  # registers casts
-from mxcompile.lowering.inductor import dequantized as dequantized  # registers weight-only products
 from mxcompile.lowering.inductor import fp_fusion
 from mxcompile.lowering.inductor import hadamard as hadamard  # registers the transform
 from mxcompile.lowering.inductor import statistics as statistics  # registers the statistics of a watch
@@ -45,6 +42,8 @@ from mxcompile.lowering.inductor import vendor as vendor  # replaces Inductor's 
 from mxcompile.lowering.targets import Target
 
 log = logging.getLogger(__name__)
+
+candidates.register()
 
 JOINT_LOWERING: tuple[type[LoweringPass], ...] = (TileScales, JointVendorFP8, Packed)
 """The passes over a graph that holds forward and backward. They run after `mxcompile.passes`."""

@@ -6,7 +6,7 @@ other formats   loops (`general`): scales, then elements over them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from torch._inductor.lowering import lowerings, register_lowering
 
 from mxcompile import ops
 from mxcompile.formats import Copy, CopyPart
+from mxcompile.lowering import candidates
 from mxcompile.lowering.cpu import casts as cpp
 from mxcompile.lowering.inductor import casts, general
 
@@ -39,10 +40,6 @@ class CastCall:
     y: ir.TensorBox | None
 
 
-TEMPLATES: list[Callable[[CastCall], Results | None]] = []
-"""Templates of casts, in the order in which they are tried. They return None for casts they do not make."""
-
-
 @register_lowering(ops.cast, type_promotion_kind=None)
 def lower_cast(
     x: ir.TensorBox,
@@ -57,8 +54,8 @@ def lower_cast(
     copies, none = [Copy.parse(name) for name in names], [None] * len(names)
     scales, amaxes = scales or none, amaxes or none
     call = CastCall(x=x, copies=copies, seed=seed, stream=stream, scales=scales, amaxes=amaxes, y=y)
-    attempts = (template(call) for template in TEMPLATES)
-    if (results := next(filter(None, attempts), None)) is not None:
+    results: Results | None = candidates.first("cast", call)
+    if results is not None:
         return results
     if y is not None:
         return [*lower_cast(x, names), *lower_cast(y, names)]

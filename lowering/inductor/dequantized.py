@@ -1,9 +1,6 @@
-"""Inductor lowering of ``mx.weight_only_mm`` for every device: dequantize, then the library's product.
+"""``mx.weight_only_mm`` on every device: dequantize, then the library's product.
 
-    x · wᵀ  →  mm(x, decode(w)ᵀ)                      BF16 if x and the result are BF16, else FP32
-
-On a CPU, `cpu.weight_only` runs products of few rows. If a GPU has a kernel, `templates.weight_only` replaces
-this lowering.
+x · wᵀ  →  mm(x, decode(w)ᵀ)                      BF16 if x and the result are BF16, else FP32
 """
 
 from __future__ import annotations
@@ -13,10 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 from torch._inductor import ir
-from torch._inductor.lowering import lowerings, register_lowering, to_dtype
+from torch._inductor.lowering import lowerings, to_dtype
 from torch._inductor.virtualized import V
 
-from mxcompile import ops
 from mxcompile.formats import Format
 from mxcompile.lowering.cpu import weight_only as cpp
 from mxcompile.lowering.inductor.general import lower_decode
@@ -27,7 +23,6 @@ _CAT = lowerings[torch.ops.aten.cat.default]
 _PERMUTE = lowerings[torch.ops.aten.permute.default]
 
 
-@register_lowering(ops.weight_only_mm, type_promotion_kind=None)
 def lower_weight_only_mm(
     x: ir.TensorBox,
     qdata: ir.TensorBox,
@@ -38,12 +33,9 @@ def lower_weight_only_mm(
     global_scale: ir.TensorBox | None = None,
 ) -> ir.TensorBox:
     """Lowers x [M, K] · wᵀ [N, K] (+ bias)."""
-    form = Format.parse(fmt)
-    if (kernel_result := cpp.product(x, qdata, scale, bias, out_dtype, form, global_scale)) is not None:
-        return kernel_result
     narrow = x.get_dtype() is torch.bfloat16 and out_dtype is torch.bfloat16
     dtype = torch.bfloat16 if narrow else torch.float32
-    weights = cpp.parts(qdata, scale, dtype, form, global_scale) or [
+    weights = cpp.parts(qdata, scale, dtype, Format.parse(fmt), global_scale) or [
         lower_decode(qdata, scale, -1, fmt, dtype, None, global_scale)
     ]
     x = to_dtype(x, dtype)

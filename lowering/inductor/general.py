@@ -302,7 +302,6 @@ def _as_fnuz(qdata: ir.TensorBox) -> ir.TensorBox:
     return elements.as_dtype(codes, FNUZ[elem.dtype])
 
 
-@register_lowering(ops.largest, type_promotion_kind=None)
 def lower_largest(x: ir.TensorBox, dim: int | None = None) -> ir.TensorBox:
     """Lowers ``mx.largest``: the largest magnitude of a tensor, or of each row along `dim`."""
     x.realize()

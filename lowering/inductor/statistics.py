@@ -7,7 +7,6 @@ other formats and dtypes, or a known scale     the operator's eager implementati
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,13 +15,7 @@ from torch._inductor.lowering import fallback_handler, lowerings, register_lower
 
 from mxcompile import ops
 from mxcompile.formats import ELEM_TYPES, MAX, Format, ScaleType, Tile
-from mxcompile.lowering import optional
-from mxcompile.lowering.cpu import statistics as cpp
-
-_Results = tuple[ir.TensorBox, ir.TensorBox | None] | None
-
-TEMPLATES: list[Callable[[ir.TensorBox, int, Format, int], _Results]] = []
-"""The function of `templates.statistics`, once that module is imported."""
+from mxcompile.lowering import candidates, optional
 
 _AS_IT_IS = fallback_handler(ops.cast_statistics, add_to_fallback_set=False)
 _FULL = lowerings[torch.ops.aten.full.default]
@@ -34,7 +27,9 @@ def lower_cast_statistics(x: ir.TensorBox, block_dim: int, fmt: str, keep: int, 
     form, rank = Format.parse(fmt) if fmt else None, len(x.get_size())
     results, is_of_matrices = None, rank > 1 and block_dim % rank >= rank - 2
     if form and _is_mxfp8(form) and not any(options) and (form.tile == Tile.ROW or is_of_matrices):
-        results = _measured(x, block_dim, form, keep)
+        if x.get_device_or_error().type == "cuda":
+            optional.obstacle("templates.statistics")  # imports the template
+        results = candidates.first("cast_statistics", x, block_dim, form, keep)
     if results is None:
         return _AS_IT_IS(x, block_dim, fmt, keep, *options)
     numbers, kept = results
@@ -46,12 +41,3 @@ def lower_cast_statistics(x: ir.TensorBox, block_dim: int, fmt: str, keep: int, 
 def _is_mxfp8(form: Format) -> bool:
     plain = form.elem in ELEM_TYPES.values() and form.amax == MAX and not form.stochastic
     return plain and form.scale is ScaleType.E8M0 and form.tile in (Tile.ROW, Tile.SQUARE)
-
-
-def _measured(x: ir.TensorBox, block_dim: int, form: Format, keep: int) -> _Results:
-    if x.get_device_or_error().type == "cpu":
-        return cpp.cast_statistics(x, block_dim, form, keep)
-    if x.get_device_or_error().type != "cuda" or optional.obstacle("templates.statistics"):
-        return None
-    (template,) = TEMPLATES
-    return template(x, block_dim, form, keep)

@@ -5,7 +5,6 @@
 
 A program takes one part of one head of keys and values, and the queries of all heads that share it. The
 template takes BF16 queries of any sizes, with head_dim up to `attention_forms.MOST_DIMS`.
-`lowering.cpu.attention` lowers all other calls.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import empty_strided, lowerings, register_lowering, to_dtype
+from torch._inductor.lowering import empty_strided, lowerings, to_dtype
 from torch._inductor.select_algorithm import (
     SymbolicGridFn,
     TritonTemplate,
@@ -22,10 +21,8 @@ from torch._inductor.select_algorithm import (
 )
 from torch._inductor.virtualized import V
 
-from mxcompile import ops
 from mxcompile.formats import Format
 from mxcompile.lowering.choices.attention_forms import form
-from mxcompile.lowering.cpu import attention as elsewhere
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import call
 from mxcompile.lowering.templates.weight_only import readable
@@ -102,7 +99,6 @@ def _grid(*arguments: Any, cdiv: Any) -> tuple[Any, Any, int]:
 TEMPLATE = TritonTemplate(name="mx_attention", grid=_grid, source=_SOURCE)
 
 
-@register_lowering(ops.attention, type_promotion_kind=None)
 def lower_attention(
     q: ir.TensorBox,
     keys: ir.TensorBox,
@@ -112,12 +108,12 @@ def lower_attention(
     mask: ir.TensorBox | None,
     factor: float,
     fmt: str,
-) -> ir.TensorBox:
-    """Returns the result of ``mx.attention``, [B, Q, H, D]."""
+) -> ir.TensorBox | None:
+    """Returns the result of ``mx.attention``, [B, Q, H, D]; None for other chips and dtypes."""
     device, hint = q.get_device_or_error(), V.graph.sizevars.optimization_hint
     target = of_device(device)
     if device.type != "cuda" or target.arch is None or q.get_dtype() is not torch.bfloat16:
-        return elsewhere.lower_attention(q, keys, key_scales, values, value_scales, mask, factor, fmt)
+        return None
     batch, heads, queries, dim = q.get_size()
     kv_heads, length = keys.get_size()[1:3]
     chosen = form(hint(batch * kv_heads), hint(heads * queries // kv_heads), hint(length), hint(dim), target)

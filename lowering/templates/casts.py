@@ -30,7 +30,7 @@ from mxcompile.formats import BLOCK, Copy
 from mxcompile.formats.scale_tiles import TILE_ROWS
 from mxcompile.lowering.chips.tiles import Unsupported
 from mxcompile.lowering.choices import configs, packing
-from mxcompile.lowering.inductor.copies import TEMPLATES, CastCall
+from mxcompile.lowering.inductor.copies import CastCall
 from mxcompile.lowering.inductor.tiling import tiled_size
 from mxcompile.lowering.targets import Target, of_device
 from mxcompile.lowering.templates import call
@@ -128,7 +128,7 @@ Results = tuple[ir.TensorBox, ...]
 _VIEW = lowerings[torch.ops.aten.view.default]
 
 
-def lower(cast: CastCall) -> Results | None:
+def lower_cast(cast: CastCall) -> Results | None:
     """Returns qdata and scale bytes of each copy, of x, then of y; None for casts it does not take."""
     x, copies, y = cast.x, cast.copies, cast.y
     layout = {(-1,): "rowwise", (-2,): "columnwise", (-1, -2): "both"}.get(tuple(copy.dim for copy in copies))
@@ -141,9 +141,6 @@ def lower(cast: CastCall) -> Results | None:
     if y is not None:
         return _cast(x, layout, copies[0], target, second=y)
     return _batch(x, layout, copies[0], target)
-
-
-TEMPLATES.append(lower)
 
 
 def _target(x: ir.TensorBox, layout: str | None) -> Target | None:

@@ -18,20 +18,18 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import lowerings, register_lowering
+from torch._inductor.lowering import lowerings
 from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, realize_inputs
 from torch._inductor.utils import sympy_product, triton_type
 from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import CeilDiv
 
-from mxcompile import ops
 from mxcompile.formats import Copy, CopyPart
 from mxcompile.formats.hadamard import WIDTH
 from mxcompile.formats.scale_tiles import TILE_BLOCKS, TILE_ROWS
 from mxcompile.lowering.chips.tiles import Unsupported
 from mxcompile.lowering.choices.configs import chosen
-from mxcompile.lowering.inductor import general
-from mxcompile.lowering.inductor.copies import TEMPLATES, CastCall
+from mxcompile.lowering.inductor.copies import CastCall
 from mxcompile.lowering.inductor.tiling import tiled_size
 from mxcompile.lowering.targets import Target, of_device
 from mxcompile.lowering.templates import call
@@ -178,7 +176,7 @@ _VIEW = lowerings[torch.ops.aten.view.default]
 Results = tuple[ir.TensorBox, ...]
 
 
-def lower(cast: CastCall) -> Results | None:
+def lower_cast(cast: CastCall) -> Results | None:
     """Returns bytes and scales along rows, along columns, or both in this order; None if not packed.
 
     For copies that are amaxes it returns the amaxes, the amax of the transform last.
@@ -225,9 +223,6 @@ def lower(cast: CastCall) -> Results | None:
     return tuple(_VIEW(result, [*batch, *result.get_size()[-2:]]) if batch else result for result in results)
 
 
-TEMPLATES.append(lower)
-
-
 def _shapes(x: ir.TensorBox, copy: Copy) -> tuple[list[Any], list[Any]]:
     """Returns shapes of the bytes and scales of a copy of `x`, a matrix or a batch with one dimension."""
     *batch, rows, length = x.get_size()
@@ -240,12 +235,11 @@ def _shapes(x: ir.TensorBox, copy: Copy) -> tuple[list[Any], list[Any]]:
     return [*batch, rows, CeilDiv(length, 2)], scale
 
 
-@register_lowering(ops.largest, type_promotion_kind=None)
-def lower_largest(x: ir.TensorBox, dim: int | None = None) -> ir.TensorBox:
-    """Lowers ``mx.largest``. If the tensor is stored and `dim` is None, tiles are reduced first."""
+def lower_largest(x: ir.TensorBox, dim: int | None = None) -> ir.TensorBox | None:
+    """Returns the amax of a stored tensor, whose tiles are reduced first; None for other tensors and rows."""
     target = of_device(x.get_device_or_error())
     if dim is not None or isinstance(target.tiles.fp4_cast, Unsupported) or not _is_stored(x):
-        return general.lower_largest(x, dim)
+        return None
     (result,) = _largest(x, 0)
     return result
 

@@ -31,7 +31,7 @@ from torch.utils._sympy.functions import CeilDiv
 from mxcompile.formats import FNUZ, Copy, CopyPart, Format, ScaleType, Tile
 from mxcompile.lowering.chips.tiles import TileConfig, Unsupported
 from mxcompile.lowering.choices.configs import chosen
-from mxcompile.lowering.inductor.copies import TEMPLATES, CastCall
+from mxcompile.lowering.inductor.copies import CastCall
 from mxcompile.lowering.inductor.general import fp32_scale_of
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import call
@@ -184,7 +184,7 @@ _Tensors = dict[tuple[CopyPart, bool], ir.TensorBox]
 """Elements, by whether they are transposed, and the largest magnitude, by False."""
 
 
-def lower(cast: CastCall) -> list[ir.TensorBox] | None:
+def lower_cast(cast: CastCall) -> list[ir.TensorBox] | None:
     """Returns the tensors of each copy; None if scales are not FP32, or if a loop of Inductor is as fast.
 
     A loop makes a single copy of scales, or of elements that are not transposed, and fuses with neighbours.
@@ -216,9 +216,6 @@ def lower(cast: CastCall) -> list[ir.TensorBox] | None:
         scales[_side(copy)] if copy.part is CopyPart.SCALES else others[copy.part, copy.transposed]
         for copy in copies
     ]
-
-
-TEMPLATES.append(lower)
 
 
 def _side(copy: Copy) -> int:

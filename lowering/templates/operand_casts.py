@@ -30,7 +30,7 @@ from torch.utils._sympy.functions import CeilDiv
 from mxcompile.formats import BLOCK, Copy
 from mxcompile.lowering.choices import configs, packing
 from mxcompile.lowering.inductor import elements
-from mxcompile.lowering.inductor.copies import TEMPLATES, CastCall
+from mxcompile.lowering.inductor.copies import CastCall
 from mxcompile.lowering.targets import Target, of_device
 from mxcompile.lowering.templates import call
 from mxcompile.lowering.templates.matrix import MASKS, TILE_INDICES, empty, grid, load
@@ -100,7 +100,7 @@ class _Result:
     codes: bool = False
 
 
-def lower(cast: CastCall) -> list[ir.TensorBox] | None:
+def lower_cast(cast: CastCall) -> list[ir.TensorBox] | None:
     """Returns qdata and scales, or values, of each copy, of x, then of y; None for casts it does not take."""
     x, copies, y = cast.x, cast.copies, cast.y
     target, sizes = of_device(x.get_device_or_error()), x.get_size()
@@ -132,9 +132,6 @@ def lower(cast: CastCall) -> list[ir.TensorBox] | None:
         shape = [m if result.shape[0] is wanted[0].shape[0] else CeilDiv(m, BLOCK), result.shape[1]]
         results.append(_VIEW(tensor, [*batch, *shape]) if batch else tensor)
     return results
-
-
-TEMPLATES.insert(0, lower)
 
 
 def _are_uniform(copies: Sequence[Copy]) -> bool:

@@ -19,15 +19,13 @@ from typing import Any
 import torch
 from torch._inductor import ir
 from torch._inductor.kernel.mm_common import mm_grid
-from torch._inductor.lowering import lowerings, register_lowering, to_dtype
+from torch._inductor.lowering import lowerings, to_dtype
 from torch._inductor.select_algorithm import TritonTemplate, realize_inputs
 from torch._inductor.virtualized import V
 
-from mxcompile import ops
 from mxcompile.lowering.chips.tiles import MatmulConfig
 from mxcompile.lowering.choices import configs, defaults
 from mxcompile.lowering.choices.epilogue import has_epilogue
-from mxcompile.lowering.cpu import integer_mm
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import call, examples, scaled_bmm, scaled_mm_tiled, vendor
 from mxcompile.lowering.templates.coding import GAIN, HEAD, Coding
@@ -151,7 +149,6 @@ _ADD = lowerings[torch.ops.aten.add.Tensor]
 _GROUP_M = 8
 
 
-@register_lowering(ops.matmul, type_promotion_kind=None)
 def lower_matmul(
     a: ir.TensorBox,
     scale_a: ir.TensorBox,
@@ -162,10 +159,10 @@ def lower_matmul(
     format_a: str,
     format_b: str,
     tensors: Sequence[ir.TensorBox] | None = None,
-) -> ir.TensorBox:
-    """Returns a [M, K] · b [K, N] (+ bias), or a batch of products, that `graph.native` left in the graph."""
+) -> ir.TensorBox | None:
+    """Returns a [M, K] · b [K, N] (+ bias), or a batch of products, that `graph.native` left; None on CPU."""
     if a.get_device_or_error().type == "cpu":
-        return integer_mm.lower_matmul(a, scale_a, b, scale_b, bias, out_dtype, format_a, format_b, tensors)
+        return None
     size = [*a.get_size()[:-1], b.get_size()[-1]]
     return lower(
         [a, scale_a, b, scale_b], bias, out_dtype, Coding.from_operands(a, b, format_a, tensors, size)

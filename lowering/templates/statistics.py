@@ -27,7 +27,6 @@ from mxcompile.lowering.chips.tiles import TileConfig
 from mxcompile.lowering.inductor import elements
 from mxcompile.lowering.inductor.blocks import Index, as_float
 from mxcompile.lowering.inductor.casts import inverse_scale_value, scale_value
-from mxcompile.lowering.inductor.statistics import TEMPLATES
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import call
 from mxcompile.ops.watch import FIELDS, LENGTH
@@ -72,7 +71,7 @@ _MOST_MATRICES = 65535  # of a grid's third dimension
 _BIGGEST = FIELDS.index("amax"), FIELDS.index("smallest")  # rows have `smallest` negated: both are maxima
 
 
-def cast_statistics(
+def lower_cast_statistics(
     x: ir.TensorBox, block_dim: int, form: Format, keep: int
 ) -> tuple[ir.TensorBox, ir.TensorBox | None] | None:
     """Returns statistics, FP64 [`LENGTH`], of a cast to MXFP8, and `keep` of its values (None if 0).
@@ -81,7 +80,7 @@ def cast_statistics(
     """
     shape = list(x.get_size())
     fixed = all(isinstance(size, int | sympy.Integer) and size > 0 for size in shape)
-    if x.get_dtype() not in _DTYPES or not shape or not fixed:
+    if x.get_device_or_error().type != "cuda" or x.get_dtype() not in _DTYPES or not shape or not fixed:
         return None
     matrices = _matrices(shape, block_dim % len(shape), form.tile)
     if matrices[0] > _MOST_MATRICES:
@@ -89,9 +88,6 @@ def cast_statistics(
     cast = _Cast(realize_inputs(_VIEW(x, matrices)), form, rowwise=block_dim % len(shape) == len(shape) - 1)
     numbers, byte = cast.measured()
     return numbers, cast.samples(byte, keep) if keep else None
-
-
-TEMPLATES.append(cast_statistics)
 
 
 def _matrices(shape: Sequence[Any], dim: int, tile: Tile) -> list[Any]:

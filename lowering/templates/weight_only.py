@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import lowerings, register_lowering, to_dtype
+from torch._inductor.lowering import lowerings, to_dtype
 from torch._inductor.select_algorithm import (
     SymbolicGridFn,
     TritonTemplate,
@@ -26,11 +26,9 @@ from torch._inductor.select_algorithm import (
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 
-from mxcompile import ops
 from mxcompile.formats import Format
 from mxcompile.lowering.choices.configs import single
 from mxcompile.lowering.choices.weight_only_forms import WeightOnlyForm, forms, row_of
-from mxcompile.lowering.inductor import dequantized
 from mxcompile.lowering.targets import Target, of_device
 from mxcompile.lowering.templates import call
 from mxcompile.lowering.templates.persistent import starts_aligned
@@ -102,7 +100,6 @@ _SUM = lowerings[torch.ops.aten.sum.dim_IntList]
 _ACTIVATIONS = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 
-@register_lowering(ops.weight_only_mm, type_promotion_kind=None)
 def lower_weight_only_mm(
     x: ir.TensorBox,
     qdata: ir.TensorBox,
@@ -111,11 +108,11 @@ def lower_weight_only_mm(
     out_dtype: torch.dtype,
     fmt: str,
     global_scale: ir.TensorBox | None = None,
-) -> ir.TensorBox:
-    """Returns the product x [M, K] · wᵀ [N, K] (+ bias)."""
+) -> ir.TensorBox | None:
+    """Returns the product x [M, K] · wᵀ [N, K] (+ bias); None for products without a tile."""
     target = _target(x, qdata)
     if target is None:
-        return dequantized.lower_weight_only_mm(x, qdata, scale, bias, out_dtype, fmt, global_scale)
+        return None
     m, n, k = x.get_size()[0], qdata.get_size()[0], x.get_size()[1]
     rows, columns, depth = (V.graph.sizevars.optimization_hint(size) for size in (m, n, k))
     form = Format.parse(fmt)
