@@ -346,16 +346,15 @@ def to_elements(y: Tensor, elem: ElemType) -> Tensor:
     """Rounds `y` (FP32, |y| ≤ max or NaN) to elements, to nearest even; codes have no NaN: it becomes 0."""
     if not elem.is_coded:
         return y.to(elem.dtype)
+    if elem.is_integer:
+        return torch.round(y / elem.step).nan_to_num(0.0).to(elem.dtype)
     magnitude = y.abs().nan_to_num(0.0)
     exponent = ((magnitude.view(torch.int32) >> 23) - 127).clamp(min=elem.min_exponent)  # subnormals
     ulp = ((exponent - elem.mantissa_bits + 127) << 23).view(torch.float32)  # a power of two, by its bits
     steps = torch.round(magnitude / ulp).to(torch.int32)  # to even; up to 2^(mantissa_bits + 1)
     field = exponent - elem.min_exponent
     code = (field << elem.mantissa_bits) + steps  # the leading bit of a normal adds 1 to the exponent field
-    if elem.is_integer:
-        code = torch.where(y.signbit(), -code, code)
-    else:
-        code = code | (y.signbit().to(torch.int32) << (elem.bits - 1))
+    code = code | (y.signbit().to(torch.int32) << (elem.bits - 1))
     return torch.where(y.isnan(), 0, code).to(elem.dtype)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.casts import rounded_tensors
 from helpers.reference import scale_byte_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mxcompile.errors import FormatError
 from mxcompile.formats import PRECISIONS, Choices, Format, Rounding, ScaleType, Tile
@@ -69,6 +70,30 @@ def test_elements_are_the_nearest_of_the_grid(name: str):
     elements = to_elements(values, elem)
     np.testing.assert_array_equal(elements.view(torch.uint8).numpy(), codes)
     np.testing.assert_array_equal(element_values(elements, elem).numpy(), expected)
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2", "int8"])
+def test_elements_of_large_weights_take_few_operators(name: str):
+    """Each operator reads and writes the whole weight, so storing a model takes as long as they are many."""
+    values = torch.tensor([-1.5, float("nan"), 0.3, 1.9])
+    with Operators() as operators:
+        found = to_elements(values, ELEMS[name])
+    assert operators.count <= 4
+    expected = [-1.5, 0.0 if name == "int8" else float("nan"), 0.3, 1.9]
+    found_values = element_values(found, ELEMS[name])
+    torch.testing.assert_close(found_values, torch.tensor(expected), rtol=0.1, atol=0.0, equal_nan=True)
 
 
 @pytest.mark.parametrize("rounding", Rounding)

@@ -37,7 +37,7 @@ BUDGETS = {
     "mxcompile/compiler/reporting": 1_134,
     "mxcompile/compiler/session": 827,
     "mxcompile/distributed": 601,
-    "mxcompile/formats": 2_041,
+    "mxcompile/formats": 2_040,
     "mxcompile/graph": 1_665,
     "mxcompile/mesh": 2_051,
     "mxcompile/models": 2_857,
