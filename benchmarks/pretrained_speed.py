@@ -3,8 +3,8 @@
 Every way is a process of its own, so that start-up time and memory are its own; each peak holds Python with
 torch. The processes take turns, with equal numbers of threads. Prefill counts to the first token. Tokens are
 greedy, one sequence, by Hugging Face's `generate` with a static cache. llama.cpp is that of the package
-`xllamacpp`. It reads a GGUF file in Q8_0, made here from the same weights. `pretrained_models.py` says which
-packages are needed.
+`xllamacpp`. It reads a GGUF file in Q8_0, and ways with stored weights read a checkpoint of them; the first
+start makes these files from the same weights. `pretrained_models.py` says which packages are needed.
 
 Usage: python benchmarks/pretrained_speed.py [--ways NAME …] [--repeats 5] [--threads 2] [--dry]
 """
@@ -19,6 +19,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -168,10 +169,12 @@ def by_torch(
     *,
     backend: str = "inductor",
     cached: str = "",
+    file: str = "",
 ) -> Callable[[int], tuple[Generate, int]]:
     """Returns what loads the model in `dtype`, changes its weights by `prepare`, and compiles its forward.
 
-    cached: the precision of stored keys and values, "" if they stay in `dtype`.
+    cached: the precision of stored keys and values, "" if they stay in `dtype`. file: name of the checkpoint
+    of changed weights that is loaded instead; it is made if it does not exist.
     """
 
     def load(threads: int) -> tuple[Generate, int]:
@@ -181,16 +184,17 @@ def by_torch(
         import mxcompile
 
         torch.set_num_threads(threads)
-        model, tokenizer = models.gemma()
-        model = model.to(getattr(torch, dtype))
+        model = _model(dtype, prepare, file)
         model.generation_config.eos_token_id = None  # as llama.cpp's `ignore_eos`
-        prepare(model)
-        text = models.windows(tokenizer, 1, max(PROMPTS))
+        text = models.windows(models.gemma_tokenizer(), 1, max(PROMPTS))
         options: Any = {"policy": "bf16"} if backend == "mxfp8" else None
         model.forward = torch.compile(model.forward, backend=backend, options=options)
-        cache: Any = StaticCache(model.config, ROOM)
+        config = model.config
+        cache: Any = StaticCache(config, ROOM)
         if cached:
             cache = mxcompile.static_cache(model, ROOM, precision=cached)
+        heads = config.num_key_value_heads  # without memory, the first prompt would be a graph of its own
+        cache.early_initialization(1, heads, config.head_dim, model.dtype, model.device)
 
         def generate(prompt: int, count: int) -> object:
             cache.reset()
@@ -206,6 +210,25 @@ def by_torch(
         return generate, _weight_bytes(model)
 
     return load
+
+
+def _model(dtype: str, prepare: Callable[[Any], object], file: str) -> Any:
+    """Returns the model of `by_torch`, not compiled."""
+    import torch
+
+    import mxcompile
+
+    folder = models.CACHE / f"gemma-3-270m-{dtype}-{file}"
+    if not (file and folder.exists()):
+        model, _ = models.gemma()
+        model = model.to(getattr(torch, dtype))
+        prepare(model)
+        if not file:
+            return model
+        with tempfile.TemporaryDirectory(dir=models.CACHE) as partial:
+            mxcompile.save_quantized(model, Path(partial) / "model")
+            (Path(partial) / "model").rename(folder)
+    return mxcompile.load_quantized(folder).eval().requires_grad_(False)
 
 
 def _weight_bytes(model: Any) -> int:
@@ -234,15 +257,14 @@ def _stored(precision: str, *, head: bool = True) -> Callable[[Any], object]:
 
 def by_storing(precision: str) -> dict[str, Callable[[int], tuple[Generate, int]]]:
     """Returns the ways that store weights in `precision`, by name."""
+    stored: dict[str, Any] = {"backend": "mxfp8", "file": f"{precision}-head"}
     whole = _stored(precision)
     blocks = _stored(precision, head=False)
     return {
-        f"{precision} stored": by_torch(prepare=blocks, backend="mxfp8"),
-        f"{precision} stored, head too": by_torch(prepare=whole, backend="mxfp8"),
-        f"{precision} stored, head too, keys and values": by_torch(
-            prepare=whole, backend="mxfp8", cached=precision
-        ),
-        f"bf16, {precision} stored, head too": by_torch("bfloat16", whole, backend="mxfp8"),
+        f"{precision} stored": by_torch(prepare=blocks, backend="mxfp8", file=precision),
+        f"{precision} stored, head too": by_torch(prepare=whole, **stored),
+        f"{precision} stored, head too, keys and values": by_torch(prepare=whole, cached=precision, **stored),
+        f"bf16, {precision} stored, head too": by_torch("bfloat16", whole, **stored),
     }
 
 

@@ -25,6 +25,7 @@ def main() -> None:
     model = LlamaForCausalLM(CONFIG).eval()
     print(mxcompile.quantize_weights_(model, POLICY))
     cache = mxcompile.static_cache(model, max_cache_len=64, precision="mxint8")
+    cache.early_initialization(1, CONFIG.num_key_value_heads, CONFIG.head_dim, model.dtype, model.device)
     model.forward = torch.compile(model.forward, backend="mxfp8", options={"policy": "bf16"})
     prompt = torch.randint(0, CONFIG.vocab_size, (1, 16))
     with torch.no_grad():

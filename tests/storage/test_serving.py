@@ -6,12 +6,15 @@ import re
 import subprocess
 import sys
 import zipfile
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from test_checkpoints import llama, store_blocks
 from torch import nn
+from torch._dynamo.utils import counters
+from transformers import StaticCache
 
 import mxcompile
 
@@ -49,6 +52,34 @@ def test_generate_with_stored_weights_equals_dense_compiled(cache):
         weights = [form for gemm in report.gemms for form in gemm.formats]
         assert len(weights) == 14 * report.summary.graphs
         assert {str(form) for form in weights} == {"w:e4m3 1x32 stored"}
+
+
+def start(checkpoint) -> tuple[torch.Tensor, mxcompile.Report, Counter[str]]:
+    """Tokens and report of a served checkpoint, and what AOTAutograd's cache answered, as in a new process."""
+    torch._dynamo.reset()
+    counters.clear()
+    mxcompile.clear_reports()
+    model = mxcompile.load_quantized(checkpoint).eval()
+    config, cache = model.config, StaticCache(model.config, 32)
+    heads = config.num_key_value_heads
+    cache.early_initialization(1, heads, config.head_dim, model.dtype, model.device)
+    model.forward = torch.compile(model.forward, backend="mxfp8", options={"policy": "bf16"})
+    tokens = model.generate(PROMPT, cache=cache, disable_compile=True, **GREEDY)
+    (report,) = mxcompile.reports()
+    return tokens, report, Counter(counters["aot_autograd"])
+
+
+@pytest.mark.slow
+def test_second_start_of_a_checkpoint_compiles_nothing(tmp_path):
+    """Caches answer for prefill and decode, and the report is that of the first start."""
+    mxcompile.save_quantized(store_blocks(llama()), tmp_path / "checkpoint")
+    tokens, report, cold = start(tmp_path / "checkpoint")
+    again, stored, warm = start(tmp_path / "checkpoint")
+    assert (cold["autograd_cache_miss"], cold["autograd_cache_hit"]) == (2, 0)
+    assert (warm["autograd_cache_miss"], warm["autograd_cache_hit"]) == (0, 2)
+    assert torch.equal(tokens, again)
+    assert stored.gemms == report.gemms
+    assert (report.summary.cache, stored.summary.cache) == ("miss", "hit")
 
 
 class Logits(nn.Module):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers.reference import round_trip
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from transformers import StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
@@ -48,6 +49,10 @@ class RoundTrip(StaticLayer):
     def update(self, key_states, value_states, *args, **kwargs):
         rows = (round_trip(x, 3).to(x.dtype) for x in (key_states, value_states))
         return super().update(*rows, *args, **kwargs)
+
+
+def stored_cache(model: nn.Module) -> StaticCache:
+    return mxcompile.static_cache(model, ROOM)
 
 
 def reference_cache(model: nn.Module) -> StaticCache:
@@ -161,6 +166,24 @@ def test_generate_with_mx_cache_equals_reference_compiled(make):
     assert sum(g.m == 1 for g in attentions) == 4
     prefill = {g.kernel.partition("; ")[2] for g in attentions if g.m > 1}
     assert prefill == {"keys and values dequantized: 22 queries, the kernel takes up to 16"}
+
+
+@pytest.mark.parametrize("is_allocated", [True, False])
+@pytest.mark.parametrize("make", [lambda model: StaticCache(model.config, ROOM), stored_cache])
+def test_allocated_cache_has_one_graph_for_every_prompt(make, is_allocated: bool):
+    """The call that allocates a cache is a graph of its own: a start then compiles three, not two."""
+    model, counter = llama(), CompileCounter()
+    cache = make(model)
+    config = model.config
+    if is_allocated:
+        heads = config.num_key_value_heads
+        cache.early_initialization(1, heads, config.head_dim, model.dtype, model.device)
+    torch._dynamo.reset()
+    model.forward = torch.compile(model.forward, backend=counter)
+    for _ in range(2):
+        cache.reset()
+        model.generate(PROMPT, cache=cache, disable_compile=True, **GREEDY)
+    assert counter.frame_count == (2 if is_allocated else 3)
 
 
 def test_layers_with_a_window_stay_as_they_are(caplog: pytest.LogCaptureFixture):
