@@ -67,6 +67,7 @@ class MXTensor(Tensor):
     block_dim: int
     form: Format
     global_scale: Tensor | None
+    _word: str  # of `form`: guards of compiled code compare it for each weight in each call
 
     @staticmethod
     def __new__(  # noqa: D102
@@ -105,7 +106,7 @@ class MXTensor(Tensor):
             device=qdata.device,
         )
         wrapper.qdata, wrapper.scale_bytes, wrapper.block_dim = qdata, scale_bytes, block_dim
-        wrapper.form, wrapper.global_scale = form, global_scale
+        wrapper.form, wrapper._word, wrapper.global_scale = form, str(form), global_scale
         return wrapper
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -140,12 +141,9 @@ class MXTensor(Tensor):
             scale = scale_bytes.view(self.form.scale.stored_dtype)
             values = MXTensor(qdata.view(self.elem_dtype), scale, self.block_dim, values.dtype, whole)
         _DATA.__set__(self, values)
-        self.qdata, self.scale_bytes, self.global_scale = (
-            values.qdata,
-            values.scale_bytes,
-            values.global_scale,
-        )
-        self.block_dim, self.form = values.block_dim, values.form
+        self.qdata, self.scale_bytes = values.qdata, values.scale_bytes
+        self.global_scale = values.global_scale
+        self.block_dim, self.form, self._word = values.block_dim, values.form, values._word
 
     @property
     def scale(self) -> Tensor:
@@ -247,7 +245,7 @@ class MXTensor(Tensor):
         return all(part.is_shared() for part in self.parts)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[int, torch.dtype, str]]:
-        return [*_PARTS[: len(self.parts)]], (self.block_dim, self.dtype, str(self.form))
+        return [*_PARTS[: len(self.parts)]], (self.block_dim, self.dtype, self._word)
 
     @staticmethod
     def __tensor_unflatten__(

@@ -52,7 +52,7 @@ BUDGETS = {
     "mxcompile/report/forms": 1_265,
     "mxcompile/rules": 639,
     "mxcompile/serving": 606,
-    "mxcompile/storage": 994,
+    "mxcompile/storage": 992,
     "mxcompile/watch": 1_921,
     "passes": 4_266,
     "passes/roles": 2_329,

@@ -224,6 +224,16 @@ def test_mxtensor_is_a_frozen_parameter_of_its_module(how):
     assert not stored.weight.scale_bytes.is_meta
 
 
+def test_guards_compare_the_format_without_spelling_it(monkeypatch: pytest.MonkeyPatch):
+    """Dynamo's guards flatten every weight in each call of compiled code."""
+    x = mxcompile.quantize(torch.ones(2, 64))
+    x.data = mxcompile.quantize(torch.ones(2, 64), elem_dtype=torch.int8)
+    word = str(x.form)
+    monkeypatch.setattr(type(x.form), "__str__", lambda form: pytest.fail("the format is spelled again"))
+    assert word.startswith("int8 ")
+    assert x.__tensor_flatten__()[1] == (-1, torch.float32, word)
+
+
 @ALL_FORMATS
 def test_copied_and_pickled_mxtensor_keeps_values(how):
     stored, dense = stored_linear(how=how)

@@ -55,7 +55,7 @@ def test_generate_with_stored_weights_equals_dense_compiled(cache):
 
 
 def start(checkpoint) -> tuple[torch.Tensor, mxcompile.Report, Counter[str]]:
-    """Tokens and report of a served checkpoint, and what AOTAutograd's cache answered, as in a new process."""
+    """Tokens and report of a served checkpoint, and what AOTAutograd's cache answered."""
     torch._dynamo.reset()
     counters.clear()
     mxcompile.clear_reports()
