@@ -109,7 +109,7 @@ class _GemmWriter:
             if state is None and self._tapped and any(fmt.amax.stateful for fmt in formats):
                 tag = tag.with_reason(Reason(Code.NO_HISTORY))
                 set_tag(node, tag)
-            if is_grouped(node):
+            if is_grouped(node) and offsets(node) is not None:
                 result = self._grouped(node, tag, lhs, rhs, formats)
             else:
                 self._state = None if state is None else (state, tag.tensors[0])

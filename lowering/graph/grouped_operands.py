@@ -38,6 +38,8 @@ def unmet(a: fx.Node, b: fx.Node) -> str:
         if not any(_is_multiple(value, dim) for dim in dims):
             sizes = " or ".join(str(value.shape[dim]) for dim in dims)
             return f"PyTorch's grouped product takes rows of multiples of {_BYTES} bytes ({sizes} elements)"
+        if dims == (-2,) and value.shape[-1] == 1:
+            return "PyTorch's grouped product takes a single column for a row"
     return ""
 
 

@@ -70,3 +70,11 @@ def test_grouped_product_of_unaligned_sizes_avoids_the_aten_operator(form: str):
     ((tag,),) = filter(None, map(tags_of, graph.nodes))
     reason = "PyTorch's grouped product takes rows of multiples of 16 bytes (60 elements)"
     assert tag.kernel == f"mx.grouped_mm (bfloat16, dequantized); {reason}"
+
+
+def test_grouped_product_over_one_row_avoids_the_aten_operator():
+    """The stride of a dimension of length 1 is arbitrary, and PyTorch checks it."""
+    graph = lowered([(64, 1), (1, 48)], transposed=True)
+    assert not any(packet(node) is aten._grouped_mm for node in graph.nodes)
+    ((tag,),) = filter(None, map(tags_of, graph.nodes))
+    assert tag.kernel.startswith("mx.grouped_mm (bfloat16, dequantized); PyTorch's grouped product takes")
