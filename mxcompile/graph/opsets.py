@@ -215,7 +215,7 @@ LINEAR_OPS = TRANSPARENT | _packets(
 """Operators between a projection and its use: rotary embedding, scaling, masking, multiplied factors."""
 
 ACTIVATIONS = _packets(
-    aten, "sigmoid", "tanh", "erf", "erfc", "relu", "gelu", "silu", "leaky_relu", "elu", "hardtanh",
+    aten, "sigmoid", "tanh", "erf", "erfc", "relu", "gelu", "silu", "glu", "leaky_relu", "elu", "hardtanh",
     "hardswish", "hardsigmoid", "softplus", "mish", "maximum", "minimum", "clamp_min", "relu6",
     "log_sigmoid_forward", "threshold", "prelu", "celu", "selu", "sin", "cos", "exp", "gt", "ge",
     "lt", "le",

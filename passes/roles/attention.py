@@ -9,6 +9,7 @@ between a layer and the attention, but not another layer.
 
 from __future__ import annotations
 
+from mxcompile.graph.opsets import aten, packet
 from mxcompile.passes.roles.site import Site, named
 from mxcompile.passes.roles.sources import GATED, Source
 from mxcompile.passes.roles.statement import Fails, Holds, Statement
@@ -51,8 +52,11 @@ def _is_no_expert(site: Site) -> Holds | Fails:
 
 
 def _is_first(site: Site) -> Holds | Fails:
-    straight = site.model.feeds.sources(site.origins, Source.ATTENTION)
-    if not straight and not site.used(BRANCH):
+    feeds = site.model.feeds
+    straight = feeds.sources(site.origins, Source.ATTENTION)
+    # of latent values, each head has its own matrix
+    of_heads = [packet(layer) is aten.bmm for layer in feeds.sources(site.origins, Source.LAYER)]
+    if not straight and not site.used(BRANCH) and not (of_heads and all(of_heads)):
         return Fails("another layer stands in between, and its result joins no residual stream")
     return Holds("")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.eager_backend import EagerBackend
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import glu, scaled_dot_product_attention, silu
 
 import mxcompile
 
@@ -53,6 +53,26 @@ GATED: dict[str, tuple[tuple[int, ...], str, Callable[[Tensor], Any]]] = {
 def test_gate_and_up_in_one_weight_are_the_input_of_the_network(case: str) -> None:
     layer_roles = roles(nn.Sequential(Gated(*GATED[case]), Gated(*GATED[case])), torch.randn(2, 20, WIDTH))
     assert layer_roles == {"0.into": "ffn_in", "0.out": "ffn_out", "1.into": "ffn_in", "1.out": "ffn_out"}
+
+
+class OneOperator(nn.Module):
+    """A feed-forward network whose halves `aten.glu` gates, which Inductor's decompositions keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = (
+            nn.RMSNorm(WIDTH),
+            nn.Linear(WIDTH, 2 * WIDE),
+            nn.Linear(WIDE, WIDTH),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(glu(self.up(self.norm(x))))
+
+
+def test_network_gated_by_one_operator_has_roles() -> None:
+    found = roles(nn.Sequential(OneOperator(), OneOperator()), torch.randn(2, 20, WIDTH))
+    assert found == {"0.up": "ffn_in", "0.down": "ffn_out", "1.up": "ffn_in", "1.down": "ffn_out"}
 
 
 class Fused(nn.Module):
@@ -122,6 +142,24 @@ class Latent(nn.Module):
         k, v = self.kv_b(self.norm(latent)).unflatten(-1, (self.heads, -1)).transpose(1, 2).chunk(2, -1)
         k = torch.cat([k, rotary.unsqueeze(1).expand(-1, self.heads, -1, -1)], -1)
         return self.o(scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Absorbed(Latent):
+    """The same attention over latent vectors: queries and results of each head go through `kv_b`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, rotated = self.q(x).unflatten(-1, (self.heads, -1)).split([16, self.rotary], -1)
+        latent, rotary = self.kv_a(x).split([self.rank, self.rotary], -1)
+        latent, (w_k, w_v) = self.norm(latent), self.kv_b.weight.unflatten(0, (self.heads, -1)).chunk(2, 1)
+        scores = torch.einsum("bthn,hnc,bsc->bhts", q, w_k, latent)
+        scores = (scores + torch.einsum("bthr,bsr->bhts", rotated, rotary)).softmax(-1)
+        y = torch.einsum("bhts,bsc,hvc->bthv", scores, latent, w_v)
+        return self.o(y.flatten(2))
+
+
+def test_absorbed_latent_attention_alone_has_all_roles() -> None:
+    found = roles(Absorbed(), torch.randn(2, 20, WIDTH))
+    assert found == {"q": "qkv", "kv_a": "qkv", "kv_b": "attn_out", "o": "attn_out"}
 
 
 @pytest.mark.parametrize("rotary", [8, 16])
