@@ -35,7 +35,7 @@ class ApplyPlan:
         forward: defaultdict[tuple[str, Kind], list[GemmTag]] = defaultdict(list)
         for node in graph.nodes:
             for tag in tags_of(node)[:1]:
-                if tag.gemm is Gemm.FPROP and tag.layer == node.name:
+                if tag.layer == node.name and (tag.gemm is Gemm.FPROP or tag.is_layer):
                     forward[tag.name, tag.kind].append(tag)
         tags_by_layer: dict[str, GemmTag | None] = {}
         for (name, kind), local in forward.items():

@@ -66,7 +66,7 @@ class Find:
             elif Depends.TANGENT in depends[node]:
                 finder.tag_tangent(node)
         gradients = [node for node in matmuls if depends[node] & DERIVATIVE == Depends.GRADIENT]
-        unknown = [node for node in gradients if not finder.tag_backward(node)]
+        unknown = [node for node in gradients if not finder.tag_backward(node) and not finder.tag_alone(node)]
         for node in unknown:
             if not finder.tag_backward(node, of_data=True):
                 finder.tag_unmatched(node)
@@ -105,6 +105,24 @@ class _Finder:
         """Tags a backward node without a forward product as a product that stays as it is."""
         self._tag(node)
         set_tag(node, *(_unmatched(tag) for tag in tags_of(node)))
+
+    def tag_alone(self, node: fx.Node) -> bool:
+        """Tags a backward node as dgrad of a layer without a forward product. Returns whether it is one.
+
+        The gradients of ``model(x).sum()`` do not read the result of the last layer, so PyTorch erases it.
+        """
+        if not is_matmul(node):
+            return False
+        self._tag(node)
+        (tag,) = tags_of(node)
+        is_layer = tag.kind is Kind.LINEAR
+        if not is_layer or self._gradients.is_read(operands(node)[tag.tensors.index("w")]):
+            return False
+        sides = {"x": "dy", "w": "w"}
+        first, second = (sides[name] for name in tag.tensors)
+        set_tag(node, replace(tag, gemm=Gemm.DGRAD, tensors=(first, second)))
+        self._gradients.add_without_forward(node)
+        return True
 
     def tag_backward(self, node: fx.Node, *, of_data: bool = False) -> bool:
         """Tags a backward node as a GEMM of its forward node's layer. Returns whether that was found.

@@ -6,7 +6,8 @@ AOTAutograd numbers operators: a gradient has the number of its forward product,
 it. Derivatives that the compiled code takes itself (``torch.func.grad``) and bodies of other operators have
 no numbers. There, dx is the product that reads W along its other dimension. dW is the product with a result
 of the size of W that reads x, or the dy of such a dx. If several layers fit, the last layer of the forward
-comes first, because backward runs in reverse.
+comes first, because backward runs in reverse. A forward product whose value nobody reads is not in the graph:
+dx stands for it.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from dataclasses import dataclass
 from torch import fx
 
 from mxcompile.graph.attention import ATTENTION_BACKWARD, ATTENTION_FORWARD
-from mxcompile.graph.opsets import CONJUGATES, argument, gradient_index, is_matmul, packet
+from mxcompile.graph.opsets import CONJUGATES, TRANSPARENT, argument, gradient_index, is_matmul, packet
 from mxcompile.graph.shapes import matmul_sizes, operands
 from mxcompile.graph.tags import Kind, hint, tags_of
-from mxcompile.passes.roles.flow import Depends, is_derivative, origin
+from mxcompile.passes.roles.flow import DERIVATIVE, Depends, is_derivative, origin
 from mxcompile.policy import Gemm
 
 
@@ -44,6 +45,7 @@ class Gradients:
         self._by_operand: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
         self._by_dy: defaultdict[fx.Node, list[tuple[fx.Node, fx.Node]]] = defaultdict(list)
         self._matched: set[tuple[fx.Node, Gemm]] = set()
+        self._without_forward: set[fx.Node] = set()
 
     def add(self, forward: fx.Node) -> None:
         """Adds `forward`, a tagged product of the forward."""
@@ -52,6 +54,25 @@ class Gradients:
             self._by_number[number].append(forward)
         for operand in _sources(forward):
             self._by_operand[operand].append(forward)
+
+    def add_without_forward(self, node: fx.Node) -> None:
+        """Adds `node`, the tagged dgrad of a layer whose forward product is not in the graph."""
+        dy, weight = (_source(operands(node)[tags_of(node)[0].tensors.index(name)]) for name in ("dy", "w"))
+        self._by_operand[weight].append(node)
+        self._by_dy[dy].append((node, node))
+        self._without_forward.add(node)
+
+    def is_read(self, weight: fx.Node) -> bool:
+        """Whether a layer or another operator of the forward reads `weight`."""
+        pending = [_source(weight)]
+        if pending[0] in self._by_operand:
+            return True
+        for node in pending:
+            for user in node.users:
+                if not self._depends[user] & DERIVATIVE and packet(user) not in TRANSPARENT:
+                    return True
+                pending += [user] * (packet(user) in TRANSPARENT)
+        return False
 
     def match(self, node: fx.Node, *, of_data: bool = False) -> Gradient | None:
         """Returns the gradient that the backward product `node` computes, None if no forward product fits.
@@ -84,7 +105,8 @@ class Gradients:
         dys = [read for source in sources for read in self._by_dy.get(source, ())]
         dys.sort(key=lambda read: (read[0] < node, read))  # the dgrad right before `node` is last
         same_flops = [n for _, n in dys if _has_flops_of(node, n)]
-        layers = [n for n in same_flops if n in near] or near or same_flops
+        alone = [n for n in same_flops if n in self._without_forward]
+        layers = [n for n in same_flops if n in near] or alone or near or same_flops
         fitting = [n for n in layers if _weight(n) is None or _has_size_of_weight(node, n)]
         return sorted(fitting, key=lambda n: (n, Gemm.WGRAD) not in self._matched)
 
@@ -93,9 +115,10 @@ class Gradients:
         if tag.kind is not Kind.LINEAR:
             is_wgrad = tag.kind is Kind.CONVOLUTION and gradient_index(node) == 1
             return Gradient(forward=forward, gemm=Gemm.WGRAD if is_wgrad else Gemm.DGRAD, tensors=("x", "x"))
-        x, w = (_source(operands(forward)[tag.tensors.index(name)]) for name in "xw")
+        of_forward = dict(zip(tag.tensors, map(_source, operands(forward)), strict=True))
         lhs, rhs = map(_source, operands(node))
-        gemm, other, kept = (Gemm.DGRAD, "w", w) if w in (lhs, rhs) else (Gemm.WGRAD, "x", x)
+        other = "w" if of_forward["w"] in (lhs, rhs) else "x"
+        gemm, kept = Gemm.DGRAD if other == "w" else Gemm.WGRAD, of_forward.get(other)
         if (lhs is kept) != (rhs is kept):
             dy_is_lhs = rhs is kept
         elif (lhs in self._by_dy) != (rhs in self._by_dy):

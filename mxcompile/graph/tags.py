@@ -122,13 +122,16 @@ class GemmTag:
         return "; ".join((kernel, *self.fallbacks))
 
     def as_layer(self) -> Layer:
-        """Returns the layer of a forward GEMM, for matching by policy rules."""
-        n, k = self.whole or (self.n, self.k)
+        """Returns the layer of a GEMM, for matching by policy rules."""
+        m, n, k = self.m, self.n, self.k
+        if self.gemm is not Gemm.FPROP:
+            m, n, k = (m, k, n) if self.gemm is Gemm.DGRAD else (k, m, n)
+        n, k = self.whole or (n, k)
         return Layer(
             name=self.name,
             role=self.role,
             module=self.module,
-            m=self.m,
+            m=m,
             n=n,
             k=k,
             block=self.block,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from mxcompile.policy import Block, Layer, Role
+from mxcompile.policy import Block, Code, Layer, Role
 from mxcompile.report import GemmRecord
 from mxcompile.report.data.fold import Row, fold
 
@@ -12,19 +12,24 @@ _NAMED = 3
 
 
 def layers_of(gemms: Iterable[GemmRecord]) -> tuple[Layer, ...]:
-    """Returns one `Layer` per forward GEMM and attention product of `gemms`, in order."""
+    """Returns one `Layer` per forward GEMM and attention product of `gemms`, in order.
+
+    dgrad gives the layer if nobody reads the value of its forward GEMM, so that the graph has none.
+    """
+    gemms = tuple(gemms)
+    forward = {g.name for g in gemms if g.gemm == "fprop"}
     return tuple(
         Layer(
             name=g.name,
             role=Role(g.role),
             module=g.module,
             m=g.m,
-            n=g.n,
-            k=g.k,
+            n=g.n if g.gemm == "fprop" else g.k,
+            k=g.k if g.gemm == "fprop" else g.n,
             block=None if g.block is None else Block(*g.block),
         )
         for g in gemms
-        if g.gemm == "fprop"
+        if g.gemm == "fprop" or (g.gemm == "dgrad" and g.name not in forward and g.code != Code.ROLE)
     )
 
 

@@ -37,7 +37,7 @@ WEIGHT_KEY = "mx_weight"
 """`node.meta` key of an input that is not a parameter but a weight (see `unregistered`)."""
 
 _BY_VALUE = tuple(Depends(value) for value in range(16))
-_RANDOM, _REPEATS, _PRODUCT = 1, 2, 4
+_RANDOM, _REPEATS, _PRODUCT, _VIEW = 1, 2, 4, 8
 
 
 def dependencies(
@@ -47,6 +47,8 @@ def dependencies(
 
     inputs: inputs of the captured graph. weights: placeholders that count as parameters, beside the weights
     that the pass `unregistered` marked.
+
+    A view of a weight is a weight in a derivative too, where autograd transposes it.
 
     The result of a layer that reads only parameters is data (a query repeated for each sample, positions),
     but a product of parameters may also be a weight (a low-rank update). It is a layer if the model calls
@@ -65,11 +67,12 @@ def dependencies(
         kind = kinds.get(id(node.target))
         if kind is None:
             kind = kinds[id(node.target)] = _kind(node)
-        flags = node.meta["custom"].get(DERIVATIVE_KEY, 0) if "custom" in node.meta else 0
-        flags |= _DATA if kind & _RANDOM else 0
+        flags = _DATA if kind & _RANDOM else 0
         arguments = node.all_input_nodes
         for argument in arguments:
             flags |= marks[argument]
+        if "custom" in node.meta and not (flags == _PARAMETER and kind & _VIEW):
+            flags |= node.meta["custom"].get(DERIVATIVE_KEY, 0)
         if flags == _PARAMETER:
             if kind & _REPEATS or not repeated.isdisjoint(arguments):
                 repeated.add(node)
@@ -93,6 +96,7 @@ def _kind(node: fx.Node) -> int:
         (_RANDOM if op in RANDOM else 0)
         | (_REPEATS if op in REPEATS else 0)
         | (_PRODUCT if op in MATMULS else 0)
+        | (_VIEW if op in VIEWS else 0)
     )
 
 

@@ -121,6 +121,50 @@ def test_gradients_of_each_sample_are_gradients_of_layers() -> None:
     ]
 
 
+OF_LAST = {"version": 1, "rules": [{"match": {"name": "down"}, "use": "mxfp8"}]}
+
+
+@pytest.mark.parametrize("way", ["grad", "each sample", "each model", "input"])
+def test_layer_whose_value_nobody_reads_keeps_its_name_and_rule(way: str) -> None:
+    """The gradients of a sum do not depend on the result of the last layer: PyTorch erases its forward."""
+    model = Mlp()
+    params = {name: value.detach() for name, value in model.named_parameters()}
+    stacks = {name: torch.stack([value, value + 1]) for name, value in params.items()}
+
+    def loss(given: Params, x: Tensor) -> Tensor:
+        value: Tensor = functional_call(model, given, (x,)).sum()
+        return value
+
+    ways: dict[str, tuple[Callable[..., Any], Params, tuple[int, ...]]] = {
+        "grad": (grad(loss), params, (40, 64)),
+        "each sample": (vmap(grad(loss), (None, 0)), params, (5, 8, 64)),
+        "each model": (vmap(grad(loss), (0, None)), stacks, (40, 64)),
+        "input": (grad(loss, 1), params, (40, 64)),
+    }
+    call, given, shape = ways[way]
+    found = recorded(call, given, torch.randn(shape), policy=OF_LAST)
+    gradients = ["dgrad"] if way == "input" else ["dgrad", "wgrad"]
+    assert [(gemm, precision) for name, gemm, *_, precision in found if name == "down"] == [
+        (gemm, "mxfp8") for gemm in gradients
+    ]
+    assert {name for name, *_ in found} == {"up", "down"}
+
+
+def test_forces_of_an_energy_read_quantized_weights() -> None:
+    model, x = Mlp(), torch.randn(40, 64)
+
+    def cast(value: Tensor, dim: int) -> Tensor:
+        return mxcompile.quantize(value.detach(), block_dim=dim).dequantize(torch.float32)
+
+    every = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
+    forces = torch.compile(
+        grad(lambda x: model(x).sum()), backend=EagerBackend(policy=every, strict=True), fullgraph=True
+    )(x)
+    y = torch.tanh(nn.functional.linear(cast(x, -1), cast(model.up.weight, -1), model.up.bias))
+    dy = cast(torch.ones(40, 48), -1) @ cast(model.down.weight, 0) * (1 - y * y)
+    torch.testing.assert_close(forces, cast(dy, -1) @ cast(model.up.weight, 0), rtol=1e-5, atol=1e-6)
+
+
 def test_jacobian_takes_many_gradients_in_one_product() -> None:
     model = nn.Linear(64, 96)
     params = {name: value.detach() for name, value in model.named_parameters()}

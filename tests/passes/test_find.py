@@ -55,9 +55,24 @@ def test_product_of_two_activations_is_not_a_layer():
     assert [(tag.kind, tag.tensors) for tag in tags([product])] == [(Kind.PRODUCT, ("x", "x"))]
 
 
-def test_a_gradient_without_a_forward_is_a_product_that_stays():
+def test_a_gradient_of_a_weight_that_no_forward_reads_is_its_dgrad():
     hand = Hand()
-    dy, w = hand.input("tangents_1", ROWS, K), hand.input("w", K, N)
-    product = hand.call(aten.mm.default, dy, w)
-    Find(inputs=(GraphInput(), GraphInput(path="w", static=True))).apply(hand.output(product))
+    dy, w, x = hand.input("tangents_1", ROWS, N), hand.input("w", N, K), hand.input("x", ROWS, K)
+    dx = hand.call(aten.mm.default, dy, w)
+    dw = hand.call(aten.mm.default, hand.call(aten.permute.default, dy, [1, 0]), x)
+    inputs = GraphInput(), GraphInput(path="up.weight", static=True), GraphInput()
+    Find(inputs=inputs).apply(hand.output(dx, dw))
+    assert [(tag.name, tag.kind, tag.gemm, tag.tensors) for tag in tags([dx, dw])] == [
+        ("up", Kind.LINEAR, Gemm.DGRAD, ("dy", "w")),
+        ("up", Kind.LINEAR, Gemm.WGRAD, ("dy", "x")),
+    ]
+    layers = [tag.as_layer() for tag in tags([dx, dw])]
+    assert [(layer.m, layer.n, layer.k) for layer in layers] == [(ROWS, N, K)] * 2
+
+
+def test_a_gradient_without_a_forward_and_a_weight_is_a_product_that_stays():
+    hand = Hand()
+    dy, x = hand.input("tangents_1", ROWS, K), hand.input("x", K, N)
+    product = hand.call(aten.mm.default, dy, x)
+    Find(inputs=(GraphInput(), GraphInput())).apply(hand.output(product))
     assert [(tag.kind, tag.gemm) for tag in tags([product])] == [(Kind.PRODUCT, Gemm.DGRAD)]
