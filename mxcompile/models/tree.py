@@ -210,6 +210,8 @@ def _variables(function: Any) -> Iterator[tuple[str, Any]]:
             yield from (function.__kwdefaults__ or {}).items()
             for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
                 yield from ((name, value) for value in content(cell))
+        case FunctionType():  # a decorator of torch
+            yield "", getattr(function, "__wrapped__", None)
 
 
 def _tensors(root: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -385,3 +385,42 @@ def test_tree_reads_containers_after_a_lookup_misses_a_module() -> None:
     assert list(tree.paths(model.deep["a"][0][0])) == ["deep.a.0.0"]
     assert {"blocks.0", "blocks.0.up", "blocks.1.down", "deep.a.0.0"} <= set(tree.modules)
     assert list(tree.paths(nn.Linear(4, 4))) == []
+
+
+def unread(module: nn.Module) -> Callable[[Tensor], Any]:
+    """A call of `module` that Dynamo does not read, so that its weights are no inputs of the graph."""
+
+    @torch._dynamo.nonstrict_trace
+    def call(x: Tensor) -> Any:
+        return module(x)
+
+    return call
+
+
+class Unread(nn.Module):
+    """Calls a block that is a module of it, and one that only a function holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.last = Block(), nn.Linear(WIDTH, WIDTH)
+        self.own, self.other = unread(self.block), unread(Block())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.other(self.own(x)))
+        return y
+
+
+def test_weights_in_functions_that_dynamo_does_not_read_have_names() -> None:
+    rule = {"match": {"name": ["*.up", "*.down", "last"]}, "use": "mxfp8"}
+    policy = {"version": 1, "preset": "bf16", "rules": [rule]}
+    torch.compile(Unread(), backend=EagerBackend(policy=policy, strict=True))(torch.randn(32, WIDTH))
+    (report,) = mxcompile.reports()
+    found = {gemm.name: gemm.precision for gemm in report.gemms if gemm.gemm == "fprop"}
+    assert found == dict.fromkeys(("block.up", "block.down", "module.up", "module.down", "last"), "mxfp8")
+
+
+def test_weights_of_a_function_that_dynamo_does_not_read_have_names() -> None:
+    model = Stack()
+    call = unread(model)
+    torch.compile(lambda x: call(x) + 1, backend=EagerBackend())(torch.randn(32, WIDTH))
+    assert {gemm.name for report in mxcompile.reports() for gemm in report.gemms} == linears(model)

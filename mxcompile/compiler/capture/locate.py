@@ -80,6 +80,7 @@ class Located:
         ways = [[self._objects[name_of(step)] for step in _way(source)] for source, _ in pairs]
         self.holder = _one_module(ways) or _one_module(_called(gm, frame))
         name, model = frame.name_of(root), root or (None if frame.models and frame.parts else self.holder)
+        model = model or (None if frame.parts else frame.model)
         self.tree = Tree(frame.models if name or model is None else {"": model})
         paths_by_name = {name: self.tree.paths(value) for name, value in self._objects.items()}
         self._paths_by_name = {steps_of(name): paths for name, paths in paths_by_name.items() if paths}
@@ -187,6 +188,20 @@ class Located:
             if _is_module(value) and (paths := self.tree.paths(value)):
                 return step, paths[0]
         return None, None
+
+
+def name_constants(graph: fx.Graph, tree: Tree) -> None:
+    """Names the tensors of `tree` that `graph` holds itself.
+
+    Functions that Dynamo does not read (``nonstrict_trace``) use weights that are not inputs of its graph.
+    """
+    for node in graph.find_nodes(op="get_attr"):
+        value = getattr(graph.owning_module, str(node.target), None)
+        path = tree.unregistered_path(value) if isinstance(value, Tensor) else ""
+        if paths := tree.paths(value) or [path] * bool(path):
+            others, is_parameter = tuple(paths[1:]), isinstance(value, nn.Parameter)
+            about = GraphInput(path=paths[0], others=others, static=True, is_parameter=is_parameter)
+            node.meta["desc"] = about
 
 
 def _one_module(ways: Iterable[Iterable[object]]) -> nn.Module | None:

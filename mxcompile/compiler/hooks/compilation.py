@@ -16,6 +16,7 @@ from torch._inductor import config, list_mode_options
 
 from mxcompile.compiler.capture.capture import Capture
 from mxcompile.compiler.capture.gathers import Gathers
+from mxcompile.compiler.capture.locate import name_constants
 from mxcompile.compiler.hooks.compiled_autograd import OwnedGemms, mark, marks, token
 from mxcompile.compiler.hooks.inductor import (
     GraphModules,
@@ -169,6 +170,7 @@ class Compilation:
             self.traced = True
             self._owned_gemms.set_tags(graph, self._products)
             return
+        name_constants(graph, self.capture.tree)
         plan = self.capture.planned.plan
         context = passes.Context(
             inputs=self.capture.inputs,

@@ -55,7 +55,8 @@ class Frame:
     locals, globals: scopes for the names of graph inputs. running: running modules above the frame, innermost
     first. backward: whether compiled autograd compiles the backward of earlier graphs. parts: reasons why the
     graph covers only a part of the code. models: the models of the compiled function by path, if there are
-    several. defaults: default values of arguments of the function, and of the running module's forward.
+    several. model: the model, if there is one. defaults: default values of arguments of the function, and of
+    the running module's forward.
     """
 
     locals: Mapping[str, Any] = field(default_factory=dict)
@@ -64,6 +65,7 @@ class Frame:
     parts: tuple[str, ...] = ()
     backward: bool = False
     models: Mapping[str, nn.Module] = field(default_factory=dict)
+    model: nn.Module | None = None
     defaults: tuple[Any, ...] = ()
 
     @classmethod
@@ -92,13 +94,15 @@ class Frame:
             elif not frame.f_code.co_filename.startswith(TORCH):
                 directly = False
         scope = scope or ({}, {})
+        models = _models(call) if call is not None else {}
         return cls(
             locals=scope[0],
             globals=scope[1],
             running=tuple(running),
             parts=tuple(dict.fromkeys(parts)),
             backward=backward,
-            models=_models(call) if call is not None else {},
+            models=models if len(models) > 1 else {},
+            model=next(iter(models.values())) if len(models) == 1 else None,
             defaults=tuple(_defaults(call, running)),
         )
 
@@ -245,10 +249,9 @@ def _split(frame: FrameType) -> Iterator[str]:
 
 
 def _models(call: FrameType) -> Mapping[str, nn.Module]:
-    """Returns the models of the function that `call`, torch's wrapper, calls, if there are several."""
+    """Returns the models of the function that `call`, torch's wrapper, calls."""
     function, args, kwargs = (call.f_locals.get(name) for name in ("fn", "args", "kwargs"))
-    models = models_of(function, args or (), kwargs or {})
-    return models if len(models) > 1 else {}
+    return models_of(function, args or (), kwargs or {})
 
 
 def _defaults(call: FrameType | None, running: Sequence[Running]) -> Iterator[Any]:
