@@ -31,7 +31,7 @@ BUDGETS = {
     "mxcompile/checkpoint": 2_304,
     "mxcompile/cli": 1_583,
     "mxcompile/compiler": 675,
-    "mxcompile/compiler/calls": 656,
+    "mxcompile/compiler/calls": 682,
     "mxcompile/compiler/capture": 728,
     "mxcompile/compiler/hooks": 768,
     "mxcompile/compiler/reporting": 1_134,

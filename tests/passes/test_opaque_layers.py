@@ -280,6 +280,43 @@ def test_operator_of_the_backward_is_of_the_layer_too() -> None:
     ]
 
 
+LIBRARY.define("back(Tensor dy) -> Tensor")
+LIBRARY.impl("back", lambda dy: _failed_once(dy @ HELD["w"]), "CPU")
+LIBRARY.impl("back", lambda dy: dy.new_empty(dy.shape[0], WIDTH), "Meta")
+
+
+def _pull(ctx: Any, dy: Tensor) -> Tensor:
+    result: Tensor = torch.ops.mx_opaque_kernels.back(dy.contiguous())
+    return result
+
+
+torch.library.register_autograd("mx_opaque_kernels::held", _pull, lib=LIBRARY)
+torch.library.register_autograd("mx_opaque_kernels::padded", _pull, lib=LIBRARY)
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("held", ["fprop", "dgrad"]), ("padded", ["dgrad"])])
+def test_kernel_of_the_backward_that_multiplies_by_a_weight_is_recorded(name: str, kinds: list[str]) -> None:
+    model, x = Calling(name), torch.randn(ROWS, WIDTH)
+    HELD["w"] = model.up.weight.detach()
+    call = torch.compile(model, backend=EagerBackend(policy=ALL), fullgraph=True)
+    FAILURES[:] = ["the first backward fails after its product"] * (name == "padded")
+    for _ in FAILURES[:]:
+        with pytest.raises(ValueError, match="the first backward fails"):
+            call(x).sum().backward()
+    for _ in range(2):
+        call(x).sum().backward()
+    (report,) = mxcompile.reports()
+    assert [(g.gemm, g.precision) for g in report.gemms if g.name == "up"] == [
+        (kind, "bf16") for kind in kinds
+    ]
+    assert report.gemms[-1].reason == "opaque operator mx_opaque_kernels.back.default"
+    torch._dynamo.reset()
+    loss = torch.compile(Calling("padded"), backend=EagerBackend(policy=ALL, strict=True), fullgraph=True)(x)
+    HELD["w"] = model.up.weight.detach()
+    with pytest.raises(UnsupportedError, match="dgrad: opaque operator mx_opaque_kernels"):
+        loss.sum().backward()
+
+
 @pytest.mark.skipif(
     not hasattr(nn, "LinearCrossEntropyOptions"), reason="torch has no fused head before 2.14"
 )

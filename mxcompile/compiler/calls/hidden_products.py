@@ -1,5 +1,7 @@
 """Finds the matrix products inside of operators of other libraries, in the first call of compiled code.
 
+The first backward is searched too.
+
     library.op(x) ─▶ its kernel, under a dispatch mode ─▶ aten.mm(x, w)    w: not computed from x
 
 The passes read only the arguments of such an operator. A weight that it holds is seen when its kernel runs. A
@@ -44,6 +46,7 @@ class HiddenProducts(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._compilation = compilation
         self._operator: Any = None
+        self._gemm = Gemm.FPROP
         self._derived: set[int] = set()
         self._paths: dict[int, str] = {}
         self._alive: list[Any] = []  # the identity of freed memory is used again
@@ -101,12 +104,13 @@ class HiddenProducts(TorchDispatchMode):
         n = b.shape[-1] if b.ndim > 1 else 1
         reason, options = Reason(Code.OPAQUE, self._operator), self._compilation.options
         decision = options.policy.decide(Layer(name=name, role=Role.OTHER, module="", m=m, n=n, k=k))
-        if len(weights) == 1 and decision.fprop.formats is not None:
-            self._refused[f"{name} {Gemm.FPROP}: {reason}".strip()] = decision.fprop.precision
+        choice = decision.choice(self._gemm)
+        if len(weights) == 1 and choice.formats is not None:
+            self._refused[f"{name} {self._gemm}: {reason}".strip()] = choice.precision
         record = GemmRecord(
             name=name,
             role=str(Role.OTHER),
-            gemm=str(Gemm.FPROP),
+            gemm=str(self._gemm),
             batch=batch[0] if batch else 1,
             m=m,
             n=n,
@@ -121,10 +125,32 @@ class HiddenProducts(TorchDispatchMode):
         self._records.append(record)
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """Returns the result of `call`, whose products are added to the report.
+        """Returns the result of `call`, a forward. The products of it and of its backward are recorded.
 
         Raises `UnsupportedError` in strict mode if the policy quantizes one of them.
         """
+        result = self._search(call, Gemm.FPROP)
+        nodes = [value.grad_fn for value in _tensors(result) if value.grad_fn is not None]
+        nodes += [node for view in nodes for node, _ in view.next_functions]
+        function = next((node._forward_cls for node in nodes if hasattr(node, "_forward_cls")), None)
+        if function is not None:
+            self._search_backward(function)
+        return result
+
+    def _search_backward(self, function: Any) -> None:
+        """Searches the first backward of `function`, the class that autograd has for the compiled code."""
+        backward = function.backward
+
+        def searched(*args: Any) -> Any:
+            result = self._search(lambda: backward(*args), Gemm.DGRAD)
+            function.backward = staticmethod(backward)
+            return result
+
+        function.backward = staticmethod(searched)
+
+    def _search(self, call: Callable[[], Any], gemm: Gemm) -> Any:
+        """Runs `call`, and adds its products to the report as `gemm`."""
+        self._gemm = gemm
         self._records.clear()  # of a call that failed
         with self:
             result = call()
