@@ -130,7 +130,7 @@ class HiddenProducts(TorchDispatchMode):
         Raises `UnsupportedError` in strict mode if the policy quantizes one of them.
         """
         result = self._search(call, Gemm.FPROP)
-        nodes = [value.grad_fn for value in _tensors(result) if value.grad_fn is not None]
+        nodes: list[Any] = [value.grad_fn for value in _tensors(result) if value.grad_fn is not None]
         nodes += [node for view in nodes for node, _ in view.next_functions]
         function = next((node._forward_cls for node in nodes if hasattr(node, "_forward_cls")), None)
         if function is not None:
