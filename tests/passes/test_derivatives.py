@@ -131,8 +131,8 @@ def test_layer_whose_value_nobody_reads_keeps_its_name_and_rule(way: str) -> Non
     params = {name: value.detach() for name, value in model.named_parameters()}
     stacks = {name: torch.stack([value, value + 1]) for name, value in params.items()}
 
-    def loss(given: Params, x: Tensor) -> Tensor:
-        value: Tensor = functional_call(model, given, (x,)).sum()
+    def loss(weights: Params, x: Tensor) -> Tensor:
+        value: Tensor = functional_call(model, weights, (x,)).sum()
         return value
 
     ways: dict[str, tuple[Callable[..., Any], Params, tuple[int, ...]]] = {
@@ -141,13 +141,13 @@ def test_layer_whose_value_nobody_reads_keeps_its_name_and_rule(way: str) -> Non
         "each model": (vmap(grad(loss), (0, None)), stacks, (40, 64)),
         "input": (grad(loss, 1), params, (40, 64)),
     }
-    call, given, shape = ways[way]
-    found = recorded(call, given, torch.randn(shape), policy=OF_LAST)
+    call, weights, shape = ways[way]
+    results = recorded(call, weights, torch.randn(shape), policy=OF_LAST)
     gradients = ["dgrad"] if way == "input" else ["dgrad", "wgrad"]
-    assert [(gemm, precision) for name, gemm, *_, precision in found if name == "down"] == [
+    assert [(gemm, precision) for name, gemm, *_, precision in results if name == "down"] == [
         (gemm, "mxfp8") for gemm in gradients
     ]
-    assert {name for name, *_ in found} == {"up", "down"}
+    assert {name for name, *_ in results} == {"up", "down"}
 
 
 def test_forces_of_an_energy_read_quantized_weights() -> None:

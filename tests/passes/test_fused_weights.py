@@ -71,8 +71,8 @@ class OneOperator(nn.Module):
 
 
 def test_network_gated_by_one_operator_has_roles() -> None:
-    found = roles(nn.Sequential(OneOperator(), OneOperator()), torch.randn(2, 20, WIDTH))
-    assert found == {"0.up": "ffn_in", "0.down": "ffn_out", "1.up": "ffn_in", "1.down": "ffn_out"}
+    results = roles(nn.Sequential(OneOperator(), OneOperator()), torch.randn(2, 20, WIDTH))
+    assert results == {"0.up": "ffn_in", "0.down": "ffn_out", "1.up": "ffn_in", "1.down": "ffn_out"}
 
 
 class Fused(nn.Module):
@@ -158,8 +158,8 @@ class Absorbed(Latent):
 
 
 def test_absorbed_latent_attention_alone_has_all_roles() -> None:
-    found = roles(Absorbed(), torch.randn(2, 20, WIDTH))
-    assert found == {"q": "qkv", "kv_a": "qkv", "kv_b": "attn_out", "o": "attn_out"}
+    results = roles(Absorbed(), torch.randn(2, 20, WIDTH))
+    assert results == {"q": "qkv", "kv_a": "qkv", "kv_b": "attn_out", "o": "attn_out"}
 
 
 @pytest.mark.parametrize("rotary", [8, 16])

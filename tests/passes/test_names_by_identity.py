@@ -403,10 +403,10 @@ class Unread(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.block, self.last = Block(), nn.Linear(WIDTH, WIDTH)
-        self.own, self.other = unread(self.block), unread(Block())
+        self.inner, self.other = unread(self.block), unread(Block())
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last(self.other(self.own(x)))
+        y: Tensor = self.last(self.other(self.inner(x)))
         return y
 
 
@@ -415,8 +415,10 @@ def test_weights_in_functions_that_dynamo_does_not_read_have_names() -> None:
     policy = {"version": 1, "preset": "bf16", "rules": [rule]}
     torch.compile(Unread(), backend=EagerBackend(policy=policy, strict=True))(torch.randn(32, WIDTH))
     (report,) = mxcompile.reports()
-    found = {gemm.name: gemm.precision for gemm in report.gemms if gemm.gemm == "fprop"}
-    assert found == dict.fromkeys(("block.up", "block.down", "module.up", "module.down", "last"), "mxfp8")
+    precisions = {gemm.name: gemm.precision for gemm in report.gemms if gemm.gemm == "fprop"}
+    assert precisions == dict.fromkeys(
+        ("block.up", "block.down", "module.up", "module.down", "last"), "mxfp8"
+    )
 
 
 def test_weights_of_a_function_that_dynamo_does_not_read_have_names() -> None:
