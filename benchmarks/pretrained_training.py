@@ -1,4 +1,4 @@
-"""Fine-tuning of Gemma 3 270M on text it has not seen, in MXFP8 beside FP32: loss, gradients, memory.
+"""Fine-tuning of Gemma 3 270M on text it has not seen, in MXFP8 and MXINT8 beside FP32: loss, gradients, memory.
 
 All ways train from the same weights on the same windows of this project's documentation, in an order that
 a seed draws. Matrices of the blocks are quantized; embedding and head stay in FP32.
@@ -35,14 +35,16 @@ import mxcompile
 from mxcompile.cli.arguments import quiet
 
 BASELINE = "fp32"
-WAYS: dict[str, Any] = {
+WAYS: dict[str, tuple[str, dict[str, Any]] | None] = {
     BASELINE: None,
-    "mxfp8 (preset nvidia)": {},
-    "mxfp8 floor (preset ocp)": {"rounding": "floor"},
-    "saved: mxfp8": {"saved": "mxfp8"},
-    "grad_rounding: stochastic": {"grad_rounding": "stochastic"},
+    "mxfp8 (preset nvidia)": ("nvidia", {}),
+    "mxfp8 floor (preset ocp)": ("nvidia", {"rounding": "floor"}),
+    "saved: mxfp8": ("nvidia", {"saved": "mxfp8"}),
+    "grad_rounding: stochastic": ("nvidia", {"grad_rounding": "stochastic"}),
+    "mxint8 (preset mxint8)": ("mxint8", {}),
+    "mxint8, E4M3 gradients": ("mxint8", {"precision": "mxint8", "grad_dtype": "e4m3"}),
 }
-"""By name, what the rule for the matrices of blocks says beside the preset `nvidia`; None: Inductor alone."""
+"""A preset, and the keys of a rule for the matrices of blocks, by name; None: Inductor alone."""
 ROLES = ["qkv", "attn_out", "ffn_in", "ffn_out"]
 LEARNING_RATE = {"full": 1e-5, "lora": 2e-4}
 RANK = 16
@@ -106,10 +108,10 @@ def trained(way: str, tune: str, windows: Tensor, options: argparse.Namespace) -
     """Trains from the pretrained weights once for each seed."""
     torch._dynamo.reset()
     model = loaded(tune)
-    use = WAYS[way]
-    rules = [] if not use else [{"match": {"role": ROLES}, "use": use}]
-    policy: Any = {"version": 1, "preset": "nvidia", "rules": rules}
-    call: Any = torch.compile(model) if use is None else mxcompile.compile(model, policy=policy)
+    preset, use = WAYS[way] or ("bf16", {})
+    rules = [{"match": {"role": ROLES}, "use": use}] if use else []
+    policy: Any = {"version": 1, "preset": preset, "rules": rules}
+    call: Any = torch.compile(model) if way == BASELINE else mxcompile.compile(model, policy=policy)
     spread = torch.linspace(0, len(windows) - 1, HELD_OUT).long()
     held_out, rest = windows[spread], windows[~torch.isin(torch.arange(len(windows)), spread)]
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
