@@ -109,6 +109,13 @@ def _no_compiler() -> str:
     return "" if shutil.which(compiler) else f"no C++ compiler: {compiler} is not found"
 
 
+def is_gcc() -> bool:
+    """Whether Inductor compiles with GCC."""
+    from torch._inductor import cpp_builder
+
+    return not _no_compiler() and cpp_builder.is_gcc()
+
+
 def obstacle() -> str:
     """Returns the reason why the current compilation cannot use C++ kernels; "" if it can."""
     if config.cpu_backend != "cpp":

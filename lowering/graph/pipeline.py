@@ -18,6 +18,7 @@ from mxcompile.graph import sound
 from mxcompile.graph.printer import Printed
 from mxcompile.graph.tags import add_fallback
 from mxcompile.lowering import candidates, optional
+from mxcompile.lowering.cpu import kernel
 from mxcompile.lowering.graph.cached_attention import CachedAttention
 from mxcompile.lowering.graph.expand import Expand
 from mxcompile.lowering.graph.fuse import Fuse
@@ -69,6 +70,12 @@ LOWERING: tuple[type[LoweringPass], ...] = (
 _EXACT = {"cpp.enable_unsafe_math_opt_flag": False, "cpp.enable_floating_point_contract_flag": "off"}
 """On CPUs casts round by additions and subtractions, which a C++ compiler could otherwise remove or fuse."""
 
+_WHOLE_STORES = "-fno-tree-loop-distribute-patterns"
+"""GCC 12 for AVX-512 otherwise makes a copy of a loop of stores and drops the stores that fill its source.
+
+Where Inductor transposes two tensors of 16 bits in one kernel, most elements are then wrong.
+"""
+
 _SCHEDULER_PASSES = ("inductor.prologues", "inductor.winners")
 
 
@@ -84,14 +91,16 @@ def config_patches(
         options: Settings of this compile alone.
     """
     if target.device == "cpu":
+        contraction = "cpp.enable_floating_point_contract_flag"  # the one setting with words for the compiler
+        exact = _EXACT | ({contraction: f"off {_WHOLE_STORES}"} if kernel.is_gcc() else {})
         for key, value in _EXACT.items():
-            if _setting(key, options) != value:
+            if _setting(key, options) not in (value, exact[key]):
                 log.warning(
                     "mxfp8 sets config.%s to %r for its graphs, because their casts round by exact additions",
                     key,
                     value,
                 )
-        return _EXACT | _regions(uuid, options, _setting("_post_fusion_custom_pass", options))
+        return exact | _regions(uuid, options, _setting("_post_fusion_custom_pass", options))
     if target.arch is not None:
         fp_fusion.cache_fp8_types()
     if target.device != "cuda" or optional.obstacle(*_SCHEDULER_PASSES):
