@@ -91,7 +91,9 @@ def config_patches(
         options: Settings of this compile alone.
     """
     if target.device == "cpu":
-        contraction = "cpp.enable_floating_point_contract_flag"  # the one setting with words for the compiler
+        contraction = (
+            "cpp.enable_floating_point_contract_flag"  # no other setting reaches the compiler as text
+        )
         exact = _EXACT | ({contraction: f"off {_WHOLE_STORES}"} if kernel.is_gcc() else {})
         for key, value in _EXACT.items():
             if _setting(key, options) not in (value, exact[key]):

@@ -259,7 +259,9 @@ def test_unsafe_math_flags_are_disabled_with_a_message(caplog: pytest.LogCapture
     settings = {"cpp.enable_unsafe_math_opt_flag": True}
     with config.patch(settings), config.patch(pipeline.config_patches(TARGETS["cpu"], "", print, settings)):
         flags = cpp_builder._get_ffast_math_flags()
-    assert {"fno-unsafe-math-optimizations", "ffp-contract=off"} <= {*" -".join(flags).replace(" -", " ").split()}
+    assert {"fno-unsafe-math-optimizations", "ffp-contract=off"} <= {
+        *" -".join(flags).replace(" -", " ").split()
+    }
     assert caplog.messages == [
         "mxfp8 sets config.cpp.enable_unsafe_math_opt_flag to False for its graphs, because their casts round"
         " by exact additions"
