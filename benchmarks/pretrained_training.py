@@ -1,4 +1,4 @@
-"""Fine-tuning of Gemma 3 270M on text it has not seen, in MXFP8 and MXINT8 beside FP32: loss, gradients, memory.
+"""Fine-tuning of Gemma 3 270M on text it has not seen, in MXFP8 and MXINT8 beside FP32.
 
 All ways train from the same weights on the same windows of this project's documentation, in an order that
 a seed draws. Matrices of the blocks are quantized; embedding and head stay in FP32.

@@ -19,7 +19,7 @@ PRODUCT = Path(mxcompile.__file__).parent
 _caches = tempfile.TemporaryDirectory(prefix="mxcompile-tests-", ignore_cleanup_errors=True)
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = _caches.name
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# results are compared with Inductor's own, which GCC 12 compiles wrongly for AVX-512 without this: docs/cpu.md
+# Inductor's results are references, and GCC 12 compiles them wrongly for AVX-512 without this: docs/cpu.md
 os.environ.setdefault(
     "TORCHINDUCTOR_CPP_ENABLE_FLOATING_POINT_CONTRACT_FLAG", "off -fno-tree-loop-distribute-patterns"
 )
