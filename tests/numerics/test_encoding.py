@@ -89,11 +89,11 @@ def test_elements_of_large_weights_take_few_operators(name: str):
     """Each operator reads and writes the whole weight, so storing a model takes as long as they are many."""
     values = torch.tensor([-1.5, float("nan"), 0.3, 1.9])
     with Operators() as operators:
-        found = to_elements(values, ELEMS[name])
+        elements = to_elements(values, ELEMS[name])
     assert operators.count <= 4
     expected = [-1.5, 0.0 if name == "int8" else float("nan"), 0.3, 1.9]
-    found_values = element_values(found, ELEMS[name])
-    torch.testing.assert_close(found_values, torch.tensor(expected), rtol=0.1, atol=0.0, equal_nan=True)
+    decoded = element_values(elements, ELEMS[name])
+    torch.testing.assert_close(decoded, torch.tensor(expected), rtol=0.1, atol=0.0, equal_nan=True)
 
 
 @pytest.mark.parametrize("rounding", Rounding)

@@ -74,10 +74,10 @@ def test_second_start_of_a_checkpoint_compiles_nothing(tmp_path):
     """Caches answer for prefill and decode, and the report is that of the first start."""
     mxcompile.save_quantized(store_blocks(llama()), tmp_path / "checkpoint")
     tokens, report, cold = start(tmp_path / "checkpoint")
-    again, stored, warm = start(tmp_path / "checkpoint")
+    second_tokens, stored, warm = start(tmp_path / "checkpoint")
     assert (cold["autograd_cache_miss"], cold["autograd_cache_hit"]) == (2, 0)
     assert (warm["autograd_cache_miss"], warm["autograd_cache_hit"]) == (0, 2)
-    assert torch.equal(tokens, again)
+    assert torch.equal(tokens, second_tokens)
     assert stored.gemms == report.gemms
     assert (report.summary.cache, stored.summary.cache) == ("miss", "hit")
 
