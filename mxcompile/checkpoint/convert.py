@@ -2,7 +2,7 @@
 
     header ─▶ plan;  for each file: read a weight, cast it, write the file, read it back, measure;  publish
 
-A weight that is stored in the wanted format already keeps its codes and scales. The input is only read. The
+A weight that is stored in the wanted format already keeps its qdata and scales. The input is only read. The
 output is written to a temporary directory, which is renamed at the end.
 """
 

@@ -1,8 +1,8 @@
-"""The formats of stored weights in a checkpoint's configuration: read, checked and written.
+"""Reads, checks and writes the formats of stored weights in the configuration of a checkpoint.
 
-    config.json: quantization_config      else, of ModelOpt: hf_quant_config.json
+    quantization_config of config.json      without it: hf_quant_config.json of ModelOpt
 
-`METHODS` has one function for each ``quant_method``. Words are compared as wholes.
+`METHODS` has one function for each ``quant_method``. Values must match exactly.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _FORMATS = {
     MXFP4: "mxfp4-pack-quantized",
     NVFP4: "nvfp4-pack-quantized",
 }
-"""Names of formats in compressed-tensors, which lacks MXINT8."""
+"""Names of formats in compressed-tensors, and a name for MXINT8, which compressed-tensors lacks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Declared:
-    """The formats of stored weights by a configuration.
+    """The formats of stored weights according to a configuration.
 
     Attributes:
         source: File and key, for messages.
         forms: Formats that weights may have; empty for any.
         by_module: Formats of single modules.
-        kept: Names of modules whose weights are not stored, or patterns with ``*``.
+        kept: Names of modules whose weights are not quantized, or patterns with ``*``.
         tile: Tile of the scales of 8-bit weights, or None.
         scale_type: Type of the scales, if it can differ from their dtype.
     """
@@ -56,7 +56,7 @@ class Declared:
 
     @property
     def packs_int8(self) -> bool:
-        """Whether int8 is a byte of two FP4 elements, and not an element of MXINT8."""
+        """Whether int8 tensors have two FP4 elements in a byte, instead of elements of MXINT8."""
         return MXFP4 in self.forms and MXINT8 not in self.forms
 
     def check(self, weight: StoredWeight) -> None:
@@ -84,9 +84,9 @@ def _labels(forms: Forms) -> str:
 
 
 def quantization_config(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]]:
-    """Returns the quantization_config of a checkpoint and its place; empty without one.
+    """Returns (place of the configuration, quantization_config) of a checkpoint, or ("", {}) without any.
 
-    DeepSeek-V4 has expert_dtype beside it, V4.1 in it.
+    The key expert_dtype is in config.json itself (DeepSeek-V4) or in the quantization_config (V4.1).
     """
     file = checkpoint.path / "config.json"
     raw = read_json(file) if file.is_file() else {}
@@ -103,21 +103,21 @@ def quantization_config(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]]:
 
 
 def declared(source: str, about: Mapping[str, Any]) -> Declared:
-    """Returns the content of a quantization_config, empty if its method is not known.
+    """Returns the content of a quantization_config, empty if `METHODS` lacks its quant_method.
 
     Args:
         source: Place of the configuration, for messages.
         about: The configuration.
 
     Raises:
-        CheckpointError: It names a format that is not read.
+        CheckpointError: The configuration names an unsupported format.
     """
     method = METHODS.get(str(about.get("quant_method")))
     return Declared() if method is None else method(source, about)
 
 
 def _allowed(source: str, key: str, word: Any, words: Mapping[Any, Forms]) -> Forms:
-    """Returns the formats for `word`, the value of `key`. Raises `CheckpointError` for other words."""
+    """Returns the formats for `word`, the value of `key`. Raises `CheckpointError` if `words` lacks it."""
     if word not in words:
         raise CheckpointError(f"{source}: {not_allowed(key, str(word), map(str, words))}")
     return words[word]
@@ -239,7 +239,7 @@ def _auto_round(source: str, about: Mapping[str, Any]) -> Declared:
 
 
 def _compressed_tensors(source: str, about: Mapping[str, Any]) -> Declared:
-    """Reads the formats of groups; their targets are classes and expressions, which only a model resolves."""
+    """Reads the formats of groups, without their targets, which only a model can resolve."""
     groups, forms = about.get("config_groups"), frozenset[Format]()
     for name, group in groups.items() if isinstance(groups, dict) else ():
         weights = group.get("weights") if isinstance(group, dict) else None
@@ -260,7 +260,7 @@ _ALGORITHMS: dict[Any, Forms] = {
     **dict.fromkeys(("W4A8_MXFP4_FP8", "MXFP4"), _SINGLE[MXFP4]),
     **dict.fromkeys(("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "fp8_pb_wo", "FP8_PB_WO"), _FP8),
 }
-"""Formats by ModelOpt's quant_algo. Others, as NVFP4_AWQ, also change the inputs of layers."""
+"""Formats by ModelOpt's quant_algo. NVFP4_AWQ and others, which change inputs, are unsupported."""
 
 _DATA_TYPES: dict[Any, Forms] = {
     ("mx_fp", 8): _SINGLE[MXFP8],

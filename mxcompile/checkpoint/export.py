@@ -3,8 +3,8 @@
     weight of a layer in MXFP8, MXFP4, NVFP4  →  qdata and scales of the forward's cast
     any other tensor of the state         →  its values, without scales
 
-A server that multiplies this qdata computes the same as training. In reinforcement learning, samples come
-from the trained model itself.
+A server that multiplies this qdata computes the same as training, so that in reinforcement learning samples
+come from the trained model itself.
 Tensors are created lazily, one at a time. Under FSDP2 and tensor parallelism, every rank casts its shard and
 qdata is gathered; with whole blocks per shard, this equals the cast of the gathered weight bit for bit.
 """
@@ -197,7 +197,7 @@ def _cut(value: Any, how: WeightUse) -> str:
 
 
 def _cast(name: str, value: Tensor, how: WeightUse) -> MXTensor:
-    """Returns `value`, whole and stored. Each rank casts its shard, except for two-level scales."""
+    """Returns the whole tensor `value`, quantized. Each rank casts its shard, unless scales are two-level."""
     form = how.form
     assert form is not None
     if form.two_level:

@@ -1,6 +1,6 @@
 """The layouts of stored weights in checkpoints, and the contents of a checkpoint.
 
-All are written with whole blocks along the last dimension only.
+A weight can be written in a layout only if its blocks run along the last dimension and are whole.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def _read(checkpoint: Checkpoint, weight: StoredWeight, dtype: torch.dtype) -> T
     is_swapped = elements.ndim > len(weight.shape)  # GPT-OSS: [E, N, K/32, 16], transposed
     elements = (elements.flatten(-2) if is_swapped else elements).view(weight.form.stored_dtype)
     whole = parts[1] if weight.form.two_level else None
-    if whole is not None and not (whole.isfinite() & (whole > 0)).all():  # the scale is a divisor
+    if whole is not None and not (whole.isfinite() & (whole > 0)).all():  # scales are divided by it
         name = weight.tensors[-1]
         raise CheckpointError(
             f"{checkpoint.entries[name]} is {whole.item()}, not a positive number: not an NVFP4 weight"

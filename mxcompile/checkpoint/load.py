@@ -95,7 +95,7 @@ def value_dtype(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> torch.dtype:
 
 
 def from_directory(directory: Path, dtype: torch.dtype) -> Any:
-    """Returns the Hugging Face model of a directory with its weights, stored or not.
+    """Returns the Hugging Face model of a directory with its weights, quantized or plain.
 
     Args:
         directory: The directory, with a config.json.

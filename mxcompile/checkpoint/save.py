@@ -71,7 +71,7 @@ def save_quantized(
 
 
 def _warn_of_tables(model: nn.Module) -> None:
-    """Warns about stored embeddings in formats of other tools, which read codes for layers alone."""
+    """Warns about quantized embeddings, because other tools read quantized weights of layers only."""
     embeddings = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Embedding))
     for name, embedding in embeddings:
         if isinstance(embedding.weight, MXTensor) and embedding.weight.form.stored != MXINT8:
@@ -176,8 +176,8 @@ def quantization_config(
 ) -> dict[str, Any]:
     """Returns the quantization_config of a checkpoint.
 
-    Readers look up modules, whose names can differ between model and file, or whose weight the file has under
-    another module's name. Therefore the config contains both names.
+    Readers look modules up by name. The config contains the names in the model and in the file, which differ
+    for renamed modules and for modules that share a weight.
 
     Args:
         config: The function of the layout.

@@ -1,7 +1,7 @@
 """Reads layouts whose weights are separate tensors: elements, scales, and a global scale.
 
-    elements        x in FP8 or, for MXINT8, in int8; x or x_packed in bytes of two E2M1, which DeepSeek-V4
-                    has as int8
+    elements        x in FP8, or in int8 for MXINT8; x or x_packed in uint8 with two E2M1 elements in a byte
+                    (int8 in DeepSeek-V4)
     scales          x_scale, x_scale_inv, or m.scale for x = m.weight
     global scale    x_global_scale divides the scales, x_scale_2 multiplies them
     GPT-OSS         x_blocks (bytes of two E2M1, [E, N, K/32, 16]), x_scales (uint8, [E, N, K/32]) of experts,
@@ -71,13 +71,13 @@ def _stored(entries: Mapping[str, Entry], about: Declared) -> list[StoredWeight]
     weights = []
     for base, name in bases.items():
         if name in parts:
-            continue  # scales of another weight in E4M3 or bytes
+            continue  # E4M3 or byte scales of another weight
         entry = entries[name]
         if about.packs_int8 and entry.dtype is torch.int8:
             entry = replace(entry, dtype=torch.uint8)
         scales = _present(entries, _scale_names(base))
         if not scales and entry.dtype not in FP8 and base == name:
-            continue  # bytes of another meaning
+            continue  # bytes that are not packed elements
         if base + _ZERO_POINT in entries:
             raise CheckpointError(f"{entry} has zero points, which are not read")
         wholes = _present(entries, (base + GLOBAL, base + MULTIPLIER))
@@ -105,7 +105,7 @@ def _present(entries: Mapping[str, Entry], names: tuple[str, ...]) -> list[Entry
 
 
 def _scaled(entries: Mapping[str, Entry], name: str) -> str:
-    """Returns the weight that `name` would be a scale of, for a message; "" if its name is not a scale's."""
+    """Returns the weight of the scale `name`, for a message, or "" if `name` is not a name of scales."""
     for suffix in (MULTIPLIER, GLOBAL, f"{SUFFIX}_inv", SUFFIX):
         base = name.removesuffix(suffix)
         if base != name and (base in entries or base.endswith(f".{_WEIGHT}")):

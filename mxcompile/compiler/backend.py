@@ -104,7 +104,7 @@ class Backend:
         self._identity = options.fingerprint(), options.report, id(options.watch), self._within(block)
 
     def _within(self, block: nn.Module | None) -> object:
-        """Returns how the rules of the policy select the layers of `block`."""
+        """Returns which rules select each layer of `block`, for comparison; None without `block`."""
         if block is None:
             return None
         if self.root is None:

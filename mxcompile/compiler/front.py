@@ -54,7 +54,7 @@ def compile(  # noqa: A001 - the name of `torch.compile`
 
     The first call compares the policy with the plan of the whole model before anything is compiled, and logs
     a warning for a rule that matches no layer. After that call it logs a warning for layers that ran outside
-    of compiled code. With `strict` the first raises `PolicyError` and the second `UnsupportedError`.
+    of compiled code. With `strict` such a rule raises `PolicyError`, and such layers `UnsupportedError`.
 
     Args:
         model: A bare model, or a model in ``fully_shard``, ``parallelize_module`` or
@@ -110,7 +110,7 @@ def compile(  # noqa: A001 - the name of `torch.compile`
 def _compile(part: nn.Module, backend: Backend) -> None:
     """Calls ``part.compile(backend=backend)``.
 
-    Dynamo skips the forwards of torch's own classes. A wrapper function around the call makes it start.
+    Dynamo skips code in torch's files. A module of a torch class is called by a function of this file.
     """
     if not plain_class(part).__module__.startswith("torch."):
         part.compile(backend=backend)

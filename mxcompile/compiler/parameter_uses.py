@@ -2,7 +2,7 @@
 
     model ─▶ rehearsal ─▶ each graph after the passes ─▶ uses of parameters
 
-Names give no hints: a model that cannot be traced raises an error.
+Uses come from the trace alone, never from names: a model that cannot be traced raises an error.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from mxcompile.compiler.session.options import Options
 
 
 def read_early(is_ours: Callable[[Any], bool]) -> None:
-    """Makes ``torch.compile`` parse the options for a backend that `is_ours`.
+    """Makes ``torch.compile`` parse the options for a backend for which `is_ours` is true.
 
     The wrapper's attribute ``kwargs`` becomes a property. A patched constructor would miss the first call of
     a process, because that call loads this backend within the constructor.
@@ -38,7 +38,7 @@ def read_early(is_ours: Callable[[Any], bool]) -> None:
 
 
 class _Arguments(dict[str, Any]):
-    """Keyword arguments of the backend. Setting an invalid one raises the errors of `Options.parse`."""
+    """Keyword arguments of the backend. Setting ``mode`` or ``options`` calls `Options.parse`."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key == "mode":

@@ -71,7 +71,7 @@ class Rehearsal(Generic[Mode]):
     def graph(
         self, capture: Capture, gm: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
-        """Compiles one graph as far as needed. Returns a callable for Dynamo: the graph on fakes."""
+        """Compiles one graph as far as needed. Returns the function that Dynamo then runs on fakes."""
         self.traced(capture, gm, example_inputs)
         return gm.forward
 
@@ -117,15 +117,15 @@ def apart(rehearse: Callable[[], Result]) -> Result:
 
 
 def some_or_all(model: nn.Module, rehearse: Callable[[LeaveOut], Result]) -> Result:
-    """Returns `rehearse` with equal layers folded, or with all layers if the folded trace fails."""
+    """Returns the result of `rehearse` with equal layers folded; if this fails, with all layers."""
 
-    def in_turn() -> Result:  # in one process, whose failed frames Dynamo skips next time
+    def in_turn() -> Result:  # both attempts in one child process
         try:
             return rehearse(fold)
         except ModelError as error:
             log.info("tracing every layer, since tracing one of each group of equal layers failed: %s", error)
         for kind in {type(module) for module in model.modules()}:
-            remove_from_cache(kind.forward)  # Dynamo must retry the frames that failed above
+            remove_from_cache(kind.forward)  # else Dynamo skips the frames that failed above
         return rehearse(keep_all)
 
     return apart(in_turn)

@@ -28,7 +28,7 @@ def _after_saving(
 ) -> None:
     for name in module._parameters:
         value = state_dict.get(prefix + name)
-        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):  # it is with keep_vars=True
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):  # not for keep_vars=True
             state_dict[prefix + name] = with_local(
                 value, lambda tensor: tensor.master if isinstance(tensor, MasterWeight) else tensor
             )

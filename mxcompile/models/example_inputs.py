@@ -1,7 +1,7 @@
 """Random inputs for models whose configuration describes them: Hugging Face and timm models.
 
-The inputs of a Hugging Face model follow the arguments of its forward, including labels, within its number of
-positions.
+Inputs of a Hugging Face model are arguments of its forward, labels included. Sequences have at
+most as many tokens as the model has positions.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def call(
     """
     arguments = tree_map_only(Tensor, Faker(mode), (tuple(args), dict(kwargs)))
 
-    def traced(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:  # deep copies of a model share it
+    def traced(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:  # deep copies of a model share functions
         return backend(gm, inputs)
 
     compiled = torch.compile(model, backend=traced)

@@ -37,7 +37,7 @@ def gpu_operators() -> Iterator[None]:
 
 @contextmanager
 def gpu_autocast() -> Iterator[None]:
-    """Lets a GPU's autocast act on fake CPU tensors, within the context and from around it."""
+    """Makes CUDA autocast act on fake CPU tensors, also an autocast that is active at entry."""
     create = torch.autocast.__init__
 
     @functools.wraps(create)  # Dynamo reads the signature

@@ -27,7 +27,7 @@ class Holders:
         return module, name
 
     def add(self, modules: Iterable[nn.Module], only: Tensor | None = None) -> bool:
-        """Registers the parameters of `modules`, or `only` one of them. Returns whether there are any."""
+        """Registers the parameters of `modules`, or the parameter `only`. Returns whether there are any."""
         holders = {
             id(parameter): (weakref.ref(module), name)
             for module in modules

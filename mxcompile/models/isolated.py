@@ -104,14 +104,14 @@ def isolated(function: Callable[[], Result], *, tools: bool = False) -> Result:
 def _fork(function: Callable[[], Any], sink: int, *, tools: bool) -> int:
     """Starts the child, which writes the result of `function` to `sink`. Returns its pid."""
     before = Before.now()
-    quiet = "tokenizers" in sys.modules and _TOKENIZERS not in os.environ  # else it warns at every fork
+    quiet = "tokenizers" in sys.modules and _TOKENIZERS not in os.environ  # it would warn of each fork
     if quiet:
         os.environ[_TOKENIZERS] = "false"
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # keep handlers out of the child
     try:
         # a lock that another thread holds at the fork stays locked in the child forever
         with compile_lock, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about a fork of a process with threads
+            warnings.simplefilter("ignore")  # Python warns of a fork with threads
             pid = os.fork()
         if pid == 0:
             _run(function, sink, before, mask, tools=tools)

@@ -48,7 +48,7 @@ class GraphInput:
     unregistered: HeldBy | None = None
 
     def inside(self, module_path: str) -> str:
-        """Returns the path below the module at `module_path`, or `path` if there is none."""
+        """Returns the first path below the module at `module_path`, or `path` if no path is below it."""
         return next((p for p in (self.path, *self.others) if p.startswith(f"{module_path}.")), self.path)
 
 
@@ -58,22 +58,22 @@ def user_path(raw: str) -> str:
 
 
 def joined(*steps: str) -> str:
-    """Returns the path of all non-empty steps."""
+    """Returns the non-empty `steps`, joined by dots."""
     return ".".join(step for step in steps if step)
 
 
 def within(path: str, module_path: str) -> bool:
-    """Whether `path` is the path of the module at `module_path`, or of a part of it."""
+    """Whether `path` equals `module_path` or lies below it."""
     return not module_path or f"{path}.".startswith(f"{module_path}.")
 
 
 def rebased(path: str, old: str, new: str) -> str:
-    """Returns `path`, a path in the module at `old`, if the module is at `new`."""
+    """Returns `path` with its prefix `old` replaced by `new`."""
     return joined(new, path.removeprefix(old).removeprefix("."))
 
 
 def moves(first: Sequence[str], here: Sequence[str]) -> dict[str, str]:
-    """Returns by which prefixes the parameter paths of two calls of one code differ, old to new.
+    """Returns the prefixes in which the parameter paths of two calls of one code differ, {old: new}.
 
     first, here: paths of the first call and of this call; "" is not a parameter. ``0.up.weight`` and
     ``3.up.weight`` give ``0`` → ``3``.

@@ -3,7 +3,7 @@
     x @ w[i].T   ─▶   placeholders x, w (with the path of the whole parameter), aten.mm(x, w)
 
 The products are not connected: each one has placeholders for its operands. Passes read the graph like any
-other, so a product gets the record of a compiled one, except for its decision.
+other, so the record of a product equals the record of a compiled product, except for its decision.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Outside:
         return self.parameters.get(id(value)) or tuple(getattr(value, _PART_OF, ()))
 
     def takes(self, func: Any) -> bool:
-        """Whether a call of `func` may be a product that counts. The parts of a product do not count."""
+        """Whether a call of `func` may be a product to record. Parts of recorded products are not."""
         if self._inside or not may_be_product(func):
             return False
         return not func._can_decompose() and "backward" not in str(func)

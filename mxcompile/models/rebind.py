@@ -117,7 +117,7 @@ class Rebinder:
         cells = tuple(CellType() for _ in function.__closure__ or ())
         named = {name: inner for name, inner in _globals(function) if self._leads(inner)}
         scope = function.__globals__
-        if named:  # else Dynamo reads the module of this `__name__` instead
+        if named:  # by `__name__` Dynamo would read the module, not `scope`
             scope = {name: inner for name, inner in scope.items() if name != "__name__"}
         function_copy = FunctionType(function.__code__, scope, function.__name__, None, cells)
         self._memo[id(function)] = function_copy
@@ -178,7 +178,7 @@ def _of_function(function: FunctionType) -> Iterator[Any]:
 
 
 def is_torchs(module: Any) -> bool:
-    """Whether the name `module` is of a module of torch."""
+    """Whether `module` is the name of a module of torch."""
     return str(module or "").partition(".")[0] == "torch"
 
 
@@ -207,7 +207,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether the attributes alone make up `value`: a Python object without its own copy protocol."""
+    """Whether `value` consists of its attributes alone: an object without its own copy protocol."""
     kind: Any = type(value)
     return (
         kind.__new__ is object.__new__

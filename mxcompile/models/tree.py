@@ -86,7 +86,7 @@ class Tree:
 
 
 def models_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, nn.Module]:
-    """Returns the models with parameters that the code of `function` names, by path.
+    """Returns, by path, the models that the code of `function` names and that have parameters.
 
     args, kwargs: arguments of the call. Modules inside of other models are left out.
     """
@@ -116,10 +116,10 @@ def path_in(root: nn.Module, module: nn.Module | None) -> str | None:
 
 
 def unregistered(argument: Tensor) -> HeldBy:
-    """Returns whether `argument`, an argument of the model's call, is a leaf of autograd or data."""
+    """Returns `HeldBy.LEAF` if `argument`, of the call, is a leaf of autograd, else `ARGUMENT`."""
     is_leaf = argument.requires_grad and argument.is_leaf
     if argument._is_view() and not torch.is_grad_enabled():
-        is_leaf = False  # a view made under no_grad claims to be a leaf
+        is_leaf = False  # a view made under no_grad has `is_leaf` set
     return HeldBy.LEAF if is_leaf else HeldBy.ARGUMENT
 
 

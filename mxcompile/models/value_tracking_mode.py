@@ -133,7 +133,7 @@ class ValueTrackingMode(FakeTensorMode):
         if not self._paths:
             return self._answered(func, types, args, kwargs)
         takes = self.outside.takes(func)
-        with self.outside.paused() if takes else nullcontext():  # a product may decompose
+        with self.outside.paused() if takes else nullcontext():  # parts of a product
             result = self._answered(func, types, args, kwargs)
         self.outside.follow(func, args, result)
         if takes:

@@ -113,11 +113,11 @@ def _unregistered(graph: fx.Graph, model: nn.Module) -> Iterator[tuple[fx.Node, 
 
 
 def differentiated(graph: fx.Graph) -> dict[fx.Node, Differentiated]:
-    """Returns for each node of a recorded `graph` whether backward computes its gradient."""
+    """Returns for each node of a recorded `graph` how backward computes its gradient, if at all."""
     by: dict[fx.Node, Differentiated] = {}
     for node in graph.nodes:
         by[node] = node.meta.get(_CUSTOM, {}).get(_KEY, Differentiated.NO)
-        if by[node] in (Differentiated.BY_FUNCTION, Differentiated.RECOMPUTED):  # gradients were off
+        if by[node] in (Differentiated.BY_FUNCTION, Differentiated.RECOMPUTED):  # recorded without gradients
             needed = any(by[operand] is not Differentiated.NO for operand in node.all_input_nodes)
             by[node] = by[node] if needed else Differentiated.NO
         if not _is_floating(node):
@@ -187,13 +187,13 @@ def _inside_function() -> Differentiated:
 
 
 def _apply(method: Any, function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-    """Applies `function`. The frame of this call shows `_inside_function` that its forward runs."""
+    """Applies `function`. `_inside_function` finds the frame of this call while the forward runs."""
     return method.__get__(None, function)(*args, **kwargs)
 
 
 @contextmanager
 def _functions_noted() -> Iterator[None]:
-    """Runs each `autograd.Function` in `_apply`, since its own method may have no frame of Python."""
+    """Runs each `autograd.Function` in `_apply`, because a method in C has no Python frame."""
     method = vars(torch.autograd.Function)[_METHOD]
     setattr(torch.autograd.Function, _METHOD, classmethod(partial(_apply, method)))
     try:

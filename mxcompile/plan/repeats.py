@@ -164,7 +164,7 @@ def _described(layer: nn.Module, index: int, owners: dict[int, int]) -> Iterator
 def _hook(module: nn.Module, number: int, hook: Any) -> Any:
     """Returns a description of a hook, equal for equal hooks.
 
-    number: its key in the module, which alone identifies a bound method: it can depend on its object's state.
+    number: key of the hook in the module. Bound methods are equal only by key, because objects have state.
     """
     inner = hook.func if isinstance(hook, functools.partial) else hook
     options = tuple(sorted(key for key in HOOK_OPTIONS if number in vars(module).get(key, ())))

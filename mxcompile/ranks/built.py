@@ -53,7 +53,7 @@ class RankModel:
 
     @property
     def experts(self) -> dict[str, tuple[int, int]]:
-        """Numbers of experts (on this rank, in total) by path, of parameters spread over ranks."""
+        """Numbers of experts (on this rank, in total) of each parameter spread over ranks, by path."""
         gathered = {entry.path: entry.size for group in self.groups for entry in group.parameters}
         wholes = {user_path(path): parameter for path, parameter in self.plain.named_parameters()}
         numbers = {}
@@ -65,10 +65,10 @@ class RankModel:
 
 
 def named_inputs(caller: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the named arguments of the model: a module, or a factory if there is a mesh.
+    """Returns the keyword arguments for the call of a module; none for a factory on a mesh.
 
     arguments: ``locals()`` at the start of `caller`. Raises `OptionError` for arguments beside a factory,
-    which returns its own, and the errors of `keywords` for a module.
+    which returns the arguments of its model, and the errors of `keywords` for a module.
     """
     if arguments["mesh"] is None or isinstance(arguments["model"], nn.Module):
         return keywords(caller, arguments)

@@ -55,9 +55,7 @@ class _Shards(Faker):
             gathered, group = self._gathered[id(tensor)]
             fake = self._shard(tensor, gathered.size, gathered.dtype, gathered.spec)
             if newer("torch", "2.14") and group.reduced is not None and fake.requires_grad:
-                fake.grad_dtype = (
-                    group.reduced
-                )  # such a gradient has the dtype of its reduction from the start
+                fake.grad_dtype = group.reduced  # torch 2.14 creates gradients in this dtype
             return fake
         if isinstance(tensor, DTensor):
             return self._shard(tensor, tensor.to_local().shape, tensor.dtype, tensor._spec)

@@ -90,7 +90,7 @@ class _OnRanks(nn.Module):
         order = choices.argsort(stable=True)
         counts = choices.new_zeros(group.size() * per_rank).scatter_add(0, choices, torch.ones_like(choices))
         counts = counts.view(-1, per_rank)
-        received = all_to_all_single(counts, None, None, group)  # row counts, [ranks, own]
+        received = all_to_all_single(counts, None, None, group)  # row counts, [ranks, per_rank]
         to_ranks, from_ranks = counts.sum(1).tolist(), received.sum(1).tolist()
         rows = all_to_all_single_autograd(hidden_states[order // top_k], from_ranks, to_ranks, group)
         experts = torch.arange(per_rank, device=choices.device).repeat(group.size())

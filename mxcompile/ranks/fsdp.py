@@ -112,7 +112,7 @@ def _group(path: str, group: Any, entries: list[tuple[str, Any]], mixed: Any, *,
 
 
 def _unset(parameter: Sharded) -> torch.dtype:
-    """Returns the dtype of the gradient reduction, if the user chose none."""
+    """Returns the default dtype of the gradient reduction, from torch 2.14 on the master's."""
     return parameter.parameter.dtype if newer("torch", "2.14") else parameter.dtype
 
 

@@ -157,14 +157,14 @@ class MXStaticCache(StaticCache):  # type: ignore[misc, unused-ignore]
     """A `transformers.StaticCache` in about half the bytes; see `mxcompile.static_cache`.
 
     Attributes:
-        kept: Reason for each layer that is not stored so, by layer number.
+        kept: By layer number, the reason why a layer stays as transformers creates it.
     """
 
     def __init__(self, config: Any, max_cache_len: int, form: Format = _MXFP8, **options: Any) -> None:
         """Takes the arguments of `transformers.StaticCache`, and the format of stored rows.
 
         Raises:
-            ModelError: No layer of the model has keys and values that can be stored so.
+            ModelError: No layer of the model has keys and values that can be stored in `form`.
         """
         super().__init__(config, max_cache_len, **options)
         self.kept = {index: why for index, layer in enumerate(self.layers) if (why := _obstacle(layer))}

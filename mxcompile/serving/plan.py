@@ -83,7 +83,7 @@ def weight_of(name: str, value: Tensor, use: WeightUse) -> StoredWeight:
     Args:
         name: Name of the weight.
         value: A tensor of its shape and dtype.
-        use: The use that decides.
+        use: The use whose cast, role and reason the record takes.
     """
     return StoredWeight(
         name=name,
@@ -97,7 +97,7 @@ def weight_of(name: str, value: Tensor, use: WeightUse) -> StoredWeight:
 
 
 def common_cast(own_uses: Sequence[WeightUse]) -> WeightUse:
-    """Returns a use that represents all uses of a weight, without a format unless they share one cast."""
+    """Returns a use with the cast that all uses of a weight share, or with the reason for none."""
     keeping = next((use for use in own_uses if use.form is None), None)
     if keeping is not None:
         return keeping
@@ -126,8 +126,8 @@ def _table(path: str, value: Tensor) -> Layer:
 def _planned(path: str, value: Tensor, own_uses: Sequence[WeightUse], policy: Policy) -> StoredWeight:
     """Returns the decision for one weight. It is stored if all its readers make the same cast.
 
-    A table that an embedding shares with layers is stored as the layers need it. The embedding reads its
-    rows, unless a rule keeps the embedding in BF16.
+    A table that an embedding shares with layers is stored as the layers need it. The embedding keeps its
+    table if a rule has it in BF16 or blocks do not run along rows; else it reads rows of the stored table.
     """
     layers = [_along_rows(use) for use in own_uses if not use.is_lookup]
     lookup = next((use for use in own_uses if use.is_lookup), None)
@@ -150,7 +150,7 @@ def _planned(path: str, value: Tensor, own_uses: Sequence[WeightUse], policy: Po
 
 
 def _ruled(lookup: WeightUse, value: Tensor, policy: Policy) -> WeightUse | None:
-    """Returns `lookup` in the format of the rule of `policy` for the embedding; None without a rule."""
+    """Returns `lookup` with the format of the policy's rule for the embedding; None without a rule."""
     table = _table(lookup.path, value)
     if policy.rule_for(table) is None:
         return None
@@ -164,7 +164,7 @@ def _ruled(lookup: WeightUse, value: Tensor, policy: Policy) -> WeightUse | None
 
 
 def _along_rows(use: WeightUse) -> WeightUse:
-    """Returns `use`, without its cast if the scales are per square tile."""
+    """Returns `use`, without a format if its scales are for square tiles, which are never stored."""
     if not use.square or use.form is None:
         return use
     return replace(use, form=None, reason=OTHER_FORMAT.format(stored_precision(use.form)))

@@ -28,9 +28,9 @@ def static_cache(model: Any, max_cache_len: int, *, precision: str = "mxfp8") ->
         The cache.
 
     Raises:
-        ModelError: No layer can be stored so, or `model` is not a Hugging Face model.
-        OptionError: transformers 5 or later is missing, `max_cache_len` is not positive, or no keys and
-            values are stored in `precision`.
+        ModelError: No layer can be stored in `precision`, or `model` is not a Hugging Face model.
+        OptionError: transformers 5 or later is missing, `max_cache_len` is not positive, or
+            `precision` is not a format for keys and values.
 
     Examples:
         >>> cache = mxcompile.static_cache(model, max_cache_len=4096)

@@ -29,7 +29,7 @@ def _scatter(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Copies one of several tensors of one rank to each other rank."""
+    """Sends each rank its own tensor among the `inputs` of one rank."""
 
     def send(index: int) -> Any:
         return func(_parts(outputs, index), [_parts(row, index) for row in inputs], *args, **kwargs)

@@ -4,9 +4,9 @@
                                        dimension alone
     f(MX(q, s)) = f(dequantize(q, s))  every other operator
 
-A slice along the blocked dimension is of the first kind if it starts and ends at block boundaries; elements
-that share a byte are neighbours along that dimension. A global scale changes, too, if it varies along the
-changed dimensions. Only `copy_` may change an `MXTensor` in place; it quantizes a source that has another
+A slice along the blocked dimension is of the first kind if it starts and ends at block boundaries. The two
+FP4 elements of a byte are neighbours along that dimension. A global scale that varies along the changed
+dimensions changes, too. Only `copy_` may change an `MXTensor` in place; it quantizes a source of another
 format.
 """
 
@@ -128,7 +128,7 @@ def _split(_: Any, x: MXTensor, sizes: int | Sequence[int], dim: int = 0) -> Any
 
 
 def _along(x: MXTensor, dim: int, change: Callable[[Tensor], Tensor]) -> MXTensor:
-    """Returns `x` with each part changed along `dim`; a global scale of length 1 there stays."""
+    """Returns `x` after `change` of each part; a global scale of length 1 along `dim` stays."""
     return x.with_parts(
         change, x.block_dim % x.ndim, lambda whole: whole if whole.shape[dim] == 1 else change(whole)
     )
@@ -152,7 +152,7 @@ def _slice(
 
 @handles(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
 def _reshaped(func: Any, x: MXTensor, shape: Sequence[int], **kwargs: Any) -> Any:
-    """Returns `x` with other leading dimensions; the last dimension must be the blocked one and stay."""
+    """Returns `x` with other leading dimensions; the last must be blocked and must keep its length."""
     shape = list(shape)
     is_last = x.block_dim % x.ndim == x.ndim - 1
     if not is_last or not shape or shape[-1] not in (x.shape[-1], -1):
@@ -198,7 +198,7 @@ def _index(func: Any, x: MXTensor, indices: Sequence[Tensor | None]) -> Any:
 
 @handles(aten.embedding.default)
 def _embedding(func: Any, x: MXTensor, indices: Tensor, *_: Any, **__: Any) -> Any:
-    """Returns the values of rows; their codes and scales are gathered first."""
+    """Gathers rows of qdata and scales, and returns the values of these rows."""
     if x.block_dim % x.ndim != 1:
         return NotImplemented
 
@@ -227,7 +227,7 @@ def _joined(func: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
 
 
 def _wholes(tensors: Sequence[MXTensor], at: int | None) -> list[Tensor]:
-    """Returns the global scales of `tensors` in one shape; along `at`, with the length of each tensor."""
+    """Returns the global scales, expanded to one shape except along `at`: there to the tensor's length."""
     wholes = [x.global_scale for x in tensors if x.global_scale is not None]
     shape = [max(sizes) for sizes in zip(*(whole.shape for whole in wholes), strict=True)]
     return [

@@ -67,7 +67,7 @@ class MXTensor(Tensor):
     block_dim: int
     form: Format
     global_scale: Tensor | None
-    _word: str  # of `form`: guards of compiled code compare it for each weight in each call
+    _word: str  # `str(form)`, which guards of compiled code compare for each weight in each call
 
     @staticmethod
     def __new__(  # noqa: D102
@@ -94,7 +94,7 @@ class MXTensor(Tensor):
         form: Format,
         global_scale: Tensor | None,
     ) -> MXTensor:
-        """Returns the tensor of consistent parts; scale_bytes: scales, FP32 or as uint8."""
+        """Returns a tensor of these parts, unchecked. scale_bytes: FP32 scales, or scales as uint8."""
         per_byte = form.elem.per_byte
         shape, strides = unpacked_layout(qdata, block_dim, per_byte)
         wrapper: MXTensor = torch.Tensor._make_wrapper_subclass(
@@ -186,7 +186,7 @@ class MXTensor(Tensor):
         return stored.permute([order.index(dim) for dim in range(self.ndim)])
 
     def _decoded(self, block_dim: int, dtype: torch.dtype, turned: Callable[[Tensor], Tensor]) -> Tensor:
-        """Returns the values of parts permuted by `turned`, whose blocks then run along `block_dim`."""
+        """Returns the values after `turned` permutes each part, with blocks then along `block_dim`."""
         form = replace(self.form, packed=self.form.elem.packed is not None)
         scale = turned(self.scale_bytes)
         whole = [] if self.global_scale is None else [None, turned(self.global_scale)]
@@ -219,12 +219,12 @@ class MXTensor(Tensor):
     def of_parts(
         self, qdata: Tensor, scale_bytes: Tensor, block_dim: int, global_scale: Tensor | None
     ) -> MXTensor:
-        """Returns a tensor of these codes and scales, with this tensor's format and dtype."""
+        """Returns a tensor of these parts, with the format and dtype of this tensor."""
         return self._of(qdata, scale_bytes, block_dim, self.dtype, self.form, global_scale)
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of codes and scales."""
+        """Bytes of qdata, scales and global scale."""
         return sum(part.nbytes for part in self.parts)
 
     def storage(self) -> Any:

@@ -35,7 +35,7 @@ class StoredWeight:
         sqnr_db: Measured signal-to-quantization-noise ratio in dB, or None.
         tensors: Names of the weight's tensors in the file: elements, then scales, then the global scale.
         is_read: Whether the model has a parameter for it.
-        file_tile: Tile of the scales in the file, or None; an `MXTensor` has copies for the rows of a tile.
+        file_tile: Tile of the scales in the file, or None. An `MXTensor` has a copy of them for each row.
     """
 
     name: str

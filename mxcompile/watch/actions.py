@@ -2,7 +2,7 @@
 
 warn     logs a warning
 bf16     runs the GEMM of the operand in BF16 from the next step on, after graphs of its layer are recompiled;
-         it never returns, and a restarted run with the policy file continues in the same state
+         the GEMM then stays in BF16, also in a restarted run that uses the policy file
 dump     writes an excerpt of the GEMM's operands, on each rank that has them (see `dump`)
 stop     raises `WatchError`, after the other rules of the step have acted
 """
@@ -72,7 +72,7 @@ class Fallbacks:
         return head + comments + self.over(policy).to_yaml()
 
     def over(self, policy: Policy) -> Policy:
-        """Returns `policy` with rules that leave the GEMMs of `add` in BF16."""
+        """Returns `policy` with rules that keep the GEMMs passed to `add` in BF16."""
         if not self._why:
             return policy
         kept = {self._layers[name]: why for name, why in self._why.items()}

@@ -135,7 +135,7 @@ class Ranks:
             store.delete_key(key)
 
     def _rule(self, step: int, sample: Sample, judge: Judge) -> list[Fired]:
-        """Joins and writes the sample, and publishes the rules that fire for the other ranks."""
+        """Joins and writes the sample. Publishes the rules that fire, which the other ranks read."""
         rules: list[Fired] = []
         try:
             sent = self._join(step, sample)

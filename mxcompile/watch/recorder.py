@@ -40,7 +40,7 @@ Count = tuple[Key, int]
 """A cast, and its number of NaN and Inf in the scales, or in the elements if scales do not show them."""
 
 Delivery = tuple[Call, list[dict[str, Any]], Tensor, list[Tensor], list[Excerpt | None]]
-"""The call of one run of a graph, its casts, their statistics, parts of the weights' casts, and excerpts."""
+"""Results of one run of a graph: call, casts, statistics, parts of the casts of weights, excerpts."""
 
 
 class Recorder:

@@ -60,7 +60,7 @@ class Condition:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """A rule. conditions: all must hold, in `over` consecutive samples. match, gemms, operands: selection."""
+    """A rule. conditions: all must hold, in `over` consecutive samples. match, gemms, operands: its scope."""
 
     conditions: tuple[Condition, ...]
     over: int
@@ -112,7 +112,7 @@ class Rule:
         return is_its and self.covers(row["layer"], row["role"], row["gemm"])
 
     def fires(self, row: Mapping[str, Any]) -> bool:
-        """Whether the rule fires for the operand of `row`, its next sample."""
+        """Whether the rule fires for the operand of `row`. Every call counts as the next sample."""
         key = row["layer"], row["gemm"], row["operand"]
         if not self.looks_at(row):
             return False

@@ -160,13 +160,13 @@ class Watch:
         return f"{self.layers} {sorted(self.operands)} {dumps}"
 
     def dumps(self, reader: Reader) -> bool:
-        """Whether a rule may write the operand `reader`."""
+        """Whether a rule may write the operand that `reader` describes to a file."""
         return any(
             rule.do == "dump" and rule.covers(reader.layer, reader.role, reader.gemm) for rule in self._rules
         )
 
     def enter(self, policy: Policy) -> tuple[bool, ...]:
-        """Returns which rules of `policy` are in force in the next step, and makes room for their code."""
+        """Returns which rules of `policy` apply in the next step; a new set raises the recompile limit."""
         in_force = policy.in_force(self.next_step)
         if self._phases and in_force not in self._phases:
             torch._dynamo.config.recompile_limit += 1  # this recompile must not use up the user's limit

@@ -46,7 +46,7 @@ BUDGETS = {
     "mxcompile/plan": 745,
     "mxcompile/policy": 2_007,
     "mxcompile/policy/importers": 1_104,
-    "mxcompile/ranks": 759,
+    "mxcompile/ranks": 757,
     "mxcompile/report": 1_089,
     "mxcompile/report/data": 1_144,
     "mxcompile/report/forms": 1_265,

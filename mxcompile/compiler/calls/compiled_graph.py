@@ -4,7 +4,7 @@
           →  attribution    records the model that runs the code
           →  sampling       runs the code or, in a sampled step, the measuring code
 
-Each step is optional. The first call after the compile drops the weak references that it kept.
+Each step is optional. The first call after the compile drops the weak references that the compile kept.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class CompiledGraph:
         return self._run(*args) if self._scales is None else self._scales.run(self._run, args)
 
     def _run(self, *args: Any) -> Any:
-        if self._references and TracingContext.try_get() is None:  # DDP's splitter calls it while it compiles
+        if self._references and TracingContext.try_get() is None:  # DDP's splitter calls while compiling
             for table in self._references:
                 table.clear()
             self._references = ()

@@ -193,7 +193,7 @@ class DelayedScales:
     """
 
     def __init__(self, tapped: Tapped, lengths: Mapping[int, int], root: nn.Module | None) -> None:
-        self._positions, self._outputs = tapped.positions, tapped.outputs  # its graph holds parameters
+        self._positions, self._outputs = tapped.positions, tapped.outputs  # not `tapped`: it holds parameters
         self._lengths = dict(lengths)
         self._trains = any(state.requires_grad for state in tapped.states)
         self._root = None if root is None else weakref.ref(root)
@@ -219,7 +219,7 @@ class DelayedScales:
     def _states(
         self, weights: list[Tensor], owners: dict[int, _Owner], histories: dict[int, Tensor], *, rerun: bool
     ) -> Tensor:
-        """Returns the largest amax of each history, FP32 [weights, 3]. Its hook records dy's amax.
+        """Returns the largest amax of each history, FP32 [weights, 3], with a hook that records dy's amax.
 
         Rows start at multiples of 16 bytes, because Inductor copies unaligned inputs.
         """

@@ -38,7 +38,7 @@ def hidden_products(compilation: Compilation, gm: fx.GraphModule) -> HiddenProdu
 
 
 class HiddenProducts(TorchDispatchMode):
-    """Records the products inside of operators that have no record."""
+    """Records the products inside operators for which the passes wrote no record."""
 
     supports_higher_order_operators = True
 
@@ -49,9 +49,9 @@ class HiddenProducts(TorchDispatchMode):
         self._gemm = Gemm.FPROP
         self._derived: set[int] = set()
         self._paths: dict[int, str] = {}
-        self._alive: list[Any] = []  # the identity of freed memory is used again
+        self._alive: list[Any] = []  # freed memory would get the same identity again
         self._records: list[GemmRecord] = []
-        self._refused: dict[str, str] = {}  # line of the error: precision by the policy
+        self._refused: dict[str, str] = {}  # precision that the policy chose, by error line
         self._weights = {
             _storage(value): joined(outer, user_path(raw))
             for outer, root in compilation.capture.tree.roots.items()
@@ -59,7 +59,7 @@ class HiddenProducts(TorchDispatchMode):
         }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs `func`. Runs the kernel of an operator of another library under this mode."""
+        """Runs `func`. Stays active inside kernels of other libraries, to record their products."""
         kwargs, tensors = kwargs or {}, _tensors((args, kwargs))
         if self._operator is None or not isinstance(func, torch._ops.OpOverload):
             return self._run(func, args, kwargs, tensors)
@@ -95,7 +95,7 @@ class HiddenProducts(TorchDispatchMode):
             self._alive.clear()
 
     def _note(self, a: Tensor, b: Tensor) -> None:
-        """Records the product of `a` and `b`. A matrix that no argument gives is a weight."""
+        """Records the product of `a` and `b`. An operand computed from no data argument is a weight."""
         weights = [_storage(value) for value in (a, b) if _storage(value) not in self._derived]
         name = next(
             (layer_name("", self._paths[storage]) for storage in weights if storage in self._paths), ""
@@ -151,7 +151,7 @@ class HiddenProducts(TorchDispatchMode):
     def _search(self, call: Callable[[], Any], gemm: Gemm) -> Any:
         """Runs `call`, and adds its products to the report as `gemm`."""
         self._gemm = gemm
-        self._records.clear()  # of a call that failed
+        self._records.clear()  # records of a call that failed
         with self:
             result = call()
         self._compilation.add(self._records)

@@ -108,7 +108,7 @@ def _is_watched(compilation: Compilation, example_inputs: Sequence[Any]) -> bool
 
 
 class Sampling:
-    """Runs `sampled` in the steps that `watch` samples. sampled: None if steps are only counted."""
+    """Runs the code `sampled` in steps that `watch` samples. sampled: None if steps are only counted."""
 
     def __init__(self, sampled: Compiled | None, compilation: Compilation, watch: Watch) -> None:
         capture = compilation.capture

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gathers:
-    """Bytes that this rank sends in forward and in backward; in fields `…_without`, without mxcompile."""
+    """Bytes that this rank sends in forward and backward. Fields `…_without`: bytes without mxcompile."""
 
     forward: int = 0
     forward_without: int = 0

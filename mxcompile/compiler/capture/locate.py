@@ -46,7 +46,7 @@ def steps_of(source: str) -> tuple[str, ...]:
     module with its own ``__getattr__``) both give the variable, ``layers``, ``0`` and ``fc``.
     """
     source = _CLASS.sub(r"\1", source)
-    while source.startswith("getattr("):  # getattr(BASE, 'name'): BASE and a step
+    while source.startswith("getattr("):  # getattr(BASE, 'name') has the steps of BASE, then name
         source = source.removeprefix("getattr(")
     variable = _VARIABLE.match(source)
     matches = _STEP.findall(source[variable.end() :] if variable else source)
@@ -135,7 +135,7 @@ class Located:
         return GraphInput(path=path or self._named(source), unregistered=where)
 
     def _named(self, source: Any) -> str:
-        """Returns the path of an unregistered tensor; in a closure it begins with the variable."""
+        """Returns the path of an unregistered tensor. For a closure it begins with the variable's name."""
         cells = [step for step in _way(source) if getattr(step, "freevar_name", "")]
         if not cells or self._owner(source)[1] is not None:
             return self._path_of(name_of(source))
@@ -144,7 +144,7 @@ class Located:
         return joined(cell.freevar_name, *behind)
 
     def _is_held(self, source: Any) -> bool:
-        """Whether the program holds the tensor at `source`, beside the call's arguments."""
+        """Whether a default, a global, a closure or an object of the program holds the tensor at `source`."""
         variable, *way = _way(source)
         objects = (self._objects[name_of(step)] for step in way[:-1])
         return (
@@ -177,7 +177,7 @@ class Located:
             return None
         if self._owner(source)[1] is not None and path in self.tree.tensors:
             return path
-        key = _LAST_KEY.search(raw, 1)  # a local variable is not a key
+        key = _LAST_KEY.search(raw, 1)  # from 1: the variable's own key does not count
         path = user_path(str(ast.literal_eval(key[1]))) if key else ""
         return path if path in self.tree.tensors else None
 
@@ -205,14 +205,14 @@ def name_constants(graph: fx.Graph, tree: Tree) -> None:
 
 
 def _one_module(ways: Iterable[Iterable[object]]) -> nn.Module | None:
-    """Returns the outermost module along all `ways`, or None if they differ."""
+    """Returns the outermost module of the object chains `ways`, or None if chains disagree."""
     outermost = [next((value for value in way if isinstance(value, nn.Module)), None) for way in ways]
     modules = {id(module): module for module in outermost if module is not None}
     return next(iter(modules.values())) if len(modules) == 1 else None
 
 
 def _called(gm: fx.GraphModule, frame: Frame) -> Iterator[list[object]]:
-    """Returns the modules that the code of `frame` calls, according to the stacks of `gm`."""
+    """Yields [module] for each module that the code of `frame` calls, by the module stacks of `gm`."""
     stacks = (node.meta.get("nn_module_stack") for node in gm.graph.nodes)
     names = {next(iter(stack.values()))[0] for stack in stacks if stack}
     return ([frame.evaluate(name)] for name in names)
@@ -223,7 +223,7 @@ def _is_module(value: object) -> bool:
 
 
 def _spelled(steps: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the steps of an object outside the model, without an uninformative variable."""
+    """Returns the steps to an object outside the model, without ``self`` and Dynamo's own variables."""
     variable = _VARIABLE.match(steps[0])
     name = ast.literal_eval(variable[2]) if variable else ""
     return steps[1:] if name == "self" or name.startswith(_DYNAMOS) else (name, *steps[1:])

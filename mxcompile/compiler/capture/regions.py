@@ -112,7 +112,7 @@ def _add_attribute(gm: fx.GraphModule, body: fx.GraphModule, name: str) -> str:
 
 
 def _rebase(node: fx.Node, heads: Mapping[str, str]) -> None:
-    """Replaces the heads of the module paths of `node`."""
+    """Replaces prefixes in the module paths of `node`. heads: new prefix by old prefix."""
     stack = node.meta.get("nn_module_stack")
     if stack and heads:
         node.meta["nn_module_stack"] = {

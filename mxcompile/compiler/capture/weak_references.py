@@ -19,7 +19,7 @@ Tables = tuple[MutableMapping[Any, Any], ...]
 
 
 def weak_references() -> Tables:
-    """Returns the running compile's tables of weak references to inputs, which guards read until it ends."""
+    """Returns the tables of weak references to inputs, which guards read until the compile ends."""
     context = TracingContext.try_get()
     if context is None:
         return ()

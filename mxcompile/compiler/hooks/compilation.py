@@ -264,7 +264,7 @@ class Compilation:
 
     @property
     def _promotes(self) -> bool:
-        """Whether slow products run in FP32: on `CPU_FP32`, else if the policy quantizes anything."""
+        """Whether slow products run in FP32: always on `CPU_FP32`, elsewhere if the policy quantizes."""
         return self.options.policy.quantizes or self.options.target == CPU_FP32
 
     def name_kernels(self, kernels: Mapping[int, str]) -> None:
@@ -278,8 +278,8 @@ class Compilation:
         self.changed()
 
     def add(self, gemms: Iterable[GemmRecord]) -> None:
-        """Adds records of products that the passes did not see to the part."""
-        if more := tuple((Counter(gemms) - Counter(self.part.gemms)).elements()):  # a stored part has them
+        """Adds records of products that the passes did not see, unless the part has them from the store."""
+        if more := tuple((Counter(gemms) - Counter(self.part.gemms)).elements()):
             self._update(gemms=self.part.gemms + more)
             self.changed()
 

@@ -53,7 +53,7 @@ _MARKED: WeakValueDictionary[str, _Marked] = WeakValueDictionary()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mark:
-    """A product in Dynamo's graph. marked: the backward it comes from, or None. indices: its GEMMs there."""
+    """A product in Dynamo's graph. marked: its backward, or None. indices: GEMM indices in it."""
 
     target: Any
     marked: _Marked | None

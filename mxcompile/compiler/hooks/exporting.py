@@ -4,8 +4,8 @@
 of all kinds of export therefore first searches for modules that this backend compiles. A plain compiled
 function inside an exported module is not found. In a torch without this private function nothing is checked.
 
-Loading `backend` installs the check: with the first compile it would be too late for an export before the
-first call. ``import mxcompile`` alone changes nothing.
+An import of `backend` installs the check, because an export can come before the first call and its compile.
+``import mxcompile`` alone changes nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SPLIT_FOR = "backend_compile_fn"
 
 
 def guard_exports(is_ours: Callable[[Any], bool]) -> None:
-    """Makes exports of a module raise `ModelError` if a backend that `is_ours` compiles it."""
+    """Makes an export raise `ModelError` if the module has a backend for which `is_ours` is true."""
     try:
         from torch.export import _trace
 
@@ -48,7 +48,7 @@ def guard_exports(is_ours: Callable[[Any], bool]) -> None:
 
 
 def _compiled(module: Any, is_ours: Callable[[Any], bool]) -> Iterator[str]:
-    """Yields the paths of modules in `module` whose backend `is_ours`."""
+    """Yields the paths of modules in `module` with a backend for which `is_ours` is true."""
     if isinstance(module, nn.Module):
         for path, inner in module.named_modules():
             if any(is_ours(innermost(callback)[0]) for callback in _callbacks(inner)):

@@ -1,7 +1,7 @@
-"""The hooks as Inductor's configuration takes them (passes, partitioner), and the settings that they need.
+"""Wraps the hooks as passes and a partitioner for Inductor's configuration, with the settings that they need.
 
-`config_patches` sets them for one compile. Each has a uuid of everything that it depends on, so that entries
-of Inductor's caches can be reused and are never stale.
+`config_patches` sets both for a compile. The uuid of a hook covers everything that its result depends on,
+so that entries of Inductor's caches can be reused and are never stale.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class _Attempt:
     def report_failure(self, options: Options) -> bool:
         """Reports that a frame with compiled code runs as Python from now on.
 
-        Returns whether this is in the report, now or from an earlier call.
+        Returns whether the report has this, from now or from an earlier call.
         """
         if self.limit:
             return True
@@ -136,10 +136,10 @@ def _num_codes(code: CodeType) -> int:
 
 
 class _End:
-    """Runs at the end of a call in which Dynamo tries to compile frames.
+    """Checks the attempts to compile frames of a call, at the end of the call.
 
-    root: the model. call: the running call of `root`. is_whole: False if this is the end of a part of the
-    call.
+    root: the model. call: the running call of `root`. is_whole: whether this call itself ends,
+    not a call of a compiled part of `root`.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class _End:
         reported = [attempt.report_failure(options) for attempt in failed]
         if root is None or call is None:
             return
-        has_code = not failed and bool(session_of(root).places)  # else all of its code may lack graphs
+        has_code = not failed and bool(session_of(root).places)  # else perhaps no code has a graph
         if self._is_whole and (REGISTRY.knows(root, options.group) or not has_code):
             check_call(root, options, call.args, call.kwargs)
         if not any(reported):
@@ -190,7 +190,7 @@ def _check_at_end(attempt: _Attempt, options: Options) -> None:
 def _wrapper(root: nn.Module | None) -> tuple[FrameType | None, bool]:
     """Returns (frame of torch's wrapper around the call of `root`, True), or (innermost wrapper, False).
 
-    A wrapper runs its ``cleanups`` at the end. A wrapper around the forward alone counts as around the call.
+    A wrapper runs its ``cleanups`` at its end. If the forward alone is compiled, its wrapper counts.
     """
     first: FrameType | None = None
     around: FrameType | None = None
@@ -201,5 +201,5 @@ def _wrapper(root: nn.Module | None) -> tuple[FrameType | None, bool]:
             if around is None and (is_inside or is_call_of(root, frame) or is_call_of(root, frame.f_back)):
                 around = frame
         elif is_call_of(root, frame) and (around is None or frame is not around.f_back):
-            around, is_inside = None, True  # a call further out
+            around, is_inside = None, True  # an outer call of `root` counts instead
     return around or first, around is not None

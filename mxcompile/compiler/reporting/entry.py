@@ -124,7 +124,7 @@ class _Entry:
         self._twins = sharing.twins(capture, options.policy)
 
     def put(self) -> None:
-        """Publishes the part as it is known now, and stores it for cache hits."""
+        """Publishes the part in its present state, and stores it for cache hits."""
         compilation = self._compilation
         part = dataclasses.replace(compilation.part, prefix=compilation.capture.prefix, twins=self._twins)
         self.places.put(part)
@@ -132,7 +132,7 @@ class _Entry:
             store.save(compilation.identity, part)
 
     def _add_module(self, path: str) -> None:
-        """Adds the module at `path`, which runs the code without being planned as a twin."""
+        """Adds the module at `path`, which also runs the code, if no plan has listed the twins."""
         capture = self._compilation.capture
         if capture.planned.plan is None and path != capture.prefix:
             self._twins = (*self._twins, (path, capture.blocks.position(path)))

@@ -1,9 +1,9 @@
 """Tracks which model instances share a compiled graph. Dynamo reuses code across instances of a class.
 
-Dynamo does not call the backend for a reuse. Each call of the code therefore compares one parameter among its
-inputs. An unknown parameter leads to the model whose call is running. If the parameters of this model have
-the same shapes and dtypes, its report gets the graph's entries too; otherwise there is a warning that the
-code is shared.
+Dynamo does not call the backend for a reuse. Each call of the code therefore looks up one parameter among its
+inputs. If the parameter is new, its model is searched among the models whose calls are running. If all
+parameters of this model have the same shapes and dtypes, its report gets the graph's entries too; otherwise
+there is a warning that the code is shared.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _OPEN: list[Runs] = []
 class Attribution:
     """Records the modules that run the code of the graph of `capture`.
 
-    position: position of a parameter among its inputs, or None without parameters. is_shared: whether several
+    position: position of a parameter among the inputs, or None without parameters. is_shared: whether several
     modules hold this parameter, so that it does not identify a module.
     """
 

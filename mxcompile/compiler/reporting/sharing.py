@@ -56,7 +56,7 @@ def guard(capture: Capture, policy: Policy, *, unlimited: bool = False) -> None:
         return
     limit = torch._dynamo.config.recompile_limit
     if unlimited:
-        torch._dynamo.config.recompile_limit = max(limit, 4 * len(kinds))  # 4: by grad mode and dtype
+        torch._dynamo.config.recompile_limit = max(limit, 4 * len(kinds))  # 4: grad modes × dtypes
     elif len(kinds) > limit:
         name = type(capture.tree.modules[capture.prefix]).__name__
         raise PolicyError(
@@ -94,8 +94,8 @@ def add_guard(
 def _of_same_class(capture: Capture, policy: Policy) -> Iterator[tuple[str, Signature]]:
     """Yields (path, decisions) of every module with the class of the captured module.
 
-    A module of another model of the function has the decisions of its counterpart in a model of its class, if
-    rules by name and block select both alike.
+    A compiled function can call several models. A module of another model gets the decisions of the module at
+    the same path in this model, if both models have one class and rules select both modules alike.
     """
     modules, root = capture.tree.modules, capture.root
     name = "" if root is None else session_of(root).name

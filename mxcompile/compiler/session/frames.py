@@ -195,7 +195,7 @@ def is_call_of(root: nn.Module | None, frame: FrameType | None) -> bool:
     method = _method(frame)
     if frame.f_code.co_name != "_call_impl" and (method is None or not _is_forward(method)):
         return False
-    module = _module_of(frame)  # for torch's own classes only the wrapper is here
+    module = _module_of(frame)  # for torch's own classes, an OptimizedModule
     return module is not None and user_model(module) is root
 
 

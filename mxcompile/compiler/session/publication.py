@@ -37,7 +37,7 @@ class Places:
 
     @property
     def part(self) -> Part:
-        """The part as it is known now."""
+        """The part that was published last."""
         return self._part or Part()
 
     def put(self, part: Part) -> None:
@@ -61,10 +61,10 @@ class Places:
         self._places.append((ledger, REGISTRY.put(ledger, None, _moved(self._part, path)), path))
         if self._gemms:
             REGISTRY.plan(model, ledger.group, _renamed(self._gemms, path))
-        REGISTRY.flush()  # a call that compiles nothing has no other end
+        REGISTRY.flush()  # a call without a compile flushes only here
 
     def note(self, path: str | None) -> None:
-        """Records that a module of the first model runs the code. path: the module's path, or None."""
+        """Records that a module of the first model runs the code. path: its path, None if unknown."""
         self._is_sure = path is not None and (self._is_sure or not self._ran)
         if path and self._ran and path not in self._ran:
             self._on_other_module(path)
@@ -86,7 +86,7 @@ def _renamed(gemms: Iterable[GemmRecord], path: Callable[[str], str]) -> tuple[G
 
 
 def _moved(part: Part, path: Callable[[str], str]) -> Part:
-    """Returns `part` with `path` of each path in it."""
+    """Returns `part` with each path in it replaced by ``path(old)``."""
     nodes = (dataclasses.replace(node, names=tuple(map(path, node.names))) for node in part.outline.nodes)
     return dataclasses.replace(
         part,

@@ -39,8 +39,8 @@ class ModelSession:
     name: path of the model in the function that is compiled, "" if it has no other model. planned: plan, or
     why there is none; None before the first part is compiled. policies: the policies of compiles, in order
     of first use; a policy that a watch changed replaces the original.
-    checked: plan when it was last compared with the policy. ran: plan when it was last compared with the
-    layers that ran. read: parameters that compiled graphs read, for a model without a plan. places:
+    checked: plan that was last compared with the policy. ran: plan that was last compared with the layers
+    that ran. read: parameters that compiled graphs read, for a model without a plan. places:
     registry entries of the compiled parts. loads_histories: whether the model can load state dicts with
     amax histories.
     """
@@ -61,7 +61,7 @@ class ModelSession:
         return None if self.planned is None else self.planned.plan
 
     def rename(self, name: str) -> None:
-        """Sets the name of the model, with which the names in its plan begin."""
+        """Sets the name of the model, and replaces this prefix of the names in its plan."""
         if name != self.name and self.planned is not None and self.planned.plan is not None:
             self.planned = Planned(plan=self.planned.plan.moved(self.name, name))
         self.name = name
