@@ -22,7 +22,7 @@ ORDER = {
     "matmul": ("templates.scaled_mm", "cpu.integer_mm"),
     "weight_only_mm": ("templates.weight_only", "cpu.weight_only", "inductor.dequantized"),
 }
-"""Operator → modules of its kernels. Other casts are loops (`inductor.copies`); other calls run eagerly."""
+"""Modules with kernels of each operator. Without a kernel, a cast is a loop; other operators run eagerly."""
 
 
 def first(operator: str, *arguments: Any, **named: Any) -> Any:

@@ -2,8 +2,8 @@
 
 The templates need Triton, which not every machine has, and private names of PyTorch, which any release may
 rename (`mxcompile.private_names`). Importing a template registers it with Inductor. So a lowering pass calls
-`obstacle` with its templates before it inserts operators that they lower. Only a name that PyTorch or Triton
-lacks is an obstacle; other errors of an import are raised.
+`obstacle` with its templates before it inserts operators that they lower. A missing Triton, and a name that
+PyTorch or Triton lacks, are obstacles; other errors of an import are raised.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _missing(module: str) -> str:
 
 
 def _library(error: ImportError | AttributeError) -> str:
-    """Returns the package in which an import failed, or a name is missing."""
+    """Returns the package that is missing, or that lacks the imported name."""
     if isinstance(error, ImportError):
         module = error.name or ""
     else:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rate:
-    """Share of a peak rate that a chip sustains: lowest, expected, highest. source: its measurement."""
+    """Share of a peak rate that a chip sustains: lowest, expected, highest. source: origin of the figures."""
 
     low: float
     centre: float
@@ -23,10 +23,10 @@ class Rate:
 class Peak:
     """The vendor's data sheet of one chip; rates are for dense products.
 
-    bf16_tflops, fp32_tflops (not TF32): 10¹² operations a second. mxfp8_tflops, fp8_tflops, fp4_tflops: the
-    same for a scale per block of 32, for a scale per tensor or channel, and for packed FP4. bandwidth_gbs:
-    bandwidth of device memory, 10⁹ bytes a second. memory_gb: device memory, 10⁹ bytes. clock_ghz: clock
-    that these rates assume, 10⁹ cycles a second. rates: sustained shares that replace the target's.
+    bf16_tflops, fp32_tflops (not TF32), mxfp8_tflops (a scale per block of 32), fp8_tflops (a scale per
+    tensor or channel), fp4_tflops (packed FP4): 10¹² operations a second. bandwidth_gbs: bandwidth of device
+    memory, 10⁹ bytes a second. memory_gb: device memory, 10⁹ bytes. clock_ghz: clock that these rates
+    assume, 10⁹ cycles a second. rates: sustained shares that replace the target's.
     """
 
     chip: str
@@ -70,7 +70,7 @@ def peak(
 
 
 def shares(source: str, **ends: tuple[float, float, float]) -> dict[str, Rate]:
-    """Returns a `Rate` by kind from (low, centre, high); all rates have one `source`."""
+    """Returns a `Rate` for each kind in `ends`, from (low, centre, high); all rates have one `source`."""
     return {
         kind: Rate(low=low, centre=centre, high=high, source=source)
         for kind, (low, centre, high) in ends.items()

@@ -34,8 +34,8 @@ class Target:
     fp4_scales: types of block scales with which the chip multiplies packed FP4. library_fp4: types of block
     scales that the vendor's FP4 GEMM takes through PyTorch. scale_layout: layout of scales that the chip's MX
     GEMM reads fastest. slow_dtypes: dtypes whose products the vendor's library computes faster in FP32.
-    integers: instructions of a CPU by which products of bytes are faster than in FP32, or "". no_integers: by
-    dtype, why products that would run in it do not run in integers.
+    integers: instructions with which a CPU multiplies bytes faster than FP32, or "". no_integers: reasons
+    why products do not run in integers, by the dtype in which they run instead.
     long_k: from this K on, the library's NVFP4 GEMM and a separate epilogue kernel are faster than our GEMM
     with its epilogue; 0: always. groups_in_library: whether the vendor's library has a grouped MXFP8 GEMM.
     prefers_cudnn: whether PyTorch selects cuDNN's attention. tiles: configs of the kernel families. peak:

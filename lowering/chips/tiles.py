@@ -47,9 +47,9 @@ class QuantizeChoices:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FP8Choices:
-    """Configs of FP8 casts: `amax` finds the amax, `cast` casts with its scale, `blocks` with block scales.
+    """Configs of FP8 kernels: `amax` finds an amax, `cast` casts with its scale, `blocks` with block scales.
 
-    A tile of `blocks` is 128×128: a block of `scaling: block` is one row, one column or all of it.
+    A tile of `blocks` is 128×128. A block of `scaling: block` is a row, a column or all of this tile.
     """
 
     amax: TileConfig
@@ -59,7 +59,7 @@ class FP8Choices:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FP4Tile:
-    """Config of an FP4 cast: a tile of rows and columns. Each thread casts whole blocks of rows."""
+    """Config of an FP4 cast: a tile of rows and columns. Each thread holds whole blocks along columns."""
 
     rows: int
     columns: int
@@ -103,7 +103,7 @@ class TiledConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightOnlyChoices:
-    """Configs: a program of `gemv` multiplies one row, a program of `dot` block_m rows of activations.
+    """Configs of weight-only products: a program multiplies one row (`gemv`) or block_m rows (`dot`) of x.
 
     packed_gemv, packed_dot: the same for weights with two codes a byte. gemv_rows, dot_rows: most rows for
     which a compiled graph prefers the kernel to the dequantized weight; `gemv` reads and decodes the weight

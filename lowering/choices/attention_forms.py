@@ -8,9 +8,9 @@ from mxcompile.formats import num_blocks
 from mxcompile.lowering.targets import Target
 
 MOST_DIMS = 256
-"""Most elements of a key for which the rows of a tile stay in registers."""
+"""Largest head_dim for which the rows of a tile stay in registers."""
 
-_LEAST_ROWS, _MOST_ROWS = 16, 64  # of a tile; a tensor core takes no fewer
+_LEAST_ROWS, _MOST_ROWS = 16, 64  # rows of a tile; tensor cores need 16
 _LEAST_DIMS = 32
 _PROGRAMS_PER_PROCESSOR = 2
 

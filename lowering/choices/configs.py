@@ -1,7 +1,7 @@
 """The tiles of the templates on each chip: from the chip's table, and more tiles for autotuning.
 
-A chip without a row runs a tile that fits any chip. This happens only if the user names a target that is not
-the machine's chip.
+A chip whose table has no tile for a product runs a tile that fits any chip. This happens only if the user
+names a target that is not the machine's chip.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mxcompile.lowering.chips.tiles import (
 from mxcompile.lowering.targets import Target
 from mxcompile.versions import newer
 
-_WARPS = 8  # threads then hold half of the accumulator, which leaves registers for an epilogue
+_WARPS = 8  # a thread holds half as much of the accumulator as with 4, and has registers for an epilogue
 
 _ANY = MatmulConfig(block_m=64, block_n=64, block_k=64, num_warps=4, num_stages=2)
 
@@ -59,16 +59,16 @@ def _products(tiles: ChipTiles, rows: int, gathered: bool) -> Iterator[tuple[boo
 
 
 NARROW = 1024
-"""Most columns for which many rows are tried. Each row is quantized for all 8 tiles of 128, or 16 of 64."""
+"""Largest N for which autotuning fuses many rows: 8 tiles of 128 columns, or 16 of 64, quantize each row."""
 
 Tiles = list[tuple[bool, MatmulConfig]]
 """Tiles, each with whether to swap the operands."""
 
 
 def fused(target: Target, rows: int, columns: int) -> Tiles:
-    """Returns whether to swap the operands, and the tile, of each form to try on `target`.
+    """Returns the tiles of the fused product to try on `target`, each with whether to swap the operands.
 
-    rows, columns: sizes of the product. The result has one form without autotuning, and none if a separate
+    rows, columns: sizes of the product. The result has one tile without autotuning, and none if a separate
     cast is better.
     """
     row = target.tiles.fused_quantize_mm
@@ -132,7 +132,7 @@ def tiled_products(target: Target, m: int, n: int, k: int) -> list[TiledConfig]:
 
 
 def tiled_groups(target: Target, average: int, m: int, n: int, k: int) -> list[TiledConfig]:
-    """Returns tiles without warp specialization for groups with m rows together, and `average` rows each."""
+    """Returns tiles without warp specialization for groups with m rows in total and `average` rows each."""
     if not tiled_products(target, average, n, k):
         return []
     return [tile for tile in tiled_products(target, m, n, k) if not tile.warp_specialize]
@@ -147,7 +147,7 @@ def tiled_groups_of_k(
 ) -> list[TiledConfig]:
     """Returns tiles for groups of K of a [M, K] · b [K, N]; [] unless a is M-major and b is N-major.
 
-    sizes: M, N and K. Scale tiles have 128 elements along K, and so have steps.
+    sizes: M, N and K. A step covers 128 elements of K, as a tile of scales does.
     """
     m, n, k = sizes
     if contiguous(a_strides) != 0 or contiguous(b_strides) != 1:
@@ -159,7 +159,7 @@ def tiled_groups_of_k(
 def grouped_fits(
     a_strides: Sequence[Any], b_sizes: Sequence[Any], b_strides: Sequence[Any], tile: TiledConfig
 ) -> bool:
-    """Whether the accelerator can read a [M, K] and b [G, K, N], as one stacked matrix, in such tiles.
+    """Whether the accelerator can read a [M, K] and b [G, K, N], as one stacked matrix, by steps of `tile`.
 
     Sizes and strides: integers, or symbolic.
     """
@@ -216,7 +216,7 @@ ALIGNMENT = 16
 """Bytes to which the accelerator's strides and the start of a tensor are aligned."""
 
 WORD = 4
-"""Elements. Rows that do not start at a multiple of WORD are read and written element by element."""
+"""Rows that do not start at a multiple of WORD elements are read and written element by element."""
 
 
 _PER_THREAD = 64  # elements; a producer in the same registers needs as many again
@@ -236,12 +236,12 @@ _LIGHT = frozenset(
 
 
 def light(used: Iterable[str]) -> bool:
-    """Whether a producer of these operators leaves the registers that packed casts take."""
+    """Whether a producer that uses only these operators leaves enough registers for a packed cast."""
     return _LIGHT.issuperset(used)
 
 
 def cast(target: Target, layout: str, *, packed: bool = False) -> TileConfig:
-    """Returns the tile of a cast in `layout`, with registers for its producer.
+    """Returns the tile of a cast in `layout`, small enough to leave registers for its producer.
 
     layout: "rowwise", "columnwise", "both" or "two". packed: whether two elements share a register, and the
     producer is light.
@@ -257,7 +257,7 @@ def operand_cast(target: Target, sources: int, *, packed: bool, gathered: bool) 
     """Returns the tile of the casts of an emulated product: a warp has whole blocks in both directions.
 
     sources: number of matrices. packed: whether two elements share a register, and the producers are light.
-    gathered: whether rows start anywhere, so that elements have addresses of their own.
+    gathered: whether rows start anywhere, so that each element needs an address in a register.
     """
     halvings = (sources > 1 and not packed and target.max_registers < 512) + gathered
     return TileConfig(block_m=32, block_n=max(32, 2 * target.warp_size >> halvings), num_warps=1)

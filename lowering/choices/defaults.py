@@ -22,7 +22,7 @@ from mxcompile.lowering.chips.tiles import TiledConfig
 from mxcompile.lowering.targets import Target
 
 VENDOR, SPECIALIZED, PERSISTENT, POINTERS = "vendor", "specialized", "persistent", "pointers"
-"""Forms: a library's; ours with TMA, with warp specialization or without; ours with pointers."""
+"""Forms: the library's kernel; our TMA kernel, warp-specialized or persistent; our kernel with pointers."""
 
 ALL = frozenset({VENDOR, SPECIALIZED, PERSISTENT, POINTERS})
 
@@ -53,7 +53,7 @@ class MXProduct:
     epilogue: bool = False
 
     def is_large(self, target: Target) -> bool:
-        """Whether every processor gets two tiles of the persistent form, or more."""
+        """Whether every processor gets at least two tiles of the persistent form."""
         along_k = self.groups if self.kind == ALONG_K else 1
         return along_k * self.m * self.n >= 2 * target.processors * _TILE
 
@@ -225,11 +225,11 @@ TABLE = (
         reason="reads any strides and starts, and masks elements of other groups",
     ),
 )
-"""Chips without tensor memory run only the pointer form, and the library's form of NVFP4."""
+"""Rows by priority. Chips without tensor memory run only the pointer form and, for NVFP4, the library's."""
 
 
 def forms(tiles: Sequence[TiledConfig]) -> set[str]:
-    """Returns the forms of mxcompile that one of `tiles` can run, and the pointer form."""
+    """Returns the forms of mxcompile that can run with `tiles`, the pointer form among them."""
     specialized = {SPECIALIZED for tile in tiles if tile.warp_specialize}
     return {POINTERS, *specialized, *([PERSISTENT] if tiles else [])}
 

@@ -1,6 +1,6 @@
 """epilogue: predict whether Inductor fuses a product's readers into the product's kernel.
 
-    product → +, ·, gelu … → not only casts                 in the product's kernel
+    product → +, ·, gelu … → stored, not only cast          in the product's kernel
     product → silu, · → casts                               in the cast's kernel
     product → + → a row sum (of a norm)                     in the kernel of the sum
     product + product, silu(product) · product              in the kernel of the last product
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 def has_epilogue(product: fx.Node) -> bool:
-    """Whether only elementwise operators read `product`, and its kernel computes and stores them."""
+    """Whether only elementwise operators read `product`, and its kernel computes them and stores results."""
     uses = {use for use, _ in readers(product, _is_whole_view)}
     fusible = all(_elementwise(use) and _last(product, use) for use in uses)
     return fusible and any(map(_is_stored, uses)) and not is_heavy(product)
@@ -90,21 +90,21 @@ def _elementwise(node: fx.Node) -> bool:
 
 
 def _last(product: fx.Node, use: fx.Node) -> bool:
-    """Whether `use`, and each elementwise operator that follows it, depends on no later product."""
+    """Whether neither `use` nor an elementwise operator after it depends on a later product."""
     pending, seen = [use], {use}
     while pending:
         node = pending.pop()
         if _joins_later(product, node):
             return False
         users = _users(node)
-        if all(map(_elementwise, users)):  # else it is stored, and its readers load it from memory
+        if all(map(_elementwise, users)):  # else `node` is stored, and its readers load it from memory
             pending += users - seen
             seen |= users
     return True
 
 
 def _joins_later(product: fx.Node, node: fx.Node) -> bool:
-    """Whether `node` depends on a product behind `product`."""
+    """Whether `node` depends on a product that comes after `product` in the graph."""
     pending, seen = [node], {node}
     while pending:
         for arg in pending.pop().all_input_nodes:
@@ -124,7 +124,7 @@ def is_native(node: fx.Node) -> bool:
 
 
 def _is_stored(use: fx.Node) -> bool:
-    """Whether a node except casts reads `use` or elementwise operators after it; False for reductions."""
+    """Whether `use`, or an elementwise result after it, must be stored; False if a reduction reads it."""
     pending, seen, stored = [use], {use}, False
     while pending:
         for user, _ in readers(pending.pop(), _is_whole_view):

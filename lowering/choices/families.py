@@ -9,8 +9,8 @@
     WEIGHT_ONLY   a weight stored in MXFP8, MXINT8 or packed FP4, few rows      a CPU, or a GPU with Triton
     EMULATED      all
 
-A product runs on the first family that has a pass for its sizes, strides and device too. The record has the
-reasons of the others. Estimates (`mxcompile.offline.estimate`) read the same rows.
+A product runs on the first of its families whose pass also supports its sizes, strides and device. The record
+has the reasons why earlier families do not run it. `mxcompile.offline.estimate` reads the same rows.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Family(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FamilyRow:
-    """The conditions of a family: on operand formats, on a chip, and on formats on such a chip.
+    """The conditions of a family. takes: on operand formats. on: on a chip. fits: on formats on such a chip.
 
-    reason: text for a record: why the chip has no kernel of the family for these formats.
+    reason: why the chip has no kernel of the family for the formats, for the record.
     """
 
     takes: Callable[[Forms], bool] = lambda forms: True

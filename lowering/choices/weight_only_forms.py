@@ -4,7 +4,7 @@
     dot    all rows of BF16 on the tensor cores
 
 `kernels.weight_only_mm` computes the forms. Tiles come from the chip's table; autotuning tries more tiles.
-Symbolic sizes enter by their hints; a form is right for any size.
+Symbolic sizes are replaced by their hints, because a form computes products of any size.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from mxcompile.lowering.targets import Target
 _PROGRAMS_PER_PROCESSOR = 2
 """K is split until every multiprocessor has this many programs."""
 
-_DOT_ROWS = 16  # the fewest that a tensor core takes
-_WIDE_ROWS = 32  # more rows at a time, so that a weight is read once
+_DOT_ROWS = 16  # rows of a tile; tensor cores need 16
+_WIDE_ROWS = 32  # rows of a tile if x has more; each tile reads the weight once
 
 _MORE_GEMV = (
     MatmulConfig(block_m=1, block_n=4, block_k=1024, num_warps=4, num_stages=3),
@@ -70,7 +70,7 @@ class WeightOnlyForm:
 
 
 def row_of(target: Target) -> WeightOnlyChoices | None:
-    """Returns the chip's row of the table, or None."""
+    """Returns the chip's configs of weight-only products, or None."""
     row = target.tiles.weight_only_mm
     return None if isinstance(row, Unsupported) else row
 

@@ -1,6 +1,6 @@
 """``mx.attention`` on CPU: the kernel of ``attention.h``.
 
-out [B, Q, H, D] = softmax(factor · q · kᵀ + mask) · v     BF16 or FP32 q; k and v stored, or in q's dtype
+out [B, Q, H, D] = softmax(factor · q · kᵀ + mask) · v    q: BF16 or FP32. k, v: codes and scales, or as q
 """
 
 from __future__ import annotations

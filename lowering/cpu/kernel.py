@@ -36,7 +36,7 @@ C_TYPES = {torch.bfloat16: "mxcompile::Bfloat16", torch.float32: "float"}
 class CppBody:
     """The body of a kernel.
 
-    header: file of this folder with the function that `body` calls. body: returns statements.
+    header: file of this folder with the function that `body` calls. body: returns the C++ statements.
     """
 
     header: str
@@ -45,7 +45,7 @@ class CppBody:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Size:
-    """A parameter of a kernel. It replaces a symbol, which Inductor would pass by its name."""
+    """A size that the caller passes to a kernel: Inductor's map of symbols has it in place of a symbol."""
 
     name: str
     value: int
@@ -122,7 +122,7 @@ def obstacle() -> str:
         return f"no C++ kernels: Inductor generates {config.cpu_backend} for CPUs"
     if (
         config.cpp.enable_unsafe_math_opt_flag
-    ):  # the compiler may then remove the additions and subtractions that round
+    ):  # with this flag the compiler may remove the additions and subtractions that round
         return "no C++ kernels: config.cpp.enable_unsafe_math_opt_flag is set"
     return _no_compiler()
 
@@ -134,7 +134,7 @@ def usable() -> bool:
 
 def stored(x: ir.TensorBox) -> Any:
     """Returns `x` as a contiguous buffer in memory."""
-    if any(size == 0 for size in x.get_size()):  # Inductor and PyTorch give it different strides
+    if any(size == 0 for size in x.get_size()):  # Inductor and PyTorch give empty tensors different strides
         return ir.InputsKernel.unwrap_storage_for_input(ir.ExternKernel.copy_input(x))
     contiguous = ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x))
     return ir.InputsKernel.unwrap_storage_for_input(contiguous)
@@ -143,11 +143,11 @@ def stored(x: ir.TensorBox) -> Any:
 def call(
     code: CppBody, inputs: Mapping[str, Any], outputs: Mapping[str, Spec], device: torch.device
 ) -> list[ir.TensorBox]:
-    """Returns new tensors, `outputs` by name, that `code` computes from `inputs`, buffers from `stored`."""
+    """Returns a tensor for each of `outputs`. `code` computes them from `inputs`, which `stored` returned."""
     layouts = [ir.FixedLayout(device, dtype, list(shape)) for shape, dtype in outputs.values()]
     several = len(layouts) > 1
     layout: Any = ir.MultiOutputLayout(device=device) if several else layouts[0]
-    no_template: Any = None  # there is nothing to choose from
+    no_template: Any = None  # Inductor has no other kernel to choose
     buffer: Any = ir.CppTemplateBuffer(
         layout=layout,
         inputs=list(inputs.values()),
@@ -190,7 +190,7 @@ def _render(
 
 @functools.cache
 def text(header: str) -> str:
-    """Returns `header` with the text of the headers of this folder that it includes."""
+    """Returns the text of `header`, with this folder's headers in place of the lines that include them."""
     lines = ["#include <torch/csrc/inductor/cpp_prefix.h>"]
     for line in (_HEADERS / header).read_text(encoding="utf-8").splitlines():
         local = line.removeprefix('#include "').removesuffix('"')

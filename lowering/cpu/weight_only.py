@@ -1,6 +1,6 @@
 """``mx.weight_only_mm`` of few rows on CPU: the kernel of ``weight_only_mm.h``.
 
-    out = x [M, K] · wᵀ [N, K] (+ bias)        BF16 or FP32 x; stored w, codes along its rows
+    out = x [M, K] · wᵀ [N, K] (+ bias)        x: BF16 or FP32. w: stored, in blocks along its rows
 
 For more rows than `MOST_ROWS`, the vendor's GEMM multiplies the dequantized weight, in parts if it is large
 (see `PART_BYTES`). A bias that is not a vector is added after the kernel.

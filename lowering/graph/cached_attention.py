@@ -3,12 +3,12 @@
     attention(q, decode(k, sk), decode(v, sv), mask)  → permute(mx.attention(q, k, sk, v, sv, mask))
     attention(q, k, v, mask), on CPUs                 → permute(mx.attention(q, k, None, v, None, mask))
 
-The pass also matches k and v that were repeated for the heads that share them. Such an attention takes as
-long as reading k and v. So the kernel reads their codes, half the bytes of BF16, once, and decodes them in
-registers (`cpu.attention`, `templates.cached_attention`). For more queries and in other forms of attention k
-and v are dequantized, and the record has the reason. On CPUs the kernel also takes attention of few queries
-over many keys in their own dtype, in graphs with quantized operands: PyTorch's kernel reads copies of a head
-that others share.
+The pass also matches k and v that were repeated for the heads that share them. With few queries, reading k
+and v takes most of the time. So the kernel reads their codes, half the bytes of BF16, once, and decodes them
+in registers (`cpu.attention`, `templates.cached_attention`). For more queries and in other forms of attention
+k and v are dequantized, and the record has the reason. In graphs with quantized operands, the CPU kernel also
+replaces attention of few queries over many unquantized keys, because PyTorch's kernel reads a copy of k and v
+for each head that shares them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LEAST_KEYS = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CachedAttention(LoweringPass):
-    """Makes attention read an MXFP8 cache, on all targets. Without a kernel, records get the reason."""
+    """Makes attention read a quantized cache, on all targets. Without a kernel, records get the reason."""
 
     name: ClassVar[str] = "cached_attention"
     templates: ClassVar[tuple[str, ...]] = ("templates.cached_attention",)
@@ -58,7 +58,7 @@ class CachedAttention(LoweringPass):
         return f"{_DEQUANTIZED}: {reason}" if reason else ""
 
     def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
-        """Yields the attentions that read an MXFP8 cache."""
+        """Yields the attentions that read a quantized cache."""
         for node in list(graph.nodes):
             if packet(node) in ATTENTION_FORWARD:
                 operands = [argument(node, index) for index in (1, 2)]
@@ -79,7 +79,7 @@ class CachedAttention(LoweringPass):
                 _replace(node, build, self._kernel)
         if any(
             packet(node) in ops.CASTS | ops.PRODUCTS for node in graph.nodes
-        ):  # else it is Inductor's, to the bit
+        ):  # without mx operators, results stay bit-equal to Inductor's
             for node in [node for node in graph.nodes if self._takes_plain(node)]:
                 _replace(node, build, self._kernel)
         dead.eliminate(graph)
@@ -179,7 +179,7 @@ _Parts = tuple[fx.Node, fx.Node | None, str]
 
 
 def _parts(node: fx.Node) -> list[_Parts] | None:
-    """Returns the parts of the keys and of the values of `node`; None if they have other forms."""
+    """Returns the parts of the keys and of the values of `node`; None if the kernel cannot read both."""
     sides = [argument(node, index) for index in (1, 2)]
     if not any(map(_cached, sides)):
         return [(_unrepeated(side), None, "") for side in sides]
@@ -188,7 +188,7 @@ def _parts(node: fx.Node) -> list[_Parts] | None:
 
 
 def _cached_parts(node: fx.Node) -> _Parts | None:
-    """Returns the codes and scales that `node` decodes, also if it repeats them for shared heads, or None."""
+    """Returns the codes and scales that `node` decodes, and may repeat for shared heads; else None."""
     dequantize = Dequantize.from_node(_unrepeated(node))
     if dequantize is None or dequantize.form.packed:
         return None
@@ -230,7 +230,7 @@ def _cached(node: fx.Node) -> bool:
 
 
 def _mask(node: fx.Node) -> fx.Node | None:
-    """Returns the mask that is added to the scores, before it was expanded."""
+    """Returns the mask that attention adds to the scores, without its expansion to all heads and queries."""
     arguments = arguments_of(node)
     mask = arguments.get("attn_mask", arguments.get("attn_bias"))
     while isinstance(mask, fx.Node) and packet(mask) is aten.expand:

@@ -41,7 +41,7 @@ class Expand(LoweringPass):
     name: ClassVar[str] = "expand"
 
     def apply(self, graph: fx.Graph) -> Reasons:
-        """Replaces the quantized GEMMs of `graph` without a kernel by aten GEMMs, and names these in tags."""
+        """Replaces the quantized GEMMs of `graph` without a kernel by aten GEMMs, which it names in tags."""
         expander = _Expander(graph, self.target)
         for node in list(graph.nodes):
             if packet(node) in ops.PRODUCTS and not any(tag.kernel for tag in tags_of(node)):

@@ -2,11 +2,11 @@
 
     matmul(cast(x), w)  →         quantize_mm(x, w)                      the FP8 copy of x is never stored
 
-For a matrix x that is cast rowwise, if only this product reads the cast: in inference, or in a forward whose
-backward reads another copy. A cast stays if several products share it (QKV), if its tensor has another cast
-(`merge_casts` joins them), or if the template has no tile that is faster. Under autotuning the operator also
-reads the cast, so that Inductor can time both forms; the cast is dead if the fused form wins. Numerics do not
-change.
+Applies to a matrix x that is cast rowwise, if only this product reads the cast: in inference, or in a forward
+whose backward reads another copy. A cast stays if several products share it (QKV), if its tensor has another
+cast (`merge_casts` joins both), or if the template has no tile that is faster. Under autotuning the operator
+also takes the results of the cast, so that Inductor can time both forms; if the fused form wins, the cast is
+dead code. Numerics do not change.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Fuse(NativePass):
     templates: ClassVar[tuple[str, ...]] = (*NativePass.templates, "templates.fused_quantize_mm")
 
     def apply(self, graph: fx.Graph) -> Reasons:
-        """Fuses products of `graph` that have a kernel and gain by it, and names the new kernel in tags."""
+        """Fuses the products of `graph` that the fused kernel makes faster, and names this kernel in tags."""
         build = Builder(graph, self.name)
         for node in list(graph.nodes):
             cast = cast_of(node)
@@ -58,7 +58,7 @@ class Fuse(NativePass):
 
 
 def _config(tile_sizes: Tiles, competes: bool) -> str:
-    """Returns the tile of the template; under autotuning the number of choices, with the unfused form."""
+    """Returns the tile of the template; under autotuning the number of choices, one of them unfused."""
     if competes:
         return f"autotuned of {len(tile_sizes) + 1}"
     ((swap, tile),) = tile_sizes

@@ -1,7 +1,7 @@
 """integer: multiply MXINT8 matrices of many rows in integers, on CPUs where this is fastest.
 
-`cpu.integer_mm` lowers these products, which stay in the graph. Its kernel packs operands as it goes, so
-that no second copy of a stored weight exists. `weight_only` and `expand` take products of few rows.
+`cpu.integer_mm` lowers these products, which stay in the graph. The kernel packs operands while it runs,
+so that memory holds no second copy of a stored weight. `weight_only` and `expand` take products of few rows.
 """
 
 from __future__ import annotations

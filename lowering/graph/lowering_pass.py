@@ -14,7 +14,7 @@ from mxcompile.lowering.choices.families import TABLE, Family
 from mxcompile.lowering.targets import Target
 
 Reasons = Mapping[fx.Node, str]
-"""By node of a product: the reason why it does not run on the kernel of a pass. Records show it."""
+"""Reasons why products do not run on the kernel of a pass, by the node of the product. Records show them."""
 
 NO_REASONS: Reasons = {}
 
@@ -50,16 +50,16 @@ class LoweringPass(ABC):
 
     @property
     def applies(self) -> bool:
-        """Whether the pass is for the target: whether the target has its kernel family."""
+        """Whether the pass runs for the target: by default, whether the target has its kernel family."""
         return self.family is None or TABLE[self.family].on(self.target)
 
     @property
     def obstacle(self) -> str:
-        """The reason why the kernels of the pass cannot be used here, or "". Read only if it applies."""
+        """The reason why the kernels of the pass cannot be used here, or "". Read only if `applies`."""
         return optional.obstacle(*self.templates)
 
     def candidates(self, graph: fx.Graph) -> Iterable[fx.Node]:
-        """Returns the products of `graph` whose records have the obstacle as a reason."""
+        """Returns the products of `graph` whose records get the reason in `obstacle`."""
         del graph
         return ()
 

@@ -7,18 +7,18 @@
                               FP32 scales           →  cast(x, [elements, scales, elements transposed])
     largest(x), cast(x, [largest of its transform]) →  cast(x, [both])
 
-For chips whose casts are templates, which make copies in MXFP8, in packed FP4 and with FP32 scales. A cast
-that is a loop fuses with its neighbours, so merging gains nothing. Chips without an MX GEMM multiply values;
-values of square tiles are equal in both layouts, so their casts stay. Stochastic copies stay apart, because
-their random numbers use the registers of a second copy. Two copies also stay apart if one needs an amax that
-is computed behind the other cast.
+Applies to chips whose casts are templates, which make copies in MXFP8, in packed FP4 and with FP32 scales. A
+cast that is a loop fuses with its neighbours, so merging gains nothing. Chips without an MX GEMM multiply
+values; values of square tiles are equal in both layouts, so their casts stay. Stochastic copies stay apart,
+because their random numbers use the registers of a second copy. Two copies also stay apart if the amax of one
+copy is computed after the other cast.
 
 A copy with FP32 scales is split into parts: its scales may be known before the cast (delayed scaling), its
 elements may have another type (`FNUZ`), and columnwise elements may be transposed (see `vendor_fp8`)
-while their scales are not. Known block scales are computed again, because a tile has all their inputs. These
-casts stay as they are: casts with only their scales read; casts that an emulated product reads, because one
-loop makes elements and values; casts to rowwise elements with a known scale, because they fuse with their
-neighbours, also as an epilogue.
+while their scales are not. The merged cast computes known block scales again, because its tile has all their
+inputs. Three kinds of casts stay as they are: casts whose elements no node reads; casts that an emulated
+product reads, because one loop makes elements and values; casts to rowwise elements with a known scale,
+because they fuse with their neighbours, also as an epilogue.
 
 Runs after `expand`. Numerics do not change.
 """
@@ -58,7 +58,7 @@ _Group = dict[int, Cast]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _NewCopy:
-    """A copy of a merged cast. results: replaced nodes, by tensor of the copy. scale, amax: see `Cast`."""
+    """A copy of a merged cast. results: the replaced nodes, for each tensor. scale, amax: see `Cast`."""
 
     copy: Copy
     results: Sequence[Sequence[fx.Node]]
@@ -150,7 +150,7 @@ def _share_amax(build: Builder, cast: Cast) -> None:
 
 
 def _fits(group: _Group, cast: Cast) -> bool:
-    """Whether `cast` may join `group`: the other dimension, values of one dtype, and its inputs are ready."""
+    """Whether `cast` may join `group`: along a new dimension, to the same dtype, with inputs before it."""
     dtypes = {member.copy.dtype for member in (*group.values(), cast)} - {None}
     first = _first(group.values())
     ready = all(node < first for node in cast.node.all_input_nodes)
@@ -186,7 +186,7 @@ _Key = tuple[fx.Node, Format, fx.Node | None]
 
 
 def _of_fp8(graph: fx.Graph) -> dict[_Key, list[Cast]]:
-    """Returns the casts of each matrix to one format with FP32 scales, in order."""
+    """Returns the casts with FP32 scales that templates can make, in groups that one kernel may serve."""
     casts: dict[_Key, list[Cast]] = {}
     for node in graph.find_nodes(op="call_function", target=ops.cast):
         cast = Cast.from_node(node)
@@ -203,7 +203,7 @@ def _of_fp8(graph: fx.Graph) -> dict[_Key, list[Cast]]:
 
 
 def _is_down(cast: Cast) -> bool:
-    """Whether `cast` makes only transposed elements, for a product that has their scales."""
+    """Whether `cast` makes only transposed elements, from scales that another node computes."""
     return cast.copy.transposed and cast.copy.part is CopyPart.ELEMENTS
 
 
@@ -236,7 +236,7 @@ def _read(cast: Cast, index: int) -> list[fx.Node]:
 
 
 def _parts(casts: Sequence[Cast], source: fx.Node, form: Format, scale: fx.Node | None) -> list[_NewCopy]:
-    """Returns the copies that replace `casts` of one matrix; [] if loops are as fast. scale: known scale."""
+    """Returns the copies that replace `casts` of a matrix; [] if loops are as fast. scale: see `_Key`."""
     rows = [cast for cast in casts if not _is_down(cast) and _is_along_rows(cast)]
     columns = [cast for cast in casts if not _is_down(cast) and not _is_along_rows(cast)]
     elements = [node for cast in rows for node in _read(cast, 0)]

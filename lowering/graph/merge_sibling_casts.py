@@ -2,11 +2,11 @@
 
     cast(f(g, u, v), copies), cast(h(g, u, v), copies)  →  cast(f(…), copies, y=h(…))     g, u, v read once
 
-The casts may be of the gradients of a gated activation's factors, computed from the product's gradient, the
-gate and the other factor. f and h are elementwise, and only their casts read their results. So the kernel of
-the merged cast computes both in its prologue; two kernels would store one result. The prologue reads at most
-three tensors of their size. For chips whose casts have a template, after `merge_casts`. Numerics do not
-change.
+An example is the backward of a gated activation: the gradients of both factors are computed from the
+product's gradient, the gate and the other factor. f and h are elementwise, and only the casts read their
+results. So the prologue of the merged cast computes both; with two kernels, one result would be stored. The
+prologue reads at most three tensors of the results' size. Applies to chips whose casts have a template, after
+`merge_casts`. Numerics do not change.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MOST_LEAVES, _SHARED_LEAVES = 3, 2
 class _ComputedCast:
     """A cast and the computation of its source. chain: elementwise nodes, in order. leaves: their inputs.
 
-    large: leaves of at least the source's size.
+    large: leaves with at least as many elements as the source.
     """
 
     cast: fx.Node
@@ -120,7 +120,7 @@ def _elementwise(node: fx.Node) -> bool:
 
 
 def _fit(first: _ComputedCast, second: _ComputedCast, order: dict[fx.Node, int]) -> bool:
-    """Whether both have one format and size and shared leaves, and the second can move to the first."""
+    """Whether both casts have equal copies and sizes, share leaves, and the second can move to the first."""
     shapes = (value_of(argument(cast.cast)).shape for cast in (first, second))
     same = statically_known_true(sym_eq(*shapes))  # no guard on sizes that depend on data
     same_copies = Casts.read(first.cast).copies == Casts.read(second.cast).copies

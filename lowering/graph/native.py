@@ -3,8 +3,8 @@
 `choices.defaults` lowers these products (matrices, batches, groups) to a Triton template whose dot is the
 chip's block-scaled MMA, or to the vendor's GEMM. The tag names the template until Inductor has chosen
 (`inductor.winners`). `expand` emulates the others, with a reason: empty products, products with one result
-element, and unknown numbers of groups. If the user names another chip as the target, Triton may emulate the
-MMA on this machine's GPU; if that emulation loses scales, `expand` emulates all products.
+element, and products whose number of groups is unknown. If the user names another chip as the target, Triton
+may emulate the MMA on this machine's GPU; if that emulation loses scales, `expand` emulates all products.
 
 Source of the lost scales: triton issue 11735.
 """
@@ -72,7 +72,7 @@ class Native(NativePass):
         return f"{_name(node)} {_shape(tile, node)}{' swapped' if swap else ''}"
 
     def _product(self, node: fx.Node) -> defaults.MXProduct:
-        """Returns `node` in the terms of the table of defaults."""
+        """Returns the sizes and formats of `node` by which `defaults` chooses a form."""
         product = Product.read(node)
         out, a = value_of(node), value_of(product.a)
         *groups, m, n = map(hint, out.shape)
@@ -90,7 +90,7 @@ class Native(NativePass):
         )
 
     def _tiled(self, node: fx.Node) -> list[TiledConfig]:
-        """Returns the tiles of the tiled form for `node`, [] if it does not fit."""
+        """Returns the tiles of the tiled form for `node`; [] if the form cannot run it."""
         if _is_grouped(node):
             return self._tiled_groups(node)
         lhs, rhs = Product.read(node).sides
@@ -104,7 +104,7 @@ class Native(NativePass):
         return configs.tiled_products(self.target, *map(hint, (*out.shape, a.shape[1])))
 
     def _tiled_groups(self, node: fx.Node) -> list[TiledConfig]:
-        """Returns these tiles for groups along K, rows, or columns (rows of the transposed product)."""
+        """Returns the tiles for groups of K, of rows, or of columns (rows of the transposed product)."""
         product = Product.read(node)
         out, a, b = map(tensor, (node, product.a, product.b))
         if out is None or a is None or b is None or (a.ndim, b.ndim) == (3, 3):

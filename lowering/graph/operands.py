@@ -35,9 +35,9 @@ class DequantizedOperands:
     def value(
         self, qdata: fx.Node, scale: fx.Node, dim: int, dtype: torch.dtype, like: fx.Node, fmt: str
     ) -> fx.Node:
-        """Returns the operand in `dtype` with the strides of `qdata`, from its source if the graph has it.
+        """Returns the operand in `dtype` with the strides of `qdata`, from its source if the graph casts it.
 
-        dim: dimension of the blocks, −1 or −2. word: name of the format. Inserts at the insertion point.
+        dim: dimension of the blocks, −1 or −2. fmt: name of the format. Inserts at the insertion point.
         """
         qdata, scale, swapped = stored(qdata, scale)
         key = qdata, scale, dtype, True
@@ -105,7 +105,7 @@ def _has_scale(cast: Cast | None, scale: fx.Node) -> bool:
 
 
 def stored(qdata: fx.Node, scale: fx.Node) -> tuple[fx.Node, fx.Node, bool]:
-    """Returns (qdata, scale, whether they are transposed) of an operand, behind its transposes.
+    """Returns (qdata, scale, whether the operand is transposed): qdata and scale without their transposes.
 
     Tiled scales are a vector, which has no transpose. If only the elements are transposed, and not their
     scales, both stay as they are.

@@ -9,8 +9,8 @@
     mxfp4   sm_100, sm_103, sm_120, gfx950       blocks of 32 with E8M0 scales
 
 `choices.defaults` selects the kernel of a product. Casts of matrices write scales in the chip's layout,
-other casts write them row-major. Scales of stored weights are row-major; large products have them tiled
-first, so that kernels on tiled scales can run, which moves at most a quarter of the weight's bytes again.
+other casts write them row-major. Scales of stored weights are row-major. For large products the pass tiles
+these scales, so that kernels on tiled scales can run; tiling moves at most a quarter of the weight's bytes.
 Other products read row-major scales.
 
 Runs on the joint graph, so that forward saves packed copies. `promote_to_mx` and `expand` take the other
@@ -82,7 +82,7 @@ class Packed(LoweringPass):
 
 
 def _unmet(product: Product) -> str:
-    """Returns the reason why the chip cannot multiply `product`, by its tensor scales, or ""."""
+    """Returns why the tensor scales of `product` keep the chip from multiplying it, or ""."""
     if not product.forms[0].two_level:
         return ""
     if len(scales := product.tensors or ()) != len(product.sides):
@@ -201,7 +201,7 @@ class _PackedOperands:
         return first, second
 
     def _largest(self, transformed: fx.Node, amax: fx.Node, form: Format) -> fx.Node:
-        """Returns the amax of `transformed`, by a cast to `form` that does not store it; replaces `amax`."""
+        """Returns the amax of `transformed` by a cast that does not store the transform; replaces `amax`."""
         if amax.target is not ops.largest or argument(amax) is not transformed:
             return amax
         with self.build.graph.inserting_before(amax):

@@ -71,9 +71,9 @@ _EXACT = {"cpp.enable_unsafe_math_opt_flag": False, "cpp.enable_floating_point_c
 """On CPUs casts round by additions and subtractions, which a C++ compiler could otherwise remove or fuse."""
 
 _WHOLE_STORES = "-fno-tree-loop-distribute-patterns"
-"""GCC 12 for AVX-512 otherwise makes a copy of a loop of stores and drops the stores that fill its source.
+"""Without it, GCC 12 for AVX-512 turns a loop of stores into a copy, and drops the stores to its source.
 
-Where Inductor transposes two tensors of 16 bits in one kernel, most elements are then wrong.
+In kernels of Inductor that transpose two tensors of 16 bits, most elements would be wrong.
 """
 
 _SCHEDULER_PASSES = ("inductor.prologues", "inductor.winners")
@@ -92,7 +92,7 @@ def config_patches(
     """
     if target.device == "cpu":
         contraction = (
-            "cpp.enable_floating_point_contract_flag"  # no other setting reaches the compiler as text
+            "cpp.enable_floating_point_contract_flag"  # the only setting whose text reaches the compiler
         )
         exact = _EXACT | ({contraction: f"off {_WHOLE_STORES}"} if kernel.is_gcc() else {})
         for key, value in _EXACT.items():
@@ -118,7 +118,7 @@ def config_patches(
 
 
 def _setting(key: str, options: Mapping[str, Any]) -> Any:
-    """Returns the value of `key` in `options`, the settings of this compile, or else in Inductor's."""
+    """Returns the value of `key` in `options` (settings of this compile), or else in Inductor's `config`."""
     return options.get(key, operator.attrgetter(key)(config))
 
 
@@ -149,7 +149,7 @@ def run(graph: fx.Graph, target: Target, device: torch.device, *, promotes: bool
     Args:
         graph: A forward, backward or inference graph, which the passes change in place.
         target: The chip.
-        device: Device of the tensors that stand for the target's. The graph may have tensors elsewhere too.
+        device: Device whose tensors count as tensors of the target. The graph may have tensors elsewhere too.
         promotes: Whether products in a dtype that `target` multiplies slowly run in FP32, although no
             product of the graph is quantized.
 

@@ -2,7 +2,7 @@
 
     cast(x, codes)  →  cast(x, scales), cast(x, elements)
 
-For casts to other formats than MXFP8, which no template makes. Numerics do not change.
+Applies to casts to formats other than MXFP8 that no template makes. Numerics do not change.
 """
 
 from __future__ import annotations

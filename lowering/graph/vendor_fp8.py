@@ -51,7 +51,7 @@ class VendorFP8(LoweringPass):
     family: ClassVar[Family] = Family.FP8
 
     def apply(self, graph: fx.Graph) -> Reasons:
-        """Replaces these products and names the kernel in tags. Returns the reasons why others stay."""
+        """Replaces products by the GEMM, and names it in tags. Returns the reasons why others stay."""
         reasons: dict[fx.Node, str] = {}
         build = Builder(graph, self.name)
         copies = _Copies(build, not optional.obstacle(*FP8_CASTS), self.target.fp8_fnuz)
@@ -95,7 +95,7 @@ def _replace(product: Product, copies: _Copies) -> None:
 
 
 def _along_k(product: Product, copies: _Copies) -> None:
-    """Makes `product`, which the MX GEMM will run, read K-major copies where separate casts write them."""
+    """Makes `product`, which the MX GEMM will run, read K-major copies, where casts can write them."""
     a, b = product.a, product.b
     with copies.build.graph.inserting_before(product.node):
         lhs, rhs = copies.transposed(a), copies.transposed(transpose(b, copies.build))
@@ -141,7 +141,7 @@ class _Copies:
         return self._once((matrix, ops.decode), lambda: self.build.call(ops.decode, *arguments, like=matrix))
 
     def transposed(self, matrix: fx.Node) -> fx.Node | None:
-        """Returns a separate cast's copy of `matrix` if that is a transposed result of a cast, or None."""
+        """Returns a copy that a cast writes transposed; None unless `matrix` transposes a cast's result."""
         base, swapped = untransposed(matrix)
         cast = Cast.from_node(result_of(base)[0])
         if not self._transposes or not swapped or cast is None or not is_fp8(cast):

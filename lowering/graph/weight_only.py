@@ -82,7 +82,7 @@ class WeightOnly(LoweringPass):
                 yield node
 
     def apply(self, graph: fx.Graph) -> Reasons:
-        """Replaces these products, and names the kernel in tags."""
+        """Replaces the candidates of `graph`, and names the kernel in their tags."""
         build = Builder(graph, self.name)
         operands = DequantizedOperands(build)
         for node in self.candidates(graph):

@@ -27,7 +27,7 @@ _CLONE = lowerings[torch.ops.aten.clone.default]
 
 
 def as_float(x: ir.TensorBox) -> Load:
-    """Loads `x` as FP32, rounded to its dtype first, because a fused producer may hold it in FP32."""
+    """Returns a loader of FP32 values of `x`, rounded to its dtype: a fused producer may pass FP32 values."""
     load, dtype = x.make_loader(), x.get_dtype()
 
     def loaded(index: Index) -> Any:
@@ -142,5 +142,5 @@ class ScaleBlocks:
 
     @property
     def across_rows(self) -> bool:
-        """Whether neighbours have different scales, which a CPU loads faster than it computes them."""
+        """Whether each column of a CPU tensor has its own scale: loading it is faster than computing it."""
         return self.device.type == "cpu" and self.extents[-1] == 1

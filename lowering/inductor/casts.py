@@ -5,7 +5,7 @@
     y     = x · 2^(127 − byte)
     q     = round(y) to the element type            value = round(y) · 2^(byte − 127)
 
-For every device that Inductor generates code for; `elements` rounds y and stores q.
+The loops run on every device that Inductor generates code for. `elements` rounds y and stores q.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def decoded(qdata: ir.TensorBox, scale: ir.TensorBox, block_dim: int, dtype: tor
 
 @register_lowering(ops.flatten, type_promotion_kind=None)
 def lower_flatten(x: ir.TensorBox) -> ir.TensorBox:
-    """Lowers ``mx.flatten`` to a view of `x`, stored first: otherwise Inductor would compare sizes."""
+    """Lowers ``mx.flatten``: stores `x` and returns a view. For other views Inductor would compare sizes."""
     x.realize()
     whole: ir.TensorBox = _VIEW(x, [sympy.prod(x.get_size())])
     return whole

@@ -50,7 +50,7 @@ def lower_cast(
     amaxes: OptionalTensors | None = None,
     y: ir.TensorBox | None = None,
 ) -> Results:
-    """Lowers ``mx.cast``: the tensors of the copies of x, then of y."""
+    """Lowers ``mx.cast``. Returns the tensors of the copies of `x`, then of `y`."""
     copies, none = [Copy.parse(name) for name in names], [None] * len(names)
     scales, amaxes = scales or none, amaxes or none
     call = CastCall(x=x, copies=copies, seed=seed, stream=stream, scales=scales, amaxes=amaxes, y=y)

@@ -57,10 +57,7 @@ def clamped(y: Any, largest: float) -> Any:
 
 
 def rounded(y: Any, elem: ElemType, target: Target) -> Any:
-    """Returns `y`, FP32, |y| ≤ max or NaN, rounded to nearest even in `elem`; keeps the sign of 0.
-
-    An integer has no −0.
-    """
+    """Returns `y`, FP32, |y| ≤ max or NaN, rounded to nearest even in `elem`; floats keep the sign of 0."""
     if target.encodes_fp8 and not elem.is_coded:
         return inductor.to_dtype(inductor.to_dtype(y, elem.dtype), _F32)
     magic = f32(1.5 * 2.0**23 * elem.step)

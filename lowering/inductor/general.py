@@ -83,7 +83,7 @@ def fp32_scale_of(amax: Any, form: Format) -> Any:
         return inductor.where(inductor.eq(amax, f32(0.0)), f32(1.0), scale)
     scale = elements.quotient(amax, f32(form.largest))
     scale = inductor.where(inductor.eq(scale, f32(0.0)), f32(1.0), scale)
-    finite = inductor.lt(amax, f32(float("inf")))  # neither Inf nor NaN
+    finite = inductor.lt(amax, f32(float("inf")))  # False for Inf and NaN
     return inductor.where(finite, scale, f32(float("nan")))
 
 
@@ -188,9 +188,10 @@ def lower_decode(
     amax: ir.TensorBox | None = None,
     global_scale: ir.TensorBox | None = None,
 ) -> ir.TensorBox:
-    """Lowers ``mx.decode``: elements times scales; without `scale` elements, FNUZ elements, or codes.
+    """Lowers ``mx.decode``: elements times scales; without `scale`, the elements.
 
-    amax: amax of the tensor, for the tensor's scale. global_scale: the same of a stored weight, as a divisor.
+    dtype: also a FNUZ type, or uint8 for the codes of packed data.
+    amax: amax of the tensor, for its FP32 scale. global_scale: divisor of a stored weight's values.
     """
     form = Format.parse(fmt)
     if dtype in FNUZ.values():

@@ -28,7 +28,7 @@ class Regions(SchedulerPass):
     """Writes the beginning and the end of a region around each kernel of a product."""
 
     def apply(self, nodes: Nodes) -> Nodes:
-        """Returns `nodes` unchanged."""
+        """Makes Inductor's wrapper code open and close regions. Returns `nodes` unchanged."""
         if not V.graph.cpp_wrapper:
             wrapper: Any = V.graph.wrapper_code
             wrapper.enter_context = _entering(wrapper, dict(map(_labelled, nodes)))
@@ -36,7 +36,7 @@ class Regions(SchedulerPass):
 
 
 def _labelled(group: BaseSchedulerNode) -> tuple[fx.Node | None, str]:
-    """Returns the last node that `group` computes, Inductor's key for it, and the names of its products."""
+    """Returns the last node of `group`, which Inductor passes to `enter_context`, and the products' names."""
     origins = {
         origin for node in group.get_nodes() if node.node is not None for origin in node.node.get_origins()
     }
@@ -45,7 +45,7 @@ def _labelled(group: BaseSchedulerNode) -> tuple[fx.Node | None, str]:
 
 
 def _entering(wrapper: Any, labels: dict[fx.Node | None, str]) -> Callable[[fx.Node], None]:
-    """Returns `wrapper.enter_context`, which begins the code of a group, with regions from `labels`."""
+    """Returns a version of `wrapper.enter_context`, called before each group, which also writes regions."""
     enter, is_open = wrapper.enter_context, False
 
     def entering(last: fx.Node) -> None:

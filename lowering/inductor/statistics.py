@@ -23,7 +23,7 @@ _FULL = lowerings[torch.ops.aten.full.default]
 
 @register_lowering(ops.cast_statistics, type_promotion_kind=None)
 def lower_cast_statistics(x: ir.TensorBox, block_dim: int, fmt: str, keep: int, *options: Any) -> Any:
-    """Returns statistics, FP64, and a part of the cast, FP32. given: seed, stream and scale."""
+    """Returns statistics, FP64, and a part of the cast, FP32. options: seed, stream and scale."""
     form, rank = Format.parse(fmt) if fmt else None, len(x.get_size())
     results, is_of_matrices = None, rank > 1 and block_dim % rank >= rank - 2
     if form and _is_mxfp8(form) and not any(options) and (form.tile == Tile.ROW or is_of_matrices):

@@ -1,6 +1,6 @@
 """Tiled scales (see `scale_tiles`) in Inductor's IR: their layout and the offset of a byte.
 
-For casts without a template, and for decoding; kernels use `kernels.tiles.swizzled_offset`.
+Casts without a template and decoding use this module; kernels use `kernels.tiles.swizzled_offset`.
 """
 
 from __future__ import annotations

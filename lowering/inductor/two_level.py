@@ -144,7 +144,7 @@ class _Choice:
         return inductor.abs(difference)
 
     def _total(self, errors: ir.TensorBox, tile: Index) -> Any:
-        """Returns the error of `tile`: the errors of its rows, summed in halves."""
+        """Returns the error of `tile`: its rows' errors, added half to half until one number is left."""
         load = errors.make_loader()
         rows = [load([*tile, sympy.Integer(row)]) for row in range(self._form.tile.across)]
         while len(rows) > 1:

@@ -35,7 +35,7 @@ _CALLERS: WeakKeyDictionary[Any, TritonTemplateCaller] = WeakKeyDictionary()
 """Choices by the function that renders their kernel, which is the only trace of a choice in its buffer."""
 
 _CONFIGS: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-"""A template's own name of a configuration, by the same function."""
+"""Names that templates give to configurations, by the function that renders the kernel."""
 
 BENCHMARKED = next(
     name for name in ("benchmark_template_fusion", "benchmark_epilogue_fusion") if hasattr(config, name)
@@ -108,7 +108,7 @@ class Winners(SchedulerPass):
         self._report = report
 
     def apply(self, nodes: Nodes) -> Nodes:
-        """Returns `nodes` unchanged."""
+        """Reports the kernels of the GEMMs in `nodes`. Returns `nodes` unchanged."""
         kernels = dict(kernel for group in nodes for node in group.get_nodes() for kernel in _kernels(node))
         if kernels:
             self._report(kernels)
@@ -135,11 +135,11 @@ def _winner(node: BaseSchedulerNode, buffer: ir.TritonTemplateBuffer) -> ir.Choi
     """Returns the choice of `buffer`; None without a choice, or if the kernel's current name is right."""
     if not isinstance(buffer, ir.MultiTemplateBuffer):
         return _CALLERS.get(buffer.make_kernel_render)
-    if buffer.make_kernel_render is not None:  # final, because Inductor fused an epilogue into it
+    if buffer.make_kernel_render is not None:  # Inductor chose this kernel when it fused an epilogue
         same = (choice for choice in buffer.choices if isinstance(choice, TritonTemplateCaller))
         return next(choice for choice in same if choice.make_kernel_render is buffer.make_kernel_render)
     if node.scheduler._has_layout_conflict_for_template(buffer):
-        return None  # Inductor then calls the library, which is the current name
+        return None  # Inductor calls the library, whose kernel the record already names
     return buffer.get_min_choice()[0]
 
 

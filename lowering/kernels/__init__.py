@@ -1,6 +1,6 @@
-"""Triton device functions that the templates call, and the choice of their tiles.
+"""Triton device functions that the templates call.
 
 ``tiles`` has the cast on register tiles, which most files use. Importing a kernel imports Triton, so other
 rooms import kernels only when they need them. ``lowering/templates`` has the kernels that a graph launches;
-only `zero_rows` is a kernel by itself, which runs behind a grouped product of the vendor's.
+the only kernel here is `zero_rows`, which runs after the vendor's grouped product.
 """

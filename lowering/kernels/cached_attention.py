@@ -1,4 +1,4 @@
-"""Attention of few queries over a part of a cache's keys and values, which registers decode from MXFP8.
+"""Attention of few queries over a part of a cache's keys and values, decoded from MXFP8 in registers.
 
     s[r, t] = factor · Σ_d q[r, d] · k[t, d] + mask[r, t]        top = max_t s,  sum = Σ_t e^(s − top)
                                                                  total[r, d] = Σ_t e^(s − top) · v[t, d]

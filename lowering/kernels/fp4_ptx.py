@@ -12,7 +12,7 @@ from mxcompile.formats.stochastic import MULTIPLIER, ROUNDS, WEYL
 
 
 def _philox() -> str:
-    """Returns PTX for the two words of `formats.stochastic.philox`, with place $2, stream $3 and key $4."""
+    """Returns PTX for the two words of `formats.stochastic.philox`: index $2, stream $3, seed $4."""
     lines = [".reg .b64 product;", ".reg .b32 left, right, low, high, key;"]
     lines += ["mov.b32 left, $2;", "mov.b32 right, $3;", "mov.b32 key, $4;"]
     for _ in range(ROUNDS):
@@ -28,7 +28,7 @@ def _philox() -> str:
 
 
 PHILOX = tl.constexpr(_philox())
-"""Both words of one Philox call."""
+"""PTX of one Philox call: both of its words."""
 
 PAIRS = tl.constexpr("""{
     .reg .b8 first, second, third, fourth;
@@ -67,7 +67,7 @@ RECIPROCAL = tl.constexpr("""{
     fma.rn.f32 error, negative, guess, 0f3F800000;
     fma.rn.f32 $0, guess, error, guess;
 }""")
-"""1 / $1 to nearest, for 2^−126 ≤ $1 < 2^126; NaN for 0. In that range rcp.rn.f32 is these instructions."""
+"""1 / $1 to nearest, for 2^−126 ≤ $1 < 2^126; NaN for 0. rcp.rn.f32 compiles to the same for this range."""
 
 _RANDOM_PAIR = """
     mov.b64 both, {{${low}, ${high}}};
@@ -99,7 +99,7 @@ def _random_pairs() -> str:
 
 
 RANDOM_PAIRS = tl.constexpr(_random_pairs())
-"""Four bytes with two codes each: $1 to $4 and $5 to $8, times $9 to $12, rounded by halves of $13 to $16.
+"""Four bytes: codes of $1 to $4 (low) and $5 to $8 (high), times $9 to $12; random bits from $13 to $16.
 
 2^−126 is the smallest normal FP32 number. Times 2^−126, E2M1's subnormals become FP32's subnormals, and the
 last 22 bits of the sum with the random bits are cut off.

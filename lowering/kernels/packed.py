@@ -7,9 +7,9 @@
 
 The results have the same bits as in `tiles`. BF16 has FP32's exponents, so h gives the same bytes as FP32's
 bits, and a product with a power of two is exact or below 2^−126, where both round to the zero of FP8 with its
-sign. The bytes of two blocks lie in the halves of an int32; no sum or difference carries between halves. A
-value may be rounded in BF16: its element has 4 bits or fewer, and so has the number of steps that the adder
-rounds to.
+sign. The bytes of two blocks lie in the halves of an int32; no sum or difference carries between halves.
+Additions in BF16 can round values, because BF16 has 8 significant bits, and an element, as a multiple of its
+step, has at most 4.
 
 The constants below are PTX of instructions that Triton does not emit by itself.
 ``tests/triton_interpreter/exact_interpreter.py`` computes them as the PTX ISA 9.1 defines them.

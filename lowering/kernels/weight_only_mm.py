@@ -9,8 +9,8 @@ is not quantized. ``templates.weight_only`` calls these device functions, which 
     gemv   in FP32 on the ALUs: one token, or activations that are not BF16
     dot    weights become BF16 in registers (exact from scale byte 3 on) and go to the tensor cores
 
-A byte of E2M1 has the codes of an even k and of k + 1. Low and high codes are the weights of two sums, each
-with every other number of x.
+A byte of E2M1 has the codes of an even k and of k + 1. The kernel adds two sums: low codes times even
+elements of x, and high codes times odd elements.
 
 If N has too few tiles for the chip, K is split too (`choices.weight_only_forms.split`). A second kernel
 sums the parts, which are FP32 in memory, in a fixed order, so that the result does not depend on timing.

@@ -64,6 +64,6 @@ def best(
     """
     choices = choices_of(operands, layout, tried)
     result = winners.choose(name, choices, operands, layout, labels, examples=examples, at_once=at_once)
-    if len(choices) == 1 and is_heavy(V.graph.current_node):  # of several, Inductor times fusions
+    if len(choices) == 1 and is_heavy(V.graph.current_node):  # with several, Inductor times the fusion
         V.graph.no_fuse_buffer_names.add(result.get_name())
     return result

@@ -224,7 +224,7 @@ def lower_cast(cast: CastCall) -> Results | None:
 
 
 def _shapes(x: ir.TensorBox, copy: Copy) -> tuple[list[Any], list[Any]]:
-    """Returns shapes of the bytes and scales of a copy of `x`, a matrix or a batch with one dimension."""
+    """Returns shapes of the bytes and scales of a copy of `x`, with at most one batch dimension."""
     *batch, rows, length = x.get_size()
     form = copy.format
     if copy.dim == -2:
@@ -236,7 +236,7 @@ def _shapes(x: ir.TensorBox, copy: Copy) -> tuple[list[Any], list[Any]]:
 
 
 def lower_largest(x: ir.TensorBox, dim: int | None = None) -> ir.TensorBox | None:
-    """Returns the amax of a stored tensor, whose tiles are reduced first; None for other tensors and rows."""
+    """Returns the amax of a tensor in memory, by way of its tiles; None for other tensors, and with `dim`."""
     target = of_device(x.get_device_or_error())
     if dim is not None or isinstance(target.tiles.fp4_cast, Unsupported) or not _is_stored(x):
         return None
@@ -269,13 +269,13 @@ def _largest(x: ir.TensorBox, signs: int) -> Results:
 
 
 def _matrices(x: ir.TensorBox) -> Any:
-    """Returns `x` as a matrix, or as a batch with one dimension, realized."""
+    """Returns `x` as a matrix, or as a batch with one batch dimension, realized."""
     *batch, m, n = x.get_size()
     return realize_inputs(_VIEW(x, [sympy_product(batch), m, n]) if len(batch) > 1 else x)
 
 
 def _tile(target: Target, block: int, x: Any, *, halve: bool = False) -> dict[str, Any]:
-    """Returns arguments of both templates: a tile of blocks of `block` rows, and how to compute its numbers.
+    """Returns arguments of both templates: the tile, in blocks of `block` rows, and the instructions to use.
 
     halve: whether a thread has half as many elements, which leaves registers for a producer.
     """

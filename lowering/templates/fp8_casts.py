@@ -181,7 +181,7 @@ _Scales = dict[int, ir.TensorBox]
 """Scales by the dimension that they belong to; scales of squares and of tensors serve both, and have −1."""
 
 _Tensors = dict[tuple[CopyPart, bool], ir.TensorBox]
-"""Elements, by whether they are transposed, and the largest magnitude, by False."""
+"""Tensors by part and whether they are transposed; the largest magnitude has False."""
 
 
 def lower_cast(cast: CastCall) -> list[ir.TensorBox] | None:
@@ -265,7 +265,7 @@ def _parts(x: ir.TensorBox, *, rows: bool, columns: bool) -> tuple[ir.TensorBox 
 
 
 def _of_blocks(x: ir.TensorBox, form: Format, elements: Collection[bool]) -> _Scales:
-    """Returns memory for the scales of blocks, which the cast of `elements` writes."""
+    """Returns empty buffers for the scales of blocks, which the cast of `elements` fills."""
     (m, n), same = x.get_size(), form.tile.is_square
     scales = {}
     if same or False in elements:
@@ -344,7 +344,7 @@ def _call(
     read: int = 0,
     **settings: Any,
 ) -> ir.TensorBox:
-    """Returns the result, of `shape`. others: inputs beside `x`, `read` tensors to read, then to write."""
+    """Returns the result of `shape`. others: the first `read` are inputs, the kernel writes the rest."""
     inputs: list[Any] = [x, *others[:read], *(other.data for other in others[read:])]
     return call.only(
         template,

@@ -173,7 +173,7 @@ def _choices(
     layouts = [layout, *(operand.get_layout() for operand in operands)]
     target, sizes = of_device(layout.device), V.graph.sizevars
     rows, columns = sizes.optimization_hint(m), sizes.optimization_hint(n)
-    # no tiles if `graph.fuse` did not have the size, or if the option `target` named another chip
+    # `fused` returns [] if `graph.fuse` did not have the size, or chose for another chip (option `target`)
     tile_sizes = fused(target, rows, columns) or products(target, rows)[:1]
     for swap, tile in tile_sizes:
         yield {

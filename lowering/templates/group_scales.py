@@ -11,8 +11,8 @@ Row t of the result is a row of tiles, for 128 rows of the operand, as in ``form
 `scaled_grouped_mm`, and tile t of the product reads row t. For groups of K the number of tiles in a row does
 not either: it is ⌈blocks / 4⌉ + 2 G, since a group may end with part of a tile and with a shared block.
 
-A separate kernel does it, because only the product has the ends of groups, where tiles begin. For a matrix
-the cast writes tiles. The kernel moves 1/16 byte for each element, the cast 3 to 4 bytes.
+A separate kernel makes the tiles, because a cast does not get the ends of the groups, where tiles begin. The
+cast of a matrix writes tiles itself. The kernel moves 1/16 byte for each element, the cast 3 to 4 bytes.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ from mxcompile.lowering.kernels import scaled_tile
 """
 
 _BYTES = 512
-"""Bytes for each program: a tile, which belongs to one group."""
+"""Bytes that a program copies: one tile, which belongs to one group."""
 
 
 @SymbolicGridFn
@@ -84,7 +84,7 @@ def _grid(tiles: Any, width: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[A
 TEMPLATE = TritonTemplate(name="mx_tile_scales", grid=_grid, source=_SOURCE)
 
 _TILES: WeakKeyDictionary[Any, dict[tuple[str, ...], ir.TensorBox]] = WeakKeyDictionary()
-"""By Inductor's graph, then by operands: layers that read the same activation share its tiles."""
+"""Results by Inductor's graph, then by operands: layers that read one activation share its tiles."""
 
 
 def of_groups(scale: Any, offs: Any, groups: int) -> ir.TensorBox:

@@ -9,8 +9,8 @@ The kernel can also cast a second matrix whose producer reads the same tensors.
     values   =  element · 2^(byte − 127), rounded once to the dtype of the BF16 or FP32 product
 
 Values never become FP8: arithmetic rounds them (`tiles.rounded`), with two in a register if the chip supports
-it (`packed`). For chips without an MX GEMM. ``graph.merge_casts`` merges casts; `inductor.copies` lowers all
-others.
+it (`packed`). Chips without an MX GEMM use this template. ``graph.merge_casts`` merges casts;
+`inductor.copies` lowers casts that the template does not take.
 """
 
 from __future__ import annotations

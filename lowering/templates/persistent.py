@@ -26,8 +26,8 @@ PARTS = r"""
             mask = (idx_m < end_m) & (idx_n < N)
             columns = parts[part]
 """
-"""Source. Reads acc; row, where the tile begins, and end_m; pid_n; N; WIDTH of a part. Defines, in its loop,
-columns, FP32, and idx_m, idx_n, mask, to store them."""
+"""Source: a loop over parts of acc. Reads acc; row, the tile's first row, and end_m; pid_n; N; WIDTH, the
+columns of a part. Each iteration defines columns (FP32), idx_m, idx_n and mask for `STORE`."""
 
 STORE = r"""
             {{store_output(INDICES, "columns", "mask", indent_width=12, val_shape=("BLOCK_M", "WIDTH"))}}

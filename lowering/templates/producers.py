@@ -7,7 +7,7 @@
 Inductor indexes all loads of a prologue with the whole tile. Triton then loads a row's statistic along the
 rows, in another layout, and converts it to the tile's layout through shared memory. In FP8 casts, whose rows
 are permuted, a column's weight keeps the index of the whole tile: a load by columns would be converted there.
-All are rewrites of the generated text. Where the first or second does not match, code is right, but slower.
+All three rewrite the generated text. If the first or second does not match, the code is correct but slower.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ _FEW_READS = 4
 
 
 def leaves_room(source: Any) -> bool:
-    """Whether the producer of `source`, if there is one, leaves the registers that packed casts take.
+    """Whether the producer of `source`, if there is one, leaves enough registers for a packed cast.
 
     A producer that calls a library function takes registers for the call. A producer with a head dimension
     that reads many tensors takes registers for their addresses.

@@ -207,7 +207,7 @@ def _groups_of_rows(
 def _tiled(
     operands: list[Any], layout: ir.Layout, tiles: list[TiledConfig], coding: Coding, *, columns: bool
 ) -> ir.TensorBox:
-    """Returns the products of groups of rows in the form of `defaults`; if autotuning, all compete."""
+    """Returns the products of groups of rows in the form that `defaults` or autotuning chooses."""
     a, scale_a, b, scale_b, offs = operands
     groups = int(b.get_size()[0])
     boxed = ir.TensorBox(scale_b) if isinstance(scale_b, ir.StorageBox) else ir.TensorBox.create(scale_b)

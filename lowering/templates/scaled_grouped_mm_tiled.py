@@ -3,8 +3,8 @@
     groups of rows    out[m] = a[m] · b[g]          where offs[g−1] ≤ m < offs[g]; 0 past the last group
     groups of K       out[g] = Σ_k a[:, k] · b[k]   where offs[g−1] ≤ k < offs[g]; 0 for an empty group
 
-Persistent, with a program per multiprocessor, as `scaled_mm_tiled`. `group_scales` makes tiles of the scales
-of each group. A tile of rows begins at any row; it reads rows past its group's end, but does not store them.
+The kernels are persistent, as `scaled_mm_tiled`: a program per multiprocessor. `group_scales` tiles scales by
+group. A tile of rows begins at any row; it reads rows past its group's end, but does not store them.
 The accelerator reads zeros outside of `a` and `b`. The matrices of `b` are stacked. If they are K-major, the
 accelerator reads zeros past K. If they are N-major, it reads the next matrix, so K must be whole steps.
 

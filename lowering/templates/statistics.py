@@ -67,7 +67,7 @@ _SUM = lowerings[torch.ops.aten.sum.dim_IntList]
 
 _TILE = TileConfig(block_m=32, block_n=256, num_warps=4)
 _DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
-_MOST_MATRICES = 65535  # of a grid's third dimension
+_MOST_MATRICES = 65535  # limit of a grid's third dimension
 _BIGGEST = FIELDS.index("amax"), FIELDS.index("smallest")  # rows have `smallest` negated: both are maxima
 
 

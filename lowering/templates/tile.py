@@ -42,9 +42,9 @@ TILE = r"""
     mask = in_m[:, None] & in_n[None, :]
 {% endif %}
 """ + GAIN.replace("ACC", "acc")
-"""Source behind `coding.HEAD`. Reads pointers a, sa, b, sb; rm, rn, the tile's rows and columns; end_m, N,
-their ends; begin, end, the range of K in elements; length, all bytes of K; the strides. Defines acc, FP32,
-and idx_m, idx_n, mask, to store it."""
+"""Source behind `coding.HEAD`: computes a tile. Reads pointers a, sa, b, sb; rm and rn, the tile's rows and
+columns; end_m and N, their ends; begin and end, the range of K in elements; length, all bytes of K; the
+strides. Defines acc (FP32), idx_m, idx_n and mask for `STORE`."""
 
 STORE = r"""
 {% if SWAP %}
@@ -115,9 +115,9 @@ def index_type(*extents: Any) -> str:
 
 
 def _extent(operand: Any) -> Any:
-    """Returns a bound on the offsets in a tile of `operand`, which may reach past the matrix."""
+    """Returns a bound on the offsets of a tile of `operand`; a tile may reach past the matrix."""
     pairs = zip(operand.get_size()[-2:], operand.get_stride()[-2:], strict=True)
     return sum((size + _SPARE) * stride for size, stride in pairs)
 
 
-_SPARE = 512  # rows or columns of a tile that starts inside a matrix
+_SPARE = 512  # most rows or columns by which a tile reaches past its matrix

@@ -18,7 +18,7 @@ BUDGETS = {
     "lowering/choices": 1_026,
     "lowering/cpu": 898,
     "lowering/graph": 2_799,
-    "lowering/inductor": 1_879,
+    "lowering/inductor": 1_877,
     "lowering/kernels": 2_374,
     "lowering/templates": 3_735,
     "mxcompile": 420,
