@@ -36,7 +36,7 @@ class UnsupportedError(MXCompileError, RuntimeError):
 
         Args:
             refused: A line for each GEMM, with its name and the reason.
-            precisions: The labels of the precisions that the policy gives them.
+            precisions: The labels of the precisions that the policy selects for these GEMMs.
         """
         return cls(
             f"strict: the policy quantizes these GEMMs to {precisions}, but that is not possible;"

@@ -1,4 +1,4 @@
-"""The private names of PyTorch and Triton that mxcompile uses, read from its own source.
+"""Lists the private names of PyTorch and Triton that mxcompile uses, by parsing mxcompile's own source.
 
 An Inductor backend cannot work without private names, and any release may rename them. Code that needs a
 missing name falls back with a reason (`lowering.optional`) or fails at import. ``mxcompile env`` prints the
@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 _PACKAGE = Path(__file__).parent
-_FOLDERS = (_PACKAGE, _PACKAGE / "lowering", _PACKAGE / "passes")  # the latter are links in a checkout
+_FOLDERS = (_PACKAGE, _PACKAGE / "lowering", _PACKAGE / "passes")  # a checkout has links to the last two
 _LIBRARIES = ("torch", "triton")
 
 
 @functools.cache
 def used() -> dict[str, tuple[str, ...]]:
-    """Returns the sorted private names by module; attributes of imported names as ``name.attribute``."""
+    """Returns the sorted private names by module. ``name.attribute`` is an attribute of an imported name."""
     names: dict[str, set[str]] = {}
     for folder in _FOLDERS:
         for file in folder.rglob("*.py"):
@@ -84,7 +84,7 @@ def _is_private(path: str) -> bool:
 
 def missing() -> list[str]:
     """Returns ``module.name`` for the names of `used` that the installed versions lack."""
-    import torch._inductor.compile_fx  # noqa: F401 — parts of Inductor import each other, in its order
+    import torch._inductor.compile_fx  # noqa: F401 — first, because Inductor's modules import each other
 
     return [
         f"{module}.{name}" for module, names in used().items() for name in names if not _exists(module, name)

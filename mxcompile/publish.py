@@ -15,7 +15,7 @@ _counter = itertools.count()
 
 def publish(path: Path, content: str | bytes) -> None:
     """Writes `content` to `path` atomically; creates missing folders. Raises `OSError`."""
-    path = Path(os.path.realpath(path))  # a link stays a link
+    path = Path(os.path.realpath(path))  # replaces the target of a symbolic link, not the link
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = beside(path)
     try:

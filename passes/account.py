@@ -54,7 +54,7 @@ def _per_byte(tag: GemmTag) -> int:
 
 
 def stored_weight(node: fx.Node, side: int) -> fx.Node | None:
-    """Returns the tensor that stores a forward GEMM's weight, before casts and views."""
+    """Returns the tensor behind casts and views that stores the weight, operand `side` of a forward GEMM."""
     if packet(node) in ops.PRODUCTS:
         maker, _ = producing_call(Product.read(node).sides[side][0])
         return stored(argument(maker) if packet(maker) in ops.CASTS else maker)

@@ -1,12 +1,12 @@
 """apply_plan: give the layers of a part of a model the roles that they have in the whole.
 
-    y = x·w, both inputs of this graph   the layer of the running module, if only one layer has these sizes
+    y = x·w with x and w graph inputs  →  the role of the layer with these sizes in the module that runs it
 
 In a cut graph the last layer looks like the head, and a layer whose activation is in the next graph has no
 role. The plan was recorded on the whole model. A layer is found by its name. If it runs several times and all
 runs are in this graph, they match in order; otherwise the first run of the same sizes matches, or the first
-run. A product whose weight was picked from a parameter in front of the cut (an expert's, from a stack) is
-found by its module. A layer that is not in the plan keeps the role from `classify`.
+run. A product whose weight was picked from a parameter before the cut (an expert's, from a stack) is
+found by its module and sizes. A layer that is not in the plan keeps the role from `classify`.
 """
 
 from __future__ import annotations

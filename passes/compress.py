@@ -136,7 +136,7 @@ class _Crossing:
         view = Cast.from_node(cast)
         if view is None or not view.copy.is_mx or forward_value is None or backward_value is None:
             return None
-        # the shapes differ if a size depends on data: backward has another symbol for it
+        # backward has another symbol for a data-dependent size, so shapes cannot be compared
         if not statically_known_true(sym_eq(forward_value.shape, backward_value.shape)):
             return None
         assert source is not None
@@ -171,7 +171,7 @@ class _Crossing:
         with self._forward.graph.inserting_before(cast.next):
             qdata, scale = (
                 self._forward.pick(cast, index, f"{source.name}_{part}")
-                for index, part in enumerate(("qdata", "scale"))  # names that are not in backward either
+                for index, part in enumerate(("qdata", "scale"))  # names that backward does not use
             )
         return _Copy(qdata=qdata, scale=scale, dim=spec.dim, steps=steps)
 
@@ -209,7 +209,7 @@ class _Crossing:
         """Returns the first node of backward that is among `readers`."""
         if all(node in self._position for node in readers):
             return min(readers, key=self._position.__getitem__)
-        wanted = set(readers)  # some reader is newer than the positions: it takes a size of a tensor
+        wanted = set(readers)  # a reader was added after the positions: a node that reads a size
         reader: fx.Node = next(node for node in self._backward.graph.nodes if node in wanted)
         return reader
 

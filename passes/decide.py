@@ -1,4 +1,4 @@
-"""decide: apply the policy to every GEMM, and keep the GEMMs that cannot be quantized as they are.
+"""decide: apply the policy to every GEMM; GEMMs that cannot be quantized stay as they are.
 
 Writes a choice with its reason into each tag, and the formats of both operands if the GEMM is quantized. If
 the policy quantizes GEMMs whose dtype or operator does not allow it, they fall back with a reason; in strict
@@ -30,7 +30,7 @@ _SUPPORTED = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.mv, at
 class Decide:
     """Sets choices.
 
-    strict: whether to raise instead of a fallback. cut: reason why the graph is not the whole model, or "".
+    strict: whether to raise instead of falling back. cut: reason why the graph is not the whole model, or "".
     """
 
     name: ClassVar[str] = "decide"

@@ -125,7 +125,7 @@ class _Finder:
         return True
 
     def tag_backward(self, node: fx.Node, *, of_data: bool = False) -> bool:
-        """Tags a backward node as a GEMM of its forward node's layer. Returns whether that was found.
+        """Tags a backward node as a GEMM of its forward node's layer. Returns whether a forward node fits.
 
         of_data: see `Gradients.match`.
         """
@@ -151,7 +151,7 @@ class _Finder:
                 source, held_as = self._weight_input(weight), stored_as(weight)
                 path = layer_name(path, source.inside(path)) if source is not None else path
             sizes = [matmul_sizes(node)]
-            if tensors == ("w", "x"):  # Wx: m still counts the rows of x
+            if tensors == ("w", "x"):  # W·x: swaps m and n, so that m counts the rows of x
                 batch, m, n, k = sizes[0]
                 sizes = [(batch, n, m, k)]
         else:

@@ -57,7 +57,7 @@ class Gather:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Moved:
-    """A collective `gather`, the `steps` that move rows of its result, and their only readers, equal `casts`.
+    """A collective `gather`, the `steps` that move its rows, and the equal `casts` that alone read the rows.
 
     steps: in graph order. sizes: readers of the number of rows. dtypes: conversions before each cast, in
     order.

@@ -94,7 +94,7 @@ class Gradients:
         return self._gradient(node, fitting[-1]) if fitting else None
 
     def _fitting(self, node: fx.Node, near: list[fx.Node], *, of_data: bool) -> list[fx.Node]:
-        """Returns the products that `node` can be a gradient of; products that still lack it come last.
+        """Returns the products that `node` can be a gradient of; products still without one come last.
 
         near: the forward products that share an operand with `node`.
         """
@@ -103,7 +103,7 @@ class Gradients:
             fitting = [n for n in near if _weight(n) in sources and _reads_across(node, n)]
             return sorted(fitting, key=lambda n: (n, Gemm.DGRAD) not in self._matched)
         dys = [read for source in sources for read in self._by_dy.get(source, ())]
-        dys.sort(key=lambda read: (read[0] < node, read))  # the dgrad right before `node` is last
+        dys.sort(key=lambda read: (read[0] < node, read))  # puts the dgrad right before `node` last
         same_flops = [n for _, n in dys if _has_flops_of(node, n)]
         alone = [n for n in same_flops if n in self._without_forward]
         layers = [n for n in same_flops if n in near] or alone or near or same_flops

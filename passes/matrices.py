@@ -60,7 +60,7 @@ def _rows(image: fx.Node, build: Builder, node: fx.Node) -> fx.Node:
 
 
 def as_returned(product: fx.Node, node: fx.Node, build: Builder) -> fx.Node:
-    """Returns `product`, of the `matrices` of the convolution `node`, in shape and strides of its result."""
+    """Returns `product`, of the `matrices` of convolution `node`, in shape and strides of `node`'s result."""
     image = operands(node)[0]
     if packet(node) not in CONVOLUTION_BACKWARD:
         return _image(product, image, value_of(node), build, node)

@@ -120,7 +120,7 @@ class _Drawing:
         return max((draft.position[0] + (draft.node.kind != "glue") for draft in drafts), default=0)
 
     def _is_recomputed(self, node: fx.Node) -> bool:
-        """Whether backward computes `node`, not a cast, from forward values: a part of a derivative."""
+        """Whether `node`, not a cast, is part of a derivative that backward computes from forward values."""
         late = node.meta.get("partitioner_tag") == "is_backward"
         return late and packet(node) not in ops.CASTS and self._phase(node) == "forward"
 

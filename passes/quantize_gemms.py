@@ -371,12 +371,12 @@ def _same(source: fx.Node) -> Any:
 
 
 def _result(node: fx.Node) -> torch.Tensor:
-    """Returns the fake result of the GEMM `node`, which is an item if `node` returns a tuple."""
+    """Returns the fake result of the GEMM `node`: the item that is read, if `node` returns a tuple."""
     return value_of(next(iter(node.users)) if HALF in node.meta else node)
 
 
 def _is_better_picked_later(source: fx.Node, fmt: Format) -> bool:
-    """Whether to cast a whole stack before `source` picks matrices, because it has no more elements."""
+    """Whether to cast the stack before `source` picks matrices: the stack has at most as many elements."""
     stack, value = picked_stack(source), tensor(source)
     if stack is None or value is None or not fmt.is_mx or fmt.tile == Tile.SQUARE:
         return False

@@ -122,9 +122,9 @@ def _set_recast(product: fx.Node) -> None:
 
 
 def _stored(node: fx.Node) -> tuple[Dequantize, bool] | None:
-    """Returns the values that `node` casts to their stored format, if that changes none of them, or None.
+    """Returns the decode that `node` casts back to the stored format, if no value changes, else None.
 
-    The second result is whether it casts their transpose.
+    The second result is whether `node` casts the transpose of the decoded values.
     """
     cast = Cast.from_node(node)
     if cast is None:

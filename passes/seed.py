@@ -39,7 +39,7 @@ class Seed:
 
 
 def _drawn(graph: fx.Graph, cast: fx.Node) -> fx.Node:
-    """Draws a seed on the device of `cast`, right behind the inputs, so that either graph can hold it."""
+    """Draws a seed on the device of `cast`, right behind the inputs: forward or backward may contain it."""
     source = value_of(argument(cast))
     inputs = graph.find_nodes(op="placeholder")
     candidates = [node for node in inputs if _is_on(node, source.device)]

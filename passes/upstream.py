@@ -28,7 +28,7 @@ from mxcompile.policy import Gemm, Saved
 
 
 class _Origin(IntEnum):
-    """The origin of a value; a value with several origins has the largest."""
+    """The origin of a value; by default the largest origin of its inputs."""
 
     CONSTANT = 0
     FRAGILE = 1
@@ -78,7 +78,7 @@ def _origins(graph: fx.Graph, inputs: Sequence[GraphInput]) -> dict[fx.Node, _Or
 def _reached(
     layer: fx.Node, values: Collection[fx.Node], seen: set[tuple[fx.Node, bool, bool]], *, behind: bool
 ) -> Iterable[fx.Node]:
-    """Yields `values` that `layer` is computed from: the nearest, or with `behind` all up to other layers."""
+    """Yields the nearest `values` that `layer` is computed from; with `behind`, all up to other layers."""
     pending = [(arg, True) for arg in layer.all_input_nodes]
     while pending:
         node, counts = pending.pop()

@@ -145,7 +145,7 @@ def _site(cast: fx.Node, readers: Sequence[Reader], is_dumped: bool) -> Site:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Watch:
-    """Inserts operators that measure `sites` of the joint graph. only_nonfinite: count NaN and Inf alone."""
+    """Inserts operators that measure `sites` of the joint graph. only_nonfinite: only count NaN and Inf."""
 
     name: ClassVar[str] = "watch"
     sites: Sequence[Site] = field(default_factory=list)
@@ -180,7 +180,7 @@ class _Writer:
         self._skipped: list[str] = []
 
     def measure(self, site: Site) -> bool:
-        """Measures the cast of `site` if this graph has its inputs. Returns whether it has."""
+        """Measures the cast of `site` if this graph has the cast's inputs. Returns whether it measured."""
         needed = [name for name in (site.source, site.seed, site.scale) if name]
         if not needed or not all(name in self._nodes for name in needed):
             return False

@@ -136,7 +136,7 @@ def _path(node: Any, inputs: Sequence[GraphInput]) -> str:
 
 
 def _source(node: Any, dim: int = -1) -> tuple[Any, int | None]:
-    """Returns the source behind views, casts and copies, and its dimension that is `dim` of `node`.
+    """Returns the source behind views, casts and copies, and its dimension that corresponds to `dim`.
 
     The dimension is None if no dimension of the source has exactly the elements of `dim`.
     """

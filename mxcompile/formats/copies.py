@@ -127,7 +127,7 @@ class Copy:
     ) -> Copy:
         """Returns a copy with the scales that an MX GEMM reads: one for each row, also in square tiles."""
         plain = layout is ScaleLayout.ROW_MAJOR and dtype is None
-        # The lowering of stochastic casts cannot repeat scales, and policies have none in square tiles.
+        # The lowering of stochastic casts cannot repeat scales; policies combine them with no square tile.
         spread = plain and fmt.tile == Tile.SQUARE and not fmt.stochastic
         return cls(format=fmt, dim=dim, layout=ScaleLayout.PER_ROW if spread else layout, dtype=dtype)
 
@@ -159,7 +159,7 @@ class Copy:
 
     @property
     def is_mx(self) -> bool:
-        """Whether it is MXFP8, not stochastic: values, or elements and scales as an MX GEMM reads them."""
+        """Whether it is MXFP8 without stochastic rounding, as values or as an MX GEMM reads it."""
         spread = self.dtype is None and self.layout is ScaleLayout.ROW_MAJOR
         form, whole = self.format, self.part is CopyPart.CODES
         return whole and form.is_mx and not form.stochastic and not (self.is_square and spread)
@@ -212,7 +212,7 @@ class Copy:
         seed, stream, scale, amax: see `encode_tensors`. Raises `FormatError` as `specs` and `encode_tensors`.
         """
         form = self.format
-        self.specs(x)  # for its errors
+        self.specs(x)  # raises its errors
         if form.packed and form.hadamard is not None:
             x, form = transformed(x, self.dim, form.hadamard), form.untransformed
         if self.part is CopyPart.LARGEST:

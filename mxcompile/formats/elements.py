@@ -24,8 +24,8 @@ class ElemRounding(StrEnum):
 class ElemType:
     """An element type: a sign, exponent and mantissa, with subnormals.
 
-    An integer type, k/64, has one exponent bit: its subnormal and its normal values have the same step, and a
-    magnitude without sign is k. It has neither −0 nor the code −128.
+    An integer type, k/64, has one exponent bit: its subnormal and its normal values have the same step, so
+    the bits of a magnitude are k. It has neither −0 nor the code −128.
 
     Attributes:
         name: Its name in policies.

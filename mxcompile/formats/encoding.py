@@ -11,7 +11,7 @@
 
 max is the largest element, RNE rounds to nearest even. A percentile may replace the amax of a tile (see
 `amax`). A tile with NaN or Inf has a NaN scale. Under a scale of earlier calls only the elements that are not
-finite become NaN; codes have no NaN, so `Format` refuses them there. Only tiles of the whole tensor span
+finite become NaN; codes have no NaN, so `Format` refuses codes there. Only tiles of the whole tensor span
 dimensions before the last two. Sources wider than FP32 are rounded to FP32 first. Stored weights have two
 4-bit codes per byte, the first in the low half, as in `torch.float4_e2m1fn_x2`.
 
@@ -38,7 +38,7 @@ from mxcompile.formats.types import BLOCK, WHOLE, Format, Rounding, Tile, roundi
 
 
 def extents(ndim: int, block_dim: int, tile: Tile) -> list[int]:
-    """Returns the number of elements of each dimension that share a scale; `WHOLE` means all."""
+    """Returns for each dimension how many elements along it share a scale; `WHOLE` means all."""
     dim = block_dim % ndim
     sizes = [WHOLE if tile == Tile.TENSOR else 1] * ndim
     sizes[dim] = tile.along
@@ -93,7 +93,7 @@ def fp32_scale(amax: Tensor, fmt: Format) -> Tensor:
 
 
 def tensor_amax(x: Tensor, dim: int | None = None) -> Tensor:
-    """Returns the largest magnitude of `x`, FP32 [1], or of each row along `dim`, which gets size 1.
+    """Returns the largest magnitude of `x`, FP32 [1]; with `dim`, the largest of each row, and size 1 there.
 
     The magnitude is 0 if there are no elements.
     """
@@ -177,7 +177,7 @@ def _two_level_scale(tiles: Tensor, tile_amax: Tensor, amax: Tensor, block_dim: 
     dim = block_dim % ndim
     across = dim if ndim == 1 else ndim - 2 if dim == ndim - 1 else ndim - 1
     outer = _spread(amax)
-    divisor = torch.full_like(outer, fmt.largest)  # CUDA multiplies by the reciprocal of a number
+    divisor = torch.full_like(outer, fmt.largest)  # a tensor: CUDA divides by a number via its reciprocal
 
     def error(scale: Tensor) -> Tensor:
         over = tiles * _spread(inverse_e4m3_scale(scale, amax, fmt))

@@ -21,9 +21,9 @@ from mxcompile.formats.elements import ElemType
 from mxcompile.formats.types import SCALE_NAN, Rounding
 
 SMALLEST_NORMAL = 1 << 23
-"""FP32 bits of 2^−126. Twice the bits below, less this number, have the mantissa of 2^−127 and above.
+"""FP32 bits of 2^−126. For a subnormal amax ≥ 2^−127, 2 · bits − SMALLEST_NORMAL has a normalized mantissa.
 
-Only an amax of integers needs them, because the scale byte of all other types is 0 there.
+Only integer types need that mantissa: the scale byte of all other types is 0 for a subnormal amax.
 """
 
 _INF_BITS = 0x7F800000

@@ -122,7 +122,7 @@ class Precision:
 
     @property
     def defaults(self) -> Choices:
-        """The choices that `formats` makes by default; None for those without a word for the default."""
+        """The choices that `formats` makes by default. A choice without a word for its default is None."""
         operands, tile = self.formats(Choices()), next(iter(self.tiles))
         return Choices(
             elem_dtype=operands.x.elem,
@@ -271,7 +271,7 @@ def label(word: str) -> str:
 
 
 def labels(words: Iterable[str]) -> str:
-    """Returns the labels of the quantized precisions among `words`, or the label of the first row."""
+    """Returns the labels of the quantized precisions in `words`; without any, the first quantized row's."""
     precisions = set(words)
     rows = [row for row in PRECISIONS.values() if row.quantizes]
     return " and ".join(row.label for row in rows if row.name in precisions) or rows[0].label

@@ -59,16 +59,16 @@ def candidates(tile_amax: Tensor, amax: Tensor, fmt: Format) -> tuple[Tensor, Te
 
 
 def better(tile_amax: Tensor, amax: Tensor, fmt: Format, error: Callable[[Tensor], Tensor]) -> Tensor:
-    """Returns for each tile the candidate with the smaller error. error: errors of tiles under scales."""
+    """Returns for each tile the candidate with the smaller error. error: maps scales to errors of tiles."""
     six, four = candidates(tile_amax, amax, fmt)
     chosen = torch.where(error(four) < error(six), four.to(torch.float32), six.to(torch.float32))
     return chosen.to(E4M3.dtype)
 
 
 def tile_error(tiles: Tensor, values: Tensor, fmt: Format, along: int, across: int) -> Tensor:
-    """Returns the errors of `values` as the values of `tiles`, summed over dimensions `along` and `across`.
+    """Returns Σ |values − tiles|, or Σ (values − tiles)², over the dimensions `along` and `across`.
 
-    Both dimensions stay, with size 1. `across` has a power of two as its size.
+    Both dimensions stay, with size 1. The size of `across` must be a power of two.
     """
     assert fmt.four_over_six is not None
     difference = values - tiles

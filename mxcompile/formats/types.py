@@ -123,7 +123,7 @@ NEAREST = "nearest"
 """The derivation of an FP32 scale as amax ÷ largest element, rounded to the nearest FP32 number."""
 
 POW2 = str(Scales.POW2)
-"""The derivation of an FP32 scale as the least power of two ≥ amax ÷ largest element that E8M0 has."""
+"""The derivation of an FP32 scale as the least E8M0 power of two ≥ amax ÷ largest element."""
 
 HADAMARD = "hadamard"
 """The word for a random Hadamard transform; a colon and the signs follow."""
@@ -201,7 +201,7 @@ class Format:
 
     @classmethod
     def mx(cls, elem: ElemType) -> Format:
-        """Returns OCP MXFP8 as products read it: with default roundings, whichever the cast has used."""
+        """Returns OCP MXFP8 as products read it: with default roundings, which decoding ignores."""
         return cls(elem=elem)
 
     @property
@@ -229,7 +229,7 @@ class Format:
 
     @property
     def unchosen(self) -> Format:
-        """This format without a choice of scales. Values of codes and scales do not depend on the choice."""
+        """This format without a choice of scales. Decoding gives the same values with and without it."""
         return self if self.four_over_six is None else replace(self, four_over_six=None)
 
     @property
@@ -259,7 +259,7 @@ class Format:
 
     @property
     def is_plain(self) -> bool:
-        """Whether blocks have no choice of scales, and rows no scale of their own, as chips cast to FP4."""
+        """Whether it has no choice of scales and no scales per row: packed FP4 kernels have neither."""
         return self.four_over_six is None and not self.row_scaled
 
     @property
@@ -305,7 +305,7 @@ class Format:
 
     @property
     def lies_stored(self) -> bool:
-        """Whether a tensor in it lies as stored weights do: packed, or a storable element in each byte."""
+        """Whether elements lie in memory as in stored weights: packed, or one storable element per byte."""
         return self.packed or (self.storable and self.elem.packed is None)
 
     @property

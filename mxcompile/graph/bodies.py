@@ -24,7 +24,7 @@ CALLS_KEY = "mx_calls"
 """``node.meta`` key in a flattened graph: how often the node of a body runs."""
 
 _CARRIES = {"scan": 1, "while_loop": 2, "while_loop_stack_output": 2}
-"""Operators that repeat a body, with the position of the values that one run gives the next."""
+"""Operators that repeat a body, with the argument index of the values that each run passes to the next."""
 
 
 def bodies(node: fx.Node) -> list[fx.GraphModule]:
@@ -38,7 +38,7 @@ def bodies(node: fx.Node) -> list[fx.GraphModule]:
 
 
 def is_body(graph: fx.Graph) -> bool:
-    """Whether another graph calls `graph`. AOTAutograd describes results only for its own graphs."""
+    """Whether another graph calls `graph`: its outputs lack the descriptors of AOTAutograd's own graphs."""
     return all("desc" not in output.meta for output in graph.find_nodes(op="output"))
 
 
@@ -57,7 +57,7 @@ def _with_products(node: fx.Node) -> list[fx.GraphModule]:
 
 
 def operands_of(node: fx.Node, body: fx.GraphModule) -> dict[fx.Node, Any]:
-    """Returns the argument of `node` for each input of `body`, or None.
+    """Maps each input of `body` to the argument that `node` passes to it, or to None without an argument.
 
     Higher-order operators pass their last arguments to the body.
     """
@@ -130,7 +130,7 @@ class _Flattening:
         return first
 
     def _result(self, node: fx.Node, returned: Mapping[fx.Node, list[list[Any]]]) -> fx.Node | None:
-        """Returns the value of `node` if it is a result of a call in `returned`, else None."""
+        """Returns a copied result of a body for `node` if `node` picks a result of a call, else None."""
         if node.target is not operator.getitem or (call := argument(node)) not in returned:
             return None
         index: Any = node.args[1]
@@ -154,7 +154,7 @@ class _Flattening:
         copied.meta[OWNER_KEY] = self._owner or node
         if self._owner is not None:
             copied.meta[CALLS_KEY] = self._calls
-            copied.meta.pop("seq_nr", None)  # numbers of another trace do not match
+            copied.meta.pop("seq_nr", None)  # sequence numbers of another trace match nothing here
         return copied
 
 

@@ -89,7 +89,7 @@ class Builder:
         return node
 
     def _empty(self, spec: ops.Spec, device: torch.device) -> torch.Tensor:
-        """Returns a fake tensor without the cost of dispatching a call."""
+        """Returns a fake tensor of the shape and dtype in `spec` without the cost of dispatching a call."""
         shape, dtype = spec
         with no_dispatch():
             meta = torch.empty(shape, dtype=dtype, device="meta")

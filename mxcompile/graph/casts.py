@@ -1,4 +1,4 @@
-"""The cast behind an operand of a product, looking through views, copies and picks of its qdata.
+"""Finds the cast behind an operand of a product, through views, copies and picks of its qdata.
 
     q, s = quantize(w)  →  index(q, [experts])  →  t  →  scaled_mm(…)         cast; steps index, t
 

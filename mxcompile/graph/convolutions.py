@@ -21,14 +21,14 @@ _SETTINGS = ("stride", "padding", "dilation", "transposed", "output_padding", "g
 
 
 def _parts(node: fx.Node) -> tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Any, ...]]:
-    """Returns input, weight, result (or its gradient) and `_SETTINGS` of a convolution or its backward."""
+    """Returns input, weight, result (in backward its gradient) and the values of `_SETTINGS`."""
     named = arguments_of(node)
     result = named["grad_output"] if packet(node) in CONVOLUTION_BACKWARD else node
     return tensor(named["input"]), tensor(named["weight"]), tensor(result), tuple(map(named.get, _SETTINGS))
 
 
 def convolution_sizes(node: fx.Node) -> Sizes:
-    """Returns the sizes of the product that a convolution or the read gradient of a convolution computes."""
+    """Returns the sizes of a convolution as a product; in backward, of the gradient that `node` computes."""
     x, w, y, (_, _, _, transposed, _, groups) = _parts(node)
     if x is None or w is None or y is None:
         return UNKNOWN

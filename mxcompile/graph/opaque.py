@@ -69,7 +69,7 @@ def _head_with_loss(node: fx.Node) -> list[Sizes]:
 
 
 def _matrices(node: fx.Node) -> list[list[Any]]:
-    """Returns the shapes of floating-point operands with more than one dimension, and of matrices in code."""
+    """Returns the shapes of floating-point operands above one dimension and of `matrices_in_code`."""
     values = [value for value in map(tensor, node.all_input_nodes) if value is not None]
     values += matrices_in_code(node.target)
     return [list(value.shape) for value in values if value.is_floating_point() and value.ndim > 1]
@@ -121,7 +121,7 @@ def _trilinear_sizes(node: fx.Node) -> Sizes:
 def weights_sizes(target: Any, args: Sequence[Any]) -> list[Sizes]:
     """Returns the products inside an operator call: each weight matrix times all rows of the first argument.
 
-    A backward call has two products for each. A fused attention layer also has the two of its attention.
+    A backward call has two products for each weight. Fused attention layers have two more: q·kᵀ, softmax·v.
     """
     schema = getattr(target, "_schema", None)
     x = args[0]

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 try:
     from torch._library.custom_ops import OPDEFS
-except ImportError:  # a private name; code of custom operators is not read then
+except ImportError:  # without this private name, the code of custom operators is not searched
     OPDEFS = {}  # type: ignore[assignment]
 
 from mxcompile.graph.attention import ATTENTIONS
@@ -132,7 +132,7 @@ def matrices_in_code(called: Any) -> list[Tensor]:
         return []
     try:
         variables = inspect.getclosurevars(definition._init_fn)
-    except (TypeError, ValueError):  # no Python function, or a variable of it without a value
+    except (TypeError, ValueError):  # not a Python function, or one of its variables has no value yet
         return []
     values = tree_leaves([variables.nonlocals, variables.globals])
     modules = (value.parameters() for value in values if isinstance(value, nn.Module))
@@ -141,7 +141,7 @@ def matrices_in_code(called: Any) -> list[Tensor]:
 
 
 def may_be_product(target: Any) -> bool:
-    """Whether a call of the overload `target` may be matmul-like, as far as the operator alone decides it."""
+    """Whether a call of the overload `target` may be matmul-like, judged without its arguments."""
     op_packet = target._overloadpacket
     return op_packet in _MATMUL_LIKE or op_packet in CONVOLUTIONS or is_of_other_library(target)
 
@@ -160,14 +160,14 @@ def is_opaque(node: fx.Node) -> bool:
 
 
 def is_matmul_like(node: fx.Node) -> bool:
-    """Whether the report must list `node`."""
+    """Whether `node` is or may contain a matrix product, so that the report must list it."""
     if node.op == "call_function" and is_elementary(node.target):
         return False
     return packet(node) in _MATMUL_LIKE or is_matmul(node) or is_foreign(node)
 
 
 def gradient_index(node: fx.Node) -> int:
-    """Returns which of several gradients `node` computes, by its only reader (see `passes/split`)."""
+    """Returns the index of the only gradient of `node` that is read (see `passes/split`)."""
     user = next(iter(node.users), None)
     index = user.args[1] if user is not None and packet(user) is operator.getitem else 0
     assert isinstance(index, int)

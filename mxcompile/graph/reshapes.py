@@ -29,7 +29,7 @@ def chain_to(node: fx.Node) -> tuple[fx.Node, Chain]:
 
 
 def repeated(steps: Chain, start: fx.Node, build: Builder) -> fx.Node | None:
-    """Returns `start` after `steps`, possibly of another graph; None if a symbolic size is not available."""
+    """Repeats `steps` of any graph on `start`. Returns the result, None if it lacks a symbolic size."""
     result: fx.Node | None = start
     for step in steps:
         if result is not None:
@@ -39,14 +39,14 @@ def repeated(steps: Chain, start: fx.Node, build: Builder) -> fx.Node | None:
 
 
 def retaken(steps: Chain, start: fx.Node, build: Builder) -> fx.Node:
-    """Returns `start`, shaped like the input of `steps`, after the same steps in the same graph."""
+    """Repeats `steps` of this graph on `start`, shaped like the input of `steps`. Returns the result."""
     for step in steps:
         start = build.call(step.target, start, *step.args[1:], like=step, **step.kwargs)
     return start
 
 
 def undone(steps: Chain, end: fx.Node, build: Builder) -> fx.Node | None:
-    """Returns `end` after the inverse of `steps`; None if a symbolic size is not available."""
+    """Applies the inverse of `steps` to `end`. Returns the result, None if it lacks a symbolic size."""
     result: fx.Node | None = end
     for step in reversed(steps):
         if result is not None:

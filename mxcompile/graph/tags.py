@@ -66,7 +66,7 @@ class GemmTag:
     role, evidence: results of the pass `classify`.
     whole: n and k of the layer if this GEMM computes a shard or a part of it, else None.
     choice, formats, saved, sent: results of the pass `decide`; `formats` is None unless the GEMM is
-    quantized. forward: formats of x and w of a GEMM of backward that reads them dequantized, else None.
+    quantized. forward: formats of x and w if a backward GEMM reads fprop's operands dequantized, else None.
     kernel, fallbacks: results of the lowering; reasons why preferred kernels do not run the GEMM.
     gradients: for a forward GEMM in a plan, whether its first and second operand need gradients.
     recomputed: whether activation checkpointing recomputes this GEMM in backward.
@@ -108,7 +108,7 @@ class GemmTag:
 
     @property
     def is_layer(self) -> bool:
-        """Whether a policy decides for it: it is in a linear layer, possibly inside an opaque operator."""
+        """Whether a policy decides for this GEMM: it is in a linear layer, maybe in an opaque operator."""
         hidden = self.kind is Kind.OPAQUE and set(self.tensors) != {"x"}
         return hidden or self.kind is Kind.LINEAR
 

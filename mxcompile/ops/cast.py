@@ -1,8 +1,8 @@
 """The cast of a tensor to copies, and its reverse.
 
     cast      x → the tensors of each copy of x, then of each copy of y        copies: words (`Copy.parse`)
-    decode    qdata, scale → values; qdata alone → elements, in uint8 codes of packed elements, or in MI300's
-              types (`FNUZ`) elements of half the value
+    decode    qdata, scale → values in `dtype`. qdata alone → elements in `dtype`: uint8 unpacks codes, and
+              MI300's types (`FNUZ`) halve the values
 
 Arguments of `cast`. y: a second tensor that gets the same copies. A kernel can then read the common inputs of
 x and y once. seed, stream: see `encode_with`. scales: for each copy, scales from earlier calls (delayed
@@ -88,7 +88,7 @@ def decoded(
         blocks = num_blocks(qdata.shape[block_dim], form.tile.along)
         scale = untile_scale(scale, qdata.shape[1 - block_dim % 2], blocks)
         scale = scale if block_dim % 2 == 1 else scale.t()
-    if form.packed:  # its scales are bytes, and each row of a square tile has its own
+    if form.packed:  # scales are bytes, and a square tile has one for each row
         scale = scale.contiguous().view(form.scale.dtype)
         form = replace(form, tile=Tile(1, form.tile.along))
     return decode_tensors(qdata, scale, block_dim, form, dtype, amax, global_scale)

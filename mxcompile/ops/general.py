@@ -9,8 +9,8 @@
 Scales are E8M0 bytes, FP32 or E4M3, one per tile: ⌈n/extent⌉ along a dimension, 1 along a dimension that the
 tile spans. `block_dim` is the contraction dimension. Elements without a torch dtype are codes, one per byte.
 
-The FP32 scales of both operands of a two-level product are `tensors` (`known_scale` of the amax): [1], or one
-for each row of the operand. For a weight stored in two levels they are 1 / global_scale. All broadcast to the
+`tensors` has the FP32 scales of both operands of a two-level product: [1], or one for each row of the operand
+(`known_scale` of the amax), or 1 / global_scale for a weight stored in two levels. All broadcast to the
 product.
 
 Packed operands are bytes: a[…, M, K/2], and b[…, K/2, N] as the transpose of a copy with the contraction

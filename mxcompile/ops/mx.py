@@ -73,7 +73,7 @@ def _quantize_mm(
     qdata: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> Tensor:
-    """Multiplies `x`, cast along K, by `b`. qdata, scale: the cast, for kernels that read it instead of x."""
+    """Multiplies `x`, cast along K, by `b`. qdata, scale: the cast of x, for kernels that read it."""
     values = decoded(*encode_tensors(x, -1, Format.parse(format_x)), -1, format_x, torch.float32)
     return product(values, decoded(b, scale_b, -2, format_b, torch.float32), bias, out_dtype)
 

@@ -5,7 +5,7 @@
     largest      x → max |x|, FP32 [1]; with `dim`, of each row along it, which gets size 1
     mean         state, amax → decay · state + (1 − decay) · amax; amax if the state is 0, the state if amax
                  is not finite
-    known_scale  state → scale. Of another tensor than a state: the FP32 scales for the amaxes in its row
+    known_scale  state or another tensor of amaxes → the FP32 scales for the amaxes in one of its rows
 
 A state is FP32 [3]: the amaxes from which the scales of x, w and dy are derived; 0 before the first call. It
 is a differentiable input of the graph. Its "gradient" is the slot of backward, because only backward has the

@@ -61,7 +61,7 @@ def argument_of(node: fx.Node, name: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class View:
-    """A call of an operator. Fields are its arguments; an argument it does not have has the default."""
+    """A call of an operator. Fields are its arguments; a field keeps its default if the operator lacks it."""
 
     node: fx.Node
     operators: ClassVar[frozenset[Any]]

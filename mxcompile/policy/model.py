@@ -27,7 +27,7 @@ class Gemm(StrEnum):
 
 
 class Saved(StrEnum):
-    """The form in which a layer's input is saved for backward. MXFP8 includes the sources of the input."""
+    """The form in which forward saves a layer's input; MXFP8 also covers the sources of the input."""
 
     COLUMNWISE = "columnwise"
     TRANSCODE = "transcode"
@@ -36,7 +36,7 @@ class Saved(StrEnum):
 
 
 class Sent(StrEnum):
-    """The form in which ranks exchange a layer's input and output gradient if no cast needs the source."""
+    """The form in which ranks send x and dy of a layer if only casts along their features read them."""
 
     SOURCE = "source"
     MXFP8 = "mxfp8"
@@ -94,7 +94,7 @@ class Ends:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRange:
-    """A range of training steps, from `start` up to but without `stop`; None for a range without an end.
+    """A range of training steps, from `start` up to and excluding `stop`; without an end if `stop` is None.
 
     is_now: whether the range includes the step that a policy decides for (see `Policy.at`).
     """
@@ -192,7 +192,7 @@ class Match:
 
     @property
     def in_force(self) -> bool:
-        """Whether the step that the policy decides for is among `steps`, or there are none."""
+        """Whether `steps` includes the step that the policy decides for; True without `steps`."""
         return self.steps is None or self.steps.is_now
 
     def at(self, step: int) -> Match:
@@ -222,7 +222,7 @@ class Use(Choices):
     backward: Backward | None = None
 
     def wants(self, gemm: Gemm) -> Precision | None:
-        """Returns the precision that the rule gives `gemm`, or None."""
+        """Returns the precision that the rule chooses for `gemm`, or None to leave it to the preset."""
         if self.backward is Backward.DEQUANTIZED and gemm is not Gemm.FPROP:
             return UNQUANTIZED
         return {Gemm.FPROP: self.fprop, Gemm.DGRAD: self.dgrad, Gemm.WGRAD: self.wgrad}[gemm]
@@ -281,7 +281,7 @@ class Decision:
 
     @classmethod
     def from_choices(cls, choices: dict[str, Choice], use: Use) -> Decision:
-        """Returns a decision with the given choices per GEMM and all else of `use`."""
+        """Returns a decision with `choices` by GEMM; the fields saved, sent and backward come from `use`."""
         return cls(
             **choices,
             saved=use.saved or Saved.COLUMNWISE,

@@ -140,12 +140,12 @@ class Policy:
 
     def in_force(self, step: int) -> tuple[bool, ...]:
         """Returns for each rule whether it is in force in training step `step`."""
-        ranges = (rule.match.steps for rule in self.rules)  # a guard calls it often
+        ranges = (rule.match.steps for rule in self.rules)  # not `at`: a guard calls this often
         return tuple(steps is None or steps.contains(step) for steps in ranges)
 
     @property
     def phase(self) -> str:
-        """The steps in which the same rules are in force, as text; "" without rules with ``steps``."""
+        """The training steps with the same rules in force as now, or "" without rules with ``steps``."""
         ranges = [steps for rule in self.rules if (steps := rule.match.steps) is not None]
         ends = {end for steps in ranges for end in (steps.start, steps.stop) if end}
         now, starts = [rule.match.in_force for rule in self.rules], sorted({0, *ends})
@@ -158,7 +158,7 @@ class Policy:
 
     @property
     def title(self) -> str:
-        """The label, and the steps in which the same rules are in force."""
+        """The label, followed by `phase`."""
         return f"{self.label}, {self.phase}" if self.phase else self.label
 
     def rule_for(self, layer: Layer) -> int | None:
@@ -256,7 +256,7 @@ def _rule_to_dict(rule: Rule) -> dict[str, Any]:
 
 
 def _use(use: Use) -> dict[str, Any] | str:
-    """Returns `use` in its shortest form: one key for three equal precisions, a bare word if it is all."""
+    """Returns `use` in its shortest form: one key for three equal precisions, a word if that is all."""
     plain = {
         key: value.write(setting)
         for key, value in schema.USE.items()

@@ -25,7 +25,7 @@ def _scaled_by(scale: ScaleType) -> Callable[[Precision], bool]:
 
 
 def _elem_words(elems_of: Callable[[Precision], tuple[ElemType, ...]]) -> Value:
-    """Returns the `Value` of a key that chooses an element type, for precisions with several `elems_of`."""
+    """Returns the `Value` of a key for an element type. Precisions with one type in `elems_of` lack it."""
     several = [elems for elems in map(elems_of, PRECISIONS.values()) if len(elems) > 1]
     words = {elem.name: elem for elems in several for elem in elems}
     return replace(word("element type", words), means=lambda row: len(elems_of(row)) > 1, allowed=elems_of)

@@ -15,7 +15,7 @@ from mxcompile.policy.model import Ends, Match
 from mxcompile.policy.roles import ATTENTION_PRODUCTS, Role
 
 MAX_STEPS = 400_000
-"""Takes about half a second."""
+"""Most comparisons for a policy, about half a second."""
 
 _MAX_REPEATS = 4
 _ANY = "*"
@@ -94,7 +94,7 @@ def _within(later: Ends | None, earlier: Ends) -> bool:
 
 
 def _allows(earlier: Match, later: Match, letter: str) -> bool:
-    """Whether `earlier` allows every size `letter` that `later` allows. A maximum of 0 means no limit."""
+    """Whether `earlier` allows every size that `later` allows of m, n or k. A maximum of 0 means no limit."""
     largest, of_later = getattr(earlier, f"max_{letter}"), getattr(later, f"max_{letter}")
     at_least = getattr(earlier, f"min_{letter}") <= getattr(later, f"min_{letter}")
     return bool(at_least and (not largest or 0 < of_later <= largest))

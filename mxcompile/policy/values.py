@@ -51,7 +51,7 @@ class Value:
     needs: tuple[str, str] | None = None
 
     def says(self, description: str, **facts: Any) -> Value:
-        """Returns a copy with a description, which editors show, and with other `facts`."""
+        """Returns a copy with a description, which editors show, and with the fields in `facts` replaced."""
         return replace(self, json={"description": description, **self.json}, **facts)
 
 
@@ -135,7 +135,7 @@ def _ends(value: Any) -> Ends:
 
 
 def _share(value: Any, total: int | None, key: str) -> int:
-    """Returns a number of steps: a positive integer, or the text of a percentage of `total`."""
+    """Returns `value`, a positive integer or a percentage of `total` such as "10%", as a number of steps."""
     percent = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", value) if isinstance(value, str) else None
     if percent is None:
         steps = _inside(key, value, _positive)

@@ -38,7 +38,7 @@ class YamlProblem(ValueError):  # noqa: N818 - turned into a PolicyError by the 
 
 
 class _Loader(yaml.SafeLoader):
-    """Resolves only plain scalars: dates and ``<<`` are strings."""
+    """Resolves only the scalar types of a policy, so that dates and ``<<`` stay strings."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> Any:
         """Composes the next node. Gives an alias its own line; PyYAML gives it the line of its anchor."""

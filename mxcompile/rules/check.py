@@ -22,9 +22,9 @@ log = logging.getLogger("mxcompile.rules")
 
 
 def unused_rules(policy: Policy, gemms: Iterable[GemmRecord]) -> list[str]:
-    """Returns a sentence for every rule of `policy` that decides nothing for `gemms` by itself.
+    """Returns a sentence for every rule of `policy` that cannot decide for any of `gemms`.
 
-    Such a rule matches no layer, which gets a suggestion, or is for other training steps.
+    The rule matches no layer (the sentence suggests a correction), or it is limited to other training steps.
     """
     layers = layers_of(gemms)
     unused = [_unused(policy, fit, layers) for fit in fits(policy, layers) if fit.unused]
@@ -77,8 +77,8 @@ def check_mistakes(
 ) -> None:
     """Logs near misses and rules for other steps; logs `mistakes`, or raises a `PolicyError` if `strict`.
 
-    For reports about a model: a near miss does not make a report wrong. tables: embeddings whose rows rules
-    can store.
+    Analyses and serving call this instead of `check_layers`: a near miss does not make their result wrong.
+    tables: embeddings that rules may store quantized.
     """
     layers = layers_of(gemms)
     _say(near_misses(policy, layers) + _of_other_steps(policy), strict=False)
@@ -98,7 +98,7 @@ def _say(sentences: list[str], strict: bool) -> None:
 
 
 def _of_other_steps(policy: Policy) -> list[str]:
-    """Returns a sentence for every rule of `policy` for training steps without the present one."""
+    """Returns a sentence for every rule of `policy` whose training steps exclude the present step."""
     return [
         f"{policy.label}: rule {number} decides nothing here: it is limited to {rule.match.steps} of training"
         for number, rule in enumerate(policy.rules, 1)
@@ -139,7 +139,7 @@ def _overtaken(policy: Policy, fit: RuleFit) -> str:
 
 
 def _typos(policy: Policy, fit: RuleFit, layers: Sequence[Layer]) -> list[str]:
-    """Returns complaints about idle patterns of a used rule that match a layer with one word respelled."""
+    """Returns complaints about patterns of a used rule that match a layer only with one word respelled."""
     names = list(dict.fromkeys(layer.name for layer in layers))
     idle = [p for p in fit.rule.match.name if not any(Match(name=(p,)).names(name) for name in names)]
     guesses = [(pattern, respelled(pattern, names)) for pattern in idle]

@@ -64,7 +64,7 @@ def fits(policy: Policy, layers: Sequence[Layer]) -> tuple[RuleFit, ...]:
 
 
 def in_force(rule: Rule) -> Rule:
-    """Returns `rule` for a training step that it is for."""
+    """Returns `rule` as it is in the first of its training steps, so that it can match layers."""
     steps = rule.match.steps
     return rule if steps is None else dataclasses.replace(rule, match=rule.match.at(steps.start))
 

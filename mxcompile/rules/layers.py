@@ -14,7 +14,7 @@ _NAMED = 3
 def layers_of(gemms: Iterable[GemmRecord]) -> tuple[Layer, ...]:
     """Returns one `Layer` per forward GEMM and attention product of `gemms`, in order.
 
-    dgrad gives the layer if nobody reads the value of its forward GEMM, so that the graph has none.
+    If nothing reads a layer's result, the graph has no forward GEMM, and the `Layer` comes from its dgrad.
     """
     gemms = tuple(gemms)
     forward = {g.name for g in gemms if g.gemm == "fprop"}
@@ -44,7 +44,7 @@ def folded(layers: Iterable[Layer]) -> list[Row]:
             n=layer.n,
             k=layer.k,
             precision="",
-            reason=layer.module,  # rows of different classes stay apart
+            reason=layer.module,  # keeps layers of different classes in different rows
             module=layer.module,
         )
         for layer in layers
@@ -55,7 +55,7 @@ def spelled(layers: Sequence[Layer]) -> str:
     """Returns the folded names of `layers`, shortened to the first few and a count."""
     counts: dict[str, int] = {}
     for row in folded(layers):
-        counts.setdefault(row.name or "(root)", row.count)  # both products of an attention have its name
+        counts.setdefault(row.name or "(root)", row.count)  # counts both products of an attention once
     names = [*counts][:_NAMED]
     rest = sum([*counts.values()][_NAMED:])
     return f"{', '.join(names)} and {rest} more" if rest else ", ".join(names)

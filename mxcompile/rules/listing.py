@@ -57,7 +57,7 @@ def _decided(policy: Policy, row: Row) -> list[str]:
 
 
 def _formats(policy: Policy, row: Row) -> str:
-    """Returns the input's format, deviations by operand, and unusual formats of saved or sent copies."""
+    """Returns x's format, the deviations of other operands, and unusual formats of saved or sent copies."""
     operands = {f.operand: f for gemm in row.gemms for f in gemm.formats}
     if not operands:
         return ""

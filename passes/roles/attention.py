@@ -54,7 +54,7 @@ def _is_no_expert(site: Site) -> Holds | Fails:
 def _is_first(site: Site) -> Holds | Fails:
     feeds = site.model.feeds
     straight = feeds.sources(site.origins, Source.ATTENTION)
-    # of latent values, each head has its own matrix
+    # latent attention: a bmm with a matrix per head may stand in between
     of_heads = [packet(layer) is aten.bmm for layer in feeds.sources(site.origins, Source.LAYER)]
     if not straight and not site.used(BRANCH) and not (of_heads and all(of_heads)):
         return Fails("another layer stands in between, and its result joins no residual stream")

@@ -43,7 +43,7 @@ def axes(node: fx.Node, dim: int, root: fx.Node, through: Container[fx.Node] = (
 
 
 def data_operand(node: fx.Node) -> fx.Node:
-    """Returns the operand of a product with a parameter that is not the parameter."""
+    """Returns the data operand of `node`, a product of data and a parameter."""
     operand = operands(node)[1 - tags_of(node)[0].tensors.index("w")]
     assert isinstance(operand, fx.Node)
     return operand
@@ -55,7 +55,7 @@ def features(node: fx.Node) -> int:
 
 
 def contracted(node: fx.Node) -> int:
-    """Returns the dimension of its data operand that `node`, a product with a parameter, sums over."""
+    """Returns the dimension of `data_operand(node)` that the product `node` sums over."""
     if packet(node) is aten.convolution:
         return 1
     return -1 if tags_of(node)[0].tensors[0] == "x" else -2

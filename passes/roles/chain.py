@@ -9,7 +9,7 @@ from mxcompile.policy import Role
 
 
 def inherited(site: Site) -> tuple[Role, Answer] | None:
-    """Returns the role that all readers of the result of `site` share, if they all read it linearly."""
+    """Returns role and evidence if all readers of the result of `site` read it linearly and share a role."""
     roles = {site.role_of(follower) for follower in site.followers}
     if len(roles) != 1 or any(follower.activated or follower.marks & BESIDE for follower in site.followers):
         return None

@@ -83,7 +83,7 @@ def _is_routed(site: Site) -> Holds | Fails:
 
 
 def _partners(site: Site) -> list[fx.Node]:
-    """Returns the other layers of the network."""
+    """Returns the other layers of the feed-forward network that the layer at `site` is in."""
     before = [layer for layer in site.beyond if site.model.feeds.kind[layer] is Source.LAYER]
     before = [layer for layer in before if site.beyond[layer] & BENT]
     return [*before, *(f.layer for f in site.followers if site.role_of(f) in _LAST)]

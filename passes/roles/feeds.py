@@ -61,8 +61,8 @@ class Feeds(Origins):
 
     before: sources of the sums and skips of residual streams, which are themselves sources. streams: numbers
     of the latest `_MOST_STREAMS` streams that each value depends on. pooled: attentions whose queries are
-    parameters. number: number of the stream that a sum or a skip belongs to. chosen: values that depend on a
-    top-k since the last layer, until the results are back at the tokens. products: kinds of the products.
+    parameters. number: number of the stream that a sum or a skip belongs to. chosen: values computed from
+    a top-k without a layer in between, until they are back at the tokens. products: kinds of the products.
     layers: linear layers in order. groups: number of groups of features, such as gate and up, of layers whose
     groups are multiplied by each other.
     """

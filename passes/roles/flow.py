@@ -176,7 +176,7 @@ def origin(node: fx.Node) -> fx.Node:
 
 
 def viewed(node: fx.Node) -> fx.Node:
-    """Returns the tensor that `node` is a view of, or is a result of an operator with several views of."""
+    """Returns the tensor behind views, also behind an item of an operator that returns several views."""
     while isinstance(source := next(iter(node.args), None), fx.Node) and (
         packet(node) in VIEWS or (packet(node) is operator.getitem and packet(source) in VIEWS)
     ):
@@ -246,7 +246,7 @@ def stored(node: fx.Node) -> fx.Node:
 def main_sources(
     graph: fx.Graph, depends: dict[fx.Node, Depends], inputs: Sequence[GraphInput]
 ) -> dict[fx.Node, fx.Node]:
-    """Returns the main input, which is the largest, of each value that is computed from parameters alone.
+    """Maps each value that is computed from parameters alone to its main input, the largest.
 
     ``codes.to(bf16) * scale`` has ``codes``; ``mask * w`` has ``w``, because a parameter wins over another
     input of the same size. Products and concatenations of several inputs have no main input.

@@ -29,7 +29,7 @@ STATEMENTS: tuple[Statement, ...] = (
     CONDITIONING,  # before branches: a gate joins the stream as a branch does
     SOFT_EXPERT_OUT,  # before QKV_LAYER: an attention with a parameter as query combines experts
     QKV_LAYER,  # before HEAD: keys and values may be outputs too, for a cache
-    LONE_EXPERT_OUT,  # experts alone
+    LONE_EXPERT_OUT,  # a network of experts, compiled or tried alone
     LONE_FFN_OUT,  # a block's feed-forward network, compiled or tried alone
     MIXER_OUT,
     MIXER_IN,  # before HEAD: the state of a filter for the next token may be an output too

@@ -57,7 +57,7 @@ class Products:
     over_rows: set[fx.Node] = field(default_factory=set)
 
     def note_softmax(self, node: fx.Node, dim: int, layers: Iterable[fx.Node]) -> None:
-        """Records the layers among `layers` that the softmax `node` normalises along their rows."""
+        """Records which of `layers` the softmax `node` normalises along their rows."""
         for layer in layers:
             columns = features(layer)
             axis = axes(node, dim, layer, self.no_layer)
@@ -113,7 +113,7 @@ class Products:
                 self.no_layer[query] = "a query: softmax along its rows, the keys, and a product with values"
 
     def _positions(self, weights: Marks, read: Sequence[Any], origins: Origins) -> None:
-        """Records products of an attention's operand and a parameter among the sources of its scores."""
+        """Records the sources of an attention's scores that multiply its operands by a parameter."""
         sources = {s for arg in read if isinstance(arg, fx.Node) for s in origins.of_value.get(arg, ())}
         for source in weights:
             tag = tag_of(source)
@@ -124,7 +124,7 @@ class Products:
                 self.no_layer[source] = "scores: a query of the attention whose scores it is added to"
 
     def mixes_heads(self, node: fx.Node, data: fx.Node, scores: Sequence[fx.Node]) -> bool:
-        """Whether the product of `data`, computed from `scores` alone, and a parameter mixes their batch."""
+        """Whether `node` mixes heads: it multiplies `data`, computed from `scores` alone, by a parameter."""
         dim = contracted(node)
         if any(axes(data, dim, score, self.no_layer) != BATCH for score in scores):
             return False

@@ -42,9 +42,9 @@ class Model:
     """The sweeps' results for the whole graph.
 
     followers: layers that read a layer's result. reads: numbers of the residual streams that a layer reads.
-    joined: number of the stream that a layer's result joins or starts. together: all sources of the sum
-    there. roles: roles of the layers after the current layer. read_for: how often these layers read a stream,
-    to condition other streams (True) or for anything else (False).
+    joined: number of the stream that a layer's result joins or starts. together: all sources of the value
+    that joins there. roles: roles of the layers after the current layer. read_for: how often these layers
+    read a stream, to condition other streams (True) or for anything else (False).
     """
 
     feeds: Feeds

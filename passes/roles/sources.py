@@ -24,9 +24,9 @@ class Source(Enum):
 
 
 ACTIVATED, GATED, SOFTMAXED, WHOLE, FILTERED, BESIDE, GROUP = 1, 2, 4, 8, 16, 32, 64
-"""Marks of the way from a source: an activation; a product with another such value; a softmax; more than a
-reduction or one selected element remains; a convolution that keeps channels apart; a concatenation with
-features of another origin; a selection of one of several groups of its features."""
+"""Marks of the way from a source. ACTIVATED: passes an activation. GATED: multiplied by another such value.
+SOFTMAXED: passes a softmax. WHOLE: not reduced to a statistic or an element. FILTERED: passes a depthwise
+convolution. BESIDE: concatenated with other features. GROUP: selected from several groups of features."""
 
 Marks = dict[fx.Node, int]
 """Sources of a value, and the marks of the way from each source."""

@@ -62,7 +62,7 @@ class Statement:
 
 
 def joins_stream(site: Site) -> Holds | Fails:
-    """Returns the clause for layers that end a branch."""
+    """Checks that the result of the layer at `site` joins a residual stream, as at the end of a branch."""
     if site.used(BRANCH):
         return Holds("its result joins the residual stream")
     return Fails("its result joins no residual stream")

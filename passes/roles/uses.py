@@ -8,8 +8,8 @@
     WEIGHED   multiplied by a choice of a top-k           SCALES    multiplies a stream, broadcast over it
     RESULT    an output of the model                      CUT       leaves the graph, not the model
 
-BRANCH and STARTS pass linear operators alone; the other marks pass any operator. A mark passes a residual sum
-only if the whole sum is an operand, or if the stream ends the model (`_endings`).
+BRANCH and STARTS pass only linear operators; the other marks pass any operator. Only QKV, MIXED, SCORES and
+BRANCH pass a residual sum, and RESULT if its stream is at the end of the model (`_endings`).
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class _UsesSweep:
             return 0 if there & LAYER else there
         if kind is not Kind.PRODUCT:
             return LAYER
-        if self._feeds.kind.get(user) not in MIXERS:  # a product with a constant, or a dispatch
+        if self._feeds.kind.get(user) not in MIXERS:  # multiplies by a constant, or dispatches tokens
             return there
         if there & (SCORES | QKV) or not there & (LAYER | MIXED):
             return there
@@ -145,7 +145,7 @@ class _UsesSweep:
                 marks |= SHIFTS
             if packet(user) is aten.mul:
                 apart = self._feeds.of_value[other].keys().isdisjoint(self._feeds.of_value[node])
-                if beyond and apart and _size(other) > _size(node):  # a norm's factor is not apart
+                if beyond and apart and _size(other) > _size(node):  # a norm's factor is not `apart`
                     marks |= SCALES
                 if other in self._feeds.chosen:
                     marks |= WEIGHED
@@ -153,9 +153,9 @@ class _UsesSweep:
 
 
 def _endings(feeds: Feeds, streams: Streams) -> frozenset[int]:
-    """Returns the numbers of the streams at the end of a model.
+    """Returns the numbers of the streams at the end of a model, behind other streams.
 
-    It begins behind another stream. Only convolutions and layers that read it linearly add to or read it.
+    Only convolutions and layers without a nonlinearity in front of them read these streams or add to them.
     """
     behind = {feeds.number[node] for node in streams.skips if len(feeds.streams[node]) > 1}
     steps: set[tuple[fx.Node, int]] = set()

@@ -127,7 +127,7 @@ def _is_class(target: str) -> bool:
 
 
 def _rules(chosen: list[tuple[str, Any]], origin: str, setting: Setting) -> None:
-    """Adds a rule for every run of targets of one kind with equal use."""
+    """Adds a rule for every run of consecutive targets with equal use: names and expressions, or classes."""
     for (is_class, use), run in itertools.groupby(chosen, lambda pair: (_is_class(pair[0]), pair[1])):
         targets = [target for target, _ in run]
         if not is_class:

@@ -99,7 +99,7 @@ def _nvfp4(data: dict[str, Any], setting: Setting) -> dict[str, Any]:
 
 
 def _four_over_six(data: dict[str, Any], setting: Setting) -> dict[str, Any]:
-    """Returns the choice of scales of the operands that a recipe selects, which are never gradients."""
+    """Returns the operands in a recipe's scope with their choice between two scales; gradients have none."""
     scopes = []
     for key, usual in (("nvfp4_4over6", "none"), ("nvfp4_4over6_e4m3_use_256", "all")):
         scope = data.get(key, usual)

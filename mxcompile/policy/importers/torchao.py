@@ -92,7 +92,7 @@ def _unwrapped(data: Any, setting: Setting) -> tuple[Any, Setting]:
 
 
 def _excluded(names: Any, setting: Setting) -> None:
-    """Excludes the names that transformers skips: a match up to a dot or the end, or a suffix of the path."""
+    """Adds BF16 rules for names that transformers skips: matches up to a dot or the end, and suffixes."""
     if names is None:
         return
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
@@ -120,7 +120,7 @@ def _exact(names: list[str], setting: Setting) -> list[_Named]:
 
 
 def _expressions(names: list[str]) -> list[_Named]:
-    """Returns the rules of expressions: as patterns over weights, then over modules where these differ."""
+    """Returns the rules of expressions as patterns over weights, then as new patterns over modules."""
     expressions = [(name, name.removeprefix("re:")) for name in names if name.startswith("re:")]
     weights = [(name, {"name": patterns}) for name, text in expressions if (patterns := _over_weights(text))]
     seen = {pattern for _, match in weights for pattern in match["name"]}

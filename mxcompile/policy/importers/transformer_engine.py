@@ -86,7 +86,7 @@ def _names(layers: Any, setting: Setting) -> list[str]:
 
 
 def _by_parts(layers: dict[str, Any], setting: Setting) -> list[str]:
-    """Returns patterns for ``layer_types``, texts in a name, and ``layer_numbers``, the only number in it."""
+    """Returns patterns for names with a text of ``layer_types`` whose only number is in ``layer_numbers``."""
     types = _words(layers, "layer_types", setting) if "layer_types" in layers else ["all"]
     numbers = _numbers(layers.get("layer_numbers", "all"), setting.at("layer_numbers"))
     everything = "all" in types
@@ -202,7 +202,7 @@ def _common_elems(operands: dict[str, str]) -> _Uses | None:
 
 
 def _gemms(config: dict[str, Any], setting: Setting) -> list[tuple[str, dict[str, Any], Setting]]:
-    """Returns the GEMMs of a feature with its settings, and with own settings from ``gemms_struct``."""
+    """Returns (GEMM, settings, location) by GEMM of a feature; ``gemms_struct`` has settings by GEMM."""
     if "gemms_struct" in config:
         shared = {key: value for key, value in config.items() if key != "gemms_struct"}
         items = _mappings(config["gemms_struct"], "gemm", setting.at("gemms_struct"))
