@@ -63,7 +63,7 @@ def read(checkpoint: Checkpoint) -> Iterator[StoredWeight]:
 
 
 def _stored(entries: Mapping[str, Entry], about: Declared) -> list[StoredWeight]:
-    """Returns the weights that are stored quantized, checked."""
+    """Returns the quantized weights, after a check of their tensors."""
     bases = {
         name.removesuffix(PACKED): name for name, entry in entries.items() if entry.dtype in (*FP8, *BYTES)
     }

@@ -34,7 +34,7 @@ class Blocks:
 
     @classmethod
     def from_models(cls, models: Mapping[str, nn.Module]) -> Blocks:
-        """Returns the blocks of `models`, by the path of each."""
+        """Returns the blocks of all `models`, whose keys are their paths."""
         places: dict[str, Block] = {}
         pending = [*models.items()]
         while pending:
@@ -47,7 +47,7 @@ class Blocks:
         return cls(places)
 
     def position(self, name: str) -> Block | None:
-        """Returns the block of the layer `name`, or None outside of blocks."""
+        """Returns the block of the layer `name`, or None if it is outside all blocks."""
         steps = name.split(".") if self.places else []
         heads = (".".join(steps[:end]) for end in range(1, len(steps) + 1))
         return next((self.places[head] for head in heads if head in self.places), None)

@@ -25,7 +25,7 @@ from torch._dynamo.eval_frame import innermost_fn
 log = logging.getLogger(__name__)
 
 _LIMIT = 50_000
-"""Most values that are searched in total, because a callback may refer to a whole trainer."""
+"""Largest number of values that are searched in total: a callback may refer to a whole trainer."""
 _CONTAINERS = (dict, OrderedDict, list, tuple, set)
 _ATOMS = frozenset({int, float, complex, str, bytes, bool, type(None), type})
 

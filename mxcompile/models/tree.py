@@ -26,9 +26,9 @@ from mxcompile.models.rebind import content, is_plain, is_torchs
 from mxcompile.models.wrappers import plain_class, user_model
 
 _DEPTH = 3
-"""Most containers between a module and an object, because one may hold a whole trainer."""
+"""Largest number of containers between a module and an object: a container may hold a whole trainer."""
 _MEMBERS = 10_000
-"""Most members of a container that are searched, because one may be a data set."""
+"""Largest number of members of a container that are searched: a container may be a data set."""
 _BASE = frozenset(vars(nn.Module()))
 """Attributes of a plain `nn.Module`."""
 _FUNCTIONS = FunctionType, MethodType, functools.partial
@@ -116,7 +116,7 @@ def path_in(root: nn.Module, module: nn.Module | None) -> str | None:
 
 
 def unregistered(argument: Tensor) -> HeldBy:
-    """Returns `HeldBy.LEAF` if `argument`, of the call, is a leaf of autograd, else `ARGUMENT`."""
+    """Returns `HeldBy.LEAF` for an argument of a call that is an autograd leaf, else `ARGUMENT`."""
     is_leaf = argument.requires_grad and argument.is_leaf
     if argument._is_view() and not torch.is_grad_enabled():
         is_leaf = False  # a view made under no_grad has `is_leaf` set

@@ -43,7 +43,7 @@ _CHECKPOINT, _METHOD = "torch/utils/checkpoint.py", "apply"
 class Differentiated(Enum):
     """Whether and how autograd computes gradients for the operands of a node."""
 
-    NO = auto()  # no operand needs one, or gradients are turned off
+    NO = auto()  # no operand needs a gradient, or gradients are turned off
     YES = auto()
     BY_FUNCTION = auto()  # the node is in the forward of an autograd.Function with its own backward
     RECOMPUTED = auto()  # the node is in the forward of a reentrant checkpoint, whose backward recomputes it

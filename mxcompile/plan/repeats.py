@@ -50,7 +50,7 @@ class Repeats:
     blocks: Blocks = field(default_factory=Blocks)
 
     def keeper(self, path: str) -> str | None:
-        """Returns the path of the kept layer around `path`, or None if it stands for itself alone."""
+        """Returns the path of the layer around `path` that stands for removed layers, or None without it."""
         steps = path.split(".")
         heads = (".".join(steps[:end]) for end in range(1, len(steps) + 1))
         return next((head for head in heads if head in self.standing_for), None)

@@ -112,7 +112,7 @@ def _group(path: str, group: Any, entries: list[tuple[str, Any]], mixed: Any, *,
 
 
 def _unset(parameter: Sharded) -> torch.dtype:
-    """Returns the default dtype of the gradient reduction, from torch 2.14 on the master's."""
+    """Returns the default dtype of the reduction: the gather's; from torch 2.14 on, the parameter's."""
     return parameter.parameter.dtype if newer("torch", "2.14") else parameter.dtype
 
 

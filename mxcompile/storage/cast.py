@@ -101,7 +101,7 @@ def pieces(x: Tensor, dim: int) -> Iterator[tuple[slice, ...]]:
 
 
 def _values(x: Tensor, rows: tuple[slice, ...]) -> Tensor:
-    """Returns `rows` of `x`, for an `MXTensor` their values in FP32."""
+    """Returns `rows` of `x`. Rows of an `MXTensor` are dequantized to FP32."""
     part = x[rows]
     return part.dequantize(torch.float32) if isinstance(part, MXTensor) else part
 

@@ -31,7 +31,7 @@ Fired = tuple[int, dict[str, Any]]
 """Index of a rule, and the operand that it fired for, as a row of a sample."""
 
 Below = frozenset[tuple[str, str]]
-"""Pairs of a layer, by its path below a module, and a GEMM."""
+"""Pairs (path of a layer relative to a module, GEMM)."""
 
 
 class Fallbacks:

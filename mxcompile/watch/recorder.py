@@ -167,7 +167,7 @@ class Recorder:
         return sample
 
     def _compare(self, key: Key, tally: Tally, part: Tensor) -> None:
-        """Counts the elements of `part`, of a weight's cast, that differ from the previous sample."""
+        """Counts the elements of `part`, a part of a weight's cast, that differ from the previous sample."""
         before = self._previous.get(key)
         if part.numel():
             self._previous[key] = part

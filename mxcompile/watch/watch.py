@@ -33,7 +33,7 @@ ACTIONS = ("warn", "stop")
 """Values of `Watch(nonfinite=…)`."""
 
 Target = str | Path | Callable[[Record], object] | Any
-"""Any stands for a ``SummaryWriter``, which is recognised by its `add_scalar`."""
+"""Destination of records. `Any` stands for a ``SummaryWriter``, recognised by its `add_scalar`."""
 
 
 class Watch:

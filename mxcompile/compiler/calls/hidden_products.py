@@ -138,7 +138,7 @@ class HiddenProducts(TorchDispatchMode):
         return result
 
     def _search_backward(self, function: Any) -> None:
-        """Searches the first backward of `function`, the class that autograd has for the compiled code."""
+        """Searches the next backward of `function`, the `autograd.Function` of the compiled code."""
         backward = function.backward
 
         def searched(*args: Any) -> Any:

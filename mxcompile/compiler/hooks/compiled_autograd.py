@@ -94,7 +94,7 @@ class OwnedGemms:
         self._owners: list[tuple[Owner, int]] = []
 
     def set_tags(self, graph: fx.Graph, products: Iterable[Mark]) -> None:
-        """Sets the tags of `products` on the products of `graph`, if both sequences agree."""
+        """Sets the tags of `products` on the products of `graph`, if both are the same products in order."""
         nodes, new_marks = list(_products(graph)), list(products)
         if [node.target for node in nodes] != [product.target for product in new_marks]:
             log.info(

@@ -88,7 +88,7 @@ class GraphPass(CustomGraphPass):
 
 
 class Partitioner(CustomPartitionerFn):
-    """The user's partitioner, or Inductor's, followed by `look` at forward and backward."""
+    """The user's partitioner, or Inductor's. Passes the forward and backward graphs to `look`."""
 
     def __init__(self, look: Callable[[GraphModules, int], None], uuid: str, users: Any = None) -> None:
         self._look = look

@@ -120,7 +120,7 @@ class _Attempt:
     def report_failure(self, options: Options) -> bool:
         """Reports that a frame with compiled code runs as Python from now on.
 
-        Returns whether the report has this, from now or from an earlier call.
+        Returns whether the failure is in the report, from now or from an earlier call.
         """
         if self.limit:
             return True

@@ -119,7 +119,7 @@ def _of_same_class(capture: Capture, policy: Policy) -> Iterator[tuple[str, Sign
 
 
 def _decided(capture: Capture, policy: Policy) -> Callable[[str], Signature]:
-    """Returns a function from a path to the decisions below it, by the plan or else by name patterns."""
+    """Returns a function that maps a path to the decisions below it: by the plan, else by name patterns."""
     plan, modules = capture.planned.plan, capture.tree.modules
     if plan is None:
         return lambda path: name_signature(policy, modules[path], path, capture.blocks)
