@@ -1,1 +1,1 @@
-"""The chips: a file each, with the `Target` that describes it. `mxcompile.lowering.targets` collects them."""
+"""A file for each chip, with the `Target` that describes it. `mxcompile.lowering.targets` collects them."""

@@ -77,7 +77,7 @@ class Target:
 
     @property
     def native(self) -> bool:
-        """Whether the chip multiplies MX operands itself."""
+        """Whether the chip has an instruction for products of MX operands."""
         return bool(self.mma)
 
     @property

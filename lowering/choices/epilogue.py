@@ -35,7 +35,7 @@ _FEW = 2
 
 
 def is_heavy(product: fx.Node) -> bool:
-    """Whether the operators behind `product` read or store more than two other tensors of its size.
+    """Whether operators after `product` read or store more than two other tensors of its size.
 
     These operators get a separate kernel. As an epilogue they would spill registers, and on a B200 their
     memory traffic takes longer than the product, which would wait for it.
@@ -69,7 +69,7 @@ def _is_cast(node: fx.Node) -> bool:
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """Returns the tensor behind views of the whole tensor."""
+    """Returns the tensor that `node` is, or views as a whole."""
     while _is_whole_view(node):
         node = argument(node)
     return node

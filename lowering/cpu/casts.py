@@ -51,7 +51,7 @@ def _results(copy: Copy, x: ir.TensorBox) -> dict[str, Spec]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Progress:
-    """Casts of one graph. seen: casts with results. early: results of nodes that are not lowered yet."""
+    """Casts of one graph. seen: casts that have results. early: results for nodes that are lowered later."""
 
     seen: set[fx.Node] = field(default_factory=set)
     early: dict[fx.Node, Results] = field(default_factory=dict)
@@ -140,7 +140,7 @@ def _others(node: fx.Node, copy: Copy) -> Iterator[tuple[fx.Node, Copy]]:
 
 
 def _emit(x: ir.TensorBox, copies: Sequence[Copy]) -> list[ir.TensorBox]:
-    """Returns all tensors of `copies` of `x`, which are along different dimensions, in order."""
+    """Returns the tensors of `copies` of `x`, in order; the copies have blocks along different dimensions."""
     shape = list(x.get_size())
     outputs = {f"{name}{-1 - copy.dim}": spec for copy in copies for name, spec in _results(copy, x).items()}
     source = kernel.stored(x)

@@ -66,7 +66,7 @@ def _config(tile_sizes: Tiles, competes: bool) -> str:
 
 
 def cast_of(node: fx.Node) -> Cast | None:
-    """Returns the cast of the left operand of `node`, a product of matrices, if both can be fused."""
+    """Returns the cast of the left operand if `node`, a product of matrices, can fuse with it, else None."""
     product = Product.from_node(node) if node.target is ops.matmul else None
     if product is None or not product.is_mx or not all(tag.kernel for tag in tags_of(node)):
         return None

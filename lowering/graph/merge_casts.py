@@ -9,9 +9,9 @@
 
 Applies to chips whose casts are templates, which make copies in MXFP8, in packed FP4 and with FP32 scales. A
 cast that is a loop fuses with its neighbours, so merging gains nothing. Chips without an MX GEMM multiply
-values; values of square tiles are equal in both layouts, so their casts stay. Stochastic copies stay apart,
-because their random numbers use the registers of a second copy. Two copies also stay apart if the amax of one
-copy is computed after the other cast.
+values; values of square tiles are equal in both layouts, so their casts stay. Stochastic copies are not
+merged, because their random numbers use the registers of a second copy. Two copies are also not merged
+if the amax of one copy is computed after the other cast.
 
 A copy with FP32 scales is split into parts: its scales may be known before the cast (delayed scaling), its
 elements may have another type (`FNUZ`), and columnwise elements may be transposed (see `vendor_fp8`)

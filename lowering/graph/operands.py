@@ -26,7 +26,7 @@ from mxcompile.ops.view import Cast, Unpack, result_of
 
 
 class DequantizedOperands:
-    """The dequantized operands of one graph."""
+    """Makes the dequantized operands of one graph, each of them once."""
 
     def __init__(self, build: Builder) -> None:
         self._build = build

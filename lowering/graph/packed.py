@@ -144,7 +144,7 @@ def _replace(product: Product, sides: list[_Side], operands: _PackedOperands) ->
 
 
 class _PackedOperands:
-    """The packed operands of one graph, each made once."""
+    """Makes the packed operands of one graph, each of them once."""
 
     def __init__(self, build: Builder, target: Target) -> None:
         self.build = build

@@ -209,7 +209,7 @@ class WeightOnly(LoweringPass):
 
 
 def _dequantized(dequantize: Dequantize, swapped: bool) -> _Weight:
-    """Returns the weight behind `dequantize`. swapped: whether the product reads its transpose."""
+    """Returns the weight that `dequantize` decodes. swapped: whether the product reads its transpose."""
     (qdata, turned), (scale, _) = untransposed(dequantize.qdata), untransposed(dequantize.scale)
     return _Weight(
         qdata=qdata,
@@ -221,7 +221,7 @@ def _dequantized(dequantize: Dequantize, swapped: bool) -> _Weight:
 
 
 def _operand(product: Product) -> _Weight:
-    """Returns the right operand of `product`, behind transposes and the unpacking of packed codes."""
+    """Returns the right operand of `product` as stored, before its transposes and unpacking."""
     qdata, scale, swapped = stored(product.b, product.scale_b)
     unpack = Unpack.from_node(qdata)
     if unpack is None:

@@ -35,7 +35,7 @@ _VIEW = lowerings[torch.ops.aten.view.default]
 
 
 class _TensorCast:
-    """The scales of one tensor, and its elements divided by them."""
+    """The MXFP8 scales of one tensor, and its elements divided by these scales."""
 
     def __init__(self, x: ir.TensorBox, dims: Sequence[int], elem: ElemType, mode: Rounding) -> None:
         x.realize()

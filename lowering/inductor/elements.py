@@ -43,7 +43,7 @@ def i32(value: int) -> Any:
 
 
 def quotient(a: Any, b: Any) -> Any:
-    """Returns a / b in FP32, rounded to nearest. In older PyTorch from FP64, which gives the same bits."""
+    """Returns a / b in FP32, rounded to nearest. Older PyTorch divides in FP64: the same bits."""
     if hasattr(OpsHandler, "div_rn"):
         return inductor.div_rn(a, b)
     wide = (inductor.to_dtype(operand, torch.float64, src_dtype=torch.float32) for operand in (a, b))

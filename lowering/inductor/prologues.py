@@ -3,7 +3,7 @@
     producer ─▶ x ─▶ cast     becomes     cast(producer)        x is never stored
 
 A producer is a pointwise node whose result only the cast reads: a norm's second half, SwiGLU's product, the
-transpose behind an attention. Inductor's scheduler would fuse it with the node before it (a norm's row
+transpose after an attention. Inductor's scheduler would fuse it with the node before it (a norm's row
 statistic, the GEMM of one of SwiGLU's factors) and store x. So this pass runs before the scheduler fuses
 nodes. It skips a producer that reads more than two tensors of x's size, because storing x is then cheaper.
 The two producers of a cast of two tensors may read three. It also skips functions of angles (`_LONG`).

@@ -1,4 +1,4 @@
-"""Passes over Inductor's scheduler, behind the user's own pass, with an identity for Inductor's caches."""
+"""Passes over Inductor's scheduler, run after the user's pass; each has an identity for Inductor's caches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Nodes = list[BaseSchedulerNode]
 
 
 class SchedulerPass(CustomSchedulerPass):
-    """A pass of mxcompile behind the user's. uuid: hash of mxcompile's code. user: the configured pass."""
+    """A pass of mxcompile, run after the user's. uuid: hash of mxcompile's code. user: the user's pass."""
 
     def __init__(self, uuid: str, user: Any = None) -> None:
         self._uuid = uuid

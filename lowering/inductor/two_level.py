@@ -53,7 +53,7 @@ def _gain(amax: ir.TensorBox | None, form: Format) -> Load:
 def scales(
     blocks: ScaleBlocks, x: ir.TensorBox, copy: Copy, tile_amax: Load, amax: ir.TensorBox | None
 ) -> ir.TensorBox:
-    """Returns the E4M3 scale of every tile of `x`. tile_amax: loads its amax. amax: see `_gain`."""
+    """Returns the E4M3 scale of every tile of `x`. tile_amax: loader of its amax. amax: see `_gain`."""
     form, target = copy.format, of_device(blocks.device)
     gain = _gain(amax, form)
 

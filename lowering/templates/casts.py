@@ -93,7 +93,7 @@ _SOURCE = (
     + _STORE
 )
 
-# Both are loaded before anything is stored, so that what both producers read is read once.
+# Both tensors are loaded before any store, so that the inputs of both producers are read once.
 _SOURCE_OF_TWO = (
     _IMPORTS
     + r"""
@@ -144,7 +144,7 @@ def lower_cast(cast: CastCall) -> Results | None:
 
 
 def _target(x: ir.TensorBox, layout: str | None) -> Target | None:
-    """Returns the chip whose table has the tile, or None if the template does not take this cast."""
+    """Returns the chip that runs the cast of `x`, or None if the template does not support the cast."""
     if len(x.get_size()) < 2 or x.get_device_or_error().type != "cuda":
         return None
     target = of_device(x.get_device_or_error())

@@ -80,7 +80,7 @@ def _fp8(operand: Any) -> str:
 
 
 def _is_0(scale: Any, dim: int) -> bool:
-    """Whether all elements along dimension `dim` share a scale, because its stride is 0."""
+    """Whether all elements along `dim` share a scale, which then has stride 0 along `dim`."""
     return bool(V.graph.sizevars.statically_known_equals(scale.get_stride()[dim], 0))
 
 
@@ -91,7 +91,7 @@ HEAD = r"""
     ta, tb, stride_ta, stride_tb = TA, TB, {{stride("TA", -2)}}, {{stride("TB", -1)}}
 {% endif %}
 """
-"""Source: the head of a template. OTHERS: names of the operands behind the first four."""
+"""Source: the head of a template. OTHERS: names of the operands after the first four."""
 
 GAIN = r"""
 {% if TWO_LEVEL %}

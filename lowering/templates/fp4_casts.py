@@ -236,7 +236,7 @@ def _shapes(x: ir.TensorBox, copy: Copy) -> tuple[list[Any], list[Any]]:
 
 
 def lower_largest(x: ir.TensorBox, dim: int | None = None) -> ir.TensorBox | None:
-    """Returns the amax of a tensor in memory, by way of its tiles; None for other tensors, and with `dim`."""
+    """Returns the amax of a tensor in memory, from amaxes of tiles; None for other tensors, or with `dim`."""
     target = of_device(x.get_device_or_error())
     if dim is not None or isinstance(target.tiles.fp4_cast, Unsupported) or not _is_stored(x):
         return None

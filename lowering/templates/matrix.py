@@ -28,7 +28,7 @@ MASKS = r"""    idx_m = rm[:, None].to(INDEX_DTYPE)
     blocks_m = pid_m * (BLOCK_M // 32) + tl.arange(0, BLOCK_M // 32)
     blocks_n = pid_n * (BLOCK_N // 32) + tl.arange(0, BLOCK_N // 32)
 """
-"""Source behind `TILE_INDICES`: indices, masks, and the blocks of 32 along both dimensions."""
+"""Source after `TILE_INDICES`: indices, masks, and the blocks of 32 along both dimensions."""
 
 
 def load(source: str) -> str:

@@ -64,7 +64,7 @@ def _sides(source: str) -> Iterator[str]:
         yield text.replace("<X>", source).replace("<x>", source.lower())
 
 
-# Both are loaded before anything is stored, so that what both producers read is read once.
+# Both tensors are loaded before any store, so that the inputs of both producers are read once.
 _SOURCE = "".join(
     (
         "from mxcompile.lowering.kernels import packed, scale_bytes, tiles\n\n",
@@ -148,7 +148,7 @@ def _is_for(sizes: Sequence[Any], copy: Copy) -> bool:
 
 
 def _side(copy: Copy) -> str:
-    """Returns the name of the side of `copy`; values of squares are the same on both sides."""
+    """Returns the direction of the blocks of `copy`, as the template names it; "ROWS" for squares."""
     return "COLUMNS" if copy.dim == -2 and not copy.is_square else "ROWS"
 
 

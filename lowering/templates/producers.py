@@ -95,8 +95,8 @@ def narrowed(source: str) -> str:
 def approximated(source: str) -> str:
     """Returns `source` with `packed.sigmoid` for sigmoids before its cast, alone or in x · sigmoid(x).
 
-    Values before the cast are also rounded to BF16 in pairs. Code behind the cast may store FP32 values, and
-    stays as it is.
+    Values before the cast are also rounded to BF16 in pairs. Code after the cast may store FP32 values, and
+    does not change.
     """
 
     def replacement(match: re.Match[str]) -> str:

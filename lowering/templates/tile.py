@@ -42,7 +42,7 @@ TILE = r"""
     mask = in_m[:, None] & in_n[None, :]
 {% endif %}
 """ + GAIN.replace("ACC", "acc")
-"""Source behind `coding.HEAD`: computes a tile. Reads pointers a, sa, b, sb; rm and rn, the tile's rows and
+"""Source after `coding.HEAD`: computes a tile. Reads pointers a, sa, b, sb; rm and rn, the tile's rows and
 columns; end_m and N, their ends; begin and end, the range of K in elements; length, all bytes of K; the
 strides. Defines acc (FP32), idx_m, idx_n and mask for `STORE`."""
 

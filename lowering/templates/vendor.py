@@ -43,7 +43,7 @@ from mxcompile.lowering.targets import Target
 from mxcompile.lowering.templates.coding import Coding
 
 _MULTIPLE = 16
-"""Divisor of strides and of packed K, in bytes, and of N, in elements."""
+"""Strides and packed K, in bytes, and N, in elements, are multiples of this."""
 
 
 def mx_vendor_scaled_mm(

@@ -137,7 +137,7 @@ def lower_weight_only_mm(
 
 
 def _target(x: ir.TensorBox, qdata: ir.TensorBox) -> Target | None:
-    """Returns the chip whose table has the tile, or None if the template does not take this product."""
+    """Returns the chip that runs the product, or None if the template does not support the product."""
     device = x.get_device_or_error()
     if device.type != "cuda" or x.get_dtype() not in _ACTIVATIONS:
         return None
