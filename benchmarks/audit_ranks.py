@@ -39,7 +39,7 @@ from mxcompile.report import GemmNumerics
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A model, what it is called with, its loss, and how far an output is from FP32's."""
+    """A model, its inputs, its loss, and the distance between a reference output and another output."""
 
     model: nn.Module
     inputs: dict[str, Any]
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def gemma(tokens: int, positions: int) -> Case:
-    """Gemma on a window of text; it predicts what follows some of the tokens."""
+    """Returns Gemma on a window of text. Its loss covers `positions` evenly spaced next-token predictions."""
     model, tokenizer = models.gemma()
     window = models.windows(tokenizer, 1, tokens)
     kept = torch.arange(1, positions + 1) * (tokens - 1) // positions - 1
@@ -92,7 +92,7 @@ def gemma(tokens: int, positions: int) -> Case:
 
 
 def minilm() -> Case:
-    """MiniLM on questions and passages; its loss is to find each one's passage among all."""
+    """Returns MiniLM on questions and passages. Its loss classifies the passage of a question among all."""
     model, tokenizer = models.minilm()
     questions, passages = zip(*models.sentence_pairs(), strict=True)
     inputs = dict(tokenizer([*questions, *passages], padding=True, return_tensors="pt"))
@@ -112,7 +112,7 @@ def minilm() -> Case:
 
 
 def measured(case: Case, policy: str, name: str) -> tuple[list[dict[str, Any]], float]:
-    """Returns a row for each layer, of the audit and of the layer alone, and the effect of all together."""
+    """Returns a row per layer with its audit and its effect alone, and the effect of all layers together."""
     result = audit(case.model, policy=policy, loss_fn=case.loss, kwargs=case.inputs)
     by_layer: dict[str, list[GemmNumerics]] = {}
     for gemm in result.numerics.gemms:
@@ -140,7 +140,7 @@ def measured(case: Case, policy: str, name: str) -> tuple[list[dict[str, Any]], 
 
 
 def parts_of(whole: float, layers: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Returns the effect of all layers together, and as shares of it the sum and the largest alone."""
+    """Returns the effect of all layers together, and the sum and largest of single effects as its shares."""
     effects = [layer["effect"] for layer in layers]
     shares = {"sum_of_whole": sum(effects) / whole, "largest_of_whole": max(effects) / whole}
     return {"whole": whole, **{key: round(share, 3) for key, share in shares.items()}}

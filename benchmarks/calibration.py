@@ -35,7 +35,7 @@ PAGE = common.ROOT / "docs" / "calibration.md"
 PICTURE = common.ROOT / "docs" / "images" / "calibration.png"
 BEGIN, END = "<!-- calibration: begin -->", "<!-- calibration: end -->"
 LOW, HIGH = 0.75, 1.33
-"""Measured ÷ estimate of a point that is met."""
+"""Bounds of measured ÷ estimate within which a point counts as near."""
 
 STREAM, LOOP, SPLIT, SMALL = "stream", "loop over rows", "split reduction", "few rows"
 CAST, PAIRS, TILES, PRODUCT = "cast", "loads of pairs", "loop over tiles", "product"
@@ -49,7 +49,7 @@ KNOWN_BAD = {
     TILES: "one block of few warps has a processor, whose instructions wait for each other",
     SMALL: "so few rows that a last turn of programs is not full, or that a launch is most of the time",
 }
-"""Classes whose points may be missed, and why."""
+"""Classes whose points may lie outside the bounds, with the reason."""
 
 _LIGER = "Liger-Kernel, benchmark/data/all_benchmark_data.csv"
 _CUDNN = "cudnn-frontend, benchmark/norms/results (torch_compile)"
@@ -61,8 +61,9 @@ _AO_FP4 = "torchao, benchmarks/prototype/nvfp4_training"
 class Point:
     """A published time.
 
-    kind: class of the kernel. kernel, chip, shape: of it. measured_us: published by `source`. plus: what it
-    has to do, launch by launch. minus: the same of a measurement that was subtracted.
+    kind: class of the kernel. kernel, chip, shape: names of the kernel, its GPU and its sizes. measured_us:
+    time that `source` published. plus: work of each launch. minus: work of the launches whose time the source
+    subtracted.
     """
 
     kind: str
@@ -76,7 +77,7 @@ class Point:
 
     @property
     def estimate_us(self) -> float:
-        """By the rates of the chip."""
+        """Estimated time in µs by the rates of the chip."""
         rates = rates_of(self.chip)
         return total(self.plus, rates) - total(self.minus, rates)
 
@@ -87,28 +88,28 @@ class Point:
 
     @property
     def is_near(self) -> bool:
-        """Whether the estimate is near enough."""
+        """Whether measured ÷ estimate lies between `LOW` and `HIGH`."""
         return LOW <= self.ratio <= HIGH
 
 
 _PROCESSORS = {"GB200": 152}
-"""Of chips that have another number than their target's row."""
+"""SMs of chips that differ from the row of their target."""
 
 
 def chip(name: str) -> Target:
-    """The target of a chip."""
+    """Returns the target of the chip `name`, with its own number of SMs."""
     row = of_chip(name)
     return dataclasses.replace(row, processors=_PROCESSORS.get(name, row.processors))
 
 
 @functools.cache
 def rates_of(name: str) -> Rates:
-    """The rates of a chip."""
+    """Returns the rates of the chip `name`."""
     return Rates.for_target(chip(name))
 
 
 def compiled() -> Iterator[Point]:
-    """Every point, its kernels compiled for its chip."""
+    """Yields all points, with the kernels of each compiled for its chip."""
     yield from tqdm(_liger(), desc="Liger")
     yield from tqdm(_norms(), desc="norms of Inductor")
     yield from tqdm(_products(), desc="products")
@@ -202,7 +203,7 @@ def _norms() -> Iterator[Point]:
 
 
 def _generated(module: nn.Module, x: Tensor, on: str) -> dict[str, tuple[Work, ...]]:
-    """What Inductor's code of `module` has to do, by phase."""
+    """Returns the work of the launches of Inductor's code for `module`, by phase. on: name of the chip."""
     target = chip(on)
     with mock.patch.dict(TARGETS, {target.name: target}):
         launches = codegen(module, x, target=target.name, policy="bf16").launches
@@ -230,7 +231,7 @@ def _products() -> Iterator[Point]:
 
 
 def _casts() -> Iterator[Point]:
-    """What streams, by its bytes."""
+    """Yields points of casts whose work is only their bytes."""
     cast = 2 + 1 + 1 / 32
     for kernel, us in (("MXFP8 cast along rows, rceil", 138.2), ("MXFP8 cast along rows, floor", 139.2)):
         yield _by_bytes(kernel, _AO, "B200", 16384**2, cast, us)
@@ -259,7 +260,7 @@ class _Cast(nn.Module):
 
 
 def _generated_casts() -> Iterator[Point]:
-    """torchao's, from its source by Inductor, from their algebra, or from its kernel."""
+    """Yields points of torchao's casts: its code under Inductor, a rewritten kernel, its Triton kernel."""
     import calibration_kernels as kernels
     from torchao.prototype.mx_formats.config import ScaleCalculationMode
     from torchao.prototype.mx_formats.mx_tensor import to_mx
@@ -290,7 +291,7 @@ def _generated_casts() -> Iterator[Point]:
 
 
 def write(points: list[Point]) -> None:
-    """Keep `points`."""
+    """Writes `points` to `FILE`."""
     rows = [
         {
             **{field: getattr(point, field) for field in _WORDS},
@@ -307,7 +308,7 @@ _WORDS = ("kind", "kernel", "source", "chip", "shape", "measured_us")
 
 
 def points() -> list[Point]:
-    """Those that are kept."""
+    """Returns the points in `FILE`."""
     rows = json.loads(FILE.read_text(encoding="utf-8"))
     sides = ("plus", "minus")
     return [
@@ -316,7 +317,7 @@ def points() -> list[Point]:
 
 
 def page(measured: list[Point]) -> str:
-    """The tables of the page: classes, then every point."""
+    """Returns the tables of the page: a row per class, then a row per point."""
     classes = [
         {
             "class": kind,
@@ -354,7 +355,7 @@ def _spread(same: list[Point]) -> str:
 
 
 def draw(measured: list[Point], output: Path) -> None:
-    """Measured over estimate of every point, by its measured time; those that are missed have their names."""
+    """Plots measured ÷ estimate over the measured time. Points outside the bounds have their names."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5), layout="constrained", dpi=120)
@@ -386,7 +387,7 @@ def draw(measured: list[Point], output: Path) -> None:
 
 
 def replaced(text: str, table: Callable[[], str]) -> str:
-    """`text` with what is between the marks made anew."""
+    """Returns `text` with `table()` between the marks `BEGIN` and `END`."""
     before, begin, rest = text.partition(BEGIN)
     assert begin, "the page has the marks"
     return f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"

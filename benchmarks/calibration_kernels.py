@@ -1,8 +1,8 @@
-"""Kernels that others have timed, rewritten from their algebra: norms, SwiGLU, a cast, a product.
+"""Kernels with published times, rewritten from their formulas: norms, SwiGLU, a cast, a product.
 
 As in Liger-Kernel, a program computes one row in forward, and loops over its share of the rows in backward.
-Products follow Triton's tutorial 3. Sizes are constants, as Inductor writes them. torchao's cast
-of weights is compiled from torchao as it is installed.
+Products follow Triton's tutorial 3. Sizes are constants, as in Inductor's code. The weight cast of torchao
+is compiled from the installed torchao.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mxcompile.offline.standin import triton_target
 
 @triton.jit
 def rms_norm(x_ptr, w_ptr, y_ptr, rstd_ptr, N: tl.constexpr, BLOCK: tl.constexpr):
-    """Y = x · rstd · w of one row."""
+    """Computes y = x · rstd · w for one row."""
     row, at = tl.program_id(0), tl.arange(0, BLOCK)
     mask = at < N
     x = tl.load(x_ptr + row * N + at, mask=mask, other=0).to(tl.float32)
@@ -40,7 +40,7 @@ def rms_norm(x_ptr, w_ptr, y_ptr, rstd_ptr, N: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def layer_norm(x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, N: tl.constexpr, BLOCK: tl.constexpr):
-    """Y = (x − mean) · rstd · w + b of one row."""
+    """Computes y = (x − mean) · rstd · w + b for one row."""
     row, at = tl.program_id(0), tl.arange(0, BLOCK)
     mask = at < N
     x = tl.load(x_ptr + row * N + at, mask=mask, other=0).to(tl.float32)
@@ -55,7 +55,7 @@ def layer_norm(x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, N: tl.constexpr, 
 
 @triton.jit
 def swiglu(a_ptr, b_ptr, c_ptr, N: tl.constexpr, BLOCK: tl.constexpr):
-    """C = silu(a) · b of one row."""
+    """Computes c = silu(a) · b for one row."""
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     mask = at < N
     a = tl.load(a_ptr + row * N + at, mask=mask, other=0).to(tl.float32)
@@ -68,7 +68,7 @@ def swiglu(a_ptr, b_ptr, c_ptr, N: tl.constexpr, BLOCK: tl.constexpr):
 def rms_norm_backward(
     dy_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, dw_ptr, rows, N: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Dx of a share of the rows, and their part of dw."""
+    """Computes dx for `rows` rows, and the sum of dw over these rows."""
     program, at = tl.program_id(0), tl.arange(0, BLOCK)
     mask = at < N
     dw = tl.zeros((BLOCK,), tl.float32)
@@ -98,7 +98,7 @@ def layer_norm_backward(
     N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Dx of a share of the rows, and their part of dw and db."""
+    """Computes dx for `rows` rows, and the sums of dw and db over these rows."""
     program, at = tl.program_id(0), tl.arange(0, BLOCK)
     mask = at < N
     dw, db = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
@@ -122,7 +122,7 @@ def product(
     a_ptr, b_ptr, c_ptr, M, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """C = a · b, a tile a program. TRANSPOSED: b lies in memory as [N, K]."""
+    """Computes c = a · b, one tile per program. TRANSPOSED: whether b is stored as [N, K]."""
     wide = tl.cdiv(N, BLOCK_N)
     m, n = tl.program_id(0) // wide, tl.program_id(0) % wide
     rows, columns = m * BLOCK_M + tl.arange(0, BLOCK_M), n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -144,7 +144,7 @@ def product(
 
 @triton.jit
 def nvfp4(x_ptr, whole_ptr, codes_ptr, scales_ptr, N: tl.constexpr):
-    """Codes of 4 bits under scales of 16 along rows, of a tile of 128×64; scales lie as cuBLAS reads them."""
+    """Casts a 128×64 tile to NVFP4 in blocks of 16 along rows. Scales have the layout of cuBLAS."""
     n, m = tl.program_id(0), tl.program_id(1)
     row = m * 128 + tl.arange(0, 128)[:, None]
     x = tl.load(x_ptr + row * N + n * 64 + tl.arange(0, 64)[None, :])
@@ -175,14 +175,14 @@ def nvfp4(x_ptr, whole_ptr, codes_ptr, scales_ptr, N: tl.constexpr):
 
 
 NVFP4_BYTES = 2 + 1 / 2 + 1 / 16
-"""Read and written of an element in BF16 and one layout of NVFP4."""
+"""Bytes per element that a cast from BF16 to one layout of NVFP4 reads and writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launched:
-    """A kernel and how it is launched. pointers: types of its first arguments; the others are integers.
+    """A Triton kernel and its launch. pointers: types of its first arguments; the others are integers.
 
-    constants: its constexprs. rounds: of its loop over rows, 1 if there is none.
+    constants: values of its constexprs. rounds: trip count of its loop over rows, 1 without a loop.
     """
 
     kernel: Any
@@ -197,7 +197,7 @@ class Launched:
     sizes: dict[str, int] = field(default_factory=dict)
 
     def work(self, target: Target) -> Work:
-        """What it has to do on `target`, by the machine code that Triton makes of it."""
+        """Returns the work of the launch on `target`, read from the machine code that Triton generates."""
         names = self.kernel.arg_names
         types = dict(zip(names, self.pointers, strict=False))
         signature = {
@@ -227,12 +227,12 @@ class Launched:
 
 
 def _warps(block: int) -> int:
-    """As Liger-Kernel chooses them."""
+    """Returns the warps per program that Liger-Kernel chooses."""
     return 32 if block >= 32768 else 16 if block >= 8192 else 8 if block >= 2048 else 4
 
 
 def by_rows(kernel: Any, rows: int, width: int, *, element: str, operands: int) -> Launched:
-    """A program a row. operands: rows that are read and written."""
+    """Returns a launch with one program per row. operands: number of rows that a program reads and writes."""
     block = triton.next_power_of_2(width)
     tensors = [name for name in kernel.arg_names if name.endswith("_ptr")]
     statistics = ("rstd_ptr", "mean_ptr")
@@ -247,7 +247,7 @@ def by_rows(kernel: Any, rows: int, width: int, *, element: str, operands: int) 
 
 
 def looping(kernel: Any, rows: int, width: int, processors: int, *, element: str, sums: int) -> Launched:
-    """A program a processor, which loops over its rows. sums: of the weights' gradients, FP32, a row each."""
+    """Returns a launch with one program per SM, looping over rows. sums: FP32 rows of weight gradients."""
     block = triton.next_power_of_2(width)
     rounds = math.ceil(rows / processors)
     tensors = [name for name in kernel.arg_names if name.endswith("_ptr")]
@@ -264,7 +264,7 @@ def looping(kernel: Any, rows: int, width: int, processors: int, *, element: str
 
 
 def multiplied(size: int, *, element: str, block_k: int, out: str = "fp16") -> Launched:
-    """A square product by tiles of 128×256."""
+    """Returns the launch of a square product in tiles of 128×256."""
     tiles = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": block_k, "TRANSPOSED": int(element == "fp8e4nv")}
     return Launched(
         kernel=product,
@@ -279,7 +279,7 @@ def multiplied(size: int, *, element: str, block_k: int, out: str = "fp16") -> L
 
 
 def cast_to_nvfp4(size: int) -> Launched:
-    """A square along its rows, a tile a program."""
+    """Returns the launch of a rowwise cast of a square matrix, one tile per program."""
     return Launched(
         kernel=nvfp4,
         pointers=("*bf16", "*fp32", "*u8", "*fp8e4nv"),
@@ -291,7 +291,7 @@ def cast_to_nvfp4(size: int) -> Launched:
 
 
 def casts_of_weights(rows: int, columns: int, processors: int) -> Iterator[Launched]:
-    """Of a weight in both layouts by torchao, in every configuration that it would time; loops over tiles."""
+    """Yields torchao's cast of a weight to both layouts, in each configuration that its autotuner times."""
     with mock.patch.object(torch.utils._triton, "has_triton", return_value=True):
         from torchao.prototype.moe_training.nvfp4_training import quantize_2d_triton
     tuner = quantize_2d_triton.triton_quantize_2d_weight

@@ -22,11 +22,11 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-sys.path += [str(ROOT), str(ROOT / "examples")]  # of a checkout that is not installed; the package `demo`
+sys.path += [str(ROOT), str(ROOT / "examples")]  # for an uninstalled checkout, and for the package `demo`
 
 
 def llama(*, layers: int, width: int, feed_forward: int, vocabulary: int, heads: int = 8) -> nn.Module:
-    """A Llama from a configuration, BF16 weights, seeded."""
+    """Returns a Llama of these sizes with BF16 weights, initialized from seed 0."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -43,7 +43,7 @@ def llama(*, layers: int, width: int, feed_forward: int, vocabulary: int, heads:
 
 
 def torchao_model(model: nn.Module, *, emulated: bool) -> nn.Module:
-    """A copy with its linear layers, but the head, in torchao's MXFP8. Raises ImportError without torchao."""
+    """Returns a copy with all linear layers except the head in torchao's MXFP8. Raises ImportError."""
     from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig, MXFP8TrainingRecipe
     from torchao.quantization import quantize_
 
@@ -55,7 +55,7 @@ def torchao_model(model: nn.Module, *, emulated: bool) -> nn.Module:
 
 
 def transformer_engine_linear(layer: nn.Linear, *, native: bool) -> nn.Module:
-    """Transformer Engine's layer of that shape: MXFP8 or, where that is not native, FP8 by tensor.
+    """Returns Transformer Engine's layer with the sizes of `layer`: MXFP8 if `native`, else FP8 by tensor.
 
     Raises ImportError without Transformer Engine.
     """
@@ -85,9 +85,9 @@ def alternate(
     warmup: int = 2,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Times of every run in ms, `repeats` each, taken in turns so that a noisy machine is noisy for all.
+    """Returns the times of each run in ms. Runs take turns, so that noise of the machine affects all of them.
 
-    clock: gives seconds; `time.process_time` leaves out what other programs take.
+    clock: returns seconds; `time.process_time` excludes the time of other programs.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
@@ -102,14 +102,14 @@ def alternate(
 
 
 def median_ratio(times: Mapping[str, Sequence[float]], name: str, baseline: str) -> float:
-    """Median over the rounds of `name`'s time over `baseline`'s in the same round."""
+    """Returns the median over the rounds of the time of `name` ÷ the time of `baseline` in the same round."""
     return statistics.median(a / b for a, b in zip(times[name], times[baseline], strict=True))
 
 
 def saved_bytes(forward: Callable[[], torch.Tensor], inputs: Iterable[torch.Tensor]) -> int:
-    """Bytes that `forward` leaves autograd to keep, each storage once, those of `inputs` tensors not.
+    """Returns the bytes that autograd saves in `forward`, each storage once, without storages of `inputs`.
 
-    Runs its backward too.
+    Also runs backward from its result.
     """
     kept: dict[int, torch.UntypedStorage] = {}
     excluded = {tensor.untyped_storage().data_ptr() for tensor in inputs}
@@ -128,7 +128,7 @@ def saved_bytes(forward: Callable[[], torch.Tensor], inputs: Iterable[torch.Tens
 
 
 def environment() -> dict[str, Any]:
-    """Device, class of CPU, versions and commit: what a figure depends on."""
+    """Returns device, class of CPU, versions and commit, for the row of a measurement."""
     from mxcompile.lowering.cpu.features import features
 
     versions = {name: _version(name) for name in ("mxcompile", "torch", "triton", "torchao", "transformers")}
@@ -157,7 +157,7 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str:
-    """Of the checkout; "" without git, or where the sources are no checkout of it."""
+    """Returns the commit of the checkout; "" without git or outside a checkout."""
     command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
@@ -166,16 +166,16 @@ def _commit() -> str:
 
 
 def folder() -> Path:
-    """Where rows are written: ``$OUT``, if a machine keeps nothing else, or ``results``."""
+    """Returns the folder for result rows: ``$OUT`` if it is set, else ``results``."""
     path = Path(os.environ.get("OUT") or RESULTS)
     path.mkdir(parents=True, exist_ok=True)
     return path
 
 
 def write(name: str, rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Append each of `rows` with the environment to ``{name}.jsonl`` as soon as it is made. Returns them.
+    """Appends each of `rows`, with the environment, to ``{name}.jsonl`` as soon as it is computed.
 
-    What is killed loses the row that it was making, and no other.
+    Returns the rows. A killed run loses only the row in progress.
     """
     surroundings, written = environment(), []
     path = folder() / f"{name}.jsonl"
@@ -189,7 +189,7 @@ def write(name: str, rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any
 
 
 def read(name: str) -> list[dict[str, Any]]:
-    """The lines of ``results/{name}.jsonl``, oldest first; none if there is no such file."""
+    """Returns the rows of ``results/{name}.jsonl``, oldest first; an empty list if there is no such file."""
     path = RESULTS / f"{name}.jsonl"
     return (
         [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
@@ -197,5 +197,5 @@ def read(name: str) -> list[dict[str, Any]]:
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print `rows` as a table that pastes into Markdown."""
+    """Prints `rows` as a Markdown table."""
     print(tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True))

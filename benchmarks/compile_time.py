@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def share_of_compile(name: str, **size: int) -> dict[str, Any]:
-    """The passes' part of a compile of forward and backward with empty caches."""
+    """Returns the share of the passes in the time of a compile of forward and backward with empty caches."""
     model = common.llama(**size)
     tokens = torch.randint(size["vocabulary"], (2, 128))
     with tempfile.TemporaryDirectory() as cache, mock.patch.dict("os.environ", TORCHINDUCTOR_CACHE_DIR=cache):
@@ -56,7 +56,7 @@ def share_of_compile(name: str, **size: int) -> dict[str, Any]:
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block; its number keeps it from standing for others."""
+    """A pre-norm transformer block. Its number makes it differ from other blocks, so that none is folded."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [batch, length, WIDTH]."""
+        """Returns the output of the block for `x`; both are [batch, length, WIDTH]."""
         heads = self.qkv(self.norm(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
         attended = nn.functional.scaled_dot_product_attention(*heads)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
@@ -76,7 +76,7 @@ class Block(nn.Module):
 
 
 def pass_time(layers: int) -> dict[str, Any]:
-    """The passes alone over the joint graph of a deep model: per node the time must not grow."""
+    """Returns the time of the passes on the joint graph of a deep model, in total and per node."""
     nodes: list[int] = []
 
     def counted(steps: Any, graph: torch.fx.Graph) -> None:

@@ -7,10 +7,10 @@ the threads of the previous variant fall asleep.
 
     sdpa bf16, repeated   PyTorch's attention over keys and values repeated for the heads that share them:
                           what Hugging Face's models compile to
-    sdpa bf16, packed     the same over keys and values as they are, heads that share them as queries: what
-                          Hugging Face's models run eagerly
+    sdpa bf16, packed     the same without repeating; heads that share keys and values become queries of one
+                          head: what Hugging Face's models run eagerly
     sdpa fp32, …          both in FP32; the class of CPU, which the first line names, decides which is faster
-    mxfp8, dequantized    the cache in MXFP8 under backend="inductor": values are made first
+    mxfp8, dequantized    the cache in MXFP8 under backend="inductor", which dequantizes it first
     mxfp8                 the cache in MXFP8 under backend="mxfp8"
 
 Compiled code is cached, so run ``--repeats 1 --dry`` first to keep the measuring run short.
@@ -49,10 +49,10 @@ ELEM = torch.float8_e4m3fn
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
-    """One way to attend.
+    """One implementation of attention.
 
-    attend: q, caches of `TOGETHER` layers, mask → their results, compiled. caches: of all layers. num_bytes:
-    of one.
+    attend: compiled function from (q, caches of `TOGETHER` layers, mask) to the results of these layers.
+    caches: caches of all layers, in groups of `TOGETHER`. num_bytes: bytes of the cache of one layer.
     """
 
     attend: Callable[..., Any]
@@ -80,7 +80,7 @@ def main() -> None:
 
 @torch.no_grad()
 def measure(context: int, queries: int, repeats: int) -> list[dict[str, Any]]:
-    """One row per way of attending to `context` keys."""
+    """Returns a row for each implementation of attention, over `context` keys."""
     torch._dynamo.reset()
     layers = max(TOGETHER, TOTAL_BYTES // (2 * 2 * KV_HEADS * DIM * context) // TOGETHER * TOGETHER)
     torch.manual_seed(0)
@@ -98,7 +98,7 @@ def measure(context: int, queries: int, repeats: int) -> list[dict[str, Any]]:
     for _ in tqdm(range(repeats), desc=f"{context}", leave=False):
         for name, way in functions.items():
             time.sleep(PAUSE_S)
-            way.attend(queries_of[name], way.caches[0], mask[None, None])  # wakes the threads
+            way.attend(queries_of[name], way.caches[0], mask[None, None])  # wakes up the threads
             start = time.perf_counter()
             for caches in way.caches:
                 way.attend(queries_of[name], caches, mask[None, None])
@@ -107,7 +107,7 @@ def measure(context: int, queries: int, repeats: int) -> list[dict[str, Any]]:
 
 
 def ways(context: int, layers: int) -> dict[str, Way]:
-    """What is compared, compiled at its first call."""
+    """Returns the implementations to compare, by name. Each compiles at its first call."""
     shape = (1, KV_HEADS, context, DIM)
     dense = [tuple(torch.randn(shape).bfloat16() for _ in "kv") for _ in range(layers)]
     stored = [tuple(part for x in layer for part in _cast(x)) for layer in dense]
@@ -164,7 +164,7 @@ def _stored(q: Tensor, layer: tuple[Tensor, ...], mask: Tensor) -> Tensor:
 
 
 def check(by_name: dict[str, list[Tensor]]) -> None:
-    """All ways give one result, those over MXFP8 within what its elements lose. Raises `SystemExit`."""
+    """Raises `SystemExit` if a result is off the baseline by more than 1 %, or 5 % for an MXFP8 cache."""
     right = by_name[BASELINES[0]][0].float()
     for name, results in by_name.items():
         gap = float((results[0].float() - right).norm() / right.norm())

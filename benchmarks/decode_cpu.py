@@ -13,8 +13,8 @@ file of their own.
     mxcompile mxfp8, mxint8, mxfp4, nvfp4   in BF16 with the weight stored, under backend="mxfp8"
     mxcompile mxint8, activations too   both operands in MXINT8
     torchao int8             int8 weight-only, compiled
-    llama.cpp q8_0, q4_0 …   where --llama names the program made of llama_cpp.cpp; FP32 activations; with
-                             repack the weight lies in the order that llama.cpp gives it when it loads a model
+    llama.cpp q8_0, q4_0 …   with FP32 activations, if --llama names the program compiled from llama_cpp.cpp;
+                             with repack the weight has the layout that llama.cpp loads it into
 
 Compiled code is cached, so run ``--repeats 1 --dry`` first to keep the measuring run short.
 `plot_serving.py` draws the latest rows.
@@ -51,7 +51,7 @@ BYTES = {
     "bf16": 2.0, "fp32": 4.0, "mxfp8": 33 / 32, "mxint8": 33 / 32, "mxfp4": 17 / 32, "nvfp4": 9 / 16,
     "int8": 1.0, "q8_0": 34 / 32, "q4_0": 18 / 32,
 }  # fmt: skip
-"""Of a weight, for each value; int8 has a scale for each row beside."""
+"""Bytes per element of a weight, with block scales; the row scales of int8 are not counted."""
 
 STORED: dict[str, dict[str, Any]] = {
     "mxfp8": {"elem_dtype": torch.float8_e4m3fn},
@@ -59,7 +59,7 @@ STORED: dict[str, dict[str, Any]] = {
     "mxfp4": {"elem_dtype": torch.float4_e2m1fn_x2},
     "nvfp4": {"elem_dtype": torch.float4_e2m1fn_x2, "rounding": "two-level"},
 }
-"""What `mxcompile.quantize` is told."""
+"""Arguments of `mxcompile.quantize`, by precision."""
 
 INTEGERS = {
     "version": 1,
@@ -73,18 +73,18 @@ PEERS = {
     "llama.cpp q8_0": "llama", "llama.cpp q4_0": "q4_0", "llama.cpp q4_0 repack": "q4_0_repack",
     "llama.cpp mxfp4": "llama_mxfp4", "llama.cpp mxfp4 repack": "llama_mxfp4_repack",
 }  # fmt: skip
-"""What the times of each way are compared with, and the word for it in a row."""
+"""Ways that serve as references of ratios, and their names in the keys of a row."""
 
 
 def _stored(weight: Tensor, how: dict[str, Any]) -> nn.Module:
-    """A linear layer of `weight`, stored."""
+    """Returns a linear layer whose weight is stored quantized. how: arguments of `mxcompile.quantize`."""
     linear = _dense(weight)
     linear.weight = nn.Parameter(mxcompile.quantize(weight, **how), requires_grad=False)
     return linear
 
 
 class LlamaCpp:
-    """The program of ``llama_cpp.cpp`` for one product of a type; called, it gives the ms of one."""
+    """A process of ``llama_cpp.cpp`` for products of one type. A call runs a product and returns its ms."""
 
     def __init__(self, program: str, n: int, k: int, m: int, kind: str) -> None:
         sizes = map(str, (n, k, m, torch.get_num_threads()))
@@ -93,7 +93,7 @@ class LlamaCpp:
         self._line()
 
     def __call__(self) -> float:
-        """Milliseconds of one product."""
+        """Runs one product. Returns its time in ms."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
@@ -142,7 +142,7 @@ def main() -> None:
 
 @torch.no_grad()
 def layers(shape: str, *, with_torchao: bool) -> dict[str, Callable[..., Any]]:
-    """The ways to multiply by a weight of `shape`, compiled at their first call."""
+    """Returns the layers to compare, by name, with a weight of `shape`. Each compiles at its first call."""
     n, k = map(int, shape.split("x"))
     torch.manual_seed(0)
     weight = torch.randn(n, k).bfloat16()
@@ -169,7 +169,7 @@ def layers(shape: str, *, with_torchao: bool) -> dict[str, Callable[..., Any]]:
 def measure(
     shape: str, ways: dict[str, Callable[..., Any]], m: int, repeats: int, llama: dict[str, tuple[str, str]]
 ) -> list[dict[str, Any]]:
-    """One row per way of multiplying `m` rows by a weight of `shape`. llama: program and type, by name."""
+    """Returns a row for each way to multiply `m` rows by a weight. llama: (program, type) by name."""
     torch._dynamo.reset()
     n, k = map(int, shape.split("x"))
     x = torch.randn(m, k).bfloat16()
@@ -225,7 +225,7 @@ def _dense(weight: Tensor) -> nn.Module:
 
 
 def _int8(weight: Tensor) -> nn.Module:
-    """Torchao's int8 weight-only linear layer. Raises ImportError without torchao."""
+    """Returns the int8 weight-only linear layer of torchao. Raises ImportError without torchao."""
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     linear = _dense(weight)

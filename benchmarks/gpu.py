@@ -32,21 +32,21 @@ ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 NO_DEVICE = "no CUDA or ROCm device"
 ROWS = "gpu"
-"""The file of rows, and of the log, of all parts: a machine that is lent may give back few files."""
+"""Name of the files of rows and of the log, which all parts share so that there are few files to copy."""
 
 RIGHT, WRONG, FAILED, STOPPED, NOT_REACHED = "right", "wrong", "failed", "stopped", "not reached"
 _LEAST_S = 10.0
-"""No part starts with less time than that."""
+"""Least remaining time with which a part starts."""
 
 _GRACE_S = 5.0
-"""From the polite end of a part to the other."""
+"""Time between SIGTERM and SIGKILL at the end of a part."""
 
 _WORKERS, _LONG_S = 6, 24 * 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A part. command: behind the interpreter. seconds: its limit. rows: the file of its rows, "" without."""
+    """A part. command: arguments of Python. seconds: time limit. rows: name of its result file, or ""."""
 
     name: str
     command: tuple[str, ...]
@@ -60,7 +60,7 @@ def _script(name: str, seconds: float, script: str, *arguments: str) -> Part:
 
 
 def _tests() -> Part:
-    """Kernels first; beside each other where pytest can and there are processors for it."""
+    """Returns the part that runs the GPU tests, kernels first, in parallel if pytest-xdist is installed."""
     folder = ROOT / "tests" / "gpu"
     order = ("kernels", "products", "models", "decode", "experts", "autotuning")
     files = [str(folder / f"test_gpu_{name}.py") for name in order]
@@ -84,7 +84,7 @@ PARTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a part ended. rows: that it has written. counts: of tests, by their outcome. why: of a failure."""
+    """The end of a part. rows: rows it wrote. counts: number of tests by result. why: cause of a failure."""
 
     part: str
     word: str
@@ -95,12 +95,12 @@ class Outcome:
 
     @property
     def wrong(self) -> list[str]:
-        """What is wrong, in words."""
+        """A text for each row that reports an error."""
         named = (" ".join(str(row.get(key, "")) for key in ("kernel", "shape", "wrong")) for row in self.rows)
         return [words for row, words in zip(self.rows, named, strict=True) if "wrong" in row]
 
     def summary(self) -> dict[str, Any]:
-        """A line of the table."""
+        """Returns the line of the part in the final table."""
         failed = self.counts.get("FAILED", 0) + self.counts.get("ERROR", 0)
         return {
             "part": self.part,
@@ -113,19 +113,19 @@ class Outcome:
 
 
 def folder() -> Path:
-    """Where rows and logs go."""
+    """Returns the folder for rows and logs."""
     path = Path(os.environ.get("OUT") or BENCHMARKS / "results")
     path.mkdir(parents=True, exist_ok=True)
     return path
 
 
 def log_file() -> Path:
-    """The output of all parts."""
+    """Returns the path of the log with the output of all parts."""
     return folder() / f"{ROWS}.log"
 
 
 def environment() -> dict[str, str]:
-    """What a part runs with: the checkout on its path, no network, its output as it comes."""
+    """Returns the environment of a part: the checkout on its path, no network, unbuffered output."""
     paths = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
@@ -137,7 +137,7 @@ def environment() -> dict[str, str]:
 
 
 def run(part: Part, limit_s: float, more: Sequence[str] = ()) -> Outcome:
-    """Run `part`, at most `limit_s`. more: arguments of scripts, not of tests."""
+    """Runs `part` for at most `limit_s` seconds. more: further arguments, which only scripts get."""
     command = [sys.executable, *part.command, *(more if part.rows else ())]
     start, before = time.monotonic(), _lines(part)
     with log_file().open("ab") as output:
@@ -162,7 +162,7 @@ def run(part: Part, limit_s: float, more: Sequence[str] = ()) -> Outcome:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of the part: the workers of compilers and of pytest as well."""
+    """Ends the process of a part and its children, such as workers of compilers and of pytest."""
     for sign in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, sign)
@@ -175,7 +175,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _lines(part: Part) -> list[str]:
-    """The lines of the file of rows. Ends a row that was cut off, so that the next row has its own line."""
+    """Returns the lines of the part's file of rows. Ends an incomplete last line with a newline."""
     path = folder() / f"{part.rows}.jsonl"
     text = path.read_text(encoding="utf-8") if part.rows and path.exists() else ""
     if text and not text.endswith("\n"):
@@ -185,7 +185,7 @@ def _lines(part: Part) -> list[str]:
 
 
 def _rows(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The rows; a line that was cut off is none."""
+    """Yields the rows in `lines`. Skips incomplete lines."""
     for line in lines:
         try:
             yield json.loads(line)
@@ -197,7 +197,7 @@ _TEST = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED)\b")
 
 
 def _counts(text: str) -> dict[str, int]:
-    """Outcomes in a log of ``pytest -v``, whose lines have a test and how much of all is done."""
+    """Returns the number of tests by result in `text`, the log of ``pytest -v``."""
     words = [
         match[1]
         for line in text.splitlines()
@@ -207,7 +207,7 @@ def _counts(text: str) -> dict[str, int]:
 
 
 def _word(code: int | None, outcome: Outcome, text: str) -> tuple[str, str]:
-    """How a part ended, and why if that is not said by its rows."""
+    """Returns the outcome of a part, and its cause if the rows do not give it."""
     if code is None:
         return STOPPED, "at its limit"
     if outcome.wrong or outcome.counts.get("FAILED") or outcome.counts.get("ERROR"):
@@ -221,7 +221,7 @@ def _word(code: int | None, outcome: Outcome, text: str) -> tuple[str, str]:
 
 
 def run_all(parts: Sequence[Part], minutes: float | None, more: Sequence[str]) -> list[Outcome]:
-    """Run `parts` one after the other, as many as fit."""
+    """Runs `parts` in order, as many as fit in `minutes`. Returns their outcomes."""
     start, outcomes = time.monotonic(), []
     for part in parts:
         rest_s = float("inf") if minutes is None else minutes * 60 - (time.monotonic() - start) - _GRACE_S
@@ -235,7 +235,7 @@ def run_all(parts: Sequence[Part], minutes: float | None, more: Sequence[str]) -
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows as lines of cells of one width."""
+    """Returns `rows` as text in aligned columns."""
     if not rows:
         return ""
     lines = [list(rows[0]), *([str(cell) for cell in row.values()] for row in rows)]
@@ -247,7 +247,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def beside(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """Measured times beside their estimates, and rates beside the table's; of a layer no single kernels."""
+    """Returns measured times and rates with their predictions, without rows of single kernels of a layer."""
     return [
         {
             "part": row["part"],
@@ -278,9 +278,9 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := set(options.parts) - set(names):
         parser.error(f"no part {', '.join(sorted(unknown))}: allowed are {', '.join(names)}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which ends the part as well
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # an exit also ends the part
     chosen = [part for part in PARTS if part.name in (options.parts or names)]
-    if options.compile:  # takes long, and is another file's rows
+    if options.compile:  # takes long, and writes to another file
         chosen = [replace(part, seconds=_LONG_S, rows=part.rows and "gpu_predicted") for part in chosen]
     more = ["--small"] if options.small else []
     for name in ("rates", "compile"):

@@ -32,20 +32,20 @@ LAYERS = {
     "llama-70b": ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)),
     "qwen2.5-7b": ((4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944)),
 }
-"""(N, K) of fused QKV, attention projection, fused gate and up, down."""
+"""(N, K) of the fused QKV, attention output, fused gate and up, and down projections."""
 _L2_BYTES = 256 << 20
 
 Call = Callable[[], Any]
 Operand = tuple[Tensor, Tensor]
-"""Codes [rows, K] and their scale."""
+"""Qdata [rows, K] and its scale."""
 
 
 class WrongError(Exception):
-    """A result is not what the reference says."""
+    """A result differs from the reference."""
 
 
 def parser(doc: str | None, **options: Any) -> argparse.ArgumentParser:
-    """What every benchmark takes. options: beside ``--repeats``, defaults by name."""
+    """Returns a parser with the arguments of all GPU benchmarks. options: further defaults, by name."""
     result = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     result.add_argument("--repeats", type=int, default=10, help="timed rounds")
     result.add_argument("--rates", help="a file of gpu_rates.py, by which estimates are reckoned")
@@ -58,10 +58,10 @@ def parser(doc: str | None, **options: Any) -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace, programs: Callable[[str], Iterable[Program]]) -> None:
-    """Write a row for each measurement of `programs`, or of their code for a chip that is not here.
+    """Writes a row for each measurement of `programs`, or with ``--compile`` for the code of each program.
 
-    programs: of a target. Where there is neither, it says so. What goes wrong with a program is its row, and
-    the exit status 1.
+    programs: returns the programs for the name of a target. Without a GPU and ``--compile`` it prints a line
+    and measures nothing. An error in a program becomes a row, and the exit status 1.
     """
     if options.compile:
         chip = options.compile
@@ -93,13 +93,13 @@ _NOT_SHOWN = ("works", "choices", "gpu", "clocks")
 
 
 def attempt(program: Program, rows: Callable[[], Iterable[Row]]) -> Iterator[Row]:
-    """The rows; an error is a row as well, and ends none but its program.
+    """Yields the rows of a program, or a row with its error, so that other programs still run.
 
-    Raises it if the device is lost, on which nothing runs any more.
+    Raises an error if the device is lost, because no further program can run on it.
     """
     try:
         yield from rows()
-    except Exception as error:  # whatever a compile or a kernel meets
+    except Exception as error:  # a compile or a kernel can raise any error
         traceback.print_exc()
         words = str(error).strip().splitlines() or [""]
         yield {**program.about, "wrong": f"{type(error).__name__}: {words[0]}"}
@@ -108,18 +108,18 @@ def attempt(program: Program, rows: Callable[[], Iterable[Row]]) -> Iterator[Row
 
 
 def here() -> Target:
-    """The GPU of this machine."""
+    """Returns the target of this machine's GPU."""
     return targets.of_device(torch.device("cuda"))
 
 
 def register() -> None:
-    """Make Inductor lower the operators as graphs of the backend have them lowered."""
+    """Registers mxcompile's lowerings in Inductor. Raises `SystemExit` if the target cannot run them."""
     if obstacles := pipeline.obstacles(here()):
         raise SystemExit("; ".join(obstacles))
 
 
 def graph_times(runs: Mapping[str, Sequence[Call]], repeats: int) -> dict[str, float]:
-    """Median time of one call of each run in µs; the calls of a run differ only in their operands."""
+    """Returns the median µs of one call of each run. The calls of a run differ only in their operands."""
     graphs = {}
     for name, calls in runs.items():
         for call in calls[:1]:
@@ -134,7 +134,7 @@ def graph_times(runs: Mapping[str, Sequence[Call]], repeats: int) -> dict[str, f
 
 
 def alternate(runs: Mapping[str, Call], repeats: int) -> dict[str, float]:
-    """Median time of each run in µs on the device, taken in turns, two rounds of warm-up."""
+    """Returns the median device time of each run in µs, alternating, after two rounds of warm-up."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for repeat in range(repeats + 2):
         for name, run in runs.items():
@@ -149,18 +149,18 @@ def alternate(runs: Mapping[str, Call], repeats: int) -> dict[str, float]:
 
 
 def copies_for(num_bytes: int) -> int:
-    """How many copies of operands of that size are several times the L2 cache, at most 16."""
+    """Returns the number of copies (2 to 16) of `num_bytes` of operands that exceed the L2 cache."""
     return max(2, min(16, _L2_BYTES // max(num_bytes, 1)))
 
 
 def check_bits(result: Tensor, wanted: Tensor, label: str) -> None:
-    """Casts have no tolerance."""
+    """Raises `WrongError` unless `result` and `wanted` are equal bit by bit."""
     if not torch.equal(result.view(torch.uint8), wanted.view(torch.uint8)):
         raise WrongError(f"{label}: differs from the reference")
 
 
 def check_product(out: Tensor, a: Tensor, b: Tensor, label: str) -> None:
-    """A product of `a` [M, K] and `b` [N, K], exact values: FP32 accumulation and one rounding."""
+    """Raises `WrongError` if the error of `out`, `a` [M, K] · `b` [N, K]ᵀ, exceeds FP32 accumulation's."""
     lhs, rhs, k = a.double(), b.double().t(), a.shape[1]
     exact, magnitude = lhs @ rhs, lhs.abs() @ rhs.abs()
     bound = (k + 2) * 2.0**-24 * magnitude + torch.finfo(out.dtype).eps / 2 * exact.abs()
@@ -170,20 +170,20 @@ def check_product(out: Tensor, a: Tensor, b: Tensor, label: str) -> None:
 
 
 def quantized(rows: int, k: int, count: int, scales: ScaleLayout) -> tuple[list[Tensor], list[Operand]]:
-    """BF16 matrices [rows, k], and the same quantized along k."""
+    """Returns `count` random BF16 matrices [rows, k], and their MXFP8 casts along k."""
     dense = [torch.randn(rows, k, device=DEVICE).bfloat16() for _ in range(count)]
     how = (torch.float8_e4m3fn, "rceil", False, str(scales))
     return dense, [ops.cast(matrix, [str(Copy.mx(-1, *how))]) for matrix in dense]
 
 
 def values(operand: Operand) -> Tensor:
-    """FP64 [rows, K]."""
+    """Returns the dequantized operand, FP64 [rows, K]."""
     result: Tensor = ops.decode(*operand, -1, "e4m3 1x32 rceil", torch.float64)
     return result
 
 
 def row(about: Row, times: Mapping[str, float], baseline: str) -> Row:
-    """What the kernel of `about` took in µs, beside the run called "baseline" and what that is."""
+    """Returns a row with the µs of the kernel in `about` and of the baseline. baseline: description of it."""
     time = times[about["kernel"]]
     return {
         **about,
@@ -195,21 +195,21 @@ def row(about: Row, times: Mapping[str, float], baseline: str) -> Row:
 
 
 def rate(time_us: float, peak: Peak | None, *, flops: float, precision: str) -> dict[str, Any]:
-    """10¹² operations a second, and their share of what the data sheet has for "mxfp8", "fp8" or "bf16"."""
+    """Returns TFLOP/s and their share of the data sheet's peak for "mxfp8", "fp8" or "bf16"."""
     tflops = flops / time_us / 1e6
     most = getattr(peak, f"{precision}_tflops", 0.0)
     return {"tflops": round(tflops, 1), "of_peak": round(tflops / most, 3) if most else None}
 
 
 def bandwidth(time_us: float, peak: Peak | None, num_bytes: float) -> dict[str, Any]:
-    """10⁹ bytes a second, and their share of the data sheet's."""
+    """Returns the bandwidth in 10⁹ bytes per second, and its share of the data sheet's."""
     gbs = num_bytes / time_us / 1e3
     return {"gbs": round(gbs), "of_peak": round(gbs / peak.bandwidth_gbs, 3) if peak else None}
 
 
 @functools.cache
 def device() -> Row:
-    """Name and clocks of the GPU, as far as the driver's tool tells."""
+    """Returns the name of the GPU, and the clocks and power limit that nvidia-smi reports."""
     query = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,power.limit", "--format=csv,noheader", "-i", "0"]
     try:
         clocks = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,8 +1,8 @@
 """Loss curves of the demo's model on the GPU of this machine: MXFP8 and FP8 beside BF16, seed by seed.
 
-A row for each run: validation losses in nats a byte by step, and how far the last lies from BF16's. A gap of
-more than 1 % is called wrong; in `parity.py`, on a CPU, chance moves the gap of a seed by 0.1 to 0.2 %.
-Without a GPU it says so and measures nothing. Usage: python benchmarks/gpu_curves.py [--steps 1000]
+A row for each run has the validation losses in nats per byte by step, and the relative gap of the last loss
+to BF16's. A gap above 1 % counts as wrong; in `parity.py`, on a CPU, chance moves a gap by 0.1 to 0.2 %.
+Without a GPU it prints a line and measures nothing. Usage: python benchmarks/gpu_curves.py [--steps 1000]
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ MOST = 0.01
 
 
 class Autocast(nn.Module):
-    """The model as the demo calls it, its products in BF16."""
+    """A model whose products run in BF16 by autocast, as in the demo."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Logits, [batch, length, vocabulary]."""
+        """Returns the logits [batch, length, vocabulary]."""
         with torch.autocast("cuda", torch.bfloat16):
             logits: Tensor = self.model(input_ids=input_ids).logits
         return logits
@@ -44,12 +44,12 @@ class Autocast(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class CurveProgram(CompiledProgram):
-    """A run by the preset that `kernel` names."""
+    """A training run under the preset `kernel`."""
 
     settings: demo.Settings
 
     def code(self, target: str) -> mxcompile.CodegenResult:
-        """What `target` would launch in a step."""
+        """Returns the code of forward and backward for `target`."""
         settings = replace(self.settings, device="meta")
         tokens = torch.empty(settings.batch, settings.length, dtype=torch.int64, device="meta")
         return mxcompile.codegen(
@@ -57,7 +57,7 @@ class CurveProgram(CompiledProgram):
         )
 
     def measure(self, rates: Rates, _: int) -> Iterator[Row]:
-        """The curve, and a step beside its estimate, which has no optimizer and no time of the host."""
+        """Yields a row with the losses, the step time, and its estimate without optimizer and host time."""
         run, base = curve(self.kernel, self.settings), curve(BF16, self.settings)
         gap = run.final / base.final - 1
         curves = {
@@ -74,13 +74,13 @@ class CurveProgram(CompiledProgram):
 
 @functools.cache
 def text() -> demo.Text:
-    """To train on."""
+    """Returns the text to train on."""
     return demo.standard_library()
 
 
 @functools.cache
 def curve(policy: str, settings: demo.Settings) -> demo.TrainingRun:
-    """One run."""
+    """Trains one model under `policy`. Returns the run."""
     torch._dynamo.reset()
     options: dict[str, Any] = {} if policy == BF16 else {"backend": "mxfp8", "options": {"policy": policy}}
     compiled = functools.partial(torch.compile, **options)

@@ -1,15 +1,15 @@
-"""GEMMs of Llama's and Qwen's linear layers on the GPU of this machine, beside the vendor's and others'.
+"""Times the GEMMs of Llama's and Qwen's linear layers on this machine's GPU, with those of other libraries.
 
-    products   operands at hand, in the layouts of fprop, dgrad and wgrad: torch.mm in BF16 (the baseline) and
-               torch._scaled_mm in FP8; where the chip has an MX GEMM also the generated product, by default,
-               in each of its forms and by autotuning, and torch._scaled_mm in MX. ``choices`` has the time of
-               every kernel that autotuning tried
+    products   operands cast in advance, in the layouts of fprop, dgrad and wgrad: torch.mm in BF16 (the
+               baseline) and torch._scaled_mm in FP8; if the chip has an MX GEMM, also torch._scaled_mm in MX
+               and the generated product: by default, in each of its forms, and autotuned. ``choices`` has
+               the time of every kernel that autotuning tried
     linears    forward and backward of one compiled layer, casts included: BF16, mxcompile in MXFP8 and, where
                the chip multiplies it, FP8, torchao, Transformer Engine
-    experts    the same of grouped products
+    experts    forward and backward of grouped products, likewise
 
 Products of few tokens are first compared with an FP64 reference. Times are medians of alternating rounds.
-Without a GPU it says so and measures nothing.
+Without a GPU it prints a line and measures nothing.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ TOKENS = (1, 16, 128, 1024, 8192)
 LINEAR_TOKENS = 8192
 EXPERTS, EXPERT_SIZES = 8, ((14336, 4096), (4096, 14336))
 _CHECKED = 256
-"""Tokens: the FP64 reference of more takes longer than all measurements."""
+"""Most tokens with a check: for more, the FP64 reference takes longer than all measurements."""
 _LAYOUTS = {"fprop": (False, False), "dgrad": (False, True), "wgrad": (True, True)}
-"""Whether a, and b, are stored along the dimension that is not contracted."""
+"""Whether a and b are stored with the contraction dimension outermost."""
 _BF16, _OURS = "torch.mm (bfloat16)", "mxcompile"
 _FORMS = (defaults.SPECIALIZED, defaults.PERSISTENT, defaults.POINTERS)
 _FEW = 64
-"""Tokens that have the pointer form alone."""
+"""Most tokens for which the pointer form is the only form."""
 Operands = tuple[Tensor, Tensor, Tensor, Tensor]
 ALL: dict[str, Any] = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 
 
 @dataclass(frozen=True, kw_only=True)
 class GemmProgram(CompiledProgram):
-    """What is measured of a layer. rows: of a chip and rounds. generated: the code of the MXFP8 kernel."""
+    """A measurement of a layer. rows: measures on a target in n rounds. generated: returns the MXFP8 code."""
 
     rows: Callable[[Target, int], Iterator[Row]]
     generated: Callable[[str], mxcompile.CodegenResult]
 
     def code(self, target: str) -> mxcompile.CodegenResult:
-        """What `target` would launch in MXFP8."""
+        """Returns the code of the MXFP8 kernel for `target`."""
         return self.generated(target)
 
     def measure(self, rates: Rates, repeats: int) -> Iterator[Row]:
@@ -70,7 +70,7 @@ class GemmProgram(CompiledProgram):
 
 
 def products(n: int, k: int, target: Target, repeats: int) -> Iterator[Row]:
-    """Every number of tokens and layout; few tokens are fprop's alone."""
+    """Yields a row for each kernel, number of tokens and layout; few tokens have only the layout of fprop."""
     dense, weights = quantized(n, k, copies_for(2 * n * k), target.scale_layout)
     for m in TOKENS:
         xs, sources = quantized(m, k, len(dense), target.scale_layout)
@@ -103,19 +103,19 @@ def _product_code(n: int, k: int, target: str) -> mxcompile.CodegenResult:
 
 
 def _stored(operand: gpu_common.Operand, layout: str, side: int) -> gpu_common.Operand:
-    """The operand [rows, K], its codes as the casts of that layout leave them in memory."""
+    """Returns the operand [rows, K] with qdata in the memory order of `layout`. side: 0 for a, 1 for b."""
     codes, scale = operand
     return (codes.t().contiguous().t() if _LAYOUTS[layout][side] else codes), scale
 
 
 def _turned(operand: gpu_common.Operand) -> gpu_common.Operand:
-    """As an operator takes b, [K, N]."""
+    """Returns the operand transposed to [K, N], as operators take b."""
     codes, scale = operand
     return codes.t(), scale if scale.ndim == 1 else scale.t()
 
 
 def _generated(xs: list[Tensor], pairs: list[Operands]) -> tuple[dict[str, list[Call]], dict[str, float]]:
-    """The generated products, and what each kernel that autotuning tried took, in µs."""
+    """Returns the generated products by name, and the µs of each kernel that autotuning tried."""
     tried: dict[str, float] = {}
 
     def keep(timings: Any, *_: Any) -> None:
@@ -141,7 +141,7 @@ def _generated(xs: list[Tensor], pairs: list[Operands]) -> tuple[dict[str, list[
 
 
 def _vendor(pairs: list[Operands], target: Target) -> dict[str, list[Call]]:
-    """torch._scaled_mm on the same elements: FP8 with one scale a tensor; MX where it takes such scales."""
+    """Returns torch._scaled_mm on the same elements: FP8 with one scale per tensor, and MX if supported."""
     unit, e8m0 = torch.ones((), device=gpu_common.DEVICE), torch.float8_e8m0fnu
     candidates = {
         "torch._scaled_mm (fp8, a scale a tensor)": [(a, b, unit, unit) for a, _, b, _ in pairs],
@@ -164,7 +164,7 @@ def _vendor(pairs: list[Operands], target: Target) -> dict[str, list[Call]]:
 
 
 def linears(n: int, k: int, target: Target, repeats: int) -> Iterator[Row]:
-    """A layer compiled by itself, forward and backward."""
+    """Yields rows for forward and backward of one compiled linear layer."""
     layer = nn.Sequential(nn.Linear(k, n, bias=False)).to(gpu_common.DEVICE, torch.bfloat16)
     x = torch.randn(LINEAR_TOKENS, k, device=gpu_common.DEVICE, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn(LINEAR_TOKENS, n, device=gpu_common.DEVICE, dtype=torch.bfloat16)
@@ -180,7 +180,7 @@ def _linear_code(n: int, k: int, target: str) -> mxcompile.CodegenResult:
 
 
 def _compiled(layer: nn.Module, target: Target) -> dict[str, Callable[..., Tensor]]:
-    """Of BF16 and of mxcompile's precisions that the chip multiplies, or emulates for MXFP8."""
+    """Returns `layer` compiled in BF16, in mxcompile's MXFP8, and in its FP8 if the chip multiplies FP8."""
     torch._dynamo.reset()
     uses = {_OURS: "mxfp8"}
     if target.fp8_tiles and not isinstance(layer, Experts):
@@ -193,7 +193,7 @@ def _compiled(layer: nn.Module, target: Target) -> dict[str, Callable[..., Tenso
 
 
 def _others(layer: nn.Module, target: Target) -> dict[str, Callable[..., Tensor]]:
-    """Other libraries' layers, where they are installed and run."""
+    """Returns the layers of other libraries, by name, if these are installed."""
     functions: dict[str, Callable[..., Tensor]] = {}
     try:
         converted = torchao_model(layer, emulated=not target.native)
@@ -209,19 +209,19 @@ def _others(layer: nn.Module, target: Target) -> dict[str, Callable[..., Tensor]
 
 
 class Experts(nn.Module):
-    """Groups of rows, each times its own weight [K, N]."""
+    """A grouped product: each group of rows has its own weight."""
 
     def __init__(self, groups: int, k: int, n: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(groups, n, k, dtype=torch.bfloat16) / k**0.5)
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
-        """X [M, K], ends of the groups → [M, N]."""
+        """Returns the products [M, N] of `x` [M, K]. offs: ends of the groups."""
         return functional.grouped_mm(x, self.weight.mT, offs=offs)
 
 
 def experts(n: int, k: int, target: Target, repeats: int) -> Iterator[Row]:
-    """Mixtral's, of uneven groups."""
+    """Yields rows for the grouped products of Mixtral's experts, with groups of random sizes."""
     layer = Experts(EXPERTS, k, n).to(gpu_common.DEVICE)
     x = torch.randn(LINEAR_TOKENS, k, device=gpu_common.DEVICE, dtype=torch.bfloat16, requires_grad=True)
     ends = (torch.rand(EXPERTS, device=gpu_common.DEVICE) + 0.5).cumsum(0)
@@ -248,7 +248,7 @@ def _steps(
     target: Target,
     repeats: int,
 ) -> Iterator[dict[str, Any]]:
-    """Forward and backward of each of `compiled`; the three GEMMs' operations over its time."""
+    """Yields a row with the time of forward and backward of each layer in `compiled`, and its TFLOP/s."""
 
     def step(run: Callable[..., Tensor]) -> Call:
         wanted = [inputs[0], *run.parameters()]  # type: ignore[attr-defined]
@@ -281,7 +281,7 @@ def main() -> None:
     def programs(target: str) -> Iterator[GemmProgram]:
         for part in options.part:
             if options.compile and part == "products" and not of_chip(target).native:
-                continue  # all products are the vendor's
+                continue  # all products are torch's own
             sizes = (
                 EXPERT_SIZES if part == "experts" else [n_k for name in options.model for n_k in LAYERS[name]]
             )

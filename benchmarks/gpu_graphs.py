@@ -1,7 +1,7 @@
 """Small graphs whose generated code the GPU benchmarks time.
 
-A graph is a function of tensors that Inductor compiles with mxcompile's lowerings. So benchmarks time the
-templates that models run, with their producers.
+A graph is a function of tensors that Inductor compiles with mxcompile's lowerings, so that benchmarks time
+the templates that models run, with their prologues.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ from mxcompile.lowering.targets import Target
 E4M3, ROUNDING, BF16 = torch.float8_e4m3fn, "rceil", torch.bfloat16
 TENSOR, CHANNEL, BLOCKS = (f"e4m3 {extent} nearest" for extent in ("tensor", "channel", "1x128"))
 DELAYED = f"{TENSOR} delayed:1024:0"
-"""FP8 formats, the last of a scale that is known before."""
+"""FP8 formats; `DELAYED` takes its scale from the amax history (delayed scaling)."""
 
 BOTH = ("-1 elements", "-1 scales", "-2 elements transposed", "-2 scales")
-"""What products in FP8 read, along rows and along columns."""
+"""Results of a cast that FP8 products read: qdata and scales, rowwise and columnwise."""
 
 
 class Module(nn.Module):
-    """A function as a module."""
+    """Wraps a function as a module."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self.function = function
 
     def forward(self, *inputs: Tensor) -> Any:
-        """What the function gives."""
+        """Returns the result of the function."""
         return self.function(*inputs)
 
 
 def code(function: Callable[..., Any], inputs: Sequence[Tensor], target: str) -> mxcompile.CodegenResult:
-    """What `target` would launch for `function` of tensors on the meta device."""
+    """Returns the code of `function` for `target`. inputs: tensors on the meta device."""
     return mxcompile.codegen(Module(function), *inputs, target=target, training=False)
 
 
 Cast = Callable[[Sequence[Tensor], Tensor], Iterable[Tensor]]
-"""All copies of one matrix or two. The tensor is an FP32 scale [1, 1], for casts that are given one."""
+"""Casts one or two matrices to all copies. The tensor is an FP32 scale [1, 1] for delayed scaling."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Producer:
-    """What stands before a cast in models. compute: one matrix or two. shapes: of its inputs, in BF16."""
+    """The prologue of a cast. compute: returns one or two matrices. shapes: shapes of its BF16 inputs."""
 
     compute: Callable[..., tuple[Tensor, ...]]
     shapes: tuple[tuple[int, ...], ...]
@@ -64,7 +64,7 @@ class Producer:
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """What is timed. exact: whether it is a cast alone, which run eagerly gives the same bits."""
+    """A graph to time. exact: whether it is only a cast, whose eager result is equal bit by bit."""
 
     name: str
     producer: Producer
@@ -72,35 +72,35 @@ class Graph:
     exact: bool
 
     def compute(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """The copies of what the producer makes of all inputs but the last, a scale."""
+        """Returns the casts of the producer's results. inputs: inputs of the producer, then the scale."""
         results = self.cast(self.producer.compute(*inputs[:-1]), inputs[-1])
         return tuple(copied for copied in results if copied.numel())
 
     def plain(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """The same without casts; of a cast alone a copy."""
+        """Returns the producer's results without casts; copies of them if the graph is only a cast."""
         results = self.producer.compute(*inputs[:-1])
         return tuple(map(torch.clone, results)) if self.exact else results
 
     def inputs(self) -> list[Tensor]:
-        """Random, rows of them binades apart, and a scale."""
+        """Returns random matrices whose rows differ in magnitude by powers of two, and a scale."""
         tensors = [torch.randn(shape, device=DEVICE) for shape in self.producer.shapes]
         rows = [torch.randint(-6, 6, (*x.shape[:-1], 1), device=DEVICE) for x in tensors]
         sources = [(x * torch.exp2(row)).bfloat16() for x, row in zip(tensors, rows, strict=True)]
         return [*sources, torch.full((1, 1), 0.5, device=DEVICE)]
 
     def compiled(self) -> Callable[..., Any]:
-        """As a model's code would be."""
+        """Returns `compute` compiled by the backend."""
         compiled: Callable[..., Any] = torch.compile(Module(self.compute), backend="mxfp8", dynamic=False)
         return compiled
 
     def code(self, target: str) -> mxcompile.CodegenResult:
-        """What `target` would launch."""
+        """Returns the code of the graph for `target`."""
         inputs = [torch.empty(shape, dtype=BF16, device="meta") for shape in self.producer.shapes]
         return code(self.compute, [*inputs, torch.empty(1, 1, device="meta")], target)
 
 
 def casts(m: int, n: int, target: Target) -> Iterator[Graph]:
-    """The casts that models run on `target`, of [m, n], alone and behind what stands before them."""
+    """Yields the casts of [m, n] that models run on `target`, alone and fused with their prologues."""
     before = _producers(m, n)
     alone, every = tuple(before)[:1], tuple(before)
     chosen: list[tuple[str, Cast, Sequence[str]]] = []
@@ -161,7 +161,7 @@ def _mx(dims: Sequence[int], layout: str) -> Callable[[Tensor, Tensor], Iterable
 
 
 def _operands(rows: str, columns: str) -> Cast:
-    """What products that are emulated read and keep, of both matrices in one kernel."""
+    """Returns the cast of both matrices for emulated products: "values", "codes" or "none" per layout."""
     forms = (form for form in zip((-1, -2), (rows, columns), strict=True) if form[1] != "none")
     copies = [
         str(Copy.mx(dim, E4M3, ROUNDING, dtype=BF16 if form == "values" else None)) for dim, form in forms
@@ -187,7 +187,7 @@ def _with_delayed_scale(x: Tensor, scale: Tensor) -> Iterable[Tensor]:
 
 
 def scaled_mm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> Tensor:
-    """The product of MX operands a [M, K], b [K, N], which Inductor makes the template of."""
+    """Returns the BF16 product of MX operands a [M, K] and b [K, N]; Inductor lowers it to the template."""
     words = (str(Format.mx(elem_type(side.dtype))) for side in (a, b))
     out: Tensor = ops.matmul(a, scale_a, b, scale_b, None, BF16, *words)
     return out
@@ -195,7 +195,7 @@ def scaled_mm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> Tensor:
 
 @contextmanager
 def on_form(form: str) -> Iterator[None]:
-    """While it lasts products of matrices get that form of `choices.defaults` where it can run them."""
+    """Makes `form` the default of all dense products that it can run, in this context."""
     row = defaults.TableRow(
         kind=defaults.DENSE, when="all", holds=lambda *_: True, form=form, reason="to be timed"
     )
@@ -204,7 +204,7 @@ def on_form(form: str) -> Iterator[None]:
 
 
 def generated(function: Callable[..., Tensor], *inputs: Tensor, **options: Any) -> Callable[..., Tensor]:
-    """Inductor's code for `function` of such tensors, made anew: no cache knows which form was asked for."""
+    """Returns Inductor's code for `function`, compiled without caches, because cache keys omit the form."""
     graph = make_fx(function, tracing_mode="fake")(*inputs)
     compiled: Callable[..., Any] = torch._inductor.compile(
         graph, list(inputs), options={"force_disable_caches": True, **options}
@@ -213,12 +213,12 @@ def generated(function: Callable[..., Tensor], *inputs: Tensor, **options: Any) 
 
 
 def quantize_mm(x: Tensor, b: Tensor, scale_b: Tensor) -> Tensor:
-    """The same of an activation that the product's kernel casts."""
+    """Returns the BF16 product of `x`, which the kernel of the product casts, and an MX operand b [K, N]."""
     out: Tensor = ops.quantize_mm(x, b, scale_b, None, BF16, str(Format()), str(Format()))
     return out
 
 
 def weight_only(x: Tensor, qdata: Tensor, scale: Tensor) -> Tensor:
-    """The same of an activation that stays as it is. qdata [N, K]."""
+    """Returns the BF16 product of an unquantized `x` and a stored weight, qdata [N, K]."""
     out: Tensor = ops.weight_only_mm(x, qdata, scale, None, BF16, "e4m3 1x32 rceil")
     return out

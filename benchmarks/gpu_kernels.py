@@ -1,14 +1,14 @@
-"""Generated code for casts and for stored weights on the GPU of this machine, each beside a baseline.
+"""Times the generated code for casts and stored weights on this machine's GPU, each with a baseline.
 
     casts    casts that models run on this chip, alone and behind a norm or a gated activation, against the
              same source stored in BF16; the baseline of a cast alone is a copy
-    decode   products of stored weights, 1 to 32 tokens, against cuBLAS in BF16; then layers of Llama 8B whose
-             weights are stored, against BF16 under Inductor
+    decode   products with stored weights, 1 to 32 tokens, against cuBLAS in BF16; then layers of Llama 8B
+             with stored weights, against BF16 under Inductor
 
 Casts alone and products are first compared with their reference on the device: casts bit for bit, products
 within FP32 accumulation. Calls are captured in CUDA graphs, over enough copies of the operands to defeat the
-L2 cache, and timed in alternating rounds; figures are medians. Beside each stands its estimate. Without a GPU
-it says so and measures nothing.
+L2 cache, and timed in alternating rounds; figures are medians. Rows include the estimate. Without a GPU
+it prints a line and measures nothing.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ STORED_KINDS = ("bf16", "mxfp8", "nvfp4", "mxfp4")
 
 @dataclass(frozen=True, kw_only=True)
 class CastProgram(CompiledProgram):
-    """A graph of casts."""
+    """A program that runs one graph of casts."""
 
     graph: gpu_graphs.Graph
 
     def code(self, target: str) -> mxcompile.CodegenResult:
-        """What `target` would launch."""
+        """Returns the code for `target`."""
         return self.graph.code(target)
 
     def measure(self, rates: Rates, repeats: int) -> Iterator[Row]:
-        """The generated code of the graph, timed."""
+        """Yields a row with the time of the generated code."""
         graph = self.graph
         torch._dynamo.reset()
         num_bytes = self.num_bytes(rates)
@@ -69,7 +69,7 @@ class CastProgram(CompiledProgram):
 
 
 def casts(target: str, small: bool) -> Iterator[CastProgram]:
-    """Each cast of each shape, alone and with its producer."""
+    """Yields each cast of each shape, alone and with its prologue."""
     for m, n in ((256, 512),) if small else CAST_SHAPES:
         for graph in gpu_graphs.casts(m, n, of_chip(target)):
             yield CastProgram(part="casts", kernel=graph.name, shape=f"{m}x{n}", graph=graph)
@@ -82,7 +82,7 @@ class ProductProgram(CompiledProgram):
     size: tuple[int, int, int]
 
     def code(self, target: str) -> mxcompile.CodegenResult:
-        """What `target` would launch."""
+        """Returns the code for `target`."""
         m, n, k = self.size
         with torch.device("meta"):
             x, w = torch.empty(m, k, dtype=torch.bfloat16), torch.empty(n, k, dtype=torch.float8_e4m3fn)
@@ -91,7 +91,7 @@ class ProductProgram(CompiledProgram):
 
     @torch.no_grad()
     def measure(self, rates: Rates, repeats: int) -> Iterator[Row]:
-        """The product over cuBLAS in BF16."""
+        """Yields a row with the time of the product and of cuBLAS in BF16."""
         m, n, k = self.size
         dense, weights = _weights(n, k)
         x = torch.randn(m, k, device=gpu_common.DEVICE).bfloat16()
@@ -114,7 +114,7 @@ def _weights(n: int, k: int) -> Any:
 
 
 def products(small: bool) -> Iterator[ProductProgram]:
-    """Of few tokens and the layers of Llama; those of one token first."""
+    """Yields weight-only products for the layers of Llama and few tokens, a single token first."""
     sizes = ((96, 128),) if small else (*LAYERS["llama-8b"], *LAYERS["llama-70b"])
     for m in DECODE_TOKENS[:1] if small else DECODE_TOKENS:
         for n, k in sizes:
@@ -131,7 +131,7 @@ class Layers(nn.Module):
         self.layers, self.width, self.head = nn.ModuleList(layers), layers[0].width, layers[0].head
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x: [tokens, 1, width], each token a sequence of its own."""
+        """Returns the output of the layers for `x` [tokens, 1, width], where each token is a sequence."""
         for layer in self.layers:
             x = layer(x, cos, sin)
         return x
@@ -139,14 +139,14 @@ class Layers(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class StoredProgram(CompiledProgram):
-    """Layers whose weights are stored as `kind` says."""
+    """Layers with weights stored in the precision `kind`."""
 
     kind: str
     tokens: int
     small: bool
 
     def model(self, device: str) -> tuple[nn.Module, tuple[Tensor, Tensor, Tensor]]:
-        """The model with its weights stored, and its inputs."""
+        """Returns the model with stored weights, and its inputs."""
         torch.manual_seed(0)
         with torch.device(device):
             model = Layers(1 if self.small else STORED_LAYERS, self.small)
@@ -161,13 +161,13 @@ class StoredProgram(CompiledProgram):
         return model, inputs
 
     def code(self, target: str) -> mxcompile.CodegenResult:
-        """What `target` would launch."""
+        """Returns the code for `target`."""
         model, inputs = self.model("cpu")
         return mxcompile.codegen(model, *inputs, target=target, training=False, policy="bf16")
 
     @torch.no_grad()
     def measure(self, rates: Rates, repeats: int) -> Iterator[Row]:
-        """A step beside BF16's."""
+        """Yields a row with the time of one decode step and of the BF16 step."""
         torch._dynamo.reset()
         runs: dict[str, Sequence[Call]] = {}
         base = StoredProgram(**{**vars(self), "kind": "bf16"})
@@ -186,7 +186,7 @@ class StoredProgram(CompiledProgram):
 
 
 def stored(small: bool) -> Iterator[StoredProgram]:
-    """One token, then eight, by what weights are stored in."""
+    """Yields a program for each precision of stored weights, with 1 token, then with 8."""
     for tokens in (1, 8):
         for kind in STORED_KINDS[1:2] if small else STORED_KINDS:
             name, shape = f"{STORED_LAYERS} layers, {kind}", f"{tokens} tokens"

@@ -1,9 +1,9 @@
-"""Model against measurement: a Llama-8B layer's kernels on the GPU of this machine beside their estimates.
+"""Compares the kernels of a Llama-8B layer on this machine's GPU with their estimates.
 
 Times forward and backward of 8,192 tokens by each preset, beside BF16 in alternating rounds. The profiler
 then gives the time of each kernel. A generated kernel is compared with its estimate for this chip; kernels
-whose names differ only in numbers are added up. All kernels of libraries are one row. Without a GPU it says
-so and measures nothing. Usage: python benchmarks/gpu_layer.py [--policies bf16 nvidia]
+whose names differ only in numbers are added up. All kernels of libraries are one row. Without a GPU it
+prints a line and measures nothing. Usage: python benchmarks/gpu_layer.py [--policies bf16 nvidia]
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Call = Callable[[], Any]
 
 
 def family(kernel: str) -> str:
-    """The name of a generated kernel without its number, `LIBRARY` of any other."""
+    """Returns the name of a generated kernel without its number, `LIBRARY` for any other kernel."""
     return re.sub(r"_\d+$", "", kernel) if kernel.startswith("triton_") else LIBRARY
 
 
 def compare(
     policy: str, works: Iterable[LaunchWork], measured: Mapping[str, float], rates: Rates
 ) -> list[Row]:
-    """A row for each family, longest first. measured: µs of one step by the kernel's name."""
+    """Returns a row for each family, longest first. measured: µs of one step by kernel name."""
     taken: defaultdict[str, float] = defaultdict(float)
     for kernel, us in measured.items():
         taken[family(kernel)] += us
@@ -69,9 +69,9 @@ def compare(
 
 @functools.lru_cache(maxsize=2)
 def step(policy: str, tokens: int, small: bool) -> Call:
-    """Forward and backward of the layer, compiled by Inductor or by mxcompile's backend.
+    """Returns a function that runs forward and backward of the compiled layer.
 
-    By ``backward()``, which the histories of delayed scales follow.
+    It calls ``backward()``, which also updates the histories of delayed scales.
     """
     torch.manual_seed(0)
     layer = predicted.Layer(small).to(gpu_common.DEVICE, torch.bfloat16)
@@ -90,7 +90,7 @@ def step(policy: str, tokens: int, small: bool) -> Call:
 
 
 def profiled(run: Call, steps: int = 5) -> dict[str, float]:
-    """µs of one step by kernel."""
+    """Returns the µs of each kernel in one step."""
     run()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
@@ -103,18 +103,18 @@ def profiled(run: Call, steps: int = 5) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerProgram(CompiledProgram):
-    """The layer under the preset that `kernel` names, beside `base`."""
+    """The layer under the preset `kernel`, compared with the preset `base`."""
 
     base: str
     tokens: int
     small: bool
 
     def code(self, target: str) -> mxcompile.CodegenResult:
-        """What `target` would launch."""
+        """Returns the code of the layer for `target`."""
         return predicted.generated(target, self.kernel, self.tokens, small=self.small)
 
     def measure(self, rates: Rates, repeats: int) -> Iterator[Row]:
-        """The step, then its kernels."""
+        """Yields a row for the step, then a row for each family of kernels."""
         runs = {"baseline": step(self.base, self.tokens, self.small)}
         runs[self.kernel] = run = step(self.kernel, self.tokens, self.small)
         times = gpu_common.alternate(runs, repeats)

@@ -1,9 +1,8 @@
-"""Predictions for a GPU, which are written down before anything is measured on it.
+"""Predictions for a GPU, written to a file before any measurement on it.
 
-A `Program` is something that a benchmark of a GPU times. A `CompiledProgram` can be compiled without the GPU:
-the work of its launches, from machine code, goes into ``results/gpu_predicted.jsonl`` with the versions of
-PyTorch and Triton, whose code differs. Times follow from the work by the rates of a chip
-(`mxcompile.offline.rates`).
+A GPU benchmark times a `Program`. A `CompiledProgram` can be compiled without the GPU: the work of its
+launches, from machine code, goes into ``results/gpu_predicted.jsonl`` with the versions of PyTorch and
+Triton, whose code differs. The rates of a chip (`mxcompile.offline.rates`) turn the work into times.
 Usage: python benchmarks/gpu_predicted.py --write        tables into the page that shows them
 """
 
@@ -28,7 +27,7 @@ from mxcompile.offline.estimate import ratio, total
 NAME = "gpu_predicted"
 Row = dict[str, Any]
 Stack = tuple[str, str]
-"""Versions of PyTorch, without its build, and of Triton."""
+"""Versions of PyTorch (without the build suffix) and Triton."""
 
 LAYER = "layer"
 BF16 = "bf16"
@@ -39,7 +38,7 @@ BEGIN, END = "<!-- predicted: begin -->", "<!-- predicted: end -->"
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchWork:
-    """kind: of the launch. kernel: its name. work: what it has to do."""
+    """The work of one launch. kind: see `Launch.kind`. kernel: name of its kernel."""
 
     kind: str
     kernel: str
@@ -48,7 +47,7 @@ class LaunchWork:
 
 @dataclass(frozen=True, kw_only=True)
 class Program(ABC):
-    """Something that is timed. part: of the benchmarks. kernel, shape: what it is, and of which size."""
+    """A program to time. part: part of the benchmarks. kernel, shape: name of the program and its sizes."""
 
     part: str
     kernel: str
@@ -60,7 +59,7 @@ class Program(ABC):
 
     @property
     def about(self) -> Row:
-        """What tells it from other programs."""
+        """The fields that identify the program."""
         return {"part": self.part, "kernel": self.kernel, "shape": self.shape}
 
 
@@ -68,17 +67,17 @@ class Program(ABC):
 class CompiledProgram(Program):
     """A program whose time can be predicted from its code.
 
-    beside: work of kernels that are not in its code, on a chip.
+    beside: work of kernels that run in addition to the generated code, such as the optimizer.
     """
 
     beside: Work | None = None
 
     @abstractmethod
     def code(self, target: str) -> CodegenResult:
-        """Returns the code that `target` would launch."""
+        """Returns the code of the program for `target`."""
 
     def compiled(self, chip: str) -> Row:
-        """Its code for `chip`, as a row: the work of each launch, and what could go wrong with a kernel."""
+        """Compiles for `chip`. Returns a row with the work of each launch, problems, spills and registers."""
         result = self.code(chip)
         launches = [(launch.kind, launch.kernel, launch.work) for launch in result.launches if launch.work]
         launches += [("rest", "beside", self.beside)] if self.beside else []
@@ -94,12 +93,12 @@ class CompiledProgram(Program):
         }
 
     def works(self, rates: Rates) -> tuple[LaunchWork, ...]:
-        """The work of each launch: as it is written down for these versions, or else of code made now."""
+        """Returns the work of each launch, from the file if it has these versions, else from a compile."""
         row = written().get((installed(), rates.target.name, *self.about.values()))
         return works_of(row or self.compiled(rates.target.name))
 
     def expected(self, time_us: float, rates: Rates) -> Row:
-        """The estimate beside a measured time."""
+        """Returns the estimate, its range, and the ratio of the measured time `time_us` to it."""
         works = [work.work for work in self.works(rates)]
         estimate = Range.from_rates(lambda moved: total(works, moved), rates)
         return {
@@ -109,12 +108,12 @@ class CompiledProgram(Program):
         }
 
     def num_bytes(self, rates: Rates) -> float:
-        """What its launches move at least."""
+        """Returns the least bytes that the launches move."""
         return sum(work.work.num_bytes for work in self.works(rates))
 
 
 def installed() -> Stack:
-    """The versions that are installed."""
+    """Returns the installed versions."""
     return _plain(torch.__version__), triton.__version__
 
 
@@ -123,13 +122,13 @@ def _plain(version: str) -> str:
 
 
 def works_of(row: Row) -> tuple[LaunchWork, ...]:
-    """The work that a row has."""
+    """Returns the work of each launch in `row`."""
     return tuple(LaunchWork(kind=kind, kernel=name, work=Work(**work)) for kind, name, work in row["works"])
 
 
 @functools.cache
 def written() -> dict[tuple[Any, ...], Row]:
-    """The newest row of each program by versions, target, part, kernel and shape."""
+    """Returns the newest row of each program, by (versions, target, part, kernel, shape)."""
     return {
         ((_plain(row["torch"]), row["triton"]), row["target"], row["part"], row["kernel"], row["shape"]): row
         for row in common.read(NAME)
@@ -137,7 +136,7 @@ def written() -> dict[tuple[Any, ...], Row]:
 
 
 def layers() -> dict[tuple[Stack, str], dict[str, list[Work]]]:
-    """By versions and target, the work of a layer under each policy."""
+    """Returns the work of a layer under each policy, by (versions, target)."""
     works: dict[tuple[Stack, str], dict[str, list[Work]]] = {}
     for (stack, target, part, policy, _), row in written().items():
         if part == LAYER:
@@ -146,7 +145,7 @@ def layers() -> dict[tuple[Stack, str], dict[str, list[Work]]]:
 
 
 def layer_table() -> Iterator[dict[str, str]]:
-    """Steps of a layer over BF16's, by policy and chip, for each pair of versions."""
+    """Yields a row per policy: the step time of a layer ÷ BF16's, by chip and versions."""
     with_bf16 = {key: works for key, works in layers().items() if BF16 in works}
     policies = dict.fromkeys(policy for works in with_bf16.values() for policy in works)
     for policy in policies:
@@ -157,7 +156,7 @@ def layer_table() -> Iterator[dict[str, str]]:
 
 
 def _columns(keys: Iterable[tuple[Stack, str]]) -> Iterator[tuple[str, tuple[Stack, str], Rates]]:
-    """Columns by chip, then by versions: the head, the key of the rows and the rates of the chip."""
+    """Yields (header, key, rates of the chip) for each column, sorted by chip, then by versions."""
     columns = sorted(set(keys))
     for chip in CHIPS:
         rates = Rates.for_target(of_chip(chip))
@@ -179,7 +178,7 @@ def _time(works: Sequence[Work], rates: Rates) -> str:
 
 
 def other_table() -> Iterator[dict[str, str]]:
-    """Times of every other program in µs, by chip, for each pair of versions."""
+    """Yields a row for every other program: its µs, by chip and versions."""
     rows = {key: row for key, row in written().items() if row["part"] != LAYER and "works" in row}
     programs = dict.fromkeys(key[2:] for key in rows)
     columns = list(_columns(key[:2] for key in rows))
@@ -194,7 +193,7 @@ def other_table() -> Iterator[dict[str, str]]:
 
 
 def page() -> str:
-    """The tables."""
+    """Returns both tables as Markdown."""
     tables = (list(layer_table()), sorted(other_table(), key=lambda row: row["part"]))
     return "\n\n".join(tabulate(t, headers="keys", tablefmt="github", disable_numparse=True) for t in tables)
 

@@ -1,10 +1,10 @@
 """The rates that the GPU of this machine sustains, as a file that `mxcompile codegen --rates` reads.
 
-Copies of device memory, products of a library by format, attention by backend, and empty kernels, each over
-several sizes: the least, the median and the most of the data sheet's. What this PyTorch or this chip does not
-run is left out with the reason, and the table's rate stays. So do the rates of instructions, of the latency
-of memory and of products of generated kernels, which no library's kernel shows. The file, ``rates_CHIP.json``
-beside the rows, is written anew with each kind. Without a GPU it says so and measures nothing.
+It times copies of device memory, library products by format, attention by backend, and empty kernels, each
+in several sizes. A rate is the least, median and largest share of the data sheet's peak. A kind that this
+PyTorch or chip cannot run is omitted with the reason, and the built-in rate stays. The rates of instruction
+issue, memory latency and generated products also stay, because no library kernel shows them. Each kind
+rewrites the file ``rates_CHIP.json`` next to the rows. Without a GPU it prints a line and measures nothing.
 Usage: python benchmarks/gpu_rates.py [--repeats 10]
 """
 
@@ -42,7 +42,7 @@ Time = Callable[[Callable[[], Any]], float]
 
 
 def memory(peak: Peak, time: Time) -> Iterator[float]:
-    """Copies, of the data sheet's rate."""
+    """Yields the bandwidth of copies as a share of the data sheet's, by size."""
     for num_bytes in COPIED:
         source = torch.empty(num_bytes, dtype=torch.uint8, device=gpu_common.DEVICE)
         into = torch.empty_like(source)
@@ -51,7 +51,7 @@ def memory(peak: Peak, time: Time) -> Iterator[float]:
 
 
 def unscaled(dtype: torch.dtype, peak: Peak, time: Time) -> Iterator[float]:
-    """CuBLAS or hipBLASLt; of FP32 as PyTorch leaves it, without TF32."""
+    """Yields the rate of `torch.mm` as a share of the peak, by shape; FP32 runs without TF32."""
     tflops = peak.fp32_tflops if dtype is torch.float32 else peak.bf16_tflops
     for m, n, k in SHAPES:
         a, b = _matrix(m, k).to(dtype), _matrix(n, k).to(dtype).t()
@@ -59,7 +59,7 @@ def unscaled(dtype: torch.dtype, peak: Peak, time: Time) -> Iterator[float]:
 
 
 def fp8(extent: str, peak: Peak, time: Time) -> Iterator[float]:
-    """`torch._scaled_mm` with scales a tensor, a channel, or 1×128 by 128×128, those as columns lie."""
+    """Yields the rate of FP8 `torch._scaled_mm`. extent: "tensor", "channel" or "block" (1×128, 128×128)."""
     for m, n, k in SHAPES:
         a, b = (_matrix(rows, k).to(torch.float8_e4m3fn) for rows in (m, n))
         blocks = (k // BLOCK, m), (n // BLOCK, k // BLOCK)
@@ -70,7 +70,7 @@ def fp8(extent: str, peak: Peak, time: Time) -> Iterator[float]:
 
 
 def mxfp8(peak: Peak, time: Time) -> Iterator[float]:
-    """`torch._scaled_mm` with scales of 1×32."""
+    """Yields the rate of `torch._scaled_mm` with MX scales (1×32)."""
     for m, n, k in SHAPES:
         cast = (-1, torch.float8_e4m3fn, "rceil", False, str(ScaleLayout.TILED_128X4))
         (a, scale_a), (b, scale_b) = (ops.cast(_matrix(rows, k), [str(Copy.mx(*cast))]) for rows in (m, n))
@@ -80,7 +80,7 @@ def mxfp8(peak: Peak, time: Time) -> Iterator[float]:
 
 
 def fp4(peak: Peak, time: Time) -> Iterator[float]:
-    """The product of NVFP4 operands, packed, with scales of two levels."""
+    """Yields the rate of the library's product of packed NVFP4 operands with two-level scales."""
     from mxcompile.lowering.templates.vendor import mx_vendor_nvfp4_mm  # needs Triton
 
     form, unit = Format.parse("e2m1 1x16 two-level"), torch.ones(1, device=gpu_common.DEVICE)
@@ -93,7 +93,7 @@ def fp4(peak: Peak, time: Time) -> Iterator[float]:
 
 
 def attention(backend: SDPBackend, backward: bool, peak: Peak, time: Time) -> Iterator[float]:
-    """Causal attention of heads of 128: two products forward, five backward, half of each."""
+    """Yields the rate of causal attention: half of two products in forward, half of five in backward."""
     for length in (4096, TOKENS):
         shape = (1, HEADS, length, HEAD)
         q, k, v = (_matrix(*shape).requires_grad_(backward) for _ in range(3))
@@ -112,7 +112,7 @@ def attention(backend: SDPBackend, backward: bool, peak: Peak, time: Time) -> It
 
 
 def launch(_: Peak, time: Time) -> Iterator[float]:
-    """Kernels of next to no work, one after the other in a CUDA graph: µs each."""
+    """Yields the µs of a kernel with almost no work in a CUDA graph of such kernels."""
     x = torch.zeros(1, device=gpu_common.DEVICE)
 
     def run() -> None:
@@ -161,11 +161,11 @@ KINDS: dict[str, Callable[[Peak, Time], Iterator[float]]] = {
     **{f"{name}_backward": functools.partial(attention, backend, True) for name, backend in BACKENDS.items()},
     "launch_us": launch,
 }
-"""What is measured, by the kind of rate."""
+"""Functions that measure a rate, by its kind."""
 
 
 def runs_on(kind: str, target: Target) -> bool:
-    """Whether the chip has what `kind` measures."""
+    """Whether the chip multiplies the formats of `kind`."""
     match kind.partition("_"):
         case "fp4", *_:
             return ScaleType.E4M3 in target.fp4_scales
@@ -178,12 +178,12 @@ def runs_on(kind: str, target: Target) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RateProgram(Program):
-    """A kind of rate. measured: rates that were measured before."""
+    """Measures one kind of rate. measured: all rates measured so far, by kind."""
 
     measured: dict[str, Rate]
 
     def measure(self, rates: Rates, repeats: int) -> Iterator[Row]:
-        """The rate beside the table's; the file of rates has it from then on."""
+        """Yields a row with the rate and the built-in rate. Adds the rate to the file of rates."""
         target = rates.target
         assert target.peak is not None, f"{target.name} has no peaks"
         kind = self.kernel
@@ -207,12 +207,12 @@ class RateProgram(Program):
 
 
 def timer(repeats: int) -> Time:
-    """Times of calls on the device."""
+    """Returns a function that measures the median device time of a call, in µs."""
     return lambda run: gpu_common.alternate({"run": run}, repeats)["run"]
 
 
 def save(target: Target, rates: dict[str, Rate]) -> None:
-    """Keep `rates` as a file that ``--rates`` takes."""
+    """Writes `rates` as a file for ``--rates``."""
     path = common.folder() / f"rates_{target.name}.json"
     data = as_data(target.name, rates, **gpu_common.device(), **common.environment())
     path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

@@ -1,8 +1,8 @@
 """Training step of a Llama of about one billion parameters on the GPU of this machine, by preset.
 
-Forward, backward and AdamW, each beside BF16 under Inductor in alternating rounds, and the most memory that a
-step takes. torchao takes part where it is installed, emulated where the chip has no MX GEMM.
-Without a GPU it says so and measures nothing. Usage: python benchmarks/gpu_training.py [--layers 16]
+A step is forward, backward and AdamW, alternating with BF16 under Inductor. Rows also have its peak memory.
+torchao takes part if it is installed, emulated if the chip has no MX GEMM.
+Without a GPU it prints a line and measures nothing. Usage: python benchmarks/gpu_training.py [--layers 16]
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Step = Callable[[], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Of the model, and of a batch of tokens."""
+    """Sizes of the model and of a batch of tokens."""
 
     layers: int
     width: int
@@ -40,17 +40,17 @@ class Size:
     length: int
 
     def model(self) -> nn.Module:
-        """A Llama on the default device."""
+        """Returns a Llama on the default device."""
         heads = max(1, self.width // 128)
         sizes = {"layers": self.layers, "width": self.width, "feed_forward": 4 * self.width}
         return common.llama(**sizes, vocabulary=VOCABULARY, heads=heads)
 
     def tokens(self) -> Tensor:
-        """Random ones, [batch, length]."""
+        """Returns random tokens [batch, length]."""
         return torch.randint(VOCABULARY, (self.batch, self.length))
 
     def update(self) -> Work:
-        """The work of AdamW."""
+        """Returns the work of AdamW."""
         with torch.device("meta"):
             parameters = sum(parameter.numel() for parameter in self.model().parameters())
         return Work(num_bytes=update_bytes(2 * parameters, clip=False)["optimizer"])
@@ -58,19 +58,19 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingProgram(CompiledProgram):
-    """A step by the preset, or the library, that `kernel` names."""
+    """A training step under the preset, or by the library, with the name `kernel`."""
 
     size: Size
 
     def code(self, target: str) -> mxcompile.CodegenResult:
-        """What `target` would launch, but for the optimizer."""
+        """Returns the code of forward and backward for `target`, without the optimizer."""
         with torch.device("meta"):
             model, tokens = self.size.model(), self.size.tokens()
         batch = {"input_ids": tokens, "labels": tokens}
         return mxcompile.codegen(model, target=target, policy=self.kernel, kwargs=batch)
 
     def measure(self, rates: Rates, repeats: int) -> Iterator[Row]:
-        """The step beside BF16's."""
+        """Yields a row with the times of the step and of the BF16 step, and the peak memory."""
         base, _ = step(BF16, self.size)
         run, memory = step(self.kernel, self.size)
         times = gpu_common.alternate({"baseline": base, self.kernel: run}, repeats)
@@ -84,7 +84,7 @@ class TrainingProgram(CompiledProgram):
 
 @functools.lru_cache(maxsize=2)
 def step(kernel: str, size: Size) -> tuple[Step, float]:
-    """A step, and the GiB that it takes at most, weights, gradients and the optimizer's state included."""
+    """Returns a step, and its peak GiB with weights, gradients and optimizer states."""
     before = torch.cuda.memory_allocated()
     with torch.device(gpu_common.DEVICE):
         model, tokens = size.model(), size.tokens()
@@ -101,7 +101,7 @@ def step(kernel: str, size: Size) -> tuple[Step, float]:
         compiled(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
 
-    for _ in range(2):  # compiles, and makes the optimizer's state
+    for _ in range(2):  # compiles, and allocates the optimizer states
         torch.cuda.reset_peak_memory_stats()
         run()
     return run, (torch.cuda.max_memory_allocated() - before) / 2**30

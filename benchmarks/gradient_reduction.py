@@ -1,12 +1,12 @@
 """The best-case time saved by reducing gradients between ranks in MXFP8, and the error of the gradients.
 
-    time     steps of Llama-3 on meshes of B200, by `mxcompile mesh --links`: reduce-scatter in FP32
-             or BF16 beside an all-to-all of codes and scales, without its casts and sums
-    error    gradients of the demo's model for the batches of some ranks, summed over these; E4M3 with a scale
-             for 32 of them, rounded stochastically or to nearest, added up in FP32
+    time     estimated steps of Llama-3 on meshes of B200 (`mxcompile mesh --links`): reduce-scatter in FP32
+             or BF16 against an all-to-all of qdata and scales, without the casts and sums of the latter
+    error    gradients of the demo's model, one batch per rank, summed over the ranks in FP32 after a cast to
+             E4M3 with a scale per 32 elements, rounded stochastically or to nearest
 
-BF16 is added rank by rank, as a ring does. An error is relative to the FP64 sum, by the norm over all of it.
-The error of the mean over draws would be the error over the root of their number, if there were no bias.
+BF16 is summed rank by rank, as in a ring. An error is ‖sum − FP64 sum‖ / ‖FP64 sum‖ over all gradients.
+Without bias, the error of the mean over n draws would be the error of a draw ÷ √n.
 Usage: python benchmarks/gradient_reduction.py [--time] [--error] [--draws 64] [--steps 40]
 """
 
@@ -45,12 +45,12 @@ RUNS = tuple(
     for size, ranks in (("8B", 8), ("8B", 128), ("70B", 1024))
 )
 WAYS = {"FP32": ("reduce-scatter", 1.0), "BF16": ("reduce-scatter", 1 / 2), "MXFP8": ("all-to-all", 33 / 128)}
-"""How gradients travel: the collective, and its bytes beside those of FP32."""
+"""Formats of sent gradients: (collective, bytes as a share of FP32's)."""
 _STOCHASTIC, _NEAREST = Format.parse("e4m3 1x32 rceil stochastic"), Format.parse("e4m3 1x32 rceil")
 
 
 def times(run: mesh_runs.Run) -> Iterator[dict[str, Any]]:
-    """A row for each way: ms of the step, and of what is exposed of backward's FSDP collectives."""
+    """Yields a row per format: ms of the step, and of the exposed FSDP collectives in backward."""
     step = mesh_runs.step(run)
     work = step.works[0]
     reduced = [collective for collective in work.collectives if collective.kind == "reduce-scatter"]
@@ -71,7 +71,7 @@ def times(run: mesh_runs.Run) -> Iterator[dict[str, Any]]:
 
 
 def gradients(steps: int, ranks: int) -> list[list[Tensor]]:
-    """Gradients of the weights of the demo's model after some steps, of one batch for each rank; FP32."""
+    """Returns, by rank, the FP32 gradients of the demo's weights on one batch, after `steps` steps."""
     settings = Settings(batch=8)
     model = build_model(settings)
     data = batches(standard_library().train, settings, 0)
@@ -95,7 +95,7 @@ def gradients(steps: int, ranks: int) -> list[list[Tensor]]:
 
 
 def _ring(of_ranks: list[Tensor]) -> Tensor:
-    """The sum in BF16, rounded after every rank."""
+    """Returns the BF16 sum, rounded after every rank."""
     total = of_ranks[0].bfloat16()
     for part in of_ranks[1:]:
         total = total + part.bfloat16()
@@ -103,7 +103,7 @@ def _ring(of_ranks: list[Tensor]) -> Tensor:
 
 
 def _cast(fmt: Format, seed: int) -> Callable[[list[Tensor]], Tensor]:
-    """The FP32 sum of what ranks have cast to `fmt`, each with numbers of its own."""
+    """Returns a function that casts each rank's tensor to `fmt`, with random numbers per rank, and sums."""
 
     def summed(of_ranks: list[Tensor]) -> Tensor:
         total = torch.zeros_like(of_ranks[0])
@@ -117,7 +117,7 @@ def _cast(fmt: Format, seed: int) -> Callable[[list[Tensor]], Tensor]:
 
 
 def errors(by_rank: list[list[Tensor]], draws: int) -> Iterator[dict[str, Any]]:
-    """A row for each way to sum the gradients of all ranks."""
+    """Yields a row with the error of each way to sum the gradients of all ranks."""
     of_weights = [list(tensor) for tensor in zip(*by_rank, strict=True)]
     number = len(of_weights)
     exact = [torch.stack(of_ranks).double().sum(0) for of_ranks in of_weights]

@@ -2,10 +2,10 @@
 
 Usage: python benchmarks/large_models.py [--planning 8 32 126] [--repeats 3] [--only planning|compile]
 
-Planning: a Llama of Llama-3.1-405B's width on the meta device, as its depth grows; seconds, and how much the
-process has grown. Cold compile: forward and backward of a Llama with empty caches, in processor seconds of
-the process and of the C++ compilers that it starts, one at a time; each in a process of its own, in turns.
-In pieces both backends compile the same modules: the blocks, which share code, and the head.
+Planning: time and memory growth of the process for a Llama of Llama-3.1-405B's width on the meta device, by
+depth. Cold compile: forward and backward of a Llama with empty caches, in processor seconds of the process
+and of its C++ compilers (one at a time). Each compile has its own process, and the ways alternate. "In
+pieces" means that both backends compile the same modules: the blocks, which share code, and the head.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def apart(task: str, which: str) -> dict[str, Any]:
-    """One measurement, in a process and with caches of its own."""
+    """Returns the row of one measurement, made in a new process with empty caches."""
     with tempfile.TemporaryDirectory() as cache:
         surroundings = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         command = [sys.executable, "-W", "ignore", __file__, "--child", task, which]
@@ -68,7 +68,7 @@ def apart(task: str, which: str) -> dict[str, Any]:
 
 
 def planned(layers: int) -> dict[str, Any]:
-    """The plan of a model of 405B's width: seconds, memory."""
+    """Returns the time and memory of planning a model of 405B's width with `layers` layers."""
     sys.path.insert(0, str(common.ROOT / "tests"))
     from helpers import giants
 
@@ -95,7 +95,7 @@ def planned(layers: int) -> dict[str, Any]:
 
 
 def cold(repeats: int) -> list[dict[str, Any]]:
-    """Medians of processor seconds, and of their ratio to Inductor's for the same pieces, round by round."""
+    """Returns the median processor seconds of each way, and the median ratio to Inductor per round."""
     rounds = [{way: apart("compile", way) for way in WAYS} for _ in tqdm(range(repeats), desc="rounds")]
 
     def middle(way: str, figure: str) -> float:
@@ -146,12 +146,12 @@ def _processor_s(who: int) -> float:
 
 
 def _cpp_kernels() -> int:
-    """C++ kernels that Inductor has compiled into the cache of this process."""
+    """Returns the number of C++ kernels in the Inductor cache of this process."""
     return len([*Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.main.so")])
 
 
 def compiled(way: str) -> dict[str, Any]:
-    """A first step of a Llama, compiled in `way`; small ones before it pay for the imports of all ways."""
+    """Times the first step of a Llama compiled in `way`. Small compiles before it exclude import times."""
     for backend in ("inductor", "mxfp8"):
         torch.compile(nn.Linear(8, 8), backend=backend)(torch.zeros(2, 8)).sum().backward()
     model = common.llama(layers=LAYERS, width=256, feed_forward=704, vocabulary=1024)

@@ -1,7 +1,7 @@
-"""Published training runs beside estimates of one rank of their mesh (`mxcompile mesh --links`).
+"""Compares published training runs with estimates of one rank of their mesh (`mxcompile mesh --links`).
 
-Models are Llamas on the meta device under torchtitan's names, parallelised and checkpointed as the runs say.
-A run is tokens a second of a GPU, or a ratio of two steps. Needs no GPU.
+Models are Llamas on the meta device with torchtitan's module names, parallelised and checkpointed as in the
+runs. A run gives tokens per second and GPU, or the ratio of two steps. Needs no GPU.
 Usage: python benchmarks/mesh_runs.py [--only NAME …]     estimates, kept in results/mesh_runs.jsonl
        python benchmarks/mesh_runs.py --table --write     only the table, into docs/mesh.md
 """
@@ -32,7 +32,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "mesh.md"
 BEGIN, END = "<!-- runs: begin -->", "<!-- runs: end -->"
 
 SIZES = {"8B": (4096, 14336, 32), "70B": (8192, 28672, 80), "405B": (16384, 53248, 126)}
-"""Width, width of the feed-forward, and layers."""
+"""(width, width of the feed-forward, number of layers), by size."""
 WORDS, HEAD, KEYS = 128256, 128, 8
 
 
@@ -40,10 +40,10 @@ WORDS, HEAD, KEYS = 128256, 128, 8
 class Run:
     """A published run.
 
-    size: of Llama-3. mesh, parallel, target, links: as `explain_rank` has them. batch, length: sequences of a
-    tensor-parallel group and their tokens. recompute: "none", "op" (every second product) or "full". tps:
-    tokens a second of a GPU by policy. ratio: of the first policy's speed to BF16's, low and high. schedule,
-    microbatches: of a pipeline, as `explain_rank` has them; then batch is that of a micro-batch.
+    size: key of `SIZES`. mesh, parallel, target, links, schedule, microbatches: as in `explain_rank`. batch:
+    sequences of a tensor-parallel group, per micro-batch in a pipeline. length: tokens of a sequence.
+    recompute: "none", "op" (every second product) or "full". tps: tokens per second and GPU, by policy.
+    ratio: low and high speed of the policy ÷ BF16's. off: differences between the run and the estimate.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Run:
 
     @property
     def policy(self) -> str:
-        """The policy beside BF16."""
+        """The policy that the run compares with BF16."""
         return next((policy for policy in self.tps if policy != "bf16"), "bf16")
 
 
@@ -170,7 +170,7 @@ RUNS = (
 
 
 def _every_second() -> Any:
-    """Contexts that keep the attentions and every second product, as torchtitan's selective option "op"."""
+    """Returns checkpoint contexts that save attention and every second product (torchtitan's "op")."""
     seen = {False: 0, True: 0}
     kept = (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,)
 
@@ -195,7 +195,7 @@ _WRAPPED: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 class Attention(nn.Module):
-    """Attention of grouped queries with rotary positions."""
+    """Grouped-query attention with rotary position embeddings."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class Attention(nn.Module):
         self.wk, self.wv = (nn.Linear(width, KEYS * HEAD, bias=False) for _ in range(2))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x: [batch, length, width]; cos, sin: [length, head]."""
+        """Returns the result for `x` [batch, length, width]. cos, sin: [length, head]."""
         q, k, v = (part(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for part in (self.wq, self.wk, self.wv))
         q, k = (
             heads * cos + torch.cat((-heads[..., HEAD // 2 :], heads[..., : HEAD // 2]), -1) * sin
@@ -215,7 +215,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU."""
+    """A SwiGLU feed-forward network."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -223,13 +223,13 @@ class FeedForward(nn.Module):
         self.w2 = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [batch, length, width]."""
+        """Returns the result for `x` [batch, length, width]."""
         result: Tensor = self.w2(functional.silu(self.w1(x)) * self.w3(x))
         return result
 
 
 class Block(nn.Module):
-    """A layer."""
+    """A decoder layer."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -237,14 +237,14 @@ class Block(nn.Module):
         self.ffn_norm, self.feed_forward = nn.RMSNorm(width), FeedForward(width, inner)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x: [batch, length, width]; cos, sin: [length, head]."""
+        """Returns the result for `x` [batch, length, width]. cos, sin: [length, head]."""
         x = x + self.attention(self.attention_norm(x), cos, sin)
         result: Tensor = x + self.feed_forward(self.ffn_norm(x))
         return result
 
 
 class Llama(nn.Module):
-    """Llama-3 under torchtitan's names."""
+    """Llama-3 with torchtitan's module names."""
 
     def __init__(self, width: int, inner: int, layers: int) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ class Llama(nn.Module):
         self.norm, self.output = nn.RMSNorm(width), nn.Linear(width, WORDS, bias=False)
 
     def forward(self, ids: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """ids: [batch, length]; cos, sin: [length, head]."""
+        """Returns the logits of `ids` [batch, length]. cos, sin: [length, head]."""
         x = self.tok_embeddings(ids)
         for layer in self.layers:
             x = layer(x, cos, sin)
@@ -262,7 +262,7 @@ class Llama(nn.Module):
 
 
 def step(run: Run) -> StepTime:
-    """The estimate of a run."""
+    """Returns the estimated step time of a run."""
 
     def factory(mesh: Any) -> Any:
         model: Any = Llama(*SIZES[run.size])
@@ -287,7 +287,7 @@ def step(run: Run) -> StepTime:
 
 
 def figures(run: Run) -> dict[str, Any]:
-    """The row of a run: speeds in tokens a second of a GPU, and the ratio of steps."""
+    """Returns the row of a run: estimated tokens per second and GPU by policy, and the ratio of steps."""
     time = step(run)
     axes = dict(word.split("=") for word in run.mesh.split(","))
     tokens = (
@@ -303,7 +303,7 @@ def figures(run: Run) -> dict[str, Any]:
 
 
 def speeds() -> str:
-    """Tokens a second of a GPU, measured and estimated."""
+    """Returns the table of measured and estimated tokens per second and GPU."""
     rows = [
         {
             "run": run.name,
@@ -321,7 +321,7 @@ def speeds() -> str:
 
 
 def ratios() -> str:
-    """Speed over that of BF16, measured and estimated."""
+    """Returns the table of measured and estimated speeds relative to BF16."""
     rows = []
     for run, row in _estimated_runs():
         if run.ratio is not None:
@@ -343,7 +343,7 @@ def ratios() -> str:
 
 
 def _estimated_runs() -> Iterator[tuple[Run, dict[str, Any]]]:
-    """The runs with their newest estimates."""
+    """Returns the runs that have estimates, with the newest estimate of each."""
     newest = {row["run"]: row for row in common.read("mesh_runs")}
     return ((run, newest[run.name]) for run in RUNS if run.name in newest)
 

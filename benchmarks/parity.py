@@ -1,7 +1,7 @@
 """Validation loss of the demo's model, MXFP8 against BF16, over paired seeds.
 
-Each seed trains three times on the same data: in BF16; in BF16 from weights changed by about one rounding,
-which shows how far runs come apart by that alone; in MXFP8, by one policy or several.
+Each seed trains on the same data: in BF16; in BF16 from weights that are changed by about one rounding, which
+shows the divergence that rounding alone causes; and in MXFP8, under one or several policies.
 Usage: python benchmarks/parity.py [--seeds 3] [--steps 2000] [--policy nvidia --policy FILE]
 """
 
@@ -21,7 +21,7 @@ from torch import nn
 from tqdm import tqdm
 
 _ROUNDING = 2.0**-9
-"""Relative: half the distance of BF16 values."""
+"""Half the relative distance of neighbouring BF16 values."""
 
 
 def main() -> None:
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def conclude(name: str, gaps: list[float]) -> None:
-    """Print the mean of `gaps` and how sure it is."""
+    """Prints the mean of `gaps` and its standard error."""
     error = statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else float("nan")
     print(f"{name}: mean {statistics.mean(gaps):+.3%}, standard error {error:.3%}, {len(gaps)} seeds")
 
@@ -58,7 +58,7 @@ def conclude(name: str, gaps: list[float]) -> None:
 def losses(
     seed: int, options: argparse.Namespace, policies: list[str], text: demo.Text
 ) -> list[dict[str, Any]]:
-    """Final validation losses of one seed, in nats a byte, and how far they lie from each other."""
+    """Returns a row per policy with the final validation losses of a seed, in nats per byte, and gaps."""
     settings = demo.Settings(seed=seed, steps=options.steps)
     plans: dict[str, Callable[[nn.Module], Any]] = {
         "bf16": lambda model: torch.compile(model, backend="inductor"),
@@ -96,7 +96,7 @@ def losses(
 
 
 def nudged(settings: demo.Settings) -> nn.Module:
-    """The demo's model, every weight changed at random by about one rounding to BF16."""
+    """Returns the demo's model with each weight changed at random by about one BF16 rounding."""
     model = build_model(settings)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -1,6 +1,7 @@
 """Draws the latest results of `decode_cpu.py` and `serving.py`: docs/images/serving.png.
 
-Of every measurement on CPUs of one class the newest line counts; all are drawn over BF16 under Inductor.
+The newest row of each measurement on the chosen class of CPU counts. Speeds are relative to BF16 under
+Inductor.
 
 Usage: python benchmarks/plot_serving.py [--cpu "AVX-512 BF16"] [-o docs/images/serving.png]
 """
@@ -19,13 +20,13 @@ LAYERS = {
     "mxcompile mxfp8": "C0", "mxcompile mxfp4": "#5ba3d9", "mxcompile nvfp4": "#a6cdea", "torchao int8": "C1",
     "llama.cpp q8_0": "#5b6068", "llama.cpp q4_0 repack": "#8a8f98", "llama.cpp mxfp4 repack": "#bfc4cc",
 }  # fmt: skip
-"""The runs of one layer that are drawn, with their colours: a hue for each project."""
+"""Colours of the runs of one layer that are drawn; each project has a hue."""
 
 COLORS = {"mxfp8": "C0", "stored weights": "C0", "int8": "C1", "q8_0": "#5b6068", "bf16": "#b8c4d6"}
-"""Of runs of a model, by what a label holds, the first that fits."""
+"""Colours of the runs of a model. The first key that the label contains decides."""
 
 FIRST_CLASS = "AVX-512 BF16"
-"""Of the lines that name no class of CPU."""
+"""Class of CPU of rows without the field."""
 
 
 def main() -> None:
@@ -43,7 +44,7 @@ def main() -> None:
 
 
 def newest(name: str, keys: Iterable[str], cpu: str) -> list[dict[str, Any]]:
-    """The last line of each measurement of a benchmark on CPUs of a class."""
+    """Returns the newest row of each measurement of a benchmark on CPUs of the class `cpu`."""
     path = common.RESULTS / f"{name}.jsonl"
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     newest = {tuple(line[key] for key in keys): line for line in lines if line.get("cpu", FIRST_CLASS) == cpu}
@@ -75,7 +76,7 @@ def draw(layers: list[dict[str, Any]], models: list[dict[str, Any]], output: Pat
     _bars(speed, [m for m in models if m["what"] == "speed"], ("tokens_over_bf16", "bf16_prefill_over_this"))
     speed.set(title="Two blocks of a Llama 3 8B, `generate`", ylabel="speed over BF16")
     _quality(quality, [m for m in models if m["what"] == "quality"])
-    for axes, room in ((single, 0.5), (many, 0.05), (speed, 0.3)):  # for the legend
+    for axes, room in ((single, 0.5), (many, 0.05), (speed, 0.3)):  # room for the legend
         axes.margins(y=room)
         axes.axhline(1, color="#8a8f98", linewidth=1)
         axes.legend(fontsize=8, ncols=2 if axes is single else 1)
@@ -118,7 +119,7 @@ def _wrapped(label: str) -> str:
 
 
 def color(label: str, index: int) -> str:
-    """Of a run of a model."""
+    """Returns the colour of a run of a model."""
     return next((colour for word, colour in COLORS.items() if word in label), f"C{index}")
 
 

@@ -1,6 +1,6 @@
 """Estimated time of a Llama-8B layer on each GPU, from its machine code: predicted and not measured.
 
-For forward and backward of 8,192 tokens, by policy beside BF16, a row has the kernels of products, the least
+A row per target and policy describes forward and backward of 8,192 tokens: the kernels of products, the least
 bytes that casts and products move, and the work of each launch. The tables compute times from the work by the
 rates in `mxcompile.offline.rates`. After a change of rates, ``--table --write`` suffices. Needs no GPU.
 Usage: python benchmarks/predicted.py [--targets sm_100 …] [--policies bf16 nvidia …] [--tokens 8192]
@@ -36,7 +36,7 @@ DETAILED: dict[str, Any] = {
     POW2: {"version": 1, "preset": "fp8_block", "rules": [{"match": _ALL, "use": {"scale": "pow2"}}]},
     MXFP4: {"version": 1, "rules": [{"match": _ALL, "use": "mxfp4"}]},
 }
-"""Policies that are no preset, by what they are called in the tables."""
+"""Policies beside the presets, by their names in the tables."""
 CHIPS = ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950"]
 TOKENS = 8192
 
@@ -45,7 +45,7 @@ BEGIN, END = "<!-- predicted: begin -->", "<!-- predicted: end -->"
 
 
 class Layer(nn.Module):
-    """A decoder layer of Llama 8B by transformers, its rotary embedding given, or an eighth as wide."""
+    """A decoder layer of Llama 8B from transformers, or of an eighth of its width if `small`."""
 
     def __init__(self, small: bool = False) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Layer(nn.Module):
         self.layer = LlamaDecoderLayer(config, 0)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x: [1, tokens, width]; cos, sin: [1, tokens, 128]."""
+        """Returns the result for `x` [1, tokens, width]. cos, sin: rotary embedding [1, tokens, 128]."""
         result: Tensor = self.layer(x, position_embeddings=(cos, sin))
         return result
 
@@ -76,7 +76,7 @@ def generated(
     watch: Watch | None = None,
     small: bool = False,
 ) -> CodegenResult:
-    """The layer's code for one target and policy; of the steps that `watch` samples, if it is given."""
+    """Returns the layer's code for a target and policy; with `watch`, the code of its sampled steps."""
     with torch.device("meta"):
         layer = Layer(small).bfloat16()
         x = torch.empty(1, tokens, layer.width, dtype=torch.bfloat16, requires_grad=True)
@@ -85,15 +85,15 @@ def generated(
 
 
 def predict(target: str, policy: str, tokens: int) -> dict[str, Any]:
-    """The row of one target and policy."""
+    """Returns the row of one target and policy."""
     result = generated(target, DETAILED.get(policy, policy), tokens)
     return {"target": target, "policy": policy, "tokens": tokens, **row(result)}
 
 
 def row(result: CodegenResult) -> dict[str, Any]:
-    """A step's figures.
+    """Returns the figures of a step as a row.
 
-    kernels: of the report's products, by number. works: of each launch in order, with its kind.
+    kernels: number of products in the report, by kernel. works: (kind, work) of each launch in order.
     """
     step = result.step
     moved: Counter[str] = Counter()
@@ -112,7 +112,7 @@ def row(result: CodegenResult) -> dict[str, Any]:
 
 
 def policies(target: str) -> list[str]:
-    """What there is to predict on `target`: FP8 and FP4 only where the chip multiplies it."""
+    """Returns the policies to predict on `target`; FP8 and FP4 only if the chip multiplies them."""
     chip = TARGETS[target]
     fp4 = [name for name, scale in FP4.items() if scale in chip.fp4_scales]
     return [BF16, MXFP8, *(FP8 if chip.fp8_tiles else []), *([POW2] if chip.native else []), *fp4]
@@ -139,7 +139,7 @@ def main() -> None:
 
 
 def newest(tokens: int) -> dict[tuple[str, str], dict[str, Any]]:
-    """The last figures of each target and policy, in the order of `CHIPS` and `policies`."""
+    """Returns the newest row of each (target, policy), in the order of `CHIPS` and `policies`."""
     rows = {
         (row["target"], row["policy"]): row for row in common.read("predicted") if row["tokens"] == tokens
     }
@@ -148,30 +148,30 @@ def newest(tokens: int) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def works(row: dict[str, Any], kind: str | None = None) -> list[Work]:
-    """What the launches of a row have to do, or those of one kind."""
+    """Returns the work of the launches in a row, of all or of one kind."""
     return [Work(**work) for name, work in row["works"] if kind in (None, name)]
 
 
 def step_us(row: dict[str, Any], kind: str | None = None) -> Range:
-    """The time of a row's step, or of its launches of one kind, by the rates of its chip."""
+    """Returns the estimated µs of a row's step, or of its launches of one kind."""
     chosen = works(row, kind)
     return Range.from_rates(lambda rates: total(chosen, rates), Rates.for_target(TARGETS[row["target"]]))
 
 
 def over(rows: dict[tuple[str, str], dict[str, Any]], target: str, policy: str, base: str = BF16) -> Range:
-    """A step over that of another policy on the same chip."""
+    """Returns the step time under `policy` ÷ the step time under `base` on the same chip."""
     return ratio(works(rows[target, policy]), works(rows[target, base]), Rates.for_target(TARGETS[target]))
 
 
 def casts_over_memory(row: dict[str, Any]) -> str:
-    """Σ estimates of the casts over what their bytes would take; "" without casts."""
+    """Returns the estimated time of the casts ÷ their memory time, as text; "" without casts."""
     rates = Rates.for_target(TARGETS[row["target"]])
     casts = [work.estimate(rates) for work in works(row, "cast")]
     return f"{sum(c.us for c in casts) / sum(c.memory_us for c in casts):.2f}" if casts else ""
 
 
 def table(tokens: int = TOKENS) -> list[dict[str, str]]:
-    """MXFP8 beside BF16 on each chip: where a step's time goes."""
+    """Returns rows for MXFP8 and BF16 on each chip: the step time and its parts."""
     rows = newest(tokens)
     return [
         {
@@ -192,7 +192,7 @@ def table(tokens: int = TOKENS) -> list[dict[str, str]]:
 
 
 def formats(tokens: int = TOKENS) -> list[dict[str, str]]:
-    """Every preset on each chip: what multiplies, and what is moved."""
+    """Returns rows for every preset on each chip: the kernels of products, and the bytes moved."""
     rows = newest(tokens)
     return [
         {
@@ -209,7 +209,7 @@ def formats(tokens: int = TOKENS) -> list[dict[str, str]]:
 
 
 def ratios(tokens: int = TOKENS) -> list[dict[str, str]]:
-    """A row per chip: the step in MXFP8 over BF16's, and the preset of the least step."""
+    """Returns a row per chip: the MXFP8 step ÷ the BF16 step, and the preset with the fastest step."""
     rows = newest(tokens)
     return [
         {
@@ -227,7 +227,7 @@ def _over_bf16(rows: dict[tuple[str, str], dict[str, Any]], target: str, policy:
 
 
 def _fastest(rows: dict[tuple[str, str], dict[str, Any]], target: str) -> str:
-    """The preset of the least step, and those that the rates do not tell from it."""
+    """Returns the preset with the fastest step, and the presets that the estimate cannot distinguish."""
     presets = [policy for at, policy in rows if at == target and policy not in DETAILED]
     steps = {policy: step_us(rows[target, policy]).centre for policy in presets}
     best = min(steps, key=lambda policy: steps[policy])
@@ -252,7 +252,7 @@ def _chip(target: str) -> str:
 
 
 def _products(policy: str, kernels: dict[str, int]) -> str:
-    """Words for the kernels of quantized products that the chip has, "emulated" if there are none."""
+    """Returns the kernels of quantized products and their numbers as text; "emulated" without any."""
     scaled: Counter[str] = Counter()
     for kernel, number in kernels.items():
         if "_scaled_mm" in kernel or "mx_" in kernel:
@@ -262,7 +262,7 @@ def _products(policy: str, kernels: dict[str, int]) -> str:
 
 
 def _short(kernel: str) -> str:
-    """`aten._scaled_mm (channel scales)` → `_scaled_mm`, channel; a template's name without its tile."""
+    """Returns a short name: `aten._scaled_mm (channel scales)` → `_scaled_mm`, channel; no tile sizes."""
     name, _, rest = kernel.removeprefix("aten.").partition(" ")
     scales = rest.removeprefix("(").removesuffix(" scales)")
     return f"`{name}`, {scales}" if name == "_scaled_mm" else f"`{name}`"

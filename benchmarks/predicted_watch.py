@@ -1,6 +1,6 @@
-"""A sampled step of a watch beside a plain one, by the estimates of `mxcompile.codegen`: a Llama-8B layer.
+"""Compares a sampled step of a watch with a plain step of a Llama-8B layer, as `codegen` estimates them.
 
-Nothing here is measured. The plain step is the newest line of `predicted`; the watch measures x, w and dy.
+Nothing here is measured. The plain step is the newest row of `predicted`; the watch measures x, w and dy.
 Usage: python benchmarks/predicted_watch.py [--target sm_100] [--tokens 8192]
 """
 
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def row(sampled: CodegenResult, plain: Sequence[Work]) -> dict[str, Any]:
-    """Both steps, their ratio, and the launches that measure. plain: of the newest line of `predicted`."""
+    """Returns both steps in µs, their ratio, and the launches that measure. plain: work of the plain step."""
     over = ratio(sampled.step.works, plain, sampled.rates)
     measuring = [launch for launch in sampled.launches if _MEASURES in launch.operators]
     return {

@@ -1,7 +1,7 @@
 """Writes the table of presets in docs/formats.md, from the rows of `presets.py`.
 
-For every preset it has the lowest SQNR of a layer's fprop, dgrad and wgrad. It has the gap of the demo's
-validation loss to BF16's with its standard error over paired seeds, and the CPU's training step over BF16's.
+A row of the table has the lowest SQNR of a layer's fprop, dgrad and wgrad; the gap of the demo's validation
+loss to BF16's with its standard error over paired seeds; and the time of the CPU's training step ÷ BF16's.
 The latest row of a measurement counts; for gaps, the rows of the longest runs.
 
 Usage: python benchmarks/preset_table.py [--write]
@@ -38,12 +38,12 @@ def main() -> None:
 
 
 def results() -> list[dict[str, Any]]:
-    """What was measured, oldest first."""
+    """Returns the measured rows, oldest first."""
     return [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown, a row for every preset that anything is known of."""
+    """Returns the Markdown table, with a line for every measured preset."""
     presets = dict.fromkeys(row["preset"] for row in rows if row["preset"] != "bf16")
     lines = [HEADERS, ["---"] * len(HEADERS)]
     for preset in presets:

@@ -37,7 +37,7 @@ POLICIES = {name: name for name in PRESETS if name not in ("bf16", "inference")}
     "mxint8, E4M3 gradients": {"version": 1, "preset": "mxint8", "rules": [_E4M3_GRADIENTS]},
     "mxfp4": demo.MXFP4_POLICY,
 }
-"""By name; the last two have no preset of their own."""
+"""Measured policies by name; the last two are not presets."""
 
 
 def main() -> None:
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def sqnr(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """In dB, one row a preset and layer."""
+    """Yields a row per preset and layer with the SQNR of each GEMM in dB."""
     settings = demo.Settings()
     window = next(batches(demo.standard_library().train, settings, seed=0))
     tokens = {"input_ids": window[:, :-1], "labels": window[:, :-1]}
@@ -74,7 +74,7 @@ def sqnr(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def gaps(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One row a seed and preset."""
+    """Yields a row per seed and preset with the final losses and their gap."""
     text = demo.standard_library()
     for seed in range(options.seeds):
         settings = demo.Settings(seed=seed, steps=options.steps)
@@ -107,11 +107,11 @@ def _final(
 
 
 def steps(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One row a preset; ratio: median over rounds of its time over BF16's in the same round."""
+    """Yields a row per preset. ratio_to_bf16: median over rounds of its time ÷ BF16's in that round."""
     sizes = training_step.MODELS[MODEL]
     model = common.llama(**sizes)
     tokens = torch.randint(sizes["vocabulary"], (training_step.BATCH, training_step.LENGTH))
-    torch._dynamo.config.recompile_limit = len(options.presets) + 2  # past it Dynamo runs eagerly
+    torch._dynamo.config.recompile_limit = len(options.presets) + 2  # above this limit Dynamo runs eagerly
     runs = {"bf16": training_step.step(torch.compile(copy.deepcopy(model)), tokens)}
     for preset in options.presets:
         compiled = torch.compile(copy.deepcopy(model), backend="mxfp8", options={"policy": POLICIES[preset]})

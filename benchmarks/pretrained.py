@@ -5,9 +5,9 @@
     minilm    cosine between embeddings and FP32's; Spearman's correlation of the order in which a question
               ranks all passages; how often the right passage comes first
 
-The head and the embedding stay in FP32. Errors are standard deviations of bootstraps: over windows of text,
-over sentences. All ways see the same tokens. `pretrained_models.py` says which packages are needed. A model
-without its package is left out with one line, a way that this machine cannot run with its reason.
+The head and the embedding stay in FP32. Errors are standard deviations over bootstrap resamples of windows of
+text or of sentences. All ways get the same tokens. `pretrained_models.py` lists the required packages. A
+model without its package is omitted with one line, a way that this machine cannot run with its reason.
 
 Usage: python benchmarks/pretrained.py [gemma] [minilm] [--ways GLOB …] [--windows 16] [--length 256] [--dry]
 """
@@ -56,13 +56,13 @@ def main() -> None:
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
-    """`row` for a table: errors behind ±."""
+    """Returns `row` for a table, with errors after ±."""
     rest = {key: value for key, value in row.items() if key not in ("model", "text")}
     return {key: f"{v[0]} ± {v[1]}" if isinstance(v, tuple) else v for key, v in rest.items()}
 
 
 def measure(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One row per way of serving the model called `name`, the baseline first."""
+    """Yields a row for each way to serve the model `name`, the baseline first."""
     wanted = [way for way in all_ways(language=name == "gemma") if _is_selected(way, options.ways)]
     with quiet(), torch.no_grad():
         score = Language(options.windows, options.length) if name == "gemma" else Encoder()
@@ -88,17 +88,17 @@ def _is_selected(way: Way, words: Sequence[str] | None) -> bool:
 
 
 class Language:
-    """Figures of a causal language model."""
+    """Computes the figures of a causal language model."""
 
     def __init__(self, count: int, length: int, sources: tuple[str, ...] = models.TEXTS) -> None:
         self._model, tokenizer = models.gemma()
         self._tokens = models.windows(tokenizer, count, length, sources)
-        self._logits: list[Tensor] = []  # FP32's
+        self._logits: list[Tensor] = []  # of the FP32 model
         self._losses: Tensor | None = None
         self.text = f"{count}×{length} tokens, {models.fingerprint(self._tokens)}"
 
     def __call__(self, way: Way) -> dict[str, Any]:
-        """Returns the figures of `way`, of which the first is the baseline."""
+        """Returns the figures of `way`. The first call must be for the baseline."""
         served = way.prepare(self._model)
         scores = []
         for index, window in enumerate(self._tokens):
@@ -120,7 +120,7 @@ class Language:
 
 
 def _logits(served: Any, window: Tensor, *, cached: bool) -> Tensor:
-    """FP32 [length - 1, vocabulary]: of every token of `window` but the last, in one call."""
+    """Returns the FP32 logits [length - 1, vocabulary] of all tokens of `window` except the last."""
     arguments: dict[str, Any] = {"use_cache": False}
     if cached:
         arguments = {"cache": mxcompile.static_cache(served, len(window))}
@@ -129,7 +129,7 @@ def _logits(served: Any, window: Tensor, *, cached: bool) -> Tensor:
 
 
 def _scores(logits: Tensor, expected: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, the divergence from `expected` in nats, and whether the likeliest token is the same."""
+    """Returns, by token, the loss, the KL divergence from `expected` in nats, and top-token agreement."""
     losses, divergence, same = [], [], []
     for ours, theirs, target in zip(logits.split(64), expected.split(64), targets.split(64), strict=True):
         result, wanted = ours.log_softmax(-1), theirs.log_softmax(-1)
@@ -140,7 +140,7 @@ def _scores(logits: Tensor, expected: Tensor, targets: Tensor) -> tuple[Tensor, 
 
 
 class Encoder:
-    """Figures of a sentence encoder."""
+    """Computes the figures of a sentence encoder."""
 
     def __init__(self) -> None:
         self._model, tokenizer = models.minilm()
@@ -148,11 +148,11 @@ class Encoder:
         sentences = [*(question for question, _ in pairs), *(passage for _, passage in pairs)]
         self._tokens = tokenizer(sentences, padding=True, return_tensors="pt")
         self._count = len(pairs)
-        self._expected: Tensor | None = None  # FP32's embeddings
+        self._expected: Tensor | None = None  # embeddings of the FP32 model
         self.text = f"{len(pairs)} pairs, {models.fingerprint(self._tokens.input_ids)}"
 
     def __call__(self, way: Way) -> dict[str, Any]:
-        """Returns the figures of `way`, of which the first is the baseline."""
+        """Returns the figures of `way`. The first call must be for the baseline."""
         vectors = embeddings(way.prepare(self._model), self._tokens)
         if self._expected is None:
             self._expected = vectors
@@ -168,20 +168,20 @@ class Encoder:
 
 
 def embeddings(model: nn.Module, tokens: Any) -> Tensor:
-    """Unit vectors, the mean over a sentence's tokens, FP32 [sentences, width]."""
+    """Returns the normalized mean over the tokens of each sentence, FP32 [sentences, width]."""
     hidden = model(**tokens).last_hidden_state.float()
     mask = tokens.attention_mask[..., None].float()
     return F.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
 
 
 def _ranks(vectors: Tensor, count: int) -> Tensor:
-    """For each question the place of every passage, 0 the nearest: [questions, passages]."""
+    """Returns the rank of every passage for each question, 0 for the nearest: [questions, passages]."""
     similarity = vectors[:count] @ vectors[count:].T
     return similarity.argsort(1, descending=True).argsort(1).double()
 
 
 def _spearman(ranks: Tensor, others: Tensor) -> Tensor:
-    """The correlation of each row of ranks with that of `others`."""
+    """Returns the correlation of each row of `ranks` with the same row of `others`."""
     a, b = ranks - ranks.mean(1, keepdim=True), others - others.mean(1, keepdim=True)
     return (a * b).sum(1) / (a.norm(dim=1) * b.norm(dim=1))
 
@@ -195,12 +195,12 @@ def _percent(values: Tensor) -> float:
 
 
 def _growth(values: Tensor) -> float:
-    """By how much per cent the perplexity grows when the losses grow by `values`."""
+    """Returns the growth of the perplexity in per cent if the losses grow by `values`."""
     return 100 * math.expm1(values.mean())
 
 
 def _with_error(values: Tensor, figure: Callable[[Tensor], float], digits: int = 2) -> tuple[float, float]:
-    """A figure of `values`, and its standard deviation over resamples of them."""
+    """Returns a figure of `values`, and its standard deviation over resamples of `values`."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(len(values), (RESAMPLES, len(values)), generator=generator)
     spread = torch.tensor([figure(values[places]) for places in drawn], dtype=torch.float64).std()

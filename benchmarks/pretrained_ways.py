@@ -1,6 +1,6 @@
-"""How `pretrained.py` serves a model: presets, precisions, stored weights, caches, other libraries.
+"""The ways in which `pretrained.py` serves a model: presets, precisions, stored weights, other libraries.
 
-A *way* turns a model into a callable, which shares all weights that the way does not change.
+A *way* converts a model to a callable. Unchanged weights are shared with the model.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ ROLES = ["qkv", "attn_out", "ffn_in", "ffn_out"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
-    """How a model is served.
+    """A way to serve a model.
 
-    label: in tables. library: whose. quantized: the tensors. prepare: gives the callable that stands in the
-    model's place. cached: whether keys and values are stored in MXFP8.
+    label: name in tables. library: library that serves. quantized: quantized tensors, as text. prepare:
+    converts the model to the served callable. cached: whether keys and values are stored in MXFP8.
     """
 
     label: str
@@ -51,7 +51,7 @@ def sharing(model: nn.Module) -> nn.Module:
 
 
 def under(policy: str | dict[str, Any]) -> Callable[[nn.Module], nn.Module]:
-    """Compiles a model by blocks with `policy`."""
+    """Returns a function that compiles a model block by block with `policy`."""
 
     def prepare(model: nn.Module) -> nn.Module:
         return mxcompile.compile(sharing(model), policy=policy)
@@ -60,7 +60,7 @@ def under(policy: str | dict[str, Any]) -> Callable[[nn.Module], nn.Module]:
 
 
 def use(**keys: Any) -> dict[str, Any]:
-    """Returns the policy that does what `keys` say with the layers that the presets quantize."""
+    """Returns a policy whose rule with `keys` applies to the layers that the presets quantize."""
     return {"version": 1, "preset": "bf16", "rules": [{"match": {"role": ROLES}, "use": keys}]}
 
 
@@ -72,7 +72,7 @@ def stored(model: nn.Module) -> nn.Module:
 
 
 def stored_eager(model: nn.Module) -> nn.Module:
-    """Stores the weights in MXFP8; products read their values."""
+    """Stores the weights in MXFP8 and runs eagerly, with dequantized products."""
     served = sharing(model)
     mxcompile.quantize_weights_(served, progress=False)
     return served
@@ -81,7 +81,7 @@ def stored_eager(model: nn.Module) -> nn.Module:
 def with_values(
     change: Callable[[Tensor], Tensor], *, head: bool = False
 ) -> Callable[[nn.Module], nn.Module]:
-    """Replaces the weights of the blocks by what `change` makes of them; products stay in FP32.
+    """Returns a function that applies `change` to the weights of the blocks; products stay in FP32.
 
     head: whether the head's weight, which the embedding shares, is replaced too.
     """
@@ -104,14 +104,14 @@ def weight_format(precision: str, **choices: Any) -> Format:
 
 
 def in_format(form: Format, weight: Tensor) -> Tensor:
-    """Returns the values of `weight` in a format, cast along its rows."""
+    """Returns `weight` cast rowwise to a format and dequantized."""
     amax = outer_amax(weight, -1, form) if form.two_level else None
     qdata, scale = encode_tensors(weight, -1, form, amax=amax)
     return decode_tensors(qdata, scale, -1, form, weight.dtype, amax)
 
 
 def gguf_values(kind: str, weight: Tensor) -> Tensor:
-    """Returns the values of `weight` in a type of llama.cpp's. Raises ImportError without gguf."""
+    """Returns `weight` rounded to a type of llama.cpp. Raises ImportError without gguf."""
     from gguf import GGMLQuantizationType, quants
 
     number = GGMLQuantizationType[kind]
@@ -120,7 +120,7 @@ def gguf_values(kind: str, weight: Tensor) -> Tensor:
 
 
 def by_torchao(name: str, **options: Any) -> Callable[[nn.Module], nn.Module]:
-    """Applies torchao's `quantize_` with the configuration called `name` to the layers of the blocks."""
+    """Returns a function that applies torchao's `quantize_` to the layers of the blocks. name: config."""
 
     def prepare(model: nn.Module) -> nn.Module:
         from torchao.quantization import quantize_
@@ -134,7 +134,7 @@ def by_torchao(name: str, **options: Any) -> Callable[[nn.Module], nn.Module]:
 
 
 def torchao_config(name: str, **options: Any) -> Any:
-    """Returns a configuration of torchao's, from its public or its prototype names."""
+    """Returns the configuration `name` of torchao, from its public or prototype modules."""
     import torchao.prototype.mx_formats as mx
     import torchao.quantization as ao
 
@@ -149,7 +149,7 @@ def torchao_config(name: str, **options: Any) -> Any:
 
 
 def presets() -> Iterator[Way]:
-    """Weights and activations in every preset and precision of mxcompile's."""
+    """Yields ways with weights and activations in each preset and precision of mxcompile."""
     policies: dict[str, str | dict[str, Any]] = {
         "mxfp8 (preset nvidia)": "nvidia",
         "mxfp8 floor (preset ocp)": "ocp",
@@ -179,7 +179,7 @@ def presets() -> Iterator[Way]:
 
 
 def stored_ways() -> Iterator[Way]:
-    """Stored weights, the cache, and the values of weights in other formats."""
+    """Yields ways with stored weights, or with weights rounded to other formats."""
     yield Way(label="mxfp8 stored", library="mxcompile", quantized=WEIGHTS, prepare=stored)
     formats = {
         "mxfp8 floor": weight_format("mxfp8", rounding=Rounding.FLOOR),
@@ -199,7 +199,7 @@ def stored_ways() -> Iterator[Way]:
 
 
 def language_ways() -> Iterator[Way]:
-    """Keys and values in MXFP8, and the weight that head and embedding share."""
+    """Yields ways that also quantize the shared weight of head and embedding, or keys and values."""
     for library, label, change in (
         (
             "mxcompile",
@@ -216,7 +216,7 @@ def language_ways() -> Iterator[Way]:
 
 
 def peers() -> Iterator[Way]:
-    """What other libraries make of the same layers."""
+    """Yields ways that quantize the same layers with other libraries."""
     torchao = {
         "int8": ("Int8WeightOnlyConfig", WEIGHTS),
         "int8 dynamic": ("Int8DynamicActivationInt8WeightConfig", BOTH),
@@ -236,5 +236,5 @@ def _rounded(weight: Tensor) -> Tensor:
 
 
 def all_ways(*, language: bool) -> list[Way]:
-    """Every way. language: whether the model is a causal one, with a cache and a head."""
+    """Returns all ways. language: whether the model is a causal language model."""
     return [*presets(), *stored_ways(), *(language_ways() if language else ()), *peers()]

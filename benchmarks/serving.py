@@ -1,11 +1,11 @@
-"""Serving whole models on this machine: stored MXFP8 weights against BF16, int8 and llama.cpp's Q8_0.
+"""Measures serving of models on this machine: stored MXFP8 weights against BF16, int8 and Q8_0.
 
-    quality   a small Llama trained on Python's source: perplexity a byte on files held out, the logits' gap,
-              bytes of all weights; and of BF16 weights whose keys and values are in MXFP8
-    speed     two blocks of a Llama 3 8B, random weights: a prompt of 512 tokens, then tokens one by one
+    quality   a small Llama trained on Python's source: perplexity per byte on held-out files, error of the
+              logits, bytes of all weights; also with BF16 weights and an MXFP8 cache
+    speed     two blocks of a Llama 3 8B, random weights: a prompt of 512 tokens, then single tokens
 
-The measurements are those of `make demo ARGS=--serve`. Q8_0 is there for quality alone: its values (of
-blocks of 32, an int8 for each value and one FP16 scale, largest magnitude / 127) in BF16 arithmetic.
+The measurements are the same as in `make demo ARGS=--serve`. llama.cpp's Q8_0 is measured only for quality:
+weights are rounded to it (int8 in blocks of 32 with an FP16 scale, amax / 127), and arithmetic is BF16.
 
 Usage: python benchmarks/serving.py quality|speed [--steps 500] [--dry]
 """
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def quality(steps: int) -> list[dict[str, Any]]:
-    """One row per way of serving."""
+    """Returns a row for each way of serving."""
     settings = demo.quick_settings(steps=steps)
     text = demo.standard_library()
     bar = tqdm(total=steps, desc="training", leave=False)
@@ -73,7 +73,7 @@ def quality(steps: int) -> list[dict[str, Any]]:
 
 
 def speed(*, dry: bool) -> list[dict[str, Any]]:
-    """One row per way of serving."""
+    """Returns a row for each way of serving."""
     small = {"layers": 1, "width": 256, "feed_forward": 512, "heads": 2, "key_value_heads": 1, "tokens": 2}
     dtype = demo.quick_settings().dtype
     size = demo.Wide(dtype=dtype, **small) if dry else demo.Wide(dtype=dtype, prompt=512, tokens=32)
@@ -101,12 +101,12 @@ def _barred(measured: Iterator[Any], total: int) -> Iterator[Any]:
 
 
 def peers(model: nn.Module) -> tuple[Way, ...]:
-    """Torchao's way, of the weights that `model` has now."""
+    """Returns the way of torchao, with the current weights of `model`."""
     return (Way(label="torchao int8", prepare=_from(model, _int8)),)
 
 
 def _from(model: nn.Module, change: Callable[[nn.Linear], None]) -> Callable[[nn.Module], None]:
-    """What gives the layers of the blocks their weights of now back, then does `change` with each."""
+    """Returns a function that restores the current weights of the layers, then applies `change` to each."""
     now = {name: module.weight.detach() for name, module in _blocks_layers(model)}
 
     def prepare(served: nn.Module) -> None:
@@ -118,7 +118,7 @@ def _from(model: nn.Module, change: Callable[[nn.Linear], None]) -> Callable[[nn
 
 
 def _blocks_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """The linear layers that mxcompile stores by default in a Llama: all but the head."""
+    """Yields the linear layers of a Llama that mxcompile stores by default: all except the head."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and ".layers." in name:
             yield name, module

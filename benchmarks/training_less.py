@@ -1,17 +1,17 @@
-"""Bytes and time of the options for training with less: one table of a Llama's optimizer step under FSDP2.
+"""Measures options that save memory or traffic in training: a Llama's optimizer step under FSDP2.
 
 A step has several micro-batches, forward and backward, and AdamW. All variants train equal models on equal
-tokens, in turns, in the same processes: one for each rank, with one thread. Figures are counted on rank 0:
+tokens, alternating, in the same processes: one per rank, with one thread. Figures are counted on rank 0:
 
-    saved_bytes     bytes that autograd saves of one micro-batch, each storage once, without weights
-    weight_bytes    the shard of the parameters
-    sent_bytes      what the rank sends in the collectives of one step, as rings do it: of an all-gather
-                    (n − 1) · input, of a reduce-scatter (n − 1)/n · input, of an all-reduce twice that
-    casts           casts to MXFP8 in a step, one for each tensor and dimension: of compiled graphs those they
-                    hold, times the micro-batches; of gathered weights those that ran
+    saved_bytes     bytes that autograd saves in one micro-batch, each storage once, without weights
+    weight_bytes    bytes of the rank's shard of the parameters
+    sent_bytes      bytes that the rank sends in the collectives of one step, by ring: (n − 1) · input of an
+                    all-gather, (n − 1)/n · input of a reduce-scatter, 2 (n − 1)/n · input of an all-reduce
+    casts           casts to MXFP8 in a step, counted by tensor and dimension: casts in compiled graphs times
+                    the micro-batches, plus casts of gathered weights that ran
 
-torchao's MXFP8 training is emulated on CPUs; where it fails, its row says why. Most of the first run is
-compiling, which a second one finds in Inductor's caches.
+torchao's MXFP8 training is emulated on CPUs; if it fails, its row has the reason. The first run mostly
+compiles; later runs read Inductor's caches.
 Usage: python benchmarks/training_less.py [--repeats 7] [--ranks 2] [--micro-batches 4] [--models …]
            [--ways …] [--batch 2] [--length 128]
 """
@@ -39,7 +39,7 @@ from training_step import MODELS
 import mxcompile
 
 SIZES = MODELS | {"llama 2×128": {"layers": 2, "width": 128, "feed_forward": 352, "vocabulary": 512}}
-"""The smallest one is to try the script."""
+"""Sizes of the models by name; the smallest model is for trying the script."""
 BASELINE = "bf16 inductor"
 TORCHAO = "torchao mxfp8 (emulated)"
 ROLES = ["qkv", "attn_out", "ffn_in", "ffn_out"]
@@ -50,28 +50,28 @@ WAYS: dict[str, tuple[dict[str, str], bool]] = {
     "gathered in mxfp8 (32×32)": (TILES, True),
     "all of them": (SAVED | TILES, True),
 }
-"""By name: what the rule says, and whether FSDP2 gathers in MXFP8."""
+"""(keys of the rule, whether FSDP2 gathers in MXFP8), by name."""
 
 
 _INPUT_NAMES = ("input_tensor", "input", "tensor")
-"""What collectives call the tensor that a rank gives."""
+"""Names of the input parameter of collectives."""
 
 
 @dataclass(slots=True)
 class Subject:
-    """One way to train, its model sharded and compiled."""
+    """One way to train: its sharded model, the compiled call, and the optimizer."""
 
     model: nn.Module
     call: Any
     optimizer: torch.optim.Optimizer
 
     def micro_batch(self, tokens: Tensor) -> Tensor:
-        """Loss of one forward."""
+        """Returns the loss of one forward."""
         loss: Tensor = self.call(input_ids=tokens, labels=tokens).loss
         return loss
 
     def step(self, batches: list[Tensor]) -> None:
-        """One optimizer step."""
+        """Runs one optimizer step over `batches`."""
         for tokens in batches:
             (self.micro_batch(tokens) / len(batches)).backward()
         self.optimizer.step()
@@ -113,7 +113,7 @@ def _rank(rank: int, options: argparse.Namespace, name: str, folder: str) -> Non
 
 
 def measure(name: str, options: argparse.Namespace, rank: int) -> list[dict[str, Any]]:
-    """One row for each way of training the model `name`."""
+    """Returns a row for each way of training the model `name`."""
     generator = torch.Generator().manual_seed(rank)
     vocabulary, shape = SIZES[name]["vocabulary"], (options.batch, options.length)
     batches = [torch.randint(vocabulary, shape, generator=generator) for _ in range(options.micro_batches)]
@@ -125,7 +125,7 @@ def measure(name: str, options: argparse.Namespace, rank: int) -> list[dict[str,
             with _casts_of_gathers() as gathered:
                 subjects[way] = prepared(way, model, batches[0])
                 counts[way] = counted(way, subjects[way], batches, gathered)
-        except Exception as error:  # a row of the table says what another library cannot do
+        except Exception as error:  # the failure of another library becomes a row of the table
             if way != TORCHAO:
                 raise
             counts[way] = {"why": f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"}
@@ -155,7 +155,7 @@ def _timed(way: str, times: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def prepared(way: str, model: nn.Module, tokens: Tensor) -> Subject:
-    """The model of one way, before its first call."""
+    """Returns the sharded and compiled model of one way, before its first call."""
     from torch.distributed.fsdp import fully_shard
 
     model_copy = common.torchao_model(model, emulated=True) if way == TORCHAO else copy.deepcopy(model)
@@ -176,7 +176,7 @@ def prepared(way: str, model: nn.Module, tokens: Tensor) -> Subject:
 
 
 def counted(way: str, subject: Subject, batches: list[Tensor], gathered: list[int]) -> dict[str, Any]:
-    """The columns that are counted, in the third step of `subject`: nothing is compiled any more."""
+    """Returns the counted columns, from the third step of `subject`, which compiles nothing."""
     subject.step(batches)
     subject.step(batches)
     gathers = gathered[0]
@@ -196,7 +196,7 @@ def counted(way: str, subject: Subject, batches: list[Tensor], gathered: list[in
 
 
 def saved_bytes(subject: Subject, tokens: Tensor) -> int:
-    """What a forward gives autograd to keep. Gathered weights are free again by its end."""
+    """Returns the bytes that autograd saves in a forward, without gathered weights, which are freed."""
     inputs = map(_local, [tokens, *subject.model.parameters()])
     total = common.saved_bytes(lambda: subject.micro_batch(tokens), inputs)
     subject.optimizer.zero_grad()
@@ -211,7 +211,7 @@ def _local(value: Any) -> Tensor:
 
 @contextlib.contextmanager
 def _sent() -> Iterator[list[float]]:
-    """Bytes that this rank sends in each collective of the process group that is called in here."""
+    """Yields a list that collects the bytes this rank sends in each collective inside this context."""
     ranks, sent = dist.get_world_size(), []
     share = {
         "all_gather_into_tensor": ranks - 1.0,
@@ -237,7 +237,7 @@ def _sent() -> Iterator[list[float]]:
 
 @contextlib.contextmanager
 def _casts_of_gathers() -> Iterator[list[int]]:
-    """How often weights were cast to be gathered, as a list of one number."""
+    """Yields a list of one number: the casts of gathered weights inside this context."""
     from mxcompile.distributed.tensors import TileCast
 
     count, original = [0], TileCast.__call__
@@ -251,7 +251,7 @@ def _casts_of_gathers() -> Iterator[list[int]]:
 
 
 def torchao_casts(model: nn.Module, batches: list[Tensor]) -> int:
-    """How often torchao casts in one step, counted where it is not compiled."""
+    """Returns the number of torchao's casts in one step, counted in an eager run."""
     from torchao.prototype.mx_formats.mx_tensor import MXTensor
 
     count, original = [0], MXTensor.to_mx

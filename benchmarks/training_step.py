@@ -1,4 +1,4 @@
-"""Training step on this machine: MXFP8 (with and without ``saved: mxfp8``), MXINT8, Inductor and torchao.
+"""Times a training step on this machine: MXFP8 (also with ``saved: mxfp8``), MXINT8, Inductor, torchao.
 
 All variants train copies of one Llama on the same tokens: forward and backward, without the optimizer, which
 is the same for all. They alternate in one process. A row has the time, the bytes of parameters, and the bytes
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def measure(name: str, repeats: int, length: int, *, with_torchao: bool) -> list[dict[str, Any]]:
-    """One row per way of training the model `name`."""
+    """Returns a row for each way of training the model `name`."""
     model = common.llama(**MODELS[name])
     tokens = torch.randint(MODELS[name]["vocabulary"], (BATCH, length))
     models: dict[str, nn.Module] = {BASELINE: torch.compile(copy.deepcopy(model))}
@@ -99,7 +99,7 @@ def measure(name: str, repeats: int, length: int, *, with_torchao: bool) -> list
 
 
 def step(model: Any, tokens: Tensor) -> Callable[[], None]:
-    """Forward and backward of `model` on `tokens`."""
+    """Returns a function that runs forward and backward of `model` on `tokens`."""
 
     def run() -> None:
         model.zero_grad(set_to_none=True)
@@ -109,7 +109,7 @@ def step(model: Any, tokens: Tensor) -> Callable[[], None]:
 
 
 def plain(tensor: Any) -> Iterator[Tensor]:
-    """Yields the tensors that `tensor` consists of: itself, or those inside a wrapper as torchao's."""
+    """Yields `tensor`, or the tensors inside it if it is a wrapper subclass such as torchao's."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
@@ -118,7 +118,7 @@ def plain(tensor: Any) -> Iterator[Tensor]:
 
 
 def saved_bytes(model: Any, tokens: Tensor) -> int:
-    """Bytes that a forward of `model` keeps for backward, of each storage once."""
+    """Returns the bytes that a forward of `model` saves for backward, each storage once."""
     inputs = {t.untyped_storage().data_ptr() for value in [tokens, *model.parameters()] for t in plain(value)}
     kept: dict[int, int] = {}
 

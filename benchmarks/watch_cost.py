@@ -1,9 +1,9 @@
-"""The cost of a watch: training steps of a Llama with and without a watch, in turns in one process.
+"""Measures the cost of a watch: a Llama's training steps with and without a watch, alternating.
 
     plain        no watch
-    unsampled    a watch, in a step that it does not sample
-    sampled      a watch that samples every step, all statistics of all operands
-    nonfinite    the check for NaN and Inf of every step
+    unsampled    a watch, in steps that it does not sample
+    sampled      a watch that samples all statistics of all operands in every step
+    nonfinite    a watch that checks every step for NaN and Inf
 
 Times are CPU time of the process, so that other programs do not count. Ratios are medians over the rounds.
 
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for each kind of step."""
+    """Returns a row for each kind of step."""
     width = options.width
     sizes = {"layers": options.layers, "width": width, "feed_forward": 11 * width // 4, "vocabulary": 1024}
     model = common.llama(**sizes).to(getattr(torch, options.dtype))
@@ -82,7 +82,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def step(model: nn.Module, tokens: torch.Tensor, settings: dict[str, Any]) -> Callable[[], None]:
-    """A training step of `model`, compiled by itself, with a watch of `settings`."""
+    """Returns a training step of `model`, compiled with a watch of `settings`; {} means no watch."""
     watch = mxcompile.Watch(_nowhere, **settings) if settings else None
     compiled = torch.compile(model, backend=mxcompile.Backend(root=model, watch=watch))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -96,7 +96,7 @@ def step(model: nn.Module, tokens: torch.Tensor, settings: dict[str, Any]) -> Ca
 
 
 def _nowhere(record: dict[str, Any]) -> None:
-    """A writer that writes nothing: the cost of a disk is not that of a watch."""
+    """Discards `record`, so that the cost of a disk is not measured."""
 
 
 if __name__ == "__main__":

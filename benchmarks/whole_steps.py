@@ -1,9 +1,9 @@
-"""Whole training steps beside published runs: by the graph of the library that ran, and by this project's.
+"""Compares published training runs with estimates: for the library of the run, and for this project.
 
-The layer is that of `predicted.py`, scaled to a run's tokens and length. A library's graph is BF16's with the
-library's scaled products and kernels for its casts. Casts of torchao count by their bytes or, for NVFP4, by
-their published times. Casts of Transformer Engine count by its published times with and without casts.
-Products that read the same tensor share its cast. This project's graph casts in producers.
+The layer is the layer of `predicted.py`, scaled to a run's tokens and length. The graph of a library is the
+BF16 graph with scaled products and added cast kernels. Casts of torchao count by their bytes or, for NVFP4,
+by published times; casts of Transformer Engine by its published times with and without casts. Products that
+read the same tensor share its cast. This project's graph fuses casts with their prologues.
 Usage: python benchmarks/whole_steps.py [--write]
 """
 
@@ -29,10 +29,10 @@ LINEAR = (
     *((WIDTH, WIDTH), (KEYS, WIDTH), (KEYS, WIDTH), (WIDTH, WIDTH)),
     *((FEED_FORWARD, WIDTH), (FEED_FORWARD, WIDTH), (WIDTH, FEED_FORWARD)),
 )
-"""(N, K) of a Llama-8B layer."""
+"""(N, K) of the linear layers in a Llama-8B layer."""
 
 INPUTS = (WIDTH, WIDTH, WIDTH, FEED_FORWARD)
-"""K of the tensors that they read, three and two of them the same."""
+"""K of their distinct inputs: q, k and v share an input, gate and up share an input."""
 
 LLAMA = {"layers": 32, "width": WIDTH, "vocabulary": 128256, "parameters": 8_030_000_000}
 QWEN = {"layers": 36, "width": WIDTH, "vocabulary": 151936, "parameters": 8_190_000_000}
@@ -40,13 +40,13 @@ QWEN = {"layers": 36, "width": WIDTH, "vocabulary": 151936, "parameters": 8_190_
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel of a cast. num_bytes: of an element. us: of a million elements, where it was timed."""
+    """A kernel of a cast. num_bytes: bytes per element. us: measured µs per million elements, or 0."""
 
     num_bytes: float = 0.0
     us: float = 0.0
 
     def work(self, elements: float, rates: Rates) -> Work:
-        """The work of `elements`; a time stands as instructions that take it."""
+        """Returns the work for `elements` elements; a measured time is expressed as issue time."""
         return Work(num_bytes=elements * self.num_bytes, issue_us=elements / 1e6 * self.us * rates["issue"])
 
 
@@ -54,10 +54,10 @@ class Kernel:
 class Graph:
     """The graph of a library.
 
-    product: kind of the rate of its products. inputs, weights: kernels that cast one forward. gradients: one
-    backward. columns: an input and a weight once more backward. opaque: whether torchtitan's selection does
-    not know its products, as it does products of tensor subclasses, and computes all that a gradient needs
-    again.
+    product: kind of rate of its products. inputs, weights: kernels that cast an input or a weight in forward.
+    gradients: kernels that cast a gradient in backward. columns: kernels that cast an input or a weight again
+    in backward. opaque: whether torchtitan's selective recomputation does not recognise its products, as with
+    some tensor subclasses, and recomputes everything that a gradient needs.
     """
 
     product: str
@@ -69,14 +69,14 @@ class Graph:
 
 
 _ROW, _COLUMN, _SWIZZLE = Kernel(3 + 1 / 32), Kernel(1.5 * (3 + 1 / 32)), Kernel(2 / 32)
-"""torchao's casts to MXFP8, that along columns in 205 for 138 µs on a B200, and a kernel for the scales."""
+"""torchao's MXFP8 casts, rowwise and columnwise (138 and 205 µs on a B200), and its scale kernel."""
 
 _FP8 = Kernel(2 + 3)
-"""The largest magnitudes, then codes."""
+"""Reads an element for the amax, then reads it again and writes an FP8 element."""
 
 _LARGEST, _ROUNDED, _STOCHASTIC, _WEIGHT = (Kernel(us=us) for us in (0.73, 1.94, 2.84, 4.24))
-"""torchao's Triton kernels for NVFP4 in both layouts (benchmarks/prototype/nvfp4_training): on a GB200 42.9,
-113.7, 166.6 and 249 µs for 58.7 million elements."""
+"""torchao's Triton kernels for NVFP4 in both layouts (benchmarks/prototype/nvfp4_training). They take 42.9,
+113.7, 166.6 and 249 µs on a GB200 for 58.7 million elements."""
 
 
 def _torchao_fp8(product: str) -> Graph:
@@ -84,7 +84,7 @@ def _torchao_fp8(product: str) -> Graph:
 
 
 def _engine(product: str, us: float) -> Graph:
-    """Transformer Engine's, whose weights are cast once a step."""
+    """Returns the graph of Transformer Engine, which casts weights once per step."""
     cast = (Kernel(us=us),)
     return Graph(product=product, inputs=cast, weights=(), gradients=cast)
 
@@ -110,16 +110,16 @@ GRAPHS = {
     "TE, MXFP8": _engine("mxfp8", 0.74),
     "TE, NVFP4": _engine("fp4", 1.08),
 }
-"""Times of Transformer Engine are the difference between its GEMM profiles with and without casts on a B300:
-2.34, 1.82 and 2.69 ms over 2,482 million elements."""
+"""Graphs by library. Cast times of Transformer Engine are the differences between its GEMM profiles with and
+without casts on a B300: 2.34, 1.82 and 2.69 ms for 2,482 million elements."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """measured: published ratio of step times to BF16. bf16_us: published of a token in BF16.
+    """A published run. measured: step time ÷ BF16's. bf16_us: µs per token in BF16.
 
-    theirs: one of `GRAPHS`. ours: preset of this project. low: layers that are not BF16. tokens: of a GPU in
-    a micro-batch, in sequences of `length`.
+    theirs: key of `GRAPHS`. ours: preset of this project. low: number of layers that are not BF16, None for
+    all. tokens: tokens of a GPU in a micro-batch. length: tokens of a sequence.
     """
 
     name: str
@@ -140,14 +140,14 @@ class Run:
 
     @property
     def step(self) -> TrainingStep:
-        """The step on one of the GPUs."""
+        """The training step of one GPU."""
         return TrainingStep(
             **self.model, tokens=self.tokens, micro_batches=self.micro_batches, gpus=self.gpus,
             link_gbs=self.link_gbs, recompute=self.recompute,
         )  # fmt: skip
 
     def over_bf16(self, layer: LayerWork, bf16: LayerWork, rates: Rates) -> Range:
-        """The step over BF16's."""
+        """Returns the step time with `layer` ÷ the step time in BF16."""
         step, layers = self.step, self.model["layers"]
         share = (layers if self.low is None else self.low) / layers
         return Range.from_rates(
@@ -218,12 +218,12 @@ RUNS = (
     _run("Llama-3 8B, 8 × MI300X, FP8 by tensor", 0.87, "torchao, FP8 by tensor", "fp8_delayed", **_MI300),
     _run("Llama-3 8B, 8 × MI300X, FP8 by row", 0.91, "torchao, FP8 by row", "fp8_rowwise", **_MI300),
 )
-"""The bandwidth of links is that of the data sheets, less an eighth. A GB300 counts as a B200: the product
-that has another rate, in FP4, takes as long on both."""
+"""Link bandwidths are 7/8 of the data sheets'. A GB300 counts as a B200, although its FP4 rate differs,
+because FP4 products take equally long on both."""
 
 
 def layer(row: dict[str, Any]) -> LayerWork:
-    """The layer of a row of predictions: forward ends with the last of its products and what follows that."""
+    """Returns the layer of a predicted row. Forward ends after its last product and the following "rest"."""
     works = [(kind, Work(**fields)) for kind, fields in row["works"]]
     products = [at for at, (kind, _) in enumerate(works) if kind == "product"]
     end = products[len(LINEAR) - 1] + 1
@@ -233,7 +233,7 @@ def layer(row: dict[str, Any]) -> LayerWork:
 
 
 def graph_layer(bf16: LayerWork, graph: Graph, tokens: int, rates: Rates) -> LayerWork:
-    """BF16's layer of `tokens` with the scaled products and the casts of a library."""
+    """Returns the BF16 layer with the scaled products and casts of a library, for `tokens` tokens."""
     forward, backward = (
         tuple(
             (kind, _rated(work, graph.product, rates.target) if kind == "product" else work)
@@ -260,7 +260,7 @@ def _casts(kernels: tuple[Kernel, ...], sizes: list[int], rates: Rates) -> Itera
 
 
 def _rated(work: Work, kind: str, target: Target) -> Work:
-    """A product of BF16 as one of the library's scaled ones."""
+    """Returns the work of a BF16 product as a scaled library product of the rate `kind`."""
     assert target.peak is not None
     flops = work.mma_us * target.peak.bf16_tflops * 1e6
     return library_work(num_bytes=work.num_bytes * 0.6, flops=flops, product=kind, target=target)
@@ -268,7 +268,7 @@ def _rated(work: Work, kind: str, target: Target) -> Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimates:
-    """bf16_us: of a token. theirs, ours: steps over BF16's, ours if it was predicted."""
+    """Estimates of a run. bf16_us: µs per token. theirs, ours: steps ÷ BF16's; ours is None if unknown."""
 
     bf16_us: float
     theirs: Range
@@ -276,7 +276,7 @@ class Estimates:
 
 
 def estimates(run: Run, rows: dict[tuple[str, str], dict[str, Any]]) -> Estimates:
-    """By the library's graph and by ours."""
+    """Returns the estimates for the library's graph and for this project's graph."""
     rates = Rates.for_target(TARGETS[run.target])
     size = {"tokens": run.tokens / predicted.TOKENS, "length": run.length / predicted.TOKENS}
     bf16 = _scaled(layer(rows[run.target, predicted.BF16]), **size)
@@ -297,7 +297,7 @@ def _scaled(work: LayerWork, *, tokens: float, length: float) -> LayerWork:
 
 
 def table() -> str:
-    """Every run, measured and estimated."""
+    """Returns the table of all runs, measured and estimated."""
     rows = predicted.newest(predicted.TOKENS)
     shown = []
     for run in RUNS:

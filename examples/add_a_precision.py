@@ -1,4 +1,4 @@
-"""Add a precision in your own process: FP6 elements with a shared scale for every 16 of them."""
+"""Add a precision in your own process: FP6 elements with a shared scale for every 16 elements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ E3M2 = ElemType(name="my_e3m2", dtype=torch.uint8, max=28.0, emax=4, mantissa_bi
 
 
 def main() -> None:
-    """Compares the new word with MXFP8 by an audit."""
+    """Compares the new precision with MXFP8 by an audit."""
     sixteens = Tiles(x=Tile(1, 16), w=Tile(16, 16))  # across and along the contraction
     precisions.add(Precision(name="fp6_16", label="FP6 in 16s", elems=(E3M2,), tiles={"16": sixteens}))
     torch.manual_seed(0)

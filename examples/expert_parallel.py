@@ -1,4 +1,4 @@
-"""Expert parallelism on four ranks: tokens travel to their experts, and their gradients, in MXFP8."""
+"""Expert parallelism on four ranks: the all-to-alls send tokens and their gradients in MXFP8."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ POLICY = {
 
 
 class Experts(nn.Module):
-    """Feed-forward networks; the tokens of each lie together."""
+    """The feed-forward networks of a rank, computed as grouped products. Tokens are sorted by expert."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -31,14 +31,14 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.randn(number, WIDTH, HIDDEN) / 8)
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """Returns the outputs [tokens, WIDTH]. ends: for every expert the end of its tokens in `x`."""
+        """Returns the outputs [tokens, WIDTH]. ends: end of each expert's tokens in `x`."""
         gate, up, down = (weight.transpose(-2, -1) for weight in (self.gate, self.up, self.down))
         hidden = F.silu(F.grouped_mm(x, gate, offs=ends)) * F.grouped_mm(x, up, offs=ends)
         return F.grouped_mm(hidden, down, offs=ends)
 
 
 class MixtureOfExperts(nn.Module):
-    """Top-k routing to experts that are spread over the ranks of `group`, in the order of their numbers."""
+    """Top-k routing to experts that are distributed over the ranks of `group` in order."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(EXPERTS // self.ranks)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the experts' outputs for `x` [tokens, WIDTH], weighted by their scores and added to it."""
+        """Returns `x` [tokens, WIDTH] plus the outputs of its experts, weighted by their scores."""
         scores, choices = self.router(x).float().softmax(-1).topk(TOP_K)
         order = choices.flatten().argsort(stable=True)
         counts = torch.zeros(EXPERTS, dtype=torch.int64).scatter_add(
@@ -72,7 +72,7 @@ def train(rank: int, folder: str) -> None:
     """Trains three steps on `rank` and prints the report of rank 0."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=RANKS)
-    torch._dynamo.config.capture_scalar_outputs = True  # the numbers of tokens are sizes in the graph
+    torch._dynamo.config.capture_scalar_outputs = True  # token counts become sizes in the graph
     torch.manual_seed(0)
     assert dist.group.WORLD is not None
     model = MixtureOfExperts(dist.group.WORLD).bfloat16()

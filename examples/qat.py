@@ -1,4 +1,4 @@
-"""Train under the policy that will serve, export the weights, and serve the function that was trained."""
+"""Train under the serving policy, export the weights, and serve exactly the trained function."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SERVED: dict[str, Any] = {
     "preset": "bf16",
     "rules": [{"match": {"role": ROLES}, "use": {"precision": "mxfp4", "backward": "dequantized"}}],
 }
-"""Forward multiplies MXFP4. Gradients are those of this forward, in the model's dtype."""
+"""Forward multiplies in MXFP4. Backward multiplies the dequantized operands in the model's dtype."""
 
 
 class Predictor(Model):
     """The model of tiny.py, with logits as its result."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Returns the logits of the token after each of `tokens`."""
+        """Returns the logits of the next token after each of `tokens`."""
         return self.logits(tokens)
 
 
@@ -47,12 +47,12 @@ def train(model: nn.Module, call: Callable[[Tensor], Tensor]) -> None:
 
 
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Returns the mean loss of predicting each token from those before it."""
+    """Returns the mean loss of predicting each token from the tokens before it."""
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def update(server: nn.Module, model: nn.Module, tokens: Tensor) -> None:
-    """Gives `server` the weights of `model`: codes and scales, as a rollout server gets them."""
+    """Copies the exported weights of `model` (qdata and scales) to `server`, as for a rollout server."""
     for name, codes, scales, _ in mxcompile.export_weights(model, policy=SERVED, args=(tokens,)):
         value = codes
         if scales is not None:

@@ -18,7 +18,7 @@ RULES = [{"when": {"underflow": "> 0.5"}, "operand": "x", "do": "bf16"}]
 
 
 def add_outliers(layer: nn.Linear) -> None:
-    """Lets a value reach one input feature of every block of 32; weights of these features are to stay 0."""
+    """Adds a hook that adds `layer.outliers` to the input. The caller keeps weights of outlier features 0."""
     layer.register_buffer("outliers", torch.zeros(layer.in_features))
 
     def add(module: nn.Module, inputs: tuple[Tensor]) -> Tensor:

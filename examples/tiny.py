@@ -10,7 +10,7 @@ VOCABULARY, WIDTH, HIDDEN, HEADS, LENGTH = 256, 64, 192, 2, 32
 
 
 class Block(nn.Module):
-    """Attention and SwiGLU, each behind a norm and beside a residual connection."""
+    """A pre-norm block: attention and SwiGLU, each with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class Block(nn.Module):
         self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the stream after the block; `x` and the result are [batch, length, WIDTH]."""
+        """Returns the residual stream after the block; `x` and the result are [batch, length, WIDTH]."""
         y = self.attention_norm(x)
         q, k, v = (layer(y).unflatten(-1, (HEADS, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Next-token prediction with `depth` blocks."""
+    """A causal language model with `depth` blocks."""
 
     def __init__(self, depth: int = 2) -> None:
         super().__init__()
@@ -39,14 +39,14 @@ class Model(nn.Module):
         self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Returns the logits of the token after each of `tokens`, [batch, length, VOCABULARY]."""
+        """Returns the logits of the next token after each of `tokens`, [batch, length, VOCABULARY]."""
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Returns the mean loss of predicting tokens [batch, LENGTH + 1] from those before them."""
+        """Returns the mean next-token loss of `tokens` [batch, LENGTH + 1]."""
         return F.cross_entropy(self.logits(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
@@ -57,5 +57,5 @@ def batch() -> Tensor:
 
 
 def factory() -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Tensor]]:
-    """Returns a model and its arguments, as the command line wants: `mxcompile explain tiny:factory`."""
+    """Returns (model, args, kwargs) for the command line: `mxcompile explain tiny:factory`."""
     return Model(), (batch(),), {}

@@ -1,4 +1,4 @@
-"""Watch a run: which operand loses most in its cast, sampled while a model trains."""
+"""Watch a training run: sample the quantization errors of operands, and print the largest."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from mxcompile.errors import MXCompileError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 0 if all is well, 1 if a gap is too large or the control's is not seen, 2 for misuse."""
+    """Returns the exit status: 0, 1 if a gap is too large or the control's too small, 2 for invalid use."""
     options = _parser().parse_args(arguments)
     try:
         check_plots(options.output)

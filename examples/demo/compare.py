@@ -1,11 +1,12 @@
-"""Several seeds of a baseline, of policies and of a control that is bad on purpose: what a gap means.
+"""Compares a baseline, policies and a deliberately bad control over several seeds, to judge a gap.
 
     gap     loss / loss of the baseline with the same seed − 1, signed
     spread  (largest − smallest loss of the baseline over seeds) / their mean
 
 The baseline is BF16 under Inductor, or FP32 on a CPU that multiplies BF16 slowly.
 
-A gap far below the spread is one that another seed outweighs; the control shows that a gap would be seen.
+A gap far below the spread is smaller than the effect of another seed. The control shows that the runs are
+long enough to detect a bad format.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MXFP4_POLICY = {
     "version": 1,
     "rules": [{"match": {"role": ["qkv", "attn_out", "ffn_in", "ffn_out"]}, "use": "mxfp4"}],
 }
-"""All that the presets quantize, in 4 bits."""
+"""Quantizes to 4 bits all layers that the presets quantize."""
 
 GAP_LIMIT = 0.0025
 """Largest mean gap of a policy, as a share."""
@@ -34,7 +35,7 @@ GAP_LIMIT = 0.0025
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """A way to train. policy: None for Inductor alone."""
+    """A way to train. policy: policy of mxcompile, None for Inductor alone."""
 
     label: str
     policy: Policy | None = None
@@ -46,13 +47,13 @@ class Variant:
 
 
 def variants(policies: Iterable[Policy], baseline: str = "bf16") -> list[Variant]:
-    """The baseline, each of `policies`, and the control: all that they quantize in 4 bits."""
+    """Returns the baseline, a variant for each of `policies`, and the control in 4 bits."""
     named = [Variant(label=f"policy {p.label.removeprefix('preset ')}", policy=p) for p in policies]
     return [Variant(label=baseline), *named, Variant(label=CONTROL, policy=Policy.resolve(MXFP4_POLICY))]
 
 
 def quick_settings(device: str = "cpu", steps: int | None = None) -> Settings:
-    """The size of the demonstration: a few minutes on two cores for three variants and two seeds."""
+    """Returns the settings of the demonstration: minutes on two cores for three variants and two seeds."""
     slow = of_device(torch.device(device)).slow_dtypes
     return Settings(
         device=device,
@@ -65,7 +66,7 @@ def quick_settings(device: str = "cpu", steps: int | None = None) -> Settings:
 
 
 def why_fp32(settings: Settings) -> str:
-    """Returns the line that says why runs of `settings` are in FP32; "" if they are not."""
+    """Returns a line with the reason why runs of `settings` are in FP32; "" for other dtypes."""
     if settings.dtype is not torch.float32:
         return ""
     return (
@@ -81,12 +82,12 @@ class SeedComparison:
     runs: tuple[TrainingRun, ...]
 
     def of(self, label: str) -> list[TrainingRun]:
-        """The runs of one variant."""
+        """Returns the runs of the variant `label`."""
         return [run for run in self.runs if run.label == label]
 
     @property
     def labels(self) -> list[str]:
-        """Of the variants, in order."""
+        """Labels of the variants, in order."""
         return list(dict.fromkeys(run.label for run in self.runs))
 
     @property
@@ -96,27 +97,27 @@ class SeedComparison:
 
     @property
     def policies(self) -> list[str]:
-        """The variants between baseline and control."""
+        """Labels of the variants other than baseline and control."""
         return [label for label in self.labels if label not in (self.baseline, CONTROL)]
 
     def gaps(self, label: str, step: int | None = None) -> list[float]:
-        """Gap of each run to the baseline's of the same seed, after the last step or after `step`."""
+        """Returns the gap of each run to the baseline with the same seed, after `step` or the last step."""
         pairs = zip(self.of(label), self.of(self.baseline), strict=True)
         return [_loss(run, step) / _loss(base, step) - 1 for run, base in pairs]
 
     def gap(self, label: str) -> float:
-        """Mean of `gaps`."""
+        """Returns the mean of `gaps`."""
         gaps = self.gaps(label)
         return sum(gaps) / len(gaps)
 
     @property
     def tells(self) -> bool:
-        """Whether the control is seen to be worse than the baseline by more than a policy may be."""
+        """Whether the control's mean gap exceeds `GAP_LIMIT`, so the runs can detect a bad format."""
         return self.gap(CONTROL) > GAP_LIMIT
 
     @property
     def spread(self) -> float | None:
-        """How far the baseline's losses lie apart from seed to seed, as a share; None for one seed."""
+        """Relative range of the baseline's final losses over the seeds; None for one seed."""
         losses = [run.final for run in self.of(self.baseline)]
         if len(losses) < 2:
             return None

@@ -1,4 +1,4 @@
-"""The demonstration's picture: losses on the left, gaps to the baseline on the right, one line a seed."""
+"""The demonstration's picture: losses on the left, gaps to the baseline on the right, one line per seed."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from demo.compare import CONTROL, GAP_LIMIT, SeedComparison
 
 _LINEAR = 0.5
-"""Up to which gap, in %, the scale is linear; beyond it is logarithmic, for the control's sake."""
+"""Largest gap in % with a linear scale. Above it the scale is logarithmic, so that the control fits."""
 
 
 def plot(comparison: SeedComparison, path: Path) -> None:
-    """Write a PNG to `path`."""
+    """Draws `comparison` and writes a PNG to `path`."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.4), layout="constrained", dpi=130)
@@ -41,7 +41,7 @@ def plot(comparison: SeedComparison, path: Path) -> None:
 
 
 def _style(label: str, index: int, baseline: str) -> dict[str, Any]:
-    """The baseline broad and pale, so that a line upon it can be seen; the control broken."""
+    """Returns the line style: broad and pale for the baseline, below other lines; dotted for the control."""
     if label == baseline:
         return {"color": "#b8c4d6", "linewidth": 6, "solid_capstyle": "round"}
     if label == CONTROL:

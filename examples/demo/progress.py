@@ -21,9 +21,9 @@ def progress_bar(description: str) -> Any:
 
 
 class Lines:
-    """The methods of a tqdm bar that the commands use, for a file or a pipe: lines on standard error.
+    """Replaces a tqdm bar if standard error is a file or a pipe: writes lines, with the same methods.
 
-    A thread writes them, so that a line comes also while nothing advances, such as during a compile.
+    A thread writes the lines, so that they also appear while nothing advances, such as during a compile.
     """
 
     def __init__(self, description: str, interval_s: float = _INTERVAL_S) -> None:
@@ -41,34 +41,34 @@ class Lines:
         self.close()
 
     def reset(self, total: int) -> None:
-        """Begin anew with `total` steps."""
+        """Restarts with `total` steps."""
         self._done, self._total = 0, total
 
     def update(self, count: int = 1) -> None:
-        """`count` steps are done."""
+        """Adds `count` finished steps."""
         self._done += count
 
     def set_description(self, text: str, refresh: bool = True) -> None:
-        """Say what runs now."""
+        """Sets the description of the current work."""
         self._description = text
 
     def set_postfix_str(self, text: str, refresh: bool = True) -> None:
-        """Say how far it is."""
+        """Sets the text after the percentage."""
         self._postfix = text
 
     def clear(self) -> None:
-        """Nothing to clear."""
+        """Does nothing; lines cannot be cleared."""
 
     def refresh(self) -> None:
-        """Nothing to draw."""
+        """Does nothing; the thread writes lines."""
 
     def close(self) -> None:
-        """Write no further lines."""
+        """Stops the thread."""
         self._closed.set()
         self._thread.join()
 
     def line(self) -> str:
-        """Seconds since the start, what runs, and how far it is."""
+        """Returns the seconds since the start, the description, and the progress."""
         seconds = time.monotonic() - self._start
         share = self._done / max(1, self._total)
         return f"{seconds:4.0f} s  {self._description}: {share:.0%}{self._postfix}"

@@ -1,12 +1,12 @@
-"""The demonstration of serving: a model as it is, with weights stored in MXFP8, with MXFP8 activations too.
+"""The demonstration of serving: the plain model, weights stored in MXFP8, and also MXFP8 activations.
 
-    quality    of a small Llama trained on text: perplexity a byte on text held out, e^(mean loss), and the
-               distance of its logits from the first way's, ‖l − l_first‖ / ‖l_first‖
-    speed      of blocks as wide as a large model's, whose weights are random: a prompt, then tokens one by
-               one, by Hugging Face's `generate` with a static cache
+    quality    a small Llama trained on text: perplexity per byte on held-out text, e^(mean loss), and the
+               distance of its logits from the logits of the first way, ‖l − l_first‖ / ‖l_first‖
+    speed      blocks with the width of a large model and random weights: a prompt, then single tokens, by
+               Hugging Face's `generate` with a static cache
 
-A model that trains in a minute is small enough for caches, so that the bytes of its weights do not show in
-its speed; and the speed of a wide one does not depend on what its weights are.
+Two models are necessary. A model that trains in a minute fits in CPU caches, so the bytes of its weights do
+not affect its speed. The speed of a wide model does not depend on the values of its weights.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from mxcompile.serving import quantize_weights_, static_cache
 from mxcompile.storage import MXTensor
 
 _WINDOWS = 8
-"""Windows of text in a batch."""
+"""Number of windows of text in a batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
     """A way to serve a model.
 
-    backend: of ``torch.compile``, with options. prepare: what is done with the model's weights before.
-    cached: whether keys and values are stored in MXFP8.
+    backend, options: arguments of ``torch.compile``. prepare: changes the weights of the model before the
+    compile. cached: whether keys and values are stored in MXFP8.
     """
 
     label: str
@@ -59,20 +59,20 @@ STORED = (
         prepare=_store,
     ),
 )
-"""What the demonstration compares with the model as it is, in an order that one model can go through."""
+"""Ways with stored weights. They change the model in place, so they come after the plain model."""
 
 
 def ways(dtype: torch.dtype) -> tuple[Way, ...]:
-    """Returns all that the demonstration compares: a model of `dtype` under Inductor first."""
+    """Returns all ways of the demonstration; the first is a model of `dtype` under Inductor."""
     return Way(label=BASELINES[dtype]), *STORED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quality:
-    """The quality of a model of text, served one way.
+    """The quality of a language model that is served in one way.
 
-    perplexity: e to the mean loss a byte. logits_gap: distance from the first way's over their norm.
-    weight_bytes: of all parameters. report: of what was compiled, None without mxcompile.
+    perplexity: e^(mean loss per byte). logits_gap: relative distance of the logits from the first way's.
+    weight_bytes: bytes of all parameters. report: report of the compile, None without mxcompile.
     """
 
     label: str
@@ -84,10 +84,10 @@ class Quality:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speed:
-    """How fast a model is, served one way.
+    """The speed of a model that is served in one way.
 
-    prefill_ms: of a prompt, to its first token. tokens_per_s: of those after it, one sequence, greedy.
-    weight_bytes: of all parameters.
+    prefill_ms: time from a prompt to the first token. tokens_per_s: speed of further tokens, one sequence,
+    greedy. weight_bytes: bytes of all parameters.
     """
 
     label: str
@@ -98,9 +98,9 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wide:
-    """A model whose speed is that of its weights' bytes: by default two blocks of a Llama 3 8B.
+    """Sizes of a model whose speed is bound by reading its weights: by default two blocks of a Llama 3 8B.
 
-    prompt, tokens: how many are given and made. repeats: of which the fastest counts.
+    prompt, tokens: number of given and of generated tokens. repeats: timed runs, of which the fastest counts.
     """
 
     layers: int = 2
@@ -125,10 +125,11 @@ def trained(
     progress: Callable[[int, float], None],
     compile_model: Callable[[nn.Module], Callable[..., Any]] = _as_it_is,
 ) -> nn.Module:
-    """A model trained for `settings.steps`; `progress` gets step and loss after each.
+    """Returns a model trained for `settings.steps` steps, with parameters in `settings.dtype`.
 
-    compile_model: gives what is trained; a model of this size takes longer to compile than some hundred
-    steps. Its parameters are in `settings.dtype` then, buffers such as a rotary embedding's stay in FP32.
+    progress: called with step and loss after each step. compile_model: returns the callable to train; by
+    default the model itself, because a compile takes longer than some hundred steps of such a small model.
+    Buffers, such as a rotary embedding's, stay in FP32.
     """
     models: list[nn.Module] = []
 
@@ -144,7 +145,7 @@ def trained(
 
 
 def wide(size: Wide) -> nn.Module:
-    """The model of `size`, its weights the same random numbers again and again: no wait for a generator.
+    """Returns the model of `size`. Its weights repeat a few random numbers, to save time.
 
     Raises `OptionError` without transformers.
     """
@@ -168,7 +169,7 @@ def wide(size: Wide) -> nn.Module:
         model: Any = LlamaForCausalLM(config)
         model.to(size.dtype)
     model.to_empty(device=size.device)
-    model.model.rotary_emb = LlamaRotaryEmbedding(config).to(size.device)  # its buffers are no parameters
+    model.model.rotary_emb = LlamaRotaryEmbedding(config).to(size.device)  # its buffers, too, need values
     numbers = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)).to(size.device)
     for parameter in model.parameters():
         flat = parameter.data.view(-1)
@@ -189,9 +190,9 @@ def _in(dtype: torch.dtype, model: nn.Module) -> nn.Module:
 def quality(
     model: nn.Module, settings: Settings, text: Text, ways: Iterable[Way], count: int = 4
 ) -> Iterator[Quality]:
-    """`Quality` of `model` served in each of `ways`, on `count` batches of text; the first is the baseline.
+    """Yields the quality of `model` in each of `ways` on `count` batches of text. The first is the baseline.
 
-    The weights of `model` are what the last way made of them.
+    Changes the weights of `model` in place, as the ways do.
     """
     windows = batches(text.validation, replace(settings, batch=_WINDOWS), seed=1)
     samples = [next(windows) for _ in range(count)]
@@ -211,7 +212,7 @@ def quality(
 
 @torch.no_grad()
 def speed(model: nn.Module, size: Wide, ways: Iterable[Way]) -> Iterator[Speed]:
-    """`Speed` of `model` served in each of `ways`; its weights are what the last way made of them."""
+    """Yields the speed of `model` served in each of `ways`, which change its weights in place."""
     prompt = torch.arange(size.prompt, device=size.device)[None] % VOCABULARY
     for way in ways:
         cache = _cache(model, size, way)
@@ -228,7 +229,7 @@ def speed(model: nn.Module, size: Wide, ways: Iterable[Way]) -> Iterator[Speed]:
 
 
 class _Served:
-    """While inside, `model` is prepared and its forward compiled the way `way` says."""
+    """A context in which `model` is prepared, and its forward compiled, as in `way`."""
 
     def __init__(self, model: nn.Module, way: Way) -> None:
         self._model, self._way = model, way
@@ -247,7 +248,7 @@ class _Served:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Returns the bytes of all parameters of `model`; one made of several tensors counts all of them."""
+    """Returns the bytes of all parameters of `model`, with all inner tensors of wrapper subclasses."""
     return sum(_bytes(parameter) for parameter in model.parameters())
 
 
@@ -258,7 +259,7 @@ def _bytes(x: Any) -> int:
 
 
 def _logits(model: Any, tokens: Tensor, *, cached: bool) -> Tensor:
-    """Of one call; where keys and values are cached, attention reads them from there."""
+    """Returns the FP32 logits of one call. cached: whether attention reads an MXFP8 cache."""
     cache = {"cache": static_cache(model, tokens.shape[1])} if cached else {}
     logits: Tensor = model(input_ids=tokens, **cache).logits.float()
     return logits
@@ -278,7 +279,7 @@ def _gap(logits: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 
 def _cache(model: Any, size: Wide, way: Way) -> Any:
-    """A static cache for all calls: allocated at once, so that the first runs the graphs of all others."""
+    """Returns a static cache for all calls, allocated now, so that the first call compiles all graphs."""
     from transformers import StaticCache
 
     room = size.prompt + 1 + size.tokens
@@ -289,7 +290,7 @@ def _cache(model: Any, size: Wide, way: Way) -> Any:
 
 
 def _generate(model: Any, prompt: Tensor, tokens: int, cache: Any) -> Tensor:
-    """`prompt` and `tokens` more, greedily."""
+    """Returns `prompt` followed by `tokens` greedily generated tokens."""
     cache.reset()
     output: Tensor = model.generate(
         prompt,

@@ -1,4 +1,4 @@
-"""Serves one model as it is, with stored weights, and with MXFP8 activations too."""
+"""Serves a model unchanged, with stored weights, and with stored weights and MXFP8 activations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def serve(options: argparse.Namespace, bar: Any) -> None:
-    """Train, serve, print and write."""
+    """Trains and serves a model, prints the results, and writes them."""
     _check(options)
     settings = demo.quick_settings(device(options.device), options.steps or _STEPS)
     size = demo.Wide(device=settings.device, dtype=settings.dtype)

@@ -1,6 +1,6 @@
-"""Trains a small Llama in BF16, in MXFP8 and in too few bits, and compares the losses.
+"""Trains a small Llama in BF16, in MXFP8 and in a control with too few bits, and compares the losses.
 
-On a CPU that multiplies BF16 slowly it trains an FP32 model, beside FP32.
+On a CPU that multiplies BF16 slowly, the model and the baseline are FP32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mxcompile.report.forms.tables import drawn
 
 
 def train_all(options: argparse.Namespace, bar: Any) -> SeedComparison:
-    """Returns the runs of every variant and seed; `bar` shows how far they are."""
+    """Trains every variant with every seed, with progress in `bar`. Returns the runs."""
     settings = demo.quick_settings(device(options.device), options.steps)
     plan = variants([Policy.resolve(name) for name in options.policy or ["nvidia"]], settings.baseline)
     seeds = options.seeds or 2
@@ -70,7 +70,7 @@ def _summary(run: TrainingRun) -> str:
 
 
 def _say(bar: Any, text: str) -> None:
-    """A line above the bar."""
+    """Prints a line above the bar."""
     bar.clear()
     print(text)
     sys.stdout.flush()
@@ -78,7 +78,7 @@ def _say(bar: Any, text: str) -> None:
 
 
 def conclude(runs: SeedComparison, out: Path) -> int:
-    """Print the reports, the losses and the policies' gap, and write the files. Returns the exit status."""
+    """Prints reports, losses and the gap of the policies, and writes the files. Returns the exit status."""
     first = {label: runs.of(label)[0] for label in runs.labels}
     print()
     for label in runs.policies:
@@ -107,7 +107,7 @@ def conclude(runs: SeedComparison, out: Path) -> int:
 
 
 def _of_seeds(comparison: SeedComparison) -> str:
-    """How far the baseline itself moves."""
+    """Returns a sentence about the spread of the baseline over the seeds."""
     name = comparison.baseline.upper()
     if comparison.spread is None:
         return f"with one seed, how far {name} itself moves from seed to seed is not known;"
@@ -123,7 +123,7 @@ def _row(comparison: SeedComparison, label: str) -> list[str]:
 
 
 def _write(comparison: SeedComparison, out: Path) -> list[str]:
-    """Write reports, losses and their picture; returns the names of the files."""
+    """Writes reports, losses and their plot. Returns the names of the files."""
     out.mkdir(parents=True, exist_ok=True)
     names = []
     for label in comparison.policies:

@@ -1,8 +1,8 @@
-"""Training a small Llama on real text, as often as asked for with one compile.
+"""Trains a small Llama on real text, repeatedly with one compile.
 
-Text is CPython's own standard library source, one token a byte. Runs of one seed share first weights, data
-order and schedule, so that what differs is the precision of the linear layers. Weights are FP32; products and
-activations are BF16 by autocast, or FP32 where the CPU multiplies BF16 slowly.
+The text is the source of Python's standard library, one token per byte. Runs with one seed share initial
+weights, data order and schedule, and differ only in the precision of the linear layers. Weights are FP32;
+products and activations are BF16 by autocast, or FP32 if the CPU multiplies BF16 slowly.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from mxcompile.report import Report, clear_reports, reports
 
 VOCABULARY = 256
 BASELINES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-"""What runs without mxcompile are called, by the dtype of their products."""
+"""Labels of runs without mxcompile, by the dtype of their products."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
     """Size of the model, of the data and of the run. Defaults take about a minute on two cores.
 
-    dtype: of products and activations; BF16 by autocast, FP32 without.
+    dtype: dtype of products and activations; BF16 uses autocast, FP32 does not.
 
-    Nothing that was tried (width, learning rate, warm-up, length) keeps the gap of one seed from moving by
-    0.1 to 0.2 % with chance; `benchmarks/parity.py` averages over seeds.
+    The gap of a single seed varies by 0.1 to 0.2 % with chance, for all widths, learning rates, warm-ups and
+    lengths that were tried; `benchmarks/parity.py` averages over seeds.
     """
 
     layers: int = 2
@@ -62,8 +62,8 @@ class Settings:
 class TrainingRun:
     """One training run.
 
-    train: loss of every step. validation: by step. step_ms: median. report: of what was compiled, None for
-    the baseline and where an earlier run of the same model compiled it.
+    train: loss of every step. validation: validation loss by step. step_ms: median time of a step. report:
+    report of the compile, None for the baseline and if an earlier run compiled the same model.
     """
 
     label: str
@@ -81,14 +81,14 @@ class TrainingRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Text:
-    """Bytes to train and to validate on, as int64 tokens."""
+    """Text for training and validation as int64 tokens, one per byte."""
 
     train: Tensor
     validation: Tensor
 
 
 def standard_library(limit_bytes: int = 12_000_000) -> Text:
-    """Source of the running Python's standard library: every tenth file for validation, the rest to train.
+    """Returns the source of Python's standard library: every tenth file for validation, others to train on.
 
     Raises `OptionError` if this Python was installed without it.
     """
@@ -113,7 +113,7 @@ def standard_library(limit_bytes: int = 12_000_000) -> Text:
 
 
 def batches(tokens: Tensor, settings: Settings, seed: int) -> Iterator[Tensor]:
-    """Endless random windows of `tokens`, [batch, length + 1], the same for the same seed on every device."""
+    """Yields random windows of `tokens` [batch, length + 1] without end; `seed` fixes them on all devices."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         starts = torch.randint(len(tokens) - settings.length - 1, (settings.batch,), generator=generator)
@@ -122,7 +122,7 @@ def batches(tokens: Tensor, settings: Settings, seed: int) -> Iterator[Tensor]:
 
 
 def build_model(settings: Settings) -> nn.Module:
-    """A Llama of the given size with FP32 weights. Raises `OptionError` without transformers."""
+    """Returns a Llama of this size with FP32 weights. Raises `OptionError` without transformers."""
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError:
@@ -146,10 +146,10 @@ def build_model(settings: Settings) -> nn.Module:
 
 
 class Trainee:
-    """A compiled model that is trained from its first weights, of any seed, again and again.
+    """A model that is compiled once and trained repeatedly, each time from the initial weights of a seed.
 
-    compile_model: given the model, what is called in its place; compiled once, at the first step. build: the
-    model with its first weights. Raises `OptionError` without transformers.
+    compile_model: returns the callable to train; the compile happens at the first step. build: returns the
+    model with its initial weights. Raises `OptionError` without transformers.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Trainee:
         self._compiled = compile_model(self._model)
 
     def run(self, seed: int, progress: Callable[[TrainingRun, int], None]) -> TrainingRun:
-        """Train with `seed`; `progress` is called after every step. Losses are in nats per byte."""
+        """Trains with `seed`; calls `progress` with (run, step) after each step. Losses: nats per byte."""
         settings = replace(self._settings, seed=seed)
         self._model.load_state_dict(self._build(settings).state_dict())
         run = TrainingRun(label=self._label, seed=seed)
@@ -206,12 +206,12 @@ def train(
     progress: Callable[[TrainingRun, int], None],
     build: Callable[[Settings], nn.Module] = build_model,
 ) -> TrainingRun:
-    """One run of a new `Trainee`, with the seed of `settings`."""
+    """Returns one run of a new `Trainee` with the seed of `settings`."""
     return Trainee(label, settings, text, compile_model, build).run(settings.seed, progress)
 
 
 def _factor(step: int, settings: Settings) -> float:
-    """Learning rate over its peak: linear warm-up, then a cosine to zero."""
+    """Returns the learning rate ÷ its peak: linear warm-up, then a cosine to zero."""
     if step < settings.warmup:
         return (step + 1) / settings.warmup
     rest = (step - settings.warmup) / max(1, settings.steps - settings.warmup)
@@ -225,7 +225,7 @@ def _loss(compiled: Callable[..., Any], window: Tensor, dtype: torch.dtype) -> T
 
 
 def validate(compiled: Callable[..., Any], settings: Settings, text: Text) -> float:
-    """Mean loss over the validation batches, always the same. Gradients stay on: no second compile."""
+    """Returns the mean loss over fixed batches. Gradients stay enabled, which avoids a second compile."""
     data = batches(text.validation, settings, seed=1)
     losses = [_loss(compiled, next(data), settings.dtype).item() for _ in range(settings.validation_batches)]
     return sum(losses) / len(losses)

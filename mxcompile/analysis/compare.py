@@ -35,7 +35,7 @@ _AnyPolicy = Policy | str | dict[str, Any]
 class Comparison:
     """One model under several policies, in the order of the request.
 
-    reports: reports of `explain`, or of the `audits`, which are empty unless the model ran.
+    reports: report of each policy. audits: audit of each policy, empty for estimates without a run.
     """
 
     reports: tuple[Report, ...]

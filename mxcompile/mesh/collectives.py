@@ -81,7 +81,7 @@ class Axes:
         return self._names.get(name) or f"{len(_ranks(group))} ranks"
 
     def collective(self, group: Any, num_bytes: int, *, dtype: Any, **fields: Any) -> Collective:
-        """Returns a collective of a process group. fields: by default it sends as much without mxcompile."""
+        """Returns a collective of `group`. fields: other fields; `without_bytes` defaults to `num_bytes`."""
         return Collective(
             axis=self(group),
             ranks=len(_ranks(group)),
@@ -122,7 +122,7 @@ def of_groups(groups: Iterable[FSDPGroup], axes: Axes, *, training: bool) -> Ite
 
 
 def _gather(group: FSDPGroup, axes: Axes, along: Any, phase: str) -> Collective:
-    """Returns the all-gather of `group` in `phase`; over fewer ranks, each sends a larger share."""
+    """Returns the all-gather of `group` in `phase` over the ranks `along`; fewer ranks send larger shares."""
     dtypes = {parameter.dtype for parameter in group.parameters if not parameter.is_mx}
     bytes_alone = any(parameter.is_mx for parameter in group.parameters) or len(dtypes) > 1
     share = group.ranks // along.size()

@@ -78,7 +78,7 @@ class _Buffer:
 
 @dataclass(slots=True)
 class _Sum:
-    """Bytes of tensors in all equal layers, and in all but one by representing layer."""
+    """Bytes in memory. all: in all equal layers. others: in all but one of them, by representing layer."""
 
     all: int = 0
     others: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))

@@ -223,7 +223,7 @@ class _Reduction:
         return rests
 
     def buffers(self, before: FSDPGroup | None = None) -> int:
-        """Returns the bytes of whole gradients and of the reduction buffer of `before` or the last group."""
+        """Returns the bytes of whole gradients and of the larger buffer: `before`'s or the last group's."""
         last = self._buffer if before is None else max(self._buffer, reduced_bytes(before))
         return sum(self._whole.values()) + last
 

@@ -21,7 +21,7 @@ from mxcompile.report import GemmRecord
 Size = tuple[int | None, int | None, int | None]
 
 _SIZES = {str(Gemm.FPROP): "mnk", str(Gemm.DGRAD): "mkn", str(Gemm.WGRAD): "nkm"}
-"""For each GEMM of a layer, the sizes of the layer that are m, n and k of the GEMM."""
+"""Sizes of fprop that become m, n and k, by GEMM."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

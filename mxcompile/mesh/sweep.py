@@ -84,7 +84,7 @@ def _parts(ranks: int, most: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshPoint:
-    """An evaluated mesh. rank: report of one rank, None if the mesh did not run. reason: why not."""
+    """An evaluated mesh. rank: report of one rank, None after a failure. reason: cause of the failure."""
 
     candidate: MeshCandidate
     rank: RankReport | None = None

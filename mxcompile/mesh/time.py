@@ -33,7 +33,7 @@ from mxcompile.report.forms.tables import Table, drawn
 FORWARD, BACKWARD = "forward", "backward"
 PHASES = (FORWARD, BACKWARD)
 _ALONE = 2
-"""Number of collectives at the begin of forward, and at the end of backward, without overlapping work."""
+"""Number of collectives at the start of forward, and at the end of backward, without overlapping work."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -37,8 +37,8 @@ class Work:
 
     num_bytes: bytes of device memory traffic. issue_us: time of the instructions with every issue slot in
     use. mma_us: time of the products at the data sheet's rate. product: their kind in `rates`, "" without
-    products. shared_us: time of the shared memory traffic of operands. between_issue_us, between_us: between
-    two tiles, time of instructions and of barriers. waits: number of waits of products for loads, in
+    products. shared_us: time of the shared memory traffic of operands. between_issue_us, between_us: time of
+    the instructions and of the barriers between two tiles. waits: number of waits of products for loads, in
     sequence. round_trips: waits of a warp for device memory. serial: whether a block synchronizes in every
     iteration.
     """

@@ -90,7 +90,7 @@ INDISTINGUISHABLE = "not distinguishable"
 class Step:
     """Sums over launches.
 
-    us: sum of the estimates. by_kind, by_reason: the same by kind of launch and by largest part. num_bytes:
+    us: sum of the estimates. by_kind, by_reason: sums by kind of launch, and by largest part. num_bytes:
     lower bound of the bytes moved. cast_memory_us: memory time of the casts alone. launches: launches with an
     estimate. unclear: launches among them with an unknown trip count. works: work of the launches. rates:
     rates behind the estimates.

@@ -43,7 +43,7 @@ _WAIT_LENGTH = 8
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """opcode: opcode with modifiers. operands: rest of the line."""
+    """A machine instruction. opcode: opcode with modifiers. operands: rest of the line."""
 
     opcode: str
     operands: str
@@ -77,7 +77,7 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """first, last: positions of its instructions. depth: nesting depth, 0 for an outermost loop."""
+    """A loop. first, last: positions of its end instructions. depth: nesting depth, 0 if outermost."""
 
     first: int
     last: int

@@ -60,7 +60,7 @@ _REMEMBERING = (
 """Modules with functions that cache capabilities of the machine."""
 
 _HAS_TRITON: Any = _triton.has_triton
-"""The original function, because other modules imported it and may be patched (see `gpu_operators`)."""
+"""The original function, whose cache is cleared; `torch.utils._triton` may hold a replacement."""
 
 _HIP, _CUDA = "7.0.0", "13.0"
 

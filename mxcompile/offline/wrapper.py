@@ -26,8 +26,8 @@ _AS_DTYPE = "torch.ops.aten.view.dtype"  # a view of the same memory
 class KernelCall:
     """One launch in a generated module.
 
-    kernel: name of a generated kernel or of an operator, e.g. ``extern_kernels.mm``. generated: which of the
-    two. handle: Inductor's provenance key of the launch. reads, writes: tensors, by the name of their
+    kernel: name of a generated kernel or of an operator, e.g. ``extern_kernels.mm``. generated: False for
+    an operator. handle: Inductor's provenance key of the launch. reads, writes: tensors, by the name of their
     allocation. numbers: literal arguments, sizes and the grid. num_bytes: lower bound of the bytes moved.
     """
 

@@ -20,9 +20,9 @@ REPEATS = 3
 class RunPlan:
     """The number of effects that each step may measure. An effect takes a run per repeat.
 
-    alone: layers, or groups, quantized alone. left_out: layers or groups left out. worst: runs without the
-    worst layers. kinds: kinds of GEMMs quantized alone. gemms: single GEMMs of the worst layers, and the run
-    without the worst of them. more: further runs.
+    alone: layers, or groups, quantized alone. left_out: layers or groups left out. worst: effects without the
+    worst layers. kinds: kinds of GEMMs quantized alone. gemms: single GEMMs of the worst layers, and the
+    effect without the worst GEMMs. more: runs of the reference in addition to its repeats.
     """
 
     repeats: int

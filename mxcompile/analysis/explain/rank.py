@@ -1,4 +1,4 @@
-"""`explain_rank`, `sweep_meshes`: one rank of a mesh, or of each mesh of a number of ranks, without a mesh.
+"""`explain_rank`: one rank of a mesh, on any machine; `sweep_meshes`: all meshes of a number of ranks.
 
     model or factory ─▶ fake ranks ─▶ parallelised ─▶ rank's copy on fake tensors ─▶ traced as by `explain`
 

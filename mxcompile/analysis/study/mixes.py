@@ -52,7 +52,7 @@ class Candidate:
         raise OptionError(not_allowed("precision or preset", word, [*words, *presets]))
 
     def rule(self, start: Policy, layer: Layer) -> Use | None:
-        """Returns the rule that gives `layer` these decisions before the rules of `start`; None for none."""
+        """Returns the rule for `layer`, to precede the rules of `start`; None if `start` decides."""
         return self.use if self.policy is None else _stated(self.policy, layer, start.base.formats)
 
 

@@ -1,7 +1,7 @@
 """The runs of a model under a policy and variants of it.
 
     Session   one call under one policy: captured once, run repeatedly, each time with other GEMMs quantized
-    Study     the runs of a question about a policy, over sessions of the same call, with a progress bar
+    Study     the runs that examine a policy, in sessions of the same call, with a progress bar
 
 A run changes neither the model nor its inputs nor the program's random numbers (see `state_guard`), so that
 outputs and gradients of runs can be compared.

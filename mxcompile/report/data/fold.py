@@ -76,7 +76,7 @@ def _likeness(records: list[GemmRecord]) -> tuple[object, ...]:
 
 
 def _path(name: str) -> _Path:
-    """Returns the parts of a dotted `name`; a number is a set with this number."""
+    """Returns the parts of a dotted `name`; a number becomes a set that contains it."""
     return tuple(
         frozenset({int(step)}) if step.isdecimal() and str(int(step)) == step else step
         for step in name.split(".")
@@ -84,7 +84,7 @@ def _path(name: str) -> _Path:
 
 
 def _merged(groups: list[_Group]) -> list[_Group]:
-    """Returns `groups`, in which paths that differ in one number are one group; later numbers merge first."""
+    """Merges groups whose paths differ only in one number, the last number first. Returns the groups."""
     for column in reversed(range(len(groups[0][0]))):
         buckets: dict[_Path, list[_Group]] = {}
         for path, members in groups:

@@ -4,8 +4,8 @@
     rel_error  √(Σ (q − x)² / Σ x²)
     cosine     Σ x·q / √(Σ x² · Σ q²)
     mse        Σ (q − x)² / numel
-    harm       FLOPs · rel_error²                 of a GEMM; output_change² divides the sum of forward GEMMs
-               FLOPs · (rel_error² + lost)        of a cast, with the FLOPs of the GEMMs that read it
+    harm       FLOPs · rel_error²                 for a GEMM; `harm_of_gemms` has the harm of forward GEMMs
+               FLOPs · (rel_error² + lost)        for a cast, with the FLOPs of the GEMMs that read it
 
 x is the tensor before its cast, or the product of the unquantized tensors; q is the quantized counterpart.
 Rows are ranked by harm, which weights an error by the FLOPs of the GEMMs that it enters. SQNR hardly depends
@@ -40,9 +40,9 @@ class TensorNumerics:
     name: full module path of the first layer that reads it. role: role of that layer. operand: "x" (input),
     "w" (weight) or "dy" (output gradient). layout: "rowwise" if the scale blocks run along the last dimension
     of the stored tensor, else "columnwise". gemms: the GEMMs that read it ("fprop", "dgrad", "wgrad").
-    shared_with: paths of the other layers that read it. elem: "e4m3" or "e5m2". block: scale granularity,
-    "1x32" or "32x32". rounding: rounding of the scale. elements: rounding of the elements. amax_of: statistic
-    that sets the scale. calls: number of runs of the cast; all other figures cover all calls.
+    shared_with: paths of the other layers that read it. elem: element type, such as "e4m3". block: scale
+    granularity, such as "1x32". rounding: rounding of the scale. elements: rounding of the elements. amax_of:
+    statistic that sets the scale. calls: number of runs of the cast; all other figures cover all calls.
 
     numel: number of elements. amax: largest finite magnitude. sqnr_db, cosine, mse, rel_error: see the
     module. underflow: share of the finite nonzero elements that are cast to 0. saturation: share of the
@@ -124,8 +124,8 @@ class ParameterNumerics:
     """The gradient of one parameter under the policy compared with the unquantized model's.
 
     name: name of the parameter. role: role of its layer, "" if the parameter is in no GEMM. flops: FLOPs of
-    its wgrad, 0 without one. numel: number of elements. sqnr_db, cosine, mse, rel_error, not_finite: as in
-    `GemmNumerics`.
+    its wgrad, 0 without a wgrad. numel: number of elements. sqnr_db, cosine, mse, rel_error, not_finite: as
+    in `GemmNumerics`.
     """
 
     name: str
@@ -148,9 +148,9 @@ class ParameterNumerics:
 class Numerics:
     """All figures of an audit.
 
-    tensors: one per cast. gemms: one per quantized GEMM. parameters: one per gradient of a parameter.
+    tensors: figures by cast. gemms: figures by quantized GEMM. parameters: figures by parameter gradient.
     precision, own_dtype: names of the quantized precision and of the model's dtype, for texts. policy: name
-    of the audited policy. gradients: whether a backward ran; without one there are no "dy", dgrad and wgrad.
+    of the audited policy. gradients: whether a backward ran; if not, there are no "dy", dgrad and wgrad.
     loss, loss_reference: loss under the policy and unquantized, None without a loss. loss_gap: loss /
     loss_reference − 1, signed. logits_sqnr_db, logits_cosine: main output under the policy against the
     unquantized output; None if it is not floating-point. notes: remarks for the reader.
@@ -179,7 +179,7 @@ class Numerics:
         return _worst_first(self.gemms, self.harm_of_gemms())
 
     def harm_of_gemms(self) -> Callable[[GemmNumerics], float]:
-        """Returns a function that computes the harm of a GEMM, see the module."""
+        """Returns the harm as a function. GEMMs with `output_change` share their harm as output_change²."""
         measured = [gemm for gemm in self.gemms if gemm.output_change is not None]
         squares = sum((gemm.output_change or 0.0) ** 2 for gemm in measured)
         share = sum(gemm.harm for gemm in measured) / squares if squares else math.nan
@@ -253,9 +253,9 @@ OUTSIDE = "outside blocks"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """GEMMs with a common role or block, and the casts whose first reader has the same.
+    """GEMMs with a common role or block, and the casts whose first reader has this role or block.
 
-    name: the role or block. flop_share: share of the FLOPs of all measured GEMMs. rel_error, underflow: see
+    name: role or block. flop_share: share of the FLOPs of all measured GEMMs. rel_error, underflow: see
     the module; underflow is None without casts. lowest_sqnr_db: lowest SQNR of a GEMM. worst: the GEMM with
     most harm.
     """

@@ -58,7 +58,7 @@ class Outline:
     omitted: int = 0
 
     def fault(self) -> str:
-        """Returns the JSON path and a description of the first entry that cannot be drawn; "" without one."""
+        """Returns the JSON path and a description of the first invalid entry; "" if all are valid."""
         for index, node in enumerate(self.nodes):
             if not node.names:
                 return f".nodes[{index}].names: expected at least one name"
@@ -132,8 +132,8 @@ def _keys(nodes: Sequence[OutlineNode]) -> list[Any]:
 def _places(nodes: Sequence[OutlineNode], outer: str, kinds: dict[Any, int]) -> list[Any]:
     """Returns the keys of the nodes of the block `outer`. Equal blocks inside it have equal keys.
 
-    kinds: a number for every distinct block. Equal nodes outside inner blocks differ in their keys by the
-    number of equal nodes before them.
+    kinds: maps the content of a block to a number, and gains new contents. Equal nodes outside inner blocks
+    differ in their keys by the number of equal nodes before them.
     """
     blocks: defaultdict[str, list[int]] = defaultdict(list)
     for index, node in enumerate(nodes):

@@ -31,11 +31,11 @@ def flops_of(*sizes: int | None) -> int:
 class OperandFormat:
     """The quantized format of one operand of a GEMM.
 
-    operand: "x" (input), "w" (weight) or "dy" (output gradient). elem: "e4m3" or "e5m2". block: scale
-    granularity, "1x32" (along the contraction dimension) or "32x32". rounding: rounding of the scale, or
-    `STORED`. elements: rounding of the elements. amax: statistic that sets the scale, "max" or for example
-    "percentile:99.9". transform: transform of the tensor before the cast, "" without one. scales: choice
-    between scales of blocks, and the word for a scale of each row, "" without both.
+    operand: "x" (input), "w" (weight) or "dy" (output gradient). elem: element type, such as "e4m3" or
+    "e2m1". block: scale granularity, such as "1x32" (along the contraction dimension) or "32x32". rounding:
+    rounding of the scale, or `STORED`. elements: rounding of the elements. amax: statistic that sets the
+    scale, such as "max" or "percentile:99.9". transform: transform of the tensor before the cast, "" if none.
+    scales: choice of block scales (four over six) and row scaling, "" without both.
     """
 
     operand: str
@@ -126,7 +126,7 @@ class GemmRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
-    """The display and the merging of a number of the summary; metadata of its field.
+    """Metadata of a field of the summary: how reports show the number, and how they add it up.
 
     label: title, "" for a number that only supplements another. unit: key of `forms.words.UNITS`. is_shown:
     whether the report has a line and a tile for the number if it is not 0. per_run: whether a training step
@@ -146,7 +146,7 @@ def _figure(default: Any, label: str = "", unit: str = "count", **options: bool)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
-    """The numbers that each compiled graph has, and their sums over a model.
+    """The numbers of a compiled graph, or their sums over the graphs of a model.
 
     Attributes:
         saved_bytes, saved_bytes_bf16: bytes saved from forward for backward, with mxcompile and without it;

@@ -196,7 +196,7 @@ def _read_object(owner: Any, data: Any) -> Any:
 
 
 def _read_items(readers: Sequence[_Reader] | _Reader, data: Any) -> tuple[Any, ...]:
-    """Reads an array: each item with its reader, or all with one."""
+    """Reads an array with a reader per item, or with the same reader for all items. Returns a tuple."""
     if not isinstance(data, list):
         raise _FaultError(f"expected an array, found {_kind(data)}")
     readers = [readers] * len(data) if callable(readers) else readers

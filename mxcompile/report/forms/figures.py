@@ -75,4 +75,4 @@ _NOTES: dict[str, Callable[[Summary, Iterable[Row]], str]] = {
     "weight_bytes": _weights_note,
     "peak_bytes": _memory_note,
 }
-"""Functions that write the note of a figure, by its field. Other notes are the share of BF16."""
+"""Functions that write the note of a figure, by its field. Other figures show their share of BF16's."""

@@ -42,7 +42,7 @@ _KINDS = {"gemm": "matmul", "cast": "cast", "glue": "left as it is", "input": "o
 _MOST_GRAPHS = 12
 _FULL_DB = 60.0
 _GOOD_DB = {"MXFP8": 27.5}
-"""SQNR of a layer on normally distributed data, by precision, where it is known."""
+"""Usual SQNR in dB of a layer on normally distributed data, by precision; other precisions have no entry."""
 
 
 def to_html(report: ReportData, numerics: Numerics | None = None) -> str:
@@ -150,7 +150,7 @@ def _graphs(report: ReportData) -> Iterator[dict[str, Any]]:
 
 
 def _records_of(node: OutlineNode, gemms: list[GemmRecord]) -> list[GemmRecord]:
-    """Returns the records for `node` among `gemms`, the records of its layer."""
+    """Returns the records among `gemms`, the records of its layer, that the picture shows for `node`."""
     if node.kind == "gemm":
         return [gemm for gemm in gemms if gemm.role == node.role]
     return gemms if node.kind == "attention" else []

@@ -22,7 +22,7 @@ GAP = 22.0
 ROW_GAP = 30.0
 _SWEEPS = 8
 _PULL = 0.97
-"""Factor towards the middle in every sweep. Without it long graphs drift aside."""
+"""Factor on all x in every sweep, which pulls nodes to x = 0. Without it long graphs drift sideways."""
 _Point = tuple[float, float]
 
 

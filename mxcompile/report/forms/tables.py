@@ -39,7 +39,7 @@ def drawn(table: Table, form: str = "simple", **layout: Any) -> str:
 
 
 def fitted(table: Table, flexible: Sequence[str]) -> Table:
-    """Returns `table` with its `flexible` columns narrowed, the widest first, to lines of `WIDTH`."""
+    """Returns `table` with `flexible` columns narrowed, the widest first, until lines fit in `WIDTH`."""
     widths = [
         max(len(header) + MIN_PADDING, *map(_columns, cells)) for header, *cells in zip(*table, strict=True)
     ]

@@ -111,7 +111,7 @@ def slower(rows: Iterable[Row]) -> list[tuple[Row, float]]:
 
 
 def precision(gemms: Sequence[GemmRecord]) -> str:
-    """Returns the first GEMM's precision and the GEMMs with another: ``mxfp8`` or ``mxfp8; wgrad bf16``."""
+    """Returns the precision of the first GEMM, then GEMMs that differ from it: ``mxfp8; wgrad bf16``."""
     by_gemm: dict[str, set[str]] = {}
     for gemm in gemms:
         by_gemm.setdefault(gemm.gemm, set()).add(precision_word(gemm))

@@ -25,7 +25,7 @@ _READS_CODES = "weight_only"
 
 
 def unquantized_sentences(gemms: Sequence[GemmRecord], summary: Summary) -> list[str]:
-    """Returns the reasons for a low quantized share and the products it leaves out; may be empty."""
+    """Returns sentences on stored weights, reasons for a low quantized share, and uncounted products."""
     if not gemms:
         graphs = "a graph without matrix products" if summary.graphs else "nothing, as no graph was captured"
         return [f"no matrix product was captured; compiled: {graphs}"]
