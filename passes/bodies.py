@@ -33,7 +33,7 @@ class Bodies:
     classify: Classify
 
     def apply(self, graph: fx.Graph) -> None:
-        """Tags the nodes of `graph` again, with the products in their bodies, if a body holds a product."""
+        """Tags all nodes of `graph` again, and the products in their bodies, if a body contains a product."""
         readers = (user for read in graph.find_nodes(op="get_attr") for user in read.users)
         if not any(map(hides_products, readers)):
             return

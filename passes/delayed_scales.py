@@ -25,7 +25,7 @@ FORWARD = "mx_forward_slot"
 
 
 class States:
-    """The states of the layers of one graph."""
+    """The states of delayed scaling of the layers of one graph."""
 
     def __init__(self, build: Builder) -> None:
         self._build = build
@@ -33,7 +33,7 @@ class States:
         self._amaxes: dict[tuple[fx.Node, str], list[fx.Node]] = {}
 
     def state_of(self, tag: GemmTag, operands: tuple[fx.Node, fx.Node]) -> fx.Node | None:
-        """Returns the state of a GEMM's layer, found at the weight that it or its fprop reads, or None."""
+        """Returns the state at the weight that a GEMM or its fprop reads, or None without a state."""
         if "w" in tag.tensors:
             state = stored(operands[tag.tensors.index("w")]).meta.get(STATE_KEY)
             if state is not None and tag.gemm is Gemm.FPROP:

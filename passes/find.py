@@ -109,7 +109,7 @@ class _Finder:
     def tag_alone(self, node: fx.Node) -> bool:
         """Tags a backward node as dgrad of a layer without a forward product. Returns whether it is one.
 
-        The gradients of ``model(x).sum()`` do not read the result of the last layer, so PyTorch erases it.
+        The gradients of ``model(x).sum()`` do not read the last layer's result, so torch erases its product.
         """
         if not is_matmul(node):
             return False

@@ -285,7 +285,7 @@ def stored_labels() -> str:
 
 
 def stored_precision(form: Format) -> Precision:
-    """Returns the row of the format `form` of stored weights (see `stored_forms`)."""
+    """Returns the row of the precision that stores weights in the format `form` (see `stored_forms`)."""
     rows = (row for row in PRECISIONS.values() if row.scale is form.scale and form.elem in row.elems)
     return next(row for row in rows if any(form.tile in (tiles.x, tiles.w) for tiles in row.tiles.values()))
 

@@ -310,7 +310,7 @@ class Format:
 
     @property
     def stored(self) -> Format:
-        """The format of weights stored by a cast to it: with RCEIL, because no rounding is stored."""
+        """The format of a stored weight cast to this format: always RCEIL, as no rounding is stored."""
         return self.unchosen if self.rounding is None else replace(self, rounding=Rounding.RCEIL)
 
     @property
@@ -405,7 +405,7 @@ def fp8_form(dtype: torch.dtype, tile: Tile) -> Format:
 
 
 def stored_forms(dtype: torch.dtype) -> tuple[Format, ...]:
-    """Returns all formats of weights that have elements of `dtype`."""
+    """Returns all formats that stored weights with elements of `dtype` may have."""
     form = stored_form(dtype)
     if form.elem.packed is not None:
         return form, stored_form(dtype, TWO_LEVEL)

@@ -48,7 +48,7 @@ def _are_filed(nodes: list[fx.Node]) -> bool:
 
 
 def _are_legal(nodes: list[fx.Node]) -> bool:
-    """Whether each of `nodes`, which share a kind, is a call, an input, the output or a valid attribute."""
+    """Whether `nodes`, which share an operation and a called function, pass `_is_legal` or are calls."""
     if nodes[0].op == "call_function":
         return callable(nodes[0].target)
     return all(map(_is_legal, nodes))

@@ -176,7 +176,7 @@ def _parse_use(raw: Any, source: Location) -> Use:
 
 
 def _check_choices(raw: Any, use: Use, preset: Preset, source: Location) -> None:
-    """Raises `PolicyError` for a choice that has no meaning in any precision the rule may lead to."""
+    """Raises `PolicyError` for a choice that applies to no precision that the rule may select."""
     chosen = [row for row in (use.fprop, use.dgrad, use.wgrad) if row is not None]
     rows = {row.name: row for row in chosen if row.quantizes} or {preset.precision.name: preset.precision}
     settings = raw if isinstance(raw, dict) else {}

@@ -271,9 +271,9 @@ def _use(use: Use) -> dict[str, Any] | str:
 def keeping(policy: Policy, kept: Mapping[Layer, Mapping[Gemm, str]], label: str) -> Policy:
     """Returns `policy` with some GEMMs not quantized, as a watch does during a run.
 
-    The result has a rule for each of their layers, whose other GEMMs keep their decision, then the rules of
-    `policy` that can still fire. kept: reasons by layer and GEMM. label: name of the result, which can be
-    saved and loaded like any policy.
+    The result first has a rule for each layer of `kept`, which does not change the layer's other GEMMs, then
+    the rules of `policy` that can still fire. kept: reasons by layer and GEMM. label: name of the result,
+    which can be saved and loaded like any policy.
     """
     shadows = Shadows()
     rules = [_kept_rule(policy, layer, why) for layer, why in kept.items()]

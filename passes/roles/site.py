@@ -60,7 +60,7 @@ class Model:
 
     @classmethod
     def from_sweeps(cls, feeds: Feeds, uses: dict[fx.Node, int], *, has_streams: bool, is_cut: bool) -> Model:
-        """Returns the model from the results of the two sweeps."""
+        """Returns the model from `feeds` and `uses`, the results of the two sweeps."""
         followers: dict[fx.Node, list[Follower]] = {layer: [] for layer in feeds.layers}
         reads: dict[fx.Node, list[int]] = {}
         for layer in feeds.layers:
