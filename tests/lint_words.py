@@ -185,8 +185,9 @@ def variables(path: str, tree: ast.Module) -> Iterator[str]:
         if name.strip("_") in NO_NOUNS - kept:
             yield f"{path}:{line}: {name} is not a noun of the field"
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and NO_VERBS.match(node.name):
-            yield f"{path}:{node.lineno}: {node.name} is not a common verb"
+        name = node.name if isinstance(node, ast.FunctionDef) else ""
+        if NO_VERBS.match(name) and name.strip("_") not in NO_NOUNS:
+            yield f"{path}:{node.lineno}: {name} is not a common verb"
 
 
 def _bound_name(node: ast.AST) -> str:

@@ -56,7 +56,8 @@ def test_lint_reports_variables_without_noun_and_docstrings_without_subject():
 @pytest.mark.parametrize(
     ("statement", "faults"),
     [
-        ("left, right = sides", 1),
+        ("left, rest = sides", 1),
+        ("left, right = sides", 0),
         ("self._held = sizes", 1),
         ("sizes = [one for one in x]", 1),
         ("def place(x): pass", 1),
