@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-import mxcompile
-
-PRODUCT = Path(mxcompile.__file__).parent
+_product = find_spec("mxcompile")  # importing it may import torch, which reads the environment below
+assert _product is not None
+assert _product.origin is not None
+PRODUCT = Path(_product.origin).parent
 
 _caches = tempfile.TemporaryDirectory(prefix="mxcompile-tests-", ignore_cleanup_errors=True)
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = _caches.name
