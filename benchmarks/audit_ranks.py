@@ -5,8 +5,8 @@
     effect    effect of quantizing this layer alone: for gemma the mean KL divergence of the next token's
               distribution, for minilm the mean squared error of its unit embeddings
     ranks     Spearman's correlation of `output` and of `harm` with the effect, over all layers
-    whole     the effect of all layers together; beside it, as shares of it, the sum and the largest of
-              the effects of layers alone
+    whole     the effect of all layers together; the sum and the largest of the effects of single layers
+              follow as shares of it
 
 A model without its package is left out with one line (see `pretrained_models.py`).
 

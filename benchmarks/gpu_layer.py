@@ -1,6 +1,6 @@
 """Compares the kernels of a Llama-8B layer on this machine's GPU with their estimates.
 
-Times forward and backward of 8,192 tokens by each preset, beside BF16 in alternating rounds. The profiler
+Times forward and backward of 8,192 tokens under each preset, alternating with BF16. The profiler
 then gives the time of each kernel. A generated kernel is compared with its estimate for this chip; kernels
 whose names differ only in numbers are added up. All kernels of libraries are one row. Without a GPU it
 prints a line and measures nothing. Usage: python benchmarks/gpu_layer.py [--policies bf16 nvidia]
