@@ -1,6 +1,6 @@
 """Compares estimates with published times of kernels: docs/calibration.md and its picture.
 
-Each point compares a published time of a kernel with its estimate by the current rates. ``--compile`` reads the
+A point compares a published kernel time with its estimate by the current rates. ``--compile`` reads the
 work of a kernel from its machine code (minutes, no GPU) and writes it to results/calibration.json, from which
 pages and tests compute estimates. If only the bytes of a kernel are published, the bytes are its work.
 Usage: python benchmarks/calibration.py [--compile] [--write]
