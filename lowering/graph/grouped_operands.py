@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 from torch._inductor import inductor_prims
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import is_empty, value_of
@@ -38,7 +39,7 @@ def unmet(a: fx.Node, b: fx.Node) -> str:
         if not any(_is_multiple(value, dim) for dim in dims):
             sizes = " or ".join(str(value.shape[dim]) for dim in dims)
             return f"PyTorch's grouped product takes rows of multiples of {_BYTES} bytes ({sizes} elements)"
-        if dims == (-2,) and value.shape[-1] == 1:
+        if dims == (-2,) and statically_known_true(value.shape[-1] == 1):
             return "PyTorch's grouped product takes a single column for a row"
     return ""
 
