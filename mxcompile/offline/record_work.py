@@ -44,7 +44,7 @@ def estimate(report: Report) -> Report:
     for gemm in report.gemms:
         if gemm.is_known:
             times = _Times(gemm, rates, siblings[_siblings(gemm)], 1 + (gemm.name in trained))
-            gemm = dataclasses.replace(gemm, estimate_bf16_us=times.is_template, estimate_us=times.quantized)
+            gemm = dataclasses.replace(gemm, estimate_bf16_us=times.unquantized, estimate_us=times.quantized)
         gemms.append(gemm)
     summary = dataclasses.replace(
         report.summary,
@@ -81,8 +81,8 @@ class _Times:
     copies: int
 
     @property
-    def is_template(self) -> float:
-        """The time without quantization, in the GEMM's own dtype."""
+    def unquantized(self) -> float:
+        """The time in µs without quantization, in the GEMM's own dtype."""
         gemm, target = self.gemm, self.rates.target
         sizes = _elements(gemm)
         kind = "fp32" if gemm.dtype in WIDE else "bf16"
@@ -94,10 +94,10 @@ class _Times:
 
     @property
     def quantized(self) -> float:
-        """The time under the policy, with casts."""
+        """The time in µs under the policy, with casts."""
         gemm = self.gemm
         if not is_quantized(gemm.precision):
-            return self.is_template
+            return self.unquantized
         a, b, out = _elements(gemm)
         forms = [_format(operand) for operand in gemm.formats]
         family = families(forms, self.rates.target)[0]
@@ -111,7 +111,7 @@ class _Times:
                 casts += self._cast(numel, width if kind else self._width, form, operand)
             elif not kind:
                 casts += self._streamed((width + self._width) * numel)  # a stored weight is dequantized
-        return casts + (self._product(product_bytes + self._width * out, kind) if kind else self.is_template)
+        return casts + (self._product(product_bytes + self._width * out, kind) if kind else self.unquantized)
 
     def _cast(self, numel: int, width: float, form: Format, operand: OperandFormat) -> float:
         """Returns the GEMM's share of the launch that casts an operand. width: bytes of a result."""
