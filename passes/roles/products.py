@@ -44,9 +44,9 @@ class Attention:
 class Products:
     """The products of a graph, and the use of their results.
 
-    attentions: attentions by the product with v. read: operands q, k, v of attentions. biases: values added
-    to scores of attention operators. soft: products with a softmax over the features of a layer, attentions
-    if a layer follows. no_layer: products with a parameter that are not layers, and the reason.
+    attentions: products of probabilities and v → their attention. read: q, k and v of all attentions. biases:
+    values added to the scores of attention operators. soft: products with a softmax over a layer's features,
+    which are attentions if a layer follows. no_layer: products with a parameter that are not layers → reason.
     """
 
     attentions: dict[fx.Node, Attention] = field(default_factory=dict)
