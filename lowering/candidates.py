@@ -38,9 +38,10 @@ def first(operator: str, *arguments: Any, **named: Any) -> Any:
 
 def register() -> None:
     """Imports the kernels that need no Triton, and registers their operators with Inductor."""
-    for name in {name for names in ORDER.values() for name in names if not name.startswith("templates.")}:
-        importlib.import_module(f"mxcompile.lowering.{name}")
-    for operator in ("attention", "largest", "matmul", "weight_only_mm"):
+    for name in dict.fromkeys(name for names in ORDER.values() for name in names):
+        if not name.startswith("templates."):
+            importlib.import_module(f"mxcompile.lowering.{name}")
+    for operator in ORDER.keys() - {"cast", "cast_statistics"}:  # their own lowerings call `first`
         _register(operator)
 
 

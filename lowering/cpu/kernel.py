@@ -31,6 +31,18 @@ _HEADERS = Path(__file__).parent
 C_TYPES = {torch.bfloat16: "mxcompile::Bfloat16", torch.float32: "float"}
 """C++ types of elements; elements of all other dtypes are bytes."""
 
+_CONTRACTION = "cpp.enable_floating_point_contract_flag"
+"""The only setting whose text Inductor passes on to the compiler."""
+
+EXACT: dict[str, Any] = {"cpp.enable_unsafe_math_opt_flag": False, _CONTRACTION: "off"}
+"""On CPUs casts round by additions and subtractions, which a C++ compiler could otherwise remove or fuse."""
+
+_WHOLE_STORES = "-fno-tree-loop-distribute-patterns"
+"""Without it, GCC 12 for AVX-512 turns a loop of stores into a copy, and drops the stores to its source.
+
+In kernels of Inductor that transpose two tensors of 16 bits, most elements would be wrong.
+"""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CppBody:
@@ -109,11 +121,12 @@ def _no_compiler() -> str:
     return "" if shutil.which(compiler) else f"no C++ compiler: {compiler} is not found"
 
 
-def is_gcc() -> bool:
-    """Whether Inductor compiles with GCC."""
+def exact_settings() -> dict[str, Any]:
+    """Returns the settings of Inductor under which the C++ compiler keeps every rounding and every store."""
     from torch._inductor import cpp_builder
 
-    return not _no_compiler() and cpp_builder.is_gcc()
+    is_gcc = not _no_compiler() and cpp_builder.is_gcc()
+    return EXACT | ({_CONTRACTION: f"{EXACT[_CONTRACTION]} {_WHOLE_STORES}"} if is_gcc else {})
 
 
 def obstacle() -> str:

@@ -137,6 +137,9 @@ def _form_obstacle(node: fx.Node, query: torch.Tensor) -> str:
     parts = _parts(node)
     if parts is None:
         return "it reads a part of the cache, or values computed from it"
+    (_, _, key_format), (_, _, value_format) = parts
+    if key_format != value_format:
+        return f"keys in {key_format}, values in {value_format}"
     shapes = [value_of(part[0]).shape for part in parts]
     if shapes[0] != shapes[1] or shapes[0][3] != query.shape[3] or hint(shapes[0][2]) == 0:
         return "sizes of keys, values and queries differ"

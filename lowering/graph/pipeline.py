@@ -67,15 +67,6 @@ LOWERING: tuple[type[LoweringPass], ...] = (
 )
 """The passes over a forward, backward or inference graph. docs/architecture.md describes each of them."""
 
-_EXACT = {"cpp.enable_unsafe_math_opt_flag": False, "cpp.enable_floating_point_contract_flag": "off"}
-"""On CPUs casts round by additions and subtractions, which a C++ compiler could otherwise remove or fuse."""
-
-_WHOLE_STORES = "-fno-tree-loop-distribute-patterns"
-"""Without it, GCC 12 for AVX-512 turns a loop of stores into a copy, and drops the stores to its source.
-
-In kernels of Inductor that transpose two tensors of 16 bits, most elements would be wrong.
-"""
-
 _SCHEDULER_PASSES = ("inductor.prologues", "inductor.winners")
 
 
@@ -91,18 +82,9 @@ def config_patches(
         options: Settings of this compile alone.
     """
     if target.device == "cpu":
-        contraction = (
-            "cpp.enable_floating_point_contract_flag"  # the only setting whose text reaches the compiler
+        return exact_settings(options) | _regions(
+            uuid, options, _setting("_post_fusion_custom_pass", options)
         )
-        exact = _EXACT | ({contraction: f"off {_WHOLE_STORES}"} if kernel.is_gcc() else {})
-        for key, value in _EXACT.items():
-            if _setting(key, options) not in (value, exact[key]):
-                log.warning(
-                    "mxfp8 sets config.%s to %r for its graphs, because their casts round by exact additions",
-                    key,
-                    value,
-                )
-        return exact | _regions(uuid, options, _setting("_post_fusion_custom_pass", options))
     if target.arch is not None:
         fp_fusion.cache_fp8_types()
     if target.device != "cuda" or optional.obstacle(*_SCHEDULER_PASSES):
@@ -115,6 +97,19 @@ def config_patches(
     if target.arch is not None:
         patches["_pre_fusion_custom_pass"] = Prologues(uuid, _setting("_pre_fusion_custom_pass", options))
     return patches
+
+
+def exact_settings(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `kernel.exact_settings`, and warns of each that changes `options` or Inductor's `config`."""
+    settings = kernel.exact_settings()
+    for key, value in settings.items():
+        if _setting(key, options) not in (kernel.EXACT[key], value):
+            log.warning(
+                "mxfp8 sets config.%s to %r for its graphs, because their casts round by exact additions",
+                key,
+                value,
+            )
+    return settings
 
 
 def _setting(key: str, options: Mapping[str, Any]) -> Any:

@@ -34,7 +34,8 @@ def aoti_configs(target: str = "auto") -> dict[str, Any]:
         target: As for ``torch.compile``.
 
     Returns:
-        Inductor configuration with one entry, ``post_grad_custom_pre_pass``.
+        Inductor configuration: ``post_grad_custom_pre_pass``, and the flags of the C++ compiler that
+        ``backend="mxfp8"`` sets too.
 
     Raises:
         TargetError: The target is unknown.
@@ -46,7 +47,7 @@ def aoti_configs(target: str = "auto") -> dict[str, Any]:
     targets.check(target)
     uuid = f"{sources_hash()} ahead of time {target} {features().name} {features().no_integers}"
     chosen = GraphPass(lambda graph: _lower(graph, target), uuid, config.post_grad_custom_pre_pass)
-    return {"post_grad_custom_pre_pass": chosen}
+    return {"post_grad_custom_pre_pass": chosen, **lowering.exact_settings({})}
 
 
 def _lower(graph: fx.Graph, target: str) -> None:

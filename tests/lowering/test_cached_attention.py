@@ -27,6 +27,7 @@ BF16, ELEM = torch.bfloat16, torch.float8_e4m3fn
 FOR_CPUS = "aten._scaled_dot_product_flash_attention_for_cpu"
 WITHOUT_SCHEMA = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
+E4M3, E5M2 = "e4m3 1x32 rceil", "e5m2 1x32 rceil"
 KERNEL = "mx_attention C++ (keys and values mxfp8)"
 
 
@@ -42,7 +43,7 @@ def inputs(queries: int = 1, heads: int = 4, keys: int = 50, dtype: torch.dtype 
 
 
 def values(codes: Tensor, scales: Tensor, dtype: torch.dtype = BF16) -> Tensor:
-    return ops.decode(codes.view(ELEM), scales, -1, "e4m3 1x32 rceil", dtype)
+    return ops.decode(codes.view(ELEM), scales, -1, E4M3, dtype)
 
 
 def repeated(x: Tensor, heads: int) -> Tensor:
@@ -63,6 +64,13 @@ def additive(q, k, ks, v, vs, mask) -> Tensor:
     bias = torch.where(mask, torch.arange(mask.shape[-1]) / -8, -math.inf).to(q.dtype)
     return F.scaled_dot_product_attention(
         q, *(values(*copies, q.dtype) for copies in ((k, ks), (v, vs))), attn_mask=bias, scale=0.3
+    )
+
+
+def mixed(q, k, ks, v, vs, mask) -> Tensor:
+    codes = v.view(torch.float8_e5m2)
+    return F.scaled_dot_product_attention(
+        q, repeated(values(k, ks), q.shape[1]), repeated(ops.decode(codes, vs, -1, E5M2, BF16), q.shape[1])
     )
 
 
@@ -118,6 +126,7 @@ def test_attention_over_mx_cache_reads_quantized_values(function, queries: int):
         (attend, {"queries": 17}, "cpu", "17 queries, the kernel takes up to 16"),
         (attend, {}, "sm_90", f"a form of attention, {FOR_CPUS}, that has no kernel"),
         (attend, {"dtype": torch.float16}, "cpu", "queries in torch.float16"),
+        (mixed, {}, "cpu", f"keys in {E4M3}, values in {E5M2}"),
         (sliced, {"queries": 2}, "cpu", "it reads a part of the cache, or values computed from it"),
         (causal, {"queries": 2}, "cpu", "it is causal without a mask"),
         (capped, {}, "cpu", "scores and values are separate products"),

@@ -13,11 +13,11 @@ from test_import_order import ROOT, modules
 from mxcompile import ops
 
 BUDGETS = {
-    "lowering": 220,
+    "lowering": 221,
     "lowering/chips": 982,
     "lowering/choices": 1_026,
-    "lowering/cpu": 898,
-    "lowering/graph": 2_800,
+    "lowering/cpu": 911,
+    "lowering/graph": 2_798,
     "lowering/inductor": 1_877,
     "lowering/kernels": 2_374,
     "lowering/templates": 3_735,
@@ -51,7 +51,7 @@ BUDGETS = {
     "mxcompile/report/data": 1_144,
     "mxcompile/report/forms": 1_265,
     "mxcompile/rules": 644,
-    "mxcompile/serving": 606,
+    "mxcompile/serving": 607,
     "mxcompile/storage": 992,
     "mxcompile/watch": 1_921,
     "passes": 4_307,

@@ -14,6 +14,7 @@ import torch
 from test_checkpoints import llama, store_blocks
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._inductor import config
 from transformers import StaticCache
 
 import mxcompile
@@ -122,8 +123,25 @@ def test_an_artefact_of_aotinductor_runs_without_mxcompile(tmp_path):
     assert sizes["dense"] - sizes["stored"] == values * 2 - values * 33 // 32
 
 
-def packaged(model: nn.Module, path, configs: dict[str, Any] | None = None) -> str:
-    program = torch.export.export(model, (PROMPT,))
+class Transposed(nn.Module):
+    """A kernel with two transposes of 16 bits, most of which GCC 12 for AVX-512 drops without a flag."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.t().contiguous(), (-x.t()).contiguous()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.export copies its own
+def test_artefact_keeps_all_elements_of_two_transposed_tensors(tmp_path):
+    x = torch.randn(64, 96, dtype=torch.bfloat16)
+    with config.patch("cpp.enable_floating_point_contract_flag", "off"):
+        package = packaged(Transposed(), tmp_path / "transposed.pt2", mxcompile.aoti_configs(), x)
+    results = torch._inductor.aoti_load_package(package)(x)
+    assert all(map(torch.equal, results, Transposed()(x)))
+
+
+def packaged(model: nn.Module, path, configs: dict[str, Any] | None = None, x: torch.Tensor = PROMPT) -> str:
+    program = torch.export.export(model, (x,))
     return torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
 
 
