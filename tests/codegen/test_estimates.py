@@ -1,4 +1,4 @@
-"""Estimates from machine code: loops and waits read right, times as by hand, what today's kernels cost."""
+"""Estimates from machine code: times as by hand, and the costs of generated kernels."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers.casts import casts_both
+from test_machine_code import NVIDIA
 
 from mxcompile.cli.main import main
 from mxcompile.lowering.targets import TARGETS
@@ -17,7 +18,7 @@ from mxcompile.offline import kernel_work
 from mxcompile.offline.binary import Binary
 from mxcompile.offline.estimate import library_work, total
 from mxcompile.offline.launch import KINDS
-from mxcompile.offline.machine_code import Loop, parse
+from mxcompile.offline.machine_code import parse
 from mxcompile.offline.rates import Rates
 from mxcompile.versions import newer
 
@@ -25,64 +26,43 @@ ROOT = Path(__file__).parents[2]
 NEWER = newer("triton", "3.7")
 """Whether Triton makes other machine code: barriers of its own, and norms with one more instruction."""
 
-NVIDIA = """
-	.sectionflags	@"SHF_BARRIERS=1"
-.text.kernel:
-        /*0000*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
-        /*0010*/                   LDG.E.128 R8, desc[UR4][R2.64+0x800] ;
-        /*0020*/                   FADD R6, R6, R9 ;
-.L_x_0:
-        /*0030*/                   IADD3 R2, R2, 0x1, RZ ;
-.L_x_1:
-        /*0040*/                   UTCQMMA gdesc[UR8], gdesc[UR10], tmem[UR16], idesc[UR17] ;
-        /*0050*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
-        /*0060*/               @P0 BRA `(.L_x_1) ;
-.L_x_2:
-        /*0070*/                   SYNCS.PHASECHK.TRYWAIT P1, [R3], R4 ;
-        /*0080*/              @!P1 BRA `(.L_x_2) ;
-        /*0090*/                   NOP ;
-        /*00a0*/                   LDG.E R20, desc[UR4][R2.64] ;
-        /*00b0*/                   MUFU.EX2 R21, R20 ;
-        /*00c0*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
-        /*00d0*/              @!P0 BRA `(.L_x_0) ;
-        /*00e0*/               @P2 EXIT ;
-        /*00f0*/                   EXIT ;
-.L_x_3:
-        /*0100*/                   FADD R1, R1, R1 ;
-        /*0110*/                   BRA `(.L_x_0) ;
-"""
-OUTER, INNER = Loop(3, 13, 0), Loop(4, 6, 1)
 
-AMD = """
-kernel:
-	s_load_dwordx2 s[0:1], s[4:5], 0x0
-	global_load_dwordx4 v[4:7], v2, s[0:1]
-.LBB0_1:
-	v_mfma_f32_32x32x16_bf16 a[0:15], v[4:5], v[6:7], a[0:15]
-	s_barrier
-	s_cbranch_scc0 .LBB0_1
-; %bb.2:
-	v_add_f32_e32 v1, v1, v2
-	s_endpgm
+SOURCE = """
+    'grid_type': 'FixedGrid'
+    BLOCK_M : tl.constexpr = 128
+    BLOCK_N : tl.constexpr = 256
+    BLOCK_K : tl.constexpr = 128
+    M = 1024
+    N = 1024
 """
 
 
-def test_loops_and_barriers_of_nvidia_code_are_counted():
-    """Waits for an event are no loops, and what lies behind the end is not counted."""
-    code = parse(NVIDIA)
-    assert code.loops == (OUTER, INNER)
-    assert code.product_loops == (OUTER, INNER)
-    assert len(code.instructions) == 16
-    assert [code.barriers(OUTER), code.barriers(INNER), code.barriers()] == [2, 1, 2]
-    assert code.issued({}) == 15, "all but the NOP"
-    assert code.issued({OUTER: 2, INNER: 8}) == 3 + 2 * (7 + 8 * 3) + 2
+PLAIN = Rates.for_target(TARGETS["sm_100"])
+PLAIN = dataclasses.replace(
+    PLAIN,
+    values={"memory": 0.875, "issue": 0.6, "own_mxfp8": 0.8, "mxfp8": 0.8, "bf16": 0.8}
+    | {"latency_us": 0.7, "launch_us": 0.0},
+)
 
 
-def test_round_trips_count_waits_per_loop_round():
-    """Two loads and one use are one wait; the load of the outer loop is one each round."""
-    code = parse(NVIDIA)
-    assert code.round_trips({}) == 2
-    assert code.round_trips({OUTER: 5, INNER: 8}) == 1 + 5
+def _facts(**changed):
+    settings = {"num_warps": 8}
+    binary = Binary(
+        settings=settings,
+        registers=64,
+        shared_bytes=200_000,
+        mma=("tcgen05.mma.block_scale",),
+        text={"sass": NVIDIA},
+    )
+    values = {
+        "num_bytes": 7_000_000,
+        "flops": 2.0 * 1024**2 * 512,
+        "source": SOURCE + "    K = 512\n",
+        "numbers": (16, 1, 1),
+        "binary": binary,
+        "target": TARGETS["sm_100"],
+    }
+    return kernel_work.read(**values | changed)
 
 
 COPIES = """
@@ -142,58 +122,6 @@ def test_copies_into_shared_memory_wait_once_per_step(text, each_step, waits):
     tile = two.work.estimate(PLAIN).mma_us / 2
     between = alone.between * alone.work.mma_us / 2 / 0.8
     assert alone.work.estimate(PLAIN).mma_us == pytest.approx(2 * (tile + between + 4 * waits * 0.7))
-
-
-def test_loops_and_waits_of_amd_code_are_counted():
-    """The scalar unit issues beside the vector units."""
-    code = parse(AMD)
-    (loop,) = code.product_loops
-    assert code.issued({loop: 4}) == 1 + 4 + 1
-    assert code.barriers(loop) == 1
-    assert code.round_trips({loop: 4}) == 4, "in a loop that a load is in front of it may wait each round"
-
-
-@pytest.mark.parametrize("text", ["", "no code at all"])
-def test_empty_text_parses_to_no_instructions(text):
-    assert parse(text).instructions == ()
-
-
-SOURCE = """
-    'grid_type': 'FixedGrid'
-    BLOCK_M : tl.constexpr = 128
-    BLOCK_N : tl.constexpr = 256
-    BLOCK_K : tl.constexpr = 128
-    M = 1024
-    N = 1024
-"""
-
-
-PLAIN = Rates.for_target(TARGETS["sm_100"])
-PLAIN = dataclasses.replace(
-    PLAIN,
-    values={"memory": 0.875, "issue": 0.6, "own_mxfp8": 0.8, "mxfp8": 0.8, "bf16": 0.8}
-    | {"latency_us": 0.7, "launch_us": 0.0},
-)
-
-
-def _facts(**changed):
-    settings = {"num_warps": 8}
-    binary = Binary(
-        settings=settings,
-        registers=64,
-        shared_bytes=200_000,
-        mma=("tcgen05.mma.block_scale",),
-        text={"sass": NVIDIA},
-    )
-    values = {
-        "num_bytes": 7_000_000,
-        "flops": 2.0 * 1024**2 * 512,
-        "source": SOURCE + "    K = 512\n",
-        "numbers": (16, 1, 1),
-        "binary": binary,
-        "target": TARGETS["sm_100"],
-    }
-    return kernel_work.read(**values | changed)
 
 
 @pytest.mark.parametrize(("registers", "blocks"), [(40, 6), (41, 5), (255, 1)])
