@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,6 +104,12 @@ def text(tokenizer: Any, length: int) -> Tensor:
     return torch.cat([torch.full((count, 1), tokenizer.bos_token_id), windows], 1)
 
 
+def parted(windows: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the held-out windows, evenly spread, and the windows to train on."""
+    spread = torch.linspace(0, len(windows) - 1, HELD_OUT).long()
+    return windows[spread], windows[~torch.isin(torch.arange(len(windows)), spread)]
+
+
 def trained(way: str, tune: str, windows: Tensor, options: argparse.Namespace) -> Results:
     """Trains from the pretrained weights once for each seed."""
     torch._dynamo.reset()
@@ -112,8 +118,7 @@ def trained(way: str, tune: str, windows: Tensor, options: argparse.Namespace) -
     rules = [{"match": {"role": ROLES}, "use": use}] if use else []
     policy: Any = {"version": 1, "preset": preset, "rules": rules}
     call: Any = torch.compile(model) if way == BASELINE else mxcompile.compile(model, policy=policy)
-    spread = torch.linspace(0, len(windows) - 1, HELD_OUT).long()
-    held_out, rest = windows[spread], windows[~torch.isin(torch.arange(len(windows)), spread)]
+    held_out, rest = parted(windows)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     first = {name: p.detach().clone() for name, p in parameters.items()}
     results = Results(before=evaluated(call, held_out, options.batch))
@@ -170,10 +175,15 @@ def matrices_of(parameters: dict[str, nn.Parameter]) -> Iterator[tuple[str, nn.P
     return ((name, p) for name, p in parameters.items() if p.ndim == 2 and ".layers." in name)
 
 
+def with_error(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the mean of `values`, and its standard error."""
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+    return round(statistics.mean(values), 4), round(error, 4)
+
+
 def summary(results: Results, baseline: Results) -> dict[str, Any]:
     """Returns the figures of a row."""
     gaps = [loss - right for loss, right in zip(results.losses, baseline.losses, strict=True)]
-    error = statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else 0.0
     pairs = ((gradient, baseline.gradients[name]) for name, gradient in results.gradients.items())
     cosines = [
         float(F.cosine_similarity(measured.ravel().double(), right.ravel().double(), 0))
@@ -183,7 +193,7 @@ def summary(results: Results, baseline: Results) -> dict[str, Any]:
     return {
         "before": round(results.before, 4),
         "loss": [round(loss, 4) for loss in results.losses],
-        "over_fp32": (round(statistics.mean(gaps), 4), round(error, 4)),
+        "over_fp32": with_error(gaps),
         "cosine": round(statistics.mean(cosines), 4),
         "cosine_least": round(min(cosines), 4),
         "saved_mb": round(results.saved / 1e6, 1),

@@ -121,16 +121,17 @@ def gguf_values(kind: str, weight: Tensor) -> Tensor:
 
 def by_torchao(name: str, **options: Any) -> Callable[[nn.Module], nn.Module]:
     """Returns a function that applies torchao's `quantize_` to the layers of the blocks. name: config."""
+    return lambda model: quantized(model, torchao_config(name, **options))
 
-    def prepare(model: nn.Module) -> nn.Module:
-        from torchao.quantization import quantize_
 
-        served = sharing(model)
-        chosen = {id(layer) for _, layer in block_linears(served)}
-        quantize_(served, torchao_config(name, **options), filter_fn=lambda module, _: id(module) in chosen)
-        return served
+def quantized(model: nn.Module, config: Any) -> nn.Module:
+    """Returns a copy of `model` with torchao's `config` applied to the layers of the blocks."""
+    from torchao.quantization import quantize_
 
-    return prepare
+    served = sharing(model)
+    chosen = {id(layer) for _, layer in block_linears(served)}
+    quantize_(served, config, filter_fn=lambda module, _: id(module) in chosen)
+    return served
 
 
 def torchao_config(name: str, **options: Any) -> Any:
@@ -144,8 +145,7 @@ def torchao_config(name: str, **options: Any) -> Any:
         from torchao.quantization.quantize_.common import KernelPreference
 
         options["kernel_preference"] = KernelPreference.EMULATED
-        return mx.MXDynamicActivationMXWeightConfig(**options)
-    return getattr(ao, name)(**options)
+    return getattr(mx if hasattr(mx, name) else ao, name)(**options)
 
 
 def presets() -> Iterator[Way]:

@@ -306,6 +306,18 @@ def test_fine_tuning_of_a_pretrained_model():
     assert round(saved["saved_mb"] / fp32["saved_mb"], 2) == 0.67
 
 
+def test_quantization_aware_training_of_a_pretrained_model():
+    rows = newest("qat", "trained", "served", cpu="AMX BF16")
+    shown = table("docs/qat.md", "| served by, in |")
+    assert ("bf16", "mxcompile mxfp4") in rows
+    for (trained, served), row in rows.items():
+        if trained == served or "left_out" in row:
+            continue
+        library, _, precision = served.partition(" ")
+        aware = rows.get((served, served), {}).get("over_bf16", ())
+        same(shown[f"{library}, {precision.upper()}"], [row["before"], *row["over_bf16"], *aware])
+
+
 def test_a_sampled_step_on_a_gpu():
     row = json.loads((ROOT / "benchmarks/results/predicted_watch.jsonl").read_text().splitlines()[-1])
     page = (ROOT / "docs/watch.md").read_text(encoding="utf-8")
