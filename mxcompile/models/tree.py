@@ -3,6 +3,7 @@
     self.layers = nn.ModuleList(…)       layers.0     registered: the name from `named_modules`
     self.experts = [Expert(), Expert()]  experts.0    unregistered: in a list, dict, object or global
     hook = lambda m, args, y: side(y)    layers.0.side    in a variable of a hook of layers.0, or of a method
+    self.run = other.forward             run          the owner of a method
 
 The search is bounded: objects below more than a few containers have no path.
 """
@@ -155,7 +156,7 @@ def _attributes(module: nn.Module) -> Mapping[str, Any]:
     }
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     called = (hook if isinstance(hook, _FUNCTIONS) else type(hook).__call__.__get__(hook) for hook in hooks)
-    return attributes | {f"hook {index}": function for index, function in enumerate(called)}
+    return attributes | {f"hook{index}": function for index, function in enumerate(called)}
 
 
 def _scopes(root: nn.Module) -> Iterator[Mapping[str, Any]]:
@@ -169,15 +170,18 @@ def _scopes(root: nn.Module) -> Iterator[Mapping[str, Any]]:
 
 
 def _parts(
-    path: str, values: Iterable[tuple[Any, Any]], depth: int
+    path: str, values: Iterable[tuple[Any, Any]], depth: int, method: str = ""
 ) -> Iterator[tuple[str, nn.Module | Tensor]]:
-    """Yields (path, object) for the modules and tensors in `values` and in its containers."""
+    """Yields (path, object) for the modules and tensors in `values` and in its containers.
+
+    method: name of the function whose variables `values` are. Its owner has this name instead of ``self``.
+    """
     for key, item in values:
         value = item() if isinstance(item, weakref.ref) else item
         if isinstance(value, _FUNCTIONS):
-            yield from _parts(path, _variables(value), depth - 1) if depth else ()
+            yield from _parts(path, _variables(value), depth - 1, str(key) or method) if depth else ()
             continue
-        inside = joined(path, str(key))
+        inside = joined(path, method if method and key == "self" else str(key))
         if isinstance(value, nn.Module | Tensor):
             yield inside, value
         elif depth:
