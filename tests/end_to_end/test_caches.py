@@ -53,20 +53,25 @@ class Shared:
     def __init__(self, folder: Path) -> None:
         self.caches, self.policy = folder / "caches", folder / "policy.yaml"
 
-    def start(self) -> subprocess.Popen[str]:
-        """A process that compiles and trains a step with the policy in the file."""
+    def start(self, **variables: str) -> subprocess.Popen[str]:
+        """A process with `variables` that compiles and trains a step with the policy in the file."""
         return subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(self.policy)],
-            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(self.caches), "PYTHONPATH": PATHS},
+            env={
+                **os.environ,
+                "TORCHINDUCTOR_CACHE_DIR": str(self.caches),
+                "PYTHONPATH": PATHS,
+                **variables,
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
 
-    def run(self, policy: str) -> tuple[mxcompile.Report, dict[str, Any]]:
+    def run(self, policy: str, **variables: str) -> tuple[mxcompile.Report, dict[str, Any]]:
         """Report and results of one process with `policy` in the file."""
         self.policy.write_text(policy, encoding="utf-8")
-        return self.result(self.start())
+        return self.result(self.start(**variables))
 
     def result(self, process: subprocess.Popen[str]) -> tuple[mxcompile.Report, dict[str, Any]]:
         """Report and results of `process`."""
@@ -112,6 +117,31 @@ def test_a_changed_policy_file_changes_the_result(shared: tuple[Shared, Any, Any
     assert precisions(changed) == {("0", "bf16"), ("2", "mxfp8")}
     assert changed.summary.cache == "miss"
     assert other["sum"] != computed["sum"]
+
+
+VARIABLES = {
+    "ATEN_CPU_CAPABILITY": "default",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "TORCHINDUCTOR_MAX_AUTOTUNE_GEMM": "1",
+}
+"""Environment variables that change the code of a graph, or its report."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIABLES)
+def test_a_changed_environment_variable_gives_a_first_compile(
+    name: str, shared: tuple[Shared, Any, Any], tmp_path: Path
+):
+    """The cache is warm from a process without the variable."""
+    warm, _, _ = shared
+    variable = {name: VARIABLES[name]}
+    report, computed = warm.run(ALL, **variable)
+    cold = Shared(tmp_path)
+    cold.policy = warm.policy  # reports name the file
+    first, expected = cold.run(ALL, **variable)
+    assert (report.summary.cache, first.summary.cache) == ("miss", "miss")
+    assert lasting(report) == lasting(first)
+    assert computed == expected
 
 
 @pytest.mark.slow

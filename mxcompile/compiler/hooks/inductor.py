@@ -54,7 +54,9 @@ def sources_hash() -> str:
 
 def settings() -> str:
     """Returns the configuration of Inductor and AOTAutograd as text that is equal in all processes."""
-    return repr([sorted(module.save_config_portable().items()) for module in (config, functorch_config)])
+    vectors = torch.backends.cpu.get_cpu_capability()  # Inductor generates code for it, its key lacks it
+    modules = (config, functorch_config)
+    return repr([vectors, *(sorted(module.save_config_portable().items()) for module in modules)])
 
 
 def with_needed(requested: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
