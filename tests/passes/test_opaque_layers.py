@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -315,6 +316,21 @@ def test_kernel_of_the_backward_that_multiplies_by_a_weight_is_recorded(name: st
     HELD["w"] = model.up.weight.detach()
     with pytest.raises(UnsupportedError, match="dgrad: opaque operator mx_opaque_kernels"):
         loss.sum().backward()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_kernel_of_a_backward_under_compiled_autograd_is_recorded_or_raises(strict: bool) -> None:
+    model, backend = Calling("padded"), EagerBackend(policy=ALL, strict=strict)
+    HELD["w"] = model.up.weight.detach()
+    loss = torch.compile(model, backend=backend, fullgraph=True)(torch.randn(ROWS, WIDTH)).sum()
+    raising = pytest.raises(UnsupportedError, match="up dgrad: opaque operator mx_opaque_kernels")
+    with (
+        torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend)),
+        raising if strict else nullcontext(),
+    ):
+        loss.backward()
+    (report,) = mxcompile.reports()
+    assert [(g.gemm, g.precision) for g in report.gemms if g.name == "up"] == [("dgrad", "bf16")]
 
 
 @pytest.mark.skipif(

@@ -34,19 +34,23 @@ def hidden_products(compilation: Compilation, gm: fx.GraphModule) -> HiddenProdu
     """Returns the search for hidden products, or None if `gm` calls no operator of another library."""
     graphs = (module.graph for module in gm.modules() if isinstance(module, fx.GraphModule))
     calls = any(is_of_other_library(node.target) for graph in graphs for node in graph.nodes)
-    return HiddenProducts(compilation) if calls and not compilation.capture.backward else None
+    first = Gemm.DGRAD if compilation.capture.backward else Gemm.FPROP
+    return HiddenProducts(compilation.owner, first) if calls else None
 
 
 class HiddenProducts(TorchDispatchMode):
-    """Records the products inside operators for which the passes wrote no record."""
+    """Records the products inside operators for which the passes wrote no record.
+
+    first: kind of the products of the first call.
+    """
 
     supports_higher_order_operators = True
 
-    def __init__(self, compilation: Compilation) -> None:
+    def __init__(self, compilation: Compilation, first: Gemm) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._compilation = compilation
         self._operator: Any = None
-        self._gemm = Gemm.FPROP
+        self._gemm = first
         self._derived: set[int] = set()
         self._paths: dict[int, str] = {}
         self._alive: list[Any] = []  # freed memory would get the same identity again
@@ -125,11 +129,11 @@ class HiddenProducts(TorchDispatchMode):
         self._records.append(record)
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """Returns the result of `call`, a forward. The products of it and of its backward are recorded.
+        """Returns the result of `call`, the first call. The products of it and of its backward are recorded.
 
         Raises `UnsupportedError` in strict mode if the policy quantizes one of them.
         """
-        result = self._search(call, Gemm.FPROP)
+        result = self._search(call, self._gemm)
         nodes: list[Any] = [value.grad_fn for value in _tensors(result) if value.grad_fn is not None]
         nodes += [node for view in nodes for node, _ in view.next_functions]
         function = next((node._forward_cls for node in nodes if hasattr(node, "_forward_cls")), None)

@@ -9,7 +9,7 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import fx
 from torch._inductor import config, list_mode_options
@@ -105,6 +105,12 @@ class Compilation:
         if missing:
             self.name_kernels(missing)
             self._update(cache=self.part.cache if self.lowered else "hit")
+
+    @property
+    def owner(self) -> Compilation:
+        """The compilation that has the report. Compiled autograd's belongs to the forward of its backward."""
+        owners = (product.marked.owner for product in self._products if product.marked is not None)
+        return cast(Compilation, next(owners, self))
 
     def measuring(self, watch: Watch) -> Compilation:
         """Returns a compilation of the same graph that measures the statistics of `watch`."""

@@ -85,7 +85,7 @@ class _Attempt:
     def from_code(cls, code: CodeType, frame_id: int, module: nn.Module | None, limit: str) -> _Attempt:
         """Returns the current attempt. module: the model, if the user has named it."""
         frame = Frame.from_stack()
-        root = frame.root(module)
+        root = None if frame.backward else frame.root(module)  # compiled autograd's graph is not a model
         if root is not None:
             session_of(root).rename(frame.name_of(root))
         return cls(
