@@ -8,6 +8,7 @@ graph. One of several equal layers may stand for the others (see `plan.repeats`)
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -54,7 +55,8 @@ class Rehearsal(Generic[Mode]):
         self.mode = mode
         self.model = copied(model, mode)
         self.repeats = leave_out(self.model, options.policy)
-        self.model.train(training)
+        with contextlib.suppress(NotImplementedError):  # an exported program has one mode
+            self.model.train(training)
         self.options = options
         self.target = TARGETS.get(options.target, Target(name=options.target, device="cpu"))
         self.training = training

@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mxcompile.errors import ModelError, OptionError, nearest, shown
@@ -57,9 +58,11 @@ def keywords(caller: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_module(caller: str, model: object) -> None:
-    """Raises `ModelError` unless `model` is an `nn.Module`."""
+    """Raises `ModelError` unless `model` is an `nn.Module` of Python code."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"{caller} takes a torch.nn.Module, found {type(model).__name__}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ModelError(f"{caller} takes a module of Python code, found a scripted one: pass its original")
 
 
 def _unknown(caller: str, model: nn.Module, name: str, words: Sequence[str]) -> str:

@@ -51,9 +51,7 @@ def fake_copy(
     """
     model = user_model(model)
     modules, fake = [m for m in model.modules() if unwrapped(m) is m], fake or Faker(mode)
-    memo: dict[int, Any] = {
-        id(module): plain_class(module).__new__(plain_class(module)) for module in modules
-    }
+    memo: dict[int, Any] = {id(module): object.__new__(plain_class(module)) for module in modules}
     memo |= {id(module): memo[id(unwrapped(module))] for module in model.modules()}
     for module in modules:
         for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):

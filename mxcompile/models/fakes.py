@@ -55,13 +55,15 @@ class Faker:
             with self._mode:
                 stored = tensor.with_parts(self._empty)
             return nn.Parameter(stored, requires_grad=False) if isinstance(tensor, nn.Parameter) else stored
-        if tensor.layout is not torch.strided:
+        if tensor.is_quantized:
+            raise ModelError(f"cannot trace a tensor of dtype {tensor.dtype}: give its dequantized values")
+        if tensor.is_nested or tensor.layout is not torch.strided:
             try:
                 return self._mode.from_tensor(tensor, static_shapes=True)
             except Exception as error:
+                kind = f"{'nested ' * tensor.is_nested}tensor of layout {tensor.layout}"
                 raise ModelError(
-                    f"cannot trace a tensor of layout {tensor.layout}: give a strided one, such as a padded"
-                    f" batch ({type(error).__name__}: {error})"
+                    f"cannot trace a {kind}: give a plain one, such as a padded batch"
                 ) from error
         with self._mode:
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")

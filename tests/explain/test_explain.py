@@ -251,9 +251,3 @@ def test_a_model_that_recasts_a_module_of_its_own_in_forward():
     report = mxcompile.explain(model, TOKENS)
     assert {gemm.name for gemm in report.gemms} >= {"layers.0.up", "layers.1.up"}
     assert {name: value.dtype for name, value in model.state_dict().items()} == before
-
-
-def test_jagged_input_raises_error_that_suggests_strided():
-    jagged = torch.nested.nested_tensor([torch.randn(rows, 40) for rows in (5, 9)], layout=torch.jagged)
-    with pytest.raises(ModelError, match=r"layout torch\.jagged: give a strided one"):
-        mxcompile.explain(nn.Linear(40, 8), jagged)
