@@ -30,8 +30,8 @@ def example_inputs(model: nn.Module) -> dict[str, Any]:
         if size is not None:
             return {"x": torch.randn(1, *size, dtype=_floats(model))}
     raise ModelError(
-        f"cannot trace {type(model).__name__} without inputs: pass args=(…) or kwargs={{…}}; values do not"
-        " matter"
+        f"cannot trace {type(model).__name__} without inputs: pass args=(…) or kwargs={{…}}, which a factory"
+        " returns; values do not matter"
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mxcompile.analysis.study.interpreter import Run
 from mxcompile.analysis.study.output_sensitivity import Sensitivity
-from mxcompile.analysis.study.session import Outcome, Session
+from mxcompile.analysis.study.session import MAKE_A_LOSS, Outcome, Session
 from mxcompile.analysis.study.sites import CastSite, ProductSite
 from mxcompile.analysis.study.stats import PIECE, CastStats, ProductStats, Sums
 from mxcompile.formats import precisions
@@ -152,8 +152,7 @@ def _notes(session: Session, outcome: Outcome) -> tuple[str, ...]:
         notes.append(f"{session.options.policy.label} quantizes no GEMM of this model")
     if outcome.loss is None:
         notes.append(
-            "gradients were not audited: the model returned no loss; let it return a scalar or an output with"
-            " .loss (most models do with labels), or pass loss_fn"
+            f"gradients were not audited: the model returned no loss (most do with labels); {MAKE_A_LOSS}"
         )
     elif outcome.gradients is None:
         notes.append(

@@ -15,7 +15,7 @@ from mxcompile.analysis.blame.plan import RunPlan
 from mxcompile.analysis.blame.search import Search
 from mxcompile.analysis.blame.trials import BlameTrials
 from mxcompile.analysis.study.interpreter import Key
-from mxcompile.analysis.study.session import LossFunction, Session, Study
+from mxcompile.analysis.study.session import MAKE_A_LOSS, LossFunction, Session, Study
 from mxcompile.errors import ModelError, OptionError, not_allowed
 from mxcompile.models.arguments import ModelInput, keywords
 from mxcompile.policy import Policy
@@ -148,9 +148,8 @@ def _measure(effect: Effect, of: str | None) -> str:
     if of not in present:
         wanted = {
             "output": "a floating-point tensor as its main output",
-            "loss": "a loss: let the model return a scalar or an output with .loss, or pass loss_fn",
-            "gradients": "a loss that needs gradients: let the model return a scalar or an output with .loss,"
-            " or pass loss_fn",
+            "loss": f"a loss: {MAKE_A_LOSS}",
+            "gradients": f"a loss that needs gradients: {MAKE_A_LOSS}",
         }
         has = f"this run has {' and '.join(present)}" if present else "this run has nothing to measure"
         raise ModelError(f"blame of {of!r} needs {wanted[of]}; {has}")

@@ -38,6 +38,8 @@ from mxcompile.report.data.record import flop_share
 from mxcompile.rules import layers_of
 
 LossFunction = Callable[[Any], Tensor]
+MAKE_A_LOSS = "let the model return a scalar or an output with .loss; in Python, loss_fn can make one"
+"""Advice for a model without a loss."""
 Keys = frozenset[Key]
 """Some GEMMs of a model."""
 

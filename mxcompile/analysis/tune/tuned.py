@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from mxcompile.analysis.audit import Audit
 from mxcompile.analysis.audit.text import decibels
 from mxcompile.analysis.study.policy_file import MeasuredPolicy
+from mxcompile.analysis.study.session import MAKE_A_LOSS
 from mxcompile.errors import ModelError, OptionError, shown
 from mxcompile.report import Numerics
 from mxcompile.report.forms.tables import Table
@@ -48,10 +49,7 @@ class Bounds:
     def check_loss(self, reference: float | None) -> None:
         """Raises `ModelError` if the loss is bounded and `reference`, the loss of the model, is None."""
         if self.max_loss_gap is not None and reference is None:
-            raise ModelError(
-                "`max_loss_gap` needs a loss: let the model return a scalar or an output with .loss;"
-                " in Python, loss_fn can make one"
-            )
+            raise ModelError(f"`max_loss_gap` needs a loss: {MAKE_A_LOSS}")
 
     def allow(self, numerics: Numerics) -> bool:
         """Whether all measured errors are within the bounds."""
