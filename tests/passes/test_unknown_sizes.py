@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from helpers.eager import reference_linears
 from helpers.eager_backend import EagerBackend
 from torch import Tensor, nn
 
@@ -113,3 +115,59 @@ def test_limit_of_an_unknown_size(limit: str, kept: bool) -> None:
     layer = Layer(name="a", role=Role.FFN_IN, module="Linear", m=None, n=64, k=64)
     match = Match(name=("*",), **{limit: 64})
     assert (match.missed(layer) is None) == kept
+
+
+def counted(mask: Tensor, rows: int) -> int:
+    """The number of true values, of which Dynamo knows no more than that it is a number of rows."""
+    count = int(mask.sum().item())
+    torch._check(count >= 0)
+    torch._check(count <= rows)
+    return count
+
+
+PICKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mask": lambda h, mask: h[mask],
+    "slice": lambda h, mask: h[: counted(mask, len(h))],
+    "split": lambda h, mask: h.split([(n := counted(mask, len(h))), len(h) - n])[0],
+    "repeats": lambda h, mask: torch.repeat_interleave(h, mask.long(), dim=0),
+    "unique": lambda h, mask: h[torch.unique(mask.long())],
+    "stack": lambda h, mask: h[mask][None],
+}
+"""By name, how rows are picked by the values of a mask."""
+
+
+class Picked(nn.Module):
+    """Two layers for the rows that `pick` takes of the result of a layer for all."""
+
+    def __init__(self, pick: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.every, self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDE), nn.Linear(WIDE, 32)
+        self.pick = pick
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y: Tensor = self.down(self.up(self.pick(self.every(x), mask)).relu())
+        return y
+
+
+@pytest.mark.parametrize("way", PICKS)
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True)
+def test_rows_picked_in_any_way_are_unknown_and_quantized(way: str) -> None:
+    policy = {"version": 1, "rules": [{"match": {"name": "*", "min_m": 64}, "use": "mxfp8"}]}
+    model, x, mask = Picked(PICKS[way]), torch.randn(100, WIDTH), torch.rand(100) > 0.5
+    backend = EagerBackend(policy=policy, strict=True)
+    results = torch.compile(model, backend=backend, fullgraph=True)(x, mask)
+    results.square().sum().backward()
+    gradients = [p.grad for p in model.parameters()]
+    (report,) = mxcompile.reports()
+    assert {(g.name, g.precision) for g in report.gemms} == {
+        (name, "mxfp8") for name in ("every", "up", "down")
+    }
+    rows = {g.name: g.m for g in report.gemms if g.gemm == "fprop"}
+    assert rows == {"every": 100, "up": None, "down": None}
+    model.zero_grad()
+    with reference_linears(model, report):
+        expected = model(x, mask)
+        expected.square().sum().backward()
+    torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-4)
+    for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-3)
