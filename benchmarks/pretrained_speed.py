@@ -3,8 +3,8 @@
 Every way has its own process, so that start-up time and memory are separate; each peak includes Python and
 torch. The processes take turns, with equal numbers of threads. Prefill ends with the first token. Decoding is
 greedy, for one sequence, by Hugging Face's `generate` with a static cache. llama.cpp comes from the package
-`xllamacpp`. It reads a GGUF file in Q8_0, and ways with stored weights read a checkpoint; the first start
-writes these files from the same weights. `pretrained_models.py` lists the required packages.
+`xllamacpp`. It reads a GGUF file in Q8_0, and the other ways read a checkpoint. The first start writes these
+files from the same weights. `pretrained_models.py` lists the required packages.
 
 Usage: python benchmarks/pretrained_speed.py [--ways NAME …] [--repeats 5] [--threads 2] [--dry]
 """
@@ -174,7 +174,8 @@ def by_torch(
     """Returns a loader: it loads the model in `dtype`, applies `prepare`, and compiles forward.
 
     cached: the precision of stored keys and values, "" if they stay in `dtype`. file: name of a checkpoint of
-    the prepared weights, which is loaded instead, and written if it does not exist.
+    the prepared weights, which is loaded; without one, a checkpoint in `dtype` is loaded and prepared. Either
+    is written if it does not exist.
     """
 
     def load(threads: int) -> tuple[Generate, int]:
@@ -215,20 +216,26 @@ def by_torch(
 def _model(dtype: str, prepare: Callable[[Any], object], file: str) -> Any:
     """Returns the model of `by_torch`, not compiled."""
     import torch
+    from transformers import AutoModelForCausalLM
 
     import mxcompile
 
-    folder = models.CACHE / f"gemma-3-270m-{dtype}-{file}"
-    if not (file and folder.exists()):
+    folder = models.CACHE / f"gemma-3-270m-{dtype}-{file or 'plain'}"
+    if not folder.exists():
         model, _ = models.gemma()
         model = model.to(getattr(torch, dtype))
-        prepare(model)
-        if not file:
-            return model
         with tempfile.TemporaryDirectory(dir=models.CACHE) as partial:
-            mxcompile.save_quantized(model, Path(partial) / "model")
+            if file:
+                prepare(model)
+                mxcompile.save_quantized(model, Path(partial) / "model")
+            else:
+                model.save_pretrained(Path(partial) / "model")
             (Path(partial) / "model").rename(folder)
-    return mxcompile.load_quantized(folder).eval().requires_grad_(False)
+    if file:
+        return mxcompile.load_quantized(folder).requires_grad_(False)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    prepare(model)
+    return model.eval().requires_grad_(False)
 
 
 def _weight_bytes(model: Any) -> int:

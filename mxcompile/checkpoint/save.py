@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mxcompile.checkpoint.files import INDEX, Checkpoint
@@ -150,6 +151,8 @@ def _write_configs(
         return
     raw: dict[str, Any] = json.loads(config.to_json_string(use_diff=True))
     raw["architectures"] = [type(model).__name__]
+    if isinstance(dtype := getattr(model, "dtype", None), torch.dtype):  # `to` does not change the config's
+        raw["dtype"] = str(dtype).removeprefix("torch.")
     raw.pop("quantization_config", None)
     if raw.get("tie_word_embeddings", True) and _are_apart(model):
         raw["tie_word_embeddings"] = False

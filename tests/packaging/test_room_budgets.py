@@ -28,7 +28,7 @@ BUDGETS = {
     "mxcompile/analysis/explain": 975,
     "mxcompile/analysis/study": 1_249,
     "mxcompile/analysis/tune": 565,
-    "mxcompile/checkpoint": 2_304,
+    "mxcompile/checkpoint": 2_307,
     "mxcompile/cli": 1_583,
     "mxcompile/compiler": 677,
     "mxcompile/compiler/calls": 686,

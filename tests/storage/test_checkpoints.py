@@ -389,6 +389,16 @@ def test_model_or_folder_without_quantized_weights_is_refused(tmp_path, whole):
         mxcompile.load_quantized(tmp_path / "plain", *([] if whole else [model]))
 
 
+@pytest.mark.parametrize("make", [llama, llava])
+def test_model_cast_after_it_was_made_is_loaded_in_its_new_dtype(tmp_path, make):
+    """The config still has the dtype from before the cast, and `save_pretrained` corrects it too."""
+    model = store_blocks(make().to(torch.float32))
+    mxcompile.save_quantized(model, tmp_path / "out")
+    loaded = mxcompile.load_quantized(tmp_path / "out")
+    assert same(model, loaded)
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_values_are_of_the_dtype_that_the_rest_of_the_checkpoint_has(tmp_path, dtype):
     """Where config.json does not say."""
