@@ -4,7 +4,8 @@ Every way has its own process, so that start-up time and memory are separate; ea
 torch. The processes take turns, with equal numbers of threads. Prefill ends with the first token. Decoding is
 greedy, for one sequence, by Hugging Face's `generate` with a static cache. llama.cpp comes from the package
 `xllamacpp`. It reads a GGUF file in Q8_0, and the other ways read a checkpoint. The first start writes these
-files from the same weights. `pretrained_models.py` lists the required packages.
+files from the same weights, and compiles the package (`save_package`). `pretrained_models.py` lists the
+required packages.
 
 Usage: python benchmarks/pretrained_speed.py [--ways NAME …] [--repeats 5] [--threads 2] [--dry]
 """
@@ -238,6 +239,26 @@ def _model(dtype: str, prepare: Callable[[Any], object], file: str) -> Any:
     return model.eval().requires_grad_(False)
 
 
+def by_package(threads: int) -> tuple[Generate, int]:
+    """Loads a model that was compiled ahead of time; the first start compiles it from the checkpoint."""
+    import torch
+
+    import mxcompile
+
+    torch.set_num_threads(threads)
+    folder = models.CACHE / f"gemma-3-270m-package-{threads}-threads"
+    if not folder.exists():
+        model = _model("bfloat16", _stored("mxint8"), "mxint8-head")
+        mxcompile.save_package(model, folder, max_cache_len=ROOM)
+    package = mxcompile.load_package(folder)
+    text = models.windows(models.gemma_tokenizer(), 1, max(PROMPTS))
+
+    def generate(prompt: int, count: int) -> object:
+        return package.generate(text[:, :prompt], count)
+
+    return generate, (folder / "model.safetensors").stat().st_size
+
+
 def _weight_bytes(model: Any) -> int:
     """Returns the bytes of all parameters as stored."""
     from mxcompile.storage import MXTensor
@@ -348,6 +369,7 @@ WAYS: dict[str, Callable[[int], tuple[Generate, int]]] = {
     "bf16 inductor": by_torch("bfloat16"),
     **by_storing("mxfp8"),
     **by_storing("mxint8"),
+    "bf16, mxint8 stored, head too, package": by_package,
     "torchao int8": by_torch(prepare=_int8),
     LLAMA_CPP: by_llama_cpp,
 }

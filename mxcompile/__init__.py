@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from mxcompile.analysis.tune import tune as tune
     from mxcompile.checkpoint import ExportedWeights as ExportedWeights
     from mxcompile.checkpoint import export_weights as export_weights
+    from mxcompile.checkpoint import load_package as load_package
     from mxcompile.checkpoint import load_quantized as load_quantized
+    from mxcompile.checkpoint import save_package as save_package
     from mxcompile.checkpoint import save_quantized as save_quantized
     from mxcompile.compiler.backend import Backend as Backend
     from mxcompile.compiler.calls.delayed_scales import reduce_histories as reduce_histories
@@ -76,6 +78,7 @@ _HOME = {
     "Watch": "mxcompile.watch",
     "export_weights": "mxcompile.checkpoint",
     "gather_reports": "mxcompile.report",
+    "load_package": "mxcompile.checkpoint",
     "load_quantized": "mxcompile.checkpoint",
     "QuantizedGathers": "mxcompile.distributed",
     "quantize": "mxcompile.storage",
@@ -83,6 +86,7 @@ _HOME = {
     "quantize_weights_": "mxcompile.serving",
     "reduce_histories": "mxcompile.compiler.calls.delayed_scales",
     "reports": "mxcompile.report",
+    "save_package": "mxcompile.checkpoint",
     "save_quantized": "mxcompile.checkpoint",
     "static_cache": "mxcompile.serving",
     "sweep_meshes": "mxcompile.analysis.explain.rank",

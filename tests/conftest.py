@@ -43,6 +43,7 @@ def pytest_addoption(parser):
         default=0,
         help="run so many cases of each slow test, spread evenly (0: all)",
     )
+    parser.addoption("--slow-every", type=int, default=1, help="run every so many of the slow tests")
     parser.addoption(
         "--shuffle", type=int, metavar="SEED", help="run the files, and the tests of each, in a random order"
     )
@@ -55,17 +56,16 @@ def pytest_collection_modifyitems(config, items):
         files = [[*group] for _, group in itertools.groupby(items, lambda item: item.path)]
         draw.shuffle(files)
         items[:] = [item for group in files for item in draw.sample(group, len(group))]
-    most = config.getoption("--slow-cases")
-    if not most:
-        return
+    most, every = config.getoption("--slow-cases"), config.getoption("--slow-every")
     cases = {}
     for item in items:
         if item.get_closest_marker("slow"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out = set()
-    for group in cases.values():
-        chosen = {len(group) * index // most for index in range(most)}
-        left_out |= {item for index, item in enumerate(group) if index not in chosen and len(group) > most}
+    for number, group in enumerate(cases.values()):
+        runs = min(most, len(group)) or len(group) if number % every == 0 else 0
+        chosen = {len(group) * index // runs for index in range(runs)}
+        left_out |= {item for index, item in enumerate(group) if index not in chosen}
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
 

@@ -1,0 +1,282 @@
+"""`save_package`, `load_package`: models compiled ahead of time, which generate text without Python code.
+
+    prompt.pt2, token.pt2   AOTInductor's programs for prompts and for one token
+    model.safetensors       the tensors of both, stored weights as codes and scales
+    package.json            shared tensors, shapes of keys and values, and where the programs run
+
+A server that compiles the model traces its Python code in every start. This one reads files.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mxcompile.checkpoint.files import line_of, read_json
+from mxcompile.checkpoint.publish import new_directory, write_json, write_tensors
+from mxcompile.errors import CheckpointError, ModelError, OptionError
+from mxcompile.lowering.cpu.features import features
+from mxcompile.models.wrappers import user_model
+from mxcompile.serving import aoti_configs
+
+PROGRAMS = ("prompt", "token")
+_WEIGHTS, _ABOUT = "model.safetensors", "package.json"
+_TRACED_TOKENS = 64
+"""Length of the prompt that is traced: as many rows as take the kernels for many rows, not those for few."""
+
+
+def save_package(
+    model: nn.Module, directory: str | Path, *, max_cache_len: int, batch_size: int = 1, target: str = "auto"
+) -> None:
+    """Compiles a Hugging Face language model for generation, and writes it to a directory.
+
+    Weights are stored as the model has them, so call `quantize_weights_` before. Keys and values have the
+    model's dtype. The directory appears completely or not at all. The model does not change.
+
+    Args:
+        model: The model.
+        directory: The directory, which must not exist.
+        max_cache_len: Number of tokens of a sequence, prompt included. Layers with a sliding window keep as
+            many, and read the window.
+        batch_size: Number of sequences.
+        target: As for ``torch.compile``.
+
+    Raises:
+        CheckpointError: The directory exists or cannot be written.
+        ModelError: The model has no static cache, or ``torch.export`` cannot trace it.
+        OptionError: transformers 5.24 or later is missing, or a size is not positive.
+        TargetError: The target is unknown.
+
+    Examples:
+        >>> mxcompile.quantize_weights_(model, "mxint8")
+        >>> mxcompile.save_package(model, "served", max_cache_len=4096)
+    """
+    for name, size, least in (("max_cache_len", max_cache_len, 2), ("batch_size", batch_size, 1)):
+        if size < least:
+            raise OptionError(f"{name} must be at least {least}, found {size}")
+    path = Path(directory).absolute()
+    if path.exists():
+        raise CheckpointError(f"{path}: exists already: name another directory")
+    step = _Step(user_model(model), batch_size, max_cache_len)
+    names = {
+        **dict(step.named_parameters(remove_duplicate=False)),
+        **dict(step.named_buffers(remove_duplicate=False)),
+    }
+    with new_directory(path) as partial:
+        tensors: dict[str, Tensor] = {}
+        for name, tokens in zip(PROGRAMS, (min(_TRACED_TOKENS, max_cache_len), 1), strict=True):
+            program = _exported(step, torch.ones(batch_size, tokens, dtype=torch.int64), max_cache_len)
+            file = str(partial / f"{name}.pt2")
+            configs = {**aoti_configs(target), "aot_inductor.package_constants_in_so": False}
+            torch._inductor.aoti_compile_and_package(program, package_path=file, inductor_configs=configs)
+            named = {**names, **program.constants}
+            for constant in _loaded(partial, name).get_constant_fqns():
+                tensors[constant] = _constant(constant, named).detach()
+        caches = {name: list(tensor.shape) for name, tensor in tensors.items() if name in step.caches}
+        first = {_place(tensor): name for name, tensor in reversed(tensors.items()) if name not in caches}
+        stored = {name: tensors[name].contiguous().cpu() for name in sorted(first.values())}
+        write_tensors(partial / _WEIGHTS, stored, stored.items(), {})
+        shared = {name: first[_place(t)] for name, t in tensors.items() if name not in (*caches, *stored)}
+        about = {
+            "max_cache_len": max_cache_len, "batch_size": batch_size, "caches": caches, "shared": shared,
+            "dtype": str(step.dtype).removeprefix("torch."), "device": step.device.type, **_machine(),
+        }  # fmt: skip
+        write_json(partial / _ABOUT, about)
+
+
+def load_package(directory: str | Path) -> PackagedModel:
+    """Returns the model of a directory that `save_package` wrote.
+
+    Its machine code runs in this process, so load only packages that you trust.
+
+    Raises:
+        CheckpointError: The directory is no package, is damaged, or was compiled for another CPU or torch.
+
+    Examples:
+        >>> model = mxcompile.load_package("served")
+        >>> tokens = model.generate(prompt, max_new_tokens=64)
+    """
+    return PackagedModel(Path(directory))
+
+
+class PackagedModel:
+    """A model that was compiled ahead of time. It has one cache, so it generates one batch at a time.
+
+    Attributes:
+        batch_size: Number of sequences.
+        max_cache_len: Number of tokens of a sequence, prompt included.
+    """
+
+    batch_size: int
+    max_cache_len: int
+
+    def __init__(self, directory: Path) -> None:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        about = read_json(directory / _ABOUT)
+        compiled_for = {key: about.get(key) for key in _machine()}
+        if compiled_for != _machine():
+            raise CheckpointError(
+                f"{directory}: compiled for {compiled_for}, and this process has {_machine()}: save_package"
+                " compiles it here"
+            )
+        try:
+            self.batch_size, self.max_cache_len = about["batch_size"], about["max_cache_len"]
+            self._device, dtype = torch.device(about["device"]), getattr(torch, about["dtype"])
+            tensors = load_file(directory / _WEIGHTS, device=about["device"])
+            tensors |= {name: tensors[first] for name, first in about["shared"].items()}
+            for name, shape in about["caches"].items():
+                tensors[name] = torch.zeros(shape, dtype=dtype, device=self._device)
+            self._programs = {name: _loaded(directory, name) for name in PROGRAMS}
+            for program in self._programs.values():
+                constants = {name: tensors[name] for name in program.get_constant_fqns()}
+                program.load_constants(constants, check_full_update=True, user_managed=True)
+        except (KeyError, AttributeError, OSError, RuntimeError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{directory}: a damaged package ({type(error).__name__}: {line_of(error)}):"
+                " save_package writes it again"
+            ) from error
+        self._tensors = tensors  # the programs read their memory
+
+    @torch.no_grad()
+    def __call__(self, input_ids: Tensor, position: int = 0) -> Tensor:
+        """Returns the logits after the last token, [batch_size, vocabulary].
+
+        Args:
+            input_ids: Tokens, int64 [batch_size, tokens].
+            position: Position of the first of them. Keys and values of earlier positions come from earlier
+                calls.
+
+        Raises:
+            OptionError: The shape is another, or the tokens exceed `max_cache_len`.
+        """
+        tokens = input_ids.shape[-1]
+        if input_ids.shape != (self.batch_size, tokens) or input_ids.dtype != torch.int64 or not tokens:
+            raise OptionError(
+                f"input_ids must be int64 of shape ({self.batch_size}, tokens), found {input_ids.dtype} of"
+                f" shape {tuple(input_ids.shape)}"
+            )
+        if position < 0 or position + tokens > self.max_cache_len:
+            raise OptionError(
+                f"{tokens} tokens from position {position} must lie within max_cache_len={self.max_cache_len}"
+            )
+        program = self._programs["token" if tokens == 1 else "prompt"]
+        logits: Tensor = program(input_ids.to(self._device), torch.tensor(position, device=self._device))
+        return logits
+
+    def generate(self, input_ids: Tensor, max_new_tokens: int, *, eos_token_id: int | None = None) -> Tensor:
+        """Returns the prompt and the most probable next tokens.
+
+        Args:
+            input_ids: The prompt, int64 [batch_size, tokens].
+            max_new_tokens: Number of tokens to generate.
+            eos_token_id: The token that ends a sequence, and fills it up to the length of the longest.
+
+        Returns:
+            Tokens, int64 [batch_size, tokens and generated tokens].
+
+        Raises:
+            OptionError: As for a call.
+        """
+        tokens, new, ended = [input_ids], input_ids, torch.zeros(len(input_ids), 1, dtype=torch.bool)
+        for _ in range(max_new_tokens):
+            position = sum(part.shape[1] for part in tokens) - new.shape[1]
+            new = self(new, position).argmax(-1, keepdim=True).to(input_ids.device)
+            if eos_token_id is not None:
+                new = new.masked_fill(ended, eos_token_id)
+                ended |= new.cpu() == eos_token_id
+            tokens.append(new)
+            if ended.all():
+                break
+        return torch.cat(tokens, 1)
+
+
+class _Step(nn.Module):
+    """A model with its cache as buffers: tokens and their position to the last token's logits."""
+
+    def __init__(self, model: Any, batch_size: int, max_cache_len: int) -> None:
+        try:
+            from transformers import StaticCache
+            from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+            from transformers.configuration_utils import get_head_shapes
+        except ImportError as error:
+            raise OptionError(
+                f"a package needs transformers 5.24 or later: pip install 'mxcompile[checkpoints]' ({error})"
+            ) from None
+        super().__init__()
+        if not hasattr(model, "generation_config"):
+            raise ModelError(
+                f"a package is of a Hugging Face model that generates, found {type(model).__name__}"
+            )
+        self.model, self.dtype, self.device = model, model.dtype, model.device
+        config = model.config.get_text_config(decoder=True)
+        self.cache = StaticCache(config=config, max_cache_len=max_cache_len)
+        for index, layer in enumerate(self.cache.layers):
+            if type(layer) not in (StaticLayer, StaticSlidingWindowLayer):
+                raise ModelError(
+                    f"layer {index} has a {type(layer).__name__}, and a package needs keys and values alone"
+                )
+            # a window's layer branches by the position, so it keeps all tokens and the mask cuts the window
+            self.cache.layers[index] = StaticLayer(max_cache_len)
+        self.cache.early_initialization(batch_size, *get_head_shapes(config), model.dtype, model.device)
+        for index, layer in enumerate(self.cache.layers):
+            self.register_buffer(f"keys_{index}", layer.keys, persistent=False)
+            self.register_buffer(f"values_{index}", layer.values, persistent=False)
+        self.caches = {name for name, _ in self.named_buffers(recurse=False)}
+
+    def forward(self, input_ids: Tensor, position: Tensor) -> Tensor:
+        for index, layer in enumerate(self.cache.layers):
+            layer.keys, layer.values = getattr(self, f"keys_{index}"), getattr(self, f"values_{index}")
+            layer.cumulative_length = position.clone()
+        output = self.model(input_ids=input_ids, cache=self.cache, use_cache=True, logits_to_keep=1)
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+
+def _exported(step: _Step, input_ids: Tensor, max_cache_len: int) -> torch.export.ExportedProgram:
+    """Traces `step`, for any number of tokens if `input_ids` has several. Raises `ModelError`."""
+    lengths = {1: torch.export.Dim("tokens", min=2, max=max_cache_len)}
+    shapes = {"input_ids": lengths, "position": None} if input_ids.shape[1] > 1 else None
+    inputs = input_ids.to(step.device), torch.tensor(0, device=step.device)
+    training = step.model.training
+    step.model.eval()
+    try:
+        with torch.no_grad():
+            return torch.export.export(step, inputs, dynamic_shapes=shapes, strict=False)
+    except Exception as error:  # torch.export raises errors of many classes
+        raise ModelError(
+            f"{type(step.model).__name__} cannot be exported: {type(error).__name__}: {line_of(error)}"
+        ) from error
+    finally:
+        step.model.train(training)
+
+
+def _loaded(directory: Path, program: str) -> Any:
+    from torch._inductor.package import load_package as load_program
+
+    return load_program(str(directory / f"{program}.pt2"))
+
+
+def _constant(name: str, named: dict[str, Tensor]) -> Tensor:
+    """Returns the tensor that AOTInductor calls `name`; parts of stored weights have names of their own."""
+    module, parametrized, rest = name.partition(".parametrizations.")
+    if not parametrized:
+        return named[name]
+    weight, _, number = rest.rpartition(".original")
+    stored: Any = named[f"{module}.{weight}"]
+    part: Tensor = getattr(stored, stored.__tensor_flatten__()[0][int(number)])
+    return part
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """Returns what equal tensors share: their memory and how they lie in it."""
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _machine() -> dict[str, str]:
+    """Returns what compiled programs depend on."""
+    return {"torch": torch.__version__, "cpu": features().name}

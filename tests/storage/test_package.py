@@ -1,0 +1,132 @@
+"""Packages of AOTInductor: they generate what the model generates, without its Python code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+)
+
+import mxcompile
+from mxcompile.errors import CheckpointError, ModelError, OptionError
+
+ROOM, NEW = 40, 10
+SIZES: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+LAYERS = ["sliding_attention", "full_attention"]
+
+
+def llama() -> Any:
+    return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False))
+
+
+def gemma() -> Any:
+    """A window that most of the tokens exceed, and a head that shares the embedding's weight."""
+    return Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, sliding_window=8, layer_types=LAYERS))
+
+
+def stored(make: Any) -> Any:
+    torch.manual_seed(0)
+    model = make().eval()  # in FP32, so that two next tokens are no tie
+    rules = [{"match": {"role": "head"}, "use": "mxint8"}]
+    mxcompile.quantize_weights_(model, {"version": 1, "preset": "mxint8", "rules": rules}, progress=False)
+    return model
+
+
+def prompt(tokens: int) -> torch.Tensor:
+    return torch.randint(96, (1, tokens), generator=torch.Generator().manual_seed(tokens))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.export copies its own
+@pytest.mark.parametrize("make", [gemma, llama])
+def test_package_generates_the_tokens_of_the_model(make: Any, tmp_path: Path):
+    model = stored(make)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    mxcompile.save_package(model, tmp_path / "served", max_cache_len=ROOM)
+    assert all(map(torch.equal, before.values(), model.state_dict().values()))
+    package = mxcompile.load_package(tmp_path / "served")
+    for tokens in (1, 5, 25):  # a later prompt overwrites the cache
+        ids = prompt(tokens)
+        expected = model.generate(ids, max_new_tokens=NEW, do_sample=False)
+        assert torch.equal(package.generate(ids, NEW), expected)
+        logits = model(ids).logits[:, -1]
+        torch.testing.assert_close(package(ids), logits, rtol=0, atol=1e-3 * logits.abs().max().item())
+    together, parts = package(prompt(9)), [package(prompt(9)[:, :4]), package(prompt(9)[:, 4:], 4)]
+    torch.testing.assert_close(parts[1], together, rtol=1e-3, atol=1e-4)
+    first = int(package.generate(prompt(5), 1)[0, -1])
+    assert package.generate(prompt(5), NEW, eos_token_id=first).shape == (1, 6)
+    _check_errors(package, tmp_path / "served")
+    script = f"""
+import sys, mxcompile, torch
+model = mxcompile.load_package({str(tmp_path / "served")!r})
+tokens = model.generate(torch.tensor({prompt(5).tolist()}), {NEW})
+assert tokens.tolist() == {package.generate(prompt(5), NEW).tolist()}
+assert "transformers" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def _check_errors(package: Any, folder: Path) -> None:
+    """Calls out of bounds would write beyond the cache, and programs of other CPUs end the process."""
+    with pytest.raises(OptionError, match=r"36 tokens from position 5 must lie within max_cache_len=40"):
+        package(prompt(36), 5)
+    with pytest.raises(OptionError, match=r"of shape \(1, tokens\), found torch.int64 of shape \(2, 3\)"):
+        package(torch.zeros(2, 3, dtype=torch.int64))
+    about = json.loads((folder / "package.json").read_text(encoding="utf-8"))
+    (folder / "package.json").write_text(json.dumps({**about, "torch": "1.0"}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"compiled for \{'torch': '1\.0'"):
+        mxcompile.load_package(folder)
+    (folder / "package.json").write_text(json.dumps({**about, "shared": {"x": "y"}}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="a damaged package"):
+        mxcompile.load_package(folder)
+    (folder / "package.json").write_text(json.dumps(about), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "error", "match"),
+    [
+        (nn.Linear(2, 2), {}, ModelError, "a Hugging Face model that generates, found Linear"),
+        (
+            MambaForCausalLM(MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1)),
+            {},
+            ModelError,
+            "layer 0 has a LinearAttentionLayer, and a package needs keys and values alone",
+        ),
+        (None, {"max_cache_len": 1}, OptionError, "max_cache_len must be at least 2, found 1"),
+        (None, {"batch_size": 0}, OptionError, "batch_size must be at least 1, found 0"),
+    ],
+    ids=["no language model", "state space", "no room", "no sequence"],
+)
+def test_model_without_a_package_is_refused(
+    model: Any, sizes: dict[str, int], error: type[Exception], match: str, tmp_path: Path
+):
+    with pytest.raises(error, match=match):
+        mxcompile.save_package(model or llama(), tmp_path / "out", **{"max_cache_len": 8, **sizes})
+    assert not (tmp_path / "out").exists()
+
+
+def test_folder_that_is_no_package_is_refused(tmp_path: Path):
+    with pytest.raises(CheckpointError, match=r"package\.json"):
+        mxcompile.load_package(tmp_path)
+
+
+def test_package_in_an_existing_folder_is_refused(tmp_path: Path):
+    with pytest.raises(CheckpointError, match="exists already"):
+        mxcompile.save_package(llama(), tmp_path, max_cache_len=8)
