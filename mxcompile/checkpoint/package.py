@@ -46,7 +46,7 @@ def save_package(
 
     Raises:
         CheckpointError: The directory exists or cannot be written.
-        ModelError: The model has no static cache, or ``torch.export`` cannot trace it.
+        ModelError: The model is in training mode, has no static cache, or ``torch.export`` cannot trace it.
         OptionError: transformers 5.24 or later is missing, or a size is not positive.
         TargetError: The target is unknown.
 
@@ -76,10 +76,10 @@ def save_package(
             for constant in _loaded(partial, name).get_constant_fqns():
                 tensors[constant] = _constant(constant, named).detach()
         caches = {name: list(tensor.shape) for name, tensor in tensors.items() if name in step.caches}
-        first = {_place(tensor): name for name, tensor in reversed(tensors.items()) if name not in caches}
+        first = {_location(tensor): name for name, tensor in reversed(tensors.items()) if name not in caches}
         stored = {name: tensors[name].contiguous().cpu() for name in sorted(first.values())}
         write_tensors(partial / _WEIGHTS, stored, stored.items(), {})
-        shared = {name: first[_place(t)] for name, t in tensors.items() if name not in (*caches, *stored)}
+        shared = {name: first[_location(t)] for name, t in tensors.items() if name not in (*caches, *stored)}
         about = {
             "max_cache_len": max_cache_len, "batch_size": batch_size, "caches": caches, "shared": shared,
             "dtype": str(step.dtype).removeprefix("torch."), "device": step.device.type, **_machine(),
@@ -88,12 +88,12 @@ def save_package(
 
 
 def load_package(directory: str | Path) -> PackagedModel:
-    """Returns the model of a directory that `save_package` wrote.
+    """Loads a directory that `save_package` wrote.
 
     Its machine code runs in this process, so load only packages that you trust.
 
     Raises:
-        CheckpointError: The directory is no package, is damaged, or was compiled for another CPU or torch.
+        CheckpointError: The directory is not a package, is damaged, or was compiled for another CPU or torch.
 
     Examples:
         >>> model = mxcompile.load_package("served")
@@ -212,24 +212,28 @@ class _Step(nn.Module):
             raise ModelError(
                 f"a package is of a Hugging Face model that generates, found {type(model).__name__}"
             )
+        if model.training:
+            raise ModelError("the model is in training mode: call model.eval() before save_package")
         self.model, self.dtype, self.device = model, model.dtype, model.device
         config = model.config.get_text_config(decoder=True)
         self.cache = StaticCache(config=config, max_cache_len=max_cache_len)
-        for index, layer in enumerate(self.cache.layers):
+        layers: list[Any] = self.cache.layers
+        for index, layer in enumerate(layers):
             if type(layer) not in (StaticLayer, StaticSlidingWindowLayer):
                 raise ModelError(
                     f"layer {index} has a {type(layer).__name__}, and a package needs keys and values alone"
                 )
             # a window's layer branches by the position, so it keeps all tokens and the mask cuts the window
-            self.cache.layers[index] = StaticLayer(max_cache_len)
+            layers[index] = StaticLayer(max_cache_len)
         self.cache.early_initialization(batch_size, *get_head_shapes(config), model.dtype, model.device)
-        for index, layer in enumerate(self.cache.layers):
+        for index, layer in enumerate(layers):
             self.register_buffer(f"keys_{index}", layer.keys, persistent=False)
             self.register_buffer(f"values_{index}", layer.values, persistent=False)
         self.caches = {name for name, _ in self.named_buffers(recurse=False)}
 
     def forward(self, input_ids: Tensor, position: Tensor) -> Tensor:
-        for index, layer in enumerate(self.cache.layers):
+        layers: list[Any] = self.cache.layers
+        for index, layer in enumerate(layers):
             layer.keys, layer.values = getattr(self, f"keys_{index}"), getattr(self, f"values_{index}")
             layer.cumulative_length = position.clone()
         output = self.model(input_ids=input_ids, cache=self.cache, use_cache=True, logits_to_keep=1)
@@ -242,8 +246,6 @@ def _exported(step: _Step, input_ids: Tensor, max_cache_len: int) -> torch.expor
     lengths = {1: torch.export.Dim("tokens", min=2, max=max_cache_len)}
     shapes = {"input_ids": lengths, "position": None} if input_ids.shape[1] > 1 else None
     inputs = input_ids.to(step.device), torch.tensor(0, device=step.device)
-    training = step.model.training
-    step.model.eval()
     try:
         with torch.no_grad():
             return torch.export.export(step, inputs, dynamic_shapes=shapes, strict=False)
@@ -251,14 +253,12 @@ def _exported(step: _Step, input_ids: Tensor, max_cache_len: int) -> torch.expor
         raise ModelError(
             f"{type(step.model).__name__} cannot be exported: {type(error).__name__}: {line_of(error)}"
         ) from error
-    finally:
-        step.model.train(training)
 
 
 def _loaded(directory: Path, program: str) -> Any:
-    from torch._inductor.package import load_package as load_program
+    from torch._inductor import package
 
-    return load_program(str(directory / f"{program}.pt2"))
+    return package.load_package(str(directory / f"{program}.pt2"))
 
 
 def _constant(name: str, named: dict[str, Tensor]) -> Tensor:
@@ -272,7 +272,7 @@ def _constant(name: str, named: dict[str, Tensor]) -> Tensor:
     return part
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...]:
+def _location(tensor: Tensor) -> tuple[Any, ...]:
     """Returns what equal tensors share: their memory and how they lie in it."""
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 

@@ -104,25 +104,26 @@ def _check_errors(package: Any, folder: Path) -> None:
     [
         (nn.Linear(2, 2), {}, ModelError, "a Hugging Face model that generates, found Linear"),
         (
-            MambaForCausalLM(MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1)),
+            MambaForCausalLM(MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1)).eval(),
             {},
             ModelError,
             "layer 0 has a LinearAttentionLayer, and a package needs keys and values alone",
         ),
+        (llama(), {}, ModelError, r"in training mode: call model\.eval"),
         (None, {"max_cache_len": 1}, OptionError, "max_cache_len must be at least 2, found 1"),
         (None, {"batch_size": 0}, OptionError, "batch_size must be at least 1, found 0"),
     ],
-    ids=["no language model", "state space", "no room", "no sequence"],
+    ids=["no language model", "state space", "training mode", "no room", "no sequence"],
 )
 def test_model_without_a_package_is_refused(
     model: Any, sizes: dict[str, int], error: type[Exception], match: str, tmp_path: Path
 ):
     with pytest.raises(error, match=match):
-        mxcompile.save_package(model or llama(), tmp_path / "out", **{"max_cache_len": 8, **sizes})
+        mxcompile.save_package(model or llama().eval(), tmp_path / "out", **{"max_cache_len": 8, **sizes})
     assert not (tmp_path / "out").exists()
 
 
-def test_folder_that_is_no_package_is_refused(tmp_path: Path):
+def test_folder_without_a_package_is_refused(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"package\.json"):
         mxcompile.load_package(tmp_path)
 
