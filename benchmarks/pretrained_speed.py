@@ -234,9 +234,9 @@ def _model(dtype: str, prepare: Callable[[Any], object], file: str) -> Any:
             (Path(partial) / "model").rename(folder)
     if file:
         return mxcompile.load_quantized(folder).requires_grad_(False)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
-    prepare(model)
-    return model.eval().requires_grad_(False)
+    plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    prepare(plain)
+    return plain.eval().requires_grad_(False)
 
 
 def by_package(threads: int) -> tuple[Generate, int]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mxcompile.analysis.explain.rank import sweep_meshes as sweep_meshes
     from mxcompile.analysis.tune import tune as tune
     from mxcompile.checkpoint import ExportedWeights as ExportedWeights
+    from mxcompile.checkpoint import PackagedModel as PackagedModel
     from mxcompile.checkpoint import export_weights as export_weights
     from mxcompile.checkpoint import load_package as load_package
     from mxcompile.checkpoint import load_quantized as load_quantized
@@ -62,6 +63,7 @@ _HOME = {
     "GemmRecord": "mxcompile.report",
     "MXTensor": "mxcompile.storage",
     "MeshSweep": "mxcompile.mesh.sweep",
+    "PackagedModel": "mxcompile.checkpoint",
     "Policy": "mxcompile.policy",
     "RankReport": "mxcompile.mesh",
     "Report": "mxcompile.report",

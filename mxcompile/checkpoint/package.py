@@ -256,9 +256,9 @@ def _exported(step: _Step, input_ids: Tensor, max_cache_len: int) -> torch.expor
 
 
 def _loaded(directory: Path, program: str) -> Any:
-    from torch._inductor import package
+    from torch._inductor.package.package import load_package as load_program
 
-    return package.load_package(str(directory / f"{program}.pt2"))
+    return load_program(str(directory / f"{program}.pt2"))
 
 
 def _constant(name: str, named: dict[str, Tensor]) -> Tensor:
