@@ -60,7 +60,7 @@ def save_package(
     path = Path(directory).absolute()
     if path.exists():
         raise CheckpointError(f"{path}: exists already: name another directory")
-    step = _Step(user_model(model), batch_size, max_cache_len)
+    step = _CachedStep(user_model(model), batch_size, max_cache_len)
     names = {
         **dict(step.named_parameters(remove_duplicate=False)),
         **dict(step.named_buffers(remove_duplicate=False)),
@@ -195,7 +195,7 @@ class PackagedModel:
         return torch.cat(tokens, 1)
 
 
-class _Step(nn.Module):
+class _CachedStep(nn.Module):
     """A model with its cache as buffers: tokens and their position to the last token's logits."""
 
     def __init__(self, model: Any, batch_size: int, max_cache_len: int) -> None:
@@ -241,7 +241,7 @@ class _Step(nn.Module):
         return logits
 
 
-def _exported(step: _Step, input_ids: Tensor, max_cache_len: int) -> torch.export.ExportedProgram:
+def _exported(step: _CachedStep, input_ids: Tensor, max_cache_len: int) -> torch.export.ExportedProgram:
     """Traces `step`, for any number of tokens if `input_ids` has several. Raises `ModelError`."""
     lengths = {1: torch.export.Dim("tokens", min=2, max=max_cache_len)}
     shapes = {"input_ids": lengths, "position": None} if input_ids.shape[1] > 1 else None
