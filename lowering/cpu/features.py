@@ -101,7 +101,7 @@ class Features:
 @functools.cache
 def features() -> Features:
     """Returns the features of this machine's CPU."""
-    return features_of(_capabilities(), os.environ.get("ONEDNN_MAX_CPU_ISA", ""))
+    return features_of(capabilities(), os.environ.get("ONEDNN_MAX_CPU_ISA", ""))
 
 
 def features_of(capabilities: Mapping[str, Any], max_isa: str = "") -> Features:
@@ -125,11 +125,12 @@ def features_of(capabilities: Mapping[str, Any], max_isa: str = "") -> Features:
     )
 
 
-def _capabilities() -> Mapping[str, Any]:
+def capabilities() -> Mapping[str, Any]:
+    """Returns what this CPU has, as ``torch.cpu.get_capabilities``. True: an instruction set."""
     query = getattr(torch.cpu, "get_capabilities", None)
     if query is not None:
-        capabilities: Mapping[str, Any] = query()
-        return capabilities
+        present: Mapping[str, Any] = query()
+        return present
     return {  # older versions of PyTorch
         "avx2": torch.cpu._is_avx2_supported(),
         "avx512_f": torch.cpu._is_avx512_supported(),

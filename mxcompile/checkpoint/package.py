@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mxcompile.checkpoint.files import line_of, read_json
 from mxcompile.checkpoint.publish import new_directory, write_json, write_tensors
 from mxcompile.errors import CheckpointError, ModelError, OptionError
-from mxcompile.lowering.cpu.features import features
+from mxcompile.lowering.cpu.features import capabilities
 from mxcompile.models.wrappers import user_model
 from mxcompile.serving import aoti_configs
 
@@ -60,7 +60,8 @@ def save_package(
     path = Path(directory).absolute()
     if path.exists():
         raise CheckpointError(f"{path}: exists already: name another directory")
-    step = _CachedStep(user_model(model), batch_size, max_cache_len)
+    language_model: Any = user_model(model)
+    step = _CachedStep(language_model, batch_size, max_cache_len)
     names = {
         **dict(step.named_parameters(remove_duplicate=False)),
         **dict(step.named_buffers(remove_duplicate=False)),
@@ -81,8 +82,11 @@ def save_package(
         write_tensors(partial / _WEIGHTS, stored, stored.items(), {})
         shared = {name: first[_location(t)] for name, t in tensors.items() if name not in (*caches, *stored)}
         about = {
-            "max_cache_len": max_cache_len, "batch_size": batch_size, "caches": caches, "shared": shared,
-            "dtype": str(step.dtype).removeprefix("torch."), "device": step.device.type, **_machine(),
+            "max_cache_len": max_cache_len, "batch_size": batch_size,
+            "vocabulary": len(language_model.get_input_embeddings().weight),
+            "caches": caches, "shared": shared,
+            "dtype": str(language_model.dtype).removeprefix("torch."), "device": language_model.device.type,
+            **_machine(),
         }  # fmt: skip
         write_json(partial / _ABOUT, about)
 
@@ -118,14 +122,10 @@ class PackagedModel:
         from safetensors.torch import load_file
 
         about = read_json(directory / _ABOUT)
-        compiled_for = {key: about.get(key) for key in _machine()}
-        if compiled_for != _machine():
-            raise CheckpointError(
-                f"{directory}: compiled for {compiled_for}, and this process has {_machine()}: save_package"
-                " compiles it here"
-            )
         try:
+            _check_machine(directory, about)
             self.batch_size, self.max_cache_len = about["batch_size"], about["max_cache_len"]
+            self._vocabulary = about["vocabulary"]
             self._device, dtype = torch.device(about["device"]), getattr(torch, about["dtype"])
             tensors = load_file(directory / _WEIGHTS, device=about["device"])
             tensors |= {name: tensors[first] for name, first in about["shared"].items()}
@@ -152,13 +152,19 @@ class PackagedModel:
                 calls.
 
         Raises:
-            OptionError: The shape is another, or the tokens exceed `max_cache_len`.
+            OptionError: The shape is another, a token is not in the vocabulary, or the tokens exceed
+                `max_cache_len`.
         """
         tokens = input_ids.shape[-1]
         if input_ids.shape != (self.batch_size, tokens) or input_ids.dtype != torch.int64 or not tokens:
             raise OptionError(
                 f"input_ids must be int64 of shape ({self.batch_size}, tokens), found {input_ids.dtype} of"
                 f" shape {tuple(input_ids.shape)}"
+            )
+        least, largest = map(int, input_ids.aminmax())
+        if least < 0 or largest >= self._vocabulary:  # the programs would end the process
+            raise OptionError(
+                f"tokens must lie within 0 and {self._vocabulary - 1}, found {least} to {largest}"
             )
         if position < 0 or position + tokens > self.max_cache_len:
             raise OptionError(
@@ -182,17 +188,17 @@ class PackagedModel:
         Raises:
             OptionError: As for a call.
         """
-        tokens, new, ended = [input_ids], input_ids, torch.zeros(len(input_ids), 1, dtype=torch.bool)
+        tokens = new = input_ids
+        ended = torch.zeros_like(input_ids[:, :1], dtype=torch.bool)
         for _ in range(max_new_tokens):
-            position = sum(part.shape[1] for part in tokens) - new.shape[1]
-            new = self(new, position).argmax(-1, keepdim=True).to(input_ids.device)
+            new = self(new, tokens.shape[1] - new.shape[1]).argmax(-1, keepdim=True).to(input_ids.device)
             if eos_token_id is not None:
                 new = new.masked_fill(ended, eos_token_id)
-                ended |= new.cpu() == eos_token_id
-            tokens.append(new)
+                ended |= new == eos_token_id
+            tokens = torch.cat([tokens, new], 1)
             if ended.all():
                 break
-        return torch.cat(tokens, 1)
+        return tokens
 
 
 class _CachedStep(nn.Module):
@@ -200,9 +206,8 @@ class _CachedStep(nn.Module):
 
     def __init__(self, model: Any, batch_size: int, max_cache_len: int) -> None:
         try:
-            from transformers import StaticCache
-            from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
-            from transformers.configuration_utils import get_head_shapes
+            from transformers.cache_utils import StaticLayer
+            from transformers.integrations.executorch import TorchExportableModuleWithHybridCache
         except ImportError as error:
             raise OptionError(
                 f"a package needs transformers 5.24 or later: pip install 'mxcompile[checkpoints]' ({error})"
@@ -214,29 +219,29 @@ class _CachedStep(nn.Module):
             )
         if model.training:
             raise ModelError("the model is in training mode: call model.eval() before save_package")
-        self.model, self.dtype, self.device = model, model.dtype, model.device
-        config = model.config.get_text_config(decoder=True)
-        self.cache = StaticCache(config=config, max_cache_len=max_cache_len)
-        layers: list[Any] = self.cache.layers
-        for index, layer in enumerate(layers):
-            if type(layer) not in (StaticLayer, StaticSlidingWindowLayer):
-                raise ModelError(
-                    f"layer {index} has a {type(layer).__name__}, and a package needs keys and values alone"
-                )
-            # a window's layer branches by the position, so it keeps all tokens and the mask cuts the window
-            layers[index] = StaticLayer(max_cache_len)
-        self.cache.early_initialization(batch_size, *get_head_shapes(config), model.dtype, model.device)
-        for index, layer in enumerate(layers):
-            self.register_buffer(f"keys_{index}", layer.keys, persistent=False)
-            self.register_buffer(f"values_{index}", layer.values, persistent=False)
-        self.caches = {name for name, _ in self.named_buffers(recurse=False)}
+        try:
+            self.cached = TorchExportableModuleWithHybridCache(model, batch_size, max_cache_len)
+        except Exception as error:  # caches without keys and values fail in many ways
+            raise ModelError(
+                f"{type(model).__name__} has no static cache of keys and values alone:"
+                f" {type(error).__name__}: {line_of(error)}"
+            ) from error
+        layers: list[Any] = self.cached.cache.layers
+        if others := sorted({type(layer).__name__ for layer in layers if type(layer) is not StaticLayer}):
+            raise ModelError(
+                f"{type(model).__name__} has no static cache of keys and values alone: {', '.join(others)}"
+            )
+        self.caches = {f"cached.{name}" for name, _ in self.cached.named_buffers(recurse=False)}
 
     def forward(self, input_ids: Tensor, position: Tensor) -> Tensor:
-        layers: list[Any] = self.cache.layers
-        for index, layer in enumerate(layers):
-            layer.keys, layer.values = getattr(self, f"keys_{index}"), getattr(self, f"values_{index}")
+        layers: list[Any] = self.cached.cache.layers
+        for index, layer in enumerate(layers):  # its own tensors would be constants of the program
+            layer.keys = getattr(self.cached, f"key_cache_{index}")
+            layer.values = getattr(self.cached, f"value_cache_{index}")
             layer.cumulative_length = position.clone()
-        output = self.model(input_ids=input_ids, cache=self.cache, use_cache=True, logits_to_keep=1)
+        output = self.cached.model(
+            input_ids=input_ids, cache=self.cached.cache, use_cache=True, logits_to_keep=1
+        )
         logits: Tensor = output.logits[:, -1]
         return logits
 
@@ -245,13 +250,14 @@ def _exported(step: _CachedStep, input_ids: Tensor, max_cache_len: int) -> torch
     """Traces `step`, for any number of tokens if `input_ids` has several. Raises `ModelError`."""
     lengths = {1: torch.export.Dim("tokens", min=2, max=max_cache_len)}
     shapes = {"input_ids": lengths, "position": None} if input_ids.shape[1] > 1 else None
-    inputs = input_ids.to(step.device), torch.tensor(0, device=step.device)
+    device = step.cached.model.device
+    inputs = input_ids.to(device), torch.tensor(0, device=device)
     try:
         with torch.no_grad():
             return torch.export.export(step, inputs, dynamic_shapes=shapes, strict=False)
     except Exception as error:  # torch.export raises errors of many classes
         raise ModelError(
-            f"{type(step.model).__name__} cannot be exported: {type(error).__name__}: {line_of(error)}"
+            f"{type(step.cached.model).__name__} cannot be exported: {type(error).__name__}: {line_of(error)}"
         ) from error
 
 
@@ -277,6 +283,21 @@ def _location(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-def _machine() -> dict[str, str]:
-    """Returns what compiled programs depend on."""
-    return {"torch": torch.__version__, "cpu": features().name}
+def _machine() -> dict[str, Any]:
+    """Returns what compiled programs need: torch's version, and the CPU's instructions."""
+    return {
+        "torch": torch.__version__,
+        "cpu": sorted(key for key, has in capabilities().items() if has is True),
+    }
+
+
+def _check_machine(directory: Path, about: dict[str, Any]) -> None:
+    """Raises `CheckpointError` if this machine cannot run the programs, which would end the process."""
+    here = _machine()
+    lacking = ", ".join(sorted({*about["cpu"]} - {*here["cpu"]}))
+    if about["torch"] != here["torch"] or lacking:
+        this = f"this CPU lacks {lacking}" if lacking else f"this is torch {here['torch']}"
+        raise CheckpointError(
+            f"{directory}: compiled with torch {about['torch']} for another machine, and {this}: save_package"
+            " compiles it here"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -89,13 +90,19 @@ def _check_errors(package: Any, folder: Path) -> None:
         package(prompt(36), 5)
     with pytest.raises(OptionError, match=r"of shape \(1, tokens\), found torch.int64 of shape \(2, 3\)"):
         package(torch.zeros(2, 3, dtype=torch.int64))
+    for token in (-1, 96):
+        with pytest.raises(OptionError, match=rf"within 0 and 95, found {token} to {token}"):
+            package(torch.full((1, 3), token))
     about = json.loads((folder / "package.json").read_text(encoding="utf-8"))
-    (folder / "package.json").write_text(json.dumps({**about, "torch": "1.0"}), encoding="utf-8")
-    with pytest.raises(CheckpointError, match=r"compiled for \{'torch': '1\.0'"):
-        mxcompile.load_package(folder)
-    (folder / "package.json").write_text(json.dumps({**about, "shared": {"x": "y"}}), encoding="utf-8")
-    with pytest.raises(CheckpointError, match="a damaged package"):
-        mxcompile.load_package(folder)
+    changes = {
+        "compiled with torch 1.0 for another machine, and this is torch": {"torch": "1.0"},
+        "this CPU lacks avx_of_2099": {"cpu": [*about["cpu"], "avx_of_2099"]},
+        "a damaged package": {"shared": {"x": "y"}},
+    }
+    for message, change in changes.items():
+        (folder / "package.json").write_text(json.dumps({**about, **change}), encoding="utf-8")
+        with pytest.raises(CheckpointError, match=re.escape(message)):
+            mxcompile.load_package(folder)
     (folder / "package.json").write_text(json.dumps(about), encoding="utf-8")
 
 
@@ -107,7 +114,7 @@ def _check_errors(package: Any, folder: Path) -> None:
             MambaForCausalLM(MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1)).eval(),
             {},
             ModelError,
-            "layer 0 has a LinearAttentionLayer, and a package needs keys and values alone",
+            "MambaForCausalLM has no static cache of keys and values alone",
         ),
         (llama(), {}, ModelError, r"in training mode: call model\.eval"),
         (None, {"max_cache_len": 1}, OptionError, "max_cache_len must be at least 2, found 1"),
