@@ -43,7 +43,9 @@ def pytest_addoption(parser):
         default=0,
         help="run so many cases of each slow test, spread evenly (0: all)",
     )
-    parser.addoption("--slow-every", type=int, default=1, help="run every so many of the slow tests")
+    parser.addoption(
+        "--slow-part", default="1/1", help="run this part of the slow tests: 2/3 is the second of three"
+    )
     parser.addoption(
         "--shuffle", type=int, metavar="SEED", help="run the files, and the tests of each, in a random order"
     )
@@ -56,14 +58,15 @@ def pytest_collection_modifyitems(config, items):
         files = [[*group] for _, group in itertools.groupby(items, lambda item: item.path)]
         draw.shuffle(files)
         items[:] = [item for group in files for item in draw.sample(group, len(group))]
-    most, every = config.getoption("--slow-cases"), config.getoption("--slow-every")
+    most = config.getoption("--slow-cases")
+    part, parts = map(int, config.getoption("--slow-part").split("/"))
     cases = {}
     for item in items:
         if item.get_closest_marker("slow"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out = set()
     for number, group in enumerate(cases.values()):
-        runs = min(most, len(group)) or len(group) if number % every == 0 else 0
+        runs = min(most, len(group)) or len(group) if number % parts == part - 1 else 0
         chosen = {len(group) * index // runs for index in range(runs)}
         left_out |= {item for index, item in enumerate(group) if index not in chosen}
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
