@@ -69,15 +69,7 @@ def main() -> None:
     )
     parser.add_argument("--tune", nargs="*", choices=LEARNING_RATE, default=list(LEARNING_RATE))
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=1, help="windows of a step")
-    parser.add_argument("--length", type=int, default=128, help="tokens of a window")
-    parser.add_argument("--dry", action="store_true", help="write no results")
-    options = parser.parse_args()
-    if lack := models.missing("gemma"):
-        print(lack)
-        return
+    options = sized(parser)
     windows = text(models.gemma_tokenizer(), options.length)
     for tune in options.tune:
         rows: list[dict[str, Any]] = []
@@ -92,6 +84,19 @@ def main() -> None:
             if not options.dry:
                 common.write("pretrained_training", rows[-1:])
         common.show(rows)
+
+
+def sized(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Returns the parsed arguments with the sizes of a training. Exits if Gemma or a package is missing."""
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=1, help="windows of a step")
+    parser.add_argument("--length", type=int, default=128, help="tokens of a window")
+    parser.add_argument("--dry", action="store_true", help="write no results")
+    options = parser.parse_args()
+    if lack := models.missing("gemma"):
+        parser.exit(message=f"{lack}\n")
+    return options
 
 
 def text(tokenizer: Any, length: int) -> Tensor:

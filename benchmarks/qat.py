@@ -104,15 +104,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--formats", nargs="*", choices=[*FORMS][1:], default=[*FORMS][1:])
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=1, help="windows of a step")
-    parser.add_argument("--length", type=int, default=128, help="tokens of a window")
-    parser.add_argument("--dry", action="store_true", help="write no results")
-    options = parser.parse_args()
-    if lack := models.missing("gemma"):
-        print(lack)
-        return
+    options = training.sized(parser)
     rows = []
     with quiet():
         for row in measure(training.text(models.gemma_tokenizer(), options.length), options):
