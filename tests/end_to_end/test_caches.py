@@ -14,6 +14,7 @@ import pytest
 
 import mxcompile
 from mxcompile.compiler.hooks.inductor import sources
+from mxcompile.lowering.cpu.features import features
 
 PATHS = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
 PROGRAM = """
@@ -133,6 +134,8 @@ def test_a_changed_environment_variable_gives_a_first_compile(
     name: str, shared: tuple[Shared, Any, Any], tmp_path: Path
 ):
     """The cache is warm from a process without the variable."""
+    if name == "ONEDNN_MAX_CPU_ISA" and not features().bf16:
+        pytest.skip("this CPU has no instructions that the variable hides")
     warm, _, _ = shared
     variable = {name: VARIABLES[name]}
     report, computed = warm.run(ALL, **variable)
