@@ -40,6 +40,7 @@ from mxcompile.cli.arguments import quiet
 
 BASELINE = "bf16"
 FP4 = torch.float4_e2m1fn_x2
+INT4: Any = vars(torch)["int4"]  # PyTorch's types leave it out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +93,7 @@ FORMS = {
     BASELINE: Form(compiled=in_blocks, served=in_blocks),
     **{f"mxcompile {name}": by_mxcompile(name) for name in ("mxfp4", "nvfp4", "mxfp8", "mxint8")},
     "torchao mxfp4": by_torchao("MXDynamicActivationMXWeightConfig", activation_dtype=FP4, weight_dtype=FP4),
-    "torchao int8 × int4": by_torchao("Int8DynamicActivationIntxWeightConfig", weight_dtype=torch.int4),
+    "torchao int8 × int4": by_torchao("Int8DynamicActivationIntxWeightConfig", weight_dtype=INT4),
     "torchao nvfp4": by_torchao("NVFP4DynamicActivationNVFP4WeightConfig", use_triton_kernel=False),
     "torchao mxfp8": by_torchao("MXDynamicActivationMXWeightConfig"),
 }
@@ -159,9 +160,10 @@ class Tuning:
     """The model, its FP32 weights before training, and the windows."""
 
     def __init__(self, windows: Tensor, options: argparse.Namespace) -> None:
-        self._model, self._options = training.loaded("full"), options
+        model: Any = training.loaded("full")
+        self._model, self._options = model, options
         self._held_out, self._rest = training.parted(windows)
-        self._model.get_input_embeddings().requires_grad_(False)
+        model.get_input_embeddings().requires_grad_(False)
         self._parameters = [p for p in self._model.parameters() if p.requires_grad]
         self.first = [p.detach().clone() for p in self._parameters]
         for parameter in self._model.parameters():  # buffers stay in FP32: rotary frequencies need it
