@@ -34,7 +34,7 @@ BUDGETS = {
     "mxcompile/compiler/calls": 686,
     "mxcompile/compiler/capture": 728,
     "mxcompile/compiler/hooks": 776,
-    "mxcompile/compiler/reporting": 1_134,
+    "mxcompile/compiler/reporting": 1_138,
     "mxcompile/compiler/session": 830,
     "mxcompile/distributed": 601,
     "mxcompile/formats": 2_040,

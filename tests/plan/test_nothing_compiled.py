@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 from collections.abc import Callable
@@ -211,7 +212,8 @@ def test_functions_and_methods_are_compiled_by_torch_compile():
 
 
 @pytest.mark.parametrize("way", [front_door, torch.compile], ids=["mxcompile.compile", "torch.compile"])
-def test_the_second_model_of_a_class_has_a_report_of_its_own(way: Any):
+@pytest.mark.parametrize("shared", [False, True], ids=["own parameters", "shared parameters"])
+def test_the_second_model_of_a_class_has_a_report_of_its_own(way: Any, shared: bool):
     backend, compiles = EagerBackend(policy=POLICY), []
     backend.before = compiles.append
 
@@ -221,11 +223,13 @@ def test_the_second_model_of_a_class_has_a_report_of_its_own(way: Any):
         with mock.patch("mxcompile.compiler.front.Backend", return_value=backend):
             return mxcompile.compile(model)
 
-    step(compiled(SHAPES["two blocks"]()))
+    model = SHAPES["two blocks"]()
+    step(compiled(model))
     first = rows(report_of_all())
     mxcompile.clear_reports()
     graphs = len(compiles)
-    second = compiled(SHAPES["two blocks"]())
+    memo: dict[int, Any] = {id(p): p for p in model.parameters()} if shared else {}
+    second = compiled(copy.deepcopy(model, memo))
     step(second)
     assert len(compiles) == graphs, "Dynamo runs the code of the first"
     assert rows(report_of_all()) == first

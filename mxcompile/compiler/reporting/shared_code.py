@@ -1,9 +1,9 @@
 """Tracks which model instances share a compiled graph. Dynamo reuses code across instances of a class.
 
-Dynamo does not call the backend for a reuse. Each call of the code therefore looks up one parameter among its
-inputs. If the parameter is new, its model is searched among the models whose calls are running. If all
-parameters of this model have the same shapes and dtypes, its report gets the graph's entries too; otherwise
-there is a warning that the code is shared.
+Dynamo does not call the backend for a reuse. Each call of the code therefore looks up the innermost module
+that runs, and one parameter among its inputs. If either is new, the model is searched among those whose calls
+are running. If all parameters of this model have the same shapes and dtypes, its report gets the graph's
+entries too; otherwise there is a warning that the code is shared.
 """
 
 from __future__ import annotations
@@ -88,13 +88,17 @@ class Attribution:
         self._sizes = _sizes(root)
         self._holders = Holders()
         self._models = {self._root}
+        self._callers = weakref.WeakSet[nn.Module]()
 
     def note(self, args: Sequence[Any]) -> None:
         """Records a call of the code with `args`."""
         argument = None if self._position is None else args[self._position]
         parameter = argument if isinstance(argument, nn.Parameter) else None
-        if parameter is not None and self._holders.holder(parameter) is None:
+        caller = next(running(), None)  # two models may share the parameter
+        if parameter is not None and (caller not in self._callers or self._holders.holder(parameter) is None):
             self._register_model(parameter)
+            if caller is not None:
+                self._callers.add(caller)
         if _OPEN:
             layers = self._layers(parameter)
             for runs in _OPEN:
@@ -135,14 +139,14 @@ class Attribution:
         return any(value is parameter and user_path(raw) == self._name for raw, value in named)
 
     def _register_model(self, parameter: nn.Parameter) -> None:
-        """Finds the model of the new `parameter`, and adds the graph to its report."""
-        root = self._root()
-        if root is not None and self._owns(root, parameter):
+        """Finds the running model of `parameter`, and adds the graph to its report."""
+        root, callers = self._root(), [user_model(module) for module in running()]
+        runs = any(caller is root for caller in callers)
+        owners = [c for c in callers if not runs and c is not root and self._owns(c, parameter)]
+        model = next((module for module in reversed(owners) if plain_class(module) is self._kind), None)
+        if root is not None and model is None and self._owns(root, parameter):
             self._places.note(None if self._is_shared else self._path_in(root, parameter))
             return
-        callers = [user_model(module) for module in running()]
-        owners = [caller for caller in callers if caller is not root and self._owns(caller, parameter)]
-        model = next((module for module in reversed(owners) if plain_class(module) is self._kind), None)
         if model is not None and _sizes(model) == self._sizes:
             if (reference := weakref.ref(model)) not in self._models:
                 self._models.add(reference)
