@@ -87,6 +87,7 @@ class _Finder:
         self, options: Find, depends: dict[fx.Node, Depends], sources: dict[fx.Node, fx.Node]
     ) -> None:
         self._options = options
+        self._depends = depends
         self._sources = sources
         self._weights = Weights(depends)
         self._gradients = Gradients(depends)
@@ -135,11 +136,30 @@ class _Finder:
         forward = tags_of(gradient.forward)
         if forward[0].kind is Kind.OPAQUE:
             self._tag(node)
-            set_tag(node, *(_hidden_gradient(tag, forward) for tag in tags_of(node)))
+            layers = [tag for tag in forward if tag.is_layer]
+            if is_matmul(node) and layers:
+                set_tag(node, self._plain_gradient(node, layers))
+            else:
+                set_tag(node, *(_hidden_gradient(tag, forward) for tag in tags_of(node)))
             return True
         sizes = [matmul_sizes(node)] if is_matmul(node) else _sizes_of_other(node)
         set_tag(node, *_per_product(replace(forward[0], gemm=gradient.gemm, tensors=gradient.tensors), sizes))
         return True
+
+    def _plain_gradient(self, node: fx.Node, layers: Sequence[GemmTag]) -> GemmTag:
+        """Returns the tag of a plain backward product as a gradient of one of `layers`, which are opaque."""
+        (tag,) = tags_of(node)
+        if tag.kind is Kind.LINEAR:
+            gemm, tensors = Gemm.DGRAD, ("w", "dy") if tag.tensors[0] == "w" else ("dy", "w")
+            fitting = [layer for layer in layers if layer.name == tag.name] or layers
+        else:
+            gemm = Gemm.WGRAD
+            tensors = ("dy", "x") if Depends.GRADIENT in self._depends[operands(node)[0]] else ("x", "dy")
+            fitting = [layer for layer in layers if _is_wgrad(tag, layer)]
+        if not fitting:
+            return _hidden_gradient(tag, layers)
+        name, layer = fitting[0].name, fitting[0].layer
+        return replace(tag, layer=layer, name=name, gemm=gemm, kind=Kind.LINEAR, tensors=tensors)
 
     def _tag(self, node: fx.Node) -> None:
         path, module = module_of(node)
@@ -229,9 +249,18 @@ def _hidden_gradient(tag: GemmTag, forward: Sequence[GemmTag]) -> GemmTag:
     """Returns `tag`, of a product inside of a backward operator, as a gradient of a layer in `forward`."""
     layer = next((forward_tag for forward_tag in forward if forward_tag.name == tag.name), forward[0])
     gemm, tensors = Gemm.DGRAD, ("dy", "w") if tag.is_layer else ("x", "x")
-    if layer.is_layer and tag.m != layer.m and {tag.m, tag.n} == {*(layer.whole or (layer.n, layer.k))}:
+    if layer.is_layer and tag.m != layer.m and _has_size_of_weight(tag, layer):
         gemm, tensors = Gemm.WGRAD, ("dy", "x")
     return replace(tag, layer=layer.layer, name=layer.name, gemm=gemm, tensors=tensors)
+
+
+def _is_wgrad(tag: GemmTag, layer: GemmTag) -> bool:
+    """Whether the product `tag` sums over the tokens of `layer`, and has the size of its weight."""
+    return tag.batch == 1 and tag.k == layer.m and _has_size_of_weight(tag, layer)
+
+
+def _has_size_of_weight(tag: GemmTag, layer: GemmTag) -> bool:
+    return {tag.m, tag.n} == {*(layer.whole or (layer.n, layer.k))}
 
 
 def _kind_of_other(node: fx.Node) -> Kind:

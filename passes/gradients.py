@@ -91,6 +91,7 @@ class Gradients:
             fitting = [n for n in same if n in near] or [n for n in near if _has_flops_of(node, n)]
             if len(fitting) != 1 or fitting[0] not in same:
                 fitting = self._fitting(node, fitting, of_data=of_data)
+            fitting = fitting or [n for n in self._by_number[_number(node)] if _is_opaque_layer(n)]
         return self._gradient(node, fitting[-1]) if fitting else None
 
     def _fitting(self, node: fx.Node, near: list[fx.Node], *, of_data: bool) -> list[fx.Node]:
@@ -148,6 +149,11 @@ def _sources(node: fx.Node) -> frozenset[fx.Node]:
     """Returns the origins of the operands of `node`; if it is not a plain product, of all its inputs."""
     read = operands(node) if is_matmul(node) else node.all_input_nodes
     return frozenset(_source(operand) for operand in read if isinstance(operand, fx.Node))
+
+
+def _is_opaque_layer(forward: fx.Node) -> bool:
+    tag = tags_of(forward)[0]
+    return tag.kind is Kind.OPAQUE and tag.is_layer
 
 
 def _weight(forward: fx.Node) -> fx.Node | None:

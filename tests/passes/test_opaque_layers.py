@@ -281,6 +281,49 @@ def test_operator_of_the_backward_is_of_the_layer_too() -> None:
     ]
 
 
+@torch.library.custom_op("mx_opaque::linear_with_plain_backward", mutates_args=())
+def linear_with_plain_backward(x: Tensor, w: Tensor) -> Tensor:
+    return x @ w.t()
+
+
+linear_with_plain_backward.register_fake(lambda x, w: x.new_empty(*x.shape[:-1], w.shape[0]))
+PLAIN_BACKWARDS = {
+    "as torch writes them": lambda dy, x, w: (dy @ w, dy.t() @ x),
+    "transposed": lambda dy, x, w: ((w.t() @ dy.t()).t(), (x.t() @ dy).t()),
+}
+
+
+@pytest.mark.parametrize("wide", [WIDE, WIDTH], ids=["n != k", "n == k"])
+@pytest.mark.parametrize("way", PLAIN_BACKWARDS)
+def test_plain_products_of_the_backward_of_an_operator_are_gradients_of_its_layer(
+    way: str, wide: int
+) -> None:
+    linear_with_plain_backward.register_autograd(
+        lambda ctx, dy: PLAIN_BACKWARDS[way](dy, *ctx.saved_tensors),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
+    torch.manual_seed(0)
+    plain, hiding = nn.Linear(WIDTH, wide, bias=False), nn.Linear(WIDTH, wide, bias=False)
+    hiding.load_state_dict(plain.state_dict())
+    hiding.forward = lambda x: linear_with_plain_backward(x, hiding.weight)  # type: ignore[method-assign]
+    gradients = []
+    for layer in (plain, hiding):
+        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        policy = {
+            "version": 1,
+            "rules": [{"match": {"name": "*"}, "use": {"precision": "mxfp8", "grad_dtype": "e5m2"}}],
+        }
+        model = nn.Sequential()
+        model.add_module("up", layer)
+        y = torch.compile(model, backend=EagerBackend(policy=policy))(x)
+        (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()
+        gradients.append((x.grad, layer.weight.grad))
+        gemms = [(g.name, g.gemm, g.precision) for g in mxcompile.reports()[-1].gemms]
+        assert sorted(gemms[1:]) == [("up", "dgrad", "mxfp8"), ("up", "wgrad", "mxfp8")]
+    assert gemms[0] == ("up", "fprop", "bf16")
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
+
+
 LIBRARY.define("back(Tensor dy) -> Tensor")
 LIBRARY.impl("back", lambda dy: _failed_once(dy @ HELD["w"]), "CPU")
 LIBRARY.impl("back", lambda dy: dy.new_empty(dy.shape[0], WIDTH), "Meta")

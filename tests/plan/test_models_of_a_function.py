@@ -188,6 +188,38 @@ def test_equal_models_in_a_loop_have_records_each() -> None:
     assert precisions() == {name: {"bf16" if name == "models.2.up" else "mxfp8"} for name in names}
 
 
+class Evaluation:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def step(self, x: Tensor) -> Any:
+        return self.model(x)
+
+
+def called(model: nn.Module, x: Tensor) -> Any:
+    return model(x)
+
+
+COMPILED: dict[str, Callable[[nn.Module, EagerBackend], Any]] = {
+    "argument": lambda model, backend: functools.partial(torch.compile(called, backend=backend), model),
+    "variable": lambda model, backend: torch.compile(lambda x: model(x), backend=backend),
+    "attribute": lambda model, backend: torch.compile(Evaluation(model).step, backend=backend),
+}
+
+
+@pytest.mark.parametrize("way", COMPILED)
+def test_each_model_that_runs_the_code_of_a_function_has_a_report(way: str) -> None:
+    backend, compiles = EagerBackend(policy={"version": 1, "rules": [ALL]}, strict=True), []
+    backend.before = compiles.append
+    models = [mlp() for _ in range(3)]
+    for number, model in enumerate(models, 1):
+        for _ in range(2):
+            COMPILED[way](model, backend)(torch.randn(8, WIDTH)).sum().backward()
+        names = [{gemm.name for gemm in report.gemms} for report in mxcompile.reports()]
+        assert names == [{"0", "2"}] * number
+    assert len(compiles) == 1, "Dynamo runs the code of the first"
+
+
 def test_model_compiled_alone_after_a_function_has_its_own_names() -> None:
     teacher, student = Broken(), Broken()
     of_cells(teacher, student)(torch.randn(8, WIDTH))

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mxcompile.compiler.capture.capture import Capture
-from mxcompile.compiler.session.frames import running
+from mxcompile.compiler.session.frames import called_models, running
 from mxcompile.compiler.session.publication import Places
 from mxcompile.compiler.session.session import session_of
 from mxcompile.models.holders import Holders
@@ -34,11 +34,12 @@ def attribution(capture: Capture, places: Places) -> Attribution | None:
 
     Returns None if the models cannot be distinguished and the graph has no records.
     """
-    if capture.root is None:
+    root = capture.root or capture.tree.roots.get("")  # the only model of a function
+    if root is None:
         return None
-    modules, named = capture.root.modules(), capture.root.named_parameters(remove_duplicate=False)
+    modules, named = root.modules(), root.named_parameters(remove_duplicate=False)
     number = Counter(id(value) for module in modules for value in module._parameters.values())
-    name = session_of(capture.root).name
+    name = session_of(root).name
     holders = {joined(name, user_path(raw)): number[id(value)] for raw, value in named}
     candidates = [at for at, entry in enumerate(capture.inputs) if entry.static and entry.path in holders]
     # a parameter with a single holder identifies the module that runs
@@ -46,7 +47,7 @@ def attribution(capture: Capture, places: Places) -> Attribution | None:
     if position is None and not places.part.gemms:
         return None
     is_shared = position is not None and holders[capture.inputs[position].path] > 1
-    return Attribution(capture, position, places, is_shared=is_shared)
+    return Attribution(capture, root, position, places, is_shared=is_shared)
 
 
 class Runs:
@@ -65,15 +66,16 @@ _OPEN: list[Runs] = []
 
 
 class Attribution:
-    """Records the modules that run the code of the graph of `capture`.
+    """Records the modules that run the code of the graph of `capture`, compiled for the model `root`.
 
     position: position of a parameter among the inputs, or None without parameters. is_shared: whether several
     modules hold this parameter, so that it does not identify a module.
     """
 
-    def __init__(self, capture: Capture, position: int | None, places: Places, *, is_shared: bool) -> None:
-        root, prefix = capture.root, capture.prefix
-        assert root is not None
+    def __init__(
+        self, capture: Capture, root: nn.Module, position: int | None, places: Places, *, is_shared: bool
+    ) -> None:
+        prefix = capture.prefix
         self._position = position
         self._is_shared = is_shared
         self._name = (
@@ -95,10 +97,11 @@ class Attribution:
         argument = None if self._position is None else args[self._position]
         parameter = argument if isinstance(argument, nn.Parameter) else None
         caller = next(running(), None)  # two models may share the parameter
-        if parameter is not None and (caller not in self._callers or self._holders.holder(parameter) is None):
+        is_new = caller is not None and caller not in self._callers
+        if parameter is not None and (is_new or self._holders.holder(parameter) is None):
             self._register_model(parameter)
-            if caller is not None:
-                self._callers.add(caller)
+        if caller is not None and is_new:
+            self._callers.add(caller)
         if _OPEN:
             layers = self._layers(parameter)
             for runs in _OPEN:
@@ -140,7 +143,8 @@ class Attribution:
 
     def _register_model(self, parameter: nn.Parameter) -> None:
         """Finds the running model of `parameter`, and adds the graph to its report."""
-        root, callers = self._root(), [user_model(module) for module in running()]
+        root, modules = self._root(), [*running()] or [*called_models().values()]
+        callers = [user_model(module) for module in modules]
         runs = any(caller is root for caller in callers)
         owners = [c for c in callers if not runs and c is not root and self._owns(c, parameter)]
         model = next((module for module in reversed(owners) if plain_class(module) is self._kind), None)

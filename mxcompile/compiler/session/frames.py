@@ -170,6 +170,11 @@ def running() -> Iterator[nn.Module]:
             yield module
 
 
+def called_models() -> Mapping[str, nn.Module]:
+    """Returns, by path, the models of the compiled function that this thread calls."""
+    return next((_models(frame) for frame in frames() if is_wrapper(frame)), {})
+
+
 def is_running(root: nn.Module) -> bool:
     """Whether a call of `root` is running in this thread."""
     return any(user_model(module) is root for module in running())
