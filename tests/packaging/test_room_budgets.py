@@ -32,7 +32,7 @@ BUDGETS = {
     "mxcompile/cli": 1_583,
     "mxcompile/compiler": 677,
     "mxcompile/compiler/calls": 686,
-    "mxcompile/compiler/capture": 728,
+    "mxcompile/compiler/capture": 742,
     "mxcompile/compiler/hooks": 776,
     "mxcompile/compiler/reporting": 1_142,
     "mxcompile/compiler/session": 835,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -186,6 +187,22 @@ def test_equal_models_in_a_loop_have_records_each() -> None:
     torch.compile(step, backend=backend)(models, torch.randn(8, WIDTH)).sum().backward()
     names = {f"models.{index}.{layer}" for index in range(4) for layer in ("up", "down")}
     assert precisions() == {name: {"bf16" if name == "models.2.up" else "mxfp8"} for name in names}
+
+
+def test_models_of_a_function_that_share_parameters_have_their_own_names() -> None:
+    teacher = mlp()
+    student = copy.deepcopy(teacher, {id(p): p for p in teacher.parameters()})
+    loss = nn.MSELoss()
+
+    def step(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = teacher(x)
+        return loss(student(x), y)
+
+    backend = EagerBackend(policy=STUDENT, strict=True)
+    torch.compile(step, backend=backend)(torch.randn(8, WIDTH)).backward()
+    expected = {f"teacher.{layer}": {"mxfp8"} for layer in "02"}
+    assert precisions() == expected | {f"student.{layer}": {"bf16"} for layer in "02"}
 
 
 class Evaluation:

@@ -78,7 +78,7 @@ class Located:
                 if name not in self._objects:
                     self._objects[name] = frame.evaluate(name)
         ways = [[self._objects[name_of(step)] for step in _way(source)] for source, _ in pairs]
-        self.holder = _one_module(ways) or _one_module(_called(gm, frame))
+        self.holder = _holder(ways, [*_called(gm, frame)])
         name, model = frame.name_of(root), root or (None if frame.models and frame.parts else self.holder)
         model = model or (None if frame.parts else frame.model)
         self.tree = Tree(frame.models if name or model is None else {"": model})
@@ -202,6 +202,20 @@ def name_constants(graph: fx.Graph, tree: Tree) -> None:
             others, is_parameter = tuple(paths[1:]), isinstance(value, nn.Parameter)
             about = GraphInput(path=paths[0], others=others, static=True, is_parameter=is_parameter)
             node.meta["desc"] = about
+
+
+def _holder(ways: Iterable[Iterable[object]], called: Sequence[Sequence[object]]) -> nn.Module | None:
+    """Returns the only module of the object chains `ways` to parameters, or the only module in `called`.
+
+    The chain of a shared parameter names only the first of its models. So chains count if no other is called.
+    """
+    holder = _one_module(ways)
+    if holder is not None and len(called) > 1:
+        inside = {*holder.modules()}
+        others = (module for (module,) in called if isinstance(module, nn.Module) and module not in inside)
+        if any(True for module in others for _ in module.parameters()):
+            return None
+    return holder or _one_module(called)
 
 
 def _one_module(ways: Iterable[Iterable[object]]) -> nn.Module | None:
