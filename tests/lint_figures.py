@@ -316,6 +316,12 @@ def test_quantization_aware_training_of_a_pretrained_model():
         library, _, precision = served.partition(" ")
         aware = rows.get((served, served), {}).get("over_bf16", ())
         same(shown[f"{library}, {precision.upper()}"], [row["before"], *row["over_bf16"], *aware])
+    page = (ROOT / "docs/qat.md").read_text(encoding="utf-8").replace("\n", " ")
+    sentence = r"took (\S+) s of processor time with mxcompile, (\S+) s with torchao, and (\S+) s in BF16"
+    steps = re.search(sentence, page)
+    assert steps is not None
+    trained = ("mxcompile mxfp4", "torchao mxfp4", "bf16")
+    same(steps.groups(), [rows[served, served]["processor_s"] for served in trained])
 
 
 def test_a_sampled_step_on_a_gpu():
