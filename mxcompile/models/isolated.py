@@ -52,6 +52,10 @@ class ChildError(ModelError):
     """The child process that runs a model on fake tensors crashed or hung."""
 
 
+class _HungError(ChildError):
+    """The child process computes nothing."""
+
+
 class NoChildError(ChildError):
     """The child process cannot be started."""
 
@@ -66,7 +70,7 @@ def isolated(function: Callable[[], Result], *, tools: bool = False) -> Result:
 
     Raises:
         NoChildError: The process cannot start a child.
-        ChildError: The child crashed or hung.
+        ChildError: The child crashed, or two of them hung.
         MXCompileError: `function` raised it.
         ModelError: `function` raised any other exception.
     """
@@ -75,6 +79,26 @@ def isolated(function: Callable[[], Result], *, tools: bool = False) -> Result:
             return function()
         except BaseException as error:
             raise _as_own_error(error) from error
+    try:
+        answer, status = _answer(function, tools=tools)
+    except (
+        _HungError
+    ):  # a lock that another thread held at the fork stays locked: the next fork may be free of it
+        answer, status = _answer(function, tools=tools)
+    try:
+        outcome, messages = pickle.loads(answer)
+    except Exception as error:  # the child ended early: the answer is empty or cut
+        raise ChildError(f"{_CHILD} ended without a result: {_exit_phrase(status)}") from error
+    for show in messages:
+        show()
+    if isinstance(outcome, MXCompileError):
+        raise outcome
+    result: Result = outcome[0]
+    return result
+
+
+def _answer(function: Callable[[], Any], *, tools: bool) -> tuple[bytes, int]:
+    """Returns the pickled result of `function` from a child, and the exit status of the child."""
     source, sink = os.pipe()
     try:
         pid = _fork(function, sink, tools=tools)
@@ -89,16 +113,7 @@ def isolated(function: Callable[[], Result], *, tools: bool = False) -> Result:
     finally:
         os.close(source)
         status = _end(pid)
-    try:
-        outcome, messages = pickle.loads(answer)
-    except Exception as error:  # the child ended early: the answer is empty or cut
-        raise ChildError(f"{_CHILD} ended without a result: {_exit_phrase(status)}") from error
-    for show in messages:
-        show()
-    if isinstance(outcome, MXCompileError):
-        raise outcome
-    result: Result = outcome[0]
-    return result
+    return answer, status
 
 
 def _fork(function: Callable[[], Any], sink: int, *, tools: bool) -> int:
@@ -200,7 +215,7 @@ def _log(record: dict[str, Any]) -> None:
 
 
 def _read_result(source: int, pid: int) -> bytes:
-    """Reads the result of child `pid` from the pipe `source`. Raises `ChildError` if the child hangs."""
+    """Reads the result of child `pid` from the pipe `source`. Raises `_HungError` if the child hangs."""
     chunks: list[bytes] = []
     ready = select.poll()
     ready.register(source, select.POLLIN)
@@ -217,7 +232,7 @@ def _read_result(source: int, pid: int) -> bytes:
             now_s = time.clock_gettime(~pid << 3 | 2)  # Linux's id of the CPU clock of a process
             if now_s - used_s > _BUSY_S:
                 used_s, idle_s = now_s, 0
-    raise ChildError(f"{_CHILD} hung: it used no CPU time for {_IDLE_S} s")
+    raise _HungError(f"{_CHILD} hung: it used no CPU time for {_IDLE_S} s")
 
 
 def _end(pid: int) -> int:

@@ -40,7 +40,7 @@ BUDGETS = {
     "mxcompile/formats": 2_040,
     "mxcompile/graph": 1_668,
     "mxcompile/mesh": 2_051,
-    "mxcompile/models": 2_866,
+    "mxcompile/models": 2_881,
     "mxcompile/offline": 3_292,
     "mxcompile/ops": 1_174,
     "mxcompile/plan": 745,

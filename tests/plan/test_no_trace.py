@@ -266,3 +266,18 @@ def test_a_plan_that_ends_its_process_does_not_end_the_compile(monkeypatch, capl
         out = torch.compile(model, backend=EagerBackend(policy="bf16"))(x)
         assert torch.allclose(out, model(x), atol=1e-5)
     assert any("no plan" in record.getMessage() for record in caplog.records)
+
+
+def test_a_child_that_hangs_once_is_started_again(monkeypatch, tmp_path):
+    monkeypatch.setattr(isolated, "_IDLE_S", 2)
+    locked = tmp_path / "locked"
+    locked.touch()
+    fork = isolated._fork
+
+    def fork_after_a_lock(function, sink, *, tools):
+        is_locked = locked.exists()
+        locked.unlink(missing_ok=True)
+        return fork(hangs if is_locked else function, sink, tools=tools)
+
+    monkeypatch.setattr(isolated, "_fork", fork_after_a_lock)
+    assert isolated.isolated(lambda: 7) == 7
