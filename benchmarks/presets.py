@@ -28,16 +28,22 @@ from mxcompile.policy.presets import PRESETS
 
 MODEL = "llama 2×512"
 
-_E4M3_GRADIENTS = {
-    "match": {"role": ["qkv", "attn_out", "ffn_in", "ffn_out"]},
-    "use": {"precision": "mxint8", "grad_dtype": "e4m3"},
-}
+ROLES = ["qkv", "attn_out", "ffn_in", "ffn_out"]
+
+
+def preset_with(preset: str, **keys: Any) -> dict[str, Any]:
+    """Returns the policy of `preset` with `keys` for the layers that it quantizes."""
+    return {"version": 1, "preset": preset, "rules": [{"match": {"role": ROLES}, "use": keys}]}
+
 
 POLICIES = {name: name for name in PRESETS if name not in ("bf16", "inference")} | {
-    "mxint8, E4M3 gradients": {"version": 1, "preset": "mxint8", "rules": [_E4M3_GRADIENTS]},
+    "mxint8, E4M3 gradients": preset_with("mxint8", precision="mxint8", grad_dtype="e4m3"),
     "mxfp4": demo.MXFP4_POLICY,
+    "nvfp4, 4 over 6": preset_with("nvfp4", four_over_six={"x": 256, "w": 256}),
+    "nvfp4, row-scaled": preset_with("nvfp4", row_scaled="x"),
+    "nvfp4, dequantized backward": preset_with("nvfp4", backward="dequantized"),
 }
-"""Measured policies by name; the last two are not presets."""
+"""Measured policies by name; the last five are not presets."""
 
 
 def main() -> None:

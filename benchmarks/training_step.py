@@ -1,4 +1,6 @@
-"""Times a training step on this machine: MXFP8 (also with ``saved: mxfp8``), MXINT8, Inductor, torchao.
+"""Times a training step on this machine: MXFP8, MXINT8, Inductor, torchao.
+
+MXFP8 is timed with ``saved: mxfp8`` and with ``backward: dequantized`` too.
 
 All variants train copies of one Llama on the same tokens: forward and backward, without the optimizer, which
 is the same for all. They alternate in one process. A row has the time, the bytes of parameters, and the bytes
@@ -32,10 +34,13 @@ MODELS = {
 BATCH, LENGTH = 4, 256
 BASELINE, FP32 = "bf16 inductor", "fp32 inductor"
 MXINT8 = "mxcompile mxint8"
-SAVED = {
-    "saved: mxfp8": ["qkv", "ffn_in", "ffn_out"],
-    "saved: mxfp8, with attention": ["qkv", "ffn_in", "ffn_out", "attn_out"],
+_ROLES = ["qkv", "ffn_in", "ffn_out"]
+RULES: dict[str, dict[str, Any]] = {
+    "saved: mxfp8": {"match": {"role": _ROLES}, "use": {"saved": "mxfp8"}},
+    "saved: mxfp8, with attention": {"match": {"role": [*_ROLES, "attn_out"]}, "use": {"saved": "mxfp8"}},
+    "backward: dequantized": {"match": {"name": "*"}, "use": {"backward": "dequantized"}},
 }
+"""Rules of MXFP8's further ways."""
 
 
 def main() -> None:
@@ -60,9 +65,8 @@ def measure(name: str, repeats: int, length: int, *, with_torchao: bool) -> list
     model = common.llama(**MODELS[name])
     tokens = torch.randint(MODELS[name]["vocabulary"], (BATCH, length))
     models: dict[str, nn.Module] = {BASELINE: torch.compile(copy.deepcopy(model))}
-    for way in ("mxcompile mxfp8", *SAVED):
-        rule = {"match": {"role": SAVED[way]}, "use": {"saved": "mxfp8"}} if way in SAVED else None
-        options = {"policy": {"version": 1, "rules": [rule] if rule else []}}
+    for way in ("mxcompile mxfp8", *RULES):
+        options = {"policy": {"version": 1, "rules": [RULES[way]] if way in RULES else []}}
         models[way] = torch.compile(copy.deepcopy(model), backend="mxfp8", options=options)
     models[MXINT8] = torch.compile(copy.deepcopy(model), backend="mxfp8", options={"policy": "mxint8"})
     if torch.bfloat16 in features().slow_dtypes:

@@ -68,6 +68,14 @@ def test_figures_of_training_steps_equal_results():
     for numbers, run in zip(policies, (*runs[1:3], "saved: mxfp8, with attention"), strict=True):
         steps = [rows[model, run] for model in ("llama 2×512", "llama 4×1024")]
         same(numbers, [row[key] for row in steps for key in ("ratio_to_bf16", "saved_to_bf16")])
+    page = (ROOT / "docs/training.md").read_text(encoding="utf-8").replace("\n", " ")
+    sentence = (
+        r"takes (\S+) times the time of BF16's and keeps (\S+) times its bytes .*? has (\S+) and (\S+) \("
+    )
+    dequantized = re.search(sentence, page)
+    assert dequantized is not None
+    steps = [rows[model, "backward: dequantized"] for model in ("llama 2×512", "llama 4×1024")]
+    same(dequantized.groups(), [row[key] for row in steps for key in ("ratio_to_bf16", "saved_to_bf16")])
 
 
 def test_figures_of_training_steps_without_bf16_equal_results():
