@@ -41,6 +41,7 @@ from mxcompile.passes.roles.flow import (
     dependencies,
     graph_input,
     main_sources,
+    origin,
     stored,
     stored_as,
 )
@@ -91,6 +92,7 @@ class _Finder:
         self._sources = sources
         self._weights = Weights(depends)
         self._gradients = Gradients(depends)
+        self._name_by_dy: dict[fx.Node, str] = {}
 
     def tag_forward(self, node: fx.Node) -> None:
         """Tags a forward node as the first GEMM of a new layer."""
@@ -137,29 +139,37 @@ class _Finder:
         if forward[0].kind is Kind.OPAQUE:
             self._tag(node)
             layers = [tag for tag in forward if tag.is_layer]
-            if is_matmul(node) and layers:
-                set_tag(node, self._plain_gradient(node, layers))
-            else:
+            if not (is_matmul(node) and layers):
                 set_tag(node, *(_hidden_gradient(tag, forward) for tag in tags_of(node)))
-            return True
+                return True
+            return self._tag_plain_gradient(node, layers, of_data=of_data)
         sizes = [matmul_sizes(node)] if is_matmul(node) else _sizes_of_other(node)
         set_tag(node, *_per_product(replace(forward[0], gemm=gradient.gemm, tensors=gradient.tensors), sizes))
         return True
 
-    def _plain_gradient(self, node: fx.Node, layers: Sequence[GemmTag]) -> GemmTag:
-        """Returns the tag of a plain backward product as a gradient of one of `layers`, which are opaque."""
+    def _tag_plain_gradient(self, node: fx.Node, layers: Sequence[GemmTag], *, of_data: bool) -> bool:
+        """Tags a plain backward product as a gradient of one of `layers`, which an operator hides.
+
+        Returns False if it is none, and for a wgrad unless `of_data`: the dgrad that shares dy comes first.
+        """
         (tag,) = tags_of(node)
         if tag.kind is Kind.LINEAR:
             gemm, tensors = Gemm.DGRAD, ("w", "dy") if tag.tensors[0] == "w" else ("dy", "w")
             fitting = [layer for layer in layers if layer.name == tag.name] or layers
         else:
-            gemm = Gemm.WGRAD
-            tensors = ("dy", "x") if Depends.GRADIENT in self._depends[operands(node)[0]] else ("x", "dy")
-            fitting = [layer for layer in layers if _is_wgrad(tag, layer)]
-        if not fitting:
-            return _hidden_gradient(tag, layers)
-        name, layer = fitting[0].name, fitting[0].layer
-        return replace(tag, layer=layer, name=name, gemm=gemm, kind=Kind.LINEAR, tensors=tensors)
+            dy_is_lhs = Depends.GRADIENT in self._depends[operands(node)[0]]
+            gemm, tensors = Gemm.WGRAD, ("dy", "x") if dy_is_lhs else ("x", "dy")
+            size = (tag.m, tag.n) if dy_is_lhs else (tag.n, tag.m)
+            fitting = [layer for layer in layers if tag.batch == 1 and _size_of_weight(layer) == size]
+        if not fitting or (gemm is Gemm.WGRAD and not of_data):
+            return False
+        dy = origin(operands(node)[tensors.index("dy")])
+        layer = next((layer for layer in fitting if layer.name == self._name_by_dy.get(dy)), fitting[0])
+        if gemm is Gemm.DGRAD:
+            self._name_by_dy[dy] = layer.name
+        name, number = layer.name, layer.layer
+        set_tag(node, replace(tag, layer=number, name=name, gemm=gemm, kind=Kind.LINEAR, tensors=tensors))
+        return True
 
     def _tag(self, node: fx.Node) -> None:
         path, module = module_of(node)
@@ -249,18 +259,13 @@ def _hidden_gradient(tag: GemmTag, forward: Sequence[GemmTag]) -> GemmTag:
     """Returns `tag`, of a product inside of a backward operator, as a gradient of a layer in `forward`."""
     layer = next((forward_tag for forward_tag in forward if forward_tag.name == tag.name), forward[0])
     gemm, tensors = Gemm.DGRAD, ("dy", "w") if tag.is_layer else ("x", "x")
-    if layer.is_layer and tag.m != layer.m and _has_size_of_weight(tag, layer):
+    if layer.is_layer and tag.m != layer.m and {tag.m, tag.n} == {*_size_of_weight(layer)}:
         gemm, tensors = Gemm.WGRAD, ("dy", "x")
     return replace(tag, layer=layer.layer, name=layer.name, gemm=gemm, tensors=tensors)
 
 
-def _is_wgrad(tag: GemmTag, layer: GemmTag) -> bool:
-    """Whether the product `tag` sums over the tokens of `layer`, and has the size of its weight."""
-    return tag.batch == 1 and tag.k == layer.m and _has_size_of_weight(tag, layer)
-
-
-def _has_size_of_weight(tag: GemmTag, layer: GemmTag) -> bool:
-    return {tag.m, tag.n} == {*(layer.whole or (layer.n, layer.k))}
+def _size_of_weight(layer: GemmTag) -> tuple[int | None, int | None]:
+    return layer.whole or (layer.n, layer.k)
 
 
 def _kind_of_other(node: fx.Node) -> Kind:

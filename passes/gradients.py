@@ -83,15 +83,17 @@ class Gradients:
         shared = _sources(node)
         same = [n for n in self._by_number[_number(node)] if is_matmul(n) is is_matmul(node)]
         near = dict.fromkeys(n for source in shared for n in self._by_operand.get(source, ()) if n < node)
+        hidden = [n for n in self._by_number[_number(node)] if _is_opaque_layer(n)]
         if packet(node) in ATTENTION_BACKWARD:
             fitting = [n for n in same or near if packet(n) in ATTENTION_FORWARD]
         elif not is_matmul(node):
             fitting = same
+        elif hidden:  # the operator's own backward, in plain products
+            fitting = hidden
         else:
             fitting = [n for n in same if n in near] or [n for n in near if _has_flops_of(node, n)]
             if len(fitting) != 1 or fitting[0] not in same:
                 fitting = self._fitting(node, fitting, of_data=of_data)
-            fitting = fitting or [n for n in self._by_number[_number(node)] if _is_opaque_layer(n)]
         return self._gradient(node, fitting[-1]) if fitting else None
 
     def _fitting(self, node: fx.Node, near: list[fx.Node], *, of_data: bool) -> list[fx.Node]:

@@ -81,9 +81,7 @@ def isolated(function: Callable[[], Result], *, tools: bool = False) -> Result:
             raise _as_own_error(error) from error
     try:
         answer, status = _answer(function, tools=tools)
-    except (
-        _HungError
-    ):  # a lock that another thread held at the fork stays locked: the next fork may be free of it
+    except _HungError:  # maybe another thread held a lock at the fork, which stays locked in the child
         answer, status = _answer(function, tools=tools)
     try:
         outcome, messages = pickle.loads(answer)

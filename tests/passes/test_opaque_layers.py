@@ -324,6 +324,50 @@ def test_plain_products_of_the_backward_of_an_operator_are_gradients_of_its_laye
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
 
 
+@torch.library.custom_op("mx_opaque::gated_with_plain_backward", mutates_args=())
+def gated_with_plain_backward(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return ((x @ gate.t()) * (x @ up.t())) @ down.t()
+
+
+gated_with_plain_backward.register_fake(lambda x, gate, up, down: torch.empty_like(x))
+
+
+def _gated_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
+    x, gate, up, down = ctx.saved_tensors
+    left, right = x @ gate.t(), x @ up.t()
+    inner = dy @ down
+    by_gate, by_up = inner * right, inner * left
+    grads = (by_gate.t() @ x, by_up.t() @ x, dy.t() @ (left * right))
+    return by_gate @ gate + by_up @ up, *grads
+
+
+gated_with_plain_backward.register_autograd(
+    _gated_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
+
+
+def test_layers_that_one_operator_hides_have_their_own_gradients() -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up = nn.Linear(WIDTH, WIDE, bias=False), nn.Linear(WIDTH, WIDE, bias=False)
+            self.down = nn.Linear(WIDE, WIDTH, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            weights = self.gate.weight, self.up.weight, self.down.weight
+            return gated_with_plain_backward(x, *weights)
+
+    torch.compile(Gated(), backend=EagerBackend(policy=ALL))(
+        torch.randn(ROWS, WIDTH, requires_grad=True)
+    ).sum().backward()
+    (report,) = mxcompile.reports()
+    sizes = {"gate": (WIDE, WIDTH), "up": (WIDE, WIDTH), "down": (WIDTH, WIDE)}
+    gradients = {(g.name, (g.m, g.n)) for g in report.gemms if g.gemm == "wgrad"}
+    assert gradients == set(sizes.items())
+    assert sorted(g.name for g in report.gemms if g.gemm == "dgrad") == sorted(sizes)
+    assert all(g.precision == "mxfp8" for g in report.gemms if g.gemm != "fprop")
+
+
 LIBRARY.define("back(Tensor dy) -> Tensor")
 LIBRARY.impl("back", lambda dy: _failed_once(dy @ HELD["w"]), "CPU")
 LIBRARY.impl("back", lambda dy: dy.new_empty(dy.shape[0], WIDTH), "Meta")
