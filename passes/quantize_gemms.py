@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from mxcompile import ops
 from mxcompile.formats import BLOCK, Copy, Format, ScaleLayout, Tile
@@ -33,7 +34,7 @@ from mxcompile.ops.view import result_of
 from mxcompile.passes.delayed_scales import States
 from mxcompile.passes.matrices import as_returned, matrices
 from mxcompile.passes.operand import product_calls, widest
-from mxcompile.passes.roles.flow import picked_stack
+from mxcompile.passes.roles.flow import origin, picked_stack
 from mxcompile.passes.rows import arrives
 from mxcompile.passes.split import HALF
 from mxcompile.policy import Code, Gemm, Reason, Saved, Sent
@@ -147,6 +148,9 @@ class _GemmWriter:
         cast = self._rowwise.get((_same(source), copy)) if dim == -1 else self._casts.get((source, copy))
         if cast is None or value_of(cast.qdata).ndim != value_of(operand).ndim:
             return None
+        if origin(source).op == "placeholder" and side == 1 and not fmt.amax.stateful:
+            # the weight exists anyway, so backward casts it again instead of keeping its codes
+            argument(cast.qdata).meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         args = dim, str(fmt.as_read), value_of(operand).dtype, cast.amax
         values = self._build.call(ops.decode, cast.qdata, cast.scale, *args, like=node)
         return transpose(values, self._build) if swapped else values

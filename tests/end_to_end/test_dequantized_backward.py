@@ -93,6 +93,26 @@ def test_no_copy_along_columns_is_made():
     assert re.findall(r"@(-\d) codes", graph) == ["-1", "-1"]
 
 
+@pytest.mark.parametrize("name", USES)
+def test_codes_of_weights_are_not_kept_for_backward(name: str):
+    """Backward casts a weight again, because the weight exists anyway."""
+    layer = nn.Linear(64, 512, bias=False, dtype=torch.bfloat16)
+    call = torch.compile(
+        layer, backend=EagerBackend(policy=policy({**USES[name], "backward": "dequantized"}))
+    )
+    kept: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        call(torch.randn(40, 64, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+    computed = [tensor.numel() for tensor in kept if tensor is not layer.weight]
+    assert computed
+    assert max(computed) < layer.weight.numel()
+
+
 def test_layers_that_stay_in_the_models_dtype_have_its_gradients():
     """Their operands are not quantized, so nothing is dequantized."""
     rule = {"match": {"name": "*"}, "use": {"fprop": "bf16", "backward": "dequantized"}}
