@@ -107,8 +107,10 @@ def models_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     for path, value in _parts("", values, _DEPTH):
         if isinstance(value, nn.Module) and any(True for _ in value.parameters()):
             models.setdefault(id(user_model(value)), (path, user_model(value)))
-    inner = {id(part) for _, model in models.values() for part in model.modules() if part is not model}
-    return {path: model for key, (path, model) in models.items() if key not in inner}
+    if len(models) > 1:  # a walk through all modules takes a while, and compiled calls look here
+        inner = {id(part) for _, model in models.values() for part in model.modules() if part is not model}
+        models = {key: entry for key, entry in models.items() if key not in inner}
+    return dict(models.values())
 
 
 def path_in(root: nn.Module, module: nn.Module | None) -> str | None:

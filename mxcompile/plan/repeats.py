@@ -197,7 +197,7 @@ def _setting(value: Any) -> Any:
         case functools.partial():
             return "partial", _setting(value.func), _setting(value.args), _setting(value.keywords)
         case MethodType():
-            return type(value.__self__).__qualname__, value.__func__.__qualname__
+            return type(value.__self__).__qualname__, _setting(value.__func__)  # also a partial
         case nn.Module():
             return type(value).__qualname__
         case list() | tuple() | set():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from types import MethodType
 
 import pytest
 import torch
@@ -251,3 +252,12 @@ def test_a_model_that_recasts_a_module_of_its_own_in_forward():
     report = mxcompile.explain(model, TOKENS)
     assert {gemm.name for gemm in report.gemms} >= {"layers.0.up", "layers.1.up"}
     assert {name: value.dtype for name, value in model.state_dict().items()} == before
+
+
+def test_layers_with_a_method_of_a_partial_function_are_folded():
+    """Libraries print a layer by such a method, set on the instance."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64)) for _ in range(6)))
+    expected = mxcompile.explain(model, torch.zeros(8, 64)).gemms
+    for layer in model:
+        layer[0].extra_repr = MethodType(functools.partial(lambda text, _: text, "int8"), layer[0])
+    assert mxcompile.explain(model, torch.zeros(8, 64)).gemms == expected

@@ -1,4 +1,4 @@
-"""Roles, keys of policies and attention operators are rows of tables: few other files name one.
+"""Roles, keys of policies, formats and attention operators are rows of tables: few other files name one.
 
 The lists in docs/extend.md are as long as these counts say.
 """
@@ -42,6 +42,30 @@ KEY_READERS = {
     "grad_dtype": {POLICY + "values.py"},
 }
 """Files that read one key for a message, beside its row and its field."""
+
+
+FORMAT_READERS = {
+    "the integer of MXINT8": (
+        r"\bINT8\b|\bMXINT8 =|\"mxint8\"|\.is_integer\b",
+        {"mxcompile/formats/" + name for name in ("elements.py", "precisions.py", "encoding.py")}
+        | {"mxcompile/policy/presets.py", SCHEMA, "mxcompile/report/report.schema.json"}
+        | {"lowering/inductor/elements.py", "lowering/inductor/stochastic.py"}
+        | {"mxcompile/checkpoint/weight_entries.py", "mxcompile/checkpoint/declared.py"}
+        | {"lowering/choices/families.py"},
+    ),
+    "the choice between two scales": (
+        r"\bfour_over_six\b",
+        {"mxcompile/formats/" + name for name in ("types.py", "encoding.py", "two_level.py", "precisions.py")}
+        | {POLICY + name for name in ("values.py", "schema.py", "importers/recipes.py")}
+        | {SCHEMA, "lowering/inductor/two_level.py"},
+    ),
+    "a scale for each row": (
+        r"\brow_scaled\b",
+        {"mxcompile/formats/" + name for name in ("types.py", "encoding.py", "two_level.py", "precisions.py")}
+        | {POLICY + "schema.py", SCHEMA, POLICY + "importers/recipes.py", "passes/quantize_gemms.py"},
+    ),
+}
+"""Pattern of a format's names, and the files that docs/extend.md lists for such a format."""
 
 
 def files_with(*words: str, folders: tuple[str, ...] = ("",)) -> set[str]:
@@ -92,3 +116,10 @@ def test_attention_operator_is_named_by_its_row(row):
     files = files_with(row.name, backward)
     of_users = {"mxcompile/compiler/session/decompositions.py"}  # calls the function of the same name
     assert files - of_users == {"mxcompile/graph/attention.py"}
+
+
+@pytest.mark.parametrize("name", FORMAT_READERS)
+def test_format_is_named_by_the_files_that_the_lists_have(name: str):
+    pattern, files = FORMAT_READERS[name]
+    code = {path: re.sub(r'""".*?"""', "", text, flags=re.DOTALL) for path, text in PRODUCT.items()}
+    assert {path for path, text in code.items() if re.search(pattern, text)} == files

@@ -149,6 +149,15 @@ def closure() -> Callable[[Tensor], Tensor]:
     return forward
 
 
+def linear(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda x: F.linear(x, weight)
+
+
+def two_closures() -> Callable[[Tensor], Tensor]:
+    first, rest = linear(weights()[0]), [linear(weights()[1])]
+    return lambda x: rest[0](F.gelu(first(x)))
+
+
 class InADefault(nn.Module):
     def forward(self, x: Tensor, up: Tensor = UP, *, down: Tensor = DOWN[0]) -> Tensor:
         return feed_forward(x, up, down)
@@ -170,6 +179,7 @@ HOLDERS: list[tuple[Callable[[], Any], set[str]]] = [
     (Codes, {"up.codes", "down"}),
     (OfItsClass, {"UP", "DOWN.0"}),
     (closure, {"up", "down"}),
+    (two_closures, {"first", "rest.0"}),
     (global_tuple, {"PAIR.0", "PAIR.1"}),
     (InADefault, {"up", "down"}),
     (defaults, {"up", "down"}),

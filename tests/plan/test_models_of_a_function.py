@@ -237,6 +237,15 @@ def test_each_model_that_runs_the_code_of_a_function_has_a_report(way: str) -> N
     assert len(compiles) == 1, "Dynamo runs the code of the first"
 
 
+def test_each_of_two_models_that_share_parameters_has_a_report_of_one_function() -> None:
+    first = mlp()
+    second = copy.deepcopy(first, {id(p): p for p in first.parameters()})
+    compiled = torch.compile(called, backend=EagerBackend(policy={"version": 1, "rules": [ALL]}, strict=True))
+    for model in (first, second, first):
+        compiled(model, torch.randn(8, WIDTH)).sum().backward()
+    assert [{gemm.name for gemm in report.gemms} for report in mxcompile.reports()] == [{"0", "2"}] * 2
+
+
 def test_model_compiled_alone_after_a_function_has_its_own_names() -> None:
     teacher, student = Broken(), Broken()
     of_cells(teacher, student)(torch.randn(8, WIDTH))

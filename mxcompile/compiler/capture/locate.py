@@ -15,6 +15,7 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from types import FunctionType, MethodType
 from typing import Any
@@ -34,6 +35,7 @@ _CONTAINERS = frozenset({"__dict__", "__self__", "_modules", "_parameters", "_bu
 _PROGRAM = (nn.Module, FunctionType, MethodType, functools.partial, type)
 _CLASS = re.compile(r"dict\(type\((.*?)\)(?:\.__mro__\[\d+\])?\.__dict__\)")
 """Access to attributes of a class, which its instances share."""
+_CELLS = "__closure__"
 _DYNAMOS = ("__import_", "___stack")
 """Prefixes of Dynamo's own variables: modules of inlined functions, values across graph breaks."""
 
@@ -85,7 +87,13 @@ class Located:
         paths_by_name = {name: self.tree.paths(value) for name, value in self._objects.items()}
         self._paths_by_name = {steps_of(name): paths for name, paths in paths_by_name.items() if paths}
         paths = [self._path(source, value) for source, value in pairs]
-        self.inputs = tuple(map(self._input, paths, *zip(*pairs, strict=True))) if pairs else ()
+        inputs = tuple(map(self._input, paths, *zip(*pairs, strict=True))) if pairs else ()
+        counted = Counter(entry.path for entry in inputs if entry.unregistered)
+        self.inputs = tuple(
+            replace(entry, path=self._named(source, of_function=True)) if is_doubled else entry
+            for entry, (source, _) in zip(inputs, pairs, strict=True)
+            for is_doubled in [entry.unregistered is not None and counted[entry.path] > 1]
+        )
         self.matrices = tuple(
             path
             for path, (_, value) in zip(paths, pairs, strict=True)
@@ -134,14 +142,19 @@ class Located:
         where = HeldBy.HELD if is_held or path else unregistered(value)
         return GraphInput(path=path or self._named(source), unregistered=where)
 
-    def _named(self, source: Any) -> str:
-        """Returns the path of an unregistered tensor. For a closure it begins with the variable's name."""
+    def _named(self, source: Any, *, of_function: bool = False) -> str:
+        """Returns the path of an unregistered tensor. For a closure it begins with the variable's name.
+
+        of_function: whether the path of the closure's function comes first, for two closures of one variable.
+        """
         cells = [step for step in _way(source) if getattr(step, "freevar_name", "")]
         if not cells or self._owner(source)[1] is not None:
             return self._path_of(name_of(source))
         cell = cells[-1]
-        behind = steps_of(name_of(source))[len(steps_of(name_of(cell))) :]
-        return joined(cell.freevar_name, *behind)
+        steps = steps_of(name_of(cell))
+        behind = steps_of(name_of(source))[len(steps) :]
+        before = _spelled(steps[: steps.index(_CELLS)]) if of_function and _CELLS in steps else ()
+        return joined(*before, cell.freevar_name, *behind)
 
     def _is_held(self, source: Any) -> bool:
         """Whether a default, a global, a closure or an object of the program holds the tensor at `source`."""
