@@ -61,7 +61,7 @@ FORMAT_READERS = {
     ),
     "a scale for each row": (
         r"\brow_scaled\b",
-        {"mxcompile/formats/" + name for name in ("types.py", "encoding.py", "two_level.py", "precisions.py")}
+        {"mxcompile/formats/" + name for name in ("types.py", "encoding.py", "precisions.py")}
         | {POLICY + "schema.py", SCHEMA, POLICY + "importers/recipes.py", "passes/quantize_gemms.py"},
     ),
 }
