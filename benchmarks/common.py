@@ -134,7 +134,7 @@ def environment() -> dict[str, Any]:
     versions = {name: _version(name) for name in ("mxcompile", "torch", "triton", "torchao", "transformers")}
     return {
         "device": _cpu_name(),
-        "cpu": features().name,
+        "cpu": features().name + (", masked" if "ATEN_CPU_CAPABILITY" in os.environ else ""),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),

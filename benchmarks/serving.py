@@ -1,4 +1,4 @@
-"""Measures serving of models on this machine: stored MXFP8 weights against BF16, int8 and Q8_0.
+"""Measures serving of models on this machine: stored MXFP8 and MXINT8 weights against BF16, int8 and Q8_0.
 
     quality   a small Llama trained on Python's source: perplexity per byte on held-out files, error of the
               logits, bytes of all weights; also with BF16 weights and an MXFP8 cache
@@ -7,13 +7,16 @@
 The measurements are the same as in `make demo ARGS=--serve`. llama.cpp's Q8_0 is measured only for quality:
 weights are rounded to it (int8 in blocks of 32 with an FP16 scale, amax / 127), and arithmetic is BF16.
 
-Usage: python benchmarks/serving.py quality|speed [--steps 500] [--dry]
+Usage: python benchmarks/serving.py quality|speed [--steps 500] [--rounds 3] [--dry]
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import common
@@ -24,6 +27,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from mxcompile.cli.arguments import quiet
+from mxcompile.serving import quantize_weights_
 
 Q8_0 = "llama.cpp q8_0 (values)"
 
@@ -34,10 +38,15 @@ def main() -> None:
     )
     parser.add_argument("what", choices=("quality", "speed"))
     parser.add_argument("--steps", type=int, default=500, help="of training, for quality")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each way, for speed")
     parser.add_argument("--dry", action="store_true", help="write no results, and measure a small model")
     options = parser.parse_args()
     with quiet():
-        rows = quality(options.steps) if options.what == "quality" else speed(dry=options.dry)
+        rows = (
+            quality(options.steps)
+            if options.what == "quality"
+            else speed(dry=options.dry, rounds=options.rounds)
+        )
     common.show(rows)
     if not options.dry:
         common.write("serving", rows)
@@ -72,32 +81,60 @@ def quality(steps: int) -> list[dict[str, Any]]:
     ]
 
 
-def speed(*, dry: bool) -> list[dict[str, Any]]:
-    """Returns a row for each way of serving."""
+def speed(*, dry: bool, rounds: int) -> list[dict[str, Any]]:
+    """Returns a row for each way of serving, with medians over rounds in which all ways take turns."""
     small = {"layers": 1, "width": 256, "feed_forward": 512, "heads": 2, "key_value_heads": 1, "tokens": 2}
     dtype = demo.quick_settings().dtype
     size = demo.Wide(dtype=dtype, **small) if dry else demo.Wide(dtype=dtype, prompt=512, tokens=32)
     model = demo.wide(size)
-    ways = (*demo.ways(dtype), *peers(model))
-    rows = list(_barred(demo.speed(model, size, ways), len(ways)))
+    ways = (*demo.ways(dtype), *_integers(model), *peers(model))
+    ways = (replace(ways[0], prepare=_from(model, lambda _: None)), *ways[1:])  # a round begins with them
+    measured = (demo.speed(model, size, ways) for _ in range(rounds))
+    rows = list(_barred(chain.from_iterable(measured), rounds * len(ways)))
     return [
         {
             "what": "speed",
-            "baseline": rows[0].label,
+            "baseline": ways[0].label,
             "model": f"llama {size.layers}×{size.width}, {size.prompt} tokens given, {size.tokens} made",
-            "run": row.label,
-            "prefill_ms": round(row.prefill_ms, 1),
-            "tokens_per_s": round(row.tokens_per_s, 2),
-            "bf16_prefill_over_this": round(rows[0].prefill_ms / row.prefill_ms, 3),
-            "tokens_over_bf16": round(row.tokens_per_s / rows[0].tokens_per_s, 3),
-            "weight_bytes": row.weight_bytes,
+            "run": way.label,
+            "rounds": rounds,
+            "prefill_ms": _median(timed, lambda row, _: row.prefill_ms, 1),
+            "tokens_per_s": _median(timed, lambda row, _: row.tokens_per_s, 2),
+            "bf16_prefill_over_this": _median(timed, lambda row, bf16: bf16.prefill_ms / row.prefill_ms, 3),
+            "tokens_over_bf16": _median(timed, lambda row, bf16: row.tokens_per_s / bf16.tokens_per_s, 3),
+            "weight_bytes": timed[0][0].weight_bytes,
         }
-        for row in rows
+        for at, way in enumerate(ways)
+        for timed in [[*zip(rows[at :: len(ways)], rows[:: len(ways)], strict=True)]]
     ]
+
+
+def _median(
+    timed: Sequence[tuple[demo.Speed, demo.Speed]], figure: Callable[[Any, Any], float], digits: int
+) -> float:
+    """Returns the median of `figure` over (row, row of the baseline) of each round."""
+    return round(statistics.median(figure(*pair) for pair in timed), digits)
 
 
 def _barred(measured: Iterator[Any], total: int) -> Iterator[Any]:
     return iter(tqdm(measured, total=total, desc="ways", leave=False))
+
+
+def _integers(model: nn.Module) -> tuple[Way, ...]:
+    """Returns the ways with weights stored in MXINT8: weights only, and activations in MXINT8 too."""
+    restored = _from(model, lambda _: None)
+
+    def prepare(served: nn.Module) -> None:
+        restored(served)
+        quantize_weights_(served, "mxint8", progress=False)
+
+    return tuple(
+        Way(label=label, backend="mxfp8", options={"policy": policy}, prepare=prepare)
+        for label, policy in (
+            ("mxint8 weights", "bf16"),
+            ("mxint8 weights and activations", "mxint8"),
+        )
+    )
 
 
 def peers(model: nn.Module) -> tuple[Way, ...]:

@@ -196,6 +196,15 @@ def test_decoding_by_one_and_by_two_threads():
             same(numbers, [timed[weight.replace("×", "x"), run]["median_ms"] for run in runs])
 
 
+def test_figures_of_integers_beside_llama_cpp_equal_results():
+    runs = ("mxcompile mxfp8", "mxcompile mxint8", "mxcompile mxint8, activations too", "llama.cpp q8_0")
+    shown = table("docs/cpu.md", "| instructions | BF16 or FP32 |")
+    for name, cpu, baseline in (("AMX", "AMX BF16", "bf16"), ("AVX2", "AVX2, masked", "fp32")):
+        rows = newest("decode_cpu", "weight", "rows", "run", cpu=cpu)
+        timed = [rows["8192x8192", 1, run] for run in (f"{baseline} inductor", *runs)]
+        same(shown[name], [*(row["median_ms"] for row in timed), timed[2]["llama_over_this"]])
+
+
 def test_figures_of_attention_over_a_cache_equal_results():
     rows = newest("decode_attention", "context", "run")
     for tokens, numbers in table("docs/serving.md", "tokens in the cache").items():
@@ -204,7 +213,7 @@ def test_figures_of_attention_over_a_cache_equal_results():
 
 
 def test_figures_of_compile_times_equal_results():
-    rows = newest("large_models", "measure", "way")
+    rows = newest("large_models", "measure", "way", cpu="AMX BF16")
     page = (ROOT / "docs/large.md").read_text(encoding="utf-8").replace("\n", " ")
     sentence = r"took ([\d.]+) times the processor time .*? Compiled block by block, it took ([\d.]+) times\."
     figures = re.search(sentence, page)
