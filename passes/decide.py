@@ -17,7 +17,7 @@ from mxcompile.errors import UnsupportedError
 from mxcompile.formats import UNQUANTIZED, labels
 from mxcompile.graph.bodies import bodies
 from mxcompile.graph.convolutions import convolution_words
-from mxcompile.graph.opsets import CONVOLUTIONS, aten, called_packet, is_grouped, packet
+from mxcompile.graph.opsets import BIASED, CONVOLUTIONS, aten, called_packet, is_grouped, packet
 from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import AUTOCAST_KEY, GemmTag, Kind, change_tag, layers, tags_of, tensor
 from mxcompile.policy import Backward, Choice, Code, Decision, Gemm, Policy, Reason
@@ -131,14 +131,20 @@ def obstacle(node: fx.Node) -> Reason | None:
         return Reason(Code.ARGUMENT)
     if not (packet(node) in _SUPPORTED or packet(node) in CONVOLUTIONS or is_grouped(node)):
         return Reason(Code.OPERATOR, packet(node))
-    for operand in operands(node):
-        value = tensor(operand)
+    values = [tensor(operand) for operand in operands(node)]
+    for value in values:
         if value is None:
             return Reason(Code.OPERAND)
         if value.dtype not in _SOURCES:
             return Reason(Code.DTYPE, str(value.dtype).removeprefix("torch."))
         if value.layout is not torch.strided:
             return Reason(Code.LAYOUT, str(value.layout).removeprefix("torch."))
+    addend = [tensor(node.args[0])] if packet(node) in BIASED else []
+    dtypes = {
+        str(value.dtype).removeprefix("torch."): None for value in (*values, *addend) if value is not None
+    }
+    if len(dtypes) > 1:  # quantized, they would give a result
+        return Reason(Code.DTYPES, *[*dtypes][:2])
     factors: dict[str, Any] = {key: node.kwargs.get(key, 1) for key in ("alpha", "beta")}
     if any(not isinstance(factor, int | float) for factor in factors.values()):
         return Reason(Code.FACTORS)

@@ -29,6 +29,7 @@ class Code(StrEnum):
     OPERATOR = "operator"
     OPERAND = "operand"
     DTYPE = "dtype"
+    DTYPES = "dtypes"
     LAYOUT = "layout"
     FACTORS = "factors"
     CUT = "part of a model"
@@ -62,6 +63,7 @@ _WORDS = {
     Code.OPERATOR: "unsupported operator {}",
     Code.OPERAND: "an operand of unknown shape and dtype",
     Code.DTYPE: "unsupported dtype {}: use FP32, BF16 or FP16",
+    Code.DTYPES: "operands of two dtypes, {} and {}: PyTorch raises an error",
     Code.LAYOUT: "unsupported layout {}",
     Code.FACTORS: "alpha or beta is not a number",
     Code.AUTOCAST_OFF: "the model turns autocast off here",

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.eager_backend import EagerBackend
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn import functional as F
 
 import mxcompile
@@ -114,3 +116,13 @@ def test_impossible_call_raises_an_error_of_one_line(name: str, capfd: pytest.Ca
     assert "\n" not in str(caught.value)
     assert "AssertionError" not in str(caught.value)
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_product_of_two_dtypes_is_left_to_the_error_of_pytorch() -> None:
+    model = Net().bfloat16()
+    (reason,) = {gemm.reason for gemm in mxcompile.explain(model, data()).gemms if gemm.gemm == "fprop"}
+    assert reason == "operands of two dtypes, float32 and bfloat16: PyTorch raises an error"
+    with pytest.raises(RuntimeError, match="same dtype"):
+        torch.compile(model, backend=EagerBackend())(data())
+    with pytest.raises(BackendCompilerFailed, match="up fprop: operands of two dtypes"):
+        torch.compile(model, backend=EagerBackend(strict=True))(data())
