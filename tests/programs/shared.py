@@ -55,7 +55,7 @@ class Dropped(nn.Module):
         self.layers = nn.ModuleList(Mlp() for _ in range(4))
 
     def forward(self, x: Tensor, kept: tuple[bool, ...]) -> Tensor:
-        for layer, runs in zip(self.layers, kept, strict=True):
+        for layer, runs in zip(self.layers, kept, strict=False):
             x = layer(x) if runs else x
         return x
 
