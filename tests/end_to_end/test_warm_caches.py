@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 import mxcompile
+from mxcompile.report.data.record import NOT_COMPILED
 
 ALL = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 LINES = 5
@@ -122,7 +123,7 @@ def lasting(report: mxcompile.Report, moved: int = 0) -> Any:
 
     def back(source: str) -> str:
         file, _, line = source.rpartition(":")
-        return f"{file}:{int(line) - moved}"
+        return f"{file}:{int(line) - moved}" if line else ""
 
     gemms = [replace(gemm, source=back(gemm.source)) for gemm in report.gemms]
     return gemms, replace(report.summary, cache="", pass_time_us=0.0)
@@ -254,3 +255,33 @@ def test_kernels_under_compiled_autograd_are_named_after_the_reports_are_gone(tm
     assert lasting(trained()) == lasting(report)
     shutil.rmtree(_stored())
     assert lasting(trained()) == lasting(report)
+
+
+def test_block_that_is_not_compiled_stays_pending_in_a_rerun(tmp_path: Path):
+    """It has the class of the block that is compiled. A rerun lowers no backward."""
+    kind = type(model(tmp_path, GELU))
+
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([kind(), kind()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    def trained() -> mxcompile.Report:
+        torch._dynamo.reset()
+        mxcompile.clear_reports()
+        halves = Halves()
+        halves.blocks[0].compile(backend="mxfp8", options={"policy": ALL})
+        halves(rows()).square().mean().backward()
+        (report,) = mxcompile.reports()
+        return report
+
+    report, rerun = trained(), trained()
+    pending = {gemm.name for gemm in report.gemms if gemm.kernel == NOT_COMPILED}
+    assert pending == {"blocks.1.up", "blocks.1.down"}
+    assert lasting(rerun) == lasting(report)
+    assert rerun.summary.cache == "hit"

@@ -34,7 +34,7 @@ BUDGETS = {
     "mxcompile/compiler/calls": 686,
     "mxcompile/compiler/capture": 755,
     "mxcompile/compiler/hooks": 776,
-    "mxcompile/compiler/reporting": 1_143,
+    "mxcompile/compiler/reporting": 1_147,
     "mxcompile/compiler/session": 835,
     "mxcompile/distributed": 601,
     "mxcompile/formats": 2_040,

@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.eager_backend import EagerBackend
 from test_left_to_python import OUTSIDE, POLICY, WIDTH, batch, pending, step
 from torch import Tensor, nn
 from ways import front_door, whole
+
+from mxcompile.errors import UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("messages")
 
@@ -133,3 +136,30 @@ def test_blocks_that_share_codes_pass_strict_mode(way: Any, tied: bool, messages
         step(call, batch(rows))
     assert pending() == set()
     assert messages() == []
+
+
+def half(*, strict: bool = False) -> nn.Module:
+    """Its last three blocks have the code of the first three, but nothing compiles them."""
+    model = Dropping()
+    for layer in model.layers[:3]:
+        layer.compile(backend=EagerBackend(policy=POLICY, strict=strict))
+    return model
+
+
+def test_blocks_that_are_not_compiled_are_pending_and_in_a_warning(messages: Any):
+    model = half()
+    with torch.no_grad():
+        model(batch(), range(6))
+        assert {name.rpartition(".")[0] for name, _ in pending()} == {f"layers.{n}" for n in (3, 4, 5)}
+        model(batch(), range(6))
+    (message,) = messages()
+    assert message.endswith(f"{OUTSIDE} (see TORCH_LOGS=graph_breaks): layers.3-5.up, layers.3-5.down")
+
+
+def test_blocks_that_are_not_compiled_raise_under_strict_in_the_second_call():
+    model = half(strict=True)
+    with torch.no_grad():
+        model(batch(), range(6))
+        with pytest.raises(UnsupportedError, match=r"layers\.3-5\.up"):
+            model(batch(), range(6))
+        model(batch(), range(6))

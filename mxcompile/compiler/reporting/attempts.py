@@ -24,6 +24,7 @@ from torch import nn
 
 from mxcompile.compiler.hooks.exporting import innermost
 from mxcompile.compiler.reporting.checks import check_call, check_modules, report_uncompiled
+from mxcompile.compiler.reporting.first_call import check_first_call
 from mxcompile.compiler.reporting.shared_code import Runs
 from mxcompile.compiler.session.frames import TORCH, Frame, Running, frames, is_call_of, is_wrapper
 from mxcompile.compiler.session.options import Options
@@ -169,6 +170,10 @@ class _End:
         has_code = not failed and bool(session_of(root).places)  # else perhaps no code has a graph
         if self._is_whole and (REGISTRY.knows(root, options.group) or not has_code):
             check_call(root, options, call.args, call.kwargs)
+        session = session_of(root)
+        is_checked = session.plan is None or session.ran.get(options.group) is session.plan
+        if not (self._is_whole or is_checked) and root._compiled_call_impl is None:
+            check_first_call(root, options, {})  # Python runs `root`, and its modules are compiled
         if not any(reported):
             starts = [attempt.path for attempt in self.attempts if not attempt.is_resumed]
             modules = [path for path in starts if path is not None]

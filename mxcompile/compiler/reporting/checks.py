@@ -199,10 +199,7 @@ def _check_ran(
     call: arguments of the finished call of `root`, which need not run all layers of the plan. idle: paths of
     modules that were not called.
     """
-    session = session_of(root)
-    for places in session.places:
-        places.restrict_twins(options.group)
-    checked = session.ran
+    checked = session_of(root).ran
     if checked.get(options.group) is plan:
         return
     missing = _missing(root, options, plan)

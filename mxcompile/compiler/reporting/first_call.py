@@ -1,7 +1,8 @@
-"""Reports modules that the first call of a model left uncompiled.
+"""Reports modules that a call of a model left uncompiled.
 
 Dynamo does not notify the backend about a module whose forward it skips, or that the model never calls. The
-first call is therefore compared with the plan. It runs through the model's ``_compiled_call_impl``, which
+first call is therefore compared with the plan. If the user compiles single modules, it is the second call,
+because they are compiled within the first. The call runs through the model's ``_compiled_call_impl``, which
 copies of the model do not have, and which is restored before the call.
 """
 
@@ -20,7 +21,7 @@ from mxcompile.report import REGISTRY
 
 
 def check_first_call(root: nn.Module, options: Options, parts: Mapping[str, nn.Module]) -> None:
-    """Checks the first call of `root`, whose modules `parts` are compiled with `options`.
+    """Checks the next call of `root`, whose modules `parts` are compiled with `options`.
 
     The call warns, or raises `UnsupportedError` in strict mode, about layers that the policy quantizes and
     that ran outside of compiled code, and about a model without compiled code.
@@ -39,6 +40,7 @@ def check_first_call(root: nn.Module, options: Options, parts: Mapping[str, nn.M
             REGISTRY.flush()
         return result
 
+    first.checks_only = inner is None  # type: ignore[attr-defined]
     root._compiled_call_impl = first
 
 

@@ -281,7 +281,8 @@ def _add(running: list[Running], module: nn.Module, frame: FrameType, directly: 
 
 
 def _unwrapped_if_compiled(module: nn.Module) -> nn.Module | None:
-    if "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None:
+    call = getattr(module, "_compiled_call_impl", None)
+    if "_orig_mod" in module._modules or (call is not None and not getattr(call, "checks_only", False)):
         return user_model(module)
     return None
 

@@ -1,7 +1,7 @@
 """Keeps the entries of compiled parts in the registry up to date, for each model that runs their code.
 
-A part belongs to a module and its twins, which are expected to share its code. A call of the model shows
-whether they do: `restrict_twins` removes the twins that did not run it.
+A part belongs to a module and its twins, which are expected to share its code. The entries have the twins
+that have run it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Places:
         self._part: Part | None = None
         self._places: list[tuple[Ledger, int | None, Callable[[str], str]]] = [(ledger, None, str)]
         self._ran: set[str] = set()
-        self._is_restricted = self._is_sure = False
+        self._is_sure = False
 
     @property
     def part(self) -> Part:
@@ -43,42 +43,41 @@ class Places:
     def put(self, part: Part) -> None:
         """Publishes `part` in all entries."""
         self._part = part
-        if self._is_restricted:
-            part = dataclasses.replace(part, twins=tuple(twin for twin in part.twins if twin[0] in self._ran))
         self._places = [
-            (ledger, REGISTRY.put(ledger, index, _moved(part, path)), path)
+            (ledger, REGISTRY.put(ledger, index, _moved(self._shown, path)), path)
             for ledger, index, path in self._places
         ]
+
+    @property
+    def _shown(self) -> Part:
+        """The part with the twins that have run its code; with all twins if it is unknown who has."""
+        part = self.part
+        if not self._is_sure:
+            return part
+        return dataclasses.replace(part, twins=tuple(twin for twin in part.twins if twin[0] in self._ran))
 
     def add_model(self, model: nn.Module, path: Callable[[str], str]) -> None:
         """Adds an entry for `model`, another instance with the same module names that runs the code.
 
         path: returns the path in `model` for a path in the first model.
         """
-        assert self._part is not None
         fresh = self._places[0][0].for_model(model)
         ledger = REGISTRY.open((self._key, fresh.model), fresh)
-        self._places.append((ledger, REGISTRY.put(ledger, None, _moved(self._part, path)), path))
+        self._places.append((ledger, REGISTRY.put(ledger, None, _moved(self._shown, path)), path))
         if self._gemms:
             REGISTRY.plan(model, ledger.group, _renamed(self._gemms, path))
         REGISTRY.flush()  # a call without a compile flushes only here
 
     def note(self, path: str | None) -> None:
         """Records that a module of the first model runs the code. path: its path, None if unknown."""
+        before = self._shown
         self._is_sure = path is not None and (self._is_sure or not self._ran)
-        if path and self._ran and path not in self._ran:
-            self._on_other_module(path)
+        is_other = bool(path and self._ran and path not in self._ran)
         self._ran.add(path or "")
-        if self._is_restricted and self._part is not None:
+        if path and is_other:
+            self._on_other_module(path)
+        if self._part is not None and self._shown != before:
             self.put(self._part)
-            REGISTRY.flush()
-
-    def restrict_twins(self, group: str) -> None:
-        """Restricts the twins in reports of `group` to the modules that have run the code."""
-        if self._is_sure and not self._is_restricted and self._places[0][0].group == group:
-            self._is_restricted = True
-            if self._part is not None:
-                self.put(self._part)
 
 
 def _renamed(gemms: Iterable[GemmRecord], path: Callable[[str], str]) -> tuple[GemmRecord, ...]:
