@@ -107,6 +107,7 @@ REFUSED: dict[str, tuple[Callable[[], tuple[nn.Module, tuple[Any, ...]]], str]] 
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")  # of torch 2.15
 @pytest.mark.parametrize("name", REFUSED)
 def test_impossible_call_raises_an_error_of_one_line(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     make, message = REFUSED[name]
