@@ -139,11 +139,10 @@ def obstacle(node: fx.Node) -> Reason | None:
             return Reason(Code.DTYPE, str(value.dtype).removeprefix("torch."))
         if value.layout is not torch.strided:
             return Reason(Code.LAYOUT, str(value.layout).removeprefix("torch."))
-    addend = [tensor(node.args[0])] if packet(node) in BIASED else []
-    dtypes = {
-        str(value.dtype).removeprefix("torch."): None for value in (*values, *addend) if value is not None
-    }
-    if len(dtypes) > 1:  # quantized, they would give a result
+    if packet(node) in BIASED:
+        values.append(tensor(node.args[0]))
+    dtypes = dict.fromkeys(str(value.dtype).removeprefix("torch.") for value in values if value is not None)
+    if len(dtypes) > 1:  # quantized operands would give a result
         return Reason(Code.DTYPES, *[*dtypes][:2])
     factors: dict[str, Any] = {key: node.kwargs.get(key, 1) for key in ("alpha", "beta")}
     if any(not isinstance(factor, int | float) for factor in factors.values()):
