@@ -96,7 +96,7 @@ class Attribution:
         """Records a call of the code with `args`."""
         argument = None if self._position is None else args[self._position]
         parameter = argument if isinstance(argument, nn.Parameter) else None
-        caller = next(running(), None)  # two models may share the parameter; `or` would ask for a len
+        caller = next(running(), None)  # two models may share the parameter; `or` would call its len
         caller = next(iter(called_models().values()), None) if caller is None else caller
         is_new = caller is not None and caller not in self._callers
         if parameter is not None and (is_new or self._holders.holder(parameter) is None):
