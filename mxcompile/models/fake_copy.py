@@ -2,10 +2,10 @@
 
 ``fully_shard``, ``parallelize_module``, ``DistributedDataParallel`` and ``FullyShardedDataParallel`` add
 classes, wrapper modules, hooks and sharded parameters to a model. The copy has the original class, no
-wrappers, no hooks of ``torch.distributed``, and whole parameters. Modules are copied attribute by attribute,
-because wrapped modules reject ``copy.deepcopy``, which does not copy closures either (see `rebind`). A
-compiled method in an attribute (``model.forward = torch.compile(model.forward)``) becomes the copy's own
-plain method.
+wrappers, no hooks of ``torch.distributed``, and whole parameters in the dtypes of FSDP's gathers. Modules are
+copied attribute by attribute, because wrapped modules reject ``copy.deepcopy``, which does not copy closures
+either (see `rebind`). A compiled method in an attribute (``model.forward = torch.compile(model.forward)``)
+becomes the copy's own plain method.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from mxcompile.errors import ModelError
 from mxcompile.models.fakes import Faker
+from mxcompile.models.mixed_precision import in_forward, mixed_precision
 from mxcompile.models.rebind import Rebinder
 from mxcompile.models.wrappers import (
     FSDP1,
@@ -53,16 +54,20 @@ def fake_copy(
     modules, fake = [m for m in model.modules() if unwrapped(m) is m], fake or Faker(mode)
     memo: dict[int, Any] = {id(module): object.__new__(plain_class(module)) for module in modules}
     memo |= {id(module): memo[id(unwrapped(module))] for module in model.modules()}
+    casts = mixed_precision(model)
+    dtypes = {held: dtype for cast in casts for held, dtype in cast.parameters.items()}
     for module in modules:
         for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
             if isinstance(value, Tensor) and id(value) not in memo:
-                memo[id(value)] = fake(value)
+                memo[id(value)] = in_forward(fake(value), dtypes.get(id(value)))
     copied = Rebinder(memo)
     with _AsFakes(fake, memo):
         for module in modules:
             _fill(memo[id(module)], module, memo, copied, drops)
         for module in model.modules():
             _unflatten(module, memo, fake)
+    for cast in casts:
+        cast.cast_values(lambda module: memo[id(module)])
     copied_model: nn.Module = memo[id(model)]
     return copied_model
 
@@ -114,7 +119,7 @@ def _unflatten(module: nn.Module, memo: dict[int, Any], fake: Callable[[Tensor],
             f"cannot read FSDP1's flat parameters in torch {torch.__version__}: use FSDP2 (fully_shard)"
         )
     for info, shape in zip(flat._param_infos, flat._shapes, strict=True):
-        whole = torch.empty(shape, dtype=flat.dtype, device="meta")
+        whole = torch.empty(shape, dtype=handle._fwd_bwd_param_dtype, device="meta")
         _put(memo[id(info.module)], info.param_name, fake(nn.Parameter(whole, flat.requires_grad)))
     for info in flat._shared_param_infos:
         shared = memo[id(info.prim_module)]._parameters[info.prim_param_name]

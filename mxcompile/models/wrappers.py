@@ -51,20 +51,6 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
     return type(module)
 
 
-def is_wrapped(model: nn.Module) -> bool:
-    """Whether FSDP or a distributed hook manages any module of `model`."""
-    return any(
-        plain_class(module) is not type(module)
-        or FSDP1 in module._modules
-        or any(map(is_distributed, _hooks_of(module)))
-        for module in model.modules()
-    )
-
-
-def _hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
-    return [hook for key in HOOKS for hook in (module.__dict__.get(key) or {}).values()]
-
-
 def method_of(value: Any) -> Any:
     """Returns the method that `value` was compiled from, or `value` itself."""
     if not isinstance(value, FunctionType) or getattr(value, "_torchdynamo_disable", False):

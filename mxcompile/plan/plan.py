@@ -19,11 +19,10 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._pytree import tree_map_only
 
 from mxcompile.errors import ModelError
 from mxcompile.graph.attention import ATTENTION_FORWARD
@@ -35,7 +34,7 @@ from mxcompile.models.fakes import quiet
 from mxcompile.models.isolated import ChildError, isolated
 from mxcompile.models.names import rebased
 from mxcompile.models.value_tracking_mode import ValueTrackingMode
-from mxcompile.models.wrappers import is_wrapped, user_model
+from mxcompile.models.wrappers import user_model
 from mxcompile.passes.bodies import Bodies
 from mxcompile.passes.classify import Classify
 from mxcompile.passes.decide import decided, keep_products, obstacle
@@ -198,8 +197,6 @@ def _planned(
         copied = fake_copy(model, mode)
         repeats = way.leave_out(copied, Policy())
         fakes = fake_values(inputs, mode)
-        if is_wrapped(model):
-            fakes = _in_dtype(fakes, copied)
         graph = record(copied, *fakes, mode=mode, decompositions=decompositions)
         _check_apart(graph, model)
         HintExpertSplits().apply(graph)
@@ -264,14 +261,6 @@ def _read(graph: fx.Graph, repeats: Repeats) -> Iterator[str]:
         if entry.static and node.users:
             yield entry.path
             yield from repeats.others(entry.path)
-
-
-def _in_dtype(inputs: Any, model: nn.Module) -> Any:
-    """Returns `inputs` with floats in the dtype of the parameters, as mixed precision casts them."""
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
-    if dtype is None:
-        return inputs
-    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
 
 
 def _without_saved_tensors_hooks() -> AbstractContextManager[Any]:

@@ -1,19 +1,17 @@
 """A fake-tensor copy of a model as one rank computes it: FSDP2 weights gathered, DTensors as local shards.
 
-FSDP2 works between compiled graphs. The copy therefore has whole weights in the gather dtype, and casts
-inputs as FSDP2 does. Tensor parallelism works inside the graphs: its hooks and its DTensors stay, and the
-graphs contain this rank's shards and collectives. Checkpoint wrappers stay too, because recomputation takes
-time and the discarded activations do not count as saved memory.
+FSDP2 works between compiled graphs. The copy therefore has whole weights in the gather dtype. Tensor
+parallelism works inside the graphs: its hooks and its DTensors stay, and the graphs contain this rank's
+shards and collectives. Checkpoint wrappers stay too, because recomputation takes time and the discarded
+activations do not count as saved memory.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from mxcompile.models.checkpointed import rewrapped
 from mxcompile.models.fake_copy import fake_copy
@@ -27,12 +25,6 @@ from mxcompile.versions import newer
 def rank_copy(groups: tuple[FSDPGroup, ...], model: nn.Module, mode: ValueTrackingMode) -> nn.Module:
     """Returns a copy of `model` as this rank runs it, with the weights of the FSDP2 `groups` gathered."""
     copied = fake_copy(model, mode, fake=_Shards(mode, groups), drops=_is_between_graphs)
-    for group in groups:
-        module = copied.get_submodule(group.path)
-        if group.inputs is not None:
-            module.register_forward_pre_hook(partial(_cast_inputs, group.inputs), with_kwargs=True)
-        if group.outputs is not None:
-            module.register_forward_hook(partial(_cast_outputs, group.outputs))
     return rewrapped(copied, model)
 
 
@@ -74,17 +66,3 @@ class _Shards(Faker):
                 )
             is_parameter = isinstance(tensor, nn.Parameter)
             return nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
-
-
-def _cast_inputs(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
-    return _floats_to(dtype, args), _floats_to(dtype, kwargs)
-
-
-def _cast_outputs(dtype: torch.dtype, _: nn.Module, __: Any, output: Any) -> Any:
-    return _floats_to(dtype, output)
-
-
-def _floats_to(dtype: torch.dtype, values: Any) -> Any:
-    return tree_map_only(
-        Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, values
-    )

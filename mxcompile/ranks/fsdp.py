@@ -58,8 +58,7 @@ class FSDPGroup:
     path: path of the module with the group. shards, replicates: process groups of the shard axis and of the
     replicate axis, or None without that axis. backward: process group of the gather in backward, or None if
     the weights stay gathered after forward. reduced: dtype of the gradient reduction, or None if nothing is
-    trained. inputs, outputs: dtypes that the module's floating-point inputs and outputs are cast to, or None
-    without a cast.
+    trained.
     """
 
     path: str
@@ -68,8 +67,6 @@ class FSDPGroup:
     replicates: Any
     backward: Any
     reduced: torch.dtype | None
-    inputs: torch.dtype | None
-    outputs: torch.dtype | None
 
     @property
     def ranks(self) -> int:
@@ -106,8 +103,6 @@ def _group(path: str, group: Any, entries: list[tuple[str, Any]], mixed: Any, *,
         replicates=getattr(mesh, "replicate_process_group", None),
         backward=None if resharded_to is None else resharded_to.shard_process_group,
         reduced=(mixed.reduce_dtype or _unset(trained[0])) if trained else None,
-        inputs=mixed.param_dtype if mixed.cast_forward_inputs else None,
-        outputs=mixed.output_dtype,
     )
 
 

@@ -1,0 +1,110 @@
+"""Mixed precision of FSDP on a copy of a model: FSDP casts parameters, inputs and outputs between graphs.
+
+    FSDP2    a module's `MixedPrecisionPolicy` names the dtype of its gathers, inputs and outputs
+    FSDP1    a flat parameter has a dtype for forward; the root casts inputs, other modules on request
+
+During and after a call, FSDP2 holds some parameters in the dtype of the gather and others in their own. A
+copy has all of them in the dtype of the gather, whenever it is made. With a torch version whose state has
+another layout, a copy has the dtypes that the model has at this moment.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from mxcompile.models.fsdp_state import states
+from mxcompile.models.wrappers import FSDP1, unwrapped
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MixedPrecision:
+    """Casts of one state of FSDP.
+
+    modules: those whose forward FSDP surrounds. parameters: dtype in forward, by the id of the tensor that a
+    module holds now. inputs, outputs: dtypes of floating-point values, or None without a cast.
+    """
+
+    modules: tuple[nn.Module, ...]
+    parameters: dict[int, torch.dtype] = field(default_factory=dict)
+    inputs: torch.dtype | None = None
+    outputs: torch.dtype | None = None
+
+    def cast_values(self, copy_of: Callable[[nn.Module], nn.Module]) -> None:
+        """Adds hooks to the copies of the modules that cast inputs and outputs."""
+        for module in map(copy_of, self.modules):
+            if self.inputs is not None:
+                module.register_forward_pre_hook(partial(_cast_inputs, self.inputs), with_kwargs=True)
+            if self.outputs is not None:
+                module.register_forward_hook(partial(_cast_outputs, self.outputs))
+
+
+def mixed_precision(model: nn.Module) -> tuple[MixedPrecision, ...]:
+    """Returns the casts of every FSDP state in `model`."""
+    try:
+        return (*_fsdp2(model), *_fsdp1(model))
+    except AttributeError as error:
+        log.warning("cannot read FSDP's mixed precision in torch %s: %s", torch.__version__, error)
+        return ()
+
+
+def in_forward(fake: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Returns `fake`, the copy of a parameter, in the `dtype` in which FSDP gathers it, if there is one."""
+    if dtype is None or fake.dtype == dtype or not fake.is_floating_point():
+        return fake
+    with torch.no_grad():
+        converted = fake.to(dtype)
+    is_parameter = isinstance(fake, nn.Parameter)
+    return nn.Parameter(converted, requires_grad=fake.requires_grad) if is_parameter else converted
+
+
+def _fsdp2(model: nn.Module) -> Iterator[MixedPrecision]:
+    for _, state, groups in states(model):
+        mixed = state._mp_policy
+        held = [entry for _, entries in groups for _, entry in entries if entry.mp_policy.param_dtype]
+        yield MixedPrecision(
+            modules=tuple(state._modules),
+            parameters={id(_held(entry._module_info)): entry.mp_policy.param_dtype for entry in held},
+            inputs=mixed.param_dtype if mixed.cast_forward_inputs else None,
+            outputs=mixed.output_dtype,
+        )
+
+
+def _held(info: Any) -> Tensor | None:
+    parameter: Tensor | None = getattr(info.module, info.param_name)
+    return parameter
+
+
+def _fsdp1(model: nn.Module) -> Iterator[MixedPrecision]:
+    root = None
+    for path, module in model.named_modules():
+        if FSDP1 not in module._modules:
+            continue
+        is_root = root is None or not path.startswith(root)
+        root = f"{path}." * bool(path) if is_root else root
+        mixed: Any = module.mixed_precision
+        casts = mixed.cast_root_forward_inputs if is_root else mixed.cast_forward_inputs
+        yield MixedPrecision(modules=(unwrapped(module),), inputs=mixed.param_dtype if casts else None)
+
+
+def _cast_inputs(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    return _floats_to(dtype, args), _floats_to(dtype, kwargs)
+
+
+def _cast_outputs(dtype: torch.dtype, _: nn.Module, __: Any, output: Any) -> Any:
+    return _floats_to(dtype, output)
+
+
+def _floats_to(dtype: torch.dtype, values: Any) -> Any:
+    return tree_map_only(
+        Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, values
+    )
