@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -77,6 +77,11 @@ class Plan:
         for tag in self.tags:
             tags_by_name[tag.name].append(tag)
         return {name: tuple(tags) for name, tags in tags_by_name.items()}
+
+    @cached_property
+    def runs(self) -> Counter[str]:
+        """How often the recorded call runs each layer, by layer name."""
+        return Counter(tag.name for tag in self.tags)
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:

@@ -49,7 +49,9 @@ def check(step: dict[str, Any], dtype: torch.dtype, squares: tuple[str, ...]) ->
             {
                 "blocks.0.k.weight": "4 shards of its dimension 0 (64) cut blocks of 32",
                 "blocks.0.v.weight": "4 shards of its dimension 0 (64) cut blocks of 32",
-                "blocks.0.gate.weight": "compressed-tensors has MXFP8 e4m3, MXINT8 int8, MXFP4 e2m1 and NVFP4 e2m1 only",
+                "blocks.0.gate.weight": (
+                    "compressed-tensors has MXFP8 e4m3, MXINT8 int8, MXFP4 e2m1 and NVFP4 e2m1 only"
+                ),
             },
         ),
     ],

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from helpers.eager_backend import EagerBackend
-from test_left_to_python import OUTSIDE, POLICY, WIDTH, batch, pending, step
+from test_left_to_python import OUTSIDE, POLICY, WIDTH, batch, pending, raised, step
 from torch import Tensor, nn
-from ways import front_door, whole
+from ways import front_door, report_of_all, whole
 
 from mxcompile.errors import UnsupportedError
 
@@ -163,3 +163,44 @@ def test_blocks_that_are_not_compiled_raise_under_strict_in_the_second_call():
         with pytest.raises(UnsupportedError, match=r"layers\.3-5\.up"):
             model(batch(), range(6))
         model(batch(), range(6))
+
+
+class Repeated(Dropping):
+    """Its layers run in a loop, as in ALBERT, and the first runs once more. broken: after a graph break."""
+
+    def tail(self, x: Tensor) -> Tensor:
+        return self.layers[0](x)
+
+    def forward(self, x: Tensor, kept: tuple[int, ...]) -> Tensor:
+        for _ in range(3):
+            x = super().forward(x, kept)
+        return self.tail(x)
+
+
+class RepeatedOutside(Repeated):
+    @torch._dynamo.disable
+    def tail(self, x: Tensor) -> Tensor:
+        return self.layers[0].forward(x)
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("way", [whole, front_door], ids=lambda way: way.__name__)
+def test_layer_run_in_compiled_code_and_outside_is_reported(way: Any, grad: bool, messages: Any):
+    with torch.set_grad_enabled(grad):
+        call = way(RepeatedOutside(), policy=POLICY)
+        for _ in range(2):
+            call(batch(), range(6))
+    (message,) = messages()
+    assert "in compiled code and outside of it" in message, messages()
+    assert message.endswith(": layers.0.up, layers.0.down")
+    assert any(message in warning for warning in report_of_all().summary.warnings)
+    assert "layers.0.up" in raised(RepeatedOutside(), batch(), range(6), way=way, train=grad)
+
+
+@pytest.mark.parametrize("broken", [True, False], ids=["broken", "one_graph"])
+@pytest.mark.parametrize("way", [whole, front_door], ids=lambda way: way.__name__)
+def test_repeated_layers_in_compiled_code_pass_strict_mode(way: Any, broken: bool, messages: Any):
+    call = way(Repeated(broken=broken), policy=POLICY, strict=True)
+    for rows in (4, 6):
+        step(call, batch(rows), range(6))
+    assert messages() == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -86,20 +85,23 @@ def check_call(
     options: Options,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    parts: Mapping[str, bool] = MappingProxyType({}),
+    runs: Mapping[str, int],
+    parts: Sequence[str] = (),
+    idle: Sequence[str] = (),
 ) -> None:
     """Compares the compiled layers of `root` with its plan, after a call of `root` with `args` and `kwargs`.
 
     Reports layers that ran outside of compiled code, and a model without compiled code: as a warning, or in
     strict mode as an `UnsupportedError`.
 
-    parts: by the path of each module that should be compiled, whether it was called.
+    runs: how often compiled code ran each layer in the call. parts: paths of the modules that should be
+    compiled. idle: those that were not called.
     """
     if REGISTRY.knows(root, options.group):
         plan = session_of(root).plan
-        if plan is not None:
-            idle = [path for path, was_called in parts.items() if not was_called]
+        if plan is not None and session_of(root).ran.get(options.group) is not plan:
             _check_ran(root, options, plan, (args, kwargs), idle)
+            _check_runs(root, options, plan, (args, kwargs), runs)
         return
     plan = planned(root, args, kwargs).plan
     if plan is not None and not plan.tags:
@@ -212,6 +214,31 @@ def _check_ran(
     if missing:
         _report_or_raise(_missing_message(missing, options, plan, is_sure=is_sure), options)
     checked[options.group] = plan
+
+
+def _check_runs(
+    root: nn.Module,
+    options: Options,
+    plan: Plan,
+    call: tuple[Sequence[Any], Mapping[str, Any]],
+    runs: Mapping[str, int],
+) -> None:
+    """Reports the layers of `plan` with compiled code that the call also ran outside of it.
+
+    call: arguments of the finished call of `root`. runs: how often compiled code ran each layer in it.
+    """
+    compiled = {tag.name for tag in _quantized(plan, options)} & runs.keys()
+    rarer = {name for name in compiled if runs[name] < plan.runs[name]}
+    exact = layers_of_call(root, *call) if rarer else None
+    rarer = {name for name in rarer if exact is not None and runs[name] < exact[name]}
+    if rarer:
+        names = spelled([layer for layer in dict.fromkeys(plan.layers) if layer.name in rarer])
+        message = (
+            f"{options.policy.label} quantizes layers that a call ran in compiled code and outside of it"
+            f" {_HINT}: {names}"
+        )
+        _report_or_raise(message, options)
+        REGISTRY.note(message, options.group, model=root, frame=None)
 
 
 def _missing(root: nn.Module, options: Options, plan: Plan) -> dict[str, set[str]]:

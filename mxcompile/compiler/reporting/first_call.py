@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from mxcompile.compiler.reporting.checks import check_call
+from mxcompile.compiler.reporting.shared_code import Runs
 from mxcompile.compiler.session.options import Options
 from mxcompile.report import REGISTRY
 
@@ -32,10 +33,15 @@ def check_first_call(root: nn.Module, options: Options, parts: Mapping[str, nn.M
         if torch.compiler.is_compiling():  # another torch.compile compiles the whole model
             return root._call_impl(*args, **kwargs)
         root._compiled_call_impl = inner
-        with _calls_noted(parts) as called:
-            result = root(*args, **kwargs)
+        runs = Runs()
         try:
-            check_call(root, options.now(), args, kwargs, parts={path: path in called for path in parts})
+            with _calls_noted(parts) as called:
+                result = root(*args, **kwargs)
+        finally:
+            runs.close()
+        try:
+            idle = [path for path in parts if path not in called]
+            check_call(root, options.now(), args, kwargs, runs.layers, parts=[*parts], idle=idle)
         finally:
             REGISTRY.flush()
         return result

@@ -25,6 +25,7 @@ from mxcompile.models.holders import Holders
 from mxcompile.models.names import joined, rebased, user_path
 from mxcompile.models.tree import path_in
 from mxcompile.models.wrappers import plain_class, user_model
+from mxcompile.policy import Gemm
 
 log = logging.getLogger(__name__)
 
@@ -51,10 +52,10 @@ def attribution(capture: Capture, places: Places) -> Attribution | None:
 
 
 class Runs:
-    """Collects the names of the layers that compiled code computes, until `close`."""
+    """Counts how often compiled code computes each layer's forward, by layer name, until `close`."""
 
     def __init__(self) -> None:
-        self.layers: set[str] = set()
+        self.layers: Counter[str] = Counter()
         _OPEN.append(self)
 
     def close(self) -> None:
@@ -106,17 +107,17 @@ class Attribution:
         if _OPEN:
             layers = self._layers(parameter)
             for runs in _OPEN:
-                runs.layers |= layers
+                runs.layers.update(layers)
 
-    def _layers(self, parameter: nn.Parameter | None) -> set[str]:
-        """Returns the layers of the graph, under the path of the running module with `parameter`."""
+    def _layers(self, parameter: nn.Parameter | None) -> list[str]:
+        """Returns the layer of each forward GEMM of the graph, named for the module with `parameter`."""
         callers = [user_model(module) for module in running()]
         models = dict.fromkeys([self._root(), *reversed(callers)])
         alike = (model for model in models if model is not None and plain_class(model) is self._kind)
         paths = (self._path_in(model, parameter) for model in alike)
         path, prefix = next((path for path in paths if path is not None), self._prefix), self._prefix
-        names = {gemm.name for gemm in self._places.part.gemms}
-        return names if path == prefix else {path + name.removeprefix(prefix) for name in names}
+        names = [gemm.name for gemm in self._places.part.gemms if gemm.gemm == Gemm.FPROP]
+        return names if path == prefix else [path + name.removeprefix(prefix) for name in names]
 
     def _path_in(self, model: nn.Module, parameter: nn.Parameter | None) -> str | None:
         """Returns the path in `model` of the module that runs the code, or None if it is unknown."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -68,14 +69,14 @@ def planned(root: nn.Module, args: Any, kwargs: Any) -> Planned:
     return session.planned
 
 
-def layers_of_call(root: nn.Module, args: Any, kwargs: Any) -> frozenset[str] | None:
-    """Returns the layers that a call of `root` runs, or None if that depends on tensor values."""
+def layers_of_call(root: nn.Module, args: Any, kwargs: Any) -> Counter[str] | None:
+    """Returns how often a call of `root` runs each layer, or None if that depends on tensor values."""
     try:
         plan = make_plan(root, args, kwargs, table(), whole=True).moved("", session_of(root).name)
     except ModelError as error:
         log.info("cannot find the layers that %s runs: %s", type(root).__name__, error)
         return None
-    return None if plan.guess else frozenset(plan.by_name)
+    return None if plan.guess else plan.runs
 
 
 def _new_plan(root: nn.Module, args: Any, kwargs: Any) -> Planned:
