@@ -55,7 +55,7 @@ def fake_copy(
     memo: dict[int, Any] = {id(module): object.__new__(plain_class(module)) for module in modules}
     memo |= {id(module): memo[id(unwrapped(module))] for module in model.modules()}
     casts = mixed_precision(model)
-    dtypes = {held: dtype for cast in casts for held, dtype in cast.parameters.items()}
+    dtypes = {key: dtype for cast in casts for key, dtype in cast.parameters.items()}
     for module in modules:
         for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
             if isinstance(value, Tensor) and id(value) not in memo:

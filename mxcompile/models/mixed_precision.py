@@ -70,18 +70,18 @@ def in_forward(fake: Tensor, dtype: torch.dtype | None) -> Tensor:
 def _fsdp2(model: nn.Module) -> Iterator[MixedPrecision]:
     for _, state, groups in states(model):
         mixed = state._mp_policy
-        held = [entry for _, entries in groups for _, entry in entries if entry.mp_policy.param_dtype]
+        entries = [entry for _, named in groups for _, entry in named if entry.mp_policy.param_dtype]
         yield MixedPrecision(
             modules=tuple(state._modules),
-            parameters={id(_held(entry._module_info)): entry.mp_policy.param_dtype for entry in held},
+            parameters={id(_tensor(entry._module_info)): entry.mp_policy.param_dtype for entry in entries},
             inputs=mixed.param_dtype if mixed.cast_forward_inputs else None,
             outputs=mixed.output_dtype,
         )
 
 
-def _held(info: Any) -> Tensor | None:
-    parameter: Tensor | None = getattr(info.module, info.param_name)
-    return parameter
+def _tensor(info: Any) -> Any:
+    """Returns the tensor that the module of a parameter has now: the shard, or the gathered values."""
+    return getattr(info.module, info.param_name)
 
 
 def _fsdp1(model: nn.Module) -> Iterator[MixedPrecision]:

@@ -148,7 +148,7 @@ def check_modules(
     pending = {gemm.name for gemm in REGISTRY.pending(root, options.group) if gemm.gemm == Gemm.FPROP}
     expected = {tag.name for tag in _quantized(plan, options) if _is_in(tag.name, modules)}
     missing = expected - ran - pending
-    missing &= (layers_of_call(root, args, kwargs) or set()) if missing else set()
+    missing &= (layers_of_call(root, args, kwargs) or {}).keys() if missing else set()
     if missing:
         names = spelled([layer for layer in plan.layers if layer.name in missing])
         message = f"a call ran layers outside of compiled code that other calls compile {_HINT}: {names}"
