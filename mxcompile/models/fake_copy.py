@@ -11,6 +11,7 @@ becomes the copy's own plain method.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from mxcompile.errors import ModelError
 from mxcompile.models.fakes import Faker
@@ -32,6 +34,8 @@ from mxcompile.models.wrappers import (
     unwrapped,
     user_model,
 )
+
+log = logging.getLogger(__name__)
 
 _COMPILED = "_compiled_call_impl"
 _STATES = "__composable_api_state_key"
@@ -73,15 +77,32 @@ def fake_copy(
 
 
 def fake_values(value: Any, mode: FakeTensorMode) -> Any:
-    """Returns a copy of `value`, the arguments of a model, with fakes for tensors at any depth."""
+    """Returns a copy of `value`, the arguments of a model, with fakes for tensors at any depth.
+
+    Arguments that cannot be copied (generators, locks, files) are shared with the caller.
+    """
     memo: dict[int, Any] = {}
-    try:
+
+    def copied(part: Any) -> Any:
         with _AsFakes(Faker(mode), memo):
-            return copy.deepcopy(value, memo)
+            return copy.deepcopy(part, memo)
+
+    def copied_or_shared(part: Any) -> Any:
+        try:
+            return copied(part)
+        except ModelError:
+            raise
+        except Exception as error:  # copies run code of the objects' classes
+            log.info("an argument of type %s is not copied: %s", type(part).__name__, error)
+            return part
+
+    try:
+        return copied(value)
     except ModelError:
         raise
-    except Exception as error:
-        raise ModelError(f"cannot copy the arguments: {type(error).__name__}: {error}") from error
+    except Exception:  # containers keep their identity only if everything in them can be copied
+        memo.clear()
+        return tree_map(copied_or_shared, value)
 
 
 def _fill(

@@ -192,7 +192,8 @@ def _parts(
 
 def _members(value: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(value, list | tuple):
-        return enumerate(value[:_MEMBERS])
+        names = getattr(value, "_fields", range(_MEMBERS))  # a namedtuple has names
+        return zip(names, value, strict=False)
     if isinstance(value, dict):
         return islice(value.items(), _MEMBERS)
     return vars(value).items() if is_plain(value) or isinstance(value, SimpleNamespace) else ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -89,6 +89,22 @@ def test_rule_by_model_name_matches_with_and_without_a_graph_break(
     make(between)(torch.randn(8, WIDTH)).sum().backward()
     expected = {"teacher.0": {"mxfp8"}, "teacher.2": {"mxfp8"}, "student.0": {"bf16"}, "student.2": {"bf16"}}
     assert precisions() == expected
+
+
+class Pair(NamedTuple):
+    teacher: nn.Module
+    student: nn.Module
+
+
+@pytest.mark.parametrize("between", [whole, cut])
+def test_models_in_a_namedtuple_have_the_names_of_its_fields(between: Callable[[], None]) -> None:
+    def step(pair: Pair, x: Tensor) -> Tensor:
+        y: Tensor = pair.teacher(x)
+        between()
+        return y + pair.student(x)
+
+    torch.compile(step, backend=EagerBackend())(Pair(mlp(), mlp()), torch.randn(8, WIDTH))
+    assert precisions().keys() == {f"pair.{model}.{n}" for model in Pair._fields for n in (0, 2)}
 
 
 def test_only_model_of_a_function_keeps_its_own_names() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any
 
 import pytest
@@ -120,6 +121,34 @@ def test_strict_raises_for_a_cut_model_without_a_plan(make: Any, way: Any):
     with pytest.raises(BackendCompilerFailed, match=r"has no plan.*TORCH_LOGS=graph_breaks"):
         way(make(), policy=POLICY, strict=True)(batch())
     assert mxcompile.reports() == []
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.behind = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, inputs: dict[str, Any]) -> Tensor:
+        x = self.before(x)
+        torch._dynamo.graph_break()
+        return self.behind(x + torch.randn(x.shape, generator=inputs["generator"]) * inputs["scale"])
+
+
+def test_arguments_that_cannot_be_copied_do_not_prevent_a_plan(messages: Any):
+    inputs = {
+        "generator": torch.Generator().manual_seed(3),
+        "scale": torch.ones(1),
+        "lock": threading.Lock(),
+        "words": (word for word in "ab"),
+    }
+    result = whole(Noisy(), policy=POLICY, strict=True)(batch(), inputs)
+    assert result.shape == (4, WIDTH)
+    assert {gemm.name for gemm in report_of_all().gemms} == {"before", "behind"}
+    assert messages() == []
+    expected = torch.Generator().manual_seed(3)
+    torch.randn((4, WIDTH), generator=expected)
+    assert torch.equal(inputs["generator"].get_state(), expected.get_state())
+    assert [*inputs["words"]] == ["a", "b"]
 
 
 def functions() -> tuple[Any, Any]:
