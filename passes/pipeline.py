@@ -93,9 +93,10 @@ def joint_passes(context: Context) -> tuple[Pass, ...]:
 def run(passes: Sequence[Pass], graph: fx.Graph) -> None:
     """Applies `passes` to `graph` in order, and verifies it after each pass."""
     tagged = decided = False
+    checked: dict[fx.Node, object] = {}
     for step in passes:
         step.apply(graph)
         tagged = tagged or isinstance(step, Find)
         decided = decided or isinstance(step, Decide)
-        verify(graph, step.name, decided=decided, tagged=tagged)
+        verify(graph, step.name, decided=decided, tagged=tagged, checked=checked)
         log.debug("%s", Printed(graph, step.name))

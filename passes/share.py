@@ -46,6 +46,8 @@ def _key(node: fx.Node) -> Any:
 
 def _frozen(value: Any) -> Any:
     """Returns `value` in a hashable form that distinguishes 1, 1.0 and True."""
+    if isinstance(value, fx.Node):  # most values
+        return value
     if isinstance(value, dict):
         return tuple((key, _frozen(item)) for key, item in sorted(value.items()))
     if isinstance(value, list | tuple):

@@ -15,12 +15,22 @@ from mxcompile.graph.tags import tags_of, tensor
 from mxcompile.ops.view import Product
 
 
-def verify(graph: fx.Graph, after: str, *, decided: bool, tagged: bool = True) -> None:
+def verify(
+    graph: fx.Graph,
+    after: str,
+    *,
+    decided: bool,
+    tagged: bool = True,
+    checked: dict[fx.Node, object] | None = None,
+) -> None:
     """Checks `graph` after the pass with the name `after`. Raises `VerificationError`.
 
     Every matmul-like node has a tag if `tagged`, with a choice if `decided`; operands of products have the
     dtypes of their formats and scales of matching shape; every cast has a fake value.
+
+    checked: arguments with which products passed after earlier passes; products that pass are added.
     """
+    checked = {} if checked is None else checked
     sound.check(graph, after)
     elementary: dict[int, bool] = {}  # by identity: operators compute their hash in Python
     for node in graph.nodes:
@@ -39,9 +49,10 @@ def verify(graph: fx.Graph, after: str, *, decided: bool, tagged: bool = True) -
                 raise VerificationError(f"after {after}: {node.format_node()} has no tag")
             if decided and any(tag.choice is None for tag in tags):
                 raise VerificationError(f"after {after}: {node.format_node()} is not decided")
-        if is_product:
+        if is_product and checked.get(node) is not node.args:
             _check_product(node, after)
-        elif operator in ops.CASTS and node.meta.get("val") is None:
+            checked[node] = node.args
+        if operator in ops.CASTS and node.meta.get("val") is None:
             raise VerificationError(f"after {after}: {node.format_node()} has no value")
 
 

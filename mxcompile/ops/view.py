@@ -29,6 +29,11 @@ def _schema(target: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
     return tuple(arg.name for arg in arguments), defaults
 
 
+@functools.cache
+def _field_names(view: type[View]) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(view) if field.name != "node")
+
+
 def call_of(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     """Returns the operator that `node` runs and its positional arguments.
 
@@ -71,9 +76,10 @@ class View:
         """Returns the view of `node`, or None if it does not call an operator of `operators`."""
         if not isinstance(node, fx.Node) or node.target not in cls.operators:
             return None
-        arguments = arguments_of(node)
-        values = {field.name: arguments[field.name] for field in fields(cls) if field.name in arguments}
-        return cls(node=node, **values)
+        called, args = call_of(node)
+        names, defaults = _schema(called)
+        arguments = {**defaults, **dict(zip(names, args, strict=False)), **node.kwargs}
+        return cls(node=node, **{name: arguments[name] for name in _field_names(cls) if name in arguments})
 
     @classmethod
     def read(cls, node: fx.Node) -> Self:
