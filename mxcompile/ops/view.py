@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
@@ -27,11 +27,6 @@ def _schema(target: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
     arguments = target._schema.arguments
     defaults = {arg.name: arg.default_value for arg in arguments if arg.has_default_value()}
     return tuple(arg.name for arg in arguments), defaults
-
-
-@functools.cache
-def _field_names(view: type[View]) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(view) if field.name != "node")
 
 
 def call_of(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
@@ -79,7 +74,9 @@ class View:
         called, args = call_of(node)
         names, defaults = _schema(called)
         arguments = {**defaults, **dict(zip(names, args, strict=False)), **node.kwargs}
-        return cls(node=node, **{name: arguments[name] for name in _field_names(cls) if name in arguments})
+        return cls(
+            node=node, **{name: arguments[name] for name in cls.__dataclass_fields__ if name in arguments}
+        )
 
     @classmethod
     def read(cls, node: fx.Node) -> Self:

@@ -42,7 +42,7 @@ BUDGETS = {
     "mxcompile/mesh": 2_051,
     "mxcompile/models": 3_004,
     "mxcompile/offline": 3_292,
-    "mxcompile/ops": 1_180,
+    "mxcompile/ops": 1_177,
     "mxcompile/plan": 739,
     "mxcompile/policy": 2_009,
     "mxcompile/policy/importers": 1_104,
