@@ -44,6 +44,12 @@ def pytest_addoption(parser):
         help="run so many cases of each slow test, spread evenly (0: all)",
     )
     parser.addoption(
+        "--slow-turn",
+        type=int,
+        default=0,
+        help="with --slow-cases, start from the first case (0), one in the middle (1) or the last (2)",
+    )
+    parser.addoption(
         "--slow-part", default="1/1", help="run this part of the slow tests: 2/3 is the second of three"
     )
     parser.addoption(
@@ -59,6 +65,7 @@ def pytest_collection_modifyitems(config, items):
         draw.shuffle(files)
         items[:] = [item for group in files for item in draw.sample(group, len(group))]
     most = config.getoption("--slow-cases")
+    turn = config.getoption("--slow-turn") % 3
     part, parts = map(int, config.getoption("--slow-part").split("/"))
     cases = {}
     for item in items:
@@ -67,7 +74,8 @@ def pytest_collection_modifyitems(config, items):
     left_out = set()
     for number, group in enumerate(cases.values()):
         runs = min(most, len(group)) or len(group) if number % parts == part - 1 else 0
-        chosen = {len(group) * index // runs for index in range(runs)}
+        start = (0, len(group) // 2, len(group) - 1)[turn]
+        chosen = {(start + len(group) * index // runs) % len(group) for index in range(runs)}
         left_out |= {item for index, item in enumerate(group) if index not in chosen}
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
