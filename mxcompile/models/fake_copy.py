@@ -139,8 +139,9 @@ def _unflatten(module: nn.Module, memo: dict[int, Any], fake: Callable[[Tensor],
         raise ModelError(
             f"cannot read FSDP1's flat parameters in torch {torch.__version__}: use FSDP2 (fully_shard)"
         )
+    dtype = getattr(handle, "_fwd_bwd_param_dtype", flat.dtype)
     for info, shape in zip(flat._param_infos, flat._shapes, strict=True):
-        whole = torch.empty(shape, dtype=handle._fwd_bwd_param_dtype, device="meta")
+        whole = torch.empty(shape, dtype=dtype, device="meta")
         _put(memo[id(info.module)], info.param_name, fake(nn.Parameter(whole, flat.requires_grad)))
     for info in flat._shared_param_infos:
         shared = memo[id(info.prim_module)]._parameters[info.prim_param_name]

@@ -40,7 +40,7 @@ BUDGETS = {
     "mxcompile/formats": 2_040,
     "mxcompile/graph": 1_668,
     "mxcompile/mesh": 2_051,
-    "mxcompile/models": 3_004,
+    "mxcompile/models": 3_005,
     "mxcompile/offline": 3_292,
     "mxcompile/ops": 1_177,
     "mxcompile/plan": 739,
