@@ -70,6 +70,7 @@ class GemmTag:
     kernel, fallbacks: results of the lowering; reasons why preferred kernels do not run the GEMM.
     gradients: for a forward GEMM in a plan, whether its first and second operand need gradients.
     recomputed: whether activation checkpointing recomputes this GEMM in backward.
+    unread: for a GEMM in a plan, whether nothing depends on its result, so that compiled code leaves it out.
     """
 
     layer: str
@@ -100,6 +101,7 @@ class GemmTag:
     fallbacks: tuple[str, ...] = ()
     gradients: tuple[bool, bool] = (False, False)
     recomputed: bool = False
+    unread: bool = False
 
     @property
     def flops(self) -> int:

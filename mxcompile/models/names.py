@@ -68,8 +68,8 @@ def within(path: str, module_path: str) -> bool:
 
 
 def rebased(path: str, old: str, new: str) -> str:
-    """Returns `path` with its prefix `old` replaced by `new`."""
-    return joined(new, path.removeprefix(old).removeprefix("."))
+    """Returns `path` with the prefix `old` replaced by `new`; a path outside of `old` stays."""
+    return joined(new, path.removeprefix(old).removeprefix(".")) if within(path, old) else path
 
 
 def moves(first: Sequence[str], here: Sequence[str]) -> dict[str, str]:

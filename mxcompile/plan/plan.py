@@ -43,9 +43,9 @@ from mxcompile.passes.hint_expert_splits import HintExpertSplits
 from mxcompile.passes.record import record_of
 from mxcompile.passes.roles.cuts import live
 from mxcompile.passes.unregistered import Unregistered
-from mxcompile.plan.record import Differentiated, differentiated, record
+from mxcompile.plan.record import Differentiated, differentiated, read_nodes, record
 from mxcompile.plan.repeats import LeaveOut, Repeats, fold, keep_all
-from mxcompile.policy import Layer, Policy, Reason
+from mxcompile.policy import Gemm, Layer, Policy, Reason
 from mxcompile.report import GemmRecord
 
 log = logging.getLogger(__name__)
@@ -79,9 +79,10 @@ class Plan:
         return {name: tuple(tags) for name, tags in tags_by_name.items()}
 
     @cached_property
-    def runs(self) -> Counter[str]:
-        """How often the recorded call runs each layer, by layer name."""
-        return Counter(tag.name for tag in self.tags)
+    def runs(self) -> Counter[tuple[str, Gemm]]:
+        """How often the recorded call and its backward compute each GEMM, by layer name and GEMM."""
+        read = (tag for tag in self.tags if not tag.unread)
+        return Counter((tag.name, tag.gemm) for forward in read for tag in _with_gradients(forward))
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -89,12 +90,16 @@ class Plan:
         return tuple(tag.as_layer() for tag in self.tags)
 
     def records(self, policy: Policy) -> tuple[GemmRecord, ...]:
-        """Returns one record with the decision of `policy` for each GEMM of forward and backward."""
-        return tuple(record_of(tag) for forward in self.tags for tag in self._decided(forward, policy))
+        """Returns one record with the decision of `policy` for each GEMM of forward and backward.
+
+        Leaves out unread GEMMs, which no code computes.
+        """
+        read = (tag for tag in self.tags if not tag.unread)
+        return tuple(record_of(tag) for forward in read for tag in self._decided(forward, policy))
 
     def _decided(self, forward: GemmTag, policy: Policy) -> Iterator[GemmTag]:
         """Yields `forward` and the GEMMs of its backward, with the decision of `policy`."""
-        tags = (forward, *itertools.compress(gradient_tags(forward), forward.gradients))
+        tags = _with_gradients(forward)
         if not forward.is_layer:
             yield from tags
             return
@@ -127,6 +132,10 @@ class Plan:
             read=self.read.union(other.read, read),
             guess="layers of several calls" if more else self.guess,
         )
+
+
+def _with_gradients(forward: GemmTag) -> tuple[GemmTag, ...]:
+    return (forward, *itertools.compress(gradient_tags(forward), forward.gradients))
 
 
 def make_plan(
@@ -210,7 +219,7 @@ def _planned(
         for step in (find, classify, weights, bodies):
             step.apply(graph)
         keep_products(graph)
-        _note_gradients(graph)
+        _note_use(graph)
     read = live(graph)  # dead products have no role, unless they are a result of the model
     nodes = {tag.layer: node for node in read for tag in tags_of(node)}
     tags = tuple(repeats.expanded(tag for node in read for tag in tags_of(node)))
@@ -231,11 +240,14 @@ def _guess(mode: FakeTensorMode, repeats: Repeats) -> str:
     return "equal layers were recorded once" if repeats.standing_for else ""
 
 
-def _note_gradients(graph: fx.Graph) -> None:
-    """Sets `gradients` of each tag in `graph`: whether each operand needs a gradient."""
-    by = differentiated(graph)
+def _note_use(graph: fx.Graph) -> None:
+    """Sets `unread`, `gradients` and `recomputed` of each tag in `graph`."""
+    by, read = differentiated(graph), read_nodes(graph)
     for node in graph.nodes:
         tags = tags_of(node)
+        if node not in read:
+            set_tag(node, *(replace(tag, unread=True) for tag in tags))
+            continue
         if not tags or by[node] is Differentiated.NO or tags[0].kind in (Kind.OPAQUE, Kind.QUANTIZED):
             continue
         needs = [by[operand] is not Differentiated.NO for operand in operands(node)]

@@ -5,13 +5,15 @@
 No graph breaks occur, because the model's Python code simply runs. Operators are decomposed with the
 compile's table. Each node has its fake value (``val``) and its module (``nn_module_stack``), and a
 parameter's placeholder has its path (``desc``), in the form that the passes read. The graph has no backward,
-but each node has a `Differentiated` mark. Code that branches on a tensor's value raises.
+but each node has a `Differentiated` mark, and a mark if the model keeps its value (see `read_nodes`). Code
+that branches on a tensor's value raises.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,6 +38,8 @@ from mxcompile.models.tree import strays, unregistered
 
 _KEY, _CUSTOM = "mx_differentiated", "custom"
 """`_KEY` within ``meta[_CUSTOM]``, which torch copies from node to node unchanged."""
+_KEPT = "mx_kept"
+"""In the metadata of nodes whose values outlive the call, although the model does not return them."""
 _CALL = "source_fn_stack"
 _CHECKPOINT, _METHOD = "torch/utils/checkpoint.py", "apply"
 
@@ -69,21 +73,32 @@ def record(
     inputs_flat, shape = tree_flatten((tuple(args), dict(kwargs)))
     indices = [index for index, leaf in enumerate(inputs_flat) if isinstance(leaf, Tensor)]
 
+    num_results = 0
+
     def forward(values: list[Tensor], data: list[Tensor]) -> list[Tensor]:
+        nonlocal num_results
         stored: dict[str, Tensor] = dict(zip(state, map(FunctionalTensor.to_functional, values), strict=True))
         leaves = list(inputs_flat)
         for index, value in zip(indices, data, strict=True):
             leaves[index] = FunctionalTensor.to_functional(value)
         positional, named = tree_unflatten(leaves, shape)
-        marks = _Gradients()  # type: ignore[no-untyped-call]
+        marks = _Gradients()
         weights = _reparametrize_module(model, stored, tie_weights=True)
         with weights, _modules_noted(model), _functions_noted(), _Calls(), marks:
             results = model(*positional, **named)
-        return [_plain(result) for result in _tensors(results)]
+        outputs = [*_tensors(results)]
+        num_results = len(outputs)
+        written = (*stored.values(), *(leaf for leaf in leaves if isinstance(leaf, Tensor)))
+        return [_plain(value) for value in (*outputs, *written, *marks.alive())]
 
     with mode, enable_python_dispatcher(), FunctionalTensorMode(), traceback.preserve_node_meta():
         trace = make_fx(forward, decomposition_table=dict(decompositions), _allow_non_fake_inputs=True)
         graph = trace(list(state.values()), [inputs_flat[index] for index in indices]).graph
+    output = graph.output_node()
+    values: Any = output.args[0]
+    output.args = (values[:num_results],)
+    for node in values[num_results:]:
+        node.meta[_KEPT] = True
     data = [inputs_flat[index] for index in indices]
     inputs = [
         *(_stored(path, paths[id(value)][1:], path in parameters) for path, value in state.items()),
@@ -112,6 +127,19 @@ def _unregistered(graph: fx.Graph, model: nn.Module) -> Iterator[tuple[fx.Node, 
             yield node, path
 
 
+def read_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """Returns the nodes of a recorded `graph` whose values matter.
+
+    A compile leaves out all others: neither a result nor a value that outlives the call depends on them. The
+    latter are inputs that the model writes to, and tensors that the model puts into lists and attributes.
+    """
+    nodes: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node in nodes or node.op == "output" or _KEPT in node.meta or node.is_impure():
+            nodes.update((node, *node.all_input_nodes))
+    return nodes
+
+
 def differentiated(graph: fx.Graph) -> dict[fx.Node, Differentiated]:
     """Returns for each node of a recorded `graph` how backward computes its gradient, if at all."""
     by: dict[fx.Node, Differentiated] = {}
@@ -135,19 +163,30 @@ def _is_floating(node: fx.Node) -> bool:
 
 
 class _Gradients(TorchDispatchMode):
-    """Marks each recorded node with its `Differentiated` value."""
+    """Marks each recorded node with its `Differentiated` value, and remembers the results."""
 
     supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._results: list[weakref.ref[Tensor]] = []
+
+    def alive(self) -> Iterator[Tensor]:
+        """Yields the results of operators that something still refers to."""
+        yield from (result for reference in self._results if (result := reference()) is not None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, meta = kwargs or {}, traceback.current_meta
         before = {_CUSTOM: meta[_CUSTOM]} if _CUSTOM in meta else {}
         meta[_CUSTOM] = {**before.get(_CUSTOM, {}), _KEY: _autograd_of(func, args, kwargs)}
         try:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
         finally:
             del meta[_CUSTOM]
             meta.update(before)
+        leaves = tree_leaves(result)
+        self._results.extend(weakref.ref(leaf) for leaf in leaves if isinstance(leaf, FunctionalTensor))
+        return result
 
 
 class _Calls(TorchFunctionMode):

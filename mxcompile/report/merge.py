@@ -75,9 +75,7 @@ def of_twins(parts: Sequence[Part], gemms: Iterable[GemmRecord]) -> Iterator[Gem
     compiled, covered = {_direction_key(gemm) for gemm in gemms}, set[tuple[str, str, bool]]()
     for index, part in reversed([*enumerate(parts)]):
         copies = [
-            dataclasses.replace(
-                gemm, name=path + gemm.name.removeprefix(part.prefix), block=block, graph=index
-            )
+            dataclasses.replace(gemm, name=part.name_in(path, gemm.name), block=block, graph=index)
             for path, block in part.twins
             for gemm in part.gemms
         ]
@@ -99,7 +97,7 @@ def figures_of(parts: Sequence[Part]) -> dict[str, Any]:
     weights: dict[str, list[int]] = {}
     for part, paths in _running(parts, every=True):
         for path in paths:
-            weights |= {path + name.removeprefix(part.prefix): sizes for name, *sizes in part.weights}
+            weights |= {part.name_in(path, name): sizes for name, *sizes in part.weights}
     figures: dict[str, Any] = {
         "weight_bytes": sum(size for size, _ in weights.values()),
         "weight_bytes_bf16": sum(in_bf16 for _, in_bf16 in weights.values()),
@@ -127,7 +125,7 @@ def _running(parts: Sequence[Part], *, every: bool = False) -> Iterator[tuple[Pa
         paths = [part.prefix] if every or is_new else []
         covered |= names
         for path, _block in part.twins:
-            moved = {path + name.removeprefix(part.prefix) for name in names}
+            moved = {part.name_in(path, name) for name in names}
             if not moved & all_names and (moved if every else moved - covered):
                 paths.append(path)
                 covered |= moved

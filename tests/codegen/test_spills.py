@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.paces import mostly_slow
 from torch import Tensor, nn
 
 from mxcompile.offline import CodegenResult, codegen
@@ -75,7 +76,10 @@ def test_templates_do_not_spill_at_widths_of_gemma(build: Any, target: str):
     assert [kernel.spill for kernel in result.spilling if kernel.is_template] == []
 
 
-@pytest.mark.parametrize(("target", "word"), [("sm_100", "mxfp4"), ("sm_120", "nvfp4"), ("gfx950", "mxfp4")])
+CASTS_TO_FP4 = [("sm_100", "mxfp4"), ("sm_120", "nvfp4"), ("gfx950", "mxfp4")]
+
+
+@pytest.mark.parametrize(("target", "word"), mostly_slow(CASTS_TO_FP4, CASTS_TO_FP4[0], rows=True))
 def test_casts_to_fp4_beside_their_producer(target: str, word: str):
     """A copy has half as many bytes as its source has elements; other kernels read that source too."""
     result = generated(SwiGLU, target, word)

@@ -93,6 +93,30 @@ def test_own_backward_left_to_python_is_in_the_report(function: Any, way: Any, m
     assert "gradients" in raised(Around(function), batch(), way=way, train=True)
 
 
+class Shared(Around):
+    """A layer has the weight of the product, so compiled code computes some of its gradients."""
+
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        super().__init__(function)
+        self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(self.function.apply(self.first(x), self.inner.weight)).relu())
+
+
+@pytest.mark.parametrize("way", [whole, front_door], ids=lambda way: way.__name__)
+def test_gradient_computed_in_compiled_code_and_outside_is_reported(way: Any, messages: Any):
+    step(way(Shared(WithJvp), policy=POLICY), batch())
+    (message,) = messages()
+    assert "gradients computed in compiled code and outside of it" in message
+    assert message.endswith(": inner")
+    assert any(message in warning for warning in report_of_all().summary.warnings)
+    assert "gradients computed" in raised(Shared(WithJvp), batch(), way=way, train=True)
+    with torch.no_grad():
+        way(Shared(WithJvp), policy=POLICY, strict=True)(batch())  # there is no backward
+
+
 def test_backward_of_a_function_alone_raises_under_strict():
     assert "gradients that no compiled graph contains" in raised(Alone(WithJvp), batch(), train=True)
     raised_without = whole(Alone(WithJvp), policy=POLICY, strict=True)
@@ -108,6 +132,25 @@ def test_training_after_a_call_without_gradients_has_its_backward(first: Any):
     assert pending() == set()
     step(call, batch())
     assert pending() == {("inner", "dgrad"), ("inner", "wgrad")}
+
+
+class Loop(Around):
+    """Its inner layer runs with gradients, without, and for an input that needs none."""
+
+    def __init__(self) -> None:
+        super().__init__(Multiply)
+        self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.inner(x)
+        torch._dynamo.graph_break()
+        x = self.inner(x)
+        for _ in range(2):
+            x = self.inner(self.first(x)) + self.function.apply(x, self.inner.weight)
+        torch._dynamo.graph_break()
+        return self.last(self.inner(x.detach())) + self.last(x)
 
 
 class Teacher(Around):
@@ -134,7 +177,10 @@ class Again(Around):
         return x
 
 
-@pytest.mark.parametrize(("make", "way"), [(lambda: Teacher(Multiply), whole), (Again, front_door)])
+@pytest.mark.parametrize(
+    ("make", "way"),
+    [(lambda: Teacher(Multiply), whole), (Again, front_door), (Loop, whole), (Loop, front_door)],
+)
 def test_compiled_or_unused_backwards_pass_strict_mode(make: Any, way: Any, messages: Any):
     step(way(make(), policy=POLICY, strict=True), batch())
     assert pending() == set()

@@ -204,3 +204,74 @@ def test_repeated_layers_in_compiled_code_pass_strict_mode(way: Any, broken: boo
     for rows in (4, 6):
         step(call, batch(rows), range(6))
     assert messages() == []
+
+
+class Probed(nn.Module):
+    """A model whose probe has no part in the result: a compile leaves it out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.probe, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.seen: Any = None
+
+    def watch(self, x: Tensor) -> None:
+        self.probe(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x)
+        self.watch(x)
+        torch._dynamo.graph_break()
+        return self.last(x)
+
+
+class ProbedTwice(Probed):
+    """A layer of the result runs once more without a part in it."""
+
+    def watch(self, x: Tensor) -> None:
+        self.body(x)
+
+
+@pytest.mark.parametrize("way", [whole, front_door], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("model", [Probed, ProbedTwice])
+def test_layer_whose_result_nothing_reads_is_left_out_of_the_report(model: Any, way: Any, messages: Any):
+    step(way(model(), policy=POLICY, strict=True), batch())
+    assert messages() == []
+    assert {gemm.name for gemm in report_of_all().gemms} == {"body", "last"}
+
+
+class ProbedAttribute(Probed):
+    @torch._dynamo.disable
+    def watch(self, x: Tensor) -> None:
+        self.seen = self.probe.forward(x).relu()
+
+
+class ProbedList(Probed):
+    @torch._dynamo.disable
+    def watch(self, x: Tensor) -> None:
+        self.seen = [{"probe": self.probe.forward(x.detach())}]
+
+
+class ProbedBuffer(Probed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("state", torch.zeros(4, WIDTH))
+
+    @torch._dynamo.disable
+    def watch(self, x: Tensor) -> None:
+        self.state.copy_(self.probe.forward(x).detach())
+
+
+class ProbedArgument(Probed):
+    """Writes to its argument."""
+
+    @torch._dynamo.disable
+    def watch(self, x: Tensor) -> None:
+        x.data.add_(self.probe.forward(x).detach())
+
+
+@pytest.mark.parametrize("model", [ProbedAttribute, ProbedList, ProbedBuffer, ProbedArgument])
+def test_layer_whose_result_outlives_the_call_is_in_the_report(model: Any, messages: Any):
+    step(whole(model(), policy=POLICY), batch())
+    assert ("probe", "fprop") in pending()
+    (message,) = messages()
+    assert message.endswith(": probe")

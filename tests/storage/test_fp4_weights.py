@@ -7,6 +7,7 @@ from importlib import import_module
 
 import pytest
 import torch
+from helpers.paces import mostly_slow
 from small_models import TOKENS, Model, dense_copy, quantized, stored_names
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -56,7 +57,7 @@ def test_weight_of_odd_length_is_not_stored_with_reason():
     assert table.weights[0].reason == "2 e2m1 elements share a byte, and k=97 is odd"
 
 
-@pytest.mark.parametrize("policy", ["bf16", "mxfp4"])
+@pytest.mark.parametrize("policy", mostly_slow(["bf16", "mxfp4"], "mxfp4"))
 def test_compiled_with_weights_in_mxfp4_it_is_the_model_of_dense_weights(policy):
     """Few rows read the packed codes; under the policy that stored them activations are MXFP4 too.
 
@@ -123,7 +124,7 @@ def test_weights_in_nvfp4_are_those_of_the_precision():
         quantized(policy=squares)
 
 
-@pytest.mark.parametrize("policy", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("policy", mostly_slow(["bf16", "nvfp4"], "bf16"))
 def test_compiled_with_weights_in_nvfp4_it_is_the_model_of_dense_weights(policy):
     """Few rows read the packed codes; they are taken as they are where activations are NVFP4 too."""
     chosen = "bf16" if policy == "bf16" else NVFP4

@@ -26,6 +26,7 @@ from mxcompile.compiler.reporting.sharing import add_guard
 from mxcompile.compiler.session.frames import running
 from mxcompile.compiler.session.options import Options
 from mxcompile.compiler.session.session import path_of
+from mxcompile.models.tree import Tree
 from mxcompile.models.wrappers import plain_class
 from mxcompile.rules import layers_of
 from mxcompile.watch import Watch, call_context
@@ -76,20 +77,26 @@ def _follow_rules(options: Options, watch: Watch, capture: Capture, context: Tra
     """Returns the options of `follow`, and guards the code against changes by rules of the watch."""
     if not watch.can_change:
         return options.now()
-    if capture.prefix and capture.owner is None:
+    if capture.prefix and not capture.owners:
         log.warning(
             "watch: rules with do: bf16 have no effect in %s, because other modules of its class share its"
             " code; compile the model with mxcompile.compile(model, watch=…)",
             capture.prefix,
         )
         return replace(options, policy=options.policy.at(watch.next_step))
-    paths, prefix, expected = capture.tree.by_identity, capture.prefix, watch.below(capture.prefix)
+    for source, path in capture.owners if capture.prefix else ((None, ""), *capture.owners):
+        add_guard(context, _with_rules_of(watch, path, capture.tree), source, "rules of a watch")
+    return options.now()
+
+
+def _with_rules_of(watch: Watch, owned: str, tree: Tree) -> Callable[[object], bool]:
+    """Returns a function: whether the rules of `watch` for a module are those now in force for `owned`."""
+    paths, expected = tree.by_identity, watch.below(owned)
 
     def holds(module: object) -> bool:
-        return watch.below(next(iter(paths.get(id(module), ())), "") if prefix else "") == expected
+        return watch.below(next(iter(paths.get(id(module), ())), "") if owned else "") == expected
 
-    add_guard(context, holds, capture.owner if capture.prefix else None, "rules of a watch")
-    return options.now()
+    return holds
 
 
 def guard(compilation: Compilation, example_inputs: Sequence[Any]) -> None:

@@ -28,13 +28,13 @@ class Capture:
     """A graph from Dynamo.
 
     inputs: description of each input. root: the user's model, if known. tree: its modules and tensors.
-    prefix: path of the module through which the graph reads its parameters. module: path of the module whose
-    code is compiled. blocks: blocks of the model. owner: Dynamo's source for the module at `prefix`. cut:
-    reason why the graph covers only a part of the model, "" for the whole. stage: whether the model is a
-    pipeline stage. backward: whether compiled autograd compiles the backward of earlier graphs. planned: plan
-    of the whole model, if `cut`. gathers: bytes of FSDP2's gathers. device: device that the graph computes
-    on. identity: hash of everything that the graph's report depends on, including source lines and input
-    shapes.
+    prefix: path of the module around those through which the graph reads its parameters. module: path of the
+    module whose code is compiled. blocks: blocks of the model. owners: Dynamo's source and the path of each
+    module through which the graph reads parameters, the model itself excepted. cut: reason why the graph
+    covers only a part of the model, "" for the whole. stage: whether the model is a pipeline stage. backward:
+    whether compiled autograd compiles the backward of earlier graphs. planned: plan of the whole model, if
+    `cut`. gathers: bytes of FSDP2's gathers. device: device that the graph computes on. identity: hash of
+    everything that the graph's report depends on, including source lines and input shapes.
     """
 
     inputs: tuple[GraphInput, ...]
@@ -43,7 +43,7 @@ class Capture:
     prefix: str
     module: str
     blocks: Blocks
-    owner: Any
+    owners: tuple[tuple[Any, str], ...]
     cut: str
     stage: bool
     backward: bool
@@ -78,7 +78,7 @@ def captured(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module 
         prefix=located.prefix,
         module=located.module,
         blocks=blocks,
-        owner=located.owner,
+        owners=located.owners,
         cut=cut,
         stage=frame.is_stage,
         backward=frame.backward,

@@ -14,7 +14,7 @@ import ast
 import functools
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from types import FunctionType, MethodType
@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from mxcompile.compiler.session.frames import Frame
-from mxcompile.models.names import WRAPPERS, GraphInput, HeldBy, joined, user_path
+from mxcompile.models.names import WRAPPERS, GraphInput, HeldBy, joined, user_path, within
 from mxcompile.models.tree import Tree, unregistered
 from mxcompile.models.wrappers import plain_class
 
@@ -36,6 +36,8 @@ _PROGRAM = (nn.Module, FunctionType, MethodType, functools.partial, type)
 _CLASS = re.compile(r"dict\(type\((.*?)\)(?:\.__mro__\[\d+\])?\.__dict__\)")
 """Access to attributes of a class, which its instances share."""
 _CELLS = "__closure__"
+_OF_MODEL = ("L['self']", "L['___stack")
+"""Variables of a method that hold its module, or submodules across graph breaks."""
 _DYNAMOS = ("__import_", "___stack")
 """Prefixes of Dynamo's own variables: modules of inlined functions, values across graph breaks."""
 
@@ -63,8 +65,8 @@ class Located:
     tree: tree of the model, or of the models of a function. inputs: description of each input. matrices:
     paths of the parameters and buffers with two or more dimensions. holder: for a graph without root, the
     only module that holds its parameters or that it calls, else None. prefix: path of the module with most of
-    the parameters. owner: Dynamo's source of the module at `prefix`, or None for the model itself. module:
-    path of the module whose code is compiled.
+    the parameters, or of one around it. owners: Dynamo's source and the path of each module through which the
+    code reads parameters, the model itself excepted. module: path of the module whose code is compiled.
     """
 
     def __init__(
@@ -100,9 +102,10 @@ class Located:
             if path and isinstance(value, Tensor) and value.ndim > 1
         )
         owners = [self._owner(source) for path, (source, _) in zip(paths, pairs, strict=True) if path]
-        counted = Counter(path for _, path in owners if path is not None)
-        self.prefix = counted.most_common(1)[0][0] if counted else name
-        self.owner = next((source for source, path in owners if path == self.prefix != ""), None)
+        found = [(source, path) for source, path in owners if path is not None]
+        self.prefix = _prefix(found, self.tree.modules) if found else name
+        sources = {name_of(source): (source, path) for source, path in found if path}
+        self.owners = tuple(sources.values())
         running = self._running(frame)
         self.module = self.tree.paths(running)[0] if running is not None else self.prefix
         self._name_modules(gm, running)
@@ -110,7 +113,8 @@ class Located:
     def _running(self, frame: Frame) -> nn.Module | None:
         """Returns the module of the tree whose code `frame` runs."""
         called = [call.module for call in frame.running[:1] if call.directly]
-        candidates = (frame.locals.get("self"), *called, self._objects.get(name_of(self.owner)))
+        read = [self._objects[name_of(source)] for source, path in self.owners if path == self.prefix]
+        candidates = (frame.locals.get("self"), *called, *read)
         return next((module for module in candidates if _is_module(module) and self.tree.paths(module)), None)
 
     def _name_modules(self, gm: fx.GraphModule, running: nn.Module | None) -> None:
@@ -215,6 +219,24 @@ def name_constants(graph: fx.Graph, tree: Tree) -> None:
             others, is_parameter = tuple(paths[1:]), isinstance(value, nn.Parameter)
             about = GraphInput(path=paths[0], others=others, static=True, is_parameter=is_parameter)
             node.meta["desc"] = about
+
+
+def _prefix(owners: Sequence[tuple[Any, str]], modules: Container[str]) -> str:
+    """Returns the path of the module of `owners` that most parameters are read through, or of one around it.
+
+    After a graph break in an expression the code reads submodules from the stack, not through ``self``. They
+    are in the module whose code runs. Modules among arguments and variables may be unrelated.
+
+    owners: source and path of a module for each parameter. modules: paths of all modules.
+    """
+    prefix = Counter(path for _, path in owners).most_common(1)[0][0]
+    for source, path in owners:
+        around = prefix
+        while around and not (within(path, around) and around in modules):
+            around = around.rpartition(".")[0]
+        if around or name_of(source).startswith(_OF_MODEL):
+            prefix = around
+    return prefix
 
 
 def _holder(ways: Iterable[Iterable[object]], called: Sequence[Sequence[object]]) -> nn.Module | None:

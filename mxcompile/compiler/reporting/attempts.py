@@ -169,7 +169,7 @@ class _End:
             return
         has_code = not failed and bool(session_of(root).places)  # else perhaps no code has a graph
         if self._is_whole and (REGISTRY.knows(root, options.group) or not has_code):
-            check_call(root, options, call.args, call.kwargs, self._runs.layers)
+            check_call(root, options, call.args, call.kwargs, self._runs.gemms)
         session = session_of(root)
         is_checked = session.plan is None or session.ran.get(options.group) is session.plan
         if not (self._is_whole or is_checked) and root._compiled_call_impl is None:
@@ -177,7 +177,7 @@ class _End:
         if not any(reported):
             starts = [attempt.path for attempt in self.attempts if not attempt.is_resumed]
             modules = [path for path in starts if path is not None]
-            check_modules(root, options, call.args, call.kwargs, modules, {*self._runs.layers})
+            check_modules(root, options, call.args, call.kwargs, modules, self._runs.layers)
 
 
 def _check_at_end(attempt: _Attempt, options: Options) -> None:

@@ -13,7 +13,7 @@ from mxcompile.compiler.hooks.compilation import Compilation
 from mxcompile.compiler.reporting import unplanned
 from mxcompile.compiler.session.frames import is_running
 from mxcompile.compiler.session.options import Options
-from mxcompile.compiler.session.plans import layers_of_call, planned
+from mxcompile.compiler.session.plans import gemms_of_call, planned
 from mxcompile.compiler.session.session import session_of
 from mxcompile.errors import UnsupportedError
 from mxcompile.formats import is_quantized, labels
@@ -85,7 +85,7 @@ def check_call(
     options: Options,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    runs: Mapping[str, int],
+    runs: Mapping[tuple[str, Gemm], int],
     parts: Sequence[str] = (),
     idle: Sequence[str] = (),
 ) -> None:
@@ -94,8 +94,8 @@ def check_call(
     Reports layers that ran outside of compiled code, and a model without compiled code: as a warning, or in
     strict mode as an `UnsupportedError`.
 
-    runs: how often compiled code ran each layer in the call. parts: paths of the modules that should be
-    compiled. idle: those that were not called.
+    runs: how often compiled code computes each GEMM in the call and its backward, by layer name and GEMM.
+    parts: paths of the modules that should be compiled. idle: those that were not called.
     """
     if REGISTRY.knows(root, options.group):
         plan = session_of(root).plan
@@ -148,7 +148,7 @@ def check_modules(
     pending = {gemm.name for gemm in REGISTRY.pending(root, options.group) if gemm.gemm == Gemm.FPROP}
     expected = {tag.name for tag in _quantized(plan, options) if _is_in(tag.name, modules)}
     missing = expected - ran - pending
-    missing &= (layers_of_call(root, args, kwargs) or {}).keys() if missing else set()
+    missing &= _layers_of_call(root, args, kwargs) or set() if missing else set()
     if missing:
         names = spelled([layer for layer in plan.layers if layer.name in missing])
         message = f"a call ran layers outside of compiled code that other calls compile {_HINT}: {names}"
@@ -207,7 +207,7 @@ def _check_ran(
     missing = _missing(root, options, plan)
     is_sure = not plan.guess
     if missing and not is_sure and call is not None:
-        ran = layers_of_call(root, *call)
+        ran = _layers_of_call(root, *call)
         is_sure = ran is not None
         may_have_run = ran if ran is not None else {name for name in missing if not _is_in(name, idle)}
         missing = {name: gemms for name, gemms in missing.items() if name in may_have_run}
@@ -221,24 +221,35 @@ def _check_runs(
     options: Options,
     plan: Plan,
     call: tuple[Sequence[Any], Mapping[str, Any]],
-    runs: Mapping[str, int],
+    runs: Mapping[tuple[str, Gemm], int],
 ) -> None:
-    """Reports the layers of `plan` with compiled code that the call also ran outside of it.
+    """Reports the layers of `plan` of which compiled code computes some GEMMs of the call, and Python others.
 
-    call: arguments of the finished call of `root`. runs: how often compiled code ran each layer in it.
+    call: arguments of the finished call of `root`. runs: how often compiled code computes each GEMM in it.
     """
-    compiled = {tag.name for tag in _quantized(plan, options)} & runs.keys()
-    rarer = {name for name in compiled if runs[name] < plan.runs[name]}
-    exact = layers_of_call(root, *call) if rarer else None
-    rarer = {name for name in rarer if exact is not None and runs[name] < exact[name]}
-    if rarer:
-        names = spelled([layer for layer in dict.fromkeys(plan.layers) if layer.name in rarer])
+    recomputed = {tag.name for tag in plan.tags if tag.recomputed}
+    names = {tag.name for tag in _quantized(plan, options)}
+    compiled = {key for key in runs if key[0] in names and (key[1] == Gemm.FPROP or key[0] not in recomputed)}
+    rarer = {key for key in compiled if runs[key] < plan.runs[key]}
+    exact = gemms_of_call(root, *call) if rarer else None
+    rarer = {key for key in rarer if exact is not None and runs[key] < exact[key]}
+    forward = {name for name, gemm in rarer if gemm == Gemm.FPROP}
+    backward = {name for name, _ in rarer} - forward
+    for subject, rarer_names in (("layers that a call ran", forward), ("gradients computed", backward)):
+        if not rarer_names:
+            continue
+        layers = spelled([layer for layer in dict.fromkeys(plan.layers) if layer.name in rarer_names])
         message = (
-            f"{options.policy.label} quantizes layers that a call ran in compiled code and outside of it"
-            f" {_HINT}: {names}"
+            f"{options.policy.label} quantizes {subject} in compiled code and outside of it {_HINT}: {layers}"
         )
         _report_or_raise(message, options)
         REGISTRY.note(message, options.group, model=root, frame=None)
+
+
+def _layers_of_call(root: nn.Module, args: Any, kwargs: Any) -> set[str] | None:
+    """Returns the layers that a call of `root` runs, or None if that depends on tensor values."""
+    gemms = gemms_of_call(root, args, kwargs)
+    return None if gemms is None else {name for name, _ in gemms}
 
 
 def _missing(root: nn.Module, options: Options, plan: Plan) -> dict[str, set[str]]:

@@ -41,7 +41,7 @@ def check_first_call(root: nn.Module, options: Options, parts: Mapping[str, nn.M
             runs.close()
         try:
             idle = [path for path in parts if path not in called]
-            check_call(root, options.now(), args, kwargs, runs.layers, parts=[*parts], idle=idle)
+            check_call(root, options.now(), args, kwargs, runs.gemms, parts=[*parts], idle=idle)
         finally:
             REGISTRY.flush()
         return result

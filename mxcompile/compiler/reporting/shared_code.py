@@ -22,7 +22,7 @@ from mxcompile.compiler.session.frames import called_models, running
 from mxcompile.compiler.session.publication import Places
 from mxcompile.compiler.session.session import session_of
 from mxcompile.models.holders import Holders
-from mxcompile.models.names import joined, rebased, user_path
+from mxcompile.models.names import joined, rebased, user_path, within
 from mxcompile.models.tree import path_in
 from mxcompile.models.wrappers import plain_class, user_model
 from mxcompile.policy import Gemm
@@ -43,6 +43,7 @@ def attribution(capture: Capture, places: Places) -> Attribution | None:
     name = session_of(root).name
     holders = {joined(name, user_path(raw)): number[id(value)] for raw, value in named}
     candidates = [at for at, entry in enumerate(capture.inputs) if entry.static and entry.path in holders]
+    candidates = [at for at in candidates if within(capture.inputs[at].path, capture.prefix)]
     # a parameter with a single holder identifies the module that runs
     position = min(candidates, key=lambda index: holders[capture.inputs[index].path], default=None)
     if position is None and not places.part.gemms:
@@ -52,11 +53,19 @@ def attribution(capture: Capture, places: Places) -> Attribution | None:
 
 
 class Runs:
-    """Counts how often compiled code computes each layer's forward, by layer name, until `close`."""
+    """Counts how often compiled code and its backward compute each GEMM, until `close`.
+
+    gemms: numbers by layer name and GEMM.
+    """
 
     def __init__(self) -> None:
-        self.layers: Counter[str] = Counter()
+        self.gemms: Counter[tuple[str, Gemm]] = Counter()
         _OPEN.append(self)
+
+    @property
+    def layers(self) -> set[str]:
+        """Layers whose forward was computed."""
+        return {name for name, gemm in self.gemms if gemm == Gemm.FPROP}
 
     def close(self) -> None:
         """Ends the collection."""
@@ -105,19 +114,19 @@ class Attribution:
         if caller is not None:
             self._callers.add(caller)
         if _OPEN:
-            layers = self._layers(parameter)
+            gemms = self._gemms(parameter)
             for runs in _OPEN:
-                runs.layers.update(layers)
+                runs.gemms.update(gemms)
 
-    def _layers(self, parameter: nn.Parameter | None) -> list[str]:
-        """Returns the layer of each forward GEMM of the graph, named for the module with `parameter`."""
+    def _gemms(self, parameter: nn.Parameter | None) -> list[tuple[str, Gemm]]:
+        """Returns the layer and kind of each GEMM of the graph, named for the module with `parameter`."""
         callers = [user_model(module) for module in running()]
         models = dict.fromkeys([self._root(), *reversed(callers)])
         alike = (model for model in models if model is not None and plain_class(model) is self._kind)
         paths = (self._path_in(model, parameter) for model in alike)
-        path, prefix = next((path for path in paths if path is not None), self._prefix), self._prefix
-        names = [gemm.name for gemm in self._places.part.gemms if gemm.gemm == Gemm.FPROP]
-        return names if path == prefix else [path + name.removeprefix(prefix) for name in names]
+        path = next((path for path in paths if path is not None), self._prefix)
+        gemms = self._places.part.gemms
+        return [(rebased(gemm.name, self._prefix, path), Gemm(gemm.gemm)) for gemm in gemms]
 
     def _path_in(self, model: nn.Module, parameter: nn.Parameter | None) -> str | None:
         """Returns the path in `model` of the module that runs the code, or None if it is unknown."""

@@ -17,6 +17,7 @@ from torch._dynamo.source import GlobalStateSource
 from torch._guards import Guard, Source, TracingContext
 
 from mxcompile.compiler.capture.capture import Capture
+from mxcompile.compiler.capture.locate import name_of
 from mxcompile.compiler.session.session import session_of
 from mxcompile.errors import PolicyError
 from mxcompile.graph.tags import Kind
@@ -42,16 +43,17 @@ def twins(capture: Capture, policy: Policy) -> tuple[tuple[str, tuple[int, int] 
 
 
 def guard(capture: Capture, policy: Policy, *, unlimited: bool = False) -> None:
-    """Guards the code of the module of `capture` against modules that `policy` treats differently.
+    """Guards the code of `capture` against modules that `policy` treats differently.
 
     unlimited: whether to raise Dynamo's recompile limit as needed. Raises `PolicyError` if the class needs
     more codes than the limit, or if Dynamo gives no source to guard.
     """
     context = TracingContext.try_get()
-    if not capture.prefix or context is None:
+    if context is None:
         return
-    decisions = dict(_of_same_class(capture, policy))
-    kinds = set(decisions.values())
+    for source, path in capture.owners:
+        _guard_module(context, capture, policy, source, path)
+    kinds = {decisions for _, decisions in _of_same_class(capture, policy)} if capture.prefix else set()
     if len(kinds) < 2:
         return
     limit = torch._dynamo.config.recompile_limit
@@ -63,12 +65,21 @@ def guard(capture: Capture, policy: Policy, *, unlimited: bool = False) -> None:
             f"{policy.label} needs {len(kinds)} compiled versions of class {name}, and Dynamo keeps {limit}"
             f" of one function; compile the model with mxcompile.compile(model, policy=…)"
         )
-    if capture.owner is None:
+    if not capture.owners:
         raise PolicyError(
             f"{policy.label} treats {capture.prefix} differently from other modules of its class, but Dynamo"
             " would run its code for all of them; compile the model with mxcompile.compile(model, policy=…)"
         )
-    paths, expected = capture.tree.by_identity, decisions[capture.prefix]
+
+
+def _guard_module(
+    context: TracingContext, capture: Capture, policy: Policy, source: Source, owned: str
+) -> None:
+    """Guards the code of `capture` by the decisions of `policy` for the module `owned` at `source`."""
+    decisions = dict(_of_same_class(capture, policy, owned))
+    if len({*decisions.values()}) < 2:
+        return
+    paths, expected = capture.tree.by_identity, decisions[owned]
     alive = [weakref.ref(root) for root in capture.tree.roots.values()]  # ids of freed modules are reused
 
     def holds(module: object) -> bool:
@@ -76,7 +87,7 @@ def guard(capture: Capture, policy: Policy, *, unlimited: bool = False) -> None:
         is_alive = all(root() is not None for root in alive)
         return is_alive and path is not None and decisions.get(path) == expected
 
-    add_guard(context, holds, capture.owner, f"decisions of {capture.owner.name}")
+    add_guard(context, holds, source, f"decisions of {name_of(source)}")
 
 
 def add_guard(
@@ -91,8 +102,10 @@ def add_guard(
     context.guards_context.dynamo_guards.add(Guard(source or GlobalStateSource(), install))
 
 
-def _of_same_class(capture: Capture, policy: Policy) -> Iterator[tuple[str, Signature]]:
-    """Yields (path, decisions) of every module with the class of the captured module.
+def _of_same_class(
+    capture: Capture, policy: Policy, owned: str | None = None
+) -> Iterator[tuple[str, Signature]]:
+    """Yields (path, decisions) of every module with the class of the module `owned`, by default of `prefix`.
 
     A compiled function can call several models. A module of another model gets the decisions of the module at
     the same path in this model, if both models have one class and rules select both modules alike.
@@ -101,8 +114,9 @@ def _of_same_class(capture: Capture, policy: Policy) -> Iterator[tuple[str, Sign
     name = "" if root is None else session_of(root).name
     below = _decided(capture, policy)
     by_name = functools.partial(name_signature, policy, blocks=capture.blocks)
+    kind = plain_class(modules[capture.prefix if owned is None else owned])
     for path, module in modules.items():
-        if plain_class(module) is not plain_class(modules[capture.prefix]):
+        if plain_class(module) is not kind:
             continue
         outer = next(other for other in capture.tree.roots if within(path, other))
         counterpart = rebased(path, outer, name)

@@ -17,7 +17,7 @@ from mxcompile.compiler.session.plans import no_plan
 from mxcompile.compiler.session.session import session_of
 from mxcompile.errors import UnsupportedError
 from mxcompile.formats import UNQUANTIZED
-from mxcompile.models.names import joined, layer_name, user_path
+from mxcompile.models.names import joined, layer_name, rebased, user_path
 from mxcompile.policy import Code, Gemm, Reason, Role
 from mxcompile.report import REGISTRY, GemmRecord, Part
 
@@ -46,7 +46,7 @@ def check(capture: Capture, options: Options, twin: str = "") -> None:
         log.warning("%s", message)
     read = names_read.setdefault(options.group, set())
     paths = [graph_input.path for graph_input in capture.inputs if graph_input.static]
-    read.update(twin + path.removeprefix(capture.prefix) if twin else path for path in paths)
+    read.update(rebased(path, capture.prefix, twin) if twin else path for path in paths)
     REGISTRY.plan(root, options.group, tuple(records(root, read)), note=f"{message}; {_UNSEEN}")
 
 

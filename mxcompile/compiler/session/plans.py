@@ -20,6 +20,7 @@ from mxcompile.compiler.session.session import Planned, session_of
 from mxcompile.errors import ModelError
 from mxcompile.models.names import joined, user_path
 from mxcompile.plan.plan import Plan, make_plan
+from mxcompile.policy import Gemm
 
 log = logging.getLogger(__name__)
 
@@ -69,8 +70,11 @@ def planned(root: nn.Module, args: Any, kwargs: Any) -> Planned:
     return session.planned
 
 
-def layers_of_call(root: nn.Module, args: Any, kwargs: Any) -> Counter[str] | None:
-    """Returns how often a call of `root` runs each layer, or None if that depends on tensor values."""
+def gemms_of_call(root: nn.Module, args: Any, kwargs: Any) -> Counter[tuple[str, Gemm]] | None:
+    """Returns how often a call of `root` computes each GEMM, or None if that depends on tensor values.
+
+    The keys are the layer's name and the GEMM, those of the call's backward included.
+    """
     try:
         plan = make_plan(root, args, kwargs, table(), whole=True).moved("", session_of(root).name)
     except ModelError as error:

@@ -220,6 +220,11 @@ class Part(Figures):
     histories: tuple[tuple[int, int], ...] = ()
     token: str = ""
 
+    def name_in(self, twin: str, name: str) -> str:
+        """Returns the name that a layer `name` of this part has in the module at `twin`."""
+        inside = not (self.prefix and name) or f"{name}.".startswith(f"{self.prefix}.")
+        return twin + name.removeprefix(self.prefix) if inside else name
+
 
 FIGURES: dict[str, Figure] = {
     field.name: field.metadata["figure"] for field in dataclasses.fields(Summary) if field.metadata
