@@ -102,10 +102,9 @@ class Located:
             if path and isinstance(value, Tensor) and value.ndim > 1
         )
         owners = [self._owner(source) for path, (source, _) in zip(paths, pairs, strict=True) if path]
-        found = [(source, path) for source, path in owners if path is not None]
-        self.prefix = _prefix(found, self.tree.modules) if found else name
-        sources = {name_of(source): (source, path) for source, path in found if path}
-        self.owners = tuple(sources.values())
+        modules = [(source, path) for source, path in owners if path is not None]
+        self.prefix = _prefix(modules, self.tree.modules) if modules else name
+        self.owners = tuple({name_of(source): (source, path) for source, path in modules if path}.values())
         running = self._running(frame)
         self.module = self.tree.paths(running)[0] if running is not None else self.prefix
         self._name_modules(gm, running)

@@ -223,7 +223,7 @@ def _check_runs(
     call: tuple[Sequence[Any], Mapping[str, Any]],
     runs: Mapping[tuple[str, Gemm], int],
 ) -> None:
-    """Reports the layers of `plan` of which compiled code computes some GEMMs of the call, and Python others.
+    """Reports the layers of `plan` whose GEMMs compiled code and Python both compute in a call.
 
     call: arguments of the finished call of `root`. runs: how often compiled code computes each GEMM in it.
     """

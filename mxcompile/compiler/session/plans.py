@@ -71,9 +71,9 @@ def planned(root: nn.Module, args: Any, kwargs: Any) -> Planned:
 
 
 def gemms_of_call(root: nn.Module, args: Any, kwargs: Any) -> Counter[tuple[str, Gemm]] | None:
-    """Returns how often a call of `root` computes each GEMM, or None if that depends on tensor values.
+    """Returns how often a call of `root` and its backward compute each GEMM, by layer name and GEMM.
 
-    The keys are the layer's name and the GEMM, those of the call's backward included.
+    Returns None if that depends on tensor values.
     """
     try:
         plan = make_plan(root, args, kwargs, table(), whole=True).moved("", session_of(root).name)
