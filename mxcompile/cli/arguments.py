@@ -26,6 +26,14 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def seed(text: str) -> int:
+    """Returns `text` as a seed for ``torch.manual_seed``, which takes 64 bits with a sign or without."""
+    number = int(text)
+    if not -(1 << 63) <= number < 1 << 64:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 64 bits")
+    return number
+
+
 def share(text: str) -> float:
     """Returns a share, ``0.2%`` or ``0.002``, as a number."""
     try:

@@ -20,6 +20,7 @@ from mxcompile.cli.arguments import (
     leave_out,
     policies_of,
     quiet,
+    seed,
     sizes,
 )
 from mxcompile.errors import CheckpointError
@@ -41,7 +42,7 @@ def add_measured(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--inference", action="store_true", help="evaluation mode, forward only")
     command.add_argument("--device", default="cpu", help="device to run on, such as cuda (default cpu)")
-    command.add_argument("--seed", type=int, default=0, help="seed of random weights and inputs (default 0)")
+    command.add_argument("--seed", type=seed, default=0, help="seed of random weights and inputs (default 0)")
 
 
 @contextmanager

@@ -112,6 +112,15 @@ def test_size_flags_refuse_numbers_below_one(option: str, value: str, capsys: py
     assert "is not a positive whole number" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["audit", "blame", "tune"])
+def test_seeds_of_more_than_64_bits_are_refused(command: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as exit_:
+        main([command, HERE, f"--seed={1 << 64}"])
+    assert exit_.value.code == 2
+    assert "is not a whole number of 64 bits" in capsys.readouterr().err
+    assert MODELS_MADE == []
+
+
 NAMES = {
     "meta-llama/Llama-3.1-8B": "download its config.json and name the directory: nothing is downloaded here",
     "settings.toml": "settings.toml is a file of another kind",
