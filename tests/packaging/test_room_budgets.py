@@ -29,7 +29,7 @@ BUDGETS = {
     "mxcompile/analysis/study": 1_249,
     "mxcompile/analysis/tune": 565,
     "mxcompile/checkpoint": 2_613,
-    "mxcompile/cli": 1_583,
+    "mxcompile/cli": 1_592,
     "mxcompile/compiler": 677,
     "mxcompile/compiler/calls": 693,
     "mxcompile/compiler/capture": 776,
