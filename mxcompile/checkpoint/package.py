@@ -24,6 +24,8 @@ from mxcompile.serving import aoti_configs
 
 PROGRAMS = ("prompt", "token")
 _WEIGHTS, _ABOUT = "model.safetensors", "package.json"
+_VERSION = 1
+"""Version of the files in a package, written to `_ABOUT`."""
 _TRACED_TOKENS = 64
 """Length of the prompt that is traced: as many rows as take the kernels for many rows, not those for few."""
 
@@ -82,7 +84,7 @@ def save_package(
         write_tensors(partial / _WEIGHTS, stored, stored.items(), {})
         shared = {name: first[_location(t)] for name, t in tensors.items() if name not in (*caches, *stored)}
         about = {
-            "max_cache_len": max_cache_len, "batch_size": batch_size,
+            "version": _VERSION, "max_cache_len": max_cache_len, "batch_size": batch_size,
             "vocabulary": len(language_model.get_input_embeddings().weight),
             "caches": caches, "shared": shared,
             "dtype": str(language_model.dtype).removeprefix("torch."), "device": language_model.device.type,
@@ -97,7 +99,7 @@ def load_package(directory: str | Path) -> PackagedModel:
     Its machine code runs in this process, so load only packages that you trust.
 
     Raises:
-        CheckpointError: The directory is not a package, is damaged, or was compiled for another CPU or torch.
+        CheckpointError: The directory is not a package, is damaged, or is for another CPU, torch or mxcompile.
 
     Examples:
         >>> model = mxcompile.load_package("served")
@@ -292,7 +294,11 @@ def _machine() -> dict[str, Any]:
 
 
 def _check_machine(directory: Path, about: dict[str, Any]) -> None:
-    """Raises `CheckpointError` if this machine cannot run the programs, which would end the process."""
+    """Raises `CheckpointError` if this process cannot run the programs, which would end it."""
+    if about.get("version") != _VERSION:
+        raise CheckpointError(
+            f"{directory}: written by another version of mxcompile: save_package writes it again"
+        )
     here = _machine()
     lacking = ", ".join(sorted({*about["cpu"]} - {*here["cpu"]}))
     if about["torch"] != here["torch"] or lacking:

@@ -28,7 +28,7 @@ BUDGETS = {
     "mxcompile/analysis/explain": 975,
     "mxcompile/analysis/study": 1_249,
     "mxcompile/analysis/tune": 565,
-    "mxcompile/checkpoint": 2_613,
+    "mxcompile/checkpoint": 2_619,
     "mxcompile/cli": 1_592,
     "mxcompile/compiler": 677,
     "mxcompile/compiler/calls": 693,

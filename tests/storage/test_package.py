@@ -98,6 +98,7 @@ def _check_errors(package: Any, folder: Path) -> None:
         "compiled with torch 1.0 for another machine, and this is torch": {"torch": "1.0"},
         "this CPU lacks avx_of_2099": {"cpu": [*about["cpu"], "avx_of_2099"]},
         "a damaged package": {"shared": {"x": "y"}},
+        "written by another version of mxcompile": {"version": None, "cpu": "AMX BF16"},
     }
     for message, change in changes.items():
         (folder / "package.json").write_text(json.dumps({**about, **change}), encoding="utf-8")
