@@ -99,7 +99,7 @@ def load_package(directory: str | Path) -> PackagedModel:
     Its machine code runs in this process, so load only packages that you trust.
 
     Raises:
-        CheckpointError: The directory is not a package, is damaged, or is for another CPU, torch or mxcompile.
+        CheckpointError: The directory is not a package, is damaged, or needs another CPU, torch or mxcompile.
 
     Examples:
         >>> model = mxcompile.load_package("served")
