@@ -204,7 +204,7 @@ def test_figures_of_integers_beside_llama_cpp_equal_results():
         timed = [rows["8192x8192", 1, run] for run in (f"{baseline} inductor", *runs)]
         same(shown[name], [*(row["median_ms"] for row in timed), timed[2]["llama_over_this"]])
     workload = "one row times a weight of 8192×8192 in MXINT8 ÷ llama.cpp's Q8_0, speed"
-    same(measured(workload, "AVX2"), [timed[2]["llama_over_this"]])
+    same(measured(workload, cpu), [timed[2]["llama_over_this"]])
 
 
 def test_figures_of_generation_beside_llama_cpp_equal_results():

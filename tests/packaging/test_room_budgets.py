@@ -34,7 +34,7 @@ BUDGETS = {
     "mxcompile/compiler/calls": 693,
     "mxcompile/compiler/capture": 776,
     "mxcompile/compiler/hooks": 776,
-    "mxcompile/compiler/reporting": 1_215,
+    "mxcompile/compiler/reporting": 1_216,
     "mxcompile/compiler/session": 840,
     "mxcompile/distributed": 601,
     "mxcompile/formats": 2_040,

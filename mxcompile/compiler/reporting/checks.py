@@ -295,6 +295,6 @@ def _refused(plan: Plan, options: Options) -> list[str]:
 
 
 def _quantized(plan: Plan, options: Options) -> list[GemmTag]:
-    """Returns the layers of `plan` that the policy quantizes."""
-    decide = options.policy.decide
-    return [tag for tag in plan.tags if tag.is_layer and decide(tag.as_layer()).fprop.formats is not None]
+    """Returns the layers of `plan` that the policy quantizes and that a result depends on."""
+    decide, layers = options.policy.decide, (tag for tag in plan.tags if tag.is_layer and not tag.unread)
+    return [tag for tag in layers if decide(tag.as_layer()).fprop.formats is not None]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ def twins(capture: Capture, policy: Policy) -> tuple[tuple[str, tuple[int, int] 
     """
     if capture.root is None or not capture.prefix or capture.planned.plan is None:
         return ()
-    decisions, name = dict(_of_same_class(capture, policy)), session_of(capture.root).name
+    decisions, name = dict(_of_same_class(capture, policy, capture.prefix)), session_of(capture.root).name
     mine = decisions[capture.prefix]
     others = (path for path, other in decisions.items() if other == mine and path != capture.prefix)
     return tuple((path, capture.blocks.position(path)) for path in others if within(path, name))
@@ -51,9 +51,12 @@ def guard(capture: Capture, policy: Policy, *, unlimited: bool = False) -> None:
     context = TracingContext.try_get()
     if context is None:
         return
+    read = {capture.prefix, *(path for _, path in capture.owners)} - {""}
+    decisions = {path: dict(_of_same_class(capture, policy, path)) for path in read}
     for source, path in capture.owners:
-        _guard_module(context, capture, policy, source, path)
-    kinds = {decisions for _, decisions in _of_same_class(capture, policy)} if capture.prefix else set()
+        if len({*decisions[path].values()}) > 1:
+            _guard_module(context, capture, decisions[path], source, path)
+    kinds = {*decisions[capture.prefix].values()} if capture.prefix else set()
     if len(kinds) < 2:
         return
     limit = torch._dynamo.config.recompile_limit
@@ -73,12 +76,12 @@ def guard(capture: Capture, policy: Policy, *, unlimited: bool = False) -> None:
 
 
 def _guard_module(
-    context: TracingContext, capture: Capture, policy: Policy, source: Source, owned: str
+    context: TracingContext, capture: Capture, decisions: Mapping[str, Signature], source: Source, owned: str
 ) -> None:
-    """Guards the code of `capture` by the decisions of `policy` for the module `owned` at `source`."""
-    decisions = dict(_of_same_class(capture, policy, owned))
-    if len({*decisions.values()}) < 2:
-        return
+    """Guards the code of `capture`: the module at `source` has the decisions of the module `owned`.
+
+    decisions: the decisions of every module of its class, by path.
+    """
     paths, expected = capture.tree.by_identity, decisions[owned]
     alive = [weakref.ref(root) for root in capture.tree.roots.values()]  # ids of freed modules are reused
 
@@ -102,10 +105,8 @@ def add_guard(
     context.guards_context.dynamo_guards.add(Guard(source or GlobalStateSource(), install))
 
 
-def _of_same_class(
-    capture: Capture, policy: Policy, owned: str | None = None
-) -> Iterator[tuple[str, Signature]]:
-    """Yields (path, decisions) of every module with the class of the module `owned`, by default of `prefix`.
+def _of_same_class(capture: Capture, policy: Policy, owned: str) -> Iterator[tuple[str, Signature]]:
+    """Yields (path, decisions) of every module with the class of the module `owned`.
 
     A compiled function can call several models. A module of another model gets the decisions of the module at
     the same path in this model, if both models have one class and rules select both modules alike.
@@ -114,7 +115,7 @@ def _of_same_class(
     name = "" if root is None else session_of(root).name
     below = _decided(capture, policy)
     by_name = functools.partial(name_signature, policy, blocks=capture.blocks)
-    kind = plain_class(modules[capture.prefix if owned is None else owned])
+    kind = plain_class(modules[owned])
     for path, module in modules.items():
         if plain_class(module) is not kind:
             continue
