@@ -9,6 +9,13 @@ import torch
 MOST_ROWS = 16
 """Most rows for which a kernel decodes the stored weight in registers; above, the vendor's GEMM runs."""
 
+LONG = 512
+"""Least K for which a kernel rounds BF16 activations to 2^-15 of the largest in their block of 32, as in
+``fp32_dot.h``: sums of so many numbers in FP32 may lose as much."""
+
+INT16 = "C++ (int16)"
+"""Name in records of the kernel that multiplies many BF16 rows by a weight stored in MXINT8, on AVX2."""
+
 PART_BYTES = 16 << 20
 """Bytes of a weight that are dequantized at a time for the vendor's GEMM. The system clears new memory for
 every call, which takes longer than dequantizing; the GNU C library reuses freed blocks of up to 32 MiB."""

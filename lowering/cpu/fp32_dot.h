@@ -114,7 +114,7 @@ struct Dot : Fp32Numbers {
 #endif
 
 #ifdef MXCOMPILE_LANES
-constexpr int64_t LONG = 1024;  // numbers whose sums in FP32 may lose 2^-14
+constexpr int64_t LONG = 512;  // numbers whose sums in FP32 may lose 2^-15
 
 // How x lies in memory, and its products with rows of the weight. E2M1 on AVX2 has its own (`integer_dot.h`).
 template <class Elem, class Numbers = Dot<Elem>>
@@ -157,7 +157,7 @@ struct InLanes {
     constexpr int share = Numbers::parts / scales;  // numbers that share a scale
     const auto& powers = Scales<Numbers::low - Numbers::up, Elem::two_level>::all();
     const int64_t blocks = weight.blocks(), whole = weight.k / BLOCK, width = weight.width(), between = weight.between;
-    for (int w = 0; w < weights; w++)
+    for (int w = 0; w < weights && powers.most < 255; w++)
       if (largest(weight.scales + w * between * blocks, blocks) > powers.most) return false;
     [[maybe_unused]] const Subnormals subnormals;
     auto most = Numbers::none();

@@ -30,14 +30,8 @@ struct Int16Numbers {
   static inline __attribute__((always_inline)) Lanes dot(const Number* number, const float* x, int64_t padded,
                                                          int64_t index, int) {
     const __m256i* row = reinterpret_cast<const __m256i*>(x) + index * parts;
-    const __m256i first = _mm256_madd_epi16(number[0], _mm256_loadu_si256(row)), other = _mm256_loadu_si256(row + 1);
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-    const __m256i both = _mm256_dpwssd_epi32(first, number[1], other);
-#elif defined(__AVXVNNI__)
-    const __m256i both = _mm256_dpwssd_avx_epi32(first, number[1], other);
-#else
-    const __m256i both = _mm256_add_epi32(first, _mm256_madd_epi16(number[1], other));
-#endif
+    const __m256i first = _mm256_madd_epi16(number[0], _mm256_loadu_si256(row));
+    const __m256i both = with_pairs(number[1], _mm256_loadu_si256(row + 1), first);
     return product(_mm256_cvtepi32_ps(both), everywhere(x[padded / 2 + index]));
   }
 
@@ -62,11 +56,16 @@ struct Int16Dot : InLanes<INT8, Int16Numbers> {
     return (x * scale_value(127 + 127 + bits - exponent) + middle) - middle;
   }
 
-  // Infinities and NaN are no integers.
+  // Whether factors of a block are normal numbers: smaller numbers in it are zeros beside its largest. Infinities and NaN are
+  // no integers.
+  static bool is_ordinary(uint32_t exponent) { return exponent >= 127 - 60 && exponent < 127 + 60; }
+
   template <class X>
   static bool takes(const X* x, int64_t count, int64_t k) {
-    if (!ordinary(x, count, ~0u)) return false;
-    return (std::is_same_v<X, Bfloat16> && k >= LONG) || exact(x, count, k);
+    bool ordinary = true;
+    for (int64_t row = 0; row < count; row += k)
+      for (int64_t at = 0; at < k; at += BLOCK) ordinary &= is_ordinary(exponent(x + row + at, k - at < BLOCK ? k - at : BLOCK));
+    return ordinary && ((std::is_same_v<X, Bfloat16> && k >= LONG) || exact(x, count, k));
   }
 
   template <class X>
@@ -85,15 +84,22 @@ struct Int16Dot : InLanes<INT8, Int16Numbers> {
     return true;
   }
 
+  // X of up to 32 numbers, then zeros. Returns their exponent.
+  template <class X>
+  static uint32_t round_block(const X* x, int64_t count, int16_t* out) {
+    const uint32_t its = exponent(x, count);
+    if (count < BLOCK) std::memset(out, 0, BLOCK * sizeof(int16_t));
+#pragma omp simd
+    for (int64_t i = 0; i < count; i++) out[i] = static_cast<int16_t>(nearest(widen(x[i]), its));
+    return its;
+  }
+
   template <class X>
   static void arrange(const X* x, int64_t k, int64_t padded, float* out) {
     int16_t* number = reinterpret_cast<int16_t*>(out);
     for (int64_t at = 0; at < padded; at += BLOCK) {
       const int64_t count = k - at < BLOCK ? (k > at ? k - at : 0) : BLOCK;
-      const uint32_t its = exponent(x + at, count);
-      std::memset(number + at, 0, BLOCK * sizeof(int16_t));
-#pragma omp simd
-      for (int64_t i = 0; i < count; i++) number[at + i] = static_cast<int16_t>(nearest(widen(x[at + i]), its));
+      const uint32_t its = round_block(x + at, count, number + at);
       out[padded / 2 + at / BLOCK] = scale_value(its - bits - INT8::mantissa_bits);
     }
   }

@@ -6,25 +6,37 @@
 // A panel of PANEL rows of w is packed for the instruction, multiplied by all rows of x, and forgotten: no second copy
 // of a weight stays in memory. Rows of x are packed some at a time, and multiplied TILE at a time.
 //
-//   lanes    AVX-512 with VNNI: four products a lane, of w + 128, which is unsigned, with x; less 128 · Σ x of the block
+//   bytes    AVX-512 with VNNI: four products a lane, of w + 128, which is unsigned, with x; less 128 · Σ x of the block
+//   int16    AVX2: codes become integers of 16 bits, two products a lane. Bytes would need a sign and as many steps
 //   loops    other ISAs, and extreme scales: one sum after the other, scaled in FP64
+//
+// The int16 form also takes x in BF16, as `int16_dot.h` rounds it: `many_rows_mm`.
 #ifndef MXCOMPILE_INTEGER_MM_H
 #define MXCOMPILE_INTEGER_MM_H
 
-#include "weight_rows.h"
-#include <memory>
+#include "weight_only_mm.h"
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #include <immintrin.h>
-#define MXCOMPILE_INTEGER_LANES 1
+#define MXCOMPILE_INTEGER_LANES 16
+#elif MXCOMPILE_LANES == 8
+#define MXCOMPILE_INTEGER_LANES 8
 #endif
 
 MXCOMPILE_VECTORIZED
 
 namespace mxcompile {
 
-constexpr int64_t TILE = 6, PANEL = 32;  // rows of x and of w whose sums stay in registers
+#if MXCOMPILE_INTEGER_LANES == 16
+using Number = int8_t;
+constexpr int64_t PART = 16, STRETCH = 32;  // lanes; blocks of K of which operands stay in the first-level cache
+constexpr int OFFSET = 128;  // that packed codes of w have
+#else
+using Number = int16_t;
+constexpr int64_t PART = 8, STRETCH = 16;
+constexpr int OFFSET = 0;
+#endif
+constexpr int64_t TILE = 6, PANEL = 2 * PART;  // rows of x and of w whose sums stay in registers
 constexpr int64_t CHUNK = 1024;  // about how many rows of x share the packing of a panel
-constexpr int64_t STRETCH = 32;  // blocks of K of which operands stay in the first-level cache
 constexpr int64_t SMALL = 1 << 20;  // products that are not worth waking threads for
 constexpr int LEAST_BYTE = 10, MOST_BYTE = 227;  // of scales whose products with sums are normal numbers
 
@@ -64,18 +76,27 @@ struct Codes {
   }
 };
 
+// Rows of numbers that are no codes.
+template <class X>
+struct Numbers {
+  const X* x;
+  int64_t rows, k;
+
+  int64_t blocks() const { return num_blocks(k); }
+};
+
 // Rows of codes, TILE or PANEL of them together, a block after the other. scale: 2^-6 of its value, 0 of blocks of zeros.
-// less: the sum of the codes of a block, times −128.
+// less: the sum of the codes of a block, times −OFFSET.
 struct Packed {
   std::unique_ptr<uint8_t[]> memory;
-  int8_t* codes;
+  Number* codes;
   float* scale;
   int32_t* less;
 
   Packed(int64_t rows, int64_t blocks) {
     const int64_t numbers = rows * blocks;
-    memory.reset(new uint8_t[numbers * (BLOCK + sizeof(float) + sizeof(int32_t)) + 3 * LINE_BYTES]);
-    codes = on_a_line<int8_t>(memory.get());
+    memory.reset(new uint8_t[numbers * (BLOCK * sizeof(Number) + sizeof(float) + sizeof(int32_t)) + 3 * LINE_BYTES]);
+    codes = on_a_line<Number>(memory.get());
     scale = on_a_line<float>(codes + numbers * BLOCK);
     less = reinterpret_cast<int32_t*>(scale + numbers);
   }
@@ -99,35 +120,65 @@ inline bool pack_tile(Codes from, int64_t first, int64_t at, Packed& to) {
       int32_t sum = 0, some = 0;
 #pragma omp simd reduction(+ : sum) reduction(| : some)
       for (int64_t i = 0; i < BLOCK; i++) sum += here[r * apart + i], some |= here[r * apart + i];
-      std::memcpy(to.codes + at * BLOCK, here + r * apart, BLOCK);
-      to.less[at] = -128 * sum;
+      for (int64_t i = 0; i < BLOCK; i++) to.codes[at * BLOCK + i] = here[r * apart + i];
+      to.less[at] = -OFFSET * sum;
       extreme |= to.set_scale(at, some, first + r < from.rows ? from.scale(first + r, index) : 0);
     }
   }
   return extreme;
 }
 
-// Four codes of each of PART rows plus 128, then the next four of each, at distances of PANEL rows. Returns what is not 0 of
-// each row.
-constexpr int64_t PART = 16;
-inline __m512i store_flipped(__m512i four, int8_t* to) {
+#if MXCOMPILE_INTEGER_LANES == 8
+template <class X>
+inline bool pack_tile(Numbers<X> from, int64_t first, int64_t at, Packed& to) {
+  bool extreme = false;
+  for (int64_t start = 0; start < from.k; start += BLOCK)
+    for (int64_t row = first; row < first + TILE; row++, at++) {
+      const int64_t length = from.k - start < BLOCK ? from.k - start : BLOCK, count = row < from.rows ? length : 0;
+      const uint32_t exponent = Int16Dot::round_block(from.x + row * from.k + start, count, to.codes + at * BLOCK);
+      extreme |= !Int16Dot::is_ordinary(exponent);
+      to.less[at] = 0;
+      to.scale[at] = scale_value(exponent - Int16Dot::bits);
+    }
+  return extreme;
+}
+#endif
+
+#if MXCOMPILE_INTEGER_LANES == 16
+using Sums = __m512i;
+using Scaled = __m512;
+constexpr int64_t TOGETHER = 4;  // products of a lane
+
+inline Sums equal(int32_t x) { return _mm512_set1_epi32(x); }
+inline Sums load_codes(const Number* from) { return _mm512_load_si512(from); }
+inline Sums with_products(Sums w, Sums x, Sums sum) { return _mm512_dpbusd_epi32(sum, w, x); }
+inline Scaled equal(float x) { return _mm512_set1_ps(x); }
+inline Scaled load_sums(const float* from) { return _mm512_loadu_ps(from); }
+inline void store_sums(float* to, Scaled x) { _mm512_storeu_ps(to, x); }
+inline Scaled with_scaled(Sums sum, Scaled left, Scaled right, Scaled total) {
+  return _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(sum), left), right, total);
+}
+
+// Four codes of each of PART rows plus OFFSET, then the next four of each, at distances of PANEL rows. Returns what is not
+// 0 of each row.
+inline Sums store_flipped(Sums four, Number* to) {
   _mm512_store_si512(to, _mm512_xor_si512(four, _mm512_set1_epi8(-128)));
   return four;
 }
 
-inline __m512i flip_rows(Codes from, int64_t first, int64_t index, int8_t* to) {
+inline Sums pack_rows(Codes from, int64_t first, int64_t index, Number* to) {
   int8_t buffer[PART * BLOCK];
   int64_t apart;
   const int8_t* here = from.block(first, PART, index, buffer, apart);
   const __m512i steps = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   const __m512i rows = _mm512_mullo_epi32(steps, _mm512_set1_epi32(static_cast<int>(apart)));
-  __m512i all = _mm512_setzero_si512();
+  Sums all = _mm512_setzero_si512();
   for (int64_t i = 0; i < BLOCK; i += 4)
     all = _mm512_or_si512(all, store_flipped(_mm512_i32gather_epi32(rows, here + i, 1), to + i * PANEL));
   return all;
 }
 
-inline __m512i flip_across(Codes from, int64_t first, int64_t index, int8_t* to) {
+inline Sums pack_across(Codes from, int64_t first, int64_t index, Number* to) {
   const int64_t there = from.rows - first < PART ? from.rows - first : PART;
   const __mmask16 inside = there > 0 ? static_cast<__mmask16>((1 << there) - 1) : 0;
   const int8_t* here = reinterpret_cast<const int8_t*>(from.codes) + first;
@@ -135,7 +186,7 @@ inline __m512i flip_across(Codes from, int64_t first, int64_t index, int8_t* to)
     const __mmask16 mask = i < from.k ? inside : 0;
     return _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask, mask ? here + i * from.rows : here));
   };
-  __m512i all = _mm512_setzero_si512();
+  Sums all = _mm512_setzero_si512();
   for (int64_t i = 0; i < BLOCK; i += 4) {
     const int64_t at = index * BLOCK + i;
     const __m512i low = _mm512_or_si512(codes(at), _mm512_slli_epi32(codes(at + 1), 8));
@@ -146,15 +197,85 @@ inline __m512i flip_across(Codes from, int64_t first, int64_t index, int8_t* to)
   return all;
 }
 
-// PANEL rows of w from `first` on, as `store_flipped` has them. Returns whether a scale is extreme.
+// The rows that have a bit.
+inline uint32_t not_zero(Sums all) { return _mm512_test_epi32_mask(all, all); }
+#else
+using Sums = __m256i;
+using Scaled = __m256;
+constexpr int64_t TOGETHER = 2;
+
+inline Sums equal(int32_t x) { return _mm256_set1_epi32(x); }
+inline Sums load_codes(const Number* from) { return _mm256_load_si256(reinterpret_cast<const __m256i*>(from)); }
+inline __attribute__((always_inline)) Sums with_products(Sums w, Sums x, Sums sum) {
+  sum = with_pairs(w, x, sum);
+  asm("" : "+x"(sum));  // in this order: GCC would need more registers than there are
+  return sum;
+}
+inline Scaled equal(float x) { return _mm256_set1_ps(x); }
+inline Scaled load_sums(const float* from) { return _mm256_loadu_ps(from); }
+inline void store_sums(float* to, Scaled x) { _mm256_storeu_ps(to, x); }
+inline Scaled with_scaled(Sums sum, Scaled left, Scaled right, Scaled total) {
+  return _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(sum), left), right, total);
+}
+
+// Two codes of each of PART rows, then the next two of each, at distances of PANEL rows. Returns what is not 0 of each row.
+inline Sums pack_rows(Codes from, int64_t first, int64_t index, Number* to) {
+  int8_t buffer[PART * BLOCK];
+  int64_t apart;
+  const int8_t* here = from.block(first, PART, index, buffer, apart);
+  __m256i row[PART], pair[PART], four[PART], all = _mm256_setzero_si256();
+  for (int64_t r = 0; r < PART; r++) row[r] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(here + r * apart));
+  for (int64_t r = 0; r < PART; r += 2) {
+    pair[r] = _mm256_unpacklo_epi32(row[r], row[r + 1]);
+    pair[r + 1] = _mm256_unpackhi_epi32(row[r], row[r + 1]);
+  }
+  for (int64_t r = 0; r < PART; r += 4)
+    for (int64_t i = 0; i < 2; i++) {
+      four[r + 2 * i] = _mm256_unpacklo_epi64(pair[r + i], pair[r + i + 2]);
+      four[r + 2 * i + 1] = _mm256_unpackhi_epi64(pair[r + i], pair[r + i + 2]);
+    }
+  // Bytes of a lane to the upper halves of words, which a shift extends by their signs.
+  const __m256i first_two = _mm256_set1_epi32(0x01ff00ff) , last_two = _mm256_set1_epi32(0x03ff02ff);
+  const __m256i lanes = _mm256_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12,  //
+                                         0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12);
+  const __m256i low = _mm256_or_si256(first_two, lanes), high = _mm256_or_si256(last_two, lanes);
+  for (int64_t i = 0; i < PART; i++) {
+    const __m256i own = i < 4 ? _mm256_permute2x128_si256(four[i], four[i + 4], 0x20)
+                              : _mm256_permute2x128_si256(four[i - 4], four[i], 0x31);
+    all = _mm256_or_si256(all, own);
+    __m256i* there = reinterpret_cast<__m256i*>(to + 4 * i * PANEL);
+    _mm256_store_si256(there, _mm256_srai_epi16(_mm256_shuffle_epi8(own, low), 8));
+    _mm256_store_si256(there + PANEL / PART, _mm256_srai_epi16(_mm256_shuffle_epi8(own, high), 8));
+  }
+  return all;
+}
+
+inline Sums pack_across(Codes from, int64_t first, int64_t index, Number* to) {
+  if (first + PART > from.rows || (index + 1) * BLOCK > from.k) return pack_rows(from, first, index, to);
+  const uint8_t* here = from.codes + index * BLOCK * from.rows + first;
+  const auto codes = [&](int64_t i) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(here + i * from.rows)); };
+  __m256i all = _mm256_setzero_si256();
+  for (int64_t i = 0; i < BLOCK; i += 2) {
+    const __m256i two = _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(codes(i), codes(i + 1)));
+    all = _mm256_or_si256(all, two);
+    _mm256_store_si256(reinterpret_cast<__m256i*>(to + i * PANEL), two);
+  }
+  return all;
+}
+
+inline uint32_t not_zero(Sums all) {
+  return ~_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(all, _mm256_setzero_si256())));
+}
+#endif
+
+// PANEL rows of w from `first` on, as `pack_rows` has them. Returns whether a scale is extreme.
 inline bool pack_panel(Codes from, int64_t first, Packed& to) {
   bool extreme = false;
   for (int64_t index = 0; index < from.blocks(); index++)
     for (int64_t start = 0; start < PANEL; start += PART) {
-      int8_t* to_block = to.codes + index * BLOCK * PANEL + start * 4;
-      const __m512i all = from.across ? flip_across(from, first + start, index, to_block)
-                                      : flip_rows(from, first + start, index, to_block);
-      const __mmask16 some = _mm512_test_epi32_mask(all, all);
+      Number* to_block = to.codes + index * BLOCK * PANEL + start * TOGETHER;
+      const uint32_t some = not_zero(from.across ? pack_across(from, first + start, index, to_block)
+                                                 : pack_rows(from, first + start, index, to_block));
       for (int64_t r = 0; r < PART; r++) {
         const int64_t row = first + start + r;
         const uint8_t byte = row < from.rows ? from.scale(row, index) : 0;
@@ -165,39 +286,37 @@ inline bool pack_panel(Codes from, int64_t first, Packed& to) {
 }
 
 // Adds to `out`, TILE × PANEL sums, those of `blocks` blocks.
-inline void add_tile(const int8_t* x, const float* s, const int32_t* less, const int8_t* w, const float* t, int64_t blocks,
-                 float* out) {
+inline void add_tile(const Number* x, const float* s, const int32_t* less, const Number* w, const float* t, int64_t blocks,
+                     float* out) {
   constexpr std::make_integer_sequence<int, TILE> all_rows{};
-  __m512 total[TILE][2];
+  Scaled total[TILE][2];
   each(all_rows, [&](auto m) __attribute__((always_inline)) {
-    total[m][0] = _mm512_loadu_ps(out + m * PANEL), total[m][1] = _mm512_loadu_ps(out + m * PANEL + 16);
+    total[m][0] = load_sums(out + m * PANEL), total[m][1] = load_sums(out + m * PANEL + PART);
   });
   for (int64_t block = 0; block < blocks; block++) {
-    __m512i sum[TILE][2];
-    each(all_rows, [&](auto m) __attribute__((always_inline)) {
-      sum[m][0] = sum[m][1] = _mm512_set1_epi32(less[block * TILE + m]);
-    });
-    each(std::make_integer_sequence<int, BLOCK / 4>(), [&](auto i) __attribute__((always_inline)) {
-      const __m512i first = _mm512_load_si512(w + block * BLOCK * PANEL + i * 128);
-      const __m512i second = _mm512_load_si512(w + block * BLOCK * PANEL + i * 128 + 64);
+    Sums sum[TILE][2];
+    each(all_rows, [&](auto m) __attribute__((always_inline)) { sum[m][0] = sum[m][1] = equal(less[block * TILE + m]); });
+    const Number *its = w + block * BLOCK * PANEL, *own = x + block * TILE * BLOCK;
+    each(std::make_integer_sequence<int, BLOCK / TOGETHER>(), [&](auto i) __attribute__((always_inline)) {
+      const Sums first = load_codes(its + i * TOGETHER * PANEL), second = load_codes(its + i * TOGETHER * PANEL + PART * TOGETHER);
       each(all_rows, [&](auto m) __attribute__((always_inline)) {
-        int32_t four;
-        std::memcpy(&four, x + (block * TILE + m) * BLOCK + 4 * i, 4);
-        const __m512i own = _mm512_set1_epi32(four);
-        sum[m][0] = _mm512_dpbusd_epi32(sum[m][0], first, own);
-        sum[m][1] = _mm512_dpbusd_epi32(sum[m][1], second, own);
+        int32_t codes;
+        std::memcpy(&codes, own + m * BLOCK + i * TOGETHER, sizeof(codes));
+        const Sums some = equal(codes);
+        sum[m][0] = with_products(first, some, sum[m][0]);
+        sum[m][1] = with_products(second, some, sum[m][1]);
       });
     });
-    const __m512 left = _mm512_loadu_ps(t + block * PANEL), right = _mm512_loadu_ps(t + block * PANEL + 16);
+    const Scaled left = load_sums(t + block * PANEL), right = load_sums(t + block * PANEL + PART);
     each(all_rows, [&](auto m) __attribute__((always_inline)) {
-      const __m512 own = _mm512_set1_ps(s[block * TILE + m]);
-      total[m][0] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(sum[m][0]), left), own, total[m][0]);
-      total[m][1] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(sum[m][1]), right), own, total[m][1]);
+      const Scaled factor = equal(s[block * TILE + m]);
+      total[m][0] = with_scaled(sum[m][0], left, factor, total[m][0]);
+      total[m][1] = with_scaled(sum[m][1], right, factor, total[m][1]);
     });
   }
   each(all_rows, [&](auto m) __attribute__((always_inline)) {
-    _mm512_storeu_ps(out + m * PANEL, total[m][0]);
-    _mm512_storeu_ps(out + m * PANEL + 16, total[m][1]);
+    store_sums(out + m * PANEL, total[m][0]);
+    store_sums(out + m * PANEL + PART, total[m][1]);
   });
 }
 
@@ -217,9 +336,9 @@ inline bool panel_sums(const Packed& x, int64_t tiles, Codes w, int64_t first, P
   return true;
 }
 
-// Returns false if a scale is extreme.
-template <class Bias, class Out>
-inline bool integer_mm_in_lanes(Codes x, Codes w, const Bias* bias, int threads, Out* out) {
+// x: Codes or Numbers. Returns false if a scale is extreme.
+template <class Side, class Bias, class Out>
+inline bool integer_mm_in_lanes(Side x, Codes w, const Bias* bias, int threads, Out* out) {
   const int64_t blocks = x.blocks(), chunks = (x.rows + CHUNK - 1) / CHUNK;
   const int64_t most = chunks ? (x.rows + chunks * TILE - 1) / (chunks * TILE) : 0;  // tiles that are packed together
   bool extreme = false;
@@ -277,6 +396,16 @@ inline void integer_mm(Codes x, Codes w, const Bias* bias, int threads, Out* out
   if (integer_mm_in_lanes(x, w, bias, threads, out)) return;
 #endif
   integer_mm_by_loops(x, w, bias, threads, out);
+}
+
+// x [m, weight.k], of at least LONG columns, times the transpose of the weight [n, weight.k]
+template <class Bias, class Out>
+inline void many_rows_mm(const Bfloat16* x, Weight<INT8> weight, const Bias* bias, int64_t m, int64_t n, int threads, Out* out) {
+#if MXCOMPILE_INTEGER_LANES == 8
+  const Codes codes{weight.codes, weight.scales, n, weight.k, false};
+  if (integer_mm_in_lanes(Numbers<Bfloat16>{x, m, weight.k}, codes, bias, threads, out)) return;
+#endif
+  by_loops(x, weight, bias, m, n, threads, out);
 }
 
 }  // namespace mxcompile

@@ -60,7 +60,7 @@ inline uint8_t largest(const uint8_t* bytes, int64_t count) {
 template <int raised, bool two_level = false>
 struct Scales {
   static_assert(!two_level || !raised, "there is no need for others");
-  static constexpr int most = two_level ? 0x7e : 254 - raised;
+  static constexpr int most = two_level ? 0x7e : raised ? 254 - raised : 255;
   float value[256];
   Scales() {
     for (int byte = 0; byte < 256; byte++)
@@ -88,6 +88,16 @@ inline Lanes load(const Bfloat16* from) {
 inline void store(float* to, Lanes x) { _mm256_storeu_ps(to, x); }
 inline Lanes product(Lanes a, Lanes b) { return _mm256_mul_ps(a, b); }
 inline Lanes added(Lanes a, Lanes b, Lanes sum) { return _mm256_fmadd_ps(a, b, sum); }
+// Products of 16 bits, two of them added to each lane of 32.
+inline __attribute__((always_inline)) __m256i with_pairs(__m256i a, __m256i b, __m256i sum) {
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+  return _mm256_dpwssd_epi32(sum, a, b);
+#elif defined(__AVXVNNI__)
+  return _mm256_dpwssd_avx_epi32(sum, a, b);
+#else
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
+#endif
+}
 inline void fetch(const uint8_t* from) { _mm_prefetch(reinterpret_cast<const char*>(from), _MM_HINT_T0); }
 inline void fetch_later(const uint8_t* from) { _mm_prefetch(reinterpret_cast<const char*>(from), _MM_HINT_T1); }
 

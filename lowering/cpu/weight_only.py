@@ -1,9 +1,10 @@
-"""``mx.weight_only_mm`` of few rows on CPU: the kernel of ``weight_only_mm.h``.
+"""``mx.weight_only_mm`` on CPU: the kernels of ``weight_only_mm.h`` and, on AVX2, of ``integer_mm.h``.
 
     out = x [M, K] · wᵀ [N, K] (+ bias)        x: BF16 or FP32. w: stored, in blocks along its rows
 
-For more rows than `MOST_ROWS`, the vendor's GEMM multiplies the dequantized weight, in parts if it is large
-(see `PART_BYTES`). A bias that is not a vector is added after the kernel.
+More rows than `MOST_ROWS` run in integers if `graph.weight_only` says so. Else the vendor's GEMM multiplies
+the dequantized weight, in parts if it is large (see `PART_BYTES`). A bias that is not a vector is added after
+the kernel.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch._inductor.lowering import lowerings, to_dtype
 from torch._inductor.virtualized import V
 
 from mxcompile.formats import Format
-from mxcompile.lowering.cpu import MOST_ROWS, kernel, parts_of
+from mxcompile.graph.tags import tags_of
+from mxcompile.lowering.cpu import INT16, MOST_ROWS, kernel, parts_of
 from mxcompile.lowering.cpu.casts import StoredBuffers, decoded_size, dequantize_part
 from mxcompile.lowering.cpu.kernel import C_TYPES, CppBody, CppNames
 
@@ -33,7 +35,7 @@ def lower_weight_only_mm(
     fmt: str,
     global_scale: ir.TensorBox | None = None,
 ) -> ir.TensorBox | None:
-    """Returns the result of the operator; None if the kernel does not support it, or x has many rows."""
+    """Returns the result of the operator; None if no kernel multiplies it."""
     device, sources = (
         x.get_device_or_error(),
         (x.get_dtype(), torch.float32 if bias is None else bias.get_dtype()),
@@ -41,7 +43,8 @@ def lower_weight_only_mm(
     if device.type != "cpu" or kernel.obstacle() or not all(dtype in C_TYPES for dtype in sources):
         return None
     m, n = x.get_size()[0], qdata.get_size()[0]
-    if V.graph.sizevars.optimization_hint(m) > MOST_ROWS:
+    many = V.graph.sizevars.optimization_hint(m) > MOST_ROWS
+    if many and not any(INT16 in tag.kernel for tag in tags_of(V.graph.current_node)):
         return None
     inside = bias is not None and len(bias.get_size()) == 1
     weight = StoredBuffers.from_tensors(qdata, scale, Format.parse(fmt), global_scale)
@@ -54,12 +57,13 @@ def lower_weight_only_mm(
 
     def body(words: CppNames) -> str:
         added = words.pointer("bias") if inside else no_bias
+        function = "many_rows_mm" if many else "weight_only_mm"
         return (
-            f"mxcompile::weight_only_mm({words.pointer('x')}, {weight.words(words)}, {added},"
+            f"mxcompile::{function}({words.pointer('x')}, {weight.words(words)}, {added},"
             f" {words.size_arguments(m, n)}, {words.threads}, {words.pointer('out')});"
         )
 
-    code = CppBody(header="weight_only_mm.h", body=body)
+    code = CppBody(header="integer_mm.h" if many else "weight_only_mm.h", body=body)
     (matrix,) = kernel.call(code, inputs, {"out": ([m, n], made_dtype)}, device)
     if alone:
         return matrix

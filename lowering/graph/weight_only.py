@@ -10,7 +10,8 @@ the result equals the quantized GEMM's up to the order of accumulation (see `ope
 activation that the policy keeps in BF16 is read directly. On chips with an MX GEMM this pass takes products
 that `native` did not name. For more rows `expand` dequantizes the weight for the vendor's GEMM, which is
 faster; on CPUs only if the weight is small, because parts of a large weight are dequantized in turn (see
-`cpu`). `expand` also takes weights that the graph casts itself.
+`cpu`). On AVX2 many rows of BF16 times a weight in MXINT8 run in integers. `expand` also takes weights that
+the graph casts itself.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from mxcompile.graph.shapes import operands as operands_of
 from mxcompile.graph.tags import hint, set_tag, tags_of, tensor, value_of
 from mxcompile.graph.transpose import transpose, untransposed
 from mxcompile.lowering import optional
-from mxcompile.lowering.choices.families import Family, runs
+from mxcompile.lowering.choices.families import TABLE, Family, runs
 from mxcompile.lowering.choices.weight_only_forms import forms, most_rows
-from mxcompile.lowering.cpu import MOST_ROWS, kernel, parts_of
+from mxcompile.lowering.cpu import INT16, LONG, MOST_ROWS, kernel, parts_of
 from mxcompile.lowering.graph.expand import factors_of, scaled, working_dtype
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
 from mxcompile.lowering.graph.operands import DequantizedOperands, stored
@@ -133,10 +134,16 @@ class WeightOnly(LoweringPass):
         if not (_is_input(qdata) and _is_input(scale)):
             return False
         if self._on_cpu:
-            return hint(out.shape[0]) <= MOST_ROWS or bool(
-                parts_of(stored_weight.shape, working_dtype(out.dtype, self.target))
-            )
+            few, dtype = hint(out.shape[0]) <= MOST_ROWS, working_dtype(out.dtype, self.target)
+            return few or self._in_integers(a.dtype, stored_weight) or bool(parts_of(stored_weight.shape, dtype))
         return hint(out.shape[0]) <= most_rows(self.target, working_dtype(out.dtype, self.target))
+
+    def _in_integers(self, dtype: torch.dtype, stored_weight: _Weight) -> bool:
+        """Whether the CPU multiplies many rows of `dtype` by `stored_weight` in integers of 16 bits."""
+        k = stored_weight.shape[-1] if stored_weight.swapped else 0
+        is_long = isinstance(k, int) and k >= LONG
+        are_integers = dtype is torch.bfloat16 and TABLE[Family.INTEGER].takes([stored_weight.form])
+        return self.target.integers == "AVX2" and is_long and are_integers
 
     def _replace(self, node: fx.Node, build: Builder, operands: DequantizedOperands) -> None:
         out = tensor(node)
@@ -158,14 +165,16 @@ class WeightOnly(LoweringPass):
         weight = _dequantized(Dequantize.read(source), swapped)
         bias = node.args[0] if packet(node) is aten.addmm else None
         with build.graph.inserting_before(node):
-            x = self._widened(x, node, build)
+            x = self._widened(x, weight, node, build)
             result = self._product(node, build, x, weight, bias, value_of(node).dtype)
         build.replace(node, result)
 
-    def _widened(self, x: fx.Node, node: fx.Node, build: Builder) -> fx.Node:
-        """Returns `x`, in the dtype of the vendor's GEMM if `node` has too many rows for the CPU kernel."""
+    def _widened(self, x: fx.Node, stored_weight: _Weight, node: fx.Node, build: Builder) -> fx.Node:
+        """Returns `x`, in the dtype of the vendor's GEMM if that multiplies it on a CPU."""
         out = value_of(node)
         if not self._on_cpu or hint(out.shape[0]) <= MOST_ROWS:
+            return x
+        if self._in_integers(value_of(x).dtype, stored_weight):
             return x
         return build.converted(x, working_dtype(out.dtype, self.target), node)
 
@@ -192,19 +201,21 @@ class WeightOnly(LoweringPass):
         form = stored_weight.form
         args = [str(form)] if whole is None else [str(form), whole]
         result = build.call(ops.weight_only_mm, x, weight, scale, bias, out_dtype, *args, like=node)
-        shape = stored_weight.shape if stored_weight.swapped else value_of(weight).shape
-        form_name = self._form(hint(out.shape[0]), shape, x_value.dtype, packed=form.packed)
+        form_name = self._form(hint(out.shape[0]), stored_weight, value_of(weight).shape, x_value.dtype)
         kernel_name = f"mx_weight_only_mm {form_name}"
         set_tag(result, *(replace(tag, kernel=tag.with_fallbacks(kernel_name)) for tag in tags_of(node)))
         return result
 
-    def _form(self, rows: int, shape: Sequence[Any], dtype: torch.dtype, *, packed: bool) -> str:
-        """Returns the name of the kernel's form for `rows` rows of `dtype` and a weight of `shape`."""
+    def _form(self, rows: int, stored_weight: _Weight, size: Sequence[Any], dtype: torch.dtype) -> str:
+        """Returns the name of the kernel's form for `rows` rows of `dtype`. size: of the weight as it is read."""
+        shape = stored_weight.shape if stored_weight.swapped else size
+        if self._on_cpu and rows <= MOST_ROWS:
+            return "C++"
         if self._on_cpu:
-            parts = parts_of(shape, dtype)
-            return "C++" if rows <= MOST_ROWS else f"dequantized in {len(parts)} parts, mm"
+            in_integers = self._in_integers(dtype, stored_weight)
+            return INT16 if in_integers else f"dequantized in {len(parts_of(shape, dtype))} parts, mm"
         n, k = map(hint, shape)
-        choices = forms(rows, n, k, dtype, self.target, packed=packed)
+        choices = forms(rows, n, k, dtype, self.target, packed=stored_weight.form.packed)
         return choices[0].one_of(len(choices))
 
 

@@ -25,6 +25,11 @@ using namespace mxcompile;
     f" const {word}* bias, int64_t m, int64_t n, int64_t k, int64_t x_across, int64_t w_across, {word}* out)"
     " { integer_mm(Codes{x, s, m, k, x_across != 0}, Codes{w, t, n, k, w_across != 0}, bias, 2, out); }"
     for word in TYPES.values()
+) + "\n".join(
+    f'extern "C" void many_{word}(const Bfloat16* x, const uint8_t* w, const uint8_t* t, const {word}* bias,'
+    f" int64_t m, int64_t n, int64_t k, {word}* out)"
+    " { many_rows_mm(x, Weight<INT8>{w, t, k}, bias, m, n, 2, out); }"
+    for word in TYPES.values()
 )
 
 Product = Callable[..., Tensor]
@@ -35,9 +40,12 @@ ROWS, ACROSS = (False, False), [(False, True), (True, False), (True, True)]
 
 
 @pytest.fixture(scope="module", params=PARAMS)
-def product(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Product:
-    functions: ctypes.CDLL = library(request.param, SOURCE, tmp_path_factory.mktemp("forms"))
+def functions(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return library(request.param, SOURCE, tmp_path_factory.mktemp("forms"))
 
+
+@pytest.fixture(scope="module")
+def product(functions: ctypes.CDLL) -> Product:
     def call(
         x: Tensor,
         s: Tensor,
@@ -60,6 +68,15 @@ def product(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         return out
 
     return call
+
+
+def many_rows(functions: ctypes.CDLL, x: Tensor, w: Tensor, t: Tensor, bias: Tensor) -> Tensor:
+    """Rows of BF16 times rows of codes `w` with scales `t`, in the dtype of `bias`."""
+    out = torch.full((len(x), len(w)), 3.0, dtype=bias.dtype)
+    sizes = [integer(size) for size in (len(x), len(w), x.shape[1])]
+    parts = (x, w.view(torch.uint8), t, bias)
+    getattr(functions, f"many_{TYPES[bias.dtype]}")(*map(pointer, parts), *sizes, pointer(out))
+    return out
 
 
 def operand(rows: int, k: int, least: int, most: int) -> tuple[Tensor, Tensor]:
@@ -130,6 +147,44 @@ def test_nan_and_zero_blocks_stay_in_their_row(product: Product):
     assert torch.equal(output.nan_to_num(-1), expected.nan_to_num(-1))
 
 
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(("m", "n", "k"), [(17, 33, 512), (7, 1, 1000), (40, 70, 1100), (1100, 3, 545)])
+def test_bf16_rows_are_rounded_to_16_bits_of_their_block(
+    functions: ctypes.CDLL, m: int, n: int, k: int, dtype: torch.dtype
+):
+    """Numbers of any size in a block: each may lose 2^-15 of the largest, besides FP32's rounding of the sums."""
+    torch.manual_seed(0)
+    x = (torch.randn(m, k) * torch.exp2(torch.randint(-90, 6, (m, k)).float())).to(BF16)
+    x[:, ::32] = torch.randn(m, -(-k // 32)).to(BF16).abs() + 1
+    w, bias = operand(n, k, 117, 137), torch.randn(n).to(dtype)
+    right = values(*w)
+    blocks = torch.nn.functional.pad(x.double(), (0, -k % 32)).reshape(m, -1, 32)
+    largest = blocks.abs().amax(-1, keepdim=True).expand_as(blocks).reshape(m, -1)[:, :k]
+    exact, most = x.double() @ right.t() + bias, x.double().abs() @ right.abs().t() + bias.double().abs()
+    rounding = 2.0**-8 if dtype is BF16 else 2.0**-24
+    allowed = rounding * exact.abs() + (k / 32 + 3) * 2.0**-24 * most + 2.0**-15 * largest @ right.abs().t()
+    error = (many_rows(functions, x, *w, bias).double() - exact).abs()
+    assert bool((error <= allowed).all())
+
+
+def test_bf16_rows_that_mxint8_has_are_exact(functions: ctypes.CDLL):
+    torch.manual_seed(0)
+    x, (w, _) = torch.randint(-127, 128, (20, 600)), operand(37, 600, 127, 127)
+    ones = torch.full((37, 19), 127, dtype=torch.uint8)
+    sums = many_rows(functions, x.to(BF16), w, ones, torch.zeros(37))
+    assert torch.equal(sums.double(), x.double() @ values(w, ones).t())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 2.0**100, 2.0**-120])
+def test_bf16_rows_with_a_block_that_has_no_integers(functions: ctypes.CDLL, value: float):
+    x, ones = torch.ones(18, 512, dtype=BF16), torch.full((40, 16), 127, dtype=torch.uint8)
+    x[5, 32:64] = value
+    sums = many_rows(functions, x, torch.full((40, 512), 64, dtype=torch.int8), ones, torch.zeros(40))
+    expected = torch.full((18, 40), 512.0)
+    expected[5] = 480.0 + 32 * value
+    assert torch.equal(sums.nan_to_num(-1), expected.nan_to_num(-1))
+
+
 def set_target(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     """Makes this machine a CPU that multiplies MXINT8 in integers, or for `reason` does not."""
     reasons = {BF16: reason} if reason else {}
@@ -157,6 +212,27 @@ def test_many_rows_of_a_stored_weight_run_in_integers(dynamic: bool, monkeypatch
         assert kernels == (dequantized if reason else {"mx_integer_mm C++ (AVX-512 VNNI)"})
     for plain, ours in zip(*outputs.values(), strict=True):
         assert (plain - ours).norm() < 1e-2 * plain.norm()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_many_rows_of_bf16_run_in_integers_on_avx2(dynamic: bool, monkeypatch: pytest.MonkeyPatch):
+    """A weight in MXINT8 whose activations stay in BF16; short rows keep FP32 products of the vendor."""
+    torch.manual_seed(0)
+    model = FeedForward(600, 330).bfloat16()
+    xs = [torch.randn(count, 600, dtype=BF16) for count in ((70, 41) if dynamic else (70,))]
+    mxcompile.quantize_weights_(model, POLICY, args=(xs[0],))
+    slow = frozenset({BF16, torch.float16})
+    cpu = replace(targets.TARGETS["cpu"], integers="AVX2", no_integers={}, slow_dtypes=slow)
+    monkeypatch.setitem(targets.TARGETS, "cpu", cpu)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="mxfp8", dynamic=dynamic, options={"policy": "bf16"})
+        outputs = [compiled(x).float() for x in xs]
+        eager = [model(x).float() for x in xs]
+    kernels = [gemm.kernel for gemm in mxcompile.reports()[-1].gemms]
+    assert kernels == ["mx_weight_only_mm C++ (int16)"] * 2 + ["aten.addmm (float32)"]
+    for output, reference in zip(outputs, eager, strict=True):
+        assert (output - reference).norm() < 1e-2 * reference.norm()
 
 
 def test_all_products_of_training_run_in_integers(monkeypatch: pytest.MonkeyPatch):
