@@ -2,9 +2,9 @@
 
     out = x [M, K] · wᵀ [N, K] (+ bias)        x: BF16 or FP32. w: stored, in blocks along its rows
 
-More rows than `MOST_ROWS` run in integers if `graph.weight_only` says so. Else the vendor's GEMM multiplies
-the dequantized weight, in parts if it is large (see `PART_BYTES`). A bias that is not a vector is added after
-the kernel.
+More rows than `MOST_ROWS` run in integers if `graph.weight_only` chose that. Else the vendor's GEMM
+multiplies the dequantized weight, in parts if it is large (see `PART_BYTES`). A bias that is not a vector is
+added after the kernel.
 """
 
 from __future__ import annotations

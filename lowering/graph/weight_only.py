@@ -135,7 +135,9 @@ class WeightOnly(LoweringPass):
             return False
         if self._on_cpu:
             few, dtype = hint(out.shape[0]) <= MOST_ROWS, working_dtype(out.dtype, self.target)
-            return few or self._in_integers(a.dtype, stored_weight) or bool(parts_of(stored_weight.shape, dtype))
+            return (
+                few or self._in_integers(a.dtype, stored_weight) or bool(parts_of(stored_weight.shape, dtype))
+            )
         return hint(out.shape[0]) <= most_rows(self.target, working_dtype(out.dtype, self.target))
 
     def _in_integers(self, dtype: torch.dtype, stored_weight: _Weight) -> bool:
@@ -207,7 +209,7 @@ class WeightOnly(LoweringPass):
         return result
 
     def _form(self, rows: int, stored_weight: _Weight, size: Sequence[Any], dtype: torch.dtype) -> str:
-        """Returns the name of the kernel's form for `rows` rows of `dtype`. size: of the weight as it is read."""
+        """Returns the name of the kernel's form for `rows` rows of `dtype`, and a weight read as `size`."""
         shape = stored_weight.shape if stored_weight.swapped else size
         if self._on_cpu and rows <= MOST_ROWS:
             return "C++"

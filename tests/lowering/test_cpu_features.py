@@ -61,7 +61,9 @@ def test_this_machine_decides_the_target():
         (GRAVITON3, "", ""),
     ],
 )
-def test_integers_are_multiplied_where_they_are_faster_than_fp32(capabilities, max_isa: str, instructions: str):
+def test_integers_are_multiplied_where_they_are_faster_than_fp32(
+    capabilities, max_isa: str, instructions: str
+):
     assert features_of(capabilities, max_isa).integers == instructions
 
 

@@ -18,19 +18,24 @@ from mxcompile.lowering import targets
 BF16 = torch.bfloat16
 TYPES = {torch.float32: "float", BF16: "Bfloat16"}
 POLICY = {"version": 1, "preset": "inference", "rules": [{"match": {"name": "*"}, "use": "mxint8"}]}
-SOURCE = """#include "integer_mm.h"
-using namespace mxcompile;
-""" + "\n".join(
-    f'extern "C" void mm_{word}(const uint8_t* x, const uint8_t* s, const uint8_t* w, const uint8_t* t,'
-    f" const {word}* bias, int64_t m, int64_t n, int64_t k, int64_t x_across, int64_t w_across, {word}* out)"
-    " { integer_mm(Codes{x, s, m, k, x_across != 0}, Codes{w, t, n, k, w_across != 0}, bias, 2, out); }"
-    for word in TYPES.values()
-) + "\n".join(
-    f'extern "C" void many_{word}(const Bfloat16* x, const uint8_t* w, const uint8_t* t, const {word}* bias,'
-    f" int64_t m, int64_t n, int64_t k, {word}* out)"
-    " { many_rows_mm(x, Weight<INT8>{w, t, k}, bias, m, n, 2, out); }"
-    for word in TYPES.values()
-)
+_SIDES = "const uint8_t* x, const uint8_t* s, const uint8_t* w, const uint8_t* t"
+_ROWS = "const Bfloat16* x, const uint8_t* w, const uint8_t* t"
+_SIZES = "int64_t m, int64_t n, int64_t k"
+
+
+def _source() -> str:
+    lines = ['#include "integer_mm.h"', "using namespace mxcompile;"]
+    for word in TYPES.values():
+        rest, layouts = f"const {word}* bias, {_SIZES}", "int64_t x_across, int64_t w_across"
+        sides = "Codes{x, s, m, k, x_across != 0}, Codes{w, t, n, k, w_across != 0}"
+        lines += [
+            f'extern "C" void mm_{word}({_SIDES}, {rest}, {layouts}, {word}* out)',
+            f" {{ integer_mm({sides}, bias, 2, out); }}",
+            f'extern "C" void many_{word}({_ROWS}, {rest}, {word}* out)',
+            " { many_rows_mm(x, Weight<INT8>{w, t, k}, bias, m, n, 2, out); }",
+        ]
+    return "\n".join(lines)
+
 
 Product = Callable[..., Tensor]
 """Codes and scales of both sides, bias, dtype → result."""
@@ -41,7 +46,7 @@ ROWS, ACROSS = (False, False), [(False, True), (True, False), (True, True)]
 
 @pytest.fixture(scope="module", params=PARAMS)
 def functions(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return library(request.param, SOURCE, tmp_path_factory.mktemp("forms"))
+    return library(request.param, _source(), tmp_path_factory.mktemp("forms"))
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +157,7 @@ def test_nan_and_zero_blocks_stay_in_their_row(product: Product):
 def test_bf16_rows_are_rounded_to_16_bits_of_their_block(
     functions: ctypes.CDLL, m: int, n: int, k: int, dtype: torch.dtype
 ):
-    """Numbers of any size in a block: each may lose 2^-15 of the largest, besides FP32's rounding of the sums."""
+    """Numbers of any size in a block: each may lose 2^-15 of the largest, besides the rounding of sums."""
     torch.manual_seed(0)
     x = (torch.randn(m, k) * torch.exp2(torch.randint(-90, 6, (m, k)).float())).to(BF16)
     x[:, ::32] = torch.randn(m, -(-k // 32)).to(BF16).abs() + 1
