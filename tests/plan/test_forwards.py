@@ -13,6 +13,7 @@ import pytest
 import torch
 from families import Family
 from helpers.paces import mostly_slow
+from test_nothing_compiled import Block
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from ways import Row, front_door, pending, report_of_all, rows, values
@@ -24,15 +25,6 @@ from mxcompile.plan.plan import make_plan
 
 WIDTH, WORDS, LAYERS = 8, 12, 3
 POLICY = {"version": 1, "rules": [{"match": {"name": "blocks.0.*"}, "use": "bf16"}]}
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(x).relu())
 
 
 class Model(nn.Module):

@@ -8,21 +8,13 @@ import pytest
 import torch
 from helpers.eager_backend import EagerBackend
 from test_left_to_python import OUTSIDE, POLICY, WIDTH, batch, pending, raised, step
+from test_nothing_compiled import Block
 from torch import Tensor, nn
 from ways import front_door, report_of_all, whole
 
 from mxcompile.errors import UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("messages")
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(x).relu())
 
 
 class Dropping(nn.Module):

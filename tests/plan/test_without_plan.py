@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.eager_backend import EagerBackend
+from test_left_to_python import POLICY, WIDTH, batch
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from ways import by_block, front_door, report_of_all, whole
@@ -17,9 +18,6 @@ import mxcompile
 from mxcompile.report import Report
 from mxcompile.report.data.record import NOT_COMPILED
 from mxcompile.report.forms import FORMS
-
-WIDTH = 8
-POLICY = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 
 
 @torch._dynamo.disable
@@ -57,10 +55,6 @@ class Stack(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
-
-
-def batch() -> Tensor:
-    return torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
 
 
 def unknown(report: Report) -> dict[str, str]:
