@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import random
@@ -114,3 +115,10 @@ def in_this_process():
     token = isolated._IN_CHILD.set(True)
     yield
     isolated._IN_CHILD.reset(token)
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """Function of a name: that module of the folder `benchmarks`."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    return importlib.import_module

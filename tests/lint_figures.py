@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from collections.abc import Sequence
@@ -242,26 +241,23 @@ def test_figures_of_compile_times_equal_results():
     assert max(growth) <= 1.1 * float(figures[3])
 
 
-def test_pages_have_the_tables_of_predicted_figures(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    predicted = importlib.import_module("predicted")
+def test_pages_have_the_tables_of_predicted_figures(benchmark):
+    predicted = benchmark("predicted")
     for page, markdown in predicted.PAGES.items():
         _, begin, rest = page.read_text(encoding="utf-8").partition(predicted.BEGIN)
         assert begin, page
         assert rest.partition(predicted.END)[0].strip() == markdown(), f"{page}: predicted.py --table --write"
 
 
-def test_the_page_has_the_presets_that_were_measured(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    presets = importlib.import_module("preset_table")
+def test_the_page_has_the_presets_that_were_measured(benchmark):
+    presets = benchmark("preset_table")
     _, begin, rest = presets.PAGE.read_text(encoding="utf-8").partition(presets.BEGIN)
     assert begin
     assert rest.partition(presets.END)[0].strip() == presets.table(presets.results())
 
 
-def test_the_page_has_the_points_that_are_kept(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    calibration = importlib.import_module("calibration")
+def test_the_page_has_the_points_that_are_kept(benchmark):
+    calibration = benchmark("calibration")
     text = calibration.PAGE.read_text(encoding="utf-8")
     assert text == calibration.replaced(text, lambda: calibration.page(calibration.points())), (
         "calibration.py --write"
@@ -273,17 +269,15 @@ def test_the_page_has_the_points_that_are_kept(monkeypatch):
     same(match.groups(), [len(points), sum(point.is_near for point in points)])
 
 
-def test_the_page_has_the_whole_steps(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    whole_steps = importlib.import_module("whole_steps")
+def test_the_page_has_the_whole_steps(benchmark):
+    whole_steps = benchmark("whole_steps")
     text = (ROOT / "docs/calibration.md").read_text(encoding="utf-8")
     shown = text.partition(whole_steps.BEGIN)[2].partition(whole_steps.END)[0]
     assert shown.strip() == whole_steps.table(), "whole_steps.py --write"
 
 
-def test_the_page_has_the_pretrained_models_that_were_measured(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    pretrained = importlib.import_module("pretrained_table")
+def test_the_page_has_the_pretrained_models_that_were_measured(benchmark):
+    pretrained = benchmark("pretrained_table")
     page = pretrained.PAGE.read_text(encoding="utf-8")
     assert pretrained.updated(page) == page, "python benchmarks/pretrained_table.py"
 

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
-
 import pytest
 
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.offline import Work
 from mxcompile.offline.training import LayerWork
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def calibration(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("calibration")
+def calibration(benchmark):
+    return benchmark("calibration")
 
 
 def test_four_of_five_points_are_met(calibration):
@@ -48,8 +42,8 @@ def test_calibration_ratio_equals_bytes_over_bandwidth(calibration):
 
 
 @pytest.fixture
-def whole_steps(calibration):
-    return importlib.import_module("whole_steps")
+def whole_steps(benchmark):
+    return benchmark("whole_steps")
 
 
 def test_published_steps_lie_in_their_ranges(whole_steps):
@@ -73,12 +67,12 @@ def test_the_casts_of_a_library_by_hand(whole_steps):
 
 
 @pytest.mark.slow
-def test_a_kernel_compiles_to_the_work_that_is_kept(calibration):
+def test_a_kernel_compiles_to_the_work_that_is_kept(calibration, benchmark):
     """One of each way: a row a program, a tile of FP4, and rows one after the other.
 
     Within what another Triton may change: other versions issue a few percent more or fewer instructions.
     """
-    kernels = importlib.import_module("calibration_kernels")
+    kernels = benchmark("calibration_kernels")
     kept = {(point.kernel, point.chip, point.shape): point for point in calibration.points()}
     forward = kernels.by_rows(kernels.rms_norm, 2048, 16384, element="bf16", operands=2)
     (work,) = kept["rms_norm forward", "A100", "2048×16384"].plus

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import re
 from pathlib import Path
@@ -418,10 +417,9 @@ def test_two_policies_side_by_side(capsys):
 
 @pytest.mark.slow
 @pytest.mark.skipif(NEWER, reason="the committed prediction is of Triton 3.7")
-def test_the_committed_prediction_is_todays(monkeypatch):
+def test_the_committed_prediction_is_todays(benchmark):
     """A Llama-8B layer for a B200: the newest committed line, within what another Triton may change."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    predicted = importlib.import_module("predicted")
+    predicted = benchmark("predicted")
     lines = [
         json.loads(line) for line in (ROOT / "benchmarks/results/predicted.jsonl").read_text().splitlines()
     ]

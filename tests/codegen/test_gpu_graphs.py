@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
-
 import pytest
 import torch
 from helpers.casts import scaled_mm
@@ -16,7 +13,6 @@ from mxcompile.lowering.choices import packing
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.offline import Rates, Work
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 SM_90, SM_100 = TARGETS["sm_90"], TARGETS["sm_100"]
 MX = ["rows", "columns", "both", "norm, both", "SwiGLU, both", "SwiGLU's gradients, both"]
 VALUES = ["value in rows", "value in columns", "both values", "SwiGLU's gradients, both values"]
@@ -24,12 +20,11 @@ FP8 = ["FP8, a known scale", "norm, FP8, a known scale", "FP8, channels", "FP8, 
 
 
 @pytest.fixture
-def module(monkeypatch):
+def module(benchmark, monkeypatch):
     """A benchmark's module by its name, its tensors on the CPU."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    monkeypatch.setattr(importlib.import_module("gpu_common"), "DEVICE", "cpu")
-    monkeypatch.setattr(importlib.import_module("gpu_graphs"), "DEVICE", "cpu")
-    return importlib.import_module
+    for name in ("gpu_common", "gpu_graphs"):
+        monkeypatch.setattr(benchmark(name), "DEVICE", "cpu")
+    return benchmark
 
 
 @pytest.fixture

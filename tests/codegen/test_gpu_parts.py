@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
@@ -32,11 +31,10 @@ common.write("slow", rows())
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+def gpu(benchmark: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """The runner, whose rows go to a folder of the test."""
     monkeypatch.setenv("OUT", str(tmp_path))
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("gpu")
+    return benchmark("gpu")
 
 
 def script(folder: Path, then: str) -> tuple[str, ...]:

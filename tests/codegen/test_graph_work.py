@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +21,6 @@ from mxcompile.offline.launch import Launch
 from mxcompile.offline.rates import Rates
 from mxcompile.plan.repeats import keep_all
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 M, N, K = 512, 256, 128
 BF16 = 2
 
@@ -111,10 +108,9 @@ def test_the_largest_of_an_input_is_a_cast():
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("policy", ["bf16", "nvidia"])
-def test_a_layer_takes_as_long_as_its_code(target: str, policy: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_layer_takes_as_long_as_its_code(target: str, policy: str, benchmark: Any):
     """A Llama-8B layer, within 10 % of the estimate from its machine code."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    predicted = importlib.import_module("predicted")
+    predicted = benchmark("predicted")
     with torch.device("meta"):
         layer = predicted.Layer().bfloat16()
         x = torch.empty(1, predicted.TOKENS, 4096, dtype=torch.bfloat16, requires_grad=True)

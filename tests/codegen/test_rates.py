@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from mxcompile.lowering.targets import TARGETS
 from mxcompile.offline.estimate import Work, library_work, ratio, total
 from mxcompile.offline.rates import KINDS, Range, Rate, Rates, as_data
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 GPUS = [target for target in TARGETS.values() if target.peak is not None]
 B200 = TARGETS["sm_100"]
 
@@ -86,10 +83,9 @@ def test_a_file_that_holds_no_rates(tmp_path, text, words):
         Rates.for_target(B200, path)
 
 
-def test_rates_are_measured_in_the_same_form(monkeypatch, tmp_path):
+def test_rates_are_measured_in_the_same_form(benchmark, monkeypatch, tmp_path):
     """Everything runs, small and on the CPU, its time made up; what this machine cannot run is left out."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    gpu_rates = importlib.import_module("gpu_rates")
+    gpu_rates = benchmark("gpu_rates")
     monkeypatch.setattr(gpu_rates.gpu_common, "DEVICE", "cpu")
     monkeypatch.setattr(gpu_rates, "_captured", lambda run: run)
     monkeypatch.setattr(gpu_rates, "COPIED", (1 << 10, 1 << 11))
@@ -129,10 +125,9 @@ def test_rates_are_measured_in_the_same_form(monkeypatch, tmp_path):
         ("sm_120", {"tensor"}),
     ],
 )
-def test_measured_kinds_match_the_fp8_scales_of_each_chip(monkeypatch, name, fp8):
+def test_measured_kinds_match_the_fp8_scales_of_each_chip(benchmark, monkeypatch, name, fp8):
     """Scales of each extent where the vendor's product takes them, each matrix with as many as it wants."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    gpu_rates = importlib.import_module("gpu_rates")
+    gpu_rates = benchmark("gpu_rates")
     target = TARGETS[name]
     kinds = {kind for kind in gpu_rates.KINDS if gpu_rates.runs_on(kind, target)}
     assert {kind.removeprefix("fp8_") for kind in kinds if kind.startswith("fp8_")} == fp8

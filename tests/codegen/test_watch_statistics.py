@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 
@@ -73,12 +72,11 @@ def test_sampled_step_measures_six_casts_on_the_gpu():
     assert delivered == ["forward", "backward"]
 
 
-def test_a_sampled_step_of_a_large_layer(monkeypatch: pytest.MonkeyPatch):
+def test_a_sampled_step_of_a_large_layer(benchmark):
     """A Llama-8B layer for a B200, by the newest committed estimates of `benchmarks/predicted_watch.py`."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     lines = (ROOT / "benchmarks/results/predicted_watch.jsonl").read_text().splitlines()
     row = [line for line in map(json.loads, lines) if line["target"] == "sm_100"][-1]
-    predicted = importlib.import_module("predicted")
+    predicted = benchmark("predicted")
     plain = predicted.step_us(predicted.newest(row["tokens"])["sm_100", "nvidia"]).centre
     assert row["sampled_us"] <= SAMPLED_OVER_PLAIN * plain
     assert row["unclear"] == 0

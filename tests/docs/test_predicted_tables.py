@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 
@@ -15,9 +14,8 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def predicted(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("predicted")
+def predicted(benchmark):
+    return benchmark("predicted")
 
 
 def test_predicted_ratio_equals_newest_rows_at_current_rates(predicted):

@@ -2,22 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "preset_table.py"
-
-
-def script():
-    spec = importlib.util.spec_from_file_location("preset_table", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_preset_table_shows_newest_gap_and_lowest_sqnr():
+def test_preset_table_shows_newest_gap_and_lowest_sqnr(benchmark):
     gap = {"what": "gap", "preset": "p", "steps": 500}
     rows = [
         {"what": "gap", "preset": "p", "seed": 0, "steps": 250, "gap": 9.0},
@@ -30,5 +16,5 @@ def test_preset_table_shows_newest_gap_and_lowest_sqnr():
         {"what": "step", "preset": "p", "ratio_to_bf16": 1.062},
         {"what": "step", "preset": "bf16", "ratio_to_bf16": 1.0},
     ]
-    *_, row = script().table(rows).splitlines()
+    *_, row = benchmark("preset_table").table(rows).splitlines()
     assert row == "| `p` | 27.5 | 30.0 |  | +0.20% ± 0.10% | 2 × 500 | 1.06 |"
