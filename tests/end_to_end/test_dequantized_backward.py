@@ -48,11 +48,8 @@ class Straight(torch.autograd.Function):
 @pytest.mark.parametrize("name", USES)
 def test_gradients_are_those_of_the_operands_of_fprop(name: str, dtype: torch.dtype):
     use = USES[name]
-    torch.manual_seed(0)
     layer = nn.Linear(K, N, bias=False, dtype=dtype)
     backend = EagerBackend(policy=policy({**use, "backward": "dequantized"}))
-    torch._dynamo.reset()
-    mxcompile.clear_reports()
     call = torch.compile(layer, backend=backend, dynamic=True, fullgraph=True)
     for tokens in (17, 130):
         x, dy = torch.randn(tokens, K, dtype=dtype), torch.randn(tokens, N, dtype=dtype)
@@ -72,8 +69,6 @@ def test_gradients_are_those_of_the_operands_of_fprop(name: str, dtype: torch.dt
 def test_the_record_has_the_words_of_scales():
     """Operands have equally many words, so that tables can compare them word by word."""
     use = {"precision": "nvfp4", "four_over_six": {"w": 448, "error": "mse"}, "row_scaled": "x"}
-    mxcompile.clear_reports()
-    torch._dynamo.reset()
     layer = nn.Linear(64, 96, bias=False)
     torch.compile(layer, backend=EagerBackend(policy=policy(use)))(torch.randn(40, 64))
     (gemm,) = (gemm for gemm in mxcompile.reports()[-1].gemms if gemm.gemm == "fprop")
@@ -116,8 +111,6 @@ def test_codes_of_weights_are_not_kept_for_backward(name: str):
 def test_layers_that_stay_in_the_models_dtype_have_its_gradients():
     """Their operands are not quantized, so nothing is dequantized."""
     rule = {"match": {"name": "*"}, "use": {"fprop": "bf16", "backward": "dequantized"}}
-    mxcompile.clear_reports()
-    torch._dynamo.reset()
     layer = nn.Linear(64, 96, bias=False)
     call = torch.compile(layer, backend=EagerBackend(policy={"version": 1, "rules": [rule]}))
     x, dy = torch.randn(40, 64), torch.randn(40, 96)
@@ -132,8 +125,6 @@ def test_an_operand_that_fprop_casts_otherwise_is_noted():
     offs = torch.tensor([20, 32], dtype=torch.int32)
     weight = nn.Parameter(torch.randn(2, 48, 32, dtype=torch.bfloat16))
     backend = EagerBackend(policy=policy({"precision": "nvfp4", "backward": "dequantized"}))
-    mxcompile.clear_reports()
-    torch._dynamo.reset()
     call = torch.compile(lambda x: torch._grouped_mm(x, weight, offs), backend=backend)
     run(call, weight, torch.randn(40, 48, dtype=torch.bfloat16), torch.randn(40, 32, dtype=torch.bfloat16))
     reasons = {gemm.gemm: gemm.reason for gemm in mxcompile.reports()[-1].gemms}

@@ -221,7 +221,6 @@ def test_micro_batches_move_on_one_by_one_and_nothing_compiles_again():
         counter.frame_count += 1
         return backend(gm, inputs)
 
-    torch._dynamo.reset()
     call = torch.compile(model, backend=count, dynamic=True, fullgraph=True)
     for tokens in (24, 7, 50):
         call(torch.full((tokens, 40), float(tokens), requires_grad=True)).sum().backward()
@@ -239,9 +238,7 @@ def test_layers_that_read_one_tensor_share_its_cast():
         def forward(self, x: Tensor) -> Tensor:
             return self.q(x) * self.k(x)
 
-    torch.manual_seed(0)
     model, backend = Shared(), EagerBackend(policy=policy())
-    torch._dynamo.reset()
     call = torch.compile(model, backend=backend)
     call(torch.randn(3, 8, 40)).sum().backward()
     forward = backend.graphs[0].graph.find_nodes(op="call_function", target=ops.cast)
@@ -259,9 +256,7 @@ def test_computed_weight_uses_its_current_amax_with_recorded_reason():
         def forward(self, x: Tensor) -> Tensor:
             return nn.functional.linear(x, self.a * self.b)
 
-    torch.manual_seed(0)
     model = Computed()
-    mxcompile.clear_reports()
     y = compiled(model, policy())(torch.randn(8, 40))
     y.sum().backward()
     assert not dict(model.named_buffers())

@@ -38,7 +38,6 @@ def run(model: nn.Module, x: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("dtype", NARROW)
 def test_a_cast_before_a_layer_rounds_its_input(dtype):
-    torch.manual_seed(0)
     model = Narrowed(dtype, "before")
     x, weights = torch.randn(40, 64), torch.randn(40, 48)
     results = run(model, x, weights)
@@ -51,7 +50,6 @@ def test_a_cast_before_a_layer_rounds_its_input(dtype):
 
 @pytest.mark.parametrize("dtype", NARROW)
 def test_a_cast_behind_a_layer_rounds_its_gradient(dtype):
-    torch.manual_seed(0)
     model = Narrowed(dtype, "behind")
     x, weights = torch.randn(40, 64), torch.randn(40, 48)
     results = run(model, x, weights)
@@ -68,7 +66,6 @@ def test_overflow_in_a_cast_of_the_model_stays_nonfinite():
 
 
 def test_casts_of_the_model_count_under_autocast_too():
-    torch.manual_seed(0)
     model = Narrowed(torch.bfloat16, "before")
     x = torch.randn(40, 64)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):

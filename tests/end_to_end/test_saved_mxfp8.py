@@ -232,7 +232,6 @@ class Written(nn.Module):
 
 def test_inputs_of_an_exponential_are_saved_unquantized():
     """Of a written-out attention scores, mask and statistics; its weights, q, k and v are copies."""
-    torch.manual_seed(0)
     subject = nn.Sequential(Written(), Written()).bfloat16()
     x = torch.randn(2, 64, WIDTH).bfloat16()
 
@@ -257,7 +256,6 @@ def test_inputs_of_an_exponential_are_saved_unquantized():
 
 
 def test_weight_gradient_of_bf16_layer_is_equal_under_saved_mxfp8():
-    torch.manual_seed(0)
     subject, x = Blocks().bfloat16(), torch.randn(2, 64, WIDTH).bfloat16()
     kept = {"match": {"name": "*.up"}, "use": "bf16"}
     how = [{"match": {"role": "ffn_in"}, "use": {"saved": saved}} for saved in ("bf16", "mxfp8")]
@@ -269,7 +267,6 @@ def test_weight_gradient_of_bf16_layer_is_equal_under_saved_mxfp8():
 
 @pytest.mark.slow
 def test_a_rule_reaches_its_own_layers_alone():
-    torch.manual_seed(0)
     subject, x = Blocks().bfloat16(), torch.randn(2, 64, WIDTH).bfloat16()
     saved = {}
     for name in ("layers.0.*", "layers.3.*", "*"):

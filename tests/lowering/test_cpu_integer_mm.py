@@ -200,7 +200,6 @@ def set_target(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_many_rows_of_a_stored_weight_run_in_integers(dynamic: bool, monkeypatch: pytest.MonkeyPatch):
     """The model's values are those of the products of dequantized operands; few rows read the codes alone."""
-    torch.manual_seed(0)
     model = FeedForward(160, 330).bfloat16()
     rows = (70, 41) if dynamic else (70,)
     xs = [torch.randn(count, 160, dtype=BF16) for count in rows]
@@ -242,7 +241,6 @@ def test_many_rows_of_bf16_run_in_integers_on_avx2(dynamic: bool, monkeypatch: p
 
 def test_all_products_of_training_run_in_integers(monkeypatch: pytest.MonkeyPatch):
     """Gradients and outputs are those of the products of dequantized operands."""
-    torch.manual_seed(0)
     model, x = FeedForward(160, 330).bfloat16(), torch.randn(70, 160, dtype=BF16)
     results = {}
     for reason in ("another is faster", ""):

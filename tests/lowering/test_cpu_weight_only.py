@@ -249,7 +249,6 @@ def test_subnormal_elements_where_threads_flush_them(functions: ctypes.CDLL, pro
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_compiled_model_decodes_its_stored_weights(dynamic: bool):
-    torch.manual_seed(0)
     model = with_stored_weights(FeedForward(160, 330).bfloat16())
     compiled = torch.compile(model, backend="mxfp8", dynamic=dynamic)
     with torch.no_grad():
@@ -276,7 +275,6 @@ def test_a_profile_of_kernels_names_those_in_cpp():
 
 def test_large_weights_are_dequantized_in_parts(monkeypatch: pytest.MonkeyPatch):
     """For many rows, by one kernel for all parts; the last part is a short one."""
-    torch.manual_seed(0)
     monkeypatch.setattr(cpu, "PART_BYTES", 2 * 64 * 160)
     model = with_stored_weights(FeedForward(160, 330).bfloat16())
     x = torch.randn(40, 160, dtype=BF16)

@@ -15,7 +15,6 @@ GEMMS = {f"{layer} {gemm}" for layer in ("0", "2") for gemm in ("fprop", "dgrad"
 @pytest.mark.parametrize("marked", [True, False])
 def test_a_trace_names_layers(marked: bool):
     """Each product lies inside the region of its layer and GEMM, once a call."""
-    torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
     options = {"policy": EVERYTHING, "inductor": {"profiler_mark_wrapper_call": marked}}
     compiled = torch.compile(model, backend="mxfp8", options=options)

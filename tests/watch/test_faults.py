@@ -40,8 +40,6 @@ def reported_places(path: Path) -> set[tuple[str, str, str]]:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_watch_names_the_fault_on_one_rank(fault: str, tmp_path: Path):
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     model, path = Model(), tmp_path / "run.jsonl"
     FAULTS[fault].inject(model.blocks[str(FAULTY)])
     watch = Watch(path, every=1, rules=[FAULTS[fault].rule], nonfinite="warn" if fault == "inf" else None)
@@ -59,8 +57,6 @@ def test_watch_names_the_fault_on_one_rank(fault: str, tmp_path: Path):
 
 def test_an_inf_in_one_expert(tmp_path: Path):
     """Of a mixture whose experts are modules, the expert is named."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
 
     class Mixture(nn.Module):
         def __init__(self) -> None:

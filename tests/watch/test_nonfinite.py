@@ -48,7 +48,6 @@ FAULTS = {
 def test_nonfinite_stop_names_the_first_operand(fault: str):
     """Of a weight, the input, an overflow and the loss; the optimizer has not stepped."""
     inject, operand, origin = FAULTS[fault]
-    torch.manual_seed(0)
     model, records = Model(), []
     watch = Watch(records.append, every=None, nonfinite="stop")
     compiled = torch.compile(model, backend=EagerBackend(root=model, watch=watch))
@@ -70,7 +69,6 @@ def test_nonfinite_stop_names_the_first_operand(fault: str):
 
 def test_overflow_of_a_watched_product_is_named():
     """Its operands are finite, its result, if it is watched, is not."""
-    torch.manual_seed(0)
     model, records = Model(), []
     watch = Watch(records.append, every=None, nonfinite="warn", operands=["x", "w", "y"])
     compiled = torch.compile(model, backend=EagerBackend(root=model, watch=watch))
@@ -84,7 +82,6 @@ def test_overflow_of_a_watched_product_is_named():
 
 def test_a_warning_and_a_check(caplog: pytest.LogCaptureFixture, tmp_path: Any):
     """With samples too; `check` tells it where no optimizer steps, once."""
-    torch.manual_seed(0)
     model = Model()
     watch = Watch(tmp_path / "run.jsonl", every=2, nonfinite="warn")
     compiled = torch.compile(model, backend=EagerBackend(root=model, watch=watch))

@@ -110,7 +110,6 @@ def test_unmatched_watch_rule_gives_a_single_warning(caplog: pytest.LogCaptureFi
 
 def test_a_run_warns_and_stops(caplog: pytest.LogCaptureFixture):
     """The rule that stops does so before the optimizer has changed a weight, after the sample is written."""
-    torch.manual_seed(0)
     model, records = Model(), []
     rules = [
         {"when": {"amax": "> 100"}, "layer": "blocks.0.up", "gemm": "fprop", "operand": "x"},
@@ -167,9 +166,7 @@ POLICY = {
 
 def test_a_rule_puts_a_gemm_into_bf16(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     """From the next step on, by one compile; report, samples and a policy file for a restart say so."""
-    torch.manual_seed(0)
     model = Model()
-    mxcompile.clear_reports()
     watch = Watch(tmp_path / "run.jsonl", every=1, rules=[LARGE])
     backend_compiles = torch._dynamo.utils.counters["stats"]
     before = backend_compiles["unique_graphs"]
@@ -207,9 +204,6 @@ def test_a_rule_puts_a_gemm_into_bf16(tmp_path: Path, caplog: pytest.LogCaptureF
 
 def test_blocks_compiled_one_by_one(tmp_path: Path):
     """Only the block with the layer is compiled again, and only that changes."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    mxcompile.clear_reports()
     model = Model()
     watch = Watch(tmp_path / "run.jsonl", every=1, rules=[LARGE])
     backend = EagerBackend(root=model, parts=("blocks.0", "blocks.1"), watch=watch)
@@ -230,7 +224,6 @@ def test_blocks_compiled_one_by_one(tmp_path: Path):
 
 
 def test_a_policy_that_cannot_be_written_ends_no_run(caplog: pytest.LogCaptureFixture):
-    torch.manual_seed(0)
     model, records = Model(), []
     watch = Watch(records.append, every=1, rules=[LARGE], policy="/proc/nowhere/run.policy.yaml")
     with caplog.at_level(logging.WARNING, "mxcompile.watch"):
