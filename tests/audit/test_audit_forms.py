@@ -17,7 +17,6 @@ from matplotlib.figure import Figure
 from recorded_bars import recorded_bars
 from torch import nn
 
-import mxcompile
 from mxcompile.analysis.audit import Audit, audit
 from mxcompile.analysis.audit.plot import grid, plot
 from mxcompile.analysis.audit.text import to_text
@@ -312,11 +311,6 @@ def test_a_checkpoint_is_audited_with_its_weights(tmp_path: Path, capsys: pytest
     printed = capsys.readouterr()
     assert f"loss {math.log(model.config.vocab_size):.6g}, " in printed.out
     assert "\nrandom inputs: " in printed.err
-
-
-def test_package_exports_audit_function_and_class() -> None:
-    assert mxcompile.audit is audit
-    assert mxcompile.Audit is Audit
 
 
 @pytest.mark.parametrize("with_loss", [True, False])

@@ -63,7 +63,7 @@ def test_packed_cast_equals_packed_codes_of_the_plain_cast(dim: int, word: str, 
         assert torch.equal(untile_scale(tiles, rows, scale.shape[1]), scale)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [(33, 47), (2, 33, 65)], ids=str)
 @pytest.mark.parametrize(("dim", "word"), CASTS)
 def test_packed_fp4_casts_pass_opcheck(dim: int, word: str, shape: tuple[int, ...]):
     x = spread(shape)

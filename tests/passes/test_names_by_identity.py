@@ -137,17 +137,23 @@ def test_rules_by_name_reach_layers_of_decorated_forwards(name: str, breaks: boo
     )  # a loop with a break is left to Python
 
 
-class Encoder(nn.Module):
-    """Blocks that another method than ``forward`` runs too."""
+class Pair(nn.Module):
+    """Two blocks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = Block(), Block()
 
-    def encode(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         here()
         return self.second(x)
+
+
+class Encoder(Pair):
+    """Blocks that another method than ``forward`` runs too."""
+
+    encode = Pair.forward
 
     def forward(self, x: Tensor) -> Tensor:
         return self.encode(x)
@@ -255,19 +261,6 @@ def test_layers_of_modules_in_a_plain_list_are_named_by_it(breaks: bool) -> None
     assert explained == {name for name, _ in compiled(model)} == names
 
 
-class Hooked(nn.Module):
-    """Two blocks; hooks and references add modules and tensors that are not registered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Block(), Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        here()
-        return self.second(x)
-
-
 class Adapter:
     def __init__(self, side: Any) -> None:
         self.side = side
@@ -294,7 +287,7 @@ def hook_of(way: str, side: Any) -> Callable[..., Tensor]:
 def test_layer_held_by_a_hook_is_named_by_module_and_variable(way: str, kind: str, breaks: bool) -> None:
     if (way, kind, breaks) == ("partial", "tensor", True):
         pytest.skip("for the frame of the hook its tensor is an argument")
-    model = Hooked()
+    model = Pair()
     model.first.register_forward_hook(
         hook_of(way, nn.Linear(WIDTH, WIDTH) if kind == "module" else torch.randn(WIDTH, WIDTH))
     )
@@ -303,20 +296,6 @@ def test_layer_held_by_a_hook_is_named_by_module_and_variable(way: str, kind: st
     assert {gemm.name for gemm in mxcompile.explain(model, torch.randn(32, WIDTH)).gemms} == names
     expected = {(name, "bf16" if name == "second.up" else "mxfp8") for name in names}
     assert compiled(model, policy=policy, strict=True) == expected
-
-
-class Shared(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = self.second = nn.Linear(WIDTH, WIDTH)
-
-    @positional
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).relu())
-
-
-def test_layer_with_two_paths_has_the_first() -> None:
-    assert {name for name, _ in compiled(Shared())} == {"first"}
 
 
 class Repeated(nn.Module):
@@ -336,19 +315,6 @@ def test_block_with_many_paths_has_the_first(breaks: bool) -> None:
     names = {"layers.0.up", "layers.0.down"}
     assert {gemm.name for gemm in mxcompile.explain(Repeated(), torch.randn(32, WIDTH)).gemms} == names
     assert {name for name, _ in compiled(Repeated())} == names
-
-
-def test_function_of_two_models_names_layers_by_its_variables() -> None:
-    encoder, decoder = Block(), Block()
-
-    @torch.compile(backend=EagerBackend())
-    def step(x: Tensor, encoder: nn.Module) -> Tensor:
-        out: Tensor = decoder(encoder(x))
-        return out
-
-    step(torch.randn(32, WIDTH), encoder)
-    names = {gemm.name for report in mxcompile.reports() for gemm in report.gemms}
-    assert names == {"encoder.up", "encoder.down", "decoder.up", "decoder.down"}
 
 
 def test_function_of_one_model_behind_a_decorator_names_layers_by_the_model() -> None:

@@ -162,9 +162,3 @@ def test_a_graph_without_products_stands():
     """It counts among the graphs; a part whose records a later compile repeats does not."""
     part, empty = Part(gemms=(record(),)), Part(graph_breaks=1)
     assert latest([("frame", [part, empty]), ("frame", [part])]) == (empty, part)
-
-
-def test_one_row_stands_beside_many():
-    """Decode beside prefill, of which Dynamo makes two graphs; another length says the same again."""
-    single, few, many = (Part(gemms=(record(m=rows),)) for rows in (1, 8, 16))
-    assert latest([("frame", [few]), ("frame", [single]), ("frame", [many])]) == (single, many)
