@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -74,3 +76,27 @@ def mixtral(layers: int = 2) -> nn.Module:
         bos_token_id=0, eos_token_id=1,
     )  # fmt: skip
     return MixtralForCausalLM._from_config(config, dtype=BF16).eval()
+
+
+def llama(tied: bool = False, **sizes: int) -> nn.Module:
+    """A Llama of two blocks. tied: its head has the weight of the embedding. sizes: those that differ."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    config = LlamaConfig(
+        vocab_size=64, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+        tie_word_embeddings=tied, dtype="bfloat16", bos_token_id=0, eos_token_id=1, **small | sizes,
+    )  # fmt: skip
+    return LlamaForCausalLM._from_config(config, dtype=BF16).eval()
+
+
+def store_blocks(model: nn.Module, attention: Any = None, others: Any = None) -> nn.Module:
+    """All matrices inside the blocks stored, but for routers. attention, others: what `quantize` is told."""
+    for name, parameter in list(model.named_parameters()):
+        if ".layers." in name and parameter.ndim > 1 and "mlp.gate.weight" not in name:
+            weight = mxcompile.quantize(
+                parameter.detach(), **((attention if "_attn." in name else others) or {})
+            )
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, nn.Parameter(weight, requires_grad=False))
+    return model

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_models import mixtral
+from small_models import llama, mixtral, store_blocks
 from torch import nn
 
 import mxcompile
@@ -186,17 +186,6 @@ def test_of_two_formats_each_has_its_group():
     assert [group.weights.num_bits for group in groups.values()] == [8, 4]
 
 
-def llama(tied: bool = False):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=tied, dtype="bfloat16",
-        bos_token_id=0, eos_token_id=1,
-    )  # fmt: skip
-    return LlamaForCausalLM._from_config(config, dtype=BF16).eval()
-
-
 def test_a_tied_head_whose_embedding_keeps_its_table_is_a_weight_of_its_own(tmp_path):
     """What is saved and loaded again has both."""
     model, tokens = llama(tied=True), torch.arange(8)[None]
@@ -232,18 +221,6 @@ def llava():
     return LlavaForConditionalGeneration._from_config(config, dtype=BF16).eval()
 
 
-def store_blocks(model: nn.Module, attention: torch.dtype = FP8, others: torch.dtype = FP8) -> nn.Module:
-    """All matrices inside the blocks stored, but for routers. attention, others: in what elements."""
-    for name, parameter in list(model.named_parameters()):
-        if ".layers." in name and parameter.ndim > 1 and "mlp.gate.weight" not in name:
-            owner = model.get_submodule(name.rpartition(".")[0])
-            elem = attention if "_attn." in name else others
-            weight = mxcompile.quantize(parameter.detach(), elem_dtype=elem)
-            quantized = nn.Parameter(weight, requires_grad=False)
-            setattr(owner, name.rpartition(".")[2], quantized)
-    return model
-
-
 TOKENS = torch.arange(10)[None]
 
 
@@ -253,7 +230,7 @@ TOKENS = torch.arange(10)[None]
 def test_hugging_face_models_round_trip(tmp_path, make, layout, elems):
     if layout not in LAYOUTS and FP4 in elems:
         pytest.skip(f"{layout} is written with MXFP8 alone")
-    model = store_blocks(make(), *elems)
+    model = store_blocks(make(), *({"elem_dtype": elem} for elem in elems))
     mxcompile.save_quantized(model, tmp_path / "out", layout=layout)
     loaded = mxcompile.load_quantized(tmp_path / "out")
     assert same(model, loaded)
@@ -327,7 +304,7 @@ def test_experts_of_gpt_oss_without_their_scales_are_refused(tmp_path):
 @pytest.mark.parametrize("elems", [(FP8, FP8), (FP4, FP4), (FP8, FP4)], ids=["mxfp8", "mxfp4", "both"])
 def test_transformers_loads_saved_quantized_checkpoints(tmp_path, make, elems):
     """Every layer that is not stored is named in `ignore`, or Transformers makes up scales for it."""
-    model = store_blocks(make(), *elems)
+    model = store_blocks(make(), *({"elem_dtype": elem} for elem in elems))
     mxcompile.save_quantized(model, tmp_path / "out")
     loaded, info = type(model).from_pretrained(tmp_path / "out", dtype=BF16, output_loading_info=True)
     assert not any(info.values()), info

@@ -6,7 +6,6 @@ import hashlib
 import io
 import json
 import os
-import pickle
 import random
 import resource
 import shutil
@@ -18,8 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_models import Model, quantized
-from test_checkpoints import BF16, TOKENS, llama, llava, mixtral
+from small_models import Model, llama, mixtral, quantized
+from test_checkpoints import BF16, TOKENS, llava
 from torch import nn
 from tqdm import tqdm
 
@@ -27,7 +26,6 @@ import mxcompile
 from mxcompile import MXTensor
 from mxcompile.checkpoint import publish
 from mxcompile.checkpoint.convert import convert
-from mxcompile.checkpoint.files import INDEX
 from mxcompile.cli import main
 from mxcompile.errors import CheckpointError
 from mxcompile.models.named import LoadedModel
@@ -258,10 +256,6 @@ def test_convert_of_fp32_model_prints_the_dtype_for_loading(source, tmp_path, ca
 
 REFUSED = {
     "truncated": "not a whole safetensors file",
-    "corrupted": "not a whole safetensors file",
-    "a pickle": "not a whole safetensors file",
-    "pickles": "holds pickles",
-    "outside": "is not a file of this directory",
     "wrong shape": "has shape",
     "no config": "no config.json",
     "no architecture": "config.json: 'architectures' is missing, which names the model",
@@ -277,17 +271,6 @@ def test_invalid_checkpoints_and_targets_are_refused(source, tmp_path, how, caps
     match how:
         case "truncated":
             first.write_bytes(first.read_bytes()[:-100])
-        case "corrupted":
-            first.write_bytes(b"\xff" * 8 + first.read_bytes()[8:])
-        case "a pickle":
-            first.write_bytes(pickle.dumps({"weight": 1}))
-        case "pickles":
-            for file in source.glob("*.safetensors"):
-                file.rename(file.with_suffix(".bin"))
-            (source / INDEX).unlink()
-        case "outside":
-            text = (source / INDEX).read_text().replace(first.name, f"/etc/../{first.name}")
-            (source / INDEX).write_text(text)
         case "wrong shape":
             tensors = load_file(first)
             name = next(name for name, value in tensors.items() if value.ndim == 2)

@@ -7,7 +7,8 @@ import pickle
 
 import pytest
 from safetensors.torch import load_file, save_file
-from test_checkpoints import llama, small, store_blocks, stored
+from small_models import llama, store_blocks
+from test_checkpoints import small, stored
 from torch import nn
 
 import mxcompile

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.casts import quantize
 from helpers.eager_backend import EagerBackend
-from test_checkpoints import llama
+from small_models import llama
 from torch import nn
 
 import mxcompile

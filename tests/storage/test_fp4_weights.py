@@ -1,4 +1,4 @@
-"""`quantize_weights_` in MXFP4 and NVFP4: bytes, values, products and records."""
+"""`quantize_weights_` in MXFP4 and NVFP4: bytes and values; products and records, of MXINT8 too."""
 
 from __future__ import annotations
 
@@ -57,46 +57,47 @@ def test_weight_of_odd_length_is_not_stored_with_reason():
     assert table.weights[0].reason == "2 e2m1 elements share a byte, and k=97 is odd"
 
 
-@pytest.mark.parametrize("policy", mostly_slow(["bf16", "mxfp4"], "mxfp4"))
-def test_compiled_with_weights_in_mxfp4_it_is_the_model_of_dense_weights(policy):
-    """Few rows read the packed codes; under the policy that stored them activations are MXFP4 too.
+FORMS = {
+    "mxfp4": ("e2m1 1x32", 1 / 2 + 1 / 32),
+    "nvfp4": ("e2m1 1x16", 1 / 2 + 1 / 16),
+    "mxint8": ("int8 1x32", 33 / 32),
+}
+"""Of stored weights: the words, and the bytes of an element."""
+RUNS = [(word, policy, rows) for word in FORMS for policy in ("bf16", word) for rows in (1, 40)]
+
+
+@pytest.mark.parametrize(
+    ("word", "policy", "rows"),
+    mostly_slow(
+        RUNS,
+        ("mxfp4", "mxfp4", 1), ("mxfp4", "mxfp4", 40), ("nvfp4", "bf16", 1), ("mxint8", "bf16", 1),
+        rows=True,
+    ),
+)  # fmt: skip
+def test_compiled_with_stored_weights_it_is_the_model_of_dense_weights(word: str, policy: str, rows: int):
+    """Few rows read the codes; under the policy that stored them, activations are of that precision too.
 
     The lowering of GPUs takes the place of the CPU's where both are used in a process.
     """
     import_module("mxcompile.lowering.templates.weight_only")
-    wanted = {"version": 1, "preset": "inference", "rules": [{"match": {"name": "blocks.*"}, "use": "mxfp4"}]}
+    wanted = {"version": 1, "preset": "inference", "rules": [{"match": {"name": "blocks.*"}, "use": word}]}
     model, _ = quantized(policy=wanted)
-    dense = dense_copy(model)
-    report = mxcompile.explain(model, TOKENS, policy="bf16" if policy == "bf16" else wanted, training=False)
-    record = next(gemm for gemm in report.gemms if gemm.name == "blocks.1.down")
-    (weight,) = (form for form in record.formats if form.operand == "w")
-    assert str(weight) == "w:e2m1 1x32 stored"
-    assert record.precision == policy
-    assert record.kernel == "mx_weight_only_mm C++"
-    blocks = 6 * 96 * 128
-    head = 64 * 96 * 2
-    assert report.summary.weight_bytes == blocks // 2 + blocks // 32 + head
-    assert "weights stored in MXFP4: 6 of 7 layers" in " ".join(str(report).split())
+    dense, tokens = dense_copy(model), TOKENS.repeat(1, rows)
     options = {"policy": "bf16" if policy == "bf16" else wanted}
     with torch.no_grad():
-        output = torch.compile(model, backend="mxfp8", options=options, fullgraph=True)(TOKENS)
+        output = torch.compile(model, backend="mxfp8", options=options, fullgraph=True)(tokens)
+        (report,) = mxcompile.reports()
         torch._dynamo.reset()
-        expected = torch.compile(dense, backend="mxfp8", options=options, fullgraph=True)(TOKENS)
+        expected = torch.compile(dense, backend="mxfp8", options=options, fullgraph=True)(tokens)
+    form, bytes_of_element = FORMS[word]
+    record = next(gemm for gemm in report.gemms if gemm.name == "blocks.1.down")
+    assert [str(form) for form in record.formats if form.operand == "w"] == [f"w:{form} stored"]
+    assert record.precision == policy
+    assert (record.kernel == "mx_weight_only_mm C++") == (rows == 1)
+    assert report.summary.weight_bytes == 6 * 96 * 128 * bytes_of_element + 64 * 96 * 2
+    assert f"weights stored in {word.upper()}: 6 of 7 layers" in " ".join(str(report).split())
     error = (output - expected).float().norm() / expected.float().norm()
-    assert error < 1e-2
-
-
-def test_many_rows_of_weights_in_mxfp4_are_those_of_dense_weights():
-    """No kernel reads the packed codes for so many: they are decoded, and the vendor's GEMM multiplies."""
-    policy = {"version": 1, "preset": "inference", "rules": [{"match": {"name": "blocks.*"}, "use": "mxfp4"}]}
-    model, _ = quantized(policy=policy)
-    output, expected = (
-        torch.compile(candidate, backend="mxfp8", options={"policy": policy})(TOKENS.repeat(1, 40)).detach()
-        for candidate in (model, dense_copy(model))
-    )
-    kernels = {gemm.kernel for report in mxcompile.reports() for gemm in report.gemms if gemm.name != "head"}
-    assert not any("weight_only" in kernel for kernel in kernels)
-    assert (output - expected).float().norm() < 1e-2 * expected.float().norm()
+    assert error < (5e-2 if policy == "nvfp4" else 1e-2)
 
 
 NVFP4 = {"version": 1, "preset": "inference", "rules": [{"match": {"name": "blocks.*"}, "use": "nvfp4"}]}
@@ -124,33 +125,8 @@ def test_weights_in_nvfp4_are_those_of_the_precision():
         quantized(policy=squares)
 
 
-@pytest.mark.parametrize("policy", mostly_slow(["bf16", "nvfp4"], "bf16"))
-def test_compiled_with_weights_in_nvfp4_it_is_the_model_of_dense_weights(policy):
-    """Few rows read the packed codes; they are taken as they are where activations are NVFP4 too."""
-    chosen = "bf16" if policy == "bf16" else NVFP4
-    model, _ = quantized(policy=NVFP4)
-    report = mxcompile.explain(model, TOKENS, policy=chosen, training=False)
-    record = next(gemm for gemm in report.gemms if gemm.name == "blocks.1.down")
-    (weight,) = (form for form in record.formats if form.operand == "w")
-    assert str(weight) == "w:e2m1 1x16 stored"
-    assert record.precision == policy
-    assert record.kernel == "mx_weight_only_mm C++"
-    assert "weights stored in NVFP4: 6 of 7 layers" in " ".join(str(report).split())
-    blocks = 6 * 96 * 128
-    assert report.summary.weight_bytes == blocks // 2 + blocks // 16 + 64 * 96 * 2
-    dense = dense_copy(model)
-    options = {"policy": chosen}
-    with torch.no_grad():
-        output = torch.compile(model, backend="mxfp8", options=options, fullgraph=True)(TOKENS)
-        torch._dynamo.reset()
-        expected = torch.compile(dense, backend="mxfp8", options=options, fullgraph=True)(TOKENS)
-    error = (output - expected).float().norm() / expected.float().norm()
-    assert error < (1e-2 if policy == "bf16" else 5e-2)
-
-
 def test_a_product_takes_the_codes_of_nvfp4_weights_as_they_are():
     """They are no cast of their own values: codes that another tool chose, small ones under large scales."""
-    torch.manual_seed(0)
     layer = nn.Linear(80, 48)
     x = torch.randn(5, 80)
     rule = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "nvfp4"}]}

@@ -1,4 +1,4 @@
-"""`quantize_weights_` in MXINT8: bytes, values, products, records and files."""
+"""`quantize_weights_` in MXINT8: bytes, values and files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_models import TOKENS, Model, dense_copy, quantized
+from small_models import Model, quantized
 from torch import Tensor
 
 import mxcompile
@@ -41,26 +41,6 @@ def test_weights_in_mxint8_take_half_and_are_the_nearest_integers():
         assert np.array_equal(weight.qdata.numpy(), steps)
         assert np.array_equal(weight.scale_bytes.numpy(), scales)
         assert weight.stored_bytes == steps.size + scales.size
-
-
-@pytest.mark.parametrize("rows", [1, pytest.param(40, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("policy", ["bf16", pytest.param("mxint8", marks=pytest.mark.slow)])
-def test_compiled_with_weights_in_mxint8_it_is_the_model_of_dense_weights(policy: str, rows: int):
-    """Few rows read the codes; under the policy that stored them activations are MXINT8 too."""
-    model, _ = quantized(policy=POLICY)
-    dense, tokens = dense_copy(model), TOKENS.repeat(1, rows)
-    options = {"policy": "bf16" if policy == "bf16" else POLICY}
-    mxcompile.clear_reports()
-    with torch.no_grad():
-        output = torch.compile(model, backend="mxfp8", options=options, fullgraph=True)(tokens)
-        (report,) = mxcompile.reports()
-        torch._dynamo.reset()
-        expected = torch.compile(dense, backend="mxfp8", options=options, fullgraph=True)(tokens)
-    assert (output - expected).float().norm() < 1e-2 * expected.float().norm()
-    record = next(gemm for gemm in report.gemms if gemm.name == "blocks.1.down")
-    assert next(str(form) for form in record.formats if form.operand == "w") == "w:int8 1x32 stored"
-    assert record.precision == policy
-    assert (record.kernel == "mx_weight_only_mm C++") == (rows == 1)
 
 
 def test_a_checkpoint_keeps_integers_beside_other_tensors_of_int8(tmp_path):

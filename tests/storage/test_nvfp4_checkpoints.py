@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_models import mixtral
+from small_models import llama, mixtral, store_blocks
 from torch import nn
 
 import mxcompile
@@ -30,8 +30,11 @@ NVFP4 = {
 TOKENS = torch.arange(10)[None]
 
 
+TWO_LEVEL = {"elem_dtype": FP4, "rounding": "two-level"}
+
+
 def quantize(x: torch.Tensor) -> MXTensor:
-    return mxcompile.quantize(x, elem_dtype=FP4, rounding="two-level")
+    return mxcompile.quantize(x, **TWO_LEVEL)
 
 
 def scheme(activations: bool = False):
@@ -100,32 +103,10 @@ def test_loaded_nvfp4_checkpoint_is_saved_byte_for_byte(tmp_path):
     assert all(torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8)) for name in before)
 
 
-def llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False, dtype="bfloat16",
-        bos_token_id=0, eos_token_id=1,
-    )  # fmt: skip
-    return LlamaForCausalLM._from_config(config, dtype=BF16).eval()
-
-
-def store_blocks(model: nn.Module, attention: str = "two-level") -> nn.Module:
-    """All matrices inside the blocks stored, but for routers. attention: how its scales are derived."""
-    for name, parameter in list(model.named_parameters()):
-        if ".layers." in name and parameter.ndim > 1 and "mlp.gate.weight" not in name:
-            rounding = attention if "_attn." in name else "two-level"
-            weight = mxcompile.quantize(parameter.detach(), elem_dtype=FP4, rounding=rounding)
-            owner, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(owner), attribute, nn.Parameter(weight, requires_grad=False))
-    return model
-
-
 @pytest.mark.filterwarnings("ignore")  # Transformers and compressed-tensors comment on themselves
 @pytest.mark.parametrize("attention", ["two-level", "rceil"], ids=["nvfp4", "beside mxfp4"])
 def test_transformers_loads_saved_nvfp4_checkpoints(tmp_path, attention):
-    model = store_blocks(llama(), attention)
+    model = store_blocks(llama(), TWO_LEVEL | {"rounding": attention}, TWO_LEVEL)
     mxcompile.save_quantized(model, tmp_path / "out")
     loaded, info = type(model).from_pretrained(tmp_path / "out", dtype=BF16, output_loading_info=True)
     assert not any(info.values()), info
@@ -155,7 +136,7 @@ def test_the_config_entry_is_that_of_compressed_tensors_scheme():
 @pytest.mark.filterwarnings("ignore")
 def test_saved_stack_of_experts_loads_with_equal_values(tmp_path):
     """A stack has one global scale for all experts when it is stored here; each its own when it is read."""
-    model = store_blocks(mixtral(layers=1))
+    model = store_blocks(mixtral(layers=1), TWO_LEVEL, TWO_LEVEL)
     mxcompile.save_quantized(model, tmp_path / "out")
     loaded = mxcompile.load_quantized(tmp_path / "out")
     for name, value in model.named_parameters():
@@ -196,7 +177,7 @@ def test_scales_of_activations_are_not_read_with_a_warning(tmp_path, caplog, cap
 
 
 def test_inspect_counts_the_scales_too(tmp_path):
-    mxcompile.save_quantized(store_blocks(llama()), tmp_path / "out")
+    mxcompile.save_quantized(store_blocks(llama(), TWO_LEVEL, TWO_LEVEL), tmp_path / "out")
     _, groups = contents(Checkpoint.open(tmp_path / "out"))
     tensors = load_file(tmp_path / "out/model.safetensors").values()
     assert sum(group.num_bytes for group in groups) == sum(tensor.nbytes for tensor in tensors)
@@ -291,7 +272,6 @@ def test_torchaos_own_tensors_are_refused(tmp_path):
 @pytest.mark.parametrize("tile", ["1x16", "16x16"])
 def test_weights_in_training_are_exported_as_its_forward_casts_them(tile):
     """Of tiles that are square every row of one has its scale."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 40, dtype=BF16), nn.ReLU(), nn.Linear(40, 64, dtype=BF16))
     use = {"precision": "nvfp4", "weight_block": tile}
     with torch.no_grad():

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from small_models import mixtral
+from small_models import llama, mixtral
 from torch import Tensor, nn
 
 import mxcompile
@@ -32,15 +32,8 @@ BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 N, K = 256, 384
 
 
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=256, intermediate_size=384, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False, dtype="bfloat16",
-        bos_token_id=0, eos_token_id=1,
-    )  # fmt: skip
-    return LlamaForCausalLM._from_config(config, dtype=BF16).eval()
+def wide() -> nn.Module:
+    return llama(hidden_size=256, intermediate_size=384, num_hidden_layers=1)
 
 
 def write(folder: Any, tensors: dict[str, Tensor], config: dict[str, Any] | None) -> Any:
@@ -79,7 +72,7 @@ def tiled(scale: Tensor, across: int, along: int, n: int = N, k: int = K) -> Ten
 
 @pytest.mark.filterwarnings("ignore")  # Transformers comments on itself
 @pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
-@pytest.mark.parametrize("make", [llama, mixtral], ids=["llama", "mixtral"])
+@pytest.mark.parametrize("make", [wide, mixtral], ids=["llama", "mixtral"])
 def test_fine_grained_fp8_has_the_values_of_transformers(tmp_path, make, scale_fmt):
     """Quantized and read by Transformers; E8M0 scales of 128×128 tiles become MXFP8."""
     from transformers import FineGrainedFP8Config
@@ -87,7 +80,7 @@ def test_fine_grained_fp8_has_the_values_of_transformers(tmp_path, make, scale_f
     from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
     model = make()
-    block = [128, 128] if make is llama else [32, 32] if scale_fmt == "ue8m0" else None
+    block = [128, 128] if make is wide else [32, 32] if scale_fmt == "ue8m0" else None
     about = FineGrainedFP8Config(weight_block_size=block, scale_fmt=scale_fmt)
     quantize = Fp8Quantize(SimpleNamespace(quantization_config=about))
     state: dict[str, Tensor] = {}
@@ -106,7 +99,7 @@ def test_fine_grained_fp8_has_the_values_of_transformers(tmp_path, make, scale_f
         dense = value.dequantize() if isinstance(value, MXTensor) else value
         assert torch.equal(dense, theirs.get_parameter(name)), name
         stored += isinstance(value, MXTensor)
-    assert stored == (7 if make is llama else 12)
+    assert stored == (7 if make is wide else 12)
     layout, groups = contents(Checkpoint.open(folder))
     assert layout == "fp8"
     assert {group.precision for group in groups} == {"", "fp8" if scale_fmt == "float" else "mxfp8"}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_checkpoints import llama, store_blocks
+from small_models import llama, store_blocks
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config

@@ -7,8 +7,7 @@ import copy
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_models import TOKENS, Model, dense_copy, quantized
-from test_checkpoints import llama
+from small_models import TOKENS, Model, dense_copy, llama, quantized
 from test_convert import written
 from torch import nn
 

@@ -64,7 +64,6 @@ def reference_cache(model: nn.Module) -> StaticCache:
 @pytest.mark.parametrize("head_dim", [64, 80, 7])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_cache_layer_returns_written_values_cast_once(head_dim: int, dtype: torch.dtype):
-    torch.manual_seed(0)
     layer, rows = MXStaticLayer(max_cache_len=9), torch.randn(2, 3, 7, head_dim).to(dtype)
     assert layer.keys is None
     assert layer.stored_bytes == 0
@@ -99,7 +98,6 @@ def test_a_layer_is_reset_reordered_and_moved():
 
 def test_integer_cache_layer_returns_written_values_cast_once():
     """k/64 times a power of two, by numpy in FP64."""
-    torch.manual_seed(0)
     layer, rows = MXStaticLayer(max_cache_len=7, form=stored_form(torch.int8)), torch.randn(2, 3, 7, 64)
     with torch.no_grad():
         keys, values = layer.update(rows, -rows)
