@@ -247,39 +247,35 @@ class Grouped(nn.Module):
         return multiply(y, self.down.transpose(-2, -1), offs=offs)
 
 
-@pytest.mark.parametrize("ends", [(5, 5, 38, 45), (45, 45, 45, 45)], ids=str)
-def test_grouped_product_equals_reference_for_groups_of_any_length(ends: tuple[int, ...]):
-    """Groups of any length, empty ones too."""
-    model, x = Grouped(), torch.randn(45, 48).bfloat16().requires_grad_()
-    offs = torch.tensor(ends, dtype=torch.int32)
+def check_groups(rows: tuple[int, ...], offs: Tensor | None, backend: Any) -> mxcompile.Report:
+    """The report of experts whose products are compiled, and equal to those of the reference."""
+    model, x = Grouped(), torch.randn(*rows, 48).bfloat16().requires_grad_()
 
-    def reference(x: Tensor, w: Tensor, *, offs: Tensor) -> Tensor:
+    def reference(x: Tensor, w: Tensor, *, offs: Tensor | None) -> Tensor:
+        if offs is None:
+            return torch.stack([product(*pair, NVIDIA, x.dtype) for pair in zip(x, w, strict=True)])
         return grouped_product(x, w, offs, NVIDIA)
 
-    compiled = torch.compile(model, backend=EagerBackend(policy=ALL), fullgraph=True)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
     results = step([compiled(x, offs)], {"": x}, model)
     expected = step([model(x, offs, reference)], {"": x}, model)
-    (report,) = mxcompile.reports()
-    assert [gemm.precision for gemm in report.gemms] == ["mxfp8"] * 6
     for name, value in results.items():
         assert sqnr_db(expected[name], value) > 40, name
-
-
-def test_grouped_product_without_offsets_equals_the_reference_of_stacks():
-    model, x = Grouped(), torch.randn(4, 21, 48).bfloat16().requires_grad_()
-
-    def reference(x: Tensor, w: Tensor, *, offs: None) -> Tensor:
-        return torch.stack([product(*pair, NVIDIA, x.dtype) for pair in zip(x, w, strict=True)])
-
-    compiled = torch.compile(model, backend=EagerBackend(policy=ALL), fullgraph=True)
-    results = step([compiled(x, None)], {"": x}, model)
-    expected = step([model(x, None, reference)], {"": x}, model)
     (report,) = mxcompile.reports()
     assert sorted((gemm.name, gemm.precision) for gemm in report.gemms) == [
         (name, "mxfp8") for name in ("down", "up") for _ in range(3)
     ]
-    for name, value in results.items():
-        assert sqnr_db(expected[name], value) > 40, name
+    return report
+
+
+@pytest.mark.parametrize("ends", [(5, 5, 38, 45), (45, 45, 45, 45)], ids=str)
+def test_grouped_product_equals_reference_for_groups_of_any_length(ends: tuple[int, ...]):
+    """Groups of any length, empty ones too."""
+    check_groups((45,), torch.tensor(ends, dtype=torch.int32), EagerBackend(policy=ALL))
+
+
+def test_grouped_product_without_offsets_equals_the_reference_of_stacks():
+    check_groups((4, 21), None, EagerBackend(policy=ALL))
 
 
 @pytest.mark.parametrize(
@@ -289,17 +285,7 @@ def test_grouped_product_without_offsets_equals_the_reference_of_stacks():
 )
 def test_groups_of_any_rows_train_compiled(ends: tuple[int, ...]):
     """PyTorch's grouped product takes operands whose groups begin at multiples of 16 bytes."""
-    model, x = Grouped(), torch.randn(ends[-1], 48).bfloat16().requires_grad_()
     offs = torch.tensor(ends, dtype=torch.int32)
-
-    def reference(x: Tensor, w: Tensor, *, offs: Tensor) -> Tensor:
-        return grouped_product(x, w, offs, NVIDIA)
-
-    compiled = torch.compile(model, backend=Backend(policy=ALL, target="cpu_bf16"), fullgraph=True)
-    results = step([compiled(x, offs)], {"": x}, model)
-    expected = step([model(x, offs, reference)], {"": x}, model)
-    (report,) = mxcompile.reports()
+    report = check_groups((ends[-1],), offs, Backend(policy=ALL, target="cpu_bf16"))
     kernels = {gemm.kernel for gemm in report.gemms if gemm.gemm != "wgrad" or ends[-1] > 1}
     assert kernels == {"aten._grouped_mm (bfloat16, dequantized)"}
-    for name, value in results.items():
-        assert sqnr_db(expected[name], value) > 40, name
