@@ -20,9 +20,11 @@ pytestmark = pytest.mark.usefixtures("messages")
 class Dropping(nn.Module):
     """LayerDrop: a call runs the layers in `kept`, with a graph break behind each if `broken`."""
 
+    count = 6
+
     def __init__(self, *, broken: bool = False) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(6))
+        self.layers = nn.ModuleList(Block() for _ in range(self.count))
         self.broken = broken
 
     def forward(self, x: Tensor, kept: tuple[int, ...]) -> Tensor:
@@ -160,6 +162,8 @@ def test_blocks_that_are_not_compiled_raise_under_strict_in_the_second_call():
 class Repeated(Dropping):
     """Its layers run in a loop, as in ALBERT, and the first runs once more. broken: after a graph break."""
 
+    count = 2
+
     def tail(self, x: Tensor) -> Tensor:
         return self.layers[0](x)
 
@@ -181,12 +185,12 @@ def test_layer_run_in_compiled_code_and_outside_is_reported(way: Any, grad: bool
     with torch.set_grad_enabled(grad):
         call = way(RepeatedOutside(), policy=POLICY)
         for _ in range(2):
-            call(batch(), range(6))
+            call(batch(), range(2))
     (message,) = messages()
     assert "in compiled code and outside of it" in message, messages()
     assert message.endswith(": layers.0.up, layers.0.down")
     assert any(message in warning for warning in report_of_all().summary.warnings)
-    assert "layers.0.up" in raised(RepeatedOutside(), batch(), range(6), way=way, train=grad)
+    assert "layers.0.up" in raised(RepeatedOutside(), batch(), range(2), way=way, train=grad)
 
 
 @pytest.mark.parametrize("broken", [True, False], ids=["broken", "one_graph"])
@@ -194,7 +198,7 @@ def test_layer_run_in_compiled_code_and_outside_is_reported(way: Any, grad: bool
 def test_repeated_layers_in_compiled_code_pass_strict_mode(way: Any, broken: bool, messages: Any):
     call = way(Repeated(broken=broken), policy=POLICY, strict=True)
     for rows in (4, 6):
-        step(call, batch(rows), range(6))
+        step(call, batch(rows), range(2))
     assert messages() == []
 
 
