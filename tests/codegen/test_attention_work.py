@@ -69,12 +69,12 @@ def test_the_rate_is_attentions_in_bf16():
     ("target", "options", "operator"),
     [
         ("sm_100", {}, "cudnn"),
-        ("sm_90", {}, "cudnn"),
-        ("sm_120", {}, "flash"),
+        pytest.param("sm_90", {}, "cudnn", marks=pytest.mark.slow),
+        pytest.param("sm_120", {}, "flash", marks=pytest.mark.slow),
         ("gfx950", {}, "flash"),
         ("sm_100", {"attention": "flash"}, "flash"),
-        ("sm_80", {"attention": "cudnn"}, "cudnn"),
-        ("sm_100", {"head": 72 + 128}, "flash"),
+        pytest.param("sm_80", {"attention": "cudnn"}, "cudnn", marks=pytest.mark.slow),
+        pytest.param("sm_100", {"head": 72 + 128}, "flash", marks=pytest.mark.slow),
     ],
 )
 def test_attention_takes_the_backend_of_pytorch(target, options, operator):

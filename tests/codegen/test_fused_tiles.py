@@ -13,7 +13,8 @@ from torch._inductor import config
 from mxcompile.lowering.choices.configs import NARROW, fused
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.lowering.templates import fused_quantize_mm
-from mxcompile.offline import codegen
+from mxcompile.offline import CodegenResult, codegen
+from mxcompile.offline.launch import Kernel
 
 POLICY = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 FEW, MANY = 40, 500
@@ -68,23 +69,26 @@ def test_fused_tile_compiles_for_sizes_it_does_not_divide(target, rows, swap, ti
     assert kernel.binary.spill_bytes == 0
 
 
-def test_scales_are_read_as_whole_tiles():
-    """On Blackwell they go from shared to tensor memory as they lie, the copy that the MMA reads."""
-    model = Layer(1024, 512).to("meta", torch.bfloat16)
-    x, y = (torch.empty(16, width, device="meta", dtype=torch.bfloat16) for width in (1024, 512))
+def of_16_rows(k: int, n: int) -> tuple[CodegenResult, Kernel]:
+    """The code of a layer for few tokens, and its product's kernel."""
+    model = Layer(k, n).to("meta", torch.bfloat16)
+    x, y = (torch.empty(16, width, device="meta", dtype=torch.bfloat16) for width in (k, n))
     result = codegen(model, x, y, target="sm_100", training=False, policy=POLICY)
     (launch,) = (launch for launch in result.launches if launch.gemms)
-    assert "load_tiled" in result.kernel(launch).source
-    assert "tcgen05.cp" in result.kernel(launch).binary.text["ptx"]
+    return result, result.kernel(launch)
+
+
+def test_scales_are_read_as_whole_tiles():
+    """On Blackwell they go from shared to tensor memory as they lie, the copy that the MMA reads."""
+    _, kernel = of_16_rows(1024, 512)
+    assert "load_tiled" in kernel.source
+    assert "tcgen05.cp" in kernel.binary.text["ptx"]
 
 
 def test_on_a_chip_for_which_the_cast_was_not_fused(monkeypatch):
     """As when the option `target` names another: a tile that the plain product would have."""
     monkeypatch.setattr(fused_quantize_mm, "fused", lambda *_: [])
-    model = Layer(250, 130).to("meta", torch.bfloat16)
-    x, y = (torch.empty(16, width, device="meta", dtype=torch.bfloat16) for width in (250, 130))
-    result = codegen(model, x, y, target="sm_100", training=False, policy=POLICY)
-    (launch,) = (launch for launch in result.launches if launch.gemms)
-    assert "quantize_rowwise" in result.kernel(launch).source
-    assert "BLOCK_K : tl.constexpr = 256" in result.kernel(launch).source
+    result, kernel = of_16_rows(250, 130)
+    assert "quantize_rowwise" in kernel.source
+    assert "BLOCK_K : tl.constexpr = 256" in kernel.source
     assert result.problems == ()

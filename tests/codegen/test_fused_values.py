@@ -84,7 +84,6 @@ def _check(model: Down, shape: tuple[int, ...], m: int, folder: Path) -> tuple:
     (gemm,) = result.report.gemms
     tile = "128x32x128 swapped" if m <= 64 else "128x128x64"
     assert gemm.kernel == f"mx_quantize_mm {tile} (tcgen05.mma block_scale)"
-    (folder / "inference.py").rename(folder / "forward.py")
     weight, bias = model.down.weight.detach(), model.down.bias.detach()
     out, *_ = interpret(folder, [x, weight, bias, y])
     rounded = product(model.producer(x), weight.t(), NVIDIA, torch.float32) + bias.float()

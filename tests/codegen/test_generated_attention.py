@@ -138,7 +138,6 @@ def test_generated_attention_is_within_bf16_rounding(name: str, tmp_path: Path):
     assert {gemm.kernel for gemm in result.report.gemms} == {
         f"mx_attention {case.form} (keys and values mxfp8)"
     }
-    (tmp_path / "inference.py").rename(tmp_path / "forward.py")
     buffers = dict(model.named_buffers())
     (output,) = interpret(tmp_path, [*_in_order(case, buffers, *arguments)])
     wanted, magnitude = exact(model, *arguments)

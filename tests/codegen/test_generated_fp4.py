@@ -1,13 +1,10 @@
-"""FP4 casts generated for GPUs, run in Triton's interpreter: bit for bit those of the reference."""
+"""FP4 casts compile for GPUs without spills; what they compute is checked in `check_fp4_casts`."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 import torch
 from helpers.casts import encode_packed
-from interpreted import interpret
 from torch import Tensor, nn
 
 from mxcompile import ops
@@ -36,16 +33,6 @@ class Casts(nn.Module):
         return tuple(results)
 
 
-def spread(m: int, n: int) -> Tensor:
-    """Rows and columns of many binades, zeros with both signs, and what lies halfway between elements."""
-    gen = torch.Generator().manual_seed(m + n)
-    rows, columns = (torch.randint(-12, 12, size, generator=gen) for size in ((m, 1), (1, n)))
-    x = torch.randn(m, n, generator=gen) * torch.exp2(rows.float()) * torch.exp2(columns.float())
-    x[:, 3], x[2] = -0.0, 0.0
-    x[5] = torch.tensor([0.25, 0.75, -1.25, 1.75, -2.5, 3.5, 5.0, 6.0]).repeat(n // 8)
-    return x
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("word", "target", "shape", "dtype"),
@@ -60,16 +47,10 @@ def spread(m: int, n: int) -> Tensor:
         ("e2m1 1x32 floor stochastic", "sm_100", (64, 96), torch.float32),
     ],
 )
-def test_generated_fp4_casts_equal_the_reference(
-    word: str, target: str, shape: tuple[int, int], dtype: torch.dtype, tmp_path: Path
+def test_generated_fp4_casts_compile_without_spills(
+    word: str, target: str, shape: tuple[int, int], dtype: torch.dtype
 ):
-    model, seed = Casts(word), torch.tensor([123456789])
-    x = spread(*shape).clamp(-6e4, 6e4).to(dtype)
-    wanted = model(x, seed)
-    result = codegen(model, x, seed, target=target, training=False, out_dir=tmp_path)
+    x, seed = torch.empty(shape, dtype=dtype), torch.tensor([123456789])
+    result = codegen(Casts(word), x, seed, target=target, training=False)
     assert not result.problems
     assert not any(kernel.binary.spill_bytes for kernel in result.kernels)
-    arguments = [x, seed] if Format.parse(word).stochastic else [x]
-    for computed, reference in zip(interpret(tmp_path, arguments), wanted, strict=True):
-        assert computed.shape == reference.shape
-        assert torch.equal(computed, reference)

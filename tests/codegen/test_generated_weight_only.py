@@ -17,6 +17,7 @@ from interpreted import interpret
 from torch import Tensor, nn
 
 import mxcompile
+from mxcompile import MXTensor
 from mxcompile.formats import Format
 from mxcompile.offline import CodegenResult, codegen
 
@@ -51,9 +52,7 @@ CASES = {
 def generate(model: nn.Module, x: Tensor, target: str, elem: str, folder: Path) -> CodegenResult:
     rule = {"match": {"name": "*"}, "use": {"precision": "mxfp8", "elem_dtype": elem}}
     policy = {"version": 1, "rules": [rule]}
-    result = codegen(model, x, target=target, training=False, policy=policy, out_dir=folder)
-    (folder / "inference.py").rename(folder / "forward.py")
-    return result
+    return codegen(model, x, target=target, training=False, policy=policy, out_dir=folder)
 
 
 @pytest.mark.parametrize("name", mostly_slow(CASES, "one_row", "rows_in_fp32"))
@@ -76,6 +75,15 @@ def test_generated_weight_only_layer_matches_fp64(name, tmp_path):
     assert_within(out, *wanted, case.k)
 
 
+def packed_linear(n: int, k: int, rounding: str) -> tuple[nn.Linear, MXTensor]:
+    """A layer whose weight is stored in packed FP4, and that weight."""
+    layer = nn.Linear(k, n, dtype=BF16).requires_grad_(False)
+    weight = binades(n, k).to(BF16)
+    stored = mxcompile.quantize(weight, elem_dtype=torch.float4_e2m1fn_x2, rounding=rounding)
+    layer.weight = nn.Parameter(stored, requires_grad=False)
+    return layer, stored
+
+
 PACKED = mostly_slow(
     [
         (target, rows, rounding)
@@ -92,17 +100,13 @@ PACKED = mostly_slow(
 @pytest.mark.parametrize(("target", "rows", "rounding"), PACKED)
 def test_packed_weights_are_read_as_they_are(target, rows, rounding, tmp_path):
     """Stored in MXFP4 or NVFP4; chips with an MX GEMM, which takes no BF16, run the same kernel."""
-    layer = nn.Linear(70, 40, dtype=BF16).requires_grad_(False)
-    fp4 = torch.float4_e2m1fn_x2
-    stored = mxcompile.quantize(binades(40, 70).to(BF16), elem_dtype=fp4, rounding=rounding)
-    layer.weight = nn.Parameter(stored, requires_grad=False)
+    layer, stored = packed_linear(40, 70, rounding)
     x = binades(rows, 70).to(BF16)
     result = codegen(layer, x, target=target, training=False, policy="bf16", out_dir=tmp_path)
     (gemm,) = result.report.gemms
     form = "gemv 1x16x1024" if rows == 1 else "dot 16x32x256"
     assert gemm.kernel == f"mx_weight_only_mm {form}"
     assert not any("mx.decode.default" in launch.operators for launch in result.launches)
-    (tmp_path / "inference.py").rename(tmp_path / "forward.py")
     (out,) = interpret(tmp_path, [*stored.parts, layer.bias, x])
     assert_within(out, *product(x.float(), stored.dequantize(F32), layer.bias), 70)
 
@@ -122,11 +126,7 @@ NATIVE_FP4 = [
 )
 def test_packed_weights_are_multiplied_as_they_are(target, word, rows, tmp_path):
     """If the rule casts activations to the same precision; few rows and more, K that ends inside a step."""
-    layer = nn.Linear(176, 72, dtype=BF16).requires_grad_(False)
-    rounding = FP4[word].rpartition(" ")[2]
-    weight = binades(72, 176).to(BF16)
-    stored = mxcompile.quantize(weight, elem_dtype=torch.float4_e2m1fn_x2, rounding=rounding)
-    layer.weight = nn.Parameter(stored, requires_grad=False)
+    layer, stored = packed_linear(72, 176, FP4[word].rpartition(" ")[2])
     x = binades(rows, 176).to(BF16)
     policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": word}]}
     result = codegen(layer, x, target=target, training=False, policy=policy, out_dir=tmp_path)
@@ -136,7 +136,6 @@ def test_packed_weights_are_multiplied_as_they_are(target, word, rows, tmp_path)
     assert (gemm.precision, gemm.kernel.split()[0]) == (word, "mx_scaled_mm")
     assert {form.rounding for form in gemm.formats if form.operand == "w"} == {"stored"}
     assert not any(name.startswith("mx.decode") for launch in result.launches for name in launch.operators)
-    (tmp_path / "inference.py").rename(tmp_path / "forward.py")
     (out,) = interpret(tmp_path, [*stored.parts, layer.bias, x])
     cast = rounded_tensors(x.float(), -1, Format.parse(FP4[word]))
     assert_within(out, *product(cast, stored.dequantize(F32), layer.bias), 180)
@@ -145,18 +144,15 @@ def test_packed_weights_are_multiplied_as_they_are(target, word, rows, tmp_path)
 @pytest.mark.slow
 def test_codes_of_nvfp4_meet_activations_of_nvfp4(tmp_path):
     """On a chip without a GEMM of them the kernel takes the codes, and the scales of tensors come after."""
-    layer = nn.Linear(80, 48, dtype=BF16).requires_grad_(False)
-    fp4 = torch.float4_e2m1fn_x2
-    stored = mxcompile.quantize(binades(48, 80).to(BF16), elem_dtype=fp4, rounding="two-level")
-    layer.weight = nn.Parameter(stored, requires_grad=False)
+    layer, stored = packed_linear(48, 80, "two-level")
     x = binades(3, 80).to(BF16)
     rule = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "nvfp4"}]}
     result = codegen(layer, x, target="sm_90", training=False, policy=rule, out_dir=tmp_path)
     (gemm,) = result.report.gemms
     assert gemm.kernel == "mx_weight_only_mm dot 16x32x256"
-    (tmp_path / "inference.py").rename(tmp_path / "forward.py")
     (out,) = interpret(tmp_path, [*stored.parts, layer.bias, x])
-    values = mxcompile.quantize(x, elem_dtype=fp4, rounding="two-level").dequantize(torch.float64)
+    cast = mxcompile.quantize(x, elem_dtype=torch.float4_e2m1fn_x2, rounding="two-level")
+    values = cast.dequantize(torch.float64)
     assert_within(out, *product(values, stored.dequantize(F32), layer.bias), 80 + 4)
 
 

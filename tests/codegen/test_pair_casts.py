@@ -15,31 +15,33 @@ from mxcompile.lowering.targets import TARGETS
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-def _graph(function, *inputs) -> fx.GraphModule:
-    return make_fx(function, tracing_mode="fake")(*inputs)
+PLAIN = (E4M3, "rceil")
 
 
-def _casts(module: fx.GraphModule) -> list[int]:
-    """How many copies each cast makes."""
-    return [len(node.args[1]) for node in module.graph.find_nodes(op="call_function", target=ops.cast)]
-
-
-@pytest.mark.parametrize("dims", [(-1, -2), (-2, -1), (1, 0)])
-def test_a_pair_is_merged_and_means_the_same(dims):
-    def both(x):
-        first = quantize(x, dims[0], E4M3, "rceil")
-        y = x + 1
-        second = quantize(x, dims[1], E4M3, "rceil")
-        return (*first, y, *second)
-
-    x = torch.randn(70, 96)
-    module = _graph(both, x)
-    expected = module(x)
+def merged(function, *inputs) -> tuple[fx.GraphModule, list[int]]:
+    """The graph of `function` after the pass, and how many copies each of its casts makes."""
+    module = make_fx(function, tracing_mode="fake")(*inputs)
     MergeCasts(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
     module.graph.lint()
     module.recompile()
-    assert _casts(module) == [2]
-    for got, wanted in zip(module(x), expected, strict=True):
+    casts = module.graph.find_nodes(op="call_function", target=ops.cast)
+    return module, [len(node.args[1]) for node in casts]
+
+
+@pytest.mark.parametrize("shape", [(70, 96), (2, 70, 96)], ids=str)
+@pytest.mark.parametrize("dims", [(-1, -2), (-2, -1)])
+def test_a_pair_is_merged_and_means_the_same(dims: tuple[int, int], shape: tuple[int, ...]):
+    """Of a matrix or a batch, its dimensions counted from either end."""
+
+    def both(x):
+        first = quantize(x, dims[0] % x.ndim, *PLAIN)
+        y = x + 1
+        return *first, y, *quantize(x, dims[1], *PLAIN)
+
+    x = torch.randn(shape)
+    module, casts = merged(both, x)
+    assert casts == [2]
+    for got, wanted in zip(module(x), both(x), strict=True):
         assert got.dtype is wanted.dtype
         assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
 
@@ -54,38 +56,15 @@ def test_a_pair_is_merged_and_means_the_same(dims):
     ],
 )
 def test_casts_of_different_formats_stay_separate(first, second):
-    module = _graph(lambda x: (*quantize(x, *first), *quantize(x, *second)), torch.randn(64, 64))
-    MergeCasts(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
-    assert _casts(module) == [1, 1]
+    _, casts = merged(lambda x: (*quantize(x, *first), *quantize(x, *second)), torch.randn(64, 64))
+    assert casts == [1, 1]
 
 
 def test_casts_of_different_tensors_stay():
-    def both(x):
-        return (*quantize(x, -1, E4M3, "rceil"), *quantize(x + 1, -2, E4M3, "rceil"))
-
-    module = _graph(both, torch.randn(64, 64))
-    MergeCasts(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
-    assert _casts(module) == [1, 1]
-
-
-def test_a_pair_of_a_batch_is_merged():
-    def both(x):
-        return (*quantize(x, -1, E4M3, "rceil"), *quantize(x, 1, E4M3, "rceil"))
-
-    x = torch.randn(2, 70, 96)
-    module = _graph(both, x)
-    expected = module(x)
-    MergeCasts(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
-    module.recompile()
-    assert _casts(module) == [2]
-    for got, wanted in zip(module(x), expected, strict=True):
-        assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
+    _, casts = merged(lambda x: (*quantize(x, -1, *PLAIN), *quantize(x + 1, -2, *PLAIN)), torch.randn(64, 64))
+    assert casts == [1, 1]
 
 
 def test_casts_along_a_batch_stay():
-    def both(x):
-        return (*quantize(x, -1, E4M3, "rceil"), *quantize(x, 0, E4M3, "rceil"))
-
-    module = _graph(both, torch.randn(2, 64, 64))
-    MergeCasts(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
-    assert _casts(module) == [1, 1]
+    x = torch.randn(2, 64, 64)
+    assert merged(lambda x: (*quantize(x, -1, *PLAIN), *quantize(x, 0, *PLAIN)), x)[1] == [1, 1]

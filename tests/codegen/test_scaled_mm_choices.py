@@ -202,7 +202,6 @@ def test_scaled_mm_of_other_configs_has_the_reference_values(choose, number, tmp
     x = torch.randn(300, 288).mul_(torch.exp2(torch.randint(-8, 8, (300, 1)))).to(BF16)
     choose(number)
     mxcompile.codegen(model, x, target="sm_100", training=False, policy=POLICY, out_dir=tmp_path)
-    (tmp_path / "inference.py").rename(tmp_path / "forward.py")
     (out,) = interpret(tmp_path, [model.weight.detach(), model.bias.detach(), x])
     exact = product(x, model.weight.detach().t(), NVIDIA, torch.float32) + model.bias.detach().float()
     assert sqnr_db(exact.to(BF16), out) > 50

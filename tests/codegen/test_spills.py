@@ -35,10 +35,12 @@ class Heads(nn.Module):
 class Gelu(nn.Module):
     """A gated feed-forward part, whose backward calls the hyperbolic tangent of a library."""
 
+    width = 2048
+
     def __init__(self) -> None:
         super().__init__()
-        self.gate, self.up = (nn.Linear(640, 2048, bias=False) for _ in range(2))
-        self.down = nn.Linear(2048, 640, bias=False)
+        self.gate, self.up = (nn.Linear(640, self.width, bias=False) for _ in range(2))
+        self.down = nn.Linear(self.width, 640, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(nn.functional.gelu(self.gate(x), approximate="tanh") * self.up(x))
@@ -47,10 +49,7 @@ class Gelu(nn.Module):
 class SwiGLU(Gelu):
     """The same, wide, with a gate that casts compute forward and backward."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up = (nn.Linear(640, 14336, bias=False) for _ in range(2))
-        self.down = nn.Linear(14336, 640, bias=False)
+    width = 14336
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
