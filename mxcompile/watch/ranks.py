@@ -22,6 +22,7 @@ from typing import Any
 
 from mxcompile.watch.actions import Fired
 from mxcompile.watch.tally import Sample, Tally, join
+from mxcompile.watch.writers import Record
 
 _PREFIX = "mxcompile_watch"
 _RECORDS = f"{_PREFIX}/told"
@@ -33,7 +34,6 @@ _LOOK_S = 1.0
 Written = Callable[[int, Sample, int], None]
 Warn = Callable[[str, Exception], None]
 Judge = Callable[[Sample], list[Fired]]
-Record = dict[str, Any]
 
 
 class Ranks:
@@ -117,9 +117,7 @@ class Ranks:
                 item = None
             try:
                 if item is not None:
-                    step, sample = item
-                    sent = self._join(step, sample)
-                    self._write(step, sample, sent)
+                    self._write_joined(*item)
                 self._collect()
             except Exception as error:
                 self._warn("a sample or a record of another rank was lost", error)
@@ -138,8 +136,7 @@ class Ranks:
         """Joins and writes the sample. Publishes the rules that fire, which the other ranks read."""
         rules: list[Fired] = []
         try:
-            sent = self._join(step, sample)
-            self._write(step, sample, sent)
+            self._write_joined(step, sample)
             rules = judge(sample)
         finally:
             if self._sent_key and not self._silent:  # every rank has sent a later sample, so has read this
@@ -157,8 +154,8 @@ class Ranks:
             time.sleep(_POLL_S)
         return [(index, row) for index, row in json.loads(store.get(key))]
 
-    def _join(self, step: int, sample: Sample) -> int:
-        """Adds the samples of other ranks to `sample`. Returns the number of ranks in it."""
+    def _write_joined(self, step: int, sample: Sample) -> None:
+        """Adds the samples of other ranks to `sample`, and writes it with the number of ranks in it."""
         _, count = _rank_and_size()
         store, end, sent = _store(), time.monotonic() + _WAIT_S, 1
         self._silent = {rank for rank in self._silent if not store.check([_key(step, rank)])}
@@ -175,7 +172,7 @@ class Ranks:
         if waiting:
             self._silent |= waiting
             self._warn("samples lack some ranks", TimeoutError(f"ranks {sorted(waiting)} sent nothing"))
-        return sent
+        self._write(step, sample, sent)
 
 
 def _rank_and_size() -> tuple[int, int]:

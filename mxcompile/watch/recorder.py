@@ -151,10 +151,8 @@ class Recorder:
         for call, sites, measured, kept, excerpts in pending:
             for site, numbers, part, excerpt in zip(sites, measured.tolist(), kept, excerpts, strict=True):
                 for reader in site["readers"]:
-                    key, tally = (
-                        _key(call, reader),
-                        Tally.from_numbers(reader["role"], site["format"], numbers),
-                    )
+                    key = _key(call, reader)
+                    tally = Tally.from_numbers(reader["role"], site["format"], numbers)
                     if excerpt is not None and _is_worse(tally, sample.get(key)):
                         self.excerpts[key] = excerpt
                     if key not in sample:

@@ -76,7 +76,8 @@ class SampleFile:
             if record.get("kind") == "run":
                 self.about = record
             elif record.get("kind") == "sample":
-                self.samples[record["step"]] = {_key(row): row for row in record["rows"]}
+                rows = {(row["layer"], row["gemm"], row["operand"]): row for row in record["rows"]}
+                self.samples[record["step"]] = rows
                 self.losses |= {record["step"]: record["loss"]} if "loss" in record else {}
             elif record.get("kind") == "nonfinite":
                 self.findings.append(record)
@@ -131,15 +132,8 @@ def _badness(row: Row) -> tuple[float, ...]:
 
 
 def _change(before: Row, now: Row) -> float:
-    return max((abs(now[name] - before[name]) for name in SHARES if _has(name, before, now)), default=0.0)
-
-
-def _has(name: str, *rows: Row) -> bool:
-    return all(row.get(name) is not None for row in rows)
-
-
-def _key(row: Row) -> Key:
-    return row["layer"], row["gemm"], row["operand"]
+    pairs = ((before.get(name), now.get(name)) for name in SHARES)
+    return max((abs(b - a) for a, b in pairs if a is not None and b is not None), default=0.0)
 
 
 def _rounded(value: Any) -> Any:

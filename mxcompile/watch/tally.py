@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -83,13 +84,14 @@ class Tally:
         return values | self._losses() if self.format else values
 
     def _losses(self) -> dict[str, Any]:
-        sums = self.sums
+        sums, signal, noise = self.sums, self.sums["signal"], self.sums["noise"]
         finite = sums["elements"] - sums["nan"] - sums["inf"]
+        error = math.sqrt(noise / signal) if signal else None
         return {
-            "underflow": _share(sums["underflow"], sums["nonzero"]),
-            "saturated": _share(sums["saturated"], finite),
-            "error": _error(sums["noise"], sums["signal"]),
-            "sqnr": _decibels(sums["signal"], sums["noise"]),
+            "underflow": sums["underflow"] / sums["nonzero"] if sums["nonzero"] else 0.0,
+            "saturated": sums["saturated"] / finite if finite else 0.0,
+            "error": 0.0 if noise == 0 else error,
+            "sqnr": 10 * math.log10(signal / noise) if signal and noise else None,
             **self._scales(),
             "poisoned": int(sums["poisoned"]),
             "changed": self.changed / self.compared if self.compared else None,
@@ -107,25 +109,16 @@ class Tally:
         return {"scale_min": least, "scale_median": median, "scale_max": largest}
 
     def packed(self) -> list[Any]:
-        """Returns a list for JSON, which `unpacked` reads."""
-        counted = [[byte, count] for byte, count in self.histogram.items()]
-        sums = [None if math.isinf(self.sums[name]) else self.sums[name] for name in FIELDS]
+        """Returns a list for Python's JSON, which has infinity. `unpacked` reads it."""
+        sums, counted = [self.sums[name] for name in FIELDS], [*self.histogram.items()]
         return [self.role, self.format, self.calls, sums, counted, self.compared, self.changed]
 
     @classmethod
     def unpacked(cls, packed: list[Any]) -> Tally:
         """Returns the tally that `packed` wrote."""
-        role, fmt, calls, sums, counted, compared, changed = packed
-        pairs = zip(FIELDS, sums, strict=True)
-        return cls(
-            role=role,
-            format=fmt,
-            calls=calls,
-            sums={name: math.inf if value is None else value for name, value in pairs},
-            histogram=dict(map(tuple, counted)),
-            compared=compared,
-            changed=changed,
-        )
+        values = dict(zip((field.name for field in dataclasses.fields(cls)), packed, strict=True))
+        values["sums"] = dict(zip(FIELDS, values["sums"], strict=True))
+        return cls(**values | {"histogram": dict(values["histogram"])})
 
 
 Sample = dict[Key, Tally]
@@ -156,17 +149,3 @@ def row(key: Key, tally: Tally, stats: frozenset[str]) -> dict[str, Any]:
     measured = tally.statistics()
     wanted = stats.union(_SCALES if "scales" in stats else ())
     return named | {name: value for name, value in measured.items() if name in wanted}
-
-
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
-
-
-def _error(noise: float, signal: float) -> float | None:
-    if noise == 0:
-        return 0.0
-    return math.sqrt(noise / signal) if signal else None
-
-
-def _decibels(signal: float, noise: float) -> float | None:
-    return 10 * math.log10(signal / noise) if signal and noise else None

@@ -239,8 +239,13 @@ class Watch:
         """Writes the joined `sample` of `step`. ranks: number of ranks in it."""
         rows = [row(key, tally, self.stats) for key, tally in sample.items()]
         if not self._is_begun:
-            self._send(_record("run", **self._about, left_out=_unmeasured(self._recorder)))
-            self._warn_of_idle_rules(step, rows)
+            names = "layer", "gemm", "operand"
+            missing = [*self._recorder.left_out.items()]  # graphs of other threads may add some
+            left_out = [{**dict(zip(names, key, strict=True)), "why": why} for key, why in missing]
+            self._send(_record("run", **self._about, left_out=left_out))
+            for index, rule in enumerate(self._rules):
+                if not any(map(rule.looks_at, rows)):
+                    log.warning("watch: rule %d matches no operand that step %d measures", index + 1, step)
             self._is_begun = True
         losses = self._losses.pop(step, [])
         mean = sum(losses) / len(losses) if losses else math.nan
@@ -248,11 +253,6 @@ class Watch:
         if self._policy.has_steps:
             noted["phase"] = self._policy.at(step).phase
         self._send(_record("sample", step=step, ranks=ranks, **noted, rows=rows))
-
-    def _warn_of_idle_rules(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        for index, rule in enumerate(self._rules):
-            if not any(map(rule.looks_at, rows)):
-                log.warning("watch: rule %d matches no operand that step %d measures", index + 1, step)
 
     def _report(self, kind: str, **values: Any) -> None:
         self._send(_record(kind, **values))
@@ -267,13 +267,6 @@ class Watch:
 
 def _record(kind: str, **values: Any) -> Record:
     return {"schema": SCHEMA, "kind": kind, "time": time.time(), **values}
-
-
-def _unmeasured(recorder: Recorder) -> list[dict[str, str]]:
-    """Returns the operands that are not measured, and why."""
-    names = "layer", "gemm", "operand"
-    missing = list(recorder.left_out.items())  # graphs of other threads may add some
-    return [{**dict(zip(names, key, strict=True)), "why": why} for key, why in missing]
 
 
 def _listed(to: Any) -> Iterable[Any]:

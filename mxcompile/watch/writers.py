@@ -36,7 +36,8 @@ class JsonLines:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            if not self._is_begun and _is_cut(file):
+            size = os.fstat(file).st_size
+            if not self._is_begun and size and os.pread(file, 1, size - 1) != b"\n":  # its last line is cut
                 line = f"\n{line}"
             data = line.encode()
             written = os.write(file, data)
@@ -69,12 +70,6 @@ class TensorBoard:
         return repr(self._writer)
 
 
-def _is_cut(file: int) -> bool:
-    """Whether the last line of `file` has no newline."""
-    size = os.fstat(file).st_size
-    return size > 0 and os.pread(file, 1, size - 1) != b"\n"
-
-
 def read(path: str | Path) -> Iterator[Record]:
     """Yields the records of the file `path`, oldest first, without truncated lines. Raises `OSError`."""
     for record, _ in read_from(Path(path), 0):
@@ -87,15 +82,9 @@ def read_from(path: Path, start: int) -> Iterator[tuple[Record, int]]:
         lines.seek(start)
         for line in lines:
             start += len(line)
-            record = parsed(line.decode(errors="replace"))
-            if record is not None:
+            try:
+                record = json.loads(line.decode(errors="replace"))
+            except ValueError:  # a truncated line
+                continue
+            if isinstance(record, dict) and record.get("schema") == SCHEMA:
                 yield record, start
-
-
-def parsed(line: str) -> Record | None:
-    """Returns the record in `line`; None if the line is truncated or has another schema."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and record.get("schema") == SCHEMA else None
