@@ -16,7 +16,7 @@ from mxcompile.report.data.fold import spelled
 from mxcompile.report.data.record import GemmRecord, ReportData, Summary
 from mxcompile.report.forms.figures import differences
 from mxcompile.report.forms.tables import Table, bullets, drawn, fitted, markdown, markdown_table, wrapped
-from mxcompile.report.forms.words import count, formats, size
+from mxcompile.report.forms.words import count, formats, listed, size
 
 KINDS = ("fell back", "gained", "changed", "new", "removed")
 
@@ -131,7 +131,7 @@ def compare(old: ReportData, new: ReportData) -> Difference:
             before=a,
             after=b,
             code=code,
-            reason=_joined(sentences[role, kind, field, a, b, code]),
+            reason=listed([*sentences[role, kind, field, a, b, code]], 1),
         )
         for (role, kind, field, a, b, code), layers in groups.items()
         for gemms, names in _by_gemms(layers)
@@ -197,11 +197,6 @@ def _changes(old: GemmRecord | None, new: GemmRecord | None) -> Iterator[tuple[s
 def _code(gemm: GemmRecord) -> str:
     """Returns the code by which reasons are grouped, or the sentence if the file has no codes."""
     return gemm.code or gemm.reason
-
-
-def _joined(sentences: Iterable[str]) -> str:
-    first, *others = sentences
-    return f"{first} and {len(others)} more" if others else first
 
 
 def _table(changes: Iterable[Change]) -> Table:

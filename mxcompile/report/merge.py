@@ -18,7 +18,8 @@ from mxcompile.formats import is_quantized
 from mxcompile.policy import Code
 from mxcompile.report.data.fold import Row, fold
 from mxcompile.report.data.outline import Outline
-from mxcompile.report.data.record import NOT_COMPILED, Figures, GemmRecord, Part, Summary, flop_share
+from mxcompile.report.data.record import NOT_COMPILED, GemmRecord, Part, ReportData, Summary, flop_share
+from mxcompile.report.forms.words import listed
 
 _OUTSIDE = "not compiled yet, or run outside of compiled code:"
 _NAMED = 4
@@ -102,7 +103,7 @@ def figures_of(parts: Sequence[Part]) -> dict[str, Any]:
         "weight_bytes": sum(size for size, _ in weights.values()),
         "weight_bytes_bf16": sum(in_bf16 for _, in_bf16 in weights.values()),
     }
-    for field in dataclasses.fields(Figures):
+    for field in dataclasses.fields(Part):
         if field.metadata:
             times = per_run if field.metadata["figure"].per_run else once
             values = [(getattr(part, field.name), n) for part, n in times]
@@ -159,10 +160,7 @@ def outside(gemms: Iterable[GemmRecord]) -> tuple[str, ...]:
     pending = (gemm for gemm in gemms if gemm.kernel == NOT_COMPILED and is_quantized(gemm.precision))
     rows = fold(dataclasses.replace(gemm, source="") for gemm in pending)
     names = list(dict.fromkeys(f"{row.name}{_gradients_alone(row)}" for row in rows))
-    if not names:
-        return ()
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return (f"{_OUTSIDE} {', '.join(names[:_NAMED])}{more}",)
+    return (f"{_OUTSIDE} {listed(names, _NAMED)}",) if names else ()
 
 
 def _gradients_alone(row: Row) -> str:
@@ -171,47 +169,40 @@ def _gradients_alone(row: Row) -> str:
     return "" if "fprop" in gemms else f" ({', '.join(gemms)})"
 
 
-def merge(
-    summaries: Sequence[Summary], contents: Sequence[tuple[Sequence[GemmRecord], Sequence[Outline]]]
-) -> tuple[list[GemmRecord], Summary, list[Outline]]:
+def merge(reports: Sequence[ReportData]) -> tuple[list[GemmRecord], Summary, list[Outline]]:
     """Returns the records, summary and outlines of several reports as one.
 
-    Of equal records the first is kept, compiled before planned. contents: records and outlines of each
-    report. Raises `OptionError` if targets or policies differ.
+    Of equal records the first is kept, compiled before planned. Raises `OptionError` if targets or policies
+    differ.
     """
-    _check_same_model(summaries)
-    compiled = {
-        (gemm.name, gemm.gemm) for gemms, _ in contents for gemm in gemms if gemm.kernel != NOT_COMPILED
-    }
-    keys: set[_Key] = set()
-    gemms: list[GemmRecord] = []
-    graphs: list[Outline] = []
-    counted: list[Summary] = []
-    for summary, (records, outlines) in zip(summaries, contents, strict=True):
-        stands = [
-            gemm
-            for gemm in records
-            if _record_key(gemm) not in keys
-            and (gemm.kernel != NOT_COMPILED or (gemm.name, gemm.gemm) not in compiled)
-        ]
-        keys.update(map(_record_key, stands))
-        if stands or not records:
-            gemms += [dataclasses.replace(gemm, graph=gemm.graph + len(graphs)) for gemm in stands]
-            graphs += outlines
-            counted.append(summary)
-    return gemms, _sum(counted, gemms), graphs
-
-
-def _check_same_model(summaries: Sequence[Summary]) -> None:
-    if not summaries:
+    if not reports:
         raise OptionError("nothing to merge: give at least one report")
     for field in ("target", "policy"):
-        values = list(dict.fromkeys(getattr(summary, field) for summary in summaries))
+        values = list(dict.fromkeys(getattr(report.summary, field) for report in reports))
         if len(values) > 1:
             raise OptionError(
                 f"these reports cannot be merged: reports of one model have one {field}, found"
                 f" {', '.join(map(repr, values))}"
             )
+    every = (gemm for report in reports for gemm in report.gemms)
+    compiled = {(gemm.name, gemm.gemm) for gemm in every if gemm.kernel != NOT_COMPILED}
+    keys: set[_Key] = set()
+    gemms: list[GemmRecord] = []
+    graphs: list[Outline] = []
+    counted: list[Summary] = []
+    for report in reports:
+        stands = [
+            gemm
+            for gemm in report.gemms
+            if _record_key(gemm) not in keys
+            and (gemm.kernel != NOT_COMPILED or (gemm.name, gemm.gemm) not in compiled)
+        ]
+        keys.update(map(_record_key, stands))
+        if stands or not report.gemms:
+            gemms += [dataclasses.replace(gemm, graph=gemm.graph + len(graphs)) for gemm in stands]
+            graphs += report.graph
+            counted.append(report.summary)
+    return gemms, _sum(counted, gemms), graphs
 
 
 def _sum(summaries: Sequence[Summary], gemms: Sequence[GemmRecord]) -> Summary:

@@ -11,6 +11,7 @@ from mxcompile.errors import OptionError
 from mxcompile.policy import Match
 from mxcompile.report.data.fold import fold
 from mxcompile.report.data.record import GemmRecord
+from mxcompile.report.forms.words import listed
 
 _MOST = 3
 """Number of existing names that an error suggests."""
@@ -77,8 +78,7 @@ def _no_match_message(pattern: str, names: Sequence[str]) -> str:
         match = Match(name=(wider,))
         fitting = [] if pattern.startswith("re:") else [name for name in names if match.names(name)]
         if fitting:
-            more = f" and {len(fitting) - 1} more" if len(fitting) > 1 else ""
-            return f"{message}; {wider!r} matches {fitting[0]!r}{more}"
+            return f"{message}; {wider!r} matches {listed([*map(repr, fitting)], 1)}"
     near = difflib.get_close_matches(pattern.removeprefix("re:"), names, n=_MOST, cutoff=_NEAR)
     rows = [row for row in near if row] or [name for name in names if name][:_MOST]
     heading = "nearest" if near else "its layers are"

@@ -140,8 +140,7 @@ class Registry:
             return index
 
     def _rewrite(self, ledgers: Sequence[Ledger]) -> None:
-        for path in {ledger.path for ledger in ledgers} - {None}:
-            assert path is not None
+        for path in {ledger.path for ledger in ledgers if ledger.path is not None}:
             self._stale.add(path)
             if time.monotonic() >= self._next_write.get(path, 0.0):
                 self._write(path)

@@ -81,8 +81,7 @@ class Report(ReportData):
         Raises:
             OptionError: if `reports` is empty, or if targets or policies differ.
         """
-        contents = [(report.gemms, report.graph) for report in reports]
-        gemms, summary, graph = merge([report.summary for report in reports], contents)
+        gemms, summary, graph = merge(reports)
         return cls(gemms=tuple(gemms), summary=summary, graph=tuple(graph))
 
     def __str__(self) -> str:

@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from mxcompile.report.data import schema
@@ -213,8 +214,7 @@ class Numerics:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain dicts, lists, strings and numbers for JSON; inf and nan are strings."""
-        result = _plain(dataclasses.asdict(self))
-        assert isinstance(result, dict)
+        result: dict[str, Any] = _plain(dataclasses.asdict(self))
         return result
 
     @classmethod
@@ -269,12 +269,6 @@ class Group:
     worst: GemmNumerics
 
 
-@dataclass(slots=True)
-class _Members:
-    gemms: list[GemmNumerics] = field(default_factory=list)
-    tensors: list[TensorNumerics] = field(default_factory=list)
-
-
 def by_role(numerics: Numerics) -> list[Group]:
     """Returns a group for each role, sorted by harm, largest first."""
     return sorted(_grouped(numerics, lambda gemm: gemm.role), key=_harm, reverse=True)
@@ -291,29 +285,25 @@ def _harm(group: Group) -> float:
 
 
 def _grouped(numerics: Numerics, key: Callable[[GemmNumerics | TensorNumerics], str]) -> list[Group]:
-    groups: dict[str, _Members] = {}
+    gemms: defaultdict[str, list[GemmNumerics]] = defaultdict(list)
+    tensors: defaultdict[str, list[TensorNumerics]] = defaultdict(list)
     for gemm in numerics.gemms:
-        groups.setdefault(key(gemm), _Members()).gemms.append(gemm)
+        gemms[key(gemm)].append(gemm)
     for tensor in numerics.tensors:
-        if key(tensor) in groups:
-            groups[key(tensor)].tensors.append(tensor)
+        tensors[key(tensor)].append(tensor)
     total = sum(gemm.flops for gemm in numerics.gemms) or 1
-    return [_group(name, members, total) for name, members in groups.items()]
+    return [_group(name, members, tensors[name], total) for name, members in gemms.items()]
 
 
-def _group(name: str, members: _Members, total: int) -> Group:
-    gemms, tensors = members.gemms, members.tensors
+def _group(name: str, gemms: Sequence[GemmNumerics], tensors: Sequence[TensorNumerics], total: int) -> Group:
     flops = sum(gemm.flops for gemm in gemms)
     read = sum(tensor.flops for tensor in tensors)
-    inside = Numerics(gemms=tuple(gemms))
-    lowest = inside.lowest_sqnr_db
-    assert lowest is not None
     return Group(
         name=name,
         num_gemms=len(gemms),
         flop_share=flops / total,
         rel_error=math.sqrt(sum(gemm.harm for gemm in gemms) / flops) if flops else 0.0,
-        lowest_sqnr_db=lowest,
+        lowest_sqnr_db=lowest(gemm.sqnr_db for gemm in gemms),
         underflow=sum(tensor.flops * tensor.underflow for tensor in tensors) / read if read else None,
-        worst=inside.worst_gemms()[0],
+        worst=Numerics(gemms=tuple(gemms)).worst_gemms()[0],
     )

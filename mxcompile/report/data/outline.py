@@ -107,16 +107,12 @@ def folded(outline: Outline) -> Outline:
             room[nodes[0].phase] -= 1
             index[key] = len(index)
     ends = ((keys[a], keys[b]) for a, b in outline.edges)
+    names = {key: dict.fromkeys(name for node in members[key] for name in node.names) for key in index}
     return Outline(
-        nodes=tuple(_joined(members[key]) for key in index),
+        nodes=tuple(dataclasses.replace(members[key][0], names=tuple(names[key])) for key in index),
         edges=tuple(sorted({(index[a], index[b]) for a, b in ends if a in index and b in index})),
         omitted=outline.omitted + len(members) - len(index),
     )
-
-
-def _joined(nodes: Sequence[OutlineNode]) -> OutlineNode:
-    names = dict.fromkeys(name for node in nodes for name in node.names)
-    return dataclasses.replace(nodes[0], names=tuple(names))
 
 
 def _keys(nodes: Sequence[OutlineNode]) -> list[Any]:

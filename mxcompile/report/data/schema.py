@@ -143,12 +143,13 @@ _Reader = Callable[[Any], Any]
 
 
 @functools.cache
-def _fields(owner: Any) -> dict[str, tuple[Any, bool]]:
-    """Returns the type of every field of the dataclass `owner`, and whether the field is required."""
+def _fields(owner: Any) -> dict[str, tuple[Any, tuple[str, ...] | None, bool]]:
+    """Returns type and allowed values of every field of the dataclass `owner`, and whether it is required."""
     hints = typing.get_type_hints(owner, include_extras=True)
     return {
         field.name: (
             hints[field.name],
+            CHOICES.get((owner.__name__, field.name)),
             field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING,
         )
         for field in dataclasses.fields(owner)
@@ -156,11 +157,6 @@ def _fields(owner: Any) -> dict[str, tuple[Any, bool]]:
 
 
 @functools.cache
-def _readers(owner: Any) -> dict[str, _Reader]:
-    fields = _fields(owner).items()
-    return {name: _reader(hint, CHOICES.get((owner.__name__, name))) for name, (hint, _) in fields}
-
-
 def _reader(hint: Any, choices: tuple[str, ...] | None) -> _Reader:
     """Returns a function that checks and converts a value of type `hint`."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
@@ -181,15 +177,16 @@ def _reader(hint: Any, choices: tuple[str, ...] | None) -> _Reader:
 def _read_object(owner: Any, data: Any) -> Any:
     if not isinstance(data, Mapping):
         raise _FaultError(f"expected an object, found {_kind(data)}")
-    readers, values = _readers(owner), {}
+    fields, values = _fields(owner), {}
     for key, value in data.items():
-        if key not in readers:
+        if key not in fields:
             continue
+        hint, choices, _ = fields[key]
         try:
-            values[key] = readers[key](value)
+            values[key] = _reader(hint, choices)(value)
         except _FaultError as fault:
             raise fault.inside(f".{key}") from None
-    for name, (_, required) in _fields(owner).items():
+    for name, (*_, required) in fields.items():
         if required and name not in data:
             raise _FaultError(f"key {name!r} is missing")
     return owner(**values)
@@ -262,10 +259,9 @@ def _object_schema(owner: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     return {
         "type": "object",
         "properties": {
-            name: _type_schema(hint, definitions, CHOICES.get((owner.__name__, name)))
-            for name, (hint, _) in fields.items()
+            name: _type_schema(hint, definitions, choices) for name, (hint, choices, _) in fields.items()
         },
-        "required": [name for name, (_, required) in fields.items() if required],
+        "required": [name for name, (*_, required) in fields.items() if required],
     }
 
 

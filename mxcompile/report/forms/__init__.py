@@ -30,10 +30,6 @@ def _json(value: Any) -> str:
     return json.dumps(dataclasses.asdict(value), ensure_ascii=False)
 
 
-def _text(report: ReportData) -> str:
-    return f"{to_text(report)}\n"
-
-
 def _html(report: ReportData) -> str:
     from mxcompile.report.forms.html import to_html
 
@@ -46,7 +42,7 @@ def framed(page: str) -> str:
 
 
 FORMS: dict[str, Callable[[ReportData], str]] = {
-    ".txt": _text,
+    ".txt": lambda report: f"{to_text(report)}\n",
     ".md": to_markdown,
     ".json": to_json,
     ".html": _html,

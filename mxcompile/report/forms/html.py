@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import linecache
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +26,7 @@ from mxcompile.report.forms.figures import Card, cards
 from mxcompile.report.forms.picture import picture
 from mxcompile.report.forms.text import slower
 from mxcompile.report.forms.unquantized import unquantized_sentences
-from mxcompile.report.forms.words import (
-    count,
-    duration,
-    flop_count,
-    formats,
-    size,
-    speedup,
-    tokens_of,
-    tone,
-)
+from mxcompile.report.forms.words import count, duration, flop_count, formats, size, speedup, tokens_of, tone
 
 _LETTERS = {"fprop": "F", "dgrad": "D", "wgrad": "W"}
 _KINDS = {"gemm": "matmul", "cast": "cast", "glue": "left as it is", "input": "of the graph"}
@@ -98,7 +89,7 @@ def _environment() -> Environment:
         "tone": tone,
         "spelled": spelled,
         "speedup": speedup,
-        "ordered": _ordered,
+        "ordered": lambda gemms: sorted(gemms, key=lambda gemm: list(_LETTERS).index(gemm.gemm)),
         "code_at": _code_at,
         "order": lambda value: 1e300 if math.isnan(value) else value,  # a sort key: NaN precedes all
         "db": _db,
@@ -156,10 +147,6 @@ def _records_of(node: OutlineNode, gemms: list[GemmRecord]) -> list[GemmRecord]:
     return gemms if node.kind == "attention" else []
 
 
-def _ordered(gemms: Iterable[GemmRecord]) -> list[GemmRecord]:
-    return sorted(gemms, key=lambda gemm: list(_LETTERS).index(gemm.gemm))
-
-
 def _code_at(source: str) -> str:
     """Returns the source line at ``file:line`` if it is a Python file on this machine, else ""."""
     file, _, line = source.rpartition(":")
@@ -182,21 +169,17 @@ def _numerics_values(numerics: Numerics) -> dict[str, Any]:
     }
 
 
-def _measured_figures(numerics: Numerics) -> Iterator[tuple[str, str, str, None]]:
+def _measured_figures(numerics: Numerics) -> Iterator[Card]:
     if numerics.loss is not None and numerics.loss_reference is not None:
-        gap = (
-            ""
-            if numerics.loss_gap is None
-            else f"{numerics.loss_gap:+.3%} of {numerics.loss_reference:.4f} in {numerics.own_dtype}"
-        )
-        yield "loss", f"{numerics.loss:.4f}", gap, None
+        gap, reference = numerics.loss_gap, f"{numerics.loss_reference:.4f} in {numerics.own_dtype}"
+        yield Card("loss", f"{numerics.loss:.4f}", "" if gap is None else f"{gap:+.3%} of {reference}")
     if numerics.logits_sqnr_db is not None:
-        yield f"output against {numerics.own_dtype}", _db(numerics.logits_sqnr_db), "", None
+        yield Card(f"output against {numerics.own_dtype}", _db(numerics.logits_sqnr_db))
     if numerics.gradient_error is not None and numerics.gradient_cosine is not None:
         note = f"relative error; cosine {numerics.gradient_cosine:.5f}"
-        yield "parameter gradients, by FLOPs", f"{numerics.gradient_error:.2%}", note, None
-    yield "casts measured", f"{len(numerics.tensors):,}", "", None
-    yield "GEMMs measured", f"{len(numerics.gemms):,}", "", None
+        yield Card("parameter gradients, by FLOPs", f"{numerics.gradient_error:.2%}", note)
+    yield Card("casts measured", f"{len(numerics.tensors):,}")
+    yield Card("GEMMs measured", f"{len(numerics.gemms):,}")
 
 
 def _db(value: float) -> str:

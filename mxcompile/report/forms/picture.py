@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Sequence
 from html import escape
 
@@ -171,11 +170,10 @@ def _rect(x: float, y: float, width: float, height: float, more: str) -> str:
 
 def _icon(node: OutlineNode, x: float, y: float) -> str:
     """Returns an SVG path with the direction of a cast's blocks: a horizontal or vertical double arrow."""
-    turn = math.pi / 2 if "columnwise" in node.detail else 0.0
-    along, across = (math.cos(turn), math.sin(turn)), (-math.sin(turn), math.cos(turn))
 
-    def at(a: float, b: float) -> str:
-        return f"{x + a * along[0] + b * across[0]:.1f} {y + a * along[1] + b * across[1]:.1f}"
+    def at(along: float, across: float) -> str:
+        right, down = (-across, along) if "columnwise" in node.detail else (along, across)
+        return f"{x + right:.1f} {y + down:.1f}"
 
     return (
         f"M{at(-6, 0)}L{at(6, 0)}M{at(-6, 0)}L{at(-3, -3)}M{at(-6, 0)}L{at(-3, 3)}"

@@ -63,20 +63,14 @@ def headline(report: ReportData) -> str:
     words = labels(gemm.precision for gemm in report.gemms)
     model_dtype, unknown = main_dtype(report.gemms), unknown_words(report.gemms)
     model = f", model in {model_dtype}" if model_dtype != "BF16" else ""
+    flops, tokens = sum(gemm.flops for gemm in report.gemms), tokens_of(report.gemms)
+    amounts = (f", {flop_count(flops)}" if flops else "") + (f", {tokens:,} tokens" if tokens else "")
     return (
         f"{words} report: {summary.flop_share:.1%} of {'known ' if unknown else ''}matmul FLOPs in"
         f" {words}{unknown}"
-        f" ({count(summary.num_gemms, 'GEMM')}{amounts(report.gemms)}, target {summary.target},"
+        f" ({count(summary.num_gemms, 'GEMM')}{amounts}, target {summary.target},"
         f" policy {summary.policy}{model})"
     )
-
-
-def amounts(gemms: Sequence[GemmRecord]) -> str:
-    """Returns a headline's ``, 4.2 TFLOP, 8,192 tokens``, without the figures that are unknown."""
-    flops, tokens = sum(gemm.flops for gemm in gemms), tokens_of(gemms)
-    texts = [flop_count(flops)] if flops else []
-    texts += [f"{tokens:,} tokens"] if tokens else []
-    return "".join(f", {text}" for text in texts)
 
 
 def facts(summary: Summary, rows: Sequence[Row] = ()) -> list[str]:

@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from mxcompile.formats import (
-    Precision,
-    elem_named,
-    is_quantized,
-    labels,
-    stored_forms,
-    stored_precision,
-)
+from mxcompile.formats import Precision, elem_named, is_quantized, labels, stored_forms, stored_precision
 from mxcompile.policy import ATTENTION_PRODUCTS, Code
 from mxcompile.report.data.record import NOT_COMPILED, GemmRecord, OperandFormat, Summary
 from mxcompile.report.forms.words import count, is_stored, listed, main_dtype
