@@ -1,5 +1,3 @@
 """The command line: ``mxcompile …``, same as ``python -m mxcompile …``. Each command is a module."""
 
-from mxcompile.cli.main import main
-
-__all__ = ["main"]
+from mxcompile.cli.main import main as main

@@ -10,30 +10,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mxcompile.cli.arguments import (
-    add_model,
-    add_output,
-    add_policy,
-    check_output,
-    check_plots,
-    device,
-    leave_out,
-    policies_of,
-    quiet,
-    seed,
-    sizes,
-)
+from mxcompile.cli import arguments
 from mxcompile.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from mxcompile.checkpoint.files import Checkpoint
     from mxcompile.models.named import LoadedModel
 
 
 def add_measured(command: argparse.ArgumentParser) -> None:
     """Adds the arguments of commands that run a model to measure it."""
-    add_model(command)
-    add_policy(command)
+    arguments.add_model(command)
+    arguments.add_policy(command)
     command.add_argument(
         "--weights",
         type=Path,
@@ -42,7 +29,9 @@ def add_measured(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--inference", action="store_true", help="evaluation mode, forward only")
     command.add_argument("--device", default="cpu", help="device to run on, such as cuda (default cpu)")
-    command.add_argument("--seed", type=seed, default=0, help="seed of random weights and inputs (default 0)")
+    command.add_argument(
+        "--seed", type=arguments.seed, default=0, help="seed of random weights and inputs (default 0)"
+    )
 
 
 @contextmanager
@@ -51,13 +40,21 @@ def measured(options: argparse.Namespace) -> Iterator[LoadedModel]:
     import torch
     from torch.utils._pytree import tree_map_only
 
+    from mxcompile.checkpoint.files import Checkpoint
     from mxcompile.checkpoint.load import from_directory, load_weights
     from mxcompile.models.named import load_model
 
-    where = device(options.device)
-    checkpoint = None if options.weights is None else opened_weights(options.weights)
+    where = arguments.device(options.device)
+    checkpoint = None
+    if options.weights is not None:
+        try:
+            checkpoint = Checkpoint.open(options.weights)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"--weights {error}; a factory, package.module:factory, can read files of any kind"
+            ) from None
     torch.manual_seed(options.seed)
-    loaded = load_model(options.model, from_directory, **sizes(options))
+    loaded = load_model(options.model, from_directory, **arguments.sizes(options))
     if checkpoint is not None:
         load_weights(loaded.model, checkpoint)
         loaded = dataclasses.replace(loaded, made_up="inputs" if loaded.made_up else "")
@@ -69,18 +66,6 @@ def measured(options: argparse.Namespace) -> Iterator[LoadedModel]:
         loaded.model.eval()
     with torch.set_grad_enabled(not options.inference):
         yield loaded
-
-
-def opened_weights(path: Path) -> Checkpoint:
-    """Returns the safetensors at `path`. Raises `CheckpointError` with advice for files of other kinds."""
-    from mxcompile.checkpoint.files import Checkpoint
-
-    try:
-        return Checkpoint.open(path)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"--weights {error}; a factory, package.module:factory, can read files of any kind"
-        ) from None
 
 
 def random_note(loaded: LoadedModel) -> str:
@@ -108,7 +93,7 @@ def add_to(commands: Any) -> None:
         " every GEMM, every cast and every gradient, the most harmful first. The model is not changed.",
     )
     add_measured(command)
-    add_output(command, "write all measurements; .txt .md .json .html chooses the form")
+    arguments.add_output(command, "write all measurements; .txt .md .json .html chooses the form")
     command.add_argument(
         "--by",
         choices=("role", "block", "underflow"),
@@ -131,9 +116,9 @@ def run(options: argparse.Namespace) -> int:
 
     if options.compare is not None:
         return _compare(options)
-    check_output(options, form_of)
-    check_plots(options.plots)
-    with quiet(), measured(options) as loaded:
+    arguments.check_output(options, form_of)
+    arguments.check_plots(options.plots)
+    with arguments.quiet(), measured(options) as loaded:
         audited = audit(loaded.model, *loaded.args, policy=options.policy, kwargs=loaded.kwargs)
     result = noted(audited, loaded)
     print(result if options.by is None else result.view(options.by))
@@ -146,12 +131,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    """Prints the policies side by side."""
     from mxcompile.analysis.compare import compare
 
-    leave_out(options, "--compare prints its tables and nothing else", "output", "by", "plots")
-    policies = policies_of(options.compare)
-    with quiet(), measured(options) as loaded:
+    arguments.leave_out(options, "--compare prints its tables and nothing else", "output", "by", "plots")
+    policies = arguments.policies_of(options.compare)
+    with arguments.quiet(), measured(options) as loaded:
         comparison = compare(loaded.model, *loaded.args, policies=policies, kwargs=loaded.kwargs)
     print(noted(comparison, loaded))
     return 0

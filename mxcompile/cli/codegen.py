@@ -5,18 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mxcompile.cli.arguments import (
-    add_folder,
-    add_model,
-    add_parallel,
-    add_policy,
-    check_folder,
-    loaded,
-    of_ranks,
-    policies_of,
-    quiet,
-    working,
-)
+from mxcompile.cli import arguments
 
 
 def add_to(commands: Any) -> None:
@@ -27,8 +16,8 @@ def add_to(commands: Any) -> None:
         description="Generate, cross-compile and count the kernels that a training step of a model would"
         " run on a GPU, on a machine without it. Exit status 1 if a kernel could not run there.",
     )
-    add_model(command)
-    add_policy(command)
+    arguments.add_model(command)
+    arguments.add_policy(command)
     command.add_argument("--target", default="sm_100", help="the GPU (default sm_100)")
     command.add_argument("--inference", action="store_true", help="forward only")
     command.add_argument(
@@ -45,8 +34,8 @@ def add_to(commands: Any) -> None:
     command.add_argument(
         "--mesh", metavar="AXES", help="the code of rank 0 of a mesh that need not exist, such as dp=128,tp=8"
     )
-    add_parallel(command)
-    add_folder(command, "where to write wrappers, kernels, assembly, binaries and a summary")
+    arguments.add_parallel(command)
+    arguments.add_folder(command, "where to write wrappers, kernels, assembly, binaries and a summary")
     command.set_defaults(run=run)
 
 
@@ -54,10 +43,12 @@ def run(options: argparse.Namespace) -> int:
     """Runs the command. Returns the exit status, 1 if a kernel could not run."""
     from mxcompile.offline import codegen, side_by_side
 
-    check_folder(options.output)
-    others = [] if options.compare is None else policies_of(options.compare)
-    with quiet(), working(f"generating {options.target} code of {options.model}"):
-        model, args, kwargs = loaded(options) if options.mesh is None else of_ranks(options)
+    arguments.check_folder(options.output)
+    others = [] if options.compare is None else arguments.policies_of(options.compare)
+    with arguments.quiet(), arguments.working(f"generating {options.target} code of {options.model}"):
+        model, args, kwargs = (
+            arguments.loaded(options) if options.mesh is None else arguments.of_ranks(options)
+        )
         results = [
             codegen(
                 model,

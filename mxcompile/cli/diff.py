@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +15,8 @@ if TYPE_CHECKING:
     from mxcompile.report.diff import Difference
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FailCondition:
-    """A condition for exit status 1. word: see `_CONDITIONS`. limit: value that must be exceeded."""
-
-    word: str
-    limit: float = 0.0
+FailCondition = tuple[str, float]
+"""A condition for exit status 1: a word of `_CONDITIONS`, and the value that must be exceeded."""
 
 
 def decibels(text: str) -> float:
@@ -32,7 +27,7 @@ def decibels(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of dB, such as 25 or 25dB") from None
 
 
-DEFAULT = [FailCondition(word="fallback"), FailCondition(word="share-drop", limit=0.01)]
+DEFAULT = [("fallback", 0.0), ("share-drop", 0.01)]
 """The conditions without ``--fail-on``."""
 
 _CONDITIONS: dict[str, Callable[[str], float] | None] = {
@@ -52,7 +47,7 @@ def condition(text: str) -> FailCondition:
     if (read is None) == bool(equals):
         usage = f"{word} takes no limit" if read is None else f"{word} needs a limit, such as {word}=1"
         raise argparse.ArgumentTypeError(usage)
-    return FailCondition(word=word, limit=0.0 if read is None else read(limit))
+    return word, 0.0 if read is None else read(limit)
 
 
 def add_to(commands: Any) -> None:
@@ -87,15 +82,15 @@ def run(options: argparse.Namespace) -> int:
     """Runs the command. Returns the exit status."""
     of_model, of_numerics = _compared(options.old, options.new)
     conditions = options.fail_on or DEFAULT
-    if of_numerics is None and any(condition.word == "sqnr-drop" for condition in conditions):
+    if of_numerics is None and any(word == "sqnr-drop" for word, _ in conditions):
         raise OptionError(
             "--fail-on sqnr-drop compares audits, and these files are reports: mxcompile audit writes audits"
         )
     changes = of_numerics or of_model
     print(changes.to_markdown() if options.format == "markdown" else changes)
-    failed = of_model.is_unrelated or any(
-        _happened(condition, of_model, of_numerics) for condition in conditions
-    )
+    drops = {"fallback": len(of_model.fell_back), "share-drop": of_model.share_drop}
+    drops |= {} if of_numerics is None else {"sqnr-drop": of_numerics.sqnr_drop}
+    failed = of_model.is_unrelated or any(drops[word] > limit for word, limit in conditions)
     return 1 if failed else 0
 
 
@@ -117,11 +112,3 @@ def _compared(old: Path, new: Path) -> tuple[Difference, AuditDifference | None]
         return compare(Report.load(old), Report.load(new)), None
     changes = compare_audits(Audit.load(old), Audit.load(new))
     return changes.report, changes
-
-
-def _happened(condition: FailCondition, of_model: Difference, of_numerics: AuditDifference | None) -> bool:
-    if condition.word == "fallback":
-        return bool(of_model.fell_back)
-    if condition.word == "share-drop":
-        return of_model.share_drop > condition.limit
-    return of_numerics is not None and of_numerics.sqnr_drop > condition.limit

@@ -5,10 +5,7 @@ from __future__ import annotations
 import argparse
 import platform
 import shutil
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from mxcompile.lowering.targets import Target
+from typing import Any
 
 
 def add_to(commands: Any) -> None:
@@ -25,13 +22,15 @@ def run(options: argparse.Namespace) -> int:
     from mxcompile.lowering.cpu.features import features
     from mxcompile.lowering.targets import TARGETS, of_device
     from mxcompile.private_names import missing, used
-    from mxcompile.versions import TESTED
+    from mxcompile.versions import TESTED, installed, untested
 
     lacking, number = missing(), sum(map(len, used().values()))
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    names = ("mxcompile", *TESTED, "torchao")
+    reasons = {name: f" ({reason})" if (reason := untested(name)) else "" for name in names}
     rows = [
         ["python", platform.python_version()],
-        *([name, _version(name)] for name in ("mxcompile", *TESTED, "torchao")),
+        *([name, f"{installed(name) or 'not installed'}{reasons[name]}"] for name in names),
         [
             "private names of torch and triton",
             f"missing: {', '.join(lacking)}" if lacking else f"all {number} found",
@@ -46,23 +45,10 @@ def run(options: argparse.Namespace) -> int:
         devices += [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     here = {of_device(torch.device(device)).name: device for device in reversed(devices)}
     here |= {name: "cpu" for name, target in TARGETS.items() if target.device in devices}
-    table = [
-        [target.name, target.chips, target.mma or _emulation(target), here.get(target.name, "not here")]
-        for target in TARGETS.values()
-    ]
+    table = []
+    for target in TARGETS.values():
+        dtype = "FP32" if torch.bfloat16 in target.slow_dtypes else "BF16"
+        product = target.mma or f"emulated: dequantize, then the vendor's {dtype} GEMM"
+        table.append([target.name, target.chips, product, here.get(target.name, "not here")])
     print(tabulate(table, headers=["target", "chips", "MX GEMM of the chip", "device"]))
     return 0 if devices else 1
-
-
-def _emulation(target: Target) -> str:
-    import torch
-
-    dtype = "FP32" if torch.bfloat16 in target.slow_dtypes else "BF16"
-    return f"emulated: dequantize, then the vendor's {dtype} GEMM"
-
-
-def _version(name: str) -> str:
-    from mxcompile.versions import installed, untested
-
-    reason = untested(name)
-    return f"{installed(name) or 'not installed'}{f' ({reason})' if reason else ''}"

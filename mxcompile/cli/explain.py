@@ -5,20 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from mxcompile.cli.arguments import (
-    add_model,
-    add_output,
-    add_policy,
-    check_output,
-    check_picture,
-    leave_out,
-    loaded,
-    policies_of,
-    positive,
-    quiet,
-    show,
-    working,
-)
+from mxcompile.cli import arguments
 
 if TYPE_CHECKING:
     from mxcompile.report import Report
@@ -31,8 +18,8 @@ def add_to(commands: Any) -> None:
         help="report the precision of every product of a model, and why; runs nothing",
         description="Trace a model without memory for its weights and print the report of its compile.",
     )
-    add_model(command)
-    add_policy(command)
+    arguments.add_model(command)
+    arguments.add_policy(command)
     command.add_argument(
         "--target", default="auto", help="chip: cpu, sm_90, sm_100, gfx950, … (default auto)"
     )
@@ -51,7 +38,7 @@ def add_to(commands: Any) -> None:
         help="estimate at these numbers of tokens, such as 256,4096; --output draws them, .png or .svg",
     )
     command.add_argument("--mesh", "--ranks", metavar="AXES", action=_MeshFlag, help=argparse.SUPPRESS)
-    add_output(command, "write the report; .txt .md .json .html chooses the form")
+    arguments.add_output(command, "write the report; .txt .md .json .html chooses the form")
     command.add_argument(
         "--why",
         metavar="LAYER",
@@ -67,7 +54,7 @@ class _MeshFlag(argparse.Action):
 
 def token_counts(text: str) -> tuple[int, ...]:
     """Returns the sorted numbers of a list with commas, such as ``256,4096``."""
-    return tuple(sorted({positive(word.strip()) for word in text.split(",")}))
+    return tuple(sorted({arguments.positive(word.strip()) for word in text.split(",")}))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -77,37 +64,32 @@ def run(options: argparse.Namespace) -> int:
     from mxcompile.report import form_of
     from mxcompile.report.forms.text import to_summary
 
-    check_output(options, form_of if options.sweep is None else check_picture)
+    arguments.check_output(options, form_of if options.sweep is None else arguments.check_picture)
     if options.why is not None:
         reason = "--why prints the evidence for roles and nothing else"
-        leave_out(options, reason, "output", "compare", "sweep")
+        arguments.leave_out(options, reason, "output", "compare", "sweep")
     if options.compare is not None:
-        leave_out(options, "--compare prints a table and nothing else", "output", "sweep")
-    policies = None if options.compare is None else policies_of(options.compare)
-    with quiet(), working(f"tracing {options.model}"):
-        model, args, kwargs = loaded(options)
-        arguments: dict[str, Any] = {
-            "target": options.target,
-            "training": not options.inference,
-            "kwargs": kwargs,
-        }
+        arguments.leave_out(options, "--compare prints a table and nothing else", "output", "sweep")
+    policies = None if options.compare is None else arguments.policies_of(options.compare)
+    with arguments.quiet(), arguments.working(f"tracing {options.model}"):
+        model, args, kwargs = arguments.loaded(options)
+        named = {"target": options.target, "training": not options.inference, "kwargs": kwargs}
         if policies is not None:
-            compared = estimates(model, *args, policies=policies, **arguments)
+            result: Any = estimates(model, *args, policies=policies, **named)
         else:
-            report = explain(model, *args, policy=options.policy, **arguments)
+            result = explain(model, *args, policy=options.policy, **named)
     if policies is not None:
-        print(compared)
-        return 0
-    if options.why is not None:
-        print("\n\n".join(map(str, report.why(options.why))))
-        return 0
-    if options.sweep is not None:
-        return _sweep(options, report)
-    show(report, options, f"{to_summary(report)}\n\n")
+        print(result)
+    elif options.why is not None:
+        print("\n\n".join(map(str, result.why(options.why))))
+    elif options.sweep is not None:
+        _sweep(options, result)
+    else:
+        arguments.show(result, options, f"{to_summary(result)}\n\n")
     return 0
 
 
-def _sweep(options: argparse.Namespace, report: Report) -> int:
+def _sweep(options: argparse.Namespace, report: Report) -> None:
     """Prints the estimates at other numbers of tokens, and draws them with ``--output``."""
     from mxcompile.analysis.explain.sweep import TOKENS, sweep
     from mxcompile.policy import Policy
@@ -119,4 +101,3 @@ def _sweep(options: argparse.Namespace, report: Report) -> int:
     if options.output is not None:
         result.plot(options.output)
         print(f"drawn: {options.output}")
-    return 0

@@ -37,14 +37,7 @@ def run(options: argparse.Namespace) -> int:
     print(f"{options.path}: {count(len(checkpoint.files), 'file')}, {byte_count(total)}{share}")
     print(f"layout: {layout}\n")
     rows = [
-        [
-            group.name,
-            group.kind,
-            "×".join(map(str, group.shape)),
-            str(group.count),
-            byte_count(group.num_bytes),
-        ]
-        for group in groups
+        [g.name, g.kind, "×".join(map(str, g.shape)), str(g.count), byte_count(g.num_bytes)] for g in groups
     ]
     headers = ["tensor", "stored as", "shape", "number", "bytes"]
     print(drawn(fitted([headers, *rows], ("tensor",))))

@@ -5,20 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mxcompile.cli.arguments import (
-    add_model,
-    add_output,
-    add_parallel,
-    add_policy,
-    check_output,
-    check_picture,
-    leave_out,
-    of_ranks,
-    positive,
-    quiet,
-    show,
-    working,
-)
+from mxcompile.cli import arguments
 from mxcompile.errors import OptionError
 
 
@@ -30,26 +17,29 @@ def add_to(commands: Any) -> None:
         description="Trace a model as rank 0 of a mesh that need not exist, and print its shards, collectives"
         " and memory; or compare all meshes of a number of ranks. Exit status 1 if no mesh fits.",
     )
-    add_model(command)
+    arguments.add_model(command)
     command.add_argument(
         "mesh",
         metavar="AXES|RANKS",
         help="axes, such as dp=128,tp=8, which a factory may take: explain one rank; or a number of ranks,"
         " such as 1024: compare all meshes of 1024 ranks, the fastest first, which needs --links",
     )
-    add_policy(command)
+    arguments.add_policy(command)
     command.add_argument(
         "--target", default="auto", help="chip: cpu, sm_90, sm_100, gfx950, … (default auto)"
     )
     command.add_argument("--inference", action="store_true", help="forward only")
-    add_parallel(command)
+    arguments.add_parallel(command)
     command.add_argument(
         "--links",
         metavar="SPEEDS",
         help="estimate a step with these link speeds, 10⁹ bytes/s a GPU each way: nvlink=900,net=50",
     )
     command.add_argument(
-        "--node", type=positive, metavar="GPUS", help="number of GPUs that NVLink connects (default 8)"
+        "--node",
+        type=arguments.positive,
+        metavar="GPUS",
+        help="number of GPUs that NVLink connects (default 8)",
     )
     command.add_argument(
         "--schedule",
@@ -58,7 +48,7 @@ def add_to(commands: Any) -> None:
     )
     command.add_argument(
         "--microbatches",
-        type=positive,
+        type=arguments.positive,
         metavar="N",
         help="micro-batches of a step, with an axis pp (default: the size of pp)",
     )
@@ -69,7 +59,9 @@ def add_to(commands: Any) -> None:
         metavar="GB",
         help="memory of a GPU in 10⁹ bytes, with RANKS (default: memory of --target)",
     )
-    add_output(command, "write the report, .txt or .json; with RANKS draw the meshes that fit, .png or .svg")
+    arguments.add_output(
+        command, "write the report, .txt or .json; with RANKS draw the meshes that fit, .png or .svg"
+    )
     command.set_defaults(run=run)
 
 
@@ -87,24 +79,24 @@ def run(options: argparse.Namespace) -> int:
         "node": options.node,
     }
     if not options.mesh.isdecimal():
-        leave_out(
+        arguments.leave_out(
             options, "a memory limit selects among the meshes of RANKS, and this is one mesh", "memory_gb"
         )
-        check_output(options, form_of)
+        arguments.check_output(options, form_of)
         named |= {"mesh": options.mesh, "schedule": options.schedule, "microbatches": options.microbatches}
-        with quiet(), working(f"tracing {options.model} on one rank of {options.mesh}"):
-            model, args, kwargs = of_ranks(options)
+        with arguments.quiet(), arguments.working(f"tracing {options.model} on one rank of {options.mesh}"):
+            model, args, kwargs = arguments.of_ranks(options)
             report = explain_rank(model, *args, kwargs=kwargs, **named)
-        show(report, options)
+        arguments.show(report, options)
         return 0
     if options.links is None:
         raise OptionError(
             "meshes of a number of ranks are sorted by time: give --links, such as nvlink=900,net=50"
         )
-    leave_out(options, "meshes of a number of ranks have no pipeline", "schedule", "microbatches")
-    check_output(options, check_picture)
-    with quiet():
-        model, args, kwargs = of_ranks(options)
+    arguments.leave_out(options, "meshes of a number of ranks have no pipeline", "schedule", "microbatches")
+    arguments.check_output(options, arguments.check_picture)
+    with arguments.quiet():
+        model, args, kwargs = arguments.of_ranks(options)
         swept = sweep_meshes(
             model, *args, kwargs=kwargs, ranks=int(options.mesh), memory_gb=options.memory_gb, **named
         )

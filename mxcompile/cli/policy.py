@@ -15,15 +15,6 @@ def add_to(commands: Any) -> None:
     """Adds the command to the parser."""
     command = commands.add_parser("policy", help="write, check, read and import policy files")
     actions = command.add_subparsers(dest="action", required=True, metavar="ACTION", help="the action")
-    _add_init(actions)
-    _add_check(actions)
-    _add_show(actions)
-    _add_import(actions)
-    schema = actions.add_parser("schema", help="print the JSON Schema of policy files, for editors")
-    schema.set_defaults(run=run_schema)
-
-
-def _add_init(actions: Any) -> None:
     init = actions.add_parser(
         "init",
         help="write a policy to start from, for a model",
@@ -33,9 +24,6 @@ def _add_init(actions: Any) -> None:
     init.add_argument("--preset", default="nvidia", help="preset to start from (default nvidia)")
     add_output(init, "where to write (default: to the terminal)")
     init.set_defaults(run=run_init)
-
-
-def _add_check(actions: Any) -> None:
     check = actions.add_parser(
         "check",
         help="validate a policy file; with a model, list the layers that each rule matches",
@@ -46,9 +34,6 @@ def _add_check(actions: Any) -> None:
     check.add_argument("file", type=Path, help="the policy file")
     add_model(check, "--model")
     check.set_defaults(run=run_check)
-
-
-def _add_show(actions: Any) -> None:
     show = actions.add_parser(
         "show",
         help="print the decision of a policy for every layer of a model",
@@ -58,24 +43,23 @@ def _add_show(actions: Any) -> None:
     add_model(show, "--model", required=True)
     show.add_argument("--inference", action="store_true", help="forward only")
     show.set_defaults(run=run_show)
-
-
-def _add_import(actions: Any) -> None:
-    command = actions.add_parser(
+    other = actions.add_parser(
         "import",
         help="convert another tool's configuration into a policy",
         description="Convert a Transformer Engine debug file, an llm-compressor recipe or a torchao FQN map"
         " into a policy. Settings that a policy cannot express are listed, and noted in the file.",
     )
-    command.add_argument("file", type=Path, help="the other tool's file")
-    command.add_argument(
+    other.add_argument("file", type=Path, help="the other tool's file")
+    other.add_argument(
         "--from",
         dest="tool",
         metavar="TOOL",
         help="te, llm-compressor or torchao (default: detected from the content)",
     )
-    add_output(command, "where to write (default: to the terminal)")
-    command.set_defaults(run=run_import)
+    add_output(other, "where to write (default: to the terminal)")
+    other.set_defaults(run=run_import)
+    schema = actions.add_parser("schema", help="print the JSON Schema of policy files, for editors")
+    schema.set_defaults(run=run_schema)
 
 
 def run_init(options: argparse.Namespace) -> int:
@@ -95,6 +79,8 @@ def run_check(options: argparse.Namespace) -> int:
     """Runs ``policy check``. Returns the exit status, 1 if the file is invalid or does not fit the model."""
     from mxcompile.errors import PolicyError
     from mxcompile.policy import Policy
+    from mxcompile.rules import complaints, layers_of
+    from mxcompile.rules.listing import matches
 
     try:
         policy = Policy.load(options.file)
@@ -103,14 +89,8 @@ def run_check(options: argparse.Namespace) -> int:
         return 1
     count = len(policy.rules)
     print(f"{options.file}: valid; preset {policy.base.name}, {count} rule{'s' * (count != 1)}")
-    return 0 if options.model is None else _check_model(options, policy)
-
-
-def _check_model(options: argparse.Namespace, policy: Any) -> int:
-    from mxcompile.policy import Policy
-    from mxcompile.rules import complaints, layers_of
-    from mxcompile.rules.listing import matches
-
+    if options.model is None:
+        return 0
     layers = layers_of(_report(options, Policy(base=policy.base)).gemms)
     print(matches(policy, layers))
     mistakes = complaints(policy, layers)
