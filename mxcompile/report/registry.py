@@ -9,6 +9,7 @@ process. A file that cannot be written causes a warning and no error, because it
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import threading
 import time
@@ -260,8 +261,5 @@ def gather_reports() -> list[Report]:
         return mine
     texts: list[list[str]] = [[] for _ in range(distributed.get_world_size())]
     distributed.all_gather_object(texts, [report.to_json() for report in mine])
-    most = max(map(len, texts))
-    by_position = [
-        [Report.from_json(text[index]) for text in texts if index < len(text)] for index in range(most)
-    ]
-    return [Report.merged(same) for same in by_position]
+    by_position = itertools.zip_longest(*texts)
+    return [Report.merged([Report.from_json(text) for text in same if text]) for same in by_position]

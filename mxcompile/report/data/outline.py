@@ -83,15 +83,11 @@ class Outline:
 
     def widened(self, copies: Callable[[str], Iterable[str]]) -> Outline:
         """Returns the outline with the `copies` of each name added: the equal layers that were not traced."""
-        return dataclasses.replace(
-            self,
-            nodes=tuple(
-                dataclasses.replace(
-                    node, names=tuple(copy for name in node.names for copy in (name, *copies(name)))
-                )
-                for node in self.nodes
-            ),
-        )
+        nodes = []
+        for node in self.nodes:
+            names = (copy for name in node.names for copy in (name, *copies(name)))
+            nodes.append(dataclasses.replace(node, names=tuple(names)))
+        return dataclasses.replace(self, nodes=tuple(nodes))
 
 
 def folded(outline: Outline) -> Outline:

@@ -13,8 +13,6 @@ from mxcompile.report.forms.words import count, is_stored, listed, main_dtype
 LITTLE = 0.5
 """If the quantized share of the FLOPs is lower, the report lists the reasons."""
 _NAMED = 4
-_READS_CODES = "weight_only"
-"""Part of the names of kernels that read the qdata of a stored weight."""
 
 
 def unquantized_sentences(gemms: Sequence[GemmRecord], summary: Summary) -> list[str]:
@@ -43,7 +41,7 @@ def _stored(gemms: Sequence[GemmRecord]) -> list[str]:
     if not stored:
         return []
     share = sum(map(_weight, stored)) / (sum(map(_weight, layers)) or 1)
-    codes = sum(is_quantized(gemm.precision) or _READS_CODES in gemm.kernel for gemm in stored)
+    codes = sum(is_quantized(gemm.precision) or "weight_only" in gemm.kernel for gemm in stored)
     forms = (form for gemm in stored for form in gemm.formats if form.operand == "w")
     precisions = labels(str(_stored_in(form)) for form in forms)
     return [
