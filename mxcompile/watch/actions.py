@@ -23,7 +23,7 @@ from mxcompile.publish import publish
 from mxcompile.report.files import rank
 from mxcompile.watch.dump import Dumps, Excerpt
 from mxcompile.watch.rules import Rule
-from mxcompile.watch.tally import STATS, Key, Sample, row
+from mxcompile.watch.tally import KEY_NAMES, STATS, Key, Sample, row
 
 log = logging.getLogger(__name__)
 
@@ -81,12 +81,8 @@ class Fallbacks:
     def below(self, path: str) -> Below:
         """Returns the GEMMs in BF16 below the module at `path`; "" stands for the whole model."""
         start = f"{path}." if path else ""
-        return frozenset(
-            (name.removeprefix(path), gemm.value)
-            for name, gemms in self._why.items()
-            if name == path or name.startswith(start)
-            for gemm in gemms
-        )
+        inside = {name: gemms for name, gemms in self._why.items() if name == path or name.startswith(start)}
+        return frozenset((name.removeprefix(path), g.value) for name, gemms in inside.items() for g in gemms)
 
 
 def fired(rules: Sequence[Rule], sample: Sample) -> list[Fired]:
@@ -121,7 +117,7 @@ class Actions:
             message = rule.sentence(step, numbers)
             fields = self._done(rule.do, step, message, numbers, excerpts)
             if not rank():
-                where = {name: numbers[name] for name in ("layer", "gemm", "operand")}
+                where = {name: numbers[name] for name in KEY_NAMES}
                 self.send("rule", step=step, do=rule.do, message=message, **where, **fields)
                 if rule.do != "stop":
                     log.warning("%s", "; ".join([message, *fields.values()]))

@@ -68,7 +68,8 @@ class Ranks:
             return self._judge(sample) if self._judge is not None else []
         try:
             if rank:
-                _store().set(_key(step, rank), _packed(sample))
+                packed = [[key, tally.packed()] for key, tally in sample.items()]
+                _store().set(_key(step, rank), json.dumps(packed))
                 return self._receive_rules(step) if self._judge is not None else []
             if self._judge is not None:
                 return self._rule(step, sample, self._judge)
@@ -163,7 +164,8 @@ class Ranks:
         while waiting and time.monotonic() < end:
             arrived = [rank for rank in waiting if store.check([_key(step, rank)])]
             for rank in arrived:
-                join(sample, _unpacked(store.get(_key(step, rank))))
+                packed = json.loads(store.get(_key(step, rank)))
+                join(sample, {tuple(key): Tally.unpacked(values) for key, values in packed})
                 store.delete_key(_key(step, rank))
                 sent += 1
             waiting -= set(arrived)
@@ -196,11 +198,3 @@ def _key(step: int, rank: int) -> str:
 
 def _verdict(step: int) -> str:
     return f"{_PREFIX}/{step}/rules"
-
-
-def _packed(sample: Sample) -> str:
-    return json.dumps([[key, tally.packed()] for key, tally in sample.items()])
-
-
-def _unpacked(data: bytes) -> Sample:
-    return {tuple(key): Tally.unpacked(packed) for key, packed in json.loads(data)}

@@ -30,7 +30,7 @@ from mxcompile.watch import call_context
 from mxcompile.watch.call_context import Call
 from mxcompile.watch.dump import Excerpt
 from mxcompile.watch.steps import Steps, in_backward
-from mxcompile.watch.tally import Key, Sample, Tally
+from mxcompile.watch.tally import KEY_NAMES, Key, Sample, Tally
 
 log = logging.getLogger(__name__)
 
@@ -213,16 +213,10 @@ listen(_on_values)
 def finding(counts: Sequence[Count]) -> dict[str, Any]:
     """Returns the first nonzero entry of `counts`: layer, gemm, operand, count, origin, later operands."""
     index = next(position for position, (_, count) in enumerate(counts) if count)
-    (layer, gemm, operand), count = counts[index]
-    later = {key for key, more in counts[index + 1 :] if more and key[0] != layer}
-    return {
-        "layer": layer,
-        "gemm": gemm,
-        "operand": operand,
-        "count": count,
-        "origin": _origin(counts, index),
-        "arrived": len(later),
-    }
+    first, count = counts[index]
+    later = {key for key, more in counts[index + 1 :] if more and key[0] != first[0]}
+    named: dict[str, Any] = dict(zip(KEY_NAMES, first, strict=True))
+    return named | {"count": count, "origin": _origin(counts, index), "arrived": len(later)}
 
 
 def _origin(counts: Sequence[Count], index: int) -> str:

@@ -90,10 +90,9 @@ class Rule:
         if do not in ACTIONS:
             raise OptionError(not_allowed("action of a watch rule", do, ACTIONS))
         where = {key: words_of(key, _WHERE[key], mapping[key]) if key in mapping else () for key in _WHERE}
+        limits = [(name, text) for name, text in when.items() if name != "over"]
         return cls(
-            conditions=tuple(
-                _condition(name, text, where["operand"]) for name, text in when.items() if name != "over"
-            ),
+            conditions=tuple(_condition(name, text, where["operand"]) for name, text in limits),
             over=over,
             match=Match(name=where["layer"], role=where["role"]),
             gemms=where["gemm"],

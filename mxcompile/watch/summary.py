@@ -162,19 +162,14 @@ def lines(file: SampleFile, limit: int, back: int) -> Iterable[str]:
         yield from _table(f"changed most since step {start:,}", moved)
 
 
-_COLUMNS = (
-    ("sqnr", "SQNR dB"),
-    ("underflow", "underflow"),
-    ("saturated", "saturated"),
-    ("changed", "changed"),
-)
+_COLUMNS = {"sqnr": "SQNR dB", "underflow": "underflow", "saturated": "saturated", "changed": "changed"}
 
 
 def _table(title: str, rows: Sequence[tuple[Key, Row | None, Row]]) -> Iterable[str]:
     width = max([len(title), *(len(" ".join(key)) for key, _, _ in rows)])
-    yield "  ".join([title.ljust(width), *(f"{head:>19}" for _, head in _COLUMNS), "  NaN + Inf"])
+    yield "  ".join([title.ljust(width), *(f"{head:>19}" for head in _COLUMNS.values()), "  NaN + Inf"])
     for key, before, now in rows:
-        cells = (_cell(name, before, now) for name, _ in _COLUMNS)
+        cells = (_cell(name, before, now) for name in _COLUMNS)
         bad = now.get("nan", 0) + now.get("inf", 0)
         yield "  ".join([" ".join(key).ljust(width), *(f"{cell:>19}" for cell in cells), f"{bad:>11,}"])
 

@@ -18,6 +18,9 @@ from mxcompile.ops.watch import FIELDS, NUM_BYTES
 Key = tuple[str, str, str]
 """Layer, GEMM and operand."""
 
+KEY_NAMES = ("layer", "gemm", "operand")
+"""Names of the parts of a `Key` in records."""
+
 _SCALES = "scale_min", "scale_median", "scale_max"
 NUMBERS = (
     "amax", "smallest", "underflow", "saturated", "error", "sqnr", *_SCALES, "nan", "inf", "poisoned",
@@ -136,16 +139,9 @@ def join(tallies: Sample, more: Mapping[Key, Tally]) -> None:
 
 def row(key: Key, tally: Tally, stats: frozenset[str]) -> dict[str, Any]:
     """Returns the record of one operand in a sample. stats: the included entries of `STATS`."""
-    layer, gemm, operand = key
-    named = {
-        "layer": layer,
-        "gemm": gemm,
-        "operand": operand,
-        "role": tally.role,
-        "format": tally.format,
-        "calls": tally.calls,
-        "elements": int(tally.sums["elements"]),
-    }
+    named: dict[str, Any] = dict(zip(KEY_NAMES, key, strict=True))
+    named |= {"role": tally.role, "format": tally.format, "calls": tally.calls}
+    named["elements"] = int(tally.sums["elements"])
     measured = tally.statistics()
     wanted = stats.union(_SCALES if "scales" in stats else ())
     return named | {name: value for name, value in measured.items() if name in wanted}

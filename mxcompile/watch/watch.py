@@ -24,7 +24,7 @@ from mxcompile.watch.dump import Dumps
 from mxcompile.watch.ranks import Ranks
 from mxcompile.watch.recorder import Count, Recorder, finding, sentence
 from mxcompile.watch.rules import Rule, words_of
-from mxcompile.watch.tally import STATS, Sample, row
+from mxcompile.watch.tally import KEY_NAMES, STATS, Sample, row
 from mxcompile.watch.writers import SCHEMA, JsonLines, Record, TensorBoard, Writer
 
 log = logging.getLogger(__name__)
@@ -239,9 +239,8 @@ class Watch:
         """Writes the joined `sample` of `step`. ranks: number of ranks in it."""
         rows = [row(key, tally, self.stats) for key, tally in sample.items()]
         if not self._is_begun:
-            names = "layer", "gemm", "operand"
             missing = [*self._recorder.left_out.items()]  # graphs of other threads may add some
-            left_out = [{**dict(zip(names, key, strict=True)), "why": why} for key, why in missing]
+            left_out = [{**dict(zip(KEY_NAMES, key, strict=True)), "why": why} for key, why in missing]
             self._send(_record("run", **self._about, left_out=left_out))
             for index, rule in enumerate(self._rules):
                 if not any(map(rule.looks_at, rows)):
