@@ -53,7 +53,12 @@ def keywords(caller: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
             continue
         slip = difflib.get_close_matches(name, options, n=1, cutoff=_NEAR)
         if slip or not open_ended:
-            raise OptionError(_unknown(caller, model, name, [*slip] or [*options, *taken]))
+            hint = nearest(name, [*slip] or [*options, *taken])
+            raise OptionError(
+                f"{caller}: {name!r} is neither an option of {caller} nor an argument of"
+                f" {type(model).__name__}.forward{hint}; to pass it to the model anyway, write"
+                f" kwargs={{{name!r}: …}}"
+            )
     return {**inline, **(kwargs or {})}
 
 
@@ -63,15 +68,6 @@ def check_module(caller: str, model: object) -> None:
         raise ModelError(f"{caller} takes a torch.nn.Module, found {type(model).__name__}")
     if isinstance(model, torch.jit.ScriptModule):
         raise ModelError(f"{caller} takes a module of Python code, found a scripted one: pass its original")
-
-
-def _unknown(caller: str, model: nn.Module, name: str, words: Sequence[str]) -> str:
-    owner = type(model).__name__
-    return (
-        f"{caller}: {name!r} is neither an option of {caller} nor an argument of"
-        f" {owner}.forward{nearest(name, words)}; to pass it to the model anyway, write"
-        f" kwargs={{{name!r}: …}}"
-    )
 
 
 def _parameters(model: nn.Module) -> tuple[frozenset[str], bool]:

@@ -61,7 +61,6 @@ def _children(module: nn.Module) -> Iterator[_Named]:
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    """Returns the module inside wrappers."""
     inside = dict(_children(module)).get("")
     return module if inside is None else _unwrapped(inside)
 

@@ -121,16 +121,13 @@ def _replace_descriptors(sink: int) -> None:
         replacement = null
         with suppress(OSError):
             is_read = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY
-            if is_read and descriptor > 2 and _is_on_disk(os.fstat(descriptor).st_mode):
+            mode = os.fstat(descriptor).st_mode
+            if is_read and descriptor > 2 and (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                 replacement = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
                 os.lseek(replacement, os.lseek(descriptor, 0, os.SEEK_CUR), os.SEEK_SET)
         os.dup2(replacement, descriptor)
         if replacement != null:
             os.close(replacement)
-
-
-def _is_on_disk(mode: int) -> bool:
-    return stat.S_ISREG(mode) or stat.S_ISDIR(mode)
 
 
 def _copy_shared_memory(libc: ctypes.CDLL) -> None:

@@ -50,7 +50,7 @@ def dummy_inputs(model: nn.Module, config: Any, batch: int, length: int | None) 
     `length` exceeds the maximum, or if the model's input is not tokens, pixels or mel features.
     """
     parameters = frozenset(inspect.signature(model.forward).parameters)
-    main = getattr(model, "main_input_name", "input_ids")
+    owner, main = type(model).__name__, getattr(model, "main_input_name", "input_ids")
     try:
         match main:
             case "pixel_values":
@@ -60,15 +60,11 @@ def dummy_inputs(model: nn.Module, config: Any, batch: int, length: int | None) 
             case "input_ids":
                 return _text(model, config, parameters, batch, length)
     except AttributeError as error:
-        raise ModelError(f"{_owner(model)}: cannot make inputs from its configuration: {error}") from None
+        raise ModelError(f"{owner}: cannot make inputs from its configuration: {error}") from None
     raise ModelError(
-        f"{_owner(model)} takes {main!r}, which cannot be made from a config.json: name a factory,"
+        f"{owner} takes {main!r}, which cannot be made from a config.json: name a factory,"
         " package.module:factory, that returns (model, args, kwargs)"
     )
-
-
-def _owner(model: nn.Module) -> str:
-    return type(model).__name__
 
 
 def _image(model: nn.Module, config: Any, parameters: frozenset[str], batch: int) -> dict[str, Any]:
@@ -105,7 +101,7 @@ def _text(
     positions = getattr(text, "max_position_embeddings", None) or length or _LENGTH
     if length is not None and length > positions:
         raise ModelError(
-            f"{_owner(model)} has {positions} positions: `length` must be at most that, found {length}"
+            f"{type(model).__name__} has {positions} positions: `length` must be at most that, found {length}"
         )
     shape = (batch, length or min(_LENGTH, positions))
     inputs: dict[str, Any] = {"input_ids": torch.randint(text.vocab_size, shape)}
@@ -113,14 +109,10 @@ def _text(
         inputs["labels"] = torch.randint(text.vocab_size, shape)
     elif "decoder_input_ids" in parameters:
         inputs["decoder_input_ids"] = torch.randint(text.vocab_size, shape)
-    if "pixel_values" in parameters and hasattr(config, "vision_config") and not _generates(model):
+    generates = getattr(model, "can_generate", lambda: False)()  # images are optional for a language model
+    if "pixel_values" in parameters and hasattr(config, "vision_config") and not generates:
         inputs["pixel_values"] = _pixels(model, config.vision_config, batch)  # a pair of encoders, like CLIP
     return inputs
-
-
-def _generates(model: nn.Module) -> bool:
-    """Whether `model` is a language model, for which images are optional."""
-    return bool(getattr(model, "can_generate", lambda: False)())
 
 
 def _floats(model: nn.Module) -> torch.dtype:

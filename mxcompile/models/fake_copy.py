@@ -67,7 +67,20 @@ def fake_copy(
     copied = Rebinder(memo)
     with _AsFakes(fake, memo):
         for module in modules:
-            _fill(memo[id(module)], module, memo, copied, drops)
+            attributes = vars(memo[id(module)])
+            for key, value in vars(module).items():
+                if key.startswith(_STATES):
+                    continue
+                if key == _COMPILED:
+                    attributes[key] = None
+                elif key in HOOKS | STATE_HOOKS:
+                    hooks = {number: hook for number, hook in value.items() if not drops(hook)}
+                    attributes[key] = type(value)(copied(hooks))
+                elif key == "_modules":
+                    copies = ((name, None if m is None else memo[id(m)]) for name, m in value.items())
+                    attributes[key] = dict(copies)
+                else:
+                    attributes[key] = copied(value)
         for module in model.modules():
             _unflatten(module, memo, fake)
     for cast in casts:
@@ -103,30 +116,6 @@ def fake_values(value: Any, mode: FakeTensorMode) -> Any:
     except Exception:  # containers keep their identity only if everything in them can be copied
         memo.clear()
         return tree_map(copied_or_shared, value)
-
-
-def _fill(
-    copied_module: nn.Module,
-    module: nn.Module,
-    memo: dict[int, Any],
-    copied: Rebinder,
-    drops: Callable[[Callable[..., Any]], bool],
-) -> None:
-    """Copies the attributes of `module` to `copied_module`, without the hooks that `drops` selects."""
-    for key, value in module.__dict__.items():
-        if key.startswith(_STATES):
-            continue
-        if key == _COMPILED:
-            copied_module.__dict__[key] = None
-        elif key in HOOKS | STATE_HOOKS:
-            hooks = {number: hook for number, hook in value.items() if not drops(hook)}
-            copied_module.__dict__[key] = type(value)(copied(hooks))
-        elif key == "_modules":
-            copied_module.__dict__[key] = {
-                name: None if child is None else memo[id(child)] for name, child in value.items()
-            }
-        else:
-            copied_module.__dict__[key] = copied(value)
 
 
 def _unflatten(module: nn.Module, memo: dict[int, Any], fake: Callable[[Tensor], Tensor]) -> None:

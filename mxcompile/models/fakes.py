@@ -28,10 +28,6 @@ from mxcompile.storage import MXTensor
 log = logging.getLogger(__name__)
 
 
-_SPLITS_GPUS = "does not have a sharding strategy registered"
-"""Part of DTensor's message about an operator without a sharding strategy."""
-
-
 class Faker:
     """Converts tensors to fake CPU tensors of `mode` with the same shape, strides and dtype.
 
@@ -126,7 +122,7 @@ def failure(aim: str, error: Exception, model: nn.Module) -> str:
 def _message(error: Exception, model: nn.Module, mode: FakeTensorMode) -> str:
     """Returns the message for `error`, which Dynamo raised while tracing `model`, with advice."""
     message, cause = failure("trace", error, model), _cause(getattr(error, "inner_exception", error))
-    if _SPLITS_GPUS in message and "_for_cpu" in message:
+    if "does not have a sharding strategy registered" in message and "_for_cpu" in message:  # by DTensor
         return (
             f"{message}\n  PyTorch's context_parallel splits attentions on GPUs only, and this is traced on"
             " a CPU: gather keys and values in your own code"

@@ -86,7 +86,9 @@ def isolated(function: Callable[[], Result], *, tools: bool = False) -> Result:
     try:
         outcome, messages = pickle.loads(answer)
     except Exception as error:  # the child ended early: the answer is empty or cut
-        raise ChildError(f"{_CHILD} ended without a result: {_exit_phrase(status)}") from error
+        code = os.waitstatus_to_exitcode(status)
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        raise ChildError(f"{_CHILD} ended without a result: {how}") from error
     for show in messages:
         show()
     if isinstance(outcome, MXCompileError):
@@ -105,7 +107,6 @@ def _answer(function: Callable[[], Any], *, tools: bool) -> tuple[bytes, int]:
         raise
     finally:
         os.close(sink)
-    answer = b""
     try:
         answer = _read_result(source, pid)
     finally:
@@ -242,9 +243,3 @@ def _end(pid: int) -> int:
         os.kill(pid, signal.SIGKILL)  # harmless if the child is about to exit
         return os.waitpid(pid, 0)[1]
     return 0
-
-
-def _exit_phrase(status: int) -> str:
-    """Returns a phrase for the exit status of a process."""
-    code = os.waitstatus_to_exitcode(status)
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -71,17 +71,14 @@ def _fsdp2(model: nn.Module) -> Iterator[MixedPrecision]:
     for _, state, groups in states(model):
         mixed = state._mp_policy
         entries = [entry for _, named in groups for _, entry in named if entry.mp_policy.param_dtype]
+        owners = [(entry._module_info.module, entry._module_info.param_name) for entry in entries]
+        ids = (id(getattr(*owner)) for owner in owners)  # of shards now, or of gathered values
         yield MixedPrecision(
             modules=tuple(state._modules),
-            parameters={id(_tensor(entry._module_info)): entry.mp_policy.param_dtype for entry in entries},
+            parameters=dict(zip(ids, (entry.mp_policy.param_dtype for entry in entries), strict=True)),
             inputs=mixed.param_dtype if mixed.cast_forward_inputs else None,
             outputs=mixed.output_dtype,
         )
-
-
-def _tensor(info: Any) -> Any:
-    """Returns the tensor that the module of a parameter has now: the shard, or the gathered values."""
-    return getattr(info.module, info.param_name)
 
 
 def _fsdp1(model: nn.Module) -> Iterator[MixedPrecision]:
@@ -97,14 +94,15 @@ def _fsdp1(model: nn.Module) -> Iterator[MixedPrecision]:
 
 
 def _cast_inputs(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
-    return _floats_to(dtype, args), _floats_to(dtype, kwargs)
+    return floats_to(dtype, args), floats_to(dtype, kwargs)
 
 
 def _cast_outputs(dtype: torch.dtype, _: nn.Module, __: Any, output: Any) -> Any:
-    return _floats_to(dtype, output)
+    return floats_to(dtype, output)
 
 
-def _floats_to(dtype: torch.dtype, values: Any) -> Any:
+def floats_to(dtype: torch.dtype, values: Any) -> Any:
+    """Returns `values` with all floating-point tensors converted to `dtype`."""
     return tree_map_only(
         Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, values
     )

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from mxcompile.errors import ModelError, MXCompileError, nearest
 from mxcompile.models.example_inputs import dummy_inputs
+from mxcompile.models.mixed_precision import floats_to
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """Dtypes by their name on the command line."""
@@ -64,26 +64,19 @@ def load_model(
     Raises `ModelError` if the spec names no model or the factory returns another type, and `CheckpointError`
     for damaged or mismatching weights.
     """
-    loaded = _load(spec, read, batch, length)
-    if dtype is None:
-        return loaded
-    requested = DTYPES[dtype]
-    args, kwargs = tree_map_only(
-        torch.Tensor,
-        lambda tensor: tensor.to(requested) if tensor.is_floating_point() else tensor,
-        (loaded.args, loaded.kwargs),
-    )
-    return replace(loaded, model=loaded.model.to(requested), args=args, kwargs=kwargs)
-
-
-def _load(spec: str, read: ReadWeights | None, batch: int, length: int | None) -> LoadedModel:
     path = Path(spec.removeprefix("hf:"))
     if spec.startswith("hf:") or path.is_dir() or path.suffix == ".json":
         with _device(read):
-            return _from_config(spec, path, read, batch, length)
-    if ":" in spec:
-        return _from_factory(spec, read)
-    raise ModelError(f"model {spec!r} is neither {_FACTORY}, nor {_DIRECTORY}{_advice(spec, path)}")
+            loaded = _from_config(spec, path, read, batch, length)
+    elif ":" in spec:
+        loaded = _from_factory(spec, read)
+    else:
+        raise ModelError(f"model {spec!r} is neither {_FACTORY}, nor {_DIRECTORY}{_advice(spec, path)}")
+    if dtype is None:
+        return loaded
+    requested = DTYPES[dtype]
+    args, kwargs = floats_to(requested, (loaded.args, loaded.kwargs))
+    return replace(loaded, model=loaded.model.to(requested), args=args, kwargs=kwargs)
 
 
 def factory_of(spec: str) -> Callable[..., Any] | None:
@@ -119,12 +112,8 @@ def _advice(spec: str, path: Path) -> str:
             "; if it is a name on the Hugging Face hub, download its config.json and name the directory:"
             " nothing is downloaded here"
         )
-    return f"; there is no directory {path}{nearest(path.name, _beside(path))}"
-
-
-def _beside(path: Path) -> list[str]:
-    """Returns the names of directories with a config.json beside `path`."""
-    return [file.parent.name for file in path.absolute().parent.glob("*/config.json")]
+    beside = [file.parent.name for file in path.absolute().parent.glob("*/config.json")]
+    return f"; there is no directory {path}{nearest(path.name, beside)}"
 
 
 def _from_factory(spec: str, read: ReadWeights | None) -> LoadedModel:
@@ -138,9 +127,10 @@ def _from_factory(spec: str, read: ReadWeights | None) -> LoadedModel:
         except Exception as error:
             if read is not None or "meta" not in str(error):
                 raise
+            first_line = str(error).strip().partition("\n")[0]
             print(
                 f"{spec} cannot be created without memory for its weights"
-                f" ({type(error).__name__}: {_first_line(error)}), so it is created with them",
+                f" ({type(error).__name__}: {first_line}), so it is created with them",
                 file=sys.stderr,
             )
             result = factory()
@@ -151,11 +141,10 @@ def _from_factory(spec: str, read: ReadWeights | None) -> LoadedModel:
     match result:
         case (nn.Module() as model, tuple() | list() as args, dict() as kwargs):
             return LoadedModel(name=spec, model=model, args=tuple(args), kwargs=kwargs)
-    raise ModelError(f"model {spec!r}: the factory returned {_shape_of(result)}, not (model, args, kwargs)")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+    kind = type(result).__name__
+    if isinstance(result, tuple):
+        kind = f"({', '.join(type(item).__name__ for item in result)})"
+    raise ModelError(f"model {spec!r}: the factory returned {kind}, not (model, args, kwargs)")
 
 
 def _attribute(module_name: str, attribute: str) -> Callable[..., Any]:
@@ -167,12 +156,6 @@ def _attribute(module_name: str, attribute: str) -> Callable[..., Any]:
         raise ModelError(f"module {module_name} has no {attribute!r}{nearest(attribute, vars(module))}")
     factory: Callable[..., Any] = getattr(module, attribute)
     return factory
-
-
-def _shape_of(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"({', '.join(type(item).__name__ for item in value)})"
-    return type(value).__name__
 
 
 def _from_config(

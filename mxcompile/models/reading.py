@@ -43,8 +43,8 @@ def values_read() -> Iterator[None]:
                 setattr(kind, name, old)
 
 
-def _answering(tensor: Tensor) -> FakeTensor | None:
-    """Returns the fake that `tensor` is or wraps, if its mode tracks values and Dynamo does not trace."""
+def _answering(tensor: Tensor) -> Any:
+    """Returns the fake that `tensor` is or wraps, None unless its mode tracks values and Dynamo is idle."""
     if isinstance(tensor, FunctionalTensor):
         torch._functionalize_sync(tensor.elem)
         tensor = torch._from_functional_tensor(tensor.elem)
@@ -58,7 +58,6 @@ def _format(tensor: Tensor, spec: str) -> str:
     fake = _answering(tensor)
     if fake is None or fake.ndim:
         return object.__format__(tensor, spec)
-    assert isinstance(fake.fake_mode, ValueTrackingMode)
     with no_dispatch():
         return format(fake.fake_mode.scalar(fake), spec)
 
@@ -68,7 +67,6 @@ def _numpy(tensor: Tensor, *, force: bool = False) -> Any:
     fake = _answering(tensor)
     if fake is None:
         return Tensor.numpy(tensor, force=force)
-    assert isinstance(fake.fake_mode, ValueTrackingMode)
     with no_dispatch():
         return fake.fake_mode.values(fake).numpy(force=force)
 
@@ -78,7 +76,6 @@ def _tolist(tensor: Tensor) -> Any:
     fake = _answering(tensor)
     if fake is None:
         return _OWN_LIST[type(tensor)](tensor)
-    assert isinstance(fake.fake_mode, ValueTrackingMode)
     with no_dispatch():
         return fake.fake_mode.values(fake).tolist()
 

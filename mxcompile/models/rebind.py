@@ -87,7 +87,8 @@ class Rebinder:
         match value:
             case FunctionType() if (inner := _compiled(value)) is not None:
                 result = self._copied(inner)
-                return torch.compiler.disable(result) if _is_disabled(value) else result
+                is_disabled = getattr(value, "_torchdynamo_disable", False)
+                return torch.compiler.disable(result) if is_disabled else result
             case FunctionType():
                 return self._function(value)
             case MethodType():
@@ -143,10 +144,6 @@ def _compiled(function: FunctionType) -> Any:
     """Returns the function that ``torch.compile`` or ``torch.compiler.disable`` wrapped, or None."""
     inner = innermost_fn(function)
     return None if inner is function else inner
-
-
-def _is_disabled(function: FunctionType) -> bool:
-    return bool(getattr(function, "_torchdynamo_disable", False))
 
 
 def _referents(value: Any) -> Iterable[Any]:

@@ -166,7 +166,7 @@ def _scopes(root: nn.Module) -> Iterator[Mapping[str, Any]]:
     forwards = (inspect.unwrap(plain_class(module).forward) for module in root.modules())
     scopes = [getattr(forward, "__globals__", {}) for forward in forwards]
     for scope in {id(scope): scope for scope in scopes}.values():
-        if str(scope.get("__name__")).partition(".")[0] != "torch":
+        if not is_torchs(scope.get("__name__")):
             values = ((key, value) for key, value in scope.items() if not isinstance(value, _FUNCTIONS))
             yield {key: value for key, value in values if not key.startswith("__")}
 

@@ -18,7 +18,8 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mxcompile.models.names import user_path
 from mxcompile.models.outside import Outside
@@ -49,6 +50,7 @@ _CHOICES = {
     aten.argmin.default: 1, aten.max.dim: 1, aten.min.dim: 1, aten.multinomial.default: None,
 }  # fmt: skip
 """Operators that choose indices, with the position of their argument `dim`, or None for the last dim."""
+_FLAT = frozenset({aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim})
 _COLLECTIVES = torch.ops._c10d_functional
 _EMPTY = frozenset({aten.empty, aten.empty_strided, aten.empty_like, aten.new_empty, aten.empty_permuted})
 _VALUE = "_mx_value"
@@ -64,14 +66,6 @@ class _Value:
     assumed: frozenset[str] = frozenset()
 
 
-@dataclass(eq=False)
-class _State:
-    notes: dict[str, None] = field(default_factory=dict)
-    answers: Counter[str] = field(default_factory=Counter)
-    stale: dict[int, Any] = field(default_factory=dict)
-    plain: int = 0
-
-
 class ValueTrackingMode(FakeTensorMode):
     """A fake mode that tracks values. outside: collects the matmuls that run under the mode."""
 
@@ -80,14 +74,17 @@ class ValueTrackingMode(FakeTensorMode):
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.outside = Outside()
-        self._state = _State()
+        self._notes: dict[str, None] = {}
+        self._answers: Counter[str] = Counter()
+        self._stale: dict[int, Any] = {}
+        self._plain = 0
         self._paths: dict[int, str] = {}
         self._classes: dict[str, str] = {}
 
     @property
     def notes(self) -> tuple[str, ...]:
         """The assumptions that influenced the trace, a sentence each."""
-        return tuple(self._state.notes)
+        return tuple(self._notes)
 
     def names(self, model: nn.Module) -> None:
         """Sets the model whose paths appear in notes and in the records of products."""
@@ -116,11 +113,11 @@ class ValueTrackingMode(FakeTensorMode):
         """Disables value tracking within the context. sizes: `ShapeEnv` for data-dependent sizes."""
         before = self.shape_env
         self.shape_env = sizes or before
-        self._state.plain += 1
+        self._plain += 1
         try:
             yield
         finally:
-            self._state.plain -= 1
+            self._plain -= 1
             self.shape_env = before
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -128,7 +125,7 @@ class ValueTrackingMode(FakeTensorMode):
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             return self._called(func, args, kwargs)
-        if self.in_kernel_invocation or self._state.plain or TracingContext.try_get() is not None:
+        if self.in_kernel_invocation or self._plain or TracingContext.try_get() is not None:
             return super().dispatch(func, types, args, kwargs)
         if not self._paths:
             return self._answered(func, types, args, kwargs)
@@ -136,8 +133,12 @@ class ValueTrackingMode(FakeTensorMode):
         with self.outside.paused() if takes else nullcontext():  # parts of a product
             result = self._answered(func, types, args, kwargs)
         self.outside.follow(func, args, result)
-        if takes:
-            self._note_product(func, args, kwargs, result)
+        node = self.outside.note(func, args, kwargs, result) if takes else None
+        if node is not None:
+            path, source = self._where()
+            file, _, line = source.rpartition(":")
+            node.meta["nn_module_stack"] = {"": (path, self._classes.get(path, ""))}
+            node.meta["stack_trace"] = f'File "{file}", line {line}'
         return result
 
     def _called(self, func: HigherOrderOperator, args: Any, kwargs: Any) -> Any:
@@ -172,7 +173,11 @@ class ValueTrackingMode(FakeTensorMode):
             self._note(assumed)
             return self._fakes_of(self._run(func, args, kwargs), assumed)
         if all(leaf.numel() <= LIMIT for leaf in tree_leaves(result) if isinstance(leaf, Tensor)):
-            self._remember(result, self._run(func, args, kwargs), assumed)
+            reals = tree_leaves(self._run(func, args, kwargs))
+            for fake, real in zip(tree_leaves(result), reals, strict=True):
+                are_tensors = isinstance(fake, FakeTensor) and isinstance(real, Tensor)
+                if are_tensors and real.layout == torch.strided and fake.shape == real.shape:
+                    setattr(fake, _VALUE, _Value(real, assumed))
         elif func._schema.is_mutable:
             self._forget(func, args, kwargs)
         return result
@@ -198,8 +203,7 @@ class ValueTrackingMode(FakeTensorMode):
         except (DynamicOutputShapeException, DataDependentOutputException):
             note = f"{_name(func)} of computed values: true for every element"
             self._note(frozenset({f"{note} ({self._location()})"}))
-            standing = tree_map(lambda leaf: self._stand_in(leaf) if isinstance(leaf, Tensor) else leaf, args)
-            result = func(*standing, **kwargs)
+            result = func(*tree_map_only(Tensor, self._stand_in, args), **kwargs)
             return self._fakes_of(result, frozenset())
         if func in _CHOICES:
             self._spread(func, args, result)
@@ -209,16 +213,12 @@ class ValueTrackingMode(FakeTensorMode):
         if not isinstance(tensor, FakeTensor):
             return _Value(tensor) if type(tensor) in (Tensor, nn.Parameter) else None
         value: _Value | None = getattr(tensor, _VALUE, None)
-        if value is None or value.tensor.untyped_storage()._cdata in self._state.stale:
+        if value is None or value.tensor.untyped_storage()._cdata in self._stale:
             return None
         return value
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Returns the result of `func` on the tracked values."""
-
-        def real(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
+        def real(leaf: Tensor) -> Tensor:
             value = self._value(leaf)
             assert value is not None
             return value.tensor
@@ -226,39 +226,25 @@ class ValueTrackingMode(FakeTensorMode):
         kwargs = {
             key: "cpu" if key == "device" and value is not None else value for key, value in kwargs.items()
         }
-        args = tree_map(real, args)
+        args = tree_map_only(Tensor, real, args)
         with torch.no_grad():
             if func is aten.histc.default:  # the CPU kernel takes no integers
                 result = func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
             else:
-                result = func(*args, **tree_map(real, kwargs))
+                result = func(*args, **tree_map_only(Tensor, real, kwargs))
         if func._overloadpacket in _EMPTY:
             result.zero_()
         return result
 
-    def _remember(self, fakes: Any, reals: Any, assumed: frozenset[str]) -> None:
-        for fake, real in zip(tree_leaves(fakes), tree_leaves(reals), strict=True):
-            if (
-                not (isinstance(fake, FakeTensor) and isinstance(real, Tensor))
-                or real.layout != torch.strided
-            ):
-                continue
-            if fake.shape == real.shape:
-                setattr(fake, _VALUE, _Value(real, assumed))
-
     def _fakes_of(self, reals: Any, assumed: frozenset[str]) -> Any:
-        """Returns fakes of `reals` with tracked values."""
-
-        def fake(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
+        def fake(leaf: Tensor) -> Tensor:
             with self, self.plain():
                 fake_leaf = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype)
             if leaf.numel() <= LIMIT:
                 setattr(fake_leaf, _VALUE, _Value(leaf, assumed))
             return fake_leaf
 
-        return tree_map(fake, reals)
+        return tree_map_only(Tensor, fake, reals)
 
     def _forget(self, func: Any, args: Any, kwargs: Any) -> None:
         """Drops the values of tensors that `func` writes to, and of all their views."""
@@ -270,7 +256,7 @@ class ValueTrackingMode(FakeTensorMode):
                 value = self._value(leaf) if isinstance(leaf, Tensor) else None
                 if value is not None:
                     storage = value.tensor.untyped_storage()
-                    self._state.stale[storage._cdata] = storage
+                    self._stale[storage._cdata] = storage
 
     def values(self, fake: FakeTensor) -> Tensor:
         """Returns the values of `fake`. Unknown values are 1, or False for booleans."""
@@ -290,9 +276,9 @@ class ValueTrackingMode(FakeTensorMode):
             self._note(value.assumed)
             return value.tensor.item()
         location = self._location()
-        self._state.answers[location] += 1
+        self._answers[location] += 1
         if tensor.dtype is torch.bool:
-            answer: Any = self._state.answers[location] % _PATIENCE == 0
+            answer: Any = self._answers[location] % _PATIENCE == 0
         else:
             answer = 1.0 if tensor.dtype.is_floating_point else 1
         self._note(frozenset({f"a computed value that the code reads: {answer} ({location})"}))
@@ -310,18 +296,15 @@ class ValueTrackingMode(FakeTensorMode):
             return args
         indices: list[Any] = []
         for index in numbers:
-            if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
-                value = self._value(index)
-                if value is None:
-                    self._note(frozenset({f"a computed mask: true everywhere ({self._location()})"}))
-                    mask = torch.ones(index.shape, dtype=torch.bool)
-                else:
-                    self._note(value.assumed)
-                    mask = value.tensor.bool()
-                assumed = frozenset() if value is None else value.assumed
-                indices += self._fakes_of(mask.nonzero(as_tuple=True), assumed)
-            else:
+            if not (isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)):
                 indices.append(index)
+                continue
+            value = self._value(index)
+            if value is None:
+                self._note(frozenset({f"a computed mask: true everywhere ({self._location()})"}))
+                value = _Value(torch.ones(index.shape, dtype=torch.bool))
+            self._note(value.assumed)
+            indices += self._fakes_of(value.tensor.bool().nonzero(as_tuple=True), value.assumed)
         return (args[0], indices, *args[2:])
 
     def _stand_in(self, leaf: Tensor) -> Tensor:
@@ -338,7 +321,9 @@ class ValueTrackingMode(FakeTensorMode):
         if indices.numel() > LIMIT or args[0].ndim == 0:
             return
         size = args[0].numel() if dim is None else args[0].shape[dim]
-        last = indices.shape if dim is None or func in _FLAT else _moved(indices.shape, dim)
+        last = [*indices.shape]
+        if dim is not None and func not in _FLAT:
+            last.append(last.pop(dim))
         if func in (aten.sort.default, aten.sort.stable):
             values = torch.arange(size).expand(last)
         else:
@@ -350,32 +335,17 @@ class ValueTrackingMode(FakeTensorMode):
         setattr(indices, _VALUE, _Value(values.contiguous(), frozenset({text})))
 
     def _note(self, sentences: frozenset[str]) -> None:
-        self._state.notes.update(dict.fromkeys(sorted(sentences)))
+        self._notes.update(dict.fromkeys(sorted(sentences)))
+
+    def _where(self) -> tuple[str, str]:
+        return where(walk_stack(sys._getframe(1)), self._paths)
 
     def _location(self) -> str:
-        path, source = where(sys._getframe(1), self._paths)
-        return ", ".join(part for part in (path, source) if part)
+        return ", ".join(part for part in self._where() if part)
 
     def module(self) -> str:
         """Returns the path of the innermost running module."""
-        return where(sys._getframe(1), self._paths)[0]
-
-    def _note_product(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        node = self.outside.note(func, args, kwargs, result)
-        if node is not None:
-            path, source = where(sys._getframe(1), self._paths)
-            file, _, line = source.rpartition(":")
-            node.meta["nn_module_stack"] = {"": (path, self._classes.get(path, ""))}
-            node.meta["stack_trace"] = f'File "{file}", line {line}'
-
-
-_FLAT = frozenset({aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim})
-
-
-def _moved(shape: torch.Size, dim: int) -> list[int]:
-    """Returns `shape` with `dim` last."""
-    dim %= len(shape)
-    return [*shape[:dim], *shape[dim + 1 :], shape[dim]]
+        return self._where()[0]
 
 
 def _name(func: Any) -> str:
