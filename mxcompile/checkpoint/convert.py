@@ -43,7 +43,6 @@ def convert(
     policy: Policy | str | dict[str, Any] | None = None,
     layout: str = COMPRESSED_TENSORS,
     model: LoadedModel | None = None,
-    progress: bool = True,
 ) -> StoredWeights:
     """Writes the checkpoint `source` to `target`, with its weights stored as the policy decides.
 
@@ -57,7 +56,6 @@ def convert(
         policy: A preset, file, dict or `Policy`; by default the preset ``inference``.
         layout: As for `save_quantized`.
         model: The model, if `source` has no config.json.
-        progress: Whether to show a progress bar on a terminal.
 
     Returns:
         The decision for every weight.
@@ -74,16 +72,12 @@ def convert(
         raise CheckpointError(f"{target}: lies in the input, which must not change: name another directory")
     with new_directory(target) as partial:
         steps = 2 * len(plan.sources)  # every weight is written, then measured
-        hidden = None if progress else True
-        with tqdm(desc="convert", total=steps, unit="tensor", disable=hidden, leave=False) as bar:
+        with tqdm(desc="convert", total=steps, unit="tensor", disable=None, leave=False) as bar:
             rows: list[StoredWeight] = []
+            files = {name: checkpoint.entries[row.tensors[0]].file for name, row in plan.sources.items()}
             for file in checkpoint.files:
                 bar.set_description(f"convert {file.name}")
-                names = [
-                    name
-                    for name, weight in plan.sources.items()
-                    if checkpoint.entries[weight.tensors[0]].file == file
-                ]
+                names = [name for name, path in files.items() if path == file]
                 if names:  # a file can have scales only
                     rows += _convert_file(names, reading, partial / file.name, plan, form, bar.update)
         write_index(partial)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from mxcompile.checkpoint.files import Checkpoint, read_json
 from mxcompile.checkpoint.weight_entries import FP8_BLOCKS, FP8_CHANNELS, MXFP4, MXFP8, MXINT8, NVFP4
@@ -23,6 +23,7 @@ HF_QUANT_CONFIG = "hf_quant_config.json"
 _FP8 = frozenset({FP8_BLOCKS, FP8_CHANNELS})
 _SINGLE = {form: frozenset({form}) for form in (MXFP8, MXINT8, MXFP4, NVFP4)}
 
+_T = TypeVar("_T")
 Forms = frozenset[Format]
 
 _FORMATS = {
@@ -53,11 +54,6 @@ class Declared:
     kept: tuple[str, ...] = ()
     tile: Tile | None = None
     scale_type: ScaleType | None = None
-
-    @property
-    def packs_int8(self) -> bool:
-        """Whether int8 tensors have two FP4 elements in a byte, instead of elements of MXINT8."""
-        return MXFP4 in self.forms and MXINT8 not in self.forms
 
     def check(self, weight: StoredWeight) -> None:
         """Raises `CheckpointError` if `weight` contradicts the configuration."""
@@ -116,8 +112,8 @@ def declared(source: str, about: Mapping[str, Any]) -> Declared:
     return Declared() if method is None else method(source, about)
 
 
-def _allowed(source: str, key: str, word: Any, words: Mapping[Any, Forms]) -> Forms:
-    """Returns the formats for `word`, the value of `key`. Raises `CheckpointError` if `words` lacks it."""
+def _allowed(source: str, key: str, word: Any, words: Mapping[Any, _T]) -> _T:
+    """Returns the entry for `word`, the value of `key`. Raises `CheckpointError` if `words` lacks it."""
     if word not in words:
         raise CheckpointError(f"{source}: {not_allowed(key, str(word), map(str, words))}")
     return words[word]
@@ -128,7 +124,6 @@ def _names(value: Any) -> tuple[str, ...]:
 
 
 def _tile(source: str, value: Any) -> Tile | None:
-    """Returns the tile of a weight_block_size."""
     if value is None:
         return None
     try:
@@ -146,14 +141,10 @@ def _fp8(source: str, about: Mapping[str, Any]) -> Declared:
     """Reads fine-grained FP8, as DeepSeek has published it and Transformers reads it."""
     tile = _tile(source, about.get("weight_block_size"))
     scales = {None: None, "float": None, "ue8m0": ScaleType.E8M0}
-    word = about.get("scale_fmt")
-    if word not in scales:
-        raise CheckpointError(f"{source}: {not_allowed('scale_fmt', str(word), map(str, scales))}")
+    scale = _allowed(source, "scale_fmt", about.get("scale_fmt"), scales)
     experts = _allowed(source, "expert_dtype", about.get("expert_dtype"), _EXPERTS)
-    forms = _FP8 | _SINGLE[MXFP8] if scales[word] is None else _SINGLE[MXFP8]
-    return Declared(
-        source=source, forms=forms | experts, kept=_skipped(about), tile=tile, scale_type=scales[word]
-    )
+    forms = (_FP8 | _SINGLE[MXFP8] if scale is None else _SINGLE[MXFP8]) | experts
+    return Declared(source=source, forms=forms, kept=_skipped(about), tile=tile, scale_type=scale)
 
 
 def compressed_tensors_config(ignored: Iterable[str], stored_modules: Mapping[str, Format]) -> dict[str, Any]:

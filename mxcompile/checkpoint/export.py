@@ -133,7 +133,7 @@ class ExportedWeights:
         self._casts: dict[str, WeightUse] = {}
         rows = []
         for name, value in state_of(model).items():
-            if not isinstance(value, Tensor) or (name not in own_uses and value.ndim < 2):
+            if name not in own_uses and value.ndim < 2:
                 continue
             use = own_uses.get(name, UNSEEN)
             weight = weight_of(name, value, use)
@@ -148,8 +148,6 @@ class ExportedWeights:
     def __iter__(self) -> Iterator[ExportedTensor]:
         """Yields every tensor of the state once, in the order of ``state_dict``."""
         for name, value in state_of(self._model).items():
-            if not isinstance(value, Tensor):
-                continue
             how, dtype = self._casts.get(name), self._dtypes.get(name)
             value = value.detach()
             if dtype is not None and value.is_floating_point():
@@ -169,12 +167,9 @@ class ExportedWeights:
         """
         if self._layout.config is None:
             raise ModelError(f"{self._layout.name} has the formats in its files, not in a config.json")
-        whole = (row.name for row in self.weights.weights if not row.stored)
-        forms = {name: how.form.stored for name, how in self._casts.items() if how.form is not None}
-        return self._layout.config(
-            (name.removesuffix(".weight") for name in whole),
-            {name.removesuffix(".weight"): form for name, form in forms.items()},
-        )
+        rows = [(row.name.removesuffix(".weight"), row.form) for row in self.weights.weights]
+        stored = {name: form.stored for name, form in rows if form is not None}
+        return self._layout.config((name for name, form in rows if form is None), stored)
 
 
 def _cut(value: Any, how: WeightUse) -> str:
@@ -186,13 +181,9 @@ def _cut(value: Any, how: WeightUse) -> str:
     for placement, ranks in zip(getattr(value, "placements", ()), mesh, strict=True):
         if hasattr(placement, "dim"):  # a shard, strided or not
             parts[placement.dim % value.ndim] *= ranks
-    extents = dict.fromkeys(range(value.ndim), 1)
-    extents[value.ndim - 1] = BLOCK
-    if how.square:
-        extents[value.ndim - 2] = BLOCK
-    for dim, extent in extents.items():
-        if parts[dim] > 1 and extent > 1 and value.shape[dim] % (parts[dim] * extent):
-            return f"{parts[dim]} shards of its dimension {dim} ({value.shape[dim]}) cut blocks of {extent}"
+    for dim in range(value.ndim - (2 if how.square else 1), value.ndim):
+        if parts[dim] > 1 and value.shape[dim] % (parts[dim] * BLOCK):
+            return f"{parts[dim]} shards of its dimension {dim} ({value.shape[dim]}) cut blocks of {BLOCK}"
     return ""
 
 

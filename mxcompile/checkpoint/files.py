@@ -79,7 +79,11 @@ class Checkpoint:
                 for name in handle.keys():  # noqa: SIM118 — not a mapping
                     if name in entries:
                         raise CheckpointError(f"{file}: {name!r} is in {entries[name].file.name} too")
-                    entries[name] = _entry(handle, name, file)
+                    part = handle.get_slice(name)
+                    word, shape = part.get_dtype(), tuple(part.get_shape())
+                    if word not in _DTYPES:
+                        raise CheckpointError(f"{file}: {name!r} has dtype {word}, which torch does not have")
+                    entries[name] = Entry(name=name, file=file, dtype=_DTYPES[word], shape=shape)
         for name, file_name in (index or {}).items():
             if name not in entries or entries[name].file.name != file_name:
                 raise CheckpointError(f"{path / INDEX}: {name!r} is not in {file_name}")
@@ -111,14 +115,6 @@ def opened(file: Path) -> Any:
 def line_of(error: Exception) -> str:
     """Returns the message of `error` on one line."""
     return " ".join(str(error).split())
-
-
-def _entry(handle: Any, name: str, file: Path) -> Entry:
-    part = handle.get_slice(name)
-    dtype = _DTYPES.get(part.get_dtype())
-    if dtype is None:
-        raise CheckpointError(f"{file}: {name!r} has dtype {part.get_dtype()}, which torch does not have")
-    return Entry(name=name, file=file, dtype=dtype, shape=tuple(part.get_shape()))
 
 
 def _shards(path: Path) -> tuple[Path, ...]:

@@ -29,7 +29,6 @@ from mxcompile.models.names import joined, user_path
 from mxcompile.models.wrappers import user_model
 from mxcompile.storage import MXTensor
 
-_EXTRA_STATE = "_extra_state"
 _VALUES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -168,7 +167,7 @@ def _extra_states(model: nn.Module) -> dict[str, nn.Module]:
     A checkpoint need not have it, because only tensors can be in files.
     """
     return {
-        user_path(joined(prefix, _EXTRA_STATE)): module
+        user_path(joined(prefix, "_extra_state")): module
         for prefix, module in model.named_modules()
         if type(module).get_extra_state is not nn.Module.get_extra_state
     }

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,7 +79,9 @@ def plan_conversion(
             raise CheckpointError(
                 f"{source}: it has no config.json: pass the model of these weights, --model NAME"
             )
-        loaded = _of_config(source, config)
+        owner, model_config = architecture(source, config)
+        with torch.device("meta"):  # BF16, because BF16 products have kernels
+            loaded = LoadedModel(name=str(source), model=owner(model_config).to(torch.bfloat16))
     dtype = value_dtype(checkpoint, config)
     decided = planned_weights(loaded.model, policy, loaded.args, loaded.kwargs)
     places = _places(loaded.model, checkpoint, sources)
@@ -93,7 +94,15 @@ def plan_conversion(
         raise CheckpointError(
             f"{source}: none of its weights can be stored in {stored_labels()}: {_reasons(weights, decided)}"
         )
-    _check_stay_quantized(source, sources, weights)
+    for name, stored_weight in sources.items():  # unquantized, such a weight would take more bytes
+        weight = weights.get(name)
+        if stored_weight.form is not None and (weight is None or weight.form is None):
+            label = stored_precision(stored_weight.form).label
+            reason = "no layer of the model reads it" if weight is None else weight.reason
+            raise CheckpointError(
+                f"{source}: {name!r} is in {label}, and the result would not have it quantized ({reason}):"
+                " add a rule that stores it, or choose another layout"
+            )
     config.pop("quantization_config", None)
     if config and layout.config is not None:
         state = {name: blank(weight, weights.get(name)) for name, weight in sources.items()}
@@ -108,21 +117,6 @@ def blank(source: StoredWeight, weight: StoredWeight | None) -> Tensor:
     if weight is None or weight.form is None:
         return torch.empty(source.shape, dtype=source.dtype, device="meta")
     return empty(source.shape, weight.block_dim, weight.form, weight.dtype or torch.bfloat16, "meta")
-
-
-def _check_stay_quantized(
-    path: Path, sources: Mapping[str, StoredWeight], weights: Mapping[str, StoredWeight]
-) -> None:
-    """Raises `CheckpointError` if a quantized weight would not be stored: it would take more bytes."""
-    for name, source in sources.items():
-        weight = weights.get(name)
-        if source.form is not None and (weight is None or weight.form is None):
-            label = stored_precision(source.form).label
-            reason = "no layer of the model reads it" if weight is None else weight.reason
-            raise CheckpointError(
-                f"{path}: {name!r} is in {label}, and the result would not have it quantized ({reason}):"
-                " add a rule that stores it, or choose another layout"
-            )
 
 
 def _modules(model: nn.Module, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -144,12 +138,6 @@ def _reasons(weights: Mapping[str, StoredWeight], decided: Mapping[str, StoredWe
     return (
         "; ".join(f"{reason} ({number} of them)" for reason, number in reasons.most_common(3)) or "no matrix"
     )
-
-
-def _of_config(source: Path, raw: dict[str, Any]) -> LoadedModel:
-    owner, config = architecture(source, raw)
-    with torch.device("meta"):  # BF16, because BF16 products have kernels
-        return LoadedModel(name=str(source), model=owner(config).to(torch.bfloat16))
 
 
 def _places(

@@ -83,7 +83,7 @@ def _warn_of_tables(model: nn.Module) -> None:
             )
 
 
-def state_of(model: nn.Module) -> dict[str, Any]:
+def state_of(model: nn.Module) -> dict[str, Tensor]:
     """Returns the tensors of the state of `model`, shared tensors once, by the user's names."""
     first: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)

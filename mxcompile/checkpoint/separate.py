@@ -23,7 +23,7 @@ import torch
 
 from mxcompile.checkpoint.declared import Declared, declared, quantization_config
 from mxcompile.checkpoint.files import Checkpoint, Entry
-from mxcompile.checkpoint.weight_entries import BYTES, FP8, MXFP4, SUFFIX, plain_weight, stored_weight
+from mxcompile.checkpoint.weight_entries import BYTES, FP8, MXFP4, MXINT8, SUFFIX, plain_weight, stored_weight
 from mxcompile.errors import CheckpointError
 from mxcompile.formats import BLOCK, Format
 from mxcompile.storage.weights import StoredWeight
@@ -73,8 +73,8 @@ def _stored(entries: Mapping[str, Entry], about: Declared) -> list[StoredWeight]
         if name in parts:
             continue  # E4M3 or byte scales of another weight
         entry = entries[name]
-        if about.packs_int8 and entry.dtype is torch.int8:
-            entry = replace(entry, dtype=torch.uint8)
+        if entry.dtype is torch.int8 and MXFP4 in about.forms and MXINT8 not in about.forms:
+            entry = replace(entry, dtype=torch.uint8)  # two elements of FP4 in a byte
         scales = _present(entries, _scale_names(base))
         if not scales and entry.dtype not in FP8 and base == name:
             continue  # bytes that are not packed elements

@@ -103,7 +103,13 @@ def _form(
     if is_packed and (global_scale is not None or scale.dtype is E4M3):
         if scale.dtype is not E4M3:
             raise CheckpointError(f"{entry} has scales of {scale.dtype}, not E4M3: not an NVFP4 weight")
-        _check_global(entry, global_scale)
+        if global_scale is None:
+            raise CheckpointError(f"{entry} has E4M3 scales but no global scale: not an NVFP4 weight")
+        if global_scale.dtype is not torch.float32 or torch.Size(global_scale.shape).numel() != 1:
+            raise CheckpointError(
+                f"{entry}: {global_scale.name!r} is {global_scale.dtype} of shape {global_scale.shape}, not"
+                " one FP32 number: not an NVFP4 weight"
+            )
         return NVFP4
     if global_scale is not None:
         raise CheckpointError(
@@ -180,17 +186,6 @@ def divisor(multiplier: Tensor, dtype: torch.dtype) -> Tensor:
     values = (scales / near[:, None])[..., None] * elements
     best = (values.to(dtype) != wanted.to(dtype)).sum([1, 2]).argmin()
     return near[best].reshape(1)
-
-
-def _check_global(entry: Entry, global_scale: Entry | None) -> None:
-    """Raises `CheckpointError` if `entry`, the elements of an NVFP4 weight, lacks its global scale."""
-    if global_scale is None:
-        raise CheckpointError(f"{entry} has E4M3 scales but no global scale: not an NVFP4 weight")
-    if global_scale.dtype is not torch.float32 or torch.Size(global_scale.shape).numel() != 1:
-        raise CheckpointError(
-            f"{entry}: {global_scale.name!r} is {global_scale.dtype} of shape {global_scale.shape}, not one"
-            " FP32 number: not an NVFP4 weight"
-        )
 
 
 def plain_weight(entry: Entry, *, is_read: bool = True) -> StoredWeight:

@@ -55,7 +55,12 @@ def planned_weights(
         ModelError: The model is sharded, or cannot be traced.
         PolicyError: The policy quantizes weights, but none to a format in which they can be stored.
     """
-    _refuse_sharded(model)
+    for path, parameter in model.named_parameters():
+        if hasattr(parameter, "device_mesh") and hasattr(parameter, "placements"):
+            raise ModelError(
+                f"{path} is sharded (a DTensor): store the weights before the model is sharded,"
+                " or load a checkpoint of stored weights"
+            )
     if not args and not kwargs:
         kwargs = example_inputs(model)
     policy = Policy.resolve("inference" if policy is None else policy)
@@ -104,15 +109,6 @@ def common_cast(own_uses: Sequence[WeightUse]) -> WeightUse:
     if len({(use.block_dim, use.form, use.square) for use in own_uses}) > 1:
         return replace(own_uses[0], form=None, reason="its GEMMs cast it in different ways")
     return own_uses[0]
-
-
-def _refuse_sharded(model: nn.Module) -> None:
-    for path, parameter in model.named_parameters():
-        if hasattr(parameter, "device_mesh") and hasattr(parameter, "placements"):
-            raise ModelError(
-                f"{path} is sharded (a DTensor): store the weights before the model is sharded,"
-                " or load a checkpoint of stored weights"
-            )
 
 
 def _table(path: str, value: Tensor) -> Layer:

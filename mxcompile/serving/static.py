@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mxcompile.errors import ModelError, OptionError, not_allowed
-from mxcompile.formats import PRECISIONS, Choices, Format
+from mxcompile.formats import PRECISIONS, Choices
 
 if TYPE_CHECKING:
     from mxcompile.serving.cache import MXStaticCache
@@ -47,13 +47,8 @@ def static_cache(model: Any, max_cache_len: int, *, precision: str = "mxfp8") ->
         raise ModelError(f"a static cache is for a Hugging Face model, found {type(model).__name__}")
     if max_cache_len < 1:
         raise OptionError(f"max_cache_len must be a number of rows of at least 1, found {max_cache_len}")
-    return MXStaticCache(config, max_cache_len, form=_stored_form(precision))
-
-
-def _stored_form(precision: str) -> Format:
-    """Returns the format of keys and values stored in `precision`. Raises `OptionError`."""
     forms = {row.name: row.formats(Choices()).x for row in PRECISIONS.values() if row.quantizes}
     stored = {name: form for name, form in forms.items() if form.lies_stored}
     if precision not in stored:
         raise OptionError(not_allowed("precision", precision, stored))
-    return stored[precision]
+    return MXStaticCache(config, max_cache_len, form=stored[precision])

@@ -52,7 +52,7 @@ def source(tmp_path) -> Path:
 @pytest.mark.parametrize("layout", ["compressed-tensors", "torchao"])
 def test_convert_makes_the_weights_of_quantize_weights(source, tmp_path, layout):
     before = digests(source)
-    table = convert(source, tmp_path / "out", layout=layout, progress=False)
+    table = convert(source, tmp_path / "out", layout=layout)
     assert digests(source) == before
     assert sorted(file.name for file in tmp_path.iterdir()) == ["in", "out"]
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
@@ -78,7 +78,7 @@ def test_convert_makes_the_weights_of_quantize_weights(source, tmp_path, layout)
 
 def test_experts_that_are_stacked_when_loaded(tmp_path):
     source = written(mixtral(), tmp_path / "in", shard="1GB")
-    table = convert(source, tmp_path / "out", progress=False)
+    table = convert(source, tmp_path / "out")
     names = [w.name for w in table.weights if w.stored and "experts" in w.name]
     assert len(names) == 2 * 4 * 3
     loaded = mxcompile.load_quantized(tmp_path / "out")
@@ -97,7 +97,7 @@ def test_experts_that_are_stacked_when_loaded(tmp_path):
 @pytest.mark.parametrize("make", [lambda: llama(tied=True), llava], ids=["tied", "llava"])
 def test_transformers_loads_the_result(tmp_path, make):
     source = written(make(), tmp_path / "in")
-    convert(source, tmp_path / "out", progress=False)
+    convert(source, tmp_path / "out")
     ours = mxcompile.load_quantized(tmp_path / "out")
     theirs, info = type(ours).from_pretrained(tmp_path / "out", dtype=BF16, output_loading_info=True)
     assert not any(info.values()), info
@@ -157,7 +157,7 @@ def test_convert_with_two_precisions_names_both(source, tmp_path, capsys):
     assert main(["convert", str(source), str(out), "--policy", str(policy), "--dry-run"]) == 0
     foreseen = capsys.readouterr().out.splitlines()[0]
     assert foreseen.startswith("14 of 16 weights in MXFP8 and MXFP4: ")
-    table = convert(source, out, policy=policy, progress=False)
+    table = convert(source, out, policy=policy)
     assert str(table).splitlines()[0] == foreseen
     before = llama_state(source)
     loaded = mxcompile.load_quantized(out)
@@ -223,7 +223,7 @@ def test_a_checkpoint_that_is_quantized_in_part_is_converted(tmp_path: Path, lay
     model, _ = quantized(policy={"version": 1, "preset": "bf16", "rules": rules})
     mxcompile.save_quantized(model, tmp_path / "part", layout=layout)
     partly_quantized = LoadedModel(name="model", model=Model(), args=(torch.arange(12).view(2, 6),))
-    table = convert(tmp_path / "part", tmp_path / "out", model=partly_quantized, progress=False)
+    table = convert(tmp_path / "part", tmp_path / "out", model=partly_quantized)
     rows = {row.name: row for row in table.weights if row.stored}
     assert set(rows) == {f"blocks.{n}.{name}.weight" for n in range(2) for name in ("gate", "up", "down")}
     loaded = mxcompile.load_quantized(tmp_path / "out", Model())
@@ -239,7 +239,7 @@ def test_a_checkpoint_that_is_quantized_in_part_is_converted(tmp_path: Path, lay
 
 
 def test_a_rounding_of_the_policy_is_the_rounding_of_the_result(source, tmp_path):
-    convert(source, tmp_path / "out", policy="ocp", progress=False)
+    convert(source, tmp_path / "out", policy="ocp")
     loaded = mxcompile.load_quantized(tmp_path / "out")
     name = "model.layers.0.mlp.up_proj.weight"
     expected = mxcompile.quantize(llama_state(source)[name], rounding="floor")
@@ -336,7 +336,7 @@ def test_the_directory_of_a_killed_conversion_stays_and_is_named(source, tmp_pat
     for folder in (partial, other):
         folder.mkdir()
         (folder / "model.safetensors").touch()
-    convert(source, tmp_path / "out[{}]", progress=False)
+    convert(source, tmp_path / "out[{}]")
     assert sorted(tmp_path.iterdir()) == sorted([partial, other, source, tmp_path / "out[{}]"])
     assert caplog.messages == [
         f"{partial} is from an interrupted run: remove it, unless a process still writes it"
@@ -356,7 +356,7 @@ def test_a_conversion_that_is_overtaken_leaves_the_result(source, tmp_path, monk
 
     monkeypatch.setattr("mxcompile.checkpoint.convert.write_json", overtaken)
     with pytest.raises(CheckpointError, match="out: Directory not empty"):
-        convert(source, tmp_path / "out", progress=False)
+        convert(source, tmp_path / "out")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["in", "out"]
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["theirs"]
 
@@ -367,7 +367,7 @@ def test_a_conversion_that_is_killed_at_any_point_leaves_nothing_broken(source, 
     torch.set_num_threads(1)
     before = digests(source)
     start = time.perf_counter()
-    convert(source, tmp_path / "expected", progress=False)
+    convert(source, tmp_path / "expected")
     whole = time.perf_counter() - start
     expected = digests(tmp_path / "expected")
     out, generator = tmp_path / "out", random.Random(0)
@@ -378,7 +378,7 @@ def test_a_conversion_that_is_killed_at_any_point_leaves_nothing_broken(source, 
             # tqdm's own lock is one semaphore of all processes: if its holder is killed, all others wait
             tqdm.set_lock(threading.RLock())
             try:
-                convert(source, out, progress=False)
+                convert(source, out)
             finally:
                 os._exit(0)
         time.sleep(generator.uniform(0, 1.2 * whole))
@@ -393,7 +393,7 @@ def test_a_conversion_that_is_killed_at_any_point_leaves_nothing_broken(source, 
             assert digests(out) == expected
             shutil.rmtree(out)
     assert unfinished > 5, "kills fell before the first file was written"
-    convert(source, out, progress=False)
+    convert(source, out)
     assert digests(out) == expected
     assert isinstance(mxcompile.load_quantized(out).model.layers[0].mlp.up_proj.weight, MXTensor)
 
