@@ -49,11 +49,8 @@ class Comparison:
         table = drawn(fitted(self._policies(), ("policy",)))
         if not self.audits:
             summary = self.reports[0].summary
-            about = (
-                "estimated"
-                if summary.estimate_us
-                else f"no estimates, because target {summary.target} has no data sheet"
-            )
+            missing = f"no estimates, because target {summary.target} has no data sheet"
+            about = "estimated" if summary.estimate_us else missing
             return f"target {summary.target}, {about}\n\n{table}"
         layers, lines = self._layers(), [table]
         if len(layers) > 1:
@@ -79,26 +76,19 @@ class Comparison:
         ]
         least = lowest_by(item for by_gemm in measured for item in by_gemm.items())
         worst = sorted(least, key=lambda key: -math.inf if math.isnan(least[key]) else least[key])
-        rows = [
-            [
-                name or "(root)",
-                gemm,
-                *(decibels(by_gemm[name, gemm]) if (name, gemm) in by_gemm else "" for by_gemm in measured),
-            ]
-            for name, gemm in worst
-        ]
+        rows = []
+        for name, gemm in worst:
+            values = (by_gemm.get((name, gemm)) for by_gemm in measured)
+            cells = ("" if sqnr is None else decibels(sqnr) for sqnr in values)
+            rows.append([name or "(root)", gemm, *cells])
         return [["layer", "GEMM", *(_name(result.report) for result in self.audits)], *rows]
 
     def _notes(self) -> list[str]:
         """Returns the notes that all audits share, then the notes of single audits."""
         every = [result.numerics for result in self.audits]
         shared = [note for note in every[0].notes if all(note in numerics.notes for numerics in every)]
-        return [f"note: {note}" for note in shared] + [
-            f"note, {numerics.policy}: {note}"
-            for numerics in every
-            for note in numerics.notes
-            if note not in shared
-        ]
+        others = ((n.policy, note) for n in every for note in n.notes if note not in shared)
+        return [*(f"note: {note}" for note in shared), *(f"note, {name}: {note}" for name, note in others)]
 
 
 def _name(report: Report) -> str:
@@ -182,9 +172,6 @@ def estimates(
 
     Raises `OptionError` if `policies` is not a list, and the errors of `explain`.
     """
-    return Comparison(
-        reports=tuple(
-            explain(model, *args, policy=policy, target=target, training=training, kwargs=kwargs)
-            for policy in _resolved(policies)
-        )
-    )
+    named: dict[str, Any] = {"target": target, "training": training, "kwargs": kwargs}
+    reports = (explain(model, *args, policy=policy, **named) for policy in _resolved(policies))
+    return Comparison(reports=tuple(reports))

@@ -79,13 +79,11 @@ class AuditDifference:
         return [counted, *self.facts, *more]
 
     def _table(self) -> Table:
-        rows = [
-            [
-                *(change.name or "(root)", change.what, "SQNR, dB" if change.unit else "to 0"),
-                *map(decibels if change.unit else percent, (change.before, change.after)),
-            ]
-            for change in self.moved[:_ROWS]
-        ]
+        rows = []
+        for change in self.moved[:_ROWS]:
+            measure, text = ("SQNR, dB", decibels) if change.unit else ("to 0", percent)
+            values = text(change.before), text(change.after)
+            rows.append([change.name or "(root)", change.what, measure, *values])
         return [["layer", "GEMM or cast", "measure", "before", "after"], *rows]
 
 

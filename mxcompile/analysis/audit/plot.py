@@ -11,7 +11,7 @@ its GEMMs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,19 +33,13 @@ _MOST_COLUMNS, _MOST_ROWS = 60, 60
 def plot(numerics: Numerics, folder: Path) -> list[Path]:
     """Draws `numerics` into `folder`. Returns the files; there is none for data that was not measured."""
     folder.mkdir(parents=True, exist_ok=True)
-    drawings: tuple[tuple[str, bool, Callable[[Any, Numerics], None]], ...] = (
-        ("gemms.png", bool(numerics.gemms), _gemms),
-        ("tensors.png", bool(numerics.tensors), _tensors),
-        ("scales.png", bool(numerics.tensors), _scales),
-    )
-    written = []
-    for name, measured, draw in drawings:
-        if measured:
-            figure = plots.figure()
-            draw(figure, numerics)
-            figure.savefig(folder / name)
-            written.append(folder / name)
-    return written
+    drawings = {"gemms.png": _gemms} if numerics.gemms else {}
+    drawings |= {"tensors.png": _tensors, "scales.png": _scales} if numerics.tensors else {}
+    for name, draw in drawings.items():
+        figure = plots.figure()
+        draw(figure, numerics)
+        figure.savefig(folder / name)
+    return [folder / name for name in drawings]
 
 
 def _gemms(figure: Any, numerics: Numerics) -> None:
@@ -128,15 +122,10 @@ def _tensors(figure: Any, numerics: Numerics) -> None:
         _marks(sqnr_axes, [(t.sqnr_db, row) for row, t in enumerate(tensors) if t.operand == which], which)
     sqnr_axes.set_xlabel("SQNR, dB")
     underflow_axes = figure.add_subplot(1, 2, 2, sharey=sqnr_axes)
-    rows = range(len(tensors))
-    underflow_axes.barh(rows, [100 * t.underflow for t in tensors], color="#7f8c8d", label="cast to zero")
-    underflow_axes.barh(
-        rows,
-        [100 * t.saturation for t in tensors],
-        left=[100 * t.underflow for t in tensors],
-        color="#c0392b",
-        label="saturated",
-    )
+    rows, zeros = range(len(tensors)), [100 * t.underflow for t in tensors]
+    saturated = [100 * t.saturation for t in tensors]
+    underflow_axes.barh(rows, zeros, color="#7f8c8d", label="cast to zero")
+    underflow_axes.barh(rows, saturated, left=zeros, color="#c0392b", label="saturated")
     underflow_axes.tick_params(labelleft=False)
     underflow_axes.set_xlabel("share of elements (cast to zero: share of the nonzero elements), %")
     underflow_axes.legend()

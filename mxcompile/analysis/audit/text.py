@@ -73,12 +73,9 @@ def view(numerics: Numerics, by: str) -> str:
         raise OptionError(not_allowed("view", by, VIEWS))
     headers, *rows = VIEWS[by](numerics)
     names = [header for header in headers if header in NAMES]
-    table = (
-        [drawn(fitted([headers, *rows], names))]
-        if rows
-        else [f"no rows by {by}: this audit has no GEMM or cast for them"]
-    )
-    return "\n".join([*wrapped(_facts(numerics)), "", *table])
+    missing = f"no rows by {by}: this audit has no GEMM or cast for them"
+    table = drawn(fitted([headers, *rows], names)) if rows else missing
+    return "\n".join([*wrapped(_facts(numerics)), "", table])
 
 
 def headline(numerics: Numerics) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mxcompile.analysis.audit.text import percent
-from mxcompile.analysis.blame.effects import MEASURES, Effect, added_up, exceeds, falls_short, together
+from mxcompile.analysis.blame.effects import MEASURES, Effect, exceeds, falls_short, together
 from mxcompile.analysis.study.policy_file import MeasuredPolicy
 from mxcompile.report.data.fold import spelled
 from mxcompile.report.forms.tables import Table
@@ -68,8 +68,6 @@ class Blamed(MeasuredPolicy, Findings):
     flop_share_before: float
     flop_share: float
 
-    # sentences ----------------------------------------------------------------------------------------
-
     def _facts(self) -> list[str]:
         repeated = f" of {count(self.repeats, 'repeat')} each" if self.repeats > 1 else ""
         facts = [
@@ -79,10 +77,18 @@ class Blamed(MeasuredPolicy, Findings):
         ]
         if not self.parts:
             return facts
-        facts.append(f"all together: {_effect_words(self.whole)}")
+        words = [f"{name} {spread}" for name in MEASURES if (spread := getattr(self.whole, name)) is not None]
+        facts.append(f"all together: {', '.join(words)}")
         if len(self.parts) > 1 and self._sum is not None:
-            facts.append(f"one by one, added up {added_up(self.measure)}: {_share(self._sum)}")
-        return [*facts, *self._interplay(), *self._policy(), *self._chance()]
+            how = "with their signs" if self.measure == "loss" else "as independent errors, in squares"
+            facts.append(f"one by one, added up {how}: {_share(self._sum)}")
+        facts += [*self._interplay(), *self._policy()]
+        if self.repeats > 1:
+            facts.append(
+                f"± is the standard error of the mean of {self.repeats} repeats; each repeat and its"
+                " reference draw the same new random numbers"
+            )
+        return facts
 
     def _policy(self) -> Iterator[str]:
         whole, remaining = self.whole.on(self.measure), self.left.on(self.measure)
@@ -98,37 +104,23 @@ class Blamed(MeasuredPolicy, Findings):
                 f" remove {self.remove:.0%} of it"
             )
 
-    def _chance(self) -> Iterator[str]:
-        if self.repeats > 1:
-            yield (
-                f"± is the standard error of the mean of {self.repeats} repeats; each repeat and its"
-                " reference draw the same new random numbers"
-            )
-
     @property
     def _sum(self) -> float | None:
         """Sum of the effects of the parts that were measured alone; None if none was."""
         alone = [part.alone for part in self.parts if part.alone is not None]
         return together(self.measure, alone) if alone else None
 
-    def _interplay(self) -> list[str]:
-        """Returns a sentence if the effects of the parts do not add up to the whole."""
-        if len(self.parts) < 2 or self._sum is None:
-            return []
-        whole = self.whole.on(self.measure)
-        if exceeds(whole, self._sum):
-            return [
-                f"THE SUM OF THE PARTS IS NOT THE WHOLE: together they do more, {_share(whole.size)} instead"
-                f" of {_share(self._sum)}; the column 'without' shows the rest without a layer"
-            ]
-        if falls_short(whole, self._sum):
-            return [
-                f"THE SUM OF THE PARTS IS NOT THE WHOLE: together they do less, {_share(whole.size)} instead"
-                f" of {_share(self._sum)}: effects of some layers cancel or hide others"
-            ]
-        return []
-
-    # table --------------------------------------------------------------------------------------------
+    def _interplay(self) -> Iterator[str]:
+        """Yields a sentence if the effects of the parts do not add up to the whole."""
+        whole, parts = self.whole.on(self.measure), self._sum
+        if len(self.parts) < 2 or parts is None:
+            return
+        start = "THE SUM OF THE PARTS IS NOT THE WHOLE: together they do"
+        sizes = f"{_share(whole.size)} instead of {_share(parts)}"
+        if exceeds(whole, parts):
+            yield f"{start} more, {sizes}; the column 'without' shows the rest without a layer"
+        elif falls_short(whole, parts):
+            yield f"{start} less, {sizes}: effects of some layers cancel or hide others"
 
     def _table(self) -> Table:
         """Returns headers, then rows for all GEMMs, each kind of GEMM, and the parts with their GEMMs."""
@@ -158,10 +150,3 @@ class Blamed(MeasuredPolicy, Findings):
 
 def _share(value: float) -> str:
     return "not finite" if value == float("inf") else percent(value)
-
-
-def _effect_words(effect: Effect) -> str:
-    """Returns `effect` as text: ``gradients 5.3%, loss -0.016%``."""
-    return ", ".join(
-        f"{measure} {spread}" for measure in MEASURES if (spread := getattr(effect, measure)) is not None
-    )

@@ -72,13 +72,8 @@ class Effect:
 def effect_of(gemms: Sequence[GemmRecord], pairs: Iterable[tuple[Outcome, Outcome]]) -> Effect:
     """Returns the effect from (reference, outcome) `pairs`, one per repeat. gemms: records of the report."""
     values = [_distances(gemms, reference, outcome) for reference, outcome in pairs]
-    return Effect(
-        **{
-            measure: Spread.from_values([value[measure] for value in values])
-            for measure in MEASURES
-            if all(measure in value for value in values)
-        }
-    )
+    present = [measure for measure in MEASURES if all(measure in value for value in values)]
+    return Effect(**{name: Spread.from_values([value[name] for value in values]) for name in present})
 
 
 def _distances(gemms: Sequence[GemmRecord], reference: Outcome, outcome: Outcome) -> Mapping[str, float]:
@@ -101,11 +96,6 @@ def together(measure: str, effects: Iterable[Effect]) -> float:
     if measure == "loss":
         return abs(sum(spread.mean for spread in spreads))
     return math.sqrt(sum(spread.mean**2 for spread in spreads))
-
-
-def added_up(measure: str) -> str:
-    """Returns how `together` adds, as text."""
-    return "with their signs" if measure == "loss" else "as independent errors, in squares"
 
 
 def exceeds(whole: Spread, parts: float) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -14,7 +14,6 @@ from mxcompile.analysis.blame.effects import MEASURES, Effect
 from mxcompile.analysis.blame.plan import RunPlan
 from mxcompile.analysis.blame.search import Search
 from mxcompile.analysis.blame.trials import BlameTrials
-from mxcompile.analysis.study.interpreter import Key
 from mxcompile.analysis.study.session import MAKE_A_LOSS, LossFunction, Session, Study
 from mxcompile.errors import ModelError, OptionError, not_allowed
 from mxcompile.models.arguments import ModelInput, keywords
@@ -78,15 +77,38 @@ def blame(
     with tqdm(desc="blame: tracing", unit="run", disable=None, leave=False) as bar:
         study, backward = Study(session, bar, "blame"), of in (None, "gradients")
         trials = BlameTrials(study, requested, reference, backward)
-        plan = _plan(trials, max_runs, repeats)
+        several = min(plans.REPEATS, max_runs // plans.LEAST) if trials.drew else 1
+        plan = RunPlan.from_counts(
+            len(trials.layers),
+            len({gemm for _, gemm in trials.keys}) if trials.switched else 1,
+            repeats=several if repeats is None else repeats,
+            max_runs=max_runs,
+            more=trials.to_come,
+        )
         bar.total = plan.runs
         trials.repeat(plan.repeats)
         measure = _measure(trials.self_effect, of)
-        findings, notes = _findings(trials, plan, measure, remove, announced)
+        findings = Findings(whole=trials.self_effect, left=trials.self_effect)
+        notes = trials.obstacles(measure)
+        if not notes:
+            announced(f"blame: {plan}")
+            findings, notes = Search(trials, plan, measure, remove).findings(), trials.notes()
+            if not findings.parts:
+                notes.insert(0, f"the policies differ, but not in the {measure} of this run")
+    if trials.drew and plan.repeats == 1:
+        notes.append(
+            "the model draws random numbers and each effect was measured once, so without error bars"
+        )
     policy, comments = trials.without(frozenset(findings.worst)) if findings.worst else (requested, ())
     return Blamed(
         **vars(findings),
-        **_counted(trials, plan, findings.worst),
+        num_layers=len(trials.layers),
+        num_gemms=len(trials.keys),
+        runs=study.runs,
+        max_runs=plan.runs,
+        repeats=plan.repeats,
+        flop_share_before=study.flop_share(),
+        flop_share=study.flop_share(frozenset(findings.worst)),
         policy=policy,
         comments=comments,
         notes=tuple(notes),
@@ -95,48 +117,6 @@ def blame(
         measure=measure,
         remove=remove,
     )
-
-
-def _findings(
-    trials: BlameTrials, plan: RunPlan, measure: str, remove: float, announce: Callable[[str], object]
-) -> tuple[Findings, list[str]]:
-    """Returns the findings of a search, empty if nothing can be found, and notes."""
-    findings, notes = Findings(whole=trials.self_effect, left=trials.self_effect), trials.obstacles(measure)
-    if not notes:
-        announce(f"blame: {plan}")
-        findings, notes = Search(trials, plan, measure, remove).findings(), trials.notes()
-        if not findings.parts:
-            notes.insert(0, f"the policies differ, but not in the {measure} of this run")
-    if trials.drew and plan.repeats == 1:
-        notes.append(
-            "the model draws random numbers and each effect was measured once, so without error bars"
-        )
-    return findings, notes
-
-
-def _plan(trials: BlameTrials, max_runs: int, repeats: int | None) -> RunPlan:
-    """Returns the plan of the runs for the differences in `trials`."""
-    return RunPlan.from_counts(
-        len(trials.layers),
-        len({gemm for _, gemm in trials.keys}) if trials.switched else 1,
-        repeats=plans.repeats_of(repeats, trials.drew, max_runs),
-        max_runs=max_runs,
-        more=trials.to_come,
-    )
-
-
-def _counted(trials: BlameTrials, plan: RunPlan, worst: Iterable[Key]) -> dict[str, Any]:
-    """Returns the fields of a `Blamed` that count layers, GEMMs, runs and FLOPs."""
-    study = trials.study
-    return {
-        "num_layers": len(trials.layers),
-        "num_gemms": len(trials.keys),
-        "runs": study.runs,
-        "max_runs": plan.runs,
-        "repeats": plan.repeats,
-        "flop_share_before": study.flop_share(),
-        "flop_share": study.flop_share(frozenset(worst)),
-    }
 
 
 def _measure(effect: Effect, of: str | None) -> str:

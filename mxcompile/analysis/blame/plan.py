@@ -70,13 +70,6 @@ class RunPlan:
         )
 
 
-def repeats_of(repeats: int | None, drew: bool, max_runs: int) -> int:
-    """Returns the repeats of each effect: `repeats`, or else several if the model `drew` random numbers."""
-    if repeats is not None:
-        return repeats
-    return min(REPEATS, max_runs // LEAST) if drew else 1
-
-
 def check(max_runs: object, repeats: object, remove: object) -> None:
     """Raises `OptionError` for an invalid number of runs or repeats, or an invalid share."""
     if not _is_whole(repeats, 1) and repeats is not None:

@@ -101,8 +101,6 @@ class Search:
         kinds = {gemm for _, gemm in self._of(names)}
         return tuple(str(gemm) for gemm in Gemm if gemm in kinds)
 
-    # layers -------------------------------------------------------------------------------------------
-
     def _groups(
         self, step: _Step, effect: Callable[[_Step, Names], Effect], size: Callable[[Effect], float]
     ) -> dict[Names, Effect]:
@@ -149,8 +147,6 @@ class Search:
         alone = 0.0 if part.alone is None else self._size(part.alone)
         return max(alone, 0.0 if part.left_out is None else self._drop(part.left_out))
 
-    # the worst ----------------------------------------------------------------------------------------
-
     def _worst(self, parts: Sequence[BlamedPart]) -> tuple[Keys, Effect]:
         """Returns the GEMMs of the fewest worst `parts` to exclude, and the effect of the other parts.
 
@@ -180,8 +176,6 @@ class Search:
         return next(
             (number for number, rest in enumerate(rests, 1) if rest <= self._tolerated * whole), len(parts)
         )
-
-    # GEMMs --------------------------------------------------------------------------------------------
 
     def _single(self, names: Names, step: _Step) -> Iterator[BlamedPart]:
         """Yields each kind of GEMM of the layers `names` alone, if they have several and `step` allows it."""

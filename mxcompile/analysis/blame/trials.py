@@ -60,14 +60,6 @@ class BlameTrials:
                     switched &= alone
         return tuple(keys), switched
 
-    def _by_layer(self, keys: Keys) -> dict[str, list[str]]:
-        """Returns the differing GEMMs in `keys` by layer, in the order of the model."""
-        gemms: dict[str, list[str]] = {}
-        for name, gemm in self.keys:
-            if (name, gemm) in keys:
-                gemms.setdefault(name, []).append(gemm)
-        return gemms
-
     @property
     def to_come(self) -> int:
         """Number of runs that the reference needs in addition to its repeats."""
@@ -102,9 +94,12 @@ class BlameTrials:
 
     def without(self, keys: Keys) -> tuple[Policy, tuple[str, ...]]:
         """Returns the policy with `keys` as in the reference, and comments of its new rules."""
-        layers, by_layer = self.study.layers, self._by_layer(keys)
+        by_layer: dict[str, list[str]] = {}
+        for name, gemm in self.keys:
+            if (name, gemm) in keys:
+                by_layer.setdefault(name, []).append(gemm)
         candidates = [Candidate.start(self._policy), Candidate(word="reference", policy=self._against)]
-        mixes = Mixes(start=self._policy, layers=layers, candidates=candidates, label=LABEL)
+        mixes = Mixes(start=self._policy, layers=self.study.layers, candidates=candidates, label=LABEL)
         mix = {name: self._option(name, kept) for name, kept in by_layer.items()}
         return mixes.policy(mix), tuple(
             f"{spelled(names)}: {', '.join(by_layer[names[0]])} as in {self._against.label}"

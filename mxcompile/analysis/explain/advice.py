@@ -7,6 +7,7 @@ and narrow layers lose. If the chip has no GEMM for the format, casts come in ad
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 from mxcompile.analysis.explain.sweep import at_tokens
 from mxcompile.formats import Operands, is_quantized, labels
@@ -33,26 +34,24 @@ def advised(report: Report) -> Report:
     )
 
 
-def _of_fp32(report: Report) -> list[str]:
-    """Returns a warning if the model is FP32, which is unusual for training on a GPU."""
+def _of_fp32(report: Report) -> Iterator[str]:
+    """Yields a warning if the model is FP32, which is unusual for training on a GPU."""
     peak = TARGETS[report.summary.target].peak
-    if main_dtype(report.gemms) != "FP32" or peak is None:
-        return []
-    return [
-        f"this model is FP32: its products are estimated at the {peak.fp32_tflops:g} TFLOP/s of FP32, where"
-        f" BF16 has {peak.bf16_tflops:g}; to estimate in BF16, use model.to(torch.bfloat16), autocast or"
-        " --dtype bf16"
-    ]
+    if main_dtype(report.gemms) == "FP32" and peak is not None:
+        yield (
+            f"this model is FP32: its products are estimated at the {peak.fp32_tflops:g} TFLOP/s of FP32,"
+            f" where BF16 has {peak.bf16_tflops:g}; to estimate in BF16, use model.to(torch.bfloat16),"
+            " autocast or --dtype bf16"
+        )
 
 
-def _slower(report: Report) -> list[str]:
-    if _ratio(report) >= 1:
-        return []
-    words = labels(gemm.precision for gemm in report.gemms)
-    return [
-        f"{report.summary.target} is estimated slower with {words} than in {main_dtype(report.gemms)}"
-        f" ({_ratio(report):.2f}×): {_help(report)}"
-    ]
+def _slower(report: Report) -> Iterator[str]:
+    if _ratio(report) < 1:
+        words = labels(gemm.precision for gemm in report.gemms)
+        yield (
+            f"{report.summary.target} is estimated slower with {words} than in {main_dtype(report.gemms)}"
+            f" ({_ratio(report):.2f}×): {_help(report)}"
+        )
 
 
 def _help(report: Report) -> str:
@@ -96,32 +95,25 @@ def _cast_to(gemm: GemmRecord, formats: Operands) -> GemmRecord:
     """Returns `gemm` with its operands in `formats` if it is quantized."""
     if not is_quantized(gemm.precision):
         return gemm
-    changed = (
-        dataclasses.replace(
-            form,
-            elem=fmt.elem.name,
-            block=str(fmt.tile),
-            rounding=fmt.derivation,
-            transform=fmt.transform,
-            scales=fmt.scales,
-        )
-        for form in gemm.formats
-        for fmt in (formats.operand_format(form.operand),)
-    )
+    changed = []
+    for form in gemm.formats:
+        fmt = formats.operand_format(form.operand)
+        words = {"elem": fmt.elem.name, "block": str(fmt.tile), "rounding": fmt.derivation}
+        words |= {"transform": fmt.transform, "scales": fmt.scales}
+        changed.append(dataclasses.replace(form, **words))
     return dataclasses.replace(gemm, formats=tuple(changed))
 
 
-def _width_advice(many: Report) -> list[str]:
-    """Returns advice on the layers that are slower even with many tokens."""
+def _width_advice(many: Report) -> Iterator[str]:
+    """Yields advice on the layers that are slower even with many tokens."""
     slow = [
         row
         for row in fold(many.gemms)
         if (speedup(row.gemms) or 1) < 1 and any(is_quantized(gemm.precision) for gemm in row.gemms)
     ]
-    if not slow or _emulated(many):
-        return []
-    names = listed([row.name or "(root)" for row in slow], _NAMED)
-    return [f"narrow layers, which a rule can leave in BF16: {names}"]
+    if slow and not _emulated(many):
+        names = listed([row.name or "(root)" for row in slow], _NAMED)
+        yield f"narrow layers, which a rule can leave in BF16: {names}"
 
 
 def _ratio(report: Report) -> float:

@@ -80,15 +80,9 @@ def _with_memory(report: Report, model: nn.Module, *, training: bool) -> Report:
     gradients = sum(_size(p) for p in model.parameters() if p.requires_grad) if training else 0
     both = ((g.flops // (2 * g.n) + g.flops // (2 * g.k)) for g in report.gemms if g.flops and g.n and g.k)
     beside = report.summary.saved_bytes if training else _BF16_BYTES * max(both, default=0)
-    return dataclasses.replace(
-        report,
-        summary=dataclasses.replace(
-            report.summary,
-            parameter_bytes=parameters,
-            gradient_bytes=gradients,
-            peak_bytes=parameters + gradients + (beside or 0),
-        ),
-    )
+    figures: dict[str, Any] = {"parameter_bytes": parameters, "gradient_bytes": gradients}
+    figures["peak_bytes"] = parameters + gradients + (beside or 0)
+    return dataclasses.replace(report, summary=dataclasses.replace(report.summary, **figures))
 
 
 def _size(tensor: Tensor) -> int:

@@ -42,9 +42,6 @@ from mxcompile.report import Part, Report
 from mxcompile.report.forms.words import tokens_of
 from mxcompile.rules import check_mistakes
 
-RankArguments = tuple[nn.Module | Factory, Sequence[Any], Mapping[str, Any], MeshShape, str | None]
-"""The arguments of `rank_model`."""
-
 
 def explain_rank(
     model: nn.Module | Factory,
@@ -158,7 +155,7 @@ def sweep_meshes(
 
 
 def _rank_report(
-    arguments: RankArguments,
+    arguments: tuple[nn.Module | Factory, Sequence[Any], Mapping[str, Any], MeshShape, str | None],
     options: Options,
     speeds: Links | None,
     order: Schedule | None = None,
@@ -168,7 +165,7 @@ def _rank_report(
 ) -> RankReport:
     """Returns the report of rank 0 of a mesh, in the process that `apart` started.
 
-    others: further policies in the estimate of the time.
+    arguments: arguments of `rank_model`. others: further policies in the estimate of the time.
     """
     with rank_model(*arguments) as here:
         axes = Axes(here.mesh)

@@ -63,6 +63,7 @@ class RankTracer(Explainer):
         super().__init__(model, options, training, leave_out, partial(rank_copy, sharded))
         self._axes = axes
         self._groups = sharded
+        self._gathered = {entry.path for group in sharded for entry in group.parameters}
         self._sent: dict[int, tuple[Capture, tuple[Collective, ...]]] = {}
         self._calls: Counter[int] = Counter()
         self.stages = None if order is None else Stages.from_schedule(order, self.repeats.blocks)
@@ -86,14 +87,12 @@ class RankTracer(Explainer):
         sides = {FORWARD: forward} if backward is None else {FORWARD: forward, BACKWARD: backward}
         sent = (of_graph(graph, self._axes, phase, self.repeats.others) for phase, graph in sides.items())
         self._sent[id(capture)] = capture, tuple(itertools.chain.from_iterable(sent))
-        self._works[id(capture)] = {phase: self._launched(graph) for phase, graph in sides.items()}
+        stages = self._layers.values() if self.target.peak is not None else ()
+        self._works[id(capture)] = {
+            phase: tuple(+works(graph, self.target, layers) for layers in stages)
+            for phase, graph in sides.items()
+        }
         self._live[id(capture)] = live(forward, backward, capture.inputs, self.repeats)
-
-    def _launched(self, graph: fx.Graph) -> tuple[Works, ...]:
-        """Returns the work of `graph` by stage."""
-        if self.target.peak is None:
-            return ()
-        return tuple(+works(graph, self.target, layers) for layers in self._layers.values())
 
     @property
     def _layers(self) -> dict[int, Callable[[str], int]]:
@@ -126,10 +125,9 @@ class RankTracer(Explainer):
 
     def collectives(self) -> Iterator[Collective]:
         """Yields the collectives of every call of a graph, and of partial gradients that FSDP2 reduces."""
-        gathered = {entry.path for group in self._groups for entry in group.parameters}
         for reduction in of_partial_gradients(self.model, self._axes):
             for path in (reduction.name, *self.repeats.others(reduction.name)):
-                if path in gathered:
+                if path in self._gathered:
                     yield replace(reduction, name=path)
         for key, (_, sent) in self._sent.items():
             for _ in range(max(1, self._calls[key])):
@@ -207,8 +205,7 @@ class RankTracer(Explainer):
 
     def unreduced(self) -> Iterator[str]:
         """Yields a warning about partial gradients that FSDP2 does not reduce."""
-        gathered = {parameter.path for group in self._groups for parameter in group.parameters}
-        paths = [path for path, _ in partial_parameters(self.model) if path not in gathered]
+        paths = [path for path, _ in partial_parameters(self.model) if path not in self._gathered]
         if paths:
             yield (
                 f"gradients of {spelled(paths)} are partial sums on each rank, which backward does not"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from mxcompile.compiler.session.options import Options
 from mxcompile.compiler.session.plans import no_plan, planned
 from mxcompile.formats import UNQUANTIZED
 from mxcompile.graph.opsets import packet
-from mxcompile.graph.tags import GemmTag, gradient_tags, set_tag, tags_of
+from mxcompile.graph.tags import gradient_tags, set_tag, tags_of
 from mxcompile.lowering.targets import AUTO, of_device
 from mxcompile.models.blocks import Blocks
 from mxcompile.models.checkpointed import checkpointed_copy
@@ -72,19 +72,15 @@ class Explainer(Rehearsal[ValueTrackingMode]):
         """Traces the model, called with `args` and `kwargs`. Returns the parts."""
         self.call(args, kwargs)
         notes = tuple(f"assumed: {note}" for note in self.mode.notes)
-        gemms = self._outside(args, kwargs)
+        gemms: tuple[GemmRecord, ...] = ()
+        outside = self.mode.outside.graph  # products that ran outside of compiled graphs
+        if outside.nodes:
+            plan = planned(self.model, args, kwargs).plan
+            by_name = {} if plan is None else plan.by_name  # with roles of the whole model
+            gemms = _eager_records(outside, by_name, self.repeats.blocks, training=self.training)
         if notes or gemms:
             self._parts.append(self.repeats.expand(Part(gemms=gemms, warnings=notes)))
         return self._parts
-
-    def _outside(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[GemmRecord, ...]:
-        """Returns records of products that ran outside of compiled graphs, with roles of the whole model."""
-        graph = self.mode.outside.graph
-        if not graph.nodes:
-            return ()
-        plan = planned(self.model, args, kwargs).plan
-        by_name = {} if plan is None else plan.by_name
-        return _eager_records(graph, by_name, self.repeats.blocks, training=self.training)
 
     def graph(
         self, capture: Capture, gm: fx.GraphModule, example_inputs: Sequence[Any]
@@ -138,12 +134,8 @@ def _eager_records(
     forward = records(graph)
     if not training:
         return forward
-    tags = (tag for node in graph.nodes for tag in tags_of(node))
-    return tuple(gemm for tag, first in zip(tags, forward, strict=True) for gemm in _step(tag, first))
-
-
-def _step(tag: GemmTag, fprop: GemmRecord) -> Iterator[GemmRecord]:
-    """Yields `fprop` and the products of its gradients, with the names that `find` gives them."""
-    yield fprop
-    for gradient in gradient_tags(tag):
-        yield dataclasses.replace(record_of(gradient), dtype=fprop.dtype)
+    gemms: list[GemmRecord] = []
+    for tag, fprop in zip((tag for node in graph.nodes for tag in tags_of(node)), forward, strict=True):
+        gradients = (record_of(gradient) for gradient in gradient_tags(tag))
+        gemms += [fprop, *(dataclasses.replace(record, dtype=fprop.dtype) for record in gradients)]
+    return tuple(gemms)

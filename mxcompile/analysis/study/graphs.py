@@ -90,7 +90,10 @@ class Graphs:
             return make_boxed_func(lambda *args: interpreter.run(*args))
 
         def forward(graph: fx.GraphModule, _: Any) -> Any:
-            written.extend(_written_inputs())
+            context = TracingContext.try_get()
+            metadata = None if context is None else context.fw_metadata
+            inputs = [] if metadata is None else metadata.input_info
+            written.extend(index for index, info in enumerate(inputs) if info.mutates_data)
             return backward(graph, _)
 
         def inference(graph: fx.GraphModule, inputs: Any) -> Any:
@@ -105,12 +108,3 @@ class Graphs:
             decompositions=table(),
         )(gm, example_inputs)
         return compiled, written
-
-
-def _written_inputs() -> list[int]:
-    """Returns the indices of the inputs that the graph being compiled writes to."""
-    context = TracingContext.try_get()
-    metadata = context.fw_metadata if context is not None else None
-    if metadata is None:
-        return []
-    return [index for index, info in enumerate(metadata.input_info) if info.mutates_data]

@@ -55,10 +55,7 @@ class Run:
             stats = self.products.setdefault(index, ProductStats())
             lhs, rhs = _sources(site, operands, lhs, rhs, torch.float32)
             with exact_fp32():
-                if site.grouped:
-                    stats.add_grouped(out, lhs, rhs, extra)
-                else:
-                    stats.add(out, lhs, rhs, extra)
+                (stats.add_grouped if site.grouped else stats.add)(out, lhs, rhs, extra)
         return out
 
     def cast(self, op: Any, index: int, site: CastSite, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:

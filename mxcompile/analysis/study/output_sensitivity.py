@@ -18,9 +18,6 @@ from torch import Tensor
 from mxcompile.analysis.study.sites import ProductSite, Sites
 from mxcompile.policy import Gemm
 
-Sources = tuple[Tensor | None, Tensor | None]
-"""The operands of a GEMM before their casts."""
-
 
 @dataclass(kw_only=True, slots=True)
 class Sensitivity:
@@ -39,7 +36,7 @@ class Sensitivity:
         sites: Sites,
         site: ProductSite,
         plain: Tensor,
-        sources: Sources,
+        sources: tuple[Tensor | None, Tensor | None],
         quantized: Callable[[], Tensor],
     ) -> None:
         """Processes one GEMM.
@@ -54,7 +51,8 @@ class Sensitivity:
             error, side = self._errors[tag.name].pop(), tag.tensors.index("dy")
             gradient = sources[side]
             if gradient is not None:
-                gradient = gradient.mT if _ACROSS[tag.gemm] == side else gradient
+                is_across = side == (1 if tag.gemm == Gemm.DGRAD else 0)  # there dy is read transposed
+                gradient = gradient.mT if is_across else gradient
                 by_row = (gradient.double() * error.double()).sum(-1)
                 self.squares[tag.name] = self.squares.get(tag.name, 0.0) + float(by_row.square().sum())
 
@@ -63,7 +61,3 @@ class Sensitivity:
         if not self._with_dgrad:
             self._with_dgrad = {p.tag.name for p in sites.products if p.tag.gemm == Gemm.DGRAD}
         return Gemm.DGRAD if layer in self._with_dgrad else Gemm.WGRAD
-
-
-_ACROSS = {Gemm.DGRAD: 1, Gemm.WGRAD: 0}
-"""The operand index at which a backward GEMM reads dy transposed."""

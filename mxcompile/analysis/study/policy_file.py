@@ -7,7 +7,7 @@ import textwrap
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self
 
 import yaml
 
@@ -15,7 +15,6 @@ from mxcompile.policy import Policy
 from mxcompile.report.files import save
 from mxcompile.report.forms.tables import Table, drawn, fitted, wrapped
 
-_Result = TypeVar("_Result", bound="MeasuredPolicy")
 _WIDTH = 110
 
 
@@ -30,7 +29,7 @@ class MeasuredPolicy(ABC):
     comments: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def with_note(self: _Result, note: str) -> _Result:
+    def with_note(self, note: str) -> Self:
         """Returns a copy with `note` as the first note."""
         return dataclasses.replace(self, notes=(note, *self.notes))
 

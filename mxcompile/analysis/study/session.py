@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -89,21 +88,25 @@ class Session:
         If `run.reach` is set, backward starts from noise at the main output instead. Raises `ModelError` if
         the model cannot be traced or fails.
         """
-        with self._untouched(run) as kept:
-            args, kwargs = fresh(self._arguments)
-            output = self._call(args, kwargs)
-            loss, logits = self._loss(output), main_output(output)
-            start = loss if run.reach is None else noisy(logits)
-            gradients = None
-            if backward and start is not None and start.requires_grad:
-                gradients = self._gradients(start, args, kwargs)
-            return Outcome(
-                loss=None if loss is None else float(loss.detach()),
-                logits=None if logits is None else logits.detach().clone(),
-                differentiable=logits is not None and logits.requires_grad,
-                gradients=gradients,
-                drew=kept.generators.moved(),
-            )
+        kept = SavedState(self.model)
+        try:
+            with uncompiled(self.model), apart_from_others(), self._graphs.during(run, kept):
+                args, kwargs = fresh(self._arguments)
+                output = self._call(args, kwargs)
+                loss, logits = self._loss(output), main_output(output)
+                start = loss if run.reach is None else noisy(logits)
+                gradients = None
+                if backward and start is not None and start.requires_grad:
+                    gradients = self._gradients(start, args, kwargs)
+                return Outcome(
+                    loss=None if loss is None else float(loss.detach()),
+                    logits=None if logits is None else logits.detach().clone(),
+                    differentiable=logits is not None and logits.requires_grad,
+                    gradients=gradients,
+                    drew=kept.generators.moved(),
+                )
+        finally:
+            kept.restore()
 
     def under(self, policy: Policy) -> Session:
         """Returns a session of the same call under `policy`, not traced yet."""
@@ -120,16 +123,6 @@ class Session:
         graphs = self._graphs
         return Report.from_parts(graphs.parts, target=graphs.target, policy=self.options.policy.title)
 
-    @contextmanager
-    def _untouched(self, run: Run) -> Iterator[SavedState]:
-        """Runs the graphs as in `run` inside this context, and restores the model at its end."""
-        kept = SavedState(self.model)
-        try:
-            with uncompiled(self.model), apart_from_others(), self._graphs.during(run, kept):
-                yield kept
-        finally:
-            kept.restore()
-
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             with unlogged():
@@ -145,7 +138,10 @@ class Session:
     def _loss(self, output: Any) -> Tensor | None:
         loss = self._loss_fn(output) if self._loss_fn is not None else loss_of(output)
         if self._loss_fn is not None and not _is_scalar(loss):
-            raise ModelError(f"loss_fn must return a scalar floating-point tensor, found {_described(loss)}")
+            kind = type(loss).__name__
+            if isinstance(loss, Tensor):
+                kind = f"a tensor of shape {tuple(loss.shape)} and {loss.dtype}"
+            raise ModelError(f"loss_fn must return a scalar floating-point tensor, found {kind}")
         return loss
 
     def _gradients(self, loss: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
@@ -251,9 +247,3 @@ def _candidates(output: Any, name: str) -> list[Any]:
 
 def _is_scalar(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.numel() == 1 and value.ndim == 0
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
-    return type(value).__name__

@@ -10,9 +10,10 @@ from mxcompile.analysis.audit import Audit, audited, loss_gap
 from mxcompile.analysis.audit.text import decibels
 from mxcompile.analysis.study.interpreter import Key
 from mxcompile.analysis.study.mixes import BF16, Candidate, Mix, Mixes, Option
-from mxcompile.analysis.study.session import Session, Study
+from mxcompile.analysis.study.session import MAKE_A_LOSS, Session, Study
 from mxcompile.analysis.study.stats import lowest_by
 from mxcompile.analysis.tune.tuned import Bounds
+from mxcompile.errors import ModelError
 from mxcompile.policy import Policy
 
 
@@ -26,7 +27,8 @@ class Trials:
 
     def __init__(self, study: Study, start: Policy, candidates: Sequence[Candidate], bounds: Bounds) -> None:
         self._loss = study.run(study.session, lambda _: False)[1].loss
-        bounds.check_loss(self._loss)
+        if bounds.max_loss_gap is not None and self._loss is None:
+            raise ModelError(f"`max_loss_gap` needs a loss: {MAKE_A_LOSS}")
         names = {name for name, _ in study.quantized}
         layers = {name: layer for name, layer in study.layers.items() if name in names}
         self.mixes = Mixes(start=start, layers=layers, candidates=candidates, label="tuned policy")

@@ -80,9 +80,6 @@ class Costs:
         return frozenset(gemm for gemm in GEMMS if (layer, candidate, gemm) in self._quantized)
 
 
-_BY_BYTES = "chosen by bytes of operands: no target with a data sheet was named"
-
-
 def tune(
     model: nn.Module,
     *args: Any,
@@ -130,7 +127,8 @@ def tune(
         trials = Trials(Study(session, bar, "tune"), start, candidates or [Candidate.start(start)], bounds)
         tuned = _Search(trials, bounds, chip).tuned()
     if among and not tuned.target:
-        return dataclasses.replace(tuned, notes=(_BY_BYTES,))
+        note = "chosen by bytes of operands: no target with a data sheet was named"
+        return dataclasses.replace(tuned, notes=(note,))
     return tuned
 
 
@@ -174,8 +172,6 @@ class _Search:
             met=bounds.allow(final.numerics) and (_quantizes(final.report, bounds) or self._is_dearer(mix)),
             target=self._target if self._costs.estimated else "",
         )
-
-    # choosing -----------------------------------------------------------------------------------------
 
     def _cheapest(self) -> Mix:
         """Returns the cheapest mix that is within the bounds according to the runs so far."""
@@ -244,8 +240,6 @@ class _Search:
 
     def _allowed(self, mix: Mix) -> bool:
         return self._bounds.allows_gap(self._trials.gap(mix, "the loss of all together"))
-
-    # accounts -----------------------------------------------------------------------------------------
 
     def _word(self, option: Option) -> str:
         return "bf16" if option == BF16 else self._mixes.candidates[option.candidate].word

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from mxcompile.analysis.audit import Audit
 from mxcompile.analysis.audit.text import decibels
 from mxcompile.analysis.study.policy_file import MeasuredPolicy
-from mxcompile.analysis.study.session import MAKE_A_LOSS
-from mxcompile.errors import ModelError, OptionError, shown
+from mxcompile.errors import OptionError, shown
 from mxcompile.report import Numerics
 from mxcompile.report.forms.tables import Table
 
@@ -45,11 +44,6 @@ class Bounds:
     def allows_gap(self, gap: float | None) -> bool:
         """Whether the relative difference `gap` of the loss is allowed; False for NaN under a bound."""
         return self.max_loss_gap is None or (gap is not None and abs(gap) <= self.max_loss_gap)
-
-    def check_loss(self, reference: float | None) -> None:
-        """Raises `ModelError` if the loss is bounded and `reference`, the loss of the model, is None."""
-        if self.max_loss_gap is not None and reference is None:
-            raise ModelError(f"`max_loss_gap` needs a loss: {MAKE_A_LOSS}")
 
     def allow(self, numerics: Numerics) -> bool:
         """Whether all measured errors are within the bounds."""
@@ -122,22 +116,16 @@ class Tuned(MeasuredPolicy):
             reached = [f"lowest SQNR of a GEMM {decibels(lowest)} dB"]
         if (gap := self.audit.numerics.loss_gap) is not None:
             reached.append(f"loss gap {gap:+.4%}")
-        return [
+        facts = [
             f"bound: {self.bounds}: {'fulfilled' if self.met else 'CANNOT BE FULFILLED'}",
             f"reached: {', '.join(reached)}",
             f"kept quantized: {kept:.1%} of matmul FLOPs, {self.flop_share_before:.1%} before",
-            *self._estimated(),
         ]
-
-    def _estimated(self) -> list[str]:
-        """Returns a sentence on the estimated time of the layers of a mix, if known."""
-        if not self.chosen or not self.target:
-            return []
-        us, bf16 = (
-            sum(time or 0.0 for time in times)
-            for times in zip(*((c.estimate_us, c.estimate_bf16_us) for c in self.chosen), strict=True)
-        )
-        return [f"estimated on {self.target}: {us / bf16:.2f} of BF16's time of these layers"]
+        if self.chosen and self.target:
+            us = sum(layer.estimate_us or 0.0 for layer in self.chosen)
+            bf16 = sum(layer.estimate_bf16_us or 0.0 for layer in self.chosen)
+            facts.append(f"estimated on {self.target}: {us / bf16:.2f} of BF16's time of these layers")
+        return facts
 
     def _heading(self) -> list[str]:
         first, *rest = self._facts()
