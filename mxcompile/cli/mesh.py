@@ -70,14 +70,9 @@ def run(options: argparse.Namespace) -> int:
     from mxcompile.analysis.explain.rank import explain_rank, sweep_meshes
     from mxcompile.mesh.report import form_of
 
-    named: dict[str, Any] = {
-        "policy": options.policy,
-        "target": options.target,
-        "training": not options.inference,
-        "parallel": options.parallel,
-        "links": options.links,
-        "node": options.node,
-    }
+    names = ("policy", "target", "parallel", "links", "node")
+    named: dict[str, Any] = {name: getattr(options, name) for name in names}
+    named["training"] = not options.inference
     if not options.mesh.isdecimal():
         arguments.leave_out(
             options, "a memory limit selects among the meshes of RANKS, and this is one mesh", "memory_gb"
