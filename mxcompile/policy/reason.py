@@ -7,74 +7,53 @@ from typing import Self
 
 
 class Code(StrEnum):
-    """The kinds of reasons. Programs compare codes; the sentences are for people."""
+    """The kinds of reasons. Programs compare codes; the sentences are for people.
 
-    RULE = "rule"
-    LIMIT = "size limit"
-    PRESET = "preset"
-    PRESET_ROLE = "preset and role"
-    PRESET_GEMM = "preset and gemm"
-    SMALL_SIDE = "small side"
-    ROLE = "role"
-    OPAQUE = "opaque operator"
-    UNCOUNTED = "unknown FLOPs"
-    BODY = "inside operator"
-    TANGENT = "tangent"
-    CONVOLUTION = "convolution"
-    BY_MODEL = "quantized by the model"
-    NO_PARAMETER = "parameter outside"
-    ARGUMENT = "weight is an argument"
-    NOT_COMPILED = "not compiled"
-    NO_PLAN = "no plan"
-    OPERATOR = "operator"
-    OPERAND = "operand"
-    DTYPE = "dtype"
-    DTYPES = "dtypes"
-    LAYOUT = "layout"
-    FACTORS = "factors"
-    CUT = "part of a model"
-    AUTOCAST_OFF = "autocast off"
-    NO_HISTORY = "no history"
-    NO_TRANSFORM = "no transform"
-    NOT_SENT = "not sent"
-    DEQUANTIZED = "dequantized"
-    NOT_DEQUANTIZED = "not dequantized"
-    WATCH = "watch"
+    sentence: the sentence, with {} for each fact.
+    """
 
+    sentence: str
 
-_WORDS = {
-    Code.RULE: "policy: rule {}",
-    Code.LIMIT: "policy: {}",
-    Code.PRESET: "preset {}",
-    Code.PRESET_ROLE: "preset {}: role {}",
-    Code.PRESET_GEMM: "preset {}: no {}",
-    Code.SMALL_SIDE: "preset {}: a side under {} ({})",
-    Code.ROLE: "role {}",
-    Code.OPAQUE: "opaque operator {}",
-    Code.UNCOUNTED: "opaque operator {}, unknown FLOPs",
-    Code.BODY: "inside {}, whose graphs passes cannot rewrite",
-    Code.TANGENT: "a product of a forward-mode derivative",
-    Code.CONVOLUTION: "{}",
-    Code.BY_MODEL: "quantized by the model",
-    Code.NO_PARAMETER: "its weight is computed from a parameter outside of the graph",
-    Code.ARGUMENT: "its weight is an argument of the call, not a parameter",
-    Code.NOT_COMPILED: "outside the compiled graphs",
-    Code.NO_PLAN: "no compiled graph reads its weight; it may run uncompiled",
-    Code.OPERATOR: "unsupported operator {}",
-    Code.OPERAND: "an operand of unknown shape and dtype",
-    Code.DTYPE: "unsupported dtype {}: use FP32, BF16 or FP16",
-    Code.DTYPES: "operands of two dtypes, {} and {}: PyTorch raises an error",
-    Code.LAYOUT: "unsupported layout {}",
-    Code.FACTORS: "alpha or beta is not a number",
-    Code.AUTOCAST_OFF: "the model turns autocast off here",
-    Code.CUT: "decided on a part of the model: {}",
-    Code.NO_HISTORY: "scales of current tensors, no history: the weight is not a parameter of the graph",
-    Code.NO_TRANSFORM: "no Hadamard transform: groups of tokens may end inside its blocks",
-    Code.NOT_SENT: "ranks send its {} unquantized: {}",
-    Code.DEQUANTIZED: "its {} is the dequantized operand of fprop",
-    Code.NOT_DEQUANTIZED: "its {} is not quantized: fprop casts another tensor",
-    Code.WATCH: "watch: {}",
-}
+    def __new__(cls, word: str, sentence: str) -> Self:
+        """Returns the code with the name `word` in reports."""
+        code = str.__new__(cls, word)
+        code._value_, code.sentence = word, sentence
+        return code
+
+    RULE = "rule", "policy: rule {}"
+    LIMIT = "size limit", "policy: {}"
+    PRESET = "preset", "preset {}"
+    PRESET_ROLE = "preset and role", "preset {}: role {}"
+    PRESET_GEMM = "preset and gemm", "preset {}: no {}"
+    SMALL_SIDE = "small side", "preset {}: a side under {} ({})"
+    ROLE = "role", "role {}"
+    OPAQUE = "opaque operator", "opaque operator {}"
+    UNCOUNTED = "unknown FLOPs", "opaque operator {}, unknown FLOPs"
+    BODY = "inside operator", "inside {}, whose graphs passes cannot rewrite"
+    TANGENT = "tangent", "a product of a forward-mode derivative"
+    CONVOLUTION = "convolution", "{}"
+    BY_MODEL = "quantized by the model", "quantized by the model"
+    NO_PARAMETER = "parameter outside", "its weight is computed from a parameter outside of the graph"
+    ARGUMENT = "weight is an argument", "its weight is an argument of the call, not a parameter"
+    NOT_COMPILED = "not compiled", "outside the compiled graphs"
+    NO_PLAN = "no plan", "no compiled graph reads its weight; it may run uncompiled"
+    OPERATOR = "operator", "unsupported operator {}"
+    OPERAND = "operand", "an operand of unknown shape and dtype"
+    DTYPE = "dtype", "unsupported dtype {}: use FP32, BF16 or FP16"
+    DTYPES = "dtypes", "operands of two dtypes, {} and {}: PyTorch raises an error"
+    LAYOUT = "layout", "unsupported layout {}"
+    FACTORS = "factors", "alpha or beta is not a number"
+    CUT = "part of a model", "decided on a part of the model: {}"
+    AUTOCAST_OFF = "autocast off", "the model turns autocast off here"
+    NO_HISTORY = (
+        "no history",
+        "scales of current tensors, no history: the weight is not a parameter of the graph",
+    )
+    NO_TRANSFORM = "no transform", "no Hadamard transform: groups of tokens may end inside its blocks"
+    NOT_SENT = "not sent", "ranks send its {} unquantized: {}"
+    DEQUANTIZED = "dequantized", "its {} is the dequantized operand of fprop"
+    NOT_DEQUANTIZED = "not dequantized", "its {} is not quantized: fprop casts another tensor"
+    WATCH = "watch", "watch: {}"
 
 
 class Reason(str):
@@ -91,7 +70,7 @@ class Reason(str):
 
     def __new__(cls, code: Code, *facts: object, more: str = "") -> Self:  # noqa: D102
         words = tuple(map(str, facts))
-        reason = super().__new__(cls, _WORDS[code].format(*words) + more)
+        reason = super().__new__(cls, code.sentence.format(*words) + more)
         reason.code, reason.facts = code, words
         return reason
 
@@ -100,7 +79,7 @@ class Reason(str):
         return Reason(self.code, *self.facts, more=f"{self._more()}; {other}")
 
     def _more(self) -> str:
-        return self[len(_WORDS[self.code].format(*self.facts)) :]
+        return self[len(self.code.sentence.format(*self.facts)) :]
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuilt, (self.code, self.facts, self._more())
