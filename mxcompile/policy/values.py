@@ -74,13 +74,7 @@ def listed(single: Value) -> Value:
             return (single.read(value),)
         if not value:
             raise Invalid("an empty list matches nothing: remove the key or name a value")
-        items = []
-        for index, item in enumerate(value):
-            try:
-                items.append(single.read(item))
-            except Invalid as error:
-                raise Invalid(str(error), index) from None
-        return tuple(dict.fromkeys(items))
+        return tuple(dict.fromkeys(_inside(index, item, single.read) for index, item in enumerate(value)))
 
     def write(values: tuple[Any, ...]) -> Any:
         words = [str(item) for item in values]
@@ -90,10 +84,31 @@ def listed(single: Value) -> Value:
     return Value(read, json, write)
 
 
-def _positive(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise Invalid(f"expected a positive integer, found {shown(value)}")
-    return value
+def _inside(key: int | str, value: Any, reader: Reader) -> Any:
+    """Returns `reader(value)`. An `Invalid` names `key`."""
+    try:
+        return reader(value)
+    except Invalid as error:
+        raise Invalid(str(error), key) from None
+
+
+def _whole(form: str, least: int, most: int | None = None) -> Value:
+    """Returns the `Value` of a whole number from `least` to `most`. form: what errors say was expected."""
+
+    def read(value: Any) -> int:
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if not is_whole or value < least or (most is not None and value > most):
+            raise Invalid(f"expected {form}, found {shown(value)}")
+        return int(value)
+
+    limits = {"minimum": least} | ({} if most is None else {"maximum": most})
+    return Value(read, {"type": "integer", **limits}, int)
+
+
+POSITIVE = _whole("a positive integer", 1)
+MARGIN = _whole("a whole number from -16 to 16", -16, 16)
+_STEP = _whole("a step, an integer from 0", 0)
+_SIGNS = _whole("16 signs as a number from 0 to 65535, or false", 0, 0xFFFF)
 
 
 def _name_pattern(value: Any) -> str:
@@ -127,10 +142,7 @@ def _ends(value: Any) -> Ends:
     for key, number in value.items():
         if key not in BLOCKS:
             raise Invalid(not_allowed("key", key, BLOCKS), key)
-        try:
-            numbers[key] = _positive(number)
-        except Invalid as error:
-            raise Invalid(str(error), key) from None
+        numbers[key] = _inside(key, number, POSITIVE.read)
     return Ends(**numbers)
 
 
@@ -138,7 +150,7 @@ def _share(value: Any, total: int | None, key: str) -> int:
     """Returns `value`, a positive integer or a percentage of `total` such as "10%", as a number of steps."""
     percent = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", value) if isinstance(value, str) else None
     if percent is None:
-        steps = _inside(key, value, _positive)
+        steps = _inside(key, value, POSITIVE.read)
         if total is not None and steps > total:
             raise Invalid(f"a run of {total} steps has no {steps}", key)
         return steps
@@ -147,20 +159,6 @@ def _share(value: Any, total: int | None, key: str) -> int:
     if not 0 < float(percent[1]) <= 100:
         raise Invalid(f"expected more than 0 % and at most 100 %, found {value!r}", key)
     return round(total * float(percent[1]) / 100)
-
-
-def _inside(key: str, value: Any, reader: Callable[[Any], int]) -> int:
-    """Returns `reader(value)`. An `Invalid` names `key`."""
-    try:
-        return reader(value)
-    except Invalid as error:
-        raise Invalid(str(error), key) from None
-
-
-def _whole(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise Invalid(f"expected a step, an integer from 0, found {shown(value)}")
-    return value
 
 
 _RANGES = ({"first"}, {"first", "of"}, {"last"}, {"last", "of"}, {"from"}, {"from", "until"})
@@ -175,15 +173,15 @@ def _steps(value: Any) -> StepRange:
             "expected {first: 100}, {last: 10 %, of: 10000} or {from: 100, until: 200},"
             f" found {shown(value)}"
         )
-    total = _inside("of", value["of"], _positive) if "of" in value else None
+    total = _inside("of", value["of"], POSITIVE.read) if "of" in value else None
     if "first" in value:
         return StepRange(stop=_share(value["first"], total, "first"))
     if "last" in value:
         if total is None:
             raise Invalid("'last' needs the number of steps of the whole run: add 'of: 10000'")
         return StepRange(start=total - _share(value["last"], total, "last"))
-    start = _inside("from", value["from"], _whole)
-    stop = _inside("until", value["until"], _whole) if "until" in value else None
+    start = _inside("from", value["from"], _STEP.read)
+    stop = _inside("until", value["until"], _STEP.read) if "until" in value else None
     if stop is not None and stop <= start:
         raise Invalid(f"no step is at least {start} and less than {stop}", "until")
     return StepRange(start=start, stop=stop)
@@ -221,12 +219,6 @@ def _block(value: Any) -> str:
     return str(value)
 
 
-def _margin(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not -16 <= value <= 16:
-        raise Invalid(f"expected a whole number from -16 to 16, found {shown(value)}")
-    return value
-
-
 _AMAX = {"percentile": (100.0, True), "ema": (1.0, False)}
 """Upper bound of the number of each kind, and whether the bound is allowed. The lower bound 0 is excluded."""
 
@@ -242,14 +234,6 @@ def _amax(value: Any) -> Amax:
     if not is_number or not (0 < number < end or (inclusive and number == end)):
         raise Invalid(f"expected a number between 0 and {end:g}, found {shown(number)}", kind)
     return Amax(kind=AmaxKind(kind), value=float(number))
-
-
-def _hadamard(value: Any) -> int:
-    if value is False:
-        return NO_HADAMARD
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 0xFFFF:
-        raise Invalid(f"expected 16 signs as a number from 0 to 65535, or false, found {shown(value)}")
-    return value
 
 
 _OPERANDS = ("x", "w", "dy")
@@ -280,77 +264,51 @@ def _raw_four_over_six(choices: _Choices) -> dict[str, Any]:
     return {operand: choice.bound for operand, choice in choices} | error
 
 
-POSITIVE = Value(_positive, {"type": "integer", "minimum": 1}, int)
+def _object(properties: dict[str, Any], **limits: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, **limits, "additionalProperties": False}
+
+
 NAME_PATTERN = Value(_name_pattern, {"type": "string", "minLength": 1})
 CLASS_NAME = Value(_class_name, {"type": "string", "pattern": r"^[^\W\d]\w*$"})
 ENDS = Value(
     _ends,
-    {
-        "type": "object",
-        "properties": dict.fromkeys(BLOCKS, POSITIVE.json),
-        "minProperties": 1,
-        "additionalProperties": False,
-    },
+    _object(dict.fromkeys(BLOCKS, POSITIVE.json), minProperties=1),
     lambda ends: {key: getattr(ends, key) for key in BLOCKS if getattr(ends, key)},
 )
-
-
-def _object(properties: dict[str, Any], *required: str) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": [*required],
-        "additionalProperties": False,
-    }
-
-
 _PERCENT = {"type": "string", "pattern": r"^\d+(\.\d+)? ?%$"}
 _SHARE = {"anyOf": [POSITIVE.json, _PERCENT]}
-_STEP = {"type": "integer", "minimum": 0}
 STEP_RANGE = Value(
     _steps,
     {
         "anyOf": [
-            _object({"first": POSITIVE.json, "of": POSITIVE.json}, "first"),
-            _object({"first": _PERCENT, "of": POSITIVE.json}, "first", "of"),
-            _object({"last": _SHARE, "of": POSITIVE.json}, "last", "of"),
-            _object({"from": _STEP, "until": _STEP}, "from"),
+            _object({"first": POSITIVE.json, "of": POSITIVE.json}, required=["first"]),
+            _object({"first": _PERCENT, "of": POSITIVE.json}, required=["first", "of"]),
+            _object({"last": _SHARE, "of": POSITIVE.json}, required=["last", "of"]),
+            _object({"from": _STEP.json, "until": _STEP.json}, required=["from"]),
         ]
     },
     _raw_steps,
 )
 BLOCK = Value(_block, {"enum": [int(word) for word in _BLOCKS]}, int)
-MARGIN = Value(_margin, {"type": "integer", "minimum": -16, "maximum": 16}, int)
+_PERCENTILE = {"type": "number", "exclusiveMinimum": 0, "maximum": 100}
+_DECAY = {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}
 AMAX = Value(
     _amax,
-    {
-        "type": "object",
-        "properties": {
-            "percentile": {"type": "number", "exclusiveMinimum": 0, "maximum": 100},
-            "ema": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
-        },
-        "minProperties": 1,
-        "maxProperties": 1,
-        "additionalProperties": False,
-    },
+    _object({"percentile": _PERCENTILE, "ema": _DECAY}, minProperties=1, maxProperties=1),
     lambda amax: {str(amax.kind): amax.value},
 )
 HADAMARD = Value(
-    _hadamard,
-    {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 0xFFFF}, {"const": False}]},
+    lambda value: NO_HADAMARD if value is False else _SIGNS.read(value),
+    {"anyOf": [_SIGNS.json, {"const": False}]},
     lambda signs: signs != NO_HADAMARD and signs,
 )
+_SCALES = {operand: {"enum": list(BOUNDS)} for operand in _OPERANDS}
 FOUR_OVER_SIX = Value(
     _four_over_six,
-    {
-        "type": "object",
-        "properties": {
-            **{operand: {"enum": list(BOUNDS)} for operand in _OPERANDS},
-            "error": {"enum": list(map(str, BlockError))},
-        },
-        "anyOf": [{"required": [operand]} for operand in _OPERANDS],
-        "additionalProperties": False,
-    },
+    _object(
+        {**_SCALES, "error": {"enum": list(map(str, BlockError))}},
+        anyOf=[{"required": [operand]} for operand in _OPERANDS],
+    ),
     _raw_four_over_six,
 )
 VERSION_VALUE = Value(_version, {"const": VERSION}).says("Version of the policy language.")
