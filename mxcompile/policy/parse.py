@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 from mxcompile.errors import PolicyError, not_allowed, shown
 from mxcompile.formats import PRECISIONS, AmaxKind, ScaleType, Tile
@@ -26,7 +26,7 @@ class Location:
     lines: Mapping[Path, int] = field(default_factory=dict)
     path: Path = ()
 
-    def at(self, *steps: Any) -> Location:
+    def at(self, *steps: Any) -> Self:
         """Returns the location of a value inside this value."""
         return replace(self, path=(*self.path, *steps))
 

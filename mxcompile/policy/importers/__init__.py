@@ -26,7 +26,7 @@ def import_policy(path: str | Path, format: str | None = None) -> Imported:  # n
     if format is not None and format not in FORMATS:
         raise PolicyError(not_allowed("format", format, FORMATS))
     data, source = read(Path(path))
-    if format is None:
+    if format is None and isinstance(data, dict):
         format = next((name for name, module in FORMATS.items() if module.recognises(data)), None)  # noqa: A001
     if format is None:
         raise source.error(
@@ -34,5 +34,5 @@ def import_policy(path: str | Path, format: str | None = None) -> Imported:  # n
         )
     module = FORMATS[format]
     draft = Draft(preset=module.PRESET)
-    module.convert(data, Setting(draft, source))
+    module.convert(data, Setting(source.label, source.lines, draft=draft))
     return draft.finish(source.label, module.TOOL)

@@ -100,19 +100,10 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """A setting in another tool's file: its location, and the draft that has its rules and notes."""
+class Setting(Location):
+    """The location of a setting in another tool's file, with the draft that has its rules and notes."""
 
-    draft: Draft
-    location: Location
-
-    def at(self, *steps: Any) -> Setting:
-        """Returns the setting at a path inside this setting."""
-        return Setting(self.draft, self.location.at(*steps))
-
-    def error(self, message: str) -> PolicyError:
-        """Returns an error that names the location."""
-        return self.location.error(message)
+    draft: Draft = field(kw_only=True)
 
     def expected(self, form: str, value: object) -> PolicyError:
         """Returns an error for `value`, where `form` was expected."""
@@ -120,7 +111,7 @@ class Setting:
 
     def note(self, sentence: str) -> None:
         """Adds a note that the policy omits or changes the setting."""
-        self.draft.notes.append(self.location.sentence(sentence))
+        self.draft.notes.append(self.sentence(sentence))
 
     def rule(self, match: dict[str, Any], use: dict[str, Any] | str, origin: str) -> None:
         """Adds a rule for the setting. Raises `PolicyError` if it contains an invalid pattern."""

@@ -34,10 +34,8 @@ _FLOAT8 = {"FP8": "tensor", "FP8_DYNAMIC": "channel", "FP8_BLOCK": "block"}
 _SCHEMES_WEIGHT_ONLY = frozenset({"MXFP8A16"})
 
 
-def recognises(data: Any) -> bool:
+def recognises(data: dict[Any, Any]) -> bool:
     """Whether `data` looks like a recipe, or like the configuration of a compressed model."""
-    if not isinstance(data, dict):
-        return False
     inner = data.get("quantization_config", data)
     compressed = isinstance(inner, dict) and (
         inner.get("quant_method") == "compressed-tensors" or "config_groups" in inner

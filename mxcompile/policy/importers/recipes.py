@@ -29,9 +29,9 @@ _COMMON = frozenset({_KEY, "fp8_format", "override_linear_precision", "backward_
 _BACKWARD = (None, "high_precision", "dequantized")
 
 
-def recognises(data: Any) -> bool:
+def recognises(data: dict[Any, Any]) -> bool:
     """Whether `data` names a recipe."""
-    return isinstance(data, dict) and isinstance(data.get(_KEY), str)
+    return isinstance(data.get(_KEY), str)
 
 
 def convert(data: Any, setting: Setting) -> None:

@@ -43,18 +43,13 @@ _Named = tuple[str, dict[str, Any]]
 """A key of the map, and the condition of its rule."""
 
 
-def recognises(data: Any) -> bool:
+def recognises(data: dict[Any, Any]) -> bool:
     """Whether `data` looks like an FqnToConfig, or like a configuration that contains it."""
-    if not isinstance(data, dict):
-        return False
     inner = data.get("quantization_config", data)
     if not isinstance(inner, dict):
         return False
-    if (
-        inner.get("_type") in _MAPS
-        or inner.get("quant_method") == "torchao"
-        or any(k in inner for k in _FIELDS)
-    ):
+    is_map = inner.get("_type") in _MAPS or any(field in inner for field in _FIELDS)
+    if is_map or inner.get("quant_method") == "torchao":
         return True
     configs = [value for value in inner.values() if value is not None]
     return bool(configs) and all(isinstance(value, dict) and "_type" in value for value in configs)

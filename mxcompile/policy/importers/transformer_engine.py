@@ -34,14 +34,10 @@ _ELEMS = {"MXFP8E4M3": "e4m3", "MXFP8E5M2": "e5m2"}
 _Uses = dict[str, str]
 
 
-def recognises(data: Any) -> bool:
+def recognises(data: dict[Any, Any]) -> bool:
     """Whether `data` looks like a debug file: sections with the key ``enabled``, and some with ``layers``."""
-    return (
-        isinstance(data, dict)
-        and bool(data)
-        and all(isinstance(section, dict) and "enabled" in section for section in data.values())
-        and any("layers" in section for section in data.values())
-    )
+    are_sections = all(isinstance(section, dict) and "enabled" in section for section in data.values())
+    return are_sections and any("layers" in section for section in data.values())
 
 
 def convert(data: Any, setting: Setting) -> None:
