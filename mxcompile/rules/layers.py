@@ -1,10 +1,14 @@
-"""Converts the records of a report to `Layer`s, and folds equal layers for messages."""
+"""Layers from the records of a report or from a module, compared and folded for messages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from mxcompile.policy import Block, Code, Layer, Role
+from torch import nn
+
+from mxcompile.models.blocks import Blocks
+from mxcompile.models.names import joined, user_path
+from mxcompile.policy import Block, Code, Layer, Policy, Role
 from mxcompile.report import GemmRecord
 from mxcompile.report.data.fold import Row, fold
 
@@ -59,3 +63,18 @@ def spelled(layers: Sequence[Layer]) -> str:
     names = [*counts][:_NAMED]
     rest = sum([*counts.values()][_NAMED:])
     return f"{', '.join(names)} and {rest} more" if rest else ", ".join(names)
+
+
+def name_signature(
+    policy: Policy, module: nn.Module, path: str, blocks: Blocks
+) -> tuple[tuple[bool, ...], ...]:
+    """Returns whether each rule of `policy` selects each layer of `module` by name and block.
+
+    Modules of one class with equal signatures get equal decisions, so they can share compiled code. path:
+    path of `module` in the model. blocks: blocks of the model.
+    """
+    inner = [name for name, _ in module.named_modules()]
+    inner += [name for name, _ in module.named_parameters()]
+    full = [user_path(joined(path, name)) for name in inner]
+    layers = [(name, blocks.position(name)) for name in full]
+    return tuple(tuple(rule.match.places(*layer) for rule in policy.rules) for layer in layers)

@@ -11,7 +11,7 @@ from mxcompile.policy import ATTENTION_PRODUCTS, Gemm, Layer, Policy, Saved, Sen
 from mxcompile.report import GemmRecord
 from mxcompile.report.data.fold import Row, fold
 from mxcompile.report.forms.tables import drawn
-from mxcompile.report.forms.words import length
+from mxcompile.report.forms.words import count, length
 from mxcompile.rules.fit import fits
 from mxcompile.rules.layers import folded, layers_of
 
@@ -26,11 +26,11 @@ def matches(policy: Policy, layers: Sequence[Layer]) -> str:
         if not fit.rule.match.in_force:
             taken = f" now, {len(fit.taken)} in {fit.rule.match.steps}"
         rule = f"rule {fit.number}: {_flow(written['match'])} → {_flow(written['use'])}"
-        lines += [f"{rule}: {_layers(fit.decides)}{taken}", *_names(fit.decides)]
+        lines += [f"{rule}: {count(len(fit.decides), 'layer')}{taken}", *_names(fit.decides)]
     rest = [
         layer for layer in layers if policy.rule_for(layer) is None and layer.role not in ATTENTION_PRODUCTS
     ]
-    return "\n".join([*lines, f"preset {policy.base.name}: {_layers(rest)}", *_names(rest)])
+    return "\n".join([*lines, f"preset {policy.base.name}: {count(len(rest), 'layer')}", *_names(rest)])
 
 
 def decisions(policy: Policy, gemms: Iterable[GemmRecord]) -> str:
@@ -93,10 +93,6 @@ def _names(layers: Sequence[Layer]) -> list[str]:
         for row in folded(layers)
         for gemm in row.gemms[:1]
     ]
-
-
-def _layers(layers: Sequence[Layer]) -> str:
-    return f"{len(layers)} layer{'s' * (len(layers) != 1)}"
 
 
 def _flow(value: Any) -> str:

@@ -13,7 +13,7 @@ from mxcompile.formats import UNQUANTIZED, is_quantized
 from mxcompile.policy import ATTENTION_PRODUCTS, Gemm, Layer, Policy, Role
 from mxcompile.policy.presets import PRESETS
 from mxcompile.policy.values import VERSION
-from mxcompile.report.forms.words import length
+from mxcompile.report.forms.words import count, length
 from mxcompile.rules.layers import folded, spelled
 
 _LEAST_BLOCKS = 3
@@ -60,8 +60,7 @@ def _rule(policy: Policy, role: Role, layers: Sequence[Layer]) -> list[str]:
     else:
         use = f"{{{', '.join(f'{gemm}: {word}' for gemm, word in sent.items())}}}"
     same = folded(layers)
-    count = sum(row.count for row in same)
-    lines = [f"  # {role}: {count} layer{'s' * (count != 1)}"]
+    lines = [f"  # {role}: {count(sum(row.count for row in same), 'layer')}"]
     for row in same:
         gemm = row.gemms[0]
         owner = f"  {gemm.module}" if gemm.module not in ("", "Linear") else ""
