@@ -14,7 +14,7 @@ from mxcompile.formats import PRECISIONS
 from mxcompile.policy import schema
 from mxcompile.policy.model import Gemm
 from mxcompile.policy.roles import ATTENTION_PRODUCTS
-from mxcompile.policy.values import PRECISION, VERSION_VALUE
+from mxcompile.policy.values import PRECISION, VERSION_VALUE, mapping
 
 PATH = Path(__file__).with_name("policy.schema.json")
 """The published schema, equal to `text`."""
@@ -26,23 +26,20 @@ def text() -> str:
 
 
 def _policy() -> dict[str, Any]:
+    rules = {
+        "description": "In order; the first that matches a layer decides.",
+        "type": ["array", "null"],
+        "items": {"$ref": "#/$defs/rule"},
+    }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "mxcompile policy",
         "description": "Selects the GEMMs that run in MXFP8, and their formats. For each layer the first"
         " rule that matches decides; where none does, the preset.",
-        "type": "object",
-        "properties": {
-            "version": VERSION_VALUE.json,
-            "preset": schema.PRESET.json,
-            "rules": {
-                "description": "In order; the first that matches a layer decides.",
-                "type": ["array", "null"],
-                "items": {"$ref": "#/$defs/rule"},
-            },
-        },
-        "required": ["version"],
-        "additionalProperties": False,
+        **mapping(
+            {"version": VERSION_VALUE.json, "preset": schema.PRESET.json, "rules": rules},
+            required=["version"],
+        ),
         "$defs": {"rule": _rule(), "match": _match(), "use": _use()},
     }
 
@@ -54,11 +51,8 @@ def _rule() -> dict[str, Any]:
     quantized = {"enum": words} if len(words) > 1 else {"const": words[0]}
     keys = ("precision", *map(str, Gemm))
     asks = {"type": "object", "anyOf": [{"properties": {key: quantized}, "required": [key]} for key in keys]}
-    return {
-        "type": "object",
-        "properties": {"match": {"$ref": "#/$defs/match"}, "use": {"$ref": "#/$defs/use"}},
-        "required": list(schema.RULE),
-        "additionalProperties": False,
+    parts = {"match": {"$ref": "#/$defs/match"}, "use": {"$ref": "#/$defs/use"}}
+    return mapping(parts, required=list(schema.RULE)) | {
         # attention products stay in BF16
         "if": {"properties": {"match": {"properties": {"role": named}, "required": ["role"]}}},
         "then": {"properties": {"use": {"not": {"anyOf": [quantized, asks]}}}},
@@ -68,10 +62,7 @@ def _rule() -> dict[str, Any]:
 def _match() -> dict[str, Any]:
     return {
         "description": "Selects layers: a layer must match every key.",
-        "type": "object",
-        "properties": {key: value.json for key, value in schema.MATCH.items()},
-        "minProperties": 1,
-        "additionalProperties": False,
+        **mapping({key: value.json for key, value in schema.MATCH.items()}, minProperties=1),
     }
 
 
@@ -83,11 +74,8 @@ def _use() -> dict[str, Any]:
         " preset.",
         "anyOf": [
             PRECISION.json,
-            {
-                "type": "object",
-                "properties": {key: value.json for key, value in schema.USE.items()},
-                "minProperties": 1,
-                "additionalProperties": False,
+            mapping({key: value.json for key, value in schema.USE.items()}, minProperties=1)
+            | {
                 "dependentSchemas": {"precision": {"not": one_gemm}},
                 "dependentRequired": needs,
             },

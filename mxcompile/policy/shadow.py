@@ -73,11 +73,8 @@ class _Earlier:
             and (earlier.blocks is None or _within(ends, earlier.blocks))
             and (earlier.steps is None or (later.steps is not None and later.steps.within(earlier.steps)))
             and all(_allows(earlier, later, letter) for letter in "mnk")
-            and (not self.names or self._has(name))
+            and (not self.names or name in self.names or any(_covers(p, name) for p in self.patterns))
         )
-
-    def _has(self, name: str) -> bool:
-        return name in self.names or any(_pattern_covers(pattern, name) for pattern in self.patterns)
 
 
 def _ends(blocks: Ends | None) -> tuple[Ends | None, ...]:
@@ -100,8 +97,7 @@ def _allows(earlier: Match, later: Match, letter: str) -> bool:
     return bool(at_least and (not largest or 0 < of_later <= largest))
 
 
-def _pattern_covers(earlier: str, later: str) -> bool:
-    """Whether `earlier` matches every name that `later` matches."""
+def _covers(earlier: str, later: str) -> bool:
     if earlier == _ANY:
         return True
     if earlier.startswith("re:"):

@@ -150,7 +150,7 @@ def _share(value: Any, total: int | None, key: str) -> int:
     """Returns `value`, a positive integer or a percentage of `total` such as "10%", as a number of steps."""
     percent = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", value) if isinstance(value, str) else None
     if percent is None:
-        steps = _inside(key, value, POSITIVE.read)
+        steps: int = _inside(key, value, POSITIVE.read)
         if total is not None and steps > total:
             raise Invalid(f"a run of {total} steps has no {steps}", key)
         return steps
@@ -264,7 +264,8 @@ def _raw_four_over_six(choices: _Choices) -> dict[str, Any]:
     return {operand: choice.bound for operand, choice in choices} | error
 
 
-def _object(properties: dict[str, Any], **limits: Any) -> dict[str, Any]:
+def mapping(properties: dict[str, Any], **limits: Any) -> dict[str, Any]:
+    """Returns the schema of a mapping with no keys but `properties`. limits: further keywords."""
     return {"type": "object", "properties": properties, **limits, "additionalProperties": False}
 
 
@@ -272,7 +273,7 @@ NAME_PATTERN = Value(_name_pattern, {"type": "string", "minLength": 1})
 CLASS_NAME = Value(_class_name, {"type": "string", "pattern": r"^[^\W\d]\w*$"})
 ENDS = Value(
     _ends,
-    _object(dict.fromkeys(BLOCKS, POSITIVE.json), minProperties=1),
+    mapping(dict.fromkeys(BLOCKS, POSITIVE.json), minProperties=1),
     lambda ends: {key: getattr(ends, key) for key in BLOCKS if getattr(ends, key)},
 )
 _PERCENT = {"type": "string", "pattern": r"^\d+(\.\d+)? ?%$"}
@@ -281,10 +282,10 @@ STEP_RANGE = Value(
     _steps,
     {
         "anyOf": [
-            _object({"first": POSITIVE.json, "of": POSITIVE.json}, required=["first"]),
-            _object({"first": _PERCENT, "of": POSITIVE.json}, required=["first", "of"]),
-            _object({"last": _SHARE, "of": POSITIVE.json}, required=["last", "of"]),
-            _object({"from": _STEP.json, "until": _STEP.json}, required=["from"]),
+            mapping({"first": POSITIVE.json, "of": POSITIVE.json}, required=["first"]),
+            mapping({"first": _PERCENT, "of": POSITIVE.json}, required=["first", "of"]),
+            mapping({"last": _SHARE, "of": POSITIVE.json}, required=["last", "of"]),
+            mapping({"from": _STEP.json, "until": _STEP.json}, required=["from"]),
         ]
     },
     _raw_steps,
@@ -294,7 +295,7 @@ _PERCENTILE = {"type": "number", "exclusiveMinimum": 0, "maximum": 100}
 _DECAY = {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}
 AMAX = Value(
     _amax,
-    _object({"percentile": _PERCENTILE, "ema": _DECAY}, minProperties=1, maxProperties=1),
+    mapping({"percentile": _PERCENTILE, "ema": _DECAY}, minProperties=1, maxProperties=1),
     lambda amax: {str(amax.kind): amax.value},
 )
 HADAMARD = Value(
@@ -305,7 +306,7 @@ HADAMARD = Value(
 _SCALES = {operand: {"enum": list(BOUNDS)} for operand in _OPERANDS}
 FOUR_OVER_SIX = Value(
     _four_over_six,
-    _object(
+    mapping(
         {**_SCALES, "error": {"enum": list(map(str, BlockError))}},
         anyOf=[{"required": [operand]} for operand in _OPERANDS],
     ),

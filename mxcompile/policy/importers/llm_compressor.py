@@ -65,7 +65,6 @@ def convert(data: Any, setting: Setting) -> None:
 
 
 def _modifiers(data: Any, setting: Setting) -> Iterable[_Modifier]:
-    """Yields every modifier, in order."""
     if not isinstance(data, dict):
         raise setting.error("a recipe must be a mapping of stages")
     if "quantization_config" in data or "config_groups" in data:

@@ -41,9 +41,9 @@ def convert(data: Any, setting: Setting) -> None:
     name = data[_KEY]
     if not isinstance(name, str) or name not in _RECIPES:
         raise setting.at(_KEY).error(not_allowed("recipe", name, _RECIPES))
-    preset, fields, read = _RECIPES[name]
+    preset, usual, fields, read = _RECIPES[name]
     setting.draft.preset = preset
-    use = read(data, setting)
+    use = read(data, setting) | (_gradient(data, usual, setting) if usual else {})
     for key, value in data.items():
         if key in fields or key in _COMMON:
             continue
@@ -61,30 +61,23 @@ def _delayed(data: dict[str, Any], setting: Setting) -> dict[str, Any]:
     algorithm = data.get("amax_compute_algo", "max")
     if algorithm not in ("max", "most_recent"):
         setting.at("amax_compute_algo").note(
-            f"{shown(algorithm)} is not in the policy language: the largest of the history is used",
+            f"{shown(algorithm)} is not in the policy language: the largest of the history is used"
         )
     history = 1 if algorithm == "most_recent" else data.get("amax_history_len", 1024)
-    use = {"scaling": "delayed", "history": history, "margin": data.get("margin", 0)}
     if data.get("reduce_amax", True) is not False:
         setting.at(_KEY).note("amax is reduced over ranks there; here every rank has a separate history")
-    return {**use, **_gradient(data, "HYBRID", setting)}
+    return {"scaling": "delayed", "history": history, "margin": data.get("margin", 0)}
 
 
-def _current(data: dict[str, Any], setting: Setting) -> dict[str, Any]:
-    scale = {"scale": "pow2"} if data.get("use_power_2_scales") else {}
-    return {**scale, **_gradient(data, "HYBRID", setting)}
+def _tensorwise(data: dict[str, Any], setting: Setting) -> dict[str, Any]:
+    return {"scale": "pow2"} if data.get("use_power_2_scales") or data.get(_POW2) else {}
 
 
 def _block(data: dict[str, Any], setting: Setting) -> dict[str, Any]:
-    scale = {} if data.get("use_f32_scales") is True else {"scale": "pow2"}
     for key, usual in _BLOCK_DIMS.items():
         if data.get(key, usual) != usual:
             setting.at(key).note(f"{shown(data[key])} is not supported: it is {usual} here")
-    return {**scale, **_gradient(data, "E4M3", setting)}
-
-
-def _mxfp8(data: dict[str, Any], setting: Setting) -> dict[str, Any]:
-    return _gradient(data, "E4M3", setting)
+    return {} if data.get("use_f32_scales") is True else {"scale": "pow2"}
 
 
 def _nvfp4(data: dict[str, Any], setting: Setting) -> dict[str, Any]:
@@ -118,10 +111,6 @@ def _four_over_six(data: dict[str, Any], setting: Setting) -> dict[str, Any]:
         operand: min(BOUNDS) if operand in narrow else max(BOUNDS) for operand in chosen
     }
     return {"four_over_six": bounds if error == BlockError.MAE else {**bounds, "error": error}}
-
-
-def _tensorwise(data: dict[str, Any], setting: Setting) -> dict[str, Any]:
-    return {"scale": "pow2"} if data.get(_POW2) else {}
 
 
 def _rowwise(data: dict[str, Any], setting: Setting) -> dict[str, Any]:
@@ -188,14 +177,15 @@ _NVFP4_MORE = frozenset(
     }
 )
 _Read = Callable[[dict[str, Any], Setting], dict[str, Any]]
-_RECIPES: dict[str, tuple[str, frozenset[str], _Read]] = {
-    "DelayedScaling": ("fp8_delayed", _HISTORY, _delayed),
-    "Float8CurrentScaling": ("fp8_tensor", frozenset({"use_power_2_scales"}), _current),
-    "Float8BlockScaling": ("fp8_block", frozenset({"use_f32_scales", *_BLOCK_DIMS}), _block),
-    "MXFP8BlockScaling": ("nvidia", frozenset({"margin"}), _mxfp8),
-    "NVFP4BlockScaling": ("nvfp4", frozenset(_NVFP4_PARTS) | _NVFP4_MORE, _nvfp4),
-    "tensorwise": ("fp8_tensor", frozenset({_POW2}), _tensorwise),
-    "rowwise": ("fp8_rowwise", frozenset({_POW2}), _rowwise),
-    "rowwise_with_gw_hp": ("fp8_rowwise_wgrad_bf16", frozenset({_POW2}), _rowwise_hp),
+_RECIPES: dict[str, tuple[str, str, frozenset[str], _Read]] = {
+    "DelayedScaling": ("fp8_delayed", "HYBRID", _HISTORY, _delayed),
+    "Float8CurrentScaling": ("fp8_tensor", "HYBRID", frozenset({"use_power_2_scales"}), _tensorwise),
+    "Float8BlockScaling": ("fp8_block", "E4M3", frozenset({"use_f32_scales", *_BLOCK_DIMS}), _block),
+    "MXFP8BlockScaling": ("nvidia", "E4M3", frozenset({"margin"}), lambda *_: {}),
+    "NVFP4BlockScaling": ("nvfp4", "", frozenset(_NVFP4_PARTS) | _NVFP4_MORE, _nvfp4),
+    "tensorwise": ("fp8_tensor", "", frozenset({_POW2}), _tensorwise),
+    "rowwise": ("fp8_rowwise", "", frozenset({_POW2}), _rowwise),
+    "rowwise_with_gw_hp": ("fp8_rowwise_wgrad_bf16", "", frozenset({_POW2}), _rowwise_hp),
 }
-"""By recipe: its preset, its fields, and the function that returns the differences from the preset."""
+"""By recipe: its preset, its `fp8_format` by default ("" if it reads none), its fields, and the function that
+returns other differences from the preset."""

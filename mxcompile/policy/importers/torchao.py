@@ -38,6 +38,11 @@ _SCALINGS = {"PerTensor": "tensor", "PerRow": "channel"}
 _BLOCKS = ([1, 128], [128, 128])
 _ELEMS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 _UNQUANTIZED = "bf16"
+_TAILS = {
+    r"\.weight": ("",), ".weight": ("",), r"\.weight$": ("",), ".weight$": ("",), r"\..*": (r"\..*", ""),
+    r"\..+": (r"\..+", ""), r"\.[^.]+": ("",), r"\.\w+": ("",), ".*": (".*",), ".+": (".*",),
+}  # fmt: skip
+"""Ends of expressions over weights, the first that fits counts, and the ends of patterns for the layers."""
 
 _Named = tuple[str, dict[str, Any]]
 """A key of the map, and the condition of its rule."""
@@ -132,25 +137,13 @@ def _default(names: list[str], setting: Setting) -> list[_Named]:
 
 def _over_weights(expression: str) -> list[str]:
     """Returns patterns for the layers whose weights (name + ``.weight``) `expression` matches."""
-    if splits(expression):
+    tail = next((tail for tail in _TAILS if expression.endswith(tail)), None)
+    if tail is None or splits(expression):
         return []
-    for tail in (r"\.weight", ".weight", r"\.weight$", ".weight$"):
-        if expression.endswith(tail):
-            return [f"re:{expression.removesuffix(tail)}"]
-    for tail in (r"\..*", r"\..+"):
-        if expression.endswith(tail):
-            return [f"re:{expression}", f"re:{expression.removesuffix(tail)}"]
-    for tail in (r"\.[^.]+", r"\.\w+"):
-        if expression.endswith(tail):
-            return [f"re:{expression.removesuffix(tail)}"]
-    for tail in (".*", ".+"):
-        if expression.endswith(tail):
-            return [f"re:{expression.removesuffix(tail)}.*"]
-    return []
+    return [f"re:{expression.removesuffix(tail)}{end}" for end in _TAILS[tail]]
 
 
 def _use(config: Any, setting: Setting) -> dict[str, str] | str:
-    """Returns the `use` of `config`."""
     if config is None:
         return _UNQUANTIZED
     kind, data = config.get("_type"), config.get("_data")
@@ -183,7 +176,6 @@ def _float8(kind: str, data: dict[str, Any], setting: Setting) -> dict[str, str]
 
 
 def _nvfp4(kind: str, data: dict[str, Any], setting: Setting) -> dict[str, str]:
-    """Returns the `use` of an NVFP4 configuration."""
     if _NVFP4[kind]:
         setting.note(f"{kind}: {_NVFP4[kind]}")
     if data.get("use_dynamic_per_tensor_scale", True) is False:
