@@ -89,10 +89,7 @@ class _Sum:
 
 
 def live(
-    forward: fx.Graph,
-    backward: fx.Graph | None,
-    inputs: tuple[GraphInput, ...],
-    repeats: Repeats,
+    forward: fx.Graph, backward: fx.Graph | None, inputs: tuple[GraphInput, ...], repeats: Repeats
 ) -> GraphLiveness:
     """Returns the liveness of a partitioned `forward` and `backward`; `backward` is None for inference.
 
@@ -120,10 +117,7 @@ def live(
 
 
 def _of_forward(
-    graph: fx.Graph,
-    buffers: dict[fx.Node, _Buffer],
-    saved: dict[fx.Node, _Buffer],
-    repeats: Repeats,
+    graph: fx.Graph, buffers: dict[fx.Node, _Buffer], saved: dict[fx.Node, _Buffer], repeats: Repeats
 ) -> Iterator[LivenessPoint]:
     """Yields forward snapshots. For folded layers, the snapshot of the last layer."""
     before, after = _Sum(), _Sum()
@@ -143,10 +137,7 @@ def _of_forward(
 
 
 def _of_backward(
-    graph: fx.Graph,
-    kept: dict[str, _Buffer],
-    inputs: tuple[GraphInput, ...],
-    repeats: Repeats,
+    graph: fx.Graph, kept: dict[str, _Buffer], inputs: tuple[GraphInput, ...], repeats: Repeats
 ) -> Iterator[LivenessPoint]:
     buffers = _buffers(graph, placeholders=True)
     gradients = dict(_gradients(graph, inputs))

@@ -117,9 +117,8 @@ def rank_memory(
     working = max(
         (m.working for m in moments if stages.stage(m.path) in stages.schedule.of_rank(rank)), default=0
     )
-    weights = [weight_bytes(group) for group in groups]
     freed = sorted((weight_bytes(group) for group in groups if group.backward is not None), reverse=True)
-    gathered = sum(weights) - sum(freed[2:])
+    gathered = sum(map(weight_bytes, groups)) - sum(freed[2:])
     breakdown = MemoryBreakdown(
         gathered=gathered + (sum(map(reduced_bytes, groups)) if training else 0), saved=saved, working=working
     )

@@ -38,14 +38,6 @@ Action = tuple[str, int, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Timeline:
-    """A simulated schedule. us: from the first start to the last end. busy: µs of computation by rank."""
-
-    us: float
-    busy: tuple[float, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
     """A pipeline schedule. name: one of `SCHEDULES`. ranks: size of the axis pp. microbatches: in a step."""
 
@@ -124,8 +116,11 @@ class Schedule:
 
     def run(
         self, forward_us: Sequence[float], backward_us: Sequence[float], send_us: float = 0.0
-    ) -> Timeline:
-        """Simulates a step. Each pass takes the µs of its stage, and each transfer takes `send_us`."""
+    ) -> tuple[float, list[float]]:
+        """Simulates a step. Each pass takes the µs of its stage, and each transfer takes `send_us`.
+
+        Returns the µs from the first start to the last end, and the µs of computation by rank.
+        """
         pending = [self.order(rank) for rank in range(self.ranks)]
         free, busy = [0.0] * self.ranks, [0.0] * self.ranks
         ends: dict[Action, float] = {}
@@ -137,7 +132,7 @@ class Schedule:
                     free[rank] = max(free[rank], begin) + us
                     busy[rank] += us
                     ends[action] = free[rank]
-        return Timeline(us=max(free), busy=tuple(busy))
+        return max(free), busy
 
     def _ready(self, action: Action, ends: dict[Action, float], send_us: float) -> float | None:
         """Returns the time at which the inputs of `action` have arrived; None if it is not known yet."""

@@ -180,8 +180,8 @@ class Waits:
     def us(self, links: Links, rates: Rates) -> float:
         """Returns the µs of the bubble."""
         forward, backward = ([c.pass_us(phase, links, rates) for c in self.stages] for phase in PHASES)
-        run = self.schedule.run(forward, backward, links.us(self.send, self.send.num_bytes, rates))
-        return run.us - run.busy[self.rank]
+        us, busy = self.schedule.run(forward, backward, links.us(self.send, self.send.num_bytes, rates))
+        return us - busy[self.rank]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

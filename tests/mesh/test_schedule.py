@@ -60,8 +60,8 @@ def test_orders_are_those_of_torch(name: str, ranks: int, microbatches: int):
 @pytest.mark.parametrize(("name", "groups"), [(GPIPE, 1), (ONE_F_ONE_B, 1), (INTERLEAVED, 2)])
 def test_equal_stages_of_torchs_orders_have_the_known_bubble(name: str, groups: int):
     schedule = Schedule.parse(name, 4, 16)
-    ran = schedule.run([1.0] * schedule.stages, [2.0] * schedule.stages)
-    assert 1 - ran.busy[0] / ran.us == pytest.approx(3 / (groups * 16 + 3))
+    us, busy = schedule.run([1.0] * schedule.stages, [2.0] * schedule.stages)
+    assert 1 - busy[0] / us == pytest.approx(3 / (groups * 16 + 3))
 
 
 def test_schedule_counts_micro_batches_in_flight():
@@ -77,7 +77,7 @@ def test_schedule_counts_micro_batches_in_flight():
 
 def test_sending_delays_the_next_stage():
     schedule = Schedule.parse(None, 2, 1)
-    assert schedule.run([1, 1], [2, 2], 0.5).us == 7.0
+    assert schedule.run([1, 1], [2, 2], 0.5)[0] == 7.0
 
 
 @pytest.mark.parametrize(
