@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ from mxcompile.graph.opsets import COLLECTIVES, argument, packet
 from mxcompile.graph.tags import PASS_KEY, GemmTag, Kind, bytes_of, numel, tag_of, tensor, value_of
 from mxcompile.graph.transpose import untransposed
 from mxcompile.models.names import module_of
-from mxcompile.ops.view import Product, results_of
+from mxcompile.ops.view import Product, result_of, results_of
 from mxcompile.passes.gather import Gather
 from mxcompile.passes.roles.flow import gemms_reading, origin, stored, viewed
 from mxcompile.policy import Gemm
@@ -77,18 +76,16 @@ def saved_bytes(forward: fx.Graph, num_outputs: int, count: Callable[[str], int]
     kept = [n for n in kept if viewed(n).op != "placeholder" and tensor(n) is not None]
     times = {node: count(module_of(node)[0]) for node in kept}
     total = sum(_bytes(node) * times[node] for node in kept)
-    quantized = [n for n in kept if _cast_of(n) is not None]
-    sources = {origin(n) for n in kept if n not in quantized}
+    casts = {node: cast for node in kept if (cast := _cast_of(node)) is not None}
+    sources = {origin(n) for n in kept if n not in casts}
     replaced = 0
-    for node in quantized:
-        cast = _cast_of(node)
-        assert cast is not None
+    for node, cast in casts.items():
         source = _source(cast)
         if source not in sources and source.op != "placeholder":
             sources.add(source)
             itemsize = cast.meta.get("mx_itemsize", 2)
             replaced += numel(node.meta["val"].shape) * itemsize * times[node]
-    return total, total - sum(_bytes(node) * times[node] for node in quantized) + replaced
+    return total, total - sum(_bytes(node) * times[node] for node in casts) + replaced
 
 
 def _source(cast: fx.Node) -> fx.Node:
@@ -99,11 +96,8 @@ def _source(cast: fx.Node) -> fx.Node:
 
 def _cast_of(node: fx.Node) -> fx.Node | None:
     """Returns the cast whose result (elements or scales, also transposed) `node` is, or None."""
-    node = untransposed(node)[0]
-    if packet(node) is not operator.getitem:
-        return None
-    cast = argument(node)
-    return cast if packet(cast) in ops.CASTS else None
+    cast, _ = result_of(untransposed(node)[0])
+    return cast if cast is not None and packet(cast) in ops.CASTS else None
 
 
 def _bytes(node: fx.Node) -> int:
@@ -113,16 +107,11 @@ def _bytes(node: fx.Node) -> int:
 def num_casts(graph: fx.Graph, count: Callable[[str], int]) -> int:
     """Returns the number of casts in a run of `graph`. count: see `weight_bytes`."""
     total = 0
-    for node in graph.nodes:
-        if _is_read(node):
+    for node in graph.find_nodes(op="call_function", target=ops.cast):
+        if any(index == 0 and result.users for index, result in results_of(node)):  # not only its scales
             layers = [tag.name for tag in gemms_reading(node)] or [module_of(node)[0]]
             total += max(map(count, layers))
     return total
-
-
-def _is_read(node: fx.Node) -> bool:
-    """Whether `node` is a cast whose elements are read, not only its scales."""
-    return node.target is ops.cast and any(index == 0 and result.users for index, result in results_of(node))
 
 
 def wire_bytes(graph: fx.Graph, count: Callable[[str], int]) -> tuple[int, int]:

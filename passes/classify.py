@@ -17,14 +17,15 @@ from torch import fx
 
 from mxcompile.graph.tags import Evidence, GemmTag, Kind, set_tag, tags_of
 from mxcompile.models.names import GraphInput
-from mxcompile.passes.roles import feeds, uses
 from mxcompile.passes.roles.cuts import ends, live
+from mxcompile.passes.roles.feeds import FeedsSweep
 from mxcompile.passes.roles.flow import DERIVATIVE, dependencies
 from mxcompile.passes.roles.precedence import role_of
 from mxcompile.passes.roles.products import Products
 from mxcompile.passes.roles.site import Model, Site
-from mxcompile.passes.roles.streams import find_streams
+from mxcompile.passes.roles.streams import StreamsSweep
 from mxcompile.passes.roles.traits import traits_of
+from mxcompile.passes.roles.uses import CUT, RESULT, UsesSweep
 from mxcompile.policy import Gemm, Role
 
 Verdicts = dict[str, tuple[Role, Evidence]]
@@ -34,32 +35,28 @@ Verdicts = dict[str, tuple[Role, Evidence]]
 class Classify:
     """Sets roles.
 
-    inputs: inputs of the captured graph. cut_inputs, cut_outputs: whether other parts of the model compute
-    the graph's inputs, and read its outputs.
+    inputs: inputs of the captured graph. is_cut: whether other parts of the model compute the graph's inputs
+    and read its outputs.
     """
 
     name: ClassVar[str] = "classify"
     inputs: tuple[GraphInput, ...] = ()
-    cut_inputs: bool = False
-    cut_outputs: bool = False
+    is_cut: bool = False
 
     def apply(self, graph: fx.Graph) -> None:
         """Sets role and evidence in every tag of `graph`."""
         depends = dependencies(graph, self.inputs)
         forward = [node for node in live(graph) if not depends[node] & DERIVATIVE]
         traits = traits_of(forward)
-        streams = find_streams(forward, depends, traits)
-        cuts = frozenset(graph.find_nodes(op="placeholder") if self.cut_inputs else ())
-        origins = feeds.sweep(forward, depends, traits, streams, cuts)
-        model = Model.from_sweeps(
-            origins,
-            uses.sweep(forward, traits, origins, streams, ends(graph, depends, are_cut=self.cut_outputs)),
-            has_streams=bool(streams.joins),
-            is_cut=self.cut_inputs or self.cut_outputs,
-        )
+        streams = StreamsSweep(forward, depends, traits).run()
+        cuts = frozenset(graph.find_nodes(op="placeholder") if self.is_cut else ())
+        origins = FeedsSweep(depends, traits, streams, cuts).run(forward)
+        end = CUT if self.is_cut else RESULT
+        uses = UsesSweep(traits, origins, streams).run(forward, ends(graph, depends), end)
+        model = Model(origins, uses, has_streams=bool(streams.joins), is_cut=self.is_cut)
         verdicts = _of_products(origins.products)
         for node in reversed(origins.layers):
-            verdicts[node.name] = role, _ = role_of(Site.at(node, model))
+            verdicts[node.name] = role, _ = role_of(Site(node, model))
             model.set_role(node, role)
         no_layer = {node.name for node in origins.products.no_layer}
         for node in graph.nodes:
@@ -74,10 +71,7 @@ def _of_products(products: Products) -> Verdicts:
     for node, reason in products.no_layer.items():
         verdicts[node.name] = Role.ATTN_SCORES, Evidence(holds=f"no linear layer but {reason}")
     for values, attention in products.attentions.items():
-        verdicts[values.name] = (
-            Role.ATTN_VALUES,
-            Evidence(holds="a product with the softmax of scores"),
-        )
+        verdicts[values.name] = Role.ATTN_VALUES, Evidence(holds="a product with the softmax of scores")
         for scores in attention.scores:
             verdicts[scores.name] = Role.ATTN_SCORES, Evidence(holds="a softmax of its result weights values")
     return verdicts

@@ -84,8 +84,9 @@ class _Crossing:
         returned = self._output.args[0]
         assert isinstance(returned, list | tuple)
         self._results, self._saved = list(returned[:num_outputs]), list(returned[num_outputs:])
-        self._ends = {node.name: node for node in backward.find_nodes(op="placeholder")}
-        self._position = {node: position for position, node in enumerate(backward.nodes)}
+        placeholders = backward.find_nodes(op="placeholder")
+        self._ends: dict[str, fx.Node] = {node.name: node for node in placeholders}
+        self._position: dict[fx.Node, int] = {node: position for position, node in enumerate(backward.nodes)}
         self._named = {node.name: node for node in forward.nodes}
         self._copies = _saved_copies(self._saved)
 
@@ -120,7 +121,7 @@ class _Crossing:
         if value is None:
             return False
         for cast in casts:
-            self._read_saved(cast, copy)
+            self._backward.replace_results(cast, [self._ends[part.name] for part in (copy.qdata, copy.scale)])
         end.replace_all_uses_with(value)
         self._backward.graph.erase_node(end)
         self._saved.remove(node)
@@ -231,12 +232,7 @@ class _Crossing:
             placeholder.meta = dict(part.meta)
             self._ends[part.name] = placeholder
             self._saved.insert(self._saved.index(self._named[end.name]), part)
-        boundary: fx.Node = self._ends[part.name]
-        return boundary
-
-    def _read_saved(self, cast: fx.Node, copy: _Copy) -> None:
-        """Makes backward read `copy` instead of the results of `cast`."""
-        self._backward.replace_results(cast, [self._ends[part.name] for part in (copy.qdata, copy.scale)])
+        return self._ends[part.name]
 
 
 def _saved_copies(saved: Sequence[Any]) -> dict[fx.Node, _Copy]:

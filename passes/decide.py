@@ -8,7 +8,7 @@ mode one error names them all.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -144,7 +144,6 @@ def obstacle(node: fx.Node) -> Reason | None:
     dtypes = dict.fromkeys(str(value.dtype).removeprefix("torch.") for value in values if value is not None)
     if len(dtypes) > 1:  # quantized operands would give a result
         return Reason(Code.DTYPES, *[*dtypes][:2])
-    factors: dict[str, Any] = {key: node.kwargs.get(key, 1) for key in ("alpha", "beta")}
-    if any(not isinstance(factor, int | float) for factor in factors.values()):
+    if not all(isinstance(node.kwargs.get(key, 1), int | float) for key in ("alpha", "beta")):
         return Reason(Code.FACTORS)
     return None

@@ -107,7 +107,8 @@ class _Finder:
     def tag_unmatched(self, node: fx.Node) -> None:
         """Tags a backward node without a forward product as a product that stays as it is."""
         self._tag(node)
-        set_tag(node, *(_unmatched(tag) for tag in tags_of(node)))
+        tags = [replace(tag, gemm=Gemm.DGRAD) for tag in tags_of(node)]
+        set_tag(node, *(replace(tag, kind=Kind.PRODUCT) if tag.kind is Kind.LINEAR else tag for tag in tags))
 
     def tag_alone(self, node: fx.Node) -> bool:
         """Tags a backward node as dgrad of a layer without a forward product. Returns whether it is one.
@@ -247,12 +248,6 @@ class _Finder:
         if entry is None or source is tensor:
             return entry
         return replace(entry, path=parametrized(entry.path), others=tuple(map(parametrized, entry.others)))
-
-
-def _unmatched(tag: GemmTag) -> GemmTag:
-    """Returns the tag of a backward GEMM without a forward product: it stays as it is."""
-    kind = Kind.PRODUCT if tag.kind is Kind.LINEAR else tag.kind
-    return replace(tag, gemm=Gemm.DGRAD, kind=kind)
 
 
 def _hidden_gradient(tag: GemmTag, forward: Sequence[GemmTag]) -> GemmTag:

@@ -81,9 +81,10 @@ class Gradients:
         products fit. Match these after all dgrads, because both gradients of a layer share dy.
         """
         shared = _sources(node)
-        same = [n for n in self._by_number[_number(node)] if is_matmul(n) is is_matmul(node)]
+        numbered = [(n, tags_of(n)[0]) for n in self._by_number[_number(node)]]
+        same = [n for n, _ in numbered if is_matmul(n) is is_matmul(node)]
         near = dict.fromkeys(n for source in shared for n in self._by_operand.get(source, ()) if n < node)
-        hidden = [n for n in self._by_number[_number(node)] if _is_opaque_layer(n)]
+        hidden = [n for n, tag in numbered if tag.kind is Kind.OPAQUE and tag.is_layer]
         if packet(node) in ATTENTION_BACKWARD:
             fitting = [n for n in same or near if packet(n) in ATTENTION_FORWARD]
         elif not is_matmul(node):
@@ -151,11 +152,6 @@ def _sources(node: fx.Node) -> frozenset[fx.Node]:
     """Returns the origins of the operands of `node`; if it is not a plain product, of all its inputs."""
     read = operands(node) if is_matmul(node) else node.all_input_nodes
     return frozenset(_source(operand) for operand in read if isinstance(operand, fx.Node))
-
-
-def _is_opaque_layer(forward: fx.Node) -> bool:
-    tag = tags_of(forward)[0]
-    return tag.kind is Kind.OPAQUE and tag.is_layer
 
 
 def _weight(forward: fx.Node) -> fx.Node | None:

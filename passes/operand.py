@@ -77,7 +77,7 @@ def _undoable(cast: fx.Node, before: fx.Node, products: frozenset[Any]) -> bool:
         return False
     if "source_fn_stack" in cast.meta and call not in products:
         return False
-    if _name(call) in _CAST_CALLS:
+    if getattr(call[1], "__name__", call[1]) in _CAST_CALLS:
         return False
     return source.dtype in _FLOATS and result.dtype in _FLOATS and source.device == result.device
 
@@ -86,8 +86,3 @@ def _is_gathered(node: fx.Node) -> bool:
     """Whether `node` decodes a weight that was gathered in tiles."""
     values = Decode.from_node(node)
     return values is not None and values.form.tile == Tile.SQUARE
-
-
-def _name(call: Any) -> str:
-    function = call[1]
-    return function if isinstance(function, str) else str(getattr(function, "__name__", function))

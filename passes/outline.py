@@ -110,6 +110,10 @@ class _Drawing:
         self._made_by[node] = index
         self.edges.update((source, index) for source in sources if source != index)
 
+    def _node(self, kind: str, node: fx.Node, path: str, label: str, **about: Any) -> OutlineNode:
+        names, shape = (path,), _shape(node)
+        return OutlineNode(kind=kind, phase=self._phase(node), names=names, label=label, shape=shape, **about)
+
     def _append(self, node: OutlineNode, position: tuple[int, int]) -> int:
         self._drafts.append(_Draft(node=node, position=position))
         return len(self._drafts) - 1
@@ -140,9 +144,8 @@ class _Drawing:
         value = tensor(node)
         moving = Depends.DATA | Depends.GRADIENT
         if value is not None and value.is_floating_point() and self._depends[node] & moving:
-            phase = self._phase(node)
-            label = "input" if phase == "forward" else "gradient"
-            new_node = OutlineNode(kind="input", phase=phase, names=("",), label=label, shape=_shape(node))
+            label = "input" if self._phase(node) == "forward" else "gradient"
+            new_node = self._node("input", node, "", label)
             self._made_by[node] = self._append(new_node, (0, 0))
 
     def _matmul(self, node: fx.Node, sources: list[int]) -> int:
@@ -156,12 +159,11 @@ class _Drawing:
         attention = tag.kind is Kind.ATTENTION
         assert tag.choice is not None
         return self._append(
-            OutlineNode(
-                kind="attention" if attention else "gemm",
-                phase=self._phase(node),
-                names=(tag.name,),
-                label="attention" if attention else _title(tag),
-                shape=_shape(node),
+            self._node(
+                "attention" if attention else "gemm",
+                node,
+                tag.name,
+                "attention" if attention else _title(tag),
                 role=str(tag.role),
                 gemm=str(tag.gemm),
                 precision=str(tag.choice.precision),
@@ -172,18 +174,9 @@ class _Drawing:
 
     def _cast(self, node: fx.Node, sources: list[int]) -> int:
         label, detail = _cast_text(node)
-        return self._append(
-            OutlineNode(
-                kind="cast",
-                phase=self._phase(node),
-                names=(self._module(node)[0],),
-                label=label,
-                detail=detail,
-                shape=_shape(node),
-                source=source_of(node),
-            ),
-            (self._after(sources), 0),
-        )
+        path, _ = self._module(node)
+        new_node = self._node("cast", node, path, label, detail=detail, source=source_of(node))
+        return self._append(new_node, (self._after(sources), 0))
 
     def _join_glue(self, node: fx.Node, sources: list[int]) -> int:
         path, owner = self._module(node)
@@ -194,14 +187,7 @@ class _Drawing:
         phase = self._phase(node)
         key = phase, path, position
         if key not in self._glue:
-            new_node = OutlineNode(
-                kind="glue",
-                phase=phase,
-                names=(path,),
-                label=owner,
-                shape=_shape(node),
-                source=source_of(node),
-            )
+            new_node = self._node("glue", node, path, owner, source=source_of(node))
             self._glue[key] = self._append(new_node, position)
         index = self._glue[key]
         self._drafts[index].operators[_operator(node)] = None

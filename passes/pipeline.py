@@ -69,14 +69,14 @@ def joint_passes(context: Context) -> tuple[Pass, ...]:
     """Returns the passes over a joint or inference graph, in order."""
     inputs, cut = context.inputs, context.cut
     find = Find(inputs=inputs, blocks=context.blocks)
-    classify = Classify(inputs=inputs, cut_inputs=bool(cut), cut_outputs=bool(cut))
+    classify = Classify(inputs=inputs, is_cut=bool(cut))
     return (
         DetachScaleState(),
         Split(),
         HintExpertSplits(),
         find,
         classify,
-        Unregistered(find=find, classify=classify, is_cut=bool(cut)),
+        Unregistered(find=find, classify=classify),
         Bodies(find=find, classify=classify),
         *((ApplyPlan(planned=context.planned),) if cut else ()),
         Decide(policy=context.policy, strict=context.strict, cut=cut),

@@ -180,19 +180,13 @@ class _GemmWriter:
 
     def _scaled(self, node: fx.Node, a: Quantized, b: Quantized, bias: Any, formats: _Formats) -> fx.Node:
         """Returns the product of `a` and `b`, with the tags of `node`."""
-        args = *_operands(a, b), bias, _result(node).dtype, *self._format_args(a, b, formats, node)
-        product = self._build.call(ops.matmul, *args, like=node)
+        sides = a.qdata, a.scale, b.qdata, b.scale
+        args = bias, _result(node).dtype, *self._format_args(a, b, formats, node)
+        product = self._build.call(ops.matmul, *sides, *args, like=node)
         set_tag(product, *tags_of(node))
         return product
 
-    def _grouped(
-        self,
-        node: fx.Node,
-        tag: GemmTag,
-        lhs: fx.Node,
-        rhs: fx.Node,
-        formats: _Formats,
-    ) -> fx.Node:
+    def _grouped(self, node: fx.Node, tag: GemmTag, lhs: fx.Node, rhs: fx.Node, formats: _Formats) -> fx.Node:
         out, offs = _result(node), offsets(node)
         assert isinstance(offs, fx.Node)
         if tag.gemm is Gemm.WGRAD:  # rows past the last group are undefined: keep them out of amaxes
@@ -216,8 +210,9 @@ class _GemmWriter:
             )
         a = self._quantize(lhs, -1, tag, node)
         b = self._quantize(rhs, -2, tag, node)
-        args = *_operands(a, b), offs, out.dtype, *self._format_args(a, b, formats, node)
-        result = self._build.call(ops.grouped_matmul, *args, like=node)
+        sides = a.qdata, a.scale, b.qdata, b.scale
+        args = offs, out.dtype, *self._format_args(a, b, formats, node)
+        result = self._build.call(ops.grouped_matmul, *sides, *args, like=node)
         set_tag(result, tag)
         return result
 
@@ -385,11 +380,6 @@ def _is_better_picked_later(source: fx.Node, fmt: Format) -> bool:
     if stack is None or value is None or not fmt.is_mx or fmt.tile == Tile.SQUARE:
         return False
     return numel(stack.meta["val"].shape) <= numel(value.shape)
-
-
-def _operands(a: Quantized, b: Quantized) -> tuple[fx.Node, ...]:
-    """Returns the operands of a product: codes and scales of both."""
-    return a.qdata, a.scale, b.qdata, b.scale
 
 
 def _set_itemsize(cast: Quantized, operand: fx.Node) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
@@ -18,17 +16,17 @@ from mxcompile.report import STORED, GemmRecord, OperandFormat
 
 def records(graph: fx.Graph) -> tuple[GemmRecord, ...]:
     """Returns one record per GEMM of `graph`, by index. Raises `VerificationError` if a tag is missing."""
-    tags = sorted((tag for node in graph.nodes for tag in tags_of(node)), key=lambda tag: tag.index)
+    tagged = [(tag, node) for node in graph.nodes for tag in tags_of(node)]
+    tagged.sort(key=lambda pair: pair[0].index)
     untagged = [
         node.name
         for node in graph.nodes
         if (is_matmul_like(node) or packet(node) in ops.PRODUCTS) and not tags_of(node)
     ]
-    first = tags[0].index if tags else 0
-    if untagged or [tag.index for tag in tags] != list(range(first, first + len(tags))):
+    first = tagged[0][0].index if tagged else 0
+    if untagged or [tag.index for tag, _ in tagged] != list(range(first, first + len(tagged))):
         raise VerificationError(f"matmuls without a record: {untagged or 'lost in a pass'}")
-    dtypes = {tag.index: _dtype(node) for node in graph.nodes for tag in tags_of(node)}
-    return tuple(replace(record_of(tag), dtype=dtypes[tag.index]) for tag in tags)
+    return tuple(record_of(tag, _dtype(node)) for tag, node in tagged)
 
 
 def _dtype(node: fx.Node) -> str:
@@ -38,8 +36,8 @@ def _dtype(node: fx.Node) -> str:
     return "" if dtype is None else str(dtype).removeprefix("torch.")
 
 
-def record_of(tag: GemmTag) -> GemmRecord:
-    """Returns the record of a GEMM, whose tag has a choice."""
+def record_of(tag: GemmTag, dtype: str = "") -> GemmRecord:
+    """Returns the record of a GEMM, whose tag has a choice. dtype: dtype of its result."""
     assert tag.choice is not None
     return GemmRecord(
         name=tag.name,
@@ -54,6 +52,7 @@ def record_of(tag: GemmTag) -> GemmRecord:
         code=str(tag.choice.reason.code),
         facts=tag.choice.reason.facts,
         formats=_formats(tag),
+        dtype=dtype,
         kernel=tag.kernel,
         module=tag.module,
         block=tag.block,
@@ -76,7 +75,8 @@ def _formats(tag: GemmTag) -> tuple[OperandFormat, ...]:
 
 
 def _operand_format(tag: GemmTag, operand: str, fmt: Format) -> OperandFormat:
-    stored = operand == "w" and _is_stored(tag, fmt)
+    # `reuse` reads a weight that is stored in `fmt` without a cast
+    stored = operand == "w" and tag.gemm is Gemm.FPROP and fmt.unchosen == tag.stored and not tag.recast
     return OperandFormat(
         operand=operand,
         elem=fmt.elem.name,
@@ -87,8 +87,3 @@ def _operand_format(tag: GemmTag, operand: str, fmt: Format) -> OperandFormat:
         transform=fmt.transform,
         scales="" if stored else fmt.scales,
     )
-
-
-def _is_stored(tag: GemmTag, fmt: Format) -> bool:
-    """Whether the weight is stored in `fmt`, so that `reuse` reads it without a cast."""
-    return tag.gemm is Gemm.FPROP and fmt.unchosen == tag.stored and not tag.recast

@@ -34,15 +34,7 @@ from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.tags import numel, set_tag, tags_of, value_of
 from mxcompile.graph.transpose import transpose, untransposed
 from mxcompile.models.names import module_of
-from mxcompile.ops.view import (
-    Cast,
-    Decode,
-    Dequantize,
-    Product,
-    arguments_of,
-    result_of,
-    results_of,
-)
+from mxcompile.ops.view import Cast, Decode, Dequantize, Product, arguments_of, result_of, results_of
 
 _EXACT = frozenset({torch.bfloat16, torch.float32})
 """Dtypes that represent every stored element times a power of two, extreme scales aside."""
@@ -58,7 +50,7 @@ class Reuse:
         """Replaces the casts of `graph` that change nothing by the stored codes and scales."""
         build = Builder(graph, self.name)
         _read_tiles(graph, build)
-        for product in [node for node in graph.nodes if node.target in _TWO_LEVEL_PRODUCTS]:
+        for product in [node for node in graph.nodes if packet(node) in ops.PRODUCTS]:
             _read_two_level(Product.read(product), build)
         for cast in [node for node in graph.nodes if node.target is ops.cast]:
             match = _stored(cast)
@@ -72,9 +64,6 @@ class Reuse:
         for node in graph.nodes:
             _set_recast(node)
         dead.eliminate(graph)
-
-
-_TWO_LEVEL_PRODUCTS = frozenset({ops.matmul, ops.grouped_matmul})
 
 
 def _read_two_level(product: Product, build: Builder) -> None:

@@ -34,7 +34,8 @@ def moved_rows(step: fx.Node) -> list[fx.Node] | None:
     if op in _ALONG:
         return [argument(step)] if _spares_rows(step, argument(step)) else None
     if op is aten.cat:
-        return _concatenated(step)
+        parts = argument_of(step, "tensors")
+        return [part for part in parts if not is_zero(part)] if _spares_rows(step, parts[0]) else None
     if op is aten.index:
         value, indices = tensor(argument(step)), argument_of(step, "indices")
         spared = value is not None and (len(indices) < value.ndim or indices[-1] is None)
@@ -94,11 +95,6 @@ def is_zero(node: object) -> bool:
 def _spares_rows(step: fx.Node, rows: fx.Node) -> bool:
     value, dim = tensor(rows), argument_of(step, "dim")
     return value is not None and isinstance(dim, int) and dim % value.ndim != value.ndim - 1
-
-
-def _concatenated(step: fx.Node) -> list[fx.Node] | None:
-    parts = argument_of(step, "tensors")
-    return [part for part in parts if not is_zero(part)] if _spares_rows(step, parts[0]) else None
 
 
 def _scattered(step: fx.Node) -> list[fx.Node] | None:

@@ -42,20 +42,13 @@ def _drawn(graph: fx.Graph, cast: fx.Node) -> fx.Node:
     """Draws a seed on the device of `cast`, right behind the inputs: forward or backward may contain it."""
     source = value_of(argument(cast))
     inputs = graph.find_nodes(op="placeholder")
-    candidates = [node for node in inputs if _is_on(node, source.device)]
-    like = min(candidates, key=_num_dims, default=argument(cast))  # estimates count its bytes as read
+    same = [node for node in inputs if (value := tensor(node)) is not None and value.device == source.device]
+    candidates = [node for node in same if "tangents" not in str(node.target)]
+    # estimates count the bytes of `like` as read
+    like = min(candidates, key=lambda node: value_of(node).ndim, default=argument(cast))
     after = inputs[-1] if like.op == "placeholder" else like
     with graph.inserting_after(after):
         drawn = Builder(graph, Seed.name).call(ops.draw_seed, like, like=cast)
     for key in ("recompute", "ac_graph_id"):  # checkpointing must not draw a second seed
         drawn.meta.pop(key, None)
     return drawn
-
-
-def _num_dims(node: fx.Node) -> int:
-    return value_of(node).dim()
-
-
-def _is_on(node: fx.Node, device: object) -> bool:
-    value = tensor(node)
-    return value is not None and value.device == device and "tangents" not in str(node.target)

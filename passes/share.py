@@ -33,15 +33,12 @@ class Share:
                 continue
             if packet(node) not in _MERGED and PASS_KEY not in node.meta:
                 continue
-            original = first.setdefault(_key(node), node)
+            region = node.meta.get("recompute"), node.meta.get("ac_graph_id")
+            key = node.target, _frozen(node.args), _frozen(node.kwargs), region
+            original = first.setdefault(key, node)
             if original is not node:
                 node.replace_all_uses_with(original)
                 graph.erase_node(node)
-
-
-def _key(node: fx.Node) -> Any:
-    region = node.meta.get("recompute"), node.meta.get("ac_graph_id")
-    return node.target, _frozen(node.args), _frozen(node.kwargs), region
 
 
 def _frozen(value: Any) -> Any:

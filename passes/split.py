@@ -21,12 +21,6 @@ HALF = "mx_split"
 """`node.meta` key of a part: (name of the node that it is a part of, number of its parts)."""
 
 
-def has_several_gradients(node: fx.Node) -> bool:
-    """Whether `node` computes several gradients, each a GEMM or a sum."""
-    op = packet(node)
-    return op in CONVOLUTION_BACKWARD or str(op) == GROUPED_FALLBACK_BACKWARD
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
     """Makes one node for each gradient of an operator that computes several."""
@@ -36,7 +30,8 @@ class Split:
     def apply(self, graph: fx.Graph) -> None:
         """Splits the nodes of `graph` that compute several gradients."""
         for node in list(graph.nodes):
-            if has_several_gradients(node):
+            op = packet(node)
+            if op in CONVOLUTION_BACKWARD or str(op) == GROUPED_FALLBACK_BACKWARD:
                 _split(graph, node)
 
 

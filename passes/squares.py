@@ -19,7 +19,7 @@ from mxcompile.graph.tags import Kind, tag_of
 from mxcompile.models.names import GraphInput
 from mxcompile.ops.view import Cast
 from mxcompile.passes.account import stored_weight
-from mxcompile.passes.roles.flow import graph_input
+from mxcompile.passes.weights import parameter_path
 from mxcompile.policy import Gemm
 
 
@@ -46,14 +46,12 @@ def tile_uses(graph: fx.Graph, inputs: Sequence[GraphInput]) -> Iterator[TileUse
         if tag is None or tag.kind is not Kind.LINEAR or tag.gemm is not Gemm.FPROP:
             continue
         weight = stored_weight(node, tag.tensors.index("w"))
-        if weight is None or weight.op != "placeholder" or weight in seen:
+        path = parameter_path(weight, inputs)
+        if weight is None or not path or weight in seen:
             continue
         seen.add(weight)
-        captured = graph_input(weight, inputs)
-        if captured is None or not captured.static or not captured.path:
-            continue
         assert tag.choice is not None
-        use = TileUse(path=captured.path, role=str(tag.role), reason=tag.choice.reason)
+        use = TileUse(path=path, role=str(tag.role), reason=tag.choice.reason)
         yield use if tag.formats is None else _cast(use, weight)
 
 

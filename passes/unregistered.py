@@ -28,41 +28,30 @@ from mxcompile.graph.tags import Kind, tag_of, value_of
 from mxcompile.models.names import HeldBy
 from mxcompile.passes.classify import Classify
 from mxcompile.passes.find import Find
-from mxcompile.passes.roles.flow import (
-    WEIGHT_KEY,
-    Depends,
-    calls_linear,
-    dependencies,
-    graph_input,
-    stored,
-)
+from mxcompile.passes.roles.flow import WEIGHT_KEY, Depends, calls_linear, dependencies, graph_input, stored
 from mxcompile.policy import ATTENTION_PRODUCTS, Gemm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unregistered:
-    """Marks weights. find, classify: the passes that tagged the graph.
-
-    is_cut: whether the graph is a part of a model, so that arguments are activations of other parts.
-    """
+    """Marks weights. find, classify: the passes that tagged the graph."""
 
     name: ClassVar[str] = "unregistered"
     find: Find
     classify: Classify
-    is_cut: bool = False
 
     def apply(self, graph: fx.Graph) -> None:
         """Marks the weights among the inputs of `graph`. If there are any, tags `graph` again."""
         products = [node for node in graph.nodes if _is_product(node)]
         if not products:
             return
-        layers = [
-            node for node in graph.nodes if (tag := tag_of(node)) is not None and tag.kind is Kind.LINEAR
-        ]
+        tagged = ((node, tag_of(node)) for node in graph.nodes)
+        layers = [node for node, tag in tagged if tag is not None and tag.kind is Kind.LINEAR]
         data = set().union(*(_sources(_data(node), is_matmul) for node in layers))
         weights = self._program_weights(graph, products)
         only_calls = bool(layers or weights)
-        for kind in (HeldBy.LEAF,) if self.is_cut else (HeldBy.LEAF, HeldBy.ARGUMENT):
+        # arguments of a part of a model are activations of other parts
+        for kind in (HeldBy.LEAF,) if self.classify.is_cut else (HeldBy.LEAF, HeldBy.ARGUMENT):
             group = self._inputs(graph, kind)
             depends = dependencies(graph, self.find.inputs, group | weights)
             for node in products:

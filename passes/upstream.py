@@ -14,7 +14,6 @@ nor the logits.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from enum import IntEnum
 
 from torch import fx
 
@@ -27,19 +26,11 @@ from mxcompile.passes.roles.flow import Depends, dependencies, viewed
 from mxcompile.policy import Gemm, Saved
 
 
-class _Origin(IntEnum):
-    """The origin of a value; by default the largest origin of its inputs."""
-
-    CONSTANT = 0
-    FRAGILE = 1
-    STREAM = 2
-
-
 def upstream(
     graph: fx.Graph, inputs: Sequence[GraphInput], kept: Collection[fx.Node]
 ) -> dict[fx.Node, GemmTag]:
     """Returns the saved values of `kept` that layers reach, each with the tag of the first such layer."""
-    origins = _origins(graph, inputs)
+    streams = _streams(graph, inputs)
     by_value: dict[fx.Node, list[fx.Node]] = {}
     for node in kept:
         by_value.setdefault(viewed(node), []).append(node)
@@ -50,29 +41,28 @@ def upstream(
         if tag is None or tag.gemm is not Gemm.FPROP or tag.saved is not Saved.MXFP8:
             continue
         for value in _reached(node, by_value, seen, behind=tag.role.row.ends_branch):
-            if origins[value] is _Origin.STREAM:
+            if value in streams:
                 for saved in by_value[value]:
                     reached.setdefault(saved, tag)
     return reached
 
 
-def _origins(graph: fx.Graph, inputs: Sequence[GraphInput]) -> dict[fx.Node, _Origin]:
-    """Returns the origin of every value of `graph`."""
+def _streams(graph: fx.Graph, inputs: Sequence[GraphInput]) -> set[fx.Node]:
+    """Returns the values of `graph` that come from linear layers to quantize, embeddings or inputs."""
     depends = dependencies(graph, inputs)
-    origins: dict[fx.Node, _Origin] = {}
+    streams: set[fx.Node] = set()
     for node in graph.nodes:
         tag = tag_of(node)
         if node.op == "placeholder":
             value = tensor(node)
             is_stream = depends[node] is Depends.DATA and value is not None and value.is_floating_point()
-            origins[node] = _Origin.STREAM if is_stream else _Origin.CONSTANT
         elif tag is not None and tag.kind is Kind.LINEAR:
-            origins[node] = _Origin.STREAM if tag.role.row.quantized else _Origin.FRAGILE
-        elif packet(node) in STREAM_SOURCES:
-            origins[node] = _Origin.STREAM
+            is_stream = tag.role.row.quantized
         else:
-            origins[node] = max((origins[arg] for arg in node.all_input_nodes), default=_Origin.CONSTANT)
-    return origins
+            is_stream = packet(node) in STREAM_SOURCES or not streams.isdisjoint(node.all_input_nodes)
+        if is_stream:
+            streams.add(node)
+    return streams
 
 
 def _reached(

@@ -59,7 +59,7 @@ def weight_uses(graph: fx.Graph, inputs: Sequence[GraphInput]) -> Iterator[Weigh
     for node in graph.nodes:
         tag = tag_of(node)
         if packet(node) is aten.embedding:
-            path = _path(_source(node.args[0])[0], inputs)
+            path = parameter_path(_source(node.args[0])[0], inputs)
             if path:
                 yield WeightUse(
                     path=path, layer=path, role="embedding", reason="role embedding", is_lookup=True
@@ -73,61 +73,51 @@ def _of_gemm(node: fx.Node, tag: GemmTag, inputs: Sequence[GraphInput]) -> Itera
     side = tag.tensors.index("w")
     common: dict[str, Any] = {"layer": tag.name, "role": str(tag.role), "reason": tag.choice.reason}
     if packet(node) not in ops.PRODUCTS:
-        path = _path(_source(operands(node)[side])[0], inputs)
+        path = parameter_path(_source(operands(node)[side])[0], inputs)
         if path:
             yield WeightUse(path=path, **common)
         return
     product = Product.read(node)
     cast, block = _source(product.sides[side][0], -1 - side)
     unpack = Unpack.from_node(cast)
-    if path := _path(cast if unpack is None else unpack.qdata, inputs):
+    if path := parameter_path(cast if unpack is None else unpack.qdata, inputs):
         stored = value_of(cast)
-        form = stored_form(stored.dtype) if unpack is None else unpack.form.unpacked
+        form: Format | None = stored_form(stored.dtype) if unpack is None else unpack.form.unpacked
         common |= {"block_dim": block or 0, "rank": stored.ndim}
         yield WeightUse(path=path, form=form, **common)
         return
     cast_node, _ = result_of(cast)
     if cast_node is None:
         return
-    storable = _storable(cast_node)
-    parameter, block = _source(argument(cast_node), -1 if storable is None else storable.side)
-    path = _path(parameter, inputs)
+    side, form, square = _stored_cast(cast_node)
+    parameter, block = _source(argument(cast_node), side)
+    path = parameter_path(parameter, inputs)
     if not path:
         return
-    if storable is None:
-        yield WeightUse(path=path, **{**common, "reason": OTHER_FORMAT.format(tag.choice.precision)})
-        return
-    if block is None:
-        yield WeightUse(
-            path=path, **{**common, "reason": "its blocks do not run along one of its dimensions"}
-        )
-        return
-    whole = value_of(parameter)
-    common |= {"block_dim": block, "rank": whole.ndim}
-    yield WeightUse(path=path, form=storable.form, square=storable.square, **common)
+    if form is None:
+        common["reason"] = OTHER_FORMAT.format(tag.choice.precision)
+    elif block is None:
+        common["reason"], form, square = "its blocks do not run along one of its dimensions", None, False
+    else:
+        common |= {"block_dim": block, "rank": value_of(parameter).ndim}
+    yield WeightUse(path=path, form=form, square=square, **common)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _StorableCast:
-    """A cast to a format that weights can be stored in. side: dimension of its blocks, negative."""
+def _stored_cast(node: fx.Node) -> tuple[int, Format | None, bool]:
+    """Returns (negative dimension of the blocks, format, whether its tiles are square) of the cast `node`.
 
-    side: int
-    form: Format
-    square: bool = False
-
-
-def _storable(node: fx.Node) -> _StorableCast | None:
-    """Returns the cast `node`, None if weights cannot be stored in its format."""
+    The format is None if weights cannot be stored in it.
+    """
     cast = Cast.from_node(node)
     if cast is None:
-        return None
+        return -1, None, False
     form, square = cast.form, cast.form.tile.is_square and (cast.copy.is_mx or cast.form.two_level)
     if square:
         form = replace(form, tile=Tile(1, form.tile.along))
-    return _StorableCast(side=cast.side, form=form, square=square) if form.storable else None
+    return (cast.side, form, square) if form.storable else (-1, None, False)
 
 
-def _path(node: Any, inputs: Sequence[GraphInput]) -> str:
+def parameter_path(node: Any, inputs: Sequence[GraphInput]) -> str:
     """Returns the path of the parameter `node`, "" if it is not a parameter."""
     if not isinstance(node, fx.Node) or node.op != "placeholder":
         return ""

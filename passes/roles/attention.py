@@ -30,7 +30,7 @@ def _reaches_attention(site: Site) -> Holds | Fails:
 def gates(site: Site, layer: object, kind: Source) -> bool:
     """Whether the input of `layer` comes from a source of `kind` through a gate."""
     feeds = site.model.feeds
-    origins = Site.at(layer, site.model).beyond  # type: ignore[arg-type]
+    origins = Site(layer, site.model).beyond  # type: ignore[arg-type]
     return any(origins[source] & GATED for source in feeds.sources(origins, kind))
 
 

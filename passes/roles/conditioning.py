@@ -36,7 +36,7 @@ def _is_pooled(site: Site) -> bool:
     origins = site.beyond
     layers = [s for s in origins if site.model.feeds.kind[s] is Source.LAYER]
     for layer in layers:  # the first layer of squeeze and excitation
-        origins = {**origins, **Site.at(layer, site.model).origins}
+        origins = {**origins, **Site(layer, site.model).origins}
     streams = [marks for source, marks in origins.items() if site.model.feeds.kind[source] in _POOLED]
     return bool(streams) and not any(marks & WHOLE for marks in streams)
 

@@ -12,14 +12,13 @@ from typing import Any
 from torch import fx
 
 from mxcompile.passes.roles.flow import DERIVATIVE, Depends, is_derivative
-from mxcompile.passes.roles.uses import GraphOutputs
 
 _NO_RESULTS = ("GradAOTOutput", "InputMutationAOTOutput", "MetadataMutationAOTOutput", "TokenAOTOutput",
                "SavedForBackwards", "PhiloxUpdated")  # fmt: skip
 """Kinds of outputs that AOTAutograd adds to the results: gradients, values after in-place writes."""
 
 
-def ends(graph: fx.Graph, depends: Mapping[fx.Node, Depends], *, are_cut: bool) -> GraphOutputs:
+def ends(graph: fx.Graph, depends: Mapping[fx.Node, Depends]) -> frozenset[fx.Node]:
     """Returns the outputs of the forward in a joint or inference graph: results of the model, or cuts.
 
     If the code takes derivatives itself, the forward also ends in values that only derivatives read, such as
@@ -38,8 +37,7 @@ def ends(graph: fx.Graph, depends: Mapping[fx.Node, Depends], *, are_cut: bool) 
             and not depends[node] & DERIVATIVE
             and all(depends[n] & DERIVATIVE for n in node.users)
         )
-    none: frozenset[fx.Node] = frozenset()
-    return GraphOutputs(results=none if are_cut else outputs, cuts=outputs if are_cut else none)
+    return outputs
 
 
 def live(graph: fx.Graph) -> list[fx.Node]:

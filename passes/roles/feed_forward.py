@@ -16,7 +16,7 @@ from torch import fx
 from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.tags import tag_of
 from mxcompile.passes.roles.site import Site, named
-from mxcompile.passes.roles.sources import BENT, GATED, Source
+from mxcompile.passes.roles.sources import GATED, Source
 from mxcompile.passes.roles.statement import Fails, Holds, Statement, joins_stream
 from mxcompile.passes.roles.uses import BRANCH, QKV, RESULT, WEIGHED
 from mxcompile.policy import Role
@@ -34,7 +34,7 @@ def _returns_to_width(site: Site) -> Holds | Fails:
     if site.model.has_streams or site.model.is_cut or not site.used(RESULT):
         return Fails("it is not alone in the model")
     first = [tag for layer in site.activated_layers if (tag := tag_of(layer)) is not None]
-    inputs = all(Site.at(layer, site.model).sources(Source.INPUT) for layer in site.activated_layers)
+    inputs = all(Site(layer, site.model).sources(Source.INPUT) for layer in site.activated_layers)
     if inputs and {tag.k for tag in first} == {site.tag.n}:
         return Holds("it returns to the width of the input, in a model without residual streams")
     return Fails("it does not return to the width of the input")
@@ -65,13 +65,13 @@ def _ends_network(node: fx.Node, site: Site) -> bool:
     """Whether `node` is another layer that reads layers through an activation and joins the stream."""
     if node is site.node or site.model.feeds.kind[node] is not Source.LAYER:
         return False
-    other = Site.at(node, site.model)
+    other = Site(node, site.model)
     return other.used(BRANCH) and bool(other.activated_layers)
 
 
 def _is_routed(site: Site) -> Holds | Fails:
     for near in (site.node, *_partners(site)):
-        other = Site.at(near, site.model)
+        other = Site(near, site.model)
         who = "its" if near is site.node else f"{named([near])}'s"
         if other.chosen:
             return Holds(f"a top-k chose {who} input")
@@ -84,9 +84,7 @@ def _is_routed(site: Site) -> Holds | Fails:
 
 def _partners(site: Site) -> list[fx.Node]:
     """Returns the other layers of the feed-forward network that the layer at `site` is in."""
-    before = [layer for layer in site.beyond if site.model.feeds.kind[layer] is Source.LAYER]
-    before = [layer for layer in before if site.beyond[layer] & BENT]
-    return [*before, *(f.layer for f in site.followers if site.role_of(f) in _LAST)]
+    return [*site.activated_layers, *(f.layer for f in site.followers if site.role_of(f) in _LAST)]
 
 
 LONE_EXPERT_OUT = Statement(role=Role.EXPERT_OUT, clauses=(_reads_activated, _returns_to_width, _is_routed))

@@ -77,24 +77,9 @@ class Feeds(Origins):
     groups: dict[fx.Node, int] = field(default_factory=dict)
 
 
-def sweep(
-    nodes: Sequence[fx.Node],
-    depends: dict[fx.Node, Depends],
-    traits: dict[fx.Node, int],
-    streams: Streams,
-    cut: frozenset[fx.Node],
-) -> Feeds:
-    """Returns the sources of `nodes`, the forward of a graph in order. cut: inputs from other graphs."""
-    sweeper = _FeedsSweep(depends, traits, streams, cut)
-    for node in nodes:
-        sweeper.visit(node)
-    feeds = sweeper.feeds
-    feeds.products.finish()
-    feeds.layers = [layer for layer in feeds.layers if layer not in feeds.products.no_layer]
-    return feeds
+class FeedsSweep:
+    """A sweep over the forward of a graph. cut: inputs from other graphs."""
 
-
-class _FeedsSweep:
     def __init__(
         self,
         depends: dict[fx.Node, Depends],
@@ -111,7 +96,16 @@ class _FeedsSweep:
         self._selected: dict[fx.Node, int] = {}
         self._num_streams = 0
 
-    def visit(self, node: fx.Node) -> None:
+    def run(self, nodes: Sequence[fx.Node]) -> Feeds:
+        """Returns the sources of `nodes`, the forward of the graph in order."""
+        for node in nodes:
+            self._visit(node)
+        feeds = self.feeds
+        feeds.products.finish()
+        feeds.layers = [layer for layer in feeds.layers if layer not in feeds.products.no_layer]
+        return feeds
+
+    def _visit(self, node: fx.Node) -> None:
         feeds = self.feeds
         arguments = node.all_input_nodes
         feeds.streams[node] = self._union_streams(arguments)
@@ -300,10 +294,8 @@ class _FeedsSweep:
             feeds.chosen.add(node)
         if not all(origins) or any(dispatched):
             return self._merged(pair)
-        for source in [
-            *origins[0],
-            *origins[1],
-        ]:  # normalised keys of a linear attention, whose second product is `node`
+        for source in (*origins[0], *origins[1]):
+            # normalised keys of a linear attention, whose second product is `node`
             if feeds.products.rests_on_queries(source):
                 feeds.products.forget(source)
                 feeds.kind[source] = Source.PRODUCT

@@ -106,7 +106,8 @@ def _is_layer(node: fx.Node, repeated: set[fx.Node]) -> bool:
     x, w = node.args[biased], node.args[biased + 1]
     if not isinstance(x, fx.Node) or not isinstance(w, fx.Node) or w in repeated:
         return False
-    return is_stored(w) and (biased or x in repeated or calls_linear(node))
+    is_stored = origin(w).op in ("placeholder", "get_attr")
+    return is_stored and (biased or x in repeated or calls_linear(node))
 
 
 def calls_linear(node: fx.Node) -> bool:
@@ -115,11 +116,6 @@ def calls_linear(node: fx.Node) -> bool:
     if isinstance(call, type):
         return issubclass(call, nn.Linear) and str(name).startswith("linear")
     return bool(getattr(call, "__name__", call) == "linear")
-
-
-def is_stored(node: fx.Node) -> bool:
-    """Whether `node` is an input of the graph, a constant, or a view of either."""
-    return origin(node).op in ("placeholder", "get_attr")
 
 
 def _of_placeholder(node: fx.Node, inputs: Sequence[GraphInput]) -> Depends:
@@ -186,13 +182,9 @@ def viewed(node: fx.Node) -> fx.Node:
 
 def gemms_reading(cast: fx.Node) -> Iterator[GemmTag]:
     """Yields the GEMMs that read the results of `cast`, directly or through other operators."""
-    for user, _ in readers(cast, _is_no_gemm):
+    for user, _ in readers(cast, lambda node: node.op == "call_function" and tag_of(node) is None):
         if (tag := tag_of(user)) is not None:
             yield tag
-
-
-def _is_no_gemm(node: fx.Node) -> bool:
-    return node.op == "call_function" and tag_of(node) is None
 
 
 def _is_transparent(node: fx.Node) -> bool:

@@ -15,11 +15,9 @@ from mxcompile.policy import Role
 
 
 def _is_table(site: Site) -> Holds | Fails:
-    return (
-        Holds("its weight is the table of the embeddings")
-        if site.tied
-        else Fails("its weight is not the table of the embeddings")
-    )
+    if site.tied:
+        return Holds("its weight is the table of the embeddings")
+    return Fails("its weight is not the table of the embeddings")
 
 
 def _makes_result(site: Site) -> Holds | Fails:

@@ -1,10 +1,12 @@
-"""The order of the statements about roles, and the role of a layer for which no statement holds."""
+"""The order of the statements about roles, and the role of a layer for which no statement holds.
+
+Two layers without a nonlinearity in between (a low-rank pair) are one layer in two steps, with one role.
+"""
 
 from __future__ import annotations
 
 from mxcompile.graph.tags import Evidence
 from mxcompile.passes.roles.attention import ATTN_OUT, QKV_LAYER
-from mxcompile.passes.roles.chain import inherited
 from mxcompile.passes.roles.conditioning import CONDITIONING
 from mxcompile.passes.roles.embedding import EMBEDDING
 from mxcompile.passes.roles.feed_forward import (
@@ -19,7 +21,8 @@ from mxcompile.passes.roles.feed_forward import (
 from mxcompile.passes.roles.head import HEAD, TIED_HEAD
 from mxcompile.passes.roles.mixer import MIXER_IN, MIXER_OUT
 from mxcompile.passes.roles.router import ROUTER
-from mxcompile.passes.roles.site import Site
+from mxcompile.passes.roles.site import Site, named
+from mxcompile.passes.roles.sources import BESIDE
 from mxcompile.passes.roles.statement import Answer, Statement
 from mxcompile.policy import Role
 
@@ -53,14 +56,24 @@ def role_of(site: Site) -> tuple[Role, Evidence]:
             return statement.role, Evidence(holds=answer.says, nearest=_words(nearest))
         if answer.clauses and (nearest is None or answer.clauses > nearest[0]):
             nearest = (answer.clauses, statement.role, answer)
-    passed_on = inherited(site)
-    if passed_on is not None:
-        role, answer = passed_on
-        return role, Evidence(holds=answer.says, nearest=_words(nearest))
+    role = _inherited(site)
+    if role is not None:
+        layers = named(follower.layer for follower in site.followers)
+        says = f"the first step of {layers}, with no activation in between"
+        return role, Evidence(holds=says, nearest=_words(nearest))
     says = "no role's conditions are true"
     if site.cut:
         says = f"the graph is cut, which may hide its role: {says}"
     return Role.OTHER, Evidence(holds=says, nearest=_words(nearest))
+
+
+def _inherited(site: Site) -> Role | None:
+    """Returns the role that all readers of the result of `site` share, if they read it linearly."""
+    roles = {site.role_of(follower) for follower in site.followers}
+    if len(roles) != 1 or any(follower.activated or follower.marks & BESIDE for follower in site.followers):
+        return None
+    (role,) = roles
+    return None if role in (Role.OTHER, Role.HEAD) else role
 
 
 def _words(nearest: tuple[int, Role, Answer] | None) -> str:

@@ -17,12 +17,7 @@ from typing import Any
 
 from torch import fx
 
-from mxcompile.graph.opsets import (
-    MAXIMA,
-    SOFTMAX,
-    aten,
-    packet,
-)
+from mxcompile.graph.opsets import MAXIMA, SOFTMAX, aten, packet
 from mxcompile.graph.shapes import operands, qkv
 from mxcompile.graph.tags import tag_of, tags_of
 from mxcompile.ops.view import argument_of, arguments_of

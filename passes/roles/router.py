@@ -6,7 +6,7 @@ Without such a use, the layer is a head, and the top-k samples classes.
 from __future__ import annotations
 
 from mxcompile.passes.roles.site import Site
-from mxcompile.passes.roles.statement import Clause, Fails, Holds, Statement
+from mxcompile.passes.roles.statement import Fails, Holds, Statement
 from mxcompile.passes.roles.uses import CHOOSES, SELECTS
 from mxcompile.policy import Role
 
@@ -23,5 +23,4 @@ def _choice_is_used(site: Site) -> Holds | Fails:
     return Fails("no later layer uses the choice of the top-k")
 
 
-CLAUSES: tuple[Clause, ...] = (_enters_top_k, _choice_is_used)
-ROUTER = Statement(role=Role.ROUTER, clauses=CLAUSES)
+ROUTER = Statement(role=Role.ROUTER, clauses=(_enters_top_k, _choice_is_used))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import fx
 
 from mxcompile.graph.dims import before
 from mxcompile.graph.opsets import TRANSPARENT, aten, packet
 from mxcompile.graph.shapes import operands
-from mxcompile.graph.tags import GemmTag, tag_of, tensor, value_of
+from mxcompile.graph.tags import tag_of, tags_of, tensor, value_of
 from mxcompile.ops.view import argument_of
 from mxcompile.passes.roles.axes import data_operand
 from mxcompile.passes.roles.feeds import Feeds
@@ -19,6 +19,7 @@ from mxcompile.passes.roles.flow import stored
 from mxcompile.passes.roles.sources import BENT, Marks, Source
 from mxcompile.passes.roles.uses import CUT
 from mxcompile.policy import Role
+from mxcompile.report.forms.words import listed
 
 _CHAIN = 4
 _NAMED = 2
@@ -37,7 +38,6 @@ class Follower:
         return bool(self.marks & BENT)
 
 
-@dataclass(kw_only=True, slots=True)
 class Model:
     """The sweeps' results for the whole graph.
 
@@ -47,40 +47,22 @@ class Model:
     read a stream, to condition other streams (True) or for anything else (False).
     """
 
-    feeds: Feeds
-    uses: dict[fx.Node, int]
-    followers: dict[fx.Node, list[Follower]]
-    reads: dict[fx.Node, list[int]]
-    joined: dict[fx.Node, int]
-    together: dict[fx.Node, Marks]
-    has_streams: bool
-    is_cut: bool
-    roles: dict[fx.Node, Role] = field(default_factory=dict)
-    read_for: Counter[tuple[int, bool]] = field(default_factory=Counter)
-
-    @classmethod
-    def from_sweeps(cls, feeds: Feeds, uses: dict[fx.Node, int], *, has_streams: bool, is_cut: bool) -> Model:
-        """Returns the model from `feeds` and `uses`, the results of the two sweeps."""
-        followers: dict[fx.Node, list[Follower]] = {layer: [] for layer in feeds.layers}
-        reads: dict[fx.Node, list[int]] = {}
+    def __init__(self, feeds: Feeds, uses: dict[fx.Node, int], *, has_streams: bool, is_cut: bool) -> None:
+        self.feeds, self.uses = feeds, uses
+        self.has_streams, self.is_cut = has_streams, is_cut
+        self.followers: dict[fx.Node, list[Follower]] = {layer: [] for layer in feeds.layers}
+        self.reads: dict[fx.Node, list[int]] = {}
         for layer in feeds.layers:
             for source, marks in feeds.of_value.get(data_operand(layer), {}).items():
                 if feeds.kind[source] is Source.STREAM:
-                    reads.setdefault(layer, []).append(feeds.number[source])
-                elif source in followers:
-                    followers[source].append(Follower(layer=layer, marks=marks))
-        return cls(
-            feeds=feeds,
-            uses=uses,
-            followers=followers,
-            reads=reads,
-            joined={
-                source: feeds.number[sum_] for sum_, origins in feeds.before.items() for source in origins
-            },
-            together={source: origins for origins in feeds.before.values() for source in origins},
-            has_streams=has_streams,
-            is_cut=is_cut,
-        )
+                    self.reads.setdefault(layer, []).append(feeds.number[source])
+                elif source in self.followers:
+                    self.followers[source].append(Follower(layer=layer, marks=marks))
+        joins = [(source, sum_, all_) for sum_, all_ in feeds.before.items() for source in all_]
+        self.joined = {source: feeds.number[sum_] for source, sum_, _ in joins}
+        self.together = {source: all_ for source, _, all_ in joins}
+        self.roles: dict[fx.Node, Role] = {}
+        self.read_for: Counter[tuple[int, bool]] = Counter()
 
     def set_role(self, layer: fx.Node, role: Role) -> None:
         """Records the role of `layer`. Later layers must have roles already."""
@@ -88,27 +70,18 @@ class Model:
         self.read_for.update((number, role is Role.CONDITIONING) for number in self.reads.get(layer, ()))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Site:
-    """A layer, as the statements of roles read it.
+    """The layer `node` of `model`, as the statements of roles read it.
 
     origins: the layers and inputs from which its input is computed. beyond: `origins`, in which the sources
     of an earlier layer replace the layer if no nonlinearity follows it, as in a low-rank pair.
     """
 
-    node: fx.Node
-    tag: GemmTag
-    model: Model
-    origins: Marks
-    beyond: Marks
-
-    @classmethod
-    def at(cls, node: fx.Node, model: Model) -> Site:
-        """Returns the site of the layer `node` of `model`."""
-        tag = tag_of(node)
-        assert tag is not None
-        origins = model.feeds.of_value.get(data_operand(node), {})
-        return cls(node=node, tag=tag, model=model, origins=origins, beyond=_beyond(origins, model.feeds))
+    def __init__(self, node: fx.Node, model: Model) -> None:
+        (self.tag,) = tags_of(node)
+        self.node, self.model = node, model
+        self.origins = model.feeds.of_value.get(data_operand(node), {})
+        self.beyond = _beyond(self.origins, model.feeds)
 
     def used(self, marks: int) -> bool:
         """Whether its result has one of the uses `marks`."""
@@ -206,6 +179,5 @@ def _beyond(origins: Marks, feeds: Feeds) -> Marks:
 
 def named(nodes: Iterable[fx.Node]) -> str:
     """Returns the names of the first layers in `nodes`, and the number of the others."""
-    names = list(dict.fromkeys(tag.name or "(root)" for node in nodes if (tag := tag_of(node)) is not None))
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
+    names = dict.fromkeys(tag.name or "(root)" for node in nodes if (tag := tag_of(node)) is not None)
+    return listed([*names], _NAMED)

@@ -24,8 +24,9 @@ from torch import fx
 
 from mxcompile.graph.opsets import RANDOM, TRANSPARENT, aten, packet
 from mxcompile.graph.tags import Kind, tags_of, tensor
+from mxcompile.ops.view import result_of
 from mxcompile.passes.roles.axes import BATCH, axes, contracted, data_operand, product_behind
-from mxcompile.passes.roles.flow import Depends
+from mxcompile.passes.roles.flow import Depends, origin
 from mxcompile.passes.roles.traits import CALL, CONVOLUTION, FACTOR, MATMUL, RANDOMS, SUM, VIEW
 
 _LAYERS = frozenset({Kind.LINEAR, Kind.OPAQUE})
@@ -45,14 +46,9 @@ class Streams:
     skips: frozenset[fx.Node]
 
 
-def find_streams(
-    nodes: Sequence[fx.Node], depends: dict[fx.Node, Depends], traits: dict[fx.Node, int]
-) -> Streams:
-    """Returns the residual streams among `nodes`, the forward of a graph in order."""
-    return _Sweep(nodes, depends, traits).run()
+class StreamsSweep:
+    """A sweep over `nodes`, the forward of a graph in order."""
 
-
-class _Sweep:
     def __init__(
         self, nodes: Sequence[fx.Node], depends: dict[fx.Node, Depends], traits: dict[fx.Node, int]
     ) -> None:
@@ -62,7 +58,7 @@ class _Sweep:
         self._past_join: set[fx.Node] = set()
         self._depends = depends
         self._position = {node: index for index, node in enumerate(nodes)}
-        self._forks = {node for node in nodes if self._num_uses(node) > 1}
+        self._forks = {node for node in nodes if sum(user in self._position for user in node.users) > 1}
         self._bases: dict[fx.Node, tuple[list[fx.Node], list[fx.Node]]] = {}
         self._last: dict[fx.Node, int] = {}
         for index, node in enumerate(nodes):
@@ -70,9 +66,6 @@ class _Sweep:
                 lhs, rhs = (self._bases_of(arg) for arg in node.args[:2])
                 self._bases[node] = lhs, rhs
                 self._last.update(dict.fromkeys([*lhs, *rhs], index))
-
-    def _num_uses(self, node: fx.Node) -> int:
-        return sum(1 for user in node.users if user in self._position) if len(node.users) > 1 else 0
 
     def _bases_of(self, argument: Any) -> list[fx.Node]:
         """Returns the values that `argument` of a sum still contains and that other nodes read too."""
@@ -96,18 +89,14 @@ class _Sweep:
         if traits & (VIEW | RANDOMS):
             return [node.args[0]] if node.args else []
         if node.target is operator.getitem:
-            dropped = node.args[0]
-            return (
-                [dropped] if isinstance(dropped, fx.Node) and packet(dropped) is aten.native_dropout else []
-            )
+            several, _ = result_of(node)
+            return [several] if several is not None and packet(several) is aten.native_dropout else []
         if traits & FACTOR:
-            return [arg for arg in node.args[:2] if self._is_value(arg)][:2] if self._is_unary(node) else []
+            values = [arg for arg in node.args[:2] if self._is_value(arg)]
+            return values if len(values) == 1 else []
         if traits & SUM and not forked:
             return list(node.args[:2])
         return []
-
-    def _is_unary(self, node: fx.Node) -> bool:
-        return sum(map(self._is_value, node.args[:2])) == 1
 
     def _is_value(self, argument: Any) -> bool:
         """Whether `argument` is data, not a number, a parameter or the mask of a dropout."""
@@ -116,6 +105,7 @@ class _Sweep:
         return not _is_mask(argument)
 
     def run(self) -> Streams:
+        """Returns the residual streams."""
         direct: dict[fx.Node, frozenset[fx.Node]] = {}
         worked: dict[fx.Node, frozenset[fx.Node]] = {}
         joins: dict[fx.Node, fx.Node] = {}
@@ -178,7 +168,7 @@ class _Sweep:
 
     def _is_mix(self, base: fx.Node, branch: fx.Node) -> bool:
         """Whether `branch` is a layer directly on `base`, the scores of an attention, and mixes the heads."""
-        layer = _origin(branch)
+        layer = origin(branch)
         tags = tags_of(layer)
         if not tags or tags[0].kind is not Kind.LINEAR:
             return False
@@ -192,13 +182,6 @@ class _Sweep:
             return False
         self._mixes.add(layer)
         return True
-
-
-def _origin(node: fx.Node) -> fx.Node:
-    """Returns the node that `node` is a view of."""
-    while packet(node) in TRANSPARENT and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
 
 
 def _reached_twice(

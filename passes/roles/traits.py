@@ -23,22 +23,8 @@ from mxcompile.graph.opsets import (
 )
 from mxcompile.graph.tags import KEY
 
-(
-    LINEAR,
-    VIEW,
-    ACTIVATION,
-    REDUCTION,
-    SOFT,
-    SUM,
-    SELECTION,
-    LOOKUP,
-    SCAN,
-    FACTOR,
-    RANDOMS,
-    CONVOLUTION,
-    CALL,
-    MATMUL,
-) = (1 << bit for bit in range(14))
+LINEAR, VIEW, ACTIVATION, REDUCTION, SOFT, SUM, SELECTION = 1, 2, 4, 8, 16, 32, 64
+LOOKUP, SCAN, FACTOR, RANDOMS, CONVOLUTION, CALL, MATMUL = 128, 256, 512, 1024, 2048, 4096, 8192
 
 _SETS = (
     (LINEAR, LINEAR_OPS),
@@ -67,9 +53,8 @@ def traits_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
         key = id(node.target)
         traits = by_operator.get(key)
         if traits is None:
-            op_packet = packet(node)
-            traits = CALL | sum(trait for trait, members in _SETS if op_packet in members)
-            by_operator[key] = traits
+            op = packet(node)
+            by_operator[key] = traits = CALL | sum(trait for trait, members in _SETS if op in members)
         marks[node] = traits | MATMUL if KEY in node.meta else traits
     seconds = [node for node in marks if packet(node) is operator.getitem and node.args[1] == 1]
     for source in (second.args[0] for second in seconds if second.users):  # the index of a maximum is a top-1

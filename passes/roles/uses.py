@@ -14,8 +14,7 @@ BRANCH pass a residual sum, and RESULT if its stream is at the end of the model 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 
 from torch import fx
 
@@ -39,25 +38,9 @@ _PAST_SUMS = QKV | MIXED | SCORES | BRANCH
 _OF_INDICES = ONWARD & ~_ALONG_LINEAR | CHOOSES | SELECTS | RESULT | CUT
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GraphOutputs:
-    """Outputs of the graph. results: outputs of the model. cuts: values for other graphs."""
+class UsesSweep:
+    """A sweep over the forward of a graph from its end."""
 
-    results: frozenset[fx.Node]
-    cuts: frozenset[fx.Node]
-
-
-def sweep(
-    nodes: Sequence[fx.Node], traits: dict[fx.Node, int], feeds: Feeds, streams: Streams, ends: GraphOutputs
-) -> dict[fx.Node, int]:
-    """Returns the uses of `nodes`, the forward of a graph in order, as sums of the marks above."""
-    sweeper = _UsesSweep(traits, feeds, streams)
-    for node in reversed(nodes):
-        sweeper.visit(node, (RESULT if node in ends.results else 0) | (CUT if node in ends.cuts else 0))
-    return sweeper.uses
-
-
-class _UsesSweep:
     def __init__(self, traits: dict[fx.Node, int], feeds: Feeds, streams: Streams) -> None:
         self._traits = traits
         self.uses: dict[fx.Node, int] = {}
@@ -66,7 +49,16 @@ class _UsesSweep:
         self._layers = frozenset(feeds.layers)
         self._endings = _endings(feeds, streams)
 
-    def visit(self, node: fx.Node, here: int) -> None:
+    def run(self, nodes: Sequence[fx.Node], ends: Collection[fx.Node], end: int) -> dict[fx.Node, int]:
+        """Returns the uses of `nodes`, the forward of the graph in order, as sums of the marks above.
+
+        ends: outputs of the graph. end: their mark, `RESULT` or `CUT`.
+        """
+        for node in reversed(nodes):
+            self._visit(node, end if node in ends else 0)
+        return self.uses
+
+    def _visit(self, node: fx.Node, here: int) -> None:
         if node in self._feeds.products.read:
             here |= QKV
         if node in self._streams.skips:  # uses of the stream are not uses of its first value

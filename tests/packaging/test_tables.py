@@ -29,7 +29,7 @@ ROLE_READERS = {
     Role.EMBEDDING: {"passes/weights.py", "mxcompile/serving/plan.py"},  # lookups, which are no products
     Role.CONDITIONING: {"passes/roles/site.py"},
     Role.EXPERT_OUT: {"passes/roles/attention.py"},
-    Role.HEAD: {"passes/roles/chain.py"},
+    Role.HEAD: {"passes/roles/precedence.py"},
 }
 """Files that act on one role, beside its row and its statement."""
 

@@ -98,7 +98,7 @@ def test_layer_that_joins_the_stream_is_not_a_head():
 
 
 def test_a_head_is_never_inferred_from_a_cut():
-    layer_tags = tags(Headed(False), tokens(), cut_outputs=True)
+    layer_tags = tags(Headed(False), tokens(), is_cut=True)
     assert {str(layer_tags[f"mlp.{i}"].role) for i in range(3)} == {"other"}
     assert "the graph is cut" in layer_tags["mlp.2"].evidence.holds
     assert {name: str(layer_tags[name].role) for name in below("body")} == below("body")
@@ -107,7 +107,7 @@ def test_a_head_is_never_inferred_from_a_cut():
 def test_an_embedding_is_never_inferred_from_a_cut():
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Body())
     assert roles(model, tokens()) == {"0": "embedding", **below("1")}
-    layer_tags = tags(model, tokens(), cut_inputs=True)
+    layer_tags = tags(model, tokens(), is_cut=True)
     assert (str(layer_tags["0"].role), str(layer_tags["1.a"].role)) == ("other", "ffn_in")
     assert "the graph is cut" in layer_tags["0"].evidence.holds
 

@@ -125,7 +125,7 @@ def _eager_records(
     training: whether to include the products of their gradients.
     """
     Find(blocks=blocks).apply(graph)
-    Classify(cut_inputs=True, cut_outputs=True).apply(graph)
+    Classify(is_cut=True).apply(graph)
     ApplyPlan(planned=planned).apply(graph)
     kept = Choice(precision=UNQUANTIZED.name, reason=Reason(Code.NOT_COMPILED))
     for node in graph.nodes:
@@ -136,6 +136,5 @@ def _eager_records(
         return forward
     gemms: list[GemmRecord] = []
     for tag, fprop in zip((tag for node in graph.nodes for tag in tags_of(node)), forward, strict=True):
-        gradients = (record_of(gradient) for gradient in gradient_tags(tag))
-        gemms += [fprop, *(dataclasses.replace(record, dtype=fprop.dtype) for record in gradients)]
+        gemms += [fprop, *(record_of(gradient, fprop.dtype) for gradient in gradient_tags(tag))]
     return tuple(gemms)
