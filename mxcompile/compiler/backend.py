@@ -170,13 +170,8 @@ def compile_graph(
     if capture.root is not None:
         session_of(user_model(capture.root)).policies[options.group] = options.policy
     tapped = delayed_scales.tap(gm, example_inputs, capture, options.policy)
-    compilation = Compilation(
-        options,
-        capture,
-        gm,
-        resolve(options.target, capture.device),
-        tapped=delayed_scales.needed(options.policy),
-    )
+    target, has_scales = resolve(options.target, capture.device), delayed_scales.needed(options.policy)
+    compilation = Compilation(options, capture, gm, target, tapped=has_scales)
     if tapped is not None:
         gm, example_inputs = tapped.gm, [*example_inputs, *tapped.states]
     guard(compilation, example_inputs)

@@ -146,20 +146,12 @@ def make_plan(
     *,
     whole: bool = False,
 ) -> Plan:
-    """Returns the plan of one call of `model`.
+    """Returns the plan of one call of `model`, with or without wrappers.
 
     A child process makes the plan, because the forward is user code whose side effects must not reach this
-    process.
+    process. Raises `ModelError` if the forward cannot be recorded, or if the child process crashed or hung.
 
-    Args:
-        model: The model, with or without wrappers.
-        args: Positional arguments of the call.
-        kwargs: Named arguments of the call.
-        decompositions: The compile's decompositions, by overload.
-        whole: Whether to record every layer. Default: one of several equal layers.
-
-    Raises:
-        ModelError: The forward cannot be recorded, or the child process crashed or hung.
+    decompositions: the compile's, by overload. whole: whether to record every one of several equal layers.
     """
     model, inputs = user_model(model), (tuple(args), dict(kwargs))
     failures: list[ModelError] = []
@@ -187,12 +179,8 @@ class _Way:
     compiling: bool = True
 
 
-def _shapes_alone() -> FakeTensorMode:
-    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-
-
 _WAYS = (
-    _Way(leave_out=fold, mode=_shapes_alone),
+    _Way(leave_out=fold, mode=lambda: FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())),
     _Way(leave_out=fold, mode=ValueTrackingMode),
     _Way(leave_out=keep_all, mode=ValueTrackingMode),
     _Way(leave_out=keep_all, mode=ValueTrackingMode, compiling=False),
@@ -200,12 +188,7 @@ _WAYS = (
 """Attempts in order. Values are assumed only where shapes alone do not give a plan."""
 
 
-def _planned(
-    model: nn.Module,
-    inputs: Any,
-    decompositions: Decompositions,
-    way: _Way,
-) -> Plan:
+def _planned(model: nn.Module, inputs: Any, decompositions: Decompositions, way: _Way) -> Plan:
     with quiet(compiling=way.compiling), _without_saved_tensors_hooks():
         mode = way.mode()
         copied = fake_copy(model, mode)

@@ -101,9 +101,12 @@ def record(
         node.meta[_KEPT] = True
     data = [inputs_flat[index] for index in indices]
     inputs = [
-        *(_stored(path, paths[id(value)][1:], path in parameters) for path, value in state.items()),
-        *(GraphInput(unregistered=unregistered(value)) for value in data),
+        GraphInput(
+            path=path, others=tuple(paths[id(value)][1:]), static=True, is_parameter=path in parameters
+        )
+        for path, value in state.items()
     ]
+    inputs += (GraphInput(unregistered=unregistered(value)) for value in data)
     placeholders = graph.find_nodes(op="placeholder")
     for node, value, about in zip(placeholders, [*state.values(), *data], inputs, strict=True):
         node.meta["desc"] = about
@@ -111,10 +114,6 @@ def record(
     for node, path in _unregistered(graph, model):
         node.meta["desc"] = GraphInput(path=path, unregistered=HeldBy.HELD)
     return graph
-
-
-def _stored(path: str, others: Sequence[str], is_parameter: bool) -> GraphInput:
-    return GraphInput(path=path, others=tuple(others), static=True, is_parameter=is_parameter)
 
 
 def _unregistered(graph: fx.Graph, model: nn.Module) -> Iterator[tuple[fx.Node, str]]:
@@ -151,8 +150,7 @@ def differentiated(graph: fx.Graph) -> dict[fx.Node, Differentiated]:
         if not _is_floating(node):
             by[node] = Differentiated.NO
     for node in reversed(graph.nodes):
-        readers = (user for user in node.users if user.op == "output" or by[user] is not Differentiated.NO)
-        if not any(True for _ in readers):
+        if not any(user.op == "output" or by[user] is not Differentiated.NO for user in node.users):
             by[node] = Differentiated.NO
     return by
 

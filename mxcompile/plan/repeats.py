@@ -114,7 +114,7 @@ def fold(model: nn.Module, policy: Policy) -> Repeats:
     while pending:
         path, module = pending.pop()
         if isinstance(module, _CONTAINERS):
-            standing_for |= _fold_container(model, path, module, policy, owners, blocks)
+            standing_for |= _fold_container(path, module, policy, owners, blocks)
         for name, child in module._modules.items():
             inside = joined(path, name)
             if child is not None and inside not in standing_for:
@@ -123,12 +123,7 @@ def fold(model: nn.Module, policy: Policy) -> Repeats:
 
 
 def _fold_container(
-    model: nn.Module,
-    path: str,
-    container: nn.Module,
-    policy: Policy,
-    owners: dict[int, int],
-    blocks: Blocks,
+    path: str, container: nn.Module, policy: Policy, owners: dict[int, int], blocks: Blocks
 ) -> dict[str, tuple[str, ...]]:
     """Folds one container. Returns the removed paths by the path of the kept layer."""
     kinds: dict[Any, list[str]] = {}
@@ -158,7 +153,8 @@ def _described(layer: nn.Module, index: int, owners: dict[int, int]) -> Iterator
             if key in HOOKS:
                 yield key, tuple(_hook(module, number, hook) for number, hook in value.items())
             elif key not in _MODULE_DICTS | HOOK_OPTIONS:
-                yield key, value - index if _is_index(key, value) else _setting(value)
+                is_index = type(value) is int and _INDEX.search(key)
+                yield key, value - index if is_index else _setting(value)
 
 
 def _hook(module: nn.Module, number: int, hook: Any) -> Any:
@@ -169,10 +165,6 @@ def _hook(module: nn.Module, number: int, hook: Any) -> Any:
     inner = hook.func if isinstance(hook, functools.partial) else hook
     options = tuple(sorted(key for key in HOOK_OPTIONS if number in vars(module).get(key, ())))
     return number if isinstance(inner, MethodType) else _setting(hook), options
-
-
-def _is_index(key: str, value: Any) -> bool:
-    return type(value) is int and bool(_INDEX.search(key))
 
 
 def _tensor(value: Tensor | None) -> Any:

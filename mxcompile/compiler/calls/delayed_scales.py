@@ -23,6 +23,7 @@ import logging
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -75,13 +76,8 @@ def _make_room(root: nn.Module, state: Mapping[str, Any], prefix: str, *_rest: o
         weight = module._parameters.get(name.removesuffix(SUFFIX)) if module is not None else None
         if module is not None and weight is not None and name not in module._buffers:
             module.register_buffer(name, torch.zeros_like(value, device=weight.device))
-            _exclude_from_ddp(root, key.removeprefix(prefix))
-
-
-def _exclude_from_ddp(root: nn.Module, name: str) -> None:
-    """Excludes buffer `name` from DDP, which would overwrite it with rank 0's in every forward."""
-    ignored: list[str] = list(getattr(root, _DDP_IGNORES, ()))
-    setattr(root, _DDP_IGNORES, [*ignored, name])
+            # DDP would overwrite the buffer with rank 0's in every forward
+            setattr(root, _DDP_IGNORES, [*getattr(root, _DDP_IGNORES, ()), key.removeprefix(prefix)])
 
 
 @torch.no_grad()
@@ -109,14 +105,6 @@ def reduce_histories(model: nn.Module, group: dist.ProcessGroup | None = None) -
     return len(buffers)
 
 
-def tap(gm: fx.GraphModule, values: Sequence[Any], capture: Capture, policy: Policy) -> Tapped | None:
-    """Returns a copy of `gm` with scale-state inputs for its weights, or None if `policy` needs none."""
-    if capture.backward or not needed(policy):
-        return None
-    weights = [index for index, entry in enumerate(capture.inputs) if entry.static and entry.path]
-    return Tapped.from_graph(gm, values, weights)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tapped:
     """A graph with an additional scale-state input for each weight.
@@ -130,31 +118,34 @@ class Tapped:
     positions: tuple[int, ...]
     outputs: int
 
-    @classmethod
-    def from_graph(cls, gm: fx.GraphModule, values: Sequence[Any], weights: Iterable[int]) -> Tapped | None:
-        """Returns a copy of `gm` with a state input for each matrix at `weights`, or None without any."""
-        gm = copied(gm)
-        inputs = gm.graph.find_nodes(op="placeholder")
-        (output,) = gm.graph.find_nodes(op="output")
-        (results,) = output.args
-        chosen = tuple(
-            index
-            for index in weights
-            if _is_matrix(values[index]) and inputs[index].users and output not in inputs[index].users
-        )
-        if not chosen or not isinstance(results, tuple | list):
-            return None
-        with gm.graph.inserting_after(inputs[-1]):
-            states = [gm.graph.placeholder(f"mx_state_{index}") for index in reversed(chosen)][::-1]
-        seen = [_tap(gm.graph, states[-1], inputs[i], s) for i, s in zip(chosen, states, strict=True)]
-        trains = torch.is_grad_enabled() and any(
-            isinstance(value, Tensor) and value.requires_grad for value in values
-        )
-        if trains:  # other calls do not advance histories
-            output.args = ((*results, *seen),)
-        gm.recompile()
-        examples = tuple(_example(values[index], trains) for index in chosen)
-        return cls(gm=gm, states=examples, positions=chosen, outputs=len(results))
+
+def tap(gm: fx.GraphModule, values: Sequence[Any], capture: Capture, policy: Policy) -> Tapped | None:
+    """Returns a copy of `gm` with scale-state inputs for its weights, or None if `policy` needs none."""
+    if capture.backward or not needed(policy):
+        return None
+    gm = copied(gm)
+    inputs = gm.graph.find_nodes(op="placeholder")
+    (output,) = gm.graph.find_nodes(op="output")
+    (results,) = output.args
+    chosen = tuple(
+        index
+        for index, entry in enumerate(capture.inputs)
+        if entry.static and entry.path and _is_matrix(values[index])
+        if inputs[index].users and output not in inputs[index].users
+    )
+    if not chosen or not isinstance(results, tuple | list):
+        return None
+    with gm.graph.inserting_after(inputs[-1]):
+        states = [gm.graph.placeholder(f"mx_state_{index}") for index in reversed(chosen)][::-1]
+    seen = [_tap(gm.graph, states[-1], inputs[i], s) for i, s in zip(chosen, states, strict=True)]
+    trains = torch.is_grad_enabled() and any(
+        isinstance(value, Tensor) and value.requires_grad for value in values
+    )
+    if trains:  # other calls do not advance histories
+        output.args = ((*results, *seen),)
+    gm.recompile()
+    examples = tuple(_example(values[index], trains) for index in chosen)
+    return Tapped(gm=gm, states=examples, positions=chosen, outputs=len(results))
 
 
 def _is_matrix(value: Any) -> bool:
@@ -176,11 +167,8 @@ def _tap(graph: fx.Graph, last: fx.Node, weight: fx.Node, state: fx.Node) -> fx.
 
 def _example(weight: Tensor, trains: bool) -> Tensor:
     context = TracingContext.try_get()
-    device = weight.device
-    if context is None or context.fake_mode is None:
-        return torch.zeros(3, device=device, requires_grad=trains)
-    with context.fake_mode:
-        return torch.zeros(3, device=device, requires_grad=trains)
+    with (None if context is None else context.fake_mode) or nullcontext():
+        return torch.zeros(3, device=weight.device, requires_grad=trains)
 
 
 _Owner = tuple[nn.Module, str]

@@ -70,11 +70,6 @@ def follow(options: Options, capture: Capture) -> Options:
         add_guard(
             context, lambda _: policy.in_force(watch.next_step) == in_force, None, "steps of the policy"
         )
-    return _follow_rules(options, watch, capture, context)
-
-
-def _follow_rules(options: Options, watch: Watch, capture: Capture, context: TracingContext) -> Options:
-    """Returns the options of `follow`, and guards the code against changes by rules of the watch."""
     if not watch.can_change:
         return options.now()
     if capture.prefix and not capture.owners:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from mxcompile.compiler.capture.gathers import Gathers, gathers_of
 from mxcompile.compiler.capture.locate import Located, name_of, source_of_input
 from mxcompile.compiler.capture.marks import mark
 from mxcompile.compiler.capture.regions import inline_regions
-from mxcompile.compiler.session.frames import Frame
+from mxcompile.compiler.session.frames import STAGE, Frame
 from mxcompile.compiler.session.plans import plan_of
 from mxcompile.compiler.session.session import Planned, session_of
 from mxcompile.models.blocks import Blocks
@@ -33,8 +33,9 @@ class Capture:
     module through which the graph reads parameters, the model itself excepted. cut: reason why the graph
     covers only a part of the model, "" for the whole. stage: whether the model is a pipeline stage. backward:
     whether compiled autograd compiles the backward of earlier graphs. planned: plan of the whole model, if
-    `cut`. gathers: bytes of FSDP2's gathers. device: device that the graph computes on. identity: hash of
-    everything that the graph's report depends on, including source lines and input shapes.
+    `cut`. gathers: bytes of FSDP2's gathers. device: device that the graph computes on, an accelerator if any
+    input is on one. identity: hash of everything that the graph's report depends on, including source lines
+    and input shapes.
     """
 
     inputs: tuple[GraphInput, ...]
@@ -71,6 +72,8 @@ def captured(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module 
     blocks = Blocks.from_models(located.tree.roots)
     gathers = gathers_of(root, located.inputs)
     about = (blocks, located.prefix, cut, planned.below(located.prefix), located.inputs, _rank(gm))
+    devices = (value.device for value in example_inputs if isinstance(value, torch.Tensor))
+    details = "".join(f"{part!r}\n" for part in (gathers, *_details(gm, example_inputs, about)))
     return Capture(
         inputs=located.inputs,
         root=root,
@@ -80,12 +83,12 @@ def captured(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module 
         blocks=blocks,
         owners=located.owners,
         cut=cut,
-        stage=frame.is_stage,
+        stage=STAGE in frame.parts,
         backward=frame.backward,
         planned=planned,
         gathers=gathers,
-        device=_device(example_inputs),
-        identity=_hash((gathers, *_details(gm, example_inputs, about))),
+        device=next((d for d in devices if d.type != "cpu"), torch.device("cpu")),
+        identity=hashlib.sha256(details.encode()).hexdigest(),
     )
 
 
@@ -110,20 +113,6 @@ def _called(gm: fx.GraphModule, located: Located) -> nn.Module | None:
     stacks = (node.meta["nn_module_stack"] for node in gm.graph.nodes)
     outermost = {next(iter(stack)).partition("@")[0] for stack in stacks if stack}
     return located.holder if outermost == {str(id(located.holder))} else None
-
-
-def _device(example_inputs: Sequence[Any]) -> torch.device:
-    """Returns the device that the graph computes on: an accelerator if any input is on one."""
-    devices = [value.device for value in example_inputs if isinstance(value, torch.Tensor)]
-    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
-
-
-def _hash(parts: Iterable[Any]) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(repr(part).encode())
-        digest.update(b"\n")
-    return digest.hexdigest()
 
 
 def _size(value: Any) -> Any:

@@ -114,7 +114,8 @@ class Located:
         called = [call.module for call in frame.running[:1] if call.directly]
         read = [self._objects[name_of(source)] for source, path in self.owners if path == self.prefix]
         candidates = (frame.locals.get("self"), *called, *read)
-        return next((module for module in candidates if _is_module(module) and self.tree.paths(module)), None)
+        modules = (value for value in candidates if isinstance(value, nn.Module))
+        return next((module for module in modules if self.tree.paths(module)), None)
 
     def _name_modules(self, gm: fx.GraphModule, running: nn.Module | None) -> None:
         """Replaces the paths in ``nn_module_stack`` of all nodes by the user's paths."""
@@ -201,7 +202,7 @@ class Located:
         """Returns (source, path) of the outermost module of the model along `source`."""
         for step in _way(source):
             value = self._objects[name_of(step)]
-            if _is_module(value) and (paths := self.tree.paths(value)):
+            if isinstance(value, nn.Module) and (paths := self.tree.paths(value)):
                 return step, paths[0]
         return None, None
 
@@ -264,10 +265,6 @@ def _called(gm: fx.GraphModule, frame: Frame) -> Iterator[list[object]]:
     stacks = (node.meta.get("nn_module_stack") for node in gm.graph.nodes)
     names = {next(iter(stack.values()))[0] for stack in stacks if stack}
     return ([frame.evaluate(name)] for name in names)
-
-
-def _is_module(value: object) -> bool:
-    return isinstance(value, nn.Module)
 
 
 def _spelled(steps: tuple[str, ...]) -> tuple[str, ...]:

@@ -52,7 +52,8 @@ class _Inliner:
         while todo:
             node = todo.pop(0)
             called = bodies(node)
-            if called and _is_region(node, called[0]):
+            is_call = node.target is torch.ops.higher_order.invoke_subgraph
+            if called and is_call and not called[0].meta.get("nested_region_config"):
                 todo = [*self._replace(gm, node, called[0], paths), *todo]
                 changed = True
                 continue
@@ -90,10 +91,6 @@ class _Inliner:
             gm.graph.erase_node(user)
         gm.graph.erase_node(call)
         return [copies[node] for node in body.graph.nodes if node.op not in ("placeholder", "output")]
-
-
-def _is_region(node: fx.Node, body: fx.GraphModule) -> bool:
-    return node.target is torch.ops.higher_order.invoke_subgraph and not body.meta.get("nested_region_config")
 
 
 def _path(operand: Any, paths: Paths) -> str:

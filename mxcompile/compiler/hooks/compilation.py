@@ -27,6 +27,7 @@ from mxcompile.compiler.hooks.inductor import (
     with_needed,
 )
 from mxcompile.compiler.hooks.structured_trace import trace_graph
+from mxcompile.compiler.session.frames import is_broken
 from mxcompile.compiler.session.options import Options
 from mxcompile.errors import UnsupportedError
 from mxcompile.graph.bodies import is_body
@@ -74,11 +75,11 @@ class Compilation:
         self.target = target
         mode = list_mode_options(options.mode) if options.mode else {}
         self._settings, warnings = with_needed({**mode, **dict(options.inductor)})
-        self.part = dataclasses.replace(_empty(gm), warnings=warnings)
+        self.part = Part(graph_breaks=int(is_broken(gm)), warnings=warnings)
         self._counted: tuple[int, ...] = (0, 0, 0)
         self.traced = False
         self.lowered = False
-        self.changed: Callable[[], None] = _do_nothing
+        self.changed: Callable[[], None] = lambda: None
         self._count = count
         self._tapped = tapped
         self._after = after
@@ -116,7 +117,7 @@ class Compilation:
         """Returns a compilation of the same graph that measures the statistics of `watch`."""
         fresh = copy.copy(self)
         fresh.part = Part(token=self.part.token)
-        fresh.traced, fresh.lowered, fresh.changed = False, False, _do_nothing
+        fresh.traced, fresh.lowered, fresh.changed = False, False, lambda: None
         fresh._watch, fresh._only_nonfinite, fresh._sites = watch, False, []
         return fresh
 
@@ -162,13 +163,9 @@ class Compilation:
         """
         if not is_body(graph):
             self.run_passes(graph)
-            self.lower_joint(graph)
-
-    def lower_joint(self, graph: fx.Graph) -> None:
-        """Runs the part of the lowering that needs the joint graph."""
-        start = time.perf_counter()
-        lowering.run_joint(graph, self.target, self.capture.device)
-        self._update(pass_time_us=self.part.pass_time_us + (time.perf_counter() - start) * 1e6)
+            start = time.perf_counter()
+            lowering.run_joint(graph, self.target, self.capture.device)
+            self._update(pass_time_us=self.part.pass_time_us + (time.perf_counter() - start) * 1e6)
 
     def run_passes(self, graph: fx.Graph) -> None:
         """Runs the passes on a joint or inference graph."""
@@ -263,15 +260,12 @@ class Compilation:
     def lower(self, graph: fx.Graph) -> None:
         """Lowers a forward, backward or inference graph for the target."""
         start = time.perf_counter()
-        lowering.run(graph, self.target, self.capture.device, promotes=self._promotes)
+        # slow products run in FP32: always on `CPU_FP32`, elsewhere if the policy quantizes
+        promotes = self.options.policy.quantizes or self.options.target == CPU_FP32
+        lowering.run(graph, self.target, self.capture.device, promotes=promotes)
         self.lowered = True
         self._update(pass_time_us=self.part.pass_time_us + (time.perf_counter() - start) * 1e6)
         self.name_kernels({tag.index: tag.kernel for node in graph.nodes for tag in tags_of(node)})
-
-    @property
-    def _promotes(self) -> bool:
-        """Whether slow products run in FP32: always on `CPU_FP32`, elsewhere if the policy quantizes."""
-        return self.options.policy.quantizes or self.options.target == CPU_FP32
 
     def name_kernels(self, kernels: Mapping[int, str]) -> None:
         """Records the kernels of GEMMs by index, after the lowering and after autotuning."""
@@ -291,15 +285,6 @@ class Compilation:
 
     def _update(self, **changes: Any) -> None:
         self.part = dataclasses.replace(self.part, **changes)
-
-
-def _do_nothing() -> None:
-    """Does nothing. The default for the callback `changed`."""
-
-
-def _empty(gm: fx.GraphModule) -> Part:
-    reason = getattr(gm, "compile_subgraph_reason", None)
-    return Part(graph_breaks=int(bool(getattr(reason, "graph_break", False))))
 
 
 def _cache_state() -> str:

@@ -22,8 +22,9 @@ from mxcompile.lowering.targets import resolve
 from mxcompile.models.names import within
 from mxcompile.plan.plan import Plan
 from mxcompile.policy import Gemm
-from mxcompile.report import REGISTRY, Ledger
-from mxcompile.rules import check_layers, complaints, spelled
+from mxcompile.report import REGISTRY
+from mxcompile.report.forms.words import listed
+from mxcompile.rules import check_layers, spelled, with_complaints
 
 log = logging.getLogger(__name__)
 
@@ -46,23 +47,19 @@ def check_plan(compilation: Compilation, parts: Sequence[str] | None = None) -> 
     options, checked = compilation.options, session_of(root).checked
     if checked.get(options.group) is plan:
         return
-    sent = _quantized(plan, options) if parts is not None else ()
-    outside = [
-        f"{tag.name}: not in a module that is compiled" for tag in sent if not _is_in(tag.name, parts or ())
-    ]
-    refused = [*_refused(plan, options), *outside] if options.strict else []
-    for layer in outside if not options.strict else ():
-        log.warning("%s; add a module that contains it to blocks=…", layer)
+    sent = _quantized(plan, options)
+    unfit = [tag for tag in sent if tag.name in plan.obstacles]
+    outside = [tag for tag in sent if parts is not None and not _is_in(tag.name, parts)]
+    texts = [f"{tag.name}: not in a module that is compiled" for tag in outside]
+    for text in texts if not options.strict else ():
+        log.warning("%s; add a module that contains it to blocks=…", text)
     is_part = compilation.capture.stage or session_of(root).name
     layers = () if is_part else plan.layers  # rules may be for other stages, or other models of a function
-    if refused:
-        wanted = (
-            options.policy.decide(tag.as_layer()).fprop.precision
-            for tag in _quantized(plan, options)
-            if tag.name in plan.obstacles or (parts is not None and not _is_in(tag.name, parts))
-        )
-        message = str(UnsupportedError.from_refused(refused, labels(wanted)))
-        raise UnsupportedError("\n".join([message, *(complaints(options.policy, layers) if layers else ())]))
+    if options.strict and (unfit or outside):
+        refused = [*(f"{tag.name}: {plan.obstacles[tag.name]}" for tag in unfit), *texts]
+        wanted = (options.policy.decide(tag.as_layer()).fprop.precision for tag in (*unfit, *outside))
+        error = UnsupportedError.from_refused(refused, labels(wanted))
+        raise with_complaints(error, options.policy, layers) if layers else error
     if layers:
         check_layers(options.policy, layers, strict=options.strict)
     checked[options.group] = plan
@@ -107,21 +104,11 @@ def check_call(
     if plan is not None and not plan.tags:
         return
     device = next((parameter.device for parameter in root.parameters()), torch.device("cpu"))
-    REGISTRY.open(
-        object(),
-        Ledger(
-            target=resolve(options.target, device).name,
-            policy=options.policy.title,
-            phase=options.policy.phase,
-            path=options.report,
-            group=options.group,
-            model=root,
-        ),
-    )
+    REGISTRY.open(object(), options.ledger(resolve(options.target, device).name, root))
     gemms = unplanned.records(root) if plan is None else plan.records(options.policy)
     REGISTRY.plan(root, options.group, tuple(gemms))
     named = [part for part in parts if part]
-    most = f"does not call {_listed(named)} as modules, or " if named else ""
+    most = f"does not call {listed(named, 3)} as modules, or " if named else ""
     _report_or_raise(
         f"nothing of {type(root).__name__} was compiled: its forward {most}is left to Python by Dynamo"
         " (see TORCH_LOGS=graph_breaks), or torch.compile is turned off",
@@ -178,12 +165,7 @@ def report_uncompiled(
     return is_reported
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
 def _report_or_raise(message: str, options: Options) -> None:
-    """Logs `message` as a warning, or raises it in strict mode."""
     if options.strict:
         raise UnsupportedError(f"strict: {message}")
     log.warning("%s", message)
@@ -286,12 +268,6 @@ def _missing_message(missing: Mapping[str, set[str]], options: Options, plan: Pl
 def _is_in(name: str, parts: Iterable[str]) -> bool:
     """Whether the layer `name` is in one of the modules at `parts`."""
     return any(within(name, part) for part in parts)
-
-
-def _refused(plan: Plan, options: Options) -> list[str]:
-    """Returns the layers of `plan` that the policy should quantize but cannot, with the reason."""
-    sent = _quantized(plan, options)
-    return [f"{tag.name}: {plan.obstacles[tag.name]}" for tag in sent if tag.name in plan.obstacles]
 
 
 def _quantized(plan: Plan, options: Options) -> list[GemmTag]:

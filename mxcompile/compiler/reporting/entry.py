@@ -23,7 +23,7 @@ from mxcompile.compiler.session.publication import Places
 from mxcompile.compiler.session.session import session_of
 from mxcompile.errors import UnsupportedError
 from mxcompile.formats import is_quantized, labels
-from mxcompile.report import REGISTRY, Ledger, Part
+from mxcompile.report import REGISTRY, Part
 from mxcompile.report.data.record import flop_share
 from mxcompile.report.forms.words import count
 from mxcompile.rules import check_layers, layers_of
@@ -106,16 +106,8 @@ class _Entry:
     def __init__(self, compilation: Compilation) -> None:
         self._compilation = compilation
         options, capture = compilation.options, compilation.capture
-        fresh = Ledger(
-            target=compilation.target.name,
-            policy=options.policy.title,
-            phase=options.policy.phase,
-            path=options.report,
-            group=options.group,
-            model=capture.root,
-        )
         key, plan = CompileContext.try_get() or object(), capture.planned.plan
-        self.ledger = REGISTRY.open(key, fresh)
+        self.ledger = REGISTRY.open(key, options.ledger(compilation.target.name, capture.root))
         gemms = () if plan is None else plan.records(options.policy)
         self.places = Places(key, self.ledger, gemms, self._add_module)
         if capture.root is not None:

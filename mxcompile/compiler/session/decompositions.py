@@ -82,14 +82,11 @@ def _encoder_layer(
         hidden = F.gelu(hidden) if use_gelu else F.relu(hidden)
         return F.linear(hidden, ffn_weight_2, ffn_bias_2)
 
-    def norm_1(x: Tensor) -> Tensor:
-        return F.layer_norm(x, (embed_dim,), norm_weight_1, norm_bias_1, eps)
-
-    def norm_2(x: Tensor) -> Tensor:
-        return F.layer_norm(x, (embed_dim,), norm_weight_2, norm_bias_2, eps)
+    def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.layer_norm(x, (embed_dim,), weight, bias, eps)
 
     if norm_first:
-        x = src + attention(norm_1(src))
-        return x + feed_forward(norm_2(x))
-    x = norm_1(src + attention(src))
-    return norm_2(x + feed_forward(x))
+        x = src + attention(norm(src, norm_weight_1, norm_bias_1))
+        return x + feed_forward(norm(x, norm_weight_2, norm_bias_2))
+    x = norm(src + attention(src), norm_weight_1, norm_bias_1)
+    return norm(x + feed_forward(x), norm_weight_2, norm_bias_2)

@@ -72,7 +72,7 @@ class Frame:
     def from_stack(cls, gm: fx.GraphModule | None = None) -> Frame:
         """Returns the frame that Dynamo is compiling. gm: the graph of the frame, if it exists."""
         running: list[Running] = []
-        parts = [*_broken(gm)]
+        parts = [_BEFORE] * is_broken(gm)
         scope: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
         directly, backward = True, False
         call: FrameType | None = None
@@ -137,11 +137,6 @@ class Frame:
         """Whether the frame continues a function after a graph break."""
         return _AFTER in self.parts
 
-    @property
-    def is_stage(self) -> bool:
-        """Whether the model is a stage of a pipeline."""
-        return STAGE in self.parts
-
     def cut(self, root: nn.Module | None, called: nn.Module | None = None) -> str:
         """Returns why the graph covers only a part of `root`, or "" if it covers the whole.
 
@@ -198,7 +193,7 @@ def is_call_of(root: nn.Module | None, frame: FrameType | None) -> bool:
     if root is None or frame is None:
         return False
     method = _method(frame)
-    if frame.f_code.co_name != "_call_impl" and (method is None or not _is_forward(method)):
+    if frame.f_code.co_name != "_call_impl" and (method is None or method.__name__ != "forward"):
         return False
     module = _module_of(frame)  # for torch's own classes, an OptimizedModule
     return module is not None and user_model(module) is root
@@ -210,10 +205,6 @@ def _method(frame: FrameType) -> MethodType | None:
     if not isinstance(function, MethodType) or not isinstance(function.__self__, nn.Module):
         return None
     return None if function.__name__ in _CALLS else function
-
-
-def _is_forward(method: MethodType) -> bool:
-    return method.__name__ == "forward"
 
 
 def _module_of(frame: FrameType) -> nn.Module | None:
@@ -232,10 +223,9 @@ def _compiled(frame: FrameType) -> Any:
     return inner_frame if hasattr(inner_frame, "f_code") and hasattr(inner_frame, "f_locals") else None
 
 
-def _broken(gm: fx.GraphModule | None) -> Iterator[str]:
-    reason = getattr(gm, "compile_subgraph_reason", None)
-    if getattr(reason, "graph_break", False):
-        yield _BEFORE
+def is_broken(gm: fx.GraphModule | None) -> bool:
+    """Whether a graph break ends the graph `gm` of Dynamo."""
+    return bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
 
 
 def _split(frame: FrameType) -> Iterator[str]:
@@ -274,7 +264,7 @@ def _add(running: list[Running], module: nn.Module, frame: FrameType, directly: 
     if not isinstance(args, tuple) or not isinstance(kwargs, dict):
         return
     method = _method(frame)
-    is_call = method is None or _is_forward(method)
+    is_call = method is None or method.__name__ == "forward"
     if running and running[-1].module is module:
         directly = running.pop().directly
     running.append(Running(module=module, args=args, kwargs=kwargs, directly=directly, is_call=is_call))

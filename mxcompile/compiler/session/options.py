@@ -8,10 +8,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from mxcompile.errors import OptionError, nearest, not_allowed, shown
 from mxcompile.lowering.targets import AUTO, check
 from mxcompile.policy import Policy
-from mxcompile.report import form_of
+from mxcompile.report import Ledger, form_of
 from mxcompile.report.files import RANK, check_writable
 from mxcompile.watch import Watch, resolve
 
@@ -97,6 +99,12 @@ class Options:
 
     def _fingerprint(self, policy: Policy) -> str:
         return repr((policy.fingerprint(), self.target, self.strict, self.mode, self.inductor))
+
+    def ledger(self, target: str, model: nn.Module | None) -> Ledger:
+        """Returns an empty ledger for the report of `model`, compiled with these options for `target`."""
+        policy = self.policy
+        about = {"policy": policy.title, "phase": policy.phase, "group": self.group}
+        return Ledger(target=target, path=self.report, model=model, **about)
 
     def now(self) -> Options:
         """Returns these options with the policy for the next step, as the watch's rules have changed it."""

@@ -27,8 +27,7 @@ class Planned:
         """Returns a comparable summary of the plan's layers in the module at `prefix`."""
         if self.plan is None:
             return (self.missing,)
-        tags = self.plan.tags
-        inside = (tag for tag in tags if within(tag.name, prefix))
+        inside = (tag for tag in self.plan.tags if within(tag.name, prefix))
         return tuple((tag.name, str(tag.role), tag.module, tag.n, tag.k) for tag in inside)
 
 
