@@ -39,10 +39,7 @@ _CHUNK = 1 << 22
 class TileCast:
     """Rowwise and columnwise quantization of a weight, with one scale per 32×32 tile.
 
-    Attributes:
-        name: Path of the weight, for messages.
-        elem_dtype: FP8 dtype of the qdata.
-        rounding: Rounding mode of the scales.
+    name: path of the weight, for messages. elem_dtype: FP8 dtype of the qdata. rounding: of the scales.
     """
 
     name: str
@@ -71,9 +68,7 @@ class TileCast:
 class MasterWeight(Tensor):
     """A weight, or one rank's shard of it, that FSDP2 gathers in MXFP8.
 
-    Attributes:
-        master: The plain tensor with the values.
-        cast: Cast before the gather.
+    master: the plain tensor with the values. cast: cast before the gather.
     """
 
     master: Tensor
@@ -98,10 +93,8 @@ class MasterWeight(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        plain_args, plain_kwargs = tree_map_only(
-            MasterWeight, lambda x: x.master, (tuple(args), kwargs or {})
-        )
-        result = func(*plain_args, **plain_kwargs)
+        plain = tree_map_only(MasterWeight, lambda x: x.master, (tuple(args), kwargs or {}))
+        result = func(*plain[0], **plain[1])
         first = args[0] if args else None
         if func in _MOVES and isinstance(first, MasterWeight):
             result = tree_map_only(Tensor, lambda part: MasterWeight(part, first.cast), result)
@@ -228,11 +221,8 @@ def uneven(whole: Sequence[int], ranks: int, shard: Sequence[int] | None = None)
 class TiledWeight(Tensor):
     """A gathered weight as qdata and one scale per 32×32 tile. In-place operators raise `FormatError`.
 
-    Attributes:
-        qdata: FP8 elements, [..., n, k].
-        scale: E8M0 scale bytes, [..., ⌈n/32⌉, ⌈k/32⌉].
-        rounding: Rounding mode of the cast.
-        dtype: Dtype of the decoded values.
+    qdata: FP8 elements, [..., n, k]. scale: E8M0 scale bytes, [..., ⌈n/32⌉, ⌈k/32⌉]. rounding: rounding mode
+    of the cast. dtype: dtype of the decoded values.
     """
 
     qdata: Tensor
@@ -261,17 +251,12 @@ class TiledWeight(Tensor):
             return return_and_correct_aliasing(func, args, kwargs or {}, result)
         if func._schema.is_mutable and any(isinstance(written, TiledWeight) for written in args[:1]):
             raise FormatError(f"{func} would change a weight that was gathered in MXFP8; change its shards")
-        plain_args, plain_kwargs = tree_map_only(
-            TiledWeight,
-            TiledWeight._values,
-            (tuple(args), kwargs or {}),
-        )
-        return func(*plain_args, **plain_kwargs)
+        plain = tree_map_only(TiledWeight, TiledWeight._values, (tuple(args), kwargs or {}))
+        return func(*plain[0], **plain[1])
 
-    def _values(self) -> Tensor:
+    def _values(self) -> Any:
         form = Format(elem=elem_type(self.qdata.dtype), rounding=Rounding(self.rounding), tile=Tile.SQUARE)
-        values: Tensor = ops.decode(self.qdata, self.scale, -1, str(form), self.dtype)
-        return values
+        return ops.decode(self.qdata, self.scale, -1, str(form), self.dtype)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, torch.dtype]]:
         return ["qdata", "scale"], (self.rounding, self.dtype)

@@ -93,21 +93,17 @@ def rank_model(
     the mesh cannot be created in this process.
     """
     with fake_ranks(shape) as mesh, _splits_in_graphs(parallel):
+        from torch.distributed.tensor import DTensor
+
         if not isinstance(model, nn.Module):
             model, args, kwargs = _called(model, mesh)
         plain = model
         if parallel is not None:
             model = parallelised(model, parallel, mesh)
         shared = groups(model)
-        is_split = bool(shared) or _has_shards(model)
+        is_split = bool(shared) or any(isinstance(parameter, DTensor) for parameter in model.parameters())
         yield RankModel(
-            model=model,
-            args=args,
-            kwargs=kwargs,
-            groups=shared,
-            mesh=mesh,
-            is_split=is_split,
-            plain=plain,
+            model=model, args=args, kwargs=kwargs, groups=shared, mesh=mesh, is_split=is_split, plain=plain
         )
 
 
@@ -122,7 +118,10 @@ def _called(factory: Factory, mesh: Any) -> tuple[nn.Module, Sequence[Any], Mapp
     """Returns the model and the arguments from `factory`, built on the meta device."""
     try:
         with torch.device("meta"):
-            result = factory(mesh) if _takes_mesh(factory) else factory()
+            # a parameter without default takes the mesh
+            parameters = inspect.signature(factory).parameters.values()
+            takes_mesh = any(parameter.default is inspect.Parameter.empty for parameter in parameters)
+            result = factory(mesh) if takes_mesh else factory()
     except MXCompileError:
         raise
     except Exception as error:  # the factory is user code and may raise anything
@@ -132,15 +131,3 @@ def _called(factory: Factory, mesh: Any) -> tuple[nn.Module, Sequence[Any], Mapp
         case (nn.Module() as model, tuple() | list() as args, dict() as kwargs):
             return model, args, kwargs
     raise ModelError(f"the factory returned {type(result).__name__}, not (model, args, kwargs)")
-
-
-def _takes_mesh(factory: Factory) -> bool:
-    """Whether `factory` has a parameter without default, which takes the mesh."""
-    parameters = inspect.signature(factory).parameters.values()
-    return any(parameter.default is inspect.Parameter.empty for parameter in parameters)
-
-
-def _has_shards(model: nn.Module) -> bool:
-    from torch.distributed.tensor import DTensor
-
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from mxcompile.distributed.tensors import local
 from mxcompile.errors import ModelError
 from mxcompile.formats import num_blocks
 from mxcompile.models.fsdp_state import states
@@ -112,24 +113,17 @@ def _unset(parameter: Sharded) -> torch.dtype:
 
 
 def _sharded(path: str, parameter: Any) -> Sharded:
-    shard = parameter.sharded_param
-    dtype = parameter.mp_policy.param_dtype if shard.dtype.is_floating_point else None
-    numel = parameter.padded_sharded_param_size.numel()
-    dtype = dtype or shard.dtype
+    shard, padded = parameter.sharded_param, parameter.padded_sharded_param_size
+    dtype = (parameter.mp_policy.param_dtype if shard.dtype.is_floating_point else None) or shard.dtype
+    travels = padded.numel() * dtype.itemsize
+    if hasattr(local(shard), "fsdp_pre_all_gather"):  # MXFP8 sends qdata and one scale byte per 32×32 tile
+        travels = padded.numel() + padded[:-2].numel() * num_blocks(padded[-2]) * num_blocks(padded[-1])
     return Sharded(
         path=path,
         parameter=shard,
         size=parameter._orig_size,
         spec=next((spec for name in _SPECS if (spec := getattr(parameter, name, None)) is not None), None),
         dtype=dtype,
-        numel=numel,
-        travels=_travels(shard, parameter.padded_sharded_param_size, dtype),
+        numel=padded.numel(),
+        travels=travels,
     )
-
-
-def _travels(tensor: Tensor, shard: torch.Size, dtype: torch.dtype) -> int:
-    """Returns the bytes that one shard sends: MXFP8 sends qdata and one scale byte per 32×32 tile."""
-    cast = getattr(getattr(tensor, "_local_tensor", tensor), "fsdp_pre_all_gather", None)
-    if cast is None:
-        return shard.numel() * dtype.itemsize
-    return shard.numel() + shard[:-2].numel() * num_blocks(shard[-2]) * num_blocks(shard[-1])

@@ -78,7 +78,6 @@ def deciding_rule(policy: Policy, layer: Layer) -> int | None:
 
 
 def _matches_but_size(rule: Rule, layer: Layer) -> bool:
-    """Whether `rule` matches `layer`, apart from its size limits."""
     addressed = layer.role not in ATTENTION_PRODUCTS or layer.role in rule.match.role
     return addressed and rule.match.fits(layer)
 

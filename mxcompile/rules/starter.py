@@ -45,9 +45,8 @@ def starter(preset: str, layers: Sequence[Layer], model: str) -> str:
 def _rule(policy: Policy, role: Role, layers: Sequence[Layer]) -> list[str]:
     """Returns the lines of the rule for `role`: its layers as comments, then the preset's decision."""
     decisions = [policy.decide(layer) for layer in layers]
-    words = {
-        gemm: _role_precision(decision.choice(gemm).precision for decision in decisions) for gemm in Gemm
-    }
+    chosen = {gemm: [decision.choice(gemm).precision for decision in decisions] for gemm in Gemm}
+    words = {gemm: next(filter(is_quantized, some), UNQUANTIZED.name) for gemm, some in chosen.items()}
     sent = {gemm: word for gemm, word in words.items() if is_quantized(word)}
     sides = [side for layer in layers for side in (layer.n, layer.k)] if sent else []
     least = policy.base.least_side
@@ -67,11 +66,6 @@ def _rule(policy: Policy, role: Role, layers: Sequence[Layer]) -> list[str]:
         lengths = f"m={length(gemm.m)} n={length(gemm.n)} k={length(gemm.k)}"
         lines.append(f"  #   {printable(row.name) or '(root)'}  {lengths}{printable(owner)}")
     return [*lines, f"  - match: {{role: {role}{sizes}}}", f"    use: {use}"]
-
-
-def _role_precision(words: Iterable[str]) -> str:
-    """Returns the first word of a quantized precision in `words`, else the word for BF16."""
-    return next(filter(is_quantized, words), UNQUANTIZED.name)
 
 
 def _ends(layers: Iterable[Layer]) -> list[str]:

@@ -19,11 +19,7 @@ _CHUNK = 1 << 19
 
 
 def quantize(
-    x: Tensor,
-    *,
-    block_dim: int = -1,
-    elem_dtype: torch.dtype = torch.float8_e4m3fn,
-    rounding: str = "rceil",
+    x: Tensor, *, block_dim: int = -1, elem_dtype: torch.dtype = torch.float8_e4m3fn, rounding: str = "rceil"
 ) -> MXTensor:
     """Casts `x` to an MX format or NVFP4 in blocks along `block_dim`: 32 elements for MX, 16 for NVFP4.
 

@@ -23,11 +23,7 @@ def _broadcast(func: Any, tensors: Sequence[MXTensor], *args: Any, **kwargs: Any
 
 
 def _scatter(
-    func: Any,
-    outputs: Sequence[MXTensor],
-    inputs: Sequence[Sequence[MXTensor]],
-    *args: Any,
-    **kwargs: Any,
+    func: Any, outputs: Sequence[MXTensor], inputs: Sequence[Sequence[MXTensor]], *args: Any, **kwargs: Any
 ) -> Any:
     """Sends each rank its own tensor among the `inputs` of one rank."""
 

@@ -99,11 +99,11 @@ def _select(func: Any, x: MXTensor, dim: int, index: int) -> Any:
     at, block = dim % x.ndim, x.block_dim % x.ndim
     if at == block:
         return NotImplemented
-
-    def of_whole(whole: Tensor) -> Tensor:
-        return whole.select(at, 0 if whole.shape[at] == 1 else index)
-
-    return x.with_parts(lambda part: func(part, at, index), block - (at < block), of_whole)
+    return x.with_parts(
+        lambda part: func(part, at, index),
+        block - (at < block),
+        lambda whole: whole.select(at, 0 if whole.shape[at] == 1 else index),
+    )
 
 
 @handles(aten.unbind.int)
@@ -188,12 +188,12 @@ def _index(func: Any, x: MXTensor, indices: Sequence[Tensor | None]) -> Any:
         return NotImplemented
     if len(indices) >= x.ndim:
         return NotImplemented
-
-    def of_whole(whole: Tensor) -> Tensor:
-        rows: Tensor = func(whole.expand([*x.shape[: len(indices)], *whole.shape[len(indices) :]]), indices)
-        return rows
-
-    return x.with_parts(lambda part: func(part, indices), -1, of_whole)
+    picked = x.shape[: len(indices)]
+    return x.with_parts(
+        lambda part: func(part, indices),
+        -1,
+        lambda whole: func(whole.expand([*picked, *whole.shape[len(indices) :]]), indices),
+    )
 
 
 @handles(aten.embedding.default)
@@ -201,12 +201,10 @@ def _embedding(func: Any, x: MXTensor, indices: Tensor, *_: Any, **__: Any) -> A
     """Gathers rows of qdata and scales, and returns the values of these rows."""
     if x.block_dim % x.ndim != 1:
         return NotImplemented
-
-    def of_whole(whole: Tensor) -> Tensor:
-        rows: Tensor = func(whole.expand(x.shape[0], 1), indices)
-        return rows
-
-    return x.with_parts(lambda part: func(part, indices), -1, of_whole).dequantize(x.dtype)
+    rows = x.with_parts(
+        lambda part: func(part, indices), -1, lambda whole: func(whole.expand(x.shape[0], 1), indices)
+    )
+    return rows.dequantize(x.dtype)
 
 
 @handles(aten.cat.default, aten.stack.default)
