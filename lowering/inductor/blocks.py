@@ -13,7 +13,7 @@ from torch._inductor.virtualized import V
 from torch._inductor.virtualized import ops as inductor
 from torch.utils._sympy.functions import FloorDiv
 
-from mxcompile.formats import WHOLE
+from mxcompile.formats import WHOLE, Tile, encoding
 from mxcompile.lowering.inductor.elements import f32
 from mxcompile.lowering.inductor.tiling import less
 
@@ -39,13 +39,21 @@ def as_float(x: ir.TensorBox) -> Load:
     return loaded
 
 
-class ScaleBlocks:
-    """A tensor cut into blocks. extents: elements of a block along each dimension; `WHOLE` means all."""
+def elementwise(device: torch.device, dtype: torch.dtype, body: Load, ranges: list[Any]) -> ir.TensorBox:
+    """Returns a tensor of the shape `ranges` with the element ``body(index)`` at each index."""
+    return ir.Pointwise.create(device=device, dtype=dtype, inner_fn=body, ranges=ranges)
 
-    def __init__(self, x: ir.TensorBox, extents: Sequence[int]) -> None:
+
+class ScaleBlocks:
+    """A tensor cut into blocks of the shape `tile` for a contraction along `block_dim`.
+
+    extents: elements of a block along each dimension; `WHOLE` means all.
+    """
+
+    def __init__(self, x: ir.TensorBox, block_dim: int, tile: Tile) -> None:
         self.shape = list(x.get_size())
         self.device = x.get_device_or_error()
-        self.extents = extents
+        self.extents = extents = encoding.extents(len(self.shape), block_dim, tile)
         self.dims = [dim for dim, extent in enumerate(extents) if extent not in (1, WHOLE)]
         self.wholes = [dim for dim, extent in enumerate(extents) if extent == WHOLE]
         self.scale_shape = [
@@ -94,7 +102,7 @@ class ScaleBlocks:
             return body(element, block)
 
         padded = [size * self.extents[dim] if dim in dims else size for dim, size in enumerate(sizes)]
-        result = self._create(dtype, split, inner)
+        result = elementwise(self.device, dtype, inner, split)
         ragged = [dim for dim in dims if dim in self.ragged]
         if ragged:
             result.realize()
@@ -106,10 +114,7 @@ class ScaleBlocks:
 
     def per_block(self, dtype: torch.dtype, body: Load) -> ir.TensorBox:
         """Returns a tensor with one value per block."""
-        return self._create(dtype, self.scale_shape, body)
-
-    def _create(self, dtype: torch.dtype, ranges: list[Any], inner: Load) -> ir.TensorBox:
-        return ir.Pointwise.create(device=self.device, dtype=dtype, inner_fn=inner, ranges=ranges)
+        return elementwise(self.device, dtype, body, self.scale_shape)
 
     def amax(self, load: Load) -> ir.TensorBox:
         """Returns max |x| of each block in FP32: NaN if it holds a NaN, 0 if the tensor is empty."""

@@ -10,7 +10,7 @@ The loops run on every device that Inductor generates code for. `elements` round
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import sympy
@@ -20,7 +20,7 @@ from torch._inductor.lowering import lowerings, register_lowering
 from torch._inductor.virtualized import ops as inductor
 
 from mxcompile import ops
-from mxcompile.formats import BLOCK, SCALE_NAN, Copy, ElemType, Rounding, elem_type
+from mxcompile.formats import SCALE_NAN, Copy, ElemType, Rounding, Tile, elem_type
 from mxcompile.formats.numerics import SMALLEST_NORMAL, added_to_amax
 from mxcompile.lowering.inductor import elements
 from mxcompile.lowering.inductor.blocks import Index, Load, ScaleBlocks, as_float
@@ -29,24 +29,22 @@ from mxcompile.lowering.inductor.tiling import offset_of, tiled
 from mxcompile.lowering.targets import of_device
 
 _F32, _I32 = torch.float32, torch.int32
-
-
 _VIEW = lowerings[torch.ops.aten.view.default]
 
 
 class _TensorCast:
     """The MXFP8 scales of one tensor, and its elements divided by these scales."""
 
-    def __init__(self, x: ir.TensorBox, dims: Sequence[int], elem: ElemType, mode: Rounding) -> None:
+    def __init__(self, x: ir.TensorBox, copy: Copy) -> None:
         x.realize()
-        self.blocks = ScaleBlocks(x, _extents(x, dims))
-        self.elem = elem
-        self.mode = mode
+        self.blocks = ScaleBlocks(x, copy.dim, copy.format.tile)
+        self.elem = copy.elem
+        self.mode = copy.rounding
         self._load = as_float(x)
         amax = self.blocks.amax(self._load)
         amax.realize()
         amax_of = amax.make_loader()
-        self.byte: Load = lambda block: scale_byte(amax_of(block), elem, mode)
+        self.byte: Load = lambda block: scale_byte(amax_of(block), self.elem, self.mode)
         self.target = of_device(x.get_device_or_error())
 
     def rounded(self, index: Index, inverse: Any) -> Any:
@@ -96,17 +94,6 @@ def inverse_scale_value(byte: Any) -> Any:
     return _power(byte, inductor.sub(i32(254), byte), 254)
 
 
-def _extents(x: ir.TensorBox, dims: Sequence[int]) -> list[int]:
-    """Returns the extents of blocks of 32 along `dims`."""
-    rank = len(x.get_size())
-    inside = {dim % rank for dim in dims}
-    return [BLOCK if dim in inside else 1 for dim in range(rank)]
-
-
-def _dims(x: ir.TensorBox, block_dim: int, square: bool) -> tuple[int, ...]:
-    return (-2, -1) if square else (block_dim % len(x.get_size()),)
-
-
 def _scale_output(cast: _TensorCast, block_dim: int) -> ir.TensorBox:
     """Returns scale bytes of blocks along `block_dim`; the byte of a square tile is repeated per row."""
     blocks = cast.blocks
@@ -123,7 +110,7 @@ def _scale_output(cast: _TensorCast, block_dim: int) -> ir.TensorBox:
 
 def lower(x: ir.TensorBox, copy: Copy) -> list[ir.TensorBox]:
     """Returns the tensors of an MXFP8 copy of `x`: qdata and scale bytes, or values."""
-    cast = _TensorCast(x, _dims(x, copy.dim, copy.is_square), copy.elem, copy.rounding)
+    cast = _TensorCast(x, copy)
     inverse = cast.scales(inverse_scale_value)
     if copy.dtype is not None:
         dtype, scale = copy.dtype, cast.scales(scale_value)
@@ -145,7 +132,7 @@ def lower(x: ir.TensorBox, copy: Copy) -> list[ir.TensorBox]:
 
 def decoded(qdata: ir.TensorBox, scale: ir.TensorBox, block_dim: int, dtype: torch.dtype) -> ir.TensorBox:
     """Returns the values of MXFP8 data in `dtype`. scale: a byte per block of 32, row-major or tiled."""
-    blocks = ScaleBlocks(qdata, _extents(qdata, (block_dim,)))
+    blocks = ScaleBlocks(qdata, block_dim, Tile.ROW)
     byte_of = scale.make_loader()
     if len(blocks.shape) == 2 and len(scale.get_size()) == 1:
         load_tiled, rowwise = byte_of, block_dim % 2 == 1

@@ -60,23 +60,15 @@ def lower_cast(
     if y is not None:
         return [*lower_cast(x, names), *lower_cast(y, names)]
     lowered = [
-        cpp.cast(x, copy) or casts.lower(x, copy)
-        if copy.is_mx
-        else _general(x, copy, seed, stream, scale, amax)
-        for copy, scale, amax in zip(copies, scales, amaxes, strict=True)
+        cpp.cast(x, copy) or casts.lower(x, copy) if copy.is_mx else _general(call, position)
+        for position, copy in enumerate(copies)
     ]
     return [tensor for tensors in lowered for tensor in tensors]
 
 
-def _general(
-    x: ir.TensorBox,
-    copy: Copy,
-    seed: ir.TensorBox | None,
-    stream: int,
-    scale: ir.TensorBox | None,
-    amax: ir.TensorBox | None,
-) -> Results:
+def _general(call: CastCall, position: int) -> Results:
     """Returns the tensors of a copy in another format than MXFP8, or with stochastic elements."""
+    x, copy, scale, amax = call.x, call.copies[position], call.scales[position], call.amaxes[position]
     supported = Copy(format=copy.format, dim=copy.dim, dtype=copy.dtype, part=copy.part)
     assert copy == supported, f"no loops make {copy}"
     if copy.part is CopyPart.LARGEST:
@@ -87,8 +79,8 @@ def _general(
         scale = _CLONE(scale)
     if copy.part is CopyPart.SCALES:
         return [scale]
-    drawn = seed, stream, amax
+    scaled = general.Scaled(x, scale, copy, call.seed, call.stream, amax)
     if copy.dtype is not None:
-        return [general.values(x, scale, copy, *drawn)]
-    stored = general.elements_over(x, scale, copy, *drawn)
+        return [scaled.values()]
+    stored = scaled.stored()
     return [stored] if copy.part is CopyPart.ELEMENTS else [stored, scale]

@@ -128,7 +128,7 @@ def stored_dtype(elem: ElemType, target: Target) -> torch.dtype:
 
 def as_fp8(stored: ir.TensorBox, elem: ElemType, target: Target) -> ir.TensorBox:
     """Returns the FP8 tensor for a result of `store`; codes for other types."""
-    return stored if target.stores_fp8 or elem.is_coded else _viewed(stored, elem.dtype)
+    return stored if target.stores_fp8 or elem.is_coded else as_dtype(stored, elem.dtype)
 
 
 def loader(qdata: ir.TensorBox, elem: ElemType, target: Target) -> Load:
@@ -136,7 +136,7 @@ def loader(qdata: ir.TensorBox, elem: ElemType, target: Target) -> Load:
     if target.stores_fp8 and not elem.is_coded:
         load = qdata.make_loader()
         return lambda index: inductor.to_dtype(load(index), _F32)
-    codes = (qdata if elem.is_coded else _viewed(qdata, torch.uint8)).make_loader()
+    codes = (qdata if elem.is_coded else as_dtype(qdata, torch.uint8)).make_loader()
     return lambda index: _decoded(inductor.to_dtype(codes(index), _I32), elem)
 
 
@@ -147,12 +147,8 @@ def fnuz_code(value: Any, code: Any, elem: ElemType) -> Any:
     return inductor.to_dtype(inductor.where(finite, code, i32(0x80)), torch.uint8)
 
 
-def as_dtype(codes: ir.TensorBox, dtype: torch.dtype) -> ir.TensorBox:
+def as_dtype(x: ir.TensorBox, dtype: torch.dtype) -> ir.TensorBox:
     """Views bytes as another type of one byte, outside of kernels."""
-    return _viewed(codes, dtype)
-
-
-def _viewed(x: ir.TensorBox, dtype: torch.dtype) -> ir.TensorBox:
     return ir.TensorBox.create(ir.FallbackKernel.create(torch.ops.aten.view.dtype, x, dtype))
 
 

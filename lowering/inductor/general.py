@@ -36,7 +36,7 @@ from mxcompile.formats import (
 from mxcompile.formats.encoding import extents
 from mxcompile.lowering.cpu import casts as cpp
 from mxcompile.lowering.inductor import casts, elements, stochastic, two_level
-from mxcompile.lowering.inductor.blocks import Index, Load, ScaleBlocks, as_float
+from mxcompile.lowering.inductor.blocks import Index, Load, ScaleBlocks, as_float, elementwise
 from mxcompile.lowering.inductor.casts import inverse_scale_value, scale_byte, scale_value
 from mxcompile.lowering.inductor.elements import f32
 from mxcompile.lowering.inductor.tiling import tiled
@@ -47,10 +47,6 @@ _VIEW = lowerings[torch.ops.aten.view.default]
 _AS_IT_IS = fallback_handler(ops.cast, add_to_fallback_set=False)
 
 
-def _blocks(x: ir.TensorBox, block_dim: int, form: Format) -> ScaleBlocks:
-    return ScaleBlocks(x, extents(len(x.get_size()), block_dim, form.tile))
-
-
 def scales(x: ir.TensorBox, copy: Copy, amax: ir.TensorBox | None = None) -> ir.TensorBox:
     """Returns a scale for every tile of `x`. amax: amax of the tensor, for two levels."""
     form = copy.format
@@ -59,7 +55,7 @@ def scales(x: ir.TensorBox, copy: Copy, amax: ir.TensorBox | None = None) -> ir.
         (result,) = _AS_IT_IS(x, [name], None, 0, None, None if amax is None else [amax])
         return cast(ir.TensorBox, result)
     x.realize()
-    blocks = _blocks(x, copy.dim, form)
+    blocks = ScaleBlocks(x, copy.dim, form.tile)
     largest = blocks.amax(as_float(x))
     largest.realize()
     load = largest.make_loader()
@@ -87,29 +83,28 @@ def fp32_scale_of(amax: Any, form: Format) -> Any:
     return inductor.where(finite, scale, f32(float("nan")))
 
 
-class _Scaled:
-    """Elements of `x` over its scales. seed, stream, amax: see `ops.cast`."""
+class Scaled:
+    """Elements of `x` over its scales, for `copy`. seed, stream, amax: see `ops.cast`."""
 
     def __init__(
         self,
         x: ir.TensorBox,
         scale: ir.TensorBox,
-        block_dim: int,
-        form: Format,
+        copy: Copy,
         seed: ir.TensorBox | None = None,
         stream: int = 0,
         amax: ir.TensorBox | None = None,
     ) -> None:
         x.realize()
         self._amax = amax
-        self.blocks = _blocks(x, block_dim, form)
-        self.form = form
+        self._copy, self.form = copy, copy.format
+        self.blocks = ScaleBlocks(x, copy.dim, self.form.tile)
         self.target = of_device(x.get_device_or_error())
         self._load = as_float(x)
         self._scale = scale
         self._half = None
-        if form.stochastic and seed is not None:
-            self._half = stochastic.halves(self.blocks.shape, block_dim, seed, stream)
+        if self.form.stochastic and seed is not None:
+            self._half = stochastic.halves(self.blocks.shape, copy.dim, seed, stream)
 
     def factor(self, inverse: bool) -> Load:
         """Returns a loader of each block's FP32 factor or, with FP32 scales, divisor; `inverse` to encode."""
@@ -138,44 +133,27 @@ class _Scaled:
             return stochastic.rounded(y, self.form.elem, self._half(index))
         return elements.rounded(y, self.form.elem, self.target)
 
+    def stored(self) -> ir.TensorBox:
+        """Returns the stored elements."""
+        factor, elem, target = self.factor(inverse=True), self.form.elem, self.target
+        stored = self.blocks.pointwise(
+            elements.stored_dtype(elem, target),
+            lambda index, block: elements.store(self.rounded(index, factor(block)), elem, target),
+        )
+        return elements.as_fp8(stored, elem, target)
 
-def elements_over(
-    x: ir.TensorBox,
-    scale: ir.TensorBox,
-    copy: Copy,
-    seed: ir.TensorBox | None,
-    stream: int,
-    amax: ir.TensorBox | None,
-) -> ir.TensorBox:
-    """Returns the stored elements of `copy` over `scale`."""
-    scaled = _Scaled(x, scale, copy.dim, copy.format, seed, stream, amax)
-    factor, elem = scaled.factor(inverse=True), copy.elem
-    stored = scaled.blocks.pointwise(
-        elements.stored_dtype(elem, scaled.target),
-        lambda index, block: elements.store(scaled.rounded(index, factor(block)), elem, scaled.target),
-    )
-    return elements.as_fp8(stored, elem, scaled.target)
+    def values(self) -> ir.TensorBox:
+        """Returns the elements in the copy's dtype, times scales unless the copy has only elements."""
+        dtype = self._copy.dtype
+        assert dtype is not None, f"{self._copy} has no values"
+        encode = self.factor(inverse=True)
+        decode = self.factor(inverse=False) if self._copy.part is CopyPart.CODES else None
 
+        def value(index: Index, block: Index) -> Any:
+            element = self.rounded(index, encode(block))
+            return inductor.to_dtype(inductor.mul(element, decode(block)) if decode else element, dtype)
 
-def values(
-    x: ir.TensorBox,
-    scale: ir.TensorBox,
-    copy: Copy,
-    seed: ir.TensorBox | None,
-    stream: int,
-    amax: ir.TensorBox | None,
-) -> ir.TensorBox:
-    """Returns the elements of `copy` in its dtype, times `scale` unless the copy has only elements."""
-    scaled, dtype = _Scaled(x, scale, copy.dim, copy.format, seed, stream, amax), copy.dtype
-    assert dtype is not None, f"{copy} has no values"
-    encode = scaled.factor(inverse=True)
-    decode = scaled.factor(inverse=False) if copy.part is CopyPart.CODES else None
-
-    def value(index: Index, block: Index) -> Any:
-        element = scaled.rounded(index, encode(block))
-        return inductor.to_dtype(inductor.mul(element, decode(block)) if decode else element, dtype)
-
-    return scaled.blocks.pointwise(dtype, value)
+        return self.blocks.pointwise(dtype, value)
 
 
 @register_lowering(ops.decode, type_promotion_kind=None)
@@ -199,15 +177,15 @@ def lower_decode(
     if scale is not None:
         if (result := cpp.decoded(qdata, scale, block_dim, form, dtype, global_scale)) is not None:
             return result
-        if form.is_mx_rows:
+        if form.is_mx and form.tile == Tile.ROW:
             return casts.decoded(qdata, scale, block_dim, dtype)
     if form.packed:
         qdata = _unpacked(qdata, block_dim, form.elem)
         if dtype is torch.uint8:
             return qdata
-    blocks = _blocks(qdata, block_dim, form)
+    blocks, copy = ScaleBlocks(qdata, block_dim, form.tile), Copy(format=form, dim=block_dim)
     element = elements.loader(qdata, form.elem, of_device(blocks.device))
-    times = None if scale is None else _Scaled(qdata, scale, block_dim, form).factor(inverse=False)
+    times = None if scale is None else Scaled(qdata, scale, copy).factor(inverse=False)
     if times is not None and amax is not None:
         times = _multiplied(times, amax, form)
     if times is not None and global_scale is not None:
@@ -247,9 +225,7 @@ def _unpacked(packed: ir.TensorBox, dim: int, elem: ElemType) -> ir.TensorBox:
         )
 
     ranges = [*shape[: at + 1], sympy.Integer(elem.per_byte), *shape[at + 1 :]]
-    codes: ir.TensorBox = ir.Pointwise.create(
-        device=packed.get_device_or_error(), dtype=torch.uint8, inner_fn=code, ranges=ranges
-    )
+    codes = elementwise(packed.get_device_or_error(), torch.uint8, code, ranges)
     if packed.get_device_or_error().type == "cpu":  # C++ loops must not divide an index (see `ScaleBlocks`)
         codes.realize()
     result: ir.TensorBox = _VIEW(codes, [*shape[:at], shape[at] * elem.per_byte, *shape[at + 1 :]])
@@ -279,10 +255,7 @@ def _block_bytes(scale: ir.TensorBox, shape: list[Any], block_dim: int, form: Fo
         bits = inductor.bitwise_right_shift(inductor.to_dtype_bitcast(value, _I32, _F32), elements.i32(23))
         return inductor.to_dtype(inductor.bitwise_and(bits, elements.i32(0xFF)), torch.uint8)
 
-    result: ir.TensorBox = ir.Pointwise.create(
-        device=scale.get_device_or_error(), dtype=torch.uint8, inner_fn=byte, ranges=shape
-    )
-    return result
+    return elementwise(scale.get_device_or_error(), torch.uint8, byte, shape)
 
 
 def _as_fnuz(qdata: ir.TensorBox) -> ir.TensorBox:
@@ -295,9 +268,7 @@ def _as_fnuz(qdata: ir.TensorBox) -> ir.TensorBox:
         bits = inductor.to_dtype(inductor.to_dtype_bitcast(stored, torch.uint8, elem.dtype), _I32)
         return elements.fnuz_code(inductor.to_dtype(stored, _F32), bits, elem)
 
-    codes = ir.Pointwise.create(
-        device=qdata.get_device_or_error(), dtype=torch.uint8, inner_fn=code, ranges=qdata.get_size()
-    )
+    codes = elementwise(qdata.get_device_or_error(), torch.uint8, code, list(qdata.get_size()))
     codes.realize()
     codes.freeze_layout()  # contiguous like its fake tensor; else Inductor may take the layout of its input
     return elements.as_dtype(codes, FNUZ[elem.dtype])
@@ -307,8 +278,7 @@ def lower_largest(x: ir.TensorBox, dim: int | None = None) -> ir.TensorBox:
     """Lowers ``mx.largest``: the largest magnitude of a tensor, or of each row along `dim`."""
     x.realize()
     tile = Tile.TENSOR if dim is None else Tile.CHANNEL
-    blocks = ScaleBlocks(x, extents(len(x.get_size()), -1 if dim is None else dim, tile))
-    amax = blocks.amax(as_float(x))
+    amax = ScaleBlocks(x, -1 if dim is None else dim, tile).amax(as_float(x))
     amax.realize()
     result: ir.TensorBox = _VIEW(amax, [1]) if dim is None else amax
     return result
@@ -326,8 +296,6 @@ def lower_known_scale(state: ir.TensorBox, row: int, fmt: str, ndim: int) -> ir.
         amax = inductor.mul(load([sympy.Integer(row), *index[ones:]]), f32(margin))
         return fp32_scale_of(amax, form)
 
-    result: ir.TensorBox = ir.Pointwise.create(
-        device=state.get_device_or_error(), dtype=_F32, inner_fn=scale, ranges=[sympy.S.One] * ones + sizes
-    )
+    result = elementwise(state.get_device_or_error(), _F32, scale, [sympy.S.One] * ones + sizes)
     result.realize()
     return result

@@ -19,7 +19,7 @@ from torch.utils._sympy.functions import FloorDiv
 
 from mxcompile import ops
 from mxcompile.formats.hadamard import STAGES, WIDTH
-from mxcompile.lowering.inductor.blocks import Index, as_float
+from mxcompile.lowering.inductor.blocks import Index, as_float, elementwise
 from mxcompile.lowering.inductor.elements import f32, i32
 from mxcompile.lowering.inductor.tiling import less
 
@@ -48,12 +48,8 @@ def lower_hadamard(x: ir.TensorBox, dim: int, signs: int) -> ir.TensorBox:
 
         return inductor.to_dtype(inductor.mul(_butterfly(source, position), f32(0.25)), dtype)
 
-    blocks = ir.Pointwise.create(
-        device=x.get_device_or_error(),
-        dtype=dtype,
-        inner_fn=value,
-        ranges=[*shape[:at], num_blocks, sympy.Integer(WIDTH), *shape[at + 1 :]],
-    )
+    ranges = [*shape[:at], num_blocks, sympy.Integer(WIDTH), *shape[at + 1 :]]
+    blocks = elementwise(x.get_device_or_error(), dtype, value, ranges)
     blocks.realize()
     result: ir.TensorBox = _VIEW(blocks, [*shape[:at], num_blocks * WIDTH, *shape[at + 1 :]])
     return result

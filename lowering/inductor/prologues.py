@@ -73,12 +73,11 @@ def _producers(cast: BaseSchedulerNode, producers: dict[str, SchedulerNode]) -> 
         long = any(map(producer._body.has_op, _LONG))
         if [user.node for user in output.users] == [cast] and not long:
             inlined.append(producer)
-    return inlined if inlined and _reads(inlined) <= _most_reads(inlined) else []
-
-
-def _most_reads(producers: list[SchedulerNode]) -> float:
-    (output,) = producers[0].get_outputs()
-    return (_MOST_READS + len(producers) - 1) * _size(output.node)
+    if not inlined:
+        return []
+    (output,) = inlined[0].get_outputs()
+    most = (_MOST_READS + len(inlined) - 1) * _hint(output.node.get_numel())
+    return inlined if _reads(inlined) <= most else []
 
 
 def _reads(producers: list[SchedulerNode]) -> float:
@@ -93,10 +92,6 @@ def _reads(producers: list[SchedulerNode]) -> float:
 
 def _hint(numel: Any) -> float:
     return float(V.graph.sizevars.optimization_hint(numel, fallback=0))
-
-
-def _size(buffer: Any) -> float:
-    return _hint(buffer.get_numel())
 
 
 def _fuse(producer: BaseSchedulerNode, cast: BaseSchedulerNode) -> BaseSchedulerNode:

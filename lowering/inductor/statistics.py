@@ -14,7 +14,7 @@ from torch._inductor import ir
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
 
 from mxcompile import ops
-from mxcompile.formats import ELEM_TYPES, MAX, Format, ScaleType, Tile
+from mxcompile.formats import ELEM_TYPES, Format, Tile
 from mxcompile.lowering import candidates, optional
 
 _AS_IT_IS = fallback_handler(ops.cast_statistics, add_to_fallback_set=False)
@@ -26,7 +26,8 @@ def lower_cast_statistics(x: ir.TensorBox, block_dim: int, fmt: str, keep: int, 
     """Returns statistics, FP64, and a part of the cast, FP32. options: seed, stream and scale."""
     form, rank = Format.parse(fmt) if fmt else None, len(x.get_size())
     results, is_of_matrices = None, rank > 1 and block_dim % rank >= rank - 2
-    if form and _is_mxfp8(form) and not any(options) and (form.tile == Tile.ROW or is_of_matrices):
+    is_mxfp8 = form and form.is_mx and form.elem in ELEM_TYPES.values() and not form.stochastic
+    if form and is_mxfp8 and not any(options) and (form.tile == Tile.ROW or is_of_matrices):
         if x.get_device_or_error().type == "cuda":
             optional.obstacle("templates.statistics")  # imports the template
         results = candidates.first("cast_statistics", x, block_dim, form, keep)
@@ -36,8 +37,3 @@ def lower_cast_statistics(x: ir.TensorBox, block_dim: int, fmt: str, keep: int, 
     if kept is None:
         kept = _FULL([0], 0.0, dtype=torch.float32, device=x.get_device_or_error())
     return numbers, kept
-
-
-def _is_mxfp8(form: Format) -> bool:
-    plain = form.elem in ELEM_TYPES.values() and form.amax == MAX and not form.stochastic
-    return plain and form.scale is ScaleType.E8M0 and form.tile in (Tile.ROW, Tile.SQUARE)

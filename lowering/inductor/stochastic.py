@@ -14,9 +14,8 @@ from torch.utils._sympy.functions import FloorDiv
 
 from mxcompile.formats import ElemType
 from mxcompile.formats.stochastic import MULTIPLIER, NEIGHBOURS, ROUNDS, SEEDS, WEYL
+from mxcompile.lowering.inductor.blocks import Index
 from mxcompile.lowering.inductor.elements import f32, i32, with_sign
-
-Index = Sequence[Any]
 
 _F32, _I32, _I64 = torch.float32, torch.int32, torch.int64
 

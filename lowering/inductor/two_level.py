@@ -19,7 +19,7 @@ from mxcompile.formats import E4M3, Copy, Format
 from mxcompile.formats.four_over_six import BlockError
 from mxcompile.formats.two_level import FP32_MAX, WIDER
 from mxcompile.lowering.inductor import elements
-from mxcompile.lowering.inductor.blocks import Index, Load, ScaleBlocks, as_float
+from mxcompile.lowering.inductor.blocks import Index, Load, ScaleBlocks, as_float, elementwise
 from mxcompile.lowering.inductor.elements import f32, quotient
 from mxcompile.lowering.targets import of_device
 
@@ -121,9 +121,7 @@ class _Choice:
             return total
 
         ranges = [*self._blocks.scale_shape, sympy.Integer(self._form.tile.across)]
-        result: ir.TensorBox = ir.Pointwise.create(
-            device=self._blocks.device, dtype=torch.float32, inner_fn=error, ranges=ranges
-        )
+        result = elementwise(self._blocks.device, torch.float32, error, ranges)
         result.realize()
         return result
 

@@ -19,10 +19,7 @@ from typing import Any
 import torch
 from torch._inductor import ir
 from torch._inductor.lowering import lowerings
-from torch._inductor.select_algorithm import (
-    TritonTemplate,
-    realize_inputs,
-)
+from torch._inductor.select_algorithm import TritonTemplate, realize_inputs
 from torch._inductor.utils import triton_type
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
@@ -31,6 +28,7 @@ from torch.utils._sympy.functions import CeilDiv
 from mxcompile.formats import FNUZ, Copy, CopyPart, Format, ScaleType, Tile
 from mxcompile.lowering.chips.tiles import TileConfig, Unsupported
 from mxcompile.lowering.choices.configs import chosen
+from mxcompile.lowering.inductor.blocks import elementwise
 from mxcompile.lowering.inductor.copies import CastCall
 from mxcompile.lowering.inductor.general import fp32_scale_of
 from mxcompile.lowering.targets import of_device
@@ -239,15 +237,10 @@ def _scales(x: ir.TensorBox, form: Format, sides: Collection[int]) -> _Scales:
 
 def _scale(amax: ir.TensorBox, form: Format) -> ir.TensorBox:
     load = amax.make_loader()
-    quotient = ir.Pointwise.create(
-        device=amax.get_device_or_error(),
-        dtype=_F32,
-        inner_fn=lambda index: fp32_scale_of(load(index), form),
-        ranges=amax.get_size(),
-    )
-    quotient.realize()
-    result: ir.TensorBox = quotient
-    return result
+    device, sizes = amax.get_device_or_error(), list(amax.get_size())
+    scale = elementwise(device, _F32, lambda index: fp32_scale_of(load(index), form), sizes)
+    scale.realize()
+    return scale
 
 
 def _parts(x: ir.TensorBox, *, rows: bool, columns: bool) -> tuple[ir.TensorBox | None, ...]:

@@ -25,7 +25,7 @@ from torch.utils._sympy.functions import CeilDiv, FloorDiv, ModularIndexing
 from mxcompile.formats import BLOCK, Format, Rounding, Tile
 from mxcompile.lowering.chips.tiles import TileConfig
 from mxcompile.lowering.inductor import elements
-from mxcompile.lowering.inductor.blocks import Index, as_float
+from mxcompile.lowering.inductor.blocks import Index, as_float, elementwise
 from mxcompile.lowering.inductor.casts import inverse_scale_value, scale_value
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import call
@@ -155,10 +155,7 @@ class _Cast:
                 scaled = elements.clamped(scaled, self.elem.max)
             return inductor.mul(elements.rounded(scaled, self.elem, target), scale_value(scale))
 
-        values: ir.TensorBox = ir.Pointwise.create(
-            device=self.device, dtype=torch.float32, inner_fn=value, ranges=[sympy.Integer(keep)]
-        )
-        return values
+        return elementwise(self.device, torch.float32, value, [sympy.Integer(keep)])
 
 
 def _position(at: Any, sizes: Sequence[Any]) -> tuple[Any, Any, Any]:
@@ -178,10 +175,4 @@ def _joined(rows: ir.TensorBox) -> ir.TensorBox:
         value = inductor.where(amax, most, total(index))
         return inductor.where(smallest, inductor.neg(most), value)
 
-    result: ir.TensorBox = ir.Pointwise.create(
-        device=rows.get_device_or_error(),
-        dtype=torch.float64,
-        inner_fn=joined,
-        ranges=[sympy.Integer(LENGTH)],
-    )
-    return result
+    return elementwise(rows.get_device_or_error(), torch.float64, joined, [sympy.Integer(LENGTH)])
