@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 import mxcompile  # noqa: F401 - registers the backend's operators
 from mxcompile import ops
-from mxcompile.formats import Copy
+from mxcompile.formats import Copy, Format
 from mxcompile.lowering.cpu.features import features
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -133,7 +133,7 @@ def ways(context: int, layers: int) -> dict[str, Way]:
 
 
 def _cast(x: Tensor) -> tuple[Tensor, Tensor]:
-    codes, scales = ops.cast(x, [str(Copy.mx(-1, ELEM, "rceil"))])
+    codes, scales = ops.cast(x, [str(Copy.for_product(Format(), -1))])
     return codes.view(torch.uint8), scales
 
 

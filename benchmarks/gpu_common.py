@@ -19,7 +19,7 @@ from gpu_predicted import CompiledProgram, Program, Row
 from torch import Tensor
 
 from mxcompile import ops
-from mxcompile.formats import Copy, ScaleLayout
+from mxcompile.formats import Copy, Format, ScaleLayout
 from mxcompile.lowering import targets
 from mxcompile.lowering.chips.peak import Peak
 from mxcompile.lowering.graph import pipeline
@@ -172,8 +172,8 @@ def check_product(out: Tensor, a: Tensor, b: Tensor, label: str) -> None:
 def quantized(rows: int, k: int, count: int, scales: ScaleLayout) -> tuple[list[Tensor], list[Operand]]:
     """Returns `count` random BF16 matrices [rows, k], and their MXFP8 casts along k."""
     dense = [torch.randn(rows, k, device=DEVICE).bfloat16() for _ in range(count)]
-    how = (torch.float8_e4m3fn, "rceil", False, str(scales))
-    return dense, [ops.cast(matrix, [str(Copy.mx(-1, *how))]) for matrix in dense]
+    copies = [str(Copy.for_product(Format(), -1, scales))]
+    return dense, [ops.cast(matrix, copies) for matrix in dense]
 
 
 def values(operand: Operand) -> Tensor:

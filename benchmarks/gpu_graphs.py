@@ -20,11 +20,11 @@ from torch.nn import functional
 
 import mxcompile
 from mxcompile import ops
-from mxcompile.formats import Copy, Format, elem_type
+from mxcompile.formats import Copy, Format, ScaleLayout, elem_type
 from mxcompile.lowering.choices import defaults
 from mxcompile.lowering.targets import Target
 
-E4M3, ROUNDING, BF16 = torch.float8_e4m3fn, "rceil", torch.bfloat16
+BF16 = torch.bfloat16
 TENSOR, CHANNEL, BLOCKS = (f"e4m3 {extent} nearest" for extent in ("tensor", "channel", "1x128"))
 DELAYED = f"{TENSOR} delayed:1024:0"
 """FP8 formats; `DELAYED` takes its scale from the amax history (delayed scaling)."""
@@ -156,16 +156,15 @@ def _of_each_matrix(cast: Callable[[Tensor, Tensor], Iterable[Tensor]]) -> Cast:
 
 
 def _mx(dims: Sequence[int], layout: str) -> Callable[[Tensor, Tensor], Iterable[Tensor]]:
-    copies = [str(Copy.mx(dim, E4M3, ROUNDING, layout=layout)) for dim in dims]
+    copies = [str(Copy.for_product(Format(), dim, ScaleLayout(layout))) for dim in dims]
     return lambda x, _: ops.cast(x, copies)
 
 
 def _operands(rows: str, columns: str) -> Cast:
     """Returns the cast of both matrices for emulated products: "values", "codes" or "none" per layout."""
     forms = (form for form in zip((-1, -2), (rows, columns), strict=True) if form[1] != "none")
-    copies = [
-        str(Copy.mx(dim, E4M3, ROUNDING, dtype=BF16 if form == "values" else None)) for dim, form in forms
-    ]
+    dtypes = {"values": BF16, "codes": None}
+    copies = [str(Copy.for_product(Format(), dim, dtype=dtypes[form])) for dim, form in forms]
 
     def cast(matrices: Sequence[Tensor], _: Tensor) -> Iterable[Tensor]:
         x, y = (*matrices, None)[:2]

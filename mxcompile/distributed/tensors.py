@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_map_only
 
 from mxcompile import ops
 from mxcompile.errors import FormatError, ModelError
-from mxcompile.formats import BLOCK, Format, Rounding, Tile, elem_type, num_blocks
-from mxcompile.formats.encoding import quantize_tensors
+from mxcompile.formats import BLOCK, Format, Rounding, Tile, elem_type, num_blocks, rounding
+from mxcompile.formats.encoding import encode_tensors
 
 aten = torch.ops.aten
 
@@ -54,14 +54,13 @@ class TileCast:
         shape = count, num_blocks(rows), num_blocks(width)
         scale = torch.empty(shape, dtype=torch.uint8, device=x.device)
         step = max(BLOCK, _CHUNK // max(1, width) // BLOCK * BLOCK)
+        form = Format(elem=elem_type(self.elem_dtype), rounding=rounding(self.rounding), tile=Tile.SQUARE)
         for index in range(count):
             for start in range(0, rows, step):
                 part = slice(start, start + step)
-                codes, repeated = quantize_tensors(
-                    matrices[index, part], -1, self.elem_dtype, self.rounding, square=True
-                )
+                codes, scales = encode_tensors(matrices[index, part], -1, form)
                 qdata[index, part] = codes
-                scale[index, start // BLOCK : num_blocks(min(start + step, rows))] = repeated[::BLOCK]
+                scale[index, start // BLOCK : num_blocks(min(start + step, rows))] = scales
         return qdata.view(x.shape), scale.view(*x.shape[:-2], *shape[1:])
 
 

@@ -42,6 +42,5 @@ from mxcompile.formats.types import Tile as Tile
 from mxcompile.formats.types import fp8_form as fp8_form
 from mxcompile.formats.types import num_blocks as num_blocks
 from mxcompile.formats.types import rounding as rounding
-from mxcompile.formats.types import scale_layout as scale_layout
 from mxcompile.formats.types import stored_form as stored_form
 from mxcompile.formats.types import stored_forms as stored_forms

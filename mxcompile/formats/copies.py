@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from mxcompile.errors import FormatError
-from mxcompile.formats.elements import FNUZ, ElemType, elem_type
+from mxcompile.formats.elements import FNUZ, ElemType
 from mxcompile.formats.encoding import (
     as_fnuz,
     decode_tensors,
@@ -46,7 +46,7 @@ from mxcompile.formats.encoding import (
 )
 from mxcompile.formats.hadamard import num_transformed, transformed
 from mxcompile.formats.scale_tiles import tile_scale, tiled_length
-from mxcompile.formats.types import Format, Rounding, ScaleLayout, Tile, num_blocks, rounding, scale_layout
+from mxcompile.formats.types import Format, Rounding, ScaleLayout, Tile, num_blocks
 
 _TRANSPOSED, _FNUZ = "transposed", "fnuz"
 
@@ -101,21 +101,6 @@ class Copy:
     def parse(cls, word: str) -> Copy:
         """Parses `word`. Raises `FormatError` if a part is missing, unknown or out of order."""
         return _copy_of(word)
-
-    @classmethod
-    def mx(
-        cls,
-        dim: int,
-        elem_dtype: torch.dtype,
-        mode: str,
-        square: bool = False,
-        layout: str = ScaleLayout.ROW_MAJOR,
-        dtype: torch.dtype | None = None,
-    ) -> Copy:
-        """Returns a copy in MXFP8. mode: rounding of scales. square: whether tiles are 32×32, not 1×32."""
-        tile = Tile.SQUARE if square else Tile.ROW
-        fmt = Format(elem=elem_type(elem_dtype), rounding=rounding(mode), tile=tile)
-        return cls.for_product(fmt, dim, scale_layout(layout), dtype)
 
     @classmethod
     def for_product(

@@ -31,10 +31,10 @@ from torch.nn import functional as F
 from mxcompile.errors import FormatError
 from mxcompile.formats import stochastic
 from mxcompile.formats.amax import AmaxKind
-from mxcompile.formats.elements import FNUZ, ElemType, elem_type
+from mxcompile.formats.elements import FNUZ, ElemType
 from mxcompile.formats.numerics import inverse_scale_value, scale_bytes, scale_value
 from mxcompile.formats.two_level import better, e4m3_scale, gain, inverse_e4m3_scale, tile_error
-from mxcompile.formats.types import BLOCK, WHOLE, Format, Rounding, Tile, rounding
+from mxcompile.formats.types import WHOLE, Format, Rounding, Tile
 
 
 def extents(ndim: int, block_dim: int, tile: Tile) -> list[int]:
@@ -138,7 +138,9 @@ def encode_tensors(
 ) -> tuple[Tensor, Tensor]:
     """Returns elements (shape of `x`) and scales (`scale_shape`) of `x` for a contraction along `block_dim`.
 
-    scale: replaces the scales derived from `x`. Other arguments and errors: see `encode_with`.
+    seed: int64 [1], 0 to 2^32 − 1, for stochastic elements. stream: number of the cast among the casts with
+    this seed. scale: replaces the scales derived from `x`. amax: `outer_amax`, for two-level formats. Raises
+    `FormatError` if the format needs a seed or an amax and has none.
     """
     tiles = _tiles(x, block_dim, fmt)
     scale = _scales(tiles, x, block_dim, fmt, amax) if scale is None else scale.clone()
@@ -146,7 +148,7 @@ def encode_tensors(
 
 
 def scales_of(x: Tensor, block_dim: int, fmt: Format, amax: Tensor | None = None) -> Tensor:
-    """Returns the scales of `x` for a contraction along `block_dim`. amax: see `encode_with`."""
+    """Returns the scales of `x` for a contraction along `block_dim`. amax: see `encode_tensors`."""
     return _scales(_tiles(x, block_dim, fmt), x, block_dim, fmt, amax)
 
 
@@ -210,24 +212,6 @@ def _percentile(x: Tensor, block_dim: int, fmt: Format) -> Tensor:
     return rows.sort(-1).values.gather(-1, index.unsqueeze(-1)).squeeze(-1).clamp(min=0.0)
 
 
-def encode_with(
-    x: Tensor,
-    scale: Tensor,
-    block_dim: int,
-    fmt: Format,
-    seed: Tensor | None = None,
-    stream: int = 0,
-    amax: Tensor | None = None,
-) -> Tensor:
-    """Returns the elements of `x` under the scales `scale`, which may come from another tensor.
-
-    seed: int64 [1], 0 to 2^32 − 1, for stochastic elements. stream: number of the cast among the casts with
-    this seed. amax: `outer_amax`, for two-level formats. Raises `FormatError` if the format needs a seed or
-    an amax and has none.
-    """
-    return _elements(_tiles(x, block_dim, fmt), x.shape, scale, block_dim, fmt, seed, stream, amax)
-
-
 def _elements(
     tiles: Tensor,
     shape: Sequence[int],
@@ -270,27 +254,6 @@ def decode_tensors(
     """
     tiles = _tiled(element_values(qdata, fmt.elem), extents(qdata.ndim, block_dim, fmt.tile))
     return _whole(tiles * _spread(scale_factors(scale, fmt, amax, global_scale)), qdata.shape).to(dtype)
-
-
-def quantize_tensors(
-    x: Tensor, block_dim: int, elem_dtype: torch.dtype, mode: str, square: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Returns elements and scales of `x` in MXFP8. mode: rounding of scales.
-
-    square: whether tiles are 32×32 in the last two dimensions; their scales are repeated for each row.
-    """
-    tile = Tile.SQUARE if square else Tile.ROW
-    fmt = Format(elem=elem_type(elem_dtype), rounding=rounding(mode), tile=tile)
-    qdata, scale = encode_tensors(x, block_dim, fmt)
-    if square:
-        other = -3 - (block_dim % x.ndim - x.ndim)
-        scale = scale.repeat_interleave(BLOCK, other).narrow(other, 0, x.shape[other]).contiguous()
-    return qdata, scale
-
-
-def dequantize_tensors(qdata: Tensor, scale: Tensor, block_dim: int, dtype: torch.dtype) -> Tensor:
-    """Returns the values of MXFP8 in 1×32 tiles; see `decode_tensors`."""
-    return decode_tensors(qdata, scale, block_dim, Format(), dtype)
 
 
 def pack(codes: Tensor, dim: int, elem: ElemType) -> Tensor:

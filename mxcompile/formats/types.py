@@ -285,11 +285,6 @@ class Format:
         return self.is_mx and self == Format.mx(self.elem)
 
     @property
-    def is_mx_rows(self) -> bool:
-        """Whether it is MXFP8 in tiles of 1×32."""
-        return self.is_mx and self.tile == Tile.ROW
-
-    @property
     def as_read(self) -> Format:
         """The format by which products read a copy: `mx` for MXFP8, else this format."""
         return Format.mx(self.elem) if self.is_mx else self
@@ -419,14 +414,6 @@ def rounding(word: str) -> Rounding:
         return Rounding(word)
     except ValueError:
         raise FormatError(not_allowed("rounding", word, list(Rounding))) from None
-
-
-def scale_layout(word: str) -> ScaleLayout:
-    """Returns the scale layout named `word`. Raises `FormatError` for an unknown name."""
-    try:
-        return ScaleLayout(word)
-    except ValueError:
-        raise FormatError(not_allowed("scale layout", word, list(ScaleLayout))) from None
 
 
 def num_blocks(length: int, block: int = BLOCK) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import reference
+from helpers.casts import quantize
 from torch import Tensor, nn
 
 from mxcompile import ops
@@ -17,7 +18,7 @@ from mxcompile.analysis.audit.collect import _tensor
 from mxcompile.analysis.study.sites import CastSite
 from mxcompile.analysis.study.stats import PIECE, CastStats, ProductStats, Sums
 from mxcompile.formats import Format
-from mxcompile.formats.encoding import encode_tensors, quantize_tensors, tensor_amax
+from mxcompile.formats.encoding import encode_tensors, tensor_amax
 from mxcompile.graph.tags import GemmTag, Kind
 from mxcompile.policy import Gemm
 from mxcompile.report import GemmNumerics, TensorNumerics
@@ -221,7 +222,7 @@ def test_an_audit_counts_as_a_watch_does(word: str) -> None:
 def test_large_casts_are_measured_in_pieces(shape: tuple[int, ...], dim: int) -> None:
     x = torch.randn(shape)
     dim %= x.ndim
-    qdata, scale = quantize_tensors(x, dim, torch.float8_e4m3fn, "floor")
+    qdata, scale = quantize(x, dim, torch.float8_e4m3fn, "floor")
     stats = CastStats()
     stats.add(x, qdata, scale, dim, Format())
     back = reference.round_trip(x.movedim(dim, -1).reshape(-1, shape[dim]), -1, rounding="floor")

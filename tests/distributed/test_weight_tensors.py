@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import weight_ranks as model_of
+from helpers.casts import quantize
 from helpers.eager_backend import EagerBackend
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -21,8 +22,8 @@ from mxcompile.compiler.capture.gathers import Gathers, gathers_of
 from mxcompile.distributed.states import register_state_hooks
 from mxcompile.distributed.tensors import MasterWeight, TileCast, TiledWeight
 from mxcompile.errors import FormatError, ModelError, OptionError, PolicyError
-from mxcompile.formats import elem_type
-from mxcompile.formats.encoding import dequantize_tensors, quantize_tensors
+from mxcompile.formats import Format, elem_type
+from mxcompile.formats.encoding import decode_tensors
 from mxcompile.models.names import GraphInput
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -49,12 +50,12 @@ def test_tiles_are_those_of_the_operator(shape: tuple[int, ...], elem: torch.dty
     x = spread(*shape)
     x[..., 5, 0] = float("inf")
     qdata, scale = cast(elem, rounding)(x)
-    codes, repeated = quantize_tensors(x, -1, elem, rounding, square=True)
+    codes, repeated = quantize(x, -1, elem, rounding, True)
     assert torch.equal(qdata.view(torch.uint8), codes.view(torch.uint8))
     assert torch.equal(scale, repeated[..., ::32, :])
     values = ops.decode(qdata, scale, -1, f"{elem_type(elem)} 32x32 {rounding}", torch.float32)
     assert torch.equal(
-        values.nan_to_num(-1), dequantize_tensors(codes, repeated, -1, torch.float32).nan_to_num(-1)
+        values.nan_to_num(-1), decode_tensors(codes, repeated, -1, Format(), torch.float32).nan_to_num(-1)
     )
 
 
@@ -133,8 +134,8 @@ def test_master_weight_operates_like_its_plain_tensor():
 
 def test_tiles_answer_with_their_values():
     x = spread(64, 96).bfloat16()
-    codes = quantize_tensors(x, -1, E4M3, "rceil", square=True)
-    values = dequantize_tensors(*codes, -1, torch.bfloat16)
+    codes = quantize(x, -1, E4M3, "rceil", True)
+    values = decode_tensors(*codes, -1, Format(), torch.bfloat16)
     w = nn.Parameter(TiledWeight(*cast()(x), "rceil", torch.bfloat16))
     y = torch.randn(5, 96).bfloat16().requires_grad_()
     out = torch.nn.functional.linear(y, w)

@@ -11,7 +11,6 @@ from helpers.packed_operands import MXFP4, NVFP4
 import mxcompile
 from mxcompile import ops
 from mxcompile.formats import ELEM_TYPES, Format, Rounding, ScaleLayout, ScaleType
-from mxcompile.formats.encoding import quantize_tensors
 from mxcompile.lowering import targets
 from mxcompile.lowering.chips.tiles import Unsupported
 from mxcompile.lowering.choices import configs as choices
@@ -195,7 +194,7 @@ def test_generated_quantize_mm_matches_fp64_on_the_gpu(shape, chip):
     m, n, k = shape
     x, w, how = spread(m, k).to(BF16), operand(n, k, spread=20), (torch.float8_e4m3fn, "rceil")
     out = generated(ops.quantize_mm, x, *w.right, None, F32, str(Format()), str(Format()))
-    assert_within(out, *product(values(*quantize_tensors(x, -1, *how)), w.values), k)
+    assert_within(out, *product(values(*quantize(x, -1, *how)), w.values), k)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mxcompile import ops
-from mxcompile.formats import Copy, Format, ScaleLayout, elem_type
+from mxcompile.formats import Copy, Format, Rounding, ScaleLayout, Tile, elem_type
 from mxcompile.formats.encoding import decode_tensors, encode_tensors, outer_amax
 
 
@@ -22,7 +22,9 @@ def mx(
     dtype: torch.dtype | None = None,
 ) -> list[str]:
     """The copies of a cast to MXFP8. dim: counted from the last. dtype: of values; None for codes."""
-    return [str(Copy.mx(dim, elem, rounding, square, layout, dtype))]
+    tile = Tile.SQUARE if square else Tile.ROW
+    fmt = Format(elem=elem_type(elem), rounding=Rounding(rounding), tile=tile)
+    return [str(Copy.for_product(fmt, dim, ScaleLayout(layout), dtype))]
 
 
 @torch.compiler.assume_constant_result

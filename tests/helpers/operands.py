@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mxcompile.formats import E4M3, ElemType, num_blocks
-from mxcompile.formats.encoding import dequantize_tensors
+from mxcompile.formats import E4M3, ElemType, Format, num_blocks
+from mxcompile.formats.encoding import decode_tensors
 from mxcompile.formats.scale_tiles import tile_scale, untile_scale
 
 NAN_CODE, NAN_BYTE = 0x7F, 255
@@ -47,7 +47,7 @@ def values(qdata: Tensor, scale: Tensor) -> Tensor:
     """FP64 values of an operand [rows, K]; scale row-major [rows, ⌈K/32⌉] or flat, tiled."""
     if scale.ndim == 1:
         scale = untile_scale(scale, qdata.shape[0], num_blocks(qdata.shape[1]))
-    return dequantize_tensors(qdata, scale, -1, torch.float64)
+    return decode_tensors(qdata, scale, -1, Format(), torch.float64)
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -17,8 +17,8 @@ from torch._inductor.utils import run_and_get_code
 
 import mxcompile
 from mxcompile import ops
-from mxcompile.formats import Rounding, stored_form
-from mxcompile.formats.encoding import decode_tensors, dequantize_tensors, quantize_tensors
+from mxcompile.formats import Format, Rounding, stored_form
+from mxcompile.formats.encoding import decode_tensors
 from mxcompile.lowering.cpu import kernel
 from mxcompile.lowering.graph import pipeline
 from mxcompile.lowering.inductor import casts as casts  # registers the lowerings
@@ -130,10 +130,10 @@ def sources(dtype: torch.dtype) -> Iterator[Tensor]:
 
 def check(copies: tuple[Tensor, Tensor, Tensor], x: Tensor, dim: int, elem: str, rounding: str, square: bool):
     values, codes, scales = copies
-    qdata, expected = quantize_tensors(x, dim, ELEMS[elem], rounding, square)
+    qdata, expected = quantize(x, dim, ELEMS[elem], rounding, square)
     assert torch.equal(scales, expected)
     assert same_bits(codes.view(ELEMS[elem]), qdata)
-    assert same_bits(values, dequantize_tensors(qdata, expected, dim, x.dtype))
+    assert same_bits(values, decode_tensors(qdata, expected, dim, Format(), x.dtype))
 
 
 @pytest.mark.parametrize("rounding", list(Rounding))

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from mxcompile.formats import ELEM_TYPES, Format
-from mxcompile.formats.encoding import as_fnuz, encode_with, fp32_scale
+from mxcompile.formats.encoding import as_fnuz, encode_tensors, fp32_scale
 from mxcompile.lowering.kernels import fp8_tiles
 
 ELEM = pytest.mark.parametrize("elem", ELEM_TYPES)
@@ -67,6 +67,10 @@ def cast(x: torch.Tensor, scale: torch.Tensor, elem: str, *, stateful=False, nat
     return out
 
 
+def elements(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
+    return encode_tensors(x, -1, fmt, scale=scale)[0]
+
+
 def same(computed: torch.Tensor, wanted: torch.Tensor) -> None:
     nan = wanted.float().isnan()
     assert torch.equal(computed.view(wanted.dtype).float().isnan(), nan)
@@ -81,7 +85,7 @@ def test_fp8_cast_of_every_bf16_value_equals_reference(elem: str, native: bool):
     x = all_bf16().repeat(len(scale), 1)
     in_range = x.isfinite() & (x.double().abs() <= scale.double().unsqueeze(1) * fmt.elem.max * 1.01)
     x = torch.where(in_range | scale.isnan().unsqueeze(1), x, 0.0).to(torch.bfloat16)
-    same(cast(x, scale, elem, native=native), encode_with(x, scale.unsqueeze(1), -1, fmt))
+    same(cast(x, scale, elem, native=native), elements(x, scale.unsqueeze(1), fmt))
 
 
 @ELEM
@@ -96,7 +100,7 @@ def test_quotients_near_rounding_midpoints_match_the_reference(elem: str, dtype:
     x = torch.cat([x, torch.nextafter(x, x * 2), torch.nextafter(x, x * 0)], 1)
     x = torch.where(x.isfinite(), x, 0.0)  # a tensor that holds others has the scale NaN
     x = torch.nn.functional.pad(torch.cat([x, -x], 1), (0, 1024 - 6 * len(codes)))
-    same(cast(x, scale, elem), encode_with(x, scale.unsqueeze(1), -1, fmt))
+    same(cast(x, scale, elem), elements(x, scale.unsqueeze(1), fmt))
 
 
 @ELEM
@@ -105,9 +109,7 @@ def test_fp8_cast_with_delayed_scale_saturates_as_reference(elem: str):
     fmt = Format.parse(f"{elem} tensor nearest delayed:4:0")
     scale = torch.cat([scales(8)[:-1:20], torch.tensor([torch.nan])])
     x = all_bf16().repeat(len(scale), 1)
-    wanted = torch.cat(
-        [encode_with(row[None], s.reshape(1, 1), -1, fmt) for row, s in zip(x, scale, strict=True)]
-    )
+    wanted = torch.cat([elements(row[None], s.reshape(1, 1), fmt) for row, s in zip(x, scale, strict=True)])
     same(cast(x, scale, elem, stateful=True), wanted)
 
 
@@ -117,7 +119,7 @@ def test_elements_of_half_the_value(elem: str, native: bool):
     fmt, x = Format.parse(f"{elem} channel nearest"), all_bf16().reshape(64, 1024)
     x = x.where(x.float().abs() <= 448, torch.nan)
     scale = torch.full((64,), 1.0)
-    wanted = as_fnuz(encode_with(x, scale.unsqueeze(1), -1, fmt)).view(torch.uint8)
+    wanted = as_fnuz(elements(x, scale.unsqueeze(1), fmt)).view(torch.uint8)
     assert torch.equal(cast(x, scale, elem, native=native, fnuz=True), wanted)
 
 

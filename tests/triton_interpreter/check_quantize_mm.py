@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.casts import quantize
 from helpers.operands import assert_within, embedded, operand, product, values
 from modules import results_of_calls
 
 from mxcompile import ops
 from mxcompile.formats import E4M3, E5M2, ELEM_TYPES, Format, Rounding, elem_type, rounding
-from mxcompile.formats.encoding import quantize_tensors
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.lowering.templates import fused_quantize_mm
 
@@ -47,7 +47,7 @@ def products(calls, target) -> list[torch.Tensor]:
 
 def check(calls, target) -> None:
     for out, (x, w, bias, cast, _) in zip(products(calls, target), calls, strict=True):
-        x_values = values(*quantize_tensors(x, -1, *cast))
+        x_values = values(*quantize(x, -1, *cast))
         assert_within(out, *product(x_values, w.values, bias), x.shape[1])
 
 
