@@ -7,14 +7,12 @@ Blocks run along head_dim.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from mxcompile.formats import Format
 from mxcompile.ops.cast import decoded
-from mxcompile.ops.define import Spec, define
+from mxcompile.ops.define import define
 
 
 def _attention(
@@ -44,16 +42,11 @@ def _numbers(elements: Tensor, scales: Tensor | None, fmt: str) -> Tensor:
     return decoded(elements.view(Format.parse(fmt).elem.dtype), scales, -1, fmt, torch.float32)
 
 
-def _spec_attention(q: Tensor, *_: Any) -> list[Spec]:
-    batch, heads, queries, dim = q.shape
-    return [((batch, queries, heads, dim), q.dtype)]
-
-
 attention = define(
     "attention(Tensor q, Tensor keys, Tensor? key_scales, Tensor values, Tensor? value_scales, Tensor? mask,"
     " float factor, str fmt) -> Tensor",
     _attention,
-    _spec_attention,
+    lambda q, *_: [((q.shape[0], q.shape[2], q.shape[1], q.shape[3]), q.dtype)],
 )
 """Attention of q [B, H, Q, D] over stored keys and values: [B, Q, H, D] in q's dtype.
 

@@ -1,11 +1,12 @@
-"""The cast of a tensor to copies, and its reverse.
+"""The cast of a tensor to copies, its reverse, and the random Hadamard transform before some casts.
 
     cast      x → the tensors of each copy of x, then of each copy of y        copies: words (`Copy.parse`)
     decode    qdata, scale → values in `dtype`. qdata alone → elements in `dtype`: uint8 unpacks codes, and
               MI300's types (`FNUZ`) halve the values
+    hadamard  x → its transform along a dimension, padded to whole blocks of 16 (see `formats.hadamard`)
 
 Arguments of `cast`. y: a second tensor that gets the same copies. A kernel can then read the common inputs of
-x and y once. seed, stream: see `encode_with`. scales: for each copy, scales from earlier calls (delayed
+x and y once. seed, stream: see `encode_tensors`. scales: for each copy, scales from earlier calls (delayed
 scaling, see `state`), or None. amaxes: for each copy in a two-level format, the amax of the tensor
 (`largest`), FP32 [1], or of its rows along the contraction, else None.
 
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from mxcompile.formats import FNUZ, Copy, Format, Tile, num_blocks
 from mxcompile.formats.encoding import as_fnuz, decode_tensors, element_values, unpack
+from mxcompile.formats.hadamard import num_transformed, transformed
 from mxcompile.formats.scale_tiles import untile_scale
 from mxcompile.ops.define import Spec, define
 
@@ -51,18 +53,6 @@ def _cast(
 
 def _sources(x: Tensor, y: Tensor | None) -> list[Tensor]:
     return [x] if y is None else [x, y]
-
-
-def _spec_cast(
-    x: Tensor,
-    copies: Sequence[str],
-    seed: Tensor | None = None,
-    stream: int = 0,
-    scales: Sequence[Tensor | None] | None = None,
-    amaxes: Sequence[Tensor | None] | None = None,
-    y: Tensor | None = None,
-) -> list[Spec]:
-    return [spec for source in _sources(x, y) for word in copies for spec in Copy.parse(word).specs(source)]
 
 
 def decoded(
@@ -101,21 +91,24 @@ def decoded_shape(qdata: Any, block_dim: int, form: Format) -> list[Any]:
     return shape
 
 
-def _spec_decode(
-    qdata: Tensor, scale: Tensor | None, block_dim: int, fmt: str, dtype: torch.dtype, *_: Any
-) -> list[Spec]:
-    return [(decoded_shape(qdata, block_dim, Format.parse(fmt)), dtype)]
+def _spec_hadamard(x: Tensor, dim: int, signs: int) -> list[Spec]:
+    shape = list(x.shape)
+    shape[dim] = num_transformed(shape[dim])
+    return [(shape, x.dtype)]
 
 
 cast = define(
     "cast(Tensor x, str[] copies, Tensor? seed=None, int stream=0, Tensor?[]? scales=None,"
     " Tensor?[]? amaxes=None, Tensor? y=None) -> Tensor[]",
     _cast,
-    _spec_cast,
+    lambda x, copies, seed=None, stream=0, scales=None, amaxes=None, y=None: [
+        spec for source in _sources(x, y) for word in copies for spec in Copy.parse(word).specs(source)
+    ],
 )
 decode = define(
     "decode(Tensor qdata, Tensor? scale, int block_dim, str fmt, ScalarType dtype, Tensor? amax=None,"
     " Tensor? global_scale=None) -> Tensor",
     decoded,
-    _spec_decode,
+    lambda qdata, scale, dim, fmt, dtype, *_: [(decoded_shape(qdata, dim, Format.parse(fmt)), dtype)],
 )
+hadamard = define("hadamard(Tensor x, int dim, int signs) -> Tensor", transformed, _spec_hadamard)

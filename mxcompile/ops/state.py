@@ -35,14 +35,6 @@ def _fake_tapped(w: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(w), torch.empty_like(state)
 
 
-def _slot(state: Tensor) -> Tensor:
-    return torch.zeros_like(state)
-
-
-def _spec_slot(state: Tensor) -> list[Spec]:
-    return [(state.shape, state.dtype)]
-
-
 def _spec_largest(x: Tensor, dim: int | None = None) -> list[Spec]:
     if dim is None:
         return [((1,), torch.float32)]
@@ -56,10 +48,6 @@ def _mean(state: Tensor, row: int, amax: Tensor, fmt: str) -> Tensor:
     return torch.where(before == 0, amax, torch.where(amax.isfinite(), mean, before))
 
 
-def _spec_mean(state: Tensor, row: int, amax: Tensor, fmt: str) -> list[Spec]:
-    return [((1,), torch.float32)]
-
-
 def _scale_of_row(state: Tensor, row: int, fmt: str, ndim: int) -> Tensor:
     form = Format.parse(fmt)
     margin = 2.0**form.amax.margin if form.amax.kind is AmaxKind.DELAYED else 1.0
@@ -71,10 +59,6 @@ def _shape_of_row(state: Tensor, ndim: int) -> list[Any]:
     return [1] * (ndim - state.ndim + 1) + list(state.shape[1:])
 
 
-def _spec_known_scale(state: Tensor, row: int, fmt: str, ndim: int) -> list[Spec]:
-    return [(_shape_of_row(state, ndim), torch.float32)]
-
-
 def _save_state(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(inputs[1])
 
@@ -83,11 +67,17 @@ def _gradients(ctx: Any, dw: Tensor, _: Any) -> tuple[Tensor, Tensor]:
     return dw, slot(*ctx.saved_tensors)
 
 
-slot = define("slot(Tensor state) -> Tensor", _slot, _spec_slot)
+slot = define("slot(Tensor state) -> Tensor", torch.zeros_like, lambda state: [(state.shape, state.dtype)])
 largest = define("largest(Tensor x, int? dim=None) -> Tensor", tensor_amax, _spec_largest)
-mean = define("mean(Tensor state, int row, Tensor amax, str fmt) -> Tensor", _mean, _spec_mean)
+mean = define(
+    "mean(Tensor state, int row, Tensor amax, str fmt) -> Tensor",
+    _mean,
+    lambda state, row, amax, fmt: [((1,), torch.float32)],
+)
 known_scale = define(
-    "known_scale(Tensor state, int row, str fmt, int ndim) -> Tensor", _scale_of_row, _spec_known_scale
+    "known_scale(Tensor state, int row, str fmt, int ndim) -> Tensor",
+    _scale_of_row,
+    lambda state, row, fmt, ndim: [(_shape_of_row(state, ndim), torch.float32)],
 )
 
 LIBRARY.define("tapped(Tensor w, Tensor state) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))

@@ -18,7 +18,7 @@ from torch import fx
 
 from mxcompile.formats import Copy, Format
 from mxcompile.ops.cast import cast, decode
-from mxcompile.ops.general import grouped_matmul, matmul
+from mxcompile.ops.products import grouped_matmul, matmul
 
 
 @functools.cache
@@ -71,9 +71,7 @@ class View:
         """Returns the view of `node`, or None if it does not call an operator of `operators`."""
         if not isinstance(node, fx.Node) or node.target not in cls.operators:
             return None
-        called, args = call_of(node)
-        names, defaults = _schema(called)
-        arguments = {**defaults, **dict(zip(names, args, strict=False)), **node.kwargs}
+        arguments = arguments_of(node)
         return cls(
             node=node, **{name: arguments[name] for name in cls.__dataclass_fields__ if name in arguments}
         )

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -27,7 +26,7 @@ from mxcompile.formats.encoding import (
     outer_amax,
     scale_factors,
 )
-from mxcompile.ops.define import LIBRARY, Spec, define
+from mxcompile.ops.define import LIBRARY, define
 
 FIELDS = (
     "amax",
@@ -143,15 +142,11 @@ def _spaced_elements(values: Tensor, keep: int) -> Tensor:
     return values[places]
 
 
-def _spec_cast_statistics(x: Tensor, block_dim: int, fmt: str, keep: int, *_: Any) -> list[Spec]:
-    return [((LENGTH,), torch.float64), ((keep,), torch.float32)]
-
-
 cast_statistics = define(
     "cast_statistics(Tensor x, int block_dim, str fmt, int keep, Tensor? seed=None, int stream=0,"
     " Tensor? scale=None) -> (Tensor statistics, Tensor kept)",
     _cast_statistics,
-    _spec_cast_statistics,
+    lambda x, block_dim, fmt, keep, *_: [((LENGTH,), torch.float64), ((keep,), torch.float32)],
     torch.Tag.flexible_layout,
 )
 

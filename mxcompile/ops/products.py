@@ -1,10 +1,14 @@
-"""Products in any format, and their scales and seeds. Formats are words (`Format.parse`).
+"""Products, and their scales and seeds. Formats are words (`Format.parse`).
 
     draw_seed           → a seed for the casts of a graph, int64 [1], from the generator of the device
     scale_bytes         scales of qdata → the bytes that a product reads, one per block, in a layout. FP32
                         powers of two become E8M0 bytes, one per 32 elements (see `Format.mx_elem`)
     matmul              a[…, M, K] · b[…, K, N] (· tensors) (+ bias[N]), accumulated in FP32, rounded once
     grouped_matmul      one GEMM per group; `offs` has the ends of the groups, as in `aten._grouped_mm`
+    grouped_mm          the same of operands in any floating-point dtype
+    weight_only_mm      x[M, K] · decode(w[N, K])ᵀ (+ bias[N]), accumulated in FP32; w as for `decode`
+    quantize_mm         matmul(cast(x), b) (+ bias[N]) of matrices; the product's kernel casts x
+    flatten             x → its elements in one dimension (see `passes/flatten.py`)
 
 Scales are E8M0 bytes, FP32 or E4M3, one per tile: ⌈n/extent⌉ along a dimension, 1 along a dimension that the
 tile spans. `block_dim` is the contraction dimension. Elements without a torch dtype are codes, one per byte.
@@ -23,31 +27,23 @@ The implementations are the reference; compiled graphs run kernels of the loweri
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mxcompile.formats import BLOCK, Format, ScaleLayout, Tile, num_blocks
-from mxcompile.formats.encoding import extents, scale_shape
+from mxcompile.formats.encoding import encode_tensors, extents, scale_shape
 from mxcompile.formats.scale_tiles import tile_scale, tiled_length
 from mxcompile.formats.stochastic import SEEDS
 from mxcompile.ops.cast import decoded
 from mxcompile.ops.define import Spec, define
-from mxcompile.ops.mx import (
-    grouped_product,
-    product,
-    spec_grouped_matmul,
-    spec_matmul,
-)
 
 
 def _draw_seed(like: Tensor) -> Tensor:
     return torch.randint(SEEDS, (1,), dtype=torch.int64, device=like.device)
-
-
-def _spec_draw_seed(like: Tensor) -> list[Spec]:
-    return [((1,), torch.int64)]
 
 
 def _scale_bytes(scale: Tensor, qdata: Tensor, block_dim: int, fmt: str, scale_layout: str) -> Tensor:
@@ -93,7 +89,7 @@ def _matmul(
     tensors: Sequence[Tensor] | None = None,
 ) -> Tensor:
     a, b = _values(a, scale_a, -1, format_a), _values(b, scale_b, -2, format_b)
-    return product(a, b, bias, out_dtype, _factor(tensors))
+    return _product(a, b, bias, out_dtype, _factor(tensors))
 
 
 def _factor(tensors: Sequence[Tensor] | None) -> Tensor | None:
@@ -117,8 +113,81 @@ def _grouped_matmul(
     return (out if factor is None else out * factor).to(out_dtype)
 
 
+def _product(
+    a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, alpha: Tensor | None = None
+) -> Tensor:
+    """Returns the product of FP32 operands (· alpha) (+ bias), rounded once to `out_dtype`."""
+    out = a @ b if alpha is None else a @ b * alpha
+    return (out if bias is None else out + bias).to(out_dtype)
+
+
+def _weight_only_mm(
+    x: Tensor,
+    qdata: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fmt: str,
+    global_scale: Tensor | None = None,
+) -> Tensor:
+    weight = decoded(qdata, scale, -1, fmt, torch.float32, global_scale=global_scale)
+    return _product(x.to(torch.float32), weight.t(), bias, out_dtype)
+
+
+def _quantize_mm(
+    x: Tensor,
+    b: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    format_x: str,
+    format_b: str,
+    qdata: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> Tensor:
+    """Multiplies `x`, cast along K, by `b`. qdata, scale: the cast of x, for kernels that read it."""
+    values = decoded(*encode_tensors(x, -1, Format.parse(format_x)), -1, format_x, torch.float32)
+    return _product(values, _values(b, scale_b, -2, format_b), bias, out_dtype)
+
+
+def grouped_product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """Returns one product per group; `offs` has the ends of the groups, as in `aten._grouped_mm`.
+
+    Rows and columns of the result past the last group are 0.
+    """
+    ends = offs.tolist()
+    spans = [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    match a.ndim, b.ndim:
+        case 2, 2:
+            out = torch.stack([a[:, span] @ b[span] for span in spans])
+        case 2, 3:
+            out = a.new_zeros(a.shape[0], b.shape[-1])
+            for group, span in enumerate(spans):
+                out[span] = a[span] @ b[group]
+        case 3, 2:
+            out = a.new_zeros(a.shape[1], b.shape[-1])
+            for group, span in enumerate(spans):
+                out[:, span] = a[group] @ b[:, span]
+        case _:
+            out = a @ b
+    return out
+
+
+def _grouped_shape(a: Tensor, b: Tensor, offs: Tensor) -> tuple[Any, ...]:
+    match a.ndim, b.ndim:
+        case 2, 2:
+            return (offs.shape[0], a.shape[0], b.shape[1])
+        case 3, 2:
+            return (a.shape[1], b.shape[-1])
+        case _:
+            return (*a.shape[:-1], b.shape[-1])
+
+
 draw_seed = define(
-    "draw_seed(Tensor like) -> Tensor", _draw_seed, _spec_draw_seed, torch.Tag.nondeterministic_seeded
+    "draw_seed(Tensor like) -> Tensor",
+    _draw_seed,
+    lambda like: [((1,), torch.int64)],
+    torch.Tag.nondeterministic_seeded,
 )
 scale_bytes = define(
     "scale_bytes(Tensor scale, Tensor qdata, int block_dim, str fmt, str scale_layout) -> Tensor",
@@ -129,11 +198,31 @@ matmul = define(
     "matmul(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor? bias, ScalarType out_dtype,"
     " str format_a, str format_b, Tensor[]? tensors=None) -> Tensor",
     _matmul,
-    spec_matmul,
+    lambda a, scale_a, b, scale_b, bias, out_dtype, *_: [((*a.shape[:-1], b.shape[-1]), out_dtype)],
 )
 grouped_matmul = define(
     "grouped_matmul(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor offs,"
     " ScalarType out_dtype, str format_a, str format_b, Tensor[]? tensors=None) -> Tensor",
     _grouped_matmul,
-    spec_grouped_matmul,
+    lambda a, scale_a, b, scale_b, offs, out_dtype, *_: [(_grouped_shape(a, b, offs), out_dtype)],
+)
+weight_only_mm = define(
+    "weight_only_mm(Tensor x, Tensor qdata, Tensor scale, Tensor? bias, ScalarType out_dtype, str fmt,"
+    " Tensor? global_scale=None) -> Tensor",
+    _weight_only_mm,
+    lambda x, qdata, scale, bias, out_dtype, *_: [((x.shape[0], qdata.shape[0]), out_dtype)],
+)
+quantize_mm = define(
+    "quantize_mm(Tensor x, Tensor b, Tensor scale_b, Tensor? bias, ScalarType out_dtype, str format_x,"
+    " str format_b, Tensor? qdata=None, Tensor? scale=None) -> Tensor",
+    _quantize_mm,
+    lambda x, b, scale_b, bias, out_dtype, *_: [((x.shape[0], b.shape[1]), out_dtype)],
+)
+grouped_mm = define(
+    "grouped_mm(Tensor a, Tensor b, Tensor offs) -> Tensor",
+    grouped_product,
+    lambda a, b, offs: [(_grouped_shape(a, b, offs), a.dtype)],
+)
+flatten = define(
+    "flatten(Tensor x) -> Tensor", lambda x: x.flatten().clone(), lambda x: [([math.prod(x.shape)], x.dtype)]
 )
