@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ class Builder:
         elif self._fake and not keywords and (like_it := _like(target, positional, self._fake)) is not None:
             node.meta["val"] = self._as_fake(like_it, positional[0].device)
         else:
-            with self._mode():
+            with self._fake or nullcontext():
                 node.meta["val"] = target(*positional, **keywords)
         return node
 
@@ -141,14 +141,6 @@ class Builder:
         for index, result in list(results_of(old)):
             self.replace(result, new[index])
         self.graph.erase_node(old)
-
-    @contextmanager
-    def _mode(self) -> Iterator[None]:
-        if self._fake is None:
-            yield
-            return
-        with self._fake:
-            yield
 
 
 def _like(target: Any, args: Any, fake: FakeTensorMode) -> torch.Tensor | None:

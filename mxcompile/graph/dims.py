@@ -7,13 +7,11 @@ A reshape maps groups of dimensions with equal products of sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 from torch import fx
 
 from mxcompile.graph.opsets import SIZED_VIEWS, aten, packet, permutation
 from mxcompile.graph.tags import hint, tensor
+from mxcompile.ops.view import argument_of
 
 _REGROUPED = SIZED_VIEWS | {aten.unflatten, aten.squeeze}
 
@@ -34,27 +32,14 @@ def before(node: fx.Node, source: fx.Node, dims: frozenset[int]) -> frozenset[in
         return frozenset(order[dim] for dim in dims if dim < len(order))
     if op_packet is aten.as_strided and old.shape != new.shape:
         return frozenset()
-    follow = _FOLLOW.get(op_packet)
-    if follow is not None:
-        return follow(node.args, old.ndim, dims)
+    if op_packet is aten.unsqueeze:
+        at = argument_of(node, "dim") % new.ndim
+        return frozenset(dim - (dim > at) for dim in dims if dim != at)
+    if op_packet is aten.select:
+        at = argument_of(node, "dim") % old.ndim
+        return frozenset(dim + (dim >= at) for dim in dims)
     shift = new.ndim - old.ndim  # elementwise: aligned at the end
     return frozenset(dim - shift for dim in dims if 0 <= dim - shift < old.ndim)
-
-
-def _unsqueeze(args: Sequence[Any], ndim: int, dims: frozenset[int]) -> frozenset[int]:
-    at = args[1] % (ndim + 1)
-    return frozenset(dim - (dim > at) for dim in dims if dim != at)
-
-
-def _select(args: Sequence[Any], ndim: int, dims: frozenset[int]) -> frozenset[int]:
-    at = args[1] % ndim
-    return frozenset(dim + (dim >= at) for dim in dims)
-
-
-_FOLLOW: dict[Any, Callable[[Sequence[Any], int, frozenset[int]], frozenset[int]]] = {
-    aten.unsqueeze: _unsqueeze,
-    aten.select: _select,
-}
 
 
 def _through_reshape(old: list[int], new: list[int], dims: frozenset[int]) -> frozenset[int]:

@@ -21,7 +21,6 @@ KEY = "mx"
 PASS_KEY = "mx_pass"
 """``node.meta`` key: name of the pass that created a node."""
 
-
 AUTOCAST_KEY = "mxcompile_autocast_off"
 """Key in a node's ``custom`` metadata: the model disables autocast around the node."""
 
@@ -129,15 +128,7 @@ class GemmTag:
         if self.gemm is not Gemm.FPROP:
             m, n, k = (m, k, n) if self.gemm is Gemm.DGRAD else (k, m, n)
         n, k = self.whole or (n, k)
-        return Layer(
-            name=self.name,
-            role=self.role,
-            module=self.module,
-            m=m,
-            n=n,
-            k=k,
-            block=self.block,
-        )
+        return Layer(name=self.name, role=self.role, module=self.module, m=m, n=n, k=k, block=self.block)
 
 
 def gradient_tags(tag: GemmTag) -> tuple[GemmTag, GemmTag]:
@@ -173,11 +164,9 @@ def set_tag(node: fx.Node, *tags: GemmTag) -> None:
 
 def add_fallback(node: fx.Node, reason: str) -> None:
     """Adds the reason why a preferred kernel does not run the GEMM to the tags of `node`, once."""
-    size_or_none = (
-        tag if reason in tag.fallbacks else replace(tag, fallbacks=(*tag.fallbacks, reason))
-        for tag in tags_of(node)
-    )
-    set_tag(node, *size_or_none)
+    for tag in tags_of(node):
+        if reason not in tag.fallbacks:
+            change_tag(node, tag, replace(tag, fallbacks=(*tag.fallbacks, reason)))
 
 
 def change_tag(node: fx.Node, old: GemmTag, new: GemmTag) -> None:
