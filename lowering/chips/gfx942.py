@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mxcompile.lowering.chips.peak import peak, shares
+from mxcompile.lowering.chips.peak import Peak, shares
 from mxcompile.lowering.chips.shared import EMULATED_TILES, MAMF, UNKNOWN, WEIGHT_ONLY_AMD
 from mxcompile.lowering.chips.target import FP8_TILES, amd
 
@@ -17,7 +17,7 @@ TARGETS = (
         fp8_tiles=FP8_TILES,
         fp8_fnuz=True,
         tiles=replace(EMULATED_TILES, weight_only_mm=WEIGHT_ONLY_AMD),
-        peak=peak(
+        peak=Peak(
             "MI300X",
             bf16_tflops=1307,
             fp32_tflops=163.4,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mxcompile.formats import ScaleType
-from mxcompile.lowering.chips.peak import peak, shares
+from mxcompile.lowering.chips.peak import Peak, shares
 from mxcompile.lowering.chips.shared import (
     FP4_CAST,
     FP8_CAST,
@@ -53,7 +53,7 @@ TARGETS = (
         encodes_fp8=True,
         decodes_fp8=True,
         tiles=_TILES,
-        peak=peak(
+        peak=Peak(
             "MI355X",
             bf16_tflops=2516,
             fp32_tflops=157.3,

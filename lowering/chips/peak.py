@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,9 +19,11 @@ class Rate:
     source: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Peak:
     """The vendor's data sheet of one chip; rates are for dense products.
+
+    FP8 and FP4 default to MXFP8's rate, MXFP8 to BF16's.
 
     bf16_tflops, fp32_tflops (not TF32), mxfp8_tflops (a scale per block of 32), fp8_tflops (a scale per
     tensor or channel), fp4_tflops (packed FP4): 10¹² operations a second. bandwidth_gbs: bandwidth of device
@@ -30,43 +32,28 @@ class Peak:
     """
 
     chip: str
+    _: KW_ONLY
     bf16_tflops: float
-    mxfp8_tflops: float
-    fp8_tflops: float
-    fp4_tflops: float
     fp32_tflops: float
     bandwidth_gbs: float
     memory_gb: float
     clock_ghz: float
+    mxfp8_tflops: float = 0.0
+    fp8_tflops: float = 0.0
+    fp4_tflops: float = 0.0
     rates: Mapping[str, Rate] = field(default_factory=dict, hash=False)
 
+    def __post_init__(self) -> None:
+        mxfp8 = self.mxfp8_tflops or self.bf16_tflops
+        rates = {"mxfp8": mxfp8, "fp8": self.fp8_tflops or mxfp8, "fp4": self.fp4_tflops or mxfp8}
+        for kind, tflops in rates.items():
+            object.__setattr__(self, f"{kind}_tflops", tflops)  # the class is frozen
 
-def peak(
-    chip: str,
-    *,
-    bf16_tflops: float,
-    fp32_tflops: float,
-    bandwidth_gbs: float,
-    memory_gb: float,
-    clock_ghz: float,
-    mxfp8_tflops: float = 0.0,
-    fp8_tflops: float = 0.0,
-    fp4_tflops: float = 0.0,
-    rates: Mapping[str, Rate] | None = None,
-) -> Peak:
-    """Returns the data sheet of `chip`. FP8 and FP4 default to MXFP8's rate, MXFP8 to BF16's."""
-    return Peak(
-        chip=chip,
-        bf16_tflops=bf16_tflops,
-        fp32_tflops=fp32_tflops,
-        mxfp8_tflops=mxfp8_tflops or bf16_tflops,
-        fp8_tflops=fp8_tflops or mxfp8_tflops or bf16_tflops,
-        fp4_tflops=fp4_tflops or mxfp8_tflops or bf16_tflops,
-        bandwidth_gbs=bandwidth_gbs,
-        memory_gb=memory_gb,
-        clock_ghz=clock_ghz,
-        rates=rates or {},
-    )
+    def tflops(self, product: str) -> float:
+        """Returns the rate of products of a kind in `mxcompile.offline.rates`; attention has BF16's."""
+        kind = product.removeprefix("own_").partition("_")[0]
+        tflops: float = getattr(self, f"{kind}_tflops", self.bf16_tflops)
+        return tflops
 
 
 def shares(source: str, **ends: tuple[float, float, float]) -> dict[str, Rate]:

@@ -7,7 +7,6 @@ from mxcompile.lowering.chips.tiles import (
     NO_FP4,
     VALUES,
     ChipTiles,
-    FP4Tile,
     FP8Choices,
     MatmulConfig,
     QuantizeChoices,
@@ -30,7 +29,7 @@ FP8_CAST = FP8Choices(
     cast=TileConfig(block_m=64, block_n=128, num_warps=4),
     blocks=TileConfig(block_m=128, block_n=128, num_warps=8),
 )
-FP4_CAST = FP4Tile(rows=64, columns=256, num_warps=4)
+FP4_CAST = TileConfig(block_m=64, block_n=256, num_warps=4)
 FUSED_FEW = MatmulConfig(block_m=32, block_n=128, block_k=128, num_warps=4, num_stages=2)
 
 

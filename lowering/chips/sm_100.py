@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mxcompile.formats import ScaleLayout, ScaleType
-from mxcompile.lowering.chips.peak import peak, shares
+from mxcompile.lowering.chips.peak import Peak, shares
 from mxcompile.lowering.chips.shared import FP4_CAST, FP8_CAST, MAMF, QUANTIZE, WEIGHT_ONLY
 from mxcompile.lowering.chips.target import nvidia
 from mxcompile.lowering.chips.tiles import ChipTiles, MatmulConfig, ScaledChoices, TiledConfig
@@ -113,7 +113,7 @@ TARGETS = (
         "B200, GB200",
         processors=148,
         groups_in_library=True,  # the library's machine code seems to be for sm_100 alone
-        peak=peak(
+        peak=Peak(
             "B200",
             bf16_tflops=2250,
             fp32_tflops=75,
@@ -131,7 +131,7 @@ TARGETS = (
         103,
         "B300, GB300",
         processors=160,
-        peak=peak(
+        peak=Peak(
             "B300",
             bf16_tflops=2250,
             fp32_tflops=75,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mxcompile.formats import ScaleLayout, ScaleType
-from mxcompile.lowering.chips.peak import peak, shares
+from mxcompile.lowering.chips.peak import Peak, shares
 from mxcompile.lowering.chips.shared import FP4_CAST, FP8_CAST, FUSED_FEW, QUANTIZE, WEIGHT_ONLY
 from mxcompile.lowering.chips.target import nvidia
 from mxcompile.lowering.chips.tiles import (
@@ -57,7 +57,7 @@ TARGETS = (
         fp8_tiles=frozenset({"tensor"}),  # pytorch #192707: cuBLAS refuses a scale per row
         long_k=4096,  # published shares of the peak: our NVFP4 kernel 0.52, the library's 0.80
         tiles=_TILES,
-        peak=peak(
+        peak=Peak(
             "RTX 5090",
             bf16_tflops=209.5,
             fp32_tflops=104.8,

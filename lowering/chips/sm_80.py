@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mxcompile.lowering.chips.peak import peak, shares
+from mxcompile.lowering.chips.peak import Peak, shares
 from mxcompile.lowering.chips.shared import EMULATED_TILES, MAMF, weight_only
 from mxcompile.lowering.chips.target import nvidia
 from mxcompile.lowering.chips.tiles import Unsupported
@@ -20,7 +20,7 @@ TARGETS = (
             fp8_cast=Unsupported(reason="no FP8 GEMM to cast for"),
             weight_only_mm=weight_only(4, 3, 4),  # decoding with integer instructions spills at two warps
         ),
-        peak=peak(
+        peak=Peak(
             "A100 80GB", bf16_tflops=312, fp32_tflops=19.5, bandwidth_gbs=2039, memory_gb=80, clock_ghz=1.41
         ),
         peaks={"a100": None},

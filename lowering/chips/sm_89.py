@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mxcompile.lowering.chips.peak import peak, shares
+from mxcompile.lowering.chips.peak import Peak, shares
 from mxcompile.lowering.chips.shared import EMULATED_TILES
 from mxcompile.lowering.chips.target import nvidia
 
@@ -13,7 +13,7 @@ TARGETS = (
         processors=142,
         shared_kib=99,
         tiles=EMULATED_TILES,
-        peak=peak(
+        peak=Peak(
             "L40S",
             bf16_tflops=362,
             fp32_tflops=91.6,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from mxcompile.lowering.chips.peak import Peak, peak, shares
+from mxcompile.lowering.chips.peak import Peak, shares
 from mxcompile.lowering.chips.shared import EMULATED_TILES, MAMF
 from mxcompile.lowering.chips.target import BLOCKS, FP8_TILES, WEIGHTS, nvidia
 
 
 def _peak(chip: str, bandwidth_gbs: float, memory_gb: float, **columns: Any) -> Peak:
-    return peak(
+    return Peak(
         chip,
         bf16_tflops=989,
         fp32_tflops=67,

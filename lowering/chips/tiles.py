@@ -34,15 +34,11 @@ class Unsupported:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizeChoices:
-    """Configs by the copies that a cast makes: "rowwise", "columnwise" or "both"."""
+    """Configs by the copies that a cast makes."""
 
     rowwise: TileConfig
     columnwise: TileConfig
     both: TileConfig
-
-    def for_layout(self, layout: str) -> TileConfig:
-        """Returns the config for `layout`."""
-        return {"rowwise": self.rowwise, "columnwise": self.columnwise, "both": self.both}[layout]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,15 +51,6 @@ class FP8Choices:
     amax: TileConfig
     cast: TileConfig
     blocks: TileConfig
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FP4Tile:
-    """Config of an FP4 cast: a tile of rows and columns. Each thread holds whole blocks along columns."""
-
-    rows: int
-    columns: int
-    num_warps: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,18 +71,13 @@ class ScaledChoices:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TiledConfig:
+class TiledConfig(MatmulConfig):
     """A `MatmulConfig` whose tile is stored in 2^`halvings` parts, to bound the registers of the epilogue.
 
     warp_specialize: loads, MMA and epilogue run in separate warps. since: first Triton release that
     compiles it.
     """
 
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
     halvings: int
     warp_specialize: bool = False
     since: tuple[int, int] = (3, 6)
@@ -131,15 +113,16 @@ NO_TENSOR_MEMORY = Unsupported(reason="no tensor memory; scaled_mm's pointer for
 class ChipTiles:
     """Tile configs of a chip by kernel family.
 
-    scaled_mm: configs of the pointer form. scaled_mm_tiled: candidates, widest tiles first (see
-    `choices.configs.tiled_default`). fused_quantize_mm: in a swapped config, block_m and block_n are extents
-    of the swapped product. more_scaled_mm, more_fused_few, more_fused_many: further configs that autotuning
-    tries for many rows, and for few and many rows of the fused product.
+    fp4_cast: each thread holds whole blocks along columns. scaled_mm: configs of the pointer form.
+    scaled_mm_tiled: candidates, widest tiles first (see `choices.configs.tiled_default`). fused_quantize_mm:
+    in a swapped config, block_m and block_n are extents of the swapped product. more_scaled_mm,
+    more_fused_few, more_fused_many: further configs that autotuning tries for many rows, and for few and many
+    rows of the fused product.
     """
 
     quantize: QuantizeChoices | Unsupported = NO_ROW
     fp8_cast: FP8Choices | Unsupported = NO_ROW
-    fp4_cast: FP4Tile | Unsupported = NO_ROW
+    fp4_cast: TileConfig | Unsupported = NO_ROW
     scaled_mm: ScaledChoices | Unsupported = NO_ROW
     scaled_mm_tiled: tuple[TiledConfig, ...] | Unsupported = NO_ROW
     fused_quantize_mm: ScaledChoices | Unsupported = NO_ROW

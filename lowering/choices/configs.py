@@ -248,7 +248,7 @@ def cast(target: Target, layout: str, *, packed: bool = False) -> TileConfig:
     """
     if layout == "two":
         return _OF_TWO if packed else replace(_OF_TWO, block_n=64, num_warps=2)
-    tile = chosen(target.tiles.quantize, "quantize", target).for_layout(layout)
+    tile: TileConfig = getattr(chosen(target.tiles.quantize, "quantize", target), layout)
     warps = ceil(tile.block_m * tile.block_n / (_PER_THREAD * (2 if packed else 1))) // target.warp_size
     return replace(tile, num_warps=warps if packed else max(tile.num_warps, warps))
 

@@ -282,15 +282,15 @@ def _tile(target: Target, block: int, x: Any, *, halve: bool = False) -> dict[st
     tile = chosen(target.tiles.fp4_cast, "an FP4 cast", target)
     is_multiple = V.graph.sizevars.statically_known_multiple_of
     (m, n), size = x.get_size()[-2:], x.get_dtype().itemsize
-    even = is_multiple(m, tile.rows) and is_multiple(n, tile.columns)
+    even = is_multiple(m, tile.block_m) and is_multiple(n, tile.block_n)
     ptx = isinstance(target.arch, int)
     return {
         "BATCHED": len(x.get_size()) > 2,
         "EVEN": even,
         "BLOCK": block,
         "INNER": block,
-        "OUTER": tile.rows // block,
-        "WIDTH": tile.columns * 2 // size // (1 if even else 2),  # masks take registers too
+        "OUTER": tile.block_m // block,
+        "WIDTH": tile.block_n * 2 // size // (1 if even else 2),  # masks take registers too
         "PTX": ptx,
         "BF16": ptx and x.get_dtype() == torch.bfloat16,
         "DTYPE": triton_type(x.get_dtype()),

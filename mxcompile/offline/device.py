@@ -56,9 +56,21 @@ def move(graph: fx.Graph, device: torch.device, attention: str = FLASH) -> None:
     mode = detect_fake_mode([value for value in values if isinstance(value, FakeTensor)])
     if mode is None:
         return
-    mover = _Mover(mode, device)
+
+    def on_device(argument: Any) -> Any:
+        is_cpu = isinstance(argument, torch.device) and argument.type == "cpu"
+        return device if is_cpu else argument
+
+    def moved(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, FakeTensor) or tensor.device.type != "cpu":
+            return tensor
+        with mode, torch.no_grad():
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
     for node in graph.nodes:
-        mover.move(node)
+        if "val" in node.meta:
+            node.meta["val"] = tree_map_only(Tensor, moved, node.meta["val"])
+        node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), on_device)
     _Attention(graph, mode, attention).replace()
     graph.lint()
 
@@ -69,37 +81,6 @@ def attention_flops(node: fx.Node) -> float:
     factor = 1.25 if packet(node) in ATTENTION_BACKWARD else 1.0
     half = 0.5 if arguments_of(node).get("is_causal") else 1.0
     return half * factor * sum(tag.flops for tag in tags)
-
-
-class _Mover:
-    """Moves values and arguments of nodes from the CPU to a device."""
-
-    def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
-        self._mode = mode
-        self._device = device
-
-    def move(self, node: fx.Node) -> None:
-        """Moves the values of `node` and the devices among its arguments."""
-        if "val" in node.meta:
-            node.meta["val"] = tree_map_only(Tensor, self.value, node.meta["val"])
-        node.args = self._arguments(node.args)
-        node.kwargs = self._arguments(node.kwargs)
-
-    def _arguments(self, arguments: Any) -> Any:
-        if isinstance(arguments, tuple | list):
-            return type(arguments)(self._arguments(item) for item in arguments)
-        if isinstance(arguments, dict):
-            return {key: self._arguments(item) for key, item in arguments.items()}
-        if isinstance(arguments, torch.device) and arguments.type == "cpu":
-            return self._device
-        return arguments
-
-    def value(self, tensor: Tensor) -> Tensor:
-        """Returns a fake tensor like `tensor` on the device."""
-        if not isinstance(tensor, FakeTensor) or tensor.device.type != "cpu":
-            return tensor
-        with self._mode, torch.no_grad():
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
 
 
 class _Attention:

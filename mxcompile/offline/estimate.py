@@ -72,19 +72,11 @@ class Work:
 
     def times(self, factor: float, *, products: float | None = None) -> Work:
         """Returns the work multiplied by `factor`; `products` replaces the factor for products."""
-        names = (
-            "num_bytes",
-            "issue_us",
-            "shared_us",
-            "between_issue_us",
-            "between_us",
-            "waits",
-            "round_trips",
-        )
-        more = {name: factor * getattr(self, name) for name in names}
-        return dataclasses.replace(
-            self, **more, mma_us=self.mma_us * (factor if products is None else products)
-        )
+        items = dataclasses.asdict(self).items()
+        more = {name: factor * value for name, value in items if name not in ("product", "serial")}
+        if products is not None:
+            more["mma_us"] = products * self.mma_us
+        return dataclasses.replace(self, **more)
 
     def as_data(self) -> dict[str, Any]:
         """Returns the fields that are not zero or empty, times with five digits."""
@@ -119,18 +111,8 @@ class Estimate:
 
 def library_work(*, num_bytes: float, flops: float, product: str, target: Target) -> Work:
     """Returns the work of a library kernel. product: kind of its products in `rates`."""
-    peak = peak_of(target)
-    tflops = {
-        "fp32": peak.fp32_tflops,
-        "mxfp8": peak.mxfp8_tflops,
-        "own_mxfp8": peak.mxfp8_tflops,
-        "fp4": peak.fp4_tflops,
-        "own_fp4": peak.fp4_tflops,
-        "fp8_tensor": peak.fp8_tflops,
-        "fp8_channel": peak.fp8_tflops,
-        "fp8_block": peak.fp8_tflops,
-    }.get(product, peak.bf16_tflops)
-    return Work(num_bytes=num_bytes, mma_us=flops / (tflops * 1e6), product=product if flops else "")
+    mma_us = flops / (peak_of(target).tflops(product) * 1e6)
+    return Work(num_bytes=num_bytes, mma_us=mma_us, product=product if flops else "")
 
 
 def product_kind(family: Family, form: Format, target: Target, *, by_library: bool = False) -> str:

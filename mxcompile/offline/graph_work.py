@@ -24,14 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from mxcompile import ops
 from mxcompile.graph.attention import ATTENTION_BACKWARD, ATTENTIONS
-from mxcompile.graph.opsets import (
-    LOOKUPS,
-    REDUCTIONS,
-    VIEWS,
-    aten,
-    called_packet,
-    packet,
-)
+from mxcompile.graph.opsets import LOOKUPS, REDUCTIONS, VIEWS, aten, called_packet, packet
 from mxcompile.graph.tags import GemmTag, bytes_of, tags_of
 from mxcompile.lowering.choices.families import Family, families
 from mxcompile.lowering.targets import Target

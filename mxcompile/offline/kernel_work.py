@@ -254,7 +254,7 @@ class _Launched:
     def mma_us(self) -> float:
         """µs of the products at the data sheet's rate."""
         if self.steady is None:
-            return self.flops / (self._tflops * 1e6) if self.binary.mma else 0.0
+            return self.flops / (peak_of(self.target).tflops(self.product) * 1e6) if self.binary.mma else 0.0
         return self.tiles_of_a_processor * self.tile_cycles / _cycles_of_us(self.target)
 
     @cached_property
@@ -289,20 +289,13 @@ class _Launched:
         """Elements per byte of the operands."""
         return 2 if any(shape in name for name in self.binary.mma for shape in _FP4) else 1
 
-    @property
-    def _tflops(self) -> float:
-        peak = peak_of(self.target)
-        if self._packed > 1:
-            return peak.fp4_tflops
-        return peak.mxfp8_tflops if self._scaled else peak.bf16_tflops
-
     @cached_property
     def tile_cycles(self) -> float:
         """Cycles of a tile's products at the data sheet's rate."""
         names = ("BLOCK_M", "BLOCK_N", "BLOCK_K")
         tile = math.prod(self.sizes.get(name, 1) for name in names) * self._packed
-        operations = 2 * self.steps * tile
-        return operations * self.target.processors * _cycles_of_us(self.target) / (self._tflops * 1e6)
+        operations, tflops = 2 * self.steps * tile, peak_of(self.target).tflops(self.product)
+        return operations * self.target.processors * _cycles_of_us(self.target) / (tflops * 1e6)
 
     @cached_property
     def between(self) -> tuple[float, float]:

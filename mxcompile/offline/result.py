@@ -152,11 +152,7 @@ def _totals(launches: Sequence[Launch]) -> str:
     )
 
 
-_ORIGINS = {
-    "input": "inputs and weights",
-    "library": "library results",
-    "generated": "generated results",
-}
+_ORIGINS = {"input": "inputs and weights", "library": "library results", "generated": "generated results"}
 
 
 def _table(result: CodegenResult, launches: Sequence[Launch]) -> str:

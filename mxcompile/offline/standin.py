@@ -135,20 +135,26 @@ def _always(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
 
 
-def _interface(properties: SimpleNamespace, arch: Any) -> type:
-    """Returns Dynamo's device interface for the stand-in."""
-    constants = {
+def _both(properties: SimpleNamespace) -> dict[str, Any]:
+    """Returns the return values of functions that ``torch.cuda`` and Dynamo's interface share."""
+    return {
         "is_available": True,
         "device_count": 1,
         "current_device": 0,
         "set_device": None,
         "synchronize": None,
+        "get_device_properties": properties,
+        "is_bf16_supported": True,
+    }
+
+
+def _interface(properties: SimpleNamespace, arch: Any) -> type:
+    """Returns Dynamo's device interface for the stand-in."""
+    constants = _both(properties) | {
         "exchange_device": 0,
         "maybe_exchange_device": 0,
         "get_raw_stream": 0,
-        "get_device_properties": properties,
         "get_compute_capability": arch,
-        "is_bf16_supported": True,
         "is_triton_capable": True,
         "raise_if_triton_unavailable": None,
     }
@@ -160,18 +166,11 @@ def _interface(properties: SimpleNamespace, arch: Any) -> type:
 
 def _torch_cuda(properties: SimpleNamespace) -> dict[str, Any]:
     """Returns the return values of patched ``torch.cuda`` functions."""
-    return {
-        "is_available": True,
+    return _both(properties) | {
         "is_initialized": True,
-        "device_count": 1,
-        "current_device": 0,
-        "set_device": None,
-        "synchronize": None,
-        "get_device_properties": properties,
         "_get_device_properties": properties,
         "get_device_capability": (properties.major, properties.minor),
         "get_device_name": properties.name,
-        "is_bf16_supported": True,
         "is_tf32_supported": True,
         "_lazy_init": None,
         "_exchange_device": 0,
