@@ -83,7 +83,7 @@ class TableRow:
     kind: str
     when: str
     precisions: frozenset[str] = EVERY
-    holds: Callable[[MXProduct, Target], bool]
+    holds: Callable[[MXProduct, Target], bool] = lambda product, target: True
     form: str
     reason: str
 
@@ -93,28 +93,8 @@ class TableRow:
         return "all" if self.precisions == EVERY else ", ".join(sorted(map(str.upper, self.precisions)))
 
 
-def _always(_: MXProduct, __: Target) -> bool:
-    return True
-
-
-def _large(product: MXProduct, target: Target) -> bool:
-    return product.is_large(target)
-
-
 def _large_alone(product: MXProduct, target: Target) -> bool:
     return product.is_large(target) and not product.epilogue
-
-
-def _large_and_long(product: MXProduct, target: Target) -> bool:
-    return product.is_large(target) and product.k >= _LONG_K
-
-
-def _large_and_longer(product: MXProduct, target: Target) -> bool:
-    return product.is_large(target) and product.k >= target.long_k
-
-
-def _large_alone_in_library(product: MXProduct, target: Target) -> bool:
-    return _large_alone(product, target) and target.groups_in_library
 
 
 TABLE = (
@@ -131,7 +111,7 @@ TABLE = (
         kind=DENSE,
         precisions=frozenset({NVFP4}),
         when="large, with an epilogue, K of 7,168 or more, on `sm_120` of 4,096",
-        holds=_large_and_longer,
+        holds=lambda product, target: product.is_large(target) and product.k >= target.long_k,
         form=VENDOR,
         reason="on a B200 ours reaches 0.44 of the data sheet's rate (machine code) and cuBLAS 0.57"
         " (published), on an RTX 5090 0.52 and 0.80 (published): from here on that saves more than another"
@@ -150,7 +130,7 @@ TABLE = (
         kind=DENSE,
         precisions=frozenset({MXFP8}),
         when="large, with an epilogue, K of 4,096 or more",
-        holds=_large_and_long,
+        holds=lambda product, target: product.is_large(target) and product.k >= _LONG_K,
         form=VENDOR,
         reason="a tile of 128×128 needs twice the time of its products from shared memory, so that ours"
         " reaches 0.48 of the data sheet's rate (machine code) and cuBLAS 0.60 (published): from here on that"
@@ -159,7 +139,7 @@ TABLE = (
     TableRow(
         kind=DENSE,
         when="large: with an epilogue and a smaller K, MXFP4, or not for the library",
-        holds=_large,
+        holds=MXProduct.is_large,
         form=SPECIALIZED,
         reason="an epilogue in the kernel saves writing and reading the result; extra warps and a second"
         " accumulator hide it behind the next tile, where it would leave the matrix units idle a"
@@ -168,7 +148,6 @@ TABLE = (
     TableRow(
         kind=DENSE,
         when="small",
-        holds=_always,
         form=PERSISTENT,
         reason="one tile a processor: no other tile overlaps with it, bytes and latency bound it, and"
         " a library's launch costs the host more",
@@ -176,14 +155,12 @@ TABLE = (
     TableRow(
         kind=DENSE,
         when="odd, or few rows",
-        holds=_always,
         form=POINTERS,
         reason="reads any strides and starts; few rows go on the side of the MMA that may be narrow",
     ),
     TableRow(
         kind=BATCHED,
         when="all",
-        holds=_always,
         form=POINTERS,
         reason="no library has a batch of MX products; one launch for all entries",
     ),
@@ -191,7 +168,7 @@ TABLE = (
         kind=ROWS,
         precisions=frozenset({MXFP8}),
         when="large, nothing fused behind it, on `sm_100`",
-        holds=_large_alone_in_library,
+        holds=lambda product, target: _large_alone(product, target) and target.groups_in_library,
         form=VENDOR,
         reason="torchao trains experts by it, 1.4 to 1.8 times as fast as BF16 on a B200 for Llama 4's sizes"
         " (published); ours has not been timed. Its machine code seems to be for that chip alone",
@@ -199,28 +176,21 @@ TABLE = (
     TableRow(
         kind=ROWS,
         when="else",
-        holds=_always,
         form=PERSISTENT,
         reason="takes operands of any majorness, E5M2, and an epilogue",
     ),
     TableRow(
-        kind=ROWS,
-        when="odd, or few rows a group",
-        holds=_always,
-        form=POINTERS,
-        reason="reads any strides and starts",
+        kind=ROWS, when="odd, or few rows a group", form=POINTERS, reason="reads any strides and starts"
     ),
     TableRow(
         kind=ALONG_K,
         when="aligned",
-        holds=_always,
         form=PERSISTENT,
         reason="the library's kernel needs groups of whole blocks, and group sizes are in the data",
     ),
     TableRow(
         kind=ALONG_K,
         when="odd, or few rows of the result",
-        holds=_always,
         form=POINTERS,
         reason="reads any strides and starts, and masks elements of other groups",
     ),

@@ -27,7 +27,7 @@ aten = torch.ops.aten
 def has_epilogue(product: fx.Node) -> bool:
     """Whether only elementwise operators read `product`, and its kernel computes them and stores results."""
     uses = {use for use, _ in readers(product, _is_whole_view)}
-    fusible = all(_elementwise(use) and _last(product, use) for use in uses)
+    fusible = all(is_pointwise(use) and _last(product, use) for use in uses)
     return fusible and any(map(_is_stored, uses)) and not is_heavy(product)
 
 
@@ -43,21 +43,17 @@ def is_heavy(product: fx.Node) -> bool:
     pending, fused = _users(product), {product}
     while pending:
         node = pending.pop()
-        if node not in fused and _elementwise(node):
+        if node not in fused and is_pointwise(node):
             fused.add(node)
             pending |= _users(node)
     behind = fused - {product}
     read = {_source(arg) for node in behind for arg in node.all_input_nodes} - fused
-    stored = [node for node in behind if any(map(_wants_stored, _users(node) - fused))]
+    stored = [node for node in behind if not all(map(_is_cast, _users(node) - fused))]
     return sum(_size(node) == _size(product) for node in read) + len(stored) - 1 > _FEW
 
 
 def _users(node: fx.Node) -> set[fx.Node]:
     return {use for use, _ in readers(node, _is_whole_view)}
-
-
-def _wants_stored(use: fx.Node) -> bool:
-    return not _is_cast(use)
 
 
 def _is_cast(node: fx.Node) -> bool:
@@ -85,7 +81,8 @@ def _size(node: fx.Node) -> int | None:
     return None if value is None else numel(value.shape)
 
 
-def _elementwise(node: fx.Node) -> bool:
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether `node` calls an operator that computes each element by itself."""
     return node.op == "call_function" and torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
@@ -97,7 +94,7 @@ def _last(product: fx.Node, use: fx.Node) -> bool:
         if _joins_later(product, node):
             return False
         users = _users(node)
-        if all(map(_elementwise, users)):  # else `node` is stored, and its readers load it from memory
+        if all(map(is_pointwise, users)):  # else `node` is stored, and its readers load it from memory
             pending += users - seen
             seen |= users
     return True
@@ -132,7 +129,7 @@ def _is_stored(use: fx.Node) -> bool:
                 return False
             if user in seen or _is_cast(user):
                 continue
-            if _elementwise(user):
+            if is_pointwise(user):
                 seen.add(user)
                 pending.append(user)
             else:

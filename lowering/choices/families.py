@@ -81,10 +81,6 @@ def _is_fp4(form: Format) -> bool:
     return form.elem is E2M1 and form.tile.along == along and form.tile.across in (1, along)
 
 
-def _are_plain(forms: Forms) -> bool:
-    return all(form.is_plain for form in forms)
-
-
 def _no_fp4_gemm(forms: Forms, target: Target) -> str:
     if forms[0].scale in target.fp4_scales:
         return NO_CAST
@@ -113,10 +109,6 @@ def _are_integers(forms: Forms) -> bool:
     return all(form.elem is INT8 and form.lies_stored and not form.packed for form in forms)
 
 
-def _is_readable(forms: Forms) -> bool:
-    return forms[1].lies_stored
-
-
 TABLE: dict[Family, FamilyRow] = {
     Family.FP8: FamilyRow(
         takes=_are_fp8, on=lambda chip: bool(chip.fp8_tiles), fits=_takes_granularity, reason=_no_fp8_gemm
@@ -124,7 +116,7 @@ TABLE: dict[Family, FamilyRow] = {
     Family.PACKED: FamilyRow(
         takes=_are_fp4,
         on=lambda chip: bool(chip.fp4_scales),
-        fits=lambda forms, chip: forms[0].scale in chip.fp4_scales and _are_plain(forms),
+        fits=lambda forms, chip: forms[0].scale in chip.fp4_scales and all(f.is_plain for f in forms),
         reason=_no_fp4_gemm,
     ),
     Family.MX: FamilyRow(takes=_are_mx, on=lambda chip: chip.native),
@@ -140,7 +132,7 @@ TABLE: dict[Family, FamilyRow] = {
         fits=lambda forms, chip: bool(chip.integers),
     ),
     Family.WEIGHT_ONLY: FamilyRow(
-        takes=_is_readable, on=lambda chip: chip.device == "cpu" or bool(chip.arch)
+        takes=lambda forms: forms[1].lies_stored, on=lambda chip: chip.device == "cpu" or bool(chip.arch)
     ),
     Family.EMULATED: FamilyRow(),
 }

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from torch._inductor import config
 
 from mxcompile.formats import num_blocks
 from mxcompile.lowering.chips.tiles import MatmulConfig, Unsupported, WeightOnlyChoices
+from mxcompile.lowering.choices.configs import autotuning
 from mxcompile.lowering.targets import Target
 
 _PROGRAMS_PER_PROCESSOR = 2
@@ -94,11 +94,10 @@ def forms(
     tiles = _tiles(rows, dtype, target, packed)
     default = next(tiles)
     parts, _ = split(rows, n, k, default, target)
-    tuned = config.max_autotune or config.max_autotune_gemm
     on_tensor_cores = _on_tensor_cores(rows, dtype)
     return [
         WeightOnlyForm(on_tensor_cores=on_tensor_cores, tile=tile, parts=parts)
-        for tile in ([default, *tiles] if tuned else [default])
+        for tile in ([default, *tiles] if autotuning() else [default])
     ]
 
 

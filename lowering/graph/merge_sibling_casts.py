@@ -24,6 +24,7 @@ from mxcompile.graph.opsets import TRANSPARENT, argument, packet
 from mxcompile.graph.tags import hint, tensor, value_of
 from mxcompile.lowering import optional
 from mxcompile.lowering.choices import packing
+from mxcompile.lowering.choices.epilogue import is_pointwise
 from mxcompile.lowering.graph.lowering_pass import COLLECTED, NO_REASONS, LoweringPass, NativePass, Reasons
 from mxcompile.ops.view import Casts
 
@@ -92,7 +93,8 @@ def _computed_cast(cast: fx.Node, order: dict[fx.Node, int]) -> _ComputedCast | 
         node = pending.pop()
         # The source itself must have no other reader, or it is stored anyway. Nodes before it are cheap to
         # compute again.
-        if _elementwise(node) and (node is not source or set(node.users) == {cast}):
+        is_elementwise = is_pointwise(node) or packet(node) in TRANSPARENT
+        if is_elementwise and (node is not source or set(node.users) == {cast}):
             chain.add(node)
             pending += [arg for arg in node.all_input_nodes if arg not in chain]
         else:
@@ -114,11 +116,6 @@ def _takes_another(cast: fx.Node) -> bool:
     return len(view.copies) == 2 and all(copy.is_mx for copy in view.parsed)
 
 
-def _elementwise(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return node.op == "call_function" and (torch.Tag.pointwise in tags or packet(node) in TRANSPARENT)
-
-
 def _fit(first: _ComputedCast, second: _ComputedCast, order: dict[fx.Node, int]) -> bool:
     """Whether both casts have equal copies and sizes, share leaves, and the second can move to the first."""
     shapes = (value_of(argument(cast.cast)).shape for cast in (first, second))
@@ -132,7 +129,7 @@ def _fit(first: _ComputedCast, second: _ComputedCast, order: dict[fx.Node, int])
 
 def _merge(build: Builder, first: _ComputedCast, second: _ComputedCast) -> None:
     for node in second.chain:
-        if not _before(node, first.cast):
+        if not node < first.cast:
             first.cast.prepend(node)
     with build.graph.inserting_before(first.cast):
         arguments = Casts.read(first.cast).arguments(y=argument(second.cast))
@@ -142,7 +139,3 @@ def _merge(build: Builder, first: _ComputedCast, second: _ComputedCast) -> None:
     build.replace_results(second.cast, results[half:])
     for unread in [result for result in results if not result.users]:
         build.graph.erase_node(unread)
-
-
-def _before(node: fx.Node, other: fx.Node) -> bool:
-    return bool(node < other)
