@@ -13,7 +13,7 @@ for each head that shares them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -76,12 +76,11 @@ class CachedAttention(LoweringPass):
             if reason := self._reason(node):
                 reasons[node] = f"{_DEQUANTIZED}: {reason}"
             else:
-                _replace(node, build, self._kernel)
-        if any(
-            packet(node) in ops.CASTS | ops.PRODUCTS for node in graph.nodes
-        ):  # without mx operators, results stay bit-equal to Inductor's
+                self._replace(node, build)
+        # without mx operators, results stay bit-equal to Inductor's
+        if any(packet(node) in ops.CASTS | ops.PRODUCTS for node in graph.nodes):
             for node in [node for node in graph.nodes if self._takes_plain(node)]:
-                _replace(node, build, self._kernel)
+                self._replace(node, build)
         dead.eliminate(graph)
         return reasons
 
@@ -105,8 +104,7 @@ class CachedAttention(LoweringPass):
             return "scores and values are separate products"
         if row.device != self.target.device:
             return f"a form of attention, {packet(node)}, that has no kernel"
-        query = tensor(argument(node, 0))
-        assert query is not None
+        query = value_of(argument(node, 0))
         if hint(query.shape[2]) > MOST_ROWS:
             return f"{hint(query.shape[2])} queries, the kernel takes up to {MOST_ROWS}"
         if query.dtype not in (_FLOATS if on_cpu else _FLOATS[:1]):
@@ -114,6 +112,24 @@ class CachedAttention(LoweringPass):
         if not on_cpu and query.shape[3] > MOST_DIMS:
             return f"head_dim {query.shape[3]}, the kernel takes up to {MOST_DIMS}"
         return _form_obstacle(node, query)
+
+    def _replace(self, node: fx.Node, build: Builder) -> None:
+        query, parts = argument(node), _parts(node)
+        assert parts is not None
+        (keys, key_scales, fmt), (values, value_scales, _) = parts
+        factor: Any = node.kwargs.get("scale")
+        factor = float(value_of(query).shape[3]) ** -0.5 if factor is None else factor
+        with build.graph.inserting_before(node):
+            arguments = (query, keys, key_scales, values, value_scales, _mask(node), factor, fmt)
+            new_node = build.call(ops.attention, *arguments, like=node)
+            name = self._kernel(value_of(query), value_of(keys), fmt)
+            set_tag(new_node, *(replace(tag, kernel=name) for tag in tags_of(node)))
+            result = build.call(aten.permute.default, new_node, [0, 2, 1, 3], like=node)
+        for user in list(node.users):
+            if user.args[1:] == (0,):
+                user.replace_all_uses_with(result)
+            build.graph.erase_node(user)
+        build.graph.erase_node(node)  # attention may have dropout, so dead code elimination would keep it
 
     def _kernel(self, query: torch.Tensor, keys: torch.Tensor, fmt: str) -> str:
         """Returns the name of the kernel for `query` over `keys` in the format `fmt`."""
@@ -152,31 +168,6 @@ def _form_obstacle(node: fx.Node, query: torch.Tensor) -> str:
     return ""
 
 
-def _replace(
-    node: fx.Node, build: Builder, kernel_of: Callable[[torch.Tensor, torch.Tensor, str], str]
-) -> None:
-    query = argument(node, 0)
-    parts = _parts(node)
-    assert parts is not None
-    (keys, key_scales, fmt), (values, value_scales, _) = parts
-    query_value, codes = tensor(query), tensor(keys)
-    assert query_value is not None
-    assert codes is not None
-    factor: Any = node.kwargs.get("scale")
-    factor = float(query_value.shape[3]) ** -0.5 if factor is None else factor
-    with build.graph.inserting_before(node):
-        arguments = (query, keys, key_scales, values, value_scales, _mask(node), factor, fmt)
-        new_node = build.call(ops.attention, *arguments, like=node)
-        name = kernel_of(query_value, codes, fmt)
-        set_tag(new_node, *(replace(tag, kernel=name) for tag in tags_of(node)))
-        result = build.call(aten.permute.default, new_node, [0, 2, 1, 3], like=node)
-    for user in list(node.users):
-        if user.args[1:] == (0,):
-            user.replace_all_uses_with(result)
-        build.graph.erase_node(user)
-    build.graph.erase_node(node)  # attention may have dropout, so dead code elimination would keep it
-
-
 _Parts = tuple[fx.Node, fx.Node | None, str]
 """Codes (possibly as bytes), scales, and the name of their format; or values, None and ""."""
 
@@ -201,8 +192,8 @@ def _cached_parts(node: fx.Node) -> _Parts | None:
         return None
     if dequantize.block_dim not in (-1, 3):
         return None
-    if codes.target is aten.view.dtype and _dtype(argument(codes, 0)) is torch.uint8:
-        return argument(codes, 0), scales, dequantize.fmt
+    if codes.target is aten.view.dtype and value_of(argument(codes)).dtype is torch.uint8:
+        return argument(codes), scales, dequantize.fmt
     return codes, scales, dequantize.fmt
 
 
@@ -242,8 +233,3 @@ def _mask(node: fx.Node) -> fx.Node | None:
             break
         mask = argument(mask)
     return mask if isinstance(mask, fx.Node) else None
-
-
-def _dtype(node: fx.Node) -> torch.dtype | None:
-    value = tensor(node)
-    return None if value is None else value.dtype

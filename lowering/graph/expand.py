@@ -26,7 +26,7 @@ from mxcompile.formats import WHOLE, Format, ScaleType
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import aten, packet
-from mxcompile.graph.tags import add_fallback, set_tag, tags_of, tensor, value_of
+from mxcompile.graph.tags import add_fallback, set_tag, tags_of, value_of
 from mxcompile.lowering.graph import grouped_operands
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
 from mxcompile.lowering.graph.operands import DequantizedOperands
@@ -84,7 +84,8 @@ class _Expander:
                 result = self._grouped(a, b, product.offs, dtype, node)
             else:
                 result = self._product(a, b, None if factors else product.bias, dtype, node)
-            kernel = f"{packet(result)} ({_name(dtype)}, {'scaled after' if factors else 'dequantized'})"
+            how = "scaled after" if factors else "dequantized"
+            kernel = f"{packet(result)} ({str(dtype).removeprefix('torch.')}, {how})"
             set_tag(result, *(replace(tag, kernel=tag.with_fallbacks(kernel)) for tag in tags_of(node)))
             if factors:
                 result = scaled(result, factors, product.bias, self._build, node)
@@ -105,9 +106,7 @@ class _Expander:
     def _product(
         self, a: fx.Node, b: fx.Node, bias: fx.Node | None, dtype: torch.dtype, node: fx.Node
     ) -> fx.Node:
-        value = tensor(a)
-        assert value is not None
-        batched = value.ndim > 2
+        batched = value_of(a).ndim > 2
         if bias is None:
             return self._build.call(aten.bmm.default if batched else aten.mm.default, a, b, like=node)
         target = aten.baddbmm.default if batched else aten.addmm.default
@@ -136,7 +135,3 @@ def _spans_contraction(fmt: str) -> bool:
     """Whether the format `fmt` has FP32 scales that are constant along the contraction dimension."""
     form = Format.parse(fmt)
     return form.scale is ScaleType.FP32 and form.tile.along == WHOLE
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
 
-from mxcompile.formats import E5M2, WHOLE, Format, Tile
+from mxcompile.formats import E5M2, WHOLE, Tile
 from mxcompile.graph.tags import is_empty, tensor, value_of
 from mxcompile.ops.view import Product
 
@@ -28,35 +27,16 @@ _BLOCKS_SINCE = (12, 9)
 """The first CUDA whose GEMM takes block scales."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """A product of FP8 operands with FP32 scales.
+    """The sizes and formats of `product`, whose operands are FP8 with FP32 scales.
 
     lhs, rhs: formats of the operands. device: device type of the target's tensors.
     """
 
-    out: Tensor
-    a: Tensor
-    b: Tensor
-    bias: Tensor | None
-    lhs: Format
-    rhs: Format
-    device: str
-
-    @staticmethod
-    def from_node(node: fx.Node, device: str) -> Problem:
-        """Returns the problem of `node`, a ``matmul``."""
-        product = Product.read(node)
-        lhs, rhs = product.forms
-        return Problem(
-            out=value_of(node),
-            a=value_of(product.a),
-            b=value_of(product.b),
-            bias=tensor(product.bias),
-            lhs=lhs,
-            rhs=rhs,
-            device=device,
-        )
+    def __init__(self, product: Product, device: str) -> None:
+        self.lhs, self.rhs = product.forms
+        self.out, self.a, self.b = map(value_of, (product.node, product.a, product.b))
+        self.bias, self.device = tensor(product.bias), device
 
     @property
     def odd(self) -> dict[str, Any]:

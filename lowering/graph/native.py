@@ -94,10 +94,8 @@ class Native(NativePass):
         if _is_grouped(node):
             return self._tiled_groups(node)
         lhs, rhs = Product.read(node).sides
-        out, a, scale_a, b, scale_b = map(tensor, (node, *lhs, *rhs))
-        if out is None or a is None or b is None or out.ndim != 2:
-            return []
-        if any(scale is None or scale.ndim != 1 for scale in (scale_a, scale_b)):
+        out, a, scale_a, b, scale_b = map(value_of, (node, *lhs, *rhs))
+        if out.ndim != 2 or any(scale.ndim != 1 for scale in (scale_a, scale_b)):
             return []
         if configs.contiguous(a.stride()) is None or configs.contiguous(b.stride()) is None:
             return []
@@ -106,8 +104,8 @@ class Native(NativePass):
     def _tiled_groups(self, node: fx.Node) -> list[TiledConfig]:
         """Returns the tiles for groups of K, of rows, or of columns (rows of the transposed product)."""
         product = Product.read(node)
-        out, a, b = map(tensor, (node, product.a, product.b))
-        if out is None or a is None or b is None or (a.ndim, b.ndim) == (3, 3):
+        out, a, b = map(value_of, (node, product.a, product.b))
+        if (a.ndim, b.ndim) == (3, 3):
             return []
         if a.ndim == b.ndim:
             groups, *sizes = map(hint, (*out.shape, a.shape[1]))
@@ -151,7 +149,7 @@ def _loses_scales(device: torch.device) -> str:
     return f"Triton {version} would read scale bytes of 0 as 0 on {gpu.name}, which has no MX instruction"
 
 
-def _shape(tile: MatmulConfig | TiledConfig, node: fx.Node) -> str:
+def _shape(tile: MatmulConfig, node: fx.Node) -> str:
     return f"{tile.block_m}x{tile.block_n}x{tile.block_k * Product.read(node).per_byte}"
 
 
@@ -160,20 +158,16 @@ def _is_grouped(node: fx.Node) -> bool:
 
 
 def _name(node: fx.Node) -> str:
-    out, a = tensor(node), tensor(Product.read(node).a)
+    out, a = value_of(node), value_of(Product.read(node).a)
     if _is_grouped(node):
-        along_k = out is not None and a is not None and out.ndim > a.ndim
-        return "mx_scaled_grouped_mm_k" if along_k else "mx_scaled_grouped_mm"
-    return "mx_scaled_bmm" if a is not None and a.ndim == 3 else "mx_scaled_mm"
+        return "mx_scaled_grouped_mm_k" if out.ndim > a.ndim else "mx_scaled_grouped_mm"
+    return "mx_scaled_bmm" if a.ndim == 3 else "mx_scaled_mm"
 
 
 def _rows(node: fx.Node) -> int:
     """Returns the number of rows of each product of `node`; for groups of rows or columns their average."""
     product = Product.read(node)
-    out, a, b = map(tensor, (node, product.a, product.b))
-    assert out is not None
-    assert a is not None
-    assert b is not None
+    out, a, b = map(value_of, (node, product.a, product.b))
     if not _is_grouped(node) or a.ndim == b.ndim:
         return hint(out.shape[-2])
     ragged, groups = (out.shape[0], b.shape[0]) if a.ndim == 2 else (out.shape[1], a.shape[0])

@@ -44,7 +44,8 @@ class DequantizedOperands:
         if key not in self._values:
             dim = -3 - dim if swapped else dim
             cast = Cast.from_node(result_of(qdata)[0])
-            if cast is not None and cast.copy.is_mx and _is_whole(cast, scale):
+            # the scale is a result of the cast, or a view of the scales of square tiles
+            if cast and cast.copy.is_mx and (cast.copy.is_square or scale.target is operator.getitem):
                 values = replace(cast.copy, dtype=dtype, layout=ScaleLayout.ROW_MAJOR)
                 self._values[key] = self._cast(cast, values, like)
             else:
@@ -77,7 +78,7 @@ class DequantizedOperands:
         like: fx.Node,
     ) -> fx.Node:
         cast = Cast.from_node(result_of(qdata)[0])
-        if cast is not None and _has_scale(cast, scale):
+        if cast is not None and cast.node is result_of(scale)[0]:
             part = CopyPart.CODES if scaled else CopyPart.ELEMENTS
             values = Copy(format=cast.form, dim=cast.side, dtype=dtype, part=part)
             return self._cast(cast, values, like, scales=[scale])
@@ -92,16 +93,6 @@ class DequantizedOperands:
         arguments = cast.arguments(copies=[str(values)], **changes)
         (result,) = self._build.results(self._build.call(ops.cast, *arguments, like=like))
         return result
-
-
-def _is_whole(cast: Cast, scale: fx.Node) -> bool:
-    """Whether `scale` is a result of a cast, or a view of the scales of square tiles."""
-    return cast.copy.is_square or scale.target is operator.getitem
-
-
-def _has_scale(cast: Cast | None, scale: fx.Node) -> bool:
-    """Whether `scale` is a result of `cast`."""
-    return cast is not None and cast.node is result_of(scale)[0]
 
 
 def stored(qdata: fx.Node, scale: fx.Node) -> tuple[fx.Node, fx.Node, bool]:

@@ -44,8 +44,6 @@ from mxcompile.lowering.graph.operands import stored
 from mxcompile.lowering.targets import Target
 from mxcompile.ops.view import Cast, Product, Unpack, result_of
 
-FP4_TEMPLATES = ("templates.fp4_casts", *NATIVE[1:])
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packed(LoweringPass):
@@ -53,7 +51,7 @@ class Packed(LoweringPass):
 
     name: ClassVar[str] = "packed"
     family: ClassVar[Family] = Family.PACKED
-    templates: ClassVar[tuple[str, ...]] = FP4_TEMPLATES
+    templates: ClassVar[tuple[str, ...]] = ("templates.fp4_casts", *NATIVE[1:])
 
     def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
         """Returns the products of FP4 operands that are not packed."""

@@ -67,8 +67,6 @@ LOWERING: tuple[type[LoweringPass], ...] = (
 )
 """The passes over a forward, backward or inference graph. docs/architecture.md describes each of them."""
 
-_SCHEDULER_PASSES = ("inductor.prologues", "inductor.winners")
-
 
 def config_patches(
     target: Target, uuid: str, name_kernels: Callable[[Mapping[int, str]], None], options: Mapping[str, Any]
@@ -87,7 +85,7 @@ def config_patches(
         )
     if target.arch is not None:
         fp_fusion.cache_fp8_types()
-    if target.device != "cuda" or optional.obstacle(*_SCHEDULER_PASSES):
+    if target.device != "cuda" or optional.obstacle("inductor.prologues", "inductor.winners"):
         return {}
     from mxcompile.lowering.inductor.prologues import Prologues
     from mxcompile.lowering.inductor.winners import Winners

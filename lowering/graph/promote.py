@@ -100,7 +100,8 @@ class _Promoter:
             if packet(node) is aten._grouped_mm:
                 product = self._build.call(ops.grouped_mm, *args[:2], _offsets(node), like=node)
             else:
-                product = self._build.call(node.target, *args, like=node, **_in_fp32(kwargs))
+                others = {key: value for key, value in kwargs.items() if key != "out_dtype"}
+                product = self._build.call(node.target, *args, like=node, **others)
         set_tag(product, *(replace(tag, kernel=_named(node, tag)) for tag in tags_of(node)))
         if isinstance(before, torch.Tensor):
             self._replace(node, product, before)
@@ -148,11 +149,6 @@ def _offsets(node: fx.Node) -> fx.Node | None:
     if any(isinstance(other, fx.Node) for other in others):
         return None
     return offsets if isinstance(offsets, fx.Node) else None
-
-
-def _in_fp32(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns `kwargs` without the dtype of the result."""
-    return {key: value for key, value in kwargs.items() if key != "out_dtype"}
 
 
 def _named(node: fx.Node, tag: GemmTag) -> str:

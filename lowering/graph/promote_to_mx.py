@@ -21,7 +21,7 @@ from mxcompile.formats import Format, ScaleLayout
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import packet
-from mxcompile.graph.tags import set_tag, tags_of, tensor
+from mxcompile.graph.tags import set_tag, tags_of, value_of
 from mxcompile.lowering.choices.epilogue import is_native
 from mxcompile.lowering.choices.families import TABLE, Family, lacking
 from mxcompile.lowering.graph.lowering_pass import NativePass, Reasons
@@ -69,11 +69,9 @@ class PromoteToMX(NativePass):
     ) -> tuple[fx.Node, fx.Node]:
         """Returns elements and scale bytes of one operand of `product`."""
         node, (qdata, scale), dim = product.node, product.sides[side], -1 - side
-        form, out, value = product.forms[side], tensor(node), tensor(qdata)
+        form, out, value = product.forms[side], value_of(node), value_of(qdata)
         elem = form.mx_elem
         assert elem is not None
-        assert out is not None
-        assert value is not None
         if form.elem.is_coded:
             qdata, scale = operands.elements(qdata, scale, dim, str(form), elem.dtype, node)
         matrices = value.ndim == out.ndim == 2 and not product.is_grouped

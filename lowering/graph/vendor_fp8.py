@@ -31,7 +31,7 @@ from mxcompile.formats import FNUZ, WHOLE, Copy, CopyPart, Format, Tile
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import aten
-from mxcompile.graph.tags import set_tag, tags_of, tensor
+from mxcompile.graph.tags import set_tag, tags_of, value_of
 from mxcompile.graph.transpose import transpose, untransposed
 from mxcompile.lowering import optional
 from mxcompile.lowering.choices.configs import contiguous
@@ -61,7 +61,7 @@ class VendorFP8(LoweringPass):
                 continue
             if TABLE[self.family].takes(product.forms):
                 lack = lacking(self.family, product.forms, self.target)
-                reason = lack or unmet(Problem.from_node(node, self.device))
+                reason = lack or unmet(Problem(product, self.device))
                 if not reason:
                     _replace(product, copies)
                     continue
@@ -150,8 +150,7 @@ class _Copies:
 
     def rows(self, matrix: fx.Node) -> fx.Node:
         """Returns `matrix` with its last dimension innermost and rows aligned, a copy if necessary."""
-        value = tensor(matrix)
-        assert value is not None
+        value = value_of(matrix)
         if contiguous(value.stride(), value.itemsize) == 1:
             return matrix
         form = torch.contiguous_format

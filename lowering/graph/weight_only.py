@@ -148,9 +148,7 @@ class WeightOnly(LoweringPass):
         return self.target.integers == "AVX2" and is_long and are_integers
 
     def _replace(self, node: fx.Node, build: Builder, operands: DequantizedOperands) -> None:
-        out = tensor(node)
-        assert out is not None
-        product = Product.read(node)
+        out, product = value_of(node), Product.read(node)
         dtype = working_dtype(out.dtype, self.target)
         with build.graph.inserting_before(node):
             x = operands.value(product.a, product.scale_a, -1, dtype, node, product.format_a)
@@ -194,16 +192,14 @@ class WeightOnly(LoweringPass):
         out_dtype: torch.dtype,
     ) -> fx.Node:
         """Returns the product of `x` and `stored_weight` in `out_dtype`, with the tags of `node`."""
-        out, x_value = tensor(node), tensor(x)
-        assert out is not None
-        assert x_value is not None
         weight, scale, whole = stored_weight.qdata, stored_weight.scale, stored_weight.global_scale
         if not stored_weight.swapped:
             weight, scale = (transpose(part, build) for part in (weight, scale))
         form = stored_weight.form
         args = [str(form)] if whole is None else [str(form), whole]
         result = build.call(ops.weight_only_mm, x, weight, scale, bias, out_dtype, *args, like=node)
-        form_name = self._form(hint(out.shape[0]), stored_weight, value_of(weight).shape, x_value.dtype)
+        rows, size = hint(value_of(node).shape[0]), value_of(weight).shape
+        form_name = self._form(rows, stored_weight, size, value_of(x).dtype)
         kernel_name = f"mx_weight_only_mm {form_name}"
         set_tag(result, *(replace(tag, kernel=tag.with_fallbacks(kernel_name)) for tag in tags_of(node)))
         return result
