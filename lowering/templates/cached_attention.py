@@ -14,11 +14,7 @@ from typing import Any
 import torch
 from torch._inductor import ir
 from torch._inductor.lowering import empty_strided, lowerings, to_dtype
-from torch._inductor.select_algorithm import (
-    SymbolicGridFn,
-    TritonTemplate,
-    realize_inputs,
-)
+from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, realize_inputs
 from torch._inductor.virtualized import V
 
 from mxcompile.formats import Format

@@ -233,16 +233,13 @@ def _extra(
     if tiled:
         rows, columns = [tiled_size(m, _blocks(n))], [tiled_size(n, _blocks(m))]
     else:
-        rows, columns = [m, _blocks(n)], [_column_blocks(m, entry), n]
+        down = FloorDiv(m, entry) * _blocks(entry) if entry else _blocks(m)
+        rows, columns = [m, _blocks(n)], [down, n]
     return {
         "both": [(rows, torch.uint8), ([m, n], elem_dtype), (columns, torch.uint8)],
         "rowwise": [(rows, torch.uint8)],
         "columnwise": [(columns, torch.uint8)],
     }[layout]
-
-
-def _column_blocks(rows: Any, entry: int) -> Any:
-    return FloorDiv(rows, entry) * _blocks(entry) if entry else _blocks(rows)
 
 
 def _blocks(length: Any) -> Any:

@@ -19,7 +19,10 @@ from torch._inductor.lowering import lowerings
 from torch._inductor.virtualized import V
 
 from mxcompile.formats import BLOCK, ELEMENTS, Format, elem_type
+from mxcompile.lowering.chips.tiles import TiledConfig
 from mxcompile.lowering.choices import defaults
+from mxcompile.lowering.choices.epilogue import has_epilogue
+from mxcompile.lowering.targets import Target
 
 _EXPAND = lowerings[torch.ops.aten.expand.default]
 
@@ -73,6 +76,25 @@ class Coding:
             lhs, rhs = self.tensors
             arguments |= {"TWO_LEVEL": True, "SHARED_A": _is_0(lhs, -2), "SHARED_B": _is_0(rhs, -1)}
         return arguments
+
+    def default_form(
+        self, kind: str, sizes: Sequence[int], tiles: Sequence[TiledConfig], target: Target, *, library: bool
+    ) -> str:
+        """Returns the form that runs the current product without timing.
+
+        sizes: m, n and the bytes of K. tiles: tiles that can run it. library: whether the vendor's form can.
+        """
+        m, n, k = sizes
+        product = defaults.MXProduct(
+            kind=kind,
+            precision=self.precision,
+            m=m,
+            n=n,
+            k=k * self.per_byte,
+            epilogue=has_epilogue(V.graph.current_node),
+        )
+        runs = defaults.forms(tiles) | ({defaults.VENDOR} if library else set())
+        return defaults.default(product, target, runs).form
 
 
 def _fp8(operand: Any) -> str:

@@ -131,7 +131,8 @@ def lower_quantize_mm(
     choices = call.choices_of(operands, layout, tried)
     if qdata is not None and scale is not None:
         product = [qdata, scale, b, scale_b, bias, out_dtype, str(form.as_read), format_b]
-        cast = str(Copy(format=form, layout=_layout_of(scale)))
+        is_tiled = len(scale.get_size()) == 1
+        cast = str(Copy(format=form, layout=ScaleLayout.TILED_128X4 if is_tiled else ScaleLayout.ROW_MAJOR))
         choices.append(Separate(operands, layout, cast, product))
     inputs = examples.stored(operands)
     return choose(TEMPLATE.name, choices, operands, layout, examples=inputs, at_once=True)
@@ -190,7 +191,3 @@ def _choices(
             "ROUNDING": repr(str(form_x.rounding)),
             "NATIVE": target.encodes_fp8,
         }
-
-
-def _layout_of(scale: ir.TensorBox) -> ScaleLayout:
-    return ScaleLayout.TILED_128X4 if len(scale.get_size()) == 1 else ScaleLayout.ROW_MAJOR

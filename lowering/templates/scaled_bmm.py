@@ -41,14 +41,6 @@ from mxcompile.lowering.kernels.scaled_tile import tile_of
     b = B + idx_q.to(tl.int64) * {{stride("B", 0)}}
     sa = SA + idx_q.to(tl.int64) * {{stride("SA", 0)}}
     sb = SB + idx_q.to(tl.int64) * {{stride("SB", 0)}}
-    stride_am = {{stride("A", 1)}}
-    stride_ak = {{stride("A", 2)}}
-    stride_sam = {{stride("SA", 1)}}
-    stride_sak = {{stride("SA", 2)}}
-    stride_bk = {{stride("B", 1)}}
-    stride_bn = {{stride("B", 2)}}
-    stride_sbk = {{stride("SB", 1)}}
-    stride_sbn = {{stride("SB", 2)}}
 {% if TWO_LEVEL %}
     ta += idx_q.to(tl.int64) * {{stride("TA", 0)}}
     tb += idx_q.to(tl.int64) * {{stride("TB", 0)}}

@@ -27,7 +27,6 @@ from torch.utils._sympy.functions import CeilDiv
 from mxcompile import ops
 from mxcompile.lowering.chips.tiles import TiledConfig
 from mxcompile.lowering.choices import configs, defaults
-from mxcompile.lowering.choices.epilogue import has_epilogue
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import (
     call,
@@ -61,14 +60,6 @@ from mxcompile.lowering.kernels.scaled_tile import tile_of
     sa = SA
     b = B + operand * {{stride("B", 0)}}
     sb = SB + operand * {{stride("SB", 0)}}
-    stride_am = {{stride("A", 0)}}
-    stride_ak = {{stride("A", 1)}}
-    stride_sam = {{stride("SA", 0)}}
-    stride_sak = {{stride("SA", 1)}}
-    stride_bk = {{stride("B", 1)}}
-    stride_bn = {{stride("B", 2)}}
-    stride_sbk = {{stride("SB", 1)}}
-    stride_sbn = {{stride("SB", 2)}}
 """
     + TILE
     + r"""
@@ -107,14 +98,6 @@ from mxcompile.lowering.kernels.scaled_tile import tile_of
     sa = SA
     b = B
     sb = SB
-    stride_am = {{stride("A", 0)}}
-    stride_ak = {{stride("A", 1)}}
-    stride_sam = {{stride("SA", 0)}}
-    stride_sak = {{stride("SA", 1)}}
-    stride_bk = {{stride("B", 0)}}
-    stride_bn = {{stride("B", 1)}}
-    stride_sbk = {{stride("SB", 0)}}
-    stride_sbn = {{stride("SB", 1)}}
 """
     + TILE
     + STORE.replace("INDICES", '("idx_q", "idx_m", "idx_n")')
@@ -217,7 +200,9 @@ def _tiled(
     sides = [a, tiled_a, b, tiled_b, offs]
     library = not columns and vendor.fits_groups(sides, layout.dtype)
     if not configs.autotuning():
-        form = _default(sides, layout, tiles, coding, library=library)
+        m, k, n = map(V.graph.sizevars.optimization_hint, (*a.get_size(), b.get_size()[2]))
+        target = of_device(layout.device)
+        form = coding.default_form(defaults.ROWS, (m, n, k), tiles, target, library=library)
         tiles, library = tiles[: int(form != defaults.VENDOR)], form == defaults.VENDOR
     keywords = {"COLUMNS": columns, **scaled_grouped_mm_tiled.majorness(a, b)}
     template = scaled_grouped_mm_tiled.ROWS_TEMPLATE
@@ -225,20 +210,6 @@ def _tiled(
     inputs = examples.grouped(sides, a.get_size()[0], coding)
     kernel_inputs = [*sides, *coding.tensors]
     return call.best(template.name, kernel_inputs, layout, tried, examples=inputs, at_once=True)
-
-
-def _default(
-    sides: list[Any], layout: ir.Layout, tiles: list[TiledConfig], coding: Coding, *, library: bool
-) -> str:
-    """Returns the form that runs groups of rows without timing. library: whether the vendor's can run."""
-    a, _, b, *_ = sides
-    m, k, n = map(V.graph.sizevars.optimization_hint, (*a.get_size(), b.get_size()[2]))
-    fused = has_epilogue(V.graph.current_node)
-    product = defaults.MXProduct(
-        kind=defaults.ROWS, precision=coding.precision, m=m, n=n, k=k * coding.per_byte, epilogue=fused
-    )
-    runs = defaults.forms(tiles) | ({defaults.VENDOR} if library else set())
-    return defaults.default(product, of_device(layout.device), runs).form
 
 
 def _tried(

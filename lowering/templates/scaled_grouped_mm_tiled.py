@@ -140,11 +140,7 @@ K_TEMPLATE = Descriptors(name="mx_scaled_grouped_mm_k_tiled", grid=_k_grid, sour
 
 def arguments(tile: TiledConfig, groups: int) -> dict[str, Any]:
     """Returns the arguments of both templates for `tile`, without the arguments of a `Coding`."""
-    return {
-        **persistent.arguments(tile),
-        "NUM_GROUPS": groups,
-        "POWER": 1 << groups.bit_length(),
-    }
+    return {**persistent.arguments(tile), "NUM_GROUPS": groups, "POWER": 1 << groups.bit_length()}
 
 
 def majorness(a: Any, b: Any) -> dict[str, bool]:

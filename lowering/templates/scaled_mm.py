@@ -25,7 +25,6 @@ from torch._inductor.virtualized import V
 
 from mxcompile.lowering.chips.tiles import MatmulConfig
 from mxcompile.lowering.choices import configs, defaults
-from mxcompile.lowering.choices.epilogue import has_epilogue
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import call, examples, scaled_bmm, scaled_mm_tiled, vendor
 from mxcompile.lowering.templates.coding import GAIN, HEAD, Coding
@@ -204,16 +203,7 @@ def _choices(
     library = vendor.choice(operands, layout.dtype, target, coding, biased=biased)
     tried = defaults.ALL
     if not configs.autotuning():
-        runs = defaults.forms(tiled) | ({defaults.VENDOR} if library else set())
-        product = defaults.MXProduct(
-            kind=defaults.DENSE,
-            precision=coding.precision,
-            m=m,
-            n=n,
-            k=k * coding.per_byte,
-            epilogue=has_epilogue(V.graph.current_node),
-        )
-        form = defaults.default(product, target, runs).form
+        form = coding.default_form(defaults.DENSE, (m, n, k), tiled, target, library=library is not None)
         tried, tiled = frozenset({form}), defaults.tile_of(form, tiled)
     for config in tiled:
         yield scaled_mm_tiled.TEMPLATE, {**shared, **scaled_mm_tiled.arguments(operands, config)}

@@ -22,6 +22,14 @@ from mxcompile.lowering.templates.coding import GAIN, Coding
 from mxcompile.lowering.templates.examples import Make, dense
 
 TILE = r"""
+    stride_am = {{stride("A", -2)}}
+    stride_ak = {{stride("A", -1)}}
+    stride_sam = {{stride("SA", -2)}}
+    stride_sak = {{stride("SA", -1)}}
+    stride_bk = {{stride("B", -2)}}
+    stride_bn = {{stride("B", -1)}}
+    stride_sbk = {{stride("SB", -2)}}
+    stride_sbn = {{stride("SB", -1)}}
     in_m = rm < end_m
     in_n = rn < N
 {% if SWAP %}
@@ -43,8 +51,8 @@ TILE = r"""
 {% endif %}
 """ + GAIN.replace("ACC", "acc")
 """Source after `coding.HEAD`: computes a tile. Reads pointers a, sa, b, sb; rm and rn, the tile's rows and
-columns; end_m and N, their ends; begin and end, the range of K in elements; length, all bytes of K; the
-strides. Defines acc (FP32), idx_m, idx_n and mask for `STORE`."""
+columns; end_m and N, their ends; begin and end, the range of K in elements; length, all bytes of K. Defines
+acc (FP32), idx_m, idx_n and mask for `STORE`."""
 
 STORE = r"""
 {% if SWAP %}

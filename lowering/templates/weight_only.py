@@ -18,11 +18,7 @@ from typing import Any
 import torch
 from torch._inductor import ir
 from torch._inductor.lowering import lowerings, to_dtype
-from torch._inductor.select_algorithm import (
-    SymbolicGridFn,
-    TritonTemplate,
-    realize_inputs,
-)
+from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, realize_inputs
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 
