@@ -198,10 +198,9 @@ def row_scales(
 
     tensor_gain: `gain` of the tensor, for nvfp4.
     """
-    R: tl.constexpr = even.shape[0]
     amax = _blocks_largest(even, odd, BLOCK, SQUARE, BF16)
     byte, factor = _scale(amax, tensor_gain, TWO_LEVEL, ROUNDING, PTX)
-    byte = tl.broadcast_to(byte, (R, byte.shape[1], byte.shape[2]))
+    byte = tl.broadcast_to(byte, (even.shape[0], byte.shape[1], byte.shape[2]))
     return byte, tl.broadcast_to(_for_pairs(factor, BLOCK), even.shape)
 
 
@@ -218,8 +217,6 @@ def column_scales(
     BF16: tl.constexpr,
 ):
     """Returns uint8 scales [G, C] of blocks along columns; factors [1, G, C / 2] of even and odd columns."""
-    G: tl.constexpr = even.shape[1]
-    C: tl.constexpr = 2 * even.shape[2]
     if SQUARE:
         amax = _blocks_largest(even, odd, BLOCK, True, BF16)
         byte, factor = _scale(amax, tensor_gain, TWO_LEVEL, ROUNDING, PTX)
@@ -229,22 +226,15 @@ def column_scales(
         amax, other_amax = _columns_largest(even, odd, BF16)
         byte, factor = _scale(amax[None, :, :], tensor_gain, TWO_LEVEL, ROUNDING, PTX)
         other_byte, other = _scale(other_amax[None, :, :], tensor_gain, TWO_LEVEL, ROUNDING, PTX)
-    return tl.reshape(tl.join(byte, other_byte), (G, C)), factor, other
-
-
-@triton.jit
-def row_codes(even, odd, factor, random, STOCHASTIC: tl.constexpr, PTX: tl.constexpr):
-    """Returns bytes [R, G, C / 2] of rows, two neighbours a byte. random: `random_pairs`, if STOCHASTIC."""
-    return _codes(even, odd, factor, random, STOCHASTIC, PTX)
+    return tl.reshape(tl.join(byte, other_byte), (even.shape[1], 2 * even.shape[2])), factor, other
 
 
 @triton.jit
 def column_codes(column, factor, random, STOCHASTIC: tl.constexpr, PTX: tl.constexpr):
     """Returns bytes [R / 2, G, W] of columns [R, G, W], two neighbours a byte. factor: [1, G, W]."""
-    R: tl.constexpr = column.shape[0]
-    pairs = tl.reshape(column, (R // 2, 2, column.shape[1], column.shape[2]))
+    pairs = tl.reshape(column, (column.shape[0] // 2, 2, column.shape[1], column.shape[2]))
     low, high = tl.split(tl.permute(pairs, (0, 2, 3, 1)))
-    return _codes(low, high, tl.broadcast_to(factor, low.shape), random, STOCHASTIC, PTX)
+    return row_codes(low, high, tl.broadcast_to(factor, low.shape), random, STOCHASTIC, PTX)
 
 
 @triton.jit
@@ -255,8 +245,11 @@ def columns(even, odd):
 
 
 @triton.jit
-def _codes(low, high, factor, random, STOCHASTIC: tl.constexpr, PTX: tl.constexpr):
-    """Returns bytes with the code of `low` · `factor` (low half) and of `high` · `factor` (high half)."""
+def row_codes(low, high, factor, random, STOCHASTIC: tl.constexpr, PTX: tl.constexpr):
+    """Returns bytes with the code of `low` · `factor` (low half) and of `high` · `factor` (high half).
+
+    low, high: even and odd columns [R, G, C / 2] of rows. random: `random_pairs`, if STOCHASTIC.
+    """
     if STOCHASTIC and PTX:
         args = [low, high, factor, random]
         return tl.inline_asm_elementwise(

@@ -151,9 +151,7 @@ def larger(a, b):
 @triton.jit
 def magnitudes(x):
     """Returns the magnitudes of `x`, BF16 [R, C], with two neighbours in an int32: [R, C / 2]."""
-    R: tl.constexpr = x.shape[0]
-    C: tl.constexpr = x.shape[1]
-    low, high = tl.split(tl.reshape(x.to(tl.uint16, bitcast=True), (R, C // 2, 2)))
+    low, high = tl.split(tl.reshape(x.to(tl.uint16, bitcast=True), (x.shape[0], x.shape[1] // 2, 2)))
     return ((high.to(tl.int32) << 16) | low.to(tl.int32)) & 0x7FFF7FFF
 
 
@@ -176,14 +174,9 @@ def _low(pair):
 
 
 @triton.jit
-def _high(pair):
-    return ((pair >> 16) & 0xFFFF).to(tl.uint16)
-
-
-@triton.jit
-def _halves(pairs, R: tl.constexpr, C: tl.constexpr):
+def _halves(pairs):
     """Returns the halves of int32 [R, C / 2] as uint16 [R, C]."""
-    return tl.reshape(tl.join(_low(pairs), _high(pairs)), (R, C))
+    return tl.reshape(tl.join(_low(pairs), _low(pairs >> 16)), (pairs.shape[0], 2 * pairs.shape[1]))
 
 
 @triton.jit
@@ -209,33 +202,31 @@ def _value(x, inverse, scale, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
 
 @triton.jit
 def _rowwise_scales(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
-    R: tl.constexpr = x.shape[0]
-    C: tl.constexpr = x.shape[1]
-    words = tl.reshape(magnitudes(x), (R, C // BLOCK, BLOCK // 2))
+    words = tl.reshape(magnitudes(x), (x.shape[0], x.shape[1] // BLOCK, BLOCK // 2))
     pairs = tl.reduce(words, 2, larger)
     return scale_pairs(larger(pairs, pairs >> 16) & 0xFFFF, ELEM, ROUNDING)
 
 
 @triton.jit
-def _along_rows(bits, R: tl.constexpr, C: tl.constexpr):
+def _along_rows(bits):
     """Returns [R, C]: for each element, the low half of its block's int32 in `bits` [R, C / 32]."""
-    bits = tl.broadcast_to(_low(bits)[:, :, None], (R, C // BLOCK, BLOCK))
-    return tl.reshape(bits, (R, C))
+    R: tl.constexpr = bits.shape[0]
+    B: tl.constexpr = bits.shape[1]
+    return tl.reshape(tl.broadcast_to(_low(bits)[:, :, None], (R, B, BLOCK)), (R, B * BLOCK))
 
 
 @triton.jit
 def _columnwise_scales(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
-    R: tl.constexpr = x.shape[0]
-    C: tl.constexpr = x.shape[1]
-    words = tl.reshape(magnitudes(x), (R // BLOCK, BLOCK, C // 2))
+    words = tl.reshape(magnitudes(x), (x.shape[0] // BLOCK, BLOCK, x.shape[1] // 2))
     return scale_pairs(tl.reduce(words, 1, larger), ELEM, ROUNDING)
 
 
 @triton.jit
-def _along_columns(bits, R: tl.constexpr, C: tl.constexpr):
+def _along_columns(bits):
     """Returns [R, C]: for each element, its block's half of an int32 in `bits` [R / 32, C / 2]."""
-    bits = tl.broadcast_to(_halves(bits, R // BLOCK, C)[:, None, :], (R // BLOCK, BLOCK, C))
-    return tl.reshape(bits, (R, C))
+    B: tl.constexpr = bits.shape[0]
+    C: tl.constexpr = 2 * bits.shape[1]
+    return tl.reshape(tl.broadcast_to(_halves(bits)[:, None, :], (B, BLOCK, C)), (B * BLOCK, C))
 
 
 @triton.jit
@@ -244,40 +235,32 @@ def quantize_rowwise(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr, NARROW: tl.c
 
     NARROW: whether the chip's conversion reads BF16 (`choices.packing.converts`).
     """
-    R: tl.constexpr = x.shape[0]
-    C: tl.constexpr = x.shape[1]
     byte, inverse = _rowwise_scales(x, ELEM, ROUNDING)
-    return _encode(x, _along_rows(inverse, R, C), ELEM, NARROW), byte.to(tl.uint8)
+    return _encode(x, _along_rows(inverse), ELEM, NARROW), byte.to(tl.uint8)
 
 
 @triton.jit
 def quantize_columnwise(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr, NARROW: tl.constexpr = True):
     """`tiles.quantize_columnwise` of BF16 [R, C]: codes uint8 [R, C], scale bytes uint8 [R / 32, C]."""
-    R: tl.constexpr = x.shape[0]
-    C: tl.constexpr = x.shape[1]
     byte, inverse = _columnwise_scales(x, ELEM, ROUNDING)
-    codes = _encode(x, _along_columns(inverse, R, C), ELEM, NARROW)
-    return codes, _halves(byte, R // BLOCK, C).to(tl.uint8)
+    codes = _encode(x, _along_columns(inverse), ELEM, NARROW)
+    return codes, _halves(byte).to(tl.uint8)
 
 
 @triton.jit
 def round_rowwise(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
     """`tiles.round_rowwise` of BF16 [R, C], rounded to BF16."""
-    R: tl.constexpr = x.shape[0]
-    C: tl.constexpr = x.shape[1]
     byte, inverse = _rowwise_scales(x, ELEM, ROUNDING)
-    scale = _along_rows(scale_value_pairs(byte), R, C)
-    return _value(x, _along_rows(inverse, R, C), scale, ELEM, ROUNDING)
+    scale = _along_rows(scale_value_pairs(byte))
+    return _value(x, _along_rows(inverse), scale, ELEM, ROUNDING)
 
 
 @triton.jit
 def round_columnwise(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
     """`tiles.round_columnwise` of BF16 [R, C], rounded to BF16."""
-    R: tl.constexpr = x.shape[0]
-    C: tl.constexpr = x.shape[1]
     byte, inverse = _columnwise_scales(x, ELEM, ROUNDING)
-    scale = _along_columns(scale_value_pairs(byte), R, C)
-    return _value(x, _along_columns(inverse, R, C), scale, ELEM, ROUNDING)
+    scale = _along_columns(scale_value_pairs(byte))
+    return _value(x, _along_columns(inverse), scale, ELEM, ROUNDING)
 
 
 @triton.jit

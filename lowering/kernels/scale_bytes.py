@@ -153,8 +153,5 @@ def tiled_descriptor(
     width = across.to(tl.int64) * 512
     shape = [1, down, across, 2, 256]
     return tl.make_tensor_descriptor(
-        typed(ptr, BLOCK),
-        shape,
-        [down * width, width, 512, 256, 1],
-        [1, ROWS // 128, BLOCKS // 4, 2, 256],
+        typed(ptr, BLOCK), shape, [down * width, width, 512, 256, 1], [1, ROWS // 128, BLOCKS // 4, 2, 256]
     )

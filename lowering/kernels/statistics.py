@@ -19,6 +19,7 @@ import triton.language as tl
 
 from mxcompile import formats
 from mxcompile.lowering.kernels import tiles
+from mxcompile.lowering.kernels.tiles import _largest
 
 NUM_BYTES = tl.constexpr(256)
 NUM_FIELDS = tl.constexpr(11)
@@ -35,11 +36,6 @@ def _overflowing_byte(elem):
 @triton.constexpr_function
 def _overflowing_element(elem):
     return 2.0 ** formats.ELEM_TYPES[elem].emax
-
-
-@triton.constexpr_function
-def _largest(elem):
-    return formats.ELEM_TYPES[elem].max
 
 
 @triton.jit

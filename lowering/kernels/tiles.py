@@ -238,11 +238,9 @@ def quantize_rowwise(
 
     Returns codes uint8 [R, C] and scale bytes uint8 [R, C / 32]. C: a multiple of 32.
     """
-    R: tl.constexpr = x.shape[0]
-    C: tl.constexpr = x.shape[1]
-    blocks = tl.reshape(x.to(tl.float32), (R, C // BLOCK, BLOCK))
+    blocks = tl.reshape(x.to(tl.float32), (x.shape[0], x.shape[1] // BLOCK, BLOCK))
     byte = scale_byte(tl.max(magnitude_bits(blocks), axis=2), ELEM, ROUNDING)
-    scaled = tl.reshape(blocks * inverse_scale(byte)[:, :, None], (R, C))
+    scaled = tl.reshape(blocks * inverse_scale(byte)[:, :, None], x.shape)
     return encode(scaled, ELEM, ROUNDING, NATIVE, SATURATES), byte.to(tl.uint8)
 
 
@@ -254,54 +252,44 @@ def quantize_columnwise(
 
     Returns codes uint8 [R, C] and scale bytes uint8 [R / 32, C]. R: a multiple of 32.
     """
-    R: tl.constexpr = x.shape[0]
-    C: tl.constexpr = x.shape[1]
-    blocks = tl.reshape(x.to(tl.float32), (R // BLOCK, BLOCK, C))
+    blocks = tl.reshape(x.to(tl.float32), (x.shape[0] // BLOCK, BLOCK, x.shape[1]))
     byte = scale_byte(tl.max(magnitude_bits(blocks), axis=1), ELEM, ROUNDING)
-    scaled = tl.reshape(blocks * inverse_scale(byte)[:, None, :], (R, C))
+    scaled = tl.reshape(blocks * inverse_scale(byte)[:, None, :], x.shape)
     return encode(scaled, ELEM, ROUNDING, NATIVE, SATURATES), byte.to(tl.uint8)
 
 
 @triton.jit
 def round_rowwise(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
     """Returns the values of a tile [R, C], quantized in blocks of 32 along C: FP32, exact."""
-    R: tl.constexpr = x.shape[0]
-    C: tl.constexpr = x.shape[1]
-    blocks = tl.reshape(x.to(tl.float32), (R, C // BLOCK, BLOCK))
+    blocks = tl.reshape(x.to(tl.float32), (x.shape[0], x.shape[1] // BLOCK, BLOCK))
     byte = scale_byte(tl.max(magnitude_bits(blocks), axis=2), ELEM, ROUNDING)
     values = rounded(saturated(blocks * inverse_scale(byte)[:, :, None], ELEM, ROUNDING), ELEM)
-    return tl.reshape(values * scale_value(byte)[:, :, None], (R, C))
+    return tl.reshape(values * scale_value(byte)[:, :, None], x.shape)
 
 
 @triton.jit
 def round_columnwise(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
     """`round_rowwise` in blocks of 32 along R."""
-    R: tl.constexpr = x.shape[0]
-    C: tl.constexpr = x.shape[1]
-    blocks = tl.reshape(x.to(tl.float32), (R // BLOCK, BLOCK, C))
+    blocks = tl.reshape(x.to(tl.float32), (x.shape[0] // BLOCK, BLOCK, x.shape[1]))
     byte = scale_byte(tl.max(magnitude_bits(blocks), axis=1), ELEM, ROUNDING)
     values = rounded(saturated(blocks * inverse_scale(byte)[:, None, :], ELEM, ROUNDING), ELEM)
-    return tl.reshape(values * scale_value(byte)[:, None, :], (R, C))
+    return tl.reshape(values * scale_value(byte)[:, None, :], x.shape)
 
 
 @triton.jit
 def round_square(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
     """`round_rowwise` in squares of 32×32."""
-    R: tl.constexpr = x.shape[0]
-    C: tl.constexpr = x.shape[1]
-    squares = tl.reshape(x.to(tl.float32), (R // BLOCK, BLOCK, C // BLOCK, BLOCK))
+    squares = tl.reshape(x.to(tl.float32), (x.shape[0] // BLOCK, BLOCK, x.shape[1] // BLOCK, BLOCK))
     byte = scale_byte(tl.max(tl.max(magnitude_bits(squares), axis=3), axis=1), ELEM, ROUNDING)
     values = rounded(saturated(squares * inverse_scale(byte)[:, None, :, None], ELEM, ROUNDING), ELEM)
-    return tl.reshape(values * scale_value(byte)[:, None, :, None], (R, C))
+    return tl.reshape(values * scale_value(byte)[:, None, :, None], x.shape)
 
 
 @triton.jit
 def dequantize_rowwise(codes, scale, ELEM: tl.constexpr, NATIVE: tl.constexpr):
     """Returns FP32 [R, C] of codes uint8 [R, C] and scale bytes [R, C / 32], exact."""
-    R: tl.constexpr = codes.shape[0]
-    C: tl.constexpr = codes.shape[1]
-    blocks = tl.reshape(decode(codes, ELEM, NATIVE), (R, C // BLOCK, BLOCK))
-    return tl.reshape(blocks * scale_value(scale)[:, :, None], (R, C))
+    blocks = tl.reshape(decode(codes, ELEM, NATIVE), (codes.shape[0], codes.shape[1] // BLOCK, BLOCK))
+    return tl.reshape(blocks * scale_value(scale)[:, :, None], codes.shape)
 
 
 @triton.jit

@@ -44,9 +44,7 @@ def columns_of(x, HALVINGS: tl.constexpr):
     if HALVINGS == 0:
         parts = (x,)
     else:
-        H: tl.constexpr = x.shape[0]
-        W: tl.constexpr = x.shape[1]
-        left, right = x.reshape(H, 2, W // 2).permute(0, 2, 1).split()
+        left, right = x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1).split()
         parts = columns_of(left, HALVINGS - 1) + columns_of(right, HALVINGS - 1)
     return parts
 

@@ -22,14 +22,10 @@ import triton
 import triton.language as tl
 
 from mxcompile.lowering.kernels import fp4_values, tiles
+from mxcompile.lowering.kernels.scaled_tile import packed
 
 _RAISED = tl.constexpr(2.0**14)
 """Factor that turns `fp4_values.decoded` into values."""
-
-
-@triton.constexpr_function
-def _per_byte(elem):
-    return 2 if elem == "e2m1" else 1
 
 
 @triton.constexpr_function
@@ -78,7 +74,7 @@ def _scales(
 @triton.jit
 def _codes(w_ptr, column, start, N, K, stride_wn, stride_wk, ELEM: tl.constexpr, BLOCK_K: tl.constexpr):
     """Returns the bytes [columns, …] of BLOCK_K codes from `start` on; 0 outside."""
-    PER_BYTE: tl.constexpr = _per_byte(ELEM)
+    PER_BYTE: tl.constexpr = packed(ELEM)
     byte = start // PER_BYTE + tl.arange(0, BLOCK_K // PER_BYTE)
     inside = (column < N)[:, None] & (byte < K // PER_BYTE)[None, :]
     offset = column[:, None].to(tl.int64) * stride_wn + byte[None, :].to(tl.int64) * stride_wk
