@@ -180,7 +180,10 @@ TABLE = (
         reason="takes operands of any majorness, E5M2, and an epilogue",
     ),
     TableRow(
-        kind=ROWS, when="odd, or few rows a group", form=POINTERS, reason="reads any strides and starts"
+        kind=ROWS,
+        when="odd, or few rows a group",
+        form=POINTERS,
+        reason="reads any strides and starts",
     ),
     TableRow(
         kind=ALONG_K,

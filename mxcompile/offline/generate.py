@@ -46,12 +46,8 @@ from mxcompile.report import Part, Report
 from mxcompile.watch import Watch
 
 _MOVES = frozenset(str(view) for view in VIEWS) | {"<built-in function getitem>", "aten.clone"}
-_DOTS = (
-    "tl.dot",
-    "tile_product(",
-    "weight_only.",
-    "cached_attention.",
-)  # substrings in the source of kernels that multiply matrices
+_DOTS = ("tl.dot", "tile_product(", "weight_only.", "cached_attention.")
+"""Substrings in the source of kernels that multiply matrices."""
 
 
 def codegen(
