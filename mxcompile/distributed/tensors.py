@@ -39,7 +39,7 @@ _CHUNK = 1 << 22
 class TileCast:
     """Rowwise and columnwise quantization of a weight, with one scale per 32×32 tile.
 
-    name: path of the weight, for messages. elem_dtype: FP8 dtype of the qdata. rounding: of the scales.
+    name: path of the weight, for messages. elem_dtype: FP8 dtype of the qdata. rounding: the scales'.
     """
 
     name: str

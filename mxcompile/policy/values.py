@@ -93,7 +93,7 @@ def _inside(key: int | str, value: Any, reader: Reader) -> Any:
 
 
 def _whole(form: str, least: int, most: int | None = None) -> Value:
-    """Returns the `Value` of a whole number from `least` to `most`. form: what errors say was expected."""
+    """Returns the `Value` of a whole number from `least` to `most`. form: the expected form, for errors."""
 
     def read(value: Any) -> int:
         is_whole = isinstance(value, int) and not isinstance(value, bool)

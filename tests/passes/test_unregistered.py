@@ -211,7 +211,8 @@ def test_weight_that_the_program_holds_is_quantized_under_its_name(holder: Any, 
     with torch.no_grad():
         result = torch.compile(call, backend=EagerBackend(policy=ALL, strict=True))(x)
     with Quantized():
-        torch.testing.assert_close(result, call(x), rtol=1e-5, atol=1e-4)
+        # A sum in another order may move an element to its neighbour: 2e-4. Unquantized results are 5 apart.
+        torch.testing.assert_close(result, call(x), rtol=1e-5, atol=1e-2)
     records = [gemm for report in mxcompile.reports() for gemm in report.gemms]
     assert {(gemm.name, gemm.precision) for gemm in records} == {(name, "mxfp8") for name in names}
 
