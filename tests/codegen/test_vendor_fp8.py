@@ -19,7 +19,7 @@ from mxcompile.lowering.graph.vendor_fp8 import VendorFP8
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.policy import Gemm
 
-CHIP = dataclasses.replace(TARGETS["cpu"], fp8_tiles=frozenset({"tensor", "channel"}))
+CHIP = dataclasses.replace(TARGETS["cpu_bf16"], name="cpu", fp8_tiles=frozenset({"tensor", "channel"}))
 TAG = GemmTag(
     layer="l", name="l", module="Linear", source="", gemm=Gemm.FPROP, kind=Kind.LINEAR, tensors=("x", "w")
 )
