@@ -43,6 +43,7 @@ def convert(
     policy: Policy | str | dict[str, Any] | None = None,
     layout: str = COMPRESSED_TENSORS,
     model: LoadedModel | None = None,
+    progress: bool = True,
 ) -> StoredWeights:
     """Writes the checkpoint `source` to `target`, with its weights stored as the policy decides.
 
@@ -56,6 +57,7 @@ def convert(
         policy: A preset, file, dict or `Policy`; by default the preset ``inference``.
         layout: As for `save_quantized`.
         model: The model, if `source` has no config.json.
+        progress: Whether to show a progress bar on a terminal.
 
     Returns:
         The decision for every weight.
@@ -72,7 +74,8 @@ def convert(
         raise CheckpointError(f"{target}: lies in the input, which must not change: name another directory")
     with new_directory(target) as partial:
         steps = 2 * len(plan.sources)  # every weight is written, then measured
-        with tqdm(desc="convert", total=steps, unit="tensor", disable=None, leave=False) as bar:
+        hidden = None if progress else True
+        with tqdm(desc="convert", total=steps, unit="tensor", disable=hidden, leave=False) as bar:
             rows: list[StoredWeight] = []
             files = {name: checkpoint.entries[row.tensors[0]].file for name, row in plan.sources.items()}
             for file in checkpoint.files:

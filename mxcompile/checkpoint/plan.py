@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -79,9 +80,7 @@ def plan_conversion(
             raise CheckpointError(
                 f"{source}: it has no config.json: pass the model of these weights, --model NAME"
             )
-        owner, model_config = architecture(source, config)
-        with torch.device("meta"):  # BF16, because BF16 products have kernels
-            loaded = LoadedModel(name=str(source), model=owner(model_config).to(torch.bfloat16))
+        loaded = _of_config(source, config)
     dtype = value_dtype(checkpoint, config)
     decided = planned_weights(loaded.model, policy, loaded.args, loaded.kwargs)
     places = _places(loaded.model, checkpoint, sources)
@@ -138,6 +137,12 @@ def _reasons(weights: Mapping[str, StoredWeight], decided: Mapping[str, StoredWe
     return (
         "; ".join(f"{reason} ({number} of them)" for reason, number in reasons.most_common(3)) or "no matrix"
     )
+
+
+def _of_config(source: Path, raw: dict[str, Any]) -> LoadedModel:
+    owner, config = architecture(source, raw)
+    with torch.device("meta"):  # BF16, because BF16 products have kernels
+        return LoadedModel(name=str(source), model=owner(config).to(torch.bfloat16))
 
 
 def _places(
