@@ -59,11 +59,14 @@ def save_package(
     for name, size, least in (("max_cache_len", max_cache_len, 2), ("batch_size", batch_size, 1)):
         if size < least:
             raise OptionError(f"{name} must be at least {least}, found {size}")
+    path = Path(directory).absolute()
+    if path.exists():
+        raise CheckpointError(f"{path}: exists already: name another directory")
     language_model: Any = user_model(model)
     step = _CachedStep(language_model, batch_size, max_cache_len)
     names: dict[str, Tensor] = dict(step.named_parameters(remove_duplicate=False))
     names |= step.named_buffers(remove_duplicate=False)
-    with new_directory(Path(directory).absolute()) as partial:
+    with new_directory(path) as partial:
         tensors: dict[str, Tensor] = {}
         for name, tokens in zip(PROGRAMS, (min(_TRACED_TOKENS, max_cache_len), 1), strict=True):
             program = _exported(step, torch.ones(batch_size, tokens, dtype=torch.int64), max_cache_len)

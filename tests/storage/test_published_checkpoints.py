@@ -402,14 +402,14 @@ def test_contradictions_are_refused_in_one_line(tmp_path, how):
 def test_compiled_products_read_dequantized_values_and_the_report_names_fp8(tmp_path, shape):
     tensors = {"m.weight": e4m3(N, K), "m.weight_scale_inv": torch.rand(shape) + 0.01}
     model = mxcompile.load_quantized(write(tmp_path / "in", tensors, None), layer())["m"]
-    dense = nn.Linear(K, N, bias=False, dtype=BF16)
-    dense.weight = nn.Parameter(model.weight.dequantize())
     x = torch.randn(4, K, dtype=BF16)
+    exact = x.double() @ model.weight.dequantize().double().t()
     mxcompile.clear_reports()
     with torch.no_grad():
         compiled = torch.compile(model, backend="mxfp8", options={"policy": "bf16"})(x)
-        report = str(mxcompile.reports()[-1])
-        assert torch.equal(compiled, torch.compile(dense, backend="inductor")(x))
+    report = str(mxcompile.reports()[-1])
+    sums = x.double().abs() @ model.weight.dequantize().double().abs().t()
+    assert bool(((compiled.double() - exact).abs() <= 2.0**-8 * exact.abs() + K * 2.0**-24 * sums).all())
     assert "weights stored in FP8: 1 of 1 layer" in report
     assert "dequantized values of 1" in " ".join(report.split())
 
