@@ -28,7 +28,7 @@ BUDGETS = {
     "mxcompile/analysis/explain": 946,
     "mxcompile/analysis/study": 1_223,
     "mxcompile/analysis/tune": 549,
-    "mxcompile/checkpoint": 2_576,
+    "mxcompile/checkpoint": 2_579,
     "mxcompile/cli": 1_479,
     "mxcompile/compiler": 672,
     "mxcompile/compiler/calls": 676,
