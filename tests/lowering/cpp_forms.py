@@ -18,14 +18,24 @@ import emulated
 import pytest
 import torch
 from torch import Tensor
-from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor import config
+from torch._inductor.cpp_builder import _get_ffast_math_flags, get_cpp_compiler
+
+from mxcompile.lowering.cpu import kernel
 
 HEADERS = Path(__file__).parents[2] / "lowering" / "cpu"
-FLAGS = ("-O3", "-std=c++17", "-fno-tree-loop-vectorize", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
+with config.patch(kernel.exact_settings()):
+    FLAGS = (
+        *("-O3", "-std=c++17", "-fno-tree-loop-vectorize", "-fopenmp", "-shared", "-fPIC"),
+        *" ".join(f"-{option}" for option in _get_ffast_math_flags()).split(),
+    )
+"""Those of Inductor."""
 
+_AVX2 = ("-march=x86-64", "-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY_AVX2")
 FORMS = {
     "plain": ("-march=x86-64",),
-    "avx2": ("-march=x86-64", "-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY_AVX2"),
+    "avx2 zen 3": (*_AVX2, "-D__znver3__"),  # decodes with other numbers of rows together
+    "avx2": _AVX2,
     "avx512": (
         *("-march=x86-64", "-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY_AVX512"),
         *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
@@ -36,7 +46,13 @@ FORMS = {
 }
 """By name, what a compiler is told; Inductor's names of its vector ISAs among it."""
 
-_NEEDS = {"plain": "", "avx2": "avx2", "avx512": "avx512_vl", "avx512 bf16": "avx512_bf16"}
+_NEEDS = {
+    "plain": "",
+    "avx2 zen 3": "avx2",
+    "avx2": "avx2",
+    "avx512": "avx512_vl",
+    "avx512 bf16": "avx512_bf16",
+}
 EMULATED = {"neon": "cortex-a72", "neon bf16 i8mm": "max"}
 """By form, the CPU that the emulator is to be."""
 _TOOLS = ("aarch64-linux-gnu-g++", "qemu-aarch64")
@@ -67,6 +83,12 @@ def library(form: str, source: str, folder: Path) -> ctypes.CDLL | emulated.Libr
     command = [get_cpp_compiler(), *FLAGS, *FORMS[form], f"-I{HEADERS}", str(stem.with_suffix(".cpp"))]
     subprocess.run([*command, "-o", str(stem.with_suffix(".so"))], check=True)
     return ctypes.CDLL(str(stem.with_suffix(".so")))
+
+
+def assembly(form: str, source: str) -> str:
+    """What the compiler makes of `source` for the instruction set called `form`, which need not run here."""
+    command = [get_cpp_compiler(), *FLAGS, *FORMS[form], f"-I{HEADERS}", *("-x", "c++", "-S", "-o", "-", "-")]
+    return subprocess.run(command, input=source, check=True, capture_output=True, text=True).stdout
 
 
 def _emulated(form: str, source: str, stem: Path) -> emulated.Library:

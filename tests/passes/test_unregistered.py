@@ -205,14 +205,23 @@ def named() -> dict[str, set[str]]:
     return precisions
 
 
+def assert_quantized(result: Tensor, expected: Tensor) -> None:
+    """Asserts equality to FP32's rounding, but for casts that another order of sums moves to a neighbour.
+
+    Such a cast changes a result by about 2e-4; unquantized results are 5 apart.
+    """
+    error = (result - expected).abs()
+    assert (error <= 1e-4 + 1e-5 * expected.abs()).double().mean() >= 0.99
+    assert error.max() < 1e-3
+
+
 @pytest.mark.parametrize(("holder", "names"), HOLDERS)
 def test_weight_that_the_program_holds_is_quantized_under_its_name(holder: Any, names: set[str]) -> None:
     call, x = holder(), data()
     with torch.no_grad():
         result = torch.compile(call, backend=EagerBackend(policy=ALL, strict=True))(x)
     with Quantized():
-        # A sum in another order may move an element to its neighbour: 2e-4. Unquantized results are 5 apart.
-        torch.testing.assert_close(result, call(x), rtol=1e-5, atol=1e-2)
+        assert_quantized(result, call(x))
     records = [gemm for report in mxcompile.reports() for gemm in report.gemms]
     assert {(gemm.name, gemm.precision) for gemm in records} == {(name, "mxfp8") for name in names}
 
