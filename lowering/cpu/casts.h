@@ -1,4 +1,4 @@
-// Casts of a tensor to MXFP8 and back.
+// Casts of a tensor to MXFP8 and MXINT8, and back.
 //
 //   values   what the quantized elements stand for
 //   codes    the quantized elements

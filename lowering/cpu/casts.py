@@ -1,6 +1,6 @@
 """Casts on CPU: the kernels of ``casts.h`` replace Inductor's loops.
 
-    casts to MXFP8, and decode of all stored formats, of BF16 and FP32     other dtypes: `inductor.casts`
+    casts to MXFP8 and MXINT8, decode of all stored formats, of BF16 and FP32     others: Inductor's loops
 
 One kernel casts a matrix along its rows and along its columns, so that it reads the matrix once. When
 Inductor lowers the first of the two casts, `cast` makes both results and keeps the second for its node.
@@ -98,9 +98,9 @@ _PROGRESS: WeakKeyDictionary[Any, _Progress] = WeakKeyDictionary()
 
 
 def cast(x: ir.TensorBox, copy: Copy) -> Results | None:
-    """Returns the tensors of `copy` of `x`, in MXFP8; None if Inductor's loops make them."""
+    """Returns the tensors of `copy` of `x`; None if Inductor's loops make them."""
     device = x.get_device_or_error()
-    if device.type != "cpu" or x.get_dtype() not in _FLOATS or not _has_kernel(copy) or not kernel.usable():
+    if device.type != "cpu" or x.get_dtype() not in _FLOATS or not has_kernel(copy) or not kernel.usable():
         return None
     progress = _PROGRESS.setdefault(V.graph, _Progress())
     node = V.graph.current_node
@@ -118,8 +118,11 @@ def cast(x: ir.TensorBox, copy: Copy) -> Results | None:
     return results[:count]
 
 
-def _has_kernel(copy: Copy) -> bool:
-    return not copy.is_tiled and copy.dtype in (None, *_FLOATS)
+def has_kernel(copy: Copy) -> bool:
+    """Returns whether ``casts.h`` makes `copy` of BF16 and FP32."""
+    plain = Format(elem=copy.elem, rounding=copy.format.rounding)
+    is_mxint8 = copy.elem.is_integer and copy == Copy(format=plain, dim=copy.dim, dtype=copy.dtype)
+    return (copy.is_mx or is_mxint8) and not copy.is_tiled and copy.dtype in (None, *_FLOATS)
 
 
 def _others(node: fx.Node, copy: Copy) -> Iterator[tuple[fx.Node, Copy]]:
@@ -134,8 +137,8 @@ def _others(node: fx.Node, copy: Copy) -> Iterator[tuple[fx.Node, Copy]]:
             continue
         its = view.copy
         dtypes = {its.dtype, copy.dtype} - {None}
-        alike = its.is_mx and its.format == copy.format and len(dtypes) <= 1
-        if alike and its.dim == -3 - copy.dim and _has_kernel(its):
+        alike = its.format == copy.format and len(dtypes) <= 1
+        if alike and its.dim == -3 - copy.dim and has_kernel(its):
             yield user, its
 
 

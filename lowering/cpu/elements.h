@@ -23,9 +23,10 @@
 #define MXCOMPILE_BYTE_TABLES 1
 #endif
 
-// Inductor turns GCC's vectorizer off, as its own loops are written in vectors; ours are written as loops.
+// Inductor turns GCC's vectorizer off, as its own loops are written in vectors; ours are written as loops. Its option
+// -fno-unsafe-math-optimizations revokes -fno-trapping-math, without which choices are no vectors in AVX2.
 #if defined(__GNUC__) && !defined(__clang__)
-#define MXCOMPILE_VECTORIZED _Pragma("GCC push_options") _Pragma("GCC optimize(\"tree-loop-vectorize\")")
+#define MXCOMPILE_VECTORIZED _Pragma("GCC push_options") _Pragma("GCC optimize(\"tree-loop-vectorize,no-trapping-math\")")
 #define MXCOMPILE_VECTORIZED_END _Pragma("GCC pop_options")
 #else
 #define MXCOMPILE_VECTORIZED
@@ -59,7 +60,7 @@ struct E5M2 : MX {
   static constexpr float max = 57344.0f;
 };
 
-struct INT8 : MX {  // k/64, k in two's complement; not for encode and rounded
+struct INT8 : MX {  // k/64, k in two's complement
   static constexpr int mantissa_bits = 6, emax = 0, min_field = 127;
   static constexpr int bits = 8, per_byte = 1;
   static constexpr float max = 127.0f / 64;
@@ -129,11 +130,15 @@ inline void narrow(float value, Bfloat16& out) {
 
 template <class Elem, Rounding rounding>
 inline uint32_t scale_byte(uint32_t amax) {
-  constexpr int32_t added = rounding == Rounding::rceil  ? 0x1fffff
+  constexpr int32_t ones = (1 << 23) - 1, smallest_normal = 1 << 23;
+  constexpr float gap = 2 - Elem::max / (1 << Elem::emax);  // from the largest element to the next power of two
+  constexpr int32_t added = rounding == Rounding::rceil  ? static_cast<int32_t>(gap * (1 << 23)) - 1
                             : rounding == Rounding::even ? 1 << (22 - Elem::mantissa_bits)
-                            : rounding == Rounding::ceil ? 0x7fffff
+                            : rounding == Rounding::ceil ? ones
                                                          : 0;
-  int32_t byte = static_cast<int32_t>((amax + added) >> 23) - Elem::emax;
+  int32_t bits = static_cast<int32_t>(amax);
+  if (Elem::emax == 0) bits = bits < smallest_normal ? 2 * bits - smallest_normal : bits;  // for others the byte is 0
+  int32_t byte = ((bits + added) >> 23) - Elem::emax;
   byte = byte < 0 ? 0 : byte;
   byte = byte > 254 ? 254 : byte;
   return amax >= INFINITY_BITS ? SCALE_NAN : static_cast<uint32_t>(byte);
@@ -162,16 +167,27 @@ struct Split {  // |y| as the exponent that rules its last bit, in place, and th
   }
 };
 
-// FLOOR and EVEN derive scales under which y may exceed the largest element; NaN stays.
+// FLOOR and EVEN derive scales under which y may exceed the largest element; NaN stays. `steps` saturates integers.
 template <class Elem, Rounding rounding>
 inline float saturated(float y) {
-  if (rounding == Rounding::rceil || rounding == Rounding::ceil) return y;
+  if (Elem::integer || rounding == Rounding::rceil || rounding == Rounding::ceil) return y;
   y = y > Elem::max ? Elem::max : y;
   return y < -Elem::max ? -Elem::max : y;
 }
 
+// The nearest integer, to even, to the steps of an integer type in y; any for NaN. Also the largest scale needs saturation.
+template <class Elem>
+inline int32_t steps(float y) {
+  const float large = 1.5f * (1 << (23 - Elem::mantissa_bits));  // a sum with it ends at a step
+  constexpr int32_t most = static_cast<int32_t>(Elem::max * (1 << Elem::mantissa_bits));
+  int32_t number = static_cast<int32_t>(as_bits(y + large) - as_bits(large));
+  number = number > most ? most : number;
+  return number < -most ? -most : number;
+}
+
 template <class Elem>
 inline float rounded(float y) {
+  if constexpr (Elem::integer) return static_cast<float>(steps<Elem>(y)) / (1 << Elem::mantissa_bits);  // NaN is a scale
   uint32_t bits = as_bits(y);
   Split<Elem> split(bits & MAGNITUDE);
   float value = (as_float(bits & MAGNITUDE) + as_float(split.constant)) - as_float(split.constant);
@@ -180,8 +196,9 @@ inline float rounded(float y) {
 
 template <class Elem>
 inline uint8_t encode(float y) {
-  constexpr uint32_t first = static_cast<uint32_t>(Elem::min_field) << Elem::mantissa_bits;
+  if constexpr (Elem::integer) return static_cast<uint8_t>(y != y ? 0 : steps<Elem>(y));
   uint32_t bits = as_bits(y), size = bits & MAGNITUDE;
+  constexpr uint32_t first = static_cast<uint32_t>(Elem::min_field) << Elem::mantissa_bits;
   Split<Elem> split(size);
   uint32_t steps = as_bits(as_float(size) + as_float(split.constant)) - split.constant;
   uint32_t code = (split.exponent >> (23 - Elem::mantissa_bits)) - first + steps;

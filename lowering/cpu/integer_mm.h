@@ -108,6 +108,26 @@ struct Packed {
   }
 };
 
+// A block of codes from one place to another. sum: of the codes. Returns whether one is not 0.
+#if MXCOMPILE_INTEGER_LANES == 16
+inline bool copy_block(const int8_t* from, Number* to, int32_t& sum) {
+  const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), codes);
+  const __m256i fours = _mm256_dpbusd_epi32(_mm256_setzero_si256(), _mm256_set1_epi8(1), codes);
+  __m128i total = _mm_add_epi32(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1));
+  total = _mm_add_epi32(total, _mm_shuffle_epi32(total, 0x4e));  // the upper half to the lower one
+  sum = _mm_extract_epi32(total, 0) + _mm_extract_epi32(total, 1);
+  return _mm256_test_epi8_mask(codes, codes) != 0;
+}
+#elif MXCOMPILE_INTEGER_LANES == 8
+inline bool copy_block(const int8_t* from, Number* to, int32_t& sum) {  // OFFSET is 0: nobody needs the sum
+  int32_t some = sum = 0;
+#pragma omp simd reduction(| : some)
+  for (int64_t i = 0; i < BLOCK; i++) to[i] = from[i], some |= from[i];
+  return some;
+}
+#endif
+
 #ifdef MXCOMPILE_INTEGER_LANES
 // TILE rows of x from `first` on, those of a block one behind the other, to place `at`. Returns whether a scale is extreme.
 inline bool pack_tile(Codes from, int64_t first, int64_t at, Packed& to) {
@@ -117,10 +137,8 @@ inline bool pack_tile(Codes from, int64_t first, int64_t at, Packed& to) {
     int64_t apart;
     const int8_t* here = from.block(first, TILE, index, buffer, apart);
     for (int64_t r = 0; r < TILE; r++, at++) {
-      int32_t sum = 0, some = 0;
-#pragma omp simd reduction(+ : sum) reduction(| : some)
-      for (int64_t i = 0; i < BLOCK; i++) sum += here[r * apart + i], some |= here[r * apart + i];
-      for (int64_t i = 0; i < BLOCK; i++) to.codes[at * BLOCK + i] = here[r * apart + i];
+      int32_t sum;
+      const bool some = copy_block(here + r * apart, to.codes + at * BLOCK, sum);
       to.less[at] = -OFFSET * sum;
       extreme |= to.set_scale(at, some, first + r < from.rows ? from.scale(first + r, index) : 0);
     }

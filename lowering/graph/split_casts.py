@@ -2,7 +2,7 @@
 
     cast(x, codes)  →  cast(x, scales), cast(x, elements)
 
-Applies to casts to formats other than MXFP8 that no template makes. Numerics do not change.
+Applies to casts that loops make, of formats other than MXFP8. Numerics do not change.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from mxcompile.formats import CopyPart
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import value_of
+from mxcompile.lowering.cpu import kernel
+from mxcompile.lowering.cpu.casts import has_kernel
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
 from mxcompile.ops.view import Cast, results_of
 
@@ -29,10 +31,10 @@ class SplitCasts(LoweringPass):
 
     def apply(self, graph: fx.Graph) -> Reasons:
         """Splits the casts of `graph`; parts without a reader disappear."""
-        build = Builder(graph, self.name)
+        build, cpp = Builder(graph, self.name), self.device == "cpu" and not kernel.obstacle()
         for node in graph.find_nodes(op="call_function", target=ops.cast):
             cast = Cast.from_node(node)
-            if cast is None or cast.copy.is_mx or cast.form.packed:
+            if cast is None or cast.copy.is_mx or cast.form.packed or (cpp and has_kernel(cast.copy)):
                 continue
             if len(cast.copy.specs(value_of(cast.x))) > 1:
                 _split(build, cast)

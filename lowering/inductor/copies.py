@@ -1,6 +1,7 @@
 """Inductor lowering of ``mx.cast``: by a template that makes all its copies, else copy by copy.
 
-MXFP8           loops (`casts`), or a kernel of `cpu.casts`
+MXFP8           a kernel of `cpu.casts`, or loops (`casts`)
+MXINT8          a kernel of `cpu.casts`, or loops as for other formats
 other formats   loops (`general`): scales, then elements over them
 """
 
@@ -60,7 +61,7 @@ def lower_cast(
     if y is not None:
         return [*lower_cast(x, names), *lower_cast(y, names)]
     lowered = [
-        cpp.cast(x, copy) or casts.lower(x, copy) if copy.is_mx else _general(call, position)
+        cpp.cast(x, copy) or (casts.lower(x, copy) if copy.is_mx else _general(call, position))
         for position, copy in enumerate(copies)
     ]
     return [tensor for tensors in lowered for tensor in tensors]

@@ -3,37 +3,36 @@
 from __future__ import annotations
 
 import ctypes
+import platform
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from cpp_forms import PARAMS, integer, library, pointer, same_bits
-from helpers.casts import quantize, values
+from cpp_forms import PARAMS, assembly, integer, library, pointer, same_bits
+from helpers.casts import encode, quantize, values
 from torch import Tensor, nn
 from torch._inductor import config, cpp_builder
 from torch._inductor.utils import run_and_get_code
 
 import mxcompile
 from mxcompile import ops
-from mxcompile.formats import Format, Rounding, stored_form
+from mxcompile.formats import Rounding, stored_form
 from mxcompile.formats.encoding import decode_tensors
 from mxcompile.lowering.cpu import kernel
 from mxcompile.lowering.graph import pipeline
 from mxcompile.lowering.inductor import casts as casts  # registers the lowerings
 from mxcompile.lowering.targets import TARGETS
 
-ELEMS = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
-STORED = {**ELEMS, "INT8": torch.int8}
-"""Elements, one a byte, that are read; Inductor's loops cast to integers."""
+ELEMS = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2, "INT8": torch.int8}
 
 SOURCES = {"Bfloat16": torch.bfloat16, "float": torch.float32}
 
 
 def decoded(codes: Tensor, scales: Tensor, dim: int, elem: str, dtype: torch.dtype) -> Tensor:
     """The values of stored elements, by the definition."""
-    form = stored_form(STORED[elem])
+    form = stored_form(ELEMS[elem])
     return decode_tensors(codes.view(form.elem.dtype), scales, dim, form, dtype)
 
 
@@ -52,7 +51,7 @@ def _source() -> str:
                 lines.append(f'extern "C" void square_{name}({arguments}) {{ {body} }}')
                 body = f"{cast}::rows(x, number * m, n, 2, b);"
                 lines.append(f'extern "C" void rows_{name}({arguments}) {{ {body} }}')
-    for elem in (*STORED, "E2M1", "NVFP4"):
+    for elem in (*ELEMS, "E2M1", "NVFP4"):
         for source in SOURCES:
             weight_parameters = "const uint8_t* q, const uint8_t* s, const float* g"
             back = f"{weight_parameters}, int64_t number, int64_t m, int64_t n, {source}* v"
@@ -130,10 +129,13 @@ def sources(dtype: torch.dtype) -> Iterator[Tensor]:
 
 def check(copies: tuple[Tensor, Tensor, Tensor], x: Tensor, dim: int, elem: str, rounding: str, square: bool):
     values, codes, scales = copies
-    qdata, expected = quantize(x, dim, ELEMS[elem], rounding, square)
+    if elem == "INT8":
+        qdata, expected = encode(x, dim, f"int8 1x32 {rounding}")
+    else:
+        qdata, expected = quantize(x, dim, ELEMS[elem], rounding, square)
     assert torch.equal(scales, expected)
     assert same_bits(codes.view(ELEMS[elem]), qdata)
-    assert same_bits(values, decode_tensors(qdata, expected, dim, Format(), x.dtype))
+    assert same_bits(values, decoded(qdata, expected, dim, elem, x.dtype))
 
 
 @pytest.mark.parametrize("rounding", list(Rounding))
@@ -147,12 +149,28 @@ def test_casts_of_every_instruction_set_equal_reference(
         check(down, x, -2, elem, rounding, False)
         check(along, x, -1, elem, rounding, False)
         check(forms.cast("rows", x, elem, rounding)[1], x, -1, elem, rounding, False)
+        if elem == "INT8":  # loops make its square tiles
+            continue
         down, along = forms.cast("square", x, elem, rounding)
         check(down, x, -2, elem, rounding, True)
         check((*down[:2], along[2]), x, -1, elem, rounding, True)
 
 
-@pytest.mark.parametrize("elem", STORED)
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the compiler is one for x86-64")
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("elem", ELEMS)
+def test_loops_over_elements_are_vectors_in_avx2(elem: str, source: str):
+    """Which takes an option that Inductor's options turn off."""
+    cast = f"Cast<{elem}, Rounding::rceil, {source}, {source}>"
+    signature = f"(const {source}* x, const float* inverse, uint8_t* codes)"
+    body = f"{cast}::write(x, 256, inverse, inverse, nullptr, codes);"
+    lines = ('#include "casts.h"', "using namespace mxcompile;", f'extern "C" void f{signature} {{ {body} }}')
+    instructions = assembly("avx2", "\n".join(lines))
+    assert re.search(r"vmulps.*%ymm", instructions)
+    assert "vmulss" not in instructions
+
+
+@pytest.mark.parametrize("elem", ELEMS)
 @pytest.mark.parametrize("dtype", SOURCES.values(), ids=str)
 def test_every_code_under_every_scale(forms: _Forms, dtype: torch.dtype, elem: str):
     codes = torch.arange(256, dtype=torch.uint8).expand(1, 256, 256).contiguous()
@@ -199,7 +217,7 @@ def test_every_pair_of_packed_codes_under_every_scale_of_two_levels(
 
 
 @pytest.mark.parametrize("width", [64, 200])
-@pytest.mark.parametrize("elem", STORED)
+@pytest.mark.parametrize("elem", ELEMS)
 def test_neighbours_have_scales_of_their_own(forms: _Forms, elem: str, width: int):
     """Ordinary scales and those at the ends of the range side by side, and rows that end within a block."""
     generator = torch.Generator().manual_seed(0)
@@ -210,14 +228,14 @@ def test_neighbours_have_scales_of_their_own(forms: _Forms, elem: str, width: in
     assert same_bits(forms.back("rows", codes, scales, elem, torch.bfloat16), expected)
 
 
-@pytest.mark.parametrize("cpp_wrapper", [False, True])
-def test_both_layouts_of_a_matrix_are_one_kernel(cpp_wrapper: bool):
+@pytest.mark.parametrize(("word", "cpp_wrapper"), [("e4m3", False), ("e4m3", True), ("int8", False)])
+def test_both_layouts_of_a_matrix_are_one_kernel(word: str, cpp_wrapper: bool):
     """Whatever they give, after a producer, for any number of tokens, called from Python or C++."""
 
     def casts(x: Tensor) -> tuple[Tensor, ...]:
         x = x.relu() - x
-        value = values(x, -1, torch.float8_e4m3fn, "rceil", False, torch.bfloat16)
-        return value, *quantize(x, -2, torch.float8_e4m3fn, "rceil")
+        (value,) = ops.cast(x, [f"{word} 1x32 rceil @-1 bfloat16"])
+        return value, *encode(x, -2, f"{word} 1x32 rceil")
 
     compiled = torch.compile(casts, fullgraph=True, dynamic=True, options={"cpp_wrapper": cpp_wrapper})
     x = torch.randn(40, 100, dtype=torch.bfloat16)
