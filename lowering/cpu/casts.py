@@ -119,10 +119,10 @@ def cast(x: ir.TensorBox, copy: Copy) -> Results | None:
 
 
 def has_kernel(copy: Copy) -> bool:
-    """Returns whether ``casts.h`` makes `copy` of BF16 and FP32."""
-    plain = Format(elem=copy.elem, rounding=copy.format.rounding)
-    is_mxint8 = copy.elem.is_integer and copy == Copy(format=plain, dim=copy.dim, dtype=copy.dtype)
-    return (copy.is_mx or is_mxint8) and not copy.is_tiled and copy.dtype in (None, *_FLOATS)
+    """Returns whether ``casts.h`` makes `copy` of BF16 and FP32: MXFP8, or blocks of a stored type."""
+    form = Format(elem=copy.elem, rounding=copy.format.rounding)
+    plain = form.lies_stored and copy == Copy(format=form, dim=copy.dim, dtype=copy.dtype)
+    return (plain or copy.is_mx) and not copy.is_tiled and copy.dtype in (None, *_FLOATS)
 
 
 def _others(node: fx.Node, copy: Copy) -> Iterator[tuple[fx.Node, Copy]]:
