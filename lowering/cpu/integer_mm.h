@@ -188,11 +188,28 @@ inline Sums pack_rows(Codes from, int64_t first, int64_t index, Number* to) {
   int8_t buffer[PART * BLOCK];
   int64_t apart;
   const int8_t* here = from.block(first, PART, index, buffer, apart);
-  const __m512i steps = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  const __m512i rows = _mm512_mullo_epi32(steps, _mm512_set1_epi32(static_cast<int>(apart)));
+  const auto row = [&](int64_t r) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(here + r * apart)); };
+  __m512i four[2][4];  // words of rows 0 to 7 and 8 to 15: in the quarters of the i-th, words i and i + 4 of four rows, twice
+  for (int64_t half = 0; half < 2; half++) {
+    __m512i two[4], pair[4];
+    for (int64_t r = 0; r < 4; r++)
+      two[r] = _mm512_inserti64x4(_mm512_castsi256_si512(row(8 * half + r)), row(8 * half + r + 4), 1);
+    for (int64_t r = 0; r < 4; r += 2) {
+      pair[r] = _mm512_unpacklo_epi32(two[r], two[r + 1]);
+      pair[r + 1] = _mm512_unpackhi_epi32(two[r], two[r + 1]);
+    }
+    for (int64_t i = 0; i < 2; i++) {
+      four[half][2 * i] = _mm512_unpacklo_epi64(pair[i], pair[i + 2]);
+      four[half][2 * i + 1] = _mm512_unpackhi_epi64(pair[i], pair[i + 2]);
+    }
+  }
   Sums all = _mm512_setzero_si512();
-  for (int64_t i = 0; i < BLOCK; i += 4)
-    all = _mm512_or_si512(all, store_flipped(_mm512_i32gather_epi32(rows, here + i, 1), to + i * PANEL));
+  for (int64_t i = 0; i < 4; i++) {
+    const __m512i low = _mm512_shuffle_i32x4(four[0][i], four[1][i], 0x88);  // quarters 0 and 2 of both
+    const __m512i high = _mm512_shuffle_i32x4(four[0][i], four[1][i], 0xdd);
+    all = _mm512_or_si512(all, store_flipped(low, to + 4 * i * PANEL));
+    all = _mm512_or_si512(all, store_flipped(high, to + 4 * (i + 4) * PANEL));
+  }
   return all;
 }
 
