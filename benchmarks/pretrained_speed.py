@@ -171,12 +171,13 @@ def by_torch(
     backend: str = "inductor",
     cached: str = "",
     file: str = "",
+    policy: str = "bf16",
 ) -> Callable[[int], tuple[Generate, int]]:
     """Returns a loader: it loads the model in `dtype`, applies `prepare`, and compiles forward.
 
     cached: the precision of stored keys and values, "" if they stay in `dtype`. file: name of a checkpoint of
     the prepared weights, which is loaded; without one, a checkpoint in `dtype` is loaded and prepared. Either
-    is written if it does not exist.
+    is written if it does not exist. policy: the policy of backend mxfp8: "bf16" casts no activations.
     """
 
     def load(threads: int) -> tuple[Generate, int]:
@@ -189,7 +190,7 @@ def by_torch(
         model = _model(dtype, prepare, file)
         model.generation_config.eos_token_id = None  # like llama.cpp's `ignore_eos`
         text = models.windows(models.gemma_tokenizer(), 1, max(PROMPTS))
-        options: Any = {"policy": "bf16"} if backend == "mxfp8" else None
+        options: Any = {"policy": policy} if backend == "mxfp8" else None
         model.forward = torch.compile(model.forward, backend=backend, options=options)
         config = model.config
         cache: Any = StaticCache(config, ROOM)
@@ -293,6 +294,9 @@ def by_storing(precision: str) -> dict[str, Callable[[int], tuple[Generate, int]
         f"{precision} stored, head too": by_torch(prepare=whole, **stored),
         f"{precision} stored, head too, keys and values": by_torch(prepare=whole, cached=precision, **stored),
         f"bf16, {precision} stored, head too": by_torch("bfloat16", whole, **stored),
+        f"bf16, {precision} stored, head too, activations": by_torch(
+            "bfloat16", whole, policy=PRESETS[precision], **stored
+        ),
     }
 
 
