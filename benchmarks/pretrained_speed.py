@@ -13,6 +13,7 @@ Usage: python benchmarks/pretrained_speed.py [--ways NAME …] [--repeats 5] [--
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import os
@@ -240,17 +241,18 @@ def _model(dtype: str, prepare: Callable[[Any], object], file: str) -> Any:
     return plain.eval().requires_grad_(False)
 
 
-def by_package(threads: int) -> tuple[Generate, int]:
+def by_package(threads: int, *, quantize_activations: bool = False) -> tuple[Generate, int]:
     """Loads a model that was compiled ahead of time; the first start compiles it from the checkpoint."""
     import torch
 
     import mxcompile
 
     torch.set_num_threads(threads)
-    folder = models.CACHE / f"gemma-3-270m-package-{threads}-threads"
+    form = "-activations" if quantize_activations else ""
+    folder = models.CACHE / f"gemma-3-270m-package-{threads}-threads{form}"
     if not folder.exists():
         model = _model("bfloat16", _stored("mxint8"), "mxint8-head")
-        mxcompile.save_package(model, folder, max_cache_len=ROOM)
+        mxcompile.save_package(model, folder, max_cache_len=ROOM, quantize_activations=quantize_activations)
     package = mxcompile.load_package(folder)
     text = models.windows(models.gemma_tokenizer(), 1, max(PROMPTS))
 
@@ -374,6 +376,9 @@ WAYS: dict[str, Callable[[int], tuple[Generate, int]]] = {
     **by_storing("mxfp8"),
     **by_storing("mxint8"),
     "bf16, mxint8 stored, head too, package": by_package,
+    "bf16, mxint8 stored, head too, activations, package": functools.partial(
+        by_package, quantize_activations=True
+    ),
     "torchao int8": by_torch(prepare=_int8),
     LLAMA_CPP: by_llama_cpp,
 }

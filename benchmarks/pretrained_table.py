@@ -49,7 +49,6 @@ GENERATION = {
     "prefill of 128": "prefill_128_per_s",
     "prefill of 512": "prefill_512_per_s",
     "decode": "decode_per_s",
-    "over FP32": "decode_over_first",
 }
 """Column headers and their fields, for the table of generation speeds."""
 

@@ -79,16 +79,9 @@ def test_figures_of_training_steps_equal_results():
 
 def test_figures_of_training_steps_without_bf16_equal_results():
     rows = newest("training_step", "model", "run", cpu="AVX2")
-    product_run, of_fp32 = "mxcompile mxfp8", "mxcompile mxfp8, fp32 model"
-    shown = {
-        "training step of a BF16 model ÷ Inductor's in FP32, Llama 2 layers × 512": (
-            product_run,
-            "ratio_to_fp32",
-        ),
-        "training step of an FP32 model ÷ Inductor's in FP32": (of_fp32, "ratio_to_fp32"),
-    }
-    for workload, (run, ratio) in shown.items():
-        same(measured(workload, "AVX2")[:1], [rows["llama 2×512", run][ratio]])
+    workload = "training step of an FP32 model ÷ Inductor's in FP32, Llama 2 layers × 512"
+    shown = rows["llama 2×512", "mxcompile mxfp8, fp32 model"]["ratio_to_fp32"]
+    same(measured(workload, "AVX2")[:1], [shown])
 
 
 def test_figures_of_cpus_without_bf16_equal_results():
@@ -206,14 +199,18 @@ def test_figures_of_integers_beside_llama_cpp_equal_results():
 
 def test_figures_of_generation_beside_llama_cpp_equal_results():
     workload = "Gemma 3 270M, a package in MXINT8 ÷ llama.cpp's Q8_0, decoding, tokens a second"
-    for name, cpu, key in (
-        (workload, "AMX BF16", "decode_per_s"),
-        (workload, "AVX2", "decode_per_s"),
-        ("the same, a prompt of 512 tokens", "AVX2", "prefill_512_per_s"),
+    both = "Gemma 3 270M, a package with weights and activations in MXINT8 ÷ llama.cpp's Q8_0, decoding"
+    prompt, stored = "the same, a prompt of 512 tokens", "bf16, mxint8 stored, head too"
+    for name, cpu, way, key in (
+        (workload, "AMX BF16", "package", "decode_per_s"),
+        (workload, "AVX2", "package", "decode_per_s"),
+        (prompt, "AVX2", "package", "prefill_512_per_s"),
+        (both, BF16_CPU, "activations, package", "decode_per_s"),
+        (prompt, BF16_CPU, "activations, package", "prefill_512_per_s"),
     ):
         rows = newest("pretrained_speed", "run", cpu=cpu)
-        package, llama = (rows[run,] for run in ("bf16, mxint8 stored, head too, package", "llama.cpp q8_0"))
-        same(measured(name, cpu.removesuffix(" BF16")), [package[key] / llama[key]])
+        package, llama = rows[f"{stored}, {way}",], rows["llama.cpp q8_0",]
+        same(measured(name, cpu.replace("AMX BF16", "AMX")), [package[key] / llama[key]])
 
 
 def test_figures_of_attention_over_a_cache_equal_results():

@@ -31,7 +31,13 @@ _TRACED_TOKENS = 64
 
 
 def save_package(
-    model: nn.Module, directory: str | Path, *, max_cache_len: int, batch_size: int = 1, target: str = "auto"
+    model: nn.Module,
+    directory: str | Path,
+    *,
+    max_cache_len: int,
+    batch_size: int = 1,
+    target: str = "auto",
+    quantize_activations: bool = False,
 ) -> None:
     """Compiles a Hugging Face language model for generation, and writes it to a directory.
 
@@ -45,6 +51,7 @@ def save_package(
             many, and read the window.
         batch_size: Number of sequences.
         target: As for ``torch.compile``.
+        quantize_activations: Whether products with a stored weight cast their activations to its format.
 
     Raises:
         CheckpointError: The directory exists or cannot be written.
@@ -71,7 +78,8 @@ def save_package(
         for name, tokens in zip(PROGRAMS, (min(_TRACED_TOKENS, max_cache_len), 1), strict=True):
             program = _exported(step, torch.ones(batch_size, tokens, dtype=torch.int64), max_cache_len)
             file = str(partial / f"{name}.pt2")
-            configs = {**aoti_configs(target), "aot_inductor.package_constants_in_so": False}
+            configs = aoti_configs(target, quantize_activations=quantize_activations)
+            configs |= {"aot_inductor.package_constants_in_so": False}
             torch._inductor.aoti_compile_and_package(program, package_path=file, inductor_configs=configs)
             named = {**names, **program.constants}
             for constant in _loaded(partial, name).get_constant_fqns():

@@ -84,6 +84,28 @@ assert "transformers" not in sys.modules
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.export copies its own
+@pytest.mark.parametrize(("preset", "precision"), [("mxint8", "mxint8"), ("inference", "mxfp8")])
+def test_package_that_quantizes_activations_has_logits_of_the_compiled_model(
+    preset: str, precision: str, tmp_path: Path
+):
+    torch.manual_seed(0)
+    model = llama().eval()
+    rules = [{"match": {"role": "head"}, "use": precision}]
+    policy = {"version": 1, "preset": preset, "rules": rules}
+    mxcompile.quantize_weights_(model, policy, progress=False)
+    mxcompile.save_package(model, tmp_path / "served", max_cache_len=ROOM, quantize_activations=True)
+    package = mxcompile.load_package(tmp_path / "served")
+    compiled = torch.compile(model, backend="mxfp8", options={"policy": policy})
+    for tokens in (1, 5, 25):
+        ids = prompt(tokens)
+        with torch.no_grad():
+            logits, unquantized = compiled(ids).logits[:, -1], model(ids).logits[:, -1]
+        error = (logits - unquantized).abs().max().item()
+        torch.testing.assert_close(package(ids), logits, rtol=0, atol=0.05 * error)
+
+
 def _check_errors(package: Any, folder: Path) -> None:
     """Calls out of bounds would write beyond the cache, and programs of other CPUs end the process."""
     with pytest.raises(OptionError, match=r"36 tokens from position 5 must lie within max_cache_len=40"):
