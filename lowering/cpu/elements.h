@@ -167,7 +167,7 @@ struct Split {  // |y| as the exponent that rules its last bit, in place, and th
   }
 };
 
-// FLOOR and EVEN derive scales under which y may exceed the largest element; NaN stays. `steps` saturates integers.
+// FLOOR and EVEN derive scales under which y may exceed the largest element; NaN stays. `whole_steps` saturates integers.
 template <class Elem, Rounding rounding>
 inline float saturated(float y) {
   if (Elem::integer || rounding == Rounding::rceil || rounding == Rounding::ceil) return y;
@@ -177,7 +177,7 @@ inline float saturated(float y) {
 
 // The nearest integer, to even, to the steps of an integer type in y; any for NaN. Also the largest scale needs saturation.
 template <class Elem>
-inline int32_t steps(float y) {
+inline int32_t whole_steps(float y) {
   const float large = 1.5f * (1 << (23 - Elem::mantissa_bits));  // a sum with it ends at a step
   constexpr int32_t most = static_cast<int32_t>(Elem::max * (1 << Elem::mantissa_bits));
   int32_t number = static_cast<int32_t>(as_bits(y + large) - as_bits(large));
@@ -187,7 +187,7 @@ inline int32_t steps(float y) {
 
 template <class Elem>
 inline float rounded(float y) {
-  if constexpr (Elem::integer) return static_cast<float>(steps<Elem>(y)) / (1 << Elem::mantissa_bits);  // NaN is a scale
+  if constexpr (Elem::integer) return static_cast<float>(whole_steps<Elem>(y)) / (1 << Elem::mantissa_bits);  // of NaN the scale is NaN
   uint32_t bits = as_bits(y);
   Split<Elem> split(bits & MAGNITUDE);
   float value = (as_float(bits & MAGNITUDE) + as_float(split.constant)) - as_float(split.constant);
@@ -196,7 +196,7 @@ inline float rounded(float y) {
 
 template <class Elem>
 inline uint8_t encode(float y) {
-  if constexpr (Elem::integer) return static_cast<uint8_t>(y != y ? 0 : steps<Elem>(y));
+  if constexpr (Elem::integer) return static_cast<uint8_t>(y != y ? 0 : whole_steps<Elem>(y));
   uint32_t bits = as_bits(y), size = bits & MAGNITUDE;
   constexpr uint32_t first = static_cast<uint32_t>(Elem::min_field) << Elem::mantissa_bits;
   Split<Elem> split(size);
