@@ -92,7 +92,7 @@ def save_package(
         about = {
             "version": _VERSION, "max_cache_len": max_cache_len, "batch_size": batch_size,
             "vocabulary": len(language_model.get_input_embeddings().weight),
-            "caches": caches, "shared": shared,
+            "caches": caches, "shared": shared, "quantize_activations": quantize_activations,
             "dtype": str(language_model.dtype).removeprefix("torch."), "device": language_model.device.type,
             **_machine(),
         }  # fmt: skip

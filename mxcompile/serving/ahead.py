@@ -10,6 +10,7 @@ stay the same, unless activations are quantized too. There is no report.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from mxcompile.compiler.hooks.inductor import GraphPass, sources_hash
 from mxcompile.formats import Format
 from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.shapes import operands
-from mxcompile.graph.tags import GemmTag, Kind, set_tag, tensor
+from mxcompile.graph.tags import GemmTag, Kind, set_tag, tags_of, tensor
 from mxcompile.graph.transpose import untransposed
 from mxcompile.lowering import targets
 from mxcompile.lowering.cpu.features import features
@@ -31,6 +32,8 @@ from mxcompile.passes.quantize_gemms import QuantizeGemms
 from mxcompile.passes.reuse import Reuse
 from mxcompile.passes.share import Share
 from mxcompile.policy import Gemm
+
+log = logging.getLogger(__name__)
 
 
 def aoti_configs(target: str = "auto", *, quantize_activations: bool = False) -> dict[str, Any]:
@@ -78,6 +81,10 @@ def _lower(graph: fx.Graph, target: str, quantize_activations: bool) -> None:
             )  # fmt: skip
             set_tag(node, tag)
     if quantize_activations:
+        if not any(tag.formats for node in graph.nodes for tag in tags_of(node)):
+            log.warning(
+                "quantize_activations changes nothing in a program: it has no GEMM with a stored weight"
+            )
         for step in (QuantizeGemms(), Reuse(), Share()):
             step.apply(graph)
     lowering.run(graph, targets.resolve(target, device), device, promotes=target == targets.CPU_FP32)

@@ -51,7 +51,7 @@ BUDGETS = {
     "mxcompile/report/data": 1_127,
     "mxcompile/report/forms": 1_227,
     "mxcompile/rules": 614,
-    "mxcompile/serving": 622,
+    "mxcompile/serving": 629,
     "mxcompile/storage": 982,
     "mxcompile/watch": 1_844,
     "passes": 4_244,

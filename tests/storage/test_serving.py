@@ -164,3 +164,30 @@ def products(package) -> int:
     )
     calls = re.findall(r"^ *(\w+)\(", code(package, "wrapper.cpp"), re.MULTILINE)
     return sum(call in kernels for call in calls)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.export copies its own
+@pytest.mark.parametrize("precision", ["mxfp4", "nvfp4"])
+def test_package_casts_activations_to_four_bits_as_the_compiled_model_does(precision: str, tmp_path):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(96, 64, bias=False), nn.ReLU(), nn.Linear(64, 96)), torch.randn(40, 96)
+    policy = {"version": 1, "preset": "bf16", "rules": [{"match": {"name": "*"}, "use": precision}]}
+    mxcompile.quantize_weights_(model, policy, args=(x,), progress=False)
+    configs = mxcompile.aoti_configs(quantize_activations=True)
+    with torch.no_grad():
+        outputs = torch._inductor.aoti_load_package(packaged(model, tmp_path / "m.pt2", configs, x))(x)
+        expected = torch.compile(model, backend="mxfp8", options={"policy": policy})(x)
+        error = (expected - model(x)).abs().max().item()
+    torch.testing.assert_close(outputs, expected, rtol=0, atol=0.05 * error)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.export copies its own
+def test_activations_without_a_stored_weight_stay_with_a_warning(tmp_path, caplog):
+    model, x = nn.Linear(96, 64), torch.randn(40, 96)
+    with torch.no_grad():
+        configs = mxcompile.aoti_configs(quantize_activations=True)
+        outputs = torch._inductor.aoti_load_package(packaged(model, tmp_path / "m.pt2", configs, x))(x)
+    assert "quantize_activations changes nothing" in caplog.text
+    torch.testing.assert_close(outputs, model(x))
