@@ -112,6 +112,10 @@ class Watch:
         self._phases: set[tuple[bool, ...]] = set()
         self._recorder.steps.listen()
 
+    def __deepcopy__(self, memo: object) -> Watch:
+        """Returns itself, because Lightning and Accelerate copy the arguments of torch.compile."""
+        return self
+
     def __repr__(self) -> str:
         return f"Watch({self._writers}, every={self.every})"
 

@@ -299,6 +299,23 @@ def test_deep_copy_of_compile_arguments_copies_no_model(monkeypatch):
     assert all(copied["backend"] is original["backend"] for original, copied in calls)
 
 
+def test_arguments_of_compile_can_be_deep_copied(tmp_path: Path):
+    """As Lightning and Accelerate copy them: the copy writes to the same watch, of the same policy."""
+    watch = mxcompile.Watch(tmp_path / "run.jsonl", every=1)
+    policy = Policy.resolve({"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]})
+    options = {"watch": watch, "policy": policy, "report": tmp_path / "report.json"}
+    copied = copy.deepcopy({"backend": "mxfp8", "options": options})
+    assert copied["options"] == options
+    assert copied["options"]["watch"] is watch
+    model = nn.Sequential(nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters())
+    torch.compile(model, **copied)(torch.randn(32, 64)).sum().backward()
+    optimizer.step()
+    watch.close()
+    assert (tmp_path / "run.jsonl").read_text().count('"sample"') >= 1
+    assert (tmp_path / "report.json").exists()
+
+
 def test_a_copy_of_inductors_configuration_in_a_compile_copies_no_model():
     """As torch.compile makes it where an operator compiles a graph of its own, such as scan."""
 
