@@ -2,7 +2,8 @@
 
 Every way has its own process, so that start-up time and memory are separate; each peak includes Python and
 torch. The processes take turns, with equal numbers of threads. Prefill ends with the first token. Decoding is
-greedy, for one sequence, by Hugging Face's `generate` with a static cache. llama.cpp comes from the package
+greedy, for one sequence, by Hugging Face's `generate` with a static cache. Compiled models have no guards on
+modules and weights, because nothing replaces these while a model serves. llama.cpp comes from the package
 `xllamacpp`. It reads a GGUF file in Q8_0, and the other ways read a checkpoint. The first start writes these
 files from the same weights, and compiles the package (`save_package`). `pretrained_models.py` lists the
 required packages.
@@ -191,7 +192,9 @@ def by_torch(
         model = _model(dtype, prepare, file)
         model.generation_config.eos_token_id = None  # like llama.cpp's `ignore_eos`
         text = models.windows(models.gemma_tokenizer(), 1, max(PROMPTS))
-        options: Any = {"policy": policy} if backend == "mxfp8" else None
+        options: Any = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+        if backend == "mxfp8":
+            options["policy"] = policy
         model.forward = torch.compile(model.forward, backend=backend, options=options)
         config = model.config
         cache: Any = StaticCache(config, ROOM)

@@ -78,10 +78,19 @@ def test_figures_of_training_steps_equal_results():
 
 
 def test_figures_of_training_steps_without_bf16_equal_results():
-    rows = newest("training_step", "model", "run", cpu="AVX2")
-    workload = "training step of an FP32 model ÷ Inductor's in FP32, Llama 2 layers × 512"
-    shown = rows["llama 2×512", "mxcompile mxfp8, fp32 model"]["ratio_to_fp32"]
-    same(measured(workload, "AVX2")[:1], [shown])
+    masked = "AVX2, masked"
+    rows = newest("training_step", "model", "run", cpu=masked)
+    workload = "training step of an FP32 model under `mxint8` ÷ Inductor's in FP32, Llama 2 layers × 512"
+    mxfp8, mxint8 = (
+        rows["llama 2×512", f"mxcompile {way}, fp32 model"]["ratio_to_fp32"] for way in ("mxfp8", "mxint8")
+    )
+    same(measured(workload, masked)[:1], [mxint8])
+    page = (ROOT / "docs/cpu.md").read_text(encoding="utf-8").replace("\n", " ")
+    sentence = re.search(
+        r"the last of them takes (\S+) times as long as FP32, under `mxint8` (\S+) times", page
+    )
+    assert sentence is not None
+    same(sentence.groups(), [mxfp8, mxint8])
 
 
 def test_figures_of_cpus_without_bf16_equal_results():
@@ -154,8 +163,11 @@ def test_figures_of_serving_equal_results():
         row = rows["quality", names.get(name, name.replace("MXFP8", "mxfp8"))]
         gaps = [] if name == "BF16" else [100 * row["over_bf16"], 100 * row["logits_gap"]]
         same(numbers, [row["perplexity"], *gaps, row["weight_bytes"] / 1e3])
+    names |= {"stored MXFP8": "stored weights", "stored MXINT8": "mxint8 weights"}
+    names["stored MXFP8, MXFP8 activations"] = "stored weights, mxfp8 activations"
+    names["stored MXINT8, MXINT8 activations"] = "mxint8 weights and activations"
     for name, numbers in table("docs/serving.md", "prefill speed ÷ BF16's").items():
-        row = rows["speed", names.get(name, name.replace("MXFP8", "mxfp8"))]
+        row = rows["speed", names[name]]
         same(numbers, [row["bf16_prefill_over_this"], row["tokens_per_s"], row["tokens_over_bf16"]])
     shown = measured("decoding, two blocks of Llama 3 8B, tokens a second")
     same(shown, [rows["speed", run]["tokens_over_bf16"] for run in ("stored weights", "torchao int8")])
