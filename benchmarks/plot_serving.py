@@ -1,7 +1,8 @@
-"""Draws the latest results of `decode_cpu.py` and `serving.py`: docs/images/serving.png.
+"""Draws the latest results of decoding and serving: docs/images/serving.png.
 
-The newest row of each measurement on the chosen class of CPU counts. Speeds are relative to BF16 under
-Inductor.
+They are rows of `decode_cpu.py`, `serving.py` and `pretrained_speed.py`, the newest of each measurement on
+the chosen class of CPU. Speeds are relative to BF16 under
+Inductor, except those of Gemma 3 270M.
 
 Usage: python benchmarks/plot_serving.py [--cpu "AVX-512 BF16"] [-o docs/images/serving.png]
 """
@@ -25,6 +26,17 @@ LAYERS = {
 COLORS = {"mxfp8": "C0", "stored weights": "C0", "int8": "C1", "q8_0": "#5b6068", "bf16": "#b8c4d6"}
 """Colours of the runs of a model. The first key that the label contains decides."""
 
+GENERATION = {
+    "bf16 inductor": ("BF16, Inductor", "#b8c4d6"),
+    "bf16, mxfp8 stored, head too": ("MXFP8, compiled", "C0"),
+    "bf16, mxint8 stored, head too": ("MXINT8, compiled", "C0"),
+    "bf16, mxint8 stored, head too, activations": ("the same, activations too", "C0"),
+    "bf16, mxint8 stored, head too, package": ("MXINT8, package", "C0"),
+    "bf16, mxint8 stored, head too, activations, package": ("the same, activations too", "C0"),
+    "llama.cpp q8_0": ("llama.cpp Q8_0", "#5b6068"),
+}
+"""Ways of generating text that are drawn, with label and colour."""
+
 FIRST_CLASS = "AVX-512 BF16"
 """Class of CPU of rows without the field."""
 
@@ -39,7 +51,8 @@ def main() -> None:
     output = options.output
     layers = newest("decode_cpu", ("weight", "rows", "run"), options.cpu)
     models = newest("serving", ("what", "run"), options.cpu)
-    draw(layers, models, output)
+    generation = newest("pretrained_speed", ("run",), options.cpu)
+    draw(layers, models, generation, output)
     print(f"written to {output}")
 
 
@@ -51,11 +64,16 @@ def newest(name: str, keys: Iterable[str], cpu: str) -> list[dict[str, Any]]:
     return [*newest.values()]
 
 
-def draw(layers: list[dict[str, Any]], models: list[dict[str, Any]], output: Path) -> None:
+def draw(
+    layers: list[dict[str, Any]],
+    models: list[dict[str, Any]],
+    generation: list[dict[str, Any]],
+    output: Path,
+) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 8), layout="constrained", dpi=120)
-    (single, many), (speed, quality) = figure.subplots(2, 2)
+    figure = Figure(figsize=(12, 12), layout="constrained", dpi=120)
+    (single, many), (decode, prefill), (speed, quality) = figure.subplots(3, 2)
     shapes = list(dict.fromkeys(line["weight"] for line in layers))
     for index, (run, colour) in enumerate(LAYERS.items()):
         width, style = 0.84 / len(LAYERS), {"color": colour, "label": run}
@@ -74,14 +92,18 @@ def draw(layers: list[dict[str, Any]], models: list[dict[str, Any]], output: Pat
     many.set_xscale("log", base=2)
     many.xaxis.set_major_formatter("{x:g}")
     _bars(speed, [m for m in models if m["what"] == "speed"], ("tokens_over_bf16", "bf16_prefill_over_this"))
-    speed.set(title="Two blocks of a Llama 3 8B, `generate`", ylabel="speed over BF16")
+    speed.set(title="Two blocks of a Llama 3 8B, `generate`", xlabel="speed over BF16")
+    _generation(decode, generation, "decode_per_s")
+    decode.set(title="Gemma 3 270M, decoding", xlabel="tokens a second")
+    _generation(prefill, generation, "prefill_512_per_s")
+    prefill.set(title="Gemma 3 270M, a prompt of 512 tokens", xlabel="tokens a second")
     _quality(quality, [m for m in models if m["what"] == "quality"])
-    for axes, room in ((single, 0.5), (many, 0.05), (speed, 0.3)):  # room for the legend
+    for axes, room in ((single, 0.5), (many, 0.05)):  # room for the legend
         axes.margins(y=room)
         axes.axhline(1, color="#8a8f98", linewidth=1)
         axes.legend(fontsize=8, ncols=2 if axes is single else 1)
-    last = layers[-1]
-    figure.suptitle(f"{last['device']}, {last['threads']} threads, torch {last['torch']}, {last['date']}")
+    last = models[-1]
+    figure.suptitle(f"{last['device']}, {last['cpu']}, {last['threads']} threads, torch {last['torch']}")
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output)
 
@@ -90,9 +112,24 @@ def _bars(axes: Any, models: list[dict[str, Any]], keys: tuple[str, str]) -> Non
     names = {"tokens_over_bf16": "decode", "bf16_prefill_over_this": "prefill of 512 tokens"}
     for index, key in enumerate(keys):
         places = [at + (index - 0.5) * 0.4 for at in range(len(models))]
-        bars = axes.bar(places, [line[key] for line in models], 0.38, label=names[key], color=f"C{index}")
-        axes.bar_label(bars, fmt="%.2f", fontsize=8)
-    axes.set_xticks(range(len(models)), [_wrapped(line["run"]) for line in models])
+        bars = axes.barh(places, [line[key] for line in models], 0.38, label=names[key], color=f"C{index}")
+        axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=2)
+    axes.set_yticks(range(len(models)), [_wrapped(line["run"]) for line in models], fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.axvline(1, color="#8a8f98", linewidth=1)
+    axes.legend(fontsize=8, loc="upper right")
+
+
+def _generation(axes: Any, rows: list[dict[str, Any]], key: str) -> None:
+    by_way = {row["run"]: row for row in rows}
+    ways = [way for way in GENERATION if way in by_way]
+    labels, colours = zip(*(GENERATION[way] for way in ways), strict=True)
+    bars = axes.barh(range(len(ways)), [by_way[way][key] for way in ways], 0.7, color=colours)
+    axes.bar_label(bars, fmt="%.0f", fontsize=8, padding=2)
+    axes.set_yticks(range(len(ways)), labels, fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
 
 
 def _quality(axes: Any, models: list[dict[str, Any]]) -> None:
@@ -109,13 +146,13 @@ def _quality(axes: Any, models: list[dict[str, Any]]) -> None:
             fontsize=8,
         )
     axes.axhline(0, color="#8a8f98", linewidth=1)
-    axes.margins(0.3)
+    axes.margins(0.4, 0.3)
     axes.set(title=f"Quality: {base['model']}", xlabel="bytes of all weights over BF16")
     axes.set_ylabel("perplexity over BF16, %")
 
 
 def _wrapped(label: str) -> str:
-    return label.replace(", ", ",\n")
+    return label.replace(", ", ",\n").replace(" and ", "\nand ")
 
 
 def color(label: str, index: int) -> str:
