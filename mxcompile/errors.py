@@ -87,14 +87,12 @@ def not_allowed(noun: str, value: object, allowed: Iterable[str]) -> str:
     Non-ASCII letters are shown by their code point, because a Cyrillic е in a key looks like a Latin e.
     """
     words = [str(word) for word in allowed]
-    named = "".join(_by_code(sign) for sign in shown(value))
+    named = "".join(
+        sign if sign.isascii() or not sign.isalpha() else ascii(sign)[1:-1] for sign in shown(value)
+    )
     return f"unknown {noun} {named}{nearest(str(value), words)}; allowed: {', '.join(words)}"
 
 
 def printable(text: str) -> str:
     """Returns `text` for use in a one-line comment: line breaks and invisible characters become escapes."""
     return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
-
-
-def _by_code(sign: str) -> str:
-    return sign if sign.isascii() or not sign.isalpha() else ascii(sign)[1:-1]

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib
+import pkgutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 _PACKAGE = Path(__file__).parent
 _FOLDERS = (_PACKAGE, _PACKAGE / "lowering", _PACKAGE / "passes")  # a checkout has links to the last two
@@ -93,12 +92,7 @@ def missing() -> list[str]:
 
 def _exists(module: str, name: str) -> bool:
     try:
-        owner: Any = importlib.import_module(module)
-        for part in name.split("."):
-            if not hasattr(owner, part):
-                owner = importlib.import_module(f"{owner.__name__}.{part}")
-            else:
-                owner = getattr(owner, part)
+        pkgutil.resolve_name(f"{module}.{name}")
     except (ImportError, AttributeError):
         return False
     return True

@@ -29,7 +29,6 @@ from mxcompile.formats import BLOCK, Format, Tile, is_quantized, stored_labels
 from mxcompile.formats.encoding import encode_tensors, pack, tensor_amax
 from mxcompile.formats.two_level import gain
 from mxcompile.models.arguments import check_module
-from mxcompile.models.example_inputs import example_inputs
 from mxcompile.models.wrappers import FSDP1, user_model
 from mxcompile.passes.weights import WeightUse, weight_uses
 from mxcompile.policy import Policy
@@ -96,9 +95,7 @@ def export_weights(
     if any(FSDP1 in module._modules for module in model.modules()):
         raise ModelError("export_weights reads FSDP2's shards; FSDP1 has none of whole rows: use fully_shard")
     resolved = compiled_policy(model) if policy is None else Policy.resolve(policy)
-    if not args and not kwargs:
-        kwargs = example_inputs(model)
-    uses_by_path = uses(model, resolved, args, kwargs or {}, weight_uses, training=False).by_path
+    uses_by_path = uses(model, resolved, args, kwargs, weight_uses, training=False).by_path
     exported = ExportedWeights(model, form, {path: common_cast(use) for path, use in uses_by_path.items()})
     _check_complete(model, resolved, exported.weights)
     if not any(weight.stored for weight in exported.weights.weights):

@@ -11,7 +11,7 @@ For a graph that covers only a part of a model, layer roles come from the plan o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Never, cast
 
@@ -22,7 +22,7 @@ from mxcompile.compiler.calls import delayed_scales
 from mxcompile.compiler.calls.compiled_graph import CompiledGraph
 from mxcompile.compiler.calls.delayed_scales import DelayedScales
 from mxcompile.compiler.calls.hidden_products import hidden_products
-from mxcompile.compiler.calls.sampling import follow, guard, sampling
+from mxcompile.compiler.calls.sampling import Compiled, follow, guard, sampling
 from mxcompile.compiler.capture.capture import captured
 from mxcompile.compiler.capture.weak_references import weak_references
 from mxcompile.compiler.hooks.compilation import Compilation
@@ -45,8 +45,6 @@ from mxcompile.policy import Policy
 from mxcompile.rules import name_signature
 from mxcompile.versions import warn_once
 from mxcompile.watch import Watch
-
-Compiled = Callable[..., Any]
 
 
 class Backend:

@@ -34,8 +34,6 @@ from mxcompile.watch import Watch
 
 Model = TypeVar("Model", bound=nn.Module)
 
-_STACKS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-
 
 def compile(  # noqa: A001 - the name of `torch.compile`
     model: Model,
@@ -151,7 +149,7 @@ def _named(root: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, nn.M
 
 def _stacked(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yields the members of stacks. Only the outermost of nested stacks counts."""
-    if isinstance(module, _STACKS):
+    if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
         members = {name: child for name, child in _children(module) if any(True for _ in child.children())}
         kinds = Counter(plain_class(user_model(child)) for child in members.values())
         for name, child in members.items():

@@ -19,6 +19,7 @@ from mxcompile.compiler.capture.capture import Capture
 from mxcompile.compiler.hooks.compilation import Compilation
 from mxcompile.compiler.rehearsal import Rehearsal, some_or_all
 from mxcompile.compiler.session.options import Options
+from mxcompile.models.example_inputs import example_inputs
 from mxcompile.models.names import GraphInput
 from mxcompile.plan.repeats import LeaveOut
 from mxcompile.policy import Policy
@@ -49,18 +50,20 @@ def uses(
     model: nn.Module,
     policy: Policy,
     args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    kwargs: Mapping[str, Any] | None,
     read: Read[Use],
     *,
     training: bool,
 ) -> Uses[Use]:
     """Returns the uses that `read` finds for the parameters of `model` under `policy`, and the GEMM records.
 
-    args, kwargs: arguments of a call, whose values have no influence. training: whether the graphs have a
-    backward. Raises `ModelError` if the model cannot be traced.
+    args, kwargs: arguments of a call, whose values have no influence; a Hugging Face or timm model needs
+    none. training: whether the graphs have a backward. Raises `ModelError` if the model cannot be traced.
     """
+    if not args and not kwargs:
+        kwargs = example_inputs(model)
     return some_or_all(
-        model, lambda leave_out: _UseReader(model, policy, leave_out, read, training).run(args, kwargs)
+        model, lambda leave_out: _UseReader(model, policy, leave_out, read, training).run(args, kwargs or {})
     )
 
 

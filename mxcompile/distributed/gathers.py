@@ -22,7 +22,6 @@ from mxcompile.distributed.table import GatheredWeight, QuantizedGathers
 from mxcompile.distributed.tensors import MasterWeight, TileCast, local, uneven, with_local
 from mxcompile.errors import ModelError, OptionError
 from mxcompile.formats import num_blocks
-from mxcompile.models.example_inputs import example_inputs
 from mxcompile.models.names import Owner, owners
 from mxcompile.models.wrappers import user_model
 from mxcompile.passes.squares import TileUse, tile_uses
@@ -71,9 +70,7 @@ def quantize_gathers_(
     model = user_model(model)
     ranks = _ranks(mesh)
     _refuse_sharded(model)
-    if not args and not kwargs:
-        kwargs = example_inputs(model)
-    layers = uses(model, Policy.resolve(policy), args, kwargs or {}, tile_uses, training=True).by_path
+    layers = uses(model, Policy.resolve(policy), args, kwargs, tile_uses, training=True).by_path
     places = owners(model)
     casts = {
         path: _cast(path, places[path][0], layer, ranks) for path, layer in layers.items() if path in places
@@ -108,16 +105,9 @@ def _refuse_sharded(model: nn.Module) -> None:
             raise ModelError(f"{where} is sharded already: call quantize_gathers_ before fully_shard")
 
 
-def _parameter(owner: Owner) -> nn.Parameter:
-    module, name = owner
-    parameter = module._parameters[name]
-    assert parameter is not None
-    return parameter
-
-
 def _cast(path: str, owner: Owner, layers: Sequence[TileUse], ranks: int) -> TileCast | str:
     """Returns the cast of the parameter at `path` before its gather, or the reason for none."""
-    parameter = _parameter(owner)
+    parameter: nn.Parameter = getattr(*owner)
     for use in layers:
         if use.elem_dtype is None:
             return use.reason
@@ -139,7 +129,7 @@ def _cast(path: str, owner: Owner, layers: Sequence[TileUse], ranks: int) -> Til
 
 
 def _row(path: str, owner: Owner, layers: Sequence[TileUse], cast: TileCast | str) -> GatheredWeight:
-    shape = local(_parameter(owner)).shape
+    shape = local(getattr(*owner)).shape
     bytes_bf16 = 2 * shape.numel()
     tiles = shape.numel() // max(1, shape[-2:].numel()) * num_blocks(shape[-2]) * num_blocks(shape[-1])
     travels = isinstance(cast, TileCast)
@@ -156,7 +146,7 @@ def _row(path: str, owner: Owner, layers: Sequence[TileUse], cast: TileCast | st
 
 def _put(places: Sequence[Owner], cast: TileCast) -> None:
     """Replaces the parameter at `places` by a `MasterWeight`."""
-    parameter = _parameter(places[0])
+    parameter: nn.Parameter = getattr(*places[0])
     master = nn.Parameter(
         with_local(parameter.detach(), lambda values: MasterWeight(values, cast)), parameter.requires_grad
     )

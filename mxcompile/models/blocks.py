@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from mxcompile.models.names import PARALLEL, joined, user_path
+from mxcompile.models.names import PARALLEL, enclosing, joined, user_path
 from mxcompile.policy import Block
 
 _Named = tuple[str, nn.Module]
@@ -48,9 +48,7 @@ class Blocks:
 
     def position(self, name: str) -> Block | None:
         """Returns the block of the layer `name`, or None if it is outside all blocks."""
-        steps = name.split(".") if self.places else []
-        heads = (".".join(steps[:end]) for end in range(1, len(steps) + 1))
-        return next((self.places[head] for head in heads if head in self.places), None)
+        return self.places.get(enclosing(name, self.places))
 
 
 def _children(module: nn.Module) -> Iterator[_Named]:

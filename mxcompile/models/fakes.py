@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
@@ -150,16 +151,9 @@ def _is_of_tracing(error: BaseException) -> bool:
     return type(error).__module__.startswith(("torch._dynamo", "torch._subclasses", "torch.fx.experimental"))
 
 
-@contextmanager
-def unlogged() -> Iterator[None]:
+def unlogged() -> AbstractContextManager[Any]:
     """Suppresses torch's log of a failing operator, because the raised error has the same text."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
+    return mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
 
 
 @contextmanager
@@ -188,14 +182,10 @@ def quiet(*, compiling: bool = True) -> Iterator[None]:
 @contextmanager
 def _without_function_modes() -> Iterator[None]:
     """Disables enclosing function modes, such as ``with torch.device('meta')`` around the call."""
-    set_aside = []
-    while _len_torch_function_stack():
-        set_aside.append(_pop_mode())
-    try:
+    with ExitStack() as set_aside:
+        while _len_torch_function_stack():
+            set_aside.callback(_push_mode, _pop_mode())
         yield
-    finally:
-        for mode in reversed(set_aside):
-            _push_mode(mode)
 
 
 @contextmanager

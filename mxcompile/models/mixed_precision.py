@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from mxcompile.models.fsdp_state import states
+from mxcompile.models.names import within
 from mxcompile.models.wrappers import FSDP1, unwrapped
 
 log = logging.getLogger(__name__)
@@ -86,8 +87,8 @@ def _fsdp1(model: nn.Module) -> Iterator[MixedPrecision]:
     for path, module in model.named_modules():
         if FSDP1 not in module._modules:
             continue
-        is_root = root is None or not path.startswith(root)
-        root = f"{path}." * bool(path) if is_root else root
+        is_root = root is None or not within(path, root)
+        root = path if is_root else root
         mixed: Any = module.mixed_precision
         casts = mixed.cast_root_forward_inputs if is_root else mixed.cast_forward_inputs
         yield MixedPrecision(modules=(unwrapped(module),), inputs=mixed.param_dtype if casts else None)

@@ -107,7 +107,7 @@ def _advice(spec: str, path: Path) -> str:
         return f"; write {module}:NAME for a function in a Python file"
     if path.is_file():
         return f": {path.name} is a file of another kind"
-    if spec.count("/") == 1 and not path.exists() and path.suffix not in (".py", ".json"):
+    if spec.count("/") == 1 and not path.exists():
         return (
             "; if it is a name on the Hugging Face hub, download its config.json and name the directory:"
             " nothing is downloaded here"

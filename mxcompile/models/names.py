@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
@@ -67,6 +67,13 @@ def within(path: str, module_path: str) -> bool:
     return not module_path or f"{path}.".startswith(f"{module_path}.")
 
 
+def enclosing(path: str, paths: Container[str]) -> str:
+    """Returns the innermost of `paths` that equals `path` or lies around it, "" if none does."""
+    while path and path not in paths:
+        path = path.rpartition(".")[0]
+    return path
+
+
 def rebased(path: str, old: str, new: str) -> str:
     """Returns `path` with the prefix `old` replaced by `new`; a path outside of `old` stays."""
     return joined(new, path.removeprefix(old).removeprefix(".")) if within(path, old) else path
@@ -91,9 +98,7 @@ def moves(first: Sequence[str], here: Sequence[str]) -> dict[str, str]:
 
 def moved(path: str, heads: Mapping[str, str]) -> str:
     """Returns `path` with its longest prefix among `heads` replaced."""
-    head = path
-    while head and head not in heads:
-        head = head.rpartition(".")[0]
+    head = enclosing(path, heads)
     return joined(heads[head], path[len(head) + 1 :]) if head else path
 
 

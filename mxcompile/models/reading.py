@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -29,18 +30,8 @@ from mxcompile.models.value_tracking_mode import ValueTrackingMode
 @contextmanager
 def values_read() -> Iterator[None]:
     """Lets fakes of a `ValueTrackingMode` be formatted and converted to arrays and lists."""
-    places = [(kind, name) for kind in (FakeTensor, FunctionalTensor) for name in _READERS]
-    before = [vars(kind).get(name) for kind, name in places]
-    for kind, name in places:
-        setattr(kind, name, _READERS[name])
-    try:
+    with mock.patch.multiple(FakeTensor, **_READERS), mock.patch.multiple(FunctionalTensor, **_READERS):
         yield
-    finally:
-        for (kind, name), old in zip(places, before, strict=True):
-            if old is None:  # the class had inherited it
-                delattr(kind, name)
-            else:
-                setattr(kind, name, old)
 
 
 def _answering(tensor: Tensor) -> Any:

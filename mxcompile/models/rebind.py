@@ -60,7 +60,7 @@ class Rebinder:
             self._children[id(node)] = children = tuple(c for c in _referents(node) if type(c) not in _ATOMS)
             for child in children:
                 holders[id(child)].append(id(node))
-                if id(child) in self._targets or id(child) in self._leading:
+                if self._leads(child):
                     reached.append(id(node))
                 else:
                     pending.append(child)
@@ -125,7 +125,7 @@ class Rebinder:
         scope.update((name, self._copied(inner)) for name, inner in named.items())
         for cell, source in zip(cells, function.__closure__ or (), strict=True):
             for value in content(source):
-                cell.cell_contents = self._copied(value) if self._leads(value) else value
+                cell.cell_contents = self._updated(value)
         function_copy.__defaults__ = self._updated(function.__defaults__)
         function_copy.__kwdefaults__ = self._updated(function.__kwdefaults__)
         function_copy.__qualname__, function_copy.__module__ = function.__qualname__, function.__module__

@@ -21,6 +21,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from traceback import walk_stack
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -148,14 +149,11 @@ class ValueTrackingMode(FakeTensorMode):
         """
         rules: Any = func.python_key_table
         fake_functions: Any = registered_hop_fake_fns
-        before = self.shape_env
-        self.shape_env = before or ShapeEnv()  # for sizes that a loop decides
-        try:
+        sizes = self.shape_env or ShapeEnv()  # for sizes that a loop decides
+        with mock.patch.object(self, "shape_env", sizes):
             if FakeTensorMode in rules and func not in fake_functions:
                 return rules[FakeTensorMode](self, *args, **kwargs)
             return super().dispatch(func, (), args, kwargs)  # type: ignore[arg-type]
-        finally:
-            self.shape_env = before
 
     def _answered(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         values = [self._value(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]

@@ -16,10 +16,11 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import Enum, auto
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
@@ -228,40 +229,32 @@ def _apply(method: Any, function: type[torch.autograd.Function], *args: Any, **k
     return method.__get__(None, function)(*args, **kwargs)
 
 
-@contextmanager
-def _functions_noted() -> Iterator[None]:
+def _functions_noted() -> AbstractContextManager[Any]:
     """Runs each `autograd.Function` in `_apply`, because a method in C has no Python frame."""
     method = vars(torch.autograd.Function)[_METHOD]
-    setattr(torch.autograd.Function, _METHOD, classmethod(partial(_apply, method)))
-    try:
-        yield
-    finally:
-        setattr(torch.autograd.Function, _METHOD, method)
+    return mock.patch.object(torch.autograd.Function, _METHOD, classmethod(partial(_apply, method)))
 
 
 @contextmanager
 def _modules_noted(model: nn.Module) -> Iterator[None]:
     """Records the path and class of the running module in the metadata of each new node."""
     stack: list[Any] = []
-    handles = []
     unregistered = ((path, module) for path, module in strays(model) if isinstance(module, nn.Module))
-    for path, module in (*model.named_modules(), *unregistered):
-        entry = {"": (path, type(module).__qualname__)}
 
-        def enter(_: nn.Module, __: Any, entry: Any = entry) -> None:
-            stack.append(traceback.current_meta.get("nn_module_stack"))
-            traceback.current_meta["nn_module_stack"] = entry
+    def leave(*_: Any) -> None:
+        traceback.current_meta["nn_module_stack"] = stack.pop()
 
-        def leave(*_: Any) -> None:
-            traceback.current_meta["nn_module_stack"] = stack.pop()
+    with ExitStack() as handles:
+        for path, module in (*model.named_modules(), *unregistered):
+            entry = {"": (path, type(module).__qualname__)}
 
-        handles.append(module.register_forward_pre_hook(enter, prepend=True))
-        handles.append(module.register_forward_hook(leave, always_call=True))
-    try:
+            def enter(_: nn.Module, __: Any, entry: Any = entry) -> None:
+                stack.append(traceback.current_meta.get("nn_module_stack"))
+                traceback.current_meta["nn_module_stack"] = entry
+
+            handles.enter_context(module.register_forward_pre_hook(enter, prepend=True))
+            handles.enter_context(module.register_forward_hook(leave, always_call=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _plain(value: Tensor) -> Tensor:

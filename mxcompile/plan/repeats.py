@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FunctionType, MethodType
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from mxcompile.graph.tags import GemmTag
 from mxcompile.models.blocks import Blocks
-from mxcompile.models.names import joined
+from mxcompile.models.names import enclosing, joined
 from mxcompile.models.wrappers import HOOK_OPTIONS, HOOKS
 from mxcompile.policy import Policy
 from mxcompile.report import GemmRecord, Part
@@ -49,16 +49,13 @@ class Repeats:
     standing_for: dict[str, tuple[str, ...]] = field(default_factory=dict)
     blocks: Blocks = field(default_factory=Blocks)
 
-    def keeper(self, path: str) -> str | None:
-        """Returns the path of the layer around `path` that stands for removed layers, or None without it."""
-        steps = path.split(".")
-        heads = (".".join(steps[:end]) for end in range(1, len(steps) + 1))
-        return next((head for head in heads if head in self.standing_for), None)
+    def keeper(self, path: str) -> str:
+        """Returns the path of the layer around `path` that stands for removed layers, or "" without it."""
+        return enclosing(path, self.standing_for)
 
     def count(self, path: str) -> int:
         """Returns how many layers the module at `path` stands for, itself included."""
-        keeper = self.keeper(path)
-        return 1 if keeper is None else 1 + len(self.standing_for[keeper])
+        return 1 + len(self.standing_for.get(self.keeper(path), ()))
 
     def expand(self, part: Part) -> Part:
         """Returns `part` with one record for every layer, removed layers included."""
@@ -70,9 +67,9 @@ class Repeats:
         for keeper, group in itertools.groupby(entries, key=lambda entry: self.keeper(entry.name)):
             run = list(group)
             yield from run
-            for path in self.standing_for[keeper] if keeper is not None else ():
+            for path in self.standing_for.get(keeper, ()):
                 for entry in run:
-                    yield self._moved(entry, str(keeper), path)
+                    yield self._moved(entry, keeper, path)
 
     def _moved(self, entry: Named, keeper: str, path: str) -> Named:
         """Returns `entry` of the kept layer at `keeper`, renamed for the removed layer at `path`."""
@@ -88,9 +85,8 @@ class Repeats:
     def others(self, path: str) -> Iterator[str]:
         """Yields the paths in removed layers that correspond to `path` in a kept layer."""
         keeper = self.keeper(path)
-        if keeper is not None:
-            for other in self.standing_for[keeper]:
-                yield other + path.removeprefix(keeper)
+        for other in self.standing_for.get(keeper, ()):
+            yield other + path.removeprefix(keeper)
 
 
 LeaveOut = Callable[[nn.Module, Policy], Repeats]
@@ -104,10 +100,7 @@ def keep_all(model: nn.Module, _: Policy) -> Repeats:
 
 def fold(model: nn.Module, policy: Policy) -> Repeats:
     """Removes from `model`, in place, all layers that an equal layer can stand for."""
-    owners: defaultdict[int, int] = defaultdict(int)
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            owners[id(parameter)] += 1
+    owners = Counter(id(value) for module in model.modules() for value in module._parameters.values())
     blocks = Blocks.from_model(model)
     standing_for: dict[str, tuple[str, ...]] = {}
     pending = [("", model)]

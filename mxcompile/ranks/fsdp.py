@@ -22,7 +22,7 @@ from mxcompile.distributed.tensors import local
 from mxcompile.errors import ModelError
 from mxcompile.formats import num_blocks
 from mxcompile.models.fsdp_state import states
-from mxcompile.models.names import user_path
+from mxcompile.models.names import user_path, within
 from mxcompile.versions import newer
 
 _SPECS = ("_unsharded_dtensor_spec", "_tp_spec")
@@ -86,7 +86,7 @@ def groups(model: nn.Module) -> tuple[FSDPGroup, ...]:
 def _groups(model: nn.Module) -> Iterator[FSDPGroup]:
     roots: set[str] = set()
     for path, state, members in states(model):
-        is_root = not any(path.startswith(f"{root}.") or not root for root in roots)
+        is_root = not any(within(path, root) for root in roots)
         roots |= {path} if is_root else set()
         freed = not (is_root and state._auto_reshard_after_forward)
         mixed = state._mp_policy

@@ -25,6 +25,7 @@ from mxcompile.errors import OptionError, not_allowed
 from mxcompile.models.blocks import Blocks
 from mxcompile.models.checkpointed import rewrapped
 from mxcompile.models.fake_copy import fake_copy
+from mxcompile.models.names import owners
 from mxcompile.models.value_tracking_mode import ValueTrackingMode
 from mxcompile.ranks.experts import EXPERTS, experts_of, is_spread, spread_
 from mxcompile.ranks.shape import pipeline_ranks
@@ -135,10 +136,11 @@ def _split_llama(model: nn.Module, mesh: DeviceMesh) -> None:
             " layers.0.feed_forward.w1: parallelise the model in a factory that takes the mesh"
         )
     _check_whole(model, styles, along.size())
-    shared = _shared_parameters(model)
-    parallelize_module(model, along, styles)
-    for (owner, name), (module, key) in shared:
-        module._parameters[key] = owner._parameters[name]
+    shared = owners(model).values()
+    parallelize_module(model, along, styles)  # it separates shared parameters
+    for (owner, name), *others in shared:
+        for module, key in others:
+            module._parameters[key] = owner._parameters[name]
 
 
 def _llama_styles(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -165,17 +167,6 @@ def _check_whole(model: nn.Module, styles: Mapping[str, Any], ranks: int) -> Non
         inside = _COLUMNS.fullmatch(path) or _ROWS.fullmatch(path)
         if inside and split % ranks:
             raise OptionError(f"tp=llama cannot split {path}: {split} is not a multiple of {ranks} ranks")
-
-
-def _shared_parameters(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:
-    """Returns (first owner, further owner) of shared parameters, which `parallelize_module` separates."""
-    first: dict[int, tuple[nn.Module, str]] = {}
-    repeated = []
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and first.setdefault(id(parameter), (module, name)) != (module, name):
-                repeated.append((first[id(parameter)], (module, name)))
-    return repeated
 
 
 WAYS: dict[str, Callable[[nn.Module, Any], None]] = {

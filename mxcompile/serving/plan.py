@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from mxcompile.compiler.parameter_uses import uses
 from mxcompile.errors import ModelError, PolicyError
 from mxcompile.formats import is_quantized, stored_precision
-from mxcompile.models.example_inputs import example_inputs
 from mxcompile.models.names import user_path
 from mxcompile.passes.weights import OTHER_FORMAT, WeightUse, weight_uses
 from mxcompile.policy import Layer, Policy, Role
@@ -61,10 +60,8 @@ def planned_weights(
                 f"{path} is sharded (a DTensor): store the weights before the model is sharded,"
                 " or load a checkpoint of stored weights"
             )
-    if not args and not kwargs:
-        kwargs = example_inputs(model)
     policy = Policy.resolve("inference" if policy is None else policy)
-    model_uses = uses(model, policy, args, kwargs or {}, weight_uses, training=False)
+    model_uses = uses(model, policy, args, kwargs, weight_uses, training=False)
     named = chain(model.named_buffers(), model.named_parameters(remove_duplicate=False))
     values = {user_path(name): value for name, value in named}
     by_path = {path: own_uses for path, own_uses in model_uses.by_path.items() if path in values}

@@ -40,6 +40,7 @@ from mxcompile.compiler.hooks.trace import copied
 from mxcompile.compiler.session.frames import running
 from mxcompile.compiler.session.session import session_of
 from mxcompile.models.holders import Holders
+from mxcompile.models.names import Owner
 from mxcompile.policy import Policy
 from mxcompile.watch.steps import in_backward
 
@@ -171,9 +172,6 @@ def _example(weight: Tensor, trains: bool) -> Tensor:
         return torch.zeros(3, device=weight.device, requires_grad=trains)
 
 
-_Owner = tuple[nn.Module, str]
-
-
 class DelayedScales:
     """Passes scales to the code of a tapped graph and advances the histories.
 
@@ -205,7 +203,7 @@ class DelayedScales:
         return outputs
 
     def _states(
-        self, weights: list[Tensor], owners: dict[int, _Owner], histories: dict[int, Tensor], *, rerun: bool
+        self, weights: list[Tensor], owners: dict[int, Owner], histories: dict[int, Tensor], *, rerun: bool
     ) -> Tensor:
         """Returns the largest amax of each history, FP32 [weights, 3], with a hook that records dy's amax.
 
@@ -228,7 +226,7 @@ class DelayedScales:
             states.register_hook(lambda seen: _shift(dict(enumerate(seen)), histories, rows=slice(2, 3)))
         return states
 
-    def _owner(self, index: int, weight: Tensor) -> _Owner:
+    def _owner(self, index: int, weight: Tensor) -> Owner:
         """Returns the module of tapped weight `index`, and the name of its history buffer."""
         holder = self._holders.holder(weight)
         if holder is None and self._root is not None and (root := self._root()) is not None:

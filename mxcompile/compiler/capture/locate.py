@@ -74,13 +74,9 @@ class Located:
     ) -> None:
         placeholders = gm.graph.find_nodes(op="placeholder")
         pairs = list(zip(map(source_of_input, placeholders), values, strict=False))
-        self._objects: dict[str, Any] = {}
+        names = dict.fromkeys(name_of(step) for source, _ in pairs for step in _way(source))
+        self._objects = {name: frame.evaluate(name) for name in names}
         self._defaults = frame.defaults
-        for source, _ in pairs:
-            for step in _way(source):
-                name = name_of(step)
-                if name not in self._objects:
-                    self._objects[name] = frame.evaluate(name)
         ways = [[self._objects[name_of(step)] for step in _way(source)] for source, _ in pairs]
         self.holder = _holder(ways, [*_called(gm, frame)])
         name, model = frame.name_of(root), root or (None if frame.models and frame.parts else self.holder)

@@ -88,7 +88,7 @@ class Compilation:
         self._only_nonfinite = False
         self._sites: list[Site] = []
         self._marked: object = None
-        self._products = marks(gm.graph) if capture.backward else ()
+        self._products = tuple(marks(gm.graph)) if capture.backward else ()
         self.owners = token(self._products)
         self._owned_gemms = OwnedGemms()
 

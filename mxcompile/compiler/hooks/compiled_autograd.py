@@ -77,14 +77,11 @@ def token(products: Iterable[Mark]) -> str:
     return " ".join(sorted({p.marked.owner.part.token for p in products if p.marked is not None}))
 
 
-def marks(graph: fx.Graph) -> tuple[Mark, ...]:
-    """Returns the marks of all products in Dynamo's `graph`, in order."""
-    return tuple(_mark(node) for node in _products(graph))
-
-
-def _mark(node: fx.Node) -> Mark:
-    key, indices = node.meta.get("custom", {}).get(_MARK, ("", ()))
-    return Mark(target=node.target, marked=_MARKED.get(key), indices=tuple(indices))
+def marks(graph: fx.Graph) -> Iterator[Mark]:
+    """Yields the marks of all products in Dynamo's `graph`, in order."""
+    for node in _products(graph):
+        key, indices = node.meta.get("custom", {}).get(_MARK, ("", ()))
+        yield Mark(target=node.target, marked=_MARKED.get(key), indices=tuple(indices))
 
 
 class OwnedGemms:

@@ -9,7 +9,7 @@ copies of the model do not have, and which is restored before the call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
@@ -33,12 +33,8 @@ def check_first_call(root: nn.Module, options: Options, parts: Mapping[str, nn.M
         if torch.compiler.is_compiling():  # another torch.compile compiles the whole model
             return root._call_impl(*args, **kwargs)
         root._compiled_call_impl = inner
-        runs = Runs()
-        try:
-            with _calls_noted(parts) as called:
-                result = root(*args, **kwargs)
-        finally:
-            runs.close()
+        with closing(Runs()) as runs, _calls_noted(parts) as called:
+            result = root(*args, **kwargs)
         try:
             idle = [path for path in parts if path not in called]
             check_call(root, options.now(), args, kwargs, runs.gemms, parts=[*parts], idle=idle)

@@ -17,7 +17,8 @@ from mxcompile.report import REGISTRY, GemmRecord, Ledger, Part
 class Places:
     """The registry entries of one part. gemms: planned GEMMs of its whole model.
 
-    on_other_module: called with the path of each further module that runs the code.
+    on_other_module: called with the path of each further module that runs the code. part: the part that was
+    published last.
     """
 
     def __init__(
@@ -30,19 +31,14 @@ class Places:
         self._key = key
         self._gemms = gemms
         self._on_other_module = on_other_module
-        self._part: Part | None = None
+        self.part = Part()
         self._places: list[tuple[Ledger, int | None, Callable[[str], str]]] = [(ledger, None, str)]
         self._ran: set[str] = set()
         self._is_sure = False
 
-    @property
-    def part(self) -> Part:
-        """The part that was published last."""
-        return self._part or Part()
-
     def put(self, part: Part) -> None:
         """Publishes `part` in all entries."""
-        self._part = part
+        self.part = part
         self._places = [
             (ledger, REGISTRY.put(ledger, index, _moved(self._shown, path)), path)
             for ledger, index, path in self._places
@@ -51,10 +47,10 @@ class Places:
     @property
     def _shown(self) -> Part:
         """The part with the twins that have run its code; with all twins if it is unknown who has."""
-        part = self.part
         if not self._is_sure:
-            return part
-        return dataclasses.replace(part, twins=tuple(twin for twin in part.twins if twin[0] in self._ran))
+            return self.part
+        ran = tuple(twin for twin in self.part.twins if twin[0] in self._ran)
+        return dataclasses.replace(self.part, twins=ran)
 
     def add_model(self, model: nn.Module, path: Callable[[str], str]) -> None:
         """Adds an entry for `model`, another instance with the same module names that runs the code.
@@ -76,8 +72,8 @@ class Places:
         self._ran.add(path or "")
         if path and is_other:
             self._on_other_module(path)
-        if self._part is not None and self._shown != before:
-            self.put(self._part)
+        if self._shown != before:
+            self.put(self.part)
 
 
 def _renamed(gemms: Iterable[GemmRecord], path: Callable[[str], str]) -> tuple[GemmRecord, ...]:

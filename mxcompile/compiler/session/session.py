@@ -61,8 +61,8 @@ class ModelSession:
 
     def rename(self, name: str) -> None:
         """Sets the name of the model, and replaces this prefix of the names in its plan."""
-        if name != self.name and self.planned is not None and self.planned.plan is not None:
-            self.planned = Planned(plan=self.planned.plan.moved(self.name, name))
+        if name != self.name and self.plan is not None:
+            self.planned = Planned(plan=self.plan.moved(self.name, name))
         self.name = name
 
 
