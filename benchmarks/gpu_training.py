@@ -53,7 +53,7 @@ class Size:
         """Returns the work of AdamW."""
         with torch.device("meta"):
             parameters = sum(parameter.numel() for parameter in self.model().parameters())
-        return Work(num_bytes=update_bytes(2 * parameters, clip=False)["optimizer"])
+        return Work(num_bytes=update_bytes(2 * parameters)["optimizer"])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,8 +52,7 @@ def attention_backend(target: Target, name: str = "auto") -> str:
 
 def move(graph: fx.Graph, device: torch.device, attention: str = FLASH) -> None:
     """Moves `graph` from the CPU to `device`, a GPU. attention: backend of attention without a mask."""
-    values = [node.meta.get("val") for node in graph.nodes]
-    mode = detect_fake_mode([value for value in values if isinstance(value, FakeTensor)])
+    mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes])
     if mode is None:
         return
 
@@ -90,7 +89,6 @@ class _Attention:
         self._graph = graph
         self._mode = mode
         self._backend = backend
-        self._forwards: dict[fx.Node, fx.Node] = {}
 
     def replace(self) -> None:
         """Replaces all attention operators; each backward reads the saved results of its new forward."""
@@ -100,8 +98,6 @@ class _Attention:
         for node in list(self._graph.nodes):
             if packet(node) is BACKENDS["cpu"].backward:
                 self._replace_backward(node)
-        for old in reversed(self._forwards):
-            self._graph.erase_node(old)
 
     def _replace_forward(self, node: fx.Node) -> None:
         q, k, v, dropout, causal, mask, scale = (argument_of(node, name) for name in _FORWARD_ARGUMENTS)
@@ -125,7 +121,7 @@ class _Attention:
                     item = self._call(operator.getitem, new, user.args[1], like=user)
                 user.replace_all_uses_with(item)
                 self._graph.erase_node(user)
-        self._forwards[node] = new
+        self._graph.erase_node(node)
 
     def _bias(self, q: fx.Node, k: fx.Node, mask: fx.Node, like: fx.Node) -> fx.Node:
         """Returns the mask as the kernel needs it: floating point, expanded, with aligned rows."""

@@ -70,13 +70,11 @@ class Work:
             serial=self.serial,
         )
 
-    def times(self, factor: float, *, products: float | None = None) -> Work:
-        """Returns the work multiplied by `factor`; `products` replaces the factor for products."""
+    def times(self, factor: float, *, products: float) -> Work:
+        """Returns the work multiplied by `factor`, but its products by `products`."""
         items = dataclasses.asdict(self).items()
         more = {name: factor * value for name, value in items if name not in ("product", "serial")}
-        if products is not None:
-            more["mma_us"] = products * self.mma_us
-        return dataclasses.replace(self, **more)
+        return dataclasses.replace(self, **more | {"mma_us": products * self.mma_us})
 
     def as_data(self) -> dict[str, Any]:
         """Returns the fields that are not zero or empty, times with five digits."""

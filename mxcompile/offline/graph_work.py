@@ -64,11 +64,6 @@ def unwritten(graph: fx.Graph) -> set[fx.Node]:
     return inside
 
 
-def is_collective(node: fx.Node) -> bool:
-    """Whether `node` is a collective or waits for one."""
-    return str(packet(node)).startswith("_c10d_functional")
-
-
 @dataclass(frozen=True, slots=True)
 class _Reader:
     """Reads the work of launches from a graph for the chip `target`."""
@@ -170,7 +165,8 @@ def _producer(node: fx.Node) -> fx.Node:
 
 
 def _is_border(node: fx.Node) -> bool:
-    return bool(tags_of(node)) or is_collective(node)
+    """Whether `node` has a product, is a collective, or waits for one."""
+    return bool(tags_of(node)) or str(packet(node)).startswith("_c10d_functional")
 
 
 def _computes(node: fx.Node) -> bool:

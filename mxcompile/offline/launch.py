@@ -104,7 +104,7 @@ class Step:
     launches: int = 0
     unclear: int = 0
     works: tuple[Work, ...] = ()
-    rates: Rates | None = None
+    rates: Rates
 
     @classmethod
     def from_launches(cls, launches: Iterable[Launch], rates: Rates) -> Step:
@@ -133,13 +133,12 @@ class Step:
     @property
     def range(self) -> Range:
         """The estimate in µs at the low, centre and high rates."""
-        if self.rates is None or not self.works:
+        if not self.works:
             return Range(0.0, 0.0, 0.0)
         return Range.from_rates(lambda rates: total(self.works, rates), self.rates)
 
     def over(self, other: Step) -> Range:
         """Returns the ratio of this step and `other` on the same chip, by the rates of this step."""
-        assert self.rates is not None, "a step of launches"
         return ratio(self.works, other.works, self.rates)
 
     @property

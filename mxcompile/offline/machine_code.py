@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -223,8 +223,7 @@ def _loops(instructions: tuple[Instruction, ...], labels: Mapping[str, int]) -> 
         yield Loop(first, end, depth)
 
 
-def _is_wait(body: Iterable[Instruction]) -> bool:
-    body = list(body)
+def _is_wait(body: Sequence[Instruction]) -> bool:
     return len(body) <= _WAIT_LENGTH and any(instruction.opcode.startswith(_WAITS) for instruction in body)
 
 

@@ -76,11 +76,9 @@ def _is_amd(target: Target) -> bool:
 
 def _capability(target: Target) -> tuple[int, int]:
     """Returns major and minor version; 9.4 or 9.5 for AMD's gfx9 family."""
-    match target.arch:
-        case int(arch):
-            return divmod(arch, 10)
-        case _:
-            return 9, int(target.name.removeprefix("gfx9")[0])
+    if isinstance(target.arch, int):
+        return divmod(target.arch, 10)
+    return 9, int(target.name.removeprefix("gfx9")[0])
 
 
 def _properties(target: Target) -> SimpleNamespace:
@@ -108,31 +106,20 @@ def _properties(target: Target) -> SimpleNamespace:
     )
 
 
-class _Driver:
-    """Triton driver for a chip that is compiled for but never launched on."""
-
-    def __init__(self, target: Target) -> None:
-        self._target = triton_target(target)
-        self._capability = _capability(target)
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
-
-    def get_device_capability(self, device: int = 0) -> tuple[int, int]:
-        return self._capability
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int = 0) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return DEVICE
-
-
 def _always(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
+
+
+def _driver(target: Target) -> SimpleNamespace:
+    """Returns a Triton driver for a chip that is compiled for but never launched on."""
+    answers = {
+        "get_current_target": triton_target(target),
+        "get_device_capability": _capability(target),
+        "get_current_device": 0,
+        "get_current_stream": 0,
+        "get_active_torch_device": DEVICE,
+    }
+    return SimpleNamespace(**{name: _always(answer) for name, answer in answers.items()})
 
 
 def _both(properties: SimpleNamespace) -> dict[str, Any]:
@@ -201,41 +188,32 @@ def _meta(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _operators_of_fake_gpu_tensors() -> Iterator[None]:
-    """Patches operators that enter the device of a tensor."""
-    with (
-        mock.patch.object(FakeTensor, "__invert__", lambda x: torch.bitwise_not(x), create=True),
-        mock.patch.object(FakeTensor, "__getitem__", _getitem, create=True),
-        mock.patch.object(FakeTensor, "copy_", _copy, create=True),
-    ):
-        yield
-
-
-@contextmanager
 def stand_in(target: Target) -> Iterator[None]:
     """Patches torch and Triton to compile for `target`, a GPU, on any machine."""
     properties = _properties(target)
     interface = _interface(properties, target.arch)
+    patches: dict[str, Any] = {name: _always(answer) for name, answer in _torch_cuda(properties).items()}
+    operators: dict[str, Any] = {
+        "__invert__": lambda x: torch.bitwise_not(x),
+        "__getitem__": _getitem,
+        "copy_": _copy,
+    }
     device_interface.get_interface_for_device("cpu")  # torch's own registration comes first
     init_backend_registration()
     with _LOCK, ExitStack() as stack:
         enter = stack.enter_context
         stack.callback(_forget)
-        for name, answer in _torch_cuda(properties).items():
-            enter(mock.patch.object(torch.cuda, name, _always(answer), create=True))
+        enter(mock.patch.multiple(torch.cuda, create=True, **patches))
         enter(mock.patch.object(torch.version, "cuda", None if _is_amd(target) else _CUDA))
         enter(mock.patch.object(torch.version, "hip", _HIP if _is_amd(target) else None))
         both = {"cuda": interface, "cuda:0": interface}
         enter(mock.patch.dict(device_interface.device_interfaces, both))
-        for module in (
-            device_interface.caching_worker_device_properties,
-            device_interface.caching_worker_current_devices,
-        ):
-            enter(mock.patch.dict(module))
+        enter(mock.patch.dict(device_interface.caching_worker_device_properties))
+        enter(mock.patch.dict(device_interface.caching_worker_current_devices))
         enter(mock.patch.object(triton_helpers, "set_driver_to_gpu", _always(None)))  # it searches for a GPU
         enter(mock.patch.object(fake_tensor, "init_gpu_context", _always(None)))  # it starts CUDA
-        enter(mock.patch.object(triton.runtime.driver, "_active", _Driver(target)))
-        enter(_operators_of_fake_gpu_tensors())
+        enter(mock.patch.object(triton.runtime.driver, "_active", _driver(target)))
+        enter(mock.patch.multiple(FakeTensor, create=True, **operators))  # they enter the device of a tensor
         _forget()
         yield
 

@@ -59,8 +59,7 @@ class TrainingStep:
     layers, width, vocabulary, parameters: sizes of the model. tokens: tokens of a micro-batch on a GPU.
     micro_batches: micro-batches in a step. gpus: number of GPUs over which FSDP shards. link_gbs: 10⁹ bytes
     per second that a GPU sends and receives in a collective; required for several GPUs. recompute: one of
-    `RECOMPUTE`. reduce_bytes: bytes of a reduced gradient element. clip: whether gradients are clipped by
-    their norm.
+    `RECOMPUTE`.
     """
 
     layers: int
@@ -72,8 +71,6 @@ class TrainingStep:
     gpus: int = 1
     link_gbs: float | None = None
     recompute: str = "none"
-    reduce_bytes: int = 4
-    clip: bool = True
 
     def __post_init__(self) -> None:
         if self.recompute not in RECOMPUTE:
@@ -98,7 +95,7 @@ class TrainingStep:
             "loss": batches * loss_bytes(2 * logits),
             "embedding": batches * 2 * 4 * self.tokens * self.width,
             "accumulate": (batches - 1) * _ACCUMULATE_BYTES * shard,
-            **update_bytes(4 * shard, clip=self.clip),
+            **update_bytes(4 * shard),
         }
         moved["optimizer"] += _COPY_BYTES * shard
         beside = {part: total([Work(num_bytes=size)], rates) if size else 0.0 for part, size in moved.items()}
@@ -124,10 +121,10 @@ class TrainingStep:
 
     @property
     def _collectives_us(self) -> float:
-        """µs of a micro-batch's collectives: weights gathered twice, gradients reduced."""
+        """µs of a micro-batch's collectives: BF16 weights gathered twice, FP32 gradients reduced."""
         if self.gpus == 1 or self.link_gbs is None:
             return 0.0
-        parameter_bytes = 2 * 2 + self.reduce_bytes
+        parameter_bytes = 2 * 2 + 4
         return parameter_bytes * self.parameters * (self.gpus - 1) / self.gpus / (self.link_gbs * 1e3)
 
     def _recomputed_us(self, layer: LayerWork, rates: Rates) -> float:
@@ -137,13 +134,13 @@ class TrainingStep:
         return total([work for _, work in chosen], rates)
 
 
-def update_bytes(gradient_bytes: float, *, clip: bool = True) -> dict[str, float]:
+def update_bytes(gradient_bytes: float) -> dict[str, float]:
     """Returns the bytes that an update moves, by part, with gradients in the dtype of their parameters.
 
     Clipping reads gradients for their norm, then reads and writes them. AdamW reads parameters, gradients and
     two states per parameter, and writes all but the gradients.
     """
-    return {"clip": 3 * gradient_bytes if clip else 0.0, "optimizer": 7 * gradient_bytes}
+    return {"clip": 3 * gradient_bytes, "optimizer": 7 * gradient_bytes}
 
 
 def loss_bytes(logit_bytes: float) -> float:
