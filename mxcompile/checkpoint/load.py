@@ -67,11 +67,9 @@ def load_quantized(
         reading = readers(checkpoint, dtype or value_dtype(checkpoint, {}))
         _assign(checkpoint.path, user_model(model), reading)
         return model
-    directory = Path(path)
-    if not directory.is_dir():
+    if not checkpoint.path.is_dir():
         raise CheckpointError(f"{path}: a single file does not name its model: pass model=")
-    raw = read_json(directory / "config.json")
-    return _huggingface(checkpoint, directory, raw, dtype or value_dtype(checkpoint, raw))
+    return _huggingface(checkpoint, dtype)
 
 
 def value_dtype(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> torch.dtype:
@@ -103,12 +101,14 @@ def from_directory(directory: Path, dtype: torch.dtype) -> Any:
     Raises:
         CheckpointError: The checkpoint is damaged, or does not fit the config.json.
     """
-    raw = read_json(directory / "config.json")
-    return _huggingface(Checkpoint.open(directory), directory, raw, dtype)
+    return _huggingface(Checkpoint.open(directory), dtype)
 
 
-def _huggingface(checkpoint: Checkpoint, path: Path, raw: dict[str, Any], dtype: torch.dtype) -> nn.Module:
-    """Returns the model of `raw`, the config.json in `path`, with the weights of `checkpoint`."""
+def _huggingface(checkpoint: Checkpoint, dtype: torch.dtype | None) -> nn.Module:
+    """Returns the model of a directory's config.json with its weights. dtype: None for `value_dtype`."""
+    path = checkpoint.path
+    raw = read_json(path / "config.json")
+    dtype = dtype or value_dtype(checkpoint, raw)
     owner, config = architecture(path, raw)
     state = {name: _Unread(read) for name, read in readers(checkpoint, dtype).items()}
     try:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +16,6 @@ from mxcompile.errors import OptionError, not_allowed
 
 if TYPE_CHECKING:
     from mxcompile.policy import Policy
-import logging
-import threading
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 
 def positive(text: str) -> int:

@@ -60,11 +60,6 @@ def _check_global(global_scale: Tensor, qdata: Tensor, block_dim: int) -> None:
         )
 
 
-def as_bytes(scale: Tensor) -> Tensor:
-    """Returns scales of one byte as uint8, others as they are."""
-    return scale if scale.itemsize > 1 else scale.view(torch.uint8)
-
-
 def unpacked_layout(qdata: Tensor, block_dim: int, per_byte: int) -> tuple[Sequence[int], Sequence[int]]:
     """Returns the shape and strides of the elements in `qdata`, with `per_byte` elements in a byte."""
     if per_byte == 1:

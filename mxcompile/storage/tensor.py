@@ -30,7 +30,7 @@ from mxcompile import ops
 from mxcompile.errors import FormatError
 from mxcompile.formats import Format, ScaleType, stored_precision
 from mxcompile.formats.encoding import encode_stored
-from mxcompile.storage.parts import as_bytes, checked_form, unpacked_layout
+from mxcompile.storage.parts import checked_form, unpacked_layout
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,8 @@ class MXTensor(Tensor):
             global_scale = global_scale.reshape([1] * qdata.ndim)
         form = checked_form(qdata, scale, block_dim, dtype, global_scale)
         elements = qdata.view(torch.uint8) if form.elem.packed else qdata
-        return cls._of(elements, as_bytes(scale), block_dim, dtype, form, global_scale)
+        scale_bytes = scale if scale.itemsize > 1 else scale.view(torch.uint8)
+        return cls._of(elements, scale_bytes, block_dim, dtype, form, global_scale)
 
     @classmethod
     def _of(
