@@ -23,6 +23,7 @@ from mxcompile.graph.attention import ATTENTION_BACKWARD, ATTENTION_FORWARD
 from mxcompile.graph.opsets import CONJUGATES, TRANSPARENT, argument, gradient_index, is_matmul, packet
 from mxcompile.graph.shapes import matmul_sizes, operands
 from mxcompile.graph.tags import Kind, hint, tags_of
+from mxcompile.graph.transpose import readers
 from mxcompile.passes.roles.flow import DERIVATIVE, Depends, is_derivative, origin
 from mxcompile.policy import Gemm
 
@@ -64,15 +65,9 @@ class Gradients:
 
     def is_read(self, weight: fx.Node) -> bool:
         """Whether a layer or another operator of the forward reads `weight`."""
-        pending = [_source(weight)]
-        if pending[0] in self._by_operand:
-            return True
-        for node in pending:
-            for user in node.users:
-                if not self._depends[user] & DERIVATIVE and packet(user) not in TRANSPARENT:
-                    return True
-                pending += [user] * (packet(user) in TRANSPARENT)
-        return False
+        source = _source(weight)
+        users = (user for user, _ in readers(source, lambda node: packet(node) in TRANSPARENT))
+        return source in self._by_operand or any(not self._depends[user] & DERIVATIVE for user in users)
 
     def match(self, node: fx.Node, *, of_data: bool = False) -> Gradient | None:
         """Returns the gradient that the backward product `node` computes, None if no forward product fits.

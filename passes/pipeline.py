@@ -12,7 +12,7 @@ from typing import ClassVar, Protocol
 
 from torch import fx
 
-from mxcompile.graph.printer import Printed
+from mxcompile.graph.printer import printed
 from mxcompile.graph.tags import GemmTag
 from mxcompile.models.blocks import Blocks
 from mxcompile.models.names import GraphInput
@@ -99,4 +99,4 @@ def run(passes: Sequence[Pass], graph: fx.Graph) -> None:
         tagged = tagged or isinstance(step, Find)
         decided = decided or isinstance(step, Decide)
         verify(graph, step.name, decided=decided, tagged=tagged, checked=checked)
-        log.debug("%s", Printed(graph, step.name))
+        log.debug("after %s\n%s", step.name, printed(graph))

@@ -31,7 +31,7 @@ from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.casts import producing_call
 from mxcompile.graph.opsets import aten, packet
-from mxcompile.graph.tags import numel, set_tag, tags_of, value_of
+from mxcompile.graph.tags import numel, set_tag, tag_of, value_of
 from mxcompile.graph.transpose import transpose, untransposed
 from mxcompile.models.names import module_of
 from mxcompile.ops.view import Cast, Decode, Dequantize, Product, arguments_of, result_of, results_of
@@ -75,7 +75,7 @@ def _read_two_level(product: Product, build: Builder) -> None:
         for index, (qdata, _) in enumerate(product.sides):
             base, swapped = untransposed(qdata)
             cast, _ = result_of(base)
-            match = _stored(cast) if cast is not None and cast.target is ops.cast else None
+            match = _stored(cast)
             whole = None if match is None else match[0].global_scale
             if match is None or whole is None:
                 continue
@@ -99,18 +99,13 @@ def _read_two_level(product: Product, build: Builder) -> None:
 
 def _set_recast(product: fx.Node) -> None:
     """Sets `recast` in the tags of `product`: whether it casts a stored weight again."""
-    if packet(product) not in ops.PRODUCTS:
-        return
-    tags = tags_of(product)
-    if any(tag.stored is None or "w" not in tag.tensors for tag in tags):
-        return
-    sides = Product.read(product).sides
-    of_weights = [sides[tag.tensors.index("w")][0] for tag in tags]
-    recast = [producing_call(qdata)[0].target is ops.cast for qdata in of_weights]
-    set_tag(product, *(replace(tag, recast=is_recast) for tag, is_recast in zip(tags, recast, strict=True)))
+    tag = tag_of(product)
+    if packet(product) in ops.PRODUCTS and tag is not None and tag.stored is not None and "w" in tag.tensors:
+        qdata, _ = Product.read(product).sides[tag.tensors.index("w")]
+        set_tag(product, replace(tag, recast=producing_call(qdata)[0].target is ops.cast))
 
 
-def _stored(node: fx.Node) -> tuple[Dequantize, bool] | None:
+def _stored(node: fx.Node | None) -> tuple[Dequantize, bool] | None:
     """Returns the decode that `node` casts back to the stored format, if no value changes, else None.
 
     The second result is whether `node` casts the transpose of the decoded values.

@@ -16,13 +16,13 @@ layer is not quantized.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import fx
 
-from mxcompile.graph.opsets import CONVOLUTIONS, is_matmul, packet
+from mxcompile.graph.opsets import CONVOLUTIONS, ancestors, is_matmul, packet
 from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import Kind, tag_of, value_of
 from mxcompile.models.names import HeldBy
@@ -47,7 +47,7 @@ class Unregistered:
             return
         tagged = ((node, tag_of(node)) for node in graph.nodes)
         layers = [node for node, tag in tagged if tag is not None and tag.kind is Kind.LINEAR]
-        data = set().union(*(_sources(_data(node), is_matmul) for node in layers))
+        data = set().union(*(ancestors(_data(node), is_matmul) for node in layers))
         weights = self._program_weights(graph, products)
         only_calls = bool(layers or weights)
         # arguments of a part of a model are activations of other parts
@@ -58,10 +58,10 @@ class Unregistered:
                 lhs, rhs = operands(node)
                 alone = kind is HeldBy.LEAF and depends[lhs] != Depends.PARAMETER
                 by_form = not only_calls and _is_matrix(rhs) and (alone or _is_batch(lhs))
-                sources = (_sources(rhs) & group) - data
+                sources = (ancestors(rhs) & group) - data
                 if depends[rhs] == Depends.PARAMETER and (_is_call(node) or by_form):
                     weights |= sources
-                    data |= _sources(lhs, is_matmul) if sources else set()
+                    data |= ancestors(lhs, is_matmul) if sources else set()
         for node in weights:
             node.meta[WEIGHT_KEY] = True
         if weights:
@@ -77,9 +77,9 @@ class Unregistered:
             lhs, rhs = operands(node)
             fixed = [side for side in (lhs, rhs) if depends[side] == Depends.PARAMETER]
             if len(fixed) == 1:
-                weights |= _sources(fixed[0])
+                weights |= ancestors(fixed[0])
             elif fixed and (_is_call(node) or (_is_matrix(rhs) and _is_batch(lhs))):
-                weights |= _sources(rhs)
+                weights |= ancestors(rhs)
         return weights & group
 
     def _inputs(self, graph: fx.Graph, kind: HeldBy) -> set[fx.Node]:
@@ -119,14 +119,3 @@ def _is_batch(operand: fx.Node) -> bool:
     """Whether `operand` is computed, or an input with more than two dimensions."""
     source = stored(operand)
     return source.op != "placeholder" or value_of(source).ndim > 2
-
-
-def _sources(operand: fx.Node, stops: Callable[[fx.Node], bool] = lambda _: False) -> set[fx.Node]:
-    """Returns `operand` and the nodes that it is computed from; nodes with `stops` end the search."""
-    pending, seen = [operand], set()
-    while pending:
-        node = pending.pop()
-        if node not in seen and not stops(node):
-            seen.add(node)
-            pending += node.all_input_nodes
-    return seen

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import fx
 
@@ -187,22 +187,19 @@ class _Writer:
         source, seed, scale = (self._nodes.get(name) for name in (site.source, site.seed, site.scale))
         assert source is not None
         last = max((self._nodes[name] for name in needed), key=lambda node: self._position[node.name])
-        inputs = self._graph.find_nodes(op="placeholder")
-        after = inputs[-1] if last.op == "placeholder" else last
-        with self._graph.inserting_after(after):
-            arguments = source, site.dim, site.fmt, _num_compared(source, site), seed, site.stream, scale
-            call = self._build.call(ops.cast_statistics, *arguments, like=source)
-        with self._graph.inserting_after(call):
-            results = [self._build.pick(call, index, f"{call.name}_{index}") for index in (1, 0)][::-1]
+        arguments = source, site.dim, site.fmt, _num_compared(source, site), seed, site.stream, scale
+        results = self._called(last, ops.cast_statistics, *arguments)
         self._results += results
         if site.sizes:
-            self._results += self._excerpt(source, site, results[-1])
+            self._results += self._called(results[-1], ops.excerpt, source, site.dim, DUMPED)
         self._measured.append(site.description)
         return True
 
-    def _excerpt(self, source: fx.Node, site: Site, after: fx.Node) -> list[fx.Node]:
-        with self._graph.inserting_after(after):
-            call = self._build.call(ops.excerpt, source, site.dim, DUMPED, like=source)
+    def _called(self, after: fx.Node, op: Any, source: fx.Node, *arguments: Any) -> list[fx.Node]:
+        """Calls `op`, which has two results, behind `after`, not between inputs. Returns the results."""
+        inputs = self._graph.find_nodes(op="placeholder")
+        with self._graph.inserting_after(inputs[-1] if after.op == "placeholder" else after):
+            call = self._build.call(op, source, *arguments, like=source)
         with self._graph.inserting_after(call):
             return [self._build.pick(call, index, f"{call.name}_{index}") for index in (1, 0)][::-1]
 

@@ -15,7 +15,7 @@ from torch import fx
 from torch._inductor import config
 
 from mxcompile.graph import sound
-from mxcompile.graph.printer import Printed
+from mxcompile.graph.printer import printed
 from mxcompile.graph.tags import add_fallback
 from mxcompile.lowering import candidates, optional
 from mxcompile.lowering.cpu import kernel
@@ -169,4 +169,4 @@ def _apply(
         for node, reason in reasons.items():
             add_fallback(node, reason)
         sound.check(graph, step.name)
-        log.debug("%s", Printed(graph, f"{step.name} for {target.name}"))
+        log.debug("after %s for %s\n%s", step.name, target.name, printed(graph))

@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from mxcompile.graph.opsets import argument, aten, is_matmul_like
+from mxcompile.graph.opsets import ancestors, argument, aten, is_matmul_like
 from mxcompile.graph.tags import tensor
 
 OWNER_KEY = "mx_owner"
@@ -167,14 +167,7 @@ def _carried(node: fx.Node) -> list[Any]:
 
 def _is_constant(node: fx.Node) -> bool:
     """Whether no input of the graph reaches `node`."""
-    pending, seen = [node], {node}
-    while pending:
-        current = pending.pop()
-        if current.op in ("placeholder", "get_attr"):
-            return False
-        pending += [value for value in current.all_input_nodes if value not in seen]
-        seen.update(pending)
-    return True
+    return all(reached.op not in ("placeholder", "get_attr") for reached in ancestors(node))
 
 
 def _shape(node: fx.Node) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -25,9 +25,6 @@ except ImportError:  # without this private name, the code of custom operators i
 from mxcompile.graph.attention import ATTENTIONS
 from mxcompile.graph.tags import tensor
 from mxcompile.ops.view import argument_of, call_of
-
-_DEFINITIONS: Mapping[str, Any] = OPDEFS
-"""Custom operators with Python code, by qualified name."""
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -127,7 +124,7 @@ def is_foreign_call(called: Any, values: Iterable[Tensor | None]) -> bool:
 def matrices_in_code(called: Any) -> list[Tensor]:
     """Returns the floating-point matrices in closures and globals of the Python code of a custom operator."""
     name = str(getattr(called, "_schema", "")).partition("(")[0].partition(".")[0]
-    definition = _DEFINITIONS.get(name)
+    definition = OPDEFS.get(name)
     if definition is None:
         return []
     try:
@@ -278,6 +275,17 @@ def argument(node: fx.Node, index: int = 0) -> fx.Node:
     value = node.args[index]
     assert isinstance(value, fx.Node), f"argument {index} of {node.name} is not a node"
     return value
+
+
+def ancestors(node: fx.Node, stops: Callable[[fx.Node], bool] = lambda _: False) -> set[fx.Node]:
+    """Returns `node` and the nodes that it is computed from; nodes with `stops` end the search."""
+    pending, seen = [node], set()
+    while pending:
+        reached = pending.pop()
+        if reached not in seen and not stops(reached):
+            seen.add(reached)
+            pending += reached.all_input_nodes
+    return seen
 
 
 def permutation(node: fx.Node) -> list[int] | None:

@@ -6,19 +6,14 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._logging._internal import LazyString
 
 from mxcompile.graph.tags import GemmTag, tags_of
 
 
-class Printed:
-    """A graph that is printed lazily, when a log record is formatted."""
-
-    def __init__(self, graph: fx.Graph, after: str) -> None:
-        self._graph = graph
-        self._after = after
-
-    def __str__(self) -> str:
-        return f"after {self._after}\n{print_ir(self._graph)}"
+def printed(graph: fx.Graph) -> LazyString[[fx.Graph]]:
+    """Returns the text of `graph` for a log record, made when the record is formatted."""
+    return LazyString(print_ir, graph)
 
 
 def print_ir(graph: fx.Graph) -> str:

@@ -56,7 +56,8 @@ def matmul_sizes(node: fx.Node) -> Sizes:
         if str(packet(node)) == GROUPED_FALLBACK_BACKWARD:  # one operand is read transposed
             transposed = b if gradient_index(node) == 0 else a
             transposed[-2:] = transposed[:-3:-1]
-        return _grouped_sizes(a, b, node)
+        batch = a[0] if len(a) == 3 and len(b) == 3 else 1  # a grouped dimension sums over all groups
+        return batch, a[-2], b[-1], a[-1]
     if packet(node) is aten.linear:
         b.reverse()
     if len(a) == 1:
@@ -70,15 +71,6 @@ def gradient_sizes(sizes: Sizes) -> list[Sizes]:
     """Returns the sizes of the two products that compute the gradients of a product of `sizes`."""
     batch, m, n, k = sizes
     return [(batch, m, k, n), (batch, n, k, m)]
-
-
-def _grouped_sizes(a: list[Any], b: list[Any], node: fx.Node) -> Sizes:
-    """Returns the sizes of a grouped product; the size of the grouped dimension sums over all groups."""
-    if len(a) == 2 and len(b) == 2 and tensor(offsets(node)) is not None:
-        return 1, a[0], b[1], a[1]
-    if len(a) == 3 and len(b) == 3:
-        return a[0], a[1], b[2], a[2]
-    return 1, a[-2], b[-1], a[-1]
 
 
 def qkv(node: fx.Node) -> Sequence[Any]:

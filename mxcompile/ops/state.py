@@ -31,10 +31,6 @@ def _tapped(w: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     return w.clone(), torch.zeros_like(state)
 
 
-def _fake_tapped(w: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(w), torch.empty_like(state)
-
-
 def _spec_largest(x: Tensor, dim: int | None = None) -> list[Spec]:
     if dim is None:
         return [((1,), torch.float32)]
@@ -82,6 +78,6 @@ known_scale = define(
 
 LIBRARY.define("tapped(Tensor w, Tensor state) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
 LIBRARY.impl("tapped", _tapped, "CompositeExplicitAutograd")
-torch.library.register_fake("mx::tapped", _fake_tapped, lib=LIBRARY)
+torch.library.register_fake("mx::tapped", _tapped, lib=LIBRARY)
 torch.library.register_autograd("mx::tapped", _gradients, setup_context=_save_state, lib=LIBRARY)
 tapped = torch.ops.mx.tapped.default

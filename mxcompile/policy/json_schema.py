@@ -47,8 +47,7 @@ def _policy() -> dict[str, Any]:
 def _rule() -> dict[str, Any]:
     products = {"enum": [str(role) for role in sorted(ATTENTION_PRODUCTS)]}
     named = {"anyOf": [products, {"type": "array", "contains": products}]}
-    words = [row.name for row in PRECISIONS.values() if row.quantizes]
-    quantized = {"enum": words} if len(words) > 1 else {"const": words[0]}
+    quantized = {"enum": [row.name for row in PRECISIONS.values() if row.quantizes]}
     keys = ("precision", *map(str, Gemm))
     asks = {"type": "object", "anyOf": [{"properties": {key: quantized}, "required": [key]} for key in keys]}
     parts = {"match": {"$ref": "#/$defs/match"}, "use": {"$ref": "#/$defs/use"}}

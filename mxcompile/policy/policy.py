@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -98,7 +99,9 @@ class Policy:
         if isinstance(value, str) and value in PRESETS:
             return cls.preset(value)
         if isinstance(value, str | Path):
-            if _is_file(Path(value)) or Path(value).suffix in (".yaml", ".yml"):
+            path = Path(value)
+            is_file = os.path.isfile(path)  # noqa: PTH113 - False, not an error, for a name that is too long
+            if is_file or path.suffix in (".yaml", ".yml"):
                 return cls.load(value)
             raise PolicyError(f"{not_allowed('preset', str(value), PRESETS)}; and no such file")
         raise PolicyError(
@@ -241,13 +244,6 @@ class Policy:
         return json.dumps(content, sort_keys=True)
 
 
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # the name is too long for a file, or a folder cannot be searched
-        return False
-
-
 def _rule_to_dict(rule: Rule) -> dict[str, Any]:
     match = {
         key: value.write(entry) for key, value in schema.MATCH.items() if (entry := getattr(rule.match, key))
@@ -284,10 +280,8 @@ def keeping(policy: Policy, kept: Mapping[Layer, Mapping[Gemm, str]], label: str
 
 
 def _kept_rule(policy: Policy, layer: Layer, why: Mapping[Gemm, str]) -> Rule:
-    index = policy.rule_for(layer)
-    use = Use() if index is None else policy.rules[index].use
-    if set(why) == set(Gemm):
-        use = Use()
+    index = None if set(why) == set(Gemm) else policy.rule_for(layer)
+    use = _NOTHING if index is None else policy.rules[index].use
     by_gemm: dict[str, Any] = {gemm.value: UNQUANTIZED for gemm in why}
     use = replace(use, **by_gemm)
     return Rule(match=Match(name=(literal(layer.name),)), use=use, kept=tuple(why.items()))

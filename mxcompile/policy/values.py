@@ -214,7 +214,7 @@ _BLOCKS = sorted(tile_choices("block"), key=int)
 
 
 def _block(value: Any) -> str:
-    if isinstance(value, bool) or not isinstance(value, int) or str(value) not in tile_choices("block"):
+    if isinstance(value, bool) or not isinstance(value, int) or str(value) not in _BLOCKS:
         raise Invalid(not_allowed("block", value, _BLOCKS))
     return str(value)
 

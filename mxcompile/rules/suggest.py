@@ -43,16 +43,17 @@ def respelled(pattern: str, names: Sequence[str]) -> str | None:
 
 
 def _other_case(pattern: str, names: Sequence[str]) -> str | None:
-    expression = re.compile(_expression(pattern), re.IGNORECASE)
-    return next((name for name in names if expression.fullmatch(name)), None)
+    expression = pattern.removeprefix("re:") if pattern.startswith("re:") else fnmatch.translate(pattern)
+    compiled = re.compile(expression, re.IGNORECASE)
+    return next((name for name in names if compiled.fullmatch(name)), None)
 
 
 def _with_wildcards(pattern: str, names: Sequence[str]) -> str | None:
     """Returns `pattern` with wildcards added at its ends, if that matches a name, else None."""
     if pattern.startswith("re:"):
-        inside = re.compile(_expression(pattern))
-        match = any(inside.search(name) for name in names)
-        return searching(pattern.removeprefix("re:")) if match else None
+        expression = pattern.removeprefix("re:")
+        match = any(re.search(expression, name) for name in names)
+        return searching(expression) if match else None
     for candidate in (f"*{pattern}", f"{pattern}*", f"*{pattern}*"):
         if fnmatch.filter(names, candidate):
             return candidate
@@ -62,7 +63,3 @@ def _with_wildcards(pattern: str, names: Sequence[str]) -> str | None:
 def _most_like(pattern: str, names: Sequence[str]) -> str | None:
     close = difflib.get_close_matches(pattern, dict.fromkeys(names), n=1, cutoff=0.6)
     return close[0] if close else None
-
-
-def _expression(pattern: str) -> str:
-    return pattern.removeprefix("re:") if pattern.startswith("re:") else fnmatch.translate(pattern)

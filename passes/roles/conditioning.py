@@ -15,9 +15,7 @@ from mxcompile.policy import Role
 
 def _shifts_stream(site: Site) -> Holds | Fails:
     number = site.model.joined.get(site.node) if site.used(BRANCH | STARTS) else None
-    conditions_others, is_body = (
-        site.model.read_for[number, kind] > 0 if number is not None else False for kind in (True, False)
-    )
+    conditions_others, is_body = (site.model.read_for[number, kind] > 0 for kind in (True, False))
     if site.used(SHIFTS) and not (site.used(STARTS) and is_body):
         return Holds("its result scales, shifts or gates a residual stream that it does not depend on")
     if site.used(SCALES) and _is_pooled(site):

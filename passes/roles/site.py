@@ -62,7 +62,7 @@ class Model:
         self.joined = {source: feeds.number[sum_] for source, sum_, _ in joins}
         self.together = {source: all_ for source, _, all_ in joins}
         self.roles: dict[fx.Node, Role] = {}
-        self.read_for: Counter[tuple[int, bool]] = Counter()
+        self.read_for: Counter[tuple[int | None, bool]] = Counter()
 
     def set_role(self, layer: fx.Node, role: Role) -> None:
         """Records the role of `layer`. Later layers must have roles already."""

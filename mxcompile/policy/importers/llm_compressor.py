@@ -31,7 +31,6 @@ _STATIC = "has static scales: here they are computed from the current tensor"
 _ROUNDING = "rounds MXFP8 scales in another way: here RCEIL"
 _EXACT = frozenset({"MXFP8", "MXFP8A16"})
 _FLOAT8 = {"FP8": "tensor", "FP8_DYNAMIC": "channel", "FP8_BLOCK": "block"}
-_SCHEMES_WEIGHT_ONLY = frozenset({"MXFP8A16"})
 
 
 def recognises(data: dict[Any, Any]) -> bool:
@@ -180,7 +179,7 @@ def _preset(name: str, setting: Setting) -> Any:
         return {"fprop": "fp8", "scaling": _FLOAT8[upper]}
     if upper in _EXACT:
         setting.note(f"{name} {_ROUNDING}")
-        if upper in _SCHEMES_WEIGHT_ONLY:
+        if upper == "MXFP8A16":
             setting.note(f"{name} {_WEIGHT_ONLY}")
         return _SEND
     setting.note(f"{shown(name)} is not an 8-bit float: its layers stay in BF16")
