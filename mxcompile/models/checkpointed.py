@@ -22,7 +22,7 @@ def checkpointed_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
 def rewrapped(copied: nn.Module, model: nn.Module) -> nn.Module:
     """Wraps in `copied`, an unwrapped copy of `model`, every module that `model` checkpoints."""
-    for path, wrapper in user_model(model).named_modules():
+    for path, wrapper in reversed([*user_model(model).named_modules()]):  # those inside others first
         if not isinstance(wrapper, CheckpointWrapper):
             continue
         parent, _, name = user_path(path).rpartition(".")

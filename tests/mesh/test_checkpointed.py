@@ -75,6 +75,16 @@ def test_wrapped_blocks_are_traced_once():
     assert fold(plain, Policy.preset("nvidia")).standing_for == {"layers.1": ("layers.2", "layers.3")}
 
 
+def test_wrappers_inside_wrappers_are_kept():
+    plain, model = meshed.Llama(1), meshed.Llama(1)
+    name, _ = next(model.layers[0].named_children())
+    setattr(model.layers[0], name, checkpoint_wrapper(getattr(model.layers[0], name)))
+    model.layers[0] = checkpoint_wrapper(model.layers[0])
+    rewrapped(plain, model)
+    paths = [[path for path, module in each.named_modules()] for each in (plain, model)]
+    assert paths[0] == paths[1]
+
+
 def test_ways_by_name_keep_the_wrappers():
     model, args, _ = meshed.plain()
     before = mxcompile.explain_rank(model, *args, parallel="fsdp", **SETTINGS).memory.saved
