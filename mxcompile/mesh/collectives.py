@@ -30,9 +30,7 @@ from mxcompile.ranks.fsdp import FSDPGroup
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_KINDS = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_reduce": "all-reduce",
-          "all_to_all": "all-to-all", "broadcast": "broadcast"}  # fmt: skip
-
+_KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast")
 
 SEND = "send"
 """Kind of a point-to-point transfer between pipeline stages."""
@@ -163,7 +161,8 @@ def of_graph(
 ) -> Iterator[Collective]:
     """Yields the collectives of `graph`, repeated for the `others` of each path (equal layers)."""
     for node, num_bytes, without_bytes in sent(graph):
-        path, operator = module_of(node)[0], str(packet(node)).rpartition(".")[2]
+        path = module_of(node)[0]
+        operator = str(packet(node)).rpartition(".")[2].replace("_", "-")
         first = node.args[0]
         value = tensor(first[0] if isinstance(first, list | tuple) else first)
         group = next(arg for arg in reversed(node.args) if isinstance(arg, str))
@@ -171,7 +170,7 @@ def of_graph(
             group,
             num_bytes,
             without_bytes=without_bytes,
-            kind=next(kind for start, kind in _KINDS.items() if operator.startswith(start)),
+            kind=next(kind for kind in _KINDS if operator.startswith(kind)),
             what="activations",
             name=path,
             dtype="" if value is None else value.dtype,
@@ -209,13 +208,12 @@ def of_partial_gradients(model: nn.Module, axes: Axes) -> Iterator[Collective]:
     """Yields the collectives that reduce the partial gradients of `model`."""
     for path, parameter in partial_parameters(model):
         gradient = parameter.grad.to_local()
-        num_bytes = gradient.numel() * gradient.element_size()
         for axis, placement in enumerate(parameter.grad.placements):
             if placement.is_partial():
                 replicated = parameter.placements[axis].is_replicate()
                 yield axes.collective(
                     parameter.grad.device_mesh.get_group(axis),
-                    num_bytes,
+                    gradient.nbytes,
                     kind="all-reduce" if replicated else "reduce-scatter",
                     what="gradients",
                     name=path,

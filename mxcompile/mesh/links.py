@@ -91,15 +91,12 @@ class Links:
     @staticmethod
     def parse(text: str, *, node: int = NODE) -> Links:
         """Parses ``nvlink=900,net=50``. Raises `OptionError` for other text or fewer than 1 GPU in a node."""
-        words = (
-            [_LINK.fullmatch(word.strip()) for word in text.split(",")] if isinstance(text, str) else [None]
-        )
-        if None in words:
-            raise OptionError(f"cannot read links {shown(text)}: expected {_FORM}")
         rates: dict[str, float] = {}
-        for word in words:
-            assert word is not None
-            name, speed = word[1], float(word[2])
+        for word in text.split(",") if isinstance(text, str) else [""]:
+            match = _LINK.fullmatch(word.strip())
+            if match is None:
+                raise OptionError(f"cannot read links {shown(text)}: expected {_FORM}")
+            name, speed = match[1], float(match[2])
             if name not in (NVLINK, NET):
                 raise OptionError(not_allowed("link", name, (NVLINK, NET)))
             if name in rates:

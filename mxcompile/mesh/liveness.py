@@ -140,7 +140,7 @@ def _of_backward(
     graph: fx.Graph, kept: dict[str, _Buffer], inputs: tuple[GraphInput, ...], repeats: Repeats
 ) -> Iterator[LivenessPoint]:
     buffers = _buffers(graph, placeholders=True)
-    gradients = dict(_gradients(graph, inputs))
+    gradients = _gradients(graph, inputs)
     alive, dead = _Sum(), _Sum()
     ends: defaultdict[int, list[_Buffer]] = defaultdict(list)
     for node in graph.find_nodes(op="placeholder"):
@@ -164,25 +164,22 @@ def _of_backward(
             working=held_bytes,
             times=repeats.count(path),
             layer=layer,
-            gradients=gradients.get(node, ()),
+            gradients=tuple(gradients.get(node, ())),
         )
         for buffer in ends.get(index, ()):
             alive.add(buffer, -1)
             dead.add(buffer)
 
 
-def _gradients(
-    graph: fx.Graph, inputs: tuple[GraphInput, ...]
-) -> Iterator[tuple[fx.Node, tuple[tuple[str, int], ...]]]:
-    """Yields (node, ((parameter path, bytes), …)) for each node that writes parameter gradients."""
+def _gradients(graph: fx.Graph, inputs: tuple[GraphInput, ...]) -> dict[fx.Node, list[tuple[str, int]]]:
+    """Returns the (parameter path, bytes) of each parameter gradient, by the node that writes it."""
     (outputs,) = graph.find_nodes(op="output")
     written: defaultdict[fx.Node, list[tuple[str, int]]] = defaultdict(list)
     for value, about in zip(outputs.args[0], outputs.meta.get("desc") or (), strict=False):
         graph_input = input_of(getattr(plain_descriptor(about), "grad_of", None), inputs)
         if isinstance(value, fx.Node) and graph_input is not None and graph_input.static:
             written[_storage(value)].append((graph_input.path, bytes_of(value.meta.get("val"))))
-    for node, gradients in written.items():
-        yield node, tuple(gradients)
+    return written
 
 
 def _buffers(graph: fx.Graph, *, placeholders: bool = False) -> dict[fx.Node, _Buffer]:

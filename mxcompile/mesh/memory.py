@@ -107,7 +107,7 @@ class _Walk:
         before = 0
         for graph, times in self._graphs:
             for moment in graph.forward:
-                group = self._groups.get(self._path(moment.path))
+                group = self._group(moment.path)
                 gathered = self._ungathered_bytes + self._gathered(group, group, 1)
                 saved = before + (times - 1) * graph.saved + moment.saved
                 yield MemoryBreakdown(gathered=gathered, saved=saved, working=moment.working)
@@ -132,8 +132,8 @@ class _Walk:
     ) -> Iterator[MemoryBreakdown]:
         """Yields the memory during the backward of one graph. others: bytes saved by other graphs."""
         moments = graph.backward
-        following = self._following(moments)
-        groups = [self._groups.get(self._path(moment.path)) for moment in moments]
+        groups = [self._group(moment.path) for moment in moments]
+        following = self._following(groups)
         ends = {id(group): index for index, group in enumerate(groups)}
         layers = {moment.layer: index for index, moment in enumerate(moments) if moment.layer}
         rests = reduction.rests(moments)
@@ -162,18 +162,17 @@ class _Walk:
             if layers.get(moment.layer) == index:
                 reduction.done += rests.get(moment.layer, 0)
 
-    def _path(self, path: str) -> str:
-        """Returns the path of the innermost FSDP2 group around the module at `path`, or ""."""
+    def _group(self, path: str) -> FSDPGroup | None:
+        """Returns the innermost FSDP2 group around the module at `path`, if any."""
         while path and path not in self._groups:
             path = path.rpartition(".")[0]
-        return path
+        return self._groups.get(path)
 
-    def _following(self, moments: Sequence[LivenessPoint]) -> list[FSDPGroup | None]:
-        """Returns, for each of `moments`, the group that FSDP2 gathers next."""
+    def _following(self, groups: Sequence[FSDPGroup | None]) -> list[FSDPGroup | None]:
+        """Returns, for each of the active `groups`, the group that FSDP2 gathers next."""
         result: list[FSDPGroup | None] = []
         ahead = now = None
-        for moment in reversed(moments):
-            group = self._groups.get(self._path(moment.path))
+        for group in reversed(groups):
             if group is not None and group.backward is not None and group is not now:
                 ahead, now = now, group
             result.append(ahead if group is now else now)

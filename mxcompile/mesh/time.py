@@ -23,7 +23,7 @@ from mxcompile.lowering.targets import Target
 from mxcompile.mesh.collectives import SEND, Collective
 from mxcompile.mesh.links import NET, NVLINK, Links
 from mxcompile.mesh.schedule import Schedule
-from mxcompile.offline.estimate import Work
+from mxcompile.offline.estimate import Work, peak_of
 from mxcompile.offline.graph_work import Works
 from mxcompile.offline.launch import INDISTINGUISHABLE, KINDS
 from mxcompile.offline.rates import Range, Rates
@@ -218,9 +218,8 @@ class StepTime:
         return self.range(self.works[0])
 
     def __str__(self) -> str:
-        chip = self.rates.target.peak
-        assert chip is not None, "a target with peaks"
-        title = f"time of a step on {chip.chip}, links {self.links}: an estimate, not measured"
+        chip = peak_of(self.rates.target).chip
+        title = f"time of a step on {chip}, links {self.links}: an estimate, not measured"
         return "\n".join([title, drawn(self._parts()), *self._notes(), "", drawn(self._collectives())])
 
     def _parts(self) -> Table:

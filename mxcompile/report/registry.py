@@ -9,6 +9,7 @@ process. A file that cannot be written causes a warning and no error, because it
 from __future__ import annotations
 
 import atexit
+import copy
 import itertools
 import logging
 import threading
@@ -59,10 +60,8 @@ class Ledger:
 
     def for_model(self, model: nn.Module) -> Ledger:
         """Returns an empty ledger of the same compile for `model`."""
-        other = Ledger(
-            target=self.target, policy=self.policy, phase=self.phase, group=self.group, model=model
-        )
-        other.frame, other.path = self.frame, self.path
+        other = copy.copy(self)
+        other.model, other.parts = _reference(model), []
         return other
 
 

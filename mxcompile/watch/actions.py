@@ -35,17 +35,20 @@ Below = frozenset[tuple[str, str]]
 
 
 class Fallbacks:
-    """The GEMMs that one watch moved to BF16. path: path of the policy file, None if no rule moves any."""
+    """The GEMMs that one watch moved to BF16.
+
+    path: path of the policy file, None if no rule moves any. policy: the user's policy.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
+        self.policy = Policy()
         self._layers: dict[str, Layer] = {}
         self._why: dict[str, dict[Gemm, str]] = {}
-        self._policy: Policy | None = None
 
     def register(self, policy: Policy, layers: Iterable[Layer]) -> None:
         """Stores the `layers` of a model and the user's `policy` that they are compiled with."""
-        self._policy = policy
+        self.policy = policy
         for layer in layers:
             self._layers.setdefault(layer.name, layer)
 
@@ -61,15 +64,15 @@ class Fallbacks:
             return f"{layer} {gemm} is set to BF16 already"
         gemms[Gemm(gemm)] = why
         torch._dynamo.config.recompile_limit += 1  # this recompile must not use up the user's limit
-        if self.path is not None and self._policy is not None and not rank():
-            publish(self.path, self._text(self._policy))
+        if self.path is not None and not rank():
+            publish(self.path, self._text())
         return f"{layer} {gemm} is in BF16 from the next step"
 
-    def _text(self, policy: Policy) -> str:
+    def _text(self) -> str:
         reasons = (why for gemms in self._why.values() for why in gemms.values())
         comments = "".join(f"# {printable(why)}\n" for why in reasons)
-        head = f"# {printable(policy.label)}, with GEMMs that rules of a watch put into BF16:\n"
-        return head + comments + self.over(policy).to_yaml()
+        head = f"# {printable(self.policy.label)}, with GEMMs that rules of a watch put into BF16:\n"
+        return head + comments + self.over(self.policy).to_yaml()
 
     def over(self, policy: Policy) -> Policy:
         """Returns `policy` with rules that keep the GEMMs passed to `add` in BF16."""

@@ -8,7 +8,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,11 +69,8 @@ class Tally:
         self.compared += other.compared
         self.changed += other.changed
         for name, value in other.sums.items():
-            mine = self.sums.get(name)
-            if mine is None:
-                self.sums[name] = value
-            else:
-                self.sums[name] = {"amax": max, "smallest": min}.get(name, float.__add__)(mine, value)
+            combine = {"amax": max, "smallest": min}.get(name, float.__add__)
+            self.sums[name] = combine(self.sums[name], value)
         for byte, count in other.histogram.items():
             self.histogram[byte] = self.histogram.get(byte, 0.0) + count
 
@@ -103,13 +102,11 @@ class Tally:
     def _scales(self) -> dict[str, int | None]:
         """Returns the smallest, median and largest scale byte, without the byte of NaN."""
         bins = sorted((byte, count) for byte, count in self.histogram.items() if byte != NUM_BYTES - 1)
-        half, reached, median = sum(count for _, count in bins) / 2, 0.0, None
-        for byte, count in bins:
-            reached += count
-            if median is None and reached >= half:
-                median = byte
-        least, largest = (bins[0][0], bins[-1][0]) if bins else (None, None)
-        return {"scale_min": least, "scale_median": median, "scale_max": largest}
+        if not bins:
+            return dict.fromkeys(_SCALES)
+        reached = list(itertools.accumulate(count for _, count in bins))
+        median = bisect_left(reached, reached[-1] / 2)
+        return {"scale_min": bins[0][0], "scale_median": bins[median][0], "scale_max": bins[-1][0]}
 
     def packed(self) -> list[Any]:
         """Returns a list for Python's JSON, which has infinity. `unpacked` reads it."""

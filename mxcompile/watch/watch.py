@@ -108,7 +108,6 @@ class Watch:
         self._losses: dict[int, list[float]] = {}
         self._about: Record = {}
         self._is_begun = False
-        self._policy = Policy()
         self._phases: set[tuple[bool, ...]] = set()
         self._recorder.steps.listen()
 
@@ -197,7 +196,6 @@ class Watch:
             self._ranks.start()
         self._fallbacks.register(policy, layers)
         self._about = self._about | about | {"policy": policy.label}
-        self._policy = policy
         return self._recorder
 
     def _path_of(self, action: str, option: str, choice: str | Path | None, suffix: str) -> Path | None:
@@ -253,8 +251,8 @@ class Watch:
         losses = self._losses.pop(step, [])
         mean = sum(losses) / len(losses) if losses else math.nan
         noted: Record = {"loss": mean if math.isfinite(mean) else None} if losses else {}
-        if self._policy.has_steps:
-            noted["phase"] = self._policy.at(step).phase
+        if self._fallbacks.policy.has_steps:
+            noted["phase"] = self._fallbacks.policy.at(step).phase
         self._send(_record("sample", step=step, ranks=ranks, **noted, rows=rows))
 
     def _report(self, kind: str, **values: Any) -> None:

@@ -23,10 +23,10 @@ from mxcompile.rules import unused_rules
 
 
 def numerics(
-    session: Session, run: Run, outcome: Outcome, reference: Outcome, reach: Sensitivity | None = None
+    session: Session, run: Run, outcome: Outcome, reference: Outcome, reach: Sensitivity
 ) -> Numerics:
     """Returns the errors in `run`, whose result is `outcome`, against the unquantized `reference`."""
-    changes = {} if reach is None else _changes(reach, reference)
+    changes = _changes(reach, reference)
     products, casts = session.sites.products, session.sites.casts
     logits = compared(reference.logits, outcome.logits)
     return Numerics(

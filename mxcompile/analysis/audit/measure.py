@@ -183,18 +183,16 @@ def audit(
 def audited(session: Session) -> Audit:
     """Returns the audit of `session`, which has not run yet."""
     with tqdm(desc="audit: tracing", unit="GEMM", disable=None, leave=False) as bar:
-        counted: list[int] = []
-        runs = 2
+        expected, runs = 0, 2
 
         def step(stage: str) -> None:
-            expected = counted[0] if counted else len(session.sites.products)
-            bar.total = max(runs * expected, bar.n + 1)
+            bar.total = max(runs * (expected or len(session.sites.products)), bar.n + 1)
             bar.set_description(f"audit: {stage}", refresh=False)
             bar.update()
 
         plain = Run(quantized=lambda _: False, on_product=lambda: step("unquantized"))
         reference = session.run(plain, backward=True)
-        counted.append(int(bar.n))  # the actual number: without a loss no backward runs
+        expected = int(bar.n)  # the actual number: without a loss no backward runs
         runs += reference.differentiable
         run = Run(quantized=lambda _: True, observe=True, on_product=lambda: step("quantized, measured"))
         outcome = session.run(run, backward=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mxcompile.analysis.audit.text import percent
-from mxcompile.analysis.blame.effects import MEASURES, Effect, exceeds, falls_short, together
+from mxcompile.analysis.blame.effects import MEASURES, Effect, Spread, exceeds, falls_short, together
 from mxcompile.analysis.study.policy_file import MeasuredPolicy
 from mxcompile.report.data.fold import spelled
 from mxcompile.report.forms.tables import Table
@@ -81,7 +80,7 @@ class Blamed(MeasuredPolicy, Findings):
         facts.append(f"all together: {', '.join(words)}")
         if len(self.parts) > 1 and self._sum is not None:
             how = "with their signs" if self.measure == "loss" else "as independent errors, in squares"
-            facts.append(f"one by one, added up {how}: {_share(self._sum)}")
+            facts.append(f"one by one, added up {how}: {Spread(mean=self._sum)}")
         facts += [*self._interplay(), *self._policy()]
         if self.repeats > 1:
             facts.append(
@@ -116,7 +115,7 @@ class Blamed(MeasuredPolicy, Findings):
         if len(self.parts) < 2 or parts is None:
             return
         start = "THE SUM OF THE PARTS IS NOT THE WHOLE: together they do"
-        sizes = f"{_share(whole.size)} instead of {_share(parts)}"
+        sizes = f"{Spread(mean=whole.size)} instead of {Spread(mean=parts)}"
         if exceeds(whole, parts):
             yield f"{start} more, {sizes}; the column 'without' shows the rest without a layer"
         elif falls_short(whole, parts):
@@ -146,7 +145,3 @@ class Blamed(MeasuredPolicy, Findings):
         cells = ["" if part.alone is None else str(part.alone.on(measure)) for measure in measures]
         rest = [] if not left_out else ["" if part.left_out is None else str(part.left_out.on(self.measure))]
         return [name, ", ".join(part.gemms), share, *cells, *rest]
-
-
-def _share(value: float) -> str:
-    return "not finite" if value == float("inf") else percent(value)

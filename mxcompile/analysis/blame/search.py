@@ -157,7 +157,7 @@ class Search:
         guess = self._guess(parts)
         while does - fails > 1:
             number = guess if fails < guess < does else (fails + does) // 2
-            first = frozenset[tuple[str, str]]().union(*(self._of(part.layers) for part in parts[:number]))
+            first = self._of(name for part in parts[:number] for name in part.layers)
             rest = self._keys - first
             if not step.allows(rest):
                 break

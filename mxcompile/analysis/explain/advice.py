@@ -16,7 +16,8 @@ from mxcompile.offline.record_work import estimate, is_emulated
 from mxcompile.policy.presets import PRESETS
 from mxcompile.report import GemmRecord, Report
 from mxcompile.report.data.fold import fold
-from mxcompile.report.forms.words import listed, main_dtype, speedup, tokens_of
+from mxcompile.report.forms.text import slower
+from mxcompile.report.forms.words import listed, main_dtype, tokens_of
 
 _MANY = 1 << 20
 """Number of tokens above which speedups no longer change."""
@@ -106,14 +107,9 @@ def _cast_to(gemm: GemmRecord, formats: Operands) -> GemmRecord:
 
 def _width_advice(many: Report) -> Iterator[str]:
     """Yields advice on the layers that are slower even with many tokens."""
-    slow = [
-        row
-        for row in fold(many.gemms)
-        if (speedup(row.gemms) or 1) < 1 and any(is_quantized(gemm.precision) for gemm in row.gemms)
-    ]
-    if slow and not _emulated(many):
-        names = listed([row.name or "(root)" for row in slow], _NAMED)
-        yield f"narrow layers, which a rule can leave in BF16: {names}"
+    names = [row.name or "(root)" for row, _ in slower(fold(many.gemms))]
+    if names and not _emulated(many):
+        yield f"narrow layers, which a rule can leave in BF16: {listed(names, _NAMED)}"
 
 
 def _ratio(report: Report) -> float:

@@ -114,15 +114,13 @@ def _plain(
     site: ProductSite, operands: list[Any], extra: Any, dtype: torch.dtype, lhs: Any, rhs: Any
 ) -> Tensor:
     """Returns the result of the GEMM as in the model."""
-    aten = torch.ops.aten
     a, b = (source.to(dtype) for source in _sources(site, operands, lhs, rhs, dtype))
     if site.grouped:
-        result: Tensor = aten._grouped_mm.default(a, b, extra)
-    elif a.ndim == 2:
-        result = a @ b if extra is None else aten.addmm.default(extra, a, b)
-    else:
-        result = a @ b if extra is None else aten.baddbmm.default(extra, a, b)
-    return result
+        result: Tensor = torch.ops.aten._grouped_mm.default(a, b, extra)
+        return result
+    if extra is None:
+        return a @ b
+    return torch.addmm(extra, a, b) if a.ndim == 2 else torch.baddbmm(extra, a, b)
 
 
 @contextmanager

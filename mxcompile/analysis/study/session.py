@@ -227,11 +227,9 @@ def loss_of(output: Any) -> Tensor | None:
 
 def main_output(output: Any) -> Tensor | None:
     """Returns the output, its ``logits``, or the first floating-point tensor in it; never a scalar."""
-    for value in _candidates(output, "logits"):
-        if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 0:
-            return value
-    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    return next((leaf for leaf in leaves if leaf.is_floating_point() and leaf.ndim > 0), None)
+    values = (*_candidates(output, "logits"), *tree_leaves(output))
+    tensors = (value for value in values if isinstance(value, Tensor))
+    return next((tensor for tensor in tensors if tensor.is_floating_point() and tensor.ndim > 0), None)
 
 
 def _candidates(output: Any, name: str) -> list[Any]:
@@ -246,4 +244,4 @@ def _candidates(output: Any, name: str) -> list[Any]:
 
 
 def _is_scalar(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.numel() == 1 and value.ndim == 0
+    return isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 0

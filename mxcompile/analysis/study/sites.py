@@ -150,9 +150,7 @@ class _Marker:
         if MARK not in cast.meta:
             view = Cast.read(cast)
             dim = view.side % value_of(view.x).ndim
-            site = CastSite(block_dim=dim, rowwise=view.side == -1, fmt=view.form)
-            self._sites.casts.append(site)
-            cast.meta[MARK] = len(self._sites.casts) - 1
-            return site
+            cast.meta[MARK] = len(self._sites.casts)
+            self._sites.casts.append(CastSite(block_dim=dim, rowwise=view.side == -1, fmt=view.form))
         index: int = cast.meta[MARK]
         return self._sites.casts[index]

@@ -127,8 +127,7 @@ def tune(
         trials = Trials(Study(session, bar, "tune"), start, candidates or [Candidate.start(start)], bounds)
         tuned = _Search(trials, bounds, chip).tuned()
     if among and not tuned.target:
-        note = "chosen by bytes of operands: no target with a data sheet was named"
-        return dataclasses.replace(tuned, notes=(note,))
+        return tuned.with_note("chosen by bytes of operands: no target with a data sheet was named")
     return tuned
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +46,7 @@ CHOICES: dict[tuple[str, str], tuple[str, ...]] = {
 Measure = Annotated[float, "of any sign, finite or not"]
 """A number of any sign. JSON has no form for inf, -inf and nan, so files hold these as strings."""
 
-_NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+_NOT_FINITE = ("inf", "-inf", "nan")
 _LARGEST = 2**63 - 1
 _OPTIONAL = (types.UnionType, typing.Union)
 _WORDS: dict[Any, str] = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
@@ -123,16 +122,13 @@ def read(owner: type[_T], data: Any, path: str = "$") -> _T:
         result: _T = _read_object(owner, data)
         return result
     except _FaultError as fault:
-        raise OptionError(f"{path}{fault.where}: {fault.message}") from None
+        raise OptionError(f"{path}{fault.where}: {fault}") from None
 
 
 class _FaultError(Exception):
     """A fault in the data. While it propagates, each reader prepends its step of the JSON path."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
-        self.message = message
-        self.where = ""
+    where = ""
 
     def inside(self, step: str) -> _FaultError:
         self.where = step + self.where
@@ -220,9 +216,7 @@ def _read_scalar(hint: Any, choices: tuple[str, ...] | None, data: Any) -> Any:
 
 
 def _read_measure(data: Any) -> float:
-    if isinstance(data, str) and data in _NOT_FINITE:
-        return _NOT_FINITE[data]
-    if type(data) not in (int, float):
+    if type(data) not in (int, float) and data not in _NOT_FINITE:
         raise _FaultError(f"expected {_WORDS[float]}, found {_kind(data)}")
     return float(data)
 

@@ -10,6 +10,7 @@ positions come from networkx's multipartite layout. Edges that lead back are ign
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -52,14 +53,14 @@ class Layout:
 
 
 def lay_out(outline: Outline, chosen: Sequence[int], sizes: dict[int, tuple[float, float]]) -> Layout:
-    """Returns the layout of the nodes with indices `chosen`. sizes: their widths and heights, in px."""
+    """Returns the layout of the nodes `chosen` by index, at least one. sizes: widths and heights, in px."""
     edges = [(a, b) for a, b in outline.edges if a < b and a in sizes and b in sizes]
     rows = _rows(outline.nodes, chosen, edges)
     flow, chains = _with_waypoints(chosen, edges, rows)
     widths: dict[int, float] = {node: sizes[node][0] if node in sizes else 6.0 for node in flow}
     columns = _columns(flow, chains.values(), widths)
-    left = min((columns[n] - widths[n] / 2 for n in flow), default=0.0)
-    right = max((columns[n] + widths[n] / 2 for n in flow), default=0.0)
+    left = min(columns[n] - widths[n] / 2 for n in flow)
+    right = max(columns[n] + widths[n] / 2 for n in flow)
     tops, height = _tops(rows, sizes)
     boxes = {
         node: Box(
@@ -109,7 +110,7 @@ def _with_waypoints(
     for node in chosen:
         flow.add_node(node, row=rows[node])
     chains: dict[tuple[int, int], list[int]] = {}
-    fresh = max(chosen, default=0) + 1
+    fresh = max(chosen) + 1
     for a, b in edges:
         last, chain = a, []
         for row in range(rows[a] + 1, rows[b]):
@@ -126,8 +127,6 @@ def _columns(
     flow: nx.DiGraph[int], chains: Collection[Sequence[int]], widths: dict[int, float]
 ) -> dict[int, float]:
     """Returns the x of every node's centre. The last sweeps align the waypoints of each edge vertically."""
-    if not flow:
-        return {}
     start = nx.multipartite_layout(flow, subset_key="row", align="horizontal")
     by_row: defaultdict[int, list[int]] = defaultdict(list)
     for node in flow:
@@ -165,11 +164,8 @@ def _packed(row: list[int], wanted: dict[int, float], widths: dict[int, float]) 
     Neighbours that would overlap move as a group, to the mean of their wanted positions (isotonic
     regression).
     """
-    offsets, total = {}, 0.0
-    for previous, node in zip([None, *row], row, strict=False):
-        if previous is not None:
-            total += (widths[previous] + widths[node]) / 2 + GAP
-        offsets[node] = total
+    steps = ((widths[a] + widths[b]) / 2 + GAP for a, b in itertools.pairwise(row))
+    offsets = dict(zip(row, itertools.accumulate(steps, initial=0.0), strict=True))
     groups: list[tuple[float, list[int]]] = []
     for node in row:
         groups.append((wanted[node] - offsets[node], [node]))
@@ -189,7 +185,7 @@ def _tops(
         heights[row] = max(heights[row], sizes[node][1])
     tops: dict[int, tuple[float, float]] = {}
     y = 0.0
-    for row in range(max(heights, default=-1) + 1):
+    for row in range(max(heights) + 1):
         tops[row] = y, heights[row]
         y += heights[row] + ROW_GAP
-    return tops, max(y - ROW_GAP, 0.0)
+    return tops, y - ROW_GAP

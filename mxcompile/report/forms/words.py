@@ -115,8 +115,7 @@ def tokens_of(gemms: Iterable[GemmRecord]) -> int:
     for gemm in gemms:
         if gemm.gemm == "fprop" and gemm.role in _PER_TOKEN and gemm.flops and (gemm.n, gemm.k) != (1, 1):
             rows[(gemm.batch or 0) * (gemm.m or 0)] += gemm.flops
-    ((most, _),) = rows.most_common(1) or ((0, 0),)
-    return most
+    return max(rows, key=rows.__getitem__, default=0)
 
 
 def stored_saving(rows: Iterable[Row]) -> int:
