@@ -278,7 +278,7 @@ def argument(node: fx.Node, index: int = 0) -> fx.Node:
 
 
 def ancestors(node: fx.Node, stops: Callable[[fx.Node], bool] = lambda _: False) -> set[fx.Node]:
-    """Returns `node` and the nodes that it is computed from; nodes with `stops` end the search."""
+    """Returns `node` and all nodes that it is computed from, up to those for which `stops` is true."""
     pending, seen = [node], set()
     while pending:
         reached = pending.pop()
