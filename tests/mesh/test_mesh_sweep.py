@@ -121,7 +121,7 @@ def test_a_picture_has_a_bar_for_each_mesh_that_fits(tmp_path: Path):
     [
         ({"ranks": 1}, "needs 2 ranks or more"),
         ({"ranks": 8, "links": "ib=50"}, "unknown link"),
-        ({"ranks": 8, "target": "cpu"}, "target cpu has no data sheet with its memory"),
+        ({"ranks": 8, "target": "cpu"}, "needs a target with a data sheet, found cpu; allowed: "),
     ],
 )
 def test_sweep_meshes_refuses_wrong_arguments(settings: dict[str, Any], words: str):

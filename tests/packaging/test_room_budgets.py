@@ -25,7 +25,7 @@ BUDGETS = {
     "mxcompile/analysis": 178,
     "mxcompile/analysis/audit": 932,
     "mxcompile/analysis/blame": 865,
-    "mxcompile/analysis/explain": 942,
+    "mxcompile/analysis/explain": 938,
     "mxcompile/analysis/study": 1_217,
     "mxcompile/analysis/tune": 548,
     "mxcompile/checkpoint": 2_584,

@@ -131,14 +131,10 @@ def sweep_meshes(
         OptionError: For invalid links, target or number of ranks.
     """
     options = options_for(model, policy=policy, target=target, strict=False)
+    speeds, peak = _links(links, node, options.target), TARGETS[options.target].peak
     if memory_gb is None:
-        chip = TARGETS.get(options.target)
-        if chip is None or chip.peak is None:
-            raise OptionError(
-                f"target {options.target} has no data sheet with its memory: give `memory_gb`, such as 180"
-            )
-        memory_gb = chip.peak.memory_gb
-    speeds = _links(links, node, options.target)
+        assert peak is not None, "links need a target with a data sheet"
+        memory_gb = peak.memory_gb
 
     def point(candidate: MeshCandidate) -> MeshPoint:
         arguments = model, args, kwargs or {}, MeshShape.parse(candidate.mesh), candidate.parallel
