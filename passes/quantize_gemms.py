@@ -266,7 +266,6 @@ class _GemmWriter:
         dim = -3 - dim if swapped else dim
         copy = Copy.for_product(fmt, dim) if mx else Copy(format=fmt, dim=dim)
         rowwise = replace(copy, dim=-1)
-        first = self._rowwise.get((_same(source), replace(rowwise, format=fmt.untransformed)))
         if _is_better_picked_later(source, fmt):
             cast = self._picked(source, copy, node)
         elif copy.layout is ScaleLayout.PER_ROW:
@@ -275,7 +274,7 @@ class _GemmWriter:
             cast = self._cast(source, rowwise, node)
         elif sent and arrives(source):
             cast = self._transcoded(source, self._cast(source, rowwise, node), copy, node)
-        elif transcode and first is not None:
+        elif transcode and (first := self._made_rowwise(source, rowwise)) is not None:
             cast = self._transcoded(source, first, copy, node)
         else:
             cast = self._cast(source, copy, node)
@@ -287,6 +286,11 @@ class _GemmWriter:
                 amax = transpose(amax, self._build)
             return Quantized(qdata, scale, amax)
         return cast
+
+    def _made_rowwise(self, source: fx.Node, rowwise: Copy) -> Quantized | None:
+        """Returns the cast of the untransformed `source` to the copy `rowwise`, if it was made."""
+        copy = replace(rowwise, format=rowwise.format.untransformed)
+        return self._rowwise.get((_same(source), copy))
 
     def _picked(self, source: fx.Node, copy: Copy, node: fx.Node) -> Quantized:
         """Quantizes the stack that `source` picks matrices from, then picks their codes and scales."""
