@@ -35,7 +35,7 @@ VARIABLE = "MXCOMPILE_TEST_OF_PLANS"
 
 
 class Net(nn.Module):
-    """Writes to all that a forward can reach, at a graph break and beside it."""
+    """Writes to all that a forward can reach, at a graph break and beside it, and in hooks."""
 
     instances_called = 0
 
@@ -44,6 +44,7 @@ class Net(nn.Module):
         self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
         self.file, self.shapes = file, []
         self.first.register_forward_hook(self.keep)
+        self.second.register_forward_hook(torch.compiler.disable(self.keep))
 
     def keep(self, module: nn.Module, args: object, out: Tensor) -> None:
         CALLS["hook"] += 1

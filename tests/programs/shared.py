@@ -1,9 +1,8 @@
-"""Shared by the programs: small models, a policy for every layer, and the reading of records and messages."""
+"""Shared by the programs: small models, a policy for every layer, and the reading of records."""
 
 from __future__ import annotations
 
 import importlib
-import logging
 import sys
 import tempfile
 from collections.abc import Callable
@@ -12,15 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn import functional as F
 
 import mxcompile
-from mxcompile.errors import UnsupportedError
 
 EVERYTHING = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
-REFUSED = (UnsupportedError, BackendCompilerFailed)
-"""Errors of strict mode: Dynamo wraps those raised while it compiles."""
 torch.manual_seed(0)
 
 
@@ -47,19 +42,6 @@ class Cut(nn.Module):
         return self.last(x)
 
 
-class Dropped(nn.Module):
-    """Runs those of its layers that a call names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Mlp() for _ in range(4))
-
-    def forward(self, x: Tensor, kept: tuple[bool, ...]) -> Tensor:
-        for layer, runs in zip(self.layers, kept, strict=False):
-            x = layer(x) if runs else x
-        return x
-
-
 def compiled(model: Any, policy: Any = EVERYTHING, *, strict: bool = True) -> Any:
     """`model` compiled by a process that has compiled nothing and has no reports."""
     torch._dynamo.reset()
@@ -73,15 +55,6 @@ def gemms() -> list[Any]:
 
 def linears(model: nn.Module) -> set[str]:
     return {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-
-
-def messages() -> list[str]:
-    """The list that mxcompile's messages go to from now on."""
-    texts: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("mxcompile").addHandler(handler)
-    return texts
 
 
 def check_edits(returned: str, *calls: tuple[Any, ...]) -> None:
