@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.eager_backend import EagerBackend
+from helpers.fresh import forget
+from helpers.reports import EVERYTHING, all_gemms, report_of
 from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, hessian, jacrev, jvp, vjp, vmap
 
@@ -54,16 +56,11 @@ class Model(nn.Module):
 
 def recorded(call: Callable[..., Any], *args: Any, policy: Any = "nvidia") -> list[tuple[Any, ...]]:
     """The records of `call`, compiled, in any order."""
-    torch._dynamo.reset()
-    mxcompile.clear_reports()
+    forget()
     out = torch.compile(call, backend=EagerBackend(policy=policy, strict=True), fullgraph=True)(*args)
     if isinstance(out, Tensor) and out.requires_grad:
         out.backward()
-    return sorted(
-        (g.name, g.gemm, g.role, g.batch, g.m, g.n, g.k, g.precision)
-        for report in mxcompile.reports()
-        for g in report.gemms
-    )
+    return sorted((g.name, g.gemm, g.role, g.batch, g.m, g.n, g.k, g.precision) for g in all_gemms())
 
 
 def pulled_back(loss: Callable[..., Tensor], params: Params, tokens: Tensor) -> Any:
@@ -156,9 +153,8 @@ def test_forces_of_an_energy_read_quantized_weights() -> None:
     def cast(value: Tensor, dim: int) -> Tensor:
         return mxcompile.quantize(value.detach(), block_dim=dim).dequantize(torch.float32)
 
-    every = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
     forces = torch.compile(
-        grad(lambda x: model(x).sum()), backend=EagerBackend(policy=every, strict=True), fullgraph=True
+        grad(lambda x: model(x).sum()), backend=EagerBackend(policy=EVERYTHING, strict=True), fullgraph=True
     )(x)
     y = torch.tanh(nn.functional.linear(cast(x, -1), cast(model.up.weight, -1), model.up.bias))
     dy = cast(torch.ones(40, 48), -1) @ cast(model.down.weight, 0) * (1 - y * y)
@@ -191,13 +187,7 @@ def test_jacobian_takes_many_gradients_in_one_product() -> None:
 def test_tangents_stay_as_they_are() -> None:
     """The tangent itself is the value that it is a tangent of: one is quantized, and one is not."""
     model, x = Mlp(), torch.randn(40, 64)
-    with torch.no_grad():
-        torch.compile(
-            lambda x: jvp(model, (x,), (x,)),
-            backend=EagerBackend(policy=ONE_KIND, strict=True),
-            fullgraph=True,
-        )(x)
-    (report,) = mxcompile.reports()
+    report = report_of(lambda x: jvp(model, (x,), (x,)), x, training=False, policy=ONE_KIND, strict=True)
     quantized = [gemm.name for gemm in report.gemms if gemm.precision == "mxfp8"]
     tangents = [gemm.name for gemm in report.gemms if gemm.code == "tangent"]
     assert quantized == ["up", "down"]
