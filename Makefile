@@ -22,7 +22,7 @@ NEWEST := $(if $(filter file,$(origin VENV)),.venv-newest,$(VENV))
 newest: $(NEWEST)/.newest
 	$(NEWEST)/bin/python -m mxcompile env
 	$(NEWEST)/bin/python -m pytest -n 2 -rfE --tb=short -m "slow or not slow" --zoo-disguises plain:24,all:48,loop:24 --slow-cases 1 \
-		tests/end_to_end tests/plan tests/zoo tests/distributed tests/mesh tests/codegen tests/watch/test_callbacks.py $(ARGS); status=$$?; \
+		tests/end_to_end tests/programs tests/plan tests/zoo tests/distributed tests/mesh tests/codegen tests/watch/test_callbacks.py $(ARGS); status=$$?; \
 	$(NEWEST)/bin/python -m pip list | grep -E "^(torch|triton|transformers|torchao|compressed-tensors|accelerate|lightning|peft) "; \
 	exit $$status
 
