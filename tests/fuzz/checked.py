@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,6 +22,7 @@ from drawn import Drawn, Model, build
 from functorch.compile import make_boxed_func
 from helpers.eager import reference_linears
 from helpers.eager_backend import EagerBackend
+from helpers.reference import noise_db
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.distributed import DDPOptimizer
@@ -83,7 +83,7 @@ def _check(case: Drawn) -> None:
     for name, value in expected.items():
         if name.endswith(".k.bias"):  # softmax does not feel it: its gradient is nothing but rounding
             continue
-        got = _db(value.float(), results[name].float(), largest)
+        got = noise_db(value.float(), results[name].float(), largest)
         if got <= LEAST_DB[case.dtype] and case.dtype != "float32":
             check(dataclasses.replace(case, dtype="float32"))
             break
@@ -92,12 +92,6 @@ def _check(case: Drawn) -> None:
         _check_explained(case, model, x, report)
     if case.number % 6 == 0 and not case.real:
         _check_bf16(case)
-
-
-def _db(expected: Tensor, computed: Tensor, largest: float) -> float:
-    """Signal to noise; less than 1e-4 of the `largest` is noise, as is the gradient of a lone key's score."""
-    noise = (expected - computed).norm().item()
-    return 20 * math.log10(max(expected.norm().item(), 1e-4 * largest) / noise) if noise else math.inf
 
 
 def _check_records(case: Drawn, report: mxcompile.Report, products: _Products) -> None:

@@ -208,3 +208,14 @@ class StackedExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.bmm(F.gelu(torch.bmm(x, self.a)), self.b)
+
+
+class FeedForward(nn.Module):
+    """x + down(gelu(up(x))), with names that say so."""
+
+    def __init__(self, width: int = WIDTH, wide: int = 2 * WIDTH) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, wide), nn.Linear(wide, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))

@@ -269,27 +269,27 @@ def torch_attention(layers: int = 2) -> Case:
     )
 
 
-class _Fused(nn.Module):
+class Fused(nn.Module):
     """Fused QKV and fused gate-up, pre-norm, with the names of neither."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, ffn: int = FFN) -> None:
         super().__init__()
-        self.n1, self.n2 = nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH)
-        self.a, self.b = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.c, self.d = nn.Linear(WIDTH, 2 * FFN, bias=False), nn.Linear(FFN, WIDTH)
+        self.n1, self.n2 = nn.LayerNorm(width), nn.RMSNorm(width)
+        self.a, self.b = nn.Linear(width, 3 * width), nn.Linear(width, width, bias=False)
+        self.c, self.d = nn.Linear(width, 2 * ffn, bias=False), nn.Linear(ffn, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape
-        q, k, v = self.a(self.n1(x)).view(batch, length, 3, 4, WIDTH // 4).permute(2, 0, 3, 1, 4)
+        q, k, v = self.a(self.n1(x)).view(batch, length, 3, 4, -1).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.b(y.transpose(1, 2).reshape(batch, length, WIDTH))
+        x = x + self.b(y.transpose(1, 2).reshape(batch, length, -1))
         gate, up = self.c(self.n2(x)).chunk(2, dim=-1)
         return x + self.d(F.silu(gate) * up)
 
 
 def fused(layers: int = 2) -> Case:
     return Case(
-        model=nn.Sequential(*(_Fused() for _ in range(layers))),
+        model=nn.Sequential(*(Fused() for _ in range(layers))),
         kwargs={"input": _features(2, 19, WIDTH)["x"]},
         roles=_per_layer("{i}", layers, {"a": "qkv", "b": "attn_out", "c": "ffn_in", "d": "ffn_out"}),
     )

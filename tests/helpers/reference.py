@@ -120,3 +120,9 @@ def sqnr_db(reference: torch.Tensor, other: torch.Tensor) -> float:
     signal = reference.detach().to(torch.float64)
     error = (signal - other.detach().to(torch.float64)).square().sum()
     return float("inf") if error == 0 else float(10 * torch.log10(signal.square().sum() / error))
+
+
+def noise_db(expected: torch.Tensor, computed: torch.Tensor, largest: float) -> float:
+    """Signal to noise; less than 1e-4 of the `largest` norm is noise, as is the gradient of a key's bias."""
+    noise = (expected - computed).norm().item()
+    return 20 * math.log10(max(expected.norm().item(), 1e-4 * largest) / noise) if noise else math.inf

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from mxcompile import ops
-from mxcompile.graph.tags import GemmTag, Kind, set_tag
+from mxcompile.graph.tags import GemmTag, Kind, set_tag, tag_of
 from mxcompile.policy import Gemm
 
 
@@ -52,6 +53,16 @@ class Hand:
             node.meta["val"] = target(*values[0], **values[1])
         return node
 
+    def end(self, saved: fx.Node) -> fx.Node:
+        """A placeholder for what another graph gives back as `saved`."""
+        node = self.graph.placeholder(saved.name)
+        node.meta["val"] = saved.meta["val"]
+        return node
+
+    def parts(self, cast: fx.Node) -> list[fx.Node]:
+        """Elements and scales of a cast."""
+        return [self.call(operator.getitem, cast, index) for index in (0, 1)]
+
     def quantize(self, x: fx.Node, dim: int, *how: Any) -> fx.Node:
         """A cast of `x` to MXFP8 along `dim`."""
         rank = x.meta["val"].ndim
@@ -69,6 +80,25 @@ class Hand:
         """The graph, which returns `nodes`."""
         self.graph.output(nodes)
         return self.graph
+
+
+def tag(node: fx.Node) -> GemmTag:
+    """The tag that `node` has."""
+    result = tag_of(node)
+    assert result is not None
+    return result
+
+
+def assert_unchanged(graph_pass: Any, graph: fx.Graph) -> None:
+    """Asserts that `graph_pass` leaves `graph` as it is."""
+    before = str(graph)
+    graph_pass.apply(graph)
+    assert str(graph) == before
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The same normal numbers for a shape at every call."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
 def run(graph: fx.Graph, *values: Tensor) -> tuple[Any, ...]:

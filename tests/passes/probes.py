@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import torch
+from by_hand import Position
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -31,11 +32,6 @@ class _Origin:
     target: str
 
 
-@dataclasses.dataclass
-class _Position:
-    idx: int
-
-
 def tags(model: nn.Module, *args: Tensor, policy: Any = None, **cuts: bool) -> dict[str, GemmTag]:
     """Layer → tag, of the forward of `model` called with `args`; other products under their operator."""
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -49,7 +45,7 @@ def tags(model: nn.Module, *args: Tensor, policy: Any = None, **cuts: bool) -> d
     for node, name in zip(placeholders, state, strict=False):
         node.meta["desc"] = _Origin(name)
     for index, node in enumerate(placeholders[len(state) :]):
-        node.meta["desc"] = _Position(index)
+        node.meta["desc"] = Position(index)
     inputs = tuple(GraphInput() for _ in args)
     Find(inputs=inputs).apply(traced.graph)
     Classify(inputs=inputs, **cuts).apply(traced.graph)
@@ -201,11 +197,7 @@ class Mixer(nn.Module):
         self.a, self.kind = linear(4), kind
 
     def forward(self, x: Tensor) -> Tensor:
-        (
-            u,
-            gate,
-            decay,
-        ) = (layer(x) for layer in self.a[:3])
+        u, gate, decay = (layer(x) for layer in self.a[:3])
         if self.kind == "product":
             y = u @ (F.elu(decay).transpose(1, 2) @ u)
         elif self.kind == "cumsum":

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from by_hand import Hand
+from by_hand import Hand, tag
 from torch import fx
 
 from mxcompile.graph.opsets import aten
-from mxcompile.graph.tags import GemmTag, Kind, tag_of
+from mxcompile.graph.tags import GemmTag, Kind
 from mxcompile.passes.apply_plan import ApplyPlan
 from mxcompile.policy import Gemm, Role
-
-
-def tag(node: fx.Node) -> GemmTag:
-    result = tag_of(node)
-    assert result is not None
-    return result
 
 
 def planned_tag(name: str, role: Role, n: int, k: int, kind: Kind = Kind.LINEAR) -> GemmTag:

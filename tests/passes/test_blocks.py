@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers.eager_backend import EagerBackend
+from helpers.blocks import FeedForward
+from helpers.fresh import forget
+from helpers.reports import report_of
 from torch import nn
-from torch.nn import functional as F
 
 import mxcompile
 from mxcompile.models.blocks import Blocks
@@ -23,22 +24,16 @@ def stack(path: str, count: int) -> dict[str, tuple[int, int]]:
     return {f"{path}.{i}".lstrip("."): (i, count) for i in range(count)}
 
 
-class Block(nn.Module):
-    def __init__(self, width: int = 32):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 64), nn.Linear(64, width)
-
-    def forward(self, x):
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+def block(width: int = 32) -> nn.Module:
+    return FeedForward(width, 64)
 
 
 class Experts(nn.Module):
     def __init__(self, experts: int):
         super().__init__()
         self.router = nn.Linear(32, experts) if experts else None
-        self.experts = nn.ModuleList(Block() for _ in range(experts))
-        self.dense = None if experts else Block()
+        self.experts = nn.ModuleList(block() for _ in range(experts))
+        self.dense = None if experts else block()
 
 
 class Model(nn.Module):
@@ -47,7 +42,7 @@ class Model(nn.Module):
     def __init__(self, depth: int = 5):
         super().__init__()
         self.embed = nn.Embedding(50, 32)
-        self.layers = nn.ModuleList(Block() for _ in range(depth))
+        self.layers = nn.ModuleList(block() for _ in range(depth))
         self.head = nn.Linear(32, 50, bias=False)
 
     def forward(self, ids):
@@ -73,33 +68,33 @@ MADE: dict[str, tuple[Any, dict[str, tuple[int, int]]]] = {
     "a module list": (lambda: Model(3), stack("layers", 3)),
     "a list of one": (lambda: Model(1), stack("layers", 1)),
     "blocks and all else in one Sequential": (
-        lambda: nn.Sequential(nn.Embedding(8, 32), Block(), Block(), nn.Sequential(nn.Linear(32, 8))),
+        lambda: nn.Sequential(nn.Embedding(8, 32), block(), block(), nn.Sequential(nn.Linear(32, 8))),
         {"1": (0, 2), "2": (1, 2)},
     ),
     "layers that are no blocks": (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), {}),
     "matrices without modules": (lambda: nn.ModuleList([Matrices(), Matrices()]), stack("", 2)),
-    "parts that differ": (lambda: nn.ModuleList([Block(), nn.Sequential(nn.Linear(4, 4))]), {}),
+    "parts that differ": (lambda: nn.ModuleList([block(), nn.Sequential(nn.Linear(4, 4))]), {}),
     "numbered names": (
-        lambda: nn.ModuleDict({"layer0": Block(), "layer1": Block()}),
+        lambda: nn.ModuleDict({"layer0": block(), "layer1": block()}),
         {"layer0": (0, 2), "layer1": (1, 2)},
     ),
-    "named parts": (lambda: nn.ModuleDict({"actor": Block(), "critic": Block()}), {}),
+    "named parts": (lambda: nn.ModuleDict({"actor": block(), "critic": block()}), {}),
     "a dense layer before experts": (
         lambda: nn.ModuleDict({"layers": nn.ModuleList([Experts(0), Experts(4), Experts(4)])}),
         stack("layers", 3),
     ),
     "stages": (
         lambda: nn.ModuleList(
-            nn.ModuleDict({"blocks": nn.ModuleList([Block(w), Block(w)])}) for w in (16, 32)
+            nn.ModuleDict({"blocks": nn.ModuleList([block(w), block(w)])}) for w in (16, 32)
         ),
         stack("0.blocks", 2) | stack("1.blocks", 2),
     ),
     "widths that differ from block to block": (
-        lambda: nn.ModuleList(Block(w) for w in (16, 32, 48)),
+        lambda: nn.ModuleList(block(w) for w in (16, 32, 48)),
         stack("", 3),
     ),
     "every second wrapped": (
-        lambda: nn.ModuleList([Block(), Wrapped(Block()), Block(), Wrapped(Block())]),
+        lambda: nn.ModuleList([block(), Wrapped(block()), block(), Wrapped(block())]),
         stack("", 4),
     ),
 }
@@ -170,8 +165,7 @@ def test_first_and_last_blocks_in_explain_and_in_a_compile():
     model, ids = Model(), torch.randint(0, 50, (2, 8))
     explained = mxcompile.explain(model, ids, policy=ENDS)
     assert {name: why for name, (_, why) in decided(explained).items()} == expected()
-    torch.compile(model, backend=EagerBackend(policy=ENDS))(ids).sum().backward()
-    (report,) = mxcompile.reports()
+    report = report_of(model, ids, policy=ENDS)
     assert decided(report) == decided(explained)
     assert {g.name: g.block for g in report.gemms}["layers.3.up"] == (3, 5)
     assert {g.block for g in report.gemms if g.name == "head"} == {None}
@@ -189,10 +183,9 @@ def test_layers_left_out_of_a_trace_keep_their_place():
 
 
 def test_blocks_compiled_one_by_one_know_their_place():
-    model, ids = Model(), torch.randint(0, 50, (2, 8))
+    model = Model()
     backends = [mxcompile.Backend(root=model, block=layer, policy=ENDS) for layer in model.layers]
     assert backends[0] == backends[1] == backends[4] != backends[2] == backends[3]
-    assert ids.shape == (2, 8)
 
 
 def test_a_compile_of_another_depth_has_its_own_code():
@@ -200,8 +193,7 @@ def test_a_compile_of_another_depth_has_its_own_code():
     ids = torch.randint(0, 50, (2, 8))
     policy = {"version": 1, "rules": [{"match": {"blocks": {"last": 1}}, "use": "bf16"}]}
     for depth in (2, 3):
-        torch._dynamo.reset()
-        mxcompile.clear_reports()
+        forget()
         model = Model(depth)
         torch.compile(model, backend="mxfp8", options={"policy": policy})(ids)
         decisions = decided(mxcompile.reports()[-1])

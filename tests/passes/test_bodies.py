@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.eager_backend import EagerBackend
+from helpers.reports import EVERYTHING, report_of
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._higher_order_ops import associative_scan, scan, while_loop
@@ -16,7 +16,6 @@ from torch._higher_order_ops.map import map as map_over
 import mxcompile
 
 ROWS, WIDTH, WIDE = 40, 64, 96
-ALL = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 
 
 class Branches(nn.Module):
@@ -116,15 +115,8 @@ class Summed(nn.Module):
 
 def compiled(model: nn.Module, *, training: bool, **options: Any) -> mxcompile.Report:
     """The report of `model`, compiled for one step or one call."""
-    torch._dynamo.reset()
-    mxcompile.clear_reports()
-    with torch.set_grad_enabled(training):
-        run = torch.compile(model, backend=EagerBackend(policy=ALL, **options), fullgraph=True)
-        y = run(torch.randn(ROWS, WIDTH, requires_grad=training))
-        if training:
-            y.sum().backward()
-    (report,) = mxcompile.reports()
-    return report
+    x = torch.randn(ROWS, WIDTH, requires_grad=training)
+    return report_of(model, x, training=training, **{"policy": EVERYTHING, **options})
 
 
 @pytest.mark.parametrize(
@@ -187,9 +179,7 @@ def test_layer_that_begins_with_a_constant_raises_under_strict() -> None:
 
 def test_layer_in_a_body_that_no_rule_quantizes_passes_strict() -> None:
     policy = {"version": 1, "preset": "bf16", "rules": [{"match": {"name": "last"}, "use": "mxfp8"}]}
-    with torch.no_grad():
-        torch.compile(Branches(), backend=EagerBackend(policy=policy, strict=True))(torch.randn(ROWS, WIDTH))
-    (report,) = mxcompile.reports()
+    report = compiled(Branches(), training=False, policy=policy, strict=True)
     assert [gemm.name for gemm in report.gemms if gemm.precision == "mxfp8"] == ["last"]
 
 
@@ -202,7 +192,9 @@ def test_body_without_products_changes_nothing() -> None:
 def test_explain_and_compile_agree_on_gemm_records(model: Callable[[], nn.Module]) -> None:
     module = model()
     compiled_gemms = compiled(module, training=False).gemms
-    explained_gemms = mxcompile.explain(module, torch.randn(ROWS, WIDTH), policy=ALL, training=False).gemms
+    explained_gemms = mxcompile.explain(
+        module, torch.randn(ROWS, WIDTH), policy=EVERYTHING, training=False
+    ).gemms
     assert [(g.name, g.role, g.m, g.n, g.k, g.precision, g.reason) for g in explained_gemms] == [
         (g.name, g.role, g.m, g.n, g.k, g.precision, g.reason) for g in compiled_gemms
     ]

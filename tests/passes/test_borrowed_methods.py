@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from helpers.eager_backend import EagerBackend
+from helpers.reports import EVERYTHING, all_gemms
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mxcompile
 
 WIDTH = 64
-ALL = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 
 
 class Mlp(nn.Module):
@@ -87,19 +87,19 @@ def test_module_behind_a_method_has_the_name_of_the_attribute(name: str, broken:
     layers = {f"{module}.{layer}" for module in modules for layer in ("up", "down")}
     layers |= {"0"} if name == "hooks" else set()
     assert {gemm.name for gemm in mxcompile.explain(model, torch.randn(32, WIDTH)).gemms} == layers
-    policy = {**ALL, "rules": [{"match": {"name": f"{kept}.up"}, "use": "bf16"}, *ALL["rules"]]}
+    policy = {**EVERYTHING, "rules": [{"match": {"name": f"{kept}.up"}, "use": "bf16"}, *EVERYTHING["rules"]]}
     torch.compile(model, backend=EagerBackend(policy=policy))(torch.randn(32, WIDTH)).sum().backward()
-    records = {(gemm.name, gemm.precision) for report in mxcompile.reports() for gemm in report.gemms}
+    records = {(gemm.name, gemm.precision) for gemm in all_gemms()}
     assert records == {(layer, "bf16" if layer == f"{kept}.up" else "mxfp8") for layer in layers}
 
 
 def test_function_of_two_methods_names_layers_by_its_variables() -> None:
     encode, decode = Mlp().forward, Mlp().forward
 
-    @torch.compile(backend=EagerBackend(policy=ALL, strict=True))
+    @torch.compile(backend=EagerBackend(policy=EVERYTHING, strict=True))
     def step(x: Tensor) -> Any:
         return decode(encode(x))
 
     step(torch.randn(32, WIDTH))
-    names = {gemm.name for report in mxcompile.reports() for gemm in report.gemms}
+    names = {gemm.name for gemm in all_gemms()}
     assert names == {f"{function}.{layer}" for function in ("encode", "decode") for layer in ("up", "down")}

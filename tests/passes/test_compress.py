@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import Hand, calls, run
+from by_hand import Hand, calls, random, run
 from helpers.reference import round_trip
 from torch import Tensor, fx
 
@@ -34,8 +34,7 @@ class Pair:
         facts_of_gemm = {"role": Role.QKV, "saved": Saved.MXFP8, "formats": MX} | facts
         self.y = self.forward.gemm(aten.mm.default, self.h, w, **facts_of_gemm)
         self.backward = Hand(self.forward.mode)
-        self.end = self.backward.graph.placeholder(self.h.name)
-        self.end.meta["val"] = self.h.meta["val"]
+        self.end = self.backward.end(self.h)
         self.dy = self.backward.input("dy", 40, width, dtype=dtype)
 
     def compress(self, *gradients: fx.Node) -> bool:
@@ -47,10 +46,6 @@ class Pair:
         """What is saved, and the gradients."""
         _, *saved = run(self.graphs[0], x, w)
         return tuple(saved), run(self.graphs[1], *saved, dy)
-
-
-def random(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 X, W, DY = random(40, 64), random(64, 48), random(40, 64)
@@ -110,8 +105,7 @@ def by_rows(*symbolic: int) -> tuple[fx.Graph, fx.Graph]:
     rows, w = forward.call(aten.view.default, h, [-1, 64]), forward.input("w", 64, 48)
     y = forward.gemm(aten.mm.default, rows, w, role=Role.QKV, saved=Saved.MXFP8, formats=MX)
     backward = Hand(forward.mode)
-    end = backward.graph.placeholder(h.name)
-    end.meta["val"] = h.meta["val"]
+    end = backward.end(h)
     cast = backward.quantize(backward.call(aten.view.default, end, [-1, 64]), 0, E4M3, "rceil")
     codes = backward.call(operator.getitem, cast, 0)
     return forward.output(y, h), backward.output(codes, backward.call(aten.mul.Tensor, end, 3))

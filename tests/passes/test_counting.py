@@ -8,19 +8,18 @@ from typing import Any
 import pytest
 import torch
 from helpers.eager_backend import EagerBackend
+from helpers.fresh import forget
 from helpers.needs import skip_without_backward_of_fp32_experts
+from helpers.reports import EVERYTHING
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mxcompile
 
-EVERYTHING = {"version": 1, "preset": "bf16", "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
-
 
 def run(model: nn.Module, x: Tensor, policy: Any = EVERYTHING) -> tuple[list[Tensor], mxcompile.Report]:
     """Result and all gradients of a step of `model` under `policy`, and the report."""
-    torch._dynamo.reset()
-    mxcompile.clear_reports()
+    forget()
     model = copy.deepcopy(model)
     x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
     y = torch.compile(model, backend=EagerBackend(policy=policy))(x)
@@ -278,31 +277,3 @@ def test_opaque_operators_count_by_their_inputs() -> None:
     assert forward.flops == 2 * 32 * 7 * 5 * 6
     assert forward.reason == "opaque operator aten._trilinear"
     assert all(g.flops == forward.flops for g in report.gemms)
-
-
-@torch.library.custom_op("mx_test::product", mutates_args=())
-def _product(x: Tensor, w: Tensor) -> Tensor:
-    return x @ w
-
-
-@_product.register_fake
-def _(x: Tensor, w: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], w.shape[1])
-
-
-class Foreign(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(64, 64))
-        self.fc = nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(torch.ops.mx_test.product(x, self.w))
-
-
-def test_operators_of_other_libraries_count_by_their_operands() -> None:
-    with torch.no_grad():
-        torch.compile(Foreign(), backend=EagerBackend())(torch.randn(32, 64))
-    (report,) = mxcompile.reports()
-    flops = {g.reason: g.flops for g in report.gemms}
-    assert flops["opaque operator mx_test.product"] == 2 * 32 * 64 * 64

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.reports import EVERYTHING
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mxcompile
 
-EVERYTHING = {"version": 1, "preset": "bf16", "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 ROWS, WIDTH, WIDE = 32, 64, 96
 LAYER = 2 * ROWS * WIDTH * WIDTH
 """FLOPs of the linear layer in front of every operator."""
@@ -22,19 +22,9 @@ def _product(x: Tensor, w: Tensor) -> Tensor:
     return x @ w.t()
 
 
-@_product.register_fake
-def _(x: Tensor, w: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:-1], w.shape[0])
-
-
 @torch.library.custom_op("mx_counting::batched", mutates_args=())
 def _batched(x: Tensor, w: Tensor) -> Tensor:
     return x @ w
-
-
-@_batched.register_fake
-def _(x: Tensor, w: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:-1], w.shape[-1])
 
 
 @torch.library.custom_op("mx_counting::norm", mutates_args=())
@@ -42,9 +32,9 @@ def _norm(x: Tensor, residual: Tensor) -> Tensor:
     return F.rms_norm(x + residual, x.shape[-1:])
 
 
-@_norm.register_fake
-def _(x: Tensor, residual: Tensor) -> Tensor:
-    return torch.empty_like(x)
+_product.register_fake(lambda x, w: x.new_empty(*x.shape[:-1], w.shape[0]))
+_batched.register_fake(lambda x, w: x.new_empty(*x.shape[:-1], w.shape[-1]))
+_norm.register_fake(lambda x, residual: torch.empty_like(x))
 
 
 def sparse(layout: torch.layout = torch.sparse_coo) -> Tensor:

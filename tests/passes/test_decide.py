@@ -6,25 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import Hand
+from by_hand import Hand, tag
+from helpers.one_linear import policy
+from helpers.reports import EVERYTHING
 from torch import fx
 
 from mxcompile.errors import UnsupportedError
 from mxcompile.graph.opsets import aten
-from mxcompile.graph.tags import GemmTag, Kind, tag_of
+from mxcompile.graph.tags import Kind
 from mxcompile.passes.decide import Decide
 from mxcompile.policy import Gemm, Policy, Role
 
-
-def policy(**use: Any) -> Policy:
-    """One that sends every layer where `use` says."""
-    return Policy.from_dict({"version": 1, "rules": [{"match": {"name": "*"}, "use": use}]})
-
-
-def tag(node: fx.Node) -> GemmTag:
-    result = tag_of(node)
-    assert result is not None
-    return result
+EVERY = Policy.from_dict(EVERYTHING)
 
 
 def product(dtype: torch.dtype = torch.float32, **facts: Any) -> tuple[fx.Graph, fx.Node]:
@@ -44,7 +37,7 @@ def test_each_operand_has_the_format_of_its_tensor():
         (Gemm.DGRAD, ("w", "dy"), ["e4m3", "e5m2"]),
     ]:
         graph, node = product(gemm=gemm, tensors=tensors)
-        Decide(policy=policy(**use)).apply(graph)
+        Decide(policy=Policy.from_dict(policy(use))).apply(graph)
         formats = tag(node).formats
         assert formats is not None
         assert [fmt.elem.name for fmt in formats] == elems
@@ -55,22 +48,22 @@ def test_each_operand_has_the_format_of_its_tensor():
 @pytest.mark.parametrize("kind", [Kind.PRODUCT, Kind.ATTENTION])
 def test_attention_product_stays_in_bf16_under_any_policy(kind: Kind):
     graph, node = product(kind=kind, role=Role.ATTN_SCORES)
-    Decide(policy=policy(precision="mxfp8")).apply(graph)
+    Decide(policy=EVERY).apply(graph)
     assert tag(node).formats is None
     assert str(tag(node).choice.reason) == "role attn_scores"
 
 
 def test_a_dtype_that_is_not_cast_stays_with_the_reason_and_is_an_error_if_strict():
     graph, node = product(torch.float64, name="up")
-    Decide(policy=policy(precision="mxfp8")).apply(graph)
+    Decide(policy=EVERY).apply(graph)
     assert (tag(node).formats, tag(node).choice.precision) == (None, "bf16")
     assert "float64" in str(tag(node).choice.reason)
     with pytest.raises(UnsupportedError, match=r"up fprop: .*float64"):
-        Decide(policy=policy(precision="mxfp8"), strict=True).apply(product(torch.float64, name="up")[0])
+        Decide(policy=EVERY, strict=True).apply(product(torch.float64, name="up")[0])
 
 
 def test_reason_names_the_cut_only_where_whole_size_is_unknown():
     for whole, is_cut in [(None, True), ((64, 64), False)]:
         graph, node = product(whole=whole)
-        Decide(policy=policy(precision="mxfp8"), cut="a graph break").apply(graph)
+        Decide(policy=EVERY, cut="a graph break").apply(graph)
         assert ("a graph break" in str(tag(node).choice.reason)) is is_cut

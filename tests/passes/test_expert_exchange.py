@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from expert_parallel import MixtureOfExperts
 from gather_ranks import sends, with_and_without
 from helpers.eager_backend import EagerBackend
+from helpers.fresh import forget
 from helpers.ranks import on_ranks
 from torch import nn
 
@@ -22,7 +22,6 @@ import mxcompile
 
 pytestmark = pytest.mark.slow
 
-EXAMPLE = Path(__file__).parents[2] / "examples/expert_parallel.py"
 WIDTH, TOKENS = 64, (24, 40)
 
 
@@ -57,21 +56,11 @@ WAYS = {
 ON_FOUR = {"sent", "sent, no tokens", "transcode"}
 
 
-def example() -> Any:
-    spec = importlib.util.spec_from_file_location("expert_parallel", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def step(way: Way) -> dict[str, Any]:
     """Results, gradients, what the last batch exchanges, and the report."""
-    torch._dynamo.reset()
-    mxcompile.clear_reports()
+    forget()
     torch.manual_seed(0)
-    model: nn.Module = example().MixtureOfExperts(dist.group.WORLD).bfloat16()
+    model: nn.Module = MixtureOfExperts(dist.group.WORLD).bfloat16()
     if way.lopsided:
         with torch.no_grad():
             model.router.weight.zero_()  # the first experts win every tie

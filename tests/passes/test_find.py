@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from by_hand import Hand
+from by_hand import Hand, tag
 from torch import fx
 
 from mxcompile.graph.opsets import aten
-from mxcompile.graph.tags import GemmTag, Kind, tag_of
+from mxcompile.graph.tags import GemmTag, Kind
 from mxcompile.models.names import GraphInput
 from mxcompile.passes.find import Find
 from mxcompile.policy import Gemm
@@ -30,7 +30,7 @@ def layer(*, numbered: bool = True) -> list[fx.Node]:
 
 
 def tags(nodes: list[fx.Node]) -> list[GemmTag]:
-    return [tag for node in nodes if (tag := tag_of(node)) is not None]
+    return [tag(node) for node in nodes]
 
 
 def test_the_three_products_of_a_layer():

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import operator
-
 import pytest
 import torch
-from by_hand import Hand, calls, run
+from by_hand import Hand, calls, random, run
 from helpers.casts import quantize
 from torch import fx
 
@@ -22,14 +20,10 @@ def partitioned(dim: int, symbolic: tuple[int, ...]) -> tuple[fx.Graph, fx.Graph
     forward = Hand()
     x = forward.input("x", 80, 48, symbolic=symbolic)
     cast = forward.quantize(x, dim, E4M3, "rceil")
-    saved = [forward.call(operator.getitem, cast, index) for index in range(2)]
+    saved = forward.parts(cast)
     backward = Hand(forward.mode)
-    ends = []
-    for node in saved:
-        end = backward.graph.placeholder(node.name)
-        end.meta["val"] = node.meta["val"]
-        ends.append(end)
     result = forward.call(aten.add.Tensor, x, 1)
+    ends = [backward.end(node) for node in saved]
     values = [backward.call(aten.clone.default, end) for end in ends]
     return forward.output(result, *saved), backward.output(*values)
 
@@ -39,7 +33,7 @@ def test_a_scale_over_tokens_crosses_as_a_vector():
     assert Flatten(num_outputs=1).apply(forward, backward)
     (flat,) = calls(forward, ops.flatten)
     assert forward.output_node().args[0][2] is flat
-    x = torch.randn(80, 48, generator=torch.Generator().manual_seed(0))
+    x = random(80, 48)
     _, elements, scales = run(forward, x)
     assert scales.shape == (3 * 48,)
     expected = quantize(x, 0, E4M3, "rceil")

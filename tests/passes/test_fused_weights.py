@@ -7,21 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.eager_backend import EagerBackend
+from helpers.reports import report_of
 from torch import Tensor, nn
 from torch.nn.functional import glu, scaled_dot_product_attention, silu
-
-import mxcompile
 
 WIDTH, WIDE = 64, 96
 
 
 def roles(model: nn.Module, x: Tensor) -> dict[str, str]:
     """The role of each layer of `model`."""
-    with torch.no_grad():
-        torch.compile(model, backend=EagerBackend(policy="nvidia"), fullgraph=True)(x)
-    (report,) = mxcompile.reports()
-    return {gemm.name: gemm.role for gemm in report.gemms if gemm.name}
+    return {gemm.name: gemm.role for gemm in report_of(model, x, training=False).gemms if gemm.name}
 
 
 class Gated(nn.Module):
@@ -172,9 +167,7 @@ def test_latent_attention_alone_has_all_roles(rotary: int) -> None:
 def test_gradients_of_a_complex_layer_are_dgrad_and_wgrad() -> None:
     layer = nn.Linear(WIDTH, WIDE, dtype=torch.complex64)
     x = torch.randn(40, WIDTH, dtype=torch.complex64, requires_grad=True)
-    y = torch.compile(layer, backend=EagerBackend(policy="bf16"), fullgraph=True)(x)
-    y.abs().sum().backward()
-    (report,) = mxcompile.reports()
+    report = report_of(lambda x: layer(x).abs(), x, policy="bf16")
     assert sorted((g.gemm, g.m, g.n, g.k) for g in report.gemms) == [
         ("dgrad", 40, WIDTH, WIDE),
         ("fprop", 40, WIDE, WIDTH),

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from gather_ranks import sends, with_and_without
 from helpers.eager_backend import EagerBackend
+from helpers.fresh import forget
 from helpers.ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -113,8 +114,7 @@ def sharded(way: Way) -> nn.Module:
 
 def step(way: Way) -> dict[str, Any]:
     """Results, gradients summed over micro-batches, what the last one gathers, and the report's summary."""
-    torch._dynamo.reset()
-    mxcompile.clear_reports()
+    forget()
     model = sharded(way)
     for linear in (model.mlp.gate, model.mlp.up, model.mlp.down):
         linear.requires_grad_(way.train)

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from by_hand import Hand, calls
+from by_hand import Hand, assert_unchanged, calls, random, tag
 from torch import Tensor, fx, nn
 
 from mxcompile import ops
 from mxcompile.formats import Format
 from mxcompile.graph.opsets import aten, prims
-from mxcompile.graph.tags import Kind, tag_of
+from mxcompile.graph.tags import Kind
 from mxcompile.passes.gather import Gather
 from mxcompile.policy import Choice, Code, Gemm, Reason, Sent
 
@@ -52,7 +52,7 @@ def gathered(steps: Steps, *dims: int, dtype: torch.dtype = torch.float32) -> fx
     x = hand.input("x", 4, 10, 64, dtype=dtype)
     whole = steps(hand, hand.call(WAIT, hand.call(SEND, x, RANKS, "0")))
     casts = [hand.quantize(whole, dim, E4M3, "rceil") for dim in dims]
-    return hand.output(*(hand.call(operator.getitem, cast, part) for cast in casts for part in (0, 1)))
+    return hand.output(*(part for cast in casts for part in hand.parts(cast)))
 
 
 def rows(hand: Hand, whole: fx.Node) -> fx.Node:
@@ -156,7 +156,7 @@ def shifted(hand: Hand, whole: fx.Node) -> fx.Node:
 
 
 def result(graph: fx.Graph, dtype: torch.dtype) -> tuple[list[Tensor], int]:
-    x = torch.randn(4, 10, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x = random(4, 10, 64, dtype=dtype)
     graph.lint()
     ranks = Ranks(fx.GraphModule(nn.Module(), graph))
     return [tensor.view(torch.uint8) for tensor in ranks.run(x)], ranks.sent
@@ -201,9 +201,7 @@ def test_codes_and_scales_travel_and_are_those_of_the_whole(steps: Steps, dtype:
 )
 def test_the_source_travels_where_something_else_reads_it(steps: Steps, dims: tuple[int, ...]):
     graph = gathered(steps, *dims)
-    before = str(graph)
-    Gather().apply(graph)
-    assert str(graph) == before
+    assert_unchanged(Gather(), graph)
     assert calls(graph, SEND)
 
 
@@ -213,8 +211,7 @@ def test_both_operands_that_travel_as_they_are_have_a_reason():
     casts = []
     for name in ("dy", "x"):
         source = rows(hand, hand.call(WAIT, hand.call(SEND, hand.input(name, 4, 10, 64), RANKS, "0")))
-        cast = hand.quantize(source, 0, E4M3, "rceil")
-        casts.append([hand.call(operator.getitem, cast, part) for part in (0, 1)])
+        casts.append(hand.parts(hand.quantize(source, 0, E4M3, "rceil")))
     (dy, dy_scale), (x, x_scale) = casts
     turned = hand.call(aten.permute.default, dy, [1, 0]), hand.call(aten.permute.default, dy_scale, [1, 0])
     facts = {"gemm": Gemm.WGRAD, "tensors": ("dy", "x"), "sent": Sent.MXFP8, "formats": (Format(), Format())}
@@ -222,10 +219,8 @@ def test_both_operands_that_travel_as_they_are_have_a_reason():
     product = hand.gemm(ops.matmul, *turned, x, x_scale, None, torch.bfloat16, *WORDS, choice=choice, **facts)
     graph = hand.output(product)
     Gather().apply(graph)
-    tag = tag_of(product)
-    assert tag is not None
-    assert tag.kind is Kind.LINEAR
-    assert tag.choice.reason == (
+    assert tag(product).kind is Kind.LINEAR
+    assert tag(product).choice.reason == (
         "preset nvidia; ranks send its dy unquantized: another operator reads it;"
         " ranks send its x unquantized: another operator reads it"
     )

@@ -7,13 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.eager_backend import EagerBackend
+from helpers.reports import EVERYTHING, report_of
 from torch import Tensor, nn
 
-import mxcompile
-
 WIDTH, WIDE = 64, 96
-ALL = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 
 
 class Positions(nn.Module):
@@ -45,8 +42,7 @@ CALLS: dict[str, Callable[[Positions], Tensor]] = {
 @pytest.mark.parametrize("broken", [False, True], ids=["whole", "broken"])
 def test_layer_of_a_fixed_input_is_quantized_by_a_rule(call: str, *, broken: bool) -> None:
     model, x = Positions(CALLS[call], broken=broken), torch.randn(8, WIDTH)
-    torch.compile(model, backend=EagerBackend(policy=ALL, strict=True))(x).sum().backward()
-    (report,) = mxcompile.reports()
+    report = report_of(model, x, fullgraph=False, policy=EVERYTHING, strict=True)
     gemms = {(gemm.name, gemm.gemm) for gemm in report.gemms if gemm.precision == "mxfp8"}
     assert {("embed", "fprop"), ("embed", "wgrad")} <= gemms
     assert ("embed", "dgrad") in gemms or call not in ("parameter", "function")
@@ -62,8 +58,7 @@ def test_weight_update_of_two_parameters_stays_a_weight() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return nn.functional.linear(x, self.up.weight + self.b @ self.a)
 
-    torch.compile(Updated(), backend=EagerBackend(policy=ALL, strict=True))(torch.randn(8, WIDTH))
-    (report,) = mxcompile.reports()
+    report = report_of(Updated(), torch.randn(8, WIDTH), policy=EVERYTHING, strict=True)
     gemms = [(gemm.gemm, gemm.precision) for gemm in report.gemms if gemm.name == "up"]
     assert gemms == [("fprop", "mxfp8"), ("wgrad", "mxfp8")]
 
@@ -72,10 +67,7 @@ def test_weight_update_of_two_parameters_stays_a_weight() -> None:
 @pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
 def test_layer_whose_hook_normalizes_its_weight_is_quantized(norm: Any) -> None:
     model = nn.Sequential(norm(nn.Linear(WIDTH, WIDE)), nn.Linear(WIDE, WIDTH))
-    torch.compile(model, backend=EagerBackend(policy=ALL, strict=True))(
-        torch.randn(8, WIDTH)
-    ).sum().backward()
-    (report,) = mxcompile.reports()
+    report = report_of(model, torch.randn(8, WIDTH), fullgraph=False, policy=EVERYTHING, strict=True)
     layers = [
         (gemm.gemm, gemm.precision) for gemm in report.gemms if (gemm.m, gemm.n) in ((8, WIDE), (WIDE, WIDTH))
     ]

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from helpers.eager_backend import EagerBackend
+from helpers.reports import report_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import mxcompile
-
 SAYS = "the model turns autocast off here"
-ALL = {"version": 1, "rules": [{"match": {"name": "[ab]"}, "use": "mxfp8"}]}
+BOTH = {"version": 1, "rules": [{"match": {"name": "[ab]"}, "use": "mxfp8"}]}
 
 
 def as_it_is(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -42,15 +40,9 @@ def records_without_autocast(
     model: nn.Module, *, autocast: bool, training: bool = False
 ) -> set[tuple[str, str]]:
     """Layer and kind of the records that say that autocast is turned off."""
-    torch._dynamo.reset()
-    mxcompile.clear_reports()
-    run = torch.compile(model, backend=EagerBackend(policy=ALL), fullgraph=True)
     x = torch.randn(40, 64, requires_grad=training)
-    with torch.set_grad_enabled(training), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        y = run(x)
-    if training:
-        y.sum().backward()
-    (report,) = mxcompile.reports()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        report = report_of(model, x, training=training, policy=BOTH)
     assert {gemm.precision for gemm in report.gemms if gemm.name != "c"} == {"mxfp8"}
     return {(gemm.name, gemm.gemm) for gemm in report.gemms if SAYS in gemm.reason}
 

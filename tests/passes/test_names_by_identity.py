@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.blocks import WIDTH, FeedForward
 from helpers.eager_backend import EagerBackend
+from helpers.reports import EVERYTHING, all_gemms
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import mxcompile
-from mxcompile.compiler.capture.locate import Tree
 
-WIDTH = 64
 Forward = Callable[..., Any]
 
 
@@ -65,13 +65,11 @@ DECORATORS: dict[str, Callable[[Forward], Any]] = {
 }
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 128), nn.Linear(128, WIDTH)
+class Block(FeedForward):
+    """With a place at which the graph can be broken."""
 
     def forward(self, x: Tensor) -> Tensor:
-        h = F.gelu(self.up(self.norm(x)))
+        h = F.gelu(self.up(x))
         here()
         return x + self.down(h)
 
@@ -114,27 +112,35 @@ def decorated(name: str) -> nn.Module:
 def compiled(model: nn.Module, **options: Any) -> set[tuple[str, str]]:
     """Names and precisions of the layers of `model`, compiled whole."""
     torch.compile(model, backend=EagerBackend(**options))(torch.randn(32, WIDTH)).sum().backward()
-    return {(gemm.name, gemm.precision) for report in mxcompile.reports() for gemm in report.gemms}
+    return precisions()
+
+
+def precisions() -> set[tuple[str, str]]:
+    return {(gemm.name, gemm.precision) for gemm in all_gemms()}
+
+
+def explained(model: nn.Module) -> set[str]:
+    return {gemm.name for gemm in mxcompile.explain(model, torch.randn(32, WIDTH)).gemms}
 
 
 def linears(model: nn.Module) -> set[str]:
     return {path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
 
 
-RULES = [{"match": {"name": "layers.0.*"}, "use": "bf16"}, {"match": {"name": "*"}, "use": "mxfp8"}]
-POLICY = {"version": 1, "rules": RULES}
+def keeping(name: str) -> dict[str, Any]:
+    """The policy that quantizes every layer but those called `name`."""
+    return {"version": 1, "rules": [{"match": {"name": name}, "use": "bf16"}, *EVERYTHING["rules"]]}
 
 
 @pytest.mark.parametrize("name", DECORATORS)
 def test_rules_by_name_reach_layers_of_decorated_forwards(name: str, breaks: bool) -> None:
     model = decorated(name)
     names = linears(model)
-    assert {gemm.name for gemm in mxcompile.explain(model, torch.randn(32, WIDTH)).gemms} == names
+    assert explained(model) == names
     kept = {"layers.0.up", "layers.0.down"}
     expected = {(path, "bf16" if path in kept else "mxfp8") for path in names}
-    assert (
-        compiled(model, policy=POLICY, strict=not breaks) == expected
-    )  # a loop with a break is left to Python
+    strict = not breaks  # a loop with a break is left to Python
+    assert compiled(model, policy=keeping("layers.0.*"), strict=strict) == expected
 
 
 class Pair(nn.Module):
@@ -161,12 +167,10 @@ class Encoder(Pair):
 
 @pytest.mark.parametrize("method", ["forward", "encode"])
 def test_method_that_is_compiled_alone_names_layers_by_its_model(method: str, breaks: bool) -> None:
-    policy = {"version": 1, "rules": [{"match": {"name": "second.up"}, "use": "bf16"}, RULES[1]]}
     model = Encoder()
-    run = torch.compile(getattr(model, method), backend=EagerBackend(policy=policy))
+    run = torch.compile(getattr(model, method), backend=EagerBackend(policy=keeping("second.up")))
     run(torch.randn(32, WIDTH)).sum().backward()
-    precisions = {(gemm.name, gemm.precision) for report in mxcompile.reports() for gemm in report.gemms}
-    assert precisions == {(path, "bf16" if path == "second.up" else "mxfp8") for path in linears(model)}
+    assert precisions() == {(path, "bf16" if path == "second.up" else "mxfp8") for path in linears(model)}
 
 
 class Replaced(Stack):
@@ -226,12 +230,14 @@ def both(block: Block, x: Tensor) -> Tensor:
     return F.linear(h, block.down.weight)
 
 
-@pytest.mark.parametrize("kind", [Replaced, Borrowing, Functional])
-def test_layers_that_other_code_runs_keep_their_names(kind: type[nn.Module], breaks: bool) -> None:
-    model = kind()
-    names = linears(model)
-    explained = {gemm.name for gemm in mxcompile.explain(model, torch.randn(32, WIDTH)).gemms}
-    assert explained == {name for name, _ in compiled(model)} == names
+def nested() -> nn.Module:
+    return nn.Sequential(nn.Sequential(Block()), Block())
+
+
+@pytest.mark.parametrize("make", [Replaced, Borrowing, Functional, nested])
+def test_layers_that_other_code_runs_keep_their_names(make: Callable[[], nn.Module], breaks: bool) -> None:
+    model = make()
+    assert explained(model) == {name for name, _ in compiled(model)} == linears(model)
 
 
 def test_checkpoint_around_decorated_forwards_keeps_names() -> None:
@@ -241,24 +247,25 @@ def test_checkpoint_around_decorated_forwards_keeps_names() -> None:
 
 
 class Unregistered(nn.Module):
-    """Blocks in a plain list, which is no module: their paths are the steps to them."""
+    """Blocks in plain lists and dicts, which are no modules: their paths are the steps to them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks, self.tail = [Block(), Block()], nn.Linear(WIDTH, WIDTH)
+        self.deep = {"a": [(nn.Linear(WIDTH, WIDTH),)]}
 
     @positional
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        return self.tail(x)
+        return self.tail(self.deep["a"][0][0](x))
 
 
 def test_layers_of_modules_in_a_plain_list_are_named_by_it(breaks: bool) -> None:
     model = Unregistered()
-    names = {f"blocks.{index}.{layer}" for index in range(2) for layer in ("up", "down")} | {"tail"}
-    explained = {gemm.name for gemm in mxcompile.explain(model, torch.randn(32, WIDTH)).gemms}
-    assert explained == {name for name, _ in compiled(model)} == names
+    names = {f"blocks.{index}.{layer}" for index in range(2) for layer in ("up", "down")}
+    names |= {"tail", "deep.a.0.0"}
+    assert explained(model) == {name for name, _ in compiled(model)} == names
 
 
 class Adapter:
@@ -291,11 +298,10 @@ def test_layer_held_by_a_hook_is_named_by_module_and_variable(way: str, kind: st
     model.first.register_forward_hook(
         hook_of(way, nn.Linear(WIDTH, WIDTH) if kind == "module" else torch.randn(WIDTH, WIDTH))
     )
-    policy = {"version": 1, "rules": [{"match": {"name": "second.up"}, "use": "bf16"}, RULES[1]]}
     names = linears(model) | {"first.side"}
-    assert {gemm.name for gemm in mxcompile.explain(model, torch.randn(32, WIDTH)).gemms} == names
+    assert explained(model) == names
     expected = {(name, "bf16" if name == "second.up" else "mxfp8") for name in names}
-    assert compiled(model, policy=policy, strict=True) == expected
+    assert compiled(model, policy=keeping("second.up"), strict=True) == expected
 
 
 class Repeated(nn.Module):
@@ -313,8 +319,7 @@ class Repeated(nn.Module):
 
 def test_block_with_many_paths_has_the_first(breaks: bool) -> None:
     names = {"layers.0.up", "layers.0.down"}
-    assert {gemm.name for gemm in mxcompile.explain(Repeated(), torch.randn(32, WIDTH)).gemms} == names
-    assert {name for name, _ in compiled(Repeated())} == names
+    assert explained(Repeated()) == {name for name, _ in compiled(Repeated())} == names
 
 
 def test_function_of_one_model_behind_a_decorator_names_layers_by_the_model() -> None:
@@ -327,7 +332,7 @@ def test_function_of_one_model_behind_a_decorator_names_layers_by_the_model() ->
         return out
 
     step({"models": (model,)}, torch.randn(32, WIDTH))
-    assert {gemm.name for report in mxcompile.reports() for gemm in report.gemms} == linears(model)
+    assert {gemm.name for gemm in all_gemms()} == linears(model)
 
 
 def test_module_stack_of_dynamo_has_the_id_of_each_module() -> None:
@@ -341,16 +346,6 @@ def test_module_stack_of_dynamo_has_the_id_of_each_module() -> None:
     torch.compile(model, backend=backend)(torch.randn(32, WIDTH))
     innermost = {next(reversed(stack)).partition("@")[0] for stack in stacks if stack}
     assert innermost >= {str(id(module)) for module in model.modules() if isinstance(module, nn.Linear)}
-
-
-def test_tree_reads_containers_after_a_lookup_misses_a_module() -> None:
-    model = Unregistered()
-    model.deep = {"a": [(nn.Linear(4, 4),)]}  # type: ignore[assignment]
-    tree = Tree({"": model})
-    assert "blocks.0" not in tree.modules
-    assert list(tree.paths(model.deep["a"][0][0])) == ["deep.a.0.0"]
-    assert {"blocks.0", "blocks.0.up", "blocks.1.down", "deep.a.0.0"} <= set(tree.modules)
-    assert list(tree.paths(nn.Linear(4, 4))) == []
 
 
 def unread(module: nn.Module) -> Callable[[Tensor], Any]:
@@ -380,15 +375,12 @@ def test_weights_in_functions_that_dynamo_does_not_read_have_names() -> None:
     rule = {"match": {"name": ["*.up", "*.down", "last"]}, "use": "mxfp8"}
     policy = {"version": 1, "preset": "bf16", "rules": [rule]}
     torch.compile(Unread(), backend=EagerBackend(policy=policy, strict=True))(torch.randn(32, WIDTH))
-    (report,) = mxcompile.reports()
-    precisions = {gemm.name: gemm.precision for gemm in report.gemms if gemm.gemm == "fprop"}
-    assert precisions == dict.fromkeys(
-        ("block.up", "block.down", "module.up", "module.down", "last"), "mxfp8"
-    )
+    names = {"block.up", "block.down", "module.up", "module.down", "last"}
+    assert precisions() == {(name, "mxfp8") for name in names}
 
 
 def test_weights_of_a_function_that_dynamo_does_not_read_have_names() -> None:
     model = Stack()
     call = unread(model)
     torch.compile(lambda x: call(x) + 1, backend=EagerBackend())(torch.randn(32, WIDTH))
-    assert {gemm.name for report in mxcompile.reports() for gemm in report.gemms} == linears(model)
+    assert {gemm.name for gemm in all_gemms()} == linears(model)

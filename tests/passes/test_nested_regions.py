@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from helpers.eager_backend import EagerBackend
+from helpers.fresh import forget
+from helpers.reports import EVERYTHING, report_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -15,7 +18,7 @@ import mxcompile
 WIDTH = 64
 POLICY = {
     "version": 1,
-    "rules": [{"match": {"name": "layers.1.*"}, "use": "bf16"}, {"match": {"name": "*"}, "use": "mxfp8"}],
+    "rules": [{"match": {"name": "layers.1.*"}, "use": "bf16"}, *EVERYTHING["rules"]],
 }
 
 
@@ -75,10 +78,11 @@ class Model(nn.Module):
         return y
 
 
-def step(regions: bool, checkpoints: bool, training: bool) -> tuple[list[Any], list[Tensor]]:
+def step(
+    regions: bool, checkpoints: bool, training: bool, backend: Callable[..., Any]
+) -> tuple[list[Any], list[Tensor]]:
     """Records, and what a step computes: the result, gradients and buffers."""
-    torch._dynamo.reset()
-    mxcompile.clear_reports()
+    forget()
     torch.manual_seed(0)
     model = Model(Region if regions else Block, InnerRegion if regions else Inner, checkpoints).train(
         training
@@ -86,7 +90,7 @@ def step(regions: bool, checkpoints: bool, training: bool) -> tuple[list[Any], l
     x = torch.randn(40, WIDTH)
     with torch.set_grad_enabled(training):
         torch.manual_seed(1)
-        y = torch.compile(model, backend=EagerBackend(policy=POLICY, strict=True), fullgraph=True)(x)
+        y = torch.compile(model, backend=backend(policy=POLICY, strict=True), fullgraph=True)(x)
         if training:
             y.square().sum().backward()
     (report,) = mxcompile.reports()
@@ -95,11 +99,22 @@ def step(regions: bool, checkpoints: bool, training: bool) -> tuple[list[Any], l
     return records, [y.detach(), *gradients, *model.buffers()]
 
 
-@pytest.mark.parametrize("checkpoints", [False, True])
-@pytest.mark.parametrize("training", [False, True])
-def test_region_has_the_records_and_results_of_the_plain_model(checkpoints: bool, training: bool) -> None:
-    plain, values = step(False, checkpoints, training)
-    records, others = step(True, checkpoints, training)
+@pytest.mark.parametrize(
+    ("checkpoints", "training", "backend"),
+    [
+        *(
+            (checkpoints, training, EagerBackend)
+            for checkpoints in (False, True)
+            for training in (False, True)
+        ),
+        pytest.param(False, False, mxcompile.Backend, marks=pytest.mark.slow),
+    ],
+)
+def test_region_has_the_records_and_results_of_the_plain_model(
+    checkpoints: bool, training: bool, backend: Callable[..., Any]
+) -> None:
+    plain, values = step(False, checkpoints, training, backend)
+    records, others = step(True, checkpoints, training, backend)
     assert records == plain
     assert {name for name, *_ in records} == {
         *(f"layers.{i}.{part}" for i in range(3) for part in ("up", "down", "inner.0.fc", "inner.1.fc")),
@@ -122,8 +137,5 @@ def test_region_of_a_function_names_layers_by_their_weights() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return layer(layer(x, self.first), self.second)
 
-    policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
-    with torch.no_grad():
-        torch.compile(Flat(), backend=EagerBackend(policy=policy, strict=True))(torch.randn(40, WIDTH))
-    (report,) = mxcompile.reports()
+    report = report_of(Flat(), torch.randn(40, WIDTH), training=False, policy=EVERYTHING, strict=True)
     assert [(gemm.name, gemm.precision) for gemm in report.gemms] == [("first", "mxfp8"), ("second", "mxfp8")]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.eager_backend import EagerBackend
+from helpers.reports import EVERYTHING, report_of
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.flop_counter import register_flop_formula
@@ -17,7 +18,6 @@ import mxcompile
 from mxcompile.errors import UnsupportedError
 
 ROWS, WIDTH, WIDE = 40, 64, 96
-ALL = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 
 
 @torch.library.custom_op("mx_opaque::linear", mutates_args=())
@@ -25,45 +25,28 @@ def opaque_linear(x: Tensor, w: Tensor) -> Tensor:
     return x @ w.t()
 
 
-@opaque_linear.register_fake
-def _(x: Tensor, w: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:-1], w.shape[0])
-
-
 @torch.library.custom_op("mx_opaque::linear_backward", mutates_args=())
 def opaque_backward(dy: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return dy @ w, dy.t() @ x
 
 
-@opaque_backward.register_fake
-def _(dy: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(w)
-
-
+opaque_linear.register_fake(lambda x, w: x.new_empty(*x.shape[:-1], w.shape[0]))
+opaque_backward.register_fake(lambda dy, x, w: (torch.empty_like(x), torch.empty_like(w)))
 opaque_linear.register_autograd(
     lambda ctx, dy: opaque_backward(dy.contiguous(), *ctx.saved_tensors),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
 
 
-@torch.library.custom_op("mx_opaque::mlp", mutates_args=())
-def opaque_mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return torch.relu(x @ up.t()) @ down.t()
 
 
-@opaque_mlp.register_fake
-def _(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-@torch.library.custom_op("mx_opaque::counted_mlp", mutates_args=())
-def counted_mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    return torch.relu(x @ up.t()) @ down.t()
-
-
-@counted_mlp.register_fake
-def _(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    return torch.empty_like(x)
+opaque_mlp, counted_mlp = (
+    torch.library.custom_op(f"mx_opaque::{name}", mlp, mutates_args=()) for name in ("mlp", "counted_mlp")
+)
+for operator in (opaque_mlp, counted_mlp):
+    operator.register_fake(lambda x, up, down: torch.empty_like(x))
 
 
 @register_flop_formula(torch.ops.mx_opaque.counted_mlp)
@@ -77,9 +60,7 @@ def head_with_loss(x: Tensor, w: Tensor, target: Tensor) -> tuple[Tensor, Tensor
     return loss, torch.zeros_like(x), torch.zeros_like(w)
 
 
-@head_with_loss.register_fake
-def _(x: Tensor, w: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(()), torch.empty_like(x), torch.empty_like(w)
+head_with_loss.register_fake(lambda x, w, _: (x.new_empty(()), torch.empty_like(x), torch.empty_like(w)))
 
 
 @torch.library.custom_op("mx_opaque::into", mutates_args=("out",))
@@ -109,6 +90,12 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.call(self.seen(x), *(self.get_submodule(layer).weight for layer in self.layers))
+
+
+def inference(model: nn.Module, **options: Any) -> mxcompile.Report:
+    """The report of a call of `model` without gradients."""
+    x = torch.randn(ROWS, WIDTH)
+    return report_of(model, x, training=False, **{"policy": EVERYTHING, **options})
 
 
 def loss_of(x: Tensor, w: Tensor) -> Tensor:
@@ -146,11 +133,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[str, ...], list[tuple[Any, .
 @pytest.mark.parametrize("case", CASES)
 def test_operator_is_recorded_for_the_layers_whose_weights_it_reads(case: str) -> None:
     call, layers, expected = CASES[case]
-    with torch.no_grad():
-        torch.compile(Model(call, *layers), backend=EagerBackend(policy=ALL), fullgraph=True)(
-            torch.randn(ROWS, WIDTH)
-        )
-    (report,) = mxcompile.reports()
+    report = inference(Model(call, *layers))
     hidden = [gemm for gemm in report.gemms if gemm.name != "seen"]
     assert [(gemm.name, gemm.gemm, gemm.m, gemm.n, gemm.k) for gemm in hidden] == expected
     assert {gemm.precision for gemm in hidden} == {"bf16"}
@@ -161,27 +144,22 @@ def test_operator_is_recorded_for_the_layers_whose_weights_it_reads(case: str) -
 @pytest.mark.parametrize("case", CASES)
 def test_operator_raises_under_strict_if_a_rule_quantizes_its_layer(case: str) -> None:
     call, layers, _ = CASES[case]
-    model, x = Model(call, *layers), torch.randn(ROWS, WIDTH)
-    with torch.no_grad(), pytest.raises(BackendCompilerFailed, match="up fprop: opaque operator mx_opaque"):
-        torch.compile(model, backend=EagerBackend(policy=ALL, strict=True), fullgraph=True)(x)
-    torch._dynamo.reset()
+    model = Model(call, *layers)
+    with pytest.raises(BackendCompilerFailed, match="up fprop: opaque operator mx_opaque"):
+        inference(model, strict=True)
     kept = {"version": 1, "preset": "bf16", "rules": [{"match": {"name": "seen"}, "use": "mxfp8"}]}
-    with torch.no_grad():
-        torch.compile(model, backend=EagerBackend(policy=kept, strict=True), fullgraph=True)(x)
+    inference(model, policy=kept, strict=True)
 
 
 @pytest.mark.parametrize("weight", [nn.Linear(WIDTH, WIDE), {"w": torch.randn(WIDE, WIDTH)}], ids=type)
 def test_operator_that_closes_over_its_weight_is_recorded_and_raises_under_strict(weight: Any) -> None:
-    model, x = Model(closed_over(weight)), torch.randn(ROWS, WIDTH)
-    with torch.no_grad():
-        torch.compile(model, backend=EagerBackend(policy=ALL), fullgraph=True)(x)
-    (report,) = mxcompile.reports()
+    model = Model(closed_over(weight))
+    report = inference(model)
     (hidden,) = (gemm for gemm in report.gemms if gemm.name != "seen")
     assert (hidden.m, hidden.n, hidden.k, hidden.precision) == (ROWS, WIDE, WIDTH, "bf16")
     assert hidden.reason.startswith("opaque operator mx_opaque.closed")
-    torch._dynamo.reset()
-    with torch.no_grad(), pytest.raises(BackendCompilerFailed, match="fprop: opaque operator mx_opaque"):
-        torch.compile(model, backend=EagerBackend(policy=ALL, strict=True), fullgraph=True)(x)
+    with pytest.raises(BackendCompilerFailed, match="fprop: opaque operator mx_opaque"):
+        inference(model, strict=True)
 
 
 LIBRARY = torch.library.Library("mx_opaque_kernels", "DEF")
@@ -237,14 +215,14 @@ class Calling(nn.Module):
 @torch.no_grad()
 def test_kernel_that_multiplies_by_a_weight_is_recorded_and_raises_under_strict(name: str) -> None:
     model, x = Calling(name), torch.randn(ROWS, WIDTH)
-    call = torch.compile(model, backend=EagerBackend(policy=ALL), fullgraph=True)
+    call = torch.compile(model, backend=EagerBackend(policy=EVERYTHING), fullgraph=True)
     assert torch.equal(call(x), call(x))
     (report,) = mxcompile.reports()
     hidden = [gemm for gemm in report.gemms if gemm.name != "seen"]
     assert [(g.name, g.m, g.n, g.k, g.precision) for g in hidden] == [("up", ROWS, WIDE, WIDTH, "bf16")]
     assert hidden[0].reason == f"opaque operator mx_opaque_kernels.{name}.default"
     torch._dynamo.reset()
-    strict = torch.compile(model, backend=EagerBackend(policy=ALL, strict=True), fullgraph=True)
+    strict = torch.compile(model, backend=EagerBackend(policy=EVERYTHING, strict=True), fullgraph=True)
     for _ in range(2):
         with pytest.raises(UnsupportedError, match=f"up fprop: opaque operator mx_opaque_kernels.{name}"):
             strict(x)
@@ -252,7 +230,7 @@ def test_kernel_that_multiplies_by_a_weight_is_recorded_and_raises_under_strict(
 
 @torch.no_grad()
 def test_products_of_a_call_that_failed_are_not_recorded_twice() -> None:
-    call = torch.compile(Calling("failing"), backend=EagerBackend(policy=ALL), fullgraph=True)
+    call = torch.compile(Calling("failing"), backend=EagerBackend(policy=EVERYTHING), fullgraph=True)
     FAILURES.append("the first call fails after its product")
     with pytest.raises(ValueError, match="the first call fails"):
         call(torch.randn(ROWS, WIDTH))
@@ -263,18 +241,12 @@ def test_products_of_a_call_that_failed_are_not_recorded_twice() -> None:
 
 @pytest.mark.parametrize(("name", "products"), [("padded", 0), ("gram", 2)])
 def test_kernel_without_a_weight_passes_strict(name: str, products: int) -> None:
-    with torch.no_grad():
-        torch.compile(Calling(name), backend=EagerBackend(policy=ALL, strict=True), fullgraph=True)(
-            torch.randn(ROWS, WIDTH)
-        )
-    (report,) = mxcompile.reports()
+    report = inference(Calling(name), strict=True)
     assert [gemm.precision for gemm in report.gemms] == ["mxfp8"] + ["bf16"] * products
 
 
 def test_operator_of_the_backward_is_of_the_layer_too() -> None:
-    model, x = Model(opaque_linear, "up"), torch.randn(ROWS, WIDTH)
-    torch.compile(model, backend=EagerBackend(policy=ALL), fullgraph=True)(x).sum().backward()
-    (report,) = mxcompile.reports()
+    report = report_of(Model(opaque_linear, "up"), torch.randn(ROWS, WIDTH), policy=EVERYTHING)
     assert [(g.gemm, g.m, g.n, g.k) for g in report.gemms if g.name == "up"] == [
         ("fprop", ROWS, WIDE, WIDTH),
         ("dgrad", None, None, None),
@@ -357,10 +329,7 @@ def test_layers_that_one_operator_hides_have_their_own_gradients() -> None:
             weights = self.gate.weight, self.up.weight, self.down.weight
             return gated_with_plain_backward(x, *weights)
 
-    torch.compile(Gated(), backend=EagerBackend(policy=ALL))(
-        torch.randn(ROWS, WIDTH, requires_grad=True)
-    ).sum().backward()
-    (report,) = mxcompile.reports()
+    report = report_of(Gated(), torch.randn(ROWS, WIDTH, requires_grad=True), policy=EVERYTHING)
     sizes = {"gate": (WIDE, WIDTH), "up": (WIDE, WIDTH), "down": (WIDTH, WIDE)}
     gradients = {(g.name, (g.m, g.n)) for g in report.gemms if g.gemm == "wgrad"}
     assert gradients == set(sizes.items())
@@ -386,7 +355,7 @@ torch.library.register_autograd("mx_opaque_kernels::padded", _pull, lib=LIBRARY)
 def test_kernel_of_the_backward_that_multiplies_by_a_weight_is_recorded(name: str, kinds: list[str]) -> None:
     model, x = Calling(name), torch.randn(ROWS, WIDTH)
     HELD["w"] = model.up.weight.detach()
-    call = torch.compile(model, backend=EagerBackend(policy=ALL), fullgraph=True)
+    call = torch.compile(model, backend=EagerBackend(policy=EVERYTHING), fullgraph=True)
     FAILURES[:] = ["the first backward fails after its product"] * (name == "padded")
     for _ in FAILURES[:]:
         with pytest.raises(ValueError, match="the first backward fails"):
@@ -399,7 +368,9 @@ def test_kernel_of_the_backward_that_multiplies_by_a_weight_is_recorded(name: st
     ]
     assert report.gemms[-1].reason == "opaque operator mx_opaque_kernels.back.default"
     torch._dynamo.reset()
-    loss = torch.compile(Calling("padded"), backend=EagerBackend(policy=ALL, strict=True), fullgraph=True)(x)
+    loss = torch.compile(
+        Calling("padded"), backend=EagerBackend(policy=EVERYTHING, strict=True), fullgraph=True
+    )(x)
     HELD["w"] = model.up.weight.detach()
     with pytest.raises(UnsupportedError, match="dgrad: opaque operator mx_opaque_kernels"):
         loss.sum().backward()
@@ -407,7 +378,7 @@ def test_kernel_of_the_backward_that_multiplies_by_a_weight_is_recorded(name: st
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_kernel_of_a_backward_under_compiled_autograd_is_recorded_or_raises(strict: bool) -> None:
-    model, backend = Calling("padded"), EagerBackend(policy=ALL, strict=strict)
+    model, backend = Calling("padded"), EagerBackend(policy=EVERYTHING, strict=strict)
     HELD["w"] = model.up.weight.detach()
     loss = torch.compile(model, backend=backend, fullgraph=True)(torch.randn(ROWS, WIDTH)).sum()
     raising = pytest.raises(UnsupportedError, match="up dgrad: opaque operator mx_opaque_kernels")
@@ -437,8 +408,7 @@ def test_fused_head_of_torch_is_recorded_with_its_gradients() -> None:
             return loss
 
     model, x, target = Head(), torch.randn(ROWS, WIDTH), torch.zeros(ROWS, dtype=torch.long)
-    torch.compile(model, backend=EagerBackend(policy=ALL))(x, target).backward()
-    (report,) = mxcompile.reports()
+    report = report_of(model, x, target, fullgraph=False, policy=EVERYTHING)
     head = [gemm for gemm in report.gemms if gemm.name == "head"]
     assert [(g.gemm, g.m, g.n, g.k) for g in head] == [
         ("fprop", ROWS, WIDE, WIDTH),
@@ -446,6 +416,5 @@ def test_fused_head_of_torch_is_recorded_with_its_gradients() -> None:
         ("wgrad", WIDE, WIDTH, ROWS),
     ]
     assert all(gemm.code == "opaque operator" for gemm in head)
-    torch._dynamo.reset()
     with pytest.raises(BackendCompilerFailed, match="head: opaque operator"):
-        torch.compile(model, backend=EagerBackend(policy=ALL, strict=True))(x, target)
+        report_of(model, x, target, fullgraph=False, policy=EVERYTHING, strict=True)

@@ -12,6 +12,8 @@ import pytest
 import torch
 from helpers.blocks import WIDTH, Experts, Explicit, Language, SwiGLU, block, features
 from helpers.eager_backend import EagerBackend
+from helpers.one_linear import policy
+from helpers.reports import report_of
 from torch import Tensor, fx, nn
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -22,13 +24,7 @@ from mxcompile.report import Outline, OutlineNode, Part, Report
 
 
 def picture(model: nn.Module, *args: Tensor, training: bool = True, **options: Any) -> tuple[Outline, Report]:
-    torch._dynamo.reset()
-    mxcompile.clear_reports()
-    with torch.set_grad_enabled(training):
-        result = torch.compile(model, backend=EagerBackend(**options))(*args)
-        if training:
-            result.float().mean().backward()
-    (report,) = mxcompile.reports()
+    report = report_of(model, *args, training=training, **options)
     (graph,) = report.graph
     return graph, report
 
@@ -92,8 +88,7 @@ def test_q_k_and_v_read_one_cast_and_backward_another():
     ids=["e5m2", "square", "transcode"],
 )
 def test_labels_of_casts_name_elements_and_layout(use: dict[str, str], labels: list[str]):
-    policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": use}]}
-    graph, _ = picture(nn.Sequential(nn.Linear(WIDTH, WIDTH)), features(40, WIDTH), policy=policy)
+    graph, _ = picture(nn.Sequential(nn.Linear(WIDTH, WIDTH)), features(40, WIDTH), policy=policy(use))
     assert [node.label for node in of_kind(graph, "cast")] == labels
 
 
@@ -120,8 +115,8 @@ def test_equal_layers_are_drawn_once_and_one_that_differs_by_itself():
     assert ups == [tuple(f"{i}.1.b.a" for i in range(5))]
     assert any(b < a for a, b in graph.edges)
 
-    policy = {"version": 1, "rules": [{"match": {"name": "2.1.b.a"}, "use": "bf16"}]}
-    graph, _ = picture(model, x, policy=policy)
+    kept = {"version": 1, "rules": [{"match": {"name": "2.1.b.a"}, "use": "bf16"}]}
+    graph, _ = picture(model, x, policy=kept)
     ups = [(node.names, node.precision) for node in of_kind(graph, "gemm") if node.names[0].endswith("1.b.a")]
     assert ups == [(("0.1.b.a", "1.1.b.a", "3.1.b.a", "4.1.b.a"), "mxfp8"), (("2.1.b.a",), "bf16")]
 

@@ -11,6 +11,8 @@ import torch
 from helpers.blocks import WIDTH, Attention, Explicit, SwiGLU, block, features
 from helpers.casts import quantize, scaled_mm
 from helpers.eager_backend import EagerBackend
+from helpers.fresh import forget
+from helpers.reports import all_gemms, report_of
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -26,15 +28,9 @@ from mxcompile.passes.verify import verify
 from mxcompile.policy import Policy
 
 
-def step(model: nn.Module, *args: Tensor, **options: Any) -> mxcompile.Report:
-    torch.compile(model, backend=EagerBackend(**options))(*args).float().mean().backward()
-    (report,) = mxcompile.reports()
-    return report
-
-
 def test_three_gemms_a_layer_in_training_one_in_inference():
     model, x = block(), features(2, 9, WIDTH).requires_grad_()
-    report = step(model, x)
+    report = report_of(model, x)
     layers: dict[str, list[str]] = {}
     for gemm in report.gemms:
         if gemm.role not in ("attn_scores", "attn_values"):
@@ -42,11 +38,7 @@ def test_three_gemms_a_layer_in_training_one_in_inference():
     assert len(layers) == 7
     assert all(sorted(kinds) == ["dgrad", "fprop", "wgrad"] for kinds in layers.values())
 
-    torch._dynamo.reset()
-    mxcompile.clear_reports()
-    with torch.no_grad():
-        torch.compile(model, backend=EagerBackend())(x)
-    (report,) = mxcompile.reports()
+    report = report_of(model, x, training=False)
     assert [gemm.gemm for gemm in report.gemms] == ["fprop"] * 9
     assert report.summary.saved_bytes is None
 
@@ -54,9 +46,7 @@ def test_three_gemms_a_layer_in_training_one_in_inference():
 def test_attention_counts_both_products_fused_or_not():
     """softmax(q·kᵀ)·v is two products forward and four backward, in one operator or spelled out."""
     for model in (Attention(), Explicit()):
-        torch._dynamo.reset()
-        mxcompile.clear_reports()
-        report = step(model, features(2, 9, WIDTH))
+        report = report_of(model, features(2, 9, WIDTH))
         gemms = [(g.role, g.gemm) for g in report.gemms if g.role in ("attn_scores", "attn_values")]
         assert sorted(gemms) == sorted(
             [("attn_scores", "fprop"), ("attn_values", "fprop")]
@@ -66,7 +56,7 @@ def test_attention_counts_both_products_fused_or_not():
 
 
 def test_flops_of_a_layer_are_its_three_products():
-    report = step(nn.Linear(64, 48), features(20, 64).requires_grad_())
+    report = report_of(nn.Linear(64, 48), features(20, 64).requires_grad_())
     assert [gemm.flops for gemm in report.gemms] == [2 * 20 * 48 * 64] * 3
 
 
@@ -83,7 +73,7 @@ def test_names_are_the_users_across_a_graph_break():
             return x + self.attn(x, x, x, need_weights=False)[0]
 
     torch.compile(Outer(), backend=EagerBackend())(features(2, 9, WIDTH)).mean().backward()
-    names = {g.name for report in mxcompile.reports() for g in report.gemms}
+    names = {g.name for g in all_gemms()}
     assert names >= {"first.0.b.a", "first.1.b.c", "attn.in_proj", "attn.out_proj"}
     assert sum(report.summary.graph_breaks for report in mxcompile.reports()) == 1
 
@@ -104,8 +94,7 @@ def test_blocks_with_different_decisions_are_compiled_separately():
 
     first = {"version": 1, "rules": [{"match": {"name": "stack.0.*"}, "use": "bf16"}]}
     for policy, expected in ((first, "bf16"), ("nvidia", "mxfp8")):
-        torch._dynamo.reset()
-        mxcompile.clear_reports()
+        forget()
         torch.compile(Looped(), backend=EagerBackend(policy=policy))(features(2, WIDTH))
         (report,) = mxcompile.reports()
         precisions = {(gemm.name.split(".")[1], gemm.precision) for gemm in report.gemms}
@@ -113,25 +102,8 @@ def test_blocks_with_different_decisions_are_compiled_separately():
         assert report.summary.warnings == ()
 
 
-def test_graph_break_inside_a_submodule_keeps_its_path():
-    class Breaking(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(WIDTH, 96), nn.Linear(96, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = torch.relu(self.a(x))
-            torch._dynamo.graph_break()
-            return x + self.b(y)
-
-    model = nn.Sequential(nn.Sequential(Breaking()), Breaking())
-    torch.compile(model, backend=EagerBackend())(features(3, WIDTH)).mean().backward()
-    names = {g.name for report in mxcompile.reports() for g in report.gemms}
-    assert names == {"0.0.a", "0.0.b", "1.a", "1.b"}
-
-
 def test_source_is_the_users_line():
-    report = step(block(), features(2, 9, WIDTH))
+    report = report_of(block(), features(2, 9, WIDTH))
     by_name = {gemm.name: gemm.source for gemm in report.gemms}
     file, line = by_name["1.b.c"].rsplit(":", 1)
     text = Path(file).read_text(encoding="utf-8").splitlines()[int(line) - 1]
@@ -184,7 +156,7 @@ def test_scales_of_another_dimension_are_an_error():
 def test_ir_is_printed_after_every_pass(capfd: pytest.CaptureFixture[str]):
     torch._logging.set_logs(modules={"mxcompile.passes": 10})
     try:
-        step(nn.Linear(8, 8), features(2, 8))
+        report_of(nn.Linear(8, 8), features(2, 8))
     finally:
         torch._logging.set_logs()
     printed = capfd.readouterr().err

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import torch
-from by_hand import Hand, calls, run
-from torch import Tensor
+from by_hand import Hand, calls, random, run
 
 from mxcompile.formats import Format
 from mxcompile.graph.opsets import aten
@@ -15,10 +14,6 @@ BF16 = torch.bfloat16
 MX = Format(), Format()
 
 
-def random(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(BF16)
-
-
 def test_an_outer_product_is_a_multiplication():
     hand = Hand()
     graph = hand.output(
@@ -27,9 +22,9 @@ def test_an_outer_product_is_a_multiplication():
     Restore().apply(graph)
     assert len(calls(graph, aten.mul.Tensor)) == 1
     assert not calls(graph, aten.mm.default)
-    (tag,) = [tag for node in graph.nodes if (tag := tag_of(node)) is not None]
-    assert tag.kernel == "aten.mul"
-    x, w = random(5, 1), random(1, 3)
+    (kept,) = [kept for node in graph.nodes if (kept := tag_of(node)) is not None]
+    assert kept.kernel == "aten.mul"
+    x, w = random(5, 1, dtype=BF16), random(1, 3, dtype=BF16)
     assert torch.equal(run(graph, x, w)[0], (x.double() * w.double()).to(BF16))
 
 
@@ -40,7 +35,7 @@ def test_a_vector_is_multiplied_and_summed_in_fp32():
     )
     Restore().apply(graph)
     assert not calls(graph, aten.mv.default)
-    m, v = random(6, 40), random(40)
+    m, v = random(6, 40, dtype=BF16), random(40, dtype=BF16)
     result = run(graph, m, v)[0]
     assert result.dtype is BF16
     torch.testing.assert_close(result.double(), m.double() @ v.double(), rtol=2**-8, atol=1e-6)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import operator
-
 import pytest
 import torch
-from by_hand import Hand, calls, run
+from by_hand import Hand, assert_unchanged, calls, random, run
 from helpers.casts import codes, quantize
 from torch import fx
 
@@ -32,11 +30,11 @@ def recast(
     if transposed:
         values = hand.call(aten.permute.default, values, [1, 0])
     cast = hand.quantize(values, dim, elem, rounding)
-    return hand.output(*(hand.call(operator.getitem, cast, part) for part in (0, 1)))
+    return hand.output(*hand.parts(cast))
 
 
 def stored() -> list[torch.Tensor]:
-    x = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
+    x = random(64, 96)
     return [*quantize(x * x.exp(), -1, E4M3, "rceil")]
 
 
@@ -62,9 +60,7 @@ def test_stored_parts_replace_casts_of_decoded_values(dim: int, transposed: bool
     ids=["another dimension", "other elements", "floor", "FP16 between", "the other side of a transpose"],
 )  # fmt: skip
 def test_casts_that_differ_from_the_stored_weight_stay(graph: fx.Graph):
-    before = str(graph)
-    Reuse().apply(graph)
-    assert str(graph) == before
+    assert_unchanged(Reuse(), graph)
 
 
 def two_level(
@@ -86,9 +82,8 @@ def two_level(
     for source, along, word in ((x, -1, stored_form), (values, dim, form)):
         amax = hand.call(ops.largest, source)
         cast = hand.call(ops.cast, source, codes(along, word), None, 0, None, [amax])
-        parts = [hand.call(operator.getitem, cast, part) for part in (0, 1)]
         global_scales.append(hand.call(ops.known_scale, amax, 0, word, 1))
-        sides += parts
+        sides += hand.parts(cast)
     sides[2:] = [hand.call(aten.transpose.int, part, -1, -2) for part in sides[2:]]
     ends = hand.input("ends", groups, dtype=torch.int32) if groups else None
     gemm_operator = ops.grouped_matmul if groups else ops.matmul
@@ -131,9 +126,7 @@ def test_codes_of_two_levels_are_read_as_they_are(global_shape: tuple[int, ...],
     ids=["square tiles", "a global scale for each group"],
 )
 def test_other_casts_of_two_levels_stay_and_are_noted(graph: fx.Graph):
-    before = str(graph)
-    Reuse().apply(graph)
-    assert str(graph) == before
+    assert_unchanged(Reuse(), graph)
     (product,) = (*calls(graph, ops.matmul), *calls(graph, ops.grouped_matmul))
     assert tag_of(product).recast
 
@@ -144,8 +137,7 @@ def gathered(rounding: str) -> fx.Graph:
     codes, scales = hand.input("codes", 64, 96, dtype=E4M3), hand.input("scales", 2, 3, dtype=torch.uint8)
     values = hand.call(ops.decode, codes, scales, -1, "e4m3 32x32 rceil", FP32)
     cast = hand.quantize(values, -1, E4M3, rounding, True)
-    parts = [hand.call(operator.getitem, cast, part) for part in (0, 1)]
-    return hand.output(*(hand.call(aten.clone.default, part) for part in parts))
+    return hand.output(*(hand.call(aten.clone.default, part) for part in hand.parts(cast)))
 
 
 def test_tiles_that_were_gathered_are_read():

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from helpers.blocks import StackedExperts
+from helpers.reports import EVERYTHING
 from probes import (
     ATTENTION,
     LENGTH,
@@ -45,8 +46,6 @@ from torch import nn
 from mxcompile.passes.roles.precedence import STATEMENTS
 from mxcompile.passes.roles.statement import Statement
 
-EVERYTHING = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
-
 
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("heads", [1, 4])
@@ -81,20 +80,11 @@ def test_talking_heads_keep_the_roles_of_the_attention():
     assert roles(Talking(), tokens()) == {**ATTENTION, "before": "attn_scores", "after": "attn_scores"}
 
 
-def test_a_network_on_the_stream_that_makes_the_result_is_a_head():
-    assert roles(Headed(False), tokens()) == {
-        **below("body"),
-        **dict.fromkeys(("mlp.0", "mlp.1", "mlp.2"), "head"),
-    }
-
-
-def test_layer_that_joins_the_stream_is_not_a_head():
-    assert roles(Headed(True), tokens()) == {
-        **below("body"),
-        "mlp.0": "ffn_in",
-        "mlp.1": "ffn_in",
-        "mlp.2": "ffn_out",
-    }
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_network_on_the_stream_is_a_head_unless_it_joins_the_stream(joins: bool):
+    expected = ("ffn_in", "ffn_in", "ffn_out") if joins else ("head",) * 3
+    layers = {f"mlp.{i}": role for i, role in enumerate(expected)}
+    assert roles(Headed(joins), tokens()) == {**below("body"), **layers}
 
 
 def test_a_head_is_never_inferred_from_a_cut():
@@ -157,18 +147,6 @@ def test_evidence_names_the_layers_it_rests_on():
 @pytest.mark.parametrize("size", [1, 5])
 def test_roles_do_not_depend_on_sizes(size: int):
     assert roles(Attention(1), tokens(size, size, WIDTH)) == ATTENTION
-
-
-def test_parallel_layers_onto_nothing_are_other():
-    class Alone(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = linear(1)[0]
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.a(x)
-
-    assert roles(Alone(), tokens()) == {"a": "other"}
 
 
 @pytest.mark.parametrize("zeros", [False, True])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -28,8 +29,10 @@ from helpers.blocks import (
     features,
 )
 from helpers.eager_backend import EagerBackend
+from helpers.fresh import forget
 from helpers.models import CASES
 from helpers.paces import mostly_slow
+from helpers.reports import report_of
 from torch import Tensor, fx, nn
 
 import mxcompile
@@ -39,14 +42,11 @@ SWIGLU = {"b.a": "ffn_in", "b.b": "ffn_in", "b.c": "ffn_out"}
 BLOCK = {**{f"0.{k}": v for k, v in ATTENTION.items()}, **{f"1.{k}": v for k, v in SWIGLU.items()}}
 
 
-def roles_of(model: nn.Module, *args: Tensor, **kwargs: Tensor) -> dict[str, str]:
+def roles_of(model: nn.Module, *args: Tensor) -> dict[str, str]:
     """Layer → role, of the linear layers of `model`, from a training step."""
-    output = torch.compile(model, backend=EagerBackend(), fullgraph=True)(*args, **kwargs)
-    output.float().mean().backward()
-    (report,) = mxcompile.reports()
     return {
         gemm.name: gemm.role
-        for gemm in report.gemms
+        for gemm in report_of(model, *args).gemms
         if (gemm.gemm == "fprop" and not gemm.role.startswith("attn_")) or gemm.role == "attn_out"
     }
 
@@ -55,7 +55,8 @@ def within(prefix: str, roles: dict[str, str]) -> dict[str, str]:
     return {f"{prefix}.{name}": role for name, role in roles.items()}
 
 
-MODELS = {
+X = features(2, 9, WIDTH)
+MODELS: dict[str, tuple[Any, ...]] = {
     "one linear": (lambda: nn.Linear(WIDTH, 32), {"": "other"}),
     "classifier": (
         lambda: nn.Sequential(nn.Linear(WIDTH, 128), nn.ReLU(), nn.Linear(128, 10)),
@@ -98,36 +99,26 @@ MODELS = {
         Explicit,
         {"a": "qkv", "b": "qkv", "c": "qkv", "d": "attn_out"},
     ),
-}
+    "patches": (
+        Patches, {"a": "embedding", **within("b", BLOCK), "c": "head"}, features(2, 9, 48)
+    ),
+    "projection of a condition": (
+        Modulated, {"a": "conditioning", **ATTENTION, "c": "ffn_in", "d": "ffn_out"}, X, features(2, 32)
+    ),
+    **{
+        f"language model, tied {tied}": (
+            lambda tied=tied: Language(tied), {**within("b", BLOCK), "c": "head"}, torch.arange(18).view(2, 9)
+        )
+        for tied in (False, True)
+    },
+}  # fmt: skip
+"""By name, how to build it, its roles, and its inputs if they are not `X`."""
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_roles_of_each_kind_of_block(name: str):
-    build, expected = MODELS[name]
-    assert roles_of(build(), features(2, 9, WIDTH)) == expected
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_language_model_has_blocks_and_a_head(tied: bool):
-    expected = {**within("b", BLOCK), "c": "head"}
-    assert roles_of(Language(tied), torch.randint(0, 100, (2, 9))) == expected
-
-
-def test_patch_projection_is_an_embedding():
-    expected = {"a": "embedding", **within("b", BLOCK), "c": "head"}
-    assert roles_of(Patches(), features(2, 9, 48)) == expected
-
-
-def test_projection_of_a_condition_has_a_role_apart_from_modulated_layers():
-    expected = {"a": "conditioning", **ATTENTION, "c": "ffn_in", "d": "ffn_out"}
-    assert roles_of(Modulated(), features(2, 9, WIDTH), features(2, 32)) == expected
-
-
-def test_explicit_attention_products_have_scores_and_values_roles():
-    torch.compile(Explicit(), backend=EagerBackend())(features(2, 9, WIDTH)).mean().backward()
-    (report,) = mxcompile.reports()
-    products = Counter(g.role for g in report.gemms if g.role in ("attn_scores", "attn_values"))
-    assert products == {"attn_scores": 3, "attn_values": 3}
+    build, expected, *inputs = MODELS[name]
+    assert roles_of(build(), *(inputs or [X])) == expected
 
 
 def scramble(graph: fx.Graph) -> None:
@@ -150,8 +141,7 @@ def scramble(graph: fx.Graph) -> None:
 @pytest.mark.parametrize("name", mostly_slow(["llama", "torch_encoder"], "torch_encoder"))
 def test_scrambled_names_change_nothing(name: str):
     def roles(before) -> Counter[tuple[str, str, int, int, int]]:
-        torch._dynamo.reset()
-        mxcompile.clear_reports()
+        forget()
         torch.manual_seed(0)
         case = CASES[name]()
         case.loss(torch.compile(case.model, backend=EagerBackend(before))(**case.kwargs)).backward()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-
 import pytest
 import torch
 from by_hand import Hand
@@ -23,8 +21,7 @@ WORDS = (str(Format()), str(Format()))
 def quantized(hand: Hand, x: fx.Node, dim: int) -> tuple[fx.Node, fx.Node, fx.Node]:
     """A cast of `x`, its elements and its scales."""
     cast = hand.quantize(x, dim, E4M3, "rceil")
-    qdata, scale = (hand.call(operator.getitem, cast, index) for index in range(2))
-    return cast, qdata, scale
+    return cast, *hand.parts(cast)
 
 
 def wgrad(hand: Hand, x: fx.Node, saved: Saved, *, dim: int = 0) -> fx.Node:

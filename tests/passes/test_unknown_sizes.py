@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.blocks import FeedForward
 from helpers.eager import reference_linears
 from helpers.eager_backend import EagerBackend
+from helpers.policies import rule
+from helpers.reports import report_of
 from torch import Tensor, nn
 
 import mxcompile
@@ -18,23 +21,12 @@ from mxcompile.policy import Layer, Match, Role
 WIDTH, WIDE = 64, 128
 
 
-class Mlp(nn.Module):
-    """A feed-forward network."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, WIDE), nn.Linear(WIDE, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(x)))
-
-
 class Mix(nn.Module):
     """All rows go through one network; those that the data picks, through another."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.dense, self.expert = Mlp(), Mlp()
+        self.dense, self.expert = FeedForward(), FeedForward()
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.dense(x)
@@ -45,19 +37,8 @@ class Mix(nn.Module):
 def mixed(*rules: dict[str, Any], training: bool = False) -> mxcompile.Report:
     """The report of `Mix` under `rules`, with sizes that are captured."""
     policy = {"version": 1, "preset": "bf16", "rules": list(rules)}
-    with (
-        torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
-        torch.set_grad_enabled(training),
-    ):
-        y = torch.compile(Mix(), backend=EagerBackend(policy=policy), fullgraph=True)(torch.randn(500, WIDTH))
-        if training:
-            y.sum().backward()
-    (report,) = mxcompile.reports()
-    return report
-
-
-def rule(use: str = "mxfp8", **match: Any) -> dict[str, Any]:
-    return {"match": match, "use": use}
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        return report_of(Mix(), torch.randn(500, WIDTH), training=training, policy=policy)
 
 
 def test_rows_that_depend_on_data_are_unknown() -> None:
@@ -68,11 +49,6 @@ def test_rows_that_depend_on_data_are_unknown() -> None:
     assert sizes["expert.up", "dgrad"] == (None, WIDTH, WIDE)
     assert sizes["expert.up", "wgrad"] == (WIDE, WIDTH, None)
     assert sum(g.gemm == "wgrad" for g in report.gemms) == 4
-
-
-def test_least_size_does_not_refuse_an_unknown_one() -> None:
-    by_name = {g.name: g for g in mixed(rule(name="*", min_m=64)).gemms}
-    assert by_name["expert.up"].precision == by_name["dense.up"].precision == "mxfp8"
 
 
 def test_rule_with_max_m_refuses_an_unknown_size() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.eager_backend import EagerBackend
 from helpers.reference import round_trip
+from helpers.reports import EVERYTHING, all_gemms, precisions
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -18,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 import mxcompile
 from mxcompile.errors import UnsupportedError
 
-ALL = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 REASON = "its weight is an argument of the call, not a parameter"
 ROWS, IN, HIDDEN = 40, 64, 96
 
@@ -188,21 +188,13 @@ HOLDERS: list[tuple[Callable[[], Any], set[str]]] = [
 
 
 def layers(
-    call: Callable[..., Any], *args: Any, policy: Any = ALL, strict: bool = True
+    call: Callable[..., Any], *args: Any, policy: Any = EVERYTHING, strict: bool = True
 ) -> dict[str, set[str]]:
     """Precisions of the GEMMs of every layer of `call`, compiled and run."""
     result = torch.compile(call, backend=EagerBackend(policy=policy, strict=strict))(*args)
     if result.requires_grad:
         result.sum().backward()
-    return named()
-
-
-def named() -> dict[str, set[str]]:
-    """Precisions of the GEMMs of every layer in the reports."""
-    precisions: dict[str, set[str]] = {}
-    for gemm in (gemm for report in mxcompile.reports() for gemm in report.gemms):
-        precisions.setdefault(gemm.name, set()).add(gemm.precision)
-    return precisions
+    return precisions()
 
 
 def assert_quantized(result: Tensor, expected: Tensor) -> None:
@@ -218,17 +210,13 @@ def assert_quantized(result: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize(("holder", "names"), HOLDERS)
 def test_weight_that_the_program_holds_is_quantized_under_its_name(holder: Any, names: set[str]) -> None:
     call, x = holder(), data()
+    if isinstance(call, nn.Module):
+        assert {gemm.name for gemm in mxcompile.explain(call, x, policy=EVERYTHING).gemms} == names
     with torch.no_grad():
-        result = torch.compile(call, backend=EagerBackend(policy=ALL, strict=True))(x)
+        result = torch.compile(call, backend=EagerBackend(policy=EVERYTHING, strict=True))(x)
     with Quantized():
         assert_quantized(result, call(x))
-    records = [gemm for report in mxcompile.reports() for gemm in report.gemms]
-    assert {(gemm.name, gemm.precision) for gemm in records} == {(name, "mxfp8") for name in names}
-
-
-@pytest.mark.parametrize(("holder", "names"), HOLDERS[:7])
-def test_explain_names_held_weights_as_a_compile_does(holder: Any, names: set[str]) -> None:
-    assert {gemm.name for gemm in mxcompile.explain(holder(), data(), policy=ALL).gemms} == names
+    assert precisions() == {name: {"mxfp8"} for name in names}
 
 
 @pytest.mark.parametrize("kind", [Attributes, OfAnObject, OfItsClass, MaskedFirst, Codes])
@@ -244,7 +232,7 @@ def test_held_weights_keep_names_and_decisions_behind_a_graph_break(kind: type[n
             return self.tail(x)
 
     model = Broken()
-    explained = mxcompile.explain(model, data(), policy=ALL)
+    explained = mxcompile.explain(model, data(), policy=EVERYTHING)
     expected = {gemm.name: {"mxfp8"} for gemm in explained.gemms}
     assert len(expected) == 3
     assert layers(model, data()) == expected
@@ -300,9 +288,8 @@ def test_parts_of_a_parameter_have_its_name(way: str) -> None:
     result = torch.compile(model, backend=EagerBackend(policy=policy, strict=True))(x)
     torch.testing.assert_close(result.detach(), expected, rtol=1e-4, atol=1e-3)
     result.sum().backward()
-    assert named() == {"qkv": {"mxfp8"}, "out": {"bf16"}}
-    forward = [gemm for report in mxcompile.reports() for gemm in report.gemms if gemm.gemm == "fprop"]
-    assert [gemm.name for gemm in forward].count("qkv") == 3
+    assert precisions() == {"qkv": {"mxfp8"}, "out": {"bf16"}}
+    assert [gemm.name for gemm in all_gemms() if gemm.gemm == "fprop"].count("qkv") == 3
 
 
 class LatentAttention(nn.Module):
@@ -335,10 +322,10 @@ def test_weights_of_einsum_compute_with_their_mxfp8_values() -> None:
         return sum(torch.einsum("td,dn->tn", x, part) for part in (q, k, v))  # type: ignore[return-value]
 
     with torch.no_grad():
-        result = torch.compile(forward, backend=EagerBackend(policy=ALL, strict=True))(x)
+        result = torch.compile(forward, backend=EagerBackend(policy=EVERYTHING, strict=True))(x)
     expected = sum(round_trip(x, 1) @ round_trip(whole.detach()[:, part], 0) for part in range(3))
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-4)
-    assert named() == {"whole": {"mxfp8"}}
+    assert precisions() == {"whole": {"mxfp8"}}
 
 
 def needing_gradients() -> tuple[Tensor, Tensor]:
@@ -350,8 +337,7 @@ def needing_gradients() -> tuple[Tensor, Tensor]:
 def test_arguments_that_need_gradients_are_weights(gradient_of_x: bool) -> None:
     x, (up, down) = data().requires_grad_(gradient_of_x), needing_gradients()
     assert layers(feed_forward, x, up, down) == {"up": {"mxfp8"}, "down": {"mxfp8"}}
-    kinds = {gemm.gemm for report in mxcompile.reports() for gemm in report.gemms}
-    assert kinds == {"fprop", "dgrad", "wgrad"}
+    assert {gemm.gemm for gemm in all_gemms()} == {"fprop", "dgrad", "wgrad"}
     assert up.grad is not None
     assert down.grad is not None
 
@@ -377,7 +363,7 @@ def test_plain_argument_is_an_error_under_strict_and_a_reason_otherwise(call: An
     assert all(f"{name} fprop: {REASON}" in str(error) for name in names)
     torch._dynamo.reset()
     layers(call, data(), *weights(), strict=False)
-    records = [gemm for report in mxcompile.reports() for gemm in report.gemms if gemm.name]
+    records = [gemm for gemm in all_gemms() if gemm.name]
     assert {(gemm.name, gemm.reason, gemm.precision) for gemm in records} == {
         (name, REASON, "bf16") for name in names
     }
@@ -426,8 +412,7 @@ def test_products_of_activations_are_not_layers(call: Any, shape: tuple[int, ...
     policy = {"version": 1, "preset": "nvidia"}
     arguments = [torch.randn(shape, requires_grad=gradients and call is attention) for _ in range(3)]
     assert set().union(*layers(call, *arguments, policy=policy).values()) == {"bf16"}
-    records = [gemm for report in mxcompile.reports() for gemm in report.gemms]
-    assert {gemm.reason for gemm in records} <= {"role attn_scores", "role attn_values", "role other"}
+    assert {gemm.reason for gemm in all_gemms()} <= {"role attn_scores", "role attn_values", "role other"}
 
 
 class Beside(nn.Module):

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from families import LAYERS, WORDS, Attention, Block, Decoder, FeedForward, _rms
+from helpers.fresh import forget
 from helpers.ranks import on_ranks, results, results_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 from ways import Call, data_parallel, front_door, pending, policy, report_of_all, rows, stacks, whole
-
-import mxcompile
 
 STEPS, TOKENS = 2, 8
 Run = Callable[[Tensor], Tensor]
@@ -244,8 +243,7 @@ def checkpointed_run(model: nn.Module) -> Call:
 
 def trained(way: Callable[[nn.Module], Call]) -> tuple[Any, ...]:
     """Losses and the report of a model that goes `way`."""
-    torch._dynamo.reset()
-    mxcompile.clear_reports()
+    forget()
     model = build()
     losses = train(model, way(model))
     report = report_of_all()

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_left_to_python import POLICY, WIDTH, batch, step
+from helpers.reports import EVERYTHING
+from test_left_to_python import WIDTH, batch, step
 from torch import Tensor, nn
 from ways import front_door, report_of_all, whole
 
@@ -102,7 +103,8 @@ MODELS = {
 @pytest.mark.parametrize("make", MODELS)
 def test_layers_have_their_names_and_decisions(make: str, way: Any, messages: Any):
     kept = {"match": {"name": "blocks.1.inner"}, "use": "bf16"}
-    step(way(MODELS[make](), policy={**POLICY, "rules": [kept, *POLICY["rules"]]}, strict=True), batch())
+    policy = {"version": 1, "rules": [kept, *EVERYTHING["rules"]]}
+    step(way(MODELS[make](), policy=policy, strict=True), batch())
     assert messages() == []
     gemms = [gemm for gemm in report_of_all().gemms if gemm.kernel != NOT_COMPILED]
     layers = {f"blocks.{index}.{name}" for index in range(3) for name in ("first", "inner", "last")}

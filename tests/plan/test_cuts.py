@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import random
 import re
 from collections.abc import Iterator
@@ -24,10 +23,12 @@ import torch
 import torch.distributed as dist
 from families import FAMILIES, POINTS, Family, build
 from helpers import models
+from helpers.blocks import FeedForward
 from helpers.eager_backend import EagerBackend
+from helpers.fresh import forget
+from helpers.reference import noise_db
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from ways import (
     HEADLESS,
@@ -73,8 +74,7 @@ def uncut() -> Iterator[Any]:
     def of(name: str) -> Uncut:
         if name not in cache:
             cache[name] = _uncut(build(name))
-            torch._dynamo.reset()
-            mxcompile.clear_reports()
+            forget()
         return cache[name]
 
     return of
@@ -105,14 +105,10 @@ def follows(whole_model: Uncut, computed: dict[str, Tensor], case: Any) -> None:
     assert {row[0] for row in whole_model.rows - compiled} == {row[0] for row in waiting}, case
     assert {row[3] for row in waiting} <= {"bf16"}, case
     largest = max(value.norm().item() for value in whole_model.values.values())
-    worst = min((_db(whole_model.values[name], computed[name], largest), name) for name in whole_model.values)
+    worst = min(
+        (noise_db(whole_model.values[name], computed[name], largest), name) for name in whole_model.values
+    )
     assert worst[0] > LEAST_DB, f"{case}: {worst}"
-
-
-def _db(expected: Tensor, computed: Tensor, largest: float) -> float:
-    """Signal to noise; less than 1e-4 of the `largest` is noise, as is the gradient of a key's bias."""
-    noise = (expected - computed).norm().item()
-    return 20 * math.log10(max(expected.norm().item(), 1e-4 * largest) / noise) if noise else math.inf
 
 
 def cuts(family: Family, rng: random.Random) -> list[tuple[set[str], set[str]]]:
@@ -150,8 +146,7 @@ def test_graph_breaks_change_nothing(name: str, draw: int, uncut: Any):
     with torch._dynamo.config.patch(recompile_limit=64):
         for paths, points in cuts(build(name), random.Random(f"{name}/{draw}")):
             assert paths or points
-            torch._dynamo.reset()
-            mxcompile.clear_reports()
+            forget()
             family = build(name)
             with broken(family.model, paths, points):
                 computed = values(family, whole(family.model, policy=whole_model.policy))
@@ -214,21 +209,12 @@ def test_kernels_of_a_backward_under_compiled_autograd_are_named(compiled: Any):
     assert all("dequantized" in gemm.kernel for gemm in gemms if gemm.precision == "mxfp8")
 
 
-class Small(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 128), nn.Linear(128, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
 class Recomputing(nn.Module):
     """Blocks that are compiled each, inside of checkpoints."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Small() for _ in range(3))
+        self.blocks = nn.ModuleList(FeedForward() for _ in range(3))
         self.head = nn.Linear(64, 32)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -268,8 +254,7 @@ def hugging() -> Family:
 def test_hugging_face_model_in_pieces_has_the_decisions_of_the_whole():
     whole_model = _uncut(hugging())
     for way in ("graph breaks", "front_door", "buckets"):
-        torch._dynamo.reset()
-        mxcompile.clear_reports()
+        forget()
         family = hugging()
         paths = set() if way in WAYS else {"model.model.layers.1.mlp", "model.model.layers.2"}
         with torch._dynamo.config.patch(recompile_limit=64), broken(family.model, paths, set()):

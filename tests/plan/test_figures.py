@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 from helpers.eager_backend import EagerBackend
+from helpers.fresh import forget
 from test_nothing_compiled import POLICY, WIDTH, Block, Model, step
 from torch import nn
 from ways import front_door, report_of_all, whole
-
-import mxcompile
 
 
 def model(blocks: int) -> nn.Module:
@@ -21,8 +20,7 @@ def model(blocks: int) -> nn.Module:
 def figures(way: Any, blocks: int) -> Any:
     step(way(model(blocks), policy=POLICY))
     summary = report_of_all().summary
-    torch._dynamo.reset()
-    mxcompile.clear_reports()
+    forget()
     return summary
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from families import Family
+from helpers.fresh import forget
 from helpers.paces import mostly_slow
 from test_nothing_compiled import Block
 from torch import Tensor, nn
@@ -211,8 +212,7 @@ def _as_written() -> tuple[Tensor, set[Row]]:
     """Output and report of the model with the forward of its class."""
     family = build()
     results = values(family, front_door(family.model, policy=POLICY))["output"], rows(report_of_all())
-    torch._dynamo.reset()
-    mxcompile.clear_reports()
+    forget()
     return results
 
 

@@ -13,7 +13,6 @@ from helpers.eager_backend import EagerBackend
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from ways import (
-    blocks_replaced,
     broken,
     by_block,
     front_door,
@@ -33,25 +32,9 @@ def explained(family: Family, decided: Any) -> set[Any]:
     return rows(mxcompile.explain(family.model, *family.inputs, policy=decided, target="cpu"))
 
 
-@pytest.fixture
-def llama() -> Family:
-    return build("llama")
-
-
 def deep(layers: int, monkeypatch: pytest.MonkeyPatch) -> Family:
     monkeypatch.setattr(families, "LAYERS", layers)
     return build("llama")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", [by_block, blocks_replaced])
-def test_blocks_compiled_alone_follow_a_policy_by_index(way: Any, llama: Family):
-    decided = policy(llama.model)
-    expected = explained(llama, decided)
-    values(llama, way(llama.model, policy=decided))
-    report = report_of_all()
-    assert rows(report) == {row for row in expected if row[0] != "head"}
-    assert {row[0] for row in pending(report)} == {"head"}
 
 
 def test_equal_blocks_share_one_code_and_different_ones_do_not(monkeypatch: pytest.MonkeyPatch):
@@ -102,7 +85,8 @@ STRICT = {
 
 @pytest.mark.parametrize("name", STRICT)
 @pytest.mark.parametrize("way", [by_block, front_door, whole], ids=lambda way: way.__name__)
-def test_strict_holds_before_the_first_step(name: str, way: Any, llama: Family):
+def test_strict_holds_before_the_first_step(name: str, way: Any):
+    llama = build("llama")
     match, message = STRICT[name]
     decided = {"version": 1, "rules": [{"match": match, "use": "bf16"}]}
     run = way(llama.model, policy=decided, strict=True)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.reports import EVERYTHING
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -15,7 +16,7 @@ from mxcompile.plan.plan import Plan, make_plan
 from mxcompile.policy import Policy
 
 WIDTH = 8
-EVERY = Policy.resolve({"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]})
+EVERY = Policy.from_dict(EVERYTHING)
 
 
 class Multiply(torch.autograd.Function):

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 from helpers.eager_backend import EagerBackend
+from helpers.fresh import forget
+from helpers.reports import EVERYTHING
 from test_gradients import Multiply
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from ways import Call, front_door, report_of_all, whole
 
-import mxcompile
 from mxcompile.errors import UnsupportedError
 from mxcompile.report.data.record import NOT_COMPILED
 
 WIDTH = 8
-POLICY = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 OUTSIDE = "ran outside of compiled code"
 
 pytestmark = pytest.mark.usefixtures("messages")
@@ -40,9 +40,8 @@ def pending() -> set[tuple[str, str]]:
 
 def raised(model: nn.Module, *inputs: Any, way: Any = whole, train: bool = False) -> str:
     """Returns the message of the error that strict mode raises for a call of `model`."""
-    torch._dynamo.reset()
-    mxcompile.clear_reports()
-    call = way(model, policy=POLICY, strict=True)
+    forget()
+    call = way(model, policy=EVERYTHING, strict=True)
     with torch.set_grad_enabled(train), pytest.raises(UnsupportedError) as error:
         call(*inputs)
     return str(error.value)
@@ -83,7 +82,7 @@ class Alone(Around):
 @pytest.mark.parametrize("way", [whole, front_door], ids=lambda way: way.__name__)
 @pytest.mark.parametrize("function", [WithJvp, DisabledBackward])
 def test_own_backward_left_to_python_is_in_the_report(function: Any, way: Any, messages: Any):
-    step(way(Around(function), policy=POLICY), batch())
+    step(way(Around(function), policy=EVERYTHING), batch())
     assert pending() == {("inner", "dgrad"), ("inner", "wgrad")}
     products = {("first", 2), ("inner", 3), ("last", 3)}
     sizes = {"first": WIDTH, "inner": 2 * WIDTH, "last": 2 * WIDTH}
@@ -108,26 +107,26 @@ class Shared(Around):
 
 @pytest.mark.parametrize("way", [whole, front_door], ids=lambda way: way.__name__)
 def test_gradient_computed_in_compiled_code_and_outside_is_reported(way: Any, messages: Any):
-    step(way(Shared(WithJvp), policy=POLICY), batch())
+    step(way(Shared(WithJvp), policy=EVERYTHING), batch())
     (message,) = messages()
     assert "gradients computed in compiled code and outside of it" in message
     assert message.endswith(": inner")
     assert any(message in warning for warning in report_of_all().summary.warnings)
     assert "gradients computed" in raised(Shared(WithJvp), batch(), way=way, train=True)
     with torch.no_grad():
-        way(Shared(WithJvp), policy=POLICY, strict=True)(batch())  # there is no backward
+        way(Shared(WithJvp), policy=EVERYTHING, strict=True)(batch())  # there is no backward
 
 
 def test_backward_of_a_function_alone_raises_under_strict():
     assert "gradients that no compiled graph contains" in raised(Alone(WithJvp), batch(), train=True)
-    raised_without = whole(Alone(WithJvp), policy=POLICY, strict=True)
+    raised_without = whole(Alone(WithJvp), policy=EVERYTHING, strict=True)
     with torch.no_grad():
         raised_without(batch())  # there is no backward
 
 
 @pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode])
 def test_training_after_a_call_without_gradients_has_its_backward(first: Any):
-    call = whole(Around(WithJvp), policy=POLICY)
+    call = whole(Around(WithJvp), policy=EVERYTHING)
     with first():
         call(batch())
     assert pending() == set()
@@ -183,7 +182,7 @@ class Again(Around):
     [(lambda: Teacher(Multiply), whole), (Again, front_door), (Loop, whole), (Loop, front_door)],
 )
 def test_compiled_or_unused_backwards_pass_strict_mode(make: Any, way: Any, messages: Any):
-    step(way(make(), policy=POLICY, strict=True), batch())
+    step(way(make(), policy=EVERYTHING, strict=True), batch())
     assert pending() == set()
     assert messages() == []
 
@@ -216,7 +215,7 @@ def forward_alone(model: nn.Module, **options: Any) -> Call:
 @pytest.mark.parametrize("way", [whole, in_place, forward_alone], ids=lambda way: way.__name__)
 def test_layers_that_ran_outside_raise_without_a_backward(way: Any, messages: Any):
     with torch.no_grad():
-        way(Tail(), policy=POLICY)(batch())
+        way(Tail(), policy=EVERYTHING)(batch())
     assert pending() == {("head", "fprop")}
     assert len(messages()) == 1
     assert messages()[0].endswith(": head")
@@ -240,7 +239,7 @@ class Modes(nn.Module):
 
 def test_model_without_compiled_code_warns_and_raises_under_strict(messages: Any, tmp_path: Path):
     with torch.no_grad():
-        whole(Modes(), policy=POLICY, report=tmp_path / "report.txt")(batch(), 2)
+        whole(Modes(), policy=EVERYTHING, report=tmp_path / "report.txt")(batch(), 2)
     assert NOT_COMPILED in (tmp_path / "report.txt").read_text()
     assert pending() == {("layer", "fprop")}
     assert report_of_all().summary.flop_share == 0
@@ -277,7 +276,7 @@ class Debugged(nn.Module):
 def test_what_a_later_call_leaves_to_python_is_in_the_report(
     make: Any, other: dict[str, Any], cause: str, way: Any, messages: Any
 ):
-    call = way(make(), policy=POLICY)
+    call = way(make(), policy=EVERYTHING)
     with torch.no_grad():
         call(batch())
         assert report_of_all().summary.warnings == ()
@@ -287,7 +286,7 @@ def test_what_a_later_call_leaves_to_python_is_in_the_report(
     assert re.search(cause, warning)
     assert messages() == [warning]
     torch._dynamo.reset()
-    strict = way(make(), policy=POLICY, strict=True)
+    strict = way(make(), policy=EVERYTHING, strict=True)
     with torch.no_grad():
         strict(batch())
         with pytest.raises(UnsupportedError, match=cause):
@@ -310,7 +309,7 @@ def test_graph_break_in_a_container_of_torch_raises():
 def test_code_without_graphs_around_a_recurrent_layer_raises():
     layers = nn.Sequential(nn.GRU(WIDTH, WIDTH))
     with torch.no_grad():
-        whole(layers, policy=POLICY)(batch())
+        whole(layers, policy=EVERYTHING)(batch())
     assert {gemm.kernel for gemm in report_of_all().gemms} == {NOT_COMPILED}
     assert "nothing of Sequential was compiled" in raised(layers, batch())
 
@@ -321,6 +320,6 @@ class FailingBackend(EagerBackend):
 
 
 def test_suppressed_errors_of_a_backend_raise():
-    call = torch.compile(nn.Linear(WIDTH, WIDTH), backend=FailingBackend(policy=POLICY, strict=True))
+    call = torch.compile(nn.Linear(WIDTH, WIDTH), backend=FailingBackend(policy=EVERYTHING, strict=True))
     with torch._dynamo.config.patch(suppress_errors=True), pytest.raises(UnsupportedError, match="nothing"):
         call(batch())

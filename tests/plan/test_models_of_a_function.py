@@ -10,14 +10,16 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from helpers.eager_backend import EagerBackend
+from helpers.fresh import forget
+from helpers.reports import EVERYTHING, all_gemms, precisions
 from torch import Tensor, nn
 
 import mxcompile
 from mxcompile.report.data.record import NOT_COMPILED
 
 WIDTH, WIDE = 64, 96
-ALL = {"match": {"name": "*"}, "use": "mxfp8"}
-STUDENT = {"version": 1, "rules": [{"match": {"name": "student.*"}, "use": "bf16"}, ALL]}
+ALL = EVERYTHING["rules"]
+STUDENT = {"version": 1, "rules": [{"match": {"name": "student.*"}, "use": "bf16"}, *ALL]}
 
 
 def mlp() -> nn.Module:
@@ -72,14 +74,6 @@ def of_attributes(between: Callable[[], None]) -> Callable[[Tensor], Tensor]:
     return compiled  # type: ignore[no-any-return]
 
 
-def precisions() -> dict[str, set[str]]:
-    precisions_of_layers: dict[str, set[str]] = {}
-    for report in mxcompile.reports():
-        for gemm in report.gemms:
-            precisions_of_layers.setdefault(gemm.name, set()).add(gemm.precision)
-    return precisions_of_layers
-
-
 @pytest.mark.parametrize("between", [whole, cut])
 @pytest.mark.parametrize("make", [of_arguments, of_a_closure, of_attributes])
 def test_rule_by_model_name_matches_with_and_without_a_graph_break(
@@ -112,8 +106,7 @@ def test_only_model_of_a_function_keeps_its_own_names() -> None:
         cut()
         return loss(y, x)  # type: ignore[no-any-return]
 
-    policy = {"version": 1, "rules": [ALL]}
-    torch.compile(step, backend=EagerBackend(policy=policy))(mlp(), nn.MSELoss(), torch.randn(8, WIDTH))
+    torch.compile(step, backend=EagerBackend(policy=EVERYTHING))(mlp(), nn.MSELoss(), torch.randn(8, WIDTH))
     assert precisions().keys() == {"0", "2"}
 
 
@@ -186,7 +179,7 @@ def test_models_that_break_their_own_graph_are_named_by_the_function(
     layers = [path for path, module in teacher.named_modules() if isinstance(module, nn.Linear)]
     expected = {f"teacher.{path}": {"mxfp8"} for path in layers}
     assert precisions() == expected | {f"student.{path}": {"bf16"} for path in layers}
-    assert {gemm.kernel for report in mxcompile.reports() for gemm in report.gemms}.isdisjoint({NOT_COMPILED})
+    assert {gemm.kernel for gemm in all_gemms()}.isdisjoint({NOT_COMPILED})
 
 
 def test_equal_models_in_a_loop_have_records_each() -> None:
@@ -198,7 +191,7 @@ def test_equal_models_in_a_loop_have_records_each() -> None:
         return x
 
     rule = {"match": {"name": "models.2.up"}, "use": "bf16"}
-    backend = EagerBackend(policy={"version": 1, "rules": [rule, ALL]}, strict=True)
+    backend = EagerBackend(policy={"version": 1, "rules": [rule, *ALL]}, strict=True)
     torch.compile(step, backend=backend)(models, torch.randn(8, WIDTH)).sum().backward()
     names = {f"models.{index}.{layer}" for index in range(4) for layer in ("up", "down")}
     assert precisions() == {name: {"bf16" if name == "models.2.up" else "mxfp8"} for name in names}
@@ -241,7 +234,7 @@ COMPILED: dict[str, Callable[[nn.Module, EagerBackend], Any]] = {
 
 @pytest.mark.parametrize("way", COMPILED)
 def test_each_model_that_runs_the_code_of_a_function_has_a_report(way: str) -> None:
-    backend, compiles = EagerBackend(policy={"version": 1, "rules": [ALL]}, strict=True), []
+    backend, compiles = EagerBackend(policy=EVERYTHING, strict=True), []
     backend.before = compiles.append
     models = [mlp() for _ in range(3)]
     for number, model in enumerate(models, 1):
@@ -255,7 +248,7 @@ def test_each_model_that_runs_the_code_of_a_function_has_a_report(way: str) -> N
 def test_each_of_two_models_that_share_parameters_has_a_report_of_one_function() -> None:
     first = mlp()
     second = copy.deepcopy(first, {id(p): p for p in first.parameters()})
-    compiled = torch.compile(called, backend=EagerBackend(policy={"version": 1, "rules": [ALL]}, strict=True))
+    compiled = torch.compile(called, backend=EagerBackend(policy=EVERYTHING, strict=True))
     for model in (first, second, first):
         compiled(model, torch.randn(8, WIDTH)).sum().backward()
     assert [{gemm.name for gemm in report.gemms} for report in mxcompile.reports()] == [{"0", "2"}] * 2
@@ -264,8 +257,7 @@ def test_each_of_two_models_that_share_parameters_has_a_report_of_one_function()
 def test_model_compiled_alone_after_a_function_has_its_own_names() -> None:
     teacher, student = Broken(), Broken()
     of_cells(teacher, student)(torch.randn(8, WIDTH))
-    torch._dynamo.reset()
-    mxcompile.clear_reports()
-    alone = {"version": 1, "rules": [{"match": {"name": "up"}, "use": "bf16"}, ALL]}
+    forget()
+    alone = {"version": 1, "rules": [{"match": {"name": "up"}, "use": "bf16"}, *ALL]}
     torch.compile(student, backend=EagerBackend(policy=alone, strict=True))(torch.randn(8, WIDTH))
     assert precisions() == {"up": {"bf16"}, "down": {"mxfp8"}}

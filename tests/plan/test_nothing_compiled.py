@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers.eager_backend import EagerBackend
+from helpers.fresh import forget
 from helpers.paces import mostly_slow
 from torch import Tensor, nn
 from ways import front_door, pending, report_of_all, rows
@@ -181,8 +182,7 @@ def test_uncompiled_model_warns_once_and_raises_under_strict(shape: str, caplog:
     make, message = LEFT[shape]
     with pytest.raises(UnsupportedError, match=message):
         step(front_door(make(), policy=POLICY, strict=True))
-    torch._dynamo.reset()
-    mxcompile.clear_reports()
+    forget()
     call = front_door(make(), policy=POLICY)
     with caplog.at_level(logging.WARNING, "mxcompile"):
         step(call)
@@ -206,8 +206,7 @@ def test_functions_and_methods_are_compiled_by_torch_compile():
         compiled = torch.compile(function, backend=EagerBackend(policy=POLICY))
         assert not torch.equal(step(compiled), plain)
         assert {gemm.precision for gemm in report_of_all().gemms} == {"mxfp8"}
-        torch._dynamo.reset()
-        mxcompile.clear_reports()
+        forget()
 
 
 @pytest.mark.parametrize("way", [front_door, torch.compile], ids=["mxcompile.compile", "torch.compile"])

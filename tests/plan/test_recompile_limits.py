@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.eager_backend import EagerBackend
-from test_left_to_python import POLICY, WIDTH, batch
+from helpers.reports import EVERYTHING
+from test_left_to_python import WIDTH, batch
 from torch import Tensor, nn
 from ways import report_of_all, whole
 
@@ -40,7 +41,7 @@ LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 @pytest.mark.parametrize("limit", LIMITS)
 def test_calls_past_a_limit_are_in_the_report(limit: str, messages: Any, tmp_path: Path):
     file = tmp_path / "report.json"
-    call = whole(scaled(nn.Linear(WIDTH, WIDTH)), policy=POLICY, report=file)
+    call = whole(scaled(nn.Linear(WIDTH, WIDTH)), policy=EVERYTHING, report=file)
     few = torch._dynamo.config.patch({limit: 2, "specialize_float": True})
     with few, torch.no_grad():
         for scale in (1.0, 2.0):
@@ -57,7 +58,7 @@ def test_calls_past_a_limit_are_in_the_report(limit: str, messages: Any, tmp_pat
 
 @pytest.mark.parametrize("limit", LIMITS)
 def test_each_call_past_a_limit_raises_under_strict(limit: str):
-    call = whole(scaled(nn.Linear(WIDTH, WIDTH)), policy=POLICY, strict=True)
+    call = whole(scaled(nn.Linear(WIDTH, WIDTH)), policy=EVERYTHING, strict=True)
     few = torch._dynamo.config.patch({limit: 2, "specialize_float": True})
     with few, torch.no_grad():
         expected = call(batch(), 1.0)
@@ -70,7 +71,7 @@ def test_each_call_past_a_limit_raises_under_strict(limit: str):
 
 def test_function_past_a_limit_raises_under_strict():
     layer = nn.Linear(WIDTH, WIDTH)
-    backend = EagerBackend(policy=POLICY, strict=True)
+    backend = EagerBackend(policy=EVERYTHING, strict=True)
     call = torch.compile(lambda x: layer(x), backend=backend, dynamic=False)
     with torch._dynamo.config.patch(recompile_limit=2), torch.no_grad():
         call(batch(3))
@@ -103,13 +104,13 @@ class WithHelper(nn.Module):
 def test_recompile_limit_of_a_function_without_products_passes_strict_mode(messages: Any):
     few = torch._dynamo.config.patch(recompile_limit=2, specialize_float=True)
     with few, torch.no_grad():
-        whole(WithHelper(), policy=POLICY, strict=True)(batch())
+        whole(WithHelper(), policy=EVERYTHING, strict=True)(batch())
     assert report_of_all().summary.warnings == ()
     assert messages() == []
 
 
 def test_second_model_past_the_limit_has_a_report_of_its_own(messages: Any):
-    first, second = (whole(scaled(nn.Linear(WIDTH, WIDTH)), policy=POLICY) for _ in range(2))
+    first, second = (whole(scaled(nn.Linear(WIDTH, WIDTH)), policy=EVERYTHING) for _ in range(2))
     few = torch._dynamo.config.patch(recompile_limit=2, specialize_float=True)
     with few, torch.no_grad():
         for scale in (1.0, 2.0):

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.eager_backend import EagerBackend
-from test_left_to_python import OUTSIDE, POLICY, WIDTH, batch, pending, raised, step
+from helpers.reports import EVERYTHING
+from test_left_to_python import OUTSIDE, WIDTH, batch, pending, raised, step
 from test_nothing_compiled import Block
 from torch import Tensor, nn
 from ways import front_door, report_of_all, whole
@@ -58,17 +59,18 @@ DROPS = {
 @pytest.mark.parametrize("drop", DROPS)
 def test_skipped_layer_is_not_reported_as_run_outside(drop: str, messages: Any):
     make, way = DROPS[drop]
-    call = way(make(), policy=POLICY, strict=True)
+    call = way(make(), policy=EVERYTHING, strict=True)
     for kept in ((0, 1, 2, 4, 5), (0, 2, 3, 4, 5)):
         step(call, batch(), kept)
     assert messages() == []
     layers = {name.rpartition(".")[0] for name, _ in pending()}
     assert layers <= {"layers.3", "layers.1"}, "the other layers have run in compiled code"
+    assert "outside of compiled code" not in str(report_of_all())
 
 
 @pytest.mark.parametrize("way", [whole, front_door], ids=lambda way: way.__name__)
 def test_recompiled_calls_of_other_sizes_pass_strict_mode(way: Any, messages: Any):
-    call = way(Dropping(broken=True), policy=POLICY, strict=True)
+    call = way(Dropping(broken=True), policy=EVERYTHING, strict=True)
     for rows, kept in ((4, (0, 1, 2)), (6, (0, 1, 2)), (9, (0, 2)), (1, (0, 1, 2, 3))):
         step(call, batch(rows), kept)
     assert messages() == []
@@ -88,7 +90,7 @@ class DroppingTail(Dropping):
 @pytest.mark.parametrize("way", [whole, front_door], ids=lambda way: way.__name__)
 def test_layer_run_outside_is_reported_without_skipped_layers(way: Any, messages: Any):
     with torch.no_grad():
-        way(DroppingTail(), policy=POLICY)(batch(), (0, 1))
+        way(DroppingTail(), policy=EVERYTHING)(batch(), (0, 1))
     (message,) = messages()
     assert OUTSIDE in message
     assert message.endswith(": layers.5.up, layers.5.down")
@@ -125,7 +127,7 @@ class CutBlocks(nn.Module):
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize("way", [whole, front_door], ids=lambda way: way.__name__)
 def test_blocks_that_share_codes_pass_strict_mode(way: Any, tied: bool, messages: Any):
-    call = way(CutBlocks(tied=tied), policy=POLICY, strict=True)
+    call = way(CutBlocks(tied=tied), policy=EVERYTHING, strict=True)
     for rows in (4, 6):
         step(call, batch(rows))
     assert pending() == set()
@@ -136,7 +138,7 @@ def half(*, strict: bool = False) -> nn.Module:
     """Its last three blocks have the code of the first three, but nothing compiles them."""
     model = Dropping()
     for layer in model.layers[:3]:
-        layer.compile(backend=EagerBackend(policy=POLICY, strict=strict))
+        layer.compile(backend=EagerBackend(policy=EVERYTHING, strict=strict))
     return model
 
 
@@ -183,7 +185,7 @@ class RepeatedOutside(Repeated):
 @pytest.mark.parametrize("way", [whole, front_door], ids=lambda way: way.__name__)
 def test_layer_run_in_compiled_code_and_outside_is_reported(way: Any, grad: bool, messages: Any):
     with torch.set_grad_enabled(grad):
-        call = way(RepeatedOutside(), policy=POLICY)
+        call = way(RepeatedOutside(), policy=EVERYTHING)
         for _ in range(2):
             call(batch(), range(2))
     (message,) = messages()
@@ -196,7 +198,7 @@ def test_layer_run_in_compiled_code_and_outside_is_reported(way: Any, grad: bool
 @pytest.mark.parametrize("broken", [True, False], ids=["broken", "one_graph"])
 @pytest.mark.parametrize("way", [whole, front_door], ids=lambda way: way.__name__)
 def test_repeated_layers_in_compiled_code_pass_strict_mode(way: Any, broken: bool, messages: Any):
-    call = way(Repeated(broken=broken), policy=POLICY, strict=True)
+    call = way(Repeated(broken=broken), policy=EVERYTHING, strict=True)
     for rows in (4, 6):
         step(call, batch(rows), range(2))
     assert messages() == []
@@ -230,7 +232,7 @@ class ProbedTwice(Probed):
 @pytest.mark.parametrize("way", [whole, front_door], ids=lambda way: way.__name__)
 @pytest.mark.parametrize("model", [Probed, ProbedTwice])
 def test_layer_whose_result_nothing_reads_is_left_out_of_the_report(model: Any, way: Any, messages: Any):
-    step(way(model(), policy=POLICY, strict=True), batch())
+    step(way(model(), policy=EVERYTHING, strict=True), batch())
     assert messages() == []
     assert {gemm.name for gemm in report_of_all().gemms} == {"body", "last"}
 
@@ -267,7 +269,7 @@ class ProbedArgument(Probed):
 
 @pytest.mark.parametrize("model", [ProbedAttribute, ProbedList, ProbedBuffer, ProbedArgument])
 def test_layer_whose_result_outlives_the_call_is_in_the_report(model: Any, messages: Any):
-    step(whole(model(), policy=POLICY), batch())
+    step(whole(model(), policy=EVERYTHING), batch())
     assert ("probe", "fprop") in pending()
     (message,) = messages()
     assert message.endswith(": probe")

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.eager_backend import EagerBackend
-from test_left_to_python import POLICY, WIDTH, batch
+from helpers.reports import EVERYTHING, all_gemms
+from test_left_to_python import WIDTH, batch
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from ways import by_block, front_door, report_of_all, whole
@@ -66,7 +67,7 @@ def unknown(report: Report) -> dict[str, str]:
 
 def test_weights_that_no_graph_reads_are_in_the_report(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING, "mxcompile"):
-        whole(Cut(), policy=POLICY)(batch()).sum().backward()
+        whole(Cut(), policy=EVERYTHING)(batch()).sum().backward()
     report = report_of_all()
     assert unknown(report) == {"inside": (None, 2 * WIDTH, WIDTH), "matrix": (None, 2 * WIDTH, WIDTH)}
     assert {gemm.name for gemm in report.gemms} == {"before", "behind", "inside", "matrix"}
@@ -81,14 +82,14 @@ def test_a_model_that_is_neither_compiled_nor_planned_has_records_of_its_weights
     class Left(Cut):
         forward = torch.compiler.disable(Cut.forward)
 
-    front_door(Left(), policy=POLICY)(batch())
+    front_door(Left(), policy=EVERYTHING)(batch())
     report = report_of_all()
     assert unknown(report).keys() == {"before", "behind", "inside", "matrix", "shift"}
     assert report.summary.flop_share == 0
 
 
 def test_every_report_form_notes_a_missing_plan():
-    whole(Cut(), policy=POLICY)(batch())
+    whole(Cut(), policy=EVERYTHING)(batch())
     report = report_of_all()
     for suffix, form in FORMS.items():
         text = " ".join(form(report).split())
@@ -101,7 +102,7 @@ def test_every_report_form_notes_a_missing_plan():
 
 @pytest.mark.parametrize("way", [whole, front_door, by_block], ids=lambda way: way.__name__)
 def test_modules_that_share_code_have_records_each(way: Any):
-    way(Stack(), policy=POLICY)(batch()).sum().backward()
+    way(Stack(), policy=EVERYTHING)(batch()).sum().backward()
     report = report_of_all()
     names = {f"blocks.{number}.{name}" for number in range(3) for name in ("inside", "matrix")}
     assert set(unknown(report)) == names
@@ -113,8 +114,27 @@ def test_modules_that_share_code_have_records_each(way: Any):
 @pytest.mark.parametrize("way", [whole, front_door], ids=lambda way: way.__name__)
 def test_strict_raises_for_a_cut_model_without_a_plan(make: Any, way: Any):
     with pytest.raises(BackendCompilerFailed, match=r"has no plan.*TORCH_LOGS=graph_breaks"):
-        way(make(), policy=POLICY, strict=True)(batch())
+        way(make(), policy=EVERYTHING, strict=True)(batch())
     assert mxcompile.reports() == []
+
+
+class Ragged(nn.Module):
+    """Attention over jagged tensors, which cannot be planned; a graph break cuts it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o, self.last = (nn.Linear(64, 64) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (4, 16)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        attention = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
+        return self.last(x + self.o(attention))
+
+
+def test_strict_raises_for_attention_over_jagged_tensors():
+    x = torch.nested.nested_tensor([torch.randn(rows, 64) for rows in (5, 9, 3)], layout=torch.jagged)
+    with pytest.raises(BackendCompilerFailed, match="plan"):
+        whole(Ragged(), policy=EVERYTHING, strict=True)(x)
 
 
 class Noisy(nn.Module):
@@ -135,7 +155,7 @@ def test_arguments_that_cannot_be_copied_do_not_prevent_a_plan(messages: Any):
         "lock": threading.Lock(),
         "words": (word for word in "ab"),
     }
-    result = whole(Noisy(), policy=POLICY, strict=True)(batch(), inputs)
+    result = whole(Noisy(), policy=EVERYTHING, strict=True)(batch(), inputs)
     assert result.shape == (4, WIDTH)
     assert {gemm.name for gemm in report_of_all().gemms} == {"before", "behind"}
     assert messages() == []
@@ -154,7 +174,7 @@ def functions() -> tuple[Any, Any]:
         torch._dynamo.graph_break()
         return first(x)
 
-    return lambda **options: torch.compile(both, backend=EagerBackend(policy=POLICY, **options)), both
+    return lambda **options: torch.compile(both, backend=EagerBackend(policy=EVERYTHING, **options)), both
 
 
 def test_cut_function_without_module_notes_a_missing_plan():
@@ -172,7 +192,7 @@ def test_training_step_with_its_optimizer_needs_no_plan():
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
-    @torch.compile(backend=EagerBackend(policy=POLICY, strict=True))
+    @torch.compile(backend=EagerBackend(policy=EVERYTHING, strict=True))
     def step(x: Tensor) -> Tensor:
         loss = model(x).square().mean()
         loss.backward()
@@ -180,5 +200,5 @@ def test_training_step_with_its_optimizer_needs_no_plan():
         return loss.detach()
 
     step(batch())
-    gemms = {gemm.gemm for report in mxcompile.reports() for gemm in report.gemms}
+    gemms = {gemm.gemm for gemm in all_gemms()}
     assert gemms == {"fprop", "wgrad"}

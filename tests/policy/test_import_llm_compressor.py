@@ -100,37 +100,28 @@ def test_targets_match_in_the_order_of_compressed_tensors(scheme, other, ignore,
 
 
 @pytest.mark.parametrize(
-    ("scheme", "sent", "notes"),
+    ("scheme", "x", "notes"),
     [
-        ("MXFP8", True, ["MXFP8 rounds MXFP8 scales in another way: here RCEIL"]),
-        ("mxfp8", True, ["mxfp8 rounds MXFP8 scales in another way: here RCEIL"]),
-        ("MXFP8A16", True, ["MXFP8A16 rounds", "MXFP8A16 quantizes weights only"]),
-        ("W8A8", False, ["'W8A8' is not an 8-bit float: its layers stay in BF16"]),
-        ("NVFP4", False, ["'NVFP4' is not an 8-bit float"]),
-        ("UNQUANTIZED", False, []),
+        ("MXFP8", "e4m3 1x32 rceil", ["MXFP8 rounds MXFP8 scales in another way: here RCEIL"]),
+        ("mxfp8", "e4m3 1x32 rceil", ["mxfp8 rounds MXFP8 scales in another way: here RCEIL"]),
+        ("MXFP8A16", "e4m3 1x32 rceil", ["MXFP8A16 rounds", "MXFP8A16 quantizes weights only"]),
+        ("FP8", "e4m3 tensor nearest", ["static scales"]),
+        ("FP8_DYNAMIC", "e4m3 channel nearest", []),
+        ("FP8_BLOCK", "e4m3 1x128 nearest", []),
+        ("W8A8", "", ["'W8A8' is not an 8-bit float: its layers stay in BF16"]),
+        ("NVFP4", "", ["'NVFP4' is not an 8-bit float"]),
+        ("UNQUANTIZED", "", []),
     ],
 )
 def test_every_imported_scheme_becomes_a_rule_or_a_note(
-    scheme: str, sent: bool, notes: list[str], tmp_path: Path
+    scheme: str, x: str, notes: list[str], tmp_path: Path
 ):
     settings = {"targets": ["re:.*q_proj"], "scheme": scheme}
     result = imported(yaml.safe_dump({"q_stage": {"q_modifiers": {"GPTQModifier": settings}}}), tmp_path)
-    assert in_mxfp8(result.policy, layer("q_proj")) == ({"fprop"} if sent else set())
+    assert sent(result.policy, layer("q_proj")) == ({"fprop": x} if x else {})
     assert len(result.notes) == len(notes)
     for note, piece in zip(result.notes, notes, strict=True):
         assert piece in note
-
-
-@pytest.mark.parametrize(
-    ("scheme", "x", "notes"),
-    [("FP8", "tensor", ["static scales"]), ("FP8_DYNAMIC", "channel", []), ("FP8_BLOCK", "1x128", [])],
-)
-def test_fp8_schemes_keep_their_scales(scheme: str, x: str, notes: list[str], tmp_path: Path):
-    settings = {"targets": ["re:.*q_proj"], "scheme": scheme}
-    result = imported(yaml.safe_dump({"q_stage": {"q_modifiers": {"GPTQModifier": settings}}}), tmp_path)
-    assert sent(result.policy, layer("q_proj")) == {"fprop": f"e4m3 {x} nearest"}
-    assert len(result.notes) == len(notes)
-    assert all(piece in note for note, piece in zip(result.notes, notes, strict=True))
 
 
 def test_scales_that_fp8_does_not_have_become_those_of_mxfp8(tmp_path: Path):

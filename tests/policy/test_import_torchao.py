@@ -27,8 +27,7 @@ def mx(**settings: Any) -> Any:
 
 def written(configs: dict[str, Any]) -> str:
     """What torchao writes for `configs`."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         from torchao.core.config import config_to_dict
         from torchao.quantization import FqnToConfig
 
@@ -50,8 +49,7 @@ NAMES = [name for name, module in Model().named_modules() if isinstance(module, 
 
 def quantized(configs: dict[str, bool]) -> set[str]:
     """The layers of `Model` that torchao quantizes; `configs` are FP8 or, if False, null."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         from torchao.quantization import Float8WeightOnlyConfig, FqnToConfig, quantize_
 
         ours = OrderedDict((name, Float8WeightOnlyConfig() if on else None) for name, on in configs.items())
@@ -123,8 +121,7 @@ def test_formats_are_those_of_the_mx_configuration(settings: dict[str, Any], ele
     ],
 )
 def test_fp8_keeps_its_granularity(granularity: str | None, x: str, w: str, tmp_path: Path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         from torchao.quantization import Float8DynamicActivationFloat8WeightConfig
         from torchao.quantization import granularity as kinds
     granularity_type: Any = None if granularity is None else getattr(kinds, granularity)
@@ -141,8 +138,7 @@ def test_fp8_keeps_its_granularity(granularity: str | None, x: str, w: str, tmp_
 
 
 def test_nvfp4_configs_of_torchao_become_nvfp4(tmp_path: Path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         from torchao.prototype.mx_formats import (
             NVFP4DynamicActivationNVFP4WeightConfig,
             NVFP4WeightOnlyConfig,
@@ -163,8 +159,7 @@ def test_nvfp4_configs_of_torchao_become_nvfp4(tmp_path: Path):
 
 
 def test_configurations_other_than_mxfp8_are_noted(tmp_path: Path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         from torchao.quantization import (
             Float8DynamicActivationFloat8WeightConfig,
             Float8WeightOnlyConfig,
@@ -194,8 +189,7 @@ def test_configurations_other_than_mxfp8_are_noted(tmp_path: Path):
 
 
 def test_the_config_of_a_model_that_transformers_wrote(tmp_path: Path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         from torchao.quantization import FqnToConfig
         from transformers import TorchAoConfig
 
@@ -212,8 +206,7 @@ def test_the_config_of_a_model_that_transformers_wrote(tmp_path: Path):
 
 
 def test_one_configuration_for_all_linear_layers(tmp_path: Path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         from torchao.core.config import config_to_dict
     result = imported(json.dumps(config_to_dict(mx())), tmp_path, "torchao", name="config.json")
     assert in_mxfp8(result.policy, layer("anything")) == {"fprop"}

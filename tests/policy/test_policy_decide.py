@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from helpers.policies import policy, rule
 
 from mxcompile.formats import E4M3, E5M2, Format, Rounding, Tile
 from mxcompile.policy import (
@@ -33,14 +34,6 @@ def layer(
     block: Block | None = None,
 ) -> Layer:
     return Layer(name=name, role=Role(role), module=module, m=m, n=n, k=k, block=block)
-
-
-def policy(*rules: dict[str, Any], preset: str = "bf16") -> Policy:
-    return Policy.from_dict({"version": 1, "preset": preset, "rules": list(rules)})
-
-
-def rule(use: Any = "mxfp8", **match: Any) -> dict[str, Any]:
-    return {"match": match, "use": use}
 
 
 def precisions(decision: Decision) -> list[str]:
@@ -323,18 +316,16 @@ def test_presets_set_elements_and_rounding(preset: str, gradient, rounding: Roun
     assert formats("mxfp8", preset) == expected
 
 
-def test_elem_dtype_is_of_input_and_weight():
-    x, w, dy = formats({"elem_dtype": "e5m2"})
-    assert (x.elem, w.elem, dy.elem) == (E5M2, E5M2, E4M3)
-
-
-def test_grad_dtype_is_of_the_output_gradient():
-    x, w, dy = formats({"grad_dtype": "e5m2"})
-    assert (x.elem, w.elem, dy.elem) == (E4M3, E4M3, E5M2)
-
-
-def test_a_rule_overrides_the_gradient_type_of_its_preset():
-    assert formats({"grad_dtype": "e4m3"}, "hybrid")[2].elem is E4M3
+@pytest.mark.parametrize(
+    ("preset", "use", "elems"),
+    [
+        ("nvidia", {"elem_dtype": "e5m2"}, [E5M2, E5M2, E4M3]),
+        ("nvidia", {"grad_dtype": "e5m2"}, [E4M3, E4M3, E5M2]),
+        ("hybrid", {"grad_dtype": "e4m3"}, [E4M3, E4M3, E4M3]),
+    ],
+)
+def test_rule_sets_elements_of_inputs_and_weights_or_of_gradients(preset: str, use: Any, elems: list[Any]):
+    assert [form.elem for form in formats(use, preset)] == elems
 
 
 @pytest.mark.parametrize("rounding", Rounding)

@@ -82,15 +82,9 @@ def test_a_policy_broken_in_structure_does_not_validate(name: str):
     assert not VALIDATOR.is_valid(STRUCTURE[name])
 
 
-WORDS = sorted({word for table in (schema.MATCH, schema.USE) for word in table} | {*schema.TOP, *schema.RULE})
-
-
-@pytest.mark.parametrize("word", WORDS)
-def test_every_key_is_known_to_the_schema_and_described_to_an_editor(word: str):
-    text = json_schema.text()
-    assert f'"{word}"' in text
-    for table in (schema.MATCH, schema.USE):
-        assert word not in table or table[word].json["description"].endswith(".")
+def test_every_key_is_described_to_an_editor():
+    keys = [*schema.MATCH.values(), *schema.USE.values()]
+    assert all(key.json["description"].endswith(".") for key in keys)
 
 
 TRIED: list[Any] = [

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.policies import policy, rule
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,14 +17,6 @@ from mxcompile.policy import ATTENTION_PRODUCTS, Ends, Match, Policy, Role, Rule
 from mxcompile.policy.presets import PRESETS
 from mxcompile.policy.schema import keys_of
 from mxcompile.policy.shadow import Shadows
-
-
-def policy(*rules: dict[str, Any], preset: str = "bf16") -> Policy:
-    return Policy.from_dict({"version": 1, "preset": preset, "rules": list(rules)})
-
-
-def rule(use: Any = "mxfp8", **match: Any) -> dict[str, Any]:
-    return {"match": match, "use": use}
 
 
 def test_none_is_the_default_preset():

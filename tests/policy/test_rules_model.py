@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from helpers import policies
+from helpers.policies import rule
 from torch import nn
 
 from mxcompile import explain
@@ -46,12 +49,7 @@ def decoder(blocks: int = 4) -> list[Layer]:
     return [*layers, layer("head", "head", 1000, 64)]
 
 
-def policy(*rules: dict[str, Any], preset: str = "nvidia") -> Policy:
-    return Policy.from_dict({"version": 1, "preset": preset, "rules": list(rules)})
-
-
-def rule(use: Any = "mxfp8", **match: Any) -> dict[str, Any]:
-    return {"match": match, "use": use}
+policy = functools.partial(policies.policy, preset="nvidia")
 
 
 def outcome(decider: Policy, target: Layer) -> tuple[object, ...]:

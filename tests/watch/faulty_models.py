@@ -8,21 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import watched_models
 from torch import Tensor, nn
 from torch.nn import functional as F
-from watched_models import FFN, WIDTH
 
 FAULTY = 1
 """The block with the fault."""
 
 
-class Block(nn.Module):
+class Block(watched_models.Block):
     """spike: added to the first input feature of `down`. factors: of the gradient of its result, by token."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, FFN), nn.Linear(FFN, WIDTH)
         self.register_buffer("spike", torch.zeros(1))
         self.register_buffer("factors", torch.ones(24, 1))
 

@@ -13,7 +13,7 @@ from faulty_models import FAULTS, FAULTY, Block, Model, trained
 from helpers.eager_backend import EagerBackend
 from helpers.ranks import on_ranks
 from torch import Tensor, nn
-from watched_models import WIDTH, batch, direction
+from watched_models import WIDTH, batch, direction, fully_sharded, tensor_parallel
 
 from mxcompile.watch import Watch, read
 
@@ -77,24 +77,6 @@ def test_an_inf_in_one_expert(tmp_path: Path):
     watch.close()
     ((layer, operand),) = [(record["layer"], record["operand"]) for record in records]
     assert (layer, operand) == ("experts.2.up", "w")
-
-
-def fully_sharded(model: Model) -> Model:
-    from torch.distributed.fsdp import fully_shard
-
-    for block in model.blocks.values():
-        fully_shard(block)
-    return fully_shard(model)
-
-
-def tensor_parallel(model: Model) -> Model:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.blocks.values():
-        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    return model
 
 
 def pipeline(model: Model) -> Model:

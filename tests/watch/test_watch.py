@@ -12,6 +12,7 @@ import torch
 from helpers.eager_backend import EagerBackend
 from helpers.paces import mostly_slow
 from helpers.reference import round_trip, sqnr_db
+from helpers.reports import EVERYTHING
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 from watched_models import FFN, LAYERS, WIDTH, Model, batch, direction, keys, samples, train
@@ -45,8 +46,6 @@ def run(
 def same(results: list[Tensor], other: list[Tensor]) -> bool:
     return len(results) == len(other) and all(map(torch.equal, results, other))
 
-
-EVERYTHING = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 
 WAYS = {
     "whole": {},

@@ -13,7 +13,7 @@ from helpers.eager_backend import EagerBackend
 from helpers.ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from watched_models import FFN, WIDTH, Model, batch, keys, samples
+from watched_models import FFN, WIDTH, Model, batch, fully_sharded, keys, samples, tensor_parallel
 
 from mxcompile import ops
 from mxcompile.watch import Watch, ranks, read
@@ -24,25 +24,6 @@ RANKS, ROWS = 2, 24
 
 def data_parallel(model: Model) -> nn.Module:
     return DistributedDataParallel(model)
-
-
-def fully_sharded(model: Model) -> nn.Module:
-    from torch.distributed.fsdp import fully_shard
-
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
-    return model
-
-
-def tensor_parallel(model: Model) -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    for block in model.blocks:
-        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        parallelize_module(block, init_device_mesh("cpu", (RANKS,)), plan)
-    return model
 
 
 def one_rank_alone(model: Model) -> nn.Module:

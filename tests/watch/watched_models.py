@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -44,6 +45,25 @@ class Model(nn.Module):
             else:
                 x = checkpoint(block, x, use_reentrant=self.checkpointed)
         return x
+
+
+def fully_sharded(model: Any) -> nn.Module:
+    """`model`, which has `blocks`, under FSDP2."""
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model.blocks.children():
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def tensor_parallel(model: Any) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks.children():
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
 
 
 def batch(index: int, dtype: torch.dtype = torch.float32) -> Tensor:
