@@ -16,7 +16,7 @@ BUDGETS = {
     "lowering": 221,
     "lowering/chips": 951,
     "lowering/choices": 987,
-    "lowering/cpu": 926,
+    "lowering/cpu": 901,
     "lowering/graph": 2_670,
     "lowering/inductor": 1_810,
     "lowering/kernels": 2_325,
