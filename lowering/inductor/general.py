@@ -102,15 +102,14 @@ class Scaled:
         self.target = of_device(x.get_device_or_error())
         self._load = as_float(x)
         self._scale = scale
-        self._half = None
-        if self.form.stochastic and seed is not None:
-            self._half = stochastic.halves(self.blocks.shape, copy.dim, seed, stream)
+        self._half = None if seed is None else stochastic.halves(self.blocks.shape, copy.dim, seed, stream)
 
     def factor(self, inverse: bool) -> Load:
         """Returns a loader of each block's FP32 factor or, with FP32 scales, divisor; `inverse` to encode."""
-        if self.form.two_level:
-            amax = self._amax if inverse else None
-            factors = two_level.factors(self.blocks, self._scale, amax, self.form)
+        if self.form.two_level and inverse:
+            factors = two_level.encoding_factors(self.blocks, self._scale, self._amax, self.form)
+        elif self.form.two_level:
+            factors = two_level.decoding_factors(self.blocks, self._scale)
         elif self.form.rounding is None:
             return self._scale.make_loader()
         else:
@@ -129,7 +128,8 @@ class Scaled:
         if self.form.amax.stateful:  # a delayed scale is finite even if x is not
             finite = inductor.lt(inductor.abs(value), f32(float("inf")))
             y = inductor.where(finite, y, f32(float("nan")))
-        if self._half is not None:
+        if self.form.stochastic:
+            assert self._half is not None, f"a cast to {self.form} rounds stochastically: pass seed"
             return stochastic.rounded(y, self.form.elem, self._half(index))
         return elements.rounded(y, self.form.elem, self.target)
 
