@@ -9,6 +9,7 @@ FP32 quotients are rounded to nearest on every chip, so that elements are bit-id
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import sympy
@@ -175,7 +176,10 @@ def lower_decode(
     if dtype in FNUZ.values():
         return _as_fnuz(qdata)
     if scale is not None:
-        if (result := cpp.decoded(qdata, scale, block_dim, form, dtype, global_scale)) is not None:
+        result = None
+        if amax is None:
+            result = cpp.decoded(qdata, scale, block_dim, form, dtype, global_scale)
+        if result is not None:
             return result
         if form.is_mx and form.tile == Tile.ROW:
             return casts.decoded(qdata, scale, block_dim, dtype)
@@ -183,6 +187,7 @@ def lower_decode(
         qdata = _unpacked(qdata, block_dim, form.elem)
         if dtype is torch.uint8:
             return qdata
+        form = replace(form, tile=Tile(1, form.tile.along))  # a square tile has a scale for each row
     blocks, copy = ScaleBlocks(qdata, block_dim, form.tile), Copy(format=form, dim=block_dim)
     element = elements.loader(qdata, form.elem, of_device(blocks.device))
     times = None if scale is None else Scaled(qdata, scale, copy).factor(inverse=False)

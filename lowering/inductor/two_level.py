@@ -172,4 +172,7 @@ def decoding_factors(blocks: ScaleBlocks, scale: ir.TensorBox) -> ir.TensorBox:
 
 
 def _loader(blocks: ScaleBlocks, scale: ir.TensorBox) -> Load:
+    """Returns a loader of the E4M3 scales `scale`, which are bytes if elements are packed."""
+    if scale.get_dtype() is torch.uint8:
+        scale = elements.as_dtype(scale, E4M3.dtype)
     return elements.loader(scale, E4M3, of_device(blocks.device))
