@@ -172,7 +172,7 @@ def check_product(out: Tensor, a: Tensor, b: Tensor, label: str) -> None:
 def quantized(rows: int, k: int, count: int, scales: ScaleLayout) -> tuple[list[Tensor], list[Operand]]:
     """Returns `count` random BF16 matrices [rows, k], and their MXFP8 casts along k."""
     dense = [torch.randn(rows, k, device=DEVICE).bfloat16() for _ in range(count)]
-    copies = [str(Copy.for_product(Format(), -1, scales))]
+    copies = [str(Copy(format=Format(), layout=scales))]
     return dense, [ops.cast(matrix, copies) for matrix in dense]
 
 

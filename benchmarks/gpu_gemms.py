@@ -97,7 +97,7 @@ def _product_code(n: int, k: int, target: str) -> mxcompile.CodegenResult:
     chip = of_chip(target)
     with torch.device("meta"):
         sides = [torch.empty(rows, k, dtype=torch.bfloat16) for rows in (LINEAR_TOKENS, n)]
-    copy = str(Copy.for_product(Format(), -1, chip.scale_layout))
+    copy = str(Copy(format=Format(), layout=chip.scale_layout))
     (a, scale_a), (b, scale_b) = (mxcompile.ops.cast(x, [copy]) for x in sides)
     return gpu_graphs.code(gpu_graphs.scaled_mm, [a, scale_a, *_turned((b, scale_b))], target)
 

@@ -156,7 +156,7 @@ def _of_each_matrix(cast: Callable[[Tensor, Tensor], Iterable[Tensor]]) -> Cast:
 
 
 def _mx(dims: Sequence[int], layout: str) -> Callable[[Tensor, Tensor], Iterable[Tensor]]:
-    copies = [str(Copy.for_product(Format(), dim, ScaleLayout(layout))) for dim in dims]
+    copies = [str(Copy(format=Format(), dim=dim, layout=ScaleLayout(layout))) for dim in dims]
     return lambda x, _: ops.cast(x, copies)
 
 
@@ -164,7 +164,7 @@ def _operands(rows: str, columns: str) -> Cast:
     """Returns the cast of both matrices for emulated products: "values", "codes" or "none" per layout."""
     forms = (form for form in zip((-1, -2), (rows, columns), strict=True) if form[1] != "none")
     dtypes = {"values": BF16, "codes": None}
-    copies = [str(Copy.for_product(Format(), dim, dtype=dtypes[form])) for dim, form in forms]
+    copies = [str(Copy(format=Format(), dim=dim, dtype=dtypes[form])) for dim, form in forms]
 
     def cast(matrices: Sequence[Tensor], _: Tensor) -> Iterable[Tensor]:
         x, y = (*matrices, None)[:2]

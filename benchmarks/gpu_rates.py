@@ -72,7 +72,7 @@ def fp8(extent: str, peak: Peak, time: Time) -> Iterator[float]:
 def mxfp8(peak: Peak, time: Time) -> Iterator[float]:
     """Yields the rate of `torch._scaled_mm` with MX scales (1×32)."""
     for m, n, k in SHAPES:
-        copy = str(Copy.for_product(Format(), -1, ScaleLayout.TILED_128X4))
+        copy = str(Copy(format=Format(), layout=ScaleLayout.TILED_128X4))
         (a, scale_a), (b, scale_b) = (ops.cast(_matrix(rows, k), [copy]) for rows in (m, n))
         scales = (scale.view(torch.float8_e8m0fnu) for scale in (scale_a, scale_b))
         call = functools.partial(torch._scaled_mm, a, b.t(), *scales, out_dtype=torch.bfloat16)

@@ -46,6 +46,7 @@ def register() -> None:
 
 
 def _register(operator: str) -> None:
+    # not in Inductor's set of fallbacks: it takes the results of those operators as stored in memory
     call = fallback_handler(getattr(ops, operator), add_to_fallback_set=False)
 
     @register_lowering(getattr(ops, operator), type_promotion_kind=None)

@@ -20,7 +20,6 @@ PART_BYTES = 16 << 20
 """Bytes of a weight that are dequantized at a time for the vendor's GEMM. The system clears new memory for
 every call, which takes longer than dequantizing; the GNU C library reuses freed blocks of up to 32 MiB."""
 
-
 _TILE = 64
 """Parts of a weight start at multiples of this number of rows."""
 

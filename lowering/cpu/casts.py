@@ -24,6 +24,7 @@ from mxcompile.formats import BLOCK, Copy, Format
 from mxcompile.lowering.cpu import kernel
 from mxcompile.lowering.cpu.kernel import C_TYPES, CppBody, CppNames
 from mxcompile.ops import Spec
+from mxcompile.ops.cast import decoded_shape
 from mxcompile.ops.view import Cast
 
 _FLOATS = frozenset({torch.bfloat16, torch.float32})
@@ -82,7 +83,7 @@ class StoredBuffers:
         return StoredBuffers(
             buffers={name: kernel.stored(part) for name, part in parts.items()},
             elem=_elem_class(form),
-            k=decoded_size(qdata, -1, form)[-1],
+            k=decoded_shape(qdata.get_size(), -1, form)[-1],
             rows=any(V.graph.sizevars.optimization_hint(length) != 1 for length in size),
         )
 
@@ -100,7 +101,7 @@ _PROGRESS: WeakKeyDictionary[Any, _Progress] = WeakKeyDictionary()
 def cast(x: ir.TensorBox, copy: Copy) -> Results | None:
     """Returns the tensors of `copy` of `x`; None if Inductor's loops make them."""
     device = x.get_device_or_error()
-    if device.type != "cpu" or x.get_dtype() not in _FLOATS or not has_kernel(copy) or not kernel.usable():
+    if device.type != "cpu" or x.get_dtype() not in _FLOATS or not has_kernel(copy) or kernel.obstacle():
         return None
     progress = _PROGRESS.setdefault(V.graph, _Progress())
     node = V.graph.current_node
@@ -184,13 +185,6 @@ def _elem_class(form: Format) -> str:
     return f"mxcompile::{'NVFP4' if form.two_level else form.elem.name.upper()}"
 
 
-def decoded_size(qdata: ir.TensorBox, dim: int, form: Format) -> list[Any]:
-    """Returns the shape of the values of `qdata`, whose bytes hold several elements along `dim`."""
-    shape = list(qdata.get_size())
-    shape[dim] = shape[dim] * form.per_byte
-    return shape
-
-
 def decoded(
     qdata: ir.TensorBox,
     scale: ir.TensorBox,
@@ -202,8 +196,8 @@ def decoded(
     """Returns the value of ``mx.decode``; None if Inductor's loops compute it."""
     if not form.lies_stored:
         return None
-    shape, device = decoded_size(qdata, block_dim, form), qdata.get_device_or_error()
-    if device.type != "cpu" or dtype not in _FLOATS or not kernel.usable():
+    shape, device = decoded_shape(qdata.get_size(), block_dim, form), qdata.get_device_or_error()
+    if device.type != "cpu" or dtype not in _FLOATS or kernel.obstacle():
         return None
     if len(scale.get_size()) != len(shape):  # tiled scales
         return None

@@ -2,9 +2,9 @@
 
     out = a [M, K] · b [K, N] (+ bias)
 
-Each operand is contiguous, or its transpose is. The strides of the graph's fake tensors
-are read, because Inductor may not have chosen strides yet.
-`graph.integer` chooses these products. A bias that is not a vector is added after the kernel.
+Each operand is contiguous, or its transpose is. The strides of the graph's fake tensors are read, because
+Inductor may not have chosen strides yet. `graph.integer` chooses these products. A bias that is not a vector
+is added after the kernel.
 """
 
 from __future__ import annotations

@@ -83,19 +83,14 @@ class CppNames:
         first = self._kernel.index(node, [0] * len(node.get_size()))
         return f"reinterpret_cast<{const}{c_type}*>(&{first})"
 
-    def sizes(self, *values: Any) -> str:
-        """Returns sizes, which may be symbolic, as arguments."""
-        return ", ".join(self._written(value) for value in values)
-
     def size_arguments(self, *values: Any) -> str:
         """Returns sizes as arguments that the kernel's caller passes, so that shapes share compiled code."""
         return ", ".join(
-            self._parameter(int(value)) if isinstance(value, (int, sympy.Integer)) else self._written(value)
+            self._parameter(int(value))
+            if isinstance(value, (int, sympy.Integer))
+            else cexpr_index(self._kernel.rename_indexing(value))
             for value in values
         )
-
-    def _written(self, value: Any) -> str:
-        return str(cexpr_index(self._kernel.rename_indexing(value)))
 
     def _parameter(self, value: int) -> str:
         parameters = self._kernel.args.sizevars
@@ -133,16 +128,10 @@ def obstacle() -> str:
     """Returns the reason why the current compilation cannot use C++ kernels; "" if it can."""
     if config.cpu_backend != "cpp":
         return f"no C++ kernels: Inductor generates {config.cpu_backend} for CPUs"
-    if (
-        config.cpp.enable_unsafe_math_opt_flag
-    ):  # with this flag the compiler may remove the additions and subtractions that round
+    # with this flag the compiler may remove the additions and subtractions that round
+    if config.cpp.enable_unsafe_math_opt_flag:
         return "no C++ kernels: config.cpp.enable_unsafe_math_opt_flag is set"
     return _no_compiler()
-
-
-def usable() -> bool:
-    """Whether the current compilation can use C++ kernels."""
-    return not obstacle()
 
 
 def stored(x: ir.TensorBox) -> Any:

@@ -24,7 +24,7 @@ def lower_cast_statistics(
 
     Returns None if the kernel does not support this tensor.
     """
-    if x.get_device_or_error().type != "cpu" or x.get_dtype() not in C_TYPES or not kernel.usable():
+    if x.get_device_or_error().type != "cpu" or x.get_dtype() not in C_TYPES or kernel.obstacle():
         return None
     shape, device = list(x.get_size()), x.get_device_or_error()
     source = kernel.stored(x)

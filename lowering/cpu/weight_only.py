@@ -20,10 +20,12 @@ from torch._inductor.virtualized import V
 from mxcompile.formats import Format
 from mxcompile.graph.tags import tags_of
 from mxcompile.lowering.cpu import INT16, MOST_ROWS, kernel, parts_of
-from mxcompile.lowering.cpu.casts import StoredBuffers, decoded_size, dequantize_part
+from mxcompile.lowering.cpu.casts import StoredBuffers, dequantize_part
 from mxcompile.lowering.cpu.kernel import C_TYPES, CppBody, CppNames
+from mxcompile.ops.cast import decoded_shape
 
 _ADD = lowerings[torch.ops.aten.add.Tensor]
+_EXPAND = lowerings[torch.ops.aten.expand.default]
 
 
 def lower_weight_only_mm(
@@ -36,10 +38,7 @@ def lower_weight_only_mm(
     global_scale: ir.TensorBox | None = None,
 ) -> ir.TensorBox | None:
     """Returns the result of the operator; None if no kernel multiplies it."""
-    device, sources = (
-        x.get_device_or_error(),
-        (x.get_dtype(), torch.float32 if bias is None else bias.get_dtype()),
-    )
+    device, sources = x.get_device_or_error(), [part.get_dtype() for part in (x, bias) if part is not None]
     if device.type != "cpu" or kernel.obstacle() or not all(dtype in C_TYPES for dtype in sources):
         return None
     m, n = x.get_size()[0], qdata.get_size()[0]
@@ -50,7 +49,7 @@ def lower_weight_only_mm(
     weight = StoredBuffers.from_tensors(qdata, scale, Format.parse(fmt), global_scale)
     inputs = {"x": kernel.stored(x), **weight.buffers}
     if bias is not None and inside:
-        inputs["bias"] = kernel.stored(_expanded(bias, n))
+        inputs["bias"] = kernel.stored(_EXPAND(bias, [n]))
     alone = (inside or bias is None) and out_dtype in C_TYPES
     made_dtype = out_dtype if alone else torch.float32
     no_bias = "static_cast<const float*>(nullptr)"
@@ -72,11 +71,6 @@ def lower_weight_only_mm(
     return result
 
 
-def _expanded(bias: ir.TensorBox, n: Any) -> ir.TensorBox:
-    expanded: ir.TensorBox = lowerings[torch.ops.aten.expand.default](bias, [n])
-    return expanded
-
-
 def parts(
     qdata: ir.TensorBox,
     scale: ir.TensorBox,
@@ -85,7 +79,7 @@ def parts(
     global_scale: ir.TensorBox | None = None,
 ) -> list[ir.TensorBox] | None:
     """Returns the weight [N, K] in `dtype` in parts of some rows; None if it is small or unsupported."""
-    device, sizes = qdata.get_device_or_error(), decoded_size(qdata, -1, form)
+    device, sizes = qdata.get_device_or_error(), decoded_shape(qdata.get_size(), -1, form)
     if device.type != "cpu" or dtype not in C_TYPES or kernel.obstacle() or len(scale.get_size()) != 2:
         return None
     shape = [int(size) if isinstance(size, sympy.Integer) else size for size in sizes]

@@ -229,7 +229,7 @@ def _mask(node: fx.Node) -> fx.Node | None:
     mask = arguments.get("attn_mask", arguments.get("attn_bias"))
     while isinstance(mask, fx.Node) and packet(mask) is aten.expand:
         value = tensor(argument(mask))
-        if value is None or value.shape[-1] != tensor(mask).shape[-1]:  # type: ignore[union-attr]
+        if value is None or value.shape[-1] != value_of(mask).shape[-1]:
             break
         mask = argument(mask)
     return mask if isinstance(mask, fx.Node) else None

@@ -27,8 +27,6 @@ _BYTES = 16
 assert inductor_prims is not None  # the import defines the operator
 FORCE_ORDER = torch.ops.prims.inductor_force_stride_order.default
 
-Pair = tuple[fx.Node, fx.Node]
-
 
 def unmet(a: fx.Node, b: fx.Node) -> str:
     """Returns why PyTorch's grouped product refuses these operands in every memory order, or ""."""
@@ -44,7 +42,7 @@ def unmet(a: fx.Node, b: fx.Node) -> str:
     return ""
 
 
-def in_order(a: fx.Node, b: fx.Node, build: Builder) -> Pair:
+def in_order(a: fx.Node, b: fx.Node, build: Builder) -> tuple[fx.Node, fx.Node]:
     """Returns both operands in a memory order that the product takes. Requires that `unmet` is ""."""
     lhs, rhs = _innermost(value_of(a), value_of(b))
     return _ordered(a, lhs, build), _ordered(b, rhs, build)

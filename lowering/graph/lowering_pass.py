@@ -24,11 +24,13 @@ EMPTY = "a dimension is empty"
 NATIVE = ("templates.casts", "templates.scaled_mm", "templates.scaled_grouped_mm")
 """Templates of MX products, and of casts of their operands."""
 
-COLLECTED = ("templates.casts", "templates.operand_casts")
-"""Templates of casts to values that the vendor's GEMM multiplies."""
-
 FP8_CASTS = ("templates.fp8_casts",)
 """Templates of casts with FP32 scales."""
+
+
+def cast_templates(target: Target) -> tuple[str, ...]:
+    """Returns the templates of MXFP8 casts on `target`; to values for the vendor's GEMM if it emulates."""
+    return ("templates.casts", "templates.operand_casts") if target.emulates else NATIVE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -35,18 +35,17 @@ from mxcompile import ops
 from mxcompile.formats import FNUZ, WHOLE, AmaxKind, Copy, CopyPart, Format, Tile
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
-from mxcompile.graph.tags import tensor
+from mxcompile.graph.tags import is_empty, tensor
 from mxcompile.graph.transpose import readers
 from mxcompile.lowering import optional
 from mxcompile.lowering.choices.configs import is_one_matrix
 from mxcompile.lowering.choices.families import TABLE, Family
 from mxcompile.lowering.graph.lowering_pass import (
-    COLLECTED,
     FP8_CASTS,
-    NATIVE,
     NO_REASONS,
     LoweringPass,
     Reasons,
+    cast_templates,
 )
 from mxcompile.ops.view import Cast, Decode, result_of, results_of
 
@@ -81,7 +80,7 @@ class MergeCasts(LoweringPass):
     def obstacle(self) -> str:
         """The reason why the templates of casts cannot be used, or ""."""
         of_fp8 = FP8_CASTS if self.target.fp8_tiles else ()
-        return optional.obstacle(*(COLLECTED if self.target.emulates else NATIVE), *of_fp8)
+        return optional.obstacle(*cast_templates(self.target), *of_fp8)
 
     def apply(self, graph: fx.Graph) -> Reasons:
         """Merges the casts of `graph`, each at the first cast of its tensor."""
@@ -138,7 +137,7 @@ def is_fp8(cast: Cast) -> bool:
         return False
     if form.stochastic or form.amax.kind is AmaxKind.PERCENTILE or form.tile not in _FP8_TILES:
         return False
-    return all(not isinstance(size, int) or size > 0 for size in value.shape)
+    return not is_empty(value.shape)
 
 
 def _share_amax(build: Builder, cast: Cast) -> None:

@@ -41,43 +41,44 @@ class Native(NativePass):
 
     def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
         """Returns the products that the target's MX GEMM runs."""
-        return (node for node, unmet in self._products(graph) if not unmet)
+        return (product.node for product, unmet in self._products(graph) if not unmet)
 
     def apply(self, graph: fx.Graph) -> Reasons:
         """Names the kernel in the tags of the candidates. Returns the reasons of the other products."""
         reasons = {}
-        for node, unmet in self._products(graph):
+        for product, unmet in self._products(graph):
             if unmet:
-                reasons[node] = unmet
+                reasons[product.node] = unmet
                 continue
-            kernel = f"{self._config(node)} ({self.target.mma})"
-            set_tag(node, *(replace(tag, kernel=kernel) for tag in tags_of(node)))
+            kernel = f"{self._config(product)} ({self.target.mma})"
+            set_tag(product.node, *(replace(tag, kernel=kernel) for tag in tags_of(product.node)))
         return reasons
 
-    def _products(self, graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
+    def _products(self, graph: fx.Graph) -> Iterator[tuple[Product, str]]:
         """Yields each mx GEMM with the reason why the target does not run it, or ""."""
-        return ((node, self.unmet(node)) for node in graph.nodes if is_native(node))
+        products = (Product.read(node) for node in graph.nodes if is_native(node))
+        return ((product, self.unmet(product)) for product in products)
 
-    def _config(self, node: fx.Node) -> str:
+    def _config(self, product: Product) -> str:
         """Returns the template and its tile, or the number of choices under autotuning."""
-        tiled, tiles = self._tiled(node), configs.products(self.target, _rows(node))
+        name, tiled = _name(product), self._tiled(product)
+        tiles = configs.products(self.target, _rows(product))
         if configs.autotuning():
-            others = 0 if tiled and _is_grouped(node) else len(tiles)
-            return f"{_name(node)} autotuned of {len(tiled) + others}"
+            others = 0 if tiled and product.is_grouped else len(tiles)
+            return f"{name} autotuned of {len(tiled) + others}"
         if tiled:
-            form = defaults.default(self._product(node), self.target, defaults.forms(tiled)).form
+            form = defaults.default(self._size(product), self.target, defaults.forms(tiled)).form
             (chosen,) = defaults.tile_of(form, tiled)
-            return f"{_name(node)}_tiled {_shape(chosen, node)}"
+            return f"{name}_tiled {_shape(chosen, product)}"
         ((swap, tile),) = tiles
-        return f"{_name(node)} {_shape(tile, node)}{' swapped' if swap else ''}"
+        return f"{name} {_shape(tile, product)}{' swapped' if swap else ''}"
 
-    def _product(self, node: fx.Node) -> defaults.MXProduct:
-        """Returns the sizes and formats of `node` by which `defaults` chooses a form."""
-        product = Product.read(node)
-        out, a = value_of(node), value_of(product.a)
+    def _size(self, product: Product) -> defaults.MXProduct:
+        """Returns the sizes and formats of `product` by which `defaults` chooses a form."""
+        out, a = value_of(product.node), value_of(product.a)
         *groups, m, n = map(hint, out.shape)
         kind = defaults.DENSE
-        if _is_grouped(node):
+        if product.is_grouped:
             kind = defaults.ALONG_K if groups else defaults.ROWS
         return defaults.MXProduct(
             kind=kind,
@@ -86,25 +87,24 @@ class Native(NativePass):
             n=n,
             k=product.per_byte * hint(a.shape[-1]),
             groups=groups[0] if groups else 1,
-            epilogue=has_epilogue(node),
+            epilogue=has_epilogue(product.node),
         )
 
-    def _tiled(self, node: fx.Node) -> list[TiledConfig]:
-        """Returns the tiles of the tiled form for `node`; [] if the form cannot run it."""
-        if _is_grouped(node):
-            return self._tiled_groups(node)
-        lhs, rhs = Product.read(node).sides
-        out, a, scale_a, b, scale_b = map(value_of, (node, *lhs, *rhs))
+    def _tiled(self, product: Product) -> list[TiledConfig]:
+        """Returns the tiles of the tiled form for `product`; [] if the form cannot run it."""
+        if product.is_grouped:
+            return self._tiled_groups(product)
+        lhs, rhs = product.sides
+        out, a, scale_a, b, scale_b = map(value_of, (product.node, *lhs, *rhs))
         if out.ndim != 2 or any(scale.ndim != 1 for scale in (scale_a, scale_b)):
             return []
         if configs.contiguous(a.stride()) is None or configs.contiguous(b.stride()) is None:
             return []
         return configs.tiled_products(self.target, *map(hint, (*out.shape, a.shape[1])))
 
-    def _tiled_groups(self, node: fx.Node) -> list[TiledConfig]:
+    def _tiled_groups(self, product: Product) -> list[TiledConfig]:
         """Returns the tiles for groups of K, of rows, or of columns (rows of the transposed product)."""
-        product = Product.read(node)
-        out, a, b = map(value_of, (node, product.a, product.b))
+        out, a, b = map(value_of, (product.node, product.a, product.b))
         if (a.ndim, b.ndim) == (3, 3):
             return []
         if a.ndim == b.ndim:
@@ -114,13 +114,12 @@ class Native(NativePass):
         m, n = out.shape
         if a.ndim == 3:
             a, b, m, n = b.t(), a.mT, n, m
-        tiles = configs.tiled_groups(self.target, _rows(node), *map(hint, (m, n, a.shape[1])))
+        tiles = configs.tiled_groups(self.target, _rows(product), *map(hint, (m, n, a.shape[1])))
         return [tile for tile in tiles if configs.grouped_fits(a.stride(), b.shape, b.stride(), tile)]
 
-    def unmet(self, node: fx.Node) -> str:
-        """Returns the reason why the target's MX GEMM does not run the product `node`, or ""."""
-        product = Product.read(node)
-        out, a, offs = map(tensor, (node, product.a, product.offs))
+    def unmet(self, product: Product) -> str:
+        """Returns the reason why the target's MX GEMM does not run `product`, or ""."""
+        out, a, offs = map(tensor, (product.node, product.a, product.offs))
         if out is None or a is None:
             return "the shape of an operand or of the result is unknown"
         if a.device.type != self.device:
@@ -149,26 +148,21 @@ def _loses_scales(device: torch.device) -> str:
     return f"Triton {version} would read scale bytes of 0 as 0 on {gpu.name}, which has no MX instruction"
 
 
-def _shape(tile: MatmulConfig, node: fx.Node) -> str:
-    return f"{tile.block_m}x{tile.block_n}x{tile.block_k * Product.read(node).per_byte}"
+def _shape(tile: MatmulConfig, product: Product) -> str:
+    return f"{tile.block_m}x{tile.block_n}x{tile.block_k * product.per_byte}"
 
 
-def _is_grouped(node: fx.Node) -> bool:
-    return Product.read(node).is_grouped
-
-
-def _name(node: fx.Node) -> str:
-    out, a = value_of(node), value_of(Product.read(node).a)
-    if _is_grouped(node):
+def _name(product: Product) -> str:
+    out, a = value_of(product.node), value_of(product.a)
+    if product.is_grouped:
         return "mx_scaled_grouped_mm_k" if out.ndim > a.ndim else "mx_scaled_grouped_mm"
     return "mx_scaled_bmm" if a.ndim == 3 else "mx_scaled_mm"
 
 
-def _rows(node: fx.Node) -> int:
-    """Returns the number of rows of each product of `node`; for groups of rows or columns their average."""
-    product = Product.read(node)
-    out, a, b = map(value_of, (node, product.a, product.b))
-    if not _is_grouped(node) or a.ndim == b.ndim:
+def _rows(product: Product) -> int:
+    """Returns the rows of each GEMM of `product`; for groups of rows or columns their average."""
+    out, a, b = map(value_of, (product.node, product.a, product.b))
+    if not product.is_grouped or a.ndim == b.ndim:
         return hint(out.shape[-2])
     ragged, groups = (out.shape[0], b.shape[0]) if a.ndim == 2 else (out.shape[1], a.shape[0])
     return -(-hint(ragged) // hint(groups))

@@ -55,7 +55,7 @@ class Packed(LoweringPass):
 
     def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
         """Returns the products of FP4 operands that are not packed."""
-        products = ((node, Product.from_node(node)) for node in graph.nodes if self.applies)
+        products = ((node, Product.from_node(node)) for node in graph.nodes)
         of_elements = ((node, product) for node, product in products if product and not product.is_packed)
         return (node for node, product in of_elements if TABLE[self.family].takes(product.forms))
 
@@ -67,7 +67,7 @@ class Packed(LoweringPass):
         for node in list(self.candidates(graph)):
             product = Product.read(node)
             lack = lacking(self.family, product.forms, self.target)
-            if unmet := lack or native.unmet(node) or _unmet(product):
+            if unmet := lack or native.unmet(product) or _unmet(product):
                 reasons[node] = unmet
                 continue
             sides = [_Side.from_operand(*side, index) for index, side in enumerate(product.sides)]

@@ -65,7 +65,11 @@ LOWERING: tuple[type[LoweringPass], ...] = (
     MergeSiblingCasts,
     NameKernels,
 )
-"""The passes over a forward, backward or inference graph. docs/architecture.md describes each of them."""
+"""The passes over a forward, backward or inference graph. docs/architecture.md describes each of them.
+
+Passes that choose kernels run before `Expand`, which takes the products that are left. Passes over casts run
+after it, because it writes casts.
+"""
 
 
 def config_patches(

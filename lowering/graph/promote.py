@@ -43,7 +43,6 @@ _PRODUCTS = frozenset(
     | CONVOLUTIONS
     | CONVOLUTION_BACKWARD
 )
-_CONVERT = torch.ops.prims.convert_element_type.default
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,9 +126,8 @@ class _Promoter:
         if value is None or not self._takes(value):
             return operand
         if operand not in self._wide:
-            self._wide[operand] = self._dequantized(operand) or self._build.call(
-                _CONVERT, operand, torch.float32, like=operand
-            )
+            wide = self._dequantized(operand)
+            self._wide[operand] = wide or self._build.converted(operand, torch.float32, operand)
         return self._wide[operand]
 
     def _dequantized(self, operand: fx.Node) -> fx.Node | None:

@@ -51,7 +51,7 @@ class PromoteToMX(NativePass):
         for node in list(self.candidates(graph)):
             product = Product.read(node)
             lack = lacking(self.family, product.forms, self.target)
-            if unmet := lack or native.unmet(node):
+            if unmet := lack or native.unmet(product):
                 reasons[node] = unmet
                 continue
             with graph.inserting_before(node):

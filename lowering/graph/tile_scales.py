@@ -66,8 +66,9 @@ def _can_tile(cast: Cast) -> bool:
 def _takes_tiles(native: Native, user: fx.Node, scale: fx.Node) -> bool:
     """Whether `user` is a product of matrices on the MX GEMM, and `scale` a scale of its operands."""
     out, product = tensor(user), Product.from_node(user) if user.target is ops.matmul else None
-    reads_scale = product is not None and product.is_mx and scale in (product.scale_a, product.scale_b)
-    return reads_scale and out is not None and out.ndim == 2 and not native.unmet(user)
+    if product is None or not product.is_mx or scale not in (product.scale_a, product.scale_b):
+        return False
+    return out is not None and out.ndim == 2 and not native.unmet(product)
 
 
 def _tile(build: Builder, cast: Cast, uses: list[tuple[fx.Node, fx.Node]]) -> None:

@@ -37,7 +37,7 @@ from mxcompile.lowering import optional
 from mxcompile.lowering.choices.configs import contiguous
 from mxcompile.lowering.choices.epilogue import is_native
 from mxcompile.lowering.choices.families import TABLE, Family, lacking, runs
-from mxcompile.lowering.graph.fp8_requirements import Problem, unmet
+from mxcompile.lowering.graph.fp8_requirements import unmet
 from mxcompile.lowering.graph.lowering_pass import FP8_CASTS, LoweringPass, Reasons
 from mxcompile.lowering.graph.merge_casts import is_fp8
 from mxcompile.ops.view import Cast, Product, result_of, results_of
@@ -61,7 +61,7 @@ class VendorFP8(LoweringPass):
                 continue
             if TABLE[self.family].takes(product.forms):
                 lack = lacking(self.family, product.forms, self.target)
-                reason = lack or unmet(Problem(product, self.device))
+                reason = lack or unmet(product, self.device)
                 if not reason:
                     _replace(product, copies)
                     continue

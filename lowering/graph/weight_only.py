@@ -59,7 +59,7 @@ class _Weight:
     @property
     def shape(self) -> tuple[Any, ...]:
         """The shape of the values, with blocks along the last dimension."""
-        return tuple(decoded_shape(value_of(self.qdata), -1, self.form))
+        return tuple(decoded_shape(value_of(self.qdata).shape, -1, self.form))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

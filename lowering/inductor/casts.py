@@ -36,7 +36,7 @@ class _TensorCast:
     """The MXFP8 scales of one tensor, and its elements divided by these scales."""
 
     def __init__(self, x: ir.TensorBox, copy: Copy) -> None:
-        x.realize()
+        x.realize()  # amax and elements both read it: without a buffer each would compute its producer
         self.blocks = ScaleBlocks(x, copy.dim, copy.format.tile)
         self.elem = copy.elem
         self.mode = copy.rounding

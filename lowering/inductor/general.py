@@ -9,6 +9,7 @@ FP32 quotients are rounded to nearest on every chip, so that elements are bit-id
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import sympy
@@ -102,15 +103,14 @@ class Scaled:
         self.target = of_device(x.get_device_or_error())
         self._load = as_float(x)
         self._scale = scale
-        self._half = None
-        if self.form.stochastic and seed is not None:
-            self._half = stochastic.halves(self.blocks.shape, copy.dim, seed, stream)
+        self._half = None if seed is None else stochastic.halves(self.blocks.shape, copy.dim, seed, stream)
 
     def factor(self, inverse: bool) -> Load:
         """Returns a loader of each block's FP32 factor or, with FP32 scales, divisor; `inverse` to encode."""
-        if self.form.two_level:
-            amax = self._amax if inverse else None
-            factors = two_level.factors(self.blocks, self._scale, amax, self.form)
+        if self.form.two_level and inverse:
+            factors = two_level.encoding_factors(self.blocks, self._scale, self._amax, self.form)
+        elif self.form.two_level:
+            factors = two_level.decoding_factors(self.blocks, self._scale)
         elif self.form.rounding is None:
             return self._scale.make_loader()
         else:
@@ -129,7 +129,8 @@ class Scaled:
         if self.form.amax.stateful:  # a delayed scale is finite even if x is not
             finite = inductor.lt(inductor.abs(value), f32(float("inf")))
             y = inductor.where(finite, y, f32(float("nan")))
-        if self._half is not None:
+        if self.form.stochastic:
+            assert self._half is not None, f"a cast to {self.form} rounds stochastically: pass seed"
             return stochastic.rounded(y, self.form.elem, self._half(index))
         return elements.rounded(y, self.form.elem, self.target)
 
@@ -175,7 +176,10 @@ def lower_decode(
     if dtype in FNUZ.values():
         return _as_fnuz(qdata)
     if scale is not None:
-        if (result := cpp.decoded(qdata, scale, block_dim, form, dtype, global_scale)) is not None:
+        result = None
+        if amax is None:
+            result = cpp.decoded(qdata, scale, block_dim, form, dtype, global_scale)
+        if result is not None:
             return result
         if form.is_mx and form.tile == Tile.ROW:
             return casts.decoded(qdata, scale, block_dim, dtype)
@@ -183,6 +187,7 @@ def lower_decode(
         qdata = _unpacked(qdata, block_dim, form.elem)
         if dtype is torch.uint8:
             return qdata
+        form = replace(form, tile=Tile(1, form.tile.along))  # a square tile has a scale for each row
     blocks, copy = ScaleBlocks(qdata, block_dim, form.tile), Copy(format=form, dim=block_dim)
     element = elements.loader(qdata, form.elem, of_device(blocks.device))
     times = None if scale is None else Scaled(qdata, scale, copy).factor(inverse=False)

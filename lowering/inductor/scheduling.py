@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 from torch._inductor.scheduler import BaseSchedulerNode
@@ -27,9 +28,9 @@ class SchedulerPass(CustomSchedulerPass):
         """Returns `nodes` after both passes."""
         return self.apply(nodes if self._user is None else self._user(nodes))
 
+    @abstractmethod
     def apply(self, nodes: Nodes) -> Nodes:
         """Returns the new schedule."""
-        return nodes
 
     def uuid(self) -> Any:
         """Returns the identity for Inductor's caches; None disables them if the user's pass has none."""
@@ -39,6 +40,7 @@ class SchedulerPass(CustomSchedulerPass):
         return None if theirs is None else (self._uuid, theirs)
 
     def __deepcopy__(self, memo: object) -> SchedulerPass:
+        """Returns this pass: Inductor copies its configuration, but a copy would report to no compile."""
         return self
 
     def __reduce__(self) -> Any:

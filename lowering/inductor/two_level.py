@@ -1,7 +1,8 @@
 """Two-level scales in Inductor's operators: E4M3 for a tile, and FP32 for the tensor or for each row.
 
-    scales     the E4M3 scale of every tile; with a choice of scales, the candidate with the smaller error
-    factors    1/(scale · 1/G) to encode elements; the scale in FP32 to decode them
+    scales              the E4M3 scale of every tile; with a choice, the candidate with the smaller error
+    encoding_factors    1/(scale · 1/G)
+    decoding_factors    the scale in FP32
 
 `formats.two_level` has the definition. An error is a sum in a fixed order, so its loops are unrolled.
 """
@@ -157,15 +158,21 @@ def encoding_factor(scale: Any, gain: Any) -> Any:
     return inductor.minimum(quotient(f32(1.0), over), f32(FP32_MAX))
 
 
-def factors(
+def encoding_factors(
     blocks: ScaleBlocks, scale: ir.TensorBox, amax: ir.TensorBox | None, form: Format
 ) -> ir.TensorBox:
-    """Returns the FP32 factors of the elements of every tile.
-
-    amax: see `_gain`, if the factors encode elements; None if they decode them.
-    """
-    load = elements.loader(scale, E4M3, of_device(blocks.device))
-    if amax is None:
-        return blocks.per_block(torch.float32, load)
-    gain = _gain(amax, form)
+    """Returns the FP32 factors by which a cast multiplies the elements of every tile. amax: see `_gain`."""
+    load, gain = _loader(blocks, scale), _gain(amax, form)
     return blocks.per_block(torch.float32, lambda tile: encoding_factor(load(tile), gain(tile)))
+
+
+def decoding_factors(blocks: ScaleBlocks, scale: ir.TensorBox) -> ir.TensorBox:
+    """Returns the scales of every tile in FP32."""
+    return blocks.per_block(torch.float32, _loader(blocks, scale))
+
+
+def _loader(blocks: ScaleBlocks, scale: ir.TensorBox) -> Load:
+    """Returns a loader of the E4M3 scales `scale`, which are bytes if elements are packed."""
+    if scale.get_dtype() is torch.uint8:
+        scale = elements.as_dtype(scale, E4M3.dtype)
+    return elements.loader(scale, E4M3, of_device(blocks.device))

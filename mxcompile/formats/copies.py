@@ -103,18 +103,12 @@ class Copy:
         return _copy_of(word)
 
     @classmethod
-    def for_product(
-        cls,
-        fmt: Format,
-        dim: int,
-        layout: ScaleLayout = ScaleLayout.ROW_MAJOR,
-        dtype: torch.dtype | None = None,
-    ) -> Copy:
+    def for_product(cls, fmt: Format, dim: int) -> Copy:
         """Returns a copy with the scales that an MX GEMM reads: one for each row, also in square tiles."""
-        plain = layout is ScaleLayout.ROW_MAJOR and dtype is None
         # The lowering of stochastic casts cannot repeat scales; policies combine them with no square tile.
-        spread = plain and fmt.tile == Tile.SQUARE and not fmt.stochastic
-        return cls(format=fmt, dim=dim, layout=ScaleLayout.PER_ROW if spread else layout, dtype=dtype)
+        spread = fmt.tile == Tile.SQUARE and not fmt.stochastic
+        layout = ScaleLayout.PER_ROW if spread else ScaleLayout.ROW_MAJOR
+        return cls(format=fmt, dim=dim, layout=layout)
 
     @classmethod
     def packed(cls, fmt: Format, dim: int, layout: ScaleLayout = ScaleLayout.ROW_MAJOR) -> Copy:

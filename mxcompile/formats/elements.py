@@ -117,7 +117,7 @@ FNUZ = {E4M3.dtype: torch.float8_e4m3fnuz, E5M2.dtype: torch.float8_e5m2fnuz}
 ELEM_TYPES = {elem.name: elem for elem in (E4M3, E5M2)}
 """The FP8 element types, by name."""
 
-_BY_DTYPE = {elem.dtype: elem for elem in (E4M3, E5M2)}
+_BY_DTYPE = {elem.dtype: elem for elem in ELEM_TYPES.values()}
 
 
 def elem_type(dtype: torch.dtype) -> ElemType:

@@ -340,6 +340,7 @@ class Format:
 
 @functools.cache
 def _format_of(word: str) -> Format:
+    # missing words become "", which is no element type, tile or derivation
     elem, tile, derivation, *rest = (*word.split(), "", "")[: max(3, len(word.split()))]
     roundings = [part for part in rest if part in list(ElemRounding)]
     transforms = [part for part in rest if part.startswith(f"{HADAMARD}:")]

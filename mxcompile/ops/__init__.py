@@ -11,7 +11,6 @@ from mxcompile.ops.cast import decode as decode
 from mxcompile.ops.cast import hadamard as hadamard
 from mxcompile.ops.define import SPECS as SPECS
 from mxcompile.ops.define import Spec as Spec
-from mxcompile.ops.products import draw_seed as draw_seed
 from mxcompile.ops.products import flatten as flatten
 from mxcompile.ops.products import grouped_matmul as grouped_matmul
 from mxcompile.ops.products import grouped_mm as grouped_mm

@@ -84,9 +84,9 @@ def decoded(
     return decode_tensors(qdata, scale, block_dim, form, dtype, amax, global_scale)
 
 
-def decoded_shape(qdata: Any, block_dim: int, form: Format) -> list[Any]:
-    """Returns the shape of the elements of `qdata`, a tensor or another value with a shape, in `form`."""
-    shape = list(qdata.shape)
+def decoded_shape(stored: Sequence[Any], block_dim: int, form: Format) -> list[Any]:
+    """Returns the shape of the elements, in `form`, of data with the shape `stored`."""
+    shape = list(stored)
     shape[block_dim] = shape[block_dim] * form.per_byte
     return shape
 
@@ -109,6 +109,6 @@ decode = define(
     "decode(Tensor qdata, Tensor? scale, int block_dim, str fmt, ScalarType dtype, Tensor? amax=None,"
     " Tensor? global_scale=None) -> Tensor",
     decoded,
-    lambda qdata, scale, dim, fmt, dtype, *_: [(decoded_shape(qdata, dim, Format.parse(fmt)), dtype)],
+    lambda qdata, scale, dim, fmt, dtype, *_: [(decoded_shape(qdata.shape, dim, Format.parse(fmt)), dtype)],
 )
 hadamard = define("hadamard(Tensor x, int dim, int signs) -> Tensor", transformed, _spec_hadamard)

@@ -1,6 +1,5 @@
-"""Products, and their scales and seeds. Formats are words (`Format.parse`).
+"""Products, and their scales. Formats are words (`Format.parse`).
 
-    draw_seed           → a seed for the casts of a graph, int64 [1], from the generator of the device
     scale_bytes         scales of qdata → the bytes that a product reads, one per block, in a layout. FP32
                         powers of two become E8M0 bytes, one per 32 elements (see `Format.mx_elem`)
     matmul              a[…, M, K] · b[…, K, N] (· tensors) (+ bias[N]), accumulated in FP32, rounded once
@@ -37,13 +36,8 @@ from torch import Tensor
 from mxcompile.formats import BLOCK, Format, ScaleLayout, Tile, num_blocks
 from mxcompile.formats.encoding import encode_tensors, extents, scale_shape
 from mxcompile.formats.scale_tiles import tile_scale, tiled_length
-from mxcompile.formats.stochastic import SEEDS
 from mxcompile.ops.cast import decoded
 from mxcompile.ops.define import Spec, define
-
-
-def _draw_seed(like: Tensor) -> Tensor:
-    return torch.randint(SEEDS, (1,), dtype=torch.int64, device=like.device)
 
 
 def _scale_bytes(scale: Tensor, qdata: Tensor, block_dim: int, fmt: str, scale_layout: str) -> Tensor:
@@ -183,12 +177,6 @@ def _grouped_shape(a: Tensor, b: Tensor, offs: Tensor) -> tuple[Any, ...]:
             return (*a.shape[:-1], b.shape[-1])
 
 
-draw_seed = define(
-    "draw_seed(Tensor like) -> Tensor",
-    _draw_seed,
-    lambda like: [((1,), torch.int64)],
-    torch.Tag.nondeterministic_seeded,
-)
 scale_bytes = define(
     "scale_bytes(Tensor scale, Tensor qdata, int block_dim, str fmt, str scale_layout) -> Tensor",
     _scale_bytes,

@@ -54,6 +54,9 @@ In two levels, a scale is the scale of the tile times the scale of the tensor.
 
 LENGTH = len(FIELDS) + NUM_BYTES
 
+_ANY_STRIDES = torch.Tag.flexible_layout
+"""Lets Inductor choose the strides of x as without the operator, so that other kernels do not change."""
+
 _PIECE = 1 << 22
 """Elements that are in FP64 at a time, to bound temporary memory."""
 
@@ -147,7 +150,7 @@ cast_statistics = define(
     " Tensor? scale=None) -> (Tensor statistics, Tensor kept)",
     _cast_statistics,
     lambda x, block_dim, fmt, keep, *_: [((LENGTH,), torch.float64), ((keep,), torch.float32)],
-    torch.Tag.flexible_layout,
+    _ANY_STRIDES,
 )
 
 
@@ -176,7 +179,7 @@ excerpt = define(
         (excerpt_sizes(x.shape, block_dim, limit), x.dtype),
         (excerpt_sizes(x.shape, block_dim, limit)[:1], torch.int64),
     ],
-    torch.Tag.flexible_layout,
+    _ANY_STRIDES,
 )
 
 
@@ -186,7 +189,7 @@ def _nonfinite(x: Tensor) -> Tensor:
 
 
 nonfinite = define(
-    "nonfinite(Tensor x) -> Tensor", _nonfinite, lambda x: [((1,), torch.float64)], torch.Tag.flexible_layout
+    "nonfinite(Tensor x) -> Tensor", _nonfinite, lambda x: [((1,), torch.float64)], _ANY_STRIDES
 )
 
 Listener = Callable[[Sequence[Tensor], Sequence[str]], object]

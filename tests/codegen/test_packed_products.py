@@ -67,7 +67,8 @@ def applied(function, *inputs: Tensor, target: str = "sm_100", mode: str = "fake
     for node in module.graph.nodes:
         if node.target in (ops.matmul, ops.grouped_matmul):
             set_tag(node, TAG)
-    reasons = Packed(target=TARGETS[target], device="cpu").apply(module.graph)
+    step = Packed(target=TARGETS[target], device="cpu")
+    reasons = step.apply(module.graph) if step.applies else {}
     module.graph.lint()
     module.recompile()
     return module, list(reasons.values())

@@ -24,7 +24,9 @@ def mx(
     """The copies of a cast to MXFP8. dim: counted from the last. dtype: of values; None for codes."""
     tile = Tile.SQUARE if square else Tile.ROW
     fmt = Format(elem=elem_type(elem), rounding=Rounding(rounding), tile=tile)
-    return [str(Copy.for_product(fmt, dim, ScaleLayout(layout), dtype))]
+    if layout == ScaleLayout.ROW_MAJOR and dtype is None:
+        return [str(Copy.for_product(fmt, dim))]
+    return [str(Copy(format=fmt, dim=dim, layout=ScaleLayout(layout), dtype=dtype))]
 
 
 @torch.compiler.assume_constant_result

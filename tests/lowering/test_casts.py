@@ -150,3 +150,17 @@ def test_compiled_casts_of_strided_sources_equal_reference(view: str):
         "batched": torch.randn(3, 64, 96, dtype=BF16),
     }[view]
     check(lambda x: quantize_both(x, E4M3, "rceil"), x)
+
+
+@pytest.mark.parametrize(
+    ("tile", "shape"),
+    [("1x16", (40, 48)), ("1x16", (2, 33, 64)), ("16x16", (40, 48))],
+)
+def test_compiled_values_of_packed_elements_equal_reference(tile: str, shape: tuple[int, ...]):
+    """Packed elements have scale bytes, one for each row of a square tile."""
+    x, word = torch.randn(shape, generator=torch.Generator().manual_seed(0)), f"e2m1 {tile} two-level packed"
+    amax = ops.largest(x)
+    elements, scales = ops.cast(x, [f"{word} @-1 codes"], None, 0, None, [amax])
+    torch._dynamo.reset()
+    check(lambda q, s: ops.decode(q, s, -1, word, F32), elements, scales)
+    check(lambda q, s, a: ops.decode(q, s, -1, word, BF16, a), elements, scales, amax)

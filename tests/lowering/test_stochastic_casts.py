@@ -7,6 +7,7 @@ import torch
 from helpers.casts import encode
 from test_casts import assert_same_bits, wild
 from torch import Tensor
+from torch._inductor.exc import InductorError
 
 from mxcompile import ops
 
@@ -33,3 +34,18 @@ def test_compiled_stochastic_casts_equal_reference(
     x = wild(*shape, dtype=dtype)
     torch._dynamo.reset()
     assert_same_bits(torch.compile(function, fullgraph=True)(x, seed), function(x, seed))
+
+
+@pytest.mark.parametrize(
+    ("word", "scale", "lacking"),
+    [
+        ("e5m2 tensor nearest stochastic @-1 codes", None, "pass seed"),
+        ("e2m1 1x16 two-level @-1 elements", torch.ones(4, 2).to(torch.float8_e4m3fn), "reads the amax"),
+    ],
+)
+def test_a_compiled_cast_without_an_input_is_an_error(word: str, scale: Tensor | None, lacking: str):
+    """As in the reference: without its seed or amax a cast would have other elements."""
+    torch._dynamo.reset()
+    function = torch.compile(lambda x: ops.cast(x, [word], None, 0, [scale]), fullgraph=True)
+    with pytest.raises(InductorError, match=lacking):
+        function(torch.ones(4, 32))

@@ -8,6 +8,7 @@ from helpers.casts import codes
 from torch import fx
 
 from mxcompile import ops
+from mxcompile.graph.opsets import aten
 from mxcompile.ops.view import Cast, result_of
 from mxcompile.passes.seed import Seed
 
@@ -24,10 +25,12 @@ def casts(*words: str) -> fx.Graph:
 def test_each_random_cast_has_a_stream_of_one_seed():
     graph = casts(RANDOM, NEAREST, RANDOM)
     Seed().apply(graph)
-    (seed,) = calls(graph, ops.draw_seed)
+    (seed,) = calls(graph, aten.randint.generator)
     first, plain, second = (Cast.read(node) for node in calls(graph, ops.cast))
     assert [(cast.seed, cast.stream) for cast in (first, plain, second)] == [(seed, 0), (None, 0), (seed, 1)]
     assert result_of(seed) == (None, -1)
+    assert (seed.args, seed.kwargs["device"]) == ((1 << 32, [1]), torch.device("cpu"))
+    assert (seed.meta["val"].shape, seed.meta["val"].dtype) == ((1,), torch.int64)
 
 
 def test_a_cast_with_a_seed_keeps_it():
@@ -37,17 +40,7 @@ def test_a_cast_with_a_seed_keeps_it():
     Seed().apply(graph)
     (cast,) = (Cast.read(node) for node in calls(graph, ops.cast))
     assert (cast.seed, cast.stream) == (seed, 5)
-    assert not calls(graph, ops.draw_seed)
-
-
-def test_seed_looks_like_the_input_of_fewest_dimensions():
-    """It is asked for its device alone, but an estimate counts the bytes of whatever an operator is given."""
-    hand = Hand()
-    x, weight = hand.input("x", 4, 64), hand.input("weight", 64)
-    graph = hand.output(hand.call(ops.cast, x, codes(-1, RANDOM)), weight)
-    Seed().apply(graph)
-    (seed,) = calls(graph, ops.draw_seed)
-    assert seed.args == (weight,)
+    assert not calls(graph, aten.randint.generator)
 
 
 def test_runs_differ_but_for_the_seed_of_torch():
