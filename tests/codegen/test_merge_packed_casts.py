@@ -7,13 +7,12 @@ import operator
 import pytest
 import torch
 from helpers.casts import encode_packed
+from helpers.graphs import lowered, operators, traced
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from mxcompile import ops
 from mxcompile.errors import FormatError
 from mxcompile.lowering.graph.merge_casts import MergeCasts
-from mxcompile.lowering.targets import TARGETS
 
 NVFP4, MXFP4 = "e2m1 1x16 two-level", "e2m1 1x32 rceil"
 SIGNS = 55272
@@ -22,17 +21,8 @@ ROTATED = f"{NVFP4} hadamard:{SIGNS}"
 
 def paired(function, *inputs: Tensor) -> fx.GraphModule:
     """The graph of `function` behind the pass."""
-    module = make_fx(function, tracing_mode="fake")(*inputs)
-    MergeCasts(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
-    module.graph.lint()
-    module.recompile()
+    module, _ = lowered([MergeCasts], "sm_100", traced(function, *inputs))
     return module
-
-
-def operators(module: fx.GraphModule) -> list[str]:
-    """The mx operators of a graph, in order."""
-    names = (str(node.target) for node in module.graph.nodes)
-    return [name.split(".")[1] for name in names if name.startswith("mx.")]
 
 
 @pytest.mark.parametrize("columns_first", [False, True])
@@ -73,32 +63,24 @@ def test_a_weight_has_one_amax_for_both():
 
 
 def test_casts_that_cannot_be_one_stay():
-    """Random ones, two layouts of scales, one side twice, and an amax computed from the first copy."""
+    """Random ones, two layouts, one side twice, two tensors, an amax computed from the first copy."""
     seed = torch.tensor([3])
 
-    def function(x: Tensor, y: Tensor, z: Tensor, v: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
+    def function(x: Tensor, y: Tensor, z: Tensor, v: Tensor, u: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
         random = [encode_packed(x, dim, f"{MXFP4} stochastic", seed, 5) for dim in (-1, -2)]
         layouts = [
             encode_packed(y, -1, MXFP4),
             encode_packed(y, -2, MXFP4, None, 0, None, "row-major"),
         ]
         twice = [encode_packed(z, -1, MXFP4), encode_packed(z, -1, MXFP4)]
+        two = [encode_packed(u, -1, MXFP4), encode_packed(u + 1, -2, MXFP4)]
         first = encode_packed(v, -1, NVFP4, None, 0, ops.largest(v))
         late = encode_packed(v, -2, NVFP4, None, 0, first[0][0, :1].float())
-        return tuple(result for cast in (*random, *layouts, *twice, first, late) for result in cast)
+        return tuple(result for cast in (*random, *layouts, *twice, *two, first, late) for result in cast)
 
-    inputs = [torch.randn(32, 64) for _ in range(4)]
+    inputs = [torch.randn(32, 64) for _ in range(5)]
     module = paired(function, *inputs, seed)
-    assert operators(module).count("cast") == 8
-
-
-def test_copies_of_two_tensors_stay():
-    module = paired(
-        lambda x, y: (*encode_packed(x, -1, MXFP4), *encode_packed(y, -2, MXFP4)),
-        torch.randn(32, 64),
-        torch.randn(32, 64),
-    )
-    assert operators(module) == ["cast"] * 2
+    assert operators(module).count("cast") == 10
 
 
 def test_a_transform_runs_along_columns():

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.casts import casts_both, quantize_both
+from helpers.graphs import lowered, traced
 from interpreted import interpret
 from torch import Tensor, fx, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from mxcompile import ops
 from mxcompile.lowering.graph.merge_sibling_casts import MergeSiblingCasts
-from mxcompile.lowering.targets import TARGETS
 from mxcompile.offline import codegen
 from mxcompile.ops.view import Casts
 from mxcompile.versions import newer
@@ -25,18 +24,11 @@ def _inputs(count: int) -> list[Tensor]:
     return [torch.randn(SHAPE).bfloat16() for _ in range(count)]
 
 
-def _coupled(function, *inputs: Tensor) -> tuple[fx.GraphModule, list[int]]:
+def _coupled(function, *inputs: Tensor, mode: str = "fake") -> tuple[fx.GraphModule, list[int]]:
     """The graph after the pass, and how many tensors each of its casts reads."""
-    module = make_fx(function, tracing_mode="fake")(*inputs)
-    MergeSiblingCasts(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
-    module.graph.lint()
-    module.recompile()
-    return module, _casts(module)
-
-
-def _casts(module: fx.GraphModule) -> list[int]:
+    module, _ = lowered([MergeSiblingCasts], "sm_100", traced(function, *inputs, mode=mode))
     casts = module.graph.find_nodes(op="call_function", target=ops.cast)
-    return [1 + (Casts.read(node).y is not None) for node in casts]
+    return module, [1 + (Casts.read(node).y is not None) for node in casts]
 
 
 def gradients(gradient, gate, up):
@@ -95,9 +87,8 @@ def test_rows_that_depend_on_data_are_not_compared():
         a, b = gate[some], up[some]
         return *quantize_both(gate * up, E4M3, "rceil"), *quantize_both(a * b, E4M3, "rceil")
 
-    module = make_fx(beside, tracing_mode="symbolic")(*_inputs(2), torch.ones(SHAPE[0], dtype=torch.bool))
-    MergeSiblingCasts(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
-    assert _casts(module) == [1, 1]
+    _, casts = _coupled(beside, *_inputs(2), torch.ones(SHAPE[0], dtype=torch.bool), mode="symbolic")
+    assert casts == [1, 1]
 
 
 class Gated(nn.Module):

@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.casts import quantize, quantize_operands, values
+from helpers.graphs import lowered, traced
 from interpreted import interpret
 from torch import Tensor, fx, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from mxcompile import ops
 from mxcompile.lowering.graph.merge_casts import MergeCasts
 from mxcompile.lowering.graph.merge_sibling_casts import MergeSiblingCasts
-from mxcompile.lowering.targets import TARGETS
 from mxcompile.offline import codegen
 from mxcompile.ops import view
 
@@ -25,11 +24,7 @@ E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 
 def _collected(function, *inputs: Tensor) -> tuple[fx.GraphModule, list[int]]:
     """The graph after the passes, and how many copies each of its casts makes."""
-    module = make_fx(function, tracing_mode="fake")(*inputs)
-    MergeCasts(target=TARGETS["sm_90"], device="cpu").apply(module.graph)
-    MergeSiblingCasts(target=TARGETS["sm_90"], device="cpu").apply(module.graph)
-    module.graph.lint()
-    module.recompile()
+    module, _ = lowered([MergeCasts, MergeSiblingCasts], "sm_90", traced(function, *inputs))
     casts = map(view.Casts.read, module.graph.find_nodes(op="call_function", target=ops.cast))
     return module, [len(cast.copies) * (1 if cast.y is None else 2) for cast in casts]
 
@@ -92,19 +87,17 @@ def nothing_in_it(x):
     return _value(x[:0], -1), _value(x[:0], -2)
 
 
-@pytest.mark.parametrize("function", [blocks_across_matrices, nothing_in_it])
-def test_casts_across_matrices_and_of_empty_tensors_stay_separate(function):
+def a_single_element(x):
+    return both_values(x[:1, :1])
+
+
+def another_dtype(x):
+    return _value(x, -1), _value(x, -2, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("function", [blocks_across_matrices, nothing_in_it, a_single_element, another_dtype])
+def test_casts_that_one_kernel_cannot_make_stay_separate(function):
     _, casts = _collected(function, torch.randn(70, 96).to(BF16))
-    assert casts == [1, 1]
-
-
-def test_casts_of_a_single_element_stay_separate():
-    _, casts = _collected(both_values, torch.randn(1, 1).to(BF16))
-    assert casts == [1, 1]
-
-
-def test_another_dtype_is_another_kernel():
-    _, casts = _collected(lambda x: (_value(x, -1), _value(x, -2, dtype=torch.float32)), torch.randn(64, 64))
     assert casts == [1, 1]
 
 

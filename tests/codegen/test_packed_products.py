@@ -5,25 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.casts import encode, encode_packed, packed
+from helpers.graphs import lowered, traced
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 
 from mxcompile import ops
 from mxcompile.formats import Copy, CopyPart, Format
 from mxcompile.formats.encoding import encode_stored
-from mxcompile.graph.tags import GemmTag, Kind, set_tag, tags_of
+from mxcompile.graph.tags import tags_of
 from mxcompile.lowering.choices.families import NO_CAST
 from mxcompile.lowering.graph.packed import Packed
-from mxcompile.lowering.targets import TARGETS
 from mxcompile.ops.view import Casts, Product
-from mxcompile.policy import Gemm
 
 NVFP4, SQUARE, MXFP4 = "e2m1 1x16 two-level", "e2m1 16x16 two-level", "e2m1 1x32 rceil"
-TAG = GemmTag(
-    layer="l", name="l", module="Linear", source="", gemm=Gemm.FPROP, kind=Kind.LINEAR, tensors=("x", "w")
-)
 ROW_MAJOR, TILED = "row-major", "128x4"
 
 
@@ -63,14 +58,7 @@ def product(
 
 def applied(function, *inputs: Tensor, target: str = "sm_100", mode: str = "fake"):
     """The graph of `function` with its products packed, and the reasons of those left."""
-    module = make_fx(function, tracing_mode=mode)(*inputs)
-    for node in module.graph.nodes:
-        if node.target in (ops.matmul, ops.grouped_matmul):
-            set_tag(node, TAG)
-    reasons = Packed(target=TARGETS[target], device="cpu").apply(module.graph)
-    module.graph.lint()
-    module.recompile()
-    return module, list(reasons.values())
+    return lowered([Packed], target, traced(function, *inputs, mode=mode))
 
 
 def calls(module: torch.fx.GraphModule, op) -> list[torch.fx.Node]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.casts import quantize
+from helpers.graphs import lowered, traced
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from mxcompile import ops
 from mxcompile.lowering.graph.merge_casts import MergeCasts
-from mxcompile.lowering.targets import TARGETS
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -20,10 +19,7 @@ PLAIN = (E4M3, "rceil")
 
 def merged(function, *inputs) -> tuple[fx.GraphModule, list[int]]:
     """The graph of `function` after the pass, and how many copies each of its casts makes."""
-    module = make_fx(function, tracing_mode="fake")(*inputs)
-    MergeCasts(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
-    module.graph.lint()
-    module.recompile()
+    module, _ = lowered([MergeCasts], "sm_100", traced(function, *inputs))
     casts = module.graph.find_nodes(op="call_function", target=ops.cast)
     return module, [len(node.args[1]) for node in casts]
 
@@ -60,11 +56,13 @@ def test_casts_of_different_formats_stay_separate(first, second):
     assert casts == [1, 1]
 
 
-def test_casts_of_different_tensors_stay():
-    _, casts = merged(lambda x: (*quantize(x, -1, *PLAIN), *quantize(x + 1, -2, *PLAIN)), torch.randn(64, 64))
-    assert casts == [1, 1]
-
-
-def test_casts_along_a_batch_stay():
-    x = torch.randn(2, 64, 64)
-    assert merged(lambda x: (*quantize(x, -1, *PLAIN), *quantize(x, 0, *PLAIN)), x)[1] == [1, 1]
+@pytest.mark.parametrize(
+    ("function", "shape"),
+    [
+        (lambda x: (*quantize(x, -1, *PLAIN), *quantize(x + 1, -2, *PLAIN)), (64, 64)),
+        (lambda x: (*quantize(x, -1, *PLAIN), *quantize(x, 0, *PLAIN)), (2, 64, 64)),
+    ],
+    ids=["two tensors", "along a batch"],
+)
+def test_casts_that_share_no_matrix_stay_separate(function, shape):
+    assert merged(function, torch.randn(shape))[1] == [1, 1]

@@ -9,22 +9,16 @@ from unittest import mock
 import pytest
 import torch
 from helpers.casts import encode
+from helpers.graphs import lowered, traced
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from mxcompile import ops
-from mxcompile.graph.tags import GemmTag, Kind, set_tag, tags_of
+from mxcompile.graph.tags import tags_of
 from mxcompile.lowering import optional
 from mxcompile.lowering.graph.vendor_fp8 import VendorFP8
 from mxcompile.lowering.targets import TARGETS
-from mxcompile.policy import Gemm
 
 CHIP = dataclasses.replace(TARGETS["cpu_bf16"], name="cpu", fp8_tiles=frozenset({"tensor", "channel"}))
-TAG = GemmTag(
-    layer="l", name="l", module="Linear", source="", gemm=Gemm.FPROP, kind=Kind.LINEAR, tensors=("x", "w")
-)
-
-
 HOPPER = dataclasses.replace(CHIP, fp8_tiles=CHIP.fp8_tiles | {"1x128", "128x128"})
 FNUZ = dataclasses.replace(CHIP, fp8_fnuz=True)
 
@@ -69,14 +63,8 @@ class CheckedFnuz(Checked):
 
 def applied(function, *inputs, chip=CHIP):
     """The graph of `function` with its products on the vendor's GEMM, without templates, and the reasons."""
-    module = make_fx(function, tracing_mode="fake")(*inputs)
-    for node in module.graph.find_nodes(op="call_function", target=ops.matmul):
-        set_tag(node, TAG)
     with mock.patch.object(optional, "obstacle", return_value="no templates"):
-        reasons = VendorFP8(target=chip, device="cpu").apply(module.graph)
-    module.graph.lint()
-    module.recompile()
-    return module, list(reasons.values())
+        return lowered([VendorFP8], chip, traced(function, *inputs))
 
 
 def product(x, w, words, bias=None, left_swapped=False, right_swapped=False, dtype=torch.bfloat16):
