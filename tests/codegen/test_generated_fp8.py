@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.bits import assert_same_bits
 from helpers.casts import encode
 from interpreted import interpret
 from torch import Tensor, nn
@@ -53,10 +54,7 @@ def check(word: str, target: str, shape: tuple[int, int], dtype: torch.dtype, fo
     result = codegen(model, x, target=target, training=False, out_dir=folder)
     assert not result.problems
     assert not any(kernel.binary.spill_bytes for kernel in result.kernels)
-    for computed, reference in zip(interpret(folder, [x]), wanted, strict=True):
-        assert computed.shape == reference.shape
-        bits = torch.uint8 if reference.element_size() == 1 else torch.int32
-        assert torch.equal(computed.view(bits), reference.view(bits))
+    assert_same_bits(interpret(folder, [x]), wanted)
 
 
 @pytest.mark.slow

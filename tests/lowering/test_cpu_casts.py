@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from cpp_forms import PARAMS, assembly, integer, library, pointer, same_bits
+from cpp_forms import PARAMS, assembly, integer, library, pointer
+from helpers.bits import assert_same_bits, same_bits
 from helpers.casts import encode, quantize, values
 from torch import Tensor, nn
 from torch._inductor import config, cpp_builder
@@ -243,8 +244,7 @@ def test_both_layouts_of_a_matrix_are_one_kernel(word: str, cpp_wrapper: bool):
     assert len(re.findall(r"Cast<.*>::matrices<false>\(re", code)) == 1
     assert not re.search(r"Cast<.*>::rows\(re", code)
     for other in (x, torch.randn(65, 100, dtype=torch.bfloat16)):
-        for tensor, expected in zip(compiled(other), casts(other), strict=True):
-            assert same_bits(tensor, expected)
+        assert_same_bits(compiled(other), casts(other))
 
 
 def test_casts_of_several_shapes_share_one_kernel():
@@ -258,8 +258,7 @@ def test_casts_of_several_shapes_share_one_kernel():
     compiled = torch.compile(casts, fullgraph=True, dynamic=False)
     outputs, (code,) = run_and_get_code(compiled, *xs)
     assert len(re.findall(r"Cast<.*>::matrices<false>\(re", code)) == 1
-    for tensor, expected in zip(outputs, casts(*xs), strict=True):
-        assert same_bits(tensor, expected)
+    assert_same_bits(outputs, casts(*xs))
 
 
 def test_where_there_can_be_no_kernels(monkeypatch: pytest.MonkeyPatch):
@@ -295,8 +294,7 @@ def test_kernel_that_transposes_two_matrices_keeps_all_elements():
 
     with config.patch("cpp.enable_floating_point_contract_flag", "off"):
         results = torch.compile(transposed, backend="mxfp8")(x)
-    for result, expected in zip(results, transposed(x), strict=True):
-        assert same_bits(result, expected)
+    assert_same_bits(results, transposed(x))
 
 
 @pytest.mark.slow

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.bits import assert_same_bits
 from helpers.casts import quantize, quantize_both, values
-from test_casts import assert_same_bits, wild
+from test_casts import wild
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
@@ -83,8 +84,8 @@ def test_every_stored_code_is_decoded_as_the_reference(code: Any, elem: torch.dt
 
     word = str(Format.mx(elem_type(elem)))
 
-    def function(qdata: Tensor, scale: Tensor) -> Tensor:
-        return ops.decode(qdata, scale, -1, word, torch.float32)
+    def function(qdata: Tensor, scale: Tensor) -> list[Tensor]:
+        return [ops.decode(qdata, scale, -1, word, torch.float32)]
 
     qdata = torch.arange(256, dtype=torch.uint8).view(elem).view(8, 32)
     scale = torch.tensor([[127], [0], [1], [254], [100], [140], [3], [255]], dtype=torch.uint8)
