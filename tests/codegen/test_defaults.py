@@ -39,7 +39,7 @@ OURS = (PERSISTENT, SPECIALIZED, POINTERS)
 ALL = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 
 
-def large(**others: Any) -> MXProduct:
+def big(**others: Any) -> MXProduct:
     """A product of large matrices, but for what `others` says."""
     return MXProduct(**{"kind": DENSE, "m": 8192, "n": 4096, "k": 4096} | others)
 
@@ -47,26 +47,26 @@ def large(**others: Any) -> MXProduct:
 @pytest.mark.parametrize(
     ("product", "runs", "form"),
     [
-        (large(), (*OURS, VENDOR), VENDOR),
-        (large(epilogue=True), (*OURS, VENDOR), VENDOR),
-        (large(k=2048, epilogue=True), (*OURS, VENDOR), SPECIALIZED),
-        (large(k=2048, epilogue=True), (PERSISTENT, POINTERS, VENDOR), PERSISTENT),
-        (large(n=4104), OURS, SPECIALIZED),  # which the library's does not take
-        (large(m=1024, n=1024), (*OURS, VENDOR), PERSISTENT),
-        (large(n=4097, k=4097), (POINTERS,), POINTERS),
-        (large(kind=BATCHED, groups=8), (POINTERS,), POINTERS),
-        (large(kind=ROWS), (*OURS, VENDOR), VENDOR),
-        (large(kind=ROWS, epilogue=True), (*OURS, VENDOR), PERSISTENT),
+        (big(), (*OURS, VENDOR), VENDOR),
+        (big(epilogue=True), (*OURS, VENDOR), VENDOR),
+        (big(k=2048, epilogue=True), (*OURS, VENDOR), SPECIALIZED),
+        (big(k=2048, epilogue=True), (PERSISTENT, POINTERS, VENDOR), PERSISTENT),
+        (big(n=4104), OURS, SPECIALIZED),  # which the library's does not take
+        (big(m=1024, n=1024), (*OURS, VENDOR), PERSISTENT),
+        (big(n=4097, k=4097), (POINTERS,), POINTERS),
+        (big(kind=BATCHED, groups=8), (POINTERS,), POINTERS),
+        (big(kind=ROWS), (*OURS, VENDOR), VENDOR),
+        (big(kind=ROWS, epilogue=True), (*OURS, VENDOR), PERSISTENT),
         (MXProduct(kind=ROWS, m=300, n=256, k=4096), (*OURS, VENDOR), PERSISTENT),
         (MXProduct(kind=ROWS, m=300, n=257, k=4096), (POINTERS,), POINTERS),
         (MXProduct(kind=ALONG_K, m=4096, n=4096, k=8192, groups=8), OURS, PERSISTENT),
         (MXProduct(kind=ALONG_K, m=4096, n=4097, k=8192, groups=8), (POINTERS,), POINTERS),
-        (large(precision=NVFP4), (*OURS, VENDOR), VENDOR),
-        (large(precision=NVFP4, epilogue=True), (*OURS, VENDOR), SPECIALIZED),
-        (large(precision=NVFP4, k=8192, epilogue=True), (*OURS, VENDOR), VENDOR),
-        (large(precision=NVFP4, m=1024, n=1024, k=4096), (*OURS, VENDOR), PERSISTENT),
-        (large(precision=MXFP4), (*OURS, VENDOR), SPECIALIZED),
-        (large(kind=ROWS, precision=NVFP4), OURS, PERSISTENT),
+        (big(precision=NVFP4), (*OURS, VENDOR), VENDOR),
+        (big(precision=NVFP4, epilogue=True), (*OURS, VENDOR), SPECIALIZED),
+        (big(precision=NVFP4, k=8192, epilogue=True), (*OURS, VENDOR), VENDOR),
+        (big(precision=NVFP4, m=1024, n=1024, k=4096), (*OURS, VENDOR), PERSISTENT),
+        (big(precision=MXFP4), (*OURS, VENDOR), SPECIALIZED),
+        (big(kind=ROWS, precision=NVFP4), OURS, PERSISTENT),
         (MXProduct(kind=ALONG_K, precision=NVFP4, m=4096, n=4096, k=8192, groups=8), (POINTERS,), POINTERS),
     ],
     ids=str,
@@ -78,7 +78,7 @@ def test_default_row_of_each_product_has_a_reason(product, runs, form):
 
 
 def test_experts_of_the_other_chip_are_ours():
-    assert defaults.default(large(kind=ROWS), TARGETS["sm_103"], {*OURS, VENDOR}).form == PERSISTENT
+    assert defaults.default(big(kind=ROWS), TARGETS["sm_103"], {*OURS, VENDOR}).form == PERSISTENT
 
 
 @pytest.mark.parametrize(
@@ -92,9 +92,9 @@ def test_a_pytorch_may_be_built_without_products_of_groups(monkeypatch, cuda, fl
 
 
 def test_a_chip_without_tensor_memory_has_the_library_of_nvfp4():
-    product = large(precision=NVFP4)
+    product = big(precision=NVFP4)
     assert defaults.default(product, TARGETS["sm_120"], {POINTERS, VENDOR}).form == VENDOR
-    small = large(precision=NVFP4, m=512, n=512, k=4096)
+    small = big(precision=NVFP4, m=512, n=512, k=4096)
     assert defaults.default(small, TARGETS["sm_120"], {POINTERS, VENDOR}).form == POINTERS
 
 

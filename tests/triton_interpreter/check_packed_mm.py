@@ -1,4 +1,4 @@
-"""The generated products of packed FP4 operands against FP64: matrices, batches and groups."""
+"""The generated products of packed FP4 operands against FP64."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.operands import assert_within, product
-from helpers.packed_operands import ALONG, MXFP4, NAN, NVFP4, PackedOperand, packed_operand, tensors
+from helpers.packed_operands import MXFP4, NAN, NVFP4, PackedOperand, packed_operand, tensors
 from modules import results_of_calls
 from torch import Tensor
 
@@ -24,8 +24,6 @@ CHIPS = [
     for word in (MXFP4, NVFP4)
     if (target, word) != ("gfx950", NVFP4)
 ]
-ENDS = [(70, 70, 271, 300), (1, 2, 2, 40), (0, 0, 0, 5), (33, 48, 97, 130)]
-"""Of groups: inside bytes, blocks and tiles, empty ones, rows that are left over."""
 
 
 def words(form: str) -> tuple[str, str]:
@@ -124,67 +122,3 @@ def test_a_scale_for_every_column(target):
     assert b.tensor is not None
     exact = b.values / b.tensor.double() * several.double().t()
     assert_within(out, *product(a.values, exact), k + 4)
-
-
-@pytest.mark.parametrize(("target", "word"), CHIPS)
-def test_packed_mm_of_batches_matches_fp64(target, word):
-    """Odd sizes; an operand that all entries share; a bias for each."""
-    calls, sides = [], []
-    for m, n, k in ((40, 70, 96), (3, 33, 131)):
-        a, b = (packed_operand(rows, k, word, batch=(3,)) for rows in (m, n))
-        bias = torch.randn(3, 1, n)
-        calls.append((*a.left, *b.right, bias, F32, *words(word), tensors(a, b)))
-        sides.append((a.values, b.values, bias))
-    a, b = packed_operand(17, 64, word, batch=(2,)), packed_operand(24, 64, word)
-    shared = [side.expand(2, *side.shape) for side in b.right]
-    calls.append((*a.left, *shared, None, F32, *words(word), tensors(a, b)))
-    sides.append((a.values, [b.values, b.values], [None, None]))
-    for out, operands in zip(results_of_calls(ops.matmul, calls, target=target), sides, strict=True):
-        for computed, left, right, bias in zip(out, *operands, strict=True):
-            assert_within(computed, *product(left, right, bias), left.shape[1] + 4)
-
-
-def spans(ends: tuple[int, ...]) -> list[slice]:
-    return [slice(start, end) for start, end in zip((0, *ends[:-1]), ends, strict=True)]
-
-
-def grouped(a: PackedOperand, b: PackedOperand, ends: tuple[int, ...], word: str, target: str) -> Tensor:
-    arguments = (*a.left, *b.right, torch.tensor(ends, dtype=torch.int32), F32, *words(word), tensors(a, b))
-    (out,) = results_of_calls(ops.grouped_matmul, [arguments], target=target)
-    return out
-
-
-@pytest.mark.parametrize(("target", "word"), CHIPS)
-@pytest.mark.parametrize(("n", "k"), [(104, 73), (272, 256)], ids=["pointers", "tiled"])
-@pytest.mark.parametrize("ends", ENDS[:2], ids=str)
-def test_packed_mm_of_row_groups_matches_fp64(ends, n, k, target, word):
-    m = max(307, ends[-1])
-    a = packed_operand(m, k, word, spread=20)
-    a = replace(a, codes=a.codes.clone(memory_format=torch.contiguous_format))  # for TMA
-    b = packed_operand(n, k, word, batch=(len(ends),), spread=20)
-    out = grouped(a, b, ends, word, target)
-    for span, weight in zip(spans(ends), b.values, strict=True):
-        assert_within(out[span], *product(a.values[span], weight), k + 4)
-    assert not out[ends[-1] :].any()
-
-
-@pytest.mark.parametrize("word", [MXFP4, NVFP4])
-@pytest.mark.parametrize(("n", "k"), [(104, 73), (272, 256)], ids=["pointers", "tiled"])
-def test_packed_mm_of_column_groups_matches_fp64(n, k, word):
-    ends = (41, 41, 80)
-    b = packed_operand(ends[-1], k, word, spread=20)
-    a = packed_operand(n, k, word, batch=(len(ends),), spread=20)
-    out = grouped(a, b, ends, word, "sm_100")
-    for span, weight in zip(spans(ends), a.values, strict=True):
-        assert_within(out[:, span], *product(weight, b.values[span]), k + 4)
-
-
-@pytest.mark.parametrize(("target", "word"), CHIPS)
-@pytest.mark.parametrize("ends", ENDS, ids=str)
-def test_packed_mm_of_k_groups_matches_fp64(ends, target, word):
-    """Groups begin and end inside blocks and bytes; the scale of a block is the one of the whole matrix."""
-    k = max(307, ends[-1])
-    a, b = packed_operand(72, k, word, spread=20), packed_operand(104, k, word, spread=20)
-    out = grouped(a, b, ends, word, target)
-    for computed, span in zip(out, spans(ends), strict=True):
-        assert_within(computed, *product(a.values[:, span], b.values[:, span]), k + ALONG[word])
