@@ -9,7 +9,6 @@ from helpers.needs import ADDED_RESIDUALS, PAIRS_OF_BF16
 from helpers.paces import mostly_slow
 
 import mxcompile
-from mxcompile.lowering import optional
 from mxcompile.lowering.targets import TARGETS
 
 HYBRID = {
@@ -195,14 +194,3 @@ def test_odd_sizes_stay_native(target, widths, tokens, kernel):
         assert all("block_scale" in name for name in result.kernel(launch).binary.mma)
     assert not result.problems
     assert not [kernel.name for kernel in result.kernels if kernel.binary.spill_bytes]
-
-
-def test_operands_without_templates_are_dequantized_with_recorded_reason(monkeypatch):
-    monkeypatch.setattr(optional, "_missing", lambda module: f"no {module} with torch 1.0: too old")
-    policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
-    layer = torch.nn.Linear(64, 64, device="meta")
-    result = mxcompile.codegen(layer, torch.empty(64, 64), target="sm_100", training=False, policy=policy)
-    (gemm,) = result.report.gemms
-    assert gemm.precision == "mxfp8"
-    assert gemm.kernel.endswith("(float32, dequantized); no templates.casts with torch 1.0: too old")
-    assert not any("dot_scaled" in kernel.source for kernel in result.kernels)

@@ -7,7 +7,6 @@ import torch
 from helpers.bits import assert_same_bits
 from helpers.casts import casts_both, quantize_both
 from helpers.graphs import lowered, traced
-from interpreted import interpret
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
@@ -116,33 +115,3 @@ def test_a_gated_layers_gradients_are_one_kernel(target):
     assert not any(kernel.binary.spill_bytes for kernel in result.kernels)
     source = result.kernel(launch).source
     assert source.count("packed.sigmoid(") == 2
-
-
-@pytest.mark.slow
-def test_merged_casts_give_the_gradients_of_the_reference(tmp_path):
-    """Tokens and widths that are no multiples of a tile: the gradients are those of the reference's casts."""
-    from helpers.eager import NVIDIA, product
-    from helpers.reference import sqnr_db
-
-    tokens, width, hidden = 70, 64, 200
-    model = Gated(width, hidden).bfloat16()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_().mul_(torch.exp2(torch.randint(-4, 2, parameter.shape)))
-    x = torch.randn(tokens, width).bfloat16().requires_grad_()
-    result = codegen(model, x, target="sm_100", out_dir=tmp_path)
-    assert any(casts_both(result, launch, 2) for launch in result.launches)
-
-    def linear(x: Tensor, weight: Tensor) -> Tensor:
-        return product(x, weight.t(), NVIDIA, torch.float32).to(torch.bfloat16)
-
-    gate, up, down = model.parameters()
-    gated = F.silu(linear(x, gate).float()) * linear(x, up).float()
-    expected = linear(gated.to(torch.bfloat16), down)
-    gradient = torch.randn_like(expected)
-    inputs = [gate, x, up, down]
-    wanted = torch.autograd.grad(expected, inputs, gradient)
-    out, *gradients = interpret(tmp_path, inputs, gradient)
-    assert sqnr_db(expected, out) > 50
-    for computed, reference in zip(gradients, wanted, strict=True):
-        assert sqnr_db(reference, computed) > 50

@@ -10,16 +10,11 @@ import mxcompile
 from mxcompile import MXTensor
 
 
-def bf16_values() -> torch.Tensor:
-    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
-    return bits.view(torch.bfloat16)
-
-
 @pytest.mark.parametrize("elem", ELEMS)
 def test_every_bf16_element_under_every_scale(elem: str):
     """Blocks led by largest·2^k fix the scale at 2^k; all BF16 values of at most that size follow."""
     largest, emax, _ = ELEMS[elem]
-    values = bf16_values()
+    values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     values = values[values.isfinite()].float()
     seen = set()
     for byte in range(255):
