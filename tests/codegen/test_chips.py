@@ -7,7 +7,6 @@ import torch
 
 from mxcompile.errors import TargetError
 from mxcompile.lowering.targets import CHIPS, TARGETS, of_chip, of_device
-from mxcompile.offline import Rates
 from mxcompile.offline.standin import stand_in
 
 
@@ -48,8 +47,3 @@ def test_chip_of_device_follows_from_total_memory(gib: float, chip: str, monkeyp
 def test_the_stand_in_of_a_chip_is_the_chip(name: str):
     with stand_in(of_chip(name)):
         assert of_device(torch.device("cuda")) == of_chip(name)
-
-
-def test_an_h100_reaches_more_of_its_memory_than_an_h200():
-    assert Rates.for_target(of_chip("h100"))["memory"] == 0.89
-    assert Rates.for_target(of_chip("h200"))["memory"] == 0.80

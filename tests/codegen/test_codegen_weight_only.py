@@ -13,7 +13,6 @@ from helpers.stored_weights import with_stored_weights
 from llama_block import FFN, KV_HEADS, WIDTH, Block
 from llama_block import HEADS as QUERY_HEADS
 
-from mxcompile.lowering import optional
 from mxcompile.offline import CodegenResult, codegen
 
 pytestmark = pytest.mark.usefixtures("in_this_process")
@@ -151,15 +150,3 @@ def test_native_targets_multiply_natively():
     result = generate("sm_100", 8)
     kernels = {gemm.kernel for gemm in result.report.gemms if gemm.precision == "mxfp8"}
     assert all("block_scale" in kernel for kernel in kernels), kernels
-
-
-def test_weights_without_template_are_dequantized_with_recorded_reason(monkeypatch):
-    lacking = {"templates.weight_only": "no weight-only template with torch 1.0"}
-    monkeypatch.setattr(optional, "_missing", lambda module: lacking.get(module, ""))
-    with torch.device("meta"):
-        model = with_stored_weights(torch.nn.Sequential(torch.nn.Linear(64, 64)))
-        x = torch.empty(2, 64)
-    policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
-    result = codegen(model, x, target="sm_90", training=False, policy=policy)
-    (gemm,) = result.report.gemms
-    assert gemm.kernel == "aten.addmm (float32, dequantized); no weight-only template with torch 1.0"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,45 +39,34 @@ OURS = (PERSISTENT, SPECIALIZED, POINTERS)
 ALL = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 
 
+def big(**others: Any) -> MXProduct:
+    """A product of large matrices, but for what `others` says."""
+    return MXProduct(**{"kind": DENSE, "m": 8192, "n": 4096, "k": 4096} | others)
+
+
 @pytest.mark.parametrize(
     ("product", "runs", "form"),
     [
-        (MXProduct(kind=DENSE, m=8192, n=4096, k=4096), (*OURS, VENDOR), VENDOR),
-        (MXProduct(kind=DENSE, m=8192, n=4096, k=4096, epilogue=True), (*OURS, VENDOR), VENDOR),
-        (MXProduct(kind=DENSE, m=8192, n=4096, k=2048, epilogue=True), (*OURS, VENDOR), SPECIALIZED),
-        (
-            MXProduct(kind=DENSE, m=8192, n=4096, k=2048, epilogue=True),
-            (PERSISTENT, POINTERS, VENDOR),
-            PERSISTENT,
-        ),
-        (
-            MXProduct(kind=DENSE, m=8192, n=4104, k=4096),
-            OURS,
-            SPECIALIZED,
-        ),  # which the library's does not take
-        (MXProduct(kind=DENSE, m=1024, n=1024, k=4096), (*OURS, VENDOR), PERSISTENT),
-        (MXProduct(kind=DENSE, m=8192, n=4097, k=4097), (POINTERS,), POINTERS),
-        (MXProduct(kind=BATCHED, m=8192, n=4096, k=4096, groups=8), (POINTERS,), POINTERS),
-        (MXProduct(kind=ROWS, m=8192, n=4096, k=4096), (*OURS, VENDOR), VENDOR),
-        (MXProduct(kind=ROWS, m=8192, n=4096, k=4096, epilogue=True), (*OURS, VENDOR), PERSISTENT),
+        (big(), (*OURS, VENDOR), VENDOR),
+        (big(epilogue=True), (*OURS, VENDOR), VENDOR),
+        (big(k=2048, epilogue=True), (*OURS, VENDOR), SPECIALIZED),
+        (big(k=2048, epilogue=True), (PERSISTENT, POINTERS, VENDOR), PERSISTENT),
+        (big(n=4104), OURS, SPECIALIZED),  # which the library's does not take
+        (big(m=1024, n=1024), (*OURS, VENDOR), PERSISTENT),
+        (big(n=4097, k=4097), (POINTERS,), POINTERS),
+        (big(kind=BATCHED, groups=8), (POINTERS,), POINTERS),
+        (big(kind=ROWS), (*OURS, VENDOR), VENDOR),
+        (big(kind=ROWS, epilogue=True), (*OURS, VENDOR), PERSISTENT),
         (MXProduct(kind=ROWS, m=300, n=256, k=4096), (*OURS, VENDOR), PERSISTENT),
         (MXProduct(kind=ROWS, m=300, n=257, k=4096), (POINTERS,), POINTERS),
         (MXProduct(kind=ALONG_K, m=4096, n=4096, k=8192, groups=8), OURS, PERSISTENT),
         (MXProduct(kind=ALONG_K, m=4096, n=4097, k=8192, groups=8), (POINTERS,), POINTERS),
-        (MXProduct(kind=DENSE, precision=NVFP4, m=8192, n=4096, k=4096), (*OURS, VENDOR), VENDOR),
-        (
-            MXProduct(kind=DENSE, precision=NVFP4, m=8192, n=4096, k=4096, epilogue=True),
-            (*OURS, VENDOR),
-            SPECIALIZED,
-        ),
-        (
-            MXProduct(kind=DENSE, precision=NVFP4, m=8192, n=4096, k=8192, epilogue=True),
-            (*OURS, VENDOR),
-            VENDOR,
-        ),
-        (MXProduct(kind=DENSE, precision=NVFP4, m=1024, n=1024, k=4096), (*OURS, VENDOR), PERSISTENT),
-        (MXProduct(kind=DENSE, precision=MXFP4, m=8192, n=4096, k=4096), (*OURS, VENDOR), SPECIALIZED),
-        (MXProduct(kind=ROWS, precision=NVFP4, m=8192, n=4096, k=4096), OURS, PERSISTENT),
+        (big(precision=NVFP4), (*OURS, VENDOR), VENDOR),
+        (big(precision=NVFP4, epilogue=True), (*OURS, VENDOR), SPECIALIZED),
+        (big(precision=NVFP4, k=8192, epilogue=True), (*OURS, VENDOR), VENDOR),
+        (big(precision=NVFP4, m=1024, n=1024, k=4096), (*OURS, VENDOR), PERSISTENT),
+        (big(precision=MXFP4), (*OURS, VENDOR), SPECIALIZED),
+        (big(kind=ROWS, precision=NVFP4), OURS, PERSISTENT),
         (MXProduct(kind=ALONG_K, precision=NVFP4, m=4096, n=4096, k=8192, groups=8), (POINTERS,), POINTERS),
     ],
     ids=str,
@@ -88,8 +78,7 @@ def test_default_row_of_each_product_has_a_reason(product, runs, form):
 
 
 def test_experts_of_the_other_chip_are_ours():
-    product = MXProduct(kind=ROWS, m=8192, n=4096, k=4096)
-    assert defaults.default(product, TARGETS["sm_103"], {*OURS, VENDOR}).form == PERSISTENT
+    assert defaults.default(big(kind=ROWS), TARGETS["sm_103"], {*OURS, VENDOR}).form == PERSISTENT
 
 
 @pytest.mark.parametrize(
@@ -103,9 +92,9 @@ def test_a_pytorch_may_be_built_without_products_of_groups(monkeypatch, cuda, fl
 
 
 def test_a_chip_without_tensor_memory_has_the_library_of_nvfp4():
-    product = MXProduct(kind=DENSE, precision=NVFP4, m=8192, n=4096, k=4096)
+    product = big(precision=NVFP4)
     assert defaults.default(product, TARGETS["sm_120"], {POINTERS, VENDOR}).form == VENDOR
-    small = MXProduct(kind=DENSE, precision=NVFP4, m=512, n=512, k=4096)
+    small = big(precision=NVFP4, m=512, n=512, k=4096)
     assert defaults.default(small, TARGETS["sm_120"], {POINTERS, VENDOR}).form == POINTERS
 
 

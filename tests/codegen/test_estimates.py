@@ -44,21 +44,24 @@ PLAIN = dataclasses.replace(
 )
 
 
+def _binary(sass, *, ptx="", **changed):
+    """A kernel of eight warps whose machine code is `sass`."""
+    values = {"settings": {"num_warps": 8}, "registers": 64, "text": {"sass": sass, "ptx": ptx}}
+    return Binary(**values | changed)
+
+
+def _product(sass, **changed):
+    """The same of a kernel that multiplies, alone on its processor."""
+    return _binary(sass, **{"shared_bytes": 200_000, "mma": ("tcgen05.mma.block_scale",)} | changed)
+
+
 def _facts(**changed):
-    settings = {"num_warps": 8}
-    binary = Binary(
-        settings=settings,
-        registers=64,
-        shared_bytes=200_000,
-        mma=("tcgen05.mma.block_scale",),
-        text={"sass": NVIDIA},
-    )
     values = {
         "num_bytes": 7_000_000,
         "flops": 2.0 * 1024**2 * 512,
         "source": SOURCE + "    K = 512\n",
         "numbers": (16, 1, 1),
-        "binary": binary,
+        "binary": _product(NVIDIA),
         "target": TARGETS["sm_100"],
     }
     return kernel_work.read(**values | changed)
@@ -106,14 +109,7 @@ def test_copies_into_shared_memory_wait_once_per_step(text, each_step, waits):
     (loop,) = code.product_loops
     assert code.round_trips({loop: 8}) == 8 * each_step + 1
     assert code.waits(loop) == waits
-    alone, two = (
-        _facts(
-            binary=Binary(
-                settings={"num_warps": 8}, shared_bytes=shared, mma=("block_scale",), text={"sass": text}
-            )
-        )
-        for shared in (200_000, 100_000)
-    )
+    alone, two = (_facts(binary=_product(text, shared_bytes=shared)) for shared in (200_000, 100_000))
     assert (alone.resident, two.resident) == (1, 2)
     assert alone.waits == waits
     assert alone.work.waits == 2 * 4 * waits, "of two tiles of four steps"
@@ -126,8 +122,7 @@ def test_copies_into_shared_memory_wait_once_per_step(text, each_step, waits):
 @pytest.mark.parametrize(("registers", "blocks"), [(40, 6), (41, 5), (255, 1)])
 def test_blocks_share_the_registers_of_a_processor(registers: int, blocks: int):
     """65,536 of them, given to the 256 threads of a block by eights: 41 take 48."""
-    binary = Binary(settings={"num_warps": 8}, registers=registers, text={"sass": NVIDIA})
-    assert _facts(binary=binary).resident == blocks
+    assert _facts(binary=_binary(NVIDIA, registers=registers)).resident == blocks
 
 
 def test_the_four_times_by_hand():
@@ -177,10 +172,8 @@ def test_groups_along_k_share_it():
 @pytest.mark.parametrize("products", [True, False], ids=["products", "sums"])
 def test_each_part_of_k_takes_its_share_of_the_steps(products):
     """K of 512 in four parts: one step of 128 each, four times as many programs."""
-    text = NVIDIA if products else ROWS
-    binary = Binary(settings={"num_warps": 8}, registers=64, text={"sass": text})
     flops = 2.0 * 1024**2 * 512 if products else 0.0
-    values = {"binary": binary, "flops": flops}
+    values = {"binary": _binary(NVIDIA if products else ROWS), "flops": flops}
     source = SOURCE + "    K = 512\n"
     whole = _facts(source=source, numbers=(32, 1, 1), **values)
     parts = _facts(source=source + "    PARTS : tl.constexpr = 4\n", numbers=(32, 4, 1), **values)
@@ -207,26 +200,26 @@ MIXED = """
 """
 
 
-def test_rows_that_a_block_reduces_one_after_the_other():
-    """16 rows a program: every round waits for the block, and nothing runs beside it."""
+def _rows(sass, **changed):
+    """The facts of a kernel with 16 rows a program."""
     settings = {"num_warps": 8, "XBLOCK": 1, "RSPLIT_SIZE": 16}
-    binary = Binary(settings=settings, registers=64, text={"sass": ROWS})
-    facts = _facts(source=MIXED, binary=dataclasses.replace(binary, registers=128), flops=0.0, numbers=())
+    return _facts(source=MIXED, binary=_binary(sass, settings=settings, **changed), flops=0.0, numbers=())
+
+
+def test_rows_that_a_block_reduces_one_after_the_other():
+    """Every round waits for the block, and nothing runs beside it."""
+    facts = _rows(ROWS, registers=128)
     assert facts.understood
     assert (facts.programs, facts.instructions) == (256, 16 * 5 + 1)
     assert (facts.work.round_trips, facts.work.serial) == (16, True)
     estimate = facts.work.estimate(PLAIN)
     assert estimate.us == pytest.approx(estimate.memory_us + estimate.issue_us + estimate.latency_us)
-    streamed = dataclasses.replace(binary, text={"sass": ROWS.replace("BAR.SYNC", "MOV")})
-    assert not _facts(source=MIXED, binary=streamed, flops=0.0, numbers=()).work.serial
+    assert not _rows(ROWS.replace("BAR.SYNC", "MOV")).work.serial
 
 
 @pytest.mark.parametrize(("registers", "blocks", "serial"), [(128, 2, True), (80, 3, False)])
 def test_blocks_beside_each_other_do_not_wait_for_each_other(registers, blocks, serial):
-    binary = Binary(
-        settings={"num_warps": 8, "XBLOCK": 1, "RSPLIT_SIZE": 16}, registers=registers, text={"sass": ROWS}
-    )
-    facts = _facts(source=MIXED, binary=binary, flops=0.0, numbers=())
+    facts = _rows(ROWS, registers=registers)
     assert (facts.resident, facts.work.serial) == (blocks, serial)
 
 
@@ -249,12 +242,7 @@ def test_rounds_that_the_assembler_writes_out(written_out, rounds):
     """A round of its loop is then several of the source's, as its loads tell."""
     load = "        /*0000*/                   LDG.E.128 R4, desc[UR4][R2.64] ;\n"
     loads = "".join(load.replace("R4", f"R{4 + 8 * at}") for at in range(written_out))
-    binary = Binary(
-        settings={"num_warps": 8, "XBLOCK": 1, "RSPLIT_SIZE": 16},
-        registers=64,
-        text={"sass": ROWS.replace(load, loads), "ptx": PTX},
-    )
-    facts = _facts(source=MIXED, binary=binary, flops=0.0, numbers=())
+    facts = _rows(ROWS.replace(load, loads), ptx=PTX)
     assert facts.instructions == rounds * (4 + written_out) + 1
     assert facts.work.round_trips == rounds
 
@@ -303,10 +291,7 @@ def test_specialised_warps_hide_stores_behind_a_second_accumulator(block_n, hidd
     N = 1024
     K = 512
 """
-    binary = Binary(
-        settings={"num_warps": 4}, shared_bytes=200_000, mma=("block_scale",), text={"sass": SPECIALIZED}
-    )
-    facts = _facts(source=source, binary=binary)
+    facts = _facts(source=source, binary=_product(SPECIALIZED, settings={"num_warps": 4}))
     assert facts.understood
     tiles = 8 * 1024 // block_n // 16
     work = 4 + tiles * (2 + 4 * 2) * 2
@@ -322,36 +307,26 @@ def test_a_step_that_the_compiler_wrote_out_is_none_between_tiles():
     peeled = NVIDIA.replace(
         ".L_x_1:\n", step + "        /*0060*/               @P0 IADD3 R9, R9, R9, RZ ;\n.L_x_1:\n"
     )
-    binary = Binary(
-        settings={"num_warps": 8},
-        registers=64,
-        shared_bytes=200_000,
-        mma=("block_scale",),
-        text={"sass": peeled},
-    )
-    written_out, plain = _facts(binary=binary), _facts()
+    written_out, plain = _facts(binary=_product(peeled)), _facts()
     assert written_out.instructions == plain.instructions
     assert written_out.between == pytest.approx(plain.between)
     assert written_out.work.estimate(PLAIN).mma_us == pytest.approx(plain.work.estimate(PLAIN).mma_us)
 
 
 def test_time_between_tiles_is_zero_where_other_programs_fit():
-    small = Binary(
-        settings={"num_warps": 4}, registers=64, shared_bytes=1000, mma=("x",), text={"sass": NVIDIA}
-    )
+    small = _product(NVIDIA, settings={"num_warps": 4}, shared_bytes=1000)
     assert _facts(binary=small).between == 0.0
 
 
 def test_estimate_marks_unreadable_kernels_as_not_understood():
     """A loop without products over nothing that the source names, and a grid that nobody can read."""
-    code = parse(NVIDIA.replace("UTCQMMA", "FFMA"))
-    assert code.product_loops == ()
+    plain = NVIDIA.replace("UTCQMMA", "FFMA")
+    assert parse(plain).product_loops == ()
     unread = _facts(source="'grid_type': 'SomeOtherGrid'")
     estimate = unread.work.estimate(PLAIN)
     assert (unread.understood, estimate.us) == (False, estimate.memory_us)
-    plain = Binary(settings={"num_warps": 8}, registers=64, text={"sass": NVIDIA.replace("UTCQMMA", "FFMA")})
     source = "'grid_type': 'Grid1D'\n    xnumel = 4096\n"
-    assert not _facts(source=source, binary=dataclasses.replace(plain), flops=0.0).understood
+    assert not _facts(source=source, binary=_binary(plain), flops=0.0).understood
 
 
 @pytest.mark.parametrize(("product", "tflops"), [("bf16", 2250), ("mxfp8", 4500)])

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from helpers.casts import quantize, scaled_mm
+from helpers.graphs import TAG, lowered, operators, traced
 from torch import Tensor, fx
 from torch._inductor import config
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from mxcompile import ops
-from mxcompile.graph.tags import GemmTag, Kind, set_tag, tags_of
+from mxcompile.graph.tags import set_tag, tags_of
 from mxcompile.lowering.choices.configs import NARROW
 from mxcompile.lowering.graph.fuse import Fuse
-from mxcompile.lowering.targets import TARGETS
-from mxcompile.policy import Gemm
 
 E4M3 = torch.float8_e4m3fn
 BF16 = torch.bfloat16
@@ -30,13 +29,10 @@ def _product(x: Tensor, w: Tensor, bias: Tensor | None = None, dim: int = -1, sq
 
 def _marked(function: Callable, *inputs: Tensor, native: bool = True) -> fx.GraphModule:
     """`function` on fake `inputs`, its products marked as the native ones are."""
-    module = make_fx(lambda *args: function(*args), tracing_mode="fake")(*inputs)
+    module = traced(function, *inputs)
     for index, node in enumerate(module.graph.find_nodes(op="call_function", target=ops.matmul)):
-        tag = GemmTag(
-            layer=node.name, name="layer", module="Linear", source="", gemm=Gemm.FPROP,
-            kind=Kind.LINEAR, tensors=("x", "w"), index=index, kernel="mx_scaled_mm" if native else "",
-        )  # fmt: skip
-        set_tag(node, tag)
+        kernel = "mx_scaled_mm" if native else ""
+        set_tag(node, replace(TAG, layer=node.name, index=index, kernel=kernel))
     return module
 
 
@@ -44,17 +40,8 @@ def _fused(
     function: Callable, *inputs: Tensor, target: str = "sm_100", native: bool = True
 ) -> fx.GraphModule:
     """The same after the pass."""
-    module = _marked(function, *inputs, native=native)
-    Fuse(target=TARGETS[target], device="cpu").apply(module.graph)
-    module.graph.lint()
-    module.recompile()
+    module, _ = lowered([Fuse], target, _marked(function, *inputs, native=native))
     return module
-
-
-def _operators(module: fx.GraphModule) -> list[str]:
-    return [
-        node.target.__name__.partition(".")[0] for node in module.graph.nodes if "mx." in str(node.target)
-    ]
 
 
 X, W, BIAS = torch.randn(40, 70), torch.randn(70, 30), torch.randn(30)
@@ -64,7 +51,7 @@ X, W, BIAS = torch.randn(40, 70), torch.randn(70, 30), torch.randn(30)
 def test_one_operator_that_means_the_same(bias):
     inputs = [X, W] if bias is None else [X, W, bias]
     module = _fused(_product, *inputs)
-    assert _operators(module) == ["cast", "quantize_mm"]
+    assert operators(module) == ["cast", "quantize_mm"]
     (node,) = module.graph.find_nodes(op="call_function", target=ops.quantize_mm)
     (tag,) = tags_of(node)
     assert tag.kernel == "mx_quantize_mm 128x32x128 swapped (tcgen05.mma block_scale)"
@@ -74,7 +61,7 @@ def test_one_operator_that_means_the_same(bias):
 def test_autotuned_quantize_mm_also_reads_the_separate_cast():
     with config.patch(max_autotune_gemm=True):
         module = _fused(_product, X, W)
-    assert _operators(module) == ["cast", "cast", "quantize_mm"]
+    assert operators(module) == ["cast", "cast", "quantize_mm"]
     (node,) = module.graph.find_nodes(op="call_function", target=ops.quantize_mm)
     assert [argument.target.__name__ for argument in node.args[-2:]] == ["getitem", "getitem"]
     assert tags_of(node)[0].kernel == "mx_quantize_mm autotuned of 3 (tcgen05.mma block_scale)"
@@ -111,7 +98,7 @@ def _with_a_matrix(x: Tensor, w: Tensor) -> Tensor:
     "function", [_of_several, _kept, _in_both_layouts, _columnwise, _square, _with_a_matrix]
 )
 def test_casts_with_other_users_or_unsupported_forms_are_not_fused(function):
-    assert "quantize_mm" not in _operators(_fused(function, X, W))
+    assert "quantize_mm" not in operators(_fused(function, X, W))
 
 
 def test_a_result_read_twice_over_stays():
@@ -122,13 +109,12 @@ def test_a_result_read_twice_over_stays():
     with module.graph.inserting_before(output):
         getitem = module.graph.call_function(operator.getitem, (cast, 1))
     output.args = ((*module.graph.output_node().all_input_nodes, getitem),)
-    Fuse(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
-    module.graph.lint()
-    assert "quantize_mm" not in _operators(module)
+    lowered([Fuse], "sm_100", module)
+    assert "quantize_mm" not in operators(module)
 
 
 def test_cast_of_a_batch_is_not_fused():
-    assert "quantize_mm" not in _operators(_fused(_product, torch.randn(2, 40, 70), torch.randn(2, 70, 30)))
+    assert "quantize_mm" not in operators(_fused(_product, torch.randn(2, 40, 70), torch.randn(2, 70, 30)))
 
 
 @pytest.mark.parametrize(
@@ -143,9 +129,9 @@ def test_cast_of_a_batch_is_not_fused():
 def test_few_rows_or_a_narrow_result_that_is_timed(autotune, rows, columns, fuses):
     with config.patch(max_autotune_gemm=autotune):
         module = _fused(_product, torch.randn(rows, 32), torch.randn(32, columns))
-    assert ("quantize_mm" in _operators(module)) is fuses
+    assert ("quantize_mm" in operators(module)) is fuses
 
 
 def test_casts_of_dequantized_products_are_not_fused():
-    assert "quantize_mm" not in _operators(_fused(_product, X, W, native=False))
-    assert "quantize_mm" not in _operators(_fused(_product, X, W, target="sm_90"))
+    assert "quantize_mm" not in operators(_fused(_product, X, W, native=False))
+    assert "quantize_mm" not in operators(_fused(_product, X, W, target="sm_90"))

@@ -11,6 +11,8 @@ from interpreted import interpret
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mxcompile.lowering.choices import packing
+from mxcompile.lowering.targets import TARGETS
 from mxcompile.offline import codegen
 
 
@@ -66,6 +68,8 @@ def test_generated_feed_forward_layer_of_odd_sizes_matches_reference(sizes, form
     result = codegen(model, x, target="sm_100", out_dir=tmp_path)
     casts = {launch.kernel for launch in result.launches if casts_both(result, launch)}
     assert len(casts) > 1
+    one_for_two = any(casts_both(result, launch, 2) for launch in result.launches)
+    assert one_for_two == packing.converts(TARGETS["sm_100"])  # SwiGLU's gradients
     assert {gemm.kernel.removesuffix(" (tcgen05.mma block_scale)") for gemm in result.report.gemms} == {form}
     products = [result.kernel(launch) for launch in result.launches if launch.gemms]
     assert all(("tma_tile." in kernel.source) == ("tiled" in form) for kernel in products)

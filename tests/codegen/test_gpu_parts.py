@@ -98,10 +98,6 @@ def test_rows_of_earlier_runs_do_not_count(gpu: Any, tmp_path: Path):
     assert gpu.run(part, 60).rows == []
 
 
-def test_a_truncated_row_is_left_out(gpu: Any):
-    assert [*gpu._rows(['{"a": 1}', '{"a": 2'])] == [{"a": 1}]
-
-
 def test_parts_that_no_time_is_left_for_are_not_reached(gpu: Any):
     part = gpu.Part(name="any", command=("-c", "print()"), seconds=60)
     (outcome,) = gpu.run_all([part], 0.1, [])

@@ -15,8 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import mxcompile
-from mxcompile.lowering.choices import configs
-from mxcompile.lowering.inductor import winners
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.lowering.templates import vendor
 from mxcompile.offline.standin import DEVICE, stand_in
@@ -37,20 +35,9 @@ def _policy(**how: str) -> dict:
 
 
 @pytest.fixture
-def offered(monkeypatch) -> list[list]:
+def offered(choose) -> list[list]:
     """Where Inductor autotunes, of groups on tiled scales, it takes the last choice; the lists it had."""
-    lists: list[list] = []
-    plain = winners.autotune_select_algorithm
-
-    def select(name, choices, operands, layout, **keywords):
-        if name != "mx_scaled_grouped_mm_tiled":
-            return plain(name, choices[:1], operands, layout, **keywords)
-        lists.append(choices)
-        return choices[-1].output_node()
-
-    monkeypatch.setattr(configs, "autotuning", lambda: True)
-    monkeypatch.setattr(winners, "autotune_select_algorithm", select)
-    return lists
+    return choose("mx_scaled_grouped_mm_tiled", -1)
 
 
 class Experts(nn.Module):

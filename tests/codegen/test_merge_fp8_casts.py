@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 import torch
 from helpers.casts import encode
-from test_vendor_fp8 import CHIP, FNUZ, HOPPER, TAG, binades
+from helpers.graphs import lowered, traced
+from test_vendor_fp8 import CHIP, FNUZ, HOPPER, applied, binades
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from mxcompile import ops
 from mxcompile.formats import Copy, Format
 from mxcompile.graph.opsets import aten
-from mxcompile.graph.tags import set_tag
-from mxcompile.lowering import optional
 from mxcompile.lowering.graph.expand import Expand
 from mxcompile.lowering.graph.merge_casts import MergeCasts
 from mxcompile.lowering.graph.split_casts import SplitCasts
@@ -23,17 +19,9 @@ from mxcompile.lowering.graph.vendor_fp8 import VendorFP8
 from mxcompile.ops.view import Casts
 
 
-def lowered(function, *inputs, chip):
-    """The graph of `function` with its products on the vendor's GEMM, and with its casts merged."""
-    module = make_fx(function, tracing_mode="fake")(*inputs)
-    for node in module.graph.find_nodes(op="call_function", target=ops.matmul):
-        set_tag(node, TAG)
-    reasons = VendorFP8(target=chip, device="cpu").apply(module.graph)
-    for step in (Expand, MergeCasts, SplitCasts):
-        step(target=chip, device="cpu").apply(module.graph)
-    module.graph.lint()
-    module.recompile()
-    return module, reasons
+def with_merged_casts(function, *inputs, chip):
+    """The graph of `function`, its products on the vendor's GEMM and its casts merged, and the reasons."""
+    return lowered([VendorFP8, Expand, MergeCasts, SplitCasts], chip, traced(function, *inputs))
 
 
 def copies_of_casts(module) -> list[list[Copy]]:
@@ -119,7 +107,7 @@ def test_merged_casts_of_a_layer_have_the_same_bits(form: str, chip):
         binades(512, 1024, generator=gen),
     )
     function = step(words)
-    module, reasons = lowered(function, *inputs, chip=chip)
+    module, reasons = with_merged_casts(function, *inputs, chip=chip)
     assert not reasons
     halved = " fnuz" if chip is FNUZ else ""
     down = f"elements transposed{halved}"
@@ -127,11 +115,7 @@ def test_merged_casts_of_a_layer_have_the_same_bits(form: str, chip):
     assert [parts(copies)[:3] for copies in copies_of_casts(module)] == [both] * 3
     assert [len(copies) for copies in copies_of_casts(module)] == scales
     assert not module.graph.find_nodes(op="call_function", target=ops.decode)
-    plain = make_fx(function, tracing_mode="fake")(*inputs)
-    for node in plain.graph.find_nodes(op="call_function", target=ops.matmul):
-        set_tag(node, TAG)
-    with mock.patch.object(optional, "obstacle", return_value="no templates"):
-        VendorFP8(target=chip, device="cpu").apply(plain.graph)
+    plain, _ = applied(function, *inputs, chip=chip)
     for computed, wanted in zip(Operands(module).run(*inputs), Operands(plain).run(*inputs), strict=True):
         for tensor, other in zip(computed, wanted, strict=True):
             assert torch.equal(tensor, other)
@@ -147,7 +131,7 @@ def test_a_known_scale_is_read_and_the_largest_found_beside():
         return ops.matmul(a, sa, b, sb, None, torch.bfloat16, word, "e4m3 tensor nearest delayed:4:0"), seen
 
     x, w, scale = torch.randn(32, 64), torch.randn(64, 48), torch.full((1, 1), 0.01)
-    module, reasons = lowered(function, x, w, scale, chip=CHIP)
+    module, reasons = with_merged_casts(function, x, w, scale, chip=CHIP)
     assert not reasons
     assert merged(module) == [["elements", "largest"], ["elements transposed"]]
     assert not module.graph.find_nodes(op="call_function", target=ops.largest)
@@ -163,7 +147,7 @@ def test_scales_of_blocks_that_are_read_alone_stay():
         return product, encode(x, -2, word)[1], encode(w.t().contiguous(), -1, word)[1]
 
     inputs = torch.randn(32, 512), torch.randn(512, 48)
-    module, reasons = lowered(function, *inputs, chip=HOPPER)
+    module, reasons = with_merged_casts(function, *inputs, chip=HOPPER)
     assert not reasons
     assert merged(module) == [["elements", "scales"], ["elements transposed", "scales"]]
     assert len(copies_of_casts(module)) == 4
@@ -180,7 +164,7 @@ def test_elements_beside_values_of_an_emulated_product_stay(word: str):
         (a, sa), (b, sb) = encode(x, -1, word), encode(w, -2, word)
         return ops.matmul(a, sa, b, sb, None, torch.bfloat16, word, word), a, sa
 
-    module, reasons = lowered(function, torch.randn(16, 40), torch.randn(40, 32), chip=CHIP)
+    module, reasons = with_merged_casts(function, torch.randn(16, 40), torch.randn(40, 32), chip=CHIP)
     assert reasons
     assert all(len(copies) == 1 for copies in copies_of_casts(module))
 
@@ -199,7 +183,7 @@ def test_casts_that_something_else_reads_stay():
             results.append(ops.matmul(*casts, None, torch.bfloat16, word, word))
         return results
 
-    module, _ = lowered(function, torch.randn(16, 40), torch.randn(40, 32), chip=CHIP)
+    module, _ = with_merged_casts(function, torch.randn(16, 40), torch.randn(40, 32), chip=CHIP)
     assert merged(module) == [["elements bfloat16"]] * 6
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.bits import assert_same_bits
 from helpers.casts import casts_both, quantize_both
-from interpreted import interpret
+from helpers.graphs import lowered, traced
 from torch import Tensor, fx, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from mxcompile import ops
 from mxcompile.lowering.graph.merge_sibling_casts import MergeSiblingCasts
-from mxcompile.lowering.targets import TARGETS
 from mxcompile.offline import codegen
 from mxcompile.ops.view import Casts
 from mxcompile.versions import newer
@@ -25,18 +24,11 @@ def _inputs(count: int) -> list[Tensor]:
     return [torch.randn(SHAPE).bfloat16() for _ in range(count)]
 
 
-def _coupled(function, *inputs: Tensor) -> tuple[fx.GraphModule, list[int]]:
+def _coupled(function, *inputs: Tensor, mode: str = "fake") -> tuple[fx.GraphModule, list[int]]:
     """The graph after the pass, and how many tensors each of its casts reads."""
-    module = make_fx(function, tracing_mode="fake")(*inputs)
-    MergeSiblingCasts(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
-    module.graph.lint()
-    module.recompile()
-    return module, _casts(module)
-
-
-def _casts(module: fx.GraphModule) -> list[int]:
+    module, _ = lowered([MergeSiblingCasts], "sm_100", traced(function, *inputs, mode=mode))
     casts = module.graph.find_nodes(op="call_function", target=ops.cast)
-    return [1 + (Casts.read(node).y is not None) for node in casts]
+    return module, [1 + (Casts.read(node).y is not None) for node in casts]
 
 
 def gradients(gradient, gate, up):
@@ -51,9 +43,7 @@ def test_a_couple_is_merged_and_means_the_same():
     inputs = _inputs(3)
     module, casts = _coupled(gradients, *inputs)
     assert casts == [2]
-    for got, wanted in zip(module(*inputs), gradients(*inputs), strict=True):
-        assert got.dtype is wanted.dtype
-        assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
+    assert_same_bits(module(*inputs), gradients(*inputs))
 
 
 def four_tensors(a, b, c, d):
@@ -95,9 +85,8 @@ def test_rows_that_depend_on_data_are_not_compared():
         a, b = gate[some], up[some]
         return *quantize_both(gate * up, E4M3, "rceil"), *quantize_both(a * b, E4M3, "rceil")
 
-    module = make_fx(beside, tracing_mode="symbolic")(*_inputs(2), torch.ones(SHAPE[0], dtype=torch.bool))
-    MergeSiblingCasts(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
-    assert _casts(module) == [1, 1]
+    _, casts = _coupled(beside, *_inputs(2), torch.ones(SHAPE[0], dtype=torch.bool), mode="symbolic")
+    assert casts == [1, 1]
 
 
 class Gated(nn.Module):
@@ -126,33 +115,3 @@ def test_a_gated_layers_gradients_are_one_kernel(target):
     assert not any(kernel.binary.spill_bytes for kernel in result.kernels)
     source = result.kernel(launch).source
     assert source.count("packed.sigmoid(") == 2
-
-
-@pytest.mark.slow
-def test_merged_casts_give_the_gradients_of_the_reference(tmp_path):
-    """Tokens and widths that are no multiples of a tile: the gradients are those of the reference's casts."""
-    from helpers.eager import NVIDIA, product
-    from helpers.reference import sqnr_db
-
-    tokens, width, hidden = 70, 64, 200
-    model = Gated(width, hidden).bfloat16()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_().mul_(torch.exp2(torch.randint(-4, 2, parameter.shape)))
-    x = torch.randn(tokens, width).bfloat16().requires_grad_()
-    result = codegen(model, x, target="sm_100", out_dir=tmp_path)
-    assert any(casts_both(result, launch, 2) for launch in result.launches)
-
-    def linear(x: Tensor, weight: Tensor) -> Tensor:
-        return product(x, weight.t(), NVIDIA, torch.float32).to(torch.bfloat16)
-
-    gate, up, down = model.parameters()
-    gated = F.silu(linear(x, gate).float()) * linear(x, up).float()
-    expected = linear(gated.to(torch.bfloat16), down)
-    gradient = torch.randn_like(expected)
-    inputs = [gate, x, up, down]
-    wanted = torch.autograd.grad(expected, inputs, gradient)
-    out, *gradients = interpret(tmp_path, inputs, gradient)
-    assert sqnr_db(expected, out) > 50
-    for computed, reference in zip(gradients, wanted, strict=True):
-        assert sqnr_db(reference, computed) > 50

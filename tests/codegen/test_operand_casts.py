@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.bits import assert_same_bits
 from helpers.casts import quantize, quantize_operands, values
+from helpers.graphs import lowered, traced
 from interpreted import interpret
 from torch import Tensor, fx, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from mxcompile import ops
 from mxcompile.lowering.graph.merge_casts import MergeCasts
 from mxcompile.lowering.graph.merge_sibling_casts import MergeSiblingCasts
-from mxcompile.lowering.targets import TARGETS
 from mxcompile.offline import codegen
 from mxcompile.ops import view
 
@@ -25,11 +25,7 @@ E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 
 def _collected(function, *inputs: Tensor) -> tuple[fx.GraphModule, list[int]]:
     """The graph after the passes, and how many copies each of its casts makes."""
-    module = make_fx(function, tracing_mode="fake")(*inputs)
-    MergeCasts(target=TARGETS["sm_90"], device="cpu").apply(module.graph)
-    MergeSiblingCasts(target=TARGETS["sm_90"], device="cpu").apply(module.graph)
-    module.graph.lint()
-    module.recompile()
+    module, _ = lowered([MergeCasts, MergeSiblingCasts], "sm_90", traced(function, *inputs))
     casts = map(view.Casts.read, module.graph.find_nodes(op="call_function", target=ops.cast))
     return module, [len(cast.copies) * (1 if cast.y is None else 2) for cast in casts]
 
@@ -78,9 +74,7 @@ def test_casts_of_a_matrix_are_one(function, copies):
     x = torch.randn(70, 96).to(BF16)
     module, casts = _collected(function, x)
     assert casts == copies
-    for got, wanted in zip(module(x), function(x), strict=True):
-        assert got.dtype is wanted.dtype
-        assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
+    assert_same_bits(module(x), function(x))
 
 
 def blocks_across_matrices(x):
@@ -92,19 +86,17 @@ def nothing_in_it(x):
     return _value(x[:0], -1), _value(x[:0], -2)
 
 
-@pytest.mark.parametrize("function", [blocks_across_matrices, nothing_in_it])
-def test_casts_across_matrices_and_of_empty_tensors_stay_separate(function):
+def a_single_element(x):
+    return both_values(x[:1, :1])
+
+
+def another_dtype(x):
+    return _value(x, -1), _value(x, -2, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("function", [blocks_across_matrices, nothing_in_it, a_single_element, another_dtype])
+def test_casts_that_one_kernel_cannot_make_stay_separate(function):
     _, casts = _collected(function, torch.randn(70, 96).to(BF16))
-    assert casts == [1, 1]
-
-
-def test_casts_of_a_single_element_stay_separate():
-    _, casts = _collected(both_values, torch.randn(1, 1).to(BF16))
-    assert casts == [1, 1]
-
-
-def test_another_dtype_is_another_kernel():
-    _, casts = _collected(lambda x: (_value(x, -1), _value(x, -2, dtype=torch.float32)), torch.randn(64, 64))
     assert casts == [1, 1]
 
 
@@ -118,8 +110,7 @@ def test_casts_of_two_gradients_become_one_kernel():
     inputs = [torch.randn(70, 96).to(BF16) for _ in range(3)]
     module, casts = _collected(gradients, *inputs)
     assert casts == [4]
-    for got, wanted in zip(module(*inputs), gradients(*inputs), strict=True):
-        assert torch.equal(got, wanted)
+    assert_same_bits(module(*inputs), gradients(*inputs))
 
 
 class Casts(nn.Module):
@@ -170,13 +161,7 @@ def test_generated_operand_casts_equal_the_operator(case, tmp_path: Path):
     assert not any(kernel.binary.spill_bytes for kernel in result.kernels)
     casts = [launch for launch in result.launches if "mx.cast.default" in launch.operators]
     assert len(casts) == 2
-    outputs = interpret(tmp_path, [x, y])
-    assert len(outputs) == len(wanted)
-    for got, reference in zip(outputs, wanted, strict=True):
-        is_nan = reference.float().isnan()
-        assert torch.equal(got.float().isnan(), is_nan)
-        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[reference.element_size()]
-        assert torch.equal(got.view(bits)[~is_nan], reference.view(bits)[~is_nan])
+    assert_same_bits(interpret(tmp_path, [x, y]), wanted)
 
 
 class Rotated(nn.Module):
@@ -199,5 +184,4 @@ def test_a_rotation_is_computed_where_it_is_cast(tmp_path: Path):
     result = codegen(model, x, cos, sin, target="sm_90", training=False, out_dir=tmp_path)
     (launch,) = result.launches
     assert launch.num_bytes <= 64 * 128 * (2 + 2 + 1 + 1 / 32) + 2 * 2 * 128
-    for got, reference in zip(interpret(tmp_path, [x, cos, sin]), wanted, strict=True):
-        assert torch.equal(got.view(torch.uint8), reference.view(torch.uint8))
+    assert_same_bits(interpret(tmp_path, [x, cos, sin]), wanted)

@@ -5,25 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.casts import encode, encode_packed, packed
+from helpers.graphs import lowered, traced
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 
 from mxcompile import ops
 from mxcompile.formats import Copy, CopyPart, Format
 from mxcompile.formats.encoding import encode_stored
-from mxcompile.graph.tags import GemmTag, Kind, set_tag, tags_of
+from mxcompile.graph.tags import tags_of
 from mxcompile.lowering.choices.families import NO_CAST
 from mxcompile.lowering.graph.packed import Packed
-from mxcompile.lowering.targets import TARGETS
 from mxcompile.ops.view import Casts, Product
-from mxcompile.policy import Gemm
 
 NVFP4, SQUARE, MXFP4 = "e2m1 1x16 two-level", "e2m1 16x16 two-level", "e2m1 1x32 rceil"
-TAG = GemmTag(
-    layer="l", name="l", module="Linear", source="", gemm=Gemm.FPROP, kind=Kind.LINEAR, tensors=("x", "w")
-)
 ROW_MAJOR, TILED = "row-major", "128x4"
 
 
@@ -63,15 +58,7 @@ def product(
 
 def applied(function, *inputs: Tensor, target: str = "sm_100", mode: str = "fake"):
     """The graph of `function` with its products packed, and the reasons of those left."""
-    module = make_fx(function, tracing_mode=mode)(*inputs)
-    for node in module.graph.nodes:
-        if node.target in (ops.matmul, ops.grouped_matmul):
-            set_tag(node, TAG)
-    step = Packed(target=TARGETS[target], device="cpu")
-    reasons = step.apply(module.graph) if step.applies else {}
-    module.graph.lint()
-    module.recompile()
-    return module, list(reasons.values())
+    return lowered([Packed], target, traced(function, *inputs, mode=mode))
 
 
 def calls(module: torch.fx.GraphModule, op) -> list[torch.fx.Node]:
@@ -337,6 +324,15 @@ def packed_along_columns(x: Tensor, w: Tensor) -> Tensor:
     return ops.matmul(*encode(x, -1, MXFP4), codes, scale, None, torch.bfloat16, MXFP4, MXFP4)
 
 
+def of_mxfp4(x: Tensor, w: Tensor) -> Tensor:
+    return product(x, w, (MXFP4, MXFP4))
+
+
+def in_fp64(x: Tensor, w: Tensor) -> Tensor:
+    """The chip's GEMM has no such results."""
+    return product(x, w, (MXFP4, MXFP4), dtype=torch.float64)
+
+
 def several_scales(x: Tensor, w: Tensor) -> Tensor:
     """Groups of rows, a scale for each column of the weights."""
     (a, tensor_a), (b, _) = cast(x, -1, NVFP4), cast(w.view(2, 32, 32), -2, NVFP4)
@@ -346,25 +342,31 @@ def several_scales(x: Tensor, w: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("function", "shape", "reason"),
+    ("function", "left", "right", "reason"),
     [
-        (given_codes, (32, 64), "an operand was cast in another graph"),
-        (given_alpha, (32, 64), "the graph lacks the global scale of an operand"),
+        (given_codes, (32, 64), (64, 32), "an operand was cast in another graph"),
+        (given_alpha, (32, 64), (64, 32), "the graph lacks the global scale of an operand"),
         (
             packed_along_columns,
             (32, 64),
+            (64, 32),
             "a weight is stored with another dimension innermost than the contraction",
         ),
-        (several_scales, (32, 32), "a tensor has several scales, and groups share one"),
-        (lambda x, w: product(x, w, (MXFP4, MXFP4)), (1, 2), "an operand is one byte"),
-        (lambda x, w: product(x, w, (NVFP4, f"{NVFP4} 4over6:256:mae")), (32, 64), NO_CAST),
-        (lambda x, w: product(x, w, (f"{NVFP4} row-scaled", NVFP4)), (32, 64), NO_CAST),
+        (several_scales, (32, 32), (64, 32), "a tensor has several scales, and groups share one"),
+        (of_mxfp4, (1, 2), (2, 32), "an operand is one byte"),
+        (of_mxfp4, (0, 64), (64, 32), "a dimension is empty"),
+        (of_mxfp4, (32, 0), (0, 32), "a dimension is empty"),
+        (of_mxfp4, (1, 64), (64, 1), "its result is one element"),
+        (in_fp64, (32, 64), (64, 32), "its result is float64, not BF16, FP16 or FP32"),
+        (lambda x, w: product(x, w, (NVFP4, f"{NVFP4} 4over6:256:mae")), (32, 64), (64, 32), NO_CAST),
+        (lambda x, w: product(x, w, (f"{NVFP4} row-scaled", NVFP4)), (32, 64), (64, 32), NO_CAST),
     ],
 )
-def test_products_not_packed_have_a_recorded_reason(function, shape: tuple[int, int], reason: str):
-    module, reasons = applied(function, spread(*shape), spread(64 if shape[0] > 1 else 2, 32))
-    assert reasons == [reason]
-    assert not products(module)
+def test_products_not_packed_have_a_recorded_reason(
+    function, left: tuple[int, int], right: tuple[int, int], reason: str
+):
+    module, reasons = applied(function, spread(*left), spread(*right))
+    assert (reasons, products(module)) == ([reason], [])
 
 
 @pytest.mark.parametrize(
@@ -389,27 +391,6 @@ def test_packed_products_run_on_chips_with_the_format(target: str, words: tuple[
     half = target == "gfx950" and not runs  # it multiplies FP4 with other scales
     assert reasons == (["no kernel multiplies E2M1 under E4M3 scales"] if half else [])
     assert len(products(module)) == runs
-
-
-@pytest.mark.parametrize(
-    ("size", "reason"),
-    [
-        ((0, 64, 32), "a dimension is empty"),
-        ((32, 0, 32), "a dimension is empty"),
-        ((1, 64, 1), "its result is one element"),
-    ],
-)
-def test_empty_ones_and_single_elements_stay(size: tuple[int, int, int], reason: str):
-    m, k, n = size
-    module, reasons = applied(lambda x, w: product(x, w, (MXFP4, MXFP4)), torch.ones(m, k), torch.ones(k, n))
-    assert (reasons, products(module)) == ([reason], [])
-
-
-def test_a_result_in_fp64_stays():
-    """The chip's GEMM has no results in FP64."""
-    inputs = torch.ones(32, 64), torch.ones(64, 32)
-    module, reasons = applied(lambda x, w: product(x, w, (MXFP4, MXFP4), dtype=torch.float64), *inputs)
-    assert (reasons, products(module)) == (["its result is float64, not BF16, FP16 or FP32"], [])
 
 
 @pytest.mark.parametrize("word", [NVFP4, MXFP4])

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from helpers.casts import encode
+from helpers.graphs import lowered, traced
 from helpers.reference import sqnr_db
 from interpreted import interpret
 from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 
 import mxcompile
@@ -19,16 +19,10 @@ from mxcompile import ops
 from mxcompile.formats import E4M3, E5M2, ElemType, Format
 from mxcompile.formats.elements import E2M1, E2M3, E3M2, INT8
 from mxcompile.formats.encoding import decode_tensors, encode_tensors
-from mxcompile.graph.tags import GemmTag, Kind, set_tag
-from mxcompile.lowering.graph.packed import Packed
 from mxcompile.lowering.graph.promote_to_mx import PromoteToMX
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.ops.view import Product
-from mxcompile.policy import Gemm
 
-TAG = GemmTag(
-    layer="l", name="l", module="Linear", source="", gemm=Gemm.FPROP, kind=Kind.LINEAR, tensors=("x", "w")
-)
 BLOCKS = "e4m3 1x128 pow2", "e4m3 128x128 pow2"
 
 
@@ -77,13 +71,7 @@ def spread(*shape: int, along: int) -> Tensor:
 
 
 def applied(function: Any, *inputs: Tensor, target: str = "sm_100") -> torch.fx.GraphModule:
-    module = make_fx(function, tracing_mode="fake")(*inputs)
-    for node in module.graph.nodes:
-        if node.target in (ops.matmul, ops.grouped_matmul):
-            set_tag(node, TAG)
-    PromoteToMX(target=TARGETS[target], device="cpu").apply(module.graph)
-    module.graph.lint()
-    module.recompile()
+    module, _ = lowered([PromoteToMX], target, traced(function, *inputs))
     return module
 
 
@@ -142,49 +130,36 @@ def test_groups_and_batches_have_the_same_values():
         assert product.is_mx
 
 
-@pytest.mark.parametrize("words", [("e4m3 1x128 nearest", "e4m3 128x128 nearest"), ("e4m3 1x16 rceil",) * 2])
-def test_formats_that_mxfp8_cannot_hold_are_not_promoted(words: tuple[str, str]):
-    def function(x: Tensor, w: Tensor) -> Tensor:
-        (a, sa), (b, sb) = encode(x, -1, words[0]), encode(w, -2, words[1])
-        return ops.matmul(a, sa, b, sb, None, torch.float32, *words)
-
-    module = applied(function, torch.randn(32, 128), torch.randn(128, 32))
-    (product,) = module.graph.find_nodes(op="call_function", target=ops.matmul)
-    assert Product.read(product).words == words
+NO_INTEGERS = ["no kernel multiplies INT8 under E8M0 scales"]
+INTEGERS = [("int8 1x32 rceil",) * 2, ("e4m3 1x32 rceil", "int8 1x32 rceil")]
 
 
-@pytest.mark.parametrize("target", ["sm_100", "sm_120", "gfx950"])
-@pytest.mark.parametrize("words", [("int8 1x32 rceil",) * 2, ("e4m3 1x32 rceil", "int8 1x32 rceil")])
-def test_products_of_integers_stay_with_the_reason(words: tuple[str, str], target: str):
-    def function(x: Tensor, w: Tensor) -> Tensor:
-        (a, sa), (b, sb) = encode(x, -1, words[0]), encode(w, -2, words[1])
-        return ops.matmul(a, sa, b, sb, None, torch.float32, *words)
-
-    module = make_fx(function, tracing_mode="fake")(torch.randn(32, 64), torch.randn(64, 32))
-    (product,) = module.graph.find_nodes(op="call_function", target=ops.matmul)
-    set_tag(product, TAG)
-    reasons = PromoteToMX(target=TARGETS[target], device="cpu").apply(module.graph)
-    assert reasons == {product: "no kernel multiplies INT8 under E8M0 scales"}
-    assert module.graph.find_nodes(op="call_function", target=ops.matmul) == [product]
-
-
-def test_products_of_two_levels_stay_with_the_reason():
-    word = "e2m1 1x16 two-level"
-
+@pytest.mark.parametrize(
+    ("target", "words", "expected"),
+    [
+        ("sm_100", ("e4m3 1x128 nearest", "e4m3 128x128 nearest"), []),
+        ("sm_100", ("e4m3 1x16 rceil",) * 2, []),
+        ("gfx950", ("e2m1 1x16 two-level",) * 2, []),  # the pass `packed` gives its reason
+        *((target, words, NO_INTEGERS) for words in INTEGERS for target in ("sm_100", "sm_120", "gfx950")),
+    ],
+)
+def test_formats_that_mxfp8_cannot_hold_are_not_promoted(
+    target: str, words: tuple[str, str], expected: list[str]
+):
     def function(x: Tensor, w: Tensor, amax: Tensor) -> Tensor:
-        a, sa = encode(x, -1, word, None, 0, None, amax)
-        b, sb = encode(w, -2, word, None, 0, None, amax)
-        return ops.matmul(a, sa, b, sb, None, torch.float32, word, word, [amax, amax])
+        several = [amax, amax] if "two-level" in words[0] else None
+        (a, sa), (b, sb) = (
+            encode(side, dim, word, None, 0, None, amax if several else None)
+            for side, dim, word in ((x, -1, words[0]), (w, -2, words[1]))
+        )
+        return ops.matmul(a, sa, b, sb, None, torch.float32, *words, several)
 
-    inputs = torch.randn(32, 64), torch.randn(64, 32), torch.ones(1)
-    module = make_fx(function, tracing_mode="fake")(*inputs)
+    module = traced(function, torch.randn(32, 128), torch.randn(128, 32), torch.ones(1))
     (product,) = module.graph.find_nodes(op="call_function", target=ops.matmul)
-    set_tag(product, TAG)
-    chip = TARGETS["gfx950"]
-    reasons = Packed(target=chip, device="cpu").apply(module.graph)
-    assert reasons == {product: "no kernel multiplies E2M1 under E4M3 scales"}
-    assert PromoteToMX(target=chip, device="cpu").apply(module.graph) == {}
+    _, reasons = lowered([PromoteToMX], target, module)
+    assert reasons == expected
     assert module.graph.find_nodes(op="call_function", target=ops.matmul) == [product]
+    assert Product.read(product).words == words
 
 
 @pytest.mark.parametrize("layout", ["row-major", "128x4"])

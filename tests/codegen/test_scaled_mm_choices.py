@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
@@ -16,10 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mxcompile
 from mxcompile.formats.scale_tiles import untile_scale
-from mxcompile.lowering.choices import configs
 from mxcompile.lowering.choices.configs import tiled_configs
 from mxcompile.lowering.graph.fuse import Fuse
-from mxcompile.lowering.inductor import winners
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.lowering.templates import vendor
 from mxcompile.offline.standin import DEVICE, stand_in
@@ -31,26 +30,10 @@ POLICY = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 
 
 @pytest.fixture
-def choose(monkeypatch):
+def choose(choose, monkeypatch):
     """Function that makes Inductor take the choice of that number; it returns the lists it chose from."""
-
-    def chosen(number: int) -> list[list]:
-        offered: list[list] = []
-
-        plain = winners.autotune_select_algorithm
-
-        def select(name, choices, operands, layout, **keywords):
-            if name != "mx_scaled_mm":
-                return plain(name, choices, operands, layout, **keywords)
-            offered.append(choices)
-            return choices[min(number, len(choices) - 1)].output_node()
-
-        monkeypatch.setattr(configs, "autotuning", lambda: True)
-        monkeypatch.setattr(Fuse, "apply", lambda *_: {})  # casts stay apart
-        monkeypatch.setattr(winners, "autotune_select_algorithm", select)
-        return offered
-
-    return chosen
+    monkeypatch.setattr(Fuse, "apply", lambda *_: {})  # casts stay apart
+    return functools.partial(choose, "mx_scaled_mm")
 
 
 def _linear(k: int, n: int, **options) -> torch.nn.Module:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.casts import quantize, scaled_mm
+from helpers.graphs import lowered, traced
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from mxcompile import ops
 from mxcompile.lowering.graph.expand import Expand
@@ -20,10 +20,7 @@ E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 
 def _tiled(function, *inputs) -> tuple[fx.GraphModule, list[int]]:
     """The graph of `function` after the pass, and the ranks of the scales its casts write."""
-    module = make_fx(function, tracing_mode="fake")(*inputs)
-    TileScales(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
-    module.graph.lint()
-    module.recompile()
+    module, _ = lowered([TileScales], "sm_100", traced(function, *inputs))
     casts = [node for node in module.graph.nodes if node.target is ops.cast]
     assert all((cast.meta["val"][1].ndim == 1) == ("128x4" in cast.args[1][0]) for cast in casts)
     return module, [cast.meta["val"][1].ndim for cast in casts]
@@ -71,12 +68,11 @@ def test_not_where_the_chip_reads_rows():
 def test_tiled_scales_of_symbolic_sizes_add_no_guards():
     """A scale is a number of whole tiles for any token count, and nothing is asked of the sizes."""
     matrices = _matrices((150, 72), (40, 72), (150, 40))
-    module = make_fx(_step, tracing_mode="symbolic")(*matrices)
+    module = traced(_step, *matrices, mode="symbolic")
     mode = next(node.meta["val"] for node in module.graph.nodes if node.op == "placeholder").fake_mode
     guards = len(mode.shape_env.guards)
-    TileScales(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
+    lowered([TileScales], "sm_100", module)
     assert len(mode.shape_env.guards) == guards
-    module.recompile()
     lengths = [n.meta["val"][1].shape[0] for n in module.graph.nodes if n.target is ops.cast]
     assert len(lengths) == 6
     assert all(length.node.expr % 512 == 0 for length in lengths)
@@ -133,7 +129,7 @@ def test_a_weight_that_is_stored_quantized_stays():
 
 
 def test_another_device_than_the_targets_stays():
-    module = make_fx(_step, tracing_mode="fake")(*_matrices((64, 64), (64, 64), (64, 64)))
+    module = traced(_step, *_matrices((64, 64), (64, 64), (64, 64)))
     TileScales(target=TARGETS["sm_100"], device="cuda").apply(module.graph)
     assert not [node for node in module.graph.nodes if "128x4" in node.args]
 
@@ -148,8 +144,6 @@ def test_backward_product_with_tiled_scales_is_dequantized(transposed):
     x, w = _matrices((72, 150) if transposed else (150, 72), (72, 40))
     a = quantize(x, -2 if transposed else -1, E4M3, "rceil", False, "128x4")
     b = quantize(w, -2, E4M3, "rceil", False, "128x4")
-    module = make_fx(backward, tracing_mode="fake")(*a, *b)
-    Expand(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
-    module.recompile()
+    module, _ = lowered([Expand], "sm_100", traced(backward, *a, *b))
     assert not [node for node in module.graph.nodes if node.target is ops.matmul]
     torch.testing.assert_close(module(*a, *b), backward(*a, *b), rtol=1e-5, atol=0)

@@ -89,7 +89,6 @@ def test_autotuning_times_dense_products_on_them(monkeypatch, fused_ones_timed):
     example_inputs: list[dict] = []
     put_off: list[bool] = []
     written: list[str] = []
-    plain = AlgorithmSelectorCache.do_autotuning
 
     def timings(cache, name, operands, layout, examples, *others, **keywords):
         example_inputs.append(dict(examples or {}))

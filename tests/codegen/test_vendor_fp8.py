@@ -9,24 +9,19 @@ from unittest import mock
 import pytest
 import torch
 from helpers.casts import encode
+from helpers.graphs import lowered, traced
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from mxcompile import ops
-from mxcompile.graph.tags import GemmTag, Kind, set_tag, tags_of
+from mxcompile.graph.tags import tags_of
 from mxcompile.lowering import optional
 from mxcompile.lowering.graph.vendor_fp8 import VendorFP8
 from mxcompile.lowering.targets import TARGETS
-from mxcompile.policy import Gemm
 
 CHIP = dataclasses.replace(TARGETS["cpu_bf16"], name="cpu", fp8_tiles=frozenset({"tensor", "channel"}))
-TAG = GemmTag(
-    layer="l", name="l", module="Linear", source="", gemm=Gemm.FPROP, kind=Kind.LINEAR, tensors=("x", "w")
-)
-
-
 HOPPER = dataclasses.replace(CHIP, fp8_tiles=CHIP.fp8_tiles | {"1x128", "128x128"})
 FNUZ = dataclasses.replace(CHIP, fp8_fnuz=True)
+BLOCKS = "e4m3 1x128 nearest", "e4m3 128x128 nearest"
 
 
 class Checked(torch.fx.Interpreter):
@@ -69,14 +64,8 @@ class CheckedFnuz(Checked):
 
 def applied(function, *inputs, chip=CHIP):
     """The graph of `function` with its products on the vendor's GEMM, without templates, and the reasons."""
-    module = make_fx(function, tracing_mode="fake")(*inputs)
-    for node in module.graph.find_nodes(op="call_function", target=ops.matmul):
-        set_tag(node, TAG)
     with mock.patch.object(optional, "obstacle", return_value="no templates"):
-        reasons = VendorFP8(target=chip, device="cpu").apply(module.graph)
-    module.graph.lint()
-    module.recompile()
-    return module, list(reasons.values())
+        return lowered([VendorFP8], chip, traced(function, *inputs))
 
 
 def product(x, w, words, bias=None, left_swapped=False, right_swapped=False, dtype=torch.bfloat16):
@@ -212,34 +201,21 @@ def test_nonfinite_elements_surface_in_fnuz_formats():
     assert (outputs[[0, 1, 2, 4]] == 32).all()
 
 
-@pytest.mark.parametrize(
-    ("m", "k", "right", "cause"),
-    [
-        (34, 512, "1x128", "takes multiples of 4 rows (m=34)"),
-        (36, 256, "128x128", "multiples of 4 blocks along k (2)"),
-    ],
-)
-def test_scales_of_blocks_that_it_does_not_take(m: int, k: int, right: str, cause: str):
-    words = "e4m3 1x128 nearest", f"e4m3 {right} nearest"
-    inputs = torch.randn(m, k), torch.randn(k, 256)
-    _, (reason,) = applied(lambda x, w: product(x, w, words), *inputs, chip=HOPPER)
-    assert cause in reason
-
-
 def test_scales_of_blocks_need_a_cuda_that_has_them(monkeypatch: pytest.MonkeyPatch):
-    words = "e4m3 1x128 nearest", "e4m3 128x128 nearest"
     inputs = torch.randn(36, 512), torch.randn(512, 256)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    _, (reason,) = applied(lambda x, w: product(x, w, words), *inputs, chip=HOPPER)
+    _, (reason,) = applied(lambda x, w: product(x, w, BLOCKS), *inputs, chip=HOPPER)
     assert "from CUDA 12.9 on (this is 12.8)" in reason
     for version in ("12.9", "12.10"):
         monkeypatch.setattr(torch.version, "cuda", version)
-        assert applied(lambda x, w: product(x, w, words), *inputs, chip=HOPPER)[1] == []
+        assert applied(lambda x, w: product(x, w, BLOCKS), *inputs, chip=HOPPER)[1] == []
 
 
 @pytest.mark.parametrize(
-    ("shape", "word", "dtype", "cause"),
+    ("shape", "words", "dtype", "cause"),
     [
+        ((34, 512, 256), ("e4m3 1x128 nearest",) * 2, torch.bfloat16, "takes multiples of 4 rows (m=34)"),
+        ((36, 256, 256), BLOCKS, torch.bfloat16, "multiples of 4 blocks along k (2)"),
         ((40, 60, 48), "e4m3 tensor nearest", torch.bfloat16, "takes multiples of 16 (k=60)"),
         ((40, 64, 50), "e4m3 channel nearest", torch.bfloat16, "takes multiples of 16 (n=50)"),
         ((0, 64, 48), "e4m3 tensor nearest", torch.bfloat16, "(empty)"),
@@ -248,11 +224,10 @@ def test_scales_of_blocks_need_a_cuda_that_has_them(monkeypatch: pytest.MonkeyPa
         ((40, 128, 128), "e4m3 1x128 nearest", torch.bfloat16, "no FP8 GEMM of cpu for scales 1x128"),
     ],
 )
-def test_products_unsupported_by_the_vendor_have_a_reason(shape, word: str, dtype: torch.dtype, cause: str):
+def test_products_unsupported_by_the_vendor_have_a_reason(shape, words, dtype: torch.dtype, cause: str):
     m, k, n = shape
-    module, (reason,) = applied(
-        lambda x, w: product(x, w, word, dtype=dtype), torch.randn(m, k), torch.randn(k, n)
-    )
+    inputs, chip = (torch.randn(m, k), torch.randn(k, n)), CHIP if "of cpu" in cause else HOPPER
+    module, (reason,) = applied(lambda x, w: product(x, w, words, dtype=dtype), *inputs, chip=chip)
     assert cause in reason
     assert module.graph.find_nodes(op="call_function", target=ops.matmul)
 

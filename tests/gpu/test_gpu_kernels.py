@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.bits import assert_same_bits
 from helpers.casts import encode_packed, quantize, quantize_both, quantize_operands, scaled_mm
 from helpers.operands import assert_within, operand, product, values
 from helpers.packed_operands import MXFP4, NVFP4
@@ -80,20 +81,7 @@ def test_generated_mx_casts_equal_reference_on_the_gpu(shape, dtype, layout, sca
         return [result for kind in kinds for result in CASTS[layout](x, *kind, str(scales))]
 
     x = special(spread(*shape)).to(dtype)
-    for tensor, reference in zip(generated(every, x), every(x), strict=True):
-        is_nan = reference.to(F32).isnan()
-        assert torch.equal(tensor.to(F32).isnan(), is_nan)
-        assert ((tensor.view(torch.uint8) == reference.view(torch.uint8)) | is_nan).all()
-
-
-def assert_same_bits(computed, wanted):
-    """Results of casts, NaN where the other is NaN; those that were not asked for are empty."""
-    for tensor, reference in zip(computed, wanted, strict=True):
-        assert (tensor.shape, tensor.dtype) == (reference.shape, reference.dtype)
-        is_nan = reference.to(F32).isnan()
-        assert torch.equal(tensor.cpu().to(F32).isnan(), is_nan)
-        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[reference.element_size()]
-        assert ((tensor.cpu().view(bits) == reference.view(bits)) | is_nan).all()
+    assert_same_bits(generated(every, x), every(x))
 
 
 FORMS = [

@@ -131,6 +131,11 @@ def casts_both(result: Any, launch: Any, tensors: int = 1) -> bool:
     return written == (tensors, tensors)
 
 
+def multiplies_scaled(kernel: Any) -> bool:
+    """Whether a generated kernel multiplies operands with scales, on the MX instruction or emulated."""
+    return "dot_scaled" in kernel.source or "tile_product" in kernel.source
+
+
 @torch.compiler.assume_constant_result
 def operand_words(a: torch.dtype, b: torch.dtype) -> list[str]:
     """The words of the formats of MXFP8 operands with elements of these dtypes."""

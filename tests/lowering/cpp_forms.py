@@ -16,7 +16,6 @@ from weakref import WeakValueDictionary
 
 import emulated
 import pytest
-import torch
 from torch import Tensor
 from torch._inductor import config
 from torch._inductor.cpp_builder import _get_ffast_math_flags, get_cpp_compiler
@@ -120,11 +119,3 @@ def pointer(x: Tensor | None) -> _Pointer:
 
 def integer(value: int) -> ctypes.c_int64:
     return ctypes.c_int64(value)
-
-
-def same_bits(computed: Tensor, expected: Tensor) -> bool:
-    """Equal bit for bit, but for what a NaN carries."""
-    nan = expected.float().isnan()
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[expected.element_size()]
-    equal = computed.view(bits) == expected.view(bits)
-    return torch.equal(computed.float().isnan(), nan) and bool((equal | nan).all())

@@ -5,23 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.casts import quantize, scaled_mm
+from helpers.graphs import traced
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from mxcompile import ops
 from mxcompile.graph.opsets import packet
-from mxcompile.graph.tags import GemmTag, Kind, set_tag, tag_of
+from mxcompile.graph.tags import tag_of
 from mxcompile.lowering import optional
 from mxcompile.lowering.graph import pipeline
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.offline.device import move
 from mxcompile.offline.standin import DEVICE, stand_in
-from mxcompile.policy import Gemm
-
-TAG = GemmTag(
-    layer="l", name="l", module="", source="", gemm=Gemm.FPROP, kind=Kind.PRODUCT, tensors=("x", "w")
-)
 
 
 def product() -> fx.Graph:
@@ -31,9 +25,7 @@ def product() -> fx.Graph:
 
     with FakeTensorMode():
         x, w = (torch.empty(256, 256, dtype=torch.bfloat16) for _ in range(2))
-        graph = make_fx(function)(x, w).graph
-    (node,) = (node for node in graph.nodes if packet(node) is ops.matmul.overloadpacket)
-    set_tag(node, TAG)
+        graph = traced(function, x, w).graph
     move(graph, DEVICE)
     return graph
 

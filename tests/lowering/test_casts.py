@@ -1,10 +1,11 @@
 """Compiled casts against the reference implementation, bit for bit, on the CPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from helpers.bits import assert_same_bits
 from helpers.casts import quantize, quantize_both, values
 
 from mxcompile import ops
@@ -13,19 +14,6 @@ from mxcompile.lowering.inductor import copies as copies  # registers the loweri
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
-
-
-def assert_same_bits(computed: Any, expected: Any) -> None:
-    if isinstance(expected, list | tuple):
-        for tensor, other in zip(computed, expected, strict=True):
-            assert_same_bits(tensor, other)
-        return
-    assert computed.dtype is expected.dtype
-    assert computed.shape == expected.shape
-    nan = expected.float().isnan()
-    assert torch.equal(computed.float().isnan(), nan)
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[expected.element_size()]
-    assert torch.equal(computed.contiguous().view(integer)[~nan], expected.contiguous().view(integer)[~nan])
 
 
 def check(function: Callable[..., Any], *arguments: torch.Tensor, dynamic: bool = False) -> None:
@@ -91,40 +79,39 @@ def test_compiled_casts_with_tiled_scales(shape: tuple[int, int], dynamic: bool)
             results += (qdata, scale, ops.decode(qdata, scale, dim, "e4m3 1x32 rceil", BF16))
         return results
 
-    def dequantized(qdata: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return ops.decode(qdata, scale, -2, "e4m3 1x32 rceil", F32)
+    def dequantized(qdata: torch.Tensor, scale: torch.Tensor) -> list[torch.Tensor]:
+        return [ops.decode(qdata, scale, -2, "e4m3 1x32 rceil", F32)]
 
     x = wild(*shape)
     check(casts, x, dynamic=dynamic)
     check(dequantized, *quantize(x, -2, E4M3, "rceil", False, "128x4"), dynamic=dynamic)
 
 
-def test_every_bf16_element_compiles_to_the_same_bits():
-    """All 65,536 values, sorted so that neighbours share a block, under both element types."""
-    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
-    x = bits.view(BF16)
+def every_bf16_element() -> Iterator[torch.Tensor]:
+    """Every finite value, in blocks of neighbours; and below a leader that makes subnormals of them."""
+    x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(BF16)
     x = x[x.isfinite()].view(-1, 64)
-
-    def casts(x: torch.Tensor) -> Any:
-        return tuple(values(x, dim, elem, "rceil", False, F32) for dim in (-1, -2) for elem in (E4M3, E5M2))
-
-    check(casts, x)
-    # again with a large leader in every block, so that the elements fall among the subnormals
+    yield x
     for leader in (2.0**-100, 1.0, 2.0**100):
         led = torch.where(x.abs() <= leader, x, torch.tensor(leader, dtype=BF16))
         led[:, ::32] = leader
-        check(casts, led)
+        yield led
+
+
+def test_every_bf16_element_compiles_to_the_same_bits():
+    def casts(x: torch.Tensor) -> Any:
+        return tuple(values(x, dim, elem, "rceil", False, F32) for dim in (-1, -2) for elem in (E4M3, E5M2))
+
+    for x in every_bf16_element():
+        check(casts, x)
 
 
 def test_casts_of_computed_values_use_the_rounded_value():
     """A producer fused into the cast must not leak precision its dtype does not have."""
     x, y = torch.randn(64, 128, dtype=BF16), torch.randn(64, 128, dtype=BF16)
 
-    def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return x * y  # exact in FP32, so that BF16 holds its correct rounding
-
     def casts(x: torch.Tensor, y: torch.Tensor) -> Any:
-        z = product(x, y)
+        z = x * y  # exact in FP32, so that BF16 holds its correct rounding
         return *quantize(z, -1, E4M3, "rceil"), *quantize(z, -2, E4M3, "rceil")
 
     check(casts, x, y)

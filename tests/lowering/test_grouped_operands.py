@@ -5,20 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.casts import encode
+from helpers.graphs import traced
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from mxcompile import ops
 from mxcompile.graph.opsets import aten, packet
-from mxcompile.graph.tags import GemmTag, Kind, set_tag, tags_of, value_of
+from mxcompile.graph.tags import tags_of, value_of
 from mxcompile.lowering.graph import pipeline
 from mxcompile.lowering.targets import TARGETS
-from mxcompile.policy import Gemm
 
-TAG = GemmTag(
-    layer="l", name="l", module="", source="", gemm=Gemm.FPROP, kind=Kind.PRODUCT, tensors=("x", "w")
-)
 SHAPES = {
     "rows": ((37, 64), (4, 64, 48)),
     "columns": ((4, 48, 64), (64, 37)),
@@ -42,9 +38,7 @@ def lowered(shapes, transposed: bool, word: str = "e4m3 1x32 rceil") -> fx.Graph
 
     with FakeTensorMode():
         a, b = (torch.empty(*batch, *(n, m) if transposed else (m, n)) for *batch, m, n in shapes)
-        graph = make_fx(function)(a, b, torch.empty(4, dtype=torch.int32)).graph
-    (node,) = (node for node in graph.nodes if node.target is ops.grouped_matmul)
-    set_tag(node, TAG)
+        graph = traced(function, a, b, torch.empty(4, dtype=torch.int32)).graph
     pipeline.run(graph, TARGETS["cpu_bf16"], torch.device("cpu"))
     return graph
 

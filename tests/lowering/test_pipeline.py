@@ -9,6 +9,8 @@ from typing import ClassVar
 
 import pytest
 import torch
+from helpers.casts import multiplies_scaled
+from helpers.stored_weights import with_stored_weights
 from torch import fx
 
 from mxcompile.errors import VerificationError
@@ -53,15 +55,28 @@ def test_an_error_in_a_template_of_our_own_is_raised(monkeypatch):
         optional._missing.__wrapped__(module)
 
 
-def test_a_missing_template_turns_off_its_pass_alone(monkeypatch):
-    lacking = {"templates.fused_quantize_mm": "no fused template with torch 1.0"}
-    monkeypatch.setattr(optional, "_missing", lambda module: lacking.get(module, ""))
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize(
+    ("missing", "target", "expected"),
+    [
+        ("templates.fused_quantize_mm", "sm_100", "mx_scaled_mm"),
+        ("templates.casts", "sm_100", "aten.addmm (bfloat16, dequantized); {reason}"),
+        ("templates.weight_only", "sm_90", "aten.addmm (bfloat16, dequantized); {reason}"),
+    ],
+)
+def test_a_missing_template_turns_off_its_pass_alone_with_a_reason(monkeypatch, missing, target, expected):
+    reason, others = f"no {missing} with torch 1.0: too old", optional._missing
+    monkeypatch.setattr(optional, "_missing", lambda module: reason if module == missing else others(module))
     policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
-    layer = torch.nn.Linear(256, 256, device="meta", dtype=torch.bfloat16)
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256, device="meta", dtype=torch.bfloat16))
+    if "weight_only" in missing:
+        with_stored_weights(model)
     x = torch.empty(16, 256, dtype=torch.bfloat16)
-    result = codegen(layer, x, target="sm_100", training=False, policy=policy)
+    result = codegen(model, x, target=target, training=False, policy=policy)
     (gemm,) = result.report.gemms
-    assert gemm.kernel.startswith("mx_scaled_mm")
+    assert gemm.precision == "mxfp8"
+    assert gemm.kernel.startswith(expected.format(reason=reason))
+    assert any(map(multiplies_scaled, result.kernels)) == ("reason" not in expected)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

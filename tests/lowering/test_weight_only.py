@@ -5,24 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.casts import quantize, scaled_mm
+from helpers.graphs import lowered, operators, traced
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from mxcompile import ops
 from mxcompile.formats import Format, elem_type
-from mxcompile.graph.tags import GemmTag, Kind, add_fallback, set_tag, tags_of
+from mxcompile.graph.tags import add_fallback, tags_of
 from mxcompile.lowering.graph.expand import Expand
 from mxcompile.lowering.graph.weight_only import WeightOnly
 from mxcompile.lowering.inductor import dequantized as dequantized  # registers the lowering
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.passes.reuse import Reuse
-from mxcompile.policy import Gemm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-TAG = GemmTag(
-    layer="l", name="l", module="Linear", source="", gemm=Gemm.FPROP, kind=Kind.LINEAR, tensors=("x", "w")
-)
 
 
 def quantized(x: Tensor, rounding: str = "rceil") -> tuple[Tensor, Tensor]:
@@ -40,21 +36,11 @@ def recast(x: Tensor, qdata: Tensor, scale: Tensor, rounding: str = "rceil") -> 
     return scaled_mm(*quantized(x), recoded[0].t(), recoded[1].t(), None, x.dtype)
 
 
-def lowered(function, *inputs: Tensor, target: str = "sm_90", mode: str = "fake") -> fx.GraphModule:
+def weight_only(function, *inputs: Tensor, target: str = "sm_90", mode: str = "fake") -> fx.GraphModule:
     """`function` as a graph with every product tagged, after the pass."""
-    module = make_fx(lambda *arguments: function(*arguments), tracing_mode=mode)(*inputs)
-    for node in module.graph.nodes:
-        if node.target is ops.matmul:
-            set_tag(node, TAG)
+    module = traced(function, *inputs, mode=mode)
     Reuse().apply(module.graph)
-    WeightOnly(target=TARGETS[target], device="cpu").apply(module.graph)
-    module.graph.lint()
-    module.recompile()
-    return module
-
-
-def operators(module: fx.GraphModule) -> list[str]:
-    return [node.target.__name__ for node in module.graph.nodes if str(node.target).startswith("mx.")]
+    return lowered([WeightOnly], target, module)[0]
 
 
 def kernels(module: fx.GraphModule) -> list[str]:
@@ -65,7 +51,7 @@ def inputs(rows: int, dtype: torch.dtype = BF16, n: int = 70, k: int = 100) -> t
     return torch.randn(rows, k).to(dtype), *quantized(torch.randn(n, k))
 
 
-TAKEN = ["cast.default", "weight_only_mm.default"]
+TAKEN = ["cast", "weight_only_mm"]
 
 
 @pytest.mark.parametrize("function", [linear, recast])
@@ -73,7 +59,7 @@ TAKEN = ["cast.default", "weight_only_mm.default"]
 @pytest.mark.parametrize(("rows", "dtype"), [(1, BF16), (32, BF16), (1, F32), (4, F32)])
 def test_few_rows_are_taken_and_mean_the_same(rows, dtype, target, function):
     arguments = inputs(rows, dtype)
-    module = lowered(function, *arguments, target=target)
+    module = weight_only(function, *arguments, target=target)
     assert operators(module) == TAKEN
     (kernel,) = kernels(module)
     assert kernel.startswith("mx_weight_only_mm " + ("dot" if rows > 1 and dtype is BF16 else "gemv"))
@@ -82,7 +68,7 @@ def test_few_rows_are_taken_and_mean_the_same(rows, dtype, target, function):
 
 def test_fp16_results_are_computed_in_fp32():
     arguments = inputs(2, F16)
-    module = lowered(linear, *arguments)
+    module = weight_only(linear, *arguments)
     assert operators(module) == TAKEN
     (x,) = module.graph.find_nodes(op="call_function", target=ops.cast)
     assert x.meta["val"][0].dtype is F32
@@ -92,7 +78,7 @@ def test_fp16_results_are_computed_in_fp32():
 @pytest.mark.parametrize("shape", [(70,), (1, 70), (3, 70), (1,)], ids=str)
 def test_a_bias_of_any_shape(shape):
     arguments = (*inputs(3), torch.randn(shape, dtype=BF16))
-    module = lowered(linear, *arguments)
+    module = weight_only(linear, *arguments)
     assert operators(module) == TAKEN
     torch.testing.assert_close(module(*arguments), linear(*arguments))
 
@@ -102,7 +88,7 @@ def test_a_weight_stored_along_the_other_dimension():
         return scaled_mm(*quantized(x), qdata, scale, None, x.dtype)
 
     arguments = (torch.randn(3, 100).to(BF16), *quantize(torch.randn(100, 70), -2, E5M2, "rceil"))
-    module = lowered(function, *arguments)
+    module = weight_only(function, *arguments)
     assert operators(module) == TAKEN
     torch.testing.assert_close(module(*arguments), function(*arguments))
 
@@ -114,13 +100,13 @@ def test_one_activation_for_several_weights_is_quantized_once():
         return [scaled_mm(*a, qdata.t(), scale.t(), None, BF16) for qdata, scale in pairs]
 
     x, *first = inputs(3)
-    module = lowered(function, x, *first, *inputs(3, n=8)[1:])
-    assert operators(module) == [*TAKEN, "weight_only_mm.default"]
+    module = weight_only(function, x, *first, *inputs(3, n=8)[1:])
+    assert operators(module) == [*TAKEN, "weight_only_mm"]
 
 
 @pytest.mark.parametrize("rows", [2, 31])
 def test_a_dynamic_number_of_rows_is_decided_by_its_hint(rows):
-    module = lowered(linear, *inputs(rows), mode="symbolic")
+    module = weight_only(linear, *inputs(rows), mode="symbolic")
     assert operators(module) == TAKEN
     for other in (1, 40):
         arguments = inputs(other)
@@ -129,8 +115,8 @@ def test_a_dynamic_number_of_rows_is_decided_by_its_hint(rows):
 
 @pytest.mark.parametrize(("rows", "dtype"), [(33, BF16), (5, F32), (0, BF16)])
 def test_other_numbers_of_rows_stay(rows, dtype):
-    module = lowered(linear, *inputs(rows, dtype))
-    assert operators(module) == ["cast.default", "matmul.default"]
+    module = weight_only(linear, *inputs(rows, dtype))
+    assert operators(module) == ["cast", "matmul"]
     assert kernels(module) == [""]
 
 
@@ -139,23 +125,23 @@ def test_a_weight_cast_in_the_graph_stays():
         qdata, scale = quantized(w)
         return scaled_mm(*quantized(x), qdata.t(), scale.t(), None, x.dtype)
 
-    module = lowered(function, torch.randn(3, 64).to(BF16), torch.randn(32, 64).to(BF16))
-    assert operators(module) == ["cast.default", "cast.default", "matmul.default"]
+    module = weight_only(function, torch.randn(3, 64).to(BF16), torch.randn(32, 64).to(BF16))
+    assert operators(module) == ["cast", "cast", "matmul"]
 
 
 def test_batched_weights_are_not_weight_only_products():
     def function(x: Tensor, qdata: Tensor, scale: Tensor) -> Tensor:
         return scaled_mm(*quantized(x), qdata.mT, scale.mT, None, x.dtype)
 
-    module = lowered(function, torch.randn(2, 3, 64).to(BF16), *quantized(torch.randn(2, 32, 64)))
-    assert operators(module) == ["cast.default", "matmul.default"]
+    module = weight_only(function, torch.randn(2, 3, 64).to(BF16), *quantized(torch.randn(2, 32, 64)))
+    assert operators(module) == ["cast", "matmul"]
 
 
 @pytest.mark.parametrize("rounding", ["floor", "ceil", "even"])
 def test_a_cast_that_may_change_a_stored_weight_is_made(rounding):
     """A stored 240 is 480 over floor's scale, which saturates; ceil may double the scale."""
-    module = lowered(lambda x, q, s: recast(x, q, s, rounding), *inputs(3))
-    assert operators(module)[-1] == "matmul.default"
+    module = weight_only(lambda x, q, s: recast(x, q, s, rounding), *inputs(3))
+    assert operators(module)[-1] == "matmul"
 
 
 def every_block(elem: torch.dtype) -> Tensor:
@@ -190,12 +176,10 @@ def test_casting_a_stored_block_again_keeps_its_values(dtype, elem):
 
 def test_rejected_weight_only_product_records_the_reason():
     arguments = inputs(3)
-    module = make_fx(lambda *arguments: linear(*arguments), tracing_mode="fake")(*arguments)
-    (node,) = (node for node in module.graph.nodes if node.target is ops.matmul)
-    set_tag(node, TAG)
+    module = traced(linear, *arguments)
     for taken in WeightOnly(target=TARGETS["sm_90"], device="cpu").candidates(module.graph):
         add_fallback(taken, "too old")
-    Expand(target=TARGETS["sm_90"], device="cpu").apply(module.graph)
+    lowered([Expand], "sm_90", module)
     assert kernels(module) == ["aten.mm (bfloat16, dequantized); too old"]
 
 

@@ -79,16 +79,13 @@ def test_the_largest_magnitude_is_that_of_the_tensor():
     assert largest.tolist() == [3.0]
 
 
-@pytest.mark.parametrize("word", ["", "codes codes", "bfloat16 elements", "float33", "128x4", "128x4 codes"])
-def test_a_word_of_no_copy_raises(word: str):
-    with pytest.raises(FormatError, match="is not a copy: expected a format"):
-        Copy.parse(f"e4m3 1x32 rceil @-1 {word}".strip())
+NO_FORMS = ["", " codes codes", " bfloat16 elements", " float33", " 128x4", " 128x4 codes"]
+NO_DIMENSIONS = ["e4m3 1x32 rceil codes", "e4m3 1x32 rceil @x codes", "e4m3 1x32 rceil @--1 codes"]
 
 
 @pytest.mark.parametrize(
-    "word",
-    ["", "@-1 codes", "e4m3 1x32 rceil codes", "e4m3 1x32 rceil @x codes", "e4m3 1x32 rceil @--1 codes"],
+    "word", [*(f"e4m3 1x32 rceil @-1{form}" for form in NO_FORMS), *NO_DIMENSIONS, "", "@-1 codes"]
 )
-def test_a_copy_without_a_format_or_a_dimension_raises(word: str):
+def test_a_copy_without_a_format_a_dimension_or_a_form_raises(word: str):
     with pytest.raises(FormatError, match="is not a copy: expected a format"):
         Copy.parse(word)

@@ -10,16 +10,11 @@ import mxcompile
 from mxcompile import MXTensor
 
 
-def bf16_values() -> torch.Tensor:
-    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
-    return bits.view(torch.bfloat16)
-
-
 @pytest.mark.parametrize("elem", ELEMS)
 def test_every_bf16_element_under_every_scale(elem: str):
     """Blocks led by largest·2^k fix the scale at 2^k; all BF16 values of at most that size follow."""
     largest, emax, _ = ELEMS[elem]
-    values = bf16_values()
+    values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     values = values[values.isfinite()].float()
     seen = set()
     for byte in range(255):
@@ -62,40 +57,21 @@ def test_every_code_under_every_scale_dequantizes(elem: str, dtype: torch.dtype)
     np.testing.assert_array_equal(values.numpy(), expected)
 
 
-def test_ties_round_to_even_and_values_saturate():
-    block = torch.zeros(32)
-    block[:8] = torch.tensor([256.0, 1.0625, 1.1875, 2.0**-9 * 0.5, 2.0**-9 * 1.5, 500.0, -500.0, -1e-9])
-    q = mxcompile.quantize(block, rounding="floor")
-    assert q.scale.view(torch.uint8).item() == 127
-    expected = [256.0, 1.0, 1.25, 0.0, 2.0**-8, 448.0, -448.0, -0.0]
-    assert q.qdata[:8].float().tolist() == expected
-    assert torch.signbit(q.qdata[7].float())
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("elem", FP8)
+@pytest.mark.parametrize("elem", ELEMS)
 def test_nan_and_inf_take_their_block_and_no_other(elem: str, bad: float):
     x = torch.ones(3, 70)
     x[1, 40] = bad
     q = mxcompile.quantize(x, elem_dtype=TORCH[elem])
     expected = torch.zeros(3, 70, dtype=torch.bool)
     expected[1, 32:64] = True
-    assert torch.equal(q.qdata.float().isnan(), expected)
     assert torch.equal(q.dequantize(torch.float32).isnan(), expected)
     assert (q.scale.view(torch.uint8) == 255).nonzero().tolist() == [[1, 1]]
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_nan_and_inf_take_their_block_of_integers(bad: float):
-    x = torch.ones(3, 70)
-    x[1, 40] = bad
-    q = mxcompile.quantize(x, elem_dtype=torch.int8)
-    expected = torch.zeros(3, 70, dtype=torch.bool)
-    expected[1, 32:64] = True
-    assert torch.equal(q.dequantize(torch.float32).isnan(), expected)
-    assert (q.scale.view(torch.uint8) == 255).nonzero().tolist() == [[1, 1]]
-    assert (q.qdata[0] == 64).all()
-    assert q.qdata[1, 40] == 0 if np.isnan(bad) else True
+    if elem in FP8:
+        assert torch.equal(q.qdata.float().isnan(), expected)
+    else:
+        assert (q.qdata[0] == 64).all()
+        assert q.qdata[1, 40] == 0 or not np.isnan(bad)
 
 
 @pytest.mark.parametrize("rounding", ["rceil", "floor", "ceil", "even"])

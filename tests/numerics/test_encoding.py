@@ -11,7 +11,7 @@ from helpers.reference import scale_byte_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mxcompile.errors import FormatError
-from mxcompile.formats import PRECISIONS, Choices, Format, Rounding, ScaleType, Tile
+from mxcompile.formats import PRECISIONS, Choices, ElemType, Format, Rounding, ScaleType, Tile
 from mxcompile.formats.encoding import (
     decode_tensors,
     element_values,
@@ -96,16 +96,28 @@ def test_elements_of_large_weights_take_few_operators(name: str):
     torch.testing.assert_close(decoded, torch.tensor(expected), rtol=0.1, atol=0.0, equal_nan=True)
 
 
+def around_steps(elem: ElemType) -> torch.Tensor:
+    """largest·2^k, 2^k and the thresholds of EVEN, with the 4 FP32 neighbours on each side."""
+    steps = [elem.max / 2.0**elem.emax, 1.0, 2.0 - 2.0 ** -(elem.mantissa_bits + 1)]
+    with np.errstate(over="ignore"):
+        anchors = np.array([step * 2.0**k for step in steps for k in range(-149, 128)], dtype=np.float32)
+    around = (anchors.view(np.int32)[:, None] + np.arange(-4, 5)).ravel()
+    around = around[(around >= 0) & (around <= 0x7F800001)].astype(np.int32)
+    return torch.from_numpy(around.view(np.float32))
+
+
 @pytest.mark.parametrize("rounding", Rounding)
 @pytest.mark.parametrize("name", ELEMS)
-def test_e8m0_scales_of_every_bf16_amax(name: str, rounding: Rounding):
+def test_e8m0_scales_of_every_bf16_amax_and_around_every_step(name: str, rounding: Rounding):
+    """And of random FP32 amax; a block has each once, in the middle."""
     elem = ELEMS[name]
-    fmt = Format(elem=elem, rounding=rounding)
-    blocks = torch.zeros(BF16.numel(), 32)
-    blocks[:, 9] = BF16.to(torch.float32)
-    _, scale = encode_tensors(blocks, -1, fmt)
+    bits = np.random.default_rng(0).integers(0, 1 << 32, 20_000, dtype=np.uint32)
+    amax = torch.cat([BF16.float(), around_steps(elem), torch.from_numpy(bits.view(np.float32))])
+    blocks = torch.zeros(amax.numel(), 32)
+    blocks[:, 0], blocks[:, 9] = -0.0, amax
+    _, scale = encode_tensors(blocks, -1, Format(elem=elem, rounding=rounding))
     parts = (elem.max, elem.emax, elem.mantissa_bits)
-    expected = [scale_byte_of(abs(v), *parts, str(rounding)) for v in BF16.to(torch.float64).tolist()]
+    expected = [scale_byte_of(abs(v), *parts, str(rounding)) for v in amax.tolist()]
     np.testing.assert_array_equal(scale.squeeze(1).numpy(), expected)
 
 

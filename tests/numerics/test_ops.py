@@ -57,7 +57,7 @@ def test_grouped_products_pass_opcheck(kind: str, dtype: torch.dtype):
     opcheck(ops.grouped_mm, (a, b, torch.tensor(ends, dtype=torch.int32)))
 
 
-@pytest.mark.parametrize("shape", [(40, 70), (300, 128), (128, 513), (1, 1), (0, 5)])
+@pytest.mark.parametrize("shape", [(40, 70), (300, 200), (128, 513), (1, 1), (0, 5)])
 def test_tiled_scales_equal_row_major_scales_with_zero_padding(shape: tuple[int, int]):
     """The elements are the same, the scales say the same; the padding is zero."""
     x = torch.randn(shape).mul_(torch.exp2(torch.randint(-40, 40, shape)))
@@ -89,17 +89,21 @@ def test_only_scales_of_a_matrix_are_tiled():
         quantize(torch.randn(2, 3, 4), -1, E4M3, "rceil", False, "128x4")
 
 
-@pytest.mark.parametrize("tiled", [(True, True), (True, False), (False, True)])
-def test_each_operand_has_its_own_scale_layout(tiled: tuple[bool, bool]):
-    x, w = torch.randn(150, 200), torch.randn(200, 40)
+@pytest.mark.parametrize("tiled", [(True, True), (True, False), (False, True), (False, False)])
+def test_scaled_mm_in_every_scale_layout_equals_the_product_of_decoded_operands(tiled: tuple[bool, bool]):
+    x, w, bias = torch.randn(150, 200), torch.randn(200, 40), torch.randn(40)
     layouts = ["128x4" if is_tiled else "row-major" for is_tiled in tiled]
     a = quantize(x, -1, E4M3, "rceil", False, layouts[0])
     b = quantize(w.t().contiguous(), -1, E5M2, "rceil", False, layouts[1])
     b_scale = b[1] if tiled[1] else b[1].t()  # a tiled scale has no transpose
-    arguments = (*a, b[0].t(), b_scale, None, torch.float32)
+    operands = (*a, b[0].t(), b_scale)
+    arguments = (*operands, None, torch.float32)
     opcheck(ops.matmul, (*arguments, *operand_words(E4M3, E5M2)), test_utils=WITHOUT_SCHEMA)
     exact = round_trip(x, 1).double() @ round_trip(w, 0, "e5m2").double()
     torch.testing.assert_close(scaled_mm(*arguments).double(), exact, rtol=1e-5, atol=1e-4)
+    output = scaled_mm(*operands, bias, torch.float32)
+    torch.testing.assert_close(output.double(), exact + bias.double(), rtol=1e-5, atol=1e-4)
+    assert torch.equal(scaled_mm(*operands, bias, BF16), output.to(BF16))
 
 
 @pytest.mark.parametrize("bias", [None, 30])
@@ -111,23 +115,6 @@ def test_a_product_that_casts_passes_opcheck_and_means_the_same(competes: bool, 
     arguments = (x, *b, added, BF16, *words, *(a if competes else ()))
     opcheck(ops.quantize_mm, arguments, test_utils=WITHOUT_SCHEMA)
     assert torch.equal(ops.quantize_mm(*arguments), scaled_mm(*a, *b, added, BF16))
-
-
-def test_grouped_product_passes_opcheck():
-    a, scale_a = quantize(torch.randn(40, 64), -1, E4M3, "rceil")
-    b, scale_b = quantize(torch.randn(3, 64, 32), -2, E4M3, "rceil")
-    offs = torch.tensor([10, 10, 40], dtype=torch.int32)
-    arguments = (a, scale_a, b, scale_b, offs, BF16)
-    opcheck(ops.grouped_matmul, (*arguments, *operand_words(E4M3, E4M3)), test_utils=WITHOUT_SCHEMA)
-
-
-def test_scaled_mm_equals_the_product_of_decoded_operands():
-    x, w, bias = torch.randn(48, 100), torch.randn(100, 72), torch.randn(72)
-    a, b = quantize(x, -1, E4M3, "rceil"), quantize(w, -2, E4M3, "rceil")
-    exact = round_trip(x, 1).double() @ round_trip(w, 0).double() + bias.double()
-    output = scaled_mm(*a, *b, bias, torch.float32)
-    torch.testing.assert_close(output.double(), exact, rtol=1e-5, atol=1e-4)
-    assert torch.equal(scaled_mm(*a, *b, bias, BF16), output.to(BF16))
 
 
 def test_square_tiles_share_their_scale_in_both_layouts():
@@ -142,11 +129,32 @@ def test_square_tiles_share_their_scale_in_both_layouts():
     assert torch.equal(decoded, round_trip(x, 1, square=True))
 
 
-def test_grouped_reference_is_one_product_per_group():
+def test_grouped_product_passes_opcheck_and_is_one_product_per_group():
     x, w = torch.randn(40, 64), torch.randn(3, 64, 32)
     offs = torch.tensor([10, 10, 40], dtype=torch.int32)
     a, b = quantize(x, -1, E4M3, "rceil"), quantize(w, -2, E4M3, "rceil")
+    arguments = (*a, *b, offs, BF16, *operand_words(E4M3, E4M3))
+    opcheck(ops.grouped_matmul, arguments, test_utils=WITHOUT_SCHEMA)
     output = scaled_grouped_mm(*a, *b, offs, torch.float32)
     first_group = scaled_mm(a[0][:10], a[1][:10], b[0][0], b[1][0], None, torch.float32)
     three = scaled_mm(a[0][10:], a[1][10:], b[0][2], b[1][2], None, torch.float32)
     torch.testing.assert_close(output, torch.cat([first_group, three]))
+
+
+@pytest.mark.parametrize("bias", [None, 30])
+@pytest.mark.parametrize("rows", [0, 1, 5])
+@pytest.mark.parametrize("elem", [E4M3, E5M2], ids=str)
+def test_weight_only_mm_passes_opcheck(elem: torch.dtype, rows: int, bias: int | None):
+    qdata, scale = quantize(torch.randn(30, 70), -1, elem, "rceil")
+    added = None if bias is None else torch.randn(bias)
+    word = operand_words(elem, elem)[0]
+    arguments = (torch.randn(rows, 70, dtype=BF16), qdata, scale, added, BF16, word)
+    opcheck(ops.weight_only_mm, arguments, test_utils=WITHOUT_SCHEMA)
+
+
+def test_weight_only_mm_equals_the_product_with_decoded_weight():
+    x, w, bias = torch.randn(6, 100), torch.randn(72, 100), torch.randn(72)
+    exact = x.double() @ round_trip(w, 1).double().t() + bias.double()
+    stored = quantize(w, -1, E4M3, "rceil")
+    output = ops.weight_only_mm(x, *stored, bias, torch.float32, "e4m3 1x32 rceil")
+    torch.testing.assert_close(output.double(), exact, rtol=1e-5, atol=1e-4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.bits import same_bits
 from torch.library import opcheck
 
 import mxcompile
@@ -26,14 +27,6 @@ WORD = str(Format(elem=E2M1))
 EVERY = torch.arange(256, dtype=torch.uint8)
 
 
-def same(computed: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Equal values, and signs of zeros, but for what a NaN carries."""
-    nan = expected.isnan()
-    bits = {2: torch.int16, 4: torch.int32}[expected.element_size()]
-    alike = computed.view(bits) == expected.view(bits)
-    return torch.equal(computed.isnan(), nan) and bool((alike | nan).all())
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
 @pytest.mark.parametrize("dim", [-1, 0])
 def test_every_byte_under_every_scale(dim: int, dtype: torch.dtype):
@@ -49,8 +42,8 @@ def test_every_byte_under_every_scale(dim: int, dtype: torch.dtype):
     values = torch.cat([table, -table])[codes.long()]
     power = torch.exp2(scales.double() - 127).where(scales != 255, torch.nan)
     exact = (values.double() * power.repeat_interleave(32, dim)).float().to(dtype)
-    assert same(weight.dequantize(dtype), exact)
-    assert same(ops.decode(packed, scales, dim, f"{WORD} packed", dtype), exact)
+    assert same_bits(weight.dequantize(dtype), exact)
+    assert same_bits(ops.decode(packed, scales, dim, f"{WORD} packed", dtype), exact)
 
 
 @pytest.mark.parametrize("rounding", list(Rounding))
@@ -63,7 +56,7 @@ def test_stored_mxfp4_weight_equals_the_cast_of_the_precision(rounding: str):
         weight = mxcompile.quantize(x, elem_dtype=torch.float4_e2m1fn_x2, rounding=rounding)
         assert torch.equal(weight.qdata, codes[:, 0::2] | codes[:, 1::2] << 4)
         assert torch.equal(weight.scale_bytes, scales)
-        assert same(weight.dequantize(BF16), decode_tensors(codes, scales, -1, form, BF16))
+        assert same_bits(weight.dequantize(BF16), decode_tensors(codes, scales, -1, form, BF16))
 
 
 def test_blocks_that_are_not_numbers_and_blocks_of_zeros():
@@ -108,7 +101,7 @@ def test_torchao_and_compressed_tensors_read_this_packing():
     values = decode_tensors(codes, torch.full((16, 1), 127, dtype=torch.uint8), -1, Format(elem=E2M1), BF16)
     assert torch.equal(unpack_uint4(EVERY.view(16, 16)), codes)
     assert torch.equal(pack_uint4(codes), EVERY.view(16, 16))
-    assert same(unpack_fp4_from_uint8(EVERY.view(16, 16), 16, 32), values)
+    assert same_bits(unpack_fp4_from_uint8(EVERY.view(16, 16), 16, 32), values)
     assert torch.equal(pack_fp4_to_uint8(values), EVERY.view(16, 16))
 
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 from helpers import reference as integer_reference
+from helpers.bits import assert_same_bits
 from helpers.casts import quantize, quantize_both, quantize_operands, quantize_two
 from modules import results_of_calls, run
 
 from mxcompile.formats import ELEM_TYPES, Format, Rounding, ScaleLayout
-from mxcompile.formats.scale_tiles import tile_scale
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 FORMATS = [Format(elem=elem, rounding=rounding) for elem in ELEM_TYPES.values() for rounding in Rounding]
@@ -34,15 +34,9 @@ def spread(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 def check(operator, calls, target) -> None:
     """What is generated gives the bits of the operator's reference; NaN of any."""
     wanted = [operator(*arguments) for arguments in calls]
-    for number, (computed, expected) in enumerate(
-        zip(results_of_calls(operator, calls, target=target), wanted, strict=True)
-    ):
-        assert len(computed) == len(expected)
-        for tensor, reference in zip(computed, expected, strict=True):
-            is_nan = reference.to(F32).isnan()
-            assert torch.equal(tensor.to(F32).isnan(), is_nan), (number, target)
-            bits, right = tensor.view(torch.uint8), reference.view(torch.uint8)
-            assert torch.equal(bits[~is_nan], right[~is_nan]), (number, target)
+    results = results_of_calls(operator, calls, target=target)
+    for number, (computed, expected) in enumerate(zip(results, wanted, strict=True)):
+        assert_same_bits(computed, expected, (number, target))
 
 
 @pytest.mark.parametrize(
@@ -119,20 +113,6 @@ def test_mx_casts_of_empty_tensors_equal_reference(scales):
     check(quantize_both, [(torch.empty(shape), *PLAIN, str(scales)) for shape in shapes], "sm_100")
 
 
-def test_tiled_scales_follow_the_formula_of_cublas():
-    """The reference's tiling is the formula of cuBLAS's documentation, byte by byte."""
-    scale = torch.randint(1, 255, (200, 7), dtype=torch.uint8)
-    flat = tile_scale(scale)
-    assert flat.numel() == 256 * 8
-    tiled = torch.zeros(256 * 8, dtype=torch.uint8)
-    for row in range(200):
-        for block in range(7):
-            tile = (row // 128) * 2 + block // 4
-            inside = (row % 32) * 16 + ((row % 128) // 32) * 4 + block % 4
-            tiled[tile * 512 + inside] = scale[row, block]
-    assert torch.equal(flat, tiled)
-
-
 def copy_of(x):
     return quantize(x, -1, *PLAIN)
 
@@ -155,5 +135,4 @@ def test_offsets_beyond_32_bits(dim, cast, target):
     x = memory.as_strided((3, 64), (apart, 1)) if dim == 0 else memory.as_strided((64, 3), (1, apart))
     values = spread(*x.shape).to(elem)
     x.copy_(values)
-    for tensor, wanted in zip(run(cast, x, target=target), copy_of(values), strict=True):
-        assert torch.equal(tensor.view(torch.uint8), wanted.view(torch.uint8))
+    assert_same_bits(run(cast, x, target=target), copy_of(values))
