@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import mxcompile
-from mxcompile.errors import ModelError, PolicyError
+from mxcompile.errors import PolicyError
 from mxcompile.plan import repeats
 
 POLICY = {"version": 1, "rules": [{"match": {"name": "layers.4.*"}, "use": "bf16"}]}
@@ -191,47 +191,6 @@ def test_kernels_are_those_of_the_target(target, instruction):
     kernels = {gemm.kernel for gemm in report.gemms if gemm.precision == "mxfp8"}
     assert kernels
     assert all(instruction in kernel for kernel in kernels), kernels
-
-
-def test_model_that_cannot_be_traced_raises_model_error():
-    class Broken(nn.Module):
-        def forward(self, x):
-            return x @ torch.ones(5, 5)
-
-    with pytest.raises(ModelError, match="cannot trace the model"):
-        mxcompile.explain(Broken(), torch.ones(2, 3))
-
-
-class Layered(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(64, 128), nn.Linear(128, 64)
-
-    def forward(self, x):
-        return self.second(self.first(x))
-
-
-@pytest.mark.parametrize(
-    ("model", "args", "cause"),
-    [
-        (
-            Layered(),
-            (torch.ones(8, 63),),
-            "RuntimeError: a and b must have same reduction dim, but got [8, 63]",
-        ),
-        (nn.Embedding(9, 32), (torch.ones(2, 3),), "RuntimeError: Expected tensor for argument #1 'indices'"),
-        (Layered(), (), "missing 1 required positional argument: 'x'"),
-    ],
-)
-def test_a_wrong_call_is_one_line_with_its_cause(model, args, cause, capfd):
-    with pytest.raises(ModelError) as caught:
-        mxcompile.explain(model, *args)
-    message = str(caught.value)
-    assert cause in message
-    assert "\n" not in message
-    assert caught.value.__cause__ is None
-    assert caught.value.__context__ is None or caught.value.__suppress_context__
-    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_rule_that_matches_nothing_is_an_error():

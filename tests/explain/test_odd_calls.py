@@ -85,7 +85,14 @@ REFUSED: dict[str, tuple[Callable[[], tuple[nn.Module, tuple[Any, ...]]], str]] 
     "None": (lambda: (Net(), (None,)), "in up .*must be Tensor, not NoneType"),
     "no inputs": (lambda: (Net(lambda x: x), ()), "missing 1 required positional argument: 'x'"),
     "missing key": (lambda: (Net(lambda batch: batch["y"]), ({"x": data()},)), "KeyError: 'y'"),
-    "wrong shape": (lambda: (Net(), (torch.randn(ROWS, 63),)), "same reduction dim"),
+    "wrong shape": (
+        lambda: (Net(), (torch.randn(ROWS, 63),)),
+        "a and b must have same reduction dim, but got",
+    ),
+    "wrong dtype": (
+        lambda: (nn.Embedding(9, 32), (torch.ones(2, 3),)),
+        "cannot trace the model.*RuntimeError: Expected tensor for argument #1 'indices'",
+    ),
     "module": (lambda: (Net(), (Net(),)), "must be Tensor, not Net"),
     "jagged": (
         lambda: (Net(), (nested(torch.jagged),)),
@@ -116,6 +123,8 @@ def test_impossible_call_raises_an_error_of_one_line(name: str, capfd: pytest.Ca
         mxcompile.explain(model, *args)
     assert "\n" not in str(caught.value)
     assert "AssertionError" not in str(caught.value)
+    assert caught.value.__cause__ is None
+    assert caught.value.__context__ is None or caught.value.__suppress_context__
     assert "Traceback" not in capfd.readouterr().err
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -73,6 +74,11 @@ class Llama(nn.Module):
 def plain(depth: int = 2) -> Prepared:
     """The model as it is before anything is distributed."""
     return Llama(depth), (torch.zeros(1, TOKENS, dtype=torch.int64),), {}
+
+
+def decisions(report: mxcompile.Report) -> Counter[Any]:
+    """How often a report has each decision."""
+    return Counter((gemm.name, gemm.role, gemm.gemm, gemm.precision, gemm.reason) for gemm in report.gemms)
 
 
 def copied(_: nn.Module, __: Any, result: Tensor) -> Tensor:

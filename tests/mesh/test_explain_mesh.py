@@ -9,7 +9,7 @@ from typing import Any
 import meshed
 import pytest
 import torch.distributed as dist
-from meshed import FFN, TOKENS, WIDTH, WORDS
+from meshed import FFN, TOKENS, WIDTH, WORDS, decisions
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -31,10 +31,6 @@ def whole() -> mxcompile.Report:
 @pytest.fixture(scope="module")
 def deep() -> RankReport:
     return mxcompile.explain_rank(meshed.deep, mesh="dp=128,tp=4", **NAMED)
-
-
-def decisions(report: mxcompile.Report) -> Counter[Any]:
-    return Counter((gemm.name, gemm.role, gemm.gemm, gemm.precision, gemm.reason) for gemm in report.gemms)
 
 
 def test_names_and_decisions_are_those_of_the_whole(whole: mxcompile.Report, deep: RankReport):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.giants import GIANTS, qwen3_moe
+from meshed import decisions
 from torch import nn
 
 import mxcompile
@@ -36,10 +37,6 @@ def built(name: str, layers: int) -> tuple[nn.Module, dict[str, Any]]:
 def whole(name: str, layers: int) -> Counter[Any]:
     model, inputs = built(name, layers)
     return decisions(mxcompile.explain(model, **inputs, **NAMED))
-
-
-def decisions(report: mxcompile.Report) -> Counter[Any]:
-    return Counter((gemm.name, gemm.role, gemm.gemm, gemm.precision, gemm.reason) for gemm in report.gemms)
 
 
 def checked(name: str, layers: int, mesh: str, parallel: str) -> RankReport:

@@ -24,39 +24,30 @@ def layers(*paths: str) -> dict[str, int]:
     return folded(*(gemm for path in paths for gemm in training(path)))
 
 
-def test_equal_layers_become_one_row():
-    paths = [f"model.layers.{i}.mlp.up_proj" for i in range(32)]
-    assert layers(*paths) == {"model.layers.0-31.mlp.up_proj": 32}
+FOLDED: dict[str, tuple[list[str], dict[str, int]]] = {
+    "equal layers": (
+        [f"model.layers.{i}.mlp.up_proj" for i in range(32)], {"model.layers.0-31.mlp.up_proj": 32}
+    ),
+    "a gap of numbers": (["h.0.fc", "h.1.fc", "h.2.fc", "h.5.fc"], {"h.0-2,5.fc": 4}),
+    "numbers in the order of numbers": (["h.10.fc", "h.9.fc", "h.2.fc"], {"h.2,9-10.fc": 3}),
+    "two numbers in a path": (
+        [f"layers.{i}.experts.{j}.up" for i in range(2) for j in range(4)], {"layers.0-1.experts.0-3.up": 8}
+    ),
+    "no layer that is not there": (
+        ["0.experts.0", "0.experts.1", "1.experts.0"], {"0.experts.0-1": 2, "1.experts.0": 1}
+    ),
+    "layers alone": (
+        ["blocks.007.fc", "h.².fc", "fc1", ""], {"blocks.007.fc": 1, "h.².fc": 1, "fc1": 1, "": 1}
+    ),
+    "another word": (["h.0.up", "h.0.gate", "g.0.up"], {"h.0.up": 1, "h.0.gate": 1, "g.0.up": 1}),
+}  # fmt: skip
+"""By what they have, paths of layers, and the rows that they become."""
 
 
-def test_folded_name_shows_a_gap_of_numbers():
-    assert layers("h.0.fc", "h.1.fc", "h.2.fc", "h.5.fc") == {"h.0-2,5.fc": 4}
-
-
-def test_numbers_are_ordered_as_numbers():
-    assert layers("h.10.fc", "h.9.fc", "h.2.fc") == {"h.2,9-10.fc": 3}
-
-
-def test_two_numbers_in_a_path():
-    paths = [f"layers.{i}.experts.{j}.up" for i in range(2) for j in range(4)]
-    assert layers(*paths) == {"layers.0-1.experts.0-3.up": 8}
-
-
-def test_a_folded_name_covers_no_layer_that_is_not_there():
-    assert layers("0.experts.0", "0.experts.1", "1.experts.0") == {
-        "0.experts.0-1": 2,
-        "1.experts.0": 1,
-    }
-
-
-def test_a_layer_alone_keeps_its_name():
-    assert layers("blocks.007.fc", "h.².fc", "fc1", "") == {
-        "blocks.007.fc": 1, "h.².fc": 1, "fc1": 1, "": 1,
-    }  # fmt: skip
-
-
-def test_names_that_differ_in_a_word_stay_apart():
-    assert layers("h.0.up", "h.0.gate", "g.0.up") == {"h.0.up": 1, "h.0.gate": 1, "g.0.up": 1}
+@pytest.mark.parametrize("case", FOLDED)
+def test_names_of_equal_layers_fold_into_rows(case: str):
+    paths, rows = FOLDED[case]
+    assert layers(*paths) == rows
 
 
 @pytest.mark.parametrize(

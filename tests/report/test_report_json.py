@@ -89,7 +89,9 @@ def test_written_report_validates_against_the_schema(original: Report):
 
 
 BROKEN: dict[str, tuple[tuple[Any, ...], Any, str]] = {
-    "version": (("schema",), 2, "$.schema: 2 is not 1"),
+    "version": (
+        ("schema",), 2, "$.schema: 2 is not 1, which this mxcompile reads; a newer mxcompile wrote it",
+    ),
     "no version": (("schema",), None, "$.schema: None is not 1"),
     "version of another type": (("schema",), "1", "$.schema: '1' is not 1"),
     "gemms no array": (("gemms",), 5, "$.gemms: expected an array, found 5"),
@@ -140,11 +142,6 @@ def test_keys_of_later_versions_are_passed_over():
         level["of_a_later_version"] = {"deep": [1, None]}
     VALIDATOR.validate(data)
     assert Report.from_json(json.dumps(data)) == whole_report()
-
-
-def test_report_of_a_later_schema_raises_option_error():
-    with pytest.raises(OptionError, match=r"2 is not 1, which .* a newer mxcompile wrote it"):
-        Report.from_json(json.dumps({**as_json(), "schema": 2}))
 
 
 def test_report_file_without_kind_is_still_read():

@@ -24,6 +24,13 @@ FP8, FP4, INT8 = torch.float8_e4m3fn, torch.float4_e2m1fn_x2, torch.int8
 ELEMS = pytest.mark.parametrize("elem", [FP8, FP4], ids=["mxfp8", "mxfp4"])
 LAYOUTS = ["compressed-tensors", "torchao"]
 OF_MXFP8 = [*LAYOUTS, "mxfp8", "modelopt"]
+MXFP8, MXFP4 = {"elem_dtype": FP8}, {"elem_dtype": FP4}
+NVFP4 = {"elem_dtype": FP4, "rounding": "two-level"}
+STORED = {
+    "mxfp8": (MXFP8, MXFP8), "mxfp4": (MXFP4, MXFP4), "mxfp8, mxfp4": (MXFP8, MXFP4),
+    "nvfp4": (NVFP4, NVFP4), "mxfp4, nvfp4": (MXFP4, NVFP4),
+}  # fmt: skip
+"""What `quantize` is told of the attention and of the other layers."""
 
 
 def spread(*shape: int) -> torch.Tensor:
@@ -117,11 +124,10 @@ def test_torchao_reads_and_writes_its_layout(tmp_path, elem):
     assert torch.equal(target["m"].weight.dequantize(), theirs_mx.dequantize())
 
 
-def their_scheme(elem: torch.dtype = FP8):
-    from compressed_tensors.quantization import QuantizationScheme
-    from compressed_tensors.quantization.quant_scheme import MXFP4A16, MXFP8A16
+def their_scheme(precision: str):
+    from compressed_tensors.quantization import QuantizationScheme, quant_scheme
 
-    return QuantizationScheme(targets=["Linear"], **(MXFP8A16 if elem is FP8 else MXFP4A16))
+    return QuantizationScheme(targets=["Linear"], **getattr(quant_scheme, f"{precision.upper()}A16"))
 
 
 @ELEMS
@@ -129,16 +135,17 @@ def test_compressed_tensors_reads_and_writes_its_layout(tmp_path, elem):
     from compressed_tensors.compressors import MXFP4PackedCompressor, MXFP8QuantizationCompressor
 
     theirs = MXFP8QuantizationCompressor if elem is FP8 else MXFP4PackedCompressor
+    scheme = their_scheme("mxfp8" if elem is FP8 else "mxfp4")
     model = stored(elem)
     mxcompile.save_quantized(model, tmp_path / "ours")
     stored_tensors = load_file(tmp_path / "ours/model.safetensors")
-    parts = {name: stored_tensors[f"0.{name}"] for name in theirs.compression_param_names(their_scheme(elem))}
-    dense = theirs.decompress(parts, their_scheme(elem))["weight"]
+    parts = {name: stored_tensors[f"0.{name}"] for name in theirs.compression_param_names(scheme)}
+    dense = theirs.decompress(parts, scheme)["weight"]
     assert torch.equal(dense.to(BF16), model[0].weight.dequantize())
 
     weight = model[2].weight
     scale = torch.exp2(weight.scale_bytes.float() - 127)
-    compressed = theirs.compress({"weight": weight.dequantize(), "weight_scale": scale}, their_scheme(elem))
+    compressed = theirs.compress({"weight": weight.dequantize(), "weight_scale": scale}, scheme)
     assert {name: value.dtype for name, value in compressed.items()} == {n: v.dtype for n, v in parts.items()}
     if elem is FP4:
         codes = unpack(stored_tensors["2.weight_packed"], -1, E2M1)
@@ -159,18 +166,25 @@ def config_of(raw: dict):
     return QuantizationConfig.model_validate({k: v for k, v in raw.items() if k != "quant_method"})
 
 
-@ELEMS
-def test_the_config_entry_is_one_that_compressed_tensors_knows(elem):
+@pytest.mark.parametrize(
+    ("precision", "how", "name"),
+    [
+        ("mxfp8", MXFP8, "mxfp8-quantized"),
+        ("mxfp4", MXFP4, "mxfp4-pack-quantized"),
+        ("nvfp4", NVFP4, "nvfp4-pack-quantized"),
+    ],
+)
+def test_the_config_entry_is_one_that_compressed_tensors_knows(precision, how, name):
     from mxcompile.checkpoint.declared import compressed_tensors_config
 
-    form = stored_form(elem)
+    form = mxcompile.quantize(torch.ones(2, 32), **how).form
     config = config_of(compressed_tensors_config(["lm_head"], {"a": form, "b": form}))
     group = config.config_groups["group_0"]
     assert group.targets == ["Linear"]
-    assert group.weights.model_dump() == their_scheme(elem).weights.model_dump()
+    assert group.weights.model_dump() == their_scheme(precision).weights.model_dump()
     assert group.input_activations is None
     assert config.ignore == ["lm_head"]
-    assert config.format == group.format == ("mxfp8-quantized" if elem is FP8 else "mxfp4-pack-quantized")
+    assert config.format == group.format == name
 
 
 def test_of_two_formats_each_has_its_group():
@@ -301,28 +315,39 @@ def test_experts_of_gpt_oss_without_their_scales_are_refused(tmp_path):
 
 @pytest.mark.filterwarnings("ignore")  # Transformers and compressed-tensors comment on themselves
 @pytest.mark.parametrize("make", [llama, lambda: llama(tied=True), llava], ids=["llama", "tied", "llava"])
-@pytest.mark.parametrize("elems", [(FP8, FP8), (FP4, FP4), (FP8, FP4)], ids=["mxfp8", "mxfp4", "both"])
-def test_transformers_loads_saved_quantized_checkpoints(tmp_path, make, elems):
+@pytest.mark.parametrize("how", STORED.values(), ids=STORED)
+def test_transformers_loads_saved_quantized_checkpoints(tmp_path, make, how):
     """Every layer that is not stored is named in `ignore`, or Transformers makes up scales for it."""
-    model = store_blocks(make(), *({"elem_dtype": elem} for elem in elems))
+    model = store_blocks(make(), *how)
     mxcompile.save_quantized(model, tmp_path / "out")
     loaded, info = type(model).from_pretrained(tmp_path / "out", dtype=BF16, output_loading_info=True)
     assert not any(info.values()), info
+    ours = mxcompile.load_quantized(tmp_path / "out")
     with torch.no_grad():
-        assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
+        for other in (loaded, ours):
+            assert torch.equal(other(TOKENS).logits, model(TOKENS).logits)
     for name, value in model.named_parameters() if make is llama else ():  # decompressed by the call
         dense = value.dequantize() if isinstance(value, MXTensor) else value
         assert torch.equal(loaded.get_parameter(name), dense), name
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_weight_unsupported_by_the_layout_is_refused(tmp_path, layout):
-    model = nn.Sequential(nn.Linear(70, 32))
-    model[0].weight = nn.Parameter(mxcompile.quantize(model[0].weight), requires_grad=False)
-    with pytest.raises(CheckpointError, match=r"0.weight: .* whole blocks of 32 only \(k=70\)"):
-        mxcompile.save_quantized(model, tmp_path / "out", layout=layout)
-    model[0].weight = nn.Parameter(mxcompile.quantize(torch.randn(64, 64), block_dim=0), requires_grad=False)
-    with pytest.raises(CheckpointError, match="last dimension only"):
+OF_TORCHAO = "torchao has MXFP8 e4m3, MXFP8 e5m2 and MXFP4 e2m1 only"
+
+
+@pytest.mark.parametrize(
+    ("layout", "how", "shape", "message"),
+    [
+        *((layout, {}, (32, 70), r"0.weight: .* whole blocks of 32 only \(k=70\)") for layout in LAYOUTS),
+        *((layout, {"block_dim": 0}, (64, 64), "last dimension only") for layout in LAYOUTS),
+        ("compressed-tensors", NVFP4, (96, 40), r"whole blocks of 16 only \(k=40\)"),
+        ("torchao", NVFP4, (96, 64), OF_TORCHAO),
+        ("torchao", {"elem_dtype": INT8}, (96, 64), OF_TORCHAO),
+    ],
+)
+def test_weight_unsupported_by_the_layout_is_refused(tmp_path, layout, how, shape, message):
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].weight = nn.Parameter(mxcompile.quantize(torch.randn(shape), **how), requires_grad=False)
+    with pytest.raises(CheckpointError, match=message):
         mxcompile.save_quantized(model, tmp_path / "out", layout=layout)
     assert [*tmp_path.iterdir()] == []
 

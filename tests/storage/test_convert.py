@@ -120,14 +120,6 @@ def _tensor_bytes(folder: Path) -> int:
     return sum(tensor.nbytes for file in folder.glob("*.safetensors") for tensor in load_file(file).values())
 
 
-@pytest.mark.parametrize("policy", ["fp8_rowwise", "fp8_delayed"])
-def test_a_policy_without_mxfp8_is_refused(source, tmp_path, policy, capsys):
-    assert main(["convert", str(source), str(tmp_path / "out"), "--policy", policy]) == 2
-    error = capsys.readouterr().err
-    assert f"preset {policy} stores no weight: stored weights have a scale for 32 elements along K" in error
-    assert error.count("\n") == 1
-
-
 def test_the_bar_counts_tensors(source, tmp_path, monkeypatch):
     """One file makes a bar that is more than empty or full."""
     bars = []
@@ -149,14 +141,31 @@ def test_the_bar_counts_tensors(source, tmp_path, monkeypatch):
     assert len(bar.seen) == bar.total == 2 * entries
 
 
-def test_convert_with_two_precisions_names_both(source, tmp_path, capsys):
-    """A dry run foresees the bytes; what is read back is what `quantize` makes; the config names both."""
+FP4 = torch.float4_e2m1fn_x2
+SEVERAL = """
+version: 1
+preset: inference
+rules:
+  - {match: {name: '*.q_proj'}, use: {precision: mxfp8, rounding: floor}}
+  - {match: {name: '*.o_proj'}, use: nvfp4}
+  - {match: {name: '*.mlp.*'}, use: mxfp4}
+"""
+OTHERS = {
+    "q_proj": ("mxfp8", {"rounding": "floor"}),
+    "o_proj": ("nvfp4", {"elem_dtype": FP4, "rounding": "two-level"}),
+    **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), ("mxfp4", {"elem_dtype": FP4})),
+}
+"""By layer, the precision under `SEVERAL`, and what `quantize` is told; of the rest MXFP8, and nothing."""
+
+
+def test_convert_with_several_precisions_names_each(source, tmp_path, capsys):
+    """A dry run foresees the bytes; what is read back is what `quantize` makes; the config names all."""
     policy = tmp_path / "policy.yaml"
-    policy.write_text("version: 1\npreset: inference\nrules:\n  - {match: {name: '*.mlp.*'}, use: mxfp4}\n")
+    policy.write_text(SEVERAL)
     out = tmp_path / "out"
     assert main(["convert", str(source), str(out), "--policy", str(policy), "--dry-run"]) == 0
     foreseen = capsys.readouterr().out.splitlines()[0]
-    assert foreseen.startswith("14 of 16 weights in MXFP8 and MXFP4: ")
+    assert foreseen.startswith("14 of 16 weights in MXFP8 and MXFP4 and NVFP4: ")
     table = convert(source, out, policy=policy)
     assert str(table).splitlines()[0] == foreseen
     before = llama_state(source)
@@ -164,20 +173,23 @@ def test_convert_with_two_precisions_names_both(source, tmp_path, capsys):
     for row in table.weights:
         if row.stored:
             weight = loaded.get_parameter(row.name)
-            packed = ".mlp." in row.name
-            assert row.precision == ("mxfp4" if packed else "mxfp8")
+            precision, how = OTHERS.get(row.name.split(".")[-2], ("mxfp8", {}))
+            assert row.precision == precision
             assert row.num_bytes == weight.stored_bytes
-            elem = torch.float4_e2m1fn_x2 if packed else torch.float8_e4m3fn
-            expected = mxcompile.quantize(before[row.name], elem_dtype=elem)
+            expected = mxcompile.quantize(before[row.name], **how)
+            assert weight.form == expected.form
+            assert torch.equal(weight.qdata.view(torch.uint8), expected.qdata.view(torch.uint8))
             assert torch.equal(weight.dequantize(), expected.dequantize())
-            assert (row.sqnr_db > 25) != packed
+            assert (25 if precision == "mxfp8" else 15) < row.sqnr_db < (40 if precision == "mxfp8" else 25)
     assert main(["inspect", str(out)]) == 0
     printed = capsys.readouterr().out
-    assert "of it in MXFP8 and MXFP4" in printed
+    assert "of it in MXFP8 and MXFP4 and NVFP4" in printed
     assert "mxfp4 e2m1" in printed
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     assert config["format"] == "mixed-precision"
-    assert "model.layers.0.mlp.up_proj" in config["config_groups"]["group_1"]["targets"]
+    targets = {group["format"]: group["targets"] for group in config["config_groups"].values()}
+    assert "model.layers.0.mlp.up_proj" in targets["mxfp4-pack-quantized"]
+    assert "model.layers.0.self_attn.o_proj" in targets["nvfp4-pack-quantized"]
 
 
 def llama_state(folder: Path) -> dict[str, torch.Tensor]:
@@ -238,14 +250,6 @@ def test_a_checkpoint_that_is_quantized_in_part_is_converted(tmp_path: Path, lay
             assert torch.equal(after.dequantize(), mxcompile.quantize(before).dequantize())
 
 
-def test_a_rounding_of_the_policy_is_the_rounding_of_the_result(source, tmp_path):
-    convert(source, tmp_path / "out", policy="ocp")
-    loaded = mxcompile.load_quantized(tmp_path / "out")
-    name = "model.layers.0.mlp.up_proj.weight"
-    expected = mxcompile.quantize(llama_state(source)[name], rounding="floor")
-    assert torch.equal(loaded.get_parameter(name).qdata.view(torch.uint8), expected.qdata.view(torch.uint8))
-
-
 def test_convert_of_fp32_model_prints_the_dtype_for_loading(source, tmp_path, capsys):
     """Layers that compressed-tensors decompresses, always to BF16, failed beside FP32 ones."""
     config = json.loads((source / "config.json").read_text())
@@ -261,13 +265,15 @@ REFUSED = {
     "no architecture": "config.json: 'architectures' is missing, which names the model",
     "unknown architecture": "has no model Own, and code that comes with a checkpoint is never run",
     "inside": "lies in the input",
+    "fp8_rowwise": "preset fp8_rowwise stores no weight: stored weights have a scale for 32 elements along K",
+    "fp8_delayed": "preset fp8_delayed stores no weight: stored weights have a scale for 32 elements along K",
 }
 
 
 @pytest.mark.parametrize("how", REFUSED)
 def test_invalid_checkpoints_and_targets_are_refused(source, tmp_path, how, capsys):
     first = sorted(source.glob("*.safetensors"))[0]
-    target = tmp_path / "out"
+    target, policy = tmp_path / "out", []
     match how:
         case "truncated":
             first.write_bytes(first.read_bytes()[:-100])
@@ -283,8 +289,10 @@ def test_invalid_checkpoints_and_targets_are_refused(source, tmp_path, how, caps
             (source / "config.json").write_text(json.dumps(config | {"architectures": names}))
         case "inside":
             target = source / "out"
+        case "fp8_rowwise" | "fp8_delayed":
+            policy = ["--policy", how]
     before = digests(source)
-    assert main(["convert", str(source), str(target)]) == 2
+    assert main(["convert", str(source), str(target), *policy]) == 2
     errors = capsys.readouterr().err
     assert REFUSED[how] in errors
     assert len(errors.splitlines()) == 1

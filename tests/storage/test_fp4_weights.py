@@ -19,34 +19,37 @@ from mxcompile.errors import PolicyError
 BF16, FP4 = torch.bfloat16, torch.float4_e2m1fn_x2
 
 
-def test_weights_in_mxfp4_take_a_quarter_and_are_those_of_the_precision():
+STORED = {
+    "up": ("mxfp4", {"precision": "mxfp4", "rounding": "even"}, {"rounding": "even"}, 1 / 2 + 1 / 32),
+    "down": ("mxfp4", "mxfp4", {}, 1 / 2 + 1 / 32),
+    "gate": ("nvfp4", "nvfp4", {"rounding": "two-level"}, 1 / 2 + 1 / 16),
+}
+"""By layer of the second block: its precision, its rule, what `quantize` is told, bytes of an element."""
+
+
+def test_weights_in_four_bits_take_a_quarter_and_are_those_of_the_precision():
     """Beside others in MXFP8; rounding as the rule says."""
-    rules = [
-        {"match": {"name": "*.gate"}, "use": "mxfp8"},
-        {"match": {"name": "*.up"}, "use": {"precision": "mxfp4", "rounding": "even"}},
-        {"match": {"name": "*.down"}, "use": "mxfp4"},
-    ]
+    rules = [{"match": {"name": f"blocks.1.{name}"}, "use": use} for name, (_, use, *_) in STORED.items()]
     policy = {"version": 1, "preset": "inference", "rules": rules}
     model = Model()
     dense = {name: value.detach().clone() for name, value in model.named_parameters()}
     _, table = quantized(model, policy)
-    for name, rounding in (("up", "even"), ("down", "rceil")):
-        weight = getattr(model.blocks[0], name).weight
-        assert weight.elem_dtype is FP4
-        source = dense[f"blocks.0.{name}.weight"]
-        expected = mxcompile.quantize(source, elem_dtype=FP4, rounding=rounding)
-        assert torch.equal(weight.qdata, expected.qdata)
-        assert torch.equal(weight.scale_bytes, expected.scale_bytes)
-        assert weight.stored_bytes == source.numel() // 2 + source.numel() // 32
-    assert str(table).startswith("6 of 7 weights in MXFP8 and MXFP4: ")
-    assert {w.name.split(".")[2]: w.precision for w in table.weights if w.stored} == {
-        "gate": "mxfp8", "up": "mxfp4", "down": "mxfp4",
-    }  # fmt: skip
+    for name, (_, _, how, num_bytes) in STORED.items():
+        weight = getattr(model.blocks[1], name).weight
+        expected = mxcompile.quantize(dense[f"blocks.1.{name}.weight"], elem_dtype=FP4, **how)
+        assert weight.form == expected.form
+        for part, wanted in zip(weight.parts, expected.parts, strict=True):
+            assert torch.equal(part.view(torch.uint8), wanted.view(torch.uint8))
+        assert weight.stored_bytes == weight.numel() * num_bytes + 4 * (name == "gate")
+    assert str(table).startswith("6 of 7 weights in MXFP8 and ")
+    precisions = {f"blocks.1.{name}.weight": precision for name, (precision, *_) in STORED.items()}
+    precisions |= {f"blocks.0.{name}.weight": "mxfp8" for name in STORED}
+    assert {w.name: w.precision for w in table.weights if w.stored} == precisions
     assert table.num_bytes == sum(w.stored_bytes for w in model.parameters() if isinstance(w, MXTensor))
     _, second_table = quantized(model, policy)
-    assert {w.reason for w in second_table.weights if w.stored} == {
-        "stored in mxfp8 already", "stored in mxfp4 already",
-    }  # fmt: skip
+    assert {w.name: w.reason for w in second_table.weights if w.stored} == {
+        name: f"stored in {precision} already" for name, precision in precisions.items()
+    }
 
 
 def test_weight_of_odd_length_is_not_stored_with_reason():
@@ -100,27 +103,9 @@ def test_compiled_with_stored_weights_it_is_the_model_of_dense_weights(word: str
     assert error < (5e-2 if policy == "nvfp4" else 1e-2)
 
 
-NVFP4 = {"version": 1, "preset": "inference", "rules": [{"match": {"name": "blocks.*"}, "use": "nvfp4"}]}
-
-
-def test_weights_in_nvfp4_are_those_of_the_precision():
-    model = Model()
-    dense = {name: value.detach().clone() for name, value in model.named_parameters()}
-    _, table = quantized(model, NVFP4)
-    assert str(table).startswith("6 of 7 weights in NVFP4: ")
-    for name in ("gate", "up", "down"):
-        weight = getattr(model.blocks[1], name).weight
-        expected = mxcompile.quantize(dense[f"blocks.1.{name}.weight"], elem_dtype=FP4, rounding="two-level")
-        assert weight.form == expected.form
-        assert torch.equal(weight.qdata, expected.qdata)
-        assert torch.equal(weight.scale_bytes, expected.scale_bytes)
-        assert torch.equal(weight.global_scale, expected.global_scale)
-        assert weight.stored_bytes == weight.numel() // 2 + weight.numel() // 16 + 4
-    assert table.num_bytes == sum(w.stored_bytes for w in model.parameters() if isinstance(w, MXTensor))
-    _, second_table = quantized(model, NVFP4)
-    assert {w.reason for w in second_table.weights if w.stored} == {"stored in nvfp4 already"}
-    squares = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "nvfp4"}], "preset": "nvfp4"}
-    squares["rules"][0]["use"] = {"precision": "nvfp4", "weight_block": "16x16"}
+def test_square_tiles_of_nvfp4_are_not_stored():
+    use = {"precision": "nvfp4", "weight_block": "16x16"}
+    squares = {"version": 1, "preset": "nvfp4", "rules": [{"match": {"name": "*"}, "use": use}]}
     with pytest.raises(PolicyError, match=r"or for 16 \(NVFP4\): this nvfp4 has other scales"):
         quantized(policy=squares)
 

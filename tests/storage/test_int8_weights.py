@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-
 import numpy as np
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from small_models import Model, quantized
 from torch import Tensor
 
 import mxcompile
-from mxcompile import MXTensor
 from mxcompile.checkpoint.files import Checkpoint
 from mxcompile.checkpoint.layouts import weights_in
-from mxcompile.errors import CheckpointError
 
 POLICY = {"version": 1, "preset": "inference", "rules": [{"match": {"name": "blocks.*"}, "use": "mxint8"}]}
 
@@ -54,16 +49,3 @@ def test_a_checkpoint_keeps_integers_beside_other_tensors_of_int8(tmp_path):
     layout, weights = weights_in(Checkpoint.open(tmp_path / "more.safetensors"))
     assert layout == "compressed-tensors"
     assert {w.name for w in weights if not w.stored} & {"mask", "embed.weight"} == {"mask", "embed.weight"}
-    loaded = mxcompile.load_quantized(tmp_path / "out", Model())
-    for name, value in loaded.state_dict().items():
-        ours = model.state_dict()[name]
-        assert type(value) is type(ours)
-        if isinstance(value, MXTensor):
-            assert torch.equal(value.qdata, ours.qdata)
-            assert torch.equal(value.scale_bytes, ours.scale_bytes)
-
-
-def test_torchao_has_no_layout_for_integers(tmp_path):
-    model, _ = quantized(policy=POLICY)
-    with pytest.raises(CheckpointError, match="torchao has MXFP8 e4m3, MXFP8 e5m2 and MXFP4 e2m1 only"):
-        mxcompile.save_quantized(copy.deepcopy(model), tmp_path / "out", layout="torchao")

@@ -32,6 +32,18 @@ FORMATS = {
 ALL_FORMATS = pytest.mark.parametrize("how", FORMATS.values(), ids=FORMATS)
 
 
+def joined() -> MXTensor:
+    """Tensors in NVFP4 that were joined: rows keep the global scales they came with, which differ by 2^9."""
+    return torch.cat([mxcompile.quantize(spread(3, 100) * size, **FORMATS["nvfp4"]) for size in (1, 512)])
+
+
+WEIGHTS = {
+    **{name: lambda how=how: mxcompile.quantize(spread(6, 100), **how) for name, how in FORMATS.items()},
+    "joined nvfp4": joined,
+}
+ALL_WEIGHTS = pytest.mark.parametrize("weight", WEIGHTS.values(), ids=WEIGHTS)
+
+
 def spread(*shape: int) -> Tensor:
     """Normal values of many binades, so that scales differ everywhere."""
     return (torch.randn(shape) * torch.exp2(torch.randint(-9, 9, shape).float())).to(BF16)
@@ -72,6 +84,14 @@ KEEPING = {
     "there and back": lambda w: w.mT.mT,
     "permute": lambda w: w.unsqueeze(0).permute(2, 0, 1),
     "column of a transpose": lambda w: w.mT[:, 1],
+    "columns of a transpose": lambda w: w.mT[:, 1:3],
+    "squeeze of a row": lambda w: w[2:3].squeeze(0),
+    "squeeze of more": lambda w: w.squeeze(0),
+    "stack behind": lambda w: torch.stack([w, w], 1),
+    "copy": lambda w: torch.empty_like(w).copy_(w),
+    "view of a copy": lambda w: w.view(2, -1, w.shape[-1]).transpose(0, 1).reshape(-1, w.shape[-1]),
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda w: pickle.loads(pickle.dumps(w)),
 }
 
 DENSE = {
@@ -96,23 +116,23 @@ DENSE = {
 }
 
 
-@ALL_FORMATS
+@ALL_WEIGHTS
 @pytest.mark.parametrize("name", KEEPING)
-def test_operations_that_keep_whole_blocks_return_mxtensors(name, how):
-    w = mxcompile.quantize(spread(6, 100), **how)
+def test_operations_that_keep_whole_blocks_return_mxtensors(name, weight):
+    w = weight()
     result, dense = KEEPING[name](w), KEEPING[name](w.dequantize(BF16))
     assert isinstance(result, MXTensor)
     assert equal(result, dense)
     assert result.form == w.form
-    assert result.stride() == (dense.stride() if how else result.qdata.stride())
+    assert result.stride() == dense.stride()
     qdata, whole = result.qdata.view(result.elem_dtype), result.global_scale
     MXTensor(qdata, result.scale, result.block_dim, global_scale=whole)  # the parts belong together
 
 
-@ALL_FORMATS
+@ALL_WEIGHTS
 @pytest.mark.parametrize("name", DENSE)
-def test_everything_else_sees_the_values(name, how):
-    w = mxcompile.quantize(spread(6, 100), **how)
+def test_everything_else_sees_the_values(name, weight):
+    w = weight()
     result = DENSE[name](w)
     assert not isinstance(result, MXTensor)
     assert equal(result, DENSE[name](w.dequantize(BF16)))
@@ -339,44 +359,6 @@ def test_text_of_mxtensor_names_format_and_bytes():
     packed = mxcompile.quantize(spread(6, 100), **FORMATS["nvfp4"])
     assert str(packed) == "MXTensor((6, 100), nvfp4 e2m1, block_dim=-1, dtype=torch.bfloat16)"
     assert packed.stored_bytes == 6 * 50 + 6 * 7 + 4
-
-
-MOVES = {
-    "row": lambda w: w[3],
-    "rows": lambda w: w[2:5],
-    "chosen rows": lambda w: w[torch.tensor([4, 0, 0])],
-    "index_select": lambda w: w.index_select(0, torch.tensor([1, 5])),
-    "columns": lambda w: w[..., 32:96],
-    "split": lambda w: w.split(5)[1],
-    "split in blocks": lambda w: w.split(32, -1)[1],
-    "unbind": lambda w: w.unbind(0)[7],
-    "view": lambda w: w.view(2, -1, w.shape[-1]),
-    "view of a copy": lambda w: w.view(2, -1, w.shape[-1]).transpose(0, 1).reshape(-1, w.shape[-1]),
-    "expand": lambda w: w.expand(3, *w.shape),
-    "transpose": lambda w: w.mT[:, 1:3],
-    "squeeze": lambda w: w[2:3].squeeze(0),
-    "squeeze of more": lambda w: w.squeeze(0),
-    "cat": lambda w: torch.cat([w, w[1:2]]),
-    "stack": lambda w: torch.stack([w, w], 1),
-    "embedding": lambda w: F.embedding(torch.tensor([[3, 1], [0, 5]]), w),
-    "copy": lambda w: torch.empty_like(w).copy_(w),
-    "deepcopy": lambda w: copy.deepcopy(w),
-    "pickle": lambda w: pickle.loads(pickle.dumps(w)),
-}
-
-
-@pytest.mark.parametrize("name", MOVES)
-def test_rows_keep_the_global_scale_that_they_came_with(name):
-    """Of tensors that were joined, whose numbers differ by 2^9."""
-    first, second = (mxcompile.quantize(spread(6, 100) * size, **FORMATS["nvfp4"]) for size in (1, 512))
-    joined = torch.cat([first, second])
-    assert joined.global_scale.shape == (12, 1)
-    assert torch.equal(joined.dequantize(), torch.cat([first.dequantize(), second.dequantize()]))
-    result = MOVES[name](joined)
-    assert equal(result, MOVES[name](joined.dequantize()))
-    if isinstance(result, MXTensor):
-        qdata, whole = result.qdata.view(result.elem_dtype), result.global_scale
-        MXTensor(qdata, result.scale, result.block_dim, global_scale=whole)
 
 
 def test_a_global_scale_of_one_number_stays_one():

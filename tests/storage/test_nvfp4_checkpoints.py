@@ -14,7 +14,6 @@ from torch import nn
 
 import mxcompile
 from mxcompile import MXTensor
-from mxcompile.checkpoint.convert import convert
 from mxcompile.checkpoint.files import Checkpoint
 from mxcompile.checkpoint.layouts import contents
 from mxcompile.cli import main
@@ -22,14 +21,7 @@ from mxcompile.errors import CheckpointError
 
 BF16 = torch.bfloat16
 FP4 = torch.float4_e2m1fn_x2
-NVFP4 = {
-    "version": 1,
-    "preset": "inference",
-    "rules": [{"match": {"role": ["qkv", "attn_out", "ffn_in", "ffn_out"]}, "use": "nvfp4"}],
-}
 TOKENS = torch.arange(10)[None]
-
-
 TWO_LEVEL = {"elem_dtype": FP4, "rounding": "two-level"}
 
 
@@ -103,36 +95,6 @@ def test_loaded_nvfp4_checkpoint_is_saved_byte_for_byte(tmp_path):
     assert all(torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8)) for name in before)
 
 
-@pytest.mark.filterwarnings("ignore")  # Transformers and compressed-tensors comment on themselves
-@pytest.mark.parametrize("attention", ["two-level", "rceil"], ids=["nvfp4", "beside mxfp4"])
-def test_transformers_loads_saved_nvfp4_checkpoints(tmp_path, attention):
-    model = store_blocks(llama(), TWO_LEVEL | {"rounding": attention}, TWO_LEVEL)
-    mxcompile.save_quantized(model, tmp_path / "out")
-    loaded, info = type(model).from_pretrained(tmp_path / "out", dtype=BF16, output_loading_info=True)
-    assert not any(info.values()), info
-    ours = mxcompile.load_quantized(tmp_path / "out")
-    with torch.no_grad():
-        expected = model(TOKENS).logits
-        assert torch.equal(loaded(TOKENS).logits, expected)
-        assert torch.equal(ours(TOKENS).logits, expected)
-    for name, value in model.named_parameters():
-        dense = value.dequantize() if isinstance(value, MXTensor) else value
-        assert torch.equal(loaded.get_parameter(name), dense), name
-
-
-def test_the_config_entry_is_that_of_compressed_tensors_scheme():
-    from compressed_tensors.quantization import QuantizationConfig
-
-    from mxcompile.checkpoint.declared import compressed_tensors_config
-
-    raw = compressed_tensors_config(["lm_head"], {"a": quantize(torch.ones(2, 32)).form})
-    config = QuantizationConfig.model_validate({k: v for k, v in raw.items() if k != "quant_method"})
-    group = config.config_groups["group_0"]
-    assert config.format == group.format == "nvfp4-pack-quantized"
-    assert group.weights.model_dump() == scheme().weights.model_dump()
-    assert group.input_activations is None
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_saved_stack_of_experts_loads_with_equal_values(tmp_path):
     """A stack has one global scale for all experts when it is stored here; each its own when it is read."""
@@ -185,26 +147,6 @@ def test_inspect_counts_the_scales_too(tmp_path):
     assert {group.shape for group in packed} == {(64, 64), (32, 64), (96, 64), (64, 96)}
 
 
-def test_convert_command_writes_an_nvfp4_checkpoint(tmp_path, capsys):
-    llama().save_pretrained(tmp_path / "in")
-    policy = tmp_path / "policy.yaml"
-    policy.write_text(json.dumps(NVFP4))
-    out = tmp_path / "out"
-    command = ["convert", str(tmp_path / "in"), str(out), "--policy", str(policy)]
-    assert main([*command, "--dry-run"]) == 0
-    foreseen = capsys.readouterr().out.splitlines()[0]
-    assert foreseen.startswith("14 of 16 weights in NVFP4: ")
-    table = convert(tmp_path / "in", out, policy=policy, progress=False)
-    assert str(table).splitlines()[0] == foreseen
-    before, loaded = load_file(tmp_path / "in/model.safetensors"), mxcompile.load_quantized(out)
-    for row in (row for row in table.weights if row.stored):
-        weight = loaded.get_parameter(row.name)
-        assert torch.equal(weight.dequantize(), quantize(before[row.name]).dequantize())
-        assert row.precision == "nvfp4"
-        assert row.num_bytes == weight.stored_bytes
-        assert 15 < row.sqnr_db < 30
-
-
 def damaged(**changes: torch.Tensor | None) -> dict[str, torch.Tensor]:
     parts = theirs(torch.randn(96, 64, dtype=BF16)) | changes
     return {name: value for name, value in parts.items() if value is not None}
@@ -243,19 +185,6 @@ def test_groups_in_other_formats_are_refused(tmp_path):
     (folder / "config.json").write_text(json.dumps({"quantization_config": about}))
     with pytest.raises(CheckpointError, match=r"config\.json: a: .*'pack-quantized'.*nvfp4-pack-quantized"):
         mxcompile.load_quantized(folder, layer())
-
-
-@pytest.mark.parametrize(
-    ("k", "message"), [(40, r"whole blocks of 16 only \(k=40\)"), (64, "torchao has MXFP8 e4m3, .* only")]
-)
-def test_nvfp4_weight_unsupported_by_the_layout_is_refused(tmp_path, k, message):
-    model = layer(96, k)
-    model["m"].weight = nn.Parameter(quantize(model["m"].weight), requires_grad=False)
-    with pytest.raises(CheckpointError, match=message):
-        mxcompile.save_quantized(
-            model, tmp_path / "out", layout="torchao" if k == 64 else "compressed-tensors"
-        )
-    assert [*tmp_path.iterdir()] == []
 
 
 def test_torchaos_own_tensors_are_refused(tmp_path):

@@ -56,18 +56,16 @@ def test_weights_inside_wrappers_of_blocks_are_stored_under_the_users_names():
     assert len(stored_names(model)) == 6
 
 
-def test_of_repeated_blocks_every_one_is_stored():
-    model, _ = quantized(Model(blocks=7))
-    assert len(stored_names(model)) == 21
-
-
 def test_a_rule_of_blocks_counts_those_that_are_not_traced_too():
-    model = Model(blocks=8)
     rule = {"match": {"blocks": {"first": 4}}, "use": "bf16"}
-    mxcompile.quantize_weights_(
-        model, {"version": 1, "preset": "inference", "rules": [rule]}, args=(TOKENS,), progress=False
-    )
-    assert {name.split(".")[1] for name in stored_names(model)} == {"4", "5", "6", "7"}
+    model, table = quantized(Model(blocks=8), {"version": 1, "preset": "inference", "rules": [rule]})
+    assert stored_names(model) == {
+        f"blocks.{index}.{name}.weight" for index in range(4, 8) for name in ("gate", "up", "down")
+    }
+    kept = [
+        weight.reason for weight in table.weights if weight.name.startswith("blocks.") and not weight.stored
+    ]
+    assert kept == ["policy: rule 1"] * 12
 
 
 def test_model_with_stored_weights_computes_with_their_values():
@@ -135,13 +133,6 @@ def test_stored_weights_are_not_cast_again(monkeypatch):
     assert casts_of_target["sm_90"].count("mx.weight_only_mm.default") == 6
     assert "mx.decode.default" not in casts_of_target["sm_90"]
     assert all(kernel.startswith("mx_weight_only_mm") for kernel in casts_of_target["sm_90 kernels"][:6])
-
-
-def test_policy_rule_keeps_weights_of_a_block_dense():
-    rules = [{"match": {"name": "blocks.0.*"}, "use": "bf16"}]
-    model, table = quantized(policy={"version": 1, "preset": "inference", "rules": rules})
-    assert stored_names(model) == {f"blocks.1.{name}.weight" for name in ("gate", "up", "down")}
-    assert {w.reason for w in table.weights if w.name.startswith("blocks.0")} == {"policy: rule 1"}
 
 
 RULES = {

@@ -48,17 +48,6 @@ def test_a_tied_head_and_its_embedding_share_one_stored_tensor(precision: str):
         assert torch.equal(model(TOKENS), dense_copy(model)(TOKENS))
 
 
-def test_a_rule_for_the_embedding_keeps_its_table():
-    model = Model()
-    values = model.embed.weight.detach().clone()
-    _, table = quantized(model, head_in("mxint8", embedding="bf16"))
-    (row,) = (row for row in table.weights if row.name == "embed.weight")
-    assert row.reason == "policy: rule 1; the embedding keeps its table (policy: rule 2)"
-    assert row.num_bytes == 64 * 96 * 2 + 64 * 99
-    assert torch.equal(model.embed.weight, values)
-    assert isinstance(model.head.weight, MXTensor)
-
-
 def test_a_rule_stores_an_embedding_that_no_layer_reads(caplog):
     model = Model()
     model.head = nn.Linear(96, 64, bias=False, dtype=torch.bfloat16)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import numpy as np
 import pytest
+import small_models
 import torch
 from helpers.reference import round_trip
 from torch import Tensor, nn
@@ -24,15 +24,9 @@ GREEDY = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token
 ROOM = 40
 
 
-def llama(**changes: Any) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, **changes}
-    config = LlamaConfig(
-        vocab_size=64, intermediate_size=96, num_hidden_layers=2, max_position_embeddings=64, **sizes
-    )
+def llama() -> nn.Module:
     torch.manual_seed(0)
-    return LlamaForCausalLM(config).bfloat16().eval().requires_grad_(False)
+    return small_models.llama(hidden_size=128).requires_grad_(False)
 
 
 def gpt2() -> nn.Module:
