@@ -31,7 +31,7 @@ BUDGETS = {
     "mxcompile/checkpoint": 2_584,
     "mxcompile/cli": 1_478,
     "mxcompile/compiler": 671,
-    "mxcompile/compiler/calls": 720,
+    "mxcompile/compiler/calls": 724,
     "mxcompile/compiler/capture": 755,
     "mxcompile/compiler/hooks": 758,
     "mxcompile/compiler/reporting": 1_180,
