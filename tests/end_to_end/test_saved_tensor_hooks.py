@@ -75,5 +75,5 @@ def test_checkpointed_call_gives_the_same_gradients(call: Any):
     call.zero_grad()
     x = torch.randn(40, 64, generator=torch.Generator().manual_seed(1))
     checkpoint(call, x, use_reentrant=False).square().mean().backward()
-    again = [parameter.grad for parameter in call.parameters()]
-    assert all(torch.equal(*pair) for pair in zip(plain, again, strict=True))
+    checkpointed = [parameter.grad for parameter in call.parameters()]
+    assert all(torch.equal(*pair) for pair in zip(plain, checkpointed, strict=True))

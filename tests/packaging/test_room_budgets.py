@@ -32,7 +32,7 @@ BUDGETS = {
     "mxcompile/cli": 1_478,
     "mxcompile/compiler": 671,
     "mxcompile/compiler/calls": 724,
-    "mxcompile/compiler/capture": 755,
+    "mxcompile/compiler/capture": 757,
     "mxcompile/compiler/hooks": 758,
     "mxcompile/compiler/reporting": 1_180,
     "mxcompile/compiler/session": 830,
