@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import Flag, auto
 from typing import Any
 
@@ -12,7 +12,18 @@ from torch import fx, nn
 
 from mxcompile import ops
 from mxcompile.formats import Format
-from mxcompile.graph.opsets import BIASED, MATMULS, PICKS, RANDOM, REPEATS, TRANSPARENT, VIEWS, aten, packet
+from mxcompile.graph.opsets import (
+    BIASED,
+    MATMULS,
+    PICKS,
+    RANDOM,
+    REPEATS,
+    TRANSPARENT,
+    VIEWS,
+    ancestors,
+    aten,
+    packet,
+)
 from mxcompile.graph.tags import GemmTag, numel, tag_of, tensor, value_of
 from mxcompile.graph.transpose import readers
 from mxcompile.models.names import GraphInput
@@ -38,6 +49,10 @@ WEIGHT_KEY = "mx_weight"
 
 _BY_VALUE = tuple(Depends(value) for value in range(16))
 _RANDOM, _REPEATS, _PRODUCT, _VIEW = 1, 2, 4, 8
+_NOISE = 16
+"""Mark of random numbers, beside the flags of `Depends`."""
+_NOISES = RANDOM - {aten.native_dropout}
+"""Operators whose random numbers do not contain the values of their input."""
 
 
 def dependencies(
@@ -53,10 +68,13 @@ def dependencies(
     The result of a layer that reads only parameters is data (a query repeated for each sample, positions),
     but a product of parameters may also be a weight (a low-rank update). It is a layer if the model calls
     ``F.linear``, if it has a bias, or if its input is repeated.
+
+    Random numbers are data, except in the weight of a product: a weight with a dropout or noise is a weight.
     """
     marks: dict[fx.Node, int] = {}
     kinds: dict[int, int] = {}
     repeated: set[fx.Node] = set()
+    noisy: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
             marks[node] = _PARAMETER if node in weights else _of_placeholder(node, inputs).value
@@ -67,7 +85,7 @@ def dependencies(
         kind = kinds.get(id(node.target))
         if kind is None:
             kind = kinds[id(node.target)] = _kind(node)
-        flags = _DATA if kind & _RANDOM else 0
+        flags = _NOISE if kind & _RANDOM else 0
         arguments = node.all_input_nodes
         for argument in arguments:
             flags |= marks[argument]
@@ -78,8 +96,29 @@ def dependencies(
                 repeated.add(node)
             if kind & _PRODUCT and _is_layer(node, repeated):
                 flags |= _DATA
+        elif flags & _NOISE and kind & _PRODUCT:
+            noisy |= set() if flags & DERIVATIVE.value else _noisy_weight(node, marks)
+            flags |= _DATA
         marks[node] = flags
-    return {node: _BY_VALUE[flags] for node, flags in marks.items()}
+    for node in noisy:
+        marks[node] = _PARAMETER
+    return {node: _BY_VALUE[flags & 15 | _DATA * (flags >= _NOISE)] for node, flags in marks.items()}
+
+
+def _noisy_weight(product: fx.Node, marks: Mapping[fx.Node, int]) -> set[fx.Node]:
+    """Returns the weight of the forward `product`, and values that it is computed from, if it is noisy.
+
+    A noisy weight is computed from random numbers and parameters, at least one of its own size.
+    """
+    data, weight = product.args[packet(product) in BIASED :][:2]
+    if not isinstance(data, fx.Node) or not isinstance(weight, fx.Node):
+        return set()
+    if marks[weight] != _PARAMETER | _NOISE or marks[data] & (_PARAMETER | _DATA) == _PARAMETER:
+        return set()
+    values = ancestors(weight, lambda node: packet(node) in _NOISES)
+    size = numel(value_of(weight).shape)
+    sizes = {numel(value_of(node).shape) for node in values if node.op != "call_function"}
+    return {node for node in values if marks[node] & _PARAMETER} if size in sizes else set()
 
 
 _PARAMETER, _DATA = Depends.PARAMETER.value, Depends.DATA.value

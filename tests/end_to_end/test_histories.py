@@ -135,6 +135,29 @@ def test_only_calls_that_train_move_histories_on():
     assert not torch.equal(model.weight_amax_history[0], before[0])
 
 
+def test_training_after_inference_mode_moves_histories_on():
+    """Lightning validates in inference mode before it trains."""
+    model = linear()
+    call = compiled(model, policy())
+    (x, dy), (other, _) = steps(2)
+    with torch.inference_mode():
+        call(other)
+    run(call, model.weight, x, dy)
+    assert model.weight_amax_history[:, 0].gt(0).all()
+
+
+def test_histories_of_a_converted_model_are_in_fp32_again():
+    model = linear()
+    call = compiled(model, policy())
+    x, dy = steps(1)[0]
+    run(call, model.weight, x, dy)
+    before = model.weight_amax_history[:, 0].bfloat16().float()
+    model.bfloat16()
+    run(call, model.weight, x.bfloat16(), dy.bfloat16())
+    assert model.weight_amax_history.dtype is torch.float32
+    assert torch.equal(model.weight_amax_history[:, 1], before)
+
+
 def test_nonfinite_step_surfaces_and_leaves_the_history_finite():
     model = linear()
     call = compiled(model, policy())

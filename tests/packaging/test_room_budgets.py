@@ -31,8 +31,8 @@ BUDGETS = {
     "mxcompile/checkpoint": 2_584,
     "mxcompile/cli": 1_478,
     "mxcompile/compiler": 671,
-    "mxcompile/compiler/calls": 674,
-    "mxcompile/compiler/capture": 755,
+    "mxcompile/compiler/calls": 724,
+    "mxcompile/compiler/capture": 757,
     "mxcompile/compiler/hooks": 758,
     "mxcompile/compiler/reporting": 1_180,
     "mxcompile/compiler/session": 830,
@@ -55,7 +55,7 @@ BUDGETS = {
     "mxcompile/storage": 978,
     "mxcompile/watch": 1_846,
     "passes": 4_223,
-    "passes/roles": 2_230,
+    "passes/roles": 2_269,
 }
 
 

@@ -73,3 +73,45 @@ def test_layer_whose_hook_normalizes_its_weight_is_quantized(norm: Any) -> None:
     ]
     assert layers.count(("fprop", "mxfp8")) == layers.count(("wgrad", "mxfp8")) == 1
     assert {gemm.precision for gemm in report.gemms if 1 in (gemm.m, gemm.n)} == {"bf16"}, "power iterations"
+
+
+class Noisy(nn.Module):
+    """A layer whose weight has noise of a learned width (NoisyNet), and one whose weight has a dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDE), nn.Linear(WIDE, WIDTH, bias=False)
+        self.spread = nn.Parameter(torch.full((WIDE, WIDTH), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.up.weight + self.spread * torch.randn_like(self.spread)
+        hidden = nn.functional.relu(nn.functional.linear(x, weight, self.up.bias))
+        return hidden @ nn.functional.dropout(self.down.weight, 0.1).t()
+
+
+def test_weight_with_random_numbers_is_a_weight() -> None:
+    backend = EagerBackend(policy=ALL, strict=True)
+    torch.compile(Noisy(), backend=backend)(torch.randn(8, WIDTH, requires_grad=True)).sum().backward()
+    (report,) = mxcompile.reports()
+    gemms = {(gemm.name, gemm.gemm) for gemm in report.gemms if gemm.precision == "mxfp8"}
+    assert gemms == {(name, gemm) for name in ("up", "down") for gemm in ("fprop", "dgrad", "wgrad")}
+
+
+def test_parameters_with_random_numbers_are_data_elsewhere() -> None:
+    """Learned queries with a dropout are the input of a layer, and attend to each other as activations."""
+
+    class Queries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query = nn.Parameter(torch.randn(8, WIDTH))
+            self.up = nn.Linear(WIDTH, WIDTH, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            query = nn.functional.dropout(self.query, 0.1)
+            scores = nn.functional.dropout(self.query, 0.1) @ query.t()
+            return x + scores.softmax(-1) @ self.up(query)
+
+    torch.compile(Queries(), backend=EagerBackend(policy=ALL, strict=True))(torch.randn(8, WIDTH))
+    (report,) = mxcompile.reports()
+    forward = {(gemm.name, gemm.precision) for gemm in report.gemms if gemm.gemm == "fprop"}
+    assert forward == {("up", "mxfp8"), ("", "bf16")}

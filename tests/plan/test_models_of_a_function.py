@@ -261,3 +261,20 @@ def test_model_compiled_alone_after_a_function_has_its_own_names() -> None:
     alone = {"version": 1, "rules": [{"match": {"name": "up"}, "use": "bf16"}, *ALL]}
     torch.compile(student, backend=EagerBackend(policy=alone, strict=True))(torch.randn(8, WIDTH))
     assert precisions() == {"up": {"bf16"}, "down": {"mxfp8"}}
+
+
+def test_product_of_two_models_results_has_the_name_of_neither():
+    left, right = nn.Linear(WIDTH, WIDE), nn.Linear(WIDTH, WIDE)
+
+    def similarity(x: Tensor) -> Tensor:
+        return left(x) @ right(x).t()
+
+    torch.compile(similarity, backend=EagerBackend(policy={"version": 1, "rules": [ALL]}))(
+        torch.randn(8, WIDTH)
+    )
+    (report,) = mxcompile.reports()
+    assert {(gemm.name, gemm.precision) for gemm in report.gemms if gemm.gemm == "fprop"} == {
+        ("left", "mxfp8"),
+        ("right", "mxfp8"),
+        ("", "bf16"),
+    }

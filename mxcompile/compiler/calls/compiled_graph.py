@@ -3,6 +3,7 @@
     call  →  scales         adds an input for each weight, from the amax histories
           →  attribution    records the model that runs the code
           →  sampling       runs the code or, in a sampled step, the measuring code
+          →  saved codes    shows codes to saved-tensor hooks as bytes
 
 Each step is optional. The first call after the compile drops the weak references that the compile kept.
 """
@@ -17,6 +18,7 @@ from torch._guards import TracingContext
 from mxcompile.compiler.calls.delayed_scales import DelayedScales
 from mxcompile.compiler.calls.hidden_products import HiddenProducts
 from mxcompile.compiler.calls.sampling import Sampling
+from mxcompile.compiler.calls.saved_codes import codes_as_bytes
 from mxcompile.compiler.capture.weak_references import Tables
 from mxcompile.compiler.reporting.shared_code import Attribution
 
@@ -59,7 +61,8 @@ class CompiledGraph:
         return result
 
     def _call(self, args: Any) -> Any:
-        return self._code(*args) if self._sampling is None else self._sampling.run(self._code, args)
+        with codes_as_bytes():
+            return self._code(*args) if self._sampling is None else self._sampling.run(self._code, args)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or self._scales is not None:  # the bare code lacks the scale inputs

@@ -246,13 +246,17 @@ class DelayedScales:
 
 
 def _history(module: nn.Module, name: str, weight: Tensor, length: int) -> Tensor:
-    """Returns the buffer `name` of `module`, after creating or resizing it to `length`."""
+    """Returns the buffer `name` of `module`, after creating it, or resizing it to `length`, in FP32.
+
+    A conversion of the model to another dtype converts its histories too.
+    """
     buffer = module._buffers.get(name)
-    if buffer is None or buffer.shape != (3, length):
-        kept = torch.zeros(3, length, dtype=torch.float32, device=weight.device)
-        if buffer is not None and buffer.ndim == 2:
-            count = min(length, buffer.shape[1])
-            kept[:, :count] = buffer[:, :count]
+    if buffer is None or buffer.shape != (3, length) or buffer.dtype is not torch.float32:
+        with torch.inference_mode(False), torch.no_grad():  # later steps could not update an inference tensor
+            kept = torch.zeros(3, length, dtype=torch.float32, device=weight.device)
+            if buffer is not None and buffer.ndim == 2:
+                count = min(length, buffer.shape[1])
+                kept[:, :count] = buffer[:, :count]
         module.register_buffer(name, kept)
         buffer = kept
     return buffer

@@ -108,7 +108,9 @@ class Located:
     def _running(self, frame: Frame) -> nn.Module | None:
         """Returns the module of the tree whose code `frame` runs."""
         called = [call.module for call in frame.running[:1] if call.directly]
-        read = [self._objects[name_of(source)] for source, path in self.owners if path == self.prefix]
+        # a function of several models is the code of none of them
+        owners = self.owners if len(self.tree.roots) == 1 else ()
+        read = [self._objects[name_of(source)] for source, path in owners if path == self.prefix]
         candidates = (frame.locals.get("self"), *called, *read)
         modules = (value for value in candidates if isinstance(value, nn.Module))
         return next((module for module in modules if self.tree.paths(module)), None)
