@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mxcompile.lowering.chips.peak import Peak, shares
 from mxcompile.lowering.chips.shared import EMULATED_TILES, MAMF, UNKNOWN, WEIGHT_ONLY_AMD
-from mxcompile.lowering.chips.target import FP8_TILES, amd
+from mxcompile.lowering.chips.target import amd
 
 TARGETS = (
     amd(
@@ -14,7 +14,6 @@ TARGETS = (
         "MI300",
         processors=304,
         shared_kib=64,
-        fp8_tiles=FP8_TILES,
         fp8_fnuz=True,
         tiles=replace(EMULATED_TILES, weight_only_mm=WEIGHT_ONLY_AMD),
         peak=Peak(

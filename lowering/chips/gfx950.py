@@ -13,7 +13,7 @@ from mxcompile.lowering.chips.shared import (
     UNKNOWN,
     WEIGHT_ONLY_AMD,
 )
-from mxcompile.lowering.chips.target import FP8_TILES, amd
+from mxcompile.lowering.chips.target import amd
 from mxcompile.lowering.chips.tiles import NO_TENSOR_MEMORY, ChipTiles, MatmulConfig, ScaledChoices
 
 _TILES = ChipTiles(
@@ -49,7 +49,6 @@ TARGETS = (
         shared_kib=160,
         mma="v_mfma_scale",
         fp4_scales=frozenset({ScaleType.E8M0}),
-        fp8_tiles=FP8_TILES,
         encodes_fp8=True,
         decodes_fp8=True,
         tiles=_TILES,

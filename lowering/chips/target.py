@@ -132,5 +132,6 @@ def amd(arch: str, chips: str, processors: int, shared_kib: int, **columns: Any)
         registers=131072,
         issue_rate=1.0,
         stores_fp8=True,
+        fp8_tiles=FP8_TILES,
         **columns,
     )

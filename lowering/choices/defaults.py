@@ -69,11 +69,11 @@ element of the result, at 0.78 of the memory's rate.
 """
 
 
-def precision_of(forms: Sequence[Format]) -> str:
-    """Returns the precision of a product of packed operands in `forms`; MXFP8 if there are none."""
-    if not forms:
+def precision_of(form: Format) -> str:
+    """Returns the precision of a product of operands in `form`."""
+    if not form.packed:
         return MXFP8
-    return NVFP4 if forms[0].two_level else MXFP4
+    return NVFP4 if form.two_level else MXFP4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,11 +86,6 @@ class TableRow:
     holds: Callable[[MXProduct, Target], bool] = lambda product, target: True
     form: str
     reason: str
-
-    @property
-    def operands(self) -> str:
-        """The precisions in words."""
-        return "all" if self.precisions == EVERY else ", ".join(sorted(map(str.upper, self.precisions)))
 
 
 def _large_alone(product: MXProduct, target: Target) -> bool:

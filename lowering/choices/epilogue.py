@@ -1,4 +1,4 @@
-"""epilogue: predict whether Inductor fuses a product's readers into the product's kernel.
+"""Predicts whether Inductor fuses a product's readers into the product's kernel.
 
     product → +, ·, gelu … → stored, not only cast          in the product's kernel
     product → silu, · → casts                               in the cast's kernel

@@ -93,7 +93,7 @@ def forms(
     """
     tiles = _tiles(rows, dtype, target, packed)
     default = next(tiles)
-    parts, _ = split(rows, n, k, default, target)
+    parts = _parts(rows, n, k, default, target)
     on_tensor_cores = _on_tensor_cores(rows, dtype)
     return [
         WeightOnlyForm(on_tensor_cores=on_tensor_cores, tile=tile, parts=parts)
@@ -122,10 +122,10 @@ def _tiles(rows: int, dtype: torch.dtype, target: Target, packed: bool) -> Itera
         yield replace(tile, num_stages=stages)
 
 
-def split(m: int, n: int, k: int, config: MatmulConfig, target: Target) -> tuple[int, int]:
-    """Returns the number of parts of K, and the length of a part, a multiple of block_k."""
+def _parts(m: int, n: int, k: int, config: MatmulConfig, target: Target) -> int:
+    """Returns the number of parts of K; each but the last has the same number of steps."""
     programs = num_blocks(m, config.block_m) * num_blocks(n, config.block_n)
     steps = num_blocks(k, config.block_k)
     wanted = num_blocks(_PROGRAMS_PER_PROCESSOR * target.processors, max(programs, 1))
     span = num_blocks(steps, max(1, min(wanted, steps // 2)))  # a part takes at least two steps
-    return max(1, num_blocks(steps, max(span, 1))), max(span, 1) * config.block_k
+    return max(1, num_blocks(steps, max(span, 1)))

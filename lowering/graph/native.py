@@ -82,7 +82,7 @@ class Native(NativePass):
             kind = defaults.ALONG_K if groups else defaults.ROWS
         return defaults.MXProduct(
             kind=kind,
-            precision=defaults.precision_of(product.forms if product.is_packed else ()),
+            precision=defaults.precision_of(product.forms[0]),
             m=m,
             n=n,
             k=product.per_byte * hint(a.shape[-1]),

@@ -40,7 +40,6 @@ _ELEM = tl.constexpr(E2M1.name)
 _LARGEST = tl.constexpr(E2M1.max)
 _LARGEST_VALUE = tl.constexpr(E2M1.max * E4M3.max)
 _FP32_MAX = tl.constexpr(FP32_MAX)
-_INF_BITS = tl.constexpr(0x7F800000)
 _ROUNDS, _WEYL, _MULTIPLIER = tl.constexpr(ROUNDS), tl.constexpr(WEYL), tl.constexpr(MULTIPLIER)
 _TINY, _HUGE = tl.constexpr(2.0**-100), tl.constexpr(2.0**64)
 
@@ -96,7 +95,7 @@ def gain(amax):
     """Returns G, FP32, of a tensor with this `amax`."""
     value = tl.minimum(tl.div_rn(tl.full(amax.shape, _LARGEST_VALUE, tl.float32), amax), _FP32_MAX)
     value = tl.where(amax == 0.0, 1.0, value)
-    return tl.where(tiles.magnitude_bits(amax) < _INF_BITS, value, float("nan"))
+    return tl.where(tiles.magnitude_bits(amax) < tiles.INF_BITS, value, float("nan"))
 
 
 @triton.jit
@@ -283,7 +282,7 @@ def _code(value):
     magnitude = bits & 0x7FFFFFFF
     small = tl.where(magnitude == 0, 0, 1)  # 0.5 is the only value below 1
     code = tl.where(magnitude < 0x3F800000, small, (magnitude >> 22) - 252)  # exponent and a mantissa bit
-    return tl.where(magnitude > _INF_BITS, 0, code | ((bits >> 28) & 8))
+    return tl.where(magnitude > tiles.INF_BITS, 0, code | ((bits >> 28) & 8))
 
 
 @triton.jit

@@ -31,7 +31,6 @@ import triton
 import triton.language as tl
 
 from mxcompile.lowering.kernels import tiles
-from mxcompile.lowering.kernels.tiles import _largest
 
 
 @triton.jit
@@ -41,7 +40,7 @@ def scale_of(amax, ELEM: tl.constexpr, POW2: tl.constexpr):
         scale = tiles.scale_value(tiles.scale_byte(tiles.magnitude_bits(amax), ELEM, "rceil"))
         scale = tl.where(amax == 0.0, 1.0, scale)
     else:
-        LARGEST: tl.constexpr = _largest(ELEM)
+        LARGEST: tl.constexpr = tiles.largest_value(ELEM)
         scale = tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32))
         scale = tl.where(scale == 0.0, 1.0, scale)
         scale = tl.where(amax < float("inf"), scale, float("nan"))
@@ -77,7 +76,7 @@ def quotient(x, power, scaled, inverse, ELEM: tl.constexpr, WIDE: tl.constexpr, 
     """Returns x / scale, FP32. power, scaled, inverse: `parts` of scales that broadcast to the shape of x."""
     a = x * power
     if STATEFUL:
-        LIMIT: tl.constexpr = 4.0 * _largest(ELEM)
+        LIMIT: tl.constexpr = 4.0 * tiles.largest_value(ELEM)
         a = tl.clamp(a, -LIMIT, LIMIT)  # may lose NaN, which `inverse` or the last line puts back
     scaled = tl.broadcast_to(scaled, x.shape)
     inverse = tl.broadcast_to(inverse, x.shape)
@@ -95,7 +94,7 @@ def encode(y, ELEM: tl.constexpr, NATIVE: tl.constexpr, SATURATES: tl.constexpr,
     """Returns uint8 codes of `y`, elements divided by their scale. Magnitudes over the largest saturate."""
     codes = tiles.encode(y, ELEM, "floor", NATIVE, SATURATES)
     if FNUZ:
-        NAN: tl.constexpr = tiles._largest_code(ELEM)
+        NAN: tl.constexpr = tiles.largest_code(ELEM)
         codes = tl.where(codes == 0x80, 0, codes)
         codes = tl.where((codes & 0x7F) > NAN, 0x80, codes).to(tl.uint8)
     return codes

@@ -21,8 +21,7 @@ import triton
 import triton.language as tl
 
 from mxcompile import formats
-
-BLOCK = tl.constexpr(formats.BLOCK)
+from mxcompile.lowering.kernels.tiles import BLOCK
 
 LARGER = tl.constexpr("max.u16x2 $0, $1, $2;")
 """The larger of each half, as unsigned integers."""
@@ -32,7 +31,10 @@ SPECIAL = tl.constexpr("""{
     add.u32 t, $1, 0x00800080;
     prmt.b32 $0, t, 0, 0xBB99;
 }""")
-"""0xFFFF for each half whose magnitude bits are 0x7F80 or more (Inf and NaN), else 0."""
+"""0xFFFF for each half whose magnitude bits are 0x7F80 or more (Inf and NaN), else 0.
+
+The sum sets the top bit of such a half. `prmt` with B or 9 repeats the sign of byte 3 or 1 in a whole byte.
+"""
 
 ROUND = tl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 """BF16 of two FP32 values."""

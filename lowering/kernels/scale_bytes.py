@@ -60,7 +60,10 @@ def from_tiles(tiled, DOWN: tl.constexpr, ACROSS: tl.constexpr):
 
 @triton.jit
 def typed(ptr, BLOCK: tl.constexpr):
-    """Returns `ptr` as a pointer to scales of the type that `tl.dot_scaled` reads: E4M3, or bytes of E8M0."""
+    """Returns `ptr` as a pointer to scales of the type that `tl.dot_scaled` reads: E4M3, or bytes of E8M0.
+
+    Scales that become E4M3 only after the load would pass through registers on the way to tensor memory.
+    """
     if BLOCK < 16:
         ptr = ptr.to(tl.pointer_type(tl.float8e4nv))
     return ptr
@@ -126,7 +129,7 @@ def load_tiled(
         down, byte = first_row // 128, tl.arange(0, ACROSS * 512)
         ptr = typed(ptr, BLOCK) + down.to(tl.int64) * across * 512 + step * (ACROSS * 512)
         offset = tl.arange(0, DOWN)[:, None] * across * 512 + byte[None, :]
-        if EVEN or (DOWN == 1 and ACROSS == 1):
+        if EVEN or (DOWN == 1 and ACROSS == 1):  # a single tile has rows and blocks of the operand
             tiled = tl.load(ptr + offset)
         else:
             in_rows = (down + tl.arange(0, DOWN) < tl.cdiv(rows, 128))[:, None]

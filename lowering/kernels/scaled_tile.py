@@ -19,21 +19,21 @@ import triton.language as tl
 from mxcompile.formats import ELEMENTS
 from mxcompile.lowering.kernels import scale_bytes, tiles
 
+CHUNK = tl.constexpr(16)
+"""Bytes of packed codes under one mask, which one instruction loads."""
+
 
 @triton.jit
-def tile_of(pid, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr = 8):
+def tile_of(pid, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Returns the row and the column of tile number `pid`.
 
     Tiles are numbered by groups of GROUP rows of tiles, so that neighbours share both operands in the cache.
     """
+    GROUP: tl.constexpr = 8
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     first = pid // (GROUP * tiles_n) * GROUP
     rows = tl.minimum(tiles_m - first, GROUP)
     return first + pid % (GROUP * tiles_n) % rows, pid % (GROUP * tiles_n) // rows
-
-
-CHUNK = tl.constexpr(16)
-"""Bytes of packed codes under one mask, which one instruction loads."""
 
 
 @triton.constexpr_function
@@ -90,31 +90,16 @@ def tile_product(
     if CHUNKS:
         low, high = tl.cdiv(begin, 2 * CHUNK) * CHUNK, end // (2 * CHUNK) * CHUNK
         first = low // BLOCK_K * BLOCK_K
-    k, block = (first + rk).to(row.dtype), (first // BLOCK + rs).to(row.dtype)
-    a_ptrs = a_ptr + row[:, None] * stride_am + k[None, :] * stride_ak
-    b_ptrs = b_ptr + k[:, None] * stride_bk + column[None, :] * stride_bn
-    a_scales = a_scale_ptr + row[:, None] * stride_asm + block[None, :] * stride_ask
-    b_scales = b_scale_ptr + column[:, None] * stride_bsn + block[None, :] * stride_bsk
+    a_ptrs, b_ptrs, a_scales, b_scales = _pointers(
+        a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, row, column, first + rk, first // BLOCK + rs,
+        stride_am, stride_ak, stride_asm, stride_ask, stride_bk, stride_bn, stride_bsk, stride_bsn,
+    )  # fmt: skip
     acc = tl.zeros((row.shape[0], column.shape[0]), tl.float32)
     for start in range(first, high, BLOCK_K):
-        if WHOLE_K:
-            a = tl.load(a_ptrs, mask=in_m[:, None], other=0.0)
-            b = tl.load(b_ptrs, mask=in_n[None, :], other=0.0)
-            a_scale = tl.load(a_scales, mask=in_m[:, None], other=0)
-            b_scale = tl.load(b_scales, mask=in_n[:, None], other=0)
-        else:
-            in_k = (start + rk < high) & (start + rk >= low)
-            in_block = (start + rs * BLOCK < high)[None, :]
-            if CHUNKS:
-                in_k = ((start + rk) // CHUNK >= low // CHUNK) & ((start + rk) // CHUNK < high // CHUNK)
-                in_block = (start + rs * BLOCK < length)[None, :]
-            a = tl.load(a_ptrs, mask=in_m[:, None] & in_k[None, :], other=0.0)
-            b = tl.load(b_ptrs, mask=in_k[:, None] & in_n[None, :], other=0.0)
-            a_scale = tl.load(a_scales, mask=in_m[:, None] & in_block, other=0)
-            b_scale = tl.load(b_scales, mask=in_n[:, None] & in_block, other=0)
-            if CHUNKS:  # NaN of other groups
-                ours = ((start + rs * BLOCK >= low) & (start + rs * BLOCK < high))[None, :]
-                a_scale, b_scale = tl.where(ours, a_scale, 0), tl.where(ours, b_scale, 0)
+        a, b, a_scale, b_scale = _loaded(
+            a_ptrs, b_ptrs, a_scales, b_scales, in_m, in_n, start + rk, start + rs * BLOCK, low, high, length,
+            WHOLE_K, CHUNKS,
+        )  # fmt: skip
         a_scale, b_scale = scale_bytes.of_type(a_scale, BLOCK), scale_bytes.of_type(b_scale, BLOCK)
         acc = tl.dot_scaled(a, a_scale, ELEM_A, b, b_scale, ELEM_B, acc)
         a_ptrs += BLOCK_K * stride_ak
@@ -124,40 +109,66 @@ def tile_product(
     if CHUNKS:
         byte, block, bits = _ends(begin, end, BLOCK)
         in_k, in_block = (bits > 0) & (byte < length), (block >= 0) & (block * BLOCK < length)
-        k, block = byte.to(row.dtype), block.to(row.dtype)
-        a_ptrs = a_ptr + row[:, None] * stride_am + k[None, :] * stride_ak
-        b_ptrs = b_ptr + k[:, None] * stride_bk + column[None, :] * stride_bn
-        a_scales = a_scale_ptr + row[:, None] * stride_asm + block[None, :] * stride_ask
-        b_scales = b_scale_ptr + column[:, None] * stride_bsn + block[None, :] * stride_bsk
-        acc = _ends_added(
-            acc, a_ptrs, a_scales, b_ptrs, b_scales, in_m, in_n, in_k, in_block, bits, ELEM_A, ELEM_B, BLOCK
-        )
+        a_ptrs, b_ptrs, a_scales, b_scales = _pointers(
+            a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, row, column, byte, block,
+            stride_am, stride_ak, stride_asm, stride_ask, stride_bk, stride_bn, stride_bsk, stride_bsn,
+        )  # fmt: skip
+        a, b, a_scale, b_scale = _masked(a_ptrs, b_ptrs, a_scales, b_scales, in_m, in_n, in_k, in_block)
+        a = a & bits.to(tl.uint8)[None, :]
+        a_scale, b_scale = scale_bytes.of_type(a_scale, BLOCK), scale_bytes.of_type(b_scale, BLOCK)
+        acc = tl.dot_scaled(a, a_scale, ELEM_A, b, b_scale, ELEM_B, acc)
     return acc
 
 
 @triton.jit
-def _ends_added(
-    acc,
-    a_ptrs,
-    a_scales,
-    b_ptrs,
-    b_scales,
-    in_m,
-    in_n,
-    in_k,
-    in_block,
-    bits,
-    ELEM_A: tl.constexpr,
-    ELEM_B: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Returns `acc` plus the product of the chunks that `_ends` returns. bits: masks for the bytes of a."""
-    a = tl.load(a_ptrs, mask=in_m[:, None] & in_k[None, :], other=0) & bits.to(tl.uint8)[None, :]
-    b = tl.load(b_ptrs, mask=in_k[:, None] & in_n[None, :], other=0)
+def _pointers(
+    a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, row, column, k, block,
+    stride_am, stride_ak, stride_asm, stride_ask, stride_bk, stride_bn, stride_bsk, stride_bsn,
+):  # fmt: skip
+    """Returns pointers to codes of a and b at bytes `k` of K, and to the scales of `block`, for a tile."""
+    k, block = k.to(row.dtype), block.to(row.dtype)
+    a = a_ptr + row[:, None] * stride_am + k[None, :] * stride_ak
+    b = b_ptr + k[:, None] * stride_bk + column[None, :] * stride_bn
+    a_scale = a_scale_ptr + row[:, None] * stride_asm + block[None, :] * stride_ask
+    b_scale = b_scale_ptr + column[:, None] * stride_bsn + block[None, :] * stride_bsk
+    return a, b, a_scale, b_scale
+
+
+@triton.jit
+def _loaded(
+    a_ptrs, b_ptrs, a_scales, b_scales, in_m, in_n, k, block_start, low, high, length,
+    WHOLE_K: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Returns codes of a and b at bytes `k`, and scales of blocks that start at bytes `block_start`.
+
+    Outside of `low` to `high`, codes are 0; with CHUNKS, scales too.
+    """
+    if WHOLE_K:
+        a = tl.load(a_ptrs, mask=in_m[:, None], other=0.0)
+        b = tl.load(b_ptrs, mask=in_n[None, :], other=0.0)
+        a_scale = tl.load(a_scales, mask=in_m[:, None], other=0)
+        b_scale = tl.load(b_scales, mask=in_n[:, None], other=0)
+    else:
+        in_k = (k < high) & (k >= low)
+        in_block = block_start < high
+        if CHUNKS:  # whole chunks, so that a thread's load has one mask
+            in_k = (k // CHUNK >= low // CHUNK) & (k // CHUNK < high // CHUNK)
+            in_block = block_start < length
+        a, b, a_scale, b_scale = _masked(a_ptrs, b_ptrs, a_scales, b_scales, in_m, in_n, in_k, in_block)
+        if CHUNKS:  # a scale of another group may be NaN, which a code of 0 does not remove
+            ours = ((block_start >= low) & (block_start < high))[None, :]
+            a_scale, b_scale = tl.where(ours, a_scale, 0), tl.where(ours, b_scale, 0)
+    return a, b, a_scale, b_scale
+
+
+@triton.jit
+def _masked(a_ptrs, b_ptrs, a_scales, b_scales, in_m, in_n, in_k, in_block):
+    """Returns codes of a and b, and their scales; 0 outside of the masks."""
+    a = tl.load(a_ptrs, mask=in_m[:, None] & in_k[None, :], other=0.0)
+    b = tl.load(b_ptrs, mask=in_k[:, None] & in_n[None, :], other=0.0)
     a_scale = tl.load(a_scales, mask=in_m[:, None] & in_block[None, :], other=0)
     b_scale = tl.load(b_scales, mask=in_n[:, None] & in_block[None, :], other=0)
-    a_scale, b_scale = scale_bytes.of_type(a_scale, BLOCK), scale_bytes.of_type(b_scale, BLOCK)
-    return tl.dot_scaled(a, a_scale, ELEM_A, b, b_scale, ELEM_B, acc)
+    return a, b, a_scale, b_scale
 
 
 @triton.jit
@@ -191,21 +202,21 @@ def factor(ptr, index, stride, end, SHARED: tl.constexpr):
 
 
 @triton.jit
-def group_of(offs_ptr, tile, M, NUM_GROUPS: tl.constexpr, POWER: tl.constexpr, BLOCK_M: tl.constexpr):
+def group_of(offs_ptr, tile, M, NUMGROUPS: tl.constexpr, POWER: tl.constexpr, BLOCK_M: tl.constexpr):
     """Returns the group of row tile number `tile`, the first row of the tile, and the end of the group.
 
-    offs: ends of the groups, int32 [NUM_GROUPS], not decreasing, at most M. Tiles do not cross groups; the
-    last tile of a group may be short. Rows past the last group form group NUM_GROUPS. It also has the tiles
-    past all rows, which are empty. POWER: a power of two greater than NUM_GROUPS.
+    offs: ends of the groups, int32 [NUMGROUPS], not decreasing, at most M. Tiles do not cross groups; the
+    last tile of a group may be short. Rows past the last group form group NUMGROUPS. It also has the tiles
+    past all rows, which are empty. POWER: a power of two greater than NUMGROUPS.
     """
     index = tl.arange(0, POWER)
-    ends = tl.load(offs_ptr + index, mask=index < NUM_GROUPS, other=0).to(tl.int32)
-    ends = tl.where(index < NUM_GROUPS, ends, M)
-    starts = tl.load(offs_ptr + index - 1, mask=(index > 0) & (index <= NUM_GROUPS), other=0).to(tl.int32)
-    starts = tl.where(index > NUM_GROUPS, M, starts)
+    ends = tl.load(offs_ptr + index, mask=index < NUMGROUPS, other=0).to(tl.int32)
+    ends = tl.where(index < NUMGROUPS, ends, M)
+    starts = tl.load(offs_ptr + index - 1, mask=(index > 0) & (index <= NUMGROUPS), other=0).to(tl.int32)
+    starts = tl.where(index > NUMGROUPS, M, starts)
     tiles_ = (ends - starts + BLOCK_M - 1) // BLOCK_M
     before = tl.cumsum(tiles_, 0)
-    group = tl.minimum(tl.sum((before <= tile).to(tl.int32), 0), NUM_GROUPS)
+    group = tl.minimum(tl.sum((before <= tile).to(tl.int32), 0), NUMGROUPS)
     mine = index == group
     first = tl.sum(tl.where(mine, before - tiles_, 0), 0)
     start = tl.sum(tl.where(mine, starts, 0), 0)
@@ -214,14 +225,14 @@ def group_of(offs_ptr, tile, M, NUM_GROUPS: tl.constexpr, POWER: tl.constexpr, B
 
 
 @triton.jit
-def blocks_of(offs_ptr, NUM_GROUPS: tl.constexpr, POWER: tl.constexpr):
+def blocks_of(offs_ptr, NUMGROUPS: tl.constexpr, POWER: tl.constexpr):
     """Returns first block, end block and end scale tile of each group of K, [POWER] each. A tile is 4 blocks.
 
     Tiles are in the order of groups and do not cross groups; a block that two groups share is in tiles of
     both.
     """
     index = tl.arange(0, POWER)
-    inside = index < NUM_GROUPS
+    inside = index < NUMGROUPS
     ends = tl.load(offs_ptr + index, mask=inside, other=0).to(tl.int32)
     starts = tl.load(offs_ptr + index - 1, mask=inside & (index > 0), other=0).to(tl.int32)
     first, last = starts // tiles.BLOCK, (ends + tiles.BLOCK - 1) // tiles.BLOCK
@@ -229,19 +240,19 @@ def blocks_of(offs_ptr, NUM_GROUPS: tl.constexpr, POWER: tl.constexpr):
 
 
 @triton.jit
-def span_of(offs_ptr, group, NUM_GROUPS: tl.constexpr, POWER: tl.constexpr):
+def span_of(offs_ptr, group, NUMGROUPS: tl.constexpr, POWER: tl.constexpr):
     """Returns where group number `group` of K begins and ends, and its first scale tile."""
     begin = tl.load(offs_ptr + group - 1, mask=group > 0, other=0).to(tl.int32)
     end = tl.load(offs_ptr + group).to(tl.int32)
-    _, _, tile_ends = blocks_of(offs_ptr, NUM_GROUPS, POWER)
+    _, _, tile_ends = blocks_of(offs_ptr, NUMGROUPS, POWER)
     before = tl.where(tl.arange(0, POWER) == group - 1, tile_ends, 0)
     return begin, end, tl.sum(before, 0)
 
 
 @triton.jit
-def scale_tile_of(offs_ptr, tile, NUM_GROUPS: tl.constexpr, POWER: tl.constexpr):
+def scale_tile_of(offs_ptr, tile, NUMGROUPS: tl.constexpr, POWER: tl.constexpr):
     """Returns first and end block of scale tile number `tile` along K; 0 and 0 past the last tile."""
-    first, last, tile_ends = blocks_of(offs_ptr, NUM_GROUPS, POWER)
+    first, last, tile_ends = blocks_of(offs_ptr, NUMGROUPS, POWER)
     index = tl.arange(0, POWER)
     group = tl.sum((tile_ends <= tile).to(tl.int32), 0)
     mine = index == group

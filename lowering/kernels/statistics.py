@@ -19,12 +19,9 @@ import triton.language as tl
 
 from mxcompile import formats
 from mxcompile.lowering.kernels import tiles
-from mxcompile.lowering.kernels.tiles import _largest
 
 NUM_BYTES = tl.constexpr(256)
 NUM_FIELDS = tl.constexpr(11)
-_NAN_BYTE = tl.constexpr(formats.SCALE_NAN)
-_INF_BITS = tl.constexpr(0x7F800000)
 
 
 @triton.constexpr_function
@@ -73,15 +70,15 @@ def _fields(
     scaled = x * tiles.inverse_scale(byte)[:, None, :, None]
     element = tiles.nearest(tiles.saturated(scaled, ELEM, ROUNDING), ELEM)
     lost = element == 0
-    cut = tl.abs(scaled) > _largest(ELEM)
+    cut = tl.abs(scaled) > tiles.largest_value(ELEM)
     known_bits = amax_bits
     if not CLEAN:
         cap = tl.where(byte == _overflowing_byte(ELEM), _overflowing_element(ELEM), float("inf"))
-        exact = tl.abs(element) < tl.where(byte == _NAN_BYTE, 0.0, cap)[:, None, :, None]
-        nan = tl.sum((bits > _INF_BITS).to(tl.int32))
-        inf = tl.sum((bits == _INF_BITS).to(tl.int32))
+        exact = tl.abs(element) < tl.where(byte == tiles.SCALE_NAN, 0.0, cap)[:, None, :, None]
+        nan = tl.sum((bits > tiles.INF_BITS).to(tl.int32))
+        inf = tl.sum((bits == tiles.INF_BITS).to(tl.int32))
         poisoned = elements - nan - inf - tl.sum((exact & inside).to(tl.int32))
-        bits = tl.where(bits < _INF_BITS, bits, 0)
+        bits = tl.where(bits < tiles.INF_BITS, bits, 0)
         amax_bits = tl.max(bits)
         known_bits = tl.max(tl.where(exact, bits, 0))
         lost = lost & (bits != 0)
@@ -97,7 +94,7 @@ def _fields(
     below = (bits - 1).to(tl.uint32, bitcast=True)  # of 0 the largest, and the only one with bit 31
     zeros = tl.sum((below >> 31).to(tl.int32))
     underflow = tl.sum(lost.to(tl.int32))
-    saturated = zeros * 0
+    saturated = zeros * 0  # a tensor, as a count is in the other branch
     if ROUNDING == "floor" or ROUNDING == "even":  # the others choose scales that cut nothing
         saturated = tl.sum(cut.to(tl.int32))
     if CLEAN:
@@ -105,7 +102,7 @@ def _fields(
         nan, inf, poisoned = zeros * 0, zeros * 0, zeros * 0
     least = tl.min(below).to(tl.int32, bitcast=True) + 1
     amax = amax_bits.to(tl.float32, bitcast=True)
-    smallest = tl.where(least == 0, _INF_BITS, least).to(tl.float32, bitcast=True)
+    smallest = tl.where(least == 0, tiles.INF_BITS, least).to(tl.float32, bitcast=True)
     square = tiles.scale_value(unit).to(tl.float64)
     square *= square
     signal, lost_signal = tl.sum(finite * finite).to(tl.float64), tl.sum(noise * noise).to(tl.float64)

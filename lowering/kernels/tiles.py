@@ -30,8 +30,8 @@ import triton.language as tl
 from mxcompile import formats
 
 BLOCK = tl.constexpr(formats.BLOCK)
-_SCALE_NAN = tl.constexpr(formats.SCALE_NAN)
-_INF_BITS = tl.constexpr(0x7F800000)
+SCALE_NAN = tl.constexpr(formats.SCALE_NAN)
+INF_BITS = tl.constexpr(0x7F800000)
 _NAN_BITS = tl.constexpr(0x7FC00000)
 _SIGN_BIT = tl.constexpr(-0x80000000)
 
@@ -42,7 +42,8 @@ def _emax(elem):
 
 
 @triton.constexpr_function
-def _largest(elem):
+def largest_value(elem):
+    """Returns the largest finite value of a format."""
     return formats.ELEMENTS[elem].max
 
 
@@ -54,7 +55,7 @@ def _beyond(elem):
 
 
 @triton.constexpr_function
-def _largest_code(elem):
+def largest_code(elem):
     """Returns the FP8 bits of the largest finite value: biased exponent, then the mantissa of 1.75."""
     e = formats.ELEMENTS[elem]
     return ((e.emax - e.min_exponent + 1) << e.mantissa_bits) | (3 << (e.mantissa_bits - 2))
@@ -118,13 +119,13 @@ def scale_byte(amax_bits, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
     else:
         tl.static_assert(ROUNDING == "floor", "ROUNDING is rceil, floor, ceil or even")
     byte = tl.maximum((rounded >> 23) - _emax(ELEM), 0)
-    return tl.where(amax_bits >= _INF_BITS, _SCALE_NAN, byte)
+    return tl.where(amax_bits >= INF_BITS, SCALE_NAN, byte)
 
 
 @triton.jit
 def inverse_scale(byte):
     """Returns 2^(127 − byte), FP32, of a `scale_byte`; NaN for 255. byte: int32, not 254."""
-    bits = tl.where(byte == _SCALE_NAN, _NAN_BITS, (254 - byte) << 23)
+    bits = tl.where(byte == SCALE_NAN, _NAN_BITS, (254 - byte) << 23)
     return bits.to(tl.float32, bitcast=True)
 
 
@@ -133,7 +134,7 @@ def scale_value(byte):
     """Returns 2^(byte − 127), FP32; NaN for 255. byte: int32 or uint8."""
     byte = byte.to(tl.int32)
     bits = tl.where(byte == 0, 0x00400000, byte << 23)  # 2^−127 is subnormal
-    return tl.where(byte == _SCALE_NAN, _NAN_BITS, bits).to(tl.float32, bitcast=True)
+    return tl.where(byte == SCALE_NAN, _NAN_BITS, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -155,20 +156,20 @@ def _encode_integer(x, ELEM: tl.constexpr):
     bits = x.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80
     magnitude = bits & 0x7FFFFFFF
-    finite = tl.minimum(magnitude, _INF_BITS)
+    finite = tl.minimum(magnitude, INF_BITS)
     rebased = finite - _exponent_bits(ELEM, -1)
     normal = (rebased + (_half(SHIFT) - 1) + ((finite >> SHIFT) & 1)) >> SHIFT
     magic = tl.full(magnitude.shape, MAGIC, tl.int32).to(tl.float32, bitcast=True)
     subnormal = (magnitude.to(tl.float32, bitcast=True) + magic).to(tl.int32, bitcast=True) - MAGIC
-    code = tl.minimum(tl.where(magnitude < SMALLEST_NORMAL, subnormal, normal), _largest_code(ELEM))
-    return (tl.where(magnitude > _INF_BITS, 0x7F, code) | sign).to(tl.uint8)
+    code = tl.minimum(tl.where(magnitude < SMALLEST_NORMAL, subnormal, normal), largest_code(ELEM))
+    return (tl.where(magnitude > INF_BITS, 0x7F, code) | sign).to(tl.uint8)
 
 
 @triton.jit
 def saturated(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
     """Returns scaled elements `x`, FP32, clamped to ±max; NaN stays. rceil and ceil need no clamp."""
     if ROUNDING == "floor" or ROUNDING == "even":
-        LARGEST: tl.constexpr = _largest(ELEM)
+        LARGEST: tl.constexpr = largest_value(ELEM)
         x = tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     return x
 
@@ -182,7 +183,7 @@ def nearest(y, ELEM: tl.constexpr):
     """
     SMALLEST_NORMAL: tl.constexpr = _exponent_bits(ELEM, 0)
     UP: tl.constexpr = _magic_bits(ELEM)
-    exponent = y.to(tl.int32, bitcast=True) & _INF_BITS
+    exponent = y.to(tl.int32, bitcast=True) & INF_BITS
     magic = (tl.maximum(exponent, SMALLEST_NORMAL) + UP).to(tl.float32, bitcast=True)
     return (y + magic) - magic
 

@@ -12,7 +12,7 @@ is not quantized. ``templates.weight_only`` calls these device functions, which 
 A byte of E2M1 has the codes of an even k and of k + 1. The kernel adds two sums: low codes times even
 elements of x, and high codes times odd elements.
 
-If N has too few tiles for the chip, K is split too (`choices.weight_only_forms.split`). A second kernel
+If N has too few tiles for the chip, K is split too (``choices.weight_only_forms``). A second kernel
 sums the parts, which are FP32 in memory, in a fixed order, so that the result does not depend on timing.
 """
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import empty_strided, lowerings, to_dtype
+from torch._inductor.lowering import lowerings, to_dtype
 from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, realize_inputs
 from torch._inductor.virtualized import V
 
@@ -21,6 +21,7 @@ from mxcompile.formats import Format
 from mxcompile.lowering.choices.attention_forms import form
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import call
+from mxcompile.lowering.templates.matrix import empty
 from mxcompile.lowering.templates.weight_only import readable
 
 _STAGES = 2
@@ -113,12 +114,7 @@ def lower_attention(
     batch, heads, queries, dim = q.get_size()
     kv_heads, length = keys.get_size()[1:3]
     chosen = form(hint(batch * kv_heads), hint(heads * queries // kv_heads), hint(length), hint(dim), target)
-    parts = [
-        empty_strided([chosen.parts, batch, queries, heads], None, dtype=torch.float32, device=device)
-        for _ in ("top", "sum")
-    ]
-    for part in parts:
-        part.realize()
+    parts = [empty(q, [chosen.parts, batch, queries, heads], torch.float32) for _ in ("top", "sum")]
     stored = [readable(keys, target), key_scales, readable(values, target), value_scales]
     inputs = [realize_inputs(q), *map(_contiguous, stored), *(part.data for part in parts)]
     inputs += [] if mask is None else [realize_inputs(_four_dims(mask))]

@@ -24,7 +24,7 @@ from torch._inductor.lowering import lowerings
 from torch._inductor.select_algorithm import SymbolicGridFn, realize_inputs
 from torch._inductor.utils import sympy_product, triton_type
 from torch._inductor.virtualized import V
-from torch.utils._sympy.functions import FloorDiv
+from torch.utils._sympy.functions import CeilDiv, FloorDiv
 
 from mxcompile.formats import BLOCK, Copy
 from mxcompile.formats.scale_tiles import TILE_ROWS
@@ -171,7 +171,7 @@ def _batch(x: ir.TensorBox, layout: str, copy: Copy, target: Target) -> Results:
     entry = int(m) if layout != "rowwise" and _short_blocks(x) else 0
     flat = _VIEW(x, [sympy_product(batch) * m, n])
     results = _cast(flat, layout, copy, target, entry=entry)
-    rowwise, columnwise = [[m, n], [m, _blocks(n)]], [[m, n], [_blocks(m), n]]
+    rowwise, columnwise = [[m, n], [m, CeilDiv(n, BLOCK)]], [[m, n], [CeilDiv(m, BLOCK), n]]
     sizes = {"rowwise": rowwise, "columnwise": columnwise, "both": rowwise + columnwise}[layout]
     return tuple(_VIEW(result, [*batch, *size]) for result, size in zip(results, sizes, strict=True))
 
@@ -231,16 +231,12 @@ def _extra(
     """Returns shapes and dtypes of the buffers that the template writes besides its output."""
     m, n = x.get_size()
     if tiled:
-        rows, columns = [tiled_size(m, _blocks(n))], [tiled_size(n, _blocks(m))]
+        rows, columns = [tiled_size(m, CeilDiv(n, BLOCK))], [tiled_size(n, CeilDiv(m, BLOCK))]
     else:
-        down = FloorDiv(m, entry) * _blocks(entry) if entry else _blocks(m)
-        rows, columns = [m, _blocks(n)], [down, n]
+        down = FloorDiv(m, entry) * CeilDiv(entry, BLOCK) if entry else CeilDiv(m, BLOCK)
+        rows, columns = [m, CeilDiv(n, BLOCK)], [down, n]
     return {
         "both": [(rows, torch.uint8), ([m, n], elem_dtype), (columns, torch.uint8)],
         "rowwise": [(rows, torch.uint8)],
         "columnwise": [(columns, torch.uint8)],
     }[layout]
-
-
-def _blocks(length: Any) -> Any:
-    return FloorDiv(length + (BLOCK - 1), BLOCK)

@@ -47,13 +47,14 @@ class Coding:
         tensors: their scales, one number or a number for each row or column of the result of `size`.
         """
         form = Format.parse(fmt)
+        precision = defaults.precision_of(form)
         if not form.packed:
-            return Coding(precision=defaults.MXFP8, elems=(_fp8(a), _fp8(b)))
-        name, per_byte = form.elem.name, form.elem.per_byte
+            return Coding(precision=precision, elems=(_fp8(a), _fp8(b)))
+        name = form.elem.name
         return Coding(
-            precision=defaults.precision_of([form]),
+            precision=precision,
             elems=(name, name),
-            block=form.tile.along // per_byte,
+            block=form.tile.along // form.elem.per_byte,
             tensors=tuple(ir.ExternKernel.realize_input(_EXPAND(scale, size)) for scale in tensors or ()),
         )
 

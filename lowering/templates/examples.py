@@ -39,15 +39,15 @@ class ProductKernel(TritonTemplateKernel):
         return written.map(lambda line: line + end if str(line).endswith(call) else line)
 
 
-def dense(operands: Sequence[Any], coding: Coding) -> dict[int, Make]:
+def dense(coding: Coding) -> dict[int, Make]:
     """Returns makers of the examples of a, its scale, b and its scale, by position."""
-    sides: dict[int, Make] = dict.fromkeys(range(len(operands[:4])), _side)
+    sides: dict[int, Make] = dict.fromkeys(range(4), _side)
     return sides | (dict.fromkeys((0, 2), _packed) if coding.per_byte > 1 else {})
 
 
-def stored(operands: Sequence[Any]) -> dict[int, Make]:
+def stored() -> dict[int, Make]:
     """Returns functions that make examples of b and its scale, by position. Operand 0 is not cast yet."""
-    return dict.fromkeys(range(1, len(operands[:3])), _side)
+    return dict.fromkeys((1, 2), _side)
 
 
 def grouped(operands: Sequence[Any], length: Any, coding: Coding) -> dict[int, Make]:
@@ -56,7 +56,7 @@ def grouped(operands: Sequence[Any], length: Any, coding: Coding) -> dict[int, M
     operands: a, its scale, b, its scale, ends of the groups. length: size of the grouped dimension.
     """
     total = V.graph.sizevars.optimization_hint(length)
-    return {**dense(operands, coding), len(operands) - 1: lambda node: _ends(node, total)}
+    return {**dense(coding), len(operands) - 1: lambda node: _ends(node, total)}
 
 
 def _side(node: ir.Buffer) -> Tensor:

@@ -134,8 +134,7 @@ def lower_quantize_mm(
         is_tiled = len(scale.get_size()) == 1
         cast = str(Copy(format=form, layout=ScaleLayout.TILED_128X4 if is_tiled else ScaleLayout.ROW_MAJOR))
         choices.append(Separate(operands, layout, cast, product))
-    inputs = examples.stored(operands)
-    return choose(TEMPLATE.name, choices, operands, layout, examples=inputs, at_once=True)
+    return choose(TEMPLATE.name, choices, operands, layout, examples=examples.stored(), at_once=True)
 
 
 class Separate(SubgraphChoiceCaller):

@@ -138,16 +138,7 @@ def lower_grouped_matmul(
     size = [a.get_size()[-2], b.get_size()[-1]]
     if len(a.get_size()) == len(b.get_size()):  # groups of K, and batches
         size = [offs.get_size()[0], *size]
-    return lower(
-        [a, scale_a, b, scale_b], offs, out_dtype, Coding.from_operands(a, b, format_a, tensors, size)
-    )
-
-
-def lower(
-    sides: list[ir.TensorBox], offs: ir.TensorBox, out_dtype: torch.dtype, coding: Coding
-) -> ir.TensorBox:
-    """Returns the products of all groups of operands in `coding`. sides: a, its scale, b, its scale."""
-    a, scale_a, b, scale_b = sides
+    sides, coding = [a, scale_a, b, scale_b], Coding.from_operands(a, b, format_a, tensors, size)
     match len(a.get_size()), len(b.get_size()):
         case 2, 2:
             return _groups_of_k(sides, offs, out_dtype, coding)

@@ -189,7 +189,7 @@ def lower(
         return sum_
     layout = ir.FixedLayout(a.get_device_or_error(), out_dtype, [m, n])
     tried = _choices(operands, layout, coding, biased=biased)
-    return call.best("mx_scaled_mm", operands, layout, tried, examples=examples.dense(operands, coding))
+    return call.best("mx_scaled_mm", operands, layout, tried, examples=examples.dense(coding))
 
 
 def _choices(

@@ -16,7 +16,7 @@ from typing import Any
 import sympy
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import empty_strided, lowerings
+from torch._inductor.lowering import lowerings
 from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, realize_inputs
 from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import ops as inductor
@@ -29,6 +29,7 @@ from mxcompile.lowering.inductor.blocks import Index, as_float, elementwise
 from mxcompile.lowering.inductor.casts import inverse_scale_value, scale_value
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import call
+from mxcompile.lowering.templates.matrix import empty
 from mxcompile.ops.watch import FIELDS, LENGTH
 
 _SOURCE = r"""
@@ -115,8 +116,7 @@ class _Cast:
         """Returns the statistics, and the scale bytes [number, blocks down, blocks across]."""
         number, m, n = self.x.get_size()
         tiles = number * CeilDiv(m, _TILE.block_m) * CeilDiv(n, _TILE.block_n)
-        rows = empty_strided([tiles, LENGTH], None, dtype=torch.float64, device=self.device)
-        rows.realize()
+        rows = empty(self.x, [tiles, LENGTH], torch.float64)
         blocks = [number, CeilDiv(m, self.height), CeilDiv(n, self.width)]
         byte = call.only(
             TEMPLATE,

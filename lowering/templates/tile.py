@@ -86,7 +86,7 @@ def select(
         (template, {**tile, **shared, "WHOLE_K": tile["WHOLE_K"] and not span})
         for tile in _tiles(operands, layout, rows)
     )
-    inputs = examples or dense(operands, coding)
+    inputs = examples or dense(coding)
     at_once = examples is not None
     return call.best(template.name, operands, layout, tried, examples=inputs, at_once=at_once)
 

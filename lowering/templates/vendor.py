@@ -109,7 +109,7 @@ def _packed_mm(
     out_dtype: torch.dtype,
 ) -> Tensor:
     swizzle = [F.SwizzleType.SWIZZLE_32_4_4.value, F.SwizzleType.NO_SWIZZLE.value][: len(recipe)]
-    lhs, rhs = a.view(torch.float4_e2m1fn_x2), b.t().view(torch.float4_e2m1fn_x2).t()
+    lhs, rhs = a.view(torch.float4_e2m1fn_x2), b.view(torch.float4_e2m1fn_x2)
     product: Tensor = torch.ops.aten._scaled_mm_v2(
         lhs, rhs, scales[0], recipe, swizzle, scales[1], recipe, swizzle, bias, out_dtype
     )
@@ -118,8 +118,6 @@ def _packed_mm(
 
 CHOICE = ExternKernelChoice(mx_vendor_scaled_mm)
 GROUPED = ExternKernelChoice(mx_vendor_scaled_grouped_mm, has_out_variant=False)
-
-
 NVFP4 = ExternKernelChoice(mx_vendor_nvfp4_mm, has_out_variant=False)
 MXFP4 = ExternKernelChoice(mx_vendor_mxfp4_mm, has_out_variant=False)
 
@@ -137,13 +135,13 @@ def choice(
         return None
     bias = operands[-1] if biased else None
     if coding.per_byte == 1:
-        return (CHOICE, {}) if fits(operands, out_dtype, target, bias) else None
-    if not fits_packed(operands, out_dtype, target, coding, bias):
+        return (CHOICE, {}) if _fits_fp8(operands, out_dtype, target, bias) else None
+    if not _fits_packed(operands, out_dtype, target, coding, bias):
         return None
     return (NVFP4 if coding.tensors else MXFP4), {"out_dtype": out_dtype}
 
 
-def fits(operands: Sequence[Any], out_dtype: torch.dtype, target: Target, bias: Any | None) -> bool:
+def _fits_fp8(operands: Sequence[Any], out_dtype: torch.dtype, target: Target, bias: Any | None) -> bool:
     """Whether the vendor's product of FP8 can run."""
     a, _, b, *_ = operands
     is_multiple = V.graph.sizevars.statically_known_multiple_of
@@ -159,7 +157,7 @@ def fits(operands: Sequence[Any], out_dtype: torch.dtype, target: Target, bias: 
     )
 
 
-def fits_packed(
+def _fits_packed(
     operands: Sequence[Any], out_dtype: torch.dtype, target: Target, coding: Coding, bias: Any | None
 ) -> bool:
     """Whether the vendor's product of packed FP4 can run."""

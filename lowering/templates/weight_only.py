@@ -188,7 +188,7 @@ def _template(
         }
         for choice in choices
     )
-    labels = [str(form) for form in choices]
+    labels = [str(choice) for choice in choices]
     forms_of = ((TEMPLATE, arguments) for arguments in tried)
     out: Any = call.best(TEMPLATE.name, buffers, layout, forms_of, labels=labels)
     # x became a buffer during this lowering. Inductor would add its origins, which may be parts of another

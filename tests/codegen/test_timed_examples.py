@@ -75,7 +75,7 @@ def test_examples_of_packed_codes_are_any_codes():
     sizes = [[256, 64], [256, 8]] * 2
     with V.set_graph_handler(GraphLowering(fx.symbolic_trace(nn.Identity()))):
         operands = [_buffer(torch.uint8, size, [size[1], 1]) for size in sizes]
-        make = examples.dense(operands, Coding(precision="nvfp4", elems=("e2m1", "e2m1")))
+        make = examples.dense(Coding(precision="nvfp4", elems=("e2m1", "e2m1")))
         a, scale_a, b, scale_b = (make[at](node) for at, node in enumerate(operands))
     for codes in (a, b):
         assert codes.unique().numel() == 256
