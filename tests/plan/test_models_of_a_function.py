@@ -269,9 +269,7 @@ def test_product_of_two_models_results_has_the_name_of_neither():
     def similarity(x: Tensor) -> Tensor:
         return left(x) @ right(x).t()
 
-    torch.compile(similarity, backend=EagerBackend(policy={"version": 1, "rules": [ALL]}))(
-        torch.randn(8, WIDTH)
-    )
+    torch.compile(similarity, backend=EagerBackend(policy=EVERYTHING))(torch.randn(8, WIDTH))
     (report,) = mxcompile.reports()
     assert {(gemm.name, gemm.precision) for gemm in report.gemms if gemm.gemm == "fprop"} == {
         ("left", "mxfp8"),
