@@ -167,7 +167,7 @@ def _from_config(
         kind, names = raw["model_type"], raw.get("architectures") or []
     except OSError as error:
         raise ModelError(f"model {spec!r}: cannot read {file}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
         raise ModelError(f"model {spec!r}: {file} is not a Hugging Face configuration: {error!r}") from None
     try:
         import transformers
@@ -177,7 +177,7 @@ def _from_config(
         ) from None
     has_weights = path.is_dir() and any(path.glob("*.safetensors"))
     try:
-        config = transformers.AutoConfig.for_model(**{"model_type": kind, **raw})
+        config = configuration({"model_type": kind, **raw})
         owner = _architecture(transformers, names, config)
         config.use_cache = False
         if read is not None and has_weights:
@@ -195,6 +195,19 @@ def _from_config(
         kwargs=dummy_inputs(model, config, batch, length),
         made_up="inputs" if read is not None and has_weights else "weights and inputs",
     )
+
+
+def configuration(raw: dict[str, Any]) -> Any:
+    """Returns the Hugging Face configuration of `raw`, the content of a config.json.
+
+    Transformers writes infinity and NaN, which JSON lacks, as ``{"__float__": "Infinity"}``.
+    """
+    from transformers import AutoConfig
+
+    def number(data: dict[str, Any]) -> Any:
+        return float(data["__float__"]) if data.keys() == {"__float__"} else data
+
+    return AutoConfig.for_model(**json.loads(json.dumps(raw), object_hook=number))
 
 
 def _architecture(transformers: Any, names: list[str], config: Any) -> Callable[[Any], nn.Module]:

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig
 
 import mxcompile
 from mxcompile.cli import main
@@ -71,6 +73,9 @@ MISUSE = [
     ["watch", "-n", "0", "x"],
     ["watch", "-n", "x", "x"],
     ["env", "x"],
+    ["diff", "x", "x", "--fail-on", "share-drop=nan"],
+    ["diff", "x", "x", "--fail-on", "share-drop=inf"],
+    ["diff", "x", "x", "--fail-on", "sqnr-drop=-1dB"],
 ]
 
 
@@ -110,6 +115,52 @@ def test_an_error_of_ours_is_misuse(capsys: pytest.CaptureFixture[str]):
     assert streams.err.startswith("mxcompile: ")
     assert "'nvida' (did you mean 'nvidia'?)" in streams.err
     assert "Traceback" not in streams.err
+
+
+TOO_LONG = "n" * 300
+
+UNREADABLE = {
+    "inspect": ["inspect", TOO_LONG],
+    "explain": ["explain", TOO_LONG],
+    "explain factory": ["explain", f"{TOO_LONG}:model"],
+    "explain into": ["explain", f"{__name__}:small_model", "-o", f"{TOO_LONG}.html"],
+    "convert": ["convert", TOO_LONG, "out"],
+    "diff": ["diff", TOO_LONG, TOO_LONG],
+    "watch": ["watch", TOO_LONG],
+    "watch nested": ["watch", "nested.json"],
+    "explain nested": ["explain", "nested.json"],
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_a_file_that_cannot_be_read_is_an_error_of_one_line(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    Path("nested.json").write_text("[" * 100_000, encoding="utf-8")
+    assert main(UNREADABLE[name]) == 2
+    streams = capsys.readouterr()
+    assert streams.err.startswith("mxcompile: ")
+    assert streams.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("size", ["1" + "0" * 18, "9" * 20])
+def test_a_batch_beyond_64_bits_is_an_error_of_one_line(
+    size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1
+    ).save_pretrained(tmp_path)
+    assert main(["explain", str(tmp_path), "--batch", size]) == 2
+    error = capsys.readouterr().err
+    assert "cannot make inputs of this size" in error
+    assert error.count("\n") == 1
+
+
+def test_inspect_of_a_file_without_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    save_file({}, tmp_path / "none.safetensors")
+    assert main(["inspect", str(tmp_path / "none.safetensors")]) == 0
+    assert "1 file, 0 B" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["", *NAMES])
