@@ -25,6 +25,7 @@ from mxcompile.formats import stored_labels
 from mxcompile.lowering.inductor import (
     casts as casts,  # registers Inductor's dequantize, also for AOTInductor packages
 )
+from mxcompile.models.named import configuration
 from mxcompile.models.names import joined, user_path
 from mxcompile.models.wrappers import user_model
 from mxcompile.storage import MXTensor
@@ -207,7 +208,7 @@ def architecture(path: Path, raw: dict[str, Any]) -> tuple[Any, Any]:
         )
     plain = {key: value for key, value in raw.items() if key != "quantization_config"}
     try:
-        return owner, transformers.AutoConfig.for_model(**plain)
+        return owner, configuration(plain)
     except Exception as error:  # transformers raises errors of many classes
         raise CheckpointError(f"{path}: {type(error).__name__}: {line_of(error)}") from error
 
