@@ -52,7 +52,7 @@ BUDGETS = {
     "mxcompile/report/forms": 1_222,
     "mxcompile/rules": 611,
     "mxcompile/serving": 626,
-    "mxcompile/storage": 978,
+    "mxcompile/storage": 985,
     "mxcompile/watch": 1_846,
     "passes": 4_220,
     "passes/roles": 2_230,
