@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from mxcompile.cli.arguments import working
 from mxcompile.cli.main import COMMANDS
 from mxcompile.lowering.cpu.features import features
 from mxcompile.lowering.targets import TARGETS
+from mxcompile.models.named import load_model
 from mxcompile.policy import Policy
 
 NAMES = [command.__name__.rpartition(".")[2] for command in COMMANDS]
@@ -155,6 +157,33 @@ def test_a_batch_beyond_64_bits_is_an_error_of_one_line(
     error = capsys.readouterr().err
     assert "cannot make inputs of this size" in error
     assert error.count("\n") == 1
+
+
+WRONG_CONFIGS = {
+    "has no model_type 'lama' (did you mean 'llama'?)": {"model_type": "lama"},
+    "Field 'hidden_size' expected int, got str": {"hidden_size": "wide"},
+}
+
+
+@pytest.mark.parametrize("message", WRONG_CONFIGS)
+def test_a_wrong_config_is_an_error_of_one_line(
+    message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    raw = {"model_type": "llama", **WRONG_CONFIGS[message]}
+    (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    assert main(["explain", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert len(error) < 400
+
+
+def test_an_architecture_that_is_not_a_model_is_not_called(tmp_path: Path):
+    """Without one, the configuration's own model is taken, as for unknown names."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}
+    raw = {"model_type": "llama", "architectures": ["Trainer"], "vocab_size": 32, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    assert type(load_model(str(tmp_path)).model).__name__ == "LlamaForCausalLM"
 
 
 def test_inspect_of_a_file_without_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -40,7 +40,7 @@ BUDGETS = {
     "mxcompile/formats": 1_974,
     "mxcompile/graph": 1_624,
     "mxcompile/mesh": 2_026,
-    "mxcompile/models": 2_907,
+    "mxcompile/models": 2_930,
     "mxcompile/offline": 3_187,
     "mxcompile/ops": 1_053,
     "mxcompile/plan": 749,
