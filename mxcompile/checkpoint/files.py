@@ -17,11 +17,15 @@ from torch import Tensor
 from mxcompile.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
+_WHOLE = "model.safetensors"
+"""The file of a whole model. Transformers ignores files beside it, which have the same weights under other
+names (``consolidated.safetensors``) or an adapter (``adapter_model.safetensors``)."""
 PICKLES = frozenset({".bin", ".pt", ".pth", ".pkl", ".ckpt", ".msgpack"})
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "C64": torch.complex64,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
     "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool,
 }  # fmt: skip
@@ -82,7 +86,9 @@ class Checkpoint:
                     part = handle.get_slice(name)
                     word, shape = part.get_dtype(), tuple(part.get_shape())
                     if word not in _DTYPES:
-                        raise CheckpointError(f"{file}: {name!r} has dtype {word}, which torch does not have")
+                        raise CheckpointError(
+                            f"{file}: {name!r} has dtype {word}, which mxcompile does not read"
+                        )
                     entries[name] = Entry(name=name, file=file, dtype=_DTYPES[word], shape=shape)
         for name, file_name in (index or {}).items():
             if name not in entries or entries[name].file.name != file_name:
@@ -126,6 +132,9 @@ def _shards(path: Path) -> tuple[Path, ...]:
         return (path,)
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such file or directory")
+    whole = path / _WHOLE
+    if whole.is_file() and (path / "config.json").is_file():
+        return (whole,)
     files = tuple(sorted(path.glob("*.safetensors")))
     if files:
         return files
@@ -140,7 +149,7 @@ def _shards(path: Path) -> tuple[Path, ...]:
 def _weight_map(path: Path) -> dict[str, str]:
     try:
         weights = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path / INDEX} is not an index of safetensors: {line_of(error)}") from None
     if not isinstance(weights, dict) or not all(isinstance(v, str) for v in weights.values()):
         raise CheckpointError(f"{path / INDEX}: its weight_map does not map names to files")
@@ -163,7 +172,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """Returns the JSON object in `file`. Raises `CheckpointError`."""
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: cannot be read: {line_of(error)}") from None
     if not isinstance(data, dict):
         raise CheckpointError(f"{file} is not a JSON object")

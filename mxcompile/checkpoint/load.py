@@ -25,6 +25,7 @@ from mxcompile.formats import stored_labels
 from mxcompile.lowering.inductor import (
     casts as casts,  # registers Inductor's dequantize, also for AOTInductor packages
 )
+from mxcompile.models.named import configuration, model_class
 from mxcompile.models.names import joined, user_path
 from mxcompile.models.wrappers import user_model
 from mxcompile.storage import MXTensor
@@ -199,15 +200,15 @@ def architecture(path: Path, raw: dict[str, Any]) -> tuple[Any, Any]:
             f"{path / 'config.json'}: 'architectures' is missing, which names the model; add it, such as"
             ' "architectures": ["LlamaForCausalLM"], or give the model itself'
         )
-    owner = next((match for name in names if (match := getattr(transformers, str(name), None))), None)
-    if owner is None or not (isinstance(owner, type) and issubclass(owner, transformers.PreTrainedModel)):
+    owner = model_class(names)
+    if owner is None:
         raise CheckpointError(
             f"{path}: transformers {transformers.__version__} has no model {', '.join(map(str, names))}, and"
             " code that comes with a checkpoint is never run; give the model itself"
         )
     plain = {key: value for key, value in raw.items() if key != "quantization_config"}
     try:
-        return owner, transformers.AutoConfig.for_model(**plain)
+        return owner, configuration(plain)
     except Exception as error:  # transformers raises errors of many classes
         raise CheckpointError(f"{path}: {type(error).__name__}: {line_of(error)}") from error
 

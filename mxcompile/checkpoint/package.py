@@ -9,6 +9,8 @@ A server that compiles the model traces its Python code in every start. This one
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,12 +145,13 @@ class PackagedModel:
             for program in self._programs.values():
                 constants = {name: tensors[name] for name in program.get_constant_fqns()}
                 program.load_constants(constants, check_full_update=True, user_managed=True)
-        except (KeyError, AttributeError, OSError, RuntimeError, SafetensorError) as error:
+        except (KeyError, AttributeError, TypeError, OSError, RuntimeError, SafetensorError) as error:
             raise CheckpointError(
                 f"{directory}: a damaged package ({type(error).__name__}: {line_of(error)}):"
                 " save_package writes it again"
             ) from error
         self._tensors = tensors  # the programs read their memory
+        self._turn = threading.Lock()  # a generation owns the cache until it ends
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, position: int = 0) -> Tensor:
@@ -182,13 +185,16 @@ class PackagedModel:
         logits: Tensor = program(input_ids.to(self._device), torch.tensor(position, device=self._device))
         return logits
 
-    def generate(self, input_ids: Tensor, max_new_tokens: int, *, eos_token_id: int | None = None) -> Tensor:
-        """Returns the prompt and the most probable next tokens.
+    def generate(
+        self, input_ids: Tensor, max_new_tokens: int, *, eos_token_id: int | Sequence[int] | None = None
+    ) -> Tensor:
+        """Returns the prompt and the most probable next tokens. Threads that call it take turns.
 
         Args:
             input_ids: The prompt, int64 [batch_size, tokens].
             max_new_tokens: Number of tokens to generate.
-            eos_token_id: The token that ends a sequence, and fills it up to the length of the longest.
+            eos_token_id: The token, or the tokens, that end a sequence. The first fills it up to the length
+                of the longest.
 
         Returns:
             Tokens, int64 [batch_size, tokens and generated tokens].
@@ -196,16 +202,18 @@ class PackagedModel:
         Raises:
             OptionError: As for a call.
         """
+        ends = [eos_token_id] if isinstance(eos_token_id, int) else [*(eos_token_id or ())]
         tokens = new = input_ids
         ended = torch.zeros_like(input_ids[:, :1], dtype=torch.bool)
-        for _ in range(max_new_tokens):
-            new = self(new, tokens.shape[1] - new.shape[1]).argmax(-1, keepdim=True).to(input_ids.device)
-            if eos_token_id is not None:
-                new = new.masked_fill(ended, eos_token_id)
-                ended |= new == eos_token_id
-            tokens = torch.cat([tokens, new], 1)
-            if ended.all():
-                break
+        with self._turn:
+            for _ in range(max_new_tokens):
+                new = self(new, tokens.shape[1] - new.shape[1]).argmax(-1, keepdim=True).to(input_ids.device)
+                if ends:
+                    new = new.masked_fill(ended, ends[0])
+                    ended |= torch.isin(new, torch.tensor(ends, device=new.device))
+                tokens = torch.cat([tokens, new], 1)
+                if ended.all():
+                    break
         return tokens
 
 

@@ -90,7 +90,7 @@ def _weight(checkpoint: Checkpoint, name: str, about: Mapping[str, Any]) -> Stor
 def _parsed(checkpoint: Checkpoint, metadata: Mapping[str, str], key: str, kind: type) -> Any:
     try:
         value = json.loads(metadata[str(key)])
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, RecursionError):
         value = None
     if not isinstance(value, kind):
         raise CheckpointError(f"{checkpoint.path}: its metadata lacks {key!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,7 +48,10 @@ def condition(text: str) -> FailCondition:
     if (read is None) == bool(equals):
         usage = f"{word} takes no limit" if read is None else f"{word} needs a limit, such as {word}=1"
         raise argparse.ArgumentTypeError(usage)
-    return word, 0.0 if read is None else read(limit)
+    most = 0.0 if read is None else read(limit)
+    if not 0 <= most < math.inf:  # no fall exceeds NaN or infinity, and an equal report exceeds less than 0
+        raise argparse.ArgumentTypeError(f"{word} must be a number of at least 0, found {limit!r}")
+    return word, most
 
 
 def add_to(commands: Any) -> None:

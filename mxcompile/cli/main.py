@@ -102,3 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output, such as `head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:  # a path that cannot even be looked up: too long, or in a folder without rights
+        where = "" if error.filename is None else f"{error.filename}: "
+        print(f"mxcompile: {where}{error.strerror or error}", file=sys.stderr)
+        return 2

@@ -61,6 +61,9 @@ def dummy_inputs(model: nn.Module, config: Any, batch: int, length: int | None) 
                 return _text(model, config, parameters, batch, length)
     except AttributeError as error:
         raise ModelError(f"{owner}: cannot make inputs from its configuration: {error}") from None
+    except (TypeError, RuntimeError) as error:  # PyTorch's, for sizes beyond 64 bits
+        first_line = str(error).partition("\n")[0]
+        raise ModelError(f"{owner}: cannot make inputs of this size: {first_line}") from None
     raise ModelError(
         f"{owner} takes {main!r}, which cannot be made from a config.json: name a factory,"
         " package.module:factory, that returns (model, args, kwargs)"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -92,7 +92,12 @@ def factory_of(spec: str) -> Callable[..., Any] | None:
     except ModelError:
         raise
     except Exception as error:  # user code may raise anything
-        raise ModelError(f"model {spec!r}: {type(error).__name__}: {error}") from error
+        raise ModelError(f"model {spec!r}: {_line_of(error)}") from error
+
+
+def _line_of(error: Exception) -> str:
+    """Returns the type and the message of `error` on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _device(read: ReadWeights | None) -> AbstractContextManager[Any]:
@@ -137,7 +142,7 @@ def _from_factory(spec: str, read: ReadWeights | None) -> LoadedModel:
     except ModelError:
         raise
     except Exception as error:  # user code may raise anything
-        raise ModelError(f"model {spec!r}: {type(error).__name__}: {error}") from error
+        raise ModelError(f"model {spec!r}: {_line_of(error)}") from error
     match result:
         case (nn.Module() as model, tuple() | list() as args, dict() as kwargs):
             return LoadedModel(name=spec, model=model, args=tuple(args), kwargs=kwargs)
@@ -167,7 +172,7 @@ def _from_config(
         kind, names = raw["model_type"], raw.get("architectures") or []
     except OSError as error:
         raise ModelError(f"model {spec!r}: cannot read {file}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
         raise ModelError(f"model {spec!r}: {file} is not a Hugging Face configuration: {error!r}") from None
     try:
         import transformers
@@ -177,7 +182,7 @@ def _from_config(
         ) from None
     has_weights = path.is_dir() and any(path.glob("*.safetensors"))
     try:
-        config = transformers.AutoConfig.for_model(**{"model_type": kind, **raw})
+        config = configuration({"model_type": kind, **raw})
         owner = _architecture(transformers, names, config)
         config.use_cache = False
         if read is not None and has_weights:
@@ -188,7 +193,7 @@ def _from_config(
     except MXCompileError:
         raise
     except Exception as error:  # transformers validates configurations in its own ways
-        raise ModelError(f"model {spec!r}: {type(error).__name__}: {error}") from error
+        raise ModelError(f"model {spec!r}: {_line_of(error)}") from error
     return LoadedModel(
         name=spec,
         model=model,
@@ -197,11 +202,42 @@ def _from_config(
     )
 
 
-def _architecture(transformers: Any, names: list[str], config: Any) -> Callable[[Any], nn.Module]:
-    for name in names:
-        if hasattr(transformers, name):
-            owner: Callable[[Any], nn.Module] = getattr(transformers, name)
-            return owner
+def configuration(raw: dict[str, Any]) -> Any:
+    """Returns the Hugging Face configuration of `raw`, the content of a config.json.
+
+    Transformers writes infinity and NaN, which JSON lacks, as ``{"__float__": "Infinity"}``. Raises
+    `ValueError` if it has no such model.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig, __version__
+
+    def number(data: dict[str, Any]) -> Any:
+        return float(data["__float__"]) if data.keys() == {"__float__"} else data
+
+    kind = str(raw.get("model_type"))
+    if kind not in CONFIG_MAPPING:  # its own message lists all models
+        raise ValueError(
+            f"transformers {__version__} has no model_type {kind!r}{nearest(kind, CONFIG_MAPPING)}"
+        )
+    return AutoConfig.for_model(**json.loads(json.dumps(raw), object_hook=number))
+
+
+def model_class(names: Sequence[object]) -> Any:
+    """Returns the first model of Transformers among `names`, the architectures of a config.json, or None."""
+    import transformers
+
+    classes = (getattr(transformers, str(name), None) for name in names)
+    models = (
+        owner
+        for owner in classes
+        if isinstance(owner, type) and issubclass(owner, transformers.PreTrainedModel)
+    )
+    return next(models, None)
+
+
+def _architecture(transformers: Any, names: Sequence[object], config: Any) -> Callable[[Any], nn.Module]:
+    owner: Callable[[Any], nn.Module] | None = model_class(names)
+    if owner is not None:
+        return owner
     for auto in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModel"):
         mapping = getattr(transformers, auto)
         if type(config) in mapping._model_mapping:

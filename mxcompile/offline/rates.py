@@ -96,7 +96,7 @@ def _read(path: Path, target: str) -> dict[str, Rate]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         rates = {kind: Rate(**fields) for kind, fields in data["rates"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise OptionError(f"{wrong}: {type(error).__name__}: {error}") from error
     if data.get("target") != target:
         raise OptionError(f"{wrong}: found rates of {data.get('target')}")

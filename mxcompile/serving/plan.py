@@ -27,7 +27,7 @@ TABLE = "it is the table of an embedding"
 """Reason why a weight is not stored."""
 
 UNSEEN = WeightUse(
-    path="", layer="", role="other", reason="no product of the traced call reads it as a matrix"
+    path="", layer="", role="other", reason="no compiled product of the traced call reads it as a matrix"
 )
 """The use of a weight that the trace does not reach."""
 

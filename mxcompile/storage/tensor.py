@@ -73,11 +73,18 @@ class MXTensor(Tensor):
     def __new__(  # noqa: D102
         cls,
         qdata: Tensor,
-        scale: Tensor,
+        scale: Tensor | None = None,
         block_dim: int = -1,
         dtype: torch.dtype = torch.bfloat16,
         global_scale: Tensor | None = None,
+        *,
+        requires_grad: bool = False,
     ) -> MXTensor:
+        if isinstance(qdata, MXTensor):  # Accelerate calls the type of a parameter like nn.Parameter
+            parameter: Any = torch.nn.Parameter(qdata, requires_grad=requires_grad)
+            return parameter  # type: ignore[no-any-return]
+        if scale is None:
+            raise FormatError("an MXTensor needs the scales of its qdata")
         if global_scale is not None and global_scale.numel() == 1:
             global_scale = global_scale.reshape([1] * qdata.ndim)
         form = checked_form(qdata, scale, block_dim, dtype, global_scale)

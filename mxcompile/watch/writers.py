@@ -84,7 +84,7 @@ def read_from(path: Path, start: int) -> Iterator[tuple[Record, int]]:
             start += len(line)
             try:
                 record = json.loads(line.decode(errors="replace"))
-            except ValueError:  # a truncated line
+            except (ValueError, RecursionError):  # a truncated line, or one of something else
                 continue
             if isinstance(record, dict) and record.get("schema") == SCHEMA:
                 yield record, start

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig
 
 import mxcompile
 from mxcompile.cli import main
@@ -19,6 +22,7 @@ from mxcompile.cli.arguments import working
 from mxcompile.cli.main import COMMANDS
 from mxcompile.lowering.cpu.features import features
 from mxcompile.lowering.targets import TARGETS
+from mxcompile.models.named import load_model
 from mxcompile.policy import Policy
 
 NAMES = [command.__name__.rpartition(".")[2] for command in COMMANDS]
@@ -71,6 +75,9 @@ MISUSE = [
     ["watch", "-n", "0", "x"],
     ["watch", "-n", "x", "x"],
     ["env", "x"],
+    ["diff", "x", "x", "--fail-on", "share-drop=nan"],
+    ["diff", "x", "x", "--fail-on", "share-drop=inf"],
+    ["diff", "x", "x", "--fail-on", "sqnr-drop=-1dB"],
 ]
 
 
@@ -110,6 +117,79 @@ def test_an_error_of_ours_is_misuse(capsys: pytest.CaptureFixture[str]):
     assert streams.err.startswith("mxcompile: ")
     assert "'nvida' (did you mean 'nvidia'?)" in streams.err
     assert "Traceback" not in streams.err
+
+
+TOO_LONG = "n" * 300
+
+UNREADABLE = {
+    "inspect": ["inspect", TOO_LONG],
+    "explain": ["explain", TOO_LONG],
+    "explain factory": ["explain", f"{TOO_LONG}:model"],
+    "explain into": ["explain", f"{__name__}:small_model", "-o", f"{TOO_LONG}.html"],
+    "convert": ["convert", TOO_LONG, "out"],
+    "diff": ["diff", TOO_LONG, TOO_LONG],
+    "watch": ["watch", TOO_LONG],
+    "watch nested": ["watch", "nested.json"],
+    "explain nested": ["explain", "nested.json"],
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_a_file_that_cannot_be_read_is_an_error_of_one_line(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    Path("nested.json").write_text("[" * 100_000, encoding="utf-8")
+    assert main(UNREADABLE[name]) == 2
+    streams = capsys.readouterr()
+    assert streams.err.startswith("mxcompile: ")
+    assert streams.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("size", ["1" + "0" * 18, "9" * 20])
+def test_a_batch_beyond_64_bits_is_an_error_of_one_line(
+    size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1
+    ).save_pretrained(tmp_path)
+    assert main(["explain", str(tmp_path), "--batch", size]) == 2
+    error = capsys.readouterr().err
+    assert "cannot make inputs of this size" in error
+    assert error.count("\n") == 1
+
+
+WRONG_CONFIGS = {
+    "has no model_type 'lama' (did you mean 'llama'?)": {"model_type": "lama"},
+    "Field 'hidden_size' expected int, got str": {"hidden_size": "wide"},
+}
+
+
+@pytest.mark.parametrize("message", WRONG_CONFIGS)
+def test_a_wrong_config_is_an_error_of_one_line(
+    message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    raw = {"model_type": "llama", **WRONG_CONFIGS[message]}
+    (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    assert main(["explain", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert len(error) < 400
+
+
+def test_an_architecture_that_is_not_a_model_is_not_called(tmp_path: Path):
+    """Without one, the configuration's own model is taken, as for unknown names."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}
+    raw = {"model_type": "llama", "architectures": ["Trainer"], "vocab_size": 32, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    assert type(load_model(str(tmp_path)).model).__name__ == "LlamaForCausalLM"
+
+
+def test_inspect_of_a_file_without_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    save_file({}, tmp_path / "none.safetensors")
+    assert main(["inspect", str(tmp_path / "none.safetensors")]) == 0
+    assert "1 file, 0 B" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["", *NAMES])

@@ -18,6 +18,7 @@ from mxcompile.errors import CheckpointError
 from mxcompile.formats import stored_form
 from mxcompile.formats.elements import E2M1
 from mxcompile.formats.encoding import pack, unpack
+from mxcompile.models.named import load_model
 
 BF16 = torch.bfloat16
 FP8, FP4, INT8 = torch.float8_e4m3fn, torch.float4_e2m1fn_x2, torch.int8
@@ -253,6 +254,20 @@ def test_hugging_face_models_round_trip(tmp_path, make, layout, elems):
         assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
 
 
+def test_a_config_with_an_infinite_number_is_read(tmp_path):
+    """Transformers writes infinity into a config.json as an object."""
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
+    sizes = {"hidden_size": 64, "num_heads": 4, "head_dim": 32, "n_groups": 1, "state_size": 16}
+    config = Mamba2Config(vocab_size=64, num_hidden_layers=1, **sizes)
+    assert config.time_step_limit[1] == float("inf")
+    model = Mamba2ForCausalLM._from_config(config, dtype=BF16).eval()
+    mxcompile.quantize_weights_(model, progress=False)
+    mxcompile.save_quantized(model, tmp_path / "out")
+    assert same(model, mxcompile.load_quantized(tmp_path / "out"))
+    assert load_model(str(tmp_path / "out")).model.config.time_step_limit[1] == float("inf")
+
+
 def gpt_oss(folder) -> nn.Module:
     """A small GPT-OSS, written to `folder` as its publishers do: experts in blocks and scales of MXFP4."""
     from transformers import GptOssConfig, GptOssForCausalLM
@@ -350,6 +365,18 @@ def test_weight_unsupported_by_the_layout_is_refused(tmp_path, layout, how, shap
     with pytest.raises(CheckpointError, match=message):
         mxcompile.save_quantized(model, tmp_path / "out", layout=layout)
     assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz])
+def test_a_buffer_of_any_dtype_of_safetensors_round_trips(tmp_path, dtype):
+    model = stored()
+    model.register_buffer("table", torch.arange(8, dtype=torch.uint8).view(dtype))
+    mxcompile.save_quantized(model, tmp_path / "out")
+    loaded = small()
+    loaded.register_buffer("table", torch.zeros_like(model.table))
+    mxcompile.load_quantized(tmp_path / "out", loaded)
+    assert loaded.table.dtype is dtype
+    assert torch.equal(loaded.table.view(torch.uint8), torch.arange(8, dtype=torch.uint8))
 
 
 def test_a_compiled_model_is_saved_and_loaded_as_itself(tmp_path):

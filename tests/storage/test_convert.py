@@ -141,6 +141,18 @@ def test_the_bar_counts_tensors(source, tmp_path, monkeypatch):
     assert len(bar.seen) == bar.total == 2 * entries
 
 
+def test_other_files_beside_a_whole_model_are_ignored(tmp_path):
+    """Publishers put the same weights beside it by other names, and users an adapter."""
+    folder = written(llama(), tmp_path / "in", shard="1GB")
+    assert [file.name for file in folder.glob("*.safetensors")] == ["model.safetensors"]
+    for name in ("consolidated", "adapter_model"):
+        save_file({"layers.0.attention.wq.weight": torch.zeros(64, 64)}, folder / f"{name}.safetensors")
+    convert(folder, tmp_path / "out")
+    assert mxcompile.load_quantized(tmp_path / "out")(TOKENS).logits.isfinite().all()
+    save_file({"adapter": torch.zeros(1)}, tmp_path / "out/adapter_model.safetensors")
+    mxcompile.load_quantized(tmp_path / "out")
+
+
 FP4 = torch.float4_e2m1fn_x2
 SEVERAL = """
 version: 1

@@ -244,6 +244,20 @@ def test_mxtensor_is_a_frozen_parameter_of_its_module(how):
     assert not stored.weight.scale_bytes.is_meta
 
 
+@ALL_FORMATS
+def test_the_type_of_a_parameter_makes_parameters(how):
+    """As `nn.Parameter` does: Accelerate's offloading moves weights so."""
+    stored, dense = stored_linear(how=how)
+    moved = type(stored.weight)(stored.weight.detach().to("meta"), requires_grad=False)
+    assert isinstance(moved, nn.Parameter)
+    assert isinstance(moved, MXTensor)
+    assert moved.is_meta
+    back = type(moved)(stored.weight.detach(), requires_grad=False)
+    assert equal(back, dense.weight)
+    with pytest.raises(FormatError, match="needs the scales"):
+        type(moved)(dense.weight, requires_grad=False)
+
+
 def test_guards_compare_the_format_without_spelling_it(monkeypatch: pytest.MonkeyPatch):
     """Dynamo's guards flatten every weight in each call of compiled code."""
     x = mxcompile.quantize(torch.ones(2, 64))

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,8 @@ def test_package_generates_the_tokens_of_the_model(make: Any, tmp_path: Path):
     torch.testing.assert_close(parts[1], together, rtol=1e-3, atol=1e-4)
     first = int(package.generate(prompt(5), 1)[0, -1])
     assert package.generate(prompt(5), NEW, eos_token_id=first).shape == (1, 6)
+    assert package.generate(prompt(5), NEW, eos_token_id=[(first + 1) % 96, first]).shape == (1, 6)
+    _check_threads(package)
     _check_errors(package, tmp_path / "served")
     script = f"""
 import sys, mxcompile, torch
@@ -106,6 +109,15 @@ def test_package_that_quantizes_activations_has_logits_of_the_compiled_model(
         torch.testing.assert_close(package(ids), logits, rtol=0, atol=0.05 * error)
 
 
+def _check_threads(package: Any) -> None:
+    """Threads of a server get the tokens that they get alone, though they share one cache."""
+    prompts = [prompt(tokens) for tokens in (5, 9, 13, 17)]
+    alone = [package.generate(ids, NEW) for ids in prompts]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        together = list(pool.map(lambda ids: package.generate(ids, NEW), prompts))
+    assert all(map(torch.equal, together, alone))
+
+
 def _check_errors(package: Any, folder: Path) -> None:
     """Calls out of bounds would write beyond the cache, and programs of other CPUs end the process."""
     with pytest.raises(OptionError, match=r"36 tokens from position 5 must lie within max_cache_len=40"):
@@ -119,7 +131,8 @@ def _check_errors(package: Any, folder: Path) -> None:
     changes = {
         "compiled with torch 1.0 for another machine, and this is torch": {"torch": "1.0"},
         "this CPU lacks avx_of_2099": {"cpu": [*about["cpu"], "avx_of_2099"]},
-        "a damaged package": {"shared": {"x": "y"}},
+        "a damaged package (KeyError": {"shared": {"x": "y"}},
+        "a damaged package (TypeError": {"dtype": None},
         "written by another version of mxcompile": {"version": None, "cpu": "AMX BF16"},
     }
     for message, change in changes.items():

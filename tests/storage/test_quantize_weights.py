@@ -299,7 +299,7 @@ def test_a_weight_that_is_not_seen_is_named():
     _, table = quantized(model)
     (unused,) = (weight for weight in table.weights if weight.name == "unused.weight")
     assert not unused.stored
-    assert "no product of the traced call" in unused.reason
+    assert "no compiled product of the traced call" in unused.reason
 
 
 def test_a_model_that_nothing_is_known_of_is_refused():

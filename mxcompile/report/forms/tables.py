@@ -41,7 +41,7 @@ def drawn(table: Table, form: str = "simple", **layout: Any) -> str:
 def fitted(table: Table, flexible: Sequence[str]) -> Table:
     """Returns `table` with `flexible` columns narrowed, the widest first, until lines fit in `WIDTH`."""
     widths = [
-        max(len(header) + MIN_PADDING, *map(_columns, cells)) for header, *cells in zip(*table, strict=True)
+        max([len(header) + MIN_PADDING, *map(_columns, cells)]) for header, *cells in zip(*table, strict=True)
     ]
     columns = [table[0].index(name) for name in flexible]
     for _ in range(sum(widths) + 2 * (len(widths) - 1) - WIDTH):
