@@ -23,7 +23,7 @@ def codes_as_bytes() -> AbstractContextManager[Any]:
 
     Hooks that are graphs (`torch.fx.GraphModule`) are part of the compiled code and do not run in the call.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None or saved_tensors_hooks_are_inlineable(hooks) or not torch.is_grad_enabled():
         return nullcontext()
     users_pack, users_unpack = hooks
