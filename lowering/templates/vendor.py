@@ -135,13 +135,13 @@ def choice(
         return None
     bias = operands[-1] if biased else None
     if coding.per_byte == 1:
-        return (CHOICE, {}) if _fits_fp8(operands, out_dtype, target, bias) else None
-    if not _fits_packed(operands, out_dtype, target, coding, bias):
+        return (CHOICE, {}) if fits_fp8(operands, out_dtype, target, bias) else None
+    if not fits_packed(operands, out_dtype, target, coding, bias):
         return None
     return (NVFP4 if coding.tensors else MXFP4), {"out_dtype": out_dtype}
 
 
-def _fits_fp8(operands: Sequence[Any], out_dtype: torch.dtype, target: Target, bias: Any | None) -> bool:
+def fits_fp8(operands: Sequence[Any], out_dtype: torch.dtype, target: Target, bias: Any | None) -> bool:
     """Whether the vendor's product of FP8 can run."""
     a, _, b, *_ = operands
     is_multiple = V.graph.sizevars.statically_known_multiple_of
@@ -157,7 +157,7 @@ def _fits_fp8(operands: Sequence[Any], out_dtype: torch.dtype, target: Target, b
     )
 
 
-def _fits_packed(
+def fits_packed(
     operands: Sequence[Any], out_dtype: torch.dtype, target: Target, coding: Coding, bias: Any | None
 ) -> bool:
     """Whether the vendor's product of packed FP4 can run."""

@@ -129,7 +129,7 @@ def test_sizes_that_the_accelerator_cannot_read_keep_tiled_scales(k, tokens):
 
 def test_large_products_take_wide_tiles(monkeypatch):
     """From as many tiles as there are processors on, where the library's is not there."""
-    monkeypatch.setattr(vendor, "fits", lambda *_: False)
+    monkeypatch.setattr(vendor, "fits_fp8", lambda *_: False)
     monkeypatch.setattr(configs, "tiled_configs", lambda target: tiled_configs(target)[:2])
     model = torch.nn.Linear(4096, 14336, bias=False, device="meta", dtype=torch.bfloat16)
     x = torch.empty(4096, 4096, device="meta", dtype=torch.bfloat16)
@@ -174,7 +174,7 @@ def test_results_of_more_than_2_31_elements(monkeypatch, x, weight, form):
 
     So have those of a residual that is read along the other side.
     """
-    monkeypatch.setattr(vendor, "fits", lambda *_: False)
+    monkeypatch.setattr(vendor, "fits_fp8", lambda *_: False)
     m, n = x[-2], weight[-2]
     inputs = [torch.empty(size, device="meta", dtype=torch.bfloat16) for size in (x, (*x[:-2], n, m))]
     result = mxcompile.codegen(

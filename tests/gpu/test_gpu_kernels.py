@@ -154,7 +154,7 @@ def test_generated_fp8_casts_equal_reference_on_the_gpu(shape, dtype, word, chip
 def test_generated_scaled_mm_matches_fp64_on_the_gpu(shape, tiled, majorness, chip, monkeypatch):
     native(chip)
     monkeypatch.setattr(scaled_mm_tiled, "fits", lambda _: False)
-    monkeypatch.setattr(vendor, "fits", lambda *_: False)
+    monkeypatch.setattr(vendor, "fits_fp8", lambda *_: False)
     m, n, k = shape
     a, b = operand(m, k, k_major=majorness[0], tiled=tiled), operand(n, k, k_major=majorness[1], tiled=tiled)
     bias = torch.randn(n).to(BF16)
@@ -172,7 +172,7 @@ def test_every_tiled_config_matches_fp64_on_the_gpu(shape, majorness, chip, monk
     a, b = operand(m, k, k_major=majorness[0], tiled=True), operand(n, k, k_major=majorness[1], tiled=True)
     for config in tiled_configs(chip):
         monkeypatch.setattr(choices, "tiled_products", lambda *_, config=config: [config])
-        monkeypatch.setattr(vendor, "fits", lambda *_: False)
+        monkeypatch.setattr(vendor, "fits_fp8", lambda *_: False)
         assert_within(generated(scaled_mm, *a.left, *b.right, None, BF16), *product(a.values, b.values), k)
 
 
