@@ -274,7 +274,8 @@ def labels(words: Iterable[str]) -> str:
     """Returns the labels of the quantized precisions in `words`; without any, the first quantized row's."""
     precisions = set(words)
     rows = [row for row in PRECISIONS.values() if row.quantizes]
-    return " and ".join(row.label for row in rows if row.name in precisions) or rows[0].label
+    *others, last = [row.label for row in rows if row.name in precisions] or [rows[0].label]
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def stored_labels() -> str:

@@ -37,7 +37,7 @@ BUDGETS = {
     "mxcompile/compiler/reporting": 1_180,
     "mxcompile/compiler/session": 830,
     "mxcompile/distributed": 575,
-    "mxcompile/formats": 1_969,
+    "mxcompile/formats": 1_970,
     "mxcompile/graph": 1_624,
     "mxcompile/mesh": 2_026,
     "mxcompile/models": 2_930,

@@ -177,7 +177,7 @@ def test_convert_with_several_precisions_names_each(source, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["convert", str(source), str(out), "--policy", str(policy), "--dry-run"]) == 0
     foreseen = capsys.readouterr().out.splitlines()[0]
-    assert foreseen.startswith("14 of 16 weights in MXFP8 and MXFP4 and NVFP4: ")
+    assert foreseen.startswith("14 of 16 weights in MXFP8, MXFP4 and NVFP4: ")
     table = convert(source, out, policy=policy)
     assert str(table).splitlines()[0] == foreseen
     before = llama_state(source)
@@ -195,7 +195,7 @@ def test_convert_with_several_precisions_names_each(source, tmp_path, capsys):
             assert (25 if precision == "mxfp8" else 15) < row.sqnr_db < (40 if precision == "mxfp8" else 25)
     assert main(["inspect", str(out)]) == 0
     printed = capsys.readouterr().out
-    assert "of it in MXFP8 and MXFP4 and NVFP4" in printed
+    assert "of it in MXFP8, MXFP4 and NVFP4" in printed
     assert "mxfp4 e2m1" in printed
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     assert config["format"] == "mixed-precision"
