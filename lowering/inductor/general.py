@@ -176,11 +176,9 @@ def lower_decode(
     if dtype in FNUZ.values():
         return _as_fnuz(qdata)
     if scale is not None:
-        result = None
-        if amax is None:
-            result = cpp.decoded(qdata, scale, block_dim, form, dtype, global_scale)
-        if result is not None:
-            return result
+        values = cpp.decoded(qdata, scale, block_dim, form, dtype, global_scale) if amax is None else None
+        if values is not None:
+            return values
         if form.is_mx and form.tile == Tile.ROW:
             return casts.decoded(qdata, scale, block_dim, dtype)
     if form.packed:

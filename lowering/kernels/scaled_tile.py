@@ -202,21 +202,21 @@ def factor(ptr, index, stride, end, SHARED: tl.constexpr):
 
 
 @triton.jit
-def group_of(offs_ptr, tile, M, NUMGROUPS: tl.constexpr, POWER: tl.constexpr, BLOCK_M: tl.constexpr):
+def group_of(offs_ptr, tile, M, NUM_GROUPS: tl.constexpr, POWER: tl.constexpr, BLOCK_M: tl.constexpr):
     """Returns the group of row tile number `tile`, the first row of the tile, and the end of the group.
 
-    offs: ends of the groups, int32 [NUMGROUPS], not decreasing, at most M. Tiles do not cross groups; the
-    last tile of a group may be short. Rows past the last group form group NUMGROUPS. It also has the tiles
-    past all rows, which are empty. POWER: a power of two greater than NUMGROUPS.
+    offs: ends of the groups, int32 [NUM_GROUPS], not decreasing, at most M. Tiles do not cross groups; the
+    last tile of a group may be short. Rows past the last group form group NUM_GROUPS. It also has the tiles
+    past all rows, which are empty. POWER: a power of two greater than NUM_GROUPS.
     """
     index = tl.arange(0, POWER)
-    ends = tl.load(offs_ptr + index, mask=index < NUMGROUPS, other=0).to(tl.int32)
-    ends = tl.where(index < NUMGROUPS, ends, M)
-    starts = tl.load(offs_ptr + index - 1, mask=(index > 0) & (index <= NUMGROUPS), other=0).to(tl.int32)
-    starts = tl.where(index > NUMGROUPS, M, starts)
+    ends = tl.load(offs_ptr + index, mask=index < NUM_GROUPS, other=0).to(tl.int32)
+    ends = tl.where(index < NUM_GROUPS, ends, M)
+    starts = tl.load(offs_ptr + index - 1, mask=(index > 0) & (index <= NUM_GROUPS), other=0).to(tl.int32)
+    starts = tl.where(index > NUM_GROUPS, M, starts)
     tiles_ = (ends - starts + BLOCK_M - 1) // BLOCK_M
     before = tl.cumsum(tiles_, 0)
-    group = tl.minimum(tl.sum((before <= tile).to(tl.int32), 0), NUMGROUPS)
+    group = tl.minimum(tl.sum((before <= tile).to(tl.int32), 0), NUM_GROUPS)
     mine = index == group
     first = tl.sum(tl.where(mine, before - tiles_, 0), 0)
     start = tl.sum(tl.where(mine, starts, 0), 0)
@@ -225,14 +225,14 @@ def group_of(offs_ptr, tile, M, NUMGROUPS: tl.constexpr, POWER: tl.constexpr, BL
 
 
 @triton.jit
-def blocks_of(offs_ptr, NUMGROUPS: tl.constexpr, POWER: tl.constexpr):
+def blocks_of(offs_ptr, NUM_GROUPS: tl.constexpr, POWER: tl.constexpr):
     """Returns first block, end block and end scale tile of each group of K, [POWER] each. A tile is 4 blocks.
 
     Tiles are in the order of groups and do not cross groups; a block that two groups share is in tiles of
     both.
     """
     index = tl.arange(0, POWER)
-    inside = index < NUMGROUPS
+    inside = index < NUM_GROUPS
     ends = tl.load(offs_ptr + index, mask=inside, other=0).to(tl.int32)
     starts = tl.load(offs_ptr + index - 1, mask=inside & (index > 0), other=0).to(tl.int32)
     first, last = starts // tiles.BLOCK, (ends + tiles.BLOCK - 1) // tiles.BLOCK
@@ -240,19 +240,19 @@ def blocks_of(offs_ptr, NUMGROUPS: tl.constexpr, POWER: tl.constexpr):
 
 
 @triton.jit
-def span_of(offs_ptr, group, NUMGROUPS: tl.constexpr, POWER: tl.constexpr):
+def span_of(offs_ptr, group, NUM_GROUPS: tl.constexpr, POWER: tl.constexpr):
     """Returns where group number `group` of K begins and ends, and its first scale tile."""
     begin = tl.load(offs_ptr + group - 1, mask=group > 0, other=0).to(tl.int32)
     end = tl.load(offs_ptr + group).to(tl.int32)
-    _, _, tile_ends = blocks_of(offs_ptr, NUMGROUPS, POWER)
+    _, _, tile_ends = blocks_of(offs_ptr, NUM_GROUPS, POWER)
     before = tl.where(tl.arange(0, POWER) == group - 1, tile_ends, 0)
     return begin, end, tl.sum(before, 0)
 
 
 @triton.jit
-def scale_tile_of(offs_ptr, tile, NUMGROUPS: tl.constexpr, POWER: tl.constexpr):
+def scale_tile_of(offs_ptr, tile, NUM_GROUPS: tl.constexpr, POWER: tl.constexpr):
     """Returns first and end block of scale tile number `tile` along K; 0 and 0 past the last tile."""
-    first, last, tile_ends = blocks_of(offs_ptr, NUMGROUPS, POWER)
+    first, last, tile_ends = blocks_of(offs_ptr, NUM_GROUPS, POWER)
     index = tl.arange(0, POWER)
     group = tl.sum((tile_ends <= tile).to(tl.int32), 0)
     mine = index == group

@@ -47,10 +47,14 @@ DERIVATIVE_KEY = "mxcompile_derivative"
 WEIGHT_KEY = "mx_weight"
 """`node.meta` key of an input that is not a parameter but a weight (see `unregistered`)."""
 
-_BY_VALUE = tuple(Depends(value) for value in range(16))
 _RANDOM, _REPEATS, _PRODUCT, _VIEW = 1, 2, 4, 8
 _NOISE = 16
 """Mark of random numbers, beside the flags of `Depends`."""
+_BY_MARK = tuple(
+    Depends(mark % _NOISE) | (Depends.DATA if mark & _NOISE else Depends.NOTHING)
+    for mark in range(2 * _NOISE)
+)
+"""The dependencies of a value by its mark: random numbers are data."""
 _NOISES = RANDOM - {aten.native_dropout}
 """Operators whose random numbers do not contain the values of their input."""
 
@@ -97,12 +101,13 @@ def dependencies(
             if kind & _PRODUCT and _is_layer(node, repeated):
                 flags |= _DATA
         elif flags & _NOISE and kind & _PRODUCT:
-            noisy |= set() if flags & DERIVATIVE.value else _noisy_weight(node, marks)
+            if not flags & DERIVATIVE.value:
+                noisy |= _noisy_weight(node, marks)
             flags |= _DATA
         marks[node] = flags
     for node in noisy:
         marks[node] = _PARAMETER
-    return {node: _BY_VALUE[flags & 15 | _DATA * (flags >= _NOISE)] for node, flags in marks.items()}
+    return {node: _BY_MARK[mark] for node, mark in marks.items()}
 
 
 def _noisy_weight(product: fx.Node, marks: Mapping[fx.Node, int]) -> set[fx.Node]:

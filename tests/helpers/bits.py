@@ -21,6 +21,6 @@ def same_bits(computed: Tensor, expected: Tensor) -> bool:
 
 
 def assert_same_bits(computed: Iterable[Tensor], expected: Iterable[Tensor], about: object = "") -> None:
-    """Each of `computed` has the bits of its counterpart; an error has its number and what `about` says."""
+    """Asserts that tensors are equal bit for bit. A failure shows `about` and the tensor's number."""
     for number, (tensor, other) in enumerate(zip(computed, expected, strict=True)):
         assert same_bits(tensor, other), (number, about)

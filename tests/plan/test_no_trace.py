@@ -65,7 +65,7 @@ def write(model: Net, seen: list[int] = []) -> None:  # noqa: B006 - state that 
 
 
 def state_after(backend: object, file: Path) -> tuple[list[Tensor], tuple[object, ...]]:
-    """Results of two calls under `backend`, and all that these leave behind."""
+    """Returns the results of two calls under `backend`, and the state of the program after them."""
     torch._dynamo.reset()
     CALLS.update(forward=0, hook=0)
     Net.instances_called = 0

@@ -41,7 +41,7 @@ FOLDED: dict[str, tuple[list[str], dict[str, int]]] = {
     ),
     "another word": (["h.0.up", "h.0.gate", "g.0.up"], {"h.0.up": 1, "h.0.gate": 1, "g.0.up": 1}),
 }  # fmt: skip
-"""By what they have, paths of layers, and the rows that they become."""
+"""The paths of layers, and the count of each row that they fold to; keys say what is special."""
 
 
 @pytest.mark.parametrize("case", FOLDED)

@@ -106,7 +106,7 @@ def test_scaled_mm_of_every_format_pair_matches_fp64():
 
 @pytest.mark.parametrize("word", [MXFP4, NVFP4])
 def test_packed_mm_with_tiled_scales_on_one_side_matches_fp64(word):
-    """As where a weight is stored, whose scales lie in rows."""
+    """The scales of a stored weight are row-major; the activation's are tiled."""
     calls = [
         (packed_operand(m, 416, word, tiled=True), packed_operand(272, 416, word), None) for m in (16, 300)
     ]
@@ -176,7 +176,7 @@ def test_nan_reaches_its_row_only(target, word):
 
 @pytest.mark.parametrize("target", ["sm_100", "sm_120"])
 def test_a_scale_for_every_column(target):
-    """As a weight has that was joined of several."""
+    """A weight joined of several weights has a global scale for each column of the product."""
     m, n, k = 40, 70, 96
     a, b = packed_operand(m, k, NVFP4), packed_operand(n, k, NVFP4)
     several = torch.exp2(torch.randn(1, n) * 3)
