@@ -41,7 +41,7 @@ def test_weights_in_four_bits_take_a_quarter_and_are_those_of_the_precision():
         for part, wanted in zip(weight.parts, expected.parts, strict=True):
             assert torch.equal(part.view(torch.uint8), wanted.view(torch.uint8))
         assert weight.stored_bytes == weight.numel() * num_bytes + 4 * (name == "gate")
-    assert str(table).startswith("6 of 7 weights in MXFP8 and ")
+    assert str(table).startswith("6 of 7 weights in MXFP8, MXFP4 and NVFP4: ")
     precisions = {f"blocks.1.{name}.weight": precision for name, (precision, *_) in STORED.items()}
     precisions |= {f"blocks.0.{name}.weight": "mxfp8" for name in STORED}
     assert {w.name: w.precision for w in table.weights if w.stored} == precisions
