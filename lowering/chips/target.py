@@ -35,7 +35,8 @@ class Target:
     scales that the vendor's FP4 GEMM takes through PyTorch. scale_layout: layout of scales that the chip's MX
     GEMM reads fastest. slow_dtypes: dtypes whose products the vendor's library computes faster in FP32.
     integers: instructions with which a CPU multiplies bytes faster than FP32, or "". no_integers: reasons
-    why products do not run in integers, by the dtype in which they run instead.
+    why products do not run in integers, by the dtype in which they run instead. many_rows: the kernel with
+    which a CPU multiplies many rows of BF16 by a stored weight, or "" if the vendor's GEMM does.
     long_k: from this K on, the library's NVFP4 GEMM and a separate epilogue kernel are faster than our GEMM
     with its epilogue; 0: always. groups_in_library: whether the vendor's library has a grouped MXFP8 GEMM.
     prefers_cudnn: whether PyTorch selects cuDNN's attention. tiles: configs of the kernel families. peak:
@@ -67,6 +68,7 @@ class Target:
     slow_dtypes: frozenset[torch.dtype] = frozenset()
     integers: str = ""
     no_integers: Mapping[torch.dtype, str] = field(default_factory=dict, hash=False)
+    many_rows: str = ""
     long_k: int = 0
     groups_in_library: bool = False
     prefers_cudnn: bool = False

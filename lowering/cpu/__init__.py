@@ -13,8 +13,9 @@ LONG = 512
 """Least K for which a kernel rounds BF16 activations to 2^-15 of the largest in their block of 32, as in
 ``fp32_dot.h``: sums of so many numbers in FP32 may lose as much."""
 
-INT16 = "C++ (int16)"
-"""Name in records of the kernel that multiplies many BF16 rows by a weight stored in MXINT8, on AVX2."""
+INT16, AMX = "C++ (int16)", "C++ (AMX)"
+"""Names in records of the kernels that multiply many BF16 rows by a stored weight: in MXINT8, on AVX2; in all
+formats, with AMX."""
 
 PART_BYTES = 16 << 20
 """Bytes of a weight that are dequantized at a time for the vendor's GEMM. The system clears new memory for

@@ -243,32 +243,33 @@ inline bool dequantize_pair([[maybe_unused]] Weight<Elem> here, [[maybe_unused]]
 #endif
 }
 
+// The values of a row from `start`, a multiple of PAIR, on: PAIR of them, or what is left.
+template <class Elem, class Value>
+inline void dequantize_part(Weight<Elem> row, int64_t start, Value* values) {
+  constexpr int64_t BLOCK = Elem::block;
+  row.codes += row_bytes<Elem>(start), row.scales += start / BLOCK;
+  if (start + PAIR <= row.k && dequantize_pair(row, values)) return;
+  const int64_t left = least(PAIR, row.k - start);
+  for (int64_t at = 0; at < left; at += BLOCK) {
+    const int64_t count = least(BLOCK, left - at);
+    uint8_t buffer[BLOCK];
+    const uint8_t* code = spread<Elem>(row.codes + row_bytes<Elem>(at), count, buffer);
+    const float scale = row.divided(scale_number<Elem>(row.scales[at / BLOCK]));
+    if (count == BLOCK)
+      #pragma omp simd
+      for (int64_t i = 0; i < BLOCK; i++) narrow(decode<Elem>(code[i]) * scale, values[at + i]);
+    else
+      #pragma omp simd
+      for (int64_t i = 0; i < count; i++) narrow(decode<Elem>(code[i]) * scale, values[at + i]);
+  }
+}
+
 // Values of `number` rows of stored data, blocks along them.
 template <class Elem, class Value>
 inline void dequantize_rows(Weight<Elem> weight, int64_t number, int threads, Value* values) {
-  constexpr int64_t BLOCK = Elem::block;
-  const int64_t width = weight.k;
-  for_tiles(number, 1, number * width, threads, [=](int64_t r, int64_t) {
-    for (int64_t start = 0; start < width;) {
-      Value* to = values + r * width + start;
-      Weight<Elem> here = weight.from(r);
-      here.codes += row_bytes<Elem>(start), here.scales += start / BLOCK;
-      if (start + PAIR <= width && dequantize_pair(here, to)) {
-        start += PAIR;
-        continue;
-      }
-      const int64_t count = least(BLOCK, width - start);
-      uint8_t buffer[BLOCK];
-      const uint8_t* code = spread<Elem>(here.codes, count, buffer);
-      const float scale = here.divided(scale_number<Elem>(*here.scales));
-      if (count == BLOCK)
-        #pragma omp simd
-        for (int64_t i = 0; i < BLOCK; i++) narrow(decode<Elem>(code[i]) * scale, to[i]);
-      else
-        #pragma omp simd
-        for (int64_t i = 0; i < count; i++) narrow(decode<Elem>(code[i]) * scale, to[i]);
-      start += count;
-    }
+  for_tiles(number, 1, number * weight.k, threads, [=](int64_t r, int64_t) {
+    for (int64_t start = 0; start < weight.k; start += PAIR)
+      dequantize_part(weight.from(r), start, values + r * weight.k + start);
   });
 }
 

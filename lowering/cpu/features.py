@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from mxcompile.lowering.cpu import AMX, INT16
+
 _ISA = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI",
         "AVX512_CORE_BF16", "AVX10_1_512", "AVX512_CORE_FP16", "AVX10_1_512_AMX", "AVX512_CORE_AMX",
         "AVX10_1_512_AMX_FP16", "AVX512_CORE_AMX_FP16", "AVX10_2_512")  # fmt: skip
@@ -69,6 +71,11 @@ class Features:
     def integers(self) -> str:
         """The instructions that multiply matrices in MXINT8 faster than the CPU multiplies FP32, or ""."""
         return self.int8 if self.int8 == "AVX-512 VNNI" else self.vectors if self.vectors == "AVX2" else ""
+
+    @property
+    def many_rows(self) -> str:
+        """The kernel for many rows of BF16 times a stored weight, or "" if the vendor's GEMM runs."""
+        return AMX if self.bf16 == "AMX BF16" else INT16 if self.integers == "AVX2" else ""
 
     @property
     def no_integers(self) -> dict[torch.dtype, str]:

@@ -1,10 +1,10 @@
-"""``mx.weight_only_mm`` on CPU: the kernels of ``weight_only_mm.h`` and, on AVX2, of ``integer_mm.h``.
+"""``mx.weight_only_mm`` on CPU: the kernels of ``weight_only_mm.h``, ``integer_mm.h`` and ``tile_mm.h``.
 
     out = x [M, K] · wᵀ [N, K] (+ bias)        x: BF16 or FP32. w: stored, in blocks along its rows
 
-More rows than `MOST_ROWS` run in integers if `graph.weight_only` chose that. Else the vendor's GEMM
-multiplies the dequantized weight, in parts if it is large (see `PART_BYTES`). A bias that is not a vector is
-added after the kernel.
+More rows than `MOST_ROWS` run by one of the latter two if `graph.weight_only` chose that. Else the vendor's
+GEMM multiplies the dequantized weight, in parts if it is large (see `PART_BYTES`). A bias that is not a
+vector is added after the kernel.
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ from torch._inductor.virtualized import V
 
 from mxcompile.formats import Format
 from mxcompile.graph.tags import tags_of
-from mxcompile.lowering.cpu import INT16, MOST_ROWS, kernel, parts_of
+from mxcompile.lowering.cpu import AMX, INT16, MOST_ROWS, kernel, parts_of
 from mxcompile.lowering.cpu.casts import StoredBuffers, dequantize_part
 from mxcompile.lowering.cpu.kernel import C_TYPES, CppBody, CppNames
 from mxcompile.ops.cast import decoded_shape
+
+_FEW = ("weight_only_mm.h", "weight_only_mm")
+_MANY = {INT16: ("integer_mm.h", "many_rows_mm"), AMX: ("tile_mm.h", "tile_weight_mm")}
+"""Header and function, by the name of the kernel."""
 
 _ADD = lowerings[torch.ops.aten.add.Tensor]
 _EXPAND = lowerings[torch.ops.aten.expand.default]
@@ -42,9 +46,13 @@ def lower_weight_only_mm(
     if device.type != "cpu" or kernel.obstacle() or not all(dtype in C_TYPES for dtype in sources):
         return None
     m, n = x.get_size()[0], qdata.get_size()[0]
-    many = V.graph.sizevars.optimization_hint(m) > MOST_ROWS
-    if many and not any(INT16 in tag.kernel for tag in tags_of(V.graph.current_node)):
-        return None
+    header, function = _FEW
+    if V.graph.sizevars.optimization_hint(m) > MOST_ROWS:
+        kernels = [tag.kernel for tag in tags_of(V.graph.current_node)]
+        chosen = next((row for name, row in _MANY.items() if any(name in kernel for kernel in kernels)), None)
+        if chosen is None:
+            return None
+        header, function = chosen
     inside = bias is not None and len(bias.get_size()) == 1
     weight = StoredBuffers.from_tensors(qdata, scale, Format.parse(fmt), global_scale)
     inputs = {"x": kernel.stored(x), **weight.buffers}
@@ -56,13 +64,12 @@ def lower_weight_only_mm(
 
     def body(words: CppNames) -> str:
         added = words.pointer("bias") if inside else no_bias
-        function = "many_rows_mm" if many else "weight_only_mm"
         return (
             f"mxcompile::{function}({words.pointer('x')}, {weight.words(words)}, {added},"
             f" {words.size_arguments(m, n)}, {words.threads}, {words.pointer('out')});"
         )
 
-    code = CppBody(header="integer_mm.h" if many else "weight_only_mm.h", body=body)
+    code = CppBody(header=header, body=body)
     (matrix,) = kernel.call(code, inputs, {"out": ([m, n], made_dtype)}, device)
     if alone:
         return matrix

@@ -10,8 +10,8 @@ the result equals the quantized GEMM's up to the order of accumulation (see `ope
 activation that the policy keeps in BF16 is read directly. On chips with an MX GEMM this pass takes products
 that `native` did not name. For more rows `expand` dequantizes the weight for the vendor's GEMM, which is
 faster; on CPUs only if the weight is small, because parts of a large weight are dequantized in turn (see
-`cpu`). On AVX2 many rows of BF16 times a weight in MXINT8 run in integers. `expand` also takes weights that
-the graph casts itself.
+`cpu`). Some CPUs have a kernel for many rows of BF16 too: with AMX for every format, on AVX2 for MXINT8.
+`expand` also takes weights that the graph casts itself.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class WeightOnly(LoweringPass):
             return False
         if product.tensors and self._on_cpu and hint(out.shape[0]) > MOST_ROWS:
             return False  # for more rows the vendor's GEMM would round the result before the FP32 scales
-        return self._fits(node, product.a, weight)
+        return self._fits(node, product.a, working_dtype(out.dtype, self.target), weight)
 
     def _takes_plain(self, node: fx.Node) -> bool:
         """Whether `node` is an unquantized product of a matrix and a stored weight."""
@@ -116,10 +116,10 @@ class WeightOnly(LoweringPass):
         along = -1 if swapped else -2
         if dequantize.block_dim not in (along, along + 2):
             return False
-        return self._fits(node, x, _dequantized(dequantize, swapped))
+        return self._fits(node, x, value_of(x).dtype, _dequantized(dequantize, swapped))
 
-    def _fits(self, node: fx.Node, x: fx.Node, stored_weight: _Weight) -> bool:
-        """Whether the kernel supports the product `node` of `x` and `stored_weight`."""
+    def _fits(self, node: fx.Node, x: fx.Node, dtype: torch.dtype, stored_weight: _Weight) -> bool:
+        """Whether the kernel supports the product `node` of `x`, read in `dtype`, and `stored_weight`."""
         qdata, scale, swapped = stored_weight.qdata, stored_weight.scale, stored_weight.swapped
         out, a = tensor(node), tensor(x)
         weight, scales = tensor(qdata), tensor(scale)
@@ -134,18 +134,19 @@ class WeightOnly(LoweringPass):
         if not (_is_input(qdata) and _is_input(scale)):
             return False
         if self._on_cpu:
-            few, dtype = hint(out.shape[0]) <= MOST_ROWS, working_dtype(out.dtype, self.target)
-            return (
-                few or self._in_integers(a.dtype, stored_weight) or bool(parts_of(stored_weight.shape, dtype))
-            )
+            if hint(out.shape[0]) <= MOST_ROWS or self._many_rows(dtype, stored_weight):
+                return True
+            return bool(parts_of(stored_weight.shape, working_dtype(out.dtype, self.target)))
         return hint(out.shape[0]) <= most_rows(self.target, working_dtype(out.dtype, self.target))
 
-    def _in_integers(self, dtype: torch.dtype, stored_weight: _Weight) -> bool:
-        """Whether the CPU multiplies many rows of `dtype` by `stored_weight` in integers of 16 bits."""
-        k = stored_weight.shape[-1] if stored_weight.swapped else 0
+    def _many_rows(self, dtype: torch.dtype, stored_weight: _Weight) -> str:
+        """Returns the CPU's kernel for many rows of `dtype` times `stored_weight`, or ""."""
+        if dtype is not torch.bfloat16 or not stored_weight.swapped:
+            return ""
+        k = stored_weight.shape[-1]
         is_long = isinstance(k, int) and k >= LONG
-        are_integers = dtype is torch.bfloat16 and TABLE[Family.INTEGER].takes([stored_weight.form])
-        return self.target.integers == "AVX2" and is_long and are_integers
+        takes = is_long and TABLE[Family.INTEGER].takes([stored_weight.form])
+        return self.target.many_rows if self.target.many_rows != INT16 or takes else ""
 
     def _replace(self, node: fx.Node, build: Builder, operands: DequantizedOperands) -> None:
         out, product = value_of(node), Product.read(node)
@@ -174,7 +175,7 @@ class WeightOnly(LoweringPass):
         out = value_of(node)
         if not self._on_cpu or hint(out.shape[0]) <= MOST_ROWS:
             return x
-        if self._in_integers(value_of(x).dtype, stored_weight):
+        if self._many_rows(value_of(x).dtype, stored_weight):
             return x
         return build.converted(x, working_dtype(out.dtype, self.target), node)
 
@@ -210,8 +211,8 @@ class WeightOnly(LoweringPass):
         if self._on_cpu and rows <= MOST_ROWS:
             return "C++"
         if self._on_cpu:
-            in_integers = self._in_integers(dtype, stored_weight)
-            return INT16 if in_integers else f"dequantized in {len(parts_of(shape, dtype))} parts, mm"
+            dequantized = f"dequantized in {len(parts_of(shape, dtype))} parts, mm"
+            return self._many_rows(dtype, stored_weight) or dequantized
         n, k = map(hint, shape)
         choices = forms(rows, n, k, dtype, self.target, packed=stored_weight.form.packed)
         return choices[0].one_of(len(choices))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mxcompile.lowering.cpu import AMX, INT16
 from mxcompile.lowering.cpu.features import features, features_of
 from mxcompile.lowering.targets import TARGETS
 
@@ -65,6 +66,21 @@ def test_integers_are_multiplied_where_they_are_faster_than_fp32(
     capabilities, max_isa: str, instructions: str
 ):
     assert features_of(capabilities, max_isa).integers == instructions
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "max_isa", "kernel"),
+    [
+        (X86, "", INT16),
+        (GENOA, "", ""),
+        (GENOA, "AVX2", INT16),
+        (SAPPHIRE_RAPIDS, "", AMX),
+        (SAPPHIRE_RAPIDS, "AVX512_CORE_BF16", ""),
+        (GRAVITON3, "", ""),
+    ],
+)
+def test_many_rows_of_bf16_have_a_kernel(capabilities, max_isa: str, kernel: str):
+    assert features_of(capabilities, max_isa).many_rows == kernel
 
 
 def test_vectors_follow_the_mask():

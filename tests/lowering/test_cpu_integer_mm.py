@@ -14,6 +14,7 @@ from torch import Tensor
 
 import mxcompile
 from mxcompile.lowering import targets
+from mxcompile.lowering.cpu import INT16
 
 BF16 = torch.bfloat16
 TYPES = {torch.float32: "float", BF16: "Bfloat16"}
@@ -193,7 +194,12 @@ def test_bf16_rows_with_a_block_that_has_no_integers(functions: ctypes.CDLL, val
 def set_target(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     """Makes this machine a CPU that multiplies MXINT8 in integers, or for `reason` does not."""
     reasons = {BF16: reason} if reason else {}
-    changes = {"integers": "AVX-512 VNNI", "no_integers": reasons, "slow_dtypes": frozenset()}
+    changes = {
+        "integers": "AVX-512 VNNI",
+        "no_integers": reasons,
+        "many_rows": "",
+        "slow_dtypes": frozenset(),
+    }
     monkeypatch.setitem(targets.TARGETS, "cpu", replace(targets.TARGETS["cpu"], **changes))
 
 
@@ -226,7 +232,7 @@ def test_many_rows_of_bf16_run_in_integers_on_avx2(dynamic: bool, monkeypatch: p
     xs = [torch.randn(count, 600, dtype=BF16) for count in ((70, 41) if dynamic else (70,))]
     mxcompile.quantize_weights_(model, POLICY, args=(xs[0],))
     slow = frozenset({BF16, torch.float16})
-    cpu = replace(targets.TARGETS["cpu"], integers="AVX2", no_integers={}, slow_dtypes=slow)
+    cpu = replace(targets.TARGETS["cpu"], integers="AVX2", no_integers={}, many_rows=INT16, slow_dtypes=slow)
     monkeypatch.setitem(targets.TARGETS, "cpu", cpu)
     torch._dynamo.reset()
     with torch.no_grad():

@@ -21,7 +21,7 @@ from torch.testing import FileCheck
 import mxcompile
 from mxcompile import ops
 from mxcompile.formats.encoding import element_values, encode_stored
-from mxcompile.lowering import cpu
+from mxcompile.lowering import cpu, targets
 
 TYPES = {"Bfloat16": torch.bfloat16, "float": torch.float32}
 F32, BF16 = torch.float32, torch.bfloat16
@@ -276,6 +276,7 @@ def test_a_profile_of_kernels_names_those_in_cpp():
 def test_large_weights_are_dequantized_in_parts(monkeypatch: pytest.MonkeyPatch):
     """For many rows, by one kernel for all parts; the last part is a short one."""
     monkeypatch.setattr(cpu, "PART_BYTES", 2 * 64 * 160)
+    monkeypatch.setitem(targets.TARGETS, "cpu", replace(targets.TARGETS["cpu"], many_rows=""))
     model = with_stored_weights(FeedForward(160, 330).bfloat16())
     x = torch.randn(40, 160, dtype=BF16)
     with torch.no_grad():
