@@ -17,6 +17,9 @@ INT16, AMX = "C++ (int16)", "C++ (AMX)"
 """Names in records of the kernels that multiply many BF16 rows by a stored weight: in MXINT8, on AVX2; in all
 formats, with AMX."""
 
+LEAST_ROWS = {INT16: MOST_ROWS + 1, AMX: 7}
+"""Least rows for which these kernels are faster than the one for few rows."""
+
 PART_BYTES = 16 << 20
 """Bytes of a weight that are dequantized at a time for the vendor's GEMM. The system clears new memory for
 every call, which takes longer than dequantizing; the GNU C library reuses freed blocks of up to 32 MiB."""

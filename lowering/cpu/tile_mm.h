@@ -27,6 +27,7 @@ constexpr int64_t TILE_ROWS = 16, STEP = PAIR;      // rows of a tile; numbers o
 constexpr int64_t SIDE = 2 * TILE_ROWS;            // rows of x, and of w, that are multiplied together
 constexpr int64_t PART = TILE_ROWS * STEP;         // numbers of TILE_ROWS rows and a step
 constexpr int64_t STRETCH = 8;                     // steps of K: their panel of w stays in the first-level cache
+constexpr int64_t FEW_STEPS = 64;                   // of SIDE rows of x: for few rows, long steps through memory are faster
 constexpr int64_t FETCHED = 4;                     // rows between what is decoded and what is fetched from memory
 constexpr int64_t MOST_COLUMNS = 512, CHUNK = 512;  // rows of w, and of x, whose sums stay in the second-level cache
 
@@ -187,8 +188,8 @@ inline void write_sums(const float* sums, const Bias* bias, int64_t rows, int64_
 // A number of steps as stretches of nearly one length.
 struct Stretches {
   int64_t steps, length;
-  explicit Stretches(int64_t k) : steps((k + STEP - 1) / STEP) {
-    const int64_t count = (steps + STRETCH - 1) / STRETCH;
+  Stretches(int64_t k, int64_t pairs) : steps((k + STEP - 1) / STEP) {
+    const int64_t most = pairs * STRETCH < FEW_STEPS ? FEW_STEPS / pairs : STRETCH, count = (steps + most - 1) / most;
     length = (steps + count - 1) / count;
   }
   int64_t after(int64_t start) const { return start < steps ? least(length, steps - start) : 0; }
@@ -267,8 +268,9 @@ struct TileProduct {
 // x [M, K] times the transpose of w [N, K]
 template <class Left, class Right, class Bias, class Out>
 inline void tile_mm(const Right& x, const Left& w, const Bias* bias, int threads, Out* out) {
-  const Stretches stretches(w.k);
-  const int64_t steps = stretches.steps, most = least(CHUNK, (x.rows + SIDE - 1) / SIDE * SIDE);
+  const int64_t most = least(CHUNK, (x.rows + SIDE - 1) / SIDE * SIDE);
+  const Stretches stretches(w.k, most / SIDE);
+  const int64_t steps = stretches.steps;
   const int64_t turns = threads * ((w.rows + threads * MOST_COLUMNS - 1) / (threads * MOST_COLUMNS));
   const int64_t columns = ((w.rows + turns - 1) / turns + SIDE - 1) / SIDE * SIDE;
   const int64_t sums = stretches.length < steps ? most * columns : 0;
@@ -297,7 +299,7 @@ inline void tile_mm(const Right& x, const Left& w, const Bias* bias, int threads
 }
 #endif
 
-// x [m, weight.k] times the transpose of the weight [n, weight.k]
+// x [m, weight.k] times the transpose of the weight [n, weight.k], fastest for 7 rows and more
 template <class Elem, class Bias, class Out>
 inline void tile_weight_mm(const Bfloat16* x, Weight<Elem> weight, const Bias* bias, int64_t m, int64_t n, int threads, Out* out) {
 #ifdef MXCOMPILE_TILES

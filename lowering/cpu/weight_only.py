@@ -2,9 +2,9 @@
 
     out = x [M, K] · wᵀ [N, K] (+ bias)        x: BF16 or FP32. w: stored, in blocks along its rows
 
-More rows than `MOST_ROWS` run by one of the latter two if `graph.weight_only` chose that. Else the vendor's
-GEMM multiplies the dequantized weight, in parts if it is large (see `PART_BYTES`). A bias that is not a
-vector is added after the kernel.
+Many rows run by one of the latter two if `graph.weight_only` chose that. Else the vendor's GEMM multiplies
+more rows than `MOST_ROWS` by the dequantized weight, in parts if it is large (see `PART_BYTES`). A bias that
+is not a vector is added after the kernel.
 """
 
 from __future__ import annotations
@@ -46,13 +46,11 @@ def lower_weight_only_mm(
     if device.type != "cpu" or kernel.obstacle() or not all(dtype in C_TYPES for dtype in sources):
         return None
     m, n = x.get_size()[0], qdata.get_size()[0]
-    header, function = _FEW
-    if V.graph.sizevars.optimization_hint(m) > MOST_ROWS:
-        kernels = [tag.kernel for tag in tags_of(V.graph.current_node)]
-        chosen = next((row for name, row in _MANY.items() if any(name in kernel for kernel in kernels)), None)
-        if chosen is None:
-            return None
-        header, function = chosen
+    kernels = " ".join(tag.kernel for tag in tags_of(V.graph.current_node))
+    chosen = next((row for name, row in _MANY.items() if name in kernels), None)
+    if chosen is None and V.graph.sizevars.optimization_hint(m) > MOST_ROWS:
+        return None
+    header, function = chosen or _FEW
     inside = bias is not None and len(bias.get_size()) == 1
     weight = StoredBuffers.from_tensors(qdata, scale, Format.parse(fmt), global_scale)
     inputs = {"x": kernel.stored(x), **weight.buffers}

@@ -34,7 +34,7 @@ from mxcompile.graph.transpose import transpose, untransposed
 from mxcompile.lowering import optional
 from mxcompile.lowering.choices.families import TABLE, Family, runs
 from mxcompile.lowering.choices.weight_only_forms import forms, most_rows
-from mxcompile.lowering.cpu import INT16, LONG, MOST_ROWS, kernel, parts_of
+from mxcompile.lowering.cpu import INT16, LEAST_ROWS, LONG, MOST_ROWS, kernel, parts_of
 from mxcompile.lowering.graph.expand import factors_of, scaled, working_dtype
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
 from mxcompile.lowering.graph.operands import DequantizedOperands, stored
@@ -134,19 +134,21 @@ class WeightOnly(LoweringPass):
         if not (_is_input(qdata) and _is_input(scale)):
             return False
         if self._on_cpu:
-            if hint(out.shape[0]) <= MOST_ROWS or self._many_rows(dtype, stored_weight):
+            if hint(out.shape[0]) <= MOST_ROWS or self._many_rows(node, dtype, stored_weight):
                 return True
             return bool(parts_of(stored_weight.shape, working_dtype(out.dtype, self.target)))
         return hint(out.shape[0]) <= most_rows(self.target, working_dtype(out.dtype, self.target))
 
-    def _many_rows(self, dtype: torch.dtype, stored_weight: _Weight) -> str:
-        """Returns the CPU's kernel for many rows of `dtype` times `stored_weight`, or ""."""
-        if dtype is not torch.bfloat16 or not stored_weight.swapped:
+    def _many_rows(self, node: fx.Node, dtype: torch.dtype, stored_weight: _Weight) -> str:
+        """Returns the CPU's kernel for the many rows of `dtype` of `node` times `stored_weight`, or ""."""
+        kernel_name, k = self.target.many_rows, stored_weight.shape[-1]
+        if not kernel_name or dtype is not torch.bfloat16 or not stored_weight.swapped:
             return ""
-        k = stored_weight.shape[-1]
+        if hint(value_of(node).shape[0]) < LEAST_ROWS[kernel_name]:
+            return ""
         is_long = isinstance(k, int) and k >= LONG
         takes = is_long and TABLE[Family.INTEGER].takes([stored_weight.form])
-        return self.target.many_rows if self.target.many_rows != INT16 or takes else ""
+        return kernel_name if kernel_name != INT16 or takes else ""
 
     def _replace(self, node: fx.Node, build: Builder, operands: DequantizedOperands) -> None:
         out, product = value_of(node), Product.read(node)
@@ -175,7 +177,7 @@ class WeightOnly(LoweringPass):
         out = value_of(node)
         if not self._on_cpu or hint(out.shape[0]) <= MOST_ROWS:
             return x
-        if self._many_rows(value_of(x).dtype, stored_weight):
+        if self._many_rows(node, value_of(x).dtype, stored_weight):
             return x
         return build.converted(x, working_dtype(out.dtype, self.target), node)
 
@@ -199,20 +201,18 @@ class WeightOnly(LoweringPass):
         form = stored_weight.form
         args = [str(form)] if whole is None else [str(form), whole]
         result = build.call(ops.weight_only_mm, x, weight, scale, bias, out_dtype, *args, like=node)
-        rows, size = hint(value_of(node).shape[0]), value_of(weight).shape
-        form_name = self._form(rows, stored_weight, size, value_of(x).dtype)
+        form_name = self._form(node, stored_weight, value_of(weight).shape, value_of(x).dtype)
         kernel_name = f"mx_weight_only_mm {form_name}"
         set_tag(result, *(replace(tag, kernel=tag.with_fallbacks(kernel_name)) for tag in tags_of(node)))
         return result
 
-    def _form(self, rows: int, stored_weight: _Weight, size: Sequence[Any], dtype: torch.dtype) -> str:
-        """Returns the name of the kernel's form for `rows` rows of `dtype`, and a weight read as `size`."""
-        shape = stored_weight.shape if stored_weight.swapped else size
-        if self._on_cpu and rows <= MOST_ROWS:
-            return "C++"
+    def _form(self, node: fx.Node, stored_weight: _Weight, size: Sequence[Any], dtype: torch.dtype) -> str:
+        """Returns the name of the kernel's form for rows of `dtype`, and a weight read as `size`."""
+        shape, rows = stored_weight.shape if stored_weight.swapped else size, hint(value_of(node).shape[0])
         if self._on_cpu:
             dequantized = f"dequantized in {len(parts_of(shape, dtype))} parts, mm"
-            return self._many_rows(dtype, stored_weight) or dequantized
+            few = "C++" if rows <= MOST_ROWS else dequantized
+            return self._many_rows(node, dtype, stored_weight) or few
         n, k = map(hint, shape)
         choices = forms(rows, n, k, dtype, self.target, packed=stored_weight.form.packed)
         return choices[0].one_of(len(choices))

@@ -35,6 +35,7 @@ FORMS = {
     "plain": ("-march=x86-64",),
     "avx2 zen 3": (*_AVX2, "-D__znver3__"),  # decodes with other numbers of rows together
     "avx2": _AVX2,
+    "avx2 vnni": (*_AVX2, "-mavxvnni"),
     "avx512": (
         *("-march=x86-64", "-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY_AVX512"),
         *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
@@ -49,6 +50,7 @@ _NEEDS = {
     "plain": "",
     "avx2 zen 3": "avx2",
     "avx2": "avx2",
+    "avx2 vnni": "avx_vnni",
     "avx512": "avx512_vl",
     "avx512 bf16": "avx512_bf16",
 }
