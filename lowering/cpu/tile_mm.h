@@ -101,8 +101,8 @@ struct Stored {
   // What `fill` will read of a later row.
   void fetch(int64_t first, int64_t start) const {
     const Weight<Elem> later = weight.from(first + FETCHED);
-    _mm_prefetch(reinterpret_cast<const char*>(later.codes + row_bytes<Elem>(start)), _MM_HINT_T0);
-    _mm_prefetch(reinterpret_cast<const char*>(later.scales + start / Elem::block), _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char*>(later.codes + row_bytes<Elem>(start)), _MM_HINT_T1);
+    _mm_prefetch(reinterpret_cast<const char*>(later.scales + start / Elem::block), _MM_HINT_T1);
   }
 };
 
