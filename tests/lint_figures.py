@@ -209,6 +209,16 @@ def test_figures_of_integers_beside_llama_cpp_equal_results():
         same(shown[name], [*(row["median_ms"] for row in timed), timed[2]["llama_over_this"]])
 
 
+def test_figures_of_products_by_amx_equal_results():
+    stored = ("mxfp8", "mxint8", "mxint8, activations too", "mxfp4")
+    runs = ("bf16 inductor", *(f"mxcompile {name}" for name in stored), "llama.cpp q8_0")
+    rows = newest("decode_cpu", "weight", "rows", "run", cpu="AMX BF16")
+    for count, shown in table(
+        "docs/cpu.md", "| rows | BF16 Inductor | MXFP8 | MXINT8 weight | both in MXINT8 | MXFP4"
+    ).items():
+        same(shown, [rows["8192x8192", int(count), run]["median_ms"] for run in runs])
+
+
 def test_figures_of_generation_beside_llama_cpp_equal_results():
     workload = "Gemma 3 270M, a package in MXINT8 ÷ llama.cpp's Q8_0, decoding, tokens a second"
     both = "Gemma 3 270M, a package with weights and activations in MXINT8 ÷ llama.cpp's Q8_0, decoding"

@@ -18,7 +18,7 @@ INT16, AMX = "C++ (int16)", "C++ (AMX)"
 formats, with AMX."""
 
 LEAST_ROWS = {INT16: MOST_ROWS + 1, AMX: 7}
-"""Least rows for which these kernels are faster than the one for few rows."""
+"""Least rows for which these kernels are faster than the kernel for few rows."""
 
 PART_BYTES = 16 << 20
 """Bytes of a weight that are dequantized at a time for the vendor's GEMM. The system clears new memory for
