@@ -160,7 +160,7 @@ def constants(package) -> int:
 def products(package) -> int:
     """How often a kernel is called that multiplies codes."""
     kernels = re.findall(
-        r"void (\w+)\([^\n]*\)\n\{\s*mxcompile::weight_only_mm\(", code(package, "kernel.cpp")
+        r"void (\w+)\([^\n]*\)\n\{\s*mxcompile::(?:weight_only|tile_weight)_mm\(", code(package, "kernel.cpp")
     )
     calls = re.findall(r"^ *(\w+)\(", code(package, "wrapper.cpp"), re.MULTILINE)
     return sum(call in kernels for call in calls)
