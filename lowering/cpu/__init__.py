@@ -20,6 +20,9 @@ formats, with AMX."""
 LEAST_ROWS = {INT16: MOST_ROWS + 1, AMX: 7}
 """Least rows for which these kernels are faster than the kernel for few rows."""
 
+COMPILED_FOR = {INT16: "avx2", AMX: "amx_tile"}
+"""The vector ISA of Inductor that these kernels need, as `kernel.instructions` names it."""
+
 PART_BYTES = 16 << 20
 """Bytes of a weight that are dequantized at a time for the vendor's GEMM. The system clears new memory for
 every call, which takes longer than dequantizing; the GNU C library reuses freed blocks of up to 32 MiB."""

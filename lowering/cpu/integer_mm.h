@@ -15,7 +15,7 @@
 #define MXCOMPILE_INTEGER_MM_H
 
 #include "weight_only_mm.h"
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #include <immintrin.h>
 #define MXCOMPILE_INTEGER_LANES 16
 #elif MXCOMPILE_LANES == 8
@@ -25,6 +25,7 @@
 MXCOMPILE_VECTORIZED
 
 namespace mxcompile {
+namespace integers {  // a package has all kernels in one file
 
 #if MXCOMPILE_INTEGER_LANES == 16
 using Number = int8_t;
@@ -442,6 +443,12 @@ inline void many_rows_mm(const Bfloat16* x, Weight<INT8> weight, const Bias* bia
 #endif
   by_loops(x, weight, bias, m, n, threads, out);
 }
+
+}  // namespace integers
+
+using integers::Codes;
+using integers::integer_mm;
+using integers::many_rows_mm;
 
 }  // namespace mxcompile
 

@@ -20,6 +20,7 @@ import torch._inductor.compile_fx  # first: Inductor's lowerings and its C++ tem
 from torch._inductor import config, ir
 from torch._inductor.codegen.cpp_template_kernel import CppTemplateKernel
 from torch._inductor.codegen.cpp_utils import cexpr_index
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.select_algorithm import PartialRender
 from torch._inductor.utils import Placeholder, parallel_num_threads
 from torch._inductor.virtualized import V
@@ -132,6 +133,14 @@ def obstacle() -> str:
     if config.cpp.enable_unsafe_math_opt_flag:
         return "no C++ kernels: config.cpp.enable_unsafe_math_opt_flag is set"
     return _no_compiler()
+
+
+def instructions() -> frozenset[str]:
+    """Returns Inductor's names of the instructions for which it compiles C++, such as "avx2" or "amx_tile".
+
+    Settings may exclude instructions that the CPU has: ``config.cpp.simdlen``, ``ATEN_CPU_CAPABILITY``.
+    """
+    return frozenset(str(pick_vec_isa()).split())
 
 
 def stored(x: ir.TensorBox) -> Any:

@@ -1,10 +1,10 @@
-// Products of many rows by AMX, whose tiles hold 16 rows of 32 BF16 numbers:
+// Many rows of BF16 times a stored weight by AMX, whose tiles hold 16 rows of 32 BF16 numbers:
 //
 //   out[m, n] = Σ_k x[m, k] · w[n, k] (+ bias[n])          values in BF16, sums in FP32, rounded once
 //
-// Either side is BF16 or codes with scales. Its values are those that a dequantization to BF16 writes, but no matrix of
-// them is in memory. Rows of w are the left operands of tiles, as they lie. Rows of x are the right ones, so pairs of
-// numbers of 16 rows lie together: x is packed once, and a tile of sums is transposed before it is written.
+// The values of w are those that a dequantization to BF16 writes, but no matrix of them is in memory. Rows of w are the
+// left operands of tiles, as they lie. Rows of x are the right ones, so pairs of numbers of 16 rows lie together: x is
+// packed once, and a tile of sums is transposed before it is written.
 //
 // While a panel of w is multiplied, the next one is decoded: vectors and tiles work at the same time.
 #ifndef MXCOMPILE_TILE_MM_H
@@ -23,6 +23,8 @@ MXCOMPILE_VECTORIZED
 namespace mxcompile {
 
 #ifdef MXCOMPILE_TILES
+namespace tiles {
+
 constexpr int64_t TILE_ROWS = 16, STEP = PAIR;      // rows of a tile; numbers of K that are decoded together, of two tiles
 constexpr int64_t SIDE = 2 * TILE_ROWS;            // rows of x, and of w, that are multiplied together
 constexpr int64_t PART = TILE_ROWS * STEP;         // numbers of TILE_ROWS rows and a step
@@ -32,25 +34,25 @@ constexpr int64_t FETCHED = 4;                     // rows between what is decod
 constexpr int64_t MOST_COLUMNS = 512, CHUNK = 512;  // rows of w, and of x, whose sums stay in the second-level cache
 
 // The process has to ask for tiles. Returns whether it may use them.
-inline bool has_tiles() {
+inline bool granted() {
   constexpr long request = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  static const bool granted = syscall(SYS_arch_prctl, request, tile_data) == 0;
-  return granted;
+  static const bool has = syscall(SYS_arch_prctl, request, tile_data) == 0;
+  return has;
 }
 
 // All tiles of a thread in their full size, as long as this exists.
-struct Tiles {
+struct FullSize {
   struct alignas(64) Sizes {
     uint8_t palette = 1, start = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {};
     uint8_t rows[16] = {};
   };
-  Tiles() {
+  FullSize() {
     Sizes sizes;
     for (int i = 0; i < 8; i++) sizes.row_bytes[i] = 64, sizes.rows[i] = TILE_ROWS;
     _tile_loadconfig(&sizes);
   }
-  ~Tiles() { _tile_release(); }
+  ~FullSize() { _tile_release(); }
 };
 
 // Rows and columns of 16 × 16 words change places.
@@ -73,44 +75,31 @@ inline __attribute__((always_inline)) void transpose_words(__m512i* x) {
   }
 }
 
-// Sides of a product: `fill` writes STEP values of K from `start` on of `together` rows from `first` on, one row after the
-// other, with zeros for what is not there.
-struct Dense {
-  static constexpr int64_t together = 1;
-  const Bfloat16* x;
-  int64_t rows, k;
-
-  void fill(int64_t first, int64_t start, Bfloat16* out) const {
-    const int64_t count = first < rows ? least(STEP, k - start) : 0;
-    if (count < STEP) std::memset(out, 0, STEP * sizeof(Bfloat16));
-    std::memcpy(out, x + first * k + start, count * sizeof(Bfloat16));
-  }
-};
-
 template <class Elem>
 struct Stored {
-  static constexpr int64_t together = 1;
   Weight<Elem> weight;
-  int64_t rows, k;
+  int64_t rows;
 
-  inline __attribute__((always_inline)) void fill(int64_t first, int64_t start, Bfloat16* out) const {
-    if (k - start < STEP || first >= rows) std::memset(out, 0, STEP * sizeof(Bfloat16));
-    if (first < rows) dequantize_part(weight.from(first), start, out);
+  // STEP values of a row from `start` on, with zeros for what is not there.
+  inline __attribute__((always_inline)) void decode(int64_t row, int64_t start, Bfloat16* out) const {
+    if (weight.k - start < STEP || row >= rows) std::memset(out, 0, STEP * sizeof(Bfloat16));
+    if (row < rows) dequantize_part(weight.from(row), start, out);
   }
 
-  // What `fill` will read of a later row.
-  void fetch(int64_t first, int64_t start) const {
-    const Weight<Elem> later = weight.from(first + FETCHED);
+  // What `decode` will read of a later row.
+  void fetch(int64_t row, int64_t start) const {
+    const Weight<Elem> later = weight.from(row + FETCHED);
     _mm_prefetch(reinterpret_cast<const char*>(later.codes + row_bytes<Elem>(start)), _MM_HINT_T1);
     _mm_prefetch(reinterpret_cast<const char*>(later.scales + start / Elem::block), _MM_HINT_T1);
   }
 };
 
-// x as right operands have it: of each stretch of K, of each TILE_ROWS rows, of each step two tiles.
-template <class Side>
-inline void pack_right(const Side& x, int64_t first, int64_t start, Bfloat16* out) {
-  alignas(64) Bfloat16 rows[PART];
-  for (int64_t r = 0; r < TILE_ROWS; r += Side::together) x.fill(first + r, start, rows + r * STEP);
+// A step of TILE_ROWS rows of x from `first` on as two tiles, as right operands have it, with zeros for what is not there.
+inline void pack_right(const Bfloat16* x, int64_t m, int64_t k, int64_t first, int64_t start, Bfloat16* out) {
+  alignas(64) Bfloat16 rows[PART] = {};
+  const int64_t count = least(STEP, k - start), there = least(TILE_ROWS, m - first);
+  for (int64_t r = 0; r < there; r++)
+    std::memcpy(rows + r * STEP, x + (first + r) * k + start, count * sizeof(Bfloat16));
   for (int64_t half = 0; half < 2; half++) {
     __m512i words[TILE_ROWS];
     for (int64_t r = 0; r < TILE_ROWS; r++) words[r] = _mm512_load_si512(rows + r * STEP + half * STEP / 2);
@@ -149,7 +138,7 @@ inline __attribute__((always_inline)) void load_sums(const float* from) {
   _tile_loadd(3, from + 3 * TILE_SUMS, LINE_BYTES);
 }
 
-inline __attribute__((always_inline)) void store_sums_of_tiles(float* to) {
+inline __attribute__((always_inline)) void store_sums(float* to) {
   _tile_stored(0, to, LINE_BYTES);
   _tile_stored(1, to + TILE_SUMS, LINE_BYTES);
   _tile_stored(2, to + 2 * TILE_SUMS, LINE_BYTES);
@@ -196,9 +185,9 @@ struct Stretches {
 };
 
 // Some rows of x, packed, times the rows of w.
-template <class Side>
-struct TileProduct {
-  const Side& w;
+template <class Elem>
+struct Product {
+  const Stored<Elem>& w;
   const Stretches stretches;
   const Bfloat16* right;  // x, packed
   int64_t above, rows;    // of x
@@ -224,18 +213,16 @@ struct TileProduct {
           prepare();
         }
       }
-      store_sums_of_tiles(own);
+      store_sums(own);
       if (is_last) write(pair, last);
     }
   }
 
-  static constexpr int64_t UNITS = SIDE / Side::together;  // that a step of a panel is decoded in
-
-  // A unit of `count` steps from `start` on, in the order in which they lie in memory.
+  // The `unit`-th row and step of SIDE rows and `count` steps, in the order in which they lie in memory.
   void decode(int64_t unit, int64_t column, int64_t start, int64_t count, Bfloat16* panel) const {
-    const int64_t step = unit % count, row = unit / count * Side::together;
+    const int64_t row = unit / count, step = unit % count;
     w.fetch(column + row, (start + step) * STEP);
-    w.fill(column + row, (start + step) * STEP, panel + step * 2 * PART + row * STEP);
+    w.decode(column + row, (start + step) * STEP, panel + step * 2 * PART + row * STEP);
   }
 
   // Rows of w from `first` to `end`. panels: two for a stretch. sums: of all these rows and x.
@@ -243,12 +230,12 @@ struct TileProduct {
   void columns(int64_t first, int64_t end, const Bias* bias, Bfloat16* panels, float* sums, Out* out) const {
     const int64_t number = pairs();
     Bfloat16 *panel = panels, *next = panels + stretches.length * 2 * PART;
-    for (int64_t unit = 0; unit < UNITS * stretches.after(0); unit++) decode(unit, first, 0, stretches.after(0), panel);
+    for (int64_t unit = 0; unit < SIDE * stretches.after(0); unit++) decode(unit, first, 0, stretches.after(0), panel);
     for (int64_t start = 0; start < stretches.steps; start += stretches.length)
       for (int64_t column = first; column < end; column += SIDE) {
         const int64_t count = stretches.after(start), other = column + SIDE < end ? column + SIDE : first;
         const int64_t later = other == first ? start + stretches.length : start;
-        const int64_t turns = 2 * number * count, steps = stretches.after(later), left = UNITS * steps;
+        const int64_t turns = 2 * number * count, steps = stretches.after(later), left = SIDE * steps;
         const int64_t each = (left + turns - 1) / turns;
         int64_t unit = 0;
         auto prepare = [&]() __attribute__((always_inline)) {
@@ -265,45 +252,49 @@ struct TileProduct {
   }
 };
 
-// x [M, K] times the transpose of w [N, K]
-template <class Left, class Right, class Bias, class Out>
-inline void tile_mm(const Right& x, const Left& w, const Bias* bias, int threads, Out* out) {
-  const int64_t most = least(CHUNK, (x.rows + SIDE - 1) / SIDE * SIDE);
-  const Stretches stretches(w.k, most / SIDE);
+template <class Elem, class Bias, class Out>
+inline void multiply(const Bfloat16* x, int64_t m, Stored<Elem> w, const Bias* bias, int threads, Out* out) {
+  if (!m) return;
+  const int64_t k = w.weight.k, most = least(CHUNK, (m + SIDE - 1) / SIDE * SIDE);
+  const Stretches stretches(k, most / SIDE);
   const int64_t steps = stretches.steps;
   const int64_t turns = threads * ((w.rows + threads * MOST_COLUMNS - 1) / (threads * MOST_COLUMNS));
   const int64_t columns = ((w.rows + turns - 1) / turns + SIDE - 1) / SIDE * SIDE;
-  const int64_t sums = stretches.length < steps ? most * columns : 0;
+  const int64_t num_sums = stretches.length < steps ? most * columns : 0;  // that wait for the next stretch
   std::unique_ptr<uint8_t[]> memory(new uint8_t[most * steps * STEP * sizeof(Bfloat16) + LINE_BYTES]);
   Bfloat16* right = on_a_line<Bfloat16>(memory.get());
 #pragma omp parallel num_threads(threads)
   {
-    const Tiles tiles;
+    const FullSize full_size;
     const int64_t panels = 4 * stretches.length * PART * sizeof(Bfloat16);
-    std::unique_ptr<uint8_t[]> own(new uint8_t[panels + sums * sizeof(float) + LINE_BYTES]);
+    std::unique_ptr<uint8_t[]> own(new uint8_t[panels + num_sums * sizeof(float) + LINE_BYTES]);
     Bfloat16* panel = on_a_line<Bfloat16>(own.get());
-    for (int64_t above = 0; above < x.rows; above += most) {
-      const TileProduct<Left> product{w, stretches, right, above, least(most, x.rows - above)};
+    float* sums = reinterpret_cast<float*>(panel + 4 * stretches.length * PART);
+    for (int64_t above = 0; above < m; above += most) {
+      const Product<Elem> product{w, stretches, right, above, least(most, m - above)};
       const int64_t parts = 2 * product.pairs();
 #pragma omp for
       for (int64_t part = 0; part < parts; part++)
         for (int64_t step = 0; step < steps; step++) {
           const int64_t start = step / stretches.length * stretches.length, count = stretches.after(start);
-          pack_right(x, above + part * TILE_ROWS, step * STEP, right + (start * parts + part * count + step - start) * PART);
+          Bfloat16* to = right + (start * parts + part * count + step - start) * PART;
+          pack_right(x, m, k, above + part * TILE_ROWS, step * STEP, to);
         }
 #pragma omp for schedule(dynamic)
       for (int64_t first = 0; first < w.rows; first += columns)
-        product.columns(first, least(first + columns, w.rows), bias, panel, reinterpret_cast<float*>(panel + 4 * stretches.length * PART), out);
+        product.columns(first, least(first + columns, w.rows), bias, panel, sums, out);
     }
   }
 }
+
+}  // namespace tiles
 #endif
 
 // x [m, weight.k] times the transpose of the weight [n, weight.k], fastest for 7 rows and more
 template <class Elem, class Bias, class Out>
 inline void tile_weight_mm(const Bfloat16* x, Weight<Elem> weight, const Bias* bias, int64_t m, int64_t n, int threads, Out* out) {
 #ifdef MXCOMPILE_TILES
-  if (has_tiles()) return tile_mm(Dense{x, m, weight.k}, Stored<Elem>{weight, n, weight.k}, bias, threads, out);
+  if (tiles::granted()) return tiles::multiply(x, m, tiles::Stored<Elem>{weight, n}, bias, threads, out);
 #endif
   weight_only_mm(x, weight, bias, m, n, threads, out);
 }

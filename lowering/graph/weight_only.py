@@ -34,7 +34,7 @@ from mxcompile.graph.transpose import transpose, untransposed
 from mxcompile.lowering import optional
 from mxcompile.lowering.choices.families import TABLE, Family, runs
 from mxcompile.lowering.choices.weight_only_forms import forms, most_rows
-from mxcompile.lowering.cpu import INT16, LEAST_ROWS, LONG, MOST_ROWS, kernel, parts_of
+from mxcompile.lowering.cpu import COMPILED_FOR, INT16, LEAST_ROWS, LONG, MOST_ROWS, kernel, parts_of
 from mxcompile.lowering.graph.expand import factors_of, scaled, working_dtype
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
 from mxcompile.lowering.graph.operands import DequantizedOperands, stored
@@ -145,6 +145,8 @@ class WeightOnly(LoweringPass):
         if not kernel_name or dtype is not torch.bfloat16 or not stored_weight.swapped:
             return ""
         if hint(value_of(node).shape[0]) < LEAST_ROWS[kernel_name]:
+            return ""
+        if COMPILED_FOR[kernel_name] not in kernel.instructions():
             return ""
         is_long = isinstance(k, int) and k >= LONG
         takes = is_long and TABLE[Family.INTEGER].takes([stored_weight.form])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import mxcompile
 from mxcompile.lowering import targets
-from mxcompile.lowering.cpu import INT16
+from mxcompile.lowering.cpu import INT16, kernel
 
 BF16 = torch.bfloat16
 TYPES = {torch.float32: "float", BF16: "Bfloat16"}
@@ -234,6 +234,7 @@ def test_many_rows_of_bf16_run_in_integers_on_avx2(dynamic: bool, monkeypatch: p
     slow = frozenset({BF16, torch.float16})
     cpu = replace(targets.TARGETS["cpu"], integers="AVX2", no_integers={}, many_rows=INT16, slow_dtypes=slow)
     monkeypatch.setitem(targets.TARGETS, "cpu", cpu)
+    monkeypatch.setattr(kernel, "instructions", lambda: {"avx2"})
     torch._dynamo.reset()
     with torch.no_grad():
         compiled = torch.compile(model, backend="mxfp8", dynamic=dynamic, options={"policy": "bf16"})

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cpp_forms import PARAMS, integer, library, pointer
+from cpp_forms import HEADERS, PARAMS, integer, library, pointer
 from helpers.stored_weights import FeedForward
 from torch import Tensor
 
 import mxcompile
 from mxcompile.lowering import targets
-from mxcompile.lowering.cpu import AMX
+from mxcompile.lowering.cpu import AMX, COMPILED_FOR
+from mxcompile.lowering.cpu import kernel as cpp
 
 BF16 = torch.bfloat16
 TYPES = {torch.float32: "float", BF16: "Bfloat16"}
@@ -27,12 +28,16 @@ STORED = {
 }
 """Arguments of `mxcompile.quantize`, by the C++ type of elements."""
 
-SHAPES = [(17, 33, 96), (33, 1, 64), (40, 70, 1120), (600, 100, 160), (20, 1100, 1376)]
+SHAPES = [(0, 5, 64), (17, 33, 96), (33, 1, 64), (40, 70, 1120), (600, 100, 160), (20, 1100, 1376)]
 """Sizes of one and of several tiles, steps of K, stretches of steps, and parts of rows; whole and in part."""
 
 
 def _source() -> str:
-    lines = ['#include "tile_mm.h"', "using namespace mxcompile;"]
+    """With all kernels in one file, as those of a package are."""
+    lines = [
+        *(f'#include "{path.name}"' for path in sorted(HEADERS.glob("*.h"))),
+        "using namespace mxcompile;",
+    ]
     for elem in STORED:
         for word in TYPES.values():
             sides = "const Bfloat16* x, const uint8_t* w, const uint8_t* s, const float* whole"
@@ -56,7 +61,7 @@ def product(functions: ctypes.CDLL, elem: str, x: Tensor, weight: mxcompile.MXTe
     getattr(functions, f"mm_{elem}_{TYPES[bias.dtype]}")(*map(pointer, parts), *sizes, pointer(out))
     count = m * len(weight)
     assert bool((out[count:] == 3).all())
-    return out[:count].view(m, -1)
+    return out[:count].view(m, len(weight))
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -116,6 +121,7 @@ def test_many_rows_of_bf16_read_the_stored_weight(
     policy = {"version": 1, "preset": "inference", "rules": rules}
     mxcompile.quantize_weights_(model, policy, args=(xs[0],))
     outputs = {}
+    monkeypatch.setattr(cpp, "instructions", lambda: {COMPILED_FOR[AMX]})
     for kernel in ("", AMX):
         cpu = replace(targets.TARGETS["cpu"], integers="", many_rows=kernel, slow_dtypes=frozenset())
         monkeypatch.setitem(targets.TARGETS, "cpu", cpu)
@@ -125,9 +131,24 @@ def test_many_rows_of_bf16_read_the_stored_weight(
             compiled = torch.compile(model, backend="mxfp8", dynamic=True, options=options)
             outputs[kernel] = [compiled(x).float() for x in xs]
         kernels = {gemm.kernel.split(";")[0] for gemm in mxcompile.reports()[-1].gemms}
-        if not quantizes_activations or not precision.endswith("fp4"):
+        if not quantizes_activations or not precision.endswith("fp4"):  # those are cast in another format
             assert {name for name in kernels if not name.startswith("aten.")} == (
                 {f"mx_weight_only_mm {kernel}"} if kernel else set()
             )
     for plain, ours in zip(*outputs.values(), strict=True):
         assert (plain - ours).norm() < 1e-2 * plain.norm()
+
+
+@pytest.mark.parametrize("kernel", COMPILED_FOR)
+def test_many_rows_are_dequantized_if_inductor_compiles_for_other_instructions(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Such as under `config.cpp.simdlen`: the record names what runs."""
+    model, x = FeedForward(640, 330).bfloat16(), torch.randn(70, 640, dtype=BF16)
+    mxcompile.quantize_weights_(model, "mxint8", args=(x,))
+    cpu = replace(targets.TARGETS["cpu"], many_rows=kernel, slow_dtypes=frozenset())
+    monkeypatch.setitem(targets.TARGETS, "cpu", cpu)
+    monkeypatch.setattr(cpp, "instructions", lambda: {"avx512"})
+    with torch.no_grad():
+        torch.compile(model, backend="mxfp8", options={"policy": "bf16"})(x)
+    assert all(gemm.kernel.startswith("aten.") for gemm in mxcompile.reports()[-1].gemms)
