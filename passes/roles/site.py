@@ -13,7 +13,7 @@ from mxcompile.graph.opsets import TRANSPARENT, aten, packet
 from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import tag_of, tags_of, tensor, value_of
 from mxcompile.ops.view import argument_of
-from mxcompile.passes.roles.axes import data_operand
+from mxcompile.passes.roles.axes import contracted, data_operand
 from mxcompile.passes.roles.feeds import Feeds
 from mxcompile.passes.roles.flow import stored
 from mxcompile.passes.roles.sources import BENT, Marks, Source
@@ -134,10 +134,11 @@ class Site:
     def stacked(self) -> bool:
         """Whether its weight is a stack of matrices, as experts have; one matrix may have several axes too.
 
-        If groups of its output features gate each other, their axis counts as an output axis.
+        If groups of its output features gate each other, their axis counts as an output axis. The blocks of a
+        block-diagonal matrix are no experts: they divide the features of a token.
         """
         weight = tensor(self.weight) if packet(self.node) is not aten.convolution else None
-        if weight is None or weight.ndim < 3:
+        if weight is None or weight.ndim < 3 or _divides_features(self.node):
             return False
         summed = _summed(self.node, self.tag.tensors.index("w"))
         groups = self.model.feeds.groups.get(self.node)
@@ -151,6 +152,19 @@ class Site:
         """Whether its weight is also a table of embeddings."""
         readers = [user for user in self.weight.users if packet(user) is aten.embedding]
         return any(argument_of(user, "weight") is self.weight for user in readers)
+
+
+def _divides_features(product: fx.Node) -> bool:
+    """Whether the batch dimensions of `product` come from its input's features, and not from its tokens."""
+    node = data_operand(product)
+    num_dims = value_of(node).ndim
+    batch, features = frozenset(range(num_dims - 2)), frozenset({num_dims + contracted(product)})
+    while packet(node) in TRANSPARENT and isinstance(source := node.args[0], fx.Node):
+        batch, features = before(node, source, batch), before(node, source, features)
+        if batch & features:
+            return True
+        node = source
+    return False
 
 
 def _summed(product: fx.Node, side: int) -> frozenset[int]:

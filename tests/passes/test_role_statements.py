@@ -211,6 +211,24 @@ def test_experts_among_whom_a_softmax_divides_tokens():
     assert {name: layer_roles[name] for name in ("a", "b")} == {"a": "expert_in", "b": "expert_out"}
 
 
+class _Rotated(nn.Module):
+    """A feed-forward network whose last layer's input a block-diagonal matrix rotates, as in PEFT's OFT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+        self.blocks = nn.Parameter(torch.randn(4, 16, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = nn.functional.gelu(self.up(x)).unflatten(-1, (4, 16))
+        return x + self.down(torch.einsum("...bi,bio->...bo", inner, self.blocks).flatten(-2))
+
+
+def test_layers_around_a_block_diagonal_matrix_are_no_experts():
+    layer_roles = roles(_Rotated(), tokens())
+    assert {name: layer_roles[name] for name in ("up", "down")} == {"up": "ffn_in", "down": "ffn_out"}
+
+
 def test_layers_with_unused_results_keep_their_roles():
     assert roles(Tower(), tokens()) == {**below("body.0"), **below("body.1")}
 
